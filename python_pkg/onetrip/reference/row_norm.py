@@ -33,9 +33,7 @@ class RowNormPlan(NamedTuple):
     store_stats: bool
 
 
-GradDtypes = tuple[
-    torch.dtype | None, torch.dtype | None, torch.dtype | None, torch.dtype | None, torch.dtype | None
-]
+GradDtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None, torch.dtype | None, torch.dtype | None]
 """Dtypes of the gradients of x, residual, bias, weight, norm_bias; None: not wanted."""
 
 Forward = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]

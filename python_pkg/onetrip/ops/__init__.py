@@ -1,0 +1,6 @@
+"""Fused operators as functions of tensors: differentiable, deterministic, the same results on every backend."""
+
+from .rng import dropout_keep_mask
+from .row_norm import bias_dropout_residual, bias_dropout_residual_norm, layer_norm, rms_norm
+
+__all__ = ["bias_dropout_residual", "bias_dropout_residual_norm", "dropout_keep_mask", "layer_norm", "rms_norm"]

@@ -1,0 +1,122 @@
+"""Which backend computes: cpu, cuda, triton or reference, chosen automatically or by name.
+
+A backend asked for by name that cannot run raises; it never falls back in silence.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
+
+import torch
+
+BACKENDS = ("cpu", "cuda", "triton", "reference")
+"""Every backend, in the order in which `auto` prefers them."""
+
+KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+"""Dtypes that kernels compute with. Everything else (float64) goes through reference."""
+
+_process_choice: str | None = None  # None: not asked yet, see _chosen
+_local_choice: ContextVar[str | None] = ContextVar("onetrip_backend", default=None)
+
+
+@functools.cache
+def native() -> ModuleType | None:
+    """The compiled library onetrip._native, None where it was not built."""
+    try:
+        return importlib.import_module("onetrip._native")
+    except ImportError:
+        return None
+
+
+@functools.cache
+def unavailable_reason(name: str, device_type: str, index: int = 0) -> str:
+    """Why the backend cannot run on that device, in plain words; "" where it can."""
+    if name == "reference":
+        return ""
+    if name == "triton":
+        return _triton_unavailable_reason(device_type, index)
+    if name != device_type:
+        return f"the {name} backend runs on {name} tensors only"
+    library = native()
+    if library is None:
+        return "the native library onetrip._native was not built (it needs a C++ compiler at installation)"
+    if name == "cpu":
+        return ""
+    return str(library.cuda_unavailable_reason(index))
+
+
+def _triton_unavailable_reason(device_type: str, index: int) -> str:
+    try:
+        kernels = importlib.import_module("onetrip.kernels")
+    except ImportError as error:
+        return f"the Triton kernels cannot be imported: {error}"
+    return str(kernels.unavailable_reason(torch.device(device_type, index)))
+
+
+def available_backends(device: torch.device | str = "cpu") -> tuple[str, ...]:
+    """Names of the backends that can run on the device, in order of preference.
+
+    device: as torch.device takes it. Raises RuntimeError where torch does not know the device.
+    """
+    device = torch.device(device)
+    return tuple(name for name in BACKENDS if not unavailable_reason(name, device.type, device.index or 0))
+
+
+def _checked(function: str, name: str) -> str:
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"{function}: name must be one of {('auto', *BACKENDS)}, got {name!r}")
+    return name
+
+
+def set_backend(name: str) -> None:
+    """Use this backend in the whole process from now on; "auto" chooses by device. Raises ValueError for unknown names."""
+    global _process_choice
+    _process_choice = _checked("set_backend", name)
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Use this backend inside the with block (this thread or task); backward follows the forward it belongs to."""
+    token = _local_choice.set(_checked("use_backend", name))
+    try:
+        yield
+    finally:
+        _local_choice.reset(token)
+
+
+def _chosen() -> str:
+    global _process_choice
+    local = _local_choice.get()
+    if local is not None:
+        return local
+    if _process_choice is None:
+        _process_choice = _checked("ONETRIP_BACKEND", os.environ.get("ONETRIP_BACKEND", "auto"))
+    return _process_choice
+
+
+@functools.cache
+def _automatic(device_type: str, index: int) -> str:
+    return next(name for name in BACKENDS if not unavailable_reason(name, device_type, index))
+
+
+def choose(function: str, device: torch.device, in_kernel_dtypes: bool) -> str:
+    """The backend for a call on this device. in_kernel_dtypes: all tensors are of KERNEL_DTYPES.
+
+    Raises RuntimeError where a backend was asked for by name and cannot run, TypeError where it lacks a dtype.
+    """
+    name = _chosen()
+    if name == "auto":
+        return _automatic(device.type, device.index or 0) if in_kernel_dtypes else "reference"
+    if name != "reference":
+        reason = unavailable_reason(name, device.type, device.index or 0)
+        if reason:
+            raise RuntimeError(f"{function}: backend {name!r} was asked for and cannot run on {device}: {reason}")
+        if not in_kernel_dtypes:
+            raise TypeError(f"{function}: backend {name!r} was asked for and computes float32, float16, bfloat16 only")
+    return name

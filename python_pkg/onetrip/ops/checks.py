@@ -1,0 +1,61 @@
+"""Argument checks. Every message reads "<function>: <argument> must ..., got ..."."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_rows(function: str, argument: str, tensor: object) -> None:
+    """A strided floating-point tensor of rank 1 and up."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{function}: {argument} must be a Tensor, got {type(tensor).__name__}")
+    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+        raise TypeError(
+            f"{function}: {argument} must be float32, float16, bfloat16 or float64, got {str(tensor.dtype)[6:]}"
+        )
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{function}: {argument} must be a dense (strided) tensor, got {tensor.layout}")
+    if tensor.dim() == 0:
+        raise ValueError(f"{function}: {argument} must have at least one dimension, got a 0-dimensional tensor")
+
+
+def check_like(function: str, argument: str, tensor: object, x: Tensor) -> None:
+    """A tensor that goes with x element by element: same shape, same device."""
+    check_rows(function, argument, tensor)
+    assert isinstance(tensor, Tensor)
+    if tensor.shape != x.shape:
+        raise ValueError(
+            f"{function}: {argument} must have the shape of x, {tuple(x.shape)}, got {tuple(tensor.shape)}"
+        )
+    _check_device(function, argument, tensor, x)
+
+
+def check_parameter(function: str, argument: str, tensor: object, x: Tensor) -> None:
+    """A vector that goes with the columns of x: shape (n_cols,), same device."""
+    check_rows(function, argument, tensor)
+    assert isinstance(tensor, Tensor)
+    if tensor.dim() != 1 or tensor.shape[0] != x.shape[-1]:
+        raise ValueError(f"{function}: {argument} must have shape ({x.shape[-1]},), got {tuple(tensor.shape)}")
+    _check_device(function, argument, tensor, x)
+
+
+def _check_device(function: str, argument: str, tensor: Tensor, x: Tensor) -> None:
+    if tensor.device != x.device:
+        raise ValueError(f"{function}: {argument} must be on the device of x, {x.device}, got {tensor.device}")
+
+
+def check_probability(function: str, argument: str, p: float) -> None:
+    """A number in [0, 1]; NaN is not."""
+    if not isinstance(p, (int, float)):
+        raise TypeError(f"{function}: {argument} must be a number, got {type(p).__name__}")
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{function}: {argument} must be in [0, 1], got {p}")
+
+
+def check_eps(function: str, eps: float) -> None:
+    """A number >= 0; NaN is not."""
+    if not isinstance(eps, (int, float)):
+        raise TypeError(f"{function}: eps must be a number, got {type(eps).__name__}")
+    if not eps >= 0.0:
+        raise ValueError(f"{function}: eps must be >= 0, got {eps}")

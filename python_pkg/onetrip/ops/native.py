@@ -1,0 +1,183 @@
+"""From tensors to the native launchers: addresses, row strides, dtype codes, the stream. Allocates what they write."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..reference.philox import Rng, dropout_scale, dropout_threshold
+from ..reference.row_norm import NORM_LAYER, Backward, Forward, GradDtypes, RowNormPlan
+from .backends import native
+
+_DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum DType in csrc/launch.h
+_UINT64 = 2**64 - 1
+_NO_DROPOUT = (0, 1.0, 0, 0, 0)
+
+
+def _rows(tensor: Tensor, n_cols: int) -> tuple[Tensor, int]:
+    """The tensor as rows with last stride 1 (copied only where no single row stride fits), and the row stride in elements."""
+    if tensor.is_contiguous():
+        return tensor, n_cols
+    tensor = tensor.reshape(-1, n_cols)
+    if n_cols > 1 and tensor.stride(1) != 1:
+        tensor = tensor.contiguous()
+    return tensor, tensor.stride(0)
+
+
+def _vector(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _dropout(rng: Rng | None, p: float) -> tuple[int, float, int, int, int]:
+    """struct Dropout of csrc/launch.h."""
+    if p == 0.0 or rng is None:
+        return _NO_DROPOUT
+    if isinstance(rng, Tensor):
+        return dropout_threshold(p), dropout_scale(p), 0, 0, rng.data_ptr()
+    return dropout_threshold(p), dropout_scale(p), rng[0] & _UINT64, rng[1] & _UINT64, 0
+
+
+def _where(tensor: Tensor) -> tuple[int, int]:
+    """(device index, stream) of a launch; index -1 means the CPU."""
+    if tensor.is_cuda:
+        index = tensor.get_device()
+        return index, torch._C._cuda_getCurrentRawStream(index)
+    return -1, 0
+
+
+def _raise(function: str, code: int) -> None:
+    raise RuntimeError(f"{function}: CUDA error {code}: {native().cuda_error_string(code)}")  # type: ignore[union-attr]
+
+
+def row_norm_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    norm_bias: Tensor | None,
+    rng: Rng | None,
+    plan: RowNormPlan,
+) -> Forward:
+    """reference.row_norm.forward by the native library. x, residual: any rank and strides; y, z: contiguous, shaped like x."""
+    shape, device = x.shape, x.device
+    n_cols = shape[-1]
+    n_rows = x.numel() // n_cols
+    x, x_row_stride = _rows(x, n_cols)
+    residual_row_stride = 0
+    if residual is not None:
+        residual, residual_row_stride = _rows(residual, n_cols)
+    bias = None if bias is None else _vector(bias)
+    weight = None if weight is None else _vector(weight)
+    norm_bias = None if norm_bias is None else _vector(norm_bias)
+    y = torch.empty(shape, dtype=plan.y_dtype, device=device) if plan.norm else None
+    z = torch.empty(shape, dtype=plan.z_dtype, device=device) if plan.store_z else None
+    rstd = torch.empty(n_rows, dtype=torch.float32, device=device) if plan.store_stats else None
+    mean = None
+    if plan.store_stats and plan.norm == NORM_LAYER and not plan.center_z:
+        mean = torch.empty(n_rows, dtype=torch.float32, device=device)
+    code = native().row_norm_forward(  # type: ignore[union-attr]
+        *_where(x),
+        n_rows,
+        n_cols,
+        x.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
+        0 if norm_bias is None else norm_bias.data_ptr(),
+        0 if y is None else y.data_ptr(),
+        0 if z is None else z.data_ptr(),
+        0 if mean is None else mean.data_ptr(),
+        0 if rstd is None else rstd.data_ptr(),
+        x_row_stride,
+        residual_row_stride,
+        _DTYPE_CODE[x.dtype],
+        0 if residual is None else _DTYPE_CODE[residual.dtype],
+        0 if bias is None else _DTYPE_CODE[bias.dtype],
+        0 if weight is None else _DTYPE_CODE[weight.dtype],
+        0 if norm_bias is None else _DTYPE_CODE[norm_bias.dtype],
+        _DTYPE_CODE[plan.z_dtype],
+        _DTYPE_CODE[plan.n_dtype],
+        _DTYPE_CODE[plan.y_dtype],
+        plan.norm,
+        plan.center_z,
+        plan.eps,
+        plan.weight_offset,
+        *_dropout(rng, plan.dropout_p),
+    )
+    if code:
+        _raise("row_norm forward", code)
+    return y, z, mean, rstd
+
+
+def row_norm_backward(
+    dy: Tensor | None,
+    dz: Tensor | None,
+    z: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    rng: Rng | None,
+    plan: RowNormPlan,
+    grad_dtypes: GradDtypes,
+) -> Backward:
+    """reference.row_norm.backward by the native library. dy, dz, z: any rank and strides; dx, dresidual: contiguous."""
+    given = dy if dy is not None else dz
+    assert given is not None
+    shape, device = given.shape, given.device
+    n_cols = shape[-1]
+    n_rows = given.numel() // n_cols
+    dy_row_stride = dz_row_stride = z_row_stride = 0
+    if dy is not None:
+        assert z is not None
+        dy, dy_row_stride = _rows(dy, n_cols)
+        z, z_row_stride = _rows(z, n_cols)
+    if dz is not None:
+        dz, dz_row_stride = _rows(dz, n_cols)
+    weight = None if weight is None else _vector(weight)
+    x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype = grad_dtypes
+    if dy is None:
+        weight_dtype = norm_bias_dtype = None
+    dx = None if x_dtype is None else torch.empty(shape, dtype=x_dtype, device=device)
+    dresidual = None if residual_dtype is None else torch.empty(shape, dtype=residual_dtype, device=device)
+    dbias = None if bias_dtype is None else torch.empty(n_cols, dtype=bias_dtype, device=device)
+    dweight = None if weight_dtype is None else torch.empty(n_cols, dtype=weight_dtype, device=device)
+    dnorm_bias = None if norm_bias_dtype is None else torch.empty(n_cols, dtype=norm_bias_dtype, device=device)
+    where = _where(given)
+    n_wanted = (dbias is not None) + (dweight is not None) + (dnorm_bias is not None)
+    workspace = None
+    if n_wanted:
+        n_floats = native().row_norm_workspace(where[0], n_rows, n_cols, n_wanted)  # type: ignore[union-attr]
+        workspace = torch.empty(n_floats, dtype=torch.float32, device=device)
+    code = native().row_norm_backward(  # type: ignore[union-attr]
+        *where,
+        n_rows,
+        n_cols,
+        0 if dy is None else dy.data_ptr(),
+        0 if dz is None else dz.data_ptr(),
+        0 if z is None or dy is None else z.data_ptr(),
+        0 if mean is None or dy is None else mean.data_ptr(),
+        0 if rstd is None or dy is None else rstd.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
+        0 if dx is None else dx.data_ptr(),
+        0 if dresidual is None else dresidual.data_ptr(),
+        0 if dbias is None else dbias.data_ptr(),
+        0 if dweight is None else dweight.data_ptr(),
+        0 if dnorm_bias is None else dnorm_bias.data_ptr(),
+        0 if workspace is None else workspace.data_ptr(),
+        dy_row_stride,
+        dz_row_stride,
+        z_row_stride,
+        _DTYPE_CODE[x_dtype or plan.z_dtype],
+        _DTYPE_CODE[residual_dtype or plan.z_dtype],
+        0 if bias_dtype is None else _DTYPE_CODE[bias_dtype],
+        0 if weight is None and weight_dtype is None else _DTYPE_CODE[weight_dtype or weight.dtype],  # type: ignore[union-attr]
+        0 if norm_bias_dtype is None else _DTYPE_CODE[norm_bias_dtype],
+        _DTYPE_CODE[plan.z_dtype],
+        _DTYPE_CODE[plan.y_dtype],
+        plan.norm,
+        plan.weight_offset,
+        *_dropout(rng, plan.dropout_p),
+    )
+    if code:
+        _raise("row_norm backward", code)
+    return dx, dresidual, dbias, dweight, dnorm_bias

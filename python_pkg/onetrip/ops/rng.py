@@ -1,0 +1,58 @@
+"""Seeds of dropout: drawn from torch's generators, so that torch.manual_seed and checkpointing behave as users expect."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..reference.philox import Rng, keep_mask
+from .checks import check_probability
+
+_OFFSET_STEP = 4  # torch reserves Philox offsets in multiples of four
+
+
+def check_rng(function: str, rng: object) -> None:
+    """rng must be None or a (seed, offset) pair of 64-bit ints, signed or unsigned."""
+    if rng is None:
+        return
+    if not (isinstance(rng, tuple) and len(rng) == 2 and all(type(part) is int for part in rng)):
+        raise TypeError(f"{function}: rng must be None or a (seed, offset) pair of ints, got {rng!r}")
+    if not all(-(2**63) <= part < 2**64 for part in rng):
+        raise ValueError(f"{function}: rng must be a pair of 64-bit ints, got {rng!r}")
+
+
+def draw_rng_tensor(device: torch.device) -> Tensor:
+    """(seed, offset) as an int64 tensor of shape (2,): drawn anew by every replay of a graph."""
+    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def draw_rng(device: torch.device) -> Rng:
+    """(seed, offset) of one call, from the default generator of the device, which moves on."""
+    if device.type == "cpu":
+        # torch's CPU generator is a Mersenne twister without an offset: each call draws a fresh key.
+        return torch.empty(1, dtype=torch.int64).random_().item(), 0  # type: ignore[return-value]
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return draw_rng_tensor(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+        offset = generator.get_offset()
+        generator.set_offset(offset + _OFFSET_STEP)
+        return generator.initial_seed(), offset
+    return draw_rng_tensor(device)
+
+
+def dropout_keep_mask(
+    shape: tuple[int, ...], dropout_p: float, rng: tuple[int, int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """The exact mask that any operator draws for this shape, probability and (seed, offset).
+
+    shape: of the operator's x. dropout_p: in [0, 1]. rng: a pair of ints. Returns a bool tensor, True where kept.
+    Source: Philox4x32-10 (Salmon et al. 2011); element e takes word e % 4 of block (seed, offset, e // 4), kept iff
+    >= round(p * 2^32). Raises ValueError for p outside [0, 1], TypeError for anything else than a pair of ints.
+    """
+    check_probability("dropout_keep_mask", "dropout_p", dropout_p)
+    if rng is None:
+        raise TypeError("dropout_keep_mask: rng must be a (seed, offset) pair of ints, got None")
+    check_rng("dropout_keep_mask", rng)
+    return keep_mask(tuple(shape), dropout_p, rng, device)

@@ -1,0 +1,461 @@
+"""LayerNorm, RMSNorm, and bias + dropout + residual with or without a norm: one family of kernels.
+
+z = residual + dropout(x + bias);  y = norm(z) * weight + norm_bias. Sources: layer norm, Ba, Kiros & Hinton 2016; RMS norm,
+Zhang & Sennrich 2019; dropout, Srivastava et al. 2014 by Philox4x32-10 (Salmon et al. 2011).
+
+Eager calls go straight to an autograd.Function around the kernel launch; traced calls (torch.compile, fake tensors, dispatch
+modes) go through the torch.library operators of row_norm_library.py, which run the same kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from ..reference import row_norm as reference
+from ..reference.philox import Rng
+from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, Backward, Forward, GradDtypes, RowNormPlan
+from . import native
+from .backends import KERNEL_DTYPES, choose
+from .checks import check_eps, check_like, check_parameter, check_probability, check_rows
+from .rng import check_rng, draw_rng, draw_rng_tensor
+
+_NO_GRADS: GradDtypes = (None, None, None, None, None)
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _promote(tensor_dtype: torch.dtype, other: Tensor | None) -> torch.dtype:
+    if other is None or other.dtype == tensor_dtype:
+        return tensor_dtype
+    return torch.promote_types(tensor_dtype, other.dtype)
+
+
+def forward(
+    backend: str,
+    x: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    norm_bias: Tensor | None,
+    rng: Rng | None,
+    plan: RowNormPlan,
+) -> Forward:
+    """reference.row_norm.forward on any backend, for x of any rank, strides and size; y and z are shaped like x."""
+    if x.numel() == 0:
+        n_rows = x.shape[:-1].numel()
+        return (
+            x.new_empty(x.shape, dtype=plan.y_dtype) if plan.norm else None,
+            x.new_empty(x.shape, dtype=plan.z_dtype) if plan.store_z else None,
+            x.new_empty(n_rows, dtype=torch.float32) if plan.store_stats and plan.norm == NORM_LAYER else None,
+            x.new_empty(n_rows, dtype=torch.float32) if plan.store_stats else None,
+        )
+    if backend in ("cpu", "cuda"):
+        return native.row_norm_forward(x, residual, bias, weight, norm_bias, rng, plan)
+    module = reference if backend == "reference" else importlib.import_module("onetrip.kernels.row_norm")
+    n_cols = x.shape[-1]
+    y, z, mean, rstd = module.forward(
+        _two_dimensional(x, n_cols),
+        None if residual is None else _two_dimensional(residual, n_cols),
+        None if bias is None else bias.contiguous(),
+        None if weight is None else weight.contiguous(),
+        None if norm_bias is None else norm_bias.contiguous(),
+        rng,
+        plan,
+    )
+    return None if y is None else y.view(x.shape), None if z is None else z.view(x.shape), mean, rstd
+
+
+def backward(
+    backend: str,
+    dy: Tensor | None,
+    dz: Tensor | None,
+    z: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    rng: Rng | None,
+    plan: RowNormPlan,
+    grad_dtypes: GradDtypes,
+) -> Backward:
+    """reference.row_norm.backward on any backend, for any rank, strides and size. One of dy and dz must be given."""
+    given = cast(Tensor, dy if dy is not None else dz)
+    shape, n_cols = given.shape, given.shape[-1]
+    if given.numel() == 0:
+        sizes = (shape, shape, (n_cols,), (n_cols,), (n_cols,))
+        return cast(
+            Backward,
+            tuple(
+                None if dtype is None else given.new_zeros(size, dtype=dtype)
+                for size, dtype in zip(sizes, grad_dtypes, strict=True)
+            ),
+        )
+    if backend in ("cpu", "cuda"):
+        return native.row_norm_backward(dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes)
+    module = reference if backend == "reference" else importlib.import_module("onetrip.kernels.row_norm")
+    dx, dresidual, dbias, dweight, dnorm_bias = module.backward(
+        None if dy is None else _two_dimensional(dy, n_cols),
+        None if dz is None else _two_dimensional(dz, n_cols),
+        None if z is None or dy is None else _two_dimensional(z, n_cols),
+        mean,
+        rstd,
+        None if weight is None else weight.contiguous(),
+        rng,
+        plan,
+        grad_dtypes,
+    )
+    return (
+        None if dx is None else dx.view(shape),
+        None if dresidual is None else dresidual.view(shape),
+        dbias,
+        dweight,
+        dnorm_bias,
+    )
+
+
+def _two_dimensional(tensor: Tensor, n_cols: int) -> Tensor:
+    tensor = tensor.reshape(-1, n_cols)
+    return tensor if n_cols == 1 or tensor.stride(1) == 1 else tensor.contiguous()
+
+
+def input_gradients(
+    compute: Callable[..., Backward],
+    dy: Tensor | None,
+    dz: Tensor | None,
+    z: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    rng: Rng | None,
+    plan: RowNormPlan,
+    grad_dtypes: GradDtypes,
+) -> Backward:
+    """The gradients by compute(dy, ..., grad_dtypes), less what needs no kernel: what equals dz or another one is not computed."""
+    if dy is None and dz is None:
+        return None, None, None, None, None
+    x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype = grad_dtypes
+    if dy is None:
+        weight_dtype = norm_bias_dtype = None
+    dx_is_g, g = plan.dropout_p == 0.0, dz if dy is None else None
+    # The residual's gradient is g; so is x's where nothing is dropped. What is g already, or twice the same, is not computed.
+    kernel_x = None if dx_is_g and g is not None else x_dtype
+    kernel_residual = None if g is not None else residual_dtype
+    shared = dx_is_g and x_dtype is not None and kernel_residual == x_dtype
+    if shared:
+        kernel_residual = None
+    wanted = (kernel_x, kernel_residual, bias_dtype, weight_dtype, norm_bias_dtype)
+    dx = dresidual = dbias = dweight = dnorm_bias = None
+    if wanted != _NO_GRADS:
+        dx, dresidual, dbias, dweight, dnorm_bias = compute(dy, dz, z, mean, rstd, weight, rng, plan, wanted)
+    if shared:
+        dresidual = dx
+    if g is not None:
+        dresidual = None if residual_dtype is None else g.to(residual_dtype)
+        if dx_is_g:
+            dx = None if x_dtype is None else g.to(x_dtype)
+    return dx, dresidual, dbias, dweight, dnorm_bias
+
+
+class _RowNorm(torch.autograd.Function):
+    """The eager path. Saves z (or x, where they are the same) and one or two float32 numbers a row; never a mask."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        bias: Tensor | None,
+        weight: Tensor | None,
+        norm_bias: Tensor | None,
+        rng: Rng | None,
+        plan: RowNormPlan,
+        backend: str,
+        return_z: bool,
+    ) -> Any:
+        y, z, mean, rstd = forward(backend, x, residual, bias, weight, norm_bias, rng, plan)
+        ctx.set_materialize_grads(False)
+        rng_tensor = rng if isinstance(rng, Tensor) else None
+        if plan.norm:
+            ctx.save_for_backward(x if z is None else z, mean, rstd, weight, rng_tensor)
+        else:
+            ctx.save_for_backward(None, None, None, None, rng_tensor)
+        ctx.call = (
+            None if isinstance(rng, Tensor) else rng,
+            plan,
+            backend,
+            _dtypes(x, residual, bias, weight, norm_bias),
+        )
+        return (y, z) if return_z else y if plan.norm else z
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        rng, plan, backend, dtypes = ctx.call
+        z, mean, rstd, weight, rng_tensor = ctx.saved_tensors
+        if not plan.norm:
+            dy, dz = None, grads[0]
+        else:
+            dy, dz = grads[0], grads[1] if len(grads) > 1 else None
+        wanted = cast(
+            GradDtypes,
+            tuple(dtype if needed else None for dtype, needed in zip(dtypes, ctx.needs_input_grad, strict=False)),
+        )
+        rng = rng_tensor if rng is None else rng
+        return (
+            *input_gradients(partial(backward, backend), dy, dz, z, mean, rstd, weight, rng, plan, wanted),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+
+
+def _is_traced(x: Tensor) -> bool:
+    """Whether the call must be visible to torch's dispatcher: compilers, fake, meta and wrapped tensors, dispatch modes."""
+    return (
+        torch.compiler.is_compiling()
+        or (type(x) is not Tensor and type(x) is not torch.nn.Parameter)
+        or x.is_meta
+        or is_in_torch_dispatch_mode()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _autocasts_to_float32(x: Tensor) -> bool:
+    """Whether autocast would run torch's own norm in float32 here: it does on CUDA, not on the CPU."""
+    return x.is_cuda and torch.is_autocast_enabled("cuda")
+
+
+def row_norm(
+    function: str,
+    norm: int,
+    x: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    norm_bias: Tensor | None,
+    *,
+    eps: float = 0.0,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool | Literal["weight"] = False,
+    follow_autocast: bool = False,
+    dropout_p: float = 0.0,
+    return_residual: bool = False,
+    rng: tuple[int, int] | None = None,
+) -> Any:
+    """Every public function of the family: checks, dtypes, backend, autograd. function: its name, for messages."""
+    check_rows(function, "x", x)
+    if residual is not None:
+        check_like(function, "residual", residual, x)
+    if bias is not None:
+        check_parameter(function, "bias", bias, x)
+    if weight is not None:
+        check_parameter(function, "weight", weight, x)
+    if norm_bias is not None:
+        check_parameter(function, "norm_bias" if residual is not None or bias is not None else "bias", norm_bias, x)
+    check_eps(function, eps)
+    check_rng(function, rng)
+
+    z_dtype = _promote(_promote(x.dtype, bias), residual)
+    n_dtype, y_dtype = torch.float32, z_dtype
+    if norm == NORM_RMS and weight is not None and cast_before_weight:
+        n_dtype = z_dtype
+        if cast_before_weight == "weight":
+            n_dtype = weight.dtype if weight.dtype in _HALF else torch.promote_types(z_dtype, torch.float32)
+        y_dtype = _promote(n_dtype, weight)
+    elif follow_autocast and z_dtype in _HALF and _autocasts_to_float32(x):
+        y_dtype = torch.float32
+
+    z_is_x = residual is None and bias is None and dropout_p == 0.0
+    needs_grad = torch.is_grad_enabled() and (
+        x.requires_grad
+        or (residual is not None and residual.requires_grad)
+        or (bias is not None and bias.requires_grad)
+        or (weight is not None and weight.requires_grad)
+        or (norm_bias is not None and norm_bias.requires_grad)
+    )
+    plan = RowNormPlan(
+        norm=norm,
+        eps=eps,
+        weight_offset=weight_offset,
+        dropout_p=dropout_p,
+        z_dtype=z_dtype,
+        n_dtype=n_dtype,
+        y_dtype=y_dtype,
+        store_z=norm == NORM_NONE or (not z_is_x and (needs_grad or return_residual)),
+        # One float32 number a row less to save. Rounding z - mean to a half type would lose accuracy; float32 does not.
+        center_z=norm == NORM_LAYER and not z_is_x and not return_residual and z_dtype == torch.float32,
+        store_stats=needs_grad and norm != NORM_NONE,
+    )
+    if _is_traced(x):
+        from .row_norm_library import call
+
+        drawn = draw_rng_tensor(x.device) if rng is None and dropout_p > 0.0 else None
+        if rng is not None and dropout_p > 0.0:
+            drawn = torch.tensor([_signed(part) for part in rng], dtype=torch.int64, device=x.device)
+        y, z = call(x, residual, bias, weight, norm_bias, drawn, plan)
+        return (y, x if z_is_x else z) if return_residual else y if norm else z
+
+    in_kernel_dtypes = (
+        x.dtype in KERNEL_DTYPES
+        and z_dtype in KERNEL_DTYPES
+        and y_dtype in KERNEL_DTYPES
+        and (weight is None or weight.dtype in KERNEL_DTYPES)
+        and (norm_bias is None or norm_bias.dtype in KERNEL_DTYPES)
+    )
+    backend = choose(function, x.device, in_kernel_dtypes)
+    if backend == "cuda":
+        x, residual = kernel_pair(x, residual, z_dtype)
+    used_rng: Rng | None = None
+    if dropout_p > 0.0:
+        used_rng = draw_rng(x.device) if rng is None else rng
+    if needs_grad:
+        outputs = _RowNorm.apply(
+            x, residual, bias, weight, norm_bias, used_rng, plan, backend, return_residual and not z_is_x and norm != 0
+        )
+        if return_residual and z_is_x:
+            return outputs, x
+        return outputs
+    y, z, _, _ = forward(backend, x, residual, bias, weight, norm_bias, used_rng, plan)
+    if return_residual:
+        return y, x if z_is_x else z
+    return y if norm else z
+
+
+def _signed(part: int) -> int:
+    return part - 2**64 if part >= 2**63 else part
+
+
+def kernel_pair(x: Tensor, residual: Tensor | None, z_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The CUDA kernels are built for x and residual of one dtype, and for a half x with a float32 residual; z is their
+    promotion. Any other mix is brought to z's dtype first (rare: a half residual beside a float32 x, or float32 biases)."""
+    if residual is not None and x.dtype in _HALF and residual.dtype == torch.float32:
+        return x, residual
+    return x.to(z_dtype), None if residual is None else residual.to(z_dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba, Kiros & Hinton 2016).
+
+    x: float32, float16, bfloat16 or float64, rank 1 and up, any strides. weight, bias: (n_cols,), any of these dtypes, or None.
+    Returns a tensor shaped like x, of x's dtype (float32 under CUDA autocast, as F.layer_norm). Statistics are float32.
+    Saves x and two float32 numbers a row for backward. Deterministic. Raises ValueError or TypeError for wrong arguments.
+    """
+    return row_norm("layer_norm", NORM_LAYER, x, None, None, weight, bias, eps=eps, follow_autocast=True)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool | Literal["weight"] = False,
+) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * (weight + weight_offset) over the last dimension (Zhang & Sennrich 2019).
+
+    x: float32, float16, bfloat16 or float64, rank 1 and up, any strides. weight: (n_cols,), any of these dtypes, or None.
+    weight_offset: 1 for the (1 + weight) of Gemma.
+    cast_before_weight: False rounds once, to x's dtype, after the weight (F.rms_norm, OLMo2, Gemma); True rounds the normalised
+        value to x's dtype first, and the result has the dtype of weight * that (Llama, Mistral, Qwen); "weight" rounds it to the
+        weight's dtype first if that is float16 or bfloat16, else not at all (T5).
+    Saves x and one float32 number a row for backward. Deterministic. Raises ValueError or TypeError for wrong arguments.
+    """
+    check_cast("rms_norm", cast_before_weight)
+    return row_norm(
+        "rms_norm",
+        NORM_RMS,
+        x,
+        None,
+        None,
+        weight,
+        None,
+        eps=eps,
+        weight_offset=weight_offset,
+        cast_before_weight=cast_before_weight,
+    )
+
+
+def bias_dropout_residual(
+    x: Tensor,
+    residual: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    rng: tuple[int, int] | None = None,
+) -> Tensor:
+    """residual + dropout(x + bias), the end of a transformer sublayer (Vaswani et al. 2017, section 5.4).
+
+    x, residual: one shape, float32, float16, bfloat16 or float64, rank 1 and up, any strides. bias: (n_cols,) or None.
+    dropout_p: probability of dropping an element; what is dropped is exactly 0, what is kept is multiplied by 1 / (1 - p).
+    rng: None draws (seed, offset) from torch's generator of x's device; a pair of ints pins the mask (dropout_keep_mask).
+    Returns a tensor shaped like x, of the dtype that the unfused expression gives. No mask is stored: backward draws it again.
+    Deterministic for a given rng. Raises ValueError or TypeError for wrong arguments.
+    """
+    check_probability("bias_dropout_residual", "dropout_p", dropout_p)
+    if residual is None:
+        raise TypeError("bias_dropout_residual: residual must be a Tensor, got NoneType")
+    return row_norm("bias_dropout_residual", NORM_NONE, x, residual, bias, None, None, dropout_p=dropout_p, rng=rng)
+
+
+def bias_dropout_residual_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    norm: Literal["layer", "rms"] = "layer",
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool | Literal["weight"] = False,
+    return_residual: bool = False,
+    rng: tuple[int, int] | None = None,
+) -> Any:
+    """y = norm(z) * (weight + weight_offset) + norm_bias of z = residual + dropout(x + bias): a sublayer's end in one pass.
+
+    x, residual: one shape, float32, float16, bfloat16 or float64, rank 1 and up, any strides; residual None adds nothing.
+    weight, norm_bias, bias: (n_cols,) or None. norm: "layer" (as layer_norm) or "rms" (as rms_norm, cast_before_weight too).
+    dropout_p, rng: as bias_dropout_residual. z is rounded once, to the dtype that the unfused expression gives.
+    Returns y, or (y, z) with return_residual. Both are shaped like x; gradients flow through both.
+    Saves z and one or two float32 numbers a row for backward, no mask. Deterministic for a given rng.
+    Raises ValueError or TypeError for wrong arguments.
+    """
+    function = "bias_dropout_residual_norm"
+    if norm not in ("layer", "rms"):
+        raise ValueError(f'{function}: norm must be "layer" or "rms", got {norm!r}')
+    check_probability(function, "dropout_p", dropout_p)
+    check_cast(function, cast_before_weight)
+    if norm == "layer" and cast_before_weight:
+        raise ValueError(f'{function}: cast_before_weight must be False with norm="layer", got {cast_before_weight!r}')
+    return row_norm(
+        function,
+        NORM_LAYER if norm == "layer" else NORM_RMS,
+        x,
+        residual,
+        bias,
+        weight,
+        norm_bias,
+        eps=eps,
+        weight_offset=weight_offset,
+        cast_before_weight=cast_before_weight,
+        follow_autocast=norm == "layer",
+        dropout_p=dropout_p,
+        return_residual=return_residual,
+        rng=rng,
+    )
+
+
+def check_cast(function: str, cast_before_weight: object) -> None:
+    if cast_before_weight not in (False, True, "weight"):
+        raise ValueError(f'{function}: cast_before_weight must be False, True or "weight", got {cast_before_weight!r}')
