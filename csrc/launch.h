@@ -10,30 +10,31 @@ enum class Norm : int32_t { kNone = 0, kLayer = 1, kRms = 2 };
 
 // Where the dropout mask comes from: see common/philox.h for the function of (seed, offset, element index).
 struct Dropout {
-  uint64_t threshold;        // an element is kept iff its 32 random bits are >= threshold, round(p * 2^32); 0: no dropout at all
-  float scale;               // kept elements are multiplied by it: 1 / (1 - p), and 0 where p = 1
-  uint64_t seed, offset;     // used where state is null
-  const int64_t* state;      // or {seed, offset} in memory of the device (CUDA graphs, torch.compile); read by the kernel
+  uint64_t
+      threshold;  // an element is kept iff its 32 random bits are >= threshold, round(p * 2^32); 0: no dropout at all
+  float scale;    // kept elements are multiplied by it: 1 / (1 - p), and 0 where p = 1
+  uint64_t seed, offset;  // used where state is null
+  const int64_t* state;   // or {seed, offset} in memory of the device (CUDA graphs, torch.compile); read by the kernel
 };
 
 // z = residual + dropout(x + bias);  y = round_to(n_dtype, normalise(z)) * (weight + weight_offset) + norm_bias
 struct RowNormForward {
   int64_t n_rows, n_cols;
-  const void* x;             // [n_rows, n_cols] x_dtype, last stride 1
-  const void* residual;      // [n_rows, n_cols] residual_dtype, last stride 1; null: nothing is added
-  const void* bias;          // [n_cols] bias_dtype; null: none
-  const void* weight;        // [n_cols] weight_dtype; null: 1
-  const void* norm_bias;     // [n_cols] norm_bias_dtype; null: 0
-  void* y;                   // [n_rows, n_cols] y_dtype, contiguous; null exactly where norm is kNone
-  void* z;                   // [n_rows, n_cols] z_dtype, contiguous; null: not stored
-  float* mean;               // [n_rows]; null: not stored (always for kRms)
-  float* rstd;               // [n_rows]; null: not stored
+  const void* x;          // [n_rows, n_cols] x_dtype, last stride 1
+  const void* residual;   // [n_rows, n_cols] residual_dtype, last stride 1; null: nothing is added
+  const void* bias;       // [n_cols] bias_dtype; null: none
+  const void* weight;     // [n_cols] weight_dtype; null: 1
+  const void* norm_bias;  // [n_cols] norm_bias_dtype; null: 0
+  void* y;                // [n_rows, n_cols] y_dtype, contiguous; null exactly where norm is kNone
+  void* z;                // [n_rows, n_cols] z_dtype, contiguous; null: not stored
+  float* mean;            // [n_rows]; null: not stored (always for kRms)
+  float* rstd;            // [n_rows]; null: not stored
   int64_t x_row_stride, residual_row_stride;
   DType x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype, z_dtype;
-  DType n_dtype;             // the normalised value is rounded to it before the weight; kFloat32: no rounding
+  DType n_dtype;  // the normalised value is rounded to it before the weight; kFloat32: no rounding
   DType y_dtype;
   Norm norm;
-  bool center_z;             // store z - mean instead of z, so that backward needs no mean (float32 z, kLayer only)
+  bool center_z;  // store z - mean instead of z, so that backward needs no mean (float32 z, kLayer only)
   float eps, weight_offset;
   Dropout dropout;
 };
@@ -42,18 +43,19 @@ struct RowNormForward {
 // dresidual = g;  dx = dropout_backward(g);  dbias = sum over rows of dx;  dweight = sum dy * n;  dnorm_bias = sum dy.
 struct RowNormBackward {
   int64_t n_rows, n_cols;
-  const void* dy;            // [n_rows, n_cols] y_dtype, last stride 1; null: no gradient through the norm
-  const void* dz;            // [n_rows, n_cols] z_dtype, last stride 1; null: none
-  const void* z;             // [n_rows, n_cols] z_dtype, last stride 1: the normalised tensor; null exactly where dy is null
-  const float* mean;         // [n_rows]; null for kRms and where z was stored centred
-  const float* rstd;         // [n_rows]
-  const void* weight;        // [n_cols]; null: 1
-  void* dx;                  // [n_rows, n_cols] x_dtype, contiguous; null: not wanted
-  void* dresidual;           // [n_rows, n_cols] residual_dtype, contiguous; null: not wanted
-  void* dbias;               // [n_cols] bias_dtype; null: not wanted
-  void* dweight;             // [n_cols] weight_dtype; null: not wanted
-  void* dnorm_bias;          // [n_cols] norm_bias_dtype; null: not wanted
-  float* workspace;          // row_norm_workspace_*(n_rows, n_cols, wanted) floats for the partial sums, not initialised; null where 0
+  const void* dy;      // [n_rows, n_cols] y_dtype, last stride 1; null: no gradient through the norm
+  const void* dz;      // [n_rows, n_cols] z_dtype, last stride 1; null: none
+  const void* z;       // [n_rows, n_cols] z_dtype, last stride 1: the normalised tensor; null exactly where dy is null
+  const float* mean;   // [n_rows]; null for kRms and where z was stored centred
+  const float* rstd;   // [n_rows]
+  const void* weight;  // [n_cols]; null: 1
+  void* dx;            // [n_rows, n_cols] x_dtype, contiguous; null: not wanted
+  void* dresidual;     // [n_rows, n_cols] residual_dtype, contiguous; null: not wanted
+  void* dbias;         // [n_cols] bias_dtype; null: not wanted
+  void* dweight;       // [n_cols] weight_dtype; null: not wanted
+  void* dnorm_bias;    // [n_cols] norm_bias_dtype; null: not wanted
+  float* workspace;  // row_norm_workspace_*(n_rows, n_cols, wanted) floats for the partial sums, not initialised; null
+                     // where 0
   int64_t dy_row_stride, dz_row_stride, z_row_stride;
   DType x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype, z_dtype, y_dtype;
   Norm norm;
@@ -67,13 +69,13 @@ int row_norm_backward_cpu(const RowNormBackward& args);
 int row_norm_forward_cuda(const RowNormForward& args, int device, void* stream);
 int row_norm_backward_cuda(const RowNormBackward& args, int device, void* stream);
 
-// Floats of workspace for n_wanted of {dbias, dweight, dnorm_bias}. A function of the sizes alone, never of the number of
-// threads or multiprocessors: it fixes the partition of the rows, and with it every bit of the gradients.
+// Floats of workspace for n_wanted of {dbias, dweight, dnorm_bias}. A function of the sizes alone, never of the number
+// of threads or multiprocessors: it fixes the partition of the rows, and with it every bit of the gradients.
 int64_t row_norm_workspace_cpu(int64_t n_rows, int64_t n_cols, int n_wanted);
 int64_t row_norm_workspace_cuda(int64_t n_rows, int64_t n_cols, int n_wanted);
 
-// "avx512", "avx2" or "baseline": what the CPU kernels were picked for at load. set_cpu_level forces a lower one (for tests) and
-// returns false where this machine or this build lacks it.
+// "avx512", "avx2" or "baseline": what the CPU kernels were picked for at load. set_cpu_level forces a lower one (for
+// tests) and returns false where this machine or this build lacks it.
 const char* cpu_level();
 bool set_cpu_level(const char* level);
 

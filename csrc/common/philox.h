@@ -2,7 +2,8 @@
 //
 // Element e (the contiguous logical index row * n_cols + col, 64 bit) takes word e % 4 of
 //   philox(key = seed, counter = {offset low, offset high, e/4 low, e/4 high}).
-// So a mask is a function of (seed, offset, e) alone: nothing is stored, and every backend and block size draws the same bits.
+// So a mask is a function of (seed, offset, e) alone: nothing is stored, and every backend and block size draws the
+// same bits.
 #pragma once
 #include <cstdint>
 

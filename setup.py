@@ -1,0 +1,200 @@
+"""Builds onetrip._native with ninja: CPU kernels at three instruction-set levels, CUDA kernels where nvcc is found.
+
+Environment: CXX (compiler), CUDA_HOME, ONETRIP_CUDA=0 (no CUDA kernels) or 1 (fail without nvcc), ONETRIP_CUDA_ARCHS (for
+example "7.0" or "8.0 9.0+PTX"), MAX_JOBS. Without a C++ compiler the package installs without the native library.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-Wall", "-Wextra"]  # fmt: skip
+CPU_LEVELS = {"baseline": []}
+if IS_X86:
+    CPU_LEVELS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
+    CPU_LEVELS["avx512"] = [*CPU_LEVELS["avx2"], "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]  # fmt: skip
+
+# One cubin runs on every later minor version of its major one; the PTX of the newest serves the cards after it.
+DEFAULT_CUDA_ARCHS = "7.0 7.5 8.0 9.0 10.0 12.0+PTX"
+NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+
+
+def say(text: str) -> None:
+    print(f"onetrip: {text}", file=sys.stderr, flush=True)
+
+
+def output(*command: str) -> str:
+    """What the command prints, "" where it cannot be run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout + done.stderr
+
+
+def cxx_compiler() -> str | None:
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and shutil.which(name.split()[0]):
+            return name
+    return None
+
+
+def cuda_home() -> Path | None:
+    """The toolkit that holds the real nvcc, whatever wrapper stands on PATH; None without one."""
+    if os.environ.get("ONETRIP_CUDA") == "0":
+        return None
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        home = os.environ.get(variable)
+        if home and (Path(home) / "bin/nvcc").exists():
+            return Path(home)
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        top = re.search(r"^#\$ TOP=(.+)$", output(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull), re.MULTILINE)
+        home = Path(top[1].strip()).resolve() if top else Path(nvcc).resolve().parent.parent
+        if (home / "bin/nvcc").exists():
+            return home
+    if Path("/usr/local/cuda/bin/nvcc").exists():
+        return Path("/usr/local/cuda")
+    if os.environ.get("ONETRIP_CUDA") == "1":
+        sys.exit("onetrip: ONETRIP_CUDA=1 asks for the CUDA kernels, and no nvcc was found (set CUDA_HOME)")
+    return None
+
+
+def visible_cards() -> str:
+    return " ".join(sorted(set(output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader").split())))
+
+
+def cuda_archs(nvcc: Path) -> list[tuple[str, bool]]:
+    """[("8.0", with PTX), ...] to build for, less what this nvcc lacks; each one dropped is named."""
+    visible = visible_cards()
+    if not re.fullmatch(r"[\d. ]+", visible):
+        visible = ""
+    asked = os.environ.get("ONETRIP_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST") or visible
+    known = set(re.findall(r"sm_(\d+)\b", output(str(nvcc), "--list-gpu-code")))
+    archs = []
+    for word in re.split(r"[\s;,]+", (asked or DEFAULT_CUDA_ARCHS).strip()):
+        match = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)[af]?(\+PTX)?", word)
+        if match is None:
+            sys.exit(f'onetrip: CUDA architectures must read like "7.0 8.0 9.0+PTX", got {word!r}')
+        if match[1] + match[2] in known:
+            archs.append((f"{match[1]}.{match[2]}", match[3] is not None))
+        else:
+            say(f"architecture {match[1]}.{match[2]} dropped: this nvcc does not know it")
+    if not archs:
+        sys.exit(f"onetrip: none of the CUDA architectures asked for ({asked}) is known to {nvcc}")
+    return archs
+
+
+def ninja_program() -> str:
+    try:
+        import ninja
+
+        return str(Path(ninja.BIN_DIR) / "ninja")
+    except ImportError:
+        return shutil.which("ninja") or sys.exit("onetrip: the build needs ninja (pip install ninja)")
+
+
+class NinjaFile:
+    """The few lines of a build.ninja."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    @staticmethod
+    def path(path: Path | str) -> str:
+        return re.sub(r"([$ :])", r"$\1", str(path))
+
+    def rule(self, name: str, command: str, depfile: bool = True) -> None:
+        self.lines += [f"rule {name}", f"  command = {command}", f"  description = {name} $out"]
+        if depfile:
+            self.lines += ["  depfile = $out.d", "  deps = gcc"]
+
+    def build(self, out: Path, rule: str, inputs: list[Path], **variables: str) -> None:
+        self.lines.append(f"build {self.path(out)}: {rule} " + " ".join(map(self.path, inputs)))
+        self.lines += [f"  {name} = {value}" for name, value in variables.items()]
+
+
+def shell(words: list[str]) -> str:
+    """Words for a ninja command, quoted where the shell would split or read them."""
+    return " ".join(w if re.fullmatch(r"[\w@%+=:,./-]+", w) else "'" + w + "'" for w in words).replace("$", "$$")
+
+
+class BuildNative(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        compiler = cxx_compiler()
+        if compiler is None:
+            say("no C++ compiler found: installing without native kernels (the slow reference backend serves the CPU)")
+            return
+        build_dir = Path(self.build_temp).resolve()
+        build_dir.mkdir(parents=True, exist_ok=True)
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.write_ninja(build_dir, target, compiler)
+        command = [ninja_program(), "-C", str(build_dir), *(["-v"] if os.environ.get("ONETRIP_VERBOSE") else [])]
+        if os.environ.get("MAX_JOBS"):
+            command += ["-j", os.environ["MAX_JOBS"]]
+        subprocess.run(command, check=True)
+
+    def get_outputs(self) -> list[str]:
+        return [path for path in super().get_outputs() if os.path.exists(path)]
+
+    def copy_extensions_to_source(self) -> None:
+        if cxx_compiler() is not None:
+            super().copy_extensions_to_source()
+
+    def write_ninja(self, build_dir: Path, target: Path, compiler: str) -> None:
+        import pybind11
+
+        csrc = ROOT / "csrc"
+        python = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
+        common = [*CXX_FLAGS, f"-I{csrc}", f"-ffile-prefix-map={ROOT}=."]
+        home = cuda_home()
+        ninja = NinjaFile()
+        ninja.rule("cxx", f"{compiler} -MMD -MF $out.d {shell(common)} $flags -c $in -o $out")
+        objects: list[Path] = []
+
+        def compile(rule: str, source: Path, name: str, flags: list[str]) -> None:
+            objects.append(build_dir / f"{name}.o")
+            ninja.build(objects[-1], rule, [source], flags=shell(flags))
+
+        if home is not None:
+            archs = cuda_archs(home / "bin/nvcc")
+            say(f"CUDA kernels by {home}/bin/nvcc for {', '.join(arch for arch, _ in archs)}")
+            code = []
+            for arch, with_ptx in archs:
+                sm = arch.replace(".", "")
+                code.append(f"-gencode=arch=compute_{sm},code={f'[sm_{sm},compute_{sm}]' if with_ptx else f'sm_{sm}'}")
+            built = " ".join(arch for arch, _ in archs)
+            nvcc = [str(home / "bin/nvcc"), *NVCC_FLAGS, f"-I{csrc}", "-ccbin", compiler.split()[0], *code]
+            ninja.rule("nvcc", f"{shell(nvcc)} -MD -MF $out.d $flags -c $in -o $out")
+            for source in sorted((csrc / "cuda").glob("*.cu")):
+                compile("nvcc", source, f"cuda_{source.stem}", [f'-DONETRIP_CUDA_ARCHS_BUILT="{built}"'])
+        for source in sorted((csrc / "cpu").glob("*.cpp")):
+            if source.stem == "dispatch":
+                compile("cxx", source, "cpu_dispatch", ["-DONETRIP_HAVE_X86_LEVELS"] if IS_X86 else [])
+                continue
+            for level, flags in CPU_LEVELS.items():
+                compile("cxx", source, f"cpu_{source.stem}_{level}", [f"-DONETRIP_LEVEL={level}", *flags])
+        compile("cxx", csrc / "bindings.cpp", "bindings", [*python, *(["-DONETRIP_WITH_CUDA"] if home else [])])
+        link = ["-shared", "-fopenmp", "-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-s"]
+        cuda_libraries = ["-lcudart_static", "-lrt", "-ldl", "-lpthread"]
+        libraries = [f"-L{home / directory}" for directory in ("lib64", "lib") if home] + (cuda_libraries if home else [])
+        ninja.rule("link", f"{compiler} $in {shell(link + libraries)} -o $out", depfile=False)
+        ninja.build(target, "link", objects)
+        (build_dir / "build.ninja").write_text("\n".join(ninja.lines) + "\n")
+
+
+setup(ext_modules=[Extension("onetrip._native", sources=[])], cmdclass={"build_ext": BuildNative})
