@@ -197,4 +197,16 @@ class BuildNative(build_ext):
         (build_dir / "build.ninja").write_text("\n".join(ninja.lines) + "\n")
 
 
-setup(ext_modules=[Extension("onetrip._native", sources=[])], cmdclass={"build_ext": BuildNative})
+PACKAGE_DIRS = {
+    "onetrip": "python_pkg/onetrip",
+    "onetrip.anatomy": "python_pkg/onetrip/anatomy",
+    "onetrip.benchmarks": "benchmarks",
+    "onetrip.kernels": "kernels/triton",
+    "onetrip.nn": "python_pkg/onetrip/nn",
+    "onetrip.ops": "python_pkg/onetrip/ops",
+    "onetrip.patching": "python_pkg/onetrip/patching",
+    "onetrip.reference": "python_pkg/onetrip/reference",
+}
+packages = [name for name, folder in PACKAGE_DIRS.items() if (ROOT / folder / "__init__.py").exists()]
+
+setup(packages=packages, ext_modules=[Extension("onetrip._native", sources=[])], cmdclass={"build_ext": BuildNative})
