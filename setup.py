@@ -1,7 +1,7 @@
 """Builds onetrip._native with ninja: CPU kernels at three instruction-set levels, CUDA kernels where nvcc is found.
 
-Environment: CXX (compiler), CUDA_HOME, ONETRIP_CUDA=0 (no CUDA kernels) or 1 (fail without nvcc), ONETRIP_CUDA_ARCHS (for
-example "7.0" or "8.0 9.0+PTX"), MAX_JOBS. Without a C++ compiler the package installs without the native library.
+Environment: CXX (compiler), CUDA_HOME, ONETRIP_CUDA=0 (no CUDA kernels) or 1 (fail without nvcc), ONETRIP_CUDA_ARCHS
+(for example "7.0" or "8.0 9.0+PTX"), MAX_JOBS. Without a C++ compiler the package installs without the native library.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
-CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-Wall", "-Wextra"]  # fmt: skip
-CPU_LEVELS = {"baseline": []}
+CXX_FLAGS = "-std=c++17 -O3 -fPIC -fopenmp -fvisibility=hidden -fno-math-errno -ffp-contract=off -Wall -Wextra".split()
+CPU_LEVELS = {"baseline": ""}
 if IS_X86:
-    CPU_LEVELS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
-    CPU_LEVELS["avx512"] = [*CPU_LEVELS["avx2"], "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]  # fmt: skip
+    CPU_LEVELS["avx2"] = "-mavx2 -mfma -mf16c"
+    CPU_LEVELS["avx512"] = f"{CPU_LEVELS['avx2']} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512"
 
 # One cubin runs on every later minor version of its major one; the PTX of the newest serves the cards after it.
 DEFAULT_CUDA_ARCHS = "7.0 7.5 8.0 9.0 10.0 12.0+PTX"
@@ -187,11 +187,11 @@ class BuildNative(build_ext):
                 compile("cxx", source, "cpu_dispatch", ["-DONETRIP_HAVE_X86_LEVELS"] if IS_X86 else [])
                 continue
             for level, flags in CPU_LEVELS.items():
-                compile("cxx", source, f"cpu_{source.stem}_{level}", [f"-DONETRIP_LEVEL={level}", *flags])
+                compile("cxx", source, f"cpu_{source.stem}_{level}", [f"-DONETRIP_LEVEL={level}", *flags.split()])
         compile("cxx", csrc / "bindings.cpp", "bindings", [*python, *(["-DONETRIP_WITH_CUDA"] if home else [])])
         link = ["-shared", "-fopenmp", "-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-s"]
         cuda_libraries = ["-lcudart_static", "-lrt", "-ldl", "-lpthread"]
-        libraries = [f"-L{home / directory}" for directory in ("lib64", "lib") if home] + (cuda_libraries if home else [])
+        libraries = [f"-L{home / 'lib64'}", f"-L{home / 'lib'}", *cuda_libraries] if home else []
         ninja.rule("link", f"{compiler} $in {shell(link + libraries)} -o $out", depfile=False)
         ninja.build(target, "link", objects)
         (build_dir / "build.ninja").write_text("\n".join(ninja.lines) + "\n")

@@ -21,39 +21,39 @@ T* pointer(uintptr_t address) {
 [[noreturn]] void no_cuda() { throw std::runtime_error("onetrip._native was built without CUDA"); }
 #endif
 
-int row_norm_forward(int device, uintptr_t stream, int64_t n_rows, int64_t n_cols, uintptr_t x, uintptr_t residual,
-                     uintptr_t bias, uintptr_t weight, uintptr_t norm_bias, uintptr_t y, uintptr_t z, uintptr_t mean,
-                     uintptr_t rstd, int64_t x_row_stride, int64_t residual_row_stride, int x_dtype, int residual_dtype,
-                     int bias_dtype, int weight_dtype, int norm_bias_dtype, int z_dtype, int n_dtype, int y_dtype,
-                     int norm, bool center_z, double eps, double weight_offset, uint64_t threshold, double scale,
-                     uint64_t seed, uint64_t offset, uintptr_t state) {
-  onetrip::RowNormForward args{};
-  args.n_rows = n_rows;
-  args.n_cols = n_cols;
-  args.x = pointer<const void>(x);
-  args.residual = pointer<const void>(residual);
-  args.bias = pointer<const void>(bias);
-  args.weight = pointer<const void>(weight);
-  args.norm_bias = pointer<const void>(norm_bias);
-  args.y = pointer<void>(y);
-  args.z = pointer<void>(z);
-  args.mean = pointer<float>(mean);
-  args.rstd = pointer<float>(rstd);
-  args.x_row_stride = x_row_stride;
-  args.residual_row_stride = residual_row_stride;
-  args.x_dtype = static_cast<DType>(x_dtype);
-  args.residual_dtype = static_cast<DType>(residual_dtype);
-  args.bias_dtype = static_cast<DType>(bias_dtype);
-  args.weight_dtype = static_cast<DType>(weight_dtype);
-  args.norm_bias_dtype = static_cast<DType>(norm_bias_dtype);
-  args.z_dtype = static_cast<DType>(z_dtype);
-  args.n_dtype = static_cast<DType>(n_dtype);
-  args.y_dtype = static_cast<DType>(y_dtype);
-  args.norm = static_cast<Norm>(norm);
-  args.center_z = center_z;
-  args.eps = static_cast<float>(eps);
-  args.weight_offset = static_cast<float>(weight_offset);
-  args.dropout = {threshold, static_cast<float>(scale), seed, offset, pointer<const int64_t>(state)};
+int row_norm_forward(int device, [[maybe_unused]] uintptr_t stream, int64_t n_rows, int64_t n_cols, uintptr_t x,
+                     uintptr_t residual, uintptr_t bias, uintptr_t weight, uintptr_t norm_bias, uintptr_t y,
+                     uintptr_t z, uintptr_t mean, uintptr_t rstd, int64_t x_row_stride, int64_t residual_row_stride,
+                     int x_dtype, int residual_dtype, int bias_dtype, int weight_dtype, int norm_bias_dtype,
+                     int z_dtype, int n_dtype, int y_dtype, int norm, bool center_z, double eps, double weight_offset,
+                     uint64_t threshold, double scale, uint64_t seed, uint64_t offset, uintptr_t state) {
+  const onetrip::RowNormForward args{
+      n_rows,
+      n_cols,
+      pointer<const void>(x),
+      pointer<const void>(residual),
+      pointer<const void>(bias),
+      pointer<const void>(weight),
+      pointer<const void>(norm_bias),
+      pointer<void>(y),
+      pointer<void>(z),
+      pointer<float>(mean),
+      pointer<float>(rstd),
+      x_row_stride,
+      residual_row_stride,
+      DType(x_dtype),
+      DType(residual_dtype),
+      DType(bias_dtype),
+      DType(weight_dtype),
+      DType(norm_bias_dtype),
+      DType(z_dtype),
+      DType(n_dtype),
+      DType(y_dtype),
+      Norm(norm),
+      center_z,
+      static_cast<float>(eps),
+      static_cast<float>(weight_offset),
+      {threshold, static_cast<float>(scale), seed, offset, pointer<const int64_t>(state)}};
   if (device < 0) return onetrip::row_norm_forward_cpu(args);
 #ifdef ONETRIP_WITH_CUDA
   return onetrip::row_norm_forward_cuda(args, device, pointer<void>(stream));
@@ -62,41 +62,41 @@ int row_norm_forward(int device, uintptr_t stream, int64_t n_rows, int64_t n_col
 #endif
 }
 
-int row_norm_backward(int device, uintptr_t stream, int64_t n_rows, int64_t n_cols, uintptr_t dy, uintptr_t dz,
-                      uintptr_t z, uintptr_t mean, uintptr_t rstd, uintptr_t weight, uintptr_t dx, uintptr_t dresidual,
-                      uintptr_t dbias, uintptr_t dweight, uintptr_t dnorm_bias, uintptr_t workspace,
-                      int64_t dy_row_stride, int64_t dz_row_stride, int64_t z_row_stride, int x_dtype,
-                      int residual_dtype, int bias_dtype, int weight_dtype, int norm_bias_dtype, int z_dtype,
-                      int y_dtype, int norm, double weight_offset, uint64_t threshold, double scale, uint64_t seed,
-                      uint64_t offset, uintptr_t state) {
-  onetrip::RowNormBackward args{};
-  args.n_rows = n_rows;
-  args.n_cols = n_cols;
-  args.dy = pointer<const void>(dy);
-  args.dz = pointer<const void>(dz);
-  args.z = pointer<const void>(z);
-  args.mean = pointer<const float>(mean);
-  args.rstd = pointer<const float>(rstd);
-  args.weight = pointer<const void>(weight);
-  args.dx = pointer<void>(dx);
-  args.dresidual = pointer<void>(dresidual);
-  args.dbias = pointer<void>(dbias);
-  args.dweight = pointer<void>(dweight);
-  args.dnorm_bias = pointer<void>(dnorm_bias);
-  args.workspace = pointer<float>(workspace);
-  args.dy_row_stride = dy_row_stride;
-  args.dz_row_stride = dz_row_stride;
-  args.z_row_stride = z_row_stride;
-  args.x_dtype = static_cast<DType>(x_dtype);
-  args.residual_dtype = static_cast<DType>(residual_dtype);
-  args.bias_dtype = static_cast<DType>(bias_dtype);
-  args.weight_dtype = static_cast<DType>(weight_dtype);
-  args.norm_bias_dtype = static_cast<DType>(norm_bias_dtype);
-  args.z_dtype = static_cast<DType>(z_dtype);
-  args.y_dtype = static_cast<DType>(y_dtype);
-  args.norm = static_cast<Norm>(norm);
-  args.weight_offset = static_cast<float>(weight_offset);
-  args.dropout = {threshold, static_cast<float>(scale), seed, offset, pointer<const int64_t>(state)};
+int row_norm_backward(int device, [[maybe_unused]] uintptr_t stream, int64_t n_rows, int64_t n_cols, uintptr_t dy,
+                      uintptr_t dz, uintptr_t z, uintptr_t mean, uintptr_t rstd, uintptr_t weight, uintptr_t dx,
+                      uintptr_t dresidual, uintptr_t dbias, uintptr_t dweight, uintptr_t dnorm_bias,
+                      uintptr_t workspace, int64_t dy_row_stride, int64_t dz_row_stride, int64_t z_row_stride,
+                      int x_dtype, int residual_dtype, int bias_dtype, int weight_dtype, int norm_bias_dtype,
+                      int z_dtype, int y_dtype, int norm, double weight_offset, uint64_t threshold, double scale,
+                      uint64_t seed, uint64_t offset, uintptr_t state) {
+  const onetrip::RowNormBackward args{
+      n_rows,
+      n_cols,
+      pointer<const void>(dy),
+      pointer<const void>(dz),
+      pointer<const void>(z),
+      pointer<const float>(mean),
+      pointer<const float>(rstd),
+      pointer<const void>(weight),
+      pointer<void>(dx),
+      pointer<void>(dresidual),
+      pointer<void>(dbias),
+      pointer<void>(dweight),
+      pointer<void>(dnorm_bias),
+      pointer<float>(workspace),
+      dy_row_stride,
+      dz_row_stride,
+      z_row_stride,
+      DType(x_dtype),
+      DType(residual_dtype),
+      DType(bias_dtype),
+      DType(weight_dtype),
+      DType(norm_bias_dtype),
+      DType(z_dtype),
+      DType(y_dtype),
+      Norm(norm),
+      static_cast<float>(weight_offset),
+      {threshold, static_cast<float>(scale), seed, offset, pointer<const int64_t>(state)}};
   if (device < 0) return onetrip::row_norm_backward_cpu(args);
 #ifdef ONETRIP_WITH_CUDA
   return onetrip::row_norm_backward_cuda(args, device, pointer<void>(stream));

@@ -1,4 +1,5 @@
-"""Modules around onetrip.ops: drop-in where torch.nn has one. Dropout follows self.training; state_dict keys are torch's."""
+"""Modules around onetrip.ops: drop-in where torch.nn has one. Dropout follows self.training; state_dict keys are
+torch's."""
 
 from .row_norm import BiasDropoutResidual, BiasDropoutResidualNorm, LayerNorm, RMSNorm
 

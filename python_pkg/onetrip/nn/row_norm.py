@@ -34,7 +34,8 @@ def _over_normalized_shape(
 class LayerNorm(torch.nn.LayerNorm):
     """torch.nn.LayerNorm computed by onetrip.ops.layer_norm: same arguments, parameters and state_dict.
 
-    x: (*, *normalized_shape), float32, float16, bfloat16 or float64. Returns a tensor like x (float32 under CUDA autocast).
+    x: (*, *normalized_shape), float32, float16, bfloat16 or float64. Returns a tensor like x (float32 under CUDA
+    autocast).
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,9 +45,11 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch.nn.RMSNorm computed by onetrip.ops.rms_norm: same arguments, parameters and state_dict, and two options more.
+    """torch.nn.RMSNorm computed by onetrip.ops.rms_norm: same arguments, parameters and state_dict, and two options
+    more.
 
-    x: (*, *normalized_shape), float32, float16, bfloat16 or float64. eps None: the machine epsilon of the statistics' dtype.
+    x: (*, *normalized_shape), float32, float16, bfloat16 or float64. eps None: the machine epsilon of the statistics'
+    dtype.
     weight_offset, cast_before_weight: as in onetrip.ops.rms_norm.
     """
 
@@ -86,7 +89,8 @@ class RMSNorm(torch.nn.RMSNorm):
 class BiasDropoutResidual(torch.nn.Module):
     """residual + dropout(x + bias): see onetrip.ops.bias_dropout_residual.
 
-    n_cols: size of the last dimension. p: dropout probability, used while training. bias: learn one, (n_cols,), zeros at first.
+    n_cols: size of the last dimension. p: dropout probability, used while training. bias: learn one, (n_cols,), zeros
+    at first.
     """
 
     def __init__(self, n_cols: int, p: float = 0.1, bias: bool = True, device: Any = None, dtype: Any = None) -> None:
@@ -105,8 +109,8 @@ class BiasDropoutResidual(torch.nn.Module):
 class BiasDropoutResidualNorm(torch.nn.Module):
     """norm(residual + dropout(x + bias)): see onetrip.ops.bias_dropout_residual_norm.
 
-    n_cols: size of the last dimension. p: dropout probability, used while training. norm: "layer" or "rms". bias: learn the
-    bias added to x. elementwise_affine: learn weight (ones at first) and, for layer norm, norm_bias (zeros).
+    n_cols: size of the last dimension. p: dropout probability, used while training. norm: "layer" or "rms". bias:
+    learn the bias added to x. elementwise_affine: learn weight (ones at first) and, for layer norm, norm_bias (zeros).
     """
 
     def __init__(

@@ -75,7 +75,8 @@ def _checked(function: str, name: str) -> str:
 
 
 def set_backend(name: str) -> None:
-    """Use this backend in the whole process from now on; "auto" chooses by device. Raises ValueError for unknown names."""
+    """Use this backend in the whole process from now on; "auto" chooses by device. Raises ValueError for unknown
+    names."""
     global _process_choice
     _process_choice = _checked("set_backend", name)
 

@@ -15,7 +15,8 @@ _NO_DROPOUT = (0, 1.0, 0, 0, 0)
 
 
 def _rows(tensor: Tensor, n_cols: int) -> tuple[Tensor, int]:
-    """The tensor as rows with last stride 1 (copied only where no single row stride fits), and the row stride in elements."""
+    """The tensor as rows with last stride 1 (copied only where no single row stride fits), and the row stride in
+    elements."""
     if tensor.is_contiguous():
         return tensor, n_cols
     tensor = tensor.reshape(-1, n_cols)
@@ -58,7 +59,8 @@ def row_norm_forward(
     rng: Rng | None,
     plan: RowNormPlan,
 ) -> Forward:
-    """reference.row_norm.forward by the native library. x, residual: any rank and strides; y, z: contiguous, shaped like x."""
+    """reference.row_norm.forward by the native library. x, residual: any rank and strides; y, z: contiguous, shaped
+    like x."""
     shape, device = x.shape, x.device
     n_cols = shape[-1]
     n_rows = x.numel() // n_cols

@@ -1,4 +1,5 @@
-"""Seeds of dropout: drawn from torch's generators, so that torch.manual_seed and checkpointing behave as users expect."""
+"""Seeds of dropout: drawn from torch's generators, so that torch.manual_seed and checkpointing behave as users
+expect."""
 
 from __future__ import annotations
 

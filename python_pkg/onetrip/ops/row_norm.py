@@ -1,10 +1,10 @@
 """LayerNorm, RMSNorm, and bias + dropout + residual with or without a norm: one family of kernels.
 
-z = residual + dropout(x + bias);  y = norm(z) * weight + norm_bias. Sources: layer norm, Ba, Kiros & Hinton 2016; RMS norm,
-Zhang & Sennrich 2019; dropout, Srivastava et al. 2014 by Philox4x32-10 (Salmon et al. 2011).
+z = residual + dropout(x + bias);  y = norm(z) * weight + norm_bias. Sources: layer norm, Ba, Kiros & Hinton 2016;
+RMS norm, Zhang & Sennrich 2019; dropout, Srivastava et al. 2014 by Philox4x32-10 (Salmon et al. 2011).
 
-Eager calls go straight to an autograd.Function around the kernel launch; traced calls (torch.compile, fake tensors, dispatch
-modes) go through the torch.library operators of row_norm_library.py, which run the same kernels.
+Eager calls go straight to an autograd.Function around the kernel launch; traced calls (torch.compile, fake tensors,
+dispatch modes) go through the torch.library operators of row_norm_library.py, which run the same kernels.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .rng import check_rng, draw_rng, draw_rng_tensor
 
 _NO_GRADS: GradDtypes = (None, None, None, None, None)
 _HALF = (torch.float16, torch.bfloat16)
+_ANY_RNG = (0, 0)  # p = 1 drops all, whatever is drawn: the generator is left where it is
 
 
 def _promote(tensor_dtype: torch.dtype, other: Tensor | None) -> torch.dtype:
@@ -135,14 +136,16 @@ def input_gradients(
     plan: RowNormPlan,
     grad_dtypes: GradDtypes,
 ) -> Backward:
-    """The gradients by compute(dy, ..., grad_dtypes), less what needs no kernel: what equals dz or another one is not computed."""
+    """The gradients by compute(dy, ..., grad_dtypes), less what needs no kernel: what equals dz or another one is not
+    computed."""
     if dy is None and dz is None:
         return None, None, None, None, None
     x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype = grad_dtypes
     if dy is None:
         weight_dtype = norm_bias_dtype = None
     dx_is_g, g = plan.dropout_p == 0.0, dz if dy is None else None
-    # The residual's gradient is g; so is x's where nothing is dropped. What is g already, or twice the same, is not computed.
+    # The residual's gradient is g; so is x's where nothing is dropped. What is g already, or twice the same, is not
+    # computed.
     kernel_x = None if dx_is_g and g is not None else x_dtype
     kernel_residual = None if g is not None else residual_dtype
     shared = dx_is_g and x_dtype is not None and kernel_residual == x_dtype
@@ -220,7 +223,8 @@ def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
 
 
 def _is_traced(x: Tensor) -> bool:
-    """Whether the call must be visible to torch's dispatcher: compilers, fake, meta and wrapped tensors, dispatch modes."""
+    """Whether the call must be visible to torch's dispatcher: compilers, fake, meta and wrapped tensors, dispatch
+    modes."""
     return (
         torch.compiler.is_compiling()
         or (type(x) is not Tensor and type(x) is not torch.nn.Parameter)
@@ -299,10 +303,13 @@ def row_norm(
     if _is_traced(x):
         from .row_norm_library import call
 
-        drawn = draw_rng_tensor(x.device) if rng is None and dropout_p > 0.0 else None
-        if rng is not None and dropout_p > 0.0:
-            drawn = torch.tensor([_signed(part) for part in rng], dtype=torch.int64, device=x.device)
-        y, z = call(x, residual, bias, weight, norm_bias, drawn, plan)
+        rng_tensor = None
+        if dropout_p == 1.0 or (rng is not None and dropout_p > 0.0):
+            pair = [_signed(part) for part in rng or _ANY_RNG]
+            rng_tensor = torch.tensor(pair, dtype=torch.int64, device=x.device)
+        elif dropout_p > 0.0:
+            rng_tensor = draw_rng_tensor(x.device)
+        y, z = call(x, residual, bias, weight, norm_bias, rng_tensor, plan)
         return (y, x if z_is_x else z) if return_residual else y if norm else z
 
     in_kernel_dtypes = (
@@ -315,9 +322,9 @@ def row_norm(
     backend = choose(function, x.device, in_kernel_dtypes)
     if backend == "cuda":
         x, residual = kernel_pair(x, residual, z_dtype)
-    used_rng: Rng | None = None
-    if dropout_p > 0.0:
-        used_rng = draw_rng(x.device) if rng is None else rng
+    used_rng: Rng | None = rng
+    if rng is None and dropout_p > 0.0:
+        used_rng = draw_rng(x.device) if dropout_p < 1.0 else _ANY_RNG
     if needs_grad:
         outputs = _RowNorm.apply(
             x, residual, bias, weight, norm_bias, used_rng, plan, backend, return_residual and not z_is_x and norm != 0
@@ -336,8 +343,10 @@ def _signed(part: int) -> int:
 
 
 def kernel_pair(x: Tensor, residual: Tensor | None, z_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The CUDA kernels are built for x and residual of one dtype, and for a half x with a float32 residual; z is their
-    promotion. Any other mix is brought to z's dtype first (rare: a half residual beside a float32 x, or float32 biases)."""
+    """x and residual as the CUDA kernels take them: of one dtype, or a half x beside a float32 residual.
+
+    Any other mix (rare: a half residual beside a float32 x, a float32 bias beside halves) is brought to z's dtype first.
+    """
     if residual is not None and x.dtype in _HALF and residual.dtype == torch.float32:
         return x, residual
     return x.to(z_dtype), None if residual is None else residual.to(z_dtype)
@@ -346,9 +355,11 @@ def kernel_pair(x: Tensor, residual: Tensor | None, z_dtype: torch.dtype) -> tup
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba, Kiros & Hinton 2016).
 
-    x: float32, float16, bfloat16 or float64, rank 1 and up, any strides. weight, bias: (n_cols,), any of these dtypes, or None.
+    x: float32, float16, bfloat16 or float64, rank 1 and up, any strides. weight, bias: (n_cols,), any of these dtypes,
+    or None.
     Returns a tensor shaped like x, of x's dtype (float32 under CUDA autocast, as F.layer_norm). Statistics are float32.
-    Saves x and two float32 numbers a row for backward. Deterministic. Raises ValueError or TypeError for wrong arguments.
+    Saves x and two float32 numbers a row for backward. Deterministic. Raises ValueError or TypeError for wrong
+    arguments.
     """
     return row_norm("layer_norm", NORM_LAYER, x, None, None, weight, bias, eps=eps, follow_autocast=True)
 
@@ -363,12 +374,15 @@ def rms_norm(
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + weight_offset) over the last dimension (Zhang & Sennrich 2019).
 
-    x: float32, float16, bfloat16 or float64, rank 1 and up, any strides. weight: (n_cols,), any of these dtypes, or None.
+    x: float32, float16, bfloat16 or float64, rank 1 and up, any strides. weight: (n_cols,), any of these dtypes, or
+    None.
     weight_offset: 1 for the (1 + weight) of Gemma.
-    cast_before_weight: False rounds once, to x's dtype, after the weight (F.rms_norm, OLMo2, Gemma); True rounds the normalised
-        value to x's dtype first, and the result has the dtype of weight * that (Llama, Mistral, Qwen); "weight" rounds it to the
-        weight's dtype first if that is float16 or bfloat16, else not at all (T5).
-    Saves x and one float32 number a row for backward. Deterministic. Raises ValueError or TypeError for wrong arguments.
+    cast_before_weight: False rounds once, to x's dtype, after the weight (F.rms_norm, OLMo2, Gemma); True rounds the
+    normalised
+        value to x's dtype first, and the result has the dtype of weight * that (Llama, Mistral, Qwen); "weight" rounds
+        it to the weight's dtype first if that is float16 or bfloat16, else not at all (T5).
+    Saves x and one float32 number a row for backward. Deterministic. Raises ValueError or TypeError for wrong
+    arguments.
     """
     check_cast("rms_norm", cast_before_weight)
     return row_norm(
@@ -396,10 +410,12 @@ def bias_dropout_residual(
     """residual + dropout(x + bias), the end of a transformer sublayer (Vaswani et al. 2017, section 5.4).
 
     x, residual: one shape, float32, float16, bfloat16 or float64, rank 1 and up, any strides. bias: (n_cols,) or None.
-    dropout_p: probability of dropping an element; what is dropped is exactly 0, what is kept is multiplied by 1 / (1 - p).
-    rng: None draws (seed, offset) from torch's generator of x's device; a pair of ints pins the mask (dropout_keep_mask).
-    Returns a tensor shaped like x, of the dtype that the unfused expression gives. No mask is stored: backward draws it again.
-    Deterministic for a given rng. Raises ValueError or TypeError for wrong arguments.
+    dropout_p: probability of dropping an element; what is dropped is exactly 0, what is kept is multiplied by 1 / (1 -
+    p).
+    rng: None draws (seed, offset) from torch's generator of x's device; a pair of ints pins the mask
+    (dropout_keep_mask).
+    Returns a tensor shaped like x, of the dtype that the unfused expression gives. No mask is stored: backward draws
+    it again. Deterministic for a given rng. Raises ValueError or TypeError for wrong arguments.
     """
     check_probability("bias_dropout_residual", "dropout_p", dropout_p)
     if residual is None:
@@ -422,10 +438,12 @@ def bias_dropout_residual_norm(
     return_residual: bool = False,
     rng: tuple[int, int] | None = None,
 ) -> Any:
-    """y = norm(z) * (weight + weight_offset) + norm_bias of z = residual + dropout(x + bias): a sublayer's end in one pass.
+    """norm(z) * (weight + weight_offset) + norm_bias, z = residual + dropout(x + bias): a sublayer's end in one pass.
 
-    x, residual: one shape, float32, float16, bfloat16 or float64, rank 1 and up, any strides; residual None adds nothing.
-    weight, norm_bias, bias: (n_cols,) or None. norm: "layer" (as layer_norm) or "rms" (as rms_norm, cast_before_weight too).
+    x, residual: one shape, float32, float16, bfloat16 or float64, rank 1 and up, any strides; residual None adds
+    nothing.
+    weight, norm_bias, bias: (n_cols,) or None. norm: "layer" (as layer_norm) or "rms" (as rms_norm, cast_before_weight
+    too).
     dropout_p, rng: as bias_dropout_residual. z is rounded once, to the dtype that the unfused expression gives.
     Returns y, or (y, z) with return_residual. Both are shaped like x; gradients flow through both.
     Saves z and one or two float32 numbers a row for backward, no mask. Deterministic for a given rng.

@@ -27,7 +27,8 @@ def dropout_scale(p: float) -> float:
 def philox(rng: Rng, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four words of each block.
 
-    rng: key and first half of the counter. group: int64, any shape, the second half of the counter (element index // 4).
+    rng: key and first half of the counter. group: int64, any shape, the second half of the counter (element index //
+    4).
     Returns four int64 tensors shaped like group, each in [0, 2^32).
     """
     seed, offset = rng.to(group.device).unbind() if isinstance(rng, Tensor) else rng

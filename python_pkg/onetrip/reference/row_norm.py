@@ -109,7 +109,8 @@ def backward(
 ) -> Backward:
     """Gradients of x, residual, bias, weight, norm_bias, each in its grad_dtypes entry; None where not wanted.
 
-    dy: gradient of y, None where only z was used. dz: gradient of the returned z. z, mean, rstd: as forward stored them.
+    dy: gradient of y, None where only z was used. dz: gradient of the returned z. z, mean, rstd: as forward stored
+    them.
     """
     x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype = grad_dtypes
     acc = _accumulator(plan.z_dtype)
