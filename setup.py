@@ -21,7 +21,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
-CXX_FLAGS = "-std=c++17 -O3 -fPIC -fopenmp -fvisibility=hidden -fno-math-errno -ffp-contract=off -Wall -Wextra".split()
+CXX_FLAGS = "-std=c++17 -O3 -fPIC -fopenmp -fvisibility=hidden -fno-math-errno -ffp-contract=off -Wall -Wextra"
 CPU_LEVELS = {"baseline": ""}
 if IS_X86:
     CPU_LEVELS["avx2"] = "-mavx2 -mfma -mf16c"
@@ -160,7 +160,7 @@ class BuildNative(build_ext):
 
         csrc = ROOT / "csrc"
         python = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
-        common = [*CXX_FLAGS, f"-I{csrc}", f"-ffile-prefix-map={ROOT}=."]
+        common = [*CXX_FLAGS.split(), f"-I{csrc}", f"-ffile-prefix-map={ROOT}=."]
         home = cuda_home()
         ninja = NinjaFile()
         ninja.rule("cxx", f"{compiler} -MMD -MF $out.d {shell(common)} $flags -c $in -o $out")

@@ -19,11 +19,12 @@ def _over_normalized_shape(
     module: torch.nn.LayerNorm | torch.nn.RMSNorm, norm: int, x: Tensor, eps: float, bias: Tensor | None, **options: Any
 ) -> Tensor:
     """The norm over all dimensions of normalized_shape, which are one row."""
-    function, shape, weight = type(module).__name__, module.normalized_shape, module.weight
+    function, shape = type(module).__name__, module.normalized_shape
+    if x.shape[-len(shape) :] != shape:
+        raise ValueError(f"{function}: x must end in the normalized_shape {tuple(shape)}, got {tuple(x.shape)}")
+    weight: Tensor | None = module.weight
     if len(shape) == 1:
         return ops.row_norm(function, norm, x, None, None, weight, bias, eps=eps, follow_autocast=True, **options)
-    if tuple(x.shape[-len(shape) :]) != tuple(shape):
-        raise ValueError(f"{function}: x must end in the normalized_shape {tuple(shape)}, got {tuple(x.shape)}")
     rows = x.reshape(*x.shape[: -len(shape)], prod(shape))
     weight = None if weight is None else weight.flatten()
     bias = None if bias is None else bias.flatten()
@@ -35,12 +36,10 @@ class LayerNorm(torch.nn.LayerNorm):
     """torch.nn.LayerNorm computed by onetrip.ops.layer_norm: same arguments, parameters and state_dict.
 
     x: (*, *normalized_shape), float32, float16, bfloat16 or float64. Returns a tensor like x (float32 under CUDA
-    autocast).
+    autocast). Raises ValueError where x does not end in normalized_shape.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight is None and x.shape[-len(self.normalized_shape) :] != self.normalized_shape:
-            raise ValueError(f"LayerNorm: x must end in {tuple(self.normalized_shape)}, got {tuple(x.shape)}")
         return _over_normalized_shape(self, NORM_LAYER, x, self.eps, self.bias)
 
 
@@ -70,8 +69,6 @@ class RMSNorm(torch.nn.RMSNorm):
         self.cast_before_weight = cast_before_weight
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight is None and x.shape[-len(self.normalized_shape) :] != self.normalized_shape:
-            raise ValueError(f"RMSNorm: x must end in {tuple(self.normalized_shape)}, got {tuple(x.shape)}")
         eps = self.eps
         if eps is None:
             eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
@@ -97,6 +94,7 @@ class BiasDropoutResidual(torch.nn.Module):
         super().__init__()
         check_probability("BiasDropoutResidual", "p", p)
         self.n_cols, self.p = n_cols, p
+        self.bias: Parameter | None
         self.register_parameter("bias", Parameter(torch.zeros(n_cols, device=device, dtype=dtype)) if bias else None)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -140,6 +138,9 @@ class BiasDropoutResidualNorm(torch.nn.Module):
         def parameter(wanted: bool, fill: float) -> Parameter | None:
             return Parameter(torch.full((n_cols,), fill, device=device, dtype=dtype)) if wanted else None
 
+        self.bias: Parameter | None
+        self.weight: Parameter | None
+        self.norm_bias: Parameter | None
         self.register_parameter("bias", parameter(bias, 0.0))
         self.register_parameter("weight", parameter(elementwise_affine, 1.0 - weight_offset))
         self.register_parameter("norm_bias", parameter(elementwise_affine and norm == "layer", 0.0))

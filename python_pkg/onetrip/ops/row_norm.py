@@ -168,7 +168,7 @@ class _RowNorm(torch.autograd.Function):
     """The eager path. Saves z (or x, where they are the same) and one or two float32 numbers a row; never a mask."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: Tensor,
         residual: Tensor | None,
@@ -332,10 +332,10 @@ def row_norm(
         if return_residual and z_is_x:
             return outputs, x
         return outputs
-    y, z, _, _ = forward(backend, x, residual, bias, weight, norm_bias, used_rng, plan)
+    outputs = forward(backend, x, residual, bias, weight, norm_bias, used_rng, plan)
     if return_residual:
-        return y, x if z_is_x else z
-    return y if norm else z
+        return outputs[0], x if z_is_x else outputs[1]
+    return outputs[0] if norm else outputs[1]
 
 
 def _signed(part: int) -> int:
@@ -345,7 +345,7 @@ def _signed(part: int) -> int:
 def kernel_pair(x: Tensor, residual: Tensor | None, z_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """x and residual as the CUDA kernels take them: of one dtype, or a half x beside a float32 residual.
 
-    Any other mix (rare: a half residual beside a float32 x, a float32 bias beside halves) is brought to z's dtype first.
+    Any other mix (rare: a half residual beside a float32 x, a float32 bias beside halves) is cast to z's dtype first.
     """
     if residual is not None and x.dtype in _HALF and residual.dtype == torch.float32:
         return x, residual
