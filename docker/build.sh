@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Builds onetrip into the Python that stands on PATH, beside the torch that is there, and checks it. Dockerfile.ngc runs it in
+# NVIDIA's PyTorch image; a test runs it in a fresh virtual environment.
+#
+# Environment: ONETRIP_CUDA_ARCHS (for example 7.0), ONETRIP_CUDA, MAX_JOBS: see setup.py.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python -c 'import torch; print("torch", torch.__version__)'
+
+# The image presets a pip constraint file, which pins its own setuptools; the build tools and the two small libraries of the
+# command line do not touch torch, so they may come from outside it. torch and triton stay the image's.
+PIP_CONSTRAINT= python -m pip install --quiet --disable-pip-version-check 'setuptools>=64' wheel 'pybind11>=2.13' ninja rich typer
+
+# The image also presets TORCH_CUDA_ARCH_LIST for its own builds: ours is asked for by name, or the default list of setup.py.
+if [ -z "${ONETRIP_CUDA_ARCHS:-}" ]; then
+  unset ONETRIP_CUDA_ARCHS
+fi
+unset TORCH_CUDA_ARCH_LIST
+python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps .
+
+# From elsewhere, so that the installed package is checked, not the source tree.
+cd /
+onetrip doctor

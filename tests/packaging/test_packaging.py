@@ -1,0 +1,127 @@
+"""What users install: the steps of the container image, a machine without a compiler, the source distribution."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("csrc", "kernels", "python_pkg", "benchmarks", "docker", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")  # fmt: skip
+NO_BUILD_OUTPUTS = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info", "results")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of the sources, as a fresh clone has them."""
+    tree = tmp_path / "onetrip"
+    tree.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tree / name, ignore=NO_BUILD_OUTPUTS)
+        else:
+            shutil.copy(ROOT / name, tree / name)
+    return tree
+
+
+@pytest.fixture
+def fresh_python(tmp_path: Path) -> Path:
+    """bin folder of a new virtual environment that sees this one's packages, torch among them, but not onetrip."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    here = Path(sysconfig.get_path("purelib"))
+    there = venv / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    # .pth files of a folder named by a .pth file are not read: an editable onetrip of this environment stays out.
+    inherited = [str(here), *(line for pth in here.glob("_base*.pth") for line in pth.read_text().split())]
+    (there / "inherited.pth").write_text("\n".join(inherited) + "\n")
+    return venv / "bin"
+
+
+def run(fresh_python: Path, *command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(fresh_python), environment.pop("PATH", os.environ["PATH"])])
+    env = {**os.environ, "PATH": path, **environment}
+    env.pop("PYTHONPATH", None)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+def installed_files(fresh_python: Path) -> set[str]:
+    site = next(fresh_python.parent.glob("lib/python*/site-packages"))
+    return {
+        str(path.relative_to(site))
+        for path in (site / "onetrip").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_container_build_script(tree: Path, fresh_python: Path, tmp_path: Path) -> None:
+    done = run(fresh_python, "bash", str(tree / "docker/build.sh"), cwd=tmp_path, ONETRIP_CUDA="0")
+    assert "onetrip" in done.stdout  # the doctor's report
+    where = "import onetrip, onetrip._native as n; print(onetrip.__file__, n.cpu_level(), onetrip.available_backends())"
+    said = run(fresh_python, "python", "-c", where, cwd=tmp_path).stdout
+    assert said.startswith(str(fresh_python.parent)) and "'cpu'" in said
+    expected = {
+        str(Path(package) / path.relative_to(ROOT / folder))
+        for package, folder in (
+            ("onetrip", "python_pkg/onetrip"),
+            ("onetrip/kernels", "kernels/triton"),
+            ("onetrip/benchmarks", "benchmarks"),
+        )
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".j2", ".typed") and "results" not in path.parts and "__pycache__" not in path.parts
+    }
+    installed = installed_files(fresh_python)
+    assert {name for name in installed if not name.endswith(".so")} == expected
+    assert len([name for name in installed if name.endswith(".so")]) == 1
+
+
+def test_installs_without_a_compiler(tree: Path, fresh_python: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("bash", "env", "uname"):
+        found = shutil.which(name)
+        if found:
+            (tools / name).symlink_to(found)
+    pip = ("python", "-m", "pip", "install", "--no-build-isolation", "--no-deps", str(tree))
+    run(fresh_python, *pip, cwd=tmp_path, PATH=str(tools), CXX="", ONETRIP_CUDA="0")
+    script = """
+import torch, onetrip
+from onetrip.ops.backends import unavailable_reason
+assert onetrip.available_backends() == ("reference",), onetrip.available_backends()
+assert "compiler" in unavailable_reason("cpu", "cpu")
+x = torch.randn(3, 5)
+torch.testing.assert_close(onetrip.ops.layer_norm(x), torch.nn.functional.layer_norm(x, (5,)))
+"""
+    run(fresh_python, "python", "-c", script, cwd=tmp_path)
+
+
+def test_source_distribution_holds_what_a_build_needs(tree: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--sdist",
+        "--no-isolation",
+        "--outdir",
+        str(tmp_path / "dist"),
+        str(tree),
+    ]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "ONETRIP_CUDA": "0"})
+    (archive,) = (tmp_path / "dist").glob("onetrip-*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
+    code = {
+        str(path.relative_to(tree))
+        for folder in ("csrc", "kernels", "python_pkg", "benchmarks")
+        for path in (tree / folder).rglob("*")
+        if path.suffix in (".py", ".h", ".cpp", ".cu", ".cuh", ".j2", ".typed") and "egg-info" not in str(path)
+    }
+    assert code <= names, sorted(code - names)
+    allowed = code | {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "CHANGELOG.md", "pyproject.toml", "setup.cfg", "setup.py"}  # fmt: skip
+    extra = {name for name in names - allowed if not name.startswith("python_pkg/onetrip.egg-info") and "." in name}
+    assert not extra, sorted(extra)
