@@ -1,0 +1,81 @@
+// Which build of the CPU kernels runs: the best that the machine has, found once at load. Compiled for the baseline.
+#include <atomic>
+#include <cmath>
+#include <cstring>
+
+#include "levels.h"
+
+namespace onetrip {
+namespace {
+
+struct Level {
+  const char* name;
+  int (*forward)(const RowNormForward&);
+  int (*backward)(const RowNormBackward&);
+  bool (*supported)();
+};
+
+const Level kLevels[] = {
+#if defined(ONETRIP_HAVE_X86_LEVELS)
+    {"avx512", avx512::row_norm_forward, avx512::row_norm_backward,
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+     }},
+    // F16C is not asked for: every CPU with AVX2 and FMA has it, and older compilers do not know its name.
+    {"avx2", avx2::row_norm_forward, avx2::row_norm_backward,
+     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+#endif
+    {"baseline", baseline::row_norm_forward, baseline::row_norm_backward, [] { return true; }},
+};
+
+const Level* best_level() {
+#if defined(ONETRIP_HAVE_X86_LEVELS)
+  __builtin_cpu_init();
+#endif
+  const Level* level = kLevels;
+  while (!level->supported()) ++level;
+  return level;
+}
+
+std::atomic<const Level*> current_level{best_level()};
+
+}  // namespace
+
+const char* cpu_level() { return current_level.load()->name; }
+
+bool set_cpu_level(const char* name) {
+  for (const Level& level : kLevels) {
+    if (std::strcmp(level.name, name) == 0 && level.supported()) {
+      current_level = &level;
+      return true;
+    }
+  }
+  return false;
+}
+
+int row_norm_forward_cpu(const RowNormForward& args) { return current_level.load()->forward(args); }
+int row_norm_backward_cpu(const RowNormBackward& args) { return current_level.load()->backward(args); }
+
+// About sqrt(n_rows) parts of sqrt(n_rows) rows: both the sums within a part and the sum over parts stay short chains,
+// whose rounding errors add up to 1e-5 over a million rows; 64 parts keep 64 threads busy from 4096 rows on. At most
+// 256 parts and 16 MiB for each gradient bound the workspace.
+RowPartition row_partition(int64_t n_rows, int64_t n_cols) {
+  constexpr int64_t kMaxParts = 256, kMaxFloats = int64_t{1} << 22;
+  const int64_t slot_floats = (n_cols + 15) / 16 * 16;
+  if (n_rows <= 0 || n_cols <= 0) return {0, 0, slot_floats};
+  int64_t max_parts = kMaxFloats / slot_floats;
+  if (max_parts > kMaxParts) max_parts = kMaxParts;
+  if (max_parts < 1) max_parts = 1;
+  int64_t rows_per_part = static_cast<int64_t>(std::sqrt(static_cast<double>(n_rows)));
+  const int64_t least = (n_rows + max_parts - 1) / max_parts;
+  if (rows_per_part < least) rows_per_part = least;
+  return {rows_per_part, (n_rows + rows_per_part - 1) / rows_per_part, slot_floats};
+}
+
+int64_t row_norm_workspace_cpu(int64_t n_rows, int64_t n_cols, int n_wanted) {
+  const RowPartition partition = row_partition(n_rows, n_cols);
+  return partition.n_parts * partition.slot_floats * n_wanted;
+}
+
+}  // namespace onetrip

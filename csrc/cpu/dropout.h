@@ -1,0 +1,171 @@
+// The dropout mask of common/philox.h, kWidth / 2 groups of four words at a time.
+//
+// Each 32 x 32 -> 64 bit product fills one 64-bit lane, so a group costs 2 multiplications, 2 shifts and 2 three-way
+// XORs a round: 60 instructions for 2 * kWidth words. Words are drawn into a small buffer that stays in L1 and are read
+// back by the row kernels, which therefore need not care where in a group of four their row begins.
+#pragma once
+#include "../common/philox.h"
+#include "simd.h"
+
+namespace onetrip {
+namespace ONETRIP_LEVEL {
+namespace {
+
+constexpr int kLongWidth = kWidth / 2;
+constexpr int kPhiloxChains = 2;  // independent groups in flight: a round is a chain of about 6 cycles
+constexpr int kPhiloxBatchWords = kPhiloxChains * kLongWidth * 4;
+
+// The low halves of the lanes, multiplied; the high halves of a may hold anything.
+ONETRIP_INLINE L multiply_low(L a, uint32_t b) {
+  const L wide = L{} + static_cast<uint64_t>(b);
+#if defined(__AVX512F__)
+  return (L)_mm512_mul_epu32((__m512i)a, (__m512i)wide);
+#elif defined(__AVX2__)
+  return (L)_mm256_mul_epu32((__m256i)a, (__m256i)wide);
+#elif defined(__SSE2__)
+  return (L)_mm_mul_epu32((__m128i)a, (__m128i)wide);
+#elif defined(__aarch64__)
+  return (L)vmull_u32(vmovn_u64((uint64x2_t)a), vdup_n_u32(b));
+#else
+  return (a & 0xFFFFFFFFu) * wide;
+#endif
+}
+
+ONETRIP_INLINE L xor3(L a, L b, L c) {
+#if defined(__AVX512F__)
+  return (L)_mm512_ternarylogic_epi64((__m512i)a, (__m512i)b, (__m512i)c, 0x96);
+#else
+  return a ^ b ^ c;
+#endif
+}
+
+// words[4 * i + j] = word j of group i, from lane i of w[j].
+ONETRIP_INLINE void store_groups(uint32_t* words, const L w[4]) {
+  const L first = (w[0] & 0xFFFFFFFFu) | (w[1] << 32), second = (w[2] & 0xFFFFFFFFu) | (w[3] << 32);
+#if defined(__AVX512F__)
+  const __m512i low = _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0), high = _mm512_set_epi64(15, 7, 14, 6, 13, 5, 12, 4);
+  _mm512_storeu_si512(words, _mm512_permutex2var_epi64((__m512i)first, low, (__m512i)second));
+  _mm512_storeu_si512(words + kWidth, _mm512_permutex2var_epi64((__m512i)first, high, (__m512i)second));
+#elif defined(__AVX2__)
+  const __m256i even = _mm256_unpacklo_epi64((__m256i)first, (__m256i)second);  // groups 0 and 2
+  const __m256i odd = _mm256_unpackhi_epi64((__m256i)first, (__m256i)second);   // groups 1 and 3
+  _mm256_storeu_si256((__m256i*)words, _mm256_permute2x128_si256(even, odd, 0x20));
+  _mm256_storeu_si256((__m256i*)(words + kWidth), _mm256_permute2x128_si256(even, odd, 0x31));
+#else
+  for (int i = 0; i < kLongWidth; ++i) {
+    const uint64_t pair[2] = {first[i], second[i]};
+    memcpy(words + 4 * i, pair, sizeof pair);
+  }
+#endif
+}
+
+// Words of groups [group, group + n_groups) that share the high half of the group index. Writes whole batches.
+inline void draw(uint32_t* words, uint64_t seed, uint64_t offset, uint64_t group, int64_t n_groups) {
+  const uint32_t key_a = static_cast<uint32_t>(seed), key_b = static_cast<uint32_t>(seed >> 32);
+  const uint32_t group_high = static_cast<uint32_t>(group >> 32);
+  // The first round's product of the offset, and the second round's product of what it gave, are the same for every
+  // group.
+  const uint64_t a1 = static_cast<uint64_t>(kPhiloxMultiplierA) * static_cast<uint32_t>(offset);
+  const uint32_t mixed = static_cast<uint32_t>(a1 >> 32) ^ group_high ^ key_b;
+  const uint64_t b2 = static_cast<uint64_t>(kPhiloxMultiplierB) * mixed;
+  const L mask1 = L{} + ((offset >> 32) ^ key_a);
+  const L mask2 = L{} + ((b2 >> 32) ^ (key_a + kPhiloxKeyStepA));
+  const L mask3 = L{} + (static_cast<uint32_t>(a1) ^ (key_b + kPhiloxKeyStepB));
+  const L low_b2 = L{} + (b2 & 0xFFFFFFFFu);
+  L index;
+  for (int i = 0; i < kLongWidth; ++i) index[i] = i;
+  index += static_cast<uint32_t>(group);
+  for (int64_t done = 0; done < n_groups; done += kPhiloxChains * kLongWidth) {
+    L c[kPhiloxChains][4];
+    for (int chain = 0; chain < kPhiloxChains; ++chain) {
+      const L b1 = multiply_low(index, kPhiloxMultiplierB);
+      const L a2 = multiply_low((b1 >> 32) ^ mask1, kPhiloxMultiplierA);
+      c[chain][0] = b1 ^ mask2;
+      c[chain][1] = low_b2;
+      c[chain][2] = (a2 >> 32) ^ mask3;
+      c[chain][3] = a2;
+      index += kLongWidth;
+    }
+    uint32_t k0 = key_a + 2 * kPhiloxKeyStepA, k1 = key_b + 2 * kPhiloxKeyStepB;
+#pragma GCC unroll 8
+    for (int round = 2; round < kPhiloxRounds; ++round) {
+#pragma GCC unroll 8
+      for (int chain = 0; chain < kPhiloxChains; ++chain) {
+        L* w = c[chain];
+        const L a = multiply_low(w[0], kPhiloxMultiplierA), b = multiply_low(w[2], kPhiloxMultiplierB);
+        w[0] = xor3(b >> 32, w[1], L{} + k0);
+        w[2] = xor3(a >> 32, w[3], L{} + k1);
+        w[1] = b;
+        w[3] = a;
+      }
+      k0 += kPhiloxKeyStepA;
+      k1 += kPhiloxKeyStepB;
+    }
+    for (int chain = 0; chain < kPhiloxChains; ++chain, words += 4 * kLongWidth) store_groups(words, c[chain]);
+  }
+}
+
+// Random words of a block of rows, or of some columns of it.
+class DropoutMask {
+ public:
+  static constexpr int kMaxRows = 16;
+  static constexpr int64_t kColumns = 1024;  // of a row at a time where a block of rows does not fit as a whole
+  static constexpr int64_t kWholeRows = 4096;
+  static constexpr int64_t kRowWords = kColumns + 4 + kPhiloxBatchWords;
+  static constexpr int kMaxSplitRows = 4;  // rows of a block that is drawn column by column
+  static constexpr int64_t kWords = kMaxSplitRows * kRowWords;
+  static_assert(kWholeRows + 4 + kPhiloxBatchWords <= kWords, "a block of whole rows fits too");
+
+  explicit DropoutMask(const Dropout& dropout, uint32_t* words)
+      : words_(words),
+        seed_(dropout.state ? static_cast<uint64_t>(dropout.state[0]) : dropout.seed),
+        offset_(dropout.state ? static_cast<uint64_t>(dropout.state[1]) : dropout.offset),
+        last_dropped_(static_cast<uint32_t>(dropout.threshold - 1)),
+        scale_(dropout.scale) {}
+
+  // Draws for columns [begin, end) of n_rows rows from first_row: whole rows of a block of at most kWholeRows elements,
+  // or at most kColumns columns.
+  void fill(int64_t first_row, int n_rows, int64_t begin, int64_t end, int64_t n_cols) {
+    if (end - begin == n_cols && n_rows * n_cols <= kWholeRows) {
+      const uint32_t* first = fill_run(words_, static_cast<uint64_t>(first_row) * n_cols, n_rows * n_cols);
+      for (int k = 0; k < n_rows; ++k) row_[k] = first + k * n_cols;
+    } else {
+      for (int k = 0; k < n_rows; ++k)
+        row_[k] = fill_run(words_ + k * kRowWords, static_cast<uint64_t>(first_row + k) * n_cols + begin, end - begin);
+    }
+  }
+
+  // The words of the block's row k, from its first drawn column on. Whole vectors can be read.
+  const uint32_t* row(int k) const { return row_[k]; }
+
+  // v * scale where the element is kept; 0, whatever v is, where it is dropped.
+  ONETRIP_INLINE F apply(F v, const uint32_t* words) const {
+    U random;
+    memcpy(&random, words, sizeof random);
+    return (F)((U)(v * scale_) & (U)(random > splat_bits(last_dropped_)));
+  }
+
+ private:
+  const uint32_t* fill_run(uint32_t* words, uint64_t first_element, int64_t n) {
+    const uint64_t group = first_element / 4;
+    const int64_t skip = first_element % 4, n_groups = (skip + n + 3) / 4;
+    const int64_t before_carry = (uint64_t{1} << 32) - (group & 0xFFFFFFFFu);
+    if (n_groups > before_carry) {
+      draw(words, seed_, offset_, group, before_carry);
+      draw(words + 4 * before_carry, seed_, offset_, group + before_carry, n_groups - before_carry);
+    } else {
+      draw(words, seed_, offset_, group, n_groups);
+    }
+    return words + skip;
+  }
+
+  uint32_t* words_;
+  const uint32_t* row_[kMaxRows];
+  uint64_t seed_, offset_;
+  uint32_t last_dropped_;  // threshold - 1: a threshold of 2^32 drops every word
+  float scale_;
+};
+
+}  // namespace
+}  // namespace ONETRIP_LEVEL
+}  // namespace onetrip

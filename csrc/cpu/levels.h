@@ -1,0 +1,28 @@
+// The kernels of each CPU level, and what they share with dispatch.cpp. Only plain functions: an inline one here could
+// be emitted by the AVX-512 file and be linked into the baseline.
+#pragma once
+#include "../launch.h"
+
+namespace onetrip {
+
+// Consecutive rows whose parameter gradients are summed together, by one thread, before the parts are added in order.
+struct RowPartition {
+  int64_t rows_per_part, n_parts;
+  int64_t slot_floats;  // n_cols rounded up to whole cache lines: a part's sums of one parameter gradient
+};
+RowPartition row_partition(int64_t n_rows, int64_t n_cols);
+
+namespace baseline {
+int row_norm_forward(const RowNormForward& args);
+int row_norm_backward(const RowNormBackward& args);
+}  // namespace baseline
+namespace avx2 {
+int row_norm_forward(const RowNormForward& args);
+int row_norm_backward(const RowNormBackward& args);
+}  // namespace avx2
+namespace avx512 {
+int row_norm_forward(const RowNormForward& args);
+int row_norm_backward(const RowNormBackward& args);
+}  // namespace avx512
+
+}  // namespace onetrip

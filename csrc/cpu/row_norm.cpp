@@ -1,0 +1,491 @@
+// z = residual + dropout(x + bias);  y = round(normalise(z)) * (weight + weight_offset) + norm_bias, and its gradients.
+//
+// Forward takes a row through three stages with float32 in between, each a template over the dtypes that it meets:
+// `assemble` reads x and residual, rounds z once and sums it; `moments` takes the variance about the mean, from cache;
+// `finish` normalises and writes y. In between the row is x or z itself where that is float32, else a buffer of the
+// thread. Memory sees each input read once and each output written once.
+//
+// Backward takes a block of rows through two: `project` reads dy and z and sums w*dy*n and w*dy of each row;
+// `propagate` goes down the columns of the block, writes dx and dresidual, and adds to the parameter gradients, whose
+// sums stay in registers for the rows of the block and in cache for the rows of the part. Reads dy, z, dz once, writes
+// dx and dresidual once.
+//
+// Threads take tasks of consecutive rows. Backward's tasks are the parts of row_partition(), a function of the sizes
+// alone, and the parts are added in order: no bit of a gradient depends on the number of threads or on which took what.
+#include <cerrno>
+#include <cstdlib>
+
+#include "dropout.h"
+#include "levels.h"
+#include "simd.h"
+
+namespace onetrip {
+namespace ONETRIP_LEVEL {
+namespace {
+
+constexpr int64_t kSerialElements = 32768;  // below it, waking the other threads takes longer than the work
+constexpr int64_t kTaskElements = 16384;
+constexpr int kSumChains = 4;
+
+int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t clamp(int64_t value, int64_t low, int64_t high) { return value < low ? low : value > high ? high : value; }
+int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+
+// Element `index` of an array of dtype; null stays null.
+const void* at(const void* base, int64_t index, DType dtype) {
+  return base ? static_cast<const char*>(base) + index * (dtype == DType::kFloat32 ? 4 : 2) : nullptr;
+}
+void* at(void* base, int64_t index, DType dtype) {
+  return const_cast<void*>(at(const_cast<const void*>(base), index, dtype));
+}
+
+// Memory of one thread, kept from call to call: rows of a megabyte would otherwise be mapped and faulted in by every
+// call.
+class Buffer {
+ public:
+  ~Buffer() { free(data_); }
+  float* reserve(int64_t floats) {
+    if (floats > size_) {
+      free(data_);
+      size_ = round_up(floats, 16);
+      data_ = static_cast<float*>(aligned_alloc(64, size_ * sizeof(float)));
+      if (!data_) size_ = 0;
+    }
+    return data_;
+  }
+
+ private:
+  float* data_ = nullptr;
+  int64_t size_ = 0;
+};
+thread_local Buffer thread_buffer;
+
+// A parameter as float32 plus offset: the caller's own array where that is what it holds.
+class Parameter {
+ public:
+  Parameter(const void* source, DType dtype, float offset, int64_t n) : values_(static_cast<const float*>(source)) {
+    if (!source || (dtype == DType::kFloat32 && offset == 0.0f)) return;
+    copy_ = static_cast<float*>(malloc(n * sizeof(float)));
+    values_ = copy_;
+    failed_ = !copy_;
+    if (failed_) return;
+    with_type(dtype, [&](auto type) {
+      const auto* from = static_cast<const decltype(type)*>(source);
+      for_columns<1>(0, n,
+                     [&](int64_t c, auto lanes, int) { store(copy_ + c, load(from + c, lanes) + offset, lanes); });
+    });
+  }
+  Parameter(const Parameter&) = delete;
+  ~Parameter() { free(copy_); }
+  const float* values() const { return values_; }
+  bool failed() const { return failed_; }
+
+ private:
+  const float* values_;
+  float* copy_ = nullptr;
+  bool failed_ = false;
+};
+
+// Runs task(i, buffer) for i in [0, n_tasks), on all threads where that is worth it. Returns 0 or ENOMEM.
+template <class Task>
+int run_tasks(int64_t n_tasks, int64_t n_elements, int64_t buffer_floats, Task task) {
+  int error = 0;
+  const auto run = [&](int64_t i) -> int {
+    float* buffer = thread_buffer.reserve(buffer_floats);
+    if (!buffer) return ENOMEM;
+    task(i, buffer);
+    return 0;
+  };
+  if (n_tasks == 1 || n_elements < kSerialElements) {
+    for (int64_t i = 0; i < n_tasks; ++i) error |= run(i);
+  } else {
+#pragma omp parallel for schedule(dynamic) reduction(| : error)
+    for (int64_t i = 0; i < n_tasks; ++i) error |= run(i);
+  }
+  return error;
+}
+
+// ---- forward
+
+struct Sums {
+  F values[kSumChains] = {}, squares[kSumChains] = {};
+  ONETRIP_INLINE void add(F v, int chain) {
+    values[chain] += v;
+    squares[chain] = mul_add(v, v, squares[chain]);
+  }
+};
+ONETRIP_INLINE float total(const F (&chains)[kSumChains]) {
+  static_assert(kSumChains == 4, "added in pairs");
+  return sum_lanes((chains[0] + chains[1]) + (chains[2] + chains[3]));
+}
+
+struct Assembly {
+  const void* x;
+  const void* residual;
+  const float* bias;
+  void* z;        // null: not stored in z's dtype
+  float* values;  // z as float32; null: not needed
+  const DropoutMask* mask;
+  const uint32_t* words;  // of column `begin`
+};
+
+// z of columns [begin, end) of a row.
+template <class X, class R, class Z>
+void assemble(const Assembly& row, int64_t begin, int64_t end, Sums& sums) {
+  const X* x = static_cast<const X*>(row.x);
+  const R* residual = static_cast<const R*>(row.residual);
+  Z* z = static_cast<Z*>(row.z);
+  const float* bias = row.bias;
+  float* values = row.values;
+  const uint32_t* words = row.words;
+  Sums local = sums;
+  for_columns<kSumChains>(begin, end, [&](int64_t c, auto lanes, int chain) {
+    F v = load(x + c, lanes);
+    if (bias) v += load(bias + c, lanes);
+    if (words) v = row.mask->apply(v, words + (c - begin));
+    if (residual) v += load(residual + c, lanes);
+    v = store_rounded(z ? z + c : nullptr, v, lanes);
+    if (values) store(values + c, v, lanes);
+    local.add(v, chain);
+  });
+  sums = local;
+}
+
+// The same where z is x: only its sums, and its float32 values where x is not float32.
+template <class X>
+void read(const void* x_row, float* values, int64_t n_cols, Sums& sums) {
+  const X* x = static_cast<const X*>(x_row);
+  Sums local;
+  for_columns<kSumChains>(0, n_cols, [&](int64_t c, auto lanes, int chain) {
+    const F v = load(x + c, lanes);
+    if constexpr (!kIsFloat32<X>) store(values + c, v, lanes);
+    local.add(v, chain);
+  });
+  sums = local;
+}
+
+struct Statistics {
+  float mean = 0.0f, correction = 0.0f;  // the mean is their sum, to more digits than one float32 holds
+  float rstd = 0.0f;
+};
+
+// Variance about the first mean. The deviations' own mean corrects both: exact where mean / std is 1e4 and more.
+Statistics moments(const float* values, float mean, float eps, int64_t n_cols) {
+  Sums sums;
+  const F first_mean = splat(mean);
+  for_columns<kSumChains>(0, n_cols, [&](int64_t c, auto lanes, int chain) {
+    sums.add(keep_lanes(load(values + c, lanes) - first_mean, lanes), chain);
+  });
+  const float scale = 1.0f / n_cols, correction = total(sums.values) * scale;
+  float variance = total(sums.squares) * scale - correction * correction;
+  if (variance < 0.0f) variance = 0.0f;  // not a maximum: NaN has to pass
+  return {mean, correction, 1.0f / __builtin_sqrtf(variance + eps)};
+}
+
+struct Finish {
+  const float* values;
+  Statistics stats;
+  const float* weight;
+  const float* norm_bias;
+  void* y;
+  float* centred;  // null: not stored; may be values
+};
+
+template <class Y, class N>
+void finish(const Finish& row, int64_t n_cols) {
+  Y* y = static_cast<Y*>(row.y);
+  const float *values = row.values, *weight = row.weight, *norm_bias = row.norm_bias;
+  float* centred = row.centred;
+  const Statistics stats = row.stats;
+  for_columns<4>(0, n_cols, [&](int64_t c, auto lanes, int) {
+    F v = (load(values + c, lanes) - stats.mean) - stats.correction;
+    if (centred) store(centred + c, v, lanes);
+    v = round_to<N>(v * stats.rstd);
+    if (weight) v *= load(weight + c, lanes);
+    if (norm_bias) v += load(norm_bias + c, lanes);
+    store_rounded(y + c, v, lanes);
+  });
+}
+
+// ---- backward
+
+constexpr int kTile = kWidth == 16 ? 4 : 2;  // vectors of each parameter gradient held in registers
+
+struct BackwardBlock {
+  int n_rows;
+  const float *dy, *z, *weight;  // dy null: no gradient through the norm
+  const void* dz;
+  void *dx, *dresidual;
+  int64_t dy_row_stride, z_row_stride, dz_row_stride, n_cols;
+  float *dweight, *dnorm_bias, *dbias;                // sums of the part
+  int64_t dweight_step, dnorm_bias_step, dbias_step;  // 1, or 0 where not wanted: then all columns fall on a dump
+  const DropoutMask* mask;                            // null: no dropout
+  struct Row {
+    float mean, rstd;
+    float mean_wdy_n, mean_wdy;
+  } rows[DropoutMask::kMaxRows];
+};
+
+// Means of w*dy*n and w*dy over a row. Half-precision rows are left as float32 in the buffers.
+template <class Y, class Z>
+void project(const void* dy_row, const void* z_row, float* dy_values, float* z_values, const float* weight,
+             int64_t n_cols, BackwardBlock::Row& row) {
+  const Y* dy = static_cast<const Y*>(dy_row);
+  const Z* z = static_cast<const Z*>(z_row);
+  F wdy_n[kSumChains] = {}, wdy[kSumChains] = {};
+  const F mean = splat(row.mean), rstd = splat(row.rstd);
+  for_columns<kSumChains>(0, n_cols, [&](int64_t c, auto lanes, int chain) {
+    F g = load(dy + c, lanes);
+    const F v = load(z + c, lanes);
+    if constexpr (!kIsFloat32<Y>) store(dy_values + c, g, lanes);
+    if constexpr (!kIsFloat32<Z>) store(z_values + c, v, lanes);
+    if (weight) g *= load(weight + c, lanes);
+    wdy_n[chain] = mul_add(g, keep_lanes((v - mean) * rstd, lanes), wdy_n[chain]);
+    wdy[chain] += g;
+  });
+  const float scale = 1.0f / n_cols;
+  row.mean_wdy_n = total(wdy_n) * scale;
+  row.mean_wdy = total(wdy) * scale;
+}
+
+// kVectors vectors from column c down the rows of the block.
+template <int kVectors, class X, class R, class D, class Lanes>
+ONETRIP_INLINE void propagate_tile(const BackwardBlock& block, int64_t c, int64_t begin, Lanes lanes) {
+  F weight[kVectors], dweight[kVectors] = {}, dnorm_bias[kVectors] = {}, dbias[kVectors] = {};
+  for (int i = 0; i < kVectors; ++i)
+    weight[i] = block.weight ? load(block.weight + c + i * kWidth, lanes) : splat(1.0f);
+  for (int k = 0; k < block.n_rows; ++k) {
+    const BackwardBlock::Row row = block.rows[k];
+    const float* dy = block.dy + (k * block.dy_row_stride + c);
+    const float* z = block.z + (k * block.z_row_stride + c);
+    const D* dz = block.dz ? static_cast<const D*>(block.dz) + (k * block.dz_row_stride + c) : nullptr;
+    X* dx = block.dx ? static_cast<X*>(block.dx) + (k * block.n_cols + c) : nullptr;
+    R* dresidual = block.dresidual ? static_cast<R*>(block.dresidual) + (k * block.n_cols + c) : nullptr;
+    const uint32_t* words = block.mask ? block.mask->row(k) + (c - begin) : nullptr;
+#pragma GCC unroll 4
+    for (int i = 0; i < kVectors; ++i) {
+      F g = {};
+      if (block.dy) {
+        const F gradient = load(dy + i * kWidth, lanes);
+        const F n = (load(z + i * kWidth, lanes) - row.mean) * row.rstd;
+        dweight[i] = mul_add(gradient, n, dweight[i]);
+        dnorm_bias[i] += gradient;
+        g = mul_add(gradient, weight[i], splat(-row.mean_wdy));
+        g = mul_add(n, splat(-row.mean_wdy_n), g) * row.rstd;
+      }
+      if (dz) g += load(dz + i * kWidth, lanes);
+      if (dresidual) store_rounded(dresidual + i * kWidth, g, lanes);
+      if (words) g = block.mask->apply(g, words + i * kWidth);
+      if (dx) store_rounded(dx + i * kWidth, g, lanes);
+      dbias[i] += g;
+    }
+  }
+  const auto add_to = [&](float* sums, int64_t step, const F* tile) {
+    for (int i = 0; i < kVectors; ++i) {
+      float* to = sums + (c + i * kWidth) * step;
+      store(to, load(to, All{}) + tile[i], All{});  // a slot is padded to whole vectors
+    }
+  };
+  add_to(block.dweight, block.dweight_step, dweight);
+  add_to(block.dnorm_bias, block.dnorm_bias_step, dnorm_bias);
+  add_to(block.dbias, block.dbias_step, dbias);
+}
+
+template <class X, class R, class D>
+void propagate(const BackwardBlock& block, int64_t begin, int64_t end) {
+  int64_t c = begin;
+  for (; c + kTile * kWidth <= end; c += kTile * kWidth) propagate_tile<kTile, X, R, D>(block, c, begin, All{});
+  for (; c + kWidth <= end; c += kWidth) propagate_tile<1, X, R, D>(block, c, begin, All{});
+  if (c < end) propagate_tile<1, X, R, D>(block, c, begin, First{static_cast<int>(end - c)});
+}
+
+// to = sum of the parts' slots, in order.
+template <class T>
+void add_parts(const float* slots, int64_t part_floats, int64_t n_parts, void* to, int64_t begin, int64_t end) {
+  for_columns<1>(begin, end, [&](int64_t c, auto lanes, int) {
+    F sum = {};
+    for (int64_t part = 0; part < n_parts; ++part) sum += load(slots + part * part_floats + c, All{});
+    store_rounded(static_cast<T*>(to) + c, sum, lanes);
+  });
+}
+
+}  // namespace
+
+int row_norm_forward(const RowNormForward& args) {
+  const int64_t n_rows = args.n_rows, n_cols = args.n_cols;
+  if (n_rows <= 0 || n_cols <= 0) return 0;
+  const Parameter bias(args.bias, args.bias_dtype, 0.0f, n_cols);
+  const Parameter weight(args.weight, args.weight_dtype, args.weight_offset, n_cols);
+  const Parameter norm_bias(args.norm_bias, args.norm_bias_dtype, 0.0f, n_cols);
+  if (bias.failed() || weight.failed() || norm_bias.failed()) return ENOMEM;
+
+  const bool has_norm = args.norm != Norm::kNone, has_dropout = args.dropout.threshold != 0;
+  const bool is_z_float32 = args.z_dtype == DType::kFloat32;
+  const bool stores_z = args.z && !args.center_z;
+  const bool is_z_x = has_norm && !stores_z && !bias.values() && !args.residual && !has_dropout &&
+                      (is_z_float32 || args.z_dtype == args.x_dtype);
+
+  const DType residual_dtype = args.residual ? args.residual_dtype : args.x_dtype;
+  const auto assemble_row = with_type(args.x_dtype, [&](auto x) {
+    return with_type(residual_dtype, [&](auto r) {
+      return with_type(args.z_dtype, [&](auto z) { return &assemble<decltype(x), decltype(r), decltype(z)>; });
+    });
+  });
+  const auto read_row = with_type(args.x_dtype, [](auto x) { return &read<decltype(x)>; });
+  const auto finish_row = with_type(args.y_dtype, [&](auto y) {
+    return with_type(args.n_dtype, [](auto n) { return &finish<decltype(y), decltype(n)>; });
+  });
+
+  // Narrow rows draw their random words several rows at a time, wide ones some columns at a time.
+  const bool draws_columns = has_dropout && n_cols > DropoutMask::kColumns;
+  const int64_t rows_per_draw = clamp(DropoutMask::kColumns / n_cols, 1, DropoutMask::kMaxRows);
+  const int64_t cols_per_draw = draws_columns ? DropoutMask::kColumns : n_cols;
+  const int64_t rows_per_task = round_up(clamp(kTaskElements / n_cols, 1, n_rows), rows_per_draw);
+  const int64_t row_floats = round_up(n_cols, 16);
+
+  const auto run_row = [&](int64_t row, DropoutMask& mask, int row_of_draw, float* buffer) {
+    const void* x = at(args.x, row * args.x_row_stride, args.x_dtype);
+    const float* values = buffer;
+    Sums sums;
+    if (is_z_x) {
+      read_row(x, buffer, n_cols, sums);
+      if (args.x_dtype == DType::kFloat32) values = static_cast<const float*>(x);
+    } else {
+      const void* residual = at(args.residual, row * args.residual_row_stride, args.residual_dtype);
+      void* z = stores_z ? at(args.z, row * n_cols, args.z_dtype) : nullptr;
+      Assembly assembly = {x, residual, bias.values(), z, has_norm ? buffer : nullptr, &mask, nullptr};
+      if (z && is_z_float32) {  // the stored z serves as the row
+        assembly.z = nullptr;
+        values = assembly.values = static_cast<float*>(z);
+      }
+      for (int64_t begin = 0; begin < n_cols; begin += cols_per_draw) {
+        const int64_t end = smaller(begin + cols_per_draw, n_cols);
+        if (draws_columns) mask.fill(row, 1, begin, end, n_cols);
+        if (has_dropout) assembly.words = mask.row(row_of_draw);
+        assemble_row(assembly, begin, end, sums);
+      }
+    }
+    if (!has_norm) return;
+    Statistics stats;
+    if (args.norm == Norm::kLayer) {
+      stats = moments(values, total(sums.values) / n_cols, args.eps, n_cols);
+    } else {
+      stats.rstd = 1.0f / __builtin_sqrtf(total(sums.squares) / n_cols + args.eps);
+    }
+    if (args.mean) args.mean[row] = stats.mean + stats.correction;
+    if (args.rstd) args.rstd[row] = stats.rstd;
+    float* centred = args.center_z && args.z ? static_cast<float*>(args.z) + row * n_cols : nullptr;
+    finish_row({values, stats, weight.values(), norm_bias.values(), at(args.y, row * n_cols, args.y_dtype), centred},
+               n_cols);
+  };
+  const auto run_task = [&](int64_t task, float* buffer) {
+    DropoutMask mask(args.dropout, reinterpret_cast<uint32_t*>(buffer + row_floats));
+    const int64_t task_end = smaller(n_rows, (task + 1) * rows_per_task);
+    for (int64_t first = task * rows_per_task; first < task_end; first += rows_per_draw) {
+      const int n = static_cast<int>(smaller(rows_per_draw, task_end - first));
+      if (has_dropout && !draws_columns) mask.fill(first, n, 0, n_cols, n_cols);
+      for (int k = 0; k < n; ++k) run_row(first + k, mask, k, buffer);
+    }
+  };
+  const int64_t n_tasks = (n_rows + rows_per_task - 1) / rows_per_task;
+  return run_tasks(n_tasks, n_rows * n_cols, row_floats + DropoutMask::kWords, run_task);
+}
+
+int row_norm_backward(const RowNormBackward& args) {
+  const int64_t n_rows = args.n_rows, n_cols = args.n_cols;
+  if (n_cols <= 0) return 0;
+  const Parameter weight(args.weight, args.weight_dtype, args.weight_offset, n_cols);
+  if (weight.failed()) return ENOMEM;
+  const auto project_row = with_type(args.y_dtype, [&](auto y) {
+    return with_type(args.z_dtype, [](auto z) { return &project<decltype(y), decltype(z)>; });
+  });
+  const auto propagate_block = with_type(args.x_dtype, [&](auto x) {
+    return with_type(args.dresidual ? args.residual_dtype : args.x_dtype, [&](auto r) {
+      return with_type(args.z_dtype, [](auto d) { return &propagate<decltype(x), decltype(r), decltype(d)>; });
+    });
+  });
+
+  const RowPartition partition = row_partition(n_rows, n_cols);
+  struct Sum {
+    void* to;
+    DType dtype;
+    int slot;
+  } sums[3] = {
+      {args.dbias, args.bias_dtype}, {args.dweight, args.weight_dtype}, {args.dnorm_bias, args.norm_bias_dtype}};
+  int n_wanted = 0;
+  for (Sum& sum : sums) sum.slot = sum.to ? n_wanted++ : -1;
+  const int64_t part_floats = n_wanted * partition.slot_floats;
+
+  const bool has_dropout = args.dropout.threshold != 0;
+  const int64_t rows_per_block =
+      clamp(DropoutMask::kWholeRows / n_cols, DropoutMask::kMaxSplitRows, DropoutMask::kMaxRows);
+  const bool draws_columns = has_dropout && rows_per_block * n_cols > DropoutMask::kWholeRows;
+  const int64_t cols_per_draw = draws_columns ? DropoutMask::kColumns : n_cols;
+  const int64_t row_floats = round_up(n_cols, 16), block_floats = rows_per_block * row_floats;
+  const bool copies_dy = args.dy && args.y_dtype != DType::kFloat32;
+  const bool copies_z = args.dy && args.z_dtype != DType::kFloat32;
+
+  const auto run_part = [&](int64_t part, float* buffer) {
+    float* dump = buffer;
+    float* dy_copy = dump + 16;
+    float* z_copy = dy_copy + copies_dy * block_floats;
+    DropoutMask mask(args.dropout, reinterpret_cast<uint32_t*>(z_copy + copies_z * block_floats));
+    memset(dump, 0, 16 * sizeof(float));
+    float* slots = args.workspace + part * part_floats;
+    if (n_wanted) memset(slots, 0, part_floats * sizeof(float));
+    const auto slot = [&](int i) { return sums[i].to ? slots + sums[i].slot * partition.slot_floats : dump; };
+
+    BackwardBlock block = {};
+    block.weight = weight.values();
+    block.dy_row_stride = copies_dy ? row_floats : args.dy_row_stride;
+    block.z_row_stride = copies_z ? row_floats : args.z_row_stride;
+    block.dz_row_stride = args.dz_row_stride;
+    block.n_cols = n_cols;
+    block.dbias = slot(0), block.dweight = slot(1), block.dnorm_bias = slot(2);
+    block.dbias_step = args.dbias != nullptr, block.dweight_step = args.dweight != nullptr;
+    block.dnorm_bias_step = args.dnorm_bias != nullptr;
+    block.mask = has_dropout ? &mask : nullptr;
+    const int64_t part_end = smaller(n_rows, (part + 1) * partition.rows_per_part);
+    for (int64_t first = part * partition.rows_per_part; first < part_end; first += rows_per_block) {
+      block.n_rows = static_cast<int>(smaller(rows_per_block, part_end - first));
+      const void* dy = at(args.dy, first * args.dy_row_stride, args.y_dtype);
+      const void* z = at(args.z, first * args.z_row_stride, args.z_dtype);
+      block.dy = copies_dy ? dy_copy : static_cast<const float*>(dy);
+      block.z = copies_z ? z_copy : static_cast<const float*>(z);
+      block.dz = at(args.dz, first * args.dz_row_stride, args.z_dtype);
+      block.dx = at(args.dx, first * n_cols, args.x_dtype);
+      block.dresidual = at(args.dresidual, first * n_cols, args.residual_dtype);
+      for (int k = 0; args.dy && k < block.n_rows; ++k) {
+        BackwardBlock::Row& row = block.rows[k];
+        row.mean = args.mean ? args.mean[first + k] : 0.0f;
+        row.rstd = args.rstd[first + k];
+        project_row(at(dy, k * args.dy_row_stride, args.y_dtype), at(z, k * args.z_row_stride, args.z_dtype),
+                    dy_copy + k * row_floats, z_copy + k * row_floats, weight.values(), n_cols, row);
+        if (args.norm == Norm::kRms) row.mean_wdy = 0.0f;
+      }
+      for (int64_t begin = 0; begin < n_cols; begin += cols_per_draw) {
+        const int64_t end = smaller(begin + cols_per_draw, n_cols);
+        if (has_dropout) mask.fill(first, block.n_rows, begin, end, n_cols);
+        propagate_block(block, begin, end);
+      }
+    }
+  };
+  const int64_t buffer_floats = 16 + (copies_dy + copies_z) * block_floats + DropoutMask::kWords;
+  if (const int error = run_tasks(partition.n_parts, n_rows * n_cols, buffer_floats, run_part)) return error;
+
+  const int64_t cols_per_task = 256;
+  return run_tasks((n_cols + cols_per_task - 1) / cols_per_task, partition.n_parts * part_floats, 16,
+                   [&](int64_t task, float*) {
+                     const int64_t begin = task * cols_per_task, end = smaller(begin + cols_per_task, n_cols);
+                     for (const Sum& sum : sums) {
+                       if (!sum.to) continue;
+                       const float* slots = args.workspace + sum.slot * partition.slot_floats;
+                       with_type(sum.dtype, [&](auto type) {
+                         add_parts<decltype(type)>(slots, part_floats, partition.n_parts, sum.to, begin, end);
+                       });
+                     }
+                   });
+}
+
+}  // namespace ONETRIP_LEVEL
+}  // namespace onetrip

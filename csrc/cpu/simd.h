@@ -1,0 +1,239 @@
+// One vector of kWidth float32 lanes, and what the row kernels do with it: 16 lanes under AVX-512, 8 under AVX2, 4
+// elsewhere.
+//
+// GCC / Clang vector extensions carry the arithmetic; intrinsics stand only where the compilers do not find the
+// instruction. Included once for each level, inside namespace onetrip::ONETRIP_LEVEL and an anonymous namespace:
+// nothing compiled for AVX-512 may have a name that the linker could give to the baseline. For the same reason no std::
+// template is used here.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "../launch.h"
+
+#define ONETRIP_INLINE inline __attribute__((always_inline))
+
+namespace onetrip {
+namespace ONETRIP_LEVEL {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+typedef float F __attribute__((vector_size(kWidth * 4)));     // values
+typedef uint32_t U __attribute__((vector_size(kWidth * 4)));  // their bits
+typedef uint64_t L __attribute__((vector_size(kWidth * 4)));  // kWidth / 2 lanes, for 32 x 32 -> 64 bit products
+typedef uint16_t H __attribute__((vector_size(kWidth * 2)));  // bits of half-precision values
+
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+template <class T>
+constexpr bool kIsFloat32 = false;
+template <>
+constexpr bool kIsFloat32<float> = true;
+
+// Which lanes of a vector exist: all of them, or the first n where the row ends inside it (absent lanes load as 0).
+struct All {};
+struct First {
+  int n;
+};
+
+ONETRIP_INLINE F splat(float value) { return F{} + value; }
+ONETRIP_INLINE U splat_bits(uint32_t value) { return U{} + value; }
+// a where mask is all ones, b where it is 0.
+ONETRIP_INLINE U select(U mask, U a, U b) { return (a & mask) | (b & ~mask); }
+
+// a * b + c, rounded once where the level has the instruction. The build forbids contraction elsewhere
+// (-ffp-contract=off), so that z = residual + (x + bias) * scale has the same bits at every level.
+ONETRIP_INLINE F mul_add(F a, F b, F c) {
+#if defined(__AVX512F__)
+  return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// Halves are added to each other until four lanes are left: a fixed order.
+ONETRIP_INLINE float sum_lanes(F v) {
+  typedef float F4 __attribute__((vector_size(16)));
+  F4 part[kWidth / 4];
+  memcpy(part, &v, sizeof v);
+  for (int half = kWidth / 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) part[i] += part[i + half];
+  return (part[0][0] + part[0][2]) + (part[0][1] + part[0][3]);
+}
+
+ONETRIP_INLINE F keep_lanes(F v, All) { return v; }
+ONETRIP_INLINE F keep_lanes(F v, First lanes) {
+  U index;
+  for (int i = 0; i < kWidth; ++i) index[i] = i;
+  return (F)((U)v & (U)(index < splat_bits(lanes.n)));
+}
+
+ONETRIP_INLINE F widen(H bits, BFloat16) { return (F)(__builtin_convertvector(bits, U) << 16); }
+
+// Round to nearest even; NaN stays NaN (its payload may not survive in the upper 16 bits, so a bit is set).
+ONETRIP_INLINE H narrow(F v, BFloat16) {
+  const U bits = (U)v;
+  const U rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
+  const U is_nan = (U)((bits & 0x7FFFFFFFu) > splat_bits(0x7F800000u));
+  return __builtin_convertvector(select(is_nan, bits | 0x400000u, rounded) >> 16, H);
+}
+
+ONETRIP_INLINE F widen(H bits, Float16) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps((__m256i)bits);
+#elif defined(__AVX2__)
+  return (F)_mm256_cvtph_ps((__m128i)bits);
+#elif defined(__aarch64__)
+  return (F)vcvt_f32_f16(vreinterpret_f16_u16((uint16x4_t)bits));
+#else
+  // Exponent and mantissa move to their float32 place; the bias is corrected by a multiplication, which normalises
+  // subnormals.
+  const U wide = __builtin_convertvector(bits, U);
+  const U sign = (wide & 0x8000u) << 16;
+  const U magnitude = (wide & 0x7FFFu) << 13;
+  const U finite = (U)((F)magnitude * splat(0x1p112f));
+  const U special = (U)(magnitude >= splat_bits(0x7C00u << 13));  // Inf and NaN keep an exponent of ones
+  return (F)(select(special, magnitude | 0x7F800000u, finite) | sign);
+#endif
+}
+
+ONETRIP_INLINE H narrow(F v, Float16) {
+#if defined(__AVX512F__)
+  return (H)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+  return (H)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__aarch64__)
+  return (H)vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v));
+#else
+  const U sign = (U)v & 0x80000000u;
+  const U magnitude = (U)v ^ sign;
+  // Below 2^-14 the sum with 0.5 puts the subnormal's units in the last place of a float32: the adder rounds to nearest
+  // even.
+  const U subnormal = (U)((F)magnitude + splat(0.5f)) - 0x3F000000u;
+  const U normal = (magnitude - ((127u - 15u) << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+  const U is_nan = (U)(magnitude > splat_bits(0x7F800000u));
+  const U special = select(is_nan, splat_bits(0x7E00u), splat_bits(0x7C00u));
+  const U is_small = (U)(magnitude < splat_bits((127u - 14u) << 23));
+  const U is_large =
+      (U)(magnitude >= splat_bits((127u + 16u) << 23));  // from 2^16; 65520 to 2^16 carry into Inf by themselves
+  return __builtin_convertvector(select(is_large, special, select(is_small, subnormal, normal)) | (sign >> 16), H);
+#endif
+}
+
+ONETRIP_INLINE F load(const float* from, All) {
+  F v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+ONETRIP_INLINE void store(float* to, F v, All) { memcpy(to, &v, sizeof v); }
+ONETRIP_INLINE H load_bits(const void* from, All) {
+  H v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+ONETRIP_INLINE void store_bits(void* to, H v, All) { memcpy(to, &v, sizeof v); }
+
+#if defined(__AVX512F__)
+ONETRIP_INLINE F load(const float* from, First lanes) {
+  return (F)_mm512_maskz_loadu_ps((__mmask16)((1u << lanes.n) - 1), from);
+}
+ONETRIP_INLINE void store(float* to, F v, First lanes) {
+  _mm512_mask_storeu_ps(to, (__mmask16)((1u << lanes.n) - 1), (__m512)v);
+}
+ONETRIP_INLINE H load_bits(const void* from, First lanes) {
+  return (H)_mm256_maskz_loadu_epi16((__mmask16)((1u << lanes.n) - 1), from);
+}
+ONETRIP_INLINE void store_bits(void* to, H v, First lanes) {
+  _mm256_mask_storeu_epi16(to, (__mmask16)((1u << lanes.n) - 1), (__m256i)v);
+}
+#else
+ONETRIP_INLINE F load(const float* from, First lanes) {
+  F v = {};
+  for (int i = 0; i < lanes.n; ++i) v[i] = from[i];
+  return v;
+}
+ONETRIP_INLINE void store(float* to, F v, First lanes) {
+  for (int i = 0; i < lanes.n; ++i) to[i] = v[i];
+}
+ONETRIP_INLINE H load_bits(const void* from, First lanes) {
+  H v = {};
+  for (int i = 0; i < lanes.n; ++i) v[i] = static_cast<const uint16_t*>(from)[i];
+  return v;
+}
+ONETRIP_INLINE void store_bits(void* to, H v, First lanes) {
+  for (int i = 0; i < lanes.n; ++i) static_cast<uint16_t*>(to)[i] = v[i];
+}
+#endif
+
+template <class T, class Lanes>
+ONETRIP_INLINE F load(const T* from, Lanes lanes) {
+  return widen(load_bits(from, lanes), T{});
+}
+
+// Stores v rounded to T, and returns what was stored. A null pointer only rounds.
+template <class Lanes>
+ONETRIP_INLINE F store_rounded(float* to, F v, Lanes lanes) {
+  if (to) store(to, v, lanes);
+  return v;
+}
+template <class T, class Lanes>
+ONETRIP_INLINE F store_rounded(T* to, F v, Lanes lanes) {
+  const H bits = narrow(v, T{});
+  if (to) store_bits(to, bits, lanes);
+  return widen(bits, T{});
+}
+
+template <class T>
+ONETRIP_INLINE F round_to(F v) {
+  return store_rounded(static_cast<T*>(nullptr), v, All{});
+}
+
+// Calls body(column, lanes, i) for every vector of [begin, end); i counts 0 … kUnroll - 1 so that sums run in kUnroll
+// chains.
+template <int kUnroll, class Body>
+ONETRIP_INLINE void for_columns(int64_t begin, int64_t end, Body body) {
+  int64_t c = begin;
+  for (; c + kUnroll * kWidth <= end; c += kUnroll * kWidth) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kUnroll; ++i) body(c + i * kWidth, All{}, i);
+  }
+  for (; c + kWidth <= end; c += kWidth) body(c, All{}, 0);
+  if (c < end) body(c, First{static_cast<int>(end - c)}, 0);
+}
+
+// Calls body with a value of the C++ type of dtype.
+template <class Body>
+ONETRIP_INLINE auto with_type(DType dtype, Body body) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return body(Float16{});
+    case DType::kBFloat16:
+      return body(BFloat16{});
+    default:
+      return body(float{});
+  }
+}
+
+}  // namespace
+}  // namespace ONETRIP_LEVEL
+}  // namespace onetrip
