@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
+from typing import cast
 
 import torch
 
@@ -92,18 +93,17 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def _chosen() -> str:
-    global _process_choice
     local = _local_choice.get()
     if local is not None:
         return local
     if _process_choice is None:
-        _process_choice = _checked("ONETRIP_BACKEND", os.environ.get("ONETRIP_BACKEND", "auto"))
-    return _process_choice
+        set_backend(_checked("ONETRIP_BACKEND", os.environ.get("ONETRIP_BACKEND", "auto")))
+    return cast(str, _process_choice)
 
 
 @functools.cache
-def _automatic(device_type: str, index: int) -> str:
-    return next(name for name in BACKENDS if not unavailable_reason(name, device_type, index))
+def _automatic(device: torch.device) -> str:
+    return available_backends(device)[0]
 
 
 def choose(function: str, device: torch.device, in_kernel_dtypes: bool) -> str:
@@ -113,7 +113,7 @@ def choose(function: str, device: torch.device, in_kernel_dtypes: bool) -> str:
     """
     name = _chosen()
     if name == "auto":
-        return _automatic(device.type, device.index or 0) if in_kernel_dtypes else "reference"
+        return _automatic(device) if in_kernel_dtypes else "reference"
     if name != "reference":
         reason = unavailable_reason(name, device.type, device.index or 0)
         if reason:

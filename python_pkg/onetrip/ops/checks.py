@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+
 
 def check_rows(function: str, argument: str, tensor: object) -> None:
     """A strided floating-point tensor of rank 1 and up."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {argument} must be a Tensor, got {type(tensor).__name__}")
-    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+    if tensor.dtype not in _DTYPES:
         raise TypeError(
             f"{function}: {argument} must be float32, float16, bfloat16 or float64, got {str(tensor.dtype)[6:]}"
         )
@@ -35,7 +37,7 @@ def check_parameter(function: str, argument: str, tensor: object, x: Tensor) -> 
     """A vector that goes with the columns of x: shape (n_cols,), same device."""
     check_rows(function, argument, tensor)
     assert isinstance(tensor, Tensor)
-    if tensor.dim() != 1 or tensor.shape[0] != x.shape[-1]:
+    if tensor.shape != x.shape[-1:]:
         raise ValueError(f"{function}: {argument} must have shape ({x.shape[-1]},), got {tuple(tensor.shape)}")
     _check_device(function, argument, tensor, x)
 

@@ -29,6 +29,13 @@ def _vector(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
+def _empty(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """An uninitialised contiguous tensor; empty_like is half the price where it gives the same."""
+    if like.dtype is dtype and like.is_contiguous() and like.shape == shape:
+        return torch.empty_like(like)
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
 def _dropout(rng: Rng | None, p: float) -> tuple[int, float, int, int, int]:
     """struct Dropout of csrc/launch.h."""
     if p == 0.0 or rng is None:
@@ -71,8 +78,8 @@ def row_norm_forward(
     bias = None if bias is None else _vector(bias)
     weight = None if weight is None else _vector(weight)
     norm_bias = None if norm_bias is None else _vector(norm_bias)
-    y = torch.empty(shape, dtype=plan.y_dtype, device=device) if plan.norm else None
-    z = torch.empty(shape, dtype=plan.z_dtype, device=device) if plan.store_z else None
+    y = _empty(x, shape, plan.y_dtype) if plan.norm else None
+    z = _empty(x, shape, plan.z_dtype) if plan.store_z else None
     rstd = torch.empty(n_rows, dtype=torch.float32, device=device) if plan.store_stats else None
     mean = None
     if plan.store_stats and plan.norm == NORM_LAYER and not plan.center_z:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, cast
 
 import torch
@@ -29,12 +29,6 @@ from .rng import check_rng, draw_rng, draw_rng_tensor
 _NO_GRADS: GradDtypes = (None, None, None, None, None)
 _HALF = (torch.float16, torch.bfloat16)
 _ANY_RNG = (0, 0)  # p = 1 drops all, whatever is drawn: the generator is left where it is
-
-
-def _promote(tensor_dtype: torch.dtype, other: Tensor | None) -> torch.dtype:
-    if other is None or other.dtype == tensor_dtype:
-        return tensor_dtype
-    return torch.promote_types(tensor_dtype, other.dtype)
 
 
 def forward(
@@ -218,6 +212,10 @@ class _RowNorm(torch.autograd.Function):
         )
 
 
+# Function.apply less its Python half, which looks for functorch transforms (3 of 8 microseconds): _is_traced has looked.
+_apply = super(torch.autograd.Function, _RowNorm).apply
+
+
 def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
     return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
 
@@ -234,9 +232,55 @@ def _is_traced(x: Tensor) -> bool:
     )
 
 
-def _autocasts_to_float32(x: Tensor) -> bool:
-    """Whether autocast would run torch's own norm in float32 here: it does on CUDA, not on the CPU."""
-    return x.is_cuda and torch.is_autocast_enabled("cuda")
+def _make_plan(
+    norm: int,
+    eps: float,
+    weight_offset: float,
+    cast_before_weight: bool | Literal["weight"],
+    dropout_p: float,
+    autocast_to_float32: bool,
+    needs_grad: bool,
+    return_residual: bool,
+    z_is_x: bool,
+    x: torch.dtype,
+    residual: torch.dtype | None,
+    bias: torch.dtype | None,
+    weight: torch.dtype | None,
+    norm_bias: torch.dtype | None,
+) -> tuple[RowNormPlan, bool]:
+    """The plan of a call with tensors of these dtypes, and whether all of them are dtypes that kernels compute with.
+
+    Dtypes are those that the unfused expression gives; autocast runs torch's own norms in float32 on CUDA, not on the
+    CPU.
+    """
+    z = x
+    for other in (bias, residual):
+        z = z if other is None else torch.promote_types(z, other)
+    n, y = torch.float32, z
+    if norm == NORM_RMS and weight is not None and cast_before_weight:
+        n = z
+        if cast_before_weight == "weight":
+            n = weight if weight in _HALF else torch.promote_types(z, torch.float32)
+        y = torch.promote_types(n, weight)
+    elif autocast_to_float32 and z in _HALF:
+        y = torch.float32
+    plan = RowNormPlan(
+        norm=norm,
+        eps=eps,
+        weight_offset=weight_offset,
+        dropout_p=dropout_p,
+        z_dtype=z,
+        n_dtype=n,
+        y_dtype=y,
+        store_z=norm == NORM_NONE or (not z_is_x and (needs_grad or return_residual)),
+        # One float32 number a row less to save. Rounding z - mean to a half type would lose accuracy; float32 does not.
+        center_z=norm == NORM_LAYER and not z_is_x and not return_residual and z == torch.float32,
+        store_stats=needs_grad and norm != NORM_NONE,
+    )
+    return plan, all(dtype in KERNEL_DTYPES for dtype in (x, z, y, weight, norm_bias) if dtype is not None)
+
+
+_cached_plan = lru_cache(maxsize=4096)(_make_plan)
 
 
 def row_norm(
@@ -269,16 +313,6 @@ def row_norm(
     check_eps(function, eps)
     check_rng(function, rng)
 
-    z_dtype = _promote(_promote(x.dtype, bias), residual)
-    n_dtype, y_dtype = torch.float32, z_dtype
-    if norm == NORM_RMS and weight is not None and cast_before_weight:
-        n_dtype = z_dtype
-        if cast_before_weight == "weight":
-            n_dtype = weight.dtype if weight.dtype in _HALF else torch.promote_types(z_dtype, torch.float32)
-        y_dtype = _promote(n_dtype, weight)
-    elif follow_autocast and z_dtype in _HALF and _autocasts_to_float32(x):
-        y_dtype = torch.float32
-
     z_is_x = residual is None and bias is None and dropout_p == 0.0
     needs_grad = torch.is_grad_enabled() and (
         x.requires_grad
@@ -287,20 +321,24 @@ def row_norm(
         or (weight is not None and weight.requires_grad)
         or (norm_bias is not None and norm_bias.requires_grad)
     )
-    plan = RowNormPlan(
-        norm=norm,
-        eps=eps,
-        weight_offset=weight_offset,
-        dropout_p=dropout_p,
-        z_dtype=z_dtype,
-        n_dtype=n_dtype,
-        y_dtype=y_dtype,
-        store_z=norm == NORM_NONE or (not z_is_x and (needs_grad or return_residual)),
-        # One float32 number a row less to save. Rounding z - mean to a half type would lose accuracy; float32 does not.
-        center_z=norm == NORM_LAYER and not z_is_x and not return_residual and z_dtype == torch.float32,
-        store_stats=needs_grad and norm != NORM_NONE,
+    traced = _is_traced(x)
+    plan, in_kernel_dtypes = (_make_plan if traced else _cached_plan)(
+        norm,
+        eps,
+        weight_offset,
+        cast_before_weight,
+        dropout_p,
+        follow_autocast and x.is_cuda and torch.is_autocast_enabled("cuda"),
+        needs_grad,
+        return_residual,
+        z_is_x,
+        x.dtype,
+        None if residual is None else residual.dtype,
+        None if bias is None else bias.dtype,
+        None if weight is None else weight.dtype,
+        None if norm_bias is None else norm_bias.dtype,
     )
-    if _is_traced(x):
+    if traced:
         from .row_norm_library import call
 
         rng_tensor = None
@@ -312,21 +350,14 @@ def row_norm(
         y, z = call(x, residual, bias, weight, norm_bias, rng_tensor, plan)
         return (y, x if z_is_x else z) if return_residual else y if norm else z
 
-    in_kernel_dtypes = (
-        x.dtype in KERNEL_DTYPES
-        and z_dtype in KERNEL_DTYPES
-        and y_dtype in KERNEL_DTYPES
-        and (weight is None or weight.dtype in KERNEL_DTYPES)
-        and (norm_bias is None or norm_bias.dtype in KERNEL_DTYPES)
-    )
     backend = choose(function, x.device, in_kernel_dtypes)
     if backend == "cuda":
-        x, residual = kernel_pair(x, residual, z_dtype)
+        x, residual = kernel_pair(x, residual, plan.z_dtype)
     used_rng: Rng | None = rng
     if rng is None and dropout_p > 0.0:
         used_rng = draw_rng(x.device) if dropout_p < 1.0 else _ANY_RNG
     if needs_grad:
-        outputs = _RowNorm.apply(
+        outputs = _apply(
             x, residual, bias, weight, norm_bias, used_rng, plan, backend, return_residual and not z_is_x and norm != 0
         )
         if return_residual and z_is_x:
