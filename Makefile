@@ -53,6 +53,6 @@ $(VENV)/test.stamp: $(VENV)/base.stamp pyproject.toml setup.py $(NATIVE_SOURCES)
 	$(PIP) --no-build-isolation --editable '.[demo,test]'
 	@touch $@
 
-$(VENV)/dev.stamp: $(VENV)/base.stamp pyproject.toml
-	$(PIP) --no-build-isolation --editable '.[demo,test,dev]'
+$(VENV)/dev.stamp: $(VENV)/test.stamp
+	$(PIP) ruff clang-format mypy pre-commit
 	@touch $@

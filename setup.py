@@ -138,7 +138,8 @@ class BuildNative(build_ext):
         if compiler is None:
             say("no C++ compiler found: installing without native kernels (the slow reference backend serves the CPU)")
             return
-        build_dir = Path(self.build_temp).resolve()
+        # Always the same folder, also for editable installs: ninja then compiles only what changed.
+        build_dir = ROOT / "build" / f"native-{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
         build_dir.mkdir(parents=True, exist_ok=True)
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)

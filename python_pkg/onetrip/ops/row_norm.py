@@ -212,7 +212,7 @@ class _RowNorm(torch.autograd.Function):
         )
 
 
-# Function.apply less its Python half, which looks for functorch transforms (3 of 8 microseconds): _is_traced has looked.
+# Function.apply less its Python half, which looks for functorch transforms (3 of 8 microseconds): _is_traced looks too.
 _apply = super(torch.autograd.Function, _RowNorm).apply
 
 
