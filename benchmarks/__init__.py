@@ -1,0 +1,1 @@
+"""The benchmark suite: `python -m onetrip.benchmarks`, or one file at a time under pytest-benchmark."""

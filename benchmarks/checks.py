@@ -1,0 +1,129 @@
+"""No number without a green check: every provider against the formula in float64, on the very inputs it is timed on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .suite import Operator, Outputs
+
+BOUNDS = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+"""Largest error over largest value that a provider may show: room for unfused code that rounds every step to the dtype.
+The tests of the package hold the fused kernels to far less; this is what keeps a wrong one out of the tables."""
+
+_SIGMAS = 5
+
+
+@dataclass(frozen=True)
+class Check:
+    passed: bool
+    detail: str
+    """The worst tensor with its error, or why the provider failed."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Random inputs of one case, and the gradients that are sent back through it."""
+
+    tensors: dict[str, Tensor]
+    grad_outputs: tuple[Tensor, ...]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return list(self.tensors.values())
+
+
+def as_tuple(outputs: Outputs) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def make_inputs(
+    operator: Operator, n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> Inputs:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    tensors = {name: normal(n_rows, n_cols) for name in operator.matrices}
+    # Around 1, so that a weight that is ignored or applied twice shows.
+    tensors |= {name: (1 + 0.5 * normal(n_cols)).to(dtype) for name in operator.vectors}
+    for tensor in tensors.values():
+        tensor.requires_grad_()
+    with torch.no_grad():
+        one_row = {name: tensor[:1] if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
+        n_outputs = len(as_tuple(operator.eager(**one_row)))
+    return Inputs(tensors, tuple(normal(n_rows, n_cols) for _ in range(n_outputs)))
+
+
+def _run(
+    function: Callable[..., Outputs], inputs: Inputs, grad_outputs: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    outputs = as_tuple(function(**inputs.tensors))
+    return outputs, torch.autograd.grad(outputs, inputs.leaves, grad_outputs)
+
+
+class Truth:
+    """Outputs and gradients in float64, kept where no random mask makes them a provider's own."""
+
+    def __init__(self, operator: Operator, inputs: Inputs) -> None:
+        self._operator, self._inputs = operator, inputs
+        self._names = [f"output {i}" for i in range(len(inputs.grad_outputs))] + [f"d{name}" for name in inputs.tensors]
+        self._kept: list[Tensor] | None = None
+
+    def _compute(self, keep: Tensor | None) -> list[Tensor]:
+        scale = 1.0 / (1.0 - self._operator.dropout_p)
+        tensors = {name: tensor.detach().double().requires_grad_() for name, tensor in self._inputs.tensors.items()}
+        inputs = Inputs(tensors, tuple(grad.double() for grad in self._inputs.grad_outputs))
+
+        def formula(**tensors: Tensor) -> Outputs:
+            return self._operator.formula(lambda values: torch.where(keep, values * scale, 0.0), **tensors)
+
+        outputs, grads = _run(formula, inputs, inputs.grad_outputs)
+        return [tensor.detach() for tensor in (*outputs, *grads)]
+
+    def _expected(self, keep: Tensor | None) -> list[Tensor]:
+        if keep is not None:
+            return self._compute(keep)
+        if self._kept is None:
+            self._kept = self._compute(None)
+        return self._kept
+
+    def check(self, function: Callable[..., Outputs]) -> Check:
+        """Runs the provider forward and backward, and compares every output and every gradient."""
+        try:
+            torch.manual_seed(0)
+            outputs, grads = _run(function, self._inputs, self._inputs.grad_outputs)
+            keep = self._mask(function, grads) if self._operator.dropout_p > 0.0 else None
+        except Exception as error:  # a provider that raises is reported, and the others are measured
+            return Check(False, f"{type(error).__name__}: {error}".splitlines()[0])
+        if keep is not None:
+            rate, expected = keep.double().mean().item(), 1.0 - self._operator.dropout_p
+            sigma = math.sqrt(expected * (1.0 - expected) / keep.numel())
+            if abs(rate - expected) > _SIGMAS * sigma:
+                return Check(False, f"dropout keeps {rate:.5f}, expected {expected:.5f} +- {_SIGMAS * sigma:.5f}")
+        worst, worst_name = 0.0, ""
+        for name, got, want in zip(self._names, (*outputs, *grads), self._expected(keep), strict=True):
+            if got.shape != want.shape:
+                return Check(False, f"{name} has shape {tuple(got.shape)}, expected {tuple(want.shape)}")
+            error = ((got.detach().double() - want).abs().max() / want.abs().max()).item()
+            if not math.isfinite(error):
+                return Check(False, f"{name} is not finite")
+            if error >= worst:
+                worst, worst_name = error, name
+        bound = BOUNDS[self._inputs.leaves[0].dtype]
+        return Check(worst <= bound, f"{worst_name}: {worst:.1e} of its largest value (bound {bound:.0e})")
+
+    def _mask(self, function: Callable[..., Outputs], grads: tuple[Tensor, ...]) -> Tensor:
+        """The mask that the provider used, whatever its generator: where the gradient of x is not zero.
+
+        A kept element's gradient can be exactly zero by cancellation (about 1 in 10^8 in float32), so a second backward
+        with the same seed and other incoming gradients has its say too.
+        """
+        torch.manual_seed(0)
+        _, others = _run(function, self._inputs, tuple(grad.flip(0) for grad in self._inputs.grad_outputs))
+        return (grads[0] != 0) | (others[0] != 0)

@@ -1,0 +1,246 @@
+"""Recorded results as tables: on the terminal, and in docs/benchmarks.md, which is never written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import targets
+from .machine import PACKAGE
+from .results import Results
+
+TEMPLATE = PACKAGE / "benchmarks.md.j2"
+_MIB = 1 << 20
+_NO_NUMBER = "–"
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    note: str
+    columns: tuple[str, ...]
+    """The first holds text, the others are aligned to the right."""
+    rows: list[tuple[str, ...]]
+
+
+def _milliseconds(figures: dict[str, Any] | None) -> str:
+    if figures is None:
+        return _NO_NUMBER
+    return f"{figures['median_ms']:.3g} ({figures['p20_ms']:.3g}–{figures['p80_ms']:.3g})"
+
+
+def _percent(figures: dict[str, Any] | None) -> str:
+    return _NO_NUMBER if figures is None else f"{100 * figures['share_of_copy']:.0f}%"
+
+
+def _gigabytes(figures: dict[str, Any] | None) -> str:
+    return _NO_NUMBER if figures is None else f"{figures['gb_per_s']:.1f}"
+
+
+def _ratio(value: float | None) -> str:
+    return _NO_NUMBER if value is None else f"{value:.2f}x"
+
+
+def _mib(count: int | None) -> str:
+    return _NO_NUMBER if count is None else f"{count / _MIB:.1f}"
+
+
+def _targets(results: Results) -> Iterator[Table]:
+    found = [verdict for verdict in targets.verdicts(results) if verdict.reached is not None]
+    words = {True: "yes", False: "no"}
+    if found:
+        rows = [(verdict.target, verdict.measured, words[verdict.reached]) for verdict in found]
+        yield Table("Targets", "", ("target", "measured", "reached"), rows)
+
+
+def _full(cases: list[dict[str, Any]]) -> Iterator[Table]:
+    columns = (
+        "provider", "forward ms", "GB/s", "of copy", "backward ms", "GB/s", "of copy", "both ms", "eager / it",
+        "saved MiB", "peak MiB",
+    )  # fmt: skip
+    for case in cases:
+        eager = targets.provider(case, targets.EAGER)
+        rows = []
+        for entry in case["providers"]:
+            forward, backward, both = (entry.get(name) for name in case["least_bytes"])
+            known = both and eager and "forward_backward" in eager
+            rows.append(
+                (
+                    entry["name"],
+                    _milliseconds(forward),
+                    _gigabytes(forward),
+                    _percent(forward),
+                    _milliseconds(backward),
+                    _gigabytes(backward),
+                    _percent(backward),
+                    _milliseconds(both),
+                    _ratio(eager["forward_backward"]["median_ms"] / both["median_ms"] if known else None),
+                    _mib(entry.get("saved_bytes")),
+                    _mib(entry.get("peak_bytes")),
+                )
+            )
+        note = (
+            f"Least bytes: forward {_mib(case['least_bytes']['forward'])} MiB, "
+            f"backward {_mib(case['least_bytes']['backward'])} MiB. "
+            f"A copy ran at {case['copy']['gb_per_s']:.1f} GB/s."
+        )
+        yield Table(f"{case['operator']}, {case['n_rows']} x {case['n_cols']} {case['dtype']}", note, columns, rows)
+
+
+def _widths(cases: list[dict[str, Any]]) -> Iterator[Table]:
+    columns = (
+        "width", "torch forward ms", "onetrip forward ms", "torch / onetrip", "of copy", "torch backward ms",
+        "onetrip backward ms", "torch / onetrip", "of copy",
+    )  # fmt: skip
+    series: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for case in cases:
+        series.setdefault((case["operator"], case["dtype"]), []).append(case)
+    for (operator, dtype), members in series.items():
+        if len(members) < 2:
+            continue
+        rows = []
+        for case in sorted(members, key=lambda case: case["n_cols"]):
+            torch, ours = targets.provider(case, targets.EAGER) or {}, targets.own(case) or {}
+            row = [f"{case['n_cols']}"]
+            for name in ("forward", "backward"):
+                row += [
+                    _milliseconds(torch.get(name)),
+                    _milliseconds(ours.get(name)),
+                    _ratio(targets.speed_up(case, name)),
+                    _percent(ours.get(name)),
+                ]
+            rows.append(tuple(row))
+        yield Table(f"{operator} alone, {dtype}, 4 Mi elements at every width", "", columns, rows)
+
+
+def _overhead(cases: list[dict[str, Any]]) -> Iterator[Table]:
+    columns = ("call on 1 x 8 fp32, forward", "requires grad", "torch eager µs", "onetrip µs")
+    rows = []
+    for case in cases:
+        cells = []
+        for entry in (targets.provider(case, targets.EAGER), targets.own(case)):
+            figures = (entry or {}).get("forward")
+            cells.append(
+                _NO_NUMBER
+                if figures is None
+                else f"{figures['median_us']:.1f} ({figures['p20_us']:.1f}–{figures['p80_us']:.1f})"
+            )
+        rows.append((case["operator"], "yes" if case["requires_grad"] else "no", *cells))
+    if rows:
+        yield Table("Overhead of a call", "", columns, rows)
+
+
+def _saved(cases: list[dict[str, Any]]) -> Iterator[Table]:
+    names = {
+        "blocks": "the two output blocks, without the inputs of their Linears",
+        "blocks_with_linear_inputs": "the two output blocks, with them",
+        "layer": "the whole encoder layer",
+    }
+    for case in cases:
+        eager, patched = case["saved_bytes"]["eager"], case["saved_bytes"]["patched"]
+        rows = [
+            (words, _mib(eager[name]), _mib(patched[name]), f"{patched[name] / eager[name]:.3f}")
+            for name, words in names.items()
+        ]
+        note = (
+            "BertSelfOutput and BertOutput of transformers, training mode; distinct storages saved by autograd, "
+            "parameters never counted. What a Linear keeps of its own input it keeps whatever follows it."
+        )
+        title = (
+            f"Saved for backward: BERT-large encoder layer, {case['batch_size']} x {case['sequence_length']} tokens, "
+            f"dropout {case['dropout_p']:g}"
+        )
+        yield Table(title, note, ("what is counted", "eager MiB", "patched MiB", "patched / eager"), rows)
+
+
+def _install(cases: list[dict[str, Any]]) -> Iterator[Table]:
+    rows = [
+        (case["build"], f"{case['dependencies_s']:.0f}", f"{case['package_s']:.0f}", f"{case['total_s']:.0f}")
+        for case in cases
+    ]
+    if rows:
+        note = "A fresh clone into a fresh virtual environment, build isolation on, no cache."
+        columns = ("pip install . of", "dependencies s", "package s", "both s")
+        yield Table("Installation", note, columns, rows)
+
+
+def _without_number(cases: Iterable[dict[str, Any]]) -> Iterator[Table]:
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for case in cases:
+        for name, reason in case.get("unavailable", {}).items():
+            reasons.setdefault((name, reason), []).append(case["case"])
+        for entry in case.get("providers", ()):
+            if not entry["check"]["passed"]:
+                reasons.setdefault((entry["name"], f"failed: {entry['check']['detail']}"), []).append(case["case"])
+    rows = [(name, reason, ids[0] if len(ids) == 1 else f"{len(ids)} cases") for (name, reason), ids in reasons.items()]
+    if rows:
+        yield Table("Without a number", "", ("provider", "why", "where"), rows)
+
+
+def tables(results: Results) -> list[Table]:
+    """Everything that one machine's results hold."""
+    by_suite = {suite: content["cases"] for suite, content in results.items()}
+    row_norm = by_suite.get("row_norm", [])
+    return [
+        *_targets(results),
+        *_full([case for case in row_norm if case["full"]]),
+        *_widths(row_norm),
+        *_overhead(by_suite.get("overhead", [])),
+        *_saved(by_suite.get("bert_blocks", [])),
+        *_install(by_suite.get("install", [])),
+        *_without_number(case for cases in by_suite.values() for case in cases),
+    ]
+
+
+def provenance(results: Results) -> list[str]:
+    """One line for each distinct origin: what ran, where, when, on which commit."""
+    lines: dict[str, list[str]] = {}
+    for suite, content in results.items():
+        machine, commit = content["machine"], content["commit"]
+        where = machine.get("gpu") or f"{machine['cpu']}, {machine['cpu_count']} cores"
+        if machine["device"] == "cpu":
+            where += f", {machine['torch_threads']} threads, kernels: {machine['cpu_level'] or 'not built'}"
+        used = ", ".join(f"{name} {version}" for name, version in content["versions"].items() if version != "absent")
+        tree = "no commit" if commit is None else commit["id"][:12] + (" with changes" if commit["modified"] else "")
+        lines.setdefault(f"{content['date'][:10]}, {where}; {used}; commit {tree}", []).append(suite)
+    return [f"{', '.join(suites)}: {line}." for line, suites in lines.items()]
+
+
+def print_tables(results: Results) -> None:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    for table in tables(results):
+        rich = RichTable(title=table.title, caption=table.note or None, title_justify="left", caption_justify="left")
+        for index, column in enumerate(table.columns):
+            text = index == 0 or table.title in ("Targets", "Without a number")
+            rich.add_column(column, justify="left" if text else "right")
+        for row in table.rows:
+            style = "red" if table.title == "Targets" and row[-1] == "no" else None
+            rich.add_row(*row, style=style)
+        console.print(rich)
+    for line in provenance(results):
+        console.print(line, style="dim")
+
+
+def render(recorded: dict[str, Results]) -> str:
+    """docs/benchmarks.md from every machine's recorded results."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    )
+    machines = [
+        {"id": name, "provenance": provenance(results), "tables": tables(results)} for name, results in recorded.items()
+    ]
+    return environment.from_string(TEMPLATE.read_text()).render(machines=machines)
+
+
+def write_docs(recorded: dict[str, Results], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render(recorded))

@@ -1,0 +1,91 @@
+"""What is measured, as data: operators with the least bytes they can move, providers, and cases that pair them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Outputs = Tensor | tuple[Tensor, ...]
+Dropout = Callable[[Tensor], Tensor]
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+class LeastBytes(NamedTuple):
+    """What a pass must move when each input is read once and each output written once."""
+
+    forward: int
+    backward: int
+
+    @property
+    def forward_backward(self) -> int:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator at one setting, in the two forms that are compared."""
+
+    name: str
+    matrices: tuple[str, ...]
+    """Names of the inputs of shape [n_rows, n_cols]; all differentiable."""
+    vectors: tuple[str, ...]
+    """Names of the inputs of shape [n_cols]: the parameters."""
+    formula: Callable[..., Outputs]
+    """formula(dropout, **inputs): what is written in PyTorch without fused kernels; in float64 it is the truth."""
+    fused: Callable[..., Outputs]
+    """fused(**inputs): the call of onetrip.ops."""
+    least_bytes: Callable[[int, int, int], LeastBytes]
+    """least_bytes(n_rows, n_cols, itemsize)."""
+    dropout_p: float = 0.0
+
+    def eager(self, **inputs: Tensor) -> Outputs:
+        return self.formula(lambda values: torch.nn.functional.dropout(values, self.dropout_p, True), **inputs)
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to run an operator."""
+
+    name: str
+    bind: Callable[[Operator], Callable[..., Outputs]]
+    unavailable: Callable[[torch.device], str] = lambda device: ""
+    """Why it cannot run on the device; empty where it can."""
+    scope: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Entered around every run, outside the timed region."""
+
+
+@dataclass(frozen=True)
+class Case:
+    operator: Operator
+    n_rows: int
+    n_cols: int
+    dtype: torch.dtype
+    full: bool
+    """Every provider, all three passes, memory as well; otherwise eager and onetrip's choice, forward and backward."""
+
+    @property
+    def id(self) -> str:
+        return f"{self.operator.name}-M{self.n_rows}-N{self.n_cols}-{DTYPE_NAMES[self.dtype]}"
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return ("forward", "backward", "forward_backward") if self.full else ("forward", "backward")
+
+
+class Named(Protocol):
+    """What every benchmark file lists in cases(quick): anything with an id."""
+
+    @property
+    def id(self) -> str: ...
+
+
+def selects(pattern: str | None, case_id: str) -> bool:
+    """A pattern is a glob over the whole id, or any part of it."""
+    return pattern is None or pattern in case_id or fnmatchcase(case_id, pattern)

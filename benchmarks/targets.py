@@ -1,0 +1,157 @@
+"""What the figures have to reach, and whether the recorded ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .results import Results
+
+EAGER = "torch eager"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    target: str
+    measured: str
+    reached: bool | None
+    """None where the figure was not measured."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    name: str
+    limit: float
+    at_least: bool
+    unit: str
+    measure: Callable[[Results], tuple[float, str] | None]
+    """The figure and a word on where it was found; None where the results lack it."""
+
+    def verdict(self, results: Results) -> Verdict:
+        target = f"{self.name} {'≥' if self.at_least else '≤'} {self.limit:g}{self.unit}"
+        found = self.measure(results)
+        if found is None:
+            return Verdict(target, "not measured", None)
+        value, where = found
+        # Two decimals that round to the limit without reaching it would read as a contradiction.
+        text = f"{value:.3f}" if abs(value - self.limit) < 0.005 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+        reached = value >= self.limit if self.at_least else value <= self.limit
+        return Verdict(target, f"{text}{self.unit}{where and f' ({where})'}", reached)
+
+
+def provider(case: dict[str, Any], name: str) -> dict[str, Any] | None:
+    return next((entry for entry in case.get("providers", ()) if entry["name"] == name), None)
+
+
+def own(case: dict[str, Any]) -> dict[str, Any] | None:
+    """onetrip's entry: of its backends the one that `auto` picks, which comes first."""
+    return next((entry for entry in case.get("providers", ()) if entry["name"].startswith("onetrip")), None)
+
+
+def speed_up(case: dict[str, Any], which: str, against: str = EAGER) -> float | None:
+    """How many times faster onetrip is, median against median; None where either has no number."""
+    ours, theirs = own(case), provider(case, against)
+    if ours is None or theirs is None or which not in ours or which not in theirs:
+        return None
+    return theirs[which]["median_ms"] / ours[which]["median_ms"]
+
+
+def _cases(results: Results, suite: str, **wanted: object) -> Iterator[dict[str, Any]]:
+    for case in results.get(suite, {}).get("cases", ()):
+        if all(case.get(key) == value for key, value in wanted.items()):
+            yield case
+
+
+def _speed_up(operator: str, which: str) -> Callable[[Results], tuple[float, str] | None]:
+    def measure(results: Results) -> tuple[float, str] | None:
+        for case in _cases(results, "row_norm", operator=operator, dtype="fp32", n_rows=4096, n_cols=1024):
+            value = speed_up(case, which)
+            if value is not None:
+                return value, ""
+        return None
+
+    return measure
+
+
+def _worst_width(operator: str, which: str) -> Callable[[Results], tuple[float, str] | None]:
+    def measure(results: Results) -> tuple[float, str] | None:
+        found = {
+            case["n_cols"]: speed_up(case, which)
+            for case in _cases(results, "row_norm", operator=operator, dtype="fp32")
+        }
+        if not found or None in found.values():
+            return None
+        width = min(found, key=lambda n_cols: found[n_cols])
+        return found[width], f"worst of {len(found)} widths: {width}"
+
+    return measure
+
+
+def _overhead(operator: str) -> Callable[[Results], tuple[float, str] | None]:
+    def measure(results: Results) -> tuple[float, str] | None:
+        found = []
+        for case in _cases(results, "overhead", operator=operator):
+            ours = own(case)
+            if ours is None or "forward" not in ours:
+                return None
+            found.append((ours["forward"]["median_us"], "with grad" if case["requires_grad"] else "without grad"))
+        return max(found, default=None)
+
+    return measure
+
+
+def _saved(results: Results) -> tuple[float, str] | None:
+    for case in _cases(results, "bert_blocks"):
+        saved = case["saved_bytes"]
+        return saved["patched"]["blocks"] / saved["eager"]["blocks"], ""
+    return None
+
+
+def _install(build: str) -> Callable[[Results], tuple[float, str] | None]:
+    def measure(results: Results) -> tuple[float, str] | None:
+        for case in _cases(results, "install", case=f"install-{build}"):
+            return case["total_s"], f"{case['package_s']:.0f} s without the dependencies"
+        return None
+
+    return measure
+
+
+def _targets() -> Iterator[_Target]:
+    sublayer = "bias + dropout + residual + LayerNorm"
+    for p, forward, both in ((0.1, 8.0, 6.0), (0.0, 1.8, 1.8)):
+        operator = f"bias_dropout_residual_layer_norm-p{p:g}"
+        yield _Target(
+            f"{sublayer}, p = {p:g}: forward, eager / onetrip", forward, True, "x", _speed_up(operator, "forward")
+        )
+        yield _Target(
+            f"{sublayer}, p = {p:g}: forward + backward, eager / onetrip",
+            both,
+            True,
+            "x",
+            _speed_up(operator, "forward_backward"),
+        )
+    for title, operator in (("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm")):
+        for which in ("forward", "backward"):
+            name = f"{title} alone, widths 64 to 16,384: {which}, torch / onetrip"
+            yield _Target(name, 1.0, True, "x", _worst_width(operator, which))
+    yield _Target("BERT-large output blocks: bytes saved for backward, patched / eager", 0.5, False, "", _saved)
+    for title, operator in (
+        ("layer_norm", "layer_norm"),
+        ("rms_norm", "rms_norm"),
+        ("bias_dropout_residual_norm, p = 0.1", "bias_dropout_residual_layer_norm-p0.1"),
+        ("bias_dropout_residual_norm, p = 0", "bias_dropout_residual_layer_norm-p0"),
+    ):
+        yield _Target(f"Eager call on 1 x 8: {title}", 15.0, False, " µs", _overhead(operator))
+    yield _Target("pip install . from a clean clone, no CUDA", 180.0, False, " s", _install("cpu"))
+    yield _Target("pip install . from a clean clone, nvcc, default architectures", 480.0, False, " s", _install("cuda"))
+
+
+TARGETS = tuple(_targets())
+
+
+def verdicts(results: Results) -> list[Verdict]:
+    """Every target on one machine; none on a card, since all of them were set for the CPU."""
+    if any(content["machine"]["device"] != "cpu" for content in results.values()):
+        return []
+    return [target.verdict(results) for target in TARGETS]

@@ -1,0 +1,83 @@
+"""Clocks that time one call on cold caches, and the order statistics that are reported."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+_CUDA_FLUSH_BYTES = 256 << 20  # five times the L2 of an H200, twice that of a B200
+_CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_SUFFIX = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class Clock(Protocol):
+    def evict(self) -> None:
+        """Make sure that nothing the next call reads lies in a cache."""
+
+    def time(self, function: Callable[[], T]) -> tuple[float, T]:
+        """Milliseconds of one call, and what it returned."""
+
+
+def last_level_cache_bytes() -> int:
+    sizes = [path.read_text().strip() for path in _CPU_CACHES.glob("index*/size")]
+    return max((int(size[:-1]) * _SUFFIX[size[-1]] for size in sizes if size), default=32 << 20)
+
+
+class CpuClock:
+    """perf_counter. Evicts by reading (not writing: dirty lines would be written back inside the timed region) a buffer
+    of twice the last-level cache."""
+
+    def __init__(self) -> None:
+        self._flush = torch.ones(2 * last_level_cache_bytes() // 4)
+
+    def evict(self) -> None:
+        self._flush.sum()
+
+    def time(self, function: Callable[[], T]) -> tuple[float, T]:
+        start = time.perf_counter()
+        result = function()
+        return (time.perf_counter() - start) * 1e3, result
+
+
+class CudaClock:
+    """CUDA events. Evicts by writing 256 MB, which also keeps the device busy while the host enqueues the call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._flush = torch.empty(_CUDA_FLUSH_BYTES, dtype=torch.int8, device=device)
+        self._start, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def evict(self) -> None:
+        self._flush.zero_()
+
+    def time(self, function: Callable[[], T]) -> tuple[float, T]:
+        self._start.record()
+        result = function()
+        self._end.record()
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end), result
+
+
+def clock_for(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+def summarise(samples: list[float], unit: str) -> dict[str, float | int]:
+    """Median and 20th and 80th percentile, under keys that carry the unit."""
+    if len(samples) == 1:
+        low = high = samples[0]
+    else:
+        quintiles = statistics.quantiles(samples, n=5, method="inclusive")
+        low, high = quintiles[0], quintiles[-1]
+    return {
+        f"median_{unit}": statistics.median(samples),
+        f"p20_{unit}": low,
+        f"p80_{unit}": high,
+        "samples": len(samples),
+    }
