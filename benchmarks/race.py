@@ -52,7 +52,7 @@ class Race:
         ]
         self._copy_source = torch.randn(case.n_rows, case.n_cols, device=device).to(case.dtype)
         self._copy_target = torch.empty_like(self._copy_source)
-        self._copy_samples: list[float] = []
+        self._copy_samples: dict[str, list[float]] = {"copy": [], "copy_to_fresh_memory": []}
         self._rounds = 0
         truth = Truth(case.operator, self._sets[0])
         self.unavailable = {provider.name: provider.unavailable(device) for provider in providers}
@@ -109,14 +109,17 @@ class Race:
         first = self._rounds % max(len(racing), 1)
         for contestant in racing[first:] + racing[:first]:
             self._time(contestant, inputs)
-        self._clock.evict()
-        self._copy_samples.append(self._clock.time(lambda: self._copy_target.copy_(self._copy_source))[0])
+        copies = (lambda: self._copy_target.copy_(self._copy_source), self._copy_source.clone)
+        for samples, function in zip(self._copy_samples.values(), copies, strict=True):
+            self._clock.evict()
+            samples.append(self._clock.time(function)[0])
         self._rounds += 1
 
     def warm_up(self, rounds: int = 2) -> None:
         for _ in range(rounds):
             self.round()
-        self._copy_samples.clear()
+        for samples in self._copy_samples.values():
+            samples.clear()
         for contestant in self._contestants:
             contestant.samples.clear()
 
@@ -124,9 +127,9 @@ class Race:
         """Everything that was found, ready for JSON."""
         case = self.case
         least = case.operator.least_bytes(case.n_rows, case.n_cols, self._copy_source.itemsize)
-        copy = summarise(self._copy_samples, "ms")
-        copy_bytes = 2 * self._copy_source.nbytes
-        copy["gb_per_s"] = copy_bytes / copy["median_ms"] / 1e6
+        copies = {name: summarise(samples, "ms") for name, samples in self._copy_samples.items()}
+        for copy in copies.values():
+            copy["gb_per_s"] = 2 * self._copy_source.nbytes / copy["median_ms"] / 1e6
         records = []
         for contestant in self._contestants:
             record: dict[str, object] = {
@@ -136,7 +139,7 @@ class Race:
             for name, samples in contestant.samples.items():
                 figures = summarise(samples, "ms")
                 figures["gb_per_s"] = getattr(least, name) / figures["median_ms"] / 1e6
-                figures["share_of_copy"] = figures["gb_per_s"] / copy["gb_per_s"]
+                figures["share_of_copy"] = figures["gb_per_s"] / copies["copy"]["gb_per_s"]
                 record[name] = figures
             if contestant.saved is not None:
                 record |= {"saved_bytes": contestant.saved, "peak_bytes": contestant.peak}
@@ -150,7 +153,7 @@ class Race:
             "dropout_p": case.operator.dropout_p,
             "full": case.full,
             "least_bytes": {name: getattr(least, name) for name in ("forward", "backward", "forward_backward")},
-            "copy": copy,
+            **copies,
             "providers": records,
             "unavailable": {name: reason for name, reason in self.unavailable.items() if reason},
         }

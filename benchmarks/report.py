@@ -84,7 +84,8 @@ def _full(cases: list[dict[str, Any]]) -> Iterator[Table]:
         note = (
             f"Least bytes: forward {_mib(case['least_bytes']['forward'])} MiB, "
             f"backward {_mib(case['least_bytes']['backward'])} MiB. "
-            f"A copy ran at {case['copy']['gb_per_s']:.1f} GB/s."
+            f"A copy ran at {case['copy']['gb_per_s']:.1f} GB/s, "
+            f"at {case['copy_to_fresh_memory']['gb_per_s']:.1f} GB/s into a tensor that it allocates."
         )
         yield Table(f"{case['operator']}, {case['n_rows']} x {case['n_cols']} {case['dtype']}", note, columns, rows)
 

@@ -153,7 +153,7 @@ def _compiled(mode: str | None = None) -> Provider:
 
 def providers(case: Case, device: torch.device, quick: bool = False) -> list[Provider]:
     own = own_provider(device)
-    if quick or not case.full:
+    if quick or not case.full or case.dtype != torch.float32:
         return [EAGER, own]
     found = [EAGER, _compiled(), _compiled("max-autotune-no-cudagraphs"), own]
     return found + [other for other in map(_onetrip, backends.BACKENDS) if other.name != own.name]

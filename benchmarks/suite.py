@@ -68,7 +68,8 @@ class Case:
     n_cols: int
     dtype: torch.dtype
     full: bool
-    """Every provider, all three passes, memory as well; otherwise eager and onetrip's choice, forward and backward."""
+    """All three passes, memory as well, and in float32 every provider there is; otherwise forward and backward of eager
+    and of onetrip's choice."""
 
     @property
     def id(self) -> str:

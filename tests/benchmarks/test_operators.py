@@ -1,0 +1,57 @@
+"""The bytes that an operator declares, and the two forms that it gives."""
+
+import pytest
+import torch
+from onetrip.benchmarks import row_norm
+from onetrip.benchmarks.checks import Truth, make_inputs
+from onetrip.benchmarks.suite import selects
+
+N_ROWS, N_COLS, ITEMSIZE = 6, 40, 2
+MATRIX, VECTOR = N_ROWS * N_COLS * ITEMSIZE, N_COLS * ITEMSIZE
+OPERATORS = {operator.name: operator for operator in (*row_norm.FUSED, *row_norm.SINGLE)}
+
+# Forward: read the inputs, write y, write z. Backward: read dy (and dz, z, weight), write the gradients.
+DECLARED = {
+    "layer_norm": (2 * MATRIX + 2 * VECTOR, 3 * MATRIX + 3 * VECTOR),
+    "rms_norm": (2 * MATRIX + VECTOR, 3 * MATRIX + 2 * VECTOR),
+    "bias_dropout_residual_layer_norm-p0.1": (4 * MATRIX + 3 * VECTOR, 4 * MATRIX + 4 * VECTOR),
+    "bias_dropout_residual_layer_norm-p0": (4 * MATRIX + 3 * VECTOR, 3 * MATRIX + 4 * VECTOR),
+    "bias_dropout_residual-p0.1": (3 * MATRIX + VECTOR, 2 * MATRIX + VECTOR),
+    "add_rms_norm": (4 * MATRIX + VECTOR, 4 * MATRIX + 2 * VECTOR),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_declared_bytes_are_those_of_one_trip(name: str) -> None:
+    least = OPERATORS[name].least_bytes(N_ROWS, N_COLS, ITEMSIZE)
+    assert (least.forward, least.backward) == DECLARED[name]
+    assert least.forward_backward == sum(DECLARED[name])
+
+
+@pytest.mark.parametrize("form", ["eager", "fused"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_both_forms_of_an_operator_pass_the_check(name: str, form: str) -> None:
+    operator = OPERATORS[name]
+    inputs = make_inputs(operator, 64, 48, torch.float32, torch.device("cpu"), seed=0)
+    check = Truth(operator, inputs).check(getattr(operator, form))
+    assert check.passed, check.detail
+
+
+def test_widths_of_the_targets_are_all_measured_at_the_same_size() -> None:
+    for operator in row_norm.SINGLE:
+        cases = [c for c in row_norm.cases() if c.operator is operator and c.dtype == torch.float32]
+        assert [case.n_cols for case in cases] == [64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 16384]
+        assert all(4_190_000 < case.n_rows * case.n_cols <= 4 << 20 for case in cases)
+
+
+def test_ids_of_cases_are_unique() -> None:
+    ids = [case.id for case in row_norm.cases()]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "selected"),
+    [(None, True), ("rms", True), ("rms_norm-M*-bf16", True), ("layer", False), ("rms_norm-M*-fp32", False)],
+)
+def test_a_pattern_is_a_glob_or_a_part(pattern: str | None, selected: bool) -> None:
+    assert selects(pattern, "rms_norm-M4096-N1024-bf16") is selected

@@ -1,0 +1,185 @@
+"""Who gets a number, and how it is measured."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from onetrip.benchmarks import row_norm
+from onetrip.benchmarks.memory import peak_bytes, saved_bytes
+from onetrip.benchmarks.race import Race
+from onetrip.benchmarks.suite import Case, Operator, Provider
+from onetrip.benchmarks.timing import last_level_cache_bytes, summarise
+from torch import Tensor
+
+CPU = torch.device("cpu")
+DROPOUT = row_norm.BIAS_DROPOUT_RESIDUAL_LAYER_NORM[0.1]
+
+
+class _CountingClock:
+    """Every call takes one millisecond more than the one before."""
+
+    def __init__(self) -> None:
+        self.evictions = 0
+        self._milliseconds = 0.0
+
+    def evict(self) -> None:
+        self.evictions += 1
+
+    def time(self, function: Callable[[], object]) -> tuple[float, object]:
+        self._milliseconds += 1.0
+        return self._milliseconds, function()
+
+
+def _race(operator: Operator, *providers: Provider, full: bool = True) -> Race:
+    return Race(Case(operator, 64, 48, torch.float32, full), list(providers), CPU, _CountingClock())
+
+
+def _provider(name: str, function: Callable[..., object]) -> Provider:
+    return Provider(name, lambda operator: function)
+
+
+def _wrong_output(**inputs: Tensor) -> Tensor:
+    return row_norm.LAYER_NORM.eager(**inputs) + 1e-3
+
+
+def _wrong_gradient(x: Tensor, weight: Tensor, norm_bias: Tensor) -> Tensor:
+    return F.layer_norm(x, (x.shape[-1],), weight * 2 - weight.detach(), norm_bias)
+
+
+def _not_a_number(**inputs: Tensor) -> Tensor:
+    return row_norm.LAYER_NORM.eager(**inputs) * float("nan")
+
+
+def _raises(**inputs: Tensor) -> Tensor:
+    raise RuntimeError("no compiler here")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (_wrong_output, "output 0"),
+        (_wrong_gradient, "dweight"),
+        (_not_a_number, "not finite"),
+        (_raises, "RuntimeError: no compiler here"),
+    ],
+    ids=["wrong-output", "wrong-gradient", "nan", "raises"],
+)
+def test_a_provider_that_fails_its_check_gets_no_number(function: Callable[..., Tensor], reason: str) -> None:
+    race = _race(row_norm.LAYER_NORM, row_norm.EAGER, _provider("onetrip broken", function))
+    race.round()
+    right, wrong = race.record()["providers"]
+    assert right["check"]["passed"]
+    assert right["forward"]["samples"] == 1
+    assert not wrong["check"]["passed"]
+    assert reason in wrong["check"]["detail"]
+    assert set(wrong) == {"name", "check"}
+    assert race.failures == {"onetrip broken": wrong["check"]["detail"]}
+
+
+def _drops_too_much(x: Tensor, residual: Tensor, bias: Tensor, weight: Tensor, norm_bias: Tensor) -> Tensor:
+    return F.layer_norm(residual + F.dropout(x + bias, 0.2) * (0.8 / 0.9), (x.shape[-1],), weight, norm_bias)
+
+
+def _forgets_to_scale(x: Tensor, residual: Tensor, bias: Tensor, weight: Tensor, norm_bias: Tensor) -> Tensor:
+    return F.layer_norm(residual + F.dropout(x + bias, 0.1) * 0.9, (x.shape[-1],), weight, norm_bias)
+
+
+class _OtherMaskInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.1)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return F.dropout(grad, 0.1)
+
+
+def _redraws_in_backward(x: Tensor, residual: Tensor, bias: Tensor, weight: Tensor, norm_bias: Tensor) -> Tensor:
+    return F.layer_norm(residual + _OtherMaskInBackward.apply(x + bias), (x.shape[-1],), weight, norm_bias)
+
+
+@pytest.mark.parametrize("function", [_drops_too_much, _forgets_to_scale, _redraws_in_backward])
+def test_wrong_dropout_fails_the_check(function: Callable[..., Tensor]) -> None:
+    assert set(_race(DROPOUT, row_norm.EAGER, _provider("onetrip broken", function)).failures) == {"onetrip broken"}
+
+
+def test_an_unavailable_provider_is_named_with_its_reason_and_never_bound() -> None:
+    def bind(operator: Operator) -> Callable[..., Tensor]:
+        raise AssertionError("bound")
+
+    race = _race(row_norm.RMS_NORM, row_norm.EAGER, Provider("elsewhere", bind, lambda device: "needs a card"))
+    race.round()
+    record = race.record()
+    assert record["unavailable"] == {"elsewhere": "needs a card"}
+    assert [entry["name"] for entry in record["providers"]] == ["torch eager"]
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "width"])
+def test_providers_take_turns_and_every_timed_call_starts_cold(full: bool) -> None:
+    clock = _CountingClock()
+    twins = [Provider(name, row_norm.EAGER.bind) for name in ("first", "second")]
+    race = Race(Case(row_norm.RMS_NORM, 8, 8, torch.float32, full), twins, CPU, clock)
+    race.warm_up(rounds=2)
+    clock.evictions, clock._milliseconds = 0, 0.0
+    race.round()
+    race.round()
+    passes = 3 if full else 2
+    assert clock.evictions == clock._milliseconds == 2 * (2 * passes + 2)  # 2 rounds of 2 providers and 2 copies
+    first, second = race.record()["providers"]
+    assert first["forward"]["samples"] == second["forward"]["samples"] == 2
+    # The first provider opens the first round, the second one the second: both medians are the same.
+    assert first["forward"]["median_ms"] == second["forward"]["median_ms"]
+    assert ("forward_backward" in first) is ("saved_bytes" in first) is full
+
+
+def test_bandwidth_is_the_declared_bytes_over_the_median() -> None:
+    race = _race(row_norm.LAYER_NORM, row_norm.EAGER)
+    race.round()
+    record = race.record()
+    forward = record["providers"][0]["forward"]
+    assert forward["gb_per_s"] == pytest.approx(record["least_bytes"]["forward"] / forward["median_ms"] / 1e6)
+    assert forward["share_of_copy"] == pytest.approx(forward["gb_per_s"] / record["copy"]["gb_per_s"])
+    assert record["copy"]["gb_per_s"] == pytest.approx(2 * 64 * 48 * 4 / record["copy"]["median_ms"] / 1e6)
+
+
+def test_percentiles() -> None:
+    assert summarise([float(value) for value in range(101)], "us") == {
+        "median_us": 50.0,
+        "p20_us": 20.0,
+        "p80_us": 80.0,
+        "samples": 101,
+    }
+    assert summarise([3.0], "ms") == {"median_ms": 3.0, "p20_ms": 3.0, "p80_ms": 3.0, "samples": 1}
+
+
+def test_the_last_level_cache_is_larger_than_a_core_could_hide() -> None:
+    assert last_level_cache_bytes() >= 1 << 20
+
+
+@pytest.fixture
+def x() -> Iterator[Tensor]:
+    yield torch.randn(256, 1024, requires_grad=True)
+
+
+def test_saved_bytes_counts_a_storage_once_and_leaves_out_the_excluded(x: Tensor) -> None:
+    weight = torch.randn(1024, requires_grad=True)
+    assert saved_bytes(lambda: x * x) == x.nbytes
+    assert saved_bytes(lambda: x[:1] * x[1:2]) == x.nbytes  # a view keeps the whole storage
+    assert saved_bytes(lambda: x * weight) == x.nbytes + weight.nbytes
+    assert saved_bytes(lambda: x * weight, excluded=[weight]) == x.nbytes
+    assert saved_bytes(lambda: x + 1) == 0
+
+
+def test_peak_bytes_is_the_most_at_one_time(x: Tensor) -> None:
+    def three_after_one_another() -> None:
+        for _ in range(3):
+            torch.empty_like(x)
+
+    def two_at_once() -> None:
+        first = torch.empty_like(x)
+        second = torch.empty_like(x)
+        del first, second
+
+    assert peak_bytes(three_after_one_another, CPU) == x.nbytes
+    assert peak_bytes(two_at_once, CPU) == 2 * x.nbytes

@@ -1,0 +1,112 @@
+"""From recorded JSON to verdicts, tables and docs/benchmarks.md."""
+
+import json
+from pathlib import Path
+
+import pytest
+from onetrip.benchmarks import report, results
+from onetrip.benchmarks.machine import checkout
+from onetrip.benchmarks.targets import verdicts
+
+RECORDED = Path(__file__).parent / "recorded"
+
+
+@pytest.fixture
+def recorded() -> results.Results:
+    return results.read(RECORDED)["test-cpu-2-cores"]
+
+
+@pytest.mark.parametrize(
+    ("target", "measured", "reached"),
+    [
+        ("p = 0.1: forward, eager", "9.00x", True),
+        ("p = 0.1: forward + backward, eager", "6.000x", True),
+        ("p = 0: forward, eager", "1.60x", False),
+        ("p = 0: forward + backward, eager", "1.67x", False),
+        ("LayerNorm alone, widths 64 to 16,384: forward", "0.80x (worst of 2 widths: 64)", False),
+        ("LayerNorm alone, widths 64 to 16,384: backward", "1.33x (worst of 2 widths: 1024)", True),
+        ("RMSNorm alone, widths 64 to 16,384: forward", "1.50x (worst of 2 widths: 64)", True),
+        ("RMSNorm alone, widths 64 to 16,384: backward", "3.00x (worst of 2 widths: 64)", True),
+        ("BERT-large output blocks", "0.500", True),
+        ("1 x 8: layer_norm", "14.00 µs (with grad)", True),
+        ("1 x 8: rms_norm", "15.50 µs (with grad)", False),
+        ("1 x 8: bias_dropout_residual_norm, p = 0.1", "not measured", None),
+        ("pip install . from a clean clone, no CUDA", "105 s (45 s without the dependencies)", True),
+        ("pip install . from a clean clone, nvcc", "not measured", None),
+    ],
+)
+def test_verdicts(recorded: results.Results, target: str, measured: str, reached: bool | None) -> None:
+    found = [verdict for verdict in verdicts(recorded) if target in verdict.target]
+    assert [(verdict.measured, verdict.reached) for verdict in found] == [(measured, reached)]
+
+
+def test_a_failed_check_leaves_its_target_unmeasured(recorded: results.Results) -> None:
+    case = recorded["row_norm"]["cases"][0]
+    case["providers"][1] = {"name": "onetrip cpu", "check": {"passed": False, "detail": "y: 1.0e+00"}}
+    assert next(iter(verdicts(recorded))).reached is None
+    assert list(results.failures(recorded)) == [f"{case['case']} (onetrip cpu)"]
+
+
+def test_one_missing_width_leaves_the_target_of_all_widths_unmeasured(recorded: results.Results) -> None:
+    del recorded["row_norm"]["cases"][3]["providers"][1]["forward"]
+    found = {verdict.target: verdict.reached for verdict in verdicts(recorded)}
+    assert found["LayerNorm alone, widths 64 to 16,384: forward, torch / onetrip ≥ 1x"] is None
+
+
+def test_targets_of_the_cpu_are_not_judged_on_a_card(recorded: results.Results) -> None:
+    for content in recorded.values():
+        content["machine"] = content["machine"] | {"device": "cuda", "gpu": "Test card"}
+    assert verdicts(recorded) == []
+    assert report.tables(recorded)[0].title != "Targets"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "## test-cpu-2-cores",
+        "bert_blocks, install, overhead, row_norm: 2026-01-02, Test CPU, 2 cores, 2 threads, kernels: avx512; "
+        "python 3.11.7, torch 2.13.0+cpu, onetrip 0.1.0; commit 0123456789ab.",
+        "### bias_dropout_residual_layer_norm-p0.1, 4096 x 1024 fp32",
+        "| onetrip cpu | 4 (3.6–4.4) | 10.0 | 50% | 8 (7.2–8.8) | 10.0 | 50% | 12 (10.8–13.2) | 6.00x | 16.0 | 48.0 |",
+        "| torch.compile | – | – | – | – | – | – | – | – | – | – |",
+        "### layer_norm alone, fp32, 4 Mi elements at every width",
+        "| 64 | 2 (1.8–2.2) | 2.5 (2.25–2.75) | 0.80x | 50% | 4 (3.6–4.4) | 3 (2.7–3.3) | 1.33x | 50% |",
+        "| rms_norm | yes | 7.0 (6.0–8.0) | 15.5 (14.5–16.5) |",
+        "| the two output blocks, without the inputs of their Linears | 8.0 | 4.0 | 0.500 |",
+        "| CPU kernels only | 60 | 45 | 105 |",
+        "| onetrip triton | on the CPU it is only interpreted: a time would mean nothing | "
+        "bias_dropout_residual_layer_norm-p0.1-M4096-N1024-fp32 |",
+        "| torch.compile | failed: output 0: 3.0e-01 of its largest value (bound 2e-05) | "
+        "bias_dropout_residual_layer_norm-p0.1-M4096-N1024-fp32 |",
+    ],
+)
+def test_rendering_shows(line: str) -> None:
+    assert line in report.render(results.read(RECORDED)).splitlines()
+
+
+def test_rendering_without_results_says_so(tmp_path: Path) -> None:
+    assert "No results are recorded yet." in report.render(results.read(tmp_path))
+
+
+def test_the_page_in_the_repository_is_the_rendered_one() -> None:
+    root = checkout()
+    if root is None:
+        pytest.skip("onetrip was installed from a wheel: there is no page beside it")
+    page = (root / "docs/benchmarks.md").read_text()
+    assert page == report.render(results.read(results.RECORDED)), "run python -m onetrip.benchmarks --render"
+
+
+def test_results_of_another_schema_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "machine").mkdir()
+    (tmp_path / "machine/row_norm.json").write_text(json.dumps({"schema": 99}))
+    with pytest.raises(ValueError, match="schema must be 1, got 99"):
+        results.read(tmp_path)
+
+
+def test_written_results_are_read_back_with_five_digits(recorded: results.Results, tmp_path: Path) -> None:
+    recorded["row_norm"]["cases"][0]["providers"][0]["forward"]["median_ms"] = 1.23456789
+    paths = results.write({"row_norm": recorded["row_norm"]}, tmp_path)
+    assert paths == [tmp_path / "test-cpu-2-cores/row_norm.json"]
+    read = results.read(tmp_path)["test-cpu-2-cores"]["row_norm"]
+    assert read["cases"][0]["providers"][0]["forward"]["median_ms"] == 1.2346
+    assert read["machine"] == recorded["row_norm"]["machine"]
