@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_overhead(case: OverheadCase, device: torch.device, quick: bool, benchma
         "n_cols": N_COLS,
         "requires_grad": case.requires_grad,
         "providers": [
-            {"name": name, "check": {"passed": check.passed, "detail": check.detail}}
+            {"name": name, "check": asdict(check)}
             | ({"forward": summarise(samples[name], "us")} if check.passed else {})
             for name, check in checks.items()
         ],

@@ -10,13 +10,13 @@ from onetrip.benchmarks.row_norm import providers
 from onetrip.benchmarks.suite import Case
 from pytest_benchmark.fixture import BenchmarkFixture
 
-ROUNDS, FULL_ROUNDS, QUICK_ROUNDS = 31, 41, 9
+ROUNDS, QUICK_ROUNDS = 31, 9
 
 
 def test_row_norm(case: Case, device: torch.device, quick: bool, benchmark: BenchmarkFixture) -> None:
     race = Race(case, providers(case, device, quick), device)
     race.warm_up()
-    benchmark.pedantic(race.round, rounds=QUICK_ROUNDS if quick else FULL_ROUNDS if case.full else ROUNDS)
+    benchmark.pedantic(race.round, rounds=QUICK_ROUNDS if quick else ROUNDS)
     benchmark.extra_info["record"] = race.record()
     own = {name: reason for name, reason in race.failures.items() if name.startswith("onetrip")}
     if own:

@@ -15,6 +15,10 @@ BOUNDS = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Largest error over largest value that a provider may show: room for unfused code that rounds every step to the dtype.
 The tests of the package hold the fused kernels to far less; this is what keeps a wrong one out of the tables."""
 
+HALF_PARAMETER_BOUND = 0.5
+"""The same for parameter gradients in float16 and bfloat16. On the CPU torch's own LayerNorm adds them up in that dtype and
+is off by a quarter over 65,536 rows: a stricter bound would leave nothing to compare with. The tables print the error."""
+
 _SIGMAS = 5
 
 
@@ -22,7 +26,9 @@ _SIGMAS = 5
 class Check:
     passed: bool
     detail: str
-    """The worst tensor with its error, or why the provider failed."""
+    """The tensor that came closest to its bound, or why the provider failed."""
+    largest_error: float | None = None
+    """Of all outputs and gradients, each relative to its largest value; None where there was nothing to compare."""
 
 
 @dataclass(frozen=True)
@@ -106,17 +112,23 @@ class Truth:
             sigma = math.sqrt(expected * (1.0 - expected) / keep.numel())
             if abs(rate - expected) > _SIGMAS * sigma:
                 return Check(False, f"dropout keeps {rate:.5f}, expected {expected:.5f} +- {_SIGMAS * sigma:.5f}")
-        worst, worst_name = 0.0, ""
-        for name, got, want in zip(self._names, (*outputs, *grads), self._expected(keep), strict=True):
+        return self._compare((*outputs, *grads), self._expected(keep))
+
+    def _compare(self, found: tuple[Tensor, ...], expected: list[Tensor]) -> Check:
+        dtype = self._inputs.leaves[0].dtype
+        errors: dict[str, tuple[float, float]] = {}
+        for name, got, want in zip(self._names, found, expected, strict=True):
             if got.shape != want.shape:
                 return Check(False, f"{name} has shape {tuple(got.shape)}, expected {tuple(want.shape)}")
             error = ((got.detach().double() - want).abs().max() / want.abs().max()).item()
             if not math.isfinite(error):
                 return Check(False, f"{name} is not finite")
-            if error >= worst:
-                worst, worst_name = error, name
-        bound = BOUNDS[self._inputs.leaves[0].dtype]
-        return Check(worst <= bound, f"{worst_name}: {worst:.1e} of its largest value (bound {bound:.0e})")
+            loose = dtype != torch.float32 and want.dim() == 1
+            errors[name] = error, HALF_PARAMETER_BOUND if loose else BOUNDS[dtype]
+        closest = max(errors, key=lambda name: errors[name][0] / errors[name][1])
+        error, bound = errors[closest]
+        detail = f"{closest}: {error:.1e} of its largest value (bound {bound:.0e})"
+        return Check(error <= bound, detail, max(error for error, _ in errors.values()))
 
     def _mask(self, function: Callable[..., Outputs], grads: tuple[Tensor, ...]) -> Tensor:
         """The mask that the provider used, whatever its generator: where the gradient of x is not zero.

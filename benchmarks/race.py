@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 import torch
@@ -134,7 +134,7 @@ class Race:
         for contestant in self._contestants:
             record: dict[str, object] = {
                 "name": contestant.provider.name,
-                "check": {"passed": contestant.check.passed, "detail": contestant.check.detail},
+                "check": asdict(contestant.check),
             }
             for name, samples in contestant.samples.items():
                 figures = summarise(samples, "ms")

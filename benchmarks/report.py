@@ -47,6 +47,10 @@ def _mib(count: int | None) -> str:
     return _NO_NUMBER if count is None else f"{count / _MIB:.1f}"
 
 
+def _error(value: float | None) -> str:
+    return _NO_NUMBER if value is None else f"{value:.0e}"
+
+
 def _targets(results: Results) -> Iterator[Table]:
     found = [verdict for verdict in targets.verdicts(results) if verdict.reached is not None]
     words = {True: "yes", False: "no"}
@@ -58,7 +62,7 @@ def _targets(results: Results) -> Iterator[Table]:
 def _full(cases: list[dict[str, Any]]) -> Iterator[Table]:
     columns = (
         "provider", "forward ms", "GB/s", "of copy", "backward ms", "GB/s", "of copy", "both ms", "eager / it",
-        "saved MiB", "peak MiB",
+        "saved MiB", "peak MiB", "error",
     )  # fmt: skip
     for case in cases:
         eager = targets.provider(case, targets.EAGER)
@@ -79,6 +83,7 @@ def _full(cases: list[dict[str, Any]]) -> Iterator[Table]:
                     _ratio(eager["forward_backward"]["median_ms"] / both["median_ms"] if known else None),
                     _mib(entry.get("saved_bytes")),
                     _mib(entry.get("peak_bytes")),
+                    _error(entry["check"]["largest_error"]),
                 )
             )
         note = (

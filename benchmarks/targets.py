@@ -83,7 +83,7 @@ def _worst_width(operator: str, which: str) -> Callable[[Results], tuple[float, 
         if not found or None in found.values():
             return None
         width = min(found, key=lambda n_cols: found[n_cols])
-        return found[width], f"worst of {len(found)} widths: {width}"
+        return found[width], f"width {width}, the worst of {len(found)}"
 
     return measure
 

@@ -23,10 +23,10 @@ def recorded() -> results.Results:
         ("p = 0.1: forward + backward, eager", "6.000x", True),
         ("p = 0: forward, eager", "1.60x", False),
         ("p = 0: forward + backward, eager", "1.67x", False),
-        ("LayerNorm alone, widths 64 to 16,384: forward", "0.80x (worst of 2 widths: 64)", False),
-        ("LayerNorm alone, widths 64 to 16,384: backward", "1.33x (worst of 2 widths: 1024)", True),
-        ("RMSNorm alone, widths 64 to 16,384: forward", "1.50x (worst of 2 widths: 64)", True),
-        ("RMSNorm alone, widths 64 to 16,384: backward", "3.00x (worst of 2 widths: 64)", True),
+        ("LayerNorm alone, widths 64 to 16,384: forward", "0.80x (width 64, the worst of 2)", False),
+        ("LayerNorm alone, widths 64 to 16,384: backward", "1.33x (width 1024, the worst of 2)", True),
+        ("RMSNorm alone, widths 64 to 16,384: forward", "1.50x (width 64, the worst of 2)", True),
+        ("RMSNorm alone, widths 64 to 16,384: backward", "3.00x (width 64, the worst of 2)", True),
         ("BERT-large output blocks", "0.500", True),
         ("1 x 8: layer_norm", "14.00 µs (with grad)", True),
         ("1 x 8: rms_norm", "15.50 µs (with grad)", False),
@@ -42,7 +42,10 @@ def test_verdicts(recorded: results.Results, target: str, measured: str, reached
 
 def test_a_failed_check_leaves_its_target_unmeasured(recorded: results.Results) -> None:
     case = recorded["row_norm"]["cases"][0]
-    case["providers"][1] = {"name": "onetrip cpu", "check": {"passed": False, "detail": "y: 1.0e+00"}}
+    case["providers"][1] = {
+        "name": "onetrip cpu",
+        "check": {"passed": False, "detail": "y: 1.0e+00", "largest_error": 1.0},
+    }
     assert next(iter(verdicts(recorded))).reached is None
     assert list(results.failures(recorded)) == [f"{case['case']} (onetrip cpu)"]
 
@@ -67,8 +70,9 @@ def test_targets_of_the_cpu_are_not_judged_on_a_card(recorded: results.Results) 
         "bert_blocks, install, overhead, row_norm: 2026-01-02, Test CPU, 2 cores, 2 threads, kernels: avx512; "
         "python 3.11.7, torch 2.13.0+cpu, onetrip 0.1.0; commit 0123456789ab.",
         "### bias_dropout_residual_layer_norm-p0.1, 4096 x 1024 fp32",
-        "| onetrip cpu | 4 (3.6–4.4) | 10.0 | 50% | 8 (7.2–8.8) | 10.0 | 50% | 12 (10.8–13.2) | 6.00x | 16.0 | 48.0 |",
-        "| torch.compile | – | – | – | – | – | – | – | – | – | – |",
+        "| onetrip cpu | 4 (3.6–4.4) | 10.0 | 50% | 8 (7.2–8.8) | 10.0 | 50% | 12 (10.8–13.2) | 6.00x | 16.0 | 48.0 | "
+        "1e-07 |",
+        "| torch.compile | – | – | – | – | – | – | – | – | – | – | 3e-01 |",
         "### layer_norm alone, fp32, 4 Mi elements at every width",
         "| 64 | 2 (1.8–2.2) | 2.5 (2.25–2.75) | 0.80x | 50% | 4 (3.6–4.4) | 3 (2.7–3.3) | 1.33x | 50% |",
         "| rms_norm | yes | 7.0 (6.0–8.0) | 15.5 (14.5–16.5) |",
