@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from pytest_benchmark.logger import PytestBenchmarkWarning
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -77,7 +79,9 @@ def run(selected: dict[str, list[Named]], device: torch.device, quick: bool, onl
         # pytest captures the file descriptors; the bar goes to a copy of what standard error was.
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             watcher = _Watcher(progress, sum(len(cases) for cases in selected.values()))
-            status = pytest.main(arguments, plugins=[watcher])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", PytestBenchmarkWarning)  # "not saving": said by the failures below
+                status = pytest.main(arguments, plugins=[watcher])
         failures = watcher.failures
         if not failures and status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             failures = [f"pytest ended with {status!r}"]
