@@ -16,9 +16,8 @@ BOUNDS = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 The tests of the package hold the fused kernels to far less; this is what keeps a wrong one out of the tables."""
 
 HALF_PARAMETER_BOUND = 0.5
-"""The same for parameter gradients in float16 and bfloat16. torch's own LayerNorm adds them up in that dtype on the CPU,
-and is off by a quarter over 65,536 rows: a stricter bound would leave nothing to compare with. The tables print the
-error."""
+"""The same for parameter gradients in float16 and bfloat16. On the CPU torch's own LayerNorm adds them up in that dtype
+and is off by a quarter over 65,536 rows: a stricter bound would leave nothing to compare with. Tables print the error."""
 
 _SIGMAS = 5
 

@@ -37,6 +37,14 @@ def test_both_forms_of_an_operator_pass_the_check(name: str, form: str) -> None:
     assert check.passed, check.detail
 
 
+def test_a_gradient_that_happens_to_be_zero_is_not_taken_for_a_dropped_element() -> None:
+    operator = row_norm.BIAS_DROPOUT_RESIDUAL
+    inputs = make_inputs(operator, 64, 48, torch.float32, torch.device("cpu"), seed=0)
+    inputs.grad_outputs[0][0] = 0.0
+    check = Truth(operator, inputs).check(operator.eager)
+    assert check.passed, check.detail
+
+
 def test_widths_of_the_targets_are_all_measured_at_the_same_size() -> None:
     for operator in row_norm.SINGLE:
         cases = [c for c in row_norm.cases() if c.operator is operator and c.dtype == torch.float32]
