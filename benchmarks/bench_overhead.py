@@ -35,6 +35,8 @@ def cases(quick: bool = False) -> list[OverheadCase]:
 
 
 def _microseconds_a_call(function: Callable[..., object], inputs: dict[str, torch.Tensor]) -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(CALLS):
         function(**inputs)

@@ -17,7 +17,7 @@ The tests of the package hold the fused kernels to far less; this is what keeps 
 
 HALF_PARAMETER_BOUND = 0.5
 """The same for parameter gradients in float16 and bfloat16. On the CPU torch's own LayerNorm adds them up in that dtype
-and is off by a quarter over 65,536 rows: a stricter bound would leave nothing to compare with. Tables print the error."""
+and is a quarter off over 65,536 rows: a stricter bound would leave nothing to compare with. The error is printed."""
 
 _SIGMAS = 5
 

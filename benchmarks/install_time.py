@@ -26,9 +26,10 @@ _ARCHITECTURE_VARIABLES = ("ONETRIP_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST")
 def _timed(*command: str | Path, environment: dict[str, str], cwd: Path) -> float:
     print("+", *command, flush=True)
     start = time.perf_counter()
-    done = subprocess.run([str(word) for word in command], env=environment, cwd=cwd, stdout=subprocess.PIPE, text=True)
+    words = [str(word) for word in command]
+    done = subprocess.run(words, env=environment, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        sys.exit(f"{done.stdout}\nfailed with exit code {done.returncode}: {' '.join(map(str, command))}")
+        sys.exit(f"{done.stdout}\nfailed with exit code {done.returncode}: {' '.join(words)}")
     return time.perf_counter() - start
 
 

@@ -16,7 +16,7 @@ from .timing import Clock, clock_for, summarise
 
 _INPUT_SETS = 3
 """Inputs rotate through this many sets: no call meets the addresses or the values of the one before."""
-_SECONDS_PER_PROVIDER = 3.0
+_SECONDS_PER_PROVIDER = 5.0
 _FEWEST_SAMPLES = 3
 
 

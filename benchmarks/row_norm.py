@@ -155,5 +155,6 @@ def providers(case: Case, device: torch.device, quick: bool = False) -> list[Pro
     own = own_provider(device)
     if quick or not case.full or case.dtype != torch.float32:
         return [EAGER, own]
+    # With CUDA graphs a second call would overwrite the outputs of the first, which backward still needs.
     found = [EAGER, _compiled(), _compiled("max-autotune-no-cudagraphs"), own]
     return found + [other for other in map(_onetrip, backends.BACKENDS) if other.name != own.name]
