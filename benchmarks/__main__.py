@@ -77,10 +77,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"Other work is running (load average {load:.1f}): times will suffer, ratios less so.", file=sys.stderr)
     found = runner.run(selected, device, options.quick, options.only)
     report.print_tables(found.results)
-    if output is not None:
+    if output is not None and found.results:
         for path in results.write(found.results, output):
             print(f"wrote {path}")
-    if output == results.RECORDED and root is not None:
+    if output == results.RECORDED and root is not None and found.results:
         report.write_docs(results.read(results.RECORDED), root / "docs/benchmarks.md")
         print(f"rendered {root / 'docs/benchmarks.md'}")
     for line in found.failures:

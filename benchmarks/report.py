@@ -21,8 +21,9 @@ class Table:
     title: str
     note: str
     columns: tuple[str, ...]
-    """The first holds text, the others are aligned to the right."""
     rows: list[tuple[str, ...]]
+    numeric: bool = True
+    """All columns but the first are aligned to the right."""
 
 
 def _milliseconds(figures: dict[str, Any] | None) -> str:
@@ -56,7 +57,7 @@ def _targets(results: Results) -> Iterator[Table]:
     words = {True: "yes", False: "no"}
     if found:
         rows = [(verdict.target, verdict.measured, words[verdict.reached]) for verdict in found]
-        yield Table("Targets", "", ("target", "measured", "reached"), rows)
+        yield Table("Targets", "", ("target", "measured", "reached"), rows, numeric=False)
 
 
 def _full(cases: list[dict[str, Any]]) -> Iterator[Table]:
@@ -182,7 +183,7 @@ def _without_number(cases: Iterable[dict[str, Any]]) -> Iterator[Table]:
                 reasons.setdefault((entry["name"], f"failed: {entry['check']['detail']}"), []).append(case["case"])
     rows = [(name, reason, ids[0] if len(ids) == 1 else f"{len(ids)} cases") for (name, reason), ids in reasons.items()]
     if rows:
-        yield Table("Without a number", "", ("provider", "why", "where"), rows)
+        yield Table("Without a number", "", ("provider", "why", "where"), rows, numeric=False)
 
 
 def tables(results: Results) -> list[Table]:
@@ -224,8 +225,7 @@ def print_tables(results: Results) -> None:
     for table in tables(results):
         rich = RichTable(title=table.title, caption=table.note or None, title_justify="left", caption_justify="left")
         for index, column in enumerate(table.columns):
-            text = index == 0 or table.title in ("Targets", "Without a number")
-            rich.add_column(column, justify="left" if text else "right")
+            rich.add_column(column, justify="right" if table.numeric and index else "left")
         for row in table.rows:
             style = "red" if table.title == "Targets" and row[-1] == "no" else None
             rich.add_row(*row, style=style)

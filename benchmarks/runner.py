@@ -82,8 +82,8 @@ def run(selected: dict[str, list[Named]], device: torch.device, quick: bool, onl
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", PytestBenchmarkWarning)  # "not saving": said by the failures below
                 status = pytest.main(arguments, plugins=[watcher])
-        failures = watcher.failures
-        if not failures and status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            failures = [f"pytest ended with {status!r}"]
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            # Interrupted, or never started: half a run must not replace a record.
+            return Found({}, [*watcher.failures, f"the run did not end: {pytest.ExitCode(status).name.lower()}"])
         results = from_pytest_benchmark(raw, described) if raw.exists() and raw.stat().st_size else {}
-    return Found(results, failures)
+    return Found(results, watcher.failures)
