@@ -76,14 +76,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(item) for item in value]
     return value
-
-
-def failures(results: Results) -> dict[str, str]:
-    """Providers of onetrip's own that failed their check, by case."""
-    return {
-        f"{case['case']} ({provider['name']})": provider["check"]["detail"]
-        for content in results.values()
-        for case in content["cases"]
-        for provider in case.get("providers", ())
-        if provider["name"].startswith("onetrip") and not provider["check"]["passed"]
-    }
