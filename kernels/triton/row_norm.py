@@ -1,0 +1,266 @@
+"""The row_norm family in Triton: `forward` and `backward` as every backend has them. The formulas: row_norm_kernels.py."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import row_norm_kernels as kernels
+from .philox import philox_cols
+
+_NONE, _LAYER = kernels.NORM_NONE.value, kernels.NORM_LAYER.value
+_TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+class Tile(NamedTuple):
+    """A tile of a matrix and the warps that hold it in their registers."""
+
+    rows: int
+    cols: int
+    num_warps: int
+
+
+class TileRule(NamedTuple):
+    """Which tile a kernel takes for a width. See tile()."""
+
+    elements: int
+    """Short rows are gathered into tiles of so many."""
+    elements_per_lane: int
+    max_cols: int
+    """Wider rows do not stay in registers."""
+    wide_cols: int
+    """The tile that such rows are walked with."""
+
+
+# The one table of tile sizes. A lane that holds 16 values has 64 (32) bytes of each float32 (bfloat16) input in flight,
+# in accesses of 16 bytes; 1024 lanes of 64 registers are half of an sm_80's or sm_90's occupancy.
+# tests/kernels/test_triton_budgets.py holds them to it. Backward keeps up to three sums a column beside its two or three
+# inputs, hence half of the elements a lane, and 8192 columns at 32 warps, which is the most that Triton launches.
+FORWARD = TileRule(elements=2048, elements_per_lane=16, max_cols=16384, wide_cols=8192)
+BACKWARD = TileRule(elements=2048, elements_per_lane=8, max_cols=8192, wide_cols=2048)
+ROW_MEANS = TileRule(elements=4096, elements_per_lane=8, max_cols=0, wide_cols=4096)
+SUM_PARTIALS = Tile(rows=64, cols=32, num_warps=8)
+
+# Rows are shared out among backward's programs by their number alone, so that sums over rows have the same bits on every card.
+# Up to 512 programs fill 132 multiprocessors with 4 each; from there on a program takes more rows, up to 16, so that
+# its partial sums (4 bytes a column, written and read once) stay small beside the rows; then there are more programs, up to 1024.
+_FEW_PROGRAMS, _ENOUGH_ROWS, _MANY_PROGRAMS = 512, 16, 1024
+
+
+def tile(rule: TileRule, n_cols: int, whole_rows: bool = True) -> Tile:
+    """whole_rows: a program must hold all columns of its rows. Where a row is too wide, or need not be whole: wide_cols."""
+    cols = max(triton.next_power_of_2(n_cols), 8)
+    if cols > (rule.max_cols if whole_rows else rule.wide_cols):
+        cols = rule.wide_cols
+    rows = max(1, rule.elements // cols)
+    return Tile(rows, cols, min(32, max(4, rows * cols // (32 * rule.elements_per_lane))))
+
+
+def rows_per_program(n_rows: int, block: Tile, n_col_tiles: int) -> int:
+    """How many rows a program of backward sums over: a multiple of block.rows."""
+    rows = min(max(n_rows // _FEW_PROGRAMS, 1), _ENOUGH_ROWS)
+    rows = max(rows, triton.cdiv(n_rows * n_col_tiles, _MANY_PROGRAMS))
+    return triton.cdiv(rows, block.rows) * block.rows
+
+
+def _align(n_cols: int, *row_strides: int) -> int:
+    return math.gcd(16, n_cols, *row_strides)
+
+
+def _row_stride(matrix: Tensor | None) -> int:
+    return 0 if matrix is None else matrix.stride(0)
+
+
+def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _dropout_arguments(rng: tuple[int, int] | Tensor | None, dropout_p: float, n_cols: int) -> dict[str, Any]:
+    """The kernels' arguments for it. An element is kept iff its 32 bits are above drop_limit: p = 1 keeps none."""
+    drop_limit = round(dropout_p * 2.0**32) - 1
+    if drop_limit < 0:
+        return dict(rng_ptr=None, seed=0, offset=0, drop_limit=0, keep_scale=1.0, PHILOX_COLS=0)
+    assert rng is not None
+    state, (seed, offset) = (rng, (0, 0)) if isinstance(rng, Tensor) else (None, rng)
+    return dict(
+        rng_ptr=state,
+        seed=_signed(seed),
+        offset=_signed(offset),
+        drop_limit=drop_limit,
+        keep_scale=1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0,
+        PHILOX_COLS=philox_cols(n_cols),
+    )
+
+
+def _signed(word: int) -> int:
+    """The int64 of the same 64 bits."""
+    return (word + 2**63) % 2**64 - 2**63
+
+
+def forward(
+    x: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    norm_bias: Tensor | None,
+    rng: tuple[int, int] | Tensor | None,
+    plan: Any,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Returns (y, z, mean, rstd); what the plan (a RowNormPlan) does not ask for is None.
+
+    x, residual: [n_rows, n_cols], last stride 1. bias, weight, norm_bias: [n_cols], contiguous. float32, float16 or bfloat16.
+    rng: (seed, offset), or an int64 tensor of the two on x's device. y, z: [n_rows, n_cols]. mean, rstd: [n_rows] float32.
+    """
+    n_rows, n_cols = x.shape
+    normed = plan.norm != _NONE
+    matrix, column = (lambda dtype: x.new_empty((n_rows, n_cols), dtype=dtype)), (lambda: x.new_empty(n_rows, dtype=torch.float32))
+    y = matrix(plan.y_dtype) if normed else None
+    z = matrix(plan.z_dtype) if plan.store_z or not normed else None
+    mean = column() if plan.norm == _LAYER and plan.store_stats and not plan.center_z else None
+    rstd = column() if normed and plan.store_stats else None
+    if x.numel() == 0:
+        return y, z, mean, rstd
+    block = tile(FORWARD, n_cols, whole_rows=normed)
+    grid = (triton.cdiv(n_rows, block.rows), 1 if normed else triton.cdiv(n_cols, block.cols))
+    with _on_device_of(x):
+        kernels._row_norm_fwd_kernel[grid](
+            x,
+            residual,
+            bias,
+            weight,
+            norm_bias,
+            y,
+            z,
+            mean,
+            rstd,
+            **_dropout_arguments(rng, plan.dropout_p, n_cols),
+            eps=plan.eps,
+            weight_offset=plan.weight_offset,
+            n_rows=n_rows,
+            n_cols=n_cols,
+            x_row_stride=_row_stride(x),
+            residual_row_stride=_row_stride(residual),
+            NORM=plan.norm,
+            CENTER_Z=normed and plan.store_z and plan.center_z,
+            Z_DTYPE=_TL_DTYPES[plan.z_dtype],
+            N_DTYPE=_TL_DTYPES[plan.n_dtype],
+            ROW_IN_TILE=block.cols >= n_cols,
+            ALIGN=_align(n_cols, _row_stride(x), _row_stride(residual)),
+            BLOCK_ROWS=block.rows,
+            BLOCK_COLS=block.cols,
+            num_warps=block.num_warps,
+        )
+    return y, z, mean, rstd
+
+
+def backward(
+    dy: Tensor | None,
+    dz: Tensor | None,
+    z: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    rng: tuple[int, int] | Tensor | None,
+    plan: Any,
+    grad_dtypes: tuple[torch.dtype | None, ...],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, residual, bias, weight, norm_bias, each in its grad_dtypes entry; None where not wanted.
+
+    dy: gradient of y, None where only z was used. dz: gradient of the returned z. z, mean, rstd: as forward stored them.
+    The sums over rows are float32 in an order that depends on the sizes alone: repeatable, on every card.
+    """
+    like = dy if dy is not None else dz
+    assert like is not None
+    n_rows, n_cols = like.shape
+    x_dtype, residual_dtype, *parameter_dtypes = grad_dtypes
+    if dy is None:
+        parameter_dtypes[1:] = None, None
+    dx, dresidual = (
+        None if dtype is None else like.new_empty((n_rows, n_cols), dtype=dtype) for dtype in (x_dtype, residual_dtype)
+    )
+    sums = [None if dtype is None else like.new_empty(n_cols, dtype=dtype) for dtype in parameter_dtypes]
+    dbias, dweight, dnorm_bias = sums
+    wanted = [gradient for gradient in sums if gradient is not None]
+    if like.numel() == 0:
+        for gradient in wanted:
+            gradient.zero_()
+        return dx, dresidual, dbias, dweight, dnorm_bias
+    if dx is None and dresidual is None and not wanted:
+        return None, None, None, None, None
+
+    needs_row = dy is not None and (dx is not None or dresidual is not None or dbias is not None)
+    block = tile(BACKWARD, n_cols, whole_rows=needs_row)
+    n_col_tiles = triton.cdiv(n_cols, block.cols)
+    rows = rows_per_program(n_rows, block, n_col_tiles)
+    n_programs = triton.cdiv(n_rows, rows)
+    workspace = like.new_empty((len(wanted), n_programs, n_cols), dtype=torch.float32) if wanted else None
+    partials = iter(workspace if workspace is not None else ())
+    dbias_partials, dweight_partials, dnorm_bias_partials = (None if s is None else next(partials) for s in sums)
+    align = _align(n_cols, _row_stride(dy), _row_stride(dz), _row_stride(z))
+    with _on_device_of(like):
+        row_means = None
+        if needs_row and n_col_tiles > 1:
+            row_means = like.new_empty((n_rows, 2), dtype=torch.float32)
+            means_block = tile(ROW_MEANS, n_cols)
+            kernels._row_means_kernel[(n_rows,)](
+                dy,
+                z,
+                mean,
+                rstd,
+                weight,
+                row_means,
+                weight_offset=plan.weight_offset,
+                n_rows=n_rows,
+                n_cols=n_cols,
+                dy_row_stride=_row_stride(dy),
+                z_row_stride=_row_stride(z),
+                ALIGN=align,
+                BLOCK_COLS=means_block.cols,
+                num_warps=means_block.num_warps,
+            )
+        kernels._row_norm_bwd_kernel[(n_programs, n_col_tiles)](
+            dy,
+            dz,
+            z,
+            mean,
+            rstd,
+            weight,
+            row_means,
+            dx,
+            dresidual,
+            dbias_partials,
+            dweight_partials,
+            dnorm_bias_partials,
+            **_dropout_arguments(rng, plan.dropout_p, n_cols),
+            weight_offset=plan.weight_offset,
+            n_rows=n_rows,
+            n_cols=n_cols,
+            rows_per_program=rows,
+            dy_row_stride=_row_stride(dy),
+            dz_row_stride=_row_stride(dz),
+            z_row_stride=_row_stride(z),
+            NORM=_NONE if dy is None else plan.norm,
+            ALIGN=align,
+            BLOCK_ROWS=block.rows,
+            BLOCK_COLS=block.cols,
+            num_warps=block.num_warps,
+        )
+        if wanted:
+            kernels._sum_partials_kernel[(triton.cdiv(n_cols, SUM_PARTIALS.cols), len(wanted))](
+                workspace,
+                *(wanted + [None, None])[:3],
+                n_partials=n_programs,
+                n_cols=n_cols,
+                ALIGN=_align(n_cols),
+                BLOCK_ROWS=SUM_PARTIALS.rows,
+                BLOCK_COLS=SUM_PARTIALS.cols,
+                num_warps=SUM_PARTIALS.num_warps,
+            )
+    return dx, dresidual, dbias, dweight, dnorm_bias

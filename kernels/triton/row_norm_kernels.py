@@ -1,0 +1,431 @@
+"""The kernels of row_norm; row_norm.py beside this file chooses tiles and launches them.
+
+z = residual + dropout(x + bias);  y = round_to(n_dtype, normalise(z)) * (weight + weight_offset) + norm_bias.
+LayerNorm: Ba, Kiros & Hinton 2016. RMSNorm: Zhang & Sennrich 2019. All arithmetic is float32, and what is normalised is z
+as rounded to z_dtype.
+
+Conventions. Matrices are [n_rows, n_cols] with last stride 1: inputs with any row stride, in elements, outputs contiguous.
+A program takes tiles of BLOCK_ROWS x BLOCK_COLS in registers: whole rows while a row fits. None as a tensor argument
+removes its loads and stores from the compiled kernel. ALIGN divides n_cols and every row stride: knowing it, and addresses
+at multiples of 16 bytes, Triton emits 16-byte accesses. Row numbers are int64: row * stride passes 2^31 on long batches.
+Random numbers: see philox.py; PHILOX_COLS = 0 compiles dropout out.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .philox import keep_tile, load_rng
+
+NORM_NONE, NORM_LAYER, NORM_RMS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # as enum Norm in csrc/launch.h
+
+# Triton would compile anew for a size or stride that is 1, or a multiple of 16: ALIGN tells a kernel all that it can use.
+_UNSPECIALIZED = (
+    "seed offset drop_limit n_rows n_cols rows_per_program n_partials "
+    "x_row_stride residual_row_stride dy_row_stride dz_row_stride z_row_stride"
+).split()
+
+
+@triton.jit
+def _load_z(
+    x_ptr,
+    residual_ptr,
+    bias_ptr,
+    seed,
+    offset,
+    drop_limit,
+    keep_scale,
+    x_row_stride,
+    residual_row_stride,
+    rows,
+    first_col,
+    n_rows,
+    n_cols,
+    Z_DTYPE: tl.constexpr,
+    PHILOX_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """[BLOCK_ROWS, BLOCK_COLS] of z, rounded to Z_DTYPE and widened to float32; 0 in columns past the last."""
+    cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
+    inside = (rows < n_rows) & (cols < n_cols)
+    # All loads are issued before the arithmetic that waits for the first.
+    z = tl.load(x_ptr + rows * x_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + rows * residual_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    if PHILOX_COLS > 0:
+        keep = keep_tile(seed, offset, rows, first_col, n_cols, drop_limit, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS)
+        z = tl.where(keep, z * keep_scale, 0.0)
+    if residual_ptr is not None:
+        z += residual
+    return z.to(Z_DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _centred(z, mean, first_col, n_cols, NORM: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """z - mean for LayerNorm, z for RMSNorm; 0 in columns past the last."""
+    if NORM == NORM_LAYER:
+        cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
+        z = tl.where(cols < n_cols, z - mean, 0.0)
+    return z
+
+
+@triton.jit
+def _store_y(
+    centred,
+    rstd,
+    weight_ptr,
+    norm_bias_ptr,
+    weight_offset,
+    y_ptr,
+    z_ptr,
+    rows,
+    first_col,
+    n_rows,
+    n_cols,
+    CENTER_Z: tl.constexpr,
+    N_DTYPE: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """Stores a tile of y; of z too where z is to be stored centred."""
+    cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
+    inside = (rows < n_rows) & (cols < n_cols)
+    out = rows * n_cols + cols
+    if CENTER_Z:
+        tl.store(z_ptr + out, centred.to(z_ptr.dtype.element_ty), mask=inside)
+    y = (centred * rstd).to(N_DTYPE).to(tl.float32)
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + weight_offset
+    if norm_bias_ptr is not None:
+        y += tl.load(norm_bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def _row_norm_fwd_kernel(
+    x_ptr,
+    residual_ptr,
+    bias_ptr,
+    weight_ptr,
+    norm_bias_ptr,
+    y_ptr,
+    z_ptr,
+    mean_ptr,
+    rstd_ptr,
+    rng_ptr,
+    seed: tl.int64,
+    offset: tl.int64,
+    drop_limit: tl.int64,
+    keep_scale,
+    eps,
+    weight_offset,
+    n_rows: tl.int64,
+    n_cols: tl.int32,
+    x_row_stride: tl.int64,
+    residual_row_stride: tl.int64,
+    NORM: tl.constexpr,
+    CENTER_Z: tl.constexpr,
+    Z_DTYPE: tl.constexpr,
+    N_DTYPE: tl.constexpr,
+    ROW_IN_TILE: tl.constexpr,
+    PHILOX_COLS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """z = residual + dropout(x + bias);  y = to(N_DTYPE, (z - mean) * rstd) * (weight + weight_offset) + norm_bias
+
+    with mean = sum(z) / n_cols (0 for RMSNorm) and rstd = 1 / sqrt(sum((z - mean)^2) / n_cols + eps).
+
+    x, residual, y, z: [n_rows, n_cols]. bias, weight, norm_bias: [n_cols]. mean, rstd: [n_rows] float32. rng: [2] int64.
+    A program takes BLOCK_ROWS rows: in registers where ROW_IN_TILE, with a two-pass variance, every input read once. Wider
+    rows take two trips, the first merging the moments of each tile (Chan, Golub & LeVeque 1979), the second computing z again.
+    Without a norm, program (i, j) takes row tile i and column tile j.
+    Moves a row: n_cols * (read x, residual + write y, z) + 8 bytes; reads of x and residual twice unless ROW_IN_TILE.
+    """
+    n_cols = tl.multiple_of(n_cols, ALIGN)
+    x_row_stride = tl.multiple_of(x_row_stride, ALIGN)
+    residual_row_stride = tl.multiple_of(residual_row_stride, ALIGN)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    seed, offset = load_rng(rng_ptr, seed, offset)
+
+    if ROW_IN_TILE or NORM == NORM_NONE:
+        first_col = 0
+        if NORM == NORM_NONE:
+            first_col = tl.program_id(1) * BLOCK_COLS
+        z = _load_z(
+            x_ptr, residual_ptr, bias_ptr, seed, offset, drop_limit, keep_scale, x_row_stride, residual_row_stride,
+            rows, first_col, n_rows, n_cols, Z_DTYPE, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
+        )  # fmt: skip
+        if z_ptr is not None and not CENTER_Z:
+            cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
+            tl.store(z_ptr + rows * n_cols + cols, z.to(Z_DTYPE), mask=(rows < n_rows) & (cols < n_cols))
+        if NORM != NORM_NONE:
+            count = n_cols.to(tl.float32)
+            mean = tl.zeros([BLOCK_ROWS, 1], tl.float32)
+            if NORM == NORM_LAYER:
+                mean = tl.div_rn(tl.sum(z, axis=1, keep_dims=True), count)
+            centred = _centred(z, mean, first_col, n_cols, NORM, BLOCK_COLS)
+            variance = tl.div_rn(tl.sum(centred * centred, axis=1, keep_dims=True), count)
+            rstd = tl.rsqrt(variance + eps)
+            _store_y(
+                centred, rstd, weight_ptr, norm_bias_ptr, weight_offset, y_ptr, z_ptr,
+                rows, first_col, n_rows, n_cols, CENTER_Z, N_DTYPE, BLOCK_COLS,
+            )  # fmt: skip
+    else:
+        mean = tl.zeros([BLOCK_ROWS, 1], tl.float32)
+        sum_of_squares = tl.zeros([BLOCK_ROWS, 1], tl.float32)
+        for first_col in range(0, n_cols, BLOCK_COLS):
+            z = _load_z(
+                x_ptr, residual_ptr, bias_ptr, seed, offset, drop_limit, keep_scale, x_row_stride, residual_row_stride,
+                rows, first_col, n_rows, n_cols, Z_DTYPE, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
+            )  # fmt: skip
+            if z_ptr is not None and not CENTER_Z:
+                cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
+                tl.store(z_ptr + rows * n_cols + cols, z.to(Z_DTYPE), mask=(rows < n_rows) & (cols < n_cols))
+            if NORM == NORM_LAYER:
+                count = tl.minimum(n_cols - first_col, BLOCK_COLS).to(tl.float32)
+                tile_mean = tl.div_rn(tl.sum(z, axis=1, keep_dims=True), count)
+                z = _centred(z, tile_mean, first_col, n_cols, NORM, BLOCK_COLS)
+                share = count / (first_col + count)
+                step = tile_mean - mean
+                mean += step * share
+                sum_of_squares += step * step * share * first_col
+            sum_of_squares += tl.sum(z * z, axis=1, keep_dims=True)
+        rstd = tl.rsqrt(tl.div_rn(sum_of_squares, n_cols.to(tl.float32)) + eps)
+        for first_col in range(0, n_cols, BLOCK_COLS):
+            z = _load_z(
+                x_ptr, residual_ptr, bias_ptr, seed, offset, drop_limit, keep_scale, x_row_stride, residual_row_stride,
+                rows, first_col, n_rows, n_cols, Z_DTYPE, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
+            )  # fmt: skip
+            _store_y(
+                _centred(z, mean, first_col, n_cols, NORM, BLOCK_COLS), rstd, weight_ptr, norm_bias_ptr, weight_offset,
+                y_ptr, z_ptr, rows, first_col, n_rows, n_cols, CENTER_Z, N_DTYPE, BLOCK_COLS,
+            )  # fmt: skip
+
+    if NORM != NORM_NONE:
+        row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, mean, mask=row < n_rows)
+        if rstd_ptr is not None:
+            tl.store(rstd_ptr + row, rstd, mask=row < n_rows)
+
+
+@triton.jit
+def _load_dy(
+    dy_ptr,
+    z_ptr,
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    weight_offset,
+    dy_row_stride,
+    z_row_stride,
+    rows,
+    cols,
+    n_rows,
+    n_cols,
+):
+    """A tile of dy, of the normalised z (any number in columns past the last, where dy is 0) and dy * (weight + offset);
+    rstd as a column."""
+    inside = (rows < n_rows) & (cols < n_cols)
+    dy = tl.load(dy_ptr + rows * dy_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    normalised = tl.load(z_ptr + rows * z_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
+    if mean_ptr is not None:
+        normalised -= tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)
+    normalised *= rstd
+    wdy = dy
+    if weight_ptr is not None:
+        wdy = dy * (tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + weight_offset)
+    return dy, normalised, wdy, rstd
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def _row_means_kernel(
+    dy_ptr,
+    z_ptr,
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    row_means_ptr,
+    weight_offset,
+    n_rows: tl.int64,
+    n_cols: tl.int32,
+    dy_row_stride: tl.int64,
+    z_row_stride: tl.int64,
+    ALIGN: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """row_means = (mean(wdy * n), mean(wdy)) of each row, wdy = dy * (weight + weight_offset), n = (z - mean) * rstd
+
+    What backward must know of a whole row before it can start, for rows too wide for a tile. row_means: [n_rows, 2] float32.
+    A program takes one row. Moves n_cols * (read dy, z) a row.
+    """
+    n_cols = tl.multiple_of(n_cols, ALIGN)
+    dy_row_stride = tl.multiple_of(dy_row_stride, ALIGN)
+    z_row_stride = tl.multiple_of(z_row_stride, ALIGN)
+    rows = tl.program_id(0).to(tl.int64) + tl.zeros([1, 1], tl.int64)
+    wdy_n_sum = tl.zeros([1, BLOCK_COLS], tl.float32)
+    wdy_sum = tl.zeros([1, BLOCK_COLS], tl.float32)
+    for first_col in range(0, n_cols, BLOCK_COLS):
+        cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
+        _, normalised, wdy, _ = _load_dy(
+            dy_ptr, z_ptr, mean_ptr, rstd_ptr, weight_ptr, weight_offset, dy_row_stride, z_row_stride,
+            rows, cols, n_rows, n_cols,
+        )  # fmt: skip
+        wdy_n_sum += wdy * normalised
+        wdy_sum += wdy
+    count = n_cols.to(tl.float32)
+    tl.store(row_means_ptr + 2 * rows, tl.div_rn(tl.sum(wdy_n_sum, axis=1, keep_dims=True), count))
+    tl.store(row_means_ptr + 2 * rows + 1, tl.div_rn(tl.sum(wdy_sum, axis=1, keep_dims=True), count))
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def _row_norm_bwd_kernel(
+    dy_ptr,
+    dz_ptr,
+    z_ptr,
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    row_means_ptr,
+    dx_ptr,
+    dresidual_ptr,
+    dbias_partials_ptr,
+    dweight_partials_ptr,
+    dnorm_bias_partials_ptr,
+    rng_ptr,
+    seed: tl.int64,
+    offset: tl.int64,
+    drop_limit: tl.int64,
+    keep_scale,
+    weight_offset,
+    n_rows: tl.int64,
+    n_cols: tl.int32,
+    rows_per_program: tl.int32,
+    dy_row_stride: tl.int64,
+    dz_row_stride: tl.int64,
+    z_row_stride: tl.int64,
+    NORM: tl.constexpr,
+    PHILOX_COLS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """dresidual = g = dz + rstd * (wdy - n * mean(wdy * n) - mean(wdy));  dx = dropout_backward(g)
+
+    with n = (z - mean) * rstd, wdy = dy * (weight + weight_offset), and no mean(wdy) for RMSNorm; and over rows
+    dbias = sum(dx), dweight = sum(dy * n), dnorm_bias = sum(dy).
+
+    dy, dz, z, dx, dresidual: [n_rows, n_cols]. mean, rstd: [n_rows] float32. weight: [n_cols]. row_means: [n_rows, 2]
+    float32 of _row_means_kernel; None where a tile holds whole rows. Partials: [programs on axis 0, n_cols] float32.
+    Program (i, j) walks rows_per_program rows of column tile j and keeps the sums over them in registers: the partition is
+    the host's, so sums do not depend on the card. NORM = none: only dz counts.
+    Moves a row: n_cols * (read dy, z, dz + write dx, dresidual) + 8 bytes; partials: 4 * n_cols a program and gradient.
+    """
+    n_cols = tl.multiple_of(n_cols, ALIGN)
+    dy_row_stride = tl.multiple_of(dy_row_stride, ALIGN)
+    dz_row_stride = tl.multiple_of(dz_row_stride, ALIGN)
+    z_row_stride = tl.multiple_of(z_row_stride, ALIGN)
+    program = tl.program_id(0).to(tl.int64)
+    first_col = tl.program_id(1) * BLOCK_COLS
+    cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
+    seed, offset = load_rng(rng_ptr, seed, offset)
+    count = n_cols.to(tl.float32)
+    if dbias_partials_ptr is not None:
+        dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    if dweight_partials_ptr is not None:
+        dweight = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    if dnorm_bias_partials_ptr is not None:
+        dnorm_bias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+
+    for step in range(0, rows_per_program, BLOCK_ROWS):
+        rows = program * rows_per_program + step + tl.arange(0, BLOCK_ROWS)[:, None]
+        inside = (rows < n_rows) & (cols < n_cols)
+        if dz_ptr is not None:
+            g = tl.load(dz_ptr + rows * dz_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
+        if NORM != NORM_NONE:
+            dy, normalised, wdy, rstd = _load_dy(
+                dy_ptr, z_ptr, mean_ptr, rstd_ptr, weight_ptr, weight_offset, dy_row_stride, z_row_stride,
+                rows, cols, n_rows, n_cols,
+            )  # fmt: skip
+            if dweight_partials_ptr is not None:
+                dweight += dy * normalised
+            if dnorm_bias_partials_ptr is not None:
+                dnorm_bias += dy
+            if row_means_ptr is not None:
+                wdy_n_mean = tl.load(row_means_ptr + 2 * rows, mask=rows < n_rows, other=0.0)
+            else:
+                wdy_n_mean = tl.div_rn(tl.sum(wdy * normalised, axis=1, keep_dims=True), count)
+            through = wdy - normalised * wdy_n_mean
+            if NORM == NORM_LAYER:
+                if row_means_ptr is not None:
+                    wdy_mean = tl.load(row_means_ptr + 2 * rows + 1, mask=rows < n_rows, other=0.0)
+                else:
+                    wdy_mean = tl.div_rn(tl.sum(wdy, axis=1, keep_dims=True), count)
+                through -= wdy_mean
+            through *= rstd
+            if dz_ptr is not None:
+                g += through
+            else:
+                g = through
+        out = rows * n_cols + cols
+        if dresidual_ptr is not None:
+            tl.store(dresidual_ptr + out, g.to(dresidual_ptr.dtype.element_ty), mask=inside)
+        if PHILOX_COLS > 0:
+            keep = keep_tile(seed, offset, rows, first_col, n_cols, drop_limit, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS)
+            g = tl.where(keep, g * keep_scale, 0.0)
+        if dx_ptr is not None:
+            tl.store(dx_ptr + out, g.to(dx_ptr.dtype.element_ty), mask=inside)
+        if dbias_partials_ptr is not None:
+            dbias += tl.where(rows < n_rows, g, 0.0)
+
+    partial = program * n_cols + cols
+    if dbias_partials_ptr is not None:
+        tl.store(dbias_partials_ptr + partial, tl.sum(dbias, axis=0, keep_dims=True), mask=cols < n_cols)
+    if dweight_partials_ptr is not None:
+        tl.store(dweight_partials_ptr + partial, tl.sum(dweight, axis=0, keep_dims=True), mask=cols < n_cols)
+    if dnorm_bias_partials_ptr is not None:
+        tl.store(dnorm_bias_partials_ptr + partial, tl.sum(dnorm_bias, axis=0, keep_dims=True), mask=cols < n_cols)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def _sum_partials_kernel(
+    partials_ptr,
+    out0_ptr,
+    out1_ptr,
+    out2_ptr,
+    n_partials: tl.int32,
+    n_cols: tl.int32,
+    ALIGN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """out_k = sum over rows of partials[k], k = 0, 1, 2; an output is None where there are fewer.
+
+    partials: [outputs, n_partials, n_cols] float32. out_k: [n_cols], any dtype. Program (j, k) takes BLOCK_COLS columns of
+    partials[k], in an order that depends on the sizes alone. Moves 4 * n_partials * n_cols bytes an output, most of them
+    still in the L2 cache.
+    """
+    n_cols = tl.multiple_of(n_cols, ALIGN)
+    cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    output = tl.program_id(1)
+    first = partials_ptr + output.to(tl.int64) * n_partials * n_cols
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for step in range(0, n_partials, BLOCK_ROWS):
+        rows = step + tl.arange(0, BLOCK_ROWS)[:, None]
+        inside = (rows < n_partials) & (cols < n_cols)
+        total += tl.load(first + rows.to(tl.int64) * n_cols + cols, mask=inside, other=0.0)
+    total = tl.sum(total, axis=0, keep_dims=True)
+    if output == 0:
+        tl.store(out0_ptr + cols, total.to(out0_ptr.dtype.element_ty), mask=cols < n_cols)
+    if out1_ptr is not None:
+        if output == 1:
+            tl.store(out1_ptr + cols, total.to(out1_ptr.dtype.element_ty), mask=cols < n_cols)
+    if out2_ptr is not None:
+        if output == 2:
+            tl.store(out2_ptr + cols, total.to(out2_ptr.dtype.element_ty), mask=cols < n_cols)
