@@ -207,7 +207,7 @@ def backward(
     with _on_device_of(like):
         row_means = None
         if needs_row and n_col_tiles > 1:
-            row_means = like.new_empty((n_rows, 2), dtype=torch.float32)
+            row_means = like.new_empty((2, n_rows), dtype=torch.float32)
             means_block = tile(ROW_MEANS, n_cols)
             kernels._row_means_kernel[(n_rows,)](
                 dy,

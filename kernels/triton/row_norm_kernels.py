@@ -28,6 +28,36 @@ _UNSPECIALIZED = (
 
 
 @triton.jit
+def _aligned(size, ALIGN: tl.constexpr):
+    """The same number, with its divisor for Triton to see: tl.multiple_of has no effect on an argument of a kernel."""
+    return size // ALIGN * ALIGN
+
+
+@triton.jit
+def _load_per_col(ptr, cols, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """A [n_cols] parameter as float32, once for every row of a tile.
+
+    Loaded at the tile's shape it lands in the tile's own registers. Loaded as one row it would be laid out by itself and cross
+    shared memory to the others, in every iteration; its repeated reads hit the L1 cache.
+    """
+    ptrs = tl.broadcast_to(ptr + cols, (BLOCK_ROWS, BLOCK_COLS))
+    return tl.load(ptrs, mask=tl.broadcast_to(cols < n_cols, (BLOCK_ROWS, BLOCK_COLS)), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_per_row(ptr, first_row, n_rows, BLOCK_ROWS: tl.constexpr):
+    """[BLOCK_ROWS, 1] (a scalar for one row) of a [n_rows] float32 vector, 0 past its end.
+
+    Loaded at that shape, Triton would repeat the load for each register of a lane's row.
+    """
+    if BLOCK_ROWS == 1:
+        return tl.load(ptr + first_row, mask=first_row < n_rows, other=0.0)
+    else:
+        rows = first_row + tl.arange(0, BLOCK_ROWS)
+        return tl.load(ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
+
+
+@triton.jit
 def _load_z(
     x_ptr,
     residual_ptr,
@@ -55,7 +85,7 @@ def _load_z(
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + rows * residual_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
-        z += tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        z += _load_per_col(bias_ptr, cols, n_cols, BLOCK_ROWS, BLOCK_COLS)
     if PHILOX_COLS > 0:
         keep = keep_tile(seed, offset, rows, first_col, n_cols, drop_limit, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS)
         z = tl.where(keep, z * keep_scale, 0.0)
@@ -88,20 +118,20 @@ def _store_y(
     n_cols,
     CENTER_Z: tl.constexpr,
     N_DTYPE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     """Stores a tile of y; of z too where z is to be stored centred."""
     cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
     inside = (rows < n_rows) & (cols < n_cols)
-    out = rows * n_cols + cols
     if CENTER_Z:
-        tl.store(z_ptr + out, centred.to(z_ptr.dtype.element_ty), mask=inside)
+        tl.store(z_ptr + rows * n_cols + cols, centred.to(z_ptr.dtype.element_ty), mask=inside)
     y = (centred * rstd).to(N_DTYPE).to(tl.float32)
     if weight_ptr is not None:
-        y *= tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + weight_offset
+        y *= _load_per_col(weight_ptr, cols, n_cols, BLOCK_ROWS, BLOCK_COLS) + weight_offset
     if norm_bias_ptr is not None:
-        y += tl.load(norm_bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
+        y += _load_per_col(norm_bias_ptr, cols, n_cols, BLOCK_ROWS, BLOCK_COLS)
+    tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
@@ -146,9 +176,9 @@ def _row_norm_fwd_kernel(
     Without a norm, program (i, j) takes row tile i and column tile j.
     Moves a row: n_cols * (read x, residual + write y, z) + 8 bytes; reads of x and residual twice unless ROW_IN_TILE.
     """
-    n_cols = tl.multiple_of(n_cols, ALIGN)
-    x_row_stride = tl.multiple_of(x_row_stride, ALIGN)
-    residual_row_stride = tl.multiple_of(residual_row_stride, ALIGN)
+    n_cols = _aligned(n_cols, ALIGN)
+    x_row_stride = _aligned(x_row_stride, ALIGN)
+    residual_row_stride = _aligned(residual_row_stride, ALIGN)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     seed, offset = load_rng(rng_ptr, seed, offset)
 
@@ -173,7 +203,7 @@ def _row_norm_fwd_kernel(
             rstd = tl.rsqrt(variance + eps)
             _store_y(
                 centred, rstd, weight_ptr, norm_bias_ptr, weight_offset, y_ptr, z_ptr,
-                rows, first_col, n_rows, n_cols, CENTER_Z, N_DTYPE, BLOCK_COLS,
+                rows, first_col, n_rows, n_cols, CENTER_Z, N_DTYPE, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
     else:
         mean = tl.zeros([BLOCK_ROWS, 1], tl.float32)
@@ -203,7 +233,7 @@ def _row_norm_fwd_kernel(
             )  # fmt: skip
             _store_y(
                 _centred(z, mean, first_col, n_cols, NORM, BLOCK_COLS), rstd, weight_ptr, norm_bias_ptr, weight_offset,
-                y_ptr, z_ptr, rows, first_col, n_rows, n_cols, CENTER_Z, N_DTYPE, BLOCK_COLS,
+                y_ptr, z_ptr, rows, first_col, n_rows, n_cols, CENTER_Z, N_DTYPE, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
 
     if NORM != NORM_NONE:
@@ -224,23 +254,27 @@ def _load_dy(
     weight_offset,
     dy_row_stride,
     z_row_stride,
-    rows,
-    cols,
+    first_row,
+    first_col,
     n_rows,
     n_cols,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
 ):
-    """A tile of dy, of the normalised z (any number in columns past the last, where dy is 0) and dy * (weight + offset);
-    rstd as a column."""
+    """A tile of dy, of the normalised z (any number in columns past the last, where dy is 0) and of dy * (weight + offset);
+    rstd as _load_per_row gives it."""
+    rows = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
+    cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
     inside = (rows < n_rows) & (cols < n_cols)
     dy = tl.load(dy_ptr + rows * dy_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
     normalised = tl.load(z_ptr + rows * z_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
+    rstd = _load_per_row(rstd_ptr, first_row, n_rows, BLOCK_ROWS)
     if mean_ptr is not None:
-        normalised -= tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)
+        normalised -= _load_per_row(mean_ptr, first_row, n_rows, BLOCK_ROWS)
     normalised *= rstd
     wdy = dy
     if weight_ptr is not None:
-        wdy = dy * (tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) + weight_offset)
+        wdy = dy * (_load_per_col(weight_ptr, cols, n_cols, BLOCK_ROWS, BLOCK_COLS) + weight_offset)
     return dy, normalised, wdy, rstd
 
 
@@ -262,26 +296,25 @@ def _row_means_kernel(
 ):
     """row_means = (mean(wdy * n), mean(wdy)) of each row, wdy = dy * (weight + weight_offset), n = (z - mean) * rstd
 
-    What backward must know of a whole row before it can start, for rows too wide for a tile. row_means: [n_rows, 2] float32.
+    What backward must know of a whole row before it can start, for rows too wide for a tile. row_means: [2, n_rows] float32.
     A program takes one row. Moves n_cols * (read dy, z) a row.
     """
-    n_cols = tl.multiple_of(n_cols, ALIGN)
-    dy_row_stride = tl.multiple_of(dy_row_stride, ALIGN)
-    z_row_stride = tl.multiple_of(z_row_stride, ALIGN)
-    rows = tl.program_id(0).to(tl.int64) + tl.zeros([1, 1], tl.int64)
+    n_cols = _aligned(n_cols, ALIGN)
+    dy_row_stride = _aligned(dy_row_stride, ALIGN)
+    z_row_stride = _aligned(z_row_stride, ALIGN)
+    row = tl.program_id(0).to(tl.int64)
     wdy_n_sum = tl.zeros([1, BLOCK_COLS], tl.float32)
     wdy_sum = tl.zeros([1, BLOCK_COLS], tl.float32)
     for first_col in range(0, n_cols, BLOCK_COLS):
-        cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
         _, normalised, wdy, _ = _load_dy(
             dy_ptr, z_ptr, mean_ptr, rstd_ptr, weight_ptr, weight_offset, dy_row_stride, z_row_stride,
-            rows, cols, n_rows, n_cols,
+            row, first_col, n_rows, n_cols, 1, BLOCK_COLS,
         )  # fmt: skip
         wdy_n_sum += wdy * normalised
         wdy_sum += wdy
     count = n_cols.to(tl.float32)
-    tl.store(row_means_ptr + 2 * rows, tl.div_rn(tl.sum(wdy_n_sum, axis=1, keep_dims=True), count))
-    tl.store(row_means_ptr + 2 * rows + 1, tl.div_rn(tl.sum(wdy_sum, axis=1, keep_dims=True), count))
+    tl.store(row_means_ptr + row, tl.div_rn(tl.sum(wdy_n_sum), count))
+    tl.store(row_means_ptr + n_rows + row, tl.div_rn(tl.sum(wdy_sum), count))
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
@@ -321,16 +354,16 @@ def _row_norm_bwd_kernel(
     with n = (z - mean) * rstd, wdy = dy * (weight + weight_offset), and no mean(wdy) for RMSNorm; and over rows
     dbias = sum(dx), dweight = sum(dy * n), dnorm_bias = sum(dy).
 
-    dy, dz, z, dx, dresidual: [n_rows, n_cols]. mean, rstd: [n_rows] float32. weight: [n_cols]. row_means: [n_rows, 2]
+    dy, dz, z, dx, dresidual: [n_rows, n_cols]. mean, rstd: [n_rows] float32. weight: [n_cols]. row_means: [2, n_rows]
     float32 of _row_means_kernel; None where a tile holds whole rows. Partials: [programs on axis 0, n_cols] float32.
     Program (i, j) walks rows_per_program rows of column tile j and keeps the sums over them in registers: the partition is
     the host's, so sums do not depend on the card. NORM = none: only dz counts.
     Moves a row: n_cols * (read dy, z, dz + write dx, dresidual) + 8 bytes; partials: 4 * n_cols a program and gradient.
     """
-    n_cols = tl.multiple_of(n_cols, ALIGN)
-    dy_row_stride = tl.multiple_of(dy_row_stride, ALIGN)
-    dz_row_stride = tl.multiple_of(dz_row_stride, ALIGN)
-    z_row_stride = tl.multiple_of(z_row_stride, ALIGN)
+    n_cols = _aligned(n_cols, ALIGN)
+    dy_row_stride = _aligned(dy_row_stride, ALIGN)
+    dz_row_stride = _aligned(dz_row_stride, ALIGN)
+    z_row_stride = _aligned(z_row_stride, ALIGN)
     program = tl.program_id(0).to(tl.int64)
     first_col = tl.program_id(1) * BLOCK_COLS
     cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
@@ -344,27 +377,28 @@ def _row_norm_bwd_kernel(
         dnorm_bias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
 
     for step in range(0, rows_per_program, BLOCK_ROWS):
-        rows = program * rows_per_program + step + tl.arange(0, BLOCK_ROWS)[:, None]
+        first_row = program * rows_per_program + step
+        rows = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
         inside = (rows < n_rows) & (cols < n_cols)
         if dz_ptr is not None:
             g = tl.load(dz_ptr + rows * dz_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
         if NORM != NORM_NONE:
             dy, normalised, wdy, rstd = _load_dy(
                 dy_ptr, z_ptr, mean_ptr, rstd_ptr, weight_ptr, weight_offset, dy_row_stride, z_row_stride,
-                rows, cols, n_rows, n_cols,
+                first_row, first_col, n_rows, n_cols, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
             if dweight_partials_ptr is not None:
                 dweight += dy * normalised
             if dnorm_bias_partials_ptr is not None:
                 dnorm_bias += dy
             if row_means_ptr is not None:
-                wdy_n_mean = tl.load(row_means_ptr + 2 * rows, mask=rows < n_rows, other=0.0)
+                wdy_n_mean = _load_per_row(row_means_ptr, first_row, n_rows, BLOCK_ROWS)
             else:
                 wdy_n_mean = tl.div_rn(tl.sum(wdy * normalised, axis=1, keep_dims=True), count)
             through = wdy - normalised * wdy_n_mean
             if NORM == NORM_LAYER:
                 if row_means_ptr is not None:
-                    wdy_mean = tl.load(row_means_ptr + 2 * rows + 1, mask=rows < n_rows, other=0.0)
+                    wdy_mean = _load_per_row(row_means_ptr + n_rows, first_row, n_rows, BLOCK_ROWS)
                 else:
                     wdy_mean = tl.div_rn(tl.sum(wdy, axis=1, keep_dims=True), count)
                 through -= wdy_mean
@@ -373,24 +407,22 @@ def _row_norm_bwd_kernel(
                 g += through
             else:
                 g = through
-        out = rows * n_cols + cols
         if dresidual_ptr is not None:
-            tl.store(dresidual_ptr + out, g.to(dresidual_ptr.dtype.element_ty), mask=inside)
+            tl.store(dresidual_ptr + rows * n_cols + cols, g.to(dresidual_ptr.dtype.element_ty), mask=inside)
         if PHILOX_COLS > 0:
             keep = keep_tile(seed, offset, rows, first_col, n_cols, drop_limit, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS)
             g = tl.where(keep, g * keep_scale, 0.0)
         if dx_ptr is not None:
-            tl.store(dx_ptr + out, g.to(dx_ptr.dtype.element_ty), mask=inside)
+            tl.store(dx_ptr + rows * n_cols + cols, g.to(dx_ptr.dtype.element_ty), mask=inside)
         if dbias_partials_ptr is not None:
             dbias += tl.where(rows < n_rows, g, 0.0)
 
-    partial = program * n_cols + cols
     if dbias_partials_ptr is not None:
-        tl.store(dbias_partials_ptr + partial, tl.sum(dbias, axis=0, keep_dims=True), mask=cols < n_cols)
+        tl.store(dbias_partials_ptr + program * n_cols + cols, tl.sum(dbias, axis=0, keep_dims=True), mask=cols < n_cols)
     if dweight_partials_ptr is not None:
-        tl.store(dweight_partials_ptr + partial, tl.sum(dweight, axis=0, keep_dims=True), mask=cols < n_cols)
+        tl.store(dweight_partials_ptr + program * n_cols + cols, tl.sum(dweight, axis=0, keep_dims=True), mask=cols < n_cols)
     if dnorm_bias_partials_ptr is not None:
-        tl.store(dnorm_bias_partials_ptr + partial, tl.sum(dnorm_bias, axis=0, keep_dims=True), mask=cols < n_cols)
+        tl.store(dnorm_bias_partials_ptr + program * n_cols + cols, tl.sum(dnorm_bias, axis=0, keep_dims=True), mask=cols < n_cols)
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
@@ -411,7 +443,7 @@ def _sum_partials_kernel(
     partials[k], in an order that depends on the sizes alone. Moves 4 * n_partials * n_cols bytes an output, most of them
     still in the L2 cache.
     """
-    n_cols = tl.multiple_of(n_cols, ALIGN)
+    n_cols = _aligned(n_cols, ALIGN)
     cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     output = tl.program_id(1)
     first = partials_ptr + output.to(tl.int64) * n_partials * n_cols

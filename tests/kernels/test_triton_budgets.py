@@ -1,0 +1,165 @@
+"""The Triton kernels of row_norm compiled for GPUs that are not here, and held to budgets that decide their speed.
+
+forward() and backward() run on meta tensors with their kernels replaced by recorders, and what they would have launched is compiled
+for each compute capability: no spilled registers, 16-byte accesses to global memory, and registers few enough that
+half of a multiprocessor's threads stay resident. Needs no driver and no GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="under TRITON_INTERPRET=1 nothing can be compiled"
+)
+CAPABILITIES = (70, 75, 80, 90, 100, 120)
+MAX_THREADS = {70: 2048, 75: 1024, 80: 2048, 90: 2048, 100: 2048, 120: 1536}  # resident on a multiprocessor
+REGISTERS = 65536  # of a multiprocessor of any of these; allocated to a warp in units of 256
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+class Case(NamedTuple):
+    """A call of forward and of backward."""
+
+    n_cols: int
+    dtype: torch.dtype  # of every matrix
+    weight_dtype: torch.dtype
+    norm: int
+    full: bool  # bias, dropout and residual too
+
+    def __str__(self) -> str:
+        norm = {NORM_NONE: "none", NORM_LAYER: "layer", NORM_RMS: "rms"}[self.norm]
+        short = {F32: "f32", BF16: "bf16"}
+        return f"N{self.n_cols}-{short[self.dtype]}-w{short[self.weight_dtype]}-{norm}{'-full' if self.full else ''}"
+
+
+CASES = [
+    Case(768, F32, F32, NORM_LAYER, True),
+    Case(768, BF16, BF16, NORM_LAYER, True),
+    Case(1024, F32, F32, NORM_LAYER, True),
+    Case(1024, BF16, F32, NORM_LAYER, False),
+    Case(1024, BF16, BF16, NORM_NONE, True),
+    Case(4096, F32, F32, NORM_RMS, False),
+    Case(4096, BF16, BF16, NORM_RMS, False),
+    Case(4096, BF16, BF16, NORM_LAYER, True),
+]
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    arguments: dict[str, Any]
+    num_warps: int
+
+
+class Recorder:
+    """Stands in for a kernel: keeps the arguments of a launch."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, num_warps: int, **kwargs: Any) -> None:
+            bound = inspect.signature(self.kernel.fn).bind(*args, **kwargs)
+            self.launches.append(Launch(self.kernel, bound.arguments, num_warps))
+
+        return launch
+
+
+def launches_of(case: Case, monkeypatch: pytest.MonkeyPatch) -> dict[str, Launch]:
+    from onetrip.kernels import row_norm, row_norm_kernels
+
+    launches: list[Launch] = []
+    for name in [name for name in vars(row_norm_kernels) if name.endswith("_kernel")]:
+        monkeypatch.setattr(row_norm_kernels, name, Recorder(getattr(row_norm_kernels, name), launches))
+    matrix = torch.empty(4096, case.n_cols, dtype=case.dtype, device="meta")
+    column = torch.empty(4096, dtype=F32, device="meta")
+    row = torch.empty(case.n_cols, dtype=case.weight_dtype, device="meta")
+    normed, layer = case.norm != NORM_NONE, case.norm == NORM_LAYER
+    dropout_p = 0.1 if case.full else 0.0
+    plan = RowNormPlan(case.norm, 1e-5, 0.0, dropout_p, case.dtype, F32, case.dtype, case.full, False, True)
+    residual, bias = (matrix, row) if case.full else (None, None)
+    weight, norm_bias = row if normed else None, row if layer else None
+    row_norm.forward(matrix, residual, bias, weight, norm_bias, (1, 2), plan)
+    grad_dtypes = tuple(
+        dtype if wanted else None
+        for dtype, wanted in [
+            (case.dtype, True),
+            (case.dtype, case.full),
+            (case.weight_dtype, case.full),
+            (case.weight_dtype, normed),
+            (case.weight_dtype, layer),
+        ]
+    )
+    dy, dz = matrix if normed else None, None if normed else matrix
+    row_norm.backward(
+        dy, dz, matrix if normed else None, column if layer else None, column, weight, (1, 2), plan, grad_dtypes
+    )
+    return {launch.kernel.__name__: launch for launch in launches}
+
+
+TYPES = {F32: "*fp32", torch.float16: "*fp16", BF16: "*bf16", torch.int64: "*i64"}
+
+
+def compiled(launch: Launch, capability: int) -> Any:
+    """The kernel compiled as Triton's launcher would for these arguments, pointers being multiples of 16."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            constants[parameter.name] = value
+            signature[parameter.name] = "constexpr"
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = parameter.annotation_type or "fp32"
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": launch.num_warps})
+
+
+def resources(cubin: bytes) -> tuple[int, int, int]:
+    """(registers a thread, bytes of stack, bytes of local memory)."""
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
+    assert found, usage
+    return int(found[1]), int(found[2]), int(found[3])
+
+
+def wide(ptx, op): return len(re.findall(rf"{op}\.global[\w.:]*\.(?:v4\.[bf]32|v2\.[bf]64)|{op}\.global[\w.:]*\.v8", ptx)), len(re.findall(rf"{op}\.global", ptx))
+
+
+if __name__ == "__main__":
+    import sys, time
+    caps = [int(c) for c in sys.argv[1:]] or [80]
+    for case in CASES:
+        with pytest.MonkeyPatch.context() as mp:
+            ls = launches_of(case, mp)
+        for name, l in ls.items():
+            for cc in caps:
+                t = time.time()
+                try: k = compiled(l, cc)
+                except Exception as e: print(case, name, cc, "FAILED", str(e)[:300]); continue
+                reg, st, loc = resources(k.asm["cubin"])
+                threads = 32 * l.num_warps
+                resident = REGISTERS // (-(-reg * 32 // 256) * 256 * l.num_warps) * threads
+                print(f"{case!s:28} {name:22} cc{cc} warps{l.num_warps} reg{reg} stack{st} local{loc} smem{k.metadata.shared} occ{min(1,resident / MAX_THREADS[cc]):.2f} ld{wide(k.asm['ptx'],'ld')} st{wide(k.asm['ptx'],'st')} cvt{k.asm['ttgir'].count('ttg.convert_layout')} {time.time()-t:.1f}s")
