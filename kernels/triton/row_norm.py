@@ -43,7 +43,8 @@ class TileRule(NamedTuple):
 # tests/kernels/test_triton_budgets.py holds them to it. Backward keeps up to three sums a column beside its two or three
 # inputs, hence half of the elements a lane, and 8192 columns at 32 warps, which is the most that Triton launches.
 FORWARD = TileRule(elements=2048, elements_per_lane=16, max_cols=16384, wide_cols=8192)
-BACKWARD = TileRule(elements=2048, elements_per_lane=8, max_cols=8192, wide_cols=2048)
+BACKWARD_ONE_SUM = TileRule(elements=1024, elements_per_lane=8, max_cols=8192, wide_cols=2048)
+BACKWARD = TileRule(elements=1024, elements_per_lane=4, max_cols=8192, wide_cols=2048)
 ROW_MEANS = TileRule(elements=4096, elements_per_lane=8, max_cols=0, wide_cols=4096)
 SUM_PARTIALS = Tile(rows=64, cols=32, num_warps=8)
 
@@ -196,7 +197,7 @@ def backward(
         return None, None, None, None, None
 
     needs_row = dy is not None and (dx is not None or dresidual is not None or dbias is not None)
-    block = tile(BACKWARD, n_cols, whole_rows=needs_row)
+    block = tile(BACKWARD_ONE_SUM if len(wanted) <= 1 else BACKWARD, n_cols, whole_rows=needs_row)
     n_col_tiles = triton.cdiv(n_cols, block.cols)
     rows = rows_per_program(n_rows, block, n_col_tiles)
     n_programs = triton.cdiv(n_rows, rows)
