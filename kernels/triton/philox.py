@@ -32,7 +32,7 @@ def _philox(seed, offset, group):
 def _interleave_keep(seed, offset, group, drop_limit):
     """[rows, n] groups -> [rows, n, 4] bool: is the word above drop_limit?"""
     word0, word1, word2, word3 = _philox(seed, offset, group)
-    # join makes a new minor axis: (0, 2) and (1, 3) joined are [.., i, j] = word 2 * i + j, in the thread's own registers.
+    # join makes a new last axis: (0, 2) and (1, 3) joined are [.., i, j] = word 2 * i + j, in a lane's own registers.
     even = tl.join(word0 > drop_limit, word2 > drop_limit)
     odd = tl.join(word1 > drop_limit, word3 > drop_limit)
     return tl.join(even, odd)
@@ -52,7 +52,7 @@ def keep_tile(
 ):
     """[BLOCK_ROWS, BLOCK_COLS] bool: which elements dropout keeps, those whose 32 random bits are above drop_limit.
 
-    rows: [BLOCK_ROWS, 1] int64. first_col: of the tile, a multiple of BLOCK_COLS. drop_limit: round(p * 2^32) - 1, int64.
+    rows: [BLOCK_ROWS, 1] int64. first_col: of the tile, a multiple of BLOCK_COLS. drop_limit: round(p * 2^32) - 1.
     PHILOX_COLS: 4 where n_cols is a multiple of 4, so that a row is made of whole groups and one call serves four
     elements; else 1, and each element computes its group and takes one word of it.
     """

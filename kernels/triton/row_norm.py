@@ -1,4 +1,7 @@
-"""The row_norm family in Triton: `forward` and `backward` as every backend has them. The formulas: row_norm_kernels.py."""
+"""The row_norm family in Triton: `forward` and `backward` as every backend has them.
+
+The formulas stand in row_norm_kernels.py; here are the sizes of tiles, the partition of the rows, and the launches.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from . import row_norm_kernels as kernels
 from .philox import philox_cols
@@ -38,24 +42,28 @@ class TileRule(NamedTuple):
     """The tile that such rows are walked with."""
 
 
-# The one table of tile sizes. A lane that holds 16 values has 64 (32) bytes of each float32 (bfloat16) input in flight,
-# in accesses of 16 bytes; 1024 lanes of 64 registers are half of an sm_80's or sm_90's occupancy.
-# tests/kernels/test_triton_budgets.py holds them to it. Backward keeps up to three sums a column beside its two or three
-# inputs, hence half of the elements a lane, and 8192 columns at 32 warps, which is the most that Triton launches.
+# The one table of tile sizes; tests/kernels/test_triton_budgets.py compiles what it leads to and holds it to this: 64
+# registers a lane let 1024 lanes stay on a multiprocessor, half of what sm_80 to sm_100 can hold, and nothing spills.
+# Forward has 16 values a lane: 64 (32) bytes of each float32 (bfloat16) input in flight, in accesses of 16 bytes.
+# Backward keeps two values and one sum for each column of its tile. With two or three sums that fits for 4 columns a
+# lane; 8 take 99 to 111 registers (sm_90, bfloat16, widths 768 to 4096), a quarter of the lanes. Only rows of more than
+# 4096 columns with two or three sums spill, about 100 bytes a lane: that is L1 traffic, where splitting the row would
+# read dy and z again.
+MAX_REGISTERS = 64
 FORWARD = TileRule(elements=2048, elements_per_lane=16, max_cols=16384, wide_cols=8192)
-BACKWARD_ONE_SUM = TileRule(elements=1024, elements_per_lane=8, max_cols=8192, wide_cols=2048)
 BACKWARD = TileRule(elements=1024, elements_per_lane=4, max_cols=8192, wide_cols=2048)
+BACKWARD_ONE_SUM = TileRule(elements=1024, elements_per_lane=8, max_cols=8192, wide_cols=2048)
 ROW_MEANS = TileRule(elements=4096, elements_per_lane=8, max_cols=0, wide_cols=4096)
 SUM_PARTIALS = Tile(rows=64, cols=32, num_warps=8)
 
-# Rows are shared out among backward's programs by their number alone, so that sums over rows have the same bits on every card.
-# Up to 512 programs fill 132 multiprocessors with 4 each; from there on a program takes more rows, up to 16, so that
-# its partial sums (4 bytes a column, written and read once) stay small beside the rows; then there are more programs, up to 1024.
+# The rows are shared out among backward's programs by the sizes alone: sums over rows have the same bits on every card.
+# Up to 512 programs, 4 for each of an H100's 132 multiprocessors; then more rows a program, up to 16, because its
+# partial sums cost 4 bytes a column, written and read once; then more programs, up to 1024; then more rows.
 _FEW_PROGRAMS, _ENOUGH_ROWS, _MANY_PROGRAMS = 512, 16, 1024
 
 
 def tile(rule: TileRule, n_cols: int, whole_rows: bool = True) -> Tile:
-    """whole_rows: a program must hold all columns of its rows. Where a row is too wide, or need not be whole: wide_cols."""
+    """The tile for rows of n_cols. whole_rows: it is to hold whole rows, and does up to max_cols of the rule."""
     cols = max(triton.next_power_of_2(n_cols), 8)
     if cols > (rule.max_cols if whole_rows else rule.wide_cols):
         cols = rule.wide_cols
@@ -87,17 +95,17 @@ def _dropout_arguments(rng: tuple[int, int] | Tensor | None, dropout_p: float, n
     """The kernels' arguments for it. An element is kept iff its 32 bits are above drop_limit: p = 1 keeps none."""
     drop_limit = round(dropout_p * 2.0**32) - 1
     if drop_limit < 0:
-        return dict(rng_ptr=None, seed=0, offset=0, drop_limit=0, keep_scale=1.0, PHILOX_COLS=0)
+        return {"rng_ptr": None, "seed": 0, "offset": 0, "drop_limit": 0, "keep_scale": 1.0, "PHILOX_COLS": 0}
     assert rng is not None
     state, (seed, offset) = (rng, (0, 0)) if isinstance(rng, Tensor) else (None, rng)
-    return dict(
-        rng_ptr=state,
-        seed=_signed(seed),
-        offset=_signed(offset),
-        drop_limit=drop_limit,
-        keep_scale=1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0,
-        PHILOX_COLS=philox_cols(n_cols),
-    )
+    return {
+        "rng_ptr": state,
+        "seed": _signed(seed),
+        "offset": _signed(offset),
+        "drop_limit": drop_limit,
+        "keep_scale": 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0,
+        "PHILOX_COLS": philox_cols(n_cols),
+    }
 
 
 def _signed(word: int) -> int:
@@ -116,16 +124,17 @@ def forward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Returns (y, z, mean, rstd); what the plan (a RowNormPlan) does not ask for is None.
 
-    x, residual: [n_rows, n_cols], last stride 1. bias, weight, norm_bias: [n_cols], contiguous. float32, float16 or bfloat16.
-    rng: (seed, offset), or an int64 tensor of the two on x's device. y, z: [n_rows, n_cols]. mean, rstd: [n_rows] float32.
+    x, residual: [n_rows, n_cols], last stride 1. bias, weight, norm_bias: [n_cols], contiguous. All of them float32,
+    float16 or bfloat16. rng: (seed, offset), or an int64 tensor of the two on x's device. y, z: [n_rows, n_cols]. mean,
+    rstd: [n_rows] float32.
     """
     n_rows, n_cols = x.shape
     normed = plan.norm != _NONE
-    matrix, column = (lambda dtype: x.new_empty((n_rows, n_cols), dtype=dtype)), (lambda: x.new_empty(n_rows, dtype=torch.float32))
-    y = matrix(plan.y_dtype) if normed else None
-    z = matrix(plan.z_dtype) if plan.store_z or not normed else None
-    mean = column() if plan.norm == _LAYER and plan.store_stats and not plan.center_z else None
-    rstd = column() if normed and plan.store_stats else None
+    y = x.new_empty((n_rows, n_cols), dtype=plan.y_dtype) if normed else None
+    z = x.new_empty((n_rows, n_cols), dtype=plan.z_dtype) if plan.store_z or not normed else None
+    has_mean = plan.norm == _LAYER and plan.store_stats and not plan.center_z
+    mean = x.new_empty(n_rows, dtype=torch.float32) if has_mean else None
+    rstd = x.new_empty(n_rows, dtype=torch.float32) if normed and plan.store_stats else None
     if x.numel() == 0:
         return y, z, mean, rstd
     block = tile(FORWARD, n_cols, whole_rows=normed)
@@ -157,6 +166,7 @@ def forward(
             BLOCK_ROWS=block.rows,
             BLOCK_COLS=block.cols,
             num_warps=block.num_warps,
+            maxnreg=MAX_REGISTERS,
         )
     return y, z, mean, rstd
 
@@ -174,8 +184,9 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, residual, bias, weight, norm_bias, each in its grad_dtypes entry; None where not wanted.
 
-    dy: gradient of y, None where only z was used. dz: gradient of the returned z. z, mean, rstd: as forward stored them.
-    The sums over rows are float32 in an order that depends on the sizes alone: repeatable, on every card.
+    dy: gradient of y, None where only z was used. dz: gradient of the returned z. z, mean, rstd: as forward
+    stored them.
+    The sums over rows are float32, in an order that depends only on the sizes and on which gradients are wanted.
     """
     like = dy if dy is not None else dz
     assert like is not None
@@ -252,11 +263,12 @@ def backward(
             BLOCK_ROWS=block.rows,
             BLOCK_COLS=block.cols,
             num_warps=block.num_warps,
+            maxnreg=MAX_REGISTERS,
         )
         if wanted:
             kernels._sum_partials_kernel[(triton.cdiv(n_cols, SUM_PARTIALS.cols), len(wanted))](
                 workspace,
-                *(wanted + [None, None])[:3],
+                *[*wanted, None, None][:3],
                 n_partials=n_programs,
                 n_cols=n_cols,
                 ALIGN=_align(n_cols),

@@ -1,14 +1,14 @@
 """The kernels of row_norm; row_norm.py beside this file chooses tiles and launches them.
 
 z = residual + dropout(x + bias);  y = round_to(n_dtype, normalise(z)) * (weight + weight_offset) + norm_bias.
-LayerNorm: Ba, Kiros & Hinton 2016. RMSNorm: Zhang & Sennrich 2019. All arithmetic is float32, and what is normalised is z
-as rounded to z_dtype.
+LayerNorm: Ba, Kiros & Hinton 2016. RMSNorm: Zhang & Sennrich 2019. All arithmetic is float32, and what is normalised is
+z as rounded to z_dtype.
 
-Conventions. Matrices are [n_rows, n_cols] with last stride 1: inputs with any row stride, in elements, outputs contiguous.
-A program takes tiles of BLOCK_ROWS x BLOCK_COLS in registers: whole rows while a row fits. None as a tensor argument
-removes its loads and stores from the compiled kernel. ALIGN divides n_cols and every row stride: knowing it, and addresses
-at multiples of 16 bytes, Triton emits 16-byte accesses. Row numbers are int64: row * stride passes 2^31 on long batches.
-Random numbers: see philox.py; PHILOX_COLS = 0 compiles dropout out.
+Conventions. Matrices are [n_rows, n_cols] with last stride 1: inputs with any row stride, in elements, outputs
+contiguous. A program takes tiles of BLOCK_ROWS x BLOCK_COLS in registers: whole rows while a row fits. None as a tensor
+argument removes its loads and stores from the compiled kernel. ALIGN divides n_cols and every row stride: knowing it,
+and addresses at multiples of 16 bytes, Triton emits 16-byte accesses. Row numbers are int64: row * stride passes 2^31
+on long batches. Random numbers: see philox.py; PHILOX_COLS = 0 compiles dropout out.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .philox import keep_tile, load_rng
 
 NORM_NONE, NORM_LAYER, NORM_RMS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # as enum Norm in csrc/launch.h
 
-# Triton would compile anew for a size or stride that is 1, or a multiple of 16: ALIGN tells a kernel all that it can use.
-_UNSPECIALIZED = (
-    "seed offset drop_limit n_rows n_cols rows_per_program n_partials "
-    "x_row_stride residual_row_stride dy_row_stride dz_row_stride z_row_stride"
-).split()
+# Triton would compile anew for a size or stride that is 1 or a multiple of 16: ALIGN tells a kernel what it can use.
+_UNSPECIALIZED = [
+    *("seed", "offset", "drop_limit", "n_rows", "n_cols", "rows_per_program", "n_partials"),
+    *("x_row_stride", "residual_row_stride", "dy_row_stride", "dz_row_stride", "z_row_stride"),
+]
 
 
 @triton.jit
@@ -37,8 +37,8 @@ def _aligned(size, ALIGN: tl.constexpr):
 def _load_per_col(ptr, cols, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
     """A [n_cols] parameter as float32, once for every row of a tile.
 
-    Loaded at the tile's shape it lands in the tile's own registers. Loaded as one row it would be laid out by itself and cross
-    shared memory to the others, in every iteration; its repeated reads hit the L1 cache.
+    Loaded at the tile's shape it lands in the tile's own registers, and its repeated reads hit the L1 cache. Loaded as
+    one row it would be laid out by itself, and cross shared memory to the others in every iteration.
     """
     ptrs = tl.broadcast_to(ptr + cols, (BLOCK_ROWS, BLOCK_COLS))
     return tl.load(ptrs, mask=tl.broadcast_to(cols < n_cols, (BLOCK_ROWS, BLOCK_COLS)), other=0.0).to(tl.float32)
@@ -170,9 +170,10 @@ def _row_norm_fwd_kernel(
 
     with mean = sum(z) / n_cols (0 for RMSNorm) and rstd = 1 / sqrt(sum((z - mean)^2) / n_cols + eps).
 
-    x, residual, y, z: [n_rows, n_cols]. bias, weight, norm_bias: [n_cols]. mean, rstd: [n_rows] float32. rng: [2] int64.
-    A program takes BLOCK_ROWS rows: in registers where ROW_IN_TILE, with a two-pass variance, every input read once. Wider
-    rows take two trips, the first merging the moments of each tile (Chan, Golub & LeVeque 1979), the second computing z again.
+    x, residual, y, z: [n_rows, n_cols]. bias, weight, norm_bias: [n_cols]. mean, rstd: [n_rows] float32. rng: [2]
+    int64. A program takes BLOCK_ROWS rows: in registers where ROW_IN_TILE, with a two-pass variance, every input read
+    once. Wider rows take two trips: the first merges the moments of each tile (Chan, Golub & LeVeque 1979), the second
+    computes z again.
     Without a norm, program (i, j) takes row tile i and column tile j.
     Moves a row: n_cols * (read x, residual + write y, z) + 8 bytes; reads of x and residual twice unless ROW_IN_TILE.
     """
@@ -261,8 +262,10 @@ def _load_dy(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """A tile of dy, of the normalised z (any number in columns past the last, where dy is 0) and of dy * (weight + offset);
-    rstd as _load_per_row gives it."""
+    """Tiles of dy, of n = (z - mean) * rstd and of dy * (weight + weight_offset); rstd as _load_per_row gives it.
+
+    In columns past the last dy is 0, and n any number.
+    """
     rows = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
     cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
     inside = (rows < n_rows) & (cols < n_cols)
@@ -296,8 +299,8 @@ def _row_means_kernel(
 ):
     """row_means = (mean(wdy * n), mean(wdy)) of each row, wdy = dy * (weight + weight_offset), n = (z - mean) * rstd
 
-    What backward must know of a whole row before it can start, for rows too wide for a tile. row_means: [2, n_rows] float32.
-    A program takes one row. Moves n_cols * (read dy, z) a row.
+    What backward must know of a whole row before it can start, for rows too wide for a tile. row_means: [2, n_rows]
+    float32. A program takes one row. Moves n_cols * (read dy, z) a row.
     """
     n_cols = _aligned(n_cols, ALIGN)
     dy_row_stride = _aligned(dy_row_stride, ALIGN)
@@ -356,8 +359,8 @@ def _row_norm_bwd_kernel(
 
     dy, dz, z, dx, dresidual: [n_rows, n_cols]. mean, rstd: [n_rows] float32. weight: [n_cols]. row_means: [2, n_rows]
     float32 of _row_means_kernel; None where a tile holds whole rows. Partials: [programs on axis 0, n_cols] float32.
-    Program (i, j) walks rows_per_program rows of column tile j and keeps the sums over them in registers: the partition is
-    the host's, so sums do not depend on the card. NORM = none: only dz counts.
+    Program (i, j) walks rows_per_program rows of column tile j and keeps the sums over them in registers: the partition
+    is the host's, so sums do not depend on the card. NORM = none: only dz counts.
     Moves a row: n_cols * (read dy, z, dz + write dx, dresidual) + 8 bytes; partials: 4 * n_cols a program and gradient.
     """
     n_cols = _aligned(n_cols, ALIGN)
@@ -418,11 +421,19 @@ def _row_norm_bwd_kernel(
             dbias += tl.where(rows < n_rows, g, 0.0)
 
     if dbias_partials_ptr is not None:
-        tl.store(dbias_partials_ptr + program * n_cols + cols, tl.sum(dbias, axis=0, keep_dims=True), mask=cols < n_cols)
+        tl.store(
+            dbias_partials_ptr + program * n_cols + cols, tl.sum(dbias, axis=0, keep_dims=True), mask=cols < n_cols
+        )
     if dweight_partials_ptr is not None:
-        tl.store(dweight_partials_ptr + program * n_cols + cols, tl.sum(dweight, axis=0, keep_dims=True), mask=cols < n_cols)
+        tl.store(
+            dweight_partials_ptr + program * n_cols + cols, tl.sum(dweight, axis=0, keep_dims=True), mask=cols < n_cols
+        )
     if dnorm_bias_partials_ptr is not None:
-        tl.store(dnorm_bias_partials_ptr + program * n_cols + cols, tl.sum(dnorm_bias, axis=0, keep_dims=True), mask=cols < n_cols)
+        tl.store(
+            dnorm_bias_partials_ptr + program * n_cols + cols,
+            tl.sum(dnorm_bias, axis=0, keep_dims=True),
+            mask=cols < n_cols,
+        )
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
@@ -439,9 +450,9 @@ def _sum_partials_kernel(
 ):
     """out_k = sum over rows of partials[k], k = 0, 1, 2; an output is None where there are fewer.
 
-    partials: [outputs, n_partials, n_cols] float32. out_k: [n_cols], any dtype. Program (j, k) takes BLOCK_COLS columns of
-    partials[k], in an order that depends on the sizes alone. Moves 4 * n_partials * n_cols bytes an output, most of them
-    still in the L2 cache.
+    partials: [outputs, n_partials, n_cols] float32. out_k: [n_cols], any dtype. Program (j, k) takes BLOCK_COLS columns
+    of partials[k], in an order that depends on the sizes alone. Moves 4 * n_partials * n_cols bytes an output, most of
+    them still in the L2 cache.
     """
     n_cols = _aligned(n_cols, ALIGN)
     cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
@@ -455,9 +466,9 @@ def _sum_partials_kernel(
     total = tl.sum(total, axis=0, keep_dims=True)
     if output == 0:
         tl.store(out0_ptr + cols, total.to(out0_ptr.dtype.element_ty), mask=cols < n_cols)
-    if out1_ptr is not None:
+    if out1_ptr is not None:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
         if output == 1:
             tl.store(out1_ptr + cols, total.to(out1_ptr.dtype.element_ty), mask=cols < n_cols)
-    if out2_ptr is not None:
+    if out2_ptr is not None:  # noqa: SIM102
         if output == 2:
             tl.store(out2_ptr + cols, total.to(out2_ptr.dtype.element_ty), mask=cols < n_cols)

@@ -1,0 +1,54 @@
+"""Runs triton_row_norm_cases.py where Triton interprets, and where it compiles for a GPU; and what needs neither."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CASES = Path(__file__).with_name("triton_row_norm_cases.py")
+# Groups of test names of the cases, one process each.
+GROUPS = {"forward": "test_forward", "backward": "test_backward", "rest": "not test_forward and not test_backward"}
+
+
+def run_cases(group: str, **environment: str) -> None:
+    root = CASES.parents[2]
+    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "-x", "-p", "no:cacheprovider", "-k", GROUPS[group]]
+    outcome = subprocess.run(command, env=os.environ | environment, cwd=root, capture_output=True, text=True)
+    print(outcome.stdout)
+    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_interpreted(group: str) -> None:
+    pytest.importorskip("triton")
+    run_cases(group, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("group", GROUPS)
+def test_on_the_gpu(group: str) -> None:
+    pytest.importorskip("triton")
+    run_cases(group, TRITON_INTERPRET="0")
+
+
+def test_unavailable_in_plain_words() -> None:
+    """Needs a process of its own as well: this one may be interpreting, and has imported Triton."""
+    script = """
+import sys, torch
+before = "triton" in sys.modules
+import onetrip.kernels
+assert before or "triton" not in sys.modules, "importing onetrip.kernels imports triton"
+assert "TRITON_INTERPRET=1" in onetrip.kernels.unavailable_reason(torch.device("cpu"))
+assert "no usable CUDA device" in onetrip.kernels.unavailable_reason(torch.device("cuda"))
+sys.modules["triton"] = None
+assert "triton cannot be imported" in onetrip.kernels.unavailable_reason(torch.device("cpu"))
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    outcome = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr
