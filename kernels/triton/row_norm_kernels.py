@@ -418,7 +418,7 @@ def _row_norm_bwd_kernel(
         if dx_ptr is not None:
             tl.store(dx_ptr + rows * n_cols + cols, g.to(dx_ptr.dtype.element_ty), mask=inside)
         if dbias_partials_ptr is not None:
-            dbias += tl.where(rows < n_rows, g, 0.0)
+            dbias += g
 
     if dbias_partials_ptr is not None:
         tl.store(

@@ -18,6 +18,7 @@ import triton.language as tl
 from onetrip import reference
 from onetrip.kernels import philox, row_norm, unavailable_reason
 from onetrip.reference.philox import keep_mask
+from onetrip.reference.philox import philox as reference_philox
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
 from torch import Tensor
 
@@ -184,6 +185,17 @@ def test_mask_is_the_references(rng: Any, p: float, n_cols: int, small_tiles: No
     assert z is not None and torch.equal(z != 0, keep)
     dx, *_ = row_norm.backward(None, x, None, None, None, None, rng, plan, (F32, None, None, None, None))
     assert dx is not None and torch.equal(dx, z)
+
+
+@pytest.mark.parametrize("n_cols", [16, 13])
+def test_bits_at_the_threshold(n_cols: int) -> None:
+    """An element is kept iff its bits are at least the threshold: the bits themselves are, one more is not."""
+    bits = torch.stack(reference_philox((7, 8), torch.arange(1, device=DEVICE))).flatten()
+    x = torch.ones(1, n_cols, device=DEVICE)
+    for threshold, kept in ((int(bits[1]), True), (int(bits[1]) + 1, False)):
+        plan = plan_of(NORM_NONE, F32, dropout_p=threshold / 2**32)
+        _, z, _, _ = row_norm.forward(x, None, None, None, None, (7, 8), plan)
+        assert bool(z[0, 1] != 0) is kept
 
 
 @triton.jit
