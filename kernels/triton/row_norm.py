@@ -186,7 +186,8 @@ def backward(
 
     dy: gradient of y, None where only z was used. dz: gradient of the returned z. z, mean, rstd: as forward
     stored them.
-    The sums over rows are float32, in an order that depends only on the sizes and on which gradients are wanted.
+    The sums over rows are float32, in an order that depends only on the sizes, on the alignment of rows and on which
+    gradients are wanted: repeatable, and the same on every card.
     """
     like = dy if dy is not None else dz
     assert like is not None
