@@ -1,0 +1,281 @@
+"""Measuring one training step: milliseconds by phase, bytes by class of tensor, time by class of operator.
+
+Everything takes a `loss_fn`, a function of nothing that runs the forward pass and returns the scalar loss, so that any model
+and any way of feeding it can be measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+from .operators import time_by_operator_class
+
+LossFn = Callable[[], Tensor]
+Progress = Callable[[int, int, str], None]
+"""Called as (units done, units in all, what comes next)."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One training step on the clock; zero_grad counts as part of the optimizer's phase."""
+
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    loss: float
+
+    @property
+    def step_ms(self) -> float:
+        return self.forward_ms + self.backward_ms + self.optimizer_ms
+
+
+@dataclass(frozen=True)
+class StepAnatomy:
+    """One training step taken apart. Milliseconds are medians; sizes are bytes."""
+
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    step_ms: float
+    weights: int
+    gradients: int
+    optimizer_states: int
+    saved_activations: int
+    """What the graph keeps for backward: see saved_activation_bytes."""
+    peak_memory: int
+    """The most that was allocated at once above the start of the step: see peak_memory_bytes."""
+    loss: float
+    """With dropout off, before the first step."""
+    operators_ms: dict[str, float]
+    """Forward and backward by class of operator, from one profiled step: see time_by_operator_class."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def timed_step(loss_fn: LossFn, optimizer: torch.optim.Optimizer, device: torch.device) -> StepTimes:
+    """Forward, backward, optimizer step; on CUDA the device is waited for between them."""
+    start = _now(device)
+    loss = loss_fn()
+    forward_end = _now(device)
+    loss.backward()
+    backward_end = _now(device)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    end = _now(device)
+    return StepTimes(
+        forward_ms=1e3 * (forward_end - start),
+        backward_ms=1e3 * (backward_end - forward_end),
+        optimizer_ms=1e3 * (end - backward_end),
+        loss=float(loss.detach()),
+    )
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Tensors in optimizer.state; 0 before the first step of most optimizers."""
+    return tensor_bytes(t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
+
+
+class _Saved:
+    """Stands in the graph for one saved tensor, so that the graph's hold on it can be seen through a weak reference."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def saved_activation_bytes(loss_fn: LossFn, not_counted: Iterable[Tensor] = ()) -> int:
+    """Bytes that the graph of one forward pass keeps alive for backward.
+
+    Every distinct storage is counted once and whole (a view keeps all of it), if the graph still holds it when the forward
+    pass has ended. Storages of `not_counted` and their views are left out: pass the parameters, buffers and inputs.
+    """
+    held: weakref.WeakSet[_Saved] = weakref.WeakSet()
+
+    def pack(tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        held.add(saved)
+        return saved
+
+    with saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        loss = loss_fn()
+    excluded = {t.untyped_storage().data_ptr() for t in not_counted}
+    storages = {s.data_ptr(): s.nbytes() for s in (saved.tensor.untyped_storage() for saved in held)}
+    del loss
+    return sum(nbytes for address, nbytes in storages.items() if address not in excluded)
+
+
+def peak_memory_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """The most memory that `run` had allocated at once, above what was allocated when it began.
+
+    CUDA: torch's allocator statistics. CPU: every allocation and release of torch's CPU allocator, as the profiler records
+    them, so that the figure is exact and repeatable, which the resident set of the process is not (malloc keeps freed pages);
+    scratch memory that a library takes from malloc by itself does not appear in it.
+    """
+    if device.type == "cuda":
+        return _cuda_peak(run, device)
+    return _profiled(run, device)[0]
+
+
+def _cuda_peak(run: Callable[[], object], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _profiled(run: Callable[[], object], device: torch.device) -> tuple[int, dict[str, float]]:
+    """(peak bytes of CPU memory above the start, milliseconds by class of operator) of one run."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    with profile(activities=activities, profile_memory=True) as trace:
+        run()
+        _now(device)
+    assert trace.profiler is not None and trace.profiler.kineto_results is not None
+    memory = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = peak = 0
+    for event in sorted(memory, key=lambda e: e.start_ns()):
+        if event.device_type() == torch.autograd.DeviceType.CPU:
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    return peak, time_by_operator_class(trace.events() or [], on_device=device.type == "cuda")
+
+
+@contextmanager
+def _training(model: nn.Module, training: bool) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def measure_variants(
+    model: nn.Module,
+    loss_fn: LossFn,
+    optimizer: torch.optim.Optimizer,
+    variants: Mapping[str, Callable[[], AbstractContextManager[object]]],
+    *,
+    inputs: Iterable[Tensor] = (),
+    steps: int = 5,
+    warm_up: int = 2,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, StepAnatomy]:
+    """The same training step under several contexts, taken in turns so that a slow minute of the machine hits all alike.
+
+    variants: for each name a function that gives a context in which a step is to run (nullcontext: as it is).
+    inputs: tensors of the batch, not counted among the saved activations. The generators of torch are left as they were; the
+    weights are trained by the optimizer, as often as it takes (give it a learning rate of 0 to keep them).
+    """
+    if steps < 1:
+        raise ValueError(f"measure_variants: steps must be at least 1, got {steps}")
+    device = _device_of(model)
+    not_counted = [*model.parameters(), *model.buffers(), *inputs]
+    names = list(variants)
+    total = len(names) * (warm_up + steps + 3)
+    done = 0
+    times: dict[str, list[StepTimes]] = {name: [] for name in names}
+    sizes: dict[str, dict[str, Any]] = {name: {} for name in names}
+
+    def advance(what: str) -> None:
+        nonlocal done
+        if progress is not None:
+            progress(done, total, what)
+        done += 1
+
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with _training(model, False), torch.no_grad():
+            for name in names:
+                advance(f"loss, {name}")
+                with variants[name]():
+                    sizes[name]["loss"] = float(loss_fn())
+        with _training(model, True):
+            for turn in range(warm_up + steps):
+                # Every other turn begins with the other variant: what ran last leaves its tensors in the cache.
+                for name in names if turn % 2 == 0 else reversed(names):
+                    advance(f"{'step' if turn >= warm_up else 'warm-up'}, {name}")
+                    torch.manual_seed(seed + turn)
+                    with variants[name]():
+                        step = timed_step(loss_fn, optimizer, device)
+                    if turn >= warm_up:
+                        times[name].append(step)
+            for name in names:
+                advance(f"saved activations, {name}")
+                with variants[name]():
+                    gc.collect()
+                    sizes[name]["saved_activations"] = saved_activation_bytes(loss_fn, not_counted)
+                    loss_fn().backward()
+                    sizes[name]["gradients"] = tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
+                    optimizer.zero_grad(set_to_none=True)
+                    advance(f"peak memory, {name}")
+                    peak, operators = _profiled(lambda: timed_step(loss_fn, optimizer, device), device)
+                    if device.type == "cuda":
+                        peak = _cuda_peak(lambda: timed_step(loss_fn, optimizer, device), device)
+                    sizes[name] |= {"peak_memory": peak, "operators_ms": operators}
+    if progress is not None:
+        progress(total, total, "done")
+    return {
+        name: StepAnatomy(
+            forward_ms=statistics.median(step.forward_ms for step in times[name]),
+            backward_ms=statistics.median(step.backward_ms for step in times[name]),
+            optimizer_ms=statistics.median(step.optimizer_ms for step in times[name]),
+            step_ms=statistics.median(step.step_ms for step in times[name]),
+            weights=tensor_bytes(model.parameters()),
+            optimizer_states=optimizer_state_bytes(optimizer),
+            **sizes[name],
+        )
+        for name in names
+    }
+
+
+def measure_step(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: int = 5,
+    warm_up: int = 2,
+    progress: Progress | None = None,
+) -> StepAnatomy:
+    """One training step of a transformers model: `model(**batch).loss`, backward, optimizer.step(). See measure_variants."""
+    return measure_variants(
+        model,
+        lambda: model(**batch).loss,
+        optimizer,
+        {"step": nullcontext},
+        inputs=[t for t in batch.values() if isinstance(t, Tensor)],
+        steps=steps,
+        warm_up=warm_up,
+        progress=progress,
+    )["step"]

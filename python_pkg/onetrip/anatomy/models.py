@@ -1,0 +1,126 @@
+"""What `onetrip anatomy MODEL` can take apart: presets with random weights, local folders, hub ids; and a batch to feed them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class UsageError(ValueError):
+    """What the caller asked for cannot be done; the message is one line and says what can."""
+
+
+# name: (model_type, head, arguments of its transformers config). Sizes are those of the published models, or small.
+_TINY = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
+_TINY_DECODER = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 688, "vocab_size": 4096}
+PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "tiny-bert": ("bert", "MaskedLM", _TINY),
+    "tiny-gpt2": ("gpt2", "CausalLM", {"n_embd": 128, "n_layer": 2, "n_head": 2, "vocab_size": 4096}),
+    "tiny-llama": ("llama", "CausalLM", _TINY_DECODER),
+    "tiny-gemma": ("gemma", "CausalLM", _TINY_DECODER | {"head_dim": 64}),
+    "tiny-t5": ("t5", "Seq2SeqLM", {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4, "vocab_size": 4096}),
+    "tiny-vit": ("vit", "ImageClassification", _TINY),
+    "minilm": ("bert", "MaskedLM", {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}),
+    "distilbert-base": ("distilbert", "MaskedLM", {}),
+    "bert-base": ("bert", "MaskedLM", {}),
+    "bert-large": (
+        "bert",
+        "MaskedLM",
+        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+    ),
+    "roberta-base": ("roberta", "MaskedLM", {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}),
+    "gpt2": ("gpt2", "CausalLM", {}),
+    "gpt2-medium": ("gpt2", "CausalLM", {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
+    "t5-small": ("t5", "Seq2SeqLM", {}),
+    "vit-base": ("vit", "ImageClassification", {}),
+}
+
+_HEADS = ("MaskedLM", "CausalLM", "Seq2SeqLM", "ImageClassification")
+_MASKED_FRACTION = 0.15
+_IGNORED_LABEL = -100
+
+
+def preset_names() -> str:
+    return ", ".join(PRESETS)
+
+
+def load_model(name: str) -> nn.Module:
+    """A transformers model in float32 on the CPU; its weights are random for a preset (generator: torch's), else the folder's or hub's.
+
+    Raises UsageError where there is no such model, or none of its kind has a language-modelling or classification loss.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError("anatomy needs transformers: pip install 'onetrip[transformers]'") from error
+    if name in PRESETS:
+        model_type, head, arguments = PRESETS[name]
+        config = transformers.AutoConfig.for_model(model_type, **arguments)
+        return getattr(transformers, f"AutoModelFor{head}").from_config(config)
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise UsageError(f"{name} is a folder without a config.json; a model's folder has one")
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+        return getattr(transformers, f"AutoModelFor{_head_of(config)}").from_pretrained(name, dtype=torch.float32)
+    except UsageError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"{name} is neither a preset ({preset_names()}), nor a folder, nor a model the hub could give: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _head_of(config: Any) -> str:
+    """The head that gives config's model a loss: the one it was saved with, else the first that its type has."""
+    from transformers.models.auto import modeling_auto
+
+    mappings = {
+        "MaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
+        "CausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        "Seq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        "ImageClassification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    }
+    available = [head for head in _HEADS if type(config) in mappings[head]]
+    saved_as = config.architectures or []
+    for head in available:
+        model_class = mappings[head][type(config)]
+        if any(c.__name__ in saved_as for c in (model_class if isinstance(model_class, tuple) else (model_class,))):
+            return head
+    if not available:
+        raise UsageError(f"{config.model_type} models have none of the heads that anatomy can train: {', '.join(_HEADS)}")
+    return available[0]
+
+
+def make_batch(model: nn.Module, batch_size: int, sequence_length: int, seed: int = 0) -> dict[str, Tensor]:
+    """Random input and labels for one step, on the model's device: token ids [batch_size, sequence_length], or images.
+
+    A masked language model has 15% of its positions to predict, the others every one. Images have the size of the config, and
+    pixels of the weights' dtype: sequence_length says nothing there.
+    """
+    config: Any = model.config
+    weight = next(model.parameters())
+    generator = torch.Generator().manual_seed(seed)
+    if hasattr(config, "image_size"):
+        size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
+        pixels = torch.randn(batch_size, config.num_channels, *size, generator=generator)
+        labels = torch.randint(config.num_labels, (batch_size,), generator=generator)
+        return {"pixel_values": pixels.to(weight.device, weight.dtype), "labels": labels.to(weight.device)}
+    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if longest is not None and config.model_type in ("roberta", "xlm-roberta", "camembert"):
+        longest -= 2  # their position ids begin after the padding index
+    if longest is not None and sequence_length > longest and not getattr(config, "is_encoder_decoder", False):
+        raise UsageError(f"--sequence-length must be at most {longest} for this model, got {sequence_length}")
+    ids = torch.randint(min(1000, config.vocab_size // 2), config.vocab_size, (batch_size, sequence_length), generator=generator)
+    labels = ids
+    if type(model).__name__.endswith("ForMaskedLM"):
+        masked = torch.rand(ids.shape, generator=generator) < _MASKED_FRACTION
+        masked[:, 0] = True  # at least one position a row, so that the loss is a number
+        labels = torch.where(masked, ids, _IGNORED_LABEL)
+    return {"input_ids": ids.to(weight.device), "labels": labels.to(weight.device)}

@@ -1,0 +1,60 @@
+"""Sorting the profiler's events into classes of operators, as in the literature on where training time goes.
+
+The classes follow Ivanov et al., "Data movement is all you need" (arXiv 2007.00072), a little finer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+FUSED = "fused (onetrip)"
+OTHER = "element-wise, sums"
+
+# The first pattern that matches the start of a name without its "aten::" wins.
+_CLASSES = (
+    (FUSED, re.compile(r"onetrip::")),
+    ("contractions", re.compile(r"(add)?(mm|bmm|mv)\b|baddbmm|matmul|linear\b|linear_backward|einsum|.*conv|mkldnn_linear|_?scaled_mm")),
+    ("attention", re.compile(r"_?scaled_dot_product|_?(flash|efficient|cudnn)_attention|_fused_sdp")),
+    ("normalisation", re.compile(r"(_?fused_|native_)?(layer|rms|group|batch)_norm|rsqrt")),
+    ("dropout", re.compile(r"(native_|_fused_)?dropout|bernoulli")),
+    ("softmax, loss", re.compile(r"_?(log_)?softmax|_?safe_softmax|nll_loss|cross_entropy")),
+    ("embedding", re.compile(r"embedding|index_add|index_select|index\b|index_put|_index_put")),
+    ("copies, fills", re.compile(r"copy_|_?to_copy|to\b|clone|contiguous|empty|zeros?_?\b|fill_|full|cat\b|stack|arange|ones")),
+)
+# A custom torch.autograd.Function is recorded under its bare class name: no namespace, and no digit as in AddBackward0.
+_PYTHON_FUNCTION = re.compile(r"[A-Za-z_][A-Za-z_0-9]*(?<![0-9])$")
+
+
+def operator_class(name: str) -> str:
+    """The class of one event of torch's profiler, by its name."""
+    if "::" not in name and "#" not in name and _PYTHON_FUNCTION.match(name):
+        return FUSED
+    name = name.removeprefix("aten::")
+    return next((label for label, pattern in _CLASSES if pattern.match(name)), OTHER)
+
+
+def time_by_operator_class(events: Iterable[Any], *, on_device: bool) -> dict[str, float]:
+    """Milliseconds that each class of operator took by itself, largest first; the optimizer's own operators are left out.
+
+    events: `FunctionEvent`s of one profile. on_device: count time on the accelerator rather than on the CPU.
+    """
+    totals: dict[str, float] = {}
+    for event in events:
+        if event.device_type != torch.autograd.DeviceType.CPU or event.name == "[memory]" or _in_optimizer(event):
+            continue
+        own = event.self_device_time_total if on_device else event.self_cpu_time_total
+        label = operator_class(event.name)
+        totals[label] = totals.get(label, 0.0) + own / 1e3
+    return {label: ms for label, ms in sorted(totals.items(), key=lambda item: -item[1]) if ms > 0.0}
+
+
+def _in_optimizer(event: Any) -> bool:
+    while event is not None:
+        if event.name.startswith("Optimizer."):
+            return True
+        event = event.cpu_parent
+    return False

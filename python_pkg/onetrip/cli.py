@@ -1,0 +1,98 @@
+"""The commands. Arguments in, tables or JSON out; what they do lives in doctor.py and anatomy/."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from .anatomy.measure import Progress as ProgressCallback
+
+CHECK_FAILED, BAD_USAGE = 1, 2
+
+app = typer.Typer(
+    help="Fused kernels for training transformers: every tensor makes one trip through memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and no progress.")]
+
+
+@app.callback()
+def _root() -> None:
+    # Read by torch's profiler when it first starts: else it prints two lines on every trace.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+@contextmanager
+def _progress(shown: bool) -> Iterator[ProgressCallback | None]:
+    """A bar on standard error, so that standard output holds the result alone."""
+    if not shown:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """What works on this machine and why not, and a numeric self-check of every kernel on every device."""
+    from . import doctor as doctor_
+
+    with _progress(not as_json) as progress:
+        report = doctor_.examine(progress)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        Console().print(doctor_.render(report))
+    if not report.healthy:
+        raise typer.Exit(CHECK_FAILED)
+
+
+@app.command()
+def anatomy(
+    model: Annotated[str, typer.Argument(help="A preset that needs no download, a local folder, or a hub id.")],
+    batch_size: Annotated[int, typer.Option(help="Sequences (or images) a step.")] = 8,
+    sequence_length: Annotated[int, typer.Option(help="Tokens a sequence.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Of weights and activations: float32, bfloat16 or float16.")] = "float32",
+    optimizer: Annotated[str, typer.Option(help="adamw (torch's).")] = "adamw",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    steps: Annotated[int, typer.Option(help="Timed steps of each kind; medians are shown.")] = 5,
+    output: Annotated[Path | None, typer.Option(help="Folder to write anatomy.json in.")] = None,
+    as_json: Json = False,
+) -> None:
+    """One training step taken apart, eager beside patched: milliseconds by phase, bytes by class of tensor."""
+    from . import anatomy as anatomy_
+    from .anatomy.report import render
+
+    options = anatomy_.Options(model, batch_size, sequence_length, dtype, optimizer, device, steps)
+    try:
+        folder = anatomy_.writable_folder(output) if output is not None else None
+        with _progress(not as_json) as progress:
+            result = anatomy_.compare(options, progress)
+    except anatomy_.UsageError as error:
+        typer.echo(f"onetrip anatomy: {error}", err=True)
+        raise typer.Exit(BAD_USAGE) from None
+    if folder is not None:
+        path = anatomy_.write_json(result, folder)
+        typer.echo(f"wrote {path}", err=True)
+    if as_json:
+        typer.echo(json.dumps(result.to_dict(), indent=2))
+    else:
+        Console().print(render(result))
+
+
+def main() -> None:
+    """Entry point of the `onetrip` command."""
+    app()
