@@ -60,7 +60,9 @@ class Options:
             why = "no usable NVIDIA GPU was found" if built else "this torch was built without CUDA"
             raise UsageError(f"--device {self.device}: {why}; use --device cpu")
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise UsageError(f"--device {self.device}: this machine has {torch.cuda.device_count()} GPU(s), counted from 0")
+            raise UsageError(
+                f"--device {self.device}: this machine has {torch.cuda.device_count()} GPU(s), counted from 0"
+            )
         return device
 
 
@@ -81,7 +83,9 @@ class Comparison:
         return {
             "options": vars(self.options),
             "device": str(self.device),
-            "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.processor(),
+            "device_name": torch.cuda.get_device_name(self.device)
+            if self.device.type == "cuda"
+            else platform.processor(),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "parameters": self.n_parameters,

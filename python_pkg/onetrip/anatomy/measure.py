@@ -1,7 +1,7 @@
 """Measuring one training step: milliseconds by phase, bytes by class of tensor, time by class of operator.
 
-Everything takes a `loss_fn`, a function of nothing that runs the forward pass and returns the scalar loss, so that any model
-and any way of feeding it can be measured.
+Everything takes a `loss_fn`, a function of nothing that runs the forward pass and returns the scalar loss, so that any
+model and any way of feeding it can be measured.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class _Saved:
 def saved_activation_bytes(loss_fn: LossFn, not_counted: Iterable[Tensor] = ()) -> int:
     """Bytes that the graph of one forward pass keeps alive for backward.
 
-    Every distinct storage is counted once and whole (a view keeps all of it), if the graph still holds it when the forward
-    pass has ended. Storages of `not_counted` and their views are left out: pass the parameters, buffers and inputs.
+    Every distinct storage is counted once and whole (a view keeps all of it), if the graph still holds it when the
+    forward pass has ended. Storages of `not_counted` and their views are left out: pass the parameters, buffers and inputs.
     """
     held: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
@@ -131,9 +131,9 @@ def saved_activation_bytes(loss_fn: LossFn, not_counted: Iterable[Tensor] = ()) 
 def peak_memory_bytes(run: Callable[[], object], device: torch.device) -> int:
     """The most memory that `run` had allocated at once, above what was allocated when it began.
 
-    CUDA: torch's allocator statistics. CPU: every allocation and release of torch's CPU allocator, as the profiler records
-    them, so that the figure is exact and repeatable, which the resident set of the process is not (malloc keeps freed pages);
-    scratch memory that a library takes from malloc by itself does not appear in it.
+    CUDA: torch's allocator statistics. CPU: every allocation and release of torch's CPU allocator, as the profiler
+    records them, so that the figure is exact and repeatable, which the resident set of the process is not (malloc keeps
+    freed pages); scratch memory that a library takes from malloc by itself does not appear in it.
     """
     if device.type == "cuda":
         return _cuda_peak(run, device)
@@ -192,11 +192,11 @@ def measure_variants(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, StepAnatomy]:
-    """The same training step under several contexts, taken in turns so that a slow minute of the machine hits all alike.
+    """The same training step under several contexts, taken in turns so that a slow minute hits all alike.
 
     variants: for each name a function that gives a context in which a step is to run (nullcontext: as it is).
-    inputs: tensors of the batch, not counted among the saved activations. The generators of torch are left as they were; the
-    weights are trained by the optimizer, as often as it takes (give it a learning rate of 0 to keep them).
+    inputs: tensors of the batch, not counted among the saved activations. The generators of torch are left as they were;
+    the optimizer trains the weights, as often as it takes (give it a learning rate of 0 to keep them).
     """
     if steps < 1:
         raise ValueError(f"measure_variants: steps must be at least 1, got {steps}")
@@ -268,7 +268,7 @@ def measure_step(
     warm_up: int = 2,
     progress: Progress | None = None,
 ) -> StepAnatomy:
-    """One training step of a transformers model: `model(**batch).loss`, backward, optimizer.step(). See measure_variants."""
+    """One training step of a transformers model: `model(**batch).loss`, backward, step. See measure_variants."""
     return measure_variants(
         model,
         lambda: model(**batch).loss,

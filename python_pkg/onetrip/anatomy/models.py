@@ -1,4 +1,4 @@
-"""What `onetrip anatomy MODEL` can take apart: presets with random weights, local folders, hub ids; and a batch to feed them."""
+"""What `onetrip anatomy MODEL` can take apart: presets, local folders and hub ids; and a batch to feed them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,29 @@ class UsageError(ValueError):
 
 # name: (model_type, head, arguments of its transformers config). Sizes are those of the published models, or small.
 _TINY = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
-_TINY_DECODER = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 688, "vocab_size": 4096}
+_TINY_DECODER = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 688,
+    "vocab_size": 4096,
+}
 PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tiny-bert": ("bert", "MaskedLM", _TINY),
     "tiny-gpt2": ("gpt2", "CausalLM", {"n_embd": 128, "n_layer": 2, "n_head": 2, "vocab_size": 4096}),
     "tiny-llama": ("llama", "CausalLM", _TINY_DECODER),
     "tiny-gemma": ("gemma", "CausalLM", _TINY_DECODER | {"head_dim": 64}),
-    "tiny-t5": ("t5", "Seq2SeqLM", {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4, "vocab_size": 4096}),
+    "tiny-t5": (
+        "t5",
+        "Seq2SeqLM",
+        {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4, "vocab_size": 4096},
+    ),
     "tiny-vit": ("vit", "ImageClassification", _TINY),
-    "minilm": ("bert", "MaskedLM", {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}),
+    "minilm": (
+        "bert",
+        "MaskedLM",
+        {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    ),
     "distilbert-base": ("distilbert", "MaskedLM", {}),
     "bert-base": ("bert", "MaskedLM", {}),
     "bert-large": (
@@ -31,7 +45,11 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MaskedLM",
         {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
     ),
-    "roberta-base": ("roberta", "MaskedLM", {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}),
+    "roberta-base": (
+        "roberta",
+        "MaskedLM",
+        {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1},
+    ),
     "gpt2": ("gpt2", "CausalLM", {}),
     "gpt2-medium": ("gpt2", "CausalLM", {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
     "t5-small": ("t5", "Seq2SeqLM", {}),
@@ -43,14 +61,10 @@ _MASKED_FRACTION = 0.15
 _IGNORED_LABEL = -100
 
 
-def preset_names() -> str:
-    return ", ".join(PRESETS)
-
-
 def load_model(name: str) -> nn.Module:
-    """A transformers model in float32 on the CPU; its weights are random for a preset (generator: torch's), else the folder's or hub's.
+    """A transformers model in float32 on the CPU. A preset's weights are random, drawn from torch's generator.
 
-    Raises UsageError where there is no such model, or none of its kind has a language-modelling or classification loss.
+    Raises UsageError where there is no such model, or its kind has no head with a loss to train.
     """
     try:
         import transformers
@@ -69,7 +83,8 @@ def load_model(name: str) -> nn.Module:
         raise
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
-            f"{name} is neither a preset ({preset_names()}), nor a folder, nor a model the hub could give: {_first_line(error)}"
+            f"{name} is neither a preset ({', '.join(PRESETS)}), nor a folder, nor a model that the hub could give: "
+            f"{_first_line(error)}"
         ) from error
 
 
@@ -90,19 +105,21 @@ def _head_of(config: Any) -> str:
     available = [head for head in _HEADS if type(config) in mappings[head]]
     saved_as = config.architectures or []
     for head in available:
-        model_class = mappings[head][type(config)]
+        model_class: Any = mappings[head][type(config)]
         if any(c.__name__ in saved_as for c in (model_class if isinstance(model_class, tuple) else (model_class,))):
             return head
     if not available:
-        raise UsageError(f"{config.model_type} models have none of the heads that anatomy can train: {', '.join(_HEADS)}")
+        raise UsageError(
+            f"{config.model_type} models have none of the heads that anatomy can train: {', '.join(_HEADS)}"
+        )
     return available[0]
 
 
 def make_batch(model: nn.Module, batch_size: int, sequence_length: int, seed: int = 0) -> dict[str, Tensor]:
     """Random input and labels for one step, on the model's device: token ids [batch_size, sequence_length], or images.
 
-    A masked language model has 15% of its positions to predict, the others every one. Images have the size of the config, and
-    pixels of the weights' dtype: sequence_length says nothing there.
+    A masked language model has 15% of its positions to predict, the others every one. Images have the size that the
+    config gives, and pixels of the weights' dtype: sequence_length says nothing there.
     """
     config: Any = model.config
     weight = next(model.parameters())
@@ -117,7 +134,9 @@ def make_batch(model: nn.Module, batch_size: int, sequence_length: int, seed: in
         longest -= 2  # their position ids begin after the padding index
     if longest is not None and sequence_length > longest and not getattr(config, "is_encoder_decoder", False):
         raise UsageError(f"--sequence-length must be at most {longest} for this model, got {sequence_length}")
-    ids = torch.randint(min(1000, config.vocab_size // 2), config.vocab_size, (batch_size, sequence_length), generator=generator)
+    ids = torch.randint(
+        min(1000, config.vocab_size // 2), config.vocab_size, (batch_size, sequence_length), generator=generator
+    )
     labels = ids
     if type(model).__name__.endswith("ForMaskedLM"):
         masked = torch.rand(ids.shape, generator=generator) < _MASKED_FRACTION

@@ -17,28 +17,41 @@ OTHER = "element-wise, sums"
 # The first pattern that matches the start of a name without its "aten::" wins.
 _CLASSES = (
     (FUSED, re.compile(r"onetrip::")),
-    ("contractions", re.compile(r"(add)?(mm|bmm|mv)\b|baddbmm|matmul|linear\b|linear_backward|einsum|.*conv|mkldnn_linear|_?scaled_mm")),
+    (
+        "contractions",
+        re.compile(
+            r"(add)?(mm|bmm|mv)\b|baddbmm|matmul|linear\b|linear_backward|einsum|.*conv|mkldnn_linear|_?scaled_mm"
+        ),
+    ),
     ("attention", re.compile(r"_?scaled_dot_product|_?(flash|efficient|cudnn)_attention|_fused_sdp")),
     ("normalisation", re.compile(r"(_?fused_|native_)?(layer|rms|group|batch)_norm|rsqrt")),
     ("dropout", re.compile(r"(native_|_fused_)?dropout|bernoulli")),
     ("softmax, loss", re.compile(r"_?(log_)?softmax|_?safe_softmax|nll_loss|cross_entropy")),
     ("embedding", re.compile(r"embedding|index_add|index_select|index\b|index_put|_index_put")),
-    ("copies, fills", re.compile(r"copy_|_?to_copy|to\b|clone|contiguous|empty|zeros?_?\b|fill_|full|cat\b|stack|arange|ones")),
+    (
+        "copies, fills",
+        re.compile(r"copy_|_?to_copy|to\b|clone|contiguous|empty|zeros?_?\b|fill_|full|cat\b|stack|arange|ones"),
+    ),
 )
-# A custom torch.autograd.Function is recorded under its bare class name: no namespace, and no digit as in AddBackward0.
-_PYTHON_FUNCTION = re.compile(r"[A-Za-z_][A-Za-z_0-9]*(?<![0-9])$")
+# A custom torch.autograd.Function is recorded as its class, so onetrip's as _RowNorm and _RowNormBackward: no namespace,
+# a capital, and no digit at the end as AddBackward0 has.
+_PYTHON_FUNCTION = re.compile(r"_?[A-Z][A-Za-z_0-9]*(?<![0-9])$")
+AUTOGRAD = "autograd's own"
+_AUTOGRAD = re.compile(r"(torch::)?autograd::|[A-Z][A-Za-z]*[0-9]+$")
 
 
 def operator_class(name: str) -> str:
     """The class of one event of torch's profiler, by its name."""
-    if "::" not in name and "#" not in name and _PYTHON_FUNCTION.match(name):
+    if _PYTHON_FUNCTION.match(name):
         return FUSED
+    if _AUTOGRAD.match(name):
+        return AUTOGRAD
     name = name.removeprefix("aten::")
     return next((label for label, pattern in _CLASSES if pattern.match(name)), OTHER)
 
 
 def time_by_operator_class(events: Iterable[Any], *, on_device: bool) -> dict[str, float]:
-    """Milliseconds that each class of operator took by itself, largest first; the optimizer's own operators are left out.
+    """Milliseconds that each class of operator took by itself, largest first; the optimizer's are left out.
 
     events: `FunctionEvent`s of one profile. on_device: count time on the accelerator rather than on the CPU.
     """

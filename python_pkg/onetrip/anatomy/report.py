@@ -10,7 +10,7 @@ from rich.text import Text
 
 from .compare import Comparison
 
-_BAR_WIDTH = 24
+_BAR_WIDTH = 20
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 Row = tuple[str, float, float]
@@ -48,10 +48,10 @@ def comparison_table(
 ) -> Table:
     """Rows of (label, eager, patched), each with a column of judge(eager, patched) and a pair of bars."""
     table = Table(title=title, title_justify="left")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name, style in (("eager", ""), ("patched", "green"), (verdict, "bold")):
         table.add_column(name, justify="right", style=style, no_wrap=True)
-    table.add_column("eager above, patched below", width=_BAR_WIDTH + 2)
+    table.add_column("eager over patched", width=_BAR_WIDTH)
     largest = max((max(eager, patched) for _, eager, patched in rows), default=0.0)
     for label, eager, patched in rows:
         bars = Text.assemble((bar(eager, largest), "dim"), "\n", (bar(patched, largest), "green"))
@@ -67,7 +67,7 @@ def render(result: Comparison) -> RenderableType:
     """Everything `onetrip anatomy` prints without --json."""
     options, eager, patched = result.options, result.eager, result.patched
     heading = (
-        f"[bold]{options.model}[/]: {result.n_parameters / 1e6:.1f} M parameters, batch {options.batch_size} x {options.sequence_length}, "
+        f": {result.n_parameters / 1e6:.1f} M parameters, batch {options.batch_size} x {options.sequence_length}, "
         f"{options.dtype}, {options.optimizer}, {result.device}; {result.n_patched} modules patched"
     )
     phases: list[Row] = [
@@ -83,11 +83,15 @@ def render(result: Comparison) -> RenderableType:
         (label, eager.operators_ms.get(label, 0.0), patched.operators_ms.get(label, 0.0)) for label in labels
     ]
     return Group(
-        Text.from_markup(heading),
+        Text.assemble((options.model, "bold"), heading),
         comparison_table(f"Time, median of {options.steps} steps", phases, _milliseconds, "speed-up", format_speedup),
         comparison_table("Memory (peak: above the start of the step)", sizes, format_bytes, "change", format_change),
         comparison_table(
-            "Forward and backward by class of operator, one profiled step", operators, _milliseconds, "speed-up", format_speedup
+            "Forward and backward by class of operator, one profiled step",
+            operators,
+            _milliseconds,
+            "speed-up",
+            format_speedup,
         ),
         Text(f"Loss with dropout off, same weights: eager {eager.loss:.6f}, patched {patched.loss:.6f}"),
     )

@@ -1,0 +1,201 @@
+"""`onetrip doctor`: what works on this machine, why the rest does not, and whether the kernels compute right."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from . import __version__, selfcheck
+from .ops.backends import BACKENDS, KERNEL_DTYPES, available_backends, choose, native, unavailable_reason, use_backend
+
+Progress = Callable[[int, int, str], None]
+
+_CHOICE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_REBUILD = "install a C++ compiler (g++ or clang++) and install onetrip again"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which backend `auto` takes for tensors of a device and dtypes, and why."""
+
+    device: str
+    dtypes: str
+    backend: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that doctor found. facts: what is printed as it stands, by subject."""
+
+    facts: dict[str, str]
+    choices: tuple[Choice, ...]
+    checks: tuple[selfcheck.Check, ...]
+
+    @property
+    def healthy(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "healthy": self.healthy,
+            "facts": self.facts,
+            "choices": [vars(choice) for choice in self.choices],
+            "checks": [check.to_dict() for check in self.checks],
+        }
+
+
+def devices() -> list[torch.device]:
+    """The CPU and every GPU that torch can use."""
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(n_gpus))]
+
+
+def examine(progress: Progress | None = None) -> Report:
+    """Looks at everything and runs every check. progress: called as (checks done, checks in all, what comes next)."""
+    found = devices()
+    planned = [
+        (device, backend, *case)
+        for device in found
+        for backend in available_backends(device)
+        for case in selfcheck.cases(backend)
+    ]
+    checks: list[selfcheck.Check] = []
+    for done, (device, backend, kernel, dtype) in enumerate(planned):
+        if progress is not None:
+            progress(done, len(planned), f"{device}, {backend}: {kernel.name}")
+        checks.extend(selfcheck.run_check(device, backend, kernel, dtype))
+    return Report(_facts(), tuple(choice for device in found for choice in _choices(device)), tuple(checks))
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _facts() -> dict[str, str]:
+    library = native()
+    facts = {
+        "onetrip": __version__,
+        "Python": platform.python_version(),
+        **{package: _installed(package) for package in ("torch", "triton", "transformers")},
+    }
+    if library is None:
+        facts["native library"] = f"not built: {_REBUILD}; until then kernels run through Triton or the slow reference"
+    else:
+        facts["native library"] = f"CPU kernels at level {library.cpu_level()}"
+    facts["CPU"] = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    facts["CUDA kernels"] = _cuda_kernels(library)
+    for device in devices():
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            facts[str(device)] = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+    facts["Triton kernels"] = "; ".join(
+        f"{kind}: {unavailable_reason('triton', kind) or 'usable'}" for kind in ("cpu", "cuda")
+    )
+    if "ONETRIP_BACKEND" in os.environ:
+        facts["ONETRIP_BACKEND"] = (
+            f"{os.environ['ONETRIP_BACKEND']} (set in the environment; what follows is auto's choice)"
+        )
+    return facts
+
+
+def _cuda_kernels(library: Any) -> str:
+    if library is None:
+        return "not built"
+    if not library.cuda_architectures():
+        return "not built: no nvcc at installation; NVIDIA GPUs are served by the Triton kernels"
+    reason = unavailable_reason("cuda", "cuda")
+    return f"built for {library.cuda_architectures()}; {'not usable: ' + reason if reason else 'usable'}"
+
+
+def _choices(device: torch.device) -> list[Choice]:
+    """One entry for each backend that auto takes on the device."""
+    by_backend: dict[str, list[torch.dtype]] = {}
+    with use_backend("auto"):
+        for dtype in _CHOICE_DTYPES:
+            backend = choose("doctor", device, dtype in KERNEL_DTYPES)
+            by_backend.setdefault(backend, []).append(dtype)
+    return [
+        Choice(
+            str(device),
+            ", ".join(str(d).removeprefix("torch.") for d in dtypes),
+            backend,
+            _why(device, backend, dtypes),
+        )
+        for backend, dtypes in by_backend.items()
+    ]
+
+
+def _why(device: torch.device, backend: str, dtypes: list[torch.dtype]) -> str:
+    if not KERNEL_DTYPES.intersection(dtypes):
+        return "kernels compute float32, float16 and bfloat16 only"
+    passed_over = [
+        f"{name}: {unavailable_reason(name, device.type, device.index or 0)}"
+        for name in BACKENDS[: BACKENDS.index(backend)]
+        if name not in ("cpu", "cuda") or name == device.type
+    ]
+    return "; ".join(passed_over) or "first choice for this device"
+
+
+def render(report: Report) -> RenderableType:
+    """What `onetrip doctor` prints without --json."""
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for subject, finding in report.facts.items():
+        facts.add_row(Text(subject, style="bold"), Text(finding))
+    choices = Table("device", "dtypes", "backend", "why", title="What auto picks", title_justify="left")
+    for choice in report.choices:
+        choices.add_row(choice.device, choice.dtypes, Text(choice.backend, style="bold"), Text(choice.why))
+    failed = [check for check in report.checks if not check.passed]
+    verdict = (
+        Text(f"{len(failed)} of {len(report.checks)} checks failed", style="bold red")
+        if failed
+        else Text(f"all {len(report.checks)} checks passed", style="bold green")
+    )
+    return Group(facts, "", choices, "", *_check_tables(report), *map(_failure, failed), verdict)
+
+
+def _check_tables(report: Report) -> list[RenderableType]:
+    """A table for each device and backend: kernels by dtypes, in each cell the largest error of both directions."""
+    by_backend: dict[tuple[str, str], list[selfcheck.Check]] = {}
+    for check in report.checks:
+        by_backend.setdefault((check.device, check.backend), []).append(check)
+    tables: list[RenderableType] = []
+    for (device, backend), checks in by_backend.items():
+        title = f"Self-check of {backend} on {device}: largest error against float64"
+        table = Table("", title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        dtypes = list(dict.fromkeys(check.dtype for check in checks))
+        for dtype in dtypes:
+            table.add_column(dtype, no_wrap=True)
+        for kernel in dict.fromkeys(check.kernel for check in checks):
+            row = [[c for c in checks if c.kernel == kernel and c.dtype == dtype] for dtype in dtypes]
+            table.add_row(kernel, *map(_cell, row))
+        tables.append(table)
+    return tables
+
+
+def _cell(checks: list[selfcheck.Check]) -> Text:
+    if not checks:
+        return Text("")
+    if all(check.passed for check in checks):
+        return Text(f"✓ {max(check.error for check in checks):.0e}", style="green")
+    return Text("✗ failed", style="red")
+
+
+def _failure(check: selfcheck.Check) -> Text:
+    what = check.failure or f"error {check.error:.2e}, allowed {check.allowed:.2e}"
+    return Text(
+        f"✗ {check.device}, {check.backend}, {check.kernel}, {check.dtype}, {check.direction}: {what}", style="red"
+    )

@@ -1,0 +1,193 @@
+"""A numeric check of every kernel on one device and backend: forward and every gradient against float64.
+
+The truth is the unfused torch expression in float64 with the same dropout mask. A kernel passes where its largest error
+is at most twice that of the unfused expression in the kernel's own dtypes, plus a few units in the last place of the
+largest value.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import ops
+from .ops.backends import KERNEL_DTYPES, use_backend
+from .reference.philox import keep_mask
+
+_RNG = (0x0123456789ABCDEF, 8)
+_EPS = 1e-5
+_SHAPES = ((9, 257), (16, 1024))
+"""One with an odd width (no 128-bit access can be aligned), one as models have them."""
+
+DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
+    "fp32": (torch.float32, torch.float32),
+    "fp16": (torch.float16, torch.float16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16/fp32": (torch.bfloat16, torch.float32),
+    "fp64": (torch.float64, torch.float64),
+}
+"""Name: dtypes of the activations and of the parameters."""
+
+_ULPS = {torch.float16: 1, torch.bfloat16: 1, torch.float32: 8, torch.float64: 64}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One call of the family. norm: "layer", "rms" or "" for none; alone: the norm of x, with nothing before it."""
+
+    name: str
+    norm: str
+    alone: bool
+    dropout_p: float
+
+
+KERNELS = (
+    Kernel("layer_norm", "layer", True, 0.0),
+    Kernel("rms_norm", "rms", True, 0.0),
+    *(
+        Kernel("bias+" + ("dropout+" if p else "") + "residual" + (f"+{norm}" if norm else ""), norm, False, p)
+        for norm, p in itertools.product(("", "layer", "rms"), (0.0, 0.1))
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome for one kernel, one combination of dtypes and one direction; the worst of all shapes and tensors."""
+
+    device: str
+    backend: str
+    kernel: str
+    dtype: str
+    direction: str
+    error: float
+    """Largest absolute error of the tensor that came nearest to its bound, or passed it."""
+    allowed: float
+    failure: str
+    """What was raised instead of a result; "" where there was one."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.failure and self.error <= self.allowed  # not a number never passes
+
+    def to_dict(self) -> dict[str, Any]:
+        # JSON has no NaN and no infinity.
+        finite = {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in asdict(self).items()}
+        return {**finite, "passed": self.passed}
+
+
+def cases(backend: str) -> Iterator[tuple[Kernel, str]]:
+    """What run_check is to be called with for one backend: kernels and names of DTYPES."""
+    for kernel, (name, (dtype, _)) in itertools.product(KERNELS, DTYPES.items()):
+        if dtype in KERNEL_DTYPES or backend == "reference":
+            yield kernel, name
+
+
+def run_check(device: torch.device, backend: str, kernel: Kernel, dtype_name: str) -> tuple[Check, Check]:
+    """Forward and backward checks. Whatever a kernel raises becomes a failure; torch's generators are not touched."""
+    errors: dict[str, tuple[float, float]] = {"forward": (0.0, 0.0), "backward": (0.0, 0.0)}
+    failure = ""
+    try:
+        for n_rows, n_cols in _SHAPES:
+            for direction, error, allowed in _errors(device, backend, kernel, *DTYPES[dtype_name], n_rows, n_cols):
+                if not _share(error, allowed) <= _share(*errors[direction]):
+                    errors[direction] = (error, allowed)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}".splitlines()[0]
+    return tuple(  # type: ignore[return-value]
+        Check(str(device), backend, kernel.name, dtype_name, direction, *errors[direction], failure)
+        for direction in ("forward", "backward")
+    )
+
+
+def _share(error: float, allowed: float) -> float:
+    return error / allowed if allowed else error
+
+
+def _errors(
+    device: torch.device,
+    backend: str,
+    kernel: Kernel,
+    dtype: torch.dtype,
+    parameter_dtype: torch.dtype,
+    n_rows: int,
+    n_cols: int,
+) -> Iterator[tuple[str, float, float]]:
+    """(direction, error, allowed) of the output and of every gradient."""
+    generator = torch.Generator().manual_seed(n_cols)
+
+    def values(*shape: int, dtype: torch.dtype, mean: float = 0.0) -> Tensor:
+        return (mean + torch.randn(*shape, dtype=torch.float64, generator=generator)).to(dtype).to(device)
+
+    inputs = {"x": values(n_rows, n_cols, dtype=dtype, mean=0.5)}
+    if not kernel.alone:
+        inputs["residual"] = values(n_rows, n_cols, dtype=dtype)
+        inputs["bias"] = values(n_cols, dtype=parameter_dtype)
+    if kernel.norm:
+        inputs["weight"] = values(n_cols, dtype=parameter_dtype, mean=1.0)
+    if kernel.norm == "layer":
+        inputs["norm_bias"] = values(n_cols, dtype=parameter_dtype)
+    dy = values(n_rows, n_cols, dtype=torch.float64)
+    keep = keep_mask((n_rows, n_cols), kernel.dropout_p, _RNG).to(device)
+
+    def gradients(dtype: torch.dtype | None, fused: bool) -> list[Tensor]:
+        leaves = {name: t.detach().to(dtype or t.dtype).requires_grad_() for name, t in inputs.items()}
+        with use_backend(backend):
+            y = _fused(kernel, leaves) if fused else _unfused(kernel, leaves, keep)
+            y.backward(dy.to(y.dtype))
+        return [y.detach(), *(leaf.grad for leaf in leaves.values() if leaf.grad is not None)]
+
+    truth = gradients(torch.float64, fused=False)
+    ours = gradients(None, fused=True)
+    unfused: list[Tensor] = truth
+    # Where torch lacks an operation for these dtypes on this device, exact values are the baseline: a stricter bound.
+    with suppress(RuntimeError):
+        unfused = gradients(None, fused=False)
+    if len(ours) != len(truth):
+        raise RuntimeError(f"{len(ours) - 1} gradients came back, {len(truth) - 1} were expected")
+    for index, (exact, got, baseline) in enumerate(zip(truth, ours, unfused, strict=True)):
+        unit = torch.finfo(got.dtype).eps * float(exact.abs().max())
+        allowed = 2 * float((baseline.double() - exact).abs().max()) + _ULPS[got.dtype] * unit
+        yield "backward" if index else "forward", float((got.double() - exact).abs().max()), allowed
+
+
+def _fused(kernel: Kernel, inputs: dict[str, Tensor]) -> Tensor:
+    if kernel.alone:
+        if kernel.norm == "layer":
+            return ops.layer_norm(inputs["x"], inputs["weight"], inputs["norm_bias"], _EPS)
+        return ops.rms_norm(inputs["x"], inputs["weight"], _EPS)
+    x, residual, bias = inputs["x"], inputs["residual"], inputs["bias"]
+    if not kernel.norm:
+        return ops.bias_dropout_residual(x, residual, bias, dropout_p=kernel.dropout_p, rng=_RNG)
+    return ops.bias_dropout_residual_norm(
+        x,
+        residual,
+        inputs["weight"],
+        inputs.get("norm_bias"),
+        bias=bias,
+        dropout_p=kernel.dropout_p,
+        norm="layer" if kernel.norm == "layer" else "rms",
+        eps=_EPS,
+        rng=_RNG,
+    )
+
+
+def _unfused(kernel: Kernel, inputs: dict[str, Tensor], keep: Tensor) -> Tensor:
+    z = inputs["x"]
+    if not kernel.alone:
+        z = inputs["residual"] + torch.where(keep, (z + inputs["bias"]) / (1.0 - kernel.dropout_p), 0.0)
+    if not kernel.norm:
+        return z
+    weight, norm_bias = inputs["weight"], inputs.get("norm_bias")
+    dtype = torch.promote_types(z.dtype, weight.dtype)  # F.layer_norm wants one dtype
+    if kernel.norm == "layer":
+        return F.layer_norm(z.to(dtype), z.shape[-1:], weight, norm_bias, _EPS).to(z.dtype)
+    values = z.to(dtype)
+    return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + _EPS) * weight).to(z.dtype)
