@@ -175,7 +175,7 @@ def _check_tables(report: Report) -> list[RenderableType]:
     tables: list[RenderableType] = []
     for (device, backend), checks in by_backend.items():
         title = f"Self-check of {backend} on {device}: largest error against float64"
-        table = Table("", title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        table = Table("", title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         dtypes = list(dict.fromkeys(check.dtype for check in checks))
         for dtype in dtypes:
             table.add_column(dtype, no_wrap=True)

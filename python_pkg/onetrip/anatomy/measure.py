@@ -111,7 +111,7 @@ def saved_activation_bytes(loss_fn: LossFn, not_counted: Iterable[Tensor] = ()) 
     """Bytes that the graph of one forward pass keeps alive for backward.
 
     Every distinct storage is counted once and whole (a view keeps all of it), if the graph still holds it when the
-    forward pass has ended. Storages of `not_counted` and their views are left out: pass the parameters, buffers and inputs.
+    forward pass has ended. Storages of `not_counted` and their views are left out: pass parameters, buffers, inputs.
     """
     held: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
@@ -137,7 +137,7 @@ def peak_memory_bytes(run: Callable[[], object], device: torch.device) -> int:
     """
     if device.type == "cuda":
         return _cuda_peak(run, device)
-    return _profiled(run, device)[0]
+    return profile_run(run, device)[0]
 
 
 def _cuda_peak(run: Callable[[], object], device: torch.device) -> int:
@@ -149,8 +149,8 @@ def _cuda_peak(run: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _profiled(run: Callable[[], object], device: torch.device) -> tuple[int, dict[str, float]]:
-    """(peak bytes of CPU memory above the start, milliseconds by class of operator) of one run."""
+def profile_run(run: Callable[[], object], device: torch.device) -> tuple[int, dict[str, float]]:
+    """(peak bytes of CPU memory above the start, milliseconds by class of operator) of one run; see peak_memory_bytes."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities, profile_memory=True) as trace:
         run()
@@ -195,8 +195,8 @@ def measure_variants(
     """The same training step under several contexts, taken in turns so that a slow minute hits all alike.
 
     variants: for each name a function that gives a context in which a step is to run (nullcontext: as it is).
-    inputs: tensors of the batch, not counted among the saved activations. The generators of torch are left as they were;
-    the optimizer trains the weights, as often as it takes (give it a learning rate of 0 to keep them).
+    inputs: tensors of the batch, not counted among the saved activations. torch's generators are left as they were; the
+    optimizer trains the weights, as often as it takes (give it a learning rate of 0 to keep them).
     """
     if steps < 1:
         raise ValueError(f"measure_variants: steps must be at least 1, got {steps}")
@@ -239,7 +239,7 @@ def measure_variants(
                     sizes[name]["gradients"] = tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
                     optimizer.zero_grad(set_to_none=True)
                     advance(f"peak memory, {name}")
-                    peak, operators = _profiled(lambda: timed_step(loss_fn, optimizer, device), device)
+                    peak, operators = profile_run(lambda: timed_step(loss_fn, optimizer, device), device)
                     if device.type == "cuda":
                         peak = _cuda_peak(lambda: timed_step(loss_fn, optimizer, device), device)
                     sizes[name] |= {"peak_memory": peak, "operators_ms": operators}

@@ -33,8 +33,8 @@ _CLASSES = (
         re.compile(r"copy_|_?to_copy|to\b|clone|contiguous|empty|zeros?_?\b|fill_|full|cat\b|stack|arange|ones"),
     ),
 )
-# A custom torch.autograd.Function is recorded as its class, so onetrip's as _RowNorm and _RowNormBackward: no namespace,
-# a capital, and no digit at the end as AddBackward0 has.
+# A custom torch.autograd.Function is recorded as its class, onetrip's as _RowNorm and _RowNormBackward: no namespace, a
+# capital, and no digit at the end as AddBackward0 has.
 _PYTHON_FUNCTION = re.compile(r"_?[A-Z][A-Za-z_0-9]*(?<![0-9])$")
 AUTOGRAD = "autograd's own"
 _AUTOGRAD = re.compile(r"(torch::)?autograd::|[A-Z][A-Za-z]*[0-9]+$")

@@ -33,6 +33,10 @@ def format_change(eager: float, patched: float) -> str:
     return f"{patched / eager - 1:+.1%}" if eager else "-"
 
 
+def format_difference(eager: float, patched: float) -> str:
+    return f"{patched - eager:+.1f} ms"
+
+
 def bar(value: float, largest: float, width: int = _BAR_WIDTH) -> str:
     """value / largest of the width, in eighths of a character."""
     full, rest = divmod(round(8 * width * value / largest) if largest > 0 else 0, 8)
@@ -90,8 +94,8 @@ def render(result: Comparison) -> RenderableType:
             "Forward and backward by class of operator, one profiled step",
             operators,
             _milliseconds,
-            "speed-up",
-            format_speedup,
+            "change",
+            format_difference,
         ),
         Text(f"Loss with dropout off, same weights: eager {eager.loss:.6f}, patched {patched.loss:.6f}"),
     )
