@@ -291,17 +291,16 @@ def plot(runs: list[Run], summaries: list[dict[str, Any]], path: Path) -> None:
     losses.set(
         title="Masked words of the Python reference: training loss", xlabel="step", ylabel="cross entropy (nats)"
     )
-    losses.legend(title=f"mean of {window} steps", frameon=False)
+    losses.legend(title=f"mean of {window} steps" if window > 1 else None, frameon=False)
     losses.grid(alpha=0.25)
     bottom = [0.0, 0.0]
     for phase, colour in phase_colours.items():
         heights = [s[f"{phase}_ms"] for s in summaries]
         times.bar([run.name for run in runs], heights, bottom=bottom, color=colour, width=0.55, label=phase)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    for index, total in enumerate(bottom):
-        times.annotate(
-            f"{total:.0f} ms", (index, total), ha="center", va="bottom", xytext=(0, 3), textcoords="offset points"
-        )
+    for index, (top, medians) in enumerate(zip(bottom, summaries, strict=True)):
+        label = f"{medians['step_ms']:.0f} ms"
+        times.annotate(label, (index, top), ha="center", va="bottom", xytext=(0, 3), textcoords="offset points")
     speedup = summaries[0]["step_ms"] / summaries[1]["step_ms"]
     times.set(title=f"One step, median: {speedup:.2f}x", ylabel="milliseconds", ylim=(0, 1.32 * max(bottom)))
     times.legend(frameon=False, ncols=3, loc="upper center")
@@ -386,7 +385,8 @@ def main(arguments: list[str] | None = None) -> int:
     train(runs, batches, held_out, options.seed, console)
 
     unpatched, patched = (summary(run, options) for run in runs)
-    title = f"{options.steps} steps of {options.batch_size} x {options.sequence_length} on {torch.get_num_threads()} threads"
+    shape = f"{options.batch_size} x {options.sequence_length}"
+    title = f"{options.steps} steps of {shape} tokens on {torch.get_num_threads()} threads"
     console.print(result_table(unpatched, patched, title))
     console.print(where_the_time_goes(unpatched, patched))
     plot(runs, [unpatched, patched], options.output / "losses.png")

@@ -150,7 +150,7 @@ def _cuda_peak(run: Callable[[], object], device: torch.device) -> int:
 
 
 def profile_run(run: Callable[[], object], device: torch.device) -> tuple[int, dict[str, float]]:
-    """(peak bytes of CPU memory above the start, milliseconds by class of operator) of one run; see peak_memory_bytes."""
+    """(peak bytes of CPU memory above the start, milliseconds by class of operator) of a run; see peak_memory_bytes."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities, profile_memory=True) as trace:
         run()

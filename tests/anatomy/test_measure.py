@@ -1,0 +1,163 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from onetrip import anatomy, ops
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+N = 100
+VECTOR = 4 * N
+
+
+@pytest.fixture
+def w():
+    return nn.Parameter(torch.rand(N))
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        pytest.param(lambda w: w.exp().sum(), VECTOR, id="an-output"),
+        pytest.param(lambda w: (y := w.exp()).mul(y).sum(), VECTOR, id="the-same-tensor-three-times"),
+        pytest.param(lambda w: (y := w.exp())[:10].sin().sum() + y.sum(), VECTOR, id="a-view-beside-its-base"),
+        pytest.param(lambda w: (w * 2)[:10].sin().sum(), VECTOR, id="a-view-keeps-its-whole-storage"),
+        pytest.param(lambda w: w.sin().cos().sum(), VECTOR, id="the-parameter-itself-is-not-counted"),
+        pytest.param(lambda w: w.view(10, 10).t().sin().sum(), 0, id="views-of-the-parameter-are-not-counted"),
+        pytest.param(lambda w: (w.exp(), w.sum())[1], 0, id="a-branch-that-was-dropped"),
+        pytest.param(
+            lambda w: checkpoint(lambda v: v.exp().sin().exp().sum(), w * 2, use_reentrant=False),
+            0,
+            id="checkpointed",
+        ),
+    ],
+)
+def test_saved_activations(w, loss, expected):
+    assert anatomy.saved_activation_bytes(lambda: loss(w), [w]) == expected
+
+
+def test_inputs_are_counted_unless_named(w):
+    x = torch.rand(N)
+    assert anatomy.saved_activation_bytes(lambda: (x * w).sum(), [w]) == VECTOR
+    assert anatomy.saved_activation_bytes(lambda: (x * w).sum(), [w, x]) == 0
+
+
+def test_fused_block_saves_at_most_half_of_eager():
+    x, residual = (torch.randn(64, 256, requires_grad=True) for _ in range(2))
+    weight, norm_bias = nn.Parameter(torch.ones(256)), nn.Parameter(torch.zeros(256))
+    owned = [x, residual, weight, norm_bias]
+
+    def eager():
+        return F.layer_norm(residual + F.dropout(x, 0.1), (256,), weight, norm_bias).sum()
+
+    def fused():
+        return ops.bias_dropout_residual_norm(x, residual, weight, norm_bias, dropout_p=0.1).sum()
+
+    assert anatomy.saved_activation_bytes(fused, owned) * 2 <= anatomy.saved_activation_bytes(eager, owned) + 2 * 4 * 64
+
+
+def test_peak_memory_is_the_most_held_at_once():
+    def run():
+        first = torch.empty(1 << 20, dtype=torch.uint8)
+        second = torch.empty(2 << 20, dtype=torch.uint8)
+        del first
+        return second, torch.empty(1 << 19, dtype=torch.uint8)
+
+    assert anatomy.peak_memory_bytes(run, torch.device("cpu")) == 3 << 20
+
+
+def test_peak_memory_starts_from_what_is_there():
+    held = [torch.empty(4 << 20, dtype=torch.uint8)]
+
+    def run():
+        held.clear()
+        held.append(torch.empty(1 << 20, dtype=torch.uint8))
+
+    assert anatomy.peak_memory_bytes(run, torch.device("cpu")) == 0
+
+
+def test_timed_step_trains_and_clears_gradients(w):
+    before = w.detach().clone()
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    step = anatomy.timed_step(lambda: (2 * w).sum(), optimizer, torch.device("cpu"))
+    assert torch.equal(w.detach(), before - 2)
+    assert w.grad is None
+    assert step.loss == pytest.approx(float(2 * before.sum()))
+    assert min(step.forward_ms, step.backward_ms, step.optimizer_ms) > 0
+    assert step.step_ms == step.forward_ms + step.backward_ms + step.optimizer_ms
+
+
+def tiny_bert():
+    model = anatomy.load_model("tiny-bert").eval()
+    return model, anatomy.make_batch(model, 2, 16)
+
+
+def test_measure_step_of_a_model():
+    model, batch = tiny_bert()
+    n_bytes = 4 * sum(p.numel() for p in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    generator_state = torch.get_rng_state()
+    calls = []
+    step = anatomy.measure_step(model, batch, optimizer, steps=2, warm_up=1, progress=lambda *call: calls.append(call))
+
+    assert step.weights == step.gradients == n_bytes
+    assert step.optimizer_states == pytest.approx(2 * n_bytes, rel=1e-3)
+    assert step.peak_memory >= step.gradients + step.saved_activations
+    assert step.saved_activations > 0
+    assert min(step.forward_ms, step.backward_ms, step.optimizer_ms) > 0
+    assert step.operators_ms["contractions"] > 0
+    assert step.loss == pytest.approx(float(model(**batch).loss), rel=1e-6)
+
+    assert not any(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), generator_state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert calls[0][0] == 0 and calls[-1][:2] == (calls[0][1], calls[0][1])
+
+
+def test_steps_must_be_positive():
+    model, batch = tiny_bert()
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        anatomy.measure_step(model, batch, torch.optim.SGD(model.parameters()), steps=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("aten::addmm", "contractions"),
+        ("aten::mm", "contractions"),
+        ("aten::mul", "element-wise, sums"),
+        ("aten::scaled_dot_product_attention", "attention"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("aten::native_layer_norm_backward", "normalisation"),
+        ("aten::bernoulli_", "dropout"),
+        ("aten::_log_softmax", "softmax, loss"),
+        ("aten::copy_", "copies, fills"),
+        ("aten::add", "element-wise, sums"),
+        ("aten::embedding_dense_backward", "embedding"),
+        ("AddmmBackward0", "autograd's own"),
+        ("autograd::engine::evaluate_function: MulBackward0", "autograd's own"),
+        ("_RowNorm", "fused (onetrip)"),
+        ("_RowNormBackward", "fused (onetrip)"),
+        ("onetrip::row_norm", "fused (onetrip)"),
+        ("detach", "element-wise, sums"),
+    ],
+)
+def test_operator_class(name, expected):
+    assert anatomy.operator_class(name) == expected
+
+
+def test_operators_of_a_run_leave_the_optimizer_out():
+    w = nn.Parameter(torch.randn(64, 64))
+    x = torch.randn(64, 64)
+    optimizer = torch.optim.AdamW([w])
+
+    def step():
+        ops.layer_norm(x @ w).square().sum().backward()
+        optimizer.step()
+
+    cpu = torch.device("cpu")
+    _, with_step = anatomy.profile_run(step, cpu)
+    assert {"contractions", "fused (onetrip)"} <= with_step.keys()
+    _, optimizer_alone = anatomy.profile_run(optimizer.step, cpu)
+    assert optimizer_alone == {}
