@@ -26,8 +26,8 @@ def w():
         pytest.param(lambda w: (w.exp(), w.sum())[1], 0, id="a-branch-that-was-dropped"),
         pytest.param(
             lambda w: checkpoint(lambda v: v.exp().sin().exp().sum(), w * 2, use_reentrant=False),
-            0,
-            id="checkpointed",
+            VECTOR,
+            id="checkpointed-keeps-its-input-only",
         ),
     ],
 )
@@ -65,16 +65,6 @@ def test_peak_memory_is_the_most_held_at_once():
     assert anatomy.peak_memory_bytes(run, torch.device("cpu")) == 3 << 20
 
 
-def test_peak_memory_starts_from_what_is_there():
-    held = [torch.empty(4 << 20, dtype=torch.uint8)]
-
-    def run():
-        held.clear()
-        held.append(torch.empty(1 << 20, dtype=torch.uint8))
-
-    assert anatomy.peak_memory_bytes(run, torch.device("cpu")) == 0
-
-
 def test_timed_step_trains_and_clears_gradients(w):
     before = w.detach().clone()
     optimizer = torch.optim.SGD([w], lr=1.0)
@@ -106,7 +96,7 @@ def test_measure_step_of_a_model():
     assert step.saved_activations > 0
     assert min(step.forward_ms, step.backward_ms, step.optimizer_ms) > 0
     assert step.operators_ms["contractions"] > 0
-    assert step.loss == pytest.approx(float(model(**batch).loss), rel=1e-6)
+    assert step.loss == pytest.approx(model(**batch).loss.item(), rel=1e-6)
 
     assert not any(module.training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), generator_state)

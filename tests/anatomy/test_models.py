@@ -19,7 +19,9 @@ def test_every_preset_builds(name):
     with torch.device("meta"):
         model = anatomy.load_model(name)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
-    assert millions == pytest.approx(PUBLISHED_MILLIONS[name], rel=5e-3) if name in PUBLISHED_MILLIONS else millions < 30
+    assert (
+        millions == pytest.approx(PUBLISHED_MILLIONS[name], rel=5e-3) if name in PUBLISHED_MILLIONS else millions < 30
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in anatomy.PRESETS if name.startswith("tiny-")])

@@ -116,7 +116,8 @@ def saved_activation_bytes(loss_fn: LossFn, not_counted: Iterable[Tensor] = ()) 
     held: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def pack(tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor)
+        # Detached: a node's own output comes with its grad_fn, a cycle through C++ that would never be freed.
+        saved = _Saved(tensor.detach())
         held.add(saved)
         return saved
 
@@ -133,7 +134,8 @@ def peak_memory_bytes(run: Callable[[], object], device: torch.device) -> int:
 
     CUDA: torch's allocator statistics. CPU: every allocation and release of torch's CPU allocator, as the profiler
     records them, so that the figure is exact and repeatable, which the resident set of the process is not (malloc keeps
-    freed pages); scratch memory that a library takes from malloc by itself does not appear in it.
+    freed pages). It does not see the scratch memory that a library takes from malloc by itself, nor the release of
+    what was allocated before.
     """
     if device.type == "cuda":
         return _cuda_peak(run, device)

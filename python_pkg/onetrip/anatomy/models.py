@@ -13,46 +13,37 @@ class UsageError(ValueError):
     """What the caller asked for cannot be done; the message is one line and says what can."""
 
 
-# name: (model_type, head, arguments of its transformers config). Sizes are those of the published models, or small.
-_TINY = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
-_TINY_DECODER = {
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 688,
-    "vocab_size": 4096,
-}
+def _sizes(hidden_size: int, num_hidden_layers: int, num_attention_heads: int, **more: Any) -> dict[str, Any]:
+    """Arguments that the configs of most transformers models share."""
+    return {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_hidden_layers,
+        "num_attention_heads": num_attention_heads,
+        "intermediate_size": 4 * hidden_size,
+        **more,
+    }
+
+
+_SMALL_VOCABULARY = {"vocab_size": 4096}
+_ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
+_TINY_T5 = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}
+
+# name: (model_type, head, arguments of its transformers config): small ones, and the sizes of published models.
 PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "tiny-bert": ("bert", "MaskedLM", _TINY),
-    "tiny-gpt2": ("gpt2", "CausalLM", {"n_embd": 128, "n_layer": 2, "n_head": 2, "vocab_size": 4096}),
-    "tiny-llama": ("llama", "CausalLM", _TINY_DECODER),
-    "tiny-gemma": ("gemma", "CausalLM", _TINY_DECODER | {"head_dim": 64}),
-    "tiny-t5": (
-        "t5",
-        "Seq2SeqLM",
-        {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4, "vocab_size": 4096},
-    ),
-    "tiny-vit": ("vit", "ImageClassification", _TINY),
-    "minilm": (
-        "bert",
-        "MaskedLM",
-        {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
-    ),
+    "tiny-bert": ("bert", "MaskedLM", _sizes(128, 2, 2)),
+    "tiny-gpt2": ("gpt2", "CausalLM", {"n_embd": 128, "n_layer": 2, "n_head": 2, **_SMALL_VOCABULARY}),
+    "tiny-llama": ("llama", "CausalLM", _sizes(256, 4, 4, **_SMALL_VOCABULARY)),
+    "tiny-gemma": ("gemma", "CausalLM", _sizes(256, 4, 4, num_key_value_heads=1, head_dim=64, **_SMALL_VOCABULARY)),
+    "tiny-t5": ("t5", "Seq2SeqLM", {**_TINY_T5, "decoder_start_token_id": 0, **_SMALL_VOCABULARY}),
+    "tiny-vit": ("vit", "ImageClassification", _sizes(128, 2, 2)),
+    "minilm": ("bert", "MaskedLM", _sizes(384, 6, 12)),
     "distilbert-base": ("distilbert", "MaskedLM", {}),
-    "bert-base": ("bert", "MaskedLM", {}),
-    "bert-large": (
-        "bert",
-        "MaskedLM",
-        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
-    ),
-    "roberta-base": (
-        "roberta",
-        "MaskedLM",
-        {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1},
-    ),
+    "bert-base": ("bert", "MaskedLM", _sizes(768, 12, 12)),
+    "bert-large": ("bert", "MaskedLM", _sizes(1024, 24, 16)),
+    "roberta-base": ("roberta", "MaskedLM", _sizes(768, 12, 12, **_ROBERTA)),
     "gpt2": ("gpt2", "CausalLM", {}),
     "gpt2-medium": ("gpt2", "CausalLM", {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
-    "t5-small": ("t5", "Seq2SeqLM", {}),
+    "t5-small": ("t5", "Seq2SeqLM", {"decoder_start_token_id": 0}),
     "vit-base": ("vit", "ImageClassification", {}),
 }
 

