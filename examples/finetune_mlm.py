@@ -259,7 +259,7 @@ def result_table(unpatched: dict[str, Any], patched: dict[str, Any], title: str)
     return table
 
 
-def where_the_time_goes(unpatched: dict[str, Any], patched: dict[str, Any]) -> str:
+def where_the_time_goes(unpatched: dict[str, Any]) -> str:
     """One honest sentence: how much of a step there was to win at all."""
     total = sum(unpatched["operators_ms"].values())
     products = unpatched["operators_ms"].get("contractions", 0.0)
@@ -388,7 +388,10 @@ def main(arguments: list[str] | None = None) -> int:
     shape = f"{options.batch_size} x {options.sequence_length}"
     title = f"{options.steps} steps of {shape} tokens on {torch.get_num_threads()} threads"
     console.print(result_table(unpatched, patched, title))
-    console.print(where_the_time_goes(unpatched, patched))
+    console.print(where_the_time_goes(unpatched))
+    fallen_back = [name for name, (_, fallbacks) in report.calls().items() if fallbacks]
+    if fallen_back:
+        console.print(f"{len(fallen_back)} patched modules fell back to their original code: {', '.join(fallen_back)}")
     plot(runs, [unpatched, patched], options.output / "losses.png")
     result = {
         "options": {**vars(options), "output": str(options.output)},

@@ -30,7 +30,7 @@ _TINY_T5 = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads
 
 # name: (model_type, head, arguments of its transformers config): small ones, and the sizes of published models.
 PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "tiny-bert": ("bert", "MaskedLM", _sizes(128, 2, 2)),
+    "tiny-bert": ("bert", "MaskedLM", _sizes(128, 2, 2, **_SMALL_VOCABULARY)),
     "tiny-gpt2": ("gpt2", "CausalLM", {"n_embd": 128, "n_layer": 2, "n_head": 2, **_SMALL_VOCABULARY}),
     "tiny-llama": ("llama", "CausalLM", _sizes(256, 4, 4, **_SMALL_VOCABULARY)),
     "tiny-gemma": ("gemma", "CausalLM", _sizes(256, 4, 4, num_key_value_heads=1, head_dim=64, **_SMALL_VOCABULARY)),

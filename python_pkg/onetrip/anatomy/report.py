@@ -10,7 +10,7 @@ from rich.text import Text
 
 from .compare import Comparison
 
-_BAR_WIDTH = 20
+_BAR_WIDTH = 16
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 Row = tuple[str, float, float]
