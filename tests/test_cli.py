@@ -1,7 +1,7 @@
 import json
-import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,18 +103,25 @@ def test_anatomy_output_is_checked_before_any_work(run, tmp_path, monkeypatch):
     assert occupied.read_text() == "kept"
 
 
-def test_unknown_model_lists_the_presets():
-    result = subprocess.run(
-        [sys.executable, "-c", "from onetrip.cli import main; main()", "anatomy", "no-such-model"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "80"},
-        timeout=120,
-    )
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    assert "tiny-bert, " in result.stderr and "bert-large" in result.stderr
+@pytest.mark.parametrize("model", ["no-such-model", "./no/such/folder", "/no-such-folder", "a/b/c"])
+def test_unknown_model_lists_the_presets(run, model):
+    assert_bad_usage(run("anatomy", model), f"{model} is neither a preset (tiny-bert, ", "bert-large", "owner/name")
+
+
+def test_hub_model_that_cannot_be_had(run, monkeypatch):
+    import transformers
+
+    def offline(name):
+        raise OSError("We couldn't connect to the hub.\nCheck your connection.")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
+    assert_bad_usage(run("anatomy", "owner/name"), "owner/name cannot be loaded: We couldn't connect to the hub.")
+
+
+def test_entry_point():
+    command = [sys.executable, "-c", "from onetrip.cli import main; main()", "anatomy", "no-such-model"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert_bad_usage(SimpleNamespace(exit_code=result.returncode, **vars(result)), "no-such-model")
 
 
 @pytest.mark.parametrize("arguments", [["anatomy"], ["no-such-command"], ["doctor", "--no-such-option"]])

@@ -85,7 +85,7 @@ class Comparison:
             "device": str(self.device),
             "device_name": torch.cuda.get_device_name(self.device)
             if self.device.type == "cuda"
-            else platform.processor(),
+            else platform.processor() or platform.machine(),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "parameters": self.n_parameters,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 _HEADS = ("MaskedLM", "CausalLM", "Seq2SeqLM", "ImageClassification")
+# A name without an owner is asked of nobody: a misspelt preset should not wait for the network.
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 _MASKED_FRACTION = 0.15
 _IGNORED_LABEL = -100
 
@@ -65,18 +68,21 @@ def load_model(name: str) -> nn.Module:
         model_type, head, arguments = PRESETS[name]
         config = transformers.AutoConfig.for_model(model_type, **arguments)
         return getattr(transformers, f"AutoModelFor{head}").from_config(config)
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        raise UsageError(f"{name} is a folder without a config.json; a model's folder has one")
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise UsageError(f"{name} is a folder without a config.json; a model's folder has one")
+    elif not _HUB_ID.fullmatch(name):
+        raise UsageError(
+            f"{name} is neither a preset ({', '.join(PRESETS)}), nor a folder, nor a hub id (owner/name, as "
+            "google-bert/bert-base-uncased)"
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(name)
         return getattr(transformers, f"AutoModelFor{_head_of(config)}").from_pretrained(name, dtype=torch.float32)
     except UsageError:
         raise
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(
-            f"{name} is neither a preset ({', '.join(PRESETS)}), nor a folder, nor a model that the hub could give: "
-            f"{_first_line(error)}"
-        ) from error
+        raise UsageError(f"{name} cannot be loaded: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -55,7 +55,7 @@ def comparison_table(
     table.add_column("", no_wrap=True)
     for name, style in (("eager", ""), ("patched", "green"), (verdict, "bold")):
         table.add_column(name, justify="right", style=style, no_wrap=True)
-    table.add_column("eager over patched", width=_BAR_WIDTH)
+    table.add_column("eager, patched", width=_BAR_WIDTH)
     largest = max((max(eager, patched) for _, eager, patched in rows), default=0.0)
     for label, eager, patched in rows:
         bars = Text.assemble((bar(eager, largest), "dim"), "\n", (bar(patched, largest), "green"))
