@@ -1,0 +1,361 @@
+"""One-module blocks: a forward that ends in norm(dropout(x) + residual), or in a part of that.
+
+The source of the class's forward is read into values (what is computed from what), so that names, temporaries and the order
+of an addition do not matter, and `self.something` counts as what the instance holds there. The rules below are matched
+against the returned value; what was computed before stays as it was written.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.nn import functional
+
+from .calls import is_plain, original_class
+from .classes import GLOBAL_NAMES, Rewrite
+from .norms import NormSpec, Unsuitable
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A tail of a forward, and the call that takes its place."""
+
+    pattern: str
+    before: str
+    """Roles: norm and dropout are children, x and residual any two values."""
+    after: str
+    """{weight}, {norm_bias}, {norm} (its keywords), {p} are filled in; bias is the bias taken out of x, or None."""
+
+
+RULES = (
+    Rule(
+        "dropout_add_norm",
+        "norm(dropout(x) + residual)",
+        "bias_dropout_residual_norm(x, residual, {weight}, {norm_bias}, bias=bias, dropout_p={p}, {norm})",
+    ),
+    Rule(
+        "add_norm",
+        "norm(x + residual)",
+        "bias_dropout_residual_norm(x, residual, {weight}, {norm_bias}, bias=bias, {norm})",
+    ),
+    Rule("dropout_add", "dropout(x) + residual", "bias_dropout_residual(x, residual, bias, dropout_p={p})"),
+)
+
+
+_ANY_WIDTH = 48
+
+
+@dataclass(eq=False)
+class Value:
+    """Something a forward computes: an argument, a child's call, a functional dropout, or a sum."""
+
+    kind: str
+    name: str = ""
+    """argument: its own. call: of the child. dropout: of the attribute that holds p."""
+    inputs: tuple[Value, ...] = ()
+
+
+@dataclass
+class Reading:
+    """A forward as values, in the order in which it computes them."""
+
+    arguments: list[Value]
+    values: list[Value] = field(default_factory=list)
+    result: Value | None = None
+
+
+class _Unreadable(Exception):
+    pass
+
+
+def read_forward(cls: type) -> Reading | Unsuitable:
+    """The class's forward, if it is straight-line code over calls of children, dropout and +."""
+    forward = cls.__dict__.get("forward") or getattr(cls, "forward", None)
+    if not inspect.isfunction(forward) or hasattr(forward, "__wrapped__"):
+        return Unsuitable("unknown_forward", "not a plain Python function")
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return Unsuitable("unknown_forward", "its source cannot be read")
+    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list:
+        return Unsuitable("unknown_forward", "decorated")
+    given = tree.args
+    if given.posonlyargs or given.kwonlyargs or given.vararg or given.kwarg or given.defaults:
+        return Unsuitable("extra_forward_args", f"forward({ast.unparse(given)})")
+    try:
+        return _Reader(forward, [argument.arg for argument in given.args]).read(tree.body)
+    except _Unreadable as error:
+        return Unsuitable("unknown_forward", str(error))
+
+
+class _Reader:
+    def __init__(self, forward: Callable[..., Any], arguments: list[str]) -> None:
+        self.globals = forward.__globals__  # type: ignore[attr-defined]
+        self.self_name, *names = arguments
+        if clash := [name for name in names if name in GLOBAL_NAMES or name.endswith("_")]:
+            raise _Unreadable(f"argument {clash[0]}")
+        self.names = {name: Value("argument", name) for name in names}
+        self.reading = Reading(list(self.names.values()))
+
+    def read(self, body: list[ast.stmt]) -> Reading:
+        for statement in body:
+            match statement:
+                case ast.Expr(value=ast.Constant()):  # the docstring
+                    pass
+                case ast.Assign(targets=[ast.Name(id=name)], value=expression):
+                    self.names[name] = self.value(expression)
+                case ast.Return(value=ast.expr() as expression):
+                    self.reading.result = self.value(expression)
+                    return self.reading
+                case _:
+                    raise _Unreadable(ast.unparse(statement).splitlines()[0])
+        raise _Unreadable("returns nothing")
+
+    def value(self, expression: ast.expr) -> Value:
+        match expression:
+            case ast.Name(id=name) if name in self.names:
+                return self.names[name]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return self.new("add", "", (left, right))
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name), args=inputs, keywords=[]) if (
+                owner == self.self_name and inputs
+            ):
+                return self.new("call", name, tuple(inputs))
+            case ast.Call(func=function, args=[x, *rest], keywords=keywords) if (
+                self.resolve(function) is functional.dropout
+            ):
+                options = dict(zip(("p", "training"), rest, strict=False)) | {k.arg: k.value for k in keywords}
+                if options.keys() == {"p", "training"}:
+                    p, training = self.own_attribute(options["p"]), self.own_attribute(options["training"])
+                    if p is not None and training == "training":
+                        return self.new("dropout", p, (x,))
+        raise _Unreadable(ast.unparse(expression))
+
+    def new(self, kind: str, name: str, inputs: tuple[ast.expr, ...]) -> Value:
+        value = Value(kind, name, tuple(self.value(expression) for expression in inputs))
+        self.reading.values.append(value)
+        return value
+
+    def own_attribute(self, expression: ast.expr) -> str | None:
+        match expression:
+            case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner == self.self_name:
+                return name
+        return None
+
+    def resolve(self, expression: ast.expr) -> Any:
+        """What a dotted name stands for in the module of the forward."""
+        match expression:
+            case ast.Name(id=name):
+                return self.globals.get(name)
+            case ast.Attribute(value=inner, attr=name):
+                return getattr(self.resolve(inner), name, None)
+        return None
+
+
+@dataclass
+class Match:
+    """A rule found in a forward."""
+
+    rule: Rule
+    reading: Reading
+    roles: dict[str, Value]
+    window: list[Value]
+    """What the fused call takes the place of."""
+    norm: NormSpec | None
+
+    def child(self, role: str) -> str | None:
+        """The attribute that holds the norm or the dropout; None for a role that has no module."""
+        value = self.roles.get(role)
+        return value.name if value is not None and value.kind == "call" else None
+
+
+def find_match(
+    module: nn.Module, reading: Reading, norm_of: Callable[[nn.Module], NormSpec | Unsuitable]
+) -> Match | Unsuitable:
+    """The first rule that the returned value fits. norm_of: recognises a leaf norm."""
+    uses = Counter(id(value) for computed in reading.values for value in computed.inputs)
+    uses[id(reading.result)] += 1
+    refusal = Unsuitable("unknown_forward", "returns no norm(dropout(x) + residual) or part of it")
+    for rule in RULES:
+        pattern = ast.parse(rule.before, mode="eval").body
+        assert reading.result is not None
+        for roles, window in _matches(pattern, reading.result, module):
+            if any(uses[id(value)] > 1 for value in window):
+                continue
+            for role, value in roles.items():
+                if role in ("norm", "dropout") and value.kind == "call":
+                    child = module._modules[value.name]
+                    assert child is not None
+                    if "forward" in vars(child):
+                        return Unsuitable("hf_hook", f"{value.name} has a forward of its own")
+                    if not is_plain(child, original_class(type(child))):
+                        return Unsuitable("forward_hooks", f"on {value.name}")
+            spec = None
+            if "norm" in roles:
+                found = norm_of(module._modules[roles["norm"].name])  # type: ignore[arg-type]
+                if isinstance(found, Unsuitable):
+                    refusal = Unsuitable(found.reason, f"{roles['norm'].name}: {found.detail}")
+                    continue
+                spec = found
+            return Match(rule, reading, roles, window, spec)
+    return refusal
+
+
+def _matches(pattern: ast.expr, value: Value, module: nn.Module) -> Iterator[tuple[dict[str, Value], list[Value]]]:
+    """Every way in which the pattern fits: (role -> value, the values inside the pattern)."""
+    match pattern:
+        case ast.Name(id=role):
+            yield {role: value}, []
+        case ast.Call(func=ast.Name(id=role), args=[inner]):
+            child = module._modules.get(value.name) if value.kind == "call" else None
+            is_dropout = value.kind == "dropout" or _forwards_as(child, nn.Dropout)
+            if len(value.inputs) == 1 and (
+                is_dropout if role == "dropout" else value.kind == "call" and child is not None
+            ):
+                for roles, window in _matches(inner, value.inputs[0], module):
+                    yield {role: value, **roles}, [value, *window]
+        case ast.BinOp(left=left, right=right) if value.kind == "add":
+            sides = value.inputs
+            # Of two plain sides, the one that a Linear computed is x: its bias can be fused.
+            if value.inputs[1].kind == "call" and isinstance(module._modules.get(value.inputs[1].name), nn.Linear):
+                sides = sides[::-1]
+            for first, second in (sides, sides[::-1]):
+                for left_roles, left_window in _matches(left, first, module):
+                    for right_roles, right_window in _matches(right, second, module):
+                        yield {**left_roles, **right_roles}, [value, *left_window, *right_window]
+
+
+def _forwards_as(child: nn.Module | None, expected: type[nn.Module]) -> bool:
+    return isinstance(child, expected) and original_class(type(child)).forward is expected.forward  # type: ignore[attr-defined]
+
+
+def rewrite_block(module: nn.Module, match: Match) -> Rewrite:
+    """The forward with its tail in one operator call.
+
+    Whether the children still are what they were is decided at each call: PEFT, offloading or a hook may come later.
+    """
+    roles, norm = match.roles, match.norm
+    arguments = ", ".join(value.name for value in match.reading.arguments)
+    constants: dict[str, Any] = {}
+    lines: list[str] = []
+    for role in ("norm", "dropout"):
+        attribute = match.child(role)
+        if attribute is not None:
+            constants[f"{role}_type"] = original_class(type(module._modules[attribute]))
+            lines.append(f"{role}_ = self.{attribute}")
+    if constants:
+        checks = " and ".join(f"is_plain({name[:-5]}_, {name})" for name in constants)
+        lines += [f"if not ({checks}):", "    count_fallback(self)", f"    return original(self, {arguments})"]
+
+    prefix, names, has_bias = _prefix(module, match)
+    lines += prefix
+    x, residual = names[id(roles["x"])], names[id(roles["residual"])]
+    guards = [f"not is_fusable({x}, {residual})"]
+    values = {}
+    if norm is not None:
+        guards += [guard for guard in norm.guards("norm_", x)]
+        guards += [guard for guard in norm.guards("norm_", residual) if guard not in guards]
+        if norm.unsupported:
+            constants["unsupported"] = norm.unsupported
+        values |= {"weight": norm.part("norm_", norm.weight), "norm_bias": norm.part("norm_", norm.bias)}
+        values["norm"] = norm.keywords("norm_", x)
+    substitutes = {"norm": "norm_", "dropout": "dropout_", "x": x, "residual": residual}
+    if match.child("dropout") is not None:
+        values["p"] = "dropout_.p if dropout_.training else 0.0"
+    elif "dropout" in roles:
+        p = f"self.{roles['dropout'].name}"
+        values["p"] = f"{p} if self.training else 0.0"
+        substitutes["dropout"] = f"partial(dropout, p={p}, training=self.training)"
+    substitutes["bias"] = "bias_" if has_bias else "None"
+    whole = {"x": f"({x} if bias_ is None else {x} + bias_)"} if has_bias else {}
+    lines += [
+        f"if {' or '.join(guards)}:",
+        "    count_fallback(self)",
+        f"    return {_substituted(match.rule.before, substitutes | whole)}",
+        "count_fused(self)",
+        f"return {_substituted(match.rule.after.format(**values), substitutes)}",
+    ]
+    source = f"def forward(self, {arguments}):\n" + "".join(f"    {line}\n" for line in lines)
+    absorbed = tuple(attribute for role in ("norm", "dropout") if (attribute := match.child(role)) is not None)
+    return Rewrite(match.rule.pattern, source, tuple(sorted(constants.items())), absorbed)
+
+
+def argument_widths(module: nn.Module, match: Match) -> tuple[int, ...]:
+    """The last dimension that each argument of the forward should have, read off the children that take it."""
+    x, norm = match.roles["x"], match.child("norm")
+    producer = module._modules.get(norm or x.name)
+    width = _width(producer, "out_features") if producer is not None else None
+    widths = []
+    for argument in match.reading.arguments:
+        consumers = (value for value in match.reading.values if value.kind == "call" and argument in value.inputs)
+        found = (
+            _width(module._modules[value.name], "in_features") for value in consumers if value.name in module._modules
+        )
+        widths.append(next((each for each in found if each is not None), width or _ANY_WIDTH))
+    return tuple(widths)
+
+
+def _width(child: nn.Module | None, attribute: str) -> int | None:
+    """in_features or out_features of the child, or of the first or last thing in it that has a width."""
+    widths = []
+    for each in child.modules() if child is not None else ():
+        features = getattr(each, attribute, None)
+        vectors = [p for p in each._parameters.values() if p is not None and p.dim() == 1]
+        if isinstance(features, int):
+            widths.append(features)
+        elif not each._modules and vectors:
+            widths.append(vectors[0].shape[0])
+    return None if not widths else widths[0 if attribute == "in_features" else -1]
+
+
+def dropout_of(match: Match) -> tuple[str, str] | None:
+    """("child", its name) or ("attribute", that of its p) for the dropout in the window."""
+    value = match.roles.get("dropout")
+    return None if value is None else ("child" if value.kind == "call" else "attribute", value.name)
+
+
+def _prefix(module: nn.Module, match: Match) -> tuple[list[str], dict[int, str], bool]:
+    """Statements for what is computed before the window, the name of each value by id, and whether a bias is taken out."""
+    names = {id(value): value.name for value in match.reading.arguments}
+    x = match.roles["x"]
+    has_bias = (
+        x.kind == "call"
+        and isinstance(module._modules.get(x.name), nn.Module)
+        and len(x.inputs) == 1
+        and match.roles["residual"] is not x
+        and not any(x in value.inputs for value in match.reading.values if value not in match.window)
+    )
+    lines = []
+    for value in match.reading.values:
+        if value in match.window:
+            continue
+        name = names[id(value)] = f"value{len(lines)}_"
+        inputs = ", ".join(names[id(each)] for each in value.inputs)
+        if value is x and has_bias:
+            lines.append(f"{name}, bias_ = linear_parts(self.{value.name}, {inputs})")
+        elif value.kind == "call":
+            lines.append(f"{name} = self.{value.name}({inputs})")
+        elif value.kind == "dropout":
+            lines.append(f"{name} = dropout({inputs}, p=self.{value.name}, training=self.training)")
+        else:
+            lines.append(f"{name} = {inputs.replace(', ', ' + ')}")
+    return lines, names, has_bias
+
+
+class _Substitution(ast.NodeTransformer):
+    def __init__(self, substitutes: dict[str, str]) -> None:
+        self.substitutes = substitutes
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.parse(self.substitutes.get(node.id, node.id), mode="eval").body
+
+
+def _substituted(expression: str, substitutes: dict[str, str]) -> str:
+    return ast.unparse(_Substitution(substitutes).visit(ast.parse(expression, mode="eval")))

@@ -1,0 +1,95 @@
+"""What rewritten forwards run at call time: checks of the children they look into, and the counts for the report."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.module import _has_any_global_hook
+
+_counters: dict[int, list[int]] = {}
+"""id(module) -> [fused, fallen back]. Outside the modules: an unpatched module carries no trace of having been patched."""
+
+
+def counter_of(module: nn.Module) -> list[int]:
+    """The module's counter, made on first use and dropped when the module dies."""
+    counter = _counters.get(id(module))
+    if counter is None:
+        counter = _counters[id(module)] = [0, 0]
+        weakref.finalize(module, _counters.pop, id(module), None).atexit = False
+    return counter
+
+
+def count_fused(module: nn.Module) -> None:
+    """Count one call of the fused operator. Nothing under torch.compile: it would guard on the count and recompile."""
+    if not torch.compiler.is_dynamo_compiling():
+        counter = _counters.get(id(module))
+        if counter is not None:
+            counter[0] += 1
+
+
+def count_fallback(module: nn.Module) -> None:
+    """Count one call that went through the original code."""
+    if not torch.compiler.is_dynamo_compiling():
+        counter = _counters.get(id(module))
+        if counter is not None:
+            counter[1] += 1
+
+
+def original_class(cls: type) -> type:
+    """The class that a patched class stands for; any other class itself."""
+    return cls.__dict__.get("_onetrip_original", cls)
+
+
+def is_plain(module: nn.Module, expected: type) -> bool:
+    """Whether calling the module does exactly what expected.forward does: that type, no hooks, no forward of its own.
+
+    Wrappers (PEFT, quantisation) change the type; FSDP, DeepSpeed and offloading hang hooks; accelerate and kernels replace
+    forward on the instance.
+    """
+    cls = type(module)
+    return (
+        (cls is expected or getattr(cls, "_onetrip_original", None) is expected)
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+        and "forward" not in module.__dict__
+        and not _has_any_global_hook()
+    )
+
+
+def linear_parts(dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(product, bias) with dense(x) = product + bias; a dense that is not a plain nn.Linear is called, and leaves no bias.
+
+    The bias takes the product's dtype, as autocast would have cast it, so that the sum has the dtype of dense(x).
+    """
+    if not is_plain(dense, nn.Linear):
+        return dense(x), None
+    product = functional.linear(x, dense.weight)
+    bias = dense.bias
+    if bias is not None and bias.dtype != product.dtype:
+        bias = bias.to(product.dtype)
+    return product, bias
+
+
+def is_distributed(x: Tensor) -> bool:
+    """Whether x is a DTensor, whose shards the kernels cannot see together."""
+    return type(x).__name__ == "DTensor"
+
+
+def is_fusable(x: Tensor, residual: Tensor) -> bool:
+    """Whether x and residual go element by element: one shape (no broadcasting), one device, both plain."""
+    return (
+        x.shape == residual.shape
+        and x.device == residual.device
+        and (type(x) is Tensor or not (is_distributed(x) or is_distributed(residual)))
+    )
+
+
+def is_autocasting(x: Tensor) -> bool:
+    """Whether autocast is on for x's device."""
+    return torch.is_autocast_enabled(x.device.type)

@@ -1,0 +1,145 @@
+"""Patched classes: a module is patched by swapping its class for a cached subclass with a rewritten forward.
+
+The instance is left as it was, so that undoing needs only the class, and isinstance, state_dict keys, parameter groups and
+policies that look classes up by name keep working. copy.deepcopy gives a patched module; pickle (and torch.save) gives a
+module of the original class, which loads where onetrip is not installed.
+"""
+
+from __future__ import annotations
+
+import copy
+import linecache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .. import ops
+from . import calls
+
+GLOBAL_NAMES: dict[str, Any] = {
+    "Tensor": Tensor,
+    "partial": partial,
+    "dropout": functional.dropout,
+    "finfo": torch.finfo,
+    "float32": torch.float32,
+    "layer_norm": ops.layer_norm,
+    "rms_norm": ops.rms_norm,
+    "bias_dropout_residual": ops.bias_dropout_residual,
+    "bias_dropout_residual_norm": ops.bias_dropout_residual_norm,
+    "count_fused": calls.count_fused,
+    "count_fallback": calls.count_fallback,
+    "is_plain": calls.is_plain,
+    "linear_parts": calls.linear_parts,
+    "is_distributed": calls.is_distributed,
+    "is_fusable": calls.is_fusable,
+    "is_autocasting": calls.is_autocasting,
+}
+"""What the source of a rewritten forward may name, beside its own constants and `original`."""
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A forward that takes the place of another."""
+
+    pattern: str
+    """Name of the pattern, as patch_model's patterns."""
+    source: str
+    """`def forward(self, ...)`, with the parameter names of the original."""
+    constants: tuple[tuple[str, Any], ...] = ()
+    """Names that the source uses, with their (hashable) values: mostly types that children must have."""
+    absorbed: tuple[str, ...] = ()
+    """Children that the source reads the parts of instead of calling them."""
+
+    def compile(self, original: type, replaced: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+        """The forward as a function. replaced: other values for names in the source (verification pins dropout masks)."""
+        filename = f"<onetrip {self.pattern} of {original.__module__}.{original.__qualname__} {hash(self.source):x}>"
+        names = {**GLOBAL_NAMES, **dict(self.constants), "original": original.forward, **(replaced or {})}
+        names["__name__"] = __name__
+        exec(compile(self.source, filename, "exec"), names)
+        # Tracebacks and debuggers show the source, as they would for code from a file.
+        linecache.cache[filename] = (len(self.source), None, self.source.splitlines(keepends=True), filename)
+        forward: Callable[..., Any] = names["forward"]
+        forward.__qualname__ = f"{original.__qualname__}.forward"
+        return forward
+
+
+_patched_classes: dict[tuple[type, Rewrite], type] = {}
+
+
+def patched_class(original: type, rewrite: Rewrite) -> type:
+    """The subclass of original whose forward is rewrite; one for each pair in the process."""
+    key = (original, rewrite)
+    if key not in _patched_classes:
+        _patched_classes[key] = subclass(original, rewrite, rewrite.compile(original))
+    return _patched_classes[key]
+
+
+def subclass(original: type, rewrite: Rewrite, forward: Callable[..., Any]) -> type:
+    """A subclass of original that goes by its name, with this forward."""
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        reduced = original.__reduce_ex__(self, protocol)
+        if not isinstance(reduced, tuple):
+            return reduced
+        arguments = tuple(original if argument is cls else argument for argument in reduced[1])
+        return (reduced[0], arguments, *reduced[2:])
+
+    def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        inherited = getattr(original, "__deepcopy__", None)
+        if inherited is not None:
+            clone = inherited(self, memo)
+        else:
+            rebuild, arguments, state = self.__reduce_ex__(2)[:3]
+            clone = rebuild(*arguments)
+            memo[id(self)] = clone
+            clone.__setstate__(copy.deepcopy(state, memo))
+        set_class(clone, cls)
+        return clone
+
+    cls: type = type(original)(
+        original.__name__,
+        (original,),
+        {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "__reduce_ex__": reduce_ex,
+            "__deepcopy__": deep_copy,
+            "forward": forward,
+            "_onetrip_original": original,
+            "_onetrip_rewrite": rewrite,
+        },
+    )
+    return cls
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether the module's class is one of ours."""
+    return "_onetrip_original" in type(module).__dict__
+
+
+def rewrite_of(module: nn.Module) -> Rewrite:
+    """The rewrite of a patched module."""
+    return type(module)._onetrip_rewrite  # type: ignore[attr-defined, no-any-return]
+
+
+def set_class(module: nn.Module, cls: type) -> None:
+    """Swap the class and nothing else."""
+    object.__setattr__(module, "__class__", cls)
+
+
+def restore_class(module: nn.Module) -> None:
+    """Undo a swap. Bound forwards that a hook stored on the instance meanwhile (accelerate) are bound anew."""
+    patched = type(module)
+    original = calls.original_class(patched)
+    set_class(module, original)
+    for name in ("forward", "_old_forward"):
+        bound = module.__dict__.get(name)
+        if isinstance(bound, MethodType) and bound.__func__ is patched.__dict__["forward"]:
+            module.__dict__[name] = MethodType(original.forward, module)  # type: ignore[attr-defined]

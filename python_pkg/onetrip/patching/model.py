@@ -1,0 +1,322 @@
+"""patch_model, unpatch_model, patched."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from .blocks import Reading, argument_widths, dropout_of, find_match, read_forward, rewrite_block
+from .calls import counter_of, is_distributed, original_class
+from .classes import Rewrite, is_patched, patched_class, restore_class, rewrite_of, set_class, subclass
+from .norms import KERNEL_DEVICES, KERNEL_DTYPES, NormSpec, Unsuitable, could_be_norm, recognise, rewrite_norm
+from .report import PatchedSite, PatchReport, SkippedSite
+from .verify import verify as verify_site
+
+PATTERNS = ("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm")
+"""What patch_model knows, as its `patterns` names it."""
+
+_Check = tuple[tuple[int, ...], tuple[str, str] | None]
+"""Arguments of a verification: widths of the inputs, where the dropout is."""
+
+
+def patch_model(
+    model: nn.Module,
+    *,
+    patterns: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
+    verify: bool = True,
+    strict: bool = False,
+) -> PatchReport:
+    """Make a model run its norms and its dropout + residual (+ norm) blocks as fused operators. Changes it in place.
+
+    Only forwards of this model's modules change: no parameter, buffer, hook, mode or state_dict key, no class, no other model.
+    Sites are recognised by what they compute and how they are written, never by name, and each distinct one is compared with
+    the original before it is kept; what is not recognised is left alone and reported with a reason. Random state is as
+    before. Modules on the meta device are compared at their first call. Patching twice is patching once.
+
+    patterns: names from PATTERNS; None for all. exclude: names of modules, with all that is in them, or glob patterns.
+    verify: compare outputs and every gradient with the original before keeping a site (dropout on and off).
+    strict: raise RuntimeError if nothing is patched. Raises TypeError or ValueError for wrong arguments.
+    copy.deepcopy of a patched model is patched; pickle and torch.save keep the original classes.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch_model: model must be a torch.nn.Module, got {type(model).__name__}")
+    wanted = _checked_patterns(patterns)
+    patcher = _Patcher(model, wanted, _checked_exclude(model, exclude), verify)
+    try:
+        patcher.run()
+    except BaseException:
+        patcher.undo()
+        raise
+    report = patcher.report
+    if strict and not report.patched:
+        raise RuntimeError(f"patch_model: nothing was patched\n{report}")
+    return report
+
+
+def unpatch_model(model: nn.Module) -> nn.Module:
+    """Give every patched module of the model its class back: bit for bit the original. A no-op on an unpatched model.
+
+    Changes the model in place and returns it. Raises TypeError if model is not a torch.nn.Module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unpatch_model: model must be a torch.nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        if is_patched(module):
+            restore_class(module)
+    return model
+
+
+@contextmanager
+def patched(model: nn.Module, **options: Any) -> Iterator[PatchReport]:
+    """patch_model for the length of a with block; options as there. Yields the report.
+
+    On exit, exceptions included, the sites patched on entry are the original again; sites patched before stay patched.
+    """
+    before = {id(module) for module in model.modules() if is_patched(module)} if isinstance(model, nn.Module) else set()
+    report = patch_model(model, **options)
+    try:
+        yield report
+    finally:
+        for module in model.modules():
+            if is_patched(module) and id(module) not in before:
+                restore_class(module)
+
+
+def _checked_patterns(patterns: Iterable[str] | None) -> frozenset[str]:
+    if patterns is None:
+        return frozenset(PATTERNS)
+    if isinstance(patterns, str):
+        raise TypeError(f"patch_model: patterns must be None or an iterable of names, got the string {patterns!r}")
+    names = frozenset(patterns)
+    if unknown := sorted(map(str, names - set(PATTERNS))):
+        raise ValueError(f"patch_model: patterns must be among {', '.join(PATTERNS)}, got {', '.join(unknown)}")
+    return names
+
+
+def _checked_exclude(model: nn.Module, exclude: Iterable[str]) -> frozenset[str]:
+    """The names of all excluded modules."""
+    if isinstance(exclude, str):
+        raise TypeError(f"patch_model: exclude must be an iterable of names, got the string {exclude!r}")
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    excluded: set[str] = set()
+    for pattern in exclude:
+        found = [name for name in names if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
+        if not found:
+            raise ValueError(
+                f"patch_model: exclude must name modules of the model, got {pattern!r}, which matches none"
+            )
+        excluded.update(found)
+    return frozenset(excluded)
+
+
+class _Patcher:
+    """One run of patch_model."""
+
+    def __init__(self, model: nn.Module, wanted: frozenset[str], excluded: frozenset[str], verify: bool) -> None:
+        self.model, self.wanted, self.excluded, self.verify = model, wanted, excluded, verify
+        self.report = PatchReport()
+        self.done: list[nn.Module] = []
+        self.readings: dict[type, Reading | Unsuitable] = {}
+        self.norms: dict[Any, NormSpec | Unsuitable] = {}
+        self.verdicts: dict[Any, str | None] = {}
+
+    def run(self) -> None:
+        modules = list(self.model.named_modules())
+        found: dict[int, PatchedSite | SkippedSite | None] = {}
+        absorbed: set[int] = set()
+        # Blocks first: a norm inside one is the block's.
+        for name, module in modules:
+            if module._modules:
+                found[id(module)] = site = self.block(name, module)
+                if isinstance(site, PatchedSite):
+                    absorbed |= {id(module._modules[child]) for child in rewrite_of(module).absorbed}
+        for name, module in modules:
+            if not module._modules and (id(module) not in absorbed or is_patched(module)):
+                found[id(module)] = self.leaf(name, module)
+        for _, module in modules:
+            site = found.get(id(module))
+            if isinstance(site, PatchedSite):
+                self.report._add(site, counter_of(module))
+            elif site is not None:
+                self.report._skip(site)
+
+    def undo(self) -> None:
+        for module in self.done:
+            if is_patched(module):
+                restore_class(module)
+
+    def block(self, name: str, module: nn.Module) -> PatchedSite | SkippedSite | None:
+        """Patch a module with children, if its forward ends as a rule has it."""
+        if is_patched(module):
+            return PatchedSite(name, type(module).__name__, rewrite_of(module).pattern)
+        cls = type(module)
+        if cls not in self.readings:
+            self.readings[cls] = read_forward(cls)
+        reading = self.readings[cls]
+        match = reading if isinstance(reading, Unsuitable) else find_match(module, reading, self.norm)
+        if isinstance(match, Unsuitable):
+            return self.skip(name, module, match) if self.resembles_block(module) else None
+        if match.rule.pattern not in self.wanted:
+            return None
+        if unsuitable := _unsuitable(module):
+            return self.skip(name, module, unsuitable)
+        rewrite = rewrite_block(module, match)
+        if self.excluded & {name, *(f"{name}.{child}".removeprefix(".") for child in rewrite.absorbed)}:
+            return self.skip(name, module, Unsuitable("excluded"))
+        return self.patch(name, module, rewrite, (argument_widths(module, match), dropout_of(match)))
+
+    def leaf(self, name: str, module: nn.Module) -> PatchedSite | SkippedSite | None:
+        """Patch a module without children, if it computes a norm."""
+        if is_patched(module):
+            return PatchedSite(name, type(module).__name__, rewrite_of(module).pattern)
+        if not could_be_norm(module):
+            return self.skip(name, module, Unsuitable(*_WRONG_SHAPE)) if _is_called_norm(module) else None
+        spec = self.norm(module)
+        if isinstance(spec, Unsuitable):
+            return self.skip(name, module, spec) if _is_called_norm(module) else None
+        if spec.pattern not in self.wanted:
+            return None
+        if name in self.excluded:
+            return self.skip(name, module, Unsuitable("excluded"))
+        width = next((p.shape[0] for p in module._parameters.values() if p is not None), None)
+        shape = getattr(module, "normalized_shape", None)
+        width = width or (shape[0] if isinstance(shape, (tuple, list)) else 48)
+        return self.patch(name, module, rewrite_norm(module, spec), ((width,), None))
+
+    def norm(self, module: nn.Module) -> NormSpec | Unsuitable:
+        """What norm a leaf computes, remembered for modules of the same class and configuration."""
+        if _is_wrapper(module):
+            return Unsuitable("peft_wrapper", type(module).__name__)
+        if unsuitable := _unsuitable(module):
+            return unsuitable
+        if module._modules or not could_be_norm(module):
+            return Unsuitable("unknown_forward", f"{type(module).__name__} is no leaf norm")
+        parameters = tuple((n, None if p is None else (p.shape, p.dtype)) for n, p in module._parameters.items())
+        scalars = tuple((n, v) for n, v in vars(module).items() if isinstance(v, (int, float, str)) and n != "training")
+        device = self.device(module)
+        key = (original_class(type(module)), parameters, scalars, device)
+        if key not in self.norms:
+            spec = recognise(module, device)
+            if isinstance(spec, NormSpec):
+                dtype = next((p.dtype for p in module._parameters.values() if p is not None), torch.float32)
+                if (dtype, dtype if spec.weight else None) in spec.unsupported:
+                    spec = Unsuitable("unsupported_dtype", f"rounds in another order in {str(dtype)[6:]}")
+            self.norms[key] = spec
+        return self.norms[key]
+
+    def device(self, module: nn.Module) -> torch.device:
+        """Where to probe: where the module is; a module without parameters, where the model is; never on meta."""
+        for parameter in (*module.parameters(), *self.model.parameters()):
+            if parameter.device.type in KERNEL_DEVICES:
+                return parameter.device
+        return torch.device("cpu")
+
+    def patch(self, name: str, module: nn.Module, rewrite: Rewrite, check: _Check) -> PatchedSite | SkippedSite:
+        original, module_class = type(module), type(module).__name__
+        if self.verify and any(parameter.is_meta for parameter in module.parameters()):
+            set_class(module, _deferred_class(original, rewrite, check))
+            self.done.append(module)
+            _pending[id(module)] = (weakref.ref(self.report), name)
+            weakref.finalize(module, _pending.pop, id(module), None).atexit = False
+            return PatchedSite(name, module_class, rewrite.pattern, "verified at the first call")
+        if self.verify:
+            parameters = tuple((n, p.shape, p.dtype, p.device) for n, p in module.named_parameters())
+            key = (original, rewrite, check, parameters)
+            if key not in self.verdicts:
+                self.verdicts[key] = _verdict(module, rewrite, check)
+            error = self.verdicts[key]
+            if error is not None:
+                return self.skip(name, module, Unsuitable("verify_failed", error))
+        set_class(module, patched_class(original, rewrite))
+        self.done.append(module)
+        return PatchedSite(name, module_class, rewrite.pattern)
+
+    def skip(self, name: str, module: nn.Module, why: Unsuitable) -> SkippedSite:
+        return SkippedSite(name, type(module).__name__, why.reason, why.detail)
+
+    def resembles_block(self, module: nn.Module) -> bool:
+        """Whether a user would expect a fused block here: leaves only, among them a Linear, and a dropout or a norm."""
+        children = [child for child in module._modules.values() if child is not None]
+        has_norm_or_dropout = any(isinstance(child, nn.Dropout) or _is_called_norm(child) for child in children)
+        has_linear = any(isinstance(child, nn.Linear) for child in children)
+        forward = getattr(type(module), "forward", None)
+        n_arguments = getattr(getattr(forward, "__code__", None), "co_argcount", 0) - 1
+        return has_linear and has_norm_or_dropout and n_arguments == 2 and not any(c._modules for c in children)
+
+
+_WRONG_SHAPE = ("unsupported_shape", "not a module with at most one weight and one bias, both vectors")
+
+
+def _is_called_norm(module: nn.Module) -> bool:
+    """Whether to mention the module in the report when it is not patched; nothing else goes by the name."""
+    return "norm" in type(module).__name__.lower()
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "peft"
+
+
+def _unsuitable(module: nn.Module) -> Unsuitable | None:
+    """Why a module, whatever it computes, must not be patched."""
+    state = vars(module)
+    if "_hf_hook" in state or "_old_forward" in state:
+        return Unsuitable("hf_hook", f"accelerate's {type(state.get('_hf_hook')).__name__}")
+    if "forward" in state:
+        if hasattr(type(module), "kernel_layer_name"):
+            return Unsuitable("kernelized_already", "a hub kernel replaced its forward")
+        return Unsuitable("hf_hook", "forward is set on the instance")
+    if type(module).__module__.startswith("onetrip.nn"):
+        return Unsuitable("kernelized_already", "an onetrip module")
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if not parameter.is_floating_point():
+            return Unsuitable("quantized", f"{name} is {str(parameter.dtype)[6:]}")
+        if parameter.dtype not in KERNEL_DTYPES:
+            return Unsuitable("unsupported_dtype", f"{name} is {str(parameter.dtype)[6:]}")
+        if is_distributed(parameter.data):
+            return Unsuitable("unsupported_device", f"{name} is sharded")
+        if parameter.device.type not in (*KERNEL_DEVICES, "meta"):
+            return Unsuitable("unsupported_device", str(parameter.device))
+    return None
+
+
+def _verdict(module: nn.Module, rewrite: Rewrite, check: _Check) -> str | None:
+    """Why the rewritten forward must not be kept; None where it may."""
+    try:
+        verify_site(module, rewrite, *check)
+    except Exception as error:  # a forward that cannot be compared is not kept, whatever it raised
+        return str(error) or type(error).__name__
+    return None
+
+
+_pending: dict[int, tuple[Any, str]] = {}
+"""id(module) -> (weak reference to the report, site name) of sites that wait for their first call."""
+
+_deferred_classes: dict[Any, type] = {}
+
+
+def _deferred_class(original: type, rewrite: Rewrite, check: _Check) -> type:
+    """A patched class that verifies itself at the first call, when the parameters are there."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        report, name = _pending.pop(id(self), (None, ""))
+        error = _verdict(self, rewrite, check)
+        restore_class(self)
+        if error is None:
+            set_class(self, patched_class(original, rewrite))
+        elif report is not None and report() is not None:
+            report()._demote(name, "verify_failed", error)
+        return self.forward(*args, **kwargs)
+
+    key = (original, rewrite, check)
+    if key not in _deferred_classes:
+        _deferred_classes[key] = subclass(original, rewrite, forward)
+    return _deferred_classes[key]

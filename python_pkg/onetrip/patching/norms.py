@@ -1,0 +1,313 @@
+"""Leaf norms: recognised by what they compute, never by name (T5LayerNorm is an RMSNorm, CohereLayerNorm a LayerNorm).
+
+A module without children and with at most one weight and one bias, both vectors, is run on probe inputs with random weights
+(default ones and zeros would hide `1 + w`), and compared with the operators over {layer, rms} x {w, 1 + w} x eps, then over
+the cast orders in half precision. Probes run on a stand-in that shares nothing writable with the module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import permutations, product
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..ops.backends import use_backend
+from .calls import original_class
+from .classes import Rewrite
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+KERNEL_DEVICES = ("cpu", "cuda")
+
+_HALF_PROBES = (
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.bfloat16),
+)
+"""Dtypes of (x, weight) that tell the cast orders apart."""
+
+_COMMON_EPS = (1e-5, 1e-6, 1e-12)
+_LARGEST_EPS = 1e-2
+
+CastOrder = bool | Literal["weight"]
+
+
+@dataclass(frozen=True)
+class Unsuitable:
+    """Why a module is left alone: a reason of the report and what exactly was found."""
+
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """What a leaf norm computes, and where its module keeps the parts."""
+
+    kind: Literal["layer", "rms"]
+    weight: str | None
+    bias: str | None
+    """Attribute names; the attribute may hold None."""
+    eps: str
+    """An expression in `module` and `x`."""
+    weight_offset: float = 0.0
+    cast_before_weight: CastOrder = False
+    unsupported: frozenset[tuple[torch.dtype, torch.dtype | None]] = frozenset()
+    """Dtypes of (x, weight) for which the original computes something else."""
+    autocast: bool = True
+    """Whether outputs have the original's dtype under autocast too."""
+
+    @property
+    def pattern(self) -> str:
+        return f"{self.kind}_norm"
+
+    def eps_of(self, module: str, x: str) -> str:
+        return self.eps.replace("module.", f"{module}.").replace("x.dtype", f"{x}.dtype")
+
+    def part(self, module: str, name: str | None) -> str:
+        return "None" if name is None else f"{module}.{name}"
+
+    def keywords(self, module: str, x: str) -> str:
+        """The norm's arguments of bias_dropout_residual_norm beyond weight and norm_bias."""
+        text = f'norm="{self.kind}", eps={self.eps_of(module, x)}'
+        if self.weight_offset:
+            text += f", weight_offset={self.weight_offset}"
+        if self.cast_before_weight:
+            text += f", cast_before_weight={self.cast_before_weight!r}"
+        return text
+
+    def guards(self, module: str, x: str) -> list[str]:
+        """Conditions under which the original must run."""
+        conditions = []
+        if self.unsupported:
+            weight = "None" if self.weight is None else f"{module}.{self.weight}.dtype"
+            conditions.append(f"({x}.dtype, {weight}) in unsupported")
+        if not self.autocast:
+            conditions.append(f"is_autocasting({x})")
+        return conditions
+
+
+def rewrite_norm(module: nn.Module, spec: NormSpec) -> Rewrite:
+    """The forward of a leaf norm as one operator call."""
+    x = _input_name(original_class(type(module)))
+    weight, bias, eps = spec.part("self", spec.weight), spec.part("self", spec.bias), spec.eps_of("self", x)
+    if spec.kind == "rms" and spec.bias is None:
+        options = "".join(f", {option}" for option in spec.keywords("self", x).split(", ")[2:])
+        call = f"rms_norm({x}, {weight}, {eps}{options})"
+    elif spec.weight_offset == 0.0 and spec.kind == "layer":
+        call = f"layer_norm({x}, {weight}, {bias}, {eps})"
+    else:
+        call = f"bias_dropout_residual_norm({x}, None, {weight}, {bias}, {spec.keywords('self', x)})"
+    guards = [f"type({x}) is not Tensor and is_distributed({x})", *spec.guards("self", x)]
+    source = (
+        f"def forward(self, {x}):\n"
+        f"    if {' or '.join(f'({guard})' if ' and ' in guard else guard for guard in guards)}:\n"
+        f"        count_fallback(self)\n"
+        f"        return original(self, {x})\n"
+        f"    count_fused(self)\n"
+        f"    return {call}\n"
+    )
+    return Rewrite(spec.pattern, source, (("unsupported", spec.unsupported),) if spec.unsupported else ())
+
+
+def _input_name(cls: type) -> str:
+    return list(inspect.signature(cls.forward).parameters)[1]  # type: ignore[attr-defined]
+
+
+def could_be_norm(module: nn.Module) -> bool:
+    """Whether the module has the shape of a leaf norm: no children, vectors for parameters, or none but an epsilon."""
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return True
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if module._modules or module._buffers or len(parameters) > 2:
+        return False
+    if parameters:
+        return len({parameter.shape for parameter in parameters}) == 1 and parameters[0].dim() == 1
+    return any(True for _ in _eps_values(module))
+
+
+def recognise(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
+    """The norm that a module computes (see could_be_norm). device: where to probe."""
+    cls = original_class(type(module))
+    try:
+        parameters = list(inspect.signature(cls.forward).parameters.values())  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        return Unsuitable("unknown_forward", "its signature cannot be read")
+    if len(parameters) != 2 or any(parameter.kind != parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
+        return Unsuitable("extra_forward_args", f"forward({', '.join(p.name for p in parameters[1:])})")
+    shape = getattr(module, "normalized_shape", None)
+    if isinstance(shape, (tuple, list)) and len(shape) != 1:
+        return Unsuitable("unsupported_shape", f"normalises over {len(shape)} dimensions")
+    vectors = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if any(vector.dim() != 1 for vector in vectors):
+        return Unsuitable("unsupported_shape", f"parameters of shape {[tuple(vector.shape) for vector in vectors]}")
+    if cls.forward is nn.LayerNorm.forward:  # type: ignore[attr-defined]
+        return NormSpec("layer", "weight", "bias", "module.eps")
+    with use_backend("reference"), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of slow paths that only the probes take
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            spec = _Prober(module, cls, device).recognise()
+    if spec is not None:
+        return spec
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return Unsuitable("not_exact_type", f"its forward is not that of torch.nn.{_torch_norm(module)}")
+    return Unsuitable("unknown_forward", "computes no norm that the operators know")
+
+
+def _torch_norm(module: nn.Module) -> str:
+    return "LayerNorm" if isinstance(module, nn.LayerNorm) else "RMSNorm"
+
+
+def _eps_values(module: nn.Module) -> Iterator[tuple[str, float]]:
+    """(expression, value) of everything on the module or in its forward that looks like an epsilon."""
+    for name, value in vars(module).items():
+        if isinstance(value, float) and 0.0 < value <= _LARGEST_EPS:
+            yield f"module.{name}", value
+    code = getattr(getattr(original_class(type(module)), "forward", None), "__code__", None)
+    for constant in code.co_consts if code is not None else ():
+        if isinstance(constant, float) and 0.0 < constant <= _LARGEST_EPS:
+            yield repr(constant), constant
+
+
+class _Prober:
+    """One module's probes."""
+
+    def __init__(self, module: nn.Module, cls: type, device: torch.device) -> None:
+        self.module, self.cls, self.device = module, cls, device
+        self.names = [name for name, parameter in module._parameters.items() if parameter is not None]
+        self.n_cols = next((p.shape[0] for p in module._parameters.values() if p is not None), 48)
+        generator = torch.Generator().manual_seed(0)
+        self.values = {name: self._normal(generator, self.n_cols) for name in self.names}
+        self.eps = dict(reversed(list(_eps_values(module))))  # what is on the module goes before constants
+        if "eps" in vars(module) and module.eps is None:
+            self.eps = dict.fromkeys(("finfo(float32).eps", "finfo(x.dtype).eps"), 0.0)  # by torch version
+        smallest = min([value for value in self.eps.values() if value > 0.0], default=1e-6)
+        # Rows of variance 1, of a large mean, and of variances near eps, where only the right eps fits.
+        scales = torch.tensor([1.0, 1.0, 1e-3, smallest**0.5, (10 * smallest) ** 0.5])[:, None]
+        shifts = torch.tensor([0.0, 3.0, 0.0, 0.0, 0.0])[:, None]
+        self.x = self._normal(generator, 5, self.n_cols) * scales + shifts
+        self.stateless = True
+
+    @staticmethod
+    def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def original(self, x_dtype: torch.dtype, weight_dtype: torch.dtype, training: bool = False) -> Tensor | None:
+        """The module's own forward on the probe; None where it raises."""
+        stand_in = self.cls.__new__(self.cls)
+        parameters = {
+            name: None if name not in self.values else nn.Parameter(self._to(self.values[name], weight_dtype), False)
+            for name in self.module._parameters
+        }
+        state = {**vars(self.module), "_parameters": parameters, "_buffers": {}, "_modules": {}, "training": training}
+        stand_in.__dict__.update(state)
+        try:
+            y = self.cls.forward(stand_in, self._to(self.x, x_dtype))  # type: ignore[attr-defined]
+        except Exception:  # whatever the probe made it raise, it is not for this dtype
+            return None
+        changed = vars(stand_in).keys() != state.keys() or any(vars(stand_in)[key] is not state[key] for key in state)
+        self.stateless = self.stateless and not changed
+        return y if isinstance(y, Tensor) and y.shape == self.x.shape else None
+
+    def candidate(self, spec: NormSpec, x_dtype: torch.dtype, weight_dtype: torch.dtype) -> Tensor:
+        x = self._to(self.x, x_dtype)
+        names = {"module": self.module, "x": x, "finfo": torch.finfo, "float32": torch.float32}
+        result: Tensor = ops.bias_dropout_residual_norm(
+            x,
+            None,
+            None if spec.weight is None else self._to(self.values[spec.weight], weight_dtype),
+            None if spec.bias is None else self._to(self.values[spec.bias], weight_dtype),
+            norm=spec.kind,
+            eps=eval(spec.eps, names),
+            weight_offset=spec.weight_offset,
+            cast_before_weight=spec.cast_before_weight,
+        )
+        return result
+
+    def _to(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.to(self.device, dtype)
+
+    def recognise(self) -> NormSpec | None:
+        spec = self._formula()
+        if spec is None or not self.stateless:
+            return None
+        return self._with_autocast(self._with_casts(spec))
+
+    def _formula(self) -> NormSpec | None:
+        """Kind, eps, offset and roles of the parameters, from float32, in training and in evaluation."""
+        modes = [self.original(torch.float32, torch.float32, training) for training in (False, True)]
+        if any(y is None or y.dtype != torch.float32 or not y.isfinite().all() for y in modes):
+            return None
+        padded = [*self.names, None, None][: max(2, len(self.names))]
+        roles = [pair for pair in permutations(padded) if pair[0] is not None or not self.names]
+        kinds: tuple[Literal["layer", "rms"], ...] = ("rms", "layer")
+        for kind, (weight, bias), offset, eps in product(kinds, roles, (0.0, 1.0), self._eps_expressions()):
+            if offset and weight is None:
+                continue
+            spec = NormSpec(kind, weight, bias, eps, weight_offset=offset)
+            ours = self.candidate(spec, torch.float32, torch.float32)
+            if all(torch.allclose(ours, y, rtol=1e-4, atol=1e-5) for y in modes if y is not None):
+                return spec
+        return None
+
+    def _eps_expressions(self) -> list[str]:
+        attributes = sorted((name for name in self.eps if name.startswith("module.")), key=lambda n: "eps" not in n)
+        others = [name for name in self.eps if not name.startswith("module.")]
+        return [*attributes, *others, *(repr(eps) for eps in _COMMON_EPS)]
+
+    def _with_casts(self, spec: NormSpec) -> NormSpec:
+        """The cast order that reproduces most half-precision probes, and the probes that it does not reproduce."""
+        originals = {dtypes: self.original(*dtypes) for dtypes in self._half_probes(spec)}
+        orders: tuple[CastOrder, ...] = (False, True, "weight") if spec.kind == "rms" and spec.weight else (False,)
+        # In float32 the two readings of eps=None are one; in half precision they are not.
+        readings = [eps for eps in self.eps if eps.startswith("finfo")] if spec.eps.startswith("finfo") else [spec.eps]
+        best, fewest = spec, None
+        for order, eps in product(orders, readings):
+            trial = replace(spec, cast_before_weight=order, eps=eps)
+            failed = frozenset(
+                (dtypes[0], dtypes[1] if spec.weight else None)
+                for dtypes, y in originals.items()
+                if y is not None and not self._reproduces(trial, dtypes, y)
+            )
+            if fewest is None or len(failed) < fewest:
+                best, fewest = replace(trial, unsupported=failed), len(failed)
+        return best
+
+    @staticmethod
+    def _half_probes(spec: NormSpec) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
+        if spec.weight is None:
+            return ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
+        return _HALF_PROBES
+
+    def _reproduces(self, spec: NormSpec, dtypes: tuple[torch.dtype, torch.dtype], y: Tensor) -> bool:
+        """Same dtype, and the same values but for a rare rounding: another cast order differs in a third of them."""
+        ours = self.candidate(spec, *dtypes)
+        if ours.dtype != y.dtype:
+            return False
+        finite = y.isfinite() & ours.isfinite()
+        spread = torch.finfo(y.dtype).eps * y.double().abs().clamp(min=torch.finfo(y.dtype).tiny)
+        close = (ours.double() - y.double()).abs() <= 2 * spread
+        same = (ours == y) if y.dtype != torch.float32 else torch.isclose(ours, y, rtol=1e-5, atol=1e-6)
+        return bool((close | ~finite).all()) and float((same & finite).sum()) >= 0.95 * float(finite.sum())
+
+    def _with_autocast(self, spec: NormSpec) -> NormSpec:
+        with self._autocast():
+            for x_dtype in (torch.float32, torch.bfloat16):
+                y = self.original(x_dtype, torch.float32)
+                if y is not None and y.dtype != self.candidate(spec, x_dtype, torch.float32).dtype:
+                    return replace(spec, autocast=False)
+        return spec
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.device.type not in KERNEL_DEVICES:
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)

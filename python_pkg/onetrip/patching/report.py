@@ -1,0 +1,131 @@
+"""What patch_model did and did not do, and what has run since."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from io import StringIO
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PatchedSite:
+    """A module whose forward was rewritten."""
+
+    name: str
+    module_class: str
+    pattern: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class SkippedSite:
+    """A module that looked like a site and was left alone.
+
+    reason: unknown_forward, extra_forward_args, not_exact_type, hf_hook, forward_hooks, peft_wrapper, quantized,
+    kernelized_already, unsupported_dtype, unsupported_shape, unsupported_device, verify_failed or excluded.
+    """
+
+    name: str
+    module_class: str
+    reason: str
+    detail: str = ""
+
+
+class PatchReport:
+    """The result of patch_model: the sites by name, the reasons, and live call counts."""
+
+    def __init__(self) -> None:
+        self._patched: list[PatchedSite] = []
+        self._skipped: list[SkippedSite] = []
+        self._counters: dict[str, tuple[list[int], tuple[int, int]]] = {}
+
+    @property
+    def patched(self) -> tuple[PatchedSite, ...]:
+        """Sites with a rewritten forward, in the model's order."""
+        return tuple(self._patched)
+
+    @property
+    def skipped(self) -> tuple[SkippedSite, ...]:
+        """Sites left alone, in the model's order."""
+        return tuple(self._skipped)
+
+    def calls(self) -> dict[str, tuple[int, int]]:
+        """Site name -> (calls of the fused operator, calls that fell back to the original code) since patching.
+
+        Calls inside a torch.compile graph are not counted.
+        """
+        return {
+            site.name: (counter[0] - fused, counter[1] - fallen_back)
+            for site in self._patched
+            for counter, (fused, fallen_back) in [self._counters[site.name]]
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, of plain types that json.dumps takes."""
+        calls = self.calls()
+        return {
+            "patched": [
+                {**asdict(site), "fused_calls": calls[site.name][0], "fallback_calls": calls[site.name][1]}
+                for site in self._patched
+            ],
+            "skipped": [asdict(site) for site in self._skipped],
+        }
+
+    def summary(self) -> str:
+        """A table as text: sites by pattern and class with their calls, and what was skipped by reason."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
+        calls = self.calls()
+        patched = Table(title=f"{len(self._patched)} sites patched", box=box.SIMPLE_HEAD, title_justify="left")
+        for column in ("pattern", "module class", "example"):
+            patched.add_column(column, overflow="fold")
+        for column in ("sites", "fused calls", "fallback calls", "never called"):
+            patched.add_column(column, justify="right")
+        groups: dict[tuple[str, str], list[PatchedSite]] = {}
+        for site in self._patched:
+            groups.setdefault((site.pattern, site.module_class), []).append(site)
+        for (pattern, module_class), sites in groups.items():
+            counts = [calls[site.name] for site in sites]
+            fused, fallen_back = (sum(column) for column in zip(*counts, strict=True))
+            idle = sum(count == (0, 0) for count in counts)
+            patched.add_row(
+                pattern, module_class, sites[0].name or "(root)", *map(str, (len(sites), fused, fallen_back, idle))
+            )
+        text = StringIO()
+        console = Console(file=text, width=120, color_system=None, highlight=False, markup=False)
+        console.print(patched)
+        if self._skipped:
+            skipped = Table(title=f"{len(self._skipped)} sites skipped", box=box.SIMPLE_HEAD, title_justify="left")
+            for column in ("reason", "module class", "example", "detail"):
+                skipped.add_column(column, overflow="fold")
+            skipped.add_column("sites", justify="right")
+            examples: dict[tuple[str, str, str], str] = {}
+            for site_ in self._skipped:
+                examples.setdefault((site_.reason, site_.module_class, site_.detail), site_.name or "(root)")
+            numbers = Counter((site.reason, site.module_class, site.detail) for site in self._skipped)
+            for (reason, module_class, detail), number in numbers.items():
+                skipped.add_row(reason, module_class, examples[reason, module_class, detail], detail, str(number))
+            console.print(skipped)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def __repr__(self) -> str:
+        return f"PatchReport({len(self._patched)} patched, {len(self._skipped)} skipped)"
+
+    def _add(self, site: PatchedSite, counter: list[int]) -> None:
+        self._patched.append(site)
+        self._counters[site.name] = (counter, (counter[0], counter[1]))
+
+    def _skip(self, site: SkippedSite) -> None:
+        self._skipped.append(site)
+
+    def _demote(self, name: str, reason: str, detail: str) -> None:
+        """A deferred site turned out not to be one."""
+        site = next(site for site in self._patched if site.name == name)
+        self._patched.remove(site)
+        self._skipped.append(SkippedSite(name, site.module_class, reason, detail))

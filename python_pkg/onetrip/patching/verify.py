@@ -1,0 +1,215 @@
+"""Verification: a rewritten forward against the original, on clones, before a site is kept.
+
+With dropout off: the output and every gradient. With dropout on: the same, the original's dropout given the mask that the
+operator draws. Both are measured against the original in float64; the rewritten one may be off by twice as much. Also the
+output's dtype under autocast. Nothing of the model is touched: clones alias its parameters, copy its buffers, carry no hooks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .. import ops
+from .calls import original_class
+from .classes import GLOBAL_NAMES, Rewrite
+
+_LEADING_SHAPE = (2, 3)
+_RNG = (20260101, 0)
+_P_IF_NONE = 0.25
+_ERROR_RATIO = 2.0
+_SLACK_IN_EPS = 8.0
+"""Slack, in units of the dtype's epsilon times the largest value: sums of a few terms in another order."""
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class VerificationError(Exception):
+    """The rewritten forward does not compute what the original computes."""
+
+
+def clone(module: M, dtype: torch.dtype | None = None, memo: dict[int, Any] | None = None) -> M:
+    """A module of the original classes that shares with the given one nothing that forward and backward write to.
+
+    Parameters are detached aliases (converted, where dtype is given), buffers copies; hooks are left behind.
+    """
+    memo = {} if memo is None else memo
+    if id(module) in memo:
+        return memo[id(module)]  # type: ignore[no-any-return]
+    cls = original_class(type(module))
+    copied = memo[id(module)] = cls.__new__(cls)
+    state = {
+        name: type(value)() if "hooks" in name and hasattr(value, "clear") else value
+        for name, value in vars(module).items()
+    }
+    state["_parameters"] = {name: _alias(parameter, dtype, memo) for name, parameter in module._parameters.items()}
+    state["_buffers"] = {
+        name: None if buffer is None else _converted(buffer.detach().clone(), dtype)
+        for name, buffer in module._buffers.items()
+    }
+    state["_modules"] = {
+        name: None if child is None else clone(child, dtype, memo) for name, child in module._modules.items()
+    }
+    copied.__dict__.update(state)
+    return copied  # type: ignore[no-any-return]
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def _alias(parameter: Tensor | None, dtype: torch.dtype | None, memo: dict[int, Any]) -> Tensor | None:
+    if parameter is None:
+        return None
+    if id(parameter) not in memo:
+        memo[id(parameter)] = nn.Parameter(_converted(parameter.detach(), dtype), parameter.is_floating_point())
+    return memo[id(parameter)]  # type: ignore[no-any-return]
+
+
+def verify(module: nn.Module, rewrite: Rewrite, widths: Sequence[int], dropout: tuple[str, str] | None) -> None:
+    """Raise VerificationError unless the rewritten forward of this module computes what the original does.
+
+    widths: the last dimension of each argument. dropout: ("child", its name) or ("attribute", that of its p), None without.
+    """
+    parameters = list(module.parameters())
+    dtype = next((parameter.dtype for parameter in parameters if parameter.is_floating_point()), torch.float32)
+    device = parameters[0].device if parameters else torch.device("cpu")
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(*_LEADING_SHAPE, width, generator=generator).to(device, dtype) for width in widths]
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        original = original_class(type(module)).forward  # type: ignore[attr-defined]
+        cls = original_class(type(module))
+        _compare(module, original, rewrite.compile(cls, {"count_fallback": _refuse}), inputs, None, None)
+        if dropout is not None:
+            pinned: dict[str, Any] = {
+                name: partial(GLOBAL_NAMES[name], rng=_RNG)
+                for name in ("bias_dropout_residual", "bias_dropout_residual_norm")
+            }
+            forward = rewrite.compile(cls, {**pinned, "count_fallback": _refuse})
+            _compare(module, original, forward, inputs, dropout, _dropout_p(module, dropout))
+        _compare_autocast(module, original, rewrite.compile(cls), inputs)
+
+
+def _refuse(module: nn.Module) -> None:
+    """In place of count_fallback: a comparison that ran the original twice would prove nothing."""
+    raise VerificationError("the rewritten forward fell back to the original")
+
+
+def _dropout_p(module: nn.Module, dropout: tuple[str, str]) -> float:
+    kind, name = dropout
+    p = float(getattr(module, name).p if kind == "child" else getattr(module, name))
+    return p if 0.0 < p < 1.0 else _P_IF_NONE
+
+
+def _prepared(module: M, dtype: torch.dtype | None, dropout: tuple[str, str] | None, p: float | None) -> M:
+    """A clone in evaluation mode but for the one dropout."""
+    copied = clone(module, dtype).eval()
+    if dropout is not None:
+        kind, name = dropout
+        if kind == "child":
+            child = getattr(copied, name)
+            child.training, child.p = True, p
+        else:
+            copied.training = True
+            setattr(copied, name, p)
+    return copied
+
+
+class _MaskedDropout(TorchFunctionMode):
+    """Inside, active calls of dropout take the operators' mask."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not nn.functional.dropout:
+            return func(*args, **kwargs)
+        options = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+        x, p = options["input"], options.get("p", 0.5)
+        if not options.get("training", True):
+            return x
+        keep = ops.dropout_keep_mask(tuple(x.shape), p, _RNG, x.device)
+        return torch.where(keep, x / (1.0 - p), torch.zeros_like(x))
+
+
+def _outcome(
+    block: nn.Module, forward: Callable[..., Any], inputs: Sequence[Tensor], cotangent: Tensor | None
+) -> tuple[list[tuple[str, Tensor | None]], Tensor]:
+    """Named output and gradients, and the cotangent used."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    y = forward(block, *inputs)
+    if not isinstance(y, Tensor):
+        raise VerificationError(f"returned {type(y).__name__}")
+    if cotangent is None:
+        cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device, y.dtype)
+    named = [(f"input {index}", x) for index, x in enumerate(inputs)]
+    named += [(name, parameter) for name, parameter in block.named_parameters() if parameter.requires_grad]
+    grads = torch.autograd.grad(y, [tensor for _, tensor in named], cotangent.to(y.dtype), allow_unused=True)
+    return [
+        ("output", y.detach()),
+        *((f"gradient of {name}", g) for (name, _), g in zip(named, grads, strict=True)),
+    ], cotangent
+
+
+def _compare(
+    module: nn.Module,
+    original: Callable[..., Any],
+    rewritten: Callable[..., Any],
+    inputs: list[Tensor],
+    dropout: tuple[str, str] | None,
+    p: float | None,
+) -> None:
+    with _MaskedDropout():
+        expected, cotangent = _outcome(_prepared(module, None, dropout, p), original, inputs, None)
+        try:
+            doubles = [x.double() for x in inputs]
+            truth, _ = _outcome(_prepared(module, torch.float64, dropout, p), original, doubles, cotangent.double())
+        except Exception:  # an original that only runs in its own dtype is compared as it is
+            truth = expected
+    actual, _ = _outcome(_prepared(module, None, dropout, p), rewritten, inputs, cotangent)
+    mode = "" if dropout is None else " with dropout"
+    for (name, ours), (_, theirs), (_, exact) in zip(actual, expected, truth, strict=True):
+        if ours is None or theirs is None or exact is None:
+            if ours is not theirs:
+                raise VerificationError(f"{name}{mode}: one has none")
+            continue
+        if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+            raise VerificationError(f"{name}{mode}: {_kind(ours)} for {_kind(theirs)}")
+        error, original_error = _largest(ours.double() - exact.double()), _largest(theirs.double() - exact.double())
+        slack = _SLACK_IN_EPS * torch.finfo(ours.dtype).eps * max(_largest(exact), 1e-3)
+        if not error <= _ERROR_RATIO * original_error + slack:  # written so that NaN fails
+            raise VerificationError(f"{name}{mode}: error {error:.2e}, the original's {original_error:.2e}")
+
+
+def _compare_autocast(
+    module: nn.Module, original: Callable[..., Any], rewritten: Callable[..., Any], inputs: list[Tensor]
+) -> None:
+    """Output dtypes under autocast."""
+    block = _prepared(module, None, None, None)
+    with torch.no_grad(), torch.autocast(inputs[0].device.type, torch.bfloat16):
+        try:
+            expected = original(block, *inputs)
+        except Exception:  # not meant for autocast: then nobody calls it there
+            return
+        actual = rewritten(block, *inputs)
+    if actual.dtype != expected.dtype:
+        raise VerificationError(f"output under autocast: {actual.dtype} for {expected.dtype}")
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype)[6:]}{tuple(tensor.shape)}"
