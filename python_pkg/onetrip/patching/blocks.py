@@ -1,8 +1,8 @@
 """One-module blocks: a forward that ends in norm(dropout(x) + residual), or in a part of that.
 
-The source of the class's forward is read into values (what is computed from what), so that names, temporaries and the order
-of an addition do not matter, and `self.something` counts as what the instance holds there. The rules below are matched
-against the returned value; what was computed before stays as it was written.
+The source of the class's forward is read into values (what is computed from what), so that names, temporaries and the
+order of an addition do not matter, and `self.something` counts as what the instance holds there. The rules below are
+matched against the returned value; what was computed before stays as it was written.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def read_forward(cls: type) -> Reading | Unsuitable:
 
 class _Reader:
     def __init__(self, forward: Callable[..., Any], arguments: list[str]) -> None:
-        self.globals = forward.__globals__  # type: ignore[attr-defined]
+        self.globals = forward.__globals__
         self.self_name, *names = arguments
         if clash := [name for name in names if name in GLOBAL_NAMES or name.endswith("_")]:
             raise _Unreadable(f"argument {clash[0]}")
@@ -233,7 +233,7 @@ def _matches(pattern: ast.expr, value: Value, module: nn.Module) -> Iterator[tup
 
 
 def _forwards_as(child: nn.Module | None, expected: type[nn.Module]) -> bool:
-    return isinstance(child, expected) and original_class(type(child)).forward is expected.forward  # type: ignore[attr-defined]
+    return isinstance(child, expected) and original_class(type(child)).forward is expected.forward
 
 
 def rewrite_block(module: nn.Module, match: Match) -> Rewrite:
@@ -258,9 +258,9 @@ def rewrite_block(module: nn.Module, match: Match) -> Rewrite:
     lines += prefix
     x, residual = names[id(roles["x"])], names[id(roles["residual"])]
     guards = [f"not is_fusable({x}, {residual})"]
-    values = {}
+    values: dict[str, str] = {}
     if norm is not None:
-        guards += [guard for guard in norm.guards("norm_", x)]
+        guards += norm.guards("norm_", x)
         guards += [guard for guard in norm.guards("norm_", residual) if guard not in guards]
         if norm.unsupported:
             constants["unsupported"] = norm.unsupported
@@ -322,7 +322,7 @@ def dropout_of(match: Match) -> tuple[str, str] | None:
 
 
 def _prefix(module: nn.Module, match: Match) -> tuple[list[str], dict[int, str], bool]:
-    """Statements for what is computed before the window, the name of each value by id, and whether a bias is taken out."""
+    """Statements for what is computed before the window, each value's name by id, whether x leaves a bias."""
     names = {id(value): value.name for value in match.reading.arguments}
     x = match.roles["x"]
     has_bias = (
@@ -332,7 +332,7 @@ def _prefix(module: nn.Module, match: Match) -> tuple[list[str], dict[int, str],
         and match.roles["residual"] is not x
         and not any(x in value.inputs for value in match.reading.values if value not in match.window)
     )
-    lines = []
+    lines: list[str] = []
     for value in match.reading.values:
         if value in match.window:
             continue

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.modules.module import _has_any_global_hook
 
 _counters: dict[int, list[int]] = {}
-"""id(module) -> [fused, fallen back]. Outside the modules: an unpatched module carries no trace of having been patched."""
+"""id(module) -> [fused, fallen back]. Kept outside the modules: an unpatched one carries no trace of the patch."""
 
 
 def counter_of(module: nn.Module) -> list[int]:
@@ -39,7 +39,7 @@ def count_fallback(module: nn.Module) -> None:
             counter[1] += 1
 
 
-def original_class(cls: type) -> type:
+def original_class(cls: type) -> Any:
     """The class that a patched class stands for; any other class itself."""
     return cls.__dict__.get("_onetrip_original", cls)
 
@@ -47,8 +47,8 @@ def original_class(cls: type) -> type:
 def is_plain(module: nn.Module, expected: type) -> bool:
     """Whether calling the module does exactly what expected.forward does: that type, no hooks, no forward of its own.
 
-    Wrappers (PEFT, quantisation) change the type; FSDP, DeepSpeed and offloading hang hooks; accelerate and kernels replace
-    forward on the instance.
+    Wrappers (PEFT, quantisation) change the type; FSDP, DeepSpeed and offloading hang hooks; accelerate and kernels
+    replace forward on the instance.
     """
     cls = type(module)
     return (
@@ -63,7 +63,7 @@ def is_plain(module: nn.Module, expected: type) -> bool:
 
 
 def linear_parts(dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(product, bias) with dense(x) = product + bias; a dense that is not a plain nn.Linear is called, and leaves no bias.
+    """(product, bias) with dense(x) = product + bias. Any dense but a plain nn.Linear is called, and leaves no bias.
 
     The bias takes the product's dtype, as autocast would have cast it, so that the sum has the dtype of dense(x).
     """

@@ -1,8 +1,8 @@
 """Patched classes: a module is patched by swapping its class for a cached subclass with a rewritten forward.
 
-The instance is left as it was, so that undoing needs only the class, and isinstance, state_dict keys, parameter groups and
-policies that look classes up by name keep working. copy.deepcopy gives a patched module; pickle (and torch.save) gives a
-module of the original class, which loads where onetrip is not installed.
+The instance is left as it was, so that undoing needs only the class, and isinstance, state_dict keys, parameter groups
+and policies that look classes up by name keep working. copy.deepcopy gives a patched module; pickle (and torch.save)
+gives a module of the original class, which loads where onetrip is not installed.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Rewrite:
     absorbed: tuple[str, ...] = ()
     """Children that the source reads the parts of instead of calling them."""
 
-    def compile(self, original: type, replaced: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-        """The forward as a function. replaced: other values for names in the source (verification pins dropout masks)."""
+    def compile(self, original: Any, replaced: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+        """The forward as a function. replaced: other values for names in the source (verification pins the rng)."""
         filename = f"<onetrip {self.pattern} of {original.__module__}.{original.__qualname__} {hash(self.source):x}>"
         names = {**GLOBAL_NAMES, **dict(self.constants), "original": original.forward, **(replaced or {})}
         names["__name__"] = __name__
@@ -72,7 +72,7 @@ class Rewrite:
 _patched_classes: dict[tuple[type, Rewrite], type] = {}
 
 
-def patched_class(original: type, rewrite: Rewrite) -> type:
+def patched_class(original: Any, rewrite: Rewrite) -> type:
     """The subclass of original whose forward is rewrite; one for each pair in the process."""
     key = (original, rewrite)
     if key not in _patched_classes:
@@ -80,11 +80,11 @@ def patched_class(original: type, rewrite: Rewrite) -> type:
     return _patched_classes[key]
 
 
-def subclass(original: type, rewrite: Rewrite, forward: Callable[..., Any]) -> type:
+def subclass(original: Any, rewrite: Rewrite, forward: Callable[..., Any]) -> type:
     """A subclass of original that goes by its name, with this forward."""
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        reduced = original.__reduce_ex__(self, protocol)
+        reduced: Any = original.__reduce_ex__(self, protocol)
         if not isinstance(reduced, tuple):
             return reduced
         arguments = tuple(original if argument is cls else argument for argument in reduced[1])
@@ -95,7 +95,7 @@ def subclass(original: type, rewrite: Rewrite, forward: Callable[..., Any]) -> t
         if inherited is not None:
             clone = inherited(self, memo)
         else:
-            rebuild, arguments, state = self.__reduce_ex__(2)[:3]
+            rebuild, arguments, state = reduce_ex(self, 2)[:3]
             clone = rebuild(*arguments)
             memo[id(self)] = clone
             clone.__setstate__(copy.deepcopy(state, memo))
@@ -126,7 +126,8 @@ def is_patched(module: nn.Module) -> bool:
 
 def rewrite_of(module: nn.Module) -> Rewrite:
     """The rewrite of a patched module."""
-    return type(module)._onetrip_rewrite  # type: ignore[attr-defined, no-any-return]
+    rewrite: Rewrite = type(module).__dict__["_onetrip_rewrite"]
+    return rewrite
 
 
 def set_class(module: nn.Module, cls: type) -> None:
@@ -142,4 +143,4 @@ def restore_class(module: nn.Module) -> None:
     for name in ("forward", "_old_forward"):
         bound = module.__dict__.get(name)
         if isinstance(bound, MethodType) and bound.__func__ is patched.__dict__["forward"]:
-            module.__dict__[name] = MethodType(original.forward, module)  # type: ignore[attr-defined]
+            module.__dict__[name] = MethodType(original.forward, module)

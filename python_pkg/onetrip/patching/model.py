@@ -35,10 +35,11 @@ def patch_model(
 ) -> PatchReport:
     """Make a model run its norms and its dropout + residual (+ norm) blocks as fused operators. Changes it in place.
 
-    Only forwards of this model's modules change: no parameter, buffer, hook, mode or state_dict key, no class, no other model.
-    Sites are recognised by what they compute and how they are written, never by name, and each distinct one is compared with
-    the original before it is kept; what is not recognised is left alone and reported with a reason. Random state is as
-    before. Modules on the meta device are compared at their first call. Patching twice is patching once.
+    Only forwards of this model's modules change: no parameter, buffer, hook, mode or state_dict key, no class, no other
+    model. Sites are recognised by what they compute and how they are written, never by name, and each distinct one is
+    compared with the original before it is kept; what is not recognised is left alone and reported with a reason.
+    Random state is as before. Modules on the meta device are compared at their first call. Patching twice is patching
+    once.
 
     patterns: names from PATTERNS; None for all. exclude: names of modules, with all that is in them, or glob patterns.
     verify: compare outputs and every gradient with the original before keeping a site (dropout on and off).

@@ -1,8 +1,8 @@
 """Leaf norms: recognised by what they compute, never by name (T5LayerNorm is an RMSNorm, CohereLayerNorm a LayerNorm).
 
-A module without children and with at most one weight and one bias, both vectors, is run on probe inputs with random weights
-(default ones and zeros would hide `1 + w`), and compared with the operators over {layer, rms} x {w, 1 + w} x eps, then over
-the cast orders in half precision. Probes run on a stand-in that shares nothing writable with the module.
+A module without children and with at most one weight and one bias, both vectors, is run on probe inputs with random
+weights (default ones and zeros would hide `1 + w`), and compared with the operators over {layer, rms} x {w, 1 + w} x
+eps, then over the cast orders in half precision. Probes run on a stand-in that shares nothing writable with the module.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def recognise(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
     """The norm that a module computes (see could_be_norm). device: where to probe."""
     cls = original_class(type(module))
     try:
-        parameters = list(inspect.signature(cls.forward).parameters.values())  # type: ignore[attr-defined]
+        parameters = list(inspect.signature(cls.forward).parameters.values())
     except (TypeError, ValueError):
         return Unsuitable("unknown_forward", "its signature cannot be read")
     if len(parameters) != 2 or any(parameter.kind != parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
@@ -150,7 +150,7 @@ def recognise(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
     vectors = [parameter for parameter in module._parameters.values() if parameter is not None]
     if any(vector.dim() != 1 for vector in vectors):
         return Unsuitable("unsupported_shape", f"parameters of shape {[tuple(vector.shape) for vector in vectors]}")
-    if cls.forward is nn.LayerNorm.forward:  # type: ignore[attr-defined]
+    if cls.forward is nn.LayerNorm.forward:
         return NormSpec("layer", "weight", "bias", "module.eps")
     with use_backend("reference"), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of slow paths that only the probes take
@@ -181,7 +181,7 @@ def _eps_values(module: nn.Module) -> Iterator[tuple[str, float]]:
 class _Prober:
     """One module's probes."""
 
-    def __init__(self, module: nn.Module, cls: type, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, cls: Any, device: torch.device) -> None:
         self.module, self.cls, self.device = module, cls, device
         self.names = [name for name, parameter in module._parameters.items() if parameter is not None]
         self.n_cols = next((p.shape[0] for p in module._parameters.values() if p is not None), 48)
@@ -211,7 +211,7 @@ class _Prober:
         state = {**vars(self.module), "_parameters": parameters, "_buffers": {}, "_modules": {}, "training": training}
         stand_in.__dict__.update(state)
         try:
-            y = self.cls.forward(stand_in, self._to(self.x, x_dtype))  # type: ignore[attr-defined]
+            y = self.cls.forward(stand_in, self._to(self.x, x_dtype))
         except Exception:  # whatever the probe made it raise, it is not for this dtype
             return None
         changed = vars(stand_in).keys() != state.keys() or any(vars(stand_in)[key] is not state[key] for key in state)

@@ -1,8 +1,9 @@
 """Verification: a rewritten forward against the original, on clones, before a site is kept.
 
-With dropout off: the output and every gradient. With dropout on: the same, the original's dropout given the mask that the
-operator draws. Both are measured against the original in float64; the rewritten one may be off by twice as much. Also the
-output's dtype under autocast. Nothing of the model is touched: clones alias its parameters, copy its buffers, carry no hooks.
+With dropout off: the output and every gradient. With dropout on: the same, the original's dropout given the mask that
+the operator draws. Both are measured against the original in float64; the rewritten one may be off by twice as much.
+Also the output's dtype under autocast. Nothing of the model is touched: clones alias its parameters, copy its buffers,
+carry no hooks.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def clone(module: M, dtype: torch.dtype | None = None, memo: dict[int, Any] | No
     """
     memo = {} if memo is None else memo
     if id(module) in memo:
-        return memo[id(module)]  # type: ignore[no-any-return]
+        return memo[id(module)]
     cls = original_class(type(module))
     copied = memo[id(module)] = cls.__new__(cls)
     state = {
@@ -58,7 +59,7 @@ def clone(module: M, dtype: torch.dtype | None = None, memo: dict[int, Any] | No
         name: None if child is None else clone(child, dtype, memo) for name, child in module._modules.items()
     }
     copied.__dict__.update(state)
-    return copied  # type: ignore[no-any-return]
+    return copied
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -70,13 +71,13 @@ def _alias(parameter: Tensor | None, dtype: torch.dtype | None, memo: dict[int, 
         return None
     if id(parameter) not in memo:
         memo[id(parameter)] = nn.Parameter(_converted(parameter.detach(), dtype), parameter.is_floating_point())
-    return memo[id(parameter)]  # type: ignore[no-any-return]
+    return memo[id(parameter)]
 
 
 def verify(module: nn.Module, rewrite: Rewrite, widths: Sequence[int], dropout: tuple[str, str] | None) -> None:
     """Raise VerificationError unless the rewritten forward of this module computes what the original does.
 
-    widths: the last dimension of each argument. dropout: ("child", its name) or ("attribute", that of its p), None without.
+    widths: the last dimension of each argument. dropout: ("child", its name) or ("attribute", that of its p), or None.
     """
     parameters = list(module.parameters())
     dtype = next((parameter.dtype for parameter in parameters if parameter.is_floating_point()), torch.float32)
@@ -90,7 +91,7 @@ def verify(module: nn.Module, rewrite: Rewrite, widths: Sequence[int], dropout: 
         stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        original = original_class(type(module)).forward  # type: ignore[attr-defined]
+        original = original_class(type(module)).forward
         cls = original_class(type(module))
         _compare(module, original, rewrite.compile(cls, {"count_fallback": _refuse}), inputs, None, None)
         if dropout is not None:
