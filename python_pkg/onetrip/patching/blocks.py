@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from .calls import is_plain, original_class
 from .classes import GLOBAL_NAMES, Rewrite
-from .norms import NormSpec, Unsuitable
+from .norms import ANY_WIDTH, NormSpec, Unsuitable
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,6 @@ RULES = (
     ),
     Rule("dropout_add", "dropout(x) + residual", "bias_dropout_residual(x, residual, bias, dropout_p={p})"),
 )
-
-
-_ANY_WIDTH = 48
 
 
 @dataclass(eq=False)
@@ -175,6 +172,11 @@ class Match:
         value = self.roles.get(role)
         return value.name if value is not None and value.kind == "call" else None
 
+    @property
+    def absorbed(self) -> tuple[str, ...]:
+        """The children that the fused call reads instead of calling them."""
+        return tuple(name for role in ("norm", "dropout") if (name := self.child(role)) is not None)
+
 
 def find_match(
     module: nn.Module, reading: Reading, norm_of: Callable[[nn.Module], NormSpec | Unsuitable]
@@ -189,14 +191,6 @@ def find_match(
         for roles, window in _matches(pattern, reading.result, module):
             if any(uses[id(value)] > 1 for value in window):
                 continue
-            for role, value in roles.items():
-                if role in ("norm", "dropout") and value.kind == "call":
-                    child = module._modules[value.name]
-                    assert child is not None
-                    if "forward" in vars(child):
-                        return Unsuitable("hf_hook", f"{value.name} has a forward of its own")
-                    if not is_plain(child, original_class(type(child))):
-                        return Unsuitable("forward_hooks", f"on {value.name}")
             spec = None
             if "norm" in roles:
                 found = norm_of(module._modules[roles["norm"].name])  # type: ignore[arg-type]
@@ -204,7 +198,15 @@ def find_match(
                     refusal = Unsuitable(found.reason, f"{roles['norm'].name}: {found.detail}")
                     continue
                 spec = found
-            return Match(rule, reading, roles, window, spec)
+            match = Match(rule, reading, roles, window, spec)
+            for attribute in match.absorbed:
+                child = module._modules[attribute]
+                assert child is not None
+                if "forward" in vars(child):
+                    return Unsuitable("hf_hook", f"{attribute} has a forward of its own")
+                if not is_plain(child, original_class(type(child))):
+                    return Unsuitable("forward_hooks", f"on {attribute}")
+            return match
     return refusal
 
 
@@ -283,8 +285,7 @@ def rewrite_block(module: nn.Module, match: Match) -> Rewrite:
         f"return {_substituted(match.rule.after.format(**values), substitutes)}",
     ]
     source = f"def forward(self, {arguments}):\n" + "".join(f"    {line}\n" for line in lines)
-    absorbed = tuple(attribute for role in ("norm", "dropout") if (attribute := match.child(role)) is not None)
-    return Rewrite(match.rule.pattern, source, tuple(sorted(constants.items())), absorbed)
+    return Rewrite(match.rule.pattern, source, tuple(sorted(constants.items())), match.absorbed)
 
 
 def argument_widths(module: nn.Module, match: Match) -> tuple[int, ...]:
@@ -298,7 +299,7 @@ def argument_widths(module: nn.Module, match: Match) -> tuple[int, ...]:
         found = (
             _width(module._modules[value.name], "in_features") for value in consumers if value.name in module._modules
         )
-        widths.append(next((each for each in found if each is not None), width or _ANY_WIDTH))
+        widths.append(next((each for each in found if each is not None), width or ANY_WIDTH))
     return tuple(widths)
 
 

@@ -8,6 +8,7 @@ gives a module of the original class, which loads where onetrip is not installed
 from __future__ import annotations
 
 import copy
+import copyreg
 import linecache
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -60,11 +61,12 @@ class Rewrite:
         """The forward as a function. replaced: other values for names in the source (verification pins the rng)."""
         filename = f"<onetrip {self.pattern} of {original.__module__}.{original.__qualname__} {hash(self.source):x}>"
         names = {**GLOBAL_NAMES, **dict(self.constants), "original": original.forward, **(replaced or {})}
-        names["__name__"] = __name__
         exec(compile(self.source, filename, "exec"), names)
         # Tracebacks and debuggers show the source, as they would for code from a file.
         linecache.cache[filename] = (len(self.source), None, self.source.splitlines(keepends=True), filename)
         forward: Callable[..., Any] = names["forward"]
+        # On the function only: with a __name__ among its globals, torch.compile would look them up in that module.
+        forward.__module__ = original.__module__
         forward.__qualname__ = f"{original.__qualname__}.forward"
         return forward
 
@@ -87,6 +89,8 @@ def subclass(original: Any, rewrite: Rewrite, forward: Callable[..., Any]) -> ty
         reduced: Any = original.__reduce_ex__(self, protocol)
         if not isinstance(reduced, tuple):
             return reduced
+        if reduced[1] == (cls,):  # by copyreg.__newobj__, which insists on the instance's own class
+            return (copyreg._reconstructor, (original, object, None), *reduced[2:])  # type: ignore[attr-defined]
         arguments = tuple(original if argument is cls else argument for argument in reduced[1])
         return (reduced[0], arguments, *reduced[2:])
 

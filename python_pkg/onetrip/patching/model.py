@@ -14,7 +14,16 @@ from torch import nn
 from .blocks import Reading, argument_widths, dropout_of, find_match, read_forward, rewrite_block
 from .calls import counter_of, is_distributed, original_class
 from .classes import Rewrite, is_patched, patched_class, restore_class, rewrite_of, set_class, subclass
-from .norms import KERNEL_DEVICES, KERNEL_DTYPES, NormSpec, Unsuitable, could_be_norm, recognise, rewrite_norm
+from .norms import (
+    KERNEL_DEVICES,
+    KERNEL_DTYPES,
+    NormSpec,
+    Unsuitable,
+    could_be_norm,
+    n_cols_of,
+    recognise,
+    rewrite_norm,
+)
 from .report import PatchedSite, PatchReport, SkippedSite
 from .verify import verify as verify_site
 
@@ -163,7 +172,8 @@ class _Patcher:
         reading = self.readings[cls]
         match = reading if isinstance(reading, Unsuitable) else find_match(module, reading, self.norm)
         if isinstance(match, Unsuitable):
-            return self.skip(name, module, match) if self.resembles_block(module) else None
+            is_structural = match.reason in ("unknown_forward", "extra_forward_args")
+            return self.skip(name, module, match) if not is_structural or self.resembles_block(module) else None
         if match.rule.pattern not in self.wanted:
             return None
         if unsuitable := _unsuitable(module):
@@ -186,10 +196,7 @@ class _Patcher:
             return None
         if name in self.excluded:
             return self.skip(name, module, Unsuitable("excluded"))
-        width = next((p.shape[0] for p in module._parameters.values() if p is not None), None)
-        shape = getattr(module, "normalized_shape", None)
-        width = width or (shape[0] if isinstance(shape, (tuple, list)) else 48)
-        return self.patch(name, module, rewrite_norm(module, spec), ((width,), None))
+        return self.patch(name, module, rewrite_norm(module, spec), ((n_cols_of(module),), None))
 
     def norm(self, module: nn.Module) -> NormSpec | Unsuitable:
         """What norm a leaf computes, remembered for modules of the same class and configuration."""

@@ -25,6 +25,7 @@ from .classes import Rewrite
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KERNEL_DEVICES = ("cpu", "cuda")
+ANY_WIDTH = 48
 
 _HALF_PROBES = (
     (torch.bfloat16, torch.bfloat16),
@@ -135,6 +136,15 @@ def could_be_norm(module: nn.Module) -> bool:
     return any(True for _ in _eps_values(module))
 
 
+def n_cols_of(module: nn.Module) -> int:
+    """The width a leaf norm takes; where it takes any, one that is good for probes."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return int(parameter.shape[0])
+    shape = getattr(module, "normalized_shape", ANY_WIDTH)
+    return int(shape if isinstance(shape, int) else shape[-1])
+
+
 def recognise(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
     """The norm that a module computes (see could_be_norm). device: where to probe."""
     cls = original_class(type(module))
@@ -184,7 +194,7 @@ class _Prober:
     def __init__(self, module: nn.Module, cls: Any, device: torch.device) -> None:
         self.module, self.cls, self.device = module, cls, device
         self.names = [name for name, parameter in module._parameters.items() if parameter is not None]
-        self.n_cols = next((p.shape[0] for p in module._parameters.values() if p is not None), 48)
+        self.n_cols = n_cols_of(module)
         generator = torch.Generator().manual_seed(0)
         self.values = {name: self._normal(generator, self.n_cols) for name in self.names}
         self.eps = dict(reversed(list(_eps_values(module))))  # what is on the module goes before constants

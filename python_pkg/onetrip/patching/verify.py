@@ -83,7 +83,6 @@ def verify(module: nn.Module, rewrite: Rewrite, widths: Sequence[int], dropout: 
     dtype = next((parameter.dtype for parameter in parameters if parameter.is_floating_point()), torch.float32)
     device = parameters[0].device if parameters else torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(*_LEADING_SHAPE, width, generator=generator).to(device, dtype) for width in widths]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         stack.enter_context(torch.inference_mode(False))
@@ -92,6 +91,7 @@ def verify(module: nn.Module, rewrite: Rewrite, widths: Sequence[int], dropout: 
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         original = original_class(type(module)).forward
+        inputs = [torch.randn(*_LEADING_SHAPE, width, generator=generator).to(device, dtype) for width in widths]
         cls = original_class(type(module))
         _compare(module, original, rewrite.compile(cls, {"count_fallback": _refuse}), inputs, None, None)
         if dropout is not None:
@@ -130,7 +130,7 @@ def _prepared(module: M, dtype: torch.dtype | None, dropout: tuple[str, str] | N
 
 
 class _MaskedDropout(TorchFunctionMode):
-    """Inside, active calls of dropout take the operators' mask."""
+    """Inside, active calls of dropout, before the window as well, take the operators' mask."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -178,7 +178,7 @@ def _compare(
             truth, _ = _outcome(_prepared(module, torch.float64, dropout, p), original, doubles, cotangent.double())
         except Exception:  # an original that only runs in its own dtype is compared as it is
             truth = expected
-    actual, _ = _outcome(_prepared(module, None, dropout, p), rewritten, inputs, cotangent)
+        actual, _ = _outcome(_prepared(module, None, dropout, p), rewritten, inputs, cotangent)
     mode = "" if dropout is None else " with dropout"
     for (name, ours), (_, theirs), (_, exact) in zip(actual, expected, truth, strict=True):
         if ours is None or theirs is None or exact is None:

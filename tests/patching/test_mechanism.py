@@ -1,0 +1,435 @@
+"""What patching leaves alone, and what a patched model goes through unharmed: copies, hooks, wrappers, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from onetrip.patching import patch_model, patched, unpatch_model
+from torch import Tensor, nn
+
+WIDTH = 16
+
+
+class Tail(nn.Module):
+    """As BertSelfOutput, with a dropout that is on."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.25)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        hidden = self.dense(hidden)
+        hidden = self.dropout(hidden)
+        return self.norm(hidden + residual)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tails = nn.ModuleList([Tail(), Tail()])
+        self.final = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for tail in self.tails:
+            x = tail(x, residual=x)
+        return self.final(x)
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().eval()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Everything of a model that patching must not change, classes apart."""
+    return {
+        name: {key: dict(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
+        for name, module in model.named_modules()
+    }
+
+
+def classes(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+def test_instances_keep_their_state_and_classes_their_names(model: Model) -> None:
+    before, keys, names = snapshot(model), list(model.state_dict()), [cls.__qualname__ for cls in classes(model)]
+    model.final.register_forward_hook(lambda *_: None)
+    before = snapshot(model)
+    patch_model(model)
+    assert snapshot(model) == before
+    assert list(model.state_dict()) == keys
+    assert [cls.__qualname__ for cls in classes(model)] == names
+    assert isinstance(model.tails[0], Tail) and isinstance(model.final, nn.LayerNorm)
+
+
+def test_patching_leaves_gradients_modes_and_random_state(model: Model, x: Tensor) -> None:
+    model(x).sum().backward()
+    model.tails[0].train()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    patch_model(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_patching_works_where_gradients_are_off(model: Model, context: Callable[[], Any]) -> None:
+    with context():
+        assert len(patch_model(model).patched) == 3
+
+
+def test_library_classes_and_other_models_are_untouched(model: Model, x: Tensor) -> None:
+    other, layer_norm, linear = copy.deepcopy(model), dict(vars(nn.LayerNorm)), dict(vars(nn.Linear))
+    tail = dict(vars(Tail))
+    patch_model(model)
+    assert dict(vars(nn.LayerNorm)) == layer_norm and dict(vars(nn.Linear)) == linear and dict(vars(Tail)) == tail
+    assert {type(other.final), type(other.tails[0])} == {nn.LayerNorm, Tail}
+    fresh = Model()
+    assert type(fresh.final) is nn.LayerNorm
+
+
+def test_unpatching_restores_every_class(model: Model, x: Tensor) -> None:
+    before, expected = classes(model), model(x)
+    patch_model(model)
+    assert classes(model) != before
+    assert unpatch_model(model) is model
+    assert classes(model) == before
+    assert torch.equal(model(x), expected)
+    assert classes(unpatch_model(model)) == before
+
+
+def test_patching_twice_is_patching_once(model: Model) -> None:
+    first = patch_model(model)
+    before = classes(model)
+    second = patch_model(model)
+    assert classes(model) == before
+    assert second.patched == first.patched and second.skipped == first.skipped
+
+
+def test_context_manager_unpatches_on_exceptions(model: Model) -> None:
+    before = classes(model)
+    with pytest.raises(KeyError), patched(model) as report:
+        assert len(report.patched) == 3 and classes(model) != before
+        raise KeyError
+    assert classes(model) == before
+
+
+def test_context_manager_keeps_what_was_patched_before(model: Model) -> None:
+    patch_model(model, patterns=["layer_norm"])
+    before = classes(model)
+    with patched(model):
+        assert classes(model) != before
+    assert classes(model) == before
+
+
+def test_an_error_while_patching_undoes_the_sites_so_far(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onetrip.patching import model as room
+
+    before = classes(model)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(room, "could_be_norm", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        patch_model(model)
+    assert classes(model) == before
+
+
+def test_modules_of_one_kind_share_one_class(model: Model) -> None:
+    patch_model(model)
+    other = Model()
+    patch_model(other)
+    assert type(model.tails[0]) is type(model.tails[1]) is type(other.tails[0])
+
+
+def test_deepcopy_is_patched_and_independent(model: Model, x: Tensor) -> None:
+    report = patch_model(model)
+    clone = copy.deepcopy(model)
+    assert classes(clone) == classes(model)
+    with torch.no_grad():
+        clone.final.weight.zero_()
+        clone.final.bias.fill_(2.0)
+    assert torch.equal(clone(x), torch.full_like(x, 2.0))
+    assert not torch.equal(model(x), clone(x))
+    assert set(report.calls().values()) == {(1, 0)}
+    assert classes(unpatch_model(clone)) == classes(Model())
+
+
+def test_pickle_gives_the_original_classes(model: Model, x: Tensor) -> None:
+    expected = model(x)
+    patch_model(model)
+    for protocol in (2, pickle.HIGHEST_PROTOCOL):
+        loaded = pickle.loads(pickle.dumps(model, protocol))
+        assert classes(loaded) == classes(Model())
+        assert torch.equal(loaded(x), expected)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert classes(torch.load(file, weights_only=False)) == classes(Model())
+
+
+def test_hooks_on_a_block_run_and_hooks_on_its_children_make_it_fall_back(model: Model, x: Tensor) -> None:
+    report = patch_model(model)
+    expected, seen = model(x), []
+    handles = [model.tails[0].register_forward_hook(lambda *_: seen.append("block"))]
+    assert torch.equal(model(x), expected)
+    assert seen == ["block"] and report.calls()["tails.0"] == (2, 0)
+    handles.append(model.tails[0].norm.register_forward_hook(lambda *_: seen.append("norm")))
+    torch.testing.assert_close(model(x), expected)
+    assert seen == ["block", "norm", "block"] and report.calls()["tails.0"] == (2, 1)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(model(x), expected) and report.calls()["tails.0"] == (3, 1)
+
+
+def test_a_hooked_dense_is_called(model: Model, x: Tensor) -> None:
+    """ZeRO-3 and FSDP gather weights in hooks of the child: its weight must not be read behind its back."""
+    report, seen = patch_model(model), []
+    expected = model(x)
+    model.tails[0].dense.register_forward_pre_hook(lambda *_: seen.append("dense"))
+    torch.testing.assert_close(model(x), expected)
+    assert seen == ["dense"] and report.calls()["tails.0"] == (2, 0)
+
+
+def test_a_global_hook_sees_every_child(model: Model, x: Tensor) -> None:
+    patch_model(model)
+    seen: list[type] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m)))
+    try:
+        model(x)
+    finally:
+        handle.remove()
+    assert seen.count(nn.Dropout) == 2 and seen.count(nn.Linear) == 2
+
+
+def test_a_parametrised_dense_is_called(model: Model, x: Tensor) -> None:
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    report = patch_model(model)
+    nn.utils.parametrize.register_parametrization(model.tails[0].dense, "weight", Doubled())
+    expected = unpatch_model(copy.deepcopy(model))(x)
+    torch.testing.assert_close(model(x), expected)
+    assert report.calls()["tails.0"] == (1, 0)
+
+
+def test_replaced_children_are_honoured(model: Model, x: Tensor) -> None:
+    report = patch_model(model)
+    model.tails[0].norm = nn.Identity()
+    model.tails[1].dense = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH))
+    expected = unpatch_model(copy.deepcopy(model))(x)
+    torch.testing.assert_close(model(x), expected)
+    assert report.calls()["tails.0"] == (0, 1) and report.calls()["tails.1"] == (1, 0)
+
+
+def test_a_residual_that_broadcasts_falls_back(model: Model, x: Tensor) -> None:
+    tail = model.tails[0]
+    expected = tail(x, x[:1, :1])
+    report = patch_model(model)
+    torch.testing.assert_close(tail(x, x[:1, :1]), expected)
+    assert report.calls()["tails.0"] == (0, 1)
+
+
+def test_dropout_follows_its_own_mode_and_p(model: Model, x: Tensor) -> None:
+    patch_model(model)
+    tail = model.tails[0]
+    off = tail(x, x)
+    tail.dropout.train()
+    tail.dropout.p = 1.0
+    torch.testing.assert_close(tail(x, x), tail.norm(x))
+    tail.dropout.p = 0.0
+    torch.testing.assert_close(tail(x, x), off)
+
+
+def test_eps_is_read_at_call_time(model: Model, x: Tensor) -> None:
+    patch_model(model)
+    model.final.eps = model.tails[0].norm.eps = 10.0
+    torch.testing.assert_close(model(x), unpatch_model(copy.deepcopy(model))(x))
+
+
+def test_shared_modules_are_one_site(x: Tensor) -> None:
+    norm = nn.LayerNorm(WIDTH)
+    model = nn.Sequential(norm, norm, nn.Sequential(norm))
+    report = patch_model(model)
+    assert [site.name for site in report.patched] == ["0"]
+    model(x)
+    assert report.calls() == {"0": (3, 0)}
+
+
+def test_a_block_takes_over_a_norm_patched_before(model: Model, x: Tensor) -> None:
+    expected = model(x)
+    leaves = patch_model(model, patterns=["layer_norm"])
+    assert {site.pattern for site in leaves.patched} == {"layer_norm"} and len(leaves.patched) == 3
+    report = patch_model(model)
+    torch.testing.assert_close(model(x), expected)
+    calls = report.calls()
+    assert calls["tails.0"] == (1, 0) and calls["tails.0.norm"] == (0, 0)
+
+
+def test_the_root_may_be_a_norm(x: Tensor) -> None:
+    norm = nn.LayerNorm(WIDTH)
+    expected = norm(x)
+    report = patch_model(norm)
+    torch.testing.assert_close(norm(x), expected)
+    assert report.calls() == {"": (1, 0)}
+
+
+def test_meta_modules_are_verified_at_their_first_call(x: Tensor) -> None:
+    with torch.device("meta"):
+        model = Model().eval()
+    report = patch_model(model)
+    assert {site.detail for site in report.patched} == {"verified at the first call"}
+    reference = Model().eval()
+    model.load_state_dict(reference.state_dict(), assign=True)
+    clone = copy.deepcopy(model)
+    for patched_model in (model, clone):
+        torch.testing.assert_close(patched_model(x), reference(x))
+    assert set(report.calls().values()) == {(1, 0)}
+    assert classes(model) == classes(clone) == [type(m) for m in patched_classes()]
+    assert classes(unpatch_model(model)) == classes(reference)
+
+
+def patched_classes() -> list[nn.Module]:
+    model = Model()
+    patch_model(model)
+    return list(model.modules())
+
+
+def test_unpatching_before_the_first_call_of_a_meta_module() -> None:
+    with torch.device("meta"):
+        model = Model()
+    before = classes(model)
+    patch_model(model)
+    assert classes(unpatch_model(model)) == before
+
+
+def test_a_deferred_site_that_fails_is_reported_and_undone(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onetrip.patching import model as room
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.LayerNorm(WIDTH))
+    report = patch_model(model)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("off by one")
+
+    monkeypatch.setattr(room, "verify_site", fail)
+    model.load_state_dict(nn.Sequential(nn.LayerNorm(WIDTH)).state_dict(), assign=True)
+    assert model(x).shape == x.shape
+    assert type(model[0]) is nn.LayerNorm and report.patched == ()
+    assert [(site.name, site.reason, site.detail) for site in report.skipped] == [("0", "verify_failed", "off by one")]
+
+
+def test_accelerate_hooks_before_patching_are_left_alone(model: Model, x: Tensor) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(model.final, hooks.ModelHook())
+    report = patch_model(model)
+    assert [(site.name, site.reason) for site in report.skipped] == [("final", "hf_hook")]
+    assert {site.name for site in report.patched} == {"tails.0", "tails.1"}
+
+
+def test_accelerate_hooks_after_patching_keep_the_fused_forward(model: Model, x: Tensor) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    expected = model(x)
+    report = patch_model(model)
+    hooks.add_hook_to_module(model.final, hooks.ModelHook())
+    hooks.add_hook_to_module(model.tails[0].norm, hooks.ModelHook())
+    torch.testing.assert_close(model(x), expected)
+    assert report.calls() == {"tails.0": (0, 1), "tails.1": (1, 0), "final": (1, 0)}
+    unpatch_model(model)
+    assert torch.equal(model(x), expected)
+    assert report.calls()["final"] == (1, 0), "accelerate still called the patched forward"
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_lora_on_the_dense(model: Model, x: Tensor, order: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["dense"], r=2, init_lora_weights=False)
+    if order == "before":
+        model = peft.get_peft_model(model, config)
+        report = patch_model(model)
+    else:
+        report = patch_model(model)
+        model = peft.get_peft_model(model, config)
+    model.eval()
+    expected = unpatch_model(copy.deepcopy(model))(x)
+    torch.testing.assert_close(model(x), expected)
+    assert all(count == (1, 0) for count in report.calls().values()) and len(report.patched) == 3
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_modules_to_save_wraps_the_norm(model: Model, x: Tensor, order: str) -> None:
+    """The wrapper proxies .weight; what runs is the copy inside it."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["dense"], r=2, modules_to_save=["norm", "final"])
+    if order == "after":
+        patch_model(model)
+    model = peft.get_peft_model(model, config).eval()
+    report = patch_model(model)
+    with torch.no_grad():
+        model.base_model.model.tails[0].norm.modules_to_save["default"].weight.fill_(3.0)
+    expected = unpatch_model(copy.deepcopy(model))(x)
+    torch.testing.assert_close(model(x), expected)
+    inner = [count for name, count in report.calls().items() if name.endswith("final.modules_to_save.default")]
+    assert inner == [(1, 0)]
+    if order == "before":
+        assert {site.reason for site in report.skipped if site.name.endswith("tails.0")} == {"peft_wrapper"}
+
+
+def test_save_pretrained_and_from_pretrained(tmp_path: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=31, **sizes)).eval()
+    patch_model(model)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.BertModel.from_pretrained(tmp_path).eval()
+    assert not any("_onetrip_original" in vars(cls) for cls in classes(loaded))
+    assert type(loaded) is transformers.BertModel
+    ids = torch.arange(10).view(1, 10)
+    torch.testing.assert_close(loaded(ids).last_hidden_state, model(ids).last_hidden_state)
+
+
+def test_trainer_weight_decay_groups_do_not_change() -> None:
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    for config in (
+        transformers.BertConfig(vocab_size=31, **sizes),
+        transformers.LlamaConfig(vocab_size=31, **sizes, num_key_value_heads=2),
+    ):
+        model = transformers.AutoModel.from_config(config)
+        decayed = transformers.Trainer.get_decay_parameter_names(None, model)
+        patch_model(model)
+        assert transformers.Trainer.get_decay_parameter_names(None, model) == decayed
+        assert decayed and len(decayed) < len(list(model.parameters()))
+
+
+def test_a_dead_module_leaves_no_counter() -> None:
+    from onetrip.patching import calls
+
+    before = len(calls._counters)
+    model = Model()
+    report = patch_model(model)
+    assert len(calls._counters) == before + 3
+    del model
+    assert len(calls._counters) == before
+    assert set(report.calls().values()) == {(0, 0)}

@@ -1,0 +1,350 @@
+"""Patched models of the zoo compute what they computed: tiny random-weight configurations on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from onetrip.patching import PatchReport, patch_model, patched, unpatch_model
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+HIDDEN, INTERMEDIATE, HEADS, VOCABULARY = 32, 48, 4, 61
+COMMON = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": INTERMEDIATE,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DECODER = {**COMMON, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+SEQ2SEQ = {
+    "d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS, "encoder_ffn_dim": INTERMEDIATE, "decoder_ffn_dim": INTERMEDIATE,
+    "vocab_size": VOCABULARY, "dropout": 0.0, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+T5 = {
+    "d_model": HIDDEN, "d_kv": 8, "d_ff": INTERMEDIATE, "num_layers": 2, "num_heads": HEADS, "vocab_size": VOCABULARY,
+    "dropout_rate": 0.0, "pad_token_id": 0, "decoder_start_token_id": 0,
+}  # fmt: skip
+
+
+def ids(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCABULARY, shape or (2, 7), generator=torch.Generator().manual_seed(seed))
+
+
+def text() -> dict[str, Tensor]:
+    mask = torch.ones(2, 7, dtype=torch.int64)
+    mask[1, 5:] = 0
+    return {"input_ids": ids(), "attention_mask": mask, "labels": ids(seed=1)}
+
+
+def causal() -> dict[str, Tensor]:
+    return {"input_ids": ids(), "labels": ids()}
+
+
+def image() -> dict[str, Tensor]:
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    return {"pixel_values": pixels, "labels": torch.tensor([0, 1])}
+
+
+@dataclass
+class Case:
+    model: str
+    config: str
+    options: dict[str, Any]
+    inputs: Callable[[], dict[str, Tensor]]
+    sites: dict[str, int] = field(default_factory=dict)
+
+
+BERT_LIKE = {"layer_norm": 2, "dropout_add_norm": 4}
+CASES = {
+    "bert": Case("BertForMaskedLM", "BertConfig", COMMON | NO_DROPOUT, text, BERT_LIKE),
+    "roberta": Case("RobertaForMaskedLM", "RobertaConfig", COMMON | NO_DROPOUT, text, BERT_LIKE),
+    "electra": Case(
+        "ElectraForMaskedLM", "ElectraConfig", COMMON | NO_DROPOUT | {"embedding_size": HIDDEN}, text, BERT_LIKE
+    ),
+    "distilbert": Case(
+        "DistilBertForMaskedLM",
+        "DistilBertConfig",
+        {"dim": HIDDEN, "hidden_dim": INTERMEDIATE, "n_layers": 2, "n_heads": HEADS, "vocab_size": VOCABULARY}
+        | {"dropout": 0.0, "attention_dropout": 0.0},
+        text,
+        {"layer_norm": 6},
+    ),
+    "gpt2": Case(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": 32}
+        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2},
+        causal,
+        {"layer_norm": 5},
+    ),
+    "vit": Case(
+        "ViTForImageClassification",
+        "ViTConfig",
+        COMMON | NO_DROPOUT | {"image_size": 16, "patch_size": 8},
+        image,
+        {"layer_norm": 5},
+    ),
+    "t5": Case("T5ForConditionalGeneration", "T5Config", T5, causal, {"rms_norm": 12, "dropout_add": 4}),
+    "llama": Case("LlamaForCausalLM", "LlamaConfig", DECODER, causal, {"rms_norm": 5}),
+    "gemma": Case("GemmaForCausalLM", "GemmaConfig", DECODER, causal, {"rms_norm": 5}),
+    "gemma3": Case("Gemma3ForCausalLM", "Gemma3TextConfig", DECODER, causal, {"rms_norm": 13}),
+    "olmo": Case("OlmoForCausalLM", "OlmoConfig", DECODER, causal, {"layer_norm": 5}),
+    "olmo2": Case("Olmo2ForCausalLM", "Olmo2Config", DECODER, causal, {"rms_norm": 9}),
+    "cohere": Case("CohereForCausalLM", "CohereConfig", DECODER, causal, {"layer_norm": 3}),
+    "mixtral": Case("MixtralForCausalLM", "MixtralConfig", DECODER | {"num_local_experts": 2}, causal, {"rms_norm": 5}),
+    "albert": Case(
+        "AlbertForMaskedLM",
+        "AlbertConfig",
+        COMMON | {"embedding_size": 16, "classifier_dropout_prob": 0.0},
+        text,
+        {"layer_norm": 4},
+    ),
+    "modernbert": Case(
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        COMMON | {"cls_token_id": 1, "sep_token_id": 2, "attn_implementation": "eager"},
+        text,
+        {"layer_norm": 6},
+    ),
+    "bart": Case("BartForConditionalGeneration", "BartConfig", SEQ2SEQ, causal, {"layer_norm": 12}),
+    "esm": Case(
+        "EsmForMaskedLM",
+        "EsmConfig",
+        COMMON | NO_DROPOUT | {"mask_token_id": 3, "position_embedding_type": "rotary"},
+        text,
+        {"layer_norm": 6, "dropout_add": 4},
+    ),
+    "xlnet": Case(
+        "XLNetLMHeadModel",
+        "XLNetConfig",
+        {"d_model": HIDDEN, "n_layer": 2, "n_head": HEADS, "d_inner": INTERMEDIATE, "vocab_size": VOCABULARY}
+        | {"dropout": 0.0},
+        causal,
+        {"layer_norm": 2, "dropout_add_norm": 2},
+    ),
+    "mpt": Case(
+        "MptForCausalLM",
+        "MptConfig",
+        {"d_model": HIDDEN, "n_layers": 2, "n_heads": HEADS, "vocab_size": VOCABULARY, "max_seq_len": 32},
+        causal,
+        {"layer_norm": 5, "dropout_add": 2},
+    ),
+}
+
+
+def build(name: str, **options: Any) -> nn.Module:
+    case = CASES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, case.config)(**case.options | options)
+    model = getattr(transformers, case.model)(config)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # ones and zeros would hide a wrong weight or a missing bias
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return model
+
+
+def run(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Loss, logits and every gradient."""
+    model.zero_grad()
+    outputs = model(**inputs)
+    outputs.loss.backward()
+    gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": outputs.loss.detach(), "logits": outputs.logits.detach(), **gradients}
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], relative: float = 1e-5) -> None:
+    """Every tensor within `relative` of the largest element of its counterpart, and never trivially so."""
+    assert actual.keys() == expected.keys()
+    assert any(tensor.abs().max() > 0 for tensor in expected.values())
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        error, scale = (actual[name] - tensor).abs().max(), tensor.abs().max()
+        assert error <= relative * scale + 1e-6, f"{name}: {error:.2e} of {scale:.2e}"
+
+
+def patterns(report: PatchReport) -> dict[str, int]:
+    return dict(Counter(site.pattern for site in report.patched))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_step_matches_the_unpatched_model(name: str) -> None:
+    model, inputs = build(name).train(), CASES[name].inputs()
+    expected = run(model, inputs)
+    report = patch_model(model)
+    assert patterns(report) == CASES[name].sites
+    actual = run(model, inputs)
+    assert_close(actual, expected)
+    calls = report.calls()
+    assert all(fused > 0 and fallen_back == 0 for fused, fallen_back in calls.values()), report
+    unpatch_model(model)
+    again = run(model, inputs)
+    assert all(torch.equal(again[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_evaluation_matches_the_unpatched_model(name: str) -> None:
+    model, inputs = build(name).eval(), CASES[name].inputs()
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        with patched(model):
+            actual = model(**inputs).logits
+    assert_close({"logits": actual}, {"logits": expected})
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "llama", "gemma", "olmo2", "cohere", "gpt2"])
+def test_bfloat16_is_as_accurate_as_the_unpatched_model(name: str) -> None:
+    """Errors against the same weights in float64, loss, logits and gradients: at most twice the unpatched model's."""
+    model, inputs = build(name).bfloat16().train(), CASES[name].inputs()
+    truth = run(copy.deepcopy(model).double(), inputs)
+    expected = run(model, inputs)
+    report = patch_model(model)
+    assert patterns(report) == CASES[name].sites
+    actual = run(model, inputs)
+    for key, tensor in expected.items():
+        assert actual[key].dtype == tensor.dtype, key
+        error = (actual[key].double() - truth[key]).norm()
+        unpatched_error = (tensor.double() - truth[key]).norm()
+        assert error <= 2 * unpatched_error + 1e-3 * truth[key].norm(), key
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "llama", "gemma", "olmo2", "gpt2"])
+def test_autocast_keeps_every_dtype(name: str) -> None:
+    """The dtype of what each module returns, under CPU autocast to bfloat16, and the outputs themselves."""
+    model, inputs = build(name).eval(), CASES[name].inputs()
+
+    def dtypes_and_logits() -> tuple[list[tuple[str, torch.dtype | None]], Tensor]:
+        seen: list[tuple[str, torch.dtype | None]] = []
+        names = {module: name for name, module in model.named_modules()}
+        inside = {child for module in model.modules() if is_block(module) for child in module.children()}
+        handles = [
+            module.register_forward_hook(lambda m, _, y: seen.append((names[m], getattr(y, "dtype", None))))
+            for module in model.modules()
+            if (is_block(module) or not list(module.children())) and module not in inside
+        ]
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logits = model(**inputs).logits
+        for handle in handles:
+            handle.remove()
+        return seen, logits
+
+    def is_block(module: nn.Module) -> bool:
+        return type(module).__name__.endswith(("Output", "LayerFF"))
+
+    expected_dtypes, expected = dtypes_and_logits()
+    report = patch_model(model)
+    actual_dtypes, actual = dtypes_and_logits()
+    assert actual_dtypes == expected_dtypes
+    assert all(fallen_back == 0 for _, fallen_back in report.calls().values())
+    assert_close({"logits": actual}, {"logits": expected}, relative=5e-2)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_generate_gives_the_same_tokens(name: str) -> None:
+    model = build(name).eval()
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(ids(), **options)
+    patch_model(model)
+    assert torch.equal(model.generate(ids(), **options), expected)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_hidden_states_and_attentions_are_returned(name: str) -> None:
+    model, inputs = build(name, attn_implementation="eager").eval(), CASES[name].inputs()
+    options = {"output_hidden_states": True, "output_attentions": True}
+    with torch.no_grad():
+        expected = model(**inputs, **options)
+        patch_model(model)
+        actual = model(**inputs, **options)
+    for key in ("hidden_states", "attentions"):
+        assert len(actual[key]) == len(expected[key]) > 1
+        for ours, theirs in zip(actual[key], expected[key], strict=True):
+            assert_close({key: ours}, {key: theirs})
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_gradient_checkpointing_draws_the_same_masks(use_reentrant: bool) -> None:
+    model, inputs = build("bert", hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3).train(), text()
+    patch_model(model)
+    torch.manual_seed(7)
+    expected = run(model, inputs)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    torch.manual_seed(7)
+    actual = run(model, inputs)
+    torch.manual_seed(8)
+    other = run(model, inputs)
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
+    assert not torch.equal(other["loss"], expected["loss"])
+
+
+def test_dropout_trains_and_evaluation_switches_it_off() -> None:
+    model, inputs = build("bert", hidden_dropout_prob=0.5).train(), text()
+    patch_model(model)
+    losses = {float(model(**inputs).loss.detach()) for _ in range(3)}
+    assert len(losses) == 3
+    model.eval()
+    assert len({float(model(**inputs).loss.detach()) for _ in range(3)}) == 1
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_compiles_without_graph_breaks(name: str) -> None:
+    model, inputs = build(name).train(), CASES[name].inputs()
+    expected = run(model, inputs)
+    patch_model(model)
+    torch.compiler.reset()
+    actual = run(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
+    assert_close({key.replace("_orig_mod.", ""): tensor for key, tensor in actual.items()}, expected)
+
+
+def test_remote_code_models_are_patched(tmp_path: Any) -> None:
+    """The classes of a model loaded from its own files have no known names; what they compute is recognised."""
+    (tmp_path / "modeling_tiny.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from transformers import PretrainedConfig, PreTrainedModel\n"
+        "class TinyConfig(PretrainedConfig):\n"
+        "    model_type = 'tiny-remote'\n"
+        "class Scale(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.gain = nn.Parameter(torch.rand(16))\n"
+        "    def forward(self, h):\n"
+        "        return self.gain * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))\n"
+        "class Tail(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.proj, self.drop, self.post = nn.Linear(16, 16), nn.Dropout(0.1), Scale()\n"
+        "    def forward(self, a, b):\n"
+        "        return self.post(b + self.drop(self.proj(a)))\n"
+        "class TinyModel(PreTrainedModel):\n"
+        "    config_class = TinyConfig\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(config)\n"
+        "        self.tail = Tail()\n"
+        "        self.post_init()\n"
+        "    def forward(self, x):\n"
+        "        return self.tail(x, x)\n"
+    )
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "tiny-remote", "auto_map": {"AutoConfig": "modeling_tiny.TinyConfig", '
+        '"AutoModel": "modeling_tiny.TinyModel"}}'
+    )
+    config = transformers.AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
+    model = transformers.AutoModel.from_config(config, trust_remote_code=True).eval()
+    x = torch.randn(2, 3, 16)
+    expected = model(x)
+    report = patch_model(model)
+    assert [(site.name, site.pattern) for site in report.patched] == [("tail", "dropout_add_norm")]
+    torch.testing.assert_close(model(x), expected)
