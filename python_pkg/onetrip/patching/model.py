@@ -264,7 +264,7 @@ _WRONG_SHAPE = ("unsupported_shape", "not a module with at most one weight and o
 
 def _is_called_norm(module: nn.Module) -> bool:
     """Whether to mention the module in the report when it is not patched; nothing else goes by the name."""
-    return "norm" in type(module).__name__.lower()
+    return "norm" in type(module).__name__.lower() or isinstance(module, (nn.LayerNorm, nn.RMSNorm))
 
 
 def _is_wrapper(module: nn.Module) -> bool:
