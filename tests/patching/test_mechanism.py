@@ -232,6 +232,22 @@ def test_a_parametrised_dense_is_called(model: Model, x: Tensor) -> None:
     assert report.calls()["tails.0"] == (1, 0)
 
 
+def test_unpatching_refuses_a_class_on_top_of_a_patched_one(model: Model, x: Tensor) -> None:
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    before = classes(model)
+    patch_model(model)
+    nn.utils.parametrize.register_parametrization(model.final, "weight", Doubled())
+    report = patch_model(model)
+    assert [(site.name, site.reason) for site in report.skipped] == [("final", "kernelized_already")]
+    with pytest.raises(RuntimeError, match="unpatch_model: final was given the class ParametrizedLayerNorm"):
+        unpatch_model(model)
+    nn.utils.parametrize.remove_parametrizations(model.final, "weight", leave_parametrized=False)
+    assert classes(unpatch_model(model)) == before
+
+
 def test_replaced_children_are_honoured(model: Model, x: Tensor) -> None:
     report = patch_model(model)
     model.tails[0].norm = nn.Identity()
@@ -264,6 +280,20 @@ def test_eps_is_read_at_call_time(model: Model, x: Tensor) -> None:
     patch_model(model)
     model.final.eps = model.tails[0].norm.eps = 10.0
     torch.testing.assert_close(model(x), unpatch_model(copy.deepcopy(model))(x))
+
+
+@pytest.mark.parametrize("made", ["in-process", "replica"])
+def test_calls_by_keyword_and_from_replicas(model: Model, x: Tensor, made: str) -> None:
+    """DataParallel runs replicas: other objects with the same class, whose calls nobody counts."""
+    expected = model.tails[0](x, x)
+    report = patch_model(model)
+    tail = model.tails[0]
+    if made == "replica":
+        tail = tail._replicate_for_data_parallel()
+        for name, child in model.tails[0].named_children():
+            setattr(tail, name, child)
+    torch.testing.assert_close(tail(residual=x, hidden=x), expected)
+    assert report.calls()["tails.0"] == ((1, 0) if made == "in-process" else (0, 0))
 
 
 def test_shared_modules_are_one_site(x: Tensor) -> None:

@@ -139,7 +139,7 @@ def test_exclude_leaves_modules_alone(
 
 def test_strict_raises_where_nothing_is_patched(model: Model) -> None:
     assert patch_model(model, strict=True).patched
-    with pytest.raises(RuntimeError, match="patch_model: nothing was patched[\\s\\S]*unsupported_shape"):
+    with pytest.raises(RuntimeError, match=r"patch_model: nothing was patched[\s\S]*unsupported_shape"):
         patch_model(nn.Sequential(nn.LayerNorm((3, 8))), strict=True)
 
 

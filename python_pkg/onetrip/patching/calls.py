@@ -50,9 +50,8 @@ def is_plain(module: nn.Module, expected: type) -> bool:
     Wrappers (PEFT, quantisation) change the type; FSDP, DeepSpeed and offloading hang hooks; accelerate and kernels
     replace forward on the instance.
     """
-    cls = type(module)
     return (
-        (cls is expected or getattr(cls, "_onetrip_original", None) is expected)
+        original_class(type(module)) is expected
         and not module._forward_hooks
         and not module._forward_pre_hooks
         and not module._backward_hooks
@@ -82,12 +81,8 @@ def is_distributed(x: Tensor) -> bool:
 
 
 def is_fusable(x: Tensor, residual: Tensor) -> bool:
-    """Whether x and residual go element by element: one shape (no broadcasting), one device, both plain."""
-    return (
-        x.shape == residual.shape
-        and x.device == residual.device
-        and (type(x) is Tensor or not (is_distributed(x) or is_distributed(residual)))
-    )
+    """Whether x and residual go element by element: one shape (no broadcasting), neither sharded."""
+    return x.shape == residual.shape and (type(x) is Tensor or not (is_distributed(x) or is_distributed(residual)))
 
 
 def is_autocasting(x: Tensor) -> bool:

@@ -128,6 +128,11 @@ def is_patched(module: nn.Module) -> bool:
     return "_onetrip_original" in type(module).__dict__
 
 
+def is_stacked(module: nn.Module) -> bool:
+    """Whether the module was patched and then given a class on top (parametrize, fully_shard)."""
+    return not is_patched(module) and hasattr(type(module), "_onetrip_original")
+
+
 def rewrite_of(module: nn.Module) -> Rewrite:
     """The rewrite of a patched module."""
     rewrite: Rewrite = type(module).__dict__["_onetrip_rewrite"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 
 from .blocks import Reading, argument_widths, dropout_of, find_match, read_forward, rewrite_block
 from .calls import counter_of, is_distributed, original_class
-from .classes import Rewrite, is_patched, patched_class, restore_class, rewrite_of, set_class, subclass
+from .classes import Rewrite, is_patched, is_stacked, patched_class, restore_class, rewrite_of, set_class, subclass
 from .norms import (
     KERNEL_DEVICES,
     KERNEL_DTYPES,
@@ -48,7 +48,7 @@ def patch_model(
     model. Sites are recognised by what they compute and how they are written, never by name, and each distinct one is
     compared with the original before it is kept; what is not recognised is left alone and reported with a reason.
     Random state is as before. Modules on the meta device are compared at their first call. Patching twice is patching
-    once.
+    once. The fused operators can be differentiated once, in reverse mode.
 
     patterns: names from PATTERNS; None for all. exclude: names of modules, with all that is in them, or glob patterns.
     verify: compare outputs and every gradient with the original before keeping a site (dropout on and off).
@@ -73,13 +73,12 @@ def patch_model(
 def unpatch_model(model: nn.Module) -> nn.Module:
     """Give every patched module of the model its class back: bit for bit the original. A no-op on an unpatched model.
 
-    Changes the model in place and returns it. Raises TypeError if model is not a torch.nn.Module.
+    Changes the model in place and returns it. Raises TypeError if model is not a torch.nn.Module, and RuntimeError,
+    with nothing changed, if parametrize or fully_shard put another class on top of a patched one.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unpatch_model: model must be a torch.nn.Module, got {type(model).__name__}")
-    for module in model.modules():
-        if is_patched(module):
-            restore_class(module)
+    _restore(model, frozenset())
     return model
 
 
@@ -89,14 +88,26 @@ def patched(model: nn.Module, **options: Any) -> Iterator[PatchReport]:
 
     On exit, exceptions included, the sites patched on entry are the original again; sites patched before stay patched.
     """
-    before = {id(module) for module in model.modules() if is_patched(module)} if isinstance(model, nn.Module) else set()
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    before = frozenset(id(module) for module in modules if is_patched(module) or is_stacked(module))
     report = patch_model(model, **options)
     try:
         yield report
     finally:
-        for module in model.modules():
-            if is_patched(module) and id(module) not in before:
-                restore_class(module)
+        _restore(model, before)
+
+
+def _restore(model: nn.Module, kept: Container[int]) -> None:
+    """Give all patched modules their classes back, but those whose id is kept."""
+    for name, module in model.named_modules():
+        if is_stacked(module) and id(module) not in kept:
+            raise RuntimeError(
+                f"unpatch_model: {name} was given the class {type(module).__name__} on top of the patched one "
+                "(by parametrize or fully_shard?): undo that first"
+            )
+    for module in model.modules():
+        if is_patched(module) and id(module) not in kept:
+            restore_class(module)
 
 
 def _checked_patterns(patterns: Iterable[str] | None) -> frozenset[str]:
@@ -166,6 +177,8 @@ class _Patcher:
         """Patch a module with children, if its forward ends as a rule has it."""
         if is_patched(module):
             return PatchedSite(name, type(module).__name__, rewrite_of(module).pattern)
+        if is_stacked(module):
+            return self.skip(name, module, _STACKED)
         cls = type(module)
         if cls not in self.readings:
             self.readings[cls] = read_forward(cls)
@@ -188,7 +201,7 @@ class _Patcher:
         if is_patched(module):
             return PatchedSite(name, type(module).__name__, rewrite_of(module).pattern)
         if not could_be_norm(module):
-            return self.skip(name, module, Unsuitable(*_WRONG_SHAPE)) if _is_called_norm(module) else None
+            return self.skip(name, module, _WRONG_SHAPE) if _is_called_norm(module) else None
         spec = self.norm(module)
         if isinstance(spec, Unsuitable):
             return self.skip(name, module, spec) if _is_called_norm(module) else None
@@ -259,7 +272,8 @@ class _Patcher:
         return has_linear and has_norm_or_dropout and n_arguments == 2 and not any(c._modules for c in children)
 
 
-_WRONG_SHAPE = ("unsupported_shape", "not a module with at most one weight and one bias, both vectors")
+_STACKED = Unsuitable("kernelized_already", "patched, and given another class on top of that")
+_WRONG_SHAPE = Unsuitable("unsupported_shape", "not a module with at most one weight and one bias, both vectors")
 
 
 def _is_called_norm(module: nn.Module) -> bool:
@@ -282,6 +296,8 @@ def _unsuitable(module: nn.Module) -> Unsuitable | None:
         return Unsuitable("hf_hook", "forward is set on the instance")
     if type(module).__module__.startswith("onetrip.nn"):
         return Unsuitable("kernelized_already", "an onetrip module")
+    if is_stacked(module):
+        return _STACKED
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
