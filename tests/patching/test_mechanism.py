@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +66,11 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 def classes(model: nn.Module) -> list[type]:
     return [type(module) for module in model.modules()]
+
+
+def test_importing_needs_neither_transformers_nor_rich() -> None:
+    code = "import sys, onetrip.patching; sys.exit(not {'transformers', 'rich'}.isdisjoint(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_instances_keep_their_state_and_classes_their_names(model: Model) -> None:
@@ -151,6 +158,11 @@ def test_an_error_while_patching_undoes_the_sites_so_far(model: Model, monkeypat
     with pytest.raises(KeyboardInterrupt):
         patch_model(model)
     assert classes(model) == before
+
+
+def test_a_float64_model_is_left_alone(model: Model) -> None:
+    report = patch_model(model.double())
+    assert report.patched == () and {site.reason for site in report.skipped} == {"unsupported_dtype"}
 
 
 def test_modules_of_one_kind_share_one_class(model: Model) -> None:
@@ -375,6 +387,14 @@ def test_accelerate_hooks_before_patching_are_left_alone(model: Model, x: Tensor
     report = patch_model(model)
     assert [(site.name, site.reason) for site in report.skipped] == [("final", "hf_hook")]
     assert {site.name for site in report.patched} == {"tails.0", "tails.1"}
+
+
+def test_a_block_around_an_accelerate_hook_is_left_alone(model: Model) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(model.tails[0].dense, hooks.ModelHook())
+    report = patch_model(model)
+    assert ("tails.0", "hf_hook") in [(site.name, site.reason) for site in report.skipped]
+    assert {site.name for site in report.patched} == {"tails.0.norm", "tails.1", "final"}
 
 
 def test_accelerate_hooks_after_patching_keep_the_fused_forward(model: Model, x: Tensor) -> None:

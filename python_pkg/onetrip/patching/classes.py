@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,8 @@ class Rewrite:
 
     def compile(self, original: Any, replaced: Mapping[str, Any] | None = None) -> Callable[..., Any]:
         """The forward as a function. replaced: other values for names in the source (verification pins the rng)."""
-        filename = f"<onetrip {self.pattern} of {original.__module__}.{original.__qualname__} {hash(self.source):x}>"
+        digest = crc32(self.source.encode())
+        filename = f"<onetrip {self.pattern} of {original.__module__}.{original.__qualname__} {digest:08x}>"
         names = {**GLOBAL_NAMES, **dict(self.constants), "original": original.forward, **(replaced or {})}
         exec(compile(self.source, filename, "exec"), names)
         # Tracebacks and debuggers show the source, as they would for code from a file.

@@ -288,9 +288,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 def _unsuitable(module: nn.Module) -> Unsuitable | None:
     """Why a module, whatever it computes, must not be patched."""
     state = vars(module)
-    if "_hf_hook" in state or "_old_forward" in state:
-        return Unsuitable("hf_hook", f"accelerate's {type(state.get('_hf_hook')).__name__}")
-    if "forward" in state:
+    if "forward" in state and "_hf_hook" not in state:
         if hasattr(type(module), "kernel_layer_name"):
             return Unsuitable("kernelized_already", "a hub kernel replaced its forward")
         return Unsuitable("hf_hook", "forward is set on the instance")
@@ -298,17 +296,19 @@ def _unsuitable(module: nn.Module) -> Unsuitable | None:
         return Unsuitable("kernelized_already", "an onetrip module")
     if is_stacked(module):
         return _STACKED
-    for name, parameter in module._parameters.items():
-        if parameter is None:
-            continue
-        if not parameter.is_floating_point():
+    hooked = next((child for child in module.modules() if "_hf_hook" in vars(child)), None)
+    if hooked is not None:
+        return Unsuitable("hf_hook", f"accelerate's {type(hooked._hf_hook).__name__} on a {type(hooked).__name__}")
+    for name, parameter in module.named_parameters():
+        own = name in module._parameters  # children in other formats are called, not read
+        if own and not parameter.is_floating_point():
             return Unsuitable("quantized", f"{name} is {str(parameter.dtype)[6:]}")
-        if parameter.dtype not in KERNEL_DTYPES:
+        if parameter.dtype == torch.float64 or (own and parameter.dtype not in KERNEL_DTYPES):
             return Unsuitable("unsupported_dtype", f"{name} is {str(parameter.dtype)[6:]}")
         if is_distributed(parameter.data):
             return Unsuitable("unsupported_device", f"{name} is sharded")
         if parameter.device.type not in (*KERNEL_DEVICES, "meta"):
-            return Unsuitable("unsupported_device", str(parameter.device))
+            return Unsuitable("unsupported_device", f"{name} is on {parameter.device}")
     return None
 
 
