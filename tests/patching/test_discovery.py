@@ -368,6 +368,20 @@ def test_block_drops_in_training(name: str) -> None:
         assert abs(float((z > 0).float().mean()) - 0.6) < 0.02
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_block_keeps_its_dtype_under_autocast(name: str, dtype: torch.dtype) -> None:
+    """A bias in float32 beside a product in bfloat16 must not make the sum float32."""
+    block = randomised(BLOCKS[name][0]())
+    xs = [x.to(dtype) for x in inputs(BLOCKS[name][1])]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = block(*xs)
+        report = patch_model(block)
+        actual = block(*xs)
+    assert actual.dtype == expected.dtype and report.calls()[""] == (1, 0)
+    torch.testing.assert_close(actual, expected, rtol=5e-2, atol=5e-2)
+
+
 class AddsBeforeDropout(Block):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         return self.post(self.drop(self.proj(a) + b))
@@ -382,6 +396,12 @@ class UsesTheSumTwice(Block):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         h = self.drop(self.proj(a)) + b
         return self.post(h) + h
+
+
+class AddsTheDroppedToItself(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        h = self.drop(self.proj(a))
+        return self.post(h + h)
 
 
 class NormsBefore(Block):
@@ -439,7 +459,7 @@ class HasOtherDropout(OneExpression):
 
 LOOK_ALIKES = [
     AddsBeforeDropout, Scales, UsesTheSumTwice, NormsBefore, Branches, InPlace, TakesMore, ReturnsTuple, Decorated,
-    HasOtherDropout,
+    HasOtherDropout, AddsTheDroppedToItself,
 ]  # fmt: skip
 
 

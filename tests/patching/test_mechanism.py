@@ -84,8 +84,29 @@ def test_instances_keep_their_state_and_classes_their_names(model: Model) -> Non
     assert isinstance(model.tails[0], Tail) and isinstance(model.final, nn.LayerNorm)
 
 
+class Noise(nn.Module):
+    """Draws from the global generator, as a norm and before the tail of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x + torch.rand(())
+
+
+class NoisyTail(Tail):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = Noise()
+
+    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        return self.norm(self.dropout(self.dense(self.noise(hidden))) + residual)
+
+
 def test_patching_leaves_gradients_modes_and_random_state(model: Model, x: Tensor) -> None:
-    model(x).sum().backward()
+    model.noisy = NoisyTail()
+    model.noisy(model(x), x).sum().backward()
     model.tails[0].train()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     modes = [module.training for module in model.modules()]
@@ -278,7 +299,7 @@ def test_a_residual_that_broadcasts_falls_back(model: Model, x: Tensor) -> None:
 
 
 def test_dropout_follows_its_own_mode_and_p(model: Model, x: Tensor) -> None:
-    patch_model(model)
+    report = patch_model(model)
     tail = model.tails[0]
     off = tail(x, x)
     tail.dropout.train()
@@ -286,6 +307,7 @@ def test_dropout_follows_its_own_mode_and_p(model: Model, x: Tensor) -> None:
     torch.testing.assert_close(tail(x, x), tail.norm(x))
     tail.dropout.p = 0.0
     torch.testing.assert_close(tail(x, x), off)
+    assert report.calls()["tails.0"] == (3, 0)
 
 
 def test_eps_is_read_at_call_time(model: Model, x: Tensor) -> None:

@@ -291,11 +291,12 @@ def test_gradient_checkpointing_draws_the_same_masks(use_reentrant: bool) -> Non
 
 def test_dropout_trains_and_evaluation_switches_it_off() -> None:
     model, inputs = build("bert", hidden_dropout_prob=0.5).train(), text()
-    patch_model(model)
+    report = patch_model(model)
     losses = {float(model(**inputs).loss.detach()) for _ in range(3)}
     assert len(losses) == 3
     model.eval()
     assert len({float(model(**inputs).loss.detach()) for _ in range(3)}) == 1
+    assert set(report.calls().values()) == {(6, 0)}
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])

@@ -164,7 +164,8 @@ def recognise(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
         return NormSpec("layer", "weight", "bias", "module.eps")
     with use_backend("reference"), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of slow paths that only the probes take
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.autocast(device.type, enabled=False):
             spec = _Prober(module, cls, device).recognise()
     if spec is not None:
         return spec

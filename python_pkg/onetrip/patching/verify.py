@@ -196,16 +196,17 @@ def _compare(
 def _compare_autocast(
     module: nn.Module, original: Callable[..., Any], rewritten: Callable[..., Any], inputs: list[Tensor]
 ) -> None:
-    """Output dtypes under autocast."""
+    """Output dtypes under autocast, for inputs of the module's dtype and of autocast's."""
     block = _prepared(module, None, None, None)
     with torch.no_grad(), torch.autocast(inputs[0].device.type, torch.bfloat16):
-        try:
-            expected = original(block, *inputs)
-        except Exception:  # not meant for autocast: then nobody calls it there
-            return
-        actual = rewritten(block, *inputs)
-    if actual.dtype != expected.dtype:
-        raise VerificationError(f"output under autocast: {actual.dtype} for {expected.dtype}")
+        for cast in (inputs, [x.bfloat16() for x in inputs]):
+            try:
+                expected = original(block, *cast)
+            except Exception:  # not meant for autocast: then nobody calls it there
+                continue
+            actual = rewritten(block, *cast)
+            if actual.dtype != expected.dtype:
+                raise VerificationError(f"output under autocast: {actual.dtype} for {expected.dtype}")
 
 
 def _largest(tensor: Tensor) -> float:
