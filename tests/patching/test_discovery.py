@@ -227,7 +227,7 @@ NEGATIVES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "channels-first": (lambda: ChannelsFirst(WIDTH), "not_exact_type"),
     "two-dimensions": (lambda: nn.LayerNorm((5, WIDTH)), "unsupported_shape"),
     "two-dimensional-weight": (HeadNorm, "unsupported_shape"),
-    "batch-norm": (lambda: nn.BatchNorm1d(WIDTH), "unsupported_shape"),
+    "batch-norm": (lambda: nn.BatchNorm1d(WIDTH), "unknown_forward"),
     "group-norm": (lambda: nn.GroupNorm(4, WIDTH), "unknown_forward"),
     "float64": (lambda: nn.LayerNorm(WIDTH).double(), "unsupported_dtype"),
     "quantised": (quantised, "quantized"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
@@ -142,6 +143,7 @@ class _Patcher:
 
     def __init__(self, model: nn.Module, wanted: frozenset[str], excluded: frozenset[str], verify: bool) -> None:
         self.model, self.wanted, self.excluded, self.verify = model, wanted, excluded, verify
+        self.model_device = _kernel_device(model) or torch.device("cpu")
         self.report = PatchReport()
         self.done: list[nn.Module] = []
         self.readings: dict[type, Reading | Unsuitable] = {}
@@ -201,7 +203,8 @@ class _Patcher:
         if is_patched(module):
             return PatchedSite(name, type(module).__name__, rewrite_of(module).pattern)
         if not could_be_norm(module):
-            return self.skip(name, module, _WRONG_SHAPE) if _is_called_norm(module) else None
+            why = _BUFFERS if module._buffers else _WRONG_SHAPE
+            return self.skip(name, module, why) if _is_called_norm(module) else None
         spec = self.norm(module)
         if isinstance(spec, Unsuitable):
             return self.skip(name, module, spec) if _is_called_norm(module) else None
@@ -234,10 +237,7 @@ class _Patcher:
 
     def device(self, module: nn.Module) -> torch.device:
         """Where to probe: where the module is; a module without parameters, where the model is; never on meta."""
-        for parameter in (*module.parameters(), *self.model.parameters()):
-            if parameter.device.type in KERNEL_DEVICES:
-                return parameter.device
-        return torch.device("cpu")
+        return _kernel_device(module) or self.model_device
 
     def patch(self, name: str, module: nn.Module, rewrite: Rewrite, check: _Check) -> PatchedSite | SkippedSite:
         original, module_class = type(module), type(module).__name__
@@ -267,12 +267,18 @@ class _Patcher:
         children = [child for child in module._modules.values() if child is not None]
         has_norm_or_dropout = any(isinstance(child, nn.Dropout) or _is_called_norm(child) for child in children)
         has_linear = any(isinstance(child, nn.Linear) for child in children)
-        forward = getattr(type(module), "forward", None)
-        n_arguments = getattr(getattr(forward, "__code__", None), "co_argcount", 0) - 1
-        return has_linear and has_norm_or_dropout and n_arguments == 2 and not any(c._modules for c in children)
+        arguments = inspect.signature(type(module).forward).parameters.values()
+        takes_two = len(arguments) == 3 and all(argument.default is argument.empty for argument in arguments)
+        return has_linear and has_norm_or_dropout and takes_two and not any(child._modules for child in children)
+
+
+def _kernel_device(module: nn.Module) -> torch.device | None:
+    devices = (parameter.device for parameter in module.parameters())
+    return next((device for device in devices if device.type in KERNEL_DEVICES), None)
 
 
 _STACKED = Unsuitable("kernelized_already", "patched, and given another class on top of that")
+_BUFFERS = Unsuitable("unknown_forward", "keeps buffers")
 _WRONG_SHAPE = Unsuitable("unsupported_shape", "not a module with at most one weight and one bias, both vectors")
 
 
