@@ -117,8 +117,12 @@ def test_patching_leaves_gradients_modes_and_random_state(model: Model, x: Tenso
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_patching_works_where_gradients_are_off(model: Model, context: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(
+    "context",
+    [torch.no_grad, torch.inference_mode, lambda: torch.device("meta"), lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "default-device", "autocast"],
+)
+def test_patching_works_in_any_context(model: Model, context: Callable[[], Any]) -> None:
     with context():
         assert len(patch_model(model).patched) == 3
 

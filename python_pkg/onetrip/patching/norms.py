@@ -203,14 +203,14 @@ class _Prober:
             self.eps = dict.fromkeys(("finfo(float32).eps", "finfo(x.dtype).eps"), 0.0)  # by torch version
         smallest = min([value for value in self.eps.values() if value > 0.0], default=1e-6)
         # Rows of variance 1, of a large mean, and of variances near eps, where only the right eps fits.
-        scales = torch.tensor([1.0, 1.0, 1e-3, smallest**0.5, (10 * smallest) ** 0.5])[:, None]
-        shifts = torch.tensor([0.0, 3.0, 0.0, 0.0, 0.0])[:, None]
+        scales = torch.tensor([1.0, 1.0, 1e-3, smallest**0.5, (10 * smallest) ** 0.5], device="cpu")[:, None]
+        shifts = torch.tensor([0.0, 3.0, 0.0, 0.0, 0.0], device="cpu")[:, None]
         self.x = self._normal(generator, 5, self.n_cols) * scales + shifts
         self.stateless = True
 
     @staticmethod
     def _normal(generator: torch.Generator, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
     def original(self, x_dtype: torch.dtype, weight_dtype: torch.dtype, training: bool = False) -> Tensor | None:
         """The module's own forward on the probe; None where it raises."""

@@ -90,16 +90,16 @@ def verify(module: nn.Module, rewrite: Rewrite, widths: Sequence[int], dropout: 
         stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        original = original_class(type(module)).forward
-        inputs = [torch.randn(*_LEADING_SHAPE, width, generator=generator).to(device, dtype) for width in widths]
         cls = original_class(type(module))
-        _compare(module, original, rewrite.compile(cls, {"count_fallback": _refuse}), inputs, None, None)
+        original = cls.forward
+        shapes = [(*_LEADING_SHAPE, width) for width in widths]
+        inputs = [torch.randn(shape, generator=generator, device="cpu").to(device, dtype) for shape in shapes]
+        refusing = {"count_fallback": _refuse}
+        _compare(module, original, rewrite.compile(cls, refusing), inputs, None, None)
         if dropout is not None:
-            pinned: dict[str, Any] = {
-                name: partial(GLOBAL_NAMES[name], rng=_RNG)
-                for name in ("bias_dropout_residual", "bias_dropout_residual_norm")
-            }
-            forward = rewrite.compile(cls, {**pinned, "count_fallback": _refuse})
+            operators = ("bias_dropout_residual", "bias_dropout_residual_norm")
+            pinned = {name: partial(GLOBAL_NAMES[name], rng=_RNG) for name in operators}
+            forward = rewrite.compile(cls, {**pinned, **refusing})
             _compare(module, original, forward, inputs, dropout, _dropout_p(module, dropout))
         _compare_autocast(module, original, rewrite.compile(cls), inputs)
 
@@ -153,7 +153,8 @@ def _outcome(
     if not isinstance(y, Tensor):
         raise VerificationError(f"returned {type(y).__name__}")
     if cotangent is None:
-        cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.device, y.dtype)
+        generator = torch.Generator().manual_seed(1)
+        cotangent = torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype)
     named = [(f"input {index}", x) for index, x in enumerate(inputs)]
     named += [(name, parameter) for name, parameter in block.named_parameters() if parameter.requires_grad]
     grads = torch.autograd.grad(y, [tensor for _, tensor in named], cotangent.to(y.dtype), allow_unused=True)
