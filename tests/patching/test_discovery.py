@@ -246,7 +246,9 @@ def test_what_is_no_leaf_norm_is_left_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [nn.Dropout, nn.GELU, lambda: nn.LeakyReLU(1e-3), lambda: nn.PReLU(WIDTH), nn.Identity]
+    "make",
+    [nn.Dropout, nn.GELU, lambda: nn.LeakyReLU(1e-3), lambda: nn.PReLU(WIDTH), nn.Identity],
+    ids=["Dropout", "GELU", "LeakyReLU", "PReLU", "Identity"],
 )
 def test_what_nobody_takes_for_a_norm_is_not_mentioned(make: Callable[[], nn.Module]) -> None:
     report = patch_model(nn.Sequential(make(), nn.Linear(WIDTH, WIDTH), nn.Embedding(5, WIDTH)))
