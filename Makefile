@@ -17,8 +17,9 @@ endif
 demo: $(VENV)/demo.stamp
 	$(BIN)/python examples/finetune_mlm.py --output demo_output
 
+# Two workers share the machine: one OpenMP thread each, or idle threads spin against busy ones.
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 bench: $(VENV)/test.stamp
 	$(BIN)/python -m onetrip.benchmarks

@@ -2,7 +2,19 @@
 
 from . import nn, ops
 from .ops.backends import available_backends, set_backend, use_backend
+from .patching import PatchReport, patch_model, patched, unpatch_model
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "available_backends", "nn", "ops", "set_backend", "use_backend"]
+__all__ = [
+    "PatchReport",
+    "__version__",
+    "available_backends",
+    "nn",
+    "ops",
+    "patch_model",
+    "patched",
+    "set_backend",
+    "unpatch_model",
+    "use_backend",
+]
