@@ -1,0 +1,55 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from onetrip.ops.backends import unavailable_reason, use_backend
+
+
+class Target(NamedTuple):
+    """Where an operator runs, and by which backend."""
+
+    device: str
+    backend: str
+
+
+TARGETS = [
+    pytest.param(Target("cpu", "reference"), id="cpu/reference"),
+    pytest.param(Target("cpu", "cpu"), id="cpu/cpu"),
+    pytest.param(Target("cuda", "cuda"), id="cuda/cuda", marks=pytest.mark.gpu),
+    pytest.param(Target("cuda", "triton"), id="cuda/triton", marks=pytest.mark.gpu),
+]
+
+
+def needs(target: Target) -> None:
+    """Skips the test, with the reason, where the target cannot run."""
+    if target.device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device is visible")
+    reason = unavailable_reason(target.backend, target.device)
+    if reason:
+        pytest.skip(f"{target.backend} on {target.device}: {reason}")
+
+
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """Every (device, backend) that can run here; the backend is in use during the test."""
+    needs(request.param)
+    with use_backend(request.param.backend):
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def cuda() -> str:
+    """The CUDA device, for tests that only it can run."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device is visible")
+    return "cuda"

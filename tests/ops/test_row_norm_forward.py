@@ -1,0 +1,265 @@
+"""Forward of the row_norm family against float64: widths, ranks, cast orders, extreme values."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import product
+
+import pytest
+import torch
+from onetrip import ops
+from row_norm_cases import DTYPES, Inputs, call, make, normed, short, sublayer, truth
+from tolerances import assert_bitwise, assert_like_torch, assert_ulps, bits
+from torch import Tensor
+from torch.nn import functional as F
+
+WIDTHS = (1, 3, 63, 1023, 1025, 1536, 4097)
+RNG = (1234, 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_layer_norm_is_within_one_ulp(target, width, dtype):
+    i = make((5, width), dtype, device=target.device)
+    y = ops.layer_norm(i.x, i.weight, i.norm_bias, 1e-5)
+    assert y.dtype == dtype
+    assert_ulps(y, truth(i)[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rms_norm_is_within_one_ulp(target, width, dtype):
+    i = make((5, width), dtype, "weight", device=target.device, norm="rms", eps=1e-6)
+    y = ops.rms_norm(i.x, i.weight)
+    assert y.dtype == dtype
+    assert_ulps(y, truth(i)[1])
+
+
+@pytest.mark.parametrize("shape", [(37,), (3, 37), (2, 3, 37), (2, 1, 3, 37)], ids=lambda shape: f"rank{len(shape)}")
+def test_any_rank(target, shape):
+    i = make(shape, torch.float32, "residual bias weight norm_bias", device=target.device)
+    y, z = call(i, return_residual=True)
+    assert_ulps(y, truth(i)[1])
+    assert_ulps(z, truth(i)[2])
+    assert_ulps(
+        ops.rms_norm(i.x, i.weight),
+        normed(i.x.double(), make(shape, norm="rms", eps=1e-6, parts="").double()) * i.weight.double(),
+    )
+
+
+@pytest.mark.parametrize("parts", ["", "weight", "norm_bias"])
+def test_parameters_left_out(target, parts):
+    i = make((4, 65), torch.float32, parts, device=target.device)
+    assert_ulps(ops.layer_norm(i.x, i.weight, i.norm_bias), truth(i)[1])
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 7, 300])
+def test_every_row_is_computed(target, n_rows):
+    i = make((n_rows, 129), torch.float32, "residual weight", device=target.device)
+    assert_ulps(call(i), truth(i)[1])
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("parts", ["residual", "bias", "residual bias"], ids=lambda parts: parts.replace(" ", "+"))
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("width", [3, 1025])
+def test_whole_sublayer_with_the_same_mask(target, width, p, parts, dtype, norm):
+    i = make(
+        (6, width), dtype, f"{parts} weight norm_bias".replace("norm_bias", "norm_bias" * (norm == "layer")), norm=norm
+    )
+    i = i.map(lambda tensor: tensor.to(target.device))
+    keep = ops.dropout_keep_mask(i.x.shape, p, RNG) if p else None
+    y, z = call(i, dropout_p=p, rng=RNG if p else None, return_residual=True)
+    assert y.dtype == z.dtype == dtype
+    assert_ulps(z, sublayer(i.double(), keep, p))
+    _, exact, _ = truth(i, keep, p)
+    assert_ulps(y, normed(z.double(), i.double()))  # what is normalised is what is returned
+    if dtype == torch.float32:
+        assert_ulps(y, exact)
+    if i.residual is not None:
+        assert_bitwise(ops.bias_dropout_residual(i.x, i.residual, i.bias, dropout_p=p, rng=RNG if p else None), z)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("width", [64, 1000, 4097])
+def test_mean_ten_thousand_times_the_deviation(target, width, norm):
+    i = make((64, width), torch.float32, "weight", device=target.device, norm=norm)
+    i.x += 1e4
+    ours = ops.layer_norm(i.x, i.weight) if norm == "layer" else ops.rms_norm(i.x, i.weight, 1e-5)
+    assert_like_torch(ours, normed(i.x, i), truth(i)[1])
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e4])
+def test_large_residual_keeps_the_sum_accurate(target, offset):
+    i = make((32, 777), torch.float32, "residual weight norm_bias", device=target.device)
+    i.residual += offset
+    assert_like_torch(call(i), normed(sublayer(i, None, 0.0), i), truth(i)[1])
+
+
+X_W = [(x, w) for x, w in product(DTYPES, DTYPES)]
+
+
+def mixed(x_dtype: torch.dtype, w_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    i = make((7, 96), x_dtype, "weight", dtypes={"weight": w_dtype}, seed=3)
+    return i.x, i.weight
+
+
+def transformers_norm(name: str, weight: Tensor, eps: float) -> torch.nn.Module:
+    """One of transformers' norm modules with this weight."""
+    import importlib
+
+    package = importlib.import_module(f"transformers.models.{name.split('.')[0]}.modeling_{name.split('.')[0]}")
+    module = getattr(package, name.split(".")[1])(weight.numel(), eps=eps)
+    module.weight = torch.nn.Parameter(weight)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama.LlamaRMSNorm", {"cast_before_weight": True}),
+        ("t5.T5LayerNorm", {"cast_before_weight": "weight"}),
+        ("gemma.GemmaRMSNorm", {"weight_offset": 1.0}),
+        ("olmo2.Olmo2RMSNorm", {}),
+    ],
+    ids=["llama", "t5", "gemma", "olmo2"],
+)
+@pytest.mark.parametrize(("x_dtype", "w_dtype"), X_W, ids=lambda dtype: short(dtype))
+def test_cast_orders_of_transformers(target, name, options, x_dtype, w_dtype):
+    x, weight = mixed(x_dtype, w_dtype)
+    with torch.no_grad():
+        theirs = transformers_norm(name, weight, 1e-6)(x)
+    assert_same_rounding(ops.rms_norm(x.to(target.device), weight.to(target.device), 1e-6, **options).cpu(), theirs)
+
+
+@pytest.mark.parametrize(("x_dtype", "w_dtype"), X_W, ids=lambda dtype: short(dtype))
+def test_layer_norm_of_cohere(target, x_dtype, w_dtype):
+    x, weight = mixed(x_dtype, w_dtype)
+    with torch.no_grad():
+        theirs = transformers_norm("cohere.CohereLayerNorm", weight, 1e-6)(x)
+    ours = ops.layer_norm(x.to(target.device), weight.to(target.device), None, 1e-6)
+    assert_same_rounding(ours.cpu(), theirs)
+
+
+def assert_same_rounding(ours: Tensor, theirs: Tensor) -> None:
+    """Bit for bit but for one value in a hundred a unit away: two float32 values of rstd may differ by a unit or two.
+
+    float32 outputs, which nothing rounds, show those units themselves.
+    """
+    assert ours.dtype == theirs.dtype and ours.isfinite().all() and ours.numel() > 100
+    if ours.dtype == torch.float32:
+        torch.testing.assert_close(ours, theirs, rtol=2**-21, atol=2**-21)
+        return
+    apart = (bits(ours).long() - bits(theirs).long()).abs()
+    assert apart[theirs.abs() > 1e-3].max() <= 1
+    assert (apart > 0).double().mean() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("x", "residual", "bias"),
+    [p for p in product(DTYPES, (None, *DTYPES), (None, *DTYPES)) if any(d is not None for d in p[1:])],
+    ids=lambda dtype: "none" if dtype is None else short(dtype),
+)
+def test_output_dtype_is_that_of_the_unfused_expression(target, x, residual, bias):
+    given = {name: d for name, d in (("residual", residual), ("bias", bias)) if d is not None}
+    i = make((3, 40), x, " ".join([*given, "weight"]), dtypes={**given, "weight": torch.float32}, device=target.device)
+    expected = sublayer(i, None, 0.0)
+    y, z = call(i, return_residual=True)
+    assert z.dtype == y.dtype == expected.dtype
+    exact = sublayer(i.double(), None, 0.0)
+    assert_ulps(z, exact)
+    assert_ulps(y, normed(z.double(), i.double()))
+    if residual is not None:
+        assert_bitwise(ops.bias_dropout_residual(i.x, i.residual, i.bias), z)
+
+
+@pytest.mark.parametrize("weight", DTYPES, ids=short)
+@pytest.mark.parametrize("norm_bias", DTYPES, ids=short)
+@pytest.mark.parametrize("x", DTYPES, ids=short)
+def test_parameters_of_another_dtype_are_never_reinterpreted(target, x, weight, norm_bias):
+    i = make((3, 72), x, dtypes={"weight": weight, "norm_bias": norm_bias}, device=target.device)
+    y = ops.layer_norm(i.x, i.weight, i.norm_bias)
+    assert y.dtype == x
+    assert_ulps(y, truth(i)[1])
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("value", ["finfo.max", "-finfo.max", "+0", "-0", "subnormal", "mixed signs of finfo.max"])
+def test_extreme_half_values_are_finite_where_float64_is(target, value, norm):
+    """float16's largest value squares within float32; bfloat16's and float32's do not, there or in torch."""
+    info = torch.finfo(torch.float16)
+    row = torch.full(
+        (3, 96),
+        {"finfo.max": info.max, "-finfo.max": info.min, "+0": 0.0, "-0": -0.0}.get(value, info.smallest_normal / 8),
+    )
+    if value.startswith("mixed"):
+        row = torch.full((3, 96), info.max)
+        row[:, ::2] = info.min
+    x = row.half().to(target.device)
+    i = Inputs(x, options={"norm": norm, "eps": 1e-5})
+    y = ops.layer_norm(x) if norm == "layer" else ops.rms_norm(x, eps=1e-5)
+    assert_ulps(y, truth(i)[1])
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+@pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e-10, 1e10, 1e17])
+def test_magnitudes_whose_squares_fit_float32(target, magnitude, dtype, norm):
+    x = (make((3, 96)).x * magnitude).to(dtype).to(target.device)
+    i = Inputs(x, options={"norm": norm, "eps": 1e-5})
+    y = ops.layer_norm(x) if norm == "layer" else ops.rms_norm(x, eps=1e-5)
+    assert y.isfinite().all()
+    assert_ulps(y, truth(i)[1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("column", [0, 17, 63])
+def test_nan_and_inf_stay_in_their_row_and_are_of_torchs_classes(target, column, dtype, bad):
+    i = make((5, 64), dtype, "weight norm_bias", device=target.device)
+    clean = ops.layer_norm(i.x, i.weight, i.norm_bias), ops.rms_norm(i.x, i.weight)
+    i.x[2, column] = bad
+    found = ops.layer_norm(i.x, i.weight, i.norm_bias), ops.rms_norm(i.x, i.weight)
+    expected = (
+        F.layer_norm(i.x.double(), (64,), i.weight.double(), i.norm_bias.double()),
+        F.rms_norm(i.x.double(), (64,), i.weight.double(), 1e-6),
+    )
+    for was, now, exact in zip(clean, found, expected, strict=True):
+        assert_bitwise(torch.cat([now[:2], now[3:]]), torch.cat([was[:2], was[3:]]))
+        assert torch.equal(now[2].isnan(), exact[2].isnan()) and torch.equal(now[2].isinf(), exact[2].isinf())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_dropped_values_are_zero_whatever_they_were(target, bad):
+    i = make((4, 64), torch.float32, "residual", device=target.device)
+    keep = ops.dropout_keep_mask(i.x.shape, 0.5, RNG).to(target.device)
+    i.x[~keep] = bad
+    z = ops.bias_dropout_residual(i.x, i.residual, dropout_p=0.5, rng=RNG)
+    assert z.isfinite().all()
+    assert torch.equal(z[~keep], i.residual[~keep])
+    i.x[1, keep[1].nonzero()[0]] = bad
+    z = ops.bias_dropout_residual(i.x, i.residual, dropout_p=0.5, rng=RNG)
+    assert (~z.isfinite()).sum() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=short)
+def test_results_do_not_depend_on_torchs_default_dtype(target, dtype):
+    i = make((3, 50), torch.float32, "residual weight norm_bias", device=target.device).leaves()
+    expected = call(i, dropout_p=0.3, rng=RNG)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        actual = call(i, dropout_p=0.3, rng=RNG)
+    finally:
+        torch.set_default_dtype(before)
+    assert_bitwise(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
+def test_output_dtype_under_cpu_autocast_is_torchs(dtype):
+    x = make((3, 32), dtype).x
+    with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert ops.layer_norm(x).dtype == F.layer_norm(x, (32,)).dtype
+        assert ops.rms_norm(x).dtype == F.rms_norm(x, (32,)).dtype
