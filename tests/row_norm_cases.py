@@ -117,7 +117,7 @@ def unfused(inputs: Inputs, keep: Tensor | None = None, p: float = 0.0) -> tuple
 def gradients(leaves: Inputs, outputs: list[Tensor], grads: list[Tensor]) -> dict[str, Tensor]:
     """Gradient of every input, by name; a missing one raises."""
     tensors = leaves.tensors()
-    grads = [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)]
+    grads = [g.to(o.dtype, copy=True) for g, o in zip(grads, outputs, strict=True)]
     found = torch.autograd.grad(outputs, list(tensors.values()), grads)
     return dict(zip(tensors, found, strict=True))
 
