@@ -16,8 +16,9 @@ def check_rows(function: str, argument: str, tensor: object) -> None:
         raise TypeError(
             f"{function}: {argument} must be float32, float16, bfloat16 or float64, got {str(tensor.dtype)[6:]}"
         )
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{function}: {argument} must be a dense (strided) tensor, got {tensor.layout}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else tensor.layout
+        raise TypeError(f"{function}: {argument} must be a dense (strided) tensor, got {kind}")
     if tensor.dim() == 0:
         raise ValueError(f"{function}: {argument} must have at least one dimension, got a 0-dimensional tensor")
 

@@ -220,16 +220,18 @@ def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
     return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
 
 
-def _is_traced(x: Tensor) -> bool:
-    """Whether the call must be visible to torch's dispatcher: compilers, fake, meta and wrapped tensors, dispatch
-    modes."""
-    return (
-        torch.compiler.is_compiling()
-        or (type(x) is not Tensor and type(x) is not torch.nn.Parameter)
-        or x.is_meta
-        or is_in_torch_dispatch_mode()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter, type(None))
+
+
+def _is_traced(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the call must be visible to torch's dispatcher: compilers, fake, meta and wrapped tensors (in any role:
+    a kernel given the address of one would read null), dispatch modes."""
+    if torch.compiler.is_compiling() or x.is_meta or type(x) not in _PLAIN_TYPES:
+        return True
+    for tensor in others:
+        if type(tensor) not in _PLAIN_TYPES:
+            return True
+    return is_in_torch_dispatch_mode() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _make_plan(
@@ -321,7 +323,7 @@ def row_norm(
         or (weight is not None and weight.requires_grad)
         or (norm_bias is not None and norm_bias.requires_grad)
     )
-    traced = _is_traced(x)
+    traced = _is_traced(x, residual, bias, weight, norm_bias)
     plan, in_kernel_dtypes = (_make_plan if traced else _cached_plan)(
         norm,
         eps,
