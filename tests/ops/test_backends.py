@@ -1,0 +1,193 @@
+"""Which backend computes: order of preference, names, scopes, threads, the environment; nothing falls back in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import onetrip
+import pytest
+import torch
+from onetrip import ops
+from onetrip.ops import backends, native
+from onetrip.reference import row_norm as reference
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _process_choice_is_restored() -> Iterator[None]:
+    yield
+    onetrip.set_backend("auto")
+
+
+@pytest.fixture
+def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where the package was installed without a compiler."""
+    caches = (backends.unavailable_reason, backends._automatic)
+    monkeypatch.setattr(backends, "native", lambda: None)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    monkeypatch.undo()
+    for cache in caches:
+        cache.cache_clear()
+
+
+def chosen() -> str:
+    return backends.choose("test", CPU, True)
+
+
+def test_the_native_library_is_there_where_a_compiler_is():
+    """Else every test of the cpu backend would be skipped in silence."""
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        pytest.skip("no C++ compiler here")
+    assert backends.native() is not None
+    assert onetrip.available_backends()[0] == "cpu"
+
+
+def test_reference_is_always_there_and_last():
+    for device in ("cpu", CPU, "meta", "cuda:0"):
+        assert onetrip.available_backends(device)[-1] == "reference"
+    with pytest.raises(RuntimeError):
+        onetrip.available_backends("no such device")
+
+
+def test_auto_takes_the_first_that_is_available():
+    assert chosen() == onetrip.available_backends()[0]
+    assert backends.choose("test", CPU, False) == "reference"
+
+
+def test_without_the_native_library_the_cpu_is_served_by_reference(without_native):
+    assert "cpu" not in onetrip.available_backends()
+    assert chosen() != "cpu"
+    assert ops.layer_norm(torch.randn(2, 8)).isfinite().all()
+    with onetrip.use_backend("cpu"), pytest.raises(RuntimeError, match=r"layer_norm: backend 'cpu' .* was not built"):
+        ops.layer_norm(torch.randn(2, 8))
+
+
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+def test_a_named_backend_that_cannot_run_raises(name):
+    if name in onetrip.available_backends():
+        pytest.skip(f"{name} runs on CPU tensors here (TRITON_INTERPRET)")
+    with onetrip.use_backend(name), pytest.raises(RuntimeError, match=f"rms_norm: backend '{name}' was asked for"):
+        ops.rms_norm(torch.randn(2, 8))
+    onetrip.set_backend(name)
+    with pytest.raises(RuntimeError, match=f"backend '{name}' was asked for and cannot run on cpu: ."):
+        ops.rms_norm(torch.randn(2, 8))
+
+
+def test_a_named_kernel_backend_refuses_float64():
+    if "cpu" not in onetrip.available_backends():
+        pytest.skip("the native library was not built")
+    x = torch.randn(2, 8, dtype=torch.float64)
+    with onetrip.use_backend("cpu"):
+        with pytest.raises(TypeError, match="layer_norm: backend 'cpu' was asked for and computes float32"):
+            ops.layer_norm(x)
+        with pytest.raises(TypeError, match="backend 'cpu'"):
+            ops.layer_norm(x.float(), x[0])
+    assert ops.layer_norm(x).dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", ["", "CPU", "gpu", "torch", None, 0])
+def test_unknown_names_are_refused_and_change_nothing(name):
+    onetrip.set_backend("reference")
+    with pytest.raises(ValueError, match="^set_backend: name must be one of"):
+        onetrip.set_backend(name)
+    with pytest.raises(ValueError, match="^use_backend: name must be one of"), onetrip.use_backend(name):
+        pass
+    assert chosen() == "reference"
+
+
+def test_scopes_nest_and_win_over_the_process():
+    onetrip.set_backend("reference")
+    assert chosen() == "reference"
+    with onetrip.use_backend("auto"):
+        assert chosen() == onetrip.available_backends()[0]
+        with onetrip.use_backend("reference"):
+            assert chosen() == "reference"
+        assert chosen() == onetrip.available_backends()[0]
+    assert chosen() == "reference"
+
+
+def test_a_scope_ends_where_an_exception_leaves_it():
+    before = chosen()
+    with pytest.raises(KeyError), onetrip.use_backend("reference"), onetrip.use_backend("auto"):
+        raise KeyError
+    assert chosen() == before
+
+
+def test_a_scope_holds_in_its_own_thread_and_the_process_choice_in_all():
+    found: list[str] = []
+    with onetrip.use_backend("cuda"):
+        thread = threading.Thread(target=lambda: found.append(chosen()))
+        thread.start()
+        thread.join()
+    onetrip.set_backend("reference")
+    thread = threading.Thread(target=lambda: found.append(chosen()))
+    thread.start()
+    thread.join()
+    assert found == [onetrip.available_backends()[0], "reference"]
+
+
+def test_scopes_of_interleaved_tasks_do_not_mix():
+    async def task(name: str) -> list[str | None]:
+        found = []
+        with onetrip.use_backend(name):
+            for _ in range(3):
+                await asyncio.sleep(0)
+                found.append(backends._local_choice.get())
+        return found
+
+    async def both() -> list[list[str | None]]:
+        return await asyncio.gather(task("reference"), task("auto"))
+
+    assert asyncio.run(both()) == [["reference"] * 3, ["auto"] * 3]
+
+
+def test_backward_follows_the_forward_it_belongs_to(monkeypatch):
+    if "cpu" not in onetrip.available_backends():
+        pytest.skip("the native library was not built")
+    ran: list[str] = []
+    for name, module, function in (("reference", reference, "backward"), ("cpu", native, "row_norm_backward")):
+        real = getattr(module, function)
+        monkeypatch.setattr(module, function, lambda *a, real=real, name=name: ran.append(name) or real(*a))
+    x = torch.randn(2, 8, requires_grad=True)
+    with onetrip.use_backend("reference"):
+        by_reference = ops.layer_norm(x)
+    by_cpu = ops.layer_norm(x)
+    by_reference.sum().backward()
+    with onetrip.use_backend("reference"):
+        by_cpu.sum().backward()
+    assert ran == ["reference", "cpu"]
+
+
+ENVIRONMENT = """
+import torch, onetrip
+from onetrip.ops import backends
+try:
+    print(backends.choose("test", torch.device("cpu"), True))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "printed"),
+    [
+        ("reference", "reference"),
+        ("cuda", "RuntimeError test: backend 'cuda'"),
+        ("fast", "ValueError ONETRIP_BACKEND: name must be"),
+    ],
+)
+def test_environment_names_the_backend(value, printed):
+    environment = {**os.environ, "ONETRIP_BACKEND": value}
+    done = subprocess.run(
+        [sys.executable, "-c", ENVIRONMENT], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(printed)

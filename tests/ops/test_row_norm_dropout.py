@@ -1,0 +1,179 @@
+"""Dropout of the row_norm operators: which elements, when the generator moves, recomputation, far indices."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from onetrip import ops
+from onetrip.ops import row_norm as family
+from onetrip.reference.philox import keep_mask
+from onetrip.reference.row_norm import NORM_NONE, RowNormPlan
+from row_norm_cases import DTYPES, call, make, short
+from targets import Target, needs
+from tolerances import assert_bitwise
+from torch.utils.checkpoint import checkpoint
+
+ALL = "residual bias weight norm_bias"
+
+
+def kept(shape: tuple[int, ...], p: float, rng: tuple[int, int] | None, device: str) -> torch.Tensor:
+    """The mask that the kernel really used."""
+    x = torch.ones(shape, device=device)
+    return ops.bias_dropout_residual(x, torch.zeros_like(x), dropout_p=p, rng=rng) != 0
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (7, 1), (2, 3, 33), (5, 1023), (64, 4)], ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
+@pytest.mark.parametrize("rng", [(0, 0), (7, 12), (2**64 - 1, 2**64 - 4), (-1, 4), (-(2**63), 2**32)], ids=str)
+def test_mask_is_dropout_keep_mask_bit_for_bit(target, rng, p, shape):
+    expected = ops.dropout_keep_mask(shape, p, rng, target.device)
+    assert torch.equal(kept(shape, p, rng, target.device), expected)
+    norm = ops.bias_dropout_residual_norm(
+        torch.ones(shape, device=target.device), None, dropout_p=p, rng=rng, return_residual=True
+    )
+    assert torch.equal(norm[1] != 0, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_backward_draws_the_same_mask_again(target, dtype):
+    leaves = make((9, 37), dtype, "residual bias weight norm_bias", device=target.device).leaves()
+    rng = (3, 8)
+    z = ops.bias_dropout_residual(leaves.x, leaves.residual, leaves.bias, dropout_p=0.5, rng=rng)
+    z.backward(torch.ones_like(z))
+    assert torch.equal(leaves.x.grad != 0, ops.dropout_keep_mask((9, 37), 0.5, rng, target.device))
+    leaves.x.grad = None
+    call(leaves, dropout_p=0.5, rng=rng).backward(torch.randn(9, 37, device=target.device).to(dtype))
+    dropped = ~ops.dropout_keep_mask((9, 37), 0.5, rng, target.device)
+    assert not leaves.x.grad[dropped].any() and leaves.x.grad[~dropped].all()
+
+
+def test_kept_values_are_scaled_by_one_over_one_minus_p(target):
+    x = torch.ones(64, 64, device=target.device)
+    z = ops.bias_dropout_residual(x, torch.zeros_like(x), dropout_p=0.3, rng=(1, 0))
+    assert set(z.unique().tolist()) == {0.0, torch.tensor(1.0 / 0.7).item()}
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_keep_rate_within_five_sigma_and_consecutive_calls_differ(target, p):
+    shape = (256, 1000)
+    first, second = kept(shape, p, None, target.device), kept(shape, p, None, target.device)
+    sigma = math.sqrt(p * (1.0 - p) / first.numel())
+    for mask in (first, second):
+        assert abs(mask.double().mean().item() - (1.0 - p)) < 5 * sigma
+    agreement = (first == second).double().mean().item()  # of independent masks: p^2 + (1 - p)^2
+    expected = p * p + (1 - p) * (1 - p)
+    assert abs(agreement - expected) < 5 * math.sqrt(expected * (1 - expected) / first.numel())
+    for mask in (first[:, ::2] != first[:, 1::2], first[::2] != first[1::2]):  # neighbours are independent too
+        rate = 2 * p * (1 - p)
+        assert abs(mask.double().mean().item() - rate) < 5 * math.sqrt(rate * (1 - rate) / mask.numel())
+
+
+def test_same_seed_same_masks(target):
+    shape = (16, 50)
+    torch.manual_seed(11)
+    first = [kept(shape, 0.5, None, target.device) for _ in range(3)]
+    torch.manual_seed(11)
+    assert all(torch.equal(kept(shape, 0.5, None, target.device), mask) for mask in first)
+    torch.manual_seed(12)
+    assert not torch.equal(kept(shape, 0.5, None, target.device), first[0])
+
+
+def generator_state(device: str) -> torch.Tensor:
+    return torch.cuda.get_rng_state() if device == "cuda" else torch.random.get_rng_state()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dropout_p": 0.0}, {"dropout_p": 1.0}, {"dropout_p": 0.5, "rng": (1, 2)}, {"dropout_p": 0.5}],
+    ids=["default", "p=0", "p=1", "pinned", "drawn"],
+)
+@pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "grad"])
+def test_the_generator_moves_only_where_something_is_drawn(target, grad, options):
+    i = make((4, 8), torch.float32, ALL, device=target.device)
+    leaves = i.leaves() if grad else i
+    before = generator_state(target.device)
+    y = call(leaves, **options)
+    after = generator_state(target.device)
+    assert torch.equal(before, after) == (options != {"dropout_p": 0.5})
+    if grad:
+        y.sum().backward()
+        assert torch.equal(generator_state(target.device), after)  # backward never reads it
+
+
+def test_p_one_drops_everything(target):
+    leaves = make((5, 9), torch.float32, ALL, device=target.device).leaves()
+    y, z = call(leaves, dropout_p=1.0, return_residual=True)
+    assert_bitwise(z, leaves.residual)
+    (y.sum() + z.sum()).backward()
+    assert not leaves.x.grad.any() and not leaves.bias.grad.any() and leaves.residual.grad.any()
+
+
+@pytest.mark.parametrize("p", [1e-11, 1 - 1e-12, 2**-32, 1 - 2**-32])
+def test_probabilities_that_round_at_the_ends(target, p):
+    i = make((8, 16), torch.float32, "residual", device=target.device)
+    z = ops.bias_dropout_residual(i.x, i.residual, dropout_p=p, rng=(1, 0))
+    expected = i.x + i.residual if p < 0.5 else i.residual
+    torch.testing.assert_close(z, expected)
+
+
+def test_the_mask_depends_on_the_logical_index_alone(target):
+    flat = ops.dropout_keep_mask((120,), 0.4, (9, 4))
+    for shape in ((120,), (1, 120), (120, 1), (10, 12), (4, 5, 6), (8, 15)):
+        assert torch.equal(kept(shape, 0.4, (9, 4), target.device).flatten().cpu(), flat)
+    strided = torch.ones(12, 20, device=target.device)[:, ::2].transpose(0, 1)  # memory order is not index order
+    z = ops.bias_dropout_residual(strided, torch.zeros_like(strided), dropout_p=0.4, rng=(9, 4))
+    assert torch.equal((z != 0).flatten().cpu(), flat)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_checkpoint_recomputes_the_same_mask(target, use_reentrant):
+    i = make((6, 40), torch.float32, ALL, device=target.device)
+
+    def block(*tensors: torch.Tensor) -> torch.Tensor:
+        x, residual, bias, weight, norm_bias = tensors
+        for _ in range(2):
+            x = ops.bias_dropout_residual_norm(x, residual, weight, norm_bias, bias=bias, dropout_p=0.3)
+        return x
+
+    found = []
+    for checkpointed in (False, True):
+        leaves = list(i.leaves().tensors().values())
+        torch.manual_seed(5)
+        if checkpointed:
+            y = checkpoint(block, *leaves, use_reentrant=use_reentrant)
+            torch.rand(100, device=target.device)  # recomputation must not depend on where the generator is by then
+        else:
+            y = block(*leaves)
+        y.backward(torch.ones_like(y))
+        found.append([y, *(leaf.grad for leaf in leaves)])
+    for ours, plain in zip(*found, strict=True):
+        assert_bitwise(ours, plain)
+
+
+def test_reference_mask_beyond_element_2_to_the_32():
+    near = keep_mask((64,), 0.5, (1, 0))
+    far = keep_mask((64,), 0.5, (1, 0), first_element=2**34)  # group 2^32: the fourth counter word is 1
+    assert not torch.equal(near, far)
+    assert torch.equal(keep_mask((60,), 0.5, (1, 0), first_element=2**34 + 4), far[4:])
+    assert torch.equal(keep_mask((8,), 0.5, (1, 0), first_element=2**34 - 4)[4:], far[:4])
+
+
+def test_kernel_mask_beyond_element_2_to_the_32():
+    """dbias of rows that overlap in memory: only elements past 2^32 have a gradient other than zero."""
+    needs(Target("cpu", "cpu"))
+    n_cols, first_rows, rows_beyond = 1 << 20, 1 << 12, 24
+    n_rows = first_rows + rows_beyond
+    buffer = torch.zeros(n_cols + n_rows)
+    buffer[n_cols + first_rows :] = 1.0
+    dz = buffer.as_strided((n_rows, n_cols), (1, 1))  # row r sees ones in its last r - first_rows columns
+    plan = RowNormPlan(NORM_NONE, 0.0, 0.0, 0.5, *[torch.float32] * 3, store_z=True, center_z=False, store_stats=False)
+    wanted = (None, None, torch.float32, None, None)
+    dbias = family.backward("cpu", None, dz, None, None, None, None, (3, 4), plan, wanted)[2]
+    expected = torch.zeros(n_cols)
+    for row in range(first_rows, n_rows):
+        start = n_cols - (row - first_rows)
+        mask = keep_mask((n_cols - start,), 0.5, (3, 4), first_element=row * n_cols + start)
+        expected[start:] += 2.0 * mask
+    assert torch.equal(dbias, expected) and dbias.count_nonzero() > rows_beyond // 2
