@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import onetrip
@@ -10,9 +12,10 @@ import torch
 from onetrip import ops
 from onetrip.ops import row_norm_library  # noqa: F401  registers torch.ops.onetrip
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
-from row_norm_cases import Inputs, call, make, short
-from tolerances import assert_bitwise, assert_ulps
+from row_norm_cases import Inputs, call, make, normed, short, sublayer
+from tolerances import assert_bitwise
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 ALL = "residual bias weight norm_bias"
@@ -20,8 +23,10 @@ RNG = (21, 4)
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> None:
+def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):  # graphs that other versions left on disk
+        yield
 
 
 def plan(norm: int, dtype: torch.dtype, p: float, **changes: Any) -> RowNormPlan:
@@ -62,7 +67,7 @@ def test_opcheck_of_the_backward_operator(case, wanted):
     shape, dtype, parts, fields = case
     i = make(shape, dtype, parts)
     rng = torch.tensor(RNG) if fields.dropout_p else None
-    y, z, mean, rstd = torch.ops.onetrip.row_norm(i.x, i.residual, i.bias, i.weight, i.norm_bias, rng, *fields)
+    _, z, mean, rstd = torch.ops.onetrip.row_norm(i.x, i.residual, i.bias, i.weight, i.norm_bias, rng, *fields)
     has_mean = fields.norm == NORM_LAYER and not fields.center_z
     dy = torch.randn(shape).to(dtype) if fields.norm else None
     dz = torch.randn(shape).to(dtype) if fields.norm != NORM_LAYER or not fields.center_z else None
@@ -71,7 +76,7 @@ def test_opcheck_of_the_backward_operator(case, wanted):
         stored: tuple[Any, ...] = (None, None, None)
     else:
         stored = (z if fields.store_z else i.x, mean if has_mean else None, rstd)
-    args = (dy, dz, *stored, i.weight, rng, [dtype] * 5, list(wanted), *fields)
+    args = (dy, dz, *stored, i.weight, rng, *(dtype if flag else None for flag in wanted), *fields)
     torch.library.opcheck(torch.ops.onetrip.row_norm_backward.default, args)
 
 
@@ -218,19 +223,54 @@ def test_double_backward_of_the_traced_operators_raises():
         dx.sum().backward()
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
-def test_function_transforms_are_right_or_raise(transform):
-    i = make((3, 4, 8), torch.float32, "weight")
+@pytest.mark.parametrize("return_residual", [False, True])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_function_transforms_equal_those_of_torchs_operators(norm, return_residual):
+    """A kernel under torch.func.jvp or forward_ad.dual_level gave a tangent of zero without a word."""
+    i = make((3, 4, 8), torch.float64, "residual bias weight", norm=norm)
+    keep = ops.dropout_keep_mask(i.x.shape, 0.3, RNG)
 
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return ops.layer_norm(x, i.weight).square().sum()
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        out = call(replace(i, x=x), dropout_p=0.3, rng=RNG, return_residual=return_residual)
+        return (out[0] * out[1] if return_residual else out).square().sum()
 
-    if transform == "grad":
-        x = i.x.clone().requires_grad_()
-        torch.testing.assert_close(torch.func.grad(loss)(i.x), torch.autograd.grad(loss(x), x)[0])
-    elif transform == "vmap":
-        mapped = torch.func.vmap(lambda x: ops.layer_norm(x, i.weight))(i.x)
-        assert_ulps(mapped, ops.layer_norm(i.x.double(), i.weight.double()))
-    else:
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            torch.func.jvp(loss, (i.x,), (torch.ones_like(i.x),))
+    def theirs(x: torch.Tensor) -> torch.Tensor:
+        z = sublayer(replace(i, x=x), keep, 0.3)
+        y = normed(z, i)
+        return (y * z if return_residual else y).square().sum()
+
+    tangent = torch.randn_like(i.x)
+    for transform in (
+        lambda f: torch.func.grad(f)(i.x),
+        lambda f: torch.func.jvp(f, (i.x,), (tangent,))[1],
+        lambda f: torch.func.vjp(f, i.x)[1](torch.ones((), dtype=torch.float64))[0],
+        lambda f: torch.func.hessian(f)(i.x),
+        lambda f: forward_mode(f, i.x, tangent),
+    ):
+        torch.testing.assert_close(transform(ours), transform(theirs))
+
+
+def forward_mode(function: Any, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent))).tangent
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_vmap_maps_every_operator(function):
+    i = make((3, 4, 8), torch.float32, ALL)
+
+    def outputs(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = function(replace(i, x=x, residual=residual))
+        return found if isinstance(found, tuple) else (found,)
+
+    mapped = torch.func.vmap(outputs)(i.x, i.residual)
+    one_by_one = [outputs(x, residual) for x, residual in zip(i.x, i.residual, strict=True)]
+    for ours, expected in zip(mapped, zip(*one_by_one, strict=True), strict=True):
+        torch.testing.assert_close(ours, torch.stack(expected))
+
+
+def test_a_kernel_asked_for_by_name_refuses_transforms():
+    if "cpu" not in onetrip.available_backends():
+        pytest.skip("the native library was not built")
+    with onetrip.use_backend("cpu"), pytest.raises(TypeError, match="layer_norm: backend 'cpu' was asked for"):
+        torch.func.grad(lambda x: ops.layer_norm(x).sum())(torch.randn(2, 8))
