@@ -107,7 +107,8 @@ def _automatic(device: torch.device) -> str:
 
 
 def choose(function: str, device: torch.device, in_kernel_dtypes: bool) -> str:
-    """The backend for a call on this device. in_kernel_dtypes: all tensors are of KERNEL_DTYPES.
+    """The backend for a call on this device. in_kernel_dtypes: all tensors are of KERNEL_DTYPES, and no transform of
+    torch.func is in force.
 
     Raises RuntimeError where a backend was asked for by name and cannot run, TypeError where it lacks a dtype.
     """
@@ -119,5 +120,8 @@ def choose(function: str, device: torch.device, in_kernel_dtypes: bool) -> str:
         if reason:
             raise RuntimeError(f"{function}: backend {name!r} was asked for and cannot run on {device}: {reason}")
         if not in_kernel_dtypes:
-            raise TypeError(f"{function}: backend {name!r} was asked for and computes float32, float16, bfloat16 only")
+            raise TypeError(
+                f"{function}: backend {name!r} was asked for and computes float32, float16, bfloat16 only, outside of "
+                "torch.func's transforms"
+            )
     return name

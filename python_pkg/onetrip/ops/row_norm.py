@@ -4,7 +4,8 @@ z = residual + dropout(x + bias);  y = norm(z) * weight + norm_bias. Sources: la
 RMS norm, Zhang & Sennrich 2019; dropout, Srivastava et al. 2014 by Philox4x32-10 (Salmon et al. 2011).
 
 Eager calls go straight to an autograd.Function around the kernel launch; traced calls (torch.compile, fake tensors,
-dispatch modes) go through the torch.library operators of row_norm_library.py, which run the same kernels.
+dispatch modes) go through the torch.library operators of row_norm_library.py, which run the same kernels. Under
+torch.func's transforms and forward-mode differentiation the formulas are composed of torch's operators instead.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..reference import row_norm as reference
@@ -43,12 +45,12 @@ def forward(
 ) -> Forward:
     """reference.row_norm.forward on any backend, for x of any rank, strides and size; y and z are shaped like x."""
     if x.numel() == 0:
-        n_rows = x.shape[:-1].numel()
+        n_rows, acc = x.shape[:-1].numel(), torch.float64 if plan.z_dtype == torch.float64 else torch.float32
         return (
             x.new_empty(x.shape, dtype=plan.y_dtype) if plan.norm else None,
             x.new_empty(x.shape, dtype=plan.z_dtype) if plan.store_z else None,
-            x.new_empty(n_rows, dtype=torch.float32) if plan.store_stats and plan.norm == NORM_LAYER else None,
-            x.new_empty(n_rows, dtype=torch.float32) if plan.store_stats else None,
+            x.new_zeros(n_rows, dtype=acc) if has_mean(plan) else None,
+            x.new_zeros(n_rows, dtype=acc) if plan.store_stats else None,
         )
     if backend in ("cpu", "cuda"):
         return native.row_norm_forward(x, residual, bias, weight, norm_bias, rng, plan)
@@ -111,6 +113,11 @@ def backward(
         dweight,
         dnorm_bias,
     )
+
+
+def has_mean(plan: RowNormPlan) -> bool:
+    """Whether the forward pass stores the rows' means."""
+    return plan.store_stats and plan.norm == NORM_LAYER and not plan.center_z
 
 
 def _two_dimensional(tensor: Tensor, n_cols: int) -> Tensor:
@@ -185,7 +192,7 @@ class _RowNorm(torch.autograd.Function):
             None if isinstance(rng, Tensor) else rng,
             plan,
             backend,
-            _dtypes(x, residual, bias, weight, norm_bias),
+            dtypes_of(x, residual, bias, weight, norm_bias),
         )
         return (y, z) if return_z else y if plan.norm else z
 
@@ -216,7 +223,7 @@ class _RowNorm(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _RowNorm).apply
 
 
-def _dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
     return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
 
 
@@ -231,7 +238,28 @@ def _is_traced(x: Tensor, *others: Tensor | None) -> bool:
     for tensor in others:
         if type(tensor) not in _PLAIN_TYPES:
             return True
-    return is_in_torch_dispatch_mode() or torch._C._functorch.peek_interpreter_stack() is not None
+    return is_in_torch_dispatch_mode()
+
+
+def _is_transformed() -> bool:
+    """Whether functorch transforms (torch.func) or forward-mode differentiation are in force: no kernel serves them."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def _composed(
+    x: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    norm_bias: Tensor | None,
+    rng: Rng | None,
+    plan: RowNormPlan,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(y, z) by torch's own operators, which every transform of torch.func and forward-mode differentiation know."""
+    rows = None if residual is None else residual.reshape(-1, x.shape[-1])
+    plain = plan._replace(store_z=True, center_z=False, store_stats=False)
+    y, z, _, _ = reference.forward(x.reshape(-1, x.shape[-1]), rows, bias, weight, norm_bias, rng, plain)
+    return None if y is None else y.view(x.shape), None if z is None else z.view(x.shape)
 
 
 def _make_plan(
@@ -352,12 +380,18 @@ def row_norm(
         y, z = call(x, residual, bias, weight, norm_bias, rng_tensor, plan)
         return (y, x if z_is_x else z) if return_residual else y if norm else z
 
-    backend = choose(function, x.device, in_kernel_dtypes)
+    transformed = _is_transformed()
+    backend = choose(function, x.device, in_kernel_dtypes and not transformed)
     if backend == "cuda":
         x, residual = kernel_pair(x, residual, plan.z_dtype)
     used_rng: Rng | None = rng
     if rng is None and dropout_p > 0.0:
         used_rng = draw_rng(x.device) if dropout_p < 1.0 else _ANY_RNG
+    if transformed:
+        composed = _composed(x, residual, bias, weight, norm_bias, used_rng, plan)
+        if return_residual:
+            return composed[0], x if z_is_x else composed[1]
+        return composed[0] if norm else composed[1]
     if needs_grad:
         outputs = _apply(
             x, residual, bias, weight, norm_bias, used_rng, plan, backend, return_residual and not z_is_x and norm != 0

@@ -5,12 +5,13 @@ onetrip::row_norm and onetrip::row_norm_backward are functional; what a call doe
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..reference.row_norm import NORM_LAYER, GradDtypes, RowNormPlan
+from ..reference.row_norm import GradDtypes, RowNormPlan
 from . import row_norm as ops
 from .backends import KERNEL_DTYPES, choose
 
@@ -26,7 +27,8 @@ library.define(
 )
 library.define(
     "row_norm_backward(Tensor? dy, Tensor? dz, Tensor? z, Tensor? mean, Tensor? rstd, Tensor? weight, Tensor? rng, "
-    f"ScalarType[5] grad_dtypes, bool[5] wanted, {_PLAN_SCHEMA}) "
+    "ScalarType? x_dtype, ScalarType? residual_dtype, ScalarType? bias_dtype, ScalarType? weight_dtype, "
+    f"ScalarType? norm_bias_dtype, {_PLAN_SCHEMA}) "
     "-> (Tensor dx, Tensor dresidual, Tensor dbias, Tensor dweight, Tensor dnorm_bias)"
 )
 
@@ -45,13 +47,12 @@ def call(
     return y, z
 
 
-def _backend(x: Tensor, *others: Tensor | None) -> str:
-    dtypes = {tensor.dtype for tensor in (x, *others) if tensor is not None}
-    return choose("onetrip::row_norm", x.device, dtypes <= KERNEL_DTYPES)
+def _backend(device: torch.device, *dtypes: torch.dtype | None) -> str:
+    return choose("onetrip::row_norm", device, all(dtype in KERNEL_DTYPES for dtype in dtypes if dtype is not None))
 
 
 def _filled(device: torch.device, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(0, device=device) if tensor is None else tensor for tensor in tensors)
+    return tuple(torch.empty(0, dtype=torch.float32, device=device) if t is None else t for t in tensors)
 
 
 def _forward(
@@ -64,7 +65,7 @@ def _forward(
     *plan_fields: Any,
 ) -> tuple[Tensor, ...]:
     plan = RowNormPlan(*plan_fields)
-    backend = _backend(x, residual, bias, weight, norm_bias)
+    backend = _backend(x.device, *ops.dtypes_of(x, residual, bias, weight, norm_bias))
     if backend == "cuda":
         x, residual = ops.kernel_pair(x, residual, plan.z_dtype)
     return _filled(x.device, *ops.forward(backend, x, residual, bias, weight, norm_bias, rng, plan))
@@ -80,16 +81,16 @@ def _forward_fake(
     *plan_fields: Any,
 ) -> tuple[Tensor, ...]:
     plan = RowNormPlan(*plan_fields)
-    n_rows = x.shape[:-1].numel()
+    n_rows = prod(x.shape[:-1])  # torch.Size.numel would make every number of rows a shape of its own
     acc = torch.float64 if plan.z_dtype == torch.float64 else torch.float32
 
     def new(wanted: bool, size: Any, dtype: torch.dtype) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=x.device) if wanted else torch.empty(0, device=x.device)
+        return torch.empty(size, dtype=dtype, device=x.device) if wanted else _filled(x.device, None)[0]
 
     return (
         new(plan.norm != 0, x.shape, plan.y_dtype),
         new(plan.store_z, x.shape, plan.z_dtype),
-        new(plan.store_stats and plan.norm == NORM_LAYER and not plan.center_z, (n_rows,), acc),
+        new(ops.has_mean(plan), (n_rows,), acc),
         new(plan.store_stats, (n_rows,), acc),
     )
 
@@ -102,17 +103,12 @@ def _backward(
     rstd: Tensor | None,
     weight: Tensor | None,
     rng: Tensor | None,
-    grad_dtypes: list[torch.dtype],
-    wanted: list[bool],
-    *plan_fields: Any,
+    *dtypes_and_plan: Any,
 ) -> tuple[Tensor, ...]:
+    grad_dtypes, plan = cast(GradDtypes, dtypes_and_plan[:5]), RowNormPlan(*dtypes_and_plan[5:])
     given = cast(Tensor, dy if dy is not None else dz)
-    dtypes = tuple(dtype if flag else None for dtype, flag in zip(grad_dtypes, wanted, strict=True))
-    gradients = ops.backward(
-        _backend(given, dz, z, weight), dy, dz, z, mean, rstd, weight, rng,
-        RowNormPlan(*plan_fields), cast(GradDtypes, dtypes),
-    )  # fmt: skip
-    return _filled(given.device, *gradients)
+    backend = _backend(given.device, *ops.dtypes_of(dy, dz, z, weight), *grad_dtypes)
+    return _filled(given.device, *ops.backward(backend, dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes))
 
 
 def _backward_fake(
@@ -123,15 +119,16 @@ def _backward_fake(
     rstd: Tensor | None,
     weight: Tensor | None,
     rng: Tensor | None,
-    grad_dtypes: list[torch.dtype],
-    wanted: list[bool],
-    *plan_fields: Any,
+    *dtypes_and_plan: Any,
 ) -> tuple[Tensor, ...]:
     given = cast(Tensor, dy if dy is not None else dz)
     sizes = (given.shape, given.shape, given.shape[-1:], given.shape[-1:], given.shape[-1:])
-    return tuple(
-        torch.empty(size, dtype=dtype, device=given.device) if flag else torch.empty(0, device=given.device)
-        for size, dtype, flag in zip(sizes, grad_dtypes, wanted, strict=True)
+    return _filled(
+        given.device,
+        *(
+            None if dtype is None else torch.empty(size, dtype=dtype, device=given.device)
+            for size, dtype in zip(sizes, dtypes_and_plan[:5], strict=True)
+        ),
     )
 
 
@@ -142,10 +139,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(mean, rstd)
     ctx.plan = plan
-    ctx.dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (x, residual, bias, weight, norm_bias))
+    ctx.dtypes = ops.dtypes_of(x, residual, bias, weight, norm_bias)
     if plan.norm:
-        has_mean = plan.norm == NORM_LAYER and not plan.center_z
-        ctx.save_for_backward(z if plan.store_z else x, mean if has_mean else None, rstd, weight, rng)
+        ctx.save_for_backward(z if plan.store_z else x, mean if ops.has_mean(plan) else None, rstd, weight, rng)
     else:
         ctx.save_for_backward(None, None, None, None, rng)
 
@@ -174,10 +170,7 @@ def _traced_backward(
     plan: RowNormPlan,
     grad_dtypes: GradDtypes,
 ) -> Any:
-    gradients = torch.ops.onetrip.row_norm_backward(
-        dy, dz, z, mean, rstd, weight, rng,
-        [dtype or plan.z_dtype for dtype in grad_dtypes], [dtype is not None for dtype in grad_dtypes], *plan,
-    )  # fmt: skip
+    gradients = torch.ops.onetrip.row_norm_backward(dy, dz, z, mean, rstd, weight, rng, *grad_dtypes, *plan)
     return tuple(None if dtype is None else gradient for gradient, dtype in zip(gradients, grad_dtypes, strict=True))
 
 
