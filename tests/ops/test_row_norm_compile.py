@@ -25,7 +25,7 @@ RNG = (21, 4)
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):  # graphs that other versions left on disk
+    with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):  # no graphs left on disk by others
         yield
 
 
