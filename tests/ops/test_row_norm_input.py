@@ -227,6 +227,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Inputs], Any]]] = {
     "p below zero": (ValueError, r"dropout_p must be in \[0, 1\], got -0.1", bad("x", X, dropout_p=-0.1)),
     "p nan": (ValueError, r"dropout_p must be in \[0, 1\], got nan", bad("x", X, dropout_p=float("nan"))),
     "p string": (TypeError, r"dropout_p must be a number, got str", bad("x", X, dropout_p="0.1")),
+    "weight_offset tensor": (TypeError, r"weight_offset must be a number, got Tensor", bad("x", X, weight_offset=X[0])),
     "eps negative": (ValueError, r"eps must be >= 0, got -1e-05", bad("x", X, eps=-1e-5)),
     "eps nan": (ValueError, r"eps must be >= 0, got nan", bad("x", X, eps=float("nan"))),
     "eps None": (TypeError, r"eps must be a number, got NoneType", bad("x", X, eps=None)),

@@ -1,0 +1,194 @@
+"""What only a CUDA device can show: graphs, streams, more than 2^31 elements, a second card, autocast, mixed devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from onetrip import nn, ops, use_backend
+from onetrip.reference.philox import keep_mask
+from row_norm_cases import call, make, normed, truth
+from targets import Target, needs
+from tolerances import assert_bitwise, assert_like_torch, assert_ulps
+from torch.nn import functional as F
+
+pytestmark = pytest.mark.gpu
+ALL = "residual bias weight norm_bias"
+
+
+@pytest.fixture(params=["cuda", "triton"])
+def backend(request: pytest.FixtureRequest) -> Any:
+    """Each kernel backend of the card, in use during the test."""
+    needs(Target("cuda", request.param))
+    with use_backend(request.param):
+        yield request.param
+
+
+def needs_memory(gigabytes: int) -> None:
+    free = torch.cuda.mem_get_info()[0] >> 30
+    if free < gigabytes:
+        pytest.skip(f"needs {gigabytes} GB of free device memory, {free} are free")
+
+
+def test_graph_replays_draw_new_masks_that_follow_the_seed(backend):
+    x, residual = torch.ones(2, 64, 256, device="cuda")
+    static = torch.ones(64, 256, device="cuda", requires_grad=True)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        z = ops.bias_dropout_residual(static, residual, dropout_p=0.5)
+        return z, torch.autograd.grad(z.sum(), static)[0]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        z, dx = step()
+
+    def replays(seed: int) -> list[torch.Tensor]:
+        torch.cuda.manual_seed(seed)
+        found = []
+        for _ in range(3):
+            graph.replay()
+            assert torch.equal(dx != 0, z != residual)  # forward and backward of one replay share the mask
+            found.append((z != residual).clone())
+        return found
+
+    first, again, other = replays(1), replays(1), replays(2)
+    assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+    assert x.all()
+
+
+def test_a_slow_producer_on_another_stream_is_waited_for(backend):
+    i = make((4096, 1024), torch.float32, ALL, device="cuda")
+    expected = call(i)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x = torch.zeros_like(i.x)
+        torch.cuda._sleep(100_000_000)
+        x.copy_(i.x)
+        i.x = x
+        y = call(i)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert_bitwise(y, expected)
+
+
+def test_a_call_does_not_synchronise(backend):
+    leaves = make((64, 256), torch.float32, ALL, device="cuda").leaves()
+    call(leaves, dropout_p=0.1).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call(leaves, dropout_p=0.1).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_each_call_moves_the_generator_by_four(backend):
+    x = torch.ones(8, 8, device="cuda")
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.get_offset()
+    ops.bias_dropout_residual(x, x, dropout_p=0.5)
+    assert generator.get_offset() == before + 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_rows", [65_535, 65_536, 1 << 20, (1 << 20) + 1])
+def test_many_rows(backend, n_rows):
+    i = make((n_rows, 33), torch.float32, ALL, device="cuda")
+    leaves = i.leaves()
+    y = call(leaves)
+    assert_ulps(y, truth(i)[1])
+    y.sum().backward()
+    assert leaves.x.grad.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_cols", [1 << 10, (1 << 18)], ids=["narrow", "wide"])
+def test_more_than_two_to_the_32_elements(backend, n_cols):
+    """bfloat16: x, residual, z and y, and their gradients, are 8.6 GB each."""
+    needs_memory(60)
+    n_rows = (1 << 32) // n_cols + 3
+    x = torch.randn(n_rows, n_cols, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = torch.ones(n_cols, device="cuda", requires_grad=True)
+    y = ops.bias_dropout_residual_norm(x, None, weight, dropout_p=0.5, norm="rms", rng=(1, 4))
+    y.backward(torch.ones_like(y))
+    for rows in (slice(0, 2), slice(n_rows - 2, n_rows)):
+        keep = keep_mask((2, n_cols), 0.5, (1, 4), "cuda", first_element=(rows.start or 0) * n_cols)
+        z = torch.where(keep, x.detach()[rows].double() * 2, 0.0)
+        assert_ulps(y.detach()[rows], F.rms_norm(z, (n_cols,), eps=1e-5))
+        assert torch.equal(x.grad[rows] != 0, keep & (x.grad[rows] != 0))
+        assert (x.grad[rows] != 0).double().mean() > 0.45
+
+
+def test_second_card(backend):
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two CUDA devices, {torch.cuda.device_count()} visible")
+    i = make((100, 777), torch.float32, ALL, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    y = call(i, dropout_p=0.2, rng=(1, 4))
+    assert y.device.index == 1 and torch.cuda.current_device() == 0
+    assert_bitwise(y, call(i.map(lambda t: t.to("cuda:0")), dropout_p=0.2, rng=(1, 4)))
+
+
+@pytest.mark.parametrize("argument", ["residual", "bias", "weight", "norm_bias"])
+def test_mixed_devices_are_refused_with_both_named(cuda, argument):
+    i = make((4, 8), torch.float32, ALL, device=cuda)
+    setattr(i, argument, getattr(i, argument).cpu())
+    with pytest.raises(ValueError, match=f"{argument} must be on the device of x, cuda:0, got cpu"):
+        call(i)
+
+
+def test_cpu_and_card_draw_the_same_mask_and_nearly_the_same_values(backend):
+    i = make((33, 1025), torch.float32, ALL)
+    with use_backend("auto"):
+        expected = call(i, dropout_p=0.3, rng=(5, 4), return_residual=True)
+    y, z = call(i.map(lambda t: t.cuda()), dropout_p=0.3, rng=(5, 4), return_residual=True)
+    assert_bitwise(z.cpu(), expected[1])
+    torch.testing.assert_close(y.cpu(), expected[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_autocast_gives_torchs_dtypes(backend, dtype):
+    x = torch.randn(4, 64, device="cuda")
+    linear, norm, torchs = torch.nn.Linear(64, 64).cuda(), nn.LayerNorm(64).cuda(), torch.nn.LayerNorm(64).cuda()
+    with torch.autocast("cuda", dtype):
+        h = linear(x)
+        assert h.dtype == dtype and norm(h).dtype == torchs(h).dtype
+        assert_like_torch(norm(h), torchs(h), torchs(h).double().clone())
+    norm(linear(x)).sum().backward()
+    assert norm.weight.grad.dtype == torch.float32
+
+
+def test_grad_scaler_steps(backend):
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), nn.LayerNorm(32), nn.RMSNorm(32)).cuda()
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cuda")
+    for _ in range(3):
+        with torch.autocast("cuda", torch.float16):
+            loss = model(torch.randn(8, 32, device="cuda")).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert loss.isfinite()
+
+
+@pytest.mark.parametrize("width", [8192, 16_384, 65_536, 262_144])
+def test_wide_rows(backend, width):
+    i = make((3, width), torch.bfloat16, "residual weight norm_bias", device="cuda")
+    leaves = i.leaves()
+    y, z = call(leaves, return_residual=True)
+    assert_ulps(y, normed(z.detach().double(), i.double()))
+    double, y64, _ = truth(i)
+    dy = torch.randn(3, width, device="cuda").bfloat16()
+    y.backward(dy)
+    y64.backward(dy.double())
+    for name, tensor in leaves.tensors().items():
+        exact = double.tensors()[name].grad
+        assert_like_torch(tensor.grad, exact.bfloat16(), exact, terms=3)
