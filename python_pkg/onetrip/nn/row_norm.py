@@ -64,7 +64,7 @@ class RMSNorm(torch.nn.RMSNorm):
         cast_before_weight: bool | Literal["weight"] = False,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
-        ops.check_cast("RMSNorm", cast_before_weight)
+        ops.check_cast("RMSNorm", cast_before_weight, "rms")
         self.weight_offset = weight_offset
         self.cast_before_weight = cast_before_weight
 
@@ -131,6 +131,7 @@ class BiasDropoutResidualNorm(torch.nn.Module):
             raise ValueError(f'BiasDropoutResidualNorm: norm must be "layer" or "rms", got {norm!r}')
         check_probability("BiasDropoutResidualNorm", "p", p)
         check_eps("BiasDropoutResidualNorm", eps)
+        ops.check_cast("BiasDropoutResidualNorm", cast_before_weight, norm)
         self.n_cols, self.p, self.eps, self.return_residual = n_cols, p, eps, return_residual
         self.norm: Literal["layer", "rms"] = norm
         self.weight_offset, self.cast_before_weight = weight_offset, cast_before_weight

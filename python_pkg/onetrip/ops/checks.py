@@ -50,15 +50,18 @@ def _check_device(function: str, argument: str, tensor: Tensor, x: Tensor) -> No
 
 def check_probability(function: str, argument: str, p: float) -> None:
     """A number in [0, 1]; NaN is not."""
-    if not isinstance(p, (int, float)):
-        raise TypeError(f"{function}: {argument} must be a number, got {type(p).__name__}")
+    check_number(function, argument, p)
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{function}: {argument} must be in [0, 1], got {p}")
 
 
 def check_eps(function: str, eps: float) -> None:
     """A number >= 0; NaN is not."""
-    if not isinstance(eps, (int, float)):
-        raise TypeError(f"{function}: eps must be a number, got {type(eps).__name__}")
+    check_number(function, "eps", eps)
     if not eps >= 0.0:
         raise ValueError(f"{function}: eps must be >= 0, got {eps}")
+
+
+def check_number(function: str, argument: str, value: object) -> None:
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{function}: {argument} must be a number, got {type(value).__name__}")

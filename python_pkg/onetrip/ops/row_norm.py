@@ -25,7 +25,7 @@ from ..reference.philox import Rng
 from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, Backward, Forward, GradDtypes, RowNormPlan
 from . import native
 from .backends import KERNEL_DTYPES, choose
-from .checks import check_eps, check_like, check_parameter, check_probability, check_rows
+from .checks import check_eps, check_like, check_number, check_parameter, check_probability, check_rows
 from .rng import check_rng, draw_rng, draw_rng_tensor
 
 _NO_GRADS: GradDtypes = (None, None, None, None, None)
@@ -341,6 +341,7 @@ def row_norm(
     if norm_bias is not None:
         check_parameter(function, "norm_bias" if residual is not None or bias is not None else "bias", norm_bias, x)
     check_eps(function, eps)
+    check_number(function, "weight_offset", weight_offset)
     check_rng(function, rng)
 
     z_is_x = residual is None and bias is None and dropout_p == 0.0
@@ -451,7 +452,7 @@ def rms_norm(
     Saves x and one float32 number a row for backward. Deterministic. Raises ValueError or TypeError for wrong
     arguments.
     """
-    check_cast("rms_norm", cast_before_weight)
+    check_cast("rms_norm", cast_before_weight, "rms")
     return row_norm(
         "rms_norm",
         NORM_RMS,
@@ -520,9 +521,7 @@ def bias_dropout_residual_norm(
     if norm not in ("layer", "rms"):
         raise ValueError(f'{function}: norm must be "layer" or "rms", got {norm!r}')
     check_probability(function, "dropout_p", dropout_p)
-    check_cast(function, cast_before_weight)
-    if norm == "layer" and cast_before_weight:
-        raise ValueError(f'{function}: cast_before_weight must be False with norm="layer", got {cast_before_weight!r}')
+    check_cast(function, cast_before_weight, norm)
     return row_norm(
         function,
         NORM_LAYER if norm == "layer" else NORM_RMS,
@@ -541,6 +540,8 @@ def bias_dropout_residual_norm(
     )
 
 
-def check_cast(function: str, cast_before_weight: object) -> None:
+def check_cast(function: str, cast_before_weight: object, norm: str) -> None:
     if cast_before_weight not in (False, True, "weight"):
         raise ValueError(f'{function}: cast_before_weight must be False, True or "weight", got {cast_before_weight!r}')
+    if norm == "layer" and cast_before_weight:
+        raise ValueError(f'{function}: cast_before_weight must be False with norm="layer", got {cast_before_weight!r}')
