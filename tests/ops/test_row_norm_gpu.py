@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: graphs, streams, more than 2^31 elements, a second card, autocast, mixed devices."""
+"""What only a CUDA device can show: graphs, streams, more than 2^32 elements, a second card, autocast."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def test_more_than_two_to_the_32_elements(backend, n_cols):
         keep = keep_mask((2, n_cols), 0.5, (1, 4), "cuda", first_element=(rows.start or 0) * n_cols)
         z = torch.where(keep, x.detach()[rows].double() * 2, 0.0)
         assert_ulps(y.detach()[rows], F.rms_norm(z, (n_cols,), eps=1e-5))
-        assert torch.equal(x.grad[rows] != 0, keep & (x.grad[rows] != 0))
-        assert (x.grad[rows] != 0).double().mean() > 0.45
+        assert not x.grad[rows][~keep].any()
+        assert x.grad[rows][keep].count_nonzero() > 0.9 * keep.count_nonzero()
 
 
 def test_second_card(backend):
@@ -161,7 +161,7 @@ def test_autocast_gives_torchs_dtypes(backend, dtype):
     with torch.autocast("cuda", dtype):
         h = linear(x)
         assert h.dtype == dtype and norm(h).dtype == torchs(h).dtype
-        assert_like_torch(norm(h), torchs(h), torchs(h).double().clone())
+        assert_like_torch(norm(h), torchs(h), F.layer_norm(h.double(), (64,)))
     norm(linear(x)).sum().backward()
     assert norm.weight.grad.dtype == torch.float32
 
