@@ -26,6 +26,7 @@ namespace {
 constexpr int64_t kSerialElements = 32768;  // below it, waking the other threads takes longer than the work
 constexpr int64_t kTaskElements = 16384;
 constexpr int kSumChains = 4;
+constexpr int64_t kSumColumns = 2048;
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t clamp(int64_t value, int64_t low, int64_t high) { return value < low ? low : value > high ? high : value; }
@@ -105,18 +106,36 @@ int run_tasks(int64_t n_tasks, int64_t n_elements, int64_t buffer_floats, Task t
   return error;
 }
 
-// ---- forward
-
+// Sums of a and of a * b down a row, in kSumChains chains that are folded every kSumColumns columns: in one long chain
+// the low bits that half-precision values share are rounded the same way by every addition, and the error grows with
+// the width.
 struct Sums {
-  F values[kSumChains] = {}, squares[kSumChains] = {};
-  ONETRIP_INLINE void add(F v, int chain) {
-    values[chain] += v;
-    squares[chain] = mul_add(v, v, squares[chain]);
+  F values[kSumChains] = {}, products[kSumChains] = {};
+  F total_values = {}, total_products = {};
+  ONETRIP_INLINE void add(F a, F b, int chain) {
+    values[chain] += a;
+    products[chain] = mul_add(a, b, products[chain]);
   }
+  ONETRIP_INLINE void fold() {
+    static_assert(kSumChains == 4, "added in pairs");
+    total_values += (values[0] + values[1]) + (values[2] + values[3]);
+    total_products += (products[0] + products[1]) + (products[2] + products[3]);
+    for (int i = 0; i < kSumChains; ++i) values[i] = products[i] = F{};
+  }
+  float mean(int64_t n) const { return sum_lanes(total_values) / n; }
+  float mean_product(int64_t n) const { return sum_lanes(total_products) / n; }
 };
-ONETRIP_INLINE float total(const F (&chains)[kSumChains]) {
-  static_assert(kSumChains == 4, "added in pairs");
-  return sum_lanes((chains[0] + chains[1]) + (chains[2] + chains[3]));
+
+// Calls body(column, lanes, chain, sums) for the vectors of [begin, end) and adds what it adds to `sums` to the totals.
+template <class Body>
+ONETRIP_INLINE void sum_columns(int64_t begin, int64_t end, Sums& totals, Body body) {
+  Sums sums = totals;
+  for (int64_t block = begin; block < end; block += kSumColumns) {
+    for_columns<kSumChains>(block, smaller(block + kSumColumns, end),
+                            [&](int64_t c, auto lanes, int chain) { body(c, lanes, chain, sums); });
+    sums.fold();
+  }
+  totals = sums;
 }
 
 struct Assembly {
@@ -131,37 +150,33 @@ struct Assembly {
 
 // z of columns [begin, end) of a row.
 template <class X, class R, class Z>
-void assemble(const Assembly& row, int64_t begin, int64_t end, Sums& sums) {
+void assemble(const Assembly& row, int64_t begin, int64_t end, Sums& totals) {
   const X* x = static_cast<const X*>(row.x);
   const R* residual = static_cast<const R*>(row.residual);
   Z* z = static_cast<Z*>(row.z);
   const float* bias = row.bias;
   float* values = row.values;
   const uint32_t* words = row.words;
-  Sums local = sums;
-  for_columns<kSumChains>(begin, end, [&](int64_t c, auto lanes, int chain) {
+  sum_columns(begin, end, totals, [&](int64_t c, auto lanes, int chain, Sums& sums) {
     F v = load(x + c, lanes);
     if (bias) v += load(bias + c, lanes);
     if (words) v = row.mask->apply(v, words + (c - begin));
     if (residual) v += load(residual + c, lanes);
     v = store_rounded(z ? z + c : nullptr, v, lanes);
     if (values) store(values + c, v, lanes);
-    local.add(v, chain);
+    sums.add(v, v, chain);
   });
-  sums = local;
 }
 
 // The same where z is x: only its sums, and its float32 values where x is not float32.
 template <class X>
-void read(const void* x_row, float* values, int64_t n_cols, Sums& sums) {
+void read(const void* x_row, float* values, int64_t n_cols, Sums& totals) {
   const X* x = static_cast<const X*>(x_row);
-  Sums local;
-  for_columns<kSumChains>(0, n_cols, [&](int64_t c, auto lanes, int chain) {
+  sum_columns(0, n_cols, totals, [&](int64_t c, auto lanes, int chain, Sums& sums) {
     const F v = load(x + c, lanes);
     if constexpr (!kIsFloat32<X>) store(values + c, v, lanes);
-    local.add(v, chain);
+    sums.add(v, v, chain);
   });
-  sums = local;
 }
 
 struct Statistics {
@@ -171,13 +186,13 @@ struct Statistics {
 
 // Variance about the first mean. The deviations' own mean corrects both: exact where mean / std is 1e4 and more.
 Statistics moments(const float* values, float mean, float eps, int64_t n_cols) {
-  Sums sums;
-  const F first_mean = splat(mean);
-  for_columns<kSumChains>(0, n_cols, [&](int64_t c, auto lanes, int chain) {
-    sums.add(keep_lanes(load(values + c, lanes) - first_mean, lanes), chain);
+  Sums totals;
+  sum_columns(0, n_cols, totals, [&](int64_t c, auto lanes, int chain, Sums& sums) {
+    const F deviation = keep_lanes(load(values + c, lanes) - mean, lanes);
+    sums.add(deviation, deviation, chain);
   });
-  const float scale = 1.0f / n_cols, correction = total(sums.values) * scale;
-  float variance = total(sums.squares) * scale - correction * correction;
+  const float correction = totals.mean(n_cols);
+  float variance = totals.mean_product(n_cols) - correction * correction;
   if (variance < 0.0f) variance = 0.0f;  // not a maximum: NaN has to pass
   return {mean, correction, 1.0f / __builtin_sqrtf(variance + eps)};
 }
@@ -207,8 +222,6 @@ void finish(const Finish& row, int64_t n_cols) {
   });
 }
 
-// ---- backward
-
 constexpr int kTile = kWidth == 16 ? 4 : 2;  // vectors of each parameter gradient held in registers
 
 struct BackwardBlock {
@@ -232,20 +245,17 @@ void project(const void* dy_row, const void* z_row, float* dy_values, float* z_v
              int64_t n_cols, BackwardBlock::Row& row) {
   const Y* dy = static_cast<const Y*>(dy_row);
   const Z* z = static_cast<const Z*>(z_row);
-  F wdy_n[kSumChains] = {}, wdy[kSumChains] = {};
-  const F mean = splat(row.mean), rstd = splat(row.rstd);
-  for_columns<kSumChains>(0, n_cols, [&](int64_t c, auto lanes, int chain) {
+  Sums totals;
+  sum_columns(0, n_cols, totals, [&](int64_t c, auto lanes, int chain, Sums& sums) {
     F g = load(dy + c, lanes);
     const F v = load(z + c, lanes);
     if constexpr (!kIsFloat32<Y>) store(dy_values + c, g, lanes);
     if constexpr (!kIsFloat32<Z>) store(z_values + c, v, lanes);
     if (weight) g *= load(weight + c, lanes);
-    wdy_n[chain] = mul_add(g, keep_lanes((v - mean) * rstd, lanes), wdy_n[chain]);
-    wdy[chain] += g;
+    sums.add(g, keep_lanes((v - row.mean) * row.rstd, lanes), chain);
   });
-  const float scale = 1.0f / n_cols;
-  row.mean_wdy_n = total(wdy_n) * scale;
-  row.mean_wdy = total(wdy) * scale;
+  row.mean_wdy = totals.mean(n_cols);
+  row.mean_wdy_n = totals.mean_product(n_cols);
 }
 
 // kVectors vectors from column c down the rows of the block.
@@ -270,7 +280,7 @@ ONETRIP_INLINE void propagate_tile(const BackwardBlock& block, int64_t c, int64_
         const F n = (load(z + i * kWidth, lanes) - row.mean) * row.rstd;
         dweight[i] = mul_add(gradient, n, dweight[i]);
         dnorm_bias[i] += gradient;
-        g = mul_add(gradient, weight[i], splat(-row.mean_wdy));
+        g = gradient * weight[i] - row.mean_wdy;  // rounded as in project: a row of one column gives exactly 0
         g = mul_add(n, splat(-row.mean_wdy_n), g) * row.rstd;
       }
       if (dz) g += load(dz + i * kWidth, lanes);
@@ -368,9 +378,9 @@ int row_norm_forward(const RowNormForward& args) {
     if (!has_norm) return;
     Statistics stats;
     if (args.norm == Norm::kLayer) {
-      stats = moments(values, total(sums.values) / n_cols, args.eps, n_cols);
+      stats = moments(values, sums.mean(n_cols), args.eps, n_cols);
     } else {
-      stats.rstd = 1.0f / __builtin_sqrtf(total(sums.squares) / n_cols + args.eps);
+      stats.rstd = 1.0f / __builtin_sqrtf(sums.mean_product(n_cols) + args.eps);
     }
     if (args.mean) args.mean[row] = stats.mean + stats.correction;
     if (args.rstd) args.rstd[row] = stats.rstd;
@@ -409,11 +419,13 @@ int row_norm_backward(const RowNormBackward& args) {
   struct Sum {
     void* to;
     DType dtype;
-    int slot;
-  } sums[3] = {
-      {args.dbias, args.bias_dtype}, {args.dweight, args.weight_dtype}, {args.dnorm_bias, args.norm_bias_dtype}};
+    int slot;  // among those wanted
+  };
+  Sum sums[] = {{args.dbias, args.bias_dtype, 0},
+                {args.dweight, args.weight_dtype, 0},
+                {args.dnorm_bias, args.norm_bias_dtype, 0}};
   int n_wanted = 0;
-  for (Sum& sum : sums) sum.slot = sum.to ? n_wanted++ : -1;
+  for (Sum& sum : sums) sum.slot = sum.to ? n_wanted++ : 0;
   const int64_t part_floats = n_wanted * partition.slot_floats;
 
   const bool has_dropout = args.dropout.threshold != 0;

@@ -9,6 +9,9 @@
 #include <cstdint>
 #include <cstring>
 #if defined(__x86_64__)
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC's own AVX-512 headers: gcc.gnu.org/PR105593
+#endif
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>

@@ -1,0 +1,381 @@
+"""The native CPU kernels of row_norm against reference, at every level this machine has."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from onetrip.ops import native
+from onetrip.ops.backends import native as native_library
+from onetrip.reference import row_norm as reference
+from onetrip.reference.philox import Rng, keep_mask
+from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, GradDtypes, RowNormPlan
+
+library = native_library()
+pytestmark = pytest.mark.skipif(library is None, reason="the native library was not built")
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+RNG = (2**40 + 12345, 2**33 + 4)
+EPSILON = {F32: 1e-6, F16: 2**-10, BF16: 2**-7}
+DTYPE_IDS = {F32: "f32", F16: "f16", BF16: "bf16"}
+NORM_IDS = {NORM_NONE: "none", NORM_LAYER: "layer", NORM_RMS: "rms"}
+WIDTHS = (1, 3, 4, 15, 16, 63, 64, 65, 129, 1000, 1025, 4099)
+
+
+def dtype_id(dtype: object) -> str:
+    return DTYPE_IDS[dtype] if isinstance(dtype, torch.dtype) else "-".join(DTYPE_IDS[d] for d in dtype)
+
+
+@pytest.fixture(params=["baseline", "avx2", "avx512"])
+def level(request):
+    """Runs the test with the kernels of one instruction-set level."""
+    best = library.cpu_level()
+    if not library.set_cpu_level(request.param):
+        pytest.skip(f"this machine or build lacks {request.param}")
+    assert library.cpu_level() == request.param
+    yield request.param
+    assert library.set_cpu_level(best)
+
+
+def plan_of(norm: int = NORM_LAYER, **changes) -> RowNormPlan:
+    plan = RowNormPlan(
+        norm=norm,
+        eps=1e-5,
+        weight_offset=0.0,
+        dropout_p=0.0,
+        z_dtype=F32,
+        n_dtype=F32,
+        y_dtype=F32,
+        store_z=True,
+        center_z=False,
+        store_stats=norm != NORM_NONE,
+    )
+    return plan._replace(**changes)
+
+
+def normal(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 1000 + shape[-1])
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def assert_as_accurate(name: str, ours: Tensor | None, expected: Tensor | None, exact: Tensor | None) -> None:
+    """ours is no further from exact (float64) than twice what expected (the same dtypes, in torch) is, plus a rounding."""
+    assert (ours is None) == (expected is None), name
+    if ours is None:
+        return
+    assert ours.dtype == expected.dtype and ours.shape == expected.shape, name
+    assert ours.isfinite().all(), f"{name} has NaN or Inf"
+    error = (ours.double() - exact).abs().max()
+    # Inputs are of size 1, so float32 sums that cancel are still off by its roundings.
+    allowed = 2 * (expected.double() - exact).abs().max() + EPSILON[ours.dtype] * max(1.0, exact.abs().max()) / 2
+    assert error <= allowed, f"{name}: error {error:.3g} > {allowed:.3g}"
+
+
+def in_double(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.double() for tensor in tensors]
+
+
+def check_forward(x, residual, bias, weight, norm_bias, rng, plan):
+    """Checks the native forward against reference and returns its (y, z, mean, rstd)."""
+    ours = native.row_norm_forward(x, residual, bias, weight, norm_bias, rng, plan)
+    expected = reference.forward(x, residual, bias, weight, norm_bias, rng, plan)
+    if plan.store_z and not plan.center_z:
+        assert same_bits(ours[1], expected[1]), "z must have reference's bits"
+    if plan.norm != NORM_NONE:
+        z = reference.forward(x, residual, bias, None, None, rng, plan._replace(norm=NORM_NONE))[1]
+        plan64 = plan._replace(z_dtype=torch.float64, y_dtype=torch.float64, n_dtype=F32, dropout_p=0.0)
+        exact = reference.forward(z.double(), None, None, *in_double(weight, norm_bias), None, plan64)
+        for name, a, b, c in zip(("y", "z", "mean", "rstd"), ours, expected, exact, strict=True):
+            assert_as_accurate(name, a, b, c)
+    return ours
+
+
+def check_backward(dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes: GradDtypes):
+    ours = native.row_norm_backward(dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes)
+    expected = reference.backward(dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes)
+    exact = reference.backward(
+        *in_double(dy, dz, z, mean, rstd, weight),
+        rng,
+        plan._replace(z_dtype=torch.float64),
+        tuple(None if dtype is None else torch.float64 for dtype in grad_dtypes),
+    )
+    names = ("dx", "dresidual", "dbias", "dweight", "dnorm_bias")
+    for name, a, b, c in zip(names, ours, expected, exact, strict=True):
+        assert_as_accurate(name, a, b, c)
+    return ours
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3], ids=["p0", "p0.3"])
+@pytest.mark.parametrize("norm", [NORM_NONE, NORM_LAYER, NORM_RMS], ids=NORM_IDS.get)
+@pytest.mark.parametrize("n_cols", WIDTHS, ids=lambda n: f"N{n}")
+def test_forward_and_backward_at_every_width(level, n_cols, norm, p):
+    n_rows = 37
+    x, residual, dy, dz = (normal(n_rows, n_cols, seed=seed) for seed in range(4))
+    bias, weight, norm_bias = (normal(n_cols, seed=seed) for seed in range(4, 7))
+    plan = plan_of(norm, dropout_p=p, weight_offset=0.5)
+    y, z, mean, rstd = check_forward(x, residual, bias, weight, norm_bias, RNG, plan)
+    if norm == NORM_NONE:
+        check_backward(None, dz, None, None, None, None, RNG, plan, (F32, F32, F32, None, None))
+    else:
+        check_backward(dy, dz, z, mean, rstd, weight, RNG, plan, (F32, F32, F32, F32, F32))
+        check_backward(dy, None, z, mean, rstd, None, RNG, plan, (F32, None, None, F32, None))
+
+
+@pytest.mark.parametrize("z_dtype", [F32, F16, BF16], ids=lambda d: f"z_{dtype_id(d)}")
+@pytest.mark.parametrize(
+    "x_and_residual",
+    list(itertools.product([F32, F16, BF16], [F32, F16, BF16, None])),
+    ids=lambda pair: "-".join(map(str, pair)).replace("torch.", ""),
+)
+def test_every_mix_of_dtypes(level, x_and_residual, z_dtype):
+    x_dtype, residual_dtype = x_and_residual
+    n_rows, n_cols = 9, 147
+    other = {F32: BF16, F16: F32, BF16: F16}
+    param_dtype, y_dtype = other[x_dtype], other[z_dtype]
+    x, dy, dz = (
+        normal(n_rows, n_cols, dtype=x_dtype),
+        normal(n_rows, n_cols, dtype=y_dtype),
+        normal(n_rows, n_cols, dtype=z_dtype),
+    )
+    residual = None if residual_dtype is None else normal(n_rows, n_cols, dtype=residual_dtype, seed=1)
+    bias, weight, norm_bias = (normal(n_cols, dtype=d, seed=2) for d in (param_dtype, x_dtype, z_dtype))
+    for n_dtype in (F32, F16, BF16):
+        plan = plan_of(dropout_p=0.1, z_dtype=z_dtype, y_dtype=y_dtype, n_dtype=n_dtype)
+        _, z, mean, rstd = check_forward(x, residual, bias, weight, norm_bias, RNG, plan)
+    grads = (x_dtype, residual_dtype, param_dtype, x_dtype, z_dtype)
+    check_backward(dy, dz, z, mean, rstd, weight, RNG, plan, grads)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=dtype_id)
+@pytest.mark.parametrize("norm", [NORM_LAYER, NORM_RMS], ids=NORM_IDS.get)
+def test_norm_alone_stores_no_z(level, norm, dtype):
+    x, weight = normal(33, 200, dtype=dtype), normal(200, dtype=dtype, seed=1)
+    plan = plan_of(norm, z_dtype=dtype, y_dtype=dtype, n_dtype=dtype, store_z=False)
+    y, z, mean, rstd = check_forward(x, None, None, weight, None, None, plan)
+    assert z is None
+    check_backward(
+        normal(33, 200, dtype=dtype, seed=2), None, x, mean, rstd, weight, None, plan, (dtype, None, None, dtype, None)
+    )
+
+
+def test_centred_z_needs_no_mean(level):
+    x, residual, weight = normal(21, 77), normal(21, 77, seed=1) + 100, normal(77, seed=2)
+    plan = plan_of(center_z=True)
+    y, centred, mean, rstd = check_forward(x, residual, None, weight, None, None, plan)
+    assert mean is None
+    check_backward(normal(21, 77, seed=3), None, centred, None, rstd, weight, None, plan, (F32, None, None, F32, F32))
+
+
+@pytest.mark.parametrize("wanted", range(1, 32), ids=lambda mask: f"{mask:05b}")
+def test_every_choice_of_wanted_gradients(wanted):
+    x, dy, dz, weight = normal(19, 131), normal(19, 131, seed=1), normal(19, 131, seed=2), normal(131, seed=3)
+    plan = plan_of(dropout_p=0.2)
+    grads = tuple(F32 if wanted >> i & 1 else None for i in range(5))
+    _, z, mean, rstd = native.row_norm_forward(x, None, None, weight, None, RNG, plan)
+    check_backward(dy, dz, z, mean, rstd, weight, RNG, plan, grads)
+    if not any(grads[3:]):
+        check_backward(None, dz, None, None, None, None, RNG, plan, grads)
+
+
+# Random123's published vectors (kat_vectors, philox4x32 10): counter, key, result.
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", range(1), ids=["zeros"])
+def test_mask_is_random123s(level, case):
+    """The word of element e is recovered by bisecting the threshold that drops it."""
+    _, key, words = KNOWN_ANSWERS[case]
+    for lane, word in enumerate(words):
+        for threshold, kept in ((word, True), (word + 1, False)):
+            p = threshold / 2**32
+            _, z, _, _ = native.row_norm_forward(
+                torch.ones(1, 4), None, None, None, None, (0, 0), plan_of(NORM_NONE, dropout_p=p)
+            )
+            assert (z[0, lane] != 0) == kept
+
+
+@pytest.mark.parametrize("n_cols", [1, 2, 3, 5, 6, 7, 31, 1023, 1026, 4097, 8195], ids=lambda n: f"N{n}")
+def test_mask_wherever_a_row_starts_in_a_group(level, n_cols):
+    n_rows = 67 if n_cols < 5000 else 5
+    plan = plan_of(NORM_NONE, dropout_p=0.5)
+    _, z, _, _ = native.row_norm_forward(torch.ones(n_rows, n_cols), None, None, None, None, RNG, plan)
+    keep = keep_mask((n_rows, n_cols), 0.5, RNG)
+    assert torch.equal(z != 0, keep)
+    dx, *_ = native.row_norm_backward(
+        None, torch.ones(n_rows, n_cols), None, None, None, None, RNG, plan, (F32, *[None] * 4)
+    )
+    assert torch.equal(dx != 0, keep)
+
+
+def test_rng_in_memory_draws_the_same_mask(level):
+    x, plan = torch.ones(3, 100), plan_of(NORM_NONE, dropout_p=0.5)
+    rng = torch.tensor(RNG)
+    assert same_bits(
+        native.row_norm_forward(x, None, None, None, None, rng, plan)[1],
+        native.row_norm_forward(x, None, None, None, None, RNG, plan)[1],
+    )
+
+
+def test_dropped_values_are_zero_whatever_they_were(level):
+    x = torch.full((5, 100), float("nan"))
+    for p in (0.5, 1.0):
+        plan = plan_of(NORM_NONE, dropout_p=p)
+        _, z, _, _ = native.row_norm_forward(x, None, None, None, None, RNG, plan)
+        keep = keep_mask((5, 100), p, RNG)
+        assert torch.equal(z.isnan(), keep) and (z[~keep] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=dtype_id)
+def test_conversions_of_every_half_and_around_every_midpoint(level, dtype):
+    """z of a lone x is a conversion: every 16-bit value widens, and float32 around each rounds as torch does."""
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    plan = plan_of(NORM_NONE)
+    widened = native.row_norm_forward(halves.view(256, 256), None, None, None, None, None, plan)[1].flatten()
+    is_nan = halves.isnan()
+    assert torch.equal(widened.isnan(), is_nan) and same_bits(widened[~is_nan], halves.float()[~is_nan])
+
+    midpoints = (
+        widened.view(torch.int32)[~is_nan, None] + torch.tensor([-1, 0, 1]) + (0x8000 if dtype == BF16 else 0x1000)
+    ).view(F32)
+    floats = torch.cat(
+        [midpoints.flatten(), torch.tensor([1e-8, 1e-42, 65519.0, 65520.0, 1e38, -3.4e38, float("inf"), float("nan")])]
+    )
+    rows = floats[None]
+    narrowed = native.row_norm_forward(rows, None, None, None, None, None, plan._replace(z_dtype=dtype))[1][0]
+    is_nan = floats.isnan()
+    assert torch.equal(narrowed.isnan(), is_nan) and same_bits(narrowed[~is_nan], floats.to(dtype)[~is_nan])
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=dtype_id)
+def test_strides_and_offsets_change_no_bit(level, dtype):
+    n_rows, n_cols = 11, 203
+    plan = plan_of(z_dtype=dtype, y_dtype=dtype, dropout_p=0.1)
+
+    def views(seed: int, expanded: bool) -> tuple[Tensor, Tensor]:
+        rows = normal(1 if expanded else n_rows, n_cols, dtype=dtype, seed=seed)
+        if expanded:
+            return rows.expand(n_rows, -1), rows.repeat(n_rows, 1)
+        odd = torch.full((n_rows, n_cols + 14), float("nan"), dtype=dtype)
+        odd[:, 1 : n_cols + 1] = rows
+        return odd[:, 1 : n_cols + 1], rows
+
+    for expanded in (False, True):
+        (x, x_), (residual, residual_), (dy, dy_), (dz, dz_) = (views(seed, expanded) for seed in range(4))
+        weight = normal(n_cols + 1, dtype=dtype)[1:]
+        ours = native.row_norm_forward(x, residual, weight, weight, weight, RNG, plan)
+        plain = native.row_norm_forward(x_, residual_, weight.clone(), weight.clone(), weight.clone(), RNG, plan)
+        assert all(map(same_bits, ours, plain))
+        _, z, mean, rstd = plain
+        z_odd = torch.full((n_rows, n_cols + 3), float("nan"), dtype=dtype)
+        z_odd[:, 3:] = z
+        ours = native.row_norm_backward(dy, dz, z_odd[:, 3:], mean, rstd, weight, RNG, plan, (dtype,) * 5)
+        plain = native.row_norm_backward(dy_, dz_, z, mean, rstd, weight, RNG, plan, (dtype,) * 5)
+        assert all(map(same_bits, ours, plain))
+
+
+@pytest.mark.parametrize("where", [0, 17, 99])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=["nan", "inf", "-inf"])
+@pytest.mark.parametrize("norm", [NORM_LAYER, NORM_RMS], ids=NORM_IDS.get)
+def test_not_a_number_stays_in_its_row(level, norm, value, where):
+    x = normal(3, 100)
+    x[1, where] = value
+    y, _, _, _ = native.row_norm_forward(x, None, None, None, None, None, plan_of(norm))
+    expected, _, _, _ = reference.forward(x, None, None, None, None, None, plan_of(norm))
+    assert torch.equal(y.isnan(), expected.isnan()) and y[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("n_cols", [64, 1000, 16384], ids=lambda n: f"N{n}")
+def test_mean_ten_thousand_times_the_deviation(level, n_cols):
+    x = normal(16, n_cols) + 1e4
+    y, _, _, _ = native.row_norm_forward(x, None, None, None, None, None, plan_of(store_z=False))
+    exact = torch.nn.functional.layer_norm(x.double(), (n_cols,))
+    torchs = torch.nn.functional.layer_norm(x, (n_cols,))
+    assert (y - exact).abs().max() <= 2 * (torchs - exact).abs().max() + 1e-6
+
+
+def test_weight_gradients_over_a_million_bf16_rows():
+    n_rows, n_cols = 2**20, 8
+    x, dy = normal(n_rows, n_cols, dtype=BF16), (normal(n_rows, n_cols, seed=1) + 0.1).to(BF16)
+    plan = plan_of(z_dtype=BF16, y_dtype=BF16, store_z=False)
+    _, _, mean, rstd = native.row_norm_forward(x, None, None, None, None, None, plan)
+    grads = (None, None, F32, F32, F32)
+    ours = native.row_norm_backward(dy, None, x, mean, rstd, None, None, plan, grads)
+    exact = reference.backward(
+        *in_double(dy, None, x, mean, rstd, None),
+        None,
+        plan._replace(z_dtype=torch.float64),
+        tuple(d and torch.float64 for d in grads),
+    )
+    for a, b in zip(ours[2:], exact[2:], strict=True):
+        assert (a - b).abs().max() <= 1e-3 * b.abs().max()
+
+
+def test_wide_rows_and_more_elements_than_a_buffer():
+    n_cols = 262_147
+    x, dy = normal(5, n_cols, dtype=BF16), normal(5, n_cols, dtype=BF16, seed=1)
+    weight = normal(n_cols, dtype=BF16, seed=2)
+    plan = plan_of(z_dtype=BF16, y_dtype=BF16, dropout_p=0.1)
+    _, z, mean, rstd = check_forward(x, None, weight, weight, weight, RNG, plan)
+    check_backward(dy, None, z, mean, rstd, weight, RNG, plan, (BF16, None, BF16, BF16, BF16))
+
+
+@pytest.mark.parametrize(("n_rows", "n_cols"), [(0, 8), (8, 0)], ids=["no_rows", "no_columns"])
+def test_empty_is_a_no_op(n_rows, n_cols):
+    rest = (0,) * 9 + (n_cols, n_cols) + (0,) * 8 + (NORM_LAYER, False, 1e-5, 0.0, 0, 1.0, 0, 0, 0)
+    assert library.row_norm_forward(-1, 0, n_rows, n_cols, *rest) == 0
+    assert library.row_norm_workspace(-1, n_rows, n_cols, 3) == 0
+
+
+def test_gradients_do_not_depend_on_the_number_of_threads():
+    code = """
+import hashlib, torch
+from onetrip.ops import native
+from onetrip.reference.row_norm import NORM_LAYER, RowNormPlan
+torch.manual_seed(0)
+digest = hashlib.sha256()
+for n_rows, n_cols in ((1000, 100), (77, 3000), (3, 70000)):
+    x, dy, weight = torch.randn(n_rows, n_cols), torch.randn(n_rows, n_cols), torch.randn(n_cols)
+    plan = RowNormPlan(NORM_LAYER, 1e-5, 0.0, 0.1, x.dtype, x.dtype, x.dtype, True, False, True)
+    y, z, mean, rstd = native.row_norm_forward(x, None, weight, weight, weight, (1, 2), plan)
+    grads = native.row_norm_backward(dy, None, z, mean, rstd, weight, (1, 2), plan, (x.dtype,) * 5)
+    for tensor in (y, z, mean, rstd, *grads):
+        digest.update(tensor.numpy().tobytes())
+print(digest.hexdigest())
+"""
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "OMP_NUM_THREADS": str(n)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for n in (1, 2, 3)
+    }
+    assert len(digests) == 1
+
+
+def test_an_unknown_level_is_refused():
+    before = library.cpu_level()
+    assert not library.set_cpu_level("avx1024")
+    assert library.cpu_level() == before
