@@ -25,6 +25,12 @@ namespace {
 
 constexpr int64_t kSerialElements = 32768;  // below it, waking the other threads takes longer than the work
 constexpr int64_t kTaskElements = 16384;
+// Outputs of this size are written past the caches, which would not keep them for their reader: 4096 x 1024 float32,
+// one thread, fresh outputs: layer norm 5.7 -> 1.4 ms, bias + residual + layer norm with z stored 16.5 -> 9.2.
+constexpr int64_t kStreamBytes = int64_t{8} << 20;
+// Rows that backward takes at once, so that parameter gradients stay in registers for 4 of them at least; more rows of
+// more columns fall out of L1 (4096 x 256 float32: 16 rows 0.72 ms, 4 rows 0.47).
+constexpr int64_t kBlockElements = 1024, kMaxBlockRows = 16;
 constexpr int kSumChains = 4;
 constexpr int64_t kSumColumns = 2048;
 
@@ -32,12 +38,17 @@ int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t clamp(int64_t value, int64_t low, int64_t high) { return value < low ? low : value > high ? high : value; }
 int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
+int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 // Element `index` of an array of dtype; null stays null.
 const void* at(const void* base, int64_t index, DType dtype) {
-  return base ? static_cast<const char*>(base) + index * (dtype == DType::kFloat32 ? 4 : 2) : nullptr;
+  return base ? static_cast<const char*>(base) + index * size_of(dtype) : nullptr;
 }
 void* at(void* base, int64_t index, DType dtype) {
   return const_cast<void*>(at(const_cast<const void*>(base), index, dtype));
+}
+
+bool is_line_aligned(const void* a, const void* b) {
+  return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & 63) == 0;
 }
 
 // Memory of one thread, kept from call to call: rows of a megabyte would otherwise be mapped and faulted in by every
@@ -95,6 +106,7 @@ int run_tasks(int64_t n_tasks, int64_t n_elements, int64_t buffer_floats, Task t
     float* buffer = thread_buffer.reserve(buffer_floats);
     if (!buffer) return ENOMEM;
     task(i, buffer);
+    stream_fence();
     return 0;
   };
   if (n_tasks == 1 || n_elements < kSerialElements) {
@@ -106,43 +118,39 @@ int run_tasks(int64_t n_tasks, int64_t n_elements, int64_t buffer_floats, Task t
   return error;
 }
 
-// Sums of a and of a * b down a row, in kSumChains chains that are folded every kSumColumns columns: in one long chain
-// the low bits that half-precision values share are rounded the same way by every addition, and the error grows with
-// the width.
+// Sums over a row of a and of a * b.
 struct Sums {
-  F values[kSumChains] = {}, products[kSumChains] = {};
-  F total_values = {}, total_products = {};
-  ONETRIP_INLINE void add(F a, F b, int chain) {
-    values[chain] += a;
-    products[chain] = mul_add(a, b, products[chain]);
-  }
-  ONETRIP_INLINE void fold() {
-    static_assert(kSumChains == 4, "added in pairs");
-    total_values += (values[0] + values[1]) + (values[2] + values[3]);
-    total_products += (products[0] + products[1]) + (products[2] + products[3]);
-    for (int i = 0; i < kSumChains; ++i) values[i] = products[i] = F{};
-  }
-  float mean(int64_t n) const { return sum_lanes(total_values) / n; }
-  float mean_product(int64_t n) const { return sum_lanes(total_products) / n; }
+  F values = {}, products = {};
 };
 
-// Calls body(column, lanes, chain, sums) for the vectors of [begin, end) and adds what it adds to `sums` to the totals.
+// For every vector of [begin, end), body(column, lanes, add) calls add(a, b) once, and what it adds goes to the sums.
+// Sums run in kSumChains chains that are folded every kSumColumns columns: in one long chain every addition rounds off
+// the low bits that half-precision values have in common in the same direction, and the error grows with the width.
 template <class Body>
-ONETRIP_INLINE void sum_columns(int64_t begin, int64_t end, Sums& totals, Body body) {
-  Sums sums = totals;
+ONETRIP_INLINE void sum_columns(int64_t begin, int64_t end, Sums& sums, Body body) {
+  static_assert(kSumChains == 4, "added in pairs");
+  F values = sums.values, products = sums.products;
   for (int64_t block = begin; block < end; block += kSumColumns) {
-    for_columns<kSumChains>(block, smaller(block + kSumColumns, end),
-                            [&](int64_t c, auto lanes, int chain) { body(c, lanes, chain, sums); });
-    sums.fold();
+    F a_sum[kSumChains] = {}, ab_sum[kSumChains] = {};
+    for_columns<kSumChains>(block, smaller(block + kSumColumns, end), [&](int64_t c, auto lanes, int chain) {
+      body(c, lanes, [&](F a, F b) __attribute__((always_inline)) {
+        a_sum[chain] += a;
+        ab_sum[chain] = mul_add(a, b, ab_sum[chain]);
+      });
+    });
+    values += (a_sum[0] + a_sum[1]) + (a_sum[2] + a_sum[3]);
+    products += (ab_sum[0] + ab_sum[1]) + (ab_sum[2] + ab_sum[3]);
   }
-  totals = sums;
+  sums.values = values;
+  sums.products = products;
 }
 
 struct Assembly {
   const void* x;
   const void* residual;
   const float* bias;
-  void* z;        // null: not stored in z's dtype
+  void* z;  // null: not stored in z's dtype
+  bool streams_z;
   float* values;  // z as float32; null: not needed
   const DropoutMask* mask;
   const uint32_t* words;  // of column `begin`
@@ -150,32 +158,32 @@ struct Assembly {
 
 // z of columns [begin, end) of a row.
 template <class X, class R, class Z>
-void assemble(const Assembly& row, int64_t begin, int64_t end, Sums& totals) {
+void assemble(const Assembly& row, int64_t begin, int64_t end, Sums& sums) {
   const X* x = static_cast<const X*>(row.x);
   const R* residual = static_cast<const R*>(row.residual);
   Z* z = static_cast<Z*>(row.z);
   const float* bias = row.bias;
   float* values = row.values;
   const uint32_t* words = row.words;
-  sum_columns(begin, end, totals, [&](int64_t c, auto lanes, int chain, Sums& sums) {
+  sum_columns(begin, end, sums, [&](int64_t c, auto lanes, auto add) {
     F v = load(x + c, lanes);
     if (bias) v += load(bias + c, lanes);
     if (words) v = row.mask->apply(v, words + (c - begin));
     if (residual) v += load(residual + c, lanes);
-    v = store_rounded(z ? z + c : nullptr, v, lanes);
+    v = store_rounded(z ? z + c : nullptr, v, lanes, row.streams_z);
     if (values) store(values + c, v, lanes);
-    sums.add(v, v, chain);
+    add(v, v);
   });
 }
 
 // The same where z is x: only its sums, and its float32 values where x is not float32.
 template <class X>
-void read(const void* x_row, float* values, int64_t n_cols, Sums& totals) {
+void read(const void* x_row, float* values, int64_t n_cols, Sums& sums) {
   const X* x = static_cast<const X*>(x_row);
-  sum_columns(0, n_cols, totals, [&](int64_t c, auto lanes, int chain, Sums& sums) {
+  sum_columns(0, n_cols, sums, [&](int64_t c, auto lanes, auto add) {
     const F v = load(x + c, lanes);
     if constexpr (!kIsFloat32<X>) store(values + c, v, lanes);
-    sums.add(v, v, chain);
+    add(v, v);
   });
 }
 
@@ -186,13 +194,14 @@ struct Statistics {
 
 // Variance about the first mean. The deviations' own mean corrects both: exact where mean / std is 1e4 and more.
 Statistics moments(const float* values, float mean, float eps, int64_t n_cols) {
-  Sums totals;
-  sum_columns(0, n_cols, totals, [&](int64_t c, auto lanes, int chain, Sums& sums) {
+  const float per_column = 1.0f / n_cols;
+  Sums sums;
+  sum_columns(0, n_cols, sums, [&](int64_t c, auto lanes, auto add) {
     const F deviation = keep_lanes(load(values + c, lanes) - mean, lanes);
-    sums.add(deviation, deviation, chain);
+    add(deviation, deviation);
   });
-  const float correction = totals.mean(n_cols);
-  float variance = totals.mean_product(n_cols) - correction * correction;
+  const float correction = sum_lanes(sums.values) * per_column;
+  float variance = sum_lanes(sums.products) * per_column - correction * correction;
   if (variance < 0.0f) variance = 0.0f;  // not a maximum: NaN has to pass
   return {mean, correction, 1.0f / __builtin_sqrtf(variance + eps)};
 }
@@ -203,7 +212,8 @@ struct Finish {
   const float* weight;
   const float* norm_bias;
   void* y;
-  float* centred;  // null: not stored; may be values
+  float* centred;  // null: not stored
+  bool streams;
 };
 
 template <class Y, class N>
@@ -214,11 +224,11 @@ void finish(const Finish& row, int64_t n_cols) {
   const Statistics stats = row.stats;
   for_columns<4>(0, n_cols, [&](int64_t c, auto lanes, int) {
     F v = (load(values + c, lanes) - stats.mean) - stats.correction;
-    if (centred) store(centred + c, v, lanes);
+    store_rounded(centred ? centred + c : nullptr, v, lanes, row.streams);
     v = round_to<N>(v * stats.rstd);
     if (weight) v *= load(weight + c, lanes);
     if (norm_bias) v += load(norm_bias + c, lanes);
-    store_rounded(y + c, v, lanes);
+    store_rounded(y + c, v, lanes, row.streams);
   });
 }
 
@@ -230,13 +240,16 @@ struct BackwardBlock {
   const void* dz;
   void *dx, *dresidual;
   int64_t dy_row_stride, z_row_stride, dz_row_stride, n_cols;
+  const char *next_dy, *next_z;  // the rows of the next block, and their strides and elements in bytes
+  int64_t next_dy_stride, next_z_stride, dy_size, z_size;
   float *dweight, *dnorm_bias, *dbias;                // sums of the part
   int64_t dweight_step, dnorm_bias_step, dbias_step;  // 1, or 0 where not wanted: then all columns fall on a dump
-  const DropoutMask* mask;                            // null: no dropout
+  bool streams;
+  const DropoutMask* mask;  // null: no dropout
   struct Row {
     float mean, rstd;
     float mean_wdy_n, mean_wdy;
-  } rows[DropoutMask::kMaxRows];
+  } rows[kMaxBlockRows];
 };
 
 // Means of w*dy*n and w*dy over a row. Half-precision rows are left as float32 in the buffers.
@@ -245,17 +258,18 @@ void project(const void* dy_row, const void* z_row, float* dy_values, float* z_v
              int64_t n_cols, BackwardBlock::Row& row) {
   const Y* dy = static_cast<const Y*>(dy_row);
   const Z* z = static_cast<const Z*>(z_row);
-  Sums totals;
-  sum_columns(0, n_cols, totals, [&](int64_t c, auto lanes, int chain, Sums& sums) {
+  Sums sums;
+  sum_columns(0, n_cols, sums, [&](int64_t c, auto lanes, auto add) {
     F g = load(dy + c, lanes);
     const F v = load(z + c, lanes);
     if constexpr (!kIsFloat32<Y>) store(dy_values + c, g, lanes);
     if constexpr (!kIsFloat32<Z>) store(z_values + c, v, lanes);
     if (weight) g *= load(weight + c, lanes);
-    sums.add(g, keep_lanes((v - row.mean) * row.rstd, lanes), chain);
+    add(g, keep_lanes((v - row.mean) * row.rstd, lanes));
   });
-  row.mean_wdy = totals.mean(n_cols);
-  row.mean_wdy_n = totals.mean_product(n_cols);
+  const float per_column = 1.0f / n_cols;
+  row.mean_wdy = sum_lanes(sums.values) * per_column;
+  row.mean_wdy_n = sum_lanes(sums.products) * per_column;
 }
 
 // kVectors vectors from column c down the rows of the block.
@@ -276,6 +290,9 @@ ONETRIP_INLINE void propagate_tile(const BackwardBlock& block, int64_t c, int64_
     for (int i = 0; i < kVectors; ++i) {
       F g = {};
       if (block.dy) {
+        // The hardware's prefetchers start anew on every page; 4096 x 1024 bf16 takes 2.8 ms with these, 3.4 without.
+        __builtin_prefetch(block.next_dy + (k * block.next_dy_stride + (c + i * kWidth) * block.dy_size), 0, 2);
+        __builtin_prefetch(block.next_z + (k * block.next_z_stride + (c + i * kWidth) * block.z_size), 0, 2);
         const F gradient = load(dy + i * kWidth, lanes);
         const F n = (load(z + i * kWidth, lanes) - row.mean) * row.rstd;
         dweight[i] = mul_add(gradient, n, dweight[i]);
@@ -284,9 +301,9 @@ ONETRIP_INLINE void propagate_tile(const BackwardBlock& block, int64_t c, int64_
         g = mul_add(n, splat(-row.mean_wdy_n), g) * row.rstd;
       }
       if (dz) g += load(dz + i * kWidth, lanes);
-      if (dresidual) store_rounded(dresidual + i * kWidth, g, lanes);
+      if (dresidual) store_rounded(dresidual + i * kWidth, g, lanes, block.streams);
       if (words) g = block.mask->apply(g, words + i * kWidth);
-      if (dx) store_rounded(dx + i * kWidth, g, lanes);
+      if (dx) store_rounded(dx + i * kWidth, g, lanes, block.streams);
       dbias[i] += g;
     }
   }
@@ -352,6 +369,8 @@ int row_norm_forward(const RowNormForward& args) {
   const int64_t cols_per_draw = draws_columns ? DropoutMask::kColumns : n_cols;
   const int64_t rows_per_task = round_up(clamp(kTaskElements / n_cols, 1, n_rows), rows_per_draw);
   const int64_t row_floats = round_up(n_cols, 16);
+  const float per_column = 1.0f / n_cols;
+  const bool streams = n_rows * n_cols * size_of(has_norm ? args.y_dtype : args.z_dtype) >= kStreamBytes;
 
   const auto run_row = [&](int64_t row, DropoutMask& mask, int row_of_draw, float* buffer) {
     const void* x = at(args.x, row * args.x_row_stride, args.x_dtype);
@@ -363,8 +382,9 @@ int row_norm_forward(const RowNormForward& args) {
     } else {
       const void* residual = at(args.residual, row * args.residual_row_stride, args.residual_dtype);
       void* z = stores_z ? at(args.z, row * n_cols, args.z_dtype) : nullptr;
-      Assembly assembly = {x, residual, bias.values(), z, has_norm ? buffer : nullptr, &mask, nullptr};
-      if (z && is_z_float32) {  // the stored z serves as the row
+      const bool streams_z = streams && is_line_aligned(z, nullptr);
+      Assembly assembly = {x, residual, bias.values(), z, streams_z, has_norm ? buffer : nullptr, &mask, nullptr};
+      if (z && is_z_float32 && !streams_z) {  // the stored z serves as the row
         assembly.z = nullptr;
         values = assembly.values = static_cast<float*>(z);
       }
@@ -378,15 +398,16 @@ int row_norm_forward(const RowNormForward& args) {
     if (!has_norm) return;
     Statistics stats;
     if (args.norm == Norm::kLayer) {
-      stats = moments(values, sums.mean(n_cols), args.eps, n_cols);
+      stats = moments(values, sum_lanes(sums.values) * per_column, args.eps, n_cols);
     } else {
-      stats.rstd = 1.0f / __builtin_sqrtf(sums.mean_product(n_cols) + args.eps);
+      stats.rstd = 1.0f / __builtin_sqrtf(sum_lanes(sums.products) * per_column + args.eps);
     }
     if (args.mean) args.mean[row] = stats.mean + stats.correction;
     if (args.rstd) args.rstd[row] = stats.rstd;
     float* centred = args.center_z && args.z ? static_cast<float*>(args.z) + row * n_cols : nullptr;
-    finish_row({values, stats, weight.values(), norm_bias.values(), at(args.y, row * n_cols, args.y_dtype), centred},
-               n_cols);
+    void* y = at(args.y, row * n_cols, args.y_dtype);
+    const bool streams_row = streams && is_line_aligned(y, centred);
+    finish_row({values, stats, weight.values(), norm_bias.values(), y, centred, streams_row}, n_cols);
   };
   const auto run_task = [&](int64_t task, float* buffer) {
     DropoutMask mask(args.dropout, reinterpret_cast<uint32_t*>(buffer + row_floats));
@@ -429,11 +450,12 @@ int row_norm_backward(const RowNormBackward& args) {
   const int64_t part_floats = n_wanted * partition.slot_floats;
 
   const bool has_dropout = args.dropout.threshold != 0;
-  const int64_t rows_per_block =
-      clamp(DropoutMask::kWholeRows / n_cols, DropoutMask::kMaxSplitRows, DropoutMask::kMaxRows);
+  const int64_t rows_per_block = clamp(kBlockElements / n_cols, DropoutMask::kMaxSplitRows, kMaxBlockRows);
   const bool draws_columns = has_dropout && rows_per_block * n_cols > DropoutMask::kWholeRows;
   const int64_t cols_per_draw = draws_columns ? DropoutMask::kColumns : n_cols;
   const int64_t row_floats = round_up(n_cols, 16), block_floats = rows_per_block * row_floats;
+  const bool streams = n_rows * n_cols * size_of(args.dx ? args.x_dtype : args.residual_dtype) >= kStreamBytes &&
+                       n_cols % 32 == 0 && is_line_aligned(args.dx, args.dresidual);
   const bool copies_dy = args.dy && args.y_dtype != DType::kFloat32;
   const bool copies_z = args.dy && args.z_dtype != DType::kFloat32;
 
@@ -452,16 +474,22 @@ int row_norm_backward(const RowNormBackward& args) {
     block.dy_row_stride = copies_dy ? row_floats : args.dy_row_stride;
     block.z_row_stride = copies_z ? row_floats : args.z_row_stride;
     block.dz_row_stride = args.dz_row_stride;
+    block.dy_size = size_of(args.y_dtype), block.z_size = size_of(args.z_dtype);
+    block.next_dy_stride = args.dy_row_stride * block.dy_size;
+    block.next_z_stride = args.z_row_stride * block.z_size;
     block.n_cols = n_cols;
     block.dbias = slot(0), block.dweight = slot(1), block.dnorm_bias = slot(2);
     block.dbias_step = args.dbias != nullptr, block.dweight_step = args.dweight != nullptr;
     block.dnorm_bias_step = args.dnorm_bias != nullptr;
+    block.streams = streams;
     block.mask = has_dropout ? &mask : nullptr;
     const int64_t part_end = smaller(n_rows, (part + 1) * partition.rows_per_part);
     for (int64_t first = part * partition.rows_per_part; first < part_end; first += rows_per_block) {
       block.n_rows = static_cast<int>(smaller(rows_per_block, part_end - first));
       const void* dy = at(args.dy, first * args.dy_row_stride, args.y_dtype);
       const void* z = at(args.z, first * args.z_row_stride, args.z_dtype);
+      block.next_dy = static_cast<const char*>(dy) + block.n_rows * block.next_dy_stride;
+      block.next_z = static_cast<const char*>(z) + block.n_rows * block.next_z_stride;
       block.dy = copies_dy ? dy_copy : static_cast<const float*>(dy);
       block.z = copies_z ? z_copy : static_cast<const float*>(z);
       block.dz = at(args.dz, first * args.dz_row_stride, args.z_dtype);

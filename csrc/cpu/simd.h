@@ -193,14 +193,63 @@ ONETRIP_INLINE F load(const T* from, Lanes lanes) {
   return widen(load_bits(from, lanes), T{});
 }
 
-// Stores v rounded to T, and returns what was stored. A null pointer only rounds.
-template <class Lanes>
-ONETRIP_INLINE F store_rounded(float* to, F v, Lanes lanes) {
+// Past the cache: the line is not read before it is written. The address must be a multiple of 64 bytes plus whole
+// vectors, and stream_fence() must follow before another thread reads.
+ONETRIP_INLINE void stream(float* to, F v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(to, (__m512)v);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(to, (__m256)v);
+#elif defined(__SSE2__)
+  _mm_stream_ps(to, (__m128)v);
+#else
+  store(to, v, All{});
+#endif
+}
+ONETRIP_INLINE void stream_bits(void* to, H v) {
+#if defined(__AVX512F__)
+  _mm256_stream_si256(static_cast<__m256i*>(to), (__m256i)v);
+#elif defined(__AVX2__)
+  _mm_stream_si128(static_cast<__m128i*>(to), (__m128i)v);
+#elif defined(__SSE2__)
+  long long bits;
+  memcpy(&bits, &v, sizeof bits);
+  _mm_stream_si64(static_cast<long long*>(to), bits);
+#else
+  store_bits(to, v, All{});
+#endif
+}
+ONETRIP_INLINE void stream_fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+// Stores v rounded to T, and returns what was stored. A null pointer only rounds. The end of a row is never streamed.
+ONETRIP_INLINE F store_rounded(float* to, F v, All, bool streams = false) {
+  if (to && streams) {
+    stream(to, v);
+  } else if (to) {
+    store(to, v, All{});
+  }
+  return v;
+}
+ONETRIP_INLINE F store_rounded(float* to, F v, First lanes, bool = false) {
   if (to) store(to, v, lanes);
   return v;
 }
-template <class T, class Lanes>
-ONETRIP_INLINE F store_rounded(T* to, F v, Lanes lanes) {
+template <class T>
+ONETRIP_INLINE F store_rounded(T* to, F v, All, bool streams = false) {
+  const H bits = narrow(v, T{});
+  if (to && streams) {
+    stream_bits(to, bits);
+  } else if (to) {
+    store_bits(to, bits, All{});
+  }
+  return widen(bits, T{});
+}
+template <class T>
+ONETRIP_INLINE F store_rounded(T* to, F v, First lanes, bool = false) {
   const H bits = narrow(v, T{});
   if (to) store_bits(to, bits, lanes);
   return widen(bits, T{});
