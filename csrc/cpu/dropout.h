@@ -17,17 +17,16 @@ constexpr int kPhiloxBatchWords = kPhiloxChains * kLongWidth * 4;
 
 // The low halves of the lanes, multiplied; the high halves of a may hold anything.
 ONETRIP_INLINE L multiply_low(L a, uint32_t b) {
-  const L wide = L{} + static_cast<uint64_t>(b);
 #if defined(__AVX512F__)
-  return (L)_mm512_mul_epu32((__m512i)a, (__m512i)wide);
+  return (L)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(b));
 #elif defined(__AVX2__)
-  return (L)_mm256_mul_epu32((__m256i)a, (__m256i)wide);
+  return (L)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(b));
 #elif defined(__SSE2__)
-  return (L)_mm_mul_epu32((__m128i)a, (__m128i)wide);
+  return (L)_mm_mul_epu32((__m128i)a, _mm_set1_epi64x(b));
 #elif defined(__aarch64__)
   return (L)vmull_u32(vmovn_u64((uint64x2_t)a), vdup_n_u32(b));
 #else
-  return (a & 0xFFFFFFFFu) * wide;
+  return (a & 0xFFFFFFFFu) * static_cast<uint64_t>(b);
 #endif
 }
 

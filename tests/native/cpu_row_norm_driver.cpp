@@ -1,0 +1,176 @@
+// Runs the CPU kernels of row_norm over odd shapes in buffers of the exact size, each of its own, so that
+// AddressSanitizer sees every access outside them; and compares the levels with each other. Prints the levels that ran;
+// exits 1 on a difference.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "cpu/dropout.h"  // its namespace here is onetrip::ONETRIP_LEVEL of the test's own
+
+namespace {
+
+using namespace onetrip;
+
+// An array one element past its allocation's start: aligned to its element only.
+class Array {
+ public:
+  Array(int64_t n, DType dtype)
+      : size_(dtype == DType::kFloat32 ? 4 : 2), n_(n), memory_((n + 1) * size_, char(0x5A)) {}
+  void* data() { return memory_.data() + size_; }
+  // Values in [-2, 2) that are exact in every dtype.
+  Array& fill(uint32_t seed) {
+    for (int64_t i = 0; i < n_; ++i) {
+      seed = seed * 1664525u + 1013904223u;
+      const float value = static_cast<int>(seed >> 26) / 16.0f - 2.0f;
+      uint32_t bits;
+      memcpy(&bits, &value, 4);
+      if (size_ == 4) {
+        memcpy(static_cast<char*>(data()) + 4 * i, &bits, 4);
+      } else {
+        const uint16_t half = bits >> 16;
+        memcpy(static_cast<char*>(data()) + 2 * i, &half, 2);
+      }
+    }
+    return *this;
+  }
+  std::vector<double> values() {
+    std::vector<double> result(n_);
+    for (int64_t i = 0; i < n_; ++i) {
+      uint32_t bits = 0;
+      memcpy(reinterpret_cast<char*>(&bits) + (4 - size_), static_cast<char*>(data()) + size_ * i, size_);
+      float value;
+      memcpy(&value, &bits, 4);
+      result[i] = value;
+    }
+    return result;
+  }
+
+ private:
+  int64_t size_, n_;
+  std::vector<char> memory_;
+};
+
+struct Case {
+  int64_t n_rows, n_cols;
+  DType half;  // of x, y and the weights; the residual and z are float32
+  Norm norm;
+  uint64_t threshold;
+};
+
+std::vector<double> run(const Case& c) {
+  const DType f = DType::kFloat32, h = c.half;
+  const int64_t n = c.n_rows * c.n_cols;
+  Array x(n, h), residual(c.n_cols, f), bias(c.n_cols, h), weight(c.n_cols, h), norm_bias(c.n_cols, f), y(n, h),
+      z(n, f);
+  Array mean(c.n_rows, f), rstd(c.n_rows, f), dy(n, h), dz(n, f), dx(n, h), dresidual(n, f);
+  Array dbias(c.n_cols, h), dweight(c.n_cols, h), dnorm_bias(c.n_cols, f);
+  x.fill(1), residual.fill(2), bias.fill(3), weight.fill(4), norm_bias.fill(5), dy.fill(6), dz.fill(7);
+  const bool has_norm = c.norm != Norm::kNone, is_layer = c.norm == Norm::kLayer;
+  const auto stats = [](Array& a, bool wanted) { return wanted ? static_cast<float*>(a.data()) : nullptr; };
+
+  RowNormForward forward = {};
+  forward.n_rows = c.n_rows, forward.n_cols = c.n_cols;
+  forward.x = x.data(), forward.residual = residual.data(), forward.bias = bias.data();
+  forward.weight = weight.data(), forward.norm_bias = norm_bias.data();
+  forward.y = has_norm ? y.data() : nullptr, forward.z = z.data();
+  forward.mean = stats(mean, is_layer), forward.rstd = stats(rstd, has_norm);
+  forward.x_row_stride = c.n_cols, forward.residual_row_stride = 0;
+  forward.x_dtype = forward.bias_dtype = forward.weight_dtype = forward.y_dtype = h;
+  forward.residual_dtype = forward.norm_bias_dtype = forward.z_dtype = forward.n_dtype = f;
+  forward.norm = c.norm, forward.eps = 1e-3f;
+  forward.dropout = {c.threshold, 1.25f, 11, (uint64_t{1} << 32) + 3, nullptr};
+  if (row_norm_forward_cpu(forward) != 0) exit(1);
+
+  Array workspace(row_norm_workspace_cpu(c.n_rows, c.n_cols, has_norm ? 3 : 1), f);
+  RowNormBackward backward = {};
+  backward.n_rows = c.n_rows, backward.n_cols = c.n_cols;
+  backward.dy = has_norm ? dy.data() : nullptr, backward.dz = dz.data(), backward.z = has_norm ? z.data() : nullptr;
+  backward.mean = forward.mean, backward.rstd = forward.rstd, backward.weight = weight.data();
+  backward.dx = dx.data(), backward.dresidual = dresidual.data(), backward.dbias = dbias.data();
+  backward.dweight = has_norm ? dweight.data() : nullptr, backward.dnorm_bias = has_norm ? dnorm_bias.data() : nullptr;
+  backward.workspace = static_cast<float*>(workspace.data());
+  backward.dy_row_stride = backward.dz_row_stride = backward.z_row_stride = c.n_cols;
+  backward.x_dtype = backward.bias_dtype = backward.weight_dtype = backward.y_dtype = h;
+  backward.residual_dtype = backward.norm_bias_dtype = backward.z_dtype = f;
+  backward.norm = c.norm, backward.dropout = forward.dropout;
+  if (row_norm_backward_cpu(backward) != 0) exit(1);
+
+  std::vector<double> results;
+  for (Array* output : {&y, &z, &dx, &dresidual, &dbias, &dweight, &dnorm_bias}) {
+    const bool is_norms = output == &y || output == &dweight || output == &dnorm_bias;
+    if (is_norms && !has_norm) continue;
+    for (double value : output->values()) results.push_back(value);
+  }
+  return results;
+}
+
+bool is_random123() {
+  // kat_vectors, philox4x32 10: counter, key, result.
+  const uint32_t vectors[3][10] = {{0, 0, 0, 0, 0, 0, 0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8},
+                                   {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, 0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd},
+                                   {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0, 0xd16cfe09,
+                                    0x94fdcceb, 0x5001e420, 0x24126ea1}};
+  const auto both = [](const uint32_t* halves) { return halves[0] | static_cast<uint64_t>(halves[1]) << 32; };
+  for (const uint32_t* v : vectors) {
+    const PhiloxBlock block = philox(both(v + 4), both(v), both(v + 2));
+    if (memcmp(block.word, v + 6, sizeof block.word) != 0) return false;
+  }
+  return true;
+}
+
+// Whether the mask's words for these columns of these rows are Philox's.
+bool mask_is_philox(int64_t first_row, int n_rows, int64_t begin, int64_t end, int64_t n_cols) {
+  using onetrip::ONETRIP_LEVEL::DropoutMask;
+  std::vector<uint32_t> words(DropoutMask::kWords);
+  const uint64_t seed = 0x123456789abcdef0u, offset = 0xfedcba9876543210u;
+  DropoutMask mask({1, 1.0f, seed, offset, nullptr}, words.data());
+  mask.fill(first_row, n_rows, begin, end, n_cols);
+  for (int k = 0; k < n_rows; ++k)
+    for (int64_t c = begin; c < end; ++c) {
+      const uint64_t e = static_cast<uint64_t>(first_row + k) * n_cols + c;
+      if (mask.row(k)[c - begin] != philox(seed, offset, e / 4).word[e % 4]) return false;
+    }
+  return true;
+}
+
+}  // namespace
+
+int main() {
+  // Elements around 2^34, where the group index passes 2^32, lie within the runs of the last two.
+  if (!is_random123() || !mask_is_philox(3, 16, 0, 63, 63) || !mask_is_philox(5, 4, 1024, 2047, 4099) ||
+      !mask_is_philox(17179869, 4, 0, 1000, 1000) || !mask_is_philox(3435973, 1, 4096, 5000, 5000)) {
+    std::printf("Philox differs\n");
+    return 1;
+  }
+  const char* levels[] = {"baseline", "avx2", "avx512"};
+  std::string ran;
+  bool failed = false;
+  for (int64_t n_cols : {1, 2, 3, 5, 7, 9, 15, 17, 31, 33, 65, 127, 1023, 1031, 4099})
+    for (int64_t n_rows : {1, 2, 5, 33})
+      for (DType half : {DType::kFloat32, DType::kBFloat16})
+        for (Norm norm : {Norm::kNone, Norm::kLayer, Norm::kRms})
+          for (uint64_t threshold : {uint64_t{0}, uint64_t{1} << 30, uint64_t{1} << 32}) {
+            std::vector<double> first;
+            for (const char* level : levels) {
+              if (!set_cpu_level(level)) continue;
+              if (ran.find(level) == std::string::npos) ran += std::string(level) + " ";
+              const std::vector<double> results = run({n_rows, n_cols, half, norm, threshold});
+              if (first.empty()) first = results;
+              for (size_t i = 0; i < results.size(); ++i) {
+                // A bfloat16 may round to either side: 2^-7.
+                const double allowed = (half == DType::kFloat32 ? 1e-4 : 1e-2) * (1 + std::fabs(first[i]));
+                if (!(std::fabs(results[i] - first[i]) <= allowed)) {
+                  std::printf("%s: %lld x %lld: result %zu is %g, was %g\n", level, static_cast<long long>(n_rows),
+                              static_cast<long long>(n_cols), i, results[i], first[i]);
+                  failed = true;
+                  break;
+                }
+              }
+            }
+          }
+  std::printf("%s\n", ran.c_str());
+  return failed;
+}
