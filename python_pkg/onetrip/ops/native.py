@@ -80,10 +80,11 @@ def row_norm_forward(
     norm_bias = None if norm_bias is None else _vector(norm_bias)
     y = _empty(x, shape, plan.y_dtype) if plan.norm else None
     z = _empty(x, shape, plan.z_dtype) if plan.store_z else None
-    rstd = torch.empty(n_rows, dtype=torch.float32, device=device) if plan.store_stats else None
-    mean = None
-    if plan.store_stats and plan.norm == NORM_LAYER and not plan.center_z:
-        mean = torch.empty(n_rows, dtype=torch.float32, device=device)
+    mean = rstd = None
+    if plan.store_stats:
+        rstd = torch.empty(n_rows, dtype=torch.float32, device=device)
+        if plan.norm == NORM_LAYER and not plan.center_z:
+            mean = torch.empty_like(rstd)
     code = native().row_norm_forward(  # type: ignore[union-attr]
         *_where(x),
         n_rows,

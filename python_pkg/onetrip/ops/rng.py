@@ -3,6 +3,8 @@ expect."""
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -27,11 +29,25 @@ def draw_rng_tensor(device: torch.device) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
+class _Draws(threading.local):
+    """Random 63-bit keys from torch's CPU generator, drawn into one tensor a thread."""
+
+    def __init__(self) -> None:
+        with torch.inference_mode(False):
+            self.tensor = torch.empty((), dtype=torch.int64, device="cpu")
+
+    def next(self) -> int:
+        return self.tensor.random_().item()  # type: ignore[return-value]
+
+
+_draws = _Draws()
+
+
 def draw_rng(device: torch.device) -> Rng:
     """(seed, offset) of one call, from the default generator of the device, which moves on."""
     if device.type == "cpu":
         # torch's CPU generator is a Mersenne twister without an offset: each call draws a fresh key.
-        return torch.empty(1, dtype=torch.int64).random_().item(), 0  # type: ignore[return-value]
+        return _draws.next(), 0
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return draw_rng_tensor(device)

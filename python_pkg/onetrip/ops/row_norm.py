@@ -25,10 +25,13 @@ from ..reference.philox import Rng
 from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, Backward, Forward, GradDtypes, RowNormPlan
 from . import native
 from .backends import KERNEL_DTYPES, choose
-from .checks import check_eps, check_like, check_number, check_parameter, check_probability, check_rows
+from .checks import check_eps, check_like, check_number, check_parameter, check_probability, check_rows, fits
 from .rng import check_rng, draw_rng, draw_rng_tensor
 
 _NO_GRADS: GradDtypes = (None, None, None, None, None)
+Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None, torch.dtype | None, torch.dtype | None]
+"""Of x, residual, bias, weight, norm_bias."""
+
 _HALF = (torch.float16, torch.bfloat16)
 _ANY_RNG = (0, 0)  # p = 1 drops all, whatever is drawn: the generator is left where it is
 
@@ -176,31 +179,24 @@ class _RowNorm(torch.autograd.Function):
         bias: Tensor | None,
         weight: Tensor | None,
         norm_bias: Tensor | None,
-        rng: Rng | None,
-        plan: RowNormPlan,
-        backend: str,
-        return_z: bool,
+        call: tuple[Rng | None, RowNormPlan, str, Dtypes, bool],
     ) -> Any:
+        rng, plan, backend, _, return_z = call
         y, z, mean, rstd = forward(backend, x, residual, bias, weight, norm_bias, rng, plan)
         ctx.set_materialize_grads(False)
         rng_tensor = rng if isinstance(rng, Tensor) else None
         if plan.norm:
             ctx.save_for_backward(x if z is None else z, mean, rstd, weight, rng_tensor)
-        else:
+        elif rng_tensor is not None:
             ctx.save_for_backward(None, None, None, None, rng_tensor)
-        ctx.call = (
-            None if isinstance(rng, Tensor) else rng,
-            plan,
-            backend,
-            dtypes_of(x, residual, bias, weight, norm_bias),
-        )
+        ctx.call = call if rng_tensor is None else (None, *call[1:])
         return (y, z) if return_z else y if plan.norm else z
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        rng, plan, backend, dtypes = ctx.call
-        z, mean, rstd, weight, rng_tensor = ctx.saved_tensors
+        rng, plan, backend, dtypes, _ = ctx.call
+        z, mean, rstd, weight, rng_tensor = ctx.saved_tensors or (None, None, None, None, None)
         if not plan.norm:
             dy, dz = None, grads[0]
         else:
@@ -212,9 +208,6 @@ class _RowNorm(torch.autograd.Function):
         rng = rng_tensor if rng is None else rng
         return (
             *input_gradients(partial(backward, backend), dy, dz, z, mean, rstd, weight, rng, plan, wanted),
-            None,
-            None,
-            None,
             None,
         )
 
@@ -277,8 +270,8 @@ def _make_plan(
     bias: torch.dtype | None,
     weight: torch.dtype | None,
     norm_bias: torch.dtype | None,
-) -> tuple[RowNormPlan, bool]:
-    """The plan of a call with tensors of these dtypes, and whether all of them are dtypes that kernels compute with.
+) -> tuple[RowNormPlan, Dtypes, bool]:
+    """The plan of a call with tensors of these dtypes, the dtypes, and whether kernels compute with all of them.
 
     Dtypes are those that the unfused expression gives; autocast runs torch's own norms in float32 on CUDA, not on the
     CPU.
@@ -307,7 +300,8 @@ def _make_plan(
         center_z=norm == NORM_LAYER and not z_is_x and not return_residual and z == torch.float32,
         store_stats=needs_grad and norm != NORM_NONE,
     )
-    return plan, all(dtype in KERNEL_DTYPES for dtype in (x, z, y, weight, norm_bias) if dtype is not None)
+    dtypes = (x, residual, bias, weight, norm_bias)
+    return plan, dtypes, all(dtype in KERNEL_DTYPES for dtype in (*dtypes, z, y) if dtype is not None)
 
 
 _cached_plan = lru_cache(maxsize=4096)(_make_plan)
@@ -332,14 +326,16 @@ def row_norm(
 ) -> Any:
     """Every public function of the family: checks, dtypes, backend, autograd. function: its name, for messages."""
     check_rows(function, "x", x)
-    if residual is not None:
+    shape, device = x.shape, x.device
+    columns = shape[-1:]
+    if residual is not None and not fits(residual, shape, device):
         check_like(function, "residual", residual, x)
-    if bias is not None:
+    if bias is not None and not fits(bias, columns, device):
         check_parameter(function, "bias", bias, x)
-    if weight is not None:
+    if weight is not None and not fits(weight, columns, device):
         check_parameter(function, "weight", weight, x)
-    if norm_bias is not None:
-        check_parameter(function, "norm_bias" if residual is not None or bias is not None else "bias", norm_bias, x)
+    if norm_bias is not None and not fits(norm_bias, columns, device):
+        check_parameter(function, "norm_bias" if function == "bias_dropout_residual_norm" else "bias", norm_bias, x)
     check_eps(function, eps)
     check_number(function, "weight_offset", weight_offset)
     check_rng(function, rng)
@@ -353,7 +349,7 @@ def row_norm(
         or (norm_bias is not None and norm_bias.requires_grad)
     )
     traced = _is_traced(x, residual, bias, weight, norm_bias)
-    plan, in_kernel_dtypes = (_make_plan if traced else _cached_plan)(
+    plan, dtypes, in_kernel_dtypes = (_make_plan if traced else _cached_plan)(
         norm,
         eps,
         weight_offset,
@@ -394,9 +390,8 @@ def row_norm(
             return composed[0], x if z_is_x else composed[1]
         return composed[0] if norm else composed[1]
     if needs_grad:
-        outputs = _apply(
-            x, residual, bias, weight, norm_bias, used_rng, plan, backend, return_residual and not z_is_x and norm != 0
-        )
+        return_z = return_residual and not z_is_x
+        outputs = _apply(x, residual, bias, weight, norm_bias, (used_rng, plan, backend, dtypes, return_z))
         if return_residual and z_is_x:
             return outputs, x
         return outputs
