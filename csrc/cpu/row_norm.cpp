@@ -214,6 +214,10 @@ struct Finish {
   void* y;
   float* centred;  // null: not stored
   bool streams;
+  // The next row's, to be fetched meanwhile; null: not. Drawing random words leaves memory idle: 4096 x 1024 float32 on
+  // one thread takes 4.1 ms with it and 5.4 without at p = 0.1, 3.4 and 4.3 at p = 0.
+  const char *next_x, *next_residual;
+  int64_t x_size, residual_size;
 };
 
 template <class Y, class N>
@@ -223,6 +227,8 @@ void finish(const Finish& row, int64_t n_cols) {
   float* centred = row.centred;
   const Statistics stats = row.stats;
   for_columns<4>(0, n_cols, [&](int64_t c, auto lanes, int) {
+    if (row.next_x) __builtin_prefetch(row.next_x + c * row.x_size, 0, 2);
+    if (row.next_residual) __builtin_prefetch(row.next_residual + c * row.residual_size, 0, 2);
     F v = (load(values + c, lanes) - stats.mean) - stats.correction;
     store_rounded(centred ? centred + c : nullptr, v, lanes, row.streams);
     v = round_to<N>(v * stats.rstd);
@@ -370,17 +376,18 @@ int row_norm_forward(const RowNormForward& args) {
   const int64_t rows_per_task = round_up(clamp(kTaskElements / n_cols, 1, n_rows), rows_per_draw);
   const int64_t row_floats = round_up(n_cols, 16);
   const float per_column = 1.0f / n_cols;
+  const int64_t x_size = size_of(args.x_dtype), residual_size = size_of(args.residual_dtype);
   const bool streams = n_rows * n_cols * size_of(has_norm ? args.y_dtype : args.z_dtype) >= kStreamBytes;
 
   const auto run_row = [&](int64_t row, DropoutMask& mask, int row_of_draw, float* buffer) {
     const void* x = at(args.x, row * args.x_row_stride, args.x_dtype);
+    const void* residual = at(args.residual, row * args.residual_row_stride, args.residual_dtype);
     const float* values = buffer;
     Sums sums;
     if (is_z_x) {
       read_row(x, buffer, n_cols, sums);
       if (args.x_dtype == DType::kFloat32) values = static_cast<const float*>(x);
     } else {
-      const void* residual = at(args.residual, row * args.residual_row_stride, args.residual_dtype);
       void* z = stores_z ? at(args.z, row * n_cols, args.z_dtype) : nullptr;
       const bool streams_z = streams && is_line_aligned(z, nullptr);
       Assembly assembly = {x, residual, bias.values(), z, streams_z, has_norm ? buffer : nullptr, &mask, nullptr};
@@ -407,7 +414,13 @@ int row_norm_forward(const RowNormForward& args) {
     float* centred = args.center_z && args.z ? static_cast<float*>(args.z) + row * n_cols : nullptr;
     void* y = at(args.y, row * n_cols, args.y_dtype);
     const bool streams_row = streams && is_line_aligned(y, centred);
-    finish_row({values, stats, weight.values(), norm_bias.values(), y, centred, streams_row}, n_cols);
+    const bool fetches = streams && !is_z_x;
+    const auto* next_x = fetches ? static_cast<const char*>(x) + args.x_row_stride * x_size : nullptr;
+    const auto* next_residual =
+        fetches && residual ? static_cast<const char*>(residual) + args.residual_row_stride * residual_size : nullptr;
+    finish_row({values, stats, weight.values(), norm_bias.values(), y, centred, streams_row, next_x, next_residual,
+                x_size, residual_size},
+               n_cols);
   };
   const auto run_task = [&](int64_t task, float* buffer) {
     DropoutMask mask(args.dropout, reinterpret_cast<uint32_t*>(buffer + row_floats));
