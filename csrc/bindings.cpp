@@ -1,7 +1,9 @@
 // The pybind11 module onetrip._native: plain numbers in, error codes out. Torch is met on the Python side only.
 #include <pybind11/pybind11.h>
 
+#include <cmath>
 #include <stdexcept>
+#include <string>
 
 #include "launch.h"
 
@@ -17,6 +19,12 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+// threshold = round(p * 2^32), half to even as in Python: p * 2^32 is exact in a double.
+onetrip::Dropout dropout(double p, uint64_t seed, uint64_t offset, uintptr_t state) {
+  return {static_cast<uint64_t>(std::nearbyint(p * 4294967296.0)), static_cast<float>(p < 1.0 ? 1.0 / (1.0 - p) : 0.0),
+          seed, offset, pointer<const int64_t>(state)};
+}
+
 #ifndef ONETRIP_WITH_CUDA
 [[noreturn]] void no_cuda() { throw std::runtime_error("onetrip._native was built without CUDA"); }
 #endif
@@ -26,34 +34,33 @@ int row_norm_forward(int device, [[maybe_unused]] uintptr_t stream, int64_t n_ro
                      uintptr_t z, uintptr_t mean, uintptr_t rstd, int64_t x_row_stride, int64_t residual_row_stride,
                      int x_dtype, int residual_dtype, int bias_dtype, int weight_dtype, int norm_bias_dtype,
                      int z_dtype, int n_dtype, int y_dtype, int norm, bool center_z, double eps, double weight_offset,
-                     uint64_t threshold, double scale, uint64_t seed, uint64_t offset, uintptr_t state) {
-  const onetrip::RowNormForward args{
-      n_rows,
-      n_cols,
-      pointer<const void>(x),
-      pointer<const void>(residual),
-      pointer<const void>(bias),
-      pointer<const void>(weight),
-      pointer<const void>(norm_bias),
-      pointer<void>(y),
-      pointer<void>(z),
-      pointer<float>(mean),
-      pointer<float>(rstd),
-      x_row_stride,
-      residual_row_stride,
-      DType(x_dtype),
-      DType(residual_dtype),
-      DType(bias_dtype),
-      DType(weight_dtype),
-      DType(norm_bias_dtype),
-      DType(z_dtype),
-      DType(n_dtype),
-      DType(y_dtype),
-      Norm(norm),
-      center_z,
-      static_cast<float>(eps),
-      static_cast<float>(weight_offset),
-      {threshold, static_cast<float>(scale), seed, offset, pointer<const int64_t>(state)}};
+                     double dropout_p, uint64_t seed, uint64_t offset, uintptr_t state) {
+  const onetrip::RowNormForward args{n_rows,
+                                     n_cols,
+                                     pointer<const void>(x),
+                                     pointer<const void>(residual),
+                                     pointer<const void>(bias),
+                                     pointer<const void>(weight),
+                                     pointer<const void>(norm_bias),
+                                     pointer<void>(y),
+                                     pointer<void>(z),
+                                     pointer<float>(mean),
+                                     pointer<float>(rstd),
+                                     x_row_stride,
+                                     residual_row_stride,
+                                     DType(x_dtype),
+                                     DType(residual_dtype),
+                                     DType(bias_dtype),
+                                     DType(weight_dtype),
+                                     DType(norm_bias_dtype),
+                                     DType(z_dtype),
+                                     DType(n_dtype),
+                                     DType(y_dtype),
+                                     Norm(norm),
+                                     center_z,
+                                     static_cast<float>(eps),
+                                     static_cast<float>(weight_offset),
+                                     dropout(dropout_p, seed, offset, state)};
   if (device < 0) return onetrip::row_norm_forward_cpu(args);
 #ifdef ONETRIP_WITH_CUDA
   return onetrip::row_norm_forward_cuda(args, device, pointer<void>(stream));
@@ -67,36 +74,35 @@ int row_norm_backward(int device, [[maybe_unused]] uintptr_t stream, int64_t n_r
                       uintptr_t dresidual, uintptr_t dbias, uintptr_t dweight, uintptr_t dnorm_bias,
                       uintptr_t workspace, int64_t dy_row_stride, int64_t dz_row_stride, int64_t z_row_stride,
                       int x_dtype, int residual_dtype, int bias_dtype, int weight_dtype, int norm_bias_dtype,
-                      int z_dtype, int y_dtype, int norm, double weight_offset, uint64_t threshold, double scale,
-                      uint64_t seed, uint64_t offset, uintptr_t state) {
-  const onetrip::RowNormBackward args{
-      n_rows,
-      n_cols,
-      pointer<const void>(dy),
-      pointer<const void>(dz),
-      pointer<const void>(z),
-      pointer<const float>(mean),
-      pointer<const float>(rstd),
-      pointer<const void>(weight),
-      pointer<void>(dx),
-      pointer<void>(dresidual),
-      pointer<void>(dbias),
-      pointer<void>(dweight),
-      pointer<void>(dnorm_bias),
-      pointer<float>(workspace),
-      dy_row_stride,
-      dz_row_stride,
-      z_row_stride,
-      DType(x_dtype),
-      DType(residual_dtype),
-      DType(bias_dtype),
-      DType(weight_dtype),
-      DType(norm_bias_dtype),
-      DType(z_dtype),
-      DType(y_dtype),
-      Norm(norm),
-      static_cast<float>(weight_offset),
-      {threshold, static_cast<float>(scale), seed, offset, pointer<const int64_t>(state)}};
+                      int z_dtype, int y_dtype, int norm, double weight_offset, double dropout_p, uint64_t seed,
+                      uint64_t offset, uintptr_t state) {
+  const onetrip::RowNormBackward args{n_rows,
+                                      n_cols,
+                                      pointer<const void>(dy),
+                                      pointer<const void>(dz),
+                                      pointer<const void>(z),
+                                      pointer<const float>(mean),
+                                      pointer<const float>(rstd),
+                                      pointer<const void>(weight),
+                                      pointer<void>(dx),
+                                      pointer<void>(dresidual),
+                                      pointer<void>(dbias),
+                                      pointer<void>(dweight),
+                                      pointer<void>(dnorm_bias),
+                                      pointer<float>(workspace),
+                                      dy_row_stride,
+                                      dz_row_stride,
+                                      z_row_stride,
+                                      DType(x_dtype),
+                                      DType(residual_dtype),
+                                      DType(bias_dtype),
+                                      DType(weight_dtype),
+                                      DType(norm_bias_dtype),
+                                      DType(z_dtype),
+                                      DType(y_dtype),
+                                      Norm(norm),
+                                      static_cast<float>(weight_offset),
+                                      dropout(dropout_p, seed, offset, state)};
   if (device < 0) return onetrip::row_norm_backward_cpu(args);
 #ifdef ONETRIP_WITH_CUDA
   return onetrip::row_norm_backward_cuda(args, device, pointer<void>(stream));

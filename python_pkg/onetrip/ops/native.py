@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
-from ..reference.philox import Rng, dropout_scale, dropout_threshold
+from ..reference.philox import Rng
 from ..reference.row_norm import NORM_LAYER, Backward, Forward, GradDtypes, RowNormPlan
 from .backends import native
 
 _DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum DType in csrc/launch.h
 _UINT64 = 2**64 - 1
-_NO_DROPOUT = (0, 1.0, 0, 0, 0)
 
 
 def _rows(tensor: Tensor, n_cols: int) -> tuple[Tensor, int]:
@@ -36,13 +37,13 @@ def _empty(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def _dropout(rng: Rng | None, p: float) -> tuple[int, float, int, int, int]:
-    """struct Dropout of csrc/launch.h."""
-    if p == 0.0 or rng is None:
-        return _NO_DROPOUT
+def _rng(rng: Rng | None) -> tuple[int, int, int]:
+    """seed, offset, address of both: of struct Dropout in csrc/launch.h."""
+    if rng is None:
+        return 0, 0, 0
     if isinstance(rng, Tensor):
-        return dropout_threshold(p), dropout_scale(p), 0, 0, rng.data_ptr()
-    return dropout_threshold(p), dropout_scale(p), rng[0] & _UINT64, rng[1] & _UINT64, 0
+        return 0, 0, rng.data_ptr()
+    return rng[0] & _UINT64, rng[1] & _UINT64, 0
 
 
 def _where(tensor: Tensor) -> tuple[int, int]:
@@ -53,8 +54,10 @@ def _where(tensor: Tensor) -> tuple[int, int]:
     return -1, 0
 
 
-def _raise(function: str, code: int) -> None:
-    raise RuntimeError(f"{function}: CUDA error {code}: {native().cuda_error_string(code)}")  # type: ignore[union-attr]
+def _raise(function: str, tensor: Tensor, code: int) -> None:
+    if tensor.is_cuda:
+        raise RuntimeError(f"{function}: CUDA error {code}: {native().cuda_error_string(code)}")  # type: ignore[union-attr]
+    raise MemoryError(f"{function}: {os.strerror(code)}")
 
 
 def row_norm_forward(
@@ -85,8 +88,11 @@ def row_norm_forward(
         rstd = torch.empty(n_rows, dtype=torch.float32, device=device)
         if plan.norm == NORM_LAYER and not plan.center_z:
             mean = torch.empty_like(rstd)
+    device_index, stream = _where(x)
+    seed, offset, state = _rng(rng)
     code = native().row_norm_forward(  # type: ignore[union-attr]
-        *_where(x),
+        device_index,
+        stream,
         n_rows,
         n_cols,
         x.data_ptr(),
@@ -112,10 +118,13 @@ def row_norm_forward(
         plan.center_z,
         plan.eps,
         plan.weight_offset,
-        *_dropout(rng, plan.dropout_p),
+        plan.dropout_p,
+        seed,
+        offset,
+        state,
     )
     if code:
-        _raise("row_norm forward", code)
+        _raise("row_norm forward", x, code)
     return y, z, mean, rstd
 
 
@@ -152,14 +161,16 @@ def row_norm_backward(
     dbias = None if bias_dtype is None else torch.empty(n_cols, dtype=bias_dtype, device=device)
     dweight = None if weight_dtype is None else torch.empty(n_cols, dtype=weight_dtype, device=device)
     dnorm_bias = None if norm_bias_dtype is None else torch.empty(n_cols, dtype=norm_bias_dtype, device=device)
-    where = _where(given)
+    device_index, stream = _where(given)
+    seed, offset, state = _rng(rng)
     n_wanted = (dbias is not None) + (dweight is not None) + (dnorm_bias is not None)
     workspace = None
     if n_wanted:
-        n_floats = native().row_norm_workspace(where[0], n_rows, n_cols, n_wanted)  # type: ignore[union-attr]
+        n_floats = native().row_norm_workspace(device_index, n_rows, n_cols, n_wanted)  # type: ignore[union-attr]
         workspace = torch.empty(n_floats, dtype=torch.float32, device=device)
     code = native().row_norm_backward(  # type: ignore[union-attr]
-        *where,
+        device_index,
+        stream,
         n_rows,
         n_cols,
         0 if dy is None else dy.data_ptr(),
@@ -186,8 +197,11 @@ def row_norm_backward(
         _DTYPE_CODE[plan.y_dtype],
         plan.norm,
         plan.weight_offset,
-        *_dropout(rng, plan.dropout_p),
+        plan.dropout_p,
+        seed,
+        offset,
+        state,
     )
     if code:
-        _raise("row_norm backward", code)
+        _raise("row_norm backward", given, code)
     return dx, dresidual, dbias, dweight, dnorm_bias
