@@ -117,7 +117,7 @@ def test_scopes_nest_and_win_over_the_process():
 
 def test_a_scope_ends_where_an_exception_leaves_it():
     before = chosen()
-    with pytest.raises(KeyError), onetrip.use_backend("reference"), onetrip.use_backend("auto"):
+    with pytest.raises(KeyError), onetrip.use_backend("auto"), onetrip.use_backend("reference"):
         raise KeyError
     assert chosen() == before
 
