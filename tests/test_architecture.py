@@ -27,7 +27,7 @@ ALLOWED = {
 }
 # Other packages that may be imported at the top of a file; anything else only inside functions.
 EAGER = {"torch", "__future__", *sys.stdlib_module_names}
-EXTRA = {"kernels": {"triton"}, "cli.py": {"rich", "typer"}, "anatomy": {"rich"}}
+EXTRA = {"kernels": {"triton"}, "cli.py": {"rich", "typer"}, "doctor.py": {"rich"}, "anatomy": {"rich"}}
 
 
 def source_files() -> list[tuple[str, Path]]:
