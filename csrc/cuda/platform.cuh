@@ -1,0 +1,35 @@
+// The few spellings that differ between nvcc, NVRTC (device code only) and the CPU simulator of tests/cudasim, which
+// compiles these same files as plain C++. Kernels use these macros instead of the raw syntax, and nothing else is
+// conditional in them.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#if defined(ONETRIP_CUDASIM)
+
+#include "cudasim.h"
+
+#else
+
+// A static array in shared memory, 16-byte aligned.
+#define ONETRIP_SHARED(type, name, count) __shared__ __align__(16) type name[count]
+// The dynamic shared memory of the launch.
+#define ONETRIP_DYNAMIC_SHARED(type, name)                      \
+  extern __shared__ __align__(16) unsigned char name##_bytes[]; \
+  type* name = reinterpret_cast<type*>(name##_bytes)
+// Launches and returns the error code of the launch. kernel: a name without commas, such as a function pointer.
+#define ONETRIP_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  (kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__), cudaGetLastError())
+
+namespace onetrip {
+
+// Waits for `threads` threads (whole warps) that name the same barrier. Barrier 0 is __syncthreads; 1 to 15 are free.
+__device__ __forceinline__ void named_barrier(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+}  // namespace onetrip
+
+#endif

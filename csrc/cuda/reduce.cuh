@@ -1,0 +1,102 @@
+// Sums over the threads of a row, in an order that depends on their number alone: the same bits on every card.
+#pragma once
+#include "platform.cuh"
+
+namespace onetrip {
+
+constexpr int kWarpThreads = 32;
+constexpr unsigned kFullWarp = 0xFFFFFFFFu;
+constexpr int kMaxThreads = 1024;
+constexpr int kMaxWarps = kMaxThreads / kWarpThreads;
+
+__device__ __forceinline__ float shuffle_xor(float value, int lane_mask) {
+  return __shfl_xor_sync(kFullWarp, value, lane_mask);
+}
+__device__ __forceinline__ float2 shuffle_xor(float2 value, int lane_mask) {
+  return make_float2(shuffle_xor(value.x, lane_mask), shuffle_xor(value.y, lane_mask));
+}
+__device__ __forceinline__ float add(float a, float b) { return a + b; }
+__device__ __forceinline__ float2 add(float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); }
+
+// Every lane gets the sum over its group of kThreads consecutive lanes. All 32 lanes must take part.
+template <int kThreads, typename T>
+__device__ __forceinline__ T warp_sum(T value) {
+#pragma unroll
+  for (int lane_mask = kThreads / 2; lane_mask > 0; lane_mask /= 2) value = add(value, shuffle_xor(value, lane_mask));
+  return value;
+}
+
+// Sums over the threads that share a row. kRowThreads: 8 or 32 lanes of one warp; 0: row_threads of the block, whole
+// warps, of which several groups may work on rows of their own, each waiting at its own barrier.
+template <int kRowThreads>
+class RowSum {
+ public:
+  __device__ RowSum(int, int, float2*) {}
+  template <typename T>
+  __device__ __forceinline__ T operator()(T value) {
+    return warp_sum<kRowThreads>(value);
+  }
+};
+
+template <>
+class RowSum<0> {
+ public:
+  // group: which of the block's groups of row_threads threads this is, 0 to 14. shared: [2 * kMaxWarps], one a block.
+  __device__ RowSum(int row_threads, int group, float2* shared)
+      : n_warps_(row_threads / kWarpThreads), row_threads_(row_threads), group_(group), shared_(shared) {}
+
+  template <typename T>
+  __device__ __forceinline__ T operator()(T value) {
+    // The two halves of the memory take turns. Who writes a half again has passed the barrier of the sum in between,
+    // and that one nobody reaches before having read this half: one barrier a sum is enough.
+    T* slot = reinterpret_cast<T*>(shared_ + turn_ * kMaxWarps) + group_ * n_warps_;
+    turn_ ^= 1;
+    const int warp = static_cast<int>(threadIdx.x) / kWarpThreads - group_ * n_warps_;
+    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+    value = warp_sum<kWarpThreads>(value);
+    if (lane == 0) slot[warp] = value;
+    named_barrier(1 + group_, row_threads_);
+    value = lane < n_warps_ ? slot[lane] : T{};
+    return warp_sum<kWarpThreads>(value);
+  }
+
+ private:
+  int n_warps_, row_threads_, group_, turn_ = 0;
+  float2* shared_;
+};
+
+// Count, mean and sum of squared deviations of a set of values; sets are joined by Chan, Golub & LeVeque (1979).
+struct Moments {
+  float count, mean, m2;
+};
+
+__device__ __forceinline__ Moments join(const Moments& a, const Moments& b) {
+  const float count = a.count + b.count;
+  const float share = count > 0.0f ? b.count / count : 0.0f;
+  const float delta = b.mean - a.mean;
+  return Moments{count, a.mean + delta * share, a.m2 + b.m2 + delta * delta * a.count * share};
+}
+
+// The join rounds differently with its sides exchanged, so lane 0's result is everybody's.
+__device__ __forceinline__ Moments warp_join(Moments value) {
+#pragma unroll
+  for (int lane_mask = kWarpThreads / 2; lane_mask > 0; lane_mask /= 2) {
+    value = join(value, Moments{shuffle_xor(value.count, lane_mask), shuffle_xor(value.mean, lane_mask),
+                                shuffle_xor(value.m2, lane_mask)});
+  }
+  return Moments{__shfl_sync(kFullWarp, value.count, 0), __shfl_sync(kFullWarp, value.mean, 0),
+                 __shfl_sync(kFullWarp, value.m2, 0)};
+}
+
+// Over the whole block. shared: [kMaxWarps].
+__device__ __forceinline__ Moments block_join(Moments value, Moments* shared) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarpThreads, lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  value = warp_join(value);
+  __syncthreads();  // the previous row's readers are done
+  if (lane == 0) shared[warp] = value;
+  __syncthreads();
+  value = lane < static_cast<int>(blockDim.x) / kWarpThreads ? shared[lane] : Moments{};
+  return warp_join(value);
+}
+
+}  // namespace onetrip

@@ -1,0 +1,298 @@
+// The row_norm family on NVIDIA cards: which kernel takes which row, how rows are shared out, and the launches.
+// The kernels are in row_norm_forward.cuh and row_norm_backward.cuh; the contract is launch.h.
+#include "row_norm_backward.cuh"
+#include "row_norm_forward.cuh"
+
+// Types of x and z (residual's and dresidual's dtype is z's). Parameters, y and dy may have any dtype.
+#ifndef ONETRIP_ROW_NORM_PAIRS
+#define ONETRIP_ROW_NORM_PAIRS(F) \
+  F(float, float) F(__half, __half) F(__nv_bfloat16, __nv_bfloat16) F(__half, float) F(__nv_bfloat16, float)
+#endif
+
+namespace onetrip {
+
+// The table. A row goes to the first path it fits, in chunks (16 bytes of the narrower type, kChunkColumns) for the
+// forward, in columns for the backward; to the wide kernels where it fits none.
+//   path      threads a row          forward chunks a thread: columns 16-bit | float32    backward columns
+//   eighths   8 lanes                2:   128 |    64                                       64
+//   warp      32 lanes               4:  1024 |   512                                      256
+//   block     64 to 1024, as needed  4: 32768 | 16384                                     8192
+enum class Path { kEighths, kWarp, kBlock, kWide };
+struct PathShape {
+  int row_threads, forward_chunks;
+};
+constexpr PathShape kEighths{8, 2}, kWarp{kWarpThreads, 4}, kBlock{kMaxThreads, 4};
+
+#ifdef __CUDACC_RTC__
+
+#define ONETRIP_INSTANTIATE(X, Z)                                                                                      \
+  template __global__ void row_norm_forward_kernel<X, Z, kEighths.row_threads, kEighths.forward_chunks>(               \
+      RowNormForward, bool);                                                                                           \
+  template __global__ void row_norm_forward_kernel<X, Z, kWarp.row_threads, kWarp.forward_chunks>(RowNormForward,      \
+                                                                                                  bool);               \
+  template __global__ void row_norm_forward_kernel<X, Z, 0, kBlock.forward_chunks>(RowNormForward, bool);              \
+  template __global__ void row_norm_forward_wide_kernel<X, Z>(RowNormForward, bool);                                   \
+  template __global__ void row_norm_backward_kernel<X, Z, kEighths.row_threads>(RowNormBackward, bool,                 \
+                                                                                BackwardPartition, int);               \
+  template __global__ void row_norm_backward_kernel<X, Z, kWarp.row_threads>(RowNormBackward, bool, BackwardPartition, \
+                                                                             int);                                     \
+  template __global__ void row_norm_backward_kernel<X, Z, 0>(RowNormBackward, bool, BackwardPartition, int);           \
+  template __global__ void row_norm_backward_wide_kernel<X, Z>(RowNormBackward, bool, BackwardPartition, WideCache);
+ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE)
+template __global__ void row_norm_partials_kernel<kMaxThreads>(const float*, int64_t, int64_t, PartialSums);
+
+#else
+
+namespace {
+
+constexpr int64_t kMaxGrid = 0x7FFFFFFF;  // blocks in x, on every card
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+Path choose_path(int64_t units, int eighths, int warp, int block) {
+  return units <= eighths ? Path::kEighths : units <= warp ? Path::kWarp : units <= block ? Path::kBlock : Path::kWide;
+}
+
+Path forward_path(int64_t n_chunks) {
+  const auto capacity = [](const PathShape& path) { return path.row_threads * path.forward_chunks; };
+  return choose_path(n_chunks, capacity(kEighths), capacity(kWarp), capacity(kBlock));
+}
+
+Path backward_path(int64_t n_cols) {
+  const auto capacity = [](const PathShape& path) { return path.row_threads * kBackwardColumns; };
+  return choose_path(n_cols, capacity(kEighths), capacity(kWarp), capacity(kBlock));
+}
+
+// The whole warps that a row of so many units needs.
+int row_warps_threads(int64_t units, int units_per_thread) {
+  return static_cast<int>(ceil_div(units, static_cast<int64_t>(units_per_thread) * kWarpThreads)) * kWarpThreads;
+}
+
+struct BackwardShape {
+  Path path;
+  int row_threads, n_groups;
+};
+
+// 1024 threads a block, or as near as whole groups come: one block fills an SM at 64 registers a thread, and the fewer
+// the blocks, the fewer the partial rows. 15 named barriers bound the groups of several warps.
+BackwardShape backward_shape(int64_t n_cols) {
+  const Path path = backward_path(n_cols);
+  if (path == Path::kEighths || path == Path::kWarp) {
+    const int row_threads = path == Path::kEighths ? kEighths.row_threads : kWarp.row_threads;
+    return {path, row_threads, kMaxThreads / row_threads};
+  }
+  const int row_threads = path == Path::kBlock ? row_warps_threads(n_cols, kBackwardColumns) : kMaxThreads;
+  const int n_groups = kMaxThreads / row_threads;
+  return {path, row_threads, n_groups < 15 ? n_groups : 15};
+}
+
+// The fixed partition of the rows, a function of the sizes alone. A partial row costs 4 bytes a column written and 4
+// read for each of up to three sums; the rows themselves at least 6 bytes a column in 16-bit types (dy, z, dx), 8 with
+// dresidual. So with 32 rows a block the partial sums of LayerNorm (two) add 16 / (32 * 6) = 8% and those of the full
+// block (three) 24 / (32 * 8) = 9%. 4096 rows make 128 blocks, which fill 97% of the 132 SMs of an H100 in one wave;
+// fewer rows are shared out thinner, down to a row a group, to keep 128 blocks; many make at most 1024 blocks, 8 waves,
+// whose tail is small.
+BackwardPartition backward_partition(int64_t n_rows, int64_t n_cols) {
+  constexpr int64_t kRowsPerBlock = 32, kRowsPerGroup = 4, kFillingBlocks = 128, kMaxBlocks = 1024;
+  const BackwardShape shape = backward_shape(n_cols);
+  const int64_t wanted_rows =
+      kRowsPerGroup * shape.n_groups > kRowsPerBlock ? kRowsPerGroup * shape.n_groups : kRowsPerBlock;
+  int64_t n_blocks = ceil_div(n_rows, wanted_rows);
+  if (n_blocks < kFillingBlocks) {
+    // A wide row's partial sums are as long as itself and go through memory with every batch: a full batch at least.
+    const int64_t most = ceil_div(n_rows, shape.path == Path::kWide ? kMaxBatchRows : shape.n_groups);
+    n_blocks = most < kFillingBlocks ? most : kFillingBlocks;
+  } else if (n_blocks > kMaxBlocks) {
+    n_blocks = kMaxBlocks;
+  }
+  const int64_t rows_per_block = ceil_div(n_rows, n_blocks);
+  return {rows_per_block, ceil_div(n_rows, rows_per_block)};
+}
+
+// Whether every tensor of the call can be read and written in whole chunks, at most 16 bytes at a time.
+class VectorAccess {
+ public:
+  VectorAccess(int64_t n_cols, int columns) : columns_(columns), possible_(n_cols % columns == 0) {}
+
+  // row_stride in elements; 0 for a parameter.
+  void require(const void* address, DType dtype, int64_t row_stride) {
+    if (address == nullptr) return;
+    const int64_t size = size_of(dtype), unit = columns_ * size < 16 ? columns_ * size : 16;
+    possible_ = possible_ && reinterpret_cast<uintptr_t>(address) % unit == 0 && row_stride * size % unit == 0;
+  }
+  bool possible() const { return possible_; }
+
+ private:
+  int64_t columns_;
+  bool possible_;
+};
+
+// Makes a device current, and the earlier one again at the end: the static runtime has a current device of its own.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) : status_(cudaGetDevice(&previous_)) {
+    if (status_ == cudaSuccess && previous_ != device) {
+      status_ = cudaSetDevice(device);
+      restore_ = status_ == cudaSuccess;
+    }
+  }
+  ~DeviceGuard() {
+    if (restore_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+  cudaError_t status() const { return status_; }
+
+ private:
+  int previous_ = 0;
+  bool restore_ = false;
+  cudaError_t status_;
+};
+
+template <typename X, typename Z>
+cudaError_t launch_forward(const RowNormForward& args, cudaStream_t stream) {
+  constexpr int kColumns = kChunkColumns<X, Z>;
+  VectorAccess access(args.n_cols, kColumns);
+  access.require(args.x, args.x_dtype, args.x_row_stride);
+  access.require(args.residual, args.residual_dtype, args.residual_row_stride);
+  access.require(args.y, args.y_dtype, args.n_cols);
+  access.require(args.z, args.z_dtype, args.n_cols);
+  access.require(args.bias, args.bias_dtype, 0);
+  access.require(args.weight, args.weight_dtype, 0);
+  access.require(args.norm_bias, args.norm_bias_dtype, 0);
+
+  const int64_t n_chunks = ceil_div(args.n_cols, kColumns);
+  auto kernel = row_norm_forward_wide_kernel<X, Z>;
+  int threads = kMaxThreads, rows_per_block = 1;
+  switch (forward_path(n_chunks)) {
+    case Path::kEighths:
+      kernel = row_norm_forward_kernel<X, Z, kEighths.row_threads, kEighths.forward_chunks>;
+      threads = 128, rows_per_block = threads / kEighths.row_threads;
+      break;
+    case Path::kWarp:
+      kernel = row_norm_forward_kernel<X, Z, kWarp.row_threads, kWarp.forward_chunks>;
+      threads = 128, rows_per_block = threads / kWarp.row_threads;
+      break;
+    case Path::kBlock:
+      kernel = row_norm_forward_kernel<X, Z, 0, kBlock.forward_chunks>;
+      threads = row_warps_threads(n_chunks, kBlock.forward_chunks);
+      break;
+    case Path::kWide:
+      break;
+  }
+  const int64_t n_blocks = ceil_div(args.n_rows, rows_per_block);
+  return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(n_blocks < kMaxGrid ? n_blocks : kMaxGrid)), dim3(threads),
+                        0, stream, args, access.possible());
+}
+
+template <typename X, typename Z>
+cudaError_t launch_backward_wide(const RowNormBackward& args, bool vector_access, const BackwardPartition& partition,
+                                 int device, cudaStream_t stream) {
+  constexpr int kColumns = kChunkColumns<X, Z>;
+  const auto kernel = row_norm_backward_wide_kernel<X, Z>;
+  WideCache cache{kMaxBatchRows, 0};
+  int64_t shared_bytes = 0;
+  if (args.dy != nullptr) {
+    // As many rows as fit at once; of a row that does not fit alone, as many tiles as do.
+    constexpr int64_t kStaticBytes = 1024;  // more than the kernel's own arrays
+    int limit = 0;
+    cudaError_t status = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (status != cudaSuccess) return status;
+    const int64_t tile_bytes = kMaxThreads * kColumns * (size_of(args.y_dtype) + static_cast<int64_t>(sizeof(Z)));
+    const int64_t n_tiles = ceil_div(args.n_cols, kMaxThreads * kColumns),
+                  tiles_that_fit = (limit - kStaticBytes) / tile_bytes;
+    const int64_t rows_that_fit = tiles_that_fit / n_tiles;
+    if (rows_that_fit > 0)
+      cache.batch_rows = static_cast<int>(rows_that_fit < kMaxBatchRows ? rows_that_fit : kMaxBatchRows);
+    cache.tiles = rows_that_fit > 0 ? n_tiles : tiles_that_fit / kMaxBatchRows;
+    shared_bytes = cache.batch_rows * cache.tiles * tile_bytes;
+    status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(shared_bytes));
+    if (status != cudaSuccess) return status;
+  }
+  return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_blocks)), dim3(kMaxThreads),
+                        static_cast<size_t>(shared_bytes), stream, args, vector_access, partition, cache);
+}
+
+cudaError_t launch_partials(const RowNormBackward& args, int64_t n_blocks, cudaStream_t stream) {
+  PartialSums sums{};
+  unsigned n_wanted = 0;
+  const auto want = [&](void* out, DType dtype) {
+    if (out == nullptr) return;
+    sums.out[n_wanted] = out;
+    sums.dtype[n_wanted++] = dtype;
+  };
+  want(args.dbias, args.bias_dtype);
+  want(args.dweight, args.weight_dtype);
+  want(args.dnorm_bias, args.norm_bias_dtype);
+  if (n_wanted == 0) return cudaSuccess;
+  const int64_t column_blocks = ceil_div(args.n_cols, kWarpThreads);
+  const auto kernel = row_norm_partials_kernel<kMaxThreads>;
+  return ONETRIP_LAUNCH(kernel,
+                        dim3(static_cast<unsigned>(column_blocks < kMaxGrid ? column_blocks : kMaxGrid), n_wanted),
+                        dim3(kMaxThreads), 0, stream, args.workspace, n_blocks, args.n_cols, sums);
+}
+
+template <typename X, typename Z>
+cudaError_t launch_backward(const RowNormBackward& args, int device, cudaStream_t stream) {
+  VectorAccess access(args.n_cols, kChunkColumns<X, Z>);
+  access.require(args.dy, args.y_dtype, args.dy_row_stride);
+  access.require(args.dz, args.z_dtype, args.dz_row_stride);
+  access.require(args.z, args.z_dtype, args.z_row_stride);
+  access.require(args.dx, args.x_dtype, args.n_cols);
+  access.require(args.dresidual, args.residual_dtype, args.n_cols);
+  access.require(args.weight, args.weight_dtype, 0);
+  access.require(args.workspace, DType::kFloat32, args.n_cols);
+
+  const BackwardShape shape = backward_shape(args.n_cols);
+  const BackwardPartition partition = backward_partition(args.n_rows, args.n_cols);
+  cudaError_t status;
+  if (shape.path == Path::kWide) {
+    status = launch_backward_wide<X, Z>(args, access.possible(), partition, device, stream);
+  } else {
+    const auto kernel = shape.path == Path::kEighths ? row_norm_backward_kernel<X, Z, kEighths.row_threads>
+                        : shape.path == Path::kWarp  ? row_norm_backward_kernel<X, Z, kWarp.row_threads>
+                                                     : row_norm_backward_kernel<X, Z, 0>;
+    status = ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_blocks)),
+                            dim3(shape.row_threads * shape.n_groups), 0, stream, args, access.possible(), partition,
+                            shape.row_threads);
+  }
+  return status == cudaSuccess ? launch_partials(args, partition.n_blocks, stream) : status;
+}
+
+}  // namespace
+
+int row_norm_forward_cuda(const RowNormForward& args, int device, void* stream) {
+  if (args.n_rows == 0 || args.n_cols == 0) return cudaSuccess;
+  if (args.residual != nullptr && args.residual_dtype != args.z_dtype) return cudaErrorNotSupported;
+  const DeviceGuard guard(device);
+  if (guard.status() != cudaSuccess) return guard.status();
+#define ONETRIP_FORWARD(X, Z)                                                   \
+  if (args.x_dtype == DTypeOf<X>::value && args.z_dtype == DTypeOf<Z>::value) { \
+    return launch_forward<X, Z>(args, static_cast<cudaStream_t>(stream));       \
+  }
+  ONETRIP_ROW_NORM_PAIRS(ONETRIP_FORWARD)
+  return cudaErrorNotSupported;
+}
+
+int row_norm_backward_cuda(const RowNormBackward& args, int device, void* stream) {
+  if (args.n_rows == 0 || args.n_cols == 0) return cudaSuccess;
+  if (args.dresidual != nullptr && args.residual_dtype != args.z_dtype) return cudaErrorNotSupported;
+  const DeviceGuard guard(device);
+  if (guard.status() != cudaSuccess) return guard.status();
+#define ONETRIP_BACKWARD(X, Z)                                                     \
+  if (args.x_dtype == DTypeOf<X>::value && args.z_dtype == DTypeOf<Z>::value) {    \
+    return launch_backward<X, Z>(args, device, static_cast<cudaStream_t>(stream)); \
+  }
+  ONETRIP_ROW_NORM_PAIRS(ONETRIP_BACKWARD)
+  return cudaErrorNotSupported;
+}
+
+int64_t row_norm_workspace_cuda(int64_t n_rows, int64_t n_cols, int n_wanted) {
+  if (n_rows == 0 || n_cols == 0) return 0;
+  return n_wanted * backward_partition(n_rows, n_cols).n_blocks * n_cols;
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace onetrip

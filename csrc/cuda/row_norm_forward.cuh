@@ -1,0 +1,214 @@
+// z = residual + dropout(x + bias);  y = round_to(n_dtype, (z - mean) * rstd) * (weight + weight_offset) + norm_bias
+//
+// LayerNorm: Ba, Kiros & Hinton 2016. RMSNorm: Zhang & Sennrich 2019 (mean is 0 there).
+// x, residual, z, y: [n_rows, n_cols]; weight, bias, norm_bias: [n_cols]; mean, rstd: [n_rows] float32.
+// Moves n_cols * (x + residual + z + y) bytes a row, each once, up to 4096 chunks a row; beyond that inputs (or z,
+// where it is stored) are read a second time. Parameters come from the caches.
+#pragma once
+#include "row_norm_common.cuh"
+
+namespace onetrip {
+
+// A row that its threads hold: kChunks chunks a thread, the k-th at column first + k * step.
+template <typename Z, int kColumns, int kChunks>
+struct HeldRow {
+  Chunk<Z, kColumns> z[kChunks];
+};
+
+// Reads x and residual, all loads before the first use, and rounds z to its dtype. n_cols: 0 for a thread without a
+// row.
+template <typename X, typename Z, int kColumns, int kChunks>
+__device__ __forceinline__ void compute_z(HeldRow<Z, kColumns, kChunks>& held, const RowNormForward& args,
+                                          const DropoutMask& mask, bool vector_access, int64_t row, int64_t first,
+                                          int64_t step, int64_t n_cols) {
+  Chunk<X, kColumns> x[kChunks];
+  Chunk<Z, kColumns> residual[kChunks];
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    const int64_t col = first + k * step;
+    const int valid = valid_columns<kColumns>(col, n_cols);
+    load_chunk(x[k], args.x, row * args.x_row_stride + col, vector_access, valid);
+    if (args.residual != nullptr) {
+      load_chunk(residual[k], args.residual, row * args.residual_row_stride + col, vector_access, valid);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    const int64_t col = first + k * step;
+    const int valid = valid_columns<kColumns>(col, n_cols);
+    float value[kColumns];
+    unpack(x[k], value);
+    if (args.bias != nullptr) {
+      float bias[kColumns];
+      load_values(bias, args.bias, args.bias_dtype, col, vector_access, valid);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) value[i] += bias[i];
+    }
+    mask.apply(value, row * args.n_cols + col);
+    if (args.residual != nullptr) {
+      float added[kColumns];
+      unpack(residual[k], added);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) value[i] = __fadd_rn(value[i], added[i]);
+    }
+    pack(held.z[k], value);
+  }
+}
+
+// y of one chunk; z centred, where that is what backward wants.
+template <typename Z, int kColumns>
+__device__ __forceinline__ void finish_chunk(const Chunk<Z, kColumns>& z, const RowNormForward& args,
+                                             bool vector_access, int64_t row, int64_t col, int64_t n_cols, float mean,
+                                             float rstd) {
+  const int valid = valid_columns<kColumns>(col, n_cols);
+  const int64_t index = row * args.n_cols + col;
+  float value[kColumns];
+  unpack(z, value);
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) value[i] -= mean;
+  if (args.z != nullptr && args.center_z) store_rounded<Z>(args.z, index, value, vector_access, valid);
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) value[i] *= rstd;
+  round_values(value, args.n_dtype);
+  if (args.weight != nullptr) {
+    float weight[kColumns];
+    load_values(weight, args.weight, args.weight_dtype, col, vector_access, valid);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) value[i] *= weight[i] + args.weight_offset;
+  }
+  if (args.norm_bias != nullptr) {
+    float norm_bias[kColumns];
+    load_values(norm_bias, args.norm_bias, args.norm_bias_dtype, col, vector_access, valid);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) value[i] += norm_bias[i];
+  }
+  store_values(args.y, args.y_dtype, index, value, vector_access, valid);
+}
+
+__device__ __forceinline__ void store_statistics(const RowNormForward& args, int64_t row, float mean, float rstd) {
+  if (args.mean != nullptr) args.mean[row] = mean;
+  if (args.rstd != nullptr) args.rstd[row] = rstd;
+}
+
+// The row stays in registers between its one read and its one write; the variance is the two-pass one, of those
+// registers. kRowThreads lanes take a row (0: the whole block, whose size the launcher fits to the row). At most 64
+// registers a thread, which keeps half of the threads of an SM of sm_70 to sm_100 resident.
+template <typename X, typename Z, int kRowThreads, int kChunks>
+__global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128, kRowThreads == 0 ? 1 : 8)
+    row_norm_forward_kernel(const RowNormForward args, const bool vector_access) {
+  constexpr int kColumns = kChunkColumns<X, Z>;
+  ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
+  const int row_threads = kRowThreads == 0 ? static_cast<int>(blockDim.x) : kRowThreads;
+  const int rows_per_block = static_cast<int>(blockDim.x) / row_threads;
+  const int thread = static_cast<int>(threadIdx.x) % row_threads;
+  const int64_t first_col = thread * kColumns, step = row_threads * kColumns;
+  RowSum<kRowThreads> sum_over_row(row_threads, 0, shared);
+  const DropoutMask mask(args.dropout);
+
+  // The loop is uniform in a warp: lanes whose row lies past the end go through it with a row of no columns.
+  for (int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_per_block; first_row < args.n_rows;
+       first_row += static_cast<int64_t>(gridDim.x) * rows_per_block) {
+    const int64_t row = first_row + static_cast<int>(threadIdx.x) / row_threads;
+    const int64_t n_cols = row < args.n_rows ? args.n_cols : 0;
+    HeldRow<Z, kColumns, kChunks> held;
+    compute_z<X>(held, args, mask, vector_access, row, first_col, step, n_cols);
+    if (args.z != nullptr && !args.center_z) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        const int64_t col = first_col + k * step;
+        store_chunk(args.z, row * args.n_cols + col, held.z[k], vector_access, valid_columns<kColumns>(col, n_cols));
+      }
+    }
+    if (args.norm == Norm::kNone) continue;
+
+    float mean = 0.0f;
+    if (args.norm == Norm::kLayer) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        const int valid = valid_columns<kColumns>(first_col + k * step, n_cols);
+        float value[kColumns], chunk_sum = 0.0f;
+        unpack(held.z[k], value);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) chunk_sum += i < valid ? value[i] : 0.0f;
+        sum += chunk_sum;
+      }
+      mean = mean_of(sum_over_row(sum), args.n_cols);
+    }
+    float squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const int valid = valid_columns<kColumns>(first_col + k * step, n_cols);
+      float value[kColumns], chunk_squares = 0.0f;
+      unpack(held.z[k], value);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        const float centred = i < valid ? value[i] - mean : 0.0f;
+        chunk_squares += centred * centred;
+      }
+      squares += chunk_squares;
+    }
+    const float rstd = rsqrtf(mean_of(sum_over_row(squares), args.n_cols) + args.eps);
+
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      finish_chunk(held.z[k], args, vector_access, row, first_col + k * step, n_cols, mean, rstd);
+    }
+    if (thread == 0 && n_cols != 0) store_statistics(args, row, mean, rstd);
+  }
+}
+
+// Rows that do not fit into registers: a block a row, two walks over it. The first joins the moments of its chunks
+// (each chunk's own are two-pass, so nothing cancels); the second computes z again, or reads it back where it was
+// stored.
+template <typename X, typename Z>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    row_norm_forward_wide_kernel(const RowNormForward args, const bool vector_access) {
+  constexpr int kColumns = kChunkColumns<X, Z>;
+  ONETRIP_SHARED(Moments, shared, kMaxWarps);
+  const int64_t first_col = static_cast<int64_t>(threadIdx.x) * kColumns,
+                step = static_cast<int64_t>(blockDim.x) * kColumns;
+  const DropoutMask mask(args.dropout);
+  const bool stores_plain_z = args.z != nullptr && !args.center_z;
+
+  for (int64_t row = blockIdx.x; row < args.n_rows; row += gridDim.x) {
+    Moments moments{0.0f, 0.0f, 0.0f};
+    for (int64_t col = first_col; col < args.n_cols; col += step) {
+      const int valid = valid_columns<kColumns>(col, args.n_cols);
+      HeldRow<Z, kColumns, 1> held;
+      compute_z<X>(held, args, mask, vector_access, row, col, 0, args.n_cols);
+      if (stores_plain_z) store_chunk(args.z, row * args.n_cols + col, held.z[0], vector_access, valid);
+      float value[kColumns];
+      unpack(held.z[0], value);
+      Moments chunk{static_cast<float>(valid), 0.0f, 0.0f};
+      if (args.norm == Norm::kLayer) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) chunk.mean += i < valid ? value[i] : 0.0f;
+        chunk.mean /= chunk.count;
+      }
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        const float centred = i < valid ? value[i] - chunk.mean : 0.0f;
+        chunk.m2 += centred * centred;
+      }
+      moments = join(moments, chunk);
+    }
+    if (args.norm == Norm::kNone) continue;
+    moments = block_join(moments, shared);
+    const float rstd = rsqrtf(mean_of(moments.m2, args.n_cols) + args.eps);
+
+    for (int64_t col = first_col; col < args.n_cols; col += step) {
+      HeldRow<Z, kColumns, 1> held;
+      if (stores_plain_z) {
+        load_chunk<false>(held.z[0], args.z, row * args.n_cols + col, vector_access,
+                          valid_columns<kColumns>(col, args.n_cols));
+      } else {
+        compute_z<X>(held, args, mask, vector_access, row, col, 0, args.n_cols);
+      }
+      finish_chunk(held.z[0], args, vector_access, row, col, args.n_cols, moments.mean, rstd);
+    }
+    if (threadIdx.x == 0) store_statistics(args, row, moments.mean, rstd);
+  }
+}
+
+}  // namespace onetrip

@@ -1,0 +1,257 @@
+// Chunks of consecutive elements: 128-bit accesses where the addresses allow, element by element where they do not.
+//
+// A chunk keeps its elements as they lie in memory (two 16-bit values a register), so that a row waits in half the
+// registers and loads can all be in flight before the first conversion. Whether an access is vectorised is a run-time
+// choice that never moves an element to another thread: the results are the same bits either way.
+#pragma once
+#include "../launch.h"
+#include "platform.cuh"
+
+namespace onetrip {
+
+template <typename T>
+struct DTypeOf;
+template <>
+struct DTypeOf<float> {
+  static constexpr DType value = DType::kFloat32;
+};
+template <>
+struct DTypeOf<__half> {
+  static constexpr DType value = DType::kFloat16;
+};
+template <>
+struct DTypeOf<__nv_bfloat16> {
+  static constexpr DType value = DType::kBFloat16;
+};
+
+ONETRIP_HOST_DEVICE constexpr int size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+template <typename T, int N>
+struct Chunk {
+  static constexpr int kWords = N * static_cast<int>(sizeof(T)) / 4;
+  uint32_t word[kWords];
+};
+
+// How many of the kElements columns from col on belong to the row.
+template <int kElements>
+__device__ __forceinline__ int valid_columns(int64_t col, int64_t n_cols) {
+  const int64_t left = n_cols - col;
+  return left >= kElements ? kElements : left > 0 ? static_cast<int>(left) : 0;
+}
+
+// kConstant: nobody writes this memory while the kernel runs, so the load may pass earlier stores (ld.global.nc).
+template <bool kConstant, typename T>
+__device__ __forceinline__ T load_one(const T* address) {
+  return kConstant ? __ldg(address) : *address;
+}
+
+// kBytes is the size of one element, 2 or 4. Elements from `valid` on read as zero bits.
+template <int kBytes, int N, bool kConstant>
+__device__ __forceinline__ void load_words(uint32_t (&word)[N * kBytes / 4], const void* address, bool vector_access,
+                                           int valid) {
+  constexpr int kWords = N * kBytes / 4;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) word[i] = 0;
+  if (vector_access) {
+    if (valid > 0) {
+      if constexpr (kWords % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < kWords; i += 4) {
+          const uint4 v = load_one<kConstant>(static_cast<const uint4*>(address) + i / 4);
+          word[i] = v.x, word[i + 1] = v.y, word[i + 2] = v.z, word[i + 3] = v.w;
+        }
+      } else {
+        static_assert(kWords == 2, "four 16-bit elements");
+        const uint2 v = load_one<kConstant>(static_cast<const uint2*>(address));
+        word[0] = v.x, word[1] = v.y;
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (i < valid) {
+        if constexpr (kBytes == 4) {
+          word[i] = load_one<kConstant>(static_cast<const uint32_t*>(address) + i);
+        } else {
+          word[i / 2] |= static_cast<uint32_t>(load_one<kConstant>(static_cast<const uint16_t*>(address) + i))
+                         << (i % 2 * 16);
+        }
+      }
+    }
+  }
+}
+
+template <int kBytes, int N>
+__device__ __forceinline__ void store_words(void* address, const uint32_t (&word)[N * kBytes / 4], bool vector_access,
+                                            int valid) {
+  constexpr int kWords = N * kBytes / 4;
+  if (vector_access) {
+    if (valid > 0) {
+      if constexpr (kWords % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < kWords; i += 4) {
+          static_cast<uint4*>(address)[i / 4] = make_uint4(word[i], word[i + 1], word[i + 2], word[i + 3]);
+        }
+      } else {
+        *static_cast<uint2*>(address) = make_uint2(word[0], word[1]);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (i < valid) {
+        if constexpr (kBytes == 4) {
+          static_cast<uint32_t*>(address)[i] = word[i];
+        } else {
+          static_cast<uint16_t*>(address)[i] = static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16));
+        }
+      }
+    }
+  }
+}
+
+template <bool kConstant = true, typename T, int N>
+__device__ __forceinline__ void load_chunk(Chunk<T, N>& chunk, const void* base, int64_t index, bool vector_access,
+                                           int valid) {
+  load_words<sizeof(T), N, kConstant>(chunk.word, static_cast<const T*>(base) + index, vector_access, valid);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void store_chunk(void* base, int64_t index, const Chunk<T, N>& chunk, bool vector_access,
+                                            int valid) {
+  store_words<sizeof(T), N>(static_cast<T*>(base) + index, chunk.word, vector_access, valid);
+}
+
+__device__ __forceinline__ float2 unpack_pair(uint32_t word, __half) {
+  __half2 pair;
+  memcpy(&pair, &word, sizeof pair);
+  return __half22float2(pair);
+}
+
+// A bfloat16 is the upper half of a float32: no bfloat16 arithmetic, which sm_70 and sm_75 lack.
+__device__ __forceinline__ float2 unpack_pair(uint32_t word, __nv_bfloat16) {
+  return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
+}
+
+__device__ __forceinline__ uint32_t pack_pair(float low, float high, __half) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof word);
+  return word;
+}
+
+__device__ __forceinline__ uint32_t pack_pair(float low, float high, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof word);
+  return word;
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void unpack_words(const uint32_t* word, float (&value)[N]) {
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] = __uint_as_float(word[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const float2 pair = unpack_pair(word[i / 2], T{});
+      value[i] = pair.x, value[i + 1] = pair.y;
+    }
+  }
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void unpack(const Chunk<T, N>& chunk, float (&value)[N]) {
+  unpack_words<T, N>(chunk.word, value);
+}
+
+// Rounds to nearest even.
+template <typename T, int N>
+__device__ __forceinline__ void pack(Chunk<T, N>& chunk, const float (&value)[N]) {
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) chunk.word[i] = __float_as_uint(value[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) chunk.word[i / 2] = pack_pair(value[i], value[i + 1], T{});
+  }
+}
+
+// N elements of a tensor whose dtype is known only at run time (parameters, y and its gradient): uniform branches,
+// taken once a chunk. A 16-bit chunk fills the first half of the words.
+template <int N>
+struct AnyChunk {
+  uint32_t word[N];
+};
+
+template <int N>
+__device__ __forceinline__ void load_chunk(AnyChunk<N>& chunk, const void* base, DType dtype, int64_t index,
+                                           bool vector_access, int valid) {
+  if (dtype == DType::kFloat32) {
+    load_words<4, N, true>(chunk.word, static_cast<const uint32_t*>(base) + index, vector_access, valid);
+  } else {
+    Chunk<__half, N> half;
+    load_chunk(half, base, index, vector_access, valid);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) chunk.word[i] = half.word[i];
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void unpack(const AnyChunk<N>& chunk, DType dtype, float (&value)[N]) {
+  if (dtype == DType::kFloat32) {
+    unpack_words<float, N>(chunk.word, value);
+  } else if (dtype == DType::kFloat16) {
+    unpack_words<__half, N>(chunk.word, value);
+  } else {
+    unpack_words<__nv_bfloat16, N>(chunk.word, value);
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void load_values(float (&value)[N], const void* base, DType dtype, int64_t index,
+                                            bool vector_access, int valid) {
+  AnyChunk<N> chunk;
+  load_chunk(chunk, base, dtype, index, vector_access, valid);
+  unpack(chunk, dtype, value);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void store_rounded(void* base, int64_t index, const float (&value)[N], bool vector_access,
+                                              int valid) {
+  Chunk<T, N> chunk;
+  pack(chunk, value);
+  store_chunk(base, index, chunk, vector_access, valid);
+}
+
+template <int N>
+__device__ __forceinline__ void store_values(void* base, DType dtype, int64_t index, const float (&value)[N],
+                                             bool vector_access, int valid) {
+  if (dtype == DType::kFloat32) {
+    store_rounded<float>(base, index, value, vector_access, valid);
+  } else if (dtype == DType::kFloat16) {
+    store_rounded<__half>(base, index, value, vector_access, valid);
+  } else {
+    store_rounded<__nv_bfloat16>(base, index, value, vector_access, valid);
+  }
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void round_through(float (&value)[N]) {
+  Chunk<T, N> chunk;
+  pack(chunk, value);
+  unpack(chunk, value);
+}
+
+// value = float32(dtype(value)).
+template <int N>
+__device__ __forceinline__ void round_values(float (&value)[N], DType dtype) {
+  if (dtype == DType::kFloat16) {
+    round_through<__half>(value);
+  } else if (dtype == DType::kBFloat16) {
+    round_through<__nv_bfloat16>(value);
+  }
+}
+
+}  // namespace onetrip
