@@ -11,34 +11,29 @@
 
 namespace onetrip {
 
-// The table. A row goes to the first path it fits, in chunks (16 bytes of the narrower type, kChunkColumns) for the
-// forward, in columns for the backward; to the wide kernels where it fits none.
-//   path      threads a row          forward chunks a thread: columns 16-bit | float32    backward columns
-//   eighths   8 lanes                2:   128 |    64                                       64
-//   warp      32 lanes               4:  1024 |   512                                      256
-//   block     64 to 1024, as needed  4: 32768 | 16384                                     8192
+// The table. A row goes to the first path that it fits, by its columns; to the wide kernels where it fits none.
+//   path      threads a row           columns: forward (16 a thread)   backward (8 a thread)
+//   eighths   8 lanes                            128                         64
+//   warp      32 lanes                           512                        256
+//   block     64 to 1024, as needed            16384                       8192
 enum class Path { kEighths, kWarp, kBlock, kWide };
-struct PathShape {
-  int row_threads, forward_chunks;
-};
-constexpr PathShape kEighths{8, 2}, kWarp{kWarpThreads, 4}, kBlock{kMaxThreads, 4};
+constexpr int kEighthsThreads = 8;
 
 #ifdef __CUDACC_RTC__
 
-#define ONETRIP_INSTANTIATE(X, Z)                                                                                      \
-  template __global__ void row_norm_forward_kernel<X, Z, kEighths.row_threads, kEighths.forward_chunks>(               \
-      RowNormForward, bool);                                                                                           \
-  template __global__ void row_norm_forward_kernel<X, Z, kWarp.row_threads, kWarp.forward_chunks>(RowNormForward,      \
-                                                                                                  bool);               \
-  template __global__ void row_norm_forward_kernel<X, Z, 0, kBlock.forward_chunks>(RowNormForward, bool);              \
-  template __global__ void row_norm_forward_wide_kernel<X, Z>(RowNormForward, bool);                                   \
-  template __global__ void row_norm_backward_kernel<X, Z, kEighths.row_threads>(RowNormBackward, bool,                 \
-                                                                                BackwardPartition, int);               \
-  template __global__ void row_norm_backward_kernel<X, Z, kWarp.row_threads>(RowNormBackward, bool, BackwardPartition, \
-                                                                             int);                                     \
-  template __global__ void row_norm_backward_kernel<X, Z, 0>(RowNormBackward, bool, BackwardPartition, int);           \
-  template __global__ void row_norm_backward_wide_kernel<X, Z>(RowNormBackward, bool, BackwardPartition, WideCache);
-ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE)
+#define ONETRIP_INSTANTIATE(X, Z, kVector)                                                                           \
+  template __global__ void row_norm_forward_kernel<X, Z, kEighthsThreads, kVector>(RowNormForward);                  \
+  template __global__ void row_norm_forward_kernel<X, Z, kWarpThreads, kVector>(RowNormForward);                     \
+  template __global__ void row_norm_forward_kernel<X, Z, 0, kVector>(RowNormForward);                                \
+  template __global__ void row_norm_forward_wide_kernel<X, Z, kVector>(RowNormForward);                              \
+  template __global__ void row_norm_backward_kernel<X, Z, kEighthsThreads, kVector>(RowNormBackward,                 \
+                                                                                    BackwardPartition, int);         \
+  template __global__ void row_norm_backward_kernel<X, Z, kWarpThreads, kVector>(RowNormBackward, BackwardPartition, \
+                                                                                 int);                               \
+  template __global__ void row_norm_backward_kernel<X, Z, 0, kVector>(RowNormBackward, BackwardPartition, int);      \
+  template __global__ void row_norm_backward_wide_kernel<X, Z, kVector>(RowNormBackward, BackwardPartition, WideCache);
+#define ONETRIP_INSTANTIATE_BOTH(X, Z) ONETRIP_INSTANTIATE(X, Z, true) ONETRIP_INSTANTIATE(X, Z, false)
+ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_BOTH)
 template __global__ void row_norm_partials_kernel<kMaxThreads>(const float*, int64_t, int64_t, PartialSums);
 
 #else
@@ -49,23 +44,16 @@ constexpr int64_t kMaxGrid = 0x7FFFFFFF;  // blocks in x, on every card
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-Path choose_path(int64_t units, int eighths, int warp, int block) {
-  return units <= eighths ? Path::kEighths : units <= warp ? Path::kWarp : units <= block ? Path::kBlock : Path::kWide;
+Path choose_path(int64_t n_cols, int columns_per_thread) {
+  return n_cols <= kEighthsThreads * columns_per_thread ? Path::kEighths
+         : n_cols <= kWarpThreads * columns_per_thread  ? Path::kWarp
+         : n_cols <= kMaxThreads * columns_per_thread   ? Path::kBlock
+                                                        : Path::kWide;
 }
 
-Path forward_path(int64_t n_chunks) {
-  const auto capacity = [](const PathShape& path) { return path.row_threads * path.forward_chunks; };
-  return choose_path(n_chunks, capacity(kEighths), capacity(kWarp), capacity(kBlock));
-}
-
-Path backward_path(int64_t n_cols) {
-  const auto capacity = [](const PathShape& path) { return path.row_threads * kBackwardColumns; };
-  return choose_path(n_cols, capacity(kEighths), capacity(kWarp), capacity(kBlock));
-}
-
-// The whole warps that a row of so many units needs.
-int row_warps_threads(int64_t units, int units_per_thread) {
-  return static_cast<int>(ceil_div(units, static_cast<int64_t>(units_per_thread) * kWarpThreads)) * kWarpThreads;
+// The threads of the whole warps that a row needs.
+int threads_for(int64_t n_cols, int columns_per_thread) {
+  return static_cast<int>(ceil_div(n_cols, static_cast<int64_t>(columns_per_thread) * kWarpThreads)) * kWarpThreads;
 }
 
 struct BackwardShape {
@@ -76,12 +64,12 @@ struct BackwardShape {
 // 1024 threads a block, or as near as whole groups come: one block fills an SM at 64 registers a thread, and the fewer
 // the blocks, the fewer the partial rows. 15 named barriers bound the groups of several warps.
 BackwardShape backward_shape(int64_t n_cols) {
-  const Path path = backward_path(n_cols);
+  const Path path = choose_path(n_cols, kBackwardColumns);
   if (path == Path::kEighths || path == Path::kWarp) {
-    const int row_threads = path == Path::kEighths ? kEighths.row_threads : kWarp.row_threads;
+    const int row_threads = path == Path::kEighths ? kEighthsThreads : kWarpThreads;
     return {path, row_threads, kMaxThreads / row_threads};
   }
-  const int row_threads = path == Path::kBlock ? row_warps_threads(n_cols, kBackwardColumns) : kMaxThreads;
+  const int row_threads = path == Path::kBlock ? threads_for(n_cols, kBackwardColumns) : kMaxThreads;
   const int n_groups = kMaxThreads / row_threads;
   return {path, row_threads, n_groups < 15 ? n_groups : 15};
 }
@@ -149,10 +137,34 @@ class DeviceGuard {
   cudaError_t status_;
 };
 
+template <typename X, typename Z, bool kVectorAccess>
+cudaError_t launch_forward_kernel(const RowNormForward& args, cudaStream_t stream) {
+  auto kernel = row_norm_forward_wide_kernel<X, Z, kVectorAccess>;
+  int threads = kMaxThreads, rows_per_block = 1;
+  switch (choose_path(args.n_cols, kForwardColumns)) {
+    case Path::kEighths:
+      kernel = row_norm_forward_kernel<X, Z, kEighthsThreads, kVectorAccess>;
+      threads = 128, rows_per_block = threads / kEighthsThreads;
+      break;
+    case Path::kWarp:
+      kernel = row_norm_forward_kernel<X, Z, kWarpThreads, kVectorAccess>;
+      threads = 128, rows_per_block = threads / kWarpThreads;
+      break;
+    case Path::kBlock:
+      kernel = row_norm_forward_kernel<X, Z, 0, kVectorAccess>;
+      threads = threads_for(args.n_cols, kForwardColumns);
+      break;
+    case Path::kWide:
+      break;
+  }
+  const int64_t n_blocks = ceil_div(args.n_rows, rows_per_block);
+  return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(n_blocks < kMaxGrid ? n_blocks : kMaxGrid)), dim3(threads),
+                        0, stream, args);
+}
+
 template <typename X, typename Z>
 cudaError_t launch_forward(const RowNormForward& args, cudaStream_t stream) {
-  constexpr int kColumns = kChunkColumns<X, Z>;
-  VectorAccess access(args.n_cols, kColumns);
+  VectorAccess access(args.n_cols, kChunkColumns<X, Z>);
   access.require(args.x, args.x_dtype, args.x_row_stride);
   access.require(args.residual, args.residual_dtype, args.residual_row_stride);
   access.require(args.y, args.y_dtype, args.n_cols);
@@ -161,35 +173,15 @@ cudaError_t launch_forward(const RowNormForward& args, cudaStream_t stream) {
   access.require(args.weight, args.weight_dtype, 0);
   access.require(args.norm_bias, args.norm_bias_dtype, 0);
 
-  const int64_t n_chunks = ceil_div(args.n_cols, kColumns);
-  auto kernel = row_norm_forward_wide_kernel<X, Z>;
-  int threads = kMaxThreads, rows_per_block = 1;
-  switch (forward_path(n_chunks)) {
-    case Path::kEighths:
-      kernel = row_norm_forward_kernel<X, Z, kEighths.row_threads, kEighths.forward_chunks>;
-      threads = 128, rows_per_block = threads / kEighths.row_threads;
-      break;
-    case Path::kWarp:
-      kernel = row_norm_forward_kernel<X, Z, kWarp.row_threads, kWarp.forward_chunks>;
-      threads = 128, rows_per_block = threads / kWarp.row_threads;
-      break;
-    case Path::kBlock:
-      kernel = row_norm_forward_kernel<X, Z, 0, kBlock.forward_chunks>;
-      threads = row_warps_threads(n_chunks, kBlock.forward_chunks);
-      break;
-    case Path::kWide:
-      break;
-  }
-  const int64_t n_blocks = ceil_div(args.n_rows, rows_per_block);
-  return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(n_blocks < kMaxGrid ? n_blocks : kMaxGrid)), dim3(threads),
-                        0, stream, args, access.possible());
+  return access.possible() ? launch_forward_kernel<X, Z, true>(args, stream)
+                           : launch_forward_kernel<X, Z, false>(args, stream);
 }
 
-template <typename X, typename Z>
-cudaError_t launch_backward_wide(const RowNormBackward& args, bool vector_access, const BackwardPartition& partition,
-                                 int device, cudaStream_t stream) {
+template <typename X, typename Z, bool kVectorAccess>
+cudaError_t launch_backward_wide(const RowNormBackward& args, const BackwardPartition& partition, int device,
+                                 cudaStream_t stream) {
   constexpr int kColumns = kChunkColumns<X, Z>;
-  const auto kernel = row_norm_backward_wide_kernel<X, Z>;
+  const auto kernel = row_norm_backward_wide_kernel<X, Z, kVectorAccess>;
   WideCache cache{kMaxBatchRows, 0};
   int64_t shared_bytes = 0;
   if (args.dy != nullptr) {
@@ -211,7 +203,19 @@ cudaError_t launch_backward_wide(const RowNormBackward& args, bool vector_access
     if (status != cudaSuccess) return status;
   }
   return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_blocks)), dim3(kMaxThreads),
-                        static_cast<size_t>(shared_bytes), stream, args, vector_access, partition, cache);
+                        static_cast<size_t>(shared_bytes), stream, args, partition, cache);
+}
+
+template <typename X, typename Z, bool kVectorAccess>
+cudaError_t launch_backward_kernel(const RowNormBackward& args, const BackwardPartition& partition, int device,
+                                   cudaStream_t stream) {
+  const BackwardShape shape = backward_shape(args.n_cols);
+  if (shape.path == Path::kWide) return launch_backward_wide<X, Z, kVectorAccess>(args, partition, device, stream);
+  const auto kernel = shape.path == Path::kEighths ? row_norm_backward_kernel<X, Z, kEighthsThreads, kVectorAccess>
+                      : shape.path == Path::kWarp  ? row_norm_backward_kernel<X, Z, kWarpThreads, kVectorAccess>
+                                                   : row_norm_backward_kernel<X, Z, 0, kVectorAccess>;
+  return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_blocks)),
+                        dim3(shape.row_threads * shape.n_groups), 0, stream, args, partition, shape.row_threads);
 }
 
 cudaError_t launch_partials(const RowNormBackward& args, int64_t n_blocks, cudaStream_t stream) {
@@ -244,19 +248,9 @@ cudaError_t launch_backward(const RowNormBackward& args, int device, cudaStream_
   access.require(args.weight, args.weight_dtype, 0);
   access.require(args.workspace, DType::kFloat32, args.n_cols);
 
-  const BackwardShape shape = backward_shape(args.n_cols);
   const BackwardPartition partition = backward_partition(args.n_rows, args.n_cols);
-  cudaError_t status;
-  if (shape.path == Path::kWide) {
-    status = launch_backward_wide<X, Z>(args, access.possible(), partition, device, stream);
-  } else {
-    const auto kernel = shape.path == Path::kEighths ? row_norm_backward_kernel<X, Z, kEighths.row_threads>
-                        : shape.path == Path::kWarp  ? row_norm_backward_kernel<X, Z, kWarp.row_threads>
-                                                     : row_norm_backward_kernel<X, Z, 0>;
-    status = ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_blocks)),
-                            dim3(shape.row_threads * shape.n_groups), 0, stream, args, access.possible(), partition,
-                            shape.row_threads);
-  }
+  const cudaError_t status = access.possible() ? launch_backward_kernel<X, Z, true>(args, partition, device, stream)
+                                               : launch_backward_kernel<X, Z, false>(args, partition, device, stream);
   return status == cudaSuccess ? launch_partials(args, partition.n_blocks, stream) : status;
 }
 

@@ -38,12 +38,12 @@ __device__ __forceinline__ void load_gradient(GradientChunk<Z, kColumns>& chunk,
 // wdy and n of one chunk; both are 0 past the row's end, where dy reads as 0 and n is set to it.
 template <typename Z, int kColumns>
 __device__ __forceinline__ void normalise(const GradientChunk<Z, kColumns>& chunk, const RowNormBackward& args,
-                                          float mean, float rstd, int valid, float (&dy)[kColumns],
+                                          float mean, float rstd, bool vector_access, int valid, float (&dy)[kColumns],
                                           float (&n)[kColumns]) {
   unpack(chunk.z, n);
   unpack(chunk.dy, args.y_dtype, dy);
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) n[i] = i < valid ? (n[i] - mean) * rstd : 0.0f;
+  for (int i = 0; i < kColumns; ++i) n[i] = inside(i, valid, vector_access) ? (n[i] - mean) * rstd : 0.0f;
 }
 
 template <int kColumns>
@@ -88,9 +88,9 @@ __device__ __forceinline__ float* partial_row(const RowNormBackward& args, const
 // Groups of threads (kRowThreads lanes; 0: row_threads of the block, whole warps) take the block's rows in turn, each
 // thread always the same kBackwardColumns columns, whose sums stay in its registers. The groups wait for nobody but
 // themselves, so that some load while others reduce; at the end their sums are added in order through shared memory.
-template <typename X, typename Z, int kRowThreads>
+template <typename X, typename Z, int kRowThreads, bool kVectorAccess>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    row_norm_backward_kernel(const RowNormBackward args, const bool vector_access, const BackwardPartition partition,
+    row_norm_backward_kernel(const RowNormBackward args, const BackwardPartition partition,
                              const int block_row_threads) {
   constexpr int kColumns = kChunkColumns<X, Z>;
   constexpr int kChunks = kBackwardColumns / kColumns;
@@ -102,7 +102,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const int thread = static_cast<int>(threadIdx.x) - group * row_threads;
   const int first_col = thread * kColumns, step = row_threads * kColumns;
   RowSum<kRowThreads> sum_over_row(row_threads, group, shared);
-  const DropoutMask mask(args.dropout);
+  ONETRIP_SHARED(DropoutState, dropout_state, 1);
+  const DropoutMask mask(args.dropout, dropout_state);
 
   float dbias[kBackwardColumns] = {}, dweight[kBackwardColumns] = {}, dnorm_bias[kBackwardColumns] = {};
   const int64_t block_begin = blockIdx.x * partition.rows_per_block;
@@ -120,9 +121,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const int64_t col = first_col + k * step;
-      const int valid = valid_columns<kColumns>(col, n_cols);
-      if (args.dz != nullptr) load_chunk(dz[k], args.dz, row * args.dz_row_stride + col, vector_access, valid);
-      if (args.dy != nullptr) load_gradient(loaded[k], args, vector_access, row, col, valid);
+      const int valid = valid_columns<kColumns>(col, n_cols, kVectorAccess);
+      if (args.dz != nullptr) load_chunk(dz[k], args.dz, row * args.dz_row_stride + col, kVectorAccess, valid);
+      if (args.dy != nullptr) load_gradient(loaded[k], args, kVectorAccess, row, col, valid);
     }
     if (args.dy != nullptr) {
       const float mean = args.mean != nullptr && n_cols != 0 ? __ldg(args.mean + row) : 0.0f;
@@ -131,14 +132,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
         const int64_t col = first_col + k * step;
-        const int valid = valid_columns<kColumns>(col, n_cols);
-        normalise(loaded[k], args, mean, rstd, valid, wdy[k], n[k]);
+        const int valid = valid_columns<kColumns>(col, n_cols, kVectorAccess);
+        normalise(loaded[k], args, mean, rstd, kVectorAccess, valid, wdy[k], n[k]);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
           dweight[k * kColumns + i] += wdy[k][i] * n[k][i];
           dnorm_bias[k * kColumns + i] += wdy[k][i];
         }
-        apply_weight(wdy[k], args, vector_access, col, valid);
+        apply_weight(wdy[k], args, kVectorAccess, col, valid);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) sums = add(sums, make_float2(wdy[k][i] * n[k][i], wdy[k][i]));
       }
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const int64_t col = first_col + k * step;
-      const int valid = valid_columns<kColumns>(col, n_cols);
+      const int valid = valid_columns<kColumns>(col, n_cols, kVectorAccess);
       float g[kColumns] = {};
       if (args.dz != nullptr) unpack(dz[k], g);
       if (args.dy != nullptr) {
@@ -155,9 +156,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) g[i] += wdy[k][i];
       }
-      store_gradient<X, Z>(g, args, mask, vector_access, row, col, valid);
+      store_gradient<X, Z>(g, args, mask, kVectorAccess, row, col, valid);
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) dbias[k * kColumns + i] += i < valid ? g[i] : 0.0f;
+      for (int i = 0; i < kColumns; ++i) dbias[k * kColumns + i] += inside(i, valid, kVectorAccess) ? g[i] : 0.0f;
     }
   }
 
@@ -194,10 +195,10 @@ constexpr int kMaxBatchRows = 4;
 // Rows too wide for sums in registers: a block takes its rows in small batches. The first walk takes each row's means
 // and keeps what fits of dy and z in shared memory; the second goes by columns, each thread adding its columns over the
 // batch's rows before it touches their running sums, which live in the block's partial rows (mostly in L2).
-template <typename X, typename Z>
+template <typename X, typename Z, bool kVectorAccess>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    row_norm_backward_wide_kernel(const RowNormBackward args, const bool vector_access,
-                                  const BackwardPartition partition, const WideCache cache) {
+    row_norm_backward_wide_kernel(const RowNormBackward args, const BackwardPartition partition,
+                                  const WideCache cache) {
   constexpr int kColumns = kChunkColumns<X, Z>;
   constexpr int kZWords = Chunk<Z, kColumns>::kWords;
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
@@ -207,7 +208,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const int64_t first_col = static_cast<int64_t>(threadIdx.x) * kColumns,
                 step = static_cast<int64_t>(blockDim.x) * kColumns;
   RowSum<0> sum_over_row(static_cast<int>(blockDim.x), 0, shared);
-  const DropoutMask mask(args.dropout);
+  ONETRIP_SHARED(DropoutState, dropout_state, 1);
+  const DropoutMask mask(args.dropout, dropout_state);
 
   // Word by word across the threads: no bank conflicts, and every thread reads back only what it wrote.
   const auto kept_words = [&](int batch_row, int64_t tile) {
@@ -227,9 +229,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       float2 sums = make_float2(0.0f, 0.0f);
       int64_t tile = 0;
       for (int64_t col = first_col; col < args.n_cols; col += step, ++tile) {
-        const int valid = valid_columns<kColumns>(col, args.n_cols);
+        const int valid = valid_columns<kColumns>(col, args.n_cols, kVectorAccess);
         GradientChunk<Z, kColumns> chunk;
-        load_gradient(chunk, args, vector_access, row, col, valid);
+        load_gradient(chunk, args, kVectorAccess, row, col, valid);
         if (tile < cache.tiles) {
           uint32_t* words = kept_words(r, tile);
 #pragma unroll
@@ -240,8 +242,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
           }
         }
         float wdy[kColumns], n[kColumns];
-        normalise(chunk, args, mean, rstd, valid, wdy, n);
-        apply_weight(wdy, args, vector_access, col, valid);
+        normalise(chunk, args, mean, rstd, kVectorAccess, valid, wdy, n);
+        apply_weight(wdy, args, kVectorAccess, col, valid);
         float2 chunk_sums = make_float2(0.0f, 0.0f);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) chunk_sums = add(chunk_sums, make_float2(wdy[i] * n[i], wdy[i]));
@@ -254,7 +256,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
     int64_t tile = 0;
     for (int64_t col = first_col; col < args.n_cols; col += step, ++tile) {
-      const int valid = valid_columns<kColumns>(col, args.n_cols);
+      const int valid = valid_columns<kColumns>(col, args.n_cols, kVectorAccess);
       float dbias[kColumns] = {}, dweight[kColumns] = {}, dnorm_bias[kColumns] = {};
       const auto visit_sums = [&](auto&& visit) {
         int slot = 0;
@@ -265,7 +267,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       if (first_row != block_begin) {
         visit_sums([&](float (&sum)[kColumns], float* partial) {
           Chunk<float, kColumns> running;
-          load_chunk<false>(running, partial, col, vector_access, valid);
+          load_chunk<false>(running, partial, col, kVectorAccess, valid);
           unpack(running, sum);
         });
       }
@@ -274,7 +276,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         float g[kColumns] = {};
         if (args.dz != nullptr) {
           Chunk<Z, kColumns> dz;
-          load_chunk(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
+          load_chunk(dz, args.dz, row * args.dz_row_stride + col, kVectorAccess, valid);
           unpack(dz, g);
         }
         if (args.dy != nullptr) {
@@ -286,27 +288,27 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) chunk.dy.word[i] = i < dy_words ? words[(kZWords + i) * blockDim.x] : 0;
           } else {
-            load_gradient(chunk, args, vector_access, row, col, valid);
+            load_gradient(chunk, args, kVectorAccess, row, col, valid);
           }
           const float4 values = row_values[r];
           float wdy[kColumns], n[kColumns];
-          normalise(chunk, args, values.x, values.y, valid, wdy, n);
+          normalise(chunk, args, values.x, values.y, kVectorAccess, valid, wdy, n);
 #pragma unroll
           for (int i = 0; i < kColumns; ++i) {
             dweight[i] += wdy[i] * n[i];
             dnorm_bias[i] += wdy[i];
           }
-          apply_weight(wdy, args, vector_access, col, valid);
+          apply_weight(wdy, args, kVectorAccess, col, valid);
           gradient_of_z(wdy, n, make_float2(values.z, values.w), values.y);
 #pragma unroll
           for (int i = 0; i < kColumns; ++i) g[i] += wdy[i];
         }
-        store_gradient<X, Z>(g, args, mask, vector_access, row, col, valid);
+        store_gradient<X, Z>(g, args, mask, kVectorAccess, row, col, valid);
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) dbias[i] += i < valid ? g[i] : 0.0f;
+        for (int i = 0; i < kColumns; ++i) dbias[i] += inside(i, valid, kVectorAccess) ? g[i] : 0.0f;
       }
       visit_sums([&](float (&sum)[kColumns], float* partial) {
-        store_rounded<float>(partial, col, sum, vector_access, valid);
+        store_rounded<float>(partial, col, sum, kVectorAccess, valid);
       });
     }
     __syncthreads();  // row_values is free for the next batch

@@ -15,46 +15,57 @@ constexpr int kChunkColumns = 16 / (sizeof(X) < sizeof(Z) ? sizeof(X) : sizeof(Z
 // A row's statistics are means over n_cols; a row wider than 2^24 would be the first that float cannot count exactly.
 __device__ __forceinline__ float mean_of(float sum, int64_t n_cols) { return sum / static_cast<float>(n_cols); }
 
+// The generator's state waits in shared memory and is read again for every chunk: in registers, the state and the ten
+// round keys that compilers like to compute ahead would take thirty that the row needs.
+struct DropoutState {
+  uint64_t threshold, seed, offset;
+  float scale;
+};
+
 class DropoutMask {
  public:
-  __device__ explicit DropoutMask(const Dropout& dropout)
-      : threshold_(dropout.threshold),
-        seed_(dropout.state != nullptr ? static_cast<uint64_t>(dropout.state[0]) : dropout.seed),
-        offset_(dropout.state != nullptr ? static_cast<uint64_t>(dropout.state[1]) : dropout.offset),
-        scale_(dropout.scale) {}
+  // shared: one a block. Every thread of the block must come here.
+  __device__ DropoutMask(const Dropout& dropout, DropoutState* shared) : shared_(shared), on_(dropout.threshold != 0) {
+    if (!on_) return;
+    if (threadIdx.x == 0) {
+      shared->threshold = dropout.threshold;
+      shared->seed = dropout.state != nullptr ? static_cast<uint64_t>(dropout.state[0]) : dropout.seed;
+      shared->offset = dropout.state != nullptr ? static_cast<uint64_t>(dropout.state[1]) : dropout.offset;
+      shared->scale = dropout.scale;
+    }
+    __syncthreads();
+  }
 
   // value[i] of element first + i becomes value * scale, or exactly 0 (whatever it was) where it is dropped.
   template <int N>
   __device__ __forceinline__ void apply(float (&value)[N], int64_t first) const {
-    if (threshold_ == 0) return;
+    if (!on_) return;
     const uint32_t kept = kept_bits<N>(static_cast<uint64_t>(first));
+    const float scale = shared_->scale;
 #pragma unroll
-    for (int i = 0; i < N; ++i) value[i] = (kept >> i & 1u) != 0 ? __fmul_rn(value[i], scale_) : 0.0f;
+    for (int i = 0; i < N; ++i) value[i] = (kept >> i & 1u) != 0 ? __fmul_rn(value[i], scale) : 0.0f;
   }
 
  private:
-  __device__ __forceinline__ uint32_t kept_bits_of_group(uint64_t group) const {
-    const PhiloxBlock random = philox(seed_, offset_, group);
-    uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) bits |= (random.word[i] >= threshold_ ? 1u : 0u) << i;
-    return bits;
-  }
-
   // Bit i says whether element first + i is kept.
   template <int N>
   __device__ __forceinline__ uint32_t kept_bits(uint64_t first) const {
     const uint64_t group = first / 4;
     const uint32_t shift = static_cast<uint32_t>(first % 4);
+    const int n_groups = N / 4 + (shift != 0 ? 1 : 0);  // one more where the row starts inside a group of 4
+    const uint64_t threshold = shared_->threshold, seed = shared_->seed, offset = shared_->offset;
     uint32_t bits = 0;
+#pragma unroll 1
+    for (int g = 0; g < n_groups; ++g) {
+      const PhiloxBlock random = philox(seed, offset, group + g);
 #pragma unroll
-    for (int i = 0; i < N / 4; ++i) bits |= kept_bits_of_group(group + i) << (4 * i);
-    if (shift != 0) bits |= kept_bits_of_group(group + N / 4) << N;  // rows that start inside a group of 4
+      for (int i = 0; i < 4; ++i) bits |= (random.word[i] >= threshold ? 1u : 0u) << (4 * g + i);
+    }
     return bits >> shift;
   }
 
-  uint64_t threshold_, seed_, offset_;
-  float scale_;
+  const volatile DropoutState* shared_;
+  bool on_;
 };
 
 }  // namespace onetrip

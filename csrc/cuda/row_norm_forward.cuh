@@ -9,6 +9,10 @@
 
 namespace onetrip {
 
+// Columns a thread. 16 of float32 are 16 registers, and as many again for a residual on its way: what 64 registers
+// hold.
+constexpr int kForwardColumns = 16;
+
 // A row that its threads hold: kChunks chunks a thread, the k-th at column first + k * step.
 template <typename Z, int kColumns, int kChunks>
 struct HeldRow {
@@ -17,16 +21,16 @@ struct HeldRow {
 
 // Reads x and residual, all loads before the first use, and rounds z to its dtype. n_cols: 0 for a thread without a
 // row.
-template <typename X, typename Z, int kColumns, int kChunks>
+template <typename X, typename Z, int kColumns, int kChunks, typename Col>
 __device__ __forceinline__ void compute_z(HeldRow<Z, kColumns, kChunks>& held, const RowNormForward& args,
-                                          const DropoutMask& mask, bool vector_access, int64_t row, int64_t first,
-                                          int64_t step, int64_t n_cols) {
+                                          const DropoutMask& mask, bool vector_access, int64_t row, Col first, Col step,
+                                          Col n_cols) {
   Chunk<X, kColumns> x[kChunks];
   Chunk<Z, kColumns> residual[kChunks];
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    const int64_t col = first + k * step;
-    const int valid = valid_columns<kColumns>(col, n_cols);
+    const Col col = first + k * step;
+    const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
     load_chunk(x[k], args.x, row * args.x_row_stride + col, vector_access, valid);
     if (args.residual != nullptr) {
       load_chunk(residual[k], args.residual, row * args.residual_row_stride + col, vector_access, valid);
@@ -34,8 +38,8 @@ __device__ __forceinline__ void compute_z(HeldRow<Z, kColumns, kChunks>& held, c
   }
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    const int64_t col = first + k * step;
-    const int valid = valid_columns<kColumns>(col, n_cols);
+    const Col col = first + k * step;
+    const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
     float value[kColumns];
     unpack(x[k], value);
     if (args.bias != nullptr) {
@@ -56,11 +60,11 @@ __device__ __forceinline__ void compute_z(HeldRow<Z, kColumns, kChunks>& held, c
 }
 
 // y of one chunk; z centred, where that is what backward wants.
-template <typename Z, int kColumns>
+template <typename Z, int kColumns, typename Col>
 __device__ __forceinline__ void finish_chunk(const Chunk<Z, kColumns>& z, const RowNormForward& args,
-                                             bool vector_access, int64_t row, int64_t col, int64_t n_cols, float mean,
+                                             bool vector_access, int64_t row, Col col, Col n_cols, float mean,
                                              float rstd) {
-  const int valid = valid_columns<kColumns>(col, n_cols);
+  const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
   const int64_t index = row * args.n_cols + col;
   float value[kColumns];
   unpack(z, value);
@@ -93,30 +97,32 @@ __device__ __forceinline__ void store_statistics(const RowNormForward& args, int
 // The row stays in registers between its one read and its one write; the variance is the two-pass one, of those
 // registers. kRowThreads lanes take a row (0: the whole block, whose size the launcher fits to the row). At most 64
 // registers a thread, which keeps half of the threads of an SM of sm_70 to sm_100 resident.
-template <typename X, typename Z, int kRowThreads, int kChunks>
+template <typename X, typename Z, int kRowThreads, bool kVectorAccess>
 __global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128, kRowThreads == 0 ? 1 : 8)
-    row_norm_forward_kernel(const RowNormForward args, const bool vector_access) {
-  constexpr int kColumns = kChunkColumns<X, Z>;
+    row_norm_forward_kernel(const RowNormForward args) {
+  constexpr int kColumns = kChunkColumns<X, Z>, kChunks = kForwardColumns / kColumns;
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
   const int row_threads = kRowThreads == 0 ? static_cast<int>(blockDim.x) : kRowThreads;
   const int rows_per_block = static_cast<int>(blockDim.x) / row_threads;
   const int thread = static_cast<int>(threadIdx.x) % row_threads;
-  const int64_t first_col = thread * kColumns, step = row_threads * kColumns;
+  const int first_col = thread * kColumns, step = row_threads * kColumns;
   RowSum<kRowThreads> sum_over_row(row_threads, 0, shared);
-  const DropoutMask mask(args.dropout);
+  ONETRIP_SHARED(DropoutState, dropout_state, 1);
+  const DropoutMask mask(args.dropout, dropout_state);
 
   // The loop is uniform in a warp: lanes whose row lies past the end go through it with a row of no columns.
   for (int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_per_block; first_row < args.n_rows;
        first_row += static_cast<int64_t>(gridDim.x) * rows_per_block) {
     const int64_t row = first_row + static_cast<int>(threadIdx.x) / row_threads;
-    const int64_t n_cols = row < args.n_rows ? args.n_cols : 0;
+    const int n_cols = row < args.n_rows ? static_cast<int>(args.n_cols) : 0;
     HeldRow<Z, kColumns, kChunks> held;
-    compute_z<X>(held, args, mask, vector_access, row, first_col, step, n_cols);
+    compute_z<X>(held, args, mask, kVectorAccess, row, first_col, step, n_cols);
     if (args.z != nullptr && !args.center_z) {
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
-        const int64_t col = first_col + k * step;
-        store_chunk(args.z, row * args.n_cols + col, held.z[k], vector_access, valid_columns<kColumns>(col, n_cols));
+        const int col = first_col + k * step;
+        store_chunk(args.z, row * args.n_cols + col, held.z[k], kVectorAccess,
+                    valid_columns<kColumns>(col, n_cols, kVectorAccess));
       }
     }
     if (args.norm == Norm::kNone) continue;
@@ -126,11 +132,12 @@ __global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128, kRowThre
       float sum = 0.0f;
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
-        const int valid = valid_columns<kColumns>(first_col + k * step, n_cols);
+        const int valid = valid_columns<kColumns>(first_col + k * step, n_cols, kVectorAccess);
         float value[kColumns], chunk_sum = 0.0f;
         unpack(held.z[k], value);
+        forget(held.z[k]);
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) chunk_sum += i < valid ? value[i] : 0.0f;
+        for (int i = 0; i < kColumns; ++i) chunk_sum += inside(i, valid, kVectorAccess) ? value[i] : 0.0f;
         sum += chunk_sum;
       }
       mean = mean_of(sum_over_row(sum), args.n_cols);
@@ -138,12 +145,13 @@ __global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128, kRowThre
     float squares = 0.0f;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      const int valid = valid_columns<kColumns>(first_col + k * step, n_cols);
+      const int valid = valid_columns<kColumns>(first_col + k * step, n_cols, kVectorAccess);
       float value[kColumns], chunk_squares = 0.0f;
       unpack(held.z[k], value);
+      forget(held.z[k]);
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
-        const float centred = i < valid ? value[i] - mean : 0.0f;
+        const float centred = inside(i, valid, kVectorAccess) ? value[i] - mean : 0.0f;
         chunk_squares += centred * centred;
       }
       squares += chunk_squares;
@@ -152,7 +160,7 @@ __global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128, kRowThre
 
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      finish_chunk(held.z[k], args, vector_access, row, first_col + k * step, n_cols, mean, rstd);
+      finish_chunk(held.z[k], args, kVectorAccess, row, first_col + k * step, n_cols, mean, rstd);
     }
     if (thread == 0 && n_cols != 0) store_statistics(args, row, mean, rstd);
   }
@@ -161,34 +169,34 @@ __global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128, kRowThre
 // Rows that do not fit into registers: a block a row, two walks over it. The first joins the moments of its chunks
 // (each chunk's own are two-pass, so nothing cancels); the second computes z again, or reads it back where it was
 // stored.
-template <typename X, typename Z>
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    row_norm_forward_wide_kernel(const RowNormForward args, const bool vector_access) {
+template <typename X, typename Z, bool kVectorAccess>
+__global__ void __launch_bounds__(kMaxThreads, 1) row_norm_forward_wide_kernel(const RowNormForward args) {
   constexpr int kColumns = kChunkColumns<X, Z>;
   ONETRIP_SHARED(Moments, shared, kMaxWarps);
   const int64_t first_col = static_cast<int64_t>(threadIdx.x) * kColumns,
                 step = static_cast<int64_t>(blockDim.x) * kColumns;
-  const DropoutMask mask(args.dropout);
+  ONETRIP_SHARED(DropoutState, dropout_state, 1);
+  const DropoutMask mask(args.dropout, dropout_state);
   const bool stores_plain_z = args.z != nullptr && !args.center_z;
 
   for (int64_t row = blockIdx.x; row < args.n_rows; row += gridDim.x) {
     Moments moments{0.0f, 0.0f, 0.0f};
     for (int64_t col = first_col; col < args.n_cols; col += step) {
-      const int valid = valid_columns<kColumns>(col, args.n_cols);
+      const int valid = valid_columns<kColumns>(col, args.n_cols, kVectorAccess);
       HeldRow<Z, kColumns, 1> held;
-      compute_z<X>(held, args, mask, vector_access, row, col, 0, args.n_cols);
-      if (stores_plain_z) store_chunk(args.z, row * args.n_cols + col, held.z[0], vector_access, valid);
+      compute_z<X>(held, args, mask, kVectorAccess, row, col, step, args.n_cols);
+      if (stores_plain_z) store_chunk(args.z, row * args.n_cols + col, held.z[0], kVectorAccess, valid);
       float value[kColumns];
       unpack(held.z[0], value);
       Moments chunk{static_cast<float>(valid), 0.0f, 0.0f};
       if (args.norm == Norm::kLayer) {
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) chunk.mean += i < valid ? value[i] : 0.0f;
+        for (int i = 0; i < kColumns; ++i) chunk.mean += inside(i, valid, kVectorAccess) ? value[i] : 0.0f;
         chunk.mean /= chunk.count;
       }
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
-        const float centred = i < valid ? value[i] - chunk.mean : 0.0f;
+        const float centred = inside(i, valid, kVectorAccess) ? value[i] - chunk.mean : 0.0f;
         chunk.m2 += centred * centred;
       }
       moments = join(moments, chunk);
@@ -200,12 +208,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     for (int64_t col = first_col; col < args.n_cols; col += step) {
       HeldRow<Z, kColumns, 1> held;
       if (stores_plain_z) {
-        load_chunk<false>(held.z[0], args.z, row * args.n_cols + col, vector_access,
-                          valid_columns<kColumns>(col, args.n_cols));
+        load_chunk<false>(held.z[0], args.z, row * args.n_cols + col, kVectorAccess,
+                          valid_columns<kColumns>(col, args.n_cols, kVectorAccess));
       } else {
-        compute_z<X>(held, args, mask, vector_access, row, col, 0, args.n_cols);
+        compute_z<X>(held, args, mask, kVectorAccess, row, col, step, args.n_cols);
       }
-      finish_chunk(held.z[0], args, vector_access, row, col, args.n_cols, moments.mean, rstd);
+      finish_chunk(held.z[0], args, kVectorAccess, row, col, args.n_cols, moments.mean, rstd);
     }
     if (threadIdx.x == 0) store_statistics(args, row, moments.mean, rstd);
   }

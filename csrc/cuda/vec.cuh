@@ -32,11 +32,32 @@ struct Chunk {
   uint32_t word[kWords];
 };
 
-// How many of the kElements columns from col on belong to the row.
-template <int kElements>
-__device__ __forceinline__ int valid_columns(int64_t col, int64_t n_cols) {
-  const int64_t left = n_cols - col;
+// How many of the kElements columns from col on belong to the row: with vector access all or none.
+// Col: int for rows in registers, int64_t for any.
+template <int kElements, typename Col>
+__device__ __forceinline__ int valid_columns(Col col, Col n_cols, bool vector_access) {
+  const Col left = n_cols - col;
+  if (vector_access) return left > 0 ? kElements : 0;
   return left >= kElements ? kElements : left > 0 ? static_cast<int>(left) : 0;
+}
+
+// Whether element i of a chunk belongs to the row.
+__device__ __forceinline__ bool inside(int i, int valid, bool vector_access) {
+  return vector_access ? valid > 0 : i < valid;
+}
+
+// Makes the compiler forget that it knows these values. Without it, a chunk once unpacked stays unpacked (twice the
+// registers) until its last use, and what a loop does not change is computed before it and held in registers.
+__device__ __forceinline__ void forget(uint32_t& value) {
+#ifndef ONETRIP_CUDASIM
+  asm volatile("" : "+r"(value));
+#endif
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void forget(Chunk<T, N>& chunk) {
+#pragma unroll
+  for (int i = 0; i < Chunk<T, N>::kWords; ++i) forget(chunk.word[i]);
 }
 
 // kConstant: nobody writes this memory while the kernel runs, so the load may pass earlier stores (ld.global.nc).
