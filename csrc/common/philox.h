@@ -7,7 +7,7 @@
 #pragma once
 #include <cstdint>
 
-#if defined(__CUDACC__) || defined(ONETRIP_CUDASIM)
+#if defined(__CUDACC__)
 #define ONETRIP_HOST_DEVICE __host__ __device__ __forceinline__
 #else
 #define ONETRIP_HOST_DEVICE inline

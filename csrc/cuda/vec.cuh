@@ -24,7 +24,7 @@ struct DTypeOf<__nv_bfloat16> {
   static constexpr DType value = DType::kBFloat16;
 };
 
-ONETRIP_HOST_DEVICE constexpr int size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+__host__ __device__ constexpr int size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 template <typename T, int N>
 struct Chunk {
@@ -48,7 +48,7 @@ __device__ __forceinline__ bool inside(int i, int valid, bool vector_access) {
 
 // Makes the compiler forget that it knows these values. Without it, a chunk once unpacked stays unpacked (twice the
 // registers) until its last use, and what a loop does not change is computed before it and held in registers.
-__device__ __forceinline__ void forget(uint32_t& value) {
+__device__ __forceinline__ void forget([[maybe_unused]] uint32_t& value) {
 #ifndef ONETRIP_CUDASIM
   asm volatile("" : "+r"(value));
 #endif
@@ -145,7 +145,7 @@ __device__ __forceinline__ void store_chunk(void* base, int64_t index, const Chu
 
 __device__ __forceinline__ float2 unpack_pair(uint32_t word, __half) {
   __half2 pair;
-  memcpy(&pair, &word, sizeof pair);
+  memcpy(static_cast<void*>(&pair), &word, sizeof pair);
   return __half22float2(pair);
 }
 

@@ -1,0 +1,337 @@
+// The scheduler of cudasim.h: fibers, barriers, shared memory, and the few runtime calls that launchers make.
+#include "cudasim.h"
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <random>
+#include <utility>
+#include <vector>
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+#if defined(__x86_64__)
+// Saves the callee-saved registers and the stack pointer, and goes on where the other fiber left off. swapcontext also
+// switches the signal mask: a system call each time, ten times slower.
+extern "C" void cudasim_switch(void** from_stack, void* to_stack);
+__asm__(
+    ".text\n.globl cudasim_switch\n.type cudasim_switch,@function\ncudasim_switch:\n"
+    "pushq %rbp\npushq %rbx\npushq %r12\npushq %r13\npushq %r14\npushq %r15\n"
+    "movq %rsp,(%rdi)\nmovq %rsi,%rsp\n"
+    "popq %r15\npopq %r14\npopq %r13\npopq %r12\npopq %rbx\npopq %rbp\nret\n");
+#endif
+
+namespace cudasim {
+namespace {
+
+constexpr size_t kStackBytes = 64 * 1024;
+constexpr int kNamedBarriers = 16;
+constexpr unsigned kWarp = 32, kMaxThreads = 1024;
+
+enum class State { kReady, kAtBlockBarrier, kAtNamedBarrier, kAtWarpOperation, kDone };
+
+struct Fiber {
+  void* stack_pointer = nullptr;
+  ucontext_t context;  // where there is no cudasim_switch
+  char* stack = nullptr;
+  size_t stack_bytes = kStackBytes;
+  void* sanitizer_stack = nullptr;
+  State state = State::kDone;
+  const void* call_site = nullptr;  // of the block barrier it waits at
+  int barrier = 0;                  // the named barrier it waits at
+  ThreadIndices indices{};
+};
+
+struct Warp {
+  // Two generations: a lane may bring its next value while another has not yet read this one.
+  uint64_t slot[2][kWarp];
+  unsigned arrived = 0, mask = 0, generation = 0;
+};
+
+struct NamedBarrier {
+  int arrived = 0, expected = 0;
+};
+
+struct FreeBytes {
+  void operator()(void* bytes) const { std::free(bytes); }
+};
+using Bytes = std::unique_ptr<void, FreeBytes>;
+
+std::vector<Fiber> fibers;
+std::vector<Warp> warps;
+NamedBarrier named_barriers[kNamedBarriers];
+Fiber scheduler;
+Fiber* running = nullptr;
+Body kernel_body = nullptr;
+void* kernel_context = nullptr;
+std::map<std::pair<const char*, int>, std::pair<Bytes, size_t>> shared_arrays;
+Bytes dynamic_bytes;
+size_t n_dynamic_bytes = 0;
+Order order = Order::kForward;
+int shared_limit = 227 * 1024;
+std::mt19937 random_order{1};
+
+Bytes new_shared(size_t bytes) {
+  void* memory = nullptr;
+  if (posix_memalign(&memory, 16, bytes) != 0) std::abort();
+  return Bytes(memory);
+}
+
+void fill_with_nan(void* memory, size_t bytes) { std::memset(memory, 0xFF, bytes); }
+
+void switch_to(Fiber& from, Fiber& to, bool last_time = false) {
+  static_cast<void>(last_time);
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(last_time ? nullptr : &from.sanitizer_stack, to.stack, to.stack_bytes);
+#endif
+#if defined(__x86_64__)
+  cudasim_switch(&from.stack_pointer, to.stack_pointer);
+#else
+  swapcontext(&from.context, &to.context);
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+  const void* stack = nullptr;
+  size_t bytes = 0;
+  __sanitizer_finish_switch_fiber(from.sanitizer_stack, &stack, &bytes);
+#endif
+}
+
+void fiber_main() {
+#if defined(__SANITIZE_ADDRESS__)
+  const void* stack = nullptr;
+  __sanitizer_finish_switch_fiber(nullptr, &stack, &scheduler.stack_bytes);
+  scheduler.stack = static_cast<char*>(const_cast<void*>(stack));
+#endif
+  kernel_body(kernel_context);
+  running->state = State::kDone;
+  switch_to(*running, scheduler, true);
+  std::abort();
+}
+
+void wait(State state) {
+  Fiber& self = *running;
+  self.state = state;
+  switch_to(self, scheduler);
+}
+
+void prepare(Fiber& fiber) {
+  if (fiber.stack == nullptr) {
+    void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (stack == MAP_FAILED) fail("no memory for a stack");
+    fiber.stack = static_cast<char*>(stack);
+  }
+#if defined(__SANITIZE_ADDRESS__)
+  __asan_unpoison_memory_region(fiber.stack, kStackBytes);  // red zones of the thread that ran here before
+#endif
+#if defined(__x86_64__)
+  void** top = reinterpret_cast<void**>(fiber.stack + kStackBytes);
+  *--top = nullptr;  // keeps the stack aligned as the ABI has it at a function's entry
+  *--top = reinterpret_cast<void*>(&fiber_main);
+  for (int i = 0; i < 6; ++i) *--top = nullptr;
+  fiber.stack_pointer = top;
+#else
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack;
+  fiber.context.uc_stack.ss_size = kStackBytes;
+  fiber.context.uc_link = nullptr;
+  makecontext(&fiber.context, &fiber_main, 0);
+#endif
+  fiber.state = State::kReady;
+}
+
+bool run_if_ready(size_t index) {
+  Fiber& fiber = fibers[index];
+  if (fiber.state != State::kReady) return false;
+  running = &fiber;
+  switch_to(scheduler, fiber);
+  return true;
+}
+
+bool run_warp_alone(size_t warp) {
+  bool ran = false;
+  for (bool progress = true; progress;) {
+    progress = false;
+    for (size_t i = warp * kWarp; i < std::min<size_t>(fibers.size(), (warp + 1) * kWarp); ++i)
+      progress |= run_if_ready(i);
+    ran |= progress;
+  }
+  return ran;
+}
+
+std::vector<size_t> sequence(size_t count, bool reversed, bool shuffled) {
+  std::vector<size_t> indices(count);
+  for (size_t i = 0; i < count; ++i) indices[i] = reversed ? count - 1 - i : i;
+  if (shuffled) std::shuffle(indices.begin(), indices.end(), random_order);
+  return indices;
+}
+
+// Every thread runs once, or every warp as far as it comes. Returns whether any ran.
+bool run_round() {
+  const bool reversed = order == Order::kReverse || order == Order::kWarpsReverse;
+  const bool shuffled = order == Order::kRandom || order == Order::kWarpsRandom;
+  const bool by_warps = order >= Order::kWarpsForward;
+  bool ran = false;
+  for (size_t i : sequence(by_warps ? warps.size() : fibers.size(), reversed, shuffled)) {
+    ran |= by_warps ? run_warp_alone(i) : run_if_ready(i);
+  }
+  return ran;
+}
+
+// Lets the block barrier go once all threads that have not exited are there. Returns whether it did.
+bool release_block_barrier() {
+  const void* call_site = nullptr;
+  for (const Fiber& fiber : fibers) {
+    if (fiber.state == State::kDone) continue;
+    if (fiber.state != State::kAtBlockBarrier) return false;
+    if (call_site != nullptr && call_site != fiber.call_site)
+      fail("__syncthreads at different places (divergent barrier)");
+    call_site = fiber.call_site;
+  }
+  for (Fiber& fiber : fibers) {
+    if (fiber.state == State::kAtBlockBarrier) fiber.state = State::kReady;
+  }
+  return true;
+}
+
+void run_block(dim3 grid, dim3 block, uint3 block_index) {
+  for (size_t i = 0; i < fibers.size(); ++i) {
+    const unsigned linear = static_cast<unsigned>(i);
+    const uint3 thread{linear % block.x, linear / block.x % block.y, linear / block.x / block.y};
+    fibers[i].indices = ThreadIndices{thread, block_index, block, grid, linear};
+    prepare(fibers[i]);
+  }
+  std::fill(warps.begin(), warps.end(), Warp{});
+  std::fill(std::begin(named_barriers), std::end(named_barriers), NamedBarrier{});
+  for (auto& [place, array] : shared_arrays) fill_with_nan(array.first.get(), array.second);
+  if (n_dynamic_bytes != 0) fill_with_nan(dynamic_bytes.get(), n_dynamic_bytes);
+  const auto done = [](const Fiber& fiber) { return fiber.state == State::kDone; };
+  while (!std::all_of(fibers.begin(), fibers.end(), done)) {
+    if (!run_round() && !release_block_barrier()) fail("deadlock: threads wait for others that never come");
+  }
+}
+
+}  // namespace
+
+void set_order(Order new_order) { order = new_order; }
+void set_shared_limit(int bytes) { shared_limit = bytes; }
+const ThreadIndices& current() { return running->indices; }
+
+void fail(const char* message) {
+  const ThreadIndices indices = running != nullptr ? running->indices : ThreadIndices{};
+  std::fprintf(stderr, "cudasim: %s (block %u, thread %u)\n", message, indices.block.x, indices.linear);
+  std::abort();
+}
+
+void block_barrier(const void* call_site) {
+  running->call_site = call_site;
+  wait(State::kAtBlockBarrier);
+}
+
+void named_barrier(int barrier, int threads) {
+  if (barrier < 1 || barrier >= kNamedBarriers) fail("named barriers are 1 to 15");
+  if (threads <= 0 || threads % static_cast<int>(kWarp) != 0) fail("a named barrier counts whole warps");
+  NamedBarrier& state = named_barriers[barrier];
+  if (state.arrived == 0) state.expected = threads;
+  if (state.expected != threads) fail("threads expect different numbers at one named barrier");
+  if (++state.arrived == threads) {
+    state.arrived = 0;
+    for (Fiber& fiber : fibers) {
+      if (fiber.state == State::kAtNamedBarrier && fiber.barrier == barrier) fiber.state = State::kReady;
+    }
+  } else {
+    running->barrier = barrier;
+    wait(State::kAtNamedBarrier);
+  }
+}
+
+const uint64_t* warp_exchange(unsigned mask, uint64_t value) {
+  const unsigned lane = running->indices.linear % kWarp, base = running->indices.linear - lane;
+  Warp& warp = warps[base / kWarp];
+  // The lanes of a partial warp that do not exist take no part: hardware ignores their bits of a full mask.
+  const size_t n_lanes = std::min<size_t>(kWarp, fibers.size() - base);
+  if (n_lanes < kWarp) mask &= (1u << n_lanes) - 1;
+  if ((mask >> lane & 1u) == 0) fail("a lane is not in its own mask");
+  for (unsigned other = 0; other < n_lanes; ++other) {
+    if ((mask >> other & 1u) != 0 && fibers[base + other].state == State::kDone)
+      fail("a warp operation names a lane that has exited");
+  }
+  if (warp.arrived == 0) warp.mask = mask;
+  if (warp.mask != mask) fail("lanes meet in a warp operation with different masks");
+  const unsigned generation = warp.generation % 2;
+  warp.slot[generation][lane] = value;
+  warp.arrived |= 1u << lane;
+  if (warp.arrived == mask) {
+    warp.arrived = 0;
+    ++warp.generation;
+    for (unsigned other = 0; other < n_lanes; ++other) {
+      Fiber& fiber = fibers[base + other];
+      if ((mask >> other & 1u) != 0 && fiber.state == State::kAtWarpOperation) fiber.state = State::kReady;
+    }
+  } else {
+    wait(State::kAtWarpOperation);
+  }
+  return warp.slot[generation];
+}
+
+void* shared_array(const char* file, int line, size_t bytes) {
+  auto& array = shared_arrays[{file, line}];
+  if (array.first == nullptr) {
+    array = {new_shared(bytes), bytes};
+    fill_with_nan(array.first.get(), bytes);
+  }
+  if (array.second != bytes) fail("a shared array changes its size");
+  return array.first.get();
+}
+
+void* dynamic_shared() { return dynamic_bytes.get(); }
+
+cudaError_t run_grid(Body body, void* context, dim3 grid, dim3 block, size_t shared_bytes) {
+  const size_t n_threads = static_cast<size_t>(block.x) * block.y * block.z;
+  if (n_threads == 0 || n_threads > kMaxThreads || shared_bytes > static_cast<size_t>(shared_limit))
+    return cudaErrorInvalidConfiguration;
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaErrorInvalidConfiguration;
+  while (fibers.size() > n_threads) {
+    if (fibers.back().stack != nullptr) munmap(fibers.back().stack, kStackBytes);
+    fibers.pop_back();
+  }
+  fibers.resize(n_threads);
+  warps.resize((n_threads + kWarp - 1) / kWarp);
+  shared_arrays.clear();
+  n_dynamic_bytes = shared_bytes;
+  dynamic_bytes = shared_bytes != 0 ? new_shared(shared_bytes) : nullptr;
+  kernel_body = body;
+  kernel_context = context;
+  for (unsigned z = 0; z < grid.z; ++z) {
+    for (unsigned y = 0; y < grid.y; ++y) {
+      for (unsigned x = 0; x < grid.x; ++x) run_block(grid, block, uint3{x, y, z});
+    }
+  }
+  running = nullptr;
+  return cudaSuccess;
+}
+
+}  // namespace cudasim
+
+// The runtime as launchers meet it: one device, on which everything succeeds.
+extern "C" {
+cudaError_t CUDARTAPI cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t CUDARTAPI cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
+cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  if (attribute != cudaDevAttrMaxSharedMemoryPerBlockOptin) return cudaErrorInvalidValue;
+  *value = cudasim::shared_limit;
+  return cudaSuccess;
+}
+cudaError_t CUDARTAPI cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int value) {
+  const bool fits = attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value <= cudasim::shared_limit;
+  return fits ? cudaSuccess : cudaErrorInvalidValue;
+}
+}

@@ -1,0 +1,132 @@
+// Runs CUDA kernels on the CPU, for tests: every CUDA thread is a fiber, blocks run one after another.
+//
+// The .cu files are compiled as C++ with -DONETRIP_CUDASIM; csrc/cuda/platform.cuh includes this header then. Under
+// AddressSanitizer and UBSan that finds accesses out of bounds in global and shared memory, misaligned vector accesses,
+// and use of shared memory that nobody has written (it is filled with NaN before every block). The simulator itself
+// aborts on divergent barriers, on warp operations that name an absent lane, and on deadlocks. A missing barrier shows
+// only under some orders of the threads: run several (set_order). Blind to races within a warp, to memory-model effects
+// and to rounding of fast-math instructions.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#undef __shared__  // shared memory is declared through ONETRIP_SHARED, whose arrays belong to a block
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+
+namespace cudasim {
+
+// In which order threads run between two waits.
+enum class Order {
+  kForward = 0,
+  kReverse = 1,
+  kRandom = 2,
+  // Warp by warp, each as far as it can alone, which is what exposes a missing barrier:
+  kWarpsForward = 3,
+  kWarpsReverse = 4,
+  kWarpsRandom = 5,
+};
+
+void set_order(Order order);
+// What cudaDevAttrMaxSharedMemoryPerBlockOptin answers, and what a launch may ask for.
+void set_shared_limit(int bytes);
+
+// The thread that runs now.
+struct ThreadIndices {
+  uint3 thread, block;
+  dim3 block_dim, grid_dim;
+  unsigned linear;
+};
+const ThreadIndices& current();
+
+void block_barrier(const void* call_site);
+void named_barrier(int barrier, int threads);
+// All lanes of mask bring a value; afterwards each may read those of all: 32 slots, valid until the lane's next
+// exchange.
+const uint64_t* warp_exchange(unsigned mask, uint64_t value);
+[[noreturn]] void fail(const char* message);
+
+// The block's array declared at this place in the source; NaN-filled when the block begins.
+void* shared_array(const char* file, int line, size_t bytes);
+void* dynamic_shared();
+
+using Body = void (*)(void* context);
+cudaError_t run_grid(Body body, void* context, dim3 grid, dim3 block, size_t shared_bytes);
+
+template <typename Kernel, typename... Args>
+cudaError_t launch(Kernel kernel, dim3 grid, dim3 block, size_t shared_bytes, const Args&... args) {
+  auto call = [&] { kernel(args...); };
+  return run_grid([](void* context) { (*static_cast<decltype(call)*>(context))(); }, &call, grid, block, shared_bytes);
+}
+
+inline unsigned lane() { return current().linear % 32; }
+
+template <typename T>
+T shuffle(unsigned mask, T value, unsigned source_lane) {
+  static_assert(sizeof(T) <= sizeof(uint64_t), "at most 8 bytes a lane");
+  if ((mask >> source_lane & 1u) == 0) fail("shuffle reads a lane outside its mask");
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  const uint64_t* slots = warp_exchange(mask, bits);
+  T result;
+  std::memcpy(&result, &slots[source_lane], sizeof result);
+  return result;
+}
+
+}  // namespace cudasim
+
+#define ONETRIP_SHARED(type, name, count) \
+  type* const name = static_cast<type*>(::cudasim::shared_array(__FILE__, __LINE__, sizeof(type) * (count)))
+#define ONETRIP_DYNAMIC_SHARED(type, name) type* const name = static_cast<type*>(::cudasim::dynamic_shared())
+#define ONETRIP_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  (static_cast<void>(stream), ::cudasim::launch(kernel, grid, block, shared_bytes, __VA_ARGS__))
+
+#define threadIdx (::cudasim::current().thread)
+#define blockIdx (::cudasim::current().block)
+#define blockDim (::cudasim::current().block_dim)
+#define gridDim (::cudasim::current().grid_dim)
+
+namespace onetrip {
+using ::cudasim::named_barrier;
+}
+
+__attribute__((noinline)) inline void __syncthreads() { ::cudasim::block_barrier(__builtin_return_address(0)); }
+inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { ::cudasim::warp_exchange(mask, 0); }
+
+// width: the warp falls into segments of so many lanes; a lane outside its segment means the lane itself.
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32) {
+  const unsigned lane = ::cudasim::lane(), source = lane ^ static_cast<unsigned>(lane_mask);
+  const unsigned segment_end = (lane / width + 1) * width;
+  return ::cudasim::shuffle(mask, value, source < segment_end ? source : lane);
+}
+template <typename T>
+T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+  const unsigned lane = ::cudasim::lane();
+  return ::cudasim::shuffle(mask, value, lane / width * width + static_cast<unsigned>(source) % width);
+}
+
+template <typename T>
+T __ldg(const T* address) {
+  return *address;
+}
+inline float __uint_as_float(unsigned bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+using std::memcpy;

@@ -1,0 +1,126 @@
+"""The CUDA kernels of row_norm, run thread by thread on the CPU under AddressSanitizer and UBSan, against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cudasim_harness import Pair, build, missing_tool, run
+from cudasim_row_norm import Call, calls, check_backward, check_forward
+
+pytestmark = pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))
+
+PAIRS: dict[str, Pair] = {
+    "f32": (torch.float32, torch.float32),
+    "f16": (torch.float16, torch.float16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "f16-f32": (torch.float16, torch.float32),
+    "bf16-f32": (torch.bfloat16, torch.float32),
+}
+# Rows x columns: both sides of every boundary of the table of paths, odd widths, and enough rows for several blocks,
+# several groups in a block and a last group without a row.
+SIZES = [
+    (5, 1), (300, 3), (19, 63), (700, 64), (33, 128), (70, 129), (140, 256), (36, 257), (33, 512), (20, 513), (140, 768),
+    (9, 1000), (5, 1023), (70, 1024), (3, 4097), (3, 8192), (2, 8193), (2, 16384), (6, 16391), (2, 33000),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def driver() -> Callable[[str], Path]:
+    """The driver of a pair of dtypes; all are compiled in the background from the first use on, two at a time."""
+    builds: dict[str, Future[Path]] = {}
+    pool = ThreadPoolExecutor(max_workers=2)
+
+    def of_pair(name: str) -> Path:
+        if not builds:
+            builds.update({other: pool.submit(build, [PAIRS[other]]) for other in PAIRS})
+        return builds[name].result()
+
+    return of_pair
+
+
+def _id(size: tuple[int, int]) -> str:
+    return f"M{size[0]}-N{size[1]}"
+
+
+@pytest.mark.parametrize("size", SIZES, ids=_id)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_matches_reference(driver, pair: str, size: tuple[int, int], tmp_path: Path) -> None:
+    # Every thread order at the small sizes; the wide ones, thousands of fibers each, under the two that differ most.
+    orders = (0, 3, 4, 5) if size[0] * size[1] < 20000 else (0, 4)
+    chosen = calls(PAIRS[pair], *size, orders=orders)
+    outputs = run(
+        driver(pair), [case for call in chosen for case in (call.forward_case(), call.backward_case())], tmp_path
+    )
+    for i, call in enumerate(chosen):
+        check_forward(call, outputs[2 * i])
+        check_backward(call, outputs[2 * i + 1])
+
+
+@pytest.mark.parametrize("size", [(9, 64), (9, 256), (5, 1024), (3, 16400)], ids=_id)
+@pytest.mark.parametrize("pair", ["f32", "bf16", "f16-f32"])
+def test_same_bits_wherever_tensors_lie(driver, pair: str, size: tuple[int, int], tmp_path: Path) -> None:
+    aligned = Call("aligned", *size, PAIRS[pair], residual=True, bias=True, dropout_p=0.25, store_z=True, dz=True)
+    layouts = [
+        aligned,
+        replace(aligned, name="one element off", shift=1),
+        replace(aligned, name="padded rows", row_padding=8),
+        replace(aligned, name="odd row stride", row_padding=3),
+    ]
+    cases = [case for call in layouts for case in (call.forward_case(), call.backward_case())]
+    outputs = run(driver(pair), cases, tmp_path)
+    for i, call in enumerate(layouts):
+        for direction, actual in zip((0, 1), outputs[2 * i : 2 * i + 2], strict=True):
+            for name, tensor in actual.items():
+                assert torch.equal(tensor.view(torch.uint8), outputs[direction][name].view(torch.uint8)), (
+                    call.name,
+                    name,
+                )
+
+
+@pytest.mark.parametrize("n_cols", [9000, 16384])
+@pytest.mark.parametrize("pair", ["f32", "bf16-f32"])
+def test_wide_gradients_do_not_depend_on_shared_memory(driver, pair: str, n_cols: int, tmp_path: Path) -> None:
+    """A card with little shared memory keeps less of the rows there; the gradients are the same bits."""
+    call = Call("wide", 9, n_cols, PAIRS[pair], residual=True, bias=True, dropout_p=0.1, store_z=True, orders=(0,))
+    limits = (227 * 1024, 163 * 1024, 96 * 1024, 64 * 1024, 48 * 1024)
+    outputs = run(driver(pair), [replace(call, shared_limit=limit).backward_case() for limit in limits], tmp_path)
+    check_backward(call, outputs[0])
+    for other in outputs[1:]:
+        for name, tensor in other.items():
+            assert torch.equal(tensor, outputs[0][name]), name
+
+
+@pytest.mark.parametrize("n_cols", [1000, 20000])
+def test_dropping_everything_gives_zero(driver, n_cols: int, tmp_path: Path) -> None:
+    call = Call("p1", 3, n_cols, PAIRS["f32"], norm=0, bias=True, dropout_p=1.0, nan_where_dropped=True)
+    forward, backward = run(driver("f32"), [call.forward_case(), call.backward_case()], tmp_path)
+    for tensor in (forward["z"], backward["dx"], backward["dbias"]):
+        assert torch.equal(tensor, torch.zeros_like(tensor))
+
+
+@pytest.mark.parametrize("n_cols", [100, 1000, 20000])
+def test_variance_survives_a_large_mean(driver, n_cols: int, tmp_path: Path) -> None:
+    """mean / std = 1e4 in float32: a one-pass sum of squares would lose all of the variance."""
+    call = Call("offset", 3, n_cols, PAIRS["f32"], weight=False, norm_bias=False)
+    case = call.forward_case()
+    x, shift = case.inputs["x"]
+    case.inputs["x"] = (x + 1e4, shift)
+    (outputs,) = run(driver("f32"), [case], tmp_path)
+    rows = (x + 1e4).double().view(3, n_cols)
+    expected = torch.nn.functional.layer_norm(rows, (n_cols,))
+    torch_error = (torch.nn.functional.layer_norm(rows.float(), (n_cols,)).double() - expected).abs().max()
+    assert (outputs["y"].double() - expected).abs().max() <= 2 * torch_error + 1e-5
+
+
+def test_empty_is_a_no_op(driver, tmp_path: Path) -> None:
+    for n_rows, n_cols in ((0, 8), (3, 0)):
+        call = Call("empty", n_rows, n_cols, PAIRS["f32"], store_z=True)
+        forward = call.forward_case()
+        for name in ("mean", "rstd"):
+            del forward.outputs[name]
+        run(driver("f32"), [forward], tmp_path)
