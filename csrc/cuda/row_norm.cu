@@ -158,8 +158,9 @@ cudaError_t launch_forward_kernel(const RowNormForward& args, cudaStream_t strea
       break;
   }
   const int64_t n_blocks = ceil_div(args.n_rows, rows_per_block);
-  return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(n_blocks < kMaxGrid ? n_blocks : kMaxGrid)), dim3(threads),
-                        0, stream, args);
+  const int64_t grid_y = ceil_div(n_blocks, kMaxGrid);
+  const dim3 grid(static_cast<unsigned>(ceil_div(n_blocks, grid_y)), static_cast<unsigned>(grid_y));
+  return ONETRIP_LAUNCH(kernel, grid, dim3(threads), 0, stream, args);
 }
 
 template <typename X, typename Z>

@@ -89,6 +89,11 @@ __device__ __forceinline__ void finish_chunk(const Chunk<Z, kColumns>& z, const 
   store_values(args.y, args.y_dtype, index, value, vector_access, valid);
 }
 
+// Blocks are counted over the grid's x and y: a grid's x alone ends at 2^31 - 1.
+__device__ __forceinline__ int64_t first_row_of_block(int rows_per_block) {
+  return (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * rows_per_block;
+}
+
 __device__ __forceinline__ void store_statistics(const RowNormForward& args, int64_t row, float mean, float rstd) {
   if (args.mean != nullptr) args.mean[row] = mean;
   if (args.rstd != nullptr) args.rstd[row] = rstd;
@@ -110,60 +115,58 @@ __global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128, kRowThre
   ONETRIP_SHARED(DropoutState, dropout_state, 1);
   const DropoutMask mask(args.dropout, dropout_state);
 
-  // The loop is uniform in a warp: lanes whose row lies past the end go through it with a row of no columns.
-  for (int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_per_block; first_row < args.n_rows;
-       first_row += static_cast<int64_t>(gridDim.x) * rows_per_block) {
-    const int64_t row = first_row + static_cast<int>(threadIdx.x) / row_threads;
-    const int n_cols = row < args.n_rows ? static_cast<int>(args.n_cols) : 0;
-    HeldRow<Z, kColumns, kChunks> held;
-    compute_z<X>(held, args, mask, kVectorAccess, row, first_col, step, n_cols);
-    if (args.z != nullptr && !args.center_z) {
+  // One row a group, and no loop over rows: addresses that a loop does not change would wait in registers for the next
+  // row. Lanes whose row lies past the end go through all of it, for the sake of the warp, with a row of no columns.
+  const int64_t row = first_row_of_block(rows_per_block) + static_cast<int>(threadIdx.x) / row_threads;
+  const int n_cols = row < args.n_rows ? static_cast<int>(args.n_cols) : 0;
+  HeldRow<Z, kColumns, kChunks> held;
+  compute_z<X>(held, args, mask, kVectorAccess, row, first_col, step, n_cols);
+  if (args.z != nullptr && !args.center_z) {
 #pragma unroll
-      for (int k = 0; k < kChunks; ++k) {
-        const int col = first_col + k * step;
-        store_chunk(args.z, row * args.n_cols + col, held.z[k], kVectorAccess,
-                    valid_columns<kColumns>(col, n_cols, kVectorAccess));
-      }
+    for (int k = 0; k < kChunks; ++k) {
+      const int col = first_col + k * step;
+      store_chunk(args.z, row * args.n_cols + col, held.z[k], kVectorAccess,
+                  valid_columns<kColumns>(col, n_cols, kVectorAccess));
     }
-    if (args.norm == Norm::kNone) continue;
+  }
+  if (args.norm == Norm::kNone) return;
 
-    float mean = 0.0f;
-    if (args.norm == Norm::kLayer) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int k = 0; k < kChunks; ++k) {
-        const int valid = valid_columns<kColumns>(first_col + k * step, n_cols, kVectorAccess);
-        float value[kColumns], chunk_sum = 0.0f;
-        unpack(held.z[k], value);
-        forget(held.z[k]);
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) chunk_sum += inside(i, valid, kVectorAccess) ? value[i] : 0.0f;
-        sum += chunk_sum;
-      }
-      mean = mean_of(sum_over_row(sum), args.n_cols);
-    }
-    float squares = 0.0f;
+  float mean = 0.0f;
+  if (args.norm == Norm::kLayer) {
+    float sum = 0.0f;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const int valid = valid_columns<kColumns>(first_col + k * step, n_cols, kVectorAccess);
-      float value[kColumns], chunk_squares = 0.0f;
+      float value[kColumns], chunk_sum = 0.0f;
       unpack(held.z[k], value);
       forget(held.z[k]);
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        const float centred = inside(i, valid, kVectorAccess) ? value[i] - mean : 0.0f;
-        chunk_squares += centred * centred;
-      }
-      squares += chunk_squares;
+      for (int i = 0; i < kColumns; ++i) chunk_sum += inside(i, valid, kVectorAccess) ? value[i] : 0.0f;
+      sum += chunk_sum;
     }
-    const float rstd = rsqrtf(mean_of(sum_over_row(squares), args.n_cols) + args.eps);
+    mean = mean_of(sum_over_row(sum), args.n_cols);
+  }
+  float squares = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    const int valid = valid_columns<kColumns>(first_col + k * step, n_cols, kVectorAccess);
+    float value[kColumns], chunk_squares = 0.0f;
+    unpack(held.z[k], value);
+    forget(held.z[k]);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      const float centred = inside(i, valid, kVectorAccess) ? value[i] - mean : 0.0f;
+      chunk_squares += centred * centred;
+    }
+    squares += chunk_squares;
+  }
+  const float rstd = rsqrtf(mean_of(sum_over_row(squares), args.n_cols) + args.eps);
 
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      finish_chunk(held.z[k], args, kVectorAccess, row, first_col + k * step, n_cols, mean, rstd);
-    }
-    if (thread == 0 && n_cols != 0) store_statistics(args, row, mean, rstd);
+  for (int k = 0; k < kChunks; ++k) {
+    finish_chunk(held.z[k], args, kVectorAccess, row, first_col + k * step, n_cols, mean, rstd);
   }
+  if (thread == 0 && n_cols != 0) store_statistics(args, row, mean, rstd);
 }
 
 // Rows that do not fit into registers: a block a row, two walks over it. The first joins the moments of its chunks
@@ -179,44 +182,44 @@ __global__ void __launch_bounds__(kMaxThreads, 1) row_norm_forward_wide_kernel(c
   const DropoutMask mask(args.dropout, dropout_state);
   const bool stores_plain_z = args.z != nullptr && !args.center_z;
 
-  for (int64_t row = blockIdx.x; row < args.n_rows; row += gridDim.x) {
-    Moments moments{0.0f, 0.0f, 0.0f};
-    for (int64_t col = first_col; col < args.n_cols; col += step) {
-      const int valid = valid_columns<kColumns>(col, args.n_cols, kVectorAccess);
-      HeldRow<Z, kColumns, 1> held;
-      compute_z<X>(held, args, mask, kVectorAccess, row, col, step, args.n_cols);
-      if (stores_plain_z) store_chunk(args.z, row * args.n_cols + col, held.z[0], kVectorAccess, valid);
-      float value[kColumns];
-      unpack(held.z[0], value);
-      Moments chunk{static_cast<float>(valid), 0.0f, 0.0f};
-      if (args.norm == Norm::kLayer) {
+  const int64_t row = first_row_of_block(1);
+  if (row >= args.n_rows) return;
+  Moments moments{0.0f, 0.0f, 0.0f};
+  for (int64_t col = first_col; col < args.n_cols; col += step) {
+    const int valid = valid_columns<kColumns>(col, args.n_cols, kVectorAccess);
+    HeldRow<Z, kColumns, 1> held;
+    compute_z<X>(held, args, mask, kVectorAccess, row, col, step, args.n_cols);
+    if (stores_plain_z) store_chunk(args.z, row * args.n_cols + col, held.z[0], kVectorAccess, valid);
+    float value[kColumns];
+    unpack(held.z[0], value);
+    Moments chunk{static_cast<float>(valid), 0.0f, 0.0f};
+    if (args.norm == Norm::kLayer) {
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) chunk.mean += inside(i, valid, kVectorAccess) ? value[i] : 0.0f;
-        chunk.mean /= chunk.count;
-      }
+      for (int i = 0; i < kColumns; ++i) chunk.mean += inside(i, valid, kVectorAccess) ? value[i] : 0.0f;
+      chunk.mean /= chunk.count;
+    }
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        const float centred = inside(i, valid, kVectorAccess) ? value[i] - chunk.mean : 0.0f;
-        chunk.m2 += centred * centred;
-      }
-      moments = join(moments, chunk);
+    for (int i = 0; i < kColumns; ++i) {
+      const float centred = inside(i, valid, kVectorAccess) ? value[i] - chunk.mean : 0.0f;
+      chunk.m2 += centred * centred;
     }
-    if (args.norm == Norm::kNone) continue;
-    moments = block_join(moments, shared);
-    const float rstd = rsqrtf(mean_of(moments.m2, args.n_cols) + args.eps);
-
-    for (int64_t col = first_col; col < args.n_cols; col += step) {
-      HeldRow<Z, kColumns, 1> held;
-      if (stores_plain_z) {
-        load_chunk<false>(held.z[0], args.z, row * args.n_cols + col, kVectorAccess,
-                          valid_columns<kColumns>(col, args.n_cols, kVectorAccess));
-      } else {
-        compute_z<X>(held, args, mask, kVectorAccess, row, col, step, args.n_cols);
-      }
-      finish_chunk(held.z[0], args, kVectorAccess, row, col, args.n_cols, moments.mean, rstd);
-    }
-    if (threadIdx.x == 0) store_statistics(args, row, moments.mean, rstd);
+    moments = join(moments, chunk);
   }
+  if (args.norm == Norm::kNone) return;
+  moments = block_join(moments, shared);
+  const float rstd = rsqrtf(mean_of(moments.m2, args.n_cols) + args.eps);
+
+  for (int64_t col = first_col; col < args.n_cols; col += step) {
+    HeldRow<Z, kColumns, 1> held;
+    if (stores_plain_z) {
+      load_chunk<false>(held.z[0], args.z, row * args.n_cols + col, kVectorAccess,
+                        valid_columns<kColumns>(col, args.n_cols, kVectorAccess));
+    } else {
+      compute_z<X>(held, args, mask, kVectorAccess, row, col, step, args.n_cols);
+    }
+    finish_chunk(held.z[0], args, kVectorAccess, row, col, args.n_cols, moments.mean, rstd);
+  }
+  if (threadIdx.x == 0) store_statistics(args, row, moments.mean, rstd);
 }
 
 }  // namespace onetrip

@@ -43,8 +43,8 @@ struct Fiber {
   size_t stack_bytes = kStackBytes;
   void* sanitizer_stack = nullptr;
   State state = State::kDone;
-  const void* call_site = nullptr;  // of the block barrier it waits at
-  int barrier = 0;                  // the named barrier it waits at
+  int line = 0;     // of the block barrier it waits at
+  int barrier = 0;  // the named barrier it waits at
   ThreadIndices indices{};
 };
 
@@ -185,13 +185,12 @@ bool run_round() {
 
 // Lets the block barrier go once all threads that have not exited are there. Returns whether it did.
 bool release_block_barrier() {
-  const void* call_site = nullptr;
+  int line = 0;
   for (const Fiber& fiber : fibers) {
     if (fiber.state == State::kDone) continue;
     if (fiber.state != State::kAtBlockBarrier) return false;
-    if (call_site != nullptr && call_site != fiber.call_site)
-      fail("__syncthreads at different places (divergent barrier)");
-    call_site = fiber.call_site;
+    if (line != 0 && line != fiber.line) fail("__syncthreads at different places (divergent barrier)");
+    line = fiber.line;
   }
   for (Fiber& fiber : fibers) {
     if (fiber.state == State::kAtBlockBarrier) fiber.state = State::kReady;
@@ -228,8 +227,8 @@ void fail(const char* message) {
   std::abort();
 }
 
-void block_barrier(const void* call_site) {
-  running->call_site = call_site;
+void block_barrier(int line) {
+  running->line = line;
   wait(State::kAtBlockBarrier);
 }
 

@@ -45,7 +45,7 @@ struct ThreadIndices {
 };
 const ThreadIndices& current();
 
-void block_barrier(const void* call_site);
+void block_barrier(int line);
 void named_barrier(int barrier, int threads);
 // All lanes of mask bring a value; afterwards each may read those of all: 32 slots, valid until the lane's next
 // exchange.
@@ -96,7 +96,8 @@ namespace onetrip {
 using ::cudasim::named_barrier;
 }
 
-__attribute__((noinline)) inline void __syncthreads() { ::cudasim::block_barrier(__builtin_return_address(0)); }
+// The line, not the return address, tells barriers apart: compilers duplicate code.
+inline void __syncthreads(int line = __builtin_LINE()) { ::cudasim::block_barrier(line); }
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { ::cudasim::warp_exchange(mask, 0); }
 
 // width: the warp falls into segments of so many lanes; a lane outside its segment means the lane itself.
