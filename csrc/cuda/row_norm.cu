@@ -15,22 +15,22 @@ namespace onetrip {
 //   path      threads a row           columns: forward (16 a thread)   backward (8 a thread)
 //   eighths   8 lanes                            128                         64
 //   warp      32 lanes                           512                        256
-//   block     64 to 1024, as needed            16384                       8192
+//   block     64 to 1024 (backward 512)          16384                       4096
 enum class Path { kEighths, kWarp, kBlock, kWide };
 constexpr int kEighthsThreads = 8;
 
 #ifdef __CUDACC_RTC__
 
-#define ONETRIP_INSTANTIATE(X, Z, kVector)                                                                           \
-  template __global__ void row_norm_forward_kernel<X, Z, kEighthsThreads, kVector>(RowNormForward);                  \
-  template __global__ void row_norm_forward_kernel<X, Z, kWarpThreads, kVector>(RowNormForward);                     \
-  template __global__ void row_norm_forward_kernel<X, Z, 0, kVector>(RowNormForward);                                \
-  template __global__ void row_norm_forward_wide_kernel<X, Z, kVector>(RowNormForward);                              \
-  template __global__ void row_norm_backward_kernel<X, Z, kEighthsThreads, kVector>(RowNormBackward,                 \
-                                                                                    BackwardPartition, int);         \
-  template __global__ void row_norm_backward_kernel<X, Z, kWarpThreads, kVector>(RowNormBackward, BackwardPartition, \
-                                                                                 int);                               \
-  template __global__ void row_norm_backward_kernel<X, Z, 0, kVector>(RowNormBackward, BackwardPartition, int);      \
+#define ONETRIP_INSTANTIATE(X, Z, kVector)                                                                            \
+  template __global__ void row_norm_forward_kernel<X, Z, kEighthsThreads, kVector>(RowNormForward);                   \
+  template __global__ void row_norm_forward_kernel<X, Z, kWarpThreads, kVector>(RowNormForward);                      \
+  template __global__ void row_norm_forward_kernel<X, Z, 0, kVector>(RowNormForward);                                 \
+  template __global__ void row_norm_forward_wide_kernel<X, Z, kVector>(RowNormForward);                               \
+  template __global__ void row_norm_backward_kernel<X, Z, kEighthsThreads, kVector>(RowNormBackward, bool,            \
+                                                                                    BackwardPartition, int);          \
+  template __global__ void row_norm_backward_kernel<X, Z, kWarpThreads, kVector>(RowNormBackward, bool,               \
+                                                                                 BackwardPartition, int);             \
+  template __global__ void row_norm_backward_kernel<X, Z, 0, kVector>(RowNormBackward, bool, BackwardPartition, int); \
   template __global__ void row_norm_backward_wide_kernel<X, Z, kVector>(RowNormBackward, BackwardPartition, WideCache);
 #define ONETRIP_INSTANTIATE_BOTH(X, Z) ONETRIP_INSTANTIATE(X, Z, true) ONETRIP_INSTANTIATE(X, Z, false)
 ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_BOTH)
@@ -42,12 +42,14 @@ namespace {
 
 constexpr int64_t kMaxGrid = 0x7FFFFFFF;  // blocks in x, on every card
 
+constexpr int kStaticSharedBytes = 1024;  // more than any kernel's own arrays, of the shared memory a block may have
+
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-Path choose_path(int64_t n_cols, int columns_per_thread) {
+Path choose_path(int64_t n_cols, int columns_per_thread, int max_threads) {
   return n_cols <= kEighthsThreads * columns_per_thread ? Path::kEighths
          : n_cols <= kWarpThreads * columns_per_thread  ? Path::kWarp
-         : n_cols <= kMaxThreads * columns_per_thread   ? Path::kBlock
+         : n_cols <= max_threads * columns_per_thread   ? Path::kBlock
                                                         : Path::kWide;
 }
 
@@ -61,27 +63,24 @@ struct BackwardShape {
   int row_threads, n_groups;
 };
 
-// 1024 threads a block, or as near as whole groups come: one block fills an SM at 64 registers a thread, and the fewer
-// the blocks, the fewer the partial rows. 15 named barriers bound the groups of several warps.
+// 512 threads a block, or as near as whole groups come. At most 8 groups of several warps, of 15 named barriers.
 BackwardShape backward_shape(int64_t n_cols) {
-  const Path path = choose_path(n_cols, kBackwardColumns);
-  if (path == Path::kEighths || path == Path::kWarp) {
-    const int row_threads = path == Path::kEighths ? kEighthsThreads : kWarpThreads;
-    return {path, row_threads, kMaxThreads / row_threads};
-  }
-  const int row_threads = path == Path::kBlock ? threads_for(n_cols, kBackwardColumns) : kMaxThreads;
-  const int n_groups = kMaxThreads / row_threads;
-  return {path, row_threads, n_groups < 15 ? n_groups : 15};
+  const Path path = choose_path(n_cols, kBackwardColumns, kBackwardThreads);
+  const int row_threads = path == Path::kEighths ? kEighthsThreads
+                          : path == Path::kWarp  ? kWarpThreads
+                          : path == Path::kBlock ? threads_for(n_cols, kBackwardColumns)
+                                                 : kBackwardThreads;
+  return {path, row_threads, kBackwardThreads / row_threads};
 }
 
 // The fixed partition of the rows, a function of the sizes alone. A partial row costs 4 bytes a column written and 4
 // read for each of up to three sums; the rows themselves at least 6 bytes a column in 16-bit types (dy, z, dx), 8 with
-// dresidual. So with 32 rows a block the partial sums of LayerNorm (two) add 16 / (32 * 6) = 8% and those of the full
-// block (three) 24 / (32 * 8) = 9%. 4096 rows make 128 blocks, which fill 97% of the 132 SMs of an H100 in one wave;
-// fewer rows are shared out thinner, down to a row a group, to keep 128 blocks; many make at most 1024 blocks, 8 waves,
-// whose tail is small.
+// dresidual. With 32 rows a block the partial sums of LayerNorm (two) add 16 / (32 * 6) = 8% and those of the full
+// block (three) 24 / (32 * 8) = 9%. Two blocks an SM fill the 132 SMs of an H100: 256 blocks are 97% of a wave. So
+// fewer than 8192 rows are shared out thinner, down to a row a group, to keep 256 blocks (4096 x 1024: 16 rows each, 2
+// MB a sum, which stays in L2); many rows make at most 2048 blocks, 8 waves, whose tail is small.
 BackwardPartition backward_partition(int64_t n_rows, int64_t n_cols) {
-  constexpr int64_t kRowsPerBlock = 32, kRowsPerGroup = 4, kFillingBlocks = 128, kMaxBlocks = 1024;
+  constexpr int64_t kRowsPerBlock = 32, kRowsPerGroup = 4, kFillingBlocks = 256, kMaxBlocks = 2048;
   const BackwardShape shape = backward_shape(n_cols);
   const int64_t wanted_rows =
       kRowsPerGroup * shape.n_groups > kRowsPerBlock ? kRowsPerGroup * shape.n_groups : kRowsPerBlock;
@@ -140,8 +139,8 @@ class DeviceGuard {
 template <typename X, typename Z, bool kVectorAccess>
 cudaError_t launch_forward_kernel(const RowNormForward& args, cudaStream_t stream) {
   auto kernel = row_norm_forward_wide_kernel<X, Z, kVectorAccess>;
-  int threads = kMaxThreads, rows_per_block = 1;
-  switch (choose_path(args.n_cols, kForwardColumns)) {
+  int threads = kForwardWideThreads, rows_per_block = 1;
+  switch (choose_path(args.n_cols, kForwardColumns, kMaxThreads)) {
     case Path::kEighths:
       kernel = row_norm_forward_kernel<X, Z, kEighthsThreads, kVectorAccess>;
       threads = 128, rows_per_block = threads / kEighthsThreads;
@@ -179,7 +178,7 @@ cudaError_t launch_forward(const RowNormForward& args, cudaStream_t stream) {
 }
 
 template <typename X, typename Z, bool kVectorAccess>
-cudaError_t launch_backward_wide(const RowNormBackward& args, const BackwardPartition& partition, int device,
+cudaError_t launch_backward_wide(const RowNormBackward& args, const BackwardPartition& partition, int shared_limit,
                                  cudaStream_t stream) {
   constexpr int kColumns = kChunkColumns<X, Z>;
   const auto kernel = row_norm_backward_wide_kernel<X, Z, kVectorAccess>;
@@ -187,36 +186,21 @@ cudaError_t launch_backward_wide(const RowNormBackward& args, const BackwardPart
   int64_t shared_bytes = 0;
   if (args.dy != nullptr) {
     // As many rows as fit at once; of a row that does not fit alone, as many tiles as do.
-    constexpr int64_t kStaticBytes = 1024;  // more than the kernel's own arrays
-    int limit = 0;
-    cudaError_t status = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (status != cudaSuccess) return status;
-    const int64_t tile_bytes = kMaxThreads * kColumns * (size_of(args.y_dtype) + static_cast<int64_t>(sizeof(Z)));
-    const int64_t n_tiles = ceil_div(args.n_cols, kMaxThreads * kColumns),
-                  tiles_that_fit = (limit - kStaticBytes) / tile_bytes;
+    const int64_t tile_bytes = kBackwardThreads * kColumns * (size_of(args.y_dtype) + static_cast<int64_t>(sizeof(Z)));
+    const int64_t n_tiles = ceil_div(args.n_cols, kBackwardThreads * kColumns),
+                  tiles_that_fit = shared_limit / tile_bytes;
     const int64_t rows_that_fit = tiles_that_fit / n_tiles;
     if (rows_that_fit > 0)
       cache.batch_rows = static_cast<int>(rows_that_fit < kMaxBatchRows ? rows_that_fit : kMaxBatchRows);
     cache.tiles = rows_that_fit > 0 ? n_tiles : tiles_that_fit / kMaxBatchRows;
     shared_bytes = cache.batch_rows * cache.tiles * tile_bytes;
-    status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(shared_bytes));
+    const cudaError_t status =
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(shared_bytes));
     if (status != cudaSuccess) return status;
   }
-  return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_blocks)), dim3(kMaxThreads),
+  return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_blocks)), dim3(kBackwardThreads),
                         static_cast<size_t>(shared_bytes), stream, args, partition, cache);
-}
-
-template <typename X, typename Z, bool kVectorAccess>
-cudaError_t launch_backward_kernel(const RowNormBackward& args, const BackwardPartition& partition, int device,
-                                   cudaStream_t stream) {
-  const BackwardShape shape = backward_shape(args.n_cols);
-  if (shape.path == Path::kWide) return launch_backward_wide<X, Z, kVectorAccess>(args, partition, device, stream);
-  const auto kernel = shape.path == Path::kEighths ? row_norm_backward_kernel<X, Z, kEighthsThreads, kVectorAccess>
-                      : shape.path == Path::kWarp  ? row_norm_backward_kernel<X, Z, kWarpThreads, kVectorAccess>
-                                                   : row_norm_backward_kernel<X, Z, 0, kVectorAccess>;
-  return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_blocks)),
-                        dim3(shape.row_threads * shape.n_groups), 0, stream, args, partition, shape.row_threads);
 }
 
 cudaError_t launch_partials(const RowNormBackward& args, int64_t n_blocks, cudaStream_t stream) {
@@ -238,6 +222,20 @@ cudaError_t launch_partials(const RowNormBackward& args, int64_t n_blocks, cudaS
                         dim3(kMaxThreads), 0, stream, args.workspace, n_blocks, args.n_cols, sums);
 }
 
+template <typename X, typename Z, bool kFast>
+cudaError_t launch_backward_rows(const RowNormBackward& args, bool vector_access, const BackwardShape& shape,
+                                 const BackwardPartition& partition, int shared_bytes, cudaStream_t stream) {
+  const auto kernel = shape.path == Path::kEighths ? row_norm_backward_kernel<X, Z, kEighthsThreads, kFast>
+                      : shape.path == Path::kWarp  ? row_norm_backward_kernel<X, Z, kWarpThreads, kFast>
+                                                   : row_norm_backward_kernel<X, Z, 0, kFast>;
+  const cudaError_t status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                  cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (status != cudaSuccess) return status;
+  return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_blocks)),
+                        dim3(shape.row_threads * shape.n_groups), static_cast<size_t>(shared_bytes), stream, args,
+                        vector_access, partition, shape.row_threads);
+}
+
 template <typename X, typename Z>
 cudaError_t launch_backward(const RowNormBackward& args, int device, cudaStream_t stream) {
   VectorAccess access(args.n_cols, kChunkColumns<X, Z>);
@@ -249,9 +247,25 @@ cudaError_t launch_backward(const RowNormBackward& args, int device, cudaStream_
   access.require(args.weight, args.weight_dtype, 0);
   access.require(args.workspace, DType::kFloat32, args.n_cols);
 
+  const BackwardShape shape = backward_shape(args.n_cols);
   const BackwardPartition partition = backward_partition(args.n_rows, args.n_cols);
-  const cudaError_t status = access.possible() ? launch_backward_kernel<X, Z, true>(args, partition, device, stream)
-                                               : launch_backward_kernel<X, Z, false>(args, partition, device, stream);
+  int shared_limit = 0;
+  cudaError_t status = cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (status != cudaSuccess) return status;
+  shared_limit -= kStaticSharedBytes;
+  if (shape.path == Path::kWide) {
+    status = access.possible() ? launch_backward_wide<X, Z, true>(args, partition, shared_limit, stream)
+                               : launch_backward_wide<X, Z, false>(args, partition, shared_limit, stream);
+  } else {
+    const int n_wanted = (args.dbias != nullptr) + (args.dweight != nullptr) + (args.dnorm_bias != nullptr);
+    const auto shared_bytes = [&](bool fast) {
+      return static_cast<int>(sizeof(float)) * backward_shared_floats(fast, args.weight != nullptr, n_wanted);
+    };
+    const bool fast = access.possible() && args.y_dtype == DTypeOf<X>::value && shared_bytes(true) <= shared_limit;
+    status = fast ? launch_backward_rows<X, Z, true>(args, true, shape, partition, shared_bytes(true), stream)
+                  : launch_backward_rows<X, Z, false>(args, access.possible(), shape, partition, shared_bytes(false),
+                                                      stream);
+  }
   return status == cudaSuccess ? launch_partials(args, partition.n_blocks, stream) : status;
 }
 

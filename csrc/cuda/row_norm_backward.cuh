@@ -12,8 +12,9 @@
 
 namespace onetrip {
 
-// Columns a thread, in every path. Three sums a column in registers, beside the row itself, are what 64 registers hold.
+// Columns a thread, in every path; and the threads of a block, or as near to it as whole groups come.
 constexpr int kBackwardColumns = 8;
+constexpr int kBackwardThreads = 512;
 constexpr int kMaxWanted = 3;
 
 // Which rows a block takes, and where its partial sums go: workspace is [n_wanted][n_blocks][n_cols].
@@ -30,18 +31,18 @@ struct GradientChunk {
 
 template <typename Z, int kColumns>
 __device__ __forceinline__ void load_gradient(GradientChunk<Z, kColumns>& chunk, const RowNormBackward& args,
-                                              bool vector_access, int64_t row, int64_t col, int valid) {
+                                              DType dy_dtype, bool vector_access, int64_t row, int64_t col, int valid) {
   load_chunk(chunk.z, args.z, row * args.z_row_stride + col, vector_access, valid);
-  load_chunk(chunk.dy, args.dy, args.y_dtype, row * args.dy_row_stride + col, vector_access, valid);
+  load_chunk(chunk.dy, args.dy, dy_dtype, row * args.dy_row_stride + col, vector_access, valid);
 }
 
 // wdy and n of one chunk; both are 0 past the row's end, where dy reads as 0 and n is set to it.
 template <typename Z, int kColumns>
-__device__ __forceinline__ void normalise(const GradientChunk<Z, kColumns>& chunk, const RowNormBackward& args,
-                                          float mean, float rstd, bool vector_access, int valid, float (&dy)[kColumns],
+__device__ __forceinline__ void normalise(const GradientChunk<Z, kColumns>& chunk, DType dy_dtype, float mean,
+                                          float rstd, bool vector_access, int valid, float (&dy)[kColumns],
                                           float (&n)[kColumns]) {
   unpack(chunk.z, n);
-  unpack(chunk.dy, args.y_dtype, dy);
+  unpack(chunk.dy, dy_dtype, dy);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) n[i] = inside(i, valid, vector_access) ? (n[i] - mean) * rstd : 0.0f;
 }
@@ -85,17 +86,59 @@ __device__ __forceinline__ float* partial_row(const RowNormBackward& args, const
   return args.workspace + (slot * partition.n_blocks + blockIdx.x) * args.n_cols;
 }
 
+// One float a column of this thread for each of the sums over rows, until the block's rows are through.
+// In registers where the kernel has 128 of them to spend, else in shared memory, word by word across the threads.
+template <bool kInShared>
+class ColumnSums {
+ public:
+  // buffer: [kBackwardColumns][blockDim] floats.
+  __device__ explicit ColumnSums(float* buffer) : buffer_(buffer + threadIdx.x) {
+    if (kInShared && buffer != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kBackwardColumns; ++i) buffer_[i * kBackwardThreads] = 0.0f;
+    }
+  }
+  __device__ __forceinline__ void add(int i, float value) {
+    if (kInShared) {
+      buffer_[i * kBackwardThreads] += value;
+    } else {
+      sum_[i] += value;
+    }
+  }
+  __device__ __forceinline__ void publish(float* buffer) const {
+    if (kInShared) return;
+#pragma unroll
+    for (int i = 0; i < kBackwardColumns; ++i) buffer[i * kBackwardThreads + threadIdx.x] = sum_[i];
+  }
+
+ private:
+  float* buffer_;
+  float sum_[kInShared ? 1 : kBackwardColumns] = {};
+};
+
+// Floats of dynamic shared memory: the weights and a buffer for every wanted sum; else one buffer, used in turn.
+constexpr int kSumFloats = kBackwardThreads * kBackwardColumns;
+__host__ __device__ constexpr int backward_shared_floats(bool fast, bool has_weight, int n_wanted) {
+  return fast ? ((has_weight ? 1 : 0) + n_wanted) * kSumFloats : kSumFloats;
+}
+
 // Groups of threads (kRowThreads lanes; 0: row_threads of the block, whole warps) take the block's rows in turn, each
-// thread always the same kBackwardColumns columns, whose sums stay in its registers. The groups wait for nobody but
-// themselves, so that some load while others reduce; at the end their sums are added in order through shared memory.
-template <typename X, typename Z, int kRowThreads, bool kVectorAccess>
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    row_norm_backward_kernel(const RowNormBackward args, const BackwardPartition partition,
+// thread always the same kBackwardColumns columns, whose sums it keeps. The groups wait for nobody but themselves, so
+// that some load while others reduce; at the end their sums are added in order.
+//
+// kFast: every access is vectorised and dy has x's dtype; 64 registers then suffice, with the sums and the weights in
+// shared memory, and half of an SM's threads are resident. Otherwise both are run-time choices. The sums have the same
+// bits.
+template <typename X, typename Z, int kRowThreads, bool kFast>
+__global__ void __launch_bounds__(kBackwardThreads, kFast ? 2 : 1)
+    row_norm_backward_kernel(const RowNormBackward args, const bool aligned, const BackwardPartition partition,
                              const int block_row_threads) {
   constexpr int kColumns = kChunkColumns<X, Z>;
   constexpr int kChunks = kBackwardColumns / kColumns;
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
-  ONETRIP_SHARED(float, group_sums, kMaxThreads* kBackwardColumns);
+  ONETRIP_DYNAMIC_SHARED(float, buffers);
+  const bool vector_access = kFast || aligned;
+  const DType dy_dtype = kFast ? DTypeOf<X>::value : args.y_dtype;
   const int row_threads = kRowThreads == 0 ? block_row_threads : kRowThreads;
   const int n_groups = static_cast<int>(blockDim.x) / row_threads;
   const int group = static_cast<int>(threadIdx.x) / row_threads;
@@ -105,14 +148,32 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   ONETRIP_SHARED(DropoutState, dropout_state, 1);
   const DropoutMask mask(args.dropout, dropout_state);
 
-  float dbias[kBackwardColumns] = {}, dweight[kBackwardColumns] = {}, dnorm_bias[kBackwardColumns] = {};
+  float* const weights = buffers;
+  if (kFast && args.weight != nullptr) {
+    for (int col = static_cast<int>(threadIdx.x); col < kSumFloats; col += static_cast<int>(blockDim.x)) {
+      weights[col] =
+          col < args.n_cols ? load_parameter(args.weight, args.weight_dtype, col) + args.weight_offset : 0.0f;
+    }
+    __syncthreads();
+  }
+  float* next_buffer = buffers + (kFast && args.weight != nullptr ? kSumFloats : 0);
+  const auto take_buffer = [&](const void* wanted) {
+    float* const buffer = wanted != nullptr ? next_buffer : nullptr;
+    if (kFast && wanted != nullptr) next_buffer += kSumFloats;
+    return buffer;
+  };
+  float* const dbias_buffer = take_buffer(args.dbias);
+  float* const dweight_buffer = take_buffer(args.dweight);
+  float* const dnorm_bias_buffer = take_buffer(args.dnorm_bias);
+  ColumnSums<kFast> dbias(dbias_buffer), dweight(dweight_buffer), dnorm_bias(dnorm_bias_buffer);
+
   const int64_t block_begin = blockIdx.x * partition.rows_per_block;
   const int64_t block_end =
       block_begin + partition.rows_per_block < args.n_rows ? block_begin + partition.rows_per_block : args.n_rows;
   // Uniform in a warp: a group past the block's last row goes on with a row of no columns.
   for (int64_t first_row = block_begin; first_row < block_end; first_row += n_groups) {
     const int64_t row = first_row + group;
-    const int64_t n_cols = row < block_end ? args.n_cols : 0;
+    const int n_cols = row < block_end ? static_cast<int>(args.n_cols) : 0;
     Chunk<Z, kColumns> dz[kChunks];
     float wdy[kChunks][kColumns], n[kChunks][kColumns];
     float2 means = make_float2(0.0f, 0.0f);
@@ -120,10 +181,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     GradientChunk<Z, kColumns> loaded[kChunks];
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      const int64_t col = first_col + k * step;
-      const int valid = valid_columns<kColumns>(col, n_cols, kVectorAccess);
-      if (args.dz != nullptr) load_chunk(dz[k], args.dz, row * args.dz_row_stride + col, kVectorAccess, valid);
-      if (args.dy != nullptr) load_gradient(loaded[k], args, kVectorAccess, row, col, valid);
+      const int col = first_col + k * step;
+      const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
+      if (args.dy != nullptr) load_gradient(loaded[k], args, dy_dtype, vector_access, row, col, valid);
+      if (args.dz != nullptr) load_chunk(dz[k], args.dz, row * args.dz_row_stride + col, vector_access, valid);
     }
     if (args.dy != nullptr) {
       const float mean = args.mean != nullptr && n_cols != 0 ? __ldg(args.mean + row) : 0.0f;
@@ -131,15 +192,23 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       float2 sums = make_float2(0.0f, 0.0f);
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
-        const int64_t col = first_col + k * step;
-        const int valid = valid_columns<kColumns>(col, n_cols, kVectorAccess);
-        normalise(loaded[k], args, mean, rstd, kVectorAccess, valid, wdy[k], n[k]);
+        const int col = first_col + k * step;
+        const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
+        normalise(loaded[k], dy_dtype, mean, rstd, vector_access, valid, wdy[k], n[k]);
+        if (args.dweight != nullptr) {
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-          dweight[k * kColumns + i] += wdy[k][i] * n[k][i];
-          dnorm_bias[k * kColumns + i] += wdy[k][i];
+          for (int i = 0; i < kColumns; ++i) dweight.add(k * kColumns + i, wdy[k][i] * n[k][i]);
         }
-        apply_weight(wdy[k], args, kVectorAccess, col, valid);
+        if (args.dnorm_bias != nullptr) {
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i) dnorm_bias.add(k * kColumns + i, wdy[k][i]);
+        }
+        if (!kFast) {
+          apply_weight(wdy[k], args, vector_access, col, valid);
+        } else if (args.weight != nullptr) {
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i) wdy[k][i] *= weights[col + i];
+        }
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) sums = add(sums, make_float2(wdy[k][i] * n[k][i], wdy[k][i]));
       }
@@ -147,8 +216,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     }
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      const int64_t col = first_col + k * step;
-      const int valid = valid_columns<kColumns>(col, n_cols, kVectorAccess);
+      const int col = first_col + k * step;
+      const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
       float g[kColumns] = {};
       if (args.dz != nullptr) unpack(dz[k], g);
       if (args.dy != nullptr) {
@@ -156,33 +225,31 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) g[i] += wdy[k][i];
       }
-      store_gradient<X, Z>(g, args, mask, kVectorAccess, row, col, valid);
+      store_gradient<X, Z>(g, args, mask, vector_access, row, col, valid);
+      if (args.dbias != nullptr) {
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) dbias[k * kColumns + i] += inside(i, valid, kVectorAccess) ? g[i] : 0.0f;
+        for (int i = 0; i < kColumns; ++i) dbias.add(k * kColumns + i, inside(i, valid, vector_access) ? g[i] : 0.0f);
+      }
     }
   }
 
   int slot = 0;
-  const auto add_groups = [&](const float (&sum)[kBackwardColumns]) {
-    const int padded_cols = row_threads * kBackwardColumns;
+  const auto add_groups = [&](const ColumnSums<kFast>& sums, float* buffer) {
+    if (buffer == nullptr) return;
     __syncthreads();  // the readers of the previous sums are done
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i)
-        group_sums[group * padded_cols + first_col + k * step + i] = sum[k * kColumns + i];
-    }
+    sums.publish(buffer);
     __syncthreads();
-    float* out = partial_row(args, partition, slot++);
+    float* const out = partial_row(args, partition, slot++);
     for (int col = static_cast<int>(threadIdx.x); col < args.n_cols; col += static_cast<int>(blockDim.x)) {
+      const int word = col / step * kColumns + col % kColumns, owner = col % step / kColumns;
       float total = 0.0f;
-      for (int i = 0; i < n_groups; ++i) total += group_sums[i * padded_cols + col];
+      for (int i = 0; i < n_groups; ++i) total += buffer[word * kBackwardThreads + i * row_threads + owner];
       out[col] = total;
     }
   };
-  if (args.dbias != nullptr) add_groups(dbias);
-  if (args.dweight != nullptr) add_groups(dweight);
-  if (args.dnorm_bias != nullptr) add_groups(dnorm_bias);
+  add_groups(dbias, dbias_buffer);
+  add_groups(dweight, dweight_buffer);
+  add_groups(dnorm_bias, dnorm_bias_buffer);
 }
 
 // How much of its rows a wide block keeps in dynamic shared memory between its two walks over them.
@@ -196,7 +263,7 @@ constexpr int kMaxBatchRows = 4;
 // and keeps what fits of dy and z in shared memory; the second goes by columns, each thread adding its columns over the
 // batch's rows before it touches their running sums, which live in the block's partial rows (mostly in L2).
 template <typename X, typename Z, bool kVectorAccess>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+__global__ void __launch_bounds__(kBackwardThreads, 1)
     row_norm_backward_wide_kernel(const RowNormBackward args, const BackwardPartition partition,
                                   const WideCache cache) {
   constexpr int kColumns = kChunkColumns<X, Z>;
@@ -231,7 +298,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       for (int64_t col = first_col; col < args.n_cols; col += step, ++tile) {
         const int valid = valid_columns<kColumns>(col, args.n_cols, kVectorAccess);
         GradientChunk<Z, kColumns> chunk;
-        load_gradient(chunk, args, kVectorAccess, row, col, valid);
+        load_gradient(chunk, args, args.y_dtype, kVectorAccess, row, col, valid);
         if (tile < cache.tiles) {
           uint32_t* words = kept_words(r, tile);
 #pragma unroll
@@ -242,7 +309,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
           }
         }
         float wdy[kColumns], n[kColumns];
-        normalise(chunk, args, mean, rstd, kVectorAccess, valid, wdy, n);
+        normalise(chunk, args.y_dtype, mean, rstd, kVectorAccess, valid, wdy, n);
         apply_weight(wdy, args, kVectorAccess, col, valid);
         float2 chunk_sums = make_float2(0.0f, 0.0f);
 #pragma unroll
@@ -288,11 +355,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) chunk.dy.word[i] = i < dy_words ? words[(kZWords + i) * blockDim.x] : 0;
           } else {
-            load_gradient(chunk, args, kVectorAccess, row, col, valid);
+            load_gradient(chunk, args, args.y_dtype, kVectorAccess, row, col, valid);
           }
           const float4 values = row_values[r];
           float wdy[kColumns], n[kColumns];
-          normalise(chunk, args, values.x, values.y, kVectorAccess, valid, wdy, n);
+          normalise(chunk, args.y_dtype, values.x, values.y, kVectorAccess, valid, wdy, n);
 #pragma unroll
           for (int i = 0; i < kColumns; ++i) {
             dweight[i] += wdy[i] * n[i];

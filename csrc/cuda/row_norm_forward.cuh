@@ -172,8 +172,10 @@ __global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128, kRowThre
 // Rows that do not fit into registers: a block a row, two walks over it. The first joins the moments of its chunks
 // (each chunk's own are two-pass, so nothing cancels); the second computes z again, or reads it back where it was
 // stored.
+constexpr int kForwardWideThreads = 512;
+
 template <typename X, typename Z, bool kVectorAccess>
-__global__ void __launch_bounds__(kMaxThreads, 1) row_norm_forward_wide_kernel(const RowNormForward args) {
+__global__ void __launch_bounds__(kForwardWideThreads, 1) row_norm_forward_wide_kernel(const RowNormForward args) {
   constexpr int kColumns = kChunkColumns<X, Z>;
   ONETRIP_SHARED(Moments, shared, kMaxWarps);
   const int64_t first_col = static_cast<int64_t>(threadIdx.x) * kColumns,

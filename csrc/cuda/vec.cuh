@@ -238,6 +238,12 @@ __device__ __forceinline__ void load_values(float (&value)[N], const void* base,
   unpack(chunk, dtype, value);
 }
 
+__device__ __forceinline__ float load_parameter(const void* base, DType dtype, int64_t index) {
+  if (dtype == DType::kFloat32) return static_cast<const float*>(base)[index];
+  if (dtype == DType::kFloat16) return __half2float(static_cast<const __half*>(base)[index]);
+  return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[index]);
+}
+
 template <typename T, int N>
 __device__ __forceinline__ void store_rounded(void* base, int64_t index, const float (&value)[N], bool vector_access,
                                               int valid) {
