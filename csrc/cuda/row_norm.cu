@@ -19,6 +19,7 @@ namespace onetrip {
 enum class Path { kEighths, kWarp, kBlock, kWide };
 constexpr int kEighthsThreads = 8;
 
+// NVRTC compiles no host code, so that nothing would ask for the kernels.
 #ifdef __CUDACC_RTC__
 
 #define ONETRIP_INSTANTIATE(X, Z, kVector)                                                                            \

@@ -99,16 +99,17 @@ class ColumnSums {
     }
   }
   __device__ __forceinline__ void add(int i, float value) {
-    if (kInShared) {
+    if constexpr (kInShared) {
       buffer_[i * kBackwardThreads] += value;
     } else {
       sum_[i] += value;
     }
   }
   __device__ __forceinline__ void publish(float* buffer) const {
-    if (kInShared) return;
+    if constexpr (!kInShared) {
 #pragma unroll
-    for (int i = 0; i < kBackwardColumns; ++i) buffer[i * kBackwardThreads + threadIdx.x] = sum_[i];
+      for (int i = 0; i < kBackwardColumns; ++i) buffer[i * kBackwardThreads + threadIdx.x] = sum_[i];
+    }
   }
 
  private:
