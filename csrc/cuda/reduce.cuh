@@ -9,6 +9,15 @@ constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 constexpr int kMaxThreads = 1024;
 constexpr int kMaxWarps = kMaxThreads / kWarpThreads;
 
+// Half of the threads that an SM can hold: 1024 of sm_75, 1536 of sm_86, sm_89 and sm_120, 2048 of the others.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
+constexpr int kHalfOfResidentThreads = 512;
+#elif defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kHalfOfResidentThreads = 768;
+#else
+constexpr int kHalfOfResidentThreads = 1024;
+#endif
+
 __device__ __forceinline__ float shuffle_xor(float value, int lane_mask) {
   return __shfl_xor_sync(kFullWarp, value, lane_mask);
 }

@@ -131,7 +131,7 @@ __host__ __device__ constexpr int backward_shared_floats(bool fast, bool has_wei
 // shared memory, and half of an SM's threads are resident. Otherwise both are run-time choices. The sums have the same
 // bits.
 template <typename X, typename Z, int kRowThreads, bool kFast>
-__global__ void __launch_bounds__(kBackwardThreads, kFast ? 2 : 1)
+__global__ void __launch_bounds__(kBackwardThreads, kFast&& kHalfOfResidentThreads > kBackwardThreads ? 2 : 1)
     row_norm_backward_kernel(const RowNormBackward args, const bool aligned, const BackwardPartition partition,
                              const int block_row_threads) {
   constexpr int kColumns = kChunkColumns<X, Z>;

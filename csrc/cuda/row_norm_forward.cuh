@@ -103,7 +103,8 @@ __device__ __forceinline__ void store_statistics(const RowNormForward& args, int
 // registers. kRowThreads lanes take a row (0: the whole block, whose size the launcher fits to the row). At most 64
 // registers a thread, which keeps half of the threads of an SM of sm_70 to sm_100 resident.
 template <typename X, typename Z, int kRowThreads, bool kVectorAccess>
-__global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128, kRowThreads == 0 ? 1 : 8)
+__global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128,
+                                  kRowThreads == 0 ? 1 : kHalfOfResidentThreads / 128)
     row_norm_forward_kernel(const RowNormForward args) {
   constexpr int kColumns = kChunkColumns<X, Z>, kChunks = kForwardColumns / kColumns;
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);

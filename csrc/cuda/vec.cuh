@@ -206,14 +206,14 @@ struct AnyChunk {
   uint32_t word[N];
 };
 
-template <int N>
+template <bool kConstant = true, int N>
 __device__ __forceinline__ void load_chunk(AnyChunk<N>& chunk, const void* base, DType dtype, int64_t index,
                                            bool vector_access, int valid) {
   if (dtype == DType::kFloat32) {
-    load_words<4, N, true>(chunk.word, static_cast<const uint32_t*>(base) + index, vector_access, valid);
+    load_words<4, N, kConstant>(chunk.word, static_cast<const uint32_t*>(base) + index, vector_access, valid);
   } else {
     Chunk<__half, N> half;
-    load_chunk(half, base, index, vector_access, valid);
+    load_chunk<kConstant>(half, base, index, vector_access, valid);
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) chunk.word[i] = half.word[i];
   }
@@ -233,8 +233,9 @@ __device__ __forceinline__ void unpack(const AnyChunk<N>& chunk, DType dtype, fl
 template <int N>
 __device__ __forceinline__ void load_values(float (&value)[N], const void* base, DType dtype, int64_t index,
                                             bool vector_access, int valid) {
+  // An ordinary load: one that could pass the stores of earlier chunks would, and wait in registers for its turn.
   AnyChunk<N> chunk;
-  load_chunk(chunk, base, dtype, index, vector_access, valid);
+  load_chunk<false>(chunk, base, dtype, index, vector_access, valid);
   unpack(chunk, dtype, value);
 }
 
