@@ -12,12 +12,14 @@
 namespace onetrip {
 
 // The table. A row goes to the first path that it fits, by its columns; to the wide kernels where it fits none.
-//   path      threads a row           columns: forward (16 a thread)   backward (8 a thread)
-//   eighths   8 lanes                            128                         64
-//   warp      32 lanes                           512                        256
-//   block     64 to 1024 (backward 512)          16384                       4096
+//   path      threads a row                           forward: columns (a thread)    backward: columns (a thread)
+//   eighths   8 lanes                                    64 (8)                         64 (8)
+//   warp      32 lanes                                  256 (8)                        256 (8)
+//   block     as needed, forward 1024, backward 512   16384 (16)                      4096 (8)
+//   wide      512, again and again
 enum class Path { kEighths, kWarp, kBlock, kWide };
-constexpr int kEighthsThreads = 8;
+constexpr int kEighthsThreads = 8, kNarrowColumns = 8;
+static_assert(forward_columns(kWarpThreads) == kNarrowColumns && kBackwardColumns == kNarrowColumns, "the table");
 
 // NVRTC compiles no host code, so that nothing would ask for the kernels.
 #ifdef __CUDACC_RTC__
@@ -47,11 +49,11 @@ constexpr int kStaticSharedBytes = 1024;  // more than any kernel's own arrays, 
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-Path choose_path(int64_t n_cols, int columns_per_thread, int max_threads) {
-  return n_cols <= kEighthsThreads * columns_per_thread ? Path::kEighths
-         : n_cols <= kWarpThreads * columns_per_thread  ? Path::kWarp
-         : n_cols <= max_threads * columns_per_thread   ? Path::kBlock
-                                                        : Path::kWide;
+Path choose_path(int64_t n_cols, int block_columns) {
+  return n_cols <= kEighthsThreads * kNarrowColumns ? Path::kEighths
+         : n_cols <= kWarpThreads * kNarrowColumns  ? Path::kWarp
+         : n_cols <= block_columns                  ? Path::kBlock
+                                                    : Path::kWide;
 }
 
 // The threads of the whole warps that a row needs.
@@ -66,7 +68,7 @@ struct BackwardShape {
 
 // 512 threads a block, or as near as whole groups come. At most 8 groups of several warps, of 15 named barriers.
 BackwardShape backward_shape(int64_t n_cols) {
-  const Path path = choose_path(n_cols, kBackwardColumns, kBackwardThreads);
+  const Path path = choose_path(n_cols, kBackwardColumns * kBackwardThreads);
   const int row_threads = path == Path::kEighths ? kEighthsThreads
                           : path == Path::kWarp  ? kWarpThreads
                           : path == Path::kBlock ? threads_for(n_cols, kBackwardColumns)
@@ -141,7 +143,7 @@ template <typename X, typename Z, bool kVectorAccess>
 cudaError_t launch_forward_kernel(const RowNormForward& args, cudaStream_t stream) {
   auto kernel = row_norm_forward_wide_kernel<X, Z, kVectorAccess>;
   int threads = kForwardWideThreads, rows_per_block = 1;
-  switch (choose_path(args.n_cols, kForwardColumns, kMaxThreads)) {
+  switch (choose_path(args.n_cols, forward_columns(0) * kMaxThreads)) {
     case Path::kEighths:
       kernel = row_norm_forward_kernel<X, Z, kEighthsThreads, kVectorAccess>;
       threads = 128, rows_per_block = threads / kEighthsThreads;
@@ -152,7 +154,7 @@ cudaError_t launch_forward_kernel(const RowNormForward& args, cudaStream_t strea
       break;
     case Path::kBlock:
       kernel = row_norm_forward_kernel<X, Z, 0, kVectorAccess>;
-      threads = threads_for(args.n_cols, kForwardColumns);
+      threads = threads_for(args.n_cols, forward_columns(0));
       break;
     case Path::kWide:
       break;
@@ -165,7 +167,7 @@ cudaError_t launch_forward_kernel(const RowNormForward& args, cudaStream_t strea
 
 template <typename X, typename Z>
 cudaError_t launch_forward(const RowNormForward& args, cudaStream_t stream) {
-  VectorAccess access(args.n_cols, kChunkColumns<X, Z>);
+  VectorAccess access(args.n_cols, kChunkColumns);
   access.require(args.x, args.x_dtype, args.x_row_stride);
   access.require(args.residual, args.residual_dtype, args.residual_row_stride);
   access.require(args.y, args.y_dtype, args.n_cols);
@@ -181,7 +183,7 @@ cudaError_t launch_forward(const RowNormForward& args, cudaStream_t stream) {
 template <typename X, typename Z, bool kVectorAccess>
 cudaError_t launch_backward_wide(const RowNormBackward& args, const BackwardPartition& partition, int shared_limit,
                                  cudaStream_t stream) {
-  constexpr int kColumns = kChunkColumns<X, Z>;
+  constexpr int kColumns = kChunkColumns;
   const auto kernel = row_norm_backward_wide_kernel<X, Z, kVectorAccess>;
   WideCache cache{kMaxBatchRows, 0};
   int64_t shared_bytes = 0;
@@ -239,7 +241,7 @@ cudaError_t launch_backward_rows(const RowNormBackward& args, bool vector_access
 
 template <typename X, typename Z>
 cudaError_t launch_backward(const RowNormBackward& args, int device, cudaStream_t stream) {
-  VectorAccess access(args.n_cols, kChunkColumns<X, Z>);
+  VectorAccess access(args.n_cols, kChunkColumns);
   access.require(args.dy, args.y_dtype, args.dy_row_stride);
   access.require(args.dz, args.z_dtype, args.dz_row_stride);
   access.require(args.z, args.z_dtype, args.z_row_stride);

@@ -134,8 +134,10 @@ template <typename X, typename Z, int kRowThreads, bool kFast>
 __global__ void __launch_bounds__(kBackwardThreads, kFast&& kHalfOfResidentThreads > kBackwardThreads ? 2 : 1)
     row_norm_backward_kernel(const RowNormBackward args, const bool aligned, const BackwardPartition partition,
                              const int block_row_threads) {
-  constexpr int kColumns = kChunkColumns<X, Z>;
+  constexpr int kColumns = kChunkColumns;
   constexpr int kChunks = kBackwardColumns / kColumns;
+  // A float32 dz waits in memory: for the sum over the row there are no 8 registers left to hold it.
+  constexpr bool kDzEarly = !kFast || sizeof(Z) == 2;
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
   ONETRIP_DYNAMIC_SHARED(float, buffers);
   const bool vector_access = kFast || aligned;
@@ -185,7 +187,9 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast&& kHalfOfResidentThrea
       const int col = first_col + k * step;
       const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
       if (args.dy != nullptr) load_gradient(loaded[k], args, dy_dtype, vector_access, row, col, valid);
-      if (args.dz != nullptr) load_chunk(dz[k], args.dz, row * args.dz_row_stride + col, vector_access, valid);
+      if (kDzEarly && args.dz != nullptr) {
+        load_chunk(dz[k], args.dz, row * args.dz_row_stride + col, vector_access, valid);
+      }
     }
     if (args.dy != nullptr) {
       const float mean = args.mean != nullptr && n_cols != 0 ? __ldg(args.mean + row) : 0.0f;
@@ -220,7 +224,10 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast&& kHalfOfResidentThrea
       const int col = first_col + k * step;
       const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
       float g[kColumns] = {};
-      if (args.dz != nullptr) unpack(dz[k], g);
+      if (args.dz != nullptr) {
+        if (!kDzEarly) load_chunk(dz[k], args.dz, row * args.dz_row_stride + col, vector_access, valid);
+        unpack(dz[k], g);
+      }
       if (args.dy != nullptr) {
         gradient_of_z(wdy[k], n[k], means, rstd);
 #pragma unroll
@@ -267,7 +274,7 @@ template <typename X, typename Z, bool kVectorAccess>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     row_norm_backward_wide_kernel(const RowNormBackward args, const BackwardPartition partition,
                                   const WideCache cache) {
-  constexpr int kColumns = kChunkColumns<X, Z>;
+  constexpr int kColumns = kChunkColumns;
   constexpr int kZWords = Chunk<Z, kColumns>::kWords;
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
   ONETRIP_SHARED(float4, row_values, kMaxBatchRows);  // mean, rstd and the two means of the gradient

@@ -6,11 +6,10 @@
 
 namespace onetrip {
 
-// Columns a chunk: 16 bytes of the narrower of the two types, x and z. A row's chunks go to its threads in turn, so
-// that a warp touches consecutive addresses; a multiple of 4, so that one Philox call serves 4 columns of the same
-// thread.
-template <typename X, typename Z>
-constexpr int kChunkColumns = 16 / (sizeof(X) < sizeof(Z) ? sizeof(X) : sizeof(Z));
+// Columns a chunk: 16 bytes of a 16-bit type, two accesses of 16 bytes of float32. A row's chunks go to its threads in
+// turn, so that a warp touches consecutive addresses; a multiple of 4, so that one Philox call serves 4 columns of the
+// same thread. (4 columns for float32 alone were tried: twice the addresses, and registers spilled.)
+constexpr int kChunkColumns = 8;
 
 // A row's statistics are means over n_cols; a row wider than 2^24 would be the first that float cannot count exactly.
 __device__ __forceinline__ float mean_of(float sum, int64_t n_cols) { return sum / static_cast<float>(n_cols); }

@@ -9,9 +9,8 @@
 
 namespace onetrip {
 
-// Columns a thread. 16 of float32 are 16 registers, and as many again for a residual on its way: what 64 registers
-// hold.
-constexpr int kForwardColumns = 16;
+// Columns a thread: what 64 registers hold, with a residual on its way.
+__host__ __device__ constexpr int forward_columns(int row_threads) { return row_threads == 0 ? 16 : 8; }
 
 // A row that its threads hold: kChunks chunks a thread, the k-th at column first + k * step.
 template <typename Z, int kColumns, int kChunks>
@@ -106,7 +105,7 @@ template <typename X, typename Z, int kRowThreads, bool kVectorAccess>
 __global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128,
                                   kRowThreads == 0 ? 1 : kHalfOfResidentThreads / 128)
     row_norm_forward_kernel(const RowNormForward args) {
-  constexpr int kColumns = kChunkColumns<X, Z>, kChunks = kForwardColumns / kColumns;
+  constexpr int kColumns = kChunkColumns, kChunks = forward_columns(kRowThreads) / kColumns;
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
   const int row_threads = kRowThreads == 0 ? static_cast<int>(blockDim.x) : kRowThreads;
   const int rows_per_block = static_cast<int>(blockDim.x) / row_threads;
@@ -177,7 +176,7 @@ constexpr int kForwardWideThreads = 512;
 
 template <typename X, typename Z, bool kVectorAccess>
 __global__ void __launch_bounds__(kForwardWideThreads, 1) row_norm_forward_wide_kernel(const RowNormForward args) {
-  constexpr int kColumns = kChunkColumns<X, Z>;
+  constexpr int kColumns = kChunkColumns;
   ONETRIP_SHARED(Moments, shared, kMaxWarps);
   const int64_t first_col = static_cast<int64_t>(threadIdx.x) * kColumns,
                 step = static_cast<int64_t>(blockDim.x) * kColumns;
