@@ -171,12 +171,12 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast&& kHalfOfResidentThrea
   ColumnSums<kFast> dbias(dbias_buffer), dweight(dweight_buffer), dnorm_bias(dnorm_bias_buffer);
 
   const int64_t block_begin = blockIdx.x * partition.rows_per_block;
-  const int64_t block_end =
-      block_begin + partition.rows_per_block < args.n_rows ? block_begin + partition.rows_per_block : args.n_rows;
+  const int64_t rows_left = args.n_rows - block_begin;
+  const int n_rows = static_cast<int>(rows_left < partition.rows_per_block ? rows_left : partition.rows_per_block);
   // Uniform in a warp: a group past the block's last row goes on with a row of no columns.
-  for (int64_t first_row = block_begin; first_row < block_end; first_row += n_groups) {
-    const int64_t row = first_row + group;
-    const int n_cols = row < block_end ? static_cast<int>(args.n_cols) : 0;
+  for (int first_row = 0; first_row < n_rows; first_row += n_groups) {
+    const int64_t row = block_begin + first_row + group;
+    const int n_cols = first_row + group < n_rows ? static_cast<int>(args.n_cols) : 0;
     Chunk<Z, kColumns> dz[kChunks];
     float wdy[kChunks][kColumns], n[kChunks][kColumns];
     float2 means = make_float2(0.0f, 0.0f);

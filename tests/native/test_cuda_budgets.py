@@ -100,14 +100,21 @@ def _compile(arch: int) -> tuple[str, str]:
 
 
 def _short_name(mangled: str) -> str:
-    """forward_kernel<bf16, f32, 32, true> from the mangled name."""
+    """forward_kernel<bf16, f32, 32, fast> from the mangled name."""
     found = re.search(r"row_norm_(\w+?_kernel)I(.*?)EEv", mangled)
     assert found is not None, mangled
-    types = found[2].replace("13__nv_bfloat16", "bf16,").replace("6__half", "f16,")
-    types = re.sub(r"^(bf16|f16),S\d?_", r"\1,\1,", types)
-    types = re.sub(r"Li(\d+)E?", r"\1,", re.sub(r"Lb([01])E?", lambda m: f"{'fast' if m[1] == '1' else 'any'},", types))
-    types = re.sub(r"(?<![a-z0-9])f(?=[,fL0-9af])", "f32,", types)
-    return f"{found[1]}<{types.strip(',')}>"
+    types = {"13__nv_bfloat16": "bf16", "6__half": "f16", "f": "f32"}
+    words: list[str] = []
+    for token in re.findall(r"13__nv_bfloat16|6__half|S\d?_|Li\d+|Lb[01]|f", found[2]):
+        if token.startswith("S"):
+            words.append(words[-1])  # the type before, again
+        elif token.startswith("Li"):
+            words.append(token[2:])
+        elif token.startswith("Lb"):
+            words.append("fast" if token == "Lb1" else "any")
+        else:
+            words.append(types[token])
+    return f"{found[1]}<{', '.join(words)}>"
 
 
 def _measure(arch: int) -> list[Kernel]:
