@@ -123,6 +123,14 @@ __host__ __device__ constexpr int backward_shared_floats(bool fast, bool has_wei
   return fast ? ((has_weight ? 1 : 0) + n_wanted) * kSumFloats : kSumFloats;
 }
 
+// Blocks an SM that the fast kernel's registers must leave room for: half of its threads, but for sm_70, which has no
+// registers for what is uniform in a warp and would spill 100 to 200 bytes a thread.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kBackwardBlocks = 1;
+#else
+constexpr int kBackwardBlocks = 2;
+#endif
+
 // Groups of threads (kRowThreads lanes; 0: row_threads of the block, whole warps) take the block's rows in turn, each
 // thread always the same kBackwardColumns columns, whose sums it keeps. The groups wait for nobody but themselves, so
 // that some load while others reduce; at the end their sums are added in order.
@@ -131,7 +139,7 @@ __host__ __device__ constexpr int backward_shared_floats(bool fast, bool has_wei
 // shared memory, and half of an SM's threads are resident. Otherwise both are run-time choices. The sums have the same
 // bits.
 template <typename X, typename Z, int kRowThreads, bool kFast>
-__global__ void __launch_bounds__(kBackwardThreads, kFast&& kHalfOfResidentThreads > kBackwardThreads ? 2 : 1)
+__global__ void __launch_bounds__(kBackwardThreads, kFast ? kBackwardBlocks : 1)
     row_norm_backward_kernel(const RowNormBackward args, const bool aligned, const BackwardPartition partition,
                              const int block_row_threads) {
   constexpr int kColumns = kChunkColumns;
