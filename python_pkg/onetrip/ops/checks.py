@@ -5,26 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
-
-
-def fits(tensor: object, shape: torch.Size, device: torch.device) -> bool:
-    """Whether check_like or check_parameter would pass, without finding out what is wrong: half their price."""
-    return (
-        isinstance(tensor, Tensor)
-        and tensor.dtype in _DTYPES
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and tensor.shape == shape
-        and tensor.device == device
-    )
+DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 
 
 def check_rows(function: str, argument: str, tensor: object) -> None:
     """A strided floating-point tensor of rank 1 and up."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {argument} must be a Tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in DTYPES:
         raise TypeError(
             f"{function}: {argument} must be float32, float16, bfloat16 or float64, got {str(tensor.dtype)[6:]}"
         )

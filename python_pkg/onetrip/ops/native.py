@@ -82,7 +82,13 @@ def row_norm_forward(
     weight = None if weight is None else _vector(weight)
     norm_bias = None if norm_bias is None else _vector(norm_bias)
     y = _empty(x, shape, plan.y_dtype) if plan.norm else None
-    z = _empty(x, shape, plan.z_dtype) if plan.store_z else None
+    z = (
+        None
+        if not plan.store_z
+        else _empty(x, shape, plan.z_dtype)
+        if y is None
+        else torch.empty_like(y, dtype=plan.z_dtype)
+    )
     mean = rstd = None
     if plan.store_stats:
         rstd = torch.empty(n_rows, dtype=torch.float32, device=device)

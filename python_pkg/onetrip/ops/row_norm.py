@@ -25,7 +25,7 @@ from ..reference.philox import Rng
 from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, Backward, Forward, GradDtypes, RowNormPlan
 from . import native
 from .backends import KERNEL_DTYPES, choose
-from .checks import check_eps, check_like, check_number, check_parameter, check_probability, check_rows, fits
+from .checks import DTYPES, check_eps, check_like, check_number, check_parameter, check_probability, check_rows
 from .rng import check_rng, draw_rng, draw_rng_tensor
 
 _NO_GRADS: GradDtypes = (None, None, None, None, None)
@@ -183,7 +183,8 @@ class _RowNorm(torch.autograd.Function):
     ) -> Any:
         rng, plan, backend, _, return_z = call
         y, z, mean, rstd = forward(backend, x, residual, bias, weight, norm_bias, rng, plan)
-        ctx.set_materialize_grads(False)
+        if return_z:
+            ctx.set_materialize_grads(False)
         rng_tensor = rng if isinstance(rng, Tensor) else None
         if plan.norm:
             ctx.save_for_backward(x if z is None else z, mean, rstd, weight, rng_tensor)
@@ -221,6 +222,35 @@ def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
 
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter, type(None))
+
+
+def _all_fit(
+    x: Tensor, residual: Tensor | None, bias: Tensor | None, weight: Tensor | None, norm_bias: Tensor | None
+) -> bool:
+    """Whether all checks of tensors would pass, at a third of their price; what is wrong is for them to find out."""
+    try:
+        shape, device = x.shape, x.device
+        columns = shape[-1:]
+        if not (columns and x.dtype in DTYPES and x.layout is torch.strided) or x.is_nested:
+            return False
+        if residual is not None and not (
+            residual.dtype in DTYPES
+            and residual.layout is torch.strided
+            and residual.shape == shape
+            and residual.device == device
+        ):
+            return False
+        for vector in (bias, weight, norm_bias):
+            if vector is not None and not (
+                vector.dtype in DTYPES
+                and vector.layout is torch.strided
+                and vector.shape == columns
+                and vector.device == device
+            ):
+                return False
+    except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one without a shape
+        return False
+    return True
 
 
 def _is_traced(x: Tensor, *others: Tensor | None) -> bool:
@@ -325,20 +355,18 @@ def row_norm(
     rng: tuple[int, int] | None = None,
 ) -> Any:
     """Every public function of the family: checks, dtypes, backend, autograd. function: its name, for messages."""
-    check_rows(function, "x", x)
-    shape, device = x.shape, x.device
-    columns = shape[-1:]
-    if residual is not None and not fits(residual, shape, device):
-        check_like(function, "residual", residual, x)
-    if bias is not None and not fits(bias, columns, device):
-        check_parameter(function, "bias", bias, x)
-    if weight is not None and not fits(weight, columns, device):
-        check_parameter(function, "weight", weight, x)
-    if norm_bias is not None and not fits(norm_bias, columns, device):
-        check_parameter(function, "norm_bias" if function == "bias_dropout_residual_norm" else "bias", norm_bias, x)
-    check_eps(function, eps)
-    check_number(function, "weight_offset", weight_offset)
-    check_rng(function, rng)
+    plain_numbers = type(eps) is float and eps >= 0.0 and type(weight_offset) is float
+    if not (plain_numbers and rng is None and _all_fit(x, residual, bias, weight, norm_bias)):
+        check_rows(function, "x", x)
+        if residual is not None:
+            check_like(function, "residual", residual, x)
+        norm_bias_name = "norm_bias" if function == "bias_dropout_residual_norm" else "bias"
+        for name, vector in (("bias", bias), ("weight", weight), (norm_bias_name, norm_bias)):
+            if vector is not None:
+                check_parameter(function, name, vector, x)
+        check_eps(function, eps)
+        check_number(function, "weight_offset", weight_offset)
+        check_rng(function, rng)
 
     z_is_x = residual is None and bias is None and dropout_p == 0.0
     needs_grad = torch.is_grad_enabled() and (
