@@ -26,13 +26,9 @@ def _rows(tensor: Tensor, n_cols: int) -> tuple[Tensor, int]:
     return tensor, tensor.stride(0)
 
 
-def _vector(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
-
-
 def _empty(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """An uninitialised contiguous tensor; empty_like is half the price where it gives the same."""
-    if like.dtype is dtype and like.is_contiguous() and like.shape == shape:
+    if like.dtype is dtype and like.shape == shape and like.is_contiguous():
         return torch.empty_like(like)
     return torch.empty(shape, dtype=dtype, device=like.device)
 
@@ -78,18 +74,17 @@ def row_norm_forward(
     residual_row_stride = 0
     if residual is not None:
         residual, residual_row_stride = _rows(residual, n_cols)
-    bias = None if bias is None else _vector(bias)
-    weight = None if weight is None else _vector(weight)
-    norm_bias = None if norm_bias is None else _vector(norm_bias)
-    y = _empty(x, shape, plan.y_dtype) if plan.norm else None
-    z = (
-        None
-        if not plan.store_z
-        else _empty(x, shape, plan.z_dtype)
-        if y is None
-        else torch.empty_like(y, dtype=plan.z_dtype)
-    )
-    mean = rstd = None
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
+    if weight is not None and not weight.is_contiguous():
+        weight = weight.contiguous()
+    if norm_bias is not None and not norm_bias.is_contiguous():
+        norm_bias = norm_bias.contiguous()
+    y = z = mean = rstd = None
+    if plan.norm:
+        y = _empty(x, shape, plan.y_dtype)
+    if plan.store_z:
+        z = _empty(x, shape, plan.z_dtype)
     if plan.store_stats:
         rstd = torch.empty(n_rows, dtype=torch.float32, device=device)
         if plan.norm == NORM_LAYER and not plan.center_z:
@@ -158,7 +153,8 @@ def row_norm_backward(
         z, z_row_stride = _rows(z, n_cols)
     if dz is not None:
         dz, dz_row_stride = _rows(dz, n_cols)
-    weight = None if weight is None else _vector(weight)
+    if weight is not None and not weight.is_contiguous():
+        weight = weight.contiguous()
     x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype = grad_dtypes
     if dy is None:
         weight_dtype = norm_bias_dtype = None
