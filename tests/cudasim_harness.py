@@ -135,7 +135,10 @@ def run(driver: Path, cases: Sequence[Case], folder: Path) -> list[dict[str, Ten
         outputs: dict[str, Tensor] = {}
         for name, (shape, dtype, _) in case.outputs.items():
             size = torch.Size(shape).numel() * dtype.itemsize
-            outputs[name] = torch.frombuffer(bytearray(raw[position : position + size]), dtype=dtype).reshape(shape)
+            chunk = bytearray(raw[position : position + size])
+            outputs[name] = (
+                torch.frombuffer(chunk, dtype=dtype).reshape(shape) if chunk else torch.empty(shape, dtype=dtype)
+            )
             position += size
         all_outputs.append(outputs)
     return all_outputs

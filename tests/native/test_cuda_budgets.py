@@ -26,9 +26,9 @@ BUILD = ROOT / "build" / "cuda_budgets"
 REGISTERS = 65536
 RESIDENT_THREADS = {70: 2048, 75: 1024, 80: 2048, 90: 2048, 100: 2048, 120: 1536}
 ARCHITECTURES = tuple(RESIDENT_THREADS)
-# Known shortfalls, by architecture. Bytes that the worst kernel spills: sm_70 has no uniform registers (forward blocks of
-# 1024 threads); from sm_80 on it is the aligned backward of a float32 z. And the share of its threads that an SM of sm_70
-# keeps resident in the aligned backward, which would spill otherwise.
+# Known shortfalls, by architecture. Bytes that the worst kernel spills: sm_70 has no uniform registers (forward
+# blocks of 1024 threads); from sm_80 on it is the aligned backward of a float32 z. And the share of its threads that
+# an SM of sm_70 keeps resident in the aligned backward, which would spill otherwise.
 SPILL_LIMIT = {70: 144, 80: 8, 100: 32, 120: 32}
 RESIDENT_SHARE = {70: 0.25}
 
