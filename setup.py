@@ -29,7 +29,15 @@ if IS_X86:
 
 # One cubin runs on every later minor version of its major one; the PTX of the newest serves the cards after it.
 DEFAULT_CUDA_ARCHS = "7.0 7.5 8.0 9.0 10.0 12.0+PTX"
-NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+NVCC_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "--threads",
+    "2",
+    "--expt-relaxed-constexpr",
+    "-Xcompiler",
+    "-fPIC,-fvisibility=hidden",
+]
 
 
 def say(text: str) -> None:
@@ -82,19 +90,26 @@ def cuda_archs(nvcc: Path) -> list[tuple[str, bool]]:
     visible = visible_cards()
     if not re.fullmatch(r"[\d. ]+", visible):
         visible = ""
-    asked = os.environ.get("ONETRIP_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST") or visible
+    ours = os.environ.get("ONETRIP_CUDA_ARCHS")
+    asked = ours or os.environ.get("TORCH_CUDA_ARCH_LIST") or visible
     known = set(re.findall(r"sm_(\d+)\b", output(str(nvcc), "--list-gpu-code")))
-    archs = []
+    archs: list[tuple[str, bool]] = []
     for word in re.split(r"[\s;,]+", (asked or DEFAULT_CUDA_ARCHS).strip()):
         match = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)[af]?(\+PTX)?", word)
+        if match is None and not ours:
+            say(f"architecture {word!r} dropped: only numbers such as 8.0 are read")
+            continue
         if match is None:
             sys.exit(f'onetrip: CUDA architectures must read like "7.0 8.0 9.0+PTX", got {word!r}')
         if match[1] + match[2] in known:
-            archs.append((f"{match[1]}.{match[2]}", match[3] is not None))
+            if f"{match[1]}.{match[2]}" not in dict(archs):
+                archs.append((f"{match[1]}.{match[2]}", match[3] is not None))
         else:
             say(f"architecture {match[1]}.{match[2]} dropped: this nvcc does not know it")
-    if not archs:
-        sys.exit(f"onetrip: none of the CUDA architectures asked for ({asked}) is known to {nvcc}")
+    if not archs and (ours or os.environ.get("ONETRIP_CUDA") == "1"):
+        sys.exit(
+            f"onetrip: none of the CUDA architectures asked for ({asked or DEFAULT_CUDA_ARCHS}) is known to {nvcc}"
+        )
     return archs
 
 
@@ -171,8 +186,11 @@ class BuildNative(build_ext):
             objects.append(build_dir / f"{name}.o")
             ninja.build(objects[-1], rule, [source], flags=shell(flags))
 
+        archs = cuda_archs(home / "bin/nvcc") if home is not None else []
+        if home is not None and not archs:
+            say("building without CUDA kernels: this nvcc knows none of the cards")
+            home = None
         if home is not None:
-            archs = cuda_archs(home / "bin/nvcc")
             say(f"CUDA kernels by {home}/bin/nvcc for {', '.join(arch for arch, _ in archs)}")
             code = []
             for arch, with_ptx in archs:

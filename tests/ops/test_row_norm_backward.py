@@ -241,9 +241,27 @@ def test_gradcheck_of_rms_norm(options):
 
 def test_double_backward_raises(target):
     leaves = make((3, 8), torch.float32, ALL, device=target.device).leaves()
-    (dx,) = torch.autograd.grad(call(leaves).square().sum(), leaves.x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate"):
-        dx.sum().backward()
+    with pytest.raises(RuntimeError, match="differentiated again"):
+        (dx,) = torch.autograd.grad(call(leaves).square().sum(), leaves.x, create_graph=True)
+        # With a first-order term beside it, the engine would leave a raising node without inputs out.
+        torch.autograd.grad(dx.square().sum() + leaves.x.square().sum(), leaves.x)
+
+
+def test_batched_gradients(target):
+    leaves = make((3, 8), torch.float32, ALL, device=target.device).leaves()
+    y = call(leaves)
+    batch = torch.randn(4, *y.shape, device=target.device)
+    (batched,) = torch.autograd.grad(y, leaves.x, batch, is_grads_batched=True, retain_graph=True)
+    for one, dy in zip(batched, batch, strict=True):
+        torch.testing.assert_close(one, torch.autograd.grad(y, leaves.x, dy, retain_graph=True)[0])
+
+
+def test_lazy_negation_is_seen(target):
+    negated = torch._neg_view(torch.randn(4, 8, device=target.device))
+    weight = torch._neg_view(torch.randn(8, device=target.device))
+    torch.testing.assert_close(ops.layer_norm(negated, weight), ops.layer_norm(negated.clone(), weight.clone()))
+    x = torch.randn(4, 8, device=target.device, requires_grad=True)
+    torch.testing.assert_close(*(torch.autograd.grad(ops.layer_norm(x), x, dy)[0] for dy in (negated, negated.clone())))
 
 
 def saved(function: Any) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from ..ops import bias_dropout_residual, bias_dropout_residual_norm
 from ..ops import row_norm as ops
-from ..ops.checks import check_eps, check_probability
+from ..ops.checks import check_eps, check_number, check_probability
 from ..reference.row_norm import NORM_LAYER, NORM_RMS
 
 
@@ -20,6 +20,8 @@ def _over_normalized_shape(
 ) -> Tensor:
     """The norm over all dimensions of normalized_shape, which are one row."""
     function, shape = type(module).__name__, module.normalized_shape
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{function}: x must be a Tensor, got {type(x).__name__}")
     if x.shape[-len(shape) :] != shape:
         raise ValueError(f"{function}: x must end in the normalized_shape {tuple(shape)}, got {tuple(x.shape)}")
     weight: Tensor | None = module.weight
@@ -63,15 +65,29 @@ class RMSNorm(torch.nn.RMSNorm):
         weight_offset: float = 0.0,
         cast_before_weight: bool | Literal["weight"] = False,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
         ops.check_cast("RMSNorm", cast_before_weight, "rms")
+        check_number("RMSNorm", "weight_offset", weight_offset)
+        super().__init__(normalized_shape, eps, elementwise_affine, device=device, dtype=dtype)
         self.weight_offset = weight_offset
         self.cast_before_weight = cast_before_weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start with gain 1: weight + weight_offset."""
+        if self.elementwise_affine:
+            torch.nn.init.constant_(self.weight, 1.0 - getattr(self, "weight_offset", 0.0))
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        if self.weight_offset:
+            text += f", weight_offset={self.weight_offset}"
+        return text + (f", cast_before_weight={self.cast_before_weight!r}" if self.cast_before_weight else "")
 
     def forward(self, x: Tensor) -> Tensor:
         eps = self.eps
         if eps is None:
-            eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+            is_double = isinstance(x, Tensor) and x.dtype == torch.float64
+            eps = torch.finfo(torch.float64 if is_double else torch.float32).eps
         return _over_normalized_shape(
             self,
             NORM_RMS,
@@ -131,6 +147,7 @@ class BiasDropoutResidualNorm(torch.nn.Module):
             raise ValueError(f'BiasDropoutResidualNorm: norm must be "layer" or "rms", got {norm!r}')
         check_probability("BiasDropoutResidualNorm", "p", p)
         check_eps("BiasDropoutResidualNorm", eps)
+        check_number("BiasDropoutResidualNorm", "weight_offset", weight_offset)
         ops.check_cast("BiasDropoutResidualNorm", cast_before_weight, norm)
         self.n_cols, self.p, self.eps, self.return_residual = n_cols, p, eps, return_residual
         self.norm: Literal["layer", "rms"] = norm

@@ -84,7 +84,8 @@ def set_backend(name: str) -> None:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Use this backend inside the with block (this thread or task); backward follows the forward it belongs to."""
+    """Use this backend inside the with block (this thread or task); an eager backward follows its forward; a traced
+    or compiled one chooses when it runs."""
     token = _local_choice.set(_checked("use_backend", name))
     try:
         yield

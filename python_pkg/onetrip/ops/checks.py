@@ -65,3 +65,5 @@ def check_eps(function: str, eps: float) -> None:
 def check_number(function: str, argument: str, value: object) -> None:
     if not isinstance(value, (int, float)):
         raise TypeError(f"{function}: {argument} must be a number, got {type(value).__name__}")
+    if isinstance(value, int) and abs(value) > 2**53:
+        raise ValueError(f"{function}: {argument} must be a number that float64 holds, got an integer past 2^53")

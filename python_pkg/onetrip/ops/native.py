@@ -18,9 +18,9 @@ _UINT64 = 2**64 - 1
 def _rows(tensor: Tensor, n_cols: int) -> tuple[Tensor, int]:
     """The tensor as rows with last stride 1 (copied only where no single row stride fits), and the row stride in
     elements."""
-    if tensor.is_contiguous():
+    if tensor.is_contiguous() and not tensor.is_neg():
         return tensor, n_cols
-    tensor = tensor.reshape(-1, n_cols)
+    tensor = tensor.reshape(-1, n_cols).resolve_neg()  # a lazy negation does not show in the memory
     if n_cols > 1 and tensor.stride(1) != 1:
         tensor = tensor.contiguous()
     return tensor, tensor.stride(0)
@@ -74,12 +74,12 @@ def row_norm_forward(
     residual_row_stride = 0
     if residual is not None:
         residual, residual_row_stride = _rows(residual, n_cols)
-    if bias is not None and not bias.is_contiguous():
-        bias = bias.contiguous()
-    if weight is not None and not weight.is_contiguous():
-        weight = weight.contiguous()
-    if norm_bias is not None and not norm_bias.is_contiguous():
-        norm_bias = norm_bias.contiguous()
+    if bias is not None and (bias.is_neg() or not bias.is_contiguous()):
+        bias = bias.contiguous().resolve_neg()
+    if weight is not None and (weight.is_neg() or not weight.is_contiguous()):
+        weight = weight.contiguous().resolve_neg()
+    if norm_bias is not None and (norm_bias.is_neg() or not norm_bias.is_contiguous()):
+        norm_bias = norm_bias.contiguous().resolve_neg()
     y = z = mean = rstd = None
     if plan.norm:
         y = _empty(x, shape, plan.y_dtype)
@@ -153,8 +153,8 @@ def row_norm_backward(
         z, z_row_stride = _rows(z, n_cols)
     if dz is not None:
         dz, dz_row_stride = _rows(dz, n_cols)
-    if weight is not None and not weight.is_contiguous():
-        weight = weight.contiguous()
+    if weight is not None and (weight.is_neg() or not weight.is_contiguous()):
+        weight = weight.contiguous().resolve_neg()
     x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype = grad_dtypes
     if dy is None:
         weight_dtype = norm_bias_dtype = None

@@ -68,6 +68,8 @@ def dropout_keep_mask(
     Source: Philox4x32-10 (Salmon et al. 2011); element e takes word e % 4 of block (seed, offset, e // 4), kept iff
     >= round(p * 2^32). Raises ValueError for p outside [0, 1], TypeError for anything else than a pair of ints.
     """
+    if not isinstance(shape, (tuple, list)) or not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise TypeError(f"dropout_keep_mask: shape must be a tuple of sizes >= 0, got {shape!r}")
     check_probability("dropout_keep_mask", "dropout_p", dropout_p)
     if rng is None:
         raise TypeError("dropout_keep_mask: rng must be a (seed, offset) pair of ints, got None")

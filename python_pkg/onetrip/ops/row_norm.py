@@ -62,9 +62,9 @@ def forward(
     y, z, mean, rstd = module.forward(
         _two_dimensional(x, n_cols),
         None if residual is None else _two_dimensional(residual, n_cols),
-        None if bias is None else bias.contiguous(),
-        None if weight is None else weight.contiguous(),
-        None if norm_bias is None else norm_bias.contiguous(),
+        _vector(bias),
+        _vector(weight),
+        _vector(norm_bias),
         rng,
         plan,
     )
@@ -104,7 +104,7 @@ def backward(
         None if z is None or dy is None else _two_dimensional(z, n_cols),
         mean,
         rstd,
-        None if weight is None else weight.contiguous(),
+        _vector(weight),
         rng,
         plan,
         grad_dtypes,
@@ -124,8 +124,12 @@ def has_mean(plan: RowNormPlan) -> bool:
 
 
 def _two_dimensional(tensor: Tensor, n_cols: int) -> Tensor:
-    tensor = tensor.reshape(-1, n_cols)
+    tensor = tensor.reshape(-1, n_cols).resolve_neg()  # a lazy negation does not show in the memory
     return tensor if n_cols == 1 or tensor.stride(1) == 1 else tensor.contiguous()
+
+
+def _vector(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous().resolve_neg()
 
 
 def input_gradients(
@@ -194,8 +198,14 @@ class _RowNorm(torch.autograd.Function):
         return (y, z) if return_z else y if plan.norm else z
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        # Raised here and not at the second differentiation: once_differentiable hangs its error on a node that leads
+        # to no input, and torch.autograd.grad leaves such a node, and with it the whole term, out.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "onetrip: gradients of row_norm operators cannot be differentiated again (create_graph=True); "
+                "use torch's own operators there (onetrip.unpatch_model)"
+            )
         rng, plan, backend, dtypes, _ = ctx.call
         z, mean, rstd, weight, rng_tensor = ctx.saved_tensors or (None, None, None, None, None)
         if not plan.norm:
@@ -208,7 +218,11 @@ class _RowNorm(torch.autograd.Function):
         )
         rng = rng_tensor if rng is None else rng
         return (
-            *input_gradients(partial(backward, backend), dy, dz, z, mean, rstd, weight, rng, plan, wanted),
+            *input_gradients(
+                # Batched gradients (is_grads_batched, vectorised jacobians) have no storage that a kernel could read.
+                partial(backward, "reference" if _is_transformed() else backend),
+                *(dy, dz, z, mean, rstd, weight, rng, plan, wanted),
+            ),
             None,
         )
 
@@ -564,7 +578,7 @@ def bias_dropout_residual_norm(
 
 
 def check_cast(function: str, cast_before_weight: object, norm: str) -> None:
-    if cast_before_weight not in (False, True, "weight"):
+    if not isinstance(cast_before_weight, (bool, str)) or cast_before_weight not in (False, True, "weight"):
         raise ValueError(f'{function}: cast_before_weight must be False, True or "weight", got {cast_before_weight!r}')
     if norm == "layer" and cast_before_weight:
         raise ValueError(f'{function}: cast_before_weight must be False with norm="layer", got {cast_before_weight!r}')

@@ -235,7 +235,9 @@ def _matches(pattern: ast.expr, value: Value, module: nn.Module) -> Iterator[tup
 
 
 def _forwards_as(child: nn.Module | None, expected: type[nn.Module]) -> bool:
-    return isinstance(child, expected) and original_class(type(child)).forward is expected.forward
+    """Whether the child computes expected.forward on a copy: an in-place dropout changes what others read."""
+    is_expected = isinstance(child, expected) and original_class(type(child)).forward is expected.forward
+    return is_expected and not getattr(child, "inplace", False)
 
 
 def rewrite_block(module: nn.Module, match: Match) -> Rewrite:
@@ -253,7 +255,8 @@ def rewrite_block(module: nn.Module, match: Match) -> Rewrite:
             constants[f"{role}_type"] = original_class(type(module._modules[attribute]))
             lines.append(f"{role}_ = self.{attribute}")
     if constants:
-        checks = " and ".join(f"is_plain({name[:-5]}_, {name})" for name in constants)
+        tests = [f"is_plain({name[:-5]}_, {name})" for name in constants]
+        checks = " and ".join([*tests, *(["not dropout_.inplace"] if "dropout_type" in constants else [])])
         lines += [f"if not ({checks}):", "    count_fallback(self)", f"    return original(self, {arguments})"]
 
     prefix, names, has_bias = _prefix(module, match)

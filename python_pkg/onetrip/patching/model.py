@@ -114,8 +114,8 @@ def _restore(model: nn.Module, kept: Container[int]) -> None:
 def _checked_patterns(patterns: Iterable[str] | None) -> frozenset[str]:
     if patterns is None:
         return frozenset(PATTERNS)
-    if isinstance(patterns, str):
-        raise TypeError(f"patch_model: patterns must be None or an iterable of names, got the string {patterns!r}")
+    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+        raise TypeError(f"patch_model: patterns must be None or an iterable of names, got {patterns!r}")
     names = frozenset(patterns)
     if unknown := sorted(map(str, names - set(PATTERNS))):
         raise ValueError(f"patch_model: patterns must be among {', '.join(PATTERNS)}, got {', '.join(unknown)}")
@@ -124,8 +124,9 @@ def _checked_patterns(patterns: Iterable[str] | None) -> frozenset[str]:
 
 def _checked_exclude(model: nn.Module, exclude: Iterable[str]) -> frozenset[str]:
     """The names of all excluded modules."""
-    if isinstance(exclude, str):
-        raise TypeError(f"patch_model: exclude must be an iterable of names, got the string {exclude!r}")
+    exclude = exclude if isinstance(exclude, str) or not isinstance(exclude, Iterable) else tuple(exclude)
+    if not isinstance(exclude, tuple) or not all(isinstance(pattern, str) for pattern in exclude):
+        raise TypeError(f"patch_model: exclude must be an iterable of names, got {exclude!r}")
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     excluded: set[str] = set()
     for pattern in exclude:
@@ -181,6 +182,8 @@ class _Patcher:
             return PatchedSite(name, type(module).__name__, rewrite_of(module).pattern)
         if is_stacked(module):
             return self.skip(name, module, _STACKED)
+        if isinstance(module, torch.jit.ScriptModule):
+            return None
         cls = type(module)
         if cls not in self.readings:
             self.readings[cls] = read_forward(cls)
@@ -202,6 +205,8 @@ class _Patcher:
         """Patch a module without children, if it computes a norm."""
         if is_patched(module):
             return PatchedSite(name, type(module).__name__, rewrite_of(module).pattern)
+        if isinstance(module, torch.jit.ScriptModule):
+            return self.skip(name, module, Unsuitable("unknown_forward", "TorchScript"))
         if not could_be_norm(module):
             why = _BUFFERS if module._buffers else _WRONG_SHAPE
             return self.skip(name, module, why) if _is_called_norm(module) else None
