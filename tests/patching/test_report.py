@@ -148,8 +148,8 @@ def test_strict_raises_where_nothing_is_patched(model: Model) -> None:
     [
         ({"patterns": ["attention"]}, ValueError, "patterns must be among layer_norm, .*, got attention"),
         ({"patterns": ["layer_norm", "no_norm"]}, ValueError, "got no_norm"),
-        ({"patterns": "layer_norm"}, TypeError, "iterable of names, got the string 'layer_norm'"),
-        ({"exclude": "first"}, TypeError, "iterable of names, got the string 'first'"),
+        ({"patterns": "layer_norm"}, TypeError, "iterable of names, got 'layer_norm'"),
+        ({"exclude": "first"}, TypeError, "iterable of names, got 'first'"),
         ({"exclude": ["frist"]}, ValueError, "got 'frist', which matches none"),
         ({"exclude": ["nothing.*"]}, ValueError, "got 'nothing.\\*', which matches none"),
     ],

@@ -220,7 +220,7 @@ class _RowNorm(torch.autograd.Function):
         return (
             *input_gradients(
                 # Batched gradients (is_grads_batched, vectorised jacobians) have no storage that a kernel could read.
-                partial(backward, "reference" if _is_transformed() else backend),
+                partial(backward, backend if _have_storage(dy, dz) else "reference"),
                 *(dy, dz, z, mean, rstd, weight, rng, plan, wanted),
             ),
             None,
@@ -281,6 +281,10 @@ def _is_traced(x: Tensor, *others: Tensor | None) -> bool:
 def _is_transformed() -> bool:
     """Whether functorch transforms (torch.func) or forward-mode differentiation are in force: no kernel serves them."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def _have_storage(*tensors: Tensor | None) -> bool:
+    return all(tensor is None or torch._C._has_storage(tensor) for tensor in tensors)
 
 
 def _composed(
