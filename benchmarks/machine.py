@@ -42,7 +42,7 @@ def _cpu_name() -> str:
 
 def machine(device: torch.device) -> dict[str, object]:
     """id: the CPU model and its number of cores, or the name of the card."""
-    cpus = (os.cpu_count() or 1) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpus = os.cpu_count() or 1
     native = onetrip.ops.backends.native()
     found: dict[str, object] = {
         "device": device.type,
