@@ -1,9 +1,8 @@
 """What must not be fused, however much it looks like a pattern."""
 
 import torch
-from torch import nn
-
 from onetrip.patching import patch_model
+from torch import nn
 
 
 class Block(nn.Module):
