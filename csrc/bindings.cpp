@@ -20,95 +20,117 @@ T* pointer(uintptr_t address) {
 }
 
 // threshold = round(p * 2^32), half to even as in Python: p * 2^32 is exact in a double.
-onetrip::Dropout dropout(double p, uint64_t seed, uint64_t offset, uintptr_t state) {
+onetrip::Dropout dropout(double p) {
   return {static_cast<uint64_t>(std::nearbyint(p * 4294967296.0)), static_cast<float>(p < 1.0 ? 1.0 / (1.0 - p) : 0.0),
-          seed, offset, pointer<const int64_t>(state)};
+          0, 0, nullptr};
+}
+
+void set_rng(onetrip::Dropout& dropout, uint64_t seed, uint64_t offset, uintptr_t state) {
+  dropout.seed = seed;
+  dropout.offset = offset;
+  dropout.state = pointer<const int64_t>(state);
 }
 
 #ifndef ONETRIP_WITH_CUDA
 [[noreturn]] void no_cuda() { throw std::runtime_error("onetrip._native was built without CUDA"); }
 #endif
 
-int row_norm_forward(int device, [[maybe_unused]] uintptr_t stream, int64_t n_rows, int64_t n_cols, uintptr_t x,
-                     uintptr_t residual, uintptr_t bias, uintptr_t weight, uintptr_t norm_bias, uintptr_t y,
-                     uintptr_t z, uintptr_t mean, uintptr_t rstd, int64_t x_row_stride, int64_t residual_row_stride,
-                     int x_dtype, int residual_dtype, int bias_dtype, int weight_dtype, int norm_bias_dtype,
-                     int z_dtype, int n_dtype, int y_dtype, int norm, bool center_z, double eps, double weight_offset,
-                     double dropout_p, uint64_t seed, uint64_t offset, uintptr_t state) {
-  const onetrip::RowNormForward args{n_rows,
-                                     n_cols,
-                                     pointer<const void>(x),
-                                     pointer<const void>(residual),
-                                     pointer<const void>(bias),
-                                     pointer<const void>(weight),
-                                     pointer<const void>(norm_bias),
-                                     pointer<void>(y),
-                                     pointer<void>(z),
-                                     pointer<float>(mean),
-                                     pointer<float>(rstd),
-                                     x_row_stride,
-                                     residual_row_stride,
-                                     DType(x_dtype),
-                                     DType(residual_dtype),
-                                     DType(bias_dtype),
-                                     DType(weight_dtype),
-                                     DType(norm_bias_dtype),
-                                     DType(z_dtype),
-                                     DType(n_dtype),
-                                     DType(y_dtype),
-                                     Norm(norm),
-                                     center_z,
-                                     static_cast<float>(eps),
-                                     static_cast<float>(weight_offset),
-                                     dropout(dropout_p, seed, offset, state)};
-  if (device < 0) return onetrip::row_norm_forward_cpu(args);
+// What a launcher gets: where to run, and the addresses and sizes of one call. What a plan fixes (dtypes, numbers) is
+// in the launcher already: an eager call on a small tensor is mostly the price of its arguments.
+py::cpp_function row_norm_forward(int x_dtype, int residual_dtype, int bias_dtype, int weight_dtype,
+                                  int norm_bias_dtype, int z_dtype, int n_dtype, int y_dtype, int norm, bool center_z,
+                                  double eps, double weight_offset, double dropout_p) {
+  onetrip::RowNormForward args{};
+  args.x_dtype = DType(x_dtype);
+  args.residual_dtype = DType(residual_dtype);
+  args.bias_dtype = DType(bias_dtype);
+  args.weight_dtype = DType(weight_dtype);
+  args.norm_bias_dtype = DType(norm_bias_dtype);
+  args.z_dtype = DType(z_dtype);
+  args.n_dtype = DType(n_dtype);
+  args.y_dtype = DType(y_dtype);
+  args.norm = Norm(norm);
+  args.center_z = center_z;
+  args.eps = static_cast<float>(eps);
+  args.weight_offset = static_cast<float>(weight_offset);
+  args.dropout = dropout(dropout_p);
+  return py::cpp_function(
+      [args](int device, [[maybe_unused]] uintptr_t stream, int64_t n_rows, int64_t n_cols, uintptr_t x,
+             int64_t x_row_stride, uintptr_t residual, int64_t residual_row_stride, uintptr_t bias, uintptr_t weight,
+             uintptr_t norm_bias, uintptr_t y, uintptr_t z, uintptr_t mean, uintptr_t rstd, uint64_t seed,
+             uint64_t offset, uintptr_t state) {
+        onetrip::RowNormForward call = args;
+        call.n_rows = n_rows;
+        call.n_cols = n_cols;
+        call.x = pointer<const void>(x);
+        call.x_row_stride = x_row_stride;
+        call.residual = pointer<const void>(residual);
+        call.residual_row_stride = residual_row_stride;
+        call.bias = pointer<const void>(bias);
+        call.weight = pointer<const void>(weight);
+        call.norm_bias = pointer<const void>(norm_bias);
+        call.y = pointer<void>(y);
+        call.z = pointer<void>(z);
+        call.mean = pointer<float>(mean);
+        call.rstd = pointer<float>(rstd);
+        set_rng(call.dropout, seed, offset, state);
+        if (device < 0) return onetrip::row_norm_forward_cpu(call);
 #ifdef ONETRIP_WITH_CUDA
-  return onetrip::row_norm_forward_cuda(args, device, pointer<void>(stream));
+        return onetrip::row_norm_forward_cuda(call, device, pointer<void>(stream));
 #else
-  no_cuda();
+        no_cuda();
 #endif
+      },
+      py::call_guard<py::gil_scoped_release>());
 }
 
-int row_norm_backward(int device, [[maybe_unused]] uintptr_t stream, int64_t n_rows, int64_t n_cols, uintptr_t dy,
-                      uintptr_t dz, uintptr_t z, uintptr_t mean, uintptr_t rstd, uintptr_t weight, uintptr_t dx,
-                      uintptr_t dresidual, uintptr_t dbias, uintptr_t dweight, uintptr_t dnorm_bias,
-                      uintptr_t workspace, int64_t dy_row_stride, int64_t dz_row_stride, int64_t z_row_stride,
-                      int x_dtype, int residual_dtype, int bias_dtype, int weight_dtype, int norm_bias_dtype,
-                      int z_dtype, int y_dtype, int norm, double weight_offset, double dropout_p, uint64_t seed,
-                      uint64_t offset, uintptr_t state) {
-  const onetrip::RowNormBackward args{n_rows,
-                                      n_cols,
-                                      pointer<const void>(dy),
-                                      pointer<const void>(dz),
-                                      pointer<const void>(z),
-                                      pointer<const float>(mean),
-                                      pointer<const float>(rstd),
-                                      pointer<const void>(weight),
-                                      pointer<void>(dx),
-                                      pointer<void>(dresidual),
-                                      pointer<void>(dbias),
-                                      pointer<void>(dweight),
-                                      pointer<void>(dnorm_bias),
-                                      pointer<float>(workspace),
-                                      dy_row_stride,
-                                      dz_row_stride,
-                                      z_row_stride,
-                                      DType(x_dtype),
-                                      DType(residual_dtype),
-                                      DType(bias_dtype),
-                                      DType(weight_dtype),
-                                      DType(norm_bias_dtype),
-                                      DType(z_dtype),
-                                      DType(y_dtype),
-                                      Norm(norm),
-                                      static_cast<float>(weight_offset),
-                                      dropout(dropout_p, seed, offset, state)};
-  if (device < 0) return onetrip::row_norm_backward_cpu(args);
+py::cpp_function row_norm_backward(int x_dtype, int residual_dtype, int bias_dtype, int weight_dtype,
+                                   int norm_bias_dtype, int z_dtype, int y_dtype, int norm, double weight_offset,
+                                   double dropout_p) {
+  onetrip::RowNormBackward args{};
+  args.x_dtype = DType(x_dtype);
+  args.residual_dtype = DType(residual_dtype);
+  args.bias_dtype = DType(bias_dtype);
+  args.weight_dtype = DType(weight_dtype);
+  args.norm_bias_dtype = DType(norm_bias_dtype);
+  args.z_dtype = DType(z_dtype);
+  args.y_dtype = DType(y_dtype);
+  args.norm = Norm(norm);
+  args.weight_offset = static_cast<float>(weight_offset);
+  args.dropout = dropout(dropout_p);
+  return py::cpp_function(
+      [args](int device, [[maybe_unused]] uintptr_t stream, int64_t n_rows, int64_t n_cols, uintptr_t dy,
+             int64_t dy_row_stride, uintptr_t dz, int64_t dz_row_stride, uintptr_t z, int64_t z_row_stride,
+             uintptr_t mean, uintptr_t rstd, uintptr_t weight, uintptr_t dx, uintptr_t dresidual, uintptr_t dbias,
+             uintptr_t dweight, uintptr_t dnorm_bias, uintptr_t workspace, uint64_t seed, uint64_t offset,
+             uintptr_t state) {
+        onetrip::RowNormBackward call = args;
+        call.n_rows = n_rows;
+        call.n_cols = n_cols;
+        call.dy = pointer<const void>(dy);
+        call.dy_row_stride = dy_row_stride;
+        call.dz = pointer<const void>(dz);
+        call.dz_row_stride = dz_row_stride;
+        call.z = pointer<const void>(z);
+        call.z_row_stride = z_row_stride;
+        call.mean = pointer<const float>(mean);
+        call.rstd = pointer<const float>(rstd);
+        call.weight = pointer<const void>(weight);
+        call.dx = pointer<void>(dx);
+        call.dresidual = pointer<void>(dresidual);
+        call.dbias = pointer<void>(dbias);
+        call.dweight = pointer<void>(dweight);
+        call.dnorm_bias = pointer<void>(dnorm_bias);
+        call.workspace = pointer<float>(workspace);
+        set_rng(call.dropout, seed, offset, state);
+        if (device < 0) return onetrip::row_norm_backward_cpu(call);
 #ifdef ONETRIP_WITH_CUDA
-  return onetrip::row_norm_backward_cuda(args, device, pointer<void>(stream));
+        return onetrip::row_norm_backward_cuda(call, device, pointer<void>(stream));
 #else
-  no_cuda();
+        no_cuda();
 #endif
+      },
+      py::call_guard<py::gil_scoped_release>());
 }
 
 int64_t row_norm_workspace(int device, int64_t n_rows, int64_t n_cols, int n_wanted) {
@@ -148,13 +170,13 @@ std::string cuda_architectures() {
 
 }  // namespace
 
-// Arguments are those of the structs in launch.h, in their order: addresses as integers (0: null), dtypes and norms as
-// their codes, strides in elements. device -1 is the CPU. Launches release the GIL. They return 0 or the device's error
-// code.
+// Operators come in two steps: from what a plan fixes (dtypes and norms as their codes, numbers) to a launcher, and
+// from one call's addresses (integers, 0: null), each followed by its row stride in elements, to a launch. device -1 is
+// the CPU. Launches release the GIL. They return 0 or the device's error code.
 PYBIND11_MODULE(_native, module) {
   module.doc() = "Native kernels of onetrip: addresses, sizes, strides and a stream in, error codes out.";
-  module.def("row_norm_forward", &row_norm_forward, py::call_guard<py::gil_scoped_release>());
-  module.def("row_norm_backward", &row_norm_backward, py::call_guard<py::gil_scoped_release>());
+  module.def("row_norm_forward", &row_norm_forward, "A launcher of the forward pass, for these dtypes and numbers.");
+  module.def("row_norm_backward", &row_norm_backward, "A launcher of the backward pass, for these dtypes and numbers.");
   module.def("row_norm_workspace", &row_norm_workspace, "Floats of workspace that row_norm_backward needs.");
   module.def("cpu_level", &onetrip::cpu_level, "The instruction set that CPU kernels use: avx512, avx2 or baseline.");
   module.def("set_cpu_level", &onetrip::set_cpu_level, "Force a lower level; False where it is not there.");

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,8 +13,46 @@ from ..reference.philox import Rng
 from ..reference.row_norm import NORM_LAYER, Backward, Forward, GradDtypes, RowNormPlan
 from .backends import native
 
-_DTYPE_CODE = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum DType in csrc/launch.h
+_DTYPE_CODE = {None: 0, torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum DType in csrc/launch.h
 _UINT64 = 2**64 - 1
+Launcher = Callable[..., int]
+
+
+@lru_cache(maxsize=4096)
+def _forward_launcher(
+    plan: RowNormPlan,
+    x: torch.dtype,
+    residual: torch.dtype | None,
+    bias: torch.dtype | None,
+    weight: torch.dtype | None,
+    norm_bias: torch.dtype | None,
+) -> Launcher:
+    dtypes = (x, residual, bias, weight, norm_bias, plan.z_dtype, plan.n_dtype, plan.y_dtype)
+    return native().row_norm_forward(  # type: ignore[union-attr]
+        *(_DTYPE_CODE[dtype] for dtype in dtypes),
+        plan.norm,
+        plan.center_z,
+        plan.eps,
+        plan.weight_offset,
+        plan.dropout_p,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _backward_launcher(plan: RowNormPlan, grad_dtypes: GradDtypes, weight: torch.dtype | None) -> Launcher:
+    x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype = grad_dtypes
+    dtypes = (
+        x_dtype or plan.z_dtype,
+        residual_dtype or plan.z_dtype,
+        bias_dtype,
+        weight_dtype or weight,
+        norm_bias_dtype,
+        plan.z_dtype,
+        plan.y_dtype,
+    )
+    return native().row_norm_backward(  # type: ignore[union-attr]
+        *(_DTYPE_CODE[dtype] for dtype in dtypes), plan.norm, plan.weight_offset, plan.dropout_p
+    )
 
 
 def _rows(tensor: Tensor, n_cols: int) -> tuple[Tensor, int]:
@@ -20,17 +60,30 @@ def _rows(tensor: Tensor, n_cols: int) -> tuple[Tensor, int]:
     elements."""
     if tensor.is_contiguous() and not tensor.is_neg():
         return tensor, n_cols
-    tensor = tensor.reshape(-1, n_cols).resolve_neg()  # a lazy negation does not show in the memory
+    tensor = tensor.reshape(-1, n_cols).resolve_neg()
     if n_cols > 1 and tensor.stride(1) != 1:
         tensor = tensor.contiguous()
     return tensor, tensor.stride(0)
 
 
+def _vector(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous() and not tensor.is_neg():
+        return tensor
+    return tensor.contiguous().resolve_neg()
+
+
 def _empty(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """An uninitialised contiguous tensor; empty_like is half the price where it gives the same."""
-    if like.dtype is dtype and like.shape == shape and like.is_contiguous():
+    if like.dtype is dtype and like.is_contiguous() and like.shape == shape:
         return torch.empty_like(like)
     return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def _row_numbers(like: Tensor, n_rows: int) -> Tensor:
+    """An uninitialised float32 number a row."""
+    if like.dtype is torch.float32:  # new_empty without a dtype is a quarter cheaper
+        return like.new_empty(n_rows)
+    return like.new_empty(n_rows, dtype=torch.float32)
 
 
 def _rng(rng: Rng | None) -> tuple[int, int, int]:
@@ -67,37 +120,44 @@ def row_norm_forward(
 ) -> Forward:
     """reference.row_norm.forward by the native library. x, residual: any rank and strides; y, z: contiguous, shaped
     like x."""
-    shape, device = x.shape, x.device
+    launch = _forward_launcher(
+        plan,
+        x.dtype,
+        None if residual is None else residual.dtype,
+        None if bias is None else bias.dtype,
+        None if weight is None else weight.dtype,
+        None if norm_bias is None else norm_bias.dtype,
+    )
+    shape = x.shape
     n_cols = shape[-1]
     n_rows = x.numel() // n_cols
     x, x_row_stride = _rows(x, n_cols)
     residual_row_stride = 0
     if residual is not None:
         residual, residual_row_stride = _rows(residual, n_cols)
-    if bias is not None and (bias.is_neg() or not bias.is_contiguous()):
-        bias = bias.contiguous().resolve_neg()
-    if weight is not None and (weight.is_neg() or not weight.is_contiguous()):
-        weight = weight.contiguous().resolve_neg()
-    if norm_bias is not None and (norm_bias.is_neg() or not norm_bias.is_contiguous()):
-        norm_bias = norm_bias.contiguous().resolve_neg()
-    y = z = mean = rstd = None
-    if plan.norm:
-        y = _empty(x, shape, plan.y_dtype)
-    if plan.store_z:
-        z = _empty(x, shape, plan.z_dtype)
+    if bias is not None:
+        bias = _vector(bias)
+    if weight is not None:
+        weight = _vector(weight)
+    if norm_bias is not None:
+        norm_bias = _vector(norm_bias)
+    y = _empty(x, shape, plan.y_dtype) if plan.norm else None
+    z = _empty(x, shape, plan.z_dtype) if plan.store_z else None
+    mean = rstd = None
     if plan.store_stats:
-        rstd = torch.empty(n_rows, dtype=torch.float32, device=device)
+        rstd = _row_numbers(x, n_rows)
         if plan.norm == NORM_LAYER and not plan.center_z:
             mean = torch.empty_like(rstd)
-    device_index, stream = _where(x)
-    seed, offset, state = _rng(rng)
-    code = native().row_norm_forward(  # type: ignore[union-attr]
-        device_index,
+    device, stream = _where(x)
+    code = launch(
+        device,
         stream,
         n_rows,
         n_cols,
         x.data_ptr(),
+        x_row_stride,
         0 if residual is None else residual.data_ptr(),
+        residual_row_stride,
         0 if bias is None else bias.data_ptr(),
         0 if weight is None else weight.data_ptr(),
         0 if norm_bias is None else norm_bias.data_ptr(),
@@ -105,24 +165,7 @@ def row_norm_forward(
         0 if z is None else z.data_ptr(),
         0 if mean is None else mean.data_ptr(),
         0 if rstd is None else rstd.data_ptr(),
-        x_row_stride,
-        residual_row_stride,
-        _DTYPE_CODE[x.dtype],
-        0 if residual is None else _DTYPE_CODE[residual.dtype],
-        0 if bias is None else _DTYPE_CODE[bias.dtype],
-        0 if weight is None else _DTYPE_CODE[weight.dtype],
-        0 if norm_bias is None else _DTYPE_CODE[norm_bias.dtype],
-        _DTYPE_CODE[plan.z_dtype],
-        _DTYPE_CODE[plan.n_dtype],
-        _DTYPE_CODE[plan.y_dtype],
-        plan.norm,
-        plan.center_z,
-        plan.eps,
-        plan.weight_offset,
-        plan.dropout_p,
-        seed,
-        offset,
-        state,
+        *_rng(rng),
     )
     if code:
         _raise("row_norm forward", x, code)
@@ -153,8 +196,8 @@ def row_norm_backward(
         z, z_row_stride = _rows(z, n_cols)
     if dz is not None:
         dz, dz_row_stride = _rows(dz, n_cols)
-    if weight is not None and (weight.is_neg() or not weight.is_contiguous()):
-        weight = weight.contiguous().resolve_neg()
+    if weight is not None:
+        weight = _vector(weight)
     x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype = grad_dtypes
     if dy is None:
         weight_dtype = norm_bias_dtype = None
@@ -163,21 +206,27 @@ def row_norm_backward(
     dbias = None if bias_dtype is None else torch.empty(n_cols, dtype=bias_dtype, device=device)
     dweight = None if weight_dtype is None else torch.empty(n_cols, dtype=weight_dtype, device=device)
     dnorm_bias = None if norm_bias_dtype is None else torch.empty(n_cols, dtype=norm_bias_dtype, device=device)
-    device_index, stream = _where(given)
-    seed, offset, state = _rng(rng)
+    index, stream = _where(given)
     n_wanted = (dbias is not None) + (dweight is not None) + (dnorm_bias is not None)
     workspace = None
     if n_wanted:
-        n_floats = native().row_norm_workspace(device_index, n_rows, n_cols, n_wanted)  # type: ignore[union-attr]
+        n_floats = native().row_norm_workspace(index, n_rows, n_cols, n_wanted)  # type: ignore[union-attr]
         workspace = torch.empty(n_floats, dtype=torch.float32, device=device)
-    code = native().row_norm_backward(  # type: ignore[union-attr]
-        device_index,
+    code = _backward_launcher(
+        plan,
+        (x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype),
+        None if weight is None else weight.dtype,
+    )(
+        index,
         stream,
         n_rows,
         n_cols,
         0 if dy is None else dy.data_ptr(),
+        dy_row_stride,
         0 if dz is None else dz.data_ptr(),
+        dz_row_stride,
         0 if z is None or dy is None else z.data_ptr(),
+        z_row_stride,
         0 if mean is None or dy is None else mean.data_ptr(),
         0 if rstd is None or dy is None else rstd.data_ptr(),
         0 if weight is None else weight.data_ptr(),
@@ -187,22 +236,7 @@ def row_norm_backward(
         0 if dweight is None else dweight.data_ptr(),
         0 if dnorm_bias is None else dnorm_bias.data_ptr(),
         0 if workspace is None else workspace.data_ptr(),
-        dy_row_stride,
-        dz_row_stride,
-        z_row_stride,
-        _DTYPE_CODE[x_dtype or plan.z_dtype],
-        _DTYPE_CODE[residual_dtype or plan.z_dtype],
-        0 if bias_dtype is None else _DTYPE_CODE[bias_dtype],
-        0 if weight is None and weight_dtype is None else _DTYPE_CODE[weight_dtype or weight.dtype],  # type: ignore[union-attr]
-        0 if norm_bias_dtype is None else _DTYPE_CODE[norm_bias_dtype],
-        _DTYPE_CODE[plan.z_dtype],
-        _DTYPE_CODE[plan.y_dtype],
-        plan.norm,
-        plan.weight_offset,
-        plan.dropout_p,
-        seed,
-        offset,
-        state,
+        *_rng(rng),
     )
     if code:
         _raise("row_norm backward", given, code)

@@ -4,6 +4,7 @@ expect."""
 from __future__ import annotations
 
 import threading
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..reference.philox import Rng, keep_mask
 from .checks import check_probability
 
+_CPU = torch.device("cpu")
 _OFFSET_STEP = 4  # torch reserves Philox offsets in multiples of four
 
 
@@ -30,14 +32,11 @@ def draw_rng_tensor(device: torch.device) -> Tensor:
 
 
 class _Draws(threading.local):
-    """Random 63-bit keys from torch's CPU generator, drawn into one tensor a thread."""
+    """A tensor a thread, to draw 63 random bits from torch's CPU generator into."""
 
     def __init__(self) -> None:
         with torch.inference_mode(False):
             self.tensor = torch.empty((), dtype=torch.int64, device="cpu")
-
-    def next(self) -> int:
-        return self.tensor.random_().item()  # type: ignore[return-value]
 
 
 _draws = _Draws()
@@ -45,9 +44,9 @@ _draws = _Draws()
 
 def draw_rng(device: torch.device) -> Rng:
     """(seed, offset) of one call, from the default generator of the device, which moves on."""
-    if device.type == "cpu":
+    if device == _CPU:
         # torch's CPU generator is a Mersenne twister without an offset: each call draws a fresh key.
-        return _draws.next(), 0
+        return cast(int, _draws.tensor.random_().item()), 0
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return draw_rng_tensor(device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..reference.row_norm import GradDtypes, RowNormPlan
-from . import row_norm as ops
+from . import row_norm_autograd as ops
 from .backends import KERNEL_DTYPES, choose
 
 _PLAN_SCHEMA = (

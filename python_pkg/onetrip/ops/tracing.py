@@ -1,0 +1,68 @@
+"""Who is watching a call: compilers and dispatch modes, functorch transforms, autograd; and the seeds each can see."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from ..reference.philox import Rng
+from .rng import draw_rng, draw_rng_tensor
+
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_ANY_RNG = (0, 0)  # p = 1 drops all, whatever is drawn: the generator is left where it is
+
+
+def is_traced(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the call must be visible to torch's dispatcher: compilers, fake, meta and wrapped tensors (in any role:
+    a kernel given the address of one would read null), dispatch modes."""
+    if torch.compiler.is_compiling() or x.is_meta or type(x) not in _PLAIN_TYPES:
+        return True
+    for tensor in others:
+        if type(tensor) not in _PLAIN_TYPES:
+            return True
+    return is_in_torch_dispatch_mode()
+
+
+def is_transformed() -> bool:
+    """Whether functorch transforms (torch.func) or forward-mode differentiation are in force: no kernel serves them."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def have_storage(*tensors: Tensor | None) -> bool:
+    """Whether kernels can read them; batched gradients (is_grads_batched, vectorised jacobians) have no storage."""
+    return all(tensor is None or torch._C._has_storage(tensor) for tensor in tensors)
+
+
+def refuse_double_backward(family: str) -> None:
+    """Raises where the gradients being computed are to be differentiated again.
+
+    Called by the first backward and not left to once_differentiable: that hangs its error on a node that leads to no
+    input, and torch.autograd.grad leaves such a node, and with it the whole term, out.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"onetrip: gradients of {family} operators cannot be differentiated again (create_graph=True); "
+            "use torch's own operators there (onetrip.unpatch_model)"
+        )
+
+
+def eager_rng(rng: tuple[int, int] | None, dropout_p: float, device: torch.device) -> Rng | None:
+    """(seed, offset) of an eager call: the caller's, or drawn; None where nothing is dropped."""
+    if rng is not None or dropout_p == 0.0:
+        return rng
+    return draw_rng(device) if dropout_p < 1.0 else _ANY_RNG
+
+
+def traced_rng(rng: tuple[int, int] | None, dropout_p: float, device: torch.device) -> Tensor | None:
+    """The same as an int64 tensor of shape (2,), which a graph can hold."""
+    if dropout_p == 0.0:
+        return None
+    if rng is None and dropout_p < 1.0:
+        return draw_rng_tensor(device)
+    return torch.tensor([_signed(part) for part in rng or _ANY_RNG], dtype=torch.int64, device=device)
+
+
+def _signed(part: int) -> int:
+    return part - 2**64 if part >= 2**63 else part
