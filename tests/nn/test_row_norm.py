@@ -175,7 +175,11 @@ def test_device_and_dtype_arguments(make_module):
     ("module", "text"),
     [
         (nn.LayerNorm(8), "LayerNorm((8,), eps=1e-05, elementwise_affine=True"),
-        (nn.RMSNorm((2, 4), eps=0.1), "RMSNorm((2, 4), eps=0.1, elementwise_affine=True"),
+        (nn.RMSNorm((2, 4), eps=0.1), "RMSNorm((2, 4), eps=0.1, elementwise_affine=True)"),
+        (
+            nn.RMSNorm(8, weight_offset=1.0, cast_before_weight="weight"),
+            "RMSNorm((8,), eps=None, elementwise_affine=True, weight_offset=1.0, cast_before_weight='weight')",
+        ),
         (nn.BiasDropoutResidual(8, 0.2, bias=False), "BiasDropoutResidual(8, p=0.2, bias=False)"),
         (
             nn.BiasDropoutResidualNorm(8, norm="rms"),
@@ -201,6 +205,18 @@ def test_bias_dropout_residual_norm_is_the_function(target, norm):
     assert_bitwise(y, expected[0])
     assert_bitwise(z, expected[1])
     assert y.requires_grad and z.requires_grad
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["fresh", "reset"])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_starts_with_a_gain_of_one(offset, reset):
+    """The gain is weight + weight_offset: Gemma's weights start at 0."""
+    module, x = nn.RMSNorm((3, 4), weight_offset=offset), torch.randn(5, 3, 4)
+    if reset:
+        torch.nn.init.normal_(module.weight)
+        module.reset_parameters()
+    assert_bitwise(module.weight.detach(), torch.full((3, 4), 1.0 - offset))
+    torch.testing.assert_close(module(x), torch.nn.RMSNorm((3, 4))(x))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
