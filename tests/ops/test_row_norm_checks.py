@@ -1,0 +1,191 @@
+"""Arguments of every row_norm function, role by role: exactly the wrong ones raise, always with the same words.
+
+Calls with plain floats and no rng take a combined check, all others one check an argument: each case runs both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from onetrip import ops
+from tolerances import assert_bitwise
+from torch import Tensor
+
+SHAPE = (4, 6)
+FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "layer_norm": ("x", "weight", "bias"),
+    "rms_norm": ("x", "weight"),
+    "bias_dropout_residual": ("x", "residual", "bias"),
+    "bias_dropout_residual_norm": ("x", "residual", "weight", "norm_bias", "bias"),
+}
+ROLES = [pytest.param(name, role, id=f"{name}-{role}") for name, roles in FUNCTIONS.items() for role in roles]
+
+# The same numbers, the second time such that the combined check does not apply.
+WAYS = {
+    "floats": {name: {} if name == "bias_dropout_residual" else {"eps": 1.0} for name in FUNCTIONS},
+    "other_numbers": {name: {"rng": (0, 0)} if name == "bias_dropout_residual" else {"eps": 1} for name in FUNCTIONS},
+}
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+def arguments(function: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": SHAPE, "residual": SHAPE}
+    return {
+        role: torch.randn(shapes.get(role, SHAPE[-1:]), generator=generator).to(dtype) for role in FUNCTIONS[function]
+    }
+
+
+def fitting(role: str) -> str:
+    """What the message says of a wrong shape in this role."""
+    return f"must have the shape of x, {SHAPE}" if role == "residual" else f"must have shape ({SHAPE[-1]},)"
+
+
+DTYPES = "must be float32, float16, bfloat16 or float64, got"
+DENSE = "must be a dense (strided) tensor, got"
+WRONG: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
+    "int64": (lambda t: t.long(), TypeError, f"{DTYPES} int64"),
+    "bool": (lambda t: t > 0, TypeError, f"{DTYPES} bool"),
+    "complex64": (lambda t: t.to(torch.complex64), TypeError, f"{DTYPES} complex64"),
+    "float8": (lambda t: t.to(torch.float8_e4m3fn), TypeError, f"{DTYPES} float8_e4m3fn"),
+    "sparse": (lambda t: t.to_sparse(), TypeError, f"{DENSE} torch.sparse_coo"),
+    "mkldnn": (lambda t: t.to_mkldnn(), TypeError, f"{DENSE} torch._mkldnn"),
+    "nested": (lambda t: torch.nested.nested_tensor([t, t]), TypeError, f"{DENSE} a nested tensor"),
+    "jagged": (
+        lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged),
+        TypeError,
+        f"{DENSE} a nested tensor",
+    ),
+    "list": (lambda t: t.tolist(), TypeError, "must be a Tensor, got list"),
+    "ndarray": (lambda t: t.numpy(), TypeError, "must be a Tensor, got ndarray"),
+    "number": (lambda t: 1.0, TypeError, "must be a Tensor, got float"),
+    "no_dimension": (
+        lambda t: torch.tensor(1.0),
+        ValueError,
+        "must have at least one dimension, got a 0-dimensional tensor",
+    ),
+}
+WRONG_BESIDE_X: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
+    "one_column_less": (lambda t: t[..., :-1], ValueError, "{fitting}, got {shape}"),
+    "one_column_more": (lambda t: torch.cat([t, t[..., :1]], -1), ValueError, "{fitting}, got {shape}"),
+    "one_column": (lambda t: t[..., :1], ValueError, "{fitting}, got {shape}"),
+    "one_dimension_more": (lambda t: t[None], ValueError, "{fitting}, got {shape}"),
+    "empty": (lambda t: t[..., :0], ValueError, "{fitting}, got {shape}"),
+    "meta": (lambda t: t.to("meta"), ValueError, "must be on the device of x, cpu, got meta"),
+}
+ACCEPTED: dict[str, Callable[[Tensor], Any]] = {
+    "float16": lambda t: t.half(),
+    "bfloat16": lambda t: t.bfloat16(),
+    "float64": lambda t: t.double(),
+    "leaf": lambda t: t.requires_grad_(),
+    "parameter": lambda t: torch.nn.Parameter(t),
+    "every_other_element": lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2],
+    "expanded": lambda t: t[..., :1].expand(t.shape),
+    "column_major": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t.clone(),
+    "lazily_negated": lambda t: torch._neg_view(t),
+}
+
+
+@ways
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
+@pytest.mark.parametrize(("function", "role"), ROLES)
+def test_what_no_argument_may_be(function, role, change, error, message, way):
+    given = arguments(function)
+    given[role] = change(given[role])
+    with pytest.raises(error) as raised:
+        getattr(ops, function)(**given, **WAYS[way][function])
+    assert str(raised.value) == f"{function}: {role} {message}"
+
+
+@ways
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
+@pytest.mark.parametrize("function", ["layer_norm", "rms_norm", "bias_dropout_residual_norm"])
+def test_what_x_may_not_be_where_nothing_else_is_given(function, change, error, message, way):
+    rest = {"residual": None} if function == "bias_dropout_residual_norm" else {}
+    with pytest.raises(error) as raised:
+        getattr(ops, function)(x=change(arguments(function)["x"]), **rest, **WAYS[way][function])
+    assert str(raised.value) == f"{function}: x {message}"
+
+
+@ways
+@pytest.mark.parametrize(("change", "error", "message"), WRONG_BESIDE_X.values(), ids=WRONG_BESIDE_X.keys())
+@pytest.mark.parametrize(("function", "role"), [param for param in ROLES if param.values[1] != "x"])
+def test_what_does_not_fit_x(function, role, change, error, message, way):
+    given = arguments(function)
+    given[role] = change(given[role])
+    with pytest.raises(error) as raised:
+        getattr(ops, function)(**given, **WAYS[way][function])
+    message = message.format(fitting=fitting(role), shape=tuple(given[role].shape))
+    assert str(raised.value) == f"{function}: {role} {message}"
+
+
+@ways
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_rows_are_needed(function, way):
+    for role in ("x", "residual") if function == "bias_dropout_residual" else ("x",):
+        with pytest.raises(TypeError) as raised:
+            getattr(ops, function)(**{**arguments(function), role: None}, **WAYS[way][function])
+        assert str(raised.value) == f"{function}: {role} must be a Tensor, got NoneType"
+
+
+@pytest.mark.parametrize("change", ACCEPTED.values(), ids=ACCEPTED.keys())
+@pytest.mark.parametrize(("function", "role"), ROLES)
+def test_what_every_argument_may_be_gives_the_same_bits_both_ways(function, role, change):
+    given = arguments(function)
+    given[role] = change(given[role])
+    one, other = (getattr(ops, function)(**given, **WAYS[way][function]) for way in WAYS)
+    assert one.shape == SHAPE and one.isfinite().all()
+    assert_bitwise(one, other)
+
+
+@pytest.mark.parametrize(
+    ("function", "role"),
+    [param for param in ROLES if param.values[1] != "x" and param.values != ("bias_dropout_residual", "residual")],
+)
+def test_what_may_be_left_out(function, role):
+    one, other = (getattr(ops, function)(**{**arguments(function), role: None}, **WAYS[way][function]) for way in WAYS)
+    assert_bitwise(one, other)
+
+
+NUMBERS: dict[str, tuple[str, Any, type[Exception] | None, str]] = {
+    "negative_eps": ("eps", -1e-9, ValueError, "must be >= 0, got -1e-09"),
+    "nan_eps": ("eps", float("nan"), ValueError, "must be >= 0, got nan"),
+    "eps_past_float64": ("eps", 2**53 + 1, ValueError, "must be a number that float64 holds"),
+    "no_eps": ("eps", None, TypeError, "must be a number, got NoneType"),
+    "eps_tensor": ("eps", torch.tensor(1.0), TypeError, "must be a number, got Tensor"),
+    "offset_text": ("weight_offset", "1", TypeError, "must be a number, got str"),
+    "offset_past_float64": ("weight_offset", -(2**60), ValueError, "must be a number that float64 holds"),
+    "offset_tensor": ("weight_offset", torch.tensor(1.0), TypeError, "must be a number, got Tensor"),
+    "cast_list": ("cast_before_weight", [], ValueError, 'must be False, True or "weight", got []'),
+    "cast_tensor": ("cast_before_weight", torch.ones(2), ValueError, 'must be False, True or "weight", got tensor'),
+    "cast_one": ("cast_before_weight", 1, ValueError, 'must be False, True or "weight", got 1'),
+}
+
+
+@pytest.mark.parametrize(("argument", "value", "error", "message"), NUMBERS.values(), ids=NUMBERS.keys())
+@pytest.mark.parametrize("function", ["rms_norm", "bias_dropout_residual_norm"])
+def test_wrong_numbers(function, argument, value, error, message):
+    given = arguments(function)
+    with pytest.raises(error) as raised:
+        getattr(ops, function)(**given, **{argument: value})
+    assert str(raised.value).startswith(f"{function}: {argument} {message}")
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (3, "shape must be a tuple of sizes >= 0, got 3"),
+        ((3, -1), r"shape must be a tuple of sizes >= 0, got \(3, -1\)"),
+        ((3, 1.0), r"shape must be a tuple of sizes >= 0, got \(3, 1.0\)"),
+        (None, "shape must be a tuple of sizes >= 0, got None"),
+    ],
+    ids=repr,
+)
+def test_shapes_that_a_mask_cannot_have(shape, message):
+    with pytest.raises(TypeError, match=f"^dropout_keep_mask: {message}"):
+        ops.dropout_keep_mask(shape, 0.5, (1, 2))
