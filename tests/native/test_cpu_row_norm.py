@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -287,13 +288,31 @@ def test_not_a_number_stays_in_its_row(level, norm, value, where):
     assert torch.equal(y.isnan(), expected.isnan()) and y[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("ratio", [1e4, 1e5], ids=["1e4", "1e5"])
 @pytest.mark.parametrize("n_cols", [64, 1000, 16384], ids=lambda n: f"N{n}")
-def test_mean_ten_thousand_times_the_deviation(level, n_cols):
-    x = normal(16, n_cols) + 1e4
-    y, _, _, _ = native.row_norm_forward(x, None, None, None, None, None, plan_of(store_z=False))
-    exact = torch.nn.functional.layer_norm(x.double(), (n_cols,))
-    torchs = torch.nn.functional.layer_norm(x, (n_cols,))
-    assert (y - exact).abs().max() <= 2 * (torchs - exact).abs().max() + 1e-6
+def test_mean_of_many_deviations(level, n_cols, ratio):
+    """The mean is held to more digits than one float32 has: y and rstd lose none, and the saved one is rounded once."""
+    x, dy = normal(16, n_cols) + ratio, normal(16, n_cols, seed=1)
+    plan, grads = plan_of(store_z=False), (F32, None, None, F32, F32)
+    y, _, mean, rstd = native.row_norm_forward(x, None, None, None, None, None, plan)
+    gradients = native.row_norm_backward(dy, None, x, mean, rstd, None, None, plan, grads)
+
+    def by_torch(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype), torch.ones(n_cols, dtype=dtype), torch.zeros(n_cols, dtype=dtype)]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        torchs = torch.nn.functional.layer_norm(leaves[0], (n_cols,), *leaves[1:])
+        return [torchs.detach(), *torch.autograd.grad(torchs, leaves, dy.to(dtype))]
+
+    double, spacing = x.double(), 2.0 ** (math.floor(math.log2(ratio)) - 23)
+    exact, torchs = by_torch(torch.float64), by_torch(F32)
+    exact_rstd = (double.var(1, correction=0) + 1e-5).rsqrt()
+    assert (mean - double.mean(1)).abs().max() <= 0.501 * spacing
+    assert (rstd / exact_rstd - 1).abs().max() <= 1e-6
+    assert (y - exact[0]).abs().max() <= 4e-6
+    found = (y, gradients[0], *gradients[3:])
+    for name, ours, expected, truth in zip(("y", "dx", "dweight", "dbias"), found, torchs, exact, strict=True):
+        allowed = 2 * (expected - truth).abs().max() + EPSILON[F32] * truth.abs().max()
+        assert (ours - truth).abs().max() <= allowed, name
 
 
 def test_weight_gradients_over_a_million_bf16_rows():
