@@ -93,24 +93,24 @@ def cuda_archs(nvcc: Path) -> list[tuple[str, bool]]:
     ours = os.environ.get("ONETRIP_CUDA_ARCHS")
     asked = ours or os.environ.get("TORCH_CUDA_ARCH_LIST") or visible
     known = set(re.findall(r"sm_(\d+)\b", output(str(nvcc), "--list-gpu-code")))
-    archs: list[tuple[str, bool]] = []
-    for word in re.split(r"[\s;,]+", (asked or DEFAULT_CUDA_ARCHS).strip()):
+    archs: dict[str, bool] = {}
+    for word in re.findall(r"[^\s;,]+", asked or DEFAULT_CUDA_ARCHS):
         match = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)[af]?(\+PTX)?", word)
         if match is None and not ours:
             say(f"architecture {word!r} dropped: only numbers such as 8.0 are read")
             continue
         if match is None:
             sys.exit(f'onetrip: CUDA architectures must read like "7.0 8.0 9.0+PTX", got {word!r}')
+        arch = f"{match[1]}.{match[2]}"
         if match[1] + match[2] in known:
-            if f"{match[1]}.{match[2]}" not in dict(archs):
-                archs.append((f"{match[1]}.{match[2]}", match[3] is not None))
+            archs[arch] = archs.get(arch, False) or match[3] is not None
         else:
-            say(f"architecture {match[1]}.{match[2]} dropped: this nvcc does not know it")
+            say(f"architecture {arch} dropped: this nvcc does not know it")
     if not archs and (ours or os.environ.get("ONETRIP_CUDA") == "1"):
         sys.exit(
             f"onetrip: none of the CUDA architectures asked for ({asked or DEFAULT_CUDA_ARCHS}) is known to {nvcc}"
         )
-    return archs
+    return list(archs.items())
 
 
 def ninja_program() -> str:
