@@ -64,6 +64,21 @@ def test_matches_reference(driver, pair: str, size: tuple[int, int], tmp_path: P
         check_backward(call, outputs[2 * i + 1])
 
 
+# Two orders of threads where only rows are summed. 2048 blocks of threads add up the parts of the parameters' gradients
+# of 65,536 columns, which takes the simulator 10 s an order.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("n_cols", "has_parameters", "orders"), [(65_536, True, (4,)), (262_144, False, (0, 4))], ids=["N65536", "N262144"]
+)
+def test_rows_far_wider_than_shared_memory(driver, n_cols: int, has_parameters: bool, orders, tmp_path: Path) -> None:
+    present = dict.fromkeys(("bias", "weight", "norm_bias"), has_parameters)
+    options = {"residual": True, "dropout_p": 0.1, "store_z": True, "dz": True, "orders": orders}
+    call = Call("wide", 2, n_cols, PAIRS["f32"], **present, **options)
+    forward, backward = run(driver("f32"), [call.forward_case(), call.backward_case()], tmp_path)
+    check_forward(call, forward)
+    check_backward(call, backward)
+
+
 @pytest.mark.parametrize("size", [(9, 64), (9, 256), (5, 1024), (3, 16400)], ids=_id)
 @pytest.mark.parametrize("pair", ["f32", "bf16", "f16-f32"])
 def test_same_bits_wherever_tensors_lie(driver, pair: str, size: tuple[int, int], tmp_path: Path) -> None:
