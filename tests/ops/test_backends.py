@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import onetrip
 import pytest
@@ -150,21 +150,37 @@ def test_scopes_of_interleaved_tasks_do_not_mix():
     assert asyncio.run(both()) == [["reference"] * 3, ["auto"] * 3]
 
 
-def test_backward_follows_the_forward_it_belongs_to(monkeypatch):
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The backends whose backward has run, in order."""
     if "cpu" not in onetrip.available_backends():
         pytest.skip("the native library was not built")
     ran: list[str] = []
     for name, module, function in (("reference", reference, "backward"), ("cpu", native, "row_norm_backward")):
         real = getattr(module, function)
         monkeypatch.setattr(module, function, lambda *a, real=real, name=name: ran.append(name) or real(*a))
+    return ran
+
+
+def forward_by_each_and_backward_by_the_other(norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.randn(2, 8, requires_grad=True)
     with onetrip.use_backend("reference"):
-        by_reference = ops.layer_norm(x)
-    by_cpu = ops.layer_norm(x)
+        by_reference = norm(x)
+    by_cpu = norm(x)
     by_reference.sum().backward()
     with onetrip.use_backend("reference"):
         by_cpu.sum().backward()
+
+
+def test_an_eager_backward_follows_the_forward_it_belongs_to(ran):
+    forward_by_each_and_backward_by_the_other(ops.layer_norm)
     assert ran == ["reference", "cpu"]
+
+
+def test_a_compiled_backward_chooses_its_backend_when_it_runs(ran):
+    assert "compiled one chooses when it runs" in " ".join(onetrip.use_backend.__doc__.split())
+    forward_by_each_and_backward_by_the_other(torch.compile(ops.layer_norm, backend="aot_eager", fullgraph=True))
+    assert ran == ["cpu", "reference"]
 
 
 ENVIRONMENT = """
