@@ -92,7 +92,12 @@ def one_element_off(tensor: Tensor) -> Tensor:
     return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
 
 
-LAYOUTS = [spread, column_major, every_other, permuted, one_element_off]
+def lazily_negated(tensor: Tensor) -> Tensor:
+    """A sign that does not show in the memory."""
+    return torch._neg_view(-tensor)
+
+
+LAYOUTS = [spread, column_major, every_other, permuted, one_element_off, lazily_negated]
 
 
 @operators
