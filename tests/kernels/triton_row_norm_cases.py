@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import onetrip
 import pytest
 import torch
 import triton
@@ -268,6 +269,42 @@ def test_strides(n_cols: int, make: Any) -> None:
     assert torch.equal(strided_z, packed_z)  # the mean and what follows are summed in an order that alignment decides
     _, _, _, mean, rstd = backward_inputs(6, n_cols, NORM_LAYER, F32)
     check_backward(*(make(6, n_cols) for _ in range(3)), mean, rstd, parameters[1], RNG, plan, (F32,) * 5)
+
+
+def _one_element_off(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def _lazily_negated(tensor: Tensor) -> Tensor:
+    return torch._neg_view(-tensor)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            _one_element_off,
+            marks=pytest.mark.skipif(not INTERPRETED, reason="compiled, alignment decides the order of sums"),
+        ),
+        _lazily_negated,
+    ],
+    ids=lambda layout: layout.__name__[1:],
+)
+@pytest.mark.parametrize("n_cols", [63, 64])
+def test_operators_give_the_same_bits_wherever_tensors_lie(n_cols: int, layout: Any) -> None:
+    x, residual, dy, dz = (randn(6, n_cols) for _ in range(4))
+    weight, norm_bias, bias = (randn(n_cols) for _ in range(3))
+
+    def results(layout: Any) -> list[Tensor]:
+        leaves = [layout(tensor).requires_grad_() for tensor in (x, residual, weight, norm_bias, bias)]
+        with onetrip.use_backend("triton"):
+            outputs = onetrip.ops.bias_dropout_residual_norm(
+                *leaves[:4], bias=leaves[4], dropout_p=0.3, rng=RNG, return_residual=True
+            )
+            return [*outputs, *torch.autograd.grad(outputs, leaves, (layout(dy), layout(dz)))]
+
+    for ours, expected in zip(results(layout), results(Tensor.clone), strict=True):
+        assert torch.equal(ours.view(torch.int32), expected.view(torch.int32))
 
 
 def test_rows_past_2_to_the_31_elements() -> None:
