@@ -1,4 +1,4 @@
-"""The CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer, at every level this machine has."""
+"""The CPU kernels with OpenMP under AddressSanitizer and UndefinedBehaviorSanitizer, at every level this machine has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CPU = ROOT / "csrc/cpu"
 # Without optimisation: the templates compile in half the time, and the shapes are small.
-FLAGS = ["-std=c++17", "-O0", "-g1", "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+FLAGS = ["-std=c++17", "-O0", "-g1", "-fopenmp", "-ffp-contract=off"]
+FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 LEVELS = {"baseline": []}
 if platform.machine() in ("x86_64", "AMD64"):
     LEVELS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
@@ -43,7 +44,8 @@ def test_no_access_outside_the_buffers_and_no_undefined_behaviour(tmp_path):
         objects = list(pool.map(lambda job: compile(*job), jobs))
     program = tmp_path / "driver"
     subprocess.run([compiler, *FLAGS, *map(str, objects), "-o", str(program)], check=True)
-    environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    options = {"OMP_NUM_THREADS": "3", "ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    environment = {**os.environ, **options}
     environment.pop("LD_PRELOAD", None)
     done = subprocess.run([str(program)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
