@@ -1,4 +1,4 @@
-"""The CPU kernels with OpenMP under AddressSanitizer and UndefinedBehaviorSanitizer, at every level this machine has."""
+"""The CPU kernels, with OpenMP, under AddressSanitizer and UBSan, at every level this machine has."""
 
 from __future__ import annotations
 
