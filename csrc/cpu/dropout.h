@@ -61,8 +61,14 @@ ONETRIP_INLINE void store_groups(uint32_t* words, const L w[4]) {
 #endif
 }
 
+// An array to be fetched while words are drawn, an element for each word: drawing alone leaves the memory idle.
+struct Fetch {
+  const char* from;  // null: nothing
+  int64_t size;      // bytes of an element
+};
+
 // Words of groups [group, group + n_groups) that share the high half of the group index. Writes whole batches.
-inline void draw(uint32_t* words, uint64_t seed, uint64_t offset, uint64_t group, int64_t n_groups) {
+inline void draw(uint32_t* words, uint64_t seed, uint64_t offset, uint64_t group, int64_t n_groups, Fetch fetch) {
   const uint32_t key_a = static_cast<uint32_t>(seed), key_b = static_cast<uint32_t>(seed >> 32);
   const uint32_t group_high = static_cast<uint32_t>(group >> 32);
   // The first round's product of the offset, and the second round's product of what it gave, are the same for every
@@ -78,6 +84,9 @@ inline void draw(uint32_t* words, uint64_t seed, uint64_t offset, uint64_t group
   for (int i = 0; i < kLongWidth; ++i) index[i] = i;
   index += static_cast<uint32_t>(group);
   for (int64_t done = 0; done < n_groups; done += kPhiloxChains * kLongWidth) {
+    for (int i = 0; fetch.from && i < kPhiloxBatchWords; i += kWidth) {
+      __builtin_prefetch(fetch.from + (4 * done + i) * fetch.size, 0, 2);
+    }
     L c[kPhiloxChains][4];
     for (int chain = 0; chain < kPhiloxChains; ++chain) {
       const L b1 = multiply_low(index, kPhiloxMultiplierB);
@@ -126,14 +135,15 @@ class DropoutMask {
         scale_(dropout.scale) {}
 
   // Draws for columns [begin, end) of n_rows rows from first_row: whole rows of a block of at most kWholeRows elements,
-  // or at most kColumns columns.
-  void fill(int64_t first_row, int n_rows, int64_t begin, int64_t end, int64_t n_cols) {
+  // or at most kColumns columns. `fetch` begins beside column `begin` of a single row.
+  void fill(int64_t first_row, int n_rows, int64_t begin, int64_t end, int64_t n_cols, Fetch fetch = {}) {
     if (end - begin == n_cols && n_rows * n_cols <= kWholeRows) {
-      const uint32_t* first = fill_run(words_, static_cast<uint64_t>(first_row) * n_cols, n_rows * n_cols);
+      const uint32_t* first = fill_run(words_, static_cast<uint64_t>(first_row) * n_cols, n_rows * n_cols, fetch);
       for (int k = 0; k < n_rows; ++k) row_[k] = first + k * n_cols;
     } else {
       for (int k = 0; k < n_rows; ++k)
-        row_[k] = fill_run(words_ + k * kRowWords, static_cast<uint64_t>(first_row + k) * n_cols + begin, end - begin);
+        row_[k] =
+            fill_run(words_ + k * kRowWords, static_cast<uint64_t>(first_row + k) * n_cols + begin, end - begin, fetch);
     }
   }
 
@@ -148,15 +158,15 @@ class DropoutMask {
   }
 
  private:
-  const uint32_t* fill_run(uint32_t* words, uint64_t first_element, int64_t n) {
+  const uint32_t* fill_run(uint32_t* words, uint64_t first_element, int64_t n, Fetch fetch) {
     const uint64_t group = first_element / 4;
     const int64_t skip = first_element % 4, n_groups = (skip + n + 3) / 4;
     const int64_t before_carry = (uint64_t{1} << 32) - (group & 0xFFFFFFFFu);
     if (n_groups > before_carry) {
-      draw(words, seed_, offset_, group, before_carry);
-      draw(words + 4 * before_carry, seed_, offset_, group + before_carry, n_groups - before_carry);
+      draw(words, seed_, offset_, group, before_carry, fetch);
+      draw(words + 4 * before_carry, seed_, offset_, group + before_carry, n_groups - before_carry, {});
     } else {
-      draw(words, seed_, offset_, group, n_groups);
+      draw(words, seed_, offset_, group, n_groups, fetch);
     }
     return words + skip;
   }
