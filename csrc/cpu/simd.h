@@ -93,13 +93,12 @@ ONETRIP_INLINE F keep_lanes(F v, First lanes) {
 
 ONETRIP_INLINE F widen(H bits, BFloat16) { return (F)(__builtin_convertvector(bits, U) << 16); }
 
-// Round to nearest even; NaN stays NaN (its payload may not survive in the upper 16 bits, so a bit is set).
-ONETRIP_INLINE H narrow(F v, BFloat16) {
+// Round to nearest even, in the upper 16 bits; NaN stays NaN (its payload may not survive there, so a bit is set).
+ONETRIP_INLINE U upper_bits(F v) {
   const U bits = (U)v;
-  const U rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
-  const U is_nan = (U)((bits & 0x7FFFFFFFu) > splat_bits(0x7F800000u));
-  return __builtin_convertvector(select(is_nan, bits | 0x400000u, rounded) >> 16, H);
+  return v == v ? bits + 0x7FFFu + ((bits >> 16) & 1u) : bits | 0x400000u;
 }
+ONETRIP_INLINE H narrow(F v, BFloat16) { return __builtin_convertvector(upper_bits(v) >> 16, H); }
 
 ONETRIP_INLINE F widen(H bits, Float16) {
 #if defined(__AVX512F__)
@@ -258,6 +257,11 @@ ONETRIP_INLINE F store_rounded(T* to, F v, First lanes, bool = false) {
 template <class T>
 ONETRIP_INLINE F round_to(F v) {
   return store_rounded(static_cast<T*>(nullptr), v, All{});
+}
+// In place, without the way through 16-bit lanes and back.
+template <>
+ONETRIP_INLINE F round_to<BFloat16>(F v) {
+  return (F)(upper_bits(v) & 0xFFFF0000u);
 }
 
 // Calls body(column, lanes, i) for every vector of [begin, end); i counts 0 … kUnroll - 1 so that sums run in kUnroll
