@@ -33,3 +33,20 @@ __device__ __forceinline__ void named_barrier(int barrier, int threads) {
 }  // namespace onetrip
 
 #endif
+
+namespace onetrip {
+
+// Makes the compiler forget that it knows these values. Without it, a chunk once unpacked stays unpacked (twice the
+// registers) until its last use, and what a loop does not change is computed before it and held in registers.
+__device__ __forceinline__ void forget([[maybe_unused]] uint32_t& value) {
+#ifndef ONETRIP_CUDASIM
+  asm volatile("" : "+r"(value));
+#endif
+}
+__device__ __forceinline__ void forget([[maybe_unused]] int& value) {
+#ifndef ONETRIP_CUDASIM
+  asm volatile("" : "+r"(value));
+#endif
+}
+
+}  // namespace onetrip

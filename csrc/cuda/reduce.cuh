@@ -52,25 +52,27 @@ class RowSum<0> {
  public:
   // group: which of the block's groups of row_threads threads this is, 0 to 14. shared: [2 * kMaxWarps], one a block.
   __device__ RowSum(int row_threads, int group, float2* shared)
-      : n_warps_(row_threads / kWarpThreads), row_threads_(row_threads), group_(group), shared_(shared) {}
+      : row_threads_(row_threads), group_(group), shared_(shared) {}
 
   template <typename T>
   __device__ __forceinline__ T operator()(T value) {
     // The two halves of the memory take turns. Who writes a half again has passed the barrier of the sum in between,
     // and that one nobody reaches before having read this half: one barrier a sum is enough.
-    T* slot = reinterpret_cast<T*>(shared_ + turn_ * kMaxWarps) + group_ * n_warps_;
+    forget(group_);  // what follows from it is cheaper computed again than held in registers
+    const int group = group_, n_warps = row_threads_ / kWarpThreads;
+    T* slot = reinterpret_cast<T*>(shared_ + turn_ * kMaxWarps) + group * n_warps;
     turn_ ^= 1;
-    const int warp = static_cast<int>(threadIdx.x) / kWarpThreads - group_ * n_warps_;
+    const int warp = static_cast<int>(threadIdx.x) / kWarpThreads - group * n_warps;
     const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
     value = warp_sum<kWarpThreads>(value);
     if (lane == 0) slot[warp] = value;
-    named_barrier(1 + group_, row_threads_);
-    value = lane < n_warps_ ? slot[lane] : T{};
+    named_barrier(1 + group, row_threads_);
+    value = lane < n_warps ? slot[lane] : T{};
     return warp_sum<kWarpThreads>(value);
   }
 
  private:
-  int n_warps_, row_threads_, group_, turn_ = 0;
+  int row_threads_, group_, turn_ = 0;
   float2* shared_;
 };
 

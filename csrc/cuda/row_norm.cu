@@ -24,17 +24,18 @@ static_assert(forward_columns(kWarpThreads) == kNarrowColumns && kBackwardColumn
 // NVRTC compiles no host code, so that nothing would ask for the kernels.
 #ifdef __CUDACC_RTC__
 
-#define ONETRIP_INSTANTIATE(X, Z, kVector)                                                                            \
-  template __global__ void row_norm_forward_kernel<X, Z, kEighthsThreads, kVector>(RowNormForward);                   \
-  template __global__ void row_norm_forward_kernel<X, Z, kWarpThreads, kVector>(RowNormForward);                      \
-  template __global__ void row_norm_forward_kernel<X, Z, 0, kVector>(RowNormForward);                                 \
-  template __global__ void row_norm_forward_wide_kernel<X, Z, kVector>(RowNormForward);                               \
-  template __global__ void row_norm_backward_kernel<X, Z, kEighthsThreads, kVector>(RowNormBackward, bool,            \
-                                                                                    BackwardPartition, int);          \
-  template __global__ void row_norm_backward_kernel<X, Z, kWarpThreads, kVector>(RowNormBackward, bool,               \
-                                                                                 BackwardPartition, int);             \
-  template __global__ void row_norm_backward_kernel<X, Z, 0, kVector>(RowNormBackward, bool, BackwardPartition, int); \
-  template __global__ void row_norm_backward_wide_kernel<X, Z, kVector>(RowNormBackward, BackwardPartition, WideCache);
+#define ONETRIP_INSTANTIATE(X, Z, kVector)                                                                        \
+  template __global__ void row_norm_forward_kernel<X, Z, kEighthsThreads, kVector>(RowNormForward);               \
+  template __global__ void row_norm_forward_kernel<X, Z, kWarpThreads, kVector>(RowNormForward);                  \
+  template __global__ void row_norm_forward_kernel<X, Z, 0, kVector>(RowNormForward);                             \
+  template __global__ void row_norm_forward_wide_kernel<X, Z, kVector>(RowNormForward);                           \
+  template __global__ void row_norm_backward_kernel<X, Z, kEighthsThreads, kVector>(RowNormBackward, bool,        \
+                                                                                    BackwardPartition);           \
+  template __global__ void row_norm_backward_kernel<X, Z, kWarpThreads, kVector>(RowNormBackward, bool,           \
+                                                                                 BackwardPartition);              \
+  template __global__ void row_norm_backward_kernel<X, Z, 0, kVector>(RowNormBackward, bool, BackwardPartition);  \
+  template __global__ void row_norm_backward_wide_kernel<X, Z, kVector>(RowNormBackward, bool, BackwardPartition, \
+                                                                        WideCache);
 #define ONETRIP_INSTANTIATE_BOTH(X, Z) ONETRIP_INSTANTIATE(X, Z, true) ONETRIP_INSTANTIATE(X, Z, false)
 ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_BOTH)
 template __global__ void row_norm_partials_kernel<kMaxThreads>(const float*, int64_t, int64_t, PartialSums);
@@ -96,7 +97,7 @@ BackwardPartition backward_partition(int64_t n_rows, int64_t n_cols) {
     n_blocks = kMaxBlocks;
   }
   const int64_t rows_per_block = ceil_div(n_rows, n_blocks);
-  return {rows_per_block, ceil_div(n_rows, rows_per_block)};
+  return {rows_per_block, ceil_div(n_rows, rows_per_block), shape.row_threads, shape.n_groups};
 }
 
 // Whether every tensor of the call can be read and written in whole chunks, at most 16 bytes at a time.
@@ -180,22 +181,45 @@ cudaError_t launch_forward(const RowNormForward& args, cudaStream_t stream) {
                            : launch_forward_kernel<X, Z, false>(args, stream);
 }
 
-template <typename X, typename Z, bool kVectorAccess>
-cudaError_t launch_backward_wide(const RowNormBackward& args, const BackwardPartition& partition, int shared_limit,
-                                 cudaStream_t stream) {
-  constexpr int kColumns = kChunkColumns;
-  const auto kernel = row_norm_backward_wide_kernel<X, Z, kVectorAccess>;
+// Bytes of dynamic shared memory that a block of backward may ask for.
+struct SharedLimits {
+  int64_t one_block;    // at most
+  int64_t half_filled;  // so that blocks with half of an SM's threads fit side by side
+};
+
+cudaError_t shared_limits(SharedLimits& limits, int device) {
+  int block_bytes = 0, sm_bytes = 0, reserved = 0, sm_threads = 0;
+  const auto get = [device](int& value, cudaDeviceAttr attribute) {
+    return cudaDeviceGetAttribute(&value, attribute, device);
+  };
+  cudaError_t status = get(block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  if (status == cudaSuccess) status = get(sm_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  if (status == cudaSuccess) status = get(reserved, cudaDevAttrReservedSharedMemoryPerBlock);
+  if (status == cudaSuccess) status = get(sm_threads, cudaDevAttrMaxThreadsPerMultiProcessor);
+  limits.one_block = block_bytes - kStaticSharedBytes;
+  const int64_t blocks = ceil_div(sm_threads / 2, kBackwardThreads);
+  const int64_t share = sm_bytes / (blocks > 0 ? blocks : 1) - reserved - kStaticSharedBytes;
+  limits.half_filled = share < limits.one_block ? share : limits.one_block;
+  return status;
+}
+
+template <typename X, typename Z, bool kFast>
+cudaError_t launch_backward_wide(const RowNormBackward& args, bool vector_access, const BackwardPartition& partition,
+                                 const SharedLimits& limits, cudaStream_t stream) {
+  constexpr int64_t kTileColumns = kBackwardThreads * kBackwardColumns;
+  const auto kernel = row_norm_backward_wide_kernel<X, Z, kFast>;
   WideCache cache{kMaxBatchRows, 0};
   int64_t shared_bytes = 0;
   if (args.dy != nullptr) {
-    // As many rows as fit at once; of a row that does not fit alone, as many tiles as do.
-    const int64_t tile_bytes = kBackwardThreads * kColumns * (size_of(args.y_dtype) + static_cast<int64_t>(sizeof(Z)));
-    const int64_t n_tiles = ceil_div(args.n_cols, kBackwardThreads * kColumns),
-                  tiles_that_fit = shared_limit / tile_bytes;
-    const int64_t rows_that_fit = tiles_that_fit / n_tiles;
+    // As many rows as fit at once; of a row that does not fit alone, as many tiles as do. A row that would take a whole
+    // SM's memory gets it: reading it twice costs more than a second block gains.
+    const int64_t tile_bytes = kTileColumns * (size_of(args.y_dtype) + static_cast<int64_t>(sizeof(Z)));
+    const int64_t n_tiles = ceil_div(args.n_cols, kTileColumns);
+    const int64_t limit = n_tiles * tile_bytes <= limits.half_filled ? limits.half_filled : limits.one_block;
+    const int64_t tiles_that_fit = limit / tile_bytes, rows_that_fit = tiles_that_fit / n_tiles;
     if (rows_that_fit > 0)
       cache.batch_rows = static_cast<int>(rows_that_fit < kMaxBatchRows ? rows_that_fit : kMaxBatchRows);
-    cache.tiles = rows_that_fit > 0 ? n_tiles : tiles_that_fit / kMaxBatchRows;
+    cache.tiles = static_cast<int>(rows_that_fit > 0 ? n_tiles : tiles_that_fit / kMaxBatchRows);
     shared_bytes = cache.batch_rows * cache.tiles * tile_bytes;
     const cudaError_t status =
         cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -203,7 +227,7 @@ cudaError_t launch_backward_wide(const RowNormBackward& args, const BackwardPart
     if (status != cudaSuccess) return status;
   }
   return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_blocks)), dim3(kBackwardThreads),
-                        static_cast<size_t>(shared_bytes), stream, args, partition, cache);
+                        static_cast<size_t>(shared_bytes), stream, args, vector_access, partition, cache);
 }
 
 cudaError_t launch_partials(const RowNormBackward& args, int64_t n_blocks, cudaStream_t stream) {
@@ -236,7 +260,7 @@ cudaError_t launch_backward_rows(const RowNormBackward& args, bool vector_access
   if (status != cudaSuccess) return status;
   return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_blocks)),
                         dim3(shape.row_threads * shape.n_groups), static_cast<size_t>(shared_bytes), stream, args,
-                        vector_access, partition, shape.row_threads);
+                        vector_access, partition);
 }
 
 template <typename X, typename Z>
@@ -252,22 +276,22 @@ cudaError_t launch_backward(const RowNormBackward& args, int device, cudaStream_
 
   const BackwardShape shape = backward_shape(args.n_cols);
   const BackwardPartition partition = backward_partition(args.n_rows, args.n_cols);
-  int shared_limit = 0;
-  cudaError_t status = cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  SharedLimits limits{};
+  cudaError_t status = shared_limits(limits, device);
   if (status != cudaSuccess) return status;
-  shared_limit -= kStaticSharedBytes;
+  const bool vector_access = access.possible(), dy_like_x = args.y_dtype == DTypeOf<X>::value;
   if (shape.path == Path::kWide) {
-    status = access.possible() ? launch_backward_wide<X, Z, true>(args, partition, shared_limit, stream)
-                               : launch_backward_wide<X, Z, false>(args, partition, shared_limit, stream);
+    status = vector_access && dy_like_x
+                 ? launch_backward_wide<X, Z, true>(args, true, partition, limits, stream)
+                 : launch_backward_wide<X, Z, false>(args, vector_access, partition, limits, stream);
   } else {
-    const int n_wanted = (args.dbias != nullptr) + (args.dweight != nullptr) + (args.dnorm_bias != nullptr);
     const auto shared_bytes = [&](bool fast) {
-      return static_cast<int>(sizeof(float)) * backward_shared_floats(fast, args.weight != nullptr, n_wanted);
+      return static_cast<int>(sizeof(float)) * backward_shared_floats(fast, args, shape.row_threads);
     };
-    const bool fast = access.possible() && args.y_dtype == DTypeOf<X>::value && shared_bytes(true) <= shared_limit;
-    status = fast ? launch_backward_rows<X, Z, true>(args, true, shape, partition, shared_bytes(true), stream)
-                  : launch_backward_rows<X, Z, false>(args, access.possible(), shape, partition, shared_bytes(false),
-                                                      stream);
+    const bool fast = vector_access && dy_like_x && shared_bytes(true) <= limits.one_block;
+    status =
+        fast ? launch_backward_rows<X, Z, true>(args, true, shape, partition, shared_bytes(true), stream)
+             : launch_backward_rows<X, Z, false>(args, vector_access, shape, partition, shared_bytes(false), stream);
   }
   return status == cudaSuccess ? launch_partials(args, partition.n_blocks, stream) : status;
 }

@@ -13,15 +13,24 @@
 namespace onetrip {
 
 // Columns a thread, in every path; and the threads of a block, or as near to it as whole groups come.
-constexpr int kBackwardColumns = 8;
+constexpr int kBackwardColumns = kChunkColumns;
 constexpr int kBackwardThreads = 512;
 constexpr int kMaxWanted = 3;
 
-// Which rows a block takes, and where its partial sums go: workspace is [n_wanted][n_blocks][n_cols].
+// Which rows a block takes, how its threads share them, and where its partial sums go: workspace is
+// [n_wanted][n_blocks][n_cols].
 struct BackwardPartition {
   int64_t rows_per_block;
   int64_t n_blocks;
+  int row_threads, n_groups;
 };
+
+// The first row of this block, computed again wherever it is wanted.
+__device__ __forceinline__ int64_t block_begin(const BackwardPartition& partition) {
+  uint32_t block = blockIdx.x;
+  forget(block);
+  return block * partition.rows_per_block;
+}
 
 template <typename Z, int kColumns>
 struct GradientChunk {
@@ -30,13 +39,23 @@ struct GradientChunk {
 };
 
 template <typename Z, int kColumns>
+__device__ __forceinline__ void forget(GradientChunk<Z, kColumns>& chunk, DType dy_dtype) {
+  forget(chunk.z);
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    if (i < kColumns * size_of(dy_dtype) / 4) forget(chunk.dy.word[i]);
+  }
+}
+
+template <typename Z, int kColumns>
 __device__ __forceinline__ void load_gradient(GradientChunk<Z, kColumns>& chunk, const RowNormBackward& args,
                                               DType dy_dtype, bool vector_access, int64_t row, int64_t col, int valid) {
   load_chunk(chunk.z, args.z, row * args.z_row_stride + col, vector_access, valid);
   load_chunk(chunk.dy, args.dy, dy_dtype, row * args.dy_row_stride + col, vector_access, valid);
 }
 
-// wdy and n of one chunk; both are 0 past the row's end, where dy reads as 0 and n is set to it.
+// dy and n of one chunk; both are 0 past the row's end, where dy reads as 0 and n is set to it. Products that are
+// computed a second time after the sum over the row are never fused with what follows: both times give the same bits.
 template <typename Z, int kColumns>
 __device__ __forceinline__ void normalise(const GradientChunk<Z, kColumns>& chunk, DType dy_dtype, float mean,
                                           float rstd, bool vector_access, int valid, float (&dy)[kColumns],
@@ -44,7 +63,7 @@ __device__ __forceinline__ void normalise(const GradientChunk<Z, kColumns>& chun
   unpack(chunk.z, n);
   unpack(chunk.dy, dy_dtype, dy);
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) n[i] = inside(i, valid, vector_access) ? (n[i] - mean) * rstd : 0.0f;
+  for (int i = 0; i < kColumns; ++i) n[i] = inside(i, valid, vector_access) ? __fmul_rn(n[i] - mean, rstd) : 0.0f;
 }
 
 template <int kColumns>
@@ -54,7 +73,7 @@ __device__ __forceinline__ void apply_weight(float (&dy)[kColumns], const RowNor
   float weight[kColumns];
   load_values(weight, args.weight, args.weight_dtype, col, vector_access, valid);
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) dy[i] *= weight[i] + args.weight_offset;
+  for (int i = 0; i < kColumns; ++i) dy[i] = __fmul_rn(dy[i], weight[i] + args.weight_offset);
 }
 
 // The means of wdy * n (x) and wdy (y) over the row.
@@ -67,6 +86,18 @@ __device__ __forceinline__ void gradient_of_z(float (&wdy)[kColumns], const floa
                                               float rstd) {
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) wdy[i] = (wdy[i] - n[i] * means.x - means.y) * rstd;
+}
+
+template <typename Z, int kColumns>
+__device__ __forceinline__ void add_dz(float (&g)[kColumns], const RowNormBackward& args, bool vector_access,
+                                       int64_t row, int64_t col, int valid) {
+  if (args.dz == nullptr) return;
+  Chunk<Z, kColumns> dz;
+  load_chunk(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
+  float added[kColumns];
+  unpack(dz, added);
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) g[i] += added[i];
 }
 
 // Writes dresidual and dx from g; leaves dropout_backward(g) in g.
@@ -86,14 +117,14 @@ __device__ __forceinline__ float* partial_row(const RowNormBackward& args, const
   return args.workspace + (slot * partition.n_blocks + blockIdx.x) * args.n_cols;
 }
 
-// One float a column of this thread for each of the sums over rows, until the block's rows are through.
-// In registers where the kernel has 128 of them to spend, else in shared memory, word by word across the threads.
+// One float a column of this thread of a sum over rows, until the block's rows are through: in registers, or in shared
+// memory, word by word across the threads.
 template <bool kInShared>
 class ColumnSums {
  public:
-  // buffer: [kBackwardColumns][blockDim] floats.
-  __device__ explicit ColumnSums(float* buffer) : buffer_(buffer + threadIdx.x) {
-    if (kInShared && buffer != nullptr) {
+  // buffer: [kBackwardColumns][kBackwardThreads] floats.
+  __device__ ColumnSums(float* buffer, bool wanted) : buffer_(buffer + threadIdx.x) {
+    if (kInShared && wanted) {
 #pragma unroll
       for (int i = 0; i < kBackwardColumns; ++i) buffer_[i * kBackwardThreads] = 0.0f;
     }
@@ -105,11 +136,13 @@ class ColumnSums {
       sum_[i] += value;
     }
   }
-  __device__ __forceinline__ void publish(float* buffer) const {
+  // Puts the sums into the buffer, where they are not there yet, and returns it (the block's, not the thread's).
+  __device__ __forceinline__ const float* publish() const {
     if constexpr (!kInShared) {
 #pragma unroll
-      for (int i = 0; i < kBackwardColumns; ++i) buffer[i * kBackwardThreads + threadIdx.x] = sum_[i];
+      for (int i = 0; i < kBackwardColumns; ++i) buffer_[i * kBackwardThreads] = sum_[i];
     }
+    return buffer_ - threadIdx.x;
   }
 
  private:
@@ -117,216 +150,221 @@ class ColumnSums {
   float sum_[kInShared ? 1 : kBackwardColumns] = {};
 };
 
-// Floats of dynamic shared memory: the weights and a buffer for every wanted sum; else one buffer, used in turn.
+// Floats of dynamic shared memory. Fast: the weights and a buffer for each of dbias and dweight that is wanted, or one
+// where none is but dnorm_bias. Otherwise: one buffer, used in turn.
 constexpr int kSumFloats = kBackwardThreads * kBackwardColumns;
-__host__ __device__ constexpr int backward_shared_floats(bool fast, bool has_weight, int n_wanted) {
-  return fast ? ((has_weight ? 1 : 0) + n_wanted) * kSumFloats : kSumFloats;
+inline int backward_shared_floats(bool fast, const RowNormBackward& args, int row_threads) {
+  if (!fast) return kSumFloats;
+  const int n_buffers = args.dbias != nullptr && args.dweight != nullptr ? 2 : 1;
+  return (args.weight != nullptr ? row_threads * kBackwardColumns : 0) + n_buffers * kSumFloats;
 }
 
-// Blocks an SM that the fast kernel's registers must leave room for: half of its threads, but for sm_70, which has no
-// registers for what is uniform in a warp and would spill 100 to 200 bytes a thread.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int kBackwardBlocks = 1;
+// Blocks an SM that the registers of the fast kernels must leave room for: half of its threads. Not so for float32 on
+// sm_70, which has no registers for what is uniform in a warp and would spill 16 to 56 bytes a thread; a thread then
+// has twice the bytes of a 16-bit type in flight.
+template <typename X>
+constexpr int backward_blocks() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
+  return sizeof(X) == 2 ? 2 : 1;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
+  return 1;
 #else
-constexpr int kBackwardBlocks = 2;
+  return 2;
 #endif
+}
 
 // Groups of threads (kRowThreads lanes; 0: row_threads of the block, whole warps) take the block's rows in turn, each
 // thread always the same kBackwardColumns columns, whose sums it keeps. The groups wait for nobody but themselves, so
 // that some load while others reduce; at the end their sums are added in order.
 //
-// kFast: every access is vectorised and dy has x's dtype; 64 registers then suffice, with the sums and the weights in
-// shared memory, and half of an SM's threads are resident. Otherwise both are run-time choices. The sums have the same
-// bits.
+// kFast: every access is vectorised and dy has x's dtype; 64 registers then suffice, with the weights, dbias and
+// dweight in shared memory and dnorm_bias in registers: two blocks share the 100 KB of sm_120. Otherwise both are
+// run-time choices. The sums have the same bits.
 template <typename X, typename Z, int kRowThreads, bool kFast>
-__global__ void __launch_bounds__(kBackwardThreads, kFast ? kBackwardBlocks : 1)
-    row_norm_backward_kernel(const RowNormBackward args, const bool aligned, const BackwardPartition partition,
-                             const int block_row_threads) {
+__global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>() : 1)
+    row_norm_backward_kernel(const RowNormBackward args, const bool aligned, const BackwardPartition partition) {
   constexpr int kColumns = kChunkColumns;
-  constexpr int kChunks = kBackwardColumns / kColumns;
   // A float32 dz waits in memory: for the sum over the row there are no 8 registers left to hold it.
   constexpr bool kDzEarly = !kFast || sizeof(Z) == 2;
+  // 16-bit dy and z wait for the sum over the row as they are, in half the registers of wdy and n.
+  constexpr bool kComputeTwice = kFast && sizeof(X) == 2;
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
   ONETRIP_DYNAMIC_SHARED(float, buffers);
   const bool vector_access = kFast || aligned;
   const DType dy_dtype = kFast ? DTypeOf<X>::value : args.y_dtype;
-  const int row_threads = kRowThreads == 0 ? block_row_threads : kRowThreads;
-  const int n_groups = static_cast<int>(blockDim.x) / row_threads;
+  const int row_threads = kRowThreads == 0 ? partition.row_threads : kRowThreads;
+  const int n_groups = partition.n_groups;
   const int group = static_cast<int>(threadIdx.x) / row_threads;
   const int thread = static_cast<int>(threadIdx.x) - group * row_threads;
-  const int first_col = thread * kColumns, step = row_threads * kColumns;
+  int col = thread * kColumns;
+  const int padded_cols = row_threads * kColumns;
   RowSum<kRowThreads> sum_over_row(row_threads, group, shared);
   ONETRIP_SHARED(DropoutState, dropout_state, 1);
   const DropoutMask mask(args.dropout, dropout_state);
 
   float* const weights = buffers;
   if (kFast && args.weight != nullptr) {
-    for (int col = static_cast<int>(threadIdx.x); col < kSumFloats; col += static_cast<int>(blockDim.x)) {
-      weights[col] =
-          col < args.n_cols ? load_parameter(args.weight, args.weight_dtype, col) + args.weight_offset : 0.0f;
+    for (int i = static_cast<int>(threadIdx.x); i < padded_cols; i += static_cast<int>(blockDim.x)) {
+      weights[i] = i < args.n_cols ? load_parameter(args.weight, args.weight_dtype, i) + args.weight_offset : 0.0f;
     }
     __syncthreads();
   }
-  float* next_buffer = buffers + (kFast && args.weight != nullptr ? kSumFloats : 0);
-  const auto take_buffer = [&](const void* wanted) {
-    float* const buffer = wanted != nullptr ? next_buffer : nullptr;
-    if (kFast && wanted != nullptr) next_buffer += kSumFloats;
-    return buffer;
-  };
-  float* const dbias_buffer = take_buffer(args.dbias);
-  float* const dweight_buffer = take_buffer(args.dweight);
-  float* const dnorm_bias_buffer = take_buffer(args.dnorm_bias);
-  ColumnSums<kFast> dbias(dbias_buffer), dweight(dweight_buffer), dnorm_bias(dnorm_bias_buffer);
+  // A buffer in shared memory for each wanted sum that is kept there, one behind the other; any of them serves to add
+  // up the groups' sums of one that is not.
+  float* const first_buffer = weights + (kFast && args.weight != nullptr ? padded_cols : 0);
+  float* const second_buffer = first_buffer + (kFast && args.dbias != nullptr ? kSumFloats : 0);
+  ColumnSums<kFast> dbias(first_buffer, args.dbias != nullptr), dweight(second_buffer, args.dweight != nullptr);
+  ColumnSums<false> dnorm_bias(first_buffer, args.dnorm_bias != nullptr);
 
-  const int64_t block_begin = blockIdx.x * partition.rows_per_block;
-  const int64_t rows_left = args.n_rows - block_begin;
-  const int n_rows = static_cast<int>(rows_left < partition.rows_per_block ? rows_left : partition.rows_per_block);
   // Uniform in a warp: a group past the block's last row goes on with a row of no columns.
-  for (int first_row = 0; first_row < n_rows; first_row += n_groups) {
-    const int64_t row = block_begin + first_row + group;
-    const int n_cols = first_row + group < n_rows ? static_cast<int>(args.n_cols) : 0;
-    Chunk<Z, kColumns> dz[kChunks];
-    float wdy[kChunks][kColumns], n[kChunks][kColumns];
-    float2 means = make_float2(0.0f, 0.0f);
-    float rstd = 0.0f;
-    GradientChunk<Z, kColumns> loaded[kChunks];
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      const int col = first_col + k * step;
-      const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
-      if (args.dy != nullptr) load_gradient(loaded[k], args, dy_dtype, vector_access, row, col, valid);
-      if (kDzEarly && args.dz != nullptr) {
-        load_chunk(dz[k], args.dz, row * args.dz_row_stride + col, vector_access, valid);
-      }
+  for (int first_row = 0; first_row < partition.rows_per_block; first_row += n_groups) {
+    const int64_t row_in_block = first_row + group, row = block_begin(partition) + row_in_block;
+    const bool has_row = row_in_block < partition.rows_per_block && row < args.n_rows;
+    const int n_cols = has_row ? static_cast<int>(args.n_cols) : 0;
+    forget(col);  // or a pair of registers would hold each tensor's address of this column
+    const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
+    Chunk<Z, kColumns> dz;
+    GradientChunk<Z, kColumns> held;
+    if (args.dy != nullptr) load_gradient(held, args, dy_dtype, vector_access, row, col, valid);
+    if (kDzEarly && args.dz != nullptr) {
+      load_chunk(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
     }
+    const auto weigh = [&](float (&dy)[kColumns]) {
+      if (!kFast) {
+        apply_weight(dy, args, vector_access, col, valid);
+      } else if (args.weight != nullptr) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) dy[i] = __fmul_rn(dy[i], weights[col + i]);
+      }
+    };
+    float g[kColumns];
     if (args.dy != nullptr) {
       const float mean = args.mean != nullptr && n_cols != 0 ? __ldg(args.mean + row) : 0.0f;
-      rstd = n_cols != 0 ? __ldg(args.rstd + row) : 0.0f;
+      const float rstd = n_cols != 0 ? __ldg(args.rstd + row) : 0.0f;
+      float n[kColumns];
       float2 sums = make_float2(0.0f, 0.0f);
+      normalise(held, dy_dtype, mean, rstd, vector_access, valid, g, n);
+      if (args.dweight != nullptr) {
 #pragma unroll
-      for (int k = 0; k < kChunks; ++k) {
-        const int col = first_col + k * step;
-        const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
-        normalise(loaded[k], dy_dtype, mean, rstd, vector_access, valid, wdy[k], n[k]);
-        if (args.dweight != nullptr) {
-#pragma unroll
-          for (int i = 0; i < kColumns; ++i) dweight.add(k * kColumns + i, wdy[k][i] * n[k][i]);
-        }
-        if (args.dnorm_bias != nullptr) {
-#pragma unroll
-          for (int i = 0; i < kColumns; ++i) dnorm_bias.add(k * kColumns + i, wdy[k][i]);
-        }
-        if (!kFast) {
-          apply_weight(wdy[k], args, vector_access, col, valid);
-        } else if (args.weight != nullptr) {
-#pragma unroll
-          for (int i = 0; i < kColumns; ++i) wdy[k][i] *= weights[col + i];
-        }
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) sums = add(sums, make_float2(wdy[k][i] * n[k][i], wdy[k][i]));
+        for (int i = 0; i < kColumns; ++i) dweight.add(i, g[i] * n[i]);
       }
-      means = row_means(sum_over_row(sums), args);
+      if (args.dnorm_bias != nullptr) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) dnorm_bias.add(i, g[i]);
+      }
+      weigh(g);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) sums = add(sums, make_float2(g[i] * n[i], g[i]));
+      const float2 means = row_means(sum_over_row(sums), args);
+      if (kComputeTwice) {
+        forget(held, dy_dtype);
+        normalise(held, dy_dtype, mean, rstd, vector_access, valid, g, n);
+        weigh(g);
+      }
+      gradient_of_z(g, n, means, rstd);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) g[i] = 0.0f;
     }
+    if (args.dz != nullptr) {
+      if (!kDzEarly) load_chunk(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
+      float added[kColumns];
+      unpack(dz, added);
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      const int col = first_col + k * step;
-      const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
-      float g[kColumns] = {};
-      if (args.dz != nullptr) {
-        if (!kDzEarly) load_chunk(dz[k], args.dz, row * args.dz_row_stride + col, vector_access, valid);
-        unpack(dz[k], g);
-      }
-      if (args.dy != nullptr) {
-        gradient_of_z(wdy[k], n[k], means, rstd);
+      for (int i = 0; i < kColumns; ++i) g[i] += added[i];
+    }
+    store_gradient<X, Z>(g, args, mask, vector_access, row, col, valid);
+    if (args.dbias != nullptr) {
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) g[i] += wdy[k][i];
-      }
-      store_gradient<X, Z>(g, args, mask, vector_access, row, col, valid);
-      if (args.dbias != nullptr) {
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) dbias.add(k * kColumns + i, inside(i, valid, vector_access) ? g[i] : 0.0f);
-      }
+      for (int i = 0; i < kColumns; ++i) dbias.add(i, inside(i, valid, vector_access) ? g[i] : 0.0f);
     }
   }
 
   int slot = 0;
-  const auto add_groups = [&](const ColumnSums<kFast>& sums, float* buffer) {
-    if (buffer == nullptr) return;
+  const auto add_groups = [&](const auto& sums, bool wanted) {
+    if (!wanted) return;
     __syncthreads();  // the readers of the previous sums are done
-    sums.publish(buffer);
+    const float* const buffer = sums.publish();
     __syncthreads();
     float* const out = partial_row(args, partition, slot++);
-    for (int col = static_cast<int>(threadIdx.x); col < args.n_cols; col += static_cast<int>(blockDim.x)) {
-      const int word = col / step * kColumns + col % kColumns, owner = col % step / kColumns;
+    for (int i = static_cast<int>(threadIdx.x); i < args.n_cols; i += static_cast<int>(blockDim.x)) {
+      const int word = i % kColumns, owner = i / kColumns;
       float total = 0.0f;
-      for (int i = 0; i < n_groups; ++i) total += buffer[word * kBackwardThreads + i * row_threads + owner];
-      out[col] = total;
+      for (int j = 0; j < n_groups; ++j) total += buffer[word * kBackwardThreads + j * row_threads + owner];
+      out[i] = total;
     }
   };
-  add_groups(dbias, dbias_buffer);
-  add_groups(dweight, dweight_buffer);
-  add_groups(dnorm_bias, dnorm_bias_buffer);
+  add_groups(dbias, args.dbias != nullptr);
+  add_groups(dweight, args.dweight != nullptr);
+  add_groups(dnorm_bias, args.dnorm_bias != nullptr);
 }
 
 // How much of its rows a wide block keeps in dynamic shared memory between its two walks over them.
 struct WideCache {
   int batch_rows;  // rows walked together, 1 to kMaxBatchRows
-  int64_t tiles;   // of each row, the first tiles (blockDim * kColumns columns each) are kept, the others read again
+  int tiles;  // of each row, the first tiles (kBackwardThreads * kColumns columns each) are kept, the others read again
 };
 constexpr int kMaxBatchRows = 4;
 
-// Rows too wide for sums in registers: a block takes its rows in small batches. The first walk takes each row's means
+// Rows wider than that: a block takes its rows in small batches. The first walk takes each row's means
 // and keeps what fits of dy and z in shared memory; the second goes by columns, each thread adding its columns over the
 // batch's rows before it touches their running sums, which live in the block's partial rows (mostly in L2).
-template <typename X, typename Z, bool kVectorAccess>
-__global__ void __launch_bounds__(kBackwardThreads, 1)
-    row_norm_backward_wide_kernel(const RowNormBackward args, const BackwardPartition partition,
+template <typename X, typename Z, bool kFast>
+__global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>() : 1)
+    row_norm_backward_wide_kernel(const RowNormBackward args, const bool aligned, const BackwardPartition partition,
                                   const WideCache cache) {
   constexpr int kColumns = kChunkColumns;
   constexpr int kZWords = Chunk<Z, kColumns>::kWords;
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
   ONETRIP_SHARED(float4, row_values, kMaxBatchRows);  // mean, rstd and the two means of the gradient
   ONETRIP_DYNAMIC_SHARED(uint32_t, kept);
-  const int dy_words = kColumns * size_of(args.y_dtype) / 4;
-  const int64_t first_col = static_cast<int64_t>(threadIdx.x) * kColumns,
-                step = static_cast<int64_t>(blockDim.x) * kColumns;
-  RowSum<0> sum_over_row(static_cast<int>(blockDim.x), 0, shared);
+  const bool vector_access = kFast || aligned;
+  const DType dy_dtype = kFast ? DTypeOf<X>::value : args.y_dtype;
+  const int dy_words = kColumns * size_of(dy_dtype) / 4;
+  constexpr int kStep = kBackwardThreads * kColumns;
+  RowSum<0> sum_over_row(kBackwardThreads, 0, shared);
   ONETRIP_SHARED(DropoutState, dropout_state, 1);
   const DropoutMask mask(args.dropout, dropout_state);
 
   // Word by word across the threads: no bank conflicts, and every thread reads back only what it wrote.
-  const auto kept_words = [&](int batch_row, int64_t tile) {
-    return kept + ((batch_row * cache.tiles + tile) * (dy_words + kZWords)) * blockDim.x + threadIdx.x;
+  const auto kept_words = [&](int batch_row, int tile) {
+    return kept + (batch_row * cache.tiles + tile) * (dy_words + kZWords) * kBackwardThreads + threadIdx.x;
   };
-  const int64_t block_begin = blockIdx.x * partition.rows_per_block;
-  const int64_t block_end =
-      block_begin + partition.rows_per_block < args.n_rows ? block_begin + partition.rows_per_block : args.n_rows;
+  // Of a row's tile, this thread's chunk. What follows from the number is computed again at every step.
+  const auto column = [&](int& tile) {
+    forget(tile);
+    return tile * static_cast<int64_t>(kStep) + static_cast<int>(threadIdx.x) * kColumns;
+  };
+  const int n_tiles = static_cast<int>((args.n_cols + kStep - 1) / kStep);
+  const auto row_number = [&](int row_in_block) { return block_begin(partition) + row_in_block; };
+  const int64_t rows_left = args.n_rows - block_begin(partition);
+  const int n_rows = static_cast<int>(rows_left < partition.rows_per_block ? rows_left : partition.rows_per_block);
 
-  for (int64_t first_row = block_begin; first_row < block_end; first_row += cache.batch_rows) {
-    const int batch_rows =
-        first_row + cache.batch_rows < block_end ? cache.batch_rows : static_cast<int>(block_end - first_row);
+  for (int first_row = 0; first_row < n_rows; first_row += cache.batch_rows) {
+    const int batch_rows = first_row + cache.batch_rows < n_rows ? cache.batch_rows : n_rows - first_row;
     for (int r = 0; args.dy != nullptr && r < batch_rows; ++r) {
-      const int64_t row = first_row + r;
+      const int64_t row = row_number(first_row + r);
       const float mean = args.mean != nullptr ? __ldg(args.mean + row) : 0.0f;
       const float rstd = __ldg(args.rstd + row);
       float2 sums = make_float2(0.0f, 0.0f);
-      int64_t tile = 0;
-      for (int64_t col = first_col; col < args.n_cols; col += step, ++tile) {
-        const int valid = valid_columns<kColumns>(col, args.n_cols, kVectorAccess);
+#pragma unroll 1
+      for (int tile = 0; tile < n_tiles; ++tile) {
+        const int64_t col = column(tile);
+        const int valid = valid_columns<kColumns>(col, args.n_cols, vector_access);
         GradientChunk<Z, kColumns> chunk;
-        load_gradient(chunk, args, args.y_dtype, kVectorAccess, row, col, valid);
+        load_gradient(chunk, args, dy_dtype, vector_access, row, col, valid);
         if (tile < cache.tiles) {
           uint32_t* words = kept_words(r, tile);
 #pragma unroll
-          for (int i = 0; i < kZWords; ++i) words[i * blockDim.x] = chunk.z.word[i];
+          for (int i = 0; i < kZWords; ++i) words[i * kBackwardThreads] = chunk.z.word[i];
 #pragma unroll
           for (int i = 0; i < kColumns; ++i) {
-            if (i < dy_words) words[(kZWords + i) * blockDim.x] = chunk.dy.word[i];
+            if (i < dy_words) words[(kZWords + i) * kBackwardThreads] = chunk.dy.word[i];
           }
         }
         float wdy[kColumns], n[kColumns];
-        normalise(chunk, args.y_dtype, mean, rstd, kVectorAccess, valid, wdy, n);
-        apply_weight(wdy, args, kVectorAccess, col, valid);
+        normalise(chunk, dy_dtype, mean, rstd, vector_access, valid, wdy, n);
+        apply_weight(wdy, args, vector_access, col, valid);
         float2 chunk_sums = make_float2(0.0f, 0.0f);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) chunk_sums = add(chunk_sums, make_float2(wdy[i] * n[i], wdy[i]));
@@ -337,62 +375,86 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     }
     __syncthreads();
 
-    int64_t tile = 0;
-    for (int64_t col = first_col; col < args.n_cols; col += step, ++tile) {
-      const int valid = valid_columns<kColumns>(col, args.n_cols, kVectorAccess);
-      float dbias[kColumns] = {}, dweight[kColumns] = {}, dnorm_bias[kColumns] = {};
-      const auto visit_sums = [&](auto&& visit) {
-        int slot = 0;
-        if (args.dbias != nullptr) visit(dbias, partial_row(args, partition, slot++));
-        if (args.dweight != nullptr) visit(dweight, partial_row(args, partition, slot++));
-        if (args.dnorm_bias != nullptr) visit(dnorm_bias, partial_row(args, partition, slot++));
+    // By columns: first the sums over dy, then what needs the row's means. Together they would not fit into registers.
+#pragma unroll 1
+    for (int tile = 0; tile < n_tiles; ++tile) {
+      int64_t col = column(tile);
+      const int valid = valid_columns<kColumns>(col, args.n_cols, vector_access);
+      if (valid == 0) break;
+      const auto load_running = [&](float (&sum)[kColumns], int slot) {
+        if (first_row == 0) return;
+        Chunk<float, kColumns> running;
+        load_chunk<false>(running, partial_row(args, partition, slot), col, vector_access, valid);
+        unpack(running, sum);
       };
-      if (first_row != block_begin) {
-        visit_sums([&](float (&sum)[kColumns], float* partial) {
-          Chunk<float, kColumns> running;
-          load_chunk<false>(running, partial, col, kVectorAccess, valid);
-          unpack(running, sum);
-        });
-      }
-      for (int r = 0; r < batch_rows; ++r) {
-        const int64_t row = first_row + r;
-        float g[kColumns] = {};
-        if (args.dz != nullptr) {
-          Chunk<Z, kColumns> dz;
-          load_chunk(dz, args.dz, row * args.dz_row_stride + col, kVectorAccess, valid);
-          unpack(dz, g);
+      const auto store_running = [&](const float (&sum)[kColumns], int slot) {
+        store_rounded<float>(partial_row(args, partition, slot), col, sum, vector_access, valid);
+      };
+      const auto read_again = [&](GradientChunk<Z, kColumns>& chunk, int r) {
+        if (tile < cache.tiles) {
+          const uint32_t* words = kept_words(r, tile);
+#pragma unroll
+          for (int i = 0; i < kZWords; ++i) chunk.z.word[i] = words[i * kBackwardThreads];
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i)
+            chunk.dy.word[i] = i < dy_words ? words[(kZWords + i) * kBackwardThreads] : 0;
+        } else {
+          load_gradient(chunk, args, dy_dtype, vector_access, row_number(first_row + r), col, valid);
         }
-        if (args.dy != nullptr) {
+      };
+      const int dweight_slot = args.dbias != nullptr ? 1 : 0;
+      const int dnorm_bias_slot = dweight_slot + (args.dweight != nullptr ? 1 : 0);
+      if (args.dweight != nullptr || args.dnorm_bias != nullptr) {
+        // Zeros even where they are not wanted: a value set on one way only would take a register everywhere.
+        float dweight[kColumns] = {}, dnorm_bias[kColumns] = {};
+        if (args.dweight != nullptr) load_running(dweight, dweight_slot);
+        if (args.dnorm_bias != nullptr) load_running(dnorm_bias, dnorm_bias_slot);
+#pragma unroll 1
+        for (int r = 0; args.dy != nullptr && r < batch_rows; ++r) {
+          forget(r);
           GradientChunk<Z, kColumns> chunk;
-          if (tile < cache.tiles) {
-            const uint32_t* words = kept_words(r, tile);
-#pragma unroll
-            for (int i = 0; i < kZWords; ++i) chunk.z.word[i] = words[i * blockDim.x];
-#pragma unroll
-            for (int i = 0; i < kColumns; ++i) chunk.dy.word[i] = i < dy_words ? words[(kZWords + i) * blockDim.x] : 0;
-          } else {
-            load_gradient(chunk, args, args.y_dtype, kVectorAccess, row, col, valid);
-          }
+          col = column(tile);
+          read_again(chunk, r);
           const float4 values = row_values[r];
-          float wdy[kColumns], n[kColumns];
-          normalise(chunk, args.y_dtype, values.x, values.y, kVectorAccess, valid, wdy, n);
+          float dy[kColumns], n[kColumns];
+          normalise(chunk, dy_dtype, values.x, values.y, vector_access, valid, dy, n);
 #pragma unroll
           for (int i = 0; i < kColumns; ++i) {
-            dweight[i] += wdy[i] * n[i];
-            dnorm_bias[i] += wdy[i];
+            dweight[i] += dy[i] * n[i];
+            dnorm_bias[i] += dy[i];
           }
-          apply_weight(wdy, args, kVectorAccess, col, valid);
-          gradient_of_z(wdy, n, make_float2(values.z, values.w), values.y);
-#pragma unroll
-          for (int i = 0; i < kColumns; ++i) g[i] += wdy[i];
         }
-        store_gradient<X, Z>(g, args, mask, kVectorAccess, row, col, valid);
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) dbias[i] += inside(i, valid, kVectorAccess) ? g[i] : 0.0f;
+        if (args.dweight != nullptr) store_running(dweight, dweight_slot);
+        if (args.dnorm_bias != nullptr) store_running(dnorm_bias, dnorm_bias_slot);
       }
-      visit_sums([&](float (&sum)[kColumns], float* partial) {
-        store_rounded<float>(partial, col, sum, kVectorAccess, valid);
-      });
+      float dbias[kColumns] = {};
+      if (args.dbias != nullptr) load_running(dbias, 0);
+#pragma unroll 1
+      for (int r = 0; r < batch_rows; ++r) {
+        forget(r);
+        col = column(tile);
+        const int64_t row = row_number(first_row + r);
+        float g[kColumns];
+        if (args.dy != nullptr) {
+          GradientChunk<Z, kColumns> chunk;
+          read_again(chunk, r);
+          const float4 values = row_values[r];
+          float n[kColumns];
+          normalise(chunk, dy_dtype, values.x, values.y, vector_access, valid, g, n);
+          apply_weight(g, args, vector_access, col, valid);
+          gradient_of_z(g, n, make_float2(values.z, values.w), values.y);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i) g[i] = 0.0f;
+        }
+        add_dz<Z>(g, args, vector_access, row, col, valid);
+        store_gradient<X, Z>(g, args, mask, vector_access, row, col, valid);
+        if (args.dbias != nullptr) {
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i) dbias[i] += inside(i, valid, vector_access) ? g[i] : 0.0f;
+        }
+      }
+      if (args.dbias != nullptr) store_running(dbias, 0);
     }
     __syncthreads();  // row_values is free for the next batch
   }

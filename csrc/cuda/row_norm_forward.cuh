@@ -18,28 +18,41 @@ struct HeldRow {
   Chunk<Z, kColumns> z[kChunks];
 };
 
-// Reads x and residual, all loads before the first use, and rounds z to its dtype. n_cols: 0 for a thread without a
-// row.
+// Whether registers can hold two chunks of x and of the residual on their way past the dropout mask. On sm_70, whose
+// uniform values take registers of their own, 32 bytes a thread would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
+constexpr bool kManyLoads = false;
+#else
+constexpr bool kManyLoads = true;
+#endif
+
+// Reads x and residual, where there are registers for both all loads before the first use, and rounds z to its dtype.
+// n_cols: 0 for a thread without a row.
 template <typename X, typename Z, int kColumns, int kChunks, typename Col>
 __device__ __forceinline__ void compute_z(HeldRow<Z, kColumns, kChunks>& held, const RowNormForward& args,
                                           const DropoutMask& mask, bool vector_access, int64_t row, Col first, Col step,
                                           Col n_cols) {
   Chunk<X, kColumns> x[kChunks];
   Chunk<Z, kColumns> residual[kChunks];
+  const auto load_residual = [&](int k) {
+    const Col col = first + k * step;
+    load_chunk(residual[k], args.residual, row * args.residual_row_stride + col, vector_access,
+               valid_columns<kColumns>(col, n_cols, vector_access));
+  };
+  constexpr bool kResidualEarly = kChunks == 1 || kManyLoads;
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const Col col = first + k * step;
-    const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
-    load_chunk(x[k], args.x, row * args.x_row_stride + col, vector_access, valid);
-    if (args.residual != nullptr) {
-      load_chunk(residual[k], args.residual, row * args.residual_row_stride + col, vector_access, valid);
-    }
+    load_chunk(x[k], args.x, row * args.x_row_stride + col, vector_access,
+               valid_columns<kColumns>(col, n_cols, vector_access));
+    if (kResidualEarly && args.residual != nullptr) load_residual(k);
   }
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const Col col = first + k * step;
     const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
     float value[kColumns];
+    forget(x[k]);  // the other chunks wait as they were read
     unpack(x[k], value);
     if (args.bias != nullptr) {
       float bias[kColumns];
@@ -49,12 +62,14 @@ __device__ __forceinline__ void compute_z(HeldRow<Z, kColumns, kChunks>& held, c
     }
     mask.apply(value, row * args.n_cols + col);
     if (args.residual != nullptr) {
+      if (!kResidualEarly) load_residual(k);
       float added[kColumns];
       unpack(residual[k], added);
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) value[i] = __fadd_rn(value[i], added[i]);
     }
     pack(held.z[k], value);
+    forget(held.z[k]);
   }
 }
 
@@ -110,7 +125,8 @@ __global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128,
   const int row_threads = kRowThreads == 0 ? static_cast<int>(blockDim.x) : kRowThreads;
   const int rows_per_block = static_cast<int>(blockDim.x) / row_threads;
   const int thread = static_cast<int>(threadIdx.x) % row_threads;
-  const int first_col = thread * kColumns, step = row_threads * kColumns;
+  const int step = row_threads * kColumns;
+  int first_col = thread * kColumns;  // forgotten before each use: addresses are cheaper than registers
   RowSum<kRowThreads> sum_over_row(row_threads, 0, shared);
   ONETRIP_SHARED(DropoutState, dropout_state, 1);
   const DropoutMask mask(args.dropout, dropout_state);
@@ -122,6 +138,7 @@ __global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128,
   HeldRow<Z, kColumns, kChunks> held;
   compute_z<X>(held, args, mask, kVectorAccess, row, first_col, step, n_cols);
   if (args.z != nullptr && !args.center_z) {
+    forget(first_col);
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const int col = first_col + k * step;
@@ -134,6 +151,7 @@ __global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128,
   float mean = 0.0f;
   if (args.norm == Norm::kLayer) {
     float sum = 0.0f;
+    forget(first_col);
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const int valid = valid_columns<kColumns>(first_col + k * step, n_cols, kVectorAccess);
@@ -147,6 +165,7 @@ __global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128,
     mean = mean_of(sum_over_row(sum), args.n_cols);
   }
   float squares = 0.0f;
+  forget(first_col);
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const int valid = valid_columns<kColumns>(first_col + k * step, n_cols, kVectorAccess);
@@ -164,6 +183,7 @@ __global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128,
 
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
+    forget(first_col);
     finish_chunk(held.z[k], args, kVectorAccess, row, first_col + k * step, n_cols, mean, rstd);
   }
   if (thread == 0 && n_cols != 0) store_statistics(args, row, mean, rstd);

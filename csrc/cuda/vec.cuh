@@ -46,14 +46,6 @@ __device__ __forceinline__ bool inside(int i, int valid, bool vector_access) {
   return vector_access ? valid > 0 : i < valid;
 }
 
-// Makes the compiler forget that it knows these values. Without it, a chunk once unpacked stays unpacked (twice the
-// registers) until its last use, and what a loop does not change is computed before it and held in registers.
-__device__ __forceinline__ void forget([[maybe_unused]] uint32_t& value) {
-#ifndef ONETRIP_CUDASIM
-  asm volatile("" : "+r"(value));
-#endif
-}
-
 template <typename T, int N>
 __device__ __forceinline__ void forget(Chunk<T, N>& chunk) {
 #pragma unroll
@@ -216,6 +208,8 @@ __device__ __forceinline__ void load_chunk(AnyChunk<N>& chunk, const void* base,
     load_chunk<kConstant>(half, base, index, vector_access, valid);
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) chunk.word[i] = half.word[i];
+#pragma unroll
+    for (int i = N / 2; i < N; ++i) chunk.word[i] = 0;  // left unset, they would hold registers through the loop around
   }
 }
 

@@ -325,9 +325,23 @@ cudaError_t CUDARTAPI cudaGetDevice(int* device) {
 }
 cudaError_t CUDARTAPI cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
 cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  if (attribute != cudaDevAttrMaxSharedMemoryPerBlockOptin) return cudaErrorInvalidValue;
-  *value = cudasim::shared_limit;
-  return cudaSuccess;
+  // A multiprocessor like those of sm_80 to sm_100, but for its shared memory.
+  switch (attribute) {
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = cudasim::shared_limit;
+      return cudaSuccess;
+    case cudaDevAttrReservedSharedMemoryPerBlock:
+      *value = 1024;
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = cudasim::shared_limit + 1024;
+      return cudaSuccess;
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+      *value = 2048;
+      return cudaSuccess;
+    default:
+      return cudaErrorInvalidValue;
+  }
 }
 cudaError_t CUDARTAPI cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int value) {
   const bool fits = attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value <= cudasim::shared_limit;

@@ -25,7 +25,7 @@ class Bug(NamedTuple):
 
 
 BUGS = {
-    "no_barrier_in_the_sum": Bug("reduce.cuh", "named_barrier(1 + group_, row_threads_);", ";"),
+    "no_barrier_in_the_sum": Bug("reduce.cuh", "named_barrier(1 + group, row_threads_);", ";"),
     "one_buffer_for_every_sum": Bug("reduce.cuh", "turn_ ^= 1;", ";"),
     "sum_leaves_out_half_a_warp": Bug("reduce.cuh", "lane_mask = kThreads / 2;", "lane_mask = kThreads / 4;"),
     "one_column_too_many": Bug("vec.cuh", "const Col left = n_cols - col;", "const Col left = n_cols - col + 1;"),
@@ -40,9 +40,11 @@ BUGS = {
     ),
     "last_rows_dropped": Bug("row_norm.cu", "ceil_div(args.n_rows, rows_per_block);", "args.n_rows / rows_per_block;"),
     "groups_added_without_barrier": Bug(
-        "row_norm_backward.cuh", "    sums.publish(buffer);\n    __syncthreads();", "    sums.publish(buffer);"
+        "row_norm_backward.cuh",
+        "buffer = sums.publish();\n    __syncthreads();",
+        "buffer = sums.publish();",
     ),
-    "sums_of_the_last_group_lost": Bug("row_norm_backward.cuh", "i < n_groups; ++i)", "i < n_groups - 1; ++i)"),
+    "sums_of_the_last_group_lost": Bug("row_norm_backward.cuh", "j < n_groups; ++j)", "j < n_groups - 1; ++j)"),
     "gradient_means_exchanged": Bug("row_norm_backward.cuh", "n[i] * means.x - means.y", "n[i] * means.y - means.x"),
 }
 

@@ -1,7 +1,7 @@
 """Compiles the CUDA kernels ahead of time for sm_70 to sm_120 and holds them to budgets that need no card to know.
 
-No register spills to memory; 128-bit loads and stores in every kernel for aligned rows; and registers few
-enough that the kernels of the common widths (rows kept in registers, aligned) leave half of an SM's threads resident.
+No register spills to memory; 128-bit loads and stores in the machine code of every kernel for aligned rows; and for the
+common widths, registers and shared memory (static and dynamic) that leave half of an SM's threads resident.
 sm_70 is compiled by NVRTC 12.9 (CUDA 13 dropped it), the others by nvcc where there is one, else by NVRTC as well.
 """
 
@@ -23,22 +23,70 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 BUILD = ROOT / "build" / "cuda_budgets"
-REGISTERS = 65536
-RESIDENT_THREADS = {70: 2048, 75: 1024, 80: 2048, 90: 2048, 100: 2048, 120: 1536}
-ARCHITECTURES = tuple(RESIDENT_THREADS)
-# Known shortfalls, by architecture. Bytes that the worst kernel spills: sm_70 has no uniform registers (forward
-# blocks of 1024 threads); from sm_80 on it is the aligned backward of a float32 z. And the share of its threads that
-# an SM of sm_70 keeps resident in the aligned backward, which would spill otherwise.
-SPILL_LIMIT = {70: 144, 80: 8, 100: 32, 120: 32}
-RESIDENT_SHARE = {70: 0.25}
+
+
+class Multiprocessor(NamedTuple):
+    """Limits of the CUDA C++ Programming Guide's table of compute capabilities."""
+
+    threads: int
+    blocks: int
+    shared_bytes: int
+    reserved_bytes: int
+    """Of shared memory, taken by the system for every block."""
+    registers: int = 65536
+
+    @property
+    def block_bytes(self) -> int:
+        return self.shared_bytes - self.reserved_bytes
+
+
+KIB = 1024
+MULTIPROCESSORS = {
+    70: Multiprocessor(2048, 32, 96 * KIB, 0),
+    75: Multiprocessor(1024, 16, 64 * KIB, 0),
+    80: Multiprocessor(2048, 32, 164 * KIB, KIB),
+    90: Multiprocessor(2048, 32, 228 * KIB, KIB),
+    100: Multiprocessor(2048, 32, 228 * KIB, KIB),
+    120: Multiprocessor(1536, 24, 100 * KIB, KIB),
+}
+ARCHITECTURES = tuple(MULTIPROCESSORS)
+WIDTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 8192, 12288, 16384)
+ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+
+# The one known shortfall in spills, bytes by architecture and kernel: forward blocks of 1024 threads have 64 registers,
+# sm_70 has no uniform ones beside them, and its float16 conversions need a few more than those of bfloat16.
+SPILLED_BYTES = {
+    (70, "forward_kernel<f16, f16, 0, any>"): 24,
+    (70, "forward_kernel<f16, f16, 0, fast>"): 40,
+}
 
 
 class Kernel(NamedTuple):
     name: str
     registers: int
+    static_bytes: int
     spilled_bytes: int
     wide_loads: int
     wide_stores: int
+
+
+class Call(NamedTuple):
+    """A launch of an aligned kernel, with the widths' gradients that take shared memory."""
+
+    n_cols: int
+    x: str
+    z: str
+    backward: bool
+    shared_sums: int = 0
+    """Of dbias and dweight; dnorm_bias stays in registers."""
+
+
+CALLS = [
+    Call(n_cols, x, z, *rest)
+    for n_cols in WIDTHS
+    for x, z in [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("f16", "f32"), ("bf16", "f32")]
+    for rest in [(False,), (True, 1), (True, 2)]
+]
 
 
 def _package(name: str) -> Path | None:
@@ -85,8 +133,33 @@ def _ptx_by_nvrtc(arch: int) -> str:
     return ptx.rstrip(b"\0").decode()
 
 
-def _compile(arch: int) -> tuple[str, str]:
-    """(PTX, what ptxas -v says) for one architecture."""
+def _machine_code(cubin: Path) -> str | None:
+    """None without a disassembler that knows the architecture. The one in triton's wheel has left sm_70 behind."""
+    triton = importlib.util.find_spec("triton")
+    places = [shutil.which("nvdisasm")]
+    if triton is not None and triton.origin is not None:
+        places.append(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"))
+    for place in places:
+        if place is not None and Path(place).exists():
+            result = subprocess.run([place, "-c", str(cubin)], capture_output=True, text=True)
+            if result.returncode == 0 and "LDG" in result.stdout:
+                return result.stdout
+    return None
+
+
+def _wide_accesses(ptx: str, machine_code: str | None) -> dict[str, tuple[int, int]]:
+    """128-bit loads from and stores to global memory by kernel: of the machine code, else of the PTX."""
+    if machine_code is not None:
+        bodies = re.findall(r"\.section\s+\.text\.(\w+),(.*?)(?=\.section\s|\Z)", machine_code, re.S)
+        load, store = r"\bLDG\.E\.(?:\w+\.)*?128\b", r"\bSTG\.E\.(?:\w+\.)*?128\b"
+    else:
+        bodies = re.findall(r"\.entry (\w+)\((.*?)(?=\.entry |\Z)", ptx, re.S)
+        load, store = (rf"{op}\.global(?:\.nc)?\.v(?:4\.[ubf]32|2\.[ubf]64)" for op in ("ld", "st"))
+    return {name: (len(re.findall(load, body)), len(re.findall(store, body))) for name, body in bodies}
+
+
+def _compile(arch: int) -> tuple[dict[str, tuple[int, int]], str]:
+    """(128-bit accesses by kernel, what ptxas -v says) for one architecture."""
     nvcc = _nvcc() if arch >= 75 else None
     folder = BUILD / str(arch)
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +174,8 @@ def _compile(arch: int) -> tuple[str, str]:
         command += ["--keep", "--keep-dir", str(folder), str(CSRC / "cuda" / "row_norm.cu")]
     result = subprocess.run([*command, "-o", str(folder / "row_norm.cubin")], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
-    return ptx_file.read_text(), result.stderr + result.stdout
+    machine_code = _machine_code(folder / "row_norm.cubin")
+    return _wide_accesses(ptx_file.read_text(), machine_code), result.stderr + result.stdout
 
 
 def _short_name(mangled: str) -> str:
@@ -129,17 +203,15 @@ def _measure(arch: int) -> list[Kernel]:
     cache = BUILD / f"sm_{arch}-{digest.hexdigest()[:16]}.json"
     if cache.exists():
         return [Kernel(*fields) for fields in json.loads(cache.read_text())]
-    ptx, said = _compile(arch)
-    accesses = {}
-    for name, body in re.findall(r"\.entry (\w+)\((.*?)(?=\.entry |\Z)", ptx, re.S):
-        wide = r"{}\.global(?:\.nc)?\.v(?:4\.[ubf]32|2\.[ubf]64)"
-        accesses[name] = len(re.findall(wide.format("ld"), body)), len(re.findall(wide.format("st"), body))
+    accesses, said = _compile(arch)
     kernels = []
     for name, report in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", said, re.S):
         registers = re.search(r"Used (\d+) registers", report)
         spills = re.findall(r"(\d+) bytes spill", report)
+        static = re.search(r"(\d+) bytes smem", report)
         assert registers is not None and spills
-        kernels.append(Kernel(_short_name(name), int(registers[1]), sum(map(int, spills)), *accesses[name]))
+        used = int(registers[1]), 0 if static is None else int(static[1]), sum(map(int, spills))
+        kernels.append(Kernel(_short_name(name), *used, *accesses[name]))
     BUILD.mkdir(parents=True, exist_ok=True)
     cache.write_text(json.dumps(kernels))
     return kernels
@@ -152,24 +224,101 @@ def compiled() -> dict[int, Future[list[Kernel]]]:
     return {arch: pool.submit(_measure, arch) for arch in ARCHITECTURES}
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
-def test_budgets(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
-    if not _nvrtc_available() and (arch == 70 or _nvcc() is None):
+def _wide_tile(call: Call) -> tuple[int, int]:
+    """Bytes of dy and z in a tile of 4096 columns, and tiles a row."""
+    return 4096 * (ELEMENT_BYTES[call.x] + ELEMENT_BYTES[call.z]), -(-call.n_cols // 4096)
+
+
+def _half_filled(multiprocessor: Multiprocessor) -> int:
+    """Dynamic bytes a block with which blocks of 512 threads fill half of the SM."""
+    blocks = -(-multiprocessor.threads // 2 // 512)
+    limit = multiprocessor.shared_bytes // blocks - multiprocessor.reserved_bytes - KIB
+    return min(limit, multiprocessor.block_bytes - KIB)
+
+
+def _row_takes_all(call: Call, multiprocessor: Multiprocessor) -> bool:
+    tile, n_tiles = _wide_tile(call)
+    return n_tiles * tile > _half_filled(multiprocessor)
+
+
+def _launch(call: Call, multiprocessor: Multiprocessor) -> tuple[str, int, int]:
+    """(kernel, threads a block, bytes of dynamic shared memory), by the rules of csrc/cuda/row_norm.cu."""
+    types = f"{call.x}, {call.z}"
+    lanes, lane_columns = (32, 256) if call.n_cols <= 256 else (0, 0)
+    if not call.backward:
+        threads = 128 if lanes else -(-call.n_cols // (16 * 32)) * 32
+        return f"forward_kernel<{types}, {lanes}, fast>", threads, 0
+    limit = multiprocessor.block_bytes - KIB  # less what static arrays may take
+    if call.n_cols > 4096:
+        tile, n_tiles = _wide_tile(call)
+        tiles = (limit if _row_takes_all(call, multiprocessor) else _half_filled(multiprocessor)) // tile
+        rows = min(4, tiles // n_tiles)
+        return f"backward_wide_kernel<{types}, fast>", 512, (rows * n_tiles if rows else tiles // 4 * 4) * tile
+    row_threads = lanes or -(-call.n_cols // 256) * 32
+    shared = 4 * (8 * row_threads + call.shared_sums * 4096)  # the weights and the sums
+    name = "fast" if shared <= limit else "any"
+    threads = 512 // row_threads * row_threads
+    return f"backward_kernel<{types}, {lanes}, {name}>", threads, shared if name == "fast" else 4 * 4096
+
+
+def _resident_threads(kernel: Kernel, threads: int, dynamic_bytes: int, multiprocessor: Multiprocessor) -> int:
+    warp_registers = -(-kernel.registers * 32 // 256) * 256
+    shared = kernel.static_bytes + dynamic_bytes + multiprocessor.reserved_bytes
+    blocks = min(
+        multiprocessor.registers // (warp_registers * (threads // 32)),
+        multiprocessor.shared_bytes // max(1, shared),
+        multiprocessor.threads // threads,
+        multiprocessor.blocks,
+    )
+    return blocks * threads
+
+
+def _known_shortfall(arch: int, call: Call) -> str | None:
+    """Why a call leaves less than half of an SM's threads resident; None where nothing excuses it."""
+    if arch == 70 and call.backward and call.x == "f32":
+        return "no uniform registers: 64 would spill; a thread moves twice the bytes of the 16-bit kernels"
+    if arch == 70 and call.backward and call.n_cols == 4096 and call.shared_sums == 2:
+        return "weights and two sums of 512 threads are 48 KiB, and static arrays come on top"
+    if call.backward and call.n_cols > 4096 and _row_takes_all(call, MULTIPROCESSORS[arch]):
+        return "a row of dy and z takes more than half of the shared memory; reading it twice would cost more"
+    return None
+
+
+@pytest.fixture(params=ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
+def arch(request: pytest.FixtureRequest) -> int:
+    if not _nvrtc_available() and (request.param == 70 or _nvcc() is None):
         pytest.skip("needs nvcc or NVIDIA's pip packages of the [test] extra")
+    return int(request.param)
+
+
+def test_nothing_spills(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
     kernels = compiled[arch].result()
-    print(f"\nsm_{arch:<4} {'kernel':46} registers  spilled  128-bit loads  stores")
+    print(f"\nsm_{arch:<4} {'kernel':46} registers  shared  spilled  128-bit loads  stores")
     for kernel in sorted(kernels):
-        counts = f"{kernel.registers:9} {kernel.spilled_bytes:8} {kernel.wide_loads:14} {kernel.wide_stores:7}"
-        print(f"        {kernel.name:46} {counts}")
+        counts = f"{kernel.registers:9} {kernel.static_bytes:7} {kernel.spilled_bytes:8} {kernel.wide_loads:14}"
+        print(f"        {kernel.name:46} {counts} {kernel.wide_stores:7}")
     assert len(kernels) == 5 * 16 + 1
-    spills = [kernel for kernel in kernels if kernel.spilled_bytes > SPILL_LIMIT.get(arch, 0)]
-    assert not spills, spills
-    fast = [kernel for kernel in kernels if "fast" in kernel.name]
+    spills = {kernel.name: kernel.spilled_bytes for kernel in kernels if kernel.spilled_bytes}
+    assert all(spilled <= SPILLED_BYTES.get((arch, name), 0) for name, spilled in spills.items()), spills
+
+
+def test_aligned_kernels_move_16_bytes_at_once(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
+    fast = [kernel for kernel in compiled[arch].result() if "fast" in kernel.name]
     assert len(fast) == 5 * 8
-    assert not [kernel for kernel in fast if not (kernel.wide_loads and kernel.wide_stores)], "no 128-bit accesses"
-    for kernel in fast:
-        if "wide" not in kernel.name:
-            # Registers are handed out to warps in units of 8 a thread.
-            resident = REGISTERS // (-(-kernel.registers // 8) * 8)
-            share = RESIDENT_SHARE.get(arch, 0.5) if "backward" in kernel.name else 0.5
-            assert resident >= RESIDENT_THREADS[arch] * share, kernel
+    assert not [kernel for kernel in fast if not (kernel.wide_loads and kernel.wide_stores)]
+
+
+def test_half_of_the_threads_are_resident(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
+    """As far as whole blocks go: one more of them would pass the half. (Blocks of 384 threads: 38% or 56%.)"""
+    kernels = {kernel.name: kernel for kernel in compiled[arch].result()}
+    multiprocessor = MULTIPROCESSORS[arch]
+    short = []
+    for call in CALLS:
+        name, threads, dynamic_bytes = _launch(call, multiprocessor)
+        resident = _resident_threads(kernels[name], threads, dynamic_bytes, multiprocessor)
+        line = f"{call}: {name} {kernels[name].registers} registers, {dynamic_bytes} bytes, {resident} threads"
+        if resident * 2 < multiprocessor.threads:
+            print(line, _known_shortfall(arch, call) or "")
+        if (resident + threads) * 2 <= multiprocessor.threads and _known_shortfall(arch, call) is None:
+            short.append(line)
+    assert not short, "\n".join(short)
