@@ -244,7 +244,7 @@ def _row_takes_all(call: Call, multiprocessor: Multiprocessor) -> bool:
 def _launch(call: Call, multiprocessor: Multiprocessor) -> tuple[str, int, int]:
     """(kernel, threads a block, bytes of dynamic shared memory), by the rules of csrc/cuda/row_norm.cu."""
     types = f"{call.x}, {call.z}"
-    lanes, lane_columns = (32, 256) if call.n_cols <= 256 else (0, 0)
+    lanes = 32 if call.n_cols <= 256 else 0
     if not call.backward:
         threads = 128 if lanes else -(-call.n_cols // (16 * 32)) * 32
         return f"forward_kernel<{types}, {lanes}, fast>", threads, 0
