@@ -1,9 +1,11 @@
 // The pybind11 module onetrip._native: plain numbers in, error codes out. Torch is met on the Python side only.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cmath>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "launch.h"
 
@@ -133,6 +135,102 @@ py::cpp_function row_norm_backward(int x_dtype, int residual_dtype, int bias_dty
       py::call_guard<py::gil_scoped_release>());
 }
 
+struct MaskPlan {
+  onetrip::MaskType type;
+  onetrip::MaskRows rows;
+};
+
+// layout: sizes slowest first, strides, at most 4 of each.
+MaskPlan mask_plan(int type, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                   int64_t col_stride) {
+  MaskPlan plan{onetrip::MaskType(type), {{1, 1, 1, 1}, {0, 0, 0, 0}, col_stride}};
+  if (sizes.size() > 4 || sizes.size() != strides.size())
+    throw std::invalid_argument("a mask has at most 4 dimensions");
+  const size_t first = 4 - sizes.size();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    plan.rows.sizes[first + i] = sizes[i];
+    plan.rows.strides[first + i] = strides[i];
+  }
+  return plan;
+}
+
+py::cpp_function softmax_forward(int dtype, double scale, double dropout_p, int mask_type,
+                                 const std::vector<int64_t>& mask_sizes, const std::vector<int64_t>& mask_strides,
+                                 int64_t mask_col_stride) {
+  const MaskPlan mask_of = mask_plan(mask_type, mask_sizes, mask_strides, mask_col_stride);
+  onetrip::SoftmaxForward args{};
+  args.dtype = DType(dtype);
+  args.scale = static_cast<float>(scale);
+  args.mask_type = mask_of.type;
+  args.mask_rows = mask_of.rows;
+  args.dropout = dropout(dropout_p);
+  return py::cpp_function(
+      [args](int device, [[maybe_unused]] uintptr_t stream, int64_t n_rows, int64_t n_cols, uintptr_t scores,
+             int64_t scores_row_stride, uintptr_t mask, uintptr_t y, uintptr_t p, int64_t n_queries, uint64_t seed,
+             uint64_t offset, uintptr_t state) {
+        onetrip::SoftmaxForward call = args;
+        call.n_rows = n_rows;
+        call.n_cols = n_cols;
+        call.scores = pointer<const void>(scores);
+        call.scores_row_stride = scores_row_stride;
+        call.mask = pointer<const void>(mask);
+        call.y = pointer<void>(y);
+        call.p = pointer<void>(p);
+        call.n_queries = n_queries;
+        set_rng(call.dropout, seed, offset, state);
+        if (device < 0) return onetrip::softmax_forward_cpu(call);
+#ifdef ONETRIP_WITH_CUDA
+        return onetrip::softmax_forward_cuda(call, device, pointer<void>(stream));
+#else
+        no_cuda();
+#endif
+      },
+      py::call_guard<py::gil_scoped_release>());
+}
+
+py::cpp_function softmax_backward(int dtype, double scale, double dropout_p, const std::vector<int64_t>& mask_sizes,
+                                  const std::vector<int64_t>& mask_strides) {
+  onetrip::SoftmaxBackward args{};
+  args.dtype = DType(dtype);
+  args.scale = static_cast<float>(scale);
+  args.mask_rows = mask_plan(0, mask_sizes, mask_strides, 1).rows;
+  args.has_dropout = dropout_p > 0.0;
+  args.dropout_scale = dropout(dropout_p).scale;
+  return py::cpp_function(
+      [args](int device, [[maybe_unused]] uintptr_t stream, int64_t n_rows, int64_t n_cols, uintptr_t dy,
+             int64_t dy_row_stride, uintptr_t p, int64_t p_row_stride, uintptr_t dscores, uintptr_t dmask,
+             uintptr_t workspace) {
+        onetrip::SoftmaxBackward call = args;
+        call.n_rows = n_rows;
+        call.n_cols = n_cols;
+        call.dy = pointer<const void>(dy);
+        call.dy_row_stride = dy_row_stride;
+        call.p = pointer<const void>(p);
+        call.p_row_stride = p_row_stride;
+        call.dscores = pointer<void>(dscores);
+        call.dmask = pointer<float>(dmask);
+        call.workspace = pointer<float>(workspace);
+        if (device < 0) return onetrip::softmax_backward_cpu(call);
+#ifdef ONETRIP_WITH_CUDA
+        return onetrip::softmax_backward_cuda(call, device, pointer<void>(stream));
+#else
+        no_cuda();
+#endif
+      },
+      py::call_guard<py::gil_scoped_release>());
+}
+
+int64_t softmax_workspace(int device, int64_t n_rows, int64_t n_cols, const std::vector<int64_t>& mask_sizes,
+                          const std::vector<int64_t>& mask_strides) {
+  const onetrip::MaskRows rows = mask_plan(0, mask_sizes, mask_strides, 1).rows;
+  if (device < 0) return onetrip::softmax_workspace_cpu(n_rows, n_cols, rows);
+#ifdef ONETRIP_WITH_CUDA
+  return onetrip::softmax_workspace_cuda(n_rows, n_cols, rows);
+#else
+  no_cuda();
+#endif
+}
+
 int64_t row_norm_workspace(int device, int64_t n_rows, int64_t n_cols, int n_wanted) {
   if (device < 0) return onetrip::row_norm_workspace_cpu(n_rows, n_cols, n_wanted);
 #ifdef ONETRIP_WITH_CUDA
@@ -178,6 +276,10 @@ PYBIND11_MODULE(_native, module) {
   module.def("row_norm_forward", &row_norm_forward, "A launcher of the forward pass, for these dtypes and numbers.");
   module.def("row_norm_backward", &row_norm_backward, "A launcher of the backward pass, for these dtypes and numbers.");
   module.def("row_norm_workspace", &row_norm_workspace, "Floats of workspace that row_norm_backward needs.");
+  module.def("softmax_forward", &softmax_forward, "A launcher of the forward pass, for this dtype, mask and numbers.");
+  module.def("softmax_backward", &softmax_backward,
+             "A launcher of the backward pass, for this dtype, mask and numbers.");
+  module.def("softmax_workspace", &softmax_workspace, "Floats of workspace that the mask's gradient needs.");
   module.def("cpu_level", &onetrip::cpu_level, "The instruction set that CPU kernels use: avx512, avx2 or baseline.");
   module.def("set_cpu_level", &onetrip::set_cpu_level, "Force a lower level; False where it is not there.");
   module.def("cuda_unavailable_reason", &cuda_unavailable_reason,

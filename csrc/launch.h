@@ -63,11 +63,63 @@ struct RowNormBackward {
   Dropout dropout;
 };
 
+// Where the mask of a row starts: row = ((i0 * sizes[1] + i1) * sizes[2] + i2) * sizes[3] + i3, and the mask's row
+// starts at the sum of i_k * strides[k]. Strides are in elements; 0 where the mask is broadcast. Unused dimensions come
+// first, of size 1 and stride 0.
+struct MaskRows {
+  int64_t sizes[4], strides[4];
+  int64_t col_stride;
+};
+enum class MaskType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kBool = 3 };  // bool: one byte, 1 keeps
+
+// P = softmax(scale * scores + mask);  y = dropout(P). A row whose largest value is -Inf (all masked) gives zeros.
+struct SoftmaxForward {
+  int64_t n_rows, n_cols;
+  const void* scores;  // [n_rows, n_cols] dtype, last stride 1
+  const void* mask;    // mask_type, read by mask_rows; null: none
+  void* y;             // [n_rows, n_cols] dtype, contiguous
+  void*
+      p;  // [n_rows, n_cols] dtype, contiguous: P, the sign bit set where dropout drops; null: not stored (no dropout)
+  int64_t scores_row_stride;
+  DType dtype;
+  MaskType mask_type;
+  MaskRows mask_rows;
+  int64_t n_queries;  // row r is query r % n_queries and sees columns up to n_cols - n_queries + query; 0: not causal
+  float scale;
+  Dropout dropout;
+};
+
+// g = P * (dP - sum over the row of P * dP), dP = dropout_backward(dy);  dscores = scale * g;  dmask = sum of g over
+// the rows that share a row of the mask.
+struct SoftmaxBackward {
+  int64_t n_rows, n_cols;
+  const void* dy;    // [n_rows, n_cols] dtype, last stride 1
+  const void* p;     // [n_rows, n_cols] dtype, last stride 1: y where nothing was dropped, else p as forward stored it
+  void* dscores;     // [n_rows, n_cols] dtype, contiguous; null: not wanted
+  float* dmask;      // [mask rows, n_cols], mask rows counted over the dimensions of stride != 0; null: not wanted
+  float* workspace;  // softmax_workspace_*(...) floats, not initialised; null where 0
+  int64_t dy_row_stride, p_row_stride;
+  DType dtype;
+  MaskRows mask_rows;  // read where dmask is wanted
+  float scale;
+  bool has_dropout;  // p carries the mask in its sign
+  float dropout_scale;
+};
+
 // Each returns 0, or an error code of its device (cudaError_t). They launch and do not wait.
 int row_norm_forward_cpu(const RowNormForward& args);
 int row_norm_backward_cpu(const RowNormBackward& args);
 int row_norm_forward_cuda(const RowNormForward& args, int device, void* stream);
 int row_norm_backward_cuda(const RowNormBackward& args, int device, void* stream);
+
+int softmax_forward_cpu(const SoftmaxForward& args);
+int softmax_backward_cpu(const SoftmaxBackward& args);
+int softmax_forward_cuda(const SoftmaxForward& args, int device, void* stream);
+int softmax_backward_cuda(const SoftmaxBackward& args, int device, void* stream);
+
+// Floats of workspace for dmask: partial sums over a partition that is a function of the sizes alone.
+int64_t softmax_workspace_cpu(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows);
+int64_t softmax_workspace_cuda(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows);
 
 // Floats of workspace for n_wanted of {dbias, dweight, dnorm_bias}. A function of the sizes alone, never of the number
 // of threads or multiprocessors: it fixes the partition of the rows, and with it every bit of the gradients.
