@@ -1,0 +1,106 @@
+"""y = dropout(softmax(scale * scores + mask)) over the last dimension, and its gradients.
+
+Softmax: Bridle 1990; as attention weights, with mask and dropout, Vaswani et al. 2017, section 3.2. The largest value
+is subtracted first; sums are float32 (float64 for float64). A row without a finite value (every position masked) gives
+zeros and no gradient.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .philox import Rng, dropout_scale, keep_mask
+
+
+class SoftmaxPlan(NamedTuple):
+    """Everything about one call that is not a tensor."""
+
+    scale: float
+    causal: bool
+    """Query i of n_queries sees the keys up to n_cols - n_queries + i."""
+    dropout_p: float
+    store_p: bool
+    """Keep the probabilities for backward, beside y; only where dropout makes the two differ."""
+
+
+class MaskLayout(NamedTuple):
+    """Where the mask of row r starts: r counts in `sizes`, slowest first; each index moves by its stride."""
+
+    sizes: tuple[int, ...]
+    """At most 4; their product is n_rows."""
+    strides: tuple[int, ...]
+    """In elements of the mask; 0 where it is broadcast."""
+    col_stride: int
+
+    @property
+    def n_mask_rows(self) -> int:
+        """Rows of the mask that differ: rows of its gradient."""
+        return prod(size for size, stride in zip(self.sizes, self.strides, strict=True) if stride)
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def forward(
+    scores: Tensor, mask: Tensor | None, layout: MaskLayout | None, n_queries: int, rng: Rng | None, plan: SoftmaxPlan
+) -> tuple[Tensor, Tensor | None]:
+    """Returns (y, p); p is None where the plan does not store it.
+
+    scores: [n_rows, n_cols]. mask: bool (True keeps) or floating (added), any shape, read by layout; without one,
+    like scores.
+    n_queries: row r is query r % n_queries; used where causal.
+    y: like scores. p: like scores, the probabilities before dropout; the sign bit is set where dropout drops.
+    """
+    n_rows, n_cols = scores.shape
+    acc = _accumulator(scores.dtype)
+    values = scores.to(acc) * plan.scale
+    if mask is not None:
+        rows = mask
+        if layout is not None:
+            rows = mask.as_strided((*layout.sizes, n_cols), (*layout.strides, layout.col_stride)).reshape(n_rows, n_cols)
+        values = values.masked_fill(~rows, -torch.inf) if rows.dtype == torch.bool else values + rows.to(acc)
+    if plan.causal:
+        query = torch.arange(n_rows, device=scores.device) % n_queries
+        key = torch.arange(n_cols, device=scores.device)
+        values = values.masked_fill(key[None, :] > query[:, None] + (n_cols - n_queries), -torch.inf)
+    largest = values.amax(dim=1, keepdim=True)
+    exponentials = torch.exp(values - largest)
+    p = exponentials / exponentials.sum(dim=1, keepdim=True)
+    p = p.masked_fill(largest == -torch.inf, 0.0)
+    if plan.dropout_p == 0.0:
+        return p.to(scores.dtype), None
+    assert rng is not None
+    keep = keep_mask((n_rows, n_cols), plan.dropout_p, rng, scores.device)
+    y = torch.where(keep, p * dropout_scale(plan.dropout_p), 0.0).to(scores.dtype)
+    p = p.to(scores.dtype)
+    return y, torch.where(keep, p, -p) if plan.store_p else None
+
+
+def backward(
+    dy: Tensor, p: Tensor, layout: MaskLayout | None, plan: SoftmaxPlan, wants_dscores: bool, wants_dmask: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns (dscores, dmask); what is not wanted is None.
+
+    dy: [n_rows, n_cols]. p: like dy: y where nothing was dropped, else p as forward stored it.
+    dscores: like dy. dmask: [layout.n_mask_rows, n_cols] float32 (float64), summed over the rows that share a mask row;
+    a broadcast of columns is left to the caller.
+    """
+    acc = _accumulator(dy.dtype)
+    gradient, probability = dy.to(acc), p.to(acc)
+    if plan.dropout_p > 0.0:
+        gradient = torch.where(torch.signbit(p), 0.0, gradient * dropout_scale(plan.dropout_p))
+        probability = probability.abs()
+    product = probability * gradient
+    g = product - probability * product.sum(dim=1, keepdim=True)
+    dmask = None
+    if wants_dmask:
+        assert layout is not None
+        shared = [i for i, stride in enumerate(layout.strides) if stride == 0]
+        rows = g.view(*layout.sizes, dy.shape[1])
+        dmask = (rows.sum(dim=shared) if shared else rows).reshape(-1, dy.shape[1])
+    return (g * plan.scale).to(dy.dtype) if wants_dscores else None, dmask
