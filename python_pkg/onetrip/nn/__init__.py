@@ -2,5 +2,6 @@
 torch's."""
 
 from .row_norm import BiasDropoutResidual, BiasDropoutResidualNorm, LayerNorm, RMSNorm
+from .softmax import Softmax
 
-__all__ = ["BiasDropoutResidual", "BiasDropoutResidualNorm", "LayerNorm", "RMSNorm"]
+__all__ = ["BiasDropoutResidual", "BiasDropoutResidualNorm", "LayerNorm", "RMSNorm", "Softmax"]

@@ -2,5 +2,13 @@
 
 from .rng import dropout_keep_mask
 from .row_norm import bias_dropout_residual, bias_dropout_residual_norm, layer_norm, rms_norm
+from .softmax import softmax
 
-__all__ = ["bias_dropout_residual", "bias_dropout_residual_norm", "dropout_keep_mask", "layer_norm", "rms_norm"]
+__all__ = [
+    "bias_dropout_residual",
+    "bias_dropout_residual_norm",
+    "dropout_keep_mask",
+    "layer_norm",
+    "rms_norm",
+    "softmax",
+]

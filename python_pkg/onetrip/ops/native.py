@@ -13,7 +13,7 @@ from ..reference.philox import Rng
 from ..reference.row_norm import NORM_LAYER, Backward, Forward, GradDtypes, RowNormPlan
 from .backends import native
 
-_DTYPE_CODE = {None: 0, torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum DType in csrc/launch.h
+DTYPE_CODE = {None: 0, torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum DType in csrc/launch.h
 _UINT64 = 2**64 - 1
 Launcher = Callable[..., int]
 
@@ -29,7 +29,7 @@ def _forward_launcher(
 ) -> Launcher:
     dtypes = (x, residual, bias, weight, norm_bias, plan.z_dtype, plan.n_dtype, plan.y_dtype)
     return native().row_norm_forward(  # type: ignore[union-attr]
-        *(_DTYPE_CODE[dtype] for dtype in dtypes),
+        *(DTYPE_CODE[dtype] for dtype in dtypes),
         plan.norm,
         plan.center_z,
         plan.eps,
@@ -51,11 +51,11 @@ def _backward_launcher(plan: RowNormPlan, grad_dtypes: GradDtypes, weight: torch
         plan.y_dtype,
     )
     return native().row_norm_backward(  # type: ignore[union-attr]
-        *(_DTYPE_CODE[dtype] for dtype in dtypes), plan.norm, plan.weight_offset, plan.dropout_p
+        *(DTYPE_CODE[dtype] for dtype in dtypes), plan.norm, plan.weight_offset, plan.dropout_p
     )
 
 
-def _rows(tensor: Tensor, n_cols: int) -> tuple[Tensor, int]:
+def rows(tensor: Tensor, n_cols: int) -> tuple[Tensor, int]:
     """The tensor as rows with last stride 1 (copied only where no single row stride fits), and the row stride in
     elements."""
     if tensor.is_contiguous() and not tensor.is_neg():
@@ -72,7 +72,7 @@ def _vector(tensor: Tensor) -> Tensor:
     return tensor.contiguous().resolve_neg()
 
 
-def _empty(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def empty(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """An uninitialised contiguous tensor; empty_like is half the price where it gives the same."""
     if like.dtype is dtype and like.is_contiguous() and like.shape == shape:
         return torch.empty_like(like)
@@ -86,7 +86,7 @@ def _row_numbers(like: Tensor, n_rows: int) -> Tensor:
     return like.new_empty(n_rows, dtype=torch.float32)
 
 
-def _rng(rng: Rng | None) -> tuple[int, int, int]:
+def rng_arguments(rng: Rng | None) -> tuple[int, int, int]:
     """seed, offset, address of both: of struct Dropout in csrc/launch.h."""
     if rng is None:
         return 0, 0, 0
@@ -95,7 +95,7 @@ def _rng(rng: Rng | None) -> tuple[int, int, int]:
     return rng[0] & _UINT64, rng[1] & _UINT64, 0
 
 
-def _where(tensor: Tensor) -> tuple[int, int]:
+def where(tensor: Tensor) -> tuple[int, int]:
     """(device index, stream) of a launch; index -1 means the CPU."""
     if tensor.is_cuda:
         index = tensor.get_device()
@@ -103,7 +103,7 @@ def _where(tensor: Tensor) -> tuple[int, int]:
     return -1, 0
 
 
-def _raise(function: str, tensor: Tensor, code: int) -> None:
+def raise_error(function: str, tensor: Tensor, code: int) -> None:
     if tensor.is_cuda:
         raise RuntimeError(f"{function}: CUDA error {code}: {native().cuda_error_string(code)}")  # type: ignore[union-attr]
     raise MemoryError(f"{function}: {os.strerror(code)}")
@@ -131,24 +131,24 @@ def row_norm_forward(
     shape = x.shape
     n_cols = shape[-1]
     n_rows = x.numel() // n_cols
-    x, x_row_stride = _rows(x, n_cols)
+    x, x_row_stride = rows(x, n_cols)
     residual_row_stride = 0
     if residual is not None:
-        residual, residual_row_stride = _rows(residual, n_cols)
+        residual, residual_row_stride = rows(residual, n_cols)
     if bias is not None:
         bias = _vector(bias)
     if weight is not None:
         weight = _vector(weight)
     if norm_bias is not None:
         norm_bias = _vector(norm_bias)
-    y = _empty(x, shape, plan.y_dtype) if plan.norm else None
-    z = _empty(x, shape, plan.z_dtype) if plan.store_z else None
+    y = empty(x, shape, plan.y_dtype) if plan.norm else None
+    z = empty(x, shape, plan.z_dtype) if plan.store_z else None
     mean = rstd = None
     if plan.store_stats:
         rstd = _row_numbers(x, n_rows)
         if plan.norm == NORM_LAYER and not plan.center_z:
             mean = torch.empty_like(rstd)
-    device, stream = _where(x)
+    device, stream = where(x)
     code = launch(
         device,
         stream,
@@ -165,10 +165,10 @@ def row_norm_forward(
         0 if z is None else z.data_ptr(),
         0 if mean is None else mean.data_ptr(),
         0 if rstd is None else rstd.data_ptr(),
-        *_rng(rng),
+        *rng_arguments(rng),
     )
     if code:
-        _raise("row_norm forward", x, code)
+        raise_error("row_norm forward", x, code)
     return y, z, mean, rstd
 
 
@@ -192,10 +192,10 @@ def row_norm_backward(
     dy_row_stride = dz_row_stride = z_row_stride = 0
     if dy is not None:
         assert z is not None
-        dy, dy_row_stride = _rows(dy, n_cols)
-        z, z_row_stride = _rows(z, n_cols)
+        dy, dy_row_stride = rows(dy, n_cols)
+        z, z_row_stride = rows(z, n_cols)
     if dz is not None:
-        dz, dz_row_stride = _rows(dz, n_cols)
+        dz, dz_row_stride = rows(dz, n_cols)
     if weight is not None:
         weight = _vector(weight)
     x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype = grad_dtypes
@@ -206,7 +206,7 @@ def row_norm_backward(
     dbias = None if bias_dtype is None else torch.empty(n_cols, dtype=bias_dtype, device=device)
     dweight = None if weight_dtype is None else torch.empty(n_cols, dtype=weight_dtype, device=device)
     dnorm_bias = None if norm_bias_dtype is None else torch.empty(n_cols, dtype=norm_bias_dtype, device=device)
-    index, stream = _where(given)
+    index, stream = where(given)
     n_wanted = (dbias is not None) + (dweight is not None) + (dnorm_bias is not None)
     workspace = None
     if n_wanted:
@@ -236,8 +236,8 @@ def row_norm_backward(
         0 if dweight is None else dweight.data_ptr(),
         0 if dnorm_bias is None else dnorm_bias.data_ptr(),
         0 if workspace is None else workspace.data_ptr(),
-        *_rng(rng),
+        *rng_arguments(rng),
     )
     if code:
-        _raise("row_norm backward", given, code)
+        raise_error("row_norm backward", given, code)
     return dx, dresidual, dbias, dweight, dnorm_bias

@@ -62,7 +62,9 @@ def forward(
     if mask is not None:
         rows = mask
         if layout is not None:
-            rows = mask.as_strided((*layout.sizes, n_cols), (*layout.strides, layout.col_stride)).reshape(n_rows, n_cols)
+            rows = mask.as_strided((*layout.sizes, n_cols), (*layout.strides, layout.col_stride)).reshape(
+                n_rows, n_cols
+            )
         values = values.masked_fill(~rows, -torch.inf) if rows.dtype == torch.bool else values + rows.to(acc)
     if plan.causal:
         query = torch.arange(n_rows, device=scores.device) % n_queries

@@ -1,0 +1,56 @@
+"""How a broadcast mask is read in place: the dimensions of the scores, folded to the few along which it moves."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ..reference.softmax import MaskLayout
+
+MAX_DIMS = 4
+"""Of MaskLayout and of struct MaskRows in csrc/launch.h."""
+
+
+@lru_cache(maxsize=1024)
+def mask_layout(
+    scores_shape: tuple[int, ...], mask_shape: tuple[int, ...], mask_strides: tuple[int, ...]
+) -> MaskLayout | None:
+    """The layout of a mask that broadcasts to scores_shape; None where more than 4 dimensions stay.
+
+    Neighbouring dimensions become one where a single stride walks through both: those of a contiguous mask, and those
+    along which it is broadcast.
+    """
+    missing = len(scores_shape) - len(mask_shape)
+    strides = [0] * missing + [
+        0 if size == 1 else stride for size, stride in zip(mask_shape, mask_strides, strict=True)
+    ]
+    sizes: list[int] = []
+    steps: list[int] = []
+    for size, stride in zip(scores_shape[:-1], strides[:-1], strict=True):
+        if size == 1:
+            continue
+        if sizes and steps[-1] == stride * size:  # 0 = 0 * size joins broadcast dimensions
+            sizes[-1] *= size
+            steps[-1] = stride
+        else:
+            sizes.append(size)
+            steps.append(stride)
+    if len(sizes) > MAX_DIMS:
+        return None
+    return MaskLayout(tuple(sizes), tuple(steps), strides[-1])
+
+
+def contiguous_layout(scores_shape: tuple[int, ...], mask_shape: tuple[int, ...]) -> MaskLayout:
+    """The layout of a contiguous mask of that shape. One that moves along more dimensions than a layout has is taken
+    as being shaped like the scores."""
+    return _contiguous_layout(tuple(scores_shape), tuple(mask_shape))
+
+
+@lru_cache(maxsize=1024)
+def _contiguous_layout(scores_shape: tuple[int, ...], mask_shape: tuple[int, ...]) -> MaskLayout:
+    strides = []
+    step = 1
+    for size in reversed(mask_shape):
+        strides.append(step)
+        step *= size
+    layout = mask_layout(scores_shape, mask_shape, tuple(reversed(strides)))
+    return layout if layout is not None else _contiguous_layout(scores_shape, scores_shape)

@@ -1,0 +1,127 @@
+"""softmax(scale * scores + mask) with causal option and dropout over the last dimension: one pass over the scores.
+
+Sources: softmax, Bridle 1990; attention weights, Vaswani et al. 2017, section 3.2; dropout, Srivastava et al. 2014 by
+Philox4x32-10 (Salmon et al. 2011). Calls take the same ways as those of row_norm.py: eager ones an autograd.Function,
+traced ones the torch.library operators of softmax_library.py, transformed ones torch's own operators.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..reference import softmax as reference
+from ..reference.philox import Rng
+from ..reference.softmax import SoftmaxPlan
+from .backends import KERNEL_DTYPES, choose
+from .checks import DTYPES, check_number, check_probability, check_rows
+from .rng import check_rng
+from .softmax_autograd import apply, forward
+from .tracing import eager_rng, is_traced, is_transformed, traced_rng
+
+
+def softmax(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+    rng: tuple[int, int] | None = None,
+) -> Tensor:
+    """dropout(softmax(scale * scores + mask)) over the last dimension: attention weights (Vaswani et al. 2017).
+
+    scores: float32, float16, bfloat16 or float64, rank 1 and up, any strides; for attention (batch, heads, Q, K).
+    mask: None; or bool, True keeps a position; or floating, of any of these dtypes, added to scale * scores. Any shape
+    that broadcasts to that of scores, any strides: it is read in place. A floating mask may require grad (position
+    biases): its gradient is the reduced one, of its own shape.
+    scale: finite. causal: query i of Q sees keys 0 ... K - Q + i (none, where that is negative); needs rank 2.
+    dropout_p: probability of dropping; what is dropped is exactly 0, what is kept is multiplied by 1 / (1 - p).
+    rng: None draws (seed, offset) from torch's generator; a pair of ints pins the mask (dropout_keep_mask).
+
+    Returns a tensor like scores, contiguous. Everything in between is float32, rounded once. A row whose every position
+    is masked, by a bool or by -inf, gives zeros and no gradient; NaN under a bool mask is not seen; other NaN and +inf
+    make their row NaN, as in torch. A finite floating mask (finfo.min) is an ordinary number.
+    Saves one tensor of scores' dtype for backward: the result itself where nothing is dropped; with dropout the
+    probabilities before it, whose sign bit, free in what is never negative, says what was dropped.
+    Deterministic for a given rng, dmask too. Raises ValueError or TypeError for wrong arguments.
+    """
+    _check(scores, mask, scale, causal, dropout_p, rng)
+    needs_grad = torch.is_grad_enabled() and (scores.requires_grad or (mask is not None and mask.requires_grad))
+    plan = SoftmaxPlan(float(scale), causal, float(dropout_p), store_p=needs_grad and dropout_p > 0.0)
+    if is_traced(scores, mask):
+        from .softmax_library import call
+
+        return call(scores, mask, traced_rng(rng, dropout_p, scores.device), plan)
+    transformed = is_transformed()
+    backend = choose("softmax", scores.device, scores.dtype in KERNEL_DTYPES and not transformed)
+    used_rng = eager_rng(rng, dropout_p, scores.device)
+    if transformed:
+        return _composed(scores, mask, used_rng, plan)
+    if needs_grad:
+        return cast(Tensor, apply(scores, mask, (used_rng, plan, backend, kernel_mask(scores, mask))))
+    return forward(backend, scores, kernel_mask(scores, mask), used_rng, plan)[0]
+
+
+def kernel_mask(scores: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The mask as backends take it: a float64 one beside narrower scores is rounded to float32 (at its own size)."""
+    if mask is None:
+        return None
+    mask = mask.detach()
+    return mask.float() if mask.dtype == torch.float64 and scores.dtype != torch.float64 else mask
+
+
+def _check(
+    scores: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    dropout_p: float,
+    rng: tuple[int, int] | None,
+) -> None:
+    function = "softmax"
+    check_rows(function, "scores", scores)
+    if mask is not None:
+        _check_mask(function, mask, scores)
+    check_number(function, "scale", scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"{function}: scale must be finite, got {scale}")
+    if not isinstance(causal, bool):
+        raise TypeError(f"{function}: causal must be a bool, got {causal!r}")
+    if causal and scores.dim() < 2:
+        raise ValueError(f"{function}: scores must have at least two dimensions with causal, got 1")
+    check_probability(function, "dropout_p", dropout_p)
+    check_rng(function, rng)
+
+
+def _check_mask(function: str, mask: object, scores: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{function}: mask must be a Tensor, got {type(mask).__name__}")
+    if mask.dtype != torch.bool and mask.dtype not in DTYPES:
+        raise TypeError(
+            f"{function}: mask must be bool, float32, float16, bfloat16 or float64, got {str(mask.dtype)[6:]}"
+        )
+    if mask.layout != torch.strided or mask.is_nested:
+        kind = "a nested tensor" if mask.is_nested else mask.layout
+        raise TypeError(f"{function}: mask must be a dense (strided) tensor, got {kind}")
+    missing = scores.dim() - mask.dim()
+    if missing < 0 or any(
+        size != 1 and size != of for size, of in zip(mask.shape, scores.shape[missing:], strict=True)
+    ):
+        raise ValueError(
+            f"{function}: mask must broadcast to the shape of scores, {tuple(scores.shape)}, got {tuple(mask.shape)}"
+        )
+    if mask.device != scores.device:
+        raise ValueError(f"{function}: mask must be on the device of scores, {scores.device}, got {mask.device}")
+
+
+def _composed(scores: Tensor, mask: Tensor | None, rng: Rng | None, plan: SoftmaxPlan) -> Tensor:
+    """By torch's own operators, which every transform of torch.func and forward-mode differentiation know."""
+    n_cols = scores.shape[-1]
+    n_queries = scores.shape[-2] if scores.dim() > 1 else 1
+    rows = None if mask is None else mask.expand(scores.shape).reshape(-1, n_cols)
+    y, _ = reference.forward(scores.reshape(-1, n_cols), rows, None, n_queries, rng, plan._replace(store_p=False))
+    return y.view(scores.shape)

@@ -1,0 +1,96 @@
+"""From tensors to the native softmax launchers. Allocates what they write."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..reference.philox import Rng
+from ..reference.softmax import MaskLayout, SoftmaxPlan
+from .backends import native
+from .native import DTYPE_CODE, Launcher, empty, raise_error, rng_arguments, rows, where
+
+_MASK_CODE = {**DTYPE_CODE, torch.bool: 3}  # enum MaskType in csrc/launch.h
+_NO_MASK = MaskLayout((), (), 0)
+
+
+@lru_cache(maxsize=4096)
+def _forward_launcher(plan: SoftmaxPlan, scores: torch.dtype, mask: torch.dtype | None, layout: MaskLayout) -> Launcher:
+    return native().softmax_forward(  # type: ignore[union-attr]
+        DTYPE_CODE[scores], plan.scale, plan.dropout_p, _MASK_CODE[mask], *layout
+    )
+
+
+@lru_cache(maxsize=4096)
+def _backward_launcher(plan: SoftmaxPlan, dtype: torch.dtype, layout: MaskLayout) -> Launcher:
+    return native().softmax_backward(  # type: ignore[union-attr]
+        DTYPE_CODE[dtype], plan.scale, plan.dropout_p, layout.sizes, layout.strides
+    )
+
+
+def forward(
+    scores: Tensor, mask: Tensor | None, layout: MaskLayout | None, n_queries: int, rng: Rng | None, plan: SoftmaxPlan
+) -> tuple[Tensor, Tensor | None]:
+    """reference.softmax.forward by the native library. scores: any rank and strides; y, p: contiguous, shaped like
+    scores."""
+    shape = scores.shape
+    n_cols = shape[-1]
+    launch = _forward_launcher(plan, scores.dtype, None if mask is None else mask.dtype, layout or _NO_MASK)
+    scores, row_stride = rows(scores, n_cols)
+    y = empty(scores, shape, scores.dtype)
+    p = torch.empty_like(y) if plan.store_p else None
+    device, stream = where(scores)
+    code = launch(
+        device,
+        stream,
+        y.numel() // n_cols,
+        n_cols,
+        scores.data_ptr(),
+        row_stride,
+        0 if mask is None else mask.data_ptr(),
+        y.data_ptr(),
+        0 if p is None else p.data_ptr(),
+        n_queries if plan.causal else 0,
+        *rng_arguments(rng),
+    )
+    if code:
+        raise_error("softmax forward", scores, code)
+    return y, p
+
+
+def backward(
+    dy: Tensor, p: Tensor, layout: MaskLayout | None, plan: SoftmaxPlan, wants_dscores: bool, wants_dmask: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """reference.softmax.backward by the native library. dy, p: any rank and strides; dscores: contiguous, shaped like
+    dy."""
+    shape = dy.shape
+    n_cols = shape[-1]
+    n_rows = dy.numel() // n_cols
+    layout = layout or _NO_MASK
+    dy, dy_row_stride = rows(dy, n_cols)
+    p, p_row_stride = rows(p, n_cols)
+    dscores = torch.empty(shape, dtype=dy.dtype, device=dy.device) if wants_dscores else None
+    dmask = workspace = None
+    device, stream = where(dy)
+    if wants_dmask:
+        dmask = torch.empty((layout.n_mask_rows, n_cols), dtype=torch.float32, device=dy.device)
+        n_floats = native().softmax_workspace(device, n_rows, n_cols, layout.sizes, layout.strides)  # type: ignore[union-attr]
+        workspace = torch.empty(n_floats, dtype=torch.float32, device=dy.device)
+    code = _backward_launcher(plan, dy.dtype, layout)(
+        device,
+        stream,
+        n_rows,
+        n_cols,
+        dy.data_ptr(),
+        dy_row_stride,
+        p.data_ptr(),
+        p_row_stride,
+        0 if dscores is None else dscores.data_ptr(),
+        0 if dmask is None else dmask.data_ptr(),
+        0 if workspace is None else workspace.data_ptr(),
+    )
+    if code:
+        raise_error("softmax backward", dy, code)
+    return dscores, dmask
