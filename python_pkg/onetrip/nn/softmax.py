@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..ops import softmax
-from ..ops.checks import check_number, check_probability
+from ..ops.checks import check_finite, check_probability
 
 
 class Softmax(torch.nn.Module):
@@ -17,7 +17,7 @@ class Softmax(torch.nn.Module):
 
     def __init__(self, scale: float = 1.0, causal: bool = False, p: float = 0.0) -> None:
         super().__init__()
-        check_number("Softmax", "scale", scale)
+        check_finite("Softmax", "scale", scale)
         check_probability("Softmax", "p", p)
         self.scale, self.causal, self.p = scale, causal, p
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -60,6 +62,13 @@ def check_eps(function: str, eps: float) -> None:
     check_number(function, "eps", eps)
     if not eps >= 0.0:
         raise ValueError(f"{function}: eps must be >= 0, got {eps}")
+
+
+def check_finite(function: str, argument: str, value: float) -> None:
+    """A number, neither NaN nor infinite."""
+    check_number(function, argument, value)
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{function}: {argument} must be finite, got {value}")
 
 
 def check_number(function: str, argument: str, value: object) -> None:

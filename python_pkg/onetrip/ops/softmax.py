@@ -7,7 +7,6 @@ traced ones the torch.library operators of softmax_library.py, transformed ones 
 
 from __future__ import annotations
 
-import math
 from typing import cast
 
 import torch
@@ -17,7 +16,7 @@ from ..reference import softmax as reference
 from ..reference.philox import Rng
 from ..reference.softmax import SoftmaxPlan
 from .backends import KERNEL_DTYPES, choose
-from .checks import DTYPES, check_number, check_probability, check_rows
+from .checks import DTYPES, check_finite, check_probability, check_rows
 from .rng import check_rng
 from .softmax_autograd import apply, forward
 from .tracing import eager_rng, is_traced, is_transformed, traced_rng
@@ -86,9 +85,7 @@ def _check(
     check_rows(function, "scores", scores)
     if mask is not None:
         _check_mask(function, mask, scores)
-    check_number(function, "scale", scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"{function}: scale must be finite, got {scale}")
+    check_finite(function, "scale", scale)
     if not isinstance(causal, bool):
         raise TypeError(f"{function}: causal must be a bool, got {causal!r}")
     if causal and scores.dim() < 2:

@@ -1,0 +1,308 @@
+"""onetrip.ops.softmax against float64: widths, masks, causal, dropout, gradients, special values, memory, errors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onetrip import nn, ops
+from softmax_cases import DTYPES, MASKS, RNG, exact, masks, short, unfused
+from tolerances import HALF_ROUNDING, assert_bitwise, assert_like_torch, assert_ulps
+
+SHAPE = (2, 3, 5, 67)
+WIDTHS = (1, 3, 63, 64, 1023, 1025, 4097, 16385, 65537)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_widths(target, width, dtype):
+    scores = (3.0 * torch.randn(3, width, device=target.device)).to(dtype)
+    y = ops.softmax(scores)
+    assert y.dtype == dtype
+    assert_ulps(y, exact(scores))
+    if dtype == torch.float32:
+        truth = exact(scores)
+        assert ((y.double() - truth).abs() <= 1e-7 + 2e-6 * truth).all()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=lambda p: f"p{p:g}")
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("name", MASKS)
+def test_result_and_gradients(target, name, dtype, dropout_p, causal):
+    """Within one ulp of float64; gradients within twice the error of torch in the same dtype."""
+    mask = masks(SHAPE, target.device)[name]
+    scores = torch.randn(SHAPE, device=target.device).to(dtype)
+    dy = torch.randn(SHAPE, device=target.device).to(dtype)
+    options = {"scale": 0.6, "causal": causal, "dropout_p": dropout_p, "rng": RNG}
+
+    def run(function, dtype):
+        leaf = scores.detach().clone().to(dtype).requires_grad_()
+        bias = None
+        if mask is not None and mask.is_floating_point():
+            bias = mask.detach().to(torch.float64 if dtype == torch.float64 else mask.dtype).requires_grad_()
+        y = function(leaf, mask if bias is None else bias, **options)
+        y.backward(dy.to(y.dtype))
+        return y, leaf.grad, None if bias is None else bias.grad
+
+    ours, torchs, truth = run(ops.softmax, dtype), run(unfused, dtype), run(unfused, torch.float64)
+    assert_ulps(ours[0], truth[0])
+    assert_like_torch(ours[1], torchs[1], truth[1])
+    if name in ("bias-queries", "bias-scalar"):
+        # Softmax does not see what a whole row has in common: exactly 0, less the rounding of what is summed.
+        summed = (truth[1].abs() / options["scale"]).sum_to_size(mask.shape)
+        assert (ours[2].abs() <= 2.0 * HALF_ROUNDING[dtype] * summed).all()
+    elif truth[2] is not None:
+        assert_like_torch(ours[2], torchs[2], truth[2], terms=scores.numel() // ours[2].numel())
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5, 6, 7), (2, 3, 2, 3, 2, 3, 7)], ids=["rank6", "rank7"])
+def test_masks_of_many_alternating_dimensions(target, shape):
+    """More dimensions than a kernel walks along: here, and only here, the mask is written out."""
+    mask = torch.randn([size if i % 2 else 1 for i, size in enumerate(shape)], device=target.device).requires_grad_()
+    scores = torch.randn(shape, device=target.device)
+    y = ops.softmax(scores, mask)
+    assert_ulps(y, exact(scores, mask).detach())
+    dy = torch.randn_like(y)
+    (ours,) = torch.autograd.grad(y, mask, dy)
+    (truth,) = torch.autograd.grad(exact(scores, mask), mask, dy.double())
+    (torchs,) = torch.autograd.grad(unfused(scores, mask), mask, dy)
+    assert_like_torch(ours, torchs, truth.double(), terms=scores.numel() // mask.numel())
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 9), (9, 1), (4, 9), (9, 4)], ids=str)
+def test_causal_aligns_the_last_query_with_the_last_key(target, queries, keys):
+    scores = torch.randn(2, queries, keys, device=target.device, requires_grad=True)
+    y = ops.softmax(scores, causal=True)
+    assert_ulps(y, exact(scores, causal=True).detach())
+    visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    assert (y[:, ~visible] == 0.0).all()
+    (dx,) = torch.autograd.grad(y, scores, torch.randn_like(y))
+    assert (dx[:, ~visible] == 0.0).all() and dx.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["bool", "-inf", "both"])
+def test_fully_masked_rows_are_zero(target, kind):
+    """And so are their gradients, whatever their neighbours are."""
+    mask = torch.ones(2, 1, 4, 33, dtype=torch.bool, device=target.device)
+    mask[1, 0, 2] = False
+    scores = torch.randn(2, 3, 4, 33, device=target.device, requires_grad=True)
+    given_mask = mask if kind == "bool" else torch.where(mask, 0.0, -torch.inf)
+    if kind == "both":
+        given_mask, scores = mask, scores.detach().masked_fill(~mask, -torch.inf).requires_grad_()
+    y = ops.softmax(scores, given_mask, dropout_p=0.2, rng=RNG)
+    assert (y[1, :, 2] == 0.0).all()
+    assert_ulps(y, exact(scores, given_mask, dropout_p=0.2).detach())
+    (dx,) = torch.autograd.grad(y, scores, torch.randn_like(y))
+    assert (dx[1, :, 2] == 0.0).all() and dx.isfinite().all() and (dx[0] != 0.0).any()
+
+
+def test_finite_mask_is_an_ordinary_number(target):
+    """A row whose every position has finfo.min gives what the plain formula gives, not zeros."""
+    lowest = torch.finfo(torch.float32).min
+    scores = torch.randn(3, 17, device=target.device)
+    y = ops.softmax(scores, torch.full((17,), lowest, device=target.device))
+    assert_ulps(y, torch.softmax(scores + lowest, -1).double())
+    assert_ulps(y.sum(-1), torch.ones(3, dtype=torch.float64, device=target.device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_special_values(target, dtype):
+    """NaN and +inf fill their row with NaN, neighbours stay; under a bool mask NaN is not seen; -inf gives 0."""
+    scores = torch.randn(5, 40, device=target.device).to(dtype)
+    scores[1, 3], scores[2, 7], scores[3, 11] = torch.nan, torch.inf, -torch.inf
+    y = ops.softmax(scores)
+    assert y[1].isnan().all() and y[2].isnan().all()
+    assert y[3, 11] == 0.0 and y[[0, 3, 4]].isfinite().all()
+    mask = torch.ones(5, 40, dtype=torch.bool, device=target.device)
+    mask[1, 3] = mask[2, 7] = False
+    y = ops.softmax(scores, mask)
+    assert y.isfinite().all() and y[1, 3] == 0.0 and y[2, 7] == 0.0
+    hidden = torch.where(mask, 0.0, -torch.inf)
+    assert ops.softmax(scores, hidden)[1].isnan().all(), "an added -inf does not hide NaN"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_largest_and_smallest_numbers(target, dtype):
+    info = torch.finfo(dtype)
+    rows = torch.tensor(
+        [[info.max, -info.max, 0.0], [info.max, info.max, 1.0], [info.tiny, -info.tiny, 0.0], [-info.max] * 3],
+        device=target.device,
+    ).to(dtype)
+    assert_ulps(ops.softmax(rows), torch.softmax(rows.double(), -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_dropout(target, dtype):
+    """The mask is dropout_keep_mask's, dropped elements are exactly 0, and nothing but one tensor is saved."""
+    scores = torch.randn(4, 6, 130, device=target.device).to(dtype).requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = ops.softmax(scores, dropout_p=0.4, rng=RNG)
+    keep = ops.dropout_keep_mask((4, 6, 130), 0.4, RNG, target.device)
+    assert (y[~keep] == 0.0).all() and (y[keep] > 0.0).all()
+    assert [t.dtype for t in saved] == [dtype] and saved[0].shape == scores.shape
+    assert_ulps(saved[0].abs(), exact(scores).detach())
+
+
+def test_without_dropout_the_result_itself_is_saved(target):
+    scores = torch.randn(4, 30, device=target.device, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = ops.softmax(scores)
+    assert len(saved) == 1 and saved[0].data_ptr() == y.data_ptr()
+
+
+def test_dropout_draws_from_the_generator(target):
+    scores = torch.randn(8, 100, device=target.device)
+    torch.manual_seed(5)
+    first, second = ops.softmax(scores, dropout_p=0.5), ops.softmax(scores, dropout_p=0.5)
+    torch.manual_seed(5)
+    assert_bitwise(ops.softmax(scores, dropout_p=0.5), first)
+    assert (first != second).any()
+    torch.manual_seed(5)
+    for p in (0.0, 1.0):
+        ops.softmax(scores, dropout_p=p)
+    assert_bitwise(ops.softmax(scores, dropout_p=0.5), first)
+
+
+def test_dropout_of_everything(target):
+    scores = torch.randn(3, 9, device=target.device, requires_grad=True)
+    y = ops.softmax(scores, dropout_p=1.0)
+    (dx,) = torch.autograd.grad(y, scores, torch.full_like(y, torch.nan))
+    assert (y == 0.0).all() and (dx == 0.0).all()
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=lambda p: f"p{p:g}")
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded", "one_element_off", "lazily_negated"])
+def test_layout_changes_no_bit(target, layout, dropout_p):
+    """Scores and the gradient of the result in any strides: the bits of a contiguous copy."""
+    views = {
+        "transposed": lambda: torch.randn(66, 5, device=target.device).t(),
+        "sliced": lambda: torch.randn(5, 200, device=target.device)[:, 7:73],
+        "expanded": lambda: torch.randn(1, 66, device=target.device).expand(5, 66),
+        "one_element_off": lambda: torch.randn(5 * 66 + 1, device=target.device)[1:].view(5, 66),
+        "lazily_negated": lambda: torch._neg_view(torch.randn(5, 66, device=target.device)),
+    }
+    scores, dy = views[layout](), views[layout]()
+    mask = torch.randn(5, 67, device=target.device)[:, 1:]
+
+    def run(scores, dy):
+        leaf = scores.detach().requires_grad_()
+        y = ops.softmax(leaf, mask, scale=0.7, dropout_p=dropout_p, rng=RNG)
+        return y, torch.autograd.grad(y, leaf, dy)[0]
+
+    plain = run(scores.clone().contiguous(), dy.clone().contiguous())
+    for ours, expected in zip(run(scores, dy), plain, strict=True):
+        assert_bitwise(ours, expected)
+
+
+def test_repeats_are_bitwise(target):
+    scores = torch.randn(4, 3, 70, 130, device=target.device, requires_grad=True)
+    bias = torch.randn(3, 70, 130, device=target.device, requires_grad=True)
+    dy = torch.randn(4, 3, 70, 130, device=target.device)
+
+    def run():
+        y = ops.softmax(scores, bias, dropout_p=0.1, rng=RNG)
+        return y, *torch.autograd.grad(y, (scores, bias), dy)
+
+    first = run()
+    for _ in range(5):
+        for again, expected in zip(run(), first, strict=True):
+            assert_bitwise(again, expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 0, 5), (0,)], ids=str)
+def test_empty(target, shape):
+    scores = torch.randn(shape, device=target.device, requires_grad=True)
+    y = ops.softmax(scores, torch.zeros(shape[-1], device=target.device, requires_grad=True), dropout_p=0.5)
+    y.sum().backward()
+    assert y.shape == shape and scores.grad.shape == shape
+
+
+def test_arguments_are_not_modified(target):
+    scores, mask = torch.randn(4, 5, 9, device=target.device), torch.randn(5, 9, device=target.device)
+    before = scores.clone(), mask.clone()
+    leaf = scores.requires_grad_()
+    ops.softmax(leaf, mask, dropout_p=0.3).sum().backward()
+    assert torch.equal(leaf.detach(), before[0]) and torch.equal(mask, before[1])
+
+
+def test_float64_and_its_gradients():
+    scores = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
+    mask = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda s, m: ops.softmax(s, m, scale=0.7, causal=True, dropout_p=0.25, rng=RNG), (scores, mask)
+    )
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(ops.softmax(scores).sum(), scores, create_graph=True)
+
+
+def test_transforms_of_torch_func():
+    scores, bias = torch.randn(6, 3, 8), torch.randn(3, 8)
+    batched = torch.func.vmap(lambda s: ops.softmax(s, bias, scale=0.5))(scores)
+    torch.testing.assert_close(batched, ops.softmax(scores, bias, scale=0.5))
+    jacobian = torch.func.jacrev(lambda s: ops.softmax(s, bias[0]))(scores[0, 0])
+    p = ops.softmax(scores[0, 0], bias[0])
+    torch.testing.assert_close(jacobian, torch.diag(p) - torch.outer(p, p))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_shape_and_broadcast(data):
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5), label="shape")
+    shape[-1] = data.draw(st.integers(1, 40), label="n_cols")
+    rank = data.draw(st.integers(0, len(shape)), label="rank of the mask")
+    mask_shape = [size if data.draw(st.booleans()) else 1 for size in shape[len(shape) - rank :]]
+    is_bool = data.draw(st.booleans(), label="bool")
+    scores = torch.randn(shape)
+    mask = torch.rand(mask_shape) > 0.3 if is_bool else torch.randn(mask_shape)
+    assert_ulps(ops.softmax(scores, mask), exact(scores, mask))
+
+
+BAD = {
+    "scores-list": ([1.0], {}, TypeError, "scores must be a Tensor, got list"),
+    "scores-integer": (torch.ones(2, 3, dtype=torch.int32), {}, TypeError, "scores must be float32.*got int32"),
+    "scores-0d": (torch.tensor(1.0), {}, ValueError, "scores must have at least one dimension"),
+    "scores-sparse": (torch.eye(3).to_sparse(), {}, TypeError, "scores must be a dense"),
+    "mask-integer": (torch.ones(2, 3), {"mask": torch.ones(2, 3, dtype=torch.int64)}, TypeError, "mask must be bool"),
+    "mask-shape": (
+        torch.ones(2, 3),
+        {"mask": torch.ones(2, 4)},
+        ValueError,
+        r"mask must broadcast to the shape of scores, \(2, 3\), got \(2, 4\)",
+    ),
+    "mask-larger": (torch.ones(2, 3), {"mask": torch.ones(4, 2, 3)}, ValueError, "mask must broadcast"),
+    "mask-device": (torch.ones(2, 3), {"mask": torch.ones(3, device="meta")}, ValueError, "mask must be on the device"),
+    "mask-list": (torch.ones(2, 3), {"mask": [1.0]}, TypeError, "mask must be a Tensor"),
+    "scale-nan": (torch.ones(2, 3), {"scale": math.nan}, ValueError, "scale must be finite, got nan"),
+    "scale-inf": (torch.ones(2, 3), {"scale": math.inf}, ValueError, "scale must be finite"),
+    "scale-text": (torch.ones(2, 3), {"scale": "1"}, TypeError, "scale must be a number"),
+    "causal-1d": (torch.ones(3), {"causal": True}, ValueError, "scores must have at least two dimensions"),
+    "causal-int": (torch.ones(2, 3), {"causal": 1}, TypeError, "causal must be a bool"),
+    "p-above-1": (torch.ones(2, 3), {"dropout_p": 1.1}, ValueError, r"dropout_p must be in \[0, 1\], got 1.1"),
+    "p-nan": (torch.ones(2, 3), {"dropout_p": math.nan}, ValueError, "dropout_p must be in"),
+    "rng-float": (torch.ones(2, 3), {"rng": (1.0, 2)}, TypeError, "rng must be None or a"),
+}
+
+
+@pytest.mark.parametrize(("scores", "options", "error", "message"), BAD.values(), ids=BAD.keys())
+def test_wrong_arguments(scores, options, error, message):
+    with pytest.raises(error, match=f"^softmax: {message}"):
+        ops.softmax(scores, **options)
+
+
+def test_module():
+    module = nn.Softmax(scale=0.5, causal=True, p=0.4)
+    scores = torch.randn(2, 4, 6)
+    torch.manual_seed(1)
+    trained = module(scores)
+    assert (trained == 0.0).sum() > (module.eval()(scores) == 0.0).sum()
+    assert_bitwise(module(scores), ops.softmax(scores, scale=0.5, causal=True))
+    assert not module.state_dict() and "p=0.4" in repr(module)
+    for bad in ({"p": 1.5}, {"scale": math.nan}):
+        with pytest.raises(ValueError, match=r"^Softmax: "):
+            nn.Softmax(**bad)

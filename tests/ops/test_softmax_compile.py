@@ -1,0 +1,87 @@
+"""torch.library registrations of softmax: opcheck, torch.compile without graph breaks, fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from onetrip import ops
+from onetrip.ops import softmax_library  # noqa: F401  registers torch.ops.onetrip.softmax
+from onetrip.reference.softmax import SoftmaxPlan
+from softmax_cases import RNG
+from tolerances import assert_bitwise
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):
+        yield
+
+
+CASES = {
+    "plain": ((3, 4, 6), None, torch.float32, 0.0),
+    "bias-dropout": ((2, 3, 4, 6), (3, 1, 6), torch.float32, 0.3),
+    "bf16": ((2, 4, 6), (4, 6), torch.bfloat16, 0.3),
+    "f64": ((2, 4, 6), (4, 6), torch.float64, 0.3),
+    "empty": ((0, 6), (6,), torch.float32, 0.3),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_opcheck(case):
+    shape, mask_shape, dtype, p = case
+    scores = torch.randn(shape).to(dtype).requires_grad_()
+    mask = None if mask_shape is None else torch.randn(mask_shape).requires_grad_()
+    rng = torch.tensor(RNG) if p else None
+    plan = SoftmaxPlan(0.5, True, p, store_p=p > 0.0)
+    torch.library.opcheck(torch.ops.onetrip.softmax.default, (scores, mask, rng, *plan))
+    y, stored = torch.ops.onetrip.softmax(scores.detach(), mask, rng, *plan)
+    args = (torch.randn(shape).to(dtype), stored.detach() if p else y.detach(), mask_shape, True, *plan)
+    torch.library.opcheck(torch.ops.onetrip.softmax_backward.default, args)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_without_a_break_to_the_same_bits(backend):
+    scores = torch.randn(2, 3, 5, 7, requires_grad=True)
+    bias = torch.randn(3, 5, 7, requires_grad=True)
+    dy = torch.randn(2, 3, 5, 7)
+
+    def function(scores, bias):
+        return ops.softmax(scores, bias, scale=0.5, causal=True, dropout_p=0.2, rng=RNG)
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    for run in (function, compiled):
+        y = run(scores, bias)
+        results = [y, *torch.autograd.grad(y, (scores, bias), dy)]
+        if run is function:
+            expected = results
+    for ours, eager in zip(results, expected, strict=True):
+        assert_bitwise(ours, eager)
+
+
+def test_compiled_dropout_draws_anew():
+    compiled = torch.compile(lambda s: ops.softmax(s, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+    scores = torch.randn(4, 100)
+    torch.manual_seed(3)
+    first, second = compiled(scores), compiled(scores)
+    torch.manual_seed(3)
+    assert_bitwise(compiled(scores), first)
+    assert (first != second).any()
+
+
+def test_fake_tensors():
+    with FakeTensorMode() as mode:
+        scores = mode.from_tensor(torch.randn(2, 4, 6)).requires_grad_()
+        y = ops.softmax(scores, dropout_p=0.1, causal=True)
+        assert y.shape == (2, 4, 6)
+        assert torch.autograd.grad(y.sum(), scores)[0].shape == (2, 4, 6)
+
+
+def test_dynamic_shapes_compile_once():
+    compiled = torch.compile(lambda s, m: ops.softmax(s, m), fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows, cols in ((3, 5), (7, 9), (2, 33)):
+        scores, mask = torch.randn(rows, cols), torch.randn(cols)
+        assert_bitwise(compiled(scores, mask), ops.softmax(scores, mask))

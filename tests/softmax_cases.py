@@ -1,0 +1,73 @@
+"""Softmax in float64, and in torch's own float32, float16, bfloat16: what tests compare with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from onetrip import ops
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+RNG = (1234, 8)
+
+
+def short(value: Any) -> str:
+    return str(value)[6:] if isinstance(value, torch.dtype) else str(value)
+
+
+def unfused(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+    rng: tuple[int, int] = RNG,
+) -> Tensor:
+    """What one writes in PyTorch, in the dtype of scores, with onetrip's mask of what is dropped."""
+    values = scores * scale
+    if mask is not None:
+        values = values.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else values + mask
+    if causal:
+        n_queries, n_keys = values.shape[-2:]
+        visible = torch.ones(n_queries, n_keys, dtype=torch.bool, device=values.device).tril(n_keys - n_queries)
+        values = values.masked_fill(~visible, -torch.inf)
+    p = torch.softmax(values, -1)
+    all_masked = (values == -torch.inf).all(-1, keepdim=True)
+    p = torch.where(all_masked, torch.zeros_like(p), p)
+    if dropout_p > 0.0:
+        keep = ops.dropout_keep_mask(tuple(scores.shape), dropout_p, rng, scores.device)
+        p = torch.where(keep, p / (1.0 - dropout_p), 0.0)
+    return p.to(scores.dtype)
+
+
+def exact(scores: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """The same in float64."""
+    wide = mask.double() if mask is not None and mask.is_floating_point() else mask
+    return unfused(scores.double(), wide, **options)
+
+
+def masks(shape: tuple[int, ...], device: str) -> dict[str, Tensor | None]:
+    """Masks of every kind and broadcast for scores of shape (batch, heads, queries, keys)."""
+    batch, heads, queries, keys = shape
+
+    def lengths(n: int) -> Tensor:
+        return torch.randint(1, keys + 1, (n, 1, 1, 1), device=device)
+
+    padding = torch.arange(keys, device=device) < lengths(batch)
+    return {
+        "none": None,
+        "padding-bool": padding,
+        "padding-finfo.min": torch.where(padding, 0.0, torch.finfo(torch.float32).min),
+        "bias-per-head": torch.randn(1, heads, queries, keys, device=device),
+        "bias-transposed": torch.randn(heads, keys, queries, device=device).transpose(1, 2),
+        "bias-bf16": torch.randn(batch, 1, queries, keys, device=device).bfloat16(),
+        "bias-keys": torch.randn(keys, device=device),
+        "bias-queries": torch.randn(queries, 1, device=device),
+        "bias-expanded": torch.randn(batch, 1, 1, keys, device=device).expand(shape),
+        "bias-scalar": torch.tensor(0.5, device=device),
+    }
+
+
+MASKS = tuple(masks((2, 3, 5, 7), "cpu"))
