@@ -28,7 +28,7 @@ def unfused(
     """What one writes in PyTorch, in the dtype of scores, with onetrip's mask of what is dropped."""
     values = scores * scale
     if mask is not None:
-        values = values.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else values + mask
+        values = values.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else values + mask.to(values.dtype)
     if causal:
         n_queries, n_keys = values.shape[-2:]
         visible = torch.ones(n_queries, n_keys, dtype=torch.bool, device=values.device).tril(n_keys - n_queries)
