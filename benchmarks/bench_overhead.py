@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 import pytest
 import torch
 from onetrip.benchmarks.checks import Truth, make_inputs
-from onetrip.benchmarks.row_norm import BIAS_DROPOUT_RESIDUAL_LAYER_NORM, EAGER, LAYER_NORM, RMS_NORM, own_provider
+from onetrip.benchmarks.providers import EAGER, own_provider
+from onetrip.benchmarks.row_norm import BIAS_DROPOUT_RESIDUAL_LAYER_NORM, LAYER_NORM, RMS_NORM
 from onetrip.benchmarks.suite import Operator
 from onetrip.benchmarks.timing import summarise
 from pytest_benchmark.fixture import BenchmarkFixture

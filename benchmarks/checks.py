@@ -40,7 +40,7 @@ class Inputs:
 
     @property
     def leaves(self) -> list[Tensor]:
-        return list(self.tensors.values())
+        return [tensor for tensor in self.tensors.values() if tensor.requires_grad]
 
 
 def as_tuple(outputs: Outputs) -> tuple[Tensor, ...]:
@@ -61,9 +61,9 @@ def make_inputs(
     for tensor in tensors.values():
         tensor.requires_grad_()
     with torch.no_grad():
-        one_row = {name: tensor[:1] if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
-        n_outputs = len(as_tuple(operator.eager(**one_row)))
-    return Inputs(tensors, tuple(normal(n_rows, n_cols) for _ in range(n_outputs)))
+        constants = operator.constants(n_rows, n_cols, dtype, device)
+        n_outputs = len(as_tuple(operator.eager(**tensors, **constants)))
+    return Inputs(tensors | constants, tuple(normal(n_rows, n_cols) for _ in range(n_outputs)))
 
 
 def _run(
@@ -78,12 +78,17 @@ class Truth:
 
     def __init__(self, operator: Operator, inputs: Inputs) -> None:
         self._operator, self._inputs = operator, inputs
-        self._names = [f"output {i}" for i in range(len(inputs.grad_outputs))] + [f"d{name}" for name in inputs.tensors]
+        self._names = [f"output {i}" for i in range(len(inputs.grad_outputs))] + [
+            f"d{name}" for name, tensor in inputs.tensors.items() if tensor.requires_grad
+        ]
         self._kept: list[Tensor] | None = None
 
     def _compute(self, keep: Tensor | None) -> list[Tensor]:
         scale = 1.0 / (1.0 - self._operator.dropout_p)
-        tensors = {name: tensor.detach().double().requires_grad_() for name, tensor in self._inputs.tensors.items()}
+        tensors = {
+            name: tensor.detach().double().requires_grad_(tensor.requires_grad)
+            for name, tensor in self._inputs.tensors.items()
+        }
         inputs = Inputs(tensors, tuple(grad.double() for grad in self._inputs.grad_outputs))
 
         def formula(**tensors: Tensor) -> Outputs:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
+import pytest
 import torch
+from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 from .checks import Check, Inputs, Truth, as_tuple, make_inputs
@@ -14,6 +16,7 @@ from .memory import peak_bytes, saved_bytes
 from .suite import DTYPE_NAMES, Case, Outputs, Provider
 from .timing import Clock, clock_for, summarise
 
+_ROUNDS, _QUICK_ROUNDS = 31, 9
 _INPUT_SETS = 3
 """Inputs rotate through this many sets: no call meets the addresses or the values of the one before."""
 _SECONDS_PER_PROVIDER = 5.0
@@ -157,3 +160,14 @@ class Race:
             "providers": records,
             "unavailable": {name: reason for name, reason in self.unavailable.items() if reason},
         }
+
+
+def race(case: Case, providers: list[Provider], device: torch.device, quick: bool, benchmark: BenchmarkFixture) -> None:
+    """One case of a suite: checked, raced, recorded; fails where a provider of our own gets no number."""
+    contest = Race(case, providers, device)
+    contest.warm_up()
+    benchmark.pedantic(contest.round, rounds=_QUICK_ROUNDS if quick else _ROUNDS)
+    benchmark.extra_info["record"] = contest.record()
+    own = {name: reason for name, reason in contest.failures.items() if name.startswith("onetrip")}
+    if own:
+        pytest.fail(f"no number for what fails its check: {own}")

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-
-import onetrip
 import torch
 import torch.nn.functional as F
 from onetrip import ops
-from onetrip.ops import backends
 from torch import Tensor
 
-from .suite import Case, Dropout, LeastBytes, Operator, Outputs, Provider
+from .suite import Case, Dropout, LeastBytes, Operator, Outputs
 
 EPS = 1e-5
 WIDTHS = (64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 16384)
@@ -118,43 +113,3 @@ def cases(quick: bool = False) -> list[Case]:
             for width in QUICK_WIDTHS if quick else WIDTHS:
                 found.append(Case(operator, ELEMENTS // width, width, dtype, full=width == 1024))
     return found
-
-
-EAGER = Provider("torch eager", lambda operator: operator.eager)
-
-
-def _onetrip(backend: str) -> Provider:
-    def unavailable(device: torch.device) -> str:
-        if backend == "triton" and device.type == "cpu":
-            return "on the CPU it is only interpreted: a time would mean nothing"
-        return backends.unavailable_reason(backend, device.type, device.index or 0)
-
-    def scope() -> AbstractContextManager[object]:
-        return onetrip.use_backend(backend)
-
-    return Provider(f"onetrip {backend}", lambda operator: operator.fused, unavailable, scope)
-
-
-def own_provider(device: torch.device) -> Provider:
-    """onetrip with the backend that `auto` picks."""
-    return _onetrip(onetrip.available_backends(device)[0])
-
-
-def _compiled(mode: str | None = None) -> Provider:
-    def bind(operator: Operator) -> Callable[..., Outputs]:
-        torch._dynamo.reset()  # a shape that was seen before must not turn this one into a dynamic one
-        return torch.compile(operator.eager, dynamic=False, mode=mode)
-
-    def unavailable(device: torch.device) -> str:
-        return "" if mode is None or device.type == "cuda" else f"mode {mode} is for CUDA"
-
-    return Provider("torch.compile" if mode is None else f"torch.compile {mode}", bind, unavailable)
-
-
-def providers(case: Case, device: torch.device, quick: bool = False) -> list[Provider]:
-    own = own_provider(device)
-    if quick or not case.full or case.dtype != torch.float32:
-        return [EAGER, own]
-    # With CUDA graphs a second call would overwrite the outputs of the first, which backward still needs.
-    found = [EAGER, _compiled(), _compiled("max-autotune-no-cudagraphs"), own]
-    return found + [other for other in map(_onetrip, backends.BACKENDS) if other.name != own.name]

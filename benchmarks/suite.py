@@ -44,6 +44,8 @@ class Operator:
     least_bytes: Callable[[int, int, int], LeastBytes]
     """least_bytes(n_rows, n_cols, itemsize)."""
     dropout_p: float = 0.0
+    constants: Callable[[int, int, torch.dtype, torch.device], dict[str, Tensor]] = lambda *_: {}
+    """constants(n_rows, n_cols, dtype, device): further inputs, not differentiated: masks."""
 
     def eager(self, **inputs: Tensor) -> Outputs:
         return self.formula(lambda values: torch.nn.functional.dropout(values, self.dropout_p, True), **inputs)

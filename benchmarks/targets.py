@@ -63,10 +63,12 @@ def _cases(results: Results, suite: str, **wanted: object) -> Iterator[dict[str,
             yield case
 
 
-def _speed_up(operator: str, which: str) -> Callable[[Results], tuple[float, str] | None]:
+def _speed_up(
+    suite: str, operator: str, n_rows: int, n_cols: int, which: str, against: str = EAGER
+) -> Callable[[Results], tuple[float, str] | None]:
     def measure(results: Results) -> tuple[float, str] | None:
-        for case in _cases(results, "row_norm", operator=operator, dtype="fp32", n_rows=4096, n_cols=1024):
-            value = speed_up(case, which)
+        for case in _cases(results, suite, operator=operator, dtype="fp32", n_rows=n_rows, n_cols=n_cols):
+            value = speed_up(case, which, against)
             if value is not None:
                 return value, ""
         return None
@@ -74,11 +76,10 @@ def _speed_up(operator: str, which: str) -> Callable[[Results], tuple[float, str
     return measure
 
 
-def _worst_width(operator: str, which: str) -> Callable[[Results], tuple[float, str] | None]:
+def _worst_width(suite: str, operator: str, which: str) -> Callable[[Results], tuple[float, str] | None]:
     def measure(results: Results) -> tuple[float, str] | None:
         found = {
-            case["n_cols"]: speed_up(case, which)
-            for case in _cases(results, "row_norm", operator=operator, dtype="fp32")
+            case["n_cols"]: speed_up(case, which) for case in _cases(results, suite, operator=operator, dtype="fp32")
         }
         if not found or None in found.values():
             return None
@@ -121,20 +122,14 @@ def _targets() -> Iterator[_Target]:
     sublayer = "bias + dropout + residual + LayerNorm"
     for p, forward, both in ((0.1, 8.0, 6.0), (0.0, 1.8, 1.8)):
         operator = f"bias_dropout_residual_layer_norm-p{p:g}"
-        yield _Target(
-            f"{sublayer}, p = {p:g}: forward, eager / onetrip", forward, True, "x", _speed_up(operator, "forward")
-        )
-        yield _Target(
-            f"{sublayer}, p = {p:g}: forward + backward, eager / onetrip",
-            both,
-            True,
-            "x",
-            _speed_up(operator, "forward_backward"),
-        )
+        for title, which, limit in (("forward", "forward", forward), ("forward + backward", "forward_backward", both)):
+            measure = _speed_up("row_norm", operator, 4096, 1024, which)
+            yield _Target(f"{sublayer}, p = {p:g}: {title}, eager / onetrip", limit, True, "x", measure)
     for title, operator in (("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm")):
         for which in ("forward", "backward"):
             name = f"{title} alone, widths 64 to 16,384: {which}, torch / onetrip"
-            yield _Target(name, 1.0, True, "x", _worst_width(operator, which))
+            yield _Target(name, 1.0, True, "x", _worst_width("row_norm", operator, which))
+    yield from _softmax_targets()
     yield _Target("BERT-large output blocks: bytes saved for backward, patched / eager", 0.5, False, "", _saved)
     for title, operator in (
         ("layer_norm", "layer_norm"),
@@ -145,6 +140,23 @@ def _targets() -> Iterator[_Target]:
         yield _Target(f"Eager call on 1 x 8: {title}", 15.0, False, " µs", _overhead(operator))
     yield _Target("pip install . from a clean clone, no CUDA", 180.0, False, " s", _install("cpu"))
     yield _Target("pip install . from a clean clone, nvcc, default architectures", 480.0, False, " s", _install("cuda"))
+
+
+def _softmax_targets() -> Iterator[_Target]:
+    operator = "scale + mask + softmax + dropout, 8 x 16 x 512 x 512"
+    for p, which, title, against, limit in (
+        (0.1, "forward", "forward", EAGER, 8.0),
+        (0.1, "forward_backward", "forward + backward", EAGER, 6.0),
+        (0.1, "forward_backward", "forward + backward", "torch.compile", 4.0),
+        (0.0, "forward", "forward", EAGER, 1.5),
+        (0.0, "forward_backward", "forward + backward", EAGER, 1.5),
+    ):
+        measure = _speed_up("softmax", f"scale_mask_softmax_dropout-p{p:g}", 8 * 16 * 512, 512, which, against)
+        name = "eager" if against == EAGER else against
+        yield _Target(f"{operator}, p = {p:g}: {title}, {name} / onetrip", limit, True, "x", measure)
+    for which in ("forward", "backward"):
+        name = f"softmax alone, widths 64 to 65,536: {which}, torch / onetrip"
+        yield _Target(name, 1.0, True, "x", _worst_width("softmax", "softmax", which))
 
 
 TARGETS = tuple(_targets())

@@ -1,0 +1,14 @@
+"""The softmax family: time forward, backward and both, beside eager PyTorch, torch.compile and a plain copy."""
+
+from __future__ import annotations
+
+import torch
+from onetrip.benchmarks.providers import providers
+from onetrip.benchmarks.race import race
+from onetrip.benchmarks.softmax import cases as cases
+from onetrip.benchmarks.suite import Case
+from pytest_benchmark.fixture import BenchmarkFixture
+
+
+def test_softmax(case: Case, device: torch.device, quick: bool, benchmark: BenchmarkFixture) -> None:
+    race(case, providers(case, device, quick), device, quick, benchmark)

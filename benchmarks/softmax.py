@@ -1,0 +1,64 @@
+"""The softmax family: attention weights of a batch of heads, and rows of every width."""
+
+from __future__ import annotations
+
+import torch
+from onetrip import ops
+from torch import Tensor
+
+from .suite import Case, Dropout, LeastBytes, Operator, Outputs
+
+HEADS, QUERIES, KEYS = 16, 512, 512
+ROWS = 8 * HEADS * QUERIES
+SCALE = 0.125
+WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+QUICK_WIDTHS = (64, 1024, 65536)
+ELEMENTS = 4096 * 1024
+
+
+def _padding(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """As transformers makes it: 0 where a key is real and the dtype's lowest number where it is padding."""
+    batch = n_rows // (HEADS * QUERIES)
+    lengths = torch.linspace(n_cols // 2, n_cols, batch, device=device).long()
+    real = torch.arange(n_cols, device=device) < lengths[:, None, None, None]
+    return {"mask": torch.where(real, 0.0, torch.finfo(dtype).min).to(dtype)}
+
+
+def _operator(name: str, *, attention: bool, dropout_p: float = 0.0) -> Operator:
+    def heads(scores: Tensor) -> Tensor:
+        return scores.view(-1, HEADS, QUERIES, scores.shape[-1]) if attention else scores
+
+    def formula(dropout: Dropout, scores: Tensor, mask: Tensor | None = None) -> Outputs:
+        values = heads(scores)
+        if mask is not None:
+            values = values * SCALE + mask
+        y = torch.softmax(values, dim=-1).view(scores.shape)
+        return dropout(y) if dropout_p > 0.0 else y
+
+    def fused(scores: Tensor, mask: Tensor | None = None) -> Outputs:
+        scale = 1.0 if mask is None else SCALE
+        return ops.softmax(heads(scores), mask, scale=scale, dropout_p=dropout_p).view(scores.shape)
+
+    def least_bytes(n_rows: int, n_cols: int, itemsize: int) -> LeastBytes:
+        matrix = n_rows * n_cols * itemsize
+        # With dropout the probabilities are written beside the result; backward reads them and dy, and writes dscores.
+        return LeastBytes(matrix * (3 if dropout_p > 0.0 else 2), 3 * matrix)
+
+    extra = {"constants": _padding} if attention else {}
+    return Operator(name, ("scores",), (), formula, fused, least_bytes, dropout_p, **extra)
+
+
+SOFTMAX = _operator("softmax", attention=False)
+ATTENTION_SOFTMAX = {
+    p: _operator(f"scale_mask_softmax_dropout-p{p:g}", attention=True, dropout_p=p) for p in (0.1, 0.0)
+}
+
+
+def cases(quick: bool = False) -> list[Case]:
+    dtypes = (torch.float32,) if quick else (torch.float32, torch.bfloat16)
+    n_rows = HEADS * QUERIES if quick else ROWS
+    found = [Case(op, n_rows, KEYS, dtype, full=True) for dtype in dtypes for op in ATTENTION_SOFTMAX.values()]
+    for dtype in dtypes:
+        for width in QUICK_WIDTHS if quick else WIDTHS:
+            found.append(Case(SOFTMAX, ELEMENTS // width, width, dtype, full=width == 1024))
+    return found
