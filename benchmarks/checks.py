@@ -109,12 +109,13 @@ class Truth:
         try:
             torch.manual_seed(0)
             outputs, grads = _run(function, self._inputs, self._inputs.grad_outputs)
-            keep = self._mask(function, grads) if self._operator.dropout_p > 0.0 else None
+            keep = self._mask(function, outputs, grads) if self._operator.dropout_p > 0.0 else None
         except Exception as error:  # a provider that raises is reported, and the others are measured
             return Check(False, f"{type(error).__name__}: {error}".splitlines()[0])
         if keep is not None:
-            rate, expected = keep.double().mean().item(), 1.0 - self._operator.dropout_p
-            sigma = math.sqrt(expected * (1.0 - expected) / keep.numel())
+            drawn = keep[self._compute(torch.ones_like(keep))[0] != 0]  # what is 0 without dropout shows no mask
+            rate, expected = drawn.double().mean().item(), 1.0 - self._operator.dropout_p
+            sigma = math.sqrt(expected * (1.0 - expected) / drawn.numel())
             if abs(rate - expected) > _SIGMAS * sigma:
                 return Check(False, f"dropout keeps {rate:.5f}, expected {expected:.5f} +- {_SIGMAS * sigma:.5f}")
         return self._compare((*outputs, *grads), self._expected(keep))
@@ -135,12 +136,14 @@ class Truth:
         detail = f"{closest}: {error:.1e} of its largest value (bound {bound:.0e})"
         return Check(error <= bound, detail, max(error for error, _ in errors.values()))
 
-    def _mask(self, function: Callable[..., Outputs], grads: tuple[Tensor, ...]) -> Tensor:
-        """The mask that the provider used, whatever its generator: where the gradient of x is not zero.
+    def _mask(self, function: Callable[..., Outputs], outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> Tensor:
+        """The mask that the provider used, whatever its generator: what is not zero where dropping gives zero.
 
         A kept element's gradient can be exactly zero by cancellation (about 1 in 10^8 in float32), so a second backward
         with the same seed and other incoming gradients has its say too.
         """
+        if self._operator.mask_shows_in == "output":
+            return outputs[0].detach() != 0
         torch.manual_seed(0)
         _, others = _run(function, self._inputs, tuple(grad.flip(0) for grad in self._inputs.grad_outputs))
         return (grads[0] != 0) | (others[0] != 0)

@@ -10,6 +10,7 @@ from typing import Any
 from . import targets
 from .machine import PACKAGE
 from .results import Results
+from .row_norm import ELEMENTS
 
 TEMPLATE = PACKAGE / "benchmarks.md.j2"
 _MIB = 1 << 20
@@ -189,11 +190,11 @@ def _without_number(cases: Iterable[dict[str, Any]]) -> Iterator[Table]:
 def tables(results: Results) -> list[Table]:
     """Everything that one machine's results hold."""
     by_suite = {suite: content["cases"] for suite, content in results.items()}
-    row_norm = by_suite.get("row_norm", [])
+    operators = [*by_suite.get("row_norm", []), *by_suite.get("softmax", [])]
     return [
         *_targets(results),
-        *_full([case for case in row_norm if case["full"]]),
-        *_widths(row_norm),
+        *_full([case for case in operators if case["full"]]),
+        *_widths([case for case in operators if case["n_rows"] * case["n_cols"] == ELEMENTS]),
         *_overhead(by_suite.get("overhead", [])),
         *_saved(by_suite.get("bert_blocks", [])),
         *_install(by_suite.get("install", [])),

@@ -44,8 +44,8 @@ def _operator(name: str, *, attention: bool, dropout_p: float = 0.0) -> Operator
         # With dropout the probabilities are written beside the result; backward reads them and dy, and writes dscores.
         return LeastBytes(matrix * (3 if dropout_p > 0.0 else 2), 3 * matrix)
 
-    extra = {"constants": _padding} if attention else {}
-    return Operator(name, ("scores",), (), formula, fused, least_bytes, dropout_p, **extra)
+    constants = _padding if attention else (lambda *_: {})
+    return Operator(name, ("scores",), (), formula, fused, least_bytes, dropout_p, constants, mask_shows_in="output")
 
 
 SOFTMAX = _operator("softmax", attention=False)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,9 @@ class Operator:
     dropout_p: float = 0.0
     constants: Callable[[int, int, torch.dtype, torch.device], dict[str, Tensor]] = lambda *_: {}
     """constants(n_rows, n_cols, dtype, device): further inputs, not differentiated: masks."""
+
+    mask_shows_in: Literal["gradient", "output"] = "gradient"
+    """Where a dropped element is exactly zero: in the gradient of the first input, or in the first output."""
 
     def eager(self, **inputs: Tensor) -> Outputs:
         return self.formula(lambda values: torch.nn.functional.dropout(values, self.dropout_p, True), **inputs)

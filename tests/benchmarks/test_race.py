@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from onetrip.benchmarks import row_norm
 from onetrip.benchmarks.memory import peak_bytes, saved_bytes
+from onetrip.benchmarks.providers import EAGER
 from onetrip.benchmarks.race import Race
 from onetrip.benchmarks.suite import Case, Operator, Provider
 from onetrip.benchmarks.timing import last_level_cache_bytes, summarise
@@ -66,7 +67,7 @@ def _raises(**inputs: Tensor) -> Tensor:
     ids=["wrong-output", "wrong-gradient", "nan", "raises"],
 )
 def test_a_provider_that_fails_its_check_gets_no_number(function: Callable[..., Tensor], reason: str) -> None:
-    race = _race(row_norm.LAYER_NORM, row_norm.EAGER, _provider("onetrip broken", function))
+    race = _race(row_norm.LAYER_NORM, EAGER, _provider("onetrip broken", function))
     race.round()
     right, wrong = race.record()["providers"]
     assert right["check"]["passed"]
@@ -101,14 +102,14 @@ def _redraws_in_backward(x: Tensor, residual: Tensor, bias: Tensor, weight: Tens
 
 @pytest.mark.parametrize("function", [_drops_too_much, _forgets_to_scale, _redraws_in_backward])
 def test_wrong_dropout_fails_the_check(function: Callable[..., Tensor]) -> None:
-    assert set(_race(DROPOUT, row_norm.EAGER, _provider("onetrip broken", function)).failures) == {"onetrip broken"}
+    assert set(_race(DROPOUT, EAGER, _provider("onetrip broken", function)).failures) == {"onetrip broken"}
 
 
 def test_an_unavailable_provider_is_named_with_its_reason_and_never_bound() -> None:
     def bind(operator: Operator) -> Callable[..., Tensor]:
         raise AssertionError("bound")
 
-    race = _race(row_norm.RMS_NORM, row_norm.EAGER, Provider("elsewhere", bind, lambda device: "needs a card"))
+    race = _race(row_norm.RMS_NORM, EAGER, Provider("elsewhere", bind, lambda device: "needs a card"))
     race.round()
     record = race.record()
     assert record["unavailable"] == {"elsewhere": "needs a card"}
@@ -118,7 +119,7 @@ def test_an_unavailable_provider_is_named_with_its_reason_and_never_bound() -> N
 @pytest.mark.parametrize("full", [True, False], ids=["full", "width"])
 def test_providers_take_turns_and_every_timed_call_starts_cold(full: bool) -> None:
     clock = _CountingClock()
-    twins = [Provider(name, row_norm.EAGER.bind) for name in ("first", "second")]
+    twins = [Provider(name, EAGER.bind) for name in ("first", "second")]
     race = Race(Case(row_norm.RMS_NORM, 8, 8, torch.float32, full), twins, CPU, clock)
     race.warm_up(rounds=2)
     clock.evictions, clock._milliseconds = 0, 0.0
@@ -134,7 +135,7 @@ def test_providers_take_turns_and_every_timed_call_starts_cold(full: bool) -> No
 
 
 def test_bandwidth_is_the_declared_bytes_over_the_median() -> None:
-    race = _race(row_norm.LAYER_NORM, row_norm.EAGER)
+    race = _race(row_norm.LAYER_NORM, EAGER)
     race.round()
     record = race.record()
     forward = record["providers"][0]["forward"]
