@@ -14,23 +14,26 @@ namespace {
 
 struct Level {
   const char* name;
-  int (*forward)(const RowNormForward&);
-  int (*backward)(const RowNormBackward&);
+  int (*row_norm_forward)(const RowNormForward&);
+  int (*row_norm_backward)(const RowNormBackward&);
+  int (*softmax_forward)(const SoftmaxForward&);
+  int (*softmax_backward)(const SoftmaxBackward&);
   bool (*supported)();
 };
 
 const Level kLevels[] = {
 #if defined(ONETRIP_HAVE_X86_LEVELS)
-    {"avx512", avx512::row_norm_forward, avx512::row_norm_backward,
+    {"avx512", avx512::row_norm_forward, avx512::row_norm_backward, avx512::softmax_forward, avx512::softmax_backward,
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
      }},
     // F16C is not asked for: every CPU with AVX2 and FMA has it, and older compilers do not know its name.
-    {"avx2", avx2::row_norm_forward, avx2::row_norm_backward,
+    {"avx2", avx2::row_norm_forward, avx2::row_norm_backward, avx2::softmax_forward, avx2::softmax_backward,
      [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
-    {"baseline", baseline::row_norm_forward, baseline::row_norm_backward, [] { return true; }},
+    {"baseline", baseline::row_norm_forward, baseline::row_norm_backward, baseline::softmax_forward,
+     baseline::softmax_backward, [] { return true; }},
 };
 
 const Level* best_level() {
@@ -78,14 +81,30 @@ int row_norm_forward_cpu(const RowNormForward& args) {
   const int64_t n = args.n_rows * args.n_cols;
   ask_for_huge_pages(args.y, n, args.y_dtype);
   ask_for_huge_pages(args.z, n, args.z_dtype);
-  return current_level.load()->forward(args);
+  return current_level.load()->row_norm_forward(args);
 }
 
 int row_norm_backward_cpu(const RowNormBackward& args) {
   const int64_t n = args.n_rows * args.n_cols;
   ask_for_huge_pages(args.dx, n, args.x_dtype);
   ask_for_huge_pages(args.dresidual, n, args.residual_dtype);
-  return current_level.load()->backward(args);
+  return current_level.load()->row_norm_backward(args);
+}
+
+int softmax_forward_cpu(const SoftmaxForward& args) {
+  const int64_t n = args.n_rows * args.n_cols;
+  ask_for_huge_pages(args.y, n, args.dtype);
+  ask_for_huge_pages(args.p, n, args.dtype);
+  return current_level.load()->softmax_forward(args);
+}
+
+int softmax_backward_cpu(const SoftmaxBackward& args) {
+  ask_for_huge_pages(args.dscores, args.n_rows * args.n_cols, args.dtype);
+  if (args.dmask) {
+    const int64_t n_mask_rows = mask_partition(args.n_rows, args.n_cols, args.mask_rows).n_mask_rows;
+    ask_for_huge_pages(args.dmask, n_mask_rows * args.n_cols, DType::kFloat32);
+  }
+  return current_level.load()->softmax_backward(args);
 }
 
 // About sqrt(n_rows) parts of sqrt(n_rows) rows: both the sums within a part and the sum over parts stay short chains,
@@ -107,6 +126,32 @@ RowPartition row_partition(int64_t n_rows, int64_t n_cols) {
 int64_t row_norm_workspace_cpu(int64_t n_rows, int64_t n_cols, int n_wanted) {
   const RowPartition partition = row_partition(n_rows, n_cols);
   return partition.n_parts * partition.slot_floats * n_wanted;
+}
+
+// Few rows of the mask: about sqrt(n_sharing) parts, as above. From 64 rows of the mask on they keep the threads busy
+// by themselves, and parts only keep the chains of additions within 1024.
+MaskPartition mask_partition(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows) {
+  constexpr int64_t kMaxParts = 256, kMaxFloats = int64_t{1} << 22, kManyMaskRows = 64, kLongestChain = 1024;
+  MaskPartition partition{1, 0, 0, 0, (n_cols + 15) / 16 * 16};
+  if (n_rows <= 0 || n_cols <= 0) return partition;
+  for (int i = 0; i < 4; ++i)
+    if (mask_rows.strides[i] != 0) partition.n_mask_rows *= mask_rows.sizes[i];
+  partition.n_sharing = n_rows / partition.n_mask_rows;
+  int64_t max_parts = kMaxFloats / partition.slot_floats / partition.n_mask_rows;
+  if (max_parts > kMaxParts) max_parts = kMaxParts;
+  if (max_parts < 1) max_parts = 1;
+  partition.rows_per_part = partition.n_mask_rows >= kManyMaskRows
+                                ? kLongestChain
+                                : static_cast<int64_t>(std::sqrt(static_cast<double>(partition.n_sharing)));
+  const int64_t least = (partition.n_sharing + max_parts - 1) / max_parts;
+  if (partition.rows_per_part < least) partition.rows_per_part = least;
+  partition.n_parts = (partition.n_sharing + partition.rows_per_part - 1) / partition.rows_per_part;
+  return partition;
+}
+
+int64_t softmax_workspace_cpu(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows) {
+  const MaskPartition partition = mask_partition(n_rows, n_cols, mask_rows);
+  return partition.n_parts > 1 ? partition.n_mask_rows * partition.n_parts * partition.slot_floats : 0;
 }
 
 }  // namespace onetrip

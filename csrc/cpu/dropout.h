@@ -157,6 +157,13 @@ class DropoutMask {
     return (F)((U)(v * scale_) & (U)(random > splat_bits(last_dropped_)));
   }
 
+  // v >= 0, its sign bit set where the element is dropped.
+  ONETRIP_INLINE F mark(F v, const uint32_t* words) const {
+    U random;
+    memcpy(&random, words, sizeof random);
+    return (F)((U)v | ((U)(random <= splat_bits(last_dropped_)) & 0x80000000u));
+  }
+
  private:
   const uint32_t* fill_run(uint32_t* words, uint64_t first_element, int64_t n, Fetch fetch) {
     const uint64_t group = first_element / 4;

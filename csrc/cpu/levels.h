@@ -12,17 +12,32 @@ struct RowPartition {
 };
 RowPartition row_partition(int64_t n_rows, int64_t n_cols);
 
+// How the gradient of a mask is summed: the rows that share a row of the mask are cut into n_parts of rows_per_part.
+// With one part its sum is the gradient; else each part has a slot of the workspace, and the slots are added in order.
+struct MaskPartition {
+  int64_t n_mask_rows, n_sharing;  // rows of the mask that differ, and rows of scores that share each
+  int64_t rows_per_part, n_parts;  // of n_sharing
+  int64_t slot_floats;             // n_cols rounded up to whole cache lines
+};
+MaskPartition mask_partition(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows);
+
 namespace baseline {
 int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);
+int softmax_forward(const SoftmaxForward& args);
+int softmax_backward(const SoftmaxBackward& args);
 }  // namespace baseline
 namespace avx2 {
 int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);
+int softmax_forward(const SoftmaxForward& args);
+int softmax_backward(const SoftmaxBackward& args);
 }  // namespace avx2
 namespace avx512 {
 int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);
+int softmax_forward(const SoftmaxForward& args);
+int softmax_backward(const SoftmaxBackward& args);
 }  // namespace avx512
 
 }  // namespace onetrip

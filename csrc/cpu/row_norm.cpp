@@ -17,61 +17,19 @@
 
 #include "dropout.h"
 #include "levels.h"
+#include "rows.h"
 #include "simd.h"
 
 namespace onetrip {
 namespace ONETRIP_LEVEL {
 namespace {
 
-constexpr int64_t kSerialElements = 32768;  // below it, waking the other threads takes longer than the work
-constexpr int64_t kTaskElements = 16384;
-// Outputs of this size are written past the caches, which would not keep them for their reader: 4096 x 1024 float32,
-// one thread, fresh outputs: layer norm 5.7 -> 1.4 ms, bias + residual + layer norm with z stored 16.5 -> 9.2.
-constexpr int64_t kStreamBytes = int64_t{8} << 20;
 // Rows that backward takes at once, so that parameter gradients stay in registers for 4 of them at least; more rows of
 // more columns fall out of L1 (4096 x 256 float32: 16 rows 0.72 ms, 4 rows 0.47).
 constexpr int64_t kBlockElements = 1024, kMaxBlockRows = 16;
 constexpr int64_t kNarrow = 64;  // columns of the narrowest rows in use, a head of attention
 constexpr int kSumChains = 4;
 constexpr int64_t kSumColumns = 2048;
-
-int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t clamp(int64_t value, int64_t low, int64_t high) { return value < low ? low : value > high ? high : value; }
-int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
-
-int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-// Element `index` of an array of dtype; null stays null.
-const void* at(const void* base, int64_t index, DType dtype) {
-  return base ? static_cast<const char*>(base) + index * size_of(dtype) : nullptr;
-}
-void* at(void* base, int64_t index, DType dtype) {
-  return const_cast<void*>(at(const_cast<const void*>(base), index, dtype));
-}
-
-bool is_line_aligned(const void* a, const void* b) {
-  return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & 63) == 0;
-}
-
-// Memory of one thread, kept from call to call: rows of a megabyte would otherwise be mapped and faulted in by every
-// call.
-class Buffer {
- public:
-  ~Buffer() { free(data_); }
-  float* reserve(int64_t floats) {
-    if (floats > size_) {
-      free(data_);
-      size_ = round_up(floats, 16);
-      data_ = static_cast<float*>(aligned_alloc(64, size_ * sizeof(float)));
-      if (!data_) size_ = 0;
-    }
-    return data_;
-  }
-
- private:
-  float* data_ = nullptr;
-  int64_t size_ = 0;
-};
-thread_local Buffer thread_buffer;
 
 // A parameter as float32 plus offset: the caller's own array where that is what it holds.
 class Parameter {
@@ -98,26 +56,6 @@ class Parameter {
   float* copy_ = nullptr;
   bool failed_ = false;
 };
-
-// Runs task(i, buffer) for i in [0, n_tasks), on all threads where that is worth it. Returns 0 or ENOMEM.
-template <class Task>
-int run_tasks(int64_t n_tasks, int64_t n_elements, int64_t buffer_floats, Task task) {
-  int error = 0;
-  const auto run = [&](int64_t i) -> int {
-    float* buffer = thread_buffer.reserve(buffer_floats);
-    if (!buffer) return ENOMEM;
-    task(i, buffer);
-    stream_fence();
-    return 0;
-  };
-  if (n_tasks == 1 || n_elements < kSerialElements) {
-    for (int64_t i = 0; i < n_tasks; ++i) error |= run(i);
-  } else {
-#pragma omp parallel for schedule(dynamic) reduction(| : error)
-    for (int64_t i = 0; i < n_tasks; ++i) error |= run(i);
-  }
-  return error;
-}
 
 // Sums over a row of a and of a * b.
 struct Sums {
@@ -385,9 +323,7 @@ void propagate(const BackwardBlock& block, int64_t begin, int64_t end) {
 template <class T>
 void add_parts(const float* slots, int64_t part_floats, int64_t n_parts, void* to, int64_t begin, int64_t end) {
   for_columns<1>(begin, end, [&](int64_t c, auto lanes, int) {
-    F sum = {};
-    for (int64_t part = 0; part < n_parts; ++part) sum += load(slots + part * part_floats + c, All{});
-    store_rounded(static_cast<T*>(to) + c, sum, lanes);
+    store_rounded(static_cast<T*>(to) + c, sum_slots(slots + c, part_floats, n_parts), lanes);
   });
 }
 

@@ -1,0 +1,378 @@
+// y = dropout(softmax(scale * scores + mask)) over rows, and its gradients.
+//
+// Forward takes a row through three passes. The first reads scores and mask, leaves scale * scores + mask as float32 in
+// a buffer of the thread and finds its largest value; the second puts exponentials in their place and sums them; the
+// third multiplies by 1 / sum, drops, rounds once and writes y, and with dropout p, whose sign is the dropout mask.
+// Memory sees scores read once and y (and p) written once; a mask that many rows share stays in cache. Columns that a
+// causal row does not see are neither read nor computed.
+//
+// Backward takes a row through two: sum P * dP, then P * (dP - sum) to dscores, for which dy and p come from cache.
+// Memory sees dy and p read once and dscores written once. Where the mask's gradient is wanted, the rows that share a
+// row of the mask are taken by one thread and added up in its cache on the way; the sharing rows of a mask of few rows
+// are cut into parts, a function of the sizes alone, and the parts are added in order: no bit of a result depends on
+// the number of threads or on which took what.
+#include "dropout.h"
+#include "levels.h"
+#include "rows.h"
+#include "simd.h"
+
+namespace onetrip {
+namespace ONETRIP_LEVEL {
+namespace {
+
+constexpr float kInfinity = __builtin_inff();
+constexpr int kChains = 4;
+constexpr int64_t kSumColumns = 2048;  // sums run in kChains chains that are folded every so often: see sum_columns
+
+// Walks the rows of a MaskRows, or of a part of its dimensions, and keeps the offset of the current one.
+class Walk {
+ public:
+  Walk(const int64_t* sizes, const int64_t* strides, int64_t first) : sizes_(sizes), strides_(strides) {
+    for (int i = 3; i >= 0; --i) {
+      index_[i] = first % sizes[i];
+      first /= sizes[i];
+      offset_ += index_[i] * strides[i];
+    }
+  }
+  int64_t offset() const { return offset_; }
+  void next() {
+    for (int i = 3; i >= 0; --i) {
+      offset_ += strides_[i];
+      if (++index_[i] < sizes_[i]) return;
+      offset_ -= sizes_[i] * strides_[i];
+      index_[i] = 0;
+    }
+  }
+
+ private:
+  const int64_t *sizes_, *strides_;
+  int64_t index_[4], offset_ = 0;
+};
+
+struct NoMask {};
+struct Bool {
+  uint8_t byte;
+};
+
+template <class Lanes>
+ONETRIP_INLINE F masked(F v, const NoMask*, Lanes) {
+  return v;
+}
+template <class Lanes>
+ONETRIP_INLINE F masked(F v, const Bool* mask, Lanes lanes) {
+  return (F)select(test_bytes(mask, lanes), (U)v, (U)splat(-kInfinity));
+}
+template <class M, class Lanes>
+ONETRIP_INLINE F masked(F v, const M* mask, Lanes lanes) {
+  return v + load(mask, lanes);
+}
+
+// The rows of a mask as arrays of stride 1: in place where they are, else copied to a buffer, once for rows that follow
+// each other and share it.
+template <class M>
+class MaskReader {
+ public:
+  MaskReader(const SoftmaxForward& args, int64_t first_row, float* buffer)
+      : mask_(static_cast<const M*>(args.mask)),
+        walk_(args.mask_rows.sizes, args.mask_rows.strides, first_row),
+        col_stride_(args.mask_rows.col_stride),
+        n_cols_(args.n_cols),
+        buffer_(reinterpret_cast<M*>(buffer)) {}
+  const M* row() {
+    const M* row = mask_ + walk_.offset();
+    if (col_stride_ == 1) return row;
+    if (row != copied_)
+      for (int64_t c = 0; c < n_cols_; ++c) buffer_[c] = row[c * col_stride_];
+    copied_ = row;
+    return buffer_;
+  }
+  void next() { walk_.next(); }
+
+ private:
+  const M* mask_;
+  Walk walk_;
+  int64_t col_stride_, n_cols_;
+  M* buffer_;
+  const M* copied_ = nullptr;
+};
+template <>
+class MaskReader<NoMask> {
+ public:
+  MaskReader(const SoftmaxForward&, int64_t, float*) {}
+  const NoMask* row() { return nullptr; }
+  void next() {}
+};
+ONETRIP_INLINE const NoMask* column(const NoMask*, int64_t) { return nullptr; }
+template <class M>
+ONETRIP_INLINE const M* column(const M* row, int64_t c) {
+  return row + c;
+}
+
+// Columns of a row until `address` (of column 0) reaches a cache line, as far as stores are streamed.
+ONETRIP_INLINE int64_t columns_to_line(const void* address, int64_t element_size, int64_t n_cols) {
+  return smaller(static_cast<int64_t>(-reinterpret_cast<uintptr_t>(address) & 63) / element_size, n_cols);
+}
+
+// Calls body(column, lanes, streams) for every vector of [begin, end), where columns from `line` on may be streamed.
+template <class Body>
+ONETRIP_INLINE void for_stored_columns(int64_t begin, int64_t end, int64_t line, bool streams, Body body) {
+  if (streams && begin < line) {
+    const int64_t head = smaller(line, end);
+    for_columns<1>(begin, head, [&](int64_t c, auto lanes, int) { body(c, lanes, false); });
+    begin = head;
+  }
+  for_columns<kChains>(begin, end, [&](int64_t c, auto lanes, int) { body(c, lanes, streams); });
+}
+
+// What every row of a call shares.
+struct ForwardRows {
+  const SoftmaxForward& args;
+  int64_t row_floats;   // of the buffer of values
+  int64_t mask_floats;  // of the buffer of a mask's row; 0 where it is read in place
+  int64_t rows_per_draw, cols_per_draw;
+  bool streams;
+};
+
+// The visible columns of a row as scale * scores + mask, padded to a whole number of groups of vectors by -Inf.
+// Returns the largest that is a number.
+template <class T, class M>
+ONETRIP_INLINE float assemble(const T* scores, const M* mask, float scale, float* values, int64_t n) {
+  F largest[kChains];
+  for (F& chain : largest) chain = splat(-kInfinity);
+  for_columns<kChains>(0, n, [&](int64_t c, auto lanes, int chain) {
+    F v = masked(load(scores + c, lanes) * scale, column(mask, c), lanes);
+    v = fill_lanes(v, lanes, -kInfinity);
+    store(values + c, v, All{});
+    largest[chain] = larger_number(v, largest[chain]);
+  });
+  return largest_lane(larger_number(larger_number(largest[0], largest[1]), larger_number(largest[2], largest[3])));
+}
+
+// values = e^(values - largest). Returns their sum.
+template <class T>
+ONETRIP_INLINE float exponentiate(float* values, float largest, int64_t n, const T* next_scores) {
+  const F shift = splat(largest == -kInfinity ? 0.0f : largest);
+  F total = {};
+  for (int64_t block = 0; block < n; block += kSumColumns) {
+    F sums[kChains] = {};
+    for_columns<kChains>(block, smaller(block + kSumColumns, n), [&](int64_t c, auto, int chain) {
+      if (next_scores) __builtin_prefetch(next_scores + c, 0, 2);
+      const F e = exp_nonpositive(load(values + c, All{}) - shift);
+      store(values + c, e, All{});
+      sums[chain] += e;
+    });
+    total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  }
+  return sum_lanes(total);
+}
+
+// Rows [first_row, end_row) of y, and of p.
+template <class T, class M>
+void softmax_rows(const ForwardRows& rows, int64_t first_row, int64_t end_row, float* buffer) {
+  const SoftmaxForward& args = rows.args;
+  const int64_t n_cols = args.n_cols;
+  float* values = buffer;
+  MaskReader<M> mask(args, first_row, values + rows.row_floats);
+  DropoutMask dropout(args.dropout, reinterpret_cast<uint32_t*>(values + rows.row_floats + rows.mask_floats));
+  const bool has_dropout = args.dropout.threshold != 0, draws_rows = has_dropout && rows.cols_per_draw == n_cols;
+  int64_t query = args.n_queries ? first_row % args.n_queries : 0;
+  for (int64_t row = first_row; row < end_row; ++row, mask.next()) {
+    const T* scores = static_cast<const T*>(args.scores) + row * args.scores_row_stride;
+    T* y = static_cast<T*>(args.y) + row * n_cols;
+    T* p = args.p ? static_cast<T*>(args.p) + row * n_cols : nullptr;
+    int64_t visible = n_cols;
+    if (args.n_queries) {
+      visible = clamp(n_cols - args.n_queries + query + 1, 0, n_cols);
+      query = query + 1 < args.n_queries ? query + 1 : 0;
+    }
+    const float largest = assemble(scores, mask.row(), args.scale, values, visible);
+    const T* next_scores = rows.streams && row + 1 < end_row ? scores + args.scores_row_stride : nullptr;
+    const float sum = exponentiate(values, largest, visible, next_scores);
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // no column that is not masked; NaN has to pass
+
+    const int64_t line = columns_to_line(y, sizeof(T), n_cols);
+    const bool streams_p = rows.streams && (reinterpret_cast<uintptr_t>(p) - reinterpret_cast<uintptr_t>(y)) % 64 == 0;
+    const int row_of_draw = (row - first_row) % rows.rows_per_draw;
+    if (draws_rows && row_of_draw == 0) {
+      dropout.fill(row, static_cast<int>(smaller(rows.rows_per_draw, end_row - row)), 0, n_cols, n_cols);
+    }
+    if (has_dropout) {
+      for (int64_t begin = 0; begin < visible; begin += rows.cols_per_draw) {
+        const int64_t end = smaller(begin + rows.cols_per_draw, visible);
+        if (!draws_rows) dropout.fill(row, 1, begin, end, n_cols);
+        const uint32_t* words = dropout.row(draws_rows ? row_of_draw : 0);
+        for_stored_columns(begin, end, line, rows.streams, [&](int64_t c, auto lanes, bool streams) {
+          const F probability = load(values + c, All{}) * inverse;
+          store_rounded(y + c, dropout.apply(probability, words + (c - begin)), lanes, streams);
+          if (p) store_rounded(p + c, dropout.mark(probability, words + (c - begin)), lanes, streams && streams_p);
+        });
+      }
+    } else {
+      for_stored_columns(0, visible, line, rows.streams, [&](int64_t c, auto lanes, bool streams) {
+        store_rounded(y + c, load(values + c, All{}) * inverse, lanes, streams);
+      });
+    }
+    for_stored_columns(visible, n_cols, line, rows.streams, [&](int64_t c, auto lanes, bool) {
+      store_rounded(y + c, F{}, lanes);
+      if (p) store_rounded(p + c, F{}, lanes);
+    });
+  }
+}
+
+// What every row of a backward call shares.
+struct BackwardRows {
+  const SoftmaxBackward& args;
+  bool streams;
+};
+
+// P and dP of a vector.
+struct Factors {
+  F probability, gradient;
+};
+template <bool kHasDropout, class T, class Lanes>
+ONETRIP_INLINE Factors factors(const T* p, const T* dy, float dropout_scale, Lanes lanes) {
+  const F stored = load(p, lanes), gradient = load(dy, lanes);
+  if constexpr (!kHasDropout) return {stored, gradient};
+  const U bits = (U)stored;
+  const U kept = (U)(bits < splat_bits(0x80000000u));
+  return {(F)(bits & 0x7FFFFFFFu), (F)((U)(gradient * dropout_scale) & kept)};
+}
+
+// dscores of a row, and what it adds to the gradient of its row of the mask. sums null: not wanted; is_first: they are
+// set instead of added to. next_row: how many elements further on the row lies that is taken next; 0: not fetched.
+template <class T, bool kHasDropout>
+void backward_row(const BackwardRows& rows, int64_t row, float* sums, bool is_first, int64_t rows_to_next) {
+  const SoftmaxBackward& args = rows.args;
+  const int64_t n_cols = args.n_cols;
+  const T* dy = static_cast<const T*>(args.dy) + row * args.dy_row_stride;
+  const T* p = static_cast<const T*>(args.p) + row * args.p_row_stride;
+  T* dscores = args.dscores ? static_cast<T*>(args.dscores) + row * n_cols : nullptr;
+  F total = {};
+  for (int64_t block = 0; block < n_cols; block += kSumColumns) {
+    F products[kChains] = {};
+    for_columns<kChains>(block, smaller(block + kSumColumns, n_cols), [&](int64_t c, auto lanes, int chain) {
+      const Factors f = factors<kHasDropout>(p + c, dy + c, args.dropout_scale, lanes);
+      products[chain] = mul_add(f.probability, f.gradient, products[chain]);
+    });
+    total += (products[0] + products[1]) + (products[2] + products[3]);
+  }
+  const F mean = splat(sum_lanes(total));
+  const T* next_dy = dy + rows_to_next * args.dy_row_stride;
+  const T* next_p = p + rows_to_next * args.p_row_stride;
+  const int64_t line = columns_to_line(dscores, sizeof(T), n_cols);
+  for_stored_columns(0, n_cols, line, rows.streams, [&](int64_t c, auto lanes, bool streams) {
+    if (rows_to_next) {
+      __builtin_prefetch(next_dy + c, 0, 2);
+      __builtin_prefetch(next_p + c, 0, 2);
+    }
+    const Factors f = factors<kHasDropout>(p + c, dy + c, args.dropout_scale, lanes);
+    const F g = f.probability * (f.gradient - mean);
+    if (dscores) store_rounded(dscores + c, g * args.scale, lanes, streams);
+    if (sums) store(sums + c, is_first ? g : load(sums + c, lanes) + g, lanes);
+  });
+}
+
+}  // namespace
+
+int softmax_forward(const SoftmaxForward& args) {
+  const int64_t n_rows = args.n_rows, n_cols = args.n_cols;
+  if (n_rows <= 0 || n_cols <= 0) return 0;
+  const auto run_rows = with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (!args.mask) return &softmax_rows<T, NoMask>;
+    switch (args.mask_type) {
+      case MaskType::kBool:
+        return &softmax_rows<T, Bool>;
+      case MaskType::kFloat16:
+        return &softmax_rows<T, Float16>;
+      case MaskType::kBFloat16:
+        return &softmax_rows<T, BFloat16>;
+      default:
+        return &softmax_rows<T, float>;
+    }
+  });
+  const bool has_dropout = args.dropout.threshold != 0;
+  ForwardRows rows = {args, round_up(n_cols, 16), 0, 1, n_cols, false};
+  if (args.mask && args.mask_rows.col_stride != 1) rows.mask_floats = rows.row_floats;
+  // Narrow rows draw their random words several rows at a time, wide ones some columns at a time.
+  if (has_dropout) {
+    rows.rows_per_draw = clamp(DropoutMask::kColumns / n_cols, 1, DropoutMask::kMaxRows);
+    rows.cols_per_draw = smaller(n_cols, DropoutMask::kColumns);
+  }
+  rows.streams = n_rows * n_cols * size_of(args.dtype) >= kStreamBytes;
+  const int64_t rows_per_task = round_up(clamp(kTaskElements / n_cols, 1, n_rows), rows.rows_per_draw);
+  const int64_t buffer_floats = rows.row_floats + rows.mask_floats + (has_dropout ? DropoutMask::kWords : 0);
+  return run_tasks((n_rows + rows_per_task - 1) / rows_per_task, n_rows * n_cols, buffer_floats,
+                   [&](int64_t task, float* buffer) {
+                     const int64_t first = task * rows_per_task;
+                     run_rows(rows, first, smaller(first + rows_per_task, n_rows), buffer);
+                   });
+}
+
+int softmax_backward(const SoftmaxBackward& args) {
+  const int64_t n_rows = args.n_rows, n_cols = args.n_cols;
+  if (n_rows <= 0 || n_cols <= 0) return 0;
+  const auto run_row = with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    return args.has_dropout ? &backward_row<T, true> : &backward_row<T, false>;
+  });
+  const bool streams = n_rows * n_cols * size_of(args.dtype) >= kStreamBytes;
+  const BackwardRows rows = {args, streams};
+  const int64_t rows_per_task = clamp(kTaskElements / n_cols, 1, n_rows);
+  if (!args.dmask) {
+    return run_tasks((n_rows + rows_per_task - 1) / rows_per_task, n_rows * n_cols, 16, [&](int64_t task, float*) {
+      const int64_t end = smaller((task + 1) * rows_per_task, n_rows);
+      for (int64_t row = task * rows_per_task; row < end; ++row) {
+        run_row(rows, row, nullptr, false, streams && row + 1 < end);
+      }
+    });
+  }
+
+  // Rows are walked along two sets of dimensions: those of the mask, and those in which its rows are shared.
+  const MaskPartition partition = mask_partition(n_rows, n_cols, args.mask_rows);
+  int64_t mask_sizes[4], sharing_sizes[4], row_strides[4];
+  for (int64_t i = 3, stride = 1; i >= 0; --i) {
+    const bool is_of_mask = args.mask_rows.strides[i] != 0;
+    mask_sizes[i] = is_of_mask ? args.mask_rows.sizes[i] : 1;
+    sharing_sizes[i] = is_of_mask ? 1 : args.mask_rows.sizes[i];
+    row_strides[i] = stride;
+    stride *= args.mask_rows.sizes[i];
+  }
+  // A task takes neighbouring rows of the mask together, whose rows of scores are neighbours as a rule, as many as have
+  // their sums in L1 and L2, and one part of the rows that share them.
+  const int64_t mask_rows_per_task = clamp(partition.n_mask_rows / 64, 1, clamp(kTaskElements / n_cols, 1, n_rows));
+  const int64_t tasks_per_part = (partition.n_mask_rows + mask_rows_per_task - 1) / mask_rows_per_task;
+  const bool has_parts = partition.n_parts > 1;
+  const int64_t sum_floats = has_parts ? partition.slot_floats : n_cols;
+  const auto run_part = [&](int64_t task, float*) {
+    const int64_t part = task / tasks_per_part, first = task % tasks_per_part * mask_rows_per_task;
+    const int64_t n = smaller(mask_rows_per_task, partition.n_mask_rows - first);
+    const int64_t begin = part * partition.rows_per_part;
+    const int64_t end = smaller(begin + partition.rows_per_part, partition.n_sharing);
+    float* sums = has_parts ? args.workspace + part * partition.n_mask_rows * sum_floats : args.dmask;
+    Walk sharing(sharing_sizes, row_strides, begin);
+    for (int64_t s = begin; s < end; ++s, sharing.next()) {
+      Walk of_mask(mask_sizes, row_strides, first);
+      for (int64_t k = 0; k < n; ++k) {
+        const int64_t row = sharing.offset() + of_mask.offset();
+        of_mask.next();
+        const int64_t to_next = k + 1 < n ? sharing.offset() + of_mask.offset() - row : 0;
+        run_row(rows, row, sums + (first + k) * sum_floats, s == begin, streams ? to_next : 0);
+      }
+    }
+  };
+  const int64_t n_tasks = tasks_per_part * partition.n_parts;
+  if (const int error = run_tasks(n_tasks, n_rows * n_cols, 16, run_part)) return error;
+  if (!has_parts) return 0;
+
+  const int64_t part_floats = partition.n_mask_rows * partition.slot_floats;
+  return run_tasks(partition.n_mask_rows, partition.n_parts * part_floats, 16, [&](int64_t mask_row, float*) {
+    const float* slots = args.workspace + mask_row * partition.slot_floats;
+    for_columns<1>(0, n_cols, [&](int64_t c, auto lanes, int) {
+      store(args.dmask + mask_row * n_cols + c, sum_slots(slots + c, part_floats, partition.n_parts), lanes);
+    });
+  });
+}
+
+}  // namespace ONETRIP_LEVEL
+}  // namespace onetrip
