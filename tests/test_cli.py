@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -47,8 +48,9 @@ def test_doctor_tables(run):
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["tables", "json"])
 def test_doctor_exits_1_when_a_check_fails(run, monkeypatch, as_json):
-    right = selfcheck._fused
-    monkeypatch.setattr(selfcheck, "_fused", lambda kernel, inputs: right(kernel, inputs) * float("nan"))
+    right = selfcheck.KERNELS[0]
+    wrong = replace(right, fused=lambda inputs: right.fused(inputs) * float("nan"))
+    monkeypatch.setattr(selfcheck, "KERNELS", (wrong,))
     result = run("doctor", *(["--json"] if as_json else []))
     assert result.exit_code == 1
     if as_json:

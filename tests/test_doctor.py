@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,13 +79,8 @@ def test_without_the_native_library_it_says_so_and_what_to_do(without_native):
     assert "onetrip._native was not built" in choices[0].why
 
 
-def wrong_by(change):
-    right = selfcheck._fused
-
-    def wrong(kernel, inputs):
-        return change(right(kernel, inputs))
-
-    return wrong
+def with_fused(kernel, fused):
+    return replace(kernel, fused=fused)
 
 
 class _WrongGradient(torch.autograd.Function):
@@ -97,6 +93,7 @@ class _WrongGradient(torch.autograd.Function):
         return dy * 1.1
 
 
+@pytest.mark.parametrize("name", ["bias+dropout+residual+layer", "scale+mask+softmax+dropout"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "bf16/fp32"])
 @pytest.mark.parametrize(
     ("change", "failing"),
@@ -107,28 +104,27 @@ class _WrongGradient(torch.autograd.Function):
         pytest.param(lambda y: y.roll(1, 0), {"forward", "backward"}, id="rows-shifted"),
     ],
 )
-def test_a_wrong_kernel_fails(monkeypatch, change, failing, dtype):
-    monkeypatch.setattr(selfcheck, "_fused", wrong_by(change))
-    checks = selfcheck.run_check(CPU, "reference", KERNELS["bias+dropout+residual+layer"], dtype)
+def test_a_wrong_kernel_fails(change, failing, dtype, name):
+    kernel = with_fused(KERNELS[name], lambda inputs: change(KERNELS[name].fused(inputs)))
+    checks = selfcheck.run_check(CPU, "reference", kernel, dtype)
     assert failing <= {check.direction for check in checks if not check.passed}
     if failing == {"backward"}:
         assert checks[0].passed
 
 
-def test_another_dropout_mask_fails(monkeypatch):
-    monkeypatch.setattr(selfcheck, "_RNG", (1, 0))
-    right = selfcheck._unfused
-    monkeypatch.setattr(selfcheck, "_unfused", lambda kernel, inputs, keep: right(kernel, inputs, keep.roll(1, 1)))
-    checks = selfcheck.run_check(CPU, "reference", KERNELS["bias+dropout+residual"], "fp32")
+@pytest.mark.parametrize("name", ["bias+dropout+residual", "scale+mask+softmax+dropout"])
+def test_another_dropout_mask_fails(name):
+    right = KERNELS[name]
+    kernel = replace(right, unfused=lambda inputs, keep: right.unfused(inputs, keep.roll(1, 1)))
+    checks = selfcheck.run_check(CPU, "reference", kernel, "fp32")
     assert not any(check.passed for check in checks)
 
 
-def test_a_kernel_that_raises_is_a_failure_with_its_message(monkeypatch):
-    def broken(kernel, inputs):
+def test_a_kernel_that_raises_is_a_failure_with_its_message():
+    def broken(inputs):
         raise RuntimeError("CUDA error 700: an illegal memory access\nmore lines")
 
-    monkeypatch.setattr(selfcheck, "_fused", broken)
-    checks = selfcheck.run_check(CPU, "reference", KERNELS["layer_norm"], "fp32")
+    checks = selfcheck.run_check(CPU, "reference", with_fused(KERNELS["layer_norm"], broken), "fp32")
     assert [check.failure for check in checks] == ["RuntimeError: CUDA error 700: an illegal memory access"] * 2
     text = printed(doctor.Report({}, (), checks), width=200)
     assert "2 of 2 checks failed" in text

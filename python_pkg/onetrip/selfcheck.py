@@ -8,7 +8,7 @@ largest value.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -38,23 +38,97 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
 _ULPS = {torch.float16: 1, torch.bfloat16: 1, torch.float32: 8, torch.float64: 64}
 
 
+Inputs = dict[str, Tensor]
+
+
 @dataclass(frozen=True)
 class Kernel:
-    """One call of the family. norm: "layer", "rms" or "" for none; alone: the norm of x, with nothing before it."""
+    """One call of a family, and what it stands for in PyTorch."""
 
     name: str
-    norm: str
-    alone: bool
-    dropout_p: float
+    inputs: dict[str, tuple[str, float]]
+    """Name: "rows" or "vector", and the mean of its values."""
+    fused: Callable[[Inputs], Tensor]
+    unfused: Callable[[Inputs, Tensor], Tensor]
+    """unfused(inputs, keep): with the mask of what dropout keeps."""
+    dropout_p: float = 0.0
+
+
+def _row_norm(name: str, norm: str, alone: bool, dropout_p: float = 0.0) -> Kernel:
+    """norm: "layer", "rms" or "" for none; alone: the norm of x, with nothing before it."""
+    inputs = {"x": ("rows", 0.5)}
+    if not alone:
+        inputs |= {"residual": ("rows", 0.0), "bias": ("vector", 0.0)}
+    if norm:
+        inputs["weight"] = ("vector", 1.0)
+    if norm == "layer":
+        inputs["norm_bias"] = ("vector", 0.0)
+
+    def fused(i: Inputs) -> Tensor:
+        if alone:
+            if norm == "layer":
+                return ops.layer_norm(i["x"], i["weight"], i["norm_bias"], _EPS)
+            return ops.rms_norm(i["x"], i["weight"], _EPS)
+        if not norm:
+            return ops.bias_dropout_residual(i["x"], i["residual"], i["bias"], dropout_p=dropout_p, rng=_RNG)
+        return ops.bias_dropout_residual_norm(
+            i["x"],
+            i["residual"],
+            i["weight"],
+            i.get("norm_bias"),
+            bias=i["bias"],
+            dropout_p=dropout_p,
+            norm="layer" if norm == "layer" else "rms",
+            eps=_EPS,
+            rng=_RNG,
+        )
+
+    def unfused(i: Inputs, keep: Tensor) -> Tensor:
+        z = i["x"]
+        if not alone:
+            z = i["residual"] + torch.where(keep, (z + i["bias"]) / (1.0 - dropout_p), 0.0)
+        if not norm:
+            return z
+        weight, norm_bias = i["weight"], i.get("norm_bias")
+        dtype = torch.promote_types(z.dtype, weight.dtype)  # F.layer_norm wants one dtype
+        if norm == "layer":
+            return F.layer_norm(z.to(dtype), z.shape[-1:], weight, norm_bias, _EPS).to(z.dtype)
+        values = z.to(dtype)
+        return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + _EPS) * weight).to(z.dtype)
+
+    return Kernel(name, inputs, fused, unfused, dropout_p)
+
+
+def _softmax(name: str, dropout_p: float = 0.0, *, masked: bool = False) -> Kernel:
+    """masked: with a scale, a causal mask, and a vector added to every row, which gets its gradient."""
+    options: dict[str, Any] = {"scale": 0.5, "causal": True} if masked else {}
+
+    def fused(i: Inputs) -> Tensor:
+        return ops.softmax(i["scores"], i.get("mask"), dropout_p=dropout_p, rng=_RNG, **options)
+
+    def unfused(i: Inputs, keep: Tensor) -> Tensor:
+        values = i["scores"]
+        if masked:
+            values = values * 0.5 + i["mask"].to(values.dtype)
+            n_rows, n_cols = values.shape
+            visible = torch.ones_like(keep).tril(n_cols - n_rows)
+            values = values.masked_fill(~visible, -torch.inf)
+        return torch.where(keep, torch.softmax(values, -1) / (1.0 - dropout_p), 0.0)
+
+    inputs = {"scores": ("rows", 0.0)} | ({"mask": ("vector", 0.0)} if masked else {})
+    return Kernel(name, inputs, fused, unfused, dropout_p)
 
 
 KERNELS = (
-    Kernel("layer_norm", "layer", True, 0.0),
-    Kernel("rms_norm", "rms", True, 0.0),
+    _row_norm("layer_norm", "layer", True),
+    _row_norm("rms_norm", "rms", True),
     *(
-        Kernel("bias+" + ("dropout+" if p else "") + "residual" + (f"+{norm}" if norm else ""), norm, False, p)
+        _row_norm("bias+" + ("dropout+" if p else "") + "residual" + (f"+{norm}" if norm else ""), norm, False, p)
         for norm, p in itertools.product(("", "layer", "rms"), (0.0, 0.1))
     ),
+    _softmax("softmax"),
+    _softmax("scale+mask+softmax", masked=True),
+    _softmax("scale+mask+softmax+dropout", 0.1, masked=True),
 )
 
 
@@ -126,21 +200,19 @@ def _errors(
     def values(*shape: int, dtype: torch.dtype, mean: float = 0.0) -> Tensor:
         return (mean + torch.randn(*shape, dtype=torch.float64, generator=generator)).to(dtype).to(device)
 
-    inputs = {"x": values(n_rows, n_cols, dtype=dtype, mean=0.5)}
-    if not kernel.alone:
-        inputs["residual"] = values(n_rows, n_cols, dtype=dtype)
-        inputs["bias"] = values(n_cols, dtype=parameter_dtype)
-    if kernel.norm:
-        inputs["weight"] = values(n_cols, dtype=parameter_dtype, mean=1.0)
-    if kernel.norm == "layer":
-        inputs["norm_bias"] = values(n_cols, dtype=parameter_dtype)
+    inputs = {
+        name: values(n_rows, n_cols, dtype=dtype, mean=mean)
+        if shape == "rows"
+        else values(n_cols, dtype=parameter_dtype, mean=mean)
+        for name, (shape, mean) in kernel.inputs.items()
+    }
     dy = values(n_rows, n_cols, dtype=torch.float64)
     keep = keep_mask((n_rows, n_cols), kernel.dropout_p, _RNG).to(device)
 
     def gradients(dtype: torch.dtype | None, fused: bool) -> list[Tensor]:
         leaves = {name: t.detach().to(dtype or t.dtype).requires_grad_() for name, t in inputs.items()}
         with use_backend(backend):
-            y = _fused(kernel, leaves) if fused else _unfused(kernel, leaves, keep)
+            y = kernel.fused(leaves) if fused else kernel.unfused(leaves, keep)
             y.backward(dy.to(y.dtype))
         return [y.detach(), *(leaf.grad for leaf in leaves.values() if leaf.grad is not None)]
 
@@ -156,38 +228,3 @@ def _errors(
         unit = torch.finfo(got.dtype).eps * float(exact.abs().max())
         allowed = 2 * float((baseline.double() - exact).abs().max()) + _ULPS[got.dtype] * unit
         yield "backward" if index else "forward", float((got.double() - exact).abs().max()), allowed
-
-
-def _fused(kernel: Kernel, inputs: dict[str, Tensor]) -> Tensor:
-    if kernel.alone:
-        if kernel.norm == "layer":
-            return ops.layer_norm(inputs["x"], inputs["weight"], inputs["norm_bias"], _EPS)
-        return ops.rms_norm(inputs["x"], inputs["weight"], _EPS)
-    x, residual, bias = inputs["x"], inputs["residual"], inputs["bias"]
-    if not kernel.norm:
-        return ops.bias_dropout_residual(x, residual, bias, dropout_p=kernel.dropout_p, rng=_RNG)
-    return ops.bias_dropout_residual_norm(
-        x,
-        residual,
-        inputs["weight"],
-        inputs.get("norm_bias"),
-        bias=bias,
-        dropout_p=kernel.dropout_p,
-        norm="layer" if kernel.norm == "layer" else "rms",
-        eps=_EPS,
-        rng=_RNG,
-    )
-
-
-def _unfused(kernel: Kernel, inputs: dict[str, Tensor], keep: Tensor) -> Tensor:
-    z = inputs["x"]
-    if not kernel.alone:
-        z = inputs["residual"] + torch.where(keep, (z + inputs["bias"]) / (1.0 - kernel.dropout_p), 0.0)
-    if not kernel.norm:
-        return z
-    weight, norm_bias = inputs["weight"], inputs.get("norm_bias")
-    dtype = torch.promote_types(z.dtype, weight.dtype)  # F.layer_norm wants one dtype
-    if kernel.norm == "layer":
-        return F.layer_norm(z.to(dtype), z.shape[-1:], weight, norm_bias, _EPS).to(z.dtype)
-    values = z.to(dtype)
-    return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + _EPS) * weight).to(z.dtype)

@@ -19,10 +19,10 @@ def recorded() -> results.Results:
 @pytest.mark.parametrize(
     ("target", "measured", "reached"),
     [
-        ("p = 0.1: forward, eager", "9.00x", True),
-        ("p = 0.1: forward + backward, eager", "6.000x", True),
-        ("p = 0: forward, eager", "1.60x", False),
-        ("p = 0: forward + backward, eager", "1.67x", False),
+        ("LayerNorm, p = 0.1: forward, eager", "9.00x", True),
+        ("LayerNorm, p = 0.1: forward + backward, eager", "6.000x", True),
+        ("LayerNorm, p = 0: forward, eager", "1.60x", False),
+        ("LayerNorm, p = 0: forward + backward, eager", "1.67x", False),
         ("LayerNorm alone, widths 64 to 16,384: forward", "0.80x (width 64, the worst of 2)", False),
         ("LayerNorm alone, widths 64 to 16,384: backward", "1.33x (width 1024, the worst of 2)", True),
         ("RMSNorm alone, widths 64 to 16,384: forward", "1.50x (width 64, the worst of 2)", True),
