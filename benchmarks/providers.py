@@ -34,7 +34,7 @@ def own_provider(device: torch.device) -> Provider:
     return _onetrip(onetrip.available_backends(device)[0])
 
 
-def _compiled(mode: str | None = None) -> Provider:
+def compiled(mode: str | None = None) -> Provider:
     def bind(operator: Operator) -> Callable[..., Outputs]:
         torch._dynamo.reset()  # a shape that was seen before must not turn this one into a dynamic one
         return torch.compile(operator.eager, dynamic=False, mode=mode)
@@ -50,7 +50,7 @@ def providers(case: Case, device: torch.device, quick: bool = False) -> list[Pro
     if quick or not case.full or case.dtype != torch.float32:
         return [EAGER, own]
     # With CUDA graphs a second call would overwrite the outputs of the first, which backward still needs.
-    found = [EAGER, _compiled(), _compiled("max-autotune-no-cudagraphs"), own]
+    found = [EAGER, compiled(), compiled("max-autotune-no-cudagraphs"), own]
     others = [name for name in backends.BACKENDS if f"onetrip {name}" != own.name]
     if case.n_rows * case.n_cols > _MOST_REFERENCE_ELEMENTS:  # seconds a call: Philox in plain PyTorch
         others.remove("reference")

@@ -57,20 +57,33 @@ class Race:
         self._copy_target = torch.empty_like(self._copy_source)
         self._copy_samples: dict[str, list[float]] = {"copy": [], "copy_to_fresh_memory": []}
         self._rounds = 0
-        truth = Truth(case.operator, self._sets[0])
+        self._checked = case.operator.twin or case.operator
+        truth = Truth(self._checked, self._sets[0])
         self.unavailable = {provider.name: provider.unavailable(device) for provider in providers}
         self._contestants = [self._admit(p, truth) for p in providers if not self.unavailable[p.name]]
 
     def _admit(self, provider: Provider, truth: Truth) -> _Contestant:
         function = provider.bind(self.case.operator)
         with provider.scope():
-            contestant = _Contestant(provider, function, truth.check(function))
+            checked = function if self._checked is self.case.operator else provider.bind(self._checked)
+            check = truth.check(checked)
+            if check.passed and checked is not function:
+                check = self._tried(function, check)
+            contestant = _Contestant(provider, function, check)
             if contestant.check.passed and self.case.full:
                 inputs = self._sets[0]
                 parameters = [inputs.tensors[name] for name in self.case.operator.vectors]
                 contestant.saved = saved_bytes(lambda: function(**inputs.tensors), excluded=parameters)
                 contestant.peak = peak_bytes(lambda: self._forward_backward(function, inputs), self._device)
         return contestant
+
+    def _tried(self, function: Callable[..., Outputs], check: Check) -> Check:
+        """The check of the twin, unless the function itself raises."""
+        try:
+            self._forward_backward(function, self._sets[0])
+        except Exception as error:  # a provider that raises is reported, and the others are measured
+            return Check(False, f"{type(error).__name__}: {error}".splitlines()[0])
+        return check
 
     @property
     def failures(self) -> dict[str, str]:

@@ -123,6 +123,30 @@ def _widths(cases: list[dict[str, Any]]) -> Iterator[Table]:
         yield Table(f"{operator} alone, {dtype}, 4 Mi elements at every width", "", columns, rows)
 
 
+def _attention(cases: list[dict[str, Any]]) -> Iterator[Table]:
+    columns = ("length", "provider", "forward ms", "backward ms", "both ms", "eager / it", "saved MiB", "peak MiB")
+    for dropout_p in sorted({case["dropout_p"] for case in cases}):
+        rows = []
+        for case in cases:
+            if case["dropout_p"] != dropout_p:
+                continue
+            eager = targets.provider(case, targets.EAGER) or {}
+            for entry in case["providers"]:
+                if not entry["check"]["passed"]:
+                    continue
+                times = [_milliseconds(entry.get(name)) for name in ("forward", "backward", "forward_backward")]
+                both = "forward_backward"
+                ratio = eager[both]["median_ms"] / entry[both]["median_ms"] if both in eager else None
+                sizes = _mib(entry["saved_bytes"]), _mib(entry["peak_bytes"])
+                rows.append((case["operator"].split("-")[1][1:], entry["name"], *times, _ratio(ratio), *sizes))
+        note = (
+            "Heads of width 64, no mask. SDPA's flash backend never writes the scores, so that its time and memory win "
+            "where it applies: this operator is for models that run eager attention. "
+            "With dropout every provider was checked without it: a mask cannot be read off the output."
+        )
+        yield Table(f"Attention, fp32, dropout {dropout_p:g}", note, columns, rows)
+
+
 def _overhead(cases: list[dict[str, Any]]) -> Iterator[Table]:
     columns = ("call on 1 x 8 fp32, forward", "requires grad", "torch eager µs", "onetrip µs")
     rows = []
@@ -195,6 +219,7 @@ def tables(results: Results) -> list[Table]:
         *_targets(results),
         *_full([case for case in operators if case["full"]]),
         *_widths([case for case in operators if case["n_rows"] * case["n_cols"] == ELEMENTS]),
+        *_attention(by_suite.get("attention", [])),
         *_overhead(by_suite.get("overhead", [])),
         *_saved(by_suite.get("bert_blocks", [])),
         *_install(by_suite.get("install", [])),

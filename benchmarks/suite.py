@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, Protocol
 
@@ -49,6 +49,11 @@ class Operator:
 
     mask_shows_in: Literal["gradient", "output"] = "gradient"
     """Where a dropped element is exactly zero: in the gradient of the first input, or in the first output."""
+
+    twin: Operator | None = None
+    """The same without dropout: checked in its place where a mask cannot be read off outputs or gradients."""
+    others: Mapping[str, Callable[..., Outputs]] = field(default_factory=dict)
+    """Further forms, each called as others[name](**inputs): what torch has for this very operator."""
 
     def eager(self, **inputs: Tensor) -> Outputs:
         return self.formula(lambda values: torch.nn.functional.dropout(values, self.dropout_p, True), **inputs)

@@ -1,9 +1,9 @@
 """softmax(scale * q k^T + mask) v with everything that transformers' eager attention functions know, for less memory.
 
-Source: Vaswani et al. 2017, section 3.2; logit soft-capping, Gemma 2 (2024); attention sinks, Xiao et al. 2023. Products
-of matrices are torch's; between them stands one call of the softmax family. What is kept for backward is q, k, v and one
-tensor of the size of the probabilities (softmax.py says which); scores and dropped probabilities are not: backward
-makes the latter again from the former, by one elementwise pass.
+Sources: Vaswani et al. 2017, section 3.2; soft caps, Gemma 2 (Riviere et al. 2024); attention sinks, Xiao et al. 2023.
+Products of matrices are torch's; between them stands one call of the softmax family. What is kept for backward is q, k,
+v and one tensor of the size of the probabilities (softmax.py says which). Scores and dropped probabilities are not:
+backward makes the latter again by one elementwise pass.
 """
 
 from __future__ import annotations

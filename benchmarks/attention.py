@@ -1,0 +1,86 @@
+"""Attention built on the softmax family, beside eager, torch.compile and every backend of SDPA, by sequence length."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+import torch.nn.functional as F
+from onetrip.ops.attention import attention
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .providers import EAGER, compiled, own_provider
+from .suite import Case, Dropout, LeastBytes, Operator, Outputs, Provider
+
+WIDTH = 64
+"""Of a head."""
+HEADS = {64: 768, 256: 192, 1024: 24, 4096: 2, 16384: 1}
+"""Sequence length: batch x heads. The scores of one head of 16,384 tokens are 1 GiB in float32."""
+QUICK_LENGTHS = (64, 1024)
+SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def _operator(length: int, dropout_p: float, twin: Operator | None = None) -> Operator:
+    scale = WIDTH**-0.5
+
+    def heads(rows: Tensor) -> Tensor:
+        return rows.view(-1, 1, length, WIDTH)
+
+    def formula(dropout: Dropout, query: Tensor, key: Tensor, value: Tensor) -> Outputs:
+        weights = torch.softmax(torch.matmul(heads(query), heads(key).transpose(2, 3)) * scale, dim=-1)
+        if dropout_p > 0.0:
+            weights = dropout(weights)
+        return torch.matmul(weights, heads(value)).view(query.shape)
+
+    def fused(query: Tensor, key: Tensor, value: Tensor) -> Outputs:
+        output, _ = attention(heads(query), heads(key), heads(value), scale=scale, dropout_p=dropout_p)
+        return output.view(query.shape)
+
+    def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Outputs:
+        output = F.scaled_dot_product_attention(heads(query), heads(key), heads(value), dropout_p=dropout_p)
+        return output.reshape(query.shape)
+
+    def least_bytes(n_rows: int, n_cols: int, itemsize: int) -> LeastBytes:
+        matrix = n_rows * n_cols * itemsize
+        return LeastBytes(4 * matrix, 8 * matrix)  # q, k, v, output; and their gradients
+
+    return Operator(
+        f"attention-L{length}-p{dropout_p:g}",
+        ("query", "key", "value"),
+        (),
+        formula,
+        fused,
+        least_bytes,
+        dropout_p,
+        twin=twin,
+        others={"sdpa": sdpa},
+    )
+
+
+def cases(quick: bool = False) -> list[Case]:
+    found = []
+    for length in QUICK_LENGTHS if quick else HEADS:
+        plain = _operator(length, 0.0)
+        for operator in (plain, _operator(length, 0.1, twin=plain)):
+            found.append(Case(operator, HEADS[length] * length, WIDTH, torch.float32, full=True))
+    return found
+
+
+def _sdpa(name: str, backend: SDPBackend) -> Provider:
+    def unavailable(device: torch.device) -> str:
+        return f"SDPA's {name} backend is for CUDA" if device.type == "cpu" and name in ("efficient", "cudnn") else ""
+
+    def scope() -> AbstractContextManager[object]:
+        return sdpa_kernel(backend)
+
+    return Provider(f"SDPA {name}", lambda operator: operator.others["sdpa"], unavailable, scope)
+
+
+def providers(device: torch.device) -> list[Provider]:
+    return [EAGER, compiled(), own_provider(device), *(_sdpa(name, backend) for name, backend in SDPA.items())]
