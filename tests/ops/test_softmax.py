@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onetrip import nn, ops
+from onetrip import nn, ops, use_backend
 from softmax_cases import DTYPES, MASKS, RNG, exact, masks, short, unfused
+from targets import Target, needs
 from tolerances import HALF_ROUNDING, assert_bitwise, assert_like_torch, assert_ulps
+from torch.utils.checkpoint import checkpoint
 
 SHAPE = (2, 3, 5, 67)
 WIDTHS = (1, 3, 63, 64, 1023, 1025, 4097, 16385, 65537)
@@ -306,3 +308,47 @@ def test_module():
     for bad in ({"p": 1.5}, {"scale": math.nan}):
         with pytest.raises(ValueError, match=r"^Softmax: "):
             nn.Softmax(**bad)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpoint_recomputes_the_same_mask(target, use_reentrant):
+    scores = torch.randn(4, 6, 50, device=target.device, requires_grad=True)
+    dy = torch.randn(4, 6, 50, device=target.device)
+
+    def step(recompute: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(11)
+        if recompute:
+            y = checkpoint(lambda s: ops.softmax(s, dropout_p=0.4), scores, use_reentrant=use_reentrant)
+        else:
+            y = ops.softmax(scores, dropout_p=0.4)
+        (dx,) = torch.autograd.grad(y, scores, dy) if not use_reentrant else (None,)
+        if use_reentrant:
+            scores.grad = None
+            y.backward(dy)
+            dx = scores.grad.clone()
+        return y, dx
+
+    for ours, expected in zip(step(True), step(False), strict=True):
+        assert_bitwise(ours, expected)
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    needs(Target("cpu", "cpu"))
+    scores = torch.randn(6, 3, 70, 513, requires_grad=True)
+    biases = [torch.randn(shape, requires_grad=True) for shape in ((3, 70, 513), (513,))]
+    dy = torch.randn(6, 3, 70, 513)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            with use_backend("cpu"):
+                for bias in biases:
+                    y = ops.softmax(scores, bias, dropout_p=0.2, rng=RNG)
+                    found.append([threads, y, *torch.autograd.grad(y, (scores, bias), dy)])
+    finally:
+        torch.set_num_threads(before)
+    for i, bias in enumerate(biases):
+        for other in found[len(biases) + i :: len(biases)]:
+            for ours, expected in zip(other[1:], found[i][1:], strict=True):
+                assert_bitwise(ours, expected)
+        assert bias.grad is None

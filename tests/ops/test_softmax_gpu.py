@@ -1,0 +1,137 @@
+"""What only a CUDA device can show of softmax: graphs, streams, more than 2^31 elements, wide rows, many rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from onetrip import ops, use_backend
+from softmax_cases import RNG, exact
+from targets import Target, needs
+from tolerances import assert_bitwise, assert_ulps
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=["cuda", "triton"])
+def backend(request: pytest.FixtureRequest) -> Any:
+    """Each kernel backend of the card, in use during the test."""
+    needs(Target("cuda", request.param))
+    with use_backend(request.param):
+        yield request.param
+
+
+def needs_memory(gigabytes: int) -> None:
+    free = torch.cuda.mem_get_info()[0] >> 30
+    if free < gigabytes:
+        pytest.skip(f"needs {gigabytes} GB of free device memory, {free} are free")
+
+
+def test_backends_of_the_card_agree_with_the_cpu(backend):
+    scores, bias = torch.randn(3, 4, 33, 77), torch.randn(4, 33, 77)
+    dy = torch.randn(3, 4, 33, 77)
+
+    def run(device: str) -> list[torch.Tensor]:
+        leaves = [t.detach().to(device).requires_grad_() for t in (scores, bias)]
+        y = ops.softmax(*leaves, scale=0.5, causal=True, dropout_p=0.2, rng=RNG)
+        return [y, *torch.autograd.grad(y, leaves, dy.to(device))]
+
+    ours = run("cuda")
+    with use_backend("reference"):
+        truth = run("cpu")
+    assert torch.equal(ours[0].cpu() == 0.0, truth[0] == 0.0)  # the same mask, bit for bit
+    for tensor, expected in zip(ours, truth, strict=True):
+        torch.testing.assert_close(tensor.cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_graph_replays_draw_new_masks_that_follow_the_seed(backend):
+    scores = torch.randn(64, 256, device="cuda", requires_grad=True)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        y = ops.softmax(scores, dropout_p=0.5)
+        return y, torch.autograd.grad(y.square().sum(), scores)[0]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, dx = step()
+
+    def replays(seed: int) -> list[torch.Tensor]:
+        torch.cuda.manual_seed(seed)
+        found = []
+        for _ in range(3):
+            graph.replay()
+            found.append((y != 0.0).clone())
+        return found
+
+    first, again, other = replays(1), replays(1), replays(2)
+    assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+    assert dx.isfinite().all()
+
+
+def test_a_slow_producer_on_another_stream_is_waited_for(backend):
+    source = torch.randn(4096, 1024, device="cuda")
+    expected = ops.softmax(source)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        scores = torch.zeros_like(source)
+        torch.cuda._sleep(100_000_000)
+        scores.copy_(source)
+        y = ops.softmax(scores)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert_bitwise(y, expected)
+
+
+@pytest.mark.parametrize("width", [8192, 16384, 16385, 65536, 262144])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_wide_rows(backend, width, dtype):
+    scores = (3.0 * torch.randn(7, width, device="cuda")).to(dtype).requires_grad_()
+    y = ops.softmax(scores, scale=0.7)
+    assert_ulps(y, exact(scores.detach(), scale=0.7))
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, scores, dy)
+    wide = scores.detach().double().requires_grad_()
+    (truth,) = torch.autograd.grad(torch.softmax(wide * 0.7, -1), wide, dy.double())
+    assert (dx.double() - truth).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * truth.abs().max()
+
+
+@pytest.mark.parametrize("n_rows", [65535, 65536, 1 << 20])
+def test_many_rows(backend, n_rows):
+    scores = torch.randn(n_rows, 24, device="cuda")
+    assert_ulps(ops.softmax(scores), exact(scores))
+
+
+def test_more_than_two_to_the_31_elements(backend):
+    """The last row's bits, and its mask's, forward and backward."""
+    needs_memory(40)
+    n_rows, n_cols = (1 << 21) + 1, 1024
+    scores = torch.zeros(n_rows, n_cols, dtype=torch.bfloat16, device="cuda")
+    scores[-1] = torch.randn(n_cols, device="cuda")
+    scores.requires_grad_()
+    y = ops.softmax(scores, dropout_p=0.3, rng=RNG)
+    last = torch.softmax(scores.detach()[-1].double(), -1)
+    keep = y.detach()[-1] != 0
+    assert 0.6 < keep.double().mean() < 0.8
+    assert_ulps(y.detach()[-1], torch.where(keep, last / 0.7, 0.0))
+    (dx,) = torch.autograd.grad(y, scores, torch.ones_like(y))
+    assert dx[-1].isfinite().all() and (dx[-1] != 0.0).any()
+
+
+def test_a_call_does_not_synchronise(backend):
+    scores = torch.randn(64, 128, device="cuda", requires_grad=True)
+    bias = torch.randn(128, device="cuda", requires_grad=True)
+    ops.softmax(scores, bias, dropout_p=0.1).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ops.softmax(scores, bias, dropout_p=0.1).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
