@@ -72,9 +72,10 @@ def _vector(tensor: Tensor) -> Tensor:
     return tensor.contiguous().resolve_neg()
 
 
-def empty(like: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """An uninitialised contiguous tensor; empty_like is half the price where it gives the same."""
-    if like.dtype is dtype and like.is_contiguous() and like.shape == shape:
+def empty(like: Tensor, is_shaped: bool, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """An uninitialised contiguous tensor. is_shaped: `like` is contiguous and of this shape; then empty_like, at half
+    the price, gives the same."""
+    if is_shaped and like.dtype is dtype:
         return torch.empty_like(like)
     return torch.empty(shape, dtype=dtype, device=like.device)
 
@@ -131,7 +132,9 @@ def row_norm_forward(
     shape = x.shape
     n_cols = shape[-1]
     n_rows = x.numel() // n_cols
+    given = x
     x, x_row_stride = rows(x, n_cols)
+    is_shaped = x is given
     residual_row_stride = 0
     if residual is not None:
         residual, residual_row_stride = rows(residual, n_cols)
@@ -141,8 +144,8 @@ def row_norm_forward(
         weight = _vector(weight)
     if norm_bias is not None:
         norm_bias = _vector(norm_bias)
-    y = empty(x, shape, plan.y_dtype) if plan.norm else None
-    z = empty(x, shape, plan.z_dtype) if plan.store_z else None
+    y = empty(x, is_shaped, shape, plan.y_dtype) if plan.norm else None
+    z = empty(x, is_shaped, shape, plan.z_dtype) if plan.store_z else None
     mean = rstd = None
     if plan.store_stats:
         rstd = _row_numbers(x, n_rows)

@@ -38,8 +38,9 @@ def forward(
     shape = scores.shape
     n_cols = shape[-1]
     launch = _forward_launcher(plan, scores.dtype, None if mask is None else mask.dtype, layout or _NO_MASK)
+    given = scores
     scores, row_stride = rows(scores, n_cols)
-    y = empty(scores, shape, scores.dtype)
+    y = empty(scores, scores is given, shape, scores.dtype)
     p = torch.empty_like(y) if plan.store_p else None
     device, stream = where(scores)
     code = launch(
