@@ -1,5 +1,9 @@
 // What the families of row kernels share: sizes and addresses, memory of a thread, and threads that take tasks.
 #pragma once
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
 #include <cerrno>
 #include <cstdlib>
 
@@ -60,6 +64,14 @@ ONETRIP_INLINE F sum_slots(const float* slots, int64_t part_floats, int64_t n_pa
   F sum = {};
   for (int64_t part = 0; part < n_parts; ++part) sum += load(slots + part * part_floats, All{});
   return sum;
+}
+
+inline int64_t thread_count() {
+#if defined(_OPENMP)
+  return omp_get_max_threads();
+#else
+  return 1;
+#endif
 }
 
 // Runs task(i, buffer) for i in [0, n_tasks), on all threads where that is worth it. Returns 0 or ENOMEM.

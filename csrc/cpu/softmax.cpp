@@ -113,16 +113,40 @@ ONETRIP_INLINE int64_t columns_to_line(const void* address, int64_t element_size
   return smaller(static_cast<int64_t>(-reinterpret_cast<uintptr_t>(address) & 63) / element_size, n_cols);
 }
 
+// How many rows further on a row lies that is fetched while this one is computed: 8 KiB of float32, or the next.
+inline int64_t rows_to_fetch_ahead(int64_t n_cols) { return n_cols < 2048 ? 2048 / n_cols : 1; }
+
+// Rows of a task: some 8 tasks a thread, of 16 Ki elements and more, so that a row's fetch is for its own thread.
+inline int64_t task_rows(int64_t n_rows, int64_t n_cols) {
+  constexpr int64_t kMost = 1 << 18;
+  const int64_t even = n_rows / (8 * thread_count());
+  return clamp(even, clamp(kTaskElements / n_cols, 1, n_rows), clamp(kMost / n_cols, 1, n_rows));
+}
+
+struct Yes {
+  constexpr operator bool() const { return true; }
+};
+struct No {
+  constexpr operator bool() const { return false; }
+};
+
 // Calls body(column, lanes, streams) for every vector of [begin, end), where columns from `line` on may be streamed.
 template <class Body>
 ONETRIP_INLINE void for_stored_columns(int64_t begin, int64_t end, int64_t line, bool streams, Body body) {
-  if (streams && begin < line) {
-    const int64_t head = smaller(line, end);
-    for_columns<1>(begin, head, [&](int64_t c, auto lanes, int) { body(c, lanes, false); });
-    begin = head;
+  if (!streams) {
+    for_columns<kChains>(begin, end, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
+    return;
   }
-  for_columns<kChains>(begin, end, [&](int64_t c, auto lanes, int) { body(c, lanes, streams); });
+  const int64_t head = clamp(line, begin, end);
+  for_columns<1>(begin, head, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
+  for_columns<kChains>(head, end, [&](int64_t c, auto lanes, int) { body(c, lanes, Yes{}); });
 }
+
+// Whether scores serve as the row by themselves, or a buffer of float32 values is made of them and the mask.
+template <class T, class M>
+constexpr bool kIsInPlace = false;
+template <>
+constexpr bool kIsInPlace<float, NoMask> = true;
 
 // What every row of a call shares.
 struct ForwardRows {
@@ -133,33 +157,46 @@ struct ForwardRows {
   bool streams;
 };
 
-// The visible columns of a row as scale * scores + mask, padded to a whole number of groups of vectors by -Inf.
-// Returns the largest that is a number.
+// scale * scores + mask, and -Inf where there is no column.
+template <class T, class M, class Lanes>
+ONETRIP_INLINE F value_at(const T* scores, const M* mask, float scale, int64_t c, Lanes lanes) {
+  return fill_lanes(masked(load(scores + c, lanes) * scale, column(mask, c), lanes), lanes, -kInfinity);
+}
+
+// The largest value of a row that is a number. Leaves the values in the buffer, whole vectors, where they are not in
+// place.
 template <class T, class M>
 ONETRIP_INLINE float assemble(const T* scores, const M* mask, float scale, float* values, int64_t n) {
   F largest[kChains];
   for (F& chain : largest) chain = splat(-kInfinity);
   for_columns<kChains>(0, n, [&](int64_t c, auto lanes, int chain) {
-    F v = masked(load(scores + c, lanes) * scale, column(mask, c), lanes);
-    v = fill_lanes(v, lanes, -kInfinity);
-    store(values + c, v, All{});
+    const F v = value_at(scores, mask, scale, c, lanes);
+    if constexpr (!kIsInPlace<T, M>) store(values + c, v, All{});
     largest[chain] = larger_number(v, largest[chain]);
   });
   return largest_lane(larger_number(larger_number(largest[0], largest[1]), larger_number(largest[2], largest[3])));
 }
 
-// values = e^(values - largest). Returns their sum.
-template <class T>
-ONETRIP_INLINE float exponentiate(float* values, float largest, int64_t n, const T* next_scores) {
+// Exponentials of a row's values to the buffer, whole vectors. Returns their sum. next_scores: a row to be fetched
+// meanwhile, where there is computing to be done.
+template <class T, class M>
+ONETRIP_INLINE float exponentiate(const T* scores, float scale, float* values, float largest, int64_t n,
+                                  const T* next_scores) {
   const F shift = splat(largest == -kInfinity ? 0.0f : largest);
   F total = {};
   for (int64_t block = 0; block < n; block += kSumColumns) {
     F sums[kChains] = {};
-    for_columns<kChains>(block, smaller(block + kSumColumns, n), [&](int64_t c, auto, int chain) {
-      if (next_scores) __builtin_prefetch(next_scores + c, 0, 2);
-      const F e = exp_nonpositive(load(values + c, All{}) - shift);
-      store(values + c, e, All{});
-      sums[chain] += e;
+    for_columns<kChains>(block, smaller(block + kSumColumns, n), [&](int64_t c, auto lanes, int chain) {
+      __builtin_prefetch(next_scores + c, 0, 3);
+      F v;
+      if constexpr (kIsInPlace<T, M>) {
+        v = value_at(scores, static_cast<const M*>(nullptr), scale, c, lanes);
+      } else {
+        v = load(values + c, All{});
+      }
+      v = exp_nonpositive(v - shift);
+      store(values + c, v, All{});
+      sums[chain] += v;
     });
     total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
   }
@@ -175,6 +212,7 @@ void softmax_rows(const ForwardRows& rows, int64_t first_row, int64_t end_row, f
   MaskReader<M> mask(args, first_row, values + rows.row_floats);
   DropoutMask dropout(args.dropout, reinterpret_cast<uint32_t*>(values + rows.row_floats + rows.mask_floats));
   const bool has_dropout = args.dropout.threshold != 0, draws_rows = has_dropout && rows.cols_per_draw == n_cols;
+  const int64_t rows_ahead = rows_to_fetch_ahead(n_cols);
   int64_t query = args.n_queries ? first_row % args.n_queries : 0;
   for (int64_t row = first_row; row < end_row; ++row, mask.next()) {
     const T* scores = static_cast<const T*>(args.scores) + row * args.scores_row_stride;
@@ -186,8 +224,8 @@ void softmax_rows(const ForwardRows& rows, int64_t first_row, int64_t end_row, f
       query = query + 1 < args.n_queries ? query + 1 : 0;
     }
     const float largest = assemble(scores, mask.row(), args.scale, values, visible);
-    const T* next_scores = rows.streams && row + 1 < end_row ? scores + args.scores_row_stride : nullptr;
-    const float sum = exponentiate(values, largest, visible, next_scores);
+    const T* next_scores = row + rows_ahead < end_row ? scores + rows_ahead * args.scores_row_stride : scores;
+    const float sum = exponentiate<T, M>(scores, args.scale, values, largest, visible, next_scores);
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // no column that is not masked; NaN has to pass
 
     const int64_t line = columns_to_line(y, sizeof(T), n_cols);
@@ -201,29 +239,23 @@ void softmax_rows(const ForwardRows& rows, int64_t first_row, int64_t end_row, f
         const int64_t end = smaller(begin + rows.cols_per_draw, visible);
         if (!draws_rows) dropout.fill(row, 1, begin, end, n_cols);
         const uint32_t* words = dropout.row(draws_rows ? row_of_draw : 0);
-        for_stored_columns(begin, end, line, rows.streams, [&](int64_t c, auto lanes, bool streams) {
+        for_stored_columns(begin, end, line, rows.streams, [&](int64_t c, auto lanes, auto streams) {
           const F probability = load(values + c, All{}) * inverse;
           store_rounded(y + c, dropout.apply(probability, words + (c - begin)), lanes, streams);
           if (p) store_rounded(p + c, dropout.mark(probability, words + (c - begin)), lanes, streams && streams_p);
         });
       }
     } else {
-      for_stored_columns(0, visible, line, rows.streams, [&](int64_t c, auto lanes, bool streams) {
+      for_stored_columns(0, visible, line, rows.streams, [&](int64_t c, auto lanes, auto streams) {
         store_rounded(y + c, load(values + c, All{}) * inverse, lanes, streams);
       });
     }
-    for_stored_columns(visible, n_cols, line, rows.streams, [&](int64_t c, auto lanes, bool) {
+    for_columns<1>(visible, n_cols, [&](int64_t c, auto lanes, int) {
       store_rounded(y + c, F{}, lanes);
       if (p) store_rounded(p + c, F{}, lanes);
     });
   }
 }
-
-// What every row of a backward call shares.
-struct BackwardRows {
-  const SoftmaxBackward& args;
-  bool streams;
-};
 
 // P and dP of a vector.
 struct Factors {
@@ -238,38 +270,62 @@ ONETRIP_INLINE Factors factors(const T* p, const T* dy, float dropout_scale, Lan
   return {(F)(bits & 0x7FFFFFFFu), (F)((U)(gradient * dropout_scale) & kept)};
 }
 
-// dscores of a row, and what it adds to the gradient of its row of the mask. sums null: not wanted; is_first: they are
-// set instead of added to. next_row: how many elements further on the row lies that is taken next; 0: not fetched.
+// Some rows of a backward call: `n` steps of `walk` from row `origin`.
+struct BackwardRows {
+  const SoftmaxBackward& args;
+  int64_t origin, n;
+  Walk walk;
+  float* sums;        // what each adds to the gradient of its row of the mask; null: not wanted
+  int64_t sums_step;  // from one row's sums to the next's
+  bool is_first;      // sums are set instead of added to
+  bool streams;
+};
+
 template <class T, bool kHasDropout>
-void backward_row(const BackwardRows& rows, int64_t row, float* sums, bool is_first, int64_t rows_to_next) {
+void backward_rows(const BackwardRows& rows) {
   const SoftmaxBackward& args = rows.args;
-  const int64_t n_cols = args.n_cols;
-  const T* dy = static_cast<const T*>(args.dy) + row * args.dy_row_stride;
-  const T* p = static_cast<const T*>(args.p) + row * args.p_row_stride;
-  T* dscores = args.dscores ? static_cast<T*>(args.dscores) + row * n_cols : nullptr;
-  F total = {};
-  for (int64_t block = 0; block < n_cols; block += kSumColumns) {
-    F products[kChains] = {};
-    for_columns<kChains>(block, smaller(block + kSumColumns, n_cols), [&](int64_t c, auto lanes, int chain) {
-      const Factors f = factors<kHasDropout>(p + c, dy + c, args.dropout_scale, lanes);
-      products[chain] = mul_add(f.probability, f.gradient, products[chain]);
-    });
-    total += (products[0] + products[1]) + (products[2] + products[3]);
-  }
-  const F mean = splat(sum_lanes(total));
-  const T* next_dy = dy + rows_to_next * args.dy_row_stride;
-  const T* next_p = p + rows_to_next * args.p_row_stride;
-  const int64_t line = columns_to_line(dscores, sizeof(T), n_cols);
-  for_stored_columns(0, n_cols, line, rows.streams, [&](int64_t c, auto lanes, bool streams) {
-    if (rows_to_next) {
-      __builtin_prefetch(next_dy + c, 0, 2);
-      __builtin_prefetch(next_p + c, 0, 2);
+  const int64_t n_cols = args.n_cols, rows_ahead = rows_to_fetch_ahead(n_cols);
+  Walk walk = rows.walk;
+  float* sums = rows.sums;
+  for (int64_t k = 0; k < rows.n; ++k, walk.next(), sums += rows.sums_step) {
+    const int64_t row = rows.origin + walk.offset();
+    const T* dy = static_cast<const T*>(args.dy) + row * args.dy_row_stride;
+    const T* p = static_cast<const T*>(args.p) + row * args.p_row_stride;
+    T* dscores = args.dscores ? static_cast<T*>(args.dscores) + row * n_cols : nullptr;
+    F total = {};
+    for (int64_t block = 0; block < n_cols; block += kSumColumns) {
+      F products[kChains] = {};
+      for_columns<kChains>(block, smaller(block + kSumColumns, n_cols), [&](int64_t c, auto lanes, int chain) {
+        const Factors f = factors<kHasDropout>(p + c, dy + c, args.dropout_scale, lanes);
+        products[chain] = mul_add(f.probability, f.gradient, products[chain]);
+      });
+      total += (products[0] + products[1]) + (products[2] + products[3]);
     }
-    const Factors f = factors<kHasDropout>(p + c, dy + c, args.dropout_scale, lanes);
-    const F g = f.probability * (f.gradient - mean);
-    if (dscores) store_rounded(dscores + c, g * args.scale, lanes, streams);
-    if (sums) store(sums + c, is_first ? g : load(sums + c, lanes) + g, lanes);
-  });
+    const F mean = splat(sum_lanes(total));
+    const int64_t to_next = row + rows_ahead < args.n_rows ? rows_ahead : 0;
+    const T* next_dy = dy + to_next * args.dy_row_stride;
+    const T* next_p = p + to_next * args.p_row_stride;
+    const int64_t line = columns_to_line(dscores, sizeof(T), n_cols);
+    const auto propagate = [&](int64_t c, auto lanes) __attribute__((always_inline)) {
+      const Factors f = factors<kHasDropout>(p + c, dy + c, args.dropout_scale, lanes);
+      return f.probability * (f.gradient - mean);
+    };
+    if (!rows.sums) {
+      for_stored_columns(0, n_cols, line, rows.streams, [&](int64_t c, auto lanes, auto streams) {
+        __builtin_prefetch(next_dy + c, 0, 3);
+        __builtin_prefetch(next_p + c, 0, 3);
+        store_rounded(dscores + c, propagate(c, lanes) * args.scale, lanes, streams);
+      });
+    } else {
+      for_stored_columns(0, n_cols, line, rows.streams, [&](int64_t c, auto lanes, auto streams) {
+        __builtin_prefetch(next_dy + c, 0, 3);
+        __builtin_prefetch(next_p + c, 0, 3);
+        const F g = propagate(c, lanes);
+        if (dscores) store_rounded(dscores + c, g * args.scale, lanes, streams);
+        store(sums + c, rows.is_first ? g : load(sums + c, lanes) + g, lanes);
+      });
+    }
+  }
 }
 
 }  // namespace
@@ -300,7 +356,7 @@ int softmax_forward(const SoftmaxForward& args) {
     rows.cols_per_draw = smaller(n_cols, DropoutMask::kColumns);
   }
   rows.streams = n_rows * n_cols * size_of(args.dtype) >= kStreamBytes;
-  const int64_t rows_per_task = round_up(clamp(kTaskElements / n_cols, 1, n_rows), rows.rows_per_draw);
+  const int64_t rows_per_task = round_up(task_rows(n_rows, n_cols), rows.rows_per_draw);
   const int64_t buffer_floats = rows.row_floats + rows.mask_floats + (has_dropout ? DropoutMask::kWords : 0);
   return run_tasks((n_rows + rows_per_task - 1) / rows_per_task, n_rows * n_cols, buffer_floats,
                    [&](int64_t task, float* buffer) {
@@ -312,19 +368,18 @@ int softmax_forward(const SoftmaxForward& args) {
 int softmax_backward(const SoftmaxBackward& args) {
   const int64_t n_rows = args.n_rows, n_cols = args.n_cols;
   if (n_rows <= 0 || n_cols <= 0) return 0;
-  const auto run_row = with_type(args.dtype, [&](auto type) {
+  const auto run_rows = with_type(args.dtype, [&](auto type) {
     using T = decltype(type);
-    return args.has_dropout ? &backward_row<T, true> : &backward_row<T, false>;
+    return args.has_dropout ? &backward_rows<T, true> : &backward_rows<T, false>;
   });
-  const bool streams = n_rows * n_cols * size_of(args.dtype) >= kStreamBytes;
-  const BackwardRows rows = {args, streams};
-  const int64_t rows_per_task = clamp(kTaskElements / n_cols, 1, n_rows);
+  const bool streams = args.dscores && n_rows * n_cols * size_of(args.dtype) >= kStreamBytes;
   if (!args.dmask) {
+    if (!args.dscores) return 0;
+    const int64_t rows_per_task = task_rows(n_rows, n_cols);
+    const int64_t sizes[4] = {1, 1, 1, n_rows}, strides[4] = {0, 0, 0, 1};
     return run_tasks((n_rows + rows_per_task - 1) / rows_per_task, n_rows * n_cols, 16, [&](int64_t task, float*) {
-      const int64_t end = smaller((task + 1) * rows_per_task, n_rows);
-      for (int64_t row = task * rows_per_task; row < end; ++row) {
-        run_row(rows, row, nullptr, false, streams && row + 1 < end);
-      }
+      const int64_t first = task * rows_per_task, n = smaller(rows_per_task, n_rows - first);
+      run_rows({args, first, n, Walk(sizes, strides, 0), nullptr, 0, false, streams});
     });
   }
 
@@ -338,8 +393,8 @@ int softmax_backward(const SoftmaxBackward& args) {
     row_strides[i] = stride;
     stride *= args.mask_rows.sizes[i];
   }
-  // A task takes neighbouring rows of the mask together, whose rows of scores are neighbours as a rule, as many as have
-  // their sums in L1 and L2, and one part of the rows that share them.
+  // A task takes neighbouring rows of the mask, whose rows of scores are neighbours as a rule, as many as have their
+  // sums in L1 and L2, and one part of the rows that share them.
   const int64_t mask_rows_per_task = clamp(partition.n_mask_rows / 64, 1, clamp(kTaskElements / n_cols, 1, n_rows));
   const int64_t tasks_per_part = (partition.n_mask_rows + mask_rows_per_task - 1) / mask_rows_per_task;
   const bool has_parts = partition.n_parts > 1;
@@ -350,15 +405,10 @@ int softmax_backward(const SoftmaxBackward& args) {
     const int64_t begin = part * partition.rows_per_part;
     const int64_t end = smaller(begin + partition.rows_per_part, partition.n_sharing);
     float* sums = has_parts ? args.workspace + part * partition.n_mask_rows * sum_floats : args.dmask;
+    const Walk of_mask(mask_sizes, row_strides, first);
     Walk sharing(sharing_sizes, row_strides, begin);
     for (int64_t s = begin; s < end; ++s, sharing.next()) {
-      Walk of_mask(mask_sizes, row_strides, first);
-      for (int64_t k = 0; k < n; ++k) {
-        const int64_t row = sharing.offset() + of_mask.offset();
-        of_mask.next();
-        const int64_t to_next = k + 1 < n ? sharing.offset() + of_mask.offset() - row : 0;
-        run_row(rows, row, sums + (first + k) * sum_floats, s == begin, streams ? to_next : 0);
-      }
+      run_rows({args, sharing.offset(), n, of_mask, sums + first * sum_floats, sum_floats, s == begin, streams});
     }
   };
   const int64_t n_tasks = tasks_per_part * partition.n_parts;
