@@ -1,77 +1,15 @@
 // Runs the CPU kernels of row_norm over odd shapes in buffers of the exact size, each of its own, so that
 // AddressSanitizer sees every access outside them; and compares the levels with each other. Prints the levels that ran;
 // exits 1 on a difference.
-#include <sanitizer/asan_interface.h>
-
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <string>
 #include <vector>
 
 #include "cpu/dropout.h"  // its namespace here is onetrip::ONETRIP_LEVEL of the test's own
+#include "cpu_driver.h"
 
 namespace {
 
 using namespace onetrip;
-
-// An array, aligned to a cache line or one element past one, as a storage offset leaves it; and a guard behind it,
-// which only streamed stores can reach: AddressSanitizer does not see those.
-class Array {
- public:
-  Array(int64_t n, DType dtype, bool is_aligned)
-      : size_(dtype == DType::kFloat32 ? 4 : 2), n_(n), shift_(is_aligned ? 0 : size_) {
-    if (posix_memalign(&memory_, 64, shift_ + n * size_ + kGuard) != 0) exit(1);
-    memset(memory_, kFill, shift_ + n * size_ + kGuard);
-    ASAN_POISON_MEMORY_REGION(end(), kGuard);
-  }
-  Array(const Array&) = delete;
-  ~Array() {
-    ASAN_UNPOISON_MEMORY_REGION(end(), kGuard);
-    for (int i = 0; i < kGuard; ++i) {
-      if (end()[i] == kFill) continue;
-      std::printf("written %d bytes past the end of %lld elements\n", i, static_cast<long long>(n_));
-      exit(1);
-    }
-    free(memory_);
-  }
-  void* data() { return static_cast<char*>(memory_) + shift_; }
-  // Values in [-2, 2) that are exact in every dtype.
-  Array& fill(uint32_t seed) {
-    for (int64_t i = 0; i < n_; ++i) {
-      seed = seed * 1664525u + 1013904223u;
-      const float value = static_cast<int>(seed >> 26) / 16.0f - 2.0f;
-      uint32_t bits;
-      memcpy(&bits, &value, 4);
-      if (size_ == 4) {
-        memcpy(static_cast<char*>(data()) + 4 * i, &bits, 4);
-      } else {
-        const uint16_t half = bits >> 16;
-        memcpy(static_cast<char*>(data()) + 2 * i, &half, 2);
-      }
-    }
-    return *this;
-  }
-  std::vector<double> values() {
-    std::vector<double> result(n_);
-    for (int64_t i = 0; i < n_; ++i) {
-      uint32_t bits = 0;
-      memcpy(reinterpret_cast<char*>(&bits) + (4 - size_), static_cast<char*>(data()) + size_ * i, size_);
-      float value;
-      memcpy(&value, &bits, 4);
-      result[i] = value;
-    }
-    return result;
-  }
-
- private:
-  static constexpr int kGuard = 256;
-  static constexpr char kFill = 0x5A;
-  char* end() { return static_cast<char*>(data()) + n_ * size_; }
-  int64_t size_, n_, shift_;
-  void* memory_ = nullptr;
-};
 
 struct Case {
   int64_t n_rows, n_cols;
@@ -179,28 +117,6 @@ int main() {
   cases.push_back({2 * mega / 1120 + 1, 1120, DType::kFloat32, Norm::kLayer, uint64_t{1} << 30, true});
   cases.push_back({2 * mega / 1024, 1024, DType::kFloat32, Norm::kNone, 0, true});
   cases.push_back({4 * mega / 1024, 1024, DType::kBFloat16, Norm::kRms, 0, true});
-  const char* levels[] = {"baseline", "avx2", "avx512"};
-  std::string ran;
-  bool failed = false;
-  for (const Case& c : cases) {
-    std::vector<double> first;
-    for (const char* level : levels) {
-      if (!set_cpu_level(level)) continue;
-      if (ran.find(level) == std::string::npos) ran += std::string(level) + " ";
-      const std::vector<double> results = run(c);
-      if (first.empty()) first = results;
-      for (size_t i = 0; i < results.size(); ++i) {
-        // A bfloat16 may round to either side: 2^-7.
-        const double allowed = (c.half == DType::kFloat32 ? 1e-4 : 1e-2) * (1 + std::fabs(first[i]));
-        if (!(std::fabs(results[i] - first[i]) <= allowed)) {
-          std::printf("%s: %lld x %lld: result %zu is %g, was %g\n", level, static_cast<long long>(c.n_rows),
-                      static_cast<long long>(c.n_cols), i, results[i], first[i]);
-          failed = true;
-          break;
-        }
-      }
-    }
-  }
-  std::printf("%s\n", ran.c_str());
-  return failed;
+  // A bfloat16 may round to either side: 2^-7.
+  return !levels_agree(cases, run, [](const Case& c) { return c.half == DType::kFloat32 ? 1e-4 : 1e-2; });
 }

@@ -28,25 +28,30 @@ def test_no_access_outside_the_buffers_and_no_undefined_behaviour(tmp_path):
     if compiler is None:
         pytest.skip("no C++ compiler")
 
-    def compile(source: Path, name: str, *flags: str) -> Path:
+    def compile(source: Path, name: str, *flags: str) -> str:
         target = tmp_path / f"{name}.o"
         command = [compiler, *FLAGS, *flags, f"-I{ROOT / 'csrc'}", "-c", str(source), "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True)
         if "cannot find" in done.stderr and "san" in done.stderr:
             pytest.skip(f"{compiler} has no sanitizers here")
         assert done.returncode == 0, done.stderr
-        return target
+        return str(target)
 
-    jobs = [(CPU / "row_norm.cpp", level, f"-DONETRIP_LEVEL={level}", *flags) for level, flags in LEVELS.items()]
+    drivers = sorted(Path(__file__).parent.glob("cpu_*_driver.cpp"))
+    jobs = [(driver, driver.stem, "-DONETRIP_LEVEL=driver") for driver in drivers]
     jobs.append((CPU / "dispatch.cpp", "dispatch", *(["-DONETRIP_HAVE_X86_LEVELS"] if len(LEVELS) > 1 else [])))
-    jobs.append((Path(__file__).parent / "cpu_row_norm_driver.cpp", "driver", "-DONETRIP_LEVEL=driver"))
+    for family in sorted(CPU.glob("*.cpp")):
+        if family.stem != "dispatch":
+            for level, flags in LEVELS.items():
+                jobs.append((family, f"{family.stem}_{level}", f"-DONETRIP_LEVEL={level}", *flags))
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(lambda job: compile(*job), jobs))
-    program = tmp_path / "driver"
-    subprocess.run([compiler, *FLAGS, *map(str, objects), "-o", str(program)], check=True)
     options = {"OMP_NUM_THREADS": "3", "ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
     environment = {**os.environ, **options}
     environment.pop("LD_PRELOAD", None)
-    done = subprocess.run([str(program)], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "baseline" in done.stdout
+    for driver in objects[: len(drivers)]:
+        program = tmp_path / "driver"
+        subprocess.run([compiler, *FLAGS, driver, *objects[len(drivers) :], "-o", str(program)], check=True)
+        done = subprocess.run([str(program)], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, driver + done.stdout[-2000:] + done.stderr[-4000:]
+        assert "baseline" in done.stdout
