@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
 import triton
 import triton.language as tl
 
@@ -73,3 +77,30 @@ def keep_tile(
 def philox_cols(n_cols: int) -> int:
     """keep_tile's PHILOX_COLS for rows of n_cols."""
     return 4 if n_cols % 4 == 0 else 1
+
+
+def dropout_scale(dropout_p: float) -> float:
+    """What kept elements are multiplied by; 0 where p = 1 keeps none."""
+    return 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
+
+
+def dropout_arguments(rng: tuple[int, int] | Tensor | None, dropout_p: float, n_cols: int) -> dict[str, Any]:
+    """The kernels' arguments for it. An element is kept iff its 32 bits are above drop_limit: p = 1 keeps none."""
+    drop_limit = round(dropout_p * 2.0**32) - 1
+    if drop_limit < 0:
+        return {"rng_ptr": None, "seed": 0, "offset": 0, "drop_limit": 0, "keep_scale": 1.0, "PHILOX_COLS": 0}
+    assert rng is not None
+    state, (seed, offset) = (rng, (0, 0)) if isinstance(rng, Tensor) else (None, rng)
+    return {
+        "rng_ptr": state,
+        "seed": _signed(seed),
+        "offset": _signed(offset),
+        "drop_limit": drop_limit,
+        "keep_scale": dropout_scale(dropout_p),
+        "PHILOX_COLS": philox_cols(n_cols),
+    }
+
+
+def _signed(word: int) -> int:
+    """The int64 of the same 64 bits."""
+    return (word + 2**63) % 2**64 - 2**63

@@ -5,9 +5,7 @@ The formulas stand in row_norm_kernels.py; here are the sizes of tiles, the part
 
 from __future__ import annotations
 
-import contextlib
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,45 +14,25 @@ import triton
 import triton.language as tl
 
 from . import row_norm_kernels as kernels
-from .philox import philox_cols
+from .philox import dropout_arguments
+from .sum_partials import sum_partials
+from .tiles import MAX_REGISTERS, Tile, TileRule, common_divisor, on_device_of, row_stride, tile
 
 _NONE, _LAYER = kernels.NORM_NONE.value, kernels.NORM_LAYER.value
 _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-class Tile(NamedTuple):
-    """A tile of a matrix and the warps that hold it in their registers."""
-
-    rows: int
-    cols: int
-    num_warps: int
-
-
-class TileRule(NamedTuple):
-    """Which tile a kernel takes for a width. See tile()."""
-
-    elements: int
-    """Short rows are gathered into tiles of so many."""
-    elements_per_lane: int
-    max_cols: int
-    """Wider rows do not stay in registers."""
-    wide_cols: int
-    """The tile that such rows are walked with."""
-
-
-# The one table of tile sizes; tests/kernels/test_triton_budgets.py compiles what it leads to and holds it to this: 64
-# registers a lane let 1024 lanes stay on a multiprocessor, half of what sm_80 to sm_100 can hold, and nothing spills.
+# The one table of tile sizes; tests/kernels/test_triton_budgets.py compiles what it leads to and holds it to this:
+# MAX_REGISTERS a lane, and nothing spills.
 # Forward has 16 values a lane: 64 (32) bytes of each float32 (bfloat16) input in flight, in accesses of 16 bytes.
 # Backward keeps two values and one sum for each column of its tile. With two or three sums that fits for 4 columns a
 # lane; 8 take 99 to 111 registers (sm_90, bfloat16, widths 768 to 4096), a quarter of the lanes. Only rows of more than
 # 4096 columns with two or three sums spill, about 100 bytes a lane: that is L1 traffic, where splitting the row would
 # read dy and z again.
-MAX_REGISTERS = 64
 FORWARD = TileRule(elements=2048, elements_per_lane=16, max_cols=16384, wide_cols=8192)
 BACKWARD = TileRule(elements=1024, elements_per_lane=4, max_cols=8192, wide_cols=2048)
 BACKWARD_ONE_SUM = TileRule(elements=1024, elements_per_lane=8, max_cols=8192, wide_cols=2048)
 ROW_MEANS = TileRule(elements=4096, elements_per_lane=8, max_cols=0, wide_cols=4096)
-SUM_PARTIALS = Tile(rows=64, cols=32, num_warps=8)
 
 # The rows are shared out among backward's programs by the sizes alone: sums over rows have the same bits on every card.
 # Up to 512 programs, 4 for each of an H100's 132 multiprocessors; then more rows a program, up to 16, because its
@@ -62,55 +40,11 @@ SUM_PARTIALS = Tile(rows=64, cols=32, num_warps=8)
 _FEW_PROGRAMS, _ENOUGH_ROWS, _MANY_PROGRAMS = 512, 16, 1024
 
 
-def tile(rule: TileRule, n_cols: int, whole_rows: bool = True) -> Tile:
-    """The tile for rows of n_cols. whole_rows: it is to hold whole rows, and does up to max_cols of the rule."""
-    cols = max(triton.next_power_of_2(n_cols), 8)
-    if cols > (rule.max_cols if whole_rows else rule.wide_cols):
-        cols = rule.wide_cols
-    rows = max(1, rule.elements // cols)
-    return Tile(rows, cols, min(32, max(4, rows * cols // (32 * rule.elements_per_lane))))
-
-
 def rows_per_program(n_rows: int, block: Tile, n_col_tiles: int) -> int:
     """How many rows a program of backward sums over: a multiple of block.rows."""
     rows = min(max(n_rows // _FEW_PROGRAMS, 1), _ENOUGH_ROWS)
     rows = max(rows, triton.cdiv(n_rows * n_col_tiles, _MANY_PROGRAMS))
     return triton.cdiv(rows, block.rows) * block.rows
-
-
-def _align(n_cols: int, *row_strides: int) -> int:
-    return math.gcd(16, n_cols, *row_strides)
-
-
-def _row_stride(matrix: Tensor | None) -> int:
-    return 0 if matrix is None else matrix.stride(0)
-
-
-def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
-
-
-def _dropout_arguments(rng: tuple[int, int] | Tensor | None, dropout_p: float, n_cols: int) -> dict[str, Any]:
-    """The kernels' arguments for it. An element is kept iff its 32 bits are above drop_limit: p = 1 keeps none."""
-    drop_limit = round(dropout_p * 2.0**32) - 1
-    if drop_limit < 0:
-        return {"rng_ptr": None, "seed": 0, "offset": 0, "drop_limit": 0, "keep_scale": 1.0, "PHILOX_COLS": 0}
-    assert rng is not None
-    state, (seed, offset) = (rng, (0, 0)) if isinstance(rng, Tensor) else (None, rng)
-    return {
-        "rng_ptr": state,
-        "seed": _signed(seed),
-        "offset": _signed(offset),
-        "drop_limit": drop_limit,
-        "keep_scale": 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0,
-        "PHILOX_COLS": philox_cols(n_cols),
-    }
-
-
-def _signed(word: int) -> int:
-    """The int64 of the same 64 bits."""
-    return (word + 2**63) % 2**64 - 2**63
 
 
 def forward(
@@ -139,7 +73,7 @@ def forward(
         return y, z, mean, rstd
     block = tile(FORWARD, n_cols, whole_rows=normed)
     grid = (triton.cdiv(n_rows, block.rows), 1 if normed else triton.cdiv(n_cols, block.cols))
-    with _on_device_of(x):
+    with on_device_of(x):
         kernels._row_norm_fwd_kernel[grid](
             x,
             residual,
@@ -150,19 +84,19 @@ def forward(
             z,
             mean,
             rstd,
-            **_dropout_arguments(rng, plan.dropout_p, n_cols),
+            **dropout_arguments(rng, plan.dropout_p, n_cols),
             eps=plan.eps,
             weight_offset=plan.weight_offset,
             n_rows=n_rows,
             n_cols=n_cols,
-            x_row_stride=_row_stride(x),
-            residual_row_stride=_row_stride(residual),
+            x_row_stride=row_stride(x),
+            residual_row_stride=row_stride(residual),
             NORM=plan.norm,
             CENTER_Z=normed and plan.store_z and plan.center_z,
             Z_DTYPE=_TL_DTYPES[plan.z_dtype],
             N_DTYPE=_TL_DTYPES[plan.n_dtype],
             ROW_IN_TILE=block.cols >= n_cols,
-            ALIGN=_align(n_cols, _row_stride(x), _row_stride(residual)),
+            ALIGN=common_divisor(n_cols, row_stride(x), row_stride(residual)),
             BLOCK_ROWS=block.rows,
             BLOCK_COLS=block.cols,
             num_warps=block.num_warps,
@@ -216,8 +150,8 @@ def backward(
     workspace = like.new_empty((len(wanted), n_programs, n_cols), dtype=torch.float32) if wanted else None
     partials = iter(workspace if workspace is not None else ())
     dbias_partials, dweight_partials, dnorm_bias_partials = (None if s is None else next(partials) for s in sums)
-    align = _align(n_cols, _row_stride(dy), _row_stride(dz), _row_stride(z))
-    with _on_device_of(like):
+    divisor = common_divisor(n_cols, row_stride(dy), row_stride(dz), row_stride(z))
+    with on_device_of(like):
         row_means = None
         if needs_row and n_col_tiles > 1:
             row_means = like.new_empty((2, n_rows), dtype=torch.float32)
@@ -232,9 +166,9 @@ def backward(
                 weight_offset=plan.weight_offset,
                 n_rows=n_rows,
                 n_cols=n_cols,
-                dy_row_stride=_row_stride(dy),
-                z_row_stride=_row_stride(z),
-                ALIGN=align,
+                dy_row_stride=row_stride(dy),
+                z_row_stride=row_stride(z),
+                ALIGN=divisor,
                 BLOCK_COLS=means_block.cols,
                 num_warps=means_block.num_warps,
             )
@@ -251,30 +185,21 @@ def backward(
             dbias_partials,
             dweight_partials,
             dnorm_bias_partials,
-            **_dropout_arguments(rng, plan.dropout_p, n_cols),
+            **dropout_arguments(rng, plan.dropout_p, n_cols),
             weight_offset=plan.weight_offset,
             n_rows=n_rows,
             n_cols=n_cols,
             rows_per_program=rows,
-            dy_row_stride=_row_stride(dy),
-            dz_row_stride=_row_stride(dz),
-            z_row_stride=_row_stride(z),
+            dy_row_stride=row_stride(dy),
+            dz_row_stride=row_stride(dz),
+            z_row_stride=row_stride(z),
             NORM=_NONE if dy is None else plan.norm,
-            ALIGN=align,
+            ALIGN=divisor,
             BLOCK_ROWS=block.rows,
             BLOCK_COLS=block.cols,
             num_warps=block.num_warps,
             maxnreg=MAX_REGISTERS,
         )
         if wanted:
-            kernels._sum_partials_kernel[(triton.cdiv(n_cols, SUM_PARTIALS.cols), len(wanted))](
-                workspace,
-                *[*wanted, None, None][:3],
-                n_partials=n_programs,
-                n_cols=n_cols,
-                ALIGN=_align(n_cols),
-                BLOCK_ROWS=SUM_PARTIALS.rows,
-                BLOCK_COLS=SUM_PARTIALS.cols,
-                num_warps=SUM_PARTIALS.num_warps,
-            )
+            sum_partials(workspace, wanted)
     return dx, dresidual, dbias, dweight, dnorm_bias

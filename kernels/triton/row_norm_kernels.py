@@ -17,20 +17,15 @@ import triton
 import triton.language as tl
 
 from .philox import keep_tile, load_rng
+from .tiles import with_divisor
 
 NORM_NONE, NORM_LAYER, NORM_RMS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # as enum Norm in csrc/launch.h
 
 # Triton would compile anew for a size or stride that is 1 or a multiple of 16: ALIGN tells a kernel what it can use.
 _UNSPECIALIZED = [
-    *("seed", "offset", "drop_limit", "n_rows", "n_cols", "rows_per_program", "n_partials"),
+    *("seed", "offset", "drop_limit", "n_rows", "n_cols", "rows_per_program"),
     *("x_row_stride", "residual_row_stride", "dy_row_stride", "dz_row_stride", "z_row_stride"),
 ]
-
-
-@triton.jit
-def _aligned(size, ALIGN: tl.constexpr):
-    """The same number, with its divisor for Triton to see: tl.multiple_of has no effect on an argument of a kernel."""
-    return size // ALIGN * ALIGN
 
 
 @triton.jit
@@ -177,9 +172,9 @@ def _row_norm_fwd_kernel(
     Without a norm, program (i, j) takes row tile i and column tile j.
     Moves a row: n_cols * (read x, residual + write y, z) + 8 bytes; reads of x and residual twice unless ROW_IN_TILE.
     """
-    n_cols = _aligned(n_cols, ALIGN)
-    x_row_stride = _aligned(x_row_stride, ALIGN)
-    residual_row_stride = _aligned(residual_row_stride, ALIGN)
+    n_cols = with_divisor(n_cols, ALIGN)
+    x_row_stride = with_divisor(x_row_stride, ALIGN)
+    residual_row_stride = with_divisor(residual_row_stride, ALIGN)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     seed, offset = load_rng(rng_ptr, seed, offset)
 
@@ -302,9 +297,9 @@ def _row_means_kernel(
     What backward must know of a whole row before it can start, for rows too wide for a tile. row_means: [2, n_rows]
     float32. A program takes one row. Moves n_cols * (read dy, z) a row.
     """
-    n_cols = _aligned(n_cols, ALIGN)
-    dy_row_stride = _aligned(dy_row_stride, ALIGN)
-    z_row_stride = _aligned(z_row_stride, ALIGN)
+    n_cols = with_divisor(n_cols, ALIGN)
+    dy_row_stride = with_divisor(dy_row_stride, ALIGN)
+    z_row_stride = with_divisor(z_row_stride, ALIGN)
     row = tl.program_id(0).to(tl.int64)
     wdy_n_sum = tl.zeros([1, BLOCK_COLS], tl.float32)
     wdy_sum = tl.zeros([1, BLOCK_COLS], tl.float32)
@@ -363,10 +358,10 @@ def _row_norm_bwd_kernel(
     is the host's, so sums do not depend on the card. NORM = none: only dz counts.
     Moves a row: n_cols * (read dy, z, dz + write dx, dresidual) + 8 bytes; partials: 4 * n_cols a program and gradient.
     """
-    n_cols = _aligned(n_cols, ALIGN)
-    dy_row_stride = _aligned(dy_row_stride, ALIGN)
-    dz_row_stride = _aligned(dz_row_stride, ALIGN)
-    z_row_stride = _aligned(z_row_stride, ALIGN)
+    n_cols = with_divisor(n_cols, ALIGN)
+    dy_row_stride = with_divisor(dy_row_stride, ALIGN)
+    dz_row_stride = with_divisor(dz_row_stride, ALIGN)
+    z_row_stride = with_divisor(z_row_stride, ALIGN)
     program = tl.program_id(0).to(tl.int64)
     first_col = tl.program_id(1) * BLOCK_COLS
     cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
@@ -434,41 +429,3 @@ def _row_norm_bwd_kernel(
             tl.sum(dnorm_bias, axis=0, keep_dims=True),
             mask=cols < n_cols,
         )
-
-
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
-def _sum_partials_kernel(
-    partials_ptr,
-    out0_ptr,
-    out1_ptr,
-    out2_ptr,
-    n_partials: tl.int32,
-    n_cols: tl.int32,
-    ALIGN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):
-    """out_k = sum over rows of partials[k], k = 0, 1, 2; an output is None where there are fewer.
-
-    partials: [outputs, n_partials, n_cols] float32. out_k: [n_cols], any dtype. Program (j, k) takes BLOCK_COLS columns
-    of partials[k], in an order that depends on the sizes alone. Moves 4 * n_partials * n_cols bytes an output, most of
-    them still in the L2 cache.
-    """
-    n_cols = _aligned(n_cols, ALIGN)
-    cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
-    output = tl.program_id(1)
-    first = partials_ptr + output.to(tl.int64) * n_partials * n_cols
-    total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
-    for step in range(0, n_partials, BLOCK_ROWS):
-        rows = step + tl.arange(0, BLOCK_ROWS)[:, None]
-        inside = (rows < n_partials) & (cols < n_cols)
-        total += tl.load(first + rows.to(tl.int64) * n_cols + cols, mask=inside, other=0.0)
-    total = tl.sum(total, axis=0, keep_dims=True)
-    if output == 0:
-        tl.store(out0_ptr + cols, total.to(out0_ptr.dtype.element_ty), mask=cols < n_cols)
-    if out1_ptr is not None:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
-        if output == 1:
-            tl.store(out1_ptr + cols, total.to(out1_ptr.dtype.element_ty), mask=cols < n_cols)
-    if out2_ptr is not None:  # noqa: SIM102
-        if output == 2:
-            tl.store(out2_ptr + cols, total.to(out2_ptr.dtype.element_ty), mask=cols < n_cols)

@@ -81,12 +81,19 @@ class Recorder:
         return launch
 
 
-def launches_of(case: Case, monkeypatch: pytest.MonkeyPatch) -> dict[str, Launch]:
-    from onetrip.kernels import row_norm, row_norm_kernels
-
+def recorded(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> list[Launch]:
+    """What will be launched of the kernels in these modules, in place of launching it."""
     launches: list[Launch] = []
-    for name in [name for name in vars(row_norm_kernels) if name.endswith("_kernel")]:
-        monkeypatch.setattr(row_norm_kernels, name, Recorder(getattr(row_norm_kernels, name), launches))
+    for module in modules:
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
+    return launches
+
+
+def launches_of(case: Case, monkeypatch: pytest.MonkeyPatch) -> dict[str, Launch]:
+    from onetrip.kernels import row_norm, row_norm_kernels, sum_partials
+
+    launches = recorded(monkeypatch, row_norm_kernels, sum_partials)
     matrix = torch.empty(4096, case.n_cols, dtype=case.dtype, device="meta")
     column = torch.empty(4096, dtype=F32, device="meta")
     row = torch.empty(case.n_cols, dtype=case.weight_dtype, device="meta")

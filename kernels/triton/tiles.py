@@ -1,0 +1,78 @@
+"""Tiles of matrices: their sizes, and what Triton is told of alignment. Shared by the families of kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+MAX_REGISTERS = 64
+"""A lane: 1024 lanes then stay on a multiprocessor, half of what sm_80 to sm_100 can hold."""
+
+
+class Tile(NamedTuple):
+    """A tile of a matrix and the warps that hold it in their registers."""
+
+    rows: int
+    cols: int
+    num_warps: int
+
+
+class TileRule(NamedTuple):
+    """Which tile a kernel takes for a width. See tile()."""
+
+    elements: int
+    """Short rows are gathered into tiles of so many."""
+    elements_per_lane: int
+    max_cols: int
+    """Wider rows do not stay in registers."""
+    wide_cols: int
+    """The tile that such rows are walked with."""
+
+
+def tile(rule: TileRule, n_cols: int, whole_rows: bool = True) -> Tile:
+    """The tile for rows of n_cols. whole_rows: it is to hold whole rows, and does up to max_cols of the rule."""
+    cols = max(triton.next_power_of_2(n_cols), 8)
+    if cols > (rule.max_cols if whole_rows else rule.wide_cols):
+        cols = rule.wide_cols
+    rows = max(1, rule.elements // cols)
+    return Tile(rows, cols, min(32, max(4, rows * cols // (32 * rule.elements_per_lane))))
+
+
+def common_divisor(n_cols: int, *row_strides: int) -> int:
+    """A kernel's ALIGN: what divides the width and every row stride, up to the 16 that matter."""
+    return math.gcd(16, n_cols, *row_strides)
+
+
+def row_stride(matrix: Tensor | None) -> int:
+    return 0 if matrix is None else matrix.stride(0)
+
+
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+@triton.jit
+def with_divisor(size, ALIGN: tl.constexpr):
+    """The same number, with its divisor for Triton to see: tl.multiple_of has no effect on an argument of a kernel."""
+    return size // ALIGN * ALIGN
+
+
+def aligned(matrix: Tensor, divisor: int) -> Tensor:
+    """The matrix, or an aligned copy of it where Triton could not read `divisor` elements at once.
+
+    divisor: common_divisor of its width alone. A tile's layout, and with it the order of a row's sum, then depends on
+    the width and the dtype only: the same values give the same bits wherever they lie. Few tensors are misaligned, and
+    to them a copy costs less than a kernel of narrow accesses for everybody. Matrices of odd width are never copied.
+    """
+    n_rows = matrix.shape[0]
+    if divisor == 1 or (matrix.data_ptr() % 16 == 0 and (n_rows == 1 or matrix.stride(0) % divisor == 0)):
+        return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)
