@@ -1,0 +1,247 @@
+"""softmax in Triton: `forward` and `backward` as every backend has them.
+
+The formulas stand in softmax_kernels.py; here are the sizes of tiles, the way into the mask, the partition of the rows
+for its gradient, and the launches.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+from . import softmax_kernels as kernels
+from .philox import dropout_arguments, dropout_scale
+from .sum_partials import sum_partials
+from .tiles import MAX_REGISTERS, Tile, TileRule, aligned, common_divisor, on_device_of, tile
+
+# The one table of tile sizes; tests/kernels/test_triton_budgets.py compiles what it leads to and holds it to this:
+# MAX_REGISTERS a lane, and nothing spills. A tile of a wide row is one row, so elements <= wide_cols.
+FORWARD = TileRule(elements=2048, elements_per_lane=16, max_cols=16384, wide_cols=4096)
+BACKWARD = TileRule(elements=2048, elements_per_lane=8, max_cols=8192, wide_cols=4096)
+BACKWARD_MASK = TileRule(elements=1024, elements_per_lane=8, max_cols=8192, wide_cols=2048)
+
+# How the rows that share a row of the mask are shared out among programs, by the sizes alone: dmask has the same bits
+# on every card. No partial sums where there are 512 programs without, 4 for each of an H100's 132 multiprocessors; else
+# up to 16 tiles a program, because its partial sums cost 4 bytes a column, written and read once.
+_FEW_PROGRAMS, _ENOUGH_TILES, _MANY_PROGRAMS = 512, 16, 1024
+
+
+def _index_dtype(n_rows: int) -> Any:
+    """Of row numbers where they are divided: 32 bits take a fifth of the instructions of 64."""
+    return tl.uint32 if n_rows < 2**32 else tl.int64
+
+
+def _mask_arguments(scores: Tensor, mask: Tensor | None, layout: Any, divisor: int) -> dict[str, Any]:
+    """The forward kernel's arguments for the mask. layout: a MaskLayout."""
+    sizes, strides, col_stride = ((), (), 0) if mask is None else layout
+    inner_sizes, inner_strides = sizes[:0:-1], strides[:0:-1]  # fastest first, without the slowest
+    arguments: dict[str, Any] = {"mask_outer_stride": strides[0] if strides else 0, "mask_col_stride": col_stride}
+    for i in range(3):
+        arguments[f"mask_size{i}"] = inner_sizes[i] if i < len(inner_sizes) else 1
+        arguments[f"mask_stride{i}"] = inner_strides[i] if i < len(inner_strides) else 0
+    align = math.gcd(divisor, 16 // scores.element_size(), *strides) if col_stride == 1 else 1
+    return arguments | {
+        "MASK_DIMS": max(1, len(sizes)),
+        "MASK_COLS": col_stride if col_stride in (0, 1) else kernels.ANY_STRIDE.value,
+        "MASK_ALIGN": align,
+    }
+
+
+def forward(
+    scores: Tensor,
+    mask: Tensor | None,
+    layout: Any,
+    n_queries: int,
+    rng: tuple[int, int] | Tensor | None,
+    plan: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns (y, p); p is None where the plan (a SoftmaxPlan) does not store it.
+
+    scores: [n_rows, n_cols], last stride 1. mask: bool (True keeps), float32, float16 or bfloat16 (added), read in
+    place by layout (a MaskLayout). n_queries: row r is query r % n_queries; used where causal. rng: (seed, offset), or
+    an int64 tensor of the two on the device of scores. y, p: like scores, contiguous.
+    """
+    n_rows, n_cols = scores.shape
+    y = scores.new_empty((n_rows, n_cols))
+    p = scores.new_empty((n_rows, n_cols)) if plan.store_p else None
+    if scores.numel() == 0:
+        return y, p
+    divisor = common_divisor(n_cols)
+    block = tile(FORWARD, n_cols)
+    n_programs = triton.cdiv(n_rows, block.rows)
+    with on_device_of(scores):
+        scores = aligned(scores, divisor)
+        kernels._softmax_fwd_kernel[(n_programs,)](
+            scores,
+            mask,
+            y,
+            p,
+            **dropout_arguments(rng, plan.dropout_p, n_cols),
+            scale=plan.scale,
+            n_rows=n_rows,
+            n_cols=n_cols,
+            n_queries=n_queries,
+            scores_row_stride=scores.stride(0),
+            **_mask_arguments(scores, mask, layout, divisor),
+            CAUSAL=plan.causal,
+            INDEX=_index_dtype(n_programs * block.rows),
+            ROW_IN_TILE=block.cols >= n_cols,
+            ALIGN=divisor,
+            BLOCK_ROWS=block.rows,
+            BLOCK_COLS=block.cols,
+            num_warps=block.num_warps,
+            maxnreg=MAX_REGISTERS,
+        )
+    return y, p
+
+
+class _Groups(NamedTuple):
+    """How the rows of the scores are the pairs of n_mask_rows rows of a mask and the n_shared rows sharing each.
+
+    Member m of the mask's rows stands at (m // mask_inner) * mask_outer_stride + (m % mask_inner) * mask_inner_stride,
+    and likewise for the sharing rows; the sum of a pair is its row.
+    """
+
+    n_mask_rows: int
+    n_shared: int
+    mask_inner: int
+    mask_inner_stride: int
+    mask_outer_stride: int
+    shared_inner: int
+    shared_inner_stride: int
+    shared_outer_stride: int
+
+
+def _groups(sizes: tuple[int, ...], strides: tuple[int, ...]) -> _Groups:
+    """Of at most 4 dimensions: neighbours of one kind are one, so that at most two of each kind remain."""
+    merged: list[tuple[bool, int]] = []  # (is shared, size), slowest first
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1:
+            continue
+        is_shared = stride == 0
+        if merged and merged[-1][0] == is_shared:
+            size *= merged.pop()[1]
+        merged.append((is_shared, size))
+    walks = []
+    for kind in (False, True):
+        own = [
+            (size, math.prod(other for _, other in merged[i + 1 :]))
+            for i, (is_shared, size) in enumerate(merged)
+            if is_shared == kind
+        ]
+        (outer, outer_stride), (inner, inner_stride) = [(1, 0), (1, 0), *own][-2:]
+        walks.append((outer * inner, inner, inner_stride, outer_stride))
+    (n_mask_rows, *mask_walk), (n_shared, *shared_walk) = walks
+    return _Groups(n_mask_rows, n_shared, *mask_walk, *shared_walk)
+
+
+def shared_rows_per_tile(n_mask_rows: int, block: Tile) -> int:
+    """Rows of a tile that share a row of the mask: one, unless the mask has too few rows to fill a tile."""
+    return max(1, block.rows // triton.next_power_of_2(n_mask_rows))
+
+
+def steps_per_program(n_tiles: int, n_steps: int) -> int:
+    """Over how many of its n_steps a program of the mask's gradient sums, where n_tiles programs would do all."""
+    if n_tiles >= _FEW_PROGRAMS:
+        return n_steps
+    steps = min(max(n_tiles * n_steps // _FEW_PROGRAMS, 1), _ENOUGH_TILES)
+    return min(n_steps, max(steps, triton.cdiv(n_tiles * n_steps, _MANY_PROGRAMS)))
+
+
+def backward(
+    dy: Tensor, p: Tensor, layout: Any, plan: Any, wants_dscores: bool, wants_dmask: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns (dscores, dmask); what is not wanted is None.
+
+    dy: [n_rows, n_cols], last stride 1. p: like dy: y where nothing was dropped, else p as forward stored it. dscores:
+    like dy, contiguous. dmask: [layout.n_mask_rows, n_cols] float32, summed over the rows that share a mask row.
+    """
+    n_rows, n_cols = dy.shape
+    dscores = dy.new_empty((n_rows, n_cols)) if wants_dscores else None
+    dmask = dy.new_empty((layout.n_mask_rows, n_cols), dtype=torch.float32) if wants_dmask else None
+    if dy.numel() == 0:
+        return dscores, None if dmask is None else dmask.zero_()
+    divisor = common_divisor(n_cols)
+    with on_device_of(dy):
+        dy, p = aligned(dy, divisor), aligned(p, divisor)
+        common = {
+            "dropout_scale": dropout_scale(plan.dropout_p),
+            "n_cols": n_cols,
+            "dy_row_stride": dy.stride(0),
+            "p_row_stride": p.stride(0),
+            "HAS_DROPOUT": plan.dropout_p > 0.0,
+            "ALIGN": divisor,
+        }
+        if dmask is not None:
+            _launch_backward_mask(dy, p, dscores, dmask, _groups(layout.sizes, layout.strides), plan.scale, common)
+        elif dscores is not None:
+            block = tile(BACKWARD, n_cols)
+            kernels._softmax_bwd_kernel[(triton.cdiv(n_rows, block.rows),)](
+                dy,
+                p,
+                dscores,
+                scale=plan.scale,
+                n_rows=n_rows,
+                ROW_IN_TILE=block.cols >= n_cols,
+                BLOCK_ROWS=block.rows,
+                BLOCK_COLS=block.cols,
+                num_warps=block.num_warps,
+                maxnreg=MAX_REGISTERS,
+                **common,
+            )
+    return dscores, dmask
+
+
+def _launch_backward_mask(
+    dy: Tensor,
+    p: Tensor,
+    dscores: Tensor | None,
+    dmask: Tensor,
+    groups: _Groups,
+    scale: float,
+    common: dict[str, Any],
+) -> None:
+    n_rows, n_cols = dy.shape
+    block = tile(BACKWARD_MASK, n_cols)
+    n_col_tiles = triton.cdiv(n_cols, block.cols)
+    row_dots = None
+    if n_col_tiles > 1:
+        row_dots = dmask.new_empty(n_rows)
+        wide = tile(BACKWARD, n_cols)
+        kernels._row_dots_kernel[(n_rows,)](
+            dy, p, row_dots, n_rows=n_rows, BLOCK_COLS=wide.cols, num_warps=wide.num_warps, **common
+        )
+    shared_rows = shared_rows_per_tile(groups.n_mask_rows, block)
+    n_mask_tiles = triton.cdiv(groups.n_mask_rows * shared_rows, block.rows)
+    n_steps = triton.cdiv(groups.n_shared, shared_rows)
+    steps = steps_per_program(n_mask_tiles * n_col_tiles, n_steps)
+    n_chunks = triton.cdiv(n_steps, steps)
+    n_partials = n_chunks * shared_rows
+    partials = dmask if n_partials == 1 else dmask.new_empty((n_partials, *dmask.shape))
+    kernels._softmax_bwd_mask_kernel[(n_mask_tiles, n_chunks, n_col_tiles)](
+        dy,
+        p,
+        row_dots,
+        dscores,
+        partials,
+        scale=scale,
+        **groups._asdict(),
+        shared_per_program=steps * shared_rows,
+        MASK_SPLIT=groups.mask_inner < groups.n_mask_rows,
+        SHARED_SPLIT=groups.shared_inner < groups.n_shared,
+        SHARED_ROWS=shared_rows,
+        INDEX=_index_dtype(2 * n_rows + 2 * block.rows),
+        BLOCK_ROWS=block.rows,
+        BLOCK_COLS=block.cols,
+        num_warps=block.num_warps,
+        maxnreg=MAX_REGISTERS,
+        **common,
+    )
+    if n_partials > 1:
+        sum_partials(partials.view(1, n_partials, -1), [dmask.view(-1)])

@@ -1,0 +1,489 @@
+"""The kernels of softmax; softmax.py beside this file chooses tiles and launches them.
+
+P = softmax(scale * scores + mask) over the last dimension, y = dropout(P). Softmax: Bridle 1990; as attention weights,
+with mask and dropout, Vaswani et al. 2017, section 3.2. Sum beside a running maximum: Milakov & Gimelshein 2018. All
+arithmetic is float32, rounded once where it is stored. A row whose largest value is -Inf gives zeros.
+
+Conventions. Matrices are [n_rows, n_cols] with last stride 1: inputs with any row stride, in elements, outputs
+contiguous. A program takes tiles of BLOCK_ROWS x BLOCK_COLS in registers: whole rows while a row fits. None as a tensor
+argument removes its loads and stores from the compiled kernel. ALIGN divides n_cols and every row stride, and matrices
+start at multiples of 16 bytes where it is not 1: Triton then emits 16-byte accesses. Row numbers are int64: row *
+stride passes 2^31 on long batches. Random numbers: see philox.py; PHILOX_COLS = 0 compiles dropout out.
+
+The mask is read in place. Row r of the scores, counted in the mask's dimensions, reads the mask's row that starts at
+the sum of index * stride: see _mask_starts. MASK_COLS is the stride between its columns: 0, 1, or ANY_STRIDE for
+mask_col_stride. MASK_ALIGN divides its strides and n_cols, and is at most ALIGN and 16 bytes of scores: the mask never
+makes Triton choose another layout than the scores alone, so sums have the same bits whatever the mask's alignment.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .philox import keep_tile, load_rng
+from .tiles import with_divisor
+
+ANY_STRIDE = tl.constexpr(2)
+_MINUS_INF = tl.constexpr(float("-inf"))
+
+# Triton would compile anew for a size or stride that is 1 or a multiple of 16: ALIGN tells a kernel what it can use.
+_UNSPECIALIZED = [
+    *("seed", "offset", "drop_limit", "n_rows", "n_cols", "n_queries", "n_mask_rows", "n_shared"),
+    *("shared_per_program", "mask_inner", "shared_inner"),
+    *("scores_row_stride", "dy_row_stride", "p_row_stride", "mask_inner_stride", "mask_outer_stride"),
+    *("shared_inner_stride", "shared_outer_stride", "mask_col_stride"),
+    *("mask_size0", "mask_size1", "mask_size2", "mask_stride0", "mask_stride1", "mask_stride2"),
+]
+
+
+@triton.jit
+def _mask_starts(
+    rows,
+    mask_size0,
+    mask_size1,
+    mask_size2,
+    mask_stride0,
+    mask_stride1,
+    mask_stride2,
+    mask_outer_stride,
+    MASK_DIMS: tl.constexpr,
+    MASK_ALIGN: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """int64, shaped like rows: where the mask's row of each row starts, a multiple of MASK_ALIGN.
+
+    A row counts in MASK_DIMS dimensions, the fastest of size mask_size0 and stride mask_stride0, the slowest of stride
+    mask_outer_stride. INDEX: uint32 where row numbers fit, whose division takes a fifth of the instructions of int64's.
+    """
+    outer = rows.to(INDEX)
+    start = outer.to(tl.int64) * 0
+    if MASK_DIMS > 1:
+        size = mask_size0.to(INDEX)
+        start += (outer % size).to(tl.int64) * mask_stride0
+        outer = outer // size
+    if MASK_DIMS > 2:
+        size = mask_size1.to(INDEX)
+        start += (outer % size).to(tl.int64) * mask_stride1
+        outer = outer // size
+    if MASK_DIMS > 3:
+        size = mask_size2.to(INDEX)
+        start += (outer % size).to(tl.int64) * mask_stride2
+        outer = outer // size
+    start += outer.to(tl.int64) * mask_outer_stride
+    return with_divisor(start, MASK_ALIGN)
+
+
+@triton.jit
+def _visible_cols(rows, n_cols, n_queries, CAUSAL: tl.constexpr, INDEX: tl.constexpr):
+    """How many columns of each row are visible: row r is query r % n_queries. Zero or less: none."""
+    if CAUSAL:
+        query = (rows.to(INDEX) % n_queries.to(INDEX)).to(tl.int32)
+        return n_cols - n_queries + query + 1
+    else:
+        return n_cols
+
+
+@triton.jit
+def _load_values(
+    scores_ptr,
+    mask_ptr,
+    mask_start,
+    mask_col_stride,
+    scale,
+    visible,
+    scores_row_stride,
+    rows,
+    first_col,
+    n_rows,
+    n_cols,
+    CAUSAL: tl.constexpr,
+    MASK_COLS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """[rows, BLOCK_COLS] of scale * scores + mask; -Inf where the mask, or causality, hides, and past the last column.
+
+    mask_start, visible: of _mask_starts and _visible_cols, shaped like rows or scalars.
+    """
+    cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
+    if CAUSAL:
+        # Rounded up, so that a lane's columns are loaded together or not at all, by one wide access.
+        inside = (rows < n_rows) & (cols < (visible + (ALIGN - 1)) // ALIGN * ALIGN)
+    else:
+        inside = (rows < n_rows) & (cols < n_cols)
+    scores = tl.load(scores_ptr + rows * scores_row_stride + cols, mask=inside, other=0.0)
+    if mask_ptr is not None:
+        if MASK_COLS == 0:
+            mask = tl.load(mask_ptr + mask_start, mask=rows < n_rows, other=0)
+        elif MASK_COLS == 1:
+            mask = tl.load(mask_ptr + mask_start + cols, mask=inside, other=0)
+        else:
+            mask = tl.load(mask_ptr + mask_start + cols * mask_col_stride, mask=inside, other=0)
+    values = scores.to(tl.float32) * scale
+    seen = cols < visible
+    if mask_ptr is not None:
+        if mask_ptr.dtype.element_ty.is_floating():
+            values += mask.to(tl.float32)
+        else:
+            seen = seen & (mask != 0)
+    return tl.where(seen, values, _MINUS_INF)
+
+
+@triton.jit
+def _subtrahend(largest):
+    """What is subtracted from a row: its largest value, and 0 where that is -Inf, so that exp gives 0 and not NaN."""
+    return tl.where(largest == _MINUS_INF, 0.0, largest)
+
+
+@triton.jit
+def _inverse(total):
+    """1 / the sum of a row's exponentials. It is at least 1, or NaN, or 0 where every value is -Inf: then 0."""
+    return 1.0 / tl.where(total == 0.0, float("inf"), total)
+
+
+@triton.jit
+def _store_probabilities(
+    probability,
+    y_ptr,
+    p_ptr,
+    seed,
+    offset,
+    drop_limit,
+    keep_scale,
+    rows,
+    first_col,
+    n_rows,
+    n_cols,
+    PHILOX_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """Stores a tile of y; of p too where it is wanted, its sign bit set where dropout drops."""
+    cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
+    inside = (rows < n_rows) & (cols < n_cols)
+    at = rows * n_cols + cols
+    y = probability
+    if PHILOX_COLS > 0:
+        keep = keep_tile(seed, offset, rows, first_col, n_cols, drop_limit, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS)
+        y = tl.where(keep, probability * keep_scale, 0.0)
+        probability = tl.where(keep, probability, probability * -1.0)  # 0 - 0 would lose the sign of zero
+    if p_ptr is not None:
+        tl.store(p_ptr + at, probability.to(p_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def _softmax_fwd_kernel(
+    scores_ptr,
+    mask_ptr,
+    y_ptr,
+    p_ptr,
+    rng_ptr,
+    seed: tl.int64,
+    offset: tl.int64,
+    drop_limit: tl.int64,
+    keep_scale,
+    scale,
+    n_rows: tl.int64,
+    n_cols: tl.int32,
+    n_queries: tl.int32,
+    scores_row_stride: tl.int64,
+    mask_size0: tl.int64,
+    mask_size1: tl.int64,
+    mask_size2: tl.int64,
+    mask_stride0: tl.int64,
+    mask_stride1: tl.int64,
+    mask_stride2: tl.int64,
+    mask_outer_stride: tl.int64,
+    mask_col_stride: tl.int64,
+    CAUSAL: tl.constexpr,
+    MASK_DIMS: tl.constexpr,
+    MASK_COLS: tl.constexpr,
+    MASK_ALIGN: tl.constexpr,
+    INDEX: tl.constexpr,
+    ROW_IN_TILE: tl.constexpr,
+    PHILOX_COLS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """P = exp(v - max(v)) / sum(exp(v - max(v))), v = scale * scores + mask;  y = dropout(P);  p = P signed by dropout
+
+    scores, y, p: [n_rows, n_cols]. mask: see above. rng: [2] int64. A program takes BLOCK_ROWS rows: in registers where
+    ROW_IN_TILE, everything read once. A wider row takes two trips: the first for the largest value and the sum, the
+    second computes the values again.
+    Moves a row: n_cols * (read scores + write y, p) bytes, scores twice unless ROW_IN_TILE, and what mask rows the
+    caches do not hold. Columns that causality hides are not read.
+    """
+    n_cols = with_divisor(n_cols, ALIGN)
+    scores_row_stride = with_divisor(scores_row_stride, ALIGN)
+    seed, offset = load_rng(rng_ptr, seed, offset)
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+
+    if ROW_IN_TILE:
+        # Per row numbers start as vectors: as columns of a tile, each lane of a row would load and divide for itself.
+        row = first_row + tl.arange(0, BLOCK_ROWS)
+        mask_start = _mask_starts(
+            row, mask_size0, mask_size1, mask_size2, mask_stride0, mask_stride1, mask_stride2, mask_outer_stride,
+            MASK_DIMS, MASK_ALIGN, INDEX,
+        )[:, None]  # fmt: skip
+        visible = _visible_cols(row, n_cols, n_queries, CAUSAL, INDEX)
+        if CAUSAL:
+            visible = visible[:, None]
+        rows = row[:, None]
+        values = _load_values(
+            scores_ptr, mask_ptr, mask_start, mask_col_stride, scale, visible, scores_row_stride,
+            rows, 0, n_rows, n_cols, CAUSAL, MASK_COLS, ALIGN, BLOCK_COLS,
+        )  # fmt: skip
+        exponentials = tl.exp(values - _subtrahend(tl.max(values, axis=1, keep_dims=True)))
+        total = tl.sum(exponentials, axis=1, keep_dims=True)
+        _store_probabilities(
+            exponentials * _inverse(total), y_ptr, p_ptr, seed, offset, drop_limit, keep_scale,
+            rows, 0, n_rows, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
+        )  # fmt: skip
+    else:
+        tl.static_assert(BLOCK_ROWS == 1)
+        row = first_row
+        mask_start = _mask_starts(
+            row, mask_size0, mask_size1, mask_size2, mask_stride0, mask_stride1, mask_stride2, mask_outer_stride,
+            MASK_DIMS, MASK_ALIGN, INDEX,
+        )  # fmt: skip
+        visible = _visible_cols(row, n_cols, n_queries, CAUSAL, INDEX)
+        largest = tl.full([1, 1], _MINUS_INF, tl.float32)
+        totals = tl.zeros([1, BLOCK_COLS], tl.float32)
+        for first_col in range(0, visible, BLOCK_COLS):
+            values = _load_values(
+                scores_ptr, mask_ptr, mask_start, mask_col_stride, scale, visible, scores_row_stride,
+                row, first_col, n_rows, n_cols, CAUSAL, MASK_COLS, ALIGN, BLOCK_COLS,
+            )  # fmt: skip
+            before = largest
+            largest = tl.maximum(largest, tl.max(values, axis=1, keep_dims=True))
+            subtrahend = _subtrahend(largest)
+            totals = totals * tl.exp(before - subtrahend) + tl.exp(values - subtrahend)
+        total = tl.sum(totals, axis=1, keep_dims=True)
+        inverse = _inverse(total)
+        subtrahend = _subtrahend(largest)
+        for first_col in range(0, visible, BLOCK_COLS):
+            values = _load_values(
+                scores_ptr, mask_ptr, mask_start, mask_col_stride, scale, visible, scores_row_stride,
+                row, first_col, n_rows, n_cols, CAUSAL, MASK_COLS, ALIGN, BLOCK_COLS,
+            )  # fmt: skip
+            _store_probabilities(
+                tl.exp(values - subtrahend) * inverse, y_ptr, p_ptr, seed, offset, drop_limit, keep_scale,
+                row, first_col, n_rows, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
+            )  # fmt: skip
+        if CAUSAL:
+            hidden = tl.zeros([1, BLOCK_COLS], tl.float32) * inverse  # NaN in a row of NaN, as everywhere in it
+            first_hidden = (tl.maximum(visible, 0) + (BLOCK_COLS - 1)) // BLOCK_COLS * BLOCK_COLS
+            for first_col in range(first_hidden, n_cols, BLOCK_COLS):
+                _store_probabilities(
+                    hidden, y_ptr, p_ptr, seed, offset, drop_limit, keep_scale,
+                    row, first_col, n_rows, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
+                )  # fmt: skip
+
+
+@triton.jit
+def _load_gradient(
+    dy_ptr,
+    p_ptr,
+    dropout_scale,
+    dy_row_stride,
+    p_row_stride,
+    rows,
+    cols,
+    inside,
+    HAS_DROPOUT: tl.constexpr,
+):
+    """Tiles of P and of P * dP, dP = dropout_backward(dy); 0 where not inside."""
+    gradient = tl.load(dy_ptr + rows * dy_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    probability = tl.load(p_ptr + rows * p_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    if HAS_DROPOUT:
+        dropped = probability.to(tl.int32, bitcast=True) < 0
+        gradient = tl.where(dropped, 0.0, gradient * dropout_scale)
+        probability = tl.abs(probability)
+    return probability, probability * gradient
+
+
+@triton.jit
+def _wide_row_dot(
+    dy_ptr,
+    p_ptr,
+    dropout_scale,
+    dy_row_stride,
+    p_row_stride,
+    row,
+    n_cols,
+    HAS_DROPOUT: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """[1, 1]: the sum of P * dP over a row wider than a tile."""
+    totals = tl.zeros([1, BLOCK_COLS], tl.float32)
+    for first_col in range(0, n_cols, BLOCK_COLS):
+        cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
+        _, product = _load_gradient(
+            dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, row, cols, cols < n_cols, HAS_DROPOUT
+        )
+        totals += product
+    return tl.sum(totals, axis=1, keep_dims=True)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def _softmax_bwd_kernel(
+    dy_ptr,
+    p_ptr,
+    dscores_ptr,
+    scale,
+    dropout_scale,
+    n_rows: tl.int64,
+    n_cols: tl.int32,
+    dy_row_stride: tl.int64,
+    p_row_stride: tl.int64,
+    HAS_DROPOUT: tl.constexpr,
+    ROW_IN_TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """dscores = scale * g,  g = P * dP - P * sum(P * dP),  dP = dropout_backward(dy)
+
+    dy, p, dscores: [n_rows, n_cols]; with dropout the sign of p says what was dropped. A program takes BLOCK_ROWS rows:
+    in registers where ROW_IN_TILE, everything read once; a wider row takes two trips.
+    Moves a row: n_cols * (read dy, p + write dscores) bytes, dy and p twice unless ROW_IN_TILE.
+    """
+    n_cols = with_divisor(n_cols, ALIGN)
+    dy_row_stride = with_divisor(dy_row_stride, ALIGN)
+    p_row_stride = with_divisor(p_row_stride, ALIGN)
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    if ROW_IN_TILE:
+        rows = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
+        cols = tl.arange(0, BLOCK_COLS)[None, :]
+        inside = (rows < n_rows) & (cols < n_cols)
+        probability, product = _load_gradient(
+            dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, rows, cols, inside, HAS_DROPOUT
+        )
+        g = product - probability * tl.sum(product, axis=1, keep_dims=True)
+        tl.store(dscores_ptr + rows * n_cols + cols, (g * scale).to(dscores_ptr.dtype.element_ty), mask=inside)
+    else:
+        tl.static_assert(BLOCK_ROWS == 1)
+        row = first_row
+        dot = _wide_row_dot(
+            dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, row, n_cols, HAS_DROPOUT, BLOCK_COLS
+        )
+        for first_col in range(0, n_cols, BLOCK_COLS):
+            cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
+            inside = cols < n_cols
+            probability, product = _load_gradient(
+                dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, row, cols, inside, HAS_DROPOUT
+            )
+            g = product - probability * dot
+            tl.store(dscores_ptr + row * n_cols + cols, (g * scale).to(dscores_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def _row_dots_kernel(
+    dy_ptr,
+    p_ptr,
+    row_dots_ptr,
+    dropout_scale,
+    n_rows: tl.int64,
+    n_cols: tl.int32,
+    dy_row_stride: tl.int64,
+    p_row_stride: tl.int64,
+    HAS_DROPOUT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """row_dots = sum(P * dP) of each row: what _softmax_bwd_mask_kernel must know of rows too wide for its tile.
+
+    row_dots: [n_rows] float32. A program takes one row. Moves n_cols * (read dy, p) a row.
+    """
+    n_cols = with_divisor(n_cols, ALIGN)
+    dy_row_stride = with_divisor(dy_row_stride, ALIGN)
+    p_row_stride = with_divisor(p_row_stride, ALIGN)
+    row = tl.program_id(0).to(tl.int64)
+    dot = _wide_row_dot(dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, row, n_cols, HAS_DROPOUT, BLOCK_COLS)
+    tl.store(row_dots_ptr + row + tl.zeros([1, 1], tl.int32), dot)
+
+
+@triton.jit
+def _place(index, inner, inner_stride, outer_stride, SPLIT: tl.constexpr, INDEX: tl.constexpr):
+    """int64: where `index` stands that counts in two dimensions, the fast one of size inner; in one unless SPLIT."""
+    if SPLIT:
+        index, inner = index.to(INDEX), inner.to(INDEX)
+        return (index // inner).to(tl.int64) * outer_stride + (index % inner).to(tl.int64) * inner_stride
+    else:
+        return index * inner_stride
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def _softmax_bwd_mask_kernel(
+    dy_ptr,
+    p_ptr,
+    row_dots_ptr,
+    dscores_ptr,
+    partials_ptr,
+    scale,
+    dropout_scale,
+    n_mask_rows: tl.int64,
+    n_shared: tl.int64,
+    n_cols: tl.int32,
+    mask_inner: tl.int64,
+    mask_inner_stride: tl.int64,
+    mask_outer_stride: tl.int64,
+    shared_inner: tl.int64,
+    shared_inner_stride: tl.int64,
+    shared_outer_stride: tl.int64,
+    shared_per_program: tl.int64,
+    dy_row_stride: tl.int64,
+    p_row_stride: tl.int64,
+    HAS_DROPOUT: tl.constexpr,
+    MASK_SPLIT: tl.constexpr,
+    SHARED_SPLIT: tl.constexpr,
+    SHARED_ROWS: tl.constexpr,
+    INDEX: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """As _softmax_bwd_kernel, and dmask = sum of g over the rows that share a row of the mask.
+
+    The rows of the scores are the pairs of n_mask_rows rows of the mask and the n_shared rows that share each: see
+    _place for where each of the two stands, the sum of both is the row.
+    A tile holds BLOCK_ROWS / SHARED_ROWS rows of the mask, times SHARED_ROWS rows that share each. Program (i, j, k)
+    walks shared_per_program of the latter for the i-th tile of mask rows and the k-th of columns and adds up g in its
+    registers: partials, [programs on axis 1 * SHARED_ROWS, n_mask_rows, n_cols] float32. The partition is the host's:
+    sums do not depend on the card. dy, p, dscores: [n_rows, n_cols]. row_dots: [n_rows] float32 of _row_dots_kernel;
+    None where a tile holds whole rows.
+    Moves a row: n_cols * (read dy, p + write dscores) bytes; partials: 4 * n_cols a row of them.
+    """
+    n_cols = with_divisor(n_cols, ALIGN)
+    dy_row_stride = with_divisor(dy_row_stride, ALIGN)
+    p_row_stride = with_divisor(p_row_stride, ALIGN)
+    cols = tl.program_id(2) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    in_tile = tl.arange(0, BLOCK_ROWS)
+    mask_row = tl.program_id(0).to(tl.int64) * (BLOCK_ROWS // SHARED_ROWS) + in_tile // SHARED_ROWS
+    slot = in_tile % SHARED_ROWS
+    chunk = tl.program_id(1).to(tl.int64)
+    mask_part = _place(mask_row, mask_inner, mask_inner_stride, mask_outer_stride, MASK_SPLIT, INDEX)
+    dmask = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for step in range(0, shared_per_program, SHARED_ROWS):
+        shared = chunk * shared_per_program + step + slot
+        row = mask_part + _place(shared, shared_inner, shared_inner_stride, shared_outer_stride, SHARED_SPLIT, INDEX)
+        exists = (mask_row < n_mask_rows) & (shared < n_shared)
+        rows = row[:, None]
+        inside = exists[:, None] & (cols < n_cols)
+        probability, product = _load_gradient(
+            dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, rows, cols, inside, HAS_DROPOUT
+        )
+        if row_dots_ptr is not None:
+            dot = tl.load(row_dots_ptr + row, mask=exists, other=0.0)[:, None]
+        else:
+            dot = tl.sum(product, axis=1, keep_dims=True)
+        g = product - probability * dot
+        dmask += g
+        if dscores_ptr is not None:
+            tl.store(dscores_ptr + rows * n_cols + cols, (g * scale).to(dscores_ptr.dtype.element_ty), mask=inside)
+    partial_row = (chunk * SHARED_ROWS + slot) * n_mask_rows + mask_row
+    inside = (mask_row < n_mask_rows)[:, None] & (cols < n_cols)
+    tl.store(partials_ptr + partial_row[:, None] * n_cols + cols, dmask, mask=inside)
