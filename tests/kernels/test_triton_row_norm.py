@@ -9,24 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton_runner import COMPILE, INTERPRET, run_cases
 
 CASES = Path(__file__).with_name("triton_row_norm_cases.py")
 # Groups of test names of the cases, one process each.
 GROUPS = {"forward": "test_forward", "backward": "test_backward", "rest": "not test_forward and not test_backward"}
 
 
-def run_cases(group: str, **environment: str) -> None:
-    root = CASES.parents[2]
-    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "-x", "-p", "no:cacheprovider", "-k", GROUPS[group]]
-    outcome = subprocess.run(command, env=os.environ | environment, cwd=root, capture_output=True, text=True)
-    print(outcome.stdout)
-    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_interpreted(group: str) -> None:
     pytest.importorskip("triton")
-    run_cases(group, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    run_cases(CASES, INTERPRET, GROUPS[group])
 
 
 @pytest.mark.gpu
@@ -34,7 +27,7 @@ def test_interpreted(group: str) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_on_the_gpu(group: str) -> None:
     pytest.importorskip("triton")
-    run_cases(group, TRITON_INTERPRET="0")
+    run_cases(CASES, COMPILE, GROUPS[group])
 
 
 def test_unavailable_in_plain_words() -> None:

@@ -1,0 +1,392 @@
+"""What the Triton kernels of softmax must do, on whatever device they run.
+
+test_triton_softmax.py runs this file on the CPU under TRITON_INTERPRET=1, and on a GPU where there is one: in processes
+of their own, because Triton decides at its import whether it interprets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from onetrip import reference
+from onetrip.kernels import softmax
+from onetrip.kernels.tiles import TileRule
+from onetrip.reference.philox import keep_mask
+from onetrip.reference.softmax import MaskLayout, SoftmaxPlan
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+INF, NAN = float("inf"), float("nan")
+RNG = (0x0123456789ABCDEF, -5)
+WIDTHS = (1, 3, 63, 64, 100, 1023, 1025)
+B, H, Q = 2, 3, 4  # rows are B * H * Q
+ALL_DTYPES = pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["f32", "f16", "bf16"])
+TILES = pytest.mark.parametrize("tiles", ["row-in-tile", "wide-row"])
+
+# Sizes, and in which of them the mask moves.
+MASKS = {
+    "one-for-all": ((B * H * Q,), (0,)),
+    "row-each": ((B * H * Q,), (1,)),
+    "padding-B11K": ((B, H * Q), (1, 0)),
+    "bias-1HQK": ((B, H * Q), (0, 1)),
+    "bias-1H1K": ((B, H, Q), (0, 1, 0)),
+    "mask-B1QK": ((B, H, Q), (1, 0, 1)),
+    "bias-11QK": ((B * H, Q), (0, 1)),
+    "4-dims": ((2, 3, 2, 2), (1, 0, 1, 0)),
+    "4-dims-other": ((2, 3, 2, 2), (0, 1, 0, 1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # torch.empty then fills with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """wide-row: rows of more than 64 columns count as wide."""
+    choice = getattr(request, "param", "row-in-tile")
+    if choice == "wide-row":
+        rule = TileRule(elements=32, elements_per_lane=8, max_cols=64, wide_cols=32)
+        for name in ("FORWARD", "FORWARD_DROPOUT", "BACKWARD", "BACKWARD_MASK"):
+            monkeypatch.setattr(softmax, name, rule)
+    return choice
+
+
+def randn(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def mask_of(name: str, n_cols: int, dtype: torch.dtype, col_stride: int = 1, pad: int = 0) -> tuple[Tensor, MaskLayout]:
+    """A mask with rows `pad` elements apart, and the layout that reads it."""
+    sizes, moves = MASKS[name]
+    strides, stride = [], n_cols * max(col_stride, 1) + pad
+    for size, move in zip(reversed(sizes), reversed(moves), strict=True):
+        strides.insert(0, stride * move)
+        stride *= size if move else 1
+    mask = torch.rand(stride, device=DEVICE) < 0.7 if dtype == torch.bool else randn(stride, dtype=dtype)
+    return mask, MaskLayout(sizes, tuple(strides), col_stride)
+
+
+def assert_close(actual: Tensor | None, expected: Tensor | None, terms: int = 1) -> None:
+    """Equal but for float32 arithmetic in another order and the rounding of the result; NaN where expected.
+
+    terms: how many values were added up.
+    """
+    assert (actual is None) == (expected is None)
+    if actual is None or expected is None:
+        return
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape and actual.is_contiguous()
+    wrong_nans = actual.isnan() != expected.isnan()
+    assert not wrong_nans.any(), f"NaN at {wrong_nans.nonzero()[:4].tolist()} of one only"
+    a, e = actual.double().nan_to_num(), expected.double().nan_to_num()
+    if a.numel() == 0:
+        return
+    bound = 16 * terms * torch.finfo(F32).eps * e.abs().max().clamp_min(1e-30)
+    if actual.dtype != F32:
+        bound = bound + torch.finfo(actual.dtype).eps * e.abs() + torch.finfo(actual.dtype).smallest_normal
+    excess = ((a - e).abs() - bound).max().item()
+    assert excess <= 0, f"off by {excess:.3g} more than the bound"
+
+
+def check_forward(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    layout: MaskLayout | None = None,
+    n_queries: int = Q,
+    rng: Any = RNG,
+    **plan: Any,
+) -> tuple[Tensor, Tensor | None]:
+    chosen = SoftmaxPlan(**{"scale": 0.7, "causal": False, "dropout_p": 0.0, "store_p": False, **plan})
+    y, p = softmax.forward(scores, mask, layout, n_queries, rng, chosen)
+    expected_y, expected_p = reference.softmax.forward(scores, mask, layout, n_queries, rng, chosen)
+    assert_close(y, expected_y)
+    assert_close(p, expected_p)
+    if chosen.dropout_p > 0.0:
+        keep = keep_mask(tuple(y.shape), chosen.dropout_p, rng, DEVICE)
+        assert torch.equal(y.masked_fill(keep, 0.0), torch.zeros_like(y)), "dropped values are exactly zero"
+        if p is not None:
+            seen = p.abs() > 0.0  # the sign of a hidden zero means nothing, nor that of NaN
+            assert torch.equal(torch.signbit(p)[seen], ~keep[seen])
+    return y, p
+
+
+def check_backward(
+    dy: Tensor, p: Tensor, layout: MaskLayout | None = None, wanted: tuple[bool, bool] = (True, False), **plan: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    chosen = SoftmaxPlan(**{"scale": 0.7, "causal": False, "dropout_p": 0.0, "store_p": False, **plan})
+    results = softmax.backward(dy, p, layout, chosen, *wanted)
+    terms = 1 if layout is None else max(1, dy.shape[0] // layout.n_mask_rows)
+    for actual, expected in zip(results, reference.softmax.backward(dy, p, layout, chosen, *wanted), strict=True):
+        assert_close(actual, expected, terms)
+    return results
+
+
+def probabilities(n_rows: int, n_cols: int, dtype: torch.dtype = F32, dropout_p: float = 0.0) -> Tensor:
+    """As forward would have left them: with dropout, signed."""
+    p = torch.softmax(randn(n_rows, n_cols), dim=1).to(dtype)
+    return torch.where(torch.rand(n_rows, n_cols, device=DEVICE) < dropout_p, -p, p)
+
+
+@ALL_DTYPES
+@pytest.mark.parametrize("n_cols", WIDTHS)
+def test_forward(n_cols: int, dtype: torch.dtype) -> None:
+    check_forward(randn(5, n_cols, dtype=dtype))
+    check_forward(randn(5, n_cols, dtype=dtype), dropout_p=0.3, store_p=True)
+
+
+@ALL_DTYPES
+@pytest.mark.parametrize("n_cols", WIDTHS)
+def test_backward(n_cols: int, dtype: torch.dtype) -> None:
+    check_backward(randn(5, n_cols, dtype=dtype), probabilities(5, n_cols, dtype))
+    check_backward(randn(5, n_cols, dtype=dtype), probabilities(5, n_cols, dtype, 0.3), dropout_p=0.3)
+
+
+@TILES
+@pytest.mark.parametrize("mask_dtype", [torch.bool, F32, F16, BF16], ids=["bool", "f32", "f16", "bf16"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, mask_dtype: torch.dtype, tiles: str) -> None:
+    scores = randn(B * H * Q, 72, dtype=F16 if mask_dtype == F32 else F32)
+    check_forward(scores, *mask_of(name, 72, mask_dtype), dropout_p=0.2, store_p=True)
+
+
+@TILES
+@pytest.mark.parametrize("mask_dtype", [torch.bool, F16], ids=["bool", "f16"])
+@pytest.mark.parametrize("col_stride", [0, 1, 2, 24])
+@pytest.mark.parametrize("pad", [0, 5])
+def test_strides_of_the_mask(pad: int, col_stride: int, mask_dtype: torch.dtype, tiles: str) -> None:
+    mask, layout = mask_of("mask-B1QK", 72, mask_dtype, col_stride, pad)
+    check_forward(randn(B * H * Q, 72), mask, layout)
+
+
+@TILES
+@pytest.mark.parametrize("n_cols", [1, 3, 4, 63, 72, 150])
+@pytest.mark.parametrize("n_queries", [1, 4, 12, 100])
+def test_causal(n_queries: int, n_cols: int, tiles: str) -> None:
+    n_rows = n_queries if n_queries == 100 else 12
+    y, _ = check_forward(randn(n_rows, n_cols), None, None, n_queries, causal=True, dropout_p=0.2, store_p=True)
+    if n_cols < n_queries:
+        assert not y[: n_queries - n_cols].any(), "queries before the first key see nothing"
+
+
+@TILES
+@pytest.mark.parametrize("mask_dtype", [torch.bool, F32], ids=["bool", "f32"])
+def test_causal_beside_a_mask(mask_dtype: torch.dtype, tiles: str) -> None:
+    check_forward(randn(B * H * Q, 77), *mask_of("padding-B11K", 77, mask_dtype), causal=True)
+    check_forward(randn(B * H * Q, 80), *mask_of("padding-B11K", 80, mask_dtype), causal=True)
+
+
+def test_hidden_columns_are_not_read() -> None:
+    """The memory that causality hides, beyond the group of 4 of the diagonal, is NaN: in no result."""
+    scores = randn(100, 100)
+    hidden = torch.ones(100, 100, dtype=torch.bool, device=DEVICE).triu(1)
+    clean, _ = check_forward(scores.masked_fill(hidden, 1.0), n_queries=100, causal=True)
+    y, _ = check_forward(scores.masked_fill(hidden, NAN), n_queries=100, causal=True)
+    assert torch.equal(y, clean)
+
+
+@pytest.mark.parametrize("n_cols", [64, 150])
+@pytest.mark.parametrize("p", [1e-12, 0.1, 1.0])
+@pytest.mark.parametrize("rng", [(0, 0), RNG, (2**64 - 1, 2**34), "tensor"], ids=["0", "64-bit", "largest", "tensor"])
+@TILES
+def test_dropout_is_the_references(rng: Any, p: float, n_cols: int, tiles: str) -> None:
+    if rng == "tensor":
+        rng = torch.tensor(RNG, device=DEVICE)
+    scores = torch.zeros(9, n_cols, device=DEVICE)
+    y, signed = check_forward(scores, rng=rng, dropout_p=p, store_p=True)
+    keep = keep_mask((9, n_cols), p, rng, DEVICE)
+    assert torch.equal(y != 0, keep) and torch.equal(~torch.signbit(signed), keep)
+    check_backward(randn(9, n_cols), signed, dropout_p=p)
+
+
+def test_dropped_zeros_keep_their_sign() -> None:
+    """Probabilities that round to zero: backward must still see that they were dropped, whatever dy is there."""
+    scores = torch.zeros(4, 64, device=DEVICE, dtype=F16)
+    scores[:, 1:] = -60000.0
+    keep = keep_mask((4, 64), 0.5, RNG, DEVICE)
+    _, p = check_forward(scores, dropout_p=0.5, store_p=True)
+    assert p is not None and torch.equal(torch.signbit(p), ~keep)
+    dy = randn(4, 64, dtype=F16).masked_fill(~keep, NAN)
+    dscores, _ = check_backward(dy, p, dropout_p=0.5)
+    assert dscores is not None and dscores.isfinite().all()
+
+
+@TILES
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("name", MASKS)
+def test_mask_gradient(name: str, dropout_p: float, tiles: str) -> None:
+    _, layout = mask_of(name, 72, F32)
+    for wanted in itertools.product((True, False), repeat=2):
+        check_backward(
+            randn(B * H * Q, 72), probabilities(B * H * Q, 72, F32, dropout_p), layout, wanted, dropout_p=dropout_p
+        )
+
+
+@ALL_DTYPES
+@pytest.mark.parametrize("n_cols", [1, 7, 64, 300])
+def test_mask_gradient_widths(n_cols: int, dtype: torch.dtype) -> None:
+    layout = MaskLayout((5, 3, 4), (0, n_cols, 0), 1)
+    check_backward(randn(60, n_cols, dtype=dtype), probabilities(60, n_cols, dtype), layout, (True, True))
+
+
+@TILES
+@pytest.mark.parametrize("shared", [1, 2, 37, 70])
+@pytest.mark.parametrize("n_mask_rows", [1, 3, 8])
+def test_mask_gradient_partitions(n_mask_rows: int, shared: int, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows a program, in more than one program, and one program for all."""
+    layout = MaskLayout((shared, n_mask_rows), (0, 72), 1)
+    dy, p = randn(shared * n_mask_rows, 72), probabilities(shared * n_mask_rows, 72)
+    for few, many in ((512, 1024), (1, 2), (1, 1)):
+        monkeypatch.setattr(softmax, "_FEW_PROGRAMS", few)
+        monkeypatch.setattr(softmax, "_MANY_PROGRAMS", many)
+        check_backward(dy, p, layout, (True, True))
+
+
+def test_partition_of_the_rows_that_share_a_mask_row() -> None:
+    assert softmax.steps_per_program(n_tiles=6144, n_steps=8) == 8, "enough programs: no partial sums"
+    assert softmax.steps_per_program(n_tiles=1, n_steps=100) == 1, "few tiles: all at once"
+    assert softmax.steps_per_program(n_tiles=4, n_steps=1024) == 8, "512 programs"
+    assert softmax.steps_per_program(n_tiles=1, n_steps=12000) == 16, "16 tiles a program"
+    assert softmax.steps_per_program(n_tiles=1, n_steps=10**6) == 977, "at most 1024 programs"
+
+
+def test_backward_repeats_bit_for_bit() -> None:
+    layout = MaskLayout((8, 3, 4), (0, 72, 0), 1)
+    arguments = (randn(96, 72), probabilities(96, 72), layout, SoftmaxPlan(0.7, False, 0.0, False), True, True)
+    first, second = (softmax.backward(*arguments) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _expanded(n_rows: int, n_cols: int) -> Tensor:
+    return randn(n_cols).expand(n_rows, n_cols)
+
+
+def _offset_by_one(n_rows: int, n_cols: int) -> Tensor:
+    return randn(n_rows * n_cols + 1)[1:].view(n_rows, n_cols)
+
+
+def _odd_row_stride(n_rows: int, n_cols: int) -> Tensor:
+    return randn(n_rows, n_cols + 7)[:, 3 : 3 + n_cols]
+
+
+@TILES
+@pytest.mark.parametrize("make", [_expanded, _offset_by_one, _odd_row_stride], ids=lambda make: make.__name__[1:])
+@pytest.mark.parametrize("n_cols", [70, 77, 80])
+def test_same_bits_wherever_the_tensors_lie(n_cols: int, make: Any, tiles: str) -> None:
+    """Of scores, dy and p; and of the mask, one element off."""
+    mask, layout = mask_of("bias-1H1K", n_cols, F32)
+    shifted = torch.cat([mask[:1], mask])[1:]
+    scores, dy = make(B * H * Q, n_cols), make(B * H * Q, n_cols)
+    y, _ = check_forward(scores, shifted, layout)
+    packed, _ = check_forward(scores.clone(memory_format=torch.contiguous_format), mask, layout)
+    assert torch.equal(y, packed)
+    p = torch.empty_like(make(B * H * Q, n_cols)).copy_(y) if make is not _expanded else y
+    results = check_backward(dy, p, layout, (True, True))
+    packed_results = check_backward(dy.clone(memory_format=torch.contiguous_format), packed, layout, (True, True))
+    assert all(torch.equal(a, b) for a, b in zip(results, packed_results, strict=True))
+
+
+def test_rows_past_2_to_the_31_elements() -> None:
+    torch.use_deterministic_algorithms(False)  # reserves 4 GiB of addresses, and must not fill them
+    stride = 2**31 + 8
+    scores = torch.empty(stride + 16, dtype=F16, device=DEVICE).as_strided((2, 16), (stride, 1))
+    scores.copy_(randn(2, 16))
+    mask = torch.empty(stride + 16, dtype=F16, device=DEVICE)
+    mask.as_strided((2, 16), (stride, 1)).copy_(randn(2, 16))
+    check_forward(scores, mask, MaskLayout((2,), (stride,), 1))
+
+
+@TILES
+@pytest.mark.parametrize("hide", ["bool", "-inf", "scores"])
+def test_rows_without_a_visible_value_are_zero(hide: str, tiles: str) -> None:
+    layout = MaskLayout((4,), (72,), 1)
+    hidden = torch.rand(4, 72, device=DEVICE) < 0.5
+    hidden[1] = True
+    scores, mask = randn(4, 72), None
+    if hide == "bool":
+        mask = ~hidden
+    elif hide == "-inf":
+        mask = torch.zeros(4, 72, device=DEVICE).masked_fill(hidden, -INF)
+    else:
+        scores, layout = scores.masked_fill(hidden, -INF), None
+    y, p = check_forward(scores, mask, layout, dropout_p=0.2, store_p=True)
+    assert p is not None and not y[1].any() and not p[1].any() and y[0].any()
+    dscores, _ = check_backward(randn(4, 72), p, dropout_p=0.2)
+    assert dscores is not None and not dscores[1].any()
+
+
+@TILES
+def test_finite_masks_are_ordinary_numbers(tiles: str) -> None:
+    lowest = torch.full((1, 72), torch.finfo(F32).min, device=DEVICE)
+    y, _ = check_forward(randn(4, 72), lowest, MaskLayout((4,), (0,), 1))
+    assert_close(y, torch.full((4, 72), 1 / 72, device=DEVICE))
+
+
+@TILES
+@pytest.mark.parametrize("bad", [NAN, INF], ids=["nan", "inf"])
+def test_bad_values(bad: float, tiles: str) -> None:
+    """They stay in their row, fill it, and do not come through a bool mask; through an additive one NaN does."""
+    scores, layout = randn(5, 150), MaskLayout((5,), (0,), 1)
+    scores[2, 140] = bad
+    clean = torch.arange(5, device=DEVICE) != 2
+    y, p = check_forward(scores, dropout_p=0.2, store_p=True)
+    assert y[clean].isfinite().all() and p is not None and p[2].isnan().all()
+    dscores, _ = check_backward(randn(5, 150), p, dropout_p=0.2)
+    assert dscores is not None and dscores[clean].isfinite().all() and dscores[2].isnan().all()
+    keep = torch.arange(150, device=DEVICE) != 140
+    y, _ = check_forward(scores, keep, layout)
+    assert y.isfinite().all() and not y[:, 140].any()
+    y, _ = check_forward(scores, torch.where(keep, 0.0, -INF), layout)
+    assert y[clean].isfinite().all() and y[2].isnan().all()
+
+
+@TILES
+@pytest.mark.parametrize("others", [-INF, 0.0], ids=["hidden", "visible"])
+def test_a_row_of_nan_is_not_a_hidden_row(others: float, tiles: str) -> None:
+    scores = torch.full((2, 80), others, device=DEVICE)
+    scores[:, 0] = NAN
+    y, _ = check_forward(scores, n_queries=2, causal=True)
+    assert y.isnan().all()
+
+
+@TILES
+def test_a_maximum_that_moves(tiles: str) -> None:
+    """The largest value at the end, after sums of smaller ones; and values that would overflow exp."""
+    scores = torch.linspace(-200.0, 200.0, 150, device=DEVICE).expand(3, 150)
+    check_forward(scores, scale=1.0)
+    check_forward(scores, scale=-1.0)
+    check_forward(scores, scale=0.0)
+
+
+def test_no_rows() -> None:
+    empty = torch.empty(0, 8, device=DEVICE)
+    check_forward(empty)
+    layout = MaskLayout((0, 3), (0, 8), 1)
+    _, dmask = softmax.backward(empty, empty, layout, SoftmaxPlan(1.0, False, 0.0, False), True, True)
+    assert dmask is not None and dmask.shape == (3, 8) and not dmask.any()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="millions of elements are too many for the interpreter")
+@pytest.mark.parametrize(
+    "shape", [(4096, 1024), (516, 4096), (64, 8192), (32, 16384), (4, 32768), (4, 262144), (12, 1001)], ids=str
+)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+def test_full_size(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    n_rows, n_cols = shape
+    layout = MaskLayout((2, 2, n_rows // 4), (0, n_cols * (n_rows // 4), n_cols), 1)
+    bias = randn(layout.n_mask_rows, n_cols)
+    for dropout_p in (0.0, 0.1):
+        scores = randn(n_rows, n_cols, dtype=dtype)
+        y, p = check_forward(scores, bias, layout, dropout_p=dropout_p, store_p=dropout_p > 0.0)
+        for wants_dmask in (False, True):
+            kept = y if p is None else p
+            check_backward(randn(n_rows, n_cols, dtype=dtype), kept, layout, (True, wants_dmask), dropout_p=dropout_p)
