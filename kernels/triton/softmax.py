@@ -21,8 +21,8 @@ from .sum_partials import sum_partials
 from .tiles import MAX_REGISTERS, Tile, TileRule, aligned, common_divisor, on_device_of, tile
 
 # The one table of tile sizes; tests/kernels/test_triton_budgets.py compiles what it leads to and holds it to this:
-# MAX_REGISTERS a lane, and nothing spills. Forward has 16 values a lane in registers, 32 in the widest rows: with Philox
-# beside them these would spill about 150 bytes a lane. Backward keeps two values for each element.
+# MAX_REGISTERS a lane, and nothing spills. Forward has 16 values a lane in registers, 32 in the widest rows that fit:
+# with Philox beside them those would spill about 150 bytes a lane. Backward keeps two values for each element.
 # A tile of a wide row is one row, so elements <= wide_cols.
 FORWARD = TileRule(elements=2048, elements_per_lane=16, max_cols=32768, wide_cols=8192)
 FORWARD_DROPOUT = FORWARD._replace(max_cols=16384)
