@@ -16,7 +16,17 @@ import triton.language as tl
 from . import row_norm_kernels as kernels
 from .philox import dropout_arguments
 from .sum_partials import sum_partials
-from .tiles import MAX_REGISTERS, Tile, TileRule, common_divisor, on_device_of, row_stride, tile
+from .tiles import (
+    MAX_REGISTERS,
+    Tile,
+    TileRule,
+    aligned,
+    aligned_vector,
+    common_divisor,
+    on_device_of,
+    row_stride,
+    tile,
+)
 
 _NONE, _LAYER = kernels.NORM_NONE.value, kernels.NORM_LAYER.value
 _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -73,7 +83,10 @@ def forward(
         return y, z, mean, rstd
     block = tile(FORWARD, n_cols, whole_rows=normed)
     grid = (triton.cdiv(n_rows, block.rows), 1 if normed else triton.cdiv(n_cols, block.cols))
+    divisor = common_divisor(n_cols)
     with on_device_of(x):
+        x, residual = aligned(x, divisor), aligned(residual, divisor)
+        bias, weight, norm_bias = aligned_vector(bias), aligned_vector(weight), aligned_vector(norm_bias)
         kernels._row_norm_fwd_kernel[grid](
             x,
             residual,
@@ -96,7 +109,7 @@ def forward(
             Z_DTYPE=_TL_DTYPES[plan.z_dtype],
             N_DTYPE=_TL_DTYPES[plan.n_dtype],
             ROW_IN_TILE=block.cols >= n_cols,
-            ALIGN=common_divisor(n_cols, row_stride(x), row_stride(residual)),
+            ALIGN=divisor,
             BLOCK_ROWS=block.rows,
             BLOCK_COLS=block.cols,
             num_warps=block.num_warps,
@@ -120,8 +133,8 @@ def backward(
 
     dy: gradient of y, None where only z was used. dz: gradient of the returned z. z, mean, rstd: as forward
     stored them.
-    The sums over rows are float32, in an order that depends only on the sizes, on the alignment of rows and on which
-    gradients are wanted: repeatable, and the same on every card.
+    The sums over rows are float32, in an order that depends only on the sizes, the dtypes and on which gradients are
+    wanted: repeatable, and the same on every card and wherever the tensors lie.
     """
     like = dy if dy is not None else dz
     assert like is not None
@@ -150,8 +163,10 @@ def backward(
     workspace = like.new_empty((len(wanted), n_programs, n_cols), dtype=torch.float32) if wanted else None
     partials = iter(workspace if workspace is not None else ())
     dbias_partials, dweight_partials, dnorm_bias_partials = (None if s is None else next(partials) for s in sums)
-    divisor = common_divisor(n_cols, row_stride(dy), row_stride(dz), row_stride(z))
+    divisor = common_divisor(n_cols)
     with on_device_of(like):
+        dy, dz, z = aligned(dy, divisor), aligned(dz, divisor), aligned(z, divisor)
+        weight = aligned_vector(weight)
         row_means = None
         if needs_row and n_col_tiles > 1:
             row_means = like.new_empty((2, n_rows), dtype=torch.float32)

@@ -45,9 +45,9 @@ def tile(rule: TileRule, n_cols: int, whole_rows: bool = True) -> Tile:
     return Tile(rows, cols, min(32, max(4, rows * cols // (32 * rule.elements_per_lane))))
 
 
-def common_divisor(n_cols: int, *row_strides: int) -> int:
-    """A kernel's ALIGN: what divides the width and every row stride, up to the 16 that matter."""
-    return math.gcd(16, n_cols, *row_strides)
+def common_divisor(n_cols: int) -> int:
+    """A kernel's ALIGN: what divides the width, and with aligned() every row stride, up to the 16 that matter."""
+    return math.gcd(16, n_cols)
 
 
 def row_stride(matrix: Tensor | None) -> int:
@@ -65,14 +65,20 @@ def with_divisor(size, ALIGN: tl.constexpr):
     return size // ALIGN * ALIGN
 
 
-def aligned(matrix: Tensor, divisor: int) -> Tensor:
+def aligned(matrix: Tensor | None, divisor: int) -> Tensor | None:
     """The matrix, or an aligned copy of it where Triton could not read `divisor` elements at once.
 
-    divisor: common_divisor of its width alone. A tile's layout, and with it the order of a row's sum, then depends on
-    the width and the dtype only: the same values give the same bits wherever they lie. Few tensors are misaligned, and
-    to them a copy costs less than a kernel of narrow accesses for everybody. Matrices of odd width are never copied.
+    divisor: common_divisor of its width. A tile's layout, and with it the order of a row's sum, then depends on the
+    width and the dtypes only: the same values give the same bits wherever they lie. Few tensors are misaligned, and a
+    copy of those costs everybody else nothing. Matrices of odd width are never copied.
     """
-    n_rows = matrix.shape[0]
-    if divisor == 1 or (matrix.data_ptr() % 16 == 0 and (n_rows == 1 or matrix.stride(0) % divisor == 0)):
+    if matrix is None or divisor == 1:
+        return matrix
+    if matrix.data_ptr() % 16 == 0 and (matrix.shape[0] == 1 or matrix.stride(0) % divisor == 0):
         return matrix
     return matrix.clone(memory_format=torch.contiguous_format)
+
+
+def aligned_vector(vector: Tensor | None) -> Tensor | None:
+    """As aligned: whatever its width, a vector by itself lends its layout to the tile it is applied to."""
+    return vector if vector is None or vector.data_ptr() % 16 == 0 else vector.clone()

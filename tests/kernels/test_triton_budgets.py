@@ -306,6 +306,18 @@ def reduction_layouts(kernel: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+def test_row_norm_sums_of_odd_widths_do_not_depend_on_alignment(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrices of odd width are not copied; in even ones everything is aligned."""
+    launches = launches_of(Case(77, dtype, F32, NORM_LAYER, True), monkeypatch)
+    for name in ("_row_norm_fwd_kernel", "_row_norm_bwd_kernel"):
+        layouts = reduction_layouts(compiled(launches[name], 90))
+        misaligned = ("x_ptr", "residual_ptr", "dy_ptr", "dz_ptr", "z_ptr")
+        assert reduction_layouts(compiled(launches[name], 90, misaligned)) == layouts
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("mask_dtype", [F32, BF16, torch.bool], ids=["f32", "bf16", "bool"])
 @pytest.mark.parametrize("n_cols", [64, 70, 77, 65536])
 def test_softmax_sums_do_not_depend_on_alignment(
