@@ -120,7 +120,7 @@ def _composed(
     if sinks is not None:
         mask = _beside_sinks(mask, scores.shape[-1])
         scores = torch.cat([sinks.to(scores.dtype).expand(*scores.shape[:-1], 1), scores], dim=-1)
-    weights = softmax(scores, _saturated(mask, scores), scale=scale, causal=causal, dropout_p=dropout_p, rng=rng)
+    weights = softmax(scores, saturated_mask(mask, scores), scale=scale, causal=causal, dropout_p=dropout_p, rng=rng)
     if sinks is not None:
         weights = weights[..., 1:]
     return torch.matmul(weights, value), weights
@@ -136,7 +136,7 @@ def _beside_sinks(mask: Tensor | None, n_keys: int) -> Tensor | None:
     )
 
 
-def _saturated(mask: Tensor | None, scores: Tensor) -> Tensor | None:
+def saturated_mask(mask: Tensor | None, scores: Tensor) -> Tensor | None:
     """A float16 mask whose finfo.min swallows float16 scores, as sums in float16 do: a row of nothing else gives equal
     weights in every dtype. (The softmax adds in float32, where -65504 leaves the scores what they are.)"""
     if mask is None or mask.dtype != torch.float16 or scores.dtype != torch.float16:
@@ -192,7 +192,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(output, weights, p): the weights with those of the sinks, p as the softmax stores it."""
     scores = _scores(query, key, position_bias, sinks, plan)
-    kernel = None if mask is None else _saturated(kernel_mask(scores, mask), scores)
+    kernel = None if mask is None else saturated_mask(kernel_mask(scores, mask), scores)
     weights, p = forward(plan.backend, scores, kernel, rng, plan.softmax)
     output = torch.bmm(_folded(weights, key.shape[1])[..., weights.shape[-1] - key.shape[2] :], value.flatten(0, 1))
     return output.view(*query.shape[:3], value.shape[3]), weights, p

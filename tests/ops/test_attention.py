@@ -1,0 +1,197 @@
+"""ops.attention against eager attention in float64: outputs, weights and every gradient, and what is kept for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from onetrip.ops import dropout_keep_mask
+from onetrip.ops.attention import attention
+from tolerances import assert_bitwise, assert_like_torch, max_error
+from torch import Tensor
+
+BATCH, HEADS, QUERIES, KEYS, WIDTH, VALUE_WIDTH = 2, 4, 5, 7, 10, 6
+RNG = (3, 0)
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Case:
+    """Options of the call, and what is given beside query, key and value."""
+
+    key_heads: int = HEADS
+    mask: bool = False
+    bias: bool = False
+    sinks: bool = False
+    softcap: float | None = None
+    causal: bool = False
+    dropout_p: float = 0.0
+
+
+CASES = {
+    "plain": Case(),
+    "mask": Case(mask=True),
+    "grouped-mask-dropout": Case(key_heads=2, mask=True, dropout_p=0.3),
+    "one-key-head": Case(key_heads=1, mask=True),
+    "bias": Case(bias=True),
+    "bias-mask-dropout": Case(bias=True, mask=True, dropout_p=0.3),
+    "sinks": Case(sinks=True),
+    "sinks-mask-dropout": Case(key_heads=2, sinks=True, mask=True, dropout_p=0.3),
+    "sinks-causal": Case(sinks=True, causal=True),
+    "sinks-bias-mask": Case(sinks=True, bias=True, mask=True),
+    "softcap-mask": Case(softcap=2.0, mask=True),
+    "softcap-dropout": Case(key_heads=2, softcap=2.0, dropout_p=0.3),
+    "causal": Case(causal=True),
+    "all-dropped": Case(dropout_p=1.0),
+}
+
+
+def eager(tensors: dict[str, Tensor], mask: Tensor | None, case: Case, scale: float) -> tuple[Tensor, Tensor]:
+    key, value = (tensors[name].repeat_interleave(HEADS // case.key_heads, dim=1) for name in ("key", "value"))
+    scores = torch.matmul(tensors["query"], key.transpose(2, 3)) * scale
+    if case.softcap is not None:
+        scores = torch.tanh(scores / case.softcap) * case.softcap
+    if case.bias:
+        scores = scores + tensors["bias"]
+    if mask is not None:
+        scores = scores + mask
+    if case.causal:
+        scores = scores.masked_fill(torch.ones_like(scores).triu(KEYS - QUERIES + 1).bool(), -torch.inf)
+    if case.sinks:
+        scores = torch.cat([tensors["sinks"].expand(*scores.shape[:-1], 1), scores], dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    if case.dropout_p > 0.0:
+        keep = dropout_keep_mask(tuple(weights.shape), case.dropout_p, RNG)
+        weights = torch.where(keep, weights / (1.0 - min(case.dropout_p, 0.5)), 0.0)
+    weights = weights[..., 1:] if case.sinks else weights
+    return torch.matmul(weights, value), weights
+
+
+def ours(tensors: dict[str, Tensor], mask: Tensor | None, case: Case, scale: float) -> tuple[Tensor, Tensor]:
+    query, key, value = (tensors[name] for name in ("query", "key", "value"))
+    return attention(
+        query, key, value, mask, scale=scale, softcap=case.softcap, position_bias=tensors.get("bias"),
+        sinks=tensors.get("sinks"), causal=case.causal, dropout_p=case.dropout_p, rng=RNG,
+    )  # fmt: skip
+
+
+def drawn(case: Case) -> dict[str, Tensor]:
+    """Strided as projections leave them: heads beside their width."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "query": (BATCH, QUERIES, HEADS, WIDTH),
+        "key": (BATCH, KEYS, case.key_heads, WIDTH),
+        "value": (BATCH, KEYS, case.key_heads, VALUE_WIDTH),
+    }
+    tensors = {name: torch.randn(shape, generator=generator).transpose(1, 2) for name, shape in shapes.items()}
+    if case.bias:
+        tensors["bias"] = torch.randn(1, HEADS, QUERIES, KEYS, generator=generator)
+    if case.sinks:
+        tensors["sinks"] = torch.randn(1, HEADS, 1, 1, generator=generator)
+    return tensors
+
+
+def padding(dtype: torch.dtype) -> Tensor:
+    """A padded sequence, and a query without any key, as padding on the left makes them."""
+    mask = torch.zeros(BATCH, 1, QUERIES, KEYS, dtype=dtype)
+    mask[0, :, :, -2:] = mask[1, :, 0] = torch.finfo(dtype).min
+    return mask
+
+
+def outcome(function: Any, case: Case, dtype: torch.dtype, like: torch.dtype, used: str) -> dict[str, Tensor]:
+    """Results and gradients for inputs rounded to `like`, computed in dtype. used: what the loss is a function of."""
+    leaves = {name: x.to(like).to(dtype).detach().requires_grad_() for name, x in drawn(case).items()}
+    output, weights = function(leaves, padding(dtype) if case.mask else None, case, 0.35)
+    results = {"output": output, "weights": weights}
+    generator = torch.Generator().manual_seed(1)
+    cotangents = {name: torch.randn(y.shape, generator=generator).to(like).to(dtype) for name, y in results.items()}
+    loss = sum((y * cotangents[name]).sum() for name, y in results.items() if used in (name, "both"))
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return {name: y.detach() for name, y in results.items()} | dict(zip(leaves, gradients, strict=True))
+
+
+@pytest.mark.parametrize("used", ["output", "weights", "both"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name: str, dtype: torch.dtype, used: str) -> None:
+    case = CASES[name]
+    exact = outcome(eager, case, torch.float64, dtype, used)
+    theirs = outcome(eager, case, dtype, dtype, used)
+    actual = outcome(ours, case, dtype, dtype, used)
+    for key, tensor in actual.items():
+        if key == "sinks":  # a sum over queries of gradients that were rounded, here as in torch
+            roundings = math.sqrt(BATCH * QUERIES) * torch.finfo(dtype).eps * exact[key].abs().max().item()
+            assert max_error(tensor, exact[key]) <= 2 * max_error(theirs[key], exact[key]) + roundings
+        else:
+            assert_like_torch(tensor, theirs[key], exact[key], terms=HEADS * QUERIES * KEYS)
+
+
+def test_a_bool_mask_leaves_blind_queries_nothing() -> None:
+    tensors = drawn(Case())
+    keep = padding(torch.float32) == 0
+    output, weights = attention(*tensors.values(), keep, scale=1.0)
+    assert (output[1, :, 0] == 0).all() and (weights[1, :, 0] == 0).all()
+    added, _ = attention(*tensors.values(), padding(torch.float32), scale=1.0)
+    torch.testing.assert_close(output[0], added[0])
+
+
+def test_a_mask_that_learns_beside_a_position_bias() -> None:
+    tensors = drawn(Case(bias=True))
+    mask = torch.randn(BATCH, 1, 1, KEYS, requires_grad=True)
+    bias = tensors["bias"].requires_grad_()
+    gradients = []
+    for function in (ours, eager):
+        output, _ = function(tensors, mask, Case(bias=True), 0.35)
+        gradients.append(torch.autograd.grad(output.square().sum(), [mask, bias]))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["mask", "bias", "sinks", "softcap-mask"])
+def test_keeps_query_key_value_and_one_tensor_of_probabilities(name: str, dropout_p: float) -> None:
+    case = CASES[name]
+    leaves = {key: x.detach().requires_grad_() for key, x in drawn(case).items()}
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        output, _ = ours(leaves, None, Case(**{**vars(case), "mask": False, "dropout_p": dropout_p}), 0.35)
+    assert output.requires_grad
+    of_scores = [tensor for tensor in kept if tensor.shape[-1] in (KEYS, KEYS + 1) and tensor.shape[-2] == QUERIES]
+    assert len(of_scores) == 1 and len(kept) == 4
+
+
+def test_the_same_bits_every_time() -> None:
+    case = CASES["bias-mask-dropout"]
+    first, second = (outcome(ours, case, torch.float32, torch.float32, "both") for _ in range(2))
+    for key, tensor in first.items():
+        assert_bitwise(tensor, second[key])
+
+
+@pytest.mark.parametrize("name", ["grouped-mask-dropout", "bias-mask-dropout", "sinks-mask-dropout", "softcap-mask"])
+def test_under_torch_func_and_compile(name: str) -> None:
+    case = Case(**{**vars(CASES[name]), "dropout_p": 0.0})
+    tensors = drawn(case)
+    mask = padding(torch.float32) if case.mask else None
+    expected = ours(tensors, mask, case, 0.35)[0]
+
+    def loss(tensors: dict[str, Tensor]) -> Tensor:
+        return ours(tensors, mask, case, 0.35)[0].square().sum()
+
+    leaves = {key: x.detach().requires_grad_() for key, x in tensors.items()}
+    gradients = torch.autograd.grad(loss(leaves), list(leaves.values()))
+    torch.testing.assert_close(tuple(torch.func.grad(loss)(tensors).values()), gradients)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tensors, mask, case, 0.35)[0], expected)
+
+
+def test_refuses_a_soft_cap_beside_sinks_and_second_derivatives() -> None:
+    tensors = drawn(CASES["sinks"])
+    with pytest.raises(ValueError, match="softcap must be None"):
+        ours(tensors, None, Case(sinks=True, softcap=1.0), 0.35)
+    leaves = {key: x.detach().requires_grad_() for key, x in drawn(Case()).items()}
+    output, _ = ours(leaves, None, Case(), 0.35)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(output.sum(), list(leaves.values()), create_graph=True)
