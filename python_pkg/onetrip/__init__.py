@@ -2,7 +2,7 @@
 
 from . import nn, ops
 from .ops.backends import available_backends, set_backend, use_backend
-from .patching import PatchReport, patch_model, patched, unpatch_model
+from .patching import PatchReport, patch_model, patched, register_attention, unpatch_model
 
 __version__ = "0.1.0"
 
@@ -14,6 +14,7 @@ __all__ = [
     "ops",
     "patch_model",
     "patched",
+    "register_attention",
     "set_backend",
     "unpatch_model",
     "use_backend",

@@ -117,7 +117,7 @@ CASES = {
         "ModernBertConfig",
         COMMON | {"cls_token_id": 1, "sep_token_id": 2, "attn_implementation": "eager"},
         text,
-        {"layer_norm": 6},
+        {"layer_norm": 6, "attention_softmax": 2},
     ),
     "bart": Case("BartForConditionalGeneration", "BartConfig", SEQ2SEQ, causal, {"layer_norm": 12}),
     "esm": Case(
@@ -140,7 +140,7 @@ CASES = {
         "MptConfig",
         {"d_model": HIDDEN, "n_layers": 2, "n_heads": HEADS, "vocab_size": VOCABULARY, "max_seq_len": 32},
         causal,
-        {"layer_norm": 5, "dropout_add": 2},
+        {"layer_norm": 5, "dropout_add": 2, "attention_softmax": 2},
     ),
 }
 

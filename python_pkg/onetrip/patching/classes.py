@@ -45,6 +45,22 @@ GLOBAL_NAMES: dict[str, Any] = {
 """What the source of a rewritten forward may name, beside its own constants and `original`."""
 
 
+def define(original: Any, source: str, names: Mapping[str, Any], name: str, pattern: str) -> Callable[..., Any]:
+    """The function `name` that the source defines, as if written in the module of the original function.
+
+    names: what the source may use beside that module's globals, which are looked up there at each call.
+    """
+    lines = "".join(f"    {line}\n" for line in source.splitlines())
+    code = f"def make({', '.join(names)}):\n{lines}    return {name}\n"
+    filename = f"<onetrip {pattern} of {original.__module__}.{original.__qualname__} {crc32(code.encode()):08x}>"
+    scope: dict[str, Any] = {}
+    exec(compile(code, filename, "exec"), original.__globals__, scope)
+    linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)
+    made: Callable[..., Any] = scope["make"](**names)
+    made.__module__, made.__qualname__ = original.__module__, original.__qualname__
+    return made
+
+
 @dataclass(frozen=True)
 class Rewrite:
     """A forward that takes the place of another."""
@@ -57,16 +73,24 @@ class Rewrite:
     """Names that the source uses, with their (hashable) values: mostly types that children must have."""
     absorbed: tuple[str, ...] = ()
     """Children that the source reads the parts of instead of calling them."""
+    in_module: bool = False
+    """Whether the source is the original's own, changed: it names the globals of the original's module, beside the
+    constants."""
 
     def compile(self, original: Any, replaced: Mapping[str, Any] | None = None) -> Callable[..., Any]:
         """The forward as a function. replaced: other values for names in the source (verification pins the rng)."""
+        forward: Callable[..., Any]
+        if self.in_module:
+            names = {**dict(self.constants), **(replaced or {})}
+            forward = define(original.forward, self.source, names, "forward", self.pattern)
+            return forward
         digest = crc32(self.source.encode())
         filename = f"<onetrip {self.pattern} of {original.__module__}.{original.__qualname__} {digest:08x}>"
         names = {**GLOBAL_NAMES, **dict(self.constants), "original": original.forward, **(replaced or {})}
         exec(compile(self.source, filename, "exec"), names)
         # Tracebacks and debuggers show the source, as they would for code from a file.
         linecache.cache[filename] = (len(self.source), None, self.source.splitlines(keepends=True), filename)
-        forward: Callable[..., Any] = names["forward"]
+        forward = names["forward"]
         # On the function only: with a __name__ among its globals, torch.compile would look them up in that module.
         forward.__module__ = original.__module__
         forward.__qualname__ = f"{original.__qualname__}.forward"

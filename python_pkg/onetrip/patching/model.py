@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attention import PATTERN as ATTENTION
+from .attention import find_attention, read_interface, rewrite_attention
 from .blocks import Reading, argument_widths, dropout_of, find_match, read_forward, rewrite_block
 from .calls import counter_of, is_distributed, original_class
 from .classes import Rewrite, is_patched, is_stacked, patched_class, restore_class, rewrite_of, set_class, subclass
+from .eager import EagerFunction
 from .norms import (
     KERNEL_DEVICES,
     KERNEL_DTYPES,
@@ -27,12 +30,14 @@ from .norms import (
 )
 from .report import PatchedSite, PatchReport, SkippedSite
 from .verify import verify as verify_site
+from .verify_attention import verify_attention
+from .windows import Windows, read_windows, rewrite_windows, verify_windows
 
-PATTERNS = ("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm")
+PATTERNS = ("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm", ATTENTION)
 """What patch_model knows, as its `patterns` names it."""
 
-_Check = tuple[tuple[int, ...], tuple[str, str] | None]
-"""Arguments of a verification: widths of the inputs, where the dropout is."""
+_Check = tuple[tuple[int, ...], tuple[str, str] | None] | EagerFunction | Windows
+"""What to verify: widths of the inputs, where the dropout is; or an attention function; or softmaxes."""
 
 
 def patch_model(
@@ -43,7 +48,7 @@ def patch_model(
     verify: bool = True,
     strict: bool = False,
 ) -> PatchReport:
-    """Make a model run its norms and its dropout + residual (+ norm) blocks as fused operators. Changes it in place.
+    """Make a model run its norms, dropout + residual (+ norm) blocks and eager attention as fused operators, in place.
 
     Only forwards of this model's modules change: no parameter, buffer, hook, mode or state_dict key, no class, no other
     model. Sites are recognised by what they compute and how they are written, never by name, and each distinct one is
@@ -51,7 +56,8 @@ def patch_model(
     Random state is as before. Modules on the meta device are compared at their first call. Patching twice is patching
     once. The fused operators can be differentiated once, in reverse mode.
 
-    patterns: names from PATTERNS; None for all. exclude: names of modules, with all that is in them, or glob patterns.
+    patterns: names from PATTERNS; None for all. attention_softmax named here takes the place of sdpa too, which None
+    leaves alone. exclude: names of modules, with all that is in them, or glob patterns.
     verify: compare outputs and every gradient with the original before keeping a site (dropout on and off).
     strict: raise RuntimeError if nothing is patched. Raises TypeError or ValueError for wrong arguments.
     copy.deepcopy of a patched model is patched; pickle and torch.save keep the original classes.
@@ -59,7 +65,7 @@ def patch_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model: model must be a torch.nn.Module, got {type(model).__name__}")
     wanted = _checked_patterns(patterns)
-    patcher = _Patcher(model, wanted, _checked_exclude(model, exclude), verify)
+    patcher = _Patcher(model, wanted, _checked_exclude(model, exclude), verify, patterns is not None)
     try:
         patcher.run()
     except BaseException:
@@ -142,8 +148,10 @@ def _checked_exclude(model: nn.Module, exclude: Iterable[str]) -> frozenset[str]
 class _Patcher:
     """One run of patch_model."""
 
-    def __init__(self, model: nn.Module, wanted: frozenset[str], excluded: frozenset[str], verify: bool) -> None:
-        self.model, self.wanted, self.excluded, self.verify = model, wanted, excluded, verify
+    def __init__(
+        self, model: nn.Module, wanted: frozenset[str], excluded: frozenset[str], verify: bool, by_name: bool
+    ) -> None:
+        self.model, self.wanted, self.excluded, self.verify, self.by_name = model, wanted, excluded, verify, by_name
         self.model_device = _kernel_device(model) or torch.device("cpu")
         self.report = PatchReport()
         self.done: list[nn.Module] = []
@@ -157,12 +165,14 @@ class _Patcher:
         absorbed: set[int] = set()
         # Blocks first: a norm inside one is the block's.
         for name, module in modules:
-            if module._modules:
+            if _reaches_softmax(module):
+                found[id(module)] = self.attention(name, module)
+            elif module._modules:
                 found[id(module)] = site = self.block(name, module)
                 if isinstance(site, PatchedSite):
                     absorbed |= {id(module._modules[child]) for child in rewrite_of(module).absorbed}
         for name, module in modules:
-            if not module._modules and (id(module) not in absorbed or is_patched(module)):
+            if not module._modules and id(module) not in found and (id(module) not in absorbed or is_patched(module)):
                 found[id(module)] = self.leaf(name, module)
         for _, module in modules:
             site = found.get(id(module))
@@ -200,6 +210,22 @@ class _Patcher:
         if self.excluded & {name, *(f"{name}.{child}".removeprefix(".") for child in rewrite.absorbed)}:
             return self.skip(name, module, Unsuitable("excluded"))
         return self.patch(name, module, rewrite, (argument_widths(module, match), dropout_of(match)))
+
+    def attention(self, name: str, module: nn.Module) -> PatchedSite | SkippedSite | None:
+        """Patch a module that calls an attention function or computes a softmax, if they can be fused."""
+        if is_patched(module):
+            return PatchedSite(name, type(module).__name__, rewrite_of(module).pattern)
+        if ATTENTION not in self.wanted:
+            return None
+        found = find_attention(module, self.by_name) or read_windows(original_class(type(module)))
+        unsuitable = found if isinstance(found, Unsuitable) else _replaced(module) or _unfit(module)
+        if unsuitable is not None:
+            return self.skip(name, module, unsuitable)
+        assert isinstance(found, (EagerFunction, Windows))
+        if name in self.excluded:
+            return self.skip(name, module, Unsuitable("excluded"))
+        rewrite = rewrite_windows(found) if isinstance(found, Windows) else rewrite_attention(module, found)
+        return self.patch(name, module, rewrite, found)
 
     def leaf(self, name: str, module: nn.Module) -> PatchedSite | SkippedSite | None:
         """Patch a module without children, if it computes a norm."""
@@ -277,6 +303,12 @@ class _Patcher:
         return has_linear and has_norm_or_dropout and takes_two and not any(child._modules for child in children)
 
 
+def _reaches_softmax(module: nn.Module) -> bool:
+    """Whether the module asks for an attention function, or computes a softmax and a dropout itself."""
+    cls = original_class(type(module))
+    return read_interface(cls) is not None or read_windows(cls) is not None
+
+
 def _kernel_device(module: nn.Module) -> torch.device | None:
     devices = (parameter.device for parameter in module.parameters())
     return next((device for device in devices if device.type in KERNEL_DEVICES), None)
@@ -296,8 +328,8 @@ def _is_wrapper(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] == "peft"
 
 
-def _unsuitable(module: nn.Module) -> Unsuitable | None:
-    """Why a module, whatever it computes, must not be patched."""
+def _replaced(module: nn.Module) -> Unsuitable | None:
+    """Why a swap of the module's class would not reach its forward, or not for long."""
     state = vars(module)
     if "forward" in state and "_hf_hook" not in state:
         if hasattr(type(module), "kernel_layer_name"):
@@ -307,6 +339,23 @@ def _unsuitable(module: nn.Module) -> Unsuitable | None:
         return Unsuitable("kernelized_already", "an onetrip module")
     if is_stacked(module):
         return _STACKED
+    if "_hf_hook" in state:
+        return Unsuitable("hf_hook", f"accelerate's {type(module._hf_hook).__name__}")
+    return None
+
+
+def _unfit(module: nn.Module) -> Unsuitable | None:
+    """Why attention functions of this module are not for the kernels."""
+    doubles = (name for name, parameter in module.named_parameters() if parameter.dtype == torch.float64)
+    if (double := next(doubles, None)) is not None:
+        return Unsuitable("unsupported_dtype", f"{double} is float64")
+    return None
+
+
+def _unsuitable(module: nn.Module) -> Unsuitable | None:
+    """Why a module, whatever it computes, must not be patched."""
+    if replaced := _replaced(module):
+        return replaced
     hooked = next((child for child in module.modules() if "_hf_hook" in vars(child)), None)
     if hooked is not None:
         return Unsuitable("hf_hook", f"accelerate's {type(hooked._hf_hook).__name__} on a {type(hooked).__name__}")
@@ -326,7 +375,12 @@ def _unsuitable(module: nn.Module) -> Unsuitable | None:
 def _verdict(module: nn.Module, rewrite: Rewrite, check: _Check) -> str | None:
     """Why the rewritten forward must not be kept; None where it may."""
     try:
-        verify_site(module, rewrite, *check)
+        if isinstance(check, EagerFunction):
+            verify_attention(module, check)
+        elif isinstance(check, Windows):
+            verify_windows(module, check)
+        else:
+            verify_site(module, rewrite, *check)
     except Exception as error:  # a forward that cannot be compared is not kept, whatever it raised
         return str(error) or type(error).__name__
     return None

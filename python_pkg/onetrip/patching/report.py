@@ -23,7 +23,8 @@ class SkippedSite:
     """A module that looked like a site and was left alone.
 
     reason: unknown_forward, extra_forward_args, not_exact_type, hf_hook, forward_hooks, peft_wrapper, quantized,
-    kernelized_already, unsupported_dtype, unsupported_shape, unsupported_device, verify_failed or excluded.
+    kernelized_already, sdpa_in_use, other_attention_in_use, unsupported_dtype, unsupported_shape, unsupported_device,
+    verify_failed or excluded.
     """
 
     name: str

@@ -9,8 +9,8 @@ carry no hooks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,13 +23,16 @@ from .calls import original_class
 from .classes import GLOBAL_NAMES, Rewrite
 
 _LEADING_SHAPE = (2, 3)
-_RNG = (20260101, 0)
+RNG = (20260101, 0)
+"""Of verification with dropout."""
 _P_IF_NONE = 0.25
 _ERROR_RATIO = 2.0
 _SLACK_IN_EPS = 8.0
 """Slack, in units of the dtype's epsilon times the largest value: sums of a few terms in another order."""
 
 M = TypeVar("M", bound=nn.Module)
+Outcome = list[tuple[str, Tensor | None]]
+"""Named outputs and gradients."""
 
 
 class VerificationError(Exception):
@@ -79,10 +82,33 @@ def verify(module: nn.Module, rewrite: Rewrite, widths: Sequence[int], dropout: 
 
     widths: the last dimension of each argument. dropout: ("child", its name) or ("attribute", that of its p), or None.
     """
+    device, dtype = kind_of(module)
+    generator = torch.Generator().manual_seed(0)
+    with undisturbed(device):
+        cls = original_class(type(module))
+        original = cls.forward
+        shapes = [(*_LEADING_SHAPE, width) for width in widths]
+        inputs = [torch.randn(shape, generator=generator, device="cpu").to(device, dtype) for shape in shapes]
+        refusing = {"count_fallback": refuse_fallback}
+        _compare(module, original, rewrite.compile(cls, refusing), inputs, None, None)
+        if dropout is not None:
+            operators = ("bias_dropout_residual", "bias_dropout_residual_norm")
+            pinned = {name: partial(GLOBAL_NAMES[name], rng=RNG) for name in operators}
+            forward = rewrite.compile(cls, {**pinned, **refusing})
+            _compare(module, original, forward, inputs, dropout, _dropout_p(module, dropout))
+        _compare_autocast(module, original, rewrite.compile(cls), inputs)
+
+
+def kind_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Where the module computes, and in what."""
     parameters = list(module.parameters())
     dtype = next((parameter.dtype for parameter in parameters if parameter.is_floating_point()), torch.float32)
-    device = parameters[0].device if parameters else torch.device("cpu")
-    generator = torch.Generator().manual_seed(0)
+    return parameters[0].device if parameters else torch.device("cpu"), dtype
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Gradients on, autocast off, warnings silent, and the random state as before, whatever the caller has set."""
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         stack.enter_context(torch.inference_mode(False))
@@ -90,21 +116,10 @@ def verify(module: nn.Module, rewrite: Rewrite, widths: Sequence[int], dropout: 
         stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        cls = original_class(type(module))
-        original = cls.forward
-        shapes = [(*_LEADING_SHAPE, width) for width in widths]
-        inputs = [torch.randn(shape, generator=generator, device="cpu").to(device, dtype) for shape in shapes]
-        refusing = {"count_fallback": _refuse}
-        _compare(module, original, rewrite.compile(cls, refusing), inputs, None, None)
-        if dropout is not None:
-            operators = ("bias_dropout_residual", "bias_dropout_residual_norm")
-            pinned = {name: partial(GLOBAL_NAMES[name], rng=_RNG) for name in operators}
-            forward = rewrite.compile(cls, {**pinned, **refusing})
-            _compare(module, original, forward, inputs, dropout, _dropout_p(module, dropout))
-        _compare_autocast(module, original, rewrite.compile(cls), inputs)
+        yield
 
 
-def _refuse(module: nn.Module) -> None:
+def refuse_fallback(module: nn.Module) -> None:
     """In place of count_fallback: a comparison that ran the original twice would prove nothing."""
     raise VerificationError("the rewritten forward fell back to the original")
 
@@ -115,7 +130,7 @@ def _dropout_p(module: nn.Module, dropout: tuple[str, str]) -> float:
     return p if 0.0 < p < 1.0 else _P_IF_NONE
 
 
-def _prepared(module: M, dtype: torch.dtype | None, dropout: tuple[str, str] | None, p: float | None) -> M:
+def prepared(module: M, dtype: torch.dtype | None, dropout: tuple[str, str] | None, p: float | None) -> M:
     """A clone in evaluation mode but for the one dropout."""
     copied = clone(module, dtype).eval()
     if dropout is not None:
@@ -129,8 +144,13 @@ def _prepared(module: M, dtype: torch.dtype | None, dropout: tuple[str, str] | N
     return copied
 
 
-class _MaskedDropout(TorchFunctionMode):
+class MaskedDropout(TorchFunctionMode):
     """Inside, active calls of dropout, before the window as well, take the operators' mask."""
+
+    def __init__(self, columns_before: int = 0) -> None:
+        """columns_before: how many more columns each row has in the operator, before those that dropout sees."""
+        super().__init__()
+        self.columns_before = columns_before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -140,13 +160,15 @@ class _MaskedDropout(TorchFunctionMode):
         x, p = options["input"], options.get("p", 0.5)
         if not options.get("training", True):
             return x
-        keep = ops.dropout_keep_mask(tuple(x.shape), p, _RNG, x.device)
+        *leading, n_cols = x.shape
+        keep = ops.dropout_keep_mask((*leading, n_cols + self.columns_before), p, RNG, x.device)
+        keep = keep[..., self.columns_before :]
         return torch.where(keep, x / (1.0 - p), torch.zeros_like(x))
 
 
 def _outcome(
     block: nn.Module, forward: Callable[..., Any], inputs: Sequence[Tensor], cotangent: Tensor | None
-) -> tuple[list[tuple[str, Tensor | None]], Tensor]:
+) -> tuple[Outcome, Tensor]:
     """Named output and gradients, and the cotangent used."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     y = forward(block, *inputs)
@@ -172,15 +194,22 @@ def _compare(
     dropout: tuple[str, str] | None,
     p: float | None,
 ) -> None:
-    with _MaskedDropout():
-        expected, cotangent = _outcome(_prepared(module, None, dropout, p), original, inputs, None)
+    with MaskedDropout():
+        expected, cotangent = _outcome(prepared(module, None, dropout, p), original, inputs, None)
         try:
             doubles = [x.double() for x in inputs]
-            truth, _ = _outcome(_prepared(module, torch.float64, dropout, p), original, doubles, cotangent.double())
+            truth, _ = _outcome(prepared(module, torch.float64, dropout, p), original, doubles, cotangent.double())
         except Exception:  # an original that only runs in its own dtype is compared as it is
             truth = expected
-        actual, _ = _outcome(_prepared(module, None, dropout, p), rewritten, inputs, cotangent)
-    mode = "" if dropout is None else " with dropout"
+        actual, _ = _outcome(prepared(module, None, dropout, p), rewritten, inputs, cotangent)
+    check_outcomes(actual, expected, truth, "" if dropout is None else " with dropout")
+
+
+def check_outcomes(actual: Outcome, expected: Outcome, truth: Outcome, mode: str) -> None:
+    """Raise VerificationError unless ours are as near to the float64 truth as the original's, of its dtypes and shapes.
+
+    mode: for the message.
+    """
     for (name, ours), (_, theirs), (_, exact) in zip(actual, expected, truth, strict=True):
         if ours is None or theirs is None or exact is None:
             if ours is not theirs:
@@ -198,7 +227,7 @@ def _compare_autocast(
     module: nn.Module, original: Callable[..., Any], rewritten: Callable[..., Any], inputs: list[Tensor]
 ) -> None:
     """Output dtypes under autocast, for inputs of the module's dtype and of autocast's."""
-    block = _prepared(module, None, None, None)
+    block = prepared(module, None, None, None)
     with torch.no_grad(), torch.autocast(inputs[0].device.type, torch.bfloat16):
         for cast in (inputs, [x.bfloat16() for x in inputs]):
             try:

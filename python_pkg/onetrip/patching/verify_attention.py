@@ -1,0 +1,110 @@
+"""Verification of attention: a fused function against the eager one, called for a clone of the module.
+
+What is around the call stays the model's own, so that the two functions are all there is to compare: outputs, weights
+and every gradient, sinks included, for the masks, biases, caps and dropout that the function knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.attention import attention
+from .eager import EagerFunction
+from .verify import RNG, MaskedDropout, Outcome, check_outcomes, clone, kind_of, refuse_fallback, undisturbed
+
+_BATCH, _N_QUERIES, _N_KEYS, _WIDTH = 2, 3, 5, 8
+_SOFTCAP, _DROPOUT_P = 2.0, 0.25
+
+
+def verify_attention(module: nn.Module, found: EagerFunction) -> None:
+    """Raise VerificationError unless the fused function computes what the original does for this module."""
+    device, dtype = kind_of(module)
+    with undisturbed(device):
+        fused = found.compile({"count_fallback_": refuse_fallback, "attention_": partial(attention, rng=RNG)})
+        for case in _cases(found):
+            mode = ", ".join(f"{name} {value}" for name, value in case.items() if value not in (None, 0.0))
+            inputs = {name: tensor.to(device, dtype) for name, tensor in _inputs(module, found, case).items()}
+            actual, expected, truth = (
+                _outcome(clone(module, like), function, {n: x.to(like) for n, x in inputs.items()}, case, found)
+                for function, like in ((fused, dtype), (found.function, dtype), (found.function, torch.float64))
+            )
+            check_outcomes(actual, expected, truth, f" with {mode}" if mode else "")
+
+
+def _cases(found: EagerFunction) -> Iterator[dict[str, Any]]:
+    masks = ["added"] if found.has_mask else []
+    masks += ["bool", "causal"] if found.has_bool_mask else []
+    # The dropout inside of sdpa cannot be given a mask.
+    for mask, dropout in product([None, *masks], [0.0, _DROPOUT_P] if found.returns_weights else [0.0]):
+        yield {"mask": mask, "dropout": dropout}
+    if found.has_softcap:
+        yield {"softcap": _SOFTCAP}
+    if found.has_position_bias:
+        yield {"position_bias": True, "mask": "added"}
+
+
+def _inputs(module: nn.Module, found: EagerFunction, case: dict[str, Any]) -> dict[str, Tensor]:
+    """Everything that gets a gradient, from one seed."""
+    groups = int(getattr(module, "num_key_value_groups", 1))
+    sinks = getattr(module, "sinks", None)
+    n_heads = sinks.numel() if found.has_sinks and isinstance(sinks, Tensor) else 2 * groups
+    n_queries = _N_KEYS if case.get("mask") == "causal" else _N_QUERIES
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "query": (_BATCH, n_heads, n_queries, _WIDTH),
+        "key": (_BATCH, n_heads // groups, _N_KEYS, _WIDTH),
+        "value": (_BATCH, n_heads // groups, _N_KEYS, _WIDTH),
+    }
+    if case.get("position_bias"):
+        shapes["position_bias"] = (1, n_heads, n_queries, _N_KEYS)
+    return {name: torch.randn(shape, generator=generator, device="cpu") for name, shape in shapes.items()}
+
+
+def _mask(kind: str | None, query: Tensor, blind_query: bool) -> Tensor | None:
+    """Padding; blind_query: also a query without any key, as padding on the left makes them in added masks."""
+    if kind in (None, "causal"):
+        return None
+    keep = torch.ones(_BATCH, 1, query.shape[2], _N_KEYS, dtype=torch.bool, device=query.device)
+    keep[0, :, :, -2:] = False
+    if kind == "bool":
+        return keep
+    keep[1, :, 0] &= not blind_query
+    # Eager functions that compute the softmax in float32 cannot take float64's own.
+    lowest = max(torch.finfo(query.dtype).min, torch.finfo(torch.float32).min)
+    return torch.zeros_like(keep, dtype=query.dtype).masked_fill(~keep, lowest)
+
+
+def _outcome(
+    module: nn.Module, function: Any, inputs: dict[str, Tensor], case: dict[str, Any], found: EagerFunction
+) -> Outcome:
+    module.train()
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    query, key, value = (leaves[name] for name in ("query", "key", "value"))
+    options: dict[str, Any] = {"scaling": 0.5, "dropout": case.get("dropout", 0.0)}
+    if "position_bias" in leaves:
+        options["position_bias"] = leaves["position_bias"]
+    if "softcap" in case:
+        options["softcap"] = case["softcap"]
+    if case.get("mask") == "causal":
+        options["is_causal"] = True
+    # torch's own sdpa on the CPU gets the gradients of a blind query wrong.
+    mask = _mask(case.get("mask"), query, blind_query=found.returns_weights)
+    n_sinks = int(found.has_sinks and isinstance(getattr(module, "sinks", None), Tensor))
+    with MaskedDropout(columns_before=n_sinks):
+        output, weights = function(module, query, key, value, mask, **options)
+    generator = torch.Generator().manual_seed(1)
+    results = {"output": output} if weights is None else {"output": output, "weights": weights}
+    loss = sum(
+        (y * torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype)).sum()
+        for y in results.values()
+    )
+    leaves |= {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    named = zip(leaves, gradients, strict=True)
+    return [(name, y.detach()) for name, y in results.items()] + [(f"gradient of {name}", g) for name, g in named]

@@ -1,0 +1,420 @@
+"""Attention of transformers' models, fused: what each model's own eager path computes, outputs and every gradient."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import onetrip
+import pytest
+import torch
+from onetrip import ops
+from onetrip.patching import patch_model, unpatch_model, verify_attention
+from tolerances import assert_like_torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+HIDDEN, HEADS, VOCABULARY = 32, 4, 61
+COMMON = {
+    "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48,
+    "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+DECODER = {**COMMON, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+PATTERN = "attention_softmax"
+
+
+def ids(seed: int = 0, n: int = 7) -> Tensor:
+    return torch.randint(3, VOCABULARY, (2, n), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(side: str) -> dict[str, Tensor]:
+    mask = torch.ones(2, 7, dtype=torch.int64)
+    mask[1, slice(5, None) if side == "right" else slice(2)] = 0
+    return {"input_ids": ids(), "attention_mask": mask, "labels": ids(seed=1)}
+
+
+def right() -> dict[str, Tensor]:
+    return padded("right")
+
+
+def left() -> dict[str, Tensor]:
+    return padded("left")
+
+
+def speech() -> dict[str, Tensor]:
+    features = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
+    return {"input_features": features, "decoder_input_ids": ids(n=5), "labels": ids(seed=1, n=5)}
+
+
+def image() -> dict[str, Tensor]:
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    return {"pixel_values": pixels, "labels": torch.tensor([0, 1])}
+
+
+@dataclass
+class Case:
+    model: str
+    config: str
+    options: dict[str, Any]
+    inputs: Callable[[], dict[str, Tensor]]
+    n_sites: int = 2
+
+    def build(self, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+        torch.manual_seed(0)
+        options = {"attn_implementation": "eager", **self.options, **options}
+        return getattr(transformers, self.model)(getattr(transformers, self.config)(**options)).to(dtype).eval()
+
+
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+CASES = {
+    "bert": Case("BertForMaskedLM", "BertConfig", COMMON, right),
+    "gpt2": Case(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": 32}
+        | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+        left,
+    ),
+    "t5": Case(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"d_model": HIDDEN, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": HEADS, "vocab_size": VOCABULARY}
+        | {"pad_token_id": 0, "decoder_start_token_id": 0},
+        right,
+        n_sites=6,
+    ),
+    "llama": Case("LlamaForCausalLM", "LlamaConfig", DECODER, left),
+    "gemma2": Case("Gemma2ForCausalLM", "Gemma2Config", DECODER | {"attn_logit_softcapping": 0.05}, left),
+    "gpt_oss": Case(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        DECODER | {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4}
+        | {"experts_implementation": "eager"},
+        left,
+    ),
+    "whisper": Case(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {"d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS}
+        | {"decoder_attention_heads": HEADS, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8}
+        | {"vocab_size": VOCABULARY, "max_source_positions": 8, "max_target_positions": 16}
+        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+        | {"suppress_tokens": None, "begin_suppress_tokens": None},
+        speech,
+        n_sites=6,
+    ),
+    "vit": Case(
+        "ViTForImageClassification", "ViTConfig", COMMON | {"image_size": 16, "patch_size": 8}, image
+    ),
+}  # fmt: skip
+GENERATING = ("gpt2", "t5", "llama", "gemma2", "gpt_oss", "whisper")
+
+
+@pytest.fixture(autouse=True)
+def _float64_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of float64 models with float32's lowest number: their own is -inf to eager functions that compute the
+    softmax in float32, and a row of nothing else NaN."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+
+    def mask(*args: Any, dtype: torch.dtype, **options: Any) -> Tensor:
+        made = eager_mask(*args, dtype=torch.float32 if dtype == torch.float64 else dtype, **options)
+        return made if made is None else made.to(dtype)
+
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "eager", mask)
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+def attention_sites(report: Any) -> list[str]:
+    return [site.name for site in report.patched if site.pattern == PATTERN]
+
+
+def outcome(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Logits and every gradient."""
+    dtype = next(model.parameters()).dtype
+    model.zero_grad(set_to_none=True)
+    output = model(**{name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()})
+    output.loss.backward()
+    return {"logits": output.logits.detach()} | {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_outputs_and_gradients_are_the_eager_path_s(case: Case, dtype: torch.dtype) -> None:
+    model = case.build(dtype)
+    exact = outcome(copy.deepcopy(model).double(), case.inputs())
+    eager = outcome(model, case.inputs())
+    report = patch_model(model, patterns=[PATTERN])
+    assert len(attention_sites(report)) == case.n_sites and not report.skipped
+    ours = outcome(model, case.inputs())
+    assert set(report.calls().values()) == {(1, 0)}
+    assert ours.keys() == eager.keys()
+    for name, tensor in ours.items():
+        if exact[name].any():
+            assert_like_torch(tensor, eager[name], exact[name], terms=64)
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_generation_with_a_cache_gives_the_same_tokens(name: str) -> None:
+    case = CASES[name]
+    model, inputs = case.build(), case.inputs()
+    given = {key: value for key, value in inputs.items() if key not in ("labels", "decoder_input_ids")}
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    expected = model.generate(**given, **options)
+    report = patch_model(model, patterns=[PATTERN])
+    assert torch.equal(model.generate(**given, **options), expected)
+    assert all(fused > 0 and fallen_back == 0 for fused, fallen_back in report.calls().values())
+
+
+def saved_bytes(model: nn.Module, inputs: dict[str, Tensor], size: int) -> int:
+    """Bytes that forward keeps for backward in tensors of at least `size` elements, each storage once."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.numel() >= size and not isinstance(tensor, nn.Parameter):
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(**inputs)
+    assert output.logits.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_at_most_half_of_the_bytes_that_eager_saves(name: str, dtype: torch.dtype) -> None:
+    n = 64
+    p = {"attention_probs_dropout_prob": 0.1} if name == "bert" else {"attention_dropout": 0.1}
+    model = CASES[name].build(dtype, **p).train()
+    inputs = {"input_ids": ids(n=n)}
+    eager = saved_bytes(model, inputs, size=2 * HEADS * n * n)
+    patch_model(model, patterns=[PATTERN])
+    ours = saved_bytes(model, inputs, size=2 * HEADS * n * n)
+    assert ours == 2 * (2 * HEADS * n * n) * dtype.itemsize  # the probabilities of two layers and nothing else
+    assert 0 < ours <= eager / 2
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5", "gpt_oss"])
+def test_output_attentions_are_eager_s_and_can_be_differentiated(name: str) -> None:
+    case = CASES[name]
+    model = case.build()
+    inputs = {key: value for key, value in case.inputs().items() if key != "labels"}
+    if name == "t5":
+        inputs["decoder_input_ids"] = ids(seed=1)
+
+    def weights() -> tuple[list[Tensor], list[Tensor | None]]:
+        output = model(**inputs, output_attentions=True)
+        found = [w for key in ("attentions", "decoder_attentions", "cross_attentions") for w in output.get(key) or ()]
+        model.zero_grad(set_to_none=True)
+        sum((w * w).sum() for w in found).backward()
+        return [w.detach() for w in found], [p.grad for p in model.parameters()]
+
+    expected, expected_gradients = weights()
+    patch_model(model, patterns=[PATTERN])
+    actual, gradients = weights()
+    assert len(actual) == len(expected) >= 2
+    torch.testing.assert_close(actual, expected)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_sdpa_is_left_alone_unless_asked_for() -> None:
+    model = CASES["bert"].build(attn_implementation="sdpa")
+    inputs = right()
+    expected = outcome(model, inputs)
+    report = patch_model(model)
+    assert not attention_sites(report)
+    assert [site.reason for site in report.skipped] == ["sdpa_in_use"] * 2
+    unpatch_model(model)
+    report = patch_model(model, patterns=[PATTERN])
+    assert len(attention_sites(report)) == 2 and model.config._attn_implementation == "sdpa"
+    for name, tensor in outcome(model, inputs).items():
+        torch.testing.assert_close(tensor, expected[name])
+    assert set(report.calls().values()) == {(1, 0)}
+
+
+def test_asked_for_in_place_of_causal_sdpa_without_a_mask() -> None:
+    model = CASES["llama"].build(attn_implementation="sdpa")
+    inputs = {"input_ids": ids(), "labels": ids()}
+    expected, generated = outcome(model, inputs), model.generate(ids(), max_new_tokens=6, do_sample=False)
+    report = patch_model(model, patterns=[PATTERN])
+    for name, tensor in outcome(model, inputs).items():
+        torch.testing.assert_close(tensor, expected[name])
+    assert torch.equal(model.generate(ids(), max_new_tokens=6, do_sample=False), generated)
+    assert all(fused > 1 and fallen_back == 0 for fused, fallen_back in report.calls().values())
+
+
+def test_other_implementations_are_named() -> None:
+    model = CASES["llama"].build()
+    model.config._attn_implementation = "flex_attention"
+    assert {site.reason for site in patch_model(model, patterns=[PATTERN]).skipped} == {"other_attention_in_use"}
+
+
+def test_config_and_other_models_of_it_stay_as_they_were() -> None:
+    model = CASES["gpt2"].build()
+    other = type(model)(model.config).eval()
+    before, config = outcome(other, left()), copy.deepcopy(model.config.to_dict())
+    patch_model(model)
+    assert model.config.to_dict() == config and model.config._attn_implementation == "eager"
+    model.config.output_attentions = True  # which transformers allows to eager alone
+    model.config.output_attentions = False
+    assert all(torch.equal(tensor, before[name]) for name, tensor in outcome(other, left()).items())
+    classes = [type(module) for module in other.modules()]
+    assert [type(module) for module in unpatch_model(model).modules()] == classes
+
+
+def test_a_branch_on_the_name_eager_is_still_taken() -> None:
+    """GPT-2's upcast attention asks for the implementation by name, and calls no function of the interface."""
+    options = {"reorder_and_upcast_attn": True, "scale_attn_by_inverse_layer_idx": True}
+    model = CASES["gpt2"].build(**options)
+    expected = outcome(model, left())
+    report = patch_model(model, patterns=[PATTERN])
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in outcome(model, left()).items())
+    assert set(report.calls().values()) == {(0, 0)}
+
+
+def test_what_changes_the_implementation_later_is_obeyed() -> None:
+    model = CASES["bert"].build()
+    report = patch_model(model, patterns=[PATTERN])
+    model.set_attn_implementation("sdpa")
+    expected = outcome(CASES["bert"].build(attn_implementation="sdpa"), right())
+    for name, tensor in outcome(model, right()).items():
+        assert torch.equal(tensor, expected[name])
+    assert set(report.calls().values()) == {(0, 1)}
+
+
+def test_excluded_sites_stay_eager() -> None:
+    model = CASES["bert"].build()
+    report = patch_model(model, patterns=[PATTERN], exclude=["bert.encoder.layer.0"])
+    assert attention_sites(report) == ["bert.encoder.layer.1.attention.self"]
+    assert [site.reason for site in report.skipped] == ["excluded"]
+
+
+def test_copies_are_patched_and_pickles_are_not() -> None:
+    model = CASES["bert"].build()
+    expected = outcome(model, right())
+    patch_model(model)
+    twin = copy.deepcopy(model)
+    assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
+    torch.testing.assert_close(outcome(twin, right()), expected)
+    restored = pickle.loads(pickle.dumps(model))
+    assert not any(hasattr(type(module), "_onetrip_original") for module in restored.modules())
+
+
+def test_checkpointing_recomputes_the_same_dropout() -> None:
+    model = CASES["bert"].build().train()
+    patch_model(model)
+
+    def gradients() -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        return outcome(model, right())
+
+    plain = gradients()
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        again = gradients()
+        assert all(torch.equal(tensor, plain[name]) for name, tensor in again.items())
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "llama", "gemma2"])
+def test_autocast_gives_eager_s_dtypes(name: str) -> None:
+    case = CASES[name]
+    model = case.build()
+    inputs = case.inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = outcome(model, inputs)
+        patch_model(model, patterns=[PATTERN])
+        actual = outcome(model, inputs)
+    for key, tensor in actual.items():
+        assert tensor.dtype == expected[key].dtype
+        torch.testing.assert_close(tensor, expected[key], rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "llama", "gemma2"])
+def test_compiles_without_a_graph_break(name: str) -> None:
+    case = CASES[name]
+    model, inputs = case.build(), case.inputs()
+    patch_model(model, patterns=[PATTERN])
+    expected = outcome(model, inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    output = compiled(**inputs)
+    model.zero_grad(set_to_none=True)
+    output.loss.backward()
+    torch.testing.assert_close(output.logits.detach(), expected["logits"])
+    for key, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, expected[key])
+
+
+def test_registered_by_name_with_eager_s_masks() -> None:
+    onetrip.register_attention()
+    for name in ("bert", "llama", "t5"):
+        case = CASES[name]
+        expected = outcome(case.build(), case.inputs())
+        model = case.build(attn_implementation="onetrip")
+        torch.testing.assert_close(outcome(model, case.inputs()), expected)
+        assert {site.reason for site in patch_model(model, patterns=[PATTERN]).skipped} == {"kernelized_already"}
+
+
+def test_by_name_refuses_what_no_eager_function_takes() -> None:
+    onetrip.register_attention()
+    module = CASES["llama"].build(attn_implementation="onetrip").model.layers[0].self_attn
+    x = torch.randn(1, 2, 3, 8)
+    with pytest.raises(ValueError, match="indices"):
+        transformers.AttentionInterface()["onetrip"](module, x, x, x, None, scaling=1.0, indices=x)
+    with pytest.raises(ValueError, match="no eager attention function"):
+        transformers.AttentionInterface()["onetrip"](nn.Linear(2, 2), x, x, x, None)
+
+
+def squared_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):  # type: ignore[no-untyped-def]
+    """An eager function that no pattern fits: its weights are squared."""
+    attn_weights = torch.matmul(query, key.transpose(2, 3)) * scaling
+    attn_weights = nn.functional.softmax(attn_weights, dim=-1) ** 2
+    return torch.matmul(attn_weights, value).transpose(1, 2).contiguous(), attn_weights
+
+
+def test_an_unknown_eager_function_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.bert import modeling_bert
+
+    monkeypatch.setattr(modeling_bert, "eager_attention_forward", squared_attention)
+    report = patch_model(CASES["bert"].build(), patterns=[PATTERN])
+    assert not report.patched and {site.reason for site in report.skipped} == {"unknown_forward"}
+    assert all("squared_attention" in site.detail for site in report.skipped)
+
+
+def wrong_attention(*args: Any, **options: Any) -> Any:
+    output, weights = ops.attention.attention(*args, **options)
+    return output * 1.01, weights
+
+
+def test_a_fused_function_that_computes_something_else_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_attention, "attention", wrong_attention)
+    report = patch_model(CASES["bert"].build(), patterns=[PATTERN])
+    assert not report.patched and {site.reason for site in report.skipped} == {"verify_failed"}
+
+
+def test_modules_on_meta_are_compared_at_their_first_call() -> None:
+    with torch.device("meta"):
+        model = CASES["bert"].build()
+    report = patch_model(model, patterns=[PATTERN])
+    assert [site.detail for site in report.patched] == ["verified at the first call"] * 2
+    filled = CASES["bert"].build()
+    model.to_empty(device="cpu").tie_weights()
+    model.load_state_dict(filled.state_dict())
+    for name, buffer in filled.named_buffers():
+        model.get_buffer(name).copy_(buffer)
+    torch.testing.assert_close(outcome(model, right()), outcome(filled, right()))
+    assert set(report.calls().values()) == {(1, 0)}

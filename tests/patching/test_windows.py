@@ -1,0 +1,222 @@
+"""Softmaxes that no attention interface reaches: models whose forward computes one itself, fused and compared."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from onetrip.patching import patch_model, windows
+from onetrip.patching.windows import read_windows
+from tolerances import assert_like_torch
+from torch import Tensor, nn
+
+PATTERN = "attention_softmax"
+HIDDEN, HEADS, VOCABULARY = 32, 4, 61
+COMMON = {
+    "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48,
+    "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@dataclass
+class Case:
+    model: str
+    config: str
+    options: dict[str, Any]
+
+    def build(self, dtype: torch.dtype) -> nn.Module:
+        transformers = pytest.importorskip("transformers")
+        torch.manual_seed(0)
+        config = getattr(transformers, self.config)(attn_implementation="eager", **self.options)
+        return getattr(transformers, self.model)(config).to(dtype).eval()
+
+
+LAYERS = {"n_layer": 2, "n_head": HEADS, "hidden_size": HIDDEN, "vocab_size": VOCABULARY}
+CASES = {
+    "deberta": Case("DebertaForMaskedLM", "DebertaConfig", COMMON | {"relative_attention": True}),
+    "deberta_v2": Case("DebertaV2ForMaskedLM", "DebertaV2Config", COMMON | {"relative_attention": True}),
+    "bloom": Case("BloomForCausalLM", "BloomConfig", LAYERS),
+    "falcon": Case("FalconForCausalLM", "FalconConfig", COMMON),
+    "falcon-alibi": Case("FalconForCausalLM", "FalconConfig", COMMON | {"alibi": True}),
+    "mpnet": Case("MPNetForMaskedLM", "MPNetConfig", COMMON),
+    "roformer": Case("RoFormerForMaskedLM", "RoFormerConfig", COMMON | {"embedding_size": HIDDEN}),
+    "mpt": Case(
+        "MptForCausalLM", "MptConfig", {"d_model": HIDDEN, "n_heads": HEADS, "n_layers": 2, "vocab_size": VOCABULARY}
+    ),
+    "xlm": Case("XLMWithLMHeadModel", "XLMConfig", {"emb_dim": HIDDEN, "n_layers": 2, "n_heads": HEADS, "n_words": 61}),
+}
+
+
+def inputs() -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 7, dtype=torch.int64)
+    mask[1, 5:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
+def outcome(model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    output = model(**inputs())
+    output.loss.backward()
+    return {"logits": output.logits.detach()} | {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_are_the_model_s(name: str, dtype: torch.dtype) -> None:
+    model = CASES[name].build(dtype)
+    exact, expected = outcome(copy.deepcopy(model).double()), outcome(model)
+    report = patch_model(model, patterns=[PATTERN])
+    assert len(report.patched) == 2
+    actual = outcome(model)
+    for key, tensor in actual.items():
+        if exact[key].any():
+            assert_like_torch(tensor, expected[key], exact[key], terms=64)
+    assert set(report.calls().values()) == {(1, 0)}
+
+
+class Attention(nn.Module):
+    """Scores in, dropped-out weights out, as models write it."""
+
+    def __init__(self, p: float = 0.25) -> None:
+        super().__init__()
+        self.size = 8
+        self.dropout = nn.Dropout(p)
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, scores, attention_mask=None):  # type: ignore[no-untyped-def]
+        scores = scores * self.weight
+        scores = scores / math.sqrt(self.size)
+        if attention_mask is not None:
+            scores = scores + attention_mask
+        weights = nn.functional.softmax(scores, dim=-1)
+        weights = self.dropout(weights)
+        return weights
+
+
+class Undropped(Attention):
+    def forward(self, scores, attention_mask=None):  # type: ignore[no-untyped-def]
+        weights = torch.softmax(scores * self.weight + attention_mask, dim=-1)
+        dropped = self.dropout(weights)
+        return dropped, weights
+
+
+class ScoresReadLater(Attention):
+    def forward(self, scores, attention_mask=None):  # type: ignore[no-untyped-def]
+        scores = scores + attention_mask
+        weights = nn.functional.softmax(scores, dim=-1)
+        weights = self.dropout(weights)
+        return weights * self.weight, scores
+
+
+class OtherDimension(Attention):
+    def forward(self, scores, attention_mask=None):  # type: ignore[no-untyped-def]
+        weights = nn.functional.softmax(scores + attention_mask, dim=1)
+        return self.dropout(weights)
+
+
+class InALoop(Attention):
+    def forward(self, scores, attention_mask=None):  # type: ignore[no-untyped-def]
+        for _ in range(2):
+            weights = nn.functional.softmax(scores + attention_mask, dim=-1)
+            scores = self.dropout(weights)
+        return scores
+
+
+@pytest.fixture
+def scores() -> Tensor:
+    return torch.randn(2, 2, 3, 5, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def mask() -> Tensor:
+    return torch.zeros(2, 1, 1, 5).index_fill(3, torch.tensor([4]), torch.finfo(torch.float32).min)
+
+
+def test_scale_and_mask_go_into_the_call() -> None:
+    (window,) = (found for _, _, found in read_windows(Attention).found)  # type: ignore[union-attr]
+    assert window.scale == "1.0 / (math.sqrt(self.size))"
+    assert window.mask == "attention_mask if attention_mask is not None else None"
+    assert len(window.statements.splitlines()) == 5
+
+
+def test_dropout_follows_the_module_and_its_seed(scores: Tensor, mask: Tensor) -> None:
+    module = Attention()
+    report = patch_model(module, patterns=[PATTERN])
+    assert report.calls() == {"": (0, 0)}
+    torch.manual_seed(1)
+    first = module(scores, mask)
+    torch.manual_seed(1)
+    assert torch.equal(module(scores, mask), first) and (first == 0).any()
+    plain = Attention().eval()
+    torch.testing.assert_close(module.eval()(scores, mask), plain(scores, mask))
+    torch.testing.assert_close(module(scores), plain(scores))
+
+
+def test_probabilities_read_before_dropout_are_fused_only_without_it(scores: Tensor, mask: Tensor) -> None:
+    module = Undropped()
+    report = patch_model(module, patterns=[PATTERN])
+    expected = Undropped().eval()(scores, mask)
+    torch.testing.assert_close(module.eval()(scores, mask), expected)
+    assert report.calls() == {"": (1, 0)}
+    dropped, weights = module.train()(scores, mask)
+    torch.testing.assert_close(weights, expected[1])
+    assert (dropped == 0).sum() > (weights == 0).sum()
+    assert report.calls() == {"": (1, 1)}
+
+
+def test_scores_that_are_read_later_keep_their_mask(scores: Tensor, mask: Tensor) -> None:
+    (window,) = (found for _, _, found in read_windows(ScoresReadLater).found)  # type: ignore[union-attr]
+    assert window.mask == "None"
+    module = ScoresReadLater(0.0)
+    assert patch_model(module, patterns=[PATTERN]).patched
+    torch.testing.assert_close(module(scores, mask), ScoresReadLater(0.0)(scores, mask))
+
+
+@pytest.mark.parametrize("cls", [OtherDimension, InALoop])
+def test_what_is_no_window_is_reported(cls: type[Attention]) -> None:
+    report = patch_model(cls(), patterns=[PATTERN])
+    assert not report.patched and [site.reason for site in report.skipped] == ["unknown_forward"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["bool mask", "mask of more dimensions", "mask of more rows", "float64", "inplace", "hooked"]
+)
+def test_what_does_not_fit_runs_as_it_was_written(kind: str, scores: Tensor, mask: Tensor) -> None:
+    module, plain = Attention(0.0), Attention(0.0)
+    report = patch_model(module, patterns=[PATTERN])
+    if kind == "bool mask":
+        mask = mask == 0
+    elif kind == "mask of more rows":
+        scores = scores[:1]
+    elif kind == "mask of more dimensions":
+        mask = mask.expand(4, 2, 2, 1, 5)
+    elif kind == "float64":
+        module, plain, scores, mask = module.double(), plain.double(), scores.double(), mask.double()
+    elif kind == "inplace":
+        module.dropout.inplace = True
+    else:
+        module.dropout.register_forward_hook(lambda module, args, output: output)
+    assert torch.equal(module(scores, mask), plain(scores, mask))
+    assert report.calls() == {"": (0, 1)}
+
+
+def test_a_window_that_computes_something_else_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "window_softmax", lambda scores, mask, **_: torch.softmax(scores, dim=-1))
+    report = patch_model(Attention(), patterns=[PATTERN])
+    assert not report.patched and {site.reason for site in report.skipped} == {"verify_failed"}
+
+
+def test_compiles_without_a_graph_break(scores: Tensor, mask: Tensor) -> None:
+    module = Attention(0.0)
+    expected = module(scores, mask)
+    patch_model(module, patterns=[PATTERN])
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(scores, mask), expected)
