@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,15 +68,25 @@ def missing_tool() -> str | None:
 
 
 def build(pairs: Iterable[Pair], csrc: Path = ROOT / "csrc", sanitize: bool = True) -> Path:
-    """Compiles the driver for these pairs of dtypes; kept under build/ by the hash of its sources. Returns its path."""
+    """Compiles the driver of row_norm for these pairs of dtypes. Returns its path."""
+    listed = " ".join(f"F({CUDA_TYPES[x]}, {CUDA_TYPES[z]})" for x, z in pairs)
+    return _build("row_norm", f"-DONETRIP_ROW_NORM_PAIRS(F)={listed}", csrc, sanitize)
+
+
+def build_softmax(dtypes: Iterable[torch.dtype], csrc: Path = ROOT / "csrc", sanitize: bool = True) -> Path:
+    """Compiles the driver of softmax for these dtypes. Returns its path."""
+    listed = " ".join(f"F({CUDA_TYPES[dtype]})" for dtype in dtypes)
+    return _build("softmax", f"-DONETRIP_SOFTMAX_TYPES(F)={listed}", csrc, sanitize)
+
+
+def _build(family: str, types: str, csrc: Path, sanitize: bool) -> Path:
+    """The driver is kept under build/ by the hash of its sources."""
     folders = cuda_includes()
     assert folders is not None
-    listed = " ".join(f"F({CUDA_TYPES[x]}, {CUDA_TYPES[z]})" for x, z in pairs)
-    flags = ["-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-DONETRIP_CUDASIM"]
-    flags += [f"-DONETRIP_ROW_NORM_PAIRS(F)={listed}"]
+    flags = ["-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-DONETRIP_CUDASIM", types]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     flags += ["-O1", "-g1", *sanitizers] if sanitize else ["-O0"]
-    sources = [csrc / "cuda" / "row_norm.cu", SIMULATOR / "cudasim.cpp", SIMULATOR / "driver.cpp"]
+    sources = [csrc / "cuda" / f"{family}.cu", SIMULATOR / "cudasim.cpp", SIMULATOR / f"{family}_driver.cpp"]
     digest = hashlib.sha256("\0".join([*flags, *map(str, folders)]).encode())
     for path in sorted([*csrc.rglob("*.h"), *csrc.rglob("*.cu*"), *SIMULATOR.glob("*.cpp"), *SIMULATOR.glob("*.h")]):
         digest.update(path.name.encode() + path.read_bytes())
@@ -92,6 +103,26 @@ def build(pairs: Iterable[Pair], csrc: Path = ROOT / "csrc", sanitize: bool = Tr
         raise RuntimeError(f"the simulator does not compile:\n{result.stderr[-4000:]}")
     unfinished.rename(driver)
     return driver
+
+
+class Bug(NamedTuple):
+    """A change to a file of csrc/cuda."""
+
+    file: str
+    right: str
+    wrong: str
+
+
+def sources_with(bug: Bug | None, folder: Path) -> Path:
+    """A copy of csrc in the folder, with the bug put in."""
+    csrc = folder / "csrc"
+    shutil.copytree(ROOT / "csrc", csrc)
+    if bug is not None:
+        path = csrc / "cuda" / bug.file
+        source = path.read_text()
+        assert bug.right in source, f"{bug.file} no longer has {bug.right!r}"
+        path.write_text(source.replace(bug.right, bug.wrong))
+    return csrc
 
 
 def _raw(tensor: Tensor) -> bytes:

@@ -1,5 +1,6 @@
 // The row_norm family on NVIDIA cards: which kernel takes which row, how rows are shared out, and the launches.
 // The kernels are in row_norm_forward.cuh and row_norm_backward.cuh; the contract is launch.h.
+#include "launch.cuh"
 #include "row_norm_backward.cuh"
 #include "row_norm_forward.cuh"
 
@@ -43,12 +44,6 @@ template __global__ void row_norm_partials_kernel<kMaxThreads>(const float*, int
 #else
 
 namespace {
-
-constexpr int64_t kMaxGrid = 0x7FFFFFFF;  // blocks in x, on every card
-
-constexpr int kStaticSharedBytes = 1024;  // more than any kernel's own arrays, of the shared memory a block may have
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 Path choose_path(int64_t n_cols, int block_columns) {
   return n_cols <= kEighthsThreads * kNarrowColumns ? Path::kEighths
@@ -100,46 +95,6 @@ BackwardPartition backward_partition(int64_t n_rows, int64_t n_cols) {
   return {rows_per_block, ceil_div(n_rows, rows_per_block), shape.row_threads, shape.n_groups};
 }
 
-// Whether every tensor of the call can be read and written in whole chunks, at most 16 bytes at a time.
-class VectorAccess {
- public:
-  VectorAccess(int64_t n_cols, int columns) : columns_(columns), possible_(n_cols % columns == 0) {}
-
-  // row_stride in elements; 0 for a parameter.
-  void require(const void* address, DType dtype, int64_t row_stride) {
-    if (address == nullptr) return;
-    const int64_t size = size_of(dtype), unit = columns_ * size < 16 ? columns_ * size : 16;
-    possible_ = possible_ && reinterpret_cast<uintptr_t>(address) % unit == 0 && row_stride * size % unit == 0;
-  }
-  bool possible() const { return possible_; }
-
- private:
-  int64_t columns_;
-  bool possible_;
-};
-
-// Makes a device current, and the earlier one again at the end: the static runtime has a current device of its own.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) : status_(cudaGetDevice(&previous_)) {
-    if (status_ == cudaSuccess && previous_ != device) {
-      status_ = cudaSetDevice(device);
-      restore_ = status_ == cudaSuccess;
-    }
-  }
-  ~DeviceGuard() {
-    if (restore_) cudaSetDevice(previous_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-  cudaError_t status() const { return status_; }
-
- private:
-  int previous_ = 0;
-  bool restore_ = false;
-  cudaError_t status_;
-};
-
 template <typename X, typename Z, bool kVectorAccess>
 cudaError_t launch_forward_kernel(const RowNormForward& args, cudaStream_t stream) {
   auto kernel = row_norm_forward_wide_kernel<X, Z, kVectorAccess>;
@@ -160,10 +115,7 @@ cudaError_t launch_forward_kernel(const RowNormForward& args, cudaStream_t strea
     case Path::kWide:
       break;
   }
-  const int64_t n_blocks = ceil_div(args.n_rows, rows_per_block);
-  const int64_t grid_y = ceil_div(n_blocks, kMaxGrid);
-  const dim3 grid(static_cast<unsigned>(ceil_div(n_blocks, grid_y)), static_cast<unsigned>(grid_y));
-  return ONETRIP_LAUNCH(kernel, grid, dim3(threads), 0, stream, args);
+  return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, rows_per_block), dim3(threads), 0, stream, args);
 }
 
 template <typename X, typename Z>

@@ -5,6 +5,7 @@
 // Moves n_cols * (x + residual + z + y) bytes a row, each once, up to 4096 chunks a row; beyond that inputs (or z,
 // where it is stored) are read a second time. Parameters come from the caches.
 #pragma once
+#include "launch.cuh"
 #include "row_norm_common.cuh"
 
 namespace onetrip {
@@ -101,11 +102,6 @@ __device__ __forceinline__ void finish_chunk(const Chunk<Z, kColumns>& z, const 
     for (int i = 0; i < kColumns; ++i) value[i] += norm_bias[i];
   }
   store_values(args.y, args.y_dtype, index, value, vector_access, valid);
-}
-
-// Blocks are counted over the grid's x and y: a grid's x alone ends at 2^31 - 1.
-__device__ __forceinline__ int64_t first_row_of_block(int rows_per_block) {
-  return (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * rows_per_block;
 }
 
 __device__ __forceinline__ void store_statistics(const RowNormForward& args, int64_t row, float mean, float rstd) {

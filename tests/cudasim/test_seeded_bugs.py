@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
-from cudasim_harness import ROOT, SimulatorFailure, build, missing_tool, run
+from cudasim_harness import Bug, SimulatorFailure, build, missing_tool, run, sources_with
 from cudasim_row_norm import Call, check_backward, check_forward
 
 pytestmark = pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))
 
 PAIR = (torch.bfloat16, torch.float32)
-
-
-class Bug(NamedTuple):
-    file: str
-    right: str
-    wrong: str
 
 
 BUGS = {
@@ -30,15 +22,15 @@ BUGS = {
     "sum_leaves_out_half_a_warp": Bug("reduce.cuh", "lane_mask = kThreads / 2;", "lane_mask = kThreads / 4;"),
     "one_column_too_many": Bug("vec.cuh", "const Col left = n_cols - col;", "const Col left = n_cols - col + 1;"),
     "halves_of_a_word_exchanged": Bug("vec.cuh", "<< (i % 2 * 16)", "<< ((i + 1) % 2 * 16)"),
-    "philox_lane_off_by_one": Bug("row_norm_common.cuh", "first % 4)", "(first + 1) % 4)"),
-    "philox_group_missing": Bug("row_norm_common.cuh", "(shift != 0 ? 1 : 0)", "0"),
+    "philox_lane_off_by_one": Bug("dropout.cuh", "first % 4)", "(first + 1) % 4)"),
+    "philox_group_missing": Bug("dropout.cuh", "(shift != 0 ? 1 : 0)", "0"),
     "variance_counts_padding": Bug(
         "row_norm_forward.cuh", "inside(i, valid, kVectorAccess) ? value[i] - mean : 0.0f", "value[i] - mean"
     ),
     "mean_and_rstd_exchanged": Bug(
         "row_norm_forward.cuh", "store_statistics(args, row, mean, rstd);", "store_statistics(args, row, rstd, mean);"
     ),
-    "last_rows_dropped": Bug("row_norm.cu", "ceil_div(args.n_rows, rows_per_block);", "args.n_rows / rows_per_block;"),
+    "last_rows_dropped": Bug("launch.cuh", "ceil_div(n_rows, rows_per_block)", "(n_rows / rows_per_block)"),
     "groups_added_without_barrier": Bug(
         "row_norm_backward.cuh",
         "buffer = sums.publish();\n    __syncthreads();",
@@ -71,14 +63,7 @@ def mutants(tmp_path_factory) -> Iterator[dict[str, Future[Path]]]:
     pool = ThreadPoolExecutor(max_workers=2)
 
     def compile_with(name: str, bug: Bug | None) -> Path:
-        csrc = tmp_path_factory.mktemp(name) / "csrc"
-        shutil.copytree(ROOT / "csrc", csrc)
-        if bug is not None:
-            path = csrc / "cuda" / bug.file
-            source = path.read_text()
-            assert bug.right in source, f"{name}: {bug.file} no longer has {bug.right!r}"
-            path.write_text(source.replace(bug.right, bug.wrong))
-        return build([PAIR], csrc, sanitize=False)
+        return build([PAIR], sources_with(bug, tmp_path_factory.mktemp(name)), sanitize=False)
 
     yield {name: pool.submit(compile_with, name, bug) for name, bug in {"none": None, **BUGS}.items()}
     pool.shutdown(cancel_futures=True)

@@ -1,14 +1,16 @@
-// Runs row_norm launchers on the simulator: cases come as text on stdin, tensors as raw bytes in files.
+// Runs launchers on the simulator: cases come as text on stdin, tensors as raw bytes in files. Each family of operators
+// has a file of its own that includes this one and defines launch().
 //
 //   driver INPUT OUTPUT
 //   case forward|backward        begins a case
-//   number NAME VALUE            a field of RowNormForward / RowNormBackward (dropout.seed etc. for nested ones)
+//   number NAME VALUE            a field of the launcher's struct (dropout.seed etc. for nested ones)
 //   input NAME BYTES SHIFT       a tensor of so many bytes, next in INPUT, placed SHIFT bytes past a 64-byte boundary
 //   output NAME BYTES SHIFT      a tensor to be written; filled with NaN before, appended to OUTPUT afterwards
 //   run ORDER...                 runs the case under each order of threads
 //
 // Every tensor is an allocation of its own, so that AddressSanitizer sees each access past either end. Inputs must be
 // unchanged afterwards, and outputs the same bits under every order. The launcher's code is printed, one line a case.
+#pragma once
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -81,48 +83,7 @@ onetrip::Dropout dropout_of(const Case& c) {
           reinterpret_cast<const int64_t*>(c.tensor("dropout.state"))};
 }
 
-int run_forward(const Case& c) {
-  onetrip::RowNormForward args{};
-  args.n_rows = c.integer("n_rows"), args.n_cols = c.integer("n_cols");
-  args.x = c.tensor("x"), args.residual = c.tensor("residual"), args.bias = c.tensor("bias");
-  args.weight = c.tensor("weight"), args.norm_bias = c.tensor("norm_bias");
-  args.y = c.tensor("y"), args.z = c.tensor("z");
-  args.mean = reinterpret_cast<float*>(c.tensor("mean")), args.rstd = reinterpret_cast<float*>(c.tensor("rstd"));
-  args.x_row_stride = c.integer("x_row_stride"), args.residual_row_stride = c.integer("residual_row_stride");
-  args.x_dtype = c.dtype("x_dtype"), args.residual_dtype = c.dtype("residual_dtype"),
-  args.bias_dtype = c.dtype("bias_dtype");
-  args.weight_dtype = c.dtype("weight_dtype"), args.norm_bias_dtype = c.dtype("norm_bias_dtype");
-  args.z_dtype = c.dtype("z_dtype"), args.n_dtype = c.dtype("n_dtype"), args.y_dtype = c.dtype("y_dtype");
-  args.norm = static_cast<onetrip::Norm>(c.integer("norm"));
-  args.center_z = c.integer("center_z") != 0;
-  args.eps = c.number("eps"), args.weight_offset = c.number("weight_offset");
-  args.dropout = dropout_of(c);
-  return onetrip::row_norm_forward_cuda(args, 0, nullptr);
-}
-
-int run_backward(const Case& c) {
-  onetrip::RowNormBackward args{};
-  args.n_rows = c.integer("n_rows"), args.n_cols = c.integer("n_cols");
-  args.dy = c.tensor("dy"), args.dz = c.tensor("dz"), args.z = c.tensor("z"), args.weight = c.tensor("weight");
-  args.mean = reinterpret_cast<const float*>(c.tensor("mean")),
-  args.rstd = reinterpret_cast<const float*>(c.tensor("rstd"));
-  args.dx = c.tensor("dx"), args.dresidual = c.tensor("dresidual");
-  args.dbias = c.tensor("dbias"), args.dweight = c.tensor("dweight"), args.dnorm_bias = c.tensor("dnorm_bias");
-  args.dy_row_stride = c.integer("dy_row_stride"), args.dz_row_stride = c.integer("dz_row_stride");
-  args.z_row_stride = c.integer("z_row_stride");
-  args.x_dtype = c.dtype("x_dtype"), args.residual_dtype = c.dtype("residual_dtype"),
-  args.bias_dtype = c.dtype("bias_dtype");
-  args.weight_dtype = c.dtype("weight_dtype"), args.norm_bias_dtype = c.dtype("norm_bias_dtype");
-  args.z_dtype = c.dtype("z_dtype"), args.y_dtype = c.dtype("y_dtype");
-  args.norm = static_cast<onetrip::Norm>(c.integer("norm"));
-  args.weight_offset = c.number("weight_offset");
-  args.dropout = dropout_of(c);
-  const int n_wanted = (args.dbias != nullptr) + (args.dweight != nullptr) + (args.dnorm_bias != nullptr);
-  const int64_t n_floats = onetrip::row_norm_workspace_cuda(args.n_rows, args.n_cols, n_wanted);
-  Tensor workspace(static_cast<size_t>(n_floats) * sizeof(float), 0);
-  args.workspace = n_floats != 0 ? reinterpret_cast<float*>(workspace.data()) : nullptr;
-  return onetrip::row_norm_backward_cuda(args, 0, nullptr);
-}
+int launch(const Case& c);  // of the family: returns the launcher's code
 
 [[noreturn]] void fail(const std::string& message) {
   std::cerr << "driver: " << message << "\n";
@@ -137,7 +98,7 @@ std::string run(Case& c, int order, int* code) {
   cudasim::set_order(static_cast<cudasim::Order>(order));
   cudasim::set_shared_limit(c.integers.count("shared_limit") != 0 ? static_cast<int>(c.integer("shared_limit"))
                                                                   : 227 * 1024);
-  *code = c.direction == "forward" ? run_forward(c) : run_backward(c);
+  *code = launch(c);
   for (const auto& [name, tensor] : c.inputs) {
     if (tensor.copy() != before[name]) fail("input " + name + " was modified");
   }

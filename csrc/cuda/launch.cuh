@@ -1,0 +1,68 @@
+// What launchers of every family share: grids of rows, the choice of vector access, the current device.
+#pragma once
+#include "vec.cuh"
+
+namespace onetrip {
+
+// Blocks are counted over the grid's x and y: a grid's x alone ends at 2^31 - 1.
+__device__ __forceinline__ int64_t first_row_of_block(int rows_per_block) {
+  return (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * rows_per_block;
+}
+
+// NVRTC compiles no host code.
+#ifndef __CUDACC_RTC__
+
+constexpr int64_t kMaxGrid = 0x7FFFFFFF;  // blocks in x, on every card
+constexpr int kStaticSharedBytes = 1024;  // more than any kernel's own arrays, of the shared memory a block may have
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline dim3 grid_of_rows(int64_t n_rows, int rows_per_block) {
+  const int64_t n_blocks = ceil_div(n_rows, rows_per_block), grid_y = ceil_div(n_blocks, kMaxGrid);
+  return dim3(static_cast<unsigned>(ceil_div(n_blocks, grid_y)), static_cast<unsigned>(grid_y));
+}
+
+// Whether every tensor of the call can be read and written in whole chunks, at most 16 bytes at a time.
+class VectorAccess {
+ public:
+  VectorAccess(int64_t n_cols, int columns) : columns_(columns), possible_(n_cols % columns == 0) {}
+
+  // row_stride in elements; 0 for a parameter.
+  void require(const void* address, DType dtype, int64_t row_stride) { require(address, size_of(dtype), row_stride); }
+  void require(const void* address, int64_t size, int64_t row_stride) {
+    if (address == nullptr) return;
+    const int64_t unit = columns_ * size < 16 ? columns_ * size : 16;
+    possible_ = possible_ && reinterpret_cast<uintptr_t>(address) % unit == 0 && row_stride * size % unit == 0;
+  }
+  bool possible() const { return possible_; }
+
+ private:
+  int64_t columns_;
+  bool possible_;
+};
+
+// Makes a device current, and the earlier one again at the end: the static runtime has a current device of its own.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) : status_(cudaGetDevice(&previous_)) {
+    if (status_ == cudaSuccess && previous_ != device) {
+      status_ = cudaSetDevice(device);
+      restore_ = status_ == cudaSuccess;
+    }
+  }
+  ~DeviceGuard() {
+    if (restore_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+  cudaError_t status() const { return status_; }
+
+ private:
+  int previous_ = 0;
+  bool restore_ = false;
+  cudaError_t status_;
+};
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace onetrip

@@ -1,0 +1,212 @@
+"""Compiles a family of CUDA kernels ahead of time, and says what its kernels take of a card.
+
+sm_70 is compiled by NVRTC 12.9 (CUDA 13 dropped it), the others by nvcc where there is one, else by NVRTC as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+BUILD = ROOT / "build" / "cuda_budgets"
+
+
+class Multiprocessor(NamedTuple):
+    """Limits of the CUDA C++ Programming Guide's table of compute capabilities."""
+
+    threads: int
+    blocks: int
+    shared_bytes: int
+    reserved_bytes: int
+    """Of shared memory, taken by the system for every block."""
+    registers: int = 65536
+
+    @property
+    def block_bytes(self) -> int:
+        return self.shared_bytes - self.reserved_bytes
+
+
+KIB = 1024
+MULTIPROCESSORS = {
+    70: Multiprocessor(2048, 32, 96 * KIB, 0),
+    75: Multiprocessor(1024, 16, 64 * KIB, 0),
+    80: Multiprocessor(2048, 32, 164 * KIB, KIB),
+    90: Multiprocessor(2048, 32, 228 * KIB, KIB),
+    100: Multiprocessor(2048, 32, 228 * KIB, KIB),
+    120: Multiprocessor(1536, 24, 100 * KIB, KIB),
+}
+ARCHITECTURES = tuple(MULTIPROCESSORS)
+
+
+class Kernel(NamedTuple):
+    name: str
+    registers: int
+    static_bytes: int
+    spilled_bytes: int
+    wide_loads: int
+    wide_stores: int
+
+
+def _package(name: str) -> Path | None:
+    spec = importlib.util.find_spec("nvidia")
+    for root in [] if spec is None else spec.submodule_search_locations or ():
+        if (Path(root) / name).is_dir():
+            return Path(root) / name
+    return None
+
+
+def nvcc_path() -> str | None:
+    for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda"):
+        if home and (Path(home) / "bin" / "nvcc").exists():
+            return str(Path(home) / "bin" / "nvcc")
+    return shutil.which("nvcc")
+
+
+def nvrtc_available() -> bool:
+    return _package("cuda_nvrtc") is not None and importlib.util.find_spec("cuda") is not None
+
+
+def _ptx_by_nvrtc(family: str, arch: int) -> str:
+    from cuda.bindings import nvrtc
+
+    def checked(result: tuple) -> object:
+        assert int(result[0]) == 0, result[0]
+        return result[1] if len(result) > 1 else None
+
+    # NVRTC has no <cstdint> of its own; its built-in types are enough.
+    cstdint = b"""#pragma once
+    typedef unsigned char uint8_t; typedef unsigned short uint16_t;
+    typedef signed int int32_t; typedef unsigned int uint32_t;
+    typedef long long int64_t; typedef unsigned long long uint64_t; typedef unsigned long long uintptr_t;"""
+    source = (CSRC / "cuda" / f"{family}.cu").read_bytes()
+    program = checked(nvrtc.nvrtcCreateProgram(source, family.encode(), 1, [cstdint], [b"cstdint"]))
+    folders = [_package(name) for name in ("cuda_runtime", "cuda_cccl", "cuda_nvcc")]
+    options = [f"-arch=compute_{arch}", "-std=c++17", "-default-device", f"-I{CSRC / 'cuda'}"]
+    options += [f"-I{folder / 'include'}" for folder in folders if folder is not None]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))  # type: ignore[operator]
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert int(status) == 0, log.decode()
+    ptx = b" " * checked(nvrtc.nvrtcGetPTXSize(program))  # type: ignore[operator]
+    nvrtc.nvrtcGetPTX(program, ptx)
+    return ptx.rstrip(b"\0").decode()
+
+
+def _machine_code(cubin: Path) -> str | None:
+    """None without a disassembler that knows the architecture. The one in triton's wheel has left sm_70 behind."""
+    triton = importlib.util.find_spec("triton")
+    places = [shutil.which("nvdisasm")]
+    if triton is not None and triton.origin is not None:
+        places.append(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"))
+    for place in places:
+        if place is not None and Path(place).exists():
+            result = subprocess.run([place, "-c", str(cubin)], capture_output=True, text=True)
+            if result.returncode == 0 and "LDG" in result.stdout:
+                return result.stdout
+    return None
+
+
+def _wide_accesses(ptx: str, machine_code: str | None) -> dict[str, tuple[int, int]]:
+    """128-bit loads from and stores to global memory by kernel: of the machine code, else of the PTX."""
+    if machine_code is not None:
+        bodies = re.findall(r"\.section\s+\.text\.(\w+),(.*?)(?=\.section\s|\Z)", machine_code, re.S)
+        load, store = r"\bLDG\.E\.(?:\w+\.)*?128\b", r"\bSTG\.E\.(?:\w+\.)*?128\b"
+    else:
+        bodies = re.findall(r"\.entry (\w+)\((.*?)(?=\.entry |\Z)", ptx, re.S)
+        load, store = (rf"{op}\.global(?:\.nc)?\.v(?:4\.[ubf]32|2\.[ubf]64)" for op in ("ld", "st"))
+    return {name: (len(re.findall(load, body)), len(re.findall(store, body))) for name, body in bodies}
+
+
+def _compile(family: str, arch: int) -> tuple[dict[str, tuple[int, int]], str]:
+    """(128-bit accesses by kernel, what ptxas -v says) for one architecture."""
+    nvcc = nvcc_path() if arch >= 75 else None
+    folder = BUILD / str(arch)
+    folder.mkdir(parents=True, exist_ok=True)
+    ptx_file = folder / f"{family}.ptx"
+    if nvcc is None:
+        ptx_file.write_text(_ptx_by_nvrtc(family, arch))
+        package = _package("cuda_nvcc")
+        assert package is not None
+        command = [str(package / "bin" / "ptxas"), "-O3", "-v", f"-arch=sm_{arch}", str(ptx_file)]
+    else:
+        command = [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-arch=sm_{arch}", "-Xptxas", "-v", "-cubin"]
+        command += ["--keep", "--keep-dir", str(folder), str(CSRC / "cuda" / f"{family}.cu")]
+    result = subprocess.run([*command, "-o", str(folder / f"{family}.cubin")], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    machine_code = _machine_code(folder / f"{family}.cubin")
+    return _wide_accesses(ptx_file.read_text(), machine_code), result.stderr + result.stdout
+
+
+def _short_name(mangled: str) -> str:
+    """forward_kernel<bf16, f32, 32, fast> from the mangled name."""
+    found = re.search(r"(?:row_norm|softmax)_(\w+?_kernel)I(.*?)EEv", mangled)
+    assert found is not None, mangled
+    types = {"13__nv_bfloat16": "bf16", "6__half": "f16", "f": "f32"}
+    words: list[str] = []
+    for token in re.findall(r"13__nv_bfloat16|6__half|S\d?_|Li\d+|Lb[01]|f", found[2]):
+        if token.startswith("S"):
+            words.append(words[-1])  # the type before, again
+        elif token.startswith("Li"):
+            words.append(token[2:])
+        elif token.startswith("Lb"):
+            words.append("fast" if token == "Lb1" else "any")
+        else:
+            words.append(types[token])
+    return f"{found[1]}<{', '.join(words)}>"
+
+
+def measure(family: str, arch: int) -> list[Kernel]:
+    """The kernels of csrc/cuda/FAMILY.cu, kept under build/ by the hash of the sources."""
+    digest = hashlib.sha256(str((family, arch, nvcc_path())).encode())
+    for path in [Path(__file__), *sorted(CSRC.rglob("*.cu*")), *sorted(CSRC.rglob("*.h"))]:
+        digest.update(path.read_bytes())
+    cache = BUILD / f"{family}-sm_{arch}-{digest.hexdigest()[:16]}.json"
+    if cache.exists():
+        return [Kernel(*fields) for fields in json.loads(cache.read_text())]
+    accesses, said = _compile(family, arch)
+    kernels = []
+    for name, report in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", said, re.S):
+        registers = re.search(r"Used (\d+) registers", report)
+        spills = re.findall(r"(\d+) bytes spill", report)
+        static = re.search(r"(\d+) bytes smem", report)
+        assert registers is not None and spills
+        used = int(registers[1]), 0 if static is None else int(static[1]), sum(map(int, spills))
+        kernels.append(Kernel(_short_name(name), *used, *accesses[name]))
+    BUILD.mkdir(parents=True, exist_ok=True)
+    cache.write_text(json.dumps(kernels))
+    return kernels
+
+
+def skip_unless_compilable(arch: int) -> None:
+    if not nvrtc_available() and (arch == 70 or nvcc_path() is None):
+        pytest.skip("needs nvcc or NVIDIA's pip packages of the [test] extra")
+
+
+def print_table(arch: int, kernels: list[Kernel]) -> None:
+    print(f"\nsm_{arch:<4} {'kernel':46} registers  shared  spilled  128-bit loads  stores")
+    for kernel in sorted(kernels):
+        counts = f"{kernel.registers:9} {kernel.static_bytes:7} {kernel.spilled_bytes:8} {kernel.wide_loads:14}"
+        print(f"        {kernel.name:46} {counts} {kernel.wide_stores:7}")
+
+
+def resident_threads(kernel: Kernel, threads: int, dynamic_bytes: int, multiprocessor: Multiprocessor) -> int:
+    warp_registers = -(-kernel.registers * 32 // 256) * 256
+    shared = kernel.static_bytes + dynamic_bytes + multiprocessor.reserved_bytes
+    blocks = min(
+        multiprocessor.registers // (warp_registers * (threads // 32)),
+        multiprocessor.shared_bytes // max(1, shared),
+        multiprocessor.threads // threads,
+        multiprocessor.blocks,
+    )
+    return blocks * threads
