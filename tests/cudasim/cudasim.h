@@ -94,7 +94,11 @@ T shuffle(unsigned mask, T value, unsigned source_lane) {
 
 namespace onetrip {
 using ::cudasim::named_barrier;
+inline float exp2_flushed(float x) {
+  const float result = std::exp2(x);
+  return result < 1.17549435e-38f ? 0.0f : result;  // a NaN stays
 }
+}  // namespace onetrip
 
 // The line, not the return address, tells barriers apart: compilers duplicate code.
 inline void __syncthreads(int line = __builtin_LINE()) { ::cudasim::block_barrier(line); }
@@ -126,6 +130,10 @@ inline unsigned __float_as_uint(float value) {
   unsigned bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
+}
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(uint64_t{a} * b >> 32); }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }

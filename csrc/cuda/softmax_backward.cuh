@@ -1,0 +1,308 @@
+// Gradients of softmax_forward.cuh. With dP = dropout_backward(dy) and the sign of p saying what was dropped,
+//
+//   g = P * (dP - sum over the row of P * dP);  dscores = scale * g;  dmask = sum of g over the rows that share a row
+//   of the mask.
+//
+// Moves n_cols * (dy + p + dscores) bytes a row, each once, where the row's threads hold it; of wider rows what shared
+// memory cannot keep is read twice. dmask costs 4 bytes a column of the mask where one group of threads takes all the
+// rows that share a row of it, and 8 more for every partial sum otherwise.
+#pragma once
+#include "softmax_common.cuh"
+
+namespace onetrip {
+
+template <typename T>
+struct BackwardChunk {
+  Chunk<T, kChunkColumns> dy, p;
+};
+
+template <typename T, typename Col>
+__device__ __forceinline__ void load_backward(BackwardChunk<T>& chunk, const SoftmaxBackward& args, bool vector_access,
+                                              int64_t row, Col col, Col n_cols) {
+  const int valid = valid_columns<kChunkColumns>(col, n_cols, vector_access);
+  load_chunk(chunk.dy, args.dy, row * args.dy_row_stride + col, vector_access, valid);
+  load_chunk(chunk.p, args.p, row * args.p_row_stride + col, vector_access, valid);
+}
+
+// P and dP of a chunk. Past the row's end both are 0. They are computed twice, before and after the sum over the row,
+// and no product is left to be fused with what follows: the bits are the same.
+template <typename T>
+__device__ __forceinline__ void unpack_backward(const BackwardChunk<T>& chunk, const SoftmaxBackward& args,
+                                                float (&p)[kChunkColumns], float (&dp)[kChunkColumns]) {
+  unpack(chunk.dy, dp);
+  unpack(chunk.p, p);
+  if (!args.has_dropout) return;
+#pragma unroll
+  for (int i = 0; i < kChunkColumns; ++i) {
+    dp[i] = static_cast<int32_t>(__float_as_uint(p[i])) < 0 ? 0.0f : __fmul_rn(dp[i], args.dropout_scale);
+    p[i] = fabsf(p[i]);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ float dot_product(const BackwardChunk<T>& chunk, const SoftmaxBackward& args) {
+  float p[kChunkColumns], dp[kChunkColumns], sum = 0.0f;
+  unpack_backward(chunk, args, p, dp);
+#pragma unroll
+  for (int i = 0; i < kChunkColumns; ++i) sum = fmaf(p[i], dp[i], sum);
+  return sum;
+}
+
+// g of a chunk; writes dscores.
+template <typename T, typename Col>
+__device__ __forceinline__ void finish_chunk(float (&g)[kChunkColumns], const BackwardChunk<T>& chunk,
+                                             const SoftmaxBackward& args, float dot, bool vector_access, int64_t row,
+                                             Col col, Col n_cols) {
+  float p[kChunkColumns];
+  unpack_backward(chunk, args, p, g);
+#pragma unroll
+  for (int i = 0; i < kChunkColumns; ++i) g[i] = __fmul_rn(p[i], g[i] - dot);
+  if (args.dscores == nullptr) return;
+  float dscores[kChunkColumns];
+#pragma unroll
+  for (int i = 0; i < kChunkColumns; ++i) dscores[i] = __fmul_rn(g[i], args.scale);
+  store_rounded<T>(args.dscores, row * args.n_cols + col, dscores, vector_access,
+                   valid_columns<kChunkColumns>(col, n_cols, vector_access));
+}
+
+// Sums over the threads of a row, several times if need be.
+class DotSum {
+ public:
+  __device__ DotSum(const RowThreads& threads, float2* shared)
+      : count_(threads.count), warps_(threads.count, threads.group(), shared) {}
+  __device__ __forceinline__ float operator()(float value) {
+    return count_ > kWarpThreads ? warps_(value) : lanes_sum(value, count_);
+  }
+
+ private:
+  int count_;
+  RowSum<0> warps_;
+};
+
+// The row's threads hold dy and p, as they lie in memory, from the one read to the one write. kChunks 1: lanes of a
+// warp a row. Otherwise: the warp or the block. dmask: only where no rows share a row of the mask.
+template <typename T, int kChunks, bool kFast>
+__global__ void __launch_bounds__(kChunks == 1 ? kRowsThreads : kMaxThreads, kChunks == 1 ? 8 : 1)
+    softmax_backward_kernel(const SoftmaxBackward args, const RowThreads threads) {
+  ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
+  const int count = threads.count, step = count * kChunkColumns;
+  const int first_col = threads.thread() * kChunkColumns;
+  const int rows_per_block = count > kWarpThreads ? 1 : static_cast<int>(blockDim.x) >> threads.log2_lanes;
+  const int64_t row = first_row_of_block(rows_per_block) + threads.group();
+  const int n_cols = row < args.n_rows ? static_cast<int>(args.n_cols) : 0;
+
+  BackwardChunk<T> chunk[kChunks];
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    if (k == 0 || k * step < n_cols) load_backward(chunk[k], args, kFast, row, first_col + k * step, n_cols);
+  }
+  float dot = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    if (k == 0 || k * step < n_cols) dot += dot_product(chunk[k], args);
+  }
+  if constexpr (kChunks == 1) {
+    dot = lanes_sum(dot, count);
+  } else {
+    dot = DotSum(threads, shared)(dot);
+  }
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    if (k == 0 || k * step < n_cols) {
+      const int col = first_col + k * step;
+      float g[kChunkColumns];
+      forget(chunk[k].dy), forget(chunk[k].p);
+      finish_chunk(g, chunk[k], args, dot, kFast, row, col, n_cols);
+      if (args.dmask != nullptr) {
+        store_rounded<float>(args.dmask, row * args.n_cols + col, g, kFast,
+                             valid_columns<kChunkColumns>(col, n_cols, kFast));
+      }
+    }
+  }
+}
+
+// Which rows share a row of the mask, and who adds them up. Neighbouring dimensions along which the mask moves count as
+// one, and so do those along which it is broadcast: of four, at most two of either kind. Rows of the mask are cut into
+// parts, a block each (parts * n_groups lists of rows_per_group rows); the partial sums of more than one part go to
+// the workspace, [n_mask_rows][n_parts][n_cols].
+struct MaskSharing {
+  int64_t n_mask_rows, n_sharing;
+  int64_t moving_inner, moving_steps[2];    // mask row m starts at row (m / inner) * steps[0] + (m % inner) * steps[1]
+  int64_t sharing_inner, sharing_steps[2];  // and the s-th row that shares it lies as far behind, in the same way
+  int64_t n_parts, rows_per_group;
+  int n_groups;
+  bool joined;  // the groups of a block work on one row of the mask; else each on its own
+
+  __device__ __forceinline__ int64_t first_row(int64_t mask_row) const {
+    return mask_row / moving_inner * moving_steps[0] + mask_row % moving_inner * moving_steps[1];
+  }
+};
+
+// Walks over the rows that share a row of the mask.
+class SharingRows {
+ public:
+  __device__ SharingRows(const MaskSharing& sharing, int64_t mask_row, int64_t first)
+      : inner_(first % sharing.sharing_inner),
+        row_(sharing.first_row(mask_row) + first / sharing.sharing_inner * sharing.sharing_steps[0] +
+             inner_ * sharing.sharing_steps[1]) {}
+  __device__ __forceinline__ int64_t row() const { return row_; }
+  __device__ __forceinline__ void next(const MaskSharing& sharing) {
+    row_ += sharing.sharing_steps[1];
+    if (++inner_ < sharing.sharing_inner) return;
+    row_ += sharing.sharing_steps[0] - inner_ * sharing.sharing_steps[1];
+    inner_ = 0;
+  }
+
+ private:
+  int64_t inner_, row_;
+};
+
+__device__ __forceinline__ float* sum_row(const SoftmaxBackward& args, const MaskSharing& sharing, int64_t mask_row,
+                                          int64_t part) {
+  return sharing.n_parts == 1 ? args.dmask + mask_row * args.n_cols
+                              : args.workspace + (mask_row * sharing.n_parts + part) * args.n_cols;
+}
+
+constexpr int kSharedBlock = 256;  // threads a block, where a row takes no more
+
+// A group of threads, a chunk each, takes some of the rows that share a row of the mask, one after another, and keeps
+// the sum of g in registers; the groups of a block are added in order.
+template <typename T, bool kFast>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    softmax_backward_shared_kernel(const SoftmaxBackward args, const RowThreads threads, const MaskSharing sharing) {
+  ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
+  ONETRIP_DYNAMIC_SHARED(float, sums);  // [kChunkColumns][blockDim], where groups are joined
+  const int group = threads.group();
+  int col = threads.thread() * kChunkColumns;  // forgotten in the loop: addresses cost less than registers
+  DotSum row_sum(threads, shared);
+  // In lists of rows: those of one row of the mask follow each other.
+  const int64_t block = first_row_of_block(1), list = block * sharing.n_groups + group;
+  const int64_t lists = sharing.joined ? sharing.n_parts * sharing.n_groups : 1;
+  const int64_t mask_row = list / lists, first = list % lists * sharing.rows_per_group;
+  const int64_t left = mask_row < sharing.n_mask_rows ? sharing.n_sharing - first : 0;
+  SharingRows rows(sharing, mask_row, first);
+
+  float sum[kChunkColumns] = {};
+  for (int i = 0; i < sharing.rows_per_group; ++i, rows.next(sharing)) {
+    // Lanes without a row go through all of it, for the sake of the warp, with a row of no columns.
+    const int n_cols = i < left ? static_cast<int>(args.n_cols) : 0;
+    forget(col);
+    BackwardChunk<T> chunk;
+    load_backward(chunk, args, kFast, rows.row(), col, n_cols);
+    const float dot = row_sum(dot_product(chunk, args));
+    float g[kChunkColumns];
+    finish_chunk(g, chunk, args, dot, kFast, rows.row(), col, n_cols);
+#pragma unroll
+    for (int j = 0; j < kChunkColumns; ++j) sum[j] += g[j];
+  }
+  if (!sharing.joined) {
+    store_rounded<float>(args.dmask, mask_row * args.n_cols + col, sum, kFast,
+                         valid_columns<kChunkColumns>(col, left > 0 ? static_cast<int>(args.n_cols) : 0, kFast));
+    return;
+  }
+  const int n_threads = static_cast<int>(blockDim.x);
+#pragma unroll
+  for (int j = 0; j < kChunkColumns; ++j) sums[j * n_threads + static_cast<int>(threadIdx.x)] = sum[j];
+  __syncthreads();
+  if (mask_row >= sharing.n_mask_rows) return;
+  float* const out = sum_row(args, sharing, mask_row, block % sharing.n_parts);
+  for (int i = static_cast<int>(threadIdx.x); i < args.n_cols; i += n_threads) {
+    float total = 0.0f;
+    for (int g = 0; g < sharing.n_groups; ++g) {
+      total += sums[i % kChunkColumns * n_threads + g * threads.count + i / kChunkColumns];
+    }
+    out[i] = total;
+  }
+}
+
+// Rows that their threads cannot hold: a block takes the rows of a list one after another, two walks over each. The
+// first keeps what fits of dy and p in shared memory. The sum of g lives in dmask (or the partial row), mostly in L2.
+template <typename T, bool kFast>
+__global__ void __launch_bounds__(kWideThreads, kWideBlocks)
+    softmax_backward_wide_kernel(const SoftmaxBackward args, const MaskSharing sharing, const int64_t kept_tiles) {
+  constexpr int kWords = Chunk<T, kChunkColumns>::kWords;
+  ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
+  ONETRIP_DYNAMIC_SHARED(uint32_t, kept);
+  const int64_t block = first_row_of_block(1), mask_row = block / sharing.n_parts, part = block % sharing.n_parts;
+  if (mask_row >= sharing.n_mask_rows) return;
+  const int64_t first_col = static_cast<int64_t>(threadIdx.x) * kChunkColumns, step = kWideThreads * kChunkColumns;
+  RowSum<0> row_sum(kWideThreads, 0, shared);
+  const auto kept_word = [&](int64_t tile, int i) -> uint32_t& {
+    return kept[(tile * 2 * kWords + i) * kWideThreads + threadIdx.x];
+  };
+  const int64_t first = part * sharing.rows_per_group;
+  SharingRows rows(sharing, mask_row, first);
+  for (int64_t i = 0; i < sharing.rows_per_group && first + i < sharing.n_sharing; ++i, rows.next(sharing)) {
+    const int64_t row = rows.row();
+    float dot = 0.0f;
+    int64_t tile = 0;
+    for (int64_t col = first_col; col < args.n_cols; col += step, ++tile) {
+      BackwardChunk<T> chunk;
+      load_backward(chunk, args, kFast, row, col, args.n_cols);
+      if (tile < kept_tiles) {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          kept_word(tile, w) = chunk.dy.word[w];
+          kept_word(tile, kWords + w) = chunk.p.word[w];
+        }
+      }
+      dot += dot_product(chunk, args);
+    }
+    dot = row_sum(dot);
+    tile = 0;
+    for (int64_t col = first_col; col < args.n_cols; col += step, ++tile) {
+      BackwardChunk<T> chunk;
+      if (tile < kept_tiles) {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          chunk.dy.word[w] = kept_word(tile, w);
+          chunk.p.word[w] = kept_word(tile, kWords + w);
+        }
+      } else {
+        load_backward(chunk, args, kFast, row, col, args.n_cols);
+      }
+      float g[kChunkColumns];
+      finish_chunk(g, chunk, args, dot, kFast, row, col, args.n_cols);
+      if (args.dmask != nullptr) {
+        float* const out = sum_row(args, sharing, mask_row, part);
+        const int valid = valid_columns<kChunkColumns>(col, args.n_cols, kFast);
+        if (i != 0) {
+          Chunk<float, kChunkColumns> running;
+          float sum[kChunkColumns];
+          load_chunk<false>(running, out, col, kFast, valid);
+          unpack(running, sum);
+#pragma unroll
+          for (int j = 0; j < kChunkColumns; ++j) g[j] += sum[j];
+        }
+        store_rounded<float>(out, col, g, kFast, valid);
+      }
+    }
+  }
+}
+
+// dmask[m][col] = sum over parts of workspace[m][part][col]. A block takes 32 columns of one row of the mask; its warps
+// take the parts in turn and are added in order.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    softmax_parts_kernel(const SoftmaxBackward args, const int64_t n_mask_rows, const int64_t n_parts) {
+  ONETRIP_SHARED(float, warp_sums, kThreads);
+  const int warp = static_cast<int>(threadIdx.x) / kWarpThreads, lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  const int n_warps = static_cast<int>(blockDim.x) / kWarpThreads;
+  const int64_t col_blocks = (args.n_cols + kWarpThreads - 1) / kWarpThreads, block = first_row_of_block(1);
+  const int64_t mask_row = block / col_blocks, col = block % col_blocks * kWarpThreads + lane;
+  const bool inside = mask_row < n_mask_rows && col < args.n_cols;
+  float sum = 0.0f;
+  if (inside) {
+#pragma unroll 4
+    for (int64_t part = warp; part < n_parts; part += n_warps) {
+      sum += __ldg(args.workspace + (mask_row * n_parts + part) * args.n_cols + col);
+    }
+  }
+  warp_sums[threadIdx.x] = sum;
+  __syncthreads();
+  if (warp != 0 || !inside) return;
+  for (int i = 1; i < n_warps; ++i) sum += warp_sums[i * kWarpThreads + lane];
+  args.dmask[mask_row * args.n_cols + col] = sum;
+}
+
+}  // namespace onetrip

@@ -1,0 +1,68 @@
+// What forward and backward of softmax share: how threads share a row, and the joins over them.
+//
+// A row is cut into chunks of 8 columns, which go to its threads in turn. Threads of a row are 1, 2, 4, 8, 16 or 32
+// lanes of a warp, or several whole warps.
+#pragma once
+#include "dropout.cuh"
+#include "launch.cuh"
+#include "reduce.cuh"
+#include "vec.cuh"
+
+namespace onetrip {
+
+constexpr int kRowsThreads = 128;  // a block of several rows, of a warp each at most
+constexpr int kWideThreads = 512;  // a block of a row that its threads cannot hold
+
+// Chunks a thread, where whole warps hold a row: what 64 registers allow. (4 spilled in 16-bit types too.)
+constexpr int kHeldChunks = 2;
+
+// Wide blocks an SM that registers must leave room for: half of its threads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
+constexpr int kWideBlocks = 1;
+#else
+constexpr int kWideBlocks = 2;
+#endif
+
+// The threads of a block, cut into groups of one row each.
+struct RowThreads {
+  int count;       // threads a row
+  int log2_lanes;  // log2 of count, where it is at most 32
+
+  // Which row of the block's this thread works on, and which of the row's threads it is.
+  __device__ __forceinline__ int group() const {
+    return count > kWarpThreads ? static_cast<int>(threadIdx.x) / count : static_cast<int>(threadIdx.x) >> log2_lanes;
+  }
+  __device__ __forceinline__ int thread() const { return static_cast<int>(threadIdx.x) - group() * count; }
+};
+
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
+
+// Over the lanes of a warp that share a row. All 32 lanes must take part.
+template <typename Join>
+__device__ __forceinline__ float join_lanes(float value, int lanes, Join join) {
+  for (int lane_mask = (lanes < kWarpThreads ? lanes : kWarpThreads) / 2; lane_mask > 0; lane_mask /= 2) {
+    value = join(value, shuffle_xor(value, lane_mask));
+  }
+  return value;
+}
+__device__ __forceinline__ float lanes_max(float value, int lanes) {
+  return join_lanes(value, lanes, [](float a, float b) { return fmaxf(a, b); });
+}
+__device__ __forceinline__ float lanes_sum(float value, int lanes) {
+  return join_lanes(value, lanes, [](float a, float b) { return a + b; });
+}
+
+#ifndef __CUDACC_RTC__
+
+// Threads that share a row of so many columns, at most columns_per_thread each.
+inline RowThreads threads_of_row(int64_t n_cols, int columns_per_thread) {
+  const int64_t wanted = ceil_div(n_cols, columns_per_thread);
+  int log2_lanes = 0;
+  while (log2_lanes < 5 && (1 << log2_lanes) < wanted) ++log2_lanes;
+  const int64_t warps = ceil_div(wanted, kWarpThreads);
+  return {wanted <= kWarpThreads ? 1 << log2_lanes : static_cast<int>(warps) * kWarpThreads, log2_lanes};
+}
+
+#endif
+
+}  // namespace onetrip
