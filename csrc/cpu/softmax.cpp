@@ -108,11 +108,6 @@ ONETRIP_INLINE const M* column(const M* row, int64_t c) {
   return row + c;
 }
 
-// Columns of a row until `address` (of column 0) reaches a cache line, as far as stores are streamed.
-ONETRIP_INLINE int64_t columns_to_line(const void* address, int64_t element_size, int64_t n_cols) {
-  return smaller(static_cast<int64_t>(-reinterpret_cast<uintptr_t>(address) & 63) / element_size, n_cols);
-}
-
 // How many rows further on a row lies that is fetched while this one is computed: 8 KiB of float32, or the next.
 inline int64_t rows_to_fetch_ahead(int64_t n_cols) { return n_cols < 2048 ? 2048 / n_cols : 1; }
 
@@ -130,16 +125,18 @@ struct No {
   constexpr operator bool() const { return false; }
 };
 
-// Calls body(column, lanes, streams) for every vector of [begin, end), where columns from `line` on may be streamed.
-template <class Body>
-ONETRIP_INLINE void for_stored_columns(int64_t begin, int64_t end, int64_t line, bool streams, Body body) {
+// Calls body(column, lanes, streams) for every vector of [begin, end), where those that start a cache line of `row` or
+// follow in it may be streamed.
+template <class T, class Body>
+ONETRIP_INLINE void for_stored_columns(int64_t begin, int64_t end, const T* row, bool streams, Body body) {
   if (!streams) {
     for_columns<kChains>(begin, end, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
     return;
   }
-  const int64_t head = clamp(line, begin, end);
-  for_columns<1>(begin, head, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
-  for_columns<kChains>(head, end, [&](int64_t c, auto lanes, int) { body(c, lanes, Yes{}); });
+  const int64_t to_line = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(row + begin) & 63) / sizeof(T);
+  const int64_t line = smaller(begin + to_line, end);
+  for_columns<1>(begin, line, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
+  for_columns<kChains>(line, end, [&](int64_t c, auto lanes, int) { body(c, lanes, Yes{}); });
 }
 
 // Whether scores serve as the row by themselves, or a buffer of float32 values is made of them and the mask.
@@ -228,7 +225,6 @@ void softmax_rows(const ForwardRows& rows, int64_t first_row, int64_t end_row, f
     const float sum = exponentiate<T, M>(scores, args.scale, values, largest, visible, next_scores);
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // no column that is not masked; NaN has to pass
 
-    const int64_t line = columns_to_line(y, sizeof(T), n_cols);
     const bool streams_p = rows.streams && (reinterpret_cast<uintptr_t>(p) - reinterpret_cast<uintptr_t>(y)) % 64 == 0;
     const int row_of_draw = (row - first_row) % rows.rows_per_draw;
     if (draws_rows && row_of_draw == 0) {
@@ -239,14 +235,14 @@ void softmax_rows(const ForwardRows& rows, int64_t first_row, int64_t end_row, f
         const int64_t end = smaller(begin + rows.cols_per_draw, visible);
         if (!draws_rows) dropout.fill(row, 1, begin, end, n_cols);
         const uint32_t* words = dropout.row(draws_rows ? row_of_draw : 0);
-        for_stored_columns(begin, end, line, rows.streams, [&](int64_t c, auto lanes, auto streams) {
+        for_stored_columns(begin, end, y, rows.streams, [&](int64_t c, auto lanes, auto streams) {
           const F probability = load(values + c, All{}) * inverse;
           store_rounded(y + c, dropout.apply(probability, words + (c - begin)), lanes, streams);
           if (p) store_rounded(p + c, dropout.mark(probability, words + (c - begin)), lanes, streams && streams_p);
         });
       }
     } else {
-      for_stored_columns(0, visible, line, rows.streams, [&](int64_t c, auto lanes, auto streams) {
+      for_stored_columns(0, visible, y, rows.streams, [&](int64_t c, auto lanes, auto streams) {
         store_rounded(y + c, load(values + c, All{}) * inverse, lanes, streams);
       });
     }
@@ -305,19 +301,18 @@ void backward_rows(const BackwardRows& rows) {
     const int64_t to_next = row + rows_ahead < args.n_rows ? rows_ahead : 0;
     const T* next_dy = dy + to_next * args.dy_row_stride;
     const T* next_p = p + to_next * args.p_row_stride;
-    const int64_t line = columns_to_line(dscores, sizeof(T), n_cols);
     const auto propagate = [&](int64_t c, auto lanes) __attribute__((always_inline)) {
       const Factors f = factors<kHasDropout>(p + c, dy + c, args.dropout_scale, lanes);
       return f.probability * (f.gradient - mean);
     };
     if (!rows.sums) {
-      for_stored_columns(0, n_cols, line, rows.streams, [&](int64_t c, auto lanes, auto streams) {
+      for_stored_columns(0, n_cols, dscores, rows.streams, [&](int64_t c, auto lanes, auto streams) {
         __builtin_prefetch(next_dy + c, 0, 3);
         __builtin_prefetch(next_p + c, 0, 3);
         store_rounded(dscores + c, propagate(c, lanes) * args.scale, lanes, streams);
       });
     } else {
-      for_stored_columns(0, n_cols, line, rows.streams, [&](int64_t c, auto lanes, auto streams) {
+      for_stored_columns(0, n_cols, dscores, rows.streams, [&](int64_t c, auto lanes, auto streams) {
         __builtin_prefetch(next_dy + c, 0, 3);
         __builtin_prefetch(next_p + c, 0, 3);
         const F g = propagate(c, lanes);

@@ -96,8 +96,8 @@ int main() {
   // Outputs of 8 MiB and more, which pass the caches.
   const int64_t mega = int64_t{1} << 20;
   cases.push_back(
-      {2 * mega / 1120 + 1, 1120, f, MaskType::kFloat32, Sharing::kInnerRows, 1, 0, uint64_t{1} << 30, true});
-  cases.push_back({4 * mega / 1023 + 1, 1023, b, MaskType::kBool, Sharing::kOneRow, 1, 512, 0, false});
+      {2 * mega / 1131 + 1, 1131, f, MaskType::kFloat32, Sharing::kInnerRows, 1, 0, uint64_t{1} << 30, true});
+  cases.push_back({4 * mega / 1029 + 1, 1029, b, MaskType::kBool, Sharing::kOneRow, 1, 512, 0, false});
   // A bfloat16 may round to either side: 2^-7. Sums over many rows add up.
   return !levels_agree(cases, run, [](const Case& c) { return c.dtype == DType::kFloat32 ? 1e-4 : 1e-2; });
 }

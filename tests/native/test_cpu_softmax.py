@@ -224,7 +224,7 @@ def test_the_gradient_of_a_mask(level, case, n_cols):
         assert_like_torch(ours[1], expected[1], exact[1], terms=rows_of(dy).shape[0] // ours[1].shape[0])
 
 
-@pytest.mark.parametrize("n_cols", [1024, 1000, 1001], ids=lambda n: f"N{n}")
+@pytest.mark.parametrize("n_cols", [1024, 1000, 1035], ids=lambda n: f"N{n}")
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=DTYPE_IDS.get)
 def test_large_outputs_which_pass_the_caches(level, dtype, n_cols):
     """Many rows have the bits of the same rows in a small call."""
