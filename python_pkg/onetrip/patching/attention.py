@@ -126,7 +126,7 @@ def find_attention(module: nn.Module, requested: bool) -> EagerFunction | Unsuit
 
 
 SDPA_IS_BETTER = (
-    "keeps no probabilities, and without dropout measures as fast or faster (docs/benchmarks.md); "
+    "keeps no probabilities (python -m onetrip.benchmarks --only attention measures both); "
     f"patterns=({PATTERN!r},) replaces it all the same"
 )
 
