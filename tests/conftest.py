@@ -18,6 +18,14 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
         yield request.param
 
 
+@pytest.fixture(params=["cuda", "triton"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each kernel backend of the card, in use during the test."""
+    needs(Target("cuda", request.param))
+    with use_backend(request.param):
+        yield request.param
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)

@@ -31,3 +31,10 @@ def needs(target: Target) -> None:
     reason = unavailable_reason(target.backend, target.device)
     if reason:
         pytest.skip(f"{target.backend} on {target.device}: {reason}")
+
+
+def needs_memory(gigabytes: int) -> None:
+    """Skips the test where the card has less free memory."""
+    free = torch.cuda.mem_get_info()[0] >> 30
+    if free < gigabytes:
+        pytest.skip(f"needs {gigabytes} GB of free device memory, {free} are free")

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from onetrip import nn, ops, use_backend
 from onetrip.reference.philox import keep_mask
 from row_norm_cases import call, make, normed, truth
-from targets import Target, needs
+from targets import needs_memory
 from tolerances import assert_bitwise, assert_like_torch, assert_ulps
 from torch.nn import functional as F
 
 pytestmark = pytest.mark.gpu
 ALL = "residual bias weight norm_bias"
-
-
-@pytest.fixture(params=["cuda", "triton"])
-def backend(request: pytest.FixtureRequest) -> Any:
-    """Each kernel backend of the card, in use during the test."""
-    needs(Target("cuda", request.param))
-    with use_backend(request.param):
-        yield request.param
-
-
-def needs_memory(gigabytes: int) -> None:
-    free = torch.cuda.mem_get_info()[0] >> 30
-    if free < gigabytes:
-        pytest.skip(f"needs {gigabytes} GB of free device memory, {free} are free")
 
 
 def test_graph_replays_draw_new_masks_that_follow_the_seed(backend):

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from onetrip import ops, use_backend
 from softmax_cases import RNG, exact
-from targets import Target, needs
+from targets import needs_memory
 from tolerances import assert_bitwise, assert_ulps
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(params=["cuda", "triton"])
-def backend(request: pytest.FixtureRequest) -> Any:
-    """Each kernel backend of the card, in use during the test."""
-    needs(Target("cuda", request.param))
-    with use_backend(request.param):
-        yield request.param
-
-
-def needs_memory(gigabytes: int) -> None:
-    free = torch.cuda.mem_get_info()[0] >> 30
-    if free < gigabytes:
-        pytest.skip(f"needs {gigabytes} GB of free device memory, {free} are free")
 
 
 def test_backends_of_the_card_agree_with_the_cpu(backend):

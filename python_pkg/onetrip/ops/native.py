@@ -66,6 +66,11 @@ def rows(tensor: Tensor, n_cols: int) -> tuple[Tensor, int]:
     return tensor, tensor.stride(0)
 
 
+def two_dimensional(tensor: Tensor, n_cols: int) -> Tensor:
+    """The same as a matrix, for backends that read torch's strides."""
+    return rows(tensor, n_cols)[0].view(-1, n_cols)
+
+
 def _vector(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() and not tensor.is_neg():
         return tensor

@@ -14,6 +14,7 @@ from ..reference import row_norm as reference
 from ..reference.philox import Rng
 from ..reference.row_norm import NORM_LAYER, Backward, Forward, GradDtypes, RowNormPlan
 from . import native
+from .native import two_dimensional
 from .tracing import have_storage, refuse_double_backward
 
 _NO_GRADS: GradDtypes = (None, None, None, None, None)
@@ -45,8 +46,8 @@ def forward(
     module = reference if backend == "reference" else importlib.import_module("onetrip.kernels.row_norm")
     n_cols = x.shape[-1]
     y, z, mean, rstd = module.forward(
-        _two_dimensional(x, n_cols),
-        None if residual is None else _two_dimensional(residual, n_cols),
+        two_dimensional(x, n_cols),
+        None if residual is None else two_dimensional(residual, n_cols),
         _vector(bias),
         _vector(weight),
         _vector(norm_bias),
@@ -84,9 +85,9 @@ def backward(
         return native.row_norm_backward(dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes)
     module = reference if backend == "reference" else importlib.import_module("onetrip.kernels.row_norm")
     dx, dresidual, dbias, dweight, dnorm_bias = module.backward(
-        None if dy is None else _two_dimensional(dy, n_cols),
-        None if dz is None else _two_dimensional(dz, n_cols),
-        None if z is None or dy is None else _two_dimensional(z, n_cols),
+        None if dy is None else two_dimensional(dy, n_cols),
+        None if dz is None else two_dimensional(dz, n_cols),
+        None if z is None or dy is None else two_dimensional(z, n_cols),
         mean,
         rstd,
         _vector(weight),
@@ -106,11 +107,6 @@ def backward(
 def has_mean(plan: RowNormPlan) -> bool:
     """Whether the forward pass stores the rows' means."""
     return plan.store_stats and plan.norm == NORM_LAYER and not plan.center_z
-
-
-def _two_dimensional(tensor: Tensor, n_cols: int) -> Tensor:
-    tensor = tensor.reshape(-1, n_cols).resolve_neg()  # a lazy negation does not show in the memory
-    return tensor if n_cols == 1 or tensor.stride(1) == 1 else tensor.contiguous()
 
 
 def _vector(tensor: Tensor | None) -> Tensor | None:

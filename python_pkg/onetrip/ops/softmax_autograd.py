@@ -13,6 +13,7 @@ from ..reference.philox import Rng
 from ..reference.softmax import MaskLayout, SoftmaxPlan
 from . import softmax_native
 from .masks import contiguous_layout, mask_layout
+from .native import two_dimensional
 from .tracing import have_storage, refuse_double_backward
 
 
@@ -36,7 +37,7 @@ def forward(
     if backend in ("cpu", "cuda"):
         return softmax_native.forward(scores, mask, layout, n_queries, rng, plan)
     module = reference if backend == "reference" else importlib.import_module("onetrip.kernels.softmax")
-    y, p = module.forward(_two_dimensional(scores, n_cols), mask, layout, n_queries, rng, plan)
+    y, p = module.forward(two_dimensional(scores, n_cols), mask, layout, n_queries, rng, plan)
     return y.view(shape), None if p is None else p.view(shape)
 
 
@@ -63,7 +64,7 @@ def backward(
         dscores, dmask = softmax_native.backward(dy, p, layout, plan, wants_dscores, mask_shape is not None)
     else:
         module = reference if backend == "reference" else importlib.import_module("onetrip.kernels.softmax")
-        rows = _two_dimensional(dy, n_cols), _two_dimensional(p, n_cols)
+        rows = two_dimensional(dy, n_cols), two_dimensional(p, n_cols)
         dscores, dmask = module.backward(*rows, layout, plan, wants_dscores, mask_shape is not None)
         dscores = None if dscores is None else dscores.view(shape)
     if dmask is not None and mask_shape is not None:
@@ -87,11 +88,6 @@ def _product(sizes: tuple[int, ...]) -> int:
     for size in sizes:
         product *= size
     return product
-
-
-def _two_dimensional(tensor: Tensor, n_cols: int) -> Tensor:
-    tensor = tensor.reshape(-1, n_cols).resolve_neg()
-    return tensor if n_cols == 1 or tensor.stride(1) == 1 else tensor.contiguous()
 
 
 class _Softmax(torch.autograd.Function):
