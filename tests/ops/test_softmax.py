@@ -202,6 +202,11 @@ def test_layout_changes_no_bit(target, layout, dropout_p):
         assert_bitwise(ours, expected)
 
 
+def test_a_lazy_negation_of_the_mask_is_seen(target):
+    scores, mask = torch.randn(5, 66, device=target.device), torch.randn(5, 66, device=target.device)
+    assert_bitwise(ops.softmax(scores, torch._neg_view(mask)), ops.softmax(scores, -mask))
+
+
 def test_repeats_are_bitwise(target):
     scores = torch.randn(4, 3, 70, 130, device=target.device, requires_grad=True)
     bias = torch.randn(3, 70, 130, device=target.device, requires_grad=True)
