@@ -5,8 +5,10 @@
 #include <cmath>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
+#include "common/adam.h"
 #include "launch.h"
 
 namespace py = pybind11;
@@ -240,6 +242,51 @@ int64_t row_norm_workspace(int device, int64_t n_rows, int64_t n_cols, int n_wan
 #endif
 }
 
+// (lr, beta1, beta2, eps, weight_decay, decoupled, maximize, address of lr or 0)
+using AdamGroupNumbers = std::tuple<double, double, double, double, double, bool, bool, uintptr_t>;
+// (param_dtype, grad_dtype, is_8bit, first_chunk, n_chunks)
+using AdamKindNumbers = std::tuple<int, int, bool, int64_t, int64_t>;
+
+int adam_step(int device, [[maybe_unused]] uintptr_t stream, uintptr_t tensors, uintptr_t chunks,
+              const std::vector<AdamKindNumbers>& kinds, uintptr_t counters, int64_t n_counters,
+              const std::vector<AdamGroupNumbers>& groups, uintptr_t scalars, uintptr_t grad_scale,
+              uintptr_t found_inf) {
+  std::vector<onetrip::AdamKind> kind_structs;
+  for (const auto& [param_dtype, grad_dtype, is_8bit, first_chunk, n_chunks] : kinds)
+    kind_structs.push_back({DType(param_dtype), DType(grad_dtype), is_8bit, first_chunk, n_chunks});
+  std::vector<onetrip::AdamGroup> group_structs;
+  for (const auto& [lr, beta1, beta2, eps, weight_decay, decoupled, maximize, lr_address] : groups)
+    group_structs.push_back(
+        {lr, beta1, beta2, eps, weight_decay, decoupled, maximize, pointer<const float>(lr_address)});
+  const onetrip::AdamStep args{pointer<const onetrip::AdamTensor>(tensors),
+                               pointer<const onetrip::AdamChunk>(chunks),
+                               kind_structs.data(),
+                               static_cast<int64_t>(kind_structs.size()),
+                               pointer<const onetrip::AdamCounter>(counters),
+                               n_counters,
+                               group_structs.data(),
+                               static_cast<int64_t>(group_structs.size()),
+                               pointer<onetrip::AdamScalars>(scalars),
+                               pointer<const float>(grad_scale),
+                               pointer<const float>(found_inf)};
+  if (device < 0) return onetrip::adam_step_cpu(args);
+#ifdef ONETRIP_WITH_CUDA
+  return onetrip::adam_step_cuda(args, device, pointer<void>(stream));
+#else
+  no_cuda();
+#endif
+}
+
+py::tuple adam_code_maps() {
+  constexpr auto signed_map = onetrip::make_code_map<onetrip::kSignedMagnitudes>(0);
+  constexpr auto unsigned_map = onetrip::make_code_map<onetrip::kUnsignedMagnitudes>(1);
+  const auto list = [](const float* values, int n) { return std::vector<float>(values, values + n); };
+  return py::make_tuple(list(signed_map.value, onetrip::kSignedMagnitudes),
+                        list(signed_map.threshold, onetrip::kSignedMagnitudes),
+                        list(unsigned_map.value, onetrip::kUnsignedMagnitudes),
+                        list(unsigned_map.threshold, onetrip::kUnsignedMagnitudes));
+}
+
 std::string cuda_unavailable_reason(int device) {
 #ifdef ONETRIP_WITH_CUDA
   return onetrip::cuda_unavailable_reason(device);
@@ -280,6 +327,10 @@ PYBIND11_MODULE(_native, module) {
   module.def("softmax_backward", &softmax_backward,
              "A launcher of the backward pass, for this dtype, mask and numbers.");
   module.def("softmax_workspace", &softmax_workspace, "Floats of workspace that the mask's gradient needs.");
+  module.def("adam_step", &adam_step, py::call_guard<py::gil_scoped_release>(),
+             "One step over all parameters: tables by address (csrc/launch.h), kinds and groups as lists of tuples.");
+  module.def("adam_code_maps", &adam_code_maps,
+             "Magnitudes and thresholds of the signed map, then of the unsigned one, as the kernels use them.");
   module.def("cpu_level", &onetrip::cpu_level, "The instruction set that CPU kernels use: avx512, avx2 or baseline.");
   module.def("set_cpu_level", &onetrip::set_cpu_level, "Force a lower level; False where it is not there.");
   module.def("cuda_unavailable_reason", &cuda_unavailable_reason,

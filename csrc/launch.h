@@ -106,6 +106,67 @@ struct SoftmaxBackward {
   float dropout_scale;
 };
 
+// One step of Adam over many parameters. The tables are rows of int64 numbers in memory of the device, addresses
+// included, so that Python builds them as integer tensors. Blocks of kAdamBlock elements share a scale.
+constexpr int64_t kAdamBlock = 128;
+// A chunk, the work of one CUDA block, lies in one parameter and starts at a multiple of it.
+constexpr int64_t kAdamChunk = 4096;
+
+struct AdamTensor {
+  int64_t param;             // [numel] param_dtype, updated
+  int64_t grad;              // [numel] grad_dtype
+  int64_t exp_avg;           // [numel] codes (signed map), or float32 where its kind is not 8-bit; updated
+  int64_t exp_avg_sq;        // [numel] codes of the square root (unsigned map), or float32; updated
+  int64_t exp_avg_scale;     // [ceil(numel / kAdamBlock)] float32; 0 where not 8-bit
+  int64_t exp_avg_sq_scale;  // as exp_avg_scale, for the square root
+  int64_t numel;
+  int64_t counter;  // index of its AdamCounter
+};
+struct AdamCounter {
+  int64_t step;  // address of a float32: the steps taken so far; one more afterwards
+  int64_t group;
+};
+struct AdamChunk {
+  int64_t tensor;  // index into tensors
+  int64_t first;   // its first element
+};
+// Tensors of the same dtypes, next to each other in the table of chunks: one kernel launch.
+struct AdamKind {
+  DType param_dtype, grad_dtype;
+  bool is_8bit;
+  int64_t first_chunk, n_chunks;
+};
+struct AdamGroup {
+  double lr, beta1, beta2, eps, weight_decay;
+  bool decoupled, maximize;
+  const float* lr_address;  // read instead of lr, on the device; null: lr
+};
+// What a step of one parameter multiplies with, computed in float64 from its group and its number of steps.
+struct AdamScalars {
+  float grad_factor;  // 1 / grad_scale, negative to maximize
+  float l2;           // weight decay of Adam, added to the gradient; 0 where decoupled
+  float decay;        // 1 - lr * weight_decay where decoupled (AdamW), else 1
+  float one_minus_beta1, beta2, one_minus_beta2;
+  float inv_bias_correction1;       // 1 / (1 - beta1^t)
+  float inv_sqrt_bias_correction2;  // 1 / sqrt(1 - beta2^t)
+  float eps, lr;
+  float largest_update;  // C_t, what exact Adam's |update| / lr never exceeds
+  float skip;            // 1: a gradient was not finite, nothing changes
+};
+struct AdamStep {
+  const AdamTensor* tensors;
+  const AdamChunk* chunks;
+  const AdamKind* kinds;  // on the host
+  int64_t n_kinds;
+  const AdamCounter* counters;
+  int64_t n_counters;
+  const AdamGroup* groups;  // on the host
+  int64_t n_groups;
+  AdamScalars* scalars;     // [n_counters] workspace
+  const float* grad_scale;  // one number; null: 1
+  const float* found_inf;   // one number, not 0: skip the step; null: never
+};
+
 // Each returns 0, or an error code of its device (cudaError_t). They launch and do not wait.
 int row_norm_forward_cpu(const RowNormForward& args);
 int row_norm_backward_cpu(const RowNormBackward& args);
@@ -116,6 +177,9 @@ int softmax_forward_cpu(const SoftmaxForward& args);
 int softmax_backward_cpu(const SoftmaxBackward& args);
 int softmax_forward_cuda(const SoftmaxForward& args, int device, void* stream);
 int softmax_backward_cuda(const SoftmaxBackward& args, int device, void* stream);
+
+int adam_step_cpu(const AdamStep& args);
+int adam_step_cuda(const AdamStep& args, int device, void* stream);
 
 // Floats of workspace for dmask: partial sums over a partition that is a function of the sizes alone.
 int64_t softmax_workspace_cpu(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows);
