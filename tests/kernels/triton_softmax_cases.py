@@ -28,7 +28,7 @@ RNG = (0x0123456789ABCDEF, -5)
 WIDTHS = (1, 3, 63, 64, 100, 1023, 1025)
 B, H, Q = 2, 3, 4  # rows are B * H * Q
 ALL_DTYPES = pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["f32", "f16", "bf16"])
-TILES = pytest.mark.parametrize("tiles", ["row-in-tile", "wide-row"])
+TILES = pytest.mark.parametrize("tiles", ["row-in-tile", "wide-row"], indirect=True)
 
 # Sizes, and in which of them the mask moves.
 MASKS = {
