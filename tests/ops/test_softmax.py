@@ -127,6 +127,15 @@ def test_special_values(target, dtype):
     assert ops.softmax(scores, hidden)[1].isnan().all(), "an added -inf does not hide NaN"
 
 
+def test_nan_does_not_reach_what_causality_hides(target):
+    """Neither as a key that no query sees, nor in the zeros of a row that it makes NaN."""
+    scores = torch.randn(4, 9, device=target.device)
+    scores[0, 7] = scores[2, 1] = torch.nan
+    y = ops.softmax(scores, causal=True)
+    assert y[[0, 1, 3]].isfinite().all()
+    assert y[2, :8].isnan().all() and (y[2, 8:] == 0.0).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_largest_and_smallest_numbers(target, dtype):
     info = torch.finfo(dtype)
