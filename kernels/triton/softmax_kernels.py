@@ -14,6 +14,7 @@ The mask is read in place. Row r of the scores, counted in the mask's dimensions
 the sum of index * stride: see _mask_starts. MASK_COLS is the stride between its columns: 0, 1, or ANY_STRIDE for
 mask_col_stride. MASK_ALIGN divides its strides and n_cols, and is at most ALIGN and 16 bytes of scores: the mask never
 makes Triton choose another layout than the scores alone, so sums have the same bits whatever the mask's alignment.
+(Before Triton 3.7 ANY_STRIDE alone does: the last bits may then differ from those of a copy of the mask.)
 """
 
 from __future__ import annotations

@@ -328,13 +328,15 @@ def test_softmax_sums_do_not_depend_on_alignment(
 
     forward, backward = softmax_launches_of(SoftmaxCase(n_cols, dtype, mask_dtype, True, 0.1, False), monkeypatch)
     layouts = reduction_layouts(compiled(forward, 90))
-    for changes in (
+    all_changes: list[dict[str, Any]] = [
         {},
         {"MASK_ALIGN": 1},
         {"MASK_ALIGN": 1, "MASK_COLS": 0},
-        {"MASK_ALIGN": 1, "MASK_COLS": softmax_kernels.ANY_STRIDE.value},
         {"mask_ptr": None},
-    ):
+    ]
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):  # before it, a strided load turns the tile around
+        all_changes.append({"MASK_ALIGN": 1, "MASK_COLS": softmax_kernels.ANY_STRIDE.value})
+    for changes in all_changes:
         other = forward._replace(arguments=forward.arguments | changes)
         misaligned = ("mask_ptr", *(("scores_ptr",) if n_cols % 2 else ()))
         assert reduction_layouts(compiled(other, 90, misaligned)) == layouts, changes

