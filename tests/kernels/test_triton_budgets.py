@@ -304,7 +304,7 @@ def softmax_launches_of(case: SoftmaxCase, monkeypatch: pytest.MonkeyPatch) -> l
 def test_softmax_budget(case: SoftmaxCase, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for launch in softmax_launches_of(case, monkeypatch):
         share, spilled, loads, stores, line = measure(case, launch, capability)
-        # Rows in two trips with Philox: on sm_70 alone, where the CUDA kernels serve, two or four registers too many.
+        # Rows in two trips, on sm_70 alone, where the CUDA kernels serve: two to four registers too many.
         assert spilled <= (16 if capability == 70 and case.n_cols > 16384 else 0), line
         assert share >= 0.5, line
         if launch.kernel.__name__ == "_sum_partials_kernel":
