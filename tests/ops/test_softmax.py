@@ -127,6 +127,22 @@ def test_special_values(target, dtype):
     assert ops.softmax(scores, hidden)[1].isnan().all(), "an added -inf does not hide NaN"
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=lambda p: f"p{p:g}")
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_what_causality_hides_is_zero_in_a_row_of_nan(target, dtype, dropout_p, bad):
+    """And NaN as a key that no query sees is in no row."""
+    scores = torch.randn(40, 45, device=target.device).to(dtype)
+    scores[:20, 26] = scores[30, 3] = bad
+    visible = torch.ones(40, 45, dtype=torch.bool, device=target.device).tril(5)
+    y = ops.softmax(scores, causal=True, dropout_p=dropout_p, rng=RNG)
+    kept = ops.dropout_keep_mask((40, 45), dropout_p, RNG, target.device)
+    spoilt = torch.arange(40, device=target.device) == 30
+    assert y[~spoilt].isfinite().all()
+    assert (y[~visible] == 0.0).all()
+    assert y[30][(visible & kept)[30]].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_largest_and_smallest_numbers(target, dtype):
     info = torch.finfo(dtype)

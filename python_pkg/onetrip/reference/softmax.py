@@ -66,14 +66,18 @@ def forward(
                 n_rows, n_cols
             )
         values = values.masked_fill(~rows, -torch.inf) if rows.dtype == torch.bool else values + rows.to(acc)
+    hidden = None
     if plan.causal:
         query = torch.arange(n_rows, device=scores.device) % n_queries
         key = torch.arange(n_cols, device=scores.device)
-        values = values.masked_fill(key[None, :] > query[:, None] + (n_cols - n_queries), -torch.inf)
+        hidden = key[None, :] > query[:, None] + (n_cols - n_queries)
+        values = values.masked_fill(hidden, -torch.inf)
     largest = values.amax(dim=1, keepdim=True)
     exponentials = torch.exp(values - largest)
     p = exponentials / exponentials.sum(dim=1, keepdim=True)
     p = p.masked_fill(largest == -torch.inf, 0.0)
+    if hidden is not None:
+        p = p.masked_fill(hidden, 0.0)  # in a row with a NaN too: kernels do not compute what no query sees
     if plan.dropout_p == 0.0:
         return p.to(scores.dtype), None
     assert rng is not None
