@@ -140,11 +140,58 @@ def _attention(cases: list[dict[str, Any]]) -> Iterator[Table]:
                 sizes = _mib(entry["saved_bytes"]), _mib(entry["peak_bytes"])
                 rows.append((case["operator"].split("-")[1][1:], entry["name"], *times, _ratio(ratio), *sizes))
         note = (
-            "Heads of width 64, no mask. SDPA's flash backend never writes the scores, so that its time and memory win "
-            "where it applies: this operator is for models that run eager attention. "
+            "Heads of width 64, no mask. SDPA's flash backend never writes the scores; this operator does, and is for "
+            "models that run eager attention: those that want the weights, or have no SDPA path. "
             "With dropout every provider was checked without it: a mask cannot be read off the output."
         )
         yield Table(f"Attention, fp32, dropout {dropout_p:g}", note, columns, rows)
+
+
+def _attention_winners(cases: list[dict[str, Any]]) -> Iterator[Table]:
+    columns = ("length", "dropout", "fastest of SDPA", "its both ms", "onetrip both ms", "faster", "by")
+    rows = []
+    for case in cases:
+        both = "forward_backward"
+        timed = [entry for entry in case["providers"] if both in entry]
+        sdpa = [entry for entry in timed if entry["name"].startswith("SDPA")]
+        ours = next((entry for entry in timed if entry["name"].startswith("onetrip")), None)
+        if not sdpa or ours is None:
+            continue
+        best = min(sdpa, key=lambda entry: entry[both]["median_ms"])
+        ratio = best[both]["median_ms"] / ours[both]["median_ms"]
+        rows.append(
+            (
+                case["operator"].split("-")[1][1:],
+                f"{case['dropout_p']:g}",
+                best["name"],
+                _milliseconds(best[both]),
+                _milliseconds(ours[both]),
+                "onetrip" if ratio > 1.0 else "SDPA",
+                _ratio(max(ratio, 1.0 / ratio)),
+            )
+        )
+    if rows:
+        yield Table("Attention: where SDPA wins", "", columns, rows, numeric=False)
+
+
+def _training(cases: list[dict[str, Any]]) -> Iterator[Table]:
+    columns = ("step", "forward ms", "backward ms", "both ms", "matrix products ms", "saved MiB", "peak MiB")
+    for case in cases:
+        rows = []
+        for name, step in case["steps"].items():
+            times = [_milliseconds(step[which]) for which in ("forward", "backward", "forward_backward")]
+            products = f"{step['matrix_products_ms']:.0f}" if "matrix_products_ms" in step else _NO_NUMBER
+            rows.append((name, *times, products, _mib(step["saved_bytes"]), _mib(step["peak_bytes"])))
+        title = (
+            f"Training step of {case['model']}, {case['n_layers']} layers, eager attention, "
+            f"{case['batch_size']} x {case['sequence_length']} tokens, dropout {case['dropout_p']:g}"
+        )
+        losses = case["loss_without_dropout"]
+        note = (
+            f"{case['patched_sites']} sites patched. Loss without dropout: {losses['eager']:.6f} unpatched, "
+            f"{losses['patched']:.6f} patched. Matrix products: of one profiled step."
+        )
+        yield Table(title, note, columns, rows)
 
 
 def _overhead(cases: list[dict[str, Any]]) -> Iterator[Table]:
@@ -219,7 +266,9 @@ def tables(results: Results) -> list[Table]:
         *_targets(results),
         *_full([case for case in operators if case["full"]]),
         *_widths([case for case in operators if case["n_rows"] * case["n_cols"] == ELEMENTS]),
+        *_attention_winners(by_suite.get("attention", [])),
         *_attention(by_suite.get("attention", [])),
+        *_training(by_suite.get("training", [])),
         *_overhead(by_suite.get("overhead", [])),
         *_saved(by_suite.get("bert_blocks", [])),
         *_install(by_suite.get("install", [])),

@@ -11,7 +11,7 @@ from .machine import PACKAGE
 from .suite import Named, selects
 
 SCHEMA = 1
-SUITES = ("row_norm", "softmax", "attention", "overhead", "bert_blocks")
+SUITES = ("row_norm", "softmax", "attention", "overhead", "bert_blocks", "training")
 """Each is a file bench_<name>.py, and leaves <name>.json."""
 RECORDED = PACKAGE / "results"
 

@@ -109,6 +109,17 @@ def _saved(results: Results) -> tuple[float, str] | None:
     return None
 
 
+def _training(results: Results) -> tuple[float, str] | None:
+    for case in _cases(results, "training", model="bert_base", n_layers=12):
+        eager, patched = case["steps"]["eager"], case["steps"]["patched"]
+        where = f"{case['batch_size']} x {case['sequence_length']} tokens"
+        if "matrix_products_ms" in patched:
+            products = patched["matrix_products_ms"] / patched["forward_backward"]["median_ms"]
+            where += f"; matrix products are {100 * products:.0f}% of the patched step"
+        return eager["forward_backward"]["median_ms"] / patched["forward_backward"]["median_ms"], where
+    return None
+
+
 def _install(build: str) -> Callable[[Results], tuple[float, str] | None]:
     def measure(results: Results) -> tuple[float, str] | None:
         for case in _cases(results, "install", case=f"install-{build}"):
@@ -130,6 +141,7 @@ def _targets() -> Iterator[_Target]:
             name = f"{title} alone, widths 64 to 16,384: {which}, torch / onetrip"
             yield _Target(name, 1.0, True, "x", _worst_width("row_norm", operator, which))
     yield from _softmax_targets()
+    yield _Target("BERT-base training step, eager attention: unpatched / patched", 1.3, True, "x", _training)
     yield _Target("BERT-large output blocks: bytes saved for backward, patched / eager", 0.5, False, "", _saved)
     for title, operator in (
         ("layer_norm", "layer_norm"),

@@ -179,6 +179,27 @@ def test_scores_that_are_read_later_keep_their_mask(scores: Tensor, mask: Tensor
     torch.testing.assert_close(module(scores, mask), ScoresReadLater(0.0)(scores, mask))
 
 
+class Weighing(Attention):
+    """As in XLNet, OpenAI GPT, Bark: forward calls a method."""
+
+    def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.weigh(scores)
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        weights = nn.functional.softmax(scores, dim=-1)
+        return self.dropout(weights)
+
+
+class InAnotherMethod(Weighing):
+    """Which it inherits."""
+
+
+def test_a_softmax_in_another_method_is_reported() -> None:
+    (site,) = patch_model(InAnotherMethod(), patterns=[PATTERN]).skipped
+    assert site.reason == "unknown_forward"
+    assert site.detail == "computes its softmax in weigh, not in forward"
+
+
 @pytest.mark.parametrize("cls", [OtherDimension, InALoop])
 def test_what_is_no_window_is_reported(cls: type[Attention]) -> None:
     report = patch_model(cls(), patterns=[PATTERN])

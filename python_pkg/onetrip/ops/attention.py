@@ -193,7 +193,7 @@ def _forward(
     """(output, weights, p): the weights with those of the sinks, p as the softmax stores it."""
     scores = _scores(query, key, position_bias, sinks, plan)
     kernel = None if mask is None else saturated_mask(kernel_mask(scores, mask), scores)
-    weights, p = forward(plan.backend, scores, kernel, rng, plan.softmax)
+    weights, p = forward(plan.backend, scores, kernel, rng, plan.softmax, may_overwrite=True)
     output = torch.bmm(_folded(weights, key.shape[1])[..., weights.shape[-1] - key.shape[2] :], value.flatten(0, 1))
     return output.view(*query.shape[:3], value.shape[3]), weights, p
 
@@ -234,17 +234,19 @@ class _Attention(torch.autograd.Function):
         n_key_heads, first = key.shape[1], int(sinks is not None)
         k, v = key.flatten(0, 1), value.flatten(0, 1)
 
-        dvalue = None
+        dvalue = buffer = None
         dy = None if dweights is None else dweights
         if doutput is not None:
             do = _folded(doutput, n_key_heads)
             if wants[2]:
                 scale = 1.0 / (1.0 - plan.softmax.dropout_p) if plan.softmax.dropout_p < 1.0 else 0.0
                 # A set sign bit says dropped; what it leaves is P, and scale * P was multiplied with the values.
-                weights = _folded(p if plan.softmax.dropout_p == 0.0 else p.clamp_min(0.0), n_key_heads)
+                buffer = None if plan.softmax.dropout_p == 0.0 else p.clamp_min(0.0)
+                weights = _folded(p if buffer is None else buffer, n_key_heads)
                 dvalue = _product(weights[..., first:].transpose(1, 2), do, scale).view(value.shape)
                 del weights
-            dy = _gradient_of_weights(do, v, p.shape, dweights)
+            dy = _gradient_of_weights(do, v, p.shape, dweights, buffer if have_storage(do) else None)
+            del buffer
         wants_scores = wants[0] or wants[1] or (sinks is not None and wants[5])
         bias, index = (position_bias, 4) if position_bias is not None else (mask, 3)
         bias_shape = bias[0] if bias is not None and wants[index] else None
@@ -252,7 +254,7 @@ class _Attention(torch.autograd.Function):
             bias_shape = (*bias_shape[:-1], p.shape[-1])
         assert dy is not None
         backend = plan.backend if have_storage(dy) else "reference"
-        ds, dbias = backward(backend, dy, p, bias_shape, plan.softmax, wants_scores)
+        ds, dbias = backward(backend, dy, p, bias_shape, plan.softmax, wants_scores, may_overwrite=dy is not dweights)
         del dy
         if dbias is not None:
             dbias = (dbias if dbias.shape == bias[0] else dbias[..., first:].sum_to_size(bias[0])).to(bias[1])
@@ -273,12 +275,15 @@ class _Attention(torch.autograd.Function):
         return dquery, dkey, dvalue, dmask, dposition_bias, dsinks, None, None
 
 
-def _gradient_of_weights(do: Tensor, v: Tensor, shape: torch.Size, dweights: Tensor | None) -> Tensor:
+def _gradient_of_weights(
+    do: Tensor, v: Tensor, shape: torch.Size, dweights: Tensor | None, buffer: Tensor | None
+) -> Tensor:
     """do v^T, plus the gradient of the weights where they were used; 0 where the weights of sinks, which are dropped,
-    have none."""
+    have none. buffer: a tensor of this shape that may be written over; its memory has been touched already."""
     n_keys = v.shape[1]
     if dweights is None and n_keys == shape[-1]:
-        return torch.bmm(do, v.transpose(1, 2)).view(shape)
+        out = None if buffer is None else buffer.view(do.shape[0], do.shape[1], n_keys)
+        return torch.bmm(do, v.transpose(1, 2), out=out).view(shape)
     dy = do.new_zeros(shape) if dweights is None else dweights.clone(memory_format=torch.contiguous_format)
     dy.view(do.shape[0], do.shape[1], -1)[..., shape[-1] - n_keys :].baddbmm_(do, v.transpose(1, 2))
     return dy

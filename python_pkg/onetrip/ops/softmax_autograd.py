@@ -18,10 +18,16 @@ from .tracing import have_storage, refuse_double_backward
 
 
 def forward(
-    backend: str, scores: Tensor, mask: Tensor | None, rng: Rng | None, plan: SoftmaxPlan
+    backend: str,
+    scores: Tensor,
+    mask: Tensor | None,
+    rng: Rng | None,
+    plan: SoftmaxPlan,
+    may_overwrite: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """reference.softmax.forward on any backend, for scores of any rank, strides and size; y and p shaped like
-    scores. A floating mask has one of the kernels' dtypes, or float64 beside float64 scores."""
+    scores. A floating mask has one of the kernels' dtypes, or float64 beside float64 scores. may_overwrite: scores are
+    needed no more, y may take their memory."""
     if scores.numel() == 0:
         return torch.empty_like(scores), torch.empty_like(scores) if plan.store_p else None
     shape = scores.shape
@@ -35,7 +41,7 @@ def forward(
             mask = mask.expand(shape).contiguous()
             layout = contiguous_layout(shape, shape)
     if backend in ("cpu", "cuda"):
-        return softmax_native.forward(scores, mask, layout, n_queries, rng, plan)
+        return softmax_native.forward(scores, mask, layout, n_queries, rng, plan, may_overwrite)
     module = reference if backend == "reference" else importlib.import_module("onetrip.kernels.softmax")
     y, p = module.forward(two_dimensional(scores, n_cols), mask, layout, n_queries, rng, plan)
     return y.view(shape), None if p is None else p.view(shape)
@@ -48,9 +54,10 @@ def backward(
     mask_shape: tuple[int, ...] | None,
     plan: SoftmaxPlan,
     wants_dscores: bool,
+    may_overwrite: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dscores, dmask) on any backend. p: as reference.softmax.backward. mask_shape: of the mask whose gradient is
-    wanted; dmask has it, in float32 (float64)."""
+    wanted; dmask has it, in float32 (float64). may_overwrite: dy is needed no more, dscores may take its memory."""
     shape = dy.shape
     acc = torch.float64 if dy.dtype == torch.float64 else torch.float32
     if dy.numel() == 0:
@@ -61,7 +68,9 @@ def backward(
     n_cols = shape[-1]
     layout = None if mask_shape is None else contiguous_layout(shape, mask_shape)
     if backend in ("cpu", "cuda"):
-        dscores, dmask = softmax_native.backward(dy, p, layout, plan, wants_dscores, mask_shape is not None)
+        dscores, dmask = softmax_native.backward(
+            dy, p, layout, plan, wants_dscores, mask_shape is not None, may_overwrite
+        )
     else:
         module = reference if backend == "reference" else importlib.import_module("onetrip.kernels.softmax")
         rows = two_dimensional(dy, n_cols), two_dimensional(p, n_cols)

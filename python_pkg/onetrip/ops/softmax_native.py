@@ -30,17 +30,28 @@ def _backward_launcher(plan: SoftmaxPlan, dtype: torch.dtype, layout: MaskLayout
     )
 
 
+def _overwrites(tensor: Tensor) -> bool:
+    """The CPU kernels have read all of a row, or the same columns of it, when they write there."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+
+
 def forward(
-    scores: Tensor, mask: Tensor | None, layout: MaskLayout | None, n_queries: int, rng: Rng | None, plan: SoftmaxPlan
+    scores: Tensor,
+    mask: Tensor | None,
+    layout: MaskLayout | None,
+    n_queries: int,
+    rng: Rng | None,
+    plan: SoftmaxPlan,
+    may_overwrite: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """reference.softmax.forward by the native library. scores: any rank and strides; y, p: contiguous, shaped like
-    scores."""
+    scores. may_overwrite: y may take the memory of scores (where a fresh one would cost a page fault every 4 KiB)."""
     shape = scores.shape
     n_cols = shape[-1]
     launch = _forward_launcher(plan, scores.dtype, None if mask is None else mask.dtype, layout or _NO_MASK)
     given = scores
     scores, row_stride = rows(scores, n_cols)
-    y = empty(scores, scores is given, shape, scores.dtype)
+    y = given if may_overwrite and _overwrites(given) else empty(scores, scores is given, shape, scores.dtype)
     p = torch.empty_like(y) if plan.store_p else None
     device, stream = where(scores)
     code = launch(
@@ -62,17 +73,26 @@ def forward(
 
 
 def backward(
-    dy: Tensor, p: Tensor, layout: MaskLayout | None, plan: SoftmaxPlan, wants_dscores: bool, wants_dmask: bool
+    dy: Tensor,
+    p: Tensor,
+    layout: MaskLayout | None,
+    plan: SoftmaxPlan,
+    wants_dscores: bool,
+    wants_dmask: bool,
+    may_overwrite: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """reference.softmax.backward by the native library. dy, p: any rank and strides; dscores: contiguous, shaped like
-    dy."""
-    shape = dy.shape
+    dy. may_overwrite: dscores may take the memory of dy."""
+    given, shape = dy, dy.shape
     n_cols = shape[-1]
     n_rows = dy.numel() // n_cols
     layout = layout or _NO_MASK
     dy, dy_row_stride = rows(dy, n_cols)
     p, p_row_stride = rows(p, n_cols)
-    dscores = torch.empty(shape, dtype=dy.dtype, device=dy.device) if wants_dscores else None
+    dscores = None
+    if wants_dscores:
+        overwrites = may_overwrite and _overwrites(given)
+        dscores = given if overwrites else torch.empty(shape, dtype=dy.dtype, device=dy.device)
     dmask = workspace = None
     device, stream = where(dy)
     if wants_dmask:

@@ -94,7 +94,30 @@ class Windows:
 
 def read_windows(cls: Any) -> Windows | Unsuitable | None:
     """The windows of a class's forward; None where it computes no softmax of its own."""
-    return _read_windows(getattr(cls, "forward", None))
+    found = _read_windows(getattr(cls, "forward", None))
+    return _in_other_method(cls) if found is None else found
+
+
+@lru_cache(maxsize=4096)
+def _in_other_method(cls: Any) -> Unsuitable | None:
+    """Why a softmax with dropout in a method that forward calls is left alone; None where there is none."""
+    code = getattr(getattr(cls, "forward", None), "__code__", None)
+    for name in () if code is None else code.co_names:
+        if _computes_softmax(getattr(cls, name, None)):
+            return Unsuitable("unknown_forward", f"computes its softmax in {name}, not in forward")
+    return None
+
+
+def _computes_softmax(method: Any) -> bool:
+    code = getattr(method, "__code__", None)
+    if code is None or not {"softmax", "dropout"} <= _words(code.co_names):
+        return False
+    tree = parse(method)
+    return isinstance(tree, ast.FunctionDef) and _calls_softmax(tree, Inliner(method.__globals__, {}))
+
+
+def _calls_softmax(tree: ast.FunctionDef, inliner: Inliner) -> bool:
+    return any(_name(inliner, call) == "softmax" for call in _calls(tree))
 
 
 @lru_cache(maxsize=4096)
@@ -107,7 +130,7 @@ def _read_windows(forward: Any) -> Windows | Unsuitable | None:
         return tree
     own_name = tree.args.args[0].arg
     inliner = Inliner(forward.__globals__, {own_name: ast.Name("self")})
-    if not any(isinstance(node, ast.Call) and _name(inliner, node) == "softmax" for node in ast.walk(tree)):
+    if not _calls_softmax(tree, inliner):
         return None
     found = [
         (node, name, window)
