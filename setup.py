@@ -223,6 +223,7 @@ PACKAGE_DIRS = {
     "onetrip.kernels": "kernels/triton",
     "onetrip.nn": "python_pkg/onetrip/nn",
     "onetrip.ops": "python_pkg/onetrip/ops",
+    "onetrip.optim": "python_pkg/onetrip/optim",
     "onetrip.patching": "python_pkg/onetrip/patching",
     "onetrip.reference": "python_pkg/onetrip/reference",
 }

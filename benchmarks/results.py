@@ -11,7 +11,17 @@ from .machine import PACKAGE
 from .suite import Named, selects
 
 SCHEMA = 1
-SUITES = ("row_norm", "softmax", "attention", "overhead", "bert_blocks", "training")
+SUITES = (
+    "row_norm",
+    "softmax",
+    "attention",
+    "overhead",
+    "bert_blocks",
+    "training",
+    "adam",
+    "adam_streams",
+    "adam_training",
+)
 """Each is a file bench_<name>.py, and leaves <name>.json."""
 RECORDED = PACKAGE / "results"
 

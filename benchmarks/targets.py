@@ -9,6 +9,7 @@ from typing import Any
 from .results import Results
 
 EAGER = "torch eager"
+ADAM, ADAM_OF_TORCH = "onetrip AdamW8bit", "torch AdamW fused"
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,42 @@ def _training(results: Results) -> tuple[float, str] | None:
     return None
 
 
+def _adam(model: str, against: str) -> Callable[[Results], tuple[float, str] | None]:
+    def measure(results: Results) -> tuple[float, str] | None:
+        for case in _cases(results, "adam", model=model, dtype="fp32"):
+            ours, theirs = provider(case, ADAM), provider(case, against)
+            if ours and theirs and "step" in ours and "step" in theirs:
+                return theirs["step"]["median_ms"] / ours["step"]["median_ms"], ""
+        return None
+
+    return measure
+
+
+def _adam_figure(name: str, part: str = "") -> Callable[[Results], tuple[float, str] | None]:
+    def measure(results: Results) -> tuple[float, str] | None:
+        for case in _cases(results, "adam", model="bert_base", dtype="fp32"):
+            ours = provider(case, ADAM)
+            if ours and "step" in ours:
+                return (ours[part] if part else ours)[name], ""
+        return None
+
+    return measure
+
+
+def loss_ratio(cases: list[dict[str, Any]], name: str) -> float | None:
+    """Mean loss of the seeds with an optimizer over that with torch's AdamW; None for that one."""
+    found = [(provider(case, name), provider(case, ADAM_OF_TORCH)) for case in cases]
+    pairs = [(ours["held_out_loss"], theirs["held_out_loss"]) for ours, theirs in found if ours and theirs]
+    if not pairs or name == ADAM_OF_TORCH:
+        return None
+    return sum(ours for ours, _ in pairs) / sum(theirs for _, theirs in pairs)
+
+
+def _loss(results: Results) -> tuple[float, str] | None:
+    ratio = loss_ratio(results.get("adam_training", {}).get("cases", []), ADAM)
+    return None if ratio is None else (100 * abs(ratio - 1), "mean of the seeds")
+
+
 def _install(build: str) -> Callable[[Results], tuple[float, str] | None]:
     def measure(results: Results) -> tuple[float, str] | None:
         for case in _cases(results, "install", case=f"install-{build}"):
@@ -141,6 +178,7 @@ def _targets() -> Iterator[_Target]:
             name = f"{title} alone, widths 64 to 16,384: {which}, torch / onetrip"
             yield _Target(name, 1.0, True, "x", _worst_width("row_norm", operator, which))
     yield from _softmax_targets()
+    yield from _adam_targets()
     yield _Target("BERT-base training step, eager attention: unpatched / patched", 1.3, True, "x", _training)
     yield _Target("BERT-large output blocks: bytes saved for backward, patched / eager", 0.5, False, "", _saved)
     for title, operator in (
@@ -169,6 +207,17 @@ def _softmax_targets() -> Iterator[_Target]:
     for which in ("forward", "backward"):
         name = f"softmax alone, widths 64 to 65,536: {which}, torch / onetrip"
         yield _Target(name, 1.0, True, "x", _worst_width("softmax", "softmax", which))
+
+
+def _adam_targets() -> Iterator[_Target]:
+    step = "AdamW8bit, a step of BERT-base, fp32"
+    for against, limit in ((ADAM_OF_TORCH, 3.0), ("torch AdamW foreach", 5.0), ("bitsandbytes AdamW8bit", 30.0)):
+        yield _Target(f"{step}: {against} / onetrip", limit, True, "x", _adam("bert_base", against))
+    yield _Target(f"{step}: share of a copy's bandwidth", 0.6, True, "", _adam_figure("share_of_copy", "step"))
+    yield _Target(f"{step}: bytes of state a parameter", 2.07, False, "", _adam_figure("state_bytes_per_parameter"))
+    name = f"AdamW8bit, 10,000 tensors of 100 elements: {ADAM_OF_TORCH} / onetrip"
+    yield _Target(name, 8.0, True, "x", _adam("10000_tensors_of_100", ADAM_OF_TORCH))
+    yield _Target("AdamW8bit, language model: held-out loss against torch AdamW", 0.5, False, "%", _loss)
 
 
 TARGETS = tuple(_targets())

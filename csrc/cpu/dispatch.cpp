@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "../common/adam.h"
 #include "levels.h"
 
 namespace onetrip {
@@ -18,22 +19,24 @@ struct Level {
   int (*row_norm_backward)(const RowNormBackward&);
   int (*softmax_forward)(const SoftmaxForward&);
   int (*softmax_backward)(const SoftmaxBackward&);
+  int (*adam_step)(const AdamStep&);
   bool (*supported)();
 };
 
 const Level kLevels[] = {
 #if defined(ONETRIP_HAVE_X86_LEVELS)
     {"avx512", avx512::row_norm_forward, avx512::row_norm_backward, avx512::softmax_forward, avx512::softmax_backward,
+     avx512::adam_step,
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
      }},
     // F16C is not asked for: every CPU with AVX2 and FMA has it, and older compilers do not know its name.
     {"avx2", avx2::row_norm_forward, avx2::row_norm_backward, avx2::softmax_forward, avx2::softmax_backward,
-     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+     avx2::adam_step, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
     {"baseline", baseline::row_norm_forward, baseline::row_norm_backward, baseline::softmax_forward,
-     baseline::softmax_backward, [] { return true; }},
+     baseline::softmax_backward, baseline::adam_step, [] { return true; }},
 };
 
 const Level* best_level() {
@@ -105,6 +108,26 @@ int softmax_backward_cpu(const SoftmaxBackward& args) {
     ask_for_huge_pages(args.dmask, n_mask_rows * args.n_cols, DType::kFloat32);
   }
   return current_level.load()->softmax_backward(args);
+}
+
+// The numbers of a step are computed here, by the baseline: its functions of <cmath> and common/adam.h are inline ones.
+// Parameters of a group that have taken the same number of steps share them.
+int adam_step_cpu(const AdamStep& args) {
+  if (args.found_inf && *args.found_inf != 0.0f) return 0;
+  const AdamCounter* previous = nullptr;
+  for (int64_t i = 0; i < args.n_counters; ++i) {
+    const AdamCounter& counter = args.counters[i];
+    float& step = *reinterpret_cast<float*>(counter.step);
+    if (previous && previous->group == counter.group &&
+        *reinterpret_cast<const float*>(previous->step) == step + 1.0f) {
+      step += 1.0f;
+      args.scalars[i] = args.scalars[i - 1];
+    } else {
+      args.scalars[i] = prepare_adam(counter, args.groups[counter.group], args.grad_scale, nullptr);
+    }
+    previous = &counter;
+  }
+  return current_level.load()->adam_step(args);
 }
 
 // About sqrt(n_rows) parts of sqrt(n_rows) rows: both the sums within a part and the sum over parts stay short chains,

@@ -26,18 +26,21 @@ int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);
 int softmax_forward(const SoftmaxForward& args);
 int softmax_backward(const SoftmaxBackward& args);
+int adam_step(const AdamStep& args);
 }  // namespace baseline
 namespace avx2 {
 int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);
 int softmax_forward(const SoftmaxForward& args);
 int softmax_backward(const SoftmaxBackward& args);
+int adam_step(const AdamStep& args);
 }  // namespace avx2
 namespace avx512 {
 int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);
 int softmax_forward(const SoftmaxForward& args);
 int softmax_backward(const SoftmaxBackward& args);
+int adam_step(const AdamStep& args);
 }  // namespace avx512
 
 }  // namespace onetrip

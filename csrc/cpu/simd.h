@@ -11,6 +11,7 @@
 #if defined(__x86_64__)
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC's own AVX-512 headers: gcc.gnu.org/PR105593
+#pragma GCC diagnostic ignored "-Wuninitialized"        // in inlined templates GCC 12 calls it this
 #endif
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -91,7 +92,7 @@ ONETRIP_INLINE F keep_lanes(F v, First lanes) {
   return (F)((U)v & (U)(index < splat_bits(lanes.n)));
 }
 
-// The larger one; b where a is NaN.
+// The larger one; b where either is NaN.
 ONETRIP_INLINE F larger_number(F a, F b) {
 #if defined(__AVX512F__)
   return (F)_mm512_max_ps((__m512)a, (__m512)b);
@@ -101,6 +102,35 @@ ONETRIP_INLINE F larger_number(F a, F b) {
   return (F)_mm_max_ps((__m128)a, (__m128)b);
 #else
   return (F)select((U)(a > b), (U)a, (U)b);
+#endif
+}
+
+// The smaller one; b where either is NaN.
+ONETRIP_INLINE F smaller_number(F a, F b) {
+#if defined(__AVX512F__)
+  return (F)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (F)_mm256_min_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+  return (F)_mm_min_ps((__m128)a, (__m128)b);
+#else
+  return (F)select((U)(a < b), (U)a, (U)b);
+#endif
+}
+
+// Rounded correctly.
+ONETRIP_INLINE F square_root(F v) {
+#if defined(__AVX512F__)
+  return (F)_mm512_sqrt_ps((__m512)v);
+#elif defined(__AVX2__)
+  return (F)_mm256_sqrt_ps((__m256)v);
+#elif defined(__SSE2__)
+  return (F)_mm_sqrt_ps((__m128)v);
+#elif defined(__aarch64__)
+  return (F)vsqrtq_f32((float32x4_t)v);
+#else
+  for (int i = 0; i < kWidth; ++i) v[i] = __builtin_sqrtf(v[i]);
+  return v;
 #endif
 }
 

@@ -1,6 +1,6 @@
 """Fused kernels for training transformers: every tensor makes one trip through memory."""
 
-from . import nn, ops
+from . import nn, ops, optim
 from .ops.backends import available_backends, set_backend, use_backend
 from .patching import PatchReport, patch_model, patched, register_attention, unpatch_model
 
@@ -12,6 +12,7 @@ __all__ = [
     "available_backends",
     "nn",
     "ops",
+    "optim",
     "patch_model",
     "patched",
     "register_attention",

@@ -1,8 +1,8 @@
-"""A numeric check of every kernel on one device and backend: forward and every gradient against float64.
+"""A numeric check of every kernel on one device and backend: forward, every gradient, Adam's steps, against float64.
 
 The truth is the unfused torch expression in float64 with the same dropout mask. A kernel passes where its largest error
 is at most twice that of the unfused expression in the kernel's own dtypes, plus a few units in the last place of the
-largest value.
+largest value. Of Adam the relative error of twenty updates is checked.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import ops
+from .ops.adam import AdamTable
 from .ops.backends import KERNEL_DTYPES, use_backend
+from .reference.adam import BLOCK, ZERO_CODE, Group, Slot
 from .reference.philox import keep_mask
 
 _RNG = (0x0123456789ABCDEF, 8)
@@ -34,6 +36,9 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
     "fp64": (torch.float64, torch.float64),
 }
 """Name: dtypes of the activations and of the parameters."""
+
+_ADAM_NUMEL, _ADAM_STEPS = 1001, 20
+_ADAM_8BIT_ERROR = 0.03  # 0.015 to 0.023 with gradients of a normal distribution
 
 _ULPS = {torch.float16: 1, torch.bfloat16: 1, torch.float32: 8, torch.float64: 64}
 
@@ -52,6 +57,54 @@ class Kernel:
     unfused: Callable[[Inputs, Tensor], Tensor]
     """unfused(inputs, keep): with the mask of what dropout keeps."""
     dropout_p: float = 0.0
+    directions: ClassVar[tuple[str, ...]] = ("forward", "backward")
+
+    def errors(
+        self, device: torch.device, backend: str, dtype: torch.dtype, parameter_dtype: torch.dtype
+    ) -> Iterator[tuple[str, float, float]]:
+        """(direction, error, allowed) of every tensor that comes out, for every shape."""
+        for n_rows, n_cols in _SHAPES:
+            yield from _errors(device, backend, self, dtype, parameter_dtype, n_rows, n_cols)
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Steps of Adam on parameters of a dtype with gradients of another."""
+
+    name: str
+    is_8bit: bool
+    directions: ClassVar[tuple[str, ...]] = ("step",)
+
+    def errors(
+        self, device: torch.device, backend: str, dtype: torch.dtype, parameter_dtype: torch.dtype
+    ) -> Iterator[tuple[str, float, float]]:
+        """One figure: the root mean square of the error of the updates over that of exact ones. The parameter is 0
+        before every step, so that afterwards it is the update."""
+        n, beta1, beta2, eps = _ADAM_NUMEL, 0.9, 0.999, 1e-8
+        p = torch.zeros(n, dtype=parameter_dtype, device=device)
+        step = torch.zeros((), device=device)
+        if self.is_8bit:
+            exp_avg_codes = torch.full((n,), ZERO_CODE, dtype=torch.uint8, device=device)
+            scale = torch.zeros(-(-n // BLOCK), device=device)
+            slot = Slot(p, exp_avg_codes, torch.zeros_like(exp_avg_codes), scale, scale.clone(), step, 0)
+        else:
+            zeros = torch.zeros(n, device=device)
+            slot = Slot(p, zeros, zeros.clone(), None, None, step, 0)
+        table, group = AdamTable([slot]), Group(1.0, beta1, beta2, eps, 0.0, True, False)
+        exp_avg = exp_avg_sq = torch.zeros(n, dtype=torch.float64)
+        generator, wrong, right = torch.Generator().manual_seed(0), 0.0, 0.0
+        for t in range(1, _ADAM_STEPS + 1):
+            grad = torch.randn(n, generator=generator).to(dtype)
+            g = grad.double()
+            exp_avg, exp_avg_sq = exp_avg.lerp(g, 1 - beta1), exp_avg_sq.lerp(g * g, 1 - beta2)
+            exact = exp_avg / (1 - beta1**t) / ((exp_avg_sq / (1 - beta2**t)).sqrt() + eps)
+            p.zero_()
+            with use_backend(backend):
+                table.step([grad.to(device)], [group])
+            wrong += float((p.double().cpu() + exact).square().sum())
+            right += float(exact.square().sum())
+        rounding = torch.finfo(parameter_dtype).eps
+        yield "step", (wrong / right) ** 0.5, rounding + (_ADAM_8BIT_ERROR if self.is_8bit else 1e-5)
 
 
 def _row_norm(name: str, norm: str, alone: bool, dropout_p: float = 0.0) -> Kernel:
@@ -119,7 +172,7 @@ def _softmax(name: str, dropout_p: float = 0.0, *, masked: bool = False) -> Kern
     return Kernel(name, inputs, fused, unfused, dropout_p)
 
 
-KERNELS = (
+KERNELS: tuple[Kernel | Adam, ...] = (
     _row_norm("layer_norm", "layer", True),
     _row_norm("rms_norm", "rms", True),
     *(
@@ -129,6 +182,8 @@ KERNELS = (
     _softmax("softmax"),
     _softmax("scale+mask+softmax", masked=True),
     _softmax("scale+mask+softmax+dropout", 0.1, masked=True),
+    Adam("adam, 8-bit states", True),
+    Adam("adam, 32-bit states", False),
 )
 
 
@@ -157,27 +212,26 @@ class Check:
         return {**finite, "passed": self.passed}
 
 
-def cases(backend: str) -> Iterator[tuple[Kernel, str]]:
+def cases(backend: str) -> Iterator[tuple[Kernel | Adam, str]]:
     """What run_check is to be called with for one backend: kernels and names of DTYPES."""
     for kernel, (name, (dtype, _)) in itertools.product(KERNELS, DTYPES.items()):
-        if dtype in KERNEL_DTYPES or backend == "reference":
+        if dtype in KERNEL_DTYPES or (backend == "reference" and isinstance(kernel, Kernel)):
             yield kernel, name
 
 
-def run_check(device: torch.device, backend: str, kernel: Kernel, dtype_name: str) -> tuple[Check, Check]:
-    """Forward and backward checks. Whatever a kernel raises becomes a failure; torch's generators are not touched."""
-    errors: dict[str, tuple[float, float]] = {"forward": (0.0, 0.0), "backward": (0.0, 0.0)}
+def run_check(device: torch.device, backend: str, kernel: Kernel | Adam, dtype_name: str) -> tuple[Check, ...]:
+    """A check of each direction. Whatever a kernel raises becomes a failure; torch's generators are not touched."""
+    errors = dict.fromkeys(kernel.directions, (0.0, 0.0))
     failure = ""
     try:
-        for n_rows, n_cols in _SHAPES:
-            for direction, error, allowed in _errors(device, backend, kernel, *DTYPES[dtype_name], n_rows, n_cols):
-                if not _share(error, allowed) <= _share(*errors[direction]):
-                    errors[direction] = (error, allowed)
+        for direction, error, allowed in kernel.errors(device, backend, *DTYPES[dtype_name]):
+            if not _share(error, allowed) <= _share(*errors[direction]):
+                errors[direction] = (error, allowed)
     except Exception as error:
         failure = f"{type(error).__name__}: {error}".splitlines()[0]
-    return tuple(  # type: ignore[return-value]
-        Check(str(device), backend, kernel.name, dtype_name, direction, *errors[direction], failure)
-        for direction in ("forward", "backward")
+    return tuple(
+        Check(str(device), backend, kernel.name, dtype_name, direction, *found, failure)
+        for direction, found in errors.items()
     )
 
 

@@ -18,6 +18,8 @@ def test_patching_changes_what_is_saved_and_nothing_else(result):
     assert result.patched.peak_memory <= result.eager.peak_memory
     for name in ("weights", "gradients", "optimizer_states"):
         assert getattr(result.patched, name) == getattr(result.eager, name)
+    assert result.patched_adamw8bit.optimizer_states < 0.3 * result.patched.optimizer_states
+    assert result.patched_adamw8bit.saved_activations == result.patched.saved_activations
     assert "fused (onetrip)" in result.patched.operators_ms
     assert "fused (onetrip)" not in result.eager.operators_ms
 
@@ -36,7 +38,7 @@ def test_tables_fit_eighty_columns(result):
     with console.capture() as capture:
         console.print(render(result))
     text = capture.get()
-    for label in ("forward", "saved activations", "peak memory", "contractions", "fused (onetrip)"):
+    for label in ("forward", "saved activations", "peak memory", "AdamW8bit", "contractions", "fused (onetrip)"):
         assert label in text
     assert "…" not in text
 

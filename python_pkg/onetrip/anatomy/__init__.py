@@ -4,6 +4,7 @@ from .compare import Comparison, Options, compare, writable_folder, write_json
 from .measure import (
     StepAnatomy,
     StepTimes,
+    Variant,
     measure_step,
     measure_variants,
     optimizer_state_bytes,
@@ -23,6 +24,7 @@ __all__ = [
     "StepAnatomy",
     "StepTimes",
     "UsageError",
+    "Variant",
     "compare",
     "load_model",
     "make_batch",

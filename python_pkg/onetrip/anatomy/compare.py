@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import tempfile
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .measure import Progress, StepAnatomy, measure_variants
+from .measure import Progress, StepAnatomy, Variant, measure_variants
 from .models import UsageError, load_model, make_batch
 
 # A learning rate of 0: the optimizer does all its work, yet every step starts from the same weights.
@@ -68,13 +67,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same step of the same model and batch, as transformers wrote it and as onetrip patches it."""
+    """The same step of the same model and batch: as transformers wrote it, patched, and patched with AdamW8bit."""
 
     options: Options
     device: torch.device
     n_parameters: int
     eager: StepAnatomy
     patched: StepAnatomy
+    patched_adamw8bit: StepAnatomy
     sites: dict[str, Any]
     """PatchReport.to_dict() of the patched model."""
     n_patched: int
@@ -91,6 +91,7 @@ class Comparison:
             "parameters": self.n_parameters,
             "eager": self.eager.to_dict(),
             "patched": self.patched.to_dict(),
+            "patched_adamw8bit": self.patched_adamw8bit.to_dict(),
             "speedup": {
                 phase: _ratio(getattr(self.eager, f"{phase}_ms"), getattr(self.patched, f"{phase}_ms"))
                 for phase in ("forward", "backward", "optimizer", "step")
@@ -125,13 +126,18 @@ def compare(options: Options, progress: Progress | None = None) -> Comparison:
     model: nn.Module = load_model(options.model).to(device, DTYPES[options.dtype]).train()
     batch = make_batch(model, options.batch_size, options.sequence_length, options.seed)
     optimizer = OPTIMIZERS[options.optimizer](model.parameters())
+    adamw8bit = onetrip.optim.AdamW8bit(model.parameters(), lr=0.0)
+    patched = partial(onetrip.patched, model, verify=False)
     with onetrip.patched(model) as report:  # verified once here; the switches between steps need not be
         sites, n_patched = report.to_dict(), len(report.patched)
     measured = measure_variants(
         model,
         lambda: model(**batch).loss,
-        optimizer,
-        {"eager": nullcontext, "patched": partial(onetrip.patched, model, verify=False)},
+        {
+            "eager": Variant(optimizer),
+            "patched": Variant(optimizer, patched),
+            "patched + AdamW8bit": Variant(adamw8bit, patched),
+        },
         inputs=batch.values(),
         steps=options.steps,
         warm_up=options.warm_up,
@@ -144,6 +150,7 @@ def compare(options: Options, progress: Progress | None = None) -> Comparison:
         n_parameters=sum(p.numel() for p in model.parameters()),
         eager=measured["eager"],
         patched=measured["patched"],
+        patched_adamw8bit=measured["patched + AdamW8bit"],
         sites=sites,
         n_patched=n_patched,
     )

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,11 +183,19 @@ def _device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
+@dataclass(frozen=True)
+class Variant:
+    """One way to take a training step."""
+
+    optimizer: torch.optim.Optimizer
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Gives a context in which the step is to run."""
+
+
 def measure_variants(
     model: nn.Module,
     loss_fn: LossFn,
-    optimizer: torch.optim.Optimizer,
-    variants: Mapping[str, Callable[[], AbstractContextManager[object]]],
+    variants: Mapping[str, Variant],
     *,
     inputs: Iterable[Tensor] = (),
     steps: int = 5,
@@ -194,11 +203,10 @@ def measure_variants(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, StepAnatomy]:
-    """The same training step under several contexts, taken in turns so that a slow minute hits all alike.
+    """The same training step in several variants, taken in turns so that a slow minute hits all alike.
 
-    variants: for each name a function that gives a context in which a step is to run (nullcontext: as it is).
     inputs: tensors of the batch, not counted among the saved activations. torch's generators are left as they were; the
-    optimizer trains the weights, as often as it takes (give it a learning rate of 0 to keep them).
+    optimizers train the weights, as often as it takes (give them a learning rate of 0 to keep them).
     """
     if steps < 1:
         raise ValueError(f"measure_variants: steps must be at least 1, got {steps}")
@@ -220,30 +228,33 @@ def measure_variants(
         with _training(model, False), torch.no_grad():
             for name in names:
                 advance(f"loss, {name}")
-                with variants[name]():
+                with variants[name].context():
                     sizes[name]["loss"] = float(loss_fn())
         with _training(model, True):
             for turn in range(warm_up + steps):
-                # Every other turn begins with the other variant: what ran last leaves its tensors in the cache.
-                for name in names if turn % 2 == 0 else reversed(names):
+                # Every turn begins with another variant: what ran last leaves its tensors in the cache.
+                first = turn % len(names)
+                for name in names[first:] + names[:first]:
                     advance(f"{'step' if turn >= warm_up else 'warm-up'}, {name}")
                     torch.manual_seed(seed + turn)
-                    with variants[name]():
-                        step = timed_step(loss_fn, optimizer, device)
+                    with variants[name].context():
+                        step = timed_step(loss_fn, variants[name].optimizer, device)
                     if turn >= warm_up:
                         times[name].append(step)
             for name in names:
                 advance(f"saved activations, {name}")
-                with variants[name]():
+                optimizer = variants[name].optimizer
+                with variants[name].context():
                     gc.collect()
                     sizes[name]["saved_activations"] = saved_activation_bytes(loss_fn, not_counted)
                     loss_fn().backward()
                     sizes[name]["gradients"] = tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
                     optimizer.zero_grad(set_to_none=True)
                     advance(f"peak memory, {name}")
-                    peak, operators = profile_run(lambda: timed_step(loss_fn, optimizer, device), device)
+                    step_again = partial(timed_step, loss_fn, optimizer, device)
+                    peak, operators = profile_run(step_again, device)
                     if device.type == "cuda":
-                        peak = _cuda_peak(lambda: timed_step(loss_fn, optimizer, device), device)
+                        peak = _cuda_peak(step_again, device)
                     sizes[name] |= {"peak_memory": peak, "operators_ms": operators}
     if progress is not None:
         progress(total, total, "done")
@@ -254,7 +265,7 @@ def measure_variants(
             optimizer_ms=statistics.median(step.optimizer_ms for step in times[name]),
             step_ms=statistics.median(step.step_ms for step in times[name]),
             weights=tensor_bytes(model.parameters()),
-            optimizer_states=optimizer_state_bytes(optimizer),
+            optimizer_states=optimizer_state_bytes(variants[name].optimizer),
             **sizes[name],
         )
         for name in names
@@ -274,8 +285,7 @@ def measure_step(
     return measure_variants(
         model,
         lambda: model(**batch).loss,
-        optimizer,
-        {"step": nullcontext},
+        {"step": Variant(optimizer)},
         inputs=[t for t in batch.values() if isinstance(t, Tensor)],
         steps=steps,
         warm_up=warm_up,

@@ -49,13 +49,15 @@ def comparison_table(
     show: Callable[[float], str],
     verdict: str,
     judge: Callable[[float, float], str],
+    names: tuple[str, str] = ("eager", "patched"),
 ) -> Table:
-    """Rows of (label, eager, patched), each with a column of judge(eager, patched) and a pair of bars."""
+    """Rows of (label, eager, patched), or what else names says, each with a column of judge(eager, patched) and a pair
+    of bars."""
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
-    for name, style in (("eager", ""), ("patched", "green"), (verdict, "bold")):
+    for name, style in ((names[0], ""), (names[1], "green"), (verdict, "bold")):
         table.add_column(name, justify="right", style=style, no_wrap=True)
-    table.add_column("eager, patched", width=_BAR_WIDTH)
+    table.add_column(", ".join(names), width=_BAR_WIDTH)
     largest = max((max(eager, patched) for _, eager, patched in rows), default=0.0)
     for label, eager, patched in rows:
         bars = Text.assemble((bar(eager, largest), "dim"), "\n", (bar(patched, largest), "green"))
@@ -82,6 +84,7 @@ def render(result: Comparison) -> RenderableType:
         (name.replace("_", " "), getattr(eager, name), getattr(patched, name))
         for name in ("weights", "gradients", "optimizer_states", "saved_activations", "peak_memory")
     ]
+    adamw8bit, names = result.patched_adamw8bit, ("AdamW", "AdamW8bit")
     labels = list(dict.fromkeys([*eager.operators_ms, *patched.operators_ms]))
     operators: list[Row] = [
         (label, eager.operators_ms.get(label, 0.0), patched.operators_ms.get(label, 0.0)) for label in labels
@@ -90,6 +93,28 @@ def render(result: Comparison) -> RenderableType:
         Text.assemble((options.model, "bold"), heading),
         comparison_table(f"Time, median of {options.steps} steps", phases, _milliseconds, "speed-up", format_speedup),
         comparison_table("Memory (peak: above the start of the step)", sizes, format_bytes, "change", format_change),
+        comparison_table(
+            "Patched, with AdamW8bit in place of torch's AdamW: time",
+            [
+                (phase, getattr(patched, f"{phase}_ms"), getattr(adamw8bit, f"{phase}_ms"))
+                for phase in ("optimizer", "step")
+            ],
+            _milliseconds,
+            "speed-up",
+            format_speedup,
+            names,
+        ),
+        comparison_table(
+            "Patched, with AdamW8bit in place of torch's AdamW: memory",
+            [
+                (name.replace("_", " "), getattr(patched, name), getattr(adamw8bit, name))
+                for name in ("optimizer_states", "peak_memory")
+            ],
+            format_bytes,
+            "change",
+            format_change,
+            names,
+        ),
         comparison_table(
             "Forward and backward by class of operator, one profiled step",
             operators,

@@ -39,6 +39,7 @@ class AdamTable:
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = tuple(slots)
+        self._params = [slot.param for slot in self.slots]
         self.device = self.slots[0].param.device
         self.kinds: tuple[Kind, ...] = ()
         steps = {id(slot.step): i for i, slot in enumerate(self.slots)}  # the last slot of each
@@ -102,7 +103,7 @@ class AdamTable:
         grad_dtypes = [grad.dtype for grad in grads]
         if grad_dtypes != self._grad_dtypes:
             self._sort(grad_dtypes)
-        addresses = ([slot.param.data_ptr() for slot in self.slots], [grad.data_ptr() for grad in grads])
+        addresses = (list(map(Tensor.data_ptr, self._params)), list(map(Tensor.data_ptr, grads)))
         if addresses != self._addresses:
             for column, values in ((_PARAM, addresses[0]), (_GRAD, addresses[1])):
                 self._host_tensors[:, column] = torch.tensor(values, dtype=torch.int64)

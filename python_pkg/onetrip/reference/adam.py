@@ -119,6 +119,19 @@ def _blocks(flat: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
 
 
+def encode(blocks: Tensor, scale: Tensor, signed: bool) -> Tensor:
+    """uint8 codes of float32 blocks [n_blocks, 128], none of whose magnitudes exceeds its scale [n_blocks]."""
+    inverse = torch.where(scale == 0.0, 0.0, 1.0 / scale)
+    normalized = blocks * inverse[:, None]
+    magnitude = normalized.abs().nan_to_num(nan=0.0)
+    codes = torch.bucketize(magnitude, _table(thresholds(signed), blocks.device), right=True)
+    if signed:
+        codes = torch.where(normalized < 0.0, ZERO_CODE - codes.clamp(max=127), ZERO_CODE + codes)
+    else:
+        codes = torch.where(blocks > 0.0, codes.clamp(min=1), codes)
+    return codes.to(torch.uint8)
+
+
 def quantize(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """(codes uint8, shaped like values; scales float32 [ceil(numel / 128)]) of float32 values, blocks of 128 in the
     contiguous order.
@@ -129,15 +142,7 @@ def quantize(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     blocks = _blocks(values.reshape(-1))
     scale = blocks.abs().amax(dim=1)
     scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)  # NaN stays
-    inverse = torch.where(scale == 0.0, 0.0, 1.0 / scale)
-    normalized = blocks * inverse[:, None]
-    magnitude = normalized.abs().nan_to_num(nan=0.0)
-    codes = torch.bucketize(magnitude, _table(thresholds(signed), values.device), right=True)
-    if signed:
-        codes = torch.where(normalized < 0.0, ZERO_CODE - codes.clamp(max=127), ZERO_CODE + codes)
-    else:
-        codes = torch.where(blocks > 0.0, codes.clamp(min=1), codes)
-    return codes.to(torch.uint8).view(-1)[: values.numel()].view(values.shape), scale
+    return encode(blocks, scale, signed).view(-1)[: values.numel()].view(values.shape), scale
 
 
 def dequantize(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
@@ -179,6 +184,12 @@ def scalars(group: Group, t: float, grad_scale: float) -> Scalars:
     )
 
 
+def _square_root(v: Tensor) -> Tensor:
+    """Rounded correctly, which torch's own of float32 is not everywhere (vector libraries are off by one in the last
+    place)."""
+    return v.to(torch.float64).sqrt().to(torch.float32)
+
+
 def _update(slot: Slot, grad: Tensor, s: Scalars) -> None:
     """One slot's parameter and states, in place."""
     p = slot.param.to(torch.float32)
@@ -195,7 +206,7 @@ def _update(slot: Slot, grad: Tensor, s: Scalars) -> None:
         m, v = slot.exp_avg, slot.exp_avg_sq
     m = m + (g - m) * s.one_minus_beta1
     v = v * s.beta2 + (g * s.one_minus_beta2) * g
-    root = v.sqrt()
+    root = _square_root(v)
     u = (m * s.inv_bias_correction1) / (root * s.inv_sqrt_bias_correction2 + s.eps)
     if quantized:
         u = u.clamp(-s.largest_update, s.largest_update)

@@ -1,0 +1,99 @@
+"""AdamW from whoever has one: torch's two, bitsandbytes' and torchao's of 8 bits, onetrip's; and exact AdamW."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from onetrip.optim import AdamW8bit
+from torch import Tensor
+
+LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2
+Make = Callable[..., torch.optim.Optimizer]
+"""Make(params, lr=..., betas=..., eps=..., weight_decay=...)."""
+
+
+@dataclass(frozen=True)
+class OptimizerProvider:
+    name: str
+    make: Make
+    state_bytes: float
+    """Of both moments, read and written in a step, an element of a large tensor; scales included."""
+    module: str = "torch"
+    """What must be installed."""
+
+    def unavailable(self) -> str:
+        try:
+            importlib.import_module(self.module)
+        except Exception as error:  # a broken installation raises anything
+            return f"{self.module} cannot be imported ({type(error).__name__})"
+        return ""
+
+    def least_bytes(self, numel: int, param_size: int, grad_size: int) -> float:
+        """Parameter and states are read and written, the gradient is read."""
+        return numel * (2 * param_size + grad_size + 2 * self.state_bytes)
+
+
+def _bitsandbytes(params: Sequence[Tensor], **numbers: object) -> torch.optim.Optimizer:
+    return importlib.import_module("bitsandbytes").optim.AdamW8bit(params, **numbers)
+
+
+def _torchao(params: Sequence[Tensor], **numbers: object) -> torch.optim.Optimizer:
+    return importlib.import_module("torchao.optim").AdamW8bit(params, **numbers)
+
+
+ONETRIP = OptimizerProvider("onetrip AdamW8bit", AdamW8bit, 2 + 8 / 128)
+FUSED = OptimizerProvider("torch AdamW fused", functools.partial(torch.optim.AdamW, fused=True), 8)
+FOREACH = OptimizerProvider("torch AdamW foreach", functools.partial(torch.optim.AdamW, foreach=True), 8)
+BITSANDBYTES = OptimizerProvider("bitsandbytes AdamW8bit", _bitsandbytes, 2 + 8 / 256, "bitsandbytes")
+TORCHAO = OptimizerProvider("torchao AdamW8bit", _torchao, 2 + 8 / 256, "torchao.optim")
+ONETRIP_32 = OptimizerProvider(
+    "onetrip AdamW8bit, 32-bit states", functools.partial(AdamW8bit, optim_bits=32), 8, "onetrip"
+)
+PROVIDERS = (FUSED, FOREACH, BITSANDBYTES, TORCHAO, ONETRIP, ONETRIP_32)
+
+
+def make(
+    provider: OptimizerProvider, params: Sequence[Tensor], weight_decay: float = WEIGHT_DECAY
+) -> torch.optim.Optimizer:
+    return provider.make(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=weight_decay)
+
+
+class ExactUpdates:
+    """u of Adam in float64: what a step without decay subtracts from the parameter, divided by lr."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.t = 0
+        self.exp_avg = torch.zeros(shape, dtype=torch.float64)
+        self.exp_avg_sq = torch.zeros(shape, dtype=torch.float64)
+
+    def next(self, grad: Tensor) -> Tensor:
+        self.t += 1
+        g = grad.double()
+        self.exp_avg.lerp_(g, 1 - BETAS[0])
+        self.exp_avg_sq.mul_(BETAS[1]).addcmul_(g, g, value=1 - BETAS[1])
+        root = (self.exp_avg_sq / (1 - BETAS[1] ** self.t)).sqrt_()
+        return self.exp_avg / (1 - BETAS[0] ** self.t) / (root + EPS)
+
+
+def relative_error(provider: OptimizerProvider, n_steps: int = 20) -> float:
+    """Root mean square of the error of the updates over that of exact ones: gradients of a normal distribution, a
+    parameter that is large enough for 8 bits, small ones beside it."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((64, 256), (100,), (3, 5))]
+    optimizer = make(provider, params, weight_decay=0.0)
+    exact = [ExactUpdates(p.shape) for p in params]
+    wrong = right = 0.0
+    for _ in range(n_steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+            p.data.zero_()
+        optimizer.step()
+        for p, updates in zip(params, exact, strict=True):
+            truth = updates.next(p.grad)
+            wrong += (p.detach().double() / -LR - truth).square().sum().item()
+            right += truth.square().sum().item()
+    return (wrong / right) ** 0.5

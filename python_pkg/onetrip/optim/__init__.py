@@ -1,0 +1,6 @@
+"""Optimizers: Adam and AdamW over all parameters in one step, with two bytes of state a parameter."""
+
+from .adam import Adam8bit, AdamW8bit
+from .trainer import trainer_optimizer
+
+__all__ = ["Adam8bit", "AdamW8bit", "trainer_optimizer"]

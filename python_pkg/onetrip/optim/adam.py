@@ -1,0 +1,387 @@
+"""AdamW8bit and Adam8bit: all parameters in one step, two bytes of state each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..ops.backends import KERNEL_DTYPES
+from ..ops.checks import check_number
+from ..reference.adam import Group
+from . import checkpoint, sharding
+from .plan import Plan
+from .state import State, checked, dequantized, from_bitsandbytes, new_state
+
+_OF_TORCH = ("amsgrad", "foreach", "fused", "differentiable")  # keys of torch.optim.Adam's groups
+_IMPORTED = ("lr", "betas", "eps", "weight_decay")
+
+
+def _check_range(function: str, argument: str, value: object, below: float = float("inf")) -> None:
+    """A number in [0, below)."""
+    check_number(function, argument, value)
+    if not 0.0 <= value < below:  # type: ignore[operator]
+        wanted = ">= 0 and finite" if below == float("inf") else f"in [0, {below:g})"
+        raise ValueError(f"{function}: {argument} must be {wanted}, got {value}")
+
+
+def _check_lr(function: str, lr: object, may_wait: bool) -> None:
+    """may_wait: a tensor on a device is read, which waits for the device."""
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1 or not lr.is_floating_point():
+            kind = f"{str(lr.dtype)[6:]} of shape {tuple(lr.shape)}"
+            raise ValueError(f"{function}: lr must be a number or a floating-point Tensor of one element, got {kind}")
+        if lr.device.type != "cpu" and not may_wait:
+            return
+        lr = lr.item()
+    _check_range(function, "lr", lr)
+
+
+def _check_group(function: str, group: Mapping[str, Any], may_wait: bool) -> None:
+    _check_lr(function, group["lr"], may_wait)
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"{function}: betas must be two numbers, got {betas!r}")
+    for i, beta in enumerate(betas):
+        _check_range(function, f"betas[{i}]", beta, 1.0)
+    _check_range(function, "eps", group["eps"])
+    _check_range(function, "weight_decay", group["weight_decay"])
+    if group["optim_bits"] not in (8, 32) or isinstance(group["optim_bits"], bool):
+        raise ValueError(f"{function}: optim_bits must be 8 or 32, got {group['optim_bits']!r}")
+    if not isinstance(group["min_8bit_numel"], int) or group["min_8bit_numel"] < 0:
+        raise ValueError(f"{function}: min_8bit_numel must be an integer >= 0, got {group['min_8bit_numel']!r}")
+    for flag in ("maximize", "capturable"):
+        if not isinstance(group[flag], bool):
+            raise TypeError(f"{function}: {flag} must be a bool, got {type(group[flag]).__name__}")
+
+
+class Adam8bit(torch.optim.Optimizer):
+    """Adam (Kingma & Ba 2015) with L2 decay and states of two bytes a parameter.
+
+    params: as torch.optim takes them; float32, float16, bfloat16 in any mix, gradients too, dense. Each must be
+    contiguous to be updated in place; others cost a contiguous copy that stays. weight_decay is added to the gradient,
+    times the parameter. optim_bits: 8, or 32 for float32 states; parameters of fewer than min_8bit_numel elements have
+    float32 states in any case. Precision is chosen at a parameter's first step, of the whole parameter when it is
+    sharded, and kept. lr, betas, eps, weight_decay, optim_bits, min_8bit_numel, maximize are keys of param groups too.
+    lr: a number, or a float Tensor of one element. capturable: step() may be captured in a CUDA graph; lr then changes
+    between replays where it is a float32 Tensor on the device.
+
+    A step waits for no device. It works with torch.amp.GradScaler, which skips a step whose gradients are not finite;
+    without one they propagate as in torch.optim. The same inputs give the same bits, whatever the number of threads.
+    Memory: 2 + 8/128 bytes of state a parameter of 8 bits.
+
+    Raises ValueError or TypeError for wrong arguments, here and at step(), before anything has changed; RuntimeError
+    for sparse gradients.
+    """
+
+    _decoupled: ClassVar[bool] = False
+    _name: ClassVar[str] = "Adam8bit"  # in messages
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then hands over grad_scale and found_inf
+    _plan: Plan | None = None
+    _plan_key: tuple[list[int], list[int]]
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        optim_bits: int = 8,
+        min_8bit_numel: int = 4096,
+        maximize: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "optim_bits": optim_bits,
+            "min_8bit_numel": min_8bit_numel,
+            "maximize": maximize,
+            "capturable": capturable,
+            "decoupled_weight_decay": self._decoupled,  # as torch.optim.Adam records it
+        }
+        _check_group(self._name, defaults, may_wait=True)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim; raises where a value of the group or a parameter's dtype is wrong, the group not added."""
+        super().add_param_group(param_group)
+        group = self.param_groups.pop()
+        first = sum(len(before["params"]) for before in self.param_groups)
+        _check_group(self._name, group, may_wait=True)
+        self._check_decay(group)
+        for i, p in enumerate(group["params"], first):
+            if p.dtype not in KERNEL_DTYPES or p.layout != torch.strided:
+                raise TypeError(
+                    f"{self._name}: params must be dense float32, float16 or bfloat16 tensors, got "
+                    f"{str(p.dtype)[6:]} ({p.layout}) for parameter {i}"
+                )
+        self.param_groups.append(group)
+
+    def _check_decay(self, group: Mapping[str, Any]) -> None:
+        """Of a group given, or loaded from a checkpoint: L2 and decoupled decay are not mixed up."""
+        decoupled = group.get("decoupled_weight_decay", self._decoupled)
+        if bool(decoupled) != self._decoupled and group["weight_decay"] != 0.0:
+            wanted, got = ("L2", "decoupled") if decoupled else ("decoupled", "L2")
+            raise ValueError(f"{self._name}: weight decay must be {wanted}, got a group whose decay is {got}")
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step for every parameter that has a gradient, in place.
+
+        closure: reevaluates the model and returns the loss. Returns what it returned.
+        """
+        check_capture = getattr(self, "_accelerator_graph_capture_health_check", None)
+        (check_capture or self._cuda_graph_capture_health_check)()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        lengths = []
+        for group in self.param_groups:
+            group_params = group["params"]
+            group_grads = [p.grad for p in group_params]
+            if type(None) in set(map(type, group_grads)):
+                group_params = [p for p, grad in zip(group_params, group_grads, strict=True) if grad is not None]
+                group_grads = [grad for grad in group_grads if grad is not None]
+            params += group_params
+            grads += group_grads
+            lengths.append(len(group_params))
+        for group in self.param_groups:
+            _check_group(self._name, group, may_wait=False)
+        if params:
+            self._step(params, grads, lengths)
+        return loss
+
+    def _step(self, params: list[Tensor], grads: list[Tensor], lengths: list[int]) -> None:
+        key = (list(map(id, params)), lengths)
+        plan = self._plan
+        if plan is None or self._plan_key != key or not plan.still_holds(self.state):
+            self._plan = None
+            plan, new = self._new_plan(params, lengths)
+            of_slots = plan.gradients(grads)
+            self.state.update(new)
+            plan.adopt(self.state)
+            self._plan, self._plan_key = plan, key
+        else:
+            of_slots = plan.gradients(grads)
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        plan.copy_in()
+        for table, table_grads in zip(plan.tables(), of_slots, strict=True):
+            device = table.device
+            groups = [self._numbers(group, device) for group in self.param_groups]
+            table.step(table_grads, groups, _number_on(device, grad_scale), _number_on(device, found_inf))
+        plan.copy_out()
+
+    def _new_plan(self, params: list[Tensor], lengths: list[int]) -> tuple[Plan, dict[Tensor, State]]:
+        """A plan, and the states of the parameters that had none."""
+        groups = [i for i, length in enumerate(lengths) for _ in range(length)]
+        every = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        index_of = {id(p): i for i, p in enumerate(every)}
+        new: dict[Tensor, State] = {}
+        for p, i in zip(params, groups, strict=True):
+            group, index = self.param_groups[i], index_of[id(p)]
+            if group["capturable"] and p.device.type == "cpu":
+                raise ValueError(
+                    f"{self._name}: capturable must be False for parameters on the CPU, got True for parameter {index}"
+                )
+            if p.dtype not in KERNEL_DTYPES or p.device.type == "meta":
+                raise TypeError(
+                    f"{self._name}: params must be float32, float16 or bfloat16 and hold data, got {str(p.dtype)[6:]} "
+                    f"on {p.device} for parameter {index}"
+                )
+            if not self.state.get(p):
+                new[p] = new_state(p, group["optim_bits"] == 8 and p.numel() >= group["min_8bit_numel"])
+        states = [new.get(p) or self.state[p] for p in params]
+        return Plan(self._name, params, groups, [index_of[id(p)] for p in params], states), new
+
+    def _numbers(self, group: Mapping[str, Any], device: torch.device) -> Group:
+        lr = group["lr"]
+        if isinstance(lr, Tensor):
+            # A tensor on a device is read there, by the kernel.
+            lr = float(lr) if lr.device.type == "cpu" else lr.to(device, torch.float32, non_blocking=True)
+        beta1, beta2 = group["betas"]
+        return Group(lr, beta1, beta2, group["eps"], group["weight_decay"], self._decoupled, group["maximize"])
+
+    def dequantized_state(self, p: Tensor) -> tuple[Tensor, Tensor]:
+        """(exp_avg, exp_avg_sq) of a parameter, new float32 tensors shaped like it (of a sharded one, like its local
+        part). Raises ValueError where it has not taken a step with this optimizer."""
+        state = self.state.get(p)
+        if not state:
+            raise ValueError("dequantized_state: p must be a parameter that has taken a step, got one without state")
+        return dequantized(p, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim: tensors, numbers, lists and dicts, those of this optimizer, not copies. Of sharded
+        parameters DTensors, which torch.distributed.checkpoint saves and reshards."""
+        packed = super().state_dict()
+        every = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, p in enumerate(every):
+            if sharding.is_sharded(p) and index in packed["state"]:
+                packed["state"][index] = sharding.to_dtensors(p, packed["state"][index])
+        return packed
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """A state_dict of this class, or of torch.optim.Adam or AdamW (its moments are quantised where this optimizer's
+        precision is 8 bits). Precision is the checkpoint's; tensors are copied to their parameters' devices.
+
+        Raises ValueError where it is another model's, damaged or incomplete, and then has changed nothing.
+        """
+        where = f"{self._name}.load_state_dict"
+        state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
+            keys = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
+            raise ValueError(f"{where}: state_dict must have state and param_groups, got {keys}")
+        loaded = self._loaded_groups(where, state_dict["param_groups"])
+        saved = state_dict["state"]
+        if not isinstance(saved, Mapping):
+            raise ValueError(f"{where}: state must be a dict, got {type(saved).__name__}")
+        state: dict[Tensor, State] = {}
+        remaining = dict(saved)
+        for ours, (group, keys, is_ours) in zip(self.param_groups, loaded, strict=True):
+            for p, key in zip(ours["params"], keys, strict=True):
+                if not remaining.get(key):
+                    remaining.pop(key, None)
+                    continue
+                is_8bit = group["optim_bits"] == 8 and p.numel() >= group["min_8bit_numel"]
+                entry = checked(f"{where}: state of parameter {key}", p, remaining.pop(key), is_8bit and not is_ours)
+                state[p] = entry
+        if remaining:
+            raise ValueError(
+                f"{where}: state must be of the parameters in param_groups, got also {list(remaining)[:5]}"
+            )
+        groups = [
+            {**group, "params": ours["params"]} for ours, (group, _, _) in zip(self.param_groups, loaded, strict=True)
+        ]
+        fresh = self.state.__class__(dict)
+        fresh.update(state)
+        self.__setstate__({"state": fresh, "param_groups": groups})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _loaded_groups(self, where: str, saved: Any) -> list[tuple[dict[str, Any], list[Any], bool]]:
+        """Of each group its values, its parameters' keys, and whether this class has written it."""
+        lengths = [len(group["params"]) for group in self.param_groups]
+        try:
+            got = [len(group["params"]) for group in saved]
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{where}: param_groups must be dicts with params, got {type(saved).__name__}") from error
+        if lengths != got:
+            raise ValueError(f"{where}: param_groups must have {lengths} parameters, got {got}")
+        loaded = []
+        for ours, given in zip(self.param_groups, saved, strict=True):
+            group = deepcopy({key: value for key, value in given.items() if key != "params"})
+            is_ours = "optim_bits" in group
+            if group.get("amsgrad"):
+                raise ValueError(f"{where}: param_groups must be of Adam without amsgrad, got amsgrad=True")
+            if not is_ours:
+                for key in _OF_TORCH:
+                    group.pop(key, None)
+            for key in (*self.defaults, "param_names"):
+                if key in ours:
+                    group.setdefault(key, ours[key])
+            group["betas"] = tuple(group["betas"]) if isinstance(group["betas"], list) else group["betas"]
+            _check_group(where, group, may_wait=True)
+            self._check_decay(group)
+            group["decoupled_weight_decay"] = self._decoupled
+            loaded.append((group, list(given["params"]), is_ours))
+        return loaded
+
+    def load_bitsandbytes_state_dict(self, state: Mapping[str, Any]) -> None:
+        """A state_dict of bitsandbytes' Adam, AdamW and their 8-bit and paged kinds, block-wise: its states are
+        dequantised, then quantised as this optimizer does; lr, betas, eps and weight_decay become the checkpoint's.
+
+        bitsandbytes decays as AdamW in all of them. Raises ValueError where it is another model's or no such state,
+        and then has changed nothing.
+        """
+        where = f"{self._name}.load_bitsandbytes_state_dict"
+        if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
+            raise ValueError(f"{where}: state must have state and param_groups, got {type(state).__name__}")
+        params = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+        keys = [key for group in state["param_groups"] for key in group["params"]]
+        if len(keys) != len(params) or any(sharding.is_sharded(p) for p in params):
+            kind = f"{len(keys)} parameters" if len(keys) != len(params) else "sharded parameters"
+            raise ValueError(f"{where}: state must be of this optimizer's {len(params)} whole parameters, got {kind}")
+        groups = []
+        for group in state["param_groups"]:
+            kept = {key: group[key] for key in ("params", *_IMPORTED, "initial_lr") if key in group}
+            kept["betas"] = tuple(kept["betas"])[:2]  # a third is of AdEMAMix
+            groups.append(kept)
+        moments = {
+            key: from_bitsandbytes(f"{where}: state of parameter {key}", p, state["state"][key])
+            for key, p in zip(keys, params, strict=True)
+            if state["state"].get(key)
+        }
+        self.load_state_dict({"state": moments, "param_groups": groups})
+
+    def save_safetensors(self, path: str | Path) -> None:
+        """state_dict() as one file that safetensors reads, its checksum in the metadata. The file appears whole or not
+        at all: what was there before stays until then."""
+        if any(sharding.is_sharded(p) for p in self.state):
+            raise ValueError(
+                "save_safetensors: parameters must be whole, got sharded ones; torch.distributed.checkpoint"
+            )
+        checkpoint.save(self.state_dict(), Path(path))
+
+    def load_safetensors(self, path: str | Path) -> None:
+        """What save_safetensors wrote. Raises ValueError where the file is damaged, cut or another model's, and then
+        has changed nothing."""
+        self.load_state_dict(checkpoint.load(Path(path)))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plan = None
+
+
+class AdamW8bit(Adam8bit):
+    """AdamW (Loshchilov & Hutter 2019): weight decay is decoupled, p *= 1 - lr * weight_decay before each update; the
+    rest as Adam8bit."""
+
+    _decoupled = True
+    _name = "AdamW8bit"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        optim_bits: int = 8,
+        min_8bit_numel: int = 4096,
+        maximize: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            optim_bits=optim_bits,
+            min_8bit_numel=min_8bit_numel,
+            maximize=maximize,
+            capturable=capturable,
+        )
+
+
+def _number_on(device: torch.device, number: Any) -> Tensor | None:
+    """A GradScaler's tensor, or what a user has set, as one float32 on the device."""
+    if number is None:
+        return None
+    return torch.as_tensor(number, dtype=torch.float32).to(device, non_blocking=True)

@@ -1,0 +1,198 @@
+"""Which slots a step works on: built when parameters, states or the set of gradients change, checked at each step.
+
+The checks of each step cost well under a microsecond a parameter; they see every change that would make an address in
+the tables stale: a parameter, gradient or state whose storage was replaced, moved or freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.adam import AdamTable
+from ..ops.backends import KERNEL_DTYPES
+from ..reference.adam import BLOCK, Slot
+from . import sharding
+from .state import State
+
+
+class _Strided(NamedTuple):
+    """A parameter that is no contiguous plain tensor: a DTensor, or one that a contiguous copy stands in for."""
+
+    position: int  # among the plan's parameters
+    param: Tensor
+    part: Tensor  # this rank's part
+    work: Tensor  # contiguous: part itself, or a copy
+    runs: list[tuple[int, int]]  # of its elements, a slot each
+
+
+class _DevicePlan:
+    def __init__(self) -> None:
+        self.direct: list[int] = []  # indices of the parameters that are slots as they are
+        self.strided: list[_Strided] = []
+        self.direct_slots: list[Slot] = []
+        self.strided_slots: list[Slot] = []
+        self.table: AdamTable
+
+    def finish(self, function: str) -> None:
+        slots = self.direct_slots + self.strided_slots
+        _refuse_overlaps(function, slots)
+        self.table = AdamTable(slots)
+
+
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return not sharding.is_sharded(tensor) and tensor.is_contiguous() and not tensor.is_neg()
+
+
+class Plan:
+    """The slots of these parameters, device by device."""
+
+    def __init__(
+        self, function: str, params: list[Tensor], groups: list[int], names: list[int], states: list[State]
+    ) -> None:
+        """groups, names: of each parameter the index of its group, and the one it has in state_dict."""
+        self._function, self._names = function, names
+        self.params = params
+        self._states = states
+        devices: dict[torch.device, _DevicePlan] = {}
+        seen: set[int] = set()
+        for i, (p, group, state) in enumerate(zip(params, groups, states, strict=True)):
+            if id(p) in seen:  # listed twice in its group, of which torch has warned
+                continue
+            seen.add(id(p))
+            part = sharding.local(p)
+            self._check_state(i, part, state)
+            self._add(devices.setdefault(part.device, _DevicePlan()), i, p, part, group, state)
+        self._devices = list(devices.values())
+        for on_device in self._devices:
+            on_device.finish(function)
+        self._param_addresses = _addresses(map(sharding.local, params))
+        self._param_dtypes = [p.dtype for p in params]
+        self._state_addresses = _addresses(state["exp_avg"] for state in states)
+        self._is_simple = len(self._devices) == 1 and len(self._devices[0].direct) == len(params)
+        self._copied = [item for plan in self._devices for item in plan.strided if item.work is not item.part]
+
+    def _check_state(self, i: int, part: Tensor, state: State) -> None:
+        """What a user may have done to it between steps."""
+        which = f"{self._function}: state of parameter {self._names[i]}"
+        for key, value in state.items():
+            if value.device != part.device or not value.is_contiguous():
+                got = f"strides {value.stride()} on {value.device}"
+                raise ValueError(f"{which}: {key} must be contiguous on {part.device}, got {got}")
+        for key in ("exp_avg", "exp_avg_sq"):
+            if state[key].shape != part.shape:
+                got = str(tuple(state[key].shape))
+                raise ValueError(f"{which}: {key} must have its shape, {tuple(part.shape)}, got {got}")
+
+    def _add(self, plan: _DevicePlan, i: int, p: Tensor, part: Tensor, group: int, state: State) -> None:
+        exp_avg, exp_avg_sq, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
+        scales = state.get("exp_avg_scale"), state.get("exp_avg_sq_scale")
+        if part is p and _is_plain(part):
+            plan.direct.append(i)
+            plan.direct_slots.append(Slot(p, exp_avg, exp_avg_sq, *scales, step, group))
+            return
+        if torch._debug_has_internal_overlap(part) == 1:
+            raise ValueError(
+                f"{self._function}: parameter {self._names[i]} must not overlap itself, got strides {part.stride()}"
+            )
+        work = part if _is_plain(part) else torch.empty(part.shape, dtype=part.dtype, device=part.device)
+        runs = sharding.parts(part.numel(), sharding.first_element(p) or 0)
+        plan.strided.append(_Strided(i, p, part, work, runs))
+        done = 0
+        for begin, end in runs:
+            next_scale = done + (end - begin + BLOCK - 1) // BLOCK
+            param, m, v = (values.view(-1)[begin:end] for values in (work, exp_avg, exp_avg_sq))
+            m_scale, v_scale = (None if values is None else values[done:next_scale] for values in scales)
+            plan.strided_slots.append(Slot(param, m, v, m_scale, v_scale, step, group))
+            done = next_scale
+
+    def adopt(self, state: Mapping[Tensor, State]) -> None:
+        """The optimizer's state, which now holds all of this plan's."""
+        self._state, self._n_states = state, len(state)
+
+    def still_holds(self, all_states: Mapping[Tensor, State]) -> bool:
+        """Whether parameters and states lie where they lay, in the same dtypes."""
+        if all_states is not self._state or len(all_states) != self._n_states:
+            return False
+        try:
+            moments = [state["exp_avg"] for state in self._states]
+        except KeyError:
+            return False
+        if _addresses(moments) != self._state_addresses:
+            return False
+        params = self.params if self._is_simple else map(sharding.local, self.params)
+        return _addresses(params) == self._param_addresses and [p.dtype for p in self.params] == self._param_dtypes
+
+    def gradients(self, grads: list[Tensor]) -> list[list[Tensor]]:
+        """For each device, gradients of its table's slots: contiguous, checked; copies where they have to be.
+
+        Raises before anything has changed.
+        """
+        if not self._is_simple:
+            return [self._gradients(plan, grads) for plan in self._devices]
+        if not _are_plain(grads, self.params, self._devices[0].table.device):
+            grads = [self._checked(i, p, grad) for i, (p, grad) in enumerate(zip(self.params, grads, strict=True))]
+        return [grads]
+
+    def _gradients(self, plan: _DevicePlan, grads: list[Tensor]) -> list[Tensor]:
+        for_slots = [self._checked(i, self.params[i], grads[i]) for i in plan.direct]
+        for item in plan.strided:
+            grad = sharding.like_param(grads[item.position], item.param)
+            flat = self._checked(item.position, item.part, sharding.local(grad)).view(-1)
+            for_slots += [flat[begin:end] for begin, end in item.runs]
+        return for_slots
+
+    def _checked(self, i: int, p: Tensor, grad: Tensor) -> Tensor:
+        which = f"{self._function}: the gradient of parameter {self._names[i]}"
+        if grad.layout != torch.strided or grad.is_nested:
+            raise RuntimeError(f"{which} must be dense, got {grad.layout}; nn.Embedding makes dense ones by default")
+        if grad.dtype not in KERNEL_DTYPES:
+            raise TypeError(f"{which} must be float32, float16 or bfloat16, got {str(grad.dtype)[6:]}")
+        if grad.shape != p.shape:
+            raise ValueError(f"{which} must have its shape, {tuple(p.shape)}, got {tuple(grad.shape)}")
+        if grad.device != p.device:
+            raise ValueError(f"{which} must be on its device, {p.device}, got {grad.device}")
+        return grad.contiguous().resolve_neg()
+
+    def tables(self) -> list[AdamTable]:
+        return [plan.table for plan in self._devices]
+
+    def copy_in(self) -> None:
+        """Brings the contiguous copies of strided parameters up to date."""
+        for item in self._copied:
+            item.work.copy_(item.part)
+
+    def copy_out(self) -> None:
+        for item in self._copied:
+            item.part.copy_(item.work)
+
+
+def _are_plain(grads: Sequence[Tensor], params: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether all gradients can be taken as they are: nothing else is looked at where they can."""
+    try:
+        return (
+            all(map(Tensor.is_contiguous, grads))
+            and all(map(Tensor.is_same_size, grads, params))
+            and not any(map(Tensor.is_neg, grads))
+            and {grad.dtype for grad in grads} <= KERNEL_DTYPES
+            and set(map(Tensor.get_device, grads)) == {-1 if device.index is None else device.index}
+        )
+    except (RuntimeError, NotImplementedError):  # sparse
+        return False
+
+
+def _refuse_overlaps(function: str, slots: Sequence[Slot]) -> None:
+    """Two slots that share memory would race."""
+    spans = [(p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()) for p in (slot.param for slot in slots)]
+    spans = sorted(span for span in spans if span[0] < span[1])
+    for (_, end), (begin, _) in pairwise(spans):
+        if begin < end:
+            raise ValueError(f"{function}: parameters must not share memory, got two that do")

@@ -1,0 +1,384 @@
+"""AdamW8bit and Adam8bit as optimizers: what a step computes, on which parameters, and what each argument changes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import onetrip
+import pytest
+import torch
+from onetrip.optim import Adam8bit, AdamW8bit
+from onetrip.reference.adam import BLOCK, largest_update
+from optim_cases import make_params, same, set_grads, snapshot, train
+from torch import Tensor
+
+BOTH = pytest.mark.parametrize("cls", [AdamW8bit, Adam8bit], ids=["AdamW8bit", "Adam8bit"])
+TORCH = {AdamW8bit: torch.optim.AdamW, Adam8bit: torch.optim.Adam}
+
+
+def gap(a: list[Tensor], b: list[Tensor]) -> float:
+    return max(float((x - y).detach().abs().max()) for x, y in zip(a, b, strict=True) if x.numel())
+
+
+@BOTH
+@pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
+def test_32_bit_mode_is_torchs(cls, maximize):
+    """Q9: a hundred steps, weight decay included."""
+    arguments = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, "maximize": maximize}
+    ours, theirs = make_params(), make_params()
+    train(cls(ours, optim_bits=32, **arguments), range(100))
+    train(TORCH[cls](theirs, **arguments), range(100))
+    assert gap(ours, theirs) < 2e-6  # of parameters up to 4
+
+
+@BOTH
+def test_8_bit_mode_stays_near_torchs(cls):
+    ours, theirs = make_params(), make_params()
+    train(cls(ours, lr=1e-3), range(20))
+    train(TORCH[cls](theirs, lr=1e-3, weight_decay=cls(make_params()).defaults["weight_decay"]), range(20))
+    moved = gap(theirs, make_params())
+    assert 0 < gap(ours, theirs) < 0.1 * moved
+
+
+def test_decay_of_adamw_is_decoupled_and_adams_is_l2():
+    decoupled, l2 = ([torch.nn.Parameter(torch.full((4096,), 2.0))] for _ in range(2))
+    for params in (decoupled, l2):
+        params[0].grad = torch.zeros(4096)
+    AdamW8bit(decoupled, lr=0.1, weight_decay=0.5).step()
+    Adam8bit(l2, lr=0.1, weight_decay=0.5).step()
+    assert torch.equal(decoupled[0], torch.full((4096,), 2.0 * (1 - 0.1 * 0.5)))
+    assert torch.allclose(l2[0], torch.full((4096,), 2.0 - 0.1))  # the sign of the gradient, which is 0.5 * 2
+
+
+def test_states_take_two_bytes_a_parameter():
+    params = make_params([(512, 1000), (4096,), (100,)])
+    optimizer = AdamW8bit(params)
+    train(optimizer, range(1))
+    large = optimizer.state[params[0]]
+    assert sum(value.nbytes for value in large.values()) <= 2.07 * params[0].numel()
+    assert {key: value.dtype for key, value in large.items()} == {
+        "step": torch.float32,
+        "exp_avg": torch.uint8,
+        "exp_avg_sq": torch.uint8,
+        "exp_avg_scale": torch.float32,
+        "exp_avg_sq_scale": torch.float32,
+    }
+    assert large["exp_avg"].shape == params[0].shape and large["step"].shape == ()
+    assert large["exp_avg_scale"].shape == (math.ceil(512 * 1000 / BLOCK),)
+    assert set(optimizer.state[params[2]]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert optimizer.state[params[2]]["exp_avg"].dtype == torch.float32
+
+
+def test_precision_is_chosen_by_size_and_group_once():
+    params = make_params([(5000,), (5000,), (50,), (5000,)])
+    groups = [
+        {"params": params[:1]},
+        {"params": params[1:2], "optim_bits": 32},
+        {"params": params[2:3], "min_8bit_numel": 50},
+        {"params": params[3:], "min_8bit_numel": 5001},
+    ]
+    optimizer = AdamW8bit(groups)
+    train(optimizer, range(1))
+    kinds = [optimizer.state[p]["exp_avg"].dtype for p in params]
+    assert kinds == [torch.uint8, torch.float32, torch.uint8, torch.float32]
+    optimizer.param_groups[0]["optim_bits"] = 32  # too late
+    train(optimizer, range(1, 3))
+    assert [optimizer.state[p]["exp_avg"].dtype for p in params] == kinds
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"lr": 2e-2},
+        {"betas": (0.8, 0.999)},
+        {"betas": (0.9, 0.9)},
+        {"eps": 0.5},
+        {"weight_decay": 0.3},
+        {"optim_bits": 32},
+        {"min_8bit_numel": 7000},
+        {"maximize": True},
+    ],
+    ids=lambda changed: "-".join(f"{key}={value}" for key, value in changed.items()),
+)
+def test_every_argument_changes_the_result_also_as_a_key_of_a_group(changed):
+    """Q12; capturable is in test_capturable_is_refused_on_the_cpu."""
+    shapes = [(64, 100)]
+    plain, as_argument, as_key = make_params(shapes), make_params(shapes), make_params(shapes)
+    train(AdamW8bit(plain, lr=1e-2), range(4))
+    train(AdamW8bit(as_argument, **{"lr": 1e-2, **changed}), range(4))
+    train(AdamW8bit([{"params": as_key, **changed}], lr=1e-2), range(4))
+    assert not same(plain, as_argument) and same(as_argument, as_key)
+
+
+def test_capturable_is_refused_on_the_cpu():
+    params = make_params()
+    set_grads(params, 0)
+    before = copy.deepcopy(params)
+    optimizer = AdamW8bit(params, capturable=True)
+    with pytest.raises(ValueError, match="AdamW8bit: capturable must be False for parameters on the CPU, got True"):
+        optimizer.step()
+    assert same(params, before) and not optimizer.state
+
+
+def test_many_tensors_at_once_are_each_alone():
+    """Q13: bit for bit, blocks and chunks of every length."""
+    shapes = [(1,), (127,), (129,), (4095,), (4097,), (0,)]
+    together, alone = make_params(shapes), make_params(shapes)
+    train(optimizer := AdamW8bit(together, min_8bit_numel=0), range(5))
+    for p, q in zip(together, alone, strict=True):
+        single = AdamW8bit([q], min_8bit_numel=0)
+        for step in range(5):
+            set_grads(every := make_params(shapes), step)
+            q.grad = every[[r.shape for r in every].index(q.shape)].grad
+            single.step()
+        assert same(p, q) and same(optimizer.state[p], single.state[q])
+
+
+def test_dtypes_of_parameters_and_gradients_mix():
+    """B6: the nine pairs, each as if computed in float32 and rounded once."""
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    values, grads = torch.randn(9, 4096), torch.randn(9, 4096)
+    pairs = [(p, g) for p in dtypes for g in dtypes]
+    mixed, single = [], []
+    for i, (param_dtype, grad_dtype) in enumerate(pairs):
+        p = torch.nn.Parameter(values[i].to(param_dtype))
+        p.grad_dtype = None
+        p.grad = grads[i].to(grad_dtype)
+        mixed.append(p)
+        q = torch.nn.Parameter(values[i].to(param_dtype).float())
+        q.grad = grads[i].to(grad_dtype).float()
+        single.append(q)
+    AdamW8bit(mixed, lr=0.1).step()
+    AdamW8bit(single, lr=0.1).step()
+    for (param_dtype, _), p, q in zip(pairs, mixed, single, strict=True):
+        assert p.dtype == param_dtype and same(p.detach(), q.detach().to(param_dtype))
+
+
+def strided_pairs() -> dict[str, Tensor]:
+    base = torch.randn(70, 64)
+    return {
+        "transposed": base.t(),
+        "sliced": torch.randn(70, 128)[:, ::2],
+        "channels-last": torch.randn(4, 8, 10, 16).to(memory_format=torch.channels_last),
+        "offset": torch.randn(4481)[1:],
+    }
+
+
+@pytest.mark.parametrize("layout", strided_pairs())
+@pytest.mark.parametrize("which", ["param", "grad", "both"])
+def test_layout_changes_no_bit(layout, which):
+    """B3, B4: states are in the logical order whatever the layout of parameter and gradient."""
+    torch.manual_seed(3)
+    value, grads = strided_pairs()[layout], [strided_pairs()[layout] for _ in range(3)]
+    p = torch.nn.Parameter(value.clone(memory_format=torch.preserve_format) if which == "grad" else value)
+    if which == "grad":
+        p = torch.nn.Parameter(value.contiguous())
+    q = torch.nn.Parameter(value.contiguous().clone())
+    ours, plain = AdamW8bit([p], lr=0.1), AdamW8bit([q], lr=0.1)
+    strides = p.stride()
+    for grad in grads:
+        p.grad = grad if which != "param" else grad.contiguous()
+        q.grad = grad.contiguous()
+        ours.step()
+        plain.step()
+    assert p.stride() == strides and same(p, q) and same(ours.state[p], plain.state[q])
+
+
+def test_negated_and_expanded_gradients():
+    p, q = make_params([(4096,)]), make_params([(4096,)])
+    for params, grad in ((p, torch._neg_view(torch.ones(1).expand(4096))), (q, -torch.ones(4096))):
+        params[0].grad = grad
+        AdamW8bit(params).step()
+    assert same(p, q)
+
+
+def test_gradients_are_not_modified():
+    """B11, with a gradient scale and maximize too."""
+    params = make_params()
+    set_grads(params, 0)
+    grads = [p.grad.clone() for p in params]
+    optimizer = AdamW8bit(params, maximize=True)
+    optimizer.grad_scale = torch.tensor(8.0)
+    optimizer.step()
+    assert same([p.grad for p in params], grads)
+
+
+def test_parameters_without_gradients_are_left_alone_and_later_join():
+    """Q10: frozen ones, None gradients, another set at each step; each counts its own steps."""
+    params, expected = make_params([(4096,), (5000,), (300,)]), make_params([(4096,), (5000,), (300,)])
+    params[2].requires_grad_(False)
+    optimizer = AdamW8bit(params, lr=0.1)
+    singles = [AdamW8bit([p], lr=0.1) for p in expected]
+    for step, present in enumerate([(0,), (0, 1), (1,), (), (0, 1)]):
+        set_grads(params, step)
+        set_grads(expected, step)
+        for i, p in enumerate(params):
+            if i not in present:
+                p.grad = None
+        optimizer.step()
+        for i in present:
+            singles[i].step()
+    assert same([p.detach() for p in params], [p.detach() for p in expected])
+    assert [float(optimizer.state[p]["step"]) for p in params[:2]] == [3.0, 3.0] and params[2] not in optimizer.state
+
+
+def test_groups_added_later_step_with_their_own_numbers():
+    params, expected = make_params([(4096,), (5000,)]), make_params([(4096,), (5000,)])
+    optimizer = AdamW8bit(params[:1], lr=0.1)
+    train(optimizer, range(2))
+    optimizer.add_param_group({"params": params[1], "lr": 0.01, "betas": (0.5, 0.9)})
+    train(optimizer, range(2, 4))
+    first, second = AdamW8bit(expected[:1], lr=0.1), AdamW8bit(expected[1:], lr=0.01, betas=(0.5, 0.9))
+    train(first, range(2))
+    for step in (2, 3):
+        set_grads(expected, step)
+        first.step()
+        second.step()
+    assert same(params, expected)
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True], ids=["float", "tensor"])
+def test_schedulers_move_the_learning_rate(tensor_lr):
+    """Q10: as torch's AdamW under the same schedule."""
+    ours, theirs = make_params(), make_params()
+    lr = torch.tensor(1e-2) if tensor_lr else 1e-2
+    optimizers = AdamW8bit(ours, lr=lr, optim_bits=32), torch.optim.AdamW(theirs, lr=1e-2)
+    for optimizer in optimizers:
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=12, cycle_momentum=True)
+        for step in range(10):
+            train(optimizer, [step])
+            scheduler.step()
+    assert gap(ours, theirs) < 2e-6
+
+
+def test_closure_and_hooks():
+    params = make_params()
+    optimizer = AdamW8bit(params, lr=0.1)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+
+    def closure() -> Tensor:
+        calls.append("closure")
+        optimizer.zero_grad()
+        loss = sum((p * p).sum() for p in params)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0 and calls == ["pre", "closure", "post"]
+    assert all(float(optimizer.state[p]["step"]) == 1.0 for p in params)
+
+
+def test_a_parameter_listed_twice_steps_once():
+    p, q = make_params([(4096,)]), make_params([(4096,)])
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = AdamW8bit([p[0], p[0]])
+    set_grads(p, 0)
+    optimizer.step()
+    train(AdamW8bit(q), range(1))
+    assert same(p, q)
+
+
+def test_storage_that_is_replaced_between_steps_is_seen():
+    """Parameters, gradients and states each get new memory: .data =, .to(), a state_dict put back by hand."""
+    params, expected = make_params(), make_params()
+    optimizer, plain = AdamW8bit(params, lr=0.1), AdamW8bit(expected, lr=0.1)
+    for step in range(6):
+        train(plain, [step])
+        train(optimizer, [step])
+        for p in params:
+            if step == 0:
+                p.data = p.data.clone()
+            for key, value in optimizer.state[p].items():
+                if step == 1:
+                    value.data = value.data.clone()
+                if step == 2:
+                    optimizer.state[p][key] = value.clone()
+            if step == 3:
+                optimizer.state[p] = {key: value.clone() for key, value in optimizer.state[p].items()}
+        if step == 4:
+            entries = dict(optimizer.state)
+            optimizer.state.clear()
+            optimizer.state.update({p: dict(entry) for p, entry in entries.items()})
+    assert same(params, expected)
+
+
+def test_a_model_cast_between_steps_goes_on_in_its_new_dtype():
+    params = make_params([(4096,), (100,)])
+    optimizer = AdamW8bit(params)
+    train(optimizer, range(2))
+    for p in params:
+        p.data = p.data.to(torch.bfloat16)
+        p.grad = None
+    train(optimizer, range(2, 4))
+    assert all(p.dtype == torch.bfloat16 and float(optimizer.state[p]["step"]) == 4.0 for p in params)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_go_on_alone(how):
+    params = make_params()
+    optimizer = AdamW8bit(params, lr=0.1)
+    train(optimizer, range(3))
+    twin = copy.deepcopy(optimizer) if how == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    middle = snapshot(optimizer)
+    train(twin, range(3, 6))
+    assert same(snapshot(optimizer), middle)
+    train(optimizer, range(3, 6))
+    assert same(snapshot(twin), snapshot(optimizer))
+
+
+def test_dequantized_state_is_near_torchs_moments():
+    ours, theirs = make_params(), make_params()
+    optimizer, plain = AdamW8bit(ours), torch.optim.AdamW(theirs, weight_decay=1e-2)
+    train(optimizer, range(3))
+    train(plain, range(3))
+    for p, q in zip(ours, theirs, strict=True):
+        for value, key in zip(optimizer.dequantized_state(p), ("exp_avg", "exp_avg_sq"), strict=True):
+            assert value.dtype == torch.float32 and value.shape == p.shape
+            largest = float(plain.state[q][key].abs().max()) if q.numel() else 0.0
+            assert torch.allclose(value, plain.state[q][key], rtol=0.06, atol=0.02 * largest)
+    with pytest.raises(ValueError, match="dequantized_state: p must be a parameter that has taken a step"):
+        optimizer.dequantized_state(theirs[0])
+
+
+def test_first_update_is_bounded_whatever_the_gradients():
+    """C_1 = 1: no element moves more than lr at the first step, eight decades of gradients in a block."""
+    p = torch.nn.Parameter(torch.zeros(8192))
+    p.grad = torch.randn(8192) * 10.0 ** torch.linspace(-6, 2, 8192)[torch.randperm(8192)]
+    AdamW8bit([p], lr=1.0).step()
+    assert largest_update(0.9, 0.999, 1) == pytest.approx(1.0) and float(p.detach().abs().max()) <= 1.0 + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "f64"])
+def test_torchs_default_dtype_changes_nothing(dtype):
+    """B9: maps, states and results."""
+    params, expected = make_params(), make_params()
+    train(plain := AdamW8bit(expected), range(3))
+    onetrip.reference.adam.code_map.cache_clear()
+    onetrip.reference.adam.thresholds.cache_clear()
+    grads = []
+    for step in range(3):
+        set_grads(params, step)
+        grads.append([p.grad for p in params])
+    torch.set_default_dtype(dtype)
+    try:
+        optimizer = AdamW8bit(params)
+        for values in grads:
+            for p, grad in zip(params, values, strict=True):
+                p.grad = grad
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same(snapshot(optimizer), snapshot(plain))
+
+
+def test_compiled_training_step_falls_back_to_eager_for_the_optimizer():
+    params, expected = make_params([(4096,)]), make_params([(4096,)])
+    optimizer, plain = AdamW8bit(params), AdamW8bit(expected)
+    set_grads(params, 0)
+    set_grads(expected, 0)
+    torch.compile(lambda: optimizer.step(), backend="eager")()
+    plain.step()
+    assert same(params, expected)

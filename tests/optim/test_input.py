@@ -1,0 +1,265 @@
+"""Wrong input: clear errors before anything has changed; and gradients that are not finite."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from onetrip.optim import Adam8bit, AdamW8bit
+from optim_cases import make_params, same, set_grads, snapshot, train
+from torch import nn
+
+NAN = float("nan")
+WRONG = [
+    ("lr", -1.0, ValueError),
+    ("lr", NAN, ValueError),
+    ("lr", math.inf, ValueError),
+    ("lr", "fast", TypeError),
+    ("lr", torch.tensor([0.1, 0.2]), ValueError),
+    ("lr", torch.tensor(-0.1), ValueError),
+    ("lr", torch.tensor(1), ValueError),
+    ("betas", (1.0, 0.999), ValueError),
+    ("betas", (0.9, 1.0), ValueError),
+    ("betas", (-0.1, 0.999), ValueError),
+    ("betas", (NAN, 0.999), ValueError),
+    ("betas", (0.9, 0.99, 0.999), ValueError),
+    ("betas", 0.9, ValueError),
+    ("eps", -1e-8, ValueError),
+    ("eps", NAN, ValueError),
+    ("weight_decay", -0.1, ValueError),
+    ("weight_decay", NAN, ValueError),
+    ("optim_bits", 4, ValueError),
+    ("optim_bits", 8.5, ValueError),
+    ("min_8bit_numel", -1, ValueError),
+    ("min_8bit_numel", 1.5, ValueError),
+    ("maximize", 1, TypeError),
+    ("capturable", "no", TypeError),
+]
+IDS = [f"{argument}={str(value)[:20]}" for argument, value, _ in WRONG]
+
+
+@pytest.mark.parametrize("cls", [AdamW8bit, Adam8bit], ids=["AdamW8bit", "Adam8bit"])
+@pytest.mark.parametrize(("argument", "value", "error"), WRONG, ids=IDS)
+def test_wrong_arguments_are_refused_by_name(cls, argument, value, error):
+    """B8, for the constructor, a group given to it, and a group added later."""
+    message = rf"{cls.__name__}: {argument}(\[\d\])? must be .*, got"
+    with pytest.raises(error, match=message):
+        cls(make_params(), **{argument: value})
+    with pytest.raises(error, match=message):
+        cls([{"params": make_params(), argument: value}])
+    optimizer = cls(make_params())
+    with pytest.raises(error, match=message):
+        optimizer.add_param_group({"params": make_params(), argument: value})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(("argument", "value", "error"), WRONG, ids=IDS)
+def test_a_value_that_turns_wrong_later_is_refused_at_the_step(argument, value, error):
+    """A scheduler may write anything into a group."""
+    optimizer = AdamW8bit(make_params())
+    train(optimizer, range(1))
+    before = snapshot(optimizer)
+    right = optimizer.param_groups[0][argument]
+    optimizer.param_groups[0][argument] = value
+    with pytest.raises(error, match=rf"AdamW8bit: {argument}(\[\d\])? must be .*, got"):
+        train(optimizer, range(1, 2))
+    optimizer.param_groups[0][argument] = right
+    assert same(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        torch.zeros(3, dtype=torch.int64),
+        torch.zeros(3, dtype=torch.uint8),
+        torch.zeros(3, dtype=torch.complex64),
+        torch.zeros(3, dtype=torch.float64),
+        torch.zeros(3).to_sparse(),
+    ],
+    ids=["int64", "uint8", "complex64", "float64", "sparse"],
+)
+def test_parameters_that_kernels_do_not_know_are_refused(p):
+    with pytest.raises(TypeError, match="AdamW8bit: params must be dense float32, float16 or bfloat16 tensors, got"):
+        AdamW8bit([nn.Parameter(torch.zeros(3)), p])
+
+
+def test_what_torch_refuses_is_refused_here():
+    with pytest.raises(ValueError, match="empty parameter list"):
+        AdamW8bit([])
+    with pytest.raises(TypeError):
+        AdamW8bit(torch.zeros(3))
+    with pytest.raises(ValueError, match="non-leaf"):
+        AdamW8bit([torch.zeros(3, requires_grad=True) * 2])
+    p = make_params()
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        AdamW8bit([{"params": p}, {"params": p[:1]}])
+
+
+def test_decay_of_the_other_kind_is_refused():
+    with pytest.raises(ValueError, match="AdamW8bit: weight decay must be decoupled, got a group whose decay is L2"):
+        AdamW8bit([{"params": make_params(), "decoupled_weight_decay": False}])
+
+
+def refuses(optimizer: torch.optim.Optimizer, error: type[Exception], message: str) -> None:
+    """step() raises, and nothing has changed."""
+    before = snapshot(optimizer)
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    assert same(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["first-step", "later-step"])
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        ("sparse", RuntimeError, "gradient of parameter 1 must be dense, got torch.sparse_coo"),
+        ("shape", ValueError, r"gradient of parameter 1 must have its shape, \(10, 8\), got \(8, 10\)"),
+        ("numel", ValueError, r"gradient of parameter 1 must have its shape, \(40,\), got \(8, 10\)"),
+        ("dtype", TypeError, "gradient of parameter 1 must be float32, float16 or bfloat16, got float64"),
+        ("param-dtype", TypeError, "got float64 on cpu for parameter 1"),
+    ],
+    ids=["sparse", "shape", "numel", "dtype", "param-dtype"],
+)
+def test_gradients_that_do_not_fit_change_nothing(spoil, error, message, stepped):
+    """B5, B6, B12: the one wrong gradient is found before the right ones are used."""
+    params = make_params([(5000,), (8, 10), (300,)])
+    optimizer = AdamW8bit(params)
+    if stepped:
+        train(optimizer, range(1))
+    set_grads(params, 1)
+    p = params[1]
+    if spoil == "sparse":
+        p.grad = p.grad.to_sparse()
+    elif spoil == "shape":
+        p.data = p.data.view(10, 8)
+        if stepped:
+            for key in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[p][key] = optimizer.state[p][key].view(10, 8)
+    elif spoil == "numel":
+        p.data = p.data.view(-1)[:40].clone()
+        if stepped:
+            for key in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[p][key] = optimizer.state[p][key].view(-1)[:40]
+    elif spoil == "dtype":
+        p.grad_dtype = None
+        p.grad = p.grad.double()
+    else:
+        p.data = p.data.double()
+    refuses(optimizer, error, message)
+
+
+def test_parameters_on_the_meta_device_are_refused_at_the_step():
+    params = [*make_params([(5000,)]), nn.Parameter(torch.zeros(3, device="meta"))]
+    before = params[0].detach().clone()
+    params[0].grad, params[1].grad = torch.ones(5000), torch.ones(3, device="meta")
+    optimizer = AdamW8bit(params)
+    with pytest.raises(TypeError, match="and hold data, got float32 on meta for parameter 1"):
+        optimizer.step()
+    assert same(params[0].detach(), before) and not optimizer.state
+
+
+def test_sparse_gradients_of_an_embedding():
+    embedding = nn.Embedding(100, 64, sparse=True)
+    optimizer = AdamW8bit(embedding.parameters())
+    embedding(torch.tensor([1, 2])).sum().backward()
+    refuses(optimizer, RuntimeError, "AdamW8bit: the gradient of parameter 0 must be dense, got torch.sparse_coo")
+
+
+def test_parameters_that_share_memory_are_refused():
+    """B10: two updates of the same element would race."""
+    base = torch.randn(8192)
+    for views in ((base, base), (base[:5000], base[4000:]), (base.view(64, 128)[1], base[100:200])):
+        params = [nn.Parameter(view) for view in views]
+        set_grads(params, 0)
+        refuses(AdamW8bit(params), ValueError, "AdamW8bit: parameters must not share memory")
+    neighbours = [nn.Parameter(base[:4096]), nn.Parameter(base[4096:])]
+    train(AdamW8bit(neighbours), range(1))
+
+
+def test_a_parameter_that_overlaps_itself_is_refused():
+    p = nn.Parameter(torch.zeros(1, 3).expand(2, 3))
+    p.grad = torch.ones(2, 3)
+    refuses(AdamW8bit([p]), ValueError, "AdamW8bit: parameter 0 must not overlap itself")
+
+
+def test_a_state_damaged_by_hand_is_refused():
+    params = make_params([(4096,), (10,)])
+    optimizer = AdamW8bit(params)
+    train(optimizer, range(1))
+    optimizer.state[params[0]]["exp_avg"] = optimizer.state[params[0]]["exp_avg"][:100].clone()
+    refuses(optimizer, ValueError, "AdamW8bit: state of parameter 0: exp_avg must have its shape")
+
+
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("bits", [8, 32])
+def test_without_a_scaler_what_is_not_finite_propagates(value, bits):
+    """As torch.optim: the element is lost; of 8-bit states its block, never a neighbour of the block."""
+    params = make_params([(4096,)])
+    optimizer = AdamW8bit(params, optim_bits=bits)
+    train(optimizer, range(1))
+    set_grads(params, 1)
+    params[0].grad[200] = value
+    optimizer.step()
+    finite = params[0].detach().isfinite()
+    lost = range(128, 256) if bits == 8 else (200,)
+    assert not finite[200] or bits == 8
+    train(optimizer, range(2, 3))
+    finite = params[0].detach().isfinite()
+    assert not finite[200] and not finite[list(lost)].any() and int((~finite).sum()) == len(lost)
+
+
+@pytest.mark.parametrize("value", [NAN, math.inf], ids=str)
+def test_found_inf_skips_the_whole_step(value):
+    """Q7: everything bit for bit, step counts too; then the next step is an ordinary one."""
+    optimizer, plain = AdamW8bit(make_params()), AdamW8bit(make_params())
+    for each in (optimizer, plain):
+        train(each, range(1))
+    before = snapshot(optimizer)
+    params = optimizer.param_groups[0]["params"]
+    set_grads(params, 1)
+    params[0].grad[3, 3] = value
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    assert same(snapshot(optimizer), before)
+    optimizer.found_inf = torch.tensor(0.0)
+    train(optimizer, range(2, 3))
+    train(plain, range(2, 3))
+    assert same(snapshot(optimizer), snapshot(plain))
+
+
+@pytest.mark.parametrize("unscale", [False, True], ids=["fused", "unscaled-first"])
+def test_grad_scaler(unscale):
+    """Scaled gradients give the very step of plain ones (powers of two are exact); an overflow skips it and halves
+    the scale."""
+    params, expected = make_params(), make_params()
+    optimizer, plain = AdamW8bit(params), AdamW8bit(expected)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    for step in range(4):
+        optimizer.zero_grad()
+        set_grads(expected, step)
+        for p, q in zip(params, expected, strict=True):
+            weights = q.grad
+            scaler.scale((p * weights).sum()).backward()
+        if step == 2:
+            params[0].grad[0] = math.inf
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        if step != 2:
+            plain.step()
+    assert same(snapshot(optimizer), snapshot(plain)) and scaler.get_scale() == 512.0
+    assert not hasattr(optimizer, "grad_scale")
+
+
+def test_zero_gradients_forever():
+    """Q4: finite, and unchanged without weight decay."""
+    params = make_params()
+    before = [p.detach().clone() for p in params]
+    optimizer = AdamW8bit(params, weight_decay=0.0)
+    for _ in range(20):
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert same([p.detach() for p in params], before)

@@ -1,0 +1,52 @@
+"""Parameters, gradients and comparisons for the tests of onetrip.optim."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHAPES = ((64, 100), (4096,), (129,), (), (0, 3), (2, 3, 5))
+"""8-bit states (by default) for the first two; a last block of 128, and none that is whole."""
+
+
+def make_params(shapes: Iterable[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def set_grads(params: Iterable[Tensor], step: int) -> None:
+    """The same for the same step number."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def train(optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    for step in steps:
+        set_grads((p for group in optimizer.param_groups for p in group["params"]), step)
+        optimizer.step()
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """Copies of the parameters, and of the whole state."""
+    params = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+    return params, copy.deepcopy(optimizer.state_dict())
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit for bit, dtypes and containers too."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device) and _bits(a).equal(_bits(b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
