@@ -1,0 +1,258 @@
+"""The kernels of Adam; adam.py beside this file launches them. The formulas stand in onetrip/reference/adam.py.
+
+Their bits are the reference's: compiled without contraction into fused multiply-adds, divisions and square roots
+rounded to nearest, and codes from exact thresholds.
+
+Tables are those of csrc/launch.h, rows of int64: tensors [n, 8] (struct AdamTensor), chunks [n, 2] (AdamChunk),
+counters [n, 2] (AdamCounter); scalars are [n_counters, 12] float32 (AdamScalars).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK, CHUNK = tl.constexpr(128), tl.constexpr(4096)  # kAdamBlock, kAdamChunk
+ZERO_CODE = tl.constexpr(127)  # kSignedZeroCode
+SMALLEST_SCALE = tl.constexpr(2.0**-126)  # kSmallestAdamScale
+_NO_SIGN = tl.constexpr(0x7FFFFFFF)
+
+# Triton rounds a float argument to float32. float64 ones travel as int64 of the same bits.
+_DOUBLES = ("lr", "weight_decay", "log_beta1", "log_beta2", "log_ratio", "sum_factor", "sum_per_step", "largest_factor")
+
+
+@triton.jit
+def _double(bits, COUNT: tl.constexpr):
+    """[COUNT] of the float64 with these bits."""
+    return (tl.zeros([COUNT], tl.int64) + bits).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _expm1(x):
+    """exp(x) - 1 of float64, to about 1e-13 of the result: near 0, where the difference would cancel, by its series."""
+    series = x * (1.0 + x * (0.5 + x * (1.0 / 6 + x * (1.0 / 24 + x * (1.0 / 120)))))
+    return tl.where(tl.abs(x) < 1.0 / 1024, series, tl.exp(x) - 1.0)
+
+
+@triton.jit(do_not_specialize=["n_counters", "group", *_DOUBLES])
+def _adam_prepare_kernel(
+    counters_ptr,
+    scalars_ptr,
+    lr_ptr,
+    grad_scale_ptr,
+    found_inf_ptr,
+    n_counters: tl.int64,
+    group: tl.int64,
+    grad_sign,
+    l2,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    lr: tl.int64,
+    weight_decay: tl.int64,
+    log_beta1: tl.int64,
+    log_beta2: tl.int64,
+    log_ratio: tl.int64,
+    sum_factor: tl.int64,
+    sum_per_step: tl.int64,
+    largest_factor: tl.int64,
+    COUNT: tl.constexpr,
+):
+    """Counts the step of one group's parameters, and computes the scalars of each in float64: reference.adam.scalars.
+
+    Where found_inf is not 0 the counts stay, and the scalars say to skip. lr, grad_scale: read from lr_ptr and
+    grad_scale_ptr where those are not None. l2, weight_decay: one of them is 0. beta^t is exp(t log beta). C_t is
+    largest_factor / (1 - beta1^t) * sqrt((1 - beta2^t) * sum), where sum, of the first t powers of ratio =
+    beta1^2 / beta2, is sum_per_step * t + sum_factor * (ratio^t - 1): (1, 0) where ratio is 1, else
+    (0, 1 / (ratio - 1)).
+
+    A program takes COUNT counters, and leaves alone those of other groups. Moves 72 bytes a parameter.
+    """
+    index = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    inside = index < n_counters
+    inside &= tl.load(counters_ptr + 2 * index + 1, mask=inside, other=-1) == group
+    step_ptr = tl.load(counters_ptr + 2 * index, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    t = tl.load(step_ptr, mask=inside, other=0.0) + 1.0
+    counted = inside
+    if found_inf_ptr is not None:
+        counted &= tl.zeros([COUNT], tl.float32) + tl.load(found_inf_ptr) == 0.0
+    tl.store(step_ptr, t, mask=counted)
+
+    step = t.to(tl.float64)
+    rate = _double(lr, COUNT)
+    if lr_ptr is not None:
+        rate = tl.zeros([COUNT], tl.float64) + tl.load(lr_ptr).to(tl.float64)
+    one = tl.full([COUNT], 1.0, tl.float64)
+    factor = one
+    if grad_scale_ptr is not None:
+        factor = one / tl.load(grad_scale_ptr).to(tl.float64)
+    correction1 = -_expm1(step * _double(log_beta1, COUNT))
+    correction2 = -_expm1(step * _double(log_beta2, COUNT))
+    powers = _double(sum_per_step, COUNT) * step + _double(sum_factor, COUNT) * _expm1(step * _double(log_ratio, COUNT))
+    largest = _double(largest_factor, COUNT) / correction1 * tl.sqrt(correction2 * powers)
+
+    out = scalars_ptr + 12 * index
+    tl.store(out + 0, factor.to(tl.float32) * grad_sign, mask=inside)
+    tl.store(out + 1, l2, mask=inside)
+    tl.store(out + 2, (one - rate * _double(weight_decay, COUNT)).to(tl.float32), mask=inside)
+    tl.store(out + 3, one_minus_beta1, mask=inside)
+    tl.store(out + 4, beta2, mask=inside)
+    tl.store(out + 5, one_minus_beta2, mask=inside)
+    tl.store(out + 6, (one / correction1).to(tl.float32), mask=inside)
+    tl.store(out + 7, (one / tl.sqrt(correction2)).to(tl.float32), mask=inside)
+    tl.store(out + 8, eps, mask=inside)
+    tl.store(out + 9, rate.to(tl.float32), mask=inside)
+    tl.store(out + 10, largest.to(tl.float32), mask=inside)
+    tl.store(out + 11, tl.where(counted, 0.0, 1.0), mask=inside)
+
+
+@triton.jit
+def _chunk_ptr(address, first, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a program's elements start. ALIGNED: at a multiple of 16 bytes, which Triton is told here."""
+    ptr = address.to(tl.pointer_type(DTYPE)) + first
+    if ALIGNED:
+        ptr = tl.multiple_of(ptr, 16)
+    return ptr
+
+
+@triton.jit
+def _load(ptr, offsets, inside, WHOLE: tl.constexpr):
+    if WHOLE:
+        return tl.load(ptr + offsets)
+    else:
+        return tl.load(ptr + offsets, mask=inside, other=0)
+
+
+@triton.jit
+def _store(ptr, offsets, values, inside, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(ptr + offsets, values.to(ptr.dtype.element_ty))
+    else:
+        tl.store(ptr + offsets, values.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _dequantize(codes, scale, map_ptr):
+    return tl.load(map_ptr + codes.to(tl.int32)) * scale
+
+
+@triton.jit
+def _scale(values):
+    """[rows, 1]: the largest magnitude of each row, over its bits as an integer: of all numbers NaN is the largest."""
+    largest = tl.max(values.to(tl.int32, bitcast=True) & _NO_SIGN, axis=1, keep_dims=True)
+    scale = largest.to(tl.float32, bitcast=True)
+    return tl.where(scale < SMALLEST_SCALE, 0.0, scale)
+
+
+@triton.jit
+def _magnitude_codes(normalized, code_ptr, SHIFT: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """The codes of |normalized|, int32: 0 below the table and above it, and for NaN. code_ptr: adam.py's CodeTable."""
+    bits = normalized.to(tl.int32, bitcast=True) & _NO_SIGN
+    bucket = (bits >> SHIFT) - FIRST
+    known = (bucket >= 0) & (bucket < COUNT)
+    entry = tl.load(code_ptr + bucket, mask=known, other=0)
+    return (entry + (bits & ((1 << SHIFT) - 1))) >> SHIFT
+
+
+@triton.jit
+def _inverse(scale):
+    """Infinite for 0. What that makes of a block's zeros and tiny numbers is not finite and gets code 0, as they do."""
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit(do_not_specialize=["first_chunk"])
+def _adam_step_kernel(
+    tensors_ptr,
+    chunks_ptr,
+    scalars_ptr,
+    signed_map_ptr,
+    unsigned_map_ptr,
+    signed_code_ptr,
+    unsigned_code_ptr,
+    first_chunk: tl.int64,
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    IS_8BIT: tl.constexpr,
+    SIGNED_SHIFT: tl.constexpr,
+    SIGNED_FIRST: tl.constexpr,
+    SIGNED_COUNT: tl.constexpr,
+    UNSIGNED_SHIFT: tl.constexpr,
+    UNSIGNED_FIRST: tl.constexpr,
+    UNSIGNED_COUNT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """One step for every element of the chunks from first_chunk on, whose tensors have these dtypes.
+
+    A program takes one chunk, in tiles of BLOCK_ROWS blocks of 128: first the whole tiles, with accesses of 16 bytes,
+    where all four addresses are multiples of 16; then, element by element, what remains: the end of a tensor, or all of
+    a misaligned one. signed_map, unsigned_map: [256] float32, what the codes stand for. signed_code, unsigned_code:
+    [..._COUNT] int32. The four are None where states are float32. Moves 2 * param + grad + 4.125 bytes an element with
+    8-bit states, 2 * param + grad + 16 with float32 ones.
+    """
+    STATE_DTYPE: tl.constexpr = tl.uint8 if IS_8BIT else tl.float32
+    part = tl.program_id(0)
+    chunk = chunks_ptr + 2 * (first_chunk + part // PARTS)
+    tensor = tensors_ptr + 8 * tl.load(chunk)
+    first = tl.load(chunk + 1) + part % PARTS * (CHUNK // PARTS)
+    param, grad = tl.load(tensor), tl.load(tensor + 1)
+    exp_avg, exp_avg_sq = tl.load(tensor + 2), tl.load(tensor + 3)
+    n = tl.minimum(tl.load(tensor + 6) - first, CHUNK // PARTS).to(tl.int32)
+    scalars = scalars_ptr + 12 * tl.load(tensor + 7)
+    grad_factor, l2, decay = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    one_minus_beta1, beta2, one_minus_beta2 = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
+    inv_bias_correction1, inv_sqrt_bias_correction2 = tl.load(scalars + 6), tl.load(scalars + 7)
+    eps, lr, largest_update = tl.load(scalars + 8), tl.load(scalars + 9), tl.load(scalars + 10)
+    n = tl.where(tl.load(scalars + 11) != 0.0, 0, n)  # skip
+    if IS_8BIT:
+        m_scale_ptr = tl.load(tensor + 4).to(tl.pointer_type(tl.float32)) + first // BLOCK
+        root_scale_ptr = tl.load(tensor + 5).to(tl.pointer_type(tl.float32)) + first // BLOCK
+
+    n_whole = tl.where(((param | grad | exp_avg | exp_avg_sq) & 15) == 0, n // (BLOCK_ROWS * BLOCK), 0) * BLOCK_ROWS
+    for WHOLE in tl.static_range(1, -1, -1):
+        param_ptr = _chunk_ptr(param, first, PARAM_DTYPE, WHOLE)
+        grad_ptr = _chunk_ptr(grad, first, GRAD_DTYPE, WHOLE)
+        exp_avg_ptr = _chunk_ptr(exp_avg, first, STATE_DTYPE, WHOLE)
+        exp_avg_sq_ptr = _chunk_ptr(exp_avg_sq, first, STATE_DTYPE, WHOLE)
+        end = n_whole if WHOLE else tl.cdiv(n, BLOCK)
+        for row in range(0 if WHOLE else n_whole, end, BLOCK_ROWS if WHOLE else 1):
+            rows = row + tl.arange(0, BLOCK_ROWS if WHOLE else 1)[:, None]
+            offsets = rows * BLOCK + tl.arange(0, BLOCK)[None, :]
+            inside = offsets < n
+            p = _load(param_ptr, offsets, inside, WHOLE).to(tl.float32)
+            g = _load(grad_ptr, offsets, inside, WHOLE).to(tl.float32) * grad_factor
+            m = _load(exp_avg_ptr, offsets, inside, WHOLE)
+            v = _load(exp_avg_sq_ptr, offsets, inside, WHOLE)
+            g = tl.where(l2 != 0.0, g + p * l2, g)
+            if IS_8BIT:
+                row_inside = rows * BLOCK < n
+                m = _dequantize(m, _load(m_scale_ptr, rows, row_inside, WHOLE), signed_map_ptr)
+                root = _dequantize(v, _load(root_scale_ptr, rows, row_inside, WHOLE), unsigned_map_ptr)
+                v = root * root
+            m = m + (g - m) * one_minus_beta1
+            v = v * beta2 + (g * one_minus_beta2) * g
+            root = tl.sqrt_rn(v)
+            u = tl.div_rn(m * inv_bias_correction1, root * inv_sqrt_bias_correction2 + eps)
+            if IS_8BIT:
+                u = tl.where(u > largest_update, largest_update, tl.where(u < -largest_update, -largest_update, u))
+                if not WHOLE:
+                    m = tl.where(inside, m, 0.0)  # past the end of the tensor, in its last block
+                    root = tl.where(inside, root, 0.0)
+                scale = _scale(m)
+                m = m * _inverse(scale)
+                codes = _magnitude_codes(m, signed_code_ptr, SIGNED_SHIFT, SIGNED_FIRST, SIGNED_COUNT)
+                codes = tl.where(m < 0.0, ZERO_CODE - tl.minimum(codes, ZERO_CODE), ZERO_CODE + codes)
+                _store(exp_avg_ptr, offsets, codes, inside, WHOLE)
+                _store(m_scale_ptr, rows, scale, row_inside, WHOLE)
+                scale = _scale(root)
+                codes = _magnitude_codes(
+                    root * _inverse(scale), unsigned_code_ptr, UNSIGNED_SHIFT, UNSIGNED_FIRST, UNSIGNED_COUNT
+                )
+                codes = tl.where(root > 0.0, tl.maximum(codes, 1), codes)
+                _store(exp_avg_sq_ptr, offsets, codes, inside, WHOLE)
+                _store(root_scale_ptr, rows, scale, row_inside, WHOLE)
+            else:
+                _store(exp_avg_ptr, offsets, m, inside, WHOLE)
+                _store(exp_avg_sq_ptr, offsets, v, inside, WHOLE)
+            _store(param_ptr, offsets, p * decay - u * lr, inside, WHOLE)
