@@ -179,6 +179,12 @@ def scalars(group: Group, t: float, grad_scale: float) -> Scalars:
     )
 
 
+def _square_root(v: Tensor) -> Tensor:
+    """Rounded correctly, which torch's own of float32 is not everywhere (vector libraries are off by one in the last
+    place)."""
+    return v.to(torch.float64).sqrt().to(torch.float32)
+
+
 def _update(slot: Slot, grad: Tensor, s: Scalars) -> None:
     """One slot's parameter and states, in place."""
     p = slot.param.to(torch.float32)
@@ -195,7 +201,7 @@ def _update(slot: Slot, grad: Tensor, s: Scalars) -> None:
         m, v = slot.exp_avg, slot.exp_avg_sq
     m = m + (g - m) * s.one_minus_beta1
     v = v * s.beta2 + (g * s.one_minus_beta2) * g
-    root = v.sqrt()
+    root = _square_root(v)
     u = (m * s.inv_bias_correction1) / (root * s.inv_sqrt_bias_correction2 + s.eps)
     if quantized:
         u = u.clamp(-s.largest_update, s.largest_update)
