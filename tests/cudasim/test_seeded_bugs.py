@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
+import cudasim_row_norm
+import cudasim_softmax
 import pytest
 import torch
-from cudasim_harness import Bug, SimulatorFailure, build, missing_tool, run, sources_with
-from cudasim_row_norm import Call, check_backward, check_forward
+from cudasim_harness import Bug, build, missing_tool, run, sources_with
 
 pytestmark = pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))
 
-PAIR = (torch.bfloat16, torch.float32)
-
-
-BUGS = {
+ROW_NORM_BUGS = {
     "no_barrier_in_the_sum": Bug("reduce.cuh", "named_barrier(1 + group, row_threads_);", ";"),
     "one_buffer_for_every_sum": Bug("reduce.cuh", "turn_ ^= 1;", ";"),
     "sum_leaves_out_half_a_warp": Bug("reduce.cuh", "lane_mask = kThreads / 2;", "lane_mask = kThreads / 4;"),
@@ -40,39 +39,99 @@ BUGS = {
     "gradient_means_exchanged": Bug("row_norm_backward.cuh", "n[i] * means.x - means.y", "n[i] * means.y - means.x"),
 }
 
+FORWARD, BACKWARD = "softmax_forward.cuh", "softmax_backward.cuh"
+SOFTMAX_BUGS = {
+    "no_barrier_between_warps": Bug(
+        FORWARD, "make_float2(largest, sum);\n    __syncthreads();", "make_float2(largest, sum);"
+    ),
+    "hidden_rows_divide_by_zero": Bug(FORWARD, "sum == 0.0f ? 0.0f : 1.0f / sum", "1.0f / sum"),
+    "masked_rows_subtract_infinity": Bug(FORWARD, "largest == minus_infinity() ? 0.0f : largest", "largest"),
+    "causal_off_by_one": Bug(FORWARD, "divide(query) + 1 - args.n_queries", "divide(query) - args.n_queries"),
+    "mask_dimensions_exchanged": Bug(FORWARD, "divide(rest) * rows.strides[k]", "divide(rest) * rows.strides[4 - k]"),
+    "sign_set_where_kept": Bug(FORWARD, "!= 0 ? value[i] : -value[i]", "== 0 ? value[i] : -value[i]"),
+    "wide_sum_not_rescaled": Bug(FORWARD, "fmaf(sum, exponential(before, subtrahend), chunk_sum)", "sum + chunk_sum"),
+    "sums_read_without_barrier": Bug(BACKWARD, "= sum[j];\n  __syncthreads();", "= sum[j];"),
+    "last_part_lost": Bug(BACKWARD, "part < n_parts; part += n_warps", "part + 1 < n_parts; part += n_warps"),
+    "sharing_rows_do_not_wrap": Bug(BACKWARD, "    inner_ = 0;\n", ""),
+    "dropped_gradient_kept": Bug(BACKWARD, "< 0 ? 0.0f : __fmul_rn", "< 0 ? dp[i] : __fmul_rn"),
+}
 
-def caught(driver: Path, folder: Path) -> bool:
+
+def _check_pairs(driver: Path, calls: Sequence, family, folder: Path) -> None:
+    """Forward and backward of each call."""
+    outputs = run(driver, [case for call in calls for case in (call.forward_case(), call.backward_case())], folder)
+    for i, call in enumerate(calls):
+        family.check_forward(call, outputs[2 * i])
+        family.check_backward(call, outputs[2 * i + 1])
+
+
+ROW_NORM_PAIR = (torch.bfloat16, torch.float32)
+
+
+def check_row_norm(driver: Path, folder: Path) -> None:
     # 1001 columns: rows start inside a Philox group, odd addresses, several warps a row. 70: the warp path.
-    block = {"pair": PAIR, "residual": True, "bias": True, "dropout_p": 0.3, "store_z": True}
+    Call = cudasim_row_norm.Call
+    block = {"pair": ROW_NORM_PAIR, "residual": True, "bias": True, "dropout_p": 0.3, "store_z": True}
     chosen = [Call("wide", 21, 1001, **block), Call("aligned", 21, 1024, **block), Call("warp", 70, 70, **block)]
-    try:
-        outputs = run(driver, [case for call in chosen for case in (call.forward_case(), call.backward_case())], folder)
-        for i, call in enumerate(chosen):
-            check_forward(call, outputs[2 * i])
-            check_backward(call, outputs[2 * i + 1])
-    except SimulatorFailure:
-        return True
-    except AssertionError:
-        return True
-    return False
+    _check_pairs(driver, chosen, cudasim_row_norm, folder)
+
+
+def check_softmax(driver: Path, folder: Path) -> None:
+    Call = cudasim_softmax.Call
+    padding = {"dtype": torch.bfloat16, "mask": torch.bool, "mask_has": (True, False, True, True), "dropout_p": 0.3}
+    bias = {"dtype": torch.bfloat16, "mask": torch.float32, "mask_has": (False, True, False, True), "dropout_p": 0.3}
+    chosen = [
+        Call("causal", (2, 3, 5), 1001, **padding, causal=True),
+        Call("bias", (5, 2, 69), 300, **bias),
+        Call("wide", (2, 1, 1), 16392, **padding, orders=(0,)),
+    ]
+    _check_pairs(driver, chosen, cudasim_softmax, folder)
+
+
+class Family(NamedTuple):
+    """What a family's drivers are compiled for, its bugs, and what must catch them."""
+
+    dtypes: tuple[torch.dtype, ...]
+    bugs: dict[str, Bug]
+    check: Callable[[Path, Path], None]
+
+
+FAMILIES = {
+    "row_norm": Family(ROW_NORM_PAIR, ROW_NORM_BUGS, check_row_norm),
+    "softmax": Family((torch.bfloat16,), SOFTMAX_BUGS, check_softmax),
+}
+Mutants = Callable[[str, str | None], Path]
 
 
 @pytest.fixture(scope="session")
-def mutants(tmp_path_factory) -> Iterator[dict[str, Future[Path]]]:
-    """A driver for each bug, and one without; compiled two at a time, without sanitizers, for one pair of dtypes."""
+def mutants(tmp_path_factory) -> Iterator[Mutants]:
+    """The driver of a family with one of its bugs, or with none. A family's are compiled from the first use on, two at
+    a time, without sanitizers, for one kind of dtypes."""
     pool = ThreadPoolExecutor(max_workers=2)
+    drivers: dict[tuple[str, str | None], Future[Path]] = {}
 
-    def compile_with(name: str, bug: Bug | None) -> Path:
-        return build([PAIR], sources_with(bug, tmp_path_factory.mktemp(name)), sanitize=False)
+    def compile_with(family: str, bug: Bug | None) -> Path:
+        return build(
+            family, [FAMILIES[family].dtypes], sources_with(bug, tmp_path_factory.mktemp(family)), sanitize=False
+        )
 
-    yield {name: pool.submit(compile_with, name, bug) for name, bug in {"none": None, **BUGS}.items()}
+    def of(family: str, name: str | None) -> Path:
+        if (family, None) not in drivers:
+            for other, bug in {None: None, **FAMILIES[family].bugs}.items():
+                drivers[family, other] = pool.submit(compile_with, family, bug)
+        return drivers[family, name].result()
+
+    yield of
     pool.shutdown(cancel_futures=True)
 
 
-def test_right_source_passes(mutants: dict[str, Future[Path]], tmp_path: Path) -> None:
-    assert not caught(mutants["none"].result(), tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_right_source_passes(mutants: Mutants, family: str, tmp_path: Path) -> None:
+    FAMILIES[family].check(mutants(family, None), tmp_path)
 
 
-@pytest.mark.parametrize("name", BUGS)
-def test_bug_is_caught(mutants: dict[str, Future[Path]], name: str, tmp_path: Path) -> None:
-    assert caught(mutants[name].result(), tmp_path)
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family in FAMILIES for name in FAMILIES[family].bugs])
+def test_bug_is_caught(mutants: Mutants, family: str, name: str, tmp_path: Path) -> None:
+    driver = mutants(family, name)
+    with pytest.raises(AssertionError):
+        FAMILIES[family].check(driver, tmp_path)
