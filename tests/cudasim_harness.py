@@ -68,14 +68,14 @@ def missing_tool() -> str | None:
 
 
 # The macro that lists the dtypes which a family is compiled for.
-TYPES = {"row_norm": "ONETRIP_ROW_NORM_PAIRS", "softmax": "ONETRIP_SOFTMAX_TYPES"}
+TYPES = {"row_norm": "ONETRIP_ROW_NORM_PAIRS", "softmax": "ONETRIP_SOFTMAX_TYPES", "adam": "ONETRIP_ADAM_TYPES"}
 
 
 def build(
     family: str, types: Iterable[Sequence[torch.dtype]], csrc: Path = ROOT / "csrc", sanitize: bool = True
 ) -> Path:
-    """Compiles the driver of the family for these dtypes: (x, z) of row_norm, (scores,) of softmax. Returns its
-    path, under build/ by the hash of its sources."""
+    """Compiles the driver of the family for these dtypes: (x, z) of row_norm, (scores,) of softmax, (param, grad) of
+    adam. Returns its path, under build/ by the hash of its sources."""
     listed = " ".join(f"F({', '.join(CUDA_TYPES[dtype] for dtype in dtypes)})" for dtypes in types)
     folders = cuda_includes()
     assert folders is not None

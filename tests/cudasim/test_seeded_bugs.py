@@ -11,7 +11,9 @@ import cudasim_row_norm
 import cudasim_softmax
 import pytest
 import torch
+from cudasim_adam import ADAM, Parameter, Step
 from cudasim_harness import Bug, build, missing_tool, run, sources_with
+from onetrip.reference.adam import thresholds
 
 pytestmark = pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))
 
@@ -20,7 +22,9 @@ ROW_NORM_BUGS = {
     "one_buffer_for_every_sum": Bug("reduce.cuh", "turn_ ^= 1;", ";"),
     "sum_leaves_out_half_a_warp": Bug("reduce.cuh", "lane_mask = kThreads / 2;", "lane_mask = kThreads / 4;"),
     "one_column_too_many": Bug("vec.cuh", "const Col left = n_cols - col;", "const Col left = n_cols - col + 1;"),
-    "halves_of_a_word_exchanged": Bug("vec.cuh", "<< (i % 2 * 16)", "<< ((i + 1) % 2 * 16)"),
+    "halves_of_a_word_exchanged": Bug(
+        "vec.cuh", "<< (i % kPerWord * 8 * kBytes)", "<< ((i + 1) % kPerWord * 8 * kBytes)"
+    ),
     "philox_lane_off_by_one": Bug("dropout.cuh", "first % 4)", "(first + 1) % 4)"),
     "philox_group_missing": Bug("dropout.cuh", "(shift != 0 ? 1 : 0)", "0"),
     "variance_counts_padding": Bug(
@@ -56,6 +60,31 @@ SOFTMAX_BUGS = {
     "dropped_gradient_kept": Bug(BACKWARD, "< 0 ? 0.0f : __fmul_rn", "< 0 ? dp[i] : __fmul_rn"),
 }
 
+# Of the signed map: the least number of magnitude 100.
+THRESHOLD = thresholds(True)[99]
+TABLES, STEP = "adam_tables.cuh", "adam_step.cuh"
+ADAM_BUGS = {
+    "maximum_leaves_out_half_the_lanes": Bug("reduce.cuh", "lane_mask = kThreads / 2;", "lane_mask = kThreads / 4;"),
+    "maximum_swallows_nan": Bug(
+        STEP, "return __float_as_uint(x) & 0x7FFFFFFFu;", "return x != x ? 0u : __float_as_uint(fabsf(x));"
+    ),
+    "padding_counts_in_the_maximum": Bug(STEP, "if (j >= valid) m[j] = root[j] = 0.0f;", ";"),
+    "threshold_itself_keeps_the_lower_code": Bug(TABLES, "(0x10000 - threshold)", "(0xFFFF - threshold)"),
+    "positive_root_becomes_zero": Bug(TABLES, "x > 0.0f ? threshold :", "x < 0.0f ? threshold :"),
+    "negative_codes_off_by_one": Bug(TABLES, "word = kMirror - 1 - word", "word = kMirror + 0xFFFF - word"),
+    "minus_one_gets_code_255": Bug(
+        TABLES, "word < 0 ? 0u : static_cast<uint32_t>(word)", "static_cast<uint32_t>(word)"
+    ),
+    "tables_read_without_barrier": Bug(TABLES, "  __syncthreads();\n", ""),
+    "clamp_swallows_nan": Bug(STEP, "fabsf(u) > s.largest_update)", "!(fabsf(u) <= s.largest_update))"),
+    "l2_factor_lost": Bug(STEP, "g[j] = __fadd_rn(g[j], __fmul_rn(p[j], s.l2));", "g[j] = __fadd_rn(g[j], p[j]);"),
+    "subnormal_scale_kept": Bug(STEP, "scale < kSmallestAdamScale ? 0.0f : scale", "scale"),
+    "found_inf_ignored": Bug(STEP, "if (s.skip != 0.0f) return;", ""),
+    "later_groups_not_prepared": Bug("adam.cu", "first += kManyGroups", "first += args.n_groups"),
+    "grid_stride_too_long": Bug(STEP, "i += gridDim.x,", "i += gridDim.x + 1,"),
+    "part_of_a_chunk_lost": Bug(STEP, "part = (part + 1) % kAdamWarps", "part = part + 1"),
+}
+
 
 def _check_pairs(driver: Path, calls: Sequence, family, folder: Path) -> None:
     """Forward and backward of each call."""
@@ -88,6 +117,28 @@ def check_softmax(driver: Path, folder: Path) -> None:
     _check_pairs(driver, chosen, cudasim_softmax, folder)
 
 
+def check_adam(driver: Path, folder: Path) -> None:
+    groups = [ADAM._replace(lr=1e-3 * (i + 1)) for i in range(66)]
+    nan = float("nan")
+    steps = [
+        # The largest magnitude negative; exactly on a threshold, and close to 0; NaN; subnormal; ragged; chunks.
+        Step([Parameter(256, grads=tuple(torch.linspace(-1.0, 1.0, 256).tolist()))], [ADAM._replace(beta1=0.0)]),
+        Step([Parameter(384, grads=(1.0, 1e-9, *382 * (THRESHOLD,)))], [ADAM._replace(beta1=0.0, weight_decay=0.0)]),
+        Step(
+            [
+                Parameter(200, special=(nan,)),
+                Parameter(130, grads=130 * (1e-39,)),
+                Parameter(9000),
+                Parameter(1000, shift=1),
+            ]
+        ),
+        Step([Parameter(50, counter=i) for i in range(66)], groups, counters=range(66)),
+        Step([Parameter(300, special=(nan,))], found_inf=1.0),
+    ]
+    for step, outputs in zip(steps, run(driver, [step.case() for step in steps], folder), strict=True):
+        step.check(outputs)
+
+
 class Family(NamedTuple):
     """What a family's drivers are compiled for, its bugs, and what must catch them."""
 
@@ -99,6 +150,7 @@ class Family(NamedTuple):
 FAMILIES = {
     "row_norm": Family(ROW_NORM_PAIR, ROW_NORM_BUGS, check_row_norm),
     "softmax": Family((torch.bfloat16,), SOFTMAX_BUGS, check_softmax),
+    "adam": Family((torch.float32, torch.float32), ADAM_BUGS, check_adam),
 }
 Mutants = Callable[[str, str | None], Path]
 
