@@ -107,12 +107,13 @@ struct SoftmaxBackward {
 };
 
 // One step of Adam over many parameters. The tables are rows of int64 numbers in memory of the device, addresses
-// included, so that Python builds them as integer tensors. Blocks of kAdamBlock elements share a scale.
+// included, so that Python builds them as integer tensors; they are read 16 bytes at a time. Blocks of kAdamBlock
+// elements share a scale.
 constexpr int64_t kAdamBlock = 128;
 // A chunk, the work of one CUDA block, lies in one parameter and starts at a multiple of it.
 constexpr int64_t kAdamChunk = 4096;
 
-struct AdamTensor {
+struct alignas(16) AdamTensor {
   int64_t param;             // [numel] param_dtype, updated
   int64_t grad;              // [numel] grad_dtype
   int64_t exp_avg;           // [numel] codes (signed map), or float32 where its kind is not 8-bit; updated
@@ -126,7 +127,7 @@ struct AdamCounter {
   int64_t step;  // address of a float32: the steps taken so far; one more afterwards
   int64_t group;
 };
-struct AdamChunk {
+struct alignas(16) AdamChunk {
   int64_t tensor;  // index into tensors
   int64_t first;   // its first element
 };
@@ -142,7 +143,7 @@ struct AdamGroup {
   const float* lr_address;  // read instead of lr, on the device; null: lr
 };
 // What a step of one parameter multiplies with, computed in float64 from its group and its number of steps.
-struct AdamScalars {
+struct alignas(16) AdamScalars {
   float grad_factor;  // 1 / grad_scale, negative to maximize
   float l2;           // weight decay of Adam, added to the gradient; 0 where decoupled
   float decay;        // 1 - lr * weight_decay where decoupled (AdamW), else 1

@@ -56,6 +56,8 @@ class Kernel(NamedTuple):
     spilled_bytes: int
     wide_loads: int
     wide_stores: int
+    loose_operations: int
+    """float32 sums and products of the PTX that ptxas may contract, or that are contracted already."""
 
 
 def _package(name: str) -> Path | None:
@@ -84,13 +86,14 @@ def _ptx_by_nvrtc(family: str, arch: int) -> str:
         assert int(result[0]) == 0, result[0]
         return result[1] if len(result) > 1 else None
 
-    # NVRTC has no <cstdint> of its own; its built-in types are enough.
+    # NVRTC has no <cstdint> or <cmath> of its own; its built-in types are enough.
     cstdint = b"""#pragma once
     typedef unsigned char uint8_t; typedef unsigned short uint16_t;
     typedef signed int int32_t; typedef unsigned int uint32_t;
     typedef long long int64_t; typedef unsigned long long uint64_t; typedef unsigned long long uintptr_t;"""
+    cmath = b"#define HUGE_VAL __longlong_as_double(0x7FF0000000000000)"
     source = (CSRC / "cuda" / f"{family}.cu").read_bytes()
-    program = checked(nvrtc.nvrtcCreateProgram(source, family.encode(), 1, [cstdint], [b"cstdint"]))
+    program = checked(nvrtc.nvrtcCreateProgram(source, family.encode(), 2, [cstdint, cmath], [b"cstdint", b"cmath"]))
     folders = [_package(name) for name in ("cuda_runtime", "cuda_cccl", "cuda_nvcc")]
     options = [f"-arch=compute_{arch}", "-std=c++17", "-default-device", f"-I{CSRC / 'cuda'}"]
     options += [f"-I{folder / 'include'}" for folder in folders if folder is not None]
@@ -117,19 +120,28 @@ def _machine_code(cubin: Path) -> str | None:
     return None
 
 
+def _entries(ptx: str) -> list[tuple[str, str]]:
+    return re.findall(r"\.entry (\w+)\((.*?)(?=\.entry |\Z)", ptx, re.S)
+
+
+def _loose_operations(ptx: str) -> dict[str, int]:
+    loose = r"\s(?:(?:add|sub|mul)(?:\.ftz)?|(?:fma|mad)(?:\.\w+)*)\.f32\s"
+    return {name: len(re.findall(loose, body)) for name, body in _entries(ptx)}
+
+
 def _wide_accesses(ptx: str, machine_code: str | None) -> dict[str, tuple[int, int]]:
     """128-bit loads from and stores to global memory by kernel: of the machine code, else of the PTX."""
     if machine_code is not None:
         bodies = re.findall(r"\.section\s+\.text\.(\w+),(.*?)(?=\.section\s|\Z)", machine_code, re.S)
         load, store = r"\bLDG\.E\.(?:\w+\.)*?128\b", r"\bSTG\.E\.(?:\w+\.)*?128\b"
     else:
-        bodies = re.findall(r"\.entry (\w+)\((.*?)(?=\.entry |\Z)", ptx, re.S)
+        bodies = _entries(ptx)
         load, store = (rf"{op}\.global(?:\.nc)?\.v(?:4\.[ubf]32|2\.[ubf]64)" for op in ("ld", "st"))
     return {name: (len(re.findall(load, body)), len(re.findall(store, body))) for name, body in bodies}
 
 
-def _compile(family: str, arch: int) -> tuple[dict[str, tuple[int, int]], str]:
-    """(128-bit accesses by kernel, what ptxas -v says) for one architecture."""
+def _compile(family: str, arch: int) -> tuple[dict[str, tuple[int, int]], dict[str, int], str]:
+    """(128-bit accesses by kernel, loose operations by kernel, what ptxas -v says) for one architecture."""
     nvcc = nvcc_path() if arch >= 75 else None
     folder = BUILD / str(arch)
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,12 +157,13 @@ def _compile(family: str, arch: int) -> tuple[dict[str, tuple[int, int]], str]:
     result = subprocess.run([*command, "-o", str(folder / f"{family}.cubin")], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     machine_code = _machine_code(folder / f"{family}.cubin")
-    return _wide_accesses(ptx_file.read_text(), machine_code), result.stderr + result.stdout
+    ptx = ptx_file.read_text()
+    return _wide_accesses(ptx, machine_code), _loose_operations(ptx), result.stderr + result.stdout
 
 
 def _short_name(mangled: str) -> str:
     """forward_kernel<bf16, f32, 32, fast> from the mangled name."""
-    found = re.search(r"(?:row_norm|softmax)_(\w+?_kernel)I(.*?)EEv", mangled)
+    found = re.search(r"(?:row_norm|softmax|adam)_(\w+?_kernel)I(.*?)EEv", mangled)
     assert found is not None, mangled
     types = {"13__nv_bfloat16": "bf16", "6__half": "f16", "f": "f32"}
     words: list[str] = []
@@ -174,7 +187,7 @@ def measure(family: str, arch: int) -> list[Kernel]:
     cache = BUILD / f"{family}-sm_{arch}-{digest.hexdigest()[:16]}.json"
     if cache.exists():
         return [Kernel(*fields) for fields in json.loads(cache.read_text())]
-    accesses, said = _compile(family, arch)
+    accesses, loose, said = _compile(family, arch)
     kernels = []
     for name, report in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", said, re.S):
         registers = re.search(r"Used (\d+) registers", report)
@@ -182,7 +195,7 @@ def measure(family: str, arch: int) -> list[Kernel]:
         static = re.search(r"(\d+) bytes smem", report)
         assert registers is not None and spills
         used = int(registers[1]), 0 if static is None else int(static[1]), sum(map(int, spills))
-        kernels.append(Kernel(_short_name(name), *used, *accesses[name]))
+        kernels.append(Kernel(_short_name(name), *used, *accesses[name], loose[name]))
     BUILD.mkdir(parents=True, exist_ok=True)
     cache.write_text(json.dumps(kernels))
     return kernels

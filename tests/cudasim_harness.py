@@ -67,23 +67,26 @@ def missing_tool() -> str | None:
     return None
 
 
-def build(pairs: Iterable[Pair], csrc: Path = ROOT / "csrc", sanitize: bool = True) -> Path:
-    """Compiles the driver of row_norm for these pairs of dtypes. Returns its path."""
-    listed = " ".join(f"F({CUDA_TYPES[x]}, {CUDA_TYPES[z]})" for x, z in pairs)
-    return _build("row_norm", f"-DONETRIP_ROW_NORM_PAIRS(F)={listed}", csrc, sanitize)
+# The macro that lists the dtypes which a family is compiled for.
+TYPES = {"row_norm": "ONETRIP_ROW_NORM_PAIRS", "softmax": "ONETRIP_SOFTMAX_TYPES", "adam": "ONETRIP_ADAM_TYPES"}
 
 
-def build_softmax(dtypes: Iterable[torch.dtype], csrc: Path = ROOT / "csrc", sanitize: bool = True) -> Path:
-    """Compiles the driver of softmax for these dtypes. Returns its path."""
-    listed = " ".join(f"F({CUDA_TYPES[dtype]})" for dtype in dtypes)
-    return _build("softmax", f"-DONETRIP_SOFTMAX_TYPES(F)={listed}", csrc, sanitize)
-
-
-def _build(family: str, types: str, csrc: Path, sanitize: bool) -> Path:
-    """The driver is kept under build/ by the hash of its sources."""
+def build(
+    family: str, types: Iterable[Sequence[torch.dtype]], csrc: Path = ROOT / "csrc", sanitize: bool = True
+) -> Path:
+    """Compiles the driver of the family for these dtypes: (x, z) of row_norm, (scores,) of softmax, (param, grad) of
+    adam. Returns its path, under build/ by the hash of its sources."""
+    listed = " ".join(f"F({', '.join(CUDA_TYPES[dtype] for dtype in dtypes)})" for dtypes in types)
     folders = cuda_includes()
     assert folders is not None
-    flags = ["-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-DONETRIP_CUDASIM", types]
+    flags = [
+        "-std=c++17",
+        "-fno-strict-aliasing",
+        "-ffp-contract=off",
+        "-w",
+        "-DONETRIP_CUDASIM",
+        f"-D{TYPES[family]}(F)={listed}",
+    ]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     flags += ["-O1", "-g1", *sanitizers] if sanitize else ["-O0"]
     sources = [csrc / "cuda" / f"{family}.cu", SIMULATOR / "cudasim.cpp", SIMULATOR / f"{family}_driver.cpp"]

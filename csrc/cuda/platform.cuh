@@ -37,6 +37,14 @@ __device__ __forceinline__ float exp2_flushed(float x) {
   return result;
 }
 
+// An element of an array in global memory: of an address that was read as a number, compilers cannot tell.
+template <typename T>
+__device__ __forceinline__ T* global_pointer(int64_t address, int64_t index) {
+  T* const pointer = reinterpret_cast<T*>(address) + index;
+  __builtin_assume(__isGlobal(pointer));
+  return pointer;
+}
+
 }  // namespace onetrip
 
 #endif
@@ -54,6 +62,15 @@ __device__ __forceinline__ void forget([[maybe_unused]] int& value) {
 #ifndef ONETRIP_CUDASIM
   asm volatile("" : "+r"(value));
 #endif
+}
+
+// An index of a table, computed first and then scaled into its address: two instructions, where compilers shift to the
+// scaled value at once, mask it and add the base.
+__device__ __forceinline__ uint32_t table_index(uint32_t index) {
+#ifndef ONETRIP_CUDASIM
+  asm("" : "+r"(index));
+#endif
+  return index;
 }
 
 }  // namespace onetrip

@@ -35,6 +35,16 @@ __device__ __forceinline__ T warp_sum(T value) {
   return value;
 }
 
+// Every lane gets the largest number of its group of kThreads consecutive lanes. All 32 lanes must take part.
+template <int kThreads>
+__device__ __forceinline__ uint32_t group_max(uint32_t value) {
+#pragma unroll
+  for (int lane_mask = kThreads / 2; lane_mask > 0; lane_mask /= 2) {
+    value = max(value, __shfl_xor_sync(kFullWarp, value, lane_mask));
+  }
+  return value;
+}
+
 // Sums over the threads that share a row. kRowThreads: 8 or 32 lanes of one warp; 0: row_threads of the block, whole
 // warps, of which several groups may work on rows of their own, each waiting at its own barrier.
 template <int kRowThreads>

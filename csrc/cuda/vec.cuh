@@ -51,6 +51,20 @@ __device__ __forceinline__ bool inside(int i, int valid, bool vector_access) {
   return vector_access ? valid > 0 : i < valid;
 }
 
+// The unsigned integer of so many bytes.
+template <int kBytes>
+struct UintOf {
+  using Type = uint32_t;
+};
+template <>
+struct UintOf<2> {
+  using Type = uint16_t;
+};
+template <>
+struct UintOf<1> {
+  using Type = uint8_t;
+};
+
 template <typename T, int N>
 __device__ __forceinline__ void forget(Chunk<T, N>& chunk) {
 #pragma unroll
@@ -63,11 +77,12 @@ __device__ __forceinline__ T load_one(const T* address) {
   return kConstant ? __ldg(address) : *address;
 }
 
-// kBytes is the size of one element, 2 or 4. Elements from `valid` on read as zero bits.
+// kBytes is the size of one element, 1, 2 or 4. Elements from `valid` on read as zero bits.
 template <int kBytes, int N, bool kConstant>
 __device__ __forceinline__ void load_words(uint32_t (&word)[N * kBytes / 4], const void* address, bool vector_access,
                                            int valid) {
-  constexpr int kWords = N * kBytes / 4;
+  using Bits = typename UintOf<kBytes>::Type;
+  constexpr int kWords = N * kBytes / 4, kPerWord = 4 / kBytes;
 #pragma unroll
   for (int i = 0; i < kWords; ++i) word[i] = 0;
   if (vector_access) {
@@ -79,7 +94,7 @@ __device__ __forceinline__ void load_words(uint32_t (&word)[N * kBytes / 4], con
           word[i] = v.x, word[i + 1] = v.y, word[i + 2] = v.z, word[i + 3] = v.w;
         }
       } else {
-        static_assert(kWords == 2, "four 16-bit elements");
+        static_assert(kWords == 2, "8 bytes");
         const uint2 v = load_one<kConstant>(static_cast<const uint2*>(address));
         word[0] = v.x, word[1] = v.y;
       }
@@ -88,12 +103,8 @@ __device__ __forceinline__ void load_words(uint32_t (&word)[N * kBytes / 4], con
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (i < valid) {
-        if constexpr (kBytes == 4) {
-          word[i] = load_one<kConstant>(static_cast<const uint32_t*>(address) + i);
-        } else {
-          word[i / 2] |= static_cast<uint32_t>(load_one<kConstant>(static_cast<const uint16_t*>(address) + i))
-                         << (i % 2 * 16);
-        }
+        word[i / kPerWord] |= static_cast<uint32_t>(load_one<kConstant>(static_cast<const Bits*>(address) + i))
+                              << (i % kPerWord * 8 * kBytes);
       }
     }
   }
@@ -102,7 +113,8 @@ __device__ __forceinline__ void load_words(uint32_t (&word)[N * kBytes / 4], con
 template <int kBytes, int N>
 __device__ __forceinline__ void store_words(void* address, const uint32_t (&word)[N * kBytes / 4], bool vector_access,
                                             int valid) {
-  constexpr int kWords = N * kBytes / 4;
+  using Bits = typename UintOf<kBytes>::Type;
+  constexpr int kWords = N * kBytes / 4, kPerWord = 4 / kBytes;
   if (vector_access) {
     if (valid > 0) {
       if constexpr (kWords % 4 == 0) {
@@ -118,11 +130,7 @@ __device__ __forceinline__ void store_words(void* address, const uint32_t (&word
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (i < valid) {
-        if constexpr (kBytes == 4) {
-          static_cast<uint32_t*>(address)[i] = word[i];
-        } else {
-          static_cast<uint16_t*>(address)[i] = static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16));
-        }
+        static_cast<Bits*>(address)[i] = static_cast<Bits>(word[i / kPerWord] >> (i % kPerWord * 8 * kBytes));
       }
     }
   }

@@ -336,6 +336,9 @@ cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribut
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
       *value = cudasim::shared_limit + 1024;
       return cudaSuccess;
+    case cudaDevAttrMultiProcessorCount:
+      *value = 2;  // few, so that blocks come to take more than one piece of the work
+      return cudaSuccess;
     case cudaDevAttrMaxThreadsPerMultiProcessor:
       *value = 2048;
       return cudaSuccess;

@@ -98,6 +98,10 @@ inline float exp2_flushed(float x) {
   const float result = std::exp2(x);
   return result < 1.17549435e-38f ? 0.0f : result;  // a NaN stays
 }
+template <typename T>
+T* global_pointer(int64_t address, int64_t index) {
+  return reinterpret_cast<T*>(address) + index;
+}
 }  // namespace onetrip
 
 // The line, not the return address, tells barriers apart: compilers duplicate code.
@@ -115,6 +119,14 @@ template <typename T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
   const unsigned lane = ::cudasim::lane();
   return ::cudasim::shuffle(mask, value, lane / width * width + static_cast<unsigned>(source) % width);
+}
+
+inline int __any_sync(unsigned mask, int predicate) {
+  const uint64_t* slots = ::cudasim::warp_exchange(mask, predicate != 0);
+  const auto holds = [&](unsigned lane) { return (mask >> lane & 1u) != 0 && slots[lane] != 0; };
+  unsigned lane = 0;
+  while (lane < 32 && !holds(lane)) ++lane;
+  return lane < 32;
 }
 
 template <typename T>
@@ -137,5 +149,17 @@ inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+// Byte i of the result is the byte of b:a that digit i of the selector names.
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i)
+    result |= static_cast<unsigned>(bytes >> ((selector >> (4 * i) & 7) * 8) & 0xFF) << (8 * i);
+  return result;
+}
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+using std::max;
 using std::memcpy;

@@ -38,7 +38,7 @@ def driver() -> Callable[[str], Path]:
 
     def of_pair(name: str) -> Path:
         if not builds:
-            builds.update({other: pool.submit(build, [PAIRS[other]]) for other in PAIRS})
+            builds.update({other: pool.submit(build, "row_norm", [PAIRS[other]]) for other in PAIRS})
         return builds[name].result()
 
     return of_pair

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
+import cudasim_row_norm
+import cudasim_softmax
 import pytest
 import torch
-from cudasim_harness import Bug, SimulatorFailure, build, missing_tool, run, sources_with
-from cudasim_row_norm import Call, check_backward, check_forward
+from cudasim_adam import ADAM, Parameter, Step
+from cudasim_harness import Bug, build, missing_tool, run, sources_with
+from onetrip.reference.adam import thresholds
 
 pytestmark = pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))
 
-PAIR = (torch.bfloat16, torch.float32)
-
-
-BUGS = {
+ROW_NORM_BUGS = {
     "no_barrier_in_the_sum": Bug("reduce.cuh", "named_barrier(1 + group, row_threads_);", ";"),
     "one_buffer_for_every_sum": Bug("reduce.cuh", "turn_ ^= 1;", ";"),
     "sum_leaves_out_half_a_warp": Bug("reduce.cuh", "lane_mask = kThreads / 2;", "lane_mask = kThreads / 4;"),
     "one_column_too_many": Bug("vec.cuh", "const Col left = n_cols - col;", "const Col left = n_cols - col + 1;"),
-    "halves_of_a_word_exchanged": Bug("vec.cuh", "<< (i % 2 * 16)", "<< ((i + 1) % 2 * 16)"),
+    "halves_of_a_word_exchanged": Bug(
+        "vec.cuh", "<< (i % kPerWord * 8 * kBytes)", "<< ((i + 1) % kPerWord * 8 * kBytes)"
+    ),
     "philox_lane_off_by_one": Bug("dropout.cuh", "first % 4)", "(first + 1) % 4)"),
     "philox_group_missing": Bug("dropout.cuh", "(shift != 0 ? 1 : 0)", "0"),
     "variance_counts_padding": Bug(
@@ -40,39 +43,147 @@ BUGS = {
     "gradient_means_exchanged": Bug("row_norm_backward.cuh", "n[i] * means.x - means.y", "n[i] * means.y - means.x"),
 }
 
+FORWARD, BACKWARD = "softmax_forward.cuh", "softmax_backward.cuh"
+SOFTMAX_BUGS = {
+    "no_barrier_between_warps": Bug(
+        FORWARD, "make_float2(largest, sum);\n    __syncthreads();", "make_float2(largest, sum);"
+    ),
+    "hidden_rows_divide_by_zero": Bug(FORWARD, "sum == 0.0f ? 0.0f : 1.0f / sum", "1.0f / sum"),
+    "masked_rows_subtract_infinity": Bug(FORWARD, "largest == minus_infinity() ? 0.0f : largest", "largest"),
+    "causal_off_by_one": Bug(FORWARD, "divide(query) + 1 - args.n_queries", "divide(query) - args.n_queries"),
+    "mask_dimensions_exchanged": Bug(FORWARD, "divide(rest) * rows.strides[k]", "divide(rest) * rows.strides[4 - k]"),
+    "sign_set_where_kept": Bug(FORWARD, "!= 0 ? value[i] : -value[i]", "== 0 ? value[i] : -value[i]"),
+    "wide_sum_not_rescaled": Bug(FORWARD, "fmaf(sum, exponential(before, subtrahend), chunk_sum)", "sum + chunk_sum"),
+    "sums_read_without_barrier": Bug(BACKWARD, "= sum[j];\n  __syncthreads();", "= sum[j];"),
+    "last_part_lost": Bug(BACKWARD, "part < n_parts; part += n_warps", "part + 1 < n_parts; part += n_warps"),
+    "sharing_rows_do_not_wrap": Bug(BACKWARD, "    inner_ = 0;\n", ""),
+    "dropped_gradient_kept": Bug(BACKWARD, "< 0 ? 0.0f : __fmul_rn", "< 0 ? dp[i] : __fmul_rn"),
+}
 
-def caught(driver: Path, folder: Path) -> bool:
+# Of the signed map: the least number of magnitude 100.
+THRESHOLD = thresholds(True)[99]
+TABLES, STEP = "adam_tables.cuh", "adam_step.cuh"
+ADAM_BUGS = {
+    "maximum_leaves_out_half_the_lanes": Bug("reduce.cuh", "lane_mask = kThreads / 2;", "lane_mask = kThreads / 4;"),
+    "maximum_swallows_nan": Bug(
+        STEP, "return __float_as_uint(x) & 0x7FFFFFFFu;", "return x != x ? 0u : __float_as_uint(fabsf(x));"
+    ),
+    "padding_counts_in_the_maximum": Bug(STEP, "if (j >= valid) m[j] = root[j] = 0.0f;", ";"),
+    "threshold_itself_keeps_the_lower_code": Bug(TABLES, "(0x10000 - threshold)", "(0xFFFF - threshold)"),
+    "positive_root_becomes_zero": Bug(TABLES, "x > 0.0f ? threshold :", "x < 0.0f ? threshold :"),
+    "negative_codes_off_by_one": Bug(TABLES, "word = kMirror - 1 - word", "word = kMirror + 0xFFFF - word"),
+    "minus_one_gets_code_255": Bug(
+        TABLES, "word < 0 ? 0u : static_cast<uint32_t>(word)", "static_cast<uint32_t>(word)"
+    ),
+    "tables_read_without_barrier": Bug(TABLES, "  __syncthreads();\n", ""),
+    "clamp_swallows_nan": Bug(STEP, "fabsf(u) > s.largest_update)", "!(fabsf(u) <= s.largest_update))"),
+    "l2_factor_lost": Bug(STEP, "g[j] = __fadd_rn(g[j], __fmul_rn(p[j], s.l2));", "g[j] = __fadd_rn(g[j], p[j]);"),
+    "subnormal_scale_kept": Bug(STEP, "scale < kSmallestAdamScale ? 0.0f : scale", "scale"),
+    "found_inf_ignored": Bug(STEP, "if (s.skip != 0.0f) return;", ""),
+    "later_groups_not_prepared": Bug("adam.cu", "first += kManyGroups", "first += args.n_groups"),
+    "grid_stride_too_long": Bug(STEP, "i += gridDim.x,", "i += gridDim.x + 1,"),
+    "part_of_a_chunk_lost": Bug(STEP, "part = (part + 1) % kAdamWarps", "part = part + 1"),
+}
+
+
+def _check_pairs(driver: Path, calls: Sequence, family, folder: Path) -> None:
+    """Forward and backward of each call."""
+    outputs = run(driver, [case for call in calls for case in (call.forward_case(), call.backward_case())], folder)
+    for i, call in enumerate(calls):
+        family.check_forward(call, outputs[2 * i])
+        family.check_backward(call, outputs[2 * i + 1])
+
+
+ROW_NORM_PAIR = (torch.bfloat16, torch.float32)
+
+
+def check_row_norm(driver: Path, folder: Path) -> None:
     # 1001 columns: rows start inside a Philox group, odd addresses, several warps a row. 70: the warp path.
-    block = {"pair": PAIR, "residual": True, "bias": True, "dropout_p": 0.3, "store_z": True}
+    Call = cudasim_row_norm.Call
+    block = {"pair": ROW_NORM_PAIR, "residual": True, "bias": True, "dropout_p": 0.3, "store_z": True}
     chosen = [Call("wide", 21, 1001, **block), Call("aligned", 21, 1024, **block), Call("warp", 70, 70, **block)]
-    try:
-        outputs = run(driver, [case for call in chosen for case in (call.forward_case(), call.backward_case())], folder)
-        for i, call in enumerate(chosen):
-            check_forward(call, outputs[2 * i])
-            check_backward(call, outputs[2 * i + 1])
-    except SimulatorFailure:
-        return True
-    except AssertionError:
-        return True
-    return False
+    _check_pairs(driver, chosen, cudasim_row_norm, folder)
+
+
+def check_softmax(driver: Path, folder: Path) -> None:
+    Call = cudasim_softmax.Call
+    padding = {"dtype": torch.bfloat16, "mask": torch.bool, "mask_has": (True, False, True, True), "dropout_p": 0.3}
+    bias = {"dtype": torch.bfloat16, "mask": torch.float32, "mask_has": (False, True, False, True), "dropout_p": 0.3}
+    chosen = [
+        Call("causal", (2, 3, 5), 1001, **padding, causal=True),
+        Call("bias", (5, 2, 69), 300, **bias),
+        Call("wide", (2, 1, 1), 16392, **padding, orders=(0,)),
+    ]
+    _check_pairs(driver, chosen, cudasim_softmax, folder)
+
+
+def check_adam(driver: Path, folder: Path) -> None:
+    groups = [ADAM._replace(lr=1e-3 * (i + 1)) for i in range(66)]
+    nan = float("nan")
+    steps = [
+        # The largest magnitude negative; exactly on a threshold, and close to 0; NaN; subnormal; ragged; chunks.
+        Step([Parameter(256, grads=tuple(torch.linspace(-1.0, 1.0, 256).tolist()))], [ADAM._replace(beta1=0.0)]),
+        Step([Parameter(384, grads=(1.0, 1e-9, *382 * (THRESHOLD,)))], [ADAM._replace(beta1=0.0, weight_decay=0.0)]),
+        Step(
+            [
+                Parameter(200, special=(nan,)),
+                Parameter(130, grads=130 * (1e-39,)),
+                Parameter(9000),
+                Parameter(1000, shift=1),
+            ]
+        ),
+        Step([Parameter(50, counter=i) for i in range(66)], groups, counters=range(66)),
+        Step([Parameter(300, special=(nan,))], found_inf=1.0),
+    ]
+    for step, outputs in zip(steps, run(driver, [step.case() for step in steps], folder), strict=True):
+        step.check(outputs)
+
+
+class Family(NamedTuple):
+    """What a family's drivers are compiled for, its bugs, and what must catch them."""
+
+    dtypes: tuple[torch.dtype, ...]
+    bugs: dict[str, Bug]
+    check: Callable[[Path, Path], None]
+
+
+FAMILIES = {
+    "row_norm": Family(ROW_NORM_PAIR, ROW_NORM_BUGS, check_row_norm),
+    "softmax": Family((torch.bfloat16,), SOFTMAX_BUGS, check_softmax),
+    "adam": Family((torch.float32, torch.float32), ADAM_BUGS, check_adam),
+}
+Mutants = Callable[[str, str | None], Path]
 
 
 @pytest.fixture(scope="session")
-def mutants(tmp_path_factory) -> Iterator[dict[str, Future[Path]]]:
-    """A driver for each bug, and one without; compiled two at a time, without sanitizers, for one pair of dtypes."""
+def mutants(tmp_path_factory) -> Iterator[Mutants]:
+    """The driver of a family with one of its bugs, or with none. A family's are compiled from the first use on, two at
+    a time, without sanitizers, for one kind of dtypes."""
     pool = ThreadPoolExecutor(max_workers=2)
+    drivers: dict[tuple[str, str | None], Future[Path]] = {}
 
-    def compile_with(name: str, bug: Bug | None) -> Path:
-        return build([PAIR], sources_with(bug, tmp_path_factory.mktemp(name)), sanitize=False)
+    def compile_with(family: str, bug: Bug | None) -> Path:
+        return build(
+            family, [FAMILIES[family].dtypes], sources_with(bug, tmp_path_factory.mktemp(family)), sanitize=False
+        )
 
-    yield {name: pool.submit(compile_with, name, bug) for name, bug in {"none": None, **BUGS}.items()}
+    def of(family: str, name: str | None) -> Path:
+        if (family, None) not in drivers:
+            for other, bug in {None: None, **FAMILIES[family].bugs}.items():
+                drivers[family, other] = pool.submit(compile_with, family, bug)
+        return drivers[family, name].result()
+
+    yield of
     pool.shutdown(cancel_futures=True)
 
 
-def test_right_source_passes(mutants: dict[str, Future[Path]], tmp_path: Path) -> None:
-    assert not caught(mutants["none"].result(), tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_right_source_passes(mutants: Mutants, family: str, tmp_path: Path) -> None:
+    FAMILIES[family].check(mutants(family, None), tmp_path)
 
 
-@pytest.mark.parametrize("name", BUGS)
-def test_bug_is_caught(mutants: dict[str, Future[Path]], name: str, tmp_path: Path) -> None:
-    assert caught(mutants[name].result(), tmp_path)
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family in FAMILIES for name in FAMILIES[family].bugs])
+def test_bug_is_caught(mutants: Mutants, family: str, name: str, tmp_path: Path) -> None:
+    driver = mutants(family, name)
+    with pytest.raises(AssertionError):
+        FAMILIES[family].check(driver, tmp_path)

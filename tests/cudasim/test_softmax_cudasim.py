@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cudasim_harness import build_softmax, missing_tool, run
+from cudasim_harness import build, missing_tool, run
 from cudasim_softmax import Call, calls, check_backward, check_forward
 from torch import Tensor
 
@@ -34,7 +34,7 @@ def driver() -> Callable[[str], Path]:
 
     def of_dtype(name: str) -> Path:
         if not builds:
-            builds.update({other: pool.submit(build_softmax, [DTYPES[other]]) for other in DTYPES})
+            builds.update({other: pool.submit(build, "softmax", [[DTYPES[other]]]) for other in DTYPES})
         return builds[name].result()
 
     return of_dtype

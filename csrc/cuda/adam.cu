@@ -1,0 +1,85 @@
+// Adam on NVIDIA cards: the launches. The kernels are in adam_step.cuh; the contract is launch.h.
+#include "adam_step.cuh"
+
+#ifndef ONETRIP_ADAM_TYPES
+#define ONETRIP_ADAM_TYPES_OF(F, P) F(P, float) F(P, __half) F(P, __nv_bfloat16)
+#define ONETRIP_ADAM_TYPES(F)     \
+  ONETRIP_ADAM_TYPES_OF(F, float) \
+  ONETRIP_ADAM_TYPES_OF(F, __half) ONETRIP_ADAM_TYPES_OF(F, __nv_bfloat16)
+#endif
+
+namespace onetrip {
+
+constexpr int kFewGroups = 4, kManyGroups = 64;  // a launch that prepares
+
+// NVRTC compiles no host code, so that nothing would ask for the kernels.
+#ifdef __CUDACC_RTC__
+
+#define ONETRIP_INSTANTIATE(P, G)                                                                  \
+  template __global__ void adam_step_kernel<P, G, 8>(const AdamTensor*, const AdamChunk*, int64_t, \
+                                                     const AdamScalars*);                          \
+  template __global__ void adam_step_kernel<P, G, 32>(const AdamTensor*, const AdamChunk*, int64_t, const AdamScalars*);
+ONETRIP_ADAM_TYPES(ONETRIP_INSTANTIATE)
+#define ONETRIP_INSTANTIATE_PREPARE(kGroups)                                                                           \
+  template __global__ void adam_prepare_kernel<kGroups>(const __grid_constant__ AdamGroups<kGroups>, int64_t, int64_t, \
+                                                        const AdamCounter*, int64_t, const float*, const float*,       \
+                                                        AdamScalars*);
+ONETRIP_INSTANTIATE_PREPARE(kFewGroups)
+ONETRIP_INSTANTIATE_PREPARE(kManyGroups)
+
+#else
+
+namespace {
+
+template <int kGroups>
+cudaError_t launch_prepare(const AdamStep& args, int64_t first_group, int64_t n_groups, cudaStream_t stream) {
+  constexpr int kThreads = 128;
+  AdamGroups<kGroups> groups{};
+  for (int64_t i = 0; i < n_groups; ++i) groups.group[i] = args.groups[first_group + i];
+  const auto kernel = adam_prepare_kernel<kGroups>;
+  return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_counters, kThreads), dim3(kThreads), 0, stream, groups, first_group,
+                        n_groups, args.counters, args.n_counters, args.grad_scale, args.found_inf, args.scalars);
+}
+
+template <typename P, typename G>
+cudaError_t launch_kind(const AdamStep& args, const AdamKind& kind, int n_multiprocessors, cudaStream_t stream) {
+  const auto kernel = kind.is_8bit ? adam_step_kernel<P, G, 8> : adam_step_kernel<P, G, 32>;
+  const int64_t n_blocks = int64_t{n_multiprocessors} * kAdamBlocks;
+  const dim3 grid(static_cast<unsigned>(kind.n_chunks < n_blocks ? kind.n_chunks : n_blocks));
+  return ONETRIP_LAUNCH(kernel, grid, dim3(kAdamThreads), 0, stream, args.tensors, args.chunks + kind.first_chunk,
+                        kind.n_chunks, args.scalars);
+}
+
+cudaError_t launch_kind_of(const AdamStep& args, const AdamKind& kind, int n_multiprocessors, cudaStream_t stream) {
+#define ONETRIP_KIND(P, G)                                                             \
+  if (kind.param_dtype == DTypeOf<P>::value && kind.grad_dtype == DTypeOf<G>::value) { \
+    return launch_kind<P, G>(args, kind, n_multiprocessors, stream);                   \
+  }
+  ONETRIP_ADAM_TYPES(ONETRIP_KIND)
+  return cudaErrorNotSupported;
+}
+
+}  // namespace
+
+int adam_step_cuda(const AdamStep& args, int device, void* stream_address) {
+  if (args.n_counters == 0) return cudaSuccess;
+  const DeviceGuard guard(device);
+  if (guard.status() != cudaSuccess) return guard.status();
+  int n_multiprocessors = 0;
+  cudaError_t status = cudaDeviceGetAttribute(&n_multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  const auto stream = static_cast<cudaStream_t>(stream_address);
+  for (int64_t first = 0; first < args.n_groups && status == cudaSuccess; first += kManyGroups) {
+    const int64_t left = args.n_groups - first;
+    status = left <= kFewGroups
+                 ? launch_prepare<kFewGroups>(args, first, left, stream)
+                 : launch_prepare<kManyGroups>(args, first, left < kManyGroups ? left : kManyGroups, stream);
+  }
+  for (int64_t i = 0; i < args.n_kinds && status == cudaSuccess; ++i) {
+    if (args.kinds[i].n_chunks > 0) status = launch_kind_of(args, args.kinds[i], n_multiprocessors, stream);
+  }
+  return status;
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace onetrip

@@ -1,0 +1,159 @@
+"""What only a CUDA device can show of Adam: bits, graphs, streams, no synchronisation, more than 2^31 elements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cudasim_adam import ADAM, ADAMW, Parameter, Step, assert_same_bits
+from onetrip import use_backend
+from onetrip.ops.adam import AdamTable
+from onetrip.reference import adam as reference
+from onetrip.reference.adam import Group, Slot
+from targets import Target, needs, needs_memory
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
+
+
+@pytest.fixture(autouse=True)
+def _cuda_backend():
+    needs(Target("cuda", "cuda"))
+    with use_backend("cuda"):
+        yield
+
+
+def _shifted(tensor: Tensor, shift: int) -> Tensor:
+    """On the card, so many elements off an aligned address."""
+    moved = torch.empty(tensor.numel() + shift, dtype=tensor.dtype, device="cuda")[shift:].view(tensor.shape)
+    return moved.copy_(tensor)
+
+
+def _on_card(step: Step) -> tuple[list[Slot], list[Tensor]]:
+    """Copies of a step's tensors, parameter by parameter as far off an address as it says."""
+    counters = {id(counter): counter.cuda() for counter in step.steps}
+    slots, grads = [], []
+    for parameter, slot, grad in zip(step.parameters, step.slots, step.grads, strict=True):
+        moved = {
+            name: None if tensor is None else _shifted(tensor, parameter.shift)
+            for name, tensor in slot._asdict().items()
+            if name not in ("step", "group")
+        }
+        slots.append(Slot(**moved, step=counters[id(slot.step)], group=slot.group))
+        grads.append(_shifted(grad, parameter.shift))
+    return slots, grads
+
+
+def _assert_same_slots(slots: list[Slot], expected: list[Slot]) -> None:
+    for i, (slot, other) in enumerate(zip(slots, expected, strict=True)):
+        for name, tensor in slot._asdict().items():
+            if isinstance(tensor, Tensor):
+                assert_same_bits(f"{name}.{i}", tensor.cpu().view(-1), getattr(other, name).cpu().view(-1))
+
+
+@pytest.mark.parametrize("special", [(), NOT_FINITE], ids=["numbers", "not_finite"])
+@pytest.mark.parametrize("group", [ADAMW, ADAM], ids=["decoupled", "l2"])
+def test_bits_of_the_reference(group: Group, special: tuple[float, ...]) -> None:
+    """Every kind in one call, aligned and not, several steps."""
+    step = Step(
+        [
+            Parameter(numel, param, grad, is_8bit, special=special, shift=shift)
+            for param in DTYPES.values()
+            for grad in DTYPES.values()
+            for is_8bit in (True, False)
+            for numel, shift in ((1, 0), (129, 1), (4097, 0), (100_003, 0), (5000, 3))
+        ],
+        [group],
+    )
+    slots, grads = _on_card(step)
+    table = AdamTable(slots)
+    for _ in range(3):
+        table.step(grads, step.groups, torch.tensor(8.0, device="cuda"))
+        reference.step(step.slots, step.grads, step.groups, torch.tensor(8.0))
+        _assert_same_slots(slots, step.slots)
+
+
+def test_found_inf_leaves_everything() -> None:
+    step = Step([Parameter(5000, special=NOT_FINITE), Parameter(5000, is_8bit=False)])
+    slots, grads = _on_card(step)
+    AdamTable(slots).step(grads, step.groups, None, torch.ones((), device="cuda"))
+    _assert_same_slots(slots, step.slots)
+
+
+def test_ten_replays_are_ten_steps() -> None:
+    """lr and the count of steps lie on the card: a captured step goes on counting, and follows a new lr."""
+    lr = torch.tensor(1e-3, device="cuda")
+    groups = [ADAMW._replace(lr=lr)]
+    step = Step([Parameter(100_003), Parameter(300, torch.bfloat16, torch.bfloat16)], groups, steps_before=0.0)
+    replayed, grads = _on_card(step)
+    eager, _ = _on_card(step)
+    table = AdamTable(replayed)
+    table.refresh(grads)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        table.step(grads, groups)
+    eager_table = AdamTable(eager)
+    for i in range(10):
+        lr.fill_(1e-3 * (i + 1))
+        for grad in grads:
+            grad.normal_()
+        graph.replay()
+        eager_table.step(grads, groups)
+        _assert_same_slots(replayed, eager)
+    assert replayed[0].step.item() == 10.0
+
+
+def test_a_step_does_not_synchronise() -> None:
+    step = Step([Parameter(5000), Parameter(300, torch.float16), Parameter(7, is_8bit=False)])
+    slots, grads = _on_card(step)
+    table = AdamTable(slots)
+    table.step(grads, step.groups)
+    moved = [grad.clone() for grad in grads]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        table.step(grads, step.groups)
+        table.step(moved, step.groups)  # new addresses: the table goes to the card again
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_runs_on_the_current_stream() -> None:
+    """After a slow producer of the gradients on the same stream."""
+    step = Step([Parameter(1 << 20)])
+    slots, grads = _on_card(step)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        pending = torch.zeros_like(grads[0])
+        torch.cuda._sleep(100_000_000)
+        pending.copy_(grads[0])
+        AdamTable(slots).step([pending], step.groups)
+    stream.synchronize()
+    reference.step(step.slots, step.grads, step.groups)
+    _assert_same_slots(slots, step.slots)
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    """The last elements, of an odd number of them, in a block of their own."""
+    needs_memory(30)
+    numel = (1 << 31) + 257
+    n_blocks = -(-numel // 128)
+    small = Step([Parameter(257, torch.bfloat16, torch.bfloat16)])
+    source, grads = small.slots[0], small.grads
+    param, grad = (torch.zeros(numel, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    codes = [torch.full((numel,), code, dtype=torch.uint8, device="cuda") for code in (reference.ZERO_CODE, 0)]
+    scales = [torch.zeros(n_blocks, device="cuda") for _ in range(2)]
+    whole = Slot(param, *codes, *scales, source.step.cuda(), 0)
+    for big, little in zip(whole[:5], source[:5], strict=True):
+        assert isinstance(big, Tensor) and isinstance(little, Tensor)
+        big[-little.numel() :].copy_(little)
+    grad[-257:].copy_(grads[0])
+    AdamTable([whole]).step([grad], small.groups)
+    reference.step(small.slots, grads, small.groups)
+    for big, little in zip(whole[:5], source[:5], strict=True):
+        assert isinstance(big, Tensor) and isinstance(little, Tensor)
+        assert_same_bits("last block", big[-little.numel() :].cpu(), little)
+    assert not param[:-257].any()
