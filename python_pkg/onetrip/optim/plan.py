@@ -104,7 +104,8 @@ class Plan:
                 f"{self._function}: parameter {self._names[i]} must not overlap itself, got strides {part.stride()}"
             )
         work = part if _is_plain(part) else torch.empty(part.shape, dtype=part.dtype, device=part.device)
-        runs = sharding.parts(part.numel(), sharding.first_element(p) or 0)
+        # An empty part, too, is a slot: it counts the steps.
+        runs = sharding.parts(part.numel(), sharding.first_element(p) or 0) or [(0, 0)]
         plan.strided.append(_Strided(i, p, part, work, runs))
         done = 0
         for begin, end in runs:
