@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onetrip
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -41,8 +40,7 @@ def _worker(rank: int, function: Callable[..., None], world: int, store: str, ar
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)})
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     try:
-        with onetrip.use_backend("reference"):
-            function(*arguments)
+        function(*arguments)
     finally:
         dist.destroy_process_group()
 
