@@ -332,6 +332,24 @@ def test_a_model_cast_between_steps_goes_on_in_its_new_dtype():
     assert all(p.dtype == torch.bfloat16 and float(optimizer.state[p]["step"]) == 4.0 for p in params)
 
 
+def test_another_dtype_at_the_same_address_is_seen():
+    """Float32 gradients throughout, so that nothing but the parameter's dtype tells."""
+    memory = torch.randn(4096)
+    half = memory.to(torch.bfloat16)
+    p, q = torch.nn.Parameter(memory), torch.nn.Parameter(half.clone())
+    optimizer, plain = (AdamW8bit([each], weight_decay=0.0) for each in (p, q))
+    for step, value in enumerate((0.0, 0.5)):
+        if step == 1:
+            p.grad = None
+            p.data = memory.view(torch.bfloat16)[:4096].copy_(half)
+        for each in (p, q):
+            each.grad_dtype = None
+            each.grad = torch.full((4096,), value)
+        optimizer.step()
+        plain.step()
+    assert same(p, q)
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_go_on_alone(how):
     params = make_params()

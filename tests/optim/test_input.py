@@ -159,6 +159,17 @@ def test_parameters_on_the_meta_device_are_refused_at_the_step():
     assert same(params[0].detach(), before) and not optimizer.state
 
 
+def test_a_parameter_cut_in_place_is_refused():
+    """Same address, fewer elements, and gradients that fit it: its state and the kernel's table do not."""
+    params = make_params([(5000,), (80,)])
+    optimizer = AdamW8bit(params)
+    train(optimizer, range(1))
+    params[1].grad = None
+    params[1].data = params[1].data[:40]
+    set_grads(params, 1)
+    refuses(optimizer, ValueError, r"state of parameter 1: exp_avg must have its shape, \(40,\), got \(80,\)")
+
+
 def test_sparse_gradients_of_an_embedding():
     embedding = nn.Embedding(100, 64, sparse=True)
     optimizer = AdamW8bit(embedding.parameters())

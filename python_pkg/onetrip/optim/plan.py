@@ -159,6 +159,9 @@ class Plan:
         if not self._is_simple:
             return [self._gradients(plan, grads) for plan in self._devices]
         if is_new or not self._fit(grads):
+            for i, p in enumerate(self.params):
+                if p.numel() != self._numels[i]:
+                    self._check_state(i, p, self._states[i])
             grads = [self._checked(i, p, grad) for i, (p, grad) in enumerate(zip(self.params, grads, strict=True))]
         return [grads]
 
