@@ -10,7 +10,7 @@ from pathlib import Path
 
 import onetrip
 import pytest
-from onetrip import nn, ops
+from onetrip import nn, ops, optim
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "python_pkg" / "onetrip"
@@ -145,6 +145,17 @@ SIGNATURES = {
         "weight_offset=0.0, cast_before_weight=False, return_residual=False, rng=None)"
     ),
     ops.dropout_keep_mask: "(shape, dropout_p, rng, device='cpu')",
+    optim.AdamW8bit: (
+        "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, *, optim_bits=8, min_8bit_numel=4096, "
+        "maximize=False, capturable=False)"
+    ),
+    optim.Adam8bit: (
+        "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, *, optim_bits=8, min_8bit_numel=4096, "
+        "maximize=False, capturable=False)"
+    ),
+    optim.AdamW8bit.dequantized_state: "(self, p)",
+    optim.AdamW8bit.load_bitsandbytes_state_dict: "(self, state)",
+    optim.trainer_optimizer: "(training_args, *, model=None, embeddings_32bit=False, **overrides)",
     onetrip.available_backends: "(device='cpu')",
     onetrip.use_backend: "(name)",
     onetrip.set_backend: "(name)",
@@ -171,8 +182,11 @@ def test_public_names():
         "dropout_keep_mask",
     } <= set(ops.__all__)
     assert {"LayerNorm", "RMSNorm", "BiasDropoutResidual", "BiasDropoutResidualNorm"} <= set(nn.__all__)
-    assert {"ops", "nn", "available_backends", "use_backend", "set_backend", "__version__"} <= set(onetrip.__all__)
-    for module in (onetrip, ops, nn):
+    assert {"AdamW8bit", "Adam8bit", "trainer_optimizer"} <= set(optim.__all__)
+    assert {"ops", "nn", "optim", "available_backends", "use_backend", "set_backend", "__version__"} <= set(
+        onetrip.__all__
+    )
+    for module in (onetrip, ops, nn, optim):
         for name in module.__all__:
             assert hasattr(module, name)
             assert name == "__version__" or not name.startswith("_")

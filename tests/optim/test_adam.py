@@ -305,6 +305,22 @@ def test_storage_that_is_replaced_between_steps_is_seen():
     assert same(params, expected)
 
 
+def test_a_parameter_exchanged_in_its_list_has_a_state_of_its_own():
+    """As accelerate does for FSDP2: the group's list stays, or a new one comes, of the same length."""
+    for in_place in (True, False):
+        params, fresh = make_params([(4096,), (5000,)]), make_params([(4096,), (5000,)])
+        optimizer, alone = AdamW8bit(params, lr=0.1), AdamW8bit(fresh[1:], lr=0.1)
+        train(optimizer, range(2))
+        group = optimizer.param_groups[0]
+        group["params"] = group["params"] if in_place else list(group["params"])
+        new = group["params"][1] = torch.nn.Parameter(fresh[1].detach().clone())
+        set_grads(fresh, 2)
+        group["params"][0].grad, new.grad = fresh[0].grad, fresh[1].grad
+        optimizer.step()
+        alone.step()
+        assert same(new, fresh[1]) and float(optimizer.state[new]["step"]) == 1.0
+
+
 def test_a_model_cast_between_steps_goes_on_in_its_new_dtype():
     params = make_params([(4096,), (100,)])
     optimizer = AdamW8bit(params)
@@ -314,6 +330,24 @@ def test_a_model_cast_between_steps_goes_on_in_its_new_dtype():
         p.grad = None
     train(optimizer, range(2, 4))
     assert all(p.dtype == torch.bfloat16 and float(optimizer.state[p]["step"]) == 4.0 for p in params)
+
+
+def test_another_dtype_at_the_same_address_is_seen():
+    """Float32 gradients throughout, so that nothing but the parameter's dtype tells."""
+    memory = torch.randn(4096)
+    half = memory.to(torch.bfloat16)
+    p, q = torch.nn.Parameter(memory), torch.nn.Parameter(half.clone())
+    optimizer, plain = (AdamW8bit([each], weight_decay=0.0) for each in (p, q))
+    for step, value in enumerate((0.0, 0.5)):
+        if step == 1:
+            p.grad = None
+            p.data = memory.view(torch.bfloat16)[:4096].copy_(half)
+        for each in (p, q):
+            each.grad_dtype = None
+            each.grad = torch.full((4096,), value)
+        optimizer.step()
+        plain.step()
+    assert same(p, q)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

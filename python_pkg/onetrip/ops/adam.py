@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -98,15 +99,21 @@ class AdamTable:
         self.kinds = tuple(kinds)
         self._grad_dtypes = grad_dtypes
 
-    def refresh(self, grads: Sequence[Tensor]) -> None:
-        """Brings the tables up to date with the gradients of this step."""
+    def refresh(self, grads: Sequence[Tensor], params_stay: bool = False) -> None:
+        """Brings the tables up to date with the gradients of this step. params_stay: the caller knows that no
+        parameter's storage was replaced since the last call. Raises TypeError for dtypes that kernels do not know."""
         grad_dtypes = [grad.dtype for grad in grads]
         if grad_dtypes != self._grad_dtypes:
+            unknown = set(grad_dtypes) - set(DTYPE_CODE)
+            if unknown:
+                raise TypeError(f"adam: grads must be float32, float16 or bfloat16, got {unknown.pop()}")
             self._sort(grad_dtypes)
-        addresses = (list(map(Tensor.data_ptr, self._params)), list(map(Tensor.data_ptr, grads)))
+        of_params = self._addresses[0] if params_stay else []
+        addresses = (of_params or list(map(Tensor.data_ptr, self._params)), list(map(Tensor.data_ptr, grads)))
         if addresses != self._addresses:
-            for column, values in ((_PARAM, addresses[0]), (_GRAD, addresses[1])):
-                self._host_tensors[:, column] = torch.tensor(values, dtype=torch.int64)
+            for column in (_PARAM, _GRAD):
+                if addresses[column] != self._addresses[column]:
+                    self._host_tensors[:, column] = torch.frombuffer(array("q", addresses[column]), dtype=torch.int64)
             self.tensors = self._to_device(self._host_tensors)
             self._addresses = addresses
 
@@ -116,13 +123,15 @@ class AdamTable:
         groups: Sequence[Group],
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        params_stay: bool = False,
     ) -> None:
-        """reference.adam.step for these slots on the backend in use; the same arguments, tensors on this device."""
+        """reference.adam.step for these slots on the backend in use; the same arguments, tensors on this device, and
+        refresh's."""
+        self.refresh(grads, params_stay)
         backend = choose("adam", self.device, True)
         if backend == "reference":
             reference.step(self.slots, grads, groups, grad_scale, found_inf)
             return
-        self.refresh(grads)
         if backend == "triton":
             importlib.import_module("onetrip.kernels.adam").step(self, groups, grad_scale, found_inf)
             return

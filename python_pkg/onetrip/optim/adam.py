@@ -83,7 +83,6 @@ class Adam8bit(torch.optim.Optimizer):
     _name: ClassVar[str] = "Adam8bit"  # in messages
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then hands over grad_scale and found_inf
     _plan: Plan | None = None
-    _plan_key: tuple[list[int], list[int]]
 
     def __init__(
         self,
@@ -147,47 +146,43 @@ class Adam8bit(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        params: list[Tensor] = []
-        grads: list[Tensor] = []
-        lengths = []
-        for group in self.param_groups:
-            group_params = group["params"]
-            group_grads = [p.grad for p in group_params]
-            if type(None) in set(map(type, group_grads)):
-                group_params = [p for p, grad in zip(group_params, group_grads, strict=True) if grad is not None]
-                group_grads = [grad for grad in group_grads if grad is not None]
-            params += group_params
-            grads += group_grads
-            lengths.append(len(group_params))
         for group in self.param_groups:
             _check_group(self._name, group, may_wait=False)
-        if params:
-            self._step(params, grads, lengths)
+        grads = [[p.grad for p in group["params"]] for group in self.param_groups]
+        params = [group["params"] for group in self.param_groups]
+        if any(type(None) in set(map(type, of_group)) for of_group in grads):
+            present = [[grad is not None for grad in of_group] for of_group in grads]
+            params = [list(itertools.compress(*pair)) for pair in zip(params, present, strict=True)]
+            grads = [list(itertools.compress(*pair)) for pair in zip(grads, present, strict=True)]
+        if any(params):
+            self._step(params, list(itertools.chain.from_iterable(grads)))
         return loss
 
-    def _step(self, params: list[Tensor], grads: list[Tensor], lengths: list[int]) -> None:
-        key = (list(map(id, params)), lengths)
+    def _step(self, params: list[list[Tensor]], grads: list[Tensor]) -> None:
+        """params: those of each group that have gradients, and all their gradients."""
         plan = self._plan
-        if plan is None or self._plan_key != key or not plan.still_holds(self.state):
+        if plan is None or not plan.holds(params, self.state):
             self._plan = None
-            plan, new = self._new_plan(params, lengths)
-            of_slots = plan.gradients(grads)
-            self.state.update(new)
+            plan, states = self._new_plan(params)
+            of_slots = plan.gradients(grads, is_new=True)
+            self.state.update(states)
             plan.adopt(self.state)
-            self._plan, self._plan_key = plan, key
+            self._plan = plan
         else:
-            of_slots = plan.gradients(grads)
+            of_slots = plan.gradients(grads, is_new=False)
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         plan.copy_in()
         for table, table_grads in zip(plan.tables(), of_slots, strict=True):
             device = table.device
             groups = [self._numbers(group, device) for group in self.param_groups]
-            table.step(table_grads, groups, _number_on(device, grad_scale), _number_on(device, found_inf))
+            numbers = _number_on(device, grad_scale), _number_on(device, found_inf)
+            table.step(table_grads, groups, *numbers, params_stay=True)
         plan.copy_out()
 
-    def _new_plan(self, params: list[Tensor], lengths: list[int]) -> tuple[Plan, dict[Tensor, State]]:
+    def _new_plan(self, params_of_groups: list[list[Tensor]]) -> tuple[Plan, dict[Tensor, State]]:
         """A plan, and the states of the parameters that had none."""
-        groups = [i for i, length in enumerate(lengths) for _ in range(length)]
+        params = list(itertools.chain.from_iterable(params_of_groups))
+        groups = [i for i, members in enumerate(params_of_groups) for _ in members]
         every = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         index_of = {id(p): i for i, p in enumerate(every)}
         new: dict[Tensor, State] = {}
@@ -205,7 +200,7 @@ class Adam8bit(torch.optim.Optimizer):
             if not self.state.get(p):
                 new[p] = new_state(p, group["optim_bits"] == 8 and p.numel() >= group["min_8bit_numel"])
         states = [new.get(p) or self.state[p] for p in params]
-        return Plan(self._name, params, groups, [index_of[id(p)] for p in params], states), new
+        return Plan(self._name, params_of_groups, groups, [index_of[id(p)] for p in params], states), new
 
     def _numbers(self, group: Mapping[str, Any], device: torch.device) -> Group:
         lr = group["lr"]

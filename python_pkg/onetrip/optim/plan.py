@@ -56,11 +56,18 @@ class Plan:
     """The slots of these parameters, device by device."""
 
     def __init__(
-        self, function: str, params: list[Tensor], groups: list[int], names: list[int], states: list[State]
+        self,
+        function: str,
+        params_of_groups: list[list[Tensor]],
+        groups: list[int],
+        names: list[int],
+        states: list[State],
     ) -> None:
-        """groups, names: of each parameter the index of its group, and the one it has in state_dict."""
+        """groups, names, states: of each parameter the index of its group, that in state_dict, and its state."""
         self._function, self._names = function, names
-        self.params = params
+        self._lists = params_of_groups
+        self.params = params = [p for members in params_of_groups for p in members]
+        self._ids = [list(map(id, members)) for members in params_of_groups]
         self._states = states
         devices: dict[torch.device, _DevicePlan] = {}
         seen: set[int] = set()
@@ -78,6 +85,8 @@ class Plan:
         self._param_dtypes = [p.dtype for p in params]
         self._state_addresses = _addresses(state["exp_avg"] for state in states)
         self._is_simple = len(self._devices) == 1 and len(self._devices[0].direct) == len(params)
+        self._numels = [p.numel() for p in params]
+        self._single = [i for i, numel in enumerate(self._numels) if numel == 1]
         self._copied = [item for plan in self._devices for item in plan.strided if item.work is not item.part]
 
     def _check_state(self, i: int, part: Tensor, state: State) -> None:
@@ -104,7 +113,8 @@ class Plan:
                 f"{self._function}: parameter {self._names[i]} must not overlap itself, got strides {part.stride()}"
             )
         work = part if _is_plain(part) else torch.empty(part.shape, dtype=part.dtype, device=part.device)
-        runs = sharding.parts(part.numel(), sharding.first_element(p) or 0)
+        # An empty part, too, is a slot: it counts the steps.
+        runs = sharding.parts(part.numel(), sharding.first_element(p) or 0) or [(0, 0)]
         plan.strided.append(_Strided(i, p, part, work, runs))
         done = 0
         for begin, end in runs:
@@ -118,29 +128,59 @@ class Plan:
         """The optimizer's state, which now holds all of this plan's."""
         self._state, self._n_states = state, len(state)
 
-    def still_holds(self, all_states: Mapping[Tensor, State]) -> bool:
-        """Whether parameters and states lie where they lay, in the same dtypes."""
+    def holds(self, params_of_groups: list[list[Tensor]], all_states: Mapping[Tensor, State]) -> bool:
+        """Whether it was built for these parameters, and they and their states lie where they lay, in the same dtypes.
+
+        Of a list that is the same object with the same length, a parameter that was exchanged has another address.
+        """
         if all_states is not self._state or len(all_states) != self._n_states:
             return False
+        if len(params_of_groups) != len(self._lists) or not all(
+            (given is known and len(given) == len(ids)) or list(map(id, given)) == ids
+            for given, known, ids in zip(params_of_groups, self._lists, self._ids, strict=True)
+        ):
+            return False
+        params = [p for members in params_of_groups for p in members]
         try:
             moments = [state["exp_avg"] for state in self._states]
         except KeyError:
             return False
-        if _addresses(moments) != self._state_addresses:
-            return False
-        params = self.params if self._is_simple else map(sharding.local, self.params)
-        return _addresses(params) == self._param_addresses and [p.dtype for p in self.params] == self._param_dtypes
+        return (
+            _addresses(moments) == self._state_addresses
+            and _addresses(params if self._is_simple else map(sharding.local, params)) == self._param_addresses
+            and [p.dtype for p in params] == self._param_dtypes
+        )
 
-    def gradients(self, grads: list[Tensor]) -> list[list[Tensor]]:
+    def gradients(self, grads: list[Tensor], is_new: bool) -> list[list[Tensor]]:
         """For each device, gradients of its table's slots: contiguous, checked; copies where they have to be.
 
-        Raises before anything has changed.
+        Raises before anything has changed. is_new: this plan's first.
         """
         if not self._is_simple:
             return [self._gradients(plan, grads) for plan in self._devices]
-        if not _are_plain(grads, self.params, self._devices[0].table.device):
+        if is_new or not self._fit(grads):
+            for i, p in enumerate(self.params):
+                if p.numel() != self._numels[i]:
+                    self._check_state(i, p, self._states[i])
             grads = [self._checked(i, p, grad) for i, (p, grad) in enumerate(zip(self.params, grads, strict=True))]
         return [grads]
+
+    def _fit(self, grads: list[Tensor]) -> bool:
+        """Whether the gradients can be taken as they are.
+
+        torch lets nothing become .grad that has another shape, device or layout than its parameter then has, so that
+        what can be wrong with it follows a parameter that has changed: another address, and this plan does not hold; or
+        another number of elements, seen here. Dtypes are AdamTable's to check. A lazy negation is strided unless
+        it has one element.
+        """
+        try:
+            return (
+                all(map(Tensor.is_contiguous, grads))
+                and list(map(Tensor.numel, grads)) == self._numels
+                and not any(grads[i].is_neg() for i in self._single)
+            )
+        except (RuntimeError, NotImplementedError):  # sparse
+            return False
 
     def _gradients(self, plan: _DevicePlan, grads: list[Tensor]) -> list[Tensor]:
         for_slots = [self._checked(i, self.params[i], grads[i]) for i in plan.direct]
@@ -173,20 +213,6 @@ class Plan:
     def copy_out(self) -> None:
         for item in self._copied:
             item.part.copy_(item.work)
-
-
-def _are_plain(grads: Sequence[Tensor], params: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether all gradients can be taken as they are: nothing else is looked at where they can."""
-    try:
-        return (
-            all(map(Tensor.is_contiguous, grads))
-            and all(map(Tensor.is_same_size, grads, params))
-            and not any(map(Tensor.is_neg, grads))
-            and {grad.dtype for grad in grads} <= KERNEL_DTYPES
-            and set(map(Tensor.get_device, grads)) == {-1 if device.index is None else device.index}
-        )
-    except (RuntimeError, NotImplementedError):  # sparse
-        return False
 
 
 def _refuse_overlaps(function: str, slots: Sequence[Slot]) -> None:

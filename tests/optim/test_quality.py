@@ -1,0 +1,122 @@
+"""How near 8-bit states stay to Adam in float64, over many steps; and first steps in many threads."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from onetrip.optim import AdamW8bit
+from onetrip.reference.adam import largest_update
+from torch import Tensor
+
+N = 4096
+STEPS = 400
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+
+
+def gaussian(_: int) -> Tensor:
+    return torch.randn(N)
+
+
+def six_decades(_: int) -> Tensor:
+    """Elements of 1, 0.1, ... 1e-5 side by side. (Log-uniform from 1 to 1e-6: 0.41, in the last decade of the maps.)"""
+    return torch.randn(N) * 10.0 ** -(torch.arange(N) % 6)
+
+
+def sparse_rows(_: int) -> Tensor:
+    """An embedding's: 2% of rows of 64 get a gradient."""
+    return torch.randn(N) * (torch.rand(N // 64) < 0.02).repeat_interleave(64)
+
+
+def outlier(_: int) -> Tensor:
+    """One element in 256 is 1e5 times the others."""
+    return torch.randn(N) * torch.where(torch.arange(N) % 256 == 0, 1e5, 1.0)
+
+
+class Float64Adam:
+    def __init__(self) -> None:
+        self.m, self.v, self.t = torch.zeros(N, dtype=torch.float64), torch.zeros(N, dtype=torch.float64), 0
+
+    def update(self, grad: Tensor) -> Tensor:
+        g = grad.double()
+        self.t += 1
+        self.m = BETA1 * self.m + (1 - BETA1) * g
+        self.v = BETA2 * self.v + (1 - BETA2) * g * g
+        return (self.m / (1 - BETA1**self.t)) / ((self.v / (1 - BETA2**self.t)).sqrt() + EPS)
+
+
+def error_of(stream, steps: int) -> float:
+    """Relative root mean square over the steps; each |update| is checked against its bound."""
+    p = torch.nn.Parameter(torch.zeros(N))
+    optimizer, exact = AdamW8bit([p], lr=1.0, betas=(BETA1, BETA2), eps=EPS, weight_decay=0.0), Float64Adam()
+    differences = squares = 0.0
+    for step in range(steps):
+        p.data.zero_()
+        p.grad = stream(step)
+        optimizer.step()
+        update, wanted = -p.detach().double(), exact.update(p.grad)
+        assert float(update.abs().max()) <= largest_update(BETA1, BETA2, exact.t) * (1 + 1e-6)
+        differences += float((update - wanted).square().sum())
+        squares += float(wanted.square().sum())
+    return math.sqrt(differences / squares)
+
+
+@pytest.mark.parametrize(
+    ("stream", "bound"),
+    [(gaussian, 0.03), (sparse_rows, 0.04), (six_decades, 0.35), (outlier, 0.40)],
+    ids=["gaussian", "sparse-rows", "six-decades", "outlier"],
+)
+def test_streams(stream, bound):
+    """Q3, numerics.md's four streams of gradients."""
+    assert 0 < error_of(stream, STEPS) <= bound
+
+
+@pytest.mark.parametrize("decade", range(-6, 5, 2))
+def test_every_decade_of_gradients(decade):
+    """Q6: scales are float32; only eps, which is absolute, sees how large gradients are."""
+    assert 0 < error_of(lambda _: torch.randn(N) * 10.0**decade, 60) <= 0.03
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_decay_alone(dtype):
+    """Q8: 1,000 steps of lr * weight_decay = 1e-5. A bfloat16 weight without a master is rounded back at each step."""
+    p = torch.nn.Parameter(torch.full((N,), 1.0, dtype=dtype))
+    optimizer = AdamW8bit([p], lr=1e-3, weight_decay=1e-2)
+    p.grad = torch.zeros_like(p)
+    for _ in range(1000):
+        optimizer.step()
+    assert float(p[0].detach()) == pytest.approx(0.99 if dtype == torch.float32 else 1.0, rel=1e-3)
+
+
+THREADS = """
+import threading, torch
+from onetrip.optim import AdamW8bit
+
+values, grads, results = torch.randn(5000), torch.randn(3, 5000), [None] * 16
+barrier = threading.Barrier(16)
+
+def work(i):
+    p = torch.nn.Parameter(values.clone())
+    barrier.wait()
+    optimizer = AdamW8bit([p], lr=0.1)
+    for grad in grads:
+        p.grad = grad.clone()
+        optimizer.step()
+    results[i] = p.detach()
+
+threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert all(result is not None and torch.equal(result, results[0]) for result in results)
+"""
+
+
+def test_sixteen_threads_make_their_first_step():
+    """S6."""
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
