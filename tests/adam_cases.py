@@ -1,0 +1,66 @@
+"""Slots for tests of one step of Adam: how they are made, copied and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from onetrip.reference.adam import BLOCK, ZERO_CODE, Group, Slot
+from torch import Tensor
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPE_IDS = {F32: "f32", F16: "f16", BF16: "bf16"}
+ADAMW = Group(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True, maximize=False)
+
+
+def placed(tensor: Tensor, shift: int = 0) -> Tensor:
+    """A copy whose address is `shift` elements past an aligned one."""
+    memory = torch.empty(tensor.numel() + shift, dtype=tensor.dtype)
+    return memory[shift:].copy_(tensor)
+
+
+def new_slot(param: Tensor, is_8bit: bool = True, group: int = 0, step: Tensor | None = None, shift: int = 0) -> Slot:
+    """A flat parameter with the states of step 0, all arrays `shift` elements past an aligned address."""
+    n = param.numel()
+    if is_8bit:
+        states = (torch.full((n,), ZERO_CODE, dtype=torch.uint8), torch.zeros(n, dtype=torch.uint8))
+        scales = [placed(torch.zeros(-(-n // BLOCK)), shift) for _ in range(2)]
+    else:
+        states, scales = (torch.zeros(n), torch.zeros(n)), [None, None]
+    exp_avg, exp_avg_sq = (placed(state, shift) for state in states)
+    return Slot(placed(param, shift), exp_avg, exp_avg_sq, *scales, torch.tensor(0.0) if step is None else step, group)
+
+
+def new_slots(sizes: Sequence[int], dtype: torch.dtype = F32, is_8bit: bool = True, shift: int = 0) -> list[Slot]:
+    generator = torch.Generator().manual_seed(len(sizes))
+    return [new_slot(torch.randn(n, generator=generator).to(dtype), is_8bit, shift=shift) for n in sizes]
+
+
+def copied(slots: Sequence[Slot]) -> list[Slot]:
+    """The same slots in other memory; parts that share a step share its copy."""
+    steps = {id(slot.step): slot.step.clone() for slot in slots}
+    return [
+        Slot(*(None if t is None else t.clone() for t in slot[:5]), steps[id(slot.step)], slot.group)  # type: ignore[arg-type]
+        for slot in slots
+    ]
+
+
+def gradients(sizes: Sequence[int], dtype: torch.dtype = F32, seed: int = 0, shift: int = 0) -> list[Tensor]:
+    """Of magnitudes that differ by some decades within a block."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    grads = (torch.randn(n, generator=generator) * torch.randn(n, generator=generator).mul(2).exp() for n in sizes)
+    return [placed((grad * 1e-2).to(dtype), shift) for grad in grads]
+
+
+def assert_same_bits(ours: Sequence[Slot], expected: Sequence[Slot]) -> None:
+    """Every array of every slot, bit for bit; which NaN it is is left open."""
+    for i, (slot, other) in enumerate(zip(ours, expected, strict=True)):
+        for name, tensor, wanted in zip(Slot._fields[:6], slot, other, strict=False):
+            assert (tensor is None) == (wanted is None)
+            if tensor is None:
+                continue
+            assert tensor.data_ptr() != wanted.data_ptr() or not tensor.numel()
+            same = tensor == wanted
+            if tensor.is_floating_point():
+                same = (same & (tensor.signbit() == wanted.signbit())) | (tensor.isnan() & wanted.isnan())
+            assert same.all(), f"slot {i}, {name}: differs at {(~same).nonzero()[:4].flatten().tolist()}"

@@ -1,0 +1,333 @@
+"""The native CPU kernel of Adam against reference, bit for bit, at every level this machine has."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+from adam_cases import (
+    ADAMW,
+    BF16,
+    DTYPE_IDS,
+    F16,
+    F32,
+    assert_same_bits,
+    copied,
+    gradients,
+    new_slot,
+    new_slots,
+)
+from onetrip.ops.adam import AdamTable
+from onetrip.ops.backends import native as native_library
+from onetrip.ops.backends import use_backend
+from onetrip.reference import adam as reference
+from onetrip.reference.adam import BLOCK, ZERO_CODE, Slot
+from torch import Tensor
+
+library = native_library()
+pytestmark = pytest.mark.skipif(library is None, reason="the native library was not built")
+
+SIZES = (1, 127, 128, 129, 4095, 4096, 4097, 100_003)
+INF, NAN = torch.inf, torch.nan
+BITS = pytest.mark.parametrize("is_8bit", [True, False], ids=["8bit", "32bit"])
+
+
+@pytest.fixture(params=["baseline", "avx2", "avx512"])
+def level(request):
+    """Runs the test with the kernels of one instruction-set level."""
+    best = library.cpu_level()
+    if not library.set_cpu_level(request.param):
+        pytest.skip(f"this machine or build lacks {request.param}")
+    yield request.param
+    assert library.set_cpu_level(best)
+
+
+def check(slots, all_grads, groups=(ADAMW,), grad_scale=None, found_inf=None) -> None:
+    """A step of slots for each of all_grads: natively, and in copies by reference."""
+    expected, table = copied(slots), AdamTable(slots)
+    with use_backend("cpu"):
+        for grads in all_grads:
+            table.step(grads, groups, grad_scale, found_inf)
+            reference.step(expected, grads, groups, grad_scale, found_inf)
+            assert_same_bits(slots, expected)
+
+
+@BITS
+@pytest.mark.parametrize("grad_dtype", [F32, F16, BF16], ids=lambda d: f"grad_{DTYPE_IDS[d]}")
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=DTYPE_IDS.get)
+def test_the_bits_of_reference(level, dtype, grad_dtype, is_8bit):
+    check(new_slots(SIZES, dtype, is_8bit), [gradients(SIZES, grad_dtype, seed) for seed in range(2)])
+
+
+@BITS
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=DTYPE_IDS.get)
+def test_addresses_one_element_off(level, dtype, is_8bit):
+    sizes = (129, 1000, 4097)
+    check(new_slots(sizes, dtype, is_8bit, shift=1), [gradients(sizes, dtype, seed, shift=1) for seed in range(2)])
+
+
+GROUPS = {
+    "l2": ADAMW._replace(decoupled=False),
+    "no_decay": ADAMW._replace(weight_decay=0.0),
+    "maximize": ADAMW._replace(maximize=True),
+    "l2_maximize": ADAMW._replace(decoupled=False, maximize=True),
+    "no_momentum": ADAMW._replace(beta1=0.0),
+    "no_memory": ADAMW._replace(beta2=0.0),
+    "beta1_near_1": ADAMW._replace(beta1=0.999, beta2=0.9),
+    "no_eps": ADAMW._replace(eps=0.0),
+    "large_eps": ADAMW._replace(eps=1.0),
+    "lr_tensor": ADAMW._replace(lr=torch.tensor(0.3)),
+    "no_lr": ADAMW._replace(lr=0.0),
+}
+
+
+@BITS
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_numbers_of_a_group(level, name, is_8bit):
+    sizes = (130, 5000)
+    check(new_slots(sizes, F32, is_8bit), [gradients(sizes, seed=seed) for seed in range(3)], (GROUPS[name],))
+
+
+@BITS
+def test_gradients_are_divided_by_grad_scale(level, is_8bit):
+    scale = torch.tensor(1024.0)
+    slots, grads = new_slots(SIZES, F32, is_8bit), gradients(SIZES)
+    scaled = copied(slots)
+    check(slots, [grads])
+    check(scaled, [[grad * scale for grad in grads]], grad_scale=scale, found_inf=torch.tensor(0.0))
+    assert_same_bits(scaled, slots)
+
+
+@BITS
+@pytest.mark.parametrize("scale", [INF, NAN], ids=str)
+def test_a_grad_scale_that_is_not_a_number_to_divide_by(level, scale, is_8bit):
+    """The lanes behind the end of a parameter have no part in the scale of its last block."""
+    sizes = (5, 200)
+    check(new_slots(sizes, F32, is_8bit), [gradients(sizes)], grad_scale=torch.tensor(scale))
+
+
+@BITS
+@pytest.mark.parametrize("found", [1.0, 0.5, NAN], ids=str)
+def test_found_inf_leaves_everything_as_it_was(level, found, is_8bit):
+    slots = new_slots(SIZES, F32, is_8bit)
+    check(slots, [gradients(SIZES)])
+    before = copied(slots)
+    AdamTable(slots).step([grad * NAN for grad in gradients(SIZES)], (ADAMW,), None, torch.tensor(found))
+    assert_same_bits(slots, before)
+
+
+@BITS
+@pytest.mark.parametrize("bad", [NAN, -NAN, INF, -INF], ids=["nan", "-nan", "inf", "-inf"])
+@pytest.mark.parametrize("position", [0, 17, 127, 200, 259], ids=lambda i: f"at{i}")
+def test_a_gradient_that_is_not_finite_is_not_swallowed(level, position, bad, is_8bit):
+    slots, grads = new_slots((260,), F32, is_8bit), gradients((260,))
+    grads[0][position] = bad
+    check(slots, [grads, gradients((260,), seed=1)])
+    slot, block = slots[0], position // BLOCK
+    hit = torch.zeros(260, dtype=torch.bool)
+    hit[block * BLOCK : (block + 1) * BLOCK] = True
+    if is_8bit:
+        assert not slot.exp_avg_scale[block].isfinite() and not slot.exp_avg_sq_scale[block].isfinite()
+        assert slot.param[hit].isnan().all()  # in the second step, from the block's scale
+    else:
+        hit[:] = False
+        hit[position] = True
+        assert slot.param[position].isnan()
+    assert slot.param[~hit].isfinite().all()
+
+
+EXTREMES = {
+    "zeros": lambda g: torch.zeros_like(g),
+    "negative_zeros": lambda g: -torch.zeros_like(g),
+    "subnormals": lambda g: g * 1e-42,
+    "squares_underflow": lambda g: g * 1e-25,
+    "huge": lambda g: g * 1e20,
+    "squares_overflow": lambda g: g * 1e30,
+    "near_the_largest": lambda g: g.sign() * torch.finfo(F32).max,
+    "one_in_a_block": lambda g: torch.where(torch.arange(g.numel()) % 128 == 77, g, 0.0),
+    "one_outlier": lambda g: torch.where(torch.arange(g.numel()) % 128 == 5, g * 1e12, g),
+}
+
+
+@BITS
+@pytest.mark.parametrize("kind", EXTREMES)
+def test_extreme_gradients(level, kind, is_8bit):
+    sizes = (129, 1000)
+    rows = [[EXTREMES[kind](grad) for grad in gradients(sizes, seed=seed)] for seed in range(4)]
+    check(new_slots(sizes, F32, is_8bit), rows)
+
+
+def stored(values: Tensor) -> Slot:
+    """The states after a step without memory: m is the gradient and sqrt(v) its magnitude, exactly."""
+    slot = new_slot(torch.zeros_like(values))
+    AdamTable([slot]).step([values], [ADAMW._replace(beta1=0.0, beta2=0.0)])
+    return slot
+
+
+def blocks_of(values: Tensor) -> Tensor:
+    """values in blocks that begin with 1, so that the scale is 1."""
+    rows = torch.nn.functional.pad(values, (0, -values.numel() % (BLOCK - 1))).view(-1, BLOCK - 1)
+    return torch.nn.functional.pad(rows, (1, 0), value=1.0).flatten()
+
+
+@pytest.mark.parametrize("scale", [1.0, 3e-9, 7e11], ids=lambda s: f"scale{s:g}")
+@pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
+def test_every_code_is_stored_as_itself(level, signed, scale):
+    entries, codes = torch.tensor(reference.code_map(signed)), torch.arange(256, dtype=torch.uint8)
+    states = stored(blocks_of(entries) * scale)
+    ours = states.exp_avg if signed else states.exp_avg_sq
+    assert torch.equal(ours.view(-1, BLOCK)[:, 1:].flatten()[:256], codes)
+    assert (states.exp_avg_scale == torch.tensor(scale)).all()
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
+def test_every_value_gets_the_nearest_code(level, signed):
+    """Next to each threshold, and at both ends of each run of values that share the upper half of their bits."""
+    thresholds = torch.tensor(reference.thresholds(signed)).view(torch.int32)
+    upper = torch.arange(0x3000, 0x3F80, dtype=torch.int32) << 16
+    bits = torch.cat((*(thresholds + i for i in range(-2, 3)), upper - 1, upper, upper + 1, upper + 0x8000))
+    magnitudes = bits[bits <= 0x3F800000].view(F32)
+    values = blocks_of(torch.cat((magnitudes, -magnitudes)) if signed else magnitudes)
+    states = stored(values)
+    ours = states.exp_avg if signed else states.exp_avg_sq
+    expected, _ = reference.quantize(values, signed)
+    assert torch.equal(ours, expected)
+    entries = torch.tensor(reference.code_map(signed), dtype=torch.float64)
+    distance = (values.double()[:, None] - entries).abs()
+    chosen = distance[torch.arange(values.numel()), ours.long()]
+    is_raised = (ours == 1) & (not signed)  # never code 0
+    assert ((chosen == distance.min(dim=1).values) | is_raised).all()
+
+
+def test_what_is_greater_than_0_never_gets_code_0(level):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(10_000_000, generator=generator).mul_(-40).exp_()
+    states = stored(values)
+    assert (states.exp_avg_sq > 0).all()
+    assert (reference.dequantize(states.exp_avg_sq, states.exp_avg_sq_scale, signed=False) > 0).all()
+    zeros = stored(torch.where(torch.arange(1000) % 2 == 0, 0.0, values[:1000]))
+    assert (zeros.exp_avg_sq[::2] == 0).all() and (zeros.exp_avg[::2] == ZERO_CODE).all()
+
+
+@BITS
+def test_many_parameters_have_the_bits_of_one_at_a_time(level, is_8bit):
+    sizes = (1, 127, 129, 4095, 128, 20_000)
+    together = new_slots(sizes, F32, is_8bit)
+    apart = copied(together)
+    tables = [AdamTable([slot]) for slot in apart]
+    table = AdamTable(together)
+    for seed in range(3):
+        grads = gradients(sizes, seed=seed)
+        table.step(grads, [ADAMW])
+        for one, grad in zip(tables, grads, strict=True):
+            one.step([grad], [ADAMW])
+    assert_same_bits(together, apart)
+
+
+def test_parameters_of_every_kind_in_one_step(level):
+    """8 and 32 bits, three dtypes of parameters and of gradients that change, groups, step counts of their own."""
+    groups = [ADAMW, ADAMW._replace(lr=0.5, beta1=0.5, decoupled=False), ADAMW._replace(maximize=True)]
+    dtypes = [F32, F16, BF16]
+    slots = [
+        new_slot(torch.randn(100 + 37 * i).to(dtypes[i % 3]), i % 4 < 2, i % 3, torch.tensor(float(i % 5)))
+        for i in range(30)
+    ]
+    shared = torch.tensor(7.0)  # two parts of a parameter: one count, which goes up once a step
+    slots += [new_slot(torch.randn(n), True, 0, shared) for n in (256, 300)]
+    expected, table = copied(slots), AdamTable(slots)
+    for step in range(4):
+        sizes = [slot.param.numel() for slot in slots]
+        grads = [g.to(dtypes[(i + step // 2) % 3]) for i, g in enumerate(gradients(sizes, seed=step))]
+        table.step(grads, groups)
+        reference.step(expected, grads, groups)
+        assert_same_bits(slots, expected)
+    assert float(shared) == 11.0
+
+
+def test_new_gradients_and_replaced_storage_are_seen(level):
+    slots = new_slots((300, 5000))
+    expected, table = copied(slots), AdamTable(slots)
+    kept = gradients((300, 5000))
+    for seed in range(4):
+        fresh = gradients((300, 5000), seed=seed)
+        for old, new in zip(kept, fresh, strict=True):
+            old.copy_(new)
+        if seed == 2:
+            slots[1].param.data = slots[1].param.clone()
+        grads = kept if seed % 2 else fresh
+        table.step(grads, [ADAMW])
+        reference.step(expected, grads, [ADAMW])
+        assert_same_bits(slots, expected)
+
+
+def test_nothing_to_do(level):
+    empty = new_slots((0, 0))
+    check(empty, [[slot.param.clone() for slot in empty]])
+    check(new_slots((0, 5, 0)), [gradients((0, 5, 0))])
+
+
+@BITS
+@pytest.mark.parametrize("n", [1, 127, 129, 4097], ids=lambda n: f"n{n}")
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=DTYPE_IDS.get)
+def test_nothing_is_written_outside(level, dtype, n, is_8bit):
+    zone, slot = 64, new_slots((n,), dtype, is_8bit)[0]
+    memory = [None if t is None else torch.full((t.numel() + 2 * zone,), 77, dtype=t.dtype) for t in slot[:5]]
+    inner = [None if m is None else m[zone : m.numel() - zone].copy_(t) for m, t in zip(memory, slot, strict=False)]
+    check([Slot(*inner, slot.step, 0)], [gradients((n,), dtype)])
+    for whole in memory:
+        assert whole is None or ((whole[:zone] == 77).all() and (whole[-zone:] == 77).all())
+
+
+def test_no_bit_depends_on_the_number_of_threads():
+    code = """
+import hashlib, torch
+from adam_cases import ADAMW, gradients, new_slots
+from onetrip.ops.adam import AdamTable
+digest = hashlib.sha256()
+for sizes in ((100,) * 2000, (1, 127, 300_000, 129, 70_000)):
+    for is_8bit in (True, False):
+        slots = new_slots(sizes, torch.float32, is_8bit)
+        table = AdamTable(slots)
+        for seed in range(2):
+            table.step(gradients(sizes, seed=seed), [ADAMW])
+        for slot in slots:
+            for tensor in slot[:5]:
+                digest.update(b"" if tensor is None else tensor.numpy().tobytes())
+print(digest.hexdigest())
+"""
+    tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "OMP_NUM_THREADS": str(n), "PYTHONPATH": tests},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for n in (1, 2, 3)
+    }
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    ("signed", "digest"),
+    [
+        (True, "035c4114538df2a03bbcb4d8a39b9325d26d84a00cf6cf29018d1a6608ab14c4"),
+        (False, "02a9b523750e21348029626da435f2adadb851b687d86349cd20752f9255de26"),
+    ],
+    ids=["signed", "unsigned"],
+)
+def test_the_maps_are_those_of_reference(signed, digest):
+    """digest: of the 256 values as little-endian float32."""
+    values, thresholds = library.adam_code_maps()[:2] if signed else library.adam_code_maps()[2:]
+    codes = reference.code_map(signed)
+    assert hashlib.sha256(struct.pack("<256f", *codes)).hexdigest() == digest
+    assert all(low < high for low, high in pairwise(codes))
+    assert tuple(values) == tuple(value for value in codes if value >= 0.0)
+    assert tuple(thresholds) == (0.0, *reference.thresholds(signed))
