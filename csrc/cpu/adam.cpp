@@ -174,6 +174,7 @@ void step_32bit_chunks(const AdamStep& args, const AdamChunk* chunks, int64_t n_
 
 }  // namespace
 
+// Nothing in it can fail: a step that has begun is completed.
 int adam_step(const AdamStep& args) {
   constexpr int64_t kMostChunks = 16;  // of a task: 1 MiB of float32 with 8-bit states
   const Tables tables;
@@ -188,11 +189,12 @@ int adam_step(const AdamStep& args) {
     const AdamChunk* chunks = args.chunks + kind->first_chunk;
     const int64_t per_task = clamp(kind->n_chunks / (8 * thread_count()), 1, kMostChunks);
     const int64_t n_tasks = (kind->n_chunks + per_task - 1) / per_task;
-    const int error = run_tasks(n_tasks, kind->n_chunks * kAdamChunk, 16, [&](int64_t task, float*) {
+    const bool is_worth_it = n_tasks > 1 && kind->n_chunks * kAdamChunk >= kSerialElements;
+#pragma omp parallel for schedule(dynamic) if (is_worth_it)
+    for (int64_t task = 0; task < n_tasks; ++task) {
       const int64_t first = task * per_task;
       step_chunks(args, chunks + first, smaller(per_task, kind->n_chunks - first), tables);
-    });
-    if (error) return error;
+    }
   }
   return 0;
 }
