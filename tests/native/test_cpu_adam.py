@@ -231,11 +231,12 @@ def test_many_parameters_have_the_bits_of_one_at_a_time(level, is_8bit):
 
 
 def test_parameters_of_every_kind_in_one_step(level):
-    """8 and 32 bits, three dtypes of parameters and of gradients that change, groups, step counts of their own."""
+    """8 and 32 bits, three dtypes of parameters and of gradients that change; neighbours of one group that took as many
+    steps, of two groups that did, and of one group that did not."""
     groups = [ADAMW, ADAMW._replace(lr=0.5, beta1=0.5, decoupled=False), ADAMW._replace(maximize=True)]
     dtypes = [F32, F16, BF16]
     slots = [
-        new_slot(torch.randn(100 + 37 * i).to(dtypes[i % 3]), i % 4 < 2, i % 3, torch.tensor(float(i % 5)))
+        new_slot(torch.randn(100 + 37 * i).to(dtypes[i % 3]), i % 4 < 2, i // 2 % 3, torch.tensor(float(i // 3)))
         for i in range(30)
     ]
     shared = torch.tensor(7.0)  # two parts of a parameter: one count, which goes up once a step
