@@ -43,6 +43,7 @@ class AdamTable:
         self._params = [slot.param for slot in self.slots]
         self.device = self.slots[0].param.device
         self.kinds: tuple[Kind, ...] = ()
+        self._captured: list[Tensor] = []
         steps = {id(slot.step): i for i, slot in enumerate(self.slots)}  # the last slot of each
         self.n_counters = len(steps)
         index = {identity: i for i, identity in enumerate(steps)}
@@ -72,10 +73,14 @@ class AdamTable:
         return torch.tensor(rows, dtype=torch.int64)
 
     def _to_device(self, table: Tensor) -> Tensor:
-        """In stream order, without waiting: a pinned copy of its own, which torch keeps until it has been read."""
+        """In stream order, without waiting: from a pinned copy of its own, which torch keeps until it has been read.
+        A copy that is captured in a CUDA graph is read at every replay: that one is kept for good."""
         if self.device.type == "cpu":
             return table
-        return table.pin_memory().to(self.device, non_blocking=True)
+        pinned = table.pin_memory()
+        if torch.cuda.is_current_stream_capturing():
+            self._captured.append(pinned)
+        return pinned.to(self.device, non_blocking=True)
 
     def _sort(self, grad_dtypes: list[torch.dtype]) -> None:
         """The chunks of each kind, next to each other."""
