@@ -1,4 +1,4 @@
-"""From tensors to the native launchers: addresses, row strides, dtype codes, the stream. Allocates what they write."""
+"""From tensors to the native launchers: row strides, dtype codes, the stream. Allocates what they write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ..reference.row_norm import NORM_LAYER, Backward, Forward, GradDtypes, RowN
 from .backends import native
 
 DTYPE_CODE = {None: 0, torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum DType in csrc/launch.h
-_UINT64 = 2**64 - 1
 Launcher = Callable[..., int]
 
 
@@ -92,15 +91,6 @@ def _row_numbers(like: Tensor, n_rows: int) -> Tensor:
     return like.new_empty(n_rows, dtype=torch.float32)
 
 
-def rng_arguments(rng: Rng | None) -> tuple[int, int, int]:
-    """seed, offset, address of both: of struct Dropout in csrc/launch.h."""
-    if rng is None:
-        return 0, 0, 0
-    if isinstance(rng, Tensor):
-        return 0, 0, rng.data_ptr()
-    return rng[0] & _UINT64, rng[1] & _UINT64, 0
-
-
 def where(tensor: Tensor) -> tuple[int, int]:
     """(device index, stream) of a launch; index -1 means the CPU."""
     if tensor.is_cuda:
@@ -162,18 +152,18 @@ def row_norm_forward(
         stream,
         n_rows,
         n_cols,
-        x.data_ptr(),
+        x,
         x_row_stride,
-        0 if residual is None else residual.data_ptr(),
+        residual,
         residual_row_stride,
-        0 if bias is None else bias.data_ptr(),
-        0 if weight is None else weight.data_ptr(),
-        0 if norm_bias is None else norm_bias.data_ptr(),
-        0 if y is None else y.data_ptr(),
-        0 if z is None else z.data_ptr(),
-        0 if mean is None else mean.data_ptr(),
-        0 if rstd is None else rstd.data_ptr(),
-        *rng_arguments(rng),
+        bias,
+        weight,
+        norm_bias,
+        y,
+        z,
+        mean,
+        rstd,
+        rng,
     )
     if code:
         raise_error("row_norm forward", x, code)
@@ -229,22 +219,22 @@ def row_norm_backward(
         stream,
         n_rows,
         n_cols,
-        0 if dy is None else dy.data_ptr(),
+        dy,
         dy_row_stride,
-        0 if dz is None else dz.data_ptr(),
+        dz,
         dz_row_stride,
-        0 if z is None or dy is None else z.data_ptr(),
+        None if dy is None else z,
         z_row_stride,
-        0 if mean is None or dy is None else mean.data_ptr(),
-        0 if rstd is None or dy is None else rstd.data_ptr(),
-        0 if weight is None else weight.data_ptr(),
-        0 if dx is None else dx.data_ptr(),
-        0 if dresidual is None else dresidual.data_ptr(),
-        0 if dbias is None else dbias.data_ptr(),
-        0 if dweight is None else dweight.data_ptr(),
-        0 if dnorm_bias is None else dnorm_bias.data_ptr(),
-        0 if workspace is None else workspace.data_ptr(),
-        *rng_arguments(rng),
+        None if dy is None else mean,
+        None if dy is None else rstd,
+        weight,
+        dx,
+        dresidual,
+        dbias,
+        dweight,
+        dnorm_bias,
+        workspace,
+        rng,
     )
     if code:
         raise_error("row_norm backward", given, code)
