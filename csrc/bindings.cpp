@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "dlpack.h"
 #include "launch.h"
 
 namespace py = pybind11;
@@ -149,24 +150,11 @@ void read(onetrip::SoftmaxBackward& call, Arguments& from) {
   call.workspace = from.tensor<float>();
 }
 
-// The function behind every launcher whose plan is a Call.
-template <auto cpu, auto cuda, typename Call>
-PyObject* launch(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
+// What a function written for Python returns: the integer of body, or null after what it throws.
+template <typename Body>
+PyObject* returned(Body body) {
   try {
-    Call call = *static_cast<const Call*>(PyCapsule_GetPointer(plan, nullptr));
-    Arguments from(values, n);
-    const int device = static_cast<int>(from.integer());
-    void* stream = reinterpret_cast<void*>(from.integer());
-    call.n_rows = from.integer();
-    call.n_cols = from.integer();
-    read(call, from);
-    from.end();
-    int error;
-    {
-      py::gil_scoped_release without_gil;
-      error = device < 0 ? cpu(call) : cuda(call, device, stream);
-    }
-    return PyLong_FromLong(error);
+    return PyLong_FromLongLong(body());
   } catch (py::error_already_set& error) {
     error.restore();
   } catch (const py::builtin_exception& error) {
@@ -177,18 +165,127 @@ PyObject* launch(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
   return nullptr;
 }
 
+using FastFunction = PyObject* (*)(PyObject* state, PyObject* const* values, Py_ssize_t n);
+
+// A Python function that gets `state` and its arguments as they are. They are read by hand: an eager call on a small
+// tensor is mostly the price of its arguments, and pybind11 takes 0.3 microseconds more for those of row_norm_forward.
+template <FastFunction function, typename State>
+py::object make_function(const State& state) {
+  static PyMethodDef definition = {"native", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
+                                   METH_FASTCALL, nullptr};
+  const py::capsule kept(new State(state), [](void* kept) { delete static_cast<State*>(kept); });
+  auto made = py::reinterpret_steal<py::object>(PyCFunction_New(&definition, kept.ptr()));
+  if (!made) throw py::error_already_set();
+  return made;
+}
+
+template <typename State>
+const State& state_of(PyObject* kept) {
+  return *static_cast<const State*>(PyCapsule_GetPointer(kept, nullptr));
+}
+
+template <auto cpu, auto cuda, typename Call>
+PyObject* launch(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
+  return returned([&] {
+    Call call = state_of<Call>(plan);
+    Arguments from(values, n);
+    const int device = static_cast<int>(from.integer());
+    void* stream = reinterpret_cast<void*>(from.integer());
+    call.n_rows = from.integer();
+    call.n_cols = from.integer();
+    read(call, from);
+    from.end();
+    py::gil_scoped_release without_gil;
+    return device < 0 ? cpu(call) : cuda(call, device, stream);
+  });
+}
+
 // A Python function of one call's device, stream, sizes and tensors. What a plan fixes (dtypes, numbers) is in it
-// already, and its arguments are read by hand: an eager call on a small tensor is mostly the price of its arguments,
-// and those of row_norm_forward cost pybind11 0.3 microseconds more.
+// already.
 template <auto cpu, auto cuda, typename Call>
 py::object launcher(const Call& plan) {
-  static PyMethodDef definition = {
-      "launch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&launch<cpu, cuda, Call>)), METH_FASTCALL,
-      nullptr};
-  const py::capsule kept(new Call(plan), [](void* call) { delete static_cast<Call*>(call); });
-  auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&definition, kept.ptr()));
-  if (!function) throw py::error_already_set();
-  return function;
+  return make_function<launch<cpu, cuda, Call>>(plan);
+}
+
+// What `operands` asks tensors with: the types that it knows, and their library's function.
+struct TensorReader {
+  PyTypeObject *tensor, *parameter;
+  int (*read)(void*, onetrip::dlpack::Tensor*);
+  py::object is_neg;  // Tensor.is_neg
+};
+
+bool is_contiguous(const onetrip::dlpack::Tensor& tensor) {
+  if (!tensor.strides) return true;
+  int64_t stride = 1;
+  for (int i = tensor.n_dims - 1; i >= 0; --i) {
+    if (tensor.sizes[i] == 0) return false;  // no kernel is launched for it
+    if (tensor.sizes[i] != 1 && tensor.strides[i] != stride) return false;
+    stride *= tensor.sizes[i];
+  }
+  return true;
+}
+
+// Whether the tensor stands for the negative of its data (torch's lazy negation).
+bool is_negated(const TensorReader& reader, PyObject* tensor) {
+  const auto answer = py::reinterpret_steal<py::object>(PyObject_Vectorcall(reader.is_neg.ptr(), &tensor, 1, nullptr));
+  if (!answer) throw py::error_already_set();
+  return answer.ptr() != Py_False;
+}
+
+// 1 + DType; 0 of another one.
+int64_t dtype_digit(const onetrip::dlpack::Tensor& tensor) {
+  using namespace onetrip::dlpack;
+  if (tensor.type_code == kFloat && tensor.type_bits == 32) return 1 + static_cast<int>(DType::kFloat32);
+  if (tensor.type_code == kFloat && tensor.type_bits == 16) return 1 + static_cast<int>(DType::kFloat16);
+  if (tensor.type_code == kBFloat && tensor.type_bits == 16) return 1 + static_cast<int>(DType::kBFloat16);
+  return 0;
+}
+
+// Of x, residual and vectors (None: not there): whether they are tensors of these two types and of DTypes, on one
+// device, the residual of x's shape, the vectors of its columns. If so 2 * (their dtype_digits in base 4, 0 for None) +
+// 1 where all are contiguous, not empty and not negated: kernels can read them as they are. Else -1.
+int64_t operands_code(const TensorReader& reader, PyObject* const* values, Py_ssize_t n) {
+  onetrip::dlpack::Tensor x{}, tensor{};
+  bool is_plain = true;
+  int64_t code = 0;
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    code *= 4;
+    if (i > 0 && values[i] == Py_None) continue;
+    if (Py_TYPE(values[i]) != reader.tensor && Py_TYPE(values[i]) != reader.parameter) return -1;
+    if (reader.read(values[i], &tensor) != 0) {
+      PyErr_Clear();
+      return -1;
+    }
+    if (i == 0) x = tensor;
+    const int64_t digit = dtype_digit(tensor);
+    if (digit == 0 || tensor.n_dims == 0 || tensor.device_type != x.device_type ||
+        tensor.device_index != x.device_index)
+      return -1;
+    const bool is_vector = i > 1;
+    if (tensor.n_dims != (is_vector ? 1 : x.n_dims)) return -1;
+    for (int j = 1; j <= tensor.n_dims; ++j)
+      if (tensor.sizes[tensor.n_dims - j] != x.sizes[x.n_dims - j]) return -1;
+    code += digit;
+    is_plain = is_plain && is_contiguous(tensor) && !is_negated(reader, values[i]);
+  }
+  return 2 * code + is_plain;
+}
+
+PyObject* operands(PyObject* reader, PyObject* const* values, Py_ssize_t n) {
+  return returned([&] { return operands_code(state_of<TensorReader>(reader), values, n); });
+}
+
+// The function above for these types; None where their library has no such C function.
+py::object operands_reader(const py::type& tensor, const py::type& parameter) {
+  if (!py::hasattr(tensor, onetrip::dlpack::kAttribute)) return py::none();
+  const py::object capsule = tensor.attr(onetrip::dlpack::kAttribute);
+  const auto* api = static_cast<const onetrip::dlpack::ExchangeApi*>(
+      PyCapsule_GetPointer(capsule.ptr(), onetrip::dlpack::kCapsuleName));
+  if (!api) throw py::error_already_set();
+  if (api->major_version != onetrip::dlpack::kMajorVersion || !api->tensor_from_object) return py::none();
+  return make_function<operands>(TensorReader{reinterpret_cast<PyTypeObject*>(tensor.ptr()),
+                                              reinterpret_cast<PyTypeObject*>(parameter.ptr()), api->tensor_from_object,
+                                              tensor.attr("is_neg")});
 }
 
 py::object row_norm_forward(int x_dtype, int residual_dtype, int bias_dtype, int weight_dtype, int norm_bias_dtype,
@@ -296,6 +393,8 @@ PYBIND11_MODULE(_native, module) {
   module.def("softmax_backward", &softmax_backward,
              "A launcher of the backward pass, for this dtype, mask and numbers.");
   module.def("softmax_workspace", &softmax_workspace, "Floats of workspace that the mask's gradient needs.");
+  module.def("operands_reader", &operands_reader,
+             "A function of x, residual and vectors: the code of their dtypes where they fit, else -1.");
   module.def("cpu_level", &onetrip::cpu_level, "The instruction set that CPU kernels use: avx512, avx2 or baseline.");
   module.def("set_cpu_level", &onetrip::set_cpu_level, "Force a lower level; False where it is not there.");
   module.def("cuda_unavailable_reason", &onetrip::cuda_unavailable_reason,
