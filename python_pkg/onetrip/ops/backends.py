@@ -22,7 +22,7 @@ BACKENDS = ("cpu", "cuda", "triton", "reference")
 KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """Dtypes that kernels compute with. Everything else (float64) goes through reference."""
 
-_process_choice: str | None = None  # None: not asked yet, see _chosen
+_process_choice: str | None = None  # None: not asked yet, see _process_wide
 _local_choice: ContextVar[str | None] = ContextVar("onetrip_backend", default=None)
 
 
@@ -93,10 +93,7 @@ def use_backend(name: str) -> Iterator[None]:
         _local_choice.reset(token)
 
 
-def _chosen() -> str:
-    local = _local_choice.get()
-    if local is not None:
-        return local
+def _process_wide() -> str:
     if _process_choice is None:
         set_backend(_checked("ONETRIP_BACKEND", os.environ.get("ONETRIP_BACKEND", "auto")))
     return cast(str, _process_choice)
@@ -113,7 +110,7 @@ def choose(function: str, device: torch.device, in_kernel_dtypes: bool) -> str:
 
     Raises RuntimeError where a backend was asked for by name and cannot run, TypeError where it lacks a dtype.
     """
-    name = _chosen()
+    name = _local_choice.get() or _process_choice or _process_wide()
     if name == "auto":
         return _automatic(device) if in_kernel_dtypes else "reference"
     if name != "reference":

@@ -1,10 +1,11 @@
-"""From tensors to the native launchers: addresses, row strides, dtype codes, the stream. Allocates what they write."""
+"""From tensors to the native launchers: row strides, dtype codes, the stream. Allocates what they write."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,12 +15,43 @@ from ..reference.row_norm import NORM_LAYER, Backward, Forward, GradDtypes, RowN
 from .backends import native
 
 DTYPE_CODE = {None: 0, torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum DType in csrc/launch.h
-_UINT64 = 2**64 - 1
+_DTYPE_OF_DIGIT = (None, torch.float32, torch.float16, torch.bfloat16)
 Launcher = Callable[..., int]
+Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None, torch.dtype | None, torch.dtype | None]
+"""Of x, residual, bias, weight, norm_bias."""
+
+
+@cache
+def _operands_reader() -> Callable[..., int] | None:
+    library = native()
+    return None if library is None else library.operands_reader(Tensor, torch.nn.Parameter)
+
+
+@cache
+def _decode(code: int) -> tuple[Dtypes, bool]:
+    digits = (code // 2 // 4**place % 4 for place in reversed(range(5)))
+    return cast(Dtypes, tuple(_DTYPE_OF_DIGIT[digit] for digit in digits)), bool(code % 2)
+
+
+def operands(
+    x: Tensor, residual: Tensor | None, bias: Tensor | None, weight: Tensor | None, norm_bias: Tensor | None
+) -> tuple[Dtypes, bool] | None:
+    """(dtypes, whether kernels can read all as they are: contiguous, not empty, not lazily negated) where all are
+    tensors or parameters of KERNEL_DTYPES, on one device, and of fitting shapes: they would pass every check of ops.
+
+    Else None, and before torch 2.10, whose tensors do not tell it to the native library: the checks are to be made.
+    """
+    reader = _operands_reader()
+    code = -1 if reader is None else reader(x, residual, bias, weight, norm_bias)
+    return None if code < 0 else _decode(code)
+
+
+def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
 
 
 @lru_cache(maxsize=4096)
-def _forward_launcher(
+def forward_launcher(
     plan: RowNormPlan,
     x: torch.dtype,
     residual: torch.dtype | None,
@@ -71,8 +103,8 @@ def two_dimensional(tensor: Tensor, n_cols: int) -> Tensor:
     return rows(tensor, n_cols)[0].view(-1, n_cols)
 
 
-def _vector(tensor: Tensor) -> Tensor:
-    if tensor.is_contiguous() and not tensor.is_neg():
+def _vector(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or (tensor.is_contiguous() and not tensor.is_neg()):
         return tensor
     return tensor.contiguous().resolve_neg()
 
@@ -83,22 +115,6 @@ def empty(like: Tensor, is_shaped: bool, shape: torch.Size, dtype: torch.dtype) 
     if is_shaped and like.dtype is dtype:
         return torch.empty_like(like)
     return torch.empty(shape, dtype=dtype, device=like.device)
-
-
-def _row_numbers(like: Tensor, n_rows: int) -> Tensor:
-    """An uninitialised float32 number a row."""
-    if like.dtype is torch.float32:  # new_empty without a dtype is a quarter cheaper
-        return like.new_empty(n_rows)
-    return like.new_empty(n_rows, dtype=torch.float32)
-
-
-def rng_arguments(rng: Rng | None) -> tuple[int, int, int]:
-    """seed, offset, address of both: of struct Dropout in csrc/launch.h."""
-    if rng is None:
-        return 0, 0, 0
-    if isinstance(rng, Tensor):
-        return 0, 0, rng.data_ptr()
-    return rng[0] & _UINT64, rng[1] & _UINT64, 0
 
 
 def where(tensor: Tensor) -> tuple[int, int]:
@@ -123,37 +139,32 @@ def row_norm_forward(
     norm_bias: Tensor | None,
     rng: Rng | None,
     plan: RowNormPlan,
+    launch: Launcher | None = None,
 ) -> Forward:
     """reference.row_norm.forward by the native library. x, residual: any rank and strides; y, z: contiguous, shaped
-    like x."""
-    launch = _forward_launcher(
-        plan,
-        x.dtype,
-        None if residual is None else residual.dtype,
-        None if bias is None else bias.dtype,
-        None if weight is None else weight.dtype,
-        None if norm_bias is None else norm_bias.dtype,
-    )
+    like x. launch: forward_launcher of the plan and the dtypes, given where all tensors can be read as they are."""
     shape = x.shape
-    n_cols = shape[-1]
+    n_cols = x_row_stride = residual_row_stride = shape[-1]
     n_rows = x.numel() // n_cols
-    given = x
-    x, x_row_stride = rows(x, n_cols)
-    is_shaped = x is given
-    residual_row_stride = 0
-    if residual is not None:
-        residual, residual_row_stride = rows(residual, n_cols)
-    if bias is not None:
-        bias = _vector(bias)
-    if weight is not None:
-        weight = _vector(weight)
-    if norm_bias is not None:
-        norm_bias = _vector(norm_bias)
-    y = empty(x, is_shaped, shape, plan.y_dtype) if plan.norm else None
-    z = empty(x, is_shaped, shape, plan.z_dtype) if plan.store_z else None
-    mean = rstd = None
+    is_shaped = True
+    if launch is None:
+        launch = forward_launcher(plan, *dtypes_of(x, residual, bias, weight, norm_bias))
+        given = x
+        x, x_row_stride = rows(x, n_cols)
+        is_shaped = x is given
+        if residual is not None:
+            residual, residual_row_stride = rows(residual, n_cols)
+        bias, weight, norm_bias = _vector(bias), _vector(weight), _vector(norm_bias)
+    # Tensors like x cost half of what others do, and of x's dtype three quarters.
+    x_dtype = x.dtype
+    like = x_dtype if is_shaped else None
+    y = z = mean = rstd = None
+    if plan.norm:
+        y = torch.empty_like(x) if like is plan.y_dtype else x.new_empty(shape, dtype=plan.y_dtype)
+    if plan.store_z:
+        z = torch.empty_like(x) if like is plan.z_dtype else x.new_empty(shape, dtype=plan.z_dtype)
     if plan.store_stats:
-        rstd = _row_numbers(x, n_rows)
+        rstd = x.new_empty(n_rows) if x_dtype is torch.float32 else x.new_empty(n_rows, dtype=torch.float32)
         if plan.norm == NORM_LAYER and not plan.center_z:
             mean = torch.empty_like(rstd)
     device, stream = where(x)
@@ -162,18 +173,18 @@ def row_norm_forward(
         stream,
         n_rows,
         n_cols,
-        x.data_ptr(),
+        x,
         x_row_stride,
-        0 if residual is None else residual.data_ptr(),
+        residual,
         residual_row_stride,
-        0 if bias is None else bias.data_ptr(),
-        0 if weight is None else weight.data_ptr(),
-        0 if norm_bias is None else norm_bias.data_ptr(),
-        0 if y is None else y.data_ptr(),
-        0 if z is None else z.data_ptr(),
-        0 if mean is None else mean.data_ptr(),
-        0 if rstd is None else rstd.data_ptr(),
-        *rng_arguments(rng),
+        bias,
+        weight,
+        norm_bias,
+        y,
+        z,
+        mean,
+        rstd,
+        rng,
     )
     if code:
         raise_error("row_norm forward", x, code)
@@ -204,8 +215,7 @@ def row_norm_backward(
         z, z_row_stride = rows(z, n_cols)
     if dz is not None:
         dz, dz_row_stride = rows(dz, n_cols)
-    if weight is not None:
-        weight = _vector(weight)
+    weight = _vector(weight)
     x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype = grad_dtypes
     if dy is None:
         weight_dtype = norm_bias_dtype = None
@@ -229,22 +239,22 @@ def row_norm_backward(
         stream,
         n_rows,
         n_cols,
-        0 if dy is None else dy.data_ptr(),
+        dy,
         dy_row_stride,
-        0 if dz is None else dz.data_ptr(),
+        dz,
         dz_row_stride,
-        0 if z is None or dy is None else z.data_ptr(),
+        None if dy is None else z,
         z_row_stride,
-        0 if mean is None or dy is None else mean.data_ptr(),
-        0 if rstd is None or dy is None else rstd.data_ptr(),
-        0 if weight is None else weight.data_ptr(),
-        0 if dx is None else dx.data_ptr(),
-        0 if dresidual is None else dresidual.data_ptr(),
-        0 if dbias is None else dbias.data_ptr(),
-        0 if dweight is None else dweight.data_ptr(),
-        0 if dnorm_bias is None else dnorm_bias.data_ptr(),
-        0 if workspace is None else workspace.data_ptr(),
-        *rng_arguments(rng),
+        None if dy is None else mean,
+        None if dy is None else rstd,
+        weight,
+        dx,
+        dresidual,
+        dbias,
+        dweight,
+        dnorm_bias,
+        workspace,
+        rng,
     )
     if code:
         raise_error("row_norm backward", given, code)

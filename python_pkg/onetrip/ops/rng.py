@@ -4,7 +4,6 @@ expect."""
 from __future__ import annotations
 
 import threading
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -46,7 +45,8 @@ def draw_rng(device: torch.device) -> Rng:
     """(seed, offset) of one call, from the default generator of the device, which moves on."""
     if device == _CPU:
         # torch's CPU generator is a Mersenne twister without an offset: each call draws a fresh key.
-        return cast(int, _draws.tensor.random_().item()), 0
+        seed: int = _draws.tensor.random_().item()  # type: ignore[assignment]
+        return seed, 0
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return draw_rng_tensor(device)

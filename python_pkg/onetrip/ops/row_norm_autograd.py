@@ -14,12 +14,10 @@ from ..reference import row_norm as reference
 from ..reference.philox import Rng
 from ..reference.row_norm import NORM_LAYER, Backward, Forward, GradDtypes, RowNormPlan
 from . import native
-from .native import two_dimensional
+from .native import Dtypes, Launcher, two_dimensional
 from .tracing import have_storage, refuse_double_backward
 
 _NO_GRADS: GradDtypes = (None, None, None, None, None)
-Dtypes = tuple[torch.dtype, torch.dtype | None, torch.dtype | None, torch.dtype | None, torch.dtype | None]
-"""Of x, residual, bias, weight, norm_bias."""
 
 
 def forward(
@@ -31,8 +29,10 @@ def forward(
     norm_bias: Tensor | None,
     rng: Rng | None,
     plan: RowNormPlan,
+    launch: Launcher | None = None,
 ) -> Forward:
-    """reference.row_norm.forward on any backend, for x of any rank, strides and size; y and z are shaped like x."""
+    """reference.row_norm.forward on any backend, for x of any rank, strides and size; y and z are shaped like x.
+    launch: as native.row_norm_forward."""
     if x.numel() == 0:
         n_rows, acc = x.shape[:-1].numel(), torch.float64 if plan.z_dtype == torch.float64 else torch.float32
         return (
@@ -42,7 +42,7 @@ def forward(
             x.new_zeros(n_rows, dtype=acc) if plan.store_stats else None,
         )
     if backend in ("cpu", "cuda"):
-        return native.row_norm_forward(x, residual, bias, weight, norm_bias, rng, plan)
+        return native.row_norm_forward(x, residual, bias, weight, norm_bias, rng, plan, launch)
     module = reference if backend == "reference" else importlib.import_module("onetrip.kernels.row_norm")
     n_cols = x.shape[-1]
     y, z, mean, rstd = module.forward(
@@ -164,13 +164,13 @@ class _RowNorm(torch.autograd.Function):
         bias: Tensor | None,
         weight: Tensor | None,
         norm_bias: Tensor | None,
-        call: tuple[Rng | None, RowNormPlan, str, Dtypes, bool],
+        call: tuple[Rng | None, RowNormPlan, str, Dtypes, bool, Launcher | None],
     ) -> Any:
-        rng, plan, backend, _, return_z = call
-        y, z, mean, rstd = forward(backend, x, residual, bias, weight, norm_bias, rng, plan)
+        rng, plan, backend, _, return_z, launch = call
+        y, z, mean, rstd = forward(backend, x, residual, bias, weight, norm_bias, rng, plan, launch)
         if return_z:
             ctx.set_materialize_grads(False)
-        rng_tensor = rng if isinstance(rng, Tensor) else None
+        rng_tensor = None if rng is None or type(rng) is tuple else rng
         if plan.norm:
             ctx.save_for_backward(x if z is None else z, mean, rstd, weight, rng_tensor)
         elif rng_tensor is not None:
@@ -181,7 +181,7 @@ class _RowNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_double_backward("row_norm")
-        rng, plan, backend, dtypes, _ = ctx.call
+        rng, plan, backend, dtypes, _, _ = ctx.call
         z, mean, rstd, weight, rng_tensor = ctx.saved_tensors or (None, None, None, None, None)
         if not plan.norm:
             dy, dz = None, grads[0]
@@ -204,10 +204,6 @@ class _RowNorm(torch.autograd.Function):
 
 # Function.apply less its Python half, which looks for functorch transforms (3 of 8 microseconds): tracing.py looks too.
 apply = super(torch.autograd.Function, _RowNorm).apply
-
-
-def dtypes_of(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
-    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
 
 
 def kernel_pair(x: Tensor, residual: Tensor | None, z_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..reference import row_norm as reference
 from ..reference.philox import Rng
 from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
-from .backends import KERNEL_DTYPES, choose
-from .checks import DTYPES, check_eps, check_like, check_number, check_parameter, check_probability, check_rows
+from .backends import KERNEL_DTYPES, choose, native
+from .checks import check_eps, check_like, check_number, check_parameter, check_probability, check_rows
+from .native import Dtypes, Launcher, dtypes_of, forward_launcher, operands
 from .rng import check_rng
-from .row_norm_autograd import Dtypes, apply, forward, kernel_pair
+from .row_norm_autograd import apply, forward, kernel_pair
 from .tracing import eager_rng, is_traced, is_transformed, traced_rng
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -52,36 +55,6 @@ def _check(
     check_rng(function, rng)
 
 
-def _all_fit(
-    x: Tensor, residual: Tensor | None, bias: Tensor | None, weight: Tensor | None, norm_bias: Tensor | None
-) -> bool:
-    """Whether all checks of tensors would pass, at a third of their price; what is wrong is for _check to find out."""
-    try:
-        shape = x.shape
-        columns = shape[-1:]
-        if not (columns and x.dtype in DTYPES and x.layout is torch.strided) or x.is_nested:
-            return False
-        on_cpu = x.is_cpu
-        if residual is not None and not (
-            residual.dtype in DTYPES
-            and residual.layout is torch.strided
-            and residual.shape == shape
-            and (residual.is_cpu if on_cpu else residual.device == x.device)
-        ):
-            return False
-        for vector in (bias, weight, norm_bias):
-            if vector is not None and not (
-                vector.dtype in DTYPES
-                and vector.layout is torch.strided
-                and vector.shape == columns
-                and (vector.is_cpu if on_cpu else vector.device == x.device)
-            ):
-                return False
-    except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one without a shape
-        return False
-    return True
-
-
 def _composed(
     x: Tensor,
     residual: Tensor | None,
@@ -108,17 +81,14 @@ def _make_plan(
     needs_grad: bool,
     return_residual: bool,
     z_is_x: bool,
-    x: torch.dtype,
-    residual: torch.dtype | None,
-    bias: torch.dtype | None,
-    weight: torch.dtype | None,
-    norm_bias: torch.dtype | None,
-) -> tuple[RowNormPlan, Dtypes, bool]:
-    """The plan of a call with tensors of these dtypes, the dtypes, and whether kernels compute with all of them.
+    dtypes: Dtypes,
+) -> RowNormPlan:
+    """The plan of a call with tensors of these dtypes.
 
     Dtypes are those that the unfused expression gives; autocast runs torch's own norms in float32 on CUDA, not on the
     CPU.
     """
+    x, residual, bias, weight, _ = dtypes
     z = x
     for other in (bias, residual):
         z = z if other is None else torch.promote_types(z, other)
@@ -130,7 +100,7 @@ def _make_plan(
         y = torch.promote_types(n, weight)
     elif autocast_to_float32 and z in _HALF:
         y = torch.float32
-    plan = RowNormPlan(
+    return RowNormPlan(
         norm=norm,
         eps=eps,
         weight_offset=weight_offset,
@@ -143,11 +113,18 @@ def _make_plan(
         center_z=norm == NORM_LAYER and not z_is_x and not return_residual and z == torch.float32,
         store_stats=needs_grad and norm != NORM_NONE,
     )
-    dtypes = (x, residual, bias, weight, norm_bias)
-    return plan, dtypes, all(dtype in KERNEL_DTYPES for dtype in (*dtypes, z, y) if dtype is not None)
 
 
-_cached_plan = lru_cache(maxsize=4096)(_make_plan)
+@lru_cache(maxsize=4096)
+def _prepare(*arguments: Any) -> tuple[RowNormPlan, bool, Launcher | None]:
+    """What eager calls with these arguments of _make_plan have in common: their plan, whether kernels compute with all
+    of its dtypes, and the native launcher."""
+    plan = _make_plan(*arguments)
+    dtypes = arguments[-1]
+    in_kernel_dtypes = all(
+        dtype in KERNEL_DTYPES for dtype in (*dtypes, plan.z_dtype, plan.y_dtype) if dtype is not None
+    )
+    return plan, in_kernel_dtypes, forward_launcher(plan, *dtypes) if in_kernel_dtypes and native() else None
 
 
 def row_norm(
@@ -168,16 +145,23 @@ def row_norm(
     rng: tuple[int, int] | None = None,
 ) -> Any:
     """Every public function of the family. function: its name, for messages."""
-    if not (
-        rng is None
+    # Compilers see _check only.
+    known = None if is_compiling() else operands(x, residual, bias, weight, norm_bias)
+    if (
+        known is not None
+        and rng is None
         and type(eps) is float
         and eps >= 0.0
         and type(weight_offset) is float
         and type(dropout_p) is float
         and 0.0 <= dropout_p <= 1.0
-        and _all_fit(x, residual, bias, weight, norm_bias)
     ):
+        dtypes, are_plain = known
+        traced = is_in_torch_dispatch_mode()
+    else:
         _check(function, x, residual, bias, weight, norm_bias, eps, weight_offset, dropout_p, rng)
+        dtypes, are_plain = cast(Dtypes, dtypes_of(x, residual, bias, weight, norm_bias)), False
+        traced = is_traced(x, residual, bias, weight, norm_bias)
 
     z_is_x = residual is None and bias is None and dropout_p == 0.0
     needs_grad = torch.is_grad_enabled() and (
@@ -187,8 +171,7 @@ def row_norm(
         or (weight is not None and weight.requires_grad)
         or (norm_bias is not None and norm_bias.requires_grad)
     )
-    traced = is_traced(x, residual, bias, weight, norm_bias)
-    plan, dtypes, in_kernel_dtypes = (_make_plan if traced else _cached_plan)(
+    plan_arguments = (
         norm,
         eps,
         weight_offset,
@@ -198,32 +181,34 @@ def row_norm(
         needs_grad,
         return_residual,
         z_is_x,
-        x.dtype,
-        None if residual is None else residual.dtype,
-        None if bias is None else bias.dtype,
-        None if weight is None else weight.dtype,
-        None if norm_bias is None else norm_bias.dtype,
+        dtypes,
     )
     device = x.device
     if traced:
         from .row_norm_library import call
 
-        y, z = call(x, residual, bias, weight, norm_bias, traced_rng(rng, dropout_p, device), plan)
+        seeds = traced_rng(rng, dropout_p, device)
+        y, z = call(x, residual, bias, weight, norm_bias, seeds, _make_plan(*plan_arguments))
         return (y, x if z_is_x else z) if return_residual else y if norm else z
 
+    plan, in_kernel_dtypes, launch = _prepare(*plan_arguments)
     transformed = is_transformed()
     backend = choose(function, device, in_kernel_dtypes and not transformed)
     if backend == "cuda":
+        given = x, residual
         x, residual = kernel_pair(x, residual, plan.z_dtype)
+        are_plain = are_plain and x is given[0] and residual is given[1]
+    if not are_plain:
+        launch = None
     used_rng = None if dropout_p == 0.0 else eager_rng(rng, dropout_p, device)
     if needs_grad and not transformed:
         return_z = return_residual and not z_is_x
-        outputs = apply(x, residual, bias, weight, norm_bias, (used_rng, plan, backend, dtypes, return_z))
+        outputs = apply(x, residual, bias, weight, norm_bias, (used_rng, plan, backend, dtypes, return_z, launch))
         return (outputs, x) if return_residual and z_is_x else outputs
     if transformed:
         outputs = _composed(x, residual, bias, weight, norm_bias, used_rng, plan)
     else:
-        outputs = forward(backend, x, residual, bias, weight, norm_bias, used_rng, plan)
+        outputs = forward(backend, x, residual, bias, weight, norm_bias, used_rng, plan, launch)
     if return_residual:
         return outputs[0], x if z_is_x else outputs[1]
     return outputs[0] if norm else outputs[1]

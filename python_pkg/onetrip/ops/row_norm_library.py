@@ -14,6 +14,7 @@ from torch import Tensor
 from ..reference.row_norm import GradDtypes, RowNormPlan
 from . import row_norm_autograd as ops
 from .backends import KERNEL_DTYPES, choose
+from .native import dtypes_of
 
 _PLAN_SCHEMA = (
     "int norm, float eps, float weight_offset, float dropout_p, ScalarType z_dtype, ScalarType n_dtype, "
@@ -65,7 +66,7 @@ def _forward(
     *plan_fields: Any,
 ) -> tuple[Tensor, ...]:
     plan = RowNormPlan(*plan_fields)
-    backend = _backend(x.device, *ops.dtypes_of(x, residual, bias, weight, norm_bias))
+    backend = _backend(x.device, *dtypes_of(x, residual, bias, weight, norm_bias))
     if backend == "cuda":
         x, residual = ops.kernel_pair(x, residual, plan.z_dtype)
     return _filled(x.device, *ops.forward(backend, x, residual, bias, weight, norm_bias, rng, plan))
@@ -107,7 +108,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     grad_dtypes, plan = cast(GradDtypes, dtypes_and_plan[:5]), RowNormPlan(*dtypes_and_plan[5:])
     given = cast(Tensor, dy if dy is not None else dz)
-    backend = _backend(given.device, *ops.dtypes_of(dy, dz, z, weight), *grad_dtypes)
+    backend = _backend(given.device, *dtypes_of(dy, dz, z, weight), *grad_dtypes)
     return _filled(given.device, *ops.backward(backend, dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes))
 
 
@@ -139,7 +140,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(mean, rstd)
     ctx.plan = plan
-    ctx.dtypes = ops.dtypes_of(x, residual, bias, weight, norm_bias)
+    ctx.dtypes = dtypes_of(x, residual, bias, weight, norm_bias)
     if plan.norm:
         ctx.save_for_backward(z if plan.store_z else x, mean if ops.has_mean(plan) else None, rstd, weight, rng)
     else:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..reference.philox import Rng
 from ..reference.softmax import MaskLayout, SoftmaxPlan
 from .backends import native
-from .native import DTYPE_CODE, Launcher, empty, raise_error, rng_arguments, rows, where
+from .native import DTYPE_CODE, Launcher, empty, raise_error, rows, where
 
 _MASK_CODE = {**DTYPE_CODE, torch.bool: 3}  # enum MaskType in csrc/launch.h
 _NO_MASK = MaskLayout((), (), 0)
@@ -59,13 +59,13 @@ def forward(
         stream,
         y.numel() // n_cols,
         n_cols,
-        scores.data_ptr(),
+        scores,
         row_stride,
-        0 if mask is None else mask.data_ptr(),
-        y.data_ptr(),
-        0 if p is None else p.data_ptr(),
+        mask,
+        y,
+        p,
         n_queries if plan.causal else 0,
-        *rng_arguments(rng),
+        rng,
     )
     if code:
         raise_error("softmax forward", scores, code)
@@ -104,13 +104,13 @@ def backward(
         stream,
         n_rows,
         n_cols,
-        dy.data_ptr(),
+        dy,
         dy_row_stride,
-        p.data_ptr(),
+        p,
         p_row_stride,
-        0 if dscores is None else dscores.data_ptr(),
-        0 if dmask is None else dmask.data_ptr(),
-        0 if workspace is None else workspace.data_ptr(),
+        dscores,
+        dmask,
+        workspace,
     )
     if code:
         raise_error("softmax backward", dy, code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -27,7 +28,7 @@ def is_traced(x: Tensor, *others: Tensor | None) -> bool:
 
 def is_transformed() -> bool:
     """Whether functorch transforms (torch.func) or forward-mode differentiation are in force: no kernel serves them."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def have_storage(*tensors: Tensor | None) -> bool:

@@ -1,0 +1,166 @@
+"""What the native library asks tensors by itself: `operands`, and the arguments of launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from onetrip import ops
+from onetrip.ops import native
+from onetrip.ops.backends import native as native_library
+from onetrip.reference.row_norm import NORM_LAYER, RowNormPlan
+from torch import Tensor
+
+library = native_library()
+pytestmark = pytest.mark.skipif(library is None, reason="the native library was not built")
+needs_dlpack = pytest.mark.skipif(
+    not hasattr(Tensor, "__dlpack_c_exchange_api__"), reason="torch before 2.10 has no DLPack C exchange"
+)
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+N = 8
+
+
+class Subclass(Tensor):
+    pass
+
+
+def matrix(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    return torch.ones(shape or (2, N), dtype=dtype)
+
+
+def vector(n: int = N, dtype: torch.dtype = F32) -> Tensor:
+    return torch.ones(n, dtype=dtype)
+
+
+FITTING = {
+    "x_alone": (matrix(), None, None, None, None),
+    "all": (matrix(), matrix(), vector(), vector(), vector()),
+    "parameters": (matrix(), None, None, torch.nn.Parameter(vector()), torch.nn.Parameter(vector())),
+    "each_its_dtype": (matrix(dtype=F16), matrix(), vector(dtype=BF16), vector(dtype=F16), vector()),
+    "rank_1": (vector(), vector(), None, vector(), None),
+    "rank_4": (matrix(2, 1, 3, N), matrix(2, 1, 3, N), None, vector(), None),
+    "one_row_of_any_stride": (matrix(4, N)[::2][:1], None, None, vector(), None),
+    "requires_grad": (matrix().requires_grad_(), None, None, vector().requires_grad_(), None),
+}
+
+NOT_PLAIN = {
+    "strided_x": (matrix(2, 2 * N)[:, ::2], None, None, None, None),
+    "strided_rows": (matrix(2, 2 * N)[:, :N], None, None, None, None),
+    "transposed_residual": (matrix(N, N), matrix(N, N).t(), None, None, None),
+    "strided_weight": (matrix(), None, None, vector(2 * N)[::2], None),
+    "negated_x": (torch._neg_view(matrix()), None, None, None, None),
+    "negated_norm_bias": (matrix(), None, None, None, torch._neg_view(vector())),
+    "no_rows": (matrix(0, N), None, None, vector(), None),
+    "no_columns": (matrix(2, 0), None, None, vector(0), None),
+}
+
+NOT_FITTING = {
+    "x_none": (None, None, None, None, None),
+    "x_list": ([1.0], None, None, None, None),
+    "x_0_dimensional": (torch.tensor(1.0), None, None, None, None),
+    "x_float64": (matrix(dtype=torch.float64), None, None, None, None),
+    "x_int32": (matrix(dtype=torch.int32), None, None, None, None),
+    "x_complex64": (matrix(dtype=torch.complex64), None, None, None, None),
+    "x_sparse": (matrix().to_sparse(), None, None, None, None),
+    "x_nested": (torch.nested.nested_tensor([vector()]), None, None, None, None),
+    "x_meta": (matrix().to("meta"), None, None, None, None),
+    "x_subclass": (matrix().as_subclass(Subclass), None, None, None, None),
+    "weight_subclass": (matrix(), None, None, vector().as_subclass(Subclass), None),
+    "weight_float64": (matrix(), None, None, vector(dtype=torch.float64), None),
+    "weight_on_meta": (matrix(), None, None, vector().to("meta"), None),
+    "weight_too_long": (matrix(), None, None, vector(N + 1), None),
+    "weight_of_one_row": (matrix(), None, None, matrix(1, N), None),
+    "bias_a_number": (matrix(), None, 1.0, None, None),
+    "residual_of_fewer_rows": (matrix(), matrix(1, N), None, None, None),
+    "residual_of_one_dimension_more": (matrix(), matrix(1, 2, N), None, None, None),
+    "residual_a_row": (matrix(), vector(), None, None, None),
+}
+
+
+@needs_dlpack
+@pytest.mark.parametrize("tensors", [pytest.param(tensors, id=name) for name, tensors in FITTING.items()])
+def test_operands_that_kernels_can_read_as_they_are(tensors):
+    assert native.operands(*tensors) == (native.dtypes_of(*tensors), True)
+
+
+@needs_dlpack
+@pytest.mark.parametrize("tensors", [pytest.param(tensors, id=name) for name, tensors in NOT_PLAIN.items()])
+def test_operands_that_fit_and_have_to_be_prepared(tensors):
+    assert native.operands(*tensors) == (native.dtypes_of(*tensors), False)
+
+
+@pytest.mark.parametrize("tensors", [pytest.param(tensors, id=name) for name, tensors in NOT_FITTING.items()])
+def test_operands_that_are_left_to_the_checks(tensors):
+    assert native.operands(*tensors) is None
+
+
+@needs_dlpack
+def test_a_batched_tensor_is_left_to_the_checks():
+    seen = []
+    torch.func.vmap(lambda x: seen.append(native.operands(x, None, None, None, None)) or x)(matrix())
+    assert seen == [None]
+
+
+@pytest.fixture
+def torch_without_dlpack(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch before 2.10."""
+
+    class Old:
+        pass
+
+    assert library.operands_reader(Old, Old) is None
+    monkeypatch.setattr(native, "_operands_reader", lambda: None)
+    yield
+
+
+def results() -> list[Tensor]:
+    torch.manual_seed(0)
+    x, residual = (torch.randn(3, N, requires_grad=True) for _ in range(2))
+    weight, bias = (torch.randn(N, requires_grad=True) for _ in range(2))
+    leaves = (x, residual, weight, bias)
+    y = ops.bias_dropout_residual_norm(x, residual, weight, bias, bias=bias, dropout_p=0.5)
+    return [y, *torch.autograd.grad(y.square().sum(), leaves)]
+
+
+@pytest.mark.usefixtures("torch_without_dlpack")
+def test_an_older_torch_gets_the_same_checks():
+    with pytest.raises(ValueError, match=r"layer_norm: weight must have shape \(8,\), got \(9,\)"):
+        ops.layer_norm(matrix(), vector(N + 1))
+
+
+def test_an_older_torch_gets_the_same_bits(request: pytest.FixtureRequest):
+    expected = results()
+    request.getfixturevalue("torch_without_dlpack")
+    assert all(torch.equal(a, b) for a, b in zip(results(), expected, strict=True))
+
+
+LAUNCH = (-1, 0, 1, N, matrix(1, N), N, None, 0, None, None, None, matrix(1, N), None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (LAUNCH[:-1], TypeError, "too few arguments"),
+        ((*LAUNCH, None), TypeError, "too many arguments"),
+        ((*LAUNCH[:4], 1.0, *LAUNCH[5:]), AttributeError, "data_ptr"),
+        (("cpu", *LAUNCH[1:]), TypeError, "int"),
+        ((*LAUNCH[:-1], ("seed", 0)), TypeError, "int"),
+        ((*LAUNCH[:2], 2**63, *LAUNCH[3:]), OverflowError, "int"),
+    ],
+    ids=["too_few", "too_many", "no_tensor", "device_no_int", "seed_no_int", "too_large"],
+)
+def test_a_launcher_names_what_it_cannot_read(arguments, error, message):
+    plan = RowNormPlan(NORM_LAYER, 1e-5, 0.0, 0.0, F32, F32, F32, False, False, False)
+    launch = native.forward_launcher(plan, F32, None, None, None, None)
+    assert launch(*LAUNCH) == 0
+    with pytest.raises(error, match=message):
+        launch(*arguments)
+
+
+@pytest.mark.skipif(bool(library and library.cuda_architectures()), reason="built with CUDA")
+def test_a_launch_on_a_card_needs_a_build_with_cuda():
+    plan = RowNormPlan(NORM_LAYER, 1e-5, 0.0, 0.0, F32, F32, F32, False, False, False)
+    with pytest.raises(RuntimeError, match="was built without CUDA"):
+        native.forward_launcher(plan, F32, None, None, None, None)(0, *LAUNCH[1:])
