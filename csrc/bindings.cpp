@@ -228,6 +228,12 @@ bool is_contiguous(const onetrip::dlpack::Tensor& tensor) {
   return true;
 }
 
+bool is_empty(const onetrip::dlpack::Tensor& tensor) {
+  for (int i = 0; i < tensor.n_dims; ++i)
+    if (tensor.sizes[i] == 0) return true;
+  return false;
+}
+
 // Whether the tensor stands for the negative of its data (torch's lazy negation).
 bool is_negated(const TensorReader& reader, PyObject* tensor) {
   const auto answer = py::reinterpret_steal<py::object>(PyObject_Vectorcall(reader.is_neg.ptr(), &tensor, 1, nullptr));
@@ -261,8 +267,8 @@ int64_t operands_code(const TensorReader& reader, PyObject* const* values, Py_ss
     }
     if (i == 0) x = tensor;
     const int64_t digit = dtype_digit(tensor);
-    if (digit == 0 || tensor.n_dims == 0 || tensor.device_type != x.device_type ||
-        tensor.device_index != x.device_index)
+    if (digit == 0 || tensor.n_dims == 0 || (!tensor.data && !is_empty(tensor)) ||
+        tensor.device_type != x.device_type || tensor.device_index != x.device_index)
       return -1;
     const bool is_vector = i > 1;
     if (tensor.n_dims != (is_vector ? 1 : x.n_dims)) return -1;
@@ -284,7 +290,10 @@ py::object operands_reader(const py::type& tensor, const py::type& parameter) {
   const py::object capsule = tensor.attr(onetrip::dlpack::kAttribute);
   const auto* api = static_cast<const onetrip::dlpack::ExchangeApi*>(
       PyCapsule_GetPointer(capsule.ptr(), onetrip::dlpack::kCapsuleName));
-  if (!api) throw py::error_already_set();
+  if (!api) {
+    PyErr_Clear();
+    return py::none();
+  }
   if (api->major_version != onetrip::dlpack::kMajorVersion || !api->tensor_from_object) return py::none();
   return make_function<operands>(TensorReader{reinterpret_cast<PyTypeObject*>(tensor.ptr()),
                                               reinterpret_cast<PyTypeObject*>(parameter.ptr()), api->tensor_from_object,

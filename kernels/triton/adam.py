@@ -120,7 +120,7 @@ def _moments(beta1: float, beta2: float) -> dict[str, Any]:
         ratio = beta1 * beta1 / beta2
         sum_per_step, sum_factor, log_ratio = 1.0, 0.0, 0.0
         if abs(1.0 - ratio) >= 1e-9:
-            sum_per_step, sum_factor, log_ratio = 0.0, 1.0 / (ratio - 1.0), math.log(ratio)
+            sum_per_step, sum_factor, log_ratio = 0.0, 1.0 / (ratio - 1.0), _log(ratio)
     return {
         "one_minus_beta1": 1.0 - beta1,
         "beta2": float(beta2),

@@ -185,7 +185,8 @@ def _adam_step_kernel(
 ):
     """One step for every element of the chunks from first_chunk on, whose tensors have these dtypes.
 
-    A program takes one chunk, in tiles of BLOCK_ROWS blocks of 128: first the whole tiles, with accesses of 16 bytes,
+    A program takes one of the PARTS equal parts of a chunk, in tiles of BLOCK_ROWS blocks of 128: first the whole
+    tiles, with accesses of 16 bytes,
     where all four addresses are multiples of 16; then, element by element, what remains: the end of a tensor, or all of
     a misaligned one. signed_map, unsigned_map: [256] float32, what the codes stand for. signed_code, unsigned_code:
     [..._COUNT] int32. The four are None where states are float32. Moves 2 * param + grad + 4.125 bytes an element with

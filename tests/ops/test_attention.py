@@ -195,3 +195,18 @@ def test_refuses_a_soft_cap_beside_sinks_and_second_derivatives() -> None:
     output, _ = ours(leaves, None, Case(), 0.35)
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(output.sum(), list(leaves.values()), create_graph=True)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("softcap", [None, 5.0], ids=["plain", "softcap"])
+def test_autocast_around_backward_alone_changes_nothing(softcap, dropout_p):
+    """Autocast casts the products of whoever calls backward; the saved probabilities have the dtype of forward."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, 4, 16, 32, requires_grad=True) for _ in range(3)]
+    output, _ = attention(*leaves, scale=0.2, softcap=softcap, dropout_p=dropout_p, rng=(1, 8))
+    loss = output.square().sum()
+    expected = torch.autograd.grad(loss, leaves, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = torch.autograd.grad(loss, leaves)
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)

@@ -416,3 +416,24 @@ def test_compiled_training_step_falls_back_to_eager_for_the_optimizer():
     torch.compile(lambda: optimizer.step(), backend="eager")()
     plain.step()
     assert same(params, expected)
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "step"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["another-tensor", "another-storage"])
+def test_a_state_tensor_that_is_exchanged_is_the_one_that_steps(in_place, key):
+    (p,), (q,) = ([torch.nn.Parameter(torch.ones(5000))] for _ in range(2))
+    exchanged, undisturbed = AdamW8bit([p]), AdamW8bit([q])
+    for _ in range(3):
+        p.grad = torch.randn(5000)
+        q.grad = p.grad.clone()
+        exchanged.step()
+        undisturbed.step()
+        before = exchanged.state[p][key].detach()
+        if in_place:
+            exchanged.state[p][key].data = before.clone()
+        else:
+            exchanged.state[p][key] = before.clone()
+        before.zero_()
+    for name, tensor in undisturbed.state[q].items():
+        assert torch.equal(exchanged.state[p][name], tensor), name
+    assert torch.equal(p, q)

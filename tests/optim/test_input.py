@@ -274,3 +274,42 @@ def test_zero_gradients_forever():
             p.grad = torch.zeros_like(p)
         optimizer.step()
     assert same([p.detach() for p in params], before)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (24,)])
+def test_a_gradient_that_changes_its_shape_later_is_refused(shape):
+    p = torch.nn.Parameter(torch.randn(4, 6))
+    optimizer = AdamW8bit([p])
+    p.grad = torch.randn(4, 6)
+    optimizer.step()
+    before = p.detach().clone()
+    p.grad.data = torch.randn(shape)
+    with pytest.raises(ValueError, match="gradient of parameter 0 must have its shape"):
+        optimizer.step()
+    assert torch.equal(p, before) and float(optimizer.state[p]["step"]) == 1.0
+
+
+def test_strides_that_change_in_place_are_seen():
+    p = torch.nn.Parameter(torch.zeros(2, 2))
+    optimizer = AdamW8bit([p], lr=1.0, weight_decay=0.0, betas=(0.0, 0.0))
+    p.grad = torch.ones(2, 2)
+    optimizer.step()
+    p.grad = None
+    p.data = p.data.zero_().t()
+    p.grad = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.tensor([[0.0, -1.0], [0.0, 0.0]]))
+
+
+def test_a_parameter_and_its_transpose_are_refused():
+    matrix = torch.zeros(64, 64)
+    params = [torch.nn.Parameter(matrix), torch.nn.Parameter(matrix.t())]
+    for p in params:
+        p.grad = torch.ones(64, 64)
+    with pytest.raises(ValueError, match="must not share memory"):
+        AdamW8bit(params).step()
+
+
+def test_keys_of_adam_that_are_not_supported_are_refused():
+    with pytest.raises(ValueError, match="amsgrad must be False"):
+        AdamW8bit([{"params": [torch.nn.Parameter(torch.zeros(3))], "amsgrad": True}])

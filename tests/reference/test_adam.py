@@ -185,3 +185,8 @@ def test_one_final_rounding():
     reference.step(slots, [grad, grad], [ADAMW])
     assert torch.equal(slots[0].param, slots[1].param.to(F16))
     assert torch.equal(slots[0].exp_avg, slots[1].exp_avg)
+
+
+def test_betas_whose_ratio_underflows():
+    group = reference.Group(1e-3, 1e-170, 0.999, 1e-8, 0.0, True, False)
+    assert reference.scalars(group, 1.0, 1.0).largest_update == pytest.approx(1.0)

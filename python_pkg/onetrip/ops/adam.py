@@ -20,6 +20,9 @@ CHUNK = 4096
 _N_SCALARS = 12  # floats of struct AdamScalars
 _PARAM, _GRAD = 0, 1  # columns of the table
 
+_CAPTURED: list[tuple[Tensor, ...]] = []
+"""What CUDA graphs read and write at every replay. Nobody can say when the last replay was, so it is kept for good."""
+
 
 class Kind(NamedTuple):
     """Chunks of tensors with the same dtypes: one kernel launch. struct AdamKind of csrc/launch.h."""
@@ -43,7 +46,6 @@ class AdamTable:
         self._params = [slot.param for slot in self.slots]
         self.device = self.slots[0].param.device
         self.kinds: tuple[Kind, ...] = ()
-        self._captured: list[Tensor] = []
         steps = {id(slot.step): i for i, slot in enumerate(self.slots)}  # the last slot of each
         self.n_counters = len(steps)
         index = {identity: i for i, identity in enumerate(steps)}
@@ -73,13 +75,12 @@ class AdamTable:
         return torch.tensor(rows, dtype=torch.int64)
 
     def _to_device(self, table: Tensor) -> Tensor:
-        """In stream order, without waiting: from a pinned copy of its own, which torch keeps until it has been read.
-        A copy that is captured in a CUDA graph is read at every replay: that one is kept for good."""
-        if self.device.type == "cpu":
-            return table
+        """In stream order, without waiting: from a pinned copy of its own, which torch keeps until it has been read."""
+        if self.device.type != "cuda":
+            return table.to(self.device)
         pinned = table.pin_memory()
         if torch.cuda.is_current_stream_capturing():
-            self._captured.append(pinned)
+            _CAPTURED.append((pinned,))
         return pinned.to(self.device, non_blocking=True)
 
     def _sort(self, grad_dtypes: list[torch.dtype]) -> None:
@@ -137,6 +138,8 @@ class AdamTable:
         if backend == "reference":
             reference.step(self.slots, grads, groups, grad_scale, found_inf)
             return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _CAPTURED.append((self.tensors, self.chunks, self.counters, self.scalars))
         if backend == "triton":
             importlib.import_module("onetrip.kernels.adam").step(self, groups, grad_scale, found_inf)
             return

@@ -103,7 +103,7 @@ def two_dimensional(tensor: Tensor, n_cols: int) -> Tensor:
     return rows(tensor, n_cols)[0].view(-1, n_cols)
 
 
-def _vector(tensor: Tensor | None) -> Tensor | None:
+def vector(tensor: Tensor | None) -> Tensor | None:
     if tensor is None or (tensor.is_contiguous() and not tensor.is_neg()):
         return tensor
     return tensor.contiguous().resolve_neg()
@@ -154,7 +154,7 @@ def row_norm_forward(
         is_shaped = x is given
         if residual is not None:
             residual, residual_row_stride = rows(residual, n_cols)
-        bias, weight, norm_bias = _vector(bias), _vector(weight), _vector(norm_bias)
+        bias, weight, norm_bias = vector(bias), vector(weight), vector(norm_bias)
     # Tensors like x cost half of what others do, and of x's dtype three quarters.
     x_dtype = x.dtype
     like = x_dtype if is_shaped else None
@@ -215,7 +215,7 @@ def row_norm_backward(
         z, z_row_stride = rows(z, n_cols)
     if dz is not None:
         dz, dz_row_stride = rows(dz, n_cols)
-    weight = _vector(weight)
+    weight = vector(weight)
     x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype = grad_dtypes
     if dy is None:
         weight_dtype = norm_bias_dtype = None

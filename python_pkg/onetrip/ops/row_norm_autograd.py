@@ -48,9 +48,9 @@ def forward(
     y, z, mean, rstd = module.forward(
         two_dimensional(x, n_cols),
         None if residual is None else two_dimensional(residual, n_cols),
-        _vector(bias),
-        _vector(weight),
-        _vector(norm_bias),
+        native.vector(bias),
+        native.vector(weight),
+        native.vector(norm_bias),
         rng,
         plan,
     )
@@ -90,7 +90,7 @@ def backward(
         None if z is None or dy is None else two_dimensional(z, n_cols),
         mean,
         rstd,
-        _vector(weight),
+        native.vector(weight),
         rng,
         plan,
         grad_dtypes,
@@ -107,10 +107,6 @@ def backward(
 def has_mean(plan: RowNormPlan) -> bool:
     """Whether the forward pass stores the rows' means."""
     return plan.store_stats and plan.norm == NORM_LAYER and not plan.center_z
-
-
-def _vector(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous().resolve_neg()
 
 
 def input_gradients(

@@ -115,6 +115,9 @@ class Adam8bit(torch.optim.Optimizer):
         """As torch.optim; raises where a value of the group or a parameter's dtype is wrong, the group not added."""
         super().add_param_group(param_group)
         group = self.param_groups.pop()
+        for key in ("amsgrad", "differentiable"):
+            if group.get(key):
+                raise ValueError(f"{self._name}: {key} must be False, got {group[key]!r}")
         first = sum(len(before["params"]) for before in self.param_groups)
         _check_group(self._name, group, may_wait=True)
         self._check_decay(group)
@@ -249,12 +252,16 @@ class Adam8bit(torch.optim.Optimizer):
         remaining = dict(saved)
         for ours, (group, keys, is_ours) in zip(self.param_groups, loaded, strict=True):
             for p, key in zip(ours["params"], keys, strict=True):
-                if not remaining.get(key):
+                entry = remaining.get(key)
+                if entry is not None and not isinstance(entry, Mapping):
+                    got = type(entry).__name__
+                    raise ValueError(f"{where}: state of parameter {key} must be a dict, got {got}")
+                if not entry:
                     remaining.pop(key, None)
                     continue
                 is_8bit = group["optim_bits"] == 8 and p.numel() >= group["min_8bit_numel"]
-                entry = checked(f"{where}: state of parameter {key}", p, remaining.pop(key), is_8bit and not is_ours)
-                state[p] = entry
+                which = f"{where}: state of parameter {key}"
+                state[p] = checked(which, p, remaining.pop(key), is_8bit and not is_ours)
         if remaining:
             raise ValueError(
                 f"{where}: state must be of the parameters in param_groups, got also {list(remaining)[:5]}"
@@ -280,7 +287,10 @@ class Adam8bit(torch.optim.Optimizer):
         loaded = []
         for ours, given in zip(self.param_groups, saved, strict=True):
             group = deepcopy({key: value for key, value in given.items() if key != "params"})
-            is_ours = "optim_bits" in group
+            is_ours = "optim_bits" in group or "min_8bit_numel" in group
+            needed = set(self.defaults) if is_ours else set(_IMPORTED)
+            if missing := sorted(needed - set(group)):
+                raise ValueError(f"{where}: param_groups must have {missing}, got {sorted(map(str, group))}")
             if group.get("amsgrad"):
                 raise ValueError(f"{where}: param_groups must be of Adam without amsgrad, got amsgrad=True")
             if not is_ours:
@@ -307,19 +317,25 @@ class Adam8bit(torch.optim.Optimizer):
         if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
             raise ValueError(f"{where}: state must have state and param_groups, got {type(state).__name__}")
         params = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
-        keys = [key for group in state["param_groups"] for key in group["params"]]
+        try:
+            keys = [key for group in state["param_groups"] for key in group["params"]]
+            saved = {key: state["state"].get(key) for key in keys}
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{where}: state must be a state_dict of an optimizer, got a damaged one") from error
         if len(keys) != len(params) or any(sharding.is_sharded(p) for p in params):
             kind = f"{len(keys)} parameters" if len(keys) != len(params) else "sharded parameters"
             raise ValueError(f"{where}: state must be of this optimizer's {len(params)} whole parameters, got {kind}")
         groups = []
         for group in state["param_groups"]:
             kept = {key: group[key] for key in ("params", *_IMPORTED, "initial_lr") if key in group}
-            kept["betas"] = tuple(kept["betas"])[:2]  # a third is of AdEMAMix
+            if isinstance(kept.get("betas"), (tuple, list)):
+                kept["betas"] = tuple(kept["betas"])[:2]  # a third is of AdEMAMix
+            kept["decoupled_weight_decay"] = True
             groups.append(kept)
         moments = {
-            key: from_bitsandbytes(f"{where}: state of parameter {key}", p, state["state"][key])
+            key: from_bitsandbytes(f"{where}: state of parameter {key}", p, saved[key])
             for key, p in zip(keys, params, strict=True)
-            if state["state"].get(key)
+            if saved[key]
         }
         self.load_state_dict({"state": moments, "param_groups": groups})
 
@@ -379,4 +395,7 @@ def _number_on(device: torch.device, number: Any) -> Tensor | None:
     """A GradScaler's tensor, or what a user has set, as one float32 on the device."""
     if number is None:
         return None
-    return torch.as_tensor(number, dtype=torch.float32).to(device, non_blocking=True)
+    number = torch.as_tensor(number, dtype=torch.float32)
+    if number.numel() != 1:
+        raise ValueError(f"step: grad_scale and found_inf must have one element, got shape {tuple(number.shape)}")
+    return number.to(device, non_blocking=True)

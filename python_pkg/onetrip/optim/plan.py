@@ -1,7 +1,8 @@
 """Which slots a step works on: built when parameters, states or the set of gradients change, checked at each step.
 
-The checks of each step cost well under a microsecond a parameter; they see every change that would make an address in
-the tables stale: a parameter, gradient or state whose storage was replaced, moved or freed.
+The checks of each step cost well under a microsecond a parameter; they see what would make an address in the tables
+stale or wrong: a parameter, gradient or tensor of a state whose storage was replaced, moved or freed, a parameter whose
+shape or strides have changed.
 """
 
 from __future__ import annotations
@@ -40,12 +41,16 @@ class _DevicePlan:
 
     def finish(self, function: str) -> None:
         slots = self.direct_slots + self.strided_slots
-        _refuse_overlaps(function, slots)
+        _refuse_overlaps(function, [slot.param for slot in self.direct_slots] + [item.part for item in self.strided])
         self.table = AdamTable(slots)
 
 
 def _addresses(tensors: Iterable[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
+
+
+def _state_addresses(states: Iterable[State]) -> list[int]:
+    return _addresses([tensor for state in states for tensor in state.values()])
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -83,10 +88,11 @@ class Plan:
             on_device.finish(function)
         self._param_addresses = _addresses(map(sharding.local, params))
         self._param_dtypes = [p.dtype for p in params]
-        self._state_addresses = _addresses(state["exp_avg"] for state in states)
+        self._state_addresses = _state_addresses(states)
         self._is_simple = len(self._devices) == 1 and len(self._devices[0].direct) == len(params)
-        self._numels = [p.numel() for p in params]
-        self._single = [i for i, numel in enumerate(self._numels) if numel == 1]
+        self._shapes = [p.shape for p in params]
+        self._strides = [p.stride() for p in params]
+        self._single = [i for i, shape in enumerate(self._shapes) if shape.numel() == 1]
         self._copied = [item for plan in self._devices for item in plan.strided if item.work is not item.part]
 
     def _check_state(self, i: int, part: Tensor, state: State) -> None:
@@ -141,14 +147,11 @@ class Plan:
         ):
             return False
         params = [p for members in params_of_groups for p in members]
-        try:
-            moments = [state["exp_avg"] for state in self._states]
-        except KeyError:
-            return False
         return (
-            _addresses(moments) == self._state_addresses
+            _state_addresses(self._states) == self._state_addresses
             and _addresses(params if self._is_simple else map(sharding.local, params)) == self._param_addresses
             and [p.dtype for p in params] == self._param_dtypes
+            and list(map(Tensor.stride, params)) == self._strides
         )
 
     def gradients(self, grads: list[Tensor], is_new: bool) -> list[list[Tensor]]:
@@ -160,7 +163,7 @@ class Plan:
             return [self._gradients(plan, grads) for plan in self._devices]
         if is_new or not self._fit(grads):
             for i, p in enumerate(self.params):
-                if p.numel() != self._numels[i]:
+                if p.shape != self._shapes[i]:
                     self._check_state(i, p, self._states[i])
             grads = [self._checked(i, p, grad) for i, (p, grad) in enumerate(zip(self.params, grads, strict=True))]
         return [grads]
@@ -168,15 +171,14 @@ class Plan:
     def _fit(self, grads: list[Tensor]) -> bool:
         """Whether the gradients can be taken as they are.
 
-        torch lets nothing become .grad that has another shape, device or layout than its parameter then has, so that
-        what can be wrong with it follows a parameter that has changed: another address, and this plan does not hold; or
-        another number of elements, seen here. Dtypes are AdamTable's to check. A lazy negation is strided unless
-        it has one element.
+        torch lets nothing become .grad that has another device or layout than its parameter then has, so that what can
+        be wrong with those follows a parameter that has changed: then this plan does not hold. Shapes can change in
+        place. Dtypes are AdamTable's to check. A lazy negation is strided unless it has one element.
         """
         try:
             return (
                 all(map(Tensor.is_contiguous, grads))
-                and list(map(Tensor.numel, grads)) == self._numels
+                and [grad.shape for grad in grads] == self._shapes
                 and not any(grads[i].is_neg() for i in self._single)
             )
         except (RuntimeError, NotImplementedError):  # sparse
@@ -215,10 +217,15 @@ class Plan:
             item.part.copy_(item.work)
 
 
-def _refuse_overlaps(function: str, slots: Sequence[Slot]) -> None:
-    """Two slots that share memory would race."""
-    spans = [(p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()) for p in (slot.param for slot in slots)]
-    spans = sorted(span for span in spans if span[0] < span[1])
-    for (_, end), (begin, _) in pairwise(spans):
-        if begin < end:
+def _refuse_overlaps(function: str, parts: Sequence[Tensor]) -> None:
+    """Two parameters that share memory would race, or one's update be lost. Of two that lie between each other's
+    elements (columns of one matrix) nothing is shared, and nothing said."""
+    spans = []
+    for part in parts:
+        if part.numel():
+            last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+            end = part.data_ptr() + (last + 1) * part.element_size()
+            spans.append((part.data_ptr(), end, part.is_contiguous() or last + 1 == part.numel()))
+    for (_, end, is_dense), (begin, _, other_is_dense) in pairwise(sorted(spans)):
+        if begin < end and (is_dense or other_is_dense):
             raise ValueError(f"{function}: parameters must not share memory, got two that do")

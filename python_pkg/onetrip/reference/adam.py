@@ -153,12 +153,12 @@ def dequantize(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 
 def largest_update(beta1: float, beta2: float, t: float) -> float:
     """C_t: |m_hat| / sqrt(v_hat) of exact Adam after t steps never exceeds it, whatever the gradients were."""
-    if beta1 == 0.0:
-        geometric = 1.0
-    elif beta2 == 0.0:
+    if beta1 != 0.0 and beta2 == 0.0:
         return math.inf
+    ratio = beta1 * beta1 / beta2 if beta1 != 0.0 else 0.0
+    if ratio == 0.0:  # or too small for float64
+        geometric = 1.0
     else:
-        ratio = beta1 * beta1 / beta2
         exponent = t * math.log(ratio)
         if exponent > 700.0:
             return math.inf
@@ -239,7 +239,8 @@ def step(
     if found_inf is not None and float(found_inf) != 0.0:
         return
     scale = 1.0 if grad_scale is None else float(grad_scale)
+    numbers = [scalars(groups[slot.group], float(slot.step) + 1.0, scale) for slot in slots]
     for counter in {id(slot.step): slot.step for slot in slots}.values():
         counter += 1
-    for slot, grad in zip(slots, grads, strict=True):
-        _update(slot, grad, scalars(groups[slot.group], float(slot.step), scale))
+    for slot, grad, of_slot in zip(slots, grads, numbers, strict=True):
+        _update(slot, grad, of_slot)
