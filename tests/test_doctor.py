@@ -51,7 +51,7 @@ def test_every_available_backend_is_checked_and_passes(report):
     for backend in backends.available_backends("cpu"):
         here = [check for check in report.checks if (check.device, check.backend) == ("cpu", backend)]
         assert {check.kernel for check in here} == set(KERNELS)
-        assert {check.direction for check in here} == {"forward", "backward"}
+        assert {check.direction for check in here} == {"forward", "backward", "step"}
         assert {"fp32", "fp16", "bf16", "bf16/fp32"} <= {check.dtype for check in here}
 
 

@@ -303,3 +303,23 @@ def test_levels_with_a_fused_multiply_add_have_the_same_exponentials():
         results.append(bits(forward(rows)[0]))
     library.set_cpu_level(best)
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("n_cols", [1, 33, 512, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("p", [0.0, 0.1], ids=["p0", "p0.1"])
+def test_results_in_the_memory_of_what_they_are_made_of(p, dtype, n_cols):
+    torch.manual_seed(0)
+    plan = SoftmaxPlan(0.5, True, p, store_p=p > 0.0)
+    scores, dy = torch.randn(2, 3, 40, n_cols).to(dtype), torch.randn(2, 3, 40, n_cols).to(dtype)
+    y, stored = native.forward(scores, None, None, 40, RNG, plan)
+    dscores, _ = native.backward(dy, y if stored is None else stored, None, plan, True, False)
+    overwritten = scores.clone()
+    y_there, stored_there = native.forward(overwritten, None, None, 40, RNG, plan, may_overwrite=True)
+    assert y_there.data_ptr() == overwritten.data_ptr()
+    assert_bitwise(y_there, y)
+    saved = y_there if stored_there is None else stored_there
+    overwritten = dy.clone()
+    dscores_there, _ = native.backward(overwritten, saved, None, plan, True, False, may_overwrite=True)
+    assert dscores_there.data_ptr() == overwritten.data_ptr()
+    assert_bitwise(dscores_there, dscores)

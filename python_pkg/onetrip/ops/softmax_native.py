@@ -42,7 +42,7 @@ def forward(
     n_queries: int,
     rng: Rng | None,
     plan: SoftmaxPlan,
-    may_overwrite: bool,
+    may_overwrite: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """reference.softmax.forward by the native library. scores: any rank and strides; y, p: contiguous, shaped like
     scores. may_overwrite: y may take the memory of scores (where a fresh one would cost a page fault every 4 KiB)."""
@@ -79,7 +79,7 @@ def backward(
     plan: SoftmaxPlan,
     wants_dscores: bool,
     wants_dmask: bool,
-    may_overwrite: bool,
+    may_overwrite: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """reference.softmax.backward by the native library. dy, p: any rank and strides; dscores: contiguous, shaped like
     dy. may_overwrite: dscores may take the memory of dy."""

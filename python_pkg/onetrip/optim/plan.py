@@ -1,14 +1,16 @@
 """Which slots a step works on: built when parameters, states or the set of gradients change, checked at each step.
 
 The checks of each step cost well under a microsecond a parameter; they see what would make an address in the tables
-stale or wrong: a parameter, gradient or tensor of a state whose storage was replaced, moved or freed, a parameter whose
-shape or strides have changed.
+stale or wrong: a parameter or gradient whose storage was replaced, moved or freed, a parameter whose strides have
+changed, a tensor of a state that was exchanged for another one, or whose storage was where the parameter is large (to
+look into 30,000 small tensors would take longer than to step on them: their storages are only kept alive).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -19,6 +21,8 @@ from ..ops.backends import KERNEL_DTYPES
 from ..reference.adam import BLOCK, Slot
 from . import sharding
 from .state import State
+
+_LARGE = 4096  # elements
 
 
 class _Strided(NamedTuple):
@@ -49,8 +53,8 @@ def _addresses(tensors: Iterable[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
 
 
-def _state_addresses(states: Iterable[State]) -> list[int]:
-    return _addresses([tensor for state in states for tensor in state.values()])
+def _tensors(states: Iterable[State]) -> Iterator[Tensor]:
+    return chain.from_iterable([state.values() for state in states])
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -88,7 +92,10 @@ class Plan:
             on_device.finish(function)
         self._param_addresses = _addresses(map(sharding.local, params))
         self._param_dtypes = [p.dtype for p in params]
-        self._state_addresses = _state_addresses(states)
+        self._state_tensors = list(_tensors(states))
+        self._large_states = [state for state in states if state["exp_avg"].numel() >= _LARGE]
+        self._state_addresses = _addresses(_tensors(self._large_states))
+        self._storages = [tensor.untyped_storage() for tensor in self._state_tensors]
         self._is_simple = len(self._devices) == 1 and len(self._devices[0].direct) == len(params)
         self._shapes = [p.shape for p in params]
         self._strides = [p.stride() for p in params]
@@ -147,8 +154,11 @@ class Plan:
         ):
             return False
         params = [p for members in params_of_groups for p in members]
+        tensors = list(_tensors(self._states))
         return (
-            _state_addresses(self._states) == self._state_addresses
+            len(tensors) == len(self._state_tensors)
+            and all(map(is_, tensors, self._state_tensors))
+            and _addresses(_tensors(self._large_states)) == self._state_addresses
             and _addresses(params if self._is_simple else map(sharding.local, params)) == self._param_addresses
             and [p.dtype for p in params] == self._param_dtypes
             and list(map(Tensor.stride, params)) == self._strides
