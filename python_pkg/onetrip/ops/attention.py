@@ -225,13 +225,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_double_backward("attention")
-        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):  # of whoever calls backward
+        given = next((grad for grad in grads if grad is not None), None)
+        if given is None:
+            return (None,) * 8
+        with torch.autocast(given.device.type, enabled=False):  # of whoever calls backward
             return _Attention._backward(ctx, *grads)
 
     @staticmethod
     def _backward(ctx: Any, doutput: Tensor | None, dweights: Tensor | None) -> Any:
-        if doutput is None and dweights is None:
-            return (None,) * 8
         query, key, value, p = ctx.saved_tensors
         plan: _Plan = ctx.plan
         (mask, position_bias, sinks), wants = ctx.kinds, ctx.needs_input_grad

@@ -20,6 +20,7 @@ from .state import State, checked, dequantized, from_bitsandbytes, new_state
 
 _OF_TORCH = ("amsgrad", "foreach", "fused", "differentiable")  # keys of torch.optim.Adam's groups
 _IMPORTED = ("lr", "betas", "eps", "weight_decay")
+_OWN = ("optim_bits", "min_8bit_numel", "maximize", "capturable")
 
 
 def _check_range(function: str, argument: str, value: object, below: float = float("inf")) -> None:
@@ -288,7 +289,7 @@ class Adam8bit(torch.optim.Optimizer):
         for ours, given in zip(self.param_groups, saved, strict=True):
             group = deepcopy({key: value for key, value in given.items() if key != "params"})
             is_ours = "optim_bits" in group or "min_8bit_numel" in group
-            needed = set(self.defaults) if is_ours else set(_IMPORTED)
+            needed = {*_IMPORTED, *_OWN} if is_ours else set(_IMPORTED)
             if missing := sorted(needed - set(group)):
                 raise ValueError(f"{where}: param_groups must have {missing}, got {sorted(map(str, group))}")
             if group.get("amsgrad"):
