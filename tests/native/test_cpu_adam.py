@@ -38,16 +38,6 @@ INF, NAN = torch.inf, torch.nan
 BITS = pytest.mark.parametrize("is_8bit", [True, False], ids=["8bit", "32bit"])
 
 
-@pytest.fixture(params=["baseline", "avx2", "avx512"])
-def level(request):
-    """Runs the test with the kernels of one instruction-set level."""
-    best = library.cpu_level()
-    if not library.set_cpu_level(request.param):
-        pytest.skip(f"this machine or build lacks {request.param}")
-    yield request.param
-    assert library.set_cpu_level(best)
-
-
 def check(slots, all_grads, groups=(ADAMW,), grad_scale=None, found_inf=None) -> None:
     """A step of slots for each of all_grads: natively, and in copies by reference."""
     expected, table = copied(slots), AdamTable(slots)

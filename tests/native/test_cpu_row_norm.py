@@ -32,17 +32,6 @@ def dtype_id(dtype: object) -> str:
     return DTYPE_IDS[dtype] if isinstance(dtype, torch.dtype) else "-".join(DTYPE_IDS[d] for d in dtype)
 
 
-@pytest.fixture(params=["baseline", "avx2", "avx512"])
-def level(request):
-    """Runs the test with the kernels of one instruction-set level."""
-    best = library.cpu_level()
-    if not library.set_cpu_level(request.param):
-        pytest.skip(f"this machine or build lacks {request.param}")
-    assert library.cpu_level() == request.param
-    yield request.param
-    assert library.set_cpu_level(best)
-
-
 def plan_of(norm: int = NORM_LAYER, **changes) -> RowNormPlan:
     plan = RowNormPlan(
         norm=norm,

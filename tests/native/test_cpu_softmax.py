@@ -27,16 +27,6 @@ WIDTHS = (1, 3, 4, 15, 16, 63, 64, 65, 129, 1000, 1025, 4099)
 INF, NAN = torch.inf, torch.nan
 
 
-@pytest.fixture(params=["baseline", "avx2", "avx512"])
-def level(request):
-    """Runs the test with the kernels of one instruction-set level."""
-    best = library.cpu_level()
-    if not library.set_cpu_level(request.param):
-        pytest.skip(f"this machine or build lacks {request.param}")
-    yield request.param
-    assert library.set_cpu_level(best)
-
-
 def normal(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed * 1000 + shape[-1])
     return torch.randn(shape, generator=generator).to(dtype)

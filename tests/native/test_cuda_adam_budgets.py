@@ -16,7 +16,6 @@ from cuda_compile import (
     measure,
     print_table,
     resident_threads,
-    skip_unless_compilable,
 )
 
 THREADS = 512
@@ -29,12 +28,6 @@ def compiled() -> dict[int, Future[list[Kernel]]]:
     """The kernels of every architecture, compiled two at a time."""
     pool = ThreadPoolExecutor(max_workers=2)
     return {arch: pool.submit(measure, "adam", arch) for arch in ARCHITECTURES}
-
-
-@pytest.fixture(params=ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
-def arch(request: pytest.FixtureRequest) -> int:
-    skip_unless_compilable(request.param)
-    return int(request.param)
 
 
 def test_nothing_spills(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:

@@ -20,7 +20,6 @@ from cuda_compile import (
     measure,
     print_table,
     resident_threads,
-    skip_unless_compilable,
 )
 
 WIDTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 8192, 12288, 16384)
@@ -106,12 +105,6 @@ def _known_shortfall(arch: int, call: Call) -> str | None:
     if call.backward and call.n_cols > 4096 and _row_takes_all(call, MULTIPROCESSORS[arch]):
         return "a row of dy and z takes more than half of the shared memory; reading it twice would cost more"
     return None
-
-
-@pytest.fixture(params=ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
-def arch(request: pytest.FixtureRequest) -> int:
-    skip_unless_compilable(request.param)
-    return int(request.param)
 
 
 def test_nothing_spills(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:

@@ -16,7 +16,6 @@ from cuda_compile import (
     measure,
     print_table,
     resident_threads,
-    skip_unless_compilable,
 )
 
 WIDTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 12288, 16384)
@@ -28,12 +27,6 @@ def compiled() -> dict[int, Future[list[Kernel]]]:
     """The kernels of every architecture, compiled two at a time."""
     pool = ThreadPoolExecutor(max_workers=2)
     return {arch: pool.submit(measure, "softmax", arch) for arch in ARCHITECTURES}
-
-
-@pytest.fixture(params=ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
-def arch(request: pytest.FixtureRequest) -> int:
-    skip_unless_compilable(request.param)
-    return int(request.param)
 
 
 def _row_threads(n_cols: int, columns_per_thread: int) -> int:

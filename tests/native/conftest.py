@@ -1,0 +1,28 @@
+"""What the tests of every family's native kernels run over: levels of the CPU, architectures of CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from cuda_compile import ARCHITECTURES, skip_unless_compilable
+from onetrip.ops.backends import native
+
+
+@pytest.fixture(params=["baseline", "avx2", "avx512"])
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test with the kernels of one instruction-set level."""
+    library = native()
+    assert library is not None
+    best = library.cpu_level()
+    if not library.set_cpu_level(request.param):
+        pytest.skip(f"this machine or build lacks {request.param}")
+    assert library.cpu_level() == request.param
+    yield request.param
+    assert library.set_cpu_level(best)
+
+
+@pytest.fixture(params=ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
+def arch(request: pytest.FixtureRequest) -> int:
+    skip_unless_compilable(request.param)
+    return int(request.param)
