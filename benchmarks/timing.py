@@ -5,16 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
+from onetrip.environment import last_level_cache_bytes
 
 T = TypeVar("T")
 
 _CUDA_FLUSH_BYTES = 256 << 20  # five times the L2 of an H200, twice that of a B200
-_CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_SUFFIX = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class Clock(Protocol):
@@ -23,11 +21,6 @@ class Clock(Protocol):
 
     def time(self, function: Callable[[], T]) -> tuple[float, T]:
         """Milliseconds of one call, and what it returned."""
-
-
-def last_level_cache_bytes() -> int:
-    sizes = [path.read_text().strip() for path in _CPU_CACHES.glob("index*/size")]
-    return max((int(size[:-1]) * _SUFFIX[size[-1]] for size in sizes if size), default=32 << 20)
 
 
 class CpuClock:
