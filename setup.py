@@ -29,6 +29,23 @@ if IS_X86:
 
 # One cubin runs on every later minor version of its major one; the PTX of the newest serves the cards after it.
 DEFAULT_CUDA_ARCHS = "7.0 7.5 8.0 9.0 10.0 12.0+PTX"
+# Names that TORCH_CUDA_ARCH_LIST takes beside numbers. Source: torch/utils/cpp_extension.py, _get_cuda_arch_flags.
+NAMED_CUDA_ARCHS = {
+    "Kepler": "3.5+PTX",
+    "Kepler+Tesla": "3.7",
+    "Maxwell": "5.0 5.2+PTX",
+    "Maxwell+Tegra": "5.3",
+    "Pascal": "6.0 6.1+PTX",
+    "Volta": "7.0+PTX",
+    "Volta+Tegra": "7.2",
+    "Turing": "7.5+PTX",
+    "Ampere": "8.0 8.6+PTX",
+    "Ampere+Tegra": "8.7",
+    "Ada": "8.9+PTX",
+    "Hopper": "9.0+PTX",
+    "Blackwell": "10.0 10.3 12.0 12.1+PTX",
+    "Blackwell+Tegra": "11.0",
+}
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",
@@ -91,13 +108,15 @@ def cuda_archs(nvcc: Path) -> list[tuple[str, bool]]:
     if not re.fullmatch(r"[\d. ]+", visible):
         visible = ""
     ours = os.environ.get("ONETRIP_CUDA_ARCHS")
-    asked = ours or os.environ.get("TORCH_CUDA_ARCH_LIST") or visible
+    asked = ours or os.environ.get("TORCH_CUDA_ARCH_LIST") or "native"
+    asked = visible or DEFAULT_CUDA_ARCHS if asked == "native" else asked
     known = set(re.findall(r"sm_(\d+)\b", output(str(nvcc), "--list-gpu-code")))
     archs: dict[str, bool] = {}
-    for word in re.findall(r"[^\s;,]+", asked or DEFAULT_CUDA_ARCHS):
+    words = re.findall(r"[^\s;,]+", asked)
+    for word in " ".join(NAMED_CUDA_ARCHS.get(word, word) for word in words).split():
         match = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)[af]?(\+PTX)?", word)
         if match is None and not ours:
-            say(f"architecture {word!r} dropped: only numbers such as 8.0 are read")
+            say(f"architecture {word!r} dropped: only numbers such as 8.0 and torch's names are read")
             continue
         if match is None:
             sys.exit(f'onetrip: CUDA architectures must read like "7.0 8.0 9.0+PTX", got {word!r}')
@@ -107,9 +126,7 @@ def cuda_archs(nvcc: Path) -> list[tuple[str, bool]]:
         else:
             say(f"architecture {arch} dropped: this nvcc does not know it")
     if not archs and (ours or os.environ.get("ONETRIP_CUDA") == "1"):
-        sys.exit(
-            f"onetrip: none of the CUDA architectures asked for ({asked or DEFAULT_CUDA_ARCHS}) is known to {nvcc}"
-        )
+        sys.exit(f"onetrip: none of the CUDA architectures asked for ({asked}) is known to {nvcc}")
     return list(archs.items())
 
 

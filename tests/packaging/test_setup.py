@@ -55,6 +55,9 @@ def answers(monkeypatch: pytest.MonkeyPatch, build: ModuleType, cards: str = "",
         ("9.0+PTX 9.0", [("9.0", True)]),
         ("9.0a", [("9.0", False)]),
         ("10.0f 9.0 9.0a+PTX", [("10.0", False), ("9.0", True)]),
+        ("Hopper", [("9.0", True)]),
+        ("Turing;Ampere;9.0", [("7.5", True), ("8.0", False), ("9.0", False)]),
+        ("8.0 Blackwell", [("8.0", False), ("10.0", False), ("12.0", False)]),
     ],
 )
 @pytest.mark.parametrize("variable", ["ONETRIP_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST"])
@@ -92,16 +95,41 @@ def test_without_a_card_the_default_list_is_built(build, monkeypatch, capsys, ca
     assert capsys.readouterr().err == "onetrip: architecture 7.0 dropped: this nvcc does not know it\n"
 
 
-def test_names_of_torchs_list_are_dropped_by_name(build, monkeypatch, capsys):
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper;8.0;Ampere+PTX;Kepler Tesla")
+@pytest.mark.parametrize("variable", ["ONETRIP_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST"])
+def test_native_is_the_visible_card(build, monkeypatch, variable):
+    answers(monkeypatch, build, cards="9.0\n")
+    monkeypatch.setenv(variable, "native")
+    assert build.cuda_archs(NVCC) == [("9.0", False)]
+
+
+def test_names_stand_for_what_they_are_to_torch(build, monkeypatch):
+    torchs = pytest.importorskip("torch.utils.cpp_extension")._get_cuda_arch_flags
+    for name, archs in build.NAMED_CUDA_ARCHS.items():
+        found = []
+        for value in (name, archs):
+            monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", value)
+            found.append(torchs())
+        assert found[0] == found[1], name
+
+
+def test_cards_of_a_name_that_nvcc_does_not_know_are_dropped_one_by_one(build, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Kepler+Tesla Ampere Volta")
     assert build.cuda_archs(NVCC) == [("8.0", False)]
     said = capsys.readouterr().err
-    for name in ("Hopper", "Ampere+PTX", "Kepler", "Tesla"):
-        assert f"architecture {name!r} dropped: only numbers such as 8.0 are read" in said
+    for arch in ("3.7", "8.6", "7.0"):
+        assert f"architecture {arch} dropped: this nvcc does not know it" in said
 
 
-@pytest.mark.parametrize("value", ["Hopper", "8", "8.0 hopper", "8.0x", "8.0+ptx"])
-def test_names_of_our_list_are_refused(build, monkeypatch, value):
+def test_other_names_of_torchs_list_are_dropped_by_name(build, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "hopper;8.0;Ampere+PTX;Tesla")
+    assert build.cuda_archs(NVCC) == [("8.0", False)]
+    said = capsys.readouterr().err
+    for name in ("hopper", "Ampere+PTX", "Tesla"):
+        assert f"architecture {name!r} dropped: only numbers such as 8.0 and torch's names are read" in said
+
+
+@pytest.mark.parametrize("value", ["Tesla", "8", "8.0 hopper", "8.0x", "8.0+ptx"])
+def test_other_names_of_our_list_are_refused(build, monkeypatch, value):
     monkeypatch.setenv("ONETRIP_CUDA_ARCHS", value)
     with pytest.raises(SystemExit, match=r'must read like "7\.0 8\.0 9\.0'):
         build.cuda_archs(NVCC)
