@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 import torch.nn.functional as F
 from onetrip.ops.attention import attention
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .providers import EAGER, compiled, own_provider
-from .suite import Case, Dropout, LeastBytes, Operator, Outputs, Provider
+from . import peers
+from .suite import Case, Dropout, LeastBytes, Operator, Outputs
 
 WIDTH = 64
 """Of a head."""
 HEADS = {64: 768, 256: 192, 1024: 24, 4096: 2, 16384: 1}
 """Sequence length: batch x heads. The scores of one head of 16,384 tokens are 1 GiB in float32."""
 QUICK_LENGTHS = (64, 1024)
-SDPA = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 
 
 def _operator(length: int, dropout_p: float, twin: Operator | None = None) -> Operator:
@@ -59,7 +50,7 @@ def _operator(length: int, dropout_p: float, twin: Operator | None = None) -> Op
         least_bytes,
         dropout_p,
         twin=twin,
-        others={"sdpa": sdpa},
+        others={"sdpa": lambda: sdpa, **peers.attention(length, dropout_p)},
     )
 
 
@@ -70,17 +61,3 @@ def cases(quick: bool = False) -> list[Case]:
         for operator in (plain, _operator(length, 0.1, twin=plain)):
             found.append(Case(operator, HEADS[length] * length, WIDTH, torch.float32, full=True))
     return found
-
-
-def _sdpa(name: str, backend: SDPBackend) -> Provider:
-    def unavailable(device: torch.device) -> str:
-        return f"SDPA's {name} backend is for CUDA" if device.type == "cpu" and name in ("efficient", "cudnn") else ""
-
-    def scope() -> AbstractContextManager[object]:
-        return sdpa_kernel(backend)
-
-    return Provider(f"SDPA {name}", lambda operator: operator.others["sdpa"], unavailable, scope)
-
-
-def providers(device: torch.device) -> list[Provider]:
-    return [EAGER, compiled(), own_provider(device), *(_sdpa(name, backend) for name, backend in SDPA.items())]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from onetrip.benchmarks.memory import peak_bytes
-from onetrip.benchmarks.optimizers import ONETRIP, ONETRIP_32, PROVIDERS, OptimizerProvider, make, relative_error
+from onetrip.benchmarks.optimizers import ONETRIP, ONETRIP_32, OptimizerProvider, make, racing, relative_error
 from onetrip.benchmarks.suite import DTYPE_NAMES
 from onetrip.benchmarks.timing import clock_for, summarise
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -68,7 +68,9 @@ def _plain_tensors(*values: object) -> Iterator[Tensor]:
             yield value
 
 
-def test_adam(case: AdamCase, device: torch.device, quick: bool, benchmark: BenchmarkFixture) -> None:
+def test_adam(
+    case: AdamCase, device: torch.device, quick: bool, against: tuple[str, ...], benchmark: BenchmarkFixture
+) -> None:
     clock = clock_for(device)
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, device=device).to(case.dtype)) for shape in case.shapes()]
@@ -77,14 +79,15 @@ def test_adam(case: AdamCase, device: torch.device, quick: bool, benchmark: Benc
     numel = sum(p.numel() for p in params)
     source = torch.randn(max(numel, 1 << 24), device=device)
     target = torch.empty_like(source)
-    unavailable = {provider.name: provider.unavailable() for provider in PROVIDERS}
+    providers = racing(against)
+    unavailable = {provider.name: provider.unavailable(device) for provider in providers}
     failures: dict[str, str] = {}
-    racing: list[_Contestant] = []
-    for provider in PROVIDERS:
+    contestants: list[_Contestant] = []
+    for provider in providers:
         if unavailable[provider.name]:
             continue
         try:
-            error = relative_error(provider)
+            error = relative_error(provider, device)
             contestant = _Contestant(provider, error, make(provider, params))
             contestant.optimizer.step()
             contestant.temporary_bytes = peak_bytes(contestant.optimizer.step, device)
@@ -94,14 +97,14 @@ def test_adam(case: AdamCase, device: torch.device, quick: bool, benchmark: Benc
         if error > LARGEST_ERROR:
             failures[provider.name] = f"updates differ by {error:.1e} of their root mean square"
         else:
-            racing.append(contestant)
+            contestants.append(contestant)
     copies: list[float] = []
     rounds = 0
 
     def one_round() -> None:
         nonlocal rounds
-        first = rounds % len(racing)
-        for contestant in racing[first:] + racing[:first]:
+        first = rounds % max(len(contestants), 1)
+        for contestant in contestants[first:] + contestants[:first]:
             if sum(contestant.samples) < MOST_SECONDS * 1e3:
                 clock.evict()
                 contestant.samples.append(clock.time(contestant.optimizer.step)[0])
@@ -110,19 +113,19 @@ def test_adam(case: AdamCase, device: torch.device, quick: bool, benchmark: Benc
         rounds += 1
 
     one_round()
-    for contestant in racing:
+    for contestant in contestants:
         contestant.samples.clear()
     copies.clear()
     benchmark.pedantic(one_round, rounds=QUICK_ROUNDS if quick else ROUNDS)
     copy = summarise(copies, "ms")
     copy["gb_per_s"] = 2 * source.nbytes / copy["median_ms"] / 1e6
-    providers = []
-    for contestant in racing:
+    records = []
+    for contestant in contestants:
         figures = summarise(contestant.samples, "ms")
         itemsize = params[0].itemsize
         figures["gb_per_s"] = contestant.provider.least_bytes(numel, itemsize, itemsize) / figures["median_ms"] / 1e6
         figures["share_of_copy"] = figures["gb_per_s"] / copy["gb_per_s"]
-        providers.append(
+        records.append(
             {
                 "name": contestant.provider.name,
                 "check": {"passed": True, "detail": "", "largest_error": contestant.error},
@@ -138,7 +141,7 @@ def test_adam(case: AdamCase, device: torch.device, quick: bool, benchmark: Benc
         "n_tensors": len(params),
         "n_parameters": numel,
         "copy": copy,
-        "providers": providers
+        "providers": records
         + [
             {"name": name, "check": {"passed": False, "detail": why, "largest_error": None}}
             for name, why in failures.items()

@@ -70,7 +70,7 @@ def cases(quick: bool = False) -> list[StreamCase]:
 def test_adam_streams(case: StreamCase, device: torch.device, quick: bool, benchmark: BenchmarkFixture) -> None:
     n_steps = QUICK_STEPS if quick else N_STEPS
     providers = (ONETRIP, BITSANDBYTES, TORCHAO)
-    unavailable = {provider.name: provider.unavailable() for provider in providers}
+    unavailable = {provider.name: provider.unavailable(device) for provider in providers}
     params, optimizers = {}, {}
     for provider in providers:
         if not unavailable[provider.name]:

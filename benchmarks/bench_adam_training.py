@@ -106,7 +106,7 @@ def _train(provider: OptimizerProvider, seed: int, n_steps: int, device: torch.d
 def test_adam_training(case: LanguageModelCase, device: torch.device, quick: bool, benchmark: BenchmarkFixture) -> None:
     n_steps = QUICK_STEPS if quick else N_STEPS
     providers = (FUSED, ONETRIP, BITSANDBYTES)
-    unavailable = {provider.name: provider.unavailable() for provider in providers}
+    unavailable = {provider.name: provider.unavailable(device) for provider in providers}
     found: dict[str, tuple[list[float], float]] = {}
 
     def run() -> None:

@@ -10,5 +10,7 @@ from onetrip.benchmarks.suite import Case
 from pytest_benchmark.fixture import BenchmarkFixture
 
 
-def test_row_norm(case: Case, device: torch.device, quick: bool, benchmark: BenchmarkFixture) -> None:
-    race(case, providers(case, device, quick), device, quick, benchmark)
+def test_row_norm(
+    case: Case, device: torch.device, quick: bool, against: tuple[str, ...], benchmark: BenchmarkFixture
+) -> None:
+    race(case, providers(case, device, quick, against), device, quick, benchmark)

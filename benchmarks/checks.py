@@ -81,6 +81,7 @@ class Truth:
         self._names = [f"output {i}" for i in range(len(inputs.grad_outputs))] + [
             f"d{name}" for name, tensor in inputs.tensors.items() if tensor.requires_grad
         ]
+        self._given = inputs.tensors | {f"gradient of output {i}": grad for i, grad in enumerate(inputs.grad_outputs)}
         self._kept: list[Tensor] | None = None
 
     def _compute(self, keep: Tensor | None) -> list[Tensor]:
@@ -104,14 +105,31 @@ class Truth:
             self._kept = self._compute(None)
         return self._kept
 
+    def _copies_of_given(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self._given.items()}
+
+    def _restore(self, copies: dict[str, Tensor]) -> list[str]:
+        """Makes the inputs what they were, for whoever comes next; gives the names of those that had changed."""
+        changed = [name for name, tensor in self._given.items() if not torch.equal(tensor, copies[name])]
+        for name in changed:
+            self._given[name].detach().copy_(copies[name])
+        return changed
+
     def check(self, function: Callable[..., Outputs]) -> Check:
         """Runs the provider forward and backward, and compares every output and every gradient."""
+        given = self._copies_of_given()
         try:
             torch.manual_seed(0)
-            outputs, grads = _run(function, self._inputs, self._inputs.grad_outputs)
+            found = _run(function, self._inputs, self._inputs.grad_outputs)
+            # Cloned: a provider may write its next outputs into the same memory.
+            outputs, grads = (tuple(tensor.detach().clone() for tensor in tensors) for tensors in found)
+            del found
             keep = self._mask(function, outputs, grads) if self._operator.dropout_p > 0.0 else None
         except Exception as error:  # a provider that raises is reported, and the others are measured
+            self._restore(given)
             return Check(False, f"{type(error).__name__}: {error}".splitlines()[0])
+        if changed := self._restore(given):
+            return Check(False, f"writes into what it is given: {', '.join(changed)}")
         if keep is not None:
             drawn = keep[self._compute(torch.ones_like(keep))[0] != 0]  # what is 0 without dropout shows no mask
             rate, expected = drawn.double().mean().item(), 1.0 - self._operator.dropout_p

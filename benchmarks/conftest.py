@@ -1,13 +1,25 @@
-"""Options of the suite under pytest, set by `python -m onetrip.benchmarks`.
+"""Options of the suite under pytest: those of `onetrip bench`, which passes them on.
 
-`pytest benchmarks/` alone runs every check and one round of everything, and records nothing.
+`pytest benchmarks/` alone checks everything on the quick cases and runs one round of each; it records nothing.
+`pytest benchmarks/ --benchmark-enable` measures the whole grid.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from onetrip.benchmarks.suite import selects
+from onetrip.benchmarks.options import Options, UsageError
+from onetrip.benchmarks.selection import cases_of
+
+_REPEATABLE = {
+    "--op": "a suite or an operator",
+    "--dtype": "fp32, fp16 or bf16",
+    "--shape": "ROWSxCOLS",
+    "--pass": "forward, backward or both",
+    "--against": "a provider",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -15,18 +27,43 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--only", default=None, help="cases to run: a glob over their ids, or a part of them")
     group.addoption("--quick", action="store_true", help="fewer cases, fewer rounds")
     group.addoption("--bench-device", default="cpu", help="cpu or cuda")
+    for name, words in _REPEATABLE.items():
+        group.addoption(name, action="append", default=[], dest=f"bench_{name[2:]}", help=f"{words}; may be repeated")
+
+
+def _options(config: pytest.Config) -> Options:
+    given = config.option
+    try:
+        return Options.parse(
+            given.only,
+            given.quick or (given.benchmark_disable and not given.benchmark_enable),
+            given.bench_op,
+            given.bench_dtype,
+            given.bench_shape,
+            given.bench_pass,
+            given.bench_against,
+        )
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        options = metafunc.config.option
-        cases = [case for case in metafunc.module.cases(options.quick) if selects(options.only, case.id)]
+        try:
+            cases = cases_of(Path(metafunc.module.__file__).stem.removeprefix("bench_"), _options(metafunc.config))
+        except UsageError as error:
+            raise pytest.UsageError(str(error)) from None
         metafunc.parametrize("case", cases, ids=[case.id for case in cases])
 
 
 @pytest.fixture
 def quick(request: pytest.FixtureRequest) -> bool:
-    return request.config.option.quick
+    return _options(request.config).quick
+
+
+@pytest.fixture
+def against(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return _options(request.config).against
 
 
 @pytest.fixture

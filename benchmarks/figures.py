@@ -1,76 +1,106 @@
-"""Recorded results as figures beside docs/benchmarks.md."""
+"""Which figures one machine's recorded results have: on the HTML page all of them, beside docs/benchmarks.md some."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from . import plots, plots_training, roofline
 from .results import Results
+from .tables import cases, of_every_width, width_series
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
 
 
 @dataclass(frozen=True)
-class Figure:
+class Drawing:
+    topic: str
+    """The section of the page that it stands in."""
+    name: str
+    """Of its file, without an ending."""
+    title: str
+    plot: Callable[[], Canvas]
+    note: str = ""
+    in_docs: bool = False
+
+
+@dataclass(frozen=True)
+class DocsFigure:
     title: str
     path: str
     """Relative to docs/."""
-    suite: str
-    plot: Callable[[list[dict[str, Any]]], Any]
-    """From a suite's cases to a matplotlib figure."""
+    plot: Callable[[], Canvas]
 
 
-def _language_model(cases: list[dict[str, Any]]) -> Any:
-    """Training loss of every optimizer: the mean of the seeds, and the range of them."""
-    from matplotlib.figure import Figure as Canvas
-
-    canvas = Canvas(figsize=(8, 4.5), layout="constrained")
-    axes = canvas.add_subplot()
-    steps = [case["every"] * (i + 1) for case in cases[:1] for i in range(case["n_steps"] // case["every"])]
-    for name in dict.fromkeys(entry["name"] for case in cases for entry in case["providers"]):
-        curves = [e["training_loss"] for case in cases for e in case["providers"] if e["name"] == name]
-        points = list(zip(*curves, strict=True))
-        line = axes.plot(steps, [sum(point) / len(point) for point in points], label=name, linewidth=1.5)[0]
-        axes.fill_between(steps, list(map(min, points)), list(map(max, points)), color=line.get_color(), alpha=0.2)
-    axes.set(xlabel="step", ylabel="training loss (nats a byte)", yscale="log")
-    axes.legend()
-    return canvas
-
-
-def _streams(cases: list[dict[str, Any]]) -> Any:
-    """The largest update so far apart, stream by stream."""
-    from matplotlib.figure import Figure as Canvas
-
-    canvas = Canvas(figsize=(8, 6), layout="constrained")
-    for case, axes in zip(cases, canvas.subplots(2, 2).flat, strict=False):
-        for entry in case["providers"]:
-            values = entry["largest_update_of_steps"]
-            steps = [case["every"] * (i + 1) for i in range(len(values))]
-            axes.plot(steps, values, label=entry["name"], color="black" if entry["name"] == "exact" else None)
-        axes.axhline(7.27, color="grey", linestyle=":", linewidth=1)
-        axes.set(title=case["stream"], xlabel="step", ylabel="largest |update| / lr", yscale="log")
-    canvas.axes[0].legend(fontsize="small")
-    return canvas
-
-
-_DRAWN = (
-    ("The largest update of every gradient stream; dotted: the bound of exact Adam", "adam_streams", _streams),
-    ("Training loss with each optimizer, mean and range of the seeds", "adam_training", _language_model),
-)
+def drawings(results: Results) -> Iterator[Drawing]:
+    """Everything that can be drawn of one machine's results."""
+    for (operator, dtype), members in width_series(of_every_width(results)).items():
+        yield Drawing(
+            "widths",
+            f"width-{operator}-{dtype}",
+            f"{operator}, {dtype}: bandwidth against width",
+            partial(plots.widths, members),
+            "GB/s: the least bytes that the pass must move over its median time; bands: 20th to 80th percentile. "
+            "Dashed: what a copy of a tensor of that size reached in the same rounds.",
+            in_docs=dtype == "fp32",
+        )
+    operators = cases(results, "row_norm", "softmax")
+    if operators:
+        yield Drawing(
+            "speed-ups",
+            "speed_up",
+            "How many times faster than torch eager",
+            partial(plots.speed_ups, operators),
+            "torch eager's median over onetrip's: above 1 onetrip is faster (blue), below 1 slower (red).",
+            in_docs=True,
+        )
+    if roofline.members(results):
+        yield Drawing("roofline", "roofline", "Roofline, fp32", partial(roofline.plot, results), roofline.note(results))
+    for dtype in dict.fromkeys(case["dtype"] for case in operators):
+        members = [case for case in operators if case["full"] and case["dtype"] == dtype]
+        if members:
+            title = f"Memory of an operator, {dtype}"
+            note = "Above the inputs. Saved: what autograd keeps for backward, without parameters."
+            yield Drawing("memory", f"memory-{dtype}", title, partial(plots.memory, members), note)
+    yield from _models(results)
 
 
-def names(machine: str, results: Results) -> list[Figure]:
+def _models(results: Results) -> Iterator[Drawing]:
+    if found := [case for case in cases(results, "attention") if any(plots.BOTH in e for e in case["providers"])]:
+        yield Drawing("attention", "attention", "Attention against length", partial(plots.attention, found))
+    if found := cases(results, "training"):
+        title = "A training step, by phase"
+        yield Drawing("training", "training", title, partial(plots_training.steps, found))
+        title = "Memory of a training step"
+        yield Drawing("training", "training_memory", title, partial(plots_training.steps_memory, found))
+    if found := cases(results, "adam"):
+        title = "A step of AdamW, and its states"
+        yield Drawing("optimizers", "adam", title, partial(plots_training.optimizers, found))
+    if found := cases(results, "adam_streams"):
+        title = "The largest update of every gradient stream; dotted: the bound of exact Adam"
+        yield Drawing("optimizers", "adam_streams", title, partial(plots_training.streams, found), in_docs=True)
+    if found := cases(results, "adam_training"):
+        title = "Training loss with each optimizer, mean and range of the seeds"
+        plot = partial(plots_training.language_model, found)
+        yield Drawing("optimizers", "adam_training", title, plot, in_docs=True)
+
+
+def of_docs(machine: str, results: Results) -> list[DocsFigure]:
     """What draw draws of one machine's results."""
     return [
-        Figure(title, f"figures/{machine}/{suite}.png", suite, plot)
-        for title, suite, plot in _DRAWN
-        if results.get(suite, {}).get("cases")
+        DocsFigure(drawing.title, f"figures/{machine}/{drawing.name}.png", drawing.plot)
+        for drawing in drawings(results)
+        if drawing.in_docs
     ]
 
 
 def draw(machine: str, results: Results, docs: Path) -> None:
     """Writes the figures below docs/."""
-    for figure in names(machine, results):
+    for figure in of_docs(machine, results):
         path = docs / figure.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.plot(results[figure.suite]["cases"]).savefig(path, dpi=110, metadata={"Software": None})
+        figure.plot().savefig(path, dpi=110, metadata={"Software": None})

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from .suite import Case
+
 
 def saved_bytes(function: Callable[[], object], excluded: Iterable[Tensor] = ()) -> int:
     """Bytes of the distinct storages that autograd saves while function runs, less those of the excluded tensors."""
@@ -45,3 +47,28 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
         allocated += event.nbytes()
         peak = max(peak, allocated)
     return peak
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
+def needed_bytes(case: Case) -> int:
+    """The least that a race over a case holds at one time: three sets of inputs and incoming gradients, the two tensors
+    of the copy, and the truth in float64: inputs, gradients of inputs and outputs, and one tensor between."""
+    elements = case.n_rows * case.n_cols
+    matrices = len(case.operator.matrices)
+    return elements * ((3 * (matrices + 1) + 2) * case.dtype.itemsize + (2 * matrices + 2) * 8)
+
+
+def shortage(case: Case, device: torch.device) -> str:
+    """By how much a case does not fit into what is free; empty where it does."""
+    needed, free = needed_bytes(case), _free_bytes(device)
+    if needed <= free:
+        return ""
+    gib = [value / (1 << 30) for value in (needed, free, needed - free)]
+    return f"needs at least {gib[0]:.1f} GiB, {gib[1]:.1f} GiB are free ({gib[2]:.1f} GiB too much)"

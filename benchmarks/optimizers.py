@@ -1,9 +1,11 @@
-"""AdamW from whoever has one: torch's two, bitsandbytes' and torchao's of 8 bits, onetrip's; and exact AdamW."""
+"""AdamW from whoever has one: torch's, apex' and TransformerEngine's, bitsandbytes' and torchao's of 8 bits, onetrip's;
+and exact AdamW."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,10 +24,17 @@ class OptimizerProvider:
     make: Make
     state_bytes: float
     """Of both moments, read and written in a step, an element of a large tensor; scales included."""
+    key: str = "onetrip"
+    """What it is raced against as; onetrip's own always are."""
     module: str = "torch"
     """What must be installed."""
+    needs_cuda: bool = False
 
-    def unavailable(self) -> str:
+    def unavailable(self, device: torch.device) -> str:
+        if importlib.util.find_spec(self.module.partition(".")[0]) is None:
+            return "not installed"
+        if self.needs_cuda and device.type != "cuda":
+            return "needs CUDA"
         try:
             importlib.import_module(self.module)
         except Exception as error:  # a broken installation raises anything
@@ -45,15 +54,36 @@ def _torchao(params: Sequence[Tensor], **numbers: object) -> torch.optim.Optimiz
     return importlib.import_module("torchao.optim").AdamW8bit(params, **numbers)
 
 
+def _apex(params: Sequence[Tensor], **numbers: object) -> torch.optim.Optimizer:
+    return importlib.import_module("apex.optimizers").FusedAdam(params, adam_w_mode=True, **numbers)
+
+
+def _transformer_engine(params: Sequence[Tensor], **numbers: object) -> torch.optim.Optimizer:
+    module = importlib.import_module("transformer_engine.pytorch.optimizers")
+    return module.FusedAdam(params, adam_w_mode=True, **numbers)
+
+
 ONETRIP = OptimizerProvider("onetrip AdamW8bit", AdamW8bit, 2 + 8 / 128)
-FUSED = OptimizerProvider("torch AdamW fused", functools.partial(torch.optim.AdamW, fused=True), 8)
-FOREACH = OptimizerProvider("torch AdamW foreach", functools.partial(torch.optim.AdamW, foreach=True), 8)
-BITSANDBYTES = OptimizerProvider("bitsandbytes AdamW8bit", _bitsandbytes, 2 + 8 / 256, "bitsandbytes")
-TORCHAO = OptimizerProvider("torchao AdamW8bit", _torchao, 2 + 8 / 256, "torchao.optim")
-ONETRIP_32 = OptimizerProvider(
-    "onetrip AdamW8bit, 32-bit states", functools.partial(AdamW8bit, optim_bits=32), 8, "onetrip"
+FUSED = OptimizerProvider("torch AdamW fused", functools.partial(torch.optim.AdamW, fused=True), 8, "eager")
+FOREACH = OptimizerProvider("torch AdamW foreach", functools.partial(torch.optim.AdamW, foreach=True), 8, "eager")
+BITSANDBYTES = OptimizerProvider("bitsandbytes AdamW8bit", _bitsandbytes, 2 + 8 / 256, "bitsandbytes", "bitsandbytes")
+TORCHAO = OptimizerProvider("torchao AdamW8bit", _torchao, 2 + 8 / 256, "torchao", "torchao.optim")
+APEX = OptimizerProvider("apex FusedAdam", _apex, 8, "apex", "apex.optimizers", needs_cuda=True)
+TRANSFORMER_ENGINE = OptimizerProvider(
+    "TransformerEngine FusedAdam",
+    _transformer_engine,
+    8,
+    "transformer-engine",
+    "transformer_engine.pytorch.optimizers",
+    needs_cuda=True,
 )
-PROVIDERS = (FUSED, FOREACH, BITSANDBYTES, TORCHAO, ONETRIP, ONETRIP_32)
+ONETRIP_32 = OptimizerProvider("onetrip AdamW8bit, 32-bit states", functools.partial(AdamW8bit, optim_bits=32), 8)
+PROVIDERS = (FUSED, FOREACH, BITSANDBYTES, TORCHAO, APEX, TRANSFORMER_ENGINE, ONETRIP, ONETRIP_32)
+
+
+def racing(against: Sequence[str]) -> list[OptimizerProvider]:
+    """Those that were asked for, or all; onetrip's own in any case."""
+    return [provider for provider in PROVIDERS if not against or provider.key in ("onetrip", *against)]
 
 
 def make(
@@ -79,21 +109,21 @@ class ExactUpdates:
         return self.exp_avg / (1 - BETAS[0] ** self.t) / (root + EPS)
 
 
-def relative_error(provider: OptimizerProvider, n_steps: int = 20) -> float:
+def relative_error(provider: OptimizerProvider, device: torch.device, n_steps: int = 20) -> float:
     """Root mean square of the error of the updates over that of exact ones: gradients of a normal distribution, a
     parameter that is large enough for 8 bits, small ones beside it."""
     generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((64, 256), (100,), (3, 5))]
+    params = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in ((64, 256), (100,), (3, 5))]
     optimizer = make(provider, params, weight_decay=0.0)
     exact = [ExactUpdates(p.shape) for p in params]
     wrong = right = 0.0
     for _ in range(n_steps):
         for p in params:
-            p.grad = torch.randn(p.shape, generator=generator)
+            p.grad = torch.randn(p.shape, generator=generator).to(device)
             p.data.zero_()
         optimizer.step()
         for p, updates in zip(params, exact, strict=True):
-            truth = updates.next(p.grad)
-            wrong += (p.detach().double() / -LR - truth).square().sum().item()
+            truth = updates.next(p.grad.cpu())
+            wrong += (p.detach().cpu().double() / -LR - truth).square().sum().item()
             right += truth.square().sum().item()
     return (wrong / right) ** 0.5

@@ -1,18 +1,27 @@
-"""Who provides the operators: eager PyTorch, torch.compile, and every backend of onetrip."""
+"""Who provides the operators: eager PyTorch, SDPA, torch.compile, every backend of onetrip, and other libraries."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import onetrip
 import torch
 from onetrip.ops import backends
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from . import peers
 from .suite import Case, Operator, Outputs, Provider
 
 EAGER = Provider("torch eager", lambda operator: operator.eager)
-
+SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+NAMES = ("eager", "sdpa", "compile", "compile-max-autotune", *peers.MODULES, *backends.BACKENDS)
+"""What may be raced against, as the command names it."""
 
 _MOST_REFERENCE_ELEMENTS = 1 << 23
 
@@ -35,9 +44,24 @@ def own_provider(device: torch.device) -> Provider:
 
 
 def compiled(mode: str | None = None) -> Provider:
+    """torch.compile of the eager form, for one shape.
+
+    max-autotune replays CUDA graphs, which write their outputs into the same memory every time. Each call therefore
+    says first that a new step begins (a counter on the host), which is how a training loop gives the outputs of the
+    step before back. The race holds no output longer than that, and what it checks it has cloned. The inputs are not
+    a module's parameters, so the graph copies them into its own memory: that copy is part of its time.
+    """
+
     def bind(operator: Operator) -> Callable[..., Outputs]:
-        torch._dynamo.reset()  # a shape that was seen before must not turn this one into a dynamic one
-        return torch.compile(operator.eager, dynamic=False, mode=mode)
+        function = torch.compile(operator.eager, dynamic=False, mode=mode)
+        if mode is None:
+            return function
+
+        def step(**inputs: torch.Tensor) -> Outputs:
+            torch.compiler.cudagraph_mark_step_begin()
+            return function(**inputs)
+
+        return step
 
     def unavailable(device: torch.device) -> str:
         return "" if mode is None or device.type == "cuda" else f"mode {mode} is for CUDA"
@@ -45,13 +69,77 @@ def compiled(mode: str | None = None) -> Provider:
     return Provider("torch.compile" if mode is None else f"torch.compile {mode}", bind, unavailable)
 
 
-def providers(case: Case, device: torch.device, quick: bool = False) -> list[Provider]:
+def _sdpa(name: str, backend: SDPBackend) -> Provider:
+    def unavailable(device: torch.device) -> str:
+        return f"SDPA's {name} backend is for CUDA" if device.type == "cpu" and name in ("efficient", "cudnn") else ""
+
+    def scope() -> AbstractContextManager[object]:
+        return sdpa_kernel(backend)
+
+    return Provider(f"SDPA {name}", lambda operator: operator.others["sdpa"](), unavailable, scope)
+
+
+def _peer(name: str) -> Provider:
+    return Provider(
+        peers.TITLES[name],
+        lambda operator: operator.others[name](),
+        lambda device: peers.unavailable(name, device),
+    )
+
+
+def named(name: str) -> list[Provider]:
+    """The providers that a name of NAMES means."""
+    if name == "eager":
+        return [EAGER]
+    if name == "sdpa":
+        return [_sdpa(*item) for item in SDPA.items()]
+    if name == "compile":
+        return [compiled()]
+    if name == "compile-max-autotune":
+        return [compiled("max-autotune")]
+    return [_peer(name) if name in peers.MODULES else _onetrip(name)]
+
+
+def has(operator: Operator, name: str) -> bool:
+    """Whether a provider has the operator at all."""
+    return name in operator.others or (name != "sdpa" and name not in peers.MODULES)
+
+
+def _asked_for(operator: Operator, against: tuple[str, ...]) -> Iterator[Provider]:
+    for name in against:
+        for provider in named(name):
+            if has(operator, name):
+                yield provider
+            else:
+                yield Provider(provider.name, provider.bind, lambda device: f"has no {operator.name}")
+
+
+def _usual(case: Case, device: torch.device, quick: bool) -> Iterator[Provider]:
+    operator = case.operator
+    attention = "sdpa" in operator.others
+    everything = case.full and (case.dtype == torch.float32 or device.type == "cuda") and not quick
+    yield EAGER
+    if everything or attention:
+        yield compiled()
+    if everything and device.type == "cuda":
+        yield compiled("max-autotune")
+    if attention:
+        yield from named("sdpa")
+    for name in peers.MODULES:
+        if has(operator, name) and not quick and (everything or not peers.unavailable(name, device)):
+            yield _peer(name)  # what is absent is named in the full cases
+    if everything and not attention:
+        for backend in backends.BACKENDS:
+            # seconds a call: Philox in plain PyTorch
+            if backend != "reference" or case.n_rows * case.n_cols <= _MOST_REFERENCE_ELEMENTS:
+                yield _onetrip(backend)
+
+
+def providers(case: Case, device: torch.device, quick: bool = False, against: tuple[str, ...] = ()) -> list[Provider]:
+    """Who races in a case: onetrip's choice of backend always, before its other ones, and whoever was asked for; by
+    default whoever is there, fewer in the small cases."""
     own = own_provider(device)
-    if quick or not case.full or case.dtype != torch.float32:
-        return [EAGER, own]
-    # With CUDA graphs a second call would overwrite the outputs of the first, which backward still needs.
-    found = [EAGER, compiled(), compiled("max-autotune-no-cudagraphs"), own]
-    others = [name for name in backends.BACKENDS if f"onetrip {name}" != own.name]
-    if case.n_rows * case.n_cols > _MOST_REFERENCE_ELEMENTS:  # seconds a call: Philox in plain PyTorch
-        others.remove("reference")
-    return found + [_onetrip(name) for name in others]
+    found = list(_asked_for(case.operator, against) if against else _usual(case, device, quick))
+    others = [provider for provider in found if not provider.name.startswith("onetrip")]
+    backends_ = [provider for provider in found if provider.name.startswith("onetrip") and provider.name != own.name]
+    return list({provider.name: provider for provider in (*others, own, *backends_)}.values())

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from .checks import Check, Inputs, Truth, as_tuple, make_inputs
 from .memory import peak_bytes, saved_bytes
-from .suite import DTYPE_NAMES, Case, Outputs, Provider
+from .suite import DTYPE_NAMES, PASSES, Case, Outputs, Provider
 from .timing import Clock, clock_for, summarise
 
 _ROUNDS, _QUICK_ROUNDS = 31, 9
 _INPUT_SETS = 3
 """Inputs rotate through this many sets: no call meets the addresses or the values of the one before."""
+_SMALL_BYTES = 128 << 20
+"""Of a forward pass: 30 microseconds on an H200, of the order of a few launches."""
 _SECONDS_PER_PROVIDER = 5.0
 _FEWEST_SAMPLES = 3
 
@@ -31,11 +33,17 @@ class _Contestant:
     saved: int | None = None
     peak: int | None = None
     samples: dict[str, list[float]] = field(default_factory=dict)
+    replays: dict[str, list[float]] = field(default_factory=dict)
+    not_captured: str = ""
 
     def tired(self) -> bool:
         """A slow provider does not hold up the others: it stops once it has been heard for long enough."""
         spent = sum(sum(values) for values in self.samples.values()) / 1e3
         return spent > _SECONDS_PER_PROVIDER and all(len(v) >= _FEWEST_SAMPLES for v in self.samples.values())
+
+
+def _unbound(**inputs: Tensor) -> Outputs:
+    raise AssertionError("a provider that failed its check is never run")
 
 
 class Race:
@@ -53,18 +61,23 @@ class Race:
             make_inputs(case.operator, case.n_rows, case.n_cols, case.dtype, device, seed)
             for seed in range(_INPUT_SETS)
         ]
+        self._least = case.operator.least_bytes(case.n_rows, case.n_cols, case.dtype.itemsize)
         self._copy_source = torch.randn(case.n_rows, case.n_cols, device=device).to(case.dtype)
         self._copy_target = torch.empty_like(self._copy_source)
         self._copy_samples: dict[str, list[float]] = {"copy": [], "copy_to_fresh_memory": []}
         self._rounds = 0
         self._checked = case.operator.twin or case.operator
+        torch._dynamo.reset()  # what was compiled for other shapes must not turn these into dynamic ones
         truth = Truth(self._checked, self._sets[0])
         self.unavailable = {provider.name: provider.unavailable(device) for provider in providers}
         self._contestants = [self._admit(p, truth) for p in providers if not self.unavailable[p.name]]
 
     def _admit(self, provider: Provider, truth: Truth) -> _Contestant:
-        function = provider.bind(self.case.operator)
         with provider.scope():
+            try:
+                function = provider.bind(self.case.operator)
+            except Exception as error:  # a library that imports, and lacks what it had
+                return _Contestant(provider, _unbound, Check(False, f"{type(error).__name__}: {error}".splitlines()[0]))
             checked = function if self._checked is self.case.operator else provider.bind(self._checked)
             check = truth.check(checked)
             if check.passed and checked is not function:
@@ -106,15 +119,20 @@ class Race:
         def record(name: str, milliseconds: float) -> None:
             contestant.samples.setdefault(name, []).append(milliseconds)
 
+        passes = self.case.passes
         with contestant.provider.scope():
-            clock.evict()
-            milliseconds, outputs = clock.time(lambda: self._forward(function, inputs))
-            record("forward", milliseconds)
-            clock.evict()
-            milliseconds, gradients = clock.time(partial(self._backward, outputs, inputs))
-            record("backward", milliseconds)
-            del outputs, gradients
-            if "forward_backward" in self.case.passes:
+            if "forward" in passes or "backward" in passes:
+                clock.evict()
+                milliseconds, outputs = clock.time(lambda: self._forward(function, inputs))
+                if "forward" in passes:
+                    record("forward", milliseconds)
+                if "backward" in passes:
+                    clock.evict()
+                    milliseconds, gradients = clock.time(partial(self._backward, outputs, inputs))
+                    record("backward", milliseconds)
+                    del gradients
+                del outputs
+            if "forward_backward" in passes:
                 clock.evict()
                 record("forward_backward", clock.time(lambda: self._forward_backward(function, inputs))[0])
 
@@ -139,10 +157,45 @@ class Race:
         for contestant in self._contestants:
             contestant.samples.clear()
 
+    def replay(self, rounds: int) -> None:
+        """Where there are CUDA graphs and a launch may take as long as the kernel: the time of the kernels alone.
+
+        The difference to the time of the call is what its host code keeps the device waiting. After all rounds: a
+        capture that fails must not disturb them.
+        """
+        if not self.case.full or self._least.forward > _SMALL_BYTES:
+            return
+        inputs = self._sets[0]
+        for contestant in self._contestants:
+            function = contestant.function
+            calls = {
+                "forward": lambda function=function: self._forward(function, inputs),
+                "forward_backward": lambda function=function: self._forward_backward(function, inputs),
+            }
+            for name, call in calls.items():
+                if contestant.check.passed and name in self.case.passes and not contestant.not_captured:
+                    self._replay(contestant, name, call, rounds)
+
+    def _replay(self, contestant: _Contestant, name: str, call: Callable[[], object], rounds: int) -> None:
+        with contestant.provider.scope():
+            try:
+                captured = self._clock.captured(call)
+            except Exception as error:  # whatever cannot be captured has no figure here, and keeps the others
+                contestant.not_captured = f"{type(error).__name__}: {error}".splitlines()[0]
+                return
+            for _ in range(rounds if captured is not None else 0):
+                self._clock.evict()
+                contestant.replays.setdefault(name, []).append(self._clock.time(captured)[0])
+
+    def _figures(self, name: str, samples: list[float], copy_gb_per_s: float) -> dict[str, float | int]:
+        figures = summarise(samples, "ms")
+        figures["gb_per_s"] = getattr(self._least, name) / figures["median_ms"] / 1e6
+        figures["share_of_copy"] = figures["gb_per_s"] / copy_gb_per_s
+        return figures
+
     def record(self) -> dict[str, object]:
         """Everything that was found, ready for JSON."""
-        case = self.case
-        least = case.operator.least_bytes(case.n_rows, case.n_cols, self._copy_source.itemsize)
+        case, least = self.case, self._least
         copies = {name: summarise(samples, "ms") for name, samples in self._copy_samples.items()}
         for copy in copies.values():
             copy["gb_per_s"] = 2 * self._copy_source.nbytes / copy["median_ms"] / 1e6
@@ -152,11 +205,15 @@ class Race:
                 "name": contestant.provider.name,
                 "check": asdict(contestant.check),
             }
+            speed = copies["copy"]["gb_per_s"]
             for name, samples in contestant.samples.items():
-                figures = summarise(samples, "ms")
-                figures["gb_per_s"] = getattr(least, name) / figures["median_ms"] / 1e6
-                figures["share_of_copy"] = figures["gb_per_s"] / copies["copy"]["gb_per_s"]
-                record[name] = figures
+                record[name] = self._figures(name, samples, speed)
+            if contestant.replays:
+                record["graph"] = {
+                    name: self._figures(name, samples, speed) for name, samples in contestant.replays.items()
+                }
+            if contestant.not_captured:
+                record["no_graph"] = contestant.not_captured
             if contestant.saved is not None:
                 record |= {"saved_bytes": contestant.saved, "peak_bytes": contestant.peak}
             records.append(record)
@@ -168,7 +225,7 @@ class Race:
             "n_cols": case.n_cols,
             "dropout_p": case.operator.dropout_p,
             "full": case.full,
-            "least_bytes": {name: getattr(least, name) for name in ("forward", "backward", "forward_backward")},
+            "least_bytes": {name: getattr(least, name) for name in PASSES},
             **copies,
             "providers": records,
             "unavailable": {name: reason for name, reason in self.unavailable.items() if reason},
@@ -179,7 +236,9 @@ def race(case: Case, providers: list[Provider], device: torch.device, quick: boo
     """One case of a suite: checked, raced, recorded; fails where a provider of our own gets no number."""
     contest = Race(case, providers, device)
     contest.warm_up()
-    benchmark.pedantic(contest.round, rounds=_QUICK_ROUNDS if quick else _ROUNDS)
+    rounds = _QUICK_ROUNDS if quick else _ROUNDS
+    benchmark.pedantic(contest.round, rounds=rounds)
+    contest.replay(rounds)
     benchmark.extra_info["record"] = contest.record()
     own = {name: reason for name, reason in contest.failures.items() if name.startswith("onetrip")}
     if own:

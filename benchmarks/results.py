@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from .machine import PACKAGE
-from .suite import Named, selects
 
 SCHEMA = 1
 SUITES = (
@@ -24,6 +23,10 @@ SUITES = (
 )
 """Each is a file bench_<name>.py, and leaves <name>.json."""
 RECORDED = PACKAGE / "results"
+OTHERS = ("anatomy", "methods")
+"""The commands whose files, named after them, may lie beside the results."""
+PARTIAL = ".partial.json"
+"""The end of the name of a file that waits for its run to be continued, beside the whole record of another run."""
 
 Results = dict[str, dict[str, Any]]
 """Suite name -> what its JSON holds, for one machine."""
@@ -33,56 +36,64 @@ def bench_file(suite: str) -> Path:
     return PACKAGE / f"bench_{suite}.py"
 
 
-def select(pattern: str | None, quick: bool) -> dict[str, list[Named]]:
-    """The cases that a pattern means, by suite; suites without any are left out."""
-    found = {}
-    for suite in SUITES:
-        module = importlib.import_module(f"onetrip.benchmarks.{bench_file(suite).stem}")
-        cases = [case for case in module.cases(quick) if selects(pattern, case.id)]
-        if cases:
-            found[suite] = cases
-    return found
+def replace_file(path: Path, text: str) -> None:
+    """Whole or not at all: whoever reads the path meanwhile finds what was there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
-def from_pytest_benchmark(path: Path, header: dict[str, object]) -> Results:
-    """What one run left: pytest-benchmark's JSON, reduced to the records of the cases, under the header."""
-    found: Results = {}
-    for benchmark in json.loads(path.read_text())["benchmarks"]:
-        suite = Path(benchmark["fullname"].split("::")[0]).stem.removeprefix("bench_")
-        content = found.setdefault(suite, {"schema": SCHEMA, "suite": suite, **header, "cases": []})
-        if "record" in benchmark["extra_info"]:
-            content["cases"].append(benchmark["extra_info"]["record"])
-    return found
+def write_suite(path: Path, content: dict[str, Any]) -> None:
+    replace_file(path, json.dumps(rounded(content), indent=1) + "\n")
 
 
 def write(results: Results, folder: Path) -> list[Path]:
     """One file a suite into folder/<machine id>/."""
     written = []
     for suite, content in results.items():
-        path = folder / content["machine"]["id"] / f"{suite}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(_rounded(content), indent=1) + "\n")
-        written.append(path)
+        written.append(folder / content["machine"]["id"] / f"{suite}.json")
+        write_suite(written[-1], content)
     return written
+
+
+def read_suite(path: Path) -> dict[str, Any]:
+    """What one file holds; raises ValueError where it is none of ours."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"not JSON ({error})"
+        raise ValueError(f"{path}: {why}") from None
+    found = content.get("schema") if isinstance(content, dict) else None
+    if found != SCHEMA:
+        raise ValueError(f"{path}: schema must be {SCHEMA}, got {found}")
+    return content
 
 
 def read(folder: Path) -> dict[str, Results]:
     """Every machine's results under folder, by machine id."""
-    found: dict[str, Results] = {}
-    for path in sorted(folder.glob("*/*.json")):
-        content = json.loads(path.read_text())
-        if content.get("schema") != SCHEMA:
-            raise ValueError(f"{path}: schema must be {SCHEMA}, got {content.get('schema')}")
-        found.setdefault(path.parent.name, {})[path.stem] = content
-    return found
+    found = {path.name: read_machine(path) for path in sorted(folder.iterdir()) if path.is_dir()}
+    return {machine: results for machine, results in found.items() if results}
 
 
-def _rounded(value: Any) -> Any:
+def read_machine(folder: Path) -> Results:
+    """The results in a machine's own folder; files of other commands and of unfinished runs are passed over."""
+    return {
+        path.stem: read_suite(path)
+        for path in sorted(folder.glob("*.json"))
+        if not path.name.endswith(PARTIAL) and not path.name.startswith(OTHERS)
+    }
+
+
+def rounded(value: Any) -> Any:
     """Five significant digits: what a clock knows, and diffs that can be read."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_rounded(item) for item in value]
+        return [rounded(item) for item in value]
     return value

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from onetrip import ops
 from torch import Tensor
 
+from . import peers
 from .suite import Case, Dropout, LeastBytes, Operator, Outputs
 
 EPS = 1e-5
@@ -89,7 +90,8 @@ def _operator(
             backward = matrix * (reads + writes) + vector + parameters
         return LeastBytes(forward, backward)
 
-    return Operator(name, matrices, vectors, formula, fused, least_bytes, dropout_p)
+    others = peers.row_norm(norm, EPS, residual=residual, dropout_p=dropout_p, return_residual=return_residual)
+    return Operator(name, matrices, vectors, formula, fused, least_bytes, dropout_p, others=others)
 
 
 LAYER_NORM = _operator("layer_norm", "layer")

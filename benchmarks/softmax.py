@@ -6,6 +6,7 @@ import torch
 from onetrip import ops
 from torch import Tensor
 
+from . import peers
 from .suite import Case, Dropout, LeastBytes, Operator, Outputs
 
 HEADS, QUERIES, KEYS = 16, 512, 512
@@ -16,9 +17,15 @@ QUICK_WIDTHS = (64, 1024, 65536)
 ELEMENTS = 4096 * 1024
 
 
+def _leading_shape(n_rows: int) -> tuple[int, int, int]:
+    """(batch, heads, queries) of scores with so many rows; one head where the rows are not those of whole sequences."""
+    batch, rest = divmod(n_rows, HEADS * QUERIES)
+    return (1, 1, n_rows) if rest else (batch, HEADS, QUERIES)
+
+
 def _padding(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """As transformers makes it: 0 where a key is real and the dtype's lowest number where it is padding."""
-    batch = n_rows // (HEADS * QUERIES)
+    batch = _leading_shape(n_rows)[0]
     lengths = torch.linspace(n_cols // 2, n_cols, batch, device=device).long()
     real = torch.arange(n_cols, device=device) < lengths[:, None, None, None]
     return {"mask": torch.where(real, 0.0, torch.finfo(dtype).min).to(dtype)}
@@ -26,7 +33,7 @@ def _padding(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device)
 
 def _operator(name: str, *, attention: bool, dropout_p: float = 0.0) -> Operator:
     def heads(scores: Tensor) -> Tensor:
-        return scores.view(-1, HEADS, QUERIES, scores.shape[-1]) if attention else scores
+        return scores.view(*_leading_shape(scores.shape[0]), scores.shape[-1]) if attention else scores
 
     def formula(dropout: Dropout, scores: Tensor, mask: Tensor | None = None) -> Outputs:
         values = heads(scores)
@@ -44,8 +51,18 @@ def _operator(name: str, *, attention: bool, dropout_p: float = 0.0) -> Operator
         # With dropout the probabilities are written beside the result; backward reads them and dy, and writes dscores.
         return LeastBytes(matrix * (3 if dropout_p > 0.0 else 2), 3 * matrix)
 
-    constants = _padding if attention else (lambda *_: {})
-    return Operator(name, ("scores",), (), formula, fused, least_bytes, dropout_p, constants, mask_shows_in="output")
+    return Operator(
+        name,
+        ("scores",),
+        (),
+        formula,
+        fused,
+        least_bytes,
+        dropout_p,
+        constants=_padding if attention else (lambda *_: {}),
+        mask_shows_in="output",
+        others=peers.scale_mask_softmax(SCALE, heads, dropout_p) if attention else peers.SOFTMAX,
+    )
 
 
 SOFTMAX = _operator("softmax", attention=False)

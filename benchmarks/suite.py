@@ -14,6 +14,7 @@ from torch import Tensor
 Outputs = Tensor | tuple[Tensor, ...]
 Dropout = Callable[[Tensor], Tensor]
 
+PASSES = ("forward", "backward", "forward_backward")
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -52,8 +53,9 @@ class Operator:
 
     twin: Operator | None = None
     """The same without dropout: checked in its place where a mask cannot be read off outputs or gradients."""
-    others: Mapping[str, Callable[..., Outputs]] = field(default_factory=dict)
-    """Further forms, each called as others[name](**inputs): what torch has for this very operator."""
+    others: Mapping[str, Callable[[], Callable[..., Outputs]]] = field(default_factory=dict)
+    """What torch or another library has for this very operator, by provider: others[name]() imports what it needs and
+    gives a function that is called with the inputs by name."""
 
     def eager(self, **inputs: Tensor) -> Outputs:
         return self.formula(lambda values: torch.nn.functional.dropout(values, self.dropout_p, True), **inputs)
@@ -80,6 +82,8 @@ class Case:
     full: bool
     """All three passes, memory as well, and in float32 every provider there is; otherwise forward and backward of eager
     and of onetrip's choice."""
+    wanted: tuple[str, ...] = ()
+    """Passes to time; all that belong to the case where none is named."""
 
     @property
     def id(self) -> str:
@@ -87,7 +91,10 @@ class Case:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        return ("forward", "backward", "forward_backward") if self.full else ("forward", "backward")
+        """In the order in which they are timed."""
+        if self.wanted:
+            return tuple(name for name in PASSES if name in self.wanted)
+        return PASSES if self.full else PASSES[:2]
 
 
 class Named(Protocol):

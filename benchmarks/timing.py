@@ -13,6 +13,7 @@ from onetrip.environment import last_level_cache_bytes
 T = TypeVar("T")
 
 _CUDA_FLUSH_BYTES = 256 << 20  # five times the L2 of an H200, twice that of a B200
+_WARM_UP_CALLS = 3
 
 
 class Clock(Protocol):
@@ -21,6 +22,10 @@ class Clock(Protocol):
 
     def time(self, function: Callable[[], T]) -> tuple[float, T]:
         """Milliseconds of one call, and what it returned."""
+
+    def captured(self, function: Callable[[], object]) -> Callable[[], object] | None:
+        """A replay of the kernels that function launches, without its host code; None on a CPU. Raises where a capture
+        is impossible."""
 
 
 class CpuClock:
@@ -37,6 +42,9 @@ class CpuClock:
         start = time.perf_counter()
         result = function()
         return (time.perf_counter() - start) * 1e3, result
+
+    def captured(self, function: Callable[[], object]) -> Callable[[], object] | None:
+        return None
 
 
 class CudaClock:
@@ -55,6 +63,28 @@ class CudaClock:
         self._end.record()
         self._end.synchronize()
         return self._start.elapsed_time(self._end), result
+
+    def captured(self, function: Callable[[], object]) -> Callable[[], object] | None:
+        """As a CUDA graph: warmed up on a side stream, as a capture needs it, then captured there.
+
+        The outputs live in the graph's own memory and are given up at once: the replay is for its time alone.
+        """
+        side = torch.cuda.Stream(self._flush.device)
+        side.wait_stream(torch.cuda.current_stream(self._flush.device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP_CALLS):
+                function()
+        torch.cuda.current_stream(self._flush.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                function()
+        except Exception:
+            # The capture never told the generator that it ended: a clone of its state is not in one.
+            generator = torch.cuda.default_generators[self._flush.device.index or 0]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
+        return graph.replay
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .benchmarks import command as bench
 
 if TYPE_CHECKING:
     from .anatomy.measure import Progress as ProgressCallback
@@ -24,6 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench.app, name="bench")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and no progress.")]
 
 
@@ -100,4 +104,6 @@ def anatomy(
 
 def main() -> None:
     """Entry point of the `onetrip` command."""
+    if sys.argv[1:2] == ["bench"]:
+        bench.bind_threads(sys.argv[2:])
     app()

@@ -49,7 +49,7 @@ def describe(header: Mapping[str, Any]) -> dict[str, str]:
         "measured": header["date"][:10],
         "machine": where,
         "versions": ", ".join(f"{name} {found}" for name, found in header["versions"].items() if found != "absent"),
-        "commit": "no commit"
+        "commit": "none (no checkout)"
         if commit is None
         else commit["id"][:12] + (" with changes" if commit["modified"] else ""),
     }
@@ -78,6 +78,7 @@ def machine(device: torch.device) -> dict[str, Any]:
             "gpu": properties.name,
             "gpu_memory_bytes": properties.total_memory,
             "compute_capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
             "cuda": torch.version.cuda,
             "driver and clocks": _output("nvidia-smi", query, "--format=csv,noheader", f"--id={device.index or 0}"),
         }

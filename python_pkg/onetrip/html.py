@@ -12,10 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import matplotlib.figure
+from typing import Any
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 ABSENT = "–"
@@ -107,22 +104,21 @@ def numeric_columns(rows: Sequence[Sequence[Entry]]) -> list[bool]:
     ]
 
 
-def figure(figure: matplotlib.figure.Figure, caption: str, note: str = "", alt: str = "") -> Figure:
-    """A drawing as SVG that follows the page into dark mode.
+def figure(figure: Any, caption: str, note: str = "", alt: str = "") -> Figure:
+    """A matplotlib.figure.Figure as SVG that follows the page into dark mode.
 
     Black becomes the colour of the page's text, white the page's ground, matplotlib's grey of grids that of its lines;
     what must stay black or white whatever the page (text on a coloured cell) is drawn in #111111 or #fefefe.
-    Captions of one page must differ: the ids inside the SVG are made unique by them.
     """
     require("matplotlib")
     import matplotlib
 
     file = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": caption}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "onetrip"}):
         figure.savefig(file, format="svg", metadata={"Date": None})
     text = file.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
-    prefix = "f" + hashlib.sha256(caption.encode()).hexdigest()[:8]
+    prefix = "f" + hashlib.sha256((caption + svg).encode()).hexdigest()[:8]  # ids of one page must differ
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", svg)
     for colour, variable in (("#000000", "currentColor"), ("#ffffff", "var(--ground)"), ("#b0b0b0", "var(--line)")):
         svg = svg.replace(colour, variable)

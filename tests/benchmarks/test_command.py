@@ -1,69 +1,133 @@
-"""python -m onetrip.benchmarks: what it refuses before measuring, and one real run."""
+"""onetrip bench: what it refuses before measuring, real runs, Ctrl-C and --resume."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from onetrip.benchmarks import runner
-from onetrip.benchmarks.__main__ import main
+from onetrip.benchmarks.command import app
+from onetrip.cli import app as onetrip
+from typer.testing import CliRunner, Result
 
 CASE = "rms_norm-M65536-N64-fp32"
+SMALL = ["--quick", "--op", "rms_norm", "--against", "eager"]
+Run = Callable[..., Result]
+
+# pytest-benchmark measures nothing where it finds itself in a worker of xdist; this process may be one.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+
+
+def bench(*arguments: str, cwd: Path, module: bool = False) -> subprocess.CompletedProcess[str]:
+    name = ["-m", "onetrip.benchmarks"] if module else ["-c", "from onetrip.cli import main; main()", "bench"]
+    command = [sys.executable, *name, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, cwd=cwd)
+
+
+def records(path: Path) -> list[str]:
+    return [case["case"] for case in json.loads(path.read_text())["cases"]]
 
 
 @pytest.fixture
-def never_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs the command, and gives the one line with which it refuses."""
+
     def run(*arguments: object) -> None:
         raise AssertionError("measured")
 
     monkeypatch.setattr(runner, "run", run)
 
+    def invoke(*arguments: str) -> str:
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 2, result.output
+        assert result.stdout == ""
+        assert result.stderr.startswith("onetrip bench: ")
+        return result.stderr
 
-@pytest.mark.usefixtures("never_measures")
-def test_an_unknown_pattern_lists_the_cases_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--only", "sofmax"]) == 2
-    message = capsys.readouterr().err
+    return invoke
+
+
+def test_an_unknown_pattern_lists_the_cases(refused: Callable[..., str]) -> None:
+    message = refused("--only", "sofmax")
     assert "--only sofmax: no such case" in message
     for known in (CASE, "overhead-layer_norm-grad", "saved_bytes-bert_large_output_blocks"):
         assert f"  {known}\n" in message
 
 
-@pytest.mark.usefixtures("never_measures")
-def test_a_case_that_quick_leaves_out_is_unknown_to_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--quick", "--only", "rms_norm-M4096-N1024-bf16"]) == 2
-    assert "bf16\n" not in capsys.readouterr().err.partition("There are:")[2]
+def test_a_case_that_quick_leaves_out_is_unknown_to_it(refused: Callable[..., str]) -> None:
+    message = refused("--quick", "--only", "rms_norm-M4096-N1024-bf16")
+    assert "bf16\n" not in message.partition("There are:")[2]
 
 
-@pytest.mark.usefixtures("never_measures")
-def test_an_unwritable_output_exits_2_before_measuring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--op", "sofmax"], "--op sofmax: no such operator; there are row_norm"),
+        (["--dtype", "int4"], "--dtype int4: no such thing; there are fp32"),
+        (["--shape", "big"], "--shape big: must read ROWSxCOLS"),
+        (["--pass", "up"], "--pass up: no such thing; there are forward, backward, both"),
+        (["--against", "me"], "--against me: no such thing; there are eager, sdpa"),
+        (["--device", "tpu"], "--device tpu: no such device; there are auto, cpu, cuda"),
+        (["--quick", "--resume"], "--resume: --output must name the folder"),
+        (["--op", "softmax", "--shape", "1000000000x4096"], "does not fit: needs at least"),
+    ],
+)
+def test_bad_usage_is_one_line(refused: Callable[..., str], arguments: list[str], message: str) -> None:
+    said = refused(*arguments)
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_an_unwritable_output_is_refused_before_measuring(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert main(["--quick", "--output", str(tmp_path / "file/folder")]) == 2
-    assert f"cannot write to {tmp_path / 'file/folder'}: Not a directory" in capsys.readouterr().err
+    message = refused("--quick", "--output", str(tmp_path / "file/folder"))
+    assert f"cannot write to {tmp_path / 'file/folder'}: Not a directory" in message
 
 
-@pytest.mark.usefixtures("never_measures")
-def test_cuda_without_a_card_exits_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cuda_without_a_card_is_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["--device", "cuda"]) == 2
-    assert "torch sees no CUDA device" in capsys.readouterr().err
+    assert "torch sees no CUDA device" in refused("--device", "cuda")
 
 
-def test_one_case_is_measured_printed_and_written(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "onetrip.benchmarks", "--quick", "--only", CASE, "--output", str(tmp_path)]
-    # pytest-benchmark measures nothing where it finds itself in a worker of xdist; this process may be one.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+def test_the_command_is_one_of_onetrip() -> None:
+    result = CliRunner().invoke(onetrip, ["bench", "--op", "sofmax"])
+    assert result.exit_code == 2
+    assert "no such operator" in result.stderr
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["tables", "json"])
+def test_the_list_names_operators_and_providers_with_reasons(as_json: bool) -> None:
+    result = CliRunner().invoke(app, ["--list", *(["--json"] if as_json else []), "--device", "cpu"])
+    assert result.exit_code == 0
+    if as_json:
+        found = json.loads(result.stdout)
+        assert CASE in found["suites"]["row_norm"]["cases"]
+        assert found["providers"]["torch eager"]["unavailable"] == ""
+        assert "only interpreted" in found["providers"]["onetrip triton"]["unavailable"]
+    else:
+        for word in ("scale_mask_softmax_dropout-p0.1", "--shape", "Liger-Kernel", "only interpreted"):
+            assert word in result.stdout
+
+
+@pytest.mark.parametrize("module", [False, True], ids=["onetrip-bench", "python-m"])
+def test_one_case_is_measured_printed_and_written(tmp_path: Path, module: bool) -> None:
+    arguments = ["--quick", "--only", CASE, "--output", "found"]
+    done = bench(*arguments, cwd=tmp_path, module=module)
     assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("*/row_norm.json")
+    (path,) = tmp_path.glob("found/*/row_norm.json")
     content = json.loads(path.read_text())
-    assert f"wrote {path}" in done.stdout
+    assert f"wrote {path.relative_to(tmp_path)}" in done.stderr
+    assert "torch / onetrip" in done.stdout or "Without a number" in done.stdout or "provider" in done.stdout
     assert content["machine"]["id"] == path.parent.name
-    assert content["quick"] is True
+    assert content["quick"] is content["complete"] is True
     assert {"python", "torch", "onetrip", "transformers"} <= set(content["versions"])
     assert "commit" in content
     assert content["date"]
+    assert content["asked_for"] == ["--quick", f"--only={CASE}"]
     (case,) = content["cases"]
     assert case["case"] == CASE
     for provider in case["providers"]:
@@ -71,4 +135,43 @@ def test_one_case_is_measured_printed_and_written(tmp_path: Path) -> None:
         for name in ("forward", "backward"):
             assert 0 < provider[name]["p20_ms"] <= provider[name]["median_ms"] <= provider[name]["p80_ms"]
     # A partial run leaves the record of the repository alone.
-    assert "rendered" not in done.stdout
+    assert "rendered" not in done.stderr
+
+
+def test_shape_dtype_pass_and_against_reach_the_race_and_json_is_all_of_standard_output(tmp_path: Path) -> None:
+    words = ["--shape", "64x96", "--dtype", "fp16", "--pass", "forward", "--against", "eager", "--json"]
+    done = bench("--quick", "--op", "softmax", "--only", "softmax-M*", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads(done.stdout)["results"]["softmax"]["cases"]
+    assert case["case"] == "softmax-M64-N96-fp16"
+    assert [entry["name"] for entry in case["providers"]] == ["torch eager", "onetrip cpu"]
+    for entry in case["providers"]:
+        assert "forward" in entry
+        assert not {"backward", "forward_backward"} & set(entry)
+        assert entry["saved_bytes"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_keeps_what_is_done_and_resume_does_the_rest(tmp_path: Path) -> None:
+    shapes = [f"--shape={n}x64" for n in (8, 16, 32, 48, 56)]
+    arguments = [*SMALL, *shapes, "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "onetrip.benchmarks", *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as run:
+        for line in run.stderr:
+            if line.startswith("rms_norm-M16"):  # the first case has ended
+                run.send_signal(signal.SIGINT)
+                break
+        rest = run.stderr.read()
+        run.wait(timeout=60)
+    assert run.returncode == 130, rest
+    assert "--resume continues" in rest
+    (path,) = tmp_path.glob("*/row_norm.json")
+    done = records(path)
+    assert 1 <= len(done) < 5
+    assert json.loads(path.read_text())["complete"] is False
+
+    resumed = bench(*arguments, "--resume", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert not [case for case in done if f"\n{case} (" in resumed.stderr]
+    assert records(path) == [f"rms_norm-M{n}-N64-fp32" for n in (8, 16, 32, 48, 56)]
+    assert json.loads(path.read_text())["complete"] is True

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from onetrip.benchmarks import row_norm
+from onetrip.benchmarks import row_norm, softmax
 from onetrip.benchmarks.memory import peak_bytes, saved_bytes
 from onetrip.benchmarks.providers import EAGER
 from onetrip.benchmarks.race import Race
-from onetrip.benchmarks.suite import Case, Operator, Provider
+from onetrip.benchmarks.suite import PASSES, Case, Operator, Provider
 from onetrip.benchmarks.timing import last_level_cache_bytes, summarise
 from torch import Tensor
 
@@ -31,9 +31,35 @@ class _CountingClock:
         self._milliseconds += 1.0
         return self._milliseconds, function()
 
+    def captured(self, function: Callable[[], object]) -> Callable[[], object] | None:
+        return None
 
-def _race(operator: Operator, *providers: Provider, full: bool = True) -> Race:
-    return Race(Case(operator, 64, 48, torch.float32, full), list(providers), CPU, _CountingClock())
+
+class _ReplayingClock(_CountingClock):
+    """Captures what it is told it can."""
+
+    def __init__(self, impossible: str = "") -> None:
+        super().__init__()
+        self.captures = 0
+        self._impossible = impossible
+
+    def captured(self, function: Callable[[], object]) -> Callable[[], object]:
+        self.captures += 1
+        function()
+        if self._impossible:
+            raise RuntimeError(self._impossible)
+        return lambda: None
+
+
+def _race(
+    operator: Operator,
+    *providers: Provider,
+    full: bool = True,
+    wanted: tuple[str, ...] = (),
+    clock: _CountingClock | None = None,
+) -> Race:
+    case = Case(operator, 64, 48, torch.float32, full, wanted)
+    return Race(case, list(providers), CPU, clock or _CountingClock())
 
 
 def _provider(name: str, function: Callable[..., object]) -> Provider:
@@ -56,6 +82,28 @@ def _raises(**inputs: Tensor) -> Tensor:
     raise RuntimeError("no compiler here")
 
 
+class _InPlaceBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, y: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        result = grad.clone()
+        grad.zero_()
+        return result
+
+
+def _writes_into_its_gradient(**inputs: Tensor) -> Tensor:
+    return _InPlaceBackward.apply(row_norm.LAYER_NORM.eager(**inputs))
+
+
+def _writes_into_its_input(x: Tensor, weight: Tensor, norm_bias: Tensor) -> Tensor:
+    y = row_norm.LAYER_NORM.eager(x=x.clone(), weight=weight, norm_bias=norm_bias)
+    x.detach()[0, 0] += 1.0
+    return y
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -63,8 +111,10 @@ def _raises(**inputs: Tensor) -> Tensor:
         (_wrong_gradient, "dweight"),
         (_not_a_number, "not finite"),
         (_raises, "RuntimeError: no compiler here"),
+        (_writes_into_its_gradient, "writes into what it is given: gradient of output 0"),
+        (_writes_into_its_input, "writes into what it is given: x"),
     ],
-    ids=["wrong-output", "wrong-gradient", "nan", "raises"],
+    ids=["wrong-output", "wrong-gradient", "nan", "raises", "writes-gradient", "writes-input"],
 )
 def test_a_provider_that_fails_its_check_gets_no_number(function: Callable[..., Tensor], reason: str) -> None:
     race = _race(row_norm.LAYER_NORM, EAGER, _provider("onetrip broken", function))
@@ -76,6 +126,44 @@ def test_a_provider_that_fails_its_check_gets_no_number(function: Callable[..., 
     assert reason in wrong["check"]["detail"]
     assert set(wrong) == {"name", "check"}
     assert race.failures == {"onetrip broken": wrong["check"]["detail"]}
+
+
+def test_a_provider_that_cannot_be_bound_is_reported_and_the_others_are_measured() -> None:
+    def bind(operator: Operator) -> Callable[..., Tensor]:
+        raise AttributeError("module has no attribute 'layer_norm'")
+
+    race = _race(row_norm.LAYER_NORM, Provider("too old", bind), EAGER)
+    race.round()
+    old, eager = race.record()["providers"]
+    assert old["check"]["detail"] == "AttributeError: module has no attribute 'layer_norm'"
+    assert eager["forward"]["samples"] == 1
+
+
+def test_what_a_provider_wrote_into_does_not_harm_the_next_one() -> None:
+    race = _race(row_norm.LAYER_NORM, _provider("rude", _writes_into_its_input), EAGER)
+    assert set(race.failures) == {"rude"}
+
+
+def test_a_provider_that_reuses_the_memory_of_its_outputs_passes_its_check() -> None:
+    """As a CUDA graph does: each call overwrites what the one before returned."""
+    memory = torch.empty(64, 48)
+
+    def reuses(scores: Tensor, mask: Tensor) -> Tensor:
+        y = softmax.ATTENTION_SOFTMAX[0.1].eager(scores=scores, mask=mask)
+        memory.copy_(y.detach())
+        return _InMemory.apply(y, memory)
+
+    assert _race(softmax.ATTENTION_SOFTMAX[0.1], EAGER, _provider("graph", reuses)).failures == {}
+
+
+class _InMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, y: Tensor, memory: Tensor) -> Tensor:
+        return memory.detach()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def _drops_too_much(x: Tensor, residual: Tensor, bias: Tensor, weight: Tensor, norm_bias: Tensor) -> Tensor:
@@ -132,6 +220,59 @@ def test_providers_take_turns_and_every_timed_call_starts_cold(full: bool) -> No
     # The first provider opens the first round, the second one the second: both medians are the same.
     assert first["forward"]["median_ms"] == second["forward"]["median_ms"]
     assert ("forward_backward" in first) is ("saved_bytes" in first) is full
+
+
+@pytest.mark.parametrize("wanted", [PASSES[:1], PASSES[1:2], PASSES[2:], PASSES[::2]], ids="+".join)
+def test_only_the_passes_that_were_asked_for_are_recorded(wanted: tuple[str, ...]) -> None:
+    race = _race(row_norm.RMS_NORM, EAGER, wanted=wanted)
+    race.round()
+    assert tuple(name for name in PASSES if name in race.record()["providers"][0]) == wanted
+
+
+def test_kernels_alone_are_timed_by_replays_of_a_capture() -> None:
+    clock = _ReplayingClock()
+    race = _race(row_norm.RMS_NORM, EAGER, clock=clock)
+    race.round()
+    clock.evictions = 0
+    race.replay(rounds=5)
+    (record,) = race.record()["providers"]
+    assert clock.captures == 2
+    assert clock.evictions == 10
+    assert {name: figures["samples"] for name, figures in record["graph"].items()} == {
+        "forward": 5,
+        "forward_backward": 5,
+    }
+    assert record["graph"]["forward"]["gb_per_s"] > 0
+    assert record["forward"]["samples"] == 1
+
+
+@pytest.mark.parametrize(
+    ("full", "wanted", "captures"), [(False, (), 0), (True, PASSES[:1], 1), (True, PASSES[1:2], 0)]
+)
+def test_only_full_cases_and_passes_that_start_with_a_forward_are_captured(
+    full: bool, wanted: tuple[str, ...], captures: int
+) -> None:
+    clock = _ReplayingClock()
+    race = _race(row_norm.RMS_NORM, EAGER, full=full, wanted=wanted, clock=clock)
+    race.replay(rounds=1)
+    assert clock.captures == captures
+
+
+def test_what_cannot_be_captured_keeps_its_other_figures() -> None:
+    race = _race(row_norm.RMS_NORM, EAGER, clock=_ReplayingClock("operation not permitted"))
+    race.round()
+    race.replay(rounds=5)
+    (record,) = race.record()["providers"]
+    assert record["no_graph"] == "RuntimeError: operation not permitted"
+    assert "graph" not in record
+    assert record["forward_backward"]["samples"] == 1
+
+
+def test_without_graphs_there_is_no_such_figure() -> None:
+    race = _race(row_norm.RMS_NORM, EAGER)
+    race.round()
+    race.replay(rounds=5)
+    assert not {"graph", "no_graph"} & set(race.record()["providers"][0])
 
 
 def test_bandwidth_is_the_declared_bytes_over_the_median() -> None:

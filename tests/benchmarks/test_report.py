@@ -59,7 +59,7 @@ def test_targets_of_the_cpu_are_not_judged_on_a_card(recorded: results.Results) 
     for content in recorded.values():
         content["machine"] = content["machine"] | {"device": "cuda", "gpu": "Test card"}
     assert verdicts(recorded) == []
-    assert report.tables(recorded)[0].title != "Targets"
+    assert report.tables(recorded)[0].caption != "Targets"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,190 @@
+"""onetrip bench compare: what became faster or slower beyond noise."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from onetrip.benchmarks.command import app
+from typer.testing import CliRunner, Result
+
+Make = Callable[..., Path]
+
+
+def figures(median: float, spread: float = 0.02, unit: str = "ms") -> dict[str, float]:
+    return {f"median_{unit}": median, f"p20_{unit}": median * (1 - spread), f"p80_{unit}": median * (1 + spread)}
+
+
+def entry(name: str, passed: bool = True, **passes: dict[str, float]) -> dict[str, Any]:
+    check = {"passed": passed, "detail": "" if passed else "output 0: 3.0e-01 of its largest value"}
+    return {"name": name, "check": check, **passes}
+
+
+def content(*providers: dict[str, Any], suite: str = "softmax", case: str = "softmax-M8-N8-fp32", **rest: Any) -> dict:
+    cases = [{"case": case, "copy": figures(1.0), "providers": list(providers)}]
+    header = {"versions": {"torch": "2.13.0"}, "machine": {"id": "here"}, "commit": {"id": "a" * 40}}
+    return {"schema": 1, "suite": suite, **header, "cases": cases, **rest}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def write(name: str, *args: dict[str, Any], **rest: Any) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content(*args, **rest)))
+        return path
+
+    return write
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
+
+
+def compared(*arguments: object) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ((10.0, 0.02), (5.0, 0.02), "faster"),
+        ((10.0, 0.02), (12.0, 0.02), "slower"),
+        ((10.0, 0.02), (10.0, 0.02), "same"),
+        ((10.0, 0.20), (12.0, 0.02), "same"),  # the intervals overlap
+        ((10.0, 0.001), (10.4, 0.001), "same"),  # apart, and less than 5%
+        ((10.0, 0.001), (9.6, 0.001), "same"),
+        ((10.0, 0.001), (10.6, 0.001), "slower"),
+    ],
+)
+def test_a_change_counts_beyond_noise(
+    make: Make, before: tuple[float, float], after: tuple[float, float], verdict: str
+) -> None:
+    paths = [make(f"{i}.json", entry("onetrip cpu", forward=figures(*side))) for i, side in enumerate((before, after))]
+    found = compared(*paths)
+    (change,) = found["changes"]
+    assert change["verdict"] == verdict
+    assert change["ratio"] == pytest.approx(after[0] / before[0])
+    assert found["summary"] == {"faster": 0, "slower": 0, "same": 0} | {verdict: 1}
+
+
+def test_every_pass_of_every_provider_is_compared(make: Make) -> None:
+    before = make(
+        "a.json",
+        entry("torch eager", forward=figures(4.0), backward=figures(8.0)),
+        entry("onetrip cuda", forward=figures(2.0), graph={"forward": figures(1.0)}),
+        entry("onetrip gone", forward=figures(2.0)),
+    )
+    after = make(
+        "b.json",
+        entry("torch eager", forward=figures(4.0), backward=figures(8.0)),
+        entry("onetrip cuda", forward=figures(1.0), graph={"forward": figures(0.5)}, backward=figures(1.0)),
+    )
+    found = compared(before, after)
+    assert {(c["provider"], c["which"]): c["verdict"] for c in found["changes"]} == {
+        ("torch eager", "forward"): "same",
+        ("torch eager", "backward"): "same",
+        ("onetrip cuda", "forward"): "faster",
+        ("onetrip cuda", "graph forward"): "faster",
+    }
+    assert (found["only_before"], found["only_after"]) == (1, 1)
+    assert found["copy_ratio"] == 1.0
+
+
+def test_steps_of_a_model_and_microseconds_are_compared_too(make: Make) -> None:
+    for name, factor in (("a", 1.0), ("b", 2.0)):
+        overhead = entry("onetrip cpu", forward=figures(10.0 * factor, unit="us"))
+        make(f"{name}/overhead.json", overhead, suite="overhead", case="overhead-softmax")
+        path = make(f"{name}/training.json", suite="training")
+        training = json.loads(path.read_text())
+        step = {"forward": figures(100.0 * factor), "saved_bytes": 5}
+        training["cases"] = [{"case": "training-bert", "steps": {"patched": step}}]
+        path.write_text(json.dumps(training))
+    found = compared(path.parent.parent / "a", path.parent)
+    assert [(c["suite"], c["provider"], c["which"], c["before"]["unit"]) for c in found["changes"]] == [
+        ("overhead", "onetrip cpu", "forward", "us"),
+        ("training", "patched", "forward", "ms"),
+    ]
+    assert found["summary"]["slower"] == 2
+
+
+def test_the_summary_names_the_change_and_what_else_differs(make: Make) -> None:
+    before = make("a.json", entry("onetrip cpu", forward=figures(10.0)))
+    versions = {"versions": {"torch": "2.14.0"}, "commit": {"id": "b" * 40}, "machine": {"id": "there"}}
+    after = make("b.json", entry("onetrip cpu", forward=figures(4.0)), **versions)
+    output = run(before, after).output
+    assert "2.50x faster" in output
+    assert "1 figures: 1 faster, 0 slower, 0 same; 0 only before, 0 only after" in output
+    assert f"commit: {'a' * 12} -> {'b' * 12}" in output
+    assert "machine: here -> there" in output
+    assert "torch: 2.13.0 -> 2.14.0" in output
+
+
+def test_what_did_not_change_is_shown_on_request(make: Make) -> None:
+    paths = [make(f"{name}.json", entry("onetrip cpu", forward=figures(10.0))) for name in "ab"]
+    assert "softmax-M8-N8-fp32" not in run(*paths).output
+    assert "softmax-M8-N8-fp32" in run(*paths, "--all").output
+
+
+@pytest.mark.parametrize(("after", "status"), [(12.0, 1), (10.0, 0), (8.0, 0)], ids=["slower", "same", "faster"])
+def test_fail_on_slower_exits_1_where_something_is(make: Make, after: float, status: int) -> None:
+    paths = [make(f"{t}.json", entry("onetrip cpu", forward=figures(t))) for t in (10.01, after)]
+    assert run(*paths, "--fail-on-slower").exit_code == status
+    assert run(*paths).exit_code == 0
+
+
+def test_a_number_that_was_lost_to_a_failed_check_is_no_improvement(make: Make) -> None:
+    before = make("a.json", entry("onetrip cpu", forward=figures(10.0)))
+    after = make("b.json", entry("onetrip cpu", passed=False))
+    result = run(before, after, "--fail-on-slower")
+    assert result.exit_code == 1
+    assert "no number any more: softmax-M8-N8-fp32: onetrip cpu: output 0: 3.0e-01" in result.output
+
+
+def _spoil(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: path.with_name("nothing"), "no such file or folder"),
+        (lambda path: _spoil(path, "{"), "not JSON"),
+        (lambda path: _spoil(path, "[1]"), "schema must be 1, got None"),
+        (lambda path: _spoil(path, '{"schema": 2}'), "schema must be 1, got 2"),
+        (lambda path: _spoil(path, '{"schema": 1}'), "not the results of a suite"),
+        (lambda path: _spoil(path, json.dumps(content() | {"cases": [{}]})), "not the results of a suite"),
+        (lambda path: _spoil(path, json.dumps(content())), "have no figure in common"),
+        (lambda path: _spoil(path, "[]").parent / "empty", "no such file or folder"),
+    ],
+)
+def test_a_bad_file_exits_2_with_one_line(make: Make, spoil: Callable[[Path], Path], message: str) -> None:
+    good = make("good.json", entry("onetrip cpu", forward=figures(10.0)))
+    bad = spoil(make("bad.json"))
+    for paths in ((good, bad), (bad, good)):
+        result = run(*paths)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert message in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_folders_of_several_machines_must_be_told_apart(make: Make, tmp_path: Path) -> None:
+    for machine in ("one", "two"):
+        make(f"{machine}/softmax.json", entry("onetrip cpu", forward=figures(10.0)))
+    result = run(tmp_path, tmp_path)
+    assert result.exit_code == 2
+    assert "holds the results of several machines: name one of one, two" in result.stderr
+    assert run(tmp_path / "one", tmp_path / "two").exit_code == 0
+
+
+def test_a_folder_without_results_exits_2(make: Make, tmp_path: Path) -> None:
+    good = make("good/softmax.json", entry("onetrip cpu", forward=figures(10.0)))
+    (tmp_path / "empty").mkdir()
+    result = run(good, tmp_path / "empty")
+    assert result.exit_code == 2
+    assert "no results of a suite in it" in result.stderr

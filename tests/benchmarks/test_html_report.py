@@ -1,0 +1,223 @@
+"""`onetrip bench report`: what stands on the page, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from made_up_results import MACHINE, every_suite
+from onetrip import html
+from onetrip.benchmarks import figures, html_report, report, results, roofline, row_norm, softmax, tables
+from onetrip.cli import app
+from typer.testing import CliRunner
+
+SECTIONS = {
+    "Targets": [],
+    "Speed-up over torch eager": ["How many times faster than torch eager"],
+    "Bandwidth against width": [
+        "layer_norm, fp32: bandwidth against width",
+        "rms_norm, fp32: bandwidth against width",
+    ],
+    "Roofline": ["Roofline, fp32"],
+    "Memory": ["Memory of an operator, fp32"],
+    "Attention and SDPA": ["Attention against length"],
+    "Training steps": ["A training step, by phase", "Memory of a training step"],
+    "Optimizers": [
+        "A step of AdamW, and its states",
+        "The largest update of every gradient stream; dotted: the bound of exact Adam",
+        "Training loss with each optimizer, mean and range of the seeds",
+    ],
+    "Overhead of a call": [],
+    "Every measurement": [],
+    "Installation": [],
+    "What was run": [],
+    "Without a number": [],
+    "Origin": [],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    results.write(every_suite(), tmp_path / "results")
+    return tmp_path / "results"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Of one suite: a page without figures."""
+    results.write({"install": every_suite()["install"]}, tmp_path / "results")
+    return tmp_path / "results"
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["bench", "report", *map(str, arguments)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
+    return done.exit_code, done.stdout, done.stderr
+
+
+def captions(section: html.Section, kind: type) -> list[str]:
+    return [part.caption for part in section.parts if isinstance(part, kind)]
+
+
+def test_the_page_has_every_section_with_its_figures():
+    found = {section.title: captions(section, html.Figure) for section in html_report.sections(every_suite())}
+    assert found == SECTIONS and list(found) == list(SECTIONS)
+
+
+def test_every_table_of_the_documentation_stands_on_the_page_those_of_single_cases_in_one():
+    shown = [caption for section in html_report.sections(every_suite()) for caption in captions(section, html.Table)]
+    single = {table.caption for table in tables.operators(tables.cases(every_suite(), "row_norm"))}
+    assert {table.caption for table in report.tables(every_suite())} - single <= set(shown)
+    assert "Every operator, shape, dtype and provider" in shown and len(shown) == len(set(shown))
+
+
+def test_the_table_of_all_measurements_has_a_row_for_every_provider_of_every_case():
+    cases = tables.cases(every_suite(), "row_norm", "softmax")
+    (table,) = tables.measurements(cases)
+    assert len(table.rows) == sum(len(case["providers"]) for case in cases)
+    failed = next(row for row in table.rows if row[4] == "torch.compile")
+    assert failed[5:-1] == (None,) * 10, "a provider that failed its check must have no number"
+
+
+def test_a_suite_without_results_leaves_its_section_out():
+    found = every_suite()
+    del found["attention"], found["adam_training"]
+    sections = {section.title: captions(section, html.Figure) for section in html_report.sections(found)}
+    assert "Attention and SDPA" not in sections and len(sections["Optimizers"]) == 2
+
+
+def test_targets_reached_and_missed_are_counted_and_the_unmeasured_named():
+    section = html_report.sections(every_suite())[0]
+    (table,) = [part for part in section.parts if isinstance(part, html.Table)]
+    reached = [row for row in table.rows if row[-1].good]
+    assert section.parts[0] == f"{len(reached)} of {len(table.rows)} measured targets are reached."
+    assert "nvcc, default architectures" in section.parts[-1] and section.parts[-1].startswith("Not measured here: ")
+
+
+@pytest.mark.parametrize(
+    "operator", [*row_norm.SINGLE, *row_norm.FUSED, softmax.SOFTMAX, *softmax.ATTENTION_SOFTMAX.values()]
+)
+def test_the_roofline_counts_the_operations_of_every_operator(operator):
+    case = {"operator": operator.name, "dropout_p": operator.dropout_p}
+    assert roofline.flops_of_element(case, "forward") > 0 and roofline.flops_of_element(case, "backward") > 0
+
+
+def test_the_roof_of_a_cpu_is_its_fastest_copy_and_an_assumed_peak():
+    found = every_suite()
+    roof = roofline.roof(found, roofline.members(found))
+    assert roof.gb_per_s == max(case["copy"]["gb_per_s"] for case in roofline.members(found))
+    assert roof.peak_gflops == 2 * 64 * 3.0
+    assert roof.assumption == "assumed, not measured: 2 threads of 64 fp32 operations a cycle (avx512) at 3 GHz"
+
+
+def test_the_roof_of_a_card_is_computed_from_its_multiprocessors_and_greatest_clock():
+    found = every_suite()
+    card = {"device": "cuda", "gpu": "Card", "compute_capability": "9.0", "multiprocessors": 132}
+    for content in found.values():
+        content["machine"] = card | {"driver and clocks": "570.1, 345 MHz, 1980 MHz, 2619 MHz, 700.00 W"}
+    assert roofline.roof(found, roofline.members(found)).peak_gflops == pytest.approx(132 * 128 * 2 * 1.98)
+    for content in found.values():
+        content["machine"] = card
+    assert roofline.roof(found, roofline.members(found)).peak_gflops is None
+    roofline.plot(found)
+
+
+def test_the_figures_of_the_documentation_are_drawn_where_the_page_looks_for_them(tmp_path: Path):
+    figures.draw(MACHINE, every_suite(), tmp_path)
+    drawn = figures.of_docs(MACHINE, every_suite())
+    assert {"speed_up", "adam_streams", "adam_training"} <= {Path(figure.path).stem for figure in drawn}
+    for figure in drawn:
+        assert (tmp_path / figure.path).stat().st_size > 5000
+        assert f"![{figure.title}]({figure.path})" in report.render({MACHINE: every_suite()})
+
+
+def test_the_command_writes_the_page_beside_the_results(folder: Path):
+    status, out, err = run(folder)
+    assert (status, out, err) == (0, "", f"wrote {folder / 'report.html'}\n")
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == sum(map(len, SECTIONS.values()))
+    assert "Test CPU, 2 cores" in page and "0123456789ab" in page
+
+
+def test_the_folder_of_one_machine_will_do_and_json_says_what_was_written(folder: Path, tmp_path: Path):
+    status, out, _ = run(folder / MACHINE, "--output", tmp_path / "new/page.html", "--json")
+    assert status == 0 and (tmp_path / "new/page.html").exists()
+    found = json.loads(out)
+    assert found["path"] == str(tmp_path / "new/page.html") and found["machines"] == [MACHINE]
+    assert found["figures"] == sum(map(len, SECTIONS.values())) and found["tables"] > 15
+
+
+def test_sections_of_several_machines_carry_their_names(small: Path):
+    other = every_suite()
+    for content in other.values():
+        content["machine"] = content["machine"] | {"id": "other"}
+    results.write({"install": other["install"]}, small)
+    assert run(small)[0] == 0
+    page = (small / "report.html").read_text()
+    assert f"<h2>{MACHINE}: Installation</h2>" in page and "<h2>other: Installation</h2>" in page
+
+
+@pytest.mark.parametrize("command", ["anatomy", "methods"])
+def test_results_of_the_other_commands_are_shown_by_their_own_sections(small: Path, monkeypatch, command: str):
+    content = {"answer": 42}
+    path = small / MACHINE / f"{command}_bert.json"
+    path.write_text(json.dumps(content))
+    made = SimpleNamespace(sections=lambda found: [html.Section(f"{command} of {found['answer']}", ["said"])])
+    monkeypatch.setitem(sys.modules, f"onetrip.{command}.html", made)
+    assert run(small)[0] == 0
+    assert f"<h2>{command} of 42</h2>" in (small / "report.html").read_text()
+    path.write_text("{}")
+    status, _, err = run(small)
+    assert status == 2 and f"{path}: not what `onetrip {command}` writes: KeyError: 'answer'" in err
+
+
+def spoil(folder: Path, change: str) -> None:
+    path = folder / MACHINE / "row_norm.json"
+    content = json.loads(path.read_text())
+    if change == "not JSON":
+        path.write_text("{")
+        return
+    if change == "schema":
+        content["schema"] = 99
+    elif change == "cases":
+        content["cases"] = [{"operator": "layer_norm"}]
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("not JSON", "row_norm.json: not JSON"),
+        ("schema", "row_norm.json: schema must be 1, got 99"),
+        ("cases", f"{MACHINE}: its results cannot be read: KeyError: 'n_rows'"),
+    ],
+)
+def test_results_that_cannot_be_read_are_named_and_nothing_is_written(folder: Path, change: str, message: str):
+    spoil(folder, change)
+    status, out, err = run(folder)
+    assert (status, out, len(err.splitlines())) == (2, "", 1) and message in err
+    assert not (folder / "report.html").exists()
+
+
+def test_a_folder_without_results_or_without_existence_is_refused(tmp_path: Path):
+    assert run(tmp_path)[0::2] == (
+        2,
+        f"onetrip bench report: {tmp_path}: no results in it; `onetrip bench --output {tmp_path}` records some\n",
+    )
+    assert run(tmp_path / "none")[2].endswith("none: there is no such folder\n")
+
+
+def test_an_output_that_cannot_be_written_is_refused(small: Path):
+    (small / "file").touch()
+    status, _, err = run(small, "--output", small / "file/page.html")
+    assert status == 2 and f"cannot write to {small / 'file/page.html'}: " in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+def test_a_missing_package_is_named_before_anything_is_read(monkeypatch, tmp_path: Path, package: str):
+    monkeypatch.setitem(sys.modules, package, None)
+    status, _, err = run(tmp_path)
+    assert status == 2 and f"{package} is missing: pip install 'onetrip[report]'" in err

@@ -1,0 +1,169 @@
+"""Results while they are made: on disk after every case, continued by the same code only, never mixed."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from onetrip.benchmarks import results
+from onetrip.benchmarks.store import Store, fingerprint
+
+HEADER: dict[str, Any] = {
+    "date": "2026-01-02T03:04:05+00:00",
+    "commit": {"id": "a" * 40, "modified": False},
+    "versions": {"torch": "2.13.0"},
+    "machine": {"id": "test", "device": "cpu", "driver and clocks": "580, 1980 MHz"},
+    "code": "c0de",
+    "measured": {"quick": True, "passes": [], "against": []},
+}
+LATER = HEADER | {"date": "2026-01-03T00:00:00+00:00"}
+EXPECTED = {"softmax": ["a", "b", "c"]}
+
+
+def record(case: str, passed: bool = True, provider: str = "onetrip cpu") -> dict[str, Any]:
+    return {"case": case, "providers": [{"name": provider, "check": {"passed": passed, "detail": "", "error": 0.5}}]}
+
+
+def store(folder: Path | None, header: dict[str, Any] = HEADER) -> Store:
+    return Store(folder, header, EXPECTED)
+
+
+def cases(path: Path) -> list[str]:
+    return [found["case"] for found in json.loads(path.read_text())["cases"]]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_every_case_is_on_disk_when_the_next_one_starts(tmp_path: Path) -> None:
+    running = store(tmp_path)
+    for case, expected in (("a", ["a"]), ("b", ["a", "b"])):
+        running.add("softmax", record(case))
+        assert cases(tmp_path / "test/softmax.json") == expected
+    assert json.loads((tmp_path / "test/softmax.json").read_text())["complete"] is False
+    running.finish()
+    assert results.read(tmp_path)["test"]["softmax"]["complete"] is True
+    assert running.paths() == [tmp_path / "test/softmax.json"]
+    assert files(tmp_path) == ["test/softmax.json"]
+
+
+def test_the_record_of_another_run_stands_until_this_one_is_whole(tmp_path: Path) -> None:
+    before = store(tmp_path)
+    before.add("softmax", record("a"))
+    before.finish()
+    running = store(tmp_path, LATER)
+    running.add("softmax", record("b"))
+    assert files(tmp_path) == ["test/softmax.json", "test/softmax.partial.json"]
+    assert cases(tmp_path / "test/softmax.json") == ["a"]
+    assert running.paths() == [tmp_path / "test/softmax.partial.json"]
+    assert results.read(tmp_path)["test"].keys() == {"softmax"}  # what waits is no record
+    running.finish()
+    assert files(tmp_path) == ["test/softmax.json"]
+    assert cases(tmp_path / "test/softmax.json") == ["b"]
+
+
+def test_a_run_is_continued_where_it_stopped(tmp_path: Path) -> None:
+    store(tmp_path).add("softmax", record("b"))
+    later = store(tmp_path, LATER)
+    assert later.resume() == {"softmax": {"b"}}
+    later.add("softmax", record("a"))
+    again = store(tmp_path, LATER | {"date": "2026-01-04T00:00:00+00:00"})
+    assert again.resume() == {"softmax": {"a", "b"}}
+    again.add("softmax", record("c"))
+    again.finish()
+    assert cases(tmp_path / "test/softmax.json") == ["a", "b", "c"]  # in the order of the suite
+    assert files(tmp_path) == ["test/softmax.json"]
+    assert again.notes == []
+
+
+def test_continuing_keeps_what_was_not_asked_for_this_time(tmp_path: Path) -> None:
+    before = Store(tmp_path, HEADER, {"softmax": ["z"]})
+    before.add("softmax", record("z"))
+    before.finish()
+    later = store(tmp_path, LATER)
+    assert later.resume() == {"softmax": set()}
+    later.add("softmax", record("a"))
+    later.finish()
+    assert cases(tmp_path / "test/softmax.json") == ["z", "a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("commit", {"id": "b" * 40, "modified": False}),
+        ("code", "changed"),
+        ("versions", {"torch": "2.14.0"}),
+        ("machine", HEADER["machine"] | {"torch_threads": 4}),
+        ("measured", HEADER["measured"] | {"passes": ["forward"]}),
+    ],
+)
+def test_what_another_run_measured_is_not_continued_and_said_so(tmp_path: Path, name: str, value: object) -> None:
+    store(tmp_path).add("softmax", record("a"))
+    later = store(tmp_path, LATER | {name: value})
+    assert later.resume() == {}
+    (note,) = later.notes
+    assert note == f"not continued: {tmp_path / 'test/softmax.json'}: of another {name}"
+
+
+def test_clocks_that_moved_do_not_make_another_machine(tmp_path: Path) -> None:
+    store(tmp_path).add("softmax", record("a"))
+    later = store(tmp_path, LATER | {"machine": HEADER["machine"] | {"driver and clocks": "580, 345 MHz"}})
+    assert later.resume() == {"softmax": {"a"}}
+
+
+def test_results_of_another_machine_are_kept_apart_and_said_so(tmp_path: Path) -> None:
+    store(tmp_path, HEADER | {"machine": {"id": "elsewhere"}}).add("softmax", record("a"))
+    here = store(tmp_path)
+    assert here.resume() == {}
+    assert here.notes == ["kept apart: results of elsewhere"]
+    here.add("softmax", record("b"))
+    assert cases(tmp_path / "elsewhere/softmax.json") == ["a"]
+
+
+@pytest.mark.parametrize(("provider", "again"), [("onetrip cpu", True), ("torch.compile", False)])
+def test_a_case_is_made_again_only_where_our_own_provider_failed(tmp_path: Path, provider: str, again: bool) -> None:
+    store(tmp_path).add("softmax", record("a", passed=False, provider=provider))
+    assert store(tmp_path, LATER).resume() == {"softmax": set() if again else {"a"}}
+
+
+def test_a_file_that_is_no_record_is_not_continued_and_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "test/softmax.json"
+    path.parent.mkdir()
+    path.write_text("{")
+    later = store(tmp_path)
+    assert later.resume() == {}
+    assert later.notes[0].startswith(f"not continued: {path}: not JSON")
+    later.add("softmax", record("a"))
+    assert path.read_text() == "{"
+
+
+def test_without_a_folder_nothing_is_written() -> None:
+    running = store(None)
+    running.add("softmax", record("a"))
+    running.finish()
+    assert running.paths() == []
+    assert running.results["softmax"]["cases"] == [record("a")]
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file.json"
+    results.replace_file(path, "before")
+
+    def full(source: Path, target: Path) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="disk full"):
+        results.replace_file(path, "after")
+    assert path.read_text() == "before"
+    assert files(tmp_path) == ["file.json"]
+
+
+def test_the_fingerprint_is_that_of_the_code() -> None:
+    fingerprint.cache_clear()
+    first = fingerprint()
+    fingerprint.cache_clear()
+    assert fingerprint() == first
+    assert len(first) == 16
