@@ -72,7 +72,7 @@ def drawings(results: Results) -> Iterator[Drawing]:
 def _models(results: Results) -> Iterator[Drawing]:
     if found := [case for case in cases(results, "attention") if any(plots.BOTH in e for e in case["providers"])]:
         yield Drawing("attention", "attention", "Attention against length", partial(plots.attention, found))
-    if found := cases(results, "training"):
+    if found := [case for case in cases(results, "training") if case["steps"]]:
         title = "A training step, by phase"
         yield Drawing("training", "training", title, partial(plots_training.steps, found))
         title = "Memory of a training step"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import targets
 from .plots import bars, canvas, colours, providers
@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 _MIB = 1 << 20
+
+
+def _title(case: dict[str, Any]) -> str:
+    return f"{case['model']}, {case.get('dtype', 'fp32')}, {case['batch_size']} x {case['sequence_length']} tokens"
 
 
 def steps(cases: Cases) -> Canvas:
@@ -30,7 +34,7 @@ def steps(cases: Cases) -> Canvas:
         axes.set_yticks(range(len(case["steps"])), list(case["steps"]), fontsize=8)
         axes.set_ylim(len(case["steps"]) - 0.5, -0.5)
         axes.margins(x=0.08)
-        axes.set_title(f"{case['model']}, {case['batch_size']} x {case['sequence_length']} tokens", fontsize=9)
+        axes.set_title(_title(case), fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     found = dict(zip(*reversed(drawn.axes[0].get_legend_handles_labels()), strict=True))
     drawn.legend(found.values(), found.keys(), loc="outside upper center", ncols=3, frameon=False)
@@ -52,7 +56,7 @@ def steps_memory(cases: Cases) -> Canvas:
                 if "saved_bytes" in step and "peak_bytes" in step
             ],
         )
-        axes.set_title(f"{case['model']}, {case['batch_size']} x {case['sequence_length']} tokens", fontsize=9)
+        axes.set_title(_title(case), fontsize=9)
     drawn.supxlabel("MiB: saved for backward (upper bar of a pair), at the peak (lower, pale)", fontsize=9)
     return drawn
 

@@ -98,7 +98,9 @@ def test_targets_reached_and_missed_are_counted_and_the_unmeasured_named():
 
 
 @pytest.mark.parametrize(
-    "operator", [*row_norm.SINGLE, *row_norm.FUSED, softmax.SOFTMAX, *softmax.ATTENTION_SOFTMAX.values()]
+    "operator",
+    [*row_norm.SINGLE, *row_norm.FUSED, softmax.SOFTMAX, *softmax.ATTENTION_SOFTMAX.values()],
+    ids=lambda operator: operator.name,
 )
 def test_the_roofline_counts_the_operations_of_every_operator(operator):
     case = {"operator": operator.name, "dropout_p": operator.dropout_p}
