@@ -41,7 +41,7 @@ def test_a_card_is_named_in_place_of_the_cpu():
 def test_changes_and_the_absence_of_a_commit_are_said():
     changed = HEADER | {"commit": {"id": "0123456789abcdef", "modified": True}}
     assert environment.describe(changed)["commit"] == "0123456789ab with changes"
-    assert environment.describe(HEADER | {"commit": None})["commit"] == "no commit"
+    assert environment.describe(HEADER | {"commit": None})["commit"] == "none (no checkout)"
 
 
 def test_the_id_of_a_machine_is_a_folder_name():
