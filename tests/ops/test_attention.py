@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -127,6 +128,25 @@ def test_results_and_gradients(name: str, dtype: torch.dtype, used: str) -> None
             assert max_error(tensor, exact[key]) <= 2 * max_error(theirs[key], exact[key]) + roundings
         else:
             assert_like_torch(tensor, theirs[key], exact[key], terms=HEADS * QUERIES * KEYS)
+
+
+@pytest.mark.parametrize("used", ["output", "weights", "both"])
+@pytest.mark.parametrize("heads_at_once", [1, 3, HEADS])
+@pytest.mark.parametrize("name", CASES)
+def test_cuts_of_batches_and_heads_change_no_result(
+    name: str, heads_at_once: int, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    whole = outcome(ours, case, torch.float64, torch.float64, used)
+    module = importlib.import_module("onetrip.ops.attention_heads")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    bytes_of_a_head = torch.float64.itemsize * QUERIES * (KEYS + case.sinks) * (HEADS // case.key_heads)
+    monkeypatch.setattr(module, "_CUT_BYTES", heads_at_once * bytes_of_a_head)
+    tensors = drawn(case)
+    cuts = module._cuts(tensors["query"].double(), tensors["key"], KEYS + case.sinks)
+    assert len(cuts) == BATCH * math.ceil(case.key_heads / heads_at_once) or len(cuts) == 1 < heads_at_once
+    for key, tensor in outcome(ours, case, torch.float64, torch.float64, used).items():
+        torch.testing.assert_close(tensor, whole[key], msg=lambda text, key=key: f"{key}: {text}")
 
 
 def test_a_bool_mask_leaves_blind_queries_nothing() -> None:

@@ -1,0 +1,265 @@
+"""Attention between its operands: two products of matrices and a softmax, and the gradients of all three.
+
+On a CPU a few heads are taken at a time (cuts), as many as a core's cache holds scores of: the next operation reads
+from there what the last one wrote, and backward has the memory of one cut.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..reference.philox import Rng
+from ..reference.softmax import SoftmaxPlan
+from .softmax import kernel_mask
+from .softmax_autograd import backward, forward
+from .tracing import have_storage
+
+
+class Plan(NamedTuple):
+    """Everything about one call that is not a tensor."""
+
+    softmax: SoftmaxPlan
+    alpha: float
+    """What the products q k^T are multiplied by on their way out of the matrix product."""
+    has_softcap: bool
+    backend: str
+
+
+def saturated_mask(mask: Tensor | None, scores: Tensor) -> Tensor | None:
+    """A float16 mask whose finfo.min swallows float16 scores, as sums in float16 do: a row of nothing else gives equal
+    weights in every dtype. (The softmax adds in float32, where -65504 leaves the scores what they are.)"""
+    if mask is None or mask.dtype != torch.float16 or scores.dtype != torch.float16:
+        return mask
+    return mask.float().masked_fill(mask == torch.finfo(torch.float16).min, torch.finfo(torch.float32).min)
+
+
+def _product(a: Tensor, b: Tensor, alpha: float, out: Tensor | None = None) -> Tensor:
+    """alpha * a b, multiplied before it is rounded."""
+    if alpha == 1.0:
+        return torch.bmm(a, b, out=out)
+    return torch.baddbmm(a.new_empty(1, 1, 1), a, b, beta=0.0, alpha=alpha, out=out)
+
+
+# Scores that are worked on at a time on a CPU, a thread: what a core's second cache holds.
+_CUT_BYTES = 2 << 20
+
+_Cut = tuple[slice, slice]
+"""Of batches and of key heads."""
+_EVERYTHING: _Cut = (slice(None), slice(None))
+
+
+def _cuts(query: Tensor, key: Tensor, n_cols: int) -> list[_Cut]:
+    """Of batches and key heads: on a CPU such that scores stay in its caches from one operation to the next. Elsewhere
+    a launch costs more."""
+    batch, n_heads, n_queries, _ = query.shape
+    n_key_heads = key.shape[1]
+    bytes_of_one = query.element_size() * (n_heads // n_key_heads) * n_queries * n_cols
+    at_once = max(1, _CUT_BYTES * torch.get_num_threads() // max(bytes_of_one, 1))
+    if query.device.type != "cpu" or at_once >= batch * n_key_heads:
+        return [_EVERYTHING]
+    if at_once >= n_key_heads:
+        step = at_once // n_key_heads
+        return [(slice(i, i + step), slice(None)) for i in range(0, batch, step)]
+    return [(slice(i, i + 1), slice(j, j + at_once)) for i in range(batch) for j in range(0, n_key_heads, at_once)]
+
+
+def _of_heads(cut: _Cut, n_repeats: int) -> _Cut:
+    """The same cut of query heads."""
+    batches, heads = cut
+    if heads.stop is None:
+        return cut
+    return batches, slice(heads.start * n_repeats, heads.stop * n_repeats)
+
+
+def _write_scores(
+    scores: Tensor, query: Tensor, key: Tensor, position_bias: Tensor | None, sinks: Tensor | None, plan: Plan
+) -> None:
+    """What the softmax multiplies and masks: (batch, heads, Q, K), with sinks (batch, heads, Q, 1 + K)."""
+    q, k = _folded(query, key.shape[1]), key.flatten(0, 1)
+    rows = _folded(scores, key.shape[1])
+    if sinks is not None:
+        scores[..., :1].copy_(sinks)
+        rows = rows[..., 1:]
+    if position_bias is not None:
+        scores[..., scores.shape[-1] - key.shape[2] :].copy_(position_bias)
+    if sinks is None and position_bias is None:
+        _product(q, k.transpose(1, 2), plan.alpha, out=rows)
+    else:
+        rows.baddbmm_(q, k.transpose(1, 2), beta=float(position_bias is not None), alpha=plan.alpha)
+    if plan.has_softcap:
+        scores.tanh_()
+
+
+def _folded(heads: Tensor, n_key_heads: int) -> Tensor:
+    """(batch * key heads, queries of all heads that share one, width): products with keys and values need no copies of
+    these, and their gradients sum over the heads by themselves."""
+    batch, _, _, width = heads.shape
+    return heads.reshape(batch * n_key_heads, -1, width)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    position_bias: Tensor | None,
+    sinks: Tensor | None,
+    rng: Rng | None,
+    plan: Plan,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(output, weights, p): the weights with those of the sinks, p as the softmax stores it."""
+    batch, n_heads, n_queries, _ = query.shape
+    n_key_heads, n_keys = key.shape[1:3]
+    n_repeats = n_heads // n_key_heads
+    scores = query.new_empty(batch, n_heads, n_queries, n_keys + (sinks is not None))
+    cuts = _cuts(query, key, scores.shape[-1])
+    bias, sink = (
+        None if each is None else each.expand(*scores.shape[:-1], each.shape[-1]) for each in (position_bias, sinks)
+    )
+    for cut in cuts:
+        heads = _of_heads(cut, n_repeats)
+        bias_of_cut, sink_of_cut = (None if each is None else each[heads] for each in (bias, sink))
+        _write_scores(scores[heads], query[heads], key[cut], bias_of_cut, sink_of_cut, plan)
+    kernel = None if mask is None else saturated_mask(kernel_mask(scores, mask), scores)
+    weights, p = forward(plan.backend, scores, kernel, rng, plan.softmax, may_overwrite=True)
+    del scores
+    if len(cuts) == 1:
+        output = torch.bmm(_folded(weights, n_key_heads)[..., weights.shape[-1] - n_keys :], value.flatten(0, 1))
+        return output.view(*query.shape[:3], value.shape[3]), weights, p
+    # As models lay it out next, (batch, Q, heads, width): the transpose back costs them no copy.
+    output = query.new_empty(batch, n_queries, n_heads, value.shape[3]).transpose(1, 2)
+    for cut in cuts:
+        heads = _of_heads(cut, n_repeats)
+        values = value[cut]
+        rows = _folded(weights[heads], values.shape[1])[..., weights.shape[-1] - n_keys :]
+        output[heads] = torch.bmm(rows, values.flatten(0, 1)).view(output[heads].shape)
+    return output, weights, p
+
+
+class Gradients(NamedTuple):
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    sinks: Tensor | None
+    """Of each row of scores, not yet summed."""
+    bias: Tensor | None
+
+
+class Wanted(NamedTuple):
+    """Which gradients are."""
+
+    query: bool
+    key: bool
+    value: bool
+    sinks: bool
+    bias_shape: tuple[int, ...] | None
+    """Of what was added to the scores, sinks' column included."""
+
+
+def gradients(
+    doutput: Tensor | None,
+    dweights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    p: Tensor,
+    wants: Wanted,
+    plan: Plan,
+) -> Gradients:
+    """Of everything, laid out as what they are of. doutput, dweights: of output and weights; one may be None."""
+    given = doutput if doutput is not None else dweights
+    assert given is not None
+    writes = have_storage(given)
+    if not writes:
+        plan = plan._replace(backend="reference")
+    # A bias's gradient sums over batches and heads.
+    cuts = _cuts(query, key, p.shape[-1]) if writes and wants.bias_shape is None else [_EVERYTHING]
+    if len(cuts) == 1:
+        return _gradients(doutput, dweights, query, key, value, p, None, wants, plan)
+    n_repeats = query.shape[1] // key.shape[1]
+    found = Gradients(
+        torch.empty_like(query) if wants.query else None,
+        torch.empty_like(key) if wants.key else None,
+        torch.empty_like(value) if wants.value and doutput is not None else None,
+        p.new_empty(*p.shape[:-1], 1) if wants.sinks else None,
+        None,
+    )
+    buffer = torch.empty_like(p[_of_heads(cuts[0], n_repeats)])
+    for cut in cuts:
+        heads = _of_heads(cut, n_repeats)
+        do, dw = (None if each is None else each[heads] for each in (doutput, dweights))
+        p_of_cut = p[heads]
+        room = buffer[: p_of_cut.shape[0], : p_of_cut.shape[1]]
+        pieces = _gradients(do, dw, query[heads], key[cut], value[cut], p_of_cut, room, wants, plan)
+        for whole, place, piece in zip(found, (heads, cut, cut, heads), pieces, strict=False):
+            if whole is not None and piece is not None:
+                whole[place] = piece
+    return found
+
+
+def _gradients(
+    doutput: Tensor | None,
+    dweights: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    p: Tensor,
+    buffer: Tensor | None,
+    wants: Wanted,
+    plan: Plan,
+) -> Gradients:
+    """Of some batches and heads. buffer: shaped like p, is written over."""
+    n_key_heads, first = key.shape[1], p.shape[-1] - key.shape[2]
+    k, v = key.flatten(0, 1), value.flatten(0, 1)
+    dvalue = None
+    dy = dweights
+    if doutput is not None:
+        do = _folded(doutput, n_key_heads)
+        if wants.value:
+            scale = 1.0 / (1.0 - plan.softmax.dropout_p) if plan.softmax.dropout_p < 1.0 else 0.0
+            # A set sign bit says dropped; what it leaves is P, and scale * P was multiplied with the values.
+            weights = p
+            if plan.softmax.dropout_p > 0.0:
+                weights = torch.clamp_min(p, 0.0, out=buffer)
+                buffer = weights if have_storage(do) else None
+            dvalue = _product(_folded(weights, n_key_heads)[..., first:].transpose(1, 2), do, scale).view(value.shape)
+            del weights
+        dy = _gradient_of_weights(do, v, p.shape, dweights, buffer)
+    del buffer
+    assert dy is not None
+    wants_scores = wants.query or wants.key or wants.sinks
+    ds, dbias = backward(
+        plan.backend, dy, p, wants.bias_shape, plan.softmax, wants_scores, may_overwrite=dy is not dweights
+    )
+    del dy
+    dquery = dkey = dsinks = None
+    if ds is not None:
+        if wants.sinks:
+            dsinks = ds[..., :1]
+        if plan.has_softcap:
+            tanh = torch.empty_like(ds)
+            _write_scores(tanh, query, key, None, None, plan)
+            ds = ds.addcmul_(ds, tanh.square_(), value=-1.0)
+        rows = _folded(ds, n_key_heads)[..., first:]
+        if wants.query:
+            dquery = _product(rows, k, plan.alpha).view(query.shape)
+        if wants.key:
+            dkey = _product(rows.transpose(1, 2), _folded(query, n_key_heads), plan.alpha).view(key.shape)
+    return Gradients(dquery, dkey, dvalue, dsinks, dbias)
+
+
+def _gradient_of_weights(
+    do: Tensor, v: Tensor, shape: torch.Size, dweights: Tensor | None, buffer: Tensor | None
+) -> Tensor:
+    """do v^T, plus the gradient of the weights where they were used; 0 where the weights of sinks, which are dropped,
+    have none. buffer: a tensor of this shape that may be written over; its memory has been touched already."""
+    n_keys = v.shape[1]
+    if dweights is None and n_keys == shape[-1]:
+        out = None if buffer is None else buffer.view(do.shape[0], do.shape[1], n_keys)
+        return torch.bmm(do, v.transpose(1, 2), out=out).view(shape)
+    dy = do.new_zeros(shape) if dweights is None else dweights.clone(memory_format=torch.contiguous_format)
+    dy.view(do.shape[0], do.shape[1], -1)[..., shape[-1] - n_keys :].baddbmm_(do, v.transpose(1, 2))
+    return dy
