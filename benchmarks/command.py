@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CHECK_FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 _BUSY = 0.3  # of the CPUs: above it, other work would be timed too
-_MEASURES_NOTHING = {"compare", "report", "--list", "--render", "--help"}
+_MEASURES_NOTHING = {"--everything", "compare", "report", "--list", "--render", "--help"}
 
 app = typer.Typer(
     help="Check and time the kernels beside PyTorch's and other libraries' on this machine.",
@@ -138,6 +138,32 @@ def _measure(
     return CHECK_FAILED if found.failures else 0
 
 
+def _everything(
+    device: torch.device,
+    output: Path | None,
+    quick: bool,
+    part: list[str] | None,
+    resume: bool,
+    budget: float | None,
+    as_json: bool,
+) -> None:
+    from . import everything
+
+    if output is None:
+        _refuse("--everything: --output must name a folder")
+    status = everything.run(
+        output,
+        device,
+        quick=quick,
+        parts=part,
+        resume=resume,
+        budget_s=float("inf") if budget is None else budget,
+        as_json=as_json,
+    )
+    if status:
+        raise typer.Exit(status)
+
+
 @app.callback(invoke_without_command=True)
 def bench(
     context: typer.Context,
@@ -162,6 +188,15 @@ def bench(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Write DIR/<machine>/<suite>.json.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Leave out what DIR has of this very code.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--everything", help="Tests, sanitizers, all suites, training, report, into --output DIR.")
+    ] = False,
+    part: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Of --everything, that part alone; a glob; repeatable.")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Of --everything: end within them; --resume goes on.")
+    ] = None,
     as_json: Json = False,
     list_: Annotated[bool, typer.Option("--list", help="What can be measured, and who can be raced against.")] = False,
     render: Annotated[
@@ -188,6 +223,11 @@ def bench(
         found = listing(chosen)
         typer.echo(json.dumps(found, indent=1)) if as_json else print_listing(found)
         return
+    if everything:
+        _everything(chosen, output, quick, part, resume, budget, as_json)
+        return
+    if part or budget is not None:
+        _refuse("--part and --budget belong to --everything")
     try:
         options = Options.parse(only, quick, op or (), dtype or (), shape or (), which or (), against or ())
     except UsageError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import onetrip
+import onetrip.kernels
 
 from .machine import PACKAGE
 from .results import PARTIAL, SCHEMA, Results, read_suite, write_suite

@@ -12,26 +12,31 @@ from .tables import BOTH, Cases
 
 
 def training(cases: Cases) -> Iterator[Table]:
-    columns = ("step", "forward ms", "backward ms", "both ms", "matrix products ms", "saved MiB", "peak MiB")
+    columns = (
+        "variant", "forward ms", "backward ms", "both ms", "optimizer ms", "step ms", "samples/s", "matrix products ms",
+        "saved MiB", "peak MiB", "with weights and states MiB",
+    )  # fmt: skip
     for case in cases:
         rows = [
             (
                 name,
-                *(milliseconds(step.get(which)) for which in ("forward", "backward", BOTH)),
+                *(milliseconds(step.get(which)) for which in ("forward", "backward", BOTH, "optimizer", "step")),
+                fixed(step.get("samples_per_s"), 1),
                 fixed(step.get("matrix_products_ms"), 0),
                 mib(step.get("saved_bytes")),
                 mib(step.get("peak_bytes")),
+                mib(step.get("training_bytes")),
             )
             for name, step in case["steps"].items()
         ]
         title = (
-            f"Training step of {case['model']}, {case['n_layers']} layers, eager attention, "
+            f"Training step of {case['model']}, {case['n_layers']} layers, {case.get('dtype', 'fp32')}, "
             f"{case['batch_size']} x {case['sequence_length']} tokens, dropout {case['dropout_p']:g}"
         )
-        losses = case["loss_without_dropout"]
+        losses = ", ".join(f"{name} {loss:.6f}" for name, loss in case["loss_without_dropout"].items())
         note = (
-            f"{case['patched_sites']} sites patched. Loss without dropout: {losses['eager']:.6f} unpatched, "
-            f"{losses['patched']:.6f} patched. Matrix products: of one profiled step."
+            f"{case['patched_sites']} sites patched, eager attention where nothing else is said. Loss without dropout: "
+            f"{losses}. Matrix products: of one profiled forward and backward. Peak: above weights and states."
         )
         yield Table(title, columns, rows, note)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import onetrip
+import pytest
 import torch
 from onetrip import environment
 
@@ -46,3 +47,12 @@ def test_changes_and_the_absence_of_a_commit_are_said():
 
 def test_the_id_of_a_machine_is_a_folder_name():
     assert environment.machine(torch.device("cpu"))["id"].replace("-", "").isalnum()
+
+
+@pytest.mark.parametrize(("given", "modified"), [("0123456789abcdef", False), ("0123456789abcdef-dirty", True)])
+def test_without_a_repository_the_commit_is_the_one_that_was_named(monkeypatch, given, modified):
+    monkeypatch.setattr(environment, "checkout", lambda: None)
+    monkeypatch.setenv("ONETRIP_COMMIT", given)
+    assert environment.commit() == {"id": "0123456789abcdef", "modified": modified}
+    monkeypatch.setenv("ONETRIP_COMMIT", "")
+    assert environment.commit() is None

@@ -96,10 +96,15 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> dict[str, Any] | None:
-    """The commit of the source tree, and whether anything but recorded results differs from it."""
+    """The commit of the source tree, and whether anything but recorded results differs from it.
+
+    Where there is no repository (an installed package, a copied tree) ONETRIP_COMMIT may name it, with -dirty behind it
+    for changes, as git describe --always --abbrev=40 --dirty prints it.
+    """
     root = checkout()
     if root is None or (head := _output("git", "rev-parse", "HEAD", cwd=root)) is None:
-        return None
+        given = os.environ.get("ONETRIP_COMMIT")
+        return {"id": given.removesuffix("-dirty"), "modified": given.endswith("-dirty")} if given else None
     changes = _output("git", "status", "--porcelain", "--", ".", *_GENERATED, cwd=root)
     return {"id": head, "modified": bool(changes)}
 

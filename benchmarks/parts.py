@@ -1,0 +1,167 @@
+"""What `--everything` runs, as data: the parts, what each one proves, and why one cannot run on this machine."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from onetrip.ops.backends import unavailable_reason
+
+from . import gpu_tests
+from .results import SUITES, bench_file
+from .suite import DTYPE_NAMES, Case, Named
+
+LIMIT_S = 470.0
+"""No part takes longer: under eight minutes, so that a call of ten minutes holds any one of them."""
+START_S = 8.0
+"""Of a process: Python, torch, the card's context."""
+CHECKS = ("doctor", "gpu-tests", "sanitizer")
+"""How the names of parts begin that prove something and measure nothing."""
+
+_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+_FULL_S = {"cuda": 80.0, "cpu": 45.0}
+"""Of a case in which everybody races, torch.compile's compilations included."""
+_CASE_S: Mapping[str, Mapping[str, float]] = {
+    "row_norm": {"cuda": 3.0, "cpu": 4.0},
+    "softmax": {"cuda": 3.0, "cpu": 6.0},
+    "overhead": {"cuda": 2.0, "cpu": 3.0},
+    "bert_blocks": {"cuda": 8.0, "cpu": 8.0},
+    "training": {"cuda": 100.0, "cpu": 360.0},
+    "adam": {"cuda": 30.0, "cpu": 60.0},
+    "adam_streams": {"cuda": 8.0, "cpu": 8.0},
+    "adam_training": {"cuda": 60.0, "cpu": 900.0},
+}
+"""Guesses: a part that takes longer is cut at its limit, and its next estimate is what it took."""
+_QUICK_S = {"training": 60.0, "adam_training": 30.0}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how a run happens."""
+
+    output: Path
+    device: torch.device
+    quick: bool = False
+    tests: Path | None = None
+    """The root of a source tree, whose tests can be run."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process: python -m <command>. In a command {seconds} stands for the time that it has."""
+
+    name: str
+    proves: str
+    command: tuple[str, ...]
+    seconds: float
+    """Estimated."""
+    missing: str = ""
+    """Why it cannot run here; empty where it can."""
+    always: bool = False
+    """Runs at the end of every call, whatever was done before."""
+
+    @property
+    def is_check(self) -> bool:
+        return self.name.startswith(CHECKS)
+
+
+def _own(kind: str, place: Place) -> tuple[str, ...]:
+    return ("onetrip.benchmarks.part", kind, str(place.output), place.device.type)
+
+
+def _first(place: Place) -> Iterator[Part]:
+    yield Part("environment", "card, clocks, versions, commit, measured ceilings", _own("environment", place), 15.0)
+    yield Part("doctor", "a numeric check of every kernel on every device", _own("doctor", place), 60.0)
+
+
+def _gpu_tests(place: Place) -> Iterator[Part]:
+    missing = _no_card(place)
+    if not missing and place.tests is None:
+        missing = "the tests are not installed with the package: call from the root of a source tree"
+    if not missing:
+        missing = gpu_tests.missing()
+    for shard in gpu_tests.SHARDS:
+        command = ("onetrip.benchmarks.gpu_tests", shard.name, str(place.tests), str(place.output), "{seconds}")
+        yield Part(f"gpu-tests-{shard.name}", f"the tests marked gpu: {shard.what}", command, shard.seconds, missing)
+
+
+def _sanitizers(place: Place) -> Iterator[Part]:
+    missing = _no_card(place)
+    if not missing and shutil.which("compute-sanitizer") is None:
+        missing = "compute-sanitizer is not on PATH: it comes with the CUDA toolkit"
+    for backend in ("cuda", "triton"):
+        for tool in _TOOLS:
+            absent = missing or unavailable_reason(backend, "cuda")
+            command = ("onetrip.benchmarks.sanitized", tool, backend, str(place.output), "{seconds}")
+            yield Part(f"sanitizer-{tool}-{backend}", f"{tool} finds nothing in the kernels", command, 90.0, absent)
+
+
+def _no_card(place: Place) -> str:
+    if place.device.type == "cuda":
+        return ""
+    return "torch sees no CUDA device" if not torch.cuda.is_available() else "the run is on the CPU"
+
+
+def _seconds(suite: str, case: Named, place: Place) -> float:
+    if place.quick:
+        return _QUICK_S.get(suite, 3.0)
+    kind = place.device.type
+    if isinstance(case, Case) and case.full and (case.dtype == torch.float32 or kind == "cuda"):
+        return _FULL_S[kind] / (2 if suite == "attention" else 1)
+    return _CASE_S.get(suite, {}).get(kind, 15.0)
+
+
+def _group(suite: str, case: Named) -> tuple[str, str]:
+    """(what stands behind the suite in a part's name, the pattern of its cases): cases that share a process."""
+    if isinstance(case, Case):
+        dtype = DTYPE_NAMES[case.dtype]
+        return f"{case.operator.name.removeprefix(suite).lstrip('-')}-{dtype}".lstrip(
+            "-"
+        ), f"{case.operator.name}-M*-{dtype}"
+    if suite in ("training", "adam", "adam_training"):
+        # As a glob, which means the whole id; a plain word means any part of one.
+        return case.id.removeprefix(f"{suite}-"), f"[{case.id[0]}]{case.id[1:]}"
+    return "", ""
+
+
+def _suite(suite: str, place: Place) -> Iterator[Part]:
+    module = importlib.import_module(f"onetrip.benchmarks.{bench_file(suite).stem}")
+    why = getattr(module, "unavailable", lambda case, device: "")
+    groups: dict[tuple[str, str], list[Named]] = {}
+    for case in module.cases(place.quick):
+        groups.setdefault(("", "") if place.quick else _group(suite, case), []).append(case)
+    for (name, pattern), cases in groups.items():
+        full_name = f"{suite}-{name}" if name else suite
+        reasons = {why(case, place.device) for case in cases}
+        missing = "" if "" in reasons else reasons.pop()
+        seconds = START_S + sum(_seconds(suite, case, place) for case in cases if not why(case, place.device))
+        command = ["onetrip.benchmarks", f"--op={suite}", f"--device={place.device.type}", "--resume"]
+        command += [f"--only={pattern}"] if pattern else []
+        command += ["--quick"] if place.quick else []
+        command += [f"--output={place.output / 'parts' / full_name}"]
+        if not missing and seconds > LIMIT_S and len(cases) == 1:
+            missing = f"takes longer than {LIMIT_S:.0f} s on this machine: python -m " + " ".join(command)
+        proves = f"{len(cases)} case{'s' if len(cases) > 1 else ''} of the suite {suite}, each checked and timed"
+        yield Part(full_name, proves, tuple(command), min(seconds, LIMIT_S), missing)
+
+
+def _last(place: Place) -> Iterator[Part]:
+    yield Part("peers", "which other libraries raced, and why the rest did not", _own("peers", place), 30.0)
+    yield Part("report", "everything that was found, on one page", _own("report", place), 25.0, always=True)
+
+
+def parts(place: Place) -> list[Part]:
+    """Every part, in order of worth: a run that is cut short has the most important ones."""
+    sanitizers = list(_sanitizers(place))
+    return [
+        *_first(place),
+        *_gpu_tests(place),
+        *sanitizers[:2],
+        *(part for suite in SUITES for part in _suite(suite, place)),
+        *sanitizers[2:],
+        *_last(place),
+    ]

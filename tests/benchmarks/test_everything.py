@@ -1,0 +1,444 @@
+"""onetrip bench --everything: parts of a second in place of the real ones, and two real ones."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from onetrip.benchmarks import everything, gpu_tests, part, parts, sanitized
+from onetrip.benchmarks.parts import LIMIT_S, Part, Place
+from onetrip.benchmarks.results import SUITES, bench_file
+
+CPU = torch.device("cpu")
+COUNT = "open('ran', 'a').write('x')"
+
+
+def fake(name: str, code: str = "pass", **more: Any) -> Part:
+    """A part whose process runs a line of Python."""
+    more.setdefault("seconds", 1.0)
+    return Part(name, "nothing", ("timeit", "-n1", "-r1", code), **more)
+
+
+def exits(code: int, words: str = "") -> str:
+    return f"import os; print({words!r}, flush=True); os._exit({code})"
+
+
+def state(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "everything.json").read_text())
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    monkeypatch.chdir(tmp_path)
+
+    def run(*known: Part, **options: Any) -> int:
+        return everything.run(tmp_path, CPU, known=known, **options)
+
+    return run
+
+
+def test_what_became_of_each_part_is_written_down(run, tmp_path, capsys):
+    status = run(
+        fake("good"),
+        fake("bad", exits(1, "FAILED kernel x: off by 3")),
+        fake("broken", "raise ValueError('no such thing')"),
+        fake("slow", exits(everything.EXIT_UNFINISHED, "3 of 9 tests ran")),
+        fake("absent", missing="no CUDA device"),
+        fake("absent after all", exits(everything.EXIT_SKIPPED, "Device not supported")),
+        fake("after", COUNT),
+    )
+    found = state(tmp_path)["parts"]
+    assert {name: entry["status"] for name, entry in found.items()} == {
+        "good": "passed",
+        "bad": "failed",
+        "broken": "failed",
+        "slow": "unfinished",
+        "absent": "skipped",
+        "absent after all": "skipped",
+        "after": "passed",  # a failure stops nothing
+    }
+    assert status == 1
+    assert found["bad"]["failures"] == ["kernel x: off by 3"]
+    assert "ValueError: no such thing" in found["broken"]["reason"]
+    assert found["slow"]["reason"] == "3 of 9 tests ran"
+    assert found["absent"]["reason"] == "no CUDA device"
+    assert found["absent after all"]["reason"] == "Device not supported"
+    assert "kernel x: off by 3" in (tmp_path / "logs/bad.log").read_text()
+    assert "FAILED bad: kernel x: off by 3" in capsys.readouterr().out
+    assert {"machine", "versions", "commit", "code", "date"} <= state(tmp_path).keys()
+
+
+def test_nothing_failed_exits_0(run):
+    assert run(fake("good"), fake("absent", missing="no CUDA device")) == 0
+
+
+def test_resume_runs_what_is_missing_or_failed(run, tmp_path):
+    known = fake("good", COUNT), fake("bad", f"{COUNT}; {exits(1)}"), fake("new", COUNT)
+    assert run(*known[:2]) == 1
+    assert (tmp_path / "ran").read_text() == "xx"
+    assert run(*known, resume=True) == 1
+    assert (tmp_path / "ran").read_text() == "xxxx"  # all but the good one
+    assert [*state(tmp_path)["parts"]] == ["good", "bad", "new"]
+
+
+def test_a_part_asked_for_by_name_runs_again_and_alone(run, tmp_path):
+    known = fake("tests-a", COUNT), fake("tests-b", COUNT), fake("other", COUNT)
+    run(*known)
+    run(*known, parts=["tests-*"])
+    assert (tmp_path / "ran").read_text() == "x" * 5
+
+
+def test_the_budget_stops_before_a_part_that_does_not_fit(run, tmp_path, capsys):
+    known = fake("long", COUNT, seconds=1000.0), fake("short", COUNT), fake("report", COUNT, always=True)
+    assert run(*known, budget_s=100.0) == 0
+    assert [*state(tmp_path)["parts"]] == ["short", "report"]
+    said = capsys.readouterr().err
+    assert "long needs about 470 s, 9" in said
+    assert "1 of 3 parts are left: call again with --resume" in said
+
+
+def test_a_part_is_stopped_at_its_limit_and_the_next_one_runs(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(everything, "LIMIT_S", 1.0)
+    assert run(fake("endless", "import time; time.sleep(60)"), fake("after")) == 1
+    found = state(tmp_path)["parts"]
+    assert found["endless"]["status"] == "failed"
+    assert "stopped after" in found["endless"]["reason"]
+    assert found["after"]["status"] == "passed"
+
+
+def test_a_part_that_the_budget_cuts_is_unfinished_and_its_next_estimate_longer(run, tmp_path):
+    known = fake("endless", "import time; time.sleep(60)", seconds=1.0)
+    assert run(known, budget_s=2.0) == 0
+    assert state(tmp_path)["parts"]["endless"]["status"] == "unfinished"
+    seconds = state(tmp_path)["parts"]["endless"]["seconds"]
+    assert run(known, budget_s=seconds, resume=True) == 0
+    assert state(tmp_path)["parts"]["endless"]["seconds"] == seconds  # not started: it would not have ended
+
+
+def test_ctrl_c_keeps_what_is_done(run, tmp_path, monkeypatch):
+    ran = everything._run
+
+    def interrupted(part: Part, *arguments: Any) -> None:
+        if part.name == "second":
+            raise KeyboardInterrupt
+        ran(part, *arguments)
+
+    monkeypatch.setattr(everything, "_run", interrupted)
+    assert run(fake("first"), fake("second"), fake("third")) == everything.INTERRUPTED
+    assert [*state(tmp_path)["parts"]] == ["first"]
+
+
+def test_a_folder_with_a_run_is_not_overwritten(run, capsys):
+    run(fake("good"))
+    assert run(fake("good")) == 2
+    assert "holds a run already: --resume goes on with it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["commit", "versions", "code", "quick"])
+def test_a_run_of_other_code_is_not_continued(run, tmp_path, capsys, what):
+    run(fake("good"))
+    content = state(tmp_path) | {what: {"id": "another", "modified": False} if what == "commit" else "another"}
+    (tmp_path / "everything.json").write_text(json.dumps(content))
+    assert run(fake("good"), resume=True) == 2
+    assert f"{what} was another" in capsys.readouterr().err
+
+
+def test_a_damaged_state_is_refused(run, tmp_path, capsys):
+    (tmp_path / "everything.json").write_text("{")
+    assert run(fake("good"), resume=True) == 2
+    assert "is not the state of a run" in capsys.readouterr().err
+
+
+def test_an_unknown_part_lists_the_parts(run, tmp_path, capsys):
+    assert run(fake("doctor"), fake("report"), parts=["dcotor"]) == 2
+    assert "--part dcotor: no such part. There are:\n  doctor\n  report" in capsys.readouterr().err
+    assert not (tmp_path / "everything.json").exists()
+
+
+def test_an_unwritable_folder_and_a_bad_budget_are_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert everything.run(tmp_path / "file/folder", CPU, known=[fake("good")]) == 2
+    assert "cannot write to" in capsys.readouterr().err
+    assert everything.run(tmp_path, CPU, known=[fake("good")], budget_s=0.0) == 2
+    assert "--budget must be greater than 0" in capsys.readouterr().err
+
+
+def test_json_prints_the_state(run, tmp_path, capsys):
+    run(fake("good"), as_json=True)
+    assert json.loads(capsys.readouterr().out) == state(tmp_path)
+
+
+# The real parts, as data.
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """As on a machine with a card, nvcc and compute-sanitizer."""
+    monkeypatch.setattr(parts.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(parts.shutil, "which", lambda name: name)
+    monkeypatch.setattr(parts, "unavailable_reason", lambda backend, device: "")
+    monkeypatch.setattr(gpu_tests, "missing", lambda: "")
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
+def test_on_a_card_nothing_is_left_out_and_every_part_ends_in_time(card, tmp_path, quick):
+    known = parts.parts(Place(tmp_path, card, quick, tests=tmp_path))
+    assert {found.name: found.missing for found in known if found.missing} == {}
+    assert max(found.seconds for found in known) <= LIMIT_S < 480
+    names = [found.name for found in known]
+    assert len(set(names)) == len(names)
+    assert {"doctor", "environment", "peers", "report"} <= set(names)
+    tools = ("memcheck", "racecheck", "initcheck", "synccheck")
+    assert {f"sanitizer-{tool}-{backend}" for tool in tools for backend in ("cuda", "triton")} <= set(names)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_parts_of_a_suite_hold_each_of_its_cases_once(card, tmp_path, device):
+    import importlib
+
+    from onetrip.benchmarks.suite import selects
+
+    known = parts.parts(Place(tmp_path, torch.device(device)))
+    for suite in SUITES:
+        patterns = []
+        for command in (found.command for found in known if f"--op={suite}" in found.command):
+            given = [word.removeprefix("--only=") for word in command if word.startswith("--only=")]
+            patterns.append(given[0] if given else None)
+        for case in importlib.import_module(f"onetrip.benchmarks.{bench_file(suite).stem}").cases():
+            assert sum(selects(pattern, case.id) for pattern in patterns) == 1, case.id
+
+
+def test_without_a_card_its_parts_say_why_they_are_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts.torch.cuda, "is_available", lambda: False)
+    known = parts.parts(Place(tmp_path, CPU, tests=tmp_path))
+    for part_ in known:
+        if part_.name.startswith(("gpu-tests", "sanitizer")):
+            assert part_.missing == "torch sees no CUDA device"
+    (card_only,) = [part_ for part_ in known if part_.name == "training-bert_large-24_layers-4x512"]
+    assert card_only.missing == "full size: for a card"
+
+
+def test_without_a_source_tree_the_gpu_tests_say_what_is_missing(card, tmp_path):
+    known = parts.parts(Place(tmp_path, card, tests=None))
+    (why,) = {part_.missing for part_ in known if part_.name.startswith("gpu-tests")}
+    assert "call from the root of a source tree" in why
+
+
+def gpu_test_files(tests: Path) -> set[str]:
+    """Those that mark tests gpu, or have one that takes a fixture which does."""
+    found = set()
+    for path in set(tests.rglob("test_*.py")) - {Path(__file__)}:  # this one holds made-up tests as text
+        source = path.read_text()
+        functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+        taken = {a.arg for f in functions if f.name.startswith("test_") for a in f.args.args if not own(f, a.arg)}
+        if re.search(r"^(pytestmark = |@)pytest\.mark\.gpu", source, re.MULTILINE) or taken & {"target", "backend"}:
+            found.add(str(path.relative_to(tests)))
+    return found
+
+
+def own(function: ast.FunctionDef, argument: str) -> bool:
+    """Whether the test's own parametrize gives the argument."""
+    return any(re.search(rf"parametrize\(.*\b{argument}\b", ast.unparse(d)) for d in function.decorator_list)
+
+
+def test_every_gpu_test_is_in_one_shard():
+    """By file; and of files in several by name: what one shard's -k leaves another takes."""
+    by_path: dict[str, list[str]] = {}
+    for shard in gpu_tests.SHARDS:
+        for path in shard.paths:
+            by_path.setdefault(path, []).append(shard.keywords)
+    assert gpu_test_files(Path(__file__).parents[1]) == by_path.keys()
+    for path, keywords in by_path.items():
+        positive = [words for words in keywords if words and not words.startswith("not ")]
+        negative = [words.removeprefix("not ").strip("()") for words in keywords if words.startswith("not ")]
+        assert positive == negative, path
+
+
+# The tests of the card, with a tree of made-up ones.
+
+TREE = """
+import os, pytest, conftest
+pytestmark = pytest.mark.gpu
+def test_1_passes(): pass
+def test_2_fails(): assert 1 + 1 == 3
+def test_3_breaks_the_context():
+    conftest.broken = True
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+def test_4_kills_its_process(): os.kill(os.getpid(), 9)
+def test_5_is_skipped(): pytest.skip("needs 60 GB")
+def test_6_passes(): pass
+"""
+CONFTEST = """
+from onetrip.benchmarks import gpu_tests
+broken = False
+gpu_tests._context_is_broken = lambda: broken
+"""
+
+
+def test_gpu_tests_outlive_what_breaks_and_go_on_where_they_stopped(tmp_path, capsys):
+    tree, output = tmp_path / "tree", tmp_path / "output"
+    (tree / "tests").mkdir(parents=True)
+    (tree / "tests/test_made_up.py").write_text(TREE)
+    (tree / "tests/conftest.py").write_text(CONFTEST)
+    shard = gpu_tests.Shard("made_up", "nothing", ("test_made_up.py",))
+    # Long enough to start and too short for a second test.
+    assert gpu_tests.run(shard, tree, output, seconds=0.1, workers=1) == gpu_tests.EXIT_UNFINISHED
+    assert "1 of 6 tests ran" in capsys.readouterr().out
+    assert gpu_tests.run(shard, tree, output, seconds=300.0, workers=1) == gpu_tests.EXIT_FAILED
+    printed = capsys.readouterr().out
+    assert "6 of 6 tests ran: 3 failed, 2 passed, 1 skipped" in printed
+    failed = dict(re.findall(r"^FAILED .*::(\w+): (.+)$", printed, re.MULTILINE))
+    assert [*failed] == ["test_2_fails", "test_3_breaks_the_context", "test_4_kills_its_process"]
+    assert "assert (1 + 1) == 3" in failed["test_2_fails"]
+    assert "illegal memory access" in failed["test_3_breaks_the_context"]
+    assert "[and the CUDA context is broken]" in failed["test_3_breaks_the_context"]
+    assert failed["test_4_kills_its_process"] == "its process died"
+    summary = json.loads((output / "gpu-tests/made_up.json").read_text())
+    assert summary["reasons"] == {"needs 60 GB": 1}
+    record = gpu_tests.read(output / "gpu-tests/made_up-0.jsonl")
+    assert len(record["tests"]) == record["total"] == 6
+
+
+def test_gpu_tests_that_cannot_be_collected_are_a_failure(tmp_path, capsys):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_made_up.py").write_text("import no_such_module")
+    shard = gpu_tests.Shard("made_up", "nothing", ("test_made_up.py",))
+    assert gpu_tests.run(shard, tmp_path, tmp_path, seconds=100.0, workers=1) != 0
+    assert "No module named 'no_such_module'" in capsys.readouterr().out
+
+
+# compute-sanitizer, with what it prints.
+
+SANITIZER = """\
+========= COMPUTE-SANITIZER
+FAILED softmax: not finite
+========= Invalid __global__ write of size 4 bytes
+=========     at void onetrip::softmax_forward_kernel<float, float, (int)32, (bool)1>(onetrip::SoftmaxForward)+0x70
+=========     by thread (31,0,0) in block (4,0,0)
+=========     Address 0x7f0000000400 is out of bounds
+=========
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at void at::native::vectorized_elementwise_kernel<4, ...>+0x10
+=========     by thread (0,0,0) in block (0,0,0)
+=========
+12 of 12 launches
+========= ERROR SUMMARY: 2 errors
+"""
+
+
+def test_reports_of_the_sanitizer_are_told_apart():
+    ours, theirs = sanitized.reports(SANITIZER)
+    assert ours.startswith("Invalid __global__ write") and "softmax_forward_kernel" in ours and "out of bounds" in ours
+    assert "at::native" in theirs
+
+
+@pytest.mark.parametrize(
+    ("text", "returned", "expected"),
+    [
+        (SANITIZER, 0, 1),
+        (SANITIZER.replace("onetrip::", "at::"), 0, 0),
+        ("12 of 12 launches\n========= ERROR SUMMARY: 0 errors\n", 0, 0),
+        ("FAILED softmax 33: not finite\n12 of 12 launches\n", 1, 1),
+        ("7 of 12 launches\n", everything.EXIT_UNFINISHED, everything.EXIT_UNFINISHED),
+        ("========= Error: Device not supported. Please refer to the manual\n", 1, everything.EXIT_SKIPPED),
+        ("========= Error: process didn't terminate successfully\n", 1, 1),
+    ],
+    ids=["ours", "theirs", "clean", "wrong result", "out of time", "no such device", "crash"],
+)
+def test_verdict_of_a_sanitizer(tmp_path, monkeypatch, text, returned, expected):
+    def run(command: list[str], env: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert command[:2] == ["compute-sanitizer", "--tool=memcheck"]
+        assert "--kernel-name=kernel_substring=onetrip" in command
+        assert env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+        return subprocess.CompletedProcess(command, returned, stdout=text)
+
+    monkeypatch.setattr(sanitized.subprocess, "run", run)
+    assert sanitized.run("memcheck", "cuda", tmp_path, 100.0) == expected
+    assert (tmp_path / "sanitizers/memcheck-cuda.txt").read_text() == text
+
+
+def test_the_sanitizers_driver_launches_everything_it_plans(monkeypatch, capsys):
+    """On the CPU's backend, since no card can be asked."""
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(sanitized.torch, "device", lambda name: CPU)
+    monkeypatch.setattr(sanitized, "_WIDE", 1000)
+    assert sanitized.drive("cpu", 300.0) == 0
+    done, planned = re.search(r"(\d+) of (\d+) launches", capsys.readouterr().out).groups()
+    assert done == planned and int(planned) > 50
+
+
+# Results of the parts of a suite, put together; and the command itself.
+
+
+def test_two_real_parts_and_the_report(tmp_path):
+    command = [sys.executable, "-m", "onetrip.benchmarks", "--everything", "--quick", "--device=cpu"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    words = ["--part=environment", "--part=adam_streams", "--part=gpu-tests-large", f"--output={tmp_path}"]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = state(tmp_path)
+    statuses = {name: entry["status"] for name, entry in found["parts"].items()}
+    assert statuses == {
+        "environment": "passed",
+        "gpu-tests-large": "skipped",
+        "adam_streams": "passed",
+        "report": "passed",
+    }
+    machine = found["machine"]["id"]
+    cases = json.loads((tmp_path / "results" / machine / "adam_streams.json").read_text())["cases"]
+    assert [case["stream"] for case in cases] == ["gaussian", "six_decades", "sparse_rows", "outlier"]
+    verified = json.loads((tmp_path / "results" / machine / "everything.json").read_text())["cases"]
+    assert {"adam_streams", "gpu-tests-large"} <= {entry["case"] for entry in verified}
+    assert "outlier" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert "torch" in json.loads((tmp_path / "environment.json").read_text())["packages"]
+
+
+def test_results_of_parts_are_put_together_in_the_order_of_the_suite(tmp_path):
+    head = {
+        "schema": 1,
+        "date": "d",
+        "commit": None,
+        "versions": {},
+        "machine": {"id": "m", "device": "cpu"},
+        "code": "c",
+    }
+    (tmp_path / "everything.json").write_text(
+        json.dumps({**head, "quick": False, "parts": {"doctor": {"status": "passed"}}})
+    )
+    ids = ["adam_streams-gaussian", "adam_streams-six_decades", "adam_streams-outlier"]
+    for name, case, code in (("b", ids[2], "c"), ("a", ids[0], "c"), ("old", ids[1], "another")):
+        content = {**head, "code": code, "suite": "adam_streams", "complete": True, "load_average_before": 1.0}
+        path = tmp_path / "parts" / name / "m" / "adam_streams.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({**content, "cases": [{"case": case}]}))
+    found = part.merged(tmp_path)
+    assert [case["case"] for case in found["adam_streams"]["cases"]] == [ids[0], ids[2]]
+    assert found["everything"]["cases"] == [{"case": "doctor", "status": "passed"}]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--everything"], "--output must name a folder"),
+        (["--part=doctor"], "--part and --budget belong to --everything"),
+        (["--budget=3"], "--part and --budget belong to --everything"),
+    ],
+)
+def test_bad_usage_exits_2(words, message):
+    from onetrip.benchmarks.command import app
+    from typer.testing import CliRunner
+
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2 and message in done.output
