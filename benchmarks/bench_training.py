@@ -98,7 +98,9 @@ VARIANTS = (
     Variant("eager", "eager"),
     Variant("sdpa", "sdpa"),
     Variant("patched", "eager", patched=True),
+    Variant("sdpa, patched", "sdpa", patched=True),
     Variant("patched + AdamW8bit", "eager", patched=True, optimizer=ONETRIP),
+    Variant("sdpa, patched + AdamW8bit", "sdpa", patched=True, optimizer=ONETRIP),
     Variant("torch.compile", "sdpa", compiled=True),
 )
 
