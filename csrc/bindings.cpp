@@ -7,6 +7,7 @@
 #include <exception>
 #include <stdexcept>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "common/adam.h"
@@ -55,11 +56,12 @@ class Arguments {
 
   int64_t integer() { return checked(PyLong_AsLongLong(next())); }
 
-  // The address of a tensor's data; of None: null.
+  // The address of a tensor's data; of None: null. What is only read has memory; a workspace may be empty.
   template <typename T>
   T* tensor() {
     PyObject* value = next();
-    return value == Py_None ? nullptr : reinterpret_cast<T*>(data_ptr(value));
+    if (value == Py_None) return nullptr;
+    return reinterpret_cast<T*>(std::is_const_v<T> ? data_ptr_in_memory(value) : data_ptr(value));
   }
 
   // None; a pair of ints, of which the low 64 bits count; or an int64 tensor of both.
@@ -69,7 +71,7 @@ class Arguments {
       dropout.seed = checked(PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(value, 0)));
       dropout.offset = checked(PyLong_AsUnsignedLongLongMask(PyTuple_GET_ITEM(value, 1)));
     } else if (value != Py_None) {
-      dropout.state = reinterpret_cast<const int64_t*>(data_ptr(value));
+      dropout.state = reinterpret_cast<const int64_t*>(data_ptr_in_memory(value));
     }
   }
 
@@ -96,9 +98,16 @@ class Arguments {
     return checked(PyLong_AsUnsignedLongLong(address.ptr()));
   }
 
+  static uintptr_t data_ptr_in_memory(PyObject* tensor) {
+    const uintptr_t address = data_ptr(tensor);
+    if (!address) throw std::invalid_argument("a launcher got a tensor without memory");
+    return address;
+  }
+
   PyObject *const *next_, *const *end_;
 };
 
+// A centred z whose rstd is None has its n_rows numbers behind it, in one float32 tensor: an allocation less.
 void read(onetrip::RowNormForward& call, Arguments& from) {
   call.x = from.tensor<const void>();
   call.x_row_stride = from.integer();
@@ -111,9 +120,11 @@ void read(onetrip::RowNormForward& call, Arguments& from) {
   call.z = from.tensor<void>();
   call.mean = from.tensor<float>();
   call.rstd = from.tensor<float>();
+  if (call.center_z && call.z && !call.rstd) call.rstd = static_cast<float*>(call.z) + call.n_rows * call.n_cols;
   from.rng(call.dropout);
 }
 
+// As forward's: rstd None means that they lie behind z.
 void read(onetrip::RowNormBackward& call, Arguments& from) {
   call.dy = from.tensor<const void>();
   call.dy_row_stride = from.integer();
@@ -123,6 +134,7 @@ void read(onetrip::RowNormBackward& call, Arguments& from) {
   call.z_row_stride = from.integer();
   call.mean = from.tensor<const float>();
   call.rstd = from.tensor<const float>();
+  if (call.z && !call.rstd) call.rstd = static_cast<const float*>(call.z) + call.n_rows * call.n_cols;
   call.weight = from.tensor<const void>();
   call.dx = from.tensor<void>();
   call.dresidual = from.tensor<void>();
@@ -221,7 +233,6 @@ bool is_contiguous(const onetrip::dlpack::Tensor& tensor) {
   if (!tensor.strides) return true;
   int64_t stride = 1;
   for (int i = tensor.n_dims - 1; i >= 0; --i) {
-    if (tensor.sizes[i] == 0) return false;  // no kernel is launched for it
     if (tensor.sizes[i] != 1 && tensor.strides[i] != stride) return false;
     stride *= tensor.sizes[i];
   }
@@ -244,6 +255,7 @@ bool is_negated(const TensorReader& reader, PyObject* tensor) {
 // 1 + DType; 0 of another one.
 int64_t dtype_digit(const onetrip::dlpack::Tensor& tensor) {
   using namespace onetrip::dlpack;
+  if (tensor.type_lanes != 1) return 0;
   if (tensor.type_code == kFloat && tensor.type_bits == 32) return 1 + static_cast<int>(DType::kFloat32);
   if (tensor.type_code == kFloat && tensor.type_bits == 16) return 1 + static_cast<int>(DType::kFloat16);
   if (tensor.type_code == kBFloat && tensor.type_bits == 16) return 1 + static_cast<int>(DType::kBFloat16);
@@ -267,15 +279,16 @@ int64_t operands_code(const TensorReader& reader, PyObject* const* values, Py_ss
     }
     if (i == 0) x = tensor;
     const int64_t digit = dtype_digit(tensor);
-    if (digit == 0 || tensor.n_dims == 0 || (!tensor.data && !is_empty(tensor)) ||
-        tensor.device_type != x.device_type || tensor.device_index != x.device_index)
+    const bool has_elements = !is_empty(tensor);
+    if (digit == 0 || tensor.n_dims == 0 || (!tensor.data && has_elements) || tensor.device_type != x.device_type ||
+        tensor.device_index != x.device_index)
       return -1;
     const bool is_vector = i > 1;
     if (tensor.n_dims != (is_vector ? 1 : x.n_dims)) return -1;
     for (int j = 1; j <= tensor.n_dims; ++j)
       if (tensor.sizes[tensor.n_dims - j] != x.sizes[x.n_dims - j]) return -1;
     code += digit;
-    is_plain = is_plain && is_contiguous(tensor) && !is_negated(reader, values[i]);
+    is_plain = is_plain && has_elements && is_contiguous(tensor) && !is_negated(reader, values[i]);
   }
   return 2 * code + is_plain;
 }

@@ -164,3 +164,35 @@ def test_a_launch_on_a_card_needs_a_build_with_cuda():
     plan = RowNormPlan(NORM_LAYER, 1e-5, 0.0, 0.0, F32, F32, F32, False, False, False)
     with pytest.raises(RuntimeError, match="was built without CUDA"):
         native.forward_launcher(plan, F32, None, None, None, None)(0, *LAUNCH[1:])
+
+
+@pytest.mark.parametrize("role", range(5), ids=["x", "residual", "bias", "weight", "norm_bias"])
+def test_torchs_zeros_without_memory_are_zeros(role):
+    given = [matrix(), matrix(), vector(), vector(), vector()]
+    given[role] = torch._efficientzerotensor(given[role].shape)
+    assert native.operands(*given) is None
+    zeros = [tensor.clone() for tensor in given]
+    results = [ops.bias_dropout_residual_norm(x, r, w, n, bias=b) for x, r, b, w, n in (given, zeros)]
+    assert torch.equal(*results)
+
+
+def freed(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("role", range(5), ids=["x", "residual", "bias", "weight", "norm_bias"])
+def test_a_tensor_whose_memory_was_freed_is_refused(role):
+    given = [matrix(), matrix(), vector(), vector(), vector()]
+    given[role] = freed(given[role])
+    x, residual, bias, weight, norm_bias = given
+    with pytest.raises(RuntimeError, match="a launcher got a tensor without memory"):
+        ops.bias_dropout_residual_norm(x, residual, weight, norm_bias, bias=bias)
+
+
+def test_seeds_whose_memory_was_freed_are_refused():
+    plan = RowNormPlan(NORM_LAYER, 1e-5, 0.0, 0.5, F32, F32, F32, False, False, False)
+    launch = native.forward_launcher(plan, F32, None, None, None, None)
+    assert launch(*LAUNCH[:-1], torch.tensor([1, 2])) == 0
+    with pytest.raises(RuntimeError, match="a launcher got a tensor without memory"):
+        launch(*LAUNCH[:-1], freed(torch.tensor([1, 2])))

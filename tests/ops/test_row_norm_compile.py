@@ -80,6 +80,18 @@ def test_opcheck_of_the_backward_operator(case, wanted):
     torch.library.opcheck(torch.ops.onetrip.row_norm_backward.default, args)
 
 
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_what_the_forward_operator_does_not_return_has_no_gradient(case):
+    """Nor has a centred z: its gradient would not be that of z."""
+    shape, dtype, parts, fields = case
+    i = make(shape, dtype, parts).leaves()
+    rng = torch.tensor(RNG) if fields.dropout_p else None
+    y, z, mean, rstd = torch.ops.onetrip.row_norm(i.x, i.residual, i.bias, i.weight, i.norm_bias, rng, *fields)
+    assert y.requires_grad == (fields.norm != NORM_NONE)
+    assert z.requires_grad == (fields.store_z and not fields.center_z)
+    assert not mean.requires_grad and not rstd.requires_grad
+
+
 FUNCTIONS = {
     "layer_norm": lambda i: ops.layer_norm(i.x, i.weight, i.norm_bias),
     "rms_norm": lambda i: ops.rms_norm(i.x, i.weight, cast_before_weight=True),

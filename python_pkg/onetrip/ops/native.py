@@ -87,12 +87,19 @@ def _backward_launcher(plan: RowNormPlan, grad_dtypes: GradDtypes, weight: torch
     )
 
 
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor, of which memory holds the values themselves: neither torch's lazy negation nor its zeros without
+    memory (they come from forward-mode and undefined gradients)."""
+    return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
+
+
 def rows(tensor: Tensor, n_cols: int) -> tuple[Tensor, int]:
     """The tensor as rows with last stride 1 (copied only where no single row stride fits), and the row stride in
     elements."""
-    if tensor.is_contiguous() and not tensor.is_neg():
+    tensor = in_memory(tensor)
+    if tensor.is_contiguous():
         return tensor, n_cols
-    tensor = tensor.reshape(-1, n_cols).resolve_neg()
+    tensor = tensor.reshape(-1, n_cols)
     if n_cols > 1 and tensor.stride(1) != 1:
         tensor = tensor.contiguous()
     return tensor, tensor.stride(0)
@@ -104,9 +111,7 @@ def two_dimensional(tensor: Tensor, n_cols: int) -> Tensor:
 
 
 def vector(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None or (tensor.is_contiguous() and not tensor.is_neg()):
-        return tensor
-    return tensor.contiguous().resolve_neg()
+    return None if tensor is None else in_memory(tensor).contiguous()
 
 
 def empty(like: Tensor, is_shaped: bool, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -142,11 +147,12 @@ def row_norm_forward(
     launch: Launcher | None = None,
 ) -> Forward:
     """reference.row_norm.forward by the native library. x, residual: any rank and strides; y, z: contiguous, shaped
-    like x. launch: forward_launcher of the plan and the dtypes, given where all tensors can be read as they are."""
+    like x. launch: forward_launcher of the plan and the dtypes, given where all tensors can be read as they are; a
+    centred z then is flat and has the rows' rstd behind it (None in its place), see split_stats."""
     shape = x.shape
     n_cols = x_row_stride = residual_row_stride = shape[-1]
     n_rows = x.numel() // n_cols
-    is_shaped = True
+    is_shaped, has_stats_behind_z = True, launch is not None and plan.center_z and plan.store_z
     if launch is None:
         launch = forward_launcher(plan, *dtypes_of(x, residual, bias, weight, norm_bias))
         given = x
@@ -161,9 +167,12 @@ def row_norm_forward(
     y = z = mean = rstd = None
     if plan.norm:
         y = torch.empty_like(x) if like is plan.y_dtype else x.new_empty(shape, dtype=plan.y_dtype)
-    if plan.store_z:
+    if has_stats_behind_z:
+        n_saved = n_rows * n_cols + n_rows
+        z = x.new_empty(n_saved) if x_dtype is torch.float32 else x.new_empty(n_saved, dtype=torch.float32)
+    elif plan.store_z:
         z = torch.empty_like(x) if like is plan.z_dtype else x.new_empty(shape, dtype=plan.z_dtype)
-    if plan.store_stats:
+    if plan.store_stats and not has_stats_behind_z:
         rstd = x.new_empty(n_rows) if x_dtype is torch.float32 else x.new_empty(n_rows, dtype=torch.float32)
         if plan.norm == NORM_LAYER and not plan.center_z:
             mean = torch.empty_like(rstd)
@@ -191,6 +200,12 @@ def row_norm_forward(
     return y, z, mean, rstd
 
 
+def split_stats(z: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """(z, rstd) of a flat z of that shape that has the rstd of its rows behind it."""
+    n_rows = z.numel() - shape.numel()
+    return z[:-n_rows].view(shape), z[-n_rows:]
+
+
 def row_norm_backward(
     dy: Tensor | None,
     dz: Tensor | None,
@@ -202,7 +217,8 @@ def row_norm_backward(
     plan: RowNormPlan,
     grad_dtypes: GradDtypes,
 ) -> Backward:
-    """reference.row_norm.backward by the native library. dy, dz, z: any rank and strides; dx, dresidual: contiguous."""
+    """reference.row_norm.backward by the native library. dy, dz, z: any rank and strides; dx, dresidual: contiguous.
+    rstd None beside a dy: z has it behind itself."""
     given = dy if dy is not None else dz
     assert given is not None
     shape, device = given.shape, given.device
@@ -212,7 +228,7 @@ def row_norm_backward(
     if dy is not None:
         assert z is not None
         dy, dy_row_stride = rows(dy, n_cols)
-        z, z_row_stride = rows(z, n_cols)
+        z, z_row_stride = (vector(z), n_cols) if rstd is None else rows(z, n_cols)
     if dz is not None:
         dz, dz_row_stride = rows(dz, n_cols)
     weight = vector(weight)

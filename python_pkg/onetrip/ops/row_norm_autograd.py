@@ -29,10 +29,8 @@ def forward(
     norm_bias: Tensor | None,
     rng: Rng | None,
     plan: RowNormPlan,
-    launch: Launcher | None = None,
 ) -> Forward:
-    """reference.row_norm.forward on any backend, for x of any rank, strides and size; y and z are shaped like x.
-    launch: as native.row_norm_forward."""
+    """reference.row_norm.forward on any backend, for x of any rank, strides and size; y and z are shaped like x."""
     if x.numel() == 0:
         n_rows, acc = x.shape[:-1].numel(), torch.float64 if plan.z_dtype == torch.float64 else torch.float32
         return (
@@ -42,7 +40,7 @@ def forward(
             x.new_zeros(n_rows, dtype=acc) if plan.store_stats else None,
         )
     if backend in ("cpu", "cuda"):
-        return native.row_norm_forward(x, residual, bias, weight, norm_bias, rng, plan, launch)
+        return native.row_norm_forward(x, residual, bias, weight, norm_bias, rng, plan)
     module = reference if backend == "reference" else importlib.import_module("onetrip.kernels.row_norm")
     n_cols = x.shape[-1]
     y, z, mean, rstd = module.forward(
@@ -83,6 +81,8 @@ def backward(
         )
     if backend in ("cpu", "cuda"):
         return native.row_norm_backward(dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes)
+    if dy is not None and z is not None and rstd is None:
+        z, rstd = native.split_stats(z, shape)
     module = reference if backend == "reference" else importlib.import_module("onetrip.kernels.row_norm")
     dx, dresidual, dbias, dweight, dnorm_bias = module.backward(
         None if dy is None else two_dimensional(dy, n_cols),
@@ -162,8 +162,12 @@ class _RowNorm(torch.autograd.Function):
         norm_bias: Tensor | None,
         call: tuple[Rng | None, RowNormPlan, str, Dtypes, bool, Launcher | None],
     ) -> Any:
+        # launch: the native launcher, where a native backend can read all tensors as they are.
         rng, plan, backend, _, return_z, launch = call
-        y, z, mean, rstd = forward(backend, x, residual, bias, weight, norm_bias, rng, plan, launch)
+        if launch is None:
+            y, z, mean, rstd = forward(backend, x, residual, bias, weight, norm_bias, rng, plan)
+        else:
+            y, z, mean, rstd = native.row_norm_forward(x, residual, bias, weight, norm_bias, rng, plan, launch)
         if return_z:
             ctx.set_materialize_grads(False)
         rng_tensor = None if rng is None or type(rng) is tuple else rng

@@ -16,6 +16,7 @@ from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
 from .backends import KERNEL_DTYPES, choose, native
 from .checks import check_eps, check_like, check_number, check_parameter, check_probability, check_rows
 from .native import Dtypes, Launcher, dtypes_of, forward_launcher, operands
+from .native import row_norm_forward as native_forward
 from .rng import check_rng
 from .row_norm_autograd import apply, forward, kernel_pair
 from .tracing import eager_rng, is_traced, is_transformed, traced_rng
@@ -198,7 +199,7 @@ def row_norm(
         given = x, residual
         x, residual = kernel_pair(x, residual, plan.z_dtype)
         are_plain = are_plain and x is given[0] and residual is given[1]
-    if not are_plain:
+    if not are_plain or backend not in ("cpu", "cuda"):
         launch = None
     used_rng = None if dropout_p == 0.0 else eager_rng(rng, dropout_p, device)
     if needs_grad and not transformed:
@@ -207,8 +208,10 @@ def row_norm(
         return (outputs, x) if return_residual and z_is_x else outputs
     if transformed:
         outputs = _composed(x, residual, bias, weight, norm_bias, used_rng, plan)
+    elif launch is None:
+        outputs = forward(backend, x, residual, bias, weight, norm_bias, used_rng, plan)
     else:
-        outputs = forward(backend, x, residual, bias, weight, norm_bias, used_rng, plan, launch)
+        outputs = native_forward(x, residual, bias, weight, norm_bias, used_rng, plan, launch)
     if return_residual:
         return outputs[0], x if z_is_x else outputs[1]
     return outputs[0] if norm else outputs[1]

@@ -136,9 +136,11 @@ def _backward_fake(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, residual, bias, weight, norm_bias, rng, *plan_fields = inputs
     plan = RowNormPlan(*plan_fields)
-    _, z, mean, rstd = output
+    y, z, mean, rstd = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd)
+    # Neither has what is not there (an empty tensor) a gradient, nor a centred z, which nobody but backward reads.
+    constants = (None if plan.norm else y, z if plan.center_z or not plan.store_z else None, mean, rstd)
+    ctx.mark_non_differentiable(*(tensor for tensor in constants if tensor is not None))
     ctx.plan = plan
     ctx.dtypes = dtypes_of(x, residual, bias, weight, norm_bias)
     if plan.norm:
@@ -154,8 +156,6 @@ def _autograd_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, *_: None)
         GradDtypes,
         tuple(dtype if needed else None for dtype, needed in zip(ctx.dtypes, ctx.needs_input_grad, strict=False)),
     )
-    dy = dy if plan.norm else None
-    dz = None if plan.center_z else dz
     gradients = ops.input_gradients(_traced_backward, dy, dz, z, mean, rstd, weight, rng, plan, wanted)
     return (*gradients, None, *([None] * len(plan)))
 

@@ -13,7 +13,7 @@ from ..reference.philox import Rng
 from ..reference.softmax import MaskLayout, SoftmaxPlan
 from . import softmax_native
 from .masks import contiguous_layout, mask_layout
-from .native import two_dimensional
+from .native import in_memory, two_dimensional
 from .tracing import have_storage, refuse_double_backward
 
 
@@ -35,7 +35,7 @@ def forward(
     n_queries = shape[-2] if len(shape) > 1 else 1
     layout = None
     if mask is not None:
-        mask = mask.resolve_neg()
+        mask = in_memory(mask)
         layout = mask_layout(shape, mask.shape, mask.stride())
         if layout is None:
             mask = mask.expand(shape).contiguous()

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..reference.philox import Rng
 from ..reference.softmax import MaskLayout, SoftmaxPlan
 from .backends import native
-from .native import DTYPE_CODE, Launcher, empty, raise_error, rows, where
+from .native import DTYPE_CODE, Launcher, empty, in_memory, raise_error, rows, where
 
 _MASK_CODE = {**DTYPE_CODE, torch.bool: 3}  # enum MaskType in csrc/launch.h
 _NO_MASK = MaskLayout((), (), 0)
@@ -32,7 +32,7 @@ def _backward_launcher(plan: SoftmaxPlan, dtype: torch.dtype, layout: MaskLayout
 
 def _overwrites(tensor: Tensor) -> bool:
     """The CPU kernels have read all of a row, or the same columns of it, when they write there."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and in_memory(tensor) is tensor
 
 
 def forward(
