@@ -199,7 +199,7 @@ def _adam_step_kernel(
     first = tl.load(chunk + 1) + part % PARTS * (CHUNK // PARTS)
     param, grad = tl.load(tensor), tl.load(tensor + 1)
     exp_avg, exp_avg_sq = tl.load(tensor + 2), tl.load(tensor + 3)
-    n = tl.minimum(tl.load(tensor + 6) - first, CHUNK // PARTS).to(tl.int32)
+    n = tl.maximum(tl.minimum(tl.load(tensor + 6) - first, CHUNK // PARTS), 0).to(tl.int32)  # 0: past a tensor's end
     scalars = scalars_ptr + 12 * tl.load(tensor + 7)
     grad_factor, l2, decay = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     one_minus_beta1, beta2, one_minus_beta2 = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
@@ -227,9 +227,8 @@ def _adam_step_kernel(
             v = _load(exp_avg_sq_ptr, offsets, inside, WHOLE)
             g = tl.where(l2 != 0.0, g + p * l2, g)
             if IS_8BIT:
-                row_inside = rows * BLOCK < n
-                m = _dequantize(m, _load(m_scale_ptr, rows, row_inside, WHOLE), signed_map_ptr)
-                root = _dequantize(v, _load(root_scale_ptr, rows, row_inside, WHOLE), unsigned_map_ptr)
+                m = _dequantize(m, tl.load(m_scale_ptr + rows), signed_map_ptr)
+                root = _dequantize(v, tl.load(root_scale_ptr + rows), unsigned_map_ptr)
                 v = root * root
             m = m + (g - m) * one_minus_beta1
             v = v * beta2 + (g * one_minus_beta2) * g
@@ -245,14 +244,14 @@ def _adam_step_kernel(
                 codes = _magnitude_codes(m, signed_code_ptr, SIGNED_SHIFT, SIGNED_FIRST, SIGNED_COUNT)
                 codes = tl.where(m < 0.0, ZERO_CODE - tl.minimum(codes, ZERO_CODE), ZERO_CODE + codes)
                 _store(exp_avg_ptr, offsets, codes, inside, WHOLE)
-                _store(m_scale_ptr, rows, scale, row_inside, WHOLE)
+                tl.store(m_scale_ptr + rows, scale)
                 scale = _scale(root)
                 codes = _magnitude_codes(
                     root * _inverse(scale), unsigned_code_ptr, UNSIGNED_SHIFT, UNSIGNED_FIRST, UNSIGNED_COUNT
                 )
                 codes = tl.where(root > 0.0, tl.maximum(codes, 1), codes)
                 _store(exp_avg_sq_ptr, offsets, codes, inside, WHOLE)
-                _store(root_scale_ptr, rows, scale, row_inside, WHOLE)
+                tl.store(root_scale_ptr + rows, scale)
             else:
                 _store(exp_avg_ptr, offsets, m, inside, WHOLE)
                 _store(exp_avg_sq_ptr, offsets, v, inside, WHOLE)
