@@ -86,6 +86,16 @@ def _visible_cols(rows, n_cols, n_queries, CAUSAL: tl.constexpr, INDEX: tl.const
 
 
 @triton.jit
+def _inside(rows, cols, n_rows, n_cols):
+    """Which elements of a tile there are. n_rows: None where rows is a scalar, one that exists. (Interpreters make
+    integers of a scalar condition that is combined with a tile's; that of Triton 3.9 then refuses them as a mask.)"""
+    if n_rows is None:
+        return cols < n_cols
+    else:
+        return (rows < n_rows) & (cols < n_cols)
+
+
+@triton.jit
 def _load_values(
     scores_ptr,
     mask_ptr,
@@ -105,18 +115,21 @@ def _load_values(
 ):
     """[rows, BLOCK_COLS] of scale * scores + mask; -Inf where the mask, or causality, hides, and past the last column.
 
-    mask_start, visible: of _mask_starts and _visible_cols, shaped like rows or scalars.
+    mask_start, visible: of _mask_starts and _visible_cols, shaped like rows or scalars. n_rows: see _inside.
     """
     cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
     if CAUSAL:
         # Rounded up, so that a lane's columns are loaded together or not at all, by one wide access.
-        inside = (rows < n_rows) & (cols < (visible + (ALIGN - 1)) // ALIGN * ALIGN)
+        inside = _inside(rows, cols, n_rows, (visible + (ALIGN - 1)) // ALIGN * ALIGN)
     else:
-        inside = (rows < n_rows) & (cols < n_cols)
+        inside = _inside(rows, cols, n_rows, n_cols)
     scores = tl.load(scores_ptr + rows * scores_row_stride + cols, mask=inside, other=0.0)
     if mask_ptr is not None:
         if MASK_COLS == 0:
-            mask = tl.load(mask_ptr + mask_start, mask=rows < n_rows, other=0)
+            if n_rows is None:
+                mask = tl.load(mask_ptr + mask_start)
+            else:
+                mask = tl.load(mask_ptr + mask_start, mask=rows < n_rows, other=0)
         elif MASK_COLS == 1:
             mask = tl.load(mask_ptr + mask_start + cols, mask=inside, other=0)
         else:
@@ -170,9 +183,9 @@ def _store_probabilities(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """Stores a tile of y; of p too where it is wanted, its sign bit set where dropout drops."""
+    """Stores a tile of y; of p too where it is wanted, its sign bit set where dropout drops. n_rows: see _inside."""
     cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
-    inside = (rows < n_rows) & (cols < n_cols)
+    inside = _inside(rows, cols, n_rows, n_cols)
     at = rows * n_cols + cols
     y = probability
     if PHILOX_COLS > 0:
@@ -267,7 +280,7 @@ def _softmax_fwd_kernel(
         for first_col in range(0, visible, BLOCK_COLS):
             values = _load_values(
                 scores_ptr, mask_ptr, mask_start, mask_col_stride, scale, visible, scores_row_stride,
-                row, first_col, n_rows, n_cols, CAUSAL, MASK_COLS, ALIGN, BLOCK_COLS,
+                row, first_col, None, n_cols, CAUSAL, MASK_COLS, ALIGN, BLOCK_COLS,
             )  # fmt: skip
             before = largest
             largest = tl.maximum(largest, tl.max(values, axis=1, keep_dims=True))
@@ -279,12 +292,12 @@ def _softmax_fwd_kernel(
         for first_col in range(0, visible, BLOCK_COLS):
             values = _load_values(
                 scores_ptr, mask_ptr, mask_start, mask_col_stride, scale, visible, scores_row_stride,
-                row, first_col, n_rows, n_cols, CAUSAL, MASK_COLS, ALIGN, BLOCK_COLS,
+                row, first_col, None, n_cols, CAUSAL, MASK_COLS, ALIGN, BLOCK_COLS,
             )  # fmt: skip
             _store_probabilities(
                 _probabilities(tl.exp(values - subtrahend), inverse, first_col, visible, CAUSAL, BLOCK_COLS),
                 y_ptr, p_ptr, seed, offset, drop_limit, keep_scale,
-                row, first_col, n_rows, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
+                row, first_col, None, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
         if CAUSAL:
             hidden = tl.zeros([1, BLOCK_COLS], tl.float32)
@@ -292,7 +305,7 @@ def _softmax_fwd_kernel(
             for first_col in range(first_hidden, n_cols, BLOCK_COLS):
                 _store_probabilities(
                     hidden, y_ptr, p_ptr, seed, offset, drop_limit, keep_scale,
-                    row, first_col, n_rows, n_cols, 0, BLOCK_ROWS, BLOCK_COLS,  # dropout would change no zero
+                    row, first_col, None, n_cols, 0, BLOCK_ROWS, BLOCK_COLS,  # dropout would change no zero
                 )  # fmt: skip
 
 
