@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from onetrip.optim import AdamW8bit
 from torch import Tensor
 
 SHAPES = ((64, 100), (4096,), (129,), (), (0, 3), (2, 3, 5))
@@ -29,6 +30,12 @@ def train(optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
     for step in steps:
         set_grads((p for group in optimizer.param_groups for p in group["params"]), step)
         optimizer.step()
+
+
+def trained(steps: int = 3, **arguments: Any) -> AdamW8bit:
+    optimizer = AdamW8bit(make_params(), **arguments)
+    train(optimizer, range(steps))
+    return optimizer
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:

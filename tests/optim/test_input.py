@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from onetrip.optim import Adam8bit, AdamW8bit
@@ -33,7 +34,21 @@ WRONG = [
     ("optim_bits", 8.5, ValueError),
     ("min_8bit_numel", -1, ValueError),
     ("min_8bit_numel", 1.5, ValueError),
+    ("lr", True, TypeError),
+    ("lr", np.bool_(True), TypeError),
+    ("lr", np.float32(-1.0), ValueError),
+    ("lr", np.array(0.1), TypeError),
+    ("betas", (False, 0.999), TypeError),
+    ("eps", True, TypeError),
+    ("weight_decay", False, TypeError),
+    ("weight_decay", np.float64(NAN), ValueError),
+    ("optim_bits", True, ValueError),
+    ("optim_bits", 8.0, ValueError),
+    ("optim_bits", np.int64(4), ValueError),
+    ("min_8bit_numel", True, ValueError),
+    ("min_8bit_numel", np.float64(16.0), ValueError),
     ("maximize", 1, TypeError),
+    ("maximize", np.int64(1), TypeError),
     ("capturable", "no", TypeError),
 ]
 IDS = [f"{argument}={str(value)[:20]}" for argument, value, _ in WRONG]
@@ -84,6 +99,45 @@ def test_parameters_that_kernels_do_not_know_are_refused(p):
         AdamW8bit([nn.Parameter(torch.zeros(3)), p])
 
 
+NUMPY = [
+    ("lr", np.float32(0.5)),
+    ("lr", np.float64(0.5)),
+    ("lr", np.int64(1)),
+    ("betas", (np.float32(0.5), np.float64(0.75))),
+    ("betas", [np.float16(0.5), 0.75]),
+    ("eps", np.float16(0.5)),
+    ("weight_decay", np.float64(0.5)),
+    ("optim_bits", np.int32(32)),
+    ("min_8bit_numel", np.uint8(16)),
+    ("maximize", np.bool_(True)),
+]
+
+
+@pytest.mark.parametrize(("argument", "value"), NUMPY, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("where", ["argument", "group", "later"])
+def test_numbers_of_numpy_are_taken_as_pythons(where, argument, value):
+    """Of a configuration, or of a scheduler that computes with NumPy; what is saved is plain."""
+    python = [x.item() if isinstance(x, np.generic) else x for x in (value if argument == "betas" else [value])]
+    expected = AdamW8bit(make_params(), **{argument: tuple(python) if argument == "betas" else python[0]})
+    if where == "argument":
+        optimizer = AdamW8bit(make_params(), **{argument: value})
+    elif where == "group":
+        optimizer = AdamW8bit([{"params": make_params(), argument: value}])
+    else:
+        optimizer = AdamW8bit(make_params())
+        optimizer.param_groups[0][argument] = value
+    train(optimizer, range(2))
+    train(expected, range(2))
+    assert same(snapshot(optimizer), snapshot(expected))
+
+
+def test_a_key_of_ones_own_with_a_number_of_numpy_is_saved_as_pythons():
+    optimizer = AdamW8bit([{"params": make_params(), "temperature": np.float32(0.5)}])
+    optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    group = optimizer.state_dict()["param_groups"][0]
+    assert same([group["temperature"], group["lr"]], [0.5, 0.25])
+
+
 def test_what_torch_refuses_is_refused_here():
     with pytest.raises(ValueError, match="empty parameter list"):
         AdamW8bit([])
@@ -116,7 +170,7 @@ def refuses(optimizer: torch.optim.Optimizer, error: type[Exception], message: s
         ("sparse", RuntimeError, "gradient of parameter 1 must be dense, got torch.sparse_coo"),
         ("shape", ValueError, r"gradient of parameter 1 must have its shape, \(10, 8\), got \(8, 10\)"),
         ("numel", ValueError, r"gradient of parameter 1 must have its shape, \(40,\), got \(8, 10\)"),
-        ("dtype", TypeError, "must be float32, float16 or bfloat16, got (torch.)?float64"),
+        ("dtype", TypeError, "gradient of parameter 1 must be float32, float16 or bfloat16, got float64"),
         ("param-dtype", TypeError, "got float64 on cpu for parameter 1"),
     ],
     ids=["sparse", "shape", "numel", "dtype", "param-dtype"],
@@ -147,6 +201,18 @@ def test_gradients_that_do_not_fit_change_nothing(spoil, error, message, stepped
     else:
         p.data = p.data.double()
     refuses(optimizer, error, message)
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["first-step", "later-step"])
+def test_messages_name_the_parameter_where_it_has_a_name(stepped):
+    params = make_params([(5000,), (8, 10)])
+    optimizer = AdamW8bit([{"params": [("embedding", params[0])]}, {"params": [("head.weight", params[1])]}])
+    if stepped:
+        train(optimizer, range(1))
+    set_grads(params, 1)
+    params[1].grad_dtype = None
+    params[1].grad = params[1].grad.double()
+    refuses(optimizer, TypeError, r"the gradient of parameter 1 \(head.weight\) must be float32, .*, got float64")
 
 
 def test_parameters_on_the_meta_device_are_refused_at_the_step():
@@ -200,6 +266,25 @@ def test_a_state_damaged_by_hand_is_refused():
     train(optimizer, range(1))
     optimizer.state[params[0]]["exp_avg"] = optimizer.state[params[0]]["exp_avg"][:100].clone()
     refuses(optimizer, ValueError, "AdamW8bit: state of parameter 0: exp_avg must have its shape")
+
+
+@pytest.mark.parametrize("damage", ["more", "less", "no-tensor"])
+def test_a_state_with_other_keys_is_refused(damage):
+    params = make_params([(4096,), (10,)])
+    optimizer = AdamW8bit(params)
+    train(optimizer, range(1))
+    entry = optimizer.state[params[0]]
+    if damage == "more":
+        entry["momentum"] = torch.zeros(1)
+    elif damage == "less":
+        del entry["exp_avg_sq_scale"]
+    else:
+        entry["step"] = 1
+    before = [p.detach().clone() for p in params]
+    set_grads(params, 1)
+    with pytest.raises(ValueError, match="AdamW8bit: state of parameter 0 must have the tensors that a step made"):
+        optimizer.step()
+    assert same([p.detach() for p in params], before)
 
 
 @pytest.mark.parametrize("value", [NAN, math.inf, -math.inf], ids=str)

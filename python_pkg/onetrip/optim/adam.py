@@ -12,53 +12,15 @@ import torch
 from torch import Tensor
 
 from ..ops.backends import KERNEL_DTYPES
-from ..ops.checks import check_number
 from ..reference.adam import Group
 from . import checkpoint, sharding
-from .plan import Plan
+from .hyperparameters import check_group, plain
+from .plan import Plan, increment_versions
 from .state import State, checked, dequantized, from_bitsandbytes, new_state
 
 _OF_TORCH = ("amsgrad", "foreach", "fused", "differentiable")  # keys of torch.optim.Adam's groups
 _IMPORTED = ("lr", "betas", "eps", "weight_decay")
 _OWN = ("optim_bits", "min_8bit_numel", "maximize", "capturable")
-
-
-def _check_range(function: str, argument: str, value: object, below: float = float("inf")) -> None:
-    """A number in [0, below)."""
-    check_number(function, argument, value)
-    if not 0.0 <= value < below:  # type: ignore[operator]
-        wanted = ">= 0 and finite" if below == float("inf") else f"in [0, {below:g})"
-        raise ValueError(f"{function}: {argument} must be {wanted}, got {value}")
-
-
-def _check_lr(function: str, lr: object, may_wait: bool) -> None:
-    """may_wait: a tensor on a device is read, which waits for the device."""
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1 or not lr.is_floating_point():
-            kind = f"{str(lr.dtype)[6:]} of shape {tuple(lr.shape)}"
-            raise ValueError(f"{function}: lr must be a number or a floating-point Tensor of one element, got {kind}")
-        if lr.device.type != "cpu" and not may_wait:
-            return
-        lr = lr.item()
-    _check_range(function, "lr", lr)
-
-
-def _check_group(function: str, group: Mapping[str, Any], may_wait: bool) -> None:
-    _check_lr(function, group["lr"], may_wait)
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"{function}: betas must be two numbers, got {betas!r}")
-    for i, beta in enumerate(betas):
-        _check_range(function, f"betas[{i}]", beta, 1.0)
-    _check_range(function, "eps", group["eps"])
-    _check_range(function, "weight_decay", group["weight_decay"])
-    if group["optim_bits"] not in (8, 32) or isinstance(group["optim_bits"], bool):
-        raise ValueError(f"{function}: optim_bits must be 8 or 32, got {group['optim_bits']!r}")
-    if not isinstance(group["min_8bit_numel"], int) or group["min_8bit_numel"] < 0:
-        raise ValueError(f"{function}: min_8bit_numel must be an integer >= 0, got {group['min_8bit_numel']!r}")
-    for flag in ("maximize", "capturable"):
-        if not isinstance(group[flag], bool):
-            raise TypeError(f"{function}: {flag} must be a bool, got {type(group[flag]).__name__}")
 
 
 class Adam8bit(torch.optim.Optimizer):
@@ -83,7 +45,8 @@ class Adam8bit(torch.optim.Optimizer):
     _decoupled: ClassVar[bool] = False
     _name: ClassVar[str] = "Adam8bit"  # in messages
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then hands over grad_scale and found_inf
-    _plan: Plan | None = None
+    _plan: Plan | None = None  # of the last step
+    _widest: Plan | None = None  # of all parameters that have states
 
     def __init__(
         self,
@@ -109,7 +72,7 @@ class Adam8bit(torch.optim.Optimizer):
             "capturable": capturable,
             "decoupled_weight_decay": self._decoupled,  # as torch.optim.Adam records it
         }
-        _check_group(self._name, defaults, may_wait=True)
+        check_group(self._name, defaults, may_wait=True)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -120,7 +83,7 @@ class Adam8bit(torch.optim.Optimizer):
             if group.get(key):
                 raise ValueError(f"{self._name}: {key} must be False, got {group[key]!r}")
         first = sum(len(before["params"]) for before in self.param_groups)
-        _check_group(self._name, group, may_wait=True)
+        check_group(self._name, group, may_wait=True)
         self._check_decay(group)
         for i, p in enumerate(group["params"], first):
             if p.dtype not in KERNEL_DTYPES or p.layout != torch.strided:
@@ -151,7 +114,7 @@ class Adam8bit(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            _check_group(self._name, group, may_wait=False)
+            check_group(self._name, group, may_wait=False)
         grads = [[p.grad for p in group["params"]] for group in self.param_groups]
         params = [group["params"] for group in self.param_groups]
         if any(type(None) in set(map(type, of_group)) for of_group in grads):
@@ -162,15 +125,23 @@ class Adam8bit(torch.optim.Optimizer):
             self._step(params, list(itertools.chain.from_iterable(grads)))
         return loss
 
+    @torch.inference_mode(False)  # states made there could not be written outside
+    @torch.no_grad()
     def _step(self, params: list[list[Tensor]], grads: list[Tensor]) -> None:
         """params: those of each group that have gradients, and all their gradients."""
         plan = self._plan
         if plan is None or not plan.holds(params, self.state):
+            plan = self._widest.narrowed(params) if self._widest is not None else None
+            is_known = plan is not None and plan.holds(params, self.state)
             self._plan = None
-            plan, states = self._new_plan(params)
-            of_slots = plan.gradients(grads, is_new=True)
+            states: dict[Tensor, State] = {}
+            if plan is None or not is_known:
+                plan, states = self._new_plan(params)
+            of_slots = plan.gradients(grads, is_new=not is_known)
             self.state.update(states)
             plan.adopt(self.state)
+            if not is_known:
+                self._widen(plan)
             self._plan = plan
         else:
             of_slots = plan.gradients(grads, is_new=False)
@@ -182,6 +153,20 @@ class Adam8bit(torch.optim.Optimizer):
             numbers = _number_on(device, grad_scale), _number_on(device, found_inf)
             table.step(table_grads, groups, *numbers, params_stay=True)
         plan.copy_out()
+        increment_versions(plan.params)
+
+    def _widen(self, plan: Plan) -> None:
+        """Keeps a plan of all parameters that have states: of a mixture of experts, others have gradients at each step,
+        and their plan is made from this one."""
+        if len(plan.params) == len(self.state):
+            self._widest = plan
+        elif self._widest is None or self._widest.is_simple:
+            try:
+                every = [[p for p in group["params"] if self.state.get(p)] for group in self.param_groups]
+                self._widest, _ = self._new_plan(every)
+                self._widest.adopt(self.state)
+            except (TypeError, ValueError):  # of a parameter that is not stepped now
+                self._widest = None
 
     def _new_plan(self, params_of_groups: list[list[Tensor]]) -> tuple[Plan, dict[Tensor, State]]:
         """A plan, and the states of the parameters that had none."""
@@ -189,22 +174,31 @@ class Adam8bit(torch.optim.Optimizer):
         groups = [i for i, members in enumerate(params_of_groups) for _ in members]
         every = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         index_of = {id(p): i for i, p in enumerate(every)}
+        names = self._names()
         new: dict[Tensor, State] = {}
         for p, i in zip(params, groups, strict=True):
-            group, index = self.param_groups[i], index_of[id(p)]
+            group, name = self.param_groups[i], names[index_of[id(p)]]
             if group["capturable"] and p.device.type == "cpu":
                 raise ValueError(
-                    f"{self._name}: capturable must be False for parameters on the CPU, got True for parameter {index}"
+                    f"{self._name}: capturable must be False for parameters on the CPU, got True for parameter {name}"
                 )
             if p.dtype not in KERNEL_DTYPES or p.device.type == "meta":
                 raise TypeError(
                     f"{self._name}: params must be float32, float16 or bfloat16 and hold data, got {str(p.dtype)[6:]} "
-                    f"on {p.device} for parameter {index}"
+                    f"on {p.device} for parameter {name}"
                 )
             if not self.state.get(p):
                 new[p] = new_state(p, group["optim_bits"] == 8 and p.numel() >= group["min_8bit_numel"])
         states = [new.get(p) or self.state[p] for p in params]
-        return Plan(self._name, params_of_groups, groups, [index_of[id(p)] for p in params], states), new
+        return Plan(self._name, params_of_groups, groups, [names[index_of[id(p)]] for p in params], states), new
+
+    def _names(self) -> list[str]:
+        """Of every parameter, for messages: its index in state_dict, and its name where params had names."""
+        names: list[str] = []
+        for group in self.param_groups:
+            of_group = group.get("param_names") or [None] * len(group["params"])
+            names += [str(i) if name is None else f"{i} ({name})" for i, name in enumerate(of_group, len(names))]
+        return names
 
     def _numbers(self, group: Mapping[str, Any], device: torch.device) -> Group:
         lr = group["lr"]
@@ -224,17 +218,25 @@ class Adam8bit(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim: tensors, numbers, lists and dicts, those of this optimizer, not copies. Of sharded
-        parameters DTensors, which torch.distributed.checkpoint saves and reshards."""
+        parameters DTensors, which torch.distributed.checkpoint saves and reshards. n_states says how many parameters
+        have a state (one that never had a gradient has none), so that a checkpoint that lost some is told from it."""
         packed = super().state_dict()
+        packed["param_groups"] = [
+            {key: plain(value) for key, value in group.items()} for group in packed["param_groups"]
+        ]
         every = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         for index, p in enumerate(every):
             if sharding.is_sharded(p) and index in packed["state"]:
                 packed["state"][index] = sharding.to_dtensors(p, packed["state"][index])
+        packed["n_states"] = sum(map(bool, packed["state"].values()))
         return packed
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """A state_dict of this class, or of torch.optim.Adam or AdamW (its moments are quantised where this optimizer's
-        precision is 8 bits). Precision is the checkpoint's; tensors are copied to their parameters' devices.
+        precision is 8 bits). Precision is the checkpoint's; tensors are copied to their parameters' devices. capturable
+        becomes False for parameters on the CPU.
 
         Raises ValueError where it is another model's, damaged or incomplete, and then has changed nothing.
         """
@@ -266,6 +268,11 @@ class Adam8bit(torch.optim.Optimizer):
         if remaining:
             raise ValueError(
                 f"{where}: state must be of the parameters in param_groups, got also {list(remaining)[:5]}"
+            )
+        n_states = state_dict.get("n_states", len(state))
+        if n_states != len(state):
+            raise ValueError(
+                f"{where}: state must have the {n_states} entries that it was saved with, got {len(state)}"
             )
         groups = [
             {**group, "params": ours["params"]} for ours, (group, _, _) in zip(self.param_groups, loaded, strict=True)
@@ -301,9 +308,11 @@ class Adam8bit(torch.optim.Optimizer):
                 if key in ours:
                     group.setdefault(key, ours[key])
             group["betas"] = tuple(group["betas"]) if isinstance(group["betas"], list) else group["betas"]
-            _check_group(where, group, may_wait=True)
+            check_group(where, group, may_wait=True)
             self._check_decay(group)
             group["decoupled_weight_decay"] = self._decoupled
+            if any(p.device.type == "cpu" for p in ours["params"]):
+                group["capturable"] = False  # it was saved on a GPU
             loaded.append((group, list(given["params"]), is_ours))
         return loaded
 
@@ -342,7 +351,11 @@ class Adam8bit(torch.optim.Optimizer):
 
     def save_safetensors(self, path: str | Path) -> None:
         """state_dict() as one file that safetensors reads, its checksum in the metadata. The file appears whole or not
-        at all: what was there before stays until then."""
+        at all: what was there before stays until then.
+
+        Keys of your own in param groups may hold tensors, and what JSON does (tuples come back as lists): TypeError
+        otherwise.
+        """
         if any(sharding.is_sharded(p) for p in self.state):
             raise ValueError(
                 "save_safetensors: parameters must be whole, got sharded ones; torch.distributed.checkpoint"
@@ -356,7 +369,7 @@ class Adam8bit(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan = None
+        self._plan = self._widest = None
 
 
 class AdamW8bit(Adam8bit):

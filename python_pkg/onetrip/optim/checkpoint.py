@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 _DTYPES = {torch.uint8: "U8", torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPES |= {torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL"}
 _NO_SUM = "0" * 64
 _FORMAT = "onetrip.optim 1"
 
@@ -31,13 +32,39 @@ def _bytes(tensor: Tensor) -> memoryview:
     )
 
 
+def _json(where: str, value: object) -> object:
+    """The value, which JSON holds as it is, but that a tuple comes back as a list."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_json(f"{where}[{i}]", inner) for i, inner in enumerate(value)]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _json(f"{where}[{key!r}]", inner) for key, inner in value.items()}
+    got = "a dict whose keys are no strings" if isinstance(value, dict) else type(value).__name__
+    raise TypeError(
+        f"save_safetensors: {where} must be a Tensor, a number, a string, or lists or dicts of those, got {got}"
+    )
+
+
 def _named_tensors(state_dict: dict[str, Any]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Flat tensors, and the groups without theirs."""
     tensors = {f"state.{i}.{key}": value for i, state in state_dict["state"].items() for key, value in state.items()}
     groups = []
     for i, group in enumerate(state_dict["param_groups"]):
-        tensors |= {f"param_groups.{i}.{key}": value for key, value in group.items() if isinstance(value, Tensor)}
-        groups.append({key: value for key, value in group.items() if not isinstance(value, Tensor)})
+        rest = {}
+        for key, value in group.items():
+            where = f"param_groups[{i}][{key!r}]"
+            if not isinstance(key, str):
+                raise TypeError(f"save_safetensors: keys of param_groups[{i}] must be strings, got {key!r}")
+            if not isinstance(value, Tensor):
+                rest[key] = _json(where, value)
+            elif value.dtype in _DTYPES and value.layout == torch.strided:
+                tensors[f"param_groups.{i}.{key}"] = value
+            else:
+                wanted = ", ".join(str(dtype)[6:] for dtype in _DTYPES)
+                got = str(value.dtype)[6:] if value.layout == torch.strided else value.layout
+                raise TypeError(f"save_safetensors: {where} must be a dense tensor of {wanted}, got {got}")
+        groups.append(rest)
     return tensors, groups
 
 
@@ -135,7 +162,7 @@ def _parsed(file: Any, size: int) -> dict[str, Any]:
 def _state_dict(tensors: dict[str, Tensor], groups: list[dict[str, Any]]) -> dict[str, Any]:
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        kind, index, key = name.split(".")
+        kind, index, key = name.split(".", 2)
         if kind == "state":
             state.setdefault(int(index), {})[key] = tensor
         else:

@@ -9,7 +9,8 @@ look into 30,000 small tensors would take longer than to step on them: their sto
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from copy import copy
+from itertools import accumulate, chain, compress, pairwise
 from operator import is_
 from typing import NamedTuple
 
@@ -23,6 +24,11 @@ from . import sharding
 from .state import State
 
 _LARGE = 4096  # elements
+_OF_EACH = (
+    *("params", "_names", "_states", "_param_addresses", "_param_dtypes", "_shapes", "_strides"),
+    *("_tensors_of", "_large", "_addresses_of"),
+)
+"""Attributes of a Plan that are lists with an item of each parameter."""
 
 
 class _Strided(NamedTuple):
@@ -43,10 +49,23 @@ class _DevicePlan:
         self.strided_slots: list[Slot] = []
         self.table: AdamTable
 
-    def finish(self, function: str) -> None:
+    def finish(self, function: str, names: Sequence[str]) -> None:
         slots = self.direct_slots + self.strided_slots
+        of_slots = [names[i] for i in self.direct]
+        of_slots += [names[item.position] for item in self.strided for _ in item.runs]
         _refuse_overlaps(function, [slot.param for slot in self.direct_slots] + [item.part for item in self.strided])
-        self.table = AdamTable(slots)
+        self.table = AdamTable(slots, of_slots)
+
+
+def increment_versions(params: Sequence[Tensor]) -> None:
+    """Tells autograd that they were written to, as every in-place operation of torch does: a backward through what was
+    computed from them before then raises. Inference tensors have no version."""
+    try:
+        torch.autograd.graph.increment_version(params)
+    except (TypeError, RuntimeError):  # an older torch takes them one by one
+        for p in params:
+            if not p.is_inference():
+                torch.autograd.graph.increment_version(p)
 
 
 def _addresses(tensors: Iterable[Tensor]) -> list[int]:
@@ -69,10 +88,10 @@ class Plan:
         function: str,
         params_of_groups: list[list[Tensor]],
         groups: list[int],
-        names: list[int],
+        names: list[str],
         states: list[State],
     ) -> None:
-        """groups, names, states: of each parameter the index of its group, that in state_dict, and its state."""
+        """groups, names, states: of each parameter the index of its group, its name in messages, and its state."""
         self._function, self._names = function, names
         self._lists = params_of_groups
         self.params = params = [p for members in params_of_groups for p in members]
@@ -89,22 +108,69 @@ class Plan:
             self._add(devices.setdefault(part.device, _DevicePlan()), i, p, part, group, state)
         self._devices = list(devices.values())
         for on_device in self._devices:
-            on_device.finish(function)
+            on_device.finish(function, names)
         self._param_addresses = _addresses(map(sharding.local, params))
         self._param_dtypes = [p.dtype for p in params]
-        self._state_tensors = list(_tensors(states))
-        self._large_states = [state for state in states if state["exp_avg"].numel() >= _LARGE]
-        self._state_addresses = _addresses(_tensors(self._large_states))
-        self._storages = [tensor.untyped_storage() for tensor in self._state_tensors]
-        self._is_simple = len(self._devices) == 1 and len(self._devices[0].direct) == len(params)
+        self._tensors_of = [tuple(state.values()) for state in states]
+        self._large = [state["exp_avg"].numel() >= _LARGE for state in states]
+        self._addresses_of = [
+            _addresses(tensors) if large else [] for tensors, large in zip(self._tensors_of, self._large, strict=True)
+        ]
+        self._storages = [tensor.untyped_storage() for tensor in chain.from_iterable(self._tensors_of)]
+        self.is_simple = len(self._devices) == 1 and len(self._devices[0].direct) == len(params)
         self._shapes = [p.shape for p in params]
         self._strides = [p.stride() for p in params]
-        self._single = [i for i, shape in enumerate(self._shapes) if shape.numel() == 1]
         self._copied = [item for plan in self._devices for item in plan.strided if item.work is not item.part]
+        self._where: list[dict[int, int]] = []
+        self._flatten()
+
+    def _flatten(self) -> None:
+        """What each step compares, in lists that C loops over."""
+        self._state_tensors = list(chain.from_iterable(self._tensors_of))
+        self._large_states = list(compress(self._states, self._large))
+        self._state_addresses = list(chain.from_iterable(self._addresses_of))
+        self._single = [i for i, shape in enumerate(self._shapes) if shape.numel() == 1]
+
+    def narrowed(self, params_of_groups: list[list[Tensor]]) -> Plan | None:
+        """The plan of some of its parameters, made of what this one knows of them: a few times cheaper than a new one.
+        None where it knows no such parameter of that group, or has more than a table of plain tensors.
+
+        Whether what it knew is still so, holds() says.
+        """
+        if not self.is_simple:
+            return None
+        if not self._where:
+            ends = [0, *accumulate(map(len, self._ids))]
+            self._where = [
+                dict(zip(ids, range(begin, end), strict=True))
+                for ids, (begin, end) in zip(self._ids, pairwise(ends), strict=True)
+            ]
+        ids = [list(map(id, members)) for members in params_of_groups]
+        if len(ids) != len(self._where):
+            return None
+        found = (map(where.get, of_group) for where, of_group in zip(self._where, ids, strict=True))
+        chosen = [position for position in chain.from_iterable(found) if position is not None]
+        if len(chosen) < sum(map(len, ids)):
+            return None
+        plan = copy(self)
+        plan._lists, plan._ids, plan._where = params_of_groups, ids, []
+        for name in _OF_EACH:
+            values = getattr(self, name)
+            setattr(plan, name, [values[i] for i in chosen])
+        on_device = _DevicePlan()
+        on_device.direct = list(range(len(chosen)))
+        on_device.table = self._devices[0].table.narrowed(chosen)
+        plan._devices = [on_device]
+        plan._flatten()
+        return plan
 
     def _check_state(self, i: int, part: Tensor, state: State) -> None:
         """What a user may have done to it between steps."""
         which = f"{self._function}: state of parameter {self._names[i]}"
+        if len(state) != (5 if "exp_avg_scale" in state else 3) or not all(
+            isinstance(x, Tensor) for x in state.values()
+        ):
+            raise ValueError(f"{which} must have the tensors that a step made, and nothing else, got {list(state)}")
         for key, value in state.items():
             if value.device != part.device or not value.is_contiguous():
                 got = f"strides {value.stride()} on {value.device}"
@@ -139,14 +205,16 @@ class Plan:
 
     def adopt(self, state: Mapping[Tensor, State]) -> None:
         """The optimizer's state, which now holds all of this plan's."""
-        self._state, self._n_states = state, len(state)
+        self._state, self._entries = state, list(state.values())
 
     def holds(self, params_of_groups: list[list[Tensor]], all_states: Mapping[Tensor, State]) -> bool:
         """Whether it was built for these parameters, and they and their states lie where they lay, in the same dtypes.
 
         Of a list that is the same object with the same length, a parameter that was exchanged has another address.
         """
-        if all_states is not self._state or len(all_states) != self._n_states:
+        if all_states is not self._state or len(all_states) != len(self._entries):
+            return False
+        if not all(map(is_, all_states.values(), self._entries)):
             return False
         if len(params_of_groups) != len(self._lists) or not all(
             (given is known and len(given) == len(ids)) or list(map(id, given)) == ids
@@ -159,7 +227,7 @@ class Plan:
             len(tensors) == len(self._state_tensors)
             and all(map(is_, tensors, self._state_tensors))
             and _addresses(_tensors(self._large_states)) == self._state_addresses
-            and _addresses(params if self._is_simple else map(sharding.local, params)) == self._param_addresses
+            and _addresses(params if self.is_simple else map(sharding.local, params)) == self._param_addresses
             and [p.dtype for p in params] == self._param_dtypes
             and list(map(Tensor.stride, params)) == self._strides
         )
@@ -169,7 +237,7 @@ class Plan:
 
         Raises before anything has changed. is_new: this plan's first.
         """
-        if not self._is_simple:
+        if not self.is_simple:
             return [self._gradients(plan, grads) for plan in self._devices]
         if is_new or not self._fit(grads):
             for i, p in enumerate(self.params):

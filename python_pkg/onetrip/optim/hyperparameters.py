@@ -1,0 +1,62 @@
+"""The numbers of a param group: checked, and made plain Python ones, which any reader of a checkpoint takes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from ..ops.checks import check_number
+
+
+def plain(value: Any) -> Any:
+    """The Python number of a NumPy scalar (schedulers and configurations write such), anything else as it is."""
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
+
+
+def _check_range(function: str, argument: str, value: object, below: float = float("inf")) -> None:
+    """A number in [0, below)."""
+    if isinstance(value, bool):
+        raise TypeError(f"{function}: {argument} must be a number, got bool")
+    check_number(function, argument, value)
+    if not 0.0 <= value < below:  # type: ignore[operator]
+        wanted = ">= 0 and finite" if below == float("inf") else f"in [0, {below:g})"
+        raise ValueError(f"{function}: {argument} must be {wanted}, got {value}")
+
+
+def _check_lr(function: str, lr: object, may_wait: bool) -> None:
+    """may_wait: a tensor on a device is read, which waits for the device."""
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1 or not lr.is_floating_point():
+            kind = f"{str(lr.dtype)[6:]} of shape {tuple(lr.shape)}"
+            raise ValueError(f"{function}: lr must be a number or a floating-point Tensor of one element, got {kind}")
+        if lr.device.type != "cpu" and not may_wait:
+            return
+        lr = lr.item()
+    _check_range(function, "lr", lr)
+
+
+def check_group(function: str, group: dict[str, Any], may_wait: bool) -> None:
+    """Raises where a number is wrong; writes NumPy scalars back into the group as Python numbers."""
+    for key in ("lr", "eps", "weight_decay", "optim_bits", "min_8bit_numel", "maximize", "capturable"):
+        if type(group[key]) not in (float, int, bool):
+            group[key] = plain(group[key])
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"{function}: betas must be two numbers, got {betas!r}")
+    if type(betas[0]) is not float or type(betas[1]) is not float:
+        group["betas"] = betas = tuple(map(plain, betas))
+    _check_lr(function, group["lr"], may_wait)
+    for i, beta in enumerate(betas):
+        _check_range(function, f"betas[{i}]", beta, 1.0)
+    _check_range(function, "eps", group["eps"])
+    _check_range(function, "weight_decay", group["weight_decay"])
+    if type(group["optim_bits"]) is not int or group["optim_bits"] not in (8, 32):
+        raise ValueError(f"{function}: optim_bits must be 8 or 32, got {group['optim_bits']!r}")
+    if type(group["min_8bit_numel"]) is not int or group["min_8bit_numel"] < 0:
+        raise ValueError(f"{function}: min_8bit_numel must be an integer >= 0, got {group['min_8bit_numel']!r}")
+    for flag in ("maximize", "capturable"):
+        if not isinstance(group[flag], bool):
+            raise TypeError(f"{function}: {flag} must be a bool, got {type(group[flag]).__name__}")

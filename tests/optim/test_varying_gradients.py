@@ -1,0 +1,136 @@
+"""Other parameters have gradients at each step, as the experts of a mixture do: steps of plans made from the widest."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+import torch
+from onetrip.optim import AdamW8bit, adam
+from optim_cases import make_params, same, set_grads
+from torch import Tensor
+
+SHAPES = [(4096,), (5000,), (7,), (0,), (64, 100), (130,), (), (4097,)]
+
+
+class Pair:
+    """One optimizer of two groups, and for each parameter one of its own, which never sees another set."""
+
+    def __init__(self, dtypes: Iterable[torch.dtype]) -> None:
+        self.params = [torch.nn.Parameter(p.detach().to(dtype)) for dtype in dtypes for p in make_params(SHAPES)]
+        self.expected = [torch.nn.Parameter(p.detach().clone()) for p in self.params]
+        half = len(self.params) // 2
+        groups = [{"params": self.params[:half]}, {"params": self.params[half:], "lr": 0.02}]
+        self.optimizer = AdamW8bit(groups, lr=0.1)
+        self.singles = [AdamW8bit([p], lr=0.1 if i < half else 0.02) for i, p in enumerate(self.expected)]
+
+    def step(self, present: Iterable[int], step: int) -> None:
+        present = set(present)
+        set_grads(self.params, step)
+        set_grads(self.expected, step)
+        for i, p in enumerate(self.params):
+            if i not in present:
+                p.grad = None
+        self.optimizer.step()
+        for i in sorted(present):
+            self.singles[i].step()
+
+    def agrees(self) -> bool:
+        states = all(
+            same(self.optimizer.state.get(p, {}), single.state.get(q, {}))
+            for p, q, single in zip(self.params, self.expected, self.singles, strict=True)
+        )
+        return states and same([p.detach() for p in self.params], [p.detach() for p in self.expected])
+
+
+@pytest.fixture
+def plans(monkeypatch) -> list[list[Tensor]]:
+    """The parameters of every plan that was built, not made from another."""
+    built = []
+
+    class Counted(adam.Plan):
+        def __init__(self, function, params_of_groups, *rest) -> None:
+            super().__init__(function, params_of_groups, *rest)
+            built.append([p for members in params_of_groups for p in members])
+
+    monkeypatch.setattr(adam, "Plan", Counted)
+    return built
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32,), (torch.float32, torch.bfloat16, torch.float16)], ids=["f32", "mixed"]
+)
+def test_any_set_after_any_other(dtypes, plans):
+    """New parameters join for some steps; then every set is made from what is known."""
+    pair, generator = Pair(dtypes), random.Random(0)
+    n = len(pair.params)
+    for step in range(30):
+        if step == 10:
+            pair.step(range(n), step)
+            plans.clear()
+        pair.step(generator.sample(range(n), generator.randint(0, n)), step)
+    assert pair.agrees() and not plans
+
+
+def test_what_changes_while_a_parameter_rests_is_seen(plans):
+    """Storage, state, an entry, a dtype, the group: each found when it is its turn, and nothing old is written to."""
+    pair = Pair([torch.float32])
+    n = len(pair.params)
+    pair.step(range(n), 0)
+    rests, others = [1, 4], [i for i in range(n) if i not in (1, 4)]
+    p, optimizer = pair.params[1], pair.optimizer
+    for step, change in enumerate(("storage", "tensor", "entry", "dtype", "strides"), 1):
+        pair.step(others, 2 * step)
+        p.grad = None
+        before = p.data
+        if change == "storage":
+            p.data = p.data.clone()
+            before.zero_()
+        elif change == "tensor":
+            optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].clone()
+        elif change == "entry":
+            optimizer.state[p] = {key: value.clone() for key, value in optimizer.state[p].items()}
+        elif change == "dtype":
+            p.data = p.data.bfloat16()
+            pair.expected[1].grad = None
+            pair.expected[1].data = pair.expected[1].data.bfloat16()
+        else:
+            p.data = torch.stack((p.data, p.data), dim=1)[:, 0]
+        pair.step(rests, 2 * step + 1)
+        assert pair.agrees(), change
+
+
+def test_an_entry_of_the_state_that_is_exchanged_is_the_one_that_steps():
+    """The whole dict of a parameter put back by hand, while it steps on."""
+    pair = Pair([torch.float32])
+    for step in range(3):
+        pair.step(range(len(pair.params)), step)
+        for p in pair.params[:2]:
+            pair.optimizer.state[p] = {key: value.clone() for key, value in pair.optimizer.state[p].items()}
+    pair.step(range(len(pair.params)), 3)
+    assert pair.agrees()
+
+
+def test_a_parameter_spoilt_while_it_rests_is_refused_at_its_turn_only():
+    pair = Pair([torch.float32])
+    n = len(pair.params)
+    pair.step(range(n), 0)
+    pair.params[1].grad = None
+    pair.params[1].data = pair.params[1].data.double()
+    for step in (1, 2):
+        pair.step([0, 2, 4 + step], step)
+    with pytest.raises(TypeError, match="got float64 on cpu for parameter 1"):
+        pair.step([1, 2], 3)
+
+
+def test_a_parameter_moved_to_another_group_steps_with_its_numbers():
+    pair = Pair([torch.float32])
+    n = len(pair.params)
+    pair.step(range(n), 0)
+    first, second = (group["params"] for group in pair.optimizer.param_groups)
+    second.append(first.pop(0))
+    pair.singles[0].param_groups[0]["lr"] = 0.02
+    pair.step([0, 1, 5], 1)
+    pair.step([0, 2], 2)
+    assert pair.agrees()
