@@ -1,4 +1,4 @@
-"""Builds onetrip._native with ninja: CPU kernels at three instruction-set levels, CUDA kernels where nvcc is found.
+"""Builds onetrip._native with ninja: CPU kernels at each instruction-set level, CUDA kernels where nvcc is found.
 
 Environment: CXX (compiler), CUDA_HOME, ONETRIP_CUDA=0 (no CUDA kernels) or 1 (fail without nvcc), ONETRIP_CUDA_ARCHS
 (for example "7.0" or "8.0 9.0+PTX"), MAX_JOBS. Without a C++ compiler the package installs without the native library.
@@ -26,6 +26,8 @@ CPU_LEVELS = {"baseline": ""}
 if IS_X86:
     CPU_LEVELS["avx2"] = "-mavx2 -mfma -mf16c"
     CPU_LEVELS["avx512"] = f"{CPU_LEVELS['avx2']} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512"
+    CPU_LEVELS["avx512vbmi"] = f"{CPU_LEVELS['avx512']} -mavx512vbmi"
+FAMILIES_WITH_VBMI = {"adam"}  # the others run there as under avx512
 
 # One cubin runs on every later minor version of its major one; the PTX of the newest serves the cards after it.
 DEFAULT_CUDA_ARCHS = "7.0 7.5 8.0 9.0 10.0 12.0+PTX"
@@ -223,6 +225,8 @@ class BuildNative(build_ext):
                 compile("cxx", source, "cpu_dispatch", ["-DONETRIP_HAVE_X86_LEVELS"] if IS_X86 else [])
                 continue
             for level, flags in CPU_LEVELS.items():
+                if level == "avx512vbmi" and source.stem not in FAMILIES_WITH_VBMI:
+                    continue
                 compile("cxx", source, f"cpu_{source.stem}_{level}", [f"-DONETRIP_LEVEL={level}", *flags.split()])
         compile("cxx", csrc / "bindings.cpp", "bindings", [*python, *(["-DONETRIP_WITH_CUDA"] if home else [])])
         link = ["-shared", "-fopenmp", "-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-s"]

@@ -33,7 +33,8 @@ DROPOUT_FLOPS = 2
 """To choose and to scale; the random bits are integers."""
 
 _CPU_GHZ = 3.0
-_CPU_FLOPS_A_CYCLE = {"avx512": 64, "avx2": 32, "baseline": 16}  # two units of 16, 8, 4 lanes; multiply-add is two
+_CPU_FLOPS_A_CYCLE = {"avx512vbmi": 64, "avx512": 64, "avx2": 32, "baseline": 16}
+"""Two units of 16, 16, 8, 4 lanes; a multiply-add is two."""
 _CUDA_LANES = {"7.0": 64, "7.2": 64, "7.5": 64, "8.0": 64}  # fp32 lanes a multiprocessor: CUDA C++ Programming Guide
 _CUDA_LANES_SINCE_8_6 = 128
 

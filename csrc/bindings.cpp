@@ -469,7 +469,8 @@ PYBIND11_MODULE(_native, module) {
              "Magnitudes and thresholds of the signed map, then of the unsigned one, as the kernels use them.");
   module.def("operands_reader", &operands_reader,
              "A function of x, residual and vectors: the code of their dtypes where they fit, else -1.");
-  module.def("cpu_level", &onetrip::cpu_level, "The instruction set that CPU kernels use: avx512, avx2 or baseline.");
+  module.def("cpu_level", &onetrip::cpu_level,
+             "The instruction set that CPU kernels use: avx512vbmi, avx512, avx2 or baseline.");
   module.def("set_cpu_level", &onetrip::set_cpu_level, "Force a lower level; False where it is not there.");
   module.def("cuda_unavailable_reason", &onetrip::cuda_unavailable_reason,
              "Why this build cannot run on the CUDA device; \"\" if it can.");

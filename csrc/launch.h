@@ -191,8 +191,8 @@ int64_t softmax_workspace_cuda(int64_t n_rows, int64_t n_cols, const MaskRows& m
 int64_t row_norm_workspace_cpu(int64_t n_rows, int64_t n_cols, int n_wanted);
 int64_t row_norm_workspace_cuda(int64_t n_rows, int64_t n_cols, int n_wanted);
 
-// "avx512", "avx2" or "baseline": what the CPU kernels were picked for at load. set_cpu_level forces a lower one (for
-// tests) and returns false where this machine or this build lacks it.
+// "avx512vbmi", "avx512", "avx2" or "baseline": what the CPU kernels were picked for at load. set_cpu_level forces a
+// lower one (for tests) and returns false where this machine or this build lacks it.
 const char* cpu_level();
 bool set_cpu_level(const char* level);
 

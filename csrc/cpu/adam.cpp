@@ -2,9 +2,10 @@
 // level.
 //
 // A block of 128 elements is taken through two passes. The first reads codes, gradient and parameter, writes the
-// parameter, and leaves m and sqrt(v) in 1 KiB of stack; the second writes their codes. Memory sees every array once: p
-// read and written, g read, 2 bytes of codes and 1/16 of scales read and written, 16.1 bytes an element in float32.
-// Every block is computed by itself: no bit depends on the threads.
+// parameter, and leaves m and sqrt(v) in 1 KiB of stack; the second writes their codes. It follows the first pass of
+// the next block, so that nothing waits for the scales. Memory sees every array once: p read and written, g read, 2
+// bytes of codes and 1/16 of scales read and written, 16.1 bytes an element in float32. Every block is computed by
+// itself: no bit depends on the threads.
 #include "adam_codes.h"
 #include "levels.h"
 #include "rows.h"
@@ -14,24 +15,16 @@ namespace onetrip {
 namespace ONETRIP_LEVEL {
 namespace {
 
-constexpr int kBlock = static_cast<int>(kAdamBlock), kVectors = kBlock / kWidth;
-
-// Of the bits, as integers: NaN is larger than Inf, and that than any number.
-ONETRIP_INLINE float largest_magnitude(const F* values) {
+// Of each lane the largest magnitude's bits, as integers: NaN is larger than Inf, and that than any number.
+// kHasNegatives: there may be negative numbers; NaN is of any sign.
+template <bool kHasNegatives>
+ONETRIP_INLINE U largest_magnitudes(const F* values) {
   U largest = {};
   for (int i = 0; i < kVectors; ++i) {
-    const U bits = (U)values[i] & 0x7FFFFFFFu;
+    const U bits = kHasNegatives ? (U)values[i] & 0x7FFFFFFFu : (U)values[i];
     largest = bits > largest ? bits : largest;
   }
-  uint32_t lane = 0;
-#if defined(__AVX512F__)
-  lane = _mm512_reduce_max_epu32((__m512i)largest);
-#else
-  for (int i = 0; i < kWidth; ++i) lane = largest[i] > lane ? largest[i] : lane;
-#endif
-  float value;
-  memcpy(&value, &lane, sizeof value);
-  return value;
+  return largest;
 }
 
 // AdamScalars, in every lane.
@@ -51,7 +44,9 @@ struct Numbers {
         eps(splat(s.eps)),
         lr(splat(s.lr)),
         largest_update(splat(s.largest_update)),
-        has_l2(s.l2 != 0.0f) {}
+        has_l2(s.l2 != 0.0f) {
+    __asm__("" : "+r"(has_l2));  // or the comparison would be made for every vector
+  }
 };
 
 // The moments of a vector one step on, and its new parameter.
@@ -79,35 +74,46 @@ struct Block {
   float *exp_avg_scale, *exp_avg_sq_scale;
 };
 
+// Of a block, between its passes.
+struct Moments {
+  F m[kVectors], root[kVectors];
+  Scale m_scale, root_scale;
+  ONETRIP_INLINE void find_scales() {
+    make_scales(largest_magnitudes<true>(m), largest_magnitudes<false>(root), m_scale, root_scale);
+  }
+};
+
 // n: elements that exist, of kBlock that can be read and written.
 template <class P, class G>
-ONETRIP_INLINE void step_block(const Block<P, G>& block, int n, const Numbers& by, const Tables& tables) {
-  F m[kVectors], root[kVectors];
+ONETRIP_INLINE void update_block(const Block<P, G>& block, int n, const Numbers& by, const Tables& tables,
+                                 Moments& moments) {
   const F m_scale = splat(*block.exp_avg_scale), root_scale = splat(*block.exp_avg_sq_scale);
   for (int first = 0; first < kVectors; first += kGroup) {
-    signed_values(tables, block.exp_avg + first * kWidth, m + first);
-    unsigned_values(tables, block.exp_avg_sq + first * kWidth, root + first);
-    for (int i = first; i < first + kGroup; ++i) {
-      P* param = block.param + i * kWidth;
-      const F old_root = root[i] * root_scale;
-      const Updated updated = update<true>(load(param, All{}), load(block.grad + i * kWidth, All{}), m[i] * m_scale,
-                                           old_root * old_root, by);
+    F m[kGroup], root[kGroup];
+    signed_values(tables, block.exp_avg + first * kWidth, m);
+    unsigned_values(tables, block.exp_avg_sq + first * kWidth, root);
+#pragma GCC unroll 4
+    for (int i = 0; i < kGroup; ++i) {
+      P* param = block.param + (first + i) * kWidth;
+      const F grad = load(block.grad + (first + i) * kWidth, All{}), old_root = root[i] * root_scale;
+      const Updated updated = update<true>(load(param, All{}), grad, m[i] * m_scale, old_root * old_root, by);
       store_rounded(param, updated.p, All{});
-      m[i] = updated.m;
-      root[i] = updated.root;
+      moments.m[first + i] = updated.m;
+      moments.root[first + i] = updated.root;
     }
   }
   if (n < kBlock) {
-    memset(reinterpret_cast<float*>(m) + n, 0, (kBlock - n) * sizeof(float));
-    memset(reinterpret_cast<float*>(root) + n, 0, (kBlock - n) * sizeof(float));
+    memset(reinterpret_cast<float*>(moments.m) + n, 0, (kBlock - n) * sizeof(float));
+    memset(reinterpret_cast<float*>(moments.root) + n, 0, (kBlock - n) * sizeof(float));
   }
-  const Scale new_m_scale(largest_magnitude(m)), new_root_scale(largest_magnitude(root));
-  *block.exp_avg_scale = new_m_scale.value;
-  *block.exp_avg_sq_scale = new_root_scale.value;
-  for (int first = 0; first < kVectors; first += kGroup) {
-    store_signed(tables, m + first, new_m_scale, block.exp_avg + first * kWidth);
-    store_unsigned(tables, root + first, new_root_scale, block.exp_avg_sq + first * kWidth);
-  }
+  moments.find_scales();
+}
+template <class P, class G>
+ONETRIP_INLINE void store_block(const Block<P, G>& block, const Tables& tables, const Moments& moments) {
+  *block.exp_avg_scale = moments.m_scale.value;
+  *block.exp_avg_sq_scale = moments.root_scale.value;
+  store_signed(tables, moments.m, moments.m_scale, block.exp_avg);
+  store_unsigned(tables, moments.root, moments.root_scale, block.exp_avg_sq);
 }
 
 // The last block of a parameter, in arrays of its whole size.
@@ -121,7 +127,10 @@ __attribute__((noinline)) void step_part_of_block(const Block<P, G>& block, int 
   memcpy(grad, block.grad, n * sizeof(G));
   memcpy(exp_avg, block.exp_avg, n);
   memcpy(exp_avg_sq, block.exp_avg_sq, n);
-  step_block<P, G>({param, grad, exp_avg, exp_avg_sq, block.exp_avg_scale, block.exp_avg_sq_scale}, n, by, tables);
+  const Block<P, G> whole = {param, grad, exp_avg, exp_avg_sq, block.exp_avg_scale, block.exp_avg_sq_scale};
+  Moments moments;
+  update_block(whole, n, by, tables, moments);
+  store_block(whole, tables, moments);
   memcpy(block.param, param, n * sizeof(P));
   memcpy(block.exp_avg, exp_avg, n);
   memcpy(block.exp_avg_sq, exp_avg_sq, n);
@@ -137,20 +146,22 @@ void step_8bit_chunks(const AdamStep& args, const AdamChunk* chunks, int64_t n_c
   for (const AdamChunk* chunk = chunks; chunk < chunks + n_chunks; ++chunk) {
     const AdamTensor& tensor = args.tensors[chunk->tensor];
     const Numbers by(args.scalars[tensor.counter]);
-    const int64_t end = smaller(chunk->first + kAdamChunk, tensor.numel);
-    for (int64_t first = chunk->first; first < end; first += kBlock) {
-      const Block<P, G> block = {address<P>(tensor.param, first),
-                                 address<const G>(tensor.grad, first),
-                                 address<uint8_t>(tensor.exp_avg, first),
-                                 address<uint8_t>(tensor.exp_avg_sq, first),
-                                 address<float>(tensor.exp_avg_scale, first / kBlock),
-                                 address<float>(tensor.exp_avg_sq_scale, first / kBlock)};
-      if (end - first < kBlock) {
-        step_part_of_block(block, static_cast<int>(end - first), by, tables);
-      } else {
-        step_block(block, kBlock, by, tables);
-      }
+    const int64_t n = smaller(kAdamChunk, tensor.numel - chunk->first), n_whole = n / kBlock;
+    const auto block = [&](int64_t i) {
+      const int64_t first = chunk->first + i * kBlock;
+      return Block<P, G>{address<P>(tensor.param, first),
+                         address<const G>(tensor.grad, first),
+                         address<uint8_t>(tensor.exp_avg, first),
+                         address<uint8_t>(tensor.exp_avg_sq, first),
+                         address<float>(tensor.exp_avg_scale, first / kBlock),
+                         address<float>(tensor.exp_avg_sq_scale, first / kBlock)};
+    };
+    Moments moments[2];
+    for (int64_t i = 0; i <= n_whole; ++i) {
+      if (i < n_whole) update_block(block(i), kBlock, by, tables, moments[i % 2]);
+      if (i > 0) store_block(block(i - 1), tables, moments[(i - 1) % 2]);
     }
+    if (n_whole * kBlock < n) step_part_of_block(block(n_whole), static_cast<int>(n - n_whole * kBlock), by, tables);
   }
 }
 
@@ -177,7 +188,7 @@ void step_32bit_chunks(const AdamStep& args, const AdamChunk* chunks, int64_t n_
 // Nothing in it can fail: a step that has begun is completed.
 int adam_step(const AdamStep& args) {
   constexpr int64_t kMostChunks = 16;  // of a task: 1 MiB of float32 with 8-bit states
-  const Tables tables;
+  static const Tables tables;
   for (const AdamKind* kind = args.kinds; kind < args.kinds + args.n_kinds; ++kind) {
     const auto step_chunks = with_type(kind->param_dtype, [&](auto param) {
       return with_type(kind->grad_dtype, [&](auto grad) {

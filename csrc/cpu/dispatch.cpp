@@ -23,14 +23,20 @@ struct Level {
   bool (*supported)();
 };
 
+#if defined(ONETRIP_HAVE_X86_LEVELS)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
 const Level kLevels[] = {
 #if defined(ONETRIP_HAVE_X86_LEVELS)
+    {"avx512vbmi", avx512::row_norm_forward, avx512::row_norm_backward, avx512::softmax_forward,
+     avx512::softmax_backward, avx512vbmi::adam_step,
+     [] { return has_avx512() && __builtin_cpu_supports("avx512vbmi"); }},
     {"avx512", avx512::row_norm_forward, avx512::row_norm_backward, avx512::softmax_forward, avx512::softmax_backward,
-     avx512::adam_step,
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-     }},
+     avx512::adam_step, has_avx512},
     // F16C is not asked for: every CPU with AVX2 and FMA has it, and older compilers do not know its name.
     {"avx2", avx2::row_norm_forward, avx2::row_norm_backward, avx2::softmax_forward, avx2::softmax_backward,
      avx2::adam_step, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},

@@ -42,5 +42,8 @@ int softmax_forward(const SoftmaxForward& args);
 int softmax_backward(const SoftmaxBackward& args);
 int adam_step(const AdamStep& args);
 }  // namespace avx512
+namespace avx512vbmi {
+int adam_step(const AdamStep& args);
+}  // namespace avx512vbmi
 
 }  // namespace onetrip

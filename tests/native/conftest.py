@@ -9,7 +9,14 @@ from cuda_compile import ARCHITECTURES, skip_unless_compilable
 from onetrip.ops.backends import native
 
 
-@pytest.fixture(params=["baseline", "avx2", "avx512"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A family that has kernels of its own for more levels lists all of its levels in LEVELS."""
+    if "level" in metafunc.fixturenames:
+        levels = getattr(metafunc.module, "LEVELS", ("baseline", "avx2", "avx512"))
+        metafunc.parametrize("level", levels, indirect=True)
+
+
+@pytest.fixture
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test with the kernels of one instruction-set level."""
     library = native()

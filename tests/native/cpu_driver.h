@@ -78,7 +78,7 @@ bool levels_agree(const std::vector<Case>& cases, Run run, Tolerance tolerance) 
   bool agree = true;
   for (const Case& c : cases) {
     std::vector<double> first;
-    for (const char* level : {"baseline", "avx2", "avx512"}) {
+    for (const char* level : {"baseline", "avx2", "avx512", "avx512vbmi"}) {
       if (!set_cpu_level(level)) continue;
       if (ran.find(level) == std::string::npos) ran += std::string(level) + " ";
       const std::vector<double> results = run(c);

@@ -1,0 +1,385 @@
+// The 8-bit code maps of Adam under AVX-512: see adam_codes.h, which includes it.
+#pragma once
+#include "adam_codes.h"
+
+namespace onetrip {
+namespace ONETRIP_LEVEL {
+namespace {
+
+// The scales of a block whose lanes have these largest magnitudes, those of m in the lower half of the registers and
+// those of the root in the upper one; NaN is the largest.
+ONETRIP_INLINE void make_scales(U m_magnitudes, U root_magnitudes, Scale& m_scale, Scale& root_scale) {
+  constexpr int kLowHalves = 0x44, kHighHalves = 0xEE, kOtherQuarters = 0xB1;
+  const __m512i m = (__m512i)m_magnitudes, root = (__m512i)root_magnitudes;
+  __m512i largest =
+      _mm512_max_epu32(_mm512_shuffle_i64x2(m, root, kLowHalves), _mm512_shuffle_i64x2(m, root, kHighHalves));
+  largest = _mm512_max_epu32(largest, _mm512_shuffle_i64x2(largest, largest, kOtherQuarters));
+  largest = _mm512_max_epu32(largest, _mm512_shuffle_epi32(largest, _MM_PERM_BADC));
+  largest = _mm512_max_epu32(largest, _mm512_shuffle_epi32(largest, _MM_PERM_CDAB));
+  const __m512 values = _mm512_castsi512_ps(_mm512_and_si512(largest, _mm512_set1_epi32(0x7FFFFFFF)));
+  // Not less, or NaN.
+  const __mmask16 counts = _mm512_cmp_ps_mask(values, _mm512_set1_ps(kSmallestAdamScale), _CMP_NLT_UQ);
+  const __m512 inverses = _mm512_maskz_div_ps(counts, _mm512_set1_ps(1.0f), values);
+  const __m512 scales = _mm512_maskz_mov_ps(counts, values);
+  const __mmask16 is_finite = _mm512_cmp_ps_mask(values, _mm512_set1_ps(3.40282347e38f), _CMP_LE_OQ);
+  constexpr int kFirstQuarter = 0x00, kLastQuarter = 0xFF;
+  m_scale = {_mm512_cvtss_f32(scales), (is_finite & 1) != 0,
+             (F)_mm512_shuffle_f32x4(inverses, inverses, kFirstQuarter)};
+  root_scale = {_mm_cvtss_f32(_mm512_extractf32x4_ps(scales, 3)), (is_finite & 0x8000) != 0,
+                (F)_mm512_shuffle_f32x4(inverses, inverses, kLastQuarter)};
+}
+
+// A table of 32-bit entries as their lower and upper halves, of which one instruction finds 32 among 64.
+template <int kEntries>
+struct Table {
+  alignas(64) uint16_t low[kEntries], high[kEntries];
+  // subtracted: from every upper half.
+  Table(const float* entries, int n, int subtracted) {
+    for (int i = 0; i < kEntries; ++i) {
+      uint32_t bits = 0x7F800000u;
+      if (i < n) memcpy(&bits, entries + i, sizeof bits);
+      low[i] = static_cast<uint16_t>(bits);
+      high[i] = static_cast<uint16_t>((bits >> 16) - subtracted);
+    }
+  }
+};
+
+ONETRIP_INLINE __m512i find(const uint16_t* plane, __m512i index) {
+  return _mm512_permutex2var_epi16(_mm512_load_si512(plane), index, _mm512_load_si512(plane + 32));
+}
+ONETRIP_INLINE __m512i find(const uint16_t* plane, __m512i index, __mmask32 bit6) {
+  return _mm512_mask_blend_epi16(bit6, find(plane, index), find(plane + 64, index));
+}
+ONETRIP_INLINE __m512i find(const uint16_t* plane, __m512i index, __mmask32 bit6, __mmask32 bit7) {
+  return _mm512_mask_blend_epi16(bit7, find(plane, index, bit6), find(plane + 128, index, bit6));
+}
+ONETRIP_INLINE __m512i words(int value) { return _mm512_set1_epi16(static_cast<short>(value)); }
+ONETRIP_INLINE __mmask32 test_bit(__m512i v, int bit) { return _mm512_test_epi16_mask(v, words(1 << bit)); }
+
+// x in [0, 1] as a word: the upper half of its bits, exponent and 7 bits of mantissa, less that of 2^-31; below, 0.
+constexpr int kLeastUpper = (127 - 31) << 7;
+
+// Two lines an octave of x, of which the lesser counts, in units of 2^-8: rise * mantissa + start. Cutting off the
+// mantissa takes up to 0.56 off the number and kBehind the 0.2 where decades meet, together less than 1.
+struct OctaveLines {
+  alignas(64) uint16_t rise[2][32], start[2][32];
+};
+constexpr OctaveLines make_octave_lines(int extra) {
+  constexpr double kBehind = 0.22;
+  OctaveLines lines{};
+  double low = 1.0 / (1u << 31);
+  for (int octave = 0; octave < 32; ++octave, low *= 2) {
+    int i = 0;
+    for (double decade = 1e-6; i + 1 < kDecades && decade <= low; decade *= 10) ++i;  // the decade low lies in
+    for (int k = 0; k < 2; ++k) {
+      const int line = i + k < kDecades ? i + k : i;
+      const double start = number_below(line, extra, low) - kBehind;
+      lines.rise[k][octave] = static_cast<uint16_t>((number_below(line, extra, 2 * low) - kBehind - start) * 256 + 0.5);
+      lines.start[k][octave] = static_cast<uint16_t>(start * 256 + 0.5);
+    }
+  }
+  return lines;
+}
+constexpr OctaveLines kSignedLines = make_octave_lines(0), kUnsignedLines = make_octave_lines(1);
+
+// The code's magnitude of x as a word, or the one before.
+ONETRIP_INLINE __m512i guess(__m512i x, const OctaveLines& lines) {
+  const __m512i octave = _mm512_srli_epi16(x, 7), mantissa = _mm512_slli_epi16(x, 9);
+  const auto number = [&](int k) __attribute__((always_inline)) {
+    const __m512i rise = _mm512_permutexvar_epi16(octave, _mm512_load_si512(lines.rise[k]));
+    const __m512i start = _mm512_permutexvar_epi16(octave, _mm512_load_si512(lines.start[k]));
+    return _mm512_add_epi16(_mm512_mulhi_epu16(rise, mantissa), start);
+  };
+  return _mm512_srli_epi16(_mm512_min_epu16(number(0), number(1)), 8);
+}
+
+struct Thresholds {
+  Table<128> signed_thresholds{kSignedMap.threshold + 1, 128, kLeastUpper};
+  Table<256> unsigned_thresholds{kUnsignedMap.threshold + 1, 255, kLeastUpper};
+};
+
+#if defined(__AVX512VBMI__)
+constexpr int kGroup = 4;
+
+// A table of 32-bit entries as their four bytes, of which one instruction finds 64 among 128.
+template <int kEntries>
+struct ByteTable {
+  alignas(64) uint8_t plane[4][kEntries];
+  explicit ByteTable(const float* entries) {
+    for (int i = 0; i < kEntries; ++i) {
+      uint32_t bits;
+      memcpy(&bits, entries + i, sizeof bits);
+      for (int k = 0; k < 4; ++k) plane[k][i] = static_cast<uint8_t>(bits >> (8 * k));
+    }
+  }
+};
+struct Tables : Thresholds {
+  ByteTable<128> signed_values{kSignedMap.value};
+  ByteTable<256> unsigned_values{kUnsignedMap.value};
+};
+
+// Of an index the low 7 bits count.
+ONETRIP_INLINE __m512i find(const uint8_t* plane, __m512i index) {
+  return _mm512_permutex2var_epi8(_mm512_load_si512(plane), index, _mm512_load_si512(plane + 64));
+}
+// Unpacking works within 128 bits, so bytes come in the order that makes of it the order of elements.
+ONETRIP_INLINE __m512i load_codes(const uint8_t* codes) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_permutexvar_epi32(order, _mm512_loadu_si512(codes));
+}
+ONETRIP_INLINE void unpack(const __m512i* bytes, F* values) {
+  const __m512i low_words[2] = {_mm512_unpacklo_epi8(bytes[0], bytes[1]), _mm512_unpackhi_epi8(bytes[0], bytes[1])};
+  const __m512i high_words[2] = {_mm512_unpacklo_epi8(bytes[2], bytes[3]), _mm512_unpackhi_epi8(bytes[2], bytes[3])};
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    values[2 * i] = (F)_mm512_unpacklo_epi16(low_words[i], high_words[i]);
+    values[2 * i + 1] = (F)_mm512_unpackhi_epi16(low_words[i], high_words[i]);
+  }
+}
+ONETRIP_INLINE void signed_values(const Tables& tables, const uint8_t* codes, F* values) {
+  const __m512i number = _mm512_sub_epi8(load_codes(codes), _mm512_set1_epi8(kSignedZeroCode));  // 128 is -128
+  const __m512i magnitude = _mm512_abs_epi8(number), sign_bits = _mm512_set1_epi8(-128);
+  const __mmask64 is_one = _mm512_cmpeq_epi8_mask(number, sign_bits);
+  __m512i bytes[4];
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; ++k) bytes[k] = find(tables.signed_values.plane[k], magnitude);
+  constexpr int kOrAnd = 0xF8;  // a | (b & c)
+  bytes[3] = _mm512_ternarylogic_epi32(bytes[3], number, sign_bits, kOrAnd);
+  bytes[2] = _mm512_mask_mov_epi8(bytes[2], is_one, sign_bits);  // 1 is 0x3F800000, and magnitude 0, found for it, 0
+  bytes[3] = _mm512_mask_mov_epi8(bytes[3], is_one, _mm512_set1_epi8(0x3F));
+  unpack(bytes, values);
+}
+ONETRIP_INLINE void unsigned_values(const Tables& tables, const uint8_t* codes, F* values) {
+  const __m512i number = load_codes(codes);
+  const __mmask64 bit7 = _mm512_movepi8_mask(number);
+  __m512i bytes[4];
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; ++k) {
+    const uint8_t* plane = tables.unsigned_values.plane[k];
+    bytes[k] = _mm512_mask_blend_epi8(bit7, find(plane, number), find(plane + 128, number));
+  }
+  unpack(bytes, values);
+}
+#else
+constexpr int kGroup = 2;
+
+struct Tables : Thresholds {
+  Table<128> signed_values{kSignedMap.value, 128, 0};
+  Table<256> unsigned_values{kUnsignedMap.value, 256, 0};
+};
+
+// Unpacking works within 128 bits, so words come in the order that makes of it the order of elements.
+ONETRIP_INLINE __m512i load_codes(const uint8_t* codes) {
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+  return _mm512_cvtepu8_epi16(_mm256_permutevar8x32_epi32(bytes, order));
+}
+ONETRIP_INLINE void unpack(__m512i low, __m512i high, F* values) {
+  values[0] = (F)_mm512_unpacklo_epi16(low, high);
+  values[1] = (F)_mm512_unpackhi_epi16(low, high);
+}
+ONETRIP_INLINE void signed_values(const Tables& tables, const uint8_t* codes, F* values) {
+  const Table<128>& table = tables.signed_values;
+  const __m512i number = _mm512_sub_epi16(load_codes(codes), words(kSignedZeroCode));
+  const __m512i magnitude = _mm512_abs_epi16(number);
+  const __mmask32 bit6 = test_bit(magnitude, 6), is_one = test_bit(magnitude, 7);
+  const __m512i high = _mm512_mask_mov_epi16(find(table.high, magnitude, bit6), is_one, words(0x3F80));
+  constexpr int kOrAnd = 0xF8;  // a | (b & c)
+  const __m512i with_sign = _mm512_ternarylogic_epi32(high, number, words(0x8000), kOrAnd);
+  unpack(find(table.low, magnitude, bit6), with_sign, values);
+}
+ONETRIP_INLINE void unsigned_values(const Tables& tables, const uint8_t* codes, F* values) {
+  const Table<256>& table = tables.unsigned_values;
+  const __m512i number = load_codes(codes);
+  const __mmask32 bit6 = test_bit(number, 6), bit7 = test_bit(number, 7);
+  unpack(find(table.low, number, bit6, bit7), find(table.high, number, bit6, bit7), values);
+}
+#endif
+
+// The halves of a group of values / scale.
+struct Halves {
+  __m512i low, high;
+  Halves(const F* values, const Scale& scale) {
+    alignas(64) static constexpr uint16_t kLow[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                                      32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+    const __m512i order = _mm512_load_si512(kLow);
+    const __m512i first = (__m512i)(values[0] * scale.inverse), second = (__m512i)(values[1] * scale.inverse);
+    low = _mm512_permutex2var_epi16(first, order, second);
+    high = _mm512_permutex2var_epi16(first, _mm512_add_epi16(order, words(1)), second);
+  }
+};
+// x: the word of values whose lower halves are low.
+ONETRIP_INLINE __m512i next_where(__m512i number, __m512i x, __m512i low, __m512i threshold_low,
+                                  __m512i threshold_high) {
+  const __mmask32 is_even = _mm512_cmpeq_epi16_mask(x, threshold_high);
+  const __mmask32 reaches =
+      _mm512_cmpgt_epu16_mask(x, threshold_high) | _mm512_mask_cmpge_epu16_mask(is_even, low, threshold_low);
+  return _mm512_mask_add_epi16(number, reaches, number, words(1));
+}
+ONETRIP_INLINE __m512i word_of(__m512i high, const Scale& scale) {
+  return _mm512_subs_epu16(_mm512_and_si512(high, words(scale.is_finite ? 0x7FFF : 0)), words(kLeastUpper));
+}
+ONETRIP_INLINE void store_codes(uint8_t* codes, __m512i numbers) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm512_cvtepi16_epi8(numbers));
+}
+
+ONETRIP_INLINE void store_signed_group(const Tables& tables, const F* values, const Scale& scale, uint8_t* codes) {
+  const Table<128>& table = tables.signed_thresholds;
+  const Halves halves(values, scale);
+  const __m512i x = word_of(halves.high, scale), below = guess(x, kSignedLines), zero = words(kSignedZeroCode);
+  const __mmask32 bit6 = test_bit(below, 6), is_negative = _mm512_movepi16_mask(halves.high);
+  const __m512i number = next_where(below, x, halves.low, find(table.low, below, bit6), find(table.high, below, bit6));
+  // Magnitude 128 has no negative: 127 - 128 is 0 here.
+  store_codes(codes, _mm512_mask_subs_epu16(_mm512_add_epi16(zero, number), is_negative, zero, number));
+}
+ONETRIP_INLINE void store_unsigned_group(const Tables& tables, const F* values, const Scale& scale, uint8_t* codes) {
+  const Table<256>& table = tables.unsigned_thresholds;
+  const Halves halves(values, scale);
+  const __m512i x = word_of(halves.high, scale), below = guess(x, kUnsignedLines);
+  const __mmask32 bit6 = test_bit(below, 6), bit7 = test_bit(below, 7);
+  const __m512i number =
+      next_where(below, x, halves.low, find(table.low, below, bit6, bit7), find(table.high, below, bit6, bit7));
+  const __mmask32 is_positive = _mm512_kunpackw(_mm512_cmp_ps_mask((__m512)values[1], _mm512_setzero_ps(), _CMP_GT_OQ),
+                                                _mm512_cmp_ps_mask((__m512)values[0], _mm512_setzero_ps(), _CMP_GT_OQ));
+  store_codes(codes, _mm512_mask_max_epu16(number, is_positive, number, words(1)));
+}
+
+// Whole blocks take half the instructions, where no x lies right beside a threshold. In decade i, which its thresholds
+// [first of i, first of i + 1) bound, the number of x is the integer part of
+//
+//   2^(i + extra) * min((10^(6 - i) x + 0.8) / 0.9, nearly 2) - extra
+//
+// in fixed point, 16 bits behind the point, its error less than kDoubt: of all float32 x in [0, 1], 4,000 (signed) and
+// 4,600 lie that close to a threshold, and no other gets a wrong code; 280 and 450 would without kDoubt. A range of x,
+// [2^(2k - 1), 2^(2k + 1)), has lines of its own; the one threshold between decades in it comes from a table, exactly.
+struct QuickLines {
+  alignas(64) uint32_t to_next[16];  // added to the bits of x: from its range's threshold on they are of the next range
+  alignas(64) float slope[16], factor[16];
+};
+constexpr float kLeastQuick = 1.0f / (1 << 29), kQuickStart = static_cast<float>(8.0 / 9.0);
+constexpr int kDoubt = 1;
+template <int kMagnitudes>
+constexpr QuickLines make_quick_lines(const CodeMap<kMagnitudes>& map, int extra) {
+  constexpr double kOne = 65536.0;
+  // Where x changes lines; in front of the first, and from the last on, numbers are one.
+  double change[kDecades + 1] = {};
+  for (int i = 0; i < kDecades; ++i) change[i] = map.threshold[1 + (((1 << i) - 1) << extra)];
+  if (extra) change[0] = 1.0 / (1 << 22);  // not code 0: less than the second threshold
+  change[kDecades] = map.threshold[kMagnitudes - 1];
+  QuickLines lines{};
+  double begin = kLeastQuick;
+  for (int range = 1; range <= 16; ++range, begin *= 4) {
+    int n_passed = 0;
+    for (const double x : change) {
+      n_passed += x <= begin;
+      if (begin < x && x < 4 * begin) {
+        const double bits = x < 2 * begin ? x / begin - 1 : x / (2 * begin);
+        lines.to_next[range & 15] = (1u << 24) - static_cast<uint32_t>(bits * (1 << 23));
+      }
+    }
+    const int i = n_passed - 1;
+    double power = 1e6;
+    for (int k = 0; k < i; ++k) power /= 10;
+    const bool is_line = 0 <= i && i < kDecades;
+    // A number of no line lies in the middle between its thresholds.
+    const double number = (i < 0 ? extra : kMagnitudes - 1) + 0.5 + extra;
+    lines.slope[range & 15] = static_cast<float>(is_line ? power / 0.9 : 0.0);
+    lines.factor[range & 15] = static_cast<float>(kOne * (is_line ? 1 << (i + extra) : number / kQuickStart));
+  }
+  return lines;
+}
+constexpr QuickLines kSignedQuickLines = make_quick_lines(kSignedMap, 0);
+constexpr QuickLines kUnsignedQuickLines = make_quick_lines(kUnsignedMap, 1);
+
+// x in [kLeastQuick, 1]: number * 2^16 + offset.
+ONETRIP_INLINE __m512 quick_number(__m512 x, const QuickLines& lines, __m512 offset) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i to_next = _mm512_permutexvar_epi32(_mm512_srli_epi32(bits, 24), _mm512_load_si512(lines.to_next));
+  const __m512i range = _mm512_srli_epi32(_mm512_add_epi32(bits, to_next), 24);
+  const __m512 z =
+      _mm512_fmadd_ps(x, _mm512_permutexvar_ps(range, _mm512_load_ps(lines.slope)), _mm512_set1_ps(kQuickStart));
+  constexpr float kNearly2 = 2.0f - 1.0f / (1 << 11);
+  // Of positive numbers, as integers: more units can do that.
+  const __m512i lesser = _mm512_min_epu32(_mm512_castps_si512(z), _mm512_castps_si512(_mm512_set1_ps(kNearly2)));
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(lesser), _mm512_permutexvar_ps(range, _mm512_load_ps(lines.factor)),
+                         offset);
+}
+ONETRIP_INLINE __m512i upper_words(__m512i a, __m512i b) {
+  alignas(64) static constexpr uint16_t kHigh[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                     33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  return _mm512_permutex2var_epi16(a, _mm512_load_si512(kHigh), b);
+}
+// Packing works within 128 bits.
+ONETRIP_INLINE __m512i in_order(__m512i packed) {
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed);
+}
+ONETRIP_INLINE bool is_in_doubt(__m512i least) {
+  return (_mm512_cmplt_epu16_mask(least, words(2 * kDoubt)) & 0x55555555u) != 0;
+}
+
+// Returns whether all codes are certain.
+ONETRIP_INLINE bool store_signed_quickly(const F* values, const Scale& scale, uint8_t* codes) {
+  const __m512i sign = _mm512_set1_epi32(static_cast<int>(0x80000000u));
+  __m512i least = _mm512_set1_epi32(-1);
+  for (int first = 0; first < kVectors; first += 4) {
+    __m512i fixed[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512 v = (__m512)(values[first + i] * scale.inverse);
+      constexpr int kLargerMagnitude = 0xB;  // its sign cleared
+      const __m512 x = _mm512_range_ps(v, _mm512_set1_ps(kLeastQuick), kLargerMagnitude);
+      const __m512 number = quick_number(x, kSignedQuickLines, _mm512_set1_ps(-32768.0f));
+      constexpr int kOrAnd = 0xF8;  // a | (b & c)
+      const __m512i with_sign =
+          _mm512_ternarylogic_epi32(_mm512_castps_si512(number), _mm512_castps_si512(v), sign, kOrAnd);
+      // code - 128
+      fixed[i] = _mm512_add_epi32(_mm512_cvtps_epi32(_mm512_castsi512_ps(with_sign)),
+                                  _mm512_set1_epi32(32768 + kDoubt - 65536));
+      least = _mm512_min_epu16(least, fixed[i]);
+    }
+    // Magnitude 128 has no negative: -129 saturates.
+    const __m512i packed =
+        in_order(_mm512_packs_epi16(upper_words(fixed[0], fixed[1]), upper_words(fixed[2], fixed[3])));
+    _mm512_storeu_si512(codes + first * kWidth, _mm512_xor_si512(packed, _mm512_set1_epi8(-128)));
+  }
+  return !is_in_doubt(least);
+}
+ONETRIP_INLINE bool store_unsigned_quickly(const F* values, const Scale& scale, uint8_t* codes) {
+  __m512i least = _mm512_set1_epi32(-1);
+  for (int first = 0; first < kVectors; first += 4) {
+    __m512i fixed[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512i value = (__m512i)values[first + i], x_bits = (__m512i)(values[first + i] * scale.inverse);
+      const __m512 x = _mm512_castsi512_ps(_mm512_max_epu32(x_bits, (__m512i)splat(kLeastQuick)));
+      const __m512 number = quick_number(x, kUnsignedQuickLines, _mm512_set1_ps(kDoubt - 65536));
+      const __mmask16 is_positive = _mm512_test_epi32_mask(value, value);
+      fixed[i] = _mm512_mask_cvtps_epi32(_mm512_set1_epi32(32768), is_positive, number);
+      least = _mm512_min_epu16(least, fixed[i]);
+    }
+    _mm512_storeu_si512(codes + first * kWidth, in_order(_mm512_packus_epi16(upper_words(fixed[0], fixed[1]),
+                                                                             upper_words(fixed[2], fixed[3]))));
+  }
+  return !is_in_doubt(least);
+}
+
+__attribute__((noinline)) void store_signed_exactly(const Tables& tables, const F* values, const Scale& scale,
+                                                    uint8_t* codes) {
+  for (int i = 0; i < kVectors; i += 2) store_signed_group(tables, values + i, scale, codes + i * kWidth);
+}
+__attribute__((noinline)) void store_unsigned_exactly(const Tables& tables, const F* values, const Scale& scale,
+                                                      uint8_t* codes) {
+  for (int i = 0; i < kVectors; i += 2) store_unsigned_group(tables, values + i, scale, codes + i * kWidth);
+}
+ONETRIP_INLINE void store_signed(const Tables& tables, const F* values, const Scale& scale, uint8_t* codes) {
+  if (!scale.is_finite || !store_signed_quickly(values, scale, codes))
+    store_signed_exactly(tables, values, scale, codes);
+}
+ONETRIP_INLINE void store_unsigned(const Tables& tables, const F* values, const Scale& scale, uint8_t* codes) {
+  if (!scale.is_finite || !store_unsigned_quickly(values, scale, codes))
+    store_unsigned_exactly(tables, values, scale, codes);
+}
+
+}  // namespace
+}  // namespace ONETRIP_LEVEL
+}  // namespace onetrip
