@@ -5,11 +5,13 @@
 
 #include <cmath>
 #include <exception>
+#include <memory>
 #include <stdexcept>
 #include <tuple>
 #include <type_traits>
 #include <vector>
 
+#include "adam_watch.h"
 #include "common/adam.h"
 #include "dlpack.h"
 #include "launch.h"
@@ -224,20 +226,9 @@ py::object launcher(const Call& plan) {
 
 // What `operands` asks tensors with: the types that it knows, and their library's function.
 struct TensorReader {
-  PyTypeObject *tensor, *parameter;
-  int (*read)(void*, onetrip::dlpack::Tensor*);
+  onetrip::TensorTypes types;
   py::object is_neg;  // Tensor.is_neg
 };
-
-bool is_contiguous(const onetrip::dlpack::Tensor& tensor) {
-  if (!tensor.strides) return true;
-  int64_t stride = 1;
-  for (int i = tensor.n_dims - 1; i >= 0; --i) {
-    if (tensor.sizes[i] != 1 && tensor.strides[i] != stride) return false;
-    stride *= tensor.sizes[i];
-  }
-  return true;
-}
 
 bool is_empty(const onetrip::dlpack::Tensor& tensor) {
   for (int i = 0; i < tensor.n_dims; ++i)
@@ -272,8 +263,8 @@ int64_t operands_code(const TensorReader& reader, PyObject* const* values, Py_ss
   for (Py_ssize_t i = 0; i < n; ++i) {
     code *= 4;
     if (i > 0 && values[i] == Py_None) continue;
-    if (Py_TYPE(values[i]) != reader.tensor && Py_TYPE(values[i]) != reader.parameter) return -1;
-    if (reader.read(values[i], &tensor) != 0) {
+    if (Py_TYPE(values[i]) != reader.types.tensor && Py_TYPE(values[i]) != reader.types.parameter) return -1;
+    if (reader.types.read(values[i], &tensor) != 0) {
       PyErr_Clear();
       return -1;
     }
@@ -288,7 +279,7 @@ int64_t operands_code(const TensorReader& reader, PyObject* const* values, Py_ss
     for (int j = 1; j <= tensor.n_dims; ++j)
       if (tensor.sizes[tensor.n_dims - j] != x.sizes[x.n_dims - j]) return -1;
     code += digit;
-    is_plain = is_plain && has_elements && is_contiguous(tensor) && !is_negated(reader, values[i]);
+    is_plain = is_plain && has_elements && onetrip::is_contiguous(tensor) && !is_negated(reader, values[i]);
   }
   return 2 * code + is_plain;
 }
@@ -297,20 +288,35 @@ PyObject* operands(PyObject* reader, PyObject* const* values, Py_ssize_t n) {
   return returned([&] { return operands_code(state_of<TensorReader>(reader), values, n); });
 }
 
-// The function above for these types; None where their library has no such C function.
-py::object operands_reader(const py::type& tensor, const py::type& parameter) {
-  if (!py::hasattr(tensor, onetrip::dlpack::kAttribute)) return py::none();
+// How tensors of these types are read; its `read` is null where their library has no such C function.
+onetrip::TensorTypes tensor_types(const py::type& tensor, const py::type& parameter) {
+  onetrip::TensorTypes types{reinterpret_cast<PyTypeObject*>(tensor.ptr()),
+                             reinterpret_cast<PyTypeObject*>(parameter.ptr()), nullptr};
+  if (!py::hasattr(tensor, onetrip::dlpack::kAttribute)) return types;
   const py::object capsule = tensor.attr(onetrip::dlpack::kAttribute);
   const auto* api = static_cast<const onetrip::dlpack::ExchangeApi*>(
       PyCapsule_GetPointer(capsule.ptr(), onetrip::dlpack::kCapsuleName));
   if (!api) {
     PyErr_Clear();
-    return py::none();
+  } else if (api->major_version == onetrip::dlpack::kMajorVersion) {
+    types.read = api->tensor_from_object;
   }
-  if (api->major_version != onetrip::dlpack::kMajorVersion || !api->tensor_from_object) return py::none();
-  return make_function<operands>(TensorReader{reinterpret_cast<PyTypeObject*>(tensor.ptr()),
-                                              reinterpret_cast<PyTypeObject*>(parameter.ptr()), api->tensor_from_object,
-                                              tensor.attr("is_neg")});
+  return types;
+}
+
+// operands for these types; None where they cannot be read.
+py::object operands_reader(const py::type& tensor, const py::type& parameter) {
+  const onetrip::TensorTypes types = tensor_types(tensor, parameter);
+  return types.read ? make_function<operands>(TensorReader{types, tensor.attr("is_neg")}) : py::none();
+}
+
+// None where tensors of these types cannot be read, or some of these are of others.
+py::object adam_watch(const py::type& tensor, const py::type& parameter, const py::list& params, const py::list& states,
+                      int64_t tensors) {
+  const onetrip::TensorTypes types = tensor_types(tensor, parameter);
+  if (!types.read) return py::none();
+  auto watch = std::make_unique<onetrip::AdamWatch>(types, tensor.attr("is_neg"), params, states, tensors);
+  return watch->is_known() ? py::cast(std::move(watch)) : py::none();
 }
 
 py::object row_norm_forward(int x_dtype, int residual_dtype, int bias_dtype, int weight_dtype, int norm_bias_dtype,
@@ -465,6 +471,12 @@ PYBIND11_MODULE(_native, module) {
   module.def("softmax_workspace", &softmax_workspace, "Floats of workspace that the mask's gradient needs.");
   module.def("adam_step", &adam_step, py::call_guard<py::gil_scoped_release>(),
              "One step over all parameters: tables by address (csrc/launch.h), kinds and groups as lists of tuples.");
+  py::class_<onetrip::AdamWatch>(module, "AdamWatch", "See csrc/adam_watch.h.")
+      .def("gradients", &onetrip::AdamWatch::gradients,
+           "The gradients where all else is as it was, their addresses in the table; else None.")
+      .def("moved", &onetrip::AdamWatch::moved, "Whether the last gradients lie elsewhere than those before.");
+  module.def("adam_watch", &adam_watch,
+             "Of types, lists of parameters, states and their table: an AdamWatch; None where they cannot be read.");
   module.def("adam_code_maps", &adam_code_maps,
              "Magnitudes and thresholds of the signed map, then of the unsigned one, as the kernels use them.");
   module.def("operands_reader", &operands_reader,

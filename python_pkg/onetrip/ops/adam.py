@@ -6,7 +6,7 @@ import importlib
 from array import array
 from collections.abc import Sequence
 from copy import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,6 +178,21 @@ class AdamTable:
             self._addresses = addresses
         return grads
 
+    def watch(self, params_of_groups: list[list[Tensor]], states: list[dict[str, Tensor]]) -> Any | None:
+        """An AdamWatch (csrc/adam_watch.h) of these slots' parameters and states, all kept alive by the caller: it
+        writes where gradients lie into the table. None where tensors do not tell the native library what they are
+        (torch before 2.10, subclasses)."""
+        library = native()
+        if library is None:
+            return None
+        address = self._host_tensors.data_ptr()
+        return library.adam_watch(Tensor, torch.nn.Parameter, params_of_groups, states, address)
+
+    def gradients_moved(self) -> None:
+        """After the watch has written into the table."""
+        self._addresses = ([], [])
+        self.tensors = self._to_device(self._host_tensors)
+
     def step(
         self,
         grads: Sequence[Tensor],
@@ -185,10 +200,12 @@ class AdamTable:
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         params_stay: bool = False,
+        is_fresh: bool = False,
     ) -> None:
         """reference.adam.step for these slots on the backend in use; the same arguments, tensors on this device, and
-        refresh's."""
-        grads = self.refresh(grads, params_stay)
+        refresh's. is_fresh: the table is up to date with them."""
+        if not is_fresh:
+            grads = self.refresh(grads, params_stay)
         backend = choose("adam", self.device, True)
         if backend == "reference":
             reference.step(self.slots, grads, groups, grad_scale, found_inf)

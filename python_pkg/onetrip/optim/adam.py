@@ -115,14 +115,22 @@ class Adam8bit(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             check_group(self._name, group, may_wait=False)
-        grads = [[p.grad for p in group["params"]] for group in self.param_groups]
         params = [group["params"] for group in self.param_groups]
+        unchanged = self._plan and self._plan.unchanged(params, self.state)
+        if self._plan is not None and unchanged:
+            self._run(self._plan, unchanged, is_fresh=True)
+            return loss
+        grads = [[p.grad for p in members] for members in params]
+        is_whole = True
         if any(type(None) in set(map(type, of_group)) for of_group in grads):
+            is_whole = False
             present = [[grad is not None for grad in of_group] for of_group in grads]
             params = [list(itertools.compress(*pair)) for pair in zip(params, present, strict=True)]
             grads = [list(itertools.compress(*pair)) for pair in zip(grads, present, strict=True)]
         if any(params):
             self._step(params, list(itertools.chain.from_iterable(grads)))
+            if is_whole and self._plan is not None:
+                self._plan.watch()
         return loss
 
     @torch.inference_mode(False)  # states made there could not be written outside
@@ -145,13 +153,17 @@ class Adam8bit(torch.optim.Optimizer):
             self._plan = plan
         else:
             of_slots = plan.gradients(grads, is_new=False)
+        self._run(plan, of_slots, is_fresh=False)
+
+    def _run(self, plan: Plan, grads_of_slots: list[list[Tensor]], is_fresh: bool) -> None:
+        """is_fresh: the plan's tables are up to date with these gradients."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         plan.copy_in()
-        for table, table_grads in zip(plan.tables(), of_slots, strict=True):
+        for table, table_grads in zip(plan.tables(), grads_of_slots, strict=True):
             device = table.device
             groups = [self._numbers(group, device) for group in self.param_groups]
             numbers = _number_on(device, grad_scale), _number_on(device, found_inf)
-            table.step(table_grads, groups, *numbers, params_stay=True)
+            table.step(table_grads, groups, *numbers, params_stay=True, is_fresh=is_fresh)
         plan.copy_out()
         increment_versions(plan.params)
 

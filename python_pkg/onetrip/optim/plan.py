@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import accumulate, chain, compress, pairwise
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,6 +121,7 @@ class Plan:
         self._shapes = [p.shape for p in params]
         self._strides = [p.stride() for p in params]
         self._copied = [item for plan in self._devices for item in plan.strided if item.work is not item.part]
+        self._watch: Any | None = None
         self._where: list[dict[int, int]] = []
         self._flatten()
 
@@ -153,7 +154,7 @@ class Plan:
         if len(chosen) < sum(map(len, ids)):
             return None
         plan = copy(self)
-        plan._lists, plan._ids, plan._where = params_of_groups, ids, []
+        plan._lists, plan._ids, plan._where, plan._watch = params_of_groups, ids, [], None
         for name in _OF_EACH:
             values = getattr(self, name)
             setattr(plan, name, [values[i] for i in chosen])
@@ -207,14 +208,40 @@ class Plan:
         """The optimizer's state, which now holds all of this plan's."""
         self._state, self._entries = state, list(state.values())
 
+    def watch(self) -> None:
+        """From now on `unchanged` compares with this step. To be called after each step that it could not spare, for
+        which the table may have been sorted anew; not where parameters were left out for want of a gradient."""
+        self._watch = self._devices[0].table.watch(self._lists, self._states) if self.is_simple else None
+
+    def unchanged(
+        self, params_of_groups: list[list[Tensor]], all_states: Mapping[Tensor, State]
+    ) -> list[list[Tensor]] | None:
+        """What `gradients` returns, and the table up to date with them, where holds is true and nothing but the
+        gradients' addresses has changed since `watch`. Else, or where nobody can say, None.
+
+        10,000 parameters of 100 elements on two cores: a step of 18.1 ms takes 8.2 (the least of 20 each, one run).
+        """
+        if self._watch is None or not self._has_entries(all_states):
+            return None
+        grads = self._watch.gradients(params_of_groups)
+        if grads is None:
+            self._watch = None
+            return None
+        if self._watch.moved():
+            self._devices[0].table.gradients_moved()
+        return [grads]
+
+    def _has_entries(self, state: Mapping[Tensor, State]) -> bool:
+        return (
+            state is self._state and len(state) == len(self._entries) and all(map(is_, state.values(), self._entries))
+        )
+
     def holds(self, params_of_groups: list[list[Tensor]], all_states: Mapping[Tensor, State]) -> bool:
         """Whether it was built for these parameters, and they and their states lie where they lay, in the same dtypes.
 
         Of a list that is the same object with the same length, a parameter that was exchanged has another address.
         """
-        if all_states is not self._state or len(all_states) != len(self._entries):
-            return False
-        if not all(map(is_, all_states.values(), self._entries)):
+        if not self._has_entries(all_states):
             return False
         if len(params_of_groups) != len(self._lists) or not all(
             (given is known and len(given) == len(ids)) or list(map(id, given)) == ids
