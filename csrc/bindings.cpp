@@ -165,6 +165,7 @@ void read(onetrip::SoftmaxBackward& call, Arguments& from) {
   call.dscores = from.tensor<void>();
   call.dmask = from.tensor<float>();
   call.workspace = from.tensor<float>();
+  call.n_queries = from.integer();
 }
 
 // What a function written for Python returns: the integer of body, or null after what it throws.

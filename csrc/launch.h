@@ -90,7 +90,7 @@ struct SoftmaxForward {
 };
 
 // g = P * (dP - sum over the row of P * dP), dP = dropout_backward(dy);  dscores = scale * g;  dmask = sum of g over
-// the rows that share a row of the mask.
+// the rows that share a row of the mask. Columns that causality hides are not read: their g is 0, whatever lies there.
 struct SoftmaxBackward {
   int64_t n_rows, n_cols;
   const void* dy;    // [n_rows, n_cols] dtype, last stride 1
@@ -101,6 +101,7 @@ struct SoftmaxBackward {
   int64_t dy_row_stride, p_row_stride;
   DType dtype;
   MaskRows mask_rows;  // read where dmask is wanted
+  int64_t n_queries;   // as forward's; 0: not causal
   float scale;
   bool has_dropout;  // p carries the mask in its sign
   float dropout_scale;

@@ -165,7 +165,10 @@ class Call:
         return (y if p is None else p).to(self.dtype)
 
     def backward_case(self) -> Case:
-        inputs = self._inputs({"dy": self.tensors()["dy"], "p": self.saved()})
+        # What causality hides is not looked at.
+        hidden = self.hidden()
+        given = {"dy": self.tensors()["dy"], "p": self.saved()}
+        inputs = self._inputs({name: tensor.masked_fill(hidden, float("nan")) for name, tensor in given.items()})
         outputs = {}
         if self.wants_dscores:
             outputs["dscores"] = self._output((self.n_rows, self.n_cols), self.dtype)
@@ -178,7 +181,13 @@ class Call:
         """In float64, of the values that the kernel gets."""
         wants_dmask = self.mask not in (None, torch.bool)
         dscores, dmask = reference.backward(
-            self.tensors()["dy"].double(), self.saved().double(), self.layout(), self.plan(), True, wants_dmask
+            self.tensors()["dy"].double(),
+            self.saved().double(),
+            self.layout(),
+            self.dims[2],
+            self.plan(),
+            True,
+            wants_dmask,
         )
         gradients = {"dscores": dscores if self.wants_dscores else None, "dmask": dmask}
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}

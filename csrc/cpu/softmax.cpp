@@ -3,14 +3,15 @@
 // Forward takes a row through three passes. The first reads scores and mask, leaves scale * scores + mask as float32 in
 // a buffer of the thread and finds its largest value; the second puts exponentials in their place and sums them; the
 // third multiplies by 1 / sum, drops, rounds once and writes y, and with dropout p, whose sign is the dropout mask.
-// Memory sees scores read once and y (and p) written once; a mask that many rows share stays in cache. Columns that a
-// causal row does not see are neither read nor computed.
+// Memory sees scores read once and y (and p) written once; a mask that many rows share stays in cache.
 //
 // Backward takes a row through two: sum P * dP, then P * (dP - sum) to dscores, for which dy and p come from cache.
 // Memory sees dy and p read once and dscores written once. Where the mask's gradient is wanted, the rows that share a
 // row of the mask are taken by one thread and added up in its cache on the way; the sharing rows of a mask of few rows
 // are cut into parts, a function of the sizes alone, and the parts are added in order: no bit of a result depends on
 // the number of threads or on which took what.
+//
+// Columns that a causal row does not see are neither read nor computed in either direction: zeros are written there.
 #include "dropout.h"
 #include "levels.h"
 #include "rows.h"
@@ -139,6 +140,18 @@ ONETRIP_INLINE void for_stored_columns(int64_t begin, int64_t end, const T* row,
   for_columns<kChains>(line, end, [&](int64_t c, auto lanes, int) { body(c, lanes, Yes{}); });
 }
 
+// +0 in columns [begin, end) of a row.
+template <class T>
+ONETRIP_INLINE void store_zeros(T* row, int64_t begin, int64_t end, bool may_stream) {
+  for_stored_columns(begin, end, row, may_stream,
+                     [&](int64_t c, auto lanes, auto streams) { store_rounded(row + c, F{}, lanes, streams); });
+}
+
+// How many columns of a row are visible. n_queries: 0 where not causal.
+ONETRIP_INLINE int64_t visible_columns(int64_t n_cols, int64_t n_queries, int64_t query) {
+  return n_queries ? clamp(n_cols - n_queries + query + 1, 0, n_cols) : n_cols;
+}
+
 // Whether scores serve as the row by themselves, or a buffer of float32 values is made of them and the mask.
 template <class T, class M>
 constexpr bool kIsInPlace = false;
@@ -215,11 +228,8 @@ void softmax_rows(const ForwardRows& rows, int64_t first_row, int64_t end_row, f
     const T* scores = static_cast<const T*>(args.scores) + row * args.scores_row_stride;
     T* y = static_cast<T*>(args.y) + row * n_cols;
     T* p = args.p ? static_cast<T*>(args.p) + row * n_cols : nullptr;
-    int64_t visible = n_cols;
-    if (args.n_queries) {
-      visible = clamp(n_cols - args.n_queries + query + 1, 0, n_cols);
-      query = query + 1 < args.n_queries ? query + 1 : 0;
-    }
+    const int64_t visible = visible_columns(n_cols, args.n_queries, query);
+    query = query + 1 < args.n_queries ? query + 1 : 0;
     const float largest = assemble(scores, mask.row(), args.scale, values, visible);
     const T* next_scores = row + rows_ahead < end_row ? scores + rows_ahead * args.scores_row_stride : scores;
     const float sum = exponentiate<T, M>(scores, args.scale, values, largest, visible, next_scores);
@@ -246,10 +256,8 @@ void softmax_rows(const ForwardRows& rows, int64_t first_row, int64_t end_row, f
         store_rounded(y + c, load(values + c, All{}) * inverse, lanes, streams);
       });
     }
-    for_columns<1>(visible, n_cols, [&](int64_t c, auto lanes, int) {
-      store_rounded(y + c, F{}, lanes);
-      if (p) store_rounded(p + c, F{}, lanes);
-    });
+    store_zeros(y, visible, n_cols, rows.streams);
+    if (p) store_zeros(p, visible, n_cols, rows.streams);
   }
 }
 
@@ -288,10 +296,11 @@ void backward_rows(const BackwardRows& rows) {
     const T* dy = static_cast<const T*>(args.dy) + row * args.dy_row_stride;
     const T* p = static_cast<const T*>(args.p) + row * args.p_row_stride;
     T* dscores = args.dscores ? static_cast<T*>(args.dscores) + row * n_cols : nullptr;
+    const int64_t visible = visible_columns(n_cols, args.n_queries, args.n_queries ? row % args.n_queries : 0);
     F total = {};
-    for (int64_t block = 0; block < n_cols; block += kSumColumns) {
+    for (int64_t block = 0; block < visible; block += kSumColumns) {
       F products[kChains] = {};
-      for_columns<kChains>(block, smaller(block + kSumColumns, n_cols), [&](int64_t c, auto lanes, int chain) {
+      for_columns<kChains>(block, smaller(block + kSumColumns, visible), [&](int64_t c, auto lanes, int chain) {
         const Factors f = factors<kHasDropout>(p + c, dy + c, args.dropout_scale, lanes);
         products[chain] = mul_add(f.probability, f.gradient, products[chain]);
       });
@@ -306,20 +315,22 @@ void backward_rows(const BackwardRows& rows) {
       return f.probability * (f.gradient - mean);
     };
     if (!rows.sums) {
-      for_stored_columns(0, n_cols, dscores, rows.streams, [&](int64_t c, auto lanes, auto streams) {
+      for_stored_columns(0, visible, dscores, rows.streams, [&](int64_t c, auto lanes, auto streams) {
         __builtin_prefetch(next_dy + c, 0, 3);
         __builtin_prefetch(next_p + c, 0, 3);
         store_rounded(dscores + c, propagate(c, lanes) * args.scale, lanes, streams);
       });
     } else {
-      for_stored_columns(0, n_cols, dscores, rows.streams, [&](int64_t c, auto lanes, auto streams) {
+      for_stored_columns(0, visible, dscores, rows.streams, [&](int64_t c, auto lanes, auto streams) {
         __builtin_prefetch(next_dy + c, 0, 3);
         __builtin_prefetch(next_p + c, 0, 3);
         const F g = propagate(c, lanes);
         if (dscores) store_rounded(dscores + c, g * args.scale, lanes, streams);
         store(sums + c, rows.is_first ? g : load(sums + c, lanes) + g, lanes);
       });
+      if (rows.is_first) store_zeros(sums, visible, n_cols, false);
     }
+    if (dscores) store_zeros(dscores, visible, n_cols, rows.streams);
   }
 }
 

@@ -22,14 +22,15 @@ constexpr int kSharedColumns = kMaxThreads * kChunkColumns;
 // NVRTC compiles no host code, so that nothing would ask for the kernels.
 #ifdef __CUDACC_RTC__
 
-#define ONETRIP_INSTANTIATE(T, kFast)                                                                     \
-  template __global__ void softmax_forward_kernel<T, 1, kFast>(SoftmaxForward, ForwardLaunch);            \
-  template __global__ void softmax_forward_kernel<T, kHeldChunks, kFast>(SoftmaxForward, ForwardLaunch);  \
-  template __global__ void softmax_forward_wide_kernel<T, kFast>(SoftmaxForward, ForwardLaunch);          \
-  template __global__ void softmax_backward_kernel<T, 1, kFast>(SoftmaxBackward, RowThreads);             \
-  template __global__ void softmax_backward_kernel<T, kHeldChunks, kFast>(SoftmaxBackward, RowThreads);   \
-  template __global__ void softmax_backward_wide_kernel<T, kFast>(SoftmaxBackward, MaskSharing, int64_t); \
-  template __global__ void softmax_backward_shared_kernel<T, kFast>(SoftmaxBackward, RowThreads, MaskSharing);
+#define ONETRIP_INSTANTIATE(T, kFast)                                                                                \
+  template __global__ void softmax_forward_kernel<T, 1, kFast>(SoftmaxForward, ForwardLaunch);                       \
+  template __global__ void softmax_forward_kernel<T, kHeldChunks, kFast>(SoftmaxForward, ForwardLaunch);             \
+  template __global__ void softmax_forward_wide_kernel<T, kFast>(SoftmaxForward, ForwardLaunch);                     \
+  template __global__ void softmax_backward_kernel<T, 1, kFast>(SoftmaxBackward, RowThreads, Causality);             \
+  template __global__ void softmax_backward_kernel<T, kHeldChunks, kFast>(SoftmaxBackward, RowThreads, Causality);   \
+  template __global__ void softmax_backward_wide_kernel<T, kFast>(SoftmaxBackward, MaskSharing, Causality, int64_t); \
+  template __global__ void softmax_backward_shared_kernel<T, kFast>(SoftmaxBackward, RowThreads, MaskSharing,        \
+                                                                    Causality);
 #define ONETRIP_INSTANTIATE_ALL(T) \
   ONETRIP_INSTANTIATE(T, true)     \
   ONETRIP_INSTANTIATE(T, false)
@@ -49,6 +50,10 @@ Divisor divisor_of(int64_t divisor) {
   using Wide = unsigned __int128;
   return {divisor, static_cast<uint64_t>((static_cast<Wide>(excess) << 64) / size + 1),
           static_cast<uint32_t>((static_cast<Wide>(excess) << 32) / size + 1), shift};
+}
+
+Causality causality_of(int64_t n_rows, int64_t n_queries) {
+  return {n_queries != 0, n_rows <= int64_t{1} << 31, divisor_of(n_queries != 0 ? n_queries : 1)};
 }
 
 int rows_per_block(const RowThreads& threads) {
@@ -92,9 +97,8 @@ cudaError_t launch_forward(const SoftmaxForward& args, ForwardLaunch launch, int
 template <typename T>
 cudaError_t launch_forward(const SoftmaxForward& args, int shared_limit, cudaStream_t stream) {
   ForwardLaunch launch{};
-  launch.few_rows = args.n_rows <= int64_t{1} << 31;
+  launch.causality = causality_of(args.n_rows, args.n_queries);
   for (int k = 0; k < 3; ++k) launch.mask_sizes[k] = divisor_of(args.mask != nullptr ? args.mask_rows.sizes[k + 1] : 1);
-  launch.n_queries = divisor_of(args.n_queries != 0 ? args.n_queries : 1);
   VectorAccess access(args.n_cols, kChunkColumns);
   access.require(args.scores, args.dtype, args.scores_row_stride);
   access.require(args.y, args.dtype, args.n_cols);
@@ -169,7 +173,8 @@ cudaError_t launch_backward_wide(const SoftmaxBackward& args, const MaskSharing&
   const cudaError_t status = allow_shared(kernel, shared_bytes);
   if (status != cudaSuccess) return status;
   return ONETRIP_LAUNCH(kernel, grid_of_rows(sharing.n_mask_rows * sharing.n_parts, 1), dim3(kWideThreads),
-                        static_cast<size_t>(shared_bytes), stream, args, sharing, kept_tiles);
+                        static_cast<size_t>(shared_bytes), stream, args, sharing,
+                        causality_of(args.n_rows, args.n_queries), kept_tiles);
 }
 
 template <typename T, bool kFast>
@@ -180,7 +185,7 @@ cudaError_t launch_backward_rows(const SoftmaxBackward& args, cudaStream_t strea
   if (!narrow && threads.count < kWarpThreads) threads = {kWarpThreads, 5};
   const auto kernel = narrow ? softmax_backward_kernel<T, 1, kFast> : softmax_backward_kernel<T, kChunks, kFast>;
   return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, rows_per_block(threads)), block_of(threads), 0, stream, args,
-                        threads);
+                        threads, causality_of(args.n_rows, args.n_queries));
 }
 
 template <typename T, bool kFast>
@@ -192,7 +197,7 @@ cudaError_t launch_backward_shared(const SoftmaxBackward& args, const SharingPla
   const int64_t n_blocks =
       sharing.joined ? sharing.n_mask_rows * sharing.n_parts : ceil_div(sharing.n_mask_rows, sharing.n_groups);
   return ONETRIP_LAUNCH(kernel, grid_of_rows(n_blocks, 1), dim3(n_threads), shared_bytes, stream, args, plan.threads,
-                        sharing);
+                        sharing, causality_of(args.n_rows, args.n_queries));
 }
 
 cudaError_t launch_parts(const SoftmaxBackward& args, const MaskSharing& sharing, cudaStream_t stream) {

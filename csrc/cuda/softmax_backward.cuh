@@ -3,6 +3,7 @@
 //   g = P * (dP - sum over the row of P * dP);  dscores = scale * g;  dmask = sum of g over the rows that share a row
 //   of the mask.
 //
+// Columns that causality hides are not read, whatever lies there; their g is 0.
 // Moves n_cols * (dy + p + dscores) bytes a row, each once, where the row's threads hold it; of wider rows what shared
 // memory cannot keep is read twice. dmask costs 4 bytes a column of the mask where one group of threads takes all the
 // rows that share a row of it, and 8 more for every partial sum otherwise.
@@ -18,19 +19,26 @@ struct BackwardChunk {
 
 template <typename T, typename Col>
 __device__ __forceinline__ void load_backward(BackwardChunk<T>& chunk, const SoftmaxBackward& args, bool vector_access,
-                                              int64_t row, Col col, Col n_cols) {
-  const int valid = valid_columns<kChunkColumns>(col, n_cols, vector_access);
+                                              int64_t row, Col col, Col visible) {
+  const int valid = valid_columns<kChunkColumns>(col, visible, vector_access);
   load_chunk(chunk.dy, args.dy, row * args.dy_row_stride + col, vector_access, valid);
   load_chunk(chunk.p, args.p, row * args.p_row_stride + col, vector_access, valid);
 }
 
-// P and dP of a chunk. Past the row's end both are 0. They are computed twice, before and after the sum over the row,
-// and no product is left to be fused with what follows: the bits are the same.
+// P and dP of a chunk of which so many columns are to be seen; past them both are 0. They are computed twice, before
+// and after the sum over the row, and no product is left to be fused with what follows: the bits are the same.
 template <typename T>
-__device__ __forceinline__ void unpack_backward(const BackwardChunk<T>& chunk, const SoftmaxBackward& args,
+__device__ __forceinline__ void unpack_backward(const BackwardChunk<T>& chunk, const SoftmaxBackward& args, int seen,
                                                 float (&p)[kChunkColumns], float (&dp)[kChunkColumns]) {
   unpack(chunk.dy, dp);
   unpack(chunk.p, p);
+  if (seen < kChunkColumns) {
+#pragma unroll
+    for (int i = 0; i < kChunkColumns; ++i) {
+      dp[i] = i < seen ? dp[i] : 0.0f;
+      p[i] = i < seen ? p[i] : 0.0f;
+    }
+  }
   if (!args.has_dropout) return;
 #pragma unroll
   for (int i = 0; i < kChunkColumns; ++i) {
@@ -40,9 +48,9 @@ __device__ __forceinline__ void unpack_backward(const BackwardChunk<T>& chunk, c
 }
 
 template <typename T>
-__device__ __forceinline__ float dot_product(const BackwardChunk<T>& chunk, const SoftmaxBackward& args) {
+__device__ __forceinline__ float dot_product(const BackwardChunk<T>& chunk, const SoftmaxBackward& args, int seen) {
   float p[kChunkColumns], dp[kChunkColumns], sum = 0.0f;
-  unpack_backward(chunk, args, p, dp);
+  unpack_backward(chunk, args, seen, p, dp);
 #pragma unroll
   for (int i = 0; i < kChunkColumns; ++i) sum = fmaf(p[i], dp[i], sum);
   return sum;
@@ -52,11 +60,16 @@ __device__ __forceinline__ float dot_product(const BackwardChunk<T>& chunk, cons
 template <typename T, typename Col>
 __device__ __forceinline__ void finish_chunk(float (&g)[kChunkColumns], const BackwardChunk<T>& chunk,
                                              const SoftmaxBackward& args, float dot, bool vector_access, int64_t row,
-                                             Col col, Col n_cols) {
+                                             Col col, Col n_cols, Col visible) {
+  const int seen = visible_columns(col, visible);
   float p[kChunkColumns];
-  unpack_backward(chunk, args, p, g);
+  unpack_backward(chunk, args, seen, p, g);
 #pragma unroll
   for (int i = 0; i < kChunkColumns; ++i) g[i] = __fmul_rn(p[i], g[i] - dot);
+  if (seen < kChunkColumns) {
+#pragma unroll
+    for (int i = 0; i < kChunkColumns; ++i) g[i] = i < seen ? g[i] : 0.0f;  // where dot is NaN too
+  }
   if (args.dscores == nullptr) return;
   float dscores[kChunkColumns];
 #pragma unroll
@@ -83,23 +96,26 @@ class DotSum {
 // warp a row. Otherwise: the warp or the block. dmask: only where no rows share a row of the mask.
 template <typename T, int kChunks, bool kFast>
 __global__ void __launch_bounds__(kChunks == 1 ? kRowsThreads : kMaxThreads, kChunks == 1 ? 8 : 1)
-    softmax_backward_kernel(const SoftmaxBackward args, const RowThreads threads) {
+    softmax_backward_kernel(const SoftmaxBackward args, const RowThreads threads, const Causality causality) {
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
   const int count = threads.count, step = count * kChunkColumns;
   const int first_col = threads.thread() * kChunkColumns;
   const int rows_per_block = count > kWarpThreads ? 1 : static_cast<int>(blockDim.x) >> threads.log2_lanes;
   const int64_t row = first_row_of_block(rows_per_block) + threads.group();
   const int n_cols = row < args.n_rows ? static_cast<int>(args.n_cols) : 0;
+  const int visible = row < args.n_rows ? static_cast<int>(causality.visible(row, args.n_cols)) : 0;
 
   BackwardChunk<T> chunk[kChunks];
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    if (k == 0 || k * step < n_cols) load_backward(chunk[k], args, kFast, row, first_col + k * step, n_cols);
+    if (k == 0 || k * step < n_cols) load_backward(chunk[k], args, kFast, row, first_col + k * step, visible);
   }
   float dot = 0.0f;
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    if (k == 0 || k * step < n_cols) dot += dot_product(chunk[k], args);
+    if (k == 0 || k * step < visible) {
+      dot += dot_product(chunk[k], args, visible_columns(first_col + k * step, visible));
+    }
   }
   if constexpr (kChunks == 1) {
     dot = lanes_sum(dot, count);
@@ -112,7 +128,7 @@ __global__ void __launch_bounds__(kChunks == 1 ? kRowsThreads : kMaxThreads, kCh
       const int col = first_col + k * step;
       float g[kChunkColumns];
       forget(chunk[k].dy), forget(chunk[k].p);
-      finish_chunk(g, chunk[k], args, dot, kFast, row, col, n_cols);
+      finish_chunk(g, chunk[k], args, dot, kFast, row, col, n_cols, visible);
       if (args.dmask != nullptr) {
         store_rounded<float>(args.dmask, row * args.n_cols + col, g, kFast,
                              valid_columns<kChunkColumns>(col, n_cols, kFast));
@@ -169,7 +185,8 @@ constexpr int kSharedBlock = 256;  // threads a block, where a row takes no more
 // the sum of g in registers; the groups of a block are added in order.
 template <typename T, bool kFast>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    softmax_backward_shared_kernel(const SoftmaxBackward args, const RowThreads threads, const MaskSharing sharing) {
+    softmax_backward_shared_kernel(const SoftmaxBackward args, const RowThreads threads, const MaskSharing sharing,
+                                   const Causality causality) {
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
   ONETRIP_DYNAMIC_SHARED(float, sums);  // [kChunkColumns][blockDim], where groups are joined
   const int group = threads.group();
@@ -186,12 +203,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   for (int i = 0; i < sharing.rows_per_group; ++i, rows.next(sharing)) {
     // Lanes without a row go through all of it, for the sake of the warp, with a row of no columns.
     const int n_cols = i < left ? static_cast<int>(args.n_cols) : 0;
+    const int visible = i < left ? static_cast<int>(causality.visible(rows.row(), args.n_cols)) : 0;
     forget(col);
     BackwardChunk<T> chunk;
-    load_backward(chunk, args, kFast, rows.row(), col, n_cols);
-    const float dot = row_sum(dot_product(chunk, args));
+    load_backward(chunk, args, kFast, rows.row(), col, visible);
+    const float dot = row_sum(dot_product(chunk, args, visible_columns(col, visible)));
     float g[kChunkColumns];
-    finish_chunk(g, chunk, args, dot, kFast, rows.row(), col, n_cols);
+    finish_chunk(g, chunk, args, dot, kFast, rows.row(), col, n_cols, visible);
 #pragma unroll
     for (int j = 0; j < kChunkColumns; ++j) sum[j] += g[j];
   }
@@ -219,7 +237,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 // first keeps what fits of dy and p in shared memory. The sum of g lives in dmask (or the partial row), mostly in L2.
 template <typename T, bool kFast>
 __global__ void __launch_bounds__(kWideThreads, kWideBlocks)
-    softmax_backward_wide_kernel(const SoftmaxBackward args, const MaskSharing sharing, const int64_t kept_tiles) {
+    softmax_backward_wide_kernel(const SoftmaxBackward args, const MaskSharing sharing, const Causality causality,
+                                 const int64_t kept_tiles) {
   constexpr int kWords = Chunk<T, kChunkColumns>::kWords;
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
   ONETRIP_DYNAMIC_SHARED(uint32_t, kept);
@@ -233,12 +252,12 @@ __global__ void __launch_bounds__(kWideThreads, kWideBlocks)
   const int64_t first = part * sharing.rows_per_group;
   SharingRows rows(sharing, mask_row, first);
   for (int64_t i = 0; i < sharing.rows_per_group && first + i < sharing.n_sharing; ++i, rows.next(sharing)) {
-    const int64_t row = rows.row();
+    const int64_t row = rows.row(), visible = causality.visible(row, args.n_cols);
     float dot = 0.0f;
     int64_t tile = 0;
-    for (int64_t col = first_col; col < args.n_cols; col += step, ++tile) {
+    for (int64_t col = first_col; col < visible; col += step, ++tile) {
       BackwardChunk<T> chunk;
-      load_backward(chunk, args, kFast, row, col, args.n_cols);
+      load_backward(chunk, args, kFast, row, col, visible);
       if (tile < kept_tiles) {
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
@@ -246,23 +265,23 @@ __global__ void __launch_bounds__(kWideThreads, kWideBlocks)
           kept_word(tile, kWords + w) = chunk.p.word[w];
         }
       }
-      dot += dot_product(chunk, args);
+      dot += dot_product(chunk, args, visible_columns(col, visible));
     }
     dot = row_sum(dot);
     tile = 0;
     for (int64_t col = first_col; col < args.n_cols; col += step, ++tile) {
       BackwardChunk<T> chunk;
-      if (tile < kept_tiles) {
+      if (tile < kept_tiles && col < visible) {
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
           chunk.dy.word[w] = kept_word(tile, w);
           chunk.p.word[w] = kept_word(tile, kWords + w);
         }
       } else {
-        load_backward(chunk, args, kFast, row, col, args.n_cols);
+        load_backward(chunk, args, kFast, row, col, visible);
       }
       float g[kChunkColumns];
-      finish_chunk(g, chunk, args, dot, kFast, row, col, args.n_cols);
+      finish_chunk(g, chunk, args, dot, kFast, row, col, args.n_cols, visible);
       if (args.dmask != nullptr) {
         float* const out = sum_row(args, sharing, mask_row, part);
         const int valid = valid_columns<kChunkColumns>(col, args.n_cols, kFast);

@@ -35,6 +35,50 @@ struct RowThreads {
   __device__ __forceinline__ int thread() const { return static_cast<int>(threadIdx.x) - group() * count; }
 };
 
+// Division by a multiplication (Granlund & Montgomery 1994), for numbers below 2^31 and below 2^63.
+struct Divisor {
+  int64_t divisor;
+  uint64_t multiplier;
+  uint32_t multiplier_32, shift;
+
+  // Divides n, and returns the remainder.
+  __device__ __forceinline__ uint32_t divide(uint32_t& n) const {
+    const uint32_t quotient = (__umulhi(n, multiplier_32) + n) >> shift;
+    const uint32_t remainder = n - quotient * static_cast<uint32_t>(divisor);
+    n = quotient;
+    return remainder;
+  }
+  __device__ __forceinline__ int64_t divide(int64_t& n) const {
+    const uint64_t number = static_cast<uint64_t>(n), quotient = (__umul64hi(number, multiplier) + number) >> shift;
+    const int64_t remainder = n - static_cast<int64_t>(quotient) * divisor;
+    n = static_cast<int64_t>(quotient);
+    return remainder;
+  }
+};
+
+// Which columns causality lets rows see: row r, query r % n_queries, those up to n_cols - n_queries + query.
+struct Causality {
+  bool on;
+  bool few_rows;  // every row's number is below 2^31
+  Divisor n_queries;
+
+  // How many columns the row sees; n_cols where not causal.
+  __device__ __forceinline__ int64_t visible(int64_t row, int64_t n_cols) const {
+    if (!on) return n_cols;
+    uint32_t rest = static_cast<uint32_t>(row);
+    const int64_t query = few_rows ? static_cast<int64_t>(n_queries.divide(rest)) : n_queries.divide(row);
+    const int64_t result = n_cols - n_queries.divisor + query + 1;
+    return result > 0 ? result : 0;
+  }
+};
+
+// How many of a chunk's columns are visible, 0 to 8.
+template <typename Col>
+__device__ __forceinline__ int visible_columns(Col col, Col visible) {
+  const Col left = visible - col;
+  return left >= kChunkColumns ? kChunkColumns : left > 0 ? static_cast<int>(left) : 0;
+}
+
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
 
 // Over the lanes of a warp that share a row. All 32 lanes must take part.

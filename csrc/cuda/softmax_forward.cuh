@@ -10,33 +10,11 @@
 
 namespace onetrip {
 
-// Division by a multiplication (Granlund & Montgomery 1994), for numbers below 2^31 and below 2^63.
-struct Divisor {
-  int64_t divisor;
-  uint64_t multiplier;
-  uint32_t multiplier_32, shift;
-
-  // Divides n, and returns the remainder.
-  __device__ __forceinline__ uint32_t divide(uint32_t& n) const {
-    const uint32_t quotient = (__umulhi(n, multiplier_32) + n) >> shift;
-    const uint32_t remainder = n - quotient * static_cast<uint32_t>(divisor);
-    n = quotient;
-    return remainder;
-  }
-  __device__ __forceinline__ int64_t divide(int64_t& n) const {
-    const uint64_t number = static_cast<uint64_t>(n), quotient = (__umul64hi(number, multiplier) + number) >> shift;
-    const int64_t remainder = n - static_cast<int64_t>(quotient) * divisor;
-    n = static_cast<int64_t>(quotient);
-    return remainder;
-  }
-};
-
 // What a launch adds to its arguments.
 struct ForwardLaunch {
   RowThreads threads;
-  bool few_rows;          // every row's number is below 2^31
   Divisor mask_sizes[3];  // MaskRows::sizes 1 to 3
-  Divisor n_queries;
+  Causality causality;
   int64_t kept_tiles;  // wide rows: the tiles (a chunk a thread) of the scores that shared memory keeps
 };
 
@@ -47,26 +25,20 @@ struct RowMask {
 };
 
 __device__ __forceinline__ RowMask row_mask_of(const SoftmaxForward& args, const ForwardLaunch& launch, int64_t row) {
-  RowMask result{0, args.n_cols};
+  RowMask result{0, launch.causality.visible(row, args.n_cols)};
   const MaskRows& rows = args.mask_rows;
-  if (launch.few_rows) {
-    uint32_t rest = static_cast<uint32_t>(row), query = rest;
-    if (args.mask != nullptr) {
+  if (args.mask == nullptr) return result;
+  if (launch.causality.few_rows) {
+    uint32_t rest = static_cast<uint32_t>(row);
 #pragma unroll
-      for (int k = 3; k > 0; --k) result.start += launch.mask_sizes[k - 1].divide(rest) * rows.strides[k];
-      result.start += rest * rows.strides[0];
-    }
-    if (args.n_queries != 0) result.visible += launch.n_queries.divide(query) + 1 - args.n_queries;
+    for (int k = 3; k > 0; --k) result.start += launch.mask_sizes[k - 1].divide(rest) * rows.strides[k];
+    result.start += rest * rows.strides[0];
   } else {
-    int64_t rest = row, query = row;
-    if (args.mask != nullptr) {
+    int64_t rest = row;
 #pragma unroll 1
-      for (int k = 3; k > 0; --k) result.start += launch.mask_sizes[k - 1].divide(rest) * rows.strides[k];
-      result.start += rest * rows.strides[0];
-    }
-    if (args.n_queries != 0) result.visible += launch.n_queries.divide(query) + 1 - args.n_queries;
+    for (int k = 3; k > 0; --k) result.start += launch.mask_sizes[k - 1].divide(rest) * rows.strides[k];
+    result.start += rest * rows.strides[0];
   }
-  if (result.visible < 0) result.visible = 0;
   return result;
 }
 
@@ -136,13 +108,6 @@ __device__ __forceinline__ void apply_mask(float (&value)[kChunkColumns], const 
   }
 #pragma unroll
   for (int i = 0; i < kChunkColumns; ++i) value[i] = fmaf(value[i], scale, added[i]);
-}
-
-// How many of a chunk's columns are visible, 0 to 8.
-template <typename Col>
-__device__ __forceinline__ int visible_columns(Col col, Col visible) {
-  const Col left = visible - col;
-  return left >= kChunkColumns ? kChunkColumns : left > 0 ? static_cast<int>(left) : 0;
 }
 
 // scale * scores + mask of one chunk; -Inf where nothing is to be seen.

@@ -160,12 +160,13 @@ def steps_per_program(n_tiles: int, n_steps: int) -> int:
 
 
 def backward(
-    dy: Tensor, p: Tensor, layout: Any, plan: Any, wants_dscores: bool, wants_dmask: bool
+    dy: Tensor, p: Tensor, layout: Any, n_queries: int, plan: Any, wants_dscores: bool, wants_dmask: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns (dscores, dmask); what is not wanted is None.
 
-    dy: [n_rows, n_cols], last stride 1. p: like dy: y where nothing was dropped, else p as forward stored it. dscores:
-    like dy, contiguous. dmask: [layout.n_mask_rows, n_cols] float32, summed over the rows that share a mask row.
+    dy: [n_rows, n_cols], last stride 1. p: like dy: y where nothing was dropped, else p as forward stored it.
+    n_queries: as forward's; what causality hides is not read. dscores: like dy, contiguous. dmask:
+    [layout.n_mask_rows, n_cols] float32, summed over the rows that share a mask row.
     """
     n_rows, n_cols = dy.shape
     dscores = dy.new_empty((n_rows, n_cols)) if wants_dscores else None
@@ -178,9 +179,12 @@ def backward(
         common = {
             "dropout_scale": dropout_scale(plan.dropout_p),
             "n_cols": n_cols,
+            "n_queries": n_queries,
             "dy_row_stride": dy.stride(0),
             "p_row_stride": p.stride(0),
             "HAS_DROPOUT": plan.dropout_p > 0.0,
+            "CAUSAL": plan.causal,
+            "INDEX": _index_dtype(2 * (n_rows + BACKWARD.elements)),  # tiles reach past the last row
             "ALIGN": divisor,
         }
         if dmask is not None:
@@ -241,7 +245,6 @@ def _launch_backward_mask(
         MASK_SPLIT=groups.mask_inner < groups.n_mask_rows,
         SHARED_SPLIT=groups.shared_inner < groups.n_shared,
         SHARED_ROWS=shared_rows,
-        INDEX=_index_dtype(2 * n_rows + 2 * block.rows),
         BLOCK_ROWS=block.rows,
         BLOCK_COLS=block.cols,
         num_warps=block.num_warps,

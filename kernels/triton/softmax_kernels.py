@@ -95,6 +95,19 @@ def _inside(rows, cols, n_rows, n_cols):
         return (rows < n_rows) & (cols < n_cols)
 
 
+def _loaded_cols(visible, ALIGN: tl.constexpr):
+    """How many columns of a causal row are loaded: rounded up, so that a lane's are loaded together or not at all."""
+    return (visible + (ALIGN - 1)) // ALIGN * ALIGN
+
+
+@triton.jit
+def _where_visible(tile, cols, visible, CAUSAL: tl.constexpr):
+    """The tile, 0 where causality hides, in a row of NaN too."""
+    if CAUSAL:
+        tile = tl.where(cols < visible, tile, 0.0)
+    return tile
+
+
 @triton.jit
 def _load_values(
     scores_ptr,
@@ -119,8 +132,7 @@ def _load_values(
     """
     cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
     if CAUSAL:
-        # Rounded up, so that a lane's columns are loaded together or not at all, by one wide access.
-        inside = _inside(rows, cols, n_rows, (visible + (ALIGN - 1)) // ALIGN * ALIGN)
+        inside = _inside(rows, cols, n_rows, _loaded_cols(visible, ALIGN))
     else:
         inside = _inside(rows, cols, n_rows, n_cols)
     scores = tl.load(scores_ptr + rows * scores_row_stride + cols, mask=inside, other=0.0)
@@ -154,16 +166,6 @@ def _subtrahend(largest):
 def _inverse(total):
     """1 / the sum of a row's exponentials. It is at least 1, or NaN, or 0 where every value is -Inf: then 0."""
     return 1.0 / tl.where(total == 0.0, float("inf"), total)
-
-
-@triton.jit
-def _probabilities(exponentials, inverse, first_col, visible, CAUSAL: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """exponentials * inverse; 0 where causality hides, in a row of NaN too: there inverse is NaN."""
-    probability = exponentials * inverse
-    if CAUSAL:
-        cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
-        probability = tl.where(cols < visible, probability, 0.0)
-    return probability
 
 
 @triton.jit
@@ -263,7 +265,7 @@ def _softmax_fwd_kernel(
         exponentials = tl.exp(values - _subtrahend(tl.max(values, axis=1, keep_dims=True)))
         total = tl.sum(exponentials, axis=1, keep_dims=True)
         _store_probabilities(
-            _probabilities(exponentials, _inverse(total), 0, visible, CAUSAL, BLOCK_COLS),
+            _where_visible(exponentials * _inverse(total), tl.arange(0, BLOCK_COLS)[None, :], visible, CAUSAL),
             y_ptr, p_ptr, seed, offset, drop_limit, keep_scale,
             rows, 0, n_rows, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
         )  # fmt: skip
@@ -294,8 +296,9 @@ def _softmax_fwd_kernel(
                 scores_ptr, mask_ptr, mask_start, mask_col_stride, scale, visible, scores_row_stride,
                 row, first_col, None, n_cols, CAUSAL, MASK_COLS, ALIGN, BLOCK_COLS,
             )  # fmt: skip
+            cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
             _store_probabilities(
-                _probabilities(tl.exp(values - subtrahend), inverse, first_col, visible, CAUSAL, BLOCK_COLS),
+                _where_visible(tl.exp(values - subtrahend) * inverse, cols, visible, CAUSAL),
                 y_ptr, p_ptr, seed, offset, drop_limit, keep_scale,
                 row, first_col, None, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
@@ -319,16 +322,24 @@ def _load_gradient(
     rows,
     cols,
     inside,
+    visible,
     HAS_DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
-    """Tiles of P and of P * dP, dP = dropout_backward(dy); 0 where not inside."""
+    """Tiles of P and of P * dP, dP = dropout_backward(dy); 0 where not inside. P * dP is 0 where causality hides.
+
+    visible: of _visible_cols, shaped like rows or a scalar.
+    """
+    if CAUSAL:
+        inside = inside & (cols < _loaded_cols(visible, ALIGN))
     gradient = tl.load(dy_ptr + rows * dy_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
     probability = tl.load(p_ptr + rows * p_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
     if HAS_DROPOUT:
         dropped = probability.to(tl.int32, bitcast=True) < 0
         gradient = tl.where(dropped, 0.0, gradient * dropout_scale)
         probability = tl.abs(probability)
-    return probability, probability * gradient
+    return probability, _where_visible(probability * gradient, cols, visible, CAUSAL)
 
 
 @triton.jit
@@ -340,16 +351,20 @@ def _wide_row_dot(
     p_row_stride,
     row,
     n_cols,
+    visible,
     HAS_DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     """[1, 1]: the sum of P * dP over a row wider than a tile."""
     totals = tl.zeros([1, BLOCK_COLS], tl.float32)
-    for first_col in range(0, n_cols, BLOCK_COLS):
+    for first_col in range(0, visible, BLOCK_COLS):
         cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
         _, product = _load_gradient(
-            dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, row, cols, cols < n_cols, HAS_DROPOUT
-        )
+            dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, row, cols, cols < n_cols, visible,
+            HAS_DROPOUT, CAUSAL, ALIGN,
+        )  # fmt: skip
         totals += product
     return tl.sum(totals, axis=1, keep_dims=True)
 
@@ -363,9 +378,12 @@ def _softmax_bwd_kernel(
     dropout_scale,
     n_rows: tl.int64,
     n_cols: tl.int32,
+    n_queries: tl.int32,
     dy_row_stride: tl.int64,
     p_row_stride: tl.int64,
     HAS_DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    INDEX: tl.constexpr,
     ROW_IN_TILE: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -375,34 +393,44 @@ def _softmax_bwd_kernel(
 
     dy, p, dscores: [n_rows, n_cols]; with dropout the sign of p says what was dropped. A program takes BLOCK_ROWS rows:
     in registers where ROW_IN_TILE, everything read once; a wider row takes two trips.
-    Moves a row: n_cols * (read dy, p + write dscores) bytes, dy and p twice unless ROW_IN_TILE.
+    Moves a row: n_cols * (read dy, p + write dscores) bytes, dy and p twice unless ROW_IN_TILE. Columns that causality
+    hides are not read.
     """
     n_cols = with_divisor(n_cols, ALIGN)
     dy_row_stride = with_divisor(dy_row_stride, ALIGN)
     p_row_stride = with_divisor(p_row_stride, ALIGN)
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
     if ROW_IN_TILE:
-        rows = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
+        row = first_row + tl.arange(0, BLOCK_ROWS)
+        visible = _visible_cols(row, n_cols, n_queries, CAUSAL, INDEX)
+        if CAUSAL:
+            visible = visible[:, None]
+        rows = row[:, None]
         cols = tl.arange(0, BLOCK_COLS)[None, :]
         inside = (rows < n_rows) & (cols < n_cols)
         probability, product = _load_gradient(
-            dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, rows, cols, inside, HAS_DROPOUT
-        )
+            dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, rows, cols, inside, visible,
+            HAS_DROPOUT, CAUSAL, ALIGN,
+        )  # fmt: skip
         g = product - probability * tl.sum(product, axis=1, keep_dims=True)
+        g = _where_visible(g, cols, visible, CAUSAL)
         tl.store(dscores_ptr + rows * n_cols + cols, (g * scale).to(dscores_ptr.dtype.element_ty), mask=inside)
     else:
         tl.static_assert(BLOCK_ROWS == 1)
         row = first_row
+        visible = _visible_cols(row, n_cols, n_queries, CAUSAL, INDEX)
         dot = _wide_row_dot(
-            dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, row, n_cols, HAS_DROPOUT, BLOCK_COLS
-        )
+            dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, row, n_cols, visible,
+            HAS_DROPOUT, CAUSAL, ALIGN, BLOCK_COLS,
+        )  # fmt: skip
         for first_col in range(0, n_cols, BLOCK_COLS):
             cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
             inside = cols < n_cols
             probability, product = _load_gradient(
-                dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, row, cols, inside, HAS_DROPOUT
-            )
-            g = product - probability * dot
+                dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, row, cols, inside, visible,
+                HAS_DROPOUT, CAUSAL, ALIGN,
+            )  # fmt: skip
+            g = _where_visible(product - probability * dot, cols, visible, CAUSAL)
             tl.store(dscores_ptr + row * n_cols + cols, (g * scale).to(dscores_ptr.dtype.element_ty), mask=inside)
 
 
@@ -414,9 +442,12 @@ def _row_dots_kernel(
     dropout_scale,
     n_rows: tl.int64,
     n_cols: tl.int32,
+    n_queries: tl.int32,
     dy_row_stride: tl.int64,
     p_row_stride: tl.int64,
     HAS_DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    INDEX: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
@@ -428,7 +459,11 @@ def _row_dots_kernel(
     dy_row_stride = with_divisor(dy_row_stride, ALIGN)
     p_row_stride = with_divisor(p_row_stride, ALIGN)
     row = tl.program_id(0).to(tl.int64)
-    dot = _wide_row_dot(dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, row, n_cols, HAS_DROPOUT, BLOCK_COLS)
+    visible = _visible_cols(row, n_cols, n_queries, CAUSAL, INDEX)
+    dot = _wide_row_dot(
+        dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, row, n_cols, visible,
+        HAS_DROPOUT, CAUSAL, ALIGN, BLOCK_COLS,
+    )  # fmt: skip
     tl.store(row_dots_ptr + row + tl.zeros([1, 1], tl.int32), dot)
 
 
@@ -454,6 +489,7 @@ def _softmax_bwd_mask_kernel(
     n_mask_rows: tl.int64,
     n_shared: tl.int64,
     n_cols: tl.int32,
+    n_queries: tl.int32,
     mask_inner: tl.int64,
     mask_inner_stride: tl.int64,
     mask_outer_stride: tl.int64,
@@ -464,6 +500,7 @@ def _softmax_bwd_mask_kernel(
     dy_row_stride: tl.int64,
     p_row_stride: tl.int64,
     HAS_DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
     MASK_SPLIT: tl.constexpr,
     SHARED_SPLIT: tl.constexpr,
     SHARED_ROWS: tl.constexpr,
@@ -499,14 +536,18 @@ def _softmax_bwd_mask_kernel(
         exists = (mask_row < n_mask_rows) & (shared < n_shared)
         rows = row[:, None]
         inside = exists[:, None] & (cols < n_cols)
+        visible = _visible_cols(row, n_cols, n_queries, CAUSAL, INDEX)
+        if CAUSAL:
+            visible = visible[:, None]
         probability, product = _load_gradient(
-            dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, rows, cols, inside, HAS_DROPOUT
-        )
+            dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, rows, cols, inside, visible,
+            HAS_DROPOUT, CAUSAL, ALIGN,
+        )  # fmt: skip
         if row_dots_ptr is not None:
             dot = tl.load(row_dots_ptr + row, mask=exists, other=0.0)[:, None]
         else:
             dot = tl.sum(product, axis=1, keep_dims=True)
-        g = product - probability * dot
+        g = _where_visible(product - probability * dot, cols, visible, CAUSAL)
         dmask += g
         if dscores_ptr is not None:
             tl.store(dscores_ptr + rows * n_cols + cols, (g * scale).to(dscores_ptr.dtype.element_ty), mask=inside)

@@ -37,6 +37,7 @@ int run_backward(const Case& c) {
   args.dy_row_stride = c.integer("dy_row_stride"), args.p_row_stride = c.integer("p_row_stride");
   args.dtype = c.dtype("dtype");
   args.mask_rows = mask_rows_of(c);
+  args.n_queries = c.integer("n_queries");
   args.scale = c.number("scale");
   args.has_dropout = c.integer("dropout.threshold") != 0;
   args.dropout_scale = c.number("dropout.scale");

@@ -43,14 +43,16 @@ ROW_NORM_BUGS = {
     "gradient_means_exchanged": Bug("row_norm_backward.cuh", "n[i] * means.x - means.y", "n[i] * means.y - means.x"),
 }
 
-FORWARD, BACKWARD = "softmax_forward.cuh", "softmax_backward.cuh"
+COMMON, FORWARD, BACKWARD = "softmax_common.cuh", "softmax_forward.cuh", "softmax_backward.cuh"
 SOFTMAX_BUGS = {
     "no_barrier_between_warps": Bug(
         FORWARD, "make_float2(largest, sum);\n    __syncthreads();", "make_float2(largest, sum);"
     ),
     "hidden_rows_divide_by_zero": Bug(FORWARD, "sum == 0.0f ? 0.0f : 1.0f / sum", "1.0f / sum"),
     "masked_rows_subtract_infinity": Bug(FORWARD, "largest == minus_infinity() ? 0.0f : largest", "largest"),
-    "causal_off_by_one": Bug(FORWARD, "divide(query) + 1 - args.n_queries", "divide(query) - args.n_queries"),
+    "causal_off_by_one": Bug(COMMON, "n_queries.divisor + query + 1", "n_queries.divisor + query"),
+    "hidden_gradient_in_the_sum": Bug(BACKWARD, "dp[i] = i < seen ? dp[i] : 0.0f;", ""),
+    "hidden_columns_share_nan": Bug(BACKWARD, "g[i] = i < seen ? g[i] : 0.0f;", ""),
     "mask_dimensions_exchanged": Bug(FORWARD, "divide(rest) * rows.strides[k]", "divide(rest) * rows.strides[4 - k]"),
     "sign_set_where_kept": Bug(FORWARD, "!= 0 ? value[i] : -value[i]", "== 0 ? value[i] : -value[i]"),
     "wide_sum_not_rescaled": Bug(FORWARD, "fmaf(sum, exponential(before, subtrahend), chunk_sum)", "sum + chunk_sum"),
@@ -110,7 +112,7 @@ def check_softmax(driver: Path, folder: Path) -> None:
     padding = {"dtype": torch.bfloat16, "mask": torch.bool, "mask_has": (True, False, True, True), "dropout_p": 0.3}
     bias = {"dtype": torch.bfloat16, "mask": torch.float32, "mask_has": (False, True, False, True), "dropout_p": 0.3}
     chosen = [
-        Call("causal", (2, 3, 5), 1001, **padding, causal=True),
+        Call("causal", (2, 3, 5), 1001, **padding, causal=True, special=(float("nan"),)),
         Call("bias", (5, 2, 69), 300, **bias),
         Call("wide", (2, 1, 1), 16392, **padding, orders=(0,)),
     ]

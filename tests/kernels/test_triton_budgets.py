@@ -300,7 +300,7 @@ def softmax_launches_of(case: SoftmaxCase, monkeypatch: pytest.MonkeyPatch) -> l
     mask = None if case.mask_dtype is None else torch.empty(queries, case.n_cols, dtype=case.mask_dtype, device="meta")
     plan = SoftmaxPlan(0.125, case.causal, case.dropout_p, case.dropout_p > 0.0)
     softmax.forward(scores, mask, layout, queries, (1, 2), plan)
-    softmax.backward(scores, scores, layout, plan, True, case.mask_grad)
+    softmax.backward(scores, scores, layout, queries, plan, True, case.mask_grad)
     return launches
 
 

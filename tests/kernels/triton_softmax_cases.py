@@ -140,12 +140,18 @@ def check_forward(
 
 
 def check_backward(
-    dy: Tensor, p: Tensor, layout: MaskLayout | None = None, wanted: tuple[bool, bool] = (True, False), **plan: Any
+    dy: Tensor,
+    p: Tensor,
+    layout: MaskLayout | None = None,
+    wanted: tuple[bool, bool] = (True, False),
+    n_queries: int = Q,
+    **plan: Any,
 ) -> tuple[Tensor | None, Tensor | None]:
     chosen = SoftmaxPlan(**{"scale": 0.7, "causal": False, "dropout_p": 0.0, "store_p": False, **plan})
-    results = softmax.backward(dy, p, layout, chosen, *wanted)
+    results = softmax.backward(dy, p, layout, n_queries, chosen, *wanted)
     terms = 1 if layout is None else max(1, dy.shape[0] // layout.n_mask_rows)
-    for actual, expected in zip(results, reference.softmax.backward(dy, p, layout, chosen, *wanted), strict=True):
+    known = reference.softmax.backward(dy, p, layout, n_queries, chosen, *wanted)
+    for actual, expected in zip(results, known, strict=True):
         assert_close(actual, expected, terms)
     return results
 
@@ -202,22 +208,41 @@ def test_causal(n_queries: int, n_cols: int, tiles: str) -> None:
     y, _ = check_forward(randn(n_rows, n_cols), None, None, n_queries, causal=True, dropout_p=0.2, store_p=True)
     if n_cols < n_queries:
         assert not y[: n_queries - n_cols].any(), "queries before the first key see nothing"
+    p = torch.where(y == 0.0, -y, y)
+    check_backward(randn(n_rows, n_cols), p, None, (True, False), n_queries, causal=True, dropout_p=0.2)
 
 
 @TILES
 @pytest.mark.parametrize("mask_dtype", [torch.bool, F32], ids=["bool", "f32"])
 def test_causal_beside_a_mask(mask_dtype: torch.dtype, tiles: str) -> None:
-    check_forward(randn(B * H * Q, 21), *mask_of("padding-B11K", 21, mask_dtype), causal=True)
-    check_forward(randn(B * H * Q, 24), *mask_of("padding-B11K", 24, mask_dtype), causal=True)
+    for n_cols in (21, 24):
+        mask, layout = mask_of("padding-B11K", n_cols, mask_dtype)
+        y, _ = check_forward(randn(B * H * Q, n_cols), mask, layout, causal=True)
+        check_backward(randn(B * H * Q, n_cols), y, layout, (True, mask_dtype is F32), causal=True)
 
 
-def test_hidden_columns_are_not_read() -> None:
-    """The memory that causality hides, beyond the group of 4 of the diagonal, is NaN: in no result."""
+def test_hidden_columns_are_in_no_result() -> None:
+    """The memory that causality hides is NaN."""
     scores = randn(100, 100)
     hidden = torch.ones(100, 100, dtype=torch.bool, device=DEVICE).triu(1)
     clean, _ = check_forward(scores.masked_fill(hidden, 1.0), n_queries=100, causal=True)
     y, _ = check_forward(scores.masked_fill(hidden, NAN), n_queries=100, causal=True)
     assert torch.equal(y, clean)
+
+
+@TILES
+@pytest.mark.parametrize("wanted", [(True, False), (True, True), (False, True)], ids=["dscores", "both", "dmask"])
+def test_gradients_of_hidden_columns_are_in_no_result(wanted: tuple[bool, bool], tiles: str) -> None:
+    """What causality hides of dy and p is NaN; and a NaN that is visible stays where its row sees."""
+    hidden = torch.ones(WIDTH, WIDTH, dtype=torch.bool, device=DEVICE).triu(1)
+    dy, p, layout = randn(WIDTH, WIDTH), probabilities(WIDTH, WIDTH), MaskLayout((6, 4), (0, WIDTH), 1)
+    clean = check_backward(dy, p.masked_fill(hidden, 0.0), layout, wanted, WIDTH, causal=True)
+    dirty = [tensor.masked_fill(hidden, NAN) for tensor in (dy, p)]
+    for a, b in zip(clean, check_backward(*dirty, layout, wanted, WIDTH, causal=True), strict=True):
+        assert a is b is None or torch.equal(a, b)
+    dirty[0][20, 3] = NAN
+    dscores, _ = check_backward(*dirty, layout, wanted, WIDTH, causal=True)
+    assert dscores is None or (dscores[20, :21].isnan().all() and not dscores[20, 21:].any())
 
 
 @pytest.mark.parametrize("n_cols", [16, 22])
@@ -289,7 +314,7 @@ def test_partition_of_the_rows_that_share_a_mask_row() -> None:
 
 def test_backward_repeats_bit_for_bit() -> None:
     layout = MaskLayout((8, 3, 4), (0, WIDTH, 0), 1)
-    arguments = (randn(96, WIDTH), probabilities(96, WIDTH), layout, SoftmaxPlan(0.7, False, 0.0, False), True, True)
+    arguments = (randn(96, WIDTH), probabilities(96, WIDTH), layout, Q, SoftmaxPlan(0.7, False, 0.0, False), True, True)
     first, second = (softmax.backward(*arguments) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -402,7 +427,7 @@ def test_no_rows() -> None:
     empty = torch.empty(0, 8, device=DEVICE)
     check_forward(empty)
     layout = MaskLayout((0, 3), (0, 8), 1)
-    _, dmask = softmax.backward(empty, empty, layout, SoftmaxPlan(1.0, False, 0.0, False), True, True)
+    _, dmask = softmax.backward(empty, empty, layout, Q, SoftmaxPlan(1.0, False, 0.0, False), True, True)
     assert dmask is not None and dmask.shape == (3, 8) and not dmask.any()
 
 

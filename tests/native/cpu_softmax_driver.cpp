@@ -65,7 +65,7 @@ std::vector<double> run(const Case& c) {
   backward.dmask = has_mask && !is_bool ? static_cast<float*>(dmask.data()) : nullptr;
   backward.workspace = static_cast<float*>(workspace.data());
   backward.dy_row_stride = backward.p_row_stride = c.n_cols;
-  backward.dtype = c.dtype, backward.mask_rows = rows, backward.scale = 0.75f;
+  backward.dtype = c.dtype, backward.mask_rows = rows, backward.n_queries = c.n_queries, backward.scale = 0.75f;
   backward.has_dropout = c.threshold != 0, backward.dropout_scale = 1.25f;
   if (softmax_backward_cpu(backward) != 0) exit(1);
 

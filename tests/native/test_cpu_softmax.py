@@ -63,9 +63,9 @@ def check(scores: Tensor, mask: Tensor | None, dy: Tensor, plan: SoftmaxPlan) ->
     saved = y if p is None else p
     gives_dmask = mask is not None and mask.is_floating_point()
     shared = contiguous_layout(shape, tuple(mask.shape)) if gives_dmask else None
-    ours = native.backward(dy, saved, shared, plan, True, gives_dmask)
+    ours = native.backward(dy, saved, shared, shape[-2], plan, True, gives_dmask)
     expected, exact = (
-        reference.backward(rows_of(dy.to(t)), rows_of(saved.to(t)), shared, plan, True, gives_dmask)
+        reference.backward(rows_of(dy.to(t)), rows_of(saved.to(t)), shared, shape[-2], plan, True, gives_dmask)
         for t in (scores.dtype, torch.float64)
     )
     assert_like_torch(rows_of(ours[0]), expected[0], exact[0])
@@ -129,6 +129,31 @@ def test_causal_rows_do_not_look_at_hidden_columns(level, n_keys):
     assert_bitwise(forward(scores, ~hidden)[0], forward(scores, None, plan_of(1.0, True))[0])
 
 
+@pytest.mark.parametrize("shape", [(2, 6, 4), (2, 6, 9), (3, 40, 40), (700, 64, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=DTYPE_IDS.get)
+def test_causal_gradients_do_not_look_at_hidden_columns(level, dtype, shape):
+    """Whatever dy and p hold there: dscores and dmask are those of zeros, and zero there."""
+    batch, n_queries, n_cols = shape
+    hidden = torch.ones(n_queries, n_cols, dtype=torch.bool).triu(n_cols - n_queries + 1)
+    p = torch.softmax(normal(*shape).masked_fill(hidden, -INF), -1).nan_to_num().to(dtype)
+    dy = normal(*shape, dtype=dtype, seed=1)
+    found = []
+    for fill in (0.0, NAN):
+        rows = dy.masked_fill(hidden, fill), p.masked_fill(hidden, fill)
+        for mask_shape in (None, (1, n_queries, n_cols), (batch, 1, n_cols)):
+            layout = None if mask_shape is None else contiguous_layout(shape, mask_shape)
+            found.append(native.backward(*rows, layout, n_queries, plan_of(causal=True), True, layout is not None))
+    half = len(found) // 2
+    for clean, dirty in zip(found[:half], found[half:], strict=True):
+        assert_bitwise(dirty[0], clean[0])
+        assert (clean[0][:, hidden] == 0).all() and clean[0].isfinite().all()
+        if clean[1] is not None:
+            assert_bitwise(dirty[1], clean[1])
+    dy[0, -1, 0] = NAN
+    spoilt, _ = native.backward(dy, p, None, n_queries, plan_of(causal=True), True, False)
+    assert spoilt[0, -1][~hidden[-1]].isnan().all() and (spoilt[0, -1][hidden[-1]] == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=DTYPE_IDS.get)
 @pytest.mark.parametrize("n_cols", [5, 16, 70], ids=lambda n: f"N{n}")
 def test_rows_that_are_not_finite(level, n_cols, dtype):
@@ -149,7 +174,7 @@ def test_rows_that_are_not_finite(level, n_cols, dtype):
     assert p[0, 5].isfinite().all() and p[0, 5, 4] == 0 and p[0, 7].isfinite().all()
     y, _ = forward(scores, additive)
     assert (y[0, :1] == 0).all() and (y[0, 2] == 0).all() and y[0, 3:7].isnan().all()
-    zeros = native.backward(torch.ones_like(y), torch.zeros_like(y), None, plan_of(), True, False)[0]
+    zeros = native.backward(torch.ones_like(y), torch.zeros_like(y), None, 8, plan_of(), True, False)[0]
     assert (zeros == 0).all()
 
 
@@ -183,7 +208,7 @@ def test_dropout_is_the_one_mask(level, n_cols, rng):
     assert_bitwise(p.abs(), plain)
     y, p = forward(scores, None, plan_of(p=1.0), rng)
     assert (y == 0).all() and p.signbit().all()
-    gone = native.backward(torch.full_like(y, NAN), p, None, plan_of(p=1.0), True, False)[0]
+    gone = native.backward(torch.full_like(y, NAN), p, None, 19, plan_of(p=1.0), True, False)[0]
     assert (gone == 0).all()
 
 
@@ -205,9 +230,9 @@ def test_the_gradient_of_a_mask(level, case, n_cols):
     dy, p = normal(*shape), torch.softmax(normal(*shape, seed=1), -1)
     layout = contiguous_layout(shape, (*mask_lead, n_cols))
     for wants_dscores in (True, False):
-        ours = native.backward(dy, p, layout, plan_of(0.5), wants_dscores, True)
+        ours = native.backward(dy, p, layout, 1, plan_of(0.5), wants_dscores, True)
         expected, exact = (
-            reference.backward(rows_of(dy.to(t)), rows_of(p.to(t)), layout, plan_of(0.5), wants_dscores, True)
+            reference.backward(rows_of(dy.to(t)), rows_of(p.to(t)), layout, 1, plan_of(0.5), wants_dscores, True)
             for t in (F32, torch.float64)
         )
         assert (ours[0] is None) == (not wants_dscores)
@@ -228,7 +253,9 @@ def test_large_outputs_which_pass_the_caches(level, dtype, n_cols):
     small, large = forward(scores, keep)[0], forward(many(scores), keep)[0]
     assert large.numel() * large.element_size() >= 8 << 20
     assert_bitwise(large, many(small))
-    gradients = [native.backward(*rows, None, plan_of(), True, False)[0] for rows in ((dy, small), (many(dy), large))]
+    gradients = [
+        native.backward(*rows, None, 1, plan_of(), True, False)[0] for rows in ((dy, small), (many(dy), large))
+    ]
     assert_bitwise(gradients[1], many(gradients[0]))
     y, p = forward(many(scores), keep, plan_of(p=0.1))
     assert_bitwise(p.abs(), many(small))
@@ -250,7 +277,7 @@ def test_empty_is_a_no_op(n_rows, n_cols):
         library.softmax_backward(0, 1.0, 0.0, (), ()),
     )
     assert forward(-1, 0, n_rows, n_cols, None, 0, None, None, None, 0, None) == 0
-    assert backward(-1, 0, n_rows, n_cols, None, 0, None, 0, None, None, None) == 0
+    assert backward(-1, 0, n_rows, n_cols, None, 0, None, 0, None, None, None, 0) == 0
     assert library.softmax_workspace(-1, n_rows, n_cols, (), ()) == 0
 
 
@@ -267,7 +294,7 @@ for shape, mask_shape in (((6, 5, 40, 100), (100,)), ((3, 4, 33, 65), (4, 33, 65
     layout = contiguous_layout(shape, mask_shape)
     plan = SoftmaxPlan(0.5, True, 0.1, True)
     y, p = native.forward(scores, mask, layout, shape[2], (1, 2), plan)
-    for tensor in (y, p, *native.backward(dy, p, layout, plan, True, True)):
+    for tensor in (y, p, *native.backward(dy, p, layout, shape[2], plan, True, True)):
         digest.update(tensor.numpy().tobytes())
 print(digest.hexdigest())
 """
@@ -303,13 +330,13 @@ def test_results_in_the_memory_of_what_they_are_made_of(p, dtype, n_cols):
     plan = SoftmaxPlan(0.5, True, p, store_p=p > 0.0)
     scores, dy = torch.randn(2, 3, 40, n_cols).to(dtype), torch.randn(2, 3, 40, n_cols).to(dtype)
     y, stored = native.forward(scores, None, None, 40, RNG, plan)
-    dscores, _ = native.backward(dy, y if stored is None else stored, None, plan, True, False)
+    dscores, _ = native.backward(dy, y if stored is None else stored, None, 40, plan, True, False)
     overwritten = scores.clone()
     y_there, stored_there = native.forward(overwritten, None, None, 40, RNG, plan, may_overwrite=True)
     assert y_there.data_ptr() == overwritten.data_ptr()
     assert_bitwise(y_there, y)
     saved = y_there if stored_there is None else stored_there
     overwritten = dy.clone()
-    dscores_there, _ = native.backward(overwritten, saved, None, plan, True, False, may_overwrite=True)
+    dscores_there, _ = native.backward(overwritten, saved, None, 40, plan, True, False, may_overwrite=True)
     assert dscores_there.data_ptr() == overwritten.data_ptr()
     assert_bitwise(dscores_there, dscores)

@@ -123,8 +123,11 @@ def test_special_values(target, dtype):
     mask[1, 3] = mask[2, 7] = False
     y = ops.softmax(scores, mask)
     assert y.isfinite().all() and y[1, 3] == 0.0 and y[2, 7] == 0.0
+    mask[1, 3], mask[1, 20:] = True, False
+    y = ops.softmax(scores, mask)
+    assert y[1].isnan().all(), "what a mask hides is of the row, as in torch"
     hidden = torch.where(mask, 0.0, -torch.inf)
-    assert ops.softmax(scores, hidden)[1].isnan().all(), "an added -inf does not hide NaN"
+    assert ops.softmax(scores, hidden)[2].isnan().all(), "an added -inf does not hide NaN"
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["nan", "inf"])
@@ -141,6 +144,27 @@ def test_what_causality_hides_is_zero_in_a_row_of_nan(target, dtype, dropout_p, 
     assert y[~spoilt].isfinite().all()
     assert (y[~visible] == 0.0).all()
     assert y[30][(visible & kept)[30]].isnan().all()
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["scores", "scores-bias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_gradients_of_what_causality_hides_are_in_no_other(target, dtype, with_bias):
+    """NaN there in the gradient of y is not looked at; a visible one fills what its row sees."""
+    hidden = torch.ones(40, 45, dtype=torch.bool, device=target.device).triu(6)
+    scores = torch.randn(3, 40, 45, device=target.device).to(dtype).requires_grad_()
+    bias = torch.randn(40, 45, device=target.device).requires_grad_() if with_bias else None
+    dy = torch.randn(3, 40, 45, device=target.device).to(dtype).masked_fill(hidden, 0.0)
+    leaves = [leaf for leaf in (scores, bias) if leaf is not None]
+    y = ops.softmax(scores, bias, causal=True)
+    clean = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    dirty = torch.autograd.grad(y, leaves, dy.masked_fill(hidden, torch.nan), retain_graph=True)
+    for a, b in zip(clean, dirty, strict=True):
+        assert_bitwise(a, b)
+        assert (a[..., hidden] == 0.0).all() and a.isfinite().all()
+    dy[1, 30, 3] = torch.nan
+    for gradient in torch.autograd.grad(y, leaves, dy):
+        row = gradient[..., 30, :].reshape(-1, 45)[-2 if gradient.dim() == 3 else 0]
+        assert row[~hidden[30]].isnan().all() and (row[hidden[30]] == 0.0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)

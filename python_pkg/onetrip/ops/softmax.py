@@ -43,7 +43,8 @@ def softmax(
 
     Returns a tensor like scores, contiguous. Everything in between is float32, rounded once. A row whose every position
     is masked, by a bool or by -inf, gives zeros and no gradient; NaN under a bool mask is not seen; other NaN and +inf
-    make their row NaN, as in torch. A finite floating mask (finfo.min) is an ordinary number.
+    make their row NaN, as in torch, but for what causality hides: that is 0 always, in gradients too, and not looked
+    at. A finite floating mask (finfo.min) is an ordinary number.
     Saves one tensor of scores' dtype for backward: the result itself where nothing is dropped; with dropout the
     probabilities before it, whose sign bit, free in what is never negative, says what was dropped.
     Deterministic for a given rng, dmask too. Raises ValueError or TypeError for wrong arguments.

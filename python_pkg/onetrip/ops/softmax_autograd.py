@@ -32,7 +32,7 @@ def forward(
         return torch.empty_like(scores), torch.empty_like(scores) if plan.store_p else None
     shape = scores.shape
     n_cols = shape[-1]
-    n_queries = shape[-2] if len(shape) > 1 else 1
+    n_queries = _n_queries(shape)
     layout = None
     if mask is not None:
         mask = in_memory(mask)
@@ -65,20 +65,24 @@ def backward(
             dy.new_zeros(shape) if wants_dscores else None,
             None if mask_shape is None else dy.new_zeros(mask_shape, dtype=acc),
         )
-    n_cols = shape[-1]
+    n_cols, n_queries = shape[-1], _n_queries(shape)
     layout = None if mask_shape is None else contiguous_layout(shape, mask_shape)
     if backend in ("cpu", "cuda"):
         dscores, dmask = softmax_native.backward(
-            dy, p, layout, plan, wants_dscores, mask_shape is not None, may_overwrite
+            dy, p, layout, n_queries, plan, wants_dscores, mask_shape is not None, may_overwrite
         )
     else:
         module = reference if backend == "reference" else importlib.import_module("onetrip.kernels.softmax")
         rows = two_dimensional(dy, n_cols), two_dimensional(p, n_cols)
-        dscores, dmask = module.backward(*rows, layout, plan, wants_dscores, mask_shape is not None)
+        dscores, dmask = module.backward(*rows, layout, n_queries, plan, wants_dscores, mask_shape is not None)
         dscores = None if dscores is None else dscores.view(shape)
     if dmask is not None and mask_shape is not None:
         dmask = _to_mask_shape(dmask, layout, shape, mask_shape)
     return dscores, dmask
+
+
+def _n_queries(shape: torch.Size) -> int:
+    return shape[-2] if len(shape) > 1 else 1
 
 
 def _to_mask_shape(dmask: Tensor, layout: MaskLayout | None, shape: torch.Size, mask_shape: tuple[int, ...]) -> Tensor:

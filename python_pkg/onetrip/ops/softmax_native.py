@@ -76,6 +76,7 @@ def backward(
     dy: Tensor,
     p: Tensor,
     layout: MaskLayout | None,
+    n_queries: int,
     plan: SoftmaxPlan,
     wants_dscores: bool,
     wants_dmask: bool,
@@ -111,6 +112,7 @@ def backward(
         dscores,
         dmask,
         workspace,
+        n_queries if plan.causal else 0,
     )
     if code:
         raise_error("softmax backward", dy, code)

@@ -46,6 +46,13 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def hidden_columns(n_rows: int, n_cols: int, n_queries: int, device: torch.device) -> Tensor:
+    """Bool [n_rows, n_cols]: what causality hides from each row."""
+    query = torch.arange(n_rows, device=device) % n_queries
+    key = torch.arange(n_cols, device=device)
+    return key[None, :] > query[:, None] + (n_cols - n_queries)
+
+
 def forward(
     scores: Tensor, mask: Tensor | None, layout: MaskLayout | None, n_queries: int, rng: Rng | None, plan: SoftmaxPlan
 ) -> tuple[Tensor, Tensor | None]:
@@ -68,9 +75,7 @@ def forward(
         values = values.masked_fill(~rows, -torch.inf) if rows.dtype == torch.bool else values + rows.to(acc)
     hidden = None
     if plan.causal:
-        query = torch.arange(n_rows, device=scores.device) % n_queries
-        key = torch.arange(n_cols, device=scores.device)
-        hidden = key[None, :] > query[:, None] + (n_cols - n_queries)
+        hidden = hidden_columns(n_rows, n_cols, n_queries, scores.device)
         values = values.masked_fill(hidden, -torch.inf)
     largest = values.amax(dim=1, keepdim=True)
     exponentials = torch.exp(values - largest)
@@ -88,11 +93,18 @@ def forward(
 
 
 def backward(
-    dy: Tensor, p: Tensor, layout: MaskLayout | None, plan: SoftmaxPlan, wants_dscores: bool, wants_dmask: bool
+    dy: Tensor,
+    p: Tensor,
+    layout: MaskLayout | None,
+    n_queries: int,
+    plan: SoftmaxPlan,
+    wants_dscores: bool,
+    wants_dmask: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns (dscores, dmask); what is not wanted is None.
 
     dy: [n_rows, n_cols]. p: like dy: y where nothing was dropped, else p as forward stored it.
+    n_queries: as forward's. What causality hides has no gradient and is in no other one, whatever dy and p hold there.
     dscores: like dy. dmask: [layout.n_mask_rows, n_cols] float32 (float64), summed over the rows that share a mask row;
     a broadcast of columns is left to the caller.
     """
@@ -102,7 +114,12 @@ def backward(
         gradient = torch.where(torch.signbit(p), 0.0, gradient * dropout_scale(plan.dropout_p))
         probability = probability.abs()
     product = probability * gradient
+    hidden = hidden_columns(*dy.shape, n_queries, dy.device) if plan.causal else None
+    if hidden is not None:
+        product = product.masked_fill(hidden, 0.0)
     g = product - probability * product.sum(dim=1, keepdim=True)
+    if hidden is not None:
+        g = g.masked_fill(hidden, 0.0)
     dmask = None
     if wants_dmask:
         assert layout is not None
