@@ -1,7 +1,7 @@
 // The row_norm family on NVIDIA cards: which kernel takes which row, how rows are shared out, and the launches.
-// The kernels are in row_norm_forward.cuh and row_norm_backward.cuh; the contract is launch.h.
+// The kernels are in row_norm_forward.cuh and row_norm_backward*.cuh; the contract is launch.h.
 #include "launch.cuh"
-#include "row_norm_backward.cuh"
+#include "row_norm_backward_wide.cuh"
 #include "row_norm_forward.cuh"
 
 // Types of x and z (residual's and dresidual's dtype is z's). Parameters, y and dy may have any dtype.

@@ -1,7 +1,7 @@
 """softmax in Triton: `forward` and `backward` as every backend has them.
 
-The formulas stand in softmax_kernels.py; here are the sizes of tiles, the way into the mask, the partition of the rows
-for its gradient, and the launches.
+The formulas stand in softmax_kernels.py and softmax_backward_kernels.py; here are the sizes of tiles, the way into the
+mask, the partition of the rows for its gradient, and the launches.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
+from . import softmax_backward_kernels as backward_kernels
 from . import softmax_kernels as kernels
 from .philox import dropout_arguments, dropout_scale
 from .sum_partials import sum_partials
@@ -191,7 +192,7 @@ def backward(
             _launch_backward_mask(dy, p, dscores, dmask, _groups(layout.sizes, layout.strides), plan.scale, common)
         elif dscores is not None:
             block = tile(BACKWARD, n_cols)
-            kernels._softmax_bwd_kernel[(triton.cdiv(n_rows, block.rows),)](
+            backward_kernels._softmax_bwd_kernel[(triton.cdiv(n_rows, block.rows),)](
                 dy,
                 p,
                 dscores,
@@ -223,7 +224,7 @@ def _launch_backward_mask(
     if n_col_tiles > 1:
         row_dots = dmask.new_empty(n_rows)
         wide = tile(BACKWARD, n_cols)
-        kernels._row_dots_kernel[(n_rows,)](
+        backward_kernels._row_dots_kernel[(n_rows,)](
             dy, p, row_dots, n_rows=n_rows, BLOCK_COLS=wide.cols, num_warps=wide.num_warps, **common
         )
     shared_rows = shared_rows_per_tile(groups.n_mask_rows, block)
@@ -233,7 +234,7 @@ def _launch_backward_mask(
     n_chunks = triton.cdiv(n_steps, steps)
     n_partials = n_chunks * shared_rows
     partials = dmask if n_partials == 1 else dmask.new_empty((n_partials, *dmask.shape))
-    kernels._softmax_bwd_mask_kernel[(n_mask_tiles, n_chunks, n_col_tiles)](
+    backward_kernels._softmax_bwd_mask_kernel[(n_mask_tiles, n_chunks, n_col_tiles)](
         dy,
         p,
         row_dots,

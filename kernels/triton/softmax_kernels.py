@@ -1,4 +1,5 @@
-"""The kernels of softmax; softmax.py beside this file chooses tiles and launches them.
+"""The kernels of softmax's forward pass, and what those of backward (softmax_backward_kernels.py) share with them;
+softmax.py beside this file chooses tiles and launches them.
 
 P = softmax(scale * scores + mask) over the last dimension, y = dropout(P). Softmax: Bridle 1990; as attention weights,
 with mask and dropout, Vaswani et al. 2017, section 3.2. Sum beside a running maximum: Milakov & Gimelshein 2018. All
@@ -29,7 +30,7 @@ ANY_STRIDE = tl.constexpr(2)
 _MINUS_INF = tl.constexpr(float("-inf"))
 
 # Triton would compile anew for a size or stride that is 1 or a multiple of 16: ALIGN tells a kernel what it can use.
-_UNSPECIALIZED = [
+UNSPECIALIZED = [
     *("seed", "offset", "drop_limit", "n_rows", "n_cols", "n_queries", "n_mask_rows", "n_shared"),
     *("shared_per_program", "mask_inner", "shared_inner"),
     *("scores_row_stride", "dy_row_stride", "p_row_stride", "mask_inner_stride", "mask_outer_stride"),
@@ -76,7 +77,7 @@ def _mask_starts(
 
 
 @triton.jit
-def _visible_cols(rows, n_cols, n_queries, CAUSAL: tl.constexpr, INDEX: tl.constexpr):
+def visible_cols(rows, n_cols, n_queries, CAUSAL: tl.constexpr, INDEX: tl.constexpr):
     """How many columns of each row are visible: row r is query r % n_queries. Zero or less: none."""
     if CAUSAL:
         query = (rows.to(INDEX) % n_queries.to(INDEX)).to(tl.int32)
@@ -95,13 +96,14 @@ def _inside(rows, cols, n_rows, n_cols):
         return (rows < n_rows) & (cols < n_cols)
 
 
-def _loaded_cols(visible, ALIGN: tl.constexpr):
+@triton.jit
+def loaded_cols(visible, ALIGN: tl.constexpr):
     """How many columns of a causal row are loaded: rounded up, so that a lane's are loaded together or not at all."""
     return (visible + (ALIGN - 1)) // ALIGN * ALIGN
 
 
 @triton.jit
-def _where_visible(tile, cols, visible, CAUSAL: tl.constexpr):
+def where_visible(tile, cols, visible, CAUSAL: tl.constexpr):
     """The tile, 0 where causality hides, in a row of NaN too."""
     if CAUSAL:
         tile = tl.where(cols < visible, tile, 0.0)
@@ -128,11 +130,11 @@ def _load_values(
 ):
     """[rows, BLOCK_COLS] of scale * scores + mask; -Inf where the mask, or causality, hides, and past the last column.
 
-    mask_start, visible: of _mask_starts and _visible_cols, shaped like rows or scalars. n_rows: see _inside.
+    mask_start, visible: of _mask_starts and visible_cols, shaped like rows or scalars. n_rows: see _inside.
     """
     cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
     if CAUSAL:
-        inside = _inside(rows, cols, n_rows, _loaded_cols(visible, ALIGN))
+        inside = _inside(rows, cols, n_rows, loaded_cols(visible, ALIGN))
     else:
         inside = _inside(rows, cols, n_rows, n_cols)
     scores = tl.load(scores_ptr + rows * scores_row_stride + cols, mask=inside, other=0.0)
@@ -199,7 +201,7 @@ def _store_probabilities(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _softmax_fwd_kernel(
     scores_ptr,
     mask_ptr,
@@ -254,7 +256,7 @@ def _softmax_fwd_kernel(
             row, mask_size0, mask_size1, mask_size2, mask_stride0, mask_stride1, mask_stride2, mask_outer_stride,
             MASK_DIMS, MASK_ALIGN, INDEX,
         )[:, None]  # fmt: skip
-        visible = _visible_cols(row, n_cols, n_queries, CAUSAL, INDEX)
+        visible = visible_cols(row, n_cols, n_queries, CAUSAL, INDEX)
         if CAUSAL:
             visible = visible[:, None]
         rows = row[:, None]
@@ -265,7 +267,7 @@ def _softmax_fwd_kernel(
         exponentials = tl.exp(values - _subtrahend(tl.max(values, axis=1, keep_dims=True)))
         total = tl.sum(exponentials, axis=1, keep_dims=True)
         _store_probabilities(
-            _where_visible(exponentials * _inverse(total), tl.arange(0, BLOCK_COLS)[None, :], visible, CAUSAL),
+            where_visible(exponentials * _inverse(total), tl.arange(0, BLOCK_COLS)[None, :], visible, CAUSAL),
             y_ptr, p_ptr, seed, offset, drop_limit, keep_scale,
             rows, 0, n_rows, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
         )  # fmt: skip
@@ -276,7 +278,7 @@ def _softmax_fwd_kernel(
             row, mask_size0, mask_size1, mask_size2, mask_stride0, mask_stride1, mask_stride2, mask_outer_stride,
             MASK_DIMS, MASK_ALIGN, INDEX,
         )  # fmt: skip
-        visible = _visible_cols(row, n_cols, n_queries, CAUSAL, INDEX)
+        visible = visible_cols(row, n_cols, n_queries, CAUSAL, INDEX)
         largest = tl.full([1, 1], _MINUS_INF, tl.float32)
         totals = tl.zeros([1, BLOCK_COLS], tl.float32)
         for first_col in range(0, visible, BLOCK_COLS):
@@ -298,7 +300,7 @@ def _softmax_fwd_kernel(
             )  # fmt: skip
             cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
             _store_probabilities(
-                _where_visible(tl.exp(values - subtrahend) * inverse, cols, visible, CAUSAL),
+                where_visible(tl.exp(values - subtrahend) * inverse, cols, visible, CAUSAL),
                 y_ptr, p_ptr, seed, offset, drop_limit, keep_scale,
                 row, first_col, None, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
@@ -310,247 +312,3 @@ def _softmax_fwd_kernel(
                     hidden, y_ptr, p_ptr, seed, offset, drop_limit, keep_scale,
                     row, first_col, None, n_cols, 0, BLOCK_ROWS, BLOCK_COLS,  # dropout would change no zero
                 )  # fmt: skip
-
-
-@triton.jit
-def _load_gradient(
-    dy_ptr,
-    p_ptr,
-    dropout_scale,
-    dy_row_stride,
-    p_row_stride,
-    rows,
-    cols,
-    inside,
-    visible,
-    HAS_DROPOUT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Tiles of P and of P * dP, dP = dropout_backward(dy); 0 where not inside. P * dP is 0 where causality hides.
-
-    visible: of _visible_cols, shaped like rows or a scalar.
-    """
-    if CAUSAL:
-        inside = inside & (cols < _loaded_cols(visible, ALIGN))
-    gradient = tl.load(dy_ptr + rows * dy_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    probability = tl.load(p_ptr + rows * p_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    if HAS_DROPOUT:
-        dropped = probability.to(tl.int32, bitcast=True) < 0
-        gradient = tl.where(dropped, 0.0, gradient * dropout_scale)
-        probability = tl.abs(probability)
-    return probability, _where_visible(probability * gradient, cols, visible, CAUSAL)
-
-
-@triton.jit
-def _wide_row_dot(
-    dy_ptr,
-    p_ptr,
-    dropout_scale,
-    dy_row_stride,
-    p_row_stride,
-    row,
-    n_cols,
-    visible,
-    HAS_DROPOUT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):
-    """[1, 1]: the sum of P * dP over a row wider than a tile."""
-    totals = tl.zeros([1, BLOCK_COLS], tl.float32)
-    for first_col in range(0, visible, BLOCK_COLS):
-        cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
-        _, product = _load_gradient(
-            dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, row, cols, cols < n_cols, visible,
-            HAS_DROPOUT, CAUSAL, ALIGN,
-        )  # fmt: skip
-        totals += product
-    return tl.sum(totals, axis=1, keep_dims=True)
-
-
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
-def _softmax_bwd_kernel(
-    dy_ptr,
-    p_ptr,
-    dscores_ptr,
-    scale,
-    dropout_scale,
-    n_rows: tl.int64,
-    n_cols: tl.int32,
-    n_queries: tl.int32,
-    dy_row_stride: tl.int64,
-    p_row_stride: tl.int64,
-    HAS_DROPOUT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    INDEX: tl.constexpr,
-    ROW_IN_TILE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):
-    """dscores = scale * g,  g = P * dP - P * sum(P * dP),  dP = dropout_backward(dy)
-
-    dy, p, dscores: [n_rows, n_cols]; with dropout the sign of p says what was dropped. A program takes BLOCK_ROWS rows:
-    in registers where ROW_IN_TILE, everything read once; a wider row takes two trips.
-    Moves a row: n_cols * (read dy, p + write dscores) bytes, dy and p twice unless ROW_IN_TILE. Columns that causality
-    hides are not read.
-    """
-    n_cols = with_divisor(n_cols, ALIGN)
-    dy_row_stride = with_divisor(dy_row_stride, ALIGN)
-    p_row_stride = with_divisor(p_row_stride, ALIGN)
-    first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    if ROW_IN_TILE:
-        row = first_row + tl.arange(0, BLOCK_ROWS)
-        visible = _visible_cols(row, n_cols, n_queries, CAUSAL, INDEX)
-        if CAUSAL:
-            visible = visible[:, None]
-        rows = row[:, None]
-        cols = tl.arange(0, BLOCK_COLS)[None, :]
-        inside = (rows < n_rows) & (cols < n_cols)
-        probability, product = _load_gradient(
-            dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, rows, cols, inside, visible,
-            HAS_DROPOUT, CAUSAL, ALIGN,
-        )  # fmt: skip
-        g = product - probability * tl.sum(product, axis=1, keep_dims=True)
-        g = _where_visible(g, cols, visible, CAUSAL)
-        tl.store(dscores_ptr + rows * n_cols + cols, (g * scale).to(dscores_ptr.dtype.element_ty), mask=inside)
-    else:
-        tl.static_assert(BLOCK_ROWS == 1)
-        row = first_row
-        visible = _visible_cols(row, n_cols, n_queries, CAUSAL, INDEX)
-        dot = _wide_row_dot(
-            dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, row, n_cols, visible,
-            HAS_DROPOUT, CAUSAL, ALIGN, BLOCK_COLS,
-        )  # fmt: skip
-        for first_col in range(0, n_cols, BLOCK_COLS):
-            cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
-            inside = cols < n_cols
-            probability, product = _load_gradient(
-                dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, row, cols, inside, visible,
-                HAS_DROPOUT, CAUSAL, ALIGN,
-            )  # fmt: skip
-            g = _where_visible(product - probability * dot, cols, visible, CAUSAL)
-            tl.store(dscores_ptr + row * n_cols + cols, (g * scale).to(dscores_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
-def _row_dots_kernel(
-    dy_ptr,
-    p_ptr,
-    row_dots_ptr,
-    dropout_scale,
-    n_rows: tl.int64,
-    n_cols: tl.int32,
-    n_queries: tl.int32,
-    dy_row_stride: tl.int64,
-    p_row_stride: tl.int64,
-    HAS_DROPOUT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    INDEX: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):
-    """row_dots = sum(P * dP) of each row: what _softmax_bwd_mask_kernel must know of rows too wide for its tile.
-
-    row_dots: [n_rows] float32. A program takes one row. Moves n_cols * (read dy, p) a row.
-    """
-    n_cols = with_divisor(n_cols, ALIGN)
-    dy_row_stride = with_divisor(dy_row_stride, ALIGN)
-    p_row_stride = with_divisor(p_row_stride, ALIGN)
-    row = tl.program_id(0).to(tl.int64)
-    visible = _visible_cols(row, n_cols, n_queries, CAUSAL, INDEX)
-    dot = _wide_row_dot(
-        dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, row, n_cols, visible,
-        HAS_DROPOUT, CAUSAL, ALIGN, BLOCK_COLS,
-    )  # fmt: skip
-    tl.store(row_dots_ptr + row + tl.zeros([1, 1], tl.int32), dot)
-
-
-@triton.jit
-def _place(index, inner, inner_stride, outer_stride, SPLIT: tl.constexpr, INDEX: tl.constexpr):
-    """int64: where `index` stands that counts in two dimensions, the fast one of size inner; in one unless SPLIT."""
-    if SPLIT:
-        index, inner = index.to(INDEX), inner.to(INDEX)
-        return (index // inner).to(tl.int64) * outer_stride + (index % inner).to(tl.int64) * inner_stride
-    else:
-        return index * inner_stride
-
-
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
-def _softmax_bwd_mask_kernel(
-    dy_ptr,
-    p_ptr,
-    row_dots_ptr,
-    dscores_ptr,
-    partials_ptr,
-    scale,
-    dropout_scale,
-    n_mask_rows: tl.int64,
-    n_shared: tl.int64,
-    n_cols: tl.int32,
-    n_queries: tl.int32,
-    mask_inner: tl.int64,
-    mask_inner_stride: tl.int64,
-    mask_outer_stride: tl.int64,
-    shared_inner: tl.int64,
-    shared_inner_stride: tl.int64,
-    shared_outer_stride: tl.int64,
-    shared_per_program: tl.int64,
-    dy_row_stride: tl.int64,
-    p_row_stride: tl.int64,
-    HAS_DROPOUT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASK_SPLIT: tl.constexpr,
-    SHARED_SPLIT: tl.constexpr,
-    SHARED_ROWS: tl.constexpr,
-    INDEX: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):
-    """As _softmax_bwd_kernel, and dmask = sum of g over the rows that share a row of the mask.
-
-    The rows of the scores are the pairs of n_mask_rows rows of the mask and the n_shared rows that share each: see
-    _place for where each of the two stands, the sum of both is the row.
-    A tile holds BLOCK_ROWS / SHARED_ROWS rows of the mask, times SHARED_ROWS rows that share each. Program (i, j, k)
-    walks shared_per_program of the latter for the i-th tile of mask rows and the k-th of columns and adds up g in its
-    registers: partials, [programs on axis 1 * SHARED_ROWS, n_mask_rows, n_cols] float32. The partition is the host's:
-    sums do not depend on the card. dy, p, dscores: [n_rows, n_cols]. row_dots: [n_rows] float32 of _row_dots_kernel;
-    None where a tile holds whole rows.
-    Moves a row: n_cols * (read dy, p + write dscores) bytes; partials: 4 * n_cols a row of them.
-    """
-    n_cols = with_divisor(n_cols, ALIGN)
-    dy_row_stride = with_divisor(dy_row_stride, ALIGN)
-    p_row_stride = with_divisor(p_row_stride, ALIGN)
-    cols = tl.program_id(2) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
-    in_tile = tl.arange(0, BLOCK_ROWS)
-    mask_row = tl.program_id(0).to(tl.int64) * (BLOCK_ROWS // SHARED_ROWS) + in_tile // SHARED_ROWS
-    slot = in_tile % SHARED_ROWS
-    chunk = tl.program_id(1).to(tl.int64)
-    mask_part = _place(mask_row, mask_inner, mask_inner_stride, mask_outer_stride, MASK_SPLIT, INDEX)
-    dmask = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
-    for step in range(0, shared_per_program, SHARED_ROWS):
-        shared = chunk * shared_per_program + step + slot
-        row = mask_part + _place(shared, shared_inner, shared_inner_stride, shared_outer_stride, SHARED_SPLIT, INDEX)
-        exists = (mask_row < n_mask_rows) & (shared < n_shared)
-        rows = row[:, None]
-        inside = exists[:, None] & (cols < n_cols)
-        visible = _visible_cols(row, n_cols, n_queries, CAUSAL, INDEX)
-        if CAUSAL:
-            visible = visible[:, None]
-        probability, product = _load_gradient(
-            dy_ptr, p_ptr, dropout_scale, dy_row_stride, p_row_stride, rows, cols, inside, visible,
-            HAS_DROPOUT, CAUSAL, ALIGN,
-        )  # fmt: skip
-        if row_dots_ptr is not None:
-            dot = tl.load(row_dots_ptr + row, mask=exists, other=0.0)[:, None]
-        else:
-            dot = tl.sum(product, axis=1, keep_dims=True)
-        g = _where_visible(product - probability * dot, cols, visible, CAUSAL)
-        dmask += g
-        if dscores_ptr is not None:
-            tl.store(dscores_ptr + rows * n_cols + cols, (g * scale).to(dscores_ptr.dtype.element_ty), mask=inside)
-    partial_row = (chunk * SHARED_ROWS + slot) * n_mask_rows + mask_row
-    inside = (mask_row < n_mask_rows)[:, None] & (cols < n_cols)
-    tl.store(partials_ptr + partial_row[:, None] * n_cols + cols, dmask, mask=inside)

@@ -291,9 +291,9 @@ SOFTMAX_CASES = [
 
 
 def softmax_launches_of(case: SoftmaxCase, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    from onetrip.kernels import softmax, softmax_kernels, sum_partials
+    from onetrip.kernels import softmax, softmax_backward_kernels, softmax_kernels, sum_partials
 
-    launches = recorded(monkeypatch, softmax_kernels, sum_partials)
+    launches = recorded(monkeypatch, softmax_kernels, softmax_backward_kernels, sum_partials)
     batch, heads, queries = 4, 8, 128
     scores = torch.empty(batch * heads * queries, case.n_cols, dtype=case.dtype, device="meta")
     layout = MaskLayout((batch, heads, queries), (0, 0, case.n_cols), 1)

@@ -1,4 +1,4 @@
-"""What patching leaves alone, and what a patched model goes through unharmed: copies, hooks, wrappers, checkpoints."""
+"""What patching leaves alone, and what a patched model goes through unharmed: copies, pickles, calls, meta modules."""
 
 from __future__ import annotations
 
@@ -13,47 +13,8 @@ from typing import Any
 import pytest
 import torch
 from onetrip.patching import patch_model, patched, unpatch_model
+from patching_cases import WIDTH, Model, Tail, classes
 from torch import Tensor, nn
-
-WIDTH = 16
-
-
-class Tail(nn.Module):
-    """As BertSelfOutput, with a dropout that is on."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.dense = nn.Linear(width, width)
-        self.dropout = nn.Dropout(0.25)
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        hidden = self.dense(hidden)
-        hidden = self.dropout(hidden)
-        return self.norm(hidden + residual)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tails = nn.ModuleList([Tail(), Tail()])
-        self.final = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for tail in self.tails:
-            x = tail(x, residual=x)
-        return self.final(x)
-
-
-@pytest.fixture
-def model() -> Model:
-    torch.manual_seed(0)
-    return Model().eval()
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(3))
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
@@ -62,10 +23,6 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
         name: {key: dict(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
         for name, module in model.named_modules()
     }
-
-
-def classes(model: nn.Module) -> list[type]:
-    return [type(module) for module in model.modules()]
 
 
 def test_importing_needs_neither_transformers_nor_rich() -> None:
@@ -223,68 +180,6 @@ def test_pickle_gives_the_original_classes(model: Model, x: Tensor) -> None:
     assert classes(torch.load(file, weights_only=False)) == classes(Model())
 
 
-def test_hooks_on_a_block_run_and_hooks_on_its_children_make_it_fall_back(model: Model, x: Tensor) -> None:
-    report = patch_model(model)
-    expected, seen = model(x), []
-    handles = [model.tails[0].register_forward_hook(lambda *_: seen.append("block"))]
-    assert torch.equal(model(x), expected)
-    assert seen == ["block"] and report.calls()["tails.0"] == (2, 0)
-    handles.append(model.tails[0].norm.register_forward_hook(lambda *_: seen.append("norm")))
-    torch.testing.assert_close(model(x), expected)
-    assert seen == ["block", "norm", "block"] and report.calls()["tails.0"] == (2, 1)
-    for handle in handles:
-        handle.remove()
-    assert torch.equal(model(x), expected) and report.calls()["tails.0"] == (3, 1)
-
-
-def test_a_hooked_dense_is_called(model: Model, x: Tensor) -> None:
-    """ZeRO-3 and FSDP gather weights in hooks of the child: its weight must not be read behind its back."""
-    report, seen = patch_model(model), []
-    expected = model(x)
-    model.tails[0].dense.register_forward_pre_hook(lambda *_: seen.append("dense"))
-    torch.testing.assert_close(model(x), expected)
-    assert seen == ["dense"] and report.calls()["tails.0"] == (2, 0)
-
-
-def test_a_global_hook_sees_every_child(model: Model, x: Tensor) -> None:
-    patch_model(model)
-    seen: list[type] = []
-    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m)))
-    try:
-        model(x)
-    finally:
-        handle.remove()
-    assert seen.count(nn.Dropout) == 2 and seen.count(nn.Linear) == 2
-
-
-def test_a_parametrised_dense_is_called(model: Model, x: Tensor) -> None:
-    class Doubled(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return 2 * weight
-
-    report = patch_model(model)
-    nn.utils.parametrize.register_parametrization(model.tails[0].dense, "weight", Doubled())
-    expected = unpatch_model(copy.deepcopy(model))(x)
-    torch.testing.assert_close(model(x), expected)
-    assert report.calls()["tails.0"] == (1, 0)
-
-
-def test_unpatching_refuses_a_class_on_top_of_a_patched_one(model: Model, x: Tensor) -> None:
-    class Doubled(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return 2 * weight
-
-    before = classes(model)
-    patch_model(model)
-    nn.utils.parametrize.register_parametrization(model.final, "weight", Doubled())
-    report = patch_model(model)
-    assert [(site.name, site.reason) for site in report.skipped] == [("final", "kernelized_already")]
-    with pytest.raises(RuntimeError, match="unpatch_model: final was given the class ParametrizedLayerNorm"):
-        unpatch_model(model)
-    nn.utils.parametrize.remove_parametrizations(model.final, "weight", leave_parametrized=False)
-    assert classes(unpatch_model(model)) == before
-
-
 def test_replaced_children_are_honoured(model: Model, x: Tensor) -> None:
     report = patch_model(model)
     model.tails[0].norm = nn.Identity()
@@ -405,98 +300,6 @@ def test_a_deferred_site_that_fails_is_reported_and_undone(x: Tensor, monkeypatc
     assert model(x).shape == x.shape
     assert type(model[0]) is nn.LayerNorm and report.patched == ()
     assert [(site.name, site.reason, site.detail) for site in report.skipped] == [("0", "verify_failed", "off by one")]
-
-
-def test_accelerate_hooks_before_patching_are_left_alone(model: Model, x: Tensor) -> None:
-    hooks = pytest.importorskip("accelerate.hooks")
-    hooks.add_hook_to_module(model.final, hooks.ModelHook())
-    report = patch_model(model)
-    assert [(site.name, site.reason) for site in report.skipped] == [("final", "hf_hook")]
-    assert {site.name for site in report.patched} == {"tails.0", "tails.1"}
-
-
-def test_a_block_around_an_accelerate_hook_is_left_alone(model: Model) -> None:
-    hooks = pytest.importorskip("accelerate.hooks")
-    hooks.add_hook_to_module(model.tails[0].dense, hooks.ModelHook())
-    report = patch_model(model)
-    assert ("tails.0", "hf_hook") in [(site.name, site.reason) for site in report.skipped]
-    assert {site.name for site in report.patched} == {"tails.0.norm", "tails.1", "final"}
-
-
-def test_accelerate_hooks_after_patching_keep_the_fused_forward(model: Model, x: Tensor) -> None:
-    hooks = pytest.importorskip("accelerate.hooks")
-    expected = model(x)
-    report = patch_model(model)
-    hooks.add_hook_to_module(model.final, hooks.ModelHook())
-    hooks.add_hook_to_module(model.tails[0].norm, hooks.ModelHook())
-    torch.testing.assert_close(model(x), expected)
-    assert report.calls() == {"tails.0": (0, 1), "tails.1": (1, 0), "final": (1, 0)}
-    unpatch_model(model)
-    assert torch.equal(model(x), expected)
-    assert report.calls()["final"] == (1, 0), "accelerate still called the patched forward"
-
-
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_lora_on_the_dense(model: Model, x: Tensor, order: str) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["dense"], r=2, init_lora_weights=False)
-    if order == "before":
-        model = peft.get_peft_model(model, config)
-        report = patch_model(model)
-    else:
-        report = patch_model(model)
-        model = peft.get_peft_model(model, config)
-    model.eval()
-    expected = unpatch_model(copy.deepcopy(model))(x)
-    torch.testing.assert_close(model(x), expected)
-    assert all(count == (1, 0) for count in report.calls().values()) and len(report.patched) == 3
-
-
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_modules_to_save_wraps_the_norm(model: Model, x: Tensor, order: str) -> None:
-    """The wrapper proxies .weight; what runs is the copy inside it."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["dense"], r=2, modules_to_save=["norm", "final"])
-    if order == "after":
-        patch_model(model)
-    model = peft.get_peft_model(model, config).eval()
-    report = patch_model(model)
-    with torch.no_grad():
-        model.base_model.model.tails[0].norm.modules_to_save["default"].weight.fill_(3.0)
-    expected = unpatch_model(copy.deepcopy(model))(x)
-    torch.testing.assert_close(model(x), expected)
-    inner = [count for name, count in report.calls().items() if name.endswith("final.modules_to_save.default")]
-    assert inner == [(1, 0)]
-    if order == "before":
-        assert {site.reason for site in report.skipped if site.name.endswith("tails.0")} == {"peft_wrapper"}
-
-
-def test_save_pretrained_and_from_pretrained(tmp_path: Any) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    model = transformers.BertModel(transformers.BertConfig(vocab_size=31, **sizes)).eval()
-    patch_model(model)
-    model.save_pretrained(tmp_path)
-    loaded = transformers.BertModel.from_pretrained(tmp_path).eval()
-    assert not any("_onetrip_original" in vars(cls) for cls in classes(loaded))
-    assert type(loaded) is transformers.BertModel
-    ids = torch.arange(10).view(1, 10)
-    torch.testing.assert_close(loaded(ids).last_hidden_state, model(ids).last_hidden_state)
-
-
-def test_trainer_weight_decay_groups_do_not_change() -> None:
-    pytest.importorskip("accelerate")
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    for config in (
-        transformers.BertConfig(vocab_size=31, **sizes),
-        transformers.LlamaConfig(vocab_size=31, **sizes, num_key_value_heads=2),
-    ):
-        model = transformers.AutoModel.from_config(config)
-        decayed = transformers.Trainer.get_decay_parameter_names(None, model)
-        patch_model(model)
-        assert transformers.Trainer.get_decay_parameter_names(None, model) == decayed
-        assert decayed and len(decayed) < len(list(model.parameters()))
 
 
 def test_a_dead_module_leaves_no_counter() -> None:

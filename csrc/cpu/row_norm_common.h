@@ -1,0 +1,71 @@
+// What forward and backward of row_norm share: parameters, and sums over a row.
+#pragma once
+#include <cstdlib>
+
+#include "levels.h"
+#include "rows.h"
+#include "simd.h"
+
+namespace onetrip {
+namespace ONETRIP_LEVEL {
+namespace {
+
+constexpr int kSumChains = 4;
+constexpr int64_t kSumColumns = 2048;
+
+// A parameter as float32 plus offset: the caller's own array where that is what it holds.
+class Parameter {
+ public:
+  Parameter(const void* source, DType dtype, float offset, int64_t n) : values_(static_cast<const float*>(source)) {
+    if (!source || (dtype == DType::kFloat32 && offset == 0.0f)) return;
+    copy_ = static_cast<float*>(malloc(n * sizeof(float)));
+    values_ = copy_;
+    failed_ = !copy_;
+    if (failed_) return;
+    with_type(dtype, [&](auto type) {
+      const auto* from = static_cast<const decltype(type)*>(source);
+      for_columns<1>(0, n,
+                     [&](int64_t c, auto lanes, int) { store(copy_ + c, load(from + c, lanes) + offset, lanes); });
+    });
+  }
+  Parameter(const Parameter&) = delete;
+  ~Parameter() { free(copy_); }
+  const float* values() const { return values_; }
+  bool failed() const { return failed_; }
+
+ private:
+  const float* values_;
+  float* copy_ = nullptr;
+  bool failed_ = false;
+};
+
+// Sums over a row of a and of a * b.
+struct Sums {
+  F values = {}, products = {};
+};
+
+// For every vector of [begin, end), body(column, lanes, add) calls add(a, b) once, and what it adds goes to the sums.
+// Sums run in kSumChains chains that are folded every kSumColumns columns: in one long chain every addition rounds off
+// the low bits that half-precision values have in common in the same direction, and the error grows with the width.
+template <class Body>
+ONETRIP_INLINE void sum_columns(int64_t begin, int64_t end, Sums& sums, Body body) {
+  static_assert(kSumChains == 4, "added in pairs");
+  F values = sums.values, products = sums.products;
+  for (int64_t block = begin; block < end; block += kSumColumns) {
+    F a_sum[kSumChains] = {}, ab_sum[kSumChains] = {};
+    for_columns<kSumChains>(block, smaller(block + kSumColumns, end), [&](int64_t c, auto lanes, int chain) {
+      body(c, lanes, [&](F a, F b) __attribute__((always_inline)) {
+        a_sum[chain] += a;
+        ab_sum[chain] = mul_add(a, b, ab_sum[chain]);
+      });
+    });
+    values += (a_sum[0] + a_sum[1]) + (a_sum[2] + a_sum[3]);
+    products += (ab_sum[0] + ab_sum[1]) + (ab_sum[2] + ab_sum[3]);
+  }
+  sums.values = values;
+  sums.products = products;
+}
+
+}  // namespace
+}  // namespace ONETRIP_LEVEL
+}  // namespace onetrip

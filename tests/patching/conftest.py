@@ -1,0 +1,19 @@
+"""Fixtures of the tests of patching."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from patching_cases import WIDTH, Model
+from torch import Tensor
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().eval()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(3))

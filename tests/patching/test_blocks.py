@@ -1,0 +1,231 @@
+"""What is recognised as a block of dense, dropout, addition and norm, and what only looks like one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from onetrip.patching import patch_model
+from patching_cases import WIDTH, Block, OneExpression, inputs, randomised
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class RmsTail(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """With a docstring."""
+        a = self.drop(self.proj(a))
+        total = a + b
+        return self.rms(total)
+
+
+class WithoutDense(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.post(a + self.drop(b))
+
+
+class WithoutDropout(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        a = self.proj(a)
+        return self.post(b + a)
+
+
+class WithoutNorm(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        a = self.proj(a)
+        a = self.drop(a)
+        return b + a
+
+
+class FunctionalDropout(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        a = functional.dropout(self.second(a), p=self.rate, training=self.training)
+        return self.post(a + b)
+
+
+class FeedForward(Block):
+    def forward(self, a: Tensor) -> Tensor:
+        h = self.proj(a)
+        h = self.drop(h)
+        h = self.second(h)
+        h = self.drop(h)
+        return self.post(h + a)
+
+
+class ResidualIsTheDense(Block):
+    def forward(self, a: Tensor) -> Tensor:
+        h = self.proj(a)
+        return self.post(self.drop(h) + h)
+
+
+BLOCKS: dict[str, tuple[type[Block], int, str]] = {
+    "one-expression": (OneExpression, 2, "dropout_add_norm"),
+    "rms-tail": (RmsTail, 2, "dropout_add_norm"),
+    "without-dense": (WithoutDense, 2, "dropout_add_norm"),
+    "without-dropout": (WithoutDropout, 2, "add_norm"),
+    "without-norm": (WithoutNorm, 2, "dropout_add"),
+    "functional-dropout": (FunctionalDropout, 2, "dropout_add_norm"),
+    "feed-forward": (FeedForward, 1, "dropout_add_norm"),
+    "residual-is-the-dense": (ResidualIsTheDense, 1, "dropout_add_norm"),
+}
+
+
+def output_and_gradients(block: nn.Module, *xs: Tensor) -> list[Tensor | None]:
+    leaves = [*(x.clone().requires_grad_() for x in xs), *block.parameters()]
+    y = block(*leaves[: len(xs)])
+    return [y, *torch.autograd.grad(y, leaves, torch.cos(torch.arange(y.numel())).view_as(y), allow_unused=True)]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_is_recognised(name: str) -> None:
+    make, n_inputs, pattern = BLOCKS[name]
+    block = randomised(make())
+    xs = inputs(n_inputs)
+    expected = output_and_gradients(block, *xs)
+    report = patch_model(block)
+    assert {site.name: site.pattern for site in report.patched}.get("") == pattern, report
+    for ours, theirs in zip(output_and_gradients(block, *xs), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert report.calls()[""] == (1, 0)
+
+
+@pytest.mark.parametrize("name", ["one-expression", "without-norm", "functional-dropout"])
+def test_block_drops_in_training(name: str) -> None:
+    """With p = 0.4, about 0.6 of x comes through, scaled by 1 / 0.6; the residual comes through whole."""
+    block = randomised(BLOCKS[name][0]())
+    patch_model(block, patterns=["dropout_add_norm", "dropout_add"])
+    block.post = nn.LayerNorm(WIDTH) if name != "without-norm" else block.post
+    a, b = torch.zeros(1, 2000, WIDTH), torch.zeros(1, 2000, WIDTH)
+    with torch.no_grad():
+        block.proj.weight.zero_()
+        block.proj.bias.fill_(1.0)
+        block.second.weight.fill_(1 / WIDTH)
+    z = block.train()(a + 1.0, b)
+    if name == "without-norm":
+        assert abs(float((z != 0).float().mean()) - 0.6) < 0.02
+        torch.testing.assert_close(z[z != 0], torch.full_like(z[z != 0], 1 / 0.6))
+    else:
+        assert abs(float((z > 0).float().mean()) - 0.6) < 0.02
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_block_keeps_its_dtype_under_autocast(name: str, dtype: torch.dtype) -> None:
+    """A bias in float32 beside a product in bfloat16 must not make the sum float32."""
+    block = randomised(BLOCKS[name][0]())
+    xs = [x.to(dtype) for x in inputs(BLOCKS[name][1])]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = block(*xs)
+        report = patch_model(block)
+        actual = block(*xs)
+    assert actual.dtype == expected.dtype and report.calls()[""] == (1, 0)
+    torch.testing.assert_close(actual, expected, rtol=5e-2, atol=5e-2)
+
+
+class AddsBeforeDropout(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.post(self.drop(self.proj(a) + b))
+
+
+class Scales(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.post(self.drop(self.proj(a)) * 0.5 + b)
+
+
+class UsesTheSumTwice(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        h = self.drop(self.proj(a)) + b
+        return self.post(h) + h
+
+
+class AddsTheDroppedToItself(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        h = self.drop(self.proj(a))
+        return self.post(h + h)
+
+
+class NormsBefore(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.drop(self.proj(self.post(a))) - b
+
+
+class Branches(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        if a.shape[0] > 3:
+            return a
+        return self.post(self.drop(self.proj(a)) + b)
+
+
+class InPlace(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        a = self.drop(a)
+        a += b
+        return self.post(a)
+
+
+class TakesMore(Block):
+    def forward(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+        return self.post(self.drop(self.proj(a)) + b)
+
+
+class ReturnsTuple(Block):
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return self.post(self.drop(self.proj(a)) + b), a
+
+
+def decorated(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def doubled(self: nn.Module, a: Tensor, b: Tensor) -> Tensor:
+        return 2 * forward(self, a, b)
+
+    return doubled
+
+
+class Decorated(Block):
+    @decorated
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.post(self.drop(self.proj(a)) + b)
+
+
+class OtherDropout(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 0.5
+
+
+class HasOtherDropout(OneExpression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = OtherDropout(0.4)
+
+
+LOOK_ALIKES = [
+    AddsBeforeDropout, Scales, UsesTheSumTwice, NormsBefore, Branches, InPlace, TakesMore, ReturnsTuple, Decorated,
+    HasOtherDropout, AddsTheDroppedToItself,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", LOOK_ALIKES, ids=lambda make: make.__name__)
+def test_what_only_looks_like_a_block_is_left_alone(make: type[Block]) -> None:
+    block = make()
+    report = patch_model(block, patterns=["dropout_add_norm", "dropout_add"])
+    assert type(block) is make and report.patched == ()
+
+
+def test_a_block_whose_source_lies_fails_verification() -> None:
+    """The source says one thing and the code does another, as after an edit on disk: only running it tells."""
+
+    class Block_(OneExpression):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.post(b + self.drop(self.proj(a)))
+
+    Block_.forward.__code__ = Scales.forward.__code__
+    source = OneExpression.forward.__code__
+    Block_.forward.__code__ = Block_.forward.__code__.replace(
+        co_firstlineno=source.co_firstlineno, co_name=source.co_name
+    )
+    block = Block_()
+    report = patch_model(block, patterns=["dropout_add_norm"])
+    assert type(block) is Block_ and report.patched == ()
+    assert [site.reason for site in report.skipped] == ["verify_failed"]
+    assert "error" in report.skipped[0].detail
+    assert patch_model(block, patterns=["dropout_add_norm"], verify=False).patched

@@ -1,0 +1,220 @@
+"""What is recognised as a norm, by what it computes and how it is written, and what must not be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from onetrip.patching import patch_model
+from patching_cases import WIDTH, LlamaLike, Norm, inputs, randomised
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Olmo2Like(Norm):
+    def forward(self, h: Tensor) -> Tensor:
+        z = h.float()
+        return (self.gain * (z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + self.epsilon))).to(h.dtype)
+
+
+class GemmaLike(Norm):
+    def scaled(self, z: Tensor) -> Tensor:
+        return z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + self.epsilon)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return (self.scaled(h.float()) * (1.0 + self.gain.float())).type_as(h)
+
+
+class T5Like(Norm):
+    def forward(self, h: Tensor) -> Tensor:
+        h = h * torch.rsqrt(h.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.epsilon)
+        if self.gain.dtype in (torch.float16, torch.bfloat16):
+            h = h.to(self.gain.dtype)
+        return self.gain * h
+
+
+class CohereLike(Norm):
+    def forward(self, h: Tensor) -> Tensor:
+        z = h.float()
+        z = z - z.mean(-1, keepdim=True)
+        return (self.gain.float() * z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + self.epsilon)).to(h.dtype)
+
+
+class ConstantEps(Norm):
+    def forward(self, h: Tensor) -> Tensor:
+        return functional.layer_norm(h, (WIDTH,), self.gain, self.shift, 3e-3)
+
+
+class OnePlusLayerNorm(Norm):
+    def forward(self, h: Tensor) -> Tensor:
+        return functional.layer_norm(h, (WIDTH,), self.gain + 1, self.shift, self.epsilon)
+
+
+class Weightless(Norm):
+    def forward(self, h: Tensor) -> Tensor:
+        z = h.float()
+        return (z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + self.epsilon)).to(h.dtype)
+
+
+class Subclass(nn.LayerNorm):
+    """Adds nothing to forward."""
+
+
+LEAVES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "nn.LayerNorm": (lambda: nn.LayerNorm(WIDTH), "layer_norm", "layer_norm(input, self.weight, self.bias, self.eps)"),
+    "nn.LayerNorm-no-bias": (lambda: nn.LayerNorm(WIDTH, bias=False), "layer_norm", "self.eps)"),
+    "nn.LayerNorm-no-affine": (lambda: nn.LayerNorm(WIDTH, elementwise_affine=False), "layer_norm", "self.eps)"),
+    "nn.LayerNorm-subclass": (lambda: Subclass(WIDTH), "layer_norm", "self.eps)"),
+    "nn.RMSNorm": (lambda: nn.RMSNorm(WIDTH, eps=1e-4), "rms_norm", "rms_norm(x, self.weight, self.eps)"),
+    "nn.RMSNorm-eps-None": (lambda: nn.RMSNorm(WIDTH), "rms_norm", "finfo(float32).eps)"),
+    "nn.RMSNorm-no-affine": (lambda: nn.RMSNorm(WIDTH, 1e-4, elementwise_affine=False), "rms_norm", "self.eps)"),
+    "llama-like": (LlamaLike, "rms_norm", "rms_norm(h, self.gain, self.epsilon, cast_before_weight=True)"),
+    "olmo2-like": (Olmo2Like, "rms_norm", "rms_norm(h, self.gain, self.epsilon)"),
+    "gemma-like": (GemmaLike, "rms_norm", "rms_norm(h, self.gain, self.epsilon, weight_offset=1.0)"),
+    "t5-like": (T5Like, "rms_norm", "rms_norm(h, self.gain, self.epsilon, cast_before_weight='weight')"),
+    "cohere-like": (CohereLike, "layer_norm", "layer_norm(h, self.gain, None, self.epsilon)"),
+    "constant-eps": (lambda: ConstantEps(bias=True), "layer_norm", "layer_norm(h, self.gain, self.shift, 0.003)"),
+    "one-plus-layer-norm": (lambda: OnePlusLayerNorm(bias=True), "layer_norm", "weight_offset=1.0)"),
+    "weightless": (lambda: Weightless(weight=False), "rms_norm", "rms_norm(h, None, self.epsilon)"),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_leaf_norm_is_recognised(name: str) -> None:
+    make, pattern, call = LEAVES[name]
+    model = nn.Sequential(randomised(make())).eval()
+    (x,) = inputs()
+    expected = model(x)
+    report = patch_model(model)
+    assert [site.pattern for site in report.patched] == [pattern], report
+    source = vars(type(model[0]))["_onetrip_rewrite"].source
+    assert call in source, source
+    torch.testing.assert_close(model(x), expected)
+    assert report.calls() == {"0": (1, 0)}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=["w-bf16", "w-fp32"])
+def test_leaf_norm_keeps_the_rounding_of_bfloat16(name: str, weight_dtype: torch.dtype) -> None:
+    """The same dtype, and the same bits but for one rounding in twenty: another cast order changes a third of them."""
+    module = randomised(LEAVES[name][0]()).to(weight_dtype)
+    x = inputs()[0].bfloat16()
+    expected = module(x)
+    report = patch_model(module)
+    if not report.patched:  # 1 + w is rounded to bfloat16 there, and the operator would not
+        assert name == "one-plus-layer-norm" and report.skipped[0].reason == "unsupported_dtype"
+        return
+    actual = module(x)
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-5)
+    same = torch.isclose(actual.float(), expected.float(), rtol=1e-6, atol=1e-7)
+    assert same.float().mean() > 0.95
+
+
+class GatedNorm(Norm):
+    def forward(self, h: Tensor, gate: Tensor | None = None) -> Tensor:
+        h = h if gate is None else h * functional.silu(gate)
+        return self.gain * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.epsilon))
+
+
+class UnbiasedNorm(Norm):
+    def forward(self, h: Tensor) -> Tensor:
+        return self.gain * h * torch.rsqrt(h.var(-1, keepdim=True) + self.epsilon)
+
+
+class SumNorm(Norm):
+    def forward(self, h: Tensor) -> Tensor:
+        return self.gain * h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) + self.epsilon)
+
+
+class ClampedNorm(Norm):
+    def forward(self, h: Tensor) -> Tensor:
+        return self.gain * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True).clamp(min=self.epsilon))
+
+
+class SequenceNorm(Norm):
+    def forward(self, h: Tensor) -> Tensor:
+        return self.gain * h * torch.rsqrt(h.pow(2).mean(0, keepdim=True) + self.epsilon)
+
+
+class TrainingNorm(Norm):
+    def forward(self, h: Tensor) -> Tensor:
+        h = self.gain * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return h * 2 if self.training else h
+
+
+class CountingNorm(Norm):
+    calls = 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return self.gain * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.epsilon)
+
+
+class ChannelsFirst(nn.LayerNorm):
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h.transpose(-1, -2)).transpose(-1, -2)
+
+
+class HeadNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, WIDTH))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.weight[0] * functional.rms_norm(h, (WIDTH,))
+
+
+def quantised() -> nn.Module:
+    norm = nn.LayerNorm(WIDTH, bias=False)
+    norm.weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.int8), requires_grad=False)
+    return norm
+
+
+def kernelized() -> nn.Module:
+    class HubNorm(LlamaLike):
+        kernel_layer_name = "RMSNorm"
+
+    norm = HubNorm()
+    norm.forward = lambda h: h  # type: ignore[method-assign]
+    return norm
+
+
+NEGATIVES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "gated": (GatedNorm, "extra_forward_args"),
+    "unbiased-variance": (UnbiasedNorm, "unknown_forward"),
+    "sum-of-squares": (SumNorm, "unknown_forward"),
+    "clamped-not-added-eps": (ClampedNorm, "unknown_forward"),
+    "over-another-dimension": (SequenceNorm, "unknown_forward"),
+    "another-in-training": (TrainingNorm, "unknown_forward"),
+    "counts-its-calls": (CountingNorm, "unknown_forward"),
+    "channels-first": (lambda: ChannelsFirst(WIDTH), "not_exact_type"),
+    "two-dimensions": (lambda: nn.LayerNorm((5, WIDTH)), "unsupported_shape"),
+    "two-dimensional-weight": (HeadNorm, "unsupported_shape"),
+    "batch-norm": (lambda: nn.BatchNorm1d(WIDTH), "unknown_forward"),
+    "group-norm": (lambda: nn.GroupNorm(4, WIDTH), "unknown_forward"),
+    "float64": (lambda: nn.LayerNorm(WIDTH).double(), "unsupported_dtype"),
+    "quantised": (quantised, "quantized"),
+    "kernelized": (kernelized, "kernelized_already"),
+}
+
+
+@pytest.mark.parametrize("name", NEGATIVES)
+def test_what_is_no_leaf_norm_is_left_alone(name: str) -> None:
+    make, reason = NEGATIVES[name]
+    model = nn.Sequential(make())
+    before, state = type(model[0]), dict(vars(model[0]))
+    report = patch_model(model)
+    assert report.patched == () and type(model[0]) is before and vars(model[0]) == state
+    assert [(site.name, site.reason) for site in report.skipped] == [("0", reason)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [nn.Dropout, nn.GELU, lambda: nn.LeakyReLU(1e-3), lambda: nn.PReLU(WIDTH), nn.Identity],
+    ids=["Dropout", "GELU", "LeakyReLU", "PReLU", "Identity"],
+)
+def test_what_nobody_takes_for_a_norm_is_not_mentioned(make: Callable[[], nn.Module]) -> None:
+    report = patch_model(nn.Sequential(make(), nn.Linear(WIDTH, WIDTH), nn.Embedding(5, WIDTH)))
+    assert report.patched == () and report.skipped == ()

@@ -1,0 +1,63 @@
+"""A fused call that does not compute what the module does is found and not kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from onetrip.patching import patch_model
+from patching_cases import WIDTH, LlamaLike, OneExpression, randomised
+from torch import Tensor, nn
+
+
+def break_one(name: str) -> Callable[..., Any]:
+    from onetrip.patching.classes import GLOBAL_NAMES
+
+    operator = GLOBAL_NAMES[name]
+
+    def broken(*args: Any, **kwargs: Any) -> Tensor:
+        return operator(*args, **kwargs) * 1.001
+
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("operator", "make"),
+    [
+        ("rms_norm", LlamaLike),
+        ("layer_norm", lambda: nn.LayerNorm(WIDTH)),
+        ("bias_dropout_residual_norm", OneExpression),
+    ],
+    ids=["rms_norm", "layer_norm", "bias_dropout_residual_norm"],
+)
+def test_an_operator_that_is_off_by_a_thousandth_is_not_kept(
+    operator: str, make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onetrip.patching import classes
+
+    monkeypatch.setattr(classes, "_patched_classes", {})
+    monkeypatch.setitem(classes.GLOBAL_NAMES, operator, break_one(operator))
+    model = randomised(make())
+    report = patch_model(model, patterns=["rms_norm", "layer_norm", "dropout_add_norm"])
+    (failed,) = [site for site in report.skipped if site.reason == "verify_failed"]
+    assert (
+        failed.name == "" and type(model) is type(copy.deepcopy(model)) and "_onetrip_original" not in vars(type(model))
+    )
+
+
+def test_verification_checks_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dropout that is right in expectation but drops other elements is not what the operator promises."""
+    from onetrip.patching import classes
+
+    operator = classes.GLOBAL_NAMES["bias_dropout_residual_norm"]
+
+    def other_mask(*args: Any, rng: Any = None, **kwargs: Any) -> Tensor:
+        return operator(*args, rng=None if rng is None else (rng[0] + 1, rng[1]), **kwargs)
+
+    monkeypatch.setattr(classes, "_patched_classes", {})
+    monkeypatch.setitem(classes.GLOBAL_NAMES, "bias_dropout_residual_norm", other_mask)
+    report = patch_model(OneExpression(), patterns=["dropout_add_norm"])
+    assert [site.reason for site in report.skipped] == ["verify_failed"]
+    assert "with dropout" in report.skipped[0].detail

@@ -1,0 +1,89 @@
+"""Small modules to be patched, for the tests of patching."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+WIDTH = 16
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    return module.eval()
+
+
+def inputs(n: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 5, WIDTH, generator=generator) for _ in range(n)]
+
+
+class Norm(nn.Module):
+    """Parts of the leaf norms below, which differ in names, cast orders and where eps comes from."""
+
+    def __init__(self, bias: bool = False, weight: bool = True) -> None:
+        super().__init__()
+        if weight:
+            self.gain = nn.Parameter(torch.ones(WIDTH))
+        if bias:
+            self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.epsilon = 1e-4
+
+
+class LlamaLike(Norm):
+    def forward(self, h: Tensor) -> Tensor:
+        dtype = h.dtype
+        h = h.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return self.gain * h.to(dtype)
+
+
+class Block(nn.Module):
+    """Parts of the blocks below; p is high, so that a mask in the wrong place shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.drop = nn.Dropout(0.4)
+        self.post = nn.LayerNorm(WIDTH)
+        self.rms = LlamaLike()
+        self.rate = 0.4
+
+
+class OneExpression(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.post(b + self.drop(self.proj(a)))
+
+
+class Tail(nn.Module):
+    """As BertSelfOutput, with a dropout that is on."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.25)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        hidden = self.dense(hidden)
+        hidden = self.dropout(hidden)
+        return self.norm(hidden + residual)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tails = nn.ModuleList([Tail(), Tail()])
+        self.final = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for tail in self.tails:
+            x = tail(x, residual=x)
+        return self.final(x)
+
+
+def classes(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
