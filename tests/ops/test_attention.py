@@ -143,7 +143,7 @@ def test_cuts_of_batches_and_heads_change_no_result(
     bytes_of_a_head = torch.float64.itemsize * QUERIES * (KEYS + case.sinks) * (HEADS // case.key_heads)
     monkeypatch.setattr(module, "_CUT_BYTES", heads_at_once * bytes_of_a_head)
     tensors = drawn(case)
-    cuts = module._cuts(tensors["query"].double(), tensors["key"], KEYS + case.sinks)
+    cuts = module._cuts(tensors["query"].double(), tensors["key"], KEYS + case.sinks, "cpu")
     assert len(cuts) == BATCH * math.ceil(case.key_heads / heads_at_once) or len(cuts) == 1 < heads_at_once
     for key, tensor in outcome(ours, case, torch.float64, torch.float64, used).items():
         torch.testing.assert_close(tensor, whole[key], msg=lambda text, key=key: f"{key}: {text}")

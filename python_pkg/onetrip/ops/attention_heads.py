@@ -51,14 +51,15 @@ _Cut = tuple[slice, slice]
 _EVERYTHING: _Cut = (slice(None), slice(None))
 
 
-def _cuts(query: Tensor, key: Tensor, n_cols: int) -> list[_Cut]:
+def _cuts(query: Tensor, key: Tensor, n_cols: int, backend: str) -> list[_Cut]:
     """Of batches and key heads: on a CPU such that scores stay in its caches from one operation to the next. Elsewhere
     a launch costs more."""
     batch, n_heads, n_queries, _ = query.shape
     n_key_heads = key.shape[1]
     bytes_of_one = query.element_size() * (n_heads // n_key_heads) * n_queries * n_cols
     at_once = max(1, _CUT_BYTES * torch.get_num_threads() // max(bytes_of_one, 1))
-    if query.device.type != "cpu" or at_once >= batch * n_key_heads:
+    on_cpu = query.device.type == "cpu" and backend != "rehearsal cuda"
+    if not on_cpu or at_once >= batch * n_key_heads:
         return [_EVERYTHING]
     if at_once >= n_key_heads:
         step = at_once // n_key_heads
@@ -115,7 +116,7 @@ def attend(
     n_key_heads, n_keys = key.shape[1:3]
     n_repeats = n_heads // n_key_heads
     scores = query.new_empty(batch, n_heads, n_queries, n_keys + (sinks is not None))
-    cuts = _cuts(query, key, scores.shape[-1])
+    cuts = _cuts(query, key, scores.shape[-1], plan.backend)
     bias, sink = (
         None if each is None else each.expand(*scores.shape[:-1], each.shape[-1]) for each in (position_bias, sinks)
     )
@@ -176,7 +177,7 @@ def gradients(
     if not writes:
         plan = plan._replace(backend="reference")
     # A bias's gradient sums over batches and heads.
-    cuts = _cuts(query, key, p.shape[-1]) if writes and wants.bias_shape is None else [_EVERYTHING]
+    cuts = _cuts(query, key, p.shape[-1], plan.backend) if writes and wants.bias_shape is None else [_EVERYTHING]
     if len(cuts) == 1:
         return _gradients(doutput, dweights, query, key, value, p, None, wants, plan)
     n_repeats = query.shape[1] // key.shape[1]

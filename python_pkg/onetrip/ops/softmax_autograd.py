@@ -12,6 +12,7 @@ from ..reference import softmax as reference
 from ..reference.philox import Rng
 from ..reference.softmax import MaskLayout, SoftmaxPlan
 from . import softmax_native
+from .backends import REHEARSALS
 from .masks import contiguous_layout, mask_layout
 from .native import in_memory, two_dimensional
 from .tracing import have_storage, refuse_double_backward
@@ -28,8 +29,10 @@ def forward(
     """reference.softmax.forward on any backend, for scores of any rank, strides and size; y and p shaped like
     scores. A floating mask has one of the kernels' dtypes, or float64 beside float64 scores. may_overwrite: scores are
     needed no more, y may take their memory."""
-    if scores.numel() == 0:
-        return torch.empty_like(scores), torch.empty_like(scores) if plan.store_p else None
+    if scores.numel() == 0 or backend in REHEARSALS:
+        overwrites = may_overwrite and backend == "rehearsal cpu" and scores.is_contiguous()
+        y = scores if overwrites else scores.new_empty(scores.shape)
+        return y, torch.empty_like(y) if plan.store_p else None
     shape = scores.shape
     n_cols = shape[-1]
     n_queries = _n_queries(shape)
@@ -60,9 +63,10 @@ def backward(
     wanted; dmask has it, in float32 (float64). may_overwrite: dy is needed no more, dscores may take its memory."""
     shape = dy.shape
     acc = torch.float64 if dy.dtype == torch.float64 else torch.float32
-    if dy.numel() == 0:
+    if dy.numel() == 0 or backend in REHEARSALS:
+        overwrites = may_overwrite and backend == "rehearsal cpu" and dy.is_contiguous()
         return (
-            dy.new_zeros(shape) if wants_dscores else None,
+            None if not wants_dscores else dy if overwrites else dy.new_zeros(shape),
             None if mask_shape is None else dy.new_zeros(mask_shape, dtype=acc),
         )
     n_cols, n_queries = shape[-1], _n_queries(shape)

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..reference.philox import Rng
+from .backends import is_rehearsal
 from .rng import draw_rng, draw_rng_tensor
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
@@ -18,12 +19,14 @@ _ANY_RNG = (0, 0)  # p = 1 drops all, whatever is drawn: the generator is left w
 def is_traced(x: Tensor, *others: Tensor | None) -> bool:
     """Whether the call must be visible to torch's dispatcher: compilers, fake, meta and wrapped tensors (in any role:
     a kernel given the address of one would read null), dispatch modes."""
-    if torch.compiler.is_compiling() or x.is_meta or type(x) not in _PLAIN_TYPES:
+    if torch.compiler.is_compiling():
         return True
+    if x.is_meta or type(x) not in _PLAIN_TYPES:
+        return not is_rehearsal()
     for tensor in others:
         if type(tensor) not in _PLAIN_TYPES:
-            return True
-    return is_in_torch_dispatch_mode()
+            return not is_rehearsal()
+    return is_in_torch_dispatch_mode() and not is_rehearsal()
 
 
 def is_transformed() -> bool:
@@ -53,7 +56,7 @@ def eager_rng(rng: tuple[int, int] | None, dropout_p: float, device: torch.devic
     """(seed, offset) of an eager call: the caller's, or drawn; None where nothing is dropped."""
     if rng is not None or dropout_p == 0.0:
         return rng
-    return draw_rng(device) if dropout_p < 1.0 else _ANY_RNG
+    return draw_rng(device) if dropout_p < 1.0 and not is_rehearsal() else _ANY_RNG
 
 
 def traced_rng(rng: tuple[int, int] | None, dropout_p: float, device: torch.device) -> Tensor | None:
