@@ -1,3 +1,4 @@
+import importlib
 import json
 import subprocess
 import sys
@@ -64,8 +65,11 @@ def test_anatomy_json_is_all_of_standard_output(run, tmp_path):
     result = run("anatomy", "tiny-bert", *FAST, "--json", "--output", tmp_path / "new" / "folder")
     assert result.exit_code == 0
     read = json.loads(result.stdout)
-    assert read == json.loads((tmp_path / "new" / "folder" / "anatomy.json").read_text())
-    assert read["eager"]["saved_activations"] > read["patched"]["saved_activations"]
+    folder = tmp_path / "new" / "folder"
+    assert read == json.loads((folder / "anatomy.json").read_text())
+    assert "onetrip anatomy tiny-bert" in (folder / "anatomy.html").read_text()
+    steps = {name: column["measured"] for name, column in read["columns"].items()}
+    assert steps["eager"]["saved_activations"] > steps["patched"]["saved_activations"]
 
 
 def test_anatomy_tables(run):
@@ -74,11 +78,25 @@ def test_anatomy_tables(run):
     assert "saved activations" in result.stdout
 
 
+@pytest.mark.parametrize("asked", [["--fits", "16GB"], ["--card", "A100-40GB"], ["--predict-only"]])
+def test_anatomy_without_running(run, asked):
+    result = run("anatomy", "tiny-gpt2", *FAST, "--columns", "eager,", *asked)
+    assert result.exit_code == 0
+    assert ("Does it fit" in result.stdout) == (asked != ["--predict-only"])
+    assert "predicted for cuda" in result.stdout and "patched +" not in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--dtype", "float8"], ["--dtype", "float32, bfloat16, float16", "float8"]),
-        (["--optimizer", "sgd"], ["--optimizer", "adamw", "sgd"]),
+        (["--optimizer", "lion"], ["--optimizer must be one of adamw, adam, adamw8bit", "lion"]),
+        (["--columns", "eager,quick"], ["--columns", "eager, patched, patched_adamw8bit, compiled", "got quick"]),
+        (["--columns", ","], ["--columns", "got none"]),
+        (["--columns", "compiled", "--predict-only"], ["compiled can be measured only"]),
+        (["--fits", "plenty"], ["plenty is neither a size (16GB, 24GiB)", "A100-40GB"]),
+        (["--card", "A100"], ["A100 is neither", "A100-40GB", "H200"]),
+        (["--card", "H200", "--fits", "16GB"], ["--fits and --card must not both be given"]),
         (["--batch-size", "0"], ["--batch-size must be at least 1, got 0"]),
         (["--sequence-length", "-1"], ["--sequence-length must be at least 1, got -1"]),
         (["--sequence-length", "513"], ["--sequence-length", "at most 512", "513"]),
@@ -94,6 +112,14 @@ def test_anatomy_tables(run):
 )
 def test_anatomy_bad_usage(run, arguments, words):
     assert_bad_usage(run("anatomy", "tiny-bert", *arguments), *words)
+
+
+def test_anatomy_that_does_not_fit_says_by_how_much(run, monkeypatch, tmp_path):
+    module = importlib.import_module("onetrip.anatomy.compare")
+    monkeypatch.setattr(module, "free_bytes", lambda device: 10 << 20)
+    result = run("anatomy", "tiny-bert", *FAST, "--columns", "eager", "--device", "cpu", "--output", tmp_path)
+    assert_bad_usage(result, "does not fit on cpu", "10.0 MiB are free", "too little", "--predict-only")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_anatomy_output_is_checked_before_any_work(run, tmp_path, monkeypatch):

@@ -75,27 +75,54 @@ def anatomy(
     batch_size: Annotated[int, typer.Option(help="Sequences (or images) a step.")] = 8,
     sequence_length: Annotated[int, typer.Option(help="Tokens a sequence.")] = 128,
     dtype: Annotated[str, typer.Option(help="Of weights and activations: float32, bfloat16 or float16.")] = "float32",
-    optimizer: Annotated[str, typer.Option(help="adamw (torch's).")] = "adamw",
+    optimizer: Annotated[
+        str, typer.Option(help="adamw (torch's), adam, adamw8bit, adam8bit, sgd or sgd-momentum.")
+    ] = "adamw",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     steps: Annotated[int, typer.Option(help="Timed steps of each kind; medians are shown.")] = 5,
-    output: Annotated[Path | None, typer.Option(help="Folder to write anatomy.json in.")] = None,
+    columns: Annotated[
+        str,
+        typer.Option(help="Of eager, patched, patched_adamw8bit and compiled (torch.compile, a minute), with commas."),
+    ] = "eager,patched,patched_adamw8bit",
+    fits: Annotated[
+        str | None, typer.Option(help="A memory, as 16GB, or a card: does it fit, and which batch does? Runs nothing.")
+    ] = None,
+    card: Annotated[str | None, typer.Option(help="The same with a card's name, as A100-40GB.")] = None,
+    predict_only: Annotated[bool, typer.Option(help="Predict the memory; run nothing, on no device.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Folder to write anatomy.json and anatomy.html in.")] = None,
     as_json: Json = False,
 ) -> None:
-    """One training step taken apart, eager beside patched: milliseconds by phase, bytes by class of tensor."""
+    """One training step taken apart: bytes by class of tensor, predicted and measured; milliseconds by phase."""
     from . import anatomy as anatomy_
+    from . import html
     from .anatomy.report import render
 
-    options = anatomy_.Options(model, batch_size, sequence_length, dtype, optimizer, device, steps)
     try:
+        if fits is not None and card is not None:
+            raise anatomy_.UsageError("--fits and --card must not both be given")
+        options = anatomy_.Options(
+            model,
+            batch_size,
+            sequence_length,
+            dtype,
+            optimizer,
+            device,
+            steps,
+            columns=tuple(name.strip() for name in columns.split(",") if name.strip()),
+            fits=fits if card is None else card,
+            predict_only=predict_only,
+        )
+        if output is not None:
+            html.require()
         folder = anatomy_.writable_folder(output) if output is not None else None
         with _progress(not as_json) as progress:
             result = anatomy_.compare(options, progress)
-    except anatomy_.UsageError as error:
+    except (anatomy_.UsageError, html.MissingPackage) as error:
         typer.echo(f"onetrip anatomy: {error}", err=True)
         raise typer.Exit(BAD_USAGE) from None
     if folder is not None:
-        path = anatomy_.write_json(result, folder)
-        typer.echo(f"wrote {path}", err=True)
+        for path in anatomy_.write(result, folder):
+            typer.echo(f"wrote {path}", err=True)
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:

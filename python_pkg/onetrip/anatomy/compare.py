@@ -1,103 +1,94 @@
-"""`onetrip anatomy`: one training step of a model, eager beside patched."""
+"""`onetrip anatomy`: one training step of a model, in columns: eager, patched, with AdamW8bit, compiled."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .. import html as page_builder
+from ..environment import header
+from .bytes import StepBytes, format_bytes, free_bytes
+from .fits import Fit, largest_batch
+from .formula import FormulaBytes, formula
+from .gpu import Sampler
 from .measure import Progress, StepAnatomy, Variant, measure_variants
 from .models import UsageError, load_model, make_batch
+from .options import COLUMNS, DTYPES, OPTIMIZERS, Options
+from .predict import fake_copy, predict
 
-# A learning rate of 0: the optimizer does all its work, yet every step starts from the same weights.
-OPTIMIZERS = {"adamw": partial(torch.optim.AdamW, lr=0.0)}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PHASES = ("forward", "backward", "optimizer", "step")
 
 
 @dataclass(frozen=True)
-class Options:
-    """What to take apart. Names are those of the command's options."""
+class Column:
+    """One way to take the step. What was not asked for, or cannot be, is None."""
 
-    model: str
-    batch_size: int = 8
-    sequence_length: int = 128
-    dtype: str = "float32"
-    optimizer: str = "adamw"
-    device: str = "auto"
-    steps: int = 5
-    warm_up: int = 2
-    seed: int = 0
+    predicted: StepBytes | None = None
+    measured: StepAnatomy | None = None
+    fit: Fit | None = None
 
-    def check(self) -> None:
-        """Raises UsageError for what can be known wrong before a model is loaded."""
-        for name, least in (("batch_size", 1), ("sequence_length", 1), ("steps", 1), ("warm_up", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
-        for name, known in (("dtype", DTYPES), ("optimizer", OPTIMIZERS)):
-            if getattr(self, name) not in known:
-                raise UsageError(f"--{name} must be one of {', '.join(known)}, got {getattr(self, name)}")
-
-    def torch_device(self) -> torch.device:
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError as error:
-            raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {self.device}") from error
-        if device.type not in ("cpu", "cuda"):
-            raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {self.device}")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            built = torch.version.cuda
-            why = "no usable NVIDIA GPU was found" if built else "this torch was built without CUDA"
-            raise UsageError(f"--device {self.device}: {why}; use --device cpu")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise UsageError(
-                f"--device {self.device}: this machine has {torch.cuda.device_count()} GPU(s), counted from 0"
-            )
-        return device
+    def to_dict(self) -> dict[str, Any]:
+        parts = {"predicted": self.predicted, "measured": self.measured, "fit": self.fit}
+        return {name: None if part is None else part.to_dict() for name, part in parts.items()}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same step of the same model and batch: as transformers wrote it, patched, and patched with AdamW8bit."""
+    """The same step of the same model and batch in every column that was asked for."""
 
     options: Options
     device: torch.device
+    """Where it ran, or of the kind that it was predicted for."""
     n_parameters: int
-    eager: StepAnatomy
-    patched: StepAnatomy
-    patched_adamw8bit: StepAnatomy
+    columns: dict[str, Column]
+    formula: FormulaBytes
+    """Of the eager column."""
     sites: dict[str, Any]
     """PatchReport.to_dict() of the patched model."""
     n_patched: int
+    gpu_unread: str = ""
+    """Why NVML was not asked; "" where it was."""
+    header: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            **self.header,
             "options": vars(self.options),
             "device": str(self.device),
-            "device_name": torch.cuda.get_device_name(self.device)
-            if self.device.type == "cuda"
-            else platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
             "parameters": self.n_parameters,
-            "eager": self.eager.to_dict(),
-            "patched": self.patched.to_dict(),
-            "patched_adamw8bit": self.patched_adamw8bit.to_dict(),
-            "speedup": {
-                phase: _ratio(getattr(self.eager, f"{phase}_ms"), getattr(self.patched, f"{phase}_ms"))
-                for phase in ("forward", "backward", "optimizer", "step")
-            },
-            "saved_activations_ratio": _ratio(self.patched.saved_activations, self.eager.saved_activations),
+            "formula": self.formula.to_dict(),
+            "columns": {name: column.to_dict() for name, column in self.columns.items()},
+            "ratios": self._ratios(),
+            "gpu": self.gpu_unread or "read by NVML",
+            "patched_modules": self.n_patched,
             "patch_report": self.sites,
+        }
+
+    def _ratios(self) -> dict[str, Any]:
+        """Of each measured column against the first: speed-up by phase, saved activations and peak."""
+        measured = {name: column.measured for name, column in self.columns.items() if column.measured is not None}
+        if not measured:
+            return {}
+        base = next(iter(measured.values()))
+        return {
+            name: {
+                "speedup": {
+                    phase: _ratio(getattr(base, f"{phase}_ms"), getattr(step, f"{phase}_ms")) for phase in _PHASES
+                },
+                "saved_activations": _ratio(step.saved_activations, base.saved_activations),
+                "peak": _ratio(step.bytes.peak, base.bytes.peak),
+            }
+            for name, step in measured.items()
         }
 
 
@@ -117,49 +108,146 @@ def writable_folder(path: Path) -> Path:
 
 
 def compare(options: Options, progress: Progress | None = None) -> Comparison:
-    """Loads the model and measures it. Raises UsageError where the options cannot be met."""
+    """Predicts the step, and unless told otherwise runs it. Raises UsageError where the options cannot be met."""
     import onetrip
 
     options.check()
-    device = options.torch_device()
-    torch.manual_seed(options.seed)
-    model: nn.Module = load_model(options.model).to(device, DTYPES[options.dtype]).train()
-    batch = make_batch(model, options.batch_size, options.sequence_length, options.seed)
-    optimizer = OPTIMIZERS[options.optimizer](model.parameters())
-    adamw8bit = onetrip.optim.AdamW8bit(model.parameters(), lr=0.0)
-    patched = partial(onetrip.patched, model, verify=False)
-    with onetrip.patched(model) as report:  # verified once here; the switches between steps need not be
+    device_type = options.device_type()
+    fake = fake_copy(load_model(options.model, weights=False), FakeTensorMode(), DTYPES[options.dtype])
+    predictions = _Predictions(fake.train(), options, device_type, progress)
+    names = [name for name in options.columns if name != "compiled"] or ["eager"]  # whose memory is checked at least
+    predicted = {name: predictions.of(name, options.batch_size) for name in names}
+    columns = {name: Column(predicted.get(name)) for name in options.columns}
+    memory = options.memory()
+    if memory is not None:
+        columns = {name: Column(step, fit=predictions.fit(name, step, memory)) for name, step in predicted.items()}
+    device = options.torch_device() if options.runs else torch.device(device_type)
+    gpu_unread = "nothing was run"
+    with onetrip.patched(fake, verify=False) as report:
         sites, n_patched = report.to_dict(), len(report.patched)
-    measured = measure_variants(
-        model,
-        lambda: model(**batch).loss,
-        {
-            "eager": Variant(optimizer),
-            "patched": Variant(optimizer, patched),
-            "patched + AdamW8bit": Variant(adamw8bit, patched),
-        },
-        inputs=batch.values(),
-        steps=options.steps,
-        warm_up=options.warm_up,
-        seed=options.seed,
-        progress=progress,
-    )
+    if options.runs:
+        _check_memory(predicted, device)
+        measured, gpu_unread, (sites, n_patched) = _measure(options, device, progress)
+        columns = {name: Column(predicted.get(name), measured[name]) for name in options.columns}
+    n_parameters = sum(p.numel() for p in fake.parameters())
+    shape = options.batch_size, options.sequence_length, options.dtype, options.optimizer
     return Comparison(
         options=options,
         device=device,
-        n_parameters=sum(p.numel() for p in model.parameters()),
-        eager=measured["eager"],
-        patched=measured["patched"],
-        patched_adamw8bit=measured["patched + AdamW8bit"],
+        n_parameters=n_parameters,
+        columns=columns,
+        formula=formula(fake.config, n_parameters, *shape, device_type),
         sites=sites,
         n_patched=n_patched,
+        gpu_unread=gpu_unread,
+        header=header(device if options.runs else torch.device("cpu")),
     )
 
 
-def write_json(result: Comparison, folder: Path) -> Path:
-    """folder/anatomy.json, replaced whole."""
-    path = folder / "anatomy.json"
-    temporary = path.with_suffix(".json.part")
-    temporary.write_text(json.dumps(result.to_dict(), indent=2) + "\n")
-    os.replace(temporary, path)
-    return path
+class _Predictions:
+    """Of one model of fake tensors, for any column and batch size."""
+
+    def __init__(self, model: nn.Module, options: Options, device_type: str, progress: Progress | None) -> None:
+        self.model, self.options, self.device_type, self.progress = model, options, device_type, progress
+        self.done = 0
+        self.mode = next(p for p in model.parameters()).fake_mode  # type: ignore[attr-defined]
+
+    def of(self, name: str, batch_size: int, peak_only: bool = False) -> StepBytes:
+        if self.progress is not None and not peak_only:
+            self.progress(self.done, len(self.options.columns), f"predicting, {COLUMNS[name]}")
+            self.done += 1
+        chosen = "adamw8bit" if name == "patched_adamw8bit" else self.options.optimizer
+        make_optimizer = OPTIMIZERS[chosen]
+        if self.device_type == "cuda" and "8bit" not in chosen:
+            make_optimizer = partial(make_optimizer, foreach=True)  # torch's choice there
+        make = partial(make_batch, self.model, batch_size, self.options.sequence_length, self.options.seed)
+        context = _context(name, self.model)
+        return predict(
+            self.model, make, make_optimizer, self.mode,
+            context=context, device_type=self.device_type, peak_only=peak_only,
+        )  # fmt: skip
+
+    def fit(self, name: str, step: StepBytes, memory: int) -> Fit:
+        asked = 0
+
+        def peak_of(batch_size: int) -> int:
+            nonlocal asked
+            if self.progress is not None:
+                self.progress(asked, asked + 3, f"largest batch that fits, {COLUMNS[name]}: {batch_size}?")
+            asked += 1
+            return step.peak if batch_size == self.options.batch_size else self.of(name, batch_size, True).peak
+
+        return Fit(memory, step.peak, *largest_batch(peak_of, memory))
+
+
+def _context(name: str, model: nn.Module) -> Callable[[], AbstractContextManager[object]]:
+    import onetrip
+
+    return partial(onetrip.patched, model, verify=False) if name.startswith("patched") else nullcontext
+
+
+def _check_memory(predicted: dict[str, StepBytes], device: torch.device) -> None:
+    """Raises UsageError where the columns, whose optimizers' states stand side by side, need more than is free."""
+    free = free_bytes(device)
+    if free is None:
+        return
+    states = {name: step.optimizer_states for name, step in predicted.items() if name != "patched"}
+    needed = max(
+        step.peak + sum(n for other, n in states.items() if other != ("eager" if name == "patched" else name))
+        for name, step in predicted.items()
+    )
+    if needed > free:
+        raise UsageError(
+            f"the step does not fit on {device}: it is predicted to take {format_bytes(needed)}, {format_bytes(free)} "
+            f"are free, {format_bytes(needed - free)} too little; --predict-only shows it without running it"
+        )
+
+
+def _loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch).loss
+
+
+def _measure(
+    options: Options, device: torch.device, progress: Progress | None
+) -> tuple[dict[str, StepAnatomy], str, tuple[dict[str, Any], int]]:
+    """(the columns, why no GPU was sampled, (the patches, how many))."""
+    import onetrip
+
+    torch.manual_seed(options.seed)
+    model = load_model(options.model).to(device, DTYPES[options.dtype]).train()
+    batch = make_batch(model, options.batch_size, options.sequence_length, options.seed)
+    with onetrip.patched(model) as report:  # verified once here; the switches between steps need not be
+        patches = report.to_dict(), len(report.patched)
+    optimizer = OPTIMIZERS[options.optimizer](model.parameters())
+    variants = {}
+    for name in options.columns:
+        used = OPTIMIZERS["adamw8bit"](model.parameters()) if name == "patched_adamw8bit" else optimizer
+        loss_fn = None
+        if name == "compiled":
+            loss_fn = partial(_loss, torch.compile(model), batch)
+        variants[name] = Variant(used, _context(name, model), loss_fn)
+    with Sampler(device) as sampler:
+        try:
+            measured = measure_variants(
+                model,
+                partial(_loss, model, batch),
+                {COLUMNS[name]: variant for name, variant in variants.items()},
+                inputs=batch.values(),
+                steps=options.steps,
+                warm_up=options.warm_up,
+                seed=options.seed,
+                progress=progress,
+                sampler=sampler,
+            )
+        except torch._dynamo.exc.TorchDynamoException as error:
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UsageError(f"--columns compiled: torch.compile failed here ({why})") from error
+    return {name: measured[COLUMNS[name]] for name in options.columns}, sampler.reason, patches
+
+
+def write(result: Comparison, folder: Path) -> list[Path]:
+    """folder/anatomy.json and folder/anatomy.html, each replaced whole."""
+    from .html import page
+
+    contents = {"anatomy.json": json.dumps(result.to_dict(), indent=2) + "\n", "anatomy.html": page(result.to_dict())}
+    return [page_builder.write(folder / name, content) for name, content in contents.items()]

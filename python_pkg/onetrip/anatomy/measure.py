@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -18,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
+from .bytes import StepBytes, optimizer_state_bytes, tensor_bytes
+from .gpu import Sampler
 from .operators import time_by_operator_class
+from .saved import SavedActivations, saved_activations
 
 LossFn = Callable[[], Tensor]
 Progress = Callable[[int, int, str], None]
@@ -51,19 +52,42 @@ class StepAnatomy:
     optimizer_ms: float
     step_ms: float
     weights: int
+    buffers: int
     gradients: int
     optimizer_states: int
-    saved_activations: int
-    """What the graph keeps for backward: see saved_activation_bytes."""
+    batch: int
+    saved: SavedActivations
+    """What the graph keeps for backward: see saved_activations."""
     peak_memory: int
     """The most that was allocated at once above the start of the step: see peak_memory_bytes."""
+    caches: int | None
+    """What CUDA's caching allocator had reserved beyond the peak; the CPU's keeps nothing (None)."""
     loss: float
     """With dropout off, before the first step."""
     operators_ms: dict[str, float]
-    """Forward and backward by class of operator, from one profiled step: see time_by_operator_class."""
+    """By class of operator, from one profiled step: see time_by_operator_class."""
+    gpu: dict[str, float] | None = None
+    """Of the timed steps, where NVML was there to be asked: see gpu.Sampler."""
+
+    @property
+    def saved_activations(self) -> int:
+        return self.saved.total
+
+    @property
+    def bytes(self) -> StepBytes:
+        resident = self.weights + self.buffers + self.optimizer_states + self.batch
+        return StepBytes(
+            self.weights,
+            self.buffers,
+            self.gradients,
+            self.optimizer_states,
+            self.batch,
+            self.saved,
+            resident + self.peak_memory,
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | self.bytes.to_dict()
 
 
 def _now(device: torch.device) -> float:
@@ -88,46 +112,6 @@ def timed_step(loss_fn: LossFn, optimizer: torch.optim.Optimizer, device: torch.
         optimizer_ms=1e3 * (end - backward_end),
         loss=float(loss.detach()),
     )
-
-
-def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Tensors in optimizer.state; 0 before the first step of most optimizers."""
-    return tensor_bytes(t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
-
-
-class _Saved:
-    """Stands in the graph for one saved tensor, so that the graph's hold on it can be seen through a weak reference."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def saved_activation_bytes(loss_fn: LossFn, not_counted: Iterable[Tensor] = ()) -> int:
-    """Bytes that the graph of one forward pass keeps alive for backward.
-
-    Every distinct storage is counted once and whole (a view keeps all of it), if the graph still holds it when the
-    forward pass has ended. Storages of `not_counted` and their views are left out: pass parameters, buffers, inputs.
-    """
-    held: weakref.WeakSet[_Saved] = weakref.WeakSet()
-
-    def pack(tensor: Tensor) -> _Saved:
-        # Detached: a node's own output comes with its grad_fn, a cycle through C++ that would never be freed.
-        saved = _Saved(tensor.detach())
-        held.add(saved)
-        return saved
-
-    with saved_tensors_hooks(pack, lambda saved: saved.tensor):
-        loss = loss_fn()
-    excluded = {t.untyped_storage().data_ptr() for t in not_counted}
-    storages = {s.data_ptr(): s.nbytes() for s in (saved.tensor.untyped_storage() for saved in held)}
-    del loss
-    return sum(nbytes for address, nbytes in storages.items() if address not in excluded)
 
 
 def peak_memory_bytes(run: Callable[[], object], device: torch.device) -> int:
@@ -190,6 +174,8 @@ class Variant:
     optimizer: torch.optim.Optimizer
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     """Gives a context in which the step is to run."""
+    loss_fn: LossFn | None = None
+    """In place of that of all."""
 
 
 def measure_variants(
@@ -202,16 +188,20 @@ def measure_variants(
     warm_up: int = 2,
     seed: int = 0,
     progress: Progress | None = None,
+    sampler: Sampler | None = None,
 ) -> dict[str, StepAnatomy]:
     """The same training step in several variants, taken in turns so that a slow minute hits all alike.
 
     inputs: tensors of the batch, not counted among the saved activations. torch's generators are left as they were; the
-    optimizers train the weights, as often as it takes (give them a learning rate of 0 to keep them).
+    optimizers train the weights, as often as it takes (give them a learning rate of 0 to keep them). sampler: watches
+    the timed steps.
     """
     if steps < 1:
         raise ValueError(f"measure_variants: steps must be at least 1, got {steps}")
     device = _device_of(model)
+    inputs = list(inputs)
     not_counted = [*model.parameters(), *model.buffers(), *inputs]
+    loss_fns = {name: variant.loss_fn or loss_fn for name, variant in variants.items()}
     names = list(variants)
     total = len(names) * (warm_up + steps + 3)
     done = 0
@@ -229,7 +219,7 @@ def measure_variants(
             for name in names:
                 advance(f"loss, {name}")
                 with variants[name].context():
-                    sizes[name]["loss"] = float(loss_fn())
+                    sizes[name]["loss"] = float(loss_fns[name]())
         with _training(model, True):
             for turn in range(warm_up + steps):
                 # Every turn begins with another variant: what ran last leaves its tensors in the cache.
@@ -237,8 +227,9 @@ def measure_variants(
                 for name in names[first:] + names[:first]:
                     advance(f"{'step' if turn >= warm_up else 'warm-up'}, {name}")
                     torch.manual_seed(seed + turn)
-                    with variants[name].context():
-                        step = timed_step(loss_fn, variants[name].optimizer, device)
+                    watched = nullcontext() if sampler is None or turn < warm_up else sampler.watching(name)
+                    with variants[name].context(), watched:
+                        step = timed_step(loss_fns[name], variants[name].optimizer, device)
                     if turn >= warm_up:
                         times[name].append(step)
             for name in names:
@@ -246,16 +237,19 @@ def measure_variants(
                 optimizer = variants[name].optimizer
                 with variants[name].context():
                     gc.collect()
-                    sizes[name]["saved_activations"] = saved_activation_bytes(loss_fn, not_counted)
-                    loss_fn().backward()
+                    sizes[name]["saved"] = saved_activations(loss_fns[name], not_counted, model)
+                    loss_fns[name]().backward()
                     sizes[name]["gradients"] = tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
                     optimizer.zero_grad(set_to_none=True)
                     advance(f"peak memory, {name}")
-                    step_again = partial(timed_step, loss_fn, optimizer, device)
+                    step_again = partial(timed_step, loss_fns[name], optimizer, device)
                     peak, operators = profile_run(step_again, device)
+                    caches = None
                     if device.type == "cuda":
                         peak = _cuda_peak(step_again, device)
-                    sizes[name] |= {"peak_memory": peak, "operators_ms": operators}
+                        reserved = torch.cuda.max_memory_reserved(device)
+                        caches = reserved - torch.cuda.max_memory_allocated(device)
+                    sizes[name] |= {"peak_memory": peak, "operators_ms": operators, "caches": caches}
     if progress is not None:
         progress(total, total, "done")
     return {
@@ -265,6 +259,9 @@ def measure_variants(
             optimizer_ms=statistics.median(step.optimizer_ms for step in times[name]),
             step_ms=statistics.median(step.step_ms for step in times[name]),
             weights=tensor_bytes(model.parameters()),
+            buffers=tensor_bytes(model.buffers()),
+            batch=tensor_bytes(inputs),
+            gpu=None if sampler is None else sampler.summary(name),
             optimizer_states=optimizer_state_bytes(variants[name].optimizer),
             **sizes[name],
         )

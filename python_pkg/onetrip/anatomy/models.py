@@ -28,6 +28,15 @@ def _sizes(hidden_size: int, num_hidden_layers: int, num_attention_heads: int, *
 _SMALL_VOCABULARY = {"vocab_size": 4096}
 _ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
 _TINY_T5 = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}
+_LLAMA_3 = {"vocab_size": 128256, "num_key_value_heads": 8, "rope_theta": 500000.0, "max_position_embeddings": 8192}
+_LLAMA_3_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, **_LLAMA_3}
+_LLAMA_3_2_1B = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "tie_word_embeddings": True,
+    **_LLAMA_3,
+}
 
 # name: (model_type, head, arguments of its transformers config): small ones, and the sizes of published models.
 PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -44,6 +53,12 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "roberta-base": ("roberta", "MaskedLM", _sizes(768, 12, 12, **_ROBERTA)),
     "gpt2": ("gpt2", "CausalLM", {}),
     "gpt2-medium": ("gpt2", "CausalLM", {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
+    "gpt2-large": ("gpt2", "CausalLM", {"n_embd": 1280, "n_layer": 36, "n_head": 20}),
+    "gpt2-xl": ("gpt2", "CausalLM", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
+    "llama-1b": ("llama", "CausalLM", _LLAMA_3_2_1B),
+    "llama-7b": ("llama", "CausalLM", {}),
+    "llama-8b": ("llama", "CausalLM", _LLAMA_3_8B),
+    "mistral-7b": ("mistral", "CausalLM", {}),
     "t5-small": ("t5", "Seq2SeqLM", {"decoder_start_token_id": 0}),
     "vit-base": ("vit", "ImageClassification", {}),
 }
@@ -55,20 +70,21 @@ _MASKED_FRACTION = 0.15
 _IGNORED_LABEL = -100
 
 
-def load_model(name: str) -> nn.Module:
+def load_model(name: str, *, weights: bool = True) -> nn.Module:
     """A transformers model in float32 on the CPU. A preset's weights are random, drawn from torch's generator.
 
+    weights: False gives the model on the meta device, whatever its size; of a hub id only the config is fetched.
     Raises UsageError where there is no such model, or its kind has no head with a loss to train.
     """
     try:
         import transformers
     except ImportError as error:
         raise UsageError("anatomy needs transformers: pip install 'onetrip[transformers]'") from error
-    if name in PRESETS:
+    is_preset = name in PRESETS
+    if is_preset:
         model_type, head, arguments = PRESETS[name]
         config = transformers.AutoConfig.for_model(model_type, **arguments)
-        return getattr(transformers, f"AutoModelFor{head}").from_config(config)
-    if Path(name).is_dir():
+    elif Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise UsageError(f"{name} is a folder without a config.json; a model's folder has one")
     elif not _HUB_ID.fullmatch(name):
@@ -77,8 +93,14 @@ def load_model(name: str) -> nn.Module:
             "google-bert/bert-base-uncased)"
         )
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
-        return getattr(transformers, f"AutoModelFor{_head_of(config)}").from_pretrained(name, dtype=torch.float32)
+        if not is_preset:
+            config = transformers.AutoConfig.from_pretrained(name)
+            head = _head_of(config)
+        auto_class = getattr(transformers, f"AutoModelFor{head}")
+        if weights and not is_preset:
+            return auto_class.from_pretrained(name, dtype=torch.float32)
+        with torch.device("cpu" if weights else "meta"):
+            return auto_class.from_config(config)
     except UsageError:
         raise
     except (OSError, ValueError, KeyError) as error:

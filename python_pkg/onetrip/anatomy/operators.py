@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 FUSED = "fused (onetrip)"
+COMPILED = "compiled (torch)"
+OPTIMIZER = "optimizer"
 OTHER = "element-wise, sums"
 
 # The first pattern that matches the start of a name without its "aten::" wins.
@@ -36,12 +38,17 @@ _CLASSES = (
 # A custom torch.autograd.Function is recorded as its class, onetrip's as _RowNorm and _RowNormBackward: no namespace, a
 # capital, and no digit at the end as AddBackward0 has.
 _PYTHON_FUNCTION = re.compile(r"_?[A-Z][A-Za-z_0-9]*(?<![0-9])$")
+_COMPILED = re.compile(
+    r"CompiledFunction|Torch-Compiled|## Call Compiled|graph_\d|(cpp|triton)_.*fused|.*TorchDynamo|compiled$"
+)
 AUTOGRAD = "autograd's own"
 _AUTOGRAD = re.compile(r"(torch::)?autograd::|[A-Z][A-Za-z]*[0-9]+$")
 
 
 def operator_class(name: str) -> str:
     """The class of one event of torch's profiler, by its name."""
+    if _COMPILED.match(name):
+        return COMPILED
     if _PYTHON_FUNCTION.match(name):
         return FUSED
     if _AUTOGRAD.match(name):
@@ -51,16 +58,17 @@ def operator_class(name: str) -> str:
 
 
 def time_by_operator_class(events: Iterable[Any], *, on_device: bool) -> dict[str, float]:
-    """Milliseconds that each class of operator took by itself, largest first; the optimizer's are left out.
+    """Milliseconds that each class of operator took by itself, largest first; all that an optimizer's step does is one
+    class.
 
     events: `FunctionEvent`s of one profile. on_device: count time on the accelerator rather than on the CPU.
     """
     totals: dict[str, float] = {}
     for event in events:
-        if event.device_type != torch.autograd.DeviceType.CPU or event.name == "[memory]" or _in_optimizer(event):
+        if event.device_type != torch.autograd.DeviceType.CPU or event.name == "[memory]":
             continue
         own = event.self_device_time_total if on_device else event.self_cpu_time_total
-        label = operator_class(event.name)
+        label = OPTIMIZER if _in_optimizer(event) else operator_class(event.name)
         totals[label] = totals.get(label, 0.0) + own / 1e3
     return {label: ms for label, ms in sorted(totals.items(), key=lambda item: -item[1]) if ms > 0.0}
 

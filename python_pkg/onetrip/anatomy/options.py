@@ -1,0 +1,107 @@
+"""What `onetrip anatomy` is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from .. import optim
+from .fits import memory_size
+from .models import UsageError
+
+# A learning rate of 0: the optimizer does all its work, yet every step starts from the same weights.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=0.0),
+    "adam": partial(torch.optim.Adam, lr=0.0),
+    "adamw8bit": partial(optim.AdamW8bit, lr=0.0),
+    "adam8bit": partial(optim.Adam8bit, lr=0.0),
+    "sgd": partial(torch.optim.SGD, lr=0.0),
+    "sgd-momentum": partial(torch.optim.SGD, lr=0.0, momentum=0.9),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+COLUMNS = {
+    "eager": "eager",
+    "patched": "patched",
+    "patched_adamw8bit": "patched + AdamW8bit",
+    "compiled": "torch.compile",
+}
+"""Ways to take the step, and their titles. The last is the eager model compiled; it is measured, not predicted."""
+DEFAULT_COLUMNS = ("eager", "patched", "patched_adamw8bit")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to take apart. Names are those of the command's options."""
+
+    model: str
+    batch_size: int = 8
+    sequence_length: int = 128
+    dtype: str = "float32"
+    optimizer: str = "adamw"
+    device: str = "auto"
+    steps: int = 5
+    warm_up: int = 2
+    seed: int = 0
+    columns: tuple[str, ...] = DEFAULT_COLUMNS
+    fits: str | None = None
+    """A size or a card. Then, and with predict_only, nothing is run: the step is predicted, for CUDA unless device says
+    cpu, on any machine."""
+    predict_only: bool = False
+
+    @property
+    def runs(self) -> bool:
+        return self.fits is None and not self.predict_only
+
+    def check(self) -> None:
+        """Raises UsageError for what can be known wrong before a model is loaded."""
+        for name, least in (("batch_size", 1), ("sequence_length", 1), ("steps", 1), ("warm_up", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        known: dict[str, Any]
+        for name, known in (("dtype", DTYPES), ("optimizer", OPTIMIZERS)):
+            if getattr(self, name) not in known:
+                raise UsageError(f"--{name} must be one of {', '.join(known)}, got {getattr(self, name)}")
+        if not self.columns or not set(self.columns) <= set(COLUMNS):
+            got = ", ".join(name for name in self.columns if name not in COLUMNS) or "none"
+            raise UsageError(f"--columns must be of {', '.join(COLUMNS)}, got {got}")
+        if not self.runs and set(self.columns) == {"compiled"}:
+            raise UsageError("--columns compiled can be measured only, not predicted")
+        if self.fits is not None:
+            memory_size(self.fits)
+
+    def memory(self) -> int | None:
+        return None if self.fits is None else memory_size(self.fits)
+
+    def device_type(self) -> str:
+        """Of the device whose step is predicted."""
+        if not self.runs and self.device == "auto":
+            return "cuda"
+        return self._parsed_device().type if not self.runs else self.torch_device().type
+
+    def _parsed_device(self) -> torch.device:
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {self.device}") from error
+        if device.type not in ("cpu", "cuda"):
+            raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {self.device}")
+        return device
+
+    def torch_device(self) -> torch.device:
+        """Where the step runs. Raises UsageError where there is no such device."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = self._parsed_device()
+        if device.type == "cuda" and not torch.cuda.is_available():
+            built = torch.version.cuda
+            why = "no usable NVIDIA GPU was found" if built else "this torch was built without CUDA"
+            raise UsageError(f"--device {self.device}: {why}; use --device cpu")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise UsageError(
+                f"--device {self.device}: this machine has {torch.cuda.device_count()} GPU(s), counted from 0"
+            )
+        return device

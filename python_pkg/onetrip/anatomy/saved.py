@@ -1,0 +1,157 @@
+"""What autograd's graph keeps for backward: how much, and by which modules and operators."""
+
+from __future__ import annotations
+
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+from .operators import operator_class
+
+NO_MODULE = "(no module)"
+NO_OPERATOR = "(unknown)"
+
+
+@dataclass(frozen=True)
+class SavedActivations:
+    """Bytes, each storage counted once and whole, for the first module and the first operator that saved it; largest
+    first."""
+
+    total: int = 0
+    by_module_class: dict[str, int] = field(default_factory=dict)
+    """By class of the innermost module."""
+    by_block: dict[str, int] = field(default_factory=dict)
+    """By place in the model, repeated layers together (their number is a star) and one level of them apart."""
+    by_operator_class: dict[str, int] = field(default_factory=dict)
+    """See operators.operator_class."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Saved:
+    """Stands in the graph for one saved tensor, so that the graph's hold on it can be seen through a weak reference."""
+
+    __slots__ = ("__weakref__", "module", "order", "tensor")
+
+    def __init__(self, tensor: Tensor, module: nn.Module | None, order: int) -> None:
+        self.tensor, self.module, self.order = tensor, module, order
+
+
+def _innermost_module(names: dict[int, str]) -> nn.Module | None:
+    """The module whose forward calls this, by the stack: hooks on modules would keep patched blocks from their fused
+    path."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in names:
+            return module
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _block(name: str) -> str:
+    """bert.encoder.layer.11.attention.self -> encoder.layer.*.attention"""
+    parts = ["*" if part.isdigit() else part for part in name.split(".")]
+    if "*" not in parts:
+        return ".".join(parts[:2])
+    star = parts.index("*")
+    return ".".join(parts[max(0, star - 2) : star + 2])
+
+
+def _operator(node: Node) -> str:
+    """AddmmBackward0 -> addmm, as the profiler calls it; a Function of Python by its class."""
+    name = node.name().rsplit("::", 1)[-1]
+    if name.startswith("CompiledFunction"):
+        return "compiled"
+    if not re.search(r"\d$", name):
+        return "onetrip::" if "onetrip" in name else name
+    name = re.sub(r"Backward\d*$", "", name)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _operators_of_storages(loss: Tensor) -> dict[int, str]:
+    """Of each saved storage, by its address, the class of the operator that saved it first."""
+    nodes, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    found: dict[int, str] = {}
+    for node in sorted(nodes, key=lambda node: node._sequence_nr()):
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        values = [node.saved_tensors] if hasattr(node, "saved_tensors") else [getattr(node, name) for name in names]
+        for tensor in _tensors(values):
+            found.setdefault(tensor.untyped_storage()._cdata, operator_class(_operator(node)))
+    return found
+
+
+def saved_activations(
+    loss_fn: Callable[[], Tensor], not_counted: Iterable[Tensor] = (), model: nn.Module | None = None
+) -> SavedActivations:
+    """What the graph of one forward pass keeps alive for backward.
+
+    A storage counts if the graph still holds it when the forward pass has ended; a view keeps all of it. Storages of
+    `not_counted` and their views are left out: pass parameters, buffers, inputs. model: without it, modules have no
+    names and none are told apart.
+    """
+    held: weakref.WeakSet[_Saved] = weakref.WeakSet()
+    order = 0
+
+    def pack(tensor: Tensor) -> _Saved:
+        nonlocal order
+        # Detached: a node's own output comes with its grad_fn, a cycle through C++ that would never be freed.
+        saved = _Saved(tensor.detach(), _innermost_module(names) if names else None, order)
+        order += 1
+        held.add(saved)
+        return saved
+
+    names = {} if model is None else {id(module): name for name, module in model.named_modules()}
+    with saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        loss = loss_fn()
+    excluded = {t.untyped_storage()._cdata for t in not_counted}
+    operators = _operators_of_storages(loss)
+    total, seen = 0, set(excluded)
+    by_class: dict[str, int] = {}
+    by_block: dict[str, int] = {}
+    by_operator: dict[str, int] = {}
+    for saved in sorted(held, key=lambda saved: saved.order):
+        storage = saved.tensor.untyped_storage()
+        if storage._cdata in seen:
+            continue
+        seen.add(storage._cdata)
+        n_bytes = storage.nbytes()
+        total += n_bytes
+        _add(by_class, NO_MODULE if saved.module is None else type(saved.module).__name__, n_bytes)
+        _add(by_block, _block(names.get(id(saved.module), "")) or NO_MODULE, n_bytes)
+        _add(by_operator, operators.get(storage._cdata, NO_OPERATOR), n_bytes)
+    del loss
+    return SavedActivations(total, *map(_largest_first, (by_class, by_block, by_operator)))
+
+
+def _add(totals: dict[str, int], label: str, n_bytes: int) -> None:
+    totals[label] = totals.get(label, 0) + n_bytes
+
+
+def _largest_first(totals: dict[str, int]) -> dict[str, int]:
+    return {label: n for label, n in sorted(totals.items(), key=lambda item: -item[1]) if n}
+
+
+def saved_activation_bytes(loss_fn: Callable[[], Tensor], not_counted: Iterable[Tensor] = ()) -> int:
+    """The total of saved_activations."""
+    return saved_activations(loss_fn, not_counted).total

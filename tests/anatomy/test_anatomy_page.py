@@ -1,0 +1,65 @@
+"""anatomy.html says what the JSON says; a headless browser shows its figure, silently and without the network."""
+
+import json
+
+import browser
+import pytest
+from onetrip import anatomy
+from onetrip.anatomy.html import page, sections
+from onetrip.html import Figure, Table
+
+
+@pytest.fixture(scope="module", params=["measured", "fits"])
+def result(request):
+    how = {"fits": "4MB"} if request.param == "fits" else {"steps": 1, "warm_up": 0, "device": "cpu"}
+    done = anatomy.compare(anatomy.Options("tiny-bert", 2, 16, columns=("eager", "patched"), **how))
+    return json.loads(json.dumps(done.to_dict()))  # as it is read back from anatomy.json
+
+
+def test_sections_tell_all_that_was_found(result):
+    (section,) = sections(result)
+    tables = {part.caption: part for part in section.parts if isinstance(part, Table)}
+    assert "tiny-bert, 2 x 16, float32" in section.title
+    assert all("tiny-bert, 2 x 16, float32" in caption for caption in tables)  # pages can be joined
+    assert sum(isinstance(part, Figure) for part in section.parts) == 1
+    captions = " ".join(tables)
+    assert "Memory" in captions and "Saved activations by place in the model" in captions
+    assert ("Does it fit" in captions) == (result["options"]["fits"] is not None)
+    assert ("Time by class of operator" in captions) == (result["options"]["fits"] is None)
+    memory = tables["Memory, tiny-bert, 2 x 16, float32"]
+    saved = next(row for row in memory.rows if row[0] == "saved activations")
+    assert saved[1].value == (
+        result["columns"]["eager"]["measured"] or result["columns"]["eager"]["predicted"]
+    )["saved_activations"]  # fmt: skip
+    assert saved[-1].value == result["formula"]["saved_activations"]
+
+
+def test_what_only_a_card_has(result):
+    if result["options"]["fits"] is not None:
+        pytest.skip("nothing was measured")
+    changed = json.loads(json.dumps(result))
+    gpu = {"utilisation_percent": 71.0, "memory_utilisation_percent": 30.0, "power_watts": 412.0, "samples": 9}
+    changed["columns"]["eager"]["measured"] |= {"caches": 3 << 20, "gpu": gpu}
+    tables = {part.caption.split(",")[0]: part for part in sections(changed)[0].parts if isinstance(part, Table)}
+    assert tables["GPU by NVML"].rows == [("eager", 71.0, 412.0, 9)]
+    (caches,) = (row for row in tables["Memory"].rows if row[0] == "caches")
+    assert caches[1].text == "3.0 MiB"
+    unchanged = next(part for part in sections(result)[0].parts if isinstance(part, Table))
+    assert not any(row[0] == "caches" for row in unchanged.rows)
+
+
+@pytest.mark.skipif(browser.executable() is None, reason=f"no browser is installed: {', '.join(browser.NAMES)}")
+def test_page_in_a_browser(result, tmp_path):
+    written = tmp_path / "anatomy.html"
+    written.write_text(page(result))
+    with browser.Browser(written, tmp_path / "profile") as opened:
+        assert opened.evaluate("document.title") == "onetrip anatomy tiny-bert"
+        assert opened.complaints == []
+        assert [url for url in opened.requests if not url.startswith("data:")] == []
+        (figure,) = opened.evaluate("""[...document.querySelectorAll("figure svg")].map(svg => {
+          const box = svg.getBoundingClientRect();
+          return [box.width, box.height, svg.querySelectorAll("text").length];
+        })""")
+        assert figure[0] > 400 and figure[1] > 60 and figure[2] > 5
+        opened.resize(420, 900)
+        assert opened.evaluate("document.documentElement.scrollWidth") <= 420
