@@ -242,6 +242,7 @@ PACKAGE_DIRS = {
     "onetrip.anatomy": "python_pkg/onetrip/anatomy",
     "onetrip.benchmarks": "benchmarks",
     "onetrip.kernels": "kernels/triton",
+    "onetrip.methods": "python_pkg/onetrip/methods",
     "onetrip.nn": "python_pkg/onetrip/nn",
     "onetrip.ops": "python_pkg/onetrip/ops",
     "onetrip.optim": "python_pkg/onetrip/optim",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from onetrip import html
+from onetrip import html, methods
 from onetrip.environment import describe
 from onetrip.html import Table
 
@@ -12,7 +13,7 @@ from . import figures
 from . import tables as operators
 from . import tables_training as training
 from .machine import PACKAGE
-from .results import Results
+from .results import RECORDED, Results
 from .tables import cases, of_every_width
 
 TEMPLATE = PACKAGE / "benchmarks.md.j2"
@@ -86,22 +87,30 @@ def markdown(table: Table) -> list[str]:
     return [line(list(table.columns)), f"|{rule}", *map(line, rows)]
 
 
-def render(recorded: dict[str, Results]) -> str:
-    """docs/benchmarks.md from every machine's recorded results."""
+def _of_methods(folder: Path) -> Results:
+    """What `onetrip methods --output` left beside the suites' files, by file name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("methods*.json"))}
+
+
+def render(recorded: dict[str, Results], folder: Path = RECORDED) -> str:
+    """docs/benchmarks.md from every machine's results and what `onetrip methods` left in folder/machine."""
     import jinja2
 
     environment = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )
-    machines = [
-        {
-            "id": name,
-            "provenance": provenance(results),
-            "tables": [(table, markdown(table)) for table in tables(results)],
-            "figures": figures.of_docs(name, results),
-        }
-        for name, results in recorded.items()
-    ]
+    machines = []
+    for name, results in recorded.items():
+        trained = _of_methods(folder / name)
+        shown = [*tables(results), *(table for result in trained.values() for table in methods.tables(result))]
+        machines.append(
+            {
+                "id": name,
+                "provenance": provenance({**results, **trained}),
+                "tables": [(table, markdown(table)) for table in shown],
+                "figures": figures.of_docs(name, results),
+            }
+        )
     return environment.from_string(TEMPLATE.read_text()).render(machines=machines)
 
 

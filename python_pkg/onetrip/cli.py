@@ -1,4 +1,4 @@
-"""The commands. Arguments in, tables or JSON out; what they do lives in doctor.py and anatomy/."""
+"""The commands. Arguments in, tables or JSON out; what they do lives in doctor.py, anatomy/ and methods/."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .benchmarks import command as bench
 
 if TYPE_CHECKING:
     from .anatomy.measure import Progress as ProgressCallback
 
-CHECK_FAILED, BAD_USAGE = 1, 2
+CHECK_FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     help="Fused kernels for training transformers: every tensor makes one trip through memory.",
@@ -48,6 +49,7 @@ def _progress(shown: bool) -> Iterator[ProgressCallback | None]:
         BarColumn(),
         TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)
@@ -127,6 +129,61 @@ def anatomy(
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
         Console().print(render(result))
+
+
+@app.command()
+def methods(
+    model: Annotated[str, typer.Argument(help="A preset that needs no download, a local folder, or a hub id.")],
+    batch_size: Annotated[int, typer.Option(help="Sequences (or images) a step of the baseline.")] = 8,
+    sequence_length: Annotated[int, typer.Option(help="Tokens a sequence.")] = 128,
+    steps: Annotated[int, typer.Option(help="Timed training steps of each method; fewer than 5 give no verdict.")] = 20,
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    only: Annotated[list[str] | None, typer.Option(help="A method by its name; may be given again.")] = None,
+    combine: Annotated[
+        list[str] | None, typer.Option(help="Methods at once, as fused-kernels+adamw8bit; may be given again.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to write methods.json and methods.html in.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep what methods.json in --output has measured.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Each method of training faster or smaller, measured here: does it improve speed, does it save memory.
+
+    Methods: batch-2x, batch-4x, accumulation, checkpointing, bf16, fp16, adamw-fused, adamw8bit, adafactor, sgd,
+    bnb-adamw8bit, torchao-adamw8bit, preloading, compile, lora, zero, zero-offload, fused-kernels, combined,
+    combined-memory.
+    """
+    from . import methods as methods_
+    from .anatomy import UsageError, writable_folder
+
+    options = methods_.Options(
+        model, batch_size, sequence_length, steps, dtype, device, tuple(only or ()), tuple(combine or ())
+    )
+    try:
+        options.check()
+        folder = writable_folder(output) if output is not None else None
+        if folder is not None:
+            methods_.check_page_can_be_written()
+        if resume and folder is None:
+            raise UsageError("--resume needs --output, the folder of the run to go on with")
+        previous = methods_.load_previous(folder) if resume and folder is not None else None
+        save = None if folder is None else partial(methods_.write_json, folder=folder)
+        with _progress(not as_json) as progress:
+            result = methods_.run(options, progress, save=save, previous=previous)
+    except UsageError as error:
+        typer.echo(f"onetrip methods: {error}", err=True)
+        raise typer.Exit(BAD_USAGE) from None
+    if folder is not None:
+        typer.echo(f"wrote {folder / 'methods.json'} and {methods_.write_page(result, folder)}", err=True)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        Console().print(methods_.render(result))
+    if result["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
+    if failed := methods_.own_failures(result):
+        typer.echo(f"onetrip methods: {', '.join(failed)} failed", err=True)
+        raise typer.Exit(CHECK_FAILED)
 
 
 def main() -> None:

@@ -1,0 +1,32 @@
+"""The methods that are said to make training faster or smaller, each measured beside the same baseline."""
+
+from .catalog import METHODS, NAMES, Method, Recipe, Setting, combine
+from .html import sections, tables, write_page
+from .report import render
+from .runs import check_page_can_be_written, load_previous, own_failures, run, write_json
+from .session import Options, Session
+from .verdict import Spread, memory_verdict, speed_verdict, spread
+
+__all__ = [
+    "METHODS",
+    "NAMES",
+    "Method",
+    "Options",
+    "Recipe",
+    "Session",
+    "Setting",
+    "Spread",
+    "check_page_can_be_written",
+    "combine",
+    "load_previous",
+    "memory_verdict",
+    "own_failures",
+    "render",
+    "run",
+    "sections",
+    "speed_verdict",
+    "spread",
+    "tables",
+    "write_json",
+    "write_page",
+]

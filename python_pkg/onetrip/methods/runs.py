@@ -1,0 +1,216 @@
+"""`onetrip methods`: every method chosen, one after another; what is done is kept whatever happens then."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from .. import html as page_builder
+from ..anatomy import UsageError
+from ..anatomy.measure import Progress
+from ..environment import describe, header
+from .catalog import BASELINE, Method, chosen
+from .session import DoesNotFit, Options, Session
+from .verdict import Spread, memory_verdict, speed_verdict, unpaired_ratio
+from .worker import MethodFailed, measure_isolated, reason_of
+
+FORMAT = 1
+MEASURED, SKIPPED, FAILED = "measured", "skipped", "failed"
+RATIOS = ("peak_memory", "saved_activations", "optimizer_states")
+_PEERS = ("peft", "bitsandbytes", "torchao", "deepspeed")
+
+Save = Callable[[dict[str, Any]], object]
+
+
+def run(
+    options: Options,
+    progress: Progress | None = None,
+    *,
+    save: Save | None = None,
+    previous: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Measures the methods; what methods.json holds. Ctrl-C ends it early, with result["interrupted"] set.
+
+    save: given the result so far after every method. previous: an earlier result of the same options, whose measured
+    methods are not measured again. Raises UsageError where the options cannot be met.
+    """
+    options.check()
+    device = options.torch_device()
+    result: dict[str, Any] = {"format": FORMAT, **header(device), "options": _options(options), "interrupted": False}
+    result["versions"] |= _peer_versions()
+    if previous is not None:
+        check_same_run(previous, result)
+    session = Session(options)
+    methods = chosen(options.only, options.combine, session.setting)
+    result["model"] = {"name": options.model, "parameters": sum(p.numel() for p in session.source.parameters())}
+    result["data"] = {"tokens": session.data.tokens, "held_out_samples": session.n_held_out}
+    kept = {entry["name"]: entry for entry in (previous or {}).get("methods", ()) if entry["status"] == MEASURED}
+    entries: dict[str, dict[str, Any]] = {}
+    total, done = session.n_units * len(methods), 0
+
+    def publish() -> None:
+        result["methods"] = judged([entries[m.name] for m in methods if m.name in entries], options.steps)
+        if save is not None:
+            save(result)
+
+    try:
+        for index, method in enumerate(_in_turn(methods)):
+            done = index * session.n_units
+
+            def advance(what: str, name: str = method.name) -> None:
+                nonlocal done
+                if progress is not None:
+                    progress(min(done, total), total, f"{name}: {what}")
+                done += 1
+
+            entries[method.name] = kept.get(method.name) or _entry(session, method, advance)
+            if method is BASELINE and entries[method.name]["status"] == FAILED:
+                raise UsageError(f"{options.model} cannot be trained here: {entries[method.name]['reason']}")
+            publish()
+        if progress is not None:
+            progress(total, total, "done")
+    except KeyboardInterrupt:
+        result["interrupted"] = True
+        publish()
+    finally:
+        session.release()
+    return result
+
+
+def _in_turn(methods: list[Method]) -> list[Method]:
+    """Those with a process of their own last: the baseline in this one is then made once only."""
+    return sorted(methods, key=lambda method: method.isolated)
+
+
+def _entry(session: Session, method: Method, advance: Callable[[str], None]) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "name": method.name,
+        "family": method.family,
+        "title": method.title,
+        "said": {"speed": method.said[0], "memory": method.said[1]},
+        "own": method.own,
+        "parts": list(method.parts),
+    }
+    if why := session.missing(method):
+        return entry | {"status": SKIPPED, "reason": why}
+    try:
+        if method.isolated:
+            session.release()
+            figures = measure_isolated(session.options, method, advance)
+        else:
+            figures = session.measure(method, advance)
+    except (MethodFailed, DoesNotFit) as error:
+        return entry | {"status": FAILED, "reason": str(error)}
+    except Exception as error:  # one method's failure, whatever it is, is a row of the table
+        return entry | {"status": FAILED, "reason": reason_of(error)}
+    return entry | {"status": MEASURED, "isolated": method.isolated, **figures}
+
+
+def judged(entries: list[dict[str, Any]], n_steps: int) -> list[dict[str, Any]]:
+    """The entries with their ratios to the baseline, the first of them, and what those say."""
+    if not entries or entries[0]["status"] != MEASURED:
+        return entries
+    baseline = entries[0]
+    drift = baseline["samples_per_s_ratio"]["median"] - 1.0 if "samples_per_s_ratio" in baseline else 0.0
+    out = []
+    for entry in entries:
+        if entry["status"] == MEASURED:
+            if "samples_per_s_ratio" in entry:
+                speed = Spread(**entry["samples_per_s_ratio"])
+            else:
+                speed = unpaired_ratio(Spread(**baseline["samples_per_s"]), Spread(**entry["samples_per_s"]))
+            ratios = {name: entry[name] / baseline[name] if baseline[name] else None for name in RATIOS}
+            verdict = {
+                "speed": speed_verdict(speed, n_steps, drift),
+                "memory": memory_verdict(entry["peak_memory"] / baseline["peak_memory"]),
+            }
+            entry = entry | {"samples_per_s_ratio": speed.to_dict(), "ratios": ratios}
+            if entry["name"] != BASELINE.name:
+                entry["verdict"] = verdict
+        out.append(entry)
+    return out
+
+
+def own_failures(result: dict[str, Any]) -> list[str]:
+    """Names of onetrip's own methods that failed.
+
+    A combination counts unless a part that is not onetrip's failed by itself, or memory did not suffice.
+    """
+    failed = {entry["name"]: entry for entry in result["methods"] if entry["status"] == FAILED}
+    return [
+        name
+        for name, entry in failed.items()
+        if entry["own"]
+        and not entry["reason"].startswith("does not fit")
+        and not any(part in failed and not failed[part]["own"] for part in entry["parts"])
+    ]
+
+
+def _options(options: Options) -> dict[str, Any]:
+    return json.loads(json.dumps(asdict(options)))
+
+
+def _peer_versions() -> dict[str, str]:
+    found = {}
+    for package in _PEERS:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def check_same_run(previous: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises UsageError unless the earlier figures can stand beside new ones: same options, machine, versions, code."""
+    if previous.get("format") != FORMAT:
+        raise UsageError(f"--resume: methods.json has format {previous.get('format')}, not {FORMAT}")
+    # Which methods are asked for may change: those measured before are measured.
+    differing = {
+        f"--{name.replace('_', '-')}": (previous["options"].get(name), value)
+        for name, value in now["options"].items()
+        if name not in ("only", "combine") and previous["options"].get(name) != value
+    }
+    differing |= {
+        name: (previous["versions"].get(name), value)
+        for name, value in now["versions"].items()
+        if previous["versions"].get(name) != value
+    }
+    for subject in ("machine", "commit"):
+        before, after = describe(previous)[subject], describe(now)[subject]
+        if before != after:
+            differing[subject] = (before, after)
+    if differing:
+        told = "; ".join(f"{name} was {before}, is {after}" for name, (before, after) in differing.items())
+        raise UsageError(f"--resume: methods.json is of another run: {told}")
+
+
+def load_previous(folder: Path) -> dict[str, Any] | None:
+    """folder/methods.json; None where there is none yet. Raises UsageError where it is something else."""
+    path = folder / "methods.json"
+    if not path.exists():
+        return None
+    try:
+        previous = json.loads(path.read_text())
+        describe(previous)
+        if not all(previous["options"]) or not all(entry["name"] and entry["status"] for entry in previous["methods"]):
+            raise ValueError
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(f"--resume: {path} is not a result of onetrip methods") from None
+    return previous
+
+
+def check_page_can_be_written() -> None:
+    """Raises UsageError without what methods.html needs: before the work rather than after."""
+    try:
+        page_builder.require()
+    except page_builder.MissingPackage as error:
+        raise UsageError(f"--output: {error}") from None
+
+
+def write_json(result: dict[str, Any], folder: Path) -> Path:
+    """folder/methods.json, replaced whole."""
+    return page_builder.write(folder / "methods.json", json.dumps(result, indent=2) + "\n")

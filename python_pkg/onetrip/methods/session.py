@@ -1,0 +1,215 @@
+"""Measuring methods in this process: each takes turns with the baseline, step by step."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import anatomy
+from ..anatomy import UsageError
+from ..anatomy.report import format_bytes
+from .catalog import Method, Recipe, Setting, check_names
+from .data import Data, make_data
+from .trainer import Trainer
+from .verdict import paired_ratio, spread
+
+DTYPES = ("float32", "bfloat16")
+Advance = Callable[[str], None]
+"""Told what comes next, once for each unit of work of Session.n_units."""
+
+_LEAST_HELD_OUT = 32
+_FIRST_STEPS = 5
+"""The first steps of a process are slow: its heap grows, pools of threads start. The first method shall not pay."""
+
+
+class DoesNotFit(Exception):
+    """A method needs more memory than there is; the message says how much where the allocator told."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure. Names are those of the command's options."""
+
+    model: str
+    batch_size: int = 8
+    sequence_length: int = 128
+    steps: int = 20
+    dtype: str = "float32"
+    device: str = "auto"
+    only: tuple[str, ...] = field(default=())
+    combine: tuple[str, ...] = field(default=())
+    warm_up: int = 3
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises UsageError for what can be known wrong before a model is loaded."""
+        if self.dtype not in DTYPES:
+            raise UsageError(
+                f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype} (float16 is measured by --only fp16)"
+            )
+        self._of_anatomy().check()
+        check_names(self.only, self.combine)
+
+    def torch_device(self) -> torch.device:
+        return self._of_anatomy().torch_device()
+
+    def _of_anatomy(self) -> anatomy.Options:
+        return anatomy.Options(
+            self.model, self.batch_size, self.sequence_length, self.dtype, device=self.device, steps=self.steps
+        )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that training may still take; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as file:
+            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+
+
+def check_fits(model: nn.Module, device: torch.device, free: int | None) -> None:
+    """Raises UsageError where weights, gradients and AdamW's states alone are more than is free."""
+    weights = anatomy.tensor_bytes(model.parameters())
+    needed = 4 * weights
+    if free is not None and needed > free:
+        raise UsageError(
+            f"the model does not fit on {device}: weights, gradients and AdamW's states take {format_bytes(needed)}, "
+            f"{format_bytes(free)} are free, {format_bytes(needed - free)} too little"
+        )
+
+
+def _memory_error(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+class Session:
+    """The model, its data, and the baseline that every method is measured beside."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.device = options.torch_device()
+        torch.manual_seed(options.seed)
+        self.source = anatomy.load_model(options.model).to(getattr(torch, options.dtype))
+        check_fits(self.source, self.device, free_bytes(self.device))
+        # Raises UsageError for sequences that are too long for the model.
+        anatomy.make_batch(self.source, 1, options.sequence_length)
+        self.n_held_out = max(_LEAST_HELD_OUT, options.batch_size)
+        self._partner: Trainer | None = None
+
+    @cached_property
+    def data(self) -> Data:
+        options = self.options
+        return make_data(options.model, self.source, options.sequence_length, self.n_held_out, options.seed)
+
+    @cached_property
+    def setting(self) -> Setting:
+        can_checkpoint = bool(getattr(self.source, "supports_gradient_checkpointing", False))
+        return Setting(self.device, self.options.dtype, can_checkpoint)
+
+    @property
+    def n_units(self) -> int:
+        """Units of work of one method."""
+        return self.options.warm_up + self.options.steps + 2
+
+    def recipe(self, method: Method) -> Recipe:
+        baseline = Recipe(self.options.batch_size)
+        return replace(baseline, **method.change(baseline, self.setting))
+
+    def missing(self, method: Method) -> str:
+        """Why the method cannot run here; "" where it can."""
+        return method.missing(self.recipe(method), self.setting)
+
+    def measure(self, method: Method, advance: Advance) -> dict[str, Any]:
+        """The figures of one method.
+
+        Its steps alternate with those of a baseline in the same process; where both do not fit together, it goes alone.
+        Raises DoesNotFit where it does not fit even so, and whatever training raises.
+        """
+        recipe, why = self.recipe(method), ""
+        for paired in (True, False):
+            try:
+                return self._measure(recipe, paired, advance)
+            except RuntimeError as error:
+                if not _memory_error(error):
+                    raise
+                why = str(error).strip().splitlines()[0]
+            self.release()
+        raise DoesNotFit(f"does not fit in memory: {why}")
+
+    def release(self) -> None:
+        """Gives the baseline's memory back; the next method makes it anew."""
+        if self._partner is not None:
+            self._partner.close()
+        self._partner = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _trainer(self, recipe: Recipe) -> Trainer:
+        kind = Trainer
+        if recipe.zero_stage:
+            from .zero import ZeroTrainer
+
+            kind = ZeroTrainer
+        return kind(self.source, recipe, self.data, self.device, self.options.seed)
+
+    def _measure(self, recipe: Recipe, paired: bool, advance: Advance) -> dict[str, Any]:
+        options = self.options
+        if paired and self._partner is None:
+            self._partner = self._trainer(Recipe(options.batch_size))
+            for _ in range(_FIRST_STEPS):
+                self._partner.train_step()
+        partner = self._partner if paired else None
+        trainer = self._trainer(recipe)
+        try:
+            advance("loss before")
+            loss_before = trainer.held_out_loss(self.n_held_out)
+            own, others = [], []
+            for turn in range(options.warm_up + options.steps):
+                advance(f"{'step' if turn >= options.warm_up else 'warm-up'} {turn + 1}")
+                # What runs second finds the caches full of the other's tensors: each does so every other turn.
+                if partner is not None and turn % 2:
+                    others.append(partner.timed_step())
+                own.append(trainer.timed_step())
+                if partner is not None and not turn % 2:
+                    others.append(partner.timed_step())
+            advance("loss after, memory")
+            loss_after = trainer.held_out_loss(self.n_held_out)
+            timed, timed_others = own[options.warm_up :], others[options.warm_up :]
+            figures = {
+                "recipe": asdict(recipe),
+                "paired": paired,
+                "trained_steps": trainer.n_steps,
+                "samples_per_step": recipe.samples_per_step,
+                "first_step_s": own[0],
+                "step_ms": spread([1e3 * seconds for seconds in timed]).to_dict(),
+                "samples_per_s": spread([recipe.samples_per_step / seconds for seconds in timed]).to_dict(),
+                "loss_before": _finite(loss_before),
+                "loss": _finite(loss_after),
+                "saved_activations": trainer.saved_bytes(),
+                "optimizer_states": trainer.state_bytes(),
+                "held_memory": trainer.held_bytes(),
+                "peak_memory": trainer.peak_bytes(),
+                "patched_sites": trainer.patched_sites,
+                "fallback_calls": trainer.fallback_calls(),
+            }
+            if timed_others:
+                factor = recipe.samples_per_step / options.batch_size
+                figures["samples_per_s_ratio"] = paired_ratio(timed_others, timed, factor).to_dict()
+            return figures
+        finally:
+            trainer.close()

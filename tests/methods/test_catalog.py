@@ -1,0 +1,138 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from onetrip import methods
+from onetrip.anatomy import UsageError
+from onetrip.methods import METHODS, NAMES, Recipe, Setting, combine
+from onetrip.methods.catalog import BASELINE, chosen, combined
+from onetrip.methods.optimizers import OPTIMIZERS
+
+CUDA = Setting(torch.device("cuda"), "float32")
+
+
+def applied(method, recipe, setting):
+    return replace(recipe, **method.change(recipe, setting))
+
+
+def test_methods_of_the_contract_are_there():
+    families = {method.family for method in METHODS.values()}
+    assert families == {
+        *("Batch size", "Gradient accumulation", "Gradient checkpointing", "Mixed precision", "Optimizer choice"),
+        *("Data preloading", "torch.compile", "PEFT", "Fused kernels", "DeepSpeed ZeRO"),
+    }
+    assert NAMES[-2:] == ("combined", "combined-memory")
+
+
+@pytest.mark.parametrize("setting", [Setting(torch.device("cpu"), "float32"), CUDA], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_changes_the_recipe_and_only_its_own_part(name, setting):
+    recipe = Recipe(8)
+    changed = METHODS[name].change(recipe, setting)
+    assert applied(METHODS[name], recipe, setting) != recipe
+    assert set(changed) <= {"batch_size", "accumulation"} or "batch_size" not in changed
+    assert changed.get("optimizer", "adamw") in OPTIMIZERS
+
+
+@pytest.mark.parametrize(("batch", "parts"), [(8, (2, 4)), (4, (1, 4)), (6, (3, 2)), (7, (1, 7)), (2, (1, 2))])
+def test_accumulation_keeps_the_samples_of_a_step(batch, parts, cpu):
+    recipe = applied(METHODS["accumulation"], Recipe(batch), cpu)
+    assert (recipe.batch_size, recipe.accumulation) == parts
+    assert recipe.samples_per_step == batch
+
+
+def test_a_batch_of_one_cannot_be_accumulated(cpu):
+    method = METHODS["accumulation"]
+    assert "at least 2" in method.missing(applied(method, Recipe(1), cpu), cpu)
+
+
+def test_a_combination_applies_its_methods_in_order(cpu):
+    method = combine(("batch-2x", "accumulation", "adamw8bit"))
+    assert applied(method, Recipe(4), cpu) == Recipe(2, accumulation=4, optimizer="adamw8bit")
+    assert method.own and not method.isolated
+    assert combine(("compile", "sgd")).isolated and not combine(("compile", "sgd")).own
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("sgd", "adafactor"), "sgd and adafactor exclude each other (Optimizer choice)"),
+        (("bf16", "bf16"), "bf16 and bf16 exclude each other (Mixed precision)"),
+        (("bf16", "magic"), "unknown method 'magic'; there are batch-2x, "),
+        (("bf16", ""), "unknown method ''"),
+        (("bf16",), "at least two"),
+    ],
+)
+def test_combinations_that_cannot_be(names, words):
+    with pytest.raises(UsageError) as error:
+        combine(names)
+    assert words in str(error.value) and f"--combine {'+'.join(names)}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "reason"),
+    [
+        ("fp16", Setting(torch.device("cpu"), "float32"), "needs a CUDA device"),
+        ("bf16", Setting(torch.device("cpu"), "bfloat16"), "bfloat16 already"),
+        ("fp16", Setting(torch.device("cuda"), "bfloat16"), "bfloat16 already"),
+        ("checkpointing", Setting(torch.device("cpu"), "float32", can_checkpoint=False), "no gradient checkpointing"),
+        ("zero-offload", Setting(torch.device("cpu"), "float32"), "from a CUDA device"),
+        ("fused-kernels", Setting(torch.device("cpu"), "float32"), ""),
+    ],
+)
+def test_what_is_missing_is_said(name, setting, reason):
+    method = METHODS[name]
+    said = method.missing(applied(method, Recipe(8), setting), setting)
+    assert reason in said and bool(said) == bool(reason)
+
+
+@pytest.mark.parametrize("name", ["bnb-adamw8bit", "torchao-adamw8bit", "lora", "zero"])
+def test_absent_packages_are_named_with_how_to_get_them(name, cpu, monkeypatch):
+    monkeypatch.setattr("onetrip.methods.catalog.find_spec", lambda package: None)
+    method = METHODS[name]
+    assert "(pip install " in method.missing(applied(method, Recipe(8), cpu), cpu)
+
+
+def test_compile_needs_a_compiler(cpu, monkeypatch):
+    monkeypatch.setattr("onetrip.methods.catalog.shutil.which", lambda name: None)
+    assert "C++ compiler" in METHODS["compile"].missing(Recipe(8), cpu)
+
+
+@pytest.mark.parametrize(("bf16", "precision"), [(True, "bf16"), (False, "fp16")])
+def test_combined_takes_the_precision_that_the_card_has(bf16, precision, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16)
+    assert set(combined("combined", CUDA).parts) == {"fused-kernels", "adamw8bit", "preloading", precision}
+    memory = combined("combined-memory", CUDA)
+    assert set(memory.parts) == {*combined("combined", CUDA).parts, "checkpointing", "accumulation"}
+
+
+def test_combined_on_a_cpu(cpu):
+    assert combined("combined", cpu).parts == ("fused-kernels", "adamw8bit")
+    assert "checkpointing" not in combined("combined-memory", replace(cpu, can_checkpoint=False)).parts
+
+
+def test_choosing(cpu):
+    everything = [method.name for method in chosen((), ("sgd+bf16",), cpu)]
+    assert everything == ["baseline", *NAMES, "sgd+bf16"]
+    some = chosen(("combined", "sgd"), ("sgd+bf16", "sgd+bf16"), cpu)
+    assert [method.name for method in some] == ["baseline", "sgd", "combined", "sgd+bf16"]
+    assert some[0] is BASELINE
+
+
+def test_unknown_methods_list_what_there_is(cpu):
+    with pytest.raises(UsageError, match=r"--only magic: unknown method; there are batch-2x, .*combined-memory"):
+        chosen(("sgd", "magic"), (), cpu)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "adamw8bit", "adafactor", "sgd"])
+def test_optimizers_take_a_step(name):
+    p = torch.nn.Parameter(torch.ones(64, 8))
+    optimizer = OPTIMIZERS[name]([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert (p < 1).all()
+
+
+def test_public_names():
+    for name in methods.__all__:
+        assert hasattr(methods, name)

@@ -1,0 +1,119 @@
+import json
+
+import pytest
+from onetrip.cli import app
+from onetrip.methods import METHODS, NAMES
+from typer.testing import CliRunner
+
+SMALL = ["small", "--batch-size", "2", "--sequence-length", "8", "--steps", "1"]
+
+
+@pytest.fixture
+def run():
+    runner = CliRunner()
+    return lambda *arguments: runner.invoke(app, ["methods", *map(str, arguments)])
+
+
+def assert_bad_usage(result, *words):
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.strip().splitlines()) == 1
+    for word in words:
+        assert word in result.stderr
+
+
+def test_json_is_all_of_standard_output(run, tmp_path):
+    result = run(*SMALL, "--only", "sgd", "--combine", "sgd+accumulation", "--json", "--output", tmp_path / "new")
+    assert result.exit_code == 0
+    read = json.loads(result.stdout)
+    assert [entry["name"] for entry in read["methods"]] == ["baseline", "sgd", "sgd+accumulation"]
+    assert read == json.loads((tmp_path / "new" / "methods.json").read_text())
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"methods.json", "methods.html"}
+
+
+def test_tables(run, measuring):
+    result = run(*SMALL)
+    assert result.exit_code == 0
+    assert "improves speed" in result.stdout and "saves memory" in result.stdout
+
+
+def test_resume_measures_only_what_is_missing(run, measuring, tmp_path):
+    assert run(*SMALL, "--only", "sgd", "--output", tmp_path).exit_code == 0
+    measuring.clear()
+    result = run(*SMALL, "--only", "sgd", "--only", "preloading", "--output", tmp_path, "--resume")
+    assert result.exit_code == 0 and measuring == ["preloading"]
+
+
+def test_interrupted_keeps_what_is_done(run, measuring, monkeypatch, tmp_path):
+    from onetrip import methods
+
+    healthy = methods.Session.measure
+
+    def measure(self, method, advance):
+        if method.name == "sgd":
+            raise KeyboardInterrupt
+        return healthy(self, method, advance)
+
+    monkeypatch.setattr(methods.Session, "measure", measure)
+    result = run(*SMALL, "--only", "adamw8bit", "--only", "sgd", "--output", tmp_path)
+    assert result.exit_code == 130
+    assert "interrupted" in result.stdout
+    saved = json.loads((tmp_path / "methods.json").read_text())
+    assert [entry["name"] for entry in saved["methods"]] == ["baseline", "adamw8bit"]
+    assert "interrupted" in (tmp_path / "methods.html").read_text()
+
+
+@pytest.mark.parametrize(("name", "code"), [("adamw8bit", 1), ("sgd", 0)])
+def test_only_onetrip_s_own_failures_are_the_command_s(run, measuring, monkeypatch, name, code):
+    from onetrip import methods
+
+    healthy = methods.Session.measure
+
+    def measure(self, method, advance):
+        if method.name == name:
+            raise ValueError("broken")
+        return healthy(self, method, advance)
+
+    monkeypatch.setattr(methods.Session, "measure", measure)
+    result = run(*SMALL, "--only", name)
+    assert result.exit_code == code
+    assert f"failed: {METHODS[name].title}: ValueError: broken" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "magic"], ["--only magic", "batch-2x", "combined-memory"]),
+        (["--combine", "sgd+magic"], ["'magic'", "batch-2x"]),
+        (["--combine", "sgd"], ["at least two"]),
+        (["--combine", "sgd+adafactor"], ["exclude each other"]),
+        (["--dtype", "float16"], ["--dtype", "float32, bfloat16"]),
+        (["--device", "tpu"], ["--device", "tpu"]),
+        (["--sequence-length", "65"], ["--sequence-length", "at most 64"]),
+        (["--resume"], ["--resume needs --output"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
+)
+def test_bad_usage(run, arguments, words):
+    assert_bad_usage(run("small", *arguments), *words)
+
+
+def test_unknown_model_lists_the_presets(run):
+    assert_bad_usage(run("no-such-model"), "no-such-model is neither a preset (tiny-bert, ")
+
+
+def test_output_is_checked_before_any_work(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("onetrip.methods.run", lambda *_, **__: pytest.fail("measured before looking at --output"))
+    (occupied := tmp_path / "file").write_text("kept")
+    assert_bad_usage(run("small", "--output", occupied), "--output", "cannot write there")
+    assert occupied.read_text() == "kept"
+
+
+def test_output_without_what_the_page_needs(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
+    assert_bad_usage(run("small", "--output", tmp_path), "--output", "jinja2", "pip install")
+
+
+def test_help_names_every_method(run):
+    text = " ".join(run("--help").stdout.replace("│", " ").split())
+    assert all(name in text for name in NAMES)

@@ -1,0 +1,107 @@
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+from onetrip import anatomy
+from onetrip.methods import Recipe
+from onetrip.methods.data import IGNORED_LABEL, first_word_id, hashed_ids, make_data, prose
+
+
+def data_of(preset, **more):
+    torch.manual_seed(0)
+    return make_data(preset, anatomy.load_model(preset), **{"sequence_length": 16, "n_held_out": 4, "seed": 0} | more)
+
+
+def first_samples(data, recipe, n):
+    batches = list(islice(data.batches(recipe), n // recipe.batch_size))
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_words_are_hashed_into_the_vocabulary():
+    ids = hashed_ids(prose(), 300)
+    assert len(ids) > 10_000
+    assert ids.min() >= first_word_id(300) == 150 and ids.max() < 300
+    the, cat = hashed_ids("The cat", 1 << 20).tolist()
+    assert hashed_ids("cat the", 1 << 20).tolist() == [cat, the] and the != cat
+    assert (the, cat) == (273238, 326096), "not the same ids as on other machines"
+
+
+def test_prose_is_running_text():
+    assert "    " not in prose() and len(prose().splitlines()) > 100
+
+
+@pytest.mark.parametrize("preset", ["small", "tiny-gpt2", "tiny-t5", "tiny-vit"])
+def test_the_samples_do_not_depend_on_how_they_are_batched(preset):
+    data = data_of(preset)
+    assert_same(first_samples(data, Recipe(8), 16), first_samples(data, Recipe(2), 16))
+
+
+def test_workers_load_the_same_samples():
+    data = data_of("small")
+    recipe = replace(Recipe(4), workers=2)
+    assert_same(first_samples(data, Recipe(4), 16), first_samples(data, recipe, 16))
+
+
+def test_another_seed_gives_other_samples():
+    a, b = (first_samples(data_of("small", seed=seed), Recipe(8), 8) for seed in (0, 1))
+    assert not torch.equal(a["input_ids"], b["input_ids"])
+
+
+def test_masked_words():
+    data = data_of("small", sequence_length=64)
+    batch = first_samples(data, Recipe(64), 64)
+    labelled = batch["labels"] != IGNORED_LABEL
+    assert labelled.any(dim=1).all()
+    assert 0.12 < labelled.float().mean() < 0.18
+    seen, hidden = batch["input_ids"][labelled], batch["labels"][labelled]
+    mask_id = first_word_id(300) - 1
+    assert 0.74 < (seen == mask_id).float().mean() < 0.86
+    assert 0.05 < (seen == hidden).float().mean() < 0.16
+    assert (batch["input_ids"][~labelled] != mask_id).all()
+
+
+def test_the_same_row_is_masked_anew_when_it_comes_again():
+    data = data_of("small")
+    n = len(data.training.rows)
+    once, again = (data.collate([data.training[index]]) for index in (0, n))
+    assert torch.equal(data.training[0]["input_ids"], data.training[n]["input_ids"])
+    assert not torch.equal(once["labels"], again["labels"])
+
+
+@pytest.mark.parametrize("preset", ["small", "tiny-gpt2"])
+def test_held_out_rows_are_not_trained_on(preset):
+    data = data_of(preset)
+    trained = {tuple(row.tolist()) for row in data.training.rows}
+    assert len(data.held_out.rows) == 4
+    assert not any(tuple(row.tolist()) in trained for row in data.held_out.rows)
+    assert sum(len(batch["input_ids"]) for batch in data.held_out_batches(4, 3)) == 4
+
+
+def test_long_sequences_leave_rows_to_train_on():
+    data = data_of("small", sequence_length=20_000, n_held_out=8)
+    assert len(data.training.rows) >= 1 and len(data.held_out.rows) == 8
+
+
+@pytest.mark.parametrize("preset", ["small", "tiny-gpt2", "tiny-t5", "tiny-vit", "tiny-llama"])
+def test_models_take_the_batches(preset):
+    torch.manual_seed(0)
+    model = anatomy.load_model(preset)
+    data = make_data(preset, model, 16, 4, 0)
+    with torch.no_grad():
+        assert torch.isfinite(model(**first_samples(data, Recipe(2), 2)).loss)
+
+
+def test_images_show_their_label():
+    data = data_of("tiny-vit")
+    batch = first_samples(data, Recipe(16), 16)
+    colours = batch["pixel_values"].mean(dim=(2, 3))
+    same = [colours[batch["labels"] == label] for label in (0, 1)]
+    between = (same[0].mean(0) - same[1].mean(0)).abs().max()
+    assert between > 4 * max(each.std(0).max() for each in same)

@@ -1,0 +1,287 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from onetrip import methods
+from onetrip.anatomy import UsageError
+from onetrip.methods.catalog import BASELINE, METHODS
+from onetrip.methods.runs import check_same_run, judged
+from onetrip.methods.session import DoesNotFit, check_fits
+from onetrip.methods.trainer import Trainer
+from onetrip.methods.worker import MethodFailed, measure_isolated
+
+
+def by_name(result):
+    return {entry["name"]: entry for entry in result["methods"]}
+
+
+def break_method(monkeypatch, name, error):
+    healthy = methods.Session.measure
+
+    def measure(self, method, advance):
+        if method.name == name:
+            raise error
+        return healthy(self, method, advance)
+
+    monkeypatch.setattr(methods.Session, "measure", measure)
+
+
+def test_a_short_run_end_to_end(options):
+    seen = []
+    result = methods.run(
+        replace(options, only=("adamw8bit", "fused-kernels", "fp16"), combine=("sgd+accumulation",)),
+        lambda *progress: seen.append(progress),
+    )
+    entries = by_name(json.loads(json.dumps(result)))
+    assert list(entries) == ["baseline", "fp16", "adamw8bit", "fused-kernels", "sgd+accumulation"]
+    assert entries["fp16"]["status"] == "skipped" and "CUDA" in entries["fp16"]["reason"]
+    measured = [entry for entry in entries.values() if entry["status"] == "measured"]
+    assert len(measured) == 4
+    for entry in measured:
+        assert entry["paired"] and entry["trained_steps"] == 2
+        assert 0 < entry["held_memory"] < entry["peak_memory"]
+        assert entry["loss_before"] == pytest.approx(measured[0]["loss_before"], abs=1e-4)
+    assert "verdict" not in entries["baseline"]
+    assert entries["adamw8bit"]["verdict"] == {"speed": "unknown", "memory": "yes"}
+    assert entries["adamw8bit"]["ratios"]["optimizer_states"] < 0.8
+    assert entries["fused-kernels"]["patched_sites"] >= 4
+    assert {"commit", "machine", "versions", "date", "options", "data", "model"} <= result.keys()
+    done, total, _ = zip(*seen, strict=True)
+    assert list(done) == sorted(done) and set(total) == {seen[-1][0]}
+
+
+def test_the_same_seed_gives_the_same_losses(options):
+    a, b = (methods.run(replace(options, only=("sgd",)))["methods"] for _ in range(2))
+    assert [entry["loss"] for entry in a] == [entry["loss"] for entry in b]
+
+
+def test_turns_alternate(session, monkeypatch):
+    order = []
+    step = Trainer.timed_step
+    monkeypatch.setattr(Trainer, "timed_step", lambda self: (order.append(self.recipe.optimizer), step(self))[1])
+    session.options = replace(session.options, steps=3)
+    session.measure(METHODS["sgd"], lambda what: None)
+    assert order == ["sgd", "adamw", "adamw", "sgd"] * 2
+    session.release()
+
+
+def test_what_does_not_fit_beside_the_baseline_goes_alone(session, monkeypatch):
+    step = Trainer.train_step
+    tries = []
+
+    def tight(self):
+        if self.recipe.optimizer == "sgd" and session._partner is not None:
+            tries.append("beside")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+        step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", tight)
+    figures = session.measure(METHODS["sgd"], lambda what: None)
+    assert tries == ["beside"]
+    assert not figures["paired"] and "samples_per_s_ratio" not in figures
+
+
+def test_what_does_not_fit_alone_says_so(session, monkeypatch):
+    def full(self):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes.")
+
+    monkeypatch.setattr(Trainer, "train_step", full)
+    with pytest.raises(DoesNotFit, match=r"does not fit in memory: .* 7 bytes"):
+        session.measure(METHODS["sgd"], lambda what: None)
+
+
+def test_unpaired_figures_are_judged_against_the_baseline_s(figures):
+    base = figures | {"name": "baseline", "status": "measured"}
+    alone = {name: value for name, value in base.items() if name != "samples_per_s_ratio"} | {
+        "name": "batch-4x",
+        "samples_per_s": {"median": 160.0, "p20": 150.0, "p80": 170.0},
+    }
+    entry = judged([base, alone], n_steps=20)[1]
+    assert entry["samples_per_s_ratio"]["median"] == 2.0
+    assert entry["samples_per_s_ratio"]["p20"] == pytest.approx(150 / 89)
+    assert entry["verdict"]["speed"] == "yes"
+
+
+@pytest.mark.parametrize(("drift", "verdict"), [(1.0, "yes"), (1.08, "no"), (0.92, "no")])
+def test_speed_is_judged_by_how_far_apart_two_baselines_are(figures, drift, verdict):
+    def entry(name, median):
+        ratio = {"median": median, "p20": median - 0.01, "p80": median + 0.01}
+        return figures | {"name": name, "status": "measured", "samples_per_s_ratio": ratio}
+
+    assert judged([entry("baseline", drift), entry("sgd", 1.06)], n_steps=20)[1]["verdict"]["speed"] == verdict
+
+
+def test_memory_is_judged_by_the_peak(figures):
+    base = figures | {"name": "baseline", "status": "measured"}
+    less = base | {"name": "sgd", "peak_memory": base["peak_memory"] // 2, "saved_activations": 1}
+    more = base | {"name": "batch-2x", "peak_memory": base["peak_memory"] * 2, "optimizer_states": 0}
+    found = judged([base, less, more], n_steps=20)
+    assert [entry["verdict"]["memory"] for entry in found[1:]] == ["yes", "more"]
+    assert found[1]["ratios"]["peak_memory"] == 0.5
+
+
+def test_a_model_that_does_not_fit_says_by_how_much():
+    model = torch.nn.Linear(1024, 1024, bias=False)
+    with pytest.raises(UsageError, match=r"take 16\.0 MiB, 10\.0 MiB are free, 6\.0 MiB too little"):
+        check_fits(model, torch.device("cpu"), 10 << 20)
+    check_fits(model, torch.device("cpu"), 16 << 20)
+    check_fits(model, torch.device("cpu"), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "no-such-model"}, "neither a preset"),
+        ({"batch_size": 0}, "--batch-size must be at least 1"),
+        ({"steps": 0}, "--steps must be at least 1"),
+        ({"sequence_length": 65}, "at most 64"),
+        ({"dtype": "float16"}, "--only fp16"),
+        ({"dtype": "int8"}, "float32, bfloat16"),
+        ({"only": ("magic",)}, "unknown method; there are batch-2x"),
+        ({"combine": ("sgd+adafactor",)}, "exclude each other"),
+        ({"device": "tpu"}, "--device"),
+    ],
+    ids=str,
+)
+def test_bad_options(options, changes, words):
+    with pytest.raises(UsageError) as error:
+        methods.run(replace(options, **changes))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_method_that_fails_is_reported_and_the_others_go_on(options, measuring, monkeypatch):
+    break_method(monkeypatch, "sgd", ValueError("no luck\nat all"))
+    result = methods.run(replace(options, only=("sgd", "preloading")))
+    entries = by_name(result)
+    assert (entries["sgd"]["status"], entries["sgd"]["reason"]) == ("failed", "ValueError: no luck")
+    assert entries["preloading"]["status"] == "measured"
+    assert methods.own_failures(result) == []
+
+
+def test_a_baseline_that_fails_ends_the_run(options, measuring, monkeypatch):
+    break_method(monkeypatch, "baseline", ValueError("no loss"))
+    with pytest.raises(UsageError, match="small cannot be trained here: ValueError: no loss"):
+        methods.run(options)
+
+
+@pytest.mark.parametrize(
+    ("failed", "blamed"),
+    [
+        (["adamw8bit"], ["adamw8bit"]),
+        (["sgd", "compile"], []),
+        (["compile", "fused-kernels+compile"], []),
+        (["fused-kernels+compile"], ["fused-kernels+compile"]),
+    ],
+    ids=" ".join,
+)
+def test_own_failures(failed, blamed):
+    entries = []
+    for name in failed:
+        method = methods.combine(tuple(name.split("+"))) if "+" in name else METHODS[name]
+        entry = {"name": name, "status": "failed", "reason": "broken", "own": method.own, "parts": list(method.parts)}
+        entries.append(entry)
+    assert methods.own_failures({"methods": entries}) == blamed
+    for entry in entries:
+        entry["reason"] = "does not fit in memory: CUDA out of memory"
+    assert methods.own_failures({"methods": entries}) == []
+
+
+def test_what_is_done_is_saved_after_every_method(options, measuring):
+    saved = []
+    save = lambda result: saved.append([entry["name"] for entry in result["methods"]])  # noqa: E731
+    methods.run(replace(options, only=("sgd", "preloading")), save=save)
+    assert saved == [["baseline"], ["baseline", "sgd"], ["baseline", "sgd", "preloading"]]
+
+
+def test_interrupted_and_resumed(options, measuring, monkeypatch, tmp_path):
+    asked = replace(options, only=("sgd", "preloading", "adamw8bit"))
+    save = lambda result: methods.write_json(result, tmp_path)  # noqa: E731
+    with monkeypatch.context() as patch:
+        break_method(patch, "sgd", KeyboardInterrupt())
+        result = methods.run(asked, save=save)
+    assert result["interrupted"] and [entry["name"] for entry in result["methods"]] == ["baseline", "adamw8bit"]
+    assert json.loads((tmp_path / "methods.json").read_text()) == result
+    measuring.clear()
+    result = methods.run(asked, save=save, previous=methods.load_previous(tmp_path))
+    assert measuring == ["sgd", "preloading"]
+    assert not result["interrupted"] and len(result["methods"]) == 4
+
+
+def test_resuming_measures_again_what_failed(options, measuring, monkeypatch):
+    asked = replace(options, only=("sgd",))
+    with monkeypatch.context() as patch:
+        break_method(patch, "sgd", ValueError("once"))
+        previous = methods.run(asked)
+    measuring.clear()
+    assert by_name(methods.run(asked, previous=previous))["sgd"]["status"] == "measured"
+    assert measuring == ["sgd"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda r: r["options"].update(batch_size=2), "--batch-size was 4, is 2"),
+        (lambda r: r["versions"].update(torch="2.6.0"), "torch was"),
+        (lambda r: r["machine"].update(cpu="another"), "machine was"),
+        (lambda r: r.update(commit={"id": "f" * 40, "modified": False}), "commit was"),
+        (lambda r: r.update(format=0), "format"),
+    ],
+    ids=["options", "versions", "machine", "commit", "format"],
+)
+def test_figures_of_another_run_are_not_mixed_in(options, measuring, change, words):
+    previous = methods.run(replace(options, only=("sgd",)))
+    now = json.loads(json.dumps(previous))
+    check_same_run(previous, now)
+    now["options"]["only"] = ["preloading"]  # may change
+    check_same_run(previous, now)
+    change(now)
+    if words == "format":
+        previous, now = now, previous
+    with pytest.raises(UsageError, match="--resume") as error:
+        check_same_run(previous, now)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1, "options": {}}'])
+def test_a_file_that_is_no_result(tmp_path, content):
+    assert methods.load_previous(tmp_path) is None
+    (tmp_path / "methods.json").write_text(content)
+    with pytest.raises(UsageError, match="is not a result of onetrip methods"):
+        methods.load_previous(tmp_path)
+
+
+@pytest.fixture
+def as_worker(monkeypatch, tmp_path):
+    """Lets a shell script stand in for the worker's interpreter."""
+
+    def use(script):
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr("onetrip.methods.worker.sys.executable", str(path))
+
+    return use
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("kill -9 $$", "killed by signal 9"),
+        ("echo something; echo the reason >&2; exit 3", "ended with status 3: the reason"),
+        ("""echo '{"failed": "it said so"}' > /dev/fd/$3""", "it said so"),
+    ],
+    ids=["killed", "died", "answered"],
+)
+def test_a_worker_that_fails(options, as_worker, script, reason):
+    as_worker(script)
+    with pytest.raises(MethodFailed, match=reason):
+        measure_isolated(options, METHODS["compile"], lambda what: None)
+
+
+def test_a_worker_measures_in_a_process_of_its_own(options):
+    told = []
+    figures = measure_isolated(replace(options, model="tiny-bert"), METHODS["sgd"], told.append)
+    assert figures["paired"] and figures["peak_memory"] > 0
+    assert told[0] == "loss before" and told[-1] == "loss after, memory"
+    assert BASELINE.name == "baseline"
