@@ -114,7 +114,7 @@ def backward(
         gradient = torch.where(torch.signbit(p), 0.0, gradient * dropout_scale(plan.dropout_p))
         probability = probability.abs()
     product = probability * gradient
-    hidden = hidden_columns(*dy.shape, n_queries, dy.device) if plan.causal else None
+    hidden = hidden_columns(dy.shape[0], dy.shape[1], n_queries, dy.device) if plan.causal else None
     if hidden is not None:
         product = product.masked_fill(hidden, 0.0)
     g = product - probability * product.sum(dim=1, keepdim=True)
