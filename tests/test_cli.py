@@ -157,3 +157,10 @@ def test_usage_errors_of_the_command_line(run, arguments):
     result = run(*arguments)
     assert result.exit_code == 2
     assert "Usage" in result.stderr
+
+
+def test_python_m_onetrip_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "onetrip", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in ("doctor", "anatomy", "methods", "bench"))
+    assert "__main__" not in done.stdout
