@@ -230,3 +230,14 @@ def test_autocast_around_backward_alone_changes_nothing(softcap, dropout_p):
         actual = torch.autograd.grad(loss, leaves)
     for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 5), (2, 4, 0)], ids=["no-batch", "no-queries"])
+def test_nothing_attends_to_something(shape: tuple[int, int, int]) -> None:
+    batch, heads, queries = shape
+    query = torch.randn(batch, heads, queries, 8, requires_grad=True)
+    key, value = (torch.randn(batch, 2, 3, 8, requires_grad=True) for _ in range(2))
+    output, weights = attention(query, key, value, scale=0.5, dropout_p=0.1)
+    assert output.shape == (batch, heads, queries, 8) and weights.shape == (batch, heads, queries, 3)
+    output.sum().backward()
+    assert key.grad is not None and torch.equal(key.grad, torch.zeros_like(key))

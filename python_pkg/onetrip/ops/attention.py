@@ -39,8 +39,9 @@ def attention(
     """(output, weights) = (weights value, dropout(softmax(scores + mask))), scores = scale query key^T.
 
     query: (batch, heads, Q, width). key, value: (batch, key heads, K, width or any other), each key head shared by
-    heads / key heads neighbouring heads. One dtype; any strides. output: (batch, heads, Q, value's width). weights:
-    (batch, heads, Q, K), before dropout probabilities; differentiable, kept alive by the caller alone.
+    heads / key heads neighbouring heads. One dtype; any strides. output: (batch, heads, Q, value's width), of
+    any strides. weights: (batch, heads, Q, K), before dropout probabilities; differentiable, kept alive by the caller
+    alone.
     mask: as softmax's, bool (True keeps) or added, broadcastable to the weights; may require grad. A float16 mask of
     finfo.min beside float16 scores masks as the most negative float32, which float16 addition makes of it.
     softcap: scores become softcap * tanh(scores / softcap). position_bias: added like a mask, of its own gradient.

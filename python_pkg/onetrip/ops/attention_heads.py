@@ -97,8 +97,8 @@ def _write_scores(
 def _folded(heads: Tensor, n_key_heads: int) -> Tensor:
     """(batch * key heads, queries of all heads that share one, width): products with keys and values need no copies of
     these, and their gradients sum over the heads by themselves."""
-    batch, _, _, width = heads.shape
-    return heads.reshape(batch * n_key_heads, -1, width)
+    batch, n_heads, n_queries, width = heads.shape
+    return heads.reshape(batch * n_key_heads, n_heads // n_key_heads * n_queries, width)
 
 
 def attend(
