@@ -13,7 +13,7 @@ import json
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +26,7 @@ from onetrip.patching.windows import Windows, read_windows
 from rich.progress import track
 
 from .machine import header
-from .results import SCHEMA, replace_file
+from .results import SCHEMA, replace_file, unwritable
 
 EAGER = "eager_attention_forward"
 
@@ -81,10 +81,13 @@ def survey(files: list[Path]) -> dict[str, Any]:
     }
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="write DIR/transformers-VERSION.json")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
+    if arguments.output is not None and (reason := unwritable(arguments.output)):
+        print(f"{parser.prog}: {reason}", file=sys.stderr)
+        return 2
     warnings.simplefilter("ignore")
     import transformers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ Results = dict[str, dict[str, Any]]
 
 def bench_file(suite: str) -> Path:
     return PACKAGE / f"bench_{suite}.py"
+
+
+def unwritable(folder: Path) -> str:
+    """Why nothing can be written into the folder (made if need be); empty where it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"cannot write to {folder}: {error.strerror}"
 
 
 def replace_file(path: Path, text: str) -> None:

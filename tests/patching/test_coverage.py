@@ -32,3 +32,11 @@ def test_readme_says_what_is_recorded():
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"{RECORDED['eager_functions_read']} of the {RECORDED['eager_functions']} in transformers 5.23.0" in text
     assert f"in {RECORDED['own_softmax_folders_read']} of {RECORDED['own_softmax_folders']} model folders" in text
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_survey(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(coverage, "modeling_files", lambda: pytest.fail("surveyed"))
+    (tmp_path / "file").touch()
+    assert coverage.main(["--output", str(tmp_path / "file" / "folder")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot write to" in line
