@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -35,16 +34,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard outpu
 def _refuse(message: str) -> NoReturn:
     typer.echo(f"onetrip bench: {message}", err=True)
     raise typer.Exit(BAD_USAGE)
-
-
-def _writable(folder: Path) -> str:
-    """Why nothing can be written into the folder (made if need be); empty where it can."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return ""
-    except OSError as error:
-        return f"cannot write to {folder}: {error.strerror}"
 
 
 def _device(name: str | None) -> torch.device:
@@ -214,6 +203,7 @@ def bench(
         _refuse(reason)
     from .listing import listing, print_listing
     from .options import Options, UsageError
+    from .results import unwritable
 
     if render:
         _render()
@@ -224,6 +214,16 @@ def bench(
         typer.echo(json.dumps(found, indent=1)) if as_json else print_listing(found)
         return
     if everything:
+        ignored = {
+            "--op": op,
+            "--dtype": dtype,
+            "--shape": shape,
+            "--pass": which,
+            "--against": against,
+            "--only": only,
+        }
+        if given := [name for name, value in ignored.items() if value]:
+            _refuse(f"{', '.join(given)}: not of --everything, whose --part names what to run")
         _everything(chosen, output, quick, part, resume, budget, as_json)
         return
     if part or budget is not None:
@@ -236,7 +236,7 @@ def bench(
     if resume and folder is None:
         _refuse("--resume: --output must name the folder that holds what was done")
     selected = _select(options, chosen)
-    if folder is not None and (reason := _writable(folder)):
+    if folder is not None and (reason := unwritable(folder)):
         _refuse(reason)
     try:
         status = _measure(options, chosen, folder, resume, as_json, selected)

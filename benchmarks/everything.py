@@ -13,10 +13,10 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from . import gpu_tests
 from .machine import header
 from .parts import LIMIT_S, Part, Place
 from .parts import parts as all_parts
-from .results import SCHEMA, replace_file
+from .results import SCHEMA, replace_file, unwritable
 from .store import fingerprint
 
 PASSED, FAILED, SKIPPED, UNFINISHED = "passed", "failed", "skipped", "unfinished"
@@ -34,6 +34,8 @@ EXIT_UNFINISHED, EXIT_SKIPPED = 4, 5
 """How a part's process says that it ran out of time, or that something was missing after all."""
 INTERRUPTED = 130
 _MOST_FAILURES = 50
+_MARGIN_S = 15.0
+"""Between the moment when a part is told to have ended and the one when it is stopped."""
 
 
 class State:
@@ -84,13 +86,21 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _unwritable(folder: Path) -> str:
+@contextmanager
+def _terminated_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM, as of timeout(1), docker stop and schedulers, stops the running part too, and keeps what is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return ""
-    except OSError as error:
-        return f"cannot write to {folder}: {error.strerror}"
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _begin(place: Place, resume: bool, selected: bool) -> State | str:
@@ -155,7 +165,9 @@ def _run(part: Part, state: State, place: Place, allotted: float) -> None:
     """Runs one part and writes down what became of it. KeyboardInterrupt is passed on afterwards."""
     log = place.output / "logs" / f"{part.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    words = [word.replace("{seconds}", f"{max(allotted - 15.0, 5.0):.0f}") for word in part.command]
+    # A moment, not a duration: a part that takes long to start has no more time for that.
+    deadline = time.time() + max(allotted - _MARGIN_S, 5.0)
+    words = [word.replace("{deadline}", f"{deadline:.0f}") for word in part.command]
     command = [sys.executable, "-m", *words]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     start = time.monotonic()
@@ -196,6 +208,7 @@ def _run(part: Part, state: State, place: Place, allotted: float) -> None:
 
 def _summary(state: State, known: Sequence[Part]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console() if sys.stdout.isatty() else Console(width=160)
@@ -207,7 +220,11 @@ def _summary(state: State, known: Sequence[Part]) -> None:
             table.add_row(part.name, "not run", "", "")
         else:
             table.add_row(
-                part.name, found["status"], f"{found['seconds']:.0f}", found["reason"], style=styles[found["status"]]
+                part.name,
+                found["status"],
+                f"{found['seconds']:.0f}",
+                escape(found["reason"]),
+                style=styles[found["status"]],
             )
     console.print(table)
     for name, found in state.parts.items():
@@ -242,12 +259,13 @@ def run(
     selected = _choose(known, parts)
     if isinstance(selected, str):
         return _usage(selected)
-    if reason := _unwritable(output):
+    if reason := unwritable(output):
         return _usage(reason)
     state = _begin(place, resume, bool(parts))
     if isinstance(state, str):
         return _usage(state)
-    interrupted = _run_all(selected, state, place, resume, begun + budget_s)
+    with _terminated_as_by_ctrl_c():
+        interrupted = _run_all(selected, state, place, resume, begun + budget_s)
     if as_json:
         print(json.dumps(state.content, indent=1))
     else:
@@ -264,8 +282,9 @@ def _run_all(selected: Sequence[Part], state: State, place: Place, resume: bool,
     """Whether it was interrupted. The parts that always run come last, and have their time kept for them."""
     reserve = sum(part.seconds for part in selected if part.always)
     todo = [part for part in selected if not part.always and not (resume and state.done(part.name))]
-    # What failed before may fail again for as long: first what has not run.
-    todo.sort(key=lambda part: state.parts.get(part.name, {}).get("status") == FAILED)
+    # What did not end or failed may take as long again, each time: first what has not run.
+    behind = {UNFINISHED: 1, FAILED: 2}
+    todo.sort(key=lambda part: behind.get(state.parts.get(part.name, {}).get("status", ""), 0))
     state.write()
     try:
         for i, part in enumerate(todo):

@@ -116,6 +116,7 @@ def merged(output: Path) -> results.Results:
     """The suites of all parts, their cases in the order of the suite; what ran but is not whole is there too."""
     state = json.loads((output / "everything.json").read_text())
     head = {key: value for key, value in state.items() if key != "parts"}
+    device = torch.device(state["machine"]["device"])
     found: results.Results = {}
     for path in sorted(output.glob("parts/*/*/*.json")):
         content = results.read_suite(path)
@@ -129,9 +130,12 @@ def merged(output: Path) -> results.Results:
         into["cases"] += content["cases"]
     for suite, content in found.items():
         module = importlib.import_module(f"onetrip.benchmarks.{results.bench_file(suite).stem}")
-        order = {case.id: i for i, case in enumerate(module.cases(state["quick"]))}
+        why = getattr(module, "unavailable", lambda case, device: "")
+        planned = module.cases(state["quick"])
+        order = {case.id: i for i, case in enumerate(planned)}
         cases = {case["case"]: case for case in content["cases"]}
         content["cases"] = sorted(cases.values(), key=lambda case: order.get(case["case"], len(order)))
+        content["complete"] &= cases.keys() >= {case.id for case in planned if not why(case, device)}
     # What was verified stands beside what was measured.
     verified = [{"case": name, **part} for name, part in state["parts"].items()]
     return {**found, "everything": {**head, "suite": "everything", "cases": verified}}

@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Part:
-    """One process: python -m <command>. In a command {seconds} stands for the time that it has."""
+    """One process: python -m <command>. In a command {deadline} stands for when it must have ended (Unix time)."""
 
     name: str
     proves: str
@@ -85,7 +85,7 @@ def _gpu_tests(place: Place) -> Iterator[Part]:
     if not missing:
         missing = gpu_tests.missing()
     for shard in gpu_tests.SHARDS:
-        command = ("onetrip.benchmarks.gpu_tests", shard.name, str(place.tests), str(place.output), "{seconds}")
+        command = ("onetrip.benchmarks.gpu_tests", shard.name, str(place.tests), str(place.output), "{deadline}")
         yield Part(f"gpu-tests-{shard.name}", f"the tests marked gpu: {shard.what}", command, shard.seconds, missing)
 
 
@@ -96,7 +96,7 @@ def _sanitizers(place: Place) -> Iterator[Part]:
     for backend in ("cuda", "triton"):
         for tool in _TOOLS:
             absent = missing or unavailable_reason(backend, "cuda")
-            command = ("onetrip.benchmarks.sanitized", tool, backend, str(place.output), "{seconds}")
+            command = ("onetrip.benchmarks.sanitized", tool, backend, str(place.output), "{deadline}")
             yield Part(f"sanitizer-{tool}-{backend}", f"{tool} finds nothing in the kernels", command, 90.0, absent)
 
 

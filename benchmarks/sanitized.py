@@ -1,19 +1,24 @@
-"""compute-sanitizer over every kernel family of one backend: python -m onetrip.benchmarks.sanitized TOOL BACKEND DIR S
+"""compute-sanitizer over the kernels of one backend: python -m onetrip.benchmarks.sanitized TOOL BACKEND DIR END
 
 The driver launches what `onetrip doctor` checks, in all dtypes, and rows that take the kernels for wide rows, at
 addresses that are not aligned; every allocation is the driver's own (no caching), so that what lies beside a tensor is
-out of bounds. A report counts where it names one of our kernels: PyTorch's are not ours to check.
+out of bounds. A report counts where it happened in one of our kernels: PyTorch's are not ours to check. END is the Unix
+time by which all has ended; launches that ended are not repeated by the next call, until all have.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from onetrip import ops, selfcheck, use_backend
@@ -23,6 +28,12 @@ from .everything import EXIT_SKIPPED, EXIT_UNFINISHED
 
 _PREFIX = "========="
 _NO_DEVICE = ("Device not supported", "Unable to", "not supported on this", "requires a newer driver")
+_NOT_TRACKED = "Internal Sanitizer Error"
+"""How a report begins where a launch was not watched: errors in it go unseen."""
+_PLACES = re.compile(r"(at |Device Frame:|.*\b(?:Read|Write|Atomic) access at )")
+"""How the lines of a report begin that say where it happened; the host's frames say who launched it."""
+_SETTLE_S = 10.0
+"""What is kept of the time to end and to read what was found."""
 _WIDE, _NARROW = 40_003, 33
 Launch = tuple[str, Callable[[], list[str]]]
 """What it launches, and the call: it returns what was wrong with the results."""
@@ -84,25 +95,62 @@ def launches(backend: str) -> Iterator[Launch]:
         yield f"{kernel.name} {dtype_name}", check
 
 
-def drive(backend: str, seconds: float) -> int:
-    """Launches everything, as far as the time goes; what compute-sanitizer watches."""
-    deadline, failed, done = time.monotonic() + seconds, 0, 0
+def _launched(record: Path) -> tuple[set[str], set[str]]:
+    """The launches that ended, and those that were begun and did not end."""
+    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    ended = {line["name"] for line in lines if line["ended"]}
+    return ended, {line["name"] for line in lines} - ended
+
+
+class _Launches:
+    """Counts what Triton launches under the names that the sanitizer's filters have."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names, self.count = names, 0
+
+    def __call__(self, metadata: Any) -> None:
+        self.count += any(name in metadata.get()["name"] for name in self._names)
+
+    def install(self) -> bool:
+        """False where this Triton has no chain of hooks to join."""
+        import triton
+
+        chain = getattr(getattr(getattr(triton, "knobs", None), "runtime", None), "launch_enter_hook", None)
+        if not hasattr(chain, "add"):
+            return False
+        chain.add(self)
+        return True
+
+
+def drive(backend: str, record: Path, deadline: float) -> int:
+    """Launches everything that has not ended yet, as far as the time goes; what compute-sanitizer watches."""
+    failed = 0
     planned = list(launches(backend))
-    with use_backend(backend):
-        for name, launch in planned:
-            if time.monotonic() > deadline:
+    ended, broken = _launched(record)
+    # What was cut, or broke the process, may do so again: first what has not run.
+    todo = sorted((launch for launch in planned if launch[0] not in ended), key=lambda launch: launch[0] in broken)
+    seen = _Launches(kernels(backend))
+    counts = backend == "triton" and seen.install()
+    with use_backend(backend), record.open("a") as file:
+        for name, launch in todo:
+            if time.time() > deadline:
                 break
+            print(json.dumps({"name": name, "ended": False}), file=file, flush=True)
             for line in launch():
                 print(f"FAILED {name}: {line}", flush=True)
                 failed += 1
-            done += 1
-    torch.cuda.synchronize()
-    print(f"{done} of {len(planned)} launches", flush=True)
-    return 1 if failed else 0 if done == len(planned) else EXIT_UNFINISHED
+            torch.cuda.synchronize()
+            print(json.dumps({"name": name, "ended": True}), file=file, flush=True)
+            ended.add(name)
+    if counts and todo and seen.count == 0:
+        print("FAILED no kernel was launched that the filter names", flush=True)
+        failed += 1
+    print(f"{len(ended)} of {len(planned)} launches", flush=True)
+    return 1 if failed else 0 if len(ended) == len(planned) else EXIT_UNFINISHED
 
 
-def reports(text: str) -> list[str]:
-    """The sanitizer's findings, one string each: an unindented line and the indented ones below it."""
+def reports(text: str) -> list[list[str]]:
+    """The sanitizer's findings, the lines of each: an unindented one and the indented ones below it."""
     found: list[list[str]] = []
     for line in text.splitlines():
         if not line.startswith(_PREFIX):
@@ -114,45 +162,92 @@ def reports(text: str) -> list[str]:
             found[-1].append(rest.strip())
         else:
             found.append([rest.strip()])
-    return [" | ".join(lines) for lines in found if "SUMMARY" not in lines[0]]
+    return [lines for lines in found if "SUMMARY" not in lines[0]]
 
 
-def run(tool: str, backend: str, output: Path, seconds: float) -> int:
+def is_ours(report: list[str], names: list[str]) -> bool:
+    """Whether it happened in one of our kernels, or keeps us from knowing."""
+    places = [line for line in report if _PLACES.match(line)]
+    return report[0].startswith(_NOT_TRACKED) or any(name in line for line in places for name in names)
+
+
+def _watch(command: list[str], environment: Mapping[str, str], log: Path, deadline: float) -> int | None:
+    """The exit code, or None where the time was up. What is printed is in the log at once: a cut loses nothing."""
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            return process.wait(max(deadline - time.time(), 1.0))
+        except subprocess.TimeoutExpired:
+            return None
+        finally:  # Ctrl-C too: the sanitizer's own process and the one that it watches
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def run(tool: str, backend: str, output: Path, deadline: float) -> int:
     names = kernels(backend)
-    # initcheck must see every kernel that writes what ours read; the other tools look at ours alone.
+    if not names:
+        print(f"FAILED no kernel of the backend {backend} was found: nothing would be checked")
+        return 1
+    # initcheck must see every kernel that writes what ours read; the other tools look at ours alone. A kernel is
+    # checked if any of the filters matches.
     filters = [] if tool == "initcheck" else [f"--kernel-name=kernel_substring={name}" for name in names]
+    folder = output / "sanitizers"
+    folder.mkdir(parents=True, exist_ok=True)
+    log, record = folder / f"{tool}-{backend}.txt", folder / f"{tool}-{backend}.jsonl"
+    if not record.exists():
+        log.unlink(missing_ok=True)
+    before = log.stat().st_size if log.exists() else 0
     command = ["compute-sanitizer", f"--tool={tool}", "--report-api-errors=no", "--print-limit=1000", *filters]
     command += ["--target-processes=application-only", sys.executable, "-m", __spec__.name, "drive", backend]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(
-        [*command, f"{seconds - 30.0:.0f}"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    (output / "sanitizers").mkdir(parents=True, exist_ok=True)
-    (output / "sanitizers" / f"{tool}-{backend}.txt").write_text(done.stdout)
-    print("\n".join(line for line in done.stdout.splitlines() if not line.startswith(_PREFIX)))
-    if "launches" not in done.stdout and any(text in done.stdout for text in _NO_DEVICE):
-        print(next(line for line in done.stdout.splitlines() if any(text in line for text in _NO_DEVICE)))
+    command += [str(record), f"{deadline - 2 * _SETTLE_S:.0f}"]
+    code = _watch(command, {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, log, deadline - _SETTLE_S)
+    content = log.read_bytes()
+    printed, text = (part.decode(errors="replace") for part in (content[before:], content))
+    print("\n".join(line for line in text.splitlines() if not line.startswith(_PREFIX)))
+    counted = re.findall(r"^(\d+) of (\d+) launches$", printed, re.MULTILINE)
+    own = [line for line in printed.splitlines() if line.startswith(_PREFIX) and _NOT_TRACKED not in line]
+    refusals = [line for line in own if any(words in line for words in _NO_DEVICE)]
+    if not counted and code is not None and refusals:
+        print(refusals[0])
         return EXIT_SKIPPED
-    all_of_them = reports(done.stdout)
-    ours = [text for text in all_of_them if any(name in text for name in names)]
-    for text in dict.fromkeys(re.sub(r"\(\d+,\d+,\d+\)", "(...)", text) for text in ours):
-        print(f"FAILED {text[:400]}")
-    print(f"{tool}, {backend}: {len(ours)} reports on our kernels, {len(all_of_them) - len(ours)} others")
-    if "launches" not in done.stdout:
-        print(f"the driver did not end: exit code {done.returncode}")
+    return _verdict(f"{tool}, {backend}", text, names, code, counted, record)
+
+
+def _verdict(
+    what: str, text: str, names: list[str], code: int | None, counted: list[tuple[str, str]], record: Path
+) -> int:
+    """text: of this call and of those that it went on with. Prints what was found."""
+    found = reports(text)
+    ours = [" | ".join(report) for report in found if is_ours(report, names)]
+    wrong = re.findall(r"^FAILED .+$", text, re.MULTILINE)
+    for line in dict.fromkeys(re.sub(r"\(\d+,\d+,\d+\)", "(...)", line) for line in ours):
+        print(f"FAILED {line[:400]}")
+    print(f"{what}: {len(ours)} reports on our kernels, {len(found) - len(ours)} others")
+    if code is None:
+        ended, broken = _launched(record)
+        print(f"out of time: {len(ended)} launches have ended, not {', '.join(sorted(broken)) or 'the next one'}")
+        return EXIT_UNFINISHED
+    if not counted:
+        print(f"the driver did not end: exit code {code}")
         return 1
-    return 1 if ours else done.returncode
+    done, planned = counted[-1]
+    if done != planned:
+        print(f"{done} of {planned} launches")
+        return EXIT_UNFINISHED
+    record.unlink(missing_ok=True)  # whole: another call begins anew
+    return 1 if ours or wrong else code
 
 
 def main(arguments: list[str]) -> int:
     if arguments[0] == "drive":
-        return drive(arguments[1], float(arguments[2]))
-    tool, backend, output, seconds = arguments
-    return run(tool, backend, Path(output), float(seconds))
+        backend, record, deadline = arguments[1:]
+        return drive(backend, Path(record), float(deadline))
+    tool, backend, output, deadline = arguments
+    return run(tool, backend, Path(output), float(deadline))
 
 
 if __name__ == "__main__":

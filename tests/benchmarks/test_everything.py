@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
-import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip.benchmarks import everything, gpu_tests, part, parts, sanitized
+from onetrip.benchmarks import everything, gpu_tests, part, parts
 from onetrip.benchmarks.parts import LIMIT_S, Part, Place
 from onetrip.benchmarks.results import SUITES, bench_file
 
@@ -137,6 +136,32 @@ def test_ctrl_c_keeps_what_is_done(run, tmp_path, monkeypatch):
     assert [*state(tmp_path)["parts"]] == ["first"]
 
 
+def test_sigterm_stops_the_running_part_too(run, tmp_path):
+    """Told apart from Ctrl-C: a terminal sends that to the part itself."""
+    code = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(300)"
+    assert run(fake("cut", code), fake("after")) == everything.INTERRUPTED
+    assert {name: entry["status"] for name, entry in state(tmp_path)["parts"].items()} == {"cut": "unfinished"}
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_what_did_not_end_or_failed_comes_behind_what_has_not_run(run, tmp_path):
+    slow, bad = fake("slow", f"{COUNT}; {exits(everything.EXIT_UNFINISHED)}"), fake("bad", f"{COUNT}; {exits(1)}")
+    new = fake("new", "assert open('ran').read() == 'xx'")
+    run(slow, bad)
+    run(bad, slow, new, resume=True)
+    assert state(tmp_path)["parts"]["new"]["status"] == "passed"
+
+
+def test_a_part_is_told_when_it_must_have_ended(run, tmp_path):
+    code = "import time; assert 60 < {deadline} - time.time() < 100"
+    assert run(fake("told", code), budget_s=100.0) == 0
+
+
+def test_a_reason_that_looks_like_markup_is_printed_as_it_is(run, capsys):
+    run(fake("odd", exits(1, "no [/path] of [red]")))
+    assert "no [/path] of [red]" in capsys.readouterr().out
+
+
 def test_a_folder_with_a_run_is_not_overwritten(run, capsys):
     run(fake("good"))
     assert run(fake("good")) == 2
@@ -234,150 +259,6 @@ def test_without_a_source_tree_the_gpu_tests_say_what_is_missing(card, tmp_path)
     assert "call from the root of a source tree" in why
 
 
-def gpu_test_files(tests: Path) -> set[str]:
-    """Those that mark tests gpu, or have one that takes a fixture which does."""
-    found = set()
-    for path in set(tests.rglob("test_*.py")) - {Path(__file__)}:  # this one holds made-up tests as text
-        source = path.read_text()
-        functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-        taken = {a.arg for f in functions if f.name.startswith("test_") for a in f.args.args if not own(f, a.arg)}
-        if re.search(r"^(pytestmark = |@)pytest\.mark\.gpu", source, re.MULTILINE) or taken & {"target", "backend"}:
-            found.add(str(path.relative_to(tests)))
-    return found
-
-
-def own(function: ast.FunctionDef, argument: str) -> bool:
-    """Whether the test's own parametrize gives the argument."""
-    return any(re.search(rf"parametrize\(.*\b{argument}\b", ast.unparse(d)) for d in function.decorator_list)
-
-
-def test_every_gpu_test_is_in_one_shard():
-    """By file; and of files in several by name: what one shard's -k leaves another takes."""
-    by_path: dict[str, list[str]] = {}
-    for shard in gpu_tests.SHARDS:
-        for path in shard.paths:
-            by_path.setdefault(path, []).append(shard.keywords)
-    assert gpu_test_files(Path(__file__).parents[1]) == by_path.keys()
-    for path, keywords in by_path.items():
-        positive = [words for words in keywords if words and not words.startswith("not ")]
-        negative = [words.removeprefix("not ").strip("()") for words in keywords if words.startswith("not ")]
-        assert positive == negative, path
-
-
-# The tests of the card, with a tree of made-up ones.
-
-TREE = """
-import os, pytest, conftest
-pytestmark = pytest.mark.gpu
-def test_1_passes(): pass
-def test_2_fails(): assert 1 + 1 == 3
-def test_3_breaks_the_context():
-    conftest.broken = True
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
-def test_4_kills_its_process(): os.kill(os.getpid(), 9)
-def test_5_is_skipped(): pytest.skip("needs 60 GB")
-def test_6_passes(): pass
-"""
-CONFTEST = """
-from onetrip.benchmarks import gpu_tests
-broken = False
-gpu_tests._context_is_broken = lambda: broken
-"""
-
-
-def test_gpu_tests_outlive_what_breaks_and_go_on_where_they_stopped(tmp_path, capsys):
-    tree, output = tmp_path / "tree", tmp_path / "output"
-    (tree / "tests").mkdir(parents=True)
-    (tree / "tests/test_made_up.py").write_text(TREE)
-    (tree / "tests/conftest.py").write_text(CONFTEST)
-    shard = gpu_tests.Shard("made_up", "nothing", ("test_made_up.py",))
-    # Long enough to start and too short for a second test.
-    assert gpu_tests.run(shard, tree, output, seconds=0.1, workers=1) == gpu_tests.EXIT_UNFINISHED
-    assert "1 of 6 tests ran" in capsys.readouterr().out
-    assert gpu_tests.run(shard, tree, output, seconds=300.0, workers=1) == gpu_tests.EXIT_FAILED
-    printed = capsys.readouterr().out
-    assert "6 of 6 tests ran: 3 failed, 2 passed, 1 skipped" in printed
-    failed = dict(re.findall(r"^FAILED .*::(\w+): (.+)$", printed, re.MULTILINE))
-    assert [*failed] == ["test_2_fails", "test_3_breaks_the_context", "test_4_kills_its_process"]
-    assert "assert (1 + 1) == 3" in failed["test_2_fails"]
-    assert "illegal memory access" in failed["test_3_breaks_the_context"]
-    assert "[and the CUDA context is broken]" in failed["test_3_breaks_the_context"]
-    assert failed["test_4_kills_its_process"] == "its process died"
-    summary = json.loads((output / "gpu-tests/made_up.json").read_text())
-    assert summary["reasons"] == {"needs 60 GB": 1}
-    record = gpu_tests.read(output / "gpu-tests/made_up-0.jsonl")
-    assert len(record["tests"]) == record["total"] == 6
-
-
-def test_gpu_tests_that_cannot_be_collected_are_a_failure(tmp_path, capsys):
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/test_made_up.py").write_text("import no_such_module")
-    shard = gpu_tests.Shard("made_up", "nothing", ("test_made_up.py",))
-    assert gpu_tests.run(shard, tmp_path, tmp_path, seconds=100.0, workers=1) != 0
-    assert "No module named 'no_such_module'" in capsys.readouterr().out
-
-
-# compute-sanitizer, with what it prints.
-
-SANITIZER = """\
-========= COMPUTE-SANITIZER
-FAILED softmax: not finite
-========= Invalid __global__ write of size 4 bytes
-=========     at void onetrip::softmax_forward_kernel<float, float, (int)32, (bool)1>(onetrip::SoftmaxForward)+0x70
-=========     by thread (31,0,0) in block (4,0,0)
-=========     Address 0x7f0000000400 is out of bounds
-=========
-========= Uninitialized __global__ memory read of size 4 bytes
-=========     at void at::native::vectorized_elementwise_kernel<4, ...>+0x10
-=========     by thread (0,0,0) in block (0,0,0)
-=========
-12 of 12 launches
-========= ERROR SUMMARY: 2 errors
-"""
-
-
-def test_reports_of_the_sanitizer_are_told_apart():
-    ours, theirs = sanitized.reports(SANITIZER)
-    assert ours.startswith("Invalid __global__ write") and "softmax_forward_kernel" in ours and "out of bounds" in ours
-    assert "at::native" in theirs
-
-
-@pytest.mark.parametrize(
-    ("text", "returned", "expected"),
-    [
-        (SANITIZER, 0, 1),
-        (SANITIZER.replace("onetrip::", "at::"), 0, 0),
-        ("12 of 12 launches\n========= ERROR SUMMARY: 0 errors\n", 0, 0),
-        ("FAILED softmax 33: not finite\n12 of 12 launches\n", 1, 1),
-        ("7 of 12 launches\n", everything.EXIT_UNFINISHED, everything.EXIT_UNFINISHED),
-        ("========= Error: Device not supported. Please refer to the manual\n", 1, everything.EXIT_SKIPPED),
-        ("========= Error: process didn't terminate successfully\n", 1, 1),
-    ],
-    ids=["ours", "theirs", "clean", "wrong result", "out of time", "no such device", "crash"],
-)
-def test_verdict_of_a_sanitizer(tmp_path, monkeypatch, text, returned, expected):
-    def run(command: list[str], env: dict[str, str], **options: Any) -> subprocess.CompletedProcess[str]:
-        assert command[:2] == ["compute-sanitizer", "--tool=memcheck"]
-        assert "--kernel-name=kernel_substring=onetrip" in command
-        assert env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-        return subprocess.CompletedProcess(command, returned, stdout=text)
-
-    monkeypatch.setattr(sanitized.subprocess, "run", run)
-    assert sanitized.run("memcheck", "cuda", tmp_path, 100.0) == expected
-    assert (tmp_path / "sanitizers/memcheck-cuda.txt").read_text() == text
-
-
-def test_the_sanitizers_driver_launches_everything_it_plans(monkeypatch, capsys):
-    """On the CPU's backend, since no card can be asked."""
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(sanitized.torch, "device", lambda name: CPU)
-    monkeypatch.setattr(sanitized, "_WIDE", 1000)
-    assert sanitized.drive("cpu", 300.0) == 0
-    done, planned = re.search(r"(\d+) of (\d+) launches", capsys.readouterr().out).groups()
-    assert done == planned and int(planned) > 50
-
-
 # Results of the parts of a suite, put together; and the command itself.
 
 
@@ -425,6 +306,11 @@ def test_results_of_parts_are_put_together_in_the_order_of_the_suite(tmp_path):
         path.write_text(json.dumps({**content, "cases": [{"case": case}]}))
     found = part.merged(tmp_path)
     assert [case["case"] for case in found["adam_streams"]["cases"]] == [ids[0], ids[2]]
+    assert not found["adam_streams"]["complete"]  # each part is, but two cases have not run
+    content = {**head, "suite": "adam_streams", "complete": True, "load_average_before": 1.0}
+    cases = [{"case": case} for case in (ids[1], "adam_streams-sparse_rows")]
+    path.write_text(json.dumps({**content, "cases": cases}))
+    assert part.merged(tmp_path)["adam_streams"]["complete"]
     assert found["everything"]["cases"] == [{"case": "doctor", "status": "passed"}]
 
 
@@ -432,6 +318,9 @@ def test_results_of_parts_are_put_together_in_the_order_of_the_suite(tmp_path):
     ("words", "message"),
     [
         (["--everything"], "--output must name a folder"),
+        (["--everything", "--op=softmax", "--only=x"], "--op, --only: not of --everything"),
+        (["--everything", "--dtype=fp32", "--shape=1x1"], "--dtype, --shape: not of --everything"),
+        (["--everything", "--pass=both", "--against=eager"], "--pass, --against: not of --everything"),
         (["--part=doctor"], "--part and --budget belong to --everything"),
         (["--budget=3"], "--part and --budget belong to --everything"),
     ],
