@@ -187,7 +187,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         if not least <= getattr(options, name) <= most:
             parser.error(f"--{name.replace('_', '-')} must be from {least} to {most}, got {getattr(options, name)}")
     try:
-        anatomy.writable_folder(options.output)
+        anatomy.writable_folder(options.output).mkdir(parents=True, exist_ok=True)
     except anatomy.UsageError as error:
         parser.error(str(error))
     return options

@@ -131,6 +131,12 @@ def test_anatomy_output_is_checked_before_any_work(run, tmp_path, monkeypatch):
     assert occupied.read_text() == "kept"
 
 
+@pytest.mark.parametrize("command", ["anatomy", "methods"])
+def test_a_bad_name_leaves_no_folder(run, tmp_path, command):
+    assert_bad_usage(run(command, "no-such-model", "--output", tmp_path / "new" / "folder"), "neither a preset")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("model", ["no-such-model", "./no/such/folder", "/no-such-folder", "a/b/c"])
 def test_unknown_model_lists_the_presets(run, model):
     assert_bad_usage(run("anatomy", model), f"{model} is neither a preset (tiny-bert, ", "bert-large", "owner/name")

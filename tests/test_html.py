@@ -118,3 +118,11 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path):
     with pytest.raises(UnicodeEncodeError):
         html.write(path, "x" * 100_000 + "\ud800")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_where_a_file_can_be_written_is_found_out_without_making_anything(tmp_path: Path):
+    assert html.unwritable(tmp_path) == html.unwritable(tmp_path / "new" / "folder") == ""
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("kept")
+    assert html.unwritable(tmp_path / "file") and html.unwritable(tmp_path / "file" / "below")
+    assert (tmp_path / "file").read_text() == "kept"

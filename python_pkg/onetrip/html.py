@@ -9,6 +9,7 @@ import hashlib
 import io
 import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,18 @@ def page(title: str, facts: Mapping[str, str], sections: Sequence[Section]) -> s
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=title, facts=facts, sections=sections
     )
+
+
+def unwritable(folder: Path) -> str:
+    """Why write() could put no file into the folder; "" where it can. Makes nothing: write() makes the folder."""
+    there = folder.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def write(path: Path, content: str) -> Path:

@@ -4,6 +4,7 @@ import json
 import pytest
 from onetrip import anatomy
 from onetrip.anatomy.bytes import CLASSES
+from onetrip.anatomy.html import page
 from onetrip.anatomy.report import bar, format_bytes, format_change, format_speedup, render
 from rich.console import Console
 
@@ -120,6 +121,73 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(monkeypatch):
     peak = anatomy.compare(options).columns["eager"].predicted.peak
     needed, missing = format_bytes(peak), format_bytes(peak - (10 << 20))
     assert f"take {needed}, 10.0 MiB are free, {missing} too little" in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def unpredictable(tmp_path_factory):
+    """A folder with a model whose forward asks for data: fake tensors cannot follow it."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.LongformerConfig(attention_window=[8], vocab_size=100, max_position_embeddings=64, **sizes)
+    folder = tmp_path_factory.mktemp("longformer")
+    transformers.LongformerForMaskedLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_what_cannot_be_predicted_is_measured(unpredictable, caplog):
+    options = anatomy.Options(unpredictable, 2, 16, steps=1, warm_up=0, device="cpu", columns=("eager", "patched"))
+    result = anatomy.compare(options)
+    for column in result.columns.values():
+        assert column.predicted is None
+        assert column.unpredicted.startswith("DataDependentOutputException")
+        assert column.measured.step_ms > 0
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(render(result))
+    assert "eager is not predicted: DataDependentOutputException" in capture.get()
+    assert "eager is not predicted: DataDependentOutputException" in page(json.loads(json.dumps(result.to_dict())))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("asked", [{"fits": "16GB"}, {"predict_only": True}])
+def test_what_cannot_be_predicted_says_why(unpredictable, asked):
+    with pytest.raises(anatomy.UsageError, match="cannot be predicted, eager: DataDependentOutput") as refused:
+        anatomy.compare(anatomy.Options(unpredictable, 2, 16, **asked))
+    assert "\n" not in str(refused.value)
+
+
+def test_one_column_that_cannot_be_predicted_leaves_the_others_theirs(monkeypatch):
+    module = importlib.import_module("onetrip.anatomy.compare")
+    healthy = module.predict
+
+    def predict(model, make_batch, make_optimizer, mode, **more):
+        step = healthy(model, make_batch, make_optimizer, mode, **more)
+        if more["context"] is module.nullcontext:
+            raise RuntimeError("no rule\nfor it")
+        return step
+
+    monkeypatch.setattr(module, "predict", predict)
+    columns = anatomy.compare(of_tiny_bert(device="cpu", columns=("eager", "patched"))).columns
+    assert (columns["eager"].predicted, columns["eager"].unpredicted) == (None, "RuntimeError: no rule")
+    assert columns["patched"].predicted is not None and columns["patched"].unpredicted == ""
+    monkeypatch.setattr(module, "free_bytes", lambda device: 1 << 20)
+    with pytest.raises(anatomy.UsageError, match="does not fit on cpu"):  # by its weights, gradients and states alone
+        anatomy.compare(of_tiny_bert(device="cpu", columns=("eager",)))
+
+
+def test_a_search_that_cannot_go_on_says_why(monkeypatch):
+    module = importlib.import_module("onetrip.anatomy.compare")
+    healthy = module.predict
+
+    def predict(*arguments, peak_only, **more):
+        if peak_only:
+            raise RuntimeError("no rule")
+        return healthy(*arguments, peak_only=peak_only, **more)
+
+    monkeypatch.setattr(module, "predict", predict)
+    with pytest.raises(anatomy.UsageError, match="cannot be predicted, eager: RuntimeError: no rule"):
+        anatomy.compare(of_tiny_bert(columns=("eager",), fits="16GB"))
 
 
 @pytest.mark.parametrize("which", ["result", "predicted"])

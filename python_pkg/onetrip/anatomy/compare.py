@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,10 +36,13 @@ class Column:
     predicted: StepBytes | None = None
     measured: StepAnatomy | None = None
     fit: Fit | None = None
+    unpredicted: str = ""
+    """Why there is no prediction of a step that was measured; "" where there is one, or none can be (compiled)."""
 
     def to_dict(self) -> dict[str, Any]:
         parts = {"predicted": self.predicted, "measured": self.measured, "fit": self.fit}
-        return {name: None if part is None else part.to_dict() for name, part in parts.items()}
+        described = {name: None if part is None else part.to_dict() for name, part in parts.items()}
+        return {**described, "unpredicted": self.unpredicted}
 
 
 @dataclass(frozen=True)
@@ -97,18 +100,18 @@ def _ratio(numerator: float, denominator: float) -> float | None:
 
 
 def writable_folder(path: Path) -> Path:
-    """The folder, made where missing; UsageError where files cannot be written in it."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise UsageError(f"--output {path}: cannot write there ({error.strerror or error})") from error
+    """The folder, which need not be there yet; UsageError where files could not be written in it."""
+    if reason := page_builder.unwritable(path):
+        raise UsageError(f"--output {path}: cannot write there ({reason})")
     return path
 
 
 def compare(options: Options, progress: Progress | None = None) -> Comparison:
-    """Predicts the step, and unless told otherwise runs it. Raises UsageError where the options cannot be met."""
+    """Predicts the step, and unless told otherwise runs it. Raises UsageError where the options cannot be met.
+
+    Fake tensors cannot follow every model (one whose operators ask for data): its columns are measured all the same,
+    and say why they are not predicted. Where nothing is to be run that is a UsageError.
+    """
     import onetrip
 
     options.check()
@@ -116,32 +119,46 @@ def compare(options: Options, progress: Progress | None = None) -> Comparison:
     fake = fake_copy(load_model(options.model, weights=False), FakeTensorMode(), DTYPES[options.dtype])
     predictions = _Predictions(fake.train(), options, device_type, progress)
     names = [name for name in options.columns if name != "compiled"] or ["eager"]  # whose memory is checked at least
-    predicted = {name: predictions.of(name, options.batch_size) for name in names}
+    predicted, unpredicted = {}, {}
+    for name in names:
+        try:
+            predicted[name] = predictions.of(name, options.batch_size)
+        except _NotPredicted as error:
+            unpredicted[name] = str(error)
     columns = {name: Column(predicted.get(name)) for name in options.columns}
     memory = options.memory()
     if memory is not None:
         columns = {name: Column(step, fit=predictions.fit(name, step, memory)) for name, step in predicted.items()}
     device = options.torch_device() if options.runs else torch.device(device_type)
     gpu_unread = "nothing was run"
-    with onetrip.patched(fake, verify=False) as report:
-        sites, n_patched = report.to_dict(), len(report.patched)
-    if options.runs:
-        _check_memory(predicted, device)
-        measured, gpu_unread, (sites, n_patched) = _measure(options, device, progress)
-        columns = {name: Column(predicted.get(name), measured[name]) for name in options.columns}
     n_parameters = sum(p.numel() for p in fake.parameters())
     shape = options.batch_size, options.sequence_length, options.dtype, options.optimizer
+    by_hand = formula(fake.config, n_parameters, *shape, device_type)
+    if options.runs:
+        _check_memory(predicted, by_hand, device)
+        measured, gpu_unread, (sites, n_patched) = _measure(options, device, progress)
+        columns = {
+            name: Column(predicted.get(name), measured[name], unpredicted=unpredicted.get(name, ""))
+            for name in options.columns
+        }
+    else:
+        with onetrip.patched(fake, verify=False) as report:
+            sites, n_patched = report.to_dict(), len(report.patched)
     return Comparison(
         options=options,
         device=device,
         n_parameters=n_parameters,
         columns=columns,
-        formula=formula(fake.config, n_parameters, *shape, device_type),
+        formula=by_hand,
         sites=sites,
         n_patched=n_patched,
         gpu_unread=gpu_unread,
         header=header(device if options.runs else torch.device("cpu")),
     )
+
+
+class _NotPredicted(Exception):
+    """Fake tensors could not take the step; the message is one line and says why."""
 
 
 class _Predictions:
@@ -153,6 +170,7 @@ class _Predictions:
         self.mode = next(p for p in model.parameters()).fake_mode  # type: ignore[attr-defined]
 
     def of(self, name: str, batch_size: int, peak_only: bool = False) -> StepBytes:
+        """Raises _NotPredicted; UsageError where nothing else is to be done than predicting."""
         if self.progress is not None and not peak_only:
             self.progress(self.done, len(self.options.columns), f"predicting, {COLUMNS[name]}")
             self.done += 1
@@ -162,10 +180,24 @@ class _Predictions:
             make_optimizer = partial(make_optimizer, foreach=True)  # torch's choice there
         make = partial(make_batch, self.model, batch_size, self.options.sequence_length, self.options.seed)
         context = _context(name, self.model)
-        return predict(
-            self.model, make, make_optimizer, self.mode,
-            context=context, device_type=self.device_type, peak_only=peak_only,
-        )  # fmt: skip
+        try:
+            with _nothing_logged():
+                return predict(
+                    self.model, make, make_optimizer, self.mode,
+                    context=context, device_type=self.device_type, peak_only=peak_only,
+                )  # fmt: skip
+        except UsageError:
+            raise
+        except Exception as error:  # what an operator that needs data raises differs from one to the next
+            self.model.zero_grad(set_to_none=True)
+            lines = str(error).strip().splitlines()
+            reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+            if self.options.runs:
+                raise _NotPredicted(reason) from error
+            raise UsageError(
+                f"{self.options.model} cannot be predicted, {COLUMNS[name]}: {reason.rstrip('.')}; without --fits, "
+                "--card and --predict-only it is measured"
+            ) from error
 
     def fit(self, name: str, step: StepBytes, memory: int) -> Fit:
         asked = 0
@@ -180,21 +212,38 @@ class _Predictions:
         return Fit(memory, step.peak, *largest_batch(peak_of, memory))
 
 
+@contextmanager
+def _nothing_logged() -> Iterator[None]:
+    """FakeTensorMode logs the traceback of what it raises."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
 def _context(name: str, model: nn.Module) -> Callable[[], AbstractContextManager[object]]:
     import onetrip
 
     return partial(onetrip.patched, model, verify=False) if name.startswith("patched") else nullcontext
 
 
-def _check_memory(predicted: dict[str, StepBytes], device: torch.device) -> None:
-    """Raises UsageError where the columns, whose optimizers' states stand side by side, need more than is free."""
+def _check_memory(predicted: dict[str, StepBytes], by_hand: FormulaBytes, device: torch.device) -> None:
+    """Raises UsageError where the columns, whose optimizers' states stand side by side, need more than is free.
+
+    Where none of them could be predicted, the bytes a parameter alone.
+    """
     free = free_bytes(device)
     if free is None:
         return
     states = {name: step.optimizer_states for name, step in predicted.items() if name != "patched"}
     needed = max(
-        step.peak + sum(n for other, n in states.items() if other != ("eager" if name == "patched" else name))
-        for name, step in predicted.items()
+        (
+            step.peak + sum(n for other, n in states.items() if other != ("eager" if name == "patched" else name))
+            for name, step in predicted.items()
+        ),
+        default=by_hand.weights + by_hand.gradients + by_hand.optimizer_states,
     )
     if needed > free:
         raise UsageError(

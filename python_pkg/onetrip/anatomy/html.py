@@ -26,6 +26,11 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     if any(column["fit"] for column in columns.values()):
         parts.append(_fits(result, name))
     parts += [_figure(columns, name), _memory(result, name), *_saved(columns, name)]
+    parts += [
+        f"{COLUMNS[key]} is not predicted: {column['unpredicted']}"
+        for key, column in columns.items()
+        if column.get("unpredicted")
+    ]
     measured = {key: column["measured"] for key, column in columns.items() if column["measured"]}
     if measured:
         parts += [_times(measured, options["steps"], name), _operators(measured, name), _gpu(result, measured, name)]
@@ -96,7 +101,7 @@ def _fits(result: Mapping[str, Any], name: str) -> Table:
         if (fit := column["fit"])
     ]
     titles = ("", "predicted peak", "fits", "left over", "largest batch", "its peak")
-    note = "The driver, a CUDA context and workspaces of libraries come on top."
+    note = "Workspaces of libraries come on top; in a size, though not in a card's, the driver and a CUDA context too."
     return Table(f"Does it fit {result['options']['fits']}, {name}", titles, rows, note)
 
 

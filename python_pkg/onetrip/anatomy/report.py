@@ -162,7 +162,8 @@ def _fits(result: Comparison) -> Table:
     table = Table(
         title=f"Does it fit {result.options.fits} ({memory}), predicted for {result.device.type}",
         title_justify="left",
-        caption="Largest: the batch size that still fits. Driver, CUDA context, workspaces of libraries come on top.",
+        caption="Largest: the batch size that still fits. Workspaces of libraries come on top; in a size, though not\n"
+        "in a card's, driver and CUDA context too.",
         caption_justify="left",
     )
     for name in ("", "peak", "fits", "by", "largest", "its peak"):
@@ -189,6 +190,9 @@ def render(result: Comparison) -> RenderableType:
     if any(column.fit is not None for column in result.columns.values()):
         parts.append(_fits(result))
     parts += [_memory(result, names), *_saved(result, names)]
+    for name, column in result.columns.items():
+        if column.unpredicted:
+            parts.append(Text(f"{COLUMNS[name]} is not predicted: {column.unpredicted}", "dim"))
     if options.runs:
         parts += _times(result, names)
     return Group(*parts)
