@@ -16,6 +16,10 @@ GB = 10**9
         ("A100-40GB", 40 * GB),
         ("a100 40gb", 40 * GB),
         ("H200", 141 * GB),
+        ("RTX-4090", 24 * GB),
+        ("T4", 14 << 30),  # ECC takes one of its 16 GiB, driver and context another
+        ("l4", 43 << 29),
+        ("L40S", 44 << 30),
     ],
 )
 def test_memory_size(text, expected):
@@ -83,6 +87,12 @@ def test_fits_in_columns():
     above = anatomy.compare(again).columns["patched_adamw8bit"].fit
     assert not above.fits and above.margin < 0
     assert above.largest_batch == lean.largest_batch
+
+
+@pytest.mark.parametrize("asked", [{"fits": "40MB"}, {"predict_only": True}])
+def test_compiled_is_not_dropped_silently(asked):
+    with pytest.raises(anatomy.UsageError, match="--columns compiled can be measured only"):
+        anatomy.compare(anatomy.Options("tiny-bert", 1, 8, columns=("eager", "compiled"), **asked))
 
 
 def test_nothing_fits_where_the_weights_do_not():

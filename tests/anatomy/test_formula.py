@@ -15,9 +15,11 @@ BATCH, SEQUENCE = 4, 64
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["tiny-bert", "tiny-gpt2", "tiny-llama", "tiny-vit"])
+@pytest.mark.parametrize("name", ["tiny-bert", "tiny-gpt2", "tiny-llama", "tiny-llama, grouped heads", "tiny-vit"])
 def test_formula_is_within_five_percent(name, attention, dtype, device_type):
-    model_type, head, arguments = PRESETS[name]
+    model_type, head, arguments = PRESETS[name.split(",")[0]]
+    if "grouped heads" in name:
+        arguments = {**arguments, "num_key_value_heads": 1, "intermediate_size": 512, "vocab_size": 512}
     config = transformers.AutoConfig.for_model(model_type, **arguments)
     auto_class = getattr(transformers, f"AutoModelFor{head}")
     with torch.device("meta"):

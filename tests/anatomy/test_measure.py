@@ -105,6 +105,14 @@ def test_measure_step_of_a_model():
     assert calls[0][0] == 0 and calls[-1][:2] == (calls[0][1], calls[0][1])
 
 
+def test_what_ran_before_is_not_in_a_peak_s_caches(monkeypatch):
+    calls = []
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: calls.append(name) or 7)
+    assert anatomy.peak_memory_bytes(lambda: calls.append("run"), torch.device("cuda")) == 0
+    assert calls.index("empty_cache") < calls.index("reset_peak_memory_stats") < calls.index("run")
+
+
 def test_steps_must_be_positive():
     model, batch = tiny_bert()
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):

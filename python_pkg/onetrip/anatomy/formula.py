@@ -3,7 +3,8 @@
 What it is for: seeing where the bytes come from. Eager models of three families; predict.py knows every model and every
 column. T = batch x sequence tokens, h hidden, f intermediate, A = batch x heads x sequence^2 scores:
 
-    a layer keeps  T (2 norms: n h, n = 1 LayerNorm, 2 RMSNorm; their outputs 2 h; query, key, value, output 4 h;
+    a layer keeps  T (2 norms: n h, n = 1 LayerNorm, 2 RMSNorm; their outputs 2 h; query, key, value, output 4 h
+                      (of fewer key heads 2 h + 2 h kv/q, by a kernel that takes them as they are);
                       MLP m f, m = 2 erf-GELU (its input and output), 4 gated, 5 tanh-GELU written out;
                       2 dropouts: h each, of numbers on the CPU, of bytes on CUDA)
                    + A (scores kept: 0 by a flash kernel; 1 without, 3 with dropout of the weights: P, mask, dropped P)
@@ -60,7 +61,7 @@ class _Shape:
     fused_qkv: bool = False
     """Query, key and value are views of one tensor, which their saved views keep beside the copies in the KV cache."""
     key_share: float = 1.0
-    """Key heads beside query heads, where the attention kernel takes fewer."""
+    """Key heads beside query heads."""
     softmax_in_float32: bool = False
     """Of the eager attention function; its result is cast."""
 
@@ -94,10 +95,13 @@ def _activations(shape: _Shape, attention: str, size: int, device: str) -> dict[
         softmax = size if size == 4 or not shape.softmax_in_float32 else size + 4
         scores = n_scores * (softmax if shape.attention_dropout == 0.0 else softmax + size + mask)
     views = 0 if not shape.fused_qkv else 1 if attention == "eager" else 2
-    qkv = 3 * 4 if composed else (3 + views) * size
+    # Flash kernels take fewer key heads as they are; before all else key and value are repeated for each query head.
+    flash = attention != "eager" and not composed and (device == "cpu" or size == 2)
+    key = shape.key_share if flash else 1.0
+    qkv = 3 * 4 if composed else (1 + 2 * key + views) * size
     return {
         "norms": wide * norm * (2 * layers + 1 + shape.embedding_norm),
-        "attention": wide * (2 * size + qkv) * layers,
+        "attention": round(wide * (2 * size + qkv) * layers),
         "attention scores": scores,
         "MLP": layers * size * (wide + shape.mlp_tensors * shape.tokens * shape.intermediate),
         "dropout": wide * mask * (2 * layers * (shape.hidden_dropout > 0.0) + (shape.embedding_dropout > 0.0)),
@@ -134,5 +138,6 @@ def _shape(config: Any, batch: int, sequence: int) -> _Shape | None:
             batch * sequence, sequence, config.num_hidden_layers, config.hidden_size, config.intermediate_size,
             config.num_attention_heads, 4, True, 0.0, 0.0, config.attention_dropout, False, 1,
             batch * sequence * config.vocab_size, True, softmax_in_float32=True,
+            key_share=config.num_key_value_heads / config.num_attention_heads,
         )  # fmt: skip
     return None

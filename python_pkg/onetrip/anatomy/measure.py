@@ -129,6 +129,7 @@ def peak_memory_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 def _cuda_peak(run: Callable[[], object], device: torch.device) -> int:
     torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # what ran before leaves its blocks reserved
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run()
