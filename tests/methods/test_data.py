@@ -5,7 +5,7 @@ import pytest
 import torch
 from onetrip import anatomy
 from onetrip.methods import Recipe
-from onetrip.methods.data import IGNORED_LABEL, first_word_id, hashed_ids, make_data, prose
+from onetrip.methods.data import IGNORED_LABEL, first_word_id, hashed_ids, make_data, prose, split_rows
 
 
 def data_of(preset, **more):
@@ -81,12 +81,22 @@ def test_held_out_rows_are_not_trained_on(preset):
     trained = {tuple(row.tolist()) for row in data.training.rows}
     assert len(data.held_out.rows) == 4
     assert not any(tuple(row.tolist()) in trained for row in data.held_out.rows)
-    assert sum(len(batch["input_ids"]) for batch in data.held_out_batches(4, 3)) == 4
+    assert sum(len(batch["input_ids"]) for batch in data.held_out_batches(3)) == 4
+
+
+@pytest.mark.parametrize(("length", "n_held_out"), [(128, 32), (512, 31), (4000, 3), (20_000, 1), (100_000, 1)])
+def test_no_passage_of_what_is_held_out_is_trained_on(length, n_held_out):
+    words = torch.arange(31_761)  # as many as prose() has, all of them different
+    training, held_out = split_rows(words, length, 32, seed=0)
+    assert training.shape[1] == held_out.shape[1] == length
+    assert len(training) >= len(held_out) == n_held_out
+    assert not set(training.flatten().tolist()) & set(held_out.flatten().tolist())
 
 
 def test_long_sequences_leave_rows_to_train_on():
     data = data_of("small", sequence_length=20_000, n_held_out=8)
-    assert len(data.training.rows) >= 1 and len(data.held_out.rows) == 8
+    assert len(data.training.rows) == len(data.held_out.rows) == data.n_held_out == 1
+    assert sum(len(batch["input_ids"]) for batch in data.held_out_batches(3)) == 1
 
 
 @pytest.mark.parametrize("preset", ["small", "tiny-gpt2", "tiny-t5", "tiny-vit", "tiny-llama"])

@@ -159,6 +159,26 @@ def test_a_method_that_fails_is_reported_and_the_others_go_on(options, measuring
     assert methods.own_failures(result) == []
 
 
+@pytest.mark.parametrize(("name", "blamed"), [("adamw8bit", ["adamw8bit"]), ("sgd", [])])
+def test_a_method_whose_loss_is_not_finite_has_failed(options, measuring, figures, monkeypatch, name, blamed):
+    measure = methods.Session.measure
+
+    def diverge(self, method, advance):
+        return measure(self, method, advance) | ({"loss": None} if method.name == name else {})
+
+    monkeypatch.setattr(methods.Session, "measure", diverge)
+    result = methods.run(replace(options, only=(name,)))
+    entry = by_name(result)[name]
+    assert (entry["status"], entry["reason"]) == ("failed", "its loss is not finite after 23 steps")
+    assert "verdict" not in entry
+    assert methods.own_failures(result) == blamed
+
+
+def test_a_loss_that_is_not_a_number_is_none(session, monkeypatch):
+    monkeypatch.setattr(Trainer, "held_out_loss", lambda self: float("nan"))
+    assert session.measure(METHODS["sgd"], lambda what: None)["loss"] is None
+
+
 def test_a_baseline_that_fails_ends_the_run(options, measuring, monkeypatch):
     break_method(monkeypatch, "baseline", ValueError("no loss"))
     with pytest.raises(UsageError, match="small cannot be trained here: ValueError: no loss"):
@@ -247,6 +267,16 @@ def test_figures_of_another_run_are_not_mixed_in(options, measuring, change, wor
 def test_a_file_that_is_no_result(tmp_path, content):
     assert methods.load_previous(tmp_path) is None
     (tmp_path / "methods.json").write_text(content)
+    with pytest.raises(UsageError, match="is not a result of onetrip methods"):
+        methods.load_previous(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["options", "versions", "machine", "methods"])
+def test_a_result_with_a_part_that_is_not_one(options, measuring, tmp_path, part):
+    result = methods.run(replace(options, only=("sgd",)))
+    methods.write_json(result, tmp_path)
+    assert methods.load_previous(tmp_path) is not None
+    methods.write_json(result | {part: ["model"]}, tmp_path)
     with pytest.raises(UsageError, match="is not a result of onetrip methods"):
         methods.load_previous(tmp_path)
 

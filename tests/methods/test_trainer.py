@@ -6,6 +6,7 @@ from onetrip import anatomy
 from onetrip.methods import Recipe
 from onetrip.methods.data import make_data
 from onetrip.methods.trainer import Trainer, state_bytes, storage_bytes
+from onetrip.methods.zero import _single_process_group
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -90,22 +91,22 @@ def test_dropout_is_that_of_the_step_whoever_trains_in_between(source):
         for _ in range(3):
             torch.rand(100 * others)
             trainer.train_step()
-        losses.append(trainer.held_out_loss(4))
+        losses.append(trainer.held_out_loss())
     assert losses[0] == losses[1]
 
 
 def test_training_leaves_the_source_alone_and_learns(trainer, source):
     before = {name: p.clone() for name, p in source.named_parameters()}
     made = trainer()
-    start = made.held_out_loss(4)
+    start = made.held_out_loss()
     for _ in range(15):
         made.train_step()
-    assert made.held_out_loss(4) < start - 0.05
+    assert made.held_out_loss() < start - 0.05
     assert all(torch.equal(p, before[name]) for name, p in source.named_parameters())
 
 
 def test_held_out_loss_does_not_depend_on_the_batch(trainer):
-    assert trainer().held_out_loss(4) == pytest.approx(trainer(batch_size=3).held_out_loss(4), rel=1e-5)
+    assert trainer().held_out_loss() == pytest.approx(trainer(batch_size=3).held_out_loss(), rel=1e-5)
 
 
 def test_memory_of_the_methods_is_ordered_as_it_must_be(trainer):
@@ -152,7 +153,7 @@ def test_lora_trains_little(trainer):
     for each in (made, baseline):
         each.train_step()
     assert 0 < made.state_bytes() < baseline.state_bytes() / 2
-    assert made.held_out_loss(4) > 0
+    assert made.held_out_loss() > 0
 
 
 def test_patched_sites_are_counted(trainer):
@@ -160,3 +161,11 @@ def test_patched_sites_are_counted(trainer):
     made.train_step()
     assert made.patched_sites >= 4 and made.fallback_calls() == 0
     assert trainer().patched_sites is None
+
+
+@pytest.mark.parametrize(("device", "rank"), [("cpu", "0"), ("cuda", "0"), ("cuda:1", "1")])
+def test_the_local_rank_is_the_number_of_the_device(monkeypatch, device, rank):
+    given = {}
+    monkeypatch.setattr("onetrip.methods.zero.os.environ", given)
+    _single_process_group(torch.device(device))
+    assert (given["LOCAL_RANK"], given["RANK"], given["WORLD_SIZE"]) == (rank, "0", "1")

@@ -131,6 +131,7 @@ class Data:
     collate: Callable[[list[Sample]], Batch]
     tokens: str
     """How the text became ids: "tokenizer", "hashed words", or "images"."""
+    n_held_out: int
 
     def batches(self, recipe: Recipe) -> Iterator[Batch]:
         """The samples in their order, for ever. With workers they are prepared ahead, in processes of their own."""
@@ -140,9 +141,9 @@ class Data:
         sampler: Any = _Consecutive(recipe.batch_size)
         return iter(DataLoader(self.training, batch_sampler=sampler, collate_fn=self.collate, **more))
 
-    def held_out_batches(self, n_samples: int, batch_size: int) -> Iterator[Batch]:
-        for start in range(0, n_samples, batch_size):
-            stop = min(start + batch_size, n_samples)
+    def held_out_batches(self, batch_size: int) -> Iterator[Batch]:
+        for start in range(0, self.n_held_out, batch_size):
+            stop = min(start + batch_size, self.n_held_out)
             yield self.collate([self.held_out[index] for index in range(start, stop)])
 
 
@@ -171,11 +172,31 @@ def _tokenizer(name: str) -> Any:
         return None
 
 
+def split_rows(stream: Tensor, length: int, n_held_out: int, seed: int) -> tuple[Tensor, Tensor]:
+    """(Rows to train on, rows held out) that share no word of the text.
+
+    At most half of the rows are held out. A text too short for a row of each is halved, and each half repeated to fill
+    a row of its own.
+    """
+    if len(stream) < 2 * length:
+        halves = stream.tensor_split(2)
+        training, held_out = (half.repeat(-(-length // len(half)))[:length].view(1, length) for half in halves)
+        return training, held_out
+    rows = stream[: len(stream) // length * length].view(-1, length)
+    rows = rows[torch.randperm(len(rows), generator=_generator(seed, 0))]
+    n_held_out = min(n_held_out, len(rows) // 2)
+    return rows[n_held_out:], rows[:n_held_out]
+
+
 def make_data(name: str, model: nn.Module, sequence_length: int, n_held_out: int, seed: int) -> Data:
-    """Data for the head that the model has. name: as given to load_model; a folder may hold a tokenizer."""
+    """Data for the head that the model has. name: as given to load_model; a folder may hold a tokenizer.
+
+    n_held_out: of long rows the text has fewer, and no more than half of them are held out.
+    """
     config: Any = model.config
     if hasattr(config, "image_size"):
-        return Data(Images(config, seed), Images(config, seed, _HELD_OUT_IMAGES_START), collate_images, "images")
+        held_out_images = Images(config, seed, _HELD_OUT_IMAGES_START)
+        return Data(Images(config, seed), held_out_images, collate_images, "images", n_held_out)
     tokenizer = _tokenizer(name)
     text = prose()
     mask_id = first_word_id(config.vocab_size) - 1
@@ -185,13 +206,9 @@ def make_data(name: str, model: nn.Module, sequence_length: int, n_held_out: int
         ids = tokenizer(text.splitlines(), add_special_tokens=False, verbose=False)["input_ids"]
         stream, tokens = torch.tensor([token for paragraph in ids for token in paragraph]), "tokenizer"
         mask_id = mask_id if tokenizer.mask_token_id is None else tokenizer.mask_token_id
-    # A long row of a short text still has to leave some for training.
-    while len(stream) < 2 * n_held_out * sequence_length:
-        stream = stream.repeat(2)
-    rows = stream[: len(stream) // sequence_length * sequence_length].view(-1, sequence_length)
-    rows = rows[torch.randperm(len(rows), generator=_generator(seed, 0))]
+    training, held_out = split_rows(stream, sequence_length, n_held_out, seed)
     masked_lm = type(model).__name__.endswith("ForMaskedLM")
     collate: Callable[[list[Sample]], Batch] = collate_rows
     if masked_lm or getattr(config, "is_encoder_decoder", False):
         collate = MaskWords(mask_id, config.vocab_size, seed, whole_label=not masked_lm)
-    return Data(TokenRows(rows[n_held_out:]), TokenRows(rows[:n_held_out]), collate, tokens)
+    return Data(TokenRows(training), TokenRows(held_out), collate, tokens, len(held_out))

@@ -47,7 +47,7 @@ def run(
     session = Session(options)
     methods = chosen(options.only, options.combine, session.setting)
     result["model"] = {"name": options.model, "parameters": sum(p.numel() for p in session.source.parameters())}
-    result["data"] = {"tokens": session.data.tokens, "held_out_samples": session.n_held_out}
+    result["data"] = {"tokens": session.data.tokens, "held_out_samples": session.data.n_held_out}
     kept = {entry["name"]: entry for entry in (previous or {}).get("methods", ()) if entry["status"] == MEASURED}
     entries: dict[str, dict[str, Any]] = {}
     total, done = session.n_units * len(methods), 0
@@ -107,6 +107,8 @@ def _entry(session: Session, method: Method, advance: Callable[[str], None]) -> 
         return entry | {"status": FAILED, "reason": str(error)}
     except Exception as error:  # one method's failure, whatever it is, is a row of the table
         return entry | {"status": FAILED, "reason": reason_of(error)}
+    if figures["loss"] is None:  # what does not train is no method, however fast
+        return entry | {"status": FAILED, "reason": f"its loss is not finite after {figures['trained_steps']} steps"}
     return entry | {"status": MEASURED, "isolated": method.isolated, **figures}
 
 
@@ -196,9 +198,12 @@ def load_previous(folder: Path) -> dict[str, Any] | None:
     try:
         previous = json.loads(path.read_text())
         describe(previous)
-        if not all(previous["options"]) or not all(entry["name"] and entry["status"] for entry in previous["methods"]):
+        tables = [previous["options"], previous["versions"], *previous["methods"]]
+        if not all(isinstance(table, dict) for table in tables):
             raise ValueError
-    except (OSError, ValueError, KeyError, TypeError):
+        if not all(entry["name"] and entry["status"] for entry in previous["methods"]):
+            raise ValueError
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"--resume: {path} is not a result of onetrip methods") from None
     return previous
 

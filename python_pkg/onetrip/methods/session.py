@@ -66,17 +66,6 @@ class Options:
         )
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Memory that training may still take; None where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as file:
-            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-
-
 def check_fits(model: nn.Module, device: torch.device, free: int | None) -> None:
     """Raises UsageError where weights, gradients and AdamW's states alone are more than is free."""
     weights = anatomy.tensor_bytes(model.parameters())
@@ -104,16 +93,16 @@ class Session:
         self.device = options.torch_device()
         torch.manual_seed(options.seed)
         self.source = anatomy.load_model(options.model).to(getattr(torch, options.dtype))
-        check_fits(self.source, self.device, free_bytes(self.device))
+        check_fits(self.source, self.device, anatomy.free_bytes(self.device))
         # Raises UsageError for sequences that are too long for the model.
         anatomy.make_batch(self.source, 1, options.sequence_length)
-        self.n_held_out = max(_LEAST_HELD_OUT, options.batch_size)
         self._partner: Trainer | None = None
 
     @cached_property
     def data(self) -> Data:
         options = self.options
-        return make_data(options.model, self.source, options.sequence_length, self.n_held_out, options.seed)
+        n_held_out = max(_LEAST_HELD_OUT, options.batch_size)
+        return make_data(options.model, self.source, options.sequence_length, n_held_out, options.seed)
 
     @cached_property
     def setting(self) -> Setting:
@@ -177,7 +166,7 @@ class Session:
         trainer = self._trainer(recipe)
         try:
             advance("loss before")
-            loss_before = trainer.held_out_loss(self.n_held_out)
+            loss_before = trainer.held_out_loss()
             own, others = [], []
             for turn in range(options.warm_up + options.steps):
                 advance(f"{'step' if turn >= options.warm_up else 'warm-up'} {turn + 1}")
@@ -188,7 +177,7 @@ class Session:
                 if partner is not None and not turn % 2:
                     others.append(partner.timed_step())
             advance("loss after, memory")
-            loss_after = trainer.held_out_loss(self.n_held_out)
+            loss_after = trainer.held_out_loss()
             timed, timed_others = own[options.warm_up :], others[options.warm_up :]
             figures = {
                 "recipe": asdict(recipe),

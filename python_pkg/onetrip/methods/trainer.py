@@ -147,11 +147,11 @@ class Trainer:
         return self._now() - start
 
     @torch.no_grad()
-    def held_out_loss(self, n_samples: int) -> float:
+    def held_out_loss(self) -> float:
         """Mean loss of samples that no step sees, with dropout off, in the weights' dtype."""
         self.model.eval()
         total = n = 0.0
-        for batch in self.data.held_out_batches(n_samples, self.recipe.batch_size):
+        for batch in self.data.held_out_batches(self.recipe.batch_size):
             n_labels = int((batch["labels"] != IGNORED_LABEL).sum())
             total += n_labels * float(self.model(**self._to_device(batch)).loss)
             n += n_labels

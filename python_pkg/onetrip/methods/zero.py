@@ -13,12 +13,13 @@ from .optimizers import LEARNING_RATE
 from .trainer import Trainer
 
 
-def _single_process_group() -> None:
-    """What DeepSpeed reads of a launcher, for one process on a port that is free."""
+def _single_process_group(device: torch.device) -> None:
+    """What DeepSpeed reads of a launcher, for one process on this device and on a port that is free."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", port)):
+    # DeepSpeed takes the local rank for the number of the device.
+    for name, value in (("RANK", 0), ("LOCAL_RANK", device.index or 0), ("WORLD_SIZE", 1), ("MASTER_PORT", port)):
         os.environ[name] = str(value)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
 
@@ -29,7 +30,7 @@ class ZeroTrainer(Trainer):
     def _make_optimizer(self) -> Any:
         if self.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        _single_process_group()
+        _single_process_group(self.device)
         import deepspeed
 
         optimizer = super()._make_optimizer()
