@@ -146,8 +146,12 @@ def collect(output: Path, device: torch.device) -> int:
     found = merged(output)
     for path in results.write(found, output / "results"):
         print(f"wrote {path}")
+    for path in (path for kind in results.OTHERS for path in output.glob(f"parts/{kind}-*/{kind}.json")):
+        place = output / "results" / header(device)["machine"]["id"]
+        place.mkdir(parents=True, exist_ok=True)
+        print(f"wrote {shutil.copy(path, place)}")
     recorded = results.read(output / "results")
-    report.write_docs(recorded, output / "report.md")
+    report.write_docs(recorded, output / "report.md", output / "results")
     print(f"wrote {output / 'report.md'}")
     print(f"wrote {html_report.write(output / 'results', output / 'report.html').path}")
     return 0

@@ -36,6 +36,17 @@ _CASE_S: Mapping[str, Mapping[str, float]] = {
     "adam_training": {"cuda": 60.0, "cpu": 900.0},
 }
 """Guesses: a part that takes longer is cut at its limit, and its next estimate is what it took."""
+_MODELS: Mapping[str, tuple[str, ...]] = {
+    "cuda": ("bert-large", "--batch-size=4", "--sequence-length=512"),
+    "cpu": ("minilm", "--batch-size=4"),
+    "quick": ("tiny-bert", "--batch-size=2", "--sequence-length=16", "--steps=2"),
+}
+"""What `onetrip anatomy` and `onetrip methods` look at, by device."""
+_COLUMNS = "eager,patched,patched_adamw8bit"
+_COMMAND_S: Mapping[str, Mapping[str, float]] = {
+    "anatomy": {"cuda": 150.0, "cpu": 150.0, "quick": 60.0},
+    "methods": {"cuda": 300.0, "cpu": 450.0, "quick": 90.0},
+}
 _QUICK_S = {"training": 60.0, "adam_training": 30.0}
 
 
@@ -149,6 +160,21 @@ def _suite(suite: str, place: Place) -> Iterator[Part]:
         yield Part(full_name, proves, tuple(command), min(seconds, LIMIT_S), missing)
 
 
+def _commands(place: Place) -> Iterator[Part]:
+    """The other commands, which are sections of their own in the report."""
+    size = "quick" if place.quick else place.device.type
+    model, *options = _MODELS[size]
+    columns = _COLUMNS if place.quick else f"{_COLUMNS},compiled"
+    for command, proves, more in (
+        ("anatomy", "where the time and the memory of a step go, predicted and measured", (f"--columns={columns}",)),
+        ("methods", "which method improves speed and which saves memory", ("--resume",)),
+    ):
+        name = f"{command}-{model}"
+        where = (f"--device={place.device.type}", f"--output={place.output / 'parts' / name}")
+        words = ("onetrip", command, model, *options, *where, *more)
+        yield Part(name, f"{proves}: {model}", words, _COMMAND_S[command][size])
+
+
 def _last(place: Place) -> Iterator[Part]:
     yield Part("peers", "which other libraries raced, and why the rest did not", _own("peers", place), 30.0)
     yield Part("report", "everything that was found, on one page", _own("report", place), 25.0, always=True)
@@ -162,6 +188,7 @@ def parts(place: Place) -> list[Part]:
         *_gpu_tests(place),
         *sanitizers[:2],
         *(part for suite in SUITES for part in _suite(suite, place)),
+        *_commands(place),
         *sanitizers[2:],
         *_last(place),
     ]

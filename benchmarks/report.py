@@ -114,7 +114,7 @@ def render(recorded: dict[str, Results], folder: Path = RECORDED) -> str:
     return environment.from_string(TEMPLATE.read_text()).render(machines=machines)
 
 
-def write_docs(recorded: dict[str, Results], path: Path) -> None:
-    html.write(path, render(recorded))
+def write_docs(recorded: dict[str, Results], path: Path, folder: Path = RECORDED) -> None:
+    html.write(path, render(recorded, folder))
     for machine, results in recorded.items():
         figures.draw(machine, results, path.parent)

@@ -222,7 +222,8 @@ def test_on_a_card_nothing_is_left_out_and_every_part_ends_in_time(card, tmp_pat
     assert max(found.seconds for found in known) <= LIMIT_S < 480
     names = [found.name for found in known]
     assert len(set(names)) == len(names)
-    assert {"doctor", "environment", "peers", "report"} <= set(names)
+    model = "tiny-bert" if quick else "bert-large"
+    assert {"doctor", "environment", "peers", "report", f"anatomy-{model}", f"methods-{model}"} <= set(names)
     tools = ("memcheck", "racecheck", "initcheck", "synccheck")
     assert {f"sanitizer-{tool}-{backend}" for tool in tools for backend in ("cuda", "triton")} <= set(names)
 
@@ -262,10 +263,11 @@ def test_without_a_source_tree_the_gpu_tests_say_what_is_missing(card, tmp_path)
 # Results of the parts of a suite, put together; and the command itself.
 
 
-def test_two_real_parts_and_the_report(tmp_path):
+def test_real_parts_and_the_report(tmp_path):
     command = [sys.executable, "-m", "onetrip.benchmarks", "--everything", "--quick", "--device=cpu"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    words = ["--part=environment", "--part=adam_streams", "--part=gpu-tests-large", f"--output={tmp_path}"]
+    names = ("environment", "adam_streams", "gpu-tests-large", "anatomy-tiny-bert")
+    words = [*(f"--part={name}" for name in names), f"--output={tmp_path}"]
     done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     found = state(tmp_path)
@@ -274,6 +276,7 @@ def test_two_real_parts_and_the_report(tmp_path):
         "environment": "passed",
         "gpu-tests-large": "skipped",
         "adam_streams": "passed",
+        "anatomy-tiny-bert": "passed",
         "report": "passed",
     }
     machine = found["machine"]["id"]
@@ -282,7 +285,8 @@ def test_two_real_parts_and_the_report(tmp_path):
     verified = json.loads((tmp_path / "results" / machine / "everything.json").read_text())["cases"]
     assert {"adam_streams", "gpu-tests-large"} <= {entry["case"] for entry in verified}
     assert "outlier" in (tmp_path / "report.md").read_text()
-    assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert "tiny-bert" in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "results" / machine / "anatomy.json").is_file()
     assert "torch" in json.loads((tmp_path / "environment.json").read_text())["packages"]
 
 
