@@ -17,28 +17,40 @@ struct BackwardChunk {
   Chunk<T, kChunkColumns> dy, p;
 };
 
+// Leaves zeros from column `seen` on.
+template <typename T>
+__device__ __forceinline__ void hide(Chunk<T, kChunkColumns>& chunk, int seen) {
+#pragma unroll
+  for (int w = 0; w < Chunk<T, kChunkColumns>::kWords; ++w) {
+    if constexpr (sizeof(T) == 4) {
+      chunk.word[w] = w < seen ? chunk.word[w] : 0;
+    } else {
+      chunk.word[w] = 2 * w + 1 < seen ? chunk.word[w] : 2 * w < seen ? chunk.word[w] & 0xFFFF : 0;
+    }
+  }
+}
+
+// dy and p of a chunk; 0 from column `visible` of the row on.
 template <typename T, typename Col>
 __device__ __forceinline__ void load_backward(BackwardChunk<T>& chunk, const SoftmaxBackward& args, bool vector_access,
                                               int64_t row, Col col, Col visible) {
   const int valid = valid_columns<kChunkColumns>(col, visible, vector_access);
   load_chunk(chunk.dy, args.dy, row * args.dy_row_stride + col, vector_access, valid);
   load_chunk(chunk.p, args.p, row * args.p_row_stride + col, vector_access, valid);
+  const int seen = visible_columns(col, visible);
+  if (seen < valid) {  // where a vector holds the last visible column
+    hide(chunk.dy, seen);
+    hide(chunk.p, seen);
+  }
 }
 
-// P and dP of a chunk of which so many columns are to be seen; past them both are 0. They are computed twice, before
-// and after the sum over the row, and no product is left to be fused with what follows: the bits are the same.
+// P and dP of a chunk. Past what is visible both are 0. They are computed twice, before and after the sum over the row,
+// and no product is left to be fused with what follows: the bits are the same.
 template <typename T>
-__device__ __forceinline__ void unpack_backward(const BackwardChunk<T>& chunk, const SoftmaxBackward& args, int seen,
+__device__ __forceinline__ void unpack_backward(const BackwardChunk<T>& chunk, const SoftmaxBackward& args,
                                                 float (&p)[kChunkColumns], float (&dp)[kChunkColumns]) {
   unpack(chunk.dy, dp);
   unpack(chunk.p, p);
-  if (seen < kChunkColumns) {
-#pragma unroll
-    for (int i = 0; i < kChunkColumns; ++i) {
-      dp[i] = i < seen ? dp[i] : 0.0f;
-      p[i] = i < seen ? p[i] : 0.0f;
-    }
-  }
   if (!args.has_dropout) return;
 #pragma unroll
   for (int i = 0; i < kChunkColumns; ++i) {
@@ -48,9 +60,9 @@ __device__ __forceinline__ void unpack_backward(const BackwardChunk<T>& chunk, c
 }
 
 template <typename T>
-__device__ __forceinline__ float dot_product(const BackwardChunk<T>& chunk, const SoftmaxBackward& args, int seen) {
+__device__ __forceinline__ float dot_product(const BackwardChunk<T>& chunk, const SoftmaxBackward& args) {
   float p[kChunkColumns], dp[kChunkColumns], sum = 0.0f;
-  unpack_backward(chunk, args, seen, p, dp);
+  unpack_backward(chunk, args, p, dp);
 #pragma unroll
   for (int i = 0; i < kChunkColumns; ++i) sum = fmaf(p[i], dp[i], sum);
   return sum;
@@ -61,11 +73,11 @@ template <typename T, typename Col>
 __device__ __forceinline__ void finish_chunk(float (&g)[kChunkColumns], const BackwardChunk<T>& chunk,
                                              const SoftmaxBackward& args, float dot, bool vector_access, int64_t row,
                                              Col col, Col n_cols, Col visible) {
-  const int seen = visible_columns(col, visible);
   float p[kChunkColumns];
-  unpack_backward(chunk, args, seen, p, g);
+  unpack_backward(chunk, args, p, g);
 #pragma unroll
   for (int i = 0; i < kChunkColumns; ++i) g[i] = __fmul_rn(p[i], g[i] - dot);
+  const int seen = visible_columns(col, visible);
   if (seen < kChunkColumns) {
 #pragma unroll
     for (int i = 0; i < kChunkColumns; ++i) g[i] = i < seen ? g[i] : 0.0f;  // where dot is NaN too
@@ -113,9 +125,7 @@ __global__ void __launch_bounds__(kChunks == 1 ? kRowsThreads : kMaxThreads, kCh
   float dot = 0.0f;
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    if (k == 0 || k * step < visible) {
-      dot += dot_product(chunk[k], args, visible_columns(first_col + k * step, visible));
-    }
+    if (k == 0 || k * step < visible) dot += dot_product(chunk[k], args);
   }
   if constexpr (kChunks == 1) {
     dot = lanes_sum(dot, count);
@@ -207,7 +217,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     forget(col);
     BackwardChunk<T> chunk;
     load_backward(chunk, args, kFast, rows.row(), col, visible);
-    const float dot = row_sum(dot_product(chunk, args, visible_columns(col, visible)));
+    const float dot = row_sum(dot_product(chunk, args));
     float g[kChunkColumns];
     finish_chunk(g, chunk, args, dot, kFast, rows.row(), col, n_cols, visible);
 #pragma unroll
@@ -265,7 +275,7 @@ __global__ void __launch_bounds__(kWideThreads, kWideBlocks)
           kept_word(tile, kWords + w) = chunk.p.word[w];
         }
       }
-      dot += dot_product(chunk, args, visible_columns(col, visible));
+      dot += dot_product(chunk, args);
     }
     dot = row_sum(dot);
     tile = 0;

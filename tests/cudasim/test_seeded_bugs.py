@@ -51,8 +51,8 @@ SOFTMAX_BUGS = {
     "hidden_rows_divide_by_zero": Bug(FORWARD, "sum == 0.0f ? 0.0f : 1.0f / sum", "1.0f / sum"),
     "masked_rows_subtract_infinity": Bug(FORWARD, "largest == minus_infinity() ? 0.0f : largest", "largest"),
     "causal_off_by_one": Bug(COMMON, "n_queries.divisor + query + 1", "n_queries.divisor + query"),
-    "hidden_gradient_in_the_sum": Bug(BACKWARD, "dp[i] = i < seen ? dp[i] : 0.0f;", ""),
-    "hidden_columns_share_nan": Bug(BACKWARD, "g[i] = i < seen ? g[i] : 0.0f;", ""),
+    "hidden_gradient_in_the_sum": Bug(BACKWARD, "    hide(chunk.dy, seen);\n", ""),
+    "hidden_columns_share_nan": Bug(BACKWARD, "g[i] = i < seen ? g[i] : 0.0f;", "g[i] = g[i];"),
     "mask_dimensions_exchanged": Bug(FORWARD, "divide(rest) * rows.strides[k]", "divide(rest) * rows.strides[4 - k]"),
     "sign_set_where_kept": Bug(FORWARD, "!= 0 ? value[i] : -value[i]", "== 0 ? value[i] : -value[i]"),
     "wide_sum_not_rescaled": Bug(FORWARD, "fmaf(sum, exponential(before, subtrahend), chunk_sum)", "sum + chunk_sum"),
@@ -113,6 +113,7 @@ def check_softmax(driver: Path, folder: Path) -> None:
     bias = {"dtype": torch.bfloat16, "mask": torch.float32, "mask_has": (False, True, False, True), "dropout_p": 0.3}
     chosen = [
         Call("causal", (2, 3, 5), 1001, **padding, causal=True, special=(float("nan"),)),
+        Call("causal vectors", (2, 3, 5), 1008, **padding, causal=True),
         Call("bias", (5, 2, 69), 300, **bias),
         Call("wide", (2, 1, 1), 16392, **padding, orders=(0,)),
     ]
