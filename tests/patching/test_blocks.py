@@ -221,7 +221,7 @@ def test_a_block_whose_source_lies_fails_verification() -> None:
     Block_.forward.__code__ = Scales.forward.__code__
     source = OneExpression.forward.__code__
     Block_.forward.__code__ = Block_.forward.__code__.replace(
-        co_firstlineno=source.co_firstlineno, co_name=source.co_name
+        co_filename=source.co_filename, co_firstlineno=source.co_firstlineno, co_name=source.co_name
     )
     block = Block_()
     report = patch_model(block, patterns=["dropout_add_norm"])
