@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_backward(BackwardChunk<T>& chunk, const Sof
   load_chunk(chunk.dy, args.dy, row * args.dy_row_stride + col, vector_access, valid);
   load_chunk(chunk.p, args.p, row * args.p_row_stride + col, vector_access, valid);
   const int seen = visible_columns(col, visible);
-  if (seen < valid) {  // where a vector holds the last visible column
+  if (vector_access && seen < valid) {  // the vector holds the last visible column
     hide(chunk.dy, seen);
     hide(chunk.p, seen);
   }
@@ -219,6 +219,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     load_backward(chunk, args, kFast, rows.row(), col, visible);
     const float dot = row_sum(dot_product(chunk, args));
     float g[kChunkColumns];
+    forget(chunk.dy), forget(chunk.p);
     finish_chunk(g, chunk, args, dot, kFast, rows.row(), col, n_cols, visible);
 #pragma unroll
     for (int j = 0; j < kChunkColumns; ++j) sum[j] += g[j];

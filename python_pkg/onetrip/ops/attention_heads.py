@@ -1,7 +1,7 @@
 """Attention between its operands: two products of matrices and a softmax, and the gradients of all three.
 
-On a CPU a few heads are taken at a time (cuts), as many as a core's cache holds scores of: the next operation reads
-from there what the last one wrote, and backward has the memory of one cut.
+On a CPU a few heads are taken at a time (cuts), so that backward has the temporaries of one cut, not of all scores. It
+takes as long as all at once.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _product(a: Tensor, b: Tensor, alpha: float, out: Tensor | None = None) -> T
     return torch.baddbmm(a.new_empty(1, 1, 1), a, b, beta=0.0, alpha=alpha, out=out)
 
 
-# Scores that are worked on at a time on a CPU, a thread: what a core's second cache holds.
-_CUT_BYTES = 2 << 20
+# Scores that are worked on at a time on a CPU, a thread.
+_CUT_BYTES = 4 << 20
 
 _Cut = tuple[slice, slice]
 """Of batches and of key heads."""
@@ -52,8 +52,7 @@ _EVERYTHING: _Cut = (slice(None), slice(None))
 
 
 def _cuts(query: Tensor, key: Tensor, n_cols: int, backend: str) -> list[_Cut]:
-    """Of batches and key heads: on a CPU such that scores stay in its caches from one operation to the next. Elsewhere
-    a launch costs more."""
+    """Of batches and key heads. Elsewhere than on a CPU launches cost more than temporaries."""
     batch, n_heads, n_queries, _ = query.shape
     n_key_heads = key.shape[1]
     bytes_of_one = query.element_size() * (n_heads // n_key_heads) * n_queries * n_cols
