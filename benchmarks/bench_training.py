@@ -24,6 +24,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 ROUNDS, QUICK_ROUNDS, WARM_UP = 7, 2, 1
+AT_ONCE = {"cpu": 4, "cuda": 1}
+"""How many variants take turns, and are in memory: on a card, whose clock is steady, each may need it all."""
 PHASES = ("forward", "backward", "optimizer")
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """How far the loss without dropout may be from the first variant's, relative to it where it is above 1."""
@@ -273,19 +275,17 @@ def test_training(case: TrainingCase, device: torch.device, quick: bool, benchma
     if reason := unavailable(case, device):
         pytest.skip(reason)
     found = _Found(case, device, QUICK_ROUNDS if quick else ROUNDS)
-    variants = VARIANTS
+    variants, at_once = VARIANTS, AT_ONCE[device.type]
     if quick:
         found.unavailable["torch.compile"] = "left out of quick runs: it compiles for minutes"
         variants = tuple(variant for variant in VARIANTS if not variant.compiled)
 
     def run() -> None:
-        if device.type == "cpu":
-            found.race(variants)
-            return
-        for variant in variants:  # one at a time: each may need the whole card, and a card's clock is steady
-            found.race((variant,))
+        for first in range(0, len(variants), at_once):
+            found.race(variants[first : first + at_once])
             gc.collect()
-            torch.cuda.empty_cache()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
 
     benchmark.pedantic(run, rounds=1)
     benchmark.extra_info["record"] = {
