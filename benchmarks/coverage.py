@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from onetrip import html
 from onetrip.patching.attention import read_interface
 from onetrip.patching.eager import EagerFunction, read_eager_function
 from onetrip.patching.norms import Unsuitable
@@ -26,7 +27,7 @@ from onetrip.patching.windows import Windows, read_windows
 from rich.progress import track
 
 from .machine import header
-from .results import SCHEMA, replace_file, unwritable
+from .results import SCHEMA, unwritable
 
 EAGER = "eager_attention_forward"
 
@@ -97,7 +98,7 @@ def main(words: Sequence[str] | None = None) -> int:
     print(json.dumps({key: value for key, value in found.items() if key not in head}, indent=1))
     if arguments.output is not None:
         path = arguments.output / f"transformers-{transformers.__version__}.json"
-        replace_file(path, json.dumps(found, indent=1) + "\n")
+        html.write(path, json.dumps(found, indent=1) + "\n")
         print(f"wrote {path}", file=sys.stderr)
     return 0
 

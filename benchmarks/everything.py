@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from onetrip import html
 
 from . import gpu_tests
 from .machine import header
 from .parts import LIMIT_S, Part, Place
 from .parts import parts as all_parts
-from .results import SCHEMA, replace_file, unwritable
+from .results import SCHEMA, unwritable
 from .store import fingerprint
 
 PASSED, FAILED, SKIPPED, UNFINISHED = "passed", "failed", "skipped", "unfinished"
@@ -58,7 +59,7 @@ class State:
         self.write()
 
     def write(self) -> None:
-        replace_file(self._path, json.dumps(self.content, indent=1) + "\n")
+        html.write(self._path, json.dumps(self.content, indent=1) + "\n")
 
 
 def _id(commit: Mapping[str, Any] | None) -> str | None:

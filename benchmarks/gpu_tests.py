@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from onetrip import html
 
 from .machine import checkout
-from .results import replace_file
 
 _VARIABLE = "ONETRIP_GPU_TESTS"
 _BROKEN_CONTEXT = 9  # exit code of a process that the plugin ends
@@ -219,7 +219,7 @@ def _expect_failures_again(record: Path) -> None:
             reason = entry.get("reason", "it was stopped with everything else")
             kept.append({"test": entry["test"], "outcome": _AGAIN, "reason": reason, "seconds": 0.0})
     if record.exists():
-        replace_file(record, "".join(json.dumps(entry) + "\n" for entry in kept))
+        html.write(record, "".join(json.dumps(entry) + "\n" for entry in kept))
 
 
 def _work(shard: Shard, tree: Path, record: Path, worker: int, workers: int, deadline: float) -> str:

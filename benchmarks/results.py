@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from onetrip import html
 
 from .machine import PACKAGE
 
@@ -38,28 +38,13 @@ def bench_file(suite: str) -> Path:
 
 
 def unwritable(folder: Path) -> str:
-    """Why nothing can be written into the folder (made if need be); empty where it can."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return ""
-    except OSError as error:
-        return f"cannot write to {folder}: {error.strerror}"
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Whole or not at all: whoever reads the path meanwhile finds what was there before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Why nothing could be written into the folder, which need not be there yet; empty where it could."""
+    reason = html.unwritable(folder)
+    return reason and f"cannot write to {folder}: {reason}"
 
 
 def write_suite(path: Path, content: dict[str, Any]) -> None:
-    replace_file(path, json.dumps(rounded(content), indent=1) + "\n")
+    html.write(path, json.dumps(rounded(content), indent=1) + "\n")
 
 
 def write(results: Results, folder: Path) -> list[Path]:

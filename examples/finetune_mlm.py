@@ -32,6 +32,7 @@ import onetrip
 import torch
 import torch.nn.functional as F
 from onetrip import anatomy
+from onetrip.methods.data import prose
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -46,19 +47,6 @@ RUNS = {
     "patched + AdamW8bit": onetrip.optim.AdamW8bit,
 }
 """Each with its optimizer. In result.json the last is "patched_AdamW8bit"."""
-
-
-def prose() -> list[str]:
-    """Paragraphs of Python's language reference: running text only, no headings, code, grammar or tables."""
-    from pydoc_data.topics import topics
-
-    paragraphs = []
-    for topic in sorted(topics):
-        for block in re.split(r"\n\s*\n", topics[topic]):
-            text = " ".join(block.split())
-            if re.match(r"[A-Z]", block) and re.search(r"[.:!?]$", text) and len(text.split()) >= 8:
-                paragraphs.append(text)
-    return list(dict.fromkeys(paragraphs))
 
 
 def token_rows(tokenizer: Any, paragraphs: list[str], sequence_length: int) -> Tensor:

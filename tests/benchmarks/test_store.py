@@ -1,7 +1,6 @@
 """Results while they are made: on disk after every case, continued by the same code only, never mixed."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -145,20 +144,6 @@ def test_without_a_folder_nothing_is_written() -> None:
     running.finish()
     assert running.paths() == []
     assert running.results["softmax"]["cases"] == [record("a")]
-
-
-def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file.json"
-    results.replace_file(path, "before")
-
-    def full(source: Path, target: Path) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="disk full"):
-        results.replace_file(path, "after")
-    assert path.read_text() == "before"
-    assert files(tmp_path) == ["file.json"]
 
 
 def test_the_fingerprint_is_that_of_the_code() -> None:

@@ -28,7 +28,7 @@ _SAMPLE_SEED_STRIDE = 1_000_003  # seeds of two runs share no samples' seeds unt
 _HELD_OUT_IMAGES_START = 1 << 30
 
 
-def prose() -> str:
+def prose() -> list[str]:
     """Paragraphs of running text out of pydoc_data.topics, without headings, code, grammar and tables."""
     from pydoc_data.topics import topics
 
@@ -38,7 +38,7 @@ def prose() -> str:
             text = " ".join(block.split())
             if re.match(r"[A-Z]", block) and re.search(r"[.:!?]$", text) and len(text.split()) >= 8:
                 paragraphs.append(text)
-    return "\n".join(dict.fromkeys(paragraphs))
+    return list(dict.fromkeys(paragraphs))
 
 
 def first_word_id(vocab_size: int) -> int:
@@ -198,12 +198,12 @@ def make_data(name: str, model: nn.Module, sequence_length: int, n_held_out: int
         held_out_images = Images(config, seed, _HELD_OUT_IMAGES_START)
         return Data(Images(config, seed), held_out_images, collate_images, "images", n_held_out)
     tokenizer = _tokenizer(name)
-    text = prose()
+    paragraphs = prose()
     mask_id = first_word_id(config.vocab_size) - 1
     if tokenizer is None:
-        stream, tokens = hashed_ids(text, config.vocab_size), "hashed words"
+        stream, tokens = hashed_ids("\n".join(paragraphs), config.vocab_size), "hashed words"
     else:
-        ids = tokenizer(text.splitlines(), add_special_tokens=False, verbose=False)["input_ids"]
+        ids = tokenizer(paragraphs, add_special_tokens=False, verbose=False)["input_ids"]
         stream, tokens = torch.tensor([token for paragraph in ids for token in paragraph]), "tokenizer"
         mask_id = mask_id if tokenizer.mask_token_id is None else tokenizer.mask_token_id
     training, held_out = split_rows(stream, sequence_length, n_held_out, seed)
