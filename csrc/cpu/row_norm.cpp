@@ -113,9 +113,13 @@ int row_norm_backward(const RowNormBackward& args) {
   const auto project_block = with_type(args.y_dtype, [&](auto y) {
     return with_type(args.z_dtype, [](auto z) { return &project<decltype(y), decltype(z)>; });
   });
+  const bool has_dropout = args.dropout.threshold != 0;
+  const bool is_norm = args.dy && args.dx && !args.dz && !args.dresidual && !args.dbias && !has_dropout;
   const auto propagate_block = with_type(args.x_dtype, [&](auto x) {
+    using X = decltype(x);
+    if (is_norm) return &propagate<true, X, X, X>;
     return with_type(args.dresidual ? args.residual_dtype : args.x_dtype, [&](auto r) {
-      return with_type(args.z_dtype, [](auto d) { return &propagate<decltype(x), decltype(r), decltype(d)>; });
+      return with_type(args.z_dtype, [](auto d) { return &propagate<false, X, decltype(r), decltype(d)>; });
     });
   });
 
@@ -132,7 +136,6 @@ int row_norm_backward(const RowNormBackward& args) {
   for (Sum& sum : sums) sum.slot = sum.to ? n_wanted++ : 0;
   const int64_t part_floats = n_wanted * partition.slot_floats;
 
-  const bool has_dropout = args.dropout.threshold != 0;
   const int64_t rows_per_block = clamp(kBlockElements / n_cols, DropoutMask::kMaxSplitRows, kMaxBlockRows);
   const bool draws_columns = has_dropout && rows_per_block * n_cols > DropoutMask::kWholeRows;
   const int64_t cols_per_draw = draws_columns ? DropoutMask::kColumns : n_cols;

@@ -85,6 +85,24 @@ ONETRIP_INLINE float sum_lanes(F v) {
   return (part[0][0] + part[0][2]) + (part[0][1] + part[0][3]);
 }
 
+// The same of two vectors at once.
+struct LaneSums {
+  float a, b;
+};
+ONETRIP_INLINE LaneSums sum_lanes(F a, F b) {
+#if defined(__AVX512F__)
+  constexpr int kLowHalves = 0x44, kHighHalves = 0xEE, kOtherQuarters = 0xB1;
+  const __m512 halves = _mm512_add_ps(_mm512_shuffle_f32x4((__m512)a, (__m512)b, kLowHalves),
+                                      _mm512_shuffle_f32x4((__m512)a, (__m512)b, kHighHalves));
+  __m512 sums = _mm512_add_ps(halves, _mm512_shuffle_f32x4(halves, halves, kOtherQuarters));
+  sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0x4E));
+  sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0xB1));
+  return {_mm512_cvtss_f32(sums), _mm_cvtss_f32(_mm512_extractf32x4_ps(sums, 2))};
+#else
+  return {sum_lanes(a), sum_lanes(b)};
+#endif
+}
+
 ONETRIP_INLINE F keep_lanes(F v, All) { return v; }
 ONETRIP_INLINE F keep_lanes(F v, First lanes) {
   U index;
