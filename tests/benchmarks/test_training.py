@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,14 @@ pytest.importorskip("transformers")
 
 from onetrip.benchmarks import bench_training
 from onetrip.benchmarks.bench_training import Trainer
+
+
+def test_what_a_card_alone_can_hold_is_skipped_elsewhere():
+    """pytest imports the suite as another module than the command: the same classes are two."""
+    command = [sys.executable, "-c", "from onetrip.cli import main; main()", "bench", "--only", "training-bert_large"]
+    run = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0
+    assert len(re.findall("full size: for a card", run.stderr)) == 4
 
 
 def test_the_loss_that_is_checked_is_of_what_is_timed(monkeypatch):
