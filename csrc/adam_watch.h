@@ -67,6 +67,10 @@ class AdamWatch {
       if (!PyList_CheckExact(members.ptr()) || PyList_GET_SIZE(members.ptr()) != group_sizes_[group++])
         return pybind11::none();
       for (Py_ssize_t k = 0; k < PyList_GET_SIZE(members.ptr()); ++k, ++i) {
+        if (i + kAhead < params_.size()) {
+          fetch(params_[i + kAhead].hint);
+          fetch(params_[i + kAhead].grad_hint);
+        }
         PyObject* param = PyList_GET_ITEM(members.ptr(), k);
         dlpack::Tensor tensor;
         if (param != params_[i].object || !types_.knows(param, &tensor) || address(tensor) != params_[i].address ||
@@ -76,6 +80,7 @@ class AdamWatch {
         PyList_SET_ITEM(grads.ptr(), static_cast<Py_ssize_t>(i), grad);
         if (!types_.knows(grad, &tensor) || !is_like(tensor, params_[i], params_[i].grad_dtype) || is_negated(i, grad))
           return pybind11::none();
+        params_[i].grad_hint = {grad, tensor.sizes};
         found_.push_back(address(tensor));
       }
     }
@@ -93,6 +98,10 @@ class AdamWatch {
     uint8_t type_code, type_bits;
     uint16_t type_lanes;
   };
+  // Where an object and what its tensor knows of itself were seen. Only to be fetched: they may be gone.
+  struct Hint {
+    const void *object, *tensor;
+  };
   struct Param {
     PyObject* object;
     int64_t address;
@@ -100,15 +109,25 @@ class AdamWatch {
     int32_t device_type, device_index, n_dims;
     size_t first_size;  // in sizes_
     int64_t numel;
+    Hint hint, grad_hint;
   };
   struct State {
     PyObject* dict;
     Py_ssize_t n;
+    const char* table_hint;  // of its entries
   };
   struct Large {
     PyObject* object;
     int64_t address;
   };
+  // What is looked at is scattered over memory. 10,000 parameters of 100 elements after another optimizer's step, on
+  // two cores: 5.0 ms, 7.0 without.
+  static constexpr size_t kAhead = 6;
+  static void fetch(const Hint& hint) {
+    __builtin_prefetch(hint.object, 1);
+    const char* tensor = static_cast<const char*>(hint.tensor);
+    for (int line = -2; line <= 1; ++line) __builtin_prefetch(tensor + line * 64);
+  }
   static constexpr int64_t kLarge = 4096;  // elements of a moment; the tensors of smaller states are only kept alive
 
   static int64_t address(const dlpack::Tensor& tensor) {
@@ -141,19 +160,30 @@ class AdamWatch {
       group_sizes_.push_back(PyList_Size(members.ptr()));
       for (const pybind11::handle param : pybind11::reinterpret_borrow<pybind11::list>(members)) {
         if (!types_.knows(param.ptr(), &tensor) || !is_contiguous(tensor)) return false;
-        Param known = {param.ptr(),         address(tensor), dtype(tensor), {}, tensor.device_type,
-                       tensor.device_index, tensor.n_dims,   sizes_.size(), 1};
+        Param known = {param.ptr(),
+                       address(tensor),
+                       dtype(tensor),
+                       {},
+                       tensor.device_type,
+                       tensor.device_index,
+                       tensor.n_dims,
+                       sizes_.size(),
+                       1,
+                       {param.ptr(), tensor.sizes},
+                       {}};
         for (int k = 0; k < tensor.n_dims; ++k) known.numel *= tensor.sizes[k];
         sizes_.insert(sizes_.end(), tensor.sizes, tensor.sizes + tensor.n_dims);
         const auto grad = pybind11::reinterpret_steal<pybind11::object>(gradient(param.ptr()));
         if (!types_.knows(grad.ptr(), &tensor)) return false;
         known.grad_dtype = dtype(tensor);
+        known.grad_hint = {grad.ptr(), tensor.sizes};
         params_.push_back(known);
       }
     }
     for (const pybind11::handle state : states) {
       if (!PyDict_CheckExact(state.ptr())) return false;
-      states_.push_back({state.ptr(), PyDict_GET_SIZE(state.ptr())});
+      const auto* dict = reinterpret_cast<const PyDictObject*>(state.ptr());
+      states_.push_back({state.ptr(), dict->ma_used, reinterpret_cast<const char*>(dict->ma_keys)});
       const size_t first = large_.size();
       int64_t most = 0;
       PyObject *key, *value;
@@ -171,7 +201,13 @@ class AdamWatch {
   }
   bool same_states() const {
     auto known = state_tensors_.begin();
-    for (const State& state : states_) {
+    for (size_t i = 0; i < states_.size(); ++i) {
+      const State& state = states_[i];
+      if (i + kAhead < states_.size()) {
+        const State& next = states_[i + kAhead];
+        __builtin_prefetch(next.dict);
+        for (int line = 0; line < 3; ++line) __builtin_prefetch(next.table_hint + line * 64);
+      }
       if (PyDict_GET_SIZE(state.dict) != state.n) return false;
       PyObject *key, *value;
       for (Py_ssize_t at = 0; PyDict_Next(state.dict, &at, &key, &value); ++known)
