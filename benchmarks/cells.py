@@ -11,11 +11,17 @@ Times = dict[str, Any]
 """A pass of a provider: median_ms, p20_ms, p80_ms, gb_per_s, share_of_copy."""
 
 
+def three_digits(value: float) -> str:
+    """Three significant digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
 def milliseconds(times: Times | None) -> Cell | None:
     """The median, and the 20th and 80th percentile in brackets."""
     if times is None:
         return None
-    return Cell(times["median_ms"], f"{times['median_ms']:.3g} ({times['p20_ms']:.3g}–{times['p80_ms']:.3g})")
+    median, p20, p80 = (three_digits(times[name]) for name in ("median_ms", "p20_ms", "p80_ms"))
+    return Cell(times["median_ms"], f"{median} ({p20}–{p80})")
 
 
 def microseconds(times: Times | None) -> Cell | None:

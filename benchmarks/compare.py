@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from .cells import three_digits
 from .options import UsageError
 from .results import PARTIAL, read_suite
 
@@ -190,7 +191,7 @@ def compare(before: Path, after: Path) -> Comparison:
 
 def _text(figures: Figures) -> str:
     unit = "µs" if figures.unit == "us" else figures.unit
-    return f"{figures.median:.3g} {unit} ({figures.p20:.3g}–{figures.p80:.3g})"
+    return f"{three_digits(figures.median)} {unit} ({three_digits(figures.p20)}–{three_digits(figures.p80)})"
 
 
 def _speed(ratio: float) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from onetrip.benchmarks.cells import three_digits
 from onetrip.benchmarks.command import app
 from typer.testing import CliRunner, Result
 
@@ -188,3 +189,10 @@ def test_a_folder_without_results_exits_2(make: Make, tmp_path: Path) -> None:
     result = run(good, tmp_path / "empty")
     assert result.exit_code == 2
     assert "no results of a suite in it" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.01234, "0.0123"), (9.876, "9.88"), (999.4, "999"), (999.6, "1,000"), (12345.6, "12,346")]
+)
+def test_times_are_written_out(value: float, text: str) -> None:
+    assert three_digits(value) == text
