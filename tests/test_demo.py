@@ -71,13 +71,6 @@ def test_same_seed_same_losses(demo, monkeypatch, tmp_path):
     assert first["patched"]["steps"][-1]["loss"] != first["unpatched"]["steps"][-1]["loss"]  # their own dropout masks
 
 
-def test_prose_is_running_text(demo):
-    paragraphs = demo.prose()
-    assert sum(map(len, paragraphs)) > 100_000
-    assert len(set(paragraphs)) == len(paragraphs)
-    assert not any("****" in p or ">>>" in p or "::=" in p for p in paragraphs)
-
-
 def test_masking_is_berts(demo):
     _, tokenizer = demo.load()
     rows = demo.token_rows(tokenizer, demo.prose(), 128)

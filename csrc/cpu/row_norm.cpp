@@ -136,7 +136,7 @@ int row_norm_backward(const RowNormBackward& args) {
   for (Sum& sum : sums) sum.slot = sum.to ? n_wanted++ : 0;
   const int64_t part_floats = n_wanted * partition.slot_floats;
 
-  const int64_t rows_per_block = clamp(kBlockElements / n_cols, DropoutMask::kMaxSplitRows, kMaxBlockRows);
+  const int64_t rows_per_block = clamp(kBlockElements / n_cols, kMinBlockRows, kMaxBlockRows);
   const bool draws_columns = has_dropout && rows_per_block * n_cols > DropoutMask::kWholeRows;
   const int64_t cols_per_draw = draws_columns ? DropoutMask::kColumns : n_cols;
   const int64_t row_floats = round_up(n_cols, 16), block_floats = rows_per_block * row_floats;

@@ -7,9 +7,13 @@ namespace onetrip {
 namespace ONETRIP_LEVEL {
 namespace {
 
-// Elements that backward takes at once, in rows: the more, the rarer are the sums of parameter gradients read and
-// written; dy and z are read again from L1 or L2. 8192 x 512 float32, 2 threads: 1024 elements 1.85 ms, 4096 1.74.
-constexpr int64_t kBlockElements = 4096, kMaxBlockRows = 16;
+// Backward takes about this many elements at once, but kMinBlockRows to kMaxBlockRows rows: the more rows, the rarer
+// are the sums of parameter gradients read and written; dy and z are read again from L1 or L2. 8192 x 512 float32, 2
+// threads: 1024 elements 1.85 ms, 4096 1.74.
+constexpr int64_t kBlockElements = 4096, kMinBlockRows = 4, kMaxBlockRows = 16;
+static_assert(kBlockElements <= DropoutMask::kWholeRows && kMinBlockRows <= DropoutMask::kMaxSplitRows &&
+                  kMaxBlockRows <= DropoutMask::kMaxRows,
+              "the mask of a block is drawn whole, or by columns where it has the fewest rows");
 constexpr int kTile = kWidth == 16 ? 4 : 2;  // vectors of each parameter gradient held in registers
 
 struct BackwardBlock {
@@ -77,8 +81,8 @@ ONETRIP_INLINE void propagate_tile(const BackwardBlock& block, int64_t c, int64_
     const D* dz = !kIsNorm && block.dz ? static_cast<const D*>(block.dz) + (k * block.dz_row_stride + c) : nullptr;
     X* dx = kIsNorm || block.dx ? static_cast<X*>(block.dx) + (k * block.n_cols + c) : nullptr;
     R* dresidual = !kIsNorm && block.dresidual ? static_cast<R*>(block.dresidual) + (k * block.n_cols + c) : nullptr;
-    const char* next_dy = block.next_dy + (k * block.next_dy_stride + c * block.dy_size);
-    const char* next_z = block.next_z + (k * block.next_z_stride + c * block.z_size);
+    const char* next_dy = has_dy ? block.next_dy + (k * block.next_dy_stride + c * block.dy_size) : nullptr;
+    const char* next_z = has_dy ? block.next_z + (k * block.next_z_stride + c * block.z_size) : nullptr;
     const uint32_t* words = !kIsNorm && block.mask ? block.mask->row(k) + (c - begin) : nullptr;
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) {

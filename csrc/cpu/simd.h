@@ -91,12 +91,12 @@ struct LaneSums {
 };
 ONETRIP_INLINE LaneSums sum_lanes(F a, F b) {
 #if defined(__AVX512F__)
-  constexpr int kLowHalves = 0x44, kHighHalves = 0xEE, kOtherQuarters = 0xB1;
+  constexpr int kLowHalves = 0x44, kHighHalves = 0xEE, kOtherQuarters = 0xB1, kOtherPairs = 0x4E, kNeighbours = 0xB1;
   const __m512 halves = _mm512_add_ps(_mm512_shuffle_f32x4((__m512)a, (__m512)b, kLowHalves),
                                       _mm512_shuffle_f32x4((__m512)a, (__m512)b, kHighHalves));
   __m512 sums = _mm512_add_ps(halves, _mm512_shuffle_f32x4(halves, halves, kOtherQuarters));
-  sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0x4E));
-  sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0xB1));
+  sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, kOtherPairs));
+  sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, kNeighbours));
   return {_mm512_cvtss_f32(sums), _mm_cvtss_f32(_mm512_extractf32x4_ps(sums, 2))};
 #else
   return {sum_lanes(a), sum_lanes(b)};

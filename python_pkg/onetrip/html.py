@@ -1,6 +1,7 @@
 """One self-contained HTML page from data: paragraphs, tables that sort, figures. It asks the network for nothing.
 
-Needs jinja2, and matplotlib for figures: pip install 'onetrip[report]'.
+Needs jinja2, and matplotlib for figures: pip install 'onetrip[report]'. write and unwritable need neither, and do for
+any text.
 """
 
 from __future__ import annotations
@@ -143,9 +144,9 @@ def page(title: str, facts: Mapping[str, str], sections: Sequence[Section]) -> s
 def unwritable(folder: Path) -> str:
     """Why write() could put no file into the folder; "" where it can. Makes nothing: write() makes the folder."""
     there = folder.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
     try:
+        while not there.exists() and there != there.parent:
+            there = there.parent
         with tempfile.TemporaryFile(dir=there):
             return ""
     except OSError as error:

@@ -34,7 +34,10 @@ def test_words_are_hashed_into_the_vocabulary():
 
 
 def test_prose_is_running_text():
-    assert len(prose()) > 100 and not any("  " in paragraph for paragraph in prose())
+    paragraphs = prose()
+    assert sum(map(len, paragraphs)) > 100_000
+    assert len(set(paragraphs)) == len(paragraphs)
+    assert not any("****" in p or ">>>" in p or "::=" in p for p in paragraphs)
 
 
 @pytest.mark.parametrize("preset", ["small", "tiny-gpt2", "tiny-t5", "tiny-vit"])

@@ -167,6 +167,23 @@ def test_centred_z_needs_no_mean(level):
     check_backward(normal(21, 77, seed=3), None, centred, None, rstd, weight, None, plan, (F32, None, None, F32, F32))
 
 
+@pytest.mark.parametrize("n_cols", [1, 64, 100, 256, 257, 512], ids=lambda n: f"N{n}")
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=dtype_id)
+@pytest.mark.parametrize("p", [0.0, 0.3], ids=["p0", "p0.3"])
+def test_blocks_of_many_rows(level, n_cols, dtype, p):
+    """1,100 rows are parts of 33: whole blocks, one after another, and a short one. A norm alone has a path of its
+    own."""
+    n_rows = 1100
+    x, dy, dz = (normal(n_rows, n_cols, dtype=dtype, seed=seed) for seed in range(3))
+    weight, norm_bias = normal(n_cols, dtype=dtype, seed=3), normal(n_cols, dtype=dtype, seed=4)
+    for norm in (NORM_LAYER, NORM_RMS):
+        plan = plan_of(norm, dropout_p=p, z_dtype=dtype, y_dtype=dtype)
+        _, z, mean, rstd = native.row_norm_forward(x, None, None, weight, norm_bias, RNG, plan)
+        grads = (dtype, None, None, dtype, dtype)
+        check_backward(dy, None, z, mean, rstd, weight, RNG, plan, grads)
+        check_backward(dy, dz, z, mean, rstd, weight, RNG, plan, (dtype,) * 5)
+
+
 @pytest.mark.parametrize("wanted", range(1, 32), ids=lambda mask: f"{mask:05b}")
 def test_every_choice_of_wanted_gradients(wanted):
     x, dy, dz, weight = normal(19, 131), normal(19, 131, seed=1), normal(19, 131, seed=2), normal(131, seed=3)
