@@ -156,7 +156,14 @@ def test_ctrl_c_keeps_what_is_done_and_resume_does_the_rest(tmp_path: Path) -> N
     shapes = [f"--shape={n}x64" for n in (8, 16, 32, 48, 56)]
     arguments = [*SMALL, *shapes, "--output", str(tmp_path)]
     command = [sys.executable, "-m", "onetrip.benchmarks", *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as run:
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore it
+    ) as run:
         for line in run.stderr:
             if line.startswith("rms_norm-M16"):  # the first case has ended
                 run.send_signal(signal.SIGINT)
