@@ -18,6 +18,7 @@ struct Dropout {
 };
 
 // z = residual + dropout(x + bias);  y = round_to(n_dtype, normalise(z)) * (weight + weight_offset) + norm_bias
+// z_dtype is float32, or the dtype that x and residual have in common.
 struct RowNormForward {
   int64_t n_rows, n_cols;
   const void* x;          // [n_rows, n_cols] x_dtype, last stride 1

@@ -13,6 +13,17 @@ namespace {
 constexpr int kSumChains = 4;
 constexpr int64_t kSumColumns = 2048;
 
+// What z can be beside float32: the dtype that x and residual have in common.
+template <class X, class R>
+struct Common {
+  using Type = float;
+};
+template <class X>
+struct Common<X, X> {
+  using Type = X;
+};
+inline bool is_z_dtype(DType z, DType x, DType residual) { return z == DType::kFloat32 || (z == x && z == residual); }
+
 // A parameter as float32 plus offset: the caller's own array where that is what it holds.
 class Parameter {
  public:

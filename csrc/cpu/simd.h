@@ -405,6 +405,16 @@ ONETRIP_INLINE auto with_type(DType dtype, Body body) {
   }
 }
 
+// The same for a dtype that is T's or float32.
+template <class T, class Body>
+ONETRIP_INLINE auto with_type_or_float32(DType dtype, Body body) {
+  if constexpr (kIsFloat32<T>) {
+    return body(float{});
+  } else {
+    return dtype == DType::kFloat32 ? body(float{}) : body(T{});
+  }
+}
+
 }  // namespace
 }  // namespace ONETRIP_LEVEL
 }  // namespace onetrip

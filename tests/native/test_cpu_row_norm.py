@@ -131,6 +131,7 @@ def test_forward_and_backward_at_every_width(level, n_cols, norm, p):
 def test_every_mix_of_dtypes(level, x_and_residual, z_dtype):
     x_dtype, residual_dtype = x_and_residual
     n_rows, n_cols = 9, 147
+    exists = z_dtype == F32 or z_dtype == x_dtype == (residual_dtype or x_dtype)
     other = {F32: BF16, F16: F32, BF16: F16}
     param_dtype, y_dtype = other[x_dtype], other[z_dtype]
     x, dy, dz = (
@@ -142,7 +143,17 @@ def test_every_mix_of_dtypes(level, x_and_residual, z_dtype):
     bias, weight, norm_bias = (normal(n_cols, dtype=d, seed=2) for d in (param_dtype, x_dtype, z_dtype))
     for n_dtype in (F32, F16, BF16):
         plan = plan_of(dropout_p=0.1, z_dtype=z_dtype, y_dtype=y_dtype, n_dtype=n_dtype)
+        if not exists:
+            with pytest.raises(RuntimeError, match="not supported"):
+                native.row_norm_forward(x, residual, bias, weight, norm_bias, RNG, plan)
+            continue
         _, z, mean, rstd = check_forward(x, residual, bias, weight, norm_bias, RNG, plan)
+    if not exists:
+        stats = torch.zeros(n_rows)
+        grads = (x_dtype, residual_dtype, None, None, None)
+        with pytest.raises(RuntimeError, match="not supported"):
+            native.row_norm_backward(dy, dz, dz, stats, stats, weight, RNG, plan, grads)
+        return
     grads = (x_dtype, residual_dtype, param_dtype, x_dtype, z_dtype)
     check_backward(dy, dz, z, mean, rstd, weight, RNG, plan, grads)
 
@@ -157,6 +168,23 @@ def test_norm_alone_stores_no_z(level, norm, dtype):
     check_backward(
         normal(33, 200, dtype=dtype, seed=2), None, x, mean, rstd, weight, None, plan, (dtype, None, None, dtype, None)
     )
+
+
+@pytest.mark.parametrize("x_dtype", [F32, F16, BF16], ids=lambda d: f"x_{dtype_id(d)}")
+def test_norm_alone_of_every_mix_of_dtypes(level, x_dtype):
+    x, weight = normal(33, 200, dtype=x_dtype), normal(200, seed=1)
+    for n_dtype, y_dtype in itertools.product([F32, F16, BF16], repeat=2):
+        plan = plan_of(NORM_RMS, z_dtype=x_dtype, y_dtype=y_dtype, n_dtype=n_dtype, store_z=False)
+        check_forward(x, None, None, weight, None, None, plan)
+
+
+@pytest.mark.parametrize("wanted", itertools.product([True, False], repeat=3), ids=str)
+def test_gradients_that_are_not_wanted(level, wanted):
+    grads = tuple(BF16 if want else None for want in wanted)
+    x, residual, dy, dz = (normal(21, 77, dtype=BF16, seed=seed) for seed in range(4))
+    plan = plan_of(dropout_p=0.1, z_dtype=BF16, y_dtype=BF16)
+    _, z, mean, rstd = check_forward(x, residual, None, None, None, RNG, plan)
+    check_backward(dy, dz, z, mean, rstd, None, RNG, plan, (*grads, BF16, None))
 
 
 def test_centred_z_needs_no_mean(level):
@@ -237,7 +265,8 @@ def test_dropped_values_are_zero_whatever_they_were(level):
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=dtype_id)
 def test_conversions_of_every_half_and_around_every_midpoint(level, dtype):
-    """z of a lone x is a conversion: every 16-bit value widens, and float32 around each rounds as torch does."""
+    """z of a lone x is a conversion, as is the residual's gradient: every 16-bit value widens, and float32 around each
+    rounds as torch does."""
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     plan = plan_of(NORM_NONE)
     widened = native.row_norm_forward(halves.view(256, 256), None, None, None, None, None, plan)[1].flatten()
@@ -251,7 +280,8 @@ def test_conversions_of_every_half_and_around_every_midpoint(level, dtype):
         [midpoints.flatten(), torch.tensor([1e-8, 1e-42, 65519.0, 65520.0, 1e38, -3.4e38, float("inf"), float("nan")])]
     )
     rows = floats[None]
-    narrowed = native.row_norm_forward(rows, None, None, None, None, None, plan._replace(z_dtype=dtype))[1][0]
+    grads = (None, dtype, None, None, None)
+    narrowed = native.row_norm_backward(None, rows, None, None, None, None, None, plan, grads)[1][0]
     is_nan = floats.isnan()
     assert torch.equal(narrowed.isnan(), is_nan) and same_bits(narrowed[~is_nan], floats.to(dtype)[~is_nan])
 

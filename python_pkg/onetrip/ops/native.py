@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -133,7 +134,8 @@ def where(tensor: Tensor) -> tuple[int, int]:
 def raise_error(function: str, tensor: Tensor, code: int) -> None:
     if tensor.is_cuda:
         raise RuntimeError(f"{function}: CUDA error {code}: {native().cuda_error_string(code)}")  # type: ignore[union-attr]
-    raise MemoryError(f"{function}: {os.strerror(code)}")
+    error = MemoryError if code == errno.ENOMEM else RuntimeError
+    raise error(f"{function}: {os.strerror(code)}")
 
 
 def row_norm_forward(
