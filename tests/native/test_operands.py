@@ -72,6 +72,7 @@ NOT_FITTING = {
     "weight_on_meta": (matrix(), None, None, vector().to("meta"), None),
     "weight_too_long": (matrix(), None, None, vector(N + 1), None),
     "weight_of_one_row": (matrix(), None, None, matrix(1, N), None),
+    "weight_of_the_rank_of_x": (matrix(), None, None, matrix(), None),
     "bias_a_number": (matrix(), None, 1.0, None, None),
     "residual_of_fewer_rows": (matrix(), matrix(1, N), None, None, None),
     "residual_of_one_dimension_more": (matrix(), matrix(1, 2, N), None, None, None),

@@ -124,6 +124,17 @@ def test_a_parameter_spoilt_while_it_rests_is_refused_at_its_turn_only():
         pair.step([1, 2], 3)
 
 
+def test_a_parameter_spoilt_before_others_join_is_refused_at_its_turn_only():
+    pair = Pair([torch.float32])
+    pair.step([0, 1], 0)
+    pair.params[1].grad = None
+    pair.params[1].data = pair.params[1].data.double()
+    for step in (1, 2):
+        pair.step([0, 2, 4 + step], step)
+    with pytest.raises(TypeError, match="got float64 on cpu for parameter 1"):
+        pair.step([1, 2], 3)
+
+
 def test_a_parameter_moved_to_another_group_steps_with_its_numbers():
     pair = Pair([torch.float32])
     n = len(pair.params)
