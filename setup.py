@@ -24,7 +24,7 @@ IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 CXX_FLAGS = "-std=c++17 -O3 -fPIC -fopenmp -fvisibility=hidden -fno-math-errno -ffp-contract=off -Wall -Wextra"
 CPU_LEVELS = {"baseline": ""}
 if IS_X86:
-    CPU_LEVELS["baseline"] = "-O2"  # for processors before 2013: half of the time to compile
+    CPU_LEVELS["baseline"] = "-O2"  # where AVX2 or FMA is missing; half of the time to compile row_norm.cpp, of -O3's
     CPU_LEVELS["avx2"] = "-mavx2 -mfma -mf16c"
     CPU_LEVELS["avx512"] = f"{CPU_LEVELS['avx2']} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512"
     CPU_LEVELS["avx512vbmi"] = f"{CPU_LEVELS['avx512']} -mavx512vbmi"
@@ -221,6 +221,7 @@ class BuildNative(build_ext):
             ninja.rule("nvcc", f"{shell(nvcc)} -MD -MF $out.d $flags -c $in -o $out")
             for source in sorted((csrc / "cuda").glob("*.cu")):
                 compile("nvcc", source, f"cuda_{source.stem}", [f'-DONETRIP_CUDA_ARCHS_BUILT="{built}"'])
+        # First, because it takes among the longest and would else be compiled alone at the end.
         compile("cxx", csrc / "bindings.cpp", "bindings", [*python, *(["-DONETRIP_WITH_CUDA"] if home else [])])
         for source in sorted((csrc / "cpu").glob("*.cpp")):
             if source.stem == "dispatch":

@@ -20,6 +20,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 N_ROWS, N_COLS = 1, 8
 ROUNDS, QUICK_ROUNDS = 301, 15
+"""A second: of a fifth of one, a hiccup of the machine would be the median."""
 CALLS = {"cpu": 200, "cuda": 50}
 """A sample is their mean, so that the clock itself costs nothing; on CUDA few enough for the queue of launches to hold
 them all (1024 on today's drivers), or the host would wait for the device."""

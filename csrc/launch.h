@@ -58,7 +58,8 @@ struct RowNormBackward {
   float* workspace;  // row_norm_workspace_*(n_rows, n_cols, wanted) floats for the partial sums, not initialised; null
                      // where 0
   int64_t dy_row_stride, dz_row_stride, z_row_stride;
-  DType x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype, z_dtype, y_dtype;
+  DType x_dtype, residual_dtype;  // z_dtype where dx, dresidual are null; z_dtype obeys forward's rule
+  DType bias_dtype, weight_dtype, norm_bias_dtype, z_dtype, y_dtype;
   Norm norm;
   float weight_offset;
   Dropout dropout;

@@ -32,18 +32,17 @@ int row_norm_forward(const RowNormForward& args) {
   const bool is_z_float32 = args.z_dtype == DType::kFloat32;
   const bool stores_z = args.z && !args.center_z;
   const auto is_x_or_float32 = [&](DType dtype) { return dtype == args.x_dtype || dtype == DType::kFloat32; };
-  // y and the rounded row of another half type take the way of all others.
+  // Only these are compiled; another half type of y or n goes through normalise_row.
   const bool is_z_x = has_norm && !stores_z && !bias.values() && !args.residual && !has_dropout &&
                       is_x_or_float32(args.y_dtype) && is_x_or_float32(args.n_dtype);
 
   const DType residual_dtype = args.residual ? args.residual_dtype : args.x_dtype;
-  if (!is_z_dtype(args.z_dtype, args.x_dtype, residual_dtype)) return ENOTSUP;
+  if (!is_z_dtype(args.z_dtype, args.x_dtype, residual_dtype) || (args.center_z && !is_z_float32)) return ENOTSUP;
   const auto assemble_row = with_type(args.x_dtype, [&](auto x) {
     return with_type(residual_dtype, [&](auto r) {
       using X = decltype(x);
       using R = decltype(r);
-      return with_type_or_float32<typename Common<X, R>::Type>(args.z_dtype,
-                                                               [](auto z) { return &assemble<X, R, decltype(z)>; });
+      return with_type_or_float32<CommonType<X, R>>(args.z_dtype, [](auto z) { return &assemble<X, R, decltype(z)>; });
     });
   });
   const auto normalise_one = with_type(args.y_dtype, [&](auto y) {
@@ -120,18 +119,16 @@ int row_norm_backward(const RowNormBackward& args) {
   const auto project_block = with_type(args.y_dtype, [&](auto y) {
     return with_type(args.z_dtype, [](auto z) { return &project<decltype(y), decltype(z)>; });
   });
-  const DType x_dtype = args.dx ? args.x_dtype : args.dresidual ? args.residual_dtype : args.z_dtype;
-  const DType residual_dtype = args.dresidual ? args.residual_dtype : x_dtype;
-  if (!is_z_dtype(args.z_dtype, x_dtype, residual_dtype)) return ENOTSUP;
+  if (!is_z_dtype(args.z_dtype, args.x_dtype, args.residual_dtype)) return ENOTSUP;
   const bool has_dropout = args.dropout.threshold != 0;
   const bool is_norm = args.dy && args.dx && !args.dz && !args.dresidual && !args.dbias && !has_dropout;
-  const auto propagate_block = with_type(x_dtype, [&](auto x) {
+  const auto propagate_block = with_type(args.x_dtype, [&](auto x) {
     using X = decltype(x);
     if (is_norm) return &propagate<true, X, X, X>;
-    return with_type(residual_dtype, [&](auto r) {
+    return with_type(args.residual_dtype, [&](auto r) {
       using R = decltype(r);
-      return with_type_or_float32<typename Common<X, R>::Type>(
-          args.z_dtype, [](auto d) { return &propagate<false, X, R, decltype(d)>; });
+      return with_type_or_float32<CommonType<X, R>>(args.z_dtype,
+                                                    [](auto d) { return &propagate<false, X, R, decltype(d)>; });
     });
   });
 
@@ -152,7 +149,7 @@ int row_norm_backward(const RowNormBackward& args) {
   const bool draws_columns = has_dropout && rows_per_block * n_cols > DropoutMask::kWholeRows;
   const int64_t cols_per_draw = draws_columns ? DropoutMask::kColumns : n_cols;
   const int64_t row_floats = round_up(n_cols, 16), block_floats = rows_per_block * row_floats;
-  const bool streams = n_rows * n_cols * size_of(x_dtype) >= kStreamBytes && n_cols % 32 == 0 &&
+  const bool streams = n_rows * n_cols * size_of(args.x_dtype) >= kStreamBytes && n_cols % 32 == 0 &&
                        is_line_aligned(args.dx, args.dresidual);
   const bool copies_dy = args.dy && args.y_dtype != DType::kFloat32;
   const bool copies_z = args.dy && args.z_dtype != DType::kFloat32;
@@ -191,8 +188,8 @@ int row_norm_backward(const RowNormBackward& args) {
       block.dy = copies_dy ? dy_copy : static_cast<const float*>(dy);
       block.z = copies_z ? z_copy : static_cast<const float*>(z);
       block.dz = at(args.dz, first * args.dz_row_stride, args.z_dtype);
-      block.dx = at(args.dx, first * n_cols, x_dtype);
-      block.dresidual = at(args.dresidual, first * n_cols, residual_dtype);
+      block.dx = at(args.dx, first * n_cols, args.x_dtype);
+      block.dresidual = at(args.dresidual, first * n_cols, args.residual_dtype);
       if (args.dy) project_block(args, first, dy_copy, z_copy, block);
       for (int64_t begin = 0; begin < n_cols; begin += cols_per_draw) {
         const int64_t end = smaller(begin + cols_per_draw, n_cols);

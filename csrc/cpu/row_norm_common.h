@@ -22,6 +22,9 @@ template <class X>
 struct Common<X, X> {
   using Type = X;
 };
+template <class X, class R>
+using CommonType = typename Common<X, R>::Type;
+// The same rule for a caller's dtypes: nothing else is compiled.
 inline bool is_z_dtype(DType z, DType x, DType residual) { return z == DType::kFloat32 || (z == x && z == residual); }
 
 // A parameter as float32 plus offset: the caller's own array where that is what it holds.

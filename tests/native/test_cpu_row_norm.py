@@ -144,14 +144,14 @@ def test_every_mix_of_dtypes(level, x_and_residual, z_dtype):
     for n_dtype in (F32, F16, BF16):
         plan = plan_of(dropout_p=0.1, z_dtype=z_dtype, y_dtype=y_dtype, n_dtype=n_dtype)
         if not exists:
-            with pytest.raises(RuntimeError, match="not supported"):
+            with pytest.raises(TypeError, match="z_dtype must be float32"):
                 native.row_norm_forward(x, residual, bias, weight, norm_bias, RNG, plan)
             continue
         _, z, mean, rstd = check_forward(x, residual, bias, weight, norm_bias, RNG, plan)
     if not exists:
         stats = torch.zeros(n_rows)
         grads = (x_dtype, residual_dtype, None, None, None)
-        with pytest.raises(RuntimeError, match="not supported"):
+        with pytest.raises(TypeError, match="z_dtype must be float32"):
             native.row_norm_backward(dy, dz, dz, stats, stats, weight, RNG, plan, grads)
         return
     grads = (x_dtype, residual_dtype, param_dtype, x_dtype, z_dtype)
@@ -178,13 +178,27 @@ def test_norm_alone_of_every_mix_of_dtypes(level, x_dtype):
         check_forward(x, None, None, weight, None, None, plan)
 
 
+MIXES = [(BF16, BF16, BF16), (BF16, BF16, F32), (F16, F32, F32), (F32, BF16, F32), (F16, BF16, F32)]
+"""Dtypes of x, residual and z."""
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=dtype_id)
 @pytest.mark.parametrize("wanted", itertools.product([True, False], repeat=3), ids=str)
-def test_gradients_that_are_not_wanted(level, wanted):
-    grads = tuple(BF16 if want else None for want in wanted)
-    x, residual, dy, dz = (normal(21, 77, dtype=BF16, seed=seed) for seed in range(4))
-    plan = plan_of(dropout_p=0.1, z_dtype=BF16, y_dtype=BF16)
+def test_gradients_that_are_not_wanted(level, wanted, mix):
+    x_dtype, residual_dtype, z_dtype = mix
+    grads = tuple(dtype if want else None for dtype, want in zip((x_dtype, residual_dtype, F16), wanted, strict=True))
+    x, residual, dy, dz = (
+        normal(21, 77, dtype=dtype, seed=seed) for seed, dtype in enumerate((x_dtype, residual_dtype, BF16, z_dtype))
+    )
+    plan = plan_of(dropout_p=0.1, z_dtype=z_dtype, y_dtype=BF16)
     _, z, mean, rstd = check_forward(x, residual, None, None, None, RNG, plan)
     check_backward(dy, dz, z, mean, rstd, None, RNG, plan, (*grads, BF16, None))
+
+
+def test_a_centred_z_is_float32(level):
+    x = normal(3, 5, dtype=BF16)
+    with pytest.raises(TypeError, match="z_dtype must be float32"):
+        native.row_norm_forward(x, x, None, None, None, None, plan_of(z_dtype=BF16, y_dtype=BF16, center_z=True))
 
 
 def test_centred_z_needs_no_mean(level):

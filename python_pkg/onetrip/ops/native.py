@@ -134,8 +134,11 @@ def where(tensor: Tensor) -> tuple[int, int]:
 def raise_error(function: str, tensor: Tensor, code: int) -> None:
     if tensor.is_cuda:
         raise RuntimeError(f"{function}: CUDA error {code}: {native().cuda_error_string(code)}")  # type: ignore[union-attr]
-    error = MemoryError if code == errno.ENOMEM else RuntimeError
-    raise error(f"{function}: {os.strerror(code)}")
+    if code == errno.ENOTSUP:  # of row_norm alone
+        raise TypeError(
+            f"{function}: z_dtype must be float32, without center_z also what x and residual have in common"
+        )
+    raise MemoryError(f"{function}: {os.strerror(code)}")
 
 
 def row_norm_forward(

@@ -80,6 +80,12 @@ def backward(
                 for size, dtype in zip(sizes, grad_dtypes, strict=True)
             ),
         )
+    if backend == "cuda" and grad_dtypes[1] is not None:
+        # As kernel_pair: the residual's gradient is of z's dtype.
+        dx, dresidual, *parameters = native.row_norm_backward(
+            dy, dz, z, mean, rstd, weight, rng, plan, (grad_dtypes[0], plan.z_dtype, *grad_dtypes[2:])
+        )
+        return cast(Backward, (dx, cast(Tensor, dresidual).to(grad_dtypes[1]), *parameters))
     if backend in ("cpu", "cuda"):
         return native.row_norm_backward(dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes)
     if dy is not None and z is not None and rstd is None:

@@ -126,8 +126,8 @@ def find_attention(module: nn.Module, requested: bool) -> EagerFunction | Unsuit
 
 
 SDPA_IS_BETTER = (
-    "keeps no probabilities and is faster, but for training with dropout on a CPU "
-    f"(onetrip bench --op attention measures both); patterns=({PATTERN!r},) replaces it all the same"
+    "its fused kernels keep no probabilities (a CPU has none for dropout: there the fused softmax is faster; "
+    f"onetrip bench --op attention measures both); patterns=({PATTERN!r},) replaces it all the same"
 )
 
 

@@ -1,0 +1,77 @@
+"""What the CUDA kernels are asked for in every mix of dtypes, with the formulas in their place: no card is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from onetrip import ops
+from onetrip.ops import native, row_norm_call, row_norm_library
+from onetrip.reference import row_norm as reference
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+PAIRS = {(F32, F32), (F16, F16), (BF16, BF16), (F16, F32), (BF16, F32)}
+"""Dtypes of x and z: ONETRIP_ROW_NORM_PAIRS of csrc/cuda/row_norm.cu. The residual's is z's."""
+
+
+class Watching(TorchDispatchMode):
+    """Sends calls through the torch.library operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def forward(x, residual, bias, weight, norm_bias, rng, plan, launch=None):
+    assert (x.dtype, plan.z_dtype) in PAIRS
+    assert residual is None or residual.dtype == plan.z_dtype
+    return reference.forward(x, residual, bias, weight, norm_bias, rng, plan)
+
+
+def backward(dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes):
+    x_dtype, residual_dtype = grad_dtypes[:2]
+    assert (x_dtype or plan.z_dtype, plan.z_dtype) in PAIRS
+    assert residual_dtype in (None, plan.z_dtype)
+    return reference.backward(dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    for module in (row_norm_call, row_norm_library):
+        monkeypatch.setattr(module, "choose", lambda *_: "cuda")
+    monkeypatch.setattr(row_norm_call, "native_forward", forward)
+    monkeypatch.setattr(native, "row_norm_forward", forward)
+    monkeypatch.setattr(native, "row_norm_backward", backward)
+
+
+def outcome(dtypes: tuple[torch.dtype, ...], p: float, normed: bool) -> tuple[Tensor, ...]:
+    """y and the gradients of x, residual and bias."""
+    generator = torch.Generator().manual_seed(0)
+    x, residual, bias = (
+        torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+        for shape, dtype in zip(((5, 12), (5, 12), (12,)), dtypes, strict=True)
+    )
+    if normed:
+        y = ops.bias_dropout_residual_norm(x, residual, bias=bias, dropout_p=p, rng=(1, 4))
+    else:
+        y = ops.bias_dropout_residual(x, residual, bias, dropout_p=p, rng=(1, 4))
+    dy = torch.randn(y.shape, generator=generator).to(y.dtype)
+    return y.detach(), *torch.autograd.grad(y, (x, residual, bias), dy)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("normed", [True, False], ids=["norm", "no_norm"])
+@pytest.mark.parametrize("p", [0.0, 0.3], ids=["p0", "p0.3"])
+def test_kernels_get_the_dtypes_that_they_have(p, normed, traced, request):
+    mixes = list(itertools.product([F32, F16, BF16], repeat=3))
+    expected = [outcome(mix, p, normed) for mix in mixes]
+    request.getfixturevalue("cuda")
+    for mix, right in zip(mixes, expected, strict=True):
+        with Watching() if traced else contextlib.nullcontext():
+            ours = outcome(mix, p, normed)
+        for a, b in zip(ours, right, strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
