@@ -35,7 +35,8 @@ struct BackwardBlock {
 };
 
 // Means of w*dy*n and w*dy over each row of the block, whose first is args' row `first`. Half-precision rows are left
-// as float32 in the buffers.
+// as float32 in the buffers. Fetches dy of the next block; propagate fetches its z: memory is busy in both stages. 16384
+// x 256 float32 from memory, 2 threads: 1.5 ms, 1.8 with both in propagate.
 template <class Y, class Z>
 void project(const RowNormBackward& args, int64_t first, float* dy_buffer, float* z_buffer, BackwardBlock& block) {
   const int64_t n_cols = block.n_cols;
@@ -48,8 +49,10 @@ void project(const RowNormBackward& args, int64_t first, float* dy_buffer, float
     const Z* z = static_cast<const Z*>(args.z) + (first + k) * args.z_row_stride;
     float* dy_values = dy_buffer + k * block.dy_row_stride;
     float* z_values = z_buffer + k * block.z_row_stride;
+    const char* next_dy = block.next_dy + k * block.next_dy_stride;
     Sums sums;
     sum_columns(0, n_cols, sums, [&](int64_t c, auto lanes, auto add) {
+      __builtin_prefetch(next_dy + c * sizeof(Y), 0, 2);
       F g = load(dy + c, lanes);
       const F v = load(z + c, lanes);
       if constexpr (!kIsFloat32<Y>) store(dy_values + c, g, lanes);
@@ -70,7 +73,7 @@ template <int kVectors, bool kIsNorm, class X, class R, class D, class Lanes>
 ONETRIP_INLINE void propagate_tile(const BackwardBlock& block, int64_t c, int64_t begin, Lanes lanes) {
   // Copies, or every store would have them loaded again.
   const bool streams = block.streams, has_dy = kIsNorm || block.dy;
-  const int64_t dy_step = kWidth * block.dy_size, z_step = kWidth * block.z_size;
+  const int64_t z_step = kWidth * block.z_size;
   F weight[kVectors], dweight[kVectors] = {}, dnorm_bias[kVectors] = {}, dbias[kVectors] = {};
   for (int i = 0; i < kVectors; ++i)
     weight[i] = block.weight ? load(block.weight + c + i * kWidth, lanes) : splat(1.0f);
@@ -81,7 +84,6 @@ ONETRIP_INLINE void propagate_tile(const BackwardBlock& block, int64_t c, int64_
     const D* dz = !kIsNorm && block.dz ? static_cast<const D*>(block.dz) + (k * block.dz_row_stride + c) : nullptr;
     X* dx = kIsNorm || block.dx ? static_cast<X*>(block.dx) + (k * block.n_cols + c) : nullptr;
     R* dresidual = !kIsNorm && block.dresidual ? static_cast<R*>(block.dresidual) + (k * block.n_cols + c) : nullptr;
-    const char* next_dy = has_dy ? block.next_dy + (k * block.next_dy_stride + c * block.dy_size) : nullptr;
     const char* next_z = has_dy ? block.next_z + (k * block.next_z_stride + c * block.z_size) : nullptr;
     const uint32_t* words = !kIsNorm && block.mask ? block.mask->row(k) + (c - begin) : nullptr;
 #pragma GCC unroll 4
@@ -89,7 +91,6 @@ ONETRIP_INLINE void propagate_tile(const BackwardBlock& block, int64_t c, int64_
       F g = {};
       if (has_dy) {
         // The hardware's prefetchers start anew on every page; 4096 x 1024 bf16 takes 2.8 ms with these, 3.4 without.
-        __builtin_prefetch(next_dy + i * dy_step, 0, 2);
         __builtin_prefetch(next_z + i * z_step, 0, 2);
         const F gradient = load(dy + i * kWidth, lanes);
         const F n = (load(z + i * kWidth, lanes) - row.mean) * row.rstd;
