@@ -24,7 +24,7 @@ IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 CXX_FLAGS = "-std=c++17 -O3 -fPIC -fopenmp -fvisibility=hidden -fno-math-errno -ffp-contract=off -Wall -Wextra"
 CPU_LEVELS = {"baseline": ""}
 if IS_X86:
-    CPU_LEVELS["baseline"] = "-O2"  # where AVX2 or FMA is missing; half of the time to compile row_norm.cpp, of -O3's
+    CPU_LEVELS["baseline"] = "-O2"  # where AVX2 or FMA is missing; compiles in little more than half the time
     CPU_LEVELS["avx2"] = "-mavx2 -mfma -mf16c"
     CPU_LEVELS["avx512"] = f"{CPU_LEVELS['avx2']} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512"
     CPU_LEVELS["avx512vbmi"] = f"{CPU_LEVELS['avx512']} -mavx512vbmi"
