@@ -38,6 +38,9 @@ inline bool is_line_aligned(const void* a, const void* b) {
   return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & 63) == 0;
 }
 
+// How many rows further on a row lies that is fetched while this one is computed: 8 KiB of float32, or the next.
+inline int64_t rows_to_fetch_ahead(int64_t n_cols) { return n_cols < 2048 ? 2048 / n_cols : 1; }
+
 // Memory of one thread, kept from call to call: rows of a megabyte would otherwise be mapped and faulted in by every
 // call.
 class Buffer {

@@ -49,6 +49,10 @@ template <class T>
 constexpr bool kIsFloat32 = false;
 template <>
 constexpr bool kIsFloat32<float> = true;
+template <class T>
+constexpr bool kIsBFloat16 = false;
+template <>
+constexpr bool kIsBFloat16<BFloat16> = true;
 
 // Which lanes of a vector exist: all of them, or the first n where the row ends inside it (absent lanes load as 0).
 struct All {};
@@ -390,6 +394,52 @@ ONETRIP_INLINE void for_columns(int64_t begin, int64_t end, Body body) {
   }
   for (; c + kWidth <= end; c += kWidth) body(c, All{}, 0);
   if (c < end) body(c, First{static_cast<int>(end - c)}, 0);
+}
+
+// Two vectors of bfloat16 at once: its even columns and its odd ones, which become float32 and bfloat16 again without
+// a shuffle.
+struct Pair {
+  F even, odd;
+};
+struct Both {};  // all lanes of a pair
+ONETRIP_INLINE Pair load(const BFloat16* from, Both) {
+  U bits;
+  memcpy(&bits, from, sizeof bits);
+  return {(F)(bits << 16), (F)(bits & 0xFFFF0000u)};
+}
+// v was computed from bfloat16 and finite numbers alone: a NaN among them has no low bits that rounding could carry.
+ONETRIP_INLINE void store_rounded(BFloat16* to, Pair v, Both, bool streams) {
+  const U even = (U)v.even, odd = (U)v.odd;
+  const U bits =
+      ((even + (0x7FFFu + ((even >> 16) & 1u))) >> 16) | ((odd + (0x7FFFu + ((odd >> 16) & 1u))) & 0xFFFF0000u);
+  if (streams) {
+    stream(reinterpret_cast<float*>(to), (F)bits);
+  } else {
+    memcpy(to, &bits, sizeof bits);
+  }
+}
+
+// function(a, b), vector by vector.
+template <class Function>
+ONETRIP_INLINE F map(Function function, F a, F b) {
+  return function(a, b);
+}
+template <class Function>
+ONETRIP_INLINE Pair map(Function function, Pair a, Pair b) {
+  return {function(a.even, b.even), function(a.odd, b.odd)};
+}
+
+// for_columns over an array of T: bfloat16 comes in pairs as long as kUnroll vectors are left, whose i is that of the
+// first one.
+template <int kUnroll, class T, class Body>
+ONETRIP_INLINE void for_columns_of(int64_t begin, int64_t end, Body body) {
+  if constexpr (kIsBFloat16<T>) {
+    for (; begin + kUnroll * kWidth <= end; begin += kUnroll * kWidth) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kUnroll; i += 2) body(begin + i * kWidth, Both{}, i);
+    }
+  }
+  for_columns<kUnroll>(begin, end, body);
 }
 
 // Calls body with a value of the C++ type of dtype.

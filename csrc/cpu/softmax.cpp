@@ -109,9 +109,6 @@ ONETRIP_INLINE const M* column(const M* row, int64_t c) {
   return row + c;
 }
 
-// How many rows further on a row lies that is fetched while this one is computed: 8 KiB of float32, or the next.
-inline int64_t rows_to_fetch_ahead(int64_t n_cols) { return n_cols < 2048 ? 2048 / n_cols : 1; }
-
 // Rows of a task: some 8 tasks a thread, of 16 Ki elements and more, so that a row's fetch is for its own thread.
 inline int64_t task_rows(int64_t n_rows, int64_t n_cols) {
   constexpr int64_t kMost = 1 << 18;
@@ -127,17 +124,17 @@ struct No {
 };
 
 // Calls body(column, lanes, streams) for every vector of [begin, end), where those that start a cache line of `row` or
-// follow in it may be streamed.
-template <class T, class Body>
+// follow in it may be streamed. Paired: for_columns_of's type, for bodies that take pairs.
+template <class Paired = float, class T, class Body>
 ONETRIP_INLINE void for_stored_columns(int64_t begin, int64_t end, const T* row, bool streams, Body body) {
   if (!streams) {
-    for_columns<kChains>(begin, end, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
+    for_columns_of<kChains, Paired>(begin, end, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
     return;
   }
   const int64_t to_line = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(row + begin) & 63) / sizeof(T);
   const int64_t line = smaller(begin + to_line, end);
   for_columns<1>(begin, line, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
-  for_columns<kChains>(line, end, [&](int64_t c, auto lanes, int) { body(c, lanes, Yes{}); });
+  for_columns_of<kChains, Paired>(line, end, [&](int64_t c, auto lanes, int) { body(c, lanes, Yes{}); });
 }
 
 // +0 in columns [begin, end) of a row.
@@ -265,9 +262,8 @@ void softmax_rows(const ForwardRows& rows, int64_t first_row, int64_t end_row, f
 struct Factors {
   F probability, gradient;
 };
-template <bool kHasDropout, class T, class Lanes>
-ONETRIP_INLINE Factors factors(const T* p, const T* dy, float dropout_scale, Lanes lanes) {
-  const F stored = load(p, lanes), gradient = load(dy, lanes);
+template <bool kHasDropout>
+ONETRIP_INLINE Factors factors(F stored, F gradient, float dropout_scale) {
   if constexpr (!kHasDropout) return {stored, gradient};
   const U bits = (U)stored;
   const U kept = (U)(bits < splat_bits(0x80000000u));
@@ -300,9 +296,13 @@ void backward_rows(const BackwardRows& rows) {
     F total = {};
     for (int64_t block = 0; block < visible; block += kSumColumns) {
       F products[kChains] = {};
-      for_columns<kChains>(block, smaller(block + kSumColumns, visible), [&](int64_t c, auto lanes, int chain) {
-        const Factors f = factors<kHasDropout>(p + c, dy + c, args.dropout_scale, lanes);
-        products[chain] = mul_add(f.probability, f.gradient, products[chain]);
+      for_columns_of<kChains, T>(block, smaller(block + kSumColumns, visible), [&](int64_t c, auto lanes, int chain) {
+        const auto add = [&](F stored, F gradient) __attribute__((always_inline)) {
+          const Factors f = factors<kHasDropout>(stored, gradient, args.dropout_scale);
+          products[chain] = mul_add(f.probability, f.gradient, products[chain]);
+          return products[chain++];
+        };
+        map(add, load(p + c, lanes), load(dy + c, lanes));
       });
       total += (products[0] + products[1]) + (products[2] + products[3]);
     }
@@ -310,21 +310,23 @@ void backward_rows(const BackwardRows& rows) {
     const int64_t to_next = row + rows_ahead < args.n_rows ? rows_ahead : 0;
     const T* next_dy = dy + to_next * args.dy_row_stride;
     const T* next_p = p + to_next * args.p_row_stride;
-    const auto propagate = [&](int64_t c, auto lanes) __attribute__((always_inline)) {
-      const Factors f = factors<kHasDropout>(p + c, dy + c, args.dropout_scale, lanes);
+    const auto propagate = [&](F stored, F gradient) __attribute__((always_inline)) {
+      const Factors f = factors<kHasDropout>(stored, gradient, args.dropout_scale);
       return f.probability * (f.gradient - mean);
     };
+    const auto scaled = [&](F stored, F gradient)
+                            __attribute__((always_inline)) { return propagate(stored, gradient) * args.scale; };
     if (!rows.sums) {
-      for_stored_columns(0, visible, dscores, rows.streams, [&](int64_t c, auto lanes, auto streams) {
+      for_stored_columns<T>(0, visible, dscores, rows.streams, [&](int64_t c, auto lanes, auto streams) {
         __builtin_prefetch(next_dy + c, 0, 3);
         __builtin_prefetch(next_p + c, 0, 3);
-        store_rounded(dscores + c, propagate(c, lanes) * args.scale, lanes, streams);
+        store_rounded(dscores + c, map(scaled, load(p + c, lanes), load(dy + c, lanes)), lanes, streams);
       });
     } else {
       for_stored_columns(0, visible, dscores, rows.streams, [&](int64_t c, auto lanes, auto streams) {
         __builtin_prefetch(next_dy + c, 0, 3);
         __builtin_prefetch(next_p + c, 0, 3);
-        const F g = propagate(c, lanes);
+        const F g = propagate(load(p + c, lanes), load(dy + c, lanes));
         if (dscores) store_rounded(dscores + c, g * args.scale, lanes, streams);
         store(sums + c, rows.is_first ? g : load(sums + c, lanes) + g, lanes);
       });

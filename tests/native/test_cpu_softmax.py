@@ -93,6 +93,34 @@ def test_every_pair_of_dtypes(level, dtype, mask_dtype):
         check(scores, mask, dy, plan_of(0.5, False, p))
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3], ids=["p0", "p0.3"])
+@pytest.mark.parametrize("n_cols", [7, 64, 200], ids=lambda n: f"N{n}")
+@pytest.mark.parametrize("nan_bits", [0x7F81, 0x7FFF, -1, -0x7F], ids=lambda b: f"{b & 0xFFFF:x}")
+def test_gradients_of_every_nan_are_nan(level, nan_bits, n_cols, p):
+    """bfloat16 is rounded by carrying into its upper bits, which must never turn a NaN into a number."""
+    scores, dy = (normal(1, 5, n_cols, dtype=BF16, seed=seed) for seed in (0, 1))
+    plan = plan_of(p=p)
+    y, saved = forward(scores, None, plan)
+    saved = y if saved is None else saved
+    column = int((~saved[0, 3].signbit()).nonzero()[-1])  # not dropped
+    dy.view(torch.int16)[0, 3, column] = nan_bits
+    dscores, _ = native.backward(dy, saved, None, 5, plan, True, False)
+    assert dscores[0, 3].isnan().all() and dscores[0, [0, 1, 2, 4]].isfinite().all()
+    dy[0, 3, column] = INF
+    dscores, _ = native.backward(dy, saved, None, 5, plan, True, False)
+    assert not dscores[0, 3].isfinite().any() and dscores[0, [0, 1, 2, 4]].isfinite().all()
+
+
+def test_bfloat16_gradients_are_rounded_to_nearest_even(level):
+    """Neighbours cancel in the sum of P * dP, so that each gradient is a product of two bfloat16 numbers, rounded."""
+    p, dy = normal(64, 256, dtype=BF16).abs(), normal(64, 256, dtype=BF16, seed=1)
+    p[:, 1::2], dy[:, 1::2] = p[:, ::2], -dy[:, ::2]
+    dscores, _ = native.backward(dy, p, None, 1, plan_of(), True, False)
+    products = p.float() * dy.float()
+    assert (products.view(torch.int32) & 0xFFFF == 0x8000).any()  # ties
+    assert_bitwise(dscores, products.to(BF16))
+
+
 MASKS = {
     "rows_of_its_own": lambda b, h, q, k: normal(b, h, q, k),
     "keys": lambda b, h, q, k: normal(k),
