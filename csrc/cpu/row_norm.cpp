@@ -1,9 +1,9 @@
 // z = residual + dropout(x + bias);  y = round(normalise(z)) * (weight + weight_offset) + norm_bias, and its gradients.
 //
-// Forward takes a row through three stages with float32 in between, templates over the dtypes that they meet:
-// `assemble` (`read` where z is x) reads x and residual, rounds z once and sums it; `moments` takes the variance about
-// the mean, from cache; `normalise` writes y. In between the row is x or z itself where that is float32, else a buffer
-// of the thread. Memory sees each input read once and each output written once.
+// Forward takes a row through two stages with float32 in between, templates over the dtypes that they meet: `assemble`
+// reads x and residual, rounds z once and sums its deviations from the mean of the row's first columns; `normalise`
+// writes y. normalise_rows does both where z is x. In between the row is x or z itself where that is float32, else a
+// buffer of the thread. Memory sees each input read once and each output written once.
 //
 // Backward takes a block of rows through two: `project` reads dy and z and sums w*dy*n and w*dy of each row;
 // `propagate` goes down the columns of the block, writes dx and dresidual, and adds to the parameter gradients, whose
@@ -60,7 +60,7 @@ int row_norm_forward(const RowNormForward& args) {
   const int64_t rows_per_draw = clamp(DropoutMask::kColumns / n_cols, 1, DropoutMask::kMaxRows);
   const int64_t cols_per_draw = draws_columns ? DropoutMask::kColumns : n_cols;
   const int64_t rows_per_task = round_up(clamp(kTaskElements / n_cols, 1, n_rows), rows_per_draw);
-  const int64_t row_floats = round_up(n_cols, 16);
+  const int64_t row_floats = round_up(n_cols, 16) * (is_z_x && n_cols <= kMaxColumnsAtOnce ? kRowsAtOnce : 1);
   const int64_t x_size = size_of(args.x_dtype), residual_size = size_of(args.residual_dtype);
   const bool streams = n_rows * n_cols * size_of(has_norm ? args.y_dtype : args.z_dtype) >= kStreamBytes;
   const Normalisation norm = {args, weight.values(), norm_bias.values(), streams};
@@ -78,8 +78,9 @@ int row_norm_forward(const RowNormForward& args) {
     void* z = stores_z ? at(args.z, row * n_cols, args.z_dtype) : nullptr;
     const bool streams_z = streams && is_line_aligned(z, nullptr);
     const float* values = buffer;
-    Sums sums;
-    Assembly assembly = {x, residual, bias.values(), z, streams_z, has_norm ? buffer : nullptr, &mask, nullptr};
+    Deviations deviations;
+    Assembly assembly = {x,     residual, bias.values(), z, streams_z, has_norm ? buffer : nullptr,
+                         &mask, nullptr,  args.norm};
     if (z && is_z_float32 && !streams_z) {  // the stored z serves as the row
       assembly.z = nullptr;
       values = assembly.values = static_cast<float*>(z);
@@ -90,10 +91,10 @@ int row_norm_forward(const RowNormForward& args) {
         mask.fill(row, 1, begin, end, n_cols, {next_x ? next_x + begin * x_size : nullptr, x_size});
       }
       if (has_dropout) assembly.words = mask.row(row_of_draw);
-      assemble_row(assembly, begin, end, sums);
+      assemble_row(assembly, begin, end, deviations);
     }
     if (has_norm) {
-      normalise_one(norm, row, values, sums,
+      normalise_one(norm, row, values, deviations,
                     {draws_rows_singly ? nullptr : next_x, next_residual, x_size, residual_size});
     }
   };

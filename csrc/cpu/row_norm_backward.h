@@ -50,7 +50,7 @@ void project(const RowNormBackward& args, int64_t first, float* dy_buffer, float
     float* dy_values = dy_buffer + k * block.dy_row_stride;
     float* z_values = z_buffer + k * block.z_row_stride;
     const char* next_dy = block.next_dy + k * block.next_dy_stride;
-    Sums sums;
+    Sums sums[1];
     sum_columns(0, n_cols, sums, [&](int64_t c, auto lanes, auto add) {
       __builtin_prefetch(next_dy + c * sizeof(Y), 0, 2);
       F g = load(dy + c, lanes);
@@ -61,7 +61,7 @@ void project(const RowNormBackward& args, int64_t first, float* dy_buffer, float
       add(g, keep_lanes((v - row.mean) * row.rstd, lanes));
     });
     const float per_column = 1.0f / n_cols;
-    const LaneSums wdy = sum_lanes(sums.values, sums.products);
+    const LaneSums wdy = sum_lanes(sums[0].values, sums[0].products);
     row.mean_wdy = args.norm == Norm::kRms ? 0.0f : wdy.a * per_column;
     row.mean_wdy_n = wdy.b * per_column;
     block.rows[k] = row;

@@ -58,26 +58,31 @@ struct Sums {
   F values = {}, products = {};
 };
 
-// For every vector of [begin, end), body(column, lanes, add) calls add(a, b) once, and what it adds goes to the sums.
-// Sums run in kSumChains chains that are folded every kSumColumns columns: in one long chain every addition rounds off
-// the low bits that half-precision values have in common in the same direction, and the error grows with the width.
-template <class Body>
-ONETRIP_INLINE void sum_columns(int64_t begin, int64_t end, Sums& sums, Body body) {
+// For every vector of [begin, end), body(column, lanes, add) calls add(a, b, row) once for each of kRows rows, and what
+// it adds goes to the sums. Sums run in kSumChains chains that are folded every kSumColumns columns: in one long chain
+// every addition rounds off the low bits that half-precision values have in common in the same direction, and the error
+// grows with the width.
+template <int kRows, class Body>
+ONETRIP_INLINE void sum_columns(int64_t begin, int64_t end, Sums (&sums)[kRows], Body body) {
   static_assert(kSumChains == 4, "added in pairs");
-  F values = sums.values, products = sums.products;
+  F values[kRows], products[kRows];  // registers
+  for (int row = 0; row < kRows; ++row) values[row] = sums[row].values, products[row] = sums[row].products;
   for (int64_t block = begin; block < end; block += kSumColumns) {
-    F a_sum[kSumChains] = {}, ab_sum[kSumChains] = {};
+    F a_sum[kRows][kSumChains] = {}, ab_sum[kRows][kSumChains] = {};
     for_columns<kSumChains>(block, smaller(block + kSumColumns, end), [&](int64_t c, auto lanes, int chain) {
-      body(c, lanes, [&](F a, F b) __attribute__((always_inline)) {
-        a_sum[chain] += a;
-        ab_sum[chain] = mul_add(a, b, ab_sum[chain]);
+      body(c, lanes, [&](F a, F b, int row = 0) __attribute__((always_inline)) {
+        a_sum[row][chain] += a;
+        ab_sum[row][chain] = mul_add(a, b, ab_sum[row][chain]);
       });
     });
-    values += (a_sum[0] + a_sum[1]) + (a_sum[2] + a_sum[3]);
-    products += (ab_sum[0] + ab_sum[1]) + (ab_sum[2] + ab_sum[3]);
+#pragma GCC unroll 2
+    for (int row = 0; row < kRows; ++row) {
+      const F *a = a_sum[row], *ab = ab_sum[row];
+      values[row] += (a[0] + a[1]) + (a[2] + a[3]);
+      products[row] += (ab[0] + ab[1]) + (ab[2] + ab[3]);
+    }
   }
-  sums.values = values;
-  sums.products = products;
+  for (int row = 0; row < kRows; ++row) sums[row] = {values[row], products[row]};
 }
 
 }  // namespace

@@ -9,6 +9,23 @@ namespace {
 
 constexpr int64_t kNarrow = 64;  // columns of the narrowest rows in use, a head of attention
 
+// What is summed of a row while it is read: its deviations from the mean of its first columns, so that its variance
+// takes no second look. RMSNorm: from 0.
+struct Deviations {
+  Sums sums;
+  float center = 0.0f;
+};
+constexpr int64_t kFirstColumns = 16;
+
+// The mean of value(c, lanes) over the first columns of a row.
+template <class Value>
+ONETRIP_INLINE float first_mean(int64_t n_cols, Value value) {
+  const int64_t n = smaller(n_cols, kFirstColumns);
+  F sum = {};
+  for_columns<1>(0, n, [&](int64_t c, auto lanes, int) { sum += value(c, lanes); });
+  return sum_lanes(sum) * (1.0f / n);
+}
+
 struct Assembly {
   const void* x;
   const void* residual;
@@ -18,36 +35,34 @@ struct Assembly {
   float* values;  // z as float32; null: not needed
   const DropoutMask* mask;
   const uint32_t* words;  // of column `begin`
+  Norm norm;
 };
 
 // z of columns [begin, end) of a row.
 template <class X, class R, class Z>
-void assemble(const Assembly& row, int64_t begin, int64_t end, Sums& sums) {
+void assemble(const Assembly& row, int64_t begin, int64_t end, Deviations& deviations) {
   const X* x = static_cast<const X*>(row.x);
   const R* residual = static_cast<const R*>(row.residual);
   Z* z = static_cast<Z*>(row.z);
   const float* bias = row.bias;
   float* values = row.values;
   const uint32_t* words = row.words;
-  sum_columns(begin, end, sums, [&](int64_t c, auto lanes, auto add) {
+  const auto value = [&](int64_t c, auto lanes) __attribute__((always_inline)) {
     F v = load(x + c, lanes);
     if (bias) v += load(bias + c, lanes);
     if (words) v = row.mask->apply(v, words + (c - begin));
     if (residual) v += load(residual + c, lanes);
-    v = store_rounded(z ? z + c : nullptr, v, lanes, row.streams_z);
+    return v;
+  };
+  if (begin == 0 && row.norm == Norm::kLayer) deviations.center = first_mean(end, value);
+  Sums sums[1] = {deviations.sums};
+  sum_columns(begin, end, sums, [&](int64_t c, auto lanes, auto add) {
+    const F v = store_rounded(z ? z + c : nullptr, value(c, lanes), lanes, row.streams_z);
     if (values) store(values + c, v, lanes);
-    add(v, v);
+    const F deviation = keep_lanes(v - deviations.center, lanes);
+    add(deviation, deviation);
   });
-}
-
-// The same where z is x: only its sums, and its float32 values where x is not float32.
-template <class X>
-ONETRIP_INLINE void read(const X* x, float* values, int64_t n_cols, Sums& sums) {
-  sum_columns(0, n_cols, sums, [&](int64_t c, auto lanes, auto add) {
-    const F v = load(x + c, lanes);
-    if constexpr (!kIsFloat32<X>) store(values + c, v, lanes);
-    add(v, v);
-  });
+  deviations.sums = sums[0];
 }
 
 struct Statistics {
@@ -55,24 +70,28 @@ struct Statistics {
   float rstd = 0.0f;
 };
 
-// Of a row whose sums are known. LayerNorm: variance about the first mean. The deviations' own mean corrects both:
-// exact where mean / std is 1e4 and more.
-ONETRIP_INLINE Statistics moments(const float* values, const Sums& row_sums, int64_t n_cols,
-                                  const RowNormForward& args) {
-  const float eps = args.eps, per_column = 1.0f / n_cols;
-  if (args.norm == Norm::kRms) {
-    return {0.0f, 0.0f, 1.0f / __builtin_sqrtf(sum_lanes(row_sums.products) * per_column + eps)};
+// Of a row with these values. Where the mean of its first columns was so far from its own that the squares cost the
+// variance a bit, or overflow, they are summed again, about the mean.
+ONETRIP_INLINE Statistics statistics(const float* values, Deviations deviations, int64_t n_cols,
+                                     const RowNormForward& args) {
+  constexpr float kLargest = 3.4028235e38f;
+  const float per_column = 1.0f / n_cols;
+  for (bool is_last = false;; is_last = true) {
+    const LaneSums sums = sum_lanes(deviations.sums.values, deviations.sums.products);
+    // The deviations' own mean corrects both: exact where mean / std is 1e4 and more.
+    const float correction = args.norm == Norm::kRms ? 0.0f : sums.a * per_column;
+    float variance = sums.b * per_column - correction * correction;
+    if (variance < 0.0f) variance = 0.0f;  // not a maximum: NaN has to pass
+    const bool is_near = correction * correction <= variance && variance <= kLargest;
+    if (is_near || is_last) return {deviations.center, correction, 1.0f / __builtin_sqrtf(variance + args.eps)};
+    deviations.center += correction;
+    Sums again[1];
+    sum_columns(0, n_cols, again, [&](int64_t c, auto lanes, auto add) {
+      const F deviation = keep_lanes(load(values + c, lanes) - deviations.center, lanes);
+      add(deviation, deviation);
+    });
+    deviations.sums = again[0];
   }
-  const float mean = sum_lanes(row_sums.values) * per_column;
-  Sums sums;
-  sum_columns(0, n_cols, sums, [&](int64_t c, auto lanes, auto add) {
-    const F deviation = keep_lanes(load(values + c, lanes) - mean, lanes);
-    add(deviation, deviation);
-  });
-  const float correction = sum_lanes(sums.values) * per_column;
-  float variance = sum_lanes(sums.products) * per_column - correction * correction;
-  if (variance < 0.0f) variance = 0.0f;  // not a maximum: NaN has to pass
-  return {mean, correction, 1.0f / __builtin_sqrtf(variance + eps)};
 }
 
 // How every row of a call is normalised.
@@ -88,13 +107,12 @@ struct NextRow {
   int64_t x_size, residual_size;
 };
 
-// y of a row whose z has been summed.
+// y of a row.
 template <class Y, class N>
 ONETRIP_INLINE void normalise(const Normalisation& norm, int64_t row, int64_t n_cols, const float* values,
-                              const Sums& sums, const NextRow& next) {
+                              const Statistics& stats, const NextRow& next) {
   const RowNormForward& args = norm.args;
   const float *weight = norm.weight, *norm_bias = norm.norm_bias;
-  const Statistics stats = moments(values, sums, n_cols, args);
   if (args.mean) args.mean[row] = stats.mean + stats.correction;
   if (args.rstd) args.rstd[row] = stats.rstd;
   Y* y = static_cast<Y*>(args.y) + row * n_cols;
@@ -112,24 +130,64 @@ ONETRIP_INLINE void normalise(const Normalisation& norm, int64_t row, int64_t n_
   });
 }
 
+// The same of a row whose deviations were summed.
 template <class Y, class N>
-void normalise_row(const Normalisation& norm, int64_t row, const float* values, const Sums& sums, const NextRow& next) {
-  normalise<Y, N>(norm, row, norm.args.n_cols, values, sums, next);
+void normalise_row(const Normalisation& norm, int64_t row, const float* values, const Deviations& deviations,
+                   const NextRow& next) {
+  const int64_t n_cols = norm.args.n_cols;
+  normalise<Y, N>(norm, row, n_cols, values, statistics(values, deviations, n_cols, norm.args), next);
 }
+
+// The statistics of a narrow row wait for each other more than they compute: two rows at once fill the gaps. Wider
+// ones would be read from more places than the hardware's prefetchers follow.
+constexpr int kRowsAtOnce = kWidth == 16 ? 2 : 1;  // other levels have registers for the sums of one
+constexpr int64_t kMaxColumnsAtOnce = 512;
 
 // Rows whose z is x, in one call rather than two a row: 65536 x 64 float32 layer norm, 2 threads, 2.27 -> 1.73 ms,
 // 4096 x 1024 1.55 -> 1.45.
 template <class X, class Y, class N>
 void normalise_rows(const Normalisation& norm, int64_t begin, int64_t end, float* buffer) {
   const RowNormForward& args = norm.args;
+  const int64_t x_stride = args.x_row_stride, rows_ahead = rows_to_fetch_ahead(args.n_cols);
   const auto run = [&](int64_t n_cols) __attribute__((always_inline)) {
-    for (int64_t row = begin; row < end; ++row) {
-      const X* x = static_cast<const X*>(args.x) + row * args.x_row_stride;
-      const float* values = buffer;
-      if constexpr (kIsFloat32<X>) values = x;
-      Sums sums;
-      read(x, buffer, n_cols, sums);
-      normalise<Y, N>(norm, row, n_cols, values, sums, {});
+    const auto run_rows = [&](int64_t first, auto& sums) __attribute__((always_inline)) {
+      constexpr int kRows = sizeof(sums) / sizeof(Sums);
+      const X* x = static_cast<const X*>(args.x) + first * x_stride;
+      const X* next = norm.streams && first + rows_ahead + kRows <= args.n_rows ? x + rows_ahead * x_stride : nullptr;
+      float center[kRows] = {};
+      for (int row = 0; args.norm == Norm::kLayer && row < kRows; ++row) {
+        center[row] = first_mean(n_cols, [&](int64_t c, auto lanes) { return load(x + row * x_stride + c, lanes); });
+      }
+      sum_columns(0, n_cols, sums, [&](int64_t c, auto lanes, auto add) {
+        for (int row = 0; row < kRows; ++row) {
+          const F v = load(x + row * x_stride + c, lanes);
+          if constexpr (!kIsFloat32<X>) store(buffer + row * n_cols + c, v, lanes);
+          const F deviation = keep_lanes(v - center[row], lanes);
+          add(deviation, deviation, row);
+        }
+      });
+      const float* values[kRows];
+      Statistics stats[kRows];
+      for (int row = 0; row < kRows; ++row) {
+        values[row] = buffer + row * n_cols;
+        if constexpr (kIsFloat32<X>) values[row] = x + row * x_stride;
+        stats[row] = statistics(values[row], {sums[row], center[row]}, n_cols, args);
+      }
+      for (int row = 0; row < kRows; ++row) {
+        normalise<Y, N>(norm, first + row, n_cols, values[row], stats[row],
+                        {next ? reinterpret_cast<const char*>(next + row * x_stride) : nullptr, nullptr, sizeof(X), 0});
+      }
+    };
+    int64_t row = begin;
+    if (n_cols <= kMaxColumnsAtOnce) {
+      for (; row + kRowsAtOnce <= end; row += kRowsAtOnce) {
+        Sums sums[kRowsAtOnce];
+        run_rows(row, sums);
+      }
+    }
+    for (; row < end; ++row) {
+      Sums sums[1];
+      run_rows(row, sums);
     }
   };
   // A constant lets the row stay in registers: 65536 x 64 float32 layer norm 1.43 ms in place of 1.73.

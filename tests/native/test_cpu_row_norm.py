@@ -365,6 +365,43 @@ def test_mean_of_many_deviations(level, n_cols, ratio):
         assert (ours - truth).abs().max() <= allowed, name
 
 
+@pytest.mark.parametrize("has_residual", [False, True], ids=["norm_alone", "with_residual"])
+@pytest.mark.parametrize("n_first", [1, 16, 40])
+@pytest.mark.parametrize("distance", [10.0, 1e3, 1e6, 1e18], ids=lambda d: f"{d:g}")
+@pytest.mark.parametrize("n_cols", [100, 512, 5000], ids=lambda n: f"N{n}")
+def test_first_columns_unlike_the_others(level, n_cols, distance, n_first, has_residual):
+    """A row is summed about the mean of its first columns: where that is far from its own, nothing is lost."""
+    x = normal(4, n_cols)
+    x[:, :n_first] += distance
+    plan = plan_of(store_z=False)
+    residual = torch.zeros_like(x) if has_residual else None
+    y, _, mean, rstd = native.row_norm_forward(x, residual, None, None, None, None, plan)
+    double = x.double()
+    variance, exact_mean = torch.var_mean(double, 1, correction=0)
+    exact_rstd = (variance + 1e-5).rsqrt()
+    assert (rstd / exact_rstd - 1).abs().max() <= 4e-6
+    assert ((mean - exact_mean) * exact_rstd).abs().max() <= 4e-6
+    exact = (double - exact_mean[:, None]) * exact_rstd[:, None]
+    assert (y - exact).abs().max() <= 4e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=dtype_id)
+@pytest.mark.parametrize("n_cols", [3, 64, 100, 512, 513], ids=lambda n: f"N{n}")
+@pytest.mark.parametrize("norm", [NORM_LAYER, NORM_RMS], ids=NORM_IDS.get)
+def test_no_bit_of_a_row_depends_on_its_neighbours(level, norm, n_cols, dtype):
+    x = normal(7, n_cols, dtype=dtype)
+    x[2, :16] += 1000.0
+    x[5, -1] = float("nan")
+    plan = plan_of(norm, store_z=False, z_dtype=dtype, y_dtype=dtype)
+
+    def forward(rows: Tensor) -> tuple[Tensor | None, ...]:
+        return native.row_norm_forward(rows, None, None, None, None, None, plan)
+
+    together, alone = forward(x), [forward(x[i : i + 1]) for i in range(7)]
+    for whole, *parts in zip(together, *alone, strict=True):
+        assert whole is None or same_bits(whole, torch.cat(parts))
+
+
 def test_weight_gradients_over_a_million_bf16_rows():
     n_rows, n_cols = 2**20, 8
     x, dy = normal(n_rows, n_cols, dtype=BF16), (normal(n_rows, n_cols, seed=1) + 0.1).to(BF16)
