@@ -11,6 +11,13 @@ MAX_DIMS = 4
 
 
 @lru_cache(maxsize=1024)
+def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether a tensor of that shape can be read as one of shape `to`."""
+    missing = len(to) - len(shape)
+    return missing >= 0 and all(size in (1, of) for size, of in zip(shape, to[missing:], strict=True))
+
+
+@lru_cache(maxsize=1024)
 def mask_layout(
     scores_shape: tuple[int, ...], mask_shape: tuple[int, ...], mask_strides: tuple[int, ...]
 ) -> MaskLayout | None:

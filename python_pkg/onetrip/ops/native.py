@@ -91,7 +91,9 @@ def _backward_launcher(plan: RowNormPlan, grad_dtypes: GradDtypes, weight: torch
 def in_memory(tensor: Tensor) -> Tensor:
     """The tensor, of which memory holds the values themselves: neither torch's lazy negation nor its zeros without
     memory (they come from forward-mode and undefined gradients)."""
-    return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg()
+    if tensor._is_zerotensor():
+        return tensor.clone()
+    return tensor.resolve_neg() if tensor.is_neg() else tensor  # to ask costs half
 
 
 def rows(tensor: Tensor, n_cols: int) -> tuple[Tensor, int]:

@@ -17,6 +17,7 @@ from ..reference.philox import Rng
 from ..reference.softmax import SoftmaxPlan
 from .backends import KERNEL_DTYPES, choose
 from .checks import DTYPES, check_finite, check_probability, check_rows
+from .masks import broadcasts
 from .rng import check_rng
 from .softmax_autograd import apply, forward
 from .tracing import eager_rng, is_traced, is_transformed, traced_rng
@@ -68,10 +69,9 @@ def softmax(
 
 def kernel_mask(scores: Tensor, mask: Tensor | None) -> Tensor | None:
     """The mask as backends take it: a float64 one beside narrower scores is rounded to float32 (at its own size)."""
-    if mask is None:
-        return None
-    mask = mask.detach()
-    return mask.float() if mask.dtype == torch.float64 and scores.dtype != torch.float64 else mask
+    if mask is None or mask.dtype != torch.float64 or scores.dtype == torch.float64:
+        return mask
+    return mask.detach().float()
 
 
 def _check(
@@ -105,10 +105,7 @@ def _check_mask(function: str, mask: object, scores: Tensor) -> None:
     if mask.layout != torch.strided or mask.is_nested:
         kind = "a nested tensor" if mask.is_nested else mask.layout
         raise TypeError(f"{function}: mask must be a dense (strided) tensor, got {kind}")
-    missing = scores.dim() - mask.dim()
-    if missing < 0 or any(
-        size != 1 and size != of for size, of in zip(mask.shape, scores.shape[missing:], strict=True)
-    ):
+    if not broadcasts(mask.shape, scores.shape):
         raise ValueError(
             f"{function}: mask must broadcast to the shape of scores, {tuple(scores.shape)}, got {tuple(mask.shape)}"
         )
