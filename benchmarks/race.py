@@ -36,10 +36,10 @@ class _Contestant:
     replays: dict[str, list[float]] = field(default_factory=dict)
     not_captured: str = ""
 
-    def tired(self) -> bool:
+    def tired(self, fewest: int) -> bool:
         """A slow provider does not hold up the others: it stops once it has been heard for long enough."""
         spent = sum(sum(values) for values in self.samples.values()) / 1e3
-        return spent > _SECONDS_PER_PROVIDER and all(len(v) >= _FEWEST_SAMPLES for v in self.samples.values())
+        return spent > _SECONDS_PER_PROVIDER and all(len(v) >= fewest for v in self.samples.values())
 
 
 def _unbound(**inputs: Tensor) -> Outputs:
@@ -79,24 +79,19 @@ class Race:
             except Exception as error:  # a library that imports, and lacks what it had
                 return _Contestant(provider, _unbound, Check(False, f"{type(error).__name__}: {error}".splitlines()[0]))
             checked = function if self._checked is self.case.operator else provider.bind(self._checked)
-            check = truth.check(checked)
-            if check.passed and checked is not function:
-                check = self._tried(function, check)
-            contestant = _Contestant(provider, function, check)
-            if contestant.check.passed and self.case.full:
-                inputs = self._sets[0]
-                parameters = [inputs.tensors[name] for name in self.case.operator.vectors]
-                contestant.saved = saved_bytes(lambda: function(**inputs.tensors), excluded=parameters)
-                contestant.peak = peak_bytes(lambda: self._forward_backward(function, inputs), self._device)
+            contestant = _Contestant(provider, function, truth.check(checked))
+            if contestant.check.passed and (self.case.full or checked is not function):
+                try:  # the first run of what has been checked as its twin
+                    self._measure_memory(contestant)
+                except Exception as error:  # a provider that raises is reported, and the others are measured
+                    contestant.check = Check(False, f"{type(error).__name__}: {error}".splitlines()[0])
         return contestant
 
-    def _tried(self, function: Callable[..., Outputs], check: Check) -> Check:
-        """The check of the twin, unless the function itself raises."""
-        try:
-            self._forward_backward(function, self._sets[0])
-        except Exception as error:  # a provider that raises is reported, and the others are measured
-            return Check(False, f"{type(error).__name__}: {error}".splitlines()[0])
-        return check
+    def _measure_memory(self, contestant: _Contestant) -> None:
+        function, inputs = contestant.function, self._sets[0]
+        parameters = [inputs.tensors[name] for name in self.case.operator.vectors]
+        contestant.saved = saved_bytes(lambda: function(**inputs.tensors), excluded=parameters)
+        contestant.peak = peak_bytes(lambda: self._forward_backward(function, inputs), self._device)
 
     @property
     def failures(self) -> dict[str, str]:
@@ -136,10 +131,10 @@ class Race:
                 clock.evict()
                 record("forward_backward", clock.time(lambda: self._forward_backward(function, inputs))[0])
 
-    def round(self) -> None:
-        """Every contestant once, each round starting with another one."""
+    def round(self, fewest: int = _FEWEST_SAMPLES) -> None:
+        """Every contestant once, each round starting with another one; whoever is slow no more than fewest times."""
         inputs = self._sets[self._rounds % _INPUT_SETS]
-        racing = [c for c in self._contestants if c.check.passed and not c.tired()]
+        racing = [c for c in self._contestants if c.check.passed and not c.tired(fewest)]
         first = self._rounds % max(len(racing), 1)
         for contestant in racing[first:] + racing[:first]:
             self._time(contestant, inputs)
@@ -151,7 +146,7 @@ class Race:
 
     def warm_up(self, rounds: int = 2) -> None:
         for _ in range(rounds):
-            self.round()
+            self.round(fewest=1)  # a call that takes seconds is as warm as it will be
         for samples in self._copy_samples.values():
             samples.clear()
         for contestant in self._contestants:

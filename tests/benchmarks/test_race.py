@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from onetrip.benchmarks import row_norm, softmax
+from onetrip.benchmarks import attention, row_norm, softmax
 from onetrip.benchmarks.memory import peak_bytes, saved_bytes
 from onetrip.benchmarks.providers import EAGER
 from onetrip.benchmarks.race import Race
@@ -220,6 +220,40 @@ def test_providers_take_turns_and_every_timed_call_starts_cold(full: bool) -> No
     # The first provider opens the first round, the second one the second: both medians are the same.
     assert first["forward"]["median_ms"] == second["forward"]["median_ms"]
     assert ("forward_backward" in first) is ("saved_bytes" in first) is full
+
+
+class _SlowClock(_CountingClock):
+    """Every call takes three seconds."""
+
+    def time(self, function: Callable[[], object]) -> tuple[float, object]:
+        return 3e3, function()
+
+
+def test_who_takes_seconds_a_call_is_heard_once_to_warm_up_and_three_times_to_be_timed() -> None:
+    calls: list[str] = []
+
+    def norm(**inputs: Tensor) -> Tensor:
+        calls.append("")
+        return row_norm.RMS_NORM.eager(**inputs)
+
+    race = _race(row_norm.RMS_NORM, _provider("slow", norm), clock=_SlowClock())
+    calls.clear()
+    race.warm_up()
+    assert len(calls) == 2  # forward before backward, and both in one
+    for _ in range(9):
+        race.round()
+    assert [race.record()["providers"][0][name]["samples"] for name in PASSES] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "width"])
+def test_what_passes_as_its_twin_and_raises_itself_gets_no_number(full: bool) -> None:
+    def bind(operator: Operator) -> Callable[..., object]:
+        return operator.eager if operator.dropout_p == 0.0 else _raises
+
+    operator = attention.cases(quick=True)[1].operator
+    assert operator.twin is not None
+    race = Race(Case(operator, 128, attention.WIDTH, torch.float32, full), [Provider("half", bind)], CPU)
+    assert race.failures == {"half": "RuntimeError: no compiler here"}
 
 
 @pytest.mark.parametrize("wanted", [PASSES[:1], PASSES[1:2], PASSES[2:], PASSES[::2]], ids="+".join)
