@@ -10,6 +10,7 @@ import fnmatch
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -188,8 +189,10 @@ def _run(part: Part, state: State, place: Place, allotted: float) -> None:
         except subprocess.TimeoutExpired:
             _stop(process)
             spent = time.monotonic() - start
-            status = FAILED if allotted >= LIMIT_S else UNFINISHED
-            state.set(part.name, status, spent, f"stopped after {spent:.0f} s", _failures(log))
+            status, reason = UNFINISHED, f"stopped after {spent:.0f} s"
+            if allotted >= LIMIT_S:  # it would be stopped there again, unless it keeps what has ended
+                status, reason = FAILED, f"{reason}; without a limit: python -m {shlex.join(words)}"
+            state.set(part.name, status, spent, reason, _failures(log))
             return
         except KeyboardInterrupt:
             _stop(process)

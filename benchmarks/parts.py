@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -23,19 +24,21 @@ CHECKS = ("doctor", "gpu-tests", "sanitizer")
 """How the names of parts begin that prove something and measure nothing."""
 
 _TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-_FULL_S = {"cuda": 80.0, "cpu": 45.0}
+_PART_S = 150.0
+"""What a part of several cases may be estimated at: the less one takes, the less a budget leaves unused."""
+_RACE_S = {"cuda": 80.0, "cpu": 45.0, "quick": 3.0}
 """Of a case in which everybody races, torch.compile's compilations included."""
 _CASE_S: Mapping[str, Mapping[str, float]] = {
-    "row_norm": {"cuda": 3.0, "cpu": 4.0},
-    "softmax": {"cuda": 3.0, "cpu": 6.0},
-    "overhead": {"cuda": 2.0, "cpu": 3.0},
-    "bert_blocks": {"cuda": 8.0, "cpu": 8.0},
-    "training": {"cuda": 100.0, "cpu": 360.0},
-    "adam": {"cuda": 30.0, "cpu": 60.0},
-    "adam_streams": {"cuda": 8.0, "cpu": 8.0},
-    "adam_training": {"cuda": 60.0, "cpu": 900.0},
+    "attention-L16384-*": {"cuda": 40.0, "cpu": 380.0, "quick": 3.0},
+    "attention-*": {"cuda": 40.0, "cpu": 60.0, "quick": 3.0},
+    "overhead-*": {"cuda": 2.0, "cpu": 3.0, "quick": 3.0},
+    "training-*": {"cuda": 100.0, "cpu": 420.0, "quick": 60.0},
+    "adam-*": {"cuda": 30.0, "cpu": 100.0, "quick": 3.0},
+    "adam_training-*": {"cuda": 60.0, "cpu": 400.0, "quick": 30.0},
+    "*": {"cuda": 4.0, "cpu": 6.0, "quick": 3.0},
 }
-"""Guesses: a part that takes longer is cut at its limit, and its next estimate is what it took."""
+"""Of other cases, by id, the first that fits: on a card, on two cores. Guesses: a part that takes longer is cut at its
+limit, and keeps the cases that have ended."""
 _MODELS: Mapping[str, tuple[str, ...]] = {
     "cuda": ("bert-large", "--batch-size=4", "--sequence-length=512"),
     "cpu": ("minilm", "--batch-size=4"),
@@ -47,7 +50,6 @@ _COMMAND_S: Mapping[str, Mapping[str, float]] = {
     "anatomy": {"cuda": 150.0, "cpu": 150.0, "quick": 60.0},
     "methods": {"cuda": 300.0, "cpu": 450.0, "quick": 90.0},
 }
-_QUICK_S = {"training": 60.0, "adam_training": 30.0}
 
 
 @dataclass(frozen=True)
@@ -117,47 +119,71 @@ def _no_card(place: Place) -> str:
     return "torch sees no CUDA device" if not torch.cuda.is_available() else "the run is on the CPU"
 
 
-def _seconds(suite: str, case: Named, place: Place) -> float:
-    if place.quick:
-        return _QUICK_S.get(suite, 3.0)
-    kind = place.device.type
-    if isinstance(case, Case) and case.full and (case.dtype == torch.float32 or kind == "cuda"):
-        return _FULL_S[kind] / (2 if suite == "attention" else 1)
-    return _CASE_S.get(suite, {}).get(kind, 15.0)
+def _seconds(case: Named, place: Place) -> float:
+    kind = "quick" if place.quick else place.device.type
+    found = next(pattern for pattern in _CASE_S if fnmatchcase(case.id, pattern))
+    races = isinstance(case, Case) and case.full and (case.dtype == torch.float32 or place.device.type == "cuda")
+    return (_RACE_S if races and found == "*" else _CASE_S[found])[kind]
 
 
-def _group(suite: str, case: Named) -> tuple[str, str]:
-    """(what stands behind the suite in a part's name, the pattern of its cases): cases that share a process."""
-    if isinstance(case, Case):
-        dtype = DTYPE_NAMES[case.dtype]
-        return f"{case.operator.name.removeprefix(suite).lstrip('-')}-{dtype}".lstrip(
-            "-"
-        ), f"{case.operator.name}-M*-{dtype}"
-    if suite in ("training", "adam", "adam_training"):
-        # As a glob, which means the whole id; a plain word means any part of one.
-        return case.id.removeprefix(f"{suite}-"), f"[{case.id[0]}]{case.id[1:]}"
-    return "", ""
+def _whole(suite: str, case: Named) -> tuple[str, str]:
+    return suite, "*"
+
+
+def _operator(suite: str, case: Named) -> tuple[str, str]:
+    if not isinstance(case, Case):
+        return _one(suite, case)
+    name, dtype = case.operator.name, DTYPE_NAMES[case.dtype]
+    stem = name.removeprefix(suite).lstrip("-")
+    return "-".join(filter(None, (suite, stem, dtype))), f"{name}-M*-{dtype}"
+
+
+def _one(suite: str, case: Named) -> tuple[str, str]:
+    # As a glob, which means the whole id; a plain word means any part of one.
+    return f"{suite}-{case.id.removeprefix(f'{suite}-')}", f"[{case.id[0]}]{case.id[1:]}"
+
+
+_Kind = Callable[[str, Named], tuple[str, str]]
+"""Suite, case -> the name of the part that it belongs to, and the pattern of that part's cases."""
+
+
+@dataclass(frozen=True)
+class _Estimated:
+    case: Named
+    missing: str
+    """Why the case cannot run on the device; empty where it can."""
+    seconds: float
+
+
+def _groups(
+    suite: str, cases: Sequence[_Estimated], kinds: Sequence[_Kind] = (_whole, _operator, _one)
+) -> Iterator[tuple[str, str, Sequence[_Estimated]]]:
+    """(name, pattern, cases that share a process): the suite, an operator in a dtype or a case, as is short enough."""
+    kind, *finer = kinds
+    found: dict[tuple[str, str], list[_Estimated]] = {}
+    for each in cases:
+        found.setdefault(kind(suite, each.case), []).append(each)
+    for (name, pattern), members in found.items():
+        if finer and len(members) > 1 and START_S + sum(each.seconds for each in members) > _PART_S:
+            yield from _groups(suite, members, finer)
+        else:
+            yield name, pattern, members
 
 
 def _suite(suite: str, place: Place) -> Iterator[Part]:
     module = importlib.import_module(f"onetrip.benchmarks.{bench_file(suite).stem}")
     why = getattr(module, "unavailable", lambda case, device: "")
-    groups: dict[tuple[str, str], list[Named]] = {}
-    for case in module.cases(place.quick):
-        groups.setdefault(("", "") if place.quick else _group(suite, case), []).append(case)
-    for (name, pattern), cases in groups.items():
-        full_name = f"{suite}-{name}" if name else suite
-        reasons = {why(case, place.device) for case in cases}
-        missing = "" if "" in reasons else reasons.pop()
-        seconds = START_S + sum(_seconds(suite, case, place) for case in cases if not why(case, place.device))
-        command = ["onetrip.benchmarks", f"--op={suite}", f"--device={place.device.type}", "--resume"]
-        command += [f"--only={pattern}"] if pattern else []
-        command += ["--quick"] if place.quick else []
-        command += [f"--output={place.output / 'parts' / full_name}"]
-        if not missing and seconds > LIMIT_S and len(cases) == 1:
-            missing = f"takes longer than {LIMIT_S:.0f} s on this machine: python -m " + " ".join(command)
-        proves = f"{len(cases)} case{'s' if len(cases) > 1 else ''} of the suite {suite}, each checked and timed"
-        yield Part(full_name, proves, tuple(command), min(seconds, LIMIT_S), missing)
+    cases = [
+        _Estimated(case, missing, 0.0 if missing else _seconds(case, place))
+        for case in module.cases(place.quick)
+        for missing in [why(case, place.device)]
+    ]
+    for name, pattern, members in _groups(suite, cases):
+        command = ["onetrip.benchmarks", f"--op={suite}", f"--only={pattern}", f"--device={place.device.type}"]
+        command += ["--resume", f"--output={place.output / 'parts' / name}", *(["--quick"] if place.quick else [])]
+        proves = f"{len(members)} case{'s' if len(members) > 1 else ''} of the suite {suite}, each checked and timed"
+        missing = members[0].missing if all(each.missing for each in members) else ""
+        yield Part(name, proves, tuple(command), START_S + sum(each.seconds for each in members), missing)
 
 
 def _commands(place: Place) -> Iterator[Part]:

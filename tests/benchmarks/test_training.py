@@ -44,3 +44,28 @@ def test_the_loss_that_is_checked_is_of_what_is_timed(monkeypatch):
     assert modes == [(False, False)]
     assert trainer.model.training
     assert bench_training.VARIANTS[-1].compiled
+
+
+def test_a_slow_variant_is_timed_for_fewer_rounds(monkeypatch):
+    """No more than its share of the time that a part may take, and three rounds in any case."""
+    seconds = {"eager": 5.0, "sdpa": 15.0, "patched": 60.0}
+
+    class Admitted:
+        def __init__(self, name: str) -> None:
+            self.step_s = seconds[name]
+
+        def step(self, watch: SimpleNamespace) -> None:
+            watch.laps = lambda: [1e3 * self.step_s / 3] * 3
+
+        def memory(self) -> dict[str, int]:
+            return {}
+
+    monkeypatch.setattr(bench_training, "_Stopwatch", lambda device: SimpleNamespace())
+    monkeypatch.setattr(bench_training._Found, "_admit", lambda self, variant: Admitted(variant.name))
+    found = bench_training._Found(bench_training.cases()[0], torch.device("cuda"), bench_training.ROUNDS)
+    found.race(bench_training.VARIANTS[:3])
+    assert {name: step["step"]["samples"] for name, step in found.steps.items()} == {
+        "eager": 7,
+        "sdpa": 3,
+        "patched": 3,
+    }
