@@ -8,7 +8,7 @@ from onetrip.ops.attention import attention
 from torch import Tensor
 
 from . import peers
-from .suite import Case, Dropout, LeastBytes, Operator, Outputs
+from .suite import Case, Dropout, LeastBytes, Named, Operator, Outputs
 
 WIDTH = 64
 """Of a head."""
@@ -56,8 +56,15 @@ def _operator(length: int, dropout_p: float, twin: Operator | None = None) -> Op
 
 def cases(quick: bool = False) -> list[Case]:
     found = []
-    for length in QUICK_LENGTHS if quick else HEADS:
-        plain = _operator(length, 0.0)
-        for operator in (plain, _operator(length, 0.1, twin=plain)):
-            found.append(Case(operator, HEADS[length] * length, WIDTH, torch.float32, full=True))
+    for dtype in (torch.float32,) if quick else (torch.float32, torch.bfloat16):
+        for length in QUICK_LENGTHS if quick else HEADS:
+            plain = _operator(length, 0.0)
+            for operator in (plain, _operator(length, 0.1, twin=plain)):
+                found.append(Case(operator, HEADS[length] * length, WIDTH, dtype, full=True))
     return found
+
+
+def unavailable(case: Named, device: torch.device) -> str:
+    """Why the grid leaves a case out on this device; empty where it does not. Flash kernels have no float32."""
+    half = isinstance(case, Case) and case.dtype != torch.float32
+    return "for a card; elsewhere with --dtype bf16" if half and device.type != "cuda" else ""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import targets
-from .tables import BOTH, Cases, attention_length
+from .tables import BOTH, Cases, attention_length, by_dtype_and_dropout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -171,12 +171,15 @@ def bars(axes: Axes, rows: Sequence[tuple[str, str, tuple[float, float]]]) -> No
 
 
 def attention(cases: Cases) -> Canvas:
-    """Forward and backward in milliseconds against the length, a panel for each dropout."""
-    chances = sorted({case["dropout_p"] for case in cases})
-    drawn = canvas(max(6.0, 5.25 * len(chances)), 4.4)
+    """Forward and backward in milliseconds against the length, a panel for each dtype and dropout."""
+    panels = by_dtype_and_dropout(cases)
+    n_columns, n_rows = min(2, len(panels)), math.ceil(len(panels) / 2)
+    drawn = canvas(max(6.0, 5.25 * n_columns), 4.4 * n_rows)
     colour = colours(providers(cases))
-    for axes, dropout_p in zip(drawn.subplots(1, len(chances), squeeze=False).flat, chances, strict=True):
-        members = [case for case in cases if case["dropout_p"] == dropout_p]
+    grid = drawn.subplots(n_rows, n_columns, squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    for axes, ((dtype, dropout_p), members) in zip(grid.flat, panels, strict=False):
         for name in providers(members):
             found = sorted(
                 (attention_length(case), entry[BOTH]["median_ms"])
@@ -185,11 +188,14 @@ def attention(cases: Cases) -> Canvas:
             )
             if found:
                 axes.plot(*zip(*found, strict=True), label=name, color=colour[name], marker="o", markersize=4)
-        axes.set(title=f"dropout {dropout_p:g}", xlabel="tokens", xscale="log", yscale="log")
+        axes.set(title=f"{dtype}, dropout {dropout_p:g}", xlabel="tokens", xscale="log", yscale="log")
         plain_ticks(axes.xaxis, sorted({attention_length(case) for case in members}))
         plain_ticks(axes.yaxis)
         axes.grid(True, linewidth=0.5)
-    drawn.axes[0].set_ylabel("forward + backward, ms")
-    handles, labels = drawn.axes[0].get_legend_handles_labels()
-    drawn.legend(handles, labels, loc="outside upper center", ncols=min(5, len(labels) or 1), frameon=False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("forward + backward, ms")
+    found = dict(
+        label for axes in drawn.axes for label in zip(*reversed(axes.get_legend_handles_labels()), strict=True)
+    )
+    drawn.legend(found.values(), found.keys(), loc="outside upper center", ncols=min(5, len(found) or 1), frameon=False)
     return drawn

@@ -114,13 +114,19 @@ def widths(cases: Cases) -> Iterator[Table]:
         yield Table(f"{operator} alone, {dtype}, 4 Mi elements at every width", columns, rows)
 
 
+def by_dtype_and_dropout(cases: Cases) -> list[tuple[tuple[str, float], Cases]]:
+    """Of attention: fp32 first, and without dropout first."""
+    found: dict[tuple[str, float], Cases] = {}
+    for case in cases:
+        found.setdefault((case["dtype"], case["dropout_p"]), []).append(case)
+    return sorted(found.items(), key=lambda item: (item[0][0] != "fp32", *item[0]))
+
+
 def attention(cases: Cases) -> Iterator[Table]:
     columns = ("length", "provider", "forward ms", "backward ms", "both ms", "eager / it", "saved MiB", "peak MiB")
-    for dropout_p in sorted({case["dropout_p"] for case in cases}):
+    for (dtype, dropout_p), members in by_dtype_and_dropout(cases):
         rows = []
-        for case in cases:
-            if case["dropout_p"] != dropout_p:
-                continue
+        for case in members:
             eager = (targets.provider(case, targets.EAGER) or {}).get(BOTH)
             for entry in case["providers"]:
                 if not entry["check"]["passed"]:
@@ -143,7 +149,7 @@ def attention(cases: Cases) -> Iterator[Table]:
             "models that run eager attention: those that want the weights, or have no SDPA path. "
             "With dropout every provider was checked without it: a mask cannot be read off the output."
         )
-        yield Table(f"Attention, fp32, dropout {dropout_p:g}", columns, rows, note)
+        yield Table(f"Attention, {dtype}, dropout {dropout_p:g}", columns, rows, note)
 
 
 def attention_length(case: dict[str, Any]) -> int:
@@ -152,7 +158,7 @@ def attention_length(case: dict[str, Any]) -> int:
 
 
 def attention_winners(cases: Cases) -> Iterator[Table]:
-    columns = ("length", "dropout", "fastest of SDPA", "its both ms", "onetrip both ms", "faster", "by")
+    columns = ("length", "dtype", "dropout", "fastest of SDPA", "its both ms", "onetrip both ms", "faster", "by")
     rows = []
     for case in cases:
         timed = [entry for entry in case["providers"] if BOTH in entry]
@@ -165,6 +171,7 @@ def attention_winners(cases: Cases) -> Iterator[Table]:
         rows.append(
             (
                 attention_length(case),
+                case["dtype"],
                 case["dropout_p"],
                 best["name"],
                 milliseconds(best[BOTH]),

@@ -34,13 +34,13 @@ def _timed(name: str, median_ms: float) -> dict[str, Any]:
     }
 
 
-def _attention(length: int, dropout_p: float) -> dict[str, Any]:
+def _attention(length: int, dropout_p: float, dtype: str = "fp32") -> dict[str, Any]:
     contestants = {"torch eager": 9.0, "SDPA flash": 2.0 if length > 256 else 4.0, "onetrip cpu": 3.0}
     return {
         "case": f"attention-L{length}-p{dropout_p:g}",
         "operator": f"attention-L{length}-p{dropout_p:g}",
         "dropout_p": dropout_p,
-        "dtype": "fp32",
+        "dtype": dtype,
         "unavailable": {"SDPA cudnn": "is for CUDA"},
         "providers": [_timed(name, median * length / 64) for name, median in contestants.items()],
     }
@@ -129,7 +129,10 @@ def every_suite() -> results.Results:
     found = recorded()
     header = {key: value for key, value in found["row_norm"].items() if key not in ("suite", "cases")}
     cases = {
-        "attention": [_attention(length, p) for length in (64, 256, 1024) for p in (0.0, 0.1)],
+        "attention": [
+            *(_attention(length, p) for length in (64, 256, 1024) for p in (0.0, 0.1)),
+            *(_attention(length, 0.0, "bf16") for length in (64, 1024)),
+        ],
         "training": [_training()],
         "adam": [_adam()],
         "adam_streams": [_stream(name) for name in ("gaussian", "six_decades", "sparse_rows", "outlier")],

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from made_up_results import MACHINE, every_suite
 from onetrip import html
-from onetrip.benchmarks import figures, html_report, report, results, roofline, row_norm, softmax, tables
+from onetrip.benchmarks import figures, html_report, plots, report, results, roofline, row_norm, softmax, tables
 from onetrip.cli import app
 from typer.testing import CliRunner
 
@@ -80,6 +80,18 @@ def test_the_table_of_all_measurements_has_a_row_for_every_provider_of_every_cas
     assert len(table.rows) == sum(len(case["providers"]) for case in cases)
     failed = next(row for row in table.rows if row[4] == "torch.compile")
     assert failed[5:-1] == (None,) * 10, "a provider that failed its check must have no number"
+
+
+def test_attention_has_a_table_and_a_panel_for_each_dtype_and_dropout():
+    cases = tables.cases(every_suite(), "attention")
+    kinds = ["fp32, dropout 0", "fp32, dropout 0.1", "bf16, dropout 0"]
+    assert [table.caption for table in tables.attention(cases)] == [f"Attention, {kind}" for kind in kinds]
+    assert [len(table.rows) for table in tables.attention(cases)] == [9, 9, 6]
+    assert [axes.get_title() for axes in plots.attention(cases).axes if axes.axison] == kinds
+    (winners,) = tables.attention_winners(cases)
+    assert {row[:3] for row in winners.rows if row[0] == 64} == {
+        (64, "fp32", 0.0), (64, "fp32", 0.1), (64, "bf16", 0.0),
+    }  # fmt: skip
 
 
 def test_a_suite_without_results_leaves_its_section_out():

@@ -1,8 +1,10 @@
 """The bytes that an operator declares, and the two forms that it gives."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from onetrip.benchmarks import row_norm
+from onetrip.benchmarks import attention, bench_attention, row_norm
 from onetrip.benchmarks.checks import Truth, make_inputs
 from onetrip.benchmarks.suite import selects
 
@@ -63,3 +65,26 @@ def test_ids_of_cases_are_unique() -> None:
 )
 def test_a_pattern_is_a_glob_or_a_part(pattern: str | None, selected: bool) -> None:
     assert selects(pattern, "rms_norm-M4096-N1024-bf16") is selected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "asked_for", "raced"),
+    [
+        ("fp32", "cpu", [], True),
+        ("bf16", "cpu", [], False),
+        ("bf16", "cpu", ["bf16"], True),
+        ("bf16", "cuda", [], True),
+    ],
+)
+def test_attention_in_half_precision_is_for_a_card_or_asked_for(monkeypatch, dtype, device, asked_for, raced):
+    """Flash kernels have no float32: on a card nobody but eager, SDPA's other backends and onetrip would race."""
+    found = []
+    monkeypatch.setattr(bench_attention, "race", lambda case, *rest: found.append(case.id))
+    monkeypatch.setattr(bench_attention, "providers", lambda *rest: [])
+    (case,) = [case for case in attention.cases() if selects(f"attention-L64-p0-M*-{dtype}", case.id)]
+    request = SimpleNamespace(config=SimpleNamespace(option=SimpleNamespace(bench_dtype=asked_for)))
+    try:
+        bench_attention.test_attention(case, torch.device(device), False, (), None, request)
+    except pytest.skip.Exception as skipped:
+        assert "--dtype bf16" in str(skipped)
+    assert found == ([case.id] if raced else [])
