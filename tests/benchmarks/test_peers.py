@@ -1,9 +1,13 @@
 """Other libraries: who is there, why not, and that each is called as its own signature wants it.
 
-None of them runs on a CPU, so stand-ins with their signatures compute in PyTorch: what is tested is the call.
+None of them runs on a CPU, so stand-ins with their signatures compute in PyTorch: what is tested is the call. The same
+checks passed with their own Python code, its kernels interpreted or replaced: Liger-Kernel 0.6.2 and 0.8.5, flash-attn
+2.6.3 and 2.8.3, QuACK 0.3.3 and 0.6.5, TransformerEngine 2.10.0 and 2.20.2.
 """
 
 import importlib.machinery
+import importlib.util
+import inspect
 import sys
 from types import ModuleType
 from typing import Any
@@ -162,6 +166,37 @@ def test_every_library_computes_the_operator(name: str, peer: str) -> None:
     inputs = make_inputs(operator, 64, 48, torch.float32, CPU, seed=0)
     check = Truth(operator, inputs).check(operator.others[peer]())
     assert check.passed, check.detail
+
+
+class _Bound(Exception):
+    """The call fits."""
+
+
+@pytest.mark.parametrize(("name", "peer"), [*CALLS, ("attention-L64-p0", "flash-attn")], ids=lambda value: value)
+def test_the_call_fits_the_signature_of_what_is_installed(
+    name: str, peer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec(peers.MODULES[peer].partition(".")[0]) is None:
+        pytest.skip(f"{peers.TITLES[peer]} is not installed")
+    imported = peers._from
+
+    def binding(module: str, function: str) -> Any:
+        try:
+            signature = inspect.signature(imported(module, function))
+        except Exception as error:  # a broken installation, or one that lacks the function, raises anything
+            pytest.skip(f"{module}: {error}")
+
+        def call(*args: Any, **words: Any) -> None:
+            signature.bind(*args, **words)
+            raise _Bound
+
+        return call
+
+    monkeypatch.setattr(peers, "_from", binding)
+    operator = (OPERATORS | {case.operator.name: case.operator for case in attention.cases()})[name]
+    inputs = make_inputs(operator, 64, 48, torch.float32, CPU, seed=0)
+    with pytest.raises(_Bound):
+        operator.others[peer]()(**inputs.tensors)
 
 
 @pytest.mark.usefixtures("installed")
