@@ -1,9 +1,10 @@
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from onetrip import methods
+from onetrip import anatomy, methods
 from onetrip.anatomy import UsageError
 from onetrip.methods.catalog import BASELINE, METHODS
 from onetrip.methods.runs import check_same_run, judged
@@ -121,12 +122,56 @@ def test_memory_is_judged_by_the_peak(figures):
     assert found[1]["ratios"]["peak_memory"] == 0.5
 
 
-def test_a_model_that_does_not_fit_says_by_how_much():
-    model = torch.nn.Linear(1024, 1024, bias=False)
-    with pytest.raises(UsageError, match=r"take 16\.0 MiB, 10\.0 MiB are free, 6\.0 MiB too little"):
-        check_fits(model, torch.device("cpu"), 10 << 20)
-    check_fits(model, torch.device("cpu"), 16 << 20)
-    check_fits(model, torch.device("cpu"), None)
+@pytest.mark.parametrize(
+    ("dtype", "device", "free", "words"),
+    [
+        (torch.float32, "cpu", {"cpu": 19}, r"fit on cpu: .* takes 20\.0 MiB, 19\.0 MiB are free, 1\.0 MiB too little"),
+        (torch.float32, "cpu", {"cpu": 20}, ""),
+        (torch.bfloat16, "cpu", {"cpu": 10}, ""),
+        (torch.float32, "cuda", {"cpu": 4, "cuda": 16}, ""),
+        (torch.float32, "cuda", {"cpu": 4, "cuda": 15}, r"fit on cuda: .* takes 16\.0 MiB, 15\.0 MiB are free"),
+        (torch.float32, "cuda", {"cpu": 3, "cuda": 16}, r"fit on cpu: .* takes 4\.0 MiB, 3\.0 MiB are free"),
+        (torch.float32, "cpu", {"cpu": None}, ""),
+    ],
+)
+def test_a_model_that_does_not_fit_says_by_how_much(monkeypatch, dtype, device, free, words):
+    model = torch.nn.Linear(1024, 1024, bias=False, device="meta")  # 4 MiB in float32
+    mib = {where: None if n is None else n << 20 for where, n in free.items()}
+    monkeypatch.setattr("onetrip.anatomy.free_bytes", lambda device: mib[device.type])
+    with pytest.raises(UsageError, match=words) if words else nullcontext():
+        check_fits(model, dtype, torch.device(device))
+
+
+def test_the_weights_of_a_model_that_does_not_fit_are_never_made(options, monkeypatch):
+    """They alone could be more than there is: Linux then ends the process without a word."""
+    loaded = []
+    load = anatomy.load_model
+
+    def load_model(name, *, weights=True):
+        loaded.append(weights)
+        return load(name, weights=weights)
+
+    monkeypatch.setattr("onetrip.anatomy.load_model", load_model)
+    monkeypatch.setattr("onetrip.anatomy.free_bytes", lambda device: 1 << 10)
+    with pytest.raises(UsageError, match=r"does not fit on cpu: .* 1\.0 KiB are free"):
+        methods.run(options)
+    assert loaded == [False]
+
+
+def test_more_than_is_free_is_refused_where_it_would_end_the_process(session, monkeypatch):
+    """Beside the baseline and alone: the step asks for more than there is, and hears of it."""
+    monkeypatch.setattr("onetrip.anatomy.free_bytes", lambda device: 256 << 20)
+    asked = []
+
+    def hungry(self):
+        asked.append(self)
+        torch.ones(1 << 26)  # 256 MiB
+
+    monkeypatch.setattr(Trainer, "train_step", hungry)
+    with pytest.raises(DoesNotFit, match=r"can't allocate memory: you tried to allocate 268435456 bytes"):
+        session.measure(METHODS["sgd"], lambda what: None)
+    assert len(asked) == 2
+    torch.ones(1 << 26)  # the limit is gone
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """One training step taken apart: bytes by class of tensor, milliseconds by phase and by class of operator."""
 
-from .bytes import StepBytes, format_bytes, free_bytes, optimizer_state_bytes, tensor_bytes
+from .bytes import StepBytes, at_most_more, format_bytes, free_bytes, optimizer_state_bytes, tensor_bytes
 from .compare import Column, Comparison, compare, writable_folder, write
 from .fits import CARDS, Fit, largest_batch, memory_size
 from .formula import FormulaBytes, formula
@@ -38,6 +38,7 @@ __all__ = [
     "StepTimes",
     "UsageError",
     "Variant",
+    "at_most_more",
     "compare",
     "fake_copy",
     "format_bytes",

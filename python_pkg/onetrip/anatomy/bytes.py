@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -62,6 +63,31 @@ def free_bytes(device: torch.device) -> int | None:
             return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return None
+
+
+@contextmanager
+def at_most_more(n_bytes: int | None) -> Iterator[None]:
+    """An allocation fails, and torch says of how much, where this process would take more than so many bytes more.
+
+    Else Linux grants it, and ends the process when it is written to. None, and another system: as without.
+    """
+    try:
+        import resource
+
+        with open("/proc/self/status") as file:
+            held = next(1024 * int(line.split()[1]) for line in file if line.startswith("VmData:"))
+    except (ImportError, OSError, StopIteration):
+        n_bytes = None
+    if n_bytes is None:
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    known = [limit for limit in (held + n_bytes, soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(known), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def format_bytes(n: float) -> str:

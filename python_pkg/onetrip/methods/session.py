@@ -66,19 +66,34 @@ class Options:
         )
 
 
-def check_fits(model: nn.Module, device: torch.device, free: int | None) -> None:
-    """Raises UsageError where weights, gradients and AdamW's states alone are more than is free."""
-    weights = anatomy.tensor_bytes(model.parameters())
-    needed = 4 * weights
-    if free is not None and needed > free:
-        raise UsageError(
-            f"the model does not fit on {device}: weights, gradients and AdamW's states take {format_bytes(needed)}, "
-            f"{format_bytes(free)} are free, {format_bytes(needed - free)} too little"
-        )
+def check_fits(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises UsageError where the least that training keeps is more than is free. model: on any device, also on meta.
+
+    That is on the CPU the model that all others are copied from, which is loaded in float32, and on the device a copy
+    of this dtype, its gradients and AdamW's states.
+    """
+    numel = sum(p.numel() for p in model.parameters())
+    source, trained = numel * dtype.itemsize, 4 * numel * dtype.itemsize
+    needed = {torch.device("cpu"): 4 * numel, device: trained}
+    if device.type == "cpu":
+        needed = {device: max(4 * numel, source + trained)}
+    for where, n in needed.items():
+        free = anatomy.free_bytes(where)
+        if free is not None and n > free:
+            raise UsageError(
+                f"the model does not fit on {where}: what training keeps there takes {format_bytes(n)}, "
+                f"{format_bytes(free)} are free, {format_bytes(n - free)} too little"
+            )
 
 
-def _memory_error(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def _memory_error(error: RuntimeError | MemoryError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _obtainable(device: torch.device) -> int | None:
+    """What may still be allocated on the CPU, in this process, when it is there that training happens."""
+    free = anatomy.free_bytes(device) if device.type == "cpu" else None
+    return None if free is None else free * 15 // 16  # the rest is for other processes, and for ours beside its heap
 
 
 def _finite(value: float) -> float | None:
@@ -91,9 +106,10 @@ class Session:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.device = options.torch_device()
+        dtype = getattr(torch, options.dtype)
+        check_fits(anatomy.load_model(options.model, weights=False), dtype, self.device)
         torch.manual_seed(options.seed)
-        self.source = anatomy.load_model(options.model).to(getattr(torch, options.dtype))
-        check_fits(self.source, self.device, anatomy.free_bytes(self.device))
+        self.source = anatomy.load_model(options.model).to(dtype)
         # Raises UsageError for sequences that are too long for the model.
         anatomy.make_batch(self.source, 1, options.sequence_length)
         self._partner: Trainer | None = None
@@ -131,11 +147,12 @@ class Session:
         recipe, why = self.recipe(method), ""
         for paired in (True, False):
             try:
-                return self._measure(recipe, paired, advance)
-            except RuntimeError as error:
+                with anatomy.at_most_more(_obtainable(self.device)):
+                    return self._measure(recipe, paired, advance)
+            except (RuntimeError, MemoryError) as error:
                 if not _memory_error(error):
                     raise
-                why = str(error).strip().splitlines()[0]
+                why = (str(error).strip() or "out of memory").splitlines()[0]
             self.release()
         raise DoesNotFit(f"does not fit in memory: {why}")
 
