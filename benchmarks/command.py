@@ -202,6 +202,7 @@ def bench(
     if reason := _missing_package():
         _refuse(reason)
     from .listing import listing, print_listing
+    from .machine import header
     from .options import Options, UsageError
     from .results import unwritable
 
@@ -236,7 +237,8 @@ def bench(
     if resume and folder is None:
         _refuse("--resume: --output must name the folder that holds what was done")
     selected = _select(options, chosen)
-    if folder is not None and (reason := unwritable(folder)):
+    places = () if folder is None else (folder, folder / header(chosen)["machine"]["id"])
+    for reason in filter(None, map(unwritable, places)):
         _refuse(reason)
     try:
         status = _measure(options, chosen, folder, resume, as_json, selected)

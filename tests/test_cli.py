@@ -25,7 +25,7 @@ def assert_bad_usage(result, *words):
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    assert len(result.stderr.splitlines()) == 1
     for word in words:
         assert word in result.stderr
 

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from onetrip.benchmarks import runner
 from onetrip.benchmarks.command import app
+from onetrip.benchmarks.machine import header
 from onetrip.cli import app as onetrip
 from typer.testing import CliRunner, Result
 
@@ -86,6 +88,9 @@ def test_an_unwritable_output_is_refused_before_measuring(refused: Callable[...,
     (tmp_path / "file").touch()
     message = refused("--quick", "--output", str(tmp_path / "file/folder"))
     assert f"cannot write to {tmp_path / 'file/folder'}: Not a directory" in message
+    place = tmp_path / header(torch.device("cpu"))["machine"]["id"]
+    place.touch()
+    assert f"cannot write to {place}: Not a directory" in refused("--quick", "--device=cpu", f"--output={tmp_path}")
 
 
 def test_cuda_without_a_card_is_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
