@@ -49,6 +49,7 @@ def _operator(length: int, dropout_p: float, twin: Operator | None = None) -> Op
         fused,
         least_bytes,
         dropout_p,
+        between=lambda n_rows, n_cols: 3 * n_rows * length,  # weights, their gradient, that of the scores
         twin=twin,
         others={"sdpa": lambda: sdpa, **peers.attention(length, dropout_p)},
     )

@@ -59,10 +59,11 @@ def _free_bytes(device: torch.device) -> int:
 
 def needed_bytes(case: Case) -> int:
     """The least that a race over a case holds at one time: three sets of inputs and incoming gradients, the two tensors
-    of the copy, and the truth in float64: inputs, gradients of inputs and outputs, and one tensor between."""
+    of the copy, and the truth in float64: inputs, gradients of inputs and outputs, and what stands between."""
     elements = case.n_rows * case.n_cols
     matrices = len(case.operator.matrices)
-    return elements * ((3 * (matrices + 1) + 2) * case.dtype.itemsize + (2 * matrices + 2) * 8)
+    given = elements * ((3 * (matrices + 1) + 2) * case.dtype.itemsize + (2 * matrices + 1) * 8)
+    return given + case.operator.between(case.n_rows, case.n_cols) * 8
 
 
 def shortage(case: Case, device: torch.device) -> str:

@@ -12,7 +12,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 from .checks import Check, Inputs, Truth, as_tuple, make_inputs
-from .memory import peak_bytes, saved_bytes
+from .memory import peak_bytes, saved_bytes, shortage
 from .suite import DTYPE_NAMES, PASSES, Case, Outputs, Provider
 from .timing import Clock, clock_for, summarise
 
@@ -229,6 +229,8 @@ class Race:
 
 def race(case: Case, providers: list[Provider], device: torch.device, quick: bool, benchmark: BenchmarkFixture) -> None:
     """One case of a suite: checked, raced, recorded; fails where a provider of our own gets no number."""
+    if reason := shortage(case, device):
+        pytest.skip(f"does not fit: {reason}")
     contest = Race(case, providers, device)
     contest.warm_up()
     rounds = _QUICK_ROUNDS if quick else _ROUNDS

@@ -48,6 +48,9 @@ class Operator:
     constants: Callable[[int, int, torch.dtype, torch.device], dict[str, Tensor]] = lambda *_: {}
     """constants(n_rows, n_cols, dtype, device): further inputs, not differentiated: masks."""
 
+    between: Callable[[int, int], int] = lambda n_rows, n_cols: n_rows * n_cols
+    """between(n_rows, n_cols): elements that the formula holds at one time beside its inputs, outputs and gradients."""
+
     mask_shows_in: Literal["gradient", "output"] = "gradient"
     """Where a dropped element is exactly zero: in the gradient of the first input, or in the first output."""
 

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from onetrip.benchmarks import attention, row_norm, softmax
+from onetrip.benchmarks import attention, memory, row_norm, softmax
 from onetrip.benchmarks.memory import peak_bytes, saved_bytes
 from onetrip.benchmarks.providers import EAGER
 from onetrip.benchmarks.race import Race
-from onetrip.benchmarks.suite import PASSES, Case, Operator, Provider
+from onetrip.benchmarks.race import race as run_race
+from onetrip.benchmarks.suite import PASSES, Case, Operator, Provider, selects
 from onetrip.benchmarks.timing import last_level_cache_bytes, summarise
 from torch import Tensor
 
@@ -317,6 +318,21 @@ def test_bandwidth_is_the_declared_bytes_over_the_median() -> None:
     assert forward["gb_per_s"] == pytest.approx(record["least_bytes"]["forward"] / forward["median_ms"] / 1e6)
     assert forward["share_of_copy"] == pytest.approx(forward["gb_per_s"] / record["copy"]["gb_per_s"])
     assert record["copy"]["gb_per_s"] == pytest.approx(2 * 64 * 48 * 4 / record["copy"]["median_ms"] / 1e6)
+
+
+@pytest.mark.parametrize(("spare", "raced"), [(0, True), (-1, False)], ids=["fits", "one byte short"])
+def test_a_case_that_does_not_fit_is_left_out_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, spare: int, raced: bool
+) -> None:
+    """Attention's scores count: the system would end the whole run, where memory is short."""
+    (case,) = [case for case in attention.cases() if selects("attention-L16384-p0-M*-fp32", case.id)]
+    truth = 3 * 16384 * 16384 * 8
+    given = 16384 * attention.WIDTH * (14 * 4 + 7 * 8)
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: truth + given + spare)
+    monkeypatch.setattr(Race, "__init__", lambda *arguments: pytest.fail("raced"))
+    outcome, words = (pytest.fail.Exception, "raced") if raced else (pytest.skip.Exception, "needs at least 6.1 GiB")
+    with pytest.raises(outcome, match=words):
+        run_race(case, [], CPU, False, None)
 
 
 def test_percentiles() -> None:
