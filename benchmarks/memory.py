@@ -51,7 +51,8 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     import psutil
 
     return psutil.virtual_memory().available

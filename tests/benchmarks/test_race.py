@@ -335,6 +335,17 @@ def test_a_case_that_does_not_fit_is_left_out_with_the_reason(
         run_race(case, [], CPU, False, None)
 
 
+def test_what_the_allocator_keeps_of_the_case_before_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 << 30, 16 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 13 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 << 30)
+    case = Case(row_norm.RMS_NORM, 1 << 24, 8, torch.float32, full=True)
+    assert memory.needed_bytes(case) == 8 << 30
+    assert memory.shortage(case, torch.device("cuda")) == ""
+    larger = Case(row_norm.RMS_NORM, 1 << 26, 8, torch.float32, full=True)
+    assert "14.0 GiB are free (18.0 GiB too much)" in memory.shortage(larger, torch.device("cuda"))
+
+
 def test_percentiles() -> None:
     assert summarise([float(value) for value in range(101)], "us") == {
         "median_us": 50.0,
