@@ -230,7 +230,10 @@ class _SlowClock(_CountingClock):
         return 3e3, function()
 
 
-def test_who_takes_seconds_a_call_is_heard_once_to_warm_up_and_three_times_to_be_timed() -> None:
+@pytest.mark.parametrize(("rehearsed_s", "calls_to_warm_up"), [(0.0, 2), (20.0, 0)], ids=["unknown", "known as slow"])
+def test_who_takes_seconds_a_call_is_hardly_warmed_up_and_timed_three_times(
+    rehearsed_s: float, calls_to_warm_up: int
+) -> None:
     calls: list[str] = []
 
     def norm(**inputs: Tensor) -> Tensor:
@@ -238,9 +241,10 @@ def test_who_takes_seconds_a_call_is_heard_once_to_warm_up_and_three_times_to_be
         return row_norm.RMS_NORM.eager(**inputs)
 
     race = _race(row_norm.RMS_NORM, _provider("slow", norm), clock=_SlowClock())
+    race._contestants[0].rehearsed_s = rehearsed_s
     calls.clear()
     race.warm_up()
-    assert len(calls) == 2  # forward before backward, and both in one
+    assert len(calls) == calls_to_warm_up  # forward before backward, and both in one
     for _ in range(9):
         race.round()
     assert [race.record()["providers"][0][name]["samples"] for name in PASSES] == [3, 3, 3]
