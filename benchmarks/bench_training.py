@@ -24,7 +24,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 ROUNDS, QUICK_ROUNDS, WARM_UP = 7, 2, 1
-MOST_SECONDS, FEWEST_ROUNDS = 40.0, 3
+MOST_SECONDS, FEWEST_ROUNDS = 20.0, 3
 """Of a variant: where a step takes long, fewer of them do."""
 AT_ONCE = {"cpu": 4, "cuda": 1}
 """How many variants take turns, and are in memory: on a card, whose clock is steady, each may need it all."""

@@ -32,7 +32,7 @@ _CASE_S: Mapping[str, Mapping[str, float]] = {
     "attention-L16384-*": {"cuda": 40.0, "cpu": 320.0, "quick": 3.0},
     "attention-*": {"cuda": 40.0, "cpu": 60.0, "quick": 3.0},
     "overhead-*": {"cuda": 2.0, "cpu": 3.0, "quick": 3.0},
-    "training-*": {"cuda": 100.0, "cpu": 420.0, "quick": 60.0},
+    "training-*": {"cuda": 100.0, "cpu": 360.0, "quick": 60.0},
     "adam-*": {"cuda": 30.0, "cpu": 100.0, "quick": 3.0},
     "adam_training-*": {"cuda": 60.0, "cpu": 400.0, "quick": 30.0},
     "*": {"cuda": 4.0, "cpu": 6.0, "quick": 3.0},
