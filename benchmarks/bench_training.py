@@ -25,7 +25,7 @@ from torch import Tensor
 
 ROUNDS, QUICK_ROUNDS, WARM_UP = 7, 2, 1
 MOST_SECONDS, FEWEST_ROUNDS = 20.0, 3
-"""Of a variant: where a step takes long, fewer of them do."""
+"""Of the slowest variant that takes turns: where a step takes long, fewer of them do."""
 AT_ONCE = {"cpu": 4, "cuda": 1}
 """How many variants take turns, and are in memory: on a card, whose clock is steady, each may need it all."""
 PHASES = ("forward", "backward", "optimizer")
@@ -231,13 +231,13 @@ class _Found:
         trainers = {variant.name: trainer for variant in variants if (trainer := self._admit(variant)) is not None}
         samples: dict[str, list[list[float]]] = {name: [] for name in trainers}
         for _ in range(self.rounds):
+            seconds = max(sum(map(sum, laps)) / 1e3 for laps in samples.values()) if samples else 0.0
+            if seconds > MOST_SECONDS and all(len(laps) >= FEWEST_ROUNDS for laps in samples.values()):
+                break  # for all of them: turns are taken to the end
             for name, trainer in trainers.items():
-                laps = samples[name]
-                if len(laps) >= FEWEST_ROUNDS and sum(map(sum, laps)) > MOST_SECONDS * 1e3:
-                    continue
                 watch = _Stopwatch(self.device)
                 trainer.step(watch)
-                laps.append(watch.laps())
+                samples[name].append(watch.laps())
         for name, trainer in trainers.items():
             self.steps[name] = self._figures(samples[name]) | trainer.memory()
             if self.device.type == "cpu":

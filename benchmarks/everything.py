@@ -191,7 +191,9 @@ def _run(part: Part, state: State, place: Place, allotted: float) -> None:
             spent = time.monotonic() - start
             status, reason = UNFINISHED, f"stopped after {spent:.0f} s"
             if allotted >= LIMIT_S:  # it would be stopped there again, unless it keeps what has ended
-                status, reason = FAILED, f"{reason}; without a limit: python -m {shlex.join(words)}"
+                status = FAILED
+                if not any("{deadline}" in word for word in part.command):  # else the part keeps to its limit by itself
+                    reason += f"; without a limit: python -m {shlex.join(words)}"
             state.set(part.name, status, spent, reason, _failures(log))
             return
         except KeyboardInterrupt:

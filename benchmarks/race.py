@@ -94,7 +94,7 @@ class Race:
         function, inputs = contestant.function, self._sets[0]
         parameters = [inputs.tensors[name] for name in self.case.operator.vectors]
         contestant.saved = saved_bytes(lambda: function(**inputs.tensors), excluded=parameters)
-        start = time.perf_counter()  # by now it is compiled, where it is
+        start = time.perf_counter()  # of a twin torch.compile still compiles the backward here
         contestant.peak = peak_bytes(lambda: self._forward_backward(function, inputs), self._device)
         contestant.rehearsed_s = time.perf_counter() - start
 

@@ -300,7 +300,7 @@ void backward_rows(const BackwardRows& rows) {
         const auto add = [&](F stored, F gradient) __attribute__((always_inline)) {
           const Factors f = factors<kHasDropout>(stored, gradient, args.dropout_scale);
           products[chain] = mul_add(f.probability, f.gradient, products[chain]);
-          return products[chain++];
+          return products[chain++];  // map wants a value
         };
         map(add, load(p + c, lanes), load(dy + c, lanes));
       });

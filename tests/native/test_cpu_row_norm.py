@@ -368,7 +368,7 @@ def test_mean_of_many_deviations(level, n_cols, ratio):
 @pytest.mark.parametrize("has_residual", [False, True], ids=["norm_alone", "with_residual"])
 @pytest.mark.parametrize("n_first", [1, 16, 40])
 @pytest.mark.parametrize("distance", [10.0, 1e3, 1e6, 1e18], ids=lambda d: f"{d:g}")
-@pytest.mark.parametrize("n_cols", [100, 512, 5000], ids=lambda n: f"N{n}")
+@pytest.mark.parametrize("n_cols", [100, 512, 5000, 262144], ids=lambda n: f"N{n}")
 def test_first_columns_unlike_the_others(level, n_cols, distance, n_first, has_residual):
     """A row is summed about the mean of its first columns: where that is far from its own, nothing is lost."""
     x = normal(4, n_cols)
@@ -383,6 +383,24 @@ def test_first_columns_unlike_the_others(level, n_cols, distance, n_first, has_r
     assert ((mean - exact_mean) * exact_rstd).abs().max() <= 4e-6
     exact = (double - exact_mean[:, None]) * exact_rstd[:, None]
     assert (y - exact).abs().max() <= 4e-6 * exact.abs().max()
+
+
+def test_a_quarter_of_a_deviation_is_far_in_a_wide_row(level):
+    """All distances from the first columns' mean are of one sign, and round alike."""
+    n_cols, low, high = 262144, 1.17384514, 1.49815347
+    n_low = round(0.3724 * n_cols)
+    x = torch.cat([torch.full((n_low,), low), torch.full((n_cols - n_low,), high)])[None]
+    x[0, :16] = x.double().mean() + 0.9448 * x.double().std()
+    y, _, _, _ = native.row_norm_forward(x, None, None, None, None, None, plan_of(store_z=False, eps=0.0))
+    double = x.double()
+    exact = (double - double.mean()) / double.std(correction=0)
+    assert (y - exact).abs().max() <= 5e-6
+
+
+def test_sums_that_overflow_give_what_torch_gives(level):
+    x = torch.tensor([[3e37] * 16 + [-3e37] * 16])
+    y, _, _, _ = native.row_norm_forward(x, None, None, None, None, None, plan_of(store_z=False))
+    assert torch.equal(y, torch.nn.functional.layer_norm(x, x.shape[1:]))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=dtype_id)

@@ -12,6 +12,8 @@ from onetrip.reference.softmax import SoftmaxPlan
 from softmax_cases import RNG
 from tolerances import assert_bitwise
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +72,31 @@ def test_compiled_dropout_draws_anew():
     torch.manual_seed(3)
     assert_bitwise(compiled(scores), first)
     assert (first != second).any()
+
+
+def test_a_mask_of_symbolic_shape():
+    """Sizes that are not numbers yet: exported, traced and faked."""
+
+    class Masked(torch.nn.Module):
+        def forward(self, scores, mask):
+            return ops.softmax(scores, mask, scale=0.5)
+
+    scores, mask = torch.randn(4, 8, 8), torch.randn(8, 8)
+    dynamic = {"scores": {0: torch.export.Dim("batch")}, "mask": None}
+    exported = torch.export.export(Masked(), (scores, mask), dynamic_shapes=dynamic, strict=False)
+    traced = make_fx(Masked(), tracing_mode="symbolic")(scores, mask)
+    for graph in (exported.module(), traced):
+        assert_bitwise(graph(scores, mask), ops.softmax(scores, mask, scale=0.5))
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        fake = [mode.from_tensor(tensor, static_shapes=False) for tensor in (scores, mask)]
+        assert ops.softmax(*fake).dim() == 3
+
+
+def test_compiling_a_mask_warns_of_nothing(recwarn):
+    torch.compile(lambda s, m: ops.softmax(s, m), fullgraph=True, backend="aot_eager")(
+        torch.randn(4, 8), torch.randn(8)
+    )
+    assert not [str(warning.message) for warning in recwarn if "onetrip" in str(warning.message)]
 
 
 def test_fake_tensors():

@@ -69,8 +69,10 @@ def free_bytes(device: torch.device) -> int | None:
 def at_most_more(n_bytes: int | None) -> Iterator[None]:
     """An allocation fails, and torch says of how much, where this process would take more than so many bytes more.
 
-    Else Linux grants it, and ends the process when it is written to. None, and another system: as without.
+    Else Linux grants it, and ends the process when it is written to. None, and another system: as without. Stacks of
+    threads count, and OpenMP ends a process that cannot have them: torch's are started before.
     """
+    torch.zeros(1 << 20).sum()
     try:
         import resource
 

@@ -86,8 +86,12 @@ def check_fits(model: nn.Module, dtype: torch.dtype, device: torch.device) -> No
             )
 
 
+_NO_MEMORY = ("can't allocate memory", "could not create a primitive", "could not create a memory", "bad_alloc")
+"""As torch's allocator on the CPU, oneDNN (which keeps its reasons to itself) and C++ say it."""
+
+
 def _memory_error(error: RuntimeError | MemoryError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in _NO_MEMORY)
 
 
 def _obtainable(device: torch.device) -> int | None:

@@ -10,11 +10,15 @@ MAX_DIMS = 4
 """Of MaskLayout and of struct MaskRows in csrc/launch.h."""
 
 
-@lru_cache(maxsize=1024)
 def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    """Whether a tensor of that shape can be read as one of shape `to`."""
+    """Whether a tensor of that shape can be read as one of shape `to`. Sizes may be symbolic."""
     missing = len(to) - len(shape)
-    return missing >= 0 and all(size in (1, of) for size, of in zip(shape, to[missing:], strict=True))
+    if missing < 0:
+        return False
+    for size, of in zip(shape, to[missing:], strict=True):  # noqa: SIM110  a generator costs as much as all other checks
+        if size != 1 and size != of:
+            return False
+    return True
 
 
 @lru_cache(maxsize=1024)
