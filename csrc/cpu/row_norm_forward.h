@@ -55,11 +55,12 @@ void assemble(const Assembly& row, int64_t begin, int64_t end, Deviations& devia
     return v;
   };
   if (begin == 0 && row.norm == Norm::kLayer) deviations.center = first_mean(end, value);
+  const float center = deviations.center;  // a copy, or every store would have it loaded again
   Sums sums[1] = {deviations.sums};
   sum_columns(begin, end, sums, [&](int64_t c, auto lanes, auto add) {
     const F v = store_rounded(z ? z + c : nullptr, value(c, lanes), lanes, row.streams_z);
     if (values) store(values + c, v, lanes);
-    const F deviation = keep_lanes(v - deviations.center, lanes);
+    const F deviation = keep_lanes(v - center, lanes);
     add(deviation, deviation);
   });
   deviations.sums = sums[0];

@@ -3,60 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from cpu_cases import BF16, EPSILON, F16, F32, NORM_IDS, dtype_id, normal, same_bits
+from cpu_cases import row_norm_plan as plan_of
 from onetrip.ops import native
 from onetrip.ops.backends import native as native_library
 from onetrip.reference import row_norm as reference
 from onetrip.reference.philox import keep_mask
-from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, GradDtypes, RowNormPlan
+from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, GradDtypes
 from torch import Tensor
 
 library = native_library()
 pytestmark = pytest.mark.skipif(library is None, reason="the native library was not built")
 
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 RNG = (2**40 + 12345, 2**33 + 4)
-EPSILON = {F32: 1e-6, F16: 2**-10, BF16: 2**-7}
-DTYPE_IDS = {F32: "f32", F16: "f16", BF16: "bf16"}
-NORM_IDS = {NORM_NONE: "none", NORM_LAYER: "layer", NORM_RMS: "rms"}
 WIDTHS = (1, 3, 4, 15, 16, 63, 64, 65, 129, 1000, 1025, 4099)
-
-
-def dtype_id(dtype: object) -> str:
-    return DTYPE_IDS[dtype] if isinstance(dtype, torch.dtype) else "-".join(DTYPE_IDS[d] for d in dtype)
-
-
-def plan_of(norm: int = NORM_LAYER, **changes) -> RowNormPlan:
-    plan = RowNormPlan(
-        norm=norm,
-        eps=1e-5,
-        weight_offset=0.0,
-        dropout_p=0.0,
-        z_dtype=F32,
-        n_dtype=F32,
-        y_dtype=F32,
-        store_z=True,
-        center_z=False,
-        store_stats=norm != NORM_NONE,
-    )
-    return plan._replace(**changes)
-
-
-def normal(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed * 1000 + shape[-1])
-    return torch.randn(shape, generator=generator).to(dtype)
-
-
-def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def assert_as_accurate(name: str, ours: Tensor | None, expected: Tensor | None, exact: Tensor | None) -> None:
@@ -325,99 +291,6 @@ def test_strides_and_offsets_change_no_bit(level, dtype):
         ours = native.row_norm_backward(dy, dz, z_odd[:, 3:], mean, rstd, weight, RNG, plan, (dtype,) * 5)
         plain = native.row_norm_backward(dy_, dz_, z, mean, rstd, weight, RNG, plan, (dtype,) * 5)
         assert all(map(same_bits, ours, plain))
-
-
-@pytest.mark.parametrize("where", [0, 17, 99])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=["nan", "inf", "-inf"])
-@pytest.mark.parametrize("norm", [NORM_LAYER, NORM_RMS], ids=NORM_IDS.get)
-def test_not_a_number_stays_in_its_row(level, norm, value, where):
-    x = normal(3, 100)
-    x[1, where] = value
-    y, _, _, _ = native.row_norm_forward(x, None, None, None, None, None, plan_of(norm))
-    expected, _, _, _ = reference.forward(x, None, None, None, None, None, plan_of(norm))
-    assert torch.equal(y.isnan(), expected.isnan()) and y[[0, 2]].isfinite().all()
-
-
-@pytest.mark.parametrize("ratio", [1e4, 1e5], ids=["1e4", "1e5"])
-@pytest.mark.parametrize("n_cols", [64, 1000, 16384], ids=lambda n: f"N{n}")
-def test_mean_of_many_deviations(level, n_cols, ratio):
-    """The mean is held to more digits than one float32 has: y and rstd lose none, and the saved one is rounded once."""
-    x, dy = normal(16, n_cols) + ratio, normal(16, n_cols, seed=1)
-    plan, grads = plan_of(store_z=False), (F32, None, None, F32, F32)
-    y, _, mean, rstd = native.row_norm_forward(x, None, None, None, None, None, plan)
-    gradients = native.row_norm_backward(dy, None, x, mean, rstd, None, None, plan, grads)
-
-    def by_torch(dtype: torch.dtype) -> list[Tensor]:
-        leaves = [x.to(dtype), torch.ones(n_cols, dtype=dtype), torch.zeros(n_cols, dtype=dtype)]
-        leaves = [leaf.requires_grad_() for leaf in leaves]
-        torchs = torch.nn.functional.layer_norm(leaves[0], (n_cols,), *leaves[1:])
-        return [torchs.detach(), *torch.autograd.grad(torchs, leaves, dy.to(dtype))]
-
-    double, spacing = x.double(), 2.0 ** (math.floor(math.log2(ratio)) - 23)
-    exact, torchs = by_torch(torch.float64), by_torch(F32)
-    exact_rstd = (double.var(1, correction=0) + 1e-5).rsqrt()
-    assert (mean - double.mean(1)).abs().max() <= 0.501 * spacing
-    assert (rstd / exact_rstd - 1).abs().max() <= 1e-6
-    assert (y - exact[0]).abs().max() <= 4e-6
-    found = (y, gradients[0], *gradients[3:])
-    for name, ours, expected, truth in zip(("y", "dx", "dweight", "dbias"), found, torchs, exact, strict=True):
-        allowed = 2 * (expected - truth).abs().max() + EPSILON[F32] * truth.abs().max()
-        assert (ours - truth).abs().max() <= allowed, name
-
-
-@pytest.mark.parametrize("has_residual", [False, True], ids=["norm_alone", "with_residual"])
-@pytest.mark.parametrize("n_first", [1, 16, 40])
-@pytest.mark.parametrize("distance", [10.0, 1e3, 1e6, 1e18], ids=lambda d: f"{d:g}")
-@pytest.mark.parametrize("n_cols", [100, 512, 5000, 262144], ids=lambda n: f"N{n}")
-def test_first_columns_unlike_the_others(level, n_cols, distance, n_first, has_residual):
-    """A row is summed about the mean of its first columns: where that is far from its own, nothing is lost."""
-    x = normal(4, n_cols)
-    x[:, :n_first] += distance
-    plan = plan_of(store_z=False)
-    residual = torch.zeros_like(x) if has_residual else None
-    y, _, mean, rstd = native.row_norm_forward(x, residual, None, None, None, None, plan)
-    double = x.double()
-    variance, exact_mean = torch.var_mean(double, 1, correction=0)
-    exact_rstd = (variance + 1e-5).rsqrt()
-    assert (rstd / exact_rstd - 1).abs().max() <= 4e-6
-    assert ((mean - exact_mean) * exact_rstd).abs().max() <= 4e-6
-    exact = (double - exact_mean[:, None]) * exact_rstd[:, None]
-    assert (y - exact).abs().max() <= 4e-6 * exact.abs().max()
-
-
-def test_a_quarter_of_a_deviation_is_far_in_a_wide_row(level):
-    """All distances from the first columns' mean are of one sign, and round alike."""
-    n_cols, low, high = 262144, 1.17384514, 1.49815347
-    n_low = round(0.3724 * n_cols)
-    x = torch.cat([torch.full((n_low,), low), torch.full((n_cols - n_low,), high)])[None]
-    x[0, :16] = x.double().mean() + 0.9448 * x.double().std()
-    y, _, _, _ = native.row_norm_forward(x, None, None, None, None, None, plan_of(store_z=False, eps=0.0))
-    double = x.double()
-    exact = (double - double.mean()) / double.std(correction=0)
-    assert (y - exact).abs().max() <= 5e-6
-
-
-def test_sums_that_overflow_give_what_torch_gives(level):
-    x = torch.tensor([[3e37] * 16 + [-3e37] * 16])
-    y, _, _, _ = native.row_norm_forward(x, None, None, None, None, None, plan_of(store_z=False))
-    assert torch.equal(y, torch.nn.functional.layer_norm(x, x.shape[1:]))
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=dtype_id)
-@pytest.mark.parametrize("n_cols", [3, 64, 100, 512, 513], ids=lambda n: f"N{n}")
-@pytest.mark.parametrize("norm", [NORM_LAYER, NORM_RMS], ids=NORM_IDS.get)
-def test_no_bit_of_a_row_depends_on_its_neighbours(level, norm, n_cols, dtype):
-    x = normal(7, n_cols, dtype=dtype)
-    x[2, :16] += 1000.0
-    x[5, -1] = float("nan")
-    plan = plan_of(norm, store_z=False, z_dtype=dtype, y_dtype=dtype)
-
-    def forward(rows: Tensor) -> tuple[Tensor | None, ...]:
-        return native.row_norm_forward(rows, None, None, None, None, None, plan)
-
-    together, alone = forward(x), [forward(x[i : i + 1]) for i in range(7)]
-    for whole, *parts in zip(together, *alone, strict=True):
-        assert whole is None or same_bits(whole, torch.cat(parts))
 
 
 def test_weight_gradients_over_a_million_bf16_rows():

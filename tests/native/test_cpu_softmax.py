@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from cpu_cases import BF16, DTYPE_IDS, F16, F32, normal
 from onetrip.ops import softmax_native as native
 from onetrip.ops.backends import native as native_library
 from onetrip.ops.masks import contiguous_layout, mask_layout
@@ -20,16 +21,10 @@ from torch import Tensor
 library = native_library()
 pytestmark = pytest.mark.skipif(library is None, reason="the native library was not built")
 
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-DTYPE_IDS = {F32: "f32", F16: "f16", BF16: "bf16", torch.bool: "bool"}
+MASK_IDS = DTYPE_IDS | {torch.bool: "bool"}
 RNG = (2**40 + 12345, 2**33 + 4)
 WIDTHS = (1, 3, 4, 15, 16, 63, 64, 65, 129, 1000, 1025, 4099)
 INF, NAN = torch.inf, torch.nan
-
-
-def normal(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed * 1000 + shape[-1])
-    return torch.randn(shape, generator=generator).to(dtype)
 
 
 def plan_of(scale: float = 1.0, causal: bool = False, p: float = 0.0) -> SoftmaxPlan:
@@ -83,7 +78,7 @@ def test_every_width(level, n_cols, p, causal):
     check(scores, torch.rand(2, 1, n_cols) < 0.7, dy, plan_of(-0.3, causal, p))
 
 
-@pytest.mark.parametrize("mask_dtype", [torch.bool, F32, F16, BF16], ids=lambda d: f"mask_{DTYPE_IDS[d]}")
+@pytest.mark.parametrize("mask_dtype", [torch.bool, F32, F16, BF16], ids=lambda d: f"mask_{MASK_IDS[d]}")
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=DTYPE_IDS.get)
 def test_every_pair_of_dtypes(level, dtype, mask_dtype):
     scores, dy = (normal(2, 3, 5, 131, dtype=dtype, seed=seed) for seed in (0, 1))

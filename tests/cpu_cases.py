@@ -1,0 +1,43 @@
+"""What the tests of the native CPU kernels share."""
+
+from __future__ import annotations
+
+import torch
+from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
+from torch import Tensor
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+EPSILON = {F32: 1e-6, F16: 2**-10, BF16: 2**-7}
+DTYPE_IDS = {F32: "f32", F16: "f16", BF16: "bf16"}
+NORM_IDS = {NORM_NONE: "none", NORM_LAYER: "layer", NORM_RMS: "rms"}
+
+
+def dtype_id(dtype: object) -> str:
+    return DTYPE_IDS[dtype] if isinstance(dtype, torch.dtype) else "-".join(DTYPE_IDS[d] for d in dtype)
+
+
+def row_norm_plan(norm: int = NORM_LAYER, **changes) -> RowNormPlan:
+    plan = RowNormPlan(
+        norm=norm,
+        eps=1e-5,
+        weight_offset=0.0,
+        dropout_p=0.0,
+        z_dtype=F32,
+        n_dtype=F32,
+        y_dtype=F32,
+        store_z=True,
+        center_z=False,
+        store_stats=norm != NORM_NONE,
+    )
+    return plan._replace(**changes)
+
+
+def normal(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 1000 + shape[-1])
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
