@@ -1,11 +1,10 @@
 // One step of Adam over tables of parameters; reference/adam.py has the formulas, and these are its bits at every
 // level.
 //
-// A block of 128 elements is taken through two passes. The first reads codes, gradient and parameter, writes the
-// parameter, and leaves m and sqrt(v) in 1 KiB of stack; the second writes their codes. It follows the first pass of
-// the next block, so that nothing waits for the scales. Memory sees every array once: p read and written, g read, 2
-// bytes of codes and 1/16 of scales read and written, 16.1 bytes an element in float32. Every block is computed by
-// itself: no bit depends on the threads.
+// A block of 128 elements takes three passes. The first reads codes and gradient and leaves m and sqrt(v) in 1 KiB of
+// stack; the second takes the parameter its step, and the scales are there when it ends; the third writes the codes.
+// Memory sees every array once: p read and written, g read, 2 bytes of codes and 1/16 of scales read and written, 16.1
+// bytes an element in float32. Every block is computed by itself: no bit depends on the threads.
 #include "adam_codes.h"
 #include "levels.h"
 #include "rows.h"
@@ -15,23 +14,11 @@ namespace onetrip {
 namespace ONETRIP_LEVEL {
 namespace {
 
-// Of each lane the largest magnitude's bits, as integers: NaN is larger than Inf, and that than any number.
-// kHasNegatives: there may be negative numbers; NaN is of any sign.
-template <bool kHasNegatives>
-ONETRIP_INLINE U largest_magnitudes(const F* values) {
-  U largest = {};
-  for (int i = 0; i < kVectors; ++i) {
-    const U bits = kHasNegatives ? (U)values[i] & 0x7FFFFFFFu : (U)values[i];
-    largest = bits > largest ? bits : largest;
-  }
-  return largest;
-}
-
 // AdamScalars, in every lane.
 struct Numbers {
   F grad_factor, l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction1, inv_sqrt_bias_correction2,
       eps, lr, largest_update;
-  bool has_l2;
+  bool has_l2, has_eps;
   explicit Numbers(const AdamScalars& s)
       : grad_factor(splat(s.grad_factor)),
         l2(splat(s.l2)),
@@ -44,26 +31,26 @@ struct Numbers {
         eps(splat(s.eps)),
         lr(splat(s.lr)),
         largest_update(splat(s.largest_update)),
-        has_l2(s.l2 != 0.0f) {
+        has_l2(s.l2 != 0.0f),
+        has_eps(s.eps > 0.0f) {
     __asm__("" : "+r"(has_l2));  // or the comparison would be made for every vector
   }
 };
 
-// The moments of a vector one step on, and its new parameter.
-struct Updated {
-  F m, v, root, p;
+// The moments of a vector one step on.
+struct Moments {
+  F m, v;
 };
-template <bool kClamps>
-ONETRIP_INLINE Updated update(F p, F grad, F m, F v, const Numbers& by) {
+ONETRIP_INLINE Moments update_moments(F p, F grad, F m, F v, const Numbers& by) {
   F g = grad * by.grad_factor;
   if (by.has_l2) g = g + p * by.l2;
-  m = m + (g - m) * by.one_minus_beta1;
-  v = v * by.beta2 + (g * by.one_minus_beta2) * g;
-  const F root = square_root(v);
-  F u = (m * by.inv_bias_correction1) / (root * by.inv_sqrt_bias_correction2 + by.eps);
-  if constexpr (kClamps) u = smaller_number(by.largest_update, larger_number(-by.largest_update, u));  // NaN stays
-  return {m, v, root, p * by.decay - u * by.lr};
+  return {m + (g - m) * by.one_minus_beta1, v * by.beta2 + (g * by.one_minus_beta2) * g};
 }
+// The update of exact Adam in units of the learning rate, from m and sqrt(v).
+ONETRIP_INLINE F update(F m, F root, const Numbers& by) {
+  return (m * by.inv_bias_correction1) / (root * by.inv_sqrt_bias_correction2 + by.eps);
+}
+ONETRIP_INLINE F update_param(F p, F update, const Numbers& by) { return p * by.decay - update * by.lr; }
 
 // What a block of 8-bit states is read from and written to.
 template <class P, class G>
@@ -74,63 +61,85 @@ struct Block {
   float *exp_avg_scale, *exp_avg_sq_scale;
 };
 
-// Of a block, between its passes.
-struct Moments {
-  F m[kVectors], root[kVectors];
-  Scale m_scale, root_scale;
-  ONETRIP_INLINE void find_scales() {
-    make_scales(largest_magnitudes<true>(m), largest_magnitudes<false>(root), m_scale, root_scale);
+// The bits of the largest magnitude of each lane, as integers: NaN is larger than Inf, and that than any number.
+__attribute__((noinline)) U largest_magnitudes(const F* values) {
+  U largest = {};
+  for (int i = 0; i < kVectors; ++i) {
+    const U bits = (U)values[i] & 0x7FFFFFFFu;
+    largest = bits > largest ? bits : largest;
   }
-};
+  return largest;
+}
 
-// n: elements that exist, of kBlock that can be read and written.
+template <bool kKeepsNaN, class P>
+ONETRIP_INLINE void update_params(P* param, const F* m, const F* root, const Numbers& by) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kVectors; ++i) {
+    const F u = clamp_magnitude<kKeepsNaN>(update(m[i], root[i], by), by.largest_update);
+    store_rounded(param + i * kWidth, update_param(load(param + i * kWidth, All{}), u, by), All{});
+  }
+}
+template <class P>
+__attribute__((noinline)) void update_params_with_nan(P* param, const F* m, const F* root, const Numbers& by) {
+  update_params<true>(param, m, root, by);
+}
+
 template <class P, class G>
-ONETRIP_INLINE void update_block(const Block<P, G>& block, int n, const Numbers& by, const Tables& tables,
-                                 Moments& moments) {
-  const F m_scale = splat(*block.exp_avg_scale), root_scale = splat(*block.exp_avg_sq_scale);
+ONETRIP_INLINE void step_block(const Block<P, G>& block, const Numbers& by, const Tables& tables) {
+  F m[kVectors], root[kVectors];
+  const F old_m_scale = splat(*block.exp_avg_scale), old_root_scale = splat(*block.exp_avg_sq_scale);
+  F m_magnitudes = {};  // the largest of each lane: NaN may be lost
+  U root_magnitudes = {};
   for (int first = 0; first < kVectors; first += kGroup) {
-    F m[kGroup], root[kGroup];
-    signed_values(tables, block.exp_avg + first * kWidth, m);
-    unsigned_values(tables, block.exp_avg_sq + first * kWidth, root);
+    F old_m[kGroup], old_root[kGroup];
+    signed_values(tables, block.exp_avg + first * kWidth, old_m);
+    unsigned_values(tables, block.exp_avg_sq + first * kWidth, old_root);
 #pragma GCC unroll 4
     for (int i = 0; i < kGroup; ++i) {
-      P* param = block.param + (first + i) * kWidth;
-      const F grad = load(block.grad + (first + i) * kWidth, All{}), old_root = root[i] * root_scale;
-      const Updated updated = update<true>(load(param, All{}), grad, m[i] * m_scale, old_root * old_root, by);
-      store_rounded(param, updated.p, All{});
-      moments.m[first + i] = updated.m;
-      moments.root[first + i] = updated.root;
+      const int64_t c = (first + i) * kWidth;
+      const F p = by.has_l2 ? load(block.param + c, All{}) : F{}, scaled_root = old_root[i] * old_root_scale;
+      const Moments moments =
+          update_moments(p, load(block.grad + c, All{}), old_m[i] * old_m_scale, scaled_root * scaled_root, by);
+      const F new_root = square_root(moments.v);
+      m[first + i] = moments.m;
+      root[first + i] = new_root;
+      m_magnitudes = larger_magnitude(m_magnitudes, moments.m);
+      root_magnitudes = (U)new_root > root_magnitudes ? (U)new_root : root_magnitudes;
     }
   }
-  if (n < kBlock) {
-    memset(reinterpret_cast<float*>(moments.m) + n, 0, (kBlock - n) * sizeof(float));
-    memset(reinterpret_cast<float*>(moments.root) + n, 0, (kBlock - n) * sizeof(float));
+  Scale m_scale, root_scale;
+  make_scales((U)m_magnitudes, root_magnitudes, m_scale, root_scale);
+  // A NaN of m comes from the gradient, and sqrt(v) is not finite either, or from the old scale. An update is NaN
+  // where m or sqrt(v) are, or where it is 0 / 0.
+  if (__builtin_expect(is_finite(*block.exp_avg_scale) & root_scale.is_finite & by.has_eps, 1)) {
+    update_params<false>(block.param, m, root, by);
+  } else {
+    make_scales(largest_magnitudes(m), largest_magnitudes(root), m_scale, root_scale);
+    update_params_with_nan(block.param, m, root, by);
   }
-  moments.find_scales();
-}
-template <class P, class G>
-ONETRIP_INLINE void store_block(const Block<P, G>& block, const Tables& tables, const Moments& moments) {
-  *block.exp_avg_scale = moments.m_scale.value;
-  *block.exp_avg_sq_scale = moments.root_scale.value;
-  store_signed(tables, moments.m, moments.m_scale, block.exp_avg);
-  store_unsigned(tables, moments.root, moments.root_scale, block.exp_avg_sq);
+  *block.exp_avg_scale = m_scale.value;
+  *block.exp_avg_sq_scale = root_scale.value;
+  store_signed(tables, m, m_scale, block.exp_avg);
+  store_unsigned(tables, root, root_scale, block.exp_avg_sq);
 }
 
-// The last block of a parameter, in arrays of its whole size.
+// n elements as a whole block of them: the rest are like the first one, and change no scale.
+template <class T>
+ONETRIP_INLINE void copy_filled(T* block, const T* from, int n) {
+  for (int i = 0; i < kBlock; ++i) block[i] = from[i < n ? i : 0];
+}
+// The last block of a parameter, of n elements, in arrays of its whole size.
 template <class P, class G>
 __attribute__((noinline)) void step_part_of_block(const Block<P, G>& block, int n, const Numbers& by,
                                                   const Tables& tables) {
-  P param[kBlock] = {};
-  G grad[kBlock] = {};
-  uint8_t exp_avg[kBlock] = {}, exp_avg_sq[kBlock] = {};
-  memcpy(param, block.param, n * sizeof(P));
-  memcpy(grad, block.grad, n * sizeof(G));
-  memcpy(exp_avg, block.exp_avg, n);
-  memcpy(exp_avg_sq, block.exp_avg_sq, n);
-  const Block<P, G> whole = {param, grad, exp_avg, exp_avg_sq, block.exp_avg_scale, block.exp_avg_sq_scale};
-  Moments moments;
-  update_block(whole, n, by, tables, moments);
-  store_block(whole, tables, moments);
+  P param[kBlock];
+  G grad[kBlock];
+  uint8_t exp_avg[kBlock], exp_avg_sq[kBlock];
+  copy_filled(param, block.param, n);
+  copy_filled(grad, block.grad, n);
+  copy_filled(exp_avg, block.exp_avg, n);
+  copy_filled(exp_avg_sq, block.exp_avg_sq, n);
+  step_block<P, G>({param, grad, exp_avg, exp_avg_sq, block.exp_avg_scale, block.exp_avg_sq_scale}, by, tables);
   memcpy(block.param, param, n * sizeof(P));
   memcpy(block.exp_avg, exp_avg, n);
   memcpy(block.exp_avg_sq, exp_avg_sq, n);
@@ -156,11 +165,7 @@ void step_8bit_chunks(const AdamStep& args, const AdamChunk* chunks, int64_t n_c
                          address<float>(tensor.exp_avg_scale, first / kBlock),
                          address<float>(tensor.exp_avg_sq_scale, first / kBlock)};
     };
-    Moments moments[2];
-    for (int64_t i = 0; i <= n_whole; ++i) {
-      if (i < n_whole) update_block(block(i), kBlock, by, tables, moments[i % 2]);
-      if (i > 0) store_block(block(i - 1), tables, moments[(i - 1) % 2]);
-    }
+    for (int64_t i = 0; i < n_whole; ++i) step_block(block(i), by, tables);
     if (n_whole * kBlock < n) step_part_of_block(block(n_whole), static_cast<int>(n - n_whole * kBlock), by, tables);
   }
 }
@@ -174,11 +179,12 @@ void step_32bit_chunks(const AdamStep& args, const AdamChunk* chunks, int64_t n_
     const G* grad = address<const G>(tensor.grad, 0);
     float *exp_avg = address<float>(tensor.exp_avg, 0), *exp_avg_sq = address<float>(tensor.exp_avg_sq, 0);
     for_columns<2>(chunk->first, smaller(chunk->first + kAdamChunk, tensor.numel), [&](int64_t c, auto lanes, int) {
-      const Updated updated = update<false>(load(param + c, lanes), load(grad + c, lanes), load(exp_avg + c, lanes),
-                                            load(exp_avg_sq + c, lanes), by);
-      store_rounded(param + c, updated.p, lanes);
-      store(exp_avg + c, updated.m, lanes);
-      store(exp_avg_sq + c, updated.v, lanes);
+      const F p = load(param + c, lanes);
+      const Moments moments =
+          update_moments(p, load(grad + c, lanes), load(exp_avg + c, lanes), load(exp_avg_sq + c, lanes), by);
+      store_rounded(param + c, update_param(p, update(moments.m, square_root(moments.v), by), by), lanes);
+      store(exp_avg + c, moments.m, lanes);
+      store(exp_avg_sq + c, moments.v, lanes);
     });
   }
 }

@@ -33,8 +33,19 @@ struct Scale {
   F inverse;
 };
 
+inline bool is_finite(float value) { return -3.40282347e38f <= value && value <= 3.40282347e38f; }
+
 #if !defined(__AVX512F__)
 constexpr int kGroup = 1;
+
+// The larger one of a, not negative, and |b|; where b is NaN, either.
+ONETRIP_INLINE F larger_magnitude(F a, F b) { return larger_number(a, (F)((U)b & 0x7FFFFFFFu)); }
+// v, or the limit with its sign. Without kKeepsNaN v is no NaN.
+template <bool kKeepsNaN>
+ONETRIP_INLINE F clamp_magnitude(F v, F limit) {
+  return smaller_number(limit, larger_number(-limit, v));
+}
+
 struct Tables {};
 
 // The scale of a block whose lanes have these largest magnitudes; NaN is the largest.

@@ -6,6 +6,19 @@ namespace onetrip {
 namespace ONETRIP_LEVEL {
 namespace {
 
+// The larger one of a, not negative, and |b|; where b is NaN, either.
+ONETRIP_INLINE F larger_magnitude(F a, F b) {
+  constexpr int kLargerMagnitude = 0xB;  // its sign cleared
+  return (F)_mm512_range_ps((__m512)a, (__m512)b, kLargerMagnitude);
+}
+// v, or the limit with its sign. Without kKeepsNaN v is no NaN.
+template <bool kKeepsNaN>
+ONETRIP_INLINE F clamp_magnitude(F v, F limit) {
+  constexpr int kSmallerMagnitude = 0x2;  // with the sign of the first
+  if constexpr (kKeepsNaN) return smaller_number(limit, larger_number(-limit, v));
+  return (F)_mm512_range_ps((__m512)v, (__m512)limit, kSmallerMagnitude);
+}
+
 // The scales of a block whose lanes have these largest magnitudes, those of m in the lower half of the registers and
 // those of the root in the upper one; NaN is the largest.
 ONETRIP_INLINE void make_scales(U m_magnitudes, U root_magnitudes, Scale& m_scale, Scale& root_scale) {
@@ -244,23 +257,24 @@ ONETRIP_INLINE void store_unsigned_group(const Tables& tables, const F* values, 
   store_codes(codes, _mm512_mask_max_epu16(number, is_positive, number, words(1)));
 }
 
-// Whole blocks take half the instructions, where no x lies right beside a threshold. In decade i, which its thresholds
+// Whole blocks take fewer instructions, where no x lies right beside a threshold. In decade i, which its thresholds
 // [first of i, first of i + 1) bound, the number of x is the integer part of
 //
 //   2^(i + extra) * min((10^(6 - i) x + 0.8) / 0.9, nearly 2) - extra
 //
-// in fixed point, 16 bits behind the point, its error less than kDoubt: of all float32 x in [0, 1], 4,000 (signed) and
-// 4,600 lie that close to a threshold, and no other gets a wrong code; 280 and 450 would without kDoubt. A range of x,
-// [2^(2k - 1), 2^(2k + 1)), has lines of its own; the one threshold between decades in it comes from a table, exactly.
+// in fixed point, its error less than kDoubt units: of all float32 x in [0, 1], 3,900 (signed, 16 bits behind the
+// point) and 9,200 (unsigned, 15 bits) lie that close to a threshold, and no other gets a wrong code; 1,200 and 2,800
+// would without kDoubt. 2^23 is added, and the bits of the sum are the fixed-point number. A range of x, [2^(2k - 1),
+// 2^(2k + 1)), has lines of its own; the one threshold between decades in it comes from a table, exactly.
 struct QuickLines {
   alignas(64) uint32_t to_next[16];  // added to the bits of x: from its range's threshold on they are of the next range
   alignas(64) float slope[16], factor[16];
 };
 constexpr float kLeastQuick = 1.0f / (1 << 29), kQuickStart = static_cast<float>(8.0 / 9.0);
 constexpr int kDoubt = 1;
+constexpr float kSignedUnits = 1 << 16, kUnsignedUnits = 1 << 15;
 template <int kMagnitudes>
-constexpr QuickLines make_quick_lines(const CodeMap<kMagnitudes>& map, int extra) {
-  constexpr double kOne = 65536.0;
+constexpr QuickLines make_quick_lines(const CodeMap<kMagnitudes>& map, int extra, double units) {
   // Where x changes lines; in front of the first, and from the last on, numbers are one.
   double change[kDecades + 1] = {};
   for (int i = 0; i < kDecades; ++i) change[i] = map.threshold[1 + (((1 << i) - 1) << extra)];
@@ -284,84 +298,103 @@ constexpr QuickLines make_quick_lines(const CodeMap<kMagnitudes>& map, int extra
     // A number of no line lies in the middle between its thresholds.
     const double number = (i < 0 ? extra : kMagnitudes - 1) + 0.5 + extra;
     lines.slope[range & 15] = static_cast<float>(is_line ? power / 0.9 : 0.0);
-    lines.factor[range & 15] = static_cast<float>(kOne * (is_line ? 1 << (i + extra) : number / kQuickStart));
+    lines.factor[range & 15] = static_cast<float>(units * (is_line ? 1 << (i + extra) : number / kQuickStart));
   }
   return lines;
 }
-constexpr QuickLines kSignedQuickLines = make_quick_lines(kSignedMap, 0);
-constexpr QuickLines kUnsignedQuickLines = make_quick_lines(kUnsignedMap, 1);
+constexpr QuickLines kSignedQuickLines = make_quick_lines(kSignedMap, 0, kSignedUnits);
+constexpr QuickLines kUnsignedQuickLines = make_quick_lines(kUnsignedMap, 1, kUnsignedUnits);
 
-// x in [kLeastQuick, 1]: number * 2^16 + offset.
-ONETRIP_INLINE __m512 quick_number(__m512 x, const QuickLines& lines, __m512 offset) {
-  const __m512i bits = _mm512_castps_si512(x);
-  const __m512i to_next = _mm512_permutexvar_epi32(_mm512_srli_epi32(bits, 24), _mm512_load_si512(lines.to_next));
-  const __m512i range = _mm512_srli_epi32(_mm512_add_epi32(bits, to_next), 24);
-  const __m512 z =
-      _mm512_fmadd_ps(x, _mm512_permutexvar_ps(range, _mm512_load_ps(lines.slope)), _mm512_set1_ps(kQuickStart));
+// function(i) of the vectors of a block. A step of the computation at a time is done for all of them: instructions next
+// to each other then do not wait for each other, of which a processor holds too few to find the next vector's by
+// itself.
+template <class Function>
+ONETRIP_INLINE void each(Function function) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors; ++i) function(i);
+}
+#define ONETRIP_EACH(expression) each([&](int i) __attribute__((always_inline)) { expression; })
+
+// From the bits of x in [kLeastQuick, 1] to those of 2^23 + number * units - extra + kDoubt.
+ONETRIP_INLINE void to_quick_numbers(__m512i* x, const QuickLines& lines, float offset) {
   constexpr float kNearly2 = 2.0f - 1.0f / (1 << 11);
-  // Of positive numbers, as integers: more units can do that.
-  const __m512i lesser = _mm512_min_epu32(_mm512_castps_si512(z), _mm512_castps_si512(_mm512_set1_ps(kNearly2)));
-  return _mm512_fmadd_ps(_mm512_castsi512_ps(lesser), _mm512_permutexvar_ps(range, _mm512_load_ps(lines.factor)),
-                         offset);
+  const __m512i nearly_2 = _mm512_castps_si512(_mm512_set1_ps(kNearly2));
+  __m512i range[kVectors];
+  const auto found = [&](const float* table, int i) __attribute__((always_inline)) {
+    return _mm512_permutexvar_ps(range[i], _mm512_load_ps(table));
+  };
+  const auto line = [](__m512i x, __m512 slope, float start) __attribute__((always_inline)) {
+    return _mm512_castps_si512(_mm512_fmadd_ps(_mm512_castsi512_ps(x), slope, _mm512_set1_ps(start)));
+  };
+  ONETRIP_EACH(range[i] = _mm512_srli_epi32(x[i], 24));
+  ONETRIP_EACH(range[i] = _mm512_permutexvar_epi32(range[i], _mm512_load_si512(lines.to_next)));
+  ONETRIP_EACH(range[i] = _mm512_srli_epi32(_mm512_add_epi32(x[i], range[i]), 24));
+  ONETRIP_EACH(x[i] = line(x[i], found(lines.slope, i), kQuickStart));
+  ONETRIP_EACH(x[i] = _mm512_min_epu32(x[i], nearly_2));  // of positive numbers, as integers: more units can do that
+  ONETRIP_EACH(x[i] = line(x[i], found(lines.factor, i), offset));
 }
 ONETRIP_INLINE __m512i upper_words(__m512i a, __m512i b) {
   alignas(64) static constexpr uint16_t kHigh[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                                      33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
   return _mm512_permutex2var_epi16(a, _mm512_load_si512(kHigh), b);
 }
-// Packing works within 128 bits.
-ONETRIP_INLINE __m512i in_order(__m512i packed) {
-  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed);
+// Of 4 vectors the third byte of each lane.
+ONETRIP_INLINE __m512i third_bytes(const __m512i* x) {
+  const __m512i low = upper_words(x[0], x[1]), high = upper_words(x[2], x[3]);
+#if defined(__AVX512VBMI__)
+  // The even ones of 128 bytes.
+  const __m512i even =
+      _mm512_setr_epi64(0x0E0C0A0806040200, 0x1E1C1A1816141210, 0x2E2C2A2826242220, 0x3E3C3A3836343230,
+                        0x4E4C4A4846444240, 0x5E5C5A5856545250, 0x6E6C6A6866646260, 0x7E7C7A7876747270);
+  return _mm512_permutex2var_epi8(low, even, high);
+#else
+  // Packing works within 128 bits.
+  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), byte = words(0xFF);
+  return _mm512_permutexvar_epi64(order,
+                                  _mm512_packus_epi16(_mm512_and_si512(low, byte), _mm512_and_si512(high, byte)));
+#endif
 }
-ONETRIP_INLINE bool is_in_doubt(__m512i least) {
-  return (_mm512_cmplt_epu16_mask(least, words(2 * kDoubt)) & 0x55555555u) != 0;
+// Whether a fraction, in the lower words, is less than its doubt.
+ONETRIP_INLINE bool is_in_doubt(const __m512i* x, int doubt) {
+  __m512i least = x[0];
+  ONETRIP_EACH(least = _mm512_min_epu16(least, x[i]));
+  return (_mm512_cmplt_epu16_mask(least, words(doubt)) & 0x55555555u) != 0;
 }
 
+constexpr float kFixedPoint = 1 << 23;
 // Returns whether all codes are certain.
 ONETRIP_INLINE bool store_signed_quickly(const F* values, const Scale& scale, uint8_t* codes) {
-  const __m512i sign = _mm512_set1_epi32(static_cast<int>(0x80000000u));
-  __m512i least = _mm512_set1_epi32(-1);
-  for (int first = 0; first < kVectors; first += 4) {
-    __m512i fixed[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const __m512 v = (__m512)(values[first + i] * scale.inverse);
-      constexpr int kLargerMagnitude = 0xB;  // its sign cleared
-      const __m512 x = _mm512_range_ps(v, _mm512_set1_ps(kLeastQuick), kLargerMagnitude);
-      const __m512 number = quick_number(x, kSignedQuickLines, _mm512_set1_ps(-32768.0f));
-      constexpr int kOrAnd = 0xF8;  // a | (b & c)
-      const __m512i with_sign =
-          _mm512_ternarylogic_epi32(_mm512_castps_si512(number), _mm512_castps_si512(v), sign, kOrAnd);
-      // code - 128
-      fixed[i] = _mm512_add_epi32(_mm512_cvtps_epi32(_mm512_castsi512_ps(with_sign)),
-                                  _mm512_set1_epi32(32768 + kDoubt - 65536));
-      least = _mm512_min_epu16(least, fixed[i]);
-    }
-    // Magnitude 128 has no negative: -129 saturates.
-    const __m512i packed =
-        in_order(_mm512_packs_epi16(upper_words(fixed[0], fixed[1]), upper_words(fixed[2], fixed[3])));
-    _mm512_storeu_si512(codes + first * kWidth, _mm512_xor_si512(packed, _mm512_set1_epi8(-128)));
+  __m512i x[kVectors];
+  ONETRIP_EACH(x[i] = (__m512i)larger_magnitude(splat(kLeastQuick), values[i] * scale.inverse));
+  to_quick_numbers(x, kSignedQuickLines, kFixedPoint + kDoubt);
+  const bool is_certain = !is_in_doubt(x, 2 * kDoubt);
+  // The number is the third byte: up to 128, which is 2^24 and more, of which the bits are half as many.
+  constexpr int kOrAnd = 0xF8;  // a | (b & c)
+  const __m512i sign = _mm512_set1_epi32(static_cast<int>(0x80000000u)), zero = _mm512_set1_epi8(kSignedZeroCode);
+  ONETRIP_EACH(x[i] = _mm512_ternarylogic_epi32(x[i], (__m512i)values[i], sign, kOrAnd));
+#pragma GCC unroll 2
+  for (int i = 0; i < kVectors; i += 4) {
+    const __m512i number = third_bytes(x + i);
+    const auto signs = [&](int j) { return _mm512_movepi16_mask(upper_words(x[i + j], x[i + j + 1])); };
+    // Magnitude 128 has no negative: 127 - 128 is 0 here.
+    _mm512_storeu_si512(codes + i * kWidth, _mm512_mask_subs_epu8(_mm512_add_epi8(zero, number),
+                                                                  _mm512_kunpackd(signs(2), signs(0)), zero, number));
   }
-  return !is_in_doubt(least);
+  return is_certain;
 }
 ONETRIP_INLINE bool store_unsigned_quickly(const F* values, const Scale& scale, uint8_t* codes) {
-  __m512i least = _mm512_set1_epi32(-1);
-  for (int first = 0; first < kVectors; first += 4) {
-    __m512i fixed[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const __m512i value = (__m512i)values[first + i], x_bits = (__m512i)(values[first + i] * scale.inverse);
-      const __m512 x = _mm512_castsi512_ps(_mm512_max_epu32(x_bits, (__m512i)splat(kLeastQuick)));
-      const __m512 number = quick_number(x, kUnsignedQuickLines, _mm512_set1_ps(kDoubt - 65536));
-      const __mmask16 is_positive = _mm512_test_epi32_mask(value, value);
-      fixed[i] = _mm512_mask_cvtps_epi32(_mm512_set1_epi32(32768), is_positive, number);
-      least = _mm512_min_epu16(least, fixed[i]);
-    }
-    _mm512_storeu_si512(codes + first * kWidth, in_order(_mm512_packus_epi16(upper_words(fixed[0], fixed[1]),
-                                                                             upper_words(fixed[2], fixed[3]))));
-  }
-  return !is_in_doubt(least);
+  __m512i x[kVectors];
+  ONETRIP_EACH(x[i] = _mm512_max_epu32((__m512i)(values[i] * scale.inverse), (__m512i)splat(kLeastQuick)));
+  to_quick_numbers(x, kUnsignedQuickLines, kFixedPoint - kUnsignedUnits + kDoubt);
+  // Twice the bits have the number as their third byte. That of 0 is 0, and its fraction a half.
+  const auto is_positive = [&](int i) { return _mm512_test_epi32_mask((__m512i)values[i], (__m512i)values[i]); };
+  ONETRIP_EACH(x[i] = _mm512_mask_add_epi32(_mm512_set1_epi32(1 << 15), is_positive(i), x[i], x[i]));
+  const bool is_certain = !is_in_doubt(x, 4 * kDoubt);
+#pragma GCC unroll 2
+  for (int i = 0; i < kVectors; i += 4) _mm512_storeu_si512(codes + i * kWidth, third_bytes(x + i));
+  return is_certain;
 }
+#undef ONETRIP_EACH
 
 __attribute__((noinline)) void store_signed_exactly(const Tables& tables, const F* values, const Scale& scale,
                                                     uint8_t* codes) {

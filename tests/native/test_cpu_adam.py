@@ -133,6 +133,26 @@ def test_a_gradient_that_is_not_finite_is_not_swallowed(level, position, bad, is
     assert slot.param[~hit].isfinite().all()
 
 
+@BITS
+def test_nothing_divided_by_nothing_is_nan(level, is_8bit):
+    """As in torch.optim, where eps is 0 and the gradient always was."""
+    slots, grads = new_slots((1000,), F32, is_8bit), gradients((1000,))
+    grads[0][::5] = 0.0
+    check(slots, [grads], (GROUPS["no_eps"],))
+    assert slots[0].param[::5].isnan().all() and slots[0].param[1::5].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [NAN, INF], ids=str)
+@pytest.mark.parametrize("name", ["exp_avg_scale", "exp_avg_sq_scale"])
+def test_a_scale_that_is_not_finite_spoils_its_block_alone(level, name, scale):
+    slots = new_slots((300,))
+    check(slots, [gradients((300,))])
+    getattr(slots[0], name)[1] = scale
+    check(slots, [gradients((300,), seed=1)])
+    assert not getattr(slots[0], name)[1].isfinite()
+    assert slots[0].param[:128].isfinite().all() and slots[0].param[256:].isfinite().all()
+
+
 EXTREMES = {
     "zeros": lambda g: torch.zeros_like(g),
     "negative_zeros": lambda g: -torch.zeros_like(g),
