@@ -50,7 +50,7 @@ ONETRIP_INLINE Moments update_moments(F p, F grad, F m, F v, const Numbers& by) 
 ONETRIP_INLINE F update(F m, F root, const Numbers& by) {
   return (m * by.inv_bias_correction1) / (root * by.inv_sqrt_bias_correction2 + by.eps);
 }
-ONETRIP_INLINE F update_param(F p, F update, const Numbers& by) { return p * by.decay - update * by.lr; }
+ONETRIP_INLINE F update_param(F p, F u, const Numbers& by) { return p * by.decay - u * by.lr; }
 
 // What a block of 8-bit states is read from and written to.
 template <class P, class G>
@@ -126,7 +126,8 @@ ONETRIP_INLINE void step_block(const Block<P, G>& block, const Numbers& by, cons
 // n elements as a whole block of them: the rest are like the first one, and change no scale.
 template <class T>
 ONETRIP_INLINE void copy_filled(T* block, const T* from, int n) {
-  for (int i = 0; i < kBlock; ++i) block[i] = from[i < n ? i : 0];
+  memcpy(block, from, n * sizeof(T));
+  for (int i = n; i < kBlock; ++i) block[i] = from[0];
 }
 // The last block of a parameter, of n elements, in arrays of its whole size.
 template <class P, class G>
