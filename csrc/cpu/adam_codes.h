@@ -79,27 +79,42 @@ constexpr Lines make_lines(int extra) {
 }
 constexpr Lines kSignedLines = make_lines(0), kUnsignedLines = make_lines(1);
 
-ONETRIP_INLINE F look_up(const float* table, I index) {
+// numbers up to 255
+ONETRIP_INLINE void store_codes(I numbers, uint8_t* codes) {
 #if defined(__AVX2__)
-  return (F)_mm256_i32gather_ps(table, (__m256i)index, 4);
+  const __m256i words = _mm256_packus_epi32((__m256i)numbers, (__m256i)numbers);  // within 128 bits
+  const __m128i in_order = _mm256_castsi256_si128(_mm256_permute4x64_epi64(words, 0x08));
+  _mm_storeu_si64(codes, _mm_packus_epi16(in_order, in_order));
 #else
-  F values;
-  for (int i = 0; i < kWidth; ++i) values[i] = table[index[i]];
-  return values;
+  const Bytes bytes = __builtin_convertvector(numbers, Bytes);
+  memcpy(codes, &bytes, sizeof bytes);
 #endif
 }
-ONETRIP_INLINE I load_codes(const uint8_t* codes) {
-  Bytes bytes;
-  memcpy(&bytes, codes, sizeof bytes);
-  return __builtin_convertvector(bytes, I);
+// Without a gather instruction: where AVX2 is the best there is, that takes longer.
+ONETRIP_INLINE F look_up(const float* table, const uint8_t* index) {
+  const auto entry = [&](int i) { return table[index[i]]; };
+#if defined(__AVX2__)
+  return F{entry(0), entry(1), entry(2), entry(3), entry(4), entry(5), entry(6), entry(7)};
+#else
+  return F{entry(0), entry(1), entry(2), entry(3)};
+#endif
 }
+struct SignedValues {
+  float value[256];  // of each code
+};
+constexpr SignedValues make_signed_values() {
+  SignedValues v{};
+  for (int code = 0; code < 256; ++code)
+    v.value[code] =
+        code < kSignedZeroCode ? -kSignedMap.value[kSignedZeroCode - code] : kSignedMap.value[code - kSignedZeroCode];
+  return v;
+}
+constexpr SignedValues kSignedValues = make_signed_values();
 ONETRIP_INLINE void signed_values(const Tables&, const uint8_t* codes, F* values) {
-  const I number = load_codes(codes) - kSignedZeroCode, sign = number >> 31;
-  const F magnitude = look_up(kSignedMap.value, (number ^ sign) - sign);
-  *values = (F)((U)magnitude | ((U)number & 0x80000000u));
+  *values = look_up(kSignedValues.value, codes);
 }
 ONETRIP_INLINE void unsigned_values(const Tables&, const uint8_t* codes, F* values) {
-  *values = look_up(kUnsignedMap.value, load_codes(codes));
+  *values = look_up(kUnsignedMap.value, codes);
 }
 
 ONETRIP_INLINE I magnitude_number(F value, const Scale& scale, const Lines& lines, const float* thresholds) {
@@ -109,23 +124,21 @@ ONETRIP_INLINE I magnitude_number(F value, const Scale& scale, const Lines& line
   for (int i = 1; i < kDecades; ++i)
     number = smaller_number(mul_add(x, splat(lines.slope[i]), splat(lines.offset[i])), number);
   const I below = __builtin_convertvector(number, I);
-  return below - (I)(x >= look_up(thresholds + 1, below));
-}
-ONETRIP_INLINE void store_codes(uint8_t* codes, I numbers) {
-  const Bytes bytes = __builtin_convertvector(numbers, Bytes);
-  memcpy(codes, &bytes, sizeof bytes);
+  uint8_t index[kWidth];
+  store_codes(below, index);
+  return below - (I)(x >= look_up(thresholds + 1, index));
 }
 ONETRIP_INLINE void store_signed(const Tables&, const F* values, const Scale& scale, uint8_t* codes) {
   for (int i = 0; i < kVectors; ++i) {
     const I number = magnitude_number(values[i], scale, kSignedLines, kSignedMap.threshold), sign = (I)values[i] >> 31;
     const I code = kSignedZeroCode + ((number ^ sign) - sign);
-    store_codes(codes + i * kWidth, code & ~(code >> 31));  // magnitude 128 has no negative
+    store_codes(code & ~(code >> 31), codes + i * kWidth);  // magnitude 128 has no negative
   }
 }
 ONETRIP_INLINE void store_unsigned(const Tables&, const F* values, const Scale& scale, uint8_t* codes) {
   for (int i = 0; i < kVectors; ++i) {
     const I number = magnitude_number(values[i], scale, kUnsignedLines, kUnsignedMap.threshold);
-    store_codes(codes + i * kWidth, number - (I)((number == 0) & (values[i] > 0.0f)));
+    store_codes(number - (I)((number == 0) & (values[i] > 0.0f)), codes + i * kWidth);
   }
 }
 #endif
