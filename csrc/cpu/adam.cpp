@@ -1,8 +1,9 @@
 // One step of Adam over tables of parameters; reference/adam.py has the formulas, and these are its bits at every
 // level.
 //
-// A block of 128 elements takes three passes. The first reads codes and gradient and leaves m and sqrt(v) in 1 KiB of
-// stack; the second takes the parameter its step, and the scales are there when it ends; the third writes the codes.
+// A block of 128 elements takes three passes. The first reads codes and gradient (and for L2 decay the parameter) and
+// leaves m and sqrt(v) in 1 KiB of stack; the second takes the parameter its step, and the scales are there when it
+// ends; the third writes the codes.
 // Memory sees every array once: p read and written, g read, 2 bytes of codes and 1/16 of scales read and written, 16.1
 // bytes an element in float32. Every block is computed by itself: no bit depends on the threads.
 #include "adam_codes.h"
@@ -18,7 +19,7 @@ namespace {
 struct Numbers {
   F grad_factor, l2, decay, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction1, inv_sqrt_bias_correction2,
       eps, lr, largest_update;
-  bool has_l2, has_eps;
+  bool has_l2, has_finite_eps;
   explicit Numbers(const AdamScalars& s)
       : grad_factor(splat(s.grad_factor)),
         l2(splat(s.l2)),
@@ -32,7 +33,7 @@ struct Numbers {
         lr(splat(s.lr)),
         largest_update(splat(s.largest_update)),
         has_l2(s.l2 != 0.0f),
-        has_eps(s.eps > 0.0f) {
+        has_finite_eps(s.eps > 0.0f && is_finite(s.eps)) {
     __asm__("" : "+r"(has_l2));  // or the comparison would be made for every vector
   }
 };
@@ -109,9 +110,9 @@ ONETRIP_INLINE void step_block(const Block<P, G>& block, const Numbers& by, cons
   }
   Scale m_scale, root_scale;
   make_scales((U)m_magnitudes, root_magnitudes, m_scale, root_scale);
-  // A NaN of m comes from the gradient, and sqrt(v) is not finite either, or from the old scale. An update is NaN
-  // where m or sqrt(v) are, or where it is 0 / 0.
-  if (__builtin_expect(is_finite(*block.exp_avg_scale) & root_scale.is_finite & by.has_eps, 1)) {
+  // A NaN of m comes from the old scale, or from what sqrt(v) is not finite of either. An update is NaN where m or
+  // sqrt(v) are, or where it is 0 / 0 or Inf / Inf: sqrt(v), below 2^64, needs an infinite eps for that.
+  if (__builtin_expect(is_finite(*block.exp_avg_scale) & root_scale.is_finite & by.has_finite_eps, 1)) {
     update_params<false>(block.param, m, root, by);
   } else {
     make_scales(largest_magnitudes(m), largest_magnitudes(root), m_scale, root_scale);

@@ -315,7 +315,8 @@ ONETRIP_INLINE void each(Function function) {
 }
 #define ONETRIP_EACH(expression) each([&](int i) __attribute__((always_inline)) { expression; })
 
-// From the bits of x in [kLeastQuick, 1] to those of 2^23 + number * units - extra + kDoubt.
+// From the bits of x, from kLeastQuick to 1 (2^-22 more where the inverse scale is subnormal), to those of 2^23 +
+// number * units + kDoubt. offset: 2^23 - extra * units + kDoubt.
 ONETRIP_INLINE void to_quick_numbers(__m512i* x, const QuickLines& lines, float offset) {
   constexpr float kNearly2 = 2.0f - 1.0f / (1 << 11);
   const __m512i nearly_2 = _mm512_castps_si512(_mm512_set1_ps(kNearly2));
@@ -368,7 +369,8 @@ ONETRIP_INLINE bool store_signed_quickly(const F* values, const Scale& scale, ui
   ONETRIP_EACH(x[i] = (__m512i)larger_magnitude(splat(kLeastQuick), values[i] * scale.inverse));
   to_quick_numbers(x, kSignedQuickLines, kFixedPoint + kDoubt);
   const bool is_certain = !is_in_doubt(x, 2 * kDoubt);
-  // The number is the third byte: up to 128, which is 2^24 and more, of which the bits are half as many.
+  // The number is the third byte. 128 makes the sum 2^24 or more, whose unit is 2: 0x4B80 is its upper half all the
+  // same, and as 128.5 alone comes here, its fraction, now a quarter, is in no doubt.
   constexpr int kOrAnd = 0xF8;  // a | (b & c)
   const __m512i sign = _mm512_set1_epi32(static_cast<int>(0x80000000u)), zero = _mm512_set1_epi8(kSignedZeroCode);
   ONETRIP_EACH(x[i] = _mm512_ternarylogic_epi32(x[i], (__m512i)values[i], sign, kOrAnd));

@@ -115,7 +115,7 @@ def test_found_inf_leaves_everything_as_it_was(level, found, is_8bit):
 
 @BITS
 @pytest.mark.parametrize("bad", [NAN, -NAN, INF, -INF], ids=["nan", "-nan", "inf", "-inf"])
-@pytest.mark.parametrize("position", [0, 17, 127, 200, 259], ids=lambda i: f"at{i}")
+@pytest.mark.parametrize("position", [0, 17, 127, 200, 256, 259], ids=lambda i: f"at{i}")
 def test_a_gradient_that_is_not_finite_is_not_swallowed(level, position, bad, is_8bit):
     slots, grads = new_slots((260,), F32, is_8bit), gradients((260,))
     grads[0][position] = bad
@@ -140,6 +140,23 @@ def test_nothing_divided_by_nothing_is_nan(level, is_8bit):
     grads[0][::5] = 0.0
     check(slots, [grads], (GROUPS["no_eps"],))
     assert slots[0].param[::5].isnan().all() and slots[0].param[1::5].isfinite().all()
+
+
+@pytest.mark.parametrize("eps", [INF, 1e39, 3e38], ids=str)
+def test_an_eps_that_is_infinite_in_float32(level, eps):
+    """Infinity / infinity is NaN, not the largest update."""
+    slots = new_slots((300,))
+    slots[0].exp_avg.fill_(255)
+    slots[0].exp_avg_scale.fill_(3e38)
+    check(slots, [gradients((300,))], (ADAMW._replace(eps=eps),))
+    assert slots[0].param.isnan().all() == (eps != 3e38)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF], ids=str)
+def test_l2_decay_of_a_parameter_that_is_not_finite(level, bad):
+    slots = new_slots((300,))
+    slots[0].param[[5, 256]] = bad
+    check(slots, [gradients((300,), seed=seed) for seed in range(2)], (GROUPS["l2"],))
 
 
 @pytest.mark.parametrize("scale", [NAN, INF], ids=str)
