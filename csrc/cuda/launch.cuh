@@ -63,6 +63,43 @@ class DeviceGuard {
   cudaError_t status_;
 };
 
+// A launch in clusters of cluster_blocks blocks along x.
+struct ClusterLaunch {
+  ClusterLaunch(int cluster_blocks, dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream)
+      : config{grid, block, shared_bytes, stream, &attribute, 1} {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(cluster_blocks);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
+  ClusterLaunch(const ClusterLaunch&) = delete;
+  ClusterLaunch& operator=(const ClusterLaunch&) = delete;
+
+  cudaLaunchAttribute attribute{};
+  cudaLaunchConfig_t config;
+};
+
+// Whether the card runs a kernel in clusters of so many blocks; then the kernel may have so much dynamic shared memory.
+// Not so on cards without clusters, and for code of such cards, whose kernel is empty and has no shared memory at all.
+template <typename Kernel>
+bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, int device) {
+  int possible = 0, n_clusters = 0;
+  if (cudaDeviceGetAttribute(&possible, cudaDevAttrClusterLaunch, device) != cudaSuccess || possible == 0) return false;
+  const auto address = reinterpret_cast<const void*>(kernel);
+  cudaFuncAttributes attributes{};
+  cudaError_t status = cudaFuncGetAttributes(&attributes, address);
+  if (status == cudaSuccess && attributes.sharedSizeBytes == 0) return false;
+  if (status == cudaSuccess) {
+    status = cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  }
+  if (status == cudaSuccess) {
+    const ClusterLaunch launch(cluster_blocks, dim3(static_cast<unsigned>(cluster_blocks)),
+                               dim3(static_cast<unsigned>(threads)), shared_bytes, nullptr);
+    status = cudaOccupancyMaxActiveClusters(&n_clusters, address, &launch.config);
+  }
+  if (status != cudaSuccess) cudaGetLastError();  // no error of the call's
+  return n_clusters > 0;
+}
+
 #endif  // __CUDACC_RTC__
 
 }  // namespace onetrip

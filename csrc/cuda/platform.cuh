@@ -7,6 +7,19 @@
 
 #include <cstdint>
 
+// What only later cards have: asynchronous copies (sm_80), clusters of blocks (sm_90). Elsewhere a kernel that needs
+// them is empty.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#define ONETRIP_COPY_ASYNC 1
+#else
+#define ONETRIP_COPY_ASYNC 0
+#endif
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define ONETRIP_CLUSTERS 1
+#else
+#define ONETRIP_CLUSTERS 0
+#endif
+
 #if defined(ONETRIP_CUDASIM)
 
 #include "cudasim.h"
@@ -22,6 +35,10 @@
 // Launches and returns the error code of the launch. kernel: a name without commas, such as a function pointer.
 #define ONETRIP_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__), cudaGetLastError())
+// The same, in clusters of cluster_blocks blocks along x: for a kernel of which runs_in_clusters() is true.
+#define ONETRIP_LAUNCH_CLUSTERS(kernel, cluster_blocks, grid, block, shared_bytes, stream, ...)                   \
+  cudaLaunchKernelEx(&::onetrip::ClusterLaunch(cluster_blocks, grid, block, shared_bytes, stream).config, kernel, \
+                     __VA_ARGS__)
 
 namespace onetrip {
 
@@ -29,6 +46,60 @@ namespace onetrip {
 __device__ __forceinline__ void named_barrier(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+
+#if ONETRIP_COPY_ASYNC
+
+// Copies 16 bytes from global to shared memory past the registers. They have arrived, for this thread, once it has
+// committed them to a group and waited until at most kPending later groups are on their way.
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(global)) : "memory");
+}
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+#endif
+
+#if ONETRIP_CLUSTERS
+
+// The blocks of a cluster run at the same time and reach each other's shared memory.
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ int cluster_size() {
+  int size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+// A barrier of all threads of the cluster, in two halves: what a thread wrote before it arrived is seen by all that
+// have waited. All lanes of a warp come together.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Stores where `mine` lies in this block's shared memory, but in that of block `rank` of the cluster, which must have
+// begun (a barrier of the cluster has been passed) and must not have ended.
+__device__ __forceinline__ uint32_t remote_address(const void* mine, int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(mine))), "r"(rank));
+  return address;
+}
+__device__ __forceinline__ void store_remote(float* mine, int rank, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote_address(mine, rank)), "f"(value) : "memory");
+}
+__device__ __forceinline__ void store_remote(float2* mine, int rank, float2 value) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote_address(mine, rank)), "f"(value.x), "f"(value.y)
+               : "memory");
+}
+
+#endif
 
 // 2^x to 2 ulp in one instruction; results below 2^-126 become 0, where exp2f would take four more to keep them.
 __device__ __forceinline__ float exp2_flushed(float x) {

@@ -46,7 +46,9 @@ __device__ __forceinline__ uint32_t group_max(uint32_t value) {
 }
 
 // Sums over the threads that share a row. kRowThreads: 8 or 32 lanes of one warp; 0: row_threads of the block, whole
-// warps, of which several groups may work on rows of their own, each waiting at its own barrier.
+// warps, of which several groups may work on rows of their own, each waiting at its own barrier; kClusterRow: all
+// threads of a cluster's blocks.
+constexpr int kClusterRow = -1;
 template <int kRowThreads>
 class RowSum {
  public:
@@ -85,6 +87,48 @@ class RowSum<0> {
   int row_threads_, group_, turn_ = 0;
   float2* shared_;
 };
+
+#if ONETRIP_CLUSTERS
+
+constexpr int kMaxClusterBlocks = 8;  // that every card with clusters can run
+constexpr int kMaxClusterWarps = kMaxClusterBlocks * kMaxWarps;
+
+// Every warp stores its sum into each block of the cluster, where all warps add up all of them: first every lane those
+// of its number, so that up to 32 warps are added as in one block.
+template <>
+class RowSum<kClusterRow> {
+ public:
+  // shared: [2 * kMaxClusterWarps], at the same place in every block. The threads of the cluster meet before the first
+  // sum: nobody stores into a block that has not begun.
+  __device__ explicit RowSum(float2* shared) : shared_(shared) { cluster_arrive(); }
+
+  template <typename T>
+  __device__ __forceinline__ T operator()(T value) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+    const int warps_of_block = static_cast<int>(blockDim.x) / kWarpThreads, n_blocks = cluster_size();
+    // In turn, as above. The first half's first use comes after the first meeting.
+    T* const slots = reinterpret_cast<T*>(shared_ + turn_ % 2 * kMaxClusterWarps);
+    value = warp_sum<kWarpThreads>(value);
+    if (turn_ == 0) cluster_wait();
+    turn_ = turn_ % 2 + 1;
+    if (lane < n_blocks) {
+      const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
+      store_remote(slots + cluster_rank() * warps_of_block + warp, lane, value);
+    }
+    cluster_arrive();
+    cluster_wait();
+    const int n_warps = n_blocks * warps_of_block;
+    T total = lane < n_warps ? slots[lane] : T{};
+    for (int i = lane + kWarpThreads; i < n_warps; i += kWarpThreads) total = add(total, slots[i]);
+    return warp_sum<kWarpThreads>(total);
+  }
+
+ private:
+  int turn_ = 0;
+  float2* shared_;
+};
+
+#endif
 
 // Count, mean and sum of squared deviations of a set of values; sets are joined by Chan, Golub & LeVeque (1979).
 struct Moments {

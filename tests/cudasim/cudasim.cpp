@@ -6,6 +6,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <map>
 #include <memory>
 #include <random>
@@ -32,9 +33,15 @@ namespace {
 
 constexpr size_t kStackBytes = 64 * 1024;
 constexpr int kNamedBarriers = 16;
-constexpr unsigned kWarp = 32, kMaxThreads = 1024;
+constexpr unsigned kWarp = 32, kMaxThreads = 1024, kMaxClusterBlocks = 8;
 
-enum class State { kReady, kAtBlockBarrier, kAtNamedBarrier, kAtWarpOperation, kDone };
+enum class State { kReady, kAtBlockBarrier, kAtNamedBarrier, kAtClusterBarrier, kAtWarpOperation, kDone };
+
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
 
 struct Fiber {
   void* stack_pointer = nullptr;
@@ -45,6 +52,9 @@ struct Fiber {
   State state = State::kDone;
   int line = 0;     // of the block barrier it waits at
   int barrier = 0;  // the named barrier it waits at
+  bool arrived_at_cluster = false;
+  std::vector<Copy> open_group;
+  std::deque<std::vector<Copy>> groups;
   ThreadIndices indices{};
 };
 
@@ -62,20 +72,31 @@ struct FreeBytes {
   void operator()(void* bytes) const { std::free(bytes); }
 };
 using Bytes = std::unique_ptr<void, FreeBytes>;
+using Array = std::pair<Bytes, size_t>;
 
-std::vector<Fiber> fibers;
-std::vector<Warp> warps;
-NamedBarrier named_barriers[kNamedBarriers];
+// What a block has of its own.
+struct Block {
+  std::vector<Warp> warps;
+  NamedBarrier named_barriers[kNamedBarriers];
+  std::map<std::pair<const char*, int>, Array> shared_arrays;
+  Bytes dynamic_bytes;
+};
+
+std::vector<Block> blocks;  // of the cluster that runs
+std::vector<Fiber> fibers;  // of all its blocks, one block's after another's
+size_t n_threads = 0;       // a block
+bool cluster_has_met = false;
 Fiber scheduler;
 Fiber* running = nullptr;
 Body kernel_body = nullptr;
 void* kernel_context = nullptr;
-std::map<std::pair<const char*, int>, std::pair<Bytes, size_t>> shared_arrays;
-Bytes dynamic_bytes;
 size_t n_dynamic_bytes = 0;
 Order order = Order::kForward;
 int shared_limit = 227 * 1024;
+bool clusters_possible = true;
 std::mt19937 random_order{1};
+
+Block& block_of(const Fiber& fiber) { return blocks[fiber.indices.cluster_rank]; }
 
 Bytes new_shared(size_t bytes) {
   void* memory = nullptr;
@@ -143,6 +164,9 @@ void prepare(Fiber& fiber) {
   makecontext(&fiber.context, &fiber_main, 0);
 #endif
   fiber.state = State::kReady;
+  fiber.arrived_at_cluster = false;
+  fiber.open_group.clear();
+  fiber.groups.clear();
 }
 
 bool run_if_ready(size_t index) {
@@ -153,12 +177,16 @@ bool run_if_ready(size_t index) {
   return true;
 }
 
+size_t warps_of_block() { return (n_threads + kWarp - 1) / kWarp; }
+
+// Warps of the cluster are counted through its blocks.
 bool run_warp_alone(size_t warp) {
   bool ran = false;
+  const size_t first_of_block = warp / warps_of_block() * n_threads, first = warp % warps_of_block() * kWarp;
   for (bool progress = true; progress;) {
     progress = false;
-    for (size_t i = warp * kWarp; i < std::min<size_t>(fibers.size(), (warp + 1) * kWarp); ++i)
-      progress |= run_if_ready(i);
+    for (size_t i = first; i < std::min<size_t>(n_threads, first + kWarp); ++i)
+      progress |= run_if_ready(first_of_block + i);
     ran |= progress;
   }
   return ran;
@@ -177,41 +205,70 @@ bool run_round() {
   const bool shuffled = order == Order::kRandom || order == Order::kWarpsRandom;
   const bool by_warps = order >= Order::kWarpsForward;
   bool ran = false;
-  for (size_t i : sequence(by_warps ? warps.size() : fibers.size(), reversed, shuffled)) {
+  for (size_t i : sequence(by_warps ? blocks.size() * warps_of_block() : fibers.size(), reversed, shuffled)) {
     ran |= by_warps ? run_warp_alone(i) : run_if_ready(i);
   }
   return ran;
 }
 
-// Lets the block barrier go once all threads that have not exited are there. Returns whether it did.
-bool release_block_barrier() {
+// Lets the barrier of a block go once all its threads that have not exited are there. Returns whether it did.
+bool release_block_barrier(size_t block) {
   int line = 0;
-  for (const Fiber& fiber : fibers) {
-    if (fiber.state == State::kDone) continue;
-    if (fiber.state != State::kAtBlockBarrier) return false;
-    if (line != 0 && line != fiber.line) fail("__syncthreads at different places (divergent barrier)");
-    line = fiber.line;
+  const auto first = fibers.begin() + static_cast<std::ptrdiff_t>(block * n_threads);
+  const auto last = first + static_cast<std::ptrdiff_t>(n_threads);
+  for (auto fiber = first; fiber != last; ++fiber) {
+    if (fiber->state == State::kDone) continue;
+    if (fiber->state != State::kAtBlockBarrier) return false;
+    if (line != 0 && line != fiber->line) fail("__syncthreads at different places (divergent barrier)");
+    line = fiber->line;
   }
+  for (auto fiber = first; fiber != last; ++fiber) {
+    if (fiber->state == State::kAtBlockBarrier) fiber->state = State::kReady;
+  }
+  return line != 0;
+}
+
+// The same for the cluster's, at which threads arrive before they wait.
+bool release_cluster_barrier() {
+  bool any_waits = false;
+  for (const Fiber& fiber : fibers) {
+    if (fiber.state != State::kDone && !fiber.arrived_at_cluster) return false;
+    any_waits |= fiber.state == State::kAtClusterBarrier;
+  }
+  if (!any_waits) return false;
+  cluster_has_met = true;
   for (Fiber& fiber : fibers) {
-    if (fiber.state == State::kAtBlockBarrier) fiber.state = State::kReady;
+    fiber.arrived_at_cluster = false;
+    if (fiber.state == State::kAtClusterBarrier) fiber.state = State::kReady;
   }
   return true;
 }
 
-void run_block(dim3 grid, dim3 block, uint3 block_index) {
+bool release_barriers() {
+  bool released = false;
+  for (size_t block = 0; block < blocks.size(); ++block) released |= release_block_barrier(block);
+  return released || release_cluster_barrier();
+}
+
+// first: the index of the cluster's first block; its blocks follow along x.
+void run_cluster(dim3 grid, dim3 block, uint3 first) {
   for (size_t i = 0; i < fibers.size(); ++i) {
-    const unsigned linear = static_cast<unsigned>(i);
+    const unsigned rank = static_cast<unsigned>(i / n_threads), linear = static_cast<unsigned>(i % n_threads);
     const uint3 thread{linear % block.x, linear / block.x % block.y, linear / block.x / block.y};
-    fibers[i].indices = ThreadIndices{thread, block_index, block, grid, linear};
+    const uint3 index{first.x + rank, first.y, first.z};
+    fibers[i].indices = ThreadIndices{thread, index, block, grid, linear, rank, static_cast<unsigned>(blocks.size())};
     prepare(fibers[i]);
   }
-  std::fill(warps.begin(), warps.end(), Warp{});
-  std::fill(std::begin(named_barriers), std::end(named_barriers), NamedBarrier{});
-  for (auto& [place, array] : shared_arrays) fill_with_nan(array.first.get(), array.second);
-  if (n_dynamic_bytes != 0) fill_with_nan(dynamic_bytes.get(), n_dynamic_bytes);
+  cluster_has_met = false;
+  for (Block& own : blocks) {
+    std::fill(own.warps.begin(), own.warps.end(), Warp{});
+    std::fill(std::begin(own.named_barriers), std::end(own.named_barriers), NamedBarrier{});
+    for (auto& [place, array] : own.shared_arrays) fill_with_nan(array.first.get(), array.second);
+    if (n_dynamic_bytes != 0) fill_with_nan(own.dynamic_bytes.get(), n_dynamic_bytes);
+  }
   const auto done = [](const Fiber& fiber) { return fiber.state == State::kDone; };
   while (!std::all_of(fibers.begin(), fibers.end(), done)) {
-    if (!run_round() && !release_block_barrier()) fail("deadlock: threads wait for others that never come");
+    if (!run_round() && !release_barriers()) fail("deadlock: threads wait for others that never come");
   }
 }
 
@@ -219,6 +276,7 @@ void run_block(dim3 grid, dim3 block, uint3 block_index) {
 
 void set_order(Order new_order) { order = new_order; }
 void set_shared_limit(int bytes) { shared_limit = bytes; }
+void set_clusters(bool possible) { clusters_possible = possible; }
 const ThreadIndices& current() { return running->indices; }
 
 void fail(const char* message) {
@@ -235,13 +293,14 @@ void block_barrier(int line) {
 void named_barrier(int barrier, int threads) {
   if (barrier < 1 || barrier >= kNamedBarriers) fail("named barriers are 1 to 15");
   if (threads <= 0 || threads % static_cast<int>(kWarp) != 0) fail("a named barrier counts whole warps");
-  NamedBarrier& state = named_barriers[barrier];
+  NamedBarrier& state = block_of(*running).named_barriers[barrier];
   if (state.arrived == 0) state.expected = threads;
   if (state.expected != threads) fail("threads expect different numbers at one named barrier");
   if (++state.arrived == threads) {
     state.arrived = 0;
     for (Fiber& fiber : fibers) {
-      if (fiber.state == State::kAtNamedBarrier && fiber.barrier == barrier) fiber.state = State::kReady;
+      const bool same_block = fiber.indices.cluster_rank == running->indices.cluster_rank;
+      if (fiber.state == State::kAtNamedBarrier && same_block && fiber.barrier == barrier) fiber.state = State::kReady;
     }
   } else {
     running->barrier = barrier;
@@ -250,10 +309,11 @@ void named_barrier(int barrier, int threads) {
 }
 
 const uint64_t* warp_exchange(unsigned mask, uint64_t value) {
-  const unsigned lane = running->indices.linear % kWarp, base = running->indices.linear - lane;
-  Warp& warp = warps[base / kWarp];
+  const unsigned lane = running->indices.linear % kWarp, base_in_block = running->indices.linear - lane;
+  const size_t base = running->indices.cluster_rank * n_threads + base_in_block;
+  Warp& warp = block_of(*running).warps[base_in_block / kWarp];
   // The lanes of a partial warp that do not exist take no part: hardware ignores their bits of a full mask.
-  const size_t n_lanes = std::min<size_t>(kWarp, fibers.size() - base);
+  const size_t n_lanes = std::min<size_t>(kWarp, n_threads - base_in_block);
   if (n_lanes < kWarp) mask &= (1u << n_lanes) - 1;
   if ((mask >> lane & 1u) == 0) fail("a lane is not in its own mask");
   for (unsigned other = 0; other < n_lanes; ++other) {
@@ -279,7 +339,7 @@ const uint64_t* warp_exchange(unsigned mask, uint64_t value) {
 }
 
 void* shared_array(const char* file, int line, size_t bytes) {
-  auto& array = shared_arrays[{file, line}];
+  auto& array = block_of(*running).shared_arrays[{file, line}];
   if (array.first == nullptr) {
     array = {new_shared(bytes), bytes};
     fill_with_nan(array.first.get(), bytes);
@@ -288,27 +348,86 @@ void* shared_array(const char* file, int line, size_t bytes) {
   return array.first.get();
 }
 
-void* dynamic_shared() { return dynamic_bytes.get(); }
+void* dynamic_shared() { return block_of(*running).dynamic_bytes.get(); }
 
-cudaError_t run_grid(Body body, void* context, dim3 grid, dim3 block, size_t shared_bytes) {
-  const size_t n_threads = static_cast<size_t>(block.x) * block.y * block.z;
+void cluster_arrive() {
+  if (running->arrived_at_cluster) fail("a thread arrives twice at the cluster's barrier");
+  running->arrived_at_cluster = true;
+}
+
+void cluster_wait() {
+  if (!running->arrived_at_cluster) fail("a thread waits at the cluster's barrier without having arrived");
+  wait(State::kAtClusterBarrier);
+}
+
+void* remote_shared(void* mine, int rank) {
+  if (rank < 0 || static_cast<size_t>(rank) >= blocks.size()) fail("no such block in the cluster");
+  if (!cluster_has_met) fail("a store into another block's shared memory before all have begun");
+  for (size_t i = 0; i < n_threads; ++i) {
+    if (fibers[static_cast<size_t>(rank) * n_threads + i].state == State::kDone)
+      fail("a store into the shared memory of a block that has ended");
+  }
+  const auto inside = [mine](const void* array, size_t bytes) {
+    return mine >= array && static_cast<char*>(mine) < static_cast<const char*>(array) + bytes;
+  };
+  Block &own = block_of(*running), &other = blocks[static_cast<size_t>(rank)];
+  if (n_dynamic_bytes != 0 && inside(own.dynamic_bytes.get(), n_dynamic_bytes)) {
+    return static_cast<char*>(other.dynamic_bytes.get()) +
+           (static_cast<char*>(mine) - static_cast<char*>(own.dynamic_bytes.get()));
+  }
+  for (auto& [place, array] : own.shared_arrays) {
+    if (!inside(array.first.get(), array.second)) continue;
+    const auto found = other.shared_arrays.find(place);
+    if (found == other.shared_arrays.end()) fail("a store into an array that the other block has not declared");
+    return static_cast<char*>(found->second.first.get()) +
+           (static_cast<char*>(mine) - static_cast<char*>(array.first.get()));
+  }
+  fail("a store into shared memory that is none");
+}
+
+void copy_async(void* shared, const void* global, size_t bytes) {
+  const auto misaligned = [bytes](const void* address) { return reinterpret_cast<uintptr_t>(address) % bytes != 0; };
+  if (misaligned(shared) || misaligned(global)) fail("a misaligned asynchronous copy");
+  running->open_group.push_back({shared, global, bytes});
+}
+
+void copy_async_commit() {
+  running->groups.push_back(std::move(running->open_group));
+  running->open_group.clear();
+}
+
+void copy_async_wait(int n_pending) {
+  while (running->groups.size() > static_cast<size_t>(n_pending)) {
+    for (const Copy& copy : running->groups.front()) std::memcpy(copy.to, copy.from, copy.bytes);
+    running->groups.pop_front();
+  }
+}
+
+cudaError_t run_grid(Body body, void* context, dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_blocks) {
+  n_threads = static_cast<size_t>(block.x) * block.y * block.z;
   if (n_threads == 0 || n_threads > kMaxThreads || shared_bytes > static_cast<size_t>(shared_limit))
     return cudaErrorInvalidConfiguration;
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaErrorInvalidConfiguration;
-  while (fibers.size() > n_threads) {
+  if (cluster_blocks == 0 || cluster_blocks > kMaxClusterBlocks || grid.x % cluster_blocks != 0)
+    return cudaErrorInvalidConfiguration;
+  const size_t n_fibers = n_threads * cluster_blocks;
+  while (fibers.size() > n_fibers) {
     if (fibers.back().stack != nullptr) munmap(fibers.back().stack, kStackBytes);
     fibers.pop_back();
   }
-  fibers.resize(n_threads);
-  warps.resize((n_threads + kWarp - 1) / kWarp);
-  shared_arrays.clear();
+  fibers.resize(n_fibers);
+  blocks.clear();
+  blocks.resize(cluster_blocks);
   n_dynamic_bytes = shared_bytes;
-  dynamic_bytes = shared_bytes != 0 ? new_shared(shared_bytes) : nullptr;
+  for (Block& own : blocks) {
+    own.warps.resize(warps_of_block());
+    if (shared_bytes != 0) own.dynamic_bytes = new_shared(shared_bytes);
+  }
   kernel_body = body;
   kernel_context = context;
   for (unsigned z = 0; z < grid.z; ++z) {
     for (unsigned y = 0; y < grid.y; ++y) {
-      for (unsigned x = 0; x < grid.x; ++x) run_block(grid, block, uint3{x, y, z});
+      for (unsigned x = 0; x < grid.x; x += cluster_blocks) run_cluster(grid, block, uint3{x, y, z});
     }
   }
   running = nullptr;
@@ -342,6 +461,9 @@ cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribut
     case cudaDevAttrMaxThreadsPerMultiProcessor:
       *value = 2048;
       return cudaSuccess;
+    case cudaDevAttrClusterLaunch:
+      *value = cudasim::clusters_possible ? 1 : 0;
+      return cudaSuccess;
     default:
       return cudaErrorInvalidValue;
   }
@@ -349,5 +471,15 @@ cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribut
 cudaError_t CUDARTAPI cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int value) {
   const bool fits = attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value <= cudasim::shared_limit;
   return fits ? cudaSuccess : cudaErrorInvalidValue;
+}
+cudaError_t CUDARTAPI cudaGetLastError() { return cudaSuccess; }
+cudaError_t CUDARTAPI cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = cudaFuncAttributes{};
+  attributes->sharedSizeBytes = 1;  // a kernel with a body
+  return cudaSuccess;
+}
+cudaError_t CUDARTAPI cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*) {
+  *clusters = 1;
+  return cudaSuccess;
 }
 }

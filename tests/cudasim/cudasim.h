@@ -1,11 +1,13 @@
-// Runs CUDA kernels on the CPU, for tests: every CUDA thread is a fiber, blocks run one after another.
+// Runs CUDA kernels on the CPU, for tests: every CUDA thread is a fiber; blocks, or clusters of them, run one after
+// another.
 //
 // The .cu files are compiled as C++ with -DONETRIP_CUDASIM; csrc/cuda/platform.cuh includes this header then. Under
 // AddressSanitizer and UBSan that finds accesses out of bounds in global and shared memory, misaligned vector accesses,
 // and use of shared memory that nobody has written (it is filled with NaN before every block). The simulator itself
-// aborts on divergent barriers, on warp operations that name an absent lane, and on deadlocks. A missing barrier shows
-// only under some orders of the threads: run several (set_order). Blind to races within a warp, to memory-model effects
-// and to rounding of fast-math instructions.
+// aborts on divergent barriers, on warp operations that name an absent lane, on deadlocks, and on stores into a block
+// of the cluster that may not have begun or has ended. A copy that was not waited for has not arrived. A missing
+// barrier shows only under some orders of the threads: run several (set_order). Blind to races within a warp, to
+// memory-model effects and to rounding of fast-math instructions.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -36,12 +38,15 @@ enum class Order {
 void set_order(Order order);
 // What cudaDevAttrMaxSharedMemoryPerBlockOptin answers, and what a launch may ask for.
 void set_shared_limit(int bytes);
+// Whether the device can launch clusters.
+void set_clusters(bool possible);
 
 // The thread that runs now.
 struct ThreadIndices {
   uint3 thread, block;
   dim3 block_dim, grid_dim;
   unsigned linear;
+  unsigned cluster_rank, cluster_size;
 };
 const ThreadIndices& current();
 
@@ -56,13 +61,25 @@ const uint64_t* warp_exchange(unsigned mask, uint64_t value);
 void* shared_array(const char* file, int line, size_t bytes);
 void* dynamic_shared();
 
+void cluster_arrive();
+void cluster_wait();
+// Where an address in this block's shared memory lies in that of another block of the cluster.
+void* remote_shared(void* mine, int rank);
+
+// Copies wait in groups of their thread: all but the last n_pending are carried out by copy_async_wait.
+void copy_async(void* shared, const void* global, size_t bytes);
+void copy_async_commit();
+void copy_async_wait(int n_pending);
+
 using Body = void (*)(void* context);
-cudaError_t run_grid(Body body, void* context, dim3 grid, dim3 block, size_t shared_bytes);
+cudaError_t run_grid(Body body, void* context, dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_blocks);
 
 template <typename Kernel, typename... Args>
-cudaError_t launch(Kernel kernel, dim3 grid, dim3 block, size_t shared_bytes, const Args&... args) {
+cudaError_t launch(Kernel kernel, dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_blocks,
+                   const Args&... args) {
   auto call = [&] { kernel(args...); };
-  return run_grid([](void* context) { (*static_cast<decltype(call)*>(context))(); }, &call, grid, block, shared_bytes);
+  return run_grid([](void* context) { (*static_cast<decltype(call)*>(context))(); }, &call, grid, block, shared_bytes,
+                  cluster_blocks);
 }
 
 inline unsigned lane() { return current().linear % 32; }
@@ -85,7 +102,9 @@ T shuffle(unsigned mask, T value, unsigned source_lane) {
   type* const name = static_cast<type*>(::cudasim::shared_array(__FILE__, __LINE__, sizeof(type) * (count)))
 #define ONETRIP_DYNAMIC_SHARED(type, name) type* const name = static_cast<type*>(::cudasim::dynamic_shared())
 #define ONETRIP_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
-  (static_cast<void>(stream), ::cudasim::launch(kernel, grid, block, shared_bytes, __VA_ARGS__))
+  (static_cast<void>(stream), ::cudasim::launch(kernel, grid, block, shared_bytes, 1, __VA_ARGS__))
+#define ONETRIP_LAUNCH_CLUSTERS(kernel, cluster_blocks, grid, block, shared_bytes, stream, ...) \
+  (static_cast<void>(stream), ::cudasim::launch(kernel, grid, block, shared_bytes, cluster_blocks, __VA_ARGS__))
 
 #define threadIdx (::cudasim::current().thread)
 #define blockIdx (::cudasim::current().block)
@@ -93,7 +112,21 @@ T shuffle(unsigned mask, T value, unsigned source_lane) {
 #define gridDim (::cudasim::current().grid_dim)
 
 namespace onetrip {
+using ::cudasim::cluster_arrive;
+using ::cudasim::cluster_wait;
+using ::cudasim::copy_async_commit;
 using ::cudasim::named_barrier;
+inline int cluster_rank() { return static_cast<int>(::cudasim::current().cluster_rank); }
+inline int cluster_size() { return static_cast<int>(::cudasim::current().cluster_size); }
+template <typename T>
+void store_remote(T* mine, int rank, T value) {
+  *static_cast<T*>(::cudasim::remote_shared(mine, rank)) = value;
+}
+inline void copy_async_16(void* shared, const void* global) { ::cudasim::copy_async(shared, global, 16); }
+template <int kPending>
+void copy_async_wait() {
+  ::cudasim::copy_async_wait(kPending);
+}
 inline float exp2_flushed(float x) {
   const float result = std::exp2(x);
   return result < 1.17549435e-38f ? 0.0f : result;  // a NaN stays

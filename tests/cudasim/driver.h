@@ -98,6 +98,7 @@ std::string run(Case& c, int order, int* code) {
   cudasim::set_order(static_cast<cudasim::Order>(order));
   cudasim::set_shared_limit(c.integers.count("shared_limit") != 0 ? static_cast<int>(c.integer("shared_limit"))
                                                                   : 227 * 1024);
+  cudasim::set_clusters(c.integers.count("clusters") == 0 || c.integer("clusters") != 0);
   *code = launch(c);
   for (const auto& [name, tensor] : c.inputs) {
     if (tensor.copy() != before[name]) fail("input " + name + " was modified");
