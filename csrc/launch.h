@@ -138,7 +138,7 @@ struct alignas(16) AdamChunk {
 struct AdamKind {
   DType param_dtype, grad_dtype;
   bool is_8bit;
-  int64_t first_chunk, n_chunks;
+  int64_t first_chunk, n_chunks;  // n_chunks below 2^32, of all tensors' 1.7e13 elements
 };
 struct AdamGroup {
   double lr, beta1, beta2, eps, weight_decay;

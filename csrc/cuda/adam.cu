@@ -15,10 +15,11 @@ constexpr int kFewGroups = 4, kManyGroups = 64;  // a launch that prepares
 // NVRTC compiles no host code, so that nothing would ask for the kernels.
 #ifdef __CUDACC_RTC__
 
-#define ONETRIP_INSTANTIATE(P, G)                                                                  \
-  template __global__ void adam_step_kernel<P, G, 8>(const AdamTensor*, const AdamChunk*, int64_t, \
-                                                     const AdamScalars*);                          \
-  template __global__ void adam_step_kernel<P, G, 32>(const AdamTensor*, const AdamChunk*, int64_t, const AdamScalars*);
+#define ONETRIP_INSTANTIATE(P, G)                                                                    \
+  template __global__ void adam_step_kernel<P, G, 8>(const AdamTensor*, const AdamChunk*, uint32_t,  \
+                                                     const AdamScalars*);                            \
+  template __global__ void adam_step_kernel<P, G, 32>(const AdamTensor*, const AdamChunk*, uint32_t, \
+                                                      const AdamScalars*);
 ONETRIP_ADAM_TYPES(ONETRIP_INSTANTIATE)
 #define ONETRIP_INSTANTIATE_PREPARE(kGroups)                                                                           \
   template __global__ void adam_prepare_kernel<kGroups>(const __grid_constant__ AdamGroups<kGroups>, int64_t, int64_t, \
@@ -47,7 +48,7 @@ cudaError_t launch_kind(const AdamStep& args, const AdamKind& kind, int n_multip
   const int64_t n_blocks = int64_t{n_multiprocessors} * kAdamBlocks;
   const dim3 grid(static_cast<unsigned>(kind.n_chunks < n_blocks ? kind.n_chunks : n_blocks));
   return ONETRIP_LAUNCH(kernel, grid, dim3(kAdamThreads), 0, stream, args.tensors, args.chunks + kind.first_chunk,
-                        kind.n_chunks, args.scalars);
+                        static_cast<uint32_t>(kind.n_chunks), args.scalars);
 }
 
 cudaError_t launch_kind_of(const AdamStep& args, const AdamKind& kind, int n_multiprocessors, cudaStream_t stream) {

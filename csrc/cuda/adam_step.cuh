@@ -5,6 +5,9 @@
 // adam_step_kernel: as many blocks as run at once take the chunks of 4096 elements in turn. A thread takes 8
 // consecutive elements: 128-bit accesses of parameter and gradient; 16 lanes are a block of 128 elements, and find its
 // largest magnitudes by shuffles. The warps of a block never wait for each other.
+// Where memory is fast the arithmetic is the limit: 8-bit steps of bfloat16 take about 76 instructions an element. So a
+// warp whose elements are all there, aligned and of ordinary size takes them without a branch between two of them
+// (kQuick), roots and quotients side by side; any other warp's part goes the long way, to the same bits.
 // Moves, of a float32 parameter and gradient, 12 + 2 * (2 + 8/128) = 16.1 bytes an element (8-bit), or 28 (32-bit).
 #pragma once
 #include "adam_tables.cuh"
@@ -38,12 +41,6 @@ __global__ void adam_prepare_kernel(const __grid_constant__ AdamGroups<kGroups> 
   if (group >= 0 && group < n_groups) scalars[i] = prepare_adam(counter, groups.group[group], grad_scale, found_inf);
 }
 
-template <typename T>
-__device__ __forceinline__ bool aligned_for_chunks(const T* address) {
-  constexpr int kBytes = kChunkColumns * sizeof(T);
-  return reinterpret_cast<uintptr_t>(address) % (kBytes < 16 ? kBytes : 16) == 0;
-}
-
 // Where element `first` of a tensor lies, and the scales of its block.
 template <typename P, typename G, typename State>
 struct AdamAddresses {
@@ -52,7 +49,9 @@ struct AdamAddresses {
   State *exp_avg, *exp_avg_sq;
   float *exp_avg_scale, *exp_avg_sq_scale;
 
-  __device__ __forceinline__ AdamAddresses(const AdamTensor& tensor, int64_t first)
+  // Index: uint32_t or int64_t.
+  template <typename Index>
+  __device__ __forceinline__ AdamAddresses(const AdamTensor& tensor, Index first)
       : param(global_pointer<P>(tensor.param, first)),
         grad(global_pointer<const G>(tensor.grad, first)),
         exp_avg(global_pointer<State>(tensor.exp_avg, first)),
@@ -60,16 +59,21 @@ struct AdamAddresses {
         exp_avg_scale(scale_of(tensor.exp_avg_scale, first)),
         exp_avg_sq_scale(scale_of(tensor.exp_avg_sq_scale, first)) {}
 
-  __device__ __forceinline__ bool aligned() const {
-    return aligned_for_chunks(param) && aligned_for_chunks(grad) && aligned_for_chunks(exp_avg) &&
-           aligned_for_chunks(exp_avg_sq);
-  }
-
  private:
-  __device__ __forceinline__ static float* scale_of(int64_t scales, int64_t first) {
-    return sizeof(State) == 1 ? global_pointer<float>(scales, first / kAdamBlock) : nullptr;
+  template <typename Index>
+  __device__ __forceinline__ static float* scale_of(int64_t scales, Index first) {
+    return sizeof(State) == 1 ? global_pointer<float>(scales, first / static_cast<Index>(kAdamBlock)) : nullptr;
   }
 };
+
+// Whether chunks of 8 elements of a tensor, from its first on, can be read and written 16 bytes at a time, or as one.
+template <typename P, typename G, typename State>
+__device__ __forceinline__ bool aligned_for_chunks(const AdamTensor& tensor) {
+  constexpr auto kUnit = [](size_t size) { return static_cast<uint32_t>(kChunkColumns * size < 16 ? 8 : 16); };
+  const auto rest = [](int64_t address, uint32_t unit) { return static_cast<uint32_t>(address) & (unit - 1); };
+  return (rest(tensor.param, kUnit(sizeof(P))) | rest(tensor.grad, kUnit(sizeof(G))) |
+          rest(tensor.exp_avg | tensor.exp_avg_sq, kUnit(sizeof(State)))) == 0;
+}
 
 // m and v become those of this step.
 __device__ __forceinline__ void update_moments(float g, float& m, float& v, const AdamScalars& s) {
@@ -77,12 +81,16 @@ __device__ __forceinline__ void update_moments(float g, float& m, float& v, cons
   v = __fadd_rn(__fmul_rn(v, s.beta2), __fmul_rn(__fmul_rn(g, s.one_minus_beta2), g));
 }
 
+__device__ __forceinline__ float denominator_of(float root, const AdamScalars& s) {
+  return __fadd_rn(__fmul_rn(root, s.inv_sqrt_bias_correction2), s.eps);
+}
+
 // The new parameter, before it is rounded. root: sqrt(v).
-template <bool kClamp>
+template <bool kClamp, bool kQuick>
 __device__ __forceinline__ float updated(float p, float m, float root, const AdamScalars& s) {
-  float u =
-      __fdiv_rn(__fmul_rn(m, s.inv_bias_correction1), __fadd_rn(__fmul_rn(root, s.inv_sqrt_bias_correction2), s.eps));
-  if (kClamp && fabsf(u) > s.largest_update) u = copysignf(s.largest_update, u);  // NaN stays
+  const float numerator = __fmul_rn(m, s.inv_bias_correction1), denominator = denominator_of(root, s);
+  float u = kQuick ? quick_divide(numerator, denominator) : __fdiv_rn(numerator, denominator);
+  if (kClamp) u = clamp_magnitude(u, s.largest_update);
   return __fadd_rn(__fmul_rn(p, s.decay), -__fmul_rn(u, s.lr));
 }
 
@@ -94,104 +102,160 @@ __device__ __forceinline__ float adam_scale(uint32_t magnitude) {
 
 __device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
 
-template <typename P, typename G, int kStateBits>
-__global__ void __launch_bounds__(kAdamThreads, kAdamBlocks)
-    adam_step_kernel(const AdamTensor* tensors, const AdamChunk* chunks, int64_t n_chunks, const AdamScalars* scalars) {
+// The least and largest magnitude of a thread's numbers, as bits: NaN is larger than any number.
+struct Magnitudes {
+  uint32_t least = ~0u, largest = 0;
+
+  __device__ __forceinline__ void add(uint32_t bits) { least = min(least, bits), largest = max(largest, bits); }
+
+  // Leaves zeros out of the least, which is the next smaller number then.
+  template <int N>
+  __device__ __forceinline__ void skip_zeros(const float (&value)[N]) {
+    least = ~0u;
+#pragma unroll
+    for (int j = 0; j < N; ++j) least = min(least, magnitude_bits(value[j]) - 1);  // 0 becomes the largest
+  }
+};
+
+// Whether the quick arithmetic of platform.cuh is right for moments of these sizes, or for 0: no smaller than 2^-100,
+// as v, the square of the root, is for roots of 2^-49; not so large that the update could overflow.
+__device__ __forceinline__ bool in_quick_range(const Magnitudes& m, const Magnitudes& root, const AdamScalars& s) {
+  constexpr uint32_t kExponent = 1 << 23, kOne = 127 * kExponent;
+  return m.least >= kOne - 100 * kExponent && root.least >= kOne - 49 * kExponent &&
+         m.largest <= kOne + 40 * kExponent && denominator_of(__uint_as_float(root.largest), s) <= 1048576.0f &&
+         s.eps >= 8.67361738e-19f;
+}
+
+// A step of the 256 elements of a warp, 8 a lane, from first_of_warp on. kQuick: all are there and aligned; returns
+// false, and has changed nothing, where an element is out of the quick arithmetic's range. The same bits either way.
+template <bool kQuick, typename P, typename G, int kStateBits, typename Index>
+__device__ __forceinline__ bool adam_part(const AdamTensor* tensors, uint32_t tensor_index, Index first_of_warp,
+                                          const AdamScalars* scalars, const AdamTables* tables) {
   constexpr bool k8Bit = kStateBits == 8;
   using State = typename UintOf<kStateBits / 8>::Type;
   using Addresses = AdamAddresses<P, G, State>;
   constexpr int kStateBytes = sizeof(State), kStateWords = kChunkColumns * kStateBytes / 4;
-  const AdamTables* tables = nullptr;
-  if constexpr (k8Bit) tables = &shared_adam_tables<kAdamThreads>();
-  // The part of a chunk that this warp takes; another in every chunk, so that parameters of a few elements find all
-  // warps at work.
-  int part = static_cast<int>(threadIdx.x) / kWarpThreads;
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-  for (int64_t i = first_row_of_block(1); i < n_chunks; i += gridDim.x, part = (part + 1) % kAdamWarps) {
-    const AdamChunk chunk = chunks[i];
-    const AdamTensor tensor = tensors[chunk.tensor];
-    const int64_t first_of_warp = chunk.first + part * (kWarpThreads * kChunkColumns);
-    if (first_of_warp >= tensor.numel) continue;
-    const int64_t first = first_of_warp + lane * kChunkColumns;
-    const int valid = valid_columns<kChunkColumns>(first, tensor.numel, false);
-    const Addresses from(tensor, first);
-    const bool vector_access = valid == kChunkColumns && from.aligned();
-    Chunk<P, kChunkColumns> param_chunk;
-    Chunk<G, kChunkColumns> grad_chunk;
-    uint32_t m_words[kStateWords], v_words[kStateWords];
-    float m_scale = 0.0f, v_scale = 0.0f;
-    load_chunk<false>(param_chunk, from.param, 0, vector_access, valid);
-    load_chunk<true>(grad_chunk, from.grad, 0, vector_access, valid);
-    load_words<kStateBytes, kChunkColumns, false>(m_words, from.exp_avg, vector_access, valid);
-    load_words<kStateBytes, kChunkColumns, false>(v_words, from.exp_avg_sq, vector_access, valid);
-    if (k8Bit && valid > 0) m_scale = *from.exp_avg_scale, v_scale = *from.exp_avg_sq_scale;
-    int counter = static_cast<int>(tensor.counter);
-    const AdamScalars s = scalars[counter];
-    if (s.skip != 0.0f) return;  // of every counter alike
+  const Index first = first_of_warp + static_cast<Index>(lane * kChunkColumns);
+  const AdamTensor tensor = tensors[tensor_index];
+  const Addresses from(tensor, first);
+  const int valid =
+      kQuick ? kChunkColumns : valid_columns<kChunkColumns>(static_cast<int64_t>(first), tensor.numel, false);
+  const bool vector_access = kQuick || (valid == kChunkColumns && aligned_for_chunks<P, G, State>(tensor));
+  Chunk<P, kChunkColumns> param_chunk;
+  Chunk<G, kChunkColumns> grad_chunk;
+  uint32_t m_words[kStateWords], v_words[kStateWords];
+  float m_scale = 0.0f, v_scale = 0.0f;
+  load_chunk<false>(param_chunk, from.param, 0, vector_access, valid);
+  load_chunk<true>(grad_chunk, from.grad, 0, vector_access, valid);
+  load_words<kStateBytes, kChunkColumns, false>(m_words, from.exp_avg, vector_access, valid);
+  load_words<kStateBytes, kChunkColumns, false>(v_words, from.exp_avg_sq, vector_access, valid);
+  if (k8Bit && valid > 0) m_scale = *from.exp_avg_scale, v_scale = *from.exp_avg_sq_scale;
+  uint32_t counter = static_cast<uint32_t>(tensor.counter);
+  const AdamScalars s = scalars[counter];
 
-    float p[kChunkColumns], g[kChunkColumns], m[kChunkColumns], root[kChunkColumns];
-    unpack(param_chunk, p);
-    unpack(grad_chunk, g);
-#pragma unroll
-    for (int j = 0; j < kChunkColumns; ++j) g[j] = __fmul_rn(g[j], s.grad_factor);
-    if (s.l2 != 0.0f) {
-#pragma unroll
-      for (int j = 0; j < kChunkColumns; ++j) g[j] = __fadd_rn(g[j], __fmul_rn(p[j], s.l2));
-    }
+  float p[kChunkColumns], g[kChunkColumns], m[kChunkColumns], root[kChunkColumns];
+  unpack(param_chunk, p);
+  unpack(grad_chunk, g);
+  if (s.grad_factor != 1.0f || s.l2 != 0.0f) {
 #pragma unroll
     for (int j = 0; j < kChunkColumns; ++j) {
-      float v;
-      if constexpr (k8Bit) {
-        m[j] = __fmul_rn(tables->signed_value[code_of(m_words[j / 4], j % 4)], m_scale);
-        root[j] = __fmul_rn(tables->unsigned_value[code_of(v_words[j / 4], j % 4)], v_scale);
-        v = __fmul_rn(root[j], root[j]);
-      } else {
-        m[j] = __uint_as_float(m_words[j]), v = __uint_as_float(v_words[j]);
-      }
-      update_moments(g[j], m[j], v, s);
-      root[j] = __fsqrt_rn(v);
-      if constexpr (!k8Bit) m_words[j] = __float_as_uint(m[j]), v_words[j] = __float_as_uint(v);
+      g[j] = __fmul_rn(g[j], s.grad_factor);
+      if (s.l2 != 0.0f) g[j] = __fadd_rn(g[j], __fmul_rn(p[j], s.l2));
     }
-    forget(counter);
-    const AdamScalars s_again = scalars[counter];
+  }
 #pragma unroll
-    for (int j = 0; j < kChunkColumns; ++j) p[j] = updated<k8Bit>(p[j], m[j], root[j], s_again);
-    // Computed again: registers that wait for it would spill.
-    int tensor_index = static_cast<int>(chunk.tensor);
-    forget(tensor_index);
-    const Addresses to(tensors[tensor_index], first);
-    store_rounded<P>(to.param, 0, p, vector_access, valid);
+  for (int j = 0; j < kChunkColumns; ++j) {
+    float v;
     if constexpr (k8Bit) {
-      if (__any_sync(kFullWarp, valid < kChunkColumns)) {
-#pragma unroll
-        for (int j = 0; j < kChunkColumns; ++j) {
-          if (j >= valid) m[j] = root[j] = 0.0f;
-        }
-      }
-      uint32_t m_largest = 0, root_largest = 0;
-#pragma unroll
-      for (int j = 0; j < kChunkColumns; ++j) {
-        m_largest = max(m_largest, magnitude_bits(m[j]));
-        root_largest = max(root_largest, magnitude_bits(root[j]));
-      }
-      m_scale = adam_scale(m_largest), v_scale = adam_scale(root_largest);
-      const float m_inverse = m_scale == 0.0f ? 0.0f : __frcp_rn(m_scale);
-      const float root_inverse = v_scale == 0.0f ? 0.0f : __frcp_rn(v_scale);
-      uint32_t m_code[kChunkColumns], root_code[kChunkColumns];
-#pragma unroll
-      for (int j = 0; j < kChunkColumns; ++j) {
-        m_code[j] = signed_code(*tables, m[j], m_inverse);
-        root_code[j] = unsigned_code(*tables, root[j], root_inverse);
-      }
-#pragma unroll
-      for (int j = 0; j < kStateWords; ++j) {
-        m_words[j] = pack_codes(m_code[4 * j], m_code[4 * j + 1], m_code[4 * j + 2], m_code[4 * j + 3]);
-        v_words[j] = pack_codes(root_code[4 * j], root_code[4 * j + 1], root_code[4 * j + 2], root_code[4 * j + 3]);
-      }
-      if (lane % kAdamLanes == 0 && valid > 0) *to.exp_avg_scale = m_scale, *to.exp_avg_sq_scale = v_scale;
+      m[j] = __fmul_rn(tables->signed_value[code_of(m_words[j / 4], j % 4)], m_scale);
+      root[j] = __fmul_rn(tables->unsigned_value[code_of(v_words[j / 4], j % 4)], v_scale);
+      v = __fmul_rn(root[j], root[j]);
+    } else {
+      m[j] = __uint_as_float(m_words[j]), v = __uint_as_float(v_words[j]);
     }
-    store_words<kStateBytes, kChunkColumns>(to.exp_avg, m_words, vector_access, valid);
-    store_words<kStateBytes, kChunkColumns>(to.exp_avg_sq, v_words, vector_access, valid);
+    update_moments(g[j], m[j], v, s);
+    root[j] = kQuick ? quick_sqrt(v) : __fsqrt_rn(v);
+    if constexpr (!k8Bit) m_words[j] = __float_as_uint(m[j]), v_words[j] = __float_as_uint(v);
+  }
+  forget(counter);
+  const AdamScalars s_again = scalars[counter];
+  if constexpr (k8Bit && !kQuick) {
+    if (__any_sync(kFullWarp, valid < kChunkColumns)) {
+#pragma unroll
+      for (int j = 0; j < kChunkColumns; ++j) {
+        if (j >= valid) m[j] = root[j] = 0.0f;
+      }
+    }
+  }
+  Magnitudes m_size, root_size;
+#pragma unroll
+  for (int j = 0; j < kChunkColumns; ++j) m_size.add(magnitude_bits(m[j])), root_size.add(__float_as_uint(root[j]));
+  bool has_zeros = false;
+  if constexpr (kQuick) {
+    if (__any_sync(kFullWarp, !in_quick_range(m_size, root_size, s_again))) {
+      has_zeros = true;
+      m_size.skip_zeros(m), root_size.skip_zeros(root);
+      if (__any_sync(kFullWarp, !in_quick_range(m_size, root_size, s_again))) return false;
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kChunkColumns; ++j) p[j] = updated<k8Bit, kQuick>(p[j], m[j], root[j], s_again);
+  // Computed again: registers that wait for it would spill.
+  forget(tensor_index);
+  const Addresses to(tensors[tensor_index], first);
+  store_rounded<P>(to.param, 0, p, vector_access, valid);
+  if constexpr (k8Bit) {
+    m_scale = adam_scale(m_size.largest), v_scale = adam_scale(root_size.largest);
+    const auto inverse_of = [](float scale) {
+      return scale == 0.0f ? 0.0f : kQuick ? quick_reciprocal(scale) : __frcp_rn(scale);
+    };
+    const float m_inverse = inverse_of(m_scale), root_inverse = inverse_of(v_scale);
+    uint32_t m_code[kChunkColumns], root_code[kChunkColumns];
+#pragma unroll
+    for (int j = 0; j < kChunkColumns; ++j) {
+      m_code[j] = signed_code(*tables, m[j], m_inverse);
+      root_code[j] = unsigned_code<kQuick>(*tables, root[j], root_inverse);
+    }
+    if (has_zeros) {
+#pragma unroll
+      for (int j = 0; j < kChunkColumns; ++j) root_code[j] = root[j] == 0.0f ? 0 : root_code[j];
+    }
+#pragma unroll
+    for (int j = 0; j < kStateWords; ++j) {
+      m_words[j] = pack_codes(m_code[4 * j], m_code[4 * j + 1], m_code[4 * j + 2], m_code[4 * j + 3]);
+      v_words[j] = pack_codes(root_code[4 * j], root_code[4 * j + 1], root_code[4 * j + 2], root_code[4 * j + 3]);
+    }
+    if (lane % kAdamLanes == 0 && valid > 0) *to.exp_avg_scale = m_scale, *to.exp_avg_sq_scale = v_scale;
+  }
+  store_words<kStateBytes, kChunkColumns>(to.exp_avg, m_words, vector_access, valid);
+  store_words<kStateBytes, kChunkColumns>(to.exp_avg_sq, v_words, vector_access, valid);
+  return true;
+}
+
+template <typename P, typename G, int kStateBits>
+__global__ void __launch_bounds__(kAdamThreads, kAdamBlocks)
+    adam_step_kernel(const AdamTensor* tensors, const AdamChunk* chunks, uint32_t n_chunks,
+                     const AdamScalars* scalars) {
+  using State = typename UintOf<kStateBits / 8>::Type;
+  if (scalars[0].skip != 0.0f) return;  // of every counter alike
+  const AdamTables* tables = nullptr;
+  if constexpr (kStateBits == 8) tables = &shared_adam_tables<kAdamThreads>();
+  // The part of a chunk that this warp takes; another in every chunk, so that parameters of a few elements find all
+  // warps at work.
+  constexpr int kPart = kWarpThreads * kChunkColumns;
+  int part = static_cast<int>(threadIdx.x) / kWarpThreads;
+  for (uint32_t i = blockIdx.x; i < n_chunks; i += gridDim.x, part = (part + 1) % kAdamWarps) {
+    const AdamChunk chunk = chunks[i];
+    const uint32_t tensor_index = static_cast<uint32_t>(chunk.tensor);
+    const AdamTensor& tensor = tensors[tensor_index];
+    const int64_t numel = tensor.numel, first = chunk.first + part * kPart;
+    if (first >= numel) continue;
+    const bool whole = first + kPart <= numel && numel <= 0xFFFFFFFF && aligned_for_chunks<P, G, State>(tensor);
+    const auto quick_first = static_cast<uint32_t>(first);
+    if (!(whole && adam_part<true, P, G, kStateBits>(tensors, tensor_index, quick_first, scalars, tables))) {
+      adam_part<false, P, G, kStateBits>(tensors, tensor_index, first, scalars, tables);
+    }
   }
 }
 

@@ -93,10 +93,11 @@ __device__ __forceinline__ uint32_t signed_code(const AdamTables& tables, float 
   return word < 0 ? 0u : static_cast<uint32_t>(word);
 }
 
-// The same for x >= 0: x > 0 gets at least code 1.
+// The same for x >= 0: x > 0 gets at least code 1, and with kPositive x = 0 too.
+template <bool kPositive>
 __device__ __forceinline__ uint32_t unsigned_code(const AdamTables& tables, float x, float inverse) {
   constexpr float threshold = UnsignedBuckets::map.threshold[1];
-  const float least = x > 0.0f ? threshold : __uint_as_float(UnsignedBuckets::kFirst << 16);
+  const float least = kPositive || x > 0.0f ? threshold : __uint_as_float(UnsignedBuckets::kFirst << 16);
   const uint32_t bits = __float_as_uint(fmaxf(__fmul_rn(x, inverse), least));
   return tables.unsigned_bucket[table_index(bits >> 16) - UnsignedBuckets::kFirst] + bits;
 }

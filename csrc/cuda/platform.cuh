@@ -108,9 +108,61 @@ __device__ __forceinline__ float exp2_flushed(float x) {
   return result;
 }
 
+// Square root, quotient and reciprocal to the nearest, by the same operations as __fsqrt_rn, __fdiv_rn and __frcp_rn
+// but without their branches for operands at the ends of the range, so that several run side by side. Right for x = 0
+// and 2^-100 <= x, for a = 0 and 2^-100 <= |a| where 2^-100 <= b <= 2^20, and for 2^-100 <= x <= 2^100. What is not
+// finite gives NaN.
+__device__ __forceinline__ float quick_sqrt(float x) {
+  float root, inverse;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(fmaxf(x, 7.888609052e-31f)));
+  asm("{\n\t.reg .f32 half, rest;\n\t"
+      "mul.rn.ftz.f32 half, %2, 0f3F000000;\n\t"
+      "mul.rn.ftz.f32 %0, %1, %2;\n\t"
+      "neg.f32 rest, %0;\n\t"
+      "fma.rn.f32 rest, rest, %0, %1;\n\t"
+      "fma.rn.f32 %0, rest, half, %0;\n\t}"
+      : "=&f"(root)
+      : "f"(x), "f"(inverse));
+  return root;
+}
+__device__ __forceinline__ float quick_reciprocal(float x) {
+  float inverse;
+  asm("{\n\t.reg .f32 rest;\n\t"
+      "rcp.approx.ftz.f32 %0, %1;\n\t"
+      "neg.f32 rest, %1;\n\t"
+      "fma.rn.f32 rest, rest, %0, 0f3F800000;\n\t"
+      "fma.rn.f32 %0, %0, rest, %0;\n\t}"
+      : "=&f"(inverse)
+      : "f"(x));
+  return inverse;
+}
+__device__ __forceinline__ float quick_divide(float a, float b) {
+  const float inverse = quick_reciprocal(b);
+  float quotient;
+  asm("{\n\t.reg .f32 rest;\n\t"
+      "fma.rn.f32 %0, %1, %3, 0f00000000;\n\t"
+      "neg.f32 rest, %2;\n\t"
+      "fma.rn.f32 rest, rest, %0, %1;\n\t"
+      "fma.rn.f32 %0, %3, rest, %0;\n\t}"
+      : "=&f"(quotient)
+      : "f"(a), "f"(b), "f"(inverse));
+  return quotient;
+}
+
+// value, its magnitude no larger than largest >= 0; a NaN stays.
+__device__ __forceinline__ float clamp_magnitude(float value, float largest) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  float result;
+  asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(result) : "f"(value), "f"(largest));
+  return result;
+#else
+  return fabsf(value) > largest ? copysignf(largest, value) : value;
+#endif
+}
+
 // An element of an array in global memory: of an address that was read as a number, compilers cannot tell.
-template <typename T>
-__device__ __forceinline__ T* global_pointer(int64_t address, int64_t index) {
+template <typename T, typename Index>
+__device__ __forceinline__ T* global_pointer(int64_t address, Index index) {
   T* const pointer = reinterpret_cast<T*>(address) + index;
   __builtin_assume(__isGlobal(pointer));
   return pointer;

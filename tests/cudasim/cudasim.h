@@ -131,8 +131,19 @@ inline float exp2_flushed(float x) {
   const float result = std::exp2(x);
   return result < 1.17549435e-38f ? 0.0f : result;  // a NaN stays
 }
-template <typename T>
-T* global_pointer(int64_t address, int64_t index) {
+// Outside the range in which the card's are right, wrong on purpose.
+inline float wrong_unless(bool right, float x) { return right || std::isnan(x) ? x : std::isinf(x) ? NAN : 1.5f * x; }
+inline float quick_sqrt(float x) { return wrong_unless(x == 0.0f || (x >= 0x1p-100f && !std::isinf(x)), std::sqrt(x)); }
+inline float quick_divide(float a, float b) {
+  const bool in_range = (a == 0.0f || std::fabs(a) >= 0x1p-100f) && b >= 0x1p-100f && b <= 0x1p20f;
+  return wrong_unless(in_range && std::isfinite(a / b), a / b);
+}
+inline float quick_reciprocal(float x) { return wrong_unless(x >= 0x1p-100f && x <= 0x1p100f, 1.0f / x); }
+inline float clamp_magnitude(float value, float largest) {
+  return std::fabs(value) > largest ? std::copysign(largest, value) : value;
+}
+template <typename T, typename Index>
+T* global_pointer(int64_t address, Index index) {
   return reinterpret_cast<T*>(address) + index;
 }
 }  // namespace onetrip
@@ -196,3 +207,4 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 using std::max;
 using std::memcpy;
+using std::min;

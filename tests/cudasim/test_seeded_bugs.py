@@ -73,15 +73,28 @@ ADAM_BUGS = {
     "padding_counts_in_the_maximum": Bug(STEP, "if (j >= valid) m[j] = root[j] = 0.0f;", ";"),
     "threshold_itself_keeps_the_lower_code": Bug(TABLES, "(0x10000 - threshold)", "(0xFFFF - threshold)"),
     "positive_root_becomes_zero": Bug(TABLES, "x > 0.0f ? threshold :", "x < 0.0f ? threshold :"),
+    "zeros_keep_code_one": Bug(STEP, "root_code[j] = root[j] == 0.0f ? 0 : root_code[j];", ";"),
+    "zeros_leave_the_quick_range_unseen": Bug(
+        STEP, "magnitude_bits(value[j]) - 1);", "magnitude_bits(value[j]) | 1 << 30);"
+    ),
+    "quick_range_not_looked_at": Bug(STEP, "s_again))) return false;", "s_again))) ;"),
+    "quick_range_forgets_the_root": Bug(STEP, "root.least >= kOne - 49 * kExponent &&", ""),
+    "quick_range_forgets_the_moment": Bug(STEP, "m.least >= kOne - 100 * kExponent &&", ""),
+    "quick_range_forgets_large_moments": Bug(STEP, "m.largest <= kOne + 40 * kExponent &&", ""),
     "negative_codes_off_by_one": Bug(TABLES, "word = kMirror - 1 - word", "word = kMirror + 0xFFFF - word"),
     "minus_one_gets_code_255": Bug(
         TABLES, "word < 0 ? 0u : static_cast<uint32_t>(word)", "static_cast<uint32_t>(word)"
     ),
     "tables_read_without_barrier": Bug(TABLES, "  __syncthreads();\n", ""),
-    "clamp_swallows_nan": Bug(STEP, "fabsf(u) > s.largest_update)", "!(fabsf(u) <= s.largest_update))"),
+    "clamp_swallows_nan": Bug(
+        STEP,
+        "clamp_magnitude(u, s.largest_update)",
+        "fabsf(u) <= s.largest_update ? u : copysignf(s.largest_update, u)",
+    ),
     "l2_factor_lost": Bug(STEP, "g[j] = __fadd_rn(g[j], __fmul_rn(p[j], s.l2));", "g[j] = __fadd_rn(g[j], p[j]);"),
+    "l2_lost_without_a_factor": Bug(STEP, "s.grad_factor != 1.0f || s.l2 != 0.0f", "s.grad_factor != 1.0f"),
     "subnormal_scale_kept": Bug(STEP, "scale < kSmallestAdamScale ? 0.0f : scale", "scale"),
-    "found_inf_ignored": Bug(STEP, "if (s.skip != 0.0f) return;", ""),
+    "found_inf_ignored": Bug(STEP, "if (scalars[0].skip != 0.0f) return;", ""),
     "later_groups_not_prepared": Bug("adam.cu", "first += kManyGroups", "first += args.n_groups"),
     "grid_stride_too_long": Bug(STEP, "i += gridDim.x,", "i += gridDim.x + 1,"),
     "part_of_a_chunk_lost": Bug(STEP, "part = (part + 1) % kAdamWarps", "part = part + 1"),
@@ -136,8 +149,15 @@ def check_adam(driver: Path, folder: Path) -> None:
             ]
         ),
         Step([Parameter(50, counter=i) for i in range(66)], groups, counters=range(66)),
+        # Zeros among ordinary numbers; too small, and too large, for quick arithmetic.
+        Step([Parameter(512, grads=(*300 * (0.0,), *212 * (0.5,)))]),
+        Step([Parameter(256, grads=(*100 * (0.0,), *156 * (value,))) for value in (1e-33, 3e-15, 1e-16, 1e18)]),
         Step([Parameter(300, special=(nan,))], found_inf=1.0),
     ]
+    overflowing = Step([Parameter(256, grads=256 * (0.0,))], [ADAM._replace(eps=1e-12, weight_decay=0.0)])
+    overflowing.slots[0].exp_avg.fill_(200)
+    overflowing.slots[0].exp_avg_scale.fill_(1e30)
+    steps.append(overflowing)
     for step, outputs in zip(steps, run(driver, [step.case() for step in steps], folder), strict=True):
         step.check(outputs)
 
