@@ -73,6 +73,7 @@ struct ClusterLaunch {
   }
   ClusterLaunch(const ClusterLaunch&) = delete;
   ClusterLaunch& operator=(const ClusterLaunch&) = delete;
+  const cudaLaunchConfig_t* address() const { return &config; }
 
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config;
@@ -94,7 +95,7 @@ bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t sha
   if (status == cudaSuccess) {
     const ClusterLaunch launch(cluster_blocks, dim3(static_cast<unsigned>(cluster_blocks)),
                                dim3(static_cast<unsigned>(threads)), shared_bytes, nullptr);
-    status = cudaOccupancyMaxActiveClusters(&n_clusters, address, &launch.config);
+    status = cudaOccupancyMaxActiveClusters(&n_clusters, address, launch.address());
   }
   if (status != cudaSuccess) cudaGetLastError();  // no error of the call's
   return n_clusters > 0;
