@@ -215,6 +215,15 @@ def print_table(arch: int, kernels: list[Kernel]) -> None:
         print(f"        {kernel.name:46} {counts} {kernel.wide_stores:7}")
 
 
+def cluster_threads(n_cols: int, arch: int) -> int | None:
+    """Threads of each block of the cluster that takes an aligned row, by cluster_of_row() of csrc/cuda/launch.cuh."""
+    warps = -(-n_cols // (16 * 32))
+    blocks = 1 << (-(-warps // 16) - 1).bit_length()
+    if arch < 90 or blocks == 1 or blocks > 8 or (warps <= 32 and warps % blocks):
+        return None
+    return -(-warps // blocks) * 32
+
+
 def resident_threads(kernel: Kernel, threads: int, dynamic_bytes: int, multiprocessor: Multiprocessor) -> int:
     warp_registers = -(-kernel.registers * 32 // 256) * 256
     shared = kernel.static_bytes + dynamic_bytes + multiprocessor.reserved_bytes

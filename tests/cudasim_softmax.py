@@ -46,6 +46,8 @@ class Call:
     row_padding: int = 0
     """Elements between the rows of the inputs."""
     shared_limit: int = 227 * 1024
+    clusters: bool = True
+    """Whether the card can launch clusters."""
     orders: tuple[int, ...] = ORDERS
 
     @property
@@ -109,6 +111,7 @@ class Call:
             "scale": self.scale,
             "n_queries": self.dims[2] if self.causal else 0,
             "shared_limit": self.shared_limit,
+            "clusters": int(self.clusters),
         }
         stride = self.n_cols + self.row_padding
         numbers |= {f"{name}_row_stride": stride for name in ("scores", "dy", "p")}

@@ -1,5 +1,7 @@
-// What launchers of every family share: grids of rows, the choice of vector access, the current device.
+// What launchers of every family share: grids of rows, clusters of blocks, the choice of vector access, the current
+// device.
 #pragma once
+#include "reduce.cuh"
 #include "vec.cuh"
 
 namespace onetrip {
@@ -9,17 +11,59 @@ __device__ __forceinline__ int64_t first_row_of_block(int rows_per_block) {
   return (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * rows_per_block;
 }
 
+constexpr int kWideThreads = 512;  // a block of a row that its threads cannot hold
+
+// A row in a cluster: columns a thread, and threads a block, of which two fit on an SM with 64 registers a thread.
+constexpr int kClusterColumns = 16, kClusterThreads = 512, kClusterBlocksPerSm = 2;
+
+#if ONETRIP_CLUSTERS
+
+// The threads of a cluster's blocks, which share one row. Along x there are whole clusters only.
+struct ClusterThreads {
+  int64_t row;
+  int thread, count;
+  __device__ ClusterThreads() {
+    const int threads = static_cast<int>(blockDim.x);
+    const unsigned n_blocks = static_cast<unsigned>(cluster_size());
+    row = static_cast<int64_t>(blockIdx.y) * (gridDim.x / n_blocks) + blockIdx.x / n_blocks;
+    thread = cluster_rank() * threads + static_cast<int>(threadIdx.x);
+    count = cluster_size() * threads;
+  }
+};
+
+#endif
+
 // NVRTC compiles no host code.
 #ifndef __CUDACC_RTC__
 
 constexpr int64_t kMaxGrid = 0x7FFFFFFF;  // blocks in x, on every card
-constexpr int kStaticSharedBytes = 1024;  // more than any kernel's own arrays, of the shared memory a block may have
+constexpr int kStaticSharedBytes = 1024;  // more than a block's own arrays, outside clusters, of what it may have
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
 inline dim3 grid_of_rows(int64_t n_rows, int rows_per_block) {
   const int64_t n_blocks = ceil_div(n_rows, rows_per_block), grid_y = ceil_div(n_blocks, kMaxGrid);
   return dim3(static_cast<unsigned>(ceil_div(n_blocks, grid_y)), static_cast<unsigned>(grid_y));
+}
+// A cluster of so many blocks a row.
+inline dim3 grid_of_clusters(int64_t n_rows, int cluster_blocks) {
+  const int64_t grid_y = ceil_div(n_rows, kMaxGrid / cluster_blocks);
+  return dim3(static_cast<unsigned>(ceil_div(n_rows, grid_y) * cluster_blocks), static_cast<unsigned>(grid_y));
+}
+
+// Tiles of a wide row that shared memory keeps: two blocks an SM share what one may have. All that is left of an SM's
+// memory is L1.
+inline int64_t tiles_to_keep(int64_t n_cols, int64_t bytes_per_column, int shared_limit) {
+  const int64_t n_tiles = ceil_div(n_cols, kWideThreads * kChunkColumns);
+  const int64_t fit = (shared_limit / 2 - kStaticSharedBytes) / (kWideThreads * kChunkColumns * bytes_per_column);
+  return at_most(n_tiles, fit);
+}
+
+template <typename Kernel>
+cudaError_t allow_shared(Kernel kernel, int64_t bytes) {
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(bytes));
 }
 
 // Whether every tensor of the call can be read and written in whole chunks, at most 16 bytes at a time.
@@ -73,6 +117,7 @@ struct ClusterLaunch {
   }
   ClusterLaunch(const ClusterLaunch&) = delete;
   ClusterLaunch& operator=(const ClusterLaunch&) = delete;
+  const cudaLaunchConfig_t* address() const { return &config; }
 
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config;
@@ -94,10 +139,29 @@ bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t sha
   if (status == cudaSuccess) {
     const ClusterLaunch launch(cluster_blocks, dim3(static_cast<unsigned>(cluster_blocks)),
                                dim3(static_cast<unsigned>(threads)), shared_bytes, nullptr);
-    status = cudaOccupancyMaxActiveClusters(&n_clusters, address, &launch.config);
+    status = cudaOccupancyMaxActiveClusters(&n_clusters, address, launch.address());
   }
   if (status != cudaSuccess) cudaGetLastError();  // no error of the call's
   return n_clusters > 0;
+}
+
+// How a row is shared out over a cluster.
+struct ClusterShape {
+  int blocks;   // 0: not at all
+  int threads;  // a block
+};
+
+// The fewest blocks that hold the row, with kClusterColumns columns a thread. A row that a single block could hold too
+// goes to a cluster where its warps can be shared out evenly: then thread by thread they do the same, and the results
+// are the same bits.
+inline ClusterShape cluster_of_row(int64_t n_cols) {
+  constexpr int kMostWarps = kClusterThreads / kWarpThreads;
+  const int64_t n_warps = ceil_div(n_cols, kClusterColumns * kWarpThreads);
+  int blocks = 1;
+  while (blocks * kMostWarps < n_warps) blocks *= 2;
+  const bool uneven = n_warps <= kMaxWarps && n_warps % blocks != 0;
+  if (blocks == 1 || blocks > kMaxClusterBlocks || uneven) return {0, 0};
+  return {blocks, static_cast<int>(ceil_div(n_warps, blocks)) * kWarpThreads};
 }
 
 #endif  // __CUDACC_RTC__

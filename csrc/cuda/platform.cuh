@@ -36,8 +36,8 @@
 #define ONETRIP_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__), cudaGetLastError())
 // The same, in clusters of cluster_blocks blocks along x: for a kernel of which runs_in_clusters() is true.
-#define ONETRIP_LAUNCH_CLUSTERS(kernel, cluster_blocks, grid, block, shared_bytes, stream, ...)                   \
-  cudaLaunchKernelEx(&::onetrip::ClusterLaunch(cluster_blocks, grid, block, shared_bytes, stream).config, kernel, \
+#define ONETRIP_LAUNCH_CLUSTERS(kernel, cluster_blocks, grid, block, shared_bytes, stream, ...)                     \
+  cudaLaunchKernelEx(::onetrip::ClusterLaunch(cluster_blocks, grid, block, shared_bytes, stream).address(), kernel, \
                      __VA_ARGS__)
 
 namespace onetrip {
@@ -81,6 +81,10 @@ __device__ __forceinline__ int cluster_size() {
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+// The same of a thread that vouches for nothing it wrote, and waits for none of it.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Stores where `mine` lies in this block's shared memory, but in that of block `rank` of the cluster, which must have
 // begun (a barrier of the cluster has been passed) and must not have ended.
@@ -96,6 +100,41 @@ __device__ __forceinline__ void store_remote(float* mine, int rank, float value)
 }
 __device__ __forceinline__ void store_remote(float2* mine, int rank, float2 value) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote_address(mine, rank)), "f"(value.x), "f"(value.y)
+               : "memory");
+}
+
+// Bytes that other blocks store into this one's shared memory, counted as they arrive; a phase ends when all that one
+// thread has announced for it are there. Unlike the cluster's barrier this neither waits for writes to global memory
+// nor empties the L1 cache. Begun by one thread, before the cluster first meets.
+__device__ __forceinline__ void arrivals_begin(uint64_t* arrivals) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(arrivals));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void arrivals_announce(uint64_t* arrivals, int bytes) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(arrivals));
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
+}
+// Waits for the end of a phase, whose number is even or odd (parity), as every thread does for every phase.
+__device__ __forceinline__ void arrivals_wait(uint64_t* arrivals, int parity) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(arrivals));
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::
+          "r"(address),
+      "r"(parity)
+      : "memory");
+}
+// store_remote, counted by the other block's arrivals.
+__device__ __forceinline__ void send_remote(float* mine, uint64_t* arrivals, int rank, float value) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                   remote_address(mine, rank)),
+               "f"(value), "r"(remote_address(arrivals, rank))
+               : "memory");
+}
+__device__ __forceinline__ void send_remote(float2* mine, uint64_t* arrivals, int rank, float2 value) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+                   remote_address(mine, rank)),
+               "f"(value.x), "f"(value.y), "r"(remote_address(arrivals, rank))
                : "memory");
 }
 

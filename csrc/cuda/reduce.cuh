@@ -88,44 +88,75 @@ class RowSum<0> {
   float2* shared_;
 };
 
-#if ONETRIP_CLUSTERS
-
 constexpr int kMaxClusterBlocks = 8;  // that every card with clusters can run
 constexpr int kMaxClusterWarps = kMaxClusterBlocks * kMaxWarps;
 
-// Every warp stores its sum into each block of the cluster, where all warps add up all of them: first every lane those
-// of its number, so that up to 32 warps are added as in one block.
+#if ONETRIP_CLUSTERS
+
+// Every warp of a cluster tells all blocks a value, again and again.
+class ClusterExchange {
+ public:
+  // shared: [2 * kMaxClusterWarps], at the same place in every block. The threads of the cluster meet before the first
+  // value is sent: nobody stores into a block that has not begun.
+  __device__ explicit ClusterExchange(float2* shared) : shared_(shared) {
+    ONETRIP_SHARED(uint64_t, arrivals, 2);
+    arrivals_ = arrivals;
+    if (threadIdx.x == 0) {
+      arrivals_begin(arrivals);
+      arrivals_begin(arrivals + 1);
+    }
+    cluster_arrive_relaxed();
+  }
+
+  static __device__ __forceinline__ int n_warps() {
+    return cluster_size() * (static_cast<int>(blockDim.x) / kWarpThreads);
+  }
+
+  // The values of all n_warps() warps, in order. T: float or float2.
+  template <typename T>
+  __device__ __forceinline__ const T* operator()(T value) {
+    // The two halves of the memory take turns. Who sends into a half again has got everybody's values of the turn in
+    // between, and those nobody sends before having read this half.
+    const int half = turn_ % 2, parity = turn_ / 2 % 2;
+    T* const slots = reinterpret_cast<T*>(shared_ + half * kMaxClusterWarps);
+    if (turn_ == 0) cluster_wait();
+    turn_ = turn_ % 4 + 1;
+    if (threadIdx.x == 0) arrivals_announce(arrivals_ + half, n_warps() * static_cast<int>(sizeof(T)));
+    const int warp = static_cast<int>(threadIdx.x) / kWarpThreads, lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+    if (lane < cluster_size()) {
+      const int warps_of_block = static_cast<int>(blockDim.x) / kWarpThreads;
+      send_remote(slots + cluster_rank() * warps_of_block + warp, arrivals_ + half, lane, value);
+    }
+    arrivals_wait(arrivals_ + half, parity);
+    return slots;
+  }
+
+ private:
+  float2* shared_;
+  uint64_t* arrivals_;
+  int turn_ = 0;  // then 1 to 4, again and again
+};
+
+// All warps add up all warps' sums: first every lane those of its number, so that up to 32 warps are added as in one
+// block.
 template <>
 class RowSum<kClusterRow> {
  public:
-  // shared: [2 * kMaxClusterWarps], at the same place in every block. The threads of the cluster meet before the first
-  // sum: nobody stores into a block that has not begun.
-  __device__ explicit RowSum(float2* shared) : shared_(shared) { cluster_arrive(); }
+  // shared: [2 * kMaxClusterWarps].
+  __device__ explicit RowSum(float2* shared) : exchange_(shared) {}
 
   template <typename T>
   __device__ __forceinline__ T operator()(T value) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-    const int warps_of_block = static_cast<int>(blockDim.x) / kWarpThreads, n_blocks = cluster_size();
-    // In turn, as above. The first half's first use comes after the first meeting.
-    T* const slots = reinterpret_cast<T*>(shared_ + turn_ % 2 * kMaxClusterWarps);
-    value = warp_sum<kWarpThreads>(value);
-    if (turn_ == 0) cluster_wait();
-    turn_ = turn_ % 2 + 1;
-    if (lane < n_blocks) {
-      const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
-      store_remote(slots + cluster_rank() * warps_of_block + warp, lane, value);
-    }
-    cluster_arrive();
-    cluster_wait();
-    const int n_warps = n_blocks * warps_of_block;
-    T total = lane < n_warps ? slots[lane] : T{};
-    for (int i = lane + kWarpThreads; i < n_warps; i += kWarpThreads) total = add(total, slots[i]);
+    const T* const sums = exchange_(warp_sum<kWarpThreads>(value));
+    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads, n_warps = ClusterExchange::n_warps();
+    T total = lane < n_warps ? sums[lane] : T{};
+#pragma unroll 1
+    for (int i = lane + kWarpThreads; i < n_warps; i += kWarpThreads) total = add(total, sums[i]);
     return warp_sum<kWarpThreads>(total);
   }
 
  private:
-  int turn_ = 0;
-  float2* shared_;
+  ClusterExchange exchange_;
 };
 
 #endif

@@ -16,8 +16,11 @@ namespace onetrip {
 //   path      threads a row                           forward: columns (a thread)    backward: columns (a thread)
 //   eighths   8 lanes                                    64 (8)                         64 (8)
 //   warp      32 lanes                                  256 (8)                        256 (8)
+//   cluster   8 blocks of 512 on several SMs          65536 (16)
 //   block     as needed, forward 1024, backward 512   16384 (16)                      4096 (8)
 //   wide      512, again and again
+// Clusters (cluster_of_row() in launch.cuh) take rows of more than 8192 columns that are aligned and normalised, on
+// cards that have them. Rows of up to 16384 columns get the same bits from a cluster as from a block.
 enum class Path { kEighths, kWarp, kBlock, kWide };
 constexpr int kEighthsThreads = 8, kNarrowColumns = 8;
 static_assert(forward_columns(kWarpThreads) == kNarrowColumns && kBackwardColumns == kNarrowColumns, "the table");
@@ -29,7 +32,7 @@ static_assert(forward_columns(kWarpThreads) == kNarrowColumns && kBackwardColumn
   template __global__ void row_norm_forward_kernel<X, Z, kEighthsThreads, kVector>(RowNormForward);               \
   template __global__ void row_norm_forward_kernel<X, Z, kWarpThreads, kVector>(RowNormForward);                  \
   template __global__ void row_norm_forward_kernel<X, Z, 0, kVector>(RowNormForward);                             \
-  template __global__ void row_norm_forward_wide_kernel<X, Z, kVector>(RowNormForward);                           \
+  template __global__ void row_norm_forward_wide_kernel<X, Z, kVector>(RowNormForward, int64_t);                  \
   template __global__ void row_norm_backward_kernel<X, Z, kEighthsThreads, kVector>(RowNormBackward, bool,        \
                                                                                     BackwardPartition);           \
   template __global__ void row_norm_backward_kernel<X, Z, kWarpThreads, kVector>(RowNormBackward, bool,           \
@@ -37,7 +40,10 @@ static_assert(forward_columns(kWarpThreads) == kNarrowColumns && kBackwardColumn
   template __global__ void row_norm_backward_kernel<X, Z, 0, kVector>(RowNormBackward, bool, BackwardPartition);  \
   template __global__ void row_norm_backward_wide_kernel<X, Z, kVector>(RowNormBackward, bool, BackwardPartition, \
                                                                         WideCache);
-#define ONETRIP_INSTANTIATE_BOTH(X, Z) ONETRIP_INSTANTIATE(X, Z, true) ONETRIP_INSTANTIATE(X, Z, false)
+#define ONETRIP_INSTANTIATE_BOTH(X, Z) \
+  ONETRIP_INSTANTIATE(X, Z, true)      \
+  ONETRIP_INSTANTIATE(X, Z, false)     \
+  template __global__ void row_norm_forward_cluster_kernel<X, Z>(RowNormForward);
 ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_BOTH)
 template __global__ void row_norm_partials_kernel<kMaxThreads>(const float*, int64_t, int64_t, PartialSums);
 
@@ -96,30 +102,36 @@ BackwardPartition backward_partition(int64_t n_rows, int64_t n_cols) {
 }
 
 template <typename X, typename Z, bool kVectorAccess>
-cudaError_t launch_forward_kernel(const RowNormForward& args, cudaStream_t stream) {
-  auto kernel = row_norm_forward_wide_kernel<X, Z, kVectorAccess>;
-  int threads = kForwardWideThreads, rows_per_block = 1;
-  switch (choose_path(args.n_cols, forward_columns(0) * kMaxThreads)) {
-    case Path::kEighths:
-      kernel = row_norm_forward_kernel<X, Z, kEighthsThreads, kVectorAccess>;
-      threads = 128, rows_per_block = threads / kEighthsThreads;
-      break;
-    case Path::kWarp:
-      kernel = row_norm_forward_kernel<X, Z, kWarpThreads, kVectorAccess>;
-      threads = 128, rows_per_block = threads / kWarpThreads;
-      break;
-    case Path::kBlock:
-      kernel = row_norm_forward_kernel<X, Z, 0, kVectorAccess>;
-      threads = threads_for(args.n_cols, forward_columns(0));
-      break;
-    case Path::kWide:
-      break;
-  }
-  return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, rows_per_block), dim3(threads), 0, stream, args);
+cudaError_t launch_forward_wide(const RowNormForward& args, int device, cudaStream_t stream) {
+  const auto kernel = row_norm_forward_wide_kernel<X, Z, kVectorAccess>;
+  int shared_limit = 0;
+  cudaError_t status = cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (status != cudaSuccess) return status;
+  // Without a norm there is no second walk.
+  const int64_t kept_tiles = args.norm == Norm::kNone ? 0 : tiles_to_keep(args.n_cols, sizeof(Z), shared_limit);
+  const int64_t shared_bytes = kept_tiles * kWideThreads * kChunkColumns * static_cast<int64_t>(sizeof(Z));
+  status = allow_shared(kernel, shared_bytes);
+  if (status != cudaSuccess) return status;
+  return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, 1), dim3(kWideThreads), static_cast<size_t>(shared_bytes),
+                        stream, args, kept_tiles);
+}
+
+template <typename X, typename Z, bool kVectorAccess>
+cudaError_t launch_forward_rows(const RowNormForward& args, int device, cudaStream_t stream) {
+  const Path path = choose_path(args.n_cols, forward_columns(0) * kMaxThreads);
+  if (path == Path::kWide) return launch_forward_wide<X, Z, kVectorAccess>(args, device, stream);
+  const auto kernel = path == Path::kEighths ? row_norm_forward_kernel<X, Z, kEighthsThreads, kVectorAccess>
+                      : path == Path::kWarp  ? row_norm_forward_kernel<X, Z, kWarpThreads, kVectorAccess>
+                                             : row_norm_forward_kernel<X, Z, 0, kVectorAccess>;
+  const int row_threads = path == Path::kEighths ? kEighthsThreads
+                          : path == Path::kWarp  ? kWarpThreads
+                                                 : threads_for(args.n_cols, forward_columns(0));
+  const int threads = path == Path::kBlock ? row_threads : 128;
+  return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, threads / row_threads), dim3(threads), 0, stream, args);
 }
 
 template <typename X, typename Z>
-cudaError_t launch_forward(const RowNormForward& args, cudaStream_t stream) {
+cudaError_t launch_forward(const RowNormForward& args, int device, cudaStream_t stream) {
   VectorAccess access(args.n_cols, kChunkColumns);
   access.require(args.x, args.x_dtype, args.x_row_stride);
   access.require(args.residual, args.residual_dtype, args.residual_row_stride);
@@ -129,8 +141,15 @@ cudaError_t launch_forward(const RowNormForward& args, cudaStream_t stream) {
   access.require(args.weight, args.weight_dtype, 0);
   access.require(args.norm_bias, args.norm_bias_dtype, 0);
 
-  return access.possible() ? launch_forward_kernel<X, Z, true>(args, stream)
-                           : launch_forward_kernel<X, Z, false>(args, stream);
+  const ClusterShape shape = cluster_of_row(args.n_cols);
+  const auto kernel = row_norm_forward_cluster_kernel<X, Z>;
+  if (shape.blocks != 0 && access.possible() && args.norm != Norm::kNone &&
+      runs_in_clusters(kernel, shape.blocks, shape.threads, 0, device)) {
+    return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
+                                   dim3(shape.threads), 0, stream, args);
+  }
+  return access.possible() ? launch_forward_rows<X, Z, true>(args, device, stream)
+                           : launch_forward_rows<X, Z, false>(args, device, stream);
 }
 
 // Bytes of dynamic shared memory that a block of backward may ask for.
@@ -255,9 +274,9 @@ int row_norm_forward_cuda(const RowNormForward& args, int device, void* stream) 
   if (args.residual != nullptr && args.residual_dtype != args.z_dtype) return cudaErrorNotSupported;
   const DeviceGuard guard(device);
   if (guard.status() != cudaSuccess) return guard.status();
-#define ONETRIP_FORWARD(X, Z)                                                   \
-  if (args.x_dtype == DTypeOf<X>::value && args.z_dtype == DTypeOf<Z>::value) { \
-    return launch_forward<X, Z>(args, static_cast<cudaStream_t>(stream));       \
+#define ONETRIP_FORWARD(X, Z)                                                     \
+  if (args.x_dtype == DTypeOf<X>::value && args.z_dtype == DTypeOf<Z>::value) {   \
+    return launch_forward<X, Z>(args, device, static_cast<cudaStream_t>(stream)); \
   }
   ONETRIP_ROW_NORM_PAIRS(ONETRIP_FORWARD)
   return cudaErrorNotSupported;

@@ -2,8 +2,9 @@
 //
 // LayerNorm: Ba, Kiros & Hinton 2016. RMSNorm: Zhang & Sennrich 2019 (mean is 0 there).
 // x, residual, z, y: [n_rows, n_cols]; weight, bias, norm_bias: [n_cols]; mean, rstd: [n_rows] float32.
-// Moves n_cols * (x + residual + z + y) bytes a row, each once, up to 4096 chunks a row; beyond that inputs (or z,
-// where it is stored) are read a second time. Parameters come from the caches.
+// Moves n_cols * (x + residual + z + y) bytes a row, each once, where registers hold it: up to 16384 columns, 65536 in
+// a cluster. Of wider rows the inputs (or z, where it is stored) are read a second time where shared memory cannot keep
+// z. Parameters come from the caches.
 #pragma once
 #include "launch.cuh"
 #include "row_norm_common.cuh"
@@ -11,7 +12,8 @@
 namespace onetrip {
 
 // Columns a thread: what 64 registers hold, with a residual on its way.
-__host__ __device__ constexpr int forward_columns(int row_threads) { return row_threads == 0 ? 16 : 8; }
+__host__ __device__ constexpr int forward_columns(int row_threads) { return row_threads > 0 ? 8 : 16; }
+static_assert(forward_columns(kClusterRow) == kClusterColumns, "the launch's");
 
 // A row that its threads hold: kChunks chunks a thread, the k-th at column first + k * step.
 template <typename Z, int kColumns, int kChunks>
@@ -110,26 +112,15 @@ __device__ __forceinline__ void store_statistics(const RowNormForward& args, int
 }
 
 // The row stays in registers between its one read and its one write; the variance is the two-pass one, of those
-// registers. kRowThreads lanes take a row (0: the whole block, whose size the launcher fits to the row). At most 64
-// registers a thread, which keeps half of the threads of an SM of sm_70 to sm_100 resident.
+// registers. thread: which of the row_threads threads of its row this is. There is no loop over rows: addresses that a
+// loop does not change would wait in registers for the next row. Threads whose row lies past the end go through all of
+// it, for the sake of the others, with a row of no columns.
 template <typename X, typename Z, int kRowThreads, bool kVectorAccess>
-__global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128,
-                                  kRowThreads == 0 ? 1 : kHalfOfResidentThreads / 128)
-    row_norm_forward_kernel(const RowNormForward args) {
+__device__ __forceinline__ void forward_row(const RowNormForward& args, const DropoutMask& mask, int64_t row,
+                                            int thread, int row_threads, RowSum<kRowThreads>& sum_over_row) {
   constexpr int kColumns = kChunkColumns, kChunks = forward_columns(kRowThreads) / kColumns;
-  ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
-  const int row_threads = kRowThreads == 0 ? static_cast<int>(blockDim.x) : kRowThreads;
-  const int rows_per_block = static_cast<int>(blockDim.x) / row_threads;
-  const int thread = static_cast<int>(threadIdx.x) % row_threads;
   const int step = row_threads * kColumns;
   int first_col = thread * kColumns;  // forgotten before each use: addresses are cheaper than registers
-  RowSum<kRowThreads> sum_over_row(row_threads, 0, shared);
-  ONETRIP_SHARED(DropoutState, dropout_state, 1);
-  const DropoutMask mask(args.dropout, dropout_state);
-
-  // One row a group, and no loop over rows: addresses that a loop does not change would wait in registers for the next
-  // row. Lanes whose row lies past the end go through all of it, for the sake of the warp, with a row of no columns.
-  const int64_t row = first_row_of_block(rows_per_block) + static_cast<int>(threadIdx.x) / row_threads;
   const int n_cols = row < args.n_rows ? static_cast<int>(args.n_cols) : 0;
   HeldRow<Z, kColumns, kChunks> held;
   compute_z<X>(held, args, mask, kVectorAccess, row, first_col, step, n_cols);
@@ -185,29 +176,69 @@ __global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128,
   if (thread == 0 && n_cols != 0) store_statistics(args, row, mean, rstd);
 }
 
-// Rows that do not fit into registers: a block a row, two walks over it. The first joins the moments of its chunks
-// (each chunk's own are two-pass, so nothing cancels); the second computes z again, or reads it back where it was
-// stored.
-constexpr int kForwardWideThreads = 512;
+// kRowThreads lanes take a row (0: the whole block, whose size the launcher fits to the row). At most 64 registers a
+// thread, which keeps half of the threads of an SM of sm_70 to sm_100 resident.
+template <typename X, typename Z, int kRowThreads, bool kVectorAccess>
+__global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128,
+                                  kRowThreads == 0 ? 1 : kHalfOfResidentThreads / 128)
+    row_norm_forward_kernel(const RowNormForward args) {
+  ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
+  ONETRIP_SHARED(DropoutState, dropout_state, 1);
+  const int row_threads = kRowThreads == 0 ? static_cast<int>(blockDim.x) : kRowThreads;
+  const int rows_per_block = static_cast<int>(blockDim.x) / row_threads;
+  const int thread = static_cast<int>(threadIdx.x) % row_threads;
+  RowSum<kRowThreads> sum_over_row(row_threads, 0, shared);
+  const DropoutMask mask(args.dropout, dropout_state);
+  const int64_t row = first_row_of_block(rows_per_block) + static_cast<int>(threadIdx.x) / row_threads;
+  forward_row<X, Z, kRowThreads, kVectorAccess>(args, mask, row, thread, row_threads, sum_over_row);
+}
 
+// The blocks of a cluster take a row, which never is without a norm: no thread leaves before the last sum. While they
+// meet for the first time, the row is on its way.
+template <typename X, typename Z>
+__global__ void __launch_bounds__(kClusterThreads, kClusterBlocksPerSm)
+    row_norm_forward_cluster_kernel(const RowNormForward args) {
+#if ONETRIP_CLUSTERS
+  ONETRIP_SHARED(float2, shared, 2 * kMaxClusterWarps);
+  ONETRIP_SHARED(DropoutState, dropout_state, 1);
+  RowSum<kClusterRow> sum_over_row(shared);
+  const DropoutMask mask(args.dropout, dropout_state);
+  const ClusterThreads threads;
+  forward_row<X, Z, kClusterRow, true>(args, mask, threads.row, threads.thread, threads.count, sum_over_row);
+#endif
+}
+
+// Rows that do not fit into registers: a block a row, two walks over it. The first joins the moments of its chunks
+// (each chunk's own are two-pass, so nothing cancels) and keeps what fits of z in shared memory; the second computes
+// the rest of z again, or reads it back where it was stored.
 template <typename X, typename Z, bool kVectorAccess>
-__global__ void __launch_bounds__(kForwardWideThreads, 1) row_norm_forward_wide_kernel(const RowNormForward args) {
-  constexpr int kColumns = kChunkColumns;
+__global__ void __launch_bounds__(kWideThreads, 1)
+    row_norm_forward_wide_kernel(const RowNormForward args, const int64_t kept_tiles) {
+  constexpr int kColumns = kChunkColumns, kWords = Chunk<Z, kColumns>::kWords;
   ONETRIP_SHARED(Moments, shared, kMaxWarps);
-  const int64_t first_col = static_cast<int64_t>(threadIdx.x) * kColumns,
-                step = static_cast<int64_t>(blockDim.x) * kColumns;
+  ONETRIP_DYNAMIC_SHARED(uint32_t, kept);
+  const int64_t first_col = static_cast<int64_t>(threadIdx.x) * kColumns, step = kWideThreads * kColumns;
   ONETRIP_SHARED(DropoutState, dropout_state, 1);
   const DropoutMask mask(args.dropout, dropout_state);
   const bool stores_plain_z = args.z != nullptr && !args.center_z;
+  // Word by word across the threads: no bank conflicts, and every thread reads back only what it wrote.
+  const auto kept_word = [&](int64_t tile, int i) -> uint32_t& {
+    return kept[(tile * kWords + i) * kWideThreads + threadIdx.x];
+  };
 
   const int64_t row = first_row_of_block(1);
   if (row >= args.n_rows) return;
   Moments moments{0.0f, 0.0f, 0.0f};
-  for (int64_t col = first_col; col < args.n_cols; col += step) {
+  int64_t tile = 0;
+  for (int64_t col = first_col; col < args.n_cols; col += step, ++tile) {
     const int valid = valid_columns<kColumns>(col, args.n_cols, kVectorAccess);
     HeldRow<Z, kColumns, 1> held;
     compute_z<X>(held, args, mask, kVectorAccess, row, col, step, args.n_cols);
     if (stores_plain_z) store_chunk(args.z, row * args.n_cols + col, held.z[0], kVectorAccess, valid);
+    if (tile < kept_tiles) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) kept_word(tile, i) = held.z[0].word[i];
+    }
     float value[kColumns];
     unpack(held.z[0], value);
     Moments chunk{static_cast<float>(valid), 0.0f, 0.0f};
@@ -227,9 +258,13 @@ __global__ void __launch_bounds__(kForwardWideThreads, 1) row_norm_forward_wide_
   moments = block_join(moments, shared);
   const float rstd = rsqrtf(mean_of(moments.m2, args.n_cols) + args.eps);
 
-  for (int64_t col = first_col; col < args.n_cols; col += step) {
+  tile = 0;
+  for (int64_t col = first_col; col < args.n_cols; col += step, ++tile) {
     HeldRow<Z, kColumns, 1> held;
-    if (stores_plain_z) {
+    if (tile < kept_tiles) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) held.z[0].word[i] = kept_word(tile, i);
+    } else if (stores_plain_z) {
       load_chunk<false>(held.z[0], args.z, row * args.n_cols + col, kVectorAccess,
                         valid_columns<kColumns>(col, args.n_cols, kVectorAccess));
     } else {

@@ -13,8 +13,11 @@ namespace onetrip {
 //   path     threads a row            columns a thread    columns
 //   narrow   1 to 32 lanes                   8                256
 //   held     32 to 1024, whole warps        16              16384
+//   cluster  8 blocks of 512, several SMs   16              65536
 //   shared   1 to 1024, as above             8               8192    (backward, where rows share a row of the mask)
 //   wide     512, again and again
+// Clusters (cluster_of_row() in launch.cuh) take aligned rows of more than 8192 columns first, on cards that have them;
+// in backward only where no rows share a row of the mask. Rows of up to 16384 columns get the same bits either way.
 constexpr int kNarrowColumns = kWarpThreads * kChunkColumns;
 constexpr int kHeldColumns = kMaxThreads * kHeldChunks * kChunkColumns;
 constexpr int kSharedColumns = kMaxThreads * kChunkColumns;
@@ -31,9 +34,11 @@ constexpr int kSharedColumns = kMaxThreads * kChunkColumns;
   template __global__ void softmax_backward_wide_kernel<T, kFast>(SoftmaxBackward, MaskSharing, Causality, int64_t); \
   template __global__ void softmax_backward_shared_kernel<T, kFast>(SoftmaxBackward, RowThreads, MaskSharing,        \
                                                                     Causality);
-#define ONETRIP_INSTANTIATE_ALL(T) \
-  ONETRIP_INSTANTIATE(T, true)     \
-  ONETRIP_INSTANTIATE(T, false)
+#define ONETRIP_INSTANTIATE_ALL(T)                                                           \
+  ONETRIP_INSTANTIATE(T, true)                                                               \
+  ONETRIP_INSTANTIATE(T, false)                                                              \
+  template __global__ void softmax_forward_cluster_kernel<T>(SoftmaxForward, ForwardLaunch); \
+  template __global__ void softmax_backward_cluster_kernel<T>(SoftmaxBackward, Causality);
 ONETRIP_SOFTMAX_TYPES(ONETRIP_INSTANTIATE_ALL)
 template __global__ void softmax_parts_kernel<kMaxThreads>(SoftmaxBackward, int64_t, int64_t);
 
@@ -41,7 +46,9 @@ template __global__ void softmax_parts_kernel<kMaxThreads>(SoftmaxBackward, int6
 
 namespace {
 
-int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+struct Card {
+  int device, shared_limit;  // shared memory that a block may have
+};
 
 Divisor divisor_of(int64_t divisor) {
   uint32_t shift = 0;
@@ -60,20 +67,6 @@ int rows_per_block(const RowThreads& threads) {
   return threads.count > kWarpThreads ? 1 : kRowsThreads / threads.count;
 }
 dim3 block_of(const RowThreads& threads) { return dim3(rows_per_block(threads) * threads.count); }
-
-// Tiles of a wide row that shared memory keeps: two blocks an SM share what one may have. All that is left of an SM's
-// memory is L1.
-int64_t tiles_to_keep(int64_t n_cols, int64_t bytes_per_column, int shared_limit) {
-  const int64_t n_tiles = ceil_div(n_cols, kWideThreads * kChunkColumns);
-  const int64_t fit = (shared_limit / 2 - kStaticSharedBytes) / (kWideThreads * kChunkColumns * bytes_per_column);
-  return at_most(n_tiles, fit);
-}
-
-template <typename Kernel>
-cudaError_t allow_shared(Kernel kernel, int64_t bytes) {
-  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              static_cast<int>(bytes));
-}
 
 template <typename T, bool kFast>
 cudaError_t launch_forward(const SoftmaxForward& args, ForwardLaunch launch, int shared_limit, cudaStream_t stream) {
@@ -95,7 +88,7 @@ cudaError_t launch_forward(const SoftmaxForward& args, ForwardLaunch launch, int
 }
 
 template <typename T>
-cudaError_t launch_forward(const SoftmaxForward& args, int shared_limit, cudaStream_t stream) {
+cudaError_t launch_forward(const SoftmaxForward& args, const Card& card, cudaStream_t stream) {
   ForwardLaunch launch{};
   launch.causality = causality_of(args.n_rows, args.n_queries);
   for (int k = 0; k < 3; ++k) launch.mask_sizes[k] = divisor_of(args.mask != nullptr ? args.mask_rows.sizes[k + 1] : 1);
@@ -109,8 +102,15 @@ cudaError_t launch_forward(const SoftmaxForward& args, int shared_limit, cudaStr
     for (const int64_t stride : args.mask_rows.strides) access.require(args.mask, size, stride);
     fast = args.mask_rows.col_stride == 1;
   }
-  return fast && access.possible() ? launch_forward<T, true>(args, launch, shared_limit, stream)
-                                   : launch_forward<T, false>(args, launch, shared_limit, stream);
+  fast = fast && access.possible();
+  const auto kernel = softmax_forward_cluster_kernel<T>;
+  const ClusterShape shape = cluster_of_row(args.n_cols);
+  if (fast && shape.blocks != 0 && runs_in_clusters(kernel, shape.blocks, shape.threads, 0, card.device)) {
+    return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
+                                   dim3(shape.threads), 0, stream, args, launch);
+  }
+  return fast ? launch_forward<T, true>(args, launch, card.shared_limit, stream)
+              : launch_forward<T, false>(args, launch, card.shared_limit, stream);
 }
 
 // How rows that share a row of the mask are shared out, a function of the sizes alone.
@@ -210,7 +210,7 @@ cudaError_t launch_parts(const SoftmaxBackward& args, const MaskSharing& sharing
 }
 
 template <typename T>
-cudaError_t launch_backward(const SoftmaxBackward& args, int shared_limit, cudaStream_t stream) {
+cudaError_t launch_backward(const SoftmaxBackward& args, const Card& card, cudaStream_t stream) {
   VectorAccess access(args.n_cols, kChunkColumns);
   access.require(args.dy, args.dtype, args.dy_row_stride);
   access.require(args.p, args.dtype, args.p_row_stride);
@@ -225,10 +225,16 @@ cudaError_t launch_backward(const SoftmaxBackward& args, int shared_limit, cudaS
     plan.sharing = MaskSharing{args.n_rows, 1, 1, {1, 0}, 1, {0, 0}, 1, 1, 1, false};
     plan.wide = args.n_cols > kHeldColumns;
   }
+  const auto kernel = softmax_backward_cluster_kernel<T>;
+  const ClusterShape shape = cluster_of_row(args.n_cols);
+  if (fast && !summed && shape.blocks != 0 && runs_in_clusters(kernel, shape.blocks, shape.threads, 0, card.device)) {
+    return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
+                                   dim3(shape.threads), 0, stream, args, causality_of(args.n_rows, args.n_queries));
+  }
   cudaError_t status = cudaSuccess;
   if (plan.wide) {
-    status = fast ? launch_backward_wide<T, true>(args, plan.sharing, shared_limit, stream)
-                  : launch_backward_wide<T, false>(args, plan.sharing, shared_limit, stream);
+    status = fast ? launch_backward_wide<T, true>(args, plan.sharing, card.shared_limit, stream)
+                  : launch_backward_wide<T, false>(args, plan.sharing, card.shared_limit, stream);
   } else if (!summed) {
     status = fast ? launch_backward_rows<T, true>(args, stream) : launch_backward_rows<T, false>(args, stream);
   } else {
@@ -239,23 +245,24 @@ cudaError_t launch_backward(const SoftmaxBackward& args, int shared_limit, cudaS
   return launch_parts(args, plan.sharing, stream);
 }
 
-// Runs launch(shared memory that a block may have) with the device current.
+// Runs launch(card) with the device current.
 template <typename Launch>
 int on_device(int device, const Launch& launch) {
   const DeviceGuard guard(device);
   if (guard.status() != cudaSuccess) return guard.status();
-  int shared_limit = 0;
-  const cudaError_t status = cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  return status != cudaSuccess ? status : launch(shared_limit);
+  Card card{device, 0};
+  const cudaError_t status =
+      cudaDeviceGetAttribute(&card.shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return status != cudaSuccess ? status : launch(card);
 }
 
 }  // namespace
 
 int softmax_forward_cuda(const SoftmaxForward& args, int device, void* stream) {
   if (args.n_rows == 0 || args.n_cols == 0) return cudaSuccess;
-  return on_device(device, [&](int shared_limit) {
+  return on_device(device, [&](const Card& card) {
 #define ONETRIP_FORWARD(T) \
-  if (args.dtype == DTypeOf<T>::value) return launch_forward<T>(args, shared_limit, static_cast<cudaStream_t>(stream));
+  if (args.dtype == DTypeOf<T>::value) return launch_forward<T>(args, card, static_cast<cudaStream_t>(stream));
     ONETRIP_SOFTMAX_TYPES(ONETRIP_FORWARD)
     return cudaErrorNotSupported;
   });
@@ -263,9 +270,9 @@ int softmax_forward_cuda(const SoftmaxForward& args, int device, void* stream) {
 
 int softmax_backward_cuda(const SoftmaxBackward& args, int device, void* stream) {
   if (args.n_rows == 0 || args.n_cols == 0) return cudaSuccess;
-  return on_device(device, [&](int shared_limit) {
+  return on_device(device, [&](const Card& card) {
 #define ONETRIP_BACKWARD(T) \
-  if (args.dtype == DTypeOf<T>::value) return launch_backward<T>(args, shared_limit, static_cast<cudaStream_t>(stream));
+  if (args.dtype == DTypeOf<T>::value) return launch_backward<T>(args, card, static_cast<cudaStream_t>(stream));
     ONETRIP_SOFTMAX_TYPES(ONETRIP_BACKWARD)
     return cudaErrorNotSupported;
   });

@@ -105,15 +105,12 @@ class DotSum {
 };
 
 // The row's threads hold dy and p, as they lie in memory, from the one read to the one write. kChunks 1: lanes of a
-// warp a row. Otherwise: the warp or the block. dmask: only where no rows share a row of the mask.
-template <typename T, int kChunks, bool kFast>
-__global__ void __launch_bounds__(kChunks == 1 ? kRowsThreads : kMaxThreads, kChunks == 1 ? 8 : 1)
-    softmax_backward_kernel(const SoftmaxBackward args, const RowThreads threads, const Causality causality) {
-  ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
-  const int count = threads.count, step = count * kChunkColumns;
-  const int first_col = threads.thread() * kChunkColumns;
-  const int rows_per_block = count > kWarpThreads ? 1 : static_cast<int>(blockDim.x) >> threads.log2_lanes;
-  const int64_t row = first_row_of_block(rows_per_block) + threads.group();
+// warp a row. Otherwise: whole warps. dmask: only where no rows share a row of the mask. thread: which of the count
+// threads of the row this is. sum_over_row(value): over those threads.
+template <typename T, int kChunks, bool kFast, typename Sum>
+__device__ __forceinline__ void backward_row(const SoftmaxBackward& args, const Causality& causality, int64_t row,
+                                             int thread, int count, Sum&& sum_over_row) {
+  const int step = count * kChunkColumns, first_col = thread * kChunkColumns;
   const int n_cols = row < args.n_rows ? static_cast<int>(args.n_cols) : 0;
   const int visible = row < args.n_rows ? static_cast<int>(causality.visible(row, args.n_cols)) : 0;
 
@@ -127,11 +124,7 @@ __global__ void __launch_bounds__(kChunks == 1 ? kRowsThreads : kMaxThreads, kCh
   for (int k = 0; k < kChunks; ++k) {
     if (k == 0 || k * step < visible) dot += dot_product(chunk[k], args);
   }
-  if constexpr (kChunks == 1) {
-    dot = lanes_sum(dot, count);
-  } else {
-    dot = DotSum(threads, shared)(dot);
-  }
+  dot = sum_over_row(dot);
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     if (k == 0 || k * step < n_cols) {
@@ -145,6 +138,34 @@ __global__ void __launch_bounds__(kChunks == 1 ? kRowsThreads : kMaxThreads, kCh
       }
     }
   }
+}
+
+// Lanes of a warp, the warp, or the block a row.
+template <typename T, int kChunks, bool kFast>
+__global__ void __launch_bounds__(kChunks == 1 ? kRowsThreads : kMaxThreads, kChunks == 1 ? 8 : 1)
+    softmax_backward_kernel(const SoftmaxBackward args, const RowThreads threads, const Causality causality) {
+  ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
+  const int rows_per_block = threads.count > kWarpThreads ? 1 : static_cast<int>(blockDim.x) >> threads.log2_lanes;
+  const int64_t row = first_row_of_block(rows_per_block) + threads.group();
+  backward_row<T, kChunks, kFast>(args, causality, row, threads.thread(), threads.count, [&](float dot) {
+    if constexpr (kChunks == 1) {
+      return lanes_sum(dot, threads.count);
+    } else {
+      return DotSum(threads, shared)(dot);
+    }
+  });
+}
+
+// The blocks of a cluster a row. While they meet for the first time, the row is on its way.
+template <typename T>
+__global__ void __launch_bounds__(kClusterThreads, kClusterBlocksPerSm)
+    softmax_backward_cluster_kernel(const SoftmaxBackward args, const Causality causality) {
+#if ONETRIP_CLUSTERS
+  ONETRIP_SHARED(float2, shared, 2 * kMaxClusterWarps);
+  RowSum<kClusterRow> sum_over_row(shared);
+  const ClusterThreads threads;
+  backward_row<T, kHeldChunks, true>(args, causality, threads.row, threads.thread, threads.count, sum_over_row);
+#endif
 }
 
 // Which rows share a row of the mask, and who adds them up. Neighbouring dimensions along which the mask moves count as

@@ -11,10 +11,10 @@
 namespace onetrip {
 
 constexpr int kRowsThreads = 128;  // a block of several rows, of a warp each at most
-constexpr int kWideThreads = 512;  // a block of a row that its threads cannot hold
 
 // Chunks a thread, where whole warps hold a row: what 64 registers allow. (4 spilled in 16-bit types too.)
 constexpr int kHeldChunks = 2;
+static_assert(kHeldChunks * kChunkColumns == kClusterColumns, "the launch's");
 
 // Wide blocks an SM that registers must leave room for: half of its threads.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750

@@ -139,18 +139,34 @@ __device__ __forceinline__ float exponential(float value, float subtrahend) {
   return exp2_flushed(__fmul_rn(value - subtrahend, 1.4426950408889634f));
 }
 
-// Over n_warps warps, each with its largest value and the sum of exp(value - subtrahend_of(largest)): the subtrahend of
-// the row (x) and 1 / its sum (y). slots: [kMaxWarps], used once a block.
-__device__ __forceinline__ float2 join_warps(float largest, float sum, int n_warps, float2* slots) {
-  if (n_warps > 1) {
-    const int warp = static_cast<int>(threadIdx.x) / kWarpThreads, lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-    if (lane == 0) slots[warp] = make_float2(largest, sum);
-    __syncthreads();
-    const float2 other = lane < n_warps ? slots[lane] : make_float2(minus_infinity(), 0.0f);
-    largest = lanes_max(other.x, kWarpThreads);
-    sum = lanes_sum(other.y * exponential(other.x, subtrahend_of(largest)), kWarpThreads);
-  }
+// Of a row with this largest value and sum of exp(value - subtrahend_of(largest)): the subtrahend (x) and 1 / sum (y).
+__device__ __forceinline__ float2 scaling_of(float largest, float sum) {
   return make_float2(subtrahend_of(largest), sum == 0.0f ? 0.0f : 1.0f / sum);
+}
+
+// The same, from the largest values (x) and sums (y) that warps have left in slots. First every lane joins those of its
+// number, so that up to 32 warps are joined in one order, wherever they run.
+__device__ __forceinline__ float2 join_slots(const float2* slots, int n_warps) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  float largest = minus_infinity(), sum = 0.0f;
+#pragma unroll 1
+  for (int i = lane; i < n_warps; i += kWarpThreads) largest = fmaxf(largest, slots[i].x);
+  largest = lanes_max(largest, kWarpThreads);
+  const float subtrahend = subtrahend_of(largest);
+#pragma unroll 1
+  for (int i = lane; i < n_warps; i += kWarpThreads) {
+    sum += __fmul_rn(slots[i].y, exponential(slots[i].x, subtrahend));
+  }
+  return scaling_of(largest, lanes_sum(sum, kWarpThreads));
+}
+
+// Over n_warps warps of the block. slots: [kMaxWarps], used once a block.
+__device__ __forceinline__ float2 join_warps(float largest, float sum, int n_warps, float2* slots) {
+  if (n_warps == 1) return scaling_of(largest, sum);
+  const int warp = static_cast<int>(threadIdx.x) / kWarpThreads, lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  if (lane == 0) slots[warp] = make_float2(largest, sum);
+  __syncthreads();
+  return join_slots(slots, n_warps);
 }
 
 // The dropout mask of a chunk in the low 8 bits: 1 where it is kept, and where nothing is to be seen.
@@ -191,18 +207,15 @@ __device__ __forceinline__ void store_probabilities(float (&value)[kChunkColumns
 
 // The row's threads hold it, from the one read of the scores to the one write: kChunks chunks a thread, of which those
 // past the row's end (or past what causality lets see) cost a uniform branch each. kChunks 1: lanes of a warp a row.
-// Otherwise: the warp or the block. Each warp takes the largest of its own values, so that one barrier joins the warps.
-template <typename T, int kChunks, bool kFast>
-__global__ void __launch_bounds__(kChunks == 1 ? kRowsThreads : kMaxThreads, kChunks == 1 ? 8 : 1)
-    softmax_forward_kernel(const SoftmaxForward args, const ForwardLaunch launch) {
-  ONETRIP_SHARED(float2, slots, kMaxWarps);
-  ONETRIP_SHARED(DropoutState, dropout_state, 1);
-  const DropoutMask dropout(args.dropout, dropout_state);
-  const int count = launch.threads.count, step = count * kChunkColumns;
-  int first_col = launch.threads.thread() * kChunkColumns;  // forgotten before use: addresses cost less than registers
-  const int rows_per_block = count > kWarpThreads ? 1 : static_cast<int>(blockDim.x) >> launch.threads.log2_lanes;
-  const int64_t row = first_row_of_block(rows_per_block) + launch.threads.group();
-  // Lanes whose row lies past the end go through all of it, for the sake of the warp, with a row of no columns.
+// Otherwise: whole warps. Each warp takes the largest of its own values, so that one barrier joins the warps.
+// thread: which of the count threads of the row this is. join(largest, sum): scaling_of() the row, over its warps.
+// Threads whose row lies past the end go through all of it, for the sake of the others, with a row of no columns.
+template <typename T, int kChunks, bool kFast, typename Join>
+__device__ __forceinline__ void forward_row(const SoftmaxForward& args, const ForwardLaunch& launch,
+                                            const DropoutMask& dropout, int64_t row, int thread, int count,
+                                            const Join& join) {
+  const int step = count * kChunkColumns;
+  int first_col = thread * kChunkColumns;  // forgotten before use: addresses cost less than registers
   const bool has_row = row < args.n_rows;
   const int n_cols = has_row ? static_cast<int>(args.n_cols) : 0;
   RowMask row_mask{0, 0};
@@ -268,7 +281,7 @@ __global__ void __launch_bounds__(kChunks == 1 ? kRowsThreads : kMaxThreads, kCh
     }
   }
   sum = lanes_sum(sum, lanes);
-  const float2 joined = join_warps(largest, sum, kChunks == 1 ? 1 : count / kWarpThreads, slots);
+  const float2 joined = join(largest, sum);
   const float factor = exponential(largest, joined.x) * joined.y;
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
@@ -282,6 +295,40 @@ __global__ void __launch_bounds__(kChunks == 1 ? kRowsThreads : kMaxThreads, kCh
       if (has_row) store_probabilities<T>(p, kept >> (8 * k), args, dropout, kFast, row, first_col + k * step, visible);
     }
   }
+}
+
+// Lanes of a warp, the warp, or the block a row.
+template <typename T, int kChunks, bool kFast>
+__global__ void __launch_bounds__(kChunks == 1 ? kRowsThreads : kMaxThreads, kChunks == 1 ? 8 : 1)
+    softmax_forward_kernel(const SoftmaxForward args, const ForwardLaunch launch) {
+  ONETRIP_SHARED(float2, slots, kMaxWarps);
+  ONETRIP_SHARED(DropoutState, dropout_state, 1);
+  const DropoutMask dropout(args.dropout, dropout_state);
+  const int count = launch.threads.count;
+  const int rows_per_block = count > kWarpThreads ? 1 : static_cast<int>(blockDim.x) >> launch.threads.log2_lanes;
+  const int64_t row = first_row_of_block(rows_per_block) + launch.threads.group();
+  forward_row<T, kChunks, kFast>(args, launch, dropout, row, launch.threads.thread(), count,
+                                 [&](float largest, float sum) {
+                                   return join_warps(largest, sum, kChunks == 1 ? 1 : count / kWarpThreads, slots);
+                                 });
+}
+
+// The blocks of a cluster a row. While they meet for the first time, the row is on its way.
+template <typename T>
+__global__ void __launch_bounds__(kClusterThreads, kClusterBlocksPerSm)
+    softmax_forward_cluster_kernel(const SoftmaxForward args, const ForwardLaunch launch) {
+#if ONETRIP_CLUSTERS
+  ONETRIP_SHARED(float2, shared, 2 * kMaxClusterWarps);
+  ONETRIP_SHARED(DropoutState, dropout_state, 1);
+  ClusterExchange exchange(shared);
+  const DropoutMask dropout(args.dropout, dropout_state);
+  const ClusterThreads threads;
+  forward_row<T, kHeldChunks, true>(args, launch, dropout, threads.row, threads.thread, threads.count,
+                                    [&](float largest, float sum) {
+                                      const float2* const slots = exchange(make_float2(largest, sum));
+                                      return join_slots(slots, ClusterExchange::n_warps());
+                                    });
+#endif
 }
 
 // Rows that their threads cannot hold: a block a row, two walks over it. The first keeps, thread by thread, the largest

@@ -2,7 +2,8 @@
 //
 // A chunk keeps its elements as they lie in memory (two 16-bit values a register), so that a row waits in half the
 // registers and loads can all be in flight before the first conversion. Whether an access is vectorised is a run-time
-// choice that never moves an element to another thread: the results are the same bits either way.
+// choice that never moves an element to another thread: the results are the same bits either way, where the same kernel
+// takes the row (clusters take aligned rows only).
 #pragma once
 #include "../launch.h"
 #include "platform.cuh"

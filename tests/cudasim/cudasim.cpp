@@ -35,7 +35,7 @@ constexpr size_t kStackBytes = 64 * 1024;
 constexpr int kNamedBarriers = 16;
 constexpr unsigned kWarp = 32, kMaxThreads = 1024, kMaxClusterBlocks = 8;
 
-enum class State { kReady, kAtBlockBarrier, kAtNamedBarrier, kAtClusterBarrier, kAtWarpOperation, kDone };
+enum class State { kReady, kAtBlockBarrier, kAtNamedBarrier, kAtClusterBarrier, kAtWarpOperation, kAtArrivals, kDone };
 
 struct Copy {
   void* to;
@@ -53,6 +53,7 @@ struct Fiber {
   int line = 0;     // of the block barrier it waits at
   int barrier = 0;  // the named barrier it waits at
   bool arrived_at_cluster = false;
+  const Arrivals* arrivals = nullptr;  // it waits for
   std::vector<Copy> open_group;
   std::deque<std::vector<Copy>> groups;
   ThreadIndices indices{};
@@ -383,6 +384,29 @@ void* remote_shared(void* mine, int rank) {
            (static_cast<char*>(mine) - static_cast<char*>(array.first.get()));
   }
   fail("a store into shared memory that is none");
+}
+
+void arrivals_begin(Arrivals* arrivals) { *arrivals = Arrivals{0, 0, 0}; }
+
+void arrivals_announce(Arrivals* arrivals, int bytes) {
+  if (arrivals->announced++ != 0) fail("arrivals are announced twice in a phase");
+  count_arrival(arrivals, -bytes);
+}
+
+void count_arrival(Arrivals* arrivals, int bytes) {
+  arrivals->bytes -= bytes;
+  if (arrivals->announced == 0 || arrivals->bytes != 0) return;
+  arrivals->announced = 0;
+  ++arrivals->phase;
+  for (Fiber& fiber : fibers) {
+    if (fiber.state == State::kAtArrivals && fiber.arrivals == arrivals) fiber.state = State::kReady;
+  }
+}
+
+void arrivals_wait(const Arrivals* arrivals, int parity) {
+  if (arrivals->phase % 2 != parity) return;  // that phase has ended
+  running->arrivals = arrivals;
+  wait(State::kAtArrivals);
 }
 
 void copy_async(void* shared, const void* global, size_t bytes) {

@@ -66,6 +66,17 @@ void cluster_wait();
 // Where an address in this block's shared memory lies in that of another block of the cluster.
 void* remote_shared(void* mine, int rank);
 
+// Bytes stored into a block from others, counted in 8 bytes of its shared memory.
+struct Arrivals {
+  int32_t bytes;  // announced and not there yet; below 0: there before they were announced
+  uint16_t announced, phase;
+};
+static_assert(sizeof(Arrivals) == sizeof(uint64_t), "in place of one");
+void arrivals_begin(Arrivals* arrivals);
+void arrivals_announce(Arrivals* arrivals, int bytes);
+void arrivals_wait(const Arrivals* arrivals, int parity);
+void count_arrival(Arrivals* arrivals, int bytes);
+
 // Copies wait in groups of their thread: all but the last n_pending are carried out by copy_async_wait.
 void copy_async(void* shared, const void* global, size_t bytes);
 void copy_async_commit();
@@ -116,11 +127,26 @@ using ::cudasim::cluster_arrive;
 using ::cudasim::cluster_wait;
 using ::cudasim::copy_async_commit;
 using ::cudasim::named_barrier;
+inline void cluster_arrive_relaxed() { cluster_arrive(); }
 inline int cluster_rank() { return static_cast<int>(::cudasim::current().cluster_rank); }
 inline int cluster_size() { return static_cast<int>(::cudasim::current().cluster_size); }
 template <typename T>
 void store_remote(T* mine, int rank, T value) {
   *static_cast<T*>(::cudasim::remote_shared(mine, rank)) = value;
+}
+inline void arrivals_begin(uint64_t* arrivals) {
+  ::cudasim::arrivals_begin(reinterpret_cast<::cudasim::Arrivals*>(arrivals));
+}
+inline void arrivals_announce(uint64_t* arrivals, int bytes) {
+  ::cudasim::arrivals_announce(reinterpret_cast<::cudasim::Arrivals*>(arrivals), bytes);
+}
+inline void arrivals_wait(uint64_t* arrivals, int parity) {
+  ::cudasim::arrivals_wait(reinterpret_cast<const ::cudasim::Arrivals*>(arrivals), parity);
+}
+template <typename T>
+void send_remote(T* mine, uint64_t* arrivals, int rank, T value) {
+  store_remote(mine, rank, value);
+  ::cudasim::count_arrival(static_cast<::cudasim::Arrivals*>(::cudasim::remote_shared(arrivals, rank)), sizeof(T));
 }
 inline void copy_async_16(void* shared, const void* global) { ::cudasim::copy_async(shared, global, 16); }
 template <int kPending>

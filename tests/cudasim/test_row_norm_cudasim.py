@@ -64,6 +64,40 @@ def test_matches_reference(driver, pair: str, size: tuple[int, int], tmp_path: P
         check_backward(call, outputs[2 * i + 1])
 
 
+# A single block's width, the least and the most of every number of blocks, and warps that are not shared out evenly.
+@pytest.mark.parametrize("n_cols", [9216, 12288, 16384, 16392, 20000, 32768, 40000, 65536])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_rows_in_clusters_match_reference(driver, pair: str, n_cols: int, tmp_path: Path) -> None:
+    chosen = [call for call in calls(PAIRS[pair], 3, n_cols, orders=(4,)) if call.name != "block_no_norm"]
+    for call, actual in zip(chosen, run(driver(pair), [call.forward_case() for call in chosen], tmp_path), strict=True):
+        check_forward(call, actual)
+
+
+@pytest.mark.parametrize("pair", ["f32", "bf16"])
+def test_rows_in_clusters_in_every_order_of_threads(driver, pair: str, tmp_path: Path) -> None:
+    chosen = [replace(call, row_padding=8) for call in calls(PAIRS[pair], 8, 9216, orders=(0, 3, 4, 5))]
+    for call, actual in zip(chosen, run(driver(pair), [call.forward_case() for call in chosen], tmp_path), strict=True):
+        check_forward(call, actual)
+
+
+@pytest.mark.parametrize("n_cols", [8704, 9216, 12288, 16384])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_cluster_gives_the_same_bits_as_a_block(driver, pair: str, n_cols: int, tmp_path: Path) -> None:
+    for call in calls(PAIRS[pair], 3, n_cols, orders=(4,)):
+        both = [replace(call, clusters=clusters).forward_case() for clusters in (True, False)]
+        cluster, block = run(driver(pair), both, tmp_path)
+        for name, tensor in block.items():
+            assert torch.equal(tensor.view(torch.uint8), cluster[name].view(torch.uint8)), (call.name, name)
+
+
+@pytest.mark.parametrize("n_cols", [16392, 32768])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_wide_rows_match_reference_without_clusters(driver, pair: str, n_cols: int, tmp_path: Path) -> None:
+    chosen = [replace(call, clusters=False) for call in calls(PAIRS[pair], 2, n_cols, orders=(4,))]
+    for call, actual in zip(chosen, run(driver(pair), [call.forward_case() for call in chosen], tmp_path), strict=True):
+        check_forward(call, actual)
+
+
 # Two orders of threads where only rows are summed. 2048 blocks of threads add up the parts of the parameters' gradients
 # of 65,536 columns, which takes the simulator 10 s an order.
 @pytest.mark.slow
@@ -72,7 +106,7 @@ def test_matches_reference(driver, pair: str, size: tuple[int, int], tmp_path: P
 )
 def test_rows_far_wider_than_shared_memory(driver, n_cols: int, has_parameters: bool, orders, tmp_path: Path) -> None:
     present = dict.fromkeys(("bias", "weight", "norm_bias"), has_parameters)
-    options = {"residual": True, "dropout_p": 0.1, "store_z": True, "dz": True, "orders": orders}
+    options = {"residual": True, "dropout_p": 0.1, "store_z": True, "dz": True, "orders": orders, "clusters": False}
     call = Call("wide", 2, n_cols, PAIRS["f32"], **present, **options)
     forward, backward = run(driver("f32"), [call.forward_case(), call.backward_case()], tmp_path)
     check_forward(call, forward)
@@ -82,9 +116,9 @@ def test_rows_far_wider_than_shared_memory(driver, n_cols: int, has_parameters: 
 @pytest.mark.parametrize("size", [(9, 64), (9, 256), (5, 1024), (3, 16400)], ids=_id)
 @pytest.mark.parametrize("pair", ["f32", "bf16", "f16-f32"])
 def test_same_bits_wherever_tensors_lie(driver, pair: str, size: tuple[int, int], tmp_path: Path) -> None:
-    aligned = Call(
-        "aligned", *size, PAIRS[pair], residual=True, bias=True, dropout_p=0.25, store_z=True, dz=True, orders=(3,)
-    )
+    # Without clusters, which take aligned rows only.
+    options = {"residual": True, "bias": True, "dropout_p": 0.25, "store_z": True, "dz": True, "orders": (3,)}
+    aligned = Call("aligned", *size, PAIRS[pair], **options, clusters=False)
     layouts = [
         aligned,
         replace(aligned, name="one element off", shift=1),
@@ -115,6 +149,20 @@ def test_wide_gradients_do_not_depend_on_shared_memory(driver, pair: str, n_cols
             assert torch.equal(tensor, outputs[0][name]), name
 
 
+@pytest.mark.parametrize("pair", ["f32", "bf16", "bf16-f32"])
+def test_wide_rows_do_not_depend_on_shared_memory(driver, pair: str, tmp_path: Path) -> None:
+    """A card with little shared memory keeps less of z there; the results are the same bits."""
+    block = {"residual": True, "bias": True, "dropout_p": 0.1, "orders": (0,), "clusters": False}
+    for store_z, center_z in ((False, False), (True, False), (True, pair != "bf16")):
+        call = Call("wide", 2, 33000, PAIRS[pair], **block, store_z=store_z, center_z=center_z)
+        limits = (227 * 1024, 163 * 1024, 96 * 1024, 48 * 1024, 16 * 1024)
+        outputs = run(driver(pair), [replace(call, shared_limit=limit).forward_case() for limit in limits], tmp_path)
+        check_forward(call, outputs[0])
+        for other in outputs[1:]:
+            for name, tensor in other.items():
+                assert torch.equal(tensor, outputs[0][name]), name
+
+
 @pytest.mark.parametrize("n_cols", [1000, 20000])
 def test_dropping_everything_gives_zero(driver, n_cols: int, tmp_path: Path) -> None:
     call = Call("p1", 3, n_cols, PAIRS["f32"], norm=0, bias=True, dropout_p=1.0, nan_where_dropped=True)
@@ -123,10 +171,10 @@ def test_dropping_everything_gives_zero(driver, n_cols: int, tmp_path: Path) -> 
         assert torch.equal(tensor, torch.zeros_like(tensor))
 
 
-@pytest.mark.parametrize("n_cols", [100, 1000, 20000])
-def test_variance_survives_a_large_mean(driver, n_cols: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("n_cols", "clusters"), [(100, True), (1000, True), (20000, True), (20000, False)])
+def test_variance_survives_a_large_mean(driver, n_cols: int, clusters: bool, tmp_path: Path) -> None:
     """mean / std = 1e4 in float32: a one-pass sum of squares would lose all of the variance."""
-    call = Call("offset", 3, n_cols, PAIRS["f32"], weight=False, norm_bias=False)
+    call = Call("offset", 3, n_cols, PAIRS["f32"], weight=False, norm_bias=False, clusters=clusters)
     case = call.forward_case()
     x, shift = case.inputs["x"]
     case.inputs["x"] = (x + 1e4, shift)

@@ -43,10 +43,30 @@ ROW_NORM_BUGS = {
     "gradient_means_exchanged": Bug("row_norm_backward.cuh", "n[i] * means.x - means.y", "n[i] * means.y - means.x"),
 }
 
+# What blocks of a cluster tell each other.
+CLUSTER_BUGS = {
+    "values_of_the_cluster_not_awaited": Bug("reduce.cuh", "arrivals_wait(arrivals_ + half, parity);", ";"),
+    "start_of_the_cluster_not_awaited": Bug("reduce.cuh", "if (turn_ == 0) cluster_wait();", ";"),
+    "one_half_for_every_turn": Bug("reduce.cuh", "half = turn_ % 2,", "half = 0,"),
+    "values_stay_in_their_block": Bug(
+        "reduce.cuh", "arrivals_ + half, lane, value)", "arrivals_ + half, cluster_rank(), value)"
+    ),
+    "blocks_share_slots": Bug("reduce.cuh", "slots + cluster_rank() * warps_of_block + warp", "slots + warp"),
+    "last_block_left_out": Bug("reduce.cuh", "return cluster_size() *", "return (cluster_size() - 1) *"),
+    "warps_past_32_left_out": Bug("reduce.cuh", "i < n_warps; i += kWarpThreads)", "i < 0; i += kWarpThreads)"),
+    "threads_of_a_cluster_counted_by_block": Bug("launch.cuh", "thread = cluster_rank() * threads +", "thread ="),
+    "a_cluster_takes_every_second_row": Bug("launch.cuh", "+ blockIdx.x / n_blocks", "+ blockIdx.x"),
+}
+ROW_NORM_BUGS |= CLUSTER_BUGS | {
+    "kept_tiles_exchanged": Bug(
+        "row_norm_forward.cuh", "held.z[0].word[i] = kept_word(tile, i);", "held.z[0].word[i] = kept_word(0, i);"
+    ),
+}
+
 COMMON, FORWARD, BACKWARD = "softmax_common.cuh", "softmax_forward.cuh", "softmax_backward.cuh"
 SOFTMAX_BUGS = {
     "no_barrier_between_warps": Bug(
-        FORWARD, "make_float2(largest, sum);\n    __syncthreads();", "make_float2(largest, sum);"
+        FORWARD, "make_float2(largest, sum);\n  __syncthreads();", "make_float2(largest, sum);"
     ),
     "hidden_rows_divide_by_zero": Bug(FORWARD, "sum == 0.0f ? 0.0f : 1.0f / sum", "1.0f / sum"),
     "masked_rows_subtract_infinity": Bug(FORWARD, "largest == minus_infinity() ? 0.0f : largest", "largest"),
@@ -59,6 +79,11 @@ SOFTMAX_BUGS = {
     "sums_read_without_barrier": Bug(BACKWARD, "= sum[j];\n  __syncthreads();", "= sum[j];"),
     "last_part_lost": Bug(BACKWARD, "part < n_parts; part += n_warps", "part + 1 < n_parts; part += n_warps"),
     "sharing_rows_do_not_wrap": Bug(BACKWARD, "    inner_ = 0;\n", ""),
+    "values_of_a_cluster_not_awaited": CLUSTER_BUGS["values_of_the_cluster_not_awaited"],
+    "values_stay_in_their_block": CLUSTER_BUGS["values_stay_in_their_block"],
+    "warps_past_32_left_out": Bug(
+        FORWARD, "i < n_warps; i += kWarpThreads) {", "i < kWarpThreads; i += kWarpThreads) {"
+    ),
     "dropped_gradient_kept": Bug(BACKWARD, "< 0 ? 0.0f : __fmul_rn", "< 0 ? dp[i] : __fmul_rn"),
 }
 
@@ -117,6 +142,8 @@ def check_row_norm(driver: Path, folder: Path) -> None:
     Call = cudasim_row_norm.Call
     block = {"pair": ROW_NORM_PAIR, "residual": True, "bias": True, "dropout_p": 0.3, "store_z": True}
     chosen = [Call("wide", 21, 1001, **block), Call("aligned", 21, 1024, **block), Call("warp", 70, 70, **block)]
+    chosen += [Call("cluster", 2, 16896, **block, orders=(0, 4))]
+    chosen += [Call("kept", 1, 16392, **block, clusters=False, orders=(0,))]
     _check_pairs(driver, chosen, cudasim_row_norm, folder)
 
 
@@ -128,7 +155,8 @@ def check_softmax(driver: Path, folder: Path) -> None:
         Call("causal", (2, 3, 5), 1001, **padding, causal=True, special=(float("nan"),)),
         Call("causal vectors", (2, 3, 5), 1008, **padding, causal=True),
         Call("bias", (5, 2, 69), 300, **bias),
-        Call("wide", (2, 1, 1), 16392, **padding, orders=(0,)),
+        Call("wide", (2, 1, 1), 16392, **padding, orders=(0,), clusters=False),
+        Call("cluster", (2, 1, 1), 20000, **padding, orders=(0, 4)),
     ]
     _check_pairs(driver, chosen, cudasim_softmax, folder)
 

@@ -70,8 +70,59 @@ def test_matches_reference(driver, dtype: str, size: tuple[tuple[int, int, int],
 @pytest.mark.parametrize("size", WIDE, ids=_id)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_wide_rows_match_reference(driver, dtype: str, size: tuple[tuple[int, int, int], int], tmp_path: Path) -> None:
-    chosen = calls(DTYPES[dtype], *size, orders=(4,))
+    chosen = [replace(call, clusters=False) for call in calls(DTYPES[dtype], *size, orders=(4,))]
     _check(driver(dtype), [call for call in chosen if call.name in ("padding", "bias_transposed", "causal")], tmp_path)
+
+
+# A single block's width, the least and the most of every number of blocks, and warps that are not shared out evenly.
+# The masks of "bias_of_batch" and "bias_transposed" have a row for every row of the scores.
+@pytest.mark.parametrize("n_cols", [9216, 12288, 16384, 16392, 20000, 32768, 40000, 65536])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_in_clusters_match_reference(driver, dtype: str, n_cols: int, tmp_path: Path) -> None:
+    chosen = calls(DTYPES[dtype], (2, 1, 2), n_cols, orders=(4,))
+    if n_cols > 20000:  # thousands of fibers a row
+        chosen = [call for call in chosen if call.name in ("padding", "bias_of_batch", "causal")]
+    _check(driver(dtype), chosen, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_rows_in_clusters_in_every_order_of_threads(driver, dtype: str, tmp_path: Path) -> None:
+    chosen = calls(DTYPES[dtype], (2, 2, 2), 9216, orders=(0, 3, 4, 5))
+    _check(driver(dtype), [replace(call, row_padding=8) for call in chosen], tmp_path)
+
+
+@pytest.mark.parametrize("n_cols", [8704, 9216, 12288, 16384])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cluster_gives_the_same_bits_as_a_block(driver, dtype: str, n_cols: int, tmp_path: Path) -> None:
+    for call in calls(DTYPES[dtype], (2, 1, 2), n_cols, orders=(4,)):
+        forward, backward, *of_block = _run(driver(dtype), [call, replace(call, clusters=False)], tmp_path)
+        assert _same_bits(forward, of_block[0]) and _same_bits(backward, of_block[1]), call.name
+
+
+@pytest.mark.parametrize("n_visible", [-1, 3000, 9000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_causality_hides_whole_blocks_of_a_cluster(driver, dtype: str, n_visible: int, tmp_path: Path) -> None:
+    """The first rows of many queries; with more queries than keys the first of them see nothing."""
+    n_rows, n_cols = 4, 9216
+    call = Call("causal", (1, 1, n_rows), n_cols, DTYPES[dtype], scale=1.0, orders=(0, 4))
+    cases = [call.forward_case(), call.backward_case()]
+    hidden = torch.arange(n_cols)[None, :] >= torch.arange(n_rows)[:, None] + n_visible
+    for case in cases:
+        case.numbers["n_queries"] = n_cols + 1 - n_visible
+        for name, (tensor, shift) in case.inputs.items():
+            case.inputs[name] = (tensor.view(n_rows, n_cols).masked_fill(hidden, float("nan")).flatten(), shift)
+    forward, backward = run(driver(dtype), cases, tmp_path)
+    given = {
+        name: call.tensors()[name].double().masked_fill(hidden, fill)
+        for name, fill in (("scores", float("-inf")), ("dy", 0.0))
+    }
+    y = torch.softmax(given["scores"], dim=1).nan_to_num(0.0)
+    p = call.saved().double().masked_fill(hidden, 0.0)
+    g = p * (given["dy"] - (p * given["dy"]).sum(dim=1, keepdim=True))
+    step = torch.finfo(DTYPES[dtype]).eps
+    for actual, expected in ((forward["y"], y), (backward["dscores"], g)):
+        assert not actual[hidden].any()
+        assert ((actual.double() - expected).abs() <= step * expected.abs() + 1e-6).all()
 
 
 # Many rows share few rows of the mask: in parts with partial sums, joined in the block, a warp a row and several.
@@ -98,9 +149,10 @@ def test_gradient_of_a_shared_mask_of_wide_rows(driver, tmp_path: Path) -> None:
 def test_same_bits_wherever_tensors_lie(
     driver, dtype: str, size: tuple[tuple[int, int, int], int], tmp_path: Path
 ) -> None:
+    # Without clusters, which take aligned rows only.
     aligned = Call(
         "aligned", *size, DTYPES[dtype], mask=torch.bfloat16, mask_has=(True, False, True, True), causal=True,
-        dropout_p=0.25, orders=(3,),
+        dropout_p=0.25, orders=(3,), clusters=False,
     )  # fmt: skip
     layouts = [
         aligned,
@@ -118,8 +170,9 @@ def test_same_bits_wherever_tensors_lie(
 def test_wide_rows_do_not_depend_on_shared_memory(driver, dtype: str, tmp_path: Path) -> None:
     """A card with little shared memory keeps less of a row there; the results are the same bits."""
     call = Call(
-        "wide", (2, 1, 1), 33000, DTYPES[dtype], mask=torch.float32, mask_has=(False, True, True, True), orders=(0,)
-    )
+        "wide", (2, 1, 1), 33000, DTYPES[dtype], mask=torch.float32, mask_has=(False, True, True, True), orders=(0,),
+        clusters=False,
+    )  # fmt: skip
     limits = (227 * 1024, 163 * 1024, 96 * 1024, 48 * 1024)
     outputs = _run(driver(dtype), [replace(call, shared_limit=limit) for limit in limits], tmp_path)
     check_forward(call, outputs[0])
@@ -128,11 +181,11 @@ def test_wide_rows_do_not_depend_on_shared_memory(driver, dtype: str, tmp_path: 
         assert _same_bits(outputs[0], outputs[2 * i]) and _same_bits(outputs[1], outputs[2 * i + 1])
 
 
-@pytest.mark.parametrize("n_cols", [5, 300, 33000])
-def test_largest_values_and_masks(driver, n_cols: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("n_cols", "clusters"), [(5, True), (300, True), (33000, True), (33000, False)])
+def test_largest_values_and_masks(driver, n_cols: int, clusters: bool, tmp_path: Path) -> None:
     """Scores of +-finfo.max, and rows hidden by a finite mask (finfo.min), which are ordinary numbers."""
     largest = torch.finfo(torch.float32).max
-    call = Call("max", (1, 2, 2), n_cols, torch.float32, mask=torch.float32, scale=1.0, orders=(4,))
+    call = Call("max", (1, 2, 2), n_cols, torch.float32, mask=torch.float32, scale=1.0, orders=(4,), clusters=clusters)
     case = call.forward_case()
     scores = torch.randn(4, n_cols, generator=torch.Generator().manual_seed(n_cols))
     mask = torch.zeros(4, n_cols)
@@ -144,9 +197,9 @@ def test_largest_values_and_masks(driver, n_cols: int, tmp_path: Path) -> None:
     assert (outputs["y"].double() - expected).abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("n_cols", [7, 1000, 33000])
-def test_dropping_everything_gives_zero(driver, n_cols: int, tmp_path: Path) -> None:
-    call = Call("p1", (1, 1, 3), n_cols, torch.float32, dropout_p=1.0, orders=(4,))
+@pytest.mark.parametrize(("n_cols", "clusters"), [(7, True), (1000, True), (33000, True), (33000, False)])
+def test_dropping_everything_gives_zero(driver, n_cols: int, clusters: bool, tmp_path: Path) -> None:
+    call = Call("p1", (1, 1, 3), n_cols, torch.float32, dropout_p=1.0, orders=(4,), clusters=clusters)
     forward, backward = _run(driver("f32"), [call], tmp_path)
     for tensor in (forward["y"], backward["dscores"]):
         assert torch.equal(tensor, torch.zeros_like(tensor))

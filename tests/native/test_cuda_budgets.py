@@ -17,12 +17,13 @@ from cuda_compile import (
     MULTIPROCESSORS,
     Kernel,
     Multiprocessor,
+    cluster_threads,
     measure,
     print_table,
     resident_threads,
 )
 
-WIDTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 8192, 12288, 16384)
+WIDTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 8192, 12288, 16384, 32768, 65536)
 ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 # The one known shortfall in spills, bytes by architecture and kernel: forward blocks of 1024 threads have 64 registers,
@@ -76,12 +77,19 @@ def _row_takes_all(call: Call, multiprocessor: Multiprocessor) -> bool:
     return n_tiles * tile > _half_filled(multiprocessor)
 
 
-def _launch(call: Call, multiprocessor: Multiprocessor) -> tuple[str, int, int]:
+def _launch(call: Call, arch: int) -> tuple[str, int, int]:
     """(kernel, threads a block, bytes of dynamic shared memory), by the rules of csrc/cuda/row_norm.cu."""
+    multiprocessor = MULTIPROCESSORS[arch]
     types = f"{call.x}, {call.z}"
     lanes = 32 if call.n_cols <= 256 else 0
     if not call.backward:
         threads = 128 if lanes else -(-call.n_cols // (16 * 32)) * 32
+        if in_cluster := cluster_threads(call.n_cols, arch):
+            return f"forward_cluster_kernel<{types}>", in_cluster, 0
+        if call.n_cols > 16384:
+            tile = 4096 * ELEMENT_BYTES[call.z]
+            tiles = min(-(-call.n_cols // 4096), (multiprocessor.block_bytes // 2 - KIB) // tile)
+            return f"forward_wide_kernel<{types}, fast>", 512, tiles * tile
         return f"forward_kernel<{types}, {lanes}, fast>", threads, 0
     limit = multiprocessor.block_bytes - KIB  # less what static arrays may take
     if call.n_cols > 4096:
@@ -110,7 +118,7 @@ def _known_shortfall(arch: int, call: Call) -> str | None:
 def test_nothing_spills(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
     kernels = compiled[arch].result()
     print_table(arch, kernels)
-    assert len(kernels) == 5 * 16 + 1
+    assert len(kernels) == 5 * 17 + 1
     spills = {kernel.name: kernel.spilled_bytes for kernel in kernels if kernel.spilled_bytes}
     assert all(spilled <= SPILLED_BYTES.get((arch, name), 0) for name, spilled in spills.items()), spills
 
@@ -118,7 +126,17 @@ def test_nothing_spills(arch: int, compiled: dict[int, Future[list[Kernel]]]) ->
 def test_aligned_kernels_move_16_bytes_at_once(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
     fast = [kernel for kernel in compiled[arch].result() if "fast" in kernel.name]
     assert len(fast) == 5 * 8
-    assert not [kernel for kernel in fast if not (kernel.wide_loads and kernel.wide_stores)]
+    in_clusters = [kernel for kernel in compiled[arch].result() if "cluster" in kernel.name]
+    assert len(in_clusters) == 5
+    aligned = fast + (in_clusters if arch >= 90 else [])
+    assert not [kernel for kernel in aligned if not (kernel.wide_loads and kernel.wide_stores)]
+
+
+def test_kernels_of_clusters_are_empty_elsewhere(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
+    """Launchers know them by their shared memory."""
+    for kernel in compiled[arch].result():
+        if "cluster" in kernel.name:
+            assert (kernel.static_bytes > 0) == (arch >= 90), kernel
 
 
 def test_half_of_the_threads_are_resident(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
@@ -127,7 +145,7 @@ def test_half_of_the_threads_are_resident(arch: int, compiled: dict[int, Future[
     multiprocessor = MULTIPROCESSORS[arch]
     short = []
     for call in CALLS:
-        name, threads, dynamic_bytes = _launch(call, multiprocessor)
+        name, threads, dynamic_bytes = _launch(call, arch)
         resident = resident_threads(kernels[name], threads, dynamic_bytes, multiprocessor)
         line = f"{call}: {name} {kernels[name].registers} registers, {dynamic_bytes} bytes, {resident} threads"
         if resident * 2 < multiprocessor.threads:

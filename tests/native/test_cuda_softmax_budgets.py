@@ -11,15 +11,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from cuda_compile import (
     ARCHITECTURES,
+    KIB,
     MULTIPROCESSORS,
     Kernel,
+    cluster_threads,
     measure,
     print_table,
     resident_threads,
 )
 
-WIDTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 12288, 16384)
+WIDTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 12288, 16384, 32768, 65536)
 TYPES = ("f32", "f16", "bf16")
+ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 
 @pytest.fixture(scope="session")
@@ -34,8 +37,18 @@ def _row_threads(n_cols: int, columns_per_thread: int) -> int:
     return 1 << (wanted - 1).bit_length() if wanted <= 32 else -(-wanted // 32) * 32
 
 
-def _launches(n_cols: int, dtype: str) -> list[tuple[str, int, int]]:
+def _launches(n_cols: int, dtype: str, arch: int) -> list[tuple[str, int, int]]:
     """(kernel, threads a block, bytes of dynamic shared memory), by the table of csrc/cuda/softmax.cu."""
+    if in_cluster := cluster_threads(n_cols, arch):
+        return [(f"{direction}_cluster_kernel<{dtype}>", in_cluster, 0) for direction in ("forward", "backward")]
+    if n_cols > 16384:
+        limit = (MULTIPROCESSORS[arch].block_bytes // 2 - KIB) // (512 * 8)
+        tiles = -(-n_cols // (512 * 8))
+        tile_bytes = {"forward": ELEMENT_BYTES[dtype], "backward": 2 * ELEMENT_BYTES[dtype]}
+        return [
+            (f"{direction}_wide_kernel<{dtype}, fast>", 512, min(tiles, limit // size) * 512 * 8 * size)
+            for direction, size in tile_bytes.items()
+        ]
     narrow = n_cols <= 256
     threads = _row_threads(n_cols, 8 if narrow else 16)
     chosen = [
@@ -52,14 +65,24 @@ def _launches(n_cols: int, dtype: str) -> list[tuple[str, int, int]]:
 def test_nothing_spills(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
     kernels = compiled[arch].result()
     print_table(arch, kernels)
-    assert len(kernels) == 3 * 2 * 7 + 1
+    assert len(kernels) == 3 * (2 * 7 + 2) + 1
     assert not [kernel for kernel in kernels if kernel.spilled_bytes]
 
 
 def test_aligned_kernels_move_16_bytes_at_once(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
     fast = [kernel for kernel in compiled[arch].result() if "fast" in kernel.name]
     assert len(fast) == 3 * 7
-    assert not [kernel for kernel in fast if not (kernel.wide_loads and kernel.wide_stores)]
+    in_clusters = [kernel for kernel in compiled[arch].result() if "cluster" in kernel.name]
+    assert len(in_clusters) == 3 * 2
+    aligned = fast + (in_clusters if arch >= 90 else [])
+    assert not [kernel for kernel in aligned if not (kernel.wide_loads and kernel.wide_stores)]
+
+
+def test_kernels_of_clusters_are_empty_elsewhere(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
+    """Launchers know them by their shared memory."""
+    for kernel in compiled[arch].result():
+        if "cluster" in kernel.name:
+            assert (kernel.static_bytes > 0) == (arch >= 90), kernel
 
 
 def test_half_of_the_threads_are_resident(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
@@ -69,7 +92,7 @@ def test_half_of_the_threads_are_resident(arch: int, compiled: dict[int, Future[
     short = []
     for n_cols in WIDTHS:
         for dtype in TYPES:
-            for name, threads, dynamic_bytes in _launches(n_cols, dtype):
+            for name, threads, dynamic_bytes in _launches(n_cols, dtype, arch):
                 resident = resident_threads(kernels[name], threads, dynamic_bytes, multiprocessor)
                 if (resident + threads) * 2 <= multiprocessor.threads:
                     short.append(f"{n_cols}: {name} {kernels[name].registers} registers, {resident} threads")
