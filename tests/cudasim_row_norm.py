@@ -43,6 +43,8 @@ class Call:
     row_padding: int = 0
     """Elements between the rows of the inputs."""
     shared_limit: int = 227 * 1024
+    clusters: bool = True
+    """Whether the card has clusters of blocks."""
     orders: tuple[int, ...] = ORDERS
 
     def plan(self) -> RowNormPlan:
@@ -106,6 +108,7 @@ class Call:
             "weight_dtype": parameter,
             "norm_bias_dtype": parameter,
             "shared_limit": self.shared_limit,
+            "clusters": int(self.clusters),
         }
         numbers |= {f"{name}_row_stride": stride for name in ("x", "residual", "dy", "dz", "z")}
         if self.dropout_p > 0:

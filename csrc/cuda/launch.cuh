@@ -13,7 +13,7 @@ __device__ __forceinline__ int64_t first_row_of_block(int rows_per_block) {
 #ifndef __CUDACC_RTC__
 
 constexpr int64_t kMaxGrid = 0x7FFFFFFF;  // blocks in x, on every card
-constexpr int kStaticSharedBytes = 1024;  // more than any kernel's own arrays, of the shared memory a block may have
+constexpr int kStaticSharedBytes = 1024;  // more than the own arrays of a kernel that does not ask for their size
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -73,28 +73,37 @@ struct ClusterLaunch {
   }
   ClusterLaunch(const ClusterLaunch&) = delete;
   ClusterLaunch& operator=(const ClusterLaunch&) = delete;
+  const cudaLaunchConfig_t* address() const { return &config; }
 
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config;
 };
 
+// Bytes of a kernel's own arrays in shared memory. 0 where it is empty: code of cards that lack what it needs.
+template <typename Kernel>
+int64_t static_shared_bytes(Kernel kernel) {
+  cudaFuncAttributes attributes{};
+  if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess) {
+    return static_cast<int64_t>(attributes.sharedSizeBytes);
+  }
+  cudaGetLastError();  // no error of the call's
+  return 0;
+}
+
 // Whether the card runs a kernel in clusters of so many blocks; then the kernel may have so much dynamic shared memory.
-// Not so on cards without clusters, and for code of such cards, whose kernel is empty and has no shared memory at all.
+// Not so on cards without clusters, and for code of such cards, whose kernel is empty.
 template <typename Kernel>
 bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, int device) {
   int possible = 0, n_clusters = 0;
   if (cudaDeviceGetAttribute(&possible, cudaDevAttrClusterLaunch, device) != cudaSuccess || possible == 0) return false;
+  if (static_shared_bytes(kernel) == 0) return false;
   const auto address = reinterpret_cast<const void*>(kernel);
-  cudaFuncAttributes attributes{};
-  cudaError_t status = cudaFuncGetAttributes(&attributes, address);
-  if (status == cudaSuccess && attributes.sharedSizeBytes == 0) return false;
-  if (status == cudaSuccess) {
-    status = cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-  }
+  cudaError_t status =
+      cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
   if (status == cudaSuccess) {
     const ClusterLaunch launch(cluster_blocks, dim3(static_cast<unsigned>(cluster_blocks)),
                                dim3(static_cast<unsigned>(threads)), shared_bytes, nullptr);
-    status = cudaOccupancyMaxActiveClusters(&n_clusters, address, &launch.config);
+    status = cudaOccupancyMaxActiveClusters(&n_clusters, address, launch.address());
   }
   if (status != cudaSuccess) cudaGetLastError();  // no error of the call's
   return n_clusters > 0;

@@ -36,8 +36,8 @@
 #define ONETRIP_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__), cudaGetLastError())
 // The same, in clusters of cluster_blocks blocks along x: for a kernel of which runs_in_clusters() is true.
-#define ONETRIP_LAUNCH_CLUSTERS(kernel, cluster_blocks, grid, block, shared_bytes, stream, ...)                   \
-  cudaLaunchKernelEx(&::onetrip::ClusterLaunch(cluster_blocks, grid, block, shared_bytes, stream).config, kernel, \
+#define ONETRIP_LAUNCH_CLUSTERS(kernel, cluster_blocks, grid, block, shared_bytes, stream, ...)                     \
+  cudaLaunchKernelEx(::onetrip::ClusterLaunch(cluster_blocks, grid, block, shared_bytes, stream).address(), kernel, \
                      __VA_ARGS__)
 
 namespace onetrip {

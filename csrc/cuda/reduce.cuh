@@ -35,6 +35,16 @@ __device__ __forceinline__ T warp_sum(T value) {
   return value;
 }
 
+// Every lane of a warp gets the sum of the warps' sums of a row: first each lane those of its number, 32 apart, so that
+// up to 32 warps are added as warp_sum adds 32 lanes.
+template <typename T>
+__device__ __forceinline__ T sum_of_warps(const T* warp_sums, int n_warps) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  T total = lane < n_warps ? warp_sums[lane] : T{};
+  for (int i = lane + kWarpThreads; i < n_warps; i += kWarpThreads) total = add(total, warp_sums[i]);
+  return warp_sum<kWarpThreads>(total);
+}
+
 // Every lane gets the largest number of its group of kThreads consecutive lanes. All 32 lanes must take part.
 template <int kThreads>
 __device__ __forceinline__ uint32_t group_max(uint32_t value) {
@@ -88,13 +98,12 @@ class RowSum<0> {
   float2* shared_;
 };
 
-#if ONETRIP_CLUSTERS
-
 constexpr int kMaxClusterBlocks = 8;  // that every card with clusters can run
 constexpr int kMaxClusterWarps = kMaxClusterBlocks * kMaxWarps;
 
-// Every warp stores its sum into each block of the cluster, where all warps add up all of them: first every lane those
-// of its number, so that up to 32 warps are added as in one block.
+#if ONETRIP_CLUSTERS
+
+// Every warp stores its sum into each block of the cluster, where all warps add up all of them.
 template <>
 class RowSum<kClusterRow> {
  public:
@@ -117,10 +126,7 @@ class RowSum<kClusterRow> {
     }
     cluster_arrive();
     cluster_wait();
-    const int n_warps = n_blocks * warps_of_block;
-    T total = lane < n_warps ? slots[lane] : T{};
-    for (int i = lane + kWarpThreads; i < n_warps; i += kWarpThreads) total = add(total, slots[i]);
-    return warp_sum<kWarpThreads>(total);
+    return sum_of_warps(slots, n_blocks * warps_of_block);
   }
 
  private:
