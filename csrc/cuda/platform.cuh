@@ -99,6 +99,50 @@ __device__ __forceinline__ void store_remote(float2* mine, int rank, float2 valu
                : "memory");
 }
 
+// Stores that are waited for by their bytes, without a barrier of the cluster, which would first wait for everything
+// that the threads have stored to global memory. A barrier of a block's goes from phase to phase: the phase is over
+// once one thread of the block has said how many bytes are to come, and these have been stored, from wherever, naming
+// it.
+__device__ __forceinline__ uint32_t shared_address(const void* mine) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(mine));
+}
+// By one thread, before the first barrier of the cluster.
+__device__ __forceinline__ void byte_barrier_init(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void byte_barrier_expect(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+// Waits for the end of a phase, the current or the last one. parity: 0 of the first phase, then 1 and 0 in turn.
+__device__ __forceinline__ void byte_barrier_wait(uint64_t* barrier, int parity) {
+  int over;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred over;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, over;\n"
+        "}"
+        : "=r"(over)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (over == 0);
+}
+__device__ __forceinline__ void store_remote(float* mine, int rank, float value, uint64_t* barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(remote_address(mine, rank)),
+      "f"(value), "r"(remote_address(barrier, rank))
+      : "memory");
+}
+__device__ __forceinline__ void store_remote(float2* mine, int rank, float2 value, uint64_t* barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+                   remote_address(mine, rank)),
+               "f"(value.x), "f"(value.y), "r"(remote_address(barrier, rank))
+               : "memory");
+}
+
 #endif
 
 // 2^x to 2 ulp in one instruction; results below 2^-126 become 0, where exp2f would take four more to keep them.

@@ -41,6 +41,7 @@ template <typename T>
 __device__ __forceinline__ T sum_of_warps(const T* warp_sums, int n_warps) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
   T total = lane < n_warps ? warp_sums[lane] : T{};
+#pragma unroll 1
   for (int i = lane + kWarpThreads; i < n_warps; i += kWarpThreads) total = add(total, warp_sums[i]);
   return warp_sum<kWarpThreads>(total);
 }
@@ -109,29 +110,39 @@ class RowSum<kClusterRow> {
  public:
   // shared: [2 * kMaxClusterWarps], at the same place in every block. The threads of the cluster meet before the first
   // sum: nobody stores into a block that has not begun.
-  __device__ explicit RowSum(float2* shared) : shared_(shared) { cluster_arrive(); }
+  __device__ explicit RowSum(float2* shared) : shared_(shared) {
+    ONETRIP_SHARED(uint64_t, barriers, 2);
+    barriers_ = barriers;
+    if (threadIdx.x == 0) {
+      byte_barrier_init(barriers);
+      byte_barrier_init(barriers + 1);
+    }
+    cluster_arrive();
+  }
 
   template <typename T>
   __device__ __forceinline__ T operator()(T value) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads, warp = static_cast<int>(threadIdx.x) / kWarpThreads;
     const int warps_of_block = static_cast<int>(blockDim.x) / kWarpThreads, n_blocks = cluster_size();
-    // In turn, as above. The first half's first use comes after the first meeting.
-    T* const slots = reinterpret_cast<T*>(shared_ + turn_ % 2 * kMaxClusterWarps);
+    const int n_warps = n_blocks * warps_of_block;
+    // In turn, as above: who stores into a half again has got the sum in between, for which all warps of the cluster
+    // had to bring theirs, after having read this half.
+    T* const slots = reinterpret_cast<T*>(shared_ + n_sums_ % 2 * kMaxClusterWarps);
+    uint64_t* const barrier = barriers_ + n_sums_ % 2;
+    const int parity = n_sums_ / 2 % 2;
     value = warp_sum<kWarpThreads>(value);
-    if (turn_ == 0) cluster_wait();
-    turn_ = turn_ % 2 + 1;
-    if (lane < n_blocks) {
-      const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
-      store_remote(slots + cluster_rank() * warps_of_block + warp, lane, value);
-    }
-    cluster_arrive();
-    cluster_wait();
-    return sum_of_warps(slots, n_blocks * warps_of_block);
+    if (n_sums_ == 0) cluster_wait();
+    ++n_sums_;
+    if (threadIdx.x == 0) byte_barrier_expect(barrier, n_warps * static_cast<int>(sizeof(T)));
+    if (lane < n_blocks) store_remote(slots + cluster_rank() * warps_of_block + warp, lane, value, barrier);
+    byte_barrier_wait(barrier, parity);
+    return sum_of_warps(slots, n_warps);
   }
 
  private:
-  int turn_ = 0;
+  int n_sums_ = 0;
   float2* shared_;
+  uint64_t* barriers_;
 };
 
 #endif

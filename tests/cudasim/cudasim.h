@@ -5,9 +5,9 @@
 // AddressSanitizer and UBSan that finds accesses out of bounds in global and shared memory, misaligned vector accesses,
 // and use of shared memory that nobody has written (it is filled with NaN before every block). The simulator itself
 // aborts on divergent barriers, on warp operations that name an absent lane, on deadlocks, and on stores into a block
-// of the cluster that may not have begun or has ended. A copy that was not waited for has not arrived. A missing
-// barrier shows only under some orders of the threads: run several (set_order). Blind to races within a warp, to
-// memory-model effects and to rounding of fast-math instructions.
+// of the cluster that may not have begun or has ended. A copy that was not waited for has not arrived, but has already
+// made its target unreadable. A missing barrier shows only under some orders of the threads: run several (set_order).
+// Blind to races within a warp, to memory-model effects and to rounding of fast-math instructions.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -66,7 +66,14 @@ void cluster_wait();
 // Where an address in this block's shared memory lies in that of another block of the cluster.
 void* remote_shared(void* mine, int rank);
 
-// Copies wait in groups of their thread: all but the last n_pending are carried out by copy_async_wait.
+// Barriers that count bytes. What is stored arrives at once: early, where nobody waits for the end of the phase.
+void byte_barrier_init(uint64_t* barrier);
+void byte_barrier_expect(uint64_t* barrier, int bytes);
+void byte_barrier_wait(uint64_t* barrier, int parity);
+void store_remote_counted(void* mine, int rank, const void* value, size_t bytes, uint64_t* barrier);
+
+// A copy fills its target with NaN, and waits in a group of its thread: all but the last n_pending are carried out by
+// copy_async_wait.
 void copy_async(void* shared, const void* global, size_t bytes);
 void copy_async_commit();
 void copy_async_wait(int n_pending);
@@ -112,6 +119,9 @@ T shuffle(unsigned mask, T value, unsigned source_lane) {
 #define gridDim (::cudasim::current().grid_dim)
 
 namespace onetrip {
+using ::cudasim::byte_barrier_expect;
+using ::cudasim::byte_barrier_init;
+using ::cudasim::byte_barrier_wait;
 using ::cudasim::cluster_arrive;
 using ::cudasim::cluster_wait;
 using ::cudasim::copy_async_commit;
@@ -121,6 +131,10 @@ inline int cluster_size() { return static_cast<int>(::cudasim::current().cluster
 template <typename T>
 void store_remote(T* mine, int rank, T value) {
   *static_cast<T*>(::cudasim::remote_shared(mine, rank)) = value;
+}
+template <typename T>
+void store_remote(T* mine, int rank, T value, uint64_t* barrier) {
+  ::cudasim::store_remote_counted(mine, rank, &value, sizeof value, barrier);
 }
 inline void copy_async_16(void* shared, const void* global) { ::cudasim::copy_async(shared, global, 16); }
 template <int kPending>
