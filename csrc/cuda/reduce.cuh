@@ -35,6 +35,15 @@ __device__ __forceinline__ T warp_sum(T value) {
   return value;
 }
 
+// The sums over 32 lanes of two values, each in the order above: lanes 0 to 15 get the first's, the others the
+// second's.
+template <typename T>
+__device__ __forceinline__ T warp_sums(T first, T second) {
+  const bool upper = static_cast<int>(threadIdx.x) % kWarpThreads >= kWarpThreads / 2;
+  const T kept = upper ? second : first;
+  return warp_sum<kWarpThreads / 2>(add(kept, shuffle_xor(upper ? first : second, kWarpThreads / 2)));
+}
+
 // Every lane of a warp gets the sum of the warps' sums of a row: first each lane those of its number, 32 apart, so that
 // up to 32 warps are added as warp_sum adds 32 lanes.
 template <typename T>
@@ -79,22 +88,33 @@ class RowSum<0> {
 
   template <typename T>
   __device__ __forceinline__ T operator()(T value) {
+    return add_up<1>(warp_sum<kWarpThreads>(value));
+  }
+  // Of two values a thread, as if the second were those of as many warps more. At most 512 threads.
+  template <typename T>
+  __device__ __forceinline__ T operator()(T first, T second) {
+    return add_up<2>(warp_sums(first, second));
+  }
+
+ private:
+  // A warp's sum of value i is in its lanes from i * kWarpThreads / kValues on.
+  template <int kValues, typename T>
+  __device__ __forceinline__ T add_up(T value) {
     // The two halves of the memory take turns. Who writes a half again has passed the barrier of the sum in between,
     // and that one nobody reaches before having read this half: one barrier a sum is enough.
     forget(group_);  // what follows from it is cheaper computed again than held in registers
     const int group = group_, n_warps = row_threads_ / kWarpThreads;
-    T* slot = reinterpret_cast<T*>(shared_ + turn_ * kMaxWarps) + group * n_warps;
+    T* slot = reinterpret_cast<T*>(shared_ + turn_ * kMaxWarps) + group * n_warps * kValues;
     turn_ ^= 1;
     const int warp = static_cast<int>(threadIdx.x) / kWarpThreads - group * n_warps;
     const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-    value = warp_sum<kWarpThreads>(value);
-    if (lane == 0) slot[warp] = value;
+    constexpr int kLanes = kWarpThreads / kValues;
+    if (lane % kLanes == 0) slot[lane / kLanes * n_warps + warp] = value;
     named_barrier(1 + group, row_threads_);
-    value = lane < n_warps ? slot[lane] : T{};
+    value = lane < n_warps * kValues ? slot[lane] : T{};
     return warp_sum<kWarpThreads>(value);
   }
 
- private:
   int row_threads_, group_, turn_ = 0;
   float2* shared_;
 };
@@ -122,24 +142,37 @@ class RowSum<kClusterRow> {
 
   template <typename T>
   __device__ __forceinline__ T operator()(T value) {
+    return add_up<1>(warp_sum<kWarpThreads>(value));
+  }
+  // Of two values a thread, as above: the second are those of as many warps more in each block.
+  template <typename T>
+  __device__ __forceinline__ T operator()(T first, T second) {
+    return add_up<2>(warp_sums(first, second));
+  }
+
+ private:
+  template <int kValues, typename T>
+  __device__ __forceinline__ T add_up(T value) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpThreads, warp = static_cast<int>(threadIdx.x) / kWarpThreads;
     const int warps_of_block = static_cast<int>(blockDim.x) / kWarpThreads, n_blocks = cluster_size();
-    const int n_warps = n_blocks * warps_of_block;
+    const int n_slots = n_blocks * warps_of_block * kValues;
     // In turn, as above: who stores into a half again has got the sum in between, for which all warps of the cluster
     // had to bring theirs, after having read this half.
     T* const slots = reinterpret_cast<T*>(shared_ + n_sums_ % 2 * kMaxClusterWarps);
     uint64_t* const barrier = barriers_ + n_sums_ % 2;
     const int parity = n_sums_ / 2 % 2;
-    value = warp_sum<kWarpThreads>(value);
     if (n_sums_ == 0) cluster_wait();
     ++n_sums_;
-    if (threadIdx.x == 0) byte_barrier_expect(barrier, n_warps * static_cast<int>(sizeof(T)));
-    if (lane < n_blocks) store_remote(slots + cluster_rank() * warps_of_block + warp, lane, value, barrier);
+    if (threadIdx.x == 0) byte_barrier_expect(barrier, n_slots * static_cast<int>(sizeof(T)));
+    constexpr int kLanes = kWarpThreads / kValues;
+    if (lane % kLanes < n_blocks) {
+      T* const slot = slots + (cluster_rank() * kValues + lane / kLanes) * warps_of_block + warp;
+      store_remote(slot, lane % kLanes, value, barrier);
+    }
     byte_barrier_wait(barrier, parity);
-    return sum_of_warps(slots, n_warps);
+    return sum_of_warps(slots, n_slots);
   }
 
- private:
   int n_sums_ = 0;
   float2* shared_;
   uint64_t* barriers_;

@@ -25,7 +25,7 @@ namespace onetrip {
 //   block     as needed, forward 1024, backward 512   16384 (16)                      4096 (8)
 //   wide      512, again and again
 // Of backward's wide rows those with a norm, aligned and of one dtype take the cluster kernel, where the card can:
-//   cluster   as needed, of 1, 2, 4 or 8 blocks                                      65536 (8)
+//   cluster   as needed, of 1, 2, 4 or 8 blocks                                      65536 (16)
 //   split     512 for its means, then 512 for each tile of 4096 columns
 enum class Path { kEighths, kWarp, kBlock, kWide };
 constexpr int kEighthsThreads = 8, kNarrowColumns = 8;
@@ -74,7 +74,7 @@ int threads_for(int64_t n_cols, int columns_per_thread) {
 }
 
 // Columns of a block of the cluster kernel, and the fewest blocks that hold a row; wider rows are none of theirs.
-constexpr int64_t kClusterBlockColumns = static_cast<int64_t>(kMaxThreads) * kBackwardColumns;
+constexpr int64_t kClusterBlockColumns = static_cast<int64_t>(kWalkThreads) * kWalkColumns;
 int cluster_blocks(int64_t n_cols) {
   int n_blocks = 1;
   while (n_blocks < kMaxClusterBlocks && n_blocks * kClusterBlockColumns < n_cols) n_blocks *= 2;
@@ -183,7 +183,7 @@ bool launch_backward_cluster(const RowNormBackward& args, const BackwardPartitio
   const auto kernel = row_norm_backward_cluster_kernel<X, Z, kRowThreads>;
   const int64_t static_bytes = static_shared_bytes(kernel);
   if (static_bytes == 0) return false;
-  const int n_blocks = cluster_blocks(args.n_cols), threads = threads_for(args.n_cols, kBackwardColumns * n_blocks);
+  const int n_blocks = cluster_blocks(args.n_cols), threads = threads_for(args.n_cols, kWalkColumns * n_blocks);
   const int64_t n_pieces = (shared_limit - static_bytes) / (16 * threads), fixed = fixed_pieces(args);
   const auto stages_of = [&](int64_t left, int pieces, int64_t most) {
     return static_cast<int>(left / pieces < most ? left / pieces : most);

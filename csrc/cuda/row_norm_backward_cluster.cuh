@@ -1,11 +1,11 @@
 // Gradients of aligned rows of 4097 to 65,536 columns: row_norm_backward.cuh has the formulas.
 //
-// A row is shared by 1, 2, 4 or 8 blocks, a cluster, of at most 1024 threads, each of which always takes the same 8
+// A row is shared by 1, 2, 4 or 8 blocks, a cluster, of at most 512 threads, each of which always takes the same 16
 // columns. The cluster walks the rows of its part one after another, so that the sums over rows stay on the SM: one
 // trip, in which dy, z (and dz) are read once and dx (and dresidual) written once. The block has its SM to itself and
 // reduces one row at a time; meanwhile the next rows' dy, z and dz are on their way to shared memory. Every thread
 // copies what it will read itself, and nobody waits for anybody but in the sum over the row. Of 16-bit dy and z a full
-// block holds up to 4 rows, 128 KB, in flight; of float32 up to 2.
+// block has up to 4 rows, 128 KB, in flight; of float32 up to 2 or 3.
 #pragma once
 #include "row_norm_backward.cuh"
 
@@ -17,9 +17,16 @@ struct ClusterStages {
 };
 constexpr int kMaxStages = 4;
 
-// A thread's chunk in pieces of 16 bytes.
+// Two chunks a thread: what every row costs a thread beside its columns (addresses, the sum, the statistics) is twice
+// as many instructions as a chunk is. The block's first chunks come before its second ones.
+constexpr int kWalkThreads = 512, kWalkChunks = 2;
+constexpr int kWalkColumns = kWalkChunks * kChunkColumns;
+
+// A thread's columns in pieces of 16 bytes.
 template <typename T>
-constexpr int kPieces = kChunkColumns * static_cast<int>(sizeof(T)) / 16;
+constexpr int kChunkPieces = kChunkColumns * static_cast<int>(sizeof(T)) / 16;
+template <typename T>
+constexpr int kPieces = kWalkChunks * kChunkPieces<T>;
 
 // What stays in shared memory for all rows: the weights, and the sums of dbias.
 __host__ __device__ __forceinline__ int fixed_pieces(const RowNormBackward& args) {
@@ -49,12 +56,12 @@ __device__ __forceinline__ void wait_for_stage(int n_stages) {
 // kRowThreads: 0 where one block has the whole row, kClusterRow where the cluster's blocks share it. The grid is
 // (blocks a row) x (parts).
 template <typename X, typename Z, int kRowThreads>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+__global__ void __launch_bounds__(kWalkThreads, 1)
     row_norm_backward_cluster_kernel(const RowNormBackward args, const BackwardPartition partition,
                                      const ClusterStages stages) {
 #if ONETRIP_COPY_ASYNC
   if constexpr (kRowThreads == 0 || ONETRIP_CLUSTERS != 0) {
-    constexpr int kColumns = kChunkColumns;
+    constexpr int kColumns = kChunkColumns, kChunks = kWalkChunks;
     ONETRIP_SHARED(float2, shared, 2 * (kRowThreads == 0 ? kMaxWarps : kMaxClusterWarps));
     auto sum_over_row = [&] {
       if constexpr (kRowThreads == 0) {
@@ -65,15 +72,17 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     }();
     ONETRIP_SHARED(DropoutState, dropout_state, 1);
     const DropoutMask mask(args.dropout, dropout_state);
-    const int col = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) * kColumns;
-    const bool has_columns = col < args.n_cols;
-    const int valid = has_columns ? kColumns : 0;
-    const int64_t rows_left = args.n_rows - part_begin(partition, blockIdx.y);
+    const int threads = static_cast<int>(blockDim.x);
+    const int first_col = (static_cast<int>(blockIdx.x) * kChunks * threads + static_cast<int>(threadIdx.x)) * kColumns;
+    const auto column = [&](int chunk) { return first_col + chunk * threads * kColumns; };
+    const auto has_columns = [&](int chunk) { return column(chunk) < args.n_cols; };
+    const auto row_number = [&](int r) { return part_begin(partition, blockIdx.y) + r; };
+    const int64_t rows_left = args.n_rows - row_number(0);
     const int n_rows = static_cast<int>(rows_left < partition.rows_per_part ? rows_left : partition.rows_per_part);
 
     // This thread's pieces: [piece][thread], without bank conflicts.
     ONETRIP_DYNAMIC_SHARED(uint4, pieces);
-    const auto piece = [pieces](int i) { return pieces + i * static_cast<int>(blockDim.x) + threadIdx.x; };
+    const auto piece = [&](int i) { return pieces + i * threads + static_cast<int>(threadIdx.x); };
     const auto read_words = [&](uint32_t* word, int first, int n_pieces) {
 #pragma unroll
       for (int i = 0; i < n_pieces; ++i) {
@@ -83,134 +92,184 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     };
     const auto read_floats = [&](float (&value)[kColumns], int first) {
       uint32_t word[kColumns];
-      read_words(word, first, kPieces<float>);
+      read_words(word, first, kChunkPieces<float>);
       unpack_words<float>(word, value);
     };
     const auto write_floats = [&](const float (&value)[kColumns], int first) {
 #pragma unroll
-      for (int i = 0; i < kPieces<float>; ++i) {
+      for (int i = 0; i < kChunkPieces<float>; ++i) {
         *piece(first + i) = make_uint4(__float_as_uint(value[4 * i]), __float_as_uint(value[4 * i + 1]),
                                        __float_as_uint(value[4 * i + 2]), __float_as_uint(value[4 * i + 3]));
       }
     };
-    constexpr int kWeights = 0, kStagePieces = kPieces<Z> + kPieces<X>;
-    const int dbias_sums = args.weight != nullptr ? kPieces<float> : 0;
+    // Where a chunk's pieces are: of the weights, of dbias, of z and dy in a stage, of dz in one of its stages.
+    constexpr int kStagePieces = kPieces<Z> + kPieces<X>;
+    const auto weight_at = [&](int chunk) { return chunk * kChunkPieces<float>; };
+    const int first_dbias = args.weight != nullptr ? kPieces<float> : 0;
+    const auto dbias_at = [&](int chunk) { return first_dbias + chunk * kChunkPieces<float>; };
     const int first_stage = fixed_pieces(args), first_dz_stage = first_stage + stages.dy_z * kStagePieces;
+    const auto z_at = [&](int stage, int chunk) {
+      return first_stage + stage * kStagePieces + chunk * kChunkPieces<Z>;
+    };
+    const auto dy_at = [&](int stage, int chunk) {
+      return first_stage + stage * kStagePieces + kPieces<Z> + chunk * kChunkPieces<X>;
+    };
+    const auto dz_at = [&](int stage, int chunk) {
+      return first_dz_stage + stage * kPieces<Z> + chunk * kChunkPieces<Z>;
+    };
 
-    const auto copy = [&](int first, const auto* tensor, int64_t row_stride, int r) {
-      const auto* const from = tensor + (part_begin(partition, blockIdx.y) + r) * row_stride + col;
+    const auto copy = [&](int first, const auto* from) {
 #pragma unroll
-      for (int i = 0; i < kColumns * static_cast<int>(sizeof(*tensor)) / 16; ++i) {
+      for (int i = 0; i < kColumns * static_cast<int>(sizeof(*from)) / 16; ++i) {
         copy_async_16(piece(first + i), reinterpret_cast<const uint4*>(from) + i);
       }
     };
     const auto copy_dy_z = [&](int stage, int r) {
-      if (has_columns && r < n_rows) {
-        const int first = first_stage + stage * kStagePieces;
-        copy(first, static_cast<const Z*>(args.z), args.z_row_stride, r);
-        copy(first + kPieces<Z>, static_cast<const X*>(args.dy), args.dy_row_stride, r);
+      if (r < n_rows) {
+        const X* const dy = static_cast<const X*>(args.dy) + row_number(r) * args.dy_row_stride;
+        const Z* const z = static_cast<const Z*>(args.z) + row_number(r) * args.z_row_stride;
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+          if (!has_columns(k)) continue;
+          copy(z_at(stage, k), z + column(k));
+          copy(dy_at(stage, k), dy + column(k));
+        }
       }
       copy_async_commit();
     };
     const auto copy_dz = [&](int stage, int r) {
-      if (args.dz != nullptr && stages.dz != 0 && has_columns && r >= 0 && r < n_rows) {
-        copy(first_dz_stage + stage * kPieces<Z>, static_cast<const Z*>(args.dz), args.dz_row_stride, r);
+      if (stages.dz != 0 && r >= 0 && r < n_rows) {
+        const Z* const dz = static_cast<const Z*>(args.dz) + row_number(r) * args.dz_row_stride;
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+          if (has_columns(k)) copy(dz_at(stage, k), dz + column(k));
+        }
       }
       copy_async_commit();
     };
     // As if rows before the part's first had been worked on.
+#pragma unroll 1
     for (int r = 0; r < stages.dy_z; ++r) {
       copy_dy_z(r, r);
       copy_dz(r - (stages.dy_z - stages.dz), r - (stages.dy_z - stages.dz));
     }
 
-    // A thread past the row's end reads zeros wherever others read numbers, and so adds nothing.
-    const float zeros[kColumns] = {};
-    if (!has_columns) {
-      for (int i = first_stage; i < first_dz_stage + stages.dz * kPieces<Z>; ++i) *piece(i) = make_uint4(0, 0, 0, 0);
-    }
-    if (args.weight != nullptr) {
-      float weight[kColumns];
-      load_values(weight, args.weight, args.weight_dtype, col, true, valid);
+    float dweight[kChunks][kColumns] = {}, dnorm_bias[kChunks][kColumns] = {};
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) weight[i] += args.weight_offset;
-      write_floats(weight, kWeights);
+    for (int k = 0; k < kChunks; ++k) {
+      // Past the row's end there are zeros wherever others read numbers.
+      if (!has_columns(k)) {
+        for (int stage = 0; stage < stages.dy_z; ++stage) {
+          for (int i = 0; i < kChunkPieces<Z>; ++i) *piece(z_at(stage, k) + i) = make_uint4(0, 0, 0, 0);
+          for (int i = 0; i < kChunkPieces<X>; ++i) *piece(dy_at(stage, k) + i) = make_uint4(0, 0, 0, 0);
+        }
+        for (int stage = 0; stage < stages.dz; ++stage) {
+          for (int i = 0; i < kChunkPieces<Z>; ++i) *piece(dz_at(stage, k) + i) = make_uint4(0, 0, 0, 0);
+        }
+      }
+      if (args.weight != nullptr) {
+        float weight[kColumns];
+        load_values(weight, args.weight, args.weight_dtype, column(k), true, has_columns(k) ? kColumns : 0);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) weight[i] += args.weight_offset;
+        write_floats(weight, weight_at(k));
+      }
+      if (args.dbias != nullptr) write_floats(dweight[k], dbias_at(k));  // zeros as yet
     }
-    if (args.dbias != nullptr) write_floats(zeros, dbias_sums);
-    float dweight[kColumns] = {}, dnorm_bias[kColumns] = {};
 
     float mean = 0.0f, rstd = 0.0f;
     const auto load_statistics = [&](int r) {
-      if (!has_columns || r >= n_rows) return;
-      const int64_t row = part_begin(partition, blockIdx.y) + r;
-      if (args.mean != nullptr) mean = __ldg(args.mean + row);
-      rstd = __ldg(args.rstd + row);
+      if (r >= n_rows) return;
+      if (args.mean != nullptr) mean = __ldg(args.mean + row_number(r));
+      rstd = __ldg(args.rstd + row_number(r));
     };
     load_statistics(0);
 
     int stage = 0, dz_stage = 0;
+#pragma unroll 1
     for (int r = 0; r < n_rows; ++r) {
-      float g[kColumns], n[kColumns];
+      float g[kChunks][kColumns], n[kChunks][kColumns];
       wait_for_stage(stages.dy_z);
-      {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
         GradientChunk<Z, kColumns> chunk;
-        const int first = first_stage + stage * kStagePieces;
-        read_words(chunk.z.word, first, kPieces<Z>);
-        read_words(chunk.dy.word, first + kPieces<Z>, kPieces<X>);
-        normalise(chunk, DTypeOf<X>::value, mean, rstd, true, kColumns, g, n);
+        read_words(chunk.z.word, z_at(stage, k), kChunkPieces<Z>);
+        read_words(chunk.dy.word, dy_at(stage, k), kChunkPieces<X>);
+        // Zeros past the row's end: (0 - 0) * 0.
+        normalise(chunk, DTypeOf<X>::value, has_columns(k) ? mean : 0.0f, has_columns(k) ? rstd : 0.0f, true, kColumns,
+                  g[k], n[k]);
       }
       copy_dy_z(stage, r + stages.dy_z);
       stage = stage + 1 < stages.dy_z ? stage + 1 : 0;
       if (args.dweight != nullptr) {
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) dweight[i] = fmaf(g[i], n[i], dweight[i]);
+        for (int k = 0; k < kChunks; ++k) {
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i) dweight[k][i] = fmaf(g[k][i], n[k][i], dweight[k][i]);
+        }
       }
       if (args.dnorm_bias != nullptr) {
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) dnorm_bias[i] += g[i];
+        for (int k = 0; k < kChunks; ++k) {
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i) dnorm_bias[k][i] += g[k][i];
+        }
       }
       if (args.weight != nullptr) {
-        float weight[kColumns];
-        read_floats(weight, kWeights);
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) g[i] = __fmul_rn(g[i], weight[i]);
+        for (int k = 0; k < kChunks; ++k) {
+          float weight[kColumns];
+          read_floats(weight, weight_at(k));
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i) g[k][i] = __fmul_rn(g[k][i], weight[i]);
+        }
       }
       const float rstd_of_row = rstd;
       load_statistics(r + 1);
-      const float2 means = row_means(sum_over_row(chunk_sums(g, n)), args);
-      gradient_of_z(g, n, means, rstd_of_row);
-      const int64_t row = part_begin(partition, blockIdx.y) + r;
-      if (stages.dz != 0) {
-        wait_for_stage(stages.dz);
-        Chunk<Z, kColumns> dz;
-        read_words(dz.word, first_dz_stage + dz_stage * kPieces<Z>, kPieces<Z>);
-        add_chunk(g, dz);
-      } else {
-        add_dz<Z>(g, args, true, row, col, valid);
+      const float2 means = row_means(sum_over_row(chunk_sums(g[0], n[0]), chunk_sums(g[1], n[1])), args);
+      if (stages.dz != 0) wait_for_stage(stages.dz);
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        const int valid = has_columns(k) ? kColumns : 0;
+        gradient_of_z(g[k], n[k], means, rstd_of_row);
+        if (stages.dz != 0) {
+          Chunk<Z, kColumns> dz;
+          read_words(dz.word, dz_at(dz_stage, k), kChunkPieces<Z>);
+          add_chunk(g[k], dz);
+        } else {
+          add_dz<Z>(g[k], args, true, row_number(r), column(k), valid);
+        }
       }
       copy_dz(dz_stage, r + stages.dz);
       dz_stage = dz_stage + 1 < stages.dz ? dz_stage + 1 : 0;
-      store_gradient<X, Z>(g, args, mask, true, row, col, valid);
-      if (args.dbias != nullptr) {
-        float dbias[kColumns];
-        read_floats(dbias, dbias_sums);
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) dbias[i] += g[i];
-        write_floats(dbias, dbias_sums);
+      for (int k = 0; k < kChunks; ++k) {
+        store_gradient<X, Z>(g[k], args, mask, true, row_number(r), column(k), has_columns(k) ? kColumns : 0);
+        if (args.dbias != nullptr) {
+          float dbias[kColumns];
+          read_floats(dbias, dbias_at(k));
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i) dbias[i] += g[k][i];
+          write_floats(dbias, dbias_at(k));
+        }
       }
     }
 
-    int slot = 0;
-    const auto store_sums = [&](const float (&sums)[kColumns]) {
-      store_rounded<float>(partial_row(args, partition, blockIdx.y, slot++), col, sums, true, valid);
-    };
-    if (args.dbias != nullptr) {
-      float dbias[kColumns];
-      read_floats(dbias, dbias_sums);
-      store_sums(dbias);
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      int slot = 0;
+      const auto store_sums = [&](const float (&sums)[kColumns]) {
+        store_rounded<float>(partial_row(args, partition, blockIdx.y, slot++), column(k), sums, true,
+                             has_columns(k) ? kColumns : 0);
+      };
+      if (args.dbias != nullptr) {
+        float dbias[kColumns];
+        read_floats(dbias, dbias_at(k));
+        store_sums(dbias);
+      }
+      if (args.dweight != nullptr) store_sums(dweight[k]);
+      if (args.dnorm_bias != nullptr) store_sums(dnorm_bias[k]);
     }
-    if (args.dweight != nullptr) store_sums(dweight);
-    if (args.dnorm_bias != nullptr) store_sums(dnorm_bias);
   }
 #endif
 }
