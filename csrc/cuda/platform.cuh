@@ -115,7 +115,8 @@ __device__ __forceinline__ void byte_barrier_expect(uint64_t* barrier, int bytes
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-// Waits for the end of a phase, the current or the last one. parity: 0 of the first phase, then 1 and 0 in turn.
+// Waits for the end of a phase, the current or the last one. parity: 0 of the first phase, then 1 and 0 in turn. It
+// acquires for the block, whose own shared memory was stored into; for the cluster it would empty the L1 cache as well.
 __device__ __forceinline__ void byte_barrier_wait(uint64_t* barrier, int parity) {
   int over;
   do {

@@ -100,14 +100,16 @@ BackwardShape backward_shape(int64_t n_cols) {
 // The fixed partition of the rows, a function of the sizes alone; a part is a block's, or a cluster's. A partial row
 // costs 4 bytes a column written and 4 read for each of up to three sums; the rows themselves at least 6 bytes a column
 // in 16-bit types (dy, z, dx), 8 with dresidual. With 32 rows a part the partial sums of LayerNorm (two) add 16 / (32 *
-// 6) = 8% and those of the full block (three) 24 / (32 * 8) = 9%. 256 blocks fill 97% of the 132 SMs of an H100: of
-// those of up to 4096 columns, two an SM, in one wave; of wider ones, which have an SM each, in two. So fewer than 8192
-// rows (a cluster of 8: 1024) are shared out thinner, down to a row a group, to keep 256 blocks (4096 x 1024: 16 rows
-// each, 2 MB a sum, which stays in L2); many rows make at most 2048 blocks, 8 waves or 16, whose tail is small.
+// 6) = 8% and those of the full block (three) 24 / (32 * 8) = 9%. Of rows of up to 4096 columns 256 blocks, two an SM,
+// fill 97% of the 132 SMs of an H100 in one wave; of wider ones, whose blocks have an SM each, 128 do. So fewer than
+// 8192 rows (4096; of a cluster of 8: 512) are shared out thinner, down to a row a group, to keep as many blocks (4096
+// x 1024: 16 rows each, 2 MB a sum, which stays in L2); many rows make at most 2048 blocks, 8 waves or 16, whose tail
+// is small.
 BackwardPartition backward_partition(int64_t n_rows, int64_t n_cols) {
   constexpr int64_t kRowsPerPart = 32, kRowsPerGroup = 4, kFillingBlocks = ONETRIP_FILLING_BLOCKS, kMaxBlocks = 2048;
   const BackwardShape shape = backward_shape(n_cols);
-  const int64_t filling = kFillingBlocks / shape.row_blocks, most = kMaxBlocks / shape.row_blocks;
+  const int64_t filling = kFillingBlocks / (shape.path == Path::kWide ? 2 * shape.row_blocks : 1);
+  const int64_t most = kMaxBlocks / shape.row_blocks;
   const int64_t wanted_rows =
       kRowsPerGroup * shape.n_groups > kRowsPerPart ? kRowsPerGroup * shape.n_groups : kRowsPerPart;
   int64_t n_parts = ceil_div(n_rows, wanted_rows);
