@@ -55,8 +55,8 @@ struct RowNormBackward {
   void* dbias;         // [n_cols] bias_dtype; null: not wanted
   void* dweight;       // [n_cols] weight_dtype; null: not wanted
   void* dnorm_bias;    // [n_cols] norm_bias_dtype; null: not wanted
-  float* workspace;  // row_norm_workspace_*(n_rows, n_cols, wanted) floats for the partial sums, not initialised; null
-                     // where 0
+  float* workspace;  // row_norm_workspace_*(n_rows, n_cols, wanted) floats, not initialised, at a multiple of 8 bytes;
+                     // null where 0
   int64_t dy_row_stride, dz_row_stride, z_row_stride;
   DType x_dtype, residual_dtype;  // z_dtype where dx, dresidual are null; z_dtype obeys forward's rule
   DType bias_dtype, weight_dtype, norm_bias_dtype, z_dtype, y_dtype;
@@ -189,8 +189,9 @@ int adam_step_cuda(const AdamStep& args, int device, void* stream);
 int64_t softmax_workspace_cpu(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows);
 int64_t softmax_workspace_cuda(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows);
 
-// Floats of workspace for n_wanted of {dbias, dweight, dnorm_bias}. A function of the sizes alone, never of the number
-// of threads or multiprocessors: it fixes the partition of the rows, and with it every bit of the gradients.
+// Floats of workspace for n_wanted of {dbias, dweight, dnorm_bias}, which may be 0. A function of the sizes alone,
+// never of the number of threads or multiprocessors: it fixes the partition of the rows, and with it every bit of the
+// gradients.
 int64_t row_norm_workspace_cpu(int64_t n_rows, int64_t n_cols, int n_wanted);
 int64_t row_norm_workspace_cuda(int64_t n_rows, int64_t n_cols, int n_wanted);
 

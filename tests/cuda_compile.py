@@ -58,6 +58,8 @@ class Kernel(NamedTuple):
     wide_stores: int
     loose_operations: int
     """float32 sums and products of the PTX that ptxas may contract, or that are contracted already."""
+    loose_products: int
+    """Of these, the products."""
 
 
 def _package(name: str) -> Path | None:
@@ -124,25 +126,31 @@ def _entries(ptx: str) -> list[tuple[str, str]]:
     return re.findall(r"\.entry (\w+)\((.*?)(?=\.entry |\Z)", ptx, re.S)
 
 
-def _loose_operations(ptx: str) -> dict[str, int]:
-    loose = r"\s(?:(?:add|sub|mul)(?:\.ftz)?|(?:fma|mad)(?:\.\w+)*)\.f32\s"
+def _loose_operations(ptx: str) -> dict[str, tuple[int, int]]:
+    """Sums and products, and products alone, by kernel."""
+    products = r"\s(?:mul(?:\.ftz)?|(?:fma|mad)(?:\.\w+)*)\.f32\s"
+    sums = r"\s(?:add|sub)(?:\.ftz)?\.f32\s"
     # What is written as assembly is what was meant.
     written = re.compile(r"// begin inline asm.*?// end inline asm", re.S)
-    return {name: len(re.findall(loose, written.sub("", body))) for name, body in _entries(ptx)}
+    bodies = {name: written.sub("", body) for name, body in _entries(ptx)}
+    counts = {name: [len(re.findall(loose, body)) for loose in (sums, products)] for name, body in bodies.items()}
+    return {name: (n_sums + n_products, n_products) for name, (n_sums, n_products) in counts.items()}
 
 
 def _wide_accesses(ptx: str, machine_code: str | None) -> dict[str, tuple[int, int]]:
-    """128-bit loads from and stores to global memory by kernel: of the machine code, else of the PTX."""
+    """128-bit loads from (into registers or shared memory) and stores to global memory by kernel: of the machine code,
+    else of the PTX."""
     if machine_code is not None:
         bodies = re.findall(r"\.section\s+\.text\.(\w+),(.*?)(?=\.section\s|\Z)", machine_code, re.S)
-        load, store = r"\bLDG\.E\.(?:\w+\.)*?128\b", r"\bSTG\.E\.(?:\w+\.)*?128\b"
+        load, store = r"\bLDG(?:STS)?\.E\.(?:\w+\.)*?128\b", r"\bSTG\.E\.(?:\w+\.)*?128\b"
     else:
         bodies = _entries(ptx)
         load, store = (rf"{op}\.global(?:\.nc)?\.v(?:4\.[ubf]32|2\.[ubf]64)" for op in ("ld", "st"))
+        load += r"|cp\.async\.cg\.shared\.global [^;]*, 16;"
     return {name: (len(re.findall(load, body)), len(re.findall(store, body))) for name, body in bodies}
 
 
-def _compile(family: str, arch: int) -> tuple[dict[str, tuple[int, int]], dict[str, int], str]:
+def _compile(family: str, arch: int) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]], str]:
     """(128-bit accesses by kernel, loose operations by kernel, what ptxas -v says) for one architecture."""
     nvcc = nvcc_path() if arch >= 75 else None
     folder = BUILD / str(arch)
@@ -164,16 +172,16 @@ def _compile(family: str, arch: int) -> tuple[dict[str, tuple[int, int]], dict[s
 
 
 def _short_name(mangled: str) -> str:
-    """forward_kernel<bf16, f32, 32, fast> from the mangled name."""
+    """forward_kernel<bf16, f32, 32, fast> from the mangled name; -1 threads a row are those of a cluster."""
     found = re.search(r"(?:row_norm|softmax|adam)_(\w+?_kernel)I(.*?)EEv", mangled)
     assert found is not None, mangled
     types = {"13__nv_bfloat16": "bf16", "6__half": "f16", "f": "f32"}
     words: list[str] = []
-    for token in re.findall(r"13__nv_bfloat16|6__half|S\d?_|Li\d+|Lb[01]|f", found[2]):
+    for token in re.findall(r"13__nv_bfloat16|6__half|S\d?_|Lin?\d+|Lb[01]|f", found[2]):
         if token.startswith("S"):
             words.append(words[-1])  # the type before, again
         elif token.startswith("Li"):
-            words.append(token[2:])
+            words.append(token[2:].replace("n", "-"))
         elif token.startswith("Lb"):
             words.append("fast" if token == "Lb1" else "any")
         else:
@@ -197,7 +205,7 @@ def measure(family: str, arch: int) -> list[Kernel]:
         static = re.search(r"(\d+) bytes smem", report)
         assert registers is not None and spills
         used = int(registers[1]), 0 if static is None else int(static[1]), sum(map(int, spills))
-        kernels.append(Kernel(_short_name(name), *used, *accesses[name], loose[name]))
+        kernels.append(Kernel(_short_name(name), *used, *accesses[name], *loose[name]))
     BUILD.mkdir(parents=True, exist_ok=True)
     cache.write_text(json.dumps(kernels))
     return kernels

@@ -86,6 +86,7 @@ def build(
         "-w",
         "-DONETRIP_CUDASIM",
         f"-D{TYPES[family]}(F)={listed}",
+        "-DONETRIP_FILLING_BLOCKS=32",
     ]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     flags += ["-O1", "-g1", *sanitizers] if sanitize else ["-O0"]

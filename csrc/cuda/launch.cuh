@@ -123,19 +123,27 @@ struct ClusterLaunch {
   cudaLaunchConfig_t config;
 };
 
+// Bytes of a kernel's own arrays in shared memory. 0 where it is empty: code of cards that lack what it needs.
+template <typename Kernel>
+int64_t static_shared_bytes(Kernel kernel) {
+  cudaFuncAttributes attributes{};
+  if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess) {
+    return static_cast<int64_t>(attributes.sharedSizeBytes);
+  }
+  cudaGetLastError();  // no error of the call's
+  return 0;
+}
+
 // Whether the card runs a kernel in clusters of so many blocks; then the kernel may have so much dynamic shared memory.
-// Not so on cards without clusters, and for code of such cards, whose kernel is empty and has no shared memory at all.
+// Not so on cards without clusters, and for code of such cards, whose kernel is empty.
 template <typename Kernel>
 bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, int device) {
   int possible = 0, n_clusters = 0;
   if (cudaDeviceGetAttribute(&possible, cudaDevAttrClusterLaunch, device) != cudaSuccess || possible == 0) return false;
+  if (static_shared_bytes(kernel) == 0) return false;
   const auto address = reinterpret_cast<const void*>(kernel);
-  cudaFuncAttributes attributes{};
-  cudaError_t status = cudaFuncGetAttributes(&attributes, address);
-  if (status == cudaSuccess && attributes.sharedSizeBytes == 0) return false;
-  if (status == cudaSuccess) {
-    status = cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-  }
+  cudaError_t status =
+      cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
   if (status == cudaSuccess) {
     const ClusterLaunch launch(cluster_blocks, dim3(static_cast<unsigned>(cluster_blocks)),
                                dim3(static_cast<unsigned>(threads)), shared_bytes, nullptr);

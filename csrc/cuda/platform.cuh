@@ -103,38 +103,48 @@ __device__ __forceinline__ void store_remote(float2* mine, int rank, float2 valu
                : "memory");
 }
 
-// Bytes that other blocks store into this one's shared memory, counted as they arrive; a phase ends when all that one
-// thread has announced for it are there. Unlike the cluster's barrier this neither waits for writes to global memory
-// nor empties the L1 cache. Begun by one thread, before the cluster first meets.
-__device__ __forceinline__ void arrivals_begin(uint64_t* arrivals) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(arrivals));
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address) : "memory");
+// Stores that are waited for by their bytes, without a barrier of the cluster, which would first wait for everything
+// that the threads have stored to global memory. A barrier of a block's goes from phase to phase: the phase is over
+// once one thread of the block has said how many bytes are to come, and these have been stored, from wherever, naming
+// it.
+__device__ __forceinline__ uint32_t shared_address(const void* mine) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(mine));
+}
+// By one thread, before the first barrier of the cluster.
+__device__ __forceinline__ void byte_barrier_init(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-__device__ __forceinline__ void arrivals_announce(uint64_t* arrivals, int bytes) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(arrivals));
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
-}
-// Waits for the end of a phase, whose number is even or odd (parity), as every thread does for every phase.
-__device__ __forceinline__ void arrivals_wait(uint64_t* arrivals, int parity) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(arrivals));
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::
-          "r"(address),
-      "r"(parity)
-      : "memory");
-}
-// store_remote, counted by the other block's arrivals.
-__device__ __forceinline__ void send_remote(float* mine, uint64_t* arrivals, int rank, float value) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
-                   remote_address(mine, rank)),
-               "f"(value), "r"(remote_address(arrivals, rank))
+__device__ __forceinline__ void byte_barrier_expect(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void send_remote(float2* mine, uint64_t* arrivals, int rank, float2 value) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+// Waits for the end of a phase, the current or the last one. parity: 0 of the first phase, then 1 and 0 in turn. It
+// acquires for the block, whose own shared memory was stored into; for the cluster it would empty the L1 cache as well.
+__device__ __forceinline__ void byte_barrier_wait(uint64_t* barrier, int parity) {
+  int over;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred over;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, over;\n"
+        "}"
+        : "=r"(over)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (over == 0);
+}
+__device__ __forceinline__ void store_remote(float* mine, int rank, float value, uint64_t* barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(remote_address(mine, rank)),
+      "f"(value), "r"(remote_address(barrier, rank))
+      : "memory");
+}
+__device__ __forceinline__ void store_remote(float2* mine, int rank, float2 value, uint64_t* barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
                    remote_address(mine, rank)),
-               "f"(value.x), "f"(value.y), "r"(remote_address(arrivals, rank))
+               "f"(value.x), "f"(value.y), "r"(remote_address(barrier, rank))
                : "memory");
 }
 

@@ -35,6 +35,26 @@ __device__ __forceinline__ T warp_sum(T value) {
   return value;
 }
 
+// The sums over 32 lanes of two values, each in the order above: lanes 0 to 15 get the first's, the others the
+// second's.
+template <typename T>
+__device__ __forceinline__ T warp_sums(T first, T second) {
+  const bool upper = static_cast<int>(threadIdx.x) % kWarpThreads >= kWarpThreads / 2;
+  const T kept = upper ? second : first;
+  return warp_sum<kWarpThreads / 2>(add(kept, shuffle_xor(upper ? first : second, kWarpThreads / 2)));
+}
+
+// Every lane of a warp gets the sum of the warps' sums of a row: first each lane those of its number, 32 apart, so that
+// up to 32 warps are added as warp_sum adds 32 lanes.
+template <typename T>
+__device__ __forceinline__ T sum_of_warps(const T* warp_sums, int n_warps) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  T total = lane < n_warps ? warp_sums[lane] : T{};
+#pragma unroll 1
+  for (int i = lane + kWarpThreads; i < n_warps; i += kWarpThreads) total = add(total, warp_sums[i]);
+  return warp_sum<kWarpThreads>(total);
+}
+
 // Every lane gets the largest number of its group of kThreads consecutive lanes. All 32 lanes must take part.
 template <int kThreads>
 __device__ __forceinline__ uint32_t group_max(uint32_t value) {
@@ -68,22 +88,33 @@ class RowSum<0> {
 
   template <typename T>
   __device__ __forceinline__ T operator()(T value) {
+    return add_up<1>(warp_sum<kWarpThreads>(value));
+  }
+  // Of two values a thread, as if the second were those of as many warps more. At most 512 threads.
+  template <typename T>
+  __device__ __forceinline__ T operator()(T first, T second) {
+    return add_up<2>(warp_sums(first, second));
+  }
+
+ private:
+  // A warp's sum of value i is in its lanes from i * kWarpThreads / kValues on.
+  template <int kValues, typename T>
+  __device__ __forceinline__ T add_up(T value) {
     // The two halves of the memory take turns. Who writes a half again has passed the barrier of the sum in between,
     // and that one nobody reaches before having read this half: one barrier a sum is enough.
     forget(group_);  // what follows from it is cheaper computed again than held in registers
     const int group = group_, n_warps = row_threads_ / kWarpThreads;
-    T* slot = reinterpret_cast<T*>(shared_ + turn_ * kMaxWarps) + group * n_warps;
+    T* slot = reinterpret_cast<T*>(shared_ + turn_ * kMaxWarps) + group * n_warps * kValues;
     turn_ ^= 1;
     const int warp = static_cast<int>(threadIdx.x) / kWarpThreads - group * n_warps;
     const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-    value = warp_sum<kWarpThreads>(value);
-    if (lane == 0) slot[warp] = value;
+    constexpr int kLanes = kWarpThreads / kValues;
+    if (lane % kLanes == 0) slot[lane / kLanes * n_warps + warp] = value;
     named_barrier(1 + group, row_threads_);
-    value = lane < n_warps ? slot[lane] : T{};
+    value = lane < n_warps * kValues ? slot[lane] : T{};
     return warp_sum<kWarpThreads>(value);
   }
 
- private:
   int row_threads_, group_, turn_ = 0;
   float2* shared_;
 };
@@ -93,17 +124,17 @@ constexpr int kMaxClusterWarps = kMaxClusterBlocks * kMaxWarps;
 
 #if ONETRIP_CLUSTERS
 
-// Every warp of a cluster tells all blocks a value, again and again.
+// Every warp of a cluster tells all blocks values, again and again.
 class ClusterExchange {
  public:
   // shared: [2 * kMaxClusterWarps], at the same place in every block. The threads of the cluster meet before the first
   // value is sent: nobody stores into a block that has not begun.
   __device__ explicit ClusterExchange(float2* shared) : shared_(shared) {
-    ONETRIP_SHARED(uint64_t, arrivals, 2);
-    arrivals_ = arrivals;
+    ONETRIP_SHARED(uint64_t, barriers, 2);
+    barriers_ = barriers;
     if (threadIdx.x == 0) {
-      arrivals_begin(arrivals);
-      arrivals_begin(arrivals + 1);
+      byte_barrier_init(barriers);
+      byte_barrier_init(barriers + 1);
     }
     cluster_arrive_relaxed();
   }
@@ -112,33 +143,35 @@ class ClusterExchange {
     return cluster_size() * (static_cast<int>(blockDim.x) / kWarpThreads);
   }
 
-  // The values of all n_warps() warps, in order. T: float or float2.
-  template <typename T>
-  __device__ __forceinline__ const T* operator()(T value) {
+  // The kValues * n_warps() values of all warps, those of a block next to each other, its first values first. A warp's
+  // value i is in its lanes from i * kWarpThreads / kValues on. T: float or float2.
+  template <int kValues, typename T>
+  __device__ __forceinline__ const T* tell(T value) {
     // The two halves of the memory take turns. Who sends into a half again has got everybody's values of the turn in
     // between, and those nobody sends before having read this half.
-    const int half = turn_ % 2, parity = turn_ / 2 % 2;
-    T* const slots = reinterpret_cast<T*>(shared_ + half * kMaxClusterWarps);
+    T* const slots = reinterpret_cast<T*>(shared_ + turn_ % 2 * kMaxClusterWarps);
+    uint64_t* const barrier = barriers_ + turn_ % 2;
+    const int parity = turn_ / 2 % 2;
     if (turn_ == 0) cluster_wait();
     turn_ = turn_ % 4 + 1;
-    if (threadIdx.x == 0) arrivals_announce(arrivals_ + half, n_warps() * static_cast<int>(sizeof(T)));
-    const int warp = static_cast<int>(threadIdx.x) / kWarpThreads, lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-    if (lane < cluster_size()) {
-      const int warps_of_block = static_cast<int>(blockDim.x) / kWarpThreads;
-      send_remote(slots + cluster_rank() * warps_of_block + warp, arrivals_ + half, lane, value);
+    if (threadIdx.x == 0) byte_barrier_expect(barrier, kValues * n_warps() * static_cast<int>(sizeof(T)));
+    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads, warp = static_cast<int>(threadIdx.x) / kWarpThreads;
+    const int warps_of_block = static_cast<int>(blockDim.x) / kWarpThreads;
+    constexpr int kLanes = kWarpThreads / kValues;
+    if (lane % kLanes < cluster_size()) {
+      T* const slot = slots + (cluster_rank() * kValues + lane / kLanes) * warps_of_block + warp;
+      store_remote(slot, lane % kLanes, value, barrier);
     }
-    arrivals_wait(arrivals_ + half, parity);
+    byte_barrier_wait(barrier, parity);
     return slots;
   }
 
  private:
   float2* shared_;
-  uint64_t* arrivals_;
+  uint64_t* barriers_;
   int turn_ = 0;  // then 1 to 4, again and again
 };
 
-// All warps add up all warps' sums: first every lane those of its number, so that up to 32 warps are added as in one
-// block.
 template <>
 class RowSum<kClusterRow> {
  public:
@@ -147,12 +180,14 @@ class RowSum<kClusterRow> {
 
   template <typename T>
   __device__ __forceinline__ T operator()(T value) {
-    const T* const sums = exchange_(warp_sum<kWarpThreads>(value));
-    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads, n_warps = ClusterExchange::n_warps();
-    T total = lane < n_warps ? sums[lane] : T{};
-#pragma unroll 1
-    for (int i = lane + kWarpThreads; i < n_warps; i += kWarpThreads) total = add(total, sums[i]);
-    return warp_sum<kWarpThreads>(total);
+    const T* const sums = exchange_.tell<1>(warp_sum<kWarpThreads>(value));
+    return sum_of_warps(sums, ClusterExchange::n_warps());
+  }
+  // Of two values a thread, as above: the second are those of as many warps more in each block.
+  template <typename T>
+  __device__ __forceinline__ T operator()(T first, T second) {
+    const T* const sums = exchange_.tell<2>(warp_sums(first, second));
+    return sum_of_warps(sums, 2 * ClusterExchange::n_warps());
   }
 
  private:

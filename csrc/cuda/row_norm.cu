@@ -1,13 +1,19 @@
 // The row_norm family on NVIDIA cards: which kernel takes which row, how rows are shared out, and the launches.
 // The kernels are in row_norm_forward.cuh and row_norm_backward*.cuh; the contract is launch.h.
 #include "launch.cuh"
-#include "row_norm_backward_wide.cuh"
+#include "row_norm_backward_cluster.cuh"
+#include "row_norm_backward_split.cuh"
 #include "row_norm_forward.cuh"
 
 // Types of x and z (residual's and dresidual's dtype is z's). Parameters, y and dy may have any dtype.
 #ifndef ONETRIP_ROW_NORM_PAIRS
 #define ONETRIP_ROW_NORM_PAIRS(F) \
   F(float, float) F(__half, __half) F(__nv_bfloat16, __nv_bfloat16) F(__half, float) F(__nv_bfloat16, float)
+#endif
+
+// The blocks that backward shares few rows out among; tests have fewer, or their parts would be a row each.
+#ifndef ONETRIP_FILLING_BLOCKS
+#define ONETRIP_FILLING_BLOCKS 256
 #endif
 
 namespace onetrip {
@@ -19,8 +25,11 @@ namespace onetrip {
 //   cluster   8 blocks of 512 on several SMs          65536 (16)
 //   block     as needed, forward 1024, backward 512   16384 (16)                      4096 (8)
 //   wide      512, again and again
-// Clusters (cluster_of_row() in launch.cuh) take rows of more than 8192 columns that are aligned and normalised, on
-// cards that have them. Rows of up to 16384 columns get the same bits from a cluster as from a block.
+// Clusters (cluster_of_row() in launch.cuh) take forward's rows of more than 8192 columns that are aligned and
+// normalised, on cards that have them. Rows of up to 16384 columns get the same bits from a cluster as from a block.
+// Of backward's wide rows those with a norm, aligned and of one dtype take the cluster kernel, where the card can:
+//   cluster   as needed, of 1, 2, 4 or 8 blocks                                      65536 (16)
+//   split     512 for its means, then 512 for each tile of 4096 columns
 enum class Path { kEighths, kWarp, kBlock, kWide };
 constexpr int kEighthsThreads = 8, kNarrowColumns = 8;
 static_assert(forward_columns(kWarpThreads) == kNarrowColumns && kBackwardColumns == kNarrowColumns, "the table");
@@ -28,23 +37,28 @@ static_assert(forward_columns(kWarpThreads) == kNarrowColumns && kBackwardColumn
 // NVRTC compiles no host code, so that nothing would ask for the kernels.
 #ifdef __CUDACC_RTC__
 
-#define ONETRIP_INSTANTIATE(X, Z, kVector)                                                                        \
-  template __global__ void row_norm_forward_kernel<X, Z, kEighthsThreads, kVector>(RowNormForward);               \
-  template __global__ void row_norm_forward_kernel<X, Z, kWarpThreads, kVector>(RowNormForward);                  \
-  template __global__ void row_norm_forward_kernel<X, Z, 0, kVector>(RowNormForward);                             \
-  template __global__ void row_norm_forward_wide_kernel<X, Z, kVector>(RowNormForward, int64_t);                  \
-  template __global__ void row_norm_backward_kernel<X, Z, kEighthsThreads, kVector>(RowNormBackward, bool,        \
-                                                                                    BackwardPartition);           \
-  template __global__ void row_norm_backward_kernel<X, Z, kWarpThreads, kVector>(RowNormBackward, bool,           \
-                                                                                 BackwardPartition);              \
-  template __global__ void row_norm_backward_kernel<X, Z, 0, kVector>(RowNormBackward, bool, BackwardPartition);  \
-  template __global__ void row_norm_backward_wide_kernel<X, Z, kVector>(RowNormBackward, bool, BackwardPartition, \
-                                                                        WideCache);
-#define ONETRIP_INSTANTIATE_BOTH(X, Z) \
-  ONETRIP_INSTANTIATE(X, Z, true)      \
-  ONETRIP_INSTANTIATE(X, Z, false)     \
-  template __global__ void row_norm_forward_cluster_kernel<X, Z>(RowNormForward);
-ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_BOTH)
+#define ONETRIP_INSTANTIATE(X, Z, kVector)                                                                           \
+  template __global__ void row_norm_forward_kernel<X, Z, kEighthsThreads, kVector>(RowNormForward);                  \
+  template __global__ void row_norm_forward_kernel<X, Z, kWarpThreads, kVector>(RowNormForward);                     \
+  template __global__ void row_norm_forward_kernel<X, Z, 0, kVector>(RowNormForward);                                \
+  template __global__ void row_norm_forward_wide_kernel<X, Z, kVector>(RowNormForward, int64_t);                     \
+  template __global__ void row_norm_backward_kernel<X, Z, kEighthsThreads, kVector>(RowNormBackward, bool,           \
+                                                                                    BackwardPartition);              \
+  template __global__ void row_norm_backward_kernel<X, Z, kWarpThreads, kVector>(RowNormBackward, bool,              \
+                                                                                 BackwardPartition);                 \
+  template __global__ void row_norm_backward_kernel<X, Z, 0, kVector>(RowNormBackward, bool, BackwardPartition);     \
+  template __global__ void row_norm_backward_means_kernel<X, Z, kVector>(RowNormBackward, bool, float2*);            \
+  template __global__ void row_norm_backward_columns_kernel<X, Z, kVector>(RowNormBackward, bool, BackwardPartition, \
+                                                                           const float2*);
+#define ONETRIP_INSTANTIATE_ALL(X, Z)                                                                              \
+  ONETRIP_INSTANTIATE(X, Z, true)                                                                                  \
+  ONETRIP_INSTANTIATE(X, Z, false)                                                                                 \
+  template __global__ void row_norm_forward_cluster_kernel<X, Z>(RowNormForward);                                  \
+  template __global__ void row_norm_backward_cluster_kernel<X, Z, 0>(RowNormBackward, BackwardPartition,           \
+                                                                     ClusterStages);                               \
+  template __global__ void row_norm_backward_cluster_kernel<X, Z, kClusterRow>(RowNormBackward, BackwardPartition, \
+                                                                               ClusterStages);
+ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_ALL)
 template __global__ void row_norm_partials_kernel<kMaxThreads>(const float*, int64_t, int64_t, PartialSums);
 
 #else
@@ -63,9 +77,18 @@ int threads_for(int64_t n_cols, int columns_per_thread) {
   return static_cast<int>(ceil_div(n_cols, static_cast<int64_t>(columns_per_thread) * kWarpThreads)) * kWarpThreads;
 }
 
+// Columns of a block of the cluster kernel, and the fewest blocks that hold a row; wider rows are none of theirs.
+constexpr int64_t kClusterBlockColumns = static_cast<int64_t>(kWalkThreads) * kWalkColumns;
+int cluster_blocks(int64_t n_cols) {
+  int n_blocks = 1;
+  while (n_blocks < kMaxClusterBlocks && n_blocks * kClusterBlockColumns < n_cols) n_blocks *= 2;
+  return n_blocks;
+}
+
 struct BackwardShape {
   Path path;
   int row_threads, n_groups;
+  int row_blocks;
 };
 
 // 512 threads a block, or as near as whole groups come. At most 8 groups of several warps, of 15 named barriers.
@@ -75,30 +98,42 @@ BackwardShape backward_shape(int64_t n_cols) {
                           : path == Path::kWarp  ? kWarpThreads
                           : path == Path::kBlock ? threads_for(n_cols, kBackwardColumns)
                                                  : kBackwardThreads;
-  return {path, row_threads, kBackwardThreads / row_threads};
+  return {path, row_threads, kBackwardThreads / row_threads, cluster_blocks(n_cols)};
 }
 
-// The fixed partition of the rows, a function of the sizes alone. A partial row costs 4 bytes a column written and 4
-// read for each of up to three sums; the rows themselves at least 6 bytes a column in 16-bit types (dy, z, dx), 8 with
-// dresidual. With 32 rows a block the partial sums of LayerNorm (two) add 16 / (32 * 6) = 8% and those of the full
-// block (three) 24 / (32 * 8) = 9%. Two blocks an SM fill the 132 SMs of an H100: 256 blocks are 97% of a wave. So
-// fewer than 8192 rows are shared out thinner, down to a row a group, to keep 256 blocks (4096 x 1024: 16 rows each, 2
-// MB a sum, which stays in L2); many rows make at most 2048 blocks, 8 waves, whose tail is small.
+// The fixed partition of the rows, a function of the sizes alone; a part is a block's, or a cluster's. A partial row
+// costs 4 bytes a column written and 4 read for each of up to three sums; the rows themselves at least 6 bytes a column
+// in 16-bit types (dy, z, dx), 8 with dresidual. With 32 rows a part the partial sums of LayerNorm (two) add 16 / (32 *
+// 6) = 8% and those of the full block (three) 24 / (32 * 8) = 9%. Of rows of up to 4096 columns 256 blocks, two an SM,
+// fill 97% of the 132 SMs of an H100 in one wave; of wider ones, whose blocks have an SM each, 128 do. So fewer than
+// 8192 rows (4096; of a cluster of 8: 512) are shared out thinner, down to a row a group, to keep as many blocks (4096
+// x 1024: 16 rows each, 2 MB a sum, which stays in L2); many rows make at most 2048 blocks, 8 waves or 16, whose tail
+// is small.
 BackwardPartition backward_partition(int64_t n_rows, int64_t n_cols) {
-  constexpr int64_t kRowsPerBlock = 32, kRowsPerGroup = 4, kFillingBlocks = 256, kMaxBlocks = 2048;
+  constexpr int64_t kRowsPerPart = 32, kRowsPerGroup = 4, kFillingBlocks = ONETRIP_FILLING_BLOCKS, kMaxBlocks = 2048;
   const BackwardShape shape = backward_shape(n_cols);
+  const int64_t filling = kFillingBlocks / (shape.path == Path::kWide ? 2 * shape.row_blocks : 1);
+  const int64_t most = kMaxBlocks / shape.row_blocks;
   const int64_t wanted_rows =
-      kRowsPerGroup * shape.n_groups > kRowsPerBlock ? kRowsPerGroup * shape.n_groups : kRowsPerBlock;
-  int64_t n_blocks = ceil_div(n_rows, wanted_rows);
-  if (n_blocks < kFillingBlocks) {
-    // A wide row's partial sums are as long as itself and go through memory with every batch: a full batch at least.
-    const int64_t most = ceil_div(n_rows, shape.path == Path::kWide ? kMaxBatchRows : shape.n_groups);
-    n_blocks = most < kFillingBlocks ? most : kFillingBlocks;
-  } else if (n_blocks > kMaxBlocks) {
-    n_blocks = kMaxBlocks;
+      kRowsPerGroup * shape.n_groups > kRowsPerPart ? kRowsPerGroup * shape.n_groups : kRowsPerPart;
+  int64_t n_parts = ceil_div(n_rows, wanted_rows);
+  if (n_parts < filling) {
+    const int64_t thinnest = ceil_div(n_rows, shape.n_groups);
+    n_parts = thinnest < filling ? thinnest : filling;
+  } else if (n_parts > most) {
+    n_parts = most;
   }
-  const int64_t rows_per_block = ceil_div(n_rows, n_blocks);
-  return {rows_per_block, ceil_div(n_rows, rows_per_block), shape.row_threads, shape.n_groups};
+  const int64_t rows_per_part = ceil_div(n_rows, n_parts);
+  return {rows_per_part, ceil_div(n_rows, rows_per_part), shape.row_threads, shape.n_groups};
+}
+
+// Floats of the partial sums; behind them, at an even number, lie the split kernels' means, two a row.
+int64_t partial_floats(int64_t n_rows, int64_t n_cols, int n_wanted) {
+  return ceil_div(n_wanted * backward_partition(n_rows, n_cols).n_parts * n_cols, 2) * 2;
+}
+
+int wanted_sums(const RowNormBackward& args) {
+  return (args.dbias != nullptr ? 1 : 0) + (args.dweight != nullptr ? 1 : 0) + (args.dnorm_bias != nullptr ? 1 : 0);
 }
 
 template <typename X, typename Z, bool kVectorAccess>
@@ -152,56 +187,73 @@ cudaError_t launch_forward(const RowNormForward& args, int device, cudaStream_t 
                            : launch_forward_rows<X, Z, false>(args, device, stream);
 }
 
-// Bytes of dynamic shared memory that a block of backward may ask for.
-struct SharedLimits {
-  int64_t one_block;    // at most
-  int64_t half_filled;  // so that blocks with half of an SM's threads fit side by side
-};
-
-cudaError_t shared_limits(SharedLimits& limits, int device) {
-  int block_bytes = 0, sm_bytes = 0, reserved = 0, sm_threads = 0;
-  const auto get = [device](int& value, cudaDeviceAttr attribute) {
-    return cudaDeviceGetAttribute(&value, attribute, device);
+// Whether the card runs the cluster kernel on such rows; if so, status is that of the launch. shared_limit: bytes that
+// a block may have, its own arrays included. As many rows of dy and z are copied ahead as fit, then of dz.
+template <typename X, typename Z, int kRowThreads>
+bool launch_backward_cluster(const RowNormBackward& args, const BackwardPartition& partition, int64_t shared_limit,
+                             int device, cudaStream_t stream, cudaError_t& status) {
+  const auto kernel = row_norm_backward_cluster_kernel<X, Z, kRowThreads>;
+  const int64_t static_bytes = static_shared_bytes(kernel);
+  if (static_bytes == 0) return false;
+  const int n_blocks = cluster_blocks(args.n_cols), threads = threads_for(args.n_cols, kWalkColumns * n_blocks);
+  const int64_t n_pieces = (shared_limit - static_bytes) / (16 * threads), fixed = fixed_pieces(args);
+  const auto stages_of = [&](int64_t left, int pieces, int64_t most) {
+    return static_cast<int>(left / pieces < most ? left / pieces : most);
   };
-  cudaError_t status = get(block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  if (status == cudaSuccess) status = get(sm_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-  if (status == cudaSuccess) status = get(reserved, cudaDevAttrReservedSharedMemoryPerBlock);
-  if (status == cudaSuccess) status = get(sm_threads, cudaDevAttrMaxThreadsPerMultiProcessor);
-  limits.one_block = block_bytes - kStaticSharedBytes;
-  const int64_t blocks = ceil_div(sm_threads / 2, kBackwardThreads);
-  const int64_t share = sm_bytes / (blocks > 0 ? blocks : 1) - reserved - kStaticSharedBytes;
-  limits.half_filled = share < limits.one_block ? share : limits.one_block;
-  return status;
+  ClusterStages stages{};
+  constexpr int kStagePieces = kPieces<X> + kPieces<Z>;
+  if (n_pieces < fixed + kStagePieces) return false;
+  stages.dy_z = stages_of(n_pieces - fixed, kStagePieces, kMaxStages);
+  if (args.dz != nullptr) stages.dz = stages_of(n_pieces - fixed - stages.dy_z * kStagePieces, kPieces<Z>, stages.dy_z);
+  const size_t shared_bytes =
+      static_cast<size_t>(fixed + stages.dy_z * kStagePieces + stages.dz * kPieces<Z>) * 16 * threads;
+  const dim3 grid(static_cast<unsigned>(n_blocks), static_cast<unsigned>(partition.n_parts));
+  if (n_blocks == 1) {
+    status = allow_shared(kernel, static_cast<int64_t>(shared_bytes));
+    if (status == cudaSuccess)
+      status = ONETRIP_LAUNCH(kernel, grid, dim3(threads), shared_bytes, stream, args, partition, stages);
+    return true;
+  }
+  if (!runs_in_clusters(kernel, n_blocks, threads, shared_bytes, device)) return false;
+  status =
+      ONETRIP_LAUNCH_CLUSTERS(kernel, n_blocks, grid, dim3(threads), shared_bytes, stream, args, partition, stages);
+  return true;
 }
 
 template <typename X, typename Z, bool kFast>
-cudaError_t launch_backward_wide(const RowNormBackward& args, bool vector_access, const BackwardPartition& partition,
-                                 const SharedLimits& limits, cudaStream_t stream) {
-  constexpr int64_t kTileColumns = kBackwardThreads * kBackwardColumns;
-  const auto kernel = row_norm_backward_wide_kernel<X, Z, kFast>;
-  WideCache cache{kMaxBatchRows, 0};
-  int64_t shared_bytes = 0;
+cudaError_t launch_backward_split(const RowNormBackward& args, bool vector_access, const BackwardPartition& partition,
+                                  cudaStream_t stream) {
+  const dim3 block(kBackwardThreads);
+  float2* means = nullptr;
   if (args.dy != nullptr) {
-    // As many rows as fit at once; of a row that does not fit alone, as many tiles as do. A row that would take a whole
-    // SM's memory gets it: reading it twice costs more than a second block gains.
-    const int64_t tile_bytes = kTileColumns * (size_of(args.y_dtype) + static_cast<int64_t>(sizeof(Z)));
-    const int64_t n_tiles = ceil_div(args.n_cols, kTileColumns);
-    const int64_t limit = n_tiles * tile_bytes <= limits.half_filled ? limits.half_filled : limits.one_block;
-    const int64_t tiles_that_fit = limit / tile_bytes, rows_that_fit = tiles_that_fit / n_tiles;
-    if (rows_that_fit > 0)
-      cache.batch_rows = static_cast<int>(rows_that_fit < kMaxBatchRows ? rows_that_fit : kMaxBatchRows);
-    cache.tiles = static_cast<int>(rows_that_fit > 0 ? n_tiles : tiles_that_fit / kMaxBatchRows);
-    shared_bytes = cache.batch_rows * cache.tiles * tile_bytes;
+    means = reinterpret_cast<float2*>(args.workspace + partial_floats(args.n_rows, args.n_cols, wanted_sums(args)));
+    const auto kernel = row_norm_backward_means_kernel<X, Z, kFast>;
     const cudaError_t status =
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(shared_bytes));
+        ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, 1), block, 0, stream, args, vector_access, means);
     if (status != cudaSuccess) return status;
   }
-  return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_blocks)), dim3(kBackwardThreads),
-                        static_cast<size_t>(shared_bytes), stream, args, vector_access, partition, cache);
+  const auto kernel = row_norm_backward_columns_kernel<X, Z, kFast>;
+  const size_t shared_bytes =
+      ((args.dbias != nullptr ? 1 : 0) + (args.dweight != nullptr ? 1 : 0)) * kSumFloats * sizeof(float);
+  const dim3 grid(static_cast<unsigned>(ceil_div(args.n_cols, kTileColumns)), static_cast<unsigned>(partition.n_parts));
+  return ONETRIP_LAUNCH(kernel, grid, block, shared_bytes, stream, args, vector_access, partition, means);
 }
 
-cudaError_t launch_partials(const RowNormBackward& args, int64_t n_blocks, cudaStream_t stream) {
+template <typename X, typename Z>
+cudaError_t launch_backward_wide(const RowNormBackward& args, bool vector_access, bool fast,
+                                 const BackwardPartition& partition, int64_t shared_limit, int device,
+                                 cudaStream_t stream) {
+  cudaError_t status = cudaSuccess;
+  if (fast && args.dy != nullptr && args.n_cols <= kMaxClusterBlocks * kClusterBlockColumns) {
+    const auto launch = cluster_blocks(args.n_cols) == 1 ? launch_backward_cluster<X, Z, 0>
+                                                         : launch_backward_cluster<X, Z, kClusterRow>;
+    if (launch(args, partition, shared_limit, device, stream, status)) return status;
+  }
+  return fast ? launch_backward_split<X, Z, true>(args, true, partition, stream)
+              : launch_backward_split<X, Z, false>(args, vector_access, partition, stream);
+}
+
+cudaError_t launch_partials(const RowNormBackward& args, int64_t n_parts, cudaStream_t stream) {
   PartialSums sums{};
   unsigned n_wanted = 0;
   const auto want = [&](void* out, DType dtype) {
@@ -217,7 +269,7 @@ cudaError_t launch_partials(const RowNormBackward& args, int64_t n_blocks, cudaS
   const auto kernel = row_norm_partials_kernel<kMaxThreads>;
   return ONETRIP_LAUNCH(kernel,
                         dim3(static_cast<unsigned>(column_blocks < kMaxGrid ? column_blocks : kMaxGrid), n_wanted),
-                        dim3(kMaxThreads), 0, stream, args.workspace, n_blocks, args.n_cols, sums);
+                        dim3(kMaxThreads), 0, stream, args.workspace, n_parts, args.n_cols, sums);
 }
 
 template <typename X, typename Z, bool kFast>
@@ -226,10 +278,9 @@ cudaError_t launch_backward_rows(const RowNormBackward& args, bool vector_access
   const auto kernel = shape.path == Path::kEighths ? row_norm_backward_kernel<X, Z, kEighthsThreads, kFast>
                       : shape.path == Path::kWarp  ? row_norm_backward_kernel<X, Z, kWarpThreads, kFast>
                                                    : row_norm_backward_kernel<X, Z, 0, kFast>;
-  const cudaError_t status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                  cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  const cudaError_t status = allow_shared(kernel, shared_bytes);
   if (status != cudaSuccess) return status;
-  return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_blocks)),
+  return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_parts)),
                         dim3(shape.row_threads * shape.n_groups), static_cast<size_t>(shared_bytes), stream, args,
                         vector_access, partition);
 }
@@ -247,24 +298,22 @@ cudaError_t launch_backward(const RowNormBackward& args, int device, cudaStream_
 
   const BackwardShape shape = backward_shape(args.n_cols);
   const BackwardPartition partition = backward_partition(args.n_rows, args.n_cols);
-  SharedLimits limits{};
-  cudaError_t status = shared_limits(limits, device);
+  int shared_limit = 0;
+  cudaError_t status = cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (status != cudaSuccess) return status;
-  const bool vector_access = access.possible(), dy_like_x = args.y_dtype == DTypeOf<X>::value;
+  const bool vector_access = access.possible(), fast = vector_access && args.y_dtype == DTypeOf<X>::value;
   if (shape.path == Path::kWide) {
-    status = vector_access && dy_like_x
-                 ? launch_backward_wide<X, Z, true>(args, true, partition, limits, stream)
-                 : launch_backward_wide<X, Z, false>(args, vector_access, partition, limits, stream);
+    status = launch_backward_wide<X, Z>(args, vector_access, fast, partition, shared_limit, device, stream);
   } else {
-    const auto shared_bytes = [&](bool fast) {
-      return static_cast<int>(sizeof(float)) * backward_shared_floats(fast, args, shape.row_threads);
+    const auto shared_bytes = [&](bool fast_kernel) {
+      return static_cast<int>(sizeof(float)) * backward_shared_floats(fast_kernel, args, shape.row_threads);
     };
-    const bool fast = vector_access && dy_like_x && shared_bytes(true) <= limits.one_block;
     status =
-        fast ? launch_backward_rows<X, Z, true>(args, true, shape, partition, shared_bytes(true), stream)
-             : launch_backward_rows<X, Z, false>(args, vector_access, shape, partition, shared_bytes(false), stream);
+        fast && shared_bytes(true) <= shared_limit - kStaticSharedBytes
+            ? launch_backward_rows<X, Z, true>(args, true, shape, partition, shared_bytes(true), stream)
+            : launch_backward_rows<X, Z, false>(args, vector_access, shape, partition, shared_bytes(false), stream);
   }
-  return status == cudaSuccess ? launch_partials(args, partition.n_blocks, stream) : status;
+  return status == cudaSuccess ? launch_partials(args, partition.n_parts, stream) : status;
 }
 
 }  // namespace
@@ -297,7 +346,8 @@ int row_norm_backward_cuda(const RowNormBackward& args, int device, void* stream
 
 int64_t row_norm_workspace_cuda(int64_t n_rows, int64_t n_cols, int n_wanted) {
   if (n_rows == 0 || n_cols == 0) return 0;
-  return n_wanted * backward_partition(n_rows, n_cols).n_blocks * n_cols;
+  const bool has_means = backward_shape(n_cols).path == Path::kWide;
+  return partial_floats(n_rows, n_cols, n_wanted) + (has_means ? 2 * n_rows : 0);
 }
 
 #endif  // __CUDACC_RTC__

@@ -5,8 +5,11 @@
 //   rows)
 //
 // One pass: dy, z (and dz) are read once, dx (and dresidual) written once. The sums over rows are float32: every block
-// keeps those of its own rows in registers and writes them as one partial row; row_norm_partials_kernel adds the
-// partial rows.
+// keeps those of its own rows on the SM and writes them as one partial row; row_norm_partials_kernel adds the partial
+// rows. Wider rows are in row_norm_backward_cluster.cuh and row_norm_backward_split.cuh.
+//
+// The gradients of a row are the same bits whichever kernel takes it. So no compiler may fuse a product with a sum, or
+// not, as it likes: products are __fmul_rn, or fmaf where they are fused.
 #pragma once
 #include "row_norm_common.cuh"
 
@@ -17,19 +20,18 @@ constexpr int kBackwardColumns = kChunkColumns;
 constexpr int kBackwardThreads = 512;
 constexpr int kMaxWanted = 3;
 
-// Which rows a block takes, how its threads share them, and where its partial sums go: workspace is
-// [n_wanted][n_blocks][n_cols].
+// Which rows make a partial row, how threads share them, and where the partial sums go: workspace is
+// [n_wanted][n_parts][n_cols].
 struct BackwardPartition {
-  int64_t rows_per_block;
-  int64_t n_blocks;
+  int64_t rows_per_part;
+  int64_t n_parts;
   int row_threads, n_groups;
 };
 
-// The first row of this block, computed again wherever it is wanted.
-__device__ __forceinline__ int64_t block_begin(const BackwardPartition& partition) {
-  uint32_t block = blockIdx.x;
-  forget(block);
-  return block * partition.rows_per_block;
+// The first row of a part, computed again wherever it is wanted.
+__device__ __forceinline__ int64_t part_begin(const BackwardPartition& partition, uint32_t part) {
+  forget(part);
+  return part * partition.rows_per_part;
 }
 
 template <typename Z, int kColumns>
@@ -54,8 +56,7 @@ __device__ __forceinline__ void load_gradient(GradientChunk<Z, kColumns>& chunk,
   load_chunk(chunk.dy, args.dy, dy_dtype, row * args.dy_row_stride + col, vector_access, valid);
 }
 
-// dy and n of one chunk; both are 0 past the row's end, where dy reads as 0 and n is set to it. Products that are
-// computed a second time after the sum over the row are never fused with what follows: both times give the same bits.
+// dy and n of one chunk; both are 0 past the row's end, where dy reads as 0 and n is set to it.
 template <typename Z, int kColumns>
 __device__ __forceinline__ void normalise(const GradientChunk<Z, kColumns>& chunk, DType dy_dtype, float mean,
                                           float rstd, bool vector_access, int valid, float (&dy)[kColumns],
@@ -76,6 +77,15 @@ __device__ __forceinline__ void apply_weight(float (&dy)[kColumns], const RowNor
   for (int i = 0; i < kColumns; ++i) dy[i] = __fmul_rn(dy[i], weight[i] + args.weight_offset);
 }
 
+// The sums of wdy * n (x) and wdy (y) over a chunk.
+template <int kColumns>
+__device__ __forceinline__ float2 chunk_sums(const float (&wdy)[kColumns], const float (&n)[kColumns]) {
+  float2 sums = make_float2(0.0f, 0.0f);
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) sums = make_float2(fmaf(wdy[i], n[i], sums.x), sums.y + wdy[i]);
+  return sums;
+}
+
 // The means of wdy * n (x) and wdy (y) over the row.
 __device__ __forceinline__ float2 row_means(float2 sums, const RowNormBackward& args) {
   return make_float2(mean_of(sums.x, args.n_cols), args.norm == Norm::kLayer ? mean_of(sums.y, args.n_cols) : 0.0f);
@@ -85,7 +95,15 @@ template <int kColumns>
 __device__ __forceinline__ void gradient_of_z(float (&wdy)[kColumns], const float (&n)[kColumns], float2 means,
                                               float rstd) {
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) wdy[i] = (wdy[i] - n[i] * means.x - means.y) * rstd;
+  for (int i = 0; i < kColumns; ++i) wdy[i] = __fmul_rn(fmaf(-n[i], means.x, wdy[i]) - means.y, rstd);
+}
+
+template <typename Z, int kColumns>
+__device__ __forceinline__ void add_chunk(float (&g)[kColumns], const Chunk<Z, kColumns>& chunk) {
+  float added[kColumns];
+  unpack(chunk, added);
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) g[i] += added[i];
 }
 
 template <typename Z, int kColumns>
@@ -94,10 +112,7 @@ __device__ __forceinline__ void add_dz(float (&g)[kColumns], const RowNormBackwa
   if (args.dz == nullptr) return;
   Chunk<Z, kColumns> dz;
   load_chunk(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
-  float added[kColumns];
-  unpack(dz, added);
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i) g[i] += added[i];
+  add_chunk(g, dz);
 }
 
 // Writes dresidual and dx from g; leaves dropout_backward(g) in g.
@@ -113,8 +128,8 @@ __device__ __forceinline__ void store_gradient(float (&g)[kColumns], const RowNo
 }
 
 __device__ __forceinline__ float* partial_row(const RowNormBackward& args, const BackwardPartition& partition,
-                                              int slot) {
-  return args.workspace + (slot * partition.n_blocks + blockIdx.x) * args.n_cols;
+                                              uint32_t part, int slot) {
+  return args.workspace + (slot * partition.n_parts + part) * args.n_cols;
 }
 
 // One float a column of this thread of a sum over rows, until the block's rows are through: in registers, or in shared
@@ -135,6 +150,15 @@ class ColumnSums {
     } else {
       sum_[i] += value;
     }
+  }
+  __device__ __forceinline__ void add_product(int i, float a, float b) {
+    float& sum = kInShared ? buffer_[i * kBackwardThreads] : sum_[kInShared ? 0 : i];
+    sum = fmaf(a, b, sum);
+  }
+  __device__ __forceinline__ void copy_to(float (&value)[kBackwardColumns]) const {
+#pragma unroll
+    for (int i = 0; i < kBackwardColumns; ++i)
+      value[i] = kInShared ? buffer_[i * kBackwardThreads] : sum_[kInShared ? 0 : i];
   }
   // Puts the sums into the buffer, where they are not there yet, and returns it (the block's, not the thread's).
   __device__ __forceinline__ const float* publish() const {
@@ -217,9 +241,9 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
   ColumnSums<false> dnorm_bias(first_buffer, args.dnorm_bias != nullptr);
 
   // Uniform in a warp: a group past the block's last row goes on with a row of no columns.
-  for (int first_row = 0; first_row < partition.rows_per_block; first_row += n_groups) {
-    const int64_t row_in_block = first_row + group, row = block_begin(partition) + row_in_block;
-    const bool has_row = row_in_block < partition.rows_per_block && row < args.n_rows;
+  for (int first_row = 0; first_row < partition.rows_per_part; first_row += n_groups) {
+    const int64_t row_in_part = first_row + group, row = part_begin(partition, blockIdx.x) + row_in_part;
+    const bool has_row = row_in_part < partition.rows_per_part && row < args.n_rows;
     const int n_cols = has_row ? static_cast<int>(args.n_cols) : 0;
     forget(col);  // or a pair of registers would hold each tensor's address of this column
     const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
@@ -242,20 +266,17 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
       const float mean = args.mean != nullptr && n_cols != 0 ? __ldg(args.mean + row) : 0.0f;
       const float rstd = n_cols != 0 ? __ldg(args.rstd + row) : 0.0f;
       float n[kColumns];
-      float2 sums = make_float2(0.0f, 0.0f);
       normalise(held, dy_dtype, mean, rstd, vector_access, valid, g, n);
       if (args.dweight != nullptr) {
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) dweight.add(i, g[i] * n[i]);
+        for (int i = 0; i < kColumns; ++i) dweight.add_product(i, g[i], n[i]);
       }
       if (args.dnorm_bias != nullptr) {
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) dnorm_bias.add(i, g[i]);
       }
       weigh(g);
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) sums = add(sums, make_float2(g[i] * n[i], g[i]));
-      const float2 means = row_means(sum_over_row(sums), args);
+      const float2 means = row_means(sum_over_row(chunk_sums(g, n)), args);
       if (kComputeTwice) {
         forget(held, dy_dtype);
         normalise(held, dy_dtype, mean, rstd, vector_access, valid, g, n);
@@ -268,10 +289,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
     }
     if (args.dz != nullptr) {
       if (!kDzEarly) load_chunk(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
-      float added[kColumns];
-      unpack(dz, added);
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) g[i] += added[i];
+      add_chunk(g, dz);
     }
     store_gradient<X, Z>(g, args, mask, vector_access, row, col, valid);
     if (args.dbias != nullptr) {
@@ -286,7 +304,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
     __syncthreads();  // the readers of the previous sums are done
     const float* const buffer = sums.publish();
     __syncthreads();
-    float* const out = partial_row(args, partition, slot++);
+    float* const out = partial_row(args, partition, blockIdx.x, slot++);
     for (int i = static_cast<int>(threadIdx.x); i < args.n_cols; i += static_cast<int>(blockDim.x)) {
       const int word = i % kColumns, owner = i / kColumns;
       float total = 0.0f;
@@ -299,7 +317,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
   add_groups(dnorm_bias, args.dnorm_bias != nullptr);
 }
 
-// out[slot][col] = sum over blocks of partials[slot][block][col], rounded to the parameter's dtype. A block takes 32
+// out[slot][col] = sum over parts of partials[slot][part][col], rounded to the parameter's dtype. A block takes 32
 // columns of one slot (blockIdx.y); its warps take partial rows in turn and are added in order.
 struct PartialSums {
   void* out[kMaxWanted];
@@ -307,7 +325,7 @@ struct PartialSums {
 };
 
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads) row_norm_partials_kernel(const float* workspace, const int64_t n_blocks,
+__global__ void __launch_bounds__(kThreads) row_norm_partials_kernel(const float* workspace, const int64_t n_parts,
                                                                      const int64_t n_cols, const PartialSums sums) {
   ONETRIP_SHARED(float, warp_sums, kMaxThreads);
   const int warp = static_cast<int>(threadIdx.x) / kWarpThreads, lane = static_cast<int>(threadIdx.x) % kWarpThreads;
@@ -320,8 +338,8 @@ __global__ void __launch_bounds__(kThreads) row_norm_partials_kernel(const float
     float sum = 0.0f;
     if (col < n_cols) {
 #pragma unroll 4
-      for (int64_t block = warp; block < n_blocks; block += kThreads / kWarpThreads) {
-        sum += __ldg(workspace + (slot * n_blocks + block) * n_cols + col);
+      for (int64_t part = warp; part < n_parts; part += kThreads / kWarpThreads) {
+        sum += __ldg(workspace + (slot * n_parts + part) * n_cols + col);
       }
     }
     __syncthreads();

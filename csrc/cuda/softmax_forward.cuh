@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kClusterThreads, kClusterBlocksPerSm)
   const ClusterThreads threads;
   forward_row<T, kHeldChunks, true>(args, launch, dropout, threads.row, threads.thread, threads.count,
                                     [&](float largest, float sum) {
-                                      const float2* const slots = exchange(make_float2(largest, sum));
+                                      const float2* const slots = exchange.tell<1>(make_float2(largest, sum));
                                       return join_slots(slots, ClusterExchange::n_warps());
                                     });
 #endif

@@ -35,7 +35,15 @@ constexpr size_t kStackBytes = 64 * 1024;
 constexpr int kNamedBarriers = 16;
 constexpr unsigned kWarp = 32, kMaxThreads = 1024, kMaxClusterBlocks = 8;
 
-enum class State { kReady, kAtBlockBarrier, kAtNamedBarrier, kAtClusterBarrier, kAtWarpOperation, kAtArrivals, kDone };
+enum class State {
+  kReady,
+  kAtBlockBarrier,
+  kAtNamedBarrier,
+  kAtClusterBarrier,
+  kAtByteBarrier,
+  kAtWarpOperation,
+  kDone
+};
 
 struct Copy {
   void* to;
@@ -50,10 +58,10 @@ struct Fiber {
   size_t stack_bytes = kStackBytes;
   void* sanitizer_stack = nullptr;
   State state = State::kDone;
-  int line = 0;     // of the block barrier it waits at
-  int barrier = 0;  // the named barrier it waits at
+  int line = 0;                            // of the block barrier it waits at
+  int barrier = 0;                         // the named barrier it waits at
+  const uint64_t* byte_barrier = nullptr;  // the one it waits at
   bool arrived_at_cluster = false;
-  const Arrivals* arrivals = nullptr;  // it waits for
   std::vector<Copy> open_group;
   std::deque<std::vector<Copy>> groups;
   ThreadIndices indices{};
@@ -69,6 +77,12 @@ struct NamedBarrier {
   int arrived = 0, expected = 0;
 };
 
+struct ByteBarrier {
+  bool has_expected = false;
+  int64_t bytes = 0;  // to come; negative where some came before they were expected
+  int phase = 0;
+};
+
 struct FreeBytes {
   void operator()(void* bytes) const { std::free(bytes); }
 };
@@ -79,6 +93,7 @@ using Array = std::pair<Bytes, size_t>;
 struct Block {
   std::vector<Warp> warps;
   NamedBarrier named_barriers[kNamedBarriers];
+  std::map<const uint64_t*, ByteBarrier> byte_barriers;
   std::map<std::pair<const char*, int>, Array> shared_arrays;
   Bytes dynamic_bytes;
 };
@@ -251,6 +266,23 @@ bool release_barriers() {
   return released || release_cluster_barrier();
 }
 
+ByteBarrier& find_byte_barrier(size_t block, const uint64_t* barrier) {
+  const auto found = blocks[block].byte_barriers.find(barrier);
+  if (found == blocks[block].byte_barriers.end()) fail("a barrier that counts bytes was not initialised");
+  return found->second;
+}
+
+void end_phase_if_over(size_t block, const uint64_t* barrier) {
+  ByteBarrier& state = find_byte_barrier(block, barrier);
+  if (!state.has_expected || state.bytes != 0) return;
+  state.has_expected = false;
+  state.phase ^= 1;
+  for (size_t i = 0; i < n_threads; ++i) {
+    Fiber& fiber = fibers[block * n_threads + i];
+    if (fiber.state == State::kAtByteBarrier && fiber.byte_barrier == barrier) fiber.state = State::kReady;
+  }
+}
+
 // first: the index of the cluster's first block; its blocks follow along x.
 void run_cluster(dim3 grid, dim3 block, uint3 first) {
   for (size_t i = 0; i < fibers.size(); ++i) {
@@ -264,6 +296,7 @@ void run_cluster(dim3 grid, dim3 block, uint3 first) {
   for (Block& own : blocks) {
     std::fill(own.warps.begin(), own.warps.end(), Warp{});
     std::fill(std::begin(own.named_barriers), std::end(own.named_barriers), NamedBarrier{});
+    own.byte_barriers.clear();
     for (auto& [place, array] : own.shared_arrays) fill_with_nan(array.first.get(), array.second);
     if (n_dynamic_bytes != 0) fill_with_nan(own.dynamic_bytes.get(), n_dynamic_bytes);
   }
@@ -386,32 +419,39 @@ void* remote_shared(void* mine, int rank) {
   fail("a store into shared memory that is none");
 }
 
-void arrivals_begin(Arrivals* arrivals) { *arrivals = Arrivals{0, 0, 0}; }
-
-void arrivals_announce(Arrivals* arrivals, int bytes) {
-  if (arrivals->announced++ != 0) fail("arrivals are announced twice in a phase");
-  count_arrival(arrivals, -bytes);
+void byte_barrier_init(uint64_t* barrier) {
+  if (cluster_has_met) fail("a barrier that counts bytes is initialised after the cluster's first meeting");
+  if (!block_of(*running).byte_barriers.try_emplace(barrier).second)
+    fail("a barrier that counts bytes is used already");
 }
 
-void count_arrival(Arrivals* arrivals, int bytes) {
-  arrivals->bytes -= bytes;
-  if (arrivals->announced == 0 || arrivals->bytes != 0) return;
-  arrivals->announced = 0;
-  ++arrivals->phase;
-  for (Fiber& fiber : fibers) {
-    if (fiber.state == State::kAtArrivals && fiber.arrivals == arrivals) fiber.state = State::kReady;
-  }
+void byte_barrier_expect(uint64_t* barrier, int bytes) {
+  const size_t block = running->indices.cluster_rank;
+  ByteBarrier& state = find_byte_barrier(block, barrier);
+  if (state.has_expected) fail("two threads say how many bytes a barrier is to expect");
+  state.has_expected = true;
+  state.bytes += bytes;
+  end_phase_if_over(block, barrier);
 }
 
-void arrivals_wait(const Arrivals* arrivals, int parity) {
-  if (arrivals->phase % 2 != parity) return;  // that phase has ended
-  running->arrivals = arrivals;
-  wait(State::kAtArrivals);
+void byte_barrier_wait(uint64_t* barrier, int parity) {
+  const ByteBarrier& state = find_byte_barrier(running->indices.cluster_rank, barrier);
+  if (state.phase != parity) return;
+  running->byte_barrier = barrier;
+  wait(State::kAtByteBarrier);
+}
+
+void store_remote_counted(void* mine, int rank, const void* value, size_t bytes, uint64_t* barrier) {
+  const auto* const remote_barrier = static_cast<const uint64_t*>(remote_shared(barrier, rank));
+  std::memcpy(remote_shared(mine, rank), value, bytes);
+  find_byte_barrier(static_cast<size_t>(rank), remote_barrier).bytes -= static_cast<int64_t>(bytes);
+  end_phase_if_over(static_cast<size_t>(rank), remote_barrier);
 }
 
 void copy_async(void* shared, const void* global, size_t bytes) {
   const auto misaligned = [bytes](const void* address) { return reinterpret_cast<uintptr_t>(address) % bytes != 0; };
   if (misaligned(shared) || misaligned(global)) fail("a misaligned asynchronous copy");
+  fill_with_nan(shared, bytes);
   running->open_group.push_back({shared, global, bytes});
 }
 

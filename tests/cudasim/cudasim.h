@@ -5,9 +5,9 @@
 // AddressSanitizer and UBSan that finds accesses out of bounds in global and shared memory, misaligned vector accesses,
 // and use of shared memory that nobody has written (it is filled with NaN before every block). The simulator itself
 // aborts on divergent barriers, on warp operations that name an absent lane, on deadlocks, and on stores into a block
-// of the cluster that may not have begun or has ended. A copy that was not waited for has not arrived. A missing
-// barrier shows only under some orders of the threads: run several (set_order). Blind to races within a warp, to
-// memory-model effects and to rounding of fast-math instructions.
+// of the cluster that may not have begun or has ended. A copy that was not waited for has not arrived, but has already
+// made its target unreadable. A missing barrier shows only under some orders of the threads: run several (set_order).
+// Blind to races within a warp, to memory-model effects and to rounding of fast-math instructions.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -66,18 +66,14 @@ void cluster_wait();
 // Where an address in this block's shared memory lies in that of another block of the cluster.
 void* remote_shared(void* mine, int rank);
 
-// Bytes stored into a block from others, counted in 8 bytes of its shared memory.
-struct Arrivals {
-  int32_t bytes;  // announced and not there yet; below 0: there before they were announced
-  uint16_t announced, phase;
-};
-static_assert(sizeof(Arrivals) == sizeof(uint64_t), "in place of one");
-void arrivals_begin(Arrivals* arrivals);
-void arrivals_announce(Arrivals* arrivals, int bytes);
-void arrivals_wait(const Arrivals* arrivals, int parity);
-void count_arrival(Arrivals* arrivals, int bytes);
+// Barriers that count bytes. What is stored arrives at once: early, where nobody waits for the end of the phase.
+void byte_barrier_init(uint64_t* barrier);
+void byte_barrier_expect(uint64_t* barrier, int bytes);
+void byte_barrier_wait(uint64_t* barrier, int parity);
+void store_remote_counted(void* mine, int rank, const void* value, size_t bytes, uint64_t* barrier);
 
-// Copies wait in groups of their thread: all but the last n_pending are carried out by copy_async_wait.
+// A copy fills its target with NaN, and waits in a group of its thread: all but the last n_pending are carried out by
+// copy_async_wait.
 void copy_async(void* shared, const void* global, size_t bytes);
 void copy_async_commit();
 void copy_async_wait(int n_pending);
@@ -123,6 +119,9 @@ T shuffle(unsigned mask, T value, unsigned source_lane) {
 #define gridDim (::cudasim::current().grid_dim)
 
 namespace onetrip {
+using ::cudasim::byte_barrier_expect;
+using ::cudasim::byte_barrier_init;
+using ::cudasim::byte_barrier_wait;
 using ::cudasim::cluster_arrive;
 using ::cudasim::cluster_wait;
 using ::cudasim::copy_async_commit;
@@ -134,19 +133,9 @@ template <typename T>
 void store_remote(T* mine, int rank, T value) {
   *static_cast<T*>(::cudasim::remote_shared(mine, rank)) = value;
 }
-inline void arrivals_begin(uint64_t* arrivals) {
-  ::cudasim::arrivals_begin(reinterpret_cast<::cudasim::Arrivals*>(arrivals));
-}
-inline void arrivals_announce(uint64_t* arrivals, int bytes) {
-  ::cudasim::arrivals_announce(reinterpret_cast<::cudasim::Arrivals*>(arrivals), bytes);
-}
-inline void arrivals_wait(uint64_t* arrivals, int parity) {
-  ::cudasim::arrivals_wait(reinterpret_cast<const ::cudasim::Arrivals*>(arrivals), parity);
-}
 template <typename T>
-void send_remote(T* mine, uint64_t* arrivals, int rank, T value) {
-  store_remote(mine, rank, value);
-  ::cudasim::count_arrival(static_cast<::cudasim::Arrivals*>(::cudasim::remote_shared(arrivals, rank)), sizeof(T));
+void store_remote(T* mine, int rank, T value, uint64_t* barrier) {
+  ::cudasim::store_remote_counted(mine, rank, &value, sizeof value, barrier);
 }
 inline void copy_async_16(void* shared, const void* global) { ::cudasim::copy_async(shared, global, 16); }
 template <int kPending>

@@ -113,7 +113,7 @@ def test_rows_far_wider_than_shared_memory(driver, n_cols: int, has_parameters: 
     check_backward(call, backward)
 
 
-@pytest.mark.parametrize("size", [(9, 64), (9, 256), (5, 1024), (3, 16400)], ids=_id)
+@pytest.mark.parametrize("size", [(9, 64), (9, 256), (5, 1024), (20, 4104), (9, 8200), (3, 16400)], ids=_id)
 @pytest.mark.parametrize("pair", ["f32", "bf16", "f16-f32"])
 def test_same_bits_wherever_tensors_lie(driver, pair: str, size: tuple[int, int], tmp_path: Path) -> None:
     # Without clusters, which take aligned rows only.
@@ -136,13 +136,35 @@ def test_same_bits_wherever_tensors_lie(driver, pair: str, size: tuple[int, int]
                 )
 
 
-@pytest.mark.parametrize("n_cols", [9000, 16384])
-@pytest.mark.parametrize("pair", ["f32", "bf16-f32"])
-def test_wide_gradients_do_not_depend_on_shared_memory(driver, pair: str, n_cols: int, tmp_path: Path) -> None:
-    """A card with little shared memory keeps less of the rows there; the gradients are the same bits."""
-    call = Call("wide", 9, n_cols, PAIRS[pair], residual=True, bias=True, dropout_p=0.1, store_z=True, orders=(0,))
-    limits = (227 * 1024, 163 * 1024, 96 * 1024, 64 * 1024, 48 * 1024)
-    outputs = run(driver(pair), [replace(call, shared_limit=limit).backward_case() for limit in limits], tmp_path)
+# Both sides of where a row takes more blocks, up to six rows a part: every stage is filled again.
+@pytest.mark.parametrize(
+    ("pair", "n_rows", "n_cols", "dz", "kilobytes"),
+    [
+        ("f32", 35, 4104, True, (227, 48)),
+        ("bf16", 83, 4104, False, (227, 96)),
+        ("bf16-f32", 20, 6000, True, (227, 96, 64)),
+        ("f32", 5, 8192, False, (227, 163)),
+        ("bf16", 5, 8192, True, (227, 163, 96)),
+        ("bf16", 45, 8200, True, (227, 48)),
+        ("f32", 20, 8200, False, (227, 64)),
+        ("f16-f32", 9, 9000, True, (227, 96, 64)),
+        ("f32", 9, 16384, True, (227,)),
+        ("bf16", 22, 20000, False, (227,)),
+        pytest.param("bf16", 11, 40000, True, (227,), marks=pytest.mark.slow),
+        pytest.param("f32", 2, 65536, False, (227,), marks=pytest.mark.slow),
+    ],
+)
+def test_wide_gradients_do_not_depend_on_the_card(
+    driver, pair: str, n_rows: int, n_cols: int, dz: bool, kilobytes: tuple[int, ...], tmp_path: Path
+) -> None:
+    """A card with little shared memory copies fewer rows ahead, or none, and one may have no clusters of blocks."""
+    call = Call(
+        "wide", n_rows, n_cols, PAIRS[pair], residual=True, bias=True, dropout_p=0.1, store_z=True, dz=dz, orders=(0,)
+    )
+    # The first has the split kernels: with 32 KB no stage fits where a block has the row to itself either.
+    cards = [replace(call, clusters=False, shared_limit=32 * 1024)]
+    cards += [replace(call, shared_limit=limit * 1024) for limit in kilobytes]
+    outputs = run(driver(pair), [card.backward_case() for card in cards], tmp_path)
     check_backward(call, outputs[0])
     for other in outputs[1:]:
         for name, tensor in other.items():
@@ -161,6 +183,29 @@ def test_wide_rows_do_not_depend_on_shared_memory(driver, pair: str, tmp_path: P
         for other in outputs[1:]:
             for name, tensor in other.items():
                 assert torch.equal(tensor, outputs[0][name]), name
+@pytest.mark.parametrize("size", [(35, 4104), (20, 8200)], ids=_id)
+@pytest.mark.parametrize("pair", ["f32", "bf16"])
+def test_wide_gradients_of_every_call(driver, pair: str, size: tuple[int, int], tmp_path: Path) -> None:
+    """Every kind of call, aligned and not; with little memory, so that rows wait for those before them."""
+    aligned = [replace(call, shared_limit=96 * 1024) for call in calls(PAIRS[pair], *size, orders=(4,))]
+    chosen = [*aligned, *(replace(call, shift=1) for call in aligned)]
+    outputs = run(driver(pair), [call.backward_case() for call in chosen], tmp_path)
+    for call, output in zip(chosen, outputs, strict=True):
+        check_backward(call, output)
+    for output, unaligned in zip(outputs, outputs[len(aligned) :], strict=False):
+        assert all(torch.equal(tensor, unaligned[name]) for name, tensor in output.items())
+
+
+@pytest.mark.parametrize("clusters", [True, False], ids=["clusters", "split"])
+@pytest.mark.parametrize("size", [(35, 4104), (20, 8200)], ids=_id)
+def test_wide_gradients_under_every_order_of_threads(
+    driver, size: tuple[int, int], clusters: bool, tmp_path: Path
+) -> None:
+    call = Call("orders", *size, PAIRS["bf16"], residual=True, bias=True, dropout_p=0.1, store_z=True, dz=True)
+    # Without clusters, and too little memory for a stage where a block has the row to itself.
+    call = replace(call, clusters=clusters, shared_limit=(96 if clusters else 32) * 1024)
+    (outputs,) = run(driver("bf16"), [call.backward_case()], tmp_path)
+    check_backward(call, outputs)
 
 
 @pytest.mark.parametrize("n_cols", [1000, 20000])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from onetrip.reference.adam import thresholds
 
 pytestmark = pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))
 
+CLUSTER, SPLIT = "row_norm_backward_cluster.cuh", "row_norm_backward_split.cuh"
 ROW_NORM_BUGS = {
     "no_barrier_in_the_sum": Bug("reduce.cuh", "named_barrier(1 + group, row_threads_);", ";"),
     "one_buffer_for_every_sum": Bug("reduce.cuh", "turn_ ^= 1;", ";"),
@@ -40,7 +42,34 @@ ROW_NORM_BUGS = {
         "buffer = sums.publish();",
     ),
     "sums_of_the_last_group_lost": Bug("row_norm_backward.cuh", "j < n_groups; ++j)", "j < n_groups - 1; ++j)"),
-    "gradient_means_exchanged": Bug("row_norm_backward.cuh", "n[i] * means.x - means.y", "n[i] * means.y - means.x"),
+    "gradient_means_exchanged": Bug(
+        "row_norm_backward.cuh", "means.x, wdy[i]) - means.y", "means.y, wdy[i]) - means.x"
+    ),
+    "cluster_sum_not_waited_for": Bug("reduce.cuh", "byte_barrier_wait(barrier, parity);", ""),
+    "cluster_sum_waits_for_the_one_before": Bug("reduce.cuh", "n_sums_ / 2 % 2;", "(n_sums_ / 2 + 1) % 2;"),
+    "one_half_for_every_cluster_sum": Bug("reduce.cuh", "shared_ + n_sums_ % 2 * kMaxClusterWarps", "shared_"),
+    "cluster_does_not_meet": Bug("reduce.cuh", "if (n_sums_ == 0) cluster_wait();", ""),
+    "second_chunks_not_added": Bug(
+        "reduce.cuh", "return add_up<2>(warp_sums(first, second));", "return (*this)(first);"
+    ),
+    "sum_of_more_than_32_warps_too_short": Bug("reduce.cuh", "int i = lane + kWarpThreads;", "int i = n_warps;"),
+    "copies_not_waited_for": Bug(CLUSTER, "wait_for_stage(stages.dy_z);", ""),
+    "dz_not_waited_for": Bug(CLUSTER, "if (stages.dz != 0) wait_for_stage(stages.dz);", ""),
+    "wait_one_group_short": Bug(CLUSTER, "copy_async_wait<3>", "copy_async_wait<4>"),
+    "wait_for_dz_one_group_short": Bug(CLUSTER, "copy_async_wait<1>", "copy_async_wait<2>"),
+    "stage_filled_before_it_is_read": Bug(
+        CLUSTER, "copy_dy_z(stage, r + stages.dy_z)", "copy_dy_z((stage + 1) % stages.dy_z, r + stages.dy_z)"
+    ),
+    "stage_too_many": Bug(CLUSTER, "stage + 1 < stages.dy_z ? stage + 1 : 0", "stage < stages.dy_z ? stage + 1 : 0"),
+    "copies_a_row_late": Bug(CLUSTER, "copy_dz(dz_stage, r + stages.dz);", "copy_dz(dz_stage, r + stages.dz + 1);"),
+    "statistics_of_the_row_before": Bug(CLUSTER, "load_statistics(r + 1);", "load_statistics(r);"),
+    "last_row_of_a_part_lost": Bug(
+        CLUSTER, "for (int r = 0; r < n_rows; ++r) {", "for (int r = 0; r + 1 < n_rows; ++r) {"
+    ),
+    "columns_past_the_row_not_zero": Bug(CLUSTER, "make_uint4(0, 0, 0, 0)", "make_uint4(~0u, ~0u, ~0u, ~0u)"),
+    "tiles_share_their_places": Bug(SPLIT, "n_warps % kMaxClusterWarps + warp", "warp"),
+    "means_without_barrier": Bug(SPLIT, "__syncthreads();\n  if (warp != 0) return;", "if (warp != 0) return;"),
+    "last_row_of_a_tile_lost": Bug(SPLIT, "row < end; ++row", "row + 1 < end; ++row"),
 }
 
 # What blocks of a cluster tell each other.
@@ -145,6 +174,12 @@ def check_row_norm(driver: Path, folder: Path) -> None:
     chosen += [Call("cluster", 2, 16896, **block, orders=(0, 4))]
     chosen += [Call("kept", 1, 16392, **block, clusters=False, orders=(0,))]
     _check_pairs(driver, chosen, cudasim_row_norm, folder)
+    # Blocks in clusters, more than 32 warps a row, two rows of dy and z and one of dz copied ahead; two kernels a row.
+    cluster = Call("cluster", 20, 8456, **block, dz=True, shared_limit=112 * 1024, orders=(3, 5))
+    chosen = [cluster, replace(cluster, name="split", clusters=False)]
+    outputs = run(driver, [call.backward_case() for call in chosen], folder)
+    for call, output in zip(chosen, outputs, strict=True):
+        cudasim_row_norm.check_backward(call, output)
 
 
 def check_softmax(driver: Path, folder: Path) -> None:

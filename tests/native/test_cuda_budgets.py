@@ -16,14 +16,13 @@ from cuda_compile import (
     KIB,
     MULTIPROCESSORS,
     Kernel,
-    Multiprocessor,
-    cluster_threads,
     measure,
     print_table,
     resident_threads,
 )
 
-WIDTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 8192, 12288, 16384, 32768, 65536)
+WIDTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 8192, 12288, 16384)
+BACKWARD_WIDTHS = (*WIDTHS, 4104, 10240, 20480, 32768, 49152, 65536)
 ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 # The one known shortfall in spills, bytes by architecture and kernel: forward blocks of 1024 threads have 64 registers,
@@ -47,9 +46,9 @@ class Call(NamedTuple):
 
 CALLS = [
     Call(n_cols, x, z, *rest)
-    for n_cols in WIDTHS
     for x, z in [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("f16", "f32"), ("bf16", "f32")]
-    for rest in [(False,), (True, 1), (True, 2)]
+    for widths, rest in [(WIDTHS, (False,)), (BACKWARD_WIDTHS, (True, 1)), (BACKWARD_WIDTHS, (True, 2))]
+    for n_cols in widths
 ]
 
 
@@ -60,48 +59,53 @@ def compiled() -> dict[int, Future[list[Kernel]]]:
     return {arch: pool.submit(measure, "row_norm", arch) for arch in ARCHITECTURES}
 
 
-def _wide_tile(call: Call) -> tuple[int, int]:
-    """Bytes of dy and z in a tile of 4096 columns, and tiles a row."""
-    return 4096 * (ELEMENT_BYTES[call.x] + ELEMENT_BYTES[call.z]), -(-call.n_cols // 4096)
+class Launch(NamedTuple):
+    kernel: str
+    threads: int
+    """A block."""
+    dynamic_bytes: int = 0
+    """Of shared memory, a block."""
+    bytes_in_flight: int = 0
+    """Of dy and z on their way to shared memory, a block."""
 
 
-def _half_filled(multiprocessor: Multiprocessor) -> int:
-    """Dynamic bytes a block with which blocks of 512 threads fill half of the SM."""
-    blocks = -(-multiprocessor.threads // 2 // 512)
-    limit = multiprocessor.shared_bytes // blocks - multiprocessor.reserved_bytes - KIB
-    return min(limit, multiprocessor.block_bytes - KIB)
+def _has_body(name: str, arch: int) -> bool:
+    """Kernels that copy asynchronously are empty before sm_80, those of clusters before sm_90."""
+    return not name.startswith("backward_cluster_kernel") or arch >= (90 if "-1" in name else 80)
 
 
-def _row_takes_all(call: Call, multiprocessor: Multiprocessor) -> bool:
-    tile, n_tiles = _wide_tile(call)
-    return n_tiles * tile > _half_filled(multiprocessor)
+def _cluster_launch(call: Call, arch: int, kernels: dict[str, Kernel]) -> Launch | None:
+    n_blocks = next(n for n in (1, 2, 4, 8) if n == 8 or n * 8192 >= call.n_cols)
+    name = f"backward_cluster_kernel<{call.x}, {call.z}, {0 if n_blocks == 1 else -1}>"
+    threads = -(-call.n_cols // (16 * 32 * n_blocks)) * 32
+    pieces = (MULTIPROCESSORS[arch].block_bytes - kernels[name].static_bytes) // (16 * threads)
+    fixed = 4 * call.shared_sums  # the weights, and dbias where it is wanted beside dweight
+    stage = ELEMENT_BYTES[call.x] + ELEMENT_BYTES[call.z]
+    if not _has_body(name, arch) or pieces < fixed + stage:
+        return None
+    stages = min(4, (pieces - fixed) // stage)
+    return Launch(name, threads, (fixed + stages * stage) * 16 * threads, stages * stage * 16 * threads)
 
 
-def _launch(call: Call, arch: int) -> tuple[str, int, int]:
-    """(kernel, threads a block, bytes of dynamic shared memory), by the rules of csrc/cuda/row_norm.cu."""
-    multiprocessor = MULTIPROCESSORS[arch]
+def _launches(call: Call, arch: int, kernels: dict[str, Kernel]) -> list[Launch]:
+    """By the rules of csrc/cuda/row_norm.cu."""
     types = f"{call.x}, {call.z}"
     lanes = 32 if call.n_cols <= 256 else 0
     if not call.backward:
         threads = 128 if lanes else -(-call.n_cols // (16 * 32)) * 32
-        if in_cluster := cluster_threads(call.n_cols, arch):
-            return f"forward_cluster_kernel<{types}>", in_cluster, 0
-        if call.n_cols > 16384:
-            tile = 4096 * ELEMENT_BYTES[call.z]
-            tiles = min(-(-call.n_cols // 4096), (multiprocessor.block_bytes // 2 - KIB) // tile)
-            return f"forward_wide_kernel<{types}, fast>", 512, tiles * tile
-        return f"forward_kernel<{types}, {lanes}, fast>", threads, 0
-    limit = multiprocessor.block_bytes - KIB  # less what static arrays may take
+        return [Launch(f"forward_kernel<{types}, {lanes}, fast>", threads)]
     if call.n_cols > 4096:
-        tile, n_tiles = _wide_tile(call)
-        tiles = (limit if _row_takes_all(call, multiprocessor) else _half_filled(multiprocessor)) // tile
-        rows = min(4, tiles // n_tiles)
-        return f"backward_wide_kernel<{types}, fast>", 512, (rows * n_tiles if rows else tiles // 4 * 4) * tile
+        cluster = _cluster_launch(call, arch, kernels)
+        if cluster is not None:
+            return [cluster]
+        columns = Launch(f"backward_columns_kernel<{types}, fast>", 512, 4 * call.shared_sums * 4096)
+        return [Launch(f"backward_means_kernel<{types}, fast>", 512), columns]
+    limit = MULTIPROCESSORS[arch].block_bytes - KIB  # less what static arrays may take
     row_threads = lanes or -(-call.n_cols // 256) * 32
     shared = 4 * (8 * row_threads + call.shared_sums * 4096)  # the weights and the sums
     name = "fast" if shared <= limit else "any"
     threads = 512 // row_threads * row_threads
-    return f"backward_kernel<{types}, {lanes}, {name}>", threads, shared if name == "fast" else 4 * 4096
+    return [Launch(f"backward_kernel<{types}, {lanes}, {name}>", threads, shared if name == "fast" else 4 * 4096)]
 
 
 def _known_shortfall(arch: int, call: Call) -> str | None:
@@ -110,46 +114,70 @@ def _known_shortfall(arch: int, call: Call) -> str | None:
         return "no uniform registers: 64 would spill; a thread moves twice the bytes of the 16-bit kernels"
     if arch == 70 and call.backward and call.n_cols == 4096 and call.shared_sums == 2:
         return "weights and two sums of 512 threads are 48 KiB, and static arrays come on top"
-    if call.backward and call.n_cols > 4096 and _row_takes_all(call, MULTIPROCESSORS[arch]):
-        return "a row of dy and z takes more than half of the shared memory; reading it twice would cost more"
+    if arch == 120 and call.backward and call.n_cols > 4096:
+        return "a block's 99 KiB hold one row more, of fewer bytes; reading it twice would cost more"
     return None
 
 
 def test_nothing_spills(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
     kernels = compiled[arch].result()
     print_table(arch, kernels)
-    assert len(kernels) == 5 * 17 + 1
+    assert len(kernels) == 5 * 20 + 1
     spills = {kernel.name: kernel.spilled_bytes for kernel in kernels if kernel.spilled_bytes}
     assert all(spilled <= SPILLED_BYTES.get((arch, name), 0) for name, spilled in spills.items()), spills
 
 
 def test_aligned_kernels_move_16_bytes_at_once(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
-    fast = [kernel for kernel in compiled[arch].result() if "fast" in kernel.name]
-    assert len(fast) == 5 * 8
-    in_clusters = [kernel for kernel in compiled[arch].result() if "cluster" in kernel.name]
-    assert len(in_clusters) == 5
-    aligned = fast + (in_clusters if arch >= 90 else [])
-    assert not [kernel for kernel in aligned if not (kernel.wide_loads and kernel.wide_stores)]
+    aligned = [kernel for kernel in compiled[arch].result() if "fast" in kernel.name or "cluster" in kernel.name]
+    assert len(aligned) == 5 * 11
+    moving = [kernel for kernel in aligned if _has_body(kernel.name, arch)]
+    assert not [kernel for kernel in moving if not kernel.wide_loads]
+    assert not [kernel for kernel in moving if not kernel.wide_stores and "means" not in kernel.name]
 
 
-def test_kernels_of_clusters_are_empty_elsewhere(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
-    """Launchers know them by their shared memory."""
+def test_kernels_have_bodies_where_the_card_has_what_they_need(
+    arch: int, compiled: dict[int, Future[list[Kernel]]]
+) -> None:
+    """Launchers tell by the static shared memory."""
     for kernel in compiled[arch].result():
         if "cluster" in kernel.name:
-            assert (kernel.static_bytes > 0) == (arch >= 90), kernel
+            assert (kernel.static_bytes > 0) == _has_body(kernel.name, arch), kernel
+
+
+def test_gradients_are_the_same_bits_in_every_kernel(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
+    """No product but those of fmaf is fused with a sum, or may be: 8 columns a chunk."""
+    fused = {"backward_kernel": 3, "backward_means_kernel": 1, "backward_columns_kernel": 2}
+    fused["backward_cluster_kernel"] = 2 * 3
+    for kernel in compiled[arch].result():
+        kind = kernel.name.partition("<")[0]
+        if kind in fused and _has_body(kernel.name, arch):
+            assert kernel.loose_products == 8 * fused[kind], kernel
 
 
 def test_half_of_the_threads_are_resident(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
-    """As far as whole blocks go: one more of them would pass the half. (Blocks of 384 threads: 38% or 56%.)"""
+    """As far as whole blocks go: one more of them would pass the half. (Blocks of 384 threads: 38% or 56%.)
+
+    A kernel that copies rows ahead needs fewer threads: as many bytes in flight as half of the SM's, a chunk of dy and
+    of z each, would load into registers.
+    """
     kernels = {kernel.name: kernel for kernel in compiled[arch].result()}
     multiprocessor = MULTIPROCESSORS[arch]
     short = []
     for call in CALLS:
-        name, threads, dynamic_bytes = _launch(call, arch)
-        resident = resident_threads(kernels[name], threads, dynamic_bytes, multiprocessor)
-        line = f"{call}: {name} {kernels[name].registers} registers, {dynamic_bytes} bytes, {resident} threads"
-        if resident * 2 < multiprocessor.threads:
-            print(line, _known_shortfall(arch, call) or "")
-        if (resident + threads) * 2 <= multiprocessor.threads and _known_shortfall(arch, call) is None:
-            short.append(line)
+        for launch in _launches(call, arch, kernels):
+            kernel = kernels[launch.kernel]
+            resident = resident_threads(kernel, launch.threads, launch.dynamic_bytes, multiprocessor)
+            line = f"{call}: {launch}, {kernel.registers} registers, {resident} threads"
+            assert resident > 0, line
+            if launch.bytes_in_flight:
+                of_threads = multiprocessor.threads // 2 * 8 * (ELEMENT_BYTES[call.x] + ELEMENT_BYTES[call.z])
+                too_few = resident // launch.threads * launch.bytes_in_flight < of_threads
+                if too_few and _known_shortfall(arch, call) is None:
+                    short.append(line)
+                continue
+            if resident * 2 < multiprocessor.threads:
+                print(line, _known_shortfall(arch, call) or "")
+            too_few = (resident + launch.threads) * 2 <= multiprocessor.threads
+            if too_few and _known_shortfall(arch, call) is None:
+                short.append(line)
     assert not short, "\n".join(short)

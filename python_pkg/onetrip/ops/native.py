@@ -249,10 +249,8 @@ def row_norm_backward(
     dnorm_bias = None if norm_bias_dtype is None else torch.empty(n_cols, dtype=norm_bias_dtype, device=device)
     index, stream = where(given)
     n_wanted = (dbias is not None) + (dweight is not None) + (dnorm_bias is not None)
-    workspace = None
-    if n_wanted:
-        n_floats = native().row_norm_workspace(index, n_rows, n_cols, n_wanted)  # type: ignore[union-attr]
-        workspace = torch.empty(n_floats, dtype=torch.float32, device=device)
+    n_floats = native().row_norm_workspace(index, n_rows, n_cols, n_wanted)  # type: ignore[union-attr]
+    workspace = torch.empty(n_floats, dtype=torch.float32, device=device) if n_floats else None
     code = _backward_launcher(
         plan,
         (x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype),

@@ -1,0 +1,111 @@
+// Gradients of every other row of more than 4096 columns: unaligned, of another dtype, without a norm, wider, or on a
+// card without clusters. row_norm_backward.cuh has the formulas.
+//
+// Two kernels: the first takes each row's means, a block a row; the second goes by columns, each thread walking the
+// rows of a part with 8 columns whose sums it keeps. dy and z are read twice, dz once, dx and dresidual are written
+// once. Without a norm there are no means, and one trip.
+#pragma once
+#include "launch.cuh"
+#include "row_norm_backward.cuh"
+
+namespace onetrip {
+
+constexpr int kTileColumns = kBackwardThreads * kBackwardColumns;
+
+// means: [n_rows], of wdy * n (x) and wdy (y) over the row. The sum takes the order that RowSum has with 256 columns a
+// warp; the warps of 65,536 columns have a place each, those beyond share it.
+template <typename X, typename Z, bool kFast>
+__global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>() : 1)
+    row_norm_backward_means_kernel(const RowNormBackward args, const bool aligned, float2* const means) {
+  constexpr int kColumns = kChunkColumns, kTileWarps = kBackwardThreads / kWarpThreads;
+  ONETRIP_SHARED(float2, warp_sums, kMaxClusterWarps);
+  const bool vector_access = kFast || aligned;
+  const DType dy_dtype = kFast ? DTypeOf<X>::value : args.y_dtype;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpThreads, lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  const int64_t row = first_row_of_block(1);
+  if (row >= args.n_rows) return;
+  const float mean = args.mean != nullptr ? __ldg(args.mean + row) : 0.0f;
+  const float rstd = __ldg(args.rstd + row);
+  int n_warps = 0;  // of the tiles so far
+  for (int64_t first = 0; first < args.n_cols; first += kTileColumns, n_warps += kTileWarps) {
+    const int64_t col = first + static_cast<int>(threadIdx.x) * kColumns;
+    const int valid = valid_columns<kColumns>(col, args.n_cols, vector_access);
+    GradientChunk<Z, kColumns> chunk;
+    load_gradient(chunk, args, dy_dtype, vector_access, row, col, valid);
+    float wdy[kColumns], n[kColumns];
+    normalise(chunk, dy_dtype, mean, rstd, vector_access, valid, wdy, n);
+    apply_weight(wdy, args, vector_access, col, valid);
+    const float2 sums = warp_sum<kWarpThreads>(chunk_sums(wdy, n));
+    if (lane == 0) {
+      float2& place = warp_sums[n_warps % kMaxClusterWarps + warp];
+      place = n_warps < kMaxClusterWarps ? sums : add(place, sums);
+    }
+  }
+  __syncthreads();
+  if (warp != 0) return;
+  const float2 sums = sum_of_warps(warp_sums, n_warps < kMaxClusterWarps ? n_warps : kMaxClusterWarps);
+  if (lane == 0) means[row] = row_means(sums, args);
+}
+
+// The grid is (tiles of the columns) x (parts).
+template <typename X, typename Z, bool kFast>
+__global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>() : 1)
+    row_norm_backward_columns_kernel(const RowNormBackward args, const bool aligned, const BackwardPartition partition,
+                                     const float2* const means) {
+  constexpr int kColumns = kChunkColumns;
+  ONETRIP_DYNAMIC_SHARED(float, buffers);
+  const bool vector_access = kFast || aligned;
+  const DType dy_dtype = kFast ? DTypeOf<X>::value : args.y_dtype;
+  ONETRIP_SHARED(DropoutState, dropout_state, 1);
+  const DropoutMask mask(args.dropout, dropout_state);
+  const int64_t col = static_cast<int64_t>(blockIdx.x) * kTileColumns + static_cast<int>(threadIdx.x) * kColumns;
+  const int valid = valid_columns<kColumns>(col, args.n_cols, vector_access);
+  if (valid == 0) return;
+  ColumnSums<true> dbias(buffers, args.dbias != nullptr);
+  ColumnSums<true> dweight(buffers + (args.dbias != nullptr ? kSumFloats : 0), args.dweight != nullptr);
+  ColumnSums<false> dnorm_bias(buffers, args.dnorm_bias != nullptr);
+
+  const int64_t begin = part_begin(partition, blockIdx.y);
+  const int64_t end = begin + partition.rows_per_part < args.n_rows ? begin + partition.rows_per_part : args.n_rows;
+  for (int64_t row = begin; row < end; ++row) {
+    float g[kColumns] = {};
+    if (args.dy != nullptr) {
+      GradientChunk<Z, kColumns> chunk;
+      load_gradient(chunk, args, dy_dtype, vector_access, row, col, valid);
+      const float mean = args.mean != nullptr ? __ldg(args.mean + row) : 0.0f;
+      const float rstd = __ldg(args.rstd + row);
+      const float2 row_means = __ldg(means + row);
+      float n[kColumns];
+      normalise(chunk, dy_dtype, mean, rstd, vector_access, valid, g, n);
+      if (args.dweight != nullptr) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) dweight.add_product(i, g[i], n[i]);
+      }
+      if (args.dnorm_bias != nullptr) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) dnorm_bias.add(i, g[i]);
+      }
+      apply_weight(g, args, vector_access, col, valid);
+      gradient_of_z(g, n, row_means, rstd);
+    }
+    add_dz<Z>(g, args, vector_access, row, col, valid);
+    store_gradient<X, Z>(g, args, mask, vector_access, row, col, valid);
+    if (args.dbias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) dbias.add(i, inside(i, valid, vector_access) ? g[i] : 0.0f);
+    }
+  }
+
+  int slot = 0;
+  const auto store_sums = [&](const auto& sums, bool wanted) {
+    if (!wanted) return;
+    float value[kColumns];
+    sums.copy_to(value);
+    store_rounded<float>(partial_row(args, partition, blockIdx.y, slot++), col, value, vector_access, valid);
+  };
+  store_sums(dbias, args.dbias != nullptr);
+  store_sums(dweight, args.dweight != nullptr);
+  store_sums(dnorm_bias, args.dnorm_bias != nullptr);
+}
+
+}  // namespace onetrip
