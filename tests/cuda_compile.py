@@ -177,8 +177,10 @@ def _short_name(mangled: str) -> str:
     assert found is not None, mangled
     types = {"13__nv_bfloat16": "bf16", "6__half": "f16", "f": "f32"}
     words: list[str] = []
-    for token in re.findall(r"13__nv_bfloat16|6__half|S\d?_|Lin?\d+|Lb[01]|f", found[2]):
-        if token.startswith("S"):
+    for token in re.findall(r"13__nv_bfloat16|6__half|NS_6AccessE\d|S\d?_|Lin?\d+|Lb[01]|f", found[2]):
+        if token.startswith("NS_"):
+            words.append(("elements", "vectors", "uniform")[int(token[-1])])
+        elif token.startswith("S"):
             words.append(words[-1])  # the type before, again
         elif token.startswith("Li"):
             words.append(token[2:].replace("n", "-"))

@@ -119,6 +119,33 @@ class RowSum<0> {
   float2* shared_;
 };
 
+// The same where a row has kRowThreads lanes, or the whole block (0) for itself.
+template <int kRowThreads>
+class BlockOrLanesSum {
+ public:
+  // shared: [2 * kMaxWarps] for a block.
+  __device__ explicit BlockOrLanesSum(float2* shared) : shared_(shared) {}
+
+  template <typename T>
+  __device__ __forceinline__ T operator()(T value) {
+    if constexpr (kRowThreads != 0) return warp_sum<kRowThreads>(value);
+    uint32_t thread = threadIdx.x;
+    forget(thread);  // what follows from it is cheaper computed again than held in registers
+    const uint32_t warp = thread / kWarpThreads, lane = thread % kWarpThreads;
+    T* const slots = reinterpret_cast<T*>(shared_ + turn_ * kMaxWarps);  // the halves take turns
+    turn_ ^= 1;
+    value = warp_sum<kWarpThreads>(value);
+    if (lane == 0) slots[warp] = value;
+    __syncthreads();
+    value = lane < blockDim.x / kWarpThreads ? slots[lane] : T{};
+    return warp_sum<kWarpThreads>(value);
+  }
+
+ private:
+  int turn_ = 0;
+  float2* shared_;
+};
+
 constexpr int kMaxClusterBlocks = 8;  // that every card with clusters can run
 constexpr int kMaxClusterWarps = kMaxClusterBlocks * kMaxWarps;
 

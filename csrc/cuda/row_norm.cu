@@ -18,29 +18,26 @@
 
 namespace onetrip {
 
-// The table. A row goes to the first path that it fits, by its columns; to the wide kernels where it fits none.
-//   path      threads a row                           forward: columns (a thread)    backward: columns (a thread)
-//   eighths   8 lanes                                    64 (8)                         64 (8)
-//   warp      32 lanes                                  256 (8)                        256 (8)
-//   cluster   8 blocks of 512 on several SMs          65536 (16)
-//   block     as needed, forward 1024, backward 512   16384 (16)                      4096 (8)
-//   wide      512, again and again
-// Clusters (cluster_of_row() in launch.cuh) take forward's rows of more than 8192 columns that are aligned and
-// normalised, on cards that have them. Rows of up to 16384 columns get the same bits from a cluster as from a block.
-// Of backward's wide rows those with a norm, aligned and of one dtype take the cluster kernel, where the card can:
-//   cluster   as needed, of 1, 2, 4 or 8 blocks                                      65536 (16)
-//   split     512 for its means, then 512 for each tile of 4096 columns
+// The table. A row goes to the first path that it fits, by its columns.
+//   forward    threads a row                         columns (16 a thread)
+//   lanes      8, 16, 32                               128, 256, 512
+//   block      as needed                               16384
+//   cluster    as needed, of 2, 4 or 8 blocks          65536    aligned rows from 8193 on, on cards that have clusters
+//   wide       512, again and again
+// Rows of up to 16384 columns get the same bits from a cluster (cluster_of_row() in launch.cuh) as from a block.
+//   backward   threads a row                         columns
+//   lanes      8, 32                                   64, 256 (8 a thread)
+//   block      as needed                              4096 (8)
+//   cluster    as needed, of 1, 2, 4 or 8 blocks     65536 (16)    with a norm, aligned and of one dtype, where the
+//   card can split      512 for its means, then 512 for each tile of 4096 columns
 enum class Path { kEighths, kWarp, kBlock, kWide };
 constexpr int kEighthsThreads = 8, kNarrowColumns = 8;
-static_assert(forward_columns(kWarpThreads) == kNarrowColumns && kBackwardColumns == kNarrowColumns, "the table");
+static_assert(kBackwardColumns == kNarrowColumns, "the table");
 
 // NVRTC compiles no host code, so that nothing would ask for the kernels.
 #ifdef __CUDACC_RTC__
 
 #define ONETRIP_INSTANTIATE(X, Z, kVector)                                                                           \
-  template __global__ void row_norm_forward_kernel<X, Z, kEighthsThreads, kVector>(RowNormForward);                  \
-  template __global__ void row_norm_forward_kernel<X, Z, kWarpThreads, kVector>(RowNormForward);                     \
-  template __global__ void row_norm_forward_kernel<X, Z, 0, kVector>(RowNormForward);                                \
   template __global__ void row_norm_forward_wide_kernel<X, Z, kVector>(RowNormForward, int64_t);                     \
   template __global__ void row_norm_backward_kernel<X, Z, kEighthsThreads, kVector>(RowNormBackward, bool,           \
                                                                                     BackwardPartition);              \
@@ -50,7 +47,14 @@ static_assert(forward_columns(kWarpThreads) == kNarrowColumns && kBackwardColumn
   template __global__ void row_norm_backward_means_kernel<X, Z, kVector>(RowNormBackward, bool, float2*);            \
   template __global__ void row_norm_backward_columns_kernel<X, Z, kVector>(RowNormBackward, bool, BackwardPartition, \
                                                                            const float2*);
+#define ONETRIP_INSTANTIATE_FORWARD(X, Z, kAccess)                                     \
+  template __global__ void row_norm_forward_kernel<X, Z, 8, kAccess>(RowNormForward);  \
+  template __global__ void row_norm_forward_kernel<X, Z, 16, kAccess>(RowNormForward); \
+  template __global__ void row_norm_forward_kernel<X, Z, 32, kAccess>(RowNormForward); \
+  template __global__ void row_norm_forward_kernel<X, Z, 0, kAccess>(RowNormForward);
 #define ONETRIP_INSTANTIATE_ALL(X, Z)                                                                              \
+  ONETRIP_INSTANTIATE_FORWARD(X, Z, Access::kElements)                                                             \
+  ONETRIP_INSTANTIATE_FORWARD(X, Z, Access::kVectors)                                                              \
   ONETRIP_INSTANTIATE(X, Z, true)                                                                                  \
   ONETRIP_INSTANTIATE(X, Z, false)                                                                                 \
   template __global__ void row_norm_forward_cluster_kernel<X, Z>(RowNormForward);                                  \
@@ -59,6 +63,8 @@ static_assert(forward_columns(kWarpThreads) == kNarrowColumns && kBackwardColumn
   template __global__ void row_norm_backward_cluster_kernel<X, Z, kClusterRow>(RowNormBackward, BackwardPartition, \
                                                                                ClusterStages);
 ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_ALL)
+ONETRIP_INSTANTIATE_FORWARD(__half, __half, Access::kUniform)
+ONETRIP_INSTANTIATE_FORWARD(__nv_bfloat16, __nv_bfloat16, Access::kUniform)
 template __global__ void row_norm_partials_kernel<kMaxThreads>(const float*, int64_t, int64_t, PartialSums);
 
 #else
@@ -151,17 +157,16 @@ cudaError_t launch_forward_wide(const RowNormForward& args, int device, cudaStre
                         stream, args, kept_tiles);
 }
 
-template <typename X, typename Z, bool kVectorAccess>
+template <typename X, typename Z, Access kAccess>
 cudaError_t launch_forward_rows(const RowNormForward& args, int device, cudaStream_t stream) {
-  const Path path = choose_path(args.n_cols, forward_columns(0) * kMaxThreads);
-  if (path == Path::kWide) return launch_forward_wide<X, Z, kVectorAccess>(args, device, stream);
-  const auto kernel = path == Path::kEighths ? row_norm_forward_kernel<X, Z, kEighthsThreads, kVectorAccess>
-                      : path == Path::kWarp  ? row_norm_forward_kernel<X, Z, kWarpThreads, kVectorAccess>
-                                             : row_norm_forward_kernel<X, Z, 0, kVectorAccess>;
-  const int row_threads = path == Path::kEighths ? kEighthsThreads
-                          : path == Path::kWarp  ? kWarpThreads
-                                                 : threads_for(args.n_cols, forward_columns(0));
-  const int threads = path == Path::kBlock ? row_threads : 128;
+  const int64_t wanted = ceil_div(args.n_cols, kForwardColumns);  // threads a row
+  if (wanted > kMaxThreads) return launch_forward_wide<X, Z, kAccess != Access::kElements>(args, device, stream);
+  const auto kernel = wanted <= 8    ? row_norm_forward_kernel<X, Z, 8, kAccess>
+                      : wanted <= 16 ? row_norm_forward_kernel<X, Z, 16, kAccess>
+                      : wanted <= 32 ? row_norm_forward_kernel<X, Z, 32, kAccess>
+                                     : row_norm_forward_kernel<X, Z, 0, kAccess>;
+  const int row_threads = wanted <= 8 ? 8 : wanted <= 16 ? 16 : threads_for(args.n_cols, kForwardColumns);
+  const int threads = row_threads <= kWarpThreads ? 128 : row_threads;
   return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, threads / row_threads), dim3(threads), 0, stream, args);
 }
 
@@ -175,16 +180,21 @@ cudaError_t launch_forward(const RowNormForward& args, int device, cudaStream_t 
   access.require(args.bias, args.bias_dtype, 0);
   access.require(args.weight, args.weight_dtype, 0);
   access.require(args.norm_bias, args.norm_bias_dtype, 0);
+  const auto like_z = [&](const void* tensor, DType dtype) { return tensor == nullptr || dtype == args.z_dtype; };
+  const bool uniform = like_z(args.y, args.y_dtype) && like_z(args.bias, args.bias_dtype) &&
+                       like_z(args.weight, args.weight_dtype) && like_z(args.norm_bias, args.norm_bias_dtype);
+  const bool quickest = access.possible() && (uniform || kQuickestAccess<Z> == Access::kVectors);
 
   const ClusterShape shape = cluster_of_row(args.n_cols);
   const auto kernel = row_norm_forward_cluster_kernel<X, Z>;
-  if (shape.blocks != 0 && access.possible() && args.norm != Norm::kNone &&
+  if (shape.blocks != 0 && quickest && args.norm != Norm::kNone &&
       runs_in_clusters(kernel, shape.blocks, shape.threads, 0, device)) {
     return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
                                    dim3(shape.threads), 0, stream, args);
   }
-  return access.possible() ? launch_forward_rows<X, Z, true>(args, device, stream)
-                           : launch_forward_rows<X, Z, false>(args, device, stream);
+  return quickest            ? launch_forward_rows<X, Z, kQuickestAccess<Z> >(args, device, stream)
+         : access.possible() ? launch_forward_rows<X, Z, Access::kVectors>(args, device, stream)
+                             : launch_forward_rows<X, Z, Access::kElements>(args, device, stream);
 }
 
 // Whether the card runs the cluster kernel on such rows; if so, status is that of the launch. shared_limit: bytes that

@@ -183,6 +183,8 @@ def test_wide_rows_do_not_depend_on_shared_memory(driver, pair: str, tmp_path: P
         for other in outputs[1:]:
             for name, tensor in other.items():
                 assert torch.equal(tensor, outputs[0][name]), name
+
+
 @pytest.mark.parametrize("size", [(35, 4104), (20, 8200)], ids=_id)
 @pytest.mark.parametrize("pair", ["f32", "bf16"])
 def test_wide_gradients_of_every_call(driver, pair: str, size: tuple[int, int], tmp_path: Path) -> None:

@@ -46,11 +46,12 @@ ROW_NORM_BUGS = {
         "row_norm_backward.cuh", "means.x, wdy[i]) - means.y", "means.y, wdy[i]) - means.x"
     ),
     "cluster_sum_not_waited_for": Bug("reduce.cuh", "byte_barrier_wait(barrier, parity);", ""),
-    "cluster_sum_waits_for_the_one_before": Bug("reduce.cuh", "n_sums_ / 2 % 2;", "(n_sums_ / 2 + 1) % 2;"),
-    "one_half_for_every_cluster_sum": Bug("reduce.cuh", "shared_ + n_sums_ % 2 * kMaxClusterWarps", "shared_"),
-    "cluster_does_not_meet": Bug("reduce.cuh", "if (n_sums_ == 0) cluster_wait();", ""),
+    "cluster_sum_waits_for_the_one_before": Bug("reduce.cuh", "turn_ / 2 % 2;", "(turn_ / 2 + 1) % 2;"),
+    "one_half_for_every_cluster_sum": Bug("reduce.cuh", "shared_ + turn_ % 2 * kMaxClusterWarps", "shared_"),
+    "every_phase_of_a_cluster_even": Bug("reduce.cuh", "turn_ / 2 % 2;", "0;"),
+    "cluster_does_not_meet": Bug("reduce.cuh", "if (turn_ == 0) cluster_wait();", ""),
     "second_chunks_not_added": Bug(
-        "reduce.cuh", "return add_up<2>(warp_sums(first, second));", "return (*this)(first);"
+        "reduce.cuh", "sum_of_warps(sums, 2 * ClusterExchange", "sum_of_warps(sums, ClusterExchange"
     ),
     "sum_of_more_than_32_warps_too_short": Bug("reduce.cuh", "int i = lane + kWarpThreads;", "int i = n_warps;"),
     "copies_not_waited_for": Bug(CLUSTER, "wait_for_stage(stages.dy_z);", ""),
@@ -74,13 +75,14 @@ ROW_NORM_BUGS = {
 
 # What blocks of a cluster tell each other.
 CLUSTER_BUGS = {
-    "values_of_the_cluster_not_awaited": Bug("reduce.cuh", "arrivals_wait(arrivals_ + half, parity);", ";"),
+    "values_of_the_cluster_not_awaited": Bug("reduce.cuh", "byte_barrier_wait(barrier, parity);", ";"),
     "start_of_the_cluster_not_awaited": Bug("reduce.cuh", "if (turn_ == 0) cluster_wait();", ";"),
-    "one_half_for_every_turn": Bug("reduce.cuh", "half = turn_ % 2,", "half = 0,"),
     "values_stay_in_their_block": Bug(
-        "reduce.cuh", "arrivals_ + half, lane, value)", "arrivals_ + half, cluster_rank(), value)"
+        "reduce.cuh", "(slot, lane % kLanes, value, barrier)", "(slot, cluster_rank(), value, barrier)"
     ),
-    "blocks_share_slots": Bug("reduce.cuh", "slots + cluster_rank() * warps_of_block + warp", "slots + warp"),
+    "blocks_share_slots": Bug(
+        "reduce.cuh", "(cluster_rank() * kValues + lane / kLanes) * warps", "lane / kLanes * warps"
+    ),
     "last_block_left_out": Bug("reduce.cuh", "return cluster_size() *", "return (cluster_size() - 1) *"),
     "warps_past_32_left_out": Bug("reduce.cuh", "i < n_warps; i += kWarpThreads)", "i < 0; i += kWarpThreads)"),
     "threads_of_a_cluster_counted_by_block": Bug("launch.cuh", "thread = cluster_rank() * threads +", "thread ="),

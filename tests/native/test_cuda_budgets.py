@@ -16,20 +16,26 @@ from cuda_compile import (
     KIB,
     MULTIPROCESSORS,
     Kernel,
+    cluster_threads,
     measure,
     print_table,
     resident_threads,
 )
 
-WIDTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 8192, 12288, 16384)
-BACKWARD_WIDTHS = (*WIDTHS, 4104, 10240, 20480, 32768, 49152, 65536)
+WIDTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 8192, 12288, 16384, 32768, 65536)
+FORWARD_WIDTHS = (64, 128, *WIDTHS)
+BACKWARD_WIDTHS = (*WIDTHS, 4104, 10240, 20480, 49152)
 ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 # The one known shortfall in spills, bytes by architecture and kernel: forward blocks of 1024 threads have 64 registers,
-# sm_70 has no uniform ones beside them, and its float16 conversions need a few more than those of bfloat16.
+# sm_70 has no uniform ones beside them. float16 conversions need a few more than those of bfloat16, and so do rows that
+# are read element by element.
 SPILLED_BYTES = {
-    (70, "forward_kernel<f16, f16, 0, any>"): 24,
-    (70, "forward_kernel<f16, f16, 0, fast>"): 40,
+    (70, "forward_kernel<bf16, f32, 0, elements>"): 8,
+    (70, "forward_kernel<f16, f32, 0, elements>"): 8,
+    (70, "forward_kernel<f16, f16, 0, elements>"): 40,
+    (70, "forward_kernel<f16, f16, 0, vectors>"): 40,
+    (70, "forward_kernel<f32, f32, 0, elements>"): 80,
 }
 
 
@@ -47,7 +53,7 @@ class Call(NamedTuple):
 CALLS = [
     Call(n_cols, x, z, *rest)
     for x, z in [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("f16", "f32"), ("bf16", "f32")]
-    for widths, rest in [(WIDTHS, (False,)), (BACKWARD_WIDTHS, (True, 1)), (BACKWARD_WIDTHS, (True, 2))]
+    for widths, rest in [(FORWARD_WIDTHS, (False,)), (BACKWARD_WIDTHS, (True, 1)), (BACKWARD_WIDTHS, (True, 2))]
     for n_cols in widths
 ]
 
@@ -70,8 +76,8 @@ class Launch(NamedTuple):
 
 
 def _has_body(name: str, arch: int) -> bool:
-    """Kernels that copy asynchronously are empty before sm_80, those of clusters before sm_90."""
-    return not name.startswith("backward_cluster_kernel") or arch >= (90 if "-1" in name else 80)
+    """Kernels of clusters are empty before sm_90; backward's, for a block alone, before sm_80."""
+    return "cluster" not in name or arch >= (80 if ", 0>" in name else 90)
 
 
 def _cluster_launch(call: Call, arch: int, kernels: dict[str, Kernel]) -> Launch | None:
@@ -90,10 +96,18 @@ def _cluster_launch(call: Call, arch: int, kernels: dict[str, Kernel]) -> Launch
 def _launches(call: Call, arch: int, kernels: dict[str, Kernel]) -> list[Launch]:
     """By the rules of csrc/cuda/row_norm.cu."""
     types = f"{call.x}, {call.z}"
-    lanes = 32 if call.n_cols <= 256 else 0
     if not call.backward:
-        threads = 128 if lanes else -(-call.n_cols // (16 * 32)) * 32
-        return [Launch(f"forward_kernel<{types}, {lanes}, fast>", threads)]
+        if in_cluster := cluster_threads(call.n_cols, arch):
+            return [Launch(f"forward_cluster_kernel<{types}>", in_cluster)]
+        if call.n_cols > 16384:
+            tile = 4096 * ELEMENT_BYTES[call.z]
+            tiles = min(-(-call.n_cols // 4096), (MULTIPROCESSORS[arch].block_bytes // 2 - KIB) // tile)
+            return [Launch(f"forward_wide_kernel<{types}, fast>", 512, tiles * tile)]
+        row_threads = next((n for n in (8, 16, 32) if 16 * n >= call.n_cols), 0)
+        access = "uniform" if call.z != "f32" else "vectors"
+        threads = 128 if row_threads else -(-call.n_cols // (16 * 32)) * 32
+        return [Launch(f"forward_kernel<{types}, {row_threads}, {access}>", threads)]
+    lanes = 32 if call.n_cols <= 256 else 0
     if call.n_cols > 4096:
         cluster = _cluster_launch(call, arch, kernels)
         if cluster is not None:
@@ -114,6 +128,9 @@ def _known_shortfall(arch: int, call: Call) -> str | None:
         return "no uniform registers: 64 would spill; a thread moves twice the bytes of the 16-bit kernels"
     if arch == 70 and call.backward and call.n_cols == 4096 and call.shared_sums == 2:
         return "weights and two sums of 512 threads are 48 KiB, and static arrays come on top"
+    few_blocks = {70: call.z == "f32", 100: call.z != "f32"}  # lane_blocks() of csrc/cuda/row_norm_forward.cuh
+    if few_blocks.get(arch) and not call.backward and call.n_cols <= 512:
+        return "64 registers would spill: three eighths of the threads, of 32 bytes or more each"
     if arch == 120 and call.backward and call.n_cols > 4096:
         return "a block's 99 KiB hold one row more, of fewer bytes; reading it twice would cost more"
     return None
@@ -122,14 +139,15 @@ def _known_shortfall(arch: int, call: Call) -> str | None:
 def test_nothing_spills(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
     kernels = compiled[arch].result()
     print_table(arch, kernels)
-    assert len(kernels) == 5 * 20 + 1
+    assert len(kernels) == 5 * 23 + 2 * 4 + 1
     spills = {kernel.name: kernel.spilled_bytes for kernel in kernels if kernel.spilled_bytes}
     assert all(spilled <= SPILLED_BYTES.get((arch, name), 0) for name, spilled in spills.items()), spills
 
 
 def test_aligned_kernels_move_16_bytes_at_once(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
-    aligned = [kernel for kernel in compiled[arch].result() if "fast" in kernel.name or "cluster" in kernel.name]
-    assert len(aligned) == 5 * 11
+    kinds = ("fast", "vectors", "uniform", "cluster")
+    aligned = [kernel for kernel in compiled[arch].result() if any(kind in kernel.name for kind in kinds)]
+    assert len(aligned) == 5 * 13 + 2 * 4
     moving = [kernel for kernel in aligned if _has_body(kernel.name, arch)]
     assert not [kernel for kernel in moving if not kernel.wide_loads]
     assert not [kernel for kernel in moving if not kernel.wide_stores and "means" not in kernel.name]
