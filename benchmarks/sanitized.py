@@ -35,6 +35,8 @@ _PLACES = re.compile(r"(at |Device Frame:|.*\b(?:Read|Write|Atomic) access at )"
 _SETTLE_S = 10.0
 """What is kept of the time to end and to read what was found."""
 _WIDE, _NARROW = 40_003, 33
+_ALIGNED = (1024, 8192, 40_000)
+"""Rows of a block, of a block that copies ahead, and of a cluster of blocks."""
 Launch = tuple[str, Callable[[], list[str]]]
 """What it launches, and the call: it returns what was wrong with the results."""
 
@@ -52,9 +54,11 @@ def kernels(backend: str) -> list[str]:
 
 
 def _rows(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Random values one element off an aligned address, filled from the host so that initcheck knows them."""
+    """Random values, filled from the host so that initcheck knows them; rows that cannot be read 16 bytes at a time lie
+    one element off an aligned address too."""
     flat = torch.randn(shape).to(dtype).flatten()
-    return torch.cat([flat[:1], flat]).cuda()[1:].view(shape).detach().requires_grad_()
+    shift = 1 if shape[-1] % 8 else 0
+    return torch.cat([flat[:shift], flat]).cuda()[shift:].view(shape).detach().requires_grad_()
 
 
 def _finite(outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> list[str]:
@@ -73,8 +77,10 @@ def _edge(family: str, width: int, dtype: torch.dtype) -> Callable[[], list[str]
         return _finite((y, z), [x, residual, weight, bias])
 
     def softmax() -> list[str]:
+        # Rows that share a row of the mask, then rows that share none.
         scores, mask = _rows(2, 3, width, dtype=dtype), _rows(3, width, dtype=dtype)
-        return _finite((ops.softmax(scores, mask, scale=0.5, causal=True, dropout_p=0.1, rng=(1, 4)),), [scores, mask])
+        y = ops.softmax(scores, mask, scale=0.5, causal=True, dropout_p=0.1, rng=(1, 4))
+        return _finite((y,), [scores, mask]) + _finite((ops.softmax(scores, scale=0.5),), [scores])
 
     return softmax if family == "softmax" else lambda: row_norm(family)
 
@@ -83,7 +89,7 @@ def launches(backend: str) -> Iterator[Launch]:
     """Edge cases first: they are what a sanitizer is for."""
     device = torch.device("cuda")
     for family in ("layer", "rms", "softmax"):
-        for width in (_WIDE, _NARROW):
+        for width in (_WIDE, _NARROW, *_ALIGNED):
             for dtype in (torch.float32, torch.bfloat16):
                 yield f"{family} {width} {dtype}", _edge(family, width, dtype)
     for kernel, dtype_name in selfcheck.cases(backend):

@@ -7,7 +7,7 @@ from onetrip import ops
 from torch import Tensor
 
 from . import peers
-from .suite import Case, Dropout, LeastBytes, Operator, Outputs
+from .suite import Case, Dropout, LeastBytes, Operator, Outputs, card_cases
 
 HEADS, QUERIES, KEYS = 16, 512, 512
 ROWS = 8 * HEADS * QUERIES
@@ -78,4 +78,6 @@ def cases(quick: bool = False) -> list[Case]:
     for dtype in dtypes:
         for width in QUICK_WIDTHS if quick else WIDTHS:
             found.append(Case(SOFTMAX, ELEMENTS // width, width, dtype, full=width == 1024))
+    if not quick:
+        found += card_cases([SOFTMAX])
     return found

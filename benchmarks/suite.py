@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -15,6 +15,8 @@ Outputs = Tensor | tuple[Tensor, ...]
 Dropout = Callable[[Tensor], Tensor]
 
 PASSES = ("forward", "backward", "forward_backward")
+LARGE_ELEMENTS = 1 << 25
+"""Of tensors that no card's L2 cache holds, 64 MiB and up."""
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -98,6 +100,26 @@ class Case:
         if self.wanted:
             return tuple(name for name in PASSES if name in self.wanted)
         return PASSES if self.full else PASSES[:2]
+
+
+def card_shapes() -> list[tuple[int, int]]:
+    """(n_rows, n_cols) that only a card is asked for: tensors larger than its L2 cache at every width, then rows from
+    one to 32 K of widths from 64 to 64 K, small launches included."""
+    large = [(LARGE_ELEMENTS // width, width) for width in (1 << k for k in range(8, 17))]
+    grid = [(rows, width) for rows in (1, 32, 1024, 32768) for width in (64, 1024, 8192, 65536)]
+    return list(dict.fromkeys([*large, *(shape for shape in grid if shape[0] * shape[1] <= 1 << 28)]))
+
+
+def card_cases(operators: Iterable[Operator]) -> list[Case]:
+    """Cases of these shapes, where there is a card; every pass of each."""
+    if not torch.cuda.is_available():
+        return []
+    return [
+        Case(operator, *shape, dtype, full=False, wanted=PASSES)
+        for dtype in (torch.bfloat16, torch.float32)
+        for operator in operators
+        for shape in card_shapes()
+    ]
 
 
 class Named(Protocol):

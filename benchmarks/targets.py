@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from .peers import TITLES
 from .results import Results
+from .suite import LARGE_ELEMENTS, card_shapes
 
 EAGER = "torch eager"
 ADAM, ADAM_OF_TORCH = "onetrip AdamW8bit", "torch AdamW fused"
@@ -80,7 +83,9 @@ def _speed_up(
 def _worst_width(suite: str, operator: str, which: str) -> Callable[[Results], tuple[float, str] | None]:
     def measure(results: Results) -> tuple[float, str] | None:
         found = {
-            case["n_cols"]: speed_up(case, which) for case in _cases(results, suite, operator=operator, dtype="fp32")
+            case["n_cols"]: speed_up(case, which)
+            for case in _cases(results, suite, operator=operator, dtype="fp32")
+            if (case["n_rows"], case["n_cols"]) not in card_shapes()
         }
         if not found or None in found.values():
             return None
@@ -88,6 +93,43 @@ def _worst_width(suite: str, operator: str, which: str) -> Callable[[Results], t
         return found[width], f"width {width}, the worst of {len(found)}"
 
     return measure
+
+
+def _on_a_card(
+    figure: Callable[[dict[str, Any]], float | None], suite: str, operator: str, large: bool
+) -> Callable[[Results], tuple[float, str] | None]:
+    """The least of a figure over the shapes that only a card is asked for: the large tensors, or all."""
+
+    def measure(results: Results) -> tuple[float, str] | None:
+        shapes = [shape for shape in card_shapes() if not large or shape[0] * shape[1] == LARGE_ELEMENTS]
+        found = {
+            f"{case['n_rows']} x {case['n_cols']} {case['dtype']}": value
+            for case in _cases(results, suite, operator=operator)
+            if (case["n_rows"], case["n_cols"]) in shapes
+            for value in [figure(case)]
+            if value is not None
+        }
+        if not found:
+            return None
+        shape = min(found, key=lambda name: found[name])
+        return found[shape], f"{shape}, the worst of {len(found)}"
+
+    return measure
+
+
+def _card_targets() -> Iterator[_Target]:
+    def share(which: str) -> Callable[[dict[str, Any]], float | None]:
+        return lambda case: (own(case) or {}).get(which, {}).get("share_of_copy")
+
+    for suite, operator in (("row_norm", "layer_norm"), ("row_norm", "rms_norm"), ("softmax", "softmax")):
+        for which, limit in (("forward", 0.92), ("backward", 0.85)):
+            name = f"{operator}, tensors of {LARGE_ELEMENTS >> 20} Mi elements: {which}, share of a copy's speed"
+            yield _Target(name, limit, True, "", _on_a_card(share(which), suite, operator, large=True))
+        for against in (EAGER, TITLES["liger"]):
+            for which in ("forward", "forward_backward"):
+                name = f"{operator}, every shape: {which.replace('_', ' + ')}, {against} / onetrip"
+                ratio = partial(speed_up, which=which, against=against)
+                yield _Target(name, 1.0, True, "x", _on_a_card(ratio, suite, operator, large=False))
 
 
 def _overhead(operator: str) -> Callable[[Results], tuple[float, str] | None]:
@@ -217,11 +259,10 @@ def _adam_targets() -> Iterator[_Target]:
     yield _Target("AdamW8bit, language model: held-out loss against torch AdamW", 0.5, False, "%", _loss)
 
 
-TARGETS = tuple(_targets())
+TARGETS = {"cpu": tuple(_targets()), "card": tuple(_card_targets())}
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Every target on one machine; none on a card, since all of them were set for the CPU."""
-    if any(content["machine"]["device"] != "cpu" for content in results.values()):
-        return []
-    return [target.verdict(results) for target in TARGETS]
+    """Every target of one machine: a CPU, or a card."""
+    on_a_card = any(content["machine"]["device"] != "cpu" for content in results.values())
+    return [target.verdict(results) for target in TARGETS["card" if on_a_card else "cpu"]]

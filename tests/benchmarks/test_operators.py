@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from onetrip.benchmarks import attention, bench_attention, row_norm
+from onetrip.benchmarks import attention, bench_attention, row_norm, softmax, targets
 from onetrip.benchmarks.checks import Truth, make_inputs
-from onetrip.benchmarks.suite import selects
+from onetrip.benchmarks.suite import PASSES, selects
 
 N_ROWS, N_COLS, ITEMSIZE = 6, 40, 2
 MATRIX, VECTOR = N_ROWS * N_COLS * ITEMSIZE, N_COLS * ITEMSIZE
@@ -54,9 +54,59 @@ def test_widths_of_the_targets_are_all_measured_at_the_same_size() -> None:
         assert all(4_190_000 < case.n_rows * case.n_cols <= 4 << 20 for case in cases)
 
 
-def test_ids_of_cases_are_unique() -> None:
-    ids = [case.id for case in row_norm.cases()]
+@pytest.mark.parametrize("on_a_card", [False, True])
+@pytest.mark.parametrize("module", [row_norm, softmax])
+def test_ids_of_cases_are_unique(module, on_a_card: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_a_card)
+    ids = [case.id for case in module.cases()]
     assert len(set(ids)) == len(ids)
+
+
+def test_a_card_is_asked_for_large_tensors_and_for_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = {case.id for case in row_norm.cases()}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    added = [case for case in row_norm.cases() if case.id not in elsewhere]
+    assert not [case for case in row_norm.cases(quick=True) if case.id not in elsewhere]
+    layer_norm = [case for case in added if case.operator is row_norm.LAYER_NORM and case.dtype == torch.bfloat16]
+    assert {case.n_cols for case in layer_norm if case.n_rows * case.n_cols * 2 == 64 << 20} == {
+        1 << k for k in range(8, 17)
+    }
+    assert {(1, 64), (1, 65536), (1024, 8192), (32768, 64), (32768, 8192)} <= {
+        (case.n_rows, case.n_cols) for case in layer_norm
+    }
+    assert all(case.passes == PASSES for case in added)
+
+
+def test_the_targets_of_a_card_are_the_worst_of_its_shapes() -> None:
+    def case(n_rows: int, n_cols: int, share: float, liger_ms: float) -> dict:
+        ours = {"median_ms": 1.0, "share_of_copy": share}
+        providers = [
+            ("torch eager", {"median_ms": 2.0}),
+            ("Liger-Kernel", {"median_ms": liger_ms}),
+            ("onetrip cuda", ours),
+        ]
+        entries = [{"name": name, "forward": figures} for name, figures in providers]
+        shape = {"operator": "layer_norm", "dtype": "bf16", "n_rows": n_rows, "n_cols": n_cols}
+        return {**shape, "providers": entries}
+
+    results = {
+        "row_norm": {
+            "machine": {"device": "a card"},
+            "cases": [
+                case(32768, 1024, 0.95, 1.5),
+                case(512, 65536, 0.8, 1.2),
+                case(1, 64, 0.01, 0.9),
+                case(7, 7, 0.0, 0.1),
+            ],
+        }
+    }
+    found = {verdict.target: verdict for verdict in targets.verdicts(results) if verdict.reached is not None}
+    assert [(verdict.measured, verdict.reached) for verdict in found.values()] == [
+        ("0.80 (512 x 65536 bf16, the worst of 2)", False),
+        ("2.00x (32768 x 1024 bf16, the worst of 3)", True),
+        ("0.90x (1 x 64 bf16, the worst of 3)", False),
+    ]
+    assert all(target.startswith("layer_norm, ") for target in found)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_one_missing_width_leaves_the_target_of_all_widths_unmeasured(recorded: 
 def test_targets_of_the_cpu_are_not_judged_on_a_card(recorded: results.Results) -> None:
     for content in recorded.values():
         content["machine"] = content["machine"] | {"device": "cuda", "gpu": "Test card"}
-    assert verdicts(recorded) == []
+    assert {verdict.reached for verdict in verdicts(recorded)} == {None}
     assert report.tables(recorded)[0].caption != "Targets"
 
 
