@@ -121,7 +121,8 @@ struct Magnitudes {
 // as v, the square of the root, is for roots of 2^-49; not so large that the update could overflow.
 __device__ __forceinline__ bool in_quick_range(const Magnitudes& m, const Magnitudes& root, const AdamScalars& s) {
   constexpr uint32_t kExponent = 1 << 23, kOne = 127 * kExponent;
-  return m.least >= kOne - 100 * kExponent && root.least >= kOne - 49 * kExponent &&
+  constexpr uint32_t kSign = 1u << 31;  // of the root of a negative number
+  return m.least >= kOne - 100 * kExponent && root.least >= kOne - 49 * kExponent && root.largest < kSign &&
          m.largest <= kOne + 40 * kExponent && denominator_of(__uint_as_float(root.largest), s) <= 1048576.0f &&
          s.eps >= 8.67361738e-19f;
 }

@@ -60,10 +60,29 @@ inline int64_t tiles_to_keep(int64_t n_cols, int64_t bytes_per_column, int share
   return at_most(n_tiles, fit);
 }
 
+// A call's status; one that failed is not left behind for the next launch to report.
+inline cudaError_t cleared(cudaError_t status) {
+  if (status != cudaSuccess) cudaGetLastError();
+  return status;
+}
+
+// Lets a kernel have as much dynamic shared memory as the current device has for it. Not just what a call asks for:
+// another thread's call with less would take it back before the launch.
 template <typename Kernel>
-cudaError_t allow_shared(Kernel kernel, int64_t bytes) {
-  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              static_cast<int>(bytes));
+cudaError_t allow_shared(Kernel kernel) {
+  const auto address = reinterpret_cast<const void*>(kernel);
+  int device = 0, limit = 0;
+  cudaFuncAttributes attributes{};
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, address);
+  if (status == cudaSuccess) {
+    limit -= static_cast<int>(attributes.sharedSizeBytes);
+    status = cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, limit);
+  }
+  return cleared(status);
 }
 
 // Whether every tensor of the call can be read and written in whole chunks, at most 16 bytes at a time.
@@ -127,11 +146,8 @@ struct ClusterLaunch {
 template <typename Kernel>
 int64_t static_shared_bytes(Kernel kernel) {
   cudaFuncAttributes attributes{};
-  if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess) {
-    return static_cast<int64_t>(attributes.sharedSizeBytes);
-  }
-  cudaGetLastError();  // no error of the call's
-  return 0;
+  const cudaError_t status = cleared(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)));
+  return status == cudaSuccess ? static_cast<int64_t>(attributes.sharedSizeBytes) : 0;
 }
 
 // Whether the card runs a kernel in clusters of so many blocks; then the kernel may have so much dynamic shared memory.
@@ -139,18 +155,14 @@ int64_t static_shared_bytes(Kernel kernel) {
 template <typename Kernel>
 bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, int device) {
   int possible = 0, n_clusters = 0;
-  if (cudaDeviceGetAttribute(&possible, cudaDevAttrClusterLaunch, device) != cudaSuccess || possible == 0) return false;
-  if (static_shared_bytes(kernel) == 0) return false;
+  const cudaError_t asked = cleared(cudaDeviceGetAttribute(&possible, cudaDevAttrClusterLaunch, device));
+  if (asked != cudaSuccess || possible == 0 || static_shared_bytes(kernel) == 0) return false;
+  if (allow_shared(kernel) != cudaSuccess) return false;
+  const ClusterLaunch launch(cluster_blocks, dim3(static_cast<unsigned>(cluster_blocks)),
+                             dim3(static_cast<unsigned>(threads)), shared_bytes, nullptr);
   const auto address = reinterpret_cast<const void*>(kernel);
-  cudaError_t status =
-      cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-  if (status == cudaSuccess) {
-    const ClusterLaunch launch(cluster_blocks, dim3(static_cast<unsigned>(cluster_blocks)),
-                               dim3(static_cast<unsigned>(threads)), shared_bytes, nullptr);
-    status = cudaOccupancyMaxActiveClusters(&n_clusters, address, launch.address());
-  }
-  if (status != cudaSuccess) cudaGetLastError();  // no error of the call's
-  return n_clusters > 0;
+  const cudaError_t status = cleared(cudaOccupancyMaxActiveClusters(&n_clusters, address, launch.address()));
+  return status == cudaSuccess && n_clusters > 0;
 }
 
 // How a row is shared out over a cluster.

@@ -7,14 +7,16 @@
 
 #include <cstdint>
 
-// What only later cards have: asynchronous copies (sm_80), clusters of blocks (sm_90). Elsewhere a kernel that needs
-// them is empty.
+// What only later cards have: asynchronous copies (sm_80), clusters of blocks (sm_90, and of compilers CUDA 12.1).
+// Elsewhere a kernel that needs them is empty.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #define ONETRIP_COPY_ASYNC 1
 #else
 #define ONETRIP_COPY_ASYNC 0
 #endif
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ < 1201
+#define ONETRIP_CLUSTERS 0
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define ONETRIP_CLUSTERS 1
 #else
 #define ONETRIP_CLUSTERS 0
@@ -36,9 +38,9 @@
 #define ONETRIP_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__), cudaGetLastError())
 // The same, in clusters of cluster_blocks blocks along x: for a kernel of which runs_in_clusters() is true.
-#define ONETRIP_LAUNCH_CLUSTERS(kernel, cluster_blocks, grid, block, shared_bytes, stream, ...)                     \
-  cudaLaunchKernelEx(::onetrip::ClusterLaunch(cluster_blocks, grid, block, shared_bytes, stream).address(), kernel, \
-                     __VA_ARGS__)
+#define ONETRIP_LAUNCH_CLUSTERS(kernel, cluster_blocks, grid, block, shared_bytes, stream, ...) \
+  ::onetrip::cleared(cudaLaunchKernelEx(                                                        \
+      ::onetrip::ClusterLaunch(cluster_blocks, grid, block, shared_bytes, stream).address(), kernel, __VA_ARGS__))
 
 namespace onetrip {
 
@@ -76,31 +78,20 @@ __device__ __forceinline__ int cluster_size() {
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
   return size;
 }
-// A barrier of all threads of the cluster, in two halves: what a thread wrote before it arrived is seen by all that
-// have waited. All lanes of a warp come together.
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-// The same of a thread that vouches for nothing it wrote, and waits for none of it.
+// A barrier of all threads of the cluster, in two halves, at which a thread vouches for nothing that it wrote and waits
+// for none of it.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// Stores where `mine` lies in this block's shared memory, but in that of block `rank` of the cluster, which must have
-// begun (a barrier of the cluster has been passed) and must not have ended.
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+// Where `mine` lies in this block's shared memory, but in that of block `rank` of the cluster, which must have begun (a
+// barrier of the cluster has been passed) and must not have ended.
 __device__ __forceinline__ uint32_t remote_address(const void* mine, int rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
       : "=r"(address)
       : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(mine))), "r"(rank));
   return address;
-}
-__device__ __forceinline__ void store_remote(float* mine, int rank, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote_address(mine, rank)), "f"(value) : "memory");
-}
-__device__ __forceinline__ void store_remote(float2* mine, int rank, float2 value) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote_address(mine, rank)), "f"(value.x), "f"(value.y)
-               : "memory");
 }
 
 // Stores that are waited for by their bytes, without a barrier of the cluster, which would first wait for everything

@@ -151,7 +151,7 @@ cudaError_t launch_forward_wide(const RowNormForward& args, int device, cudaStre
   // Without a norm there is no second walk.
   const int64_t kept_tiles = args.norm == Norm::kNone ? 0 : tiles_to_keep(args.n_cols, sizeof(Z), shared_limit);
   const int64_t shared_bytes = kept_tiles * kWideThreads * kChunkColumns * static_cast<int64_t>(sizeof(Z));
-  status = allow_shared(kernel, shared_bytes);
+  status = allow_shared(kernel);
   if (status != cudaSuccess) return status;
   return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, 1), dim3(kWideThreads), static_cast<size_t>(shared_bytes),
                         stream, args, kept_tiles);
@@ -219,7 +219,7 @@ bool launch_backward_cluster(const RowNormBackward& args, const BackwardPartitio
       static_cast<size_t>(fixed + stages.dy_z * kStagePieces + stages.dz * kPieces<Z>) * 16 * threads;
   const dim3 grid(static_cast<unsigned>(n_blocks), static_cast<unsigned>(partition.n_parts));
   if (n_blocks == 1) {
-    status = allow_shared(kernel, static_cast<int64_t>(shared_bytes));
+    status = allow_shared(kernel);
     if (status == cudaSuccess)
       status = ONETRIP_LAUNCH(kernel, grid, dim3(threads), shared_bytes, stream, args, partition, stages);
     return true;
@@ -288,7 +288,7 @@ cudaError_t launch_backward_rows(const RowNormBackward& args, bool vector_access
   const auto kernel = shape.path == Path::kEighths ? row_norm_backward_kernel<X, Z, kEighthsThreads, kFast>
                       : shape.path == Path::kWarp  ? row_norm_backward_kernel<X, Z, kWarpThreads, kFast>
                                                    : row_norm_backward_kernel<X, Z, 0, kFast>;
-  const cudaError_t status = allow_shared(kernel, shared_bytes);
+  const cudaError_t status = allow_shared(kernel);
   if (status != cudaSuccess) return status;
   return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_parts)),
                         dim3(shape.row_threads * shape.n_groups), static_cast<size_t>(shared_bytes), stream, args,

@@ -30,7 +30,7 @@ struct RowCount {
     const float product = sum * inverse;
     return fmaf(fmaf(-count, product, sum), inverse, product);
   }
-  __device__ __forceinline__ float rstd(float squares, float eps) const { return rsqrtf(squares * inverse + eps); }
+  __device__ __forceinline__ float rstd(float squares, float eps) const { return rsqrtf(fmaf(squares, inverse, eps)); }
 };
 
 // A row that its threads hold: kChunks chunks a thread, the k-th at column first + k * step.
@@ -107,13 +107,17 @@ __device__ __forceinline__ void finish_chunk(const Chunk<Z, kColumns>& z, const 
   for (int i = 0; i < kColumns; ++i) value[i] -= mean;
   if (args.z != nullptr && args.center_z) store_rounded<Z>(args.z, index, value, vector_access, valid);
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) value[i] *= rstd;
+  for (int i = 0; i < kColumns; ++i) value[i] = __fmul_rn(value[i], rstd);
   round_values(value, args.n_dtype);
   if (args.weight != nullptr) {
     float weight[kColumns];
     load_values(weight, args.weight, args.weight_dtype, col, vector_access, valid);
+    if (args.weight_offset != 0.0f) {
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) value[i] = __fmul_rn(value[i], weight[i] + args.weight_offset);
+      for (int i = 0; i < kColumns; ++i) weight[i] += args.weight_offset;
+    }
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) value[i] = __fmul_rn(value[i], weight[i]);
   }
   if (args.norm_bias != nullptr) {
     float norm_bias[kColumns];
@@ -290,7 +294,7 @@ __device__ __forceinline__ void forward_uniform_row(const RowNormForward& args, 
     const int64_t index = row * args.n_cols + first_col + k * step;
     if (args.z != nullptr && args.center_z) store_rounded<Z>(args.z, index, z[k], true, kColumns);
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) z[k][i] *= rstd;
+    for (int i = 0; i < kColumns; ++i) z[k][i] = __fmul_rn(z[k][i], rstd);
     round_values(z[k], args.n_dtype);
     float parameter[kColumns];
     if (args.weight != nullptr) {

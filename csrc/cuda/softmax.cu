@@ -74,7 +74,7 @@ cudaError_t launch_forward(const SoftmaxForward& args, ForwardLaunch launch, int
     const auto kernel = softmax_forward_wide_kernel<T, kFast>;
     launch.kept_tiles = tiles_to_keep(args.n_cols, sizeof(T), shared_limit);
     const int64_t shared_bytes = launch.kept_tiles * kWideThreads * kChunkColumns * static_cast<int64_t>(sizeof(T));
-    const cudaError_t status = allow_shared(kernel, shared_bytes);
+    const cudaError_t status = allow_shared(kernel);
     if (status != cudaSuccess) return status;
     return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, 1), dim3(kWideThreads), static_cast<size_t>(shared_bytes),
                           stream, args, launch);
@@ -170,7 +170,7 @@ cudaError_t launch_backward_wide(const SoftmaxBackward& args, const MaskSharing&
   const auto kernel = softmax_backward_wide_kernel<T, kFast>;
   const int64_t kept_tiles = tiles_to_keep(args.n_cols, 2 * sizeof(T), shared_limit);
   const int64_t shared_bytes = kept_tiles * kWideThreads * kChunkColumns * 2 * static_cast<int64_t>(sizeof(T));
-  const cudaError_t status = allow_shared(kernel, shared_bytes);
+  const cudaError_t status = allow_shared(kernel);
   if (status != cudaSuccess) return status;
   return ONETRIP_LAUNCH(kernel, grid_of_rows(sharing.n_mask_rows * sharing.n_parts, 1), dim3(kWideThreads),
                         static_cast<size_t>(shared_bytes), stream, args, sharing,

@@ -122,17 +122,12 @@ namespace onetrip {
 using ::cudasim::byte_barrier_expect;
 using ::cudasim::byte_barrier_init;
 using ::cudasim::byte_barrier_wait;
-using ::cudasim::cluster_arrive;
 using ::cudasim::cluster_wait;
 using ::cudasim::copy_async_commit;
 using ::cudasim::named_barrier;
-inline void cluster_arrive_relaxed() { cluster_arrive(); }
+inline void cluster_arrive_relaxed() { ::cudasim::cluster_arrive(); }
 inline int cluster_rank() { return static_cast<int>(::cudasim::current().cluster_rank); }
 inline int cluster_size() { return static_cast<int>(::cudasim::current().cluster_size); }
-template <typename T>
-void store_remote(T* mine, int rank, T value) {
-  *static_cast<T*>(::cudasim::remote_shared(mine, rank)) = value;
-}
 template <typename T>
 void store_remote(T* mine, int rank, T value, uint64_t* barrier) {
   ::cudasim::store_remote_counted(mine, rank, &value, sizeof value, barrier);
