@@ -23,25 +23,43 @@ constexpr uint32_t kPhiloxMultiplierA = 0xD2511F53u, kPhiloxMultiplierB = 0xCD9E
 constexpr uint32_t kPhiloxKeyStepA = 0x9E3779B9u, kPhiloxKeyStepB = 0xBB67AE85u;
 constexpr int kPhiloxRounds = 10;
 
-ONETRIP_HOST_DEVICE PhiloxBlock philox(uint64_t seed, uint64_t offset, uint64_t group) {
-  uint32_t c0 = static_cast<uint32_t>(offset), c1 = static_cast<uint32_t>(offset >> 32);
-  uint32_t c2 = static_cast<uint32_t>(group), c3 = static_cast<uint32_t>(group >> 32);
-  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-#if defined(__CUDACC__)
-#pragma unroll
+// The two words of the key in one round, the first one below.
+ONETRIP_HOST_DEVICE uint64_t philox_key(uint64_t seed, int round) {
+  const uint32_t k0 = static_cast<uint32_t>(seed) + static_cast<uint32_t>(round) * kPhiloxKeyStepA;
+  const uint32_t k1 = static_cast<uint32_t>(seed >> 32) + static_cast<uint32_t>(round) * kPhiloxKeyStepB;
+  return static_cast<uint64_t>(k1) << 32 | k0;
+}
+
+// One wide multiply (IMAD.WIDE on NVIDIA, to which nvcc adds another half of the product, a zero, if it may).
+ONETRIP_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint64_t product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  return static_cast<uint64_t>(a) * b;
 #endif
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    // One 32 x 32 -> 64 bit product; compilers make it a single wide multiply (IMAD.WIDE on NVIDIA).
-    const uint64_t a = static_cast<uint64_t>(kPhiloxMultiplierA) * c0;
-    const uint64_t b = static_cast<uint64_t>(kPhiloxMultiplierB) * c2;
-    c0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0;
-    c2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
-    c1 = static_cast<uint32_t>(b);
-    c3 = static_cast<uint32_t>(a);
-    k0 += kPhiloxKeyStepA;
-    k1 += kPhiloxKeyStepB;
-  }
-  return PhiloxBlock{{c0, c1, c2, c3}};
+}
+
+ONETRIP_HOST_DEVICE void philox_round(PhiloxBlock& counter, uint64_t key) {
+  const uint64_t a = wide_product(kPhiloxMultiplierA, counter.word[0]);
+  const uint64_t b = wide_product(kPhiloxMultiplierB, counter.word[2]);
+  counter.word[0] = static_cast<uint32_t>(b >> 32) ^ counter.word[1] ^ static_cast<uint32_t>(key);
+  counter.word[2] = static_cast<uint32_t>(a >> 32) ^ counter.word[3] ^ static_cast<uint32_t>(key >> 32);
+  counter.word[1] = static_cast<uint32_t>(b);
+  counter.word[3] = static_cast<uint32_t>(a);
+}
+
+// The counter of elements 4 * group to 4 * group + 3: after kPhiloxRounds rounds it is their random bits.
+ONETRIP_HOST_DEVICE PhiloxBlock philox_counter(uint64_t offset, uint64_t group) {
+  return PhiloxBlock{{static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32), static_cast<uint32_t>(group),
+                      static_cast<uint32_t>(group >> 32)}};
+}
+
+ONETRIP_HOST_DEVICE PhiloxBlock philox(uint64_t seed, uint64_t offset, uint64_t group) {
+  PhiloxBlock block = philox_counter(offset, group);
+  for (int round = 0; round < kPhiloxRounds; ++round) philox_round(block, philox_key(seed, round));
+  return block;
 }
 
 }  // namespace onetrip

@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
       dz_stage = dz_stage + 1 < stages.dz ? dz_stage + 1 : 0;
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
-        store_gradient<X, Z>(g[k], args, mask, true, row_number(r), column(k), has_columns(k) ? kColumns : 0);
+        store_gradient<X, Z, true>(g[k], args, mask, true, row_number(r), column(k), has_columns(k) ? kColumns : 0);
         if (args.dbias != nullptr) {
           float dbias[kColumns];
           read_floats(dbias, dbias_at(k));

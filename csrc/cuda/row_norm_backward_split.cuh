@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
       gradient_of_z(g, n, row_means, rstd);
     }
     add_dz<Z>(g, args, vector_access, row, col, valid);
-    store_gradient<X, Z>(g, args, mask, vector_access, row, col, valid);
+    store_gradient<X, Z, true>(g, args, mask, vector_access, row, col, valid);
     if (args.dbias != nullptr) {
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) dbias.add(i, inside(i, valid, vector_access) ? g[i] : 0.0f);

@@ -81,7 +81,7 @@ __device__ __forceinline__ void compute_z(HeldRow<Z, kColumns, kChunks>& held, c
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) value[i] += bias[i];
     }
-    mask.apply(value, row * args.n_cols + col);
+    mask.apply(value, row * args.n_cols + col, vector_access && sizeof(Z) == 2);
     if (args.residual != nullptr) {
       if (!kResidualEarly) load_residual(k);
       float added[kColumns];
@@ -240,7 +240,7 @@ __device__ __forceinline__ void forward_uniform_row(const RowNormForward& args, 
 #pragma unroll
           for (int i = 0; i < kColumns; ++i) z[k][i] += bias[i];
         }
-        if (valid_of(k) != 0) mask.apply(z[k], row * args.n_cols + first_col + k * step);
+        if (valid_of(k) != 0) mask.apply(z[k], row * args.n_cols + first_col + k * step, true);
         if (args.residual != nullptr) {
           if (!kResidualEarly) load_residual(k);
           float added[kColumns];

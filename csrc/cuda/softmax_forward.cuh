@@ -171,12 +171,13 @@ __device__ __forceinline__ float2 join_warps(float largest, float sum, int n_war
 
 // The dropout mask of a chunk in the low 8 bits: 1 where it is kept, and where nothing is to be seen.
 template <typename Col>
-__device__ __forceinline__ uint32_t kept_columns(const SoftmaxForward& args, const DropoutMask& dropout, int64_t row,
-                                                 Col col, Col visible) {
+__device__ __forceinline__ uint32_t kept_columns(const SoftmaxForward& args, const DropoutMask& dropout,
+                                                 bool vector_access, int64_t row, Col col, Col visible) {
   const int seen = visible_columns(col, visible);
   const uint32_t unseen = 0xFFu << seen & 0xFFu;
   if (seen == 0) return unseen;
-  return (dropout.kept_bits<kChunkColumns>(static_cast<uint64_t>(row * args.n_cols + col)) & 0xFFu) | unseen;
+  return (dropout.kept_bits<kChunkColumns>(static_cast<uint64_t>(row * args.n_cols + col), vector_access) & 0xFFu) |
+         unseen;
 }
 
 // Writes y, and p, of a chunk of probabilities; zeros where nothing is to be seen.
@@ -233,7 +234,7 @@ __device__ __forceinline__ void forward_row(const SoftmaxForward& args, const Fo
     forget(first_col);
 #pragma unroll 1
     for (int k = 0; k < kChunks && k * step < visible; ++k) {
-      kept &= ~(0xFFu << (8 * k)) | kept_columns(args, dropout, row, first_col + k * step, visible) << (8 * k);
+      kept &= ~(0xFFu << (8 * k)) | kept_columns(args, dropout, kFast, row, first_col + k * step, visible) << (8 * k);
     }
   };
   if (!kDrawLate) draw();
@@ -398,7 +399,7 @@ __global__ void __launch_bounds__(kWideThreads, kWideBlocks)
 #pragma unroll
       for (int i = 0; i < kChunkColumns; ++i) value[i] = __fmul_rn(exponential(value[i], joined.x), joined.y);
     }
-    const uint32_t kept_bits = dropout.on() ? kept_columns(args, dropout, row, col, visible) : ~0u;
+    const uint32_t kept_bits = dropout.on() ? kept_columns(args, dropout, kFast, row, col, visible) : ~0u;
     store_probabilities<T>(value, kept_bits, args, dropout, kFast, row, col, visible);
   }
 }
