@@ -45,6 +45,8 @@ class Call:
     shared_limit: int = 227 * 1024
     clusters: bool = True
     """Whether the card can launch clusters."""
+    copies: bool = True
+    """Whether the card has asynchronous copies; without, it has no clusters either."""
     orders: tuple[int, ...] = ORDERS
 
     def plan(self) -> RowNormPlan:
@@ -109,6 +111,7 @@ class Call:
             "norm_bias_dtype": parameter,
             "shared_limit": self.shared_limit,
             "clusters": int(self.clusters),
+            "copies": int(self.copies),
         }
         numbers |= {f"{name}_row_stride": stride for name in ("x", "residual", "dy", "dz", "z")}
         if self.dropout_p > 0:

@@ -65,7 +65,7 @@ __device__ __forceinline__ uint32_t group_max(uint32_t value) {
   return value;
 }
 
-// Sums over the threads that share a row. kRowThreads: 8 or 32 lanes of one warp; 0: row_threads of the block, whole
+// Sums over the threads that share a row. kRowThreads: lanes of one warp; 0: row_threads of the block, whole
 // warps, of which several groups may work on rows of their own, each waiting at its own barrier; kClusterRow: all
 // threads of a cluster's blocks.
 constexpr int kClusterRow = -1;
@@ -76,6 +76,11 @@ class RowSum {
   template <typename T>
   __device__ __forceinline__ T operator()(T value) {
     return warp_sum<kRowThreads>(value);
+  }
+  // Of two values a lane, as if the second were those of as many lanes more.
+  template <typename T>
+  __device__ __forceinline__ T operator()(T first, T second) {
+    return warp_sum<kRowThreads>(add(first, second));
   }
 };
 

@@ -1,7 +1,7 @@
 // The row_norm family on NVIDIA cards: which kernel takes which row, how rows are shared out, and the launches.
 // The kernels are in row_norm_forward.cuh and row_norm_backward*.cuh; the contract is launch.h.
 #include "launch.cuh"
-#include "row_norm_backward_cluster.cuh"
+#include "row_norm_backward_ahead.cuh"
 #include "row_norm_backward_split.cuh"
 #include "row_norm_forward.cuh"
 
@@ -26,10 +26,11 @@ namespace onetrip {
 //   wide       512, again and again
 // Rows of up to 16384 columns get the same bits from a cluster (cluster_of_row() in launch.cuh) as from a block.
 //   backward   threads a row                         columns
+//   ahead      8 or 16 lanes, as needed of a block   8192 (16 a thread)    with a norm, aligned and of one dtype, where
+//              or of 2, 4 or 8 in a cluster          65536                 the card can
 //   lanes      8, 32                                   64, 256 (8 a thread)
 //   block      as needed                              4096 (8)
-//   cluster    as needed, of 1, 2, 4 or 8 blocks     65536 (16)    with a norm, aligned and of one dtype, where the
-//   card can split      512 for its means, then 512 for each tile of 4096 columns
+//   split      512 for its means, then 512 for each tile of 4096 columns
 enum class Path { kEighths, kWarp, kBlock, kWide };
 constexpr int kEighthsThreads = 8, kNarrowColumns = 8;
 static_assert(kBackwardColumns == kNarrowColumns, "the table");
@@ -52,16 +53,19 @@ static_assert(kBackwardColumns == kNarrowColumns, "the table");
   template __global__ void row_norm_forward_kernel<X, Z, 16, kAccess>(RowNormForward); \
   template __global__ void row_norm_forward_kernel<X, Z, 32, kAccess>(RowNormForward); \
   template __global__ void row_norm_forward_kernel<X, Z, 0, kAccess>(RowNormForward);
-#define ONETRIP_INSTANTIATE_ALL(X, Z)                                                                              \
-  ONETRIP_INSTANTIATE_FORWARD(X, Z, Access::kElements)                                                             \
-  ONETRIP_INSTANTIATE_FORWARD(X, Z, Access::kVectors)                                                              \
-  ONETRIP_INSTANTIATE(X, Z, true)                                                                                  \
-  ONETRIP_INSTANTIATE(X, Z, false)                                                                                 \
-  template __global__ void row_norm_forward_cluster_kernel<X, Z>(RowNormForward);                                  \
-  template __global__ void row_norm_backward_cluster_kernel<X, Z, 0>(RowNormBackward, BackwardPartition,           \
-                                                                     ClusterStages);                               \
-  template __global__ void row_norm_backward_cluster_kernel<X, Z, kClusterRow>(RowNormBackward, BackwardPartition, \
-                                                                               ClusterStages);
+#define ONETRIP_INSTANTIATE_AHEAD(X, Z, kRowThreads)                                                             \
+  template __global__ void row_norm_backward_ahead_kernel<X, Z, kRowThreads>(RowNormBackward, BackwardPartition, \
+                                                                             AheadPlan);
+#define ONETRIP_INSTANTIATE_ALL(X, Z)                                             \
+  ONETRIP_INSTANTIATE_FORWARD(X, Z, Access::kElements)                            \
+  ONETRIP_INSTANTIATE_FORWARD(X, Z, Access::kVectors)                             \
+  ONETRIP_INSTANTIATE(X, Z, true)                                                 \
+  ONETRIP_INSTANTIATE(X, Z, false)                                                \
+  template __global__ void row_norm_forward_cluster_kernel<X, Z>(RowNormForward); \
+  ONETRIP_INSTANTIATE_AHEAD(X, Z, 8)                                              \
+  ONETRIP_INSTANTIATE_AHEAD(X, Z, 16)                                             \
+  ONETRIP_INSTANTIATE_AHEAD(X, Z, 0)                                              \
+  ONETRIP_INSTANTIATE_AHEAD(X, Z, kClusterRow)
 ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_ALL)
 ONETRIP_INSTANTIATE_FORWARD(__half, __half, Access::kUniform)
 ONETRIP_INSTANTIATE_FORWARD(__nv_bfloat16, __nv_bfloat16, Access::kUniform)
@@ -83,12 +87,40 @@ int threads_for(int64_t n_cols, int columns_per_thread) {
   return static_cast<int>(ceil_div(n_cols, static_cast<int64_t>(columns_per_thread) * kWarpThreads)) * kWarpThreads;
 }
 
-// Columns of a block of the cluster kernel, and the fewest blocks that hold a row; wider rows are none of theirs.
-constexpr int64_t kClusterBlockColumns = static_cast<int64_t>(kWalkThreads) * kWalkColumns;
-int cluster_blocks(int64_t n_cols) {
+// The fewest blocks of a cluster that hold a row, with kAheadColumns columns a thread; wider rows than 8 hold are none
+// of theirs.
+constexpr int64_t kAheadBlockColumns = static_cast<int64_t>(kAheadThreads) * kAheadColumns;
+int ahead_blocks(int64_t n_cols) {
   int n_blocks = 1;
-  while (n_blocks < kMaxClusterBlocks && n_blocks * kClusterBlockColumns < n_cols) n_blocks *= 2;
+  while (n_blocks < kMaxClusterBlocks && n_blocks * kAheadBlockColumns < n_cols) n_blocks *= 2;
   return n_blocks;
+}
+
+// Threads of a block that share a row which is copied ahead: with all of their columns where so many groups then leave
+// room for a second block on an SM; otherwise with half of them.
+int ahead_row_threads(int64_t n_cols, int n_groups) {
+  if (n_cols <= kWarpThreads * kBackwardColumns) return n_cols <= 8 * kAheadColumns ? 8 : 16;
+  const int threads = threads_for(n_cols, kAheadColumns * ahead_blocks(n_cols));
+  return n_groups == 1 || n_groups * threads <= kAheadThreads / 2 ? threads : threads_for(n_cols, kBackwardColumns);
+}
+
+// Of shared memory, in bytes.
+struct Card {
+  int device;
+  int block_shared;  // what a block may have
+  int shared;        // what an SM has
+  int reserved;      // what the system takes of it for every block
+};
+cudaError_t look_at(Card& card, int device) {
+  card.device = device;
+  cudaError_t status = cudaDeviceGetAttribute(&card.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&card.shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  }
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&card.reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
+  }
+  return status;
 }
 
 struct BackwardShape {
@@ -104,7 +136,7 @@ BackwardShape backward_shape(int64_t n_cols) {
                           : path == Path::kWarp  ? kWarpThreads
                           : path == Path::kBlock ? threads_for(n_cols, kBackwardColumns)
                                                  : kBackwardThreads;
-  return {path, row_threads, kBackwardThreads / row_threads, cluster_blocks(n_cols)};
+  return {path, row_threads, kBackwardThreads / row_threads, ahead_blocks(n_cols)};
 }
 
 // The fixed partition of the rows, a function of the sizes alone; a part is a block's, or a cluster's. A partial row
@@ -197,36 +229,47 @@ cudaError_t launch_forward(const RowNormForward& args, int device, cudaStream_t 
                              : launch_forward_rows<X, Z, Access::kElements>(args, device, stream);
 }
 
-// Whether the card runs the cluster kernel on such rows; if so, status is that of the launch. shared_limit: bytes that
-// a block may have, its own arrays included. As many rows of dy and z are copied ahead as fit, then of dz.
+// Rows to copy ahead, as many of dy and z as fit into a block's shared memory and then of dz; 0 where none does.
+// shared_bytes: what a block may have beside its own arrays.
+template <typename X, typename Z>
+AheadPlan ahead_plan(const RowNormBackward& args, int row_threads, int threads, int64_t shared_bytes) {
+  const int64_t per_thread = (shared_bytes - weight_pieces(args) * row_threads * 16) / (threads * 16);
+  const int64_t n_pieces = per_thread - dbias_pieces(args);
+  const auto stages = [&](int64_t pieces, int stage, int64_t most) {
+    return pieces < stage ? 0 : static_cast<int>(at_most(pieces / stage, most));
+  };
+  AheadPlan plan{row_threads, stages(n_pieces, kStagePieces<X, Z>, kMaxStages), 0};
+  if (args.dz != nullptr) plan.dz = stages(n_pieces - plan.dy_z * kStagePieces<X, Z>, kPieces<Z>, plan.dy_z);
+  return plan;
+}
+
+// Whether the card runs the kernel that copies such rows ahead; if so, status is that of the launch.
 template <typename X, typename Z, int kRowThreads>
-bool launch_backward_cluster(const RowNormBackward& args, const BackwardPartition& partition, int64_t shared_limit,
-                             int device, cudaStream_t stream, cudaError_t& status) {
-  const auto kernel = row_norm_backward_cluster_kernel<X, Z, kRowThreads>;
+bool launch_backward_ahead(const RowNormBackward& args, const BackwardPartition& partition, const Card& card,
+                           cudaStream_t stream, cudaError_t& status) {
+  const auto kernel = row_norm_backward_ahead_kernel<X, Z, kRowThreads>;
   const int64_t static_bytes = static_shared_bytes(kernel);
   if (static_bytes == 0) return false;
-  const int n_blocks = cluster_blocks(args.n_cols), threads = threads_for(args.n_cols, kWalkColumns * n_blocks);
-  const int64_t n_pieces = (shared_limit - static_bytes) / (16 * threads), fixed = fixed_pieces(args);
-  const auto stages_of = [&](int64_t left, int pieces, int64_t most) {
-    return static_cast<int>(left / pieces < most ? left / pieces : most);
-  };
-  ClusterStages stages{};
-  constexpr int kStagePieces = kPieces<X> + kPieces<Z>;
-  if (n_pieces < fixed + kStagePieces) return false;
-  stages.dy_z = stages_of(n_pieces - fixed, kStagePieces, kMaxStages);
-  if (args.dz != nullptr) stages.dz = stages_of(n_pieces - fixed - stages.dy_z * kStagePieces, kPieces<Z>, stages.dy_z);
-  const size_t shared_bytes =
-      static_cast<size_t>(fixed + stages.dy_z * kStagePieces + stages.dz * kPieces<Z>) * 16 * threads;
+  const int n_blocks = ahead_blocks(args.n_cols), row_threads = ahead_row_threads(args.n_cols, partition.n_groups);
+  const int threads = row_threads * partition.n_groups;
+  // As many blocks on an SM as its registers are enough for; fewer, where their shared memory then holds no row.
+  AheadPlan plan{};
+  for (int resident = kAheadThreads / threads; resident > 0 && plan.dy_z == 0; resident /= 2) {
+    const int64_t share = at_most(card.block_shared, card.shared / resident - card.reserved);
+    plan = ahead_plan<X, Z>(args, row_threads, threads, share - static_bytes);
+  }
+  if (plan.dy_z == 0) return false;
+  const int own_pieces = dbias_pieces(args) + plan.dy_z * kStagePieces<X, Z> + plan.dz * kPieces<Z>;
+  const size_t shared_bytes = static_cast<size_t>(weight_pieces(args) * row_threads + own_pieces * threads) * 16;
   const dim3 grid(static_cast<unsigned>(n_blocks), static_cast<unsigned>(partition.n_parts));
   if (n_blocks == 1) {
     status = allow_shared(kernel);
     if (status == cudaSuccess)
-      status = ONETRIP_LAUNCH(kernel, grid, dim3(threads), shared_bytes, stream, args, partition, stages);
+      status = ONETRIP_LAUNCH(kernel, grid, dim3(threads), shared_bytes, stream, args, partition, plan);
     return true;
   }
-  if (!runs_in_clusters(kernel, n_blocks, threads, shared_bytes, device)) return false;
-  status =
-      ONETRIP_LAUNCH_CLUSTERS(kernel, n_blocks, grid, dim3(threads), shared_bytes, stream, args, partition, stages);
+  if (!runs_in_clusters(kernel, n_blocks, threads, shared_bytes, card.device)) return false;
+  status = ONETRIP_LAUNCH_CLUSTERS(kernel, n_blocks, grid, dim3(threads), shared_bytes, stream, args, partition, plan);
   return true;
 }
 
@@ -247,20 +290,6 @@ cudaError_t launch_backward_split(const RowNormBackward& args, bool vector_acces
       ((args.dbias != nullptr ? 1 : 0) + (args.dweight != nullptr ? 1 : 0)) * kSumFloats * sizeof(float);
   const dim3 grid(static_cast<unsigned>(ceil_div(args.n_cols, kTileColumns)), static_cast<unsigned>(partition.n_parts));
   return ONETRIP_LAUNCH(kernel, grid, block, shared_bytes, stream, args, vector_access, partition, means);
-}
-
-template <typename X, typename Z>
-cudaError_t launch_backward_wide(const RowNormBackward& args, bool vector_access, bool fast,
-                                 const BackwardPartition& partition, int64_t shared_limit, int device,
-                                 cudaStream_t stream) {
-  cudaError_t status = cudaSuccess;
-  if (fast && args.dy != nullptr && args.n_cols <= kMaxClusterBlocks * kClusterBlockColumns) {
-    const auto launch = cluster_blocks(args.n_cols) == 1 ? launch_backward_cluster<X, Z, 0>
-                                                         : launch_backward_cluster<X, Z, kClusterRow>;
-    if (launch(args, partition, shared_limit, device, stream, status)) return status;
-  }
-  return fast ? launch_backward_split<X, Z, true>(args, true, partition, stream)
-              : launch_backward_split<X, Z, false>(args, vector_access, partition, stream);
 }
 
 cudaError_t launch_partials(const RowNormBackward& args, int64_t n_parts, cudaStream_t stream) {
@@ -308,18 +337,27 @@ cudaError_t launch_backward(const RowNormBackward& args, int device, cudaStream_
 
   const BackwardShape shape = backward_shape(args.n_cols);
   const BackwardPartition partition = backward_partition(args.n_rows, args.n_cols);
-  int shared_limit = 0;
-  cudaError_t status = cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  Card card{};
+  cudaError_t status = look_at(card, device);
   if (status != cudaSuccess) return status;
   const bool vector_access = access.possible(), fast = vector_access && args.y_dtype == DTypeOf<X>::value;
-  if (shape.path == Path::kWide) {
-    status = launch_backward_wide<X, Z>(args, vector_access, fast, partition, shared_limit, device, stream);
-  } else {
+  bool ahead = fast && args.dy != nullptr && args.n_cols <= kMaxClusterBlocks * kAheadBlockColumns;
+  if (ahead) {
+    const auto launch = shape.row_blocks > 1                            ? launch_backward_ahead<X, Z, kClusterRow>
+                        : args.n_cols > kWarpThreads * kBackwardColumns ? launch_backward_ahead<X, Z, 0>
+                        : args.n_cols > 8 * kAheadColumns               ? launch_backward_ahead<X, Z, 16>
+                                                                        : launch_backward_ahead<X, Z, 8>;
+    ahead = launch(args, partition, card, stream, status);
+  }
+  if (!ahead && shape.path == Path::kWide) {
+    status = fast ? launch_backward_split<X, Z, true>(args, true, partition, stream)
+                  : launch_backward_split<X, Z, false>(args, vector_access, partition, stream);
+  } else if (!ahead) {
     const auto shared_bytes = [&](bool fast_kernel) {
       return static_cast<int>(sizeof(float)) * backward_shared_floats(fast_kernel, args, shape.row_threads);
     };
     status =
-        fast && shared_bytes(true) <= shared_limit - kStaticSharedBytes
+        fast && shared_bytes(true) <= card.block_shared - kStaticSharedBytes
             ? launch_backward_rows<X, Z, true>(args, true, shape, partition, shared_bytes(true), stream)
             : launch_backward_rows<X, Z, false>(args, vector_access, shape, partition, shared_bytes(false), stream);
   }

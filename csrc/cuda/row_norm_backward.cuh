@@ -6,7 +6,7 @@
 //
 // One pass: dy, z (and dz) are read once, dx (and dresidual) written once. The sums over rows are float32: every block
 // keeps those of its own rows on the SM and writes them as one partial row; row_norm_partials_kernel adds the partial
-// rows. Wider rows are in row_norm_backward_cluster.cuh and row_norm_backward_split.cuh.
+// rows. Wider rows are in row_norm_backward_ahead.cuh and row_norm_backward_split.cuh.
 //
 // The gradients of a row are the same bits whichever kernel takes it. So no compiler may fuse a product with a sum, or
 // not, as it likes: products are __fmul_rn, or fmaf where they are fused.
@@ -115,13 +115,11 @@ __device__ __forceinline__ void add_dz(float (&g)[kColumns], const RowNormBackwa
   add_chunk(g, dz);
 }
 
-// Writes dresidual and dx from g; leaves dropout_backward(g) in g. kRoomy: there are registers for the random bits of
-// all columns at the same time.
+// Writes dresidual and dx from g, of elements index and on; leaves dropout_backward(g) in g. kRoomy: there are
+// registers for the random bits of all columns at the same time.
 template <typename X, typename Z, bool kRoomy, int kColumns>
 __device__ __forceinline__ void store_gradient(float (&g)[kColumns], const RowNormBackward& args,
-                                               const DropoutMask& mask, bool vector_access, int64_t row, int64_t col,
-                                               int valid) {
-  const int64_t index = row * args.n_cols + col;
+                                               const DropoutMask& mask, bool vector_access, int64_t index, int valid) {
   if (args.dresidual != nullptr) store_rounded<Z>(args.dresidual, index, g, vector_access, valid);
   if (args.dx == nullptr && args.dbias == nullptr) return;
   mask.apply(g, index, kRoomy && vector_access);
@@ -145,32 +143,34 @@ class ColumnSums {
       for (int i = 0; i < kBackwardColumns; ++i) buffer_[i * kBackwardThreads] = 0.0f;
     }
   }
-  __device__ __forceinline__ void add(int i, float value) {
-    if constexpr (kInShared) {
-      buffer_[i * kBackwardThreads] += value;
-    } else {
-      sum_[i] += value;
-    }
-  }
-  __device__ __forceinline__ void add_product(int i, float a, float b) {
-    float& sum = kInShared ? buffer_[i * kBackwardThreads] : sum_[kInShared ? 0 : i];
-    sum = fmaf(a, b, sum);
-  }
-  __device__ __forceinline__ void copy_to(float (&value)[kBackwardColumns]) const {
+  // valid, vector_access: which of them belong to the row.
+  __device__ __forceinline__ void add(const float (&value)[kBackwardColumns], int valid = kBackwardColumns,
+                                      bool vector_access = true) {
 #pragma unroll
-    for (int i = 0; i < kBackwardColumns; ++i)
-      value[i] = kInShared ? buffer_[i * kBackwardThreads] : sum_[kInShared ? 0 : i];
+    for (int i = 0; i < kBackwardColumns; ++i) sum(i) += inside(i, valid, vector_access) ? value[i] : 0.0f;
+  }
+  __device__ __forceinline__ void add_products(const float (&a)[kBackwardColumns], const float (&b)[kBackwardColumns]) {
+#pragma unroll
+    for (int i = 0; i < kBackwardColumns; ++i) sum(i) = fmaf(a[i], b[i], sum(i));
+  }
+  __device__ __forceinline__ void copy_to(float (&value)[kBackwardColumns]) {
+#pragma unroll
+    for (int i = 0; i < kBackwardColumns; ++i) value[i] = sum(i);
   }
   // Puts the sums into the buffer, where they are not there yet, and returns it (the block's, not the thread's).
-  __device__ __forceinline__ const float* publish() const {
+  __device__ __forceinline__ const float* publish() {
     if constexpr (!kInShared) {
 #pragma unroll
-      for (int i = 0; i < kBackwardColumns; ++i) buffer_[i * kBackwardThreads] = sum_[i];
+      for (int i = 0; i < kBackwardColumns; ++i) buffer_[i * kBackwardThreads] = sum(i);
     }
     return buffer_ - threadIdx.x;
   }
 
  private:
+  __device__ __forceinline__ float& sum(int i) {
+    return kInShared ? buffer_[i * kBackwardThreads] : sum_[kInShared ? 0 : i];
+  }
+
   float* buffer_;
   float sum_[kInShared ? 1 : kBackwardColumns] = {};
 };
@@ -204,9 +204,10 @@ constexpr int backward_blocks() {
 //
 // kFast: every access is vectorised and dy has x's dtype; 64 registers then suffice, with the weights, dbias and
 // dweight in shared memory and dnorm_bias in registers: two blocks share the 100 KB of sm_120. Otherwise both are
-// run-time choices. The sums have the same bits.
+// run-time choices. The sums have the same bits. Where cards copy rows ahead, row_norm_backward_ahead.cuh takes those
+// of kFast but for rows without a norm, which need no sum to wait for.
 template <typename X, typename Z, int kRowThreads, bool kFast>
-__global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>() : 1)
+__global__ void __launch_bounds__(kBackwardThreads, kFast&& ONETRIP_COPY_ASYNC == 0 ? backward_blocks<X>() : 1)
     row_norm_backward_kernel(const RowNormBackward args, const bool aligned, const BackwardPartition partition) {
   constexpr int kColumns = kChunkColumns;
   // A float32 dz waits in memory: for the sum over the row there are no 8 registers left to hold it.
@@ -268,14 +269,8 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
       const float rstd = n_cols != 0 ? __ldg(args.rstd + row) : 0.0f;
       float n[kColumns];
       normalise(held, dy_dtype, mean, rstd, vector_access, valid, g, n);
-      if (args.dweight != nullptr) {
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) dweight.add_product(i, g[i], n[i]);
-      }
-      if (args.dnorm_bias != nullptr) {
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) dnorm_bias.add(i, g[i]);
-      }
+      if (args.dweight != nullptr) dweight.add_products(g, n);
+      if (args.dnorm_bias != nullptr) dnorm_bias.add(g);
       weigh(g);
       const float2 means = row_means(sum_over_row(chunk_sums(g, n)), args);
       if (kComputeTwice) {
@@ -292,15 +287,12 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
       if (!kDzEarly) load_chunk(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
       add_chunk(g, dz);
     }
-    store_gradient<X, Z, !kFast>(g, args, mask, vector_access, row, col, valid);
-    if (args.dbias != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) dbias.add(i, inside(i, valid, vector_access) ? g[i] : 0.0f);
-    }
+    store_gradient<X, Z, !kFast>(g, args, mask, vector_access, row * args.n_cols + col, valid);
+    if (args.dbias != nullptr) dbias.add(g, valid, vector_access);
   }
 
   int slot = 0;
-  const auto add_groups = [&](const auto& sums, bool wanted) {
+  const auto add_groups = [&](auto& sums, bool wanted) {
     if (!wanted) return;
     __syncthreads();  // the readers of the previous sums are done
     const float* const buffer = sums.publish();

@@ -77,27 +77,18 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
       const float2 row_means = __ldg(means + row);
       float n[kColumns];
       normalise(chunk, dy_dtype, mean, rstd, vector_access, valid, g, n);
-      if (args.dweight != nullptr) {
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) dweight.add_product(i, g[i], n[i]);
-      }
-      if (args.dnorm_bias != nullptr) {
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) dnorm_bias.add(i, g[i]);
-      }
+      if (args.dweight != nullptr) dweight.add_products(g, n);
+      if (args.dnorm_bias != nullptr) dnorm_bias.add(g);
       apply_weight(g, args, vector_access, col, valid);
       gradient_of_z(g, n, row_means, rstd);
     }
     add_dz<Z>(g, args, vector_access, row, col, valid);
-    store_gradient<X, Z, true>(g, args, mask, vector_access, row, col, valid);
-    if (args.dbias != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) dbias.add(i, inside(i, valid, vector_access) ? g[i] : 0.0f);
-    }
+    store_gradient<X, Z, true>(g, args, mask, vector_access, row * args.n_cols + col, valid);
+    if (args.dbias != nullptr) dbias.add(g, valid, vector_access);
   }
 
   int slot = 0;
-  const auto store_sums = [&](const auto& sums, bool wanted) {
+  const auto store_sums = [&](auto& sums, bool wanted) {
     if (!wanted) return;
     float value[kColumns];
     sums.copy_to(value);

@@ -109,7 +109,7 @@ void* kernel_context = nullptr;
 size_t n_dynamic_bytes = 0;
 Order order = Order::kForward;
 int shared_limit = 227 * 1024;
-bool clusters_possible = true;
+bool clusters_possible = true, copies_possible = true;
 std::mt19937 random_order{1};
 
 Block& block_of(const Fiber& fiber) { return blocks[fiber.indices.cluster_rank]; }
@@ -311,6 +311,7 @@ void run_cluster(dim3 grid, dim3 block, uint3 first) {
 void set_order(Order new_order) { order = new_order; }
 void set_shared_limit(int bytes) { shared_limit = bytes; }
 void set_clusters(bool possible) { clusters_possible = possible; }
+void set_copies(bool possible) { copies_possible = possible; }
 const ThreadIndices& current() { return running->indices; }
 
 void fail(const char* message) {
@@ -539,7 +540,7 @@ cudaError_t CUDARTAPI cudaFuncSetAttribute(const void*, cudaFuncAttribute attrib
 cudaError_t CUDARTAPI cudaGetLastError() { return cudaSuccess; }
 cudaError_t CUDARTAPI cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = cudaFuncAttributes{};
-  attributes->sharedSizeBytes = 1;  // a kernel with a body
+  attributes->sharedSizeBytes = cudasim::copies_possible ? 1 : 0;  // whether a kernel of which it is asked has a body
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*) {

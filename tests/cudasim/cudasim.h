@@ -40,6 +40,8 @@ void set_order(Order order);
 void set_shared_limit(int bytes);
 // Whether the device can launch clusters.
 void set_clusters(bool possible);
+// Whether it has asynchronous copies; otherwise kernels that need them, or clusters, are empty.
+void set_copies(bool possible);
 
 // The thread that runs now.
 struct ThreadIndices {

@@ -99,6 +99,7 @@ std::string run(Case& c, int order, int* code) {
   cudasim::set_shared_limit(c.integers.count("shared_limit") != 0 ? static_cast<int>(c.integer("shared_limit"))
                                                                   : 227 * 1024);
   cudasim::set_clusters(c.integers.count("clusters") == 0 || c.integer("clusters") != 0);
+  cudasim::set_copies(c.integers.count("copies") == 0 || c.integer("copies") != 0);
   *code = launch(c);
   for (const auto& [name, tensor] : c.inputs) {
     if (tensor.copy() != before[name]) fail("input " + name + " was modified");

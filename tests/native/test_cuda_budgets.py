@@ -76,21 +76,34 @@ class Launch(NamedTuple):
 
 
 def _has_body(name: str, arch: int) -> bool:
-    """Kernels of clusters are empty before sm_90; backward's, for a block alone, before sm_80."""
-    return "cluster" not in name or arch >= (80 if ", 0>" in name else 90)
+    """Kernels of clusters are empty before sm_90, those that copy rows ahead before sm_80."""
+    return arch >= (90 if "cluster" in name or "-1>" in name else 80 if "ahead" in name else 0)
 
 
-def _cluster_launch(call: Call, arch: int, kernels: dict[str, Kernel]) -> Launch | None:
+def _ahead_launch(call: Call, arch: int, kernels: dict[str, Kernel]) -> Launch | None:
     n_blocks = next(n for n in (1, 2, 4, 8) if n == 8 or n * 8192 >= call.n_cols)
-    name = f"backward_cluster_kernel<{call.x}, {call.z}, {0 if n_blocks == 1 else -1}>"
-    threads = -(-call.n_cols // (16 * 32 * n_blocks)) * 32
-    pieces = (MULTIPROCESSORS[arch].block_bytes - kernels[name].static_bytes) // (16 * threads)
-    fixed = 4 * call.shared_sums  # the weights, and dbias where it is wanted beside dweight
-    stage = ELEMENT_BYTES[call.x] + ELEMENT_BYTES[call.z]
-    if not _has_body(name, arch) or pieces < fixed + stage:
+    n_groups = 16 if call.n_cols <= 256 else max(1, 512 // (-(-call.n_cols // 256) * 32))
+    if call.n_cols <= 256:
+        kind = row_threads = 8 if call.n_cols <= 128 else 16
+    else:
+        kind = 0 if n_blocks == 1 else -1
+        row_threads = -(-call.n_cols // (16 * 32 * n_blocks)) * 32
+        if n_groups > 1 and n_groups * row_threads > 256:
+            row_threads = -(-call.n_cols // 256) * 32
+    name = f"backward_ahead_kernel<{call.x}, {call.z}, {kind}>"
+    if not _has_body(name, arch):
         return None
-    stages = min(4, (pieces - fixed) // stage)
-    return Launch(name, threads, (fixed + stages * stage) * 16 * threads, stages * stage * 16 * threads)
+    threads = row_threads * n_groups
+    weights = 64 * row_threads
+    dbias = 64 * threads * (call.shared_sums - 1)  # dweight and dnorm_bias stay in registers
+    stage = 16 * threads * (ELEMENT_BYTES[call.x] + ELEMENT_BYTES[call.z])
+    card = MULTIPROCESSORS[arch]
+    for resident in (4, 2, 1):
+        room = min(card.block_bytes, card.shared_bytes // resident - card.reserved_bytes) - kernels[name].static_bytes
+        stages = min(4, (room - weights - dbias) // stage)
+        if resident * threads <= 512 and stages > 0:
+            return Launch(name, threads, weights + dbias + stages * stage, stages * stage)
+    return None
 
 
 def _launches(call: Call, arch: int, kernels: dict[str, Kernel]) -> list[Launch]:
@@ -107,11 +120,10 @@ def _launches(call: Call, arch: int, kernels: dict[str, Kernel]) -> list[Launch]
         access = "uniform" if call.z != "f32" else "vectors"
         threads = 128 if row_threads else -(-call.n_cols // (16 * 32)) * 32
         return [Launch(f"forward_kernel<{types}, {row_threads}, {access}>", threads)]
+    if (ahead := _ahead_launch(call, arch, kernels)) is not None:
+        return [ahead]
     lanes = 32 if call.n_cols <= 256 else 0
     if call.n_cols > 4096:
-        cluster = _cluster_launch(call, arch, kernels)
-        if cluster is not None:
-            return [cluster]
         columns = Launch(f"backward_columns_kernel<{types}, fast>", 512, 4 * call.shared_sums * 4096)
         return [Launch(f"backward_means_kernel<{types}, fast>", 512), columns]
     limit = MULTIPROCESSORS[arch].block_bytes - KIB  # less what static arrays may take
@@ -139,15 +151,15 @@ def _known_shortfall(arch: int, call: Call) -> str | None:
 def test_nothing_spills(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
     kernels = compiled[arch].result()
     print_table(arch, kernels)
-    assert len(kernels) == 5 * 23 + 2 * 4 + 1
+    assert len(kernels) == 5 * 25 + 2 * 4 + 1
     spills = {kernel.name: kernel.spilled_bytes for kernel in kernels if kernel.spilled_bytes}
     assert all(spilled <= SPILLED_BYTES.get((arch, name), 0) for name, spilled in spills.items()), spills
 
 
 def test_aligned_kernels_move_16_bytes_at_once(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
-    kinds = ("fast", "vectors", "uniform", "cluster")
+    kinds = ("fast", "vectors", "uniform", "cluster", "ahead")
     aligned = [kernel for kernel in compiled[arch].result() if any(kind in kernel.name for kind in kinds)]
-    assert len(aligned) == 5 * 13 + 2 * 4
+    assert len(aligned) == 5 * 15 + 2 * 4
     moving = [kernel for kernel in aligned if _has_body(kernel.name, arch)]
     assert not [kernel for kernel in moving if not kernel.wide_loads]
     assert not [kernel for kernel in moving if not kernel.wide_stores and "means" not in kernel.name]
@@ -158,14 +170,14 @@ def test_kernels_have_bodies_where_the_card_has_what_they_need(
 ) -> None:
     """Launchers tell by the static shared memory."""
     for kernel in compiled[arch].result():
-        if "cluster" in kernel.name:
+        if "cluster" in kernel.name or "ahead" in kernel.name:
             assert (kernel.static_bytes > 0) == _has_body(kernel.name, arch), kernel
 
 
 def test_gradients_are_the_same_bits_in_every_kernel(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
     """No product but those of fmaf is fused with a sum, or may be: 8 columns a chunk."""
     fused = {"backward_kernel": 3, "backward_means_kernel": 1, "backward_columns_kernel": 2}
-    fused["backward_cluster_kernel"] = 2 * 3
+    fused["backward_ahead_kernel"] = 2 * 3
     for kernel in compiled[arch].result():
         kind = kernel.name.partition("<")[0]
         if kind in fused and _has_body(kernel.name, arch):
