@@ -64,21 +64,20 @@ cudaError_t launch_kind_of(const AdamStep& args, const AdamKind& kind, int n_mul
 
 int adam_step_cuda(const AdamStep& args, int device, void* stream_address) {
   if (args.n_counters == 0) return cudaSuccess;
-  const DeviceGuard guard(device);
-  if (guard.status() != cudaSuccess) return guard.status();
-  int n_multiprocessors = 0;
-  cudaError_t status = cudaDeviceGetAttribute(&n_multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const auto stream = static_cast<cudaStream_t>(stream_address);
-  for (int64_t first = 0; first < args.n_groups && status == cudaSuccess; first += kManyGroups) {
-    const int64_t left = args.n_groups - first;
-    status = left <= kFewGroups
-                 ? launch_prepare<kFewGroups>(args, first, left, stream)
-                 : launch_prepare<kManyGroups>(args, first, left < kManyGroups ? left : kManyGroups, stream);
-  }
-  for (int64_t i = 0; i < args.n_kinds && status == cudaSuccess; ++i) {
-    if (args.kinds[i].n_chunks > 0) status = launch_kind_of(args, args.kinds[i], n_multiprocessors, stream);
-  }
-  return status;
+  return on_device(device, [&](const Card& card) {
+    cudaError_t status = cudaSuccess;
+    const auto stream = static_cast<cudaStream_t>(stream_address);
+    for (int64_t first = 0; first < args.n_groups && status == cudaSuccess; first += kManyGroups) {
+      const int64_t left = args.n_groups - first;
+      status = left <= kFewGroups
+                   ? launch_prepare<kFewGroups>(args, first, left, stream)
+                   : launch_prepare<kManyGroups>(args, first, left < kManyGroups ? left : kManyGroups, stream);
+    }
+    for (int64_t i = 0; i < args.n_kinds && status == cudaSuccess; ++i) {
+      if (args.kinds[i].n_chunks > 0) status = launch_kind_of(args, args.kinds[i], card.n_multiprocessors, stream);
+    }
+    return status;
+  });
 }
 
 #endif  // __CUDACC_RTC__

@@ -1,6 +1,6 @@
-// What launchers of every family share: grids of rows, clusters of blocks, the choice of vector access, the current
-// device.
+// What launchers of every family share: grids of rows, clusters of blocks, the choice of vector access.
 #pragma once
+#include "card.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
 
@@ -54,35 +54,10 @@ inline dim3 grid_of_clusters(int64_t n_rows, int cluster_blocks) {
 
 // Tiles of a wide row that shared memory keeps: two blocks an SM share what one may have. All that is left of an SM's
 // memory is L1.
-inline int64_t tiles_to_keep(int64_t n_cols, int64_t bytes_per_column, int shared_limit) {
+inline int64_t tiles_to_keep(int64_t n_cols, int64_t bytes_per_column, const Card& card) {
   const int64_t n_tiles = ceil_div(n_cols, kWideThreads * kChunkColumns);
-  const int64_t fit = (shared_limit / 2 - kStaticSharedBytes) / (kWideThreads * kChunkColumns * bytes_per_column);
+  const int64_t fit = (card.block_shared / 2 - kStaticSharedBytes) / (kWideThreads * kChunkColumns * bytes_per_column);
   return at_most(n_tiles, fit);
-}
-
-// A call's status; one that failed is not left behind for the next launch to report.
-inline cudaError_t cleared(cudaError_t status) {
-  if (status != cudaSuccess) cudaGetLastError();
-  return status;
-}
-
-// Lets a kernel have as much dynamic shared memory as the current device has for it. Not just what a call asks for:
-// another thread's call with less would take it back before the launch.
-template <typename Kernel>
-cudaError_t allow_shared(Kernel kernel) {
-  const auto address = reinterpret_cast<const void*>(kernel);
-  int device = 0, limit = 0;
-  cudaFuncAttributes attributes{};
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, address);
-  if (status == cudaSuccess) {
-    limit -= static_cast<int>(attributes.sharedSizeBytes);
-    status = cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, limit);
-  }
-  return cleared(status);
 }
 
 // Whether every tensor of the call can be read and written in whole chunks, at most 16 bytes at a time.
@@ -103,67 +78,6 @@ class VectorAccess {
   int64_t columns_;
   bool possible_;
 };
-
-// Makes a device current, and the earlier one again at the end: the static runtime has a current device of its own.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) : status_(cudaGetDevice(&previous_)) {
-    if (status_ == cudaSuccess && previous_ != device) {
-      status_ = cudaSetDevice(device);
-      restore_ = status_ == cudaSuccess;
-    }
-  }
-  ~DeviceGuard() {
-    if (restore_) cudaSetDevice(previous_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-  cudaError_t status() const { return status_; }
-
- private:
-  int previous_ = 0;
-  bool restore_ = false;
-  cudaError_t status_;
-};
-
-// A launch in clusters of cluster_blocks blocks along x.
-struct ClusterLaunch {
-  ClusterLaunch(int cluster_blocks, dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream)
-      : config{grid, block, shared_bytes, stream, &attribute, 1} {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned>(cluster_blocks);
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  }
-  ClusterLaunch(const ClusterLaunch&) = delete;
-  ClusterLaunch& operator=(const ClusterLaunch&) = delete;
-  const cudaLaunchConfig_t* address() const { return &config; }
-
-  cudaLaunchAttribute attribute{};
-  cudaLaunchConfig_t config;
-};
-
-// Bytes of a kernel's own arrays in shared memory. 0 where it is empty: code of cards that lack what it needs.
-template <typename Kernel>
-int64_t static_shared_bytes(Kernel kernel) {
-  cudaFuncAttributes attributes{};
-  const cudaError_t status = cleared(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)));
-  return status == cudaSuccess ? static_cast<int64_t>(attributes.sharedSizeBytes) : 0;
-}
-
-// Whether the card runs a kernel in clusters of so many blocks; then the kernel may have so much dynamic shared memory.
-// Not so on cards without clusters, and for code of such cards, whose kernel is empty.
-template <typename Kernel>
-bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, int device) {
-  int possible = 0, n_clusters = 0;
-  const cudaError_t asked = cleared(cudaDeviceGetAttribute(&possible, cudaDevAttrClusterLaunch, device));
-  if (asked != cudaSuccess || possible == 0 || static_shared_bytes(kernel) == 0) return false;
-  if (allow_shared(kernel) != cudaSuccess) return false;
-  const ClusterLaunch launch(cluster_blocks, dim3(static_cast<unsigned>(cluster_blocks)),
-                             dim3(static_cast<unsigned>(threads)), shared_bytes, nullptr);
-  const auto address = reinterpret_cast<const void*>(kernel);
-  const cudaError_t status = cleared(cudaOccupancyMaxActiveClusters(&n_clusters, address, launch.address()));
-  return status == cudaSuccess && n_clusters > 0;
-}
 
 // How a row is shared out over a cluster.
 struct ClusterShape {

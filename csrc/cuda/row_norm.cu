@@ -104,25 +104,6 @@ int ahead_row_threads(int64_t n_cols, int n_groups) {
   return n_groups == 1 || n_groups * threads <= kAheadThreads / 2 ? threads : threads_for(n_cols, kBackwardColumns);
 }
 
-// Of shared memory, in bytes.
-struct Card {
-  int device;
-  int block_shared;  // what a block may have
-  int shared;        // what an SM has
-  int reserved;      // what the system takes of it for every block
-};
-cudaError_t look_at(Card& card, int device) {
-  card.device = device;
-  cudaError_t status = cudaDeviceGetAttribute(&card.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&card.shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  }
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&card.reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
-  }
-  return status;
-}
-
 struct BackwardShape {
   Path path;
   int row_threads, n_groups;
@@ -175,24 +156,21 @@ int wanted_sums(const RowNormBackward& args) {
 }
 
 template <typename X, typename Z, bool kVectorAccess>
-cudaError_t launch_forward_wide(const RowNormForward& args, int device, cudaStream_t stream) {
+cudaError_t launch_forward_wide(const RowNormForward& args, const Card& card, cudaStream_t stream) {
   const auto kernel = row_norm_forward_wide_kernel<X, Z, kVectorAccess>;
-  int shared_limit = 0;
-  cudaError_t status = cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (status != cudaSuccess) return status;
   // Without a norm there is no second walk.
-  const int64_t kept_tiles = args.norm == Norm::kNone ? 0 : tiles_to_keep(args.n_cols, sizeof(Z), shared_limit);
+  const int64_t kept_tiles = args.norm == Norm::kNone ? 0 : tiles_to_keep(args.n_cols, sizeof(Z), card);
   const int64_t shared_bytes = kept_tiles * kWideThreads * kChunkColumns * static_cast<int64_t>(sizeof(Z));
-  status = allow_shared(kernel);
+  const cudaError_t status = prepare(kernel, card);
   if (status != cudaSuccess) return status;
   return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, 1), dim3(kWideThreads), static_cast<size_t>(shared_bytes),
                         stream, args, kept_tiles);
 }
 
 template <typename X, typename Z, Access kAccess>
-cudaError_t launch_forward_rows(const RowNormForward& args, int device, cudaStream_t stream) {
+cudaError_t launch_forward_rows(const RowNormForward& args, const Card& card, cudaStream_t stream) {
   const int64_t wanted = ceil_div(args.n_cols, kForwardColumns);  // threads a row
-  if (wanted > kMaxThreads) return launch_forward_wide<X, Z, kAccess != Access::kElements>(args, device, stream);
+  if (wanted > kMaxThreads) return launch_forward_wide<X, Z, kAccess != Access::kElements>(args, card, stream);
   const auto kernel = wanted <= 8    ? row_norm_forward_kernel<X, Z, 8, kAccess>
                       : wanted <= 16 ? row_norm_forward_kernel<X, Z, 16, kAccess>
                       : wanted <= 32 ? row_norm_forward_kernel<X, Z, 32, kAccess>
@@ -203,7 +181,7 @@ cudaError_t launch_forward_rows(const RowNormForward& args, int device, cudaStre
 }
 
 template <typename X, typename Z>
-cudaError_t launch_forward(const RowNormForward& args, int device, cudaStream_t stream) {
+cudaError_t launch_forward(const RowNormForward& args, const Card& card, cudaStream_t stream) {
   VectorAccess access(args.n_cols, kChunkColumns);
   access.require(args.x, args.x_dtype, args.x_row_stride);
   access.require(args.residual, args.residual_dtype, args.residual_row_stride);
@@ -220,13 +198,13 @@ cudaError_t launch_forward(const RowNormForward& args, int device, cudaStream_t 
   const ClusterShape shape = cluster_of_row(args.n_cols);
   const auto kernel = row_norm_forward_cluster_kernel<X, Z>;
   if (shape.blocks != 0 && quickest && args.norm != Norm::kNone &&
-      runs_in_clusters(kernel, shape.blocks, shape.threads, 0, device)) {
+      runs_in_clusters(kernel, shape.blocks, shape.threads, 0, card)) {
     return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
                                    dim3(shape.threads), 0, stream, args);
   }
-  return quickest            ? launch_forward_rows<X, Z, kQuickestAccess<Z> >(args, device, stream)
-         : access.possible() ? launch_forward_rows<X, Z, Access::kVectors>(args, device, stream)
-                             : launch_forward_rows<X, Z, Access::kElements>(args, device, stream);
+  return quickest            ? launch_forward_rows<X, Z, kQuickestAccess<Z> >(args, card, stream)
+         : access.possible() ? launch_forward_rows<X, Z, Access::kVectors>(args, card, stream)
+                             : launch_forward_rows<X, Z, Access::kElements>(args, card, stream);
 }
 
 // Rows to copy ahead, as many of dy and z as fit into a block's shared memory and then of dz; 0 where none does.
@@ -248,14 +226,16 @@ template <typename X, typename Z, int kRowThreads>
 bool launch_backward_ahead(const RowNormBackward& args, const BackwardPartition& partition, const Card& card,
                            cudaStream_t stream, cudaError_t& status) {
   const auto kernel = row_norm_backward_ahead_kernel<X, Z, kRowThreads>;
-  const int64_t static_bytes = static_shared_bytes(kernel);
+  int static_bytes = 0;
+  status = prepare(kernel, card, static_bytes);
+  if (status != cudaSuccess) return true;
   if (static_bytes == 0) return false;
   const int n_blocks = ahead_blocks(args.n_cols), row_threads = ahead_row_threads(args.n_cols, partition.n_groups);
   const int threads = row_threads * partition.n_groups;
   // As many blocks on an SM as its registers are enough for; fewer, where their shared memory then holds no row.
   AheadPlan plan{};
   for (int resident = kAheadThreads / threads; resident > 0 && plan.dy_z == 0; resident /= 2) {
-    const int64_t share = at_most(card.block_shared, card.shared / resident - card.reserved);
+    const int64_t share = at_most(card.block_shared, card.shared / resident - card.reserved_shared);
     plan = ahead_plan<X, Z>(args, row_threads, threads, share - static_bytes);
   }
   if (plan.dy_z == 0) return false;
@@ -263,12 +243,10 @@ bool launch_backward_ahead(const RowNormBackward& args, const BackwardPartition&
   const size_t shared_bytes = static_cast<size_t>(weight_pieces(args) * row_threads + own_pieces * threads) * 16;
   const dim3 grid(static_cast<unsigned>(n_blocks), static_cast<unsigned>(partition.n_parts));
   if (n_blocks == 1) {
-    status = allow_shared(kernel);
-    if (status == cudaSuccess)
-      status = ONETRIP_LAUNCH(kernel, grid, dim3(threads), shared_bytes, stream, args, partition, plan);
+    status = ONETRIP_LAUNCH(kernel, grid, dim3(threads), shared_bytes, stream, args, partition, plan);
     return true;
   }
-  if (!runs_in_clusters(kernel, n_blocks, threads, shared_bytes, card.device)) return false;
+  if (!runs_in_clusters(kernel, n_blocks, threads, shared_bytes, card)) return false;
   status = ONETRIP_LAUNCH_CLUSTERS(kernel, n_blocks, grid, dim3(threads), shared_bytes, stream, args, partition, plan);
   return true;
 }
@@ -313,11 +291,12 @@ cudaError_t launch_partials(const RowNormBackward& args, int64_t n_parts, cudaSt
 
 template <typename X, typename Z, bool kFast>
 cudaError_t launch_backward_rows(const RowNormBackward& args, bool vector_access, const BackwardShape& shape,
-                                 const BackwardPartition& partition, int shared_bytes, cudaStream_t stream) {
+                                 const BackwardPartition& partition, int shared_bytes, const Card& card,
+                                 cudaStream_t stream) {
   const auto kernel = shape.path == Path::kEighths ? row_norm_backward_kernel<X, Z, kEighthsThreads, kFast>
                       : shape.path == Path::kWarp  ? row_norm_backward_kernel<X, Z, kWarpThreads, kFast>
                                                    : row_norm_backward_kernel<X, Z, 0, kFast>;
-  const cudaError_t status = allow_shared(kernel);
+  const cudaError_t status = prepare(kernel, card);
   if (status != cudaSuccess) return status;
   return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_parts)),
                         dim3(shape.row_threads * shape.n_groups), static_cast<size_t>(shared_bytes), stream, args,
@@ -325,7 +304,7 @@ cudaError_t launch_backward_rows(const RowNormBackward& args, bool vector_access
 }
 
 template <typename X, typename Z>
-cudaError_t launch_backward(const RowNormBackward& args, int device, cudaStream_t stream) {
+cudaError_t launch_backward(const RowNormBackward& args, const Card& card, cudaStream_t stream) {
   VectorAccess access(args.n_cols, kChunkColumns);
   access.require(args.dy, args.y_dtype, args.dy_row_stride);
   access.require(args.dz, args.z_dtype, args.dz_row_stride);
@@ -337,9 +316,7 @@ cudaError_t launch_backward(const RowNormBackward& args, int device, cudaStream_
 
   const BackwardShape shape = backward_shape(args.n_cols);
   const BackwardPartition partition = backward_partition(args.n_rows, args.n_cols);
-  Card card{};
-  cudaError_t status = look_at(card, device);
-  if (status != cudaSuccess) return status;
+  cudaError_t status = cudaSuccess;
   const bool vector_access = access.possible(), fast = vector_access && args.y_dtype == DTypeOf<X>::value;
   bool ahead = fast && args.dy != nullptr && args.n_cols <= kMaxClusterBlocks * kAheadBlockColumns;
   if (ahead) {
@@ -356,10 +333,10 @@ cudaError_t launch_backward(const RowNormBackward& args, int device, cudaStream_
     const auto shared_bytes = [&](bool fast_kernel) {
       return static_cast<int>(sizeof(float)) * backward_shared_floats(fast_kernel, args, shape.row_threads);
     };
-    status =
-        fast && shared_bytes(true) <= card.block_shared - kStaticSharedBytes
-            ? launch_backward_rows<X, Z, true>(args, true, shape, partition, shared_bytes(true), stream)
-            : launch_backward_rows<X, Z, false>(args, vector_access, shape, partition, shared_bytes(false), stream);
+    status = fast && shared_bytes(true) <= card.block_shared - kStaticSharedBytes
+                 ? launch_backward_rows<X, Z, true>(args, true, shape, partition, shared_bytes(true), card, stream)
+                 : launch_backward_rows<X, Z, false>(args, vector_access, shape, partition, shared_bytes(false), card,
+                                                     stream);
   }
   return status == cudaSuccess ? launch_partials(args, partition.n_parts, stream) : status;
 }
@@ -369,27 +346,27 @@ cudaError_t launch_backward(const RowNormBackward& args, int device, cudaStream_
 int row_norm_forward_cuda(const RowNormForward& args, int device, void* stream) {
   if (args.n_rows == 0 || args.n_cols == 0) return cudaSuccess;
   if (args.residual != nullptr && args.residual_dtype != args.z_dtype) return cudaErrorNotSupported;
-  const DeviceGuard guard(device);
-  if (guard.status() != cudaSuccess) return guard.status();
-#define ONETRIP_FORWARD(X, Z)                                                     \
-  if (args.x_dtype == DTypeOf<X>::value && args.z_dtype == DTypeOf<Z>::value) {   \
-    return launch_forward<X, Z>(args, device, static_cast<cudaStream_t>(stream)); \
+  return on_device(device, [&](const Card& card) {
+#define ONETRIP_FORWARD(X, Z)                                                   \
+  if (args.x_dtype == DTypeOf<X>::value && args.z_dtype == DTypeOf<Z>::value) { \
+    return launch_forward<X, Z>(args, card, static_cast<cudaStream_t>(stream)); \
   }
-  ONETRIP_ROW_NORM_PAIRS(ONETRIP_FORWARD)
-  return cudaErrorNotSupported;
+    ONETRIP_ROW_NORM_PAIRS(ONETRIP_FORWARD)
+    return cudaErrorNotSupported;
+  });
 }
 
 int row_norm_backward_cuda(const RowNormBackward& args, int device, void* stream) {
   if (args.n_rows == 0 || args.n_cols == 0) return cudaSuccess;
   if (args.dresidual != nullptr && args.residual_dtype != args.z_dtype) return cudaErrorNotSupported;
-  const DeviceGuard guard(device);
-  if (guard.status() != cudaSuccess) return guard.status();
-#define ONETRIP_BACKWARD(X, Z)                                                     \
-  if (args.x_dtype == DTypeOf<X>::value && args.z_dtype == DTypeOf<Z>::value) {    \
-    return launch_backward<X, Z>(args, device, static_cast<cudaStream_t>(stream)); \
+  return on_device(device, [&](const Card& card) {
+#define ONETRIP_BACKWARD(X, Z)                                                   \
+  if (args.x_dtype == DTypeOf<X>::value && args.z_dtype == DTypeOf<Z>::value) {  \
+    return launch_backward<X, Z>(args, card, static_cast<cudaStream_t>(stream)); \
   }
-  ONETRIP_ROW_NORM_PAIRS(ONETRIP_BACKWARD)
-  return cudaErrorNotSupported;
+    ONETRIP_ROW_NORM_PAIRS(ONETRIP_BACKWARD)
+    return cudaErrorNotSupported;
+  });
 }
 
 int64_t row_norm_workspace_cuda(int64_t n_rows, int64_t n_cols, int n_wanted) {

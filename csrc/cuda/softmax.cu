@@ -46,10 +46,6 @@ template __global__ void softmax_parts_kernel<kMaxThreads>(SoftmaxBackward, int6
 
 namespace {
 
-struct Card {
-  int device, shared_limit;  // shared memory that a block may have
-};
-
 Divisor divisor_of(int64_t divisor) {
   uint32_t shift = 0;
   while ((int64_t{1} << shift) < divisor) ++shift;
@@ -69,12 +65,12 @@ int rows_per_block(const RowThreads& threads) {
 dim3 block_of(const RowThreads& threads) { return dim3(rows_per_block(threads) * threads.count); }
 
 template <typename T, bool kFast>
-cudaError_t launch_forward(const SoftmaxForward& args, ForwardLaunch launch, int shared_limit, cudaStream_t stream) {
+cudaError_t launch_forward(const SoftmaxForward& args, ForwardLaunch launch, const Card& card, cudaStream_t stream) {
   if (args.n_cols > kHeldColumns) {
     const auto kernel = softmax_forward_wide_kernel<T, kFast>;
-    launch.kept_tiles = tiles_to_keep(args.n_cols, sizeof(T), shared_limit);
+    launch.kept_tiles = tiles_to_keep(args.n_cols, sizeof(T), card);
     const int64_t shared_bytes = launch.kept_tiles * kWideThreads * kChunkColumns * static_cast<int64_t>(sizeof(T));
-    const cudaError_t status = allow_shared(kernel);
+    const cudaError_t status = prepare(kernel, card);
     if (status != cudaSuccess) return status;
     return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, 1), dim3(kWideThreads), static_cast<size_t>(shared_bytes),
                           stream, args, launch);
@@ -105,12 +101,12 @@ cudaError_t launch_forward(const SoftmaxForward& args, const Card& card, cudaStr
   fast = fast && access.possible();
   const auto kernel = softmax_forward_cluster_kernel<T>;
   const ClusterShape shape = cluster_of_row(args.n_cols);
-  if (fast && shape.blocks != 0 && runs_in_clusters(kernel, shape.blocks, shape.threads, 0, card.device)) {
+  if (fast && shape.blocks != 0 && runs_in_clusters(kernel, shape.blocks, shape.threads, 0, card)) {
     return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
                                    dim3(shape.threads), 0, stream, args, launch);
   }
-  return fast ? launch_forward<T, true>(args, launch, card.shared_limit, stream)
-              : launch_forward<T, false>(args, launch, card.shared_limit, stream);
+  return fast ? launch_forward<T, true>(args, launch, card, stream)
+              : launch_forward<T, false>(args, launch, card, stream);
 }
 
 // How rows that share a row of the mask are shared out, a function of the sizes alone.
@@ -165,12 +161,12 @@ SharingPlan plan_sharing(int64_t n_cols, const MaskRows& rows) {
 }
 
 template <typename T, bool kFast>
-cudaError_t launch_backward_wide(const SoftmaxBackward& args, const MaskSharing& sharing, int shared_limit,
+cudaError_t launch_backward_wide(const SoftmaxBackward& args, const MaskSharing& sharing, const Card& card,
                                  cudaStream_t stream) {
   const auto kernel = softmax_backward_wide_kernel<T, kFast>;
-  const int64_t kept_tiles = tiles_to_keep(args.n_cols, 2 * sizeof(T), shared_limit);
+  const int64_t kept_tiles = tiles_to_keep(args.n_cols, 2 * sizeof(T), card);
   const int64_t shared_bytes = kept_tiles * kWideThreads * kChunkColumns * 2 * static_cast<int64_t>(sizeof(T));
-  const cudaError_t status = allow_shared(kernel);
+  const cudaError_t status = prepare(kernel, card);
   if (status != cudaSuccess) return status;
   return ONETRIP_LAUNCH(kernel, grid_of_rows(sharing.n_mask_rows * sharing.n_parts, 1), dim3(kWideThreads),
                         static_cast<size_t>(shared_bytes), stream, args, sharing,
@@ -227,14 +223,14 @@ cudaError_t launch_backward(const SoftmaxBackward& args, const Card& card, cudaS
   }
   const auto kernel = softmax_backward_cluster_kernel<T>;
   const ClusterShape shape = cluster_of_row(args.n_cols);
-  if (fast && !summed && shape.blocks != 0 && runs_in_clusters(kernel, shape.blocks, shape.threads, 0, card.device)) {
+  if (fast && !summed && shape.blocks != 0 && runs_in_clusters(kernel, shape.blocks, shape.threads, 0, card)) {
     return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
                                    dim3(shape.threads), 0, stream, args, causality_of(args.n_rows, args.n_queries));
   }
   cudaError_t status = cudaSuccess;
   if (plan.wide) {
-    status = fast ? launch_backward_wide<T, true>(args, plan.sharing, card.shared_limit, stream)
-                  : launch_backward_wide<T, false>(args, plan.sharing, card.shared_limit, stream);
+    status = fast ? launch_backward_wide<T, true>(args, plan.sharing, card, stream)
+                  : launch_backward_wide<T, false>(args, plan.sharing, card, stream);
   } else if (!summed) {
     status = fast ? launch_backward_rows<T, true>(args, stream) : launch_backward_rows<T, false>(args, stream);
   } else {
@@ -243,17 +239,6 @@ cudaError_t launch_backward(const SoftmaxBackward& args, const Card& card, cudaS
   }
   if (status != cudaSuccess || args.dmask == nullptr || plan.sharing.n_parts == 1) return status;
   return launch_parts(args, plan.sharing, stream);
-}
-
-// Runs launch(card) with the device current.
-template <typename Launch>
-int on_device(int device, const Launch& launch) {
-  const DeviceGuard guard(device);
-  if (guard.status() != cudaSuccess) return guard.status();
-  Card card{device, 0};
-  const cudaError_t status =
-      cudaDeviceGetAttribute(&card.shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  return status != cudaSuccess ? status : launch(card);
 }
 
 }  // namespace

@@ -78,7 +78,7 @@ int launch(const Case& c) {
                                scalars.data(),
                                reinterpret_cast<const float*>(c.tensor("grad_scale")),
                                reinterpret_cast<const float*>(c.tensor("found_inf"))};
-  return onetrip::adam_step_cuda(args, 0, nullptr);
+  return onetrip::adam_step_cuda(args, c.device, nullptr);
 }
 
 }  // namespace

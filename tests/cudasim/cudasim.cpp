@@ -108,8 +108,8 @@ Body kernel_body = nullptr;
 void* kernel_context = nullptr;
 size_t n_dynamic_bytes = 0;
 Order order = Order::kForward;
-int shared_limit = 227 * 1024;
-bool clusters_possible = true, copies_possible = true;
+std::vector<Card> cards;  // that launchers have been told of: a device is one of them
+size_t current_card = 0;
 std::mt19937 random_order{1};
 
 Block& block_of(const Fiber& fiber) { return blocks[fiber.indices.cluster_rank]; }
@@ -309,9 +309,13 @@ void run_cluster(dim3 grid, dim3 block, uint3 first) {
 }  // namespace
 
 void set_order(Order new_order) { order = new_order; }
-void set_shared_limit(int bytes) { shared_limit = bytes; }
-void set_clusters(bool possible) { clusters_possible = possible; }
-void set_copies(bool possible) { copies_possible = possible; }
+int use_card(const Card& card) {
+  current_card = 0;
+  while (current_card < cards.size() && !(cards[current_card] == card)) ++current_card;
+  if (current_card == cards.size()) cards.push_back(card);
+  return static_cast<int>(current_card);
+}
+const Card& card_in_use() { return cards.at(current_card); }
 const ThreadIndices& current() { return running->indices; }
 
 void fail(const char* message) {
@@ -470,7 +474,7 @@ void copy_async_wait(int n_pending) {
 
 cudaError_t run_grid(Body body, void* context, dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_blocks) {
   n_threads = static_cast<size_t>(block.x) * block.y * block.z;
-  if (n_threads == 0 || n_threads > kMaxThreads || shared_bytes > static_cast<size_t>(shared_limit))
+  if (n_threads == 0 || n_threads > kMaxThreads || shared_bytes > static_cast<size_t>(card_in_use().shared_limit))
     return cudaErrorInvalidConfiguration;
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaErrorInvalidConfiguration;
   if (cluster_blocks == 0 || cluster_blocks > kMaxClusterBlocks || grid.x % cluster_blocks != 0)
@@ -501,24 +505,27 @@ cudaError_t run_grid(Body body, void* context, dim3 grid, dim3 block, size_t sha
 
 }  // namespace cudasim
 
-// The runtime as launchers meet it: one device, on which everything succeeds.
+// The runtime as launchers meet it: devices on which everything succeeds.
 extern "C" {
 cudaError_t CUDARTAPI cudaGetDevice(int* device) {
-  *device = 0;
+  *device = static_cast<int>(cudasim::current_card);
   return cudaSuccess;
 }
-cudaError_t CUDARTAPI cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
-cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+cudaError_t CUDARTAPI cudaSetDevice(int device) {
+  return device == static_cast<int>(cudasim::current_card) ? cudaSuccess : cudaErrorInvalidDevice;
+}
+cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  const cudasim::Card& card = cudasim::cards.at(static_cast<size_t>(device));
   // A multiprocessor like those of sm_80 to sm_100, but for its shared memory.
   switch (attribute) {
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = cudasim::shared_limit;
+      *value = card.shared_limit;
       return cudaSuccess;
     case cudaDevAttrReservedSharedMemoryPerBlock:
       *value = 1024;
       return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      *value = cudasim::shared_limit + 1024;
+      *value = card.shared_limit + 1024;
       return cudaSuccess;
     case cudaDevAttrMultiProcessorCount:
       *value = 2;  // few, so that blocks come to take more than one piece of the work
@@ -527,20 +534,22 @@ cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribut
       *value = 2048;
       return cudaSuccess;
     case cudaDevAttrClusterLaunch:
-      *value = cudasim::clusters_possible ? 1 : 0;
+      *value = card.has_clusters ? 1 : 0;
       return cudaSuccess;
     default:
       return cudaErrorInvalidValue;
   }
 }
 cudaError_t CUDARTAPI cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int value) {
-  const bool fits = attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value <= cudasim::shared_limit;
+  const bool fits =
+      attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value <= cudasim::card_in_use().shared_limit;
   return fits ? cudaSuccess : cudaErrorInvalidValue;
 }
 cudaError_t CUDARTAPI cudaGetLastError() { return cudaSuccess; }
 cudaError_t CUDARTAPI cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = cudaFuncAttributes{};
-  attributes->sharedSizeBytes = cudasim::copies_possible ? 1 : 0;  // whether a kernel of which it is asked has a body
+  attributes->sharedSizeBytes =
+      cudasim::card_in_use().has_copies ? 1 : 0;  // of a kernel that needs them: whether it has a body
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*) {

@@ -36,12 +36,17 @@ enum class Order {
 };
 
 void set_order(Order order);
-// What cudaDevAttrMaxSharedMemoryPerBlockOptin answers, and what a launch may ask for.
-void set_shared_limit(int bytes);
-// Whether the device can launch clusters.
-void set_clusters(bool possible);
-// Whether it has asynchronous copies; otherwise kernels that need them, or clusters, are empty.
-void set_copies(bool possible);
+// What cards differ in.
+struct Card {
+  int shared_limit;   // what cudaDevAttrMaxSharedMemoryPerBlockOptin answers, and what a launch may ask for
+  bool has_clusters;  // whether it can launch clusters
+  bool has_copies;    // whether it has asynchronous copies; otherwise kernels that need them, or clusters, are empty
+  bool operator==(const Card& other) const {
+    return shared_limit == other.shared_limit && has_clusters == other.has_clusters && has_copies == other.has_copies;
+  }
+};
+// Makes the current device one of this kind, and returns its number: launchers ask a device only once what it is.
+int use_card(const Card& card);
 
 // The thread that runs now.
 struct ThreadIndices {

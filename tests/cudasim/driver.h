@@ -61,6 +61,7 @@ struct Case {
   std::map<std::string, uint64_t> integers;
   std::map<std::string, Tensor> inputs, outputs;
   std::vector<std::string> output_order;
+  int device = 0;
 
   char* tensor(const std::string& name) const {
     const auto input = inputs.find(name), output = outputs.find(name);
@@ -96,10 +97,10 @@ std::string run(Case& c, int order, int* code) {
   for (const auto& [name, tensor] : c.inputs) before[name] = tensor.copy();
   for (auto& [name, tensor] : c.outputs) tensor.fill_with_nan();
   cudasim::set_order(static_cast<cudasim::Order>(order));
-  cudasim::set_shared_limit(c.integers.count("shared_limit") != 0 ? static_cast<int>(c.integer("shared_limit"))
-                                                                  : 227 * 1024);
-  cudasim::set_clusters(c.integers.count("clusters") == 0 || c.integer("clusters") != 0);
-  cudasim::set_copies(c.integers.count("copies") == 0 || c.integer("copies") != 0);
+  const auto given = [&](const char* name, int64_t otherwise) {
+    return static_cast<int>(c.integers.count(name) != 0 ? c.integer(name) : otherwise);
+  };
+  c.device = cudasim::use_card({given("shared_limit", 227 * 1024), given("clusters", 1) != 0, given("copies", 1) != 0});
   *code = launch(c);
   for (const auto& [name, tensor] : c.inputs) {
     if (tensor.copy() != before[name]) fail("input " + name + " was modified");

@@ -19,7 +19,7 @@ int run_forward(const Case& c) {
   args.center_z = c.integer("center_z") != 0;
   args.eps = c.number("eps"), args.weight_offset = c.number("weight_offset");
   args.dropout = dropout_of(c);
-  return onetrip::row_norm_forward_cuda(args, 0, nullptr);
+  return onetrip::row_norm_forward_cuda(args, c.device, nullptr);
 }
 
 int run_backward(const Case& c) {
@@ -43,7 +43,7 @@ int run_backward(const Case& c) {
   const int64_t n_floats = onetrip::row_norm_workspace_cuda(args.n_rows, args.n_cols, n_wanted);
   Tensor workspace(static_cast<size_t>(n_floats) * sizeof(float), 0);
   args.workspace = n_floats != 0 ? reinterpret_cast<float*>(workspace.data()) : nullptr;
-  return onetrip::row_norm_backward_cuda(args, 0, nullptr);
+  return onetrip::row_norm_backward_cuda(args, c.device, nullptr);
 }
 
 int launch(const Case& c) { return c.direction == "forward" ? run_forward(c) : run_backward(c); }

@@ -26,7 +26,7 @@ int run_forward(const Case& c) {
   args.n_queries = c.integer("n_queries");
   args.scale = c.number("scale");
   args.dropout = dropout_of(c);
-  return onetrip::softmax_forward_cuda(args, 0, nullptr);
+  return onetrip::softmax_forward_cuda(args, c.device, nullptr);
 }
 
 int run_backward(const Case& c) {
@@ -45,7 +45,7 @@ int run_backward(const Case& c) {
       args.dmask != nullptr ? onetrip::softmax_workspace_cuda(args.n_rows, args.n_cols, args.mask_rows) : 0;
   Tensor workspace(static_cast<size_t>(n_floats) * sizeof(float), 0);
   args.workspace = n_floats != 0 ? reinterpret_cast<float*>(workspace.data()) : nullptr;
-  return onetrip::softmax_backward_cuda(args, 0, nullptr);
+  return onetrip::softmax_backward_cuda(args, c.device, nullptr);
 }
 
 int launch(const Case& c) { return c.direction == "forward" ? run_forward(c) : run_backward(c); }
