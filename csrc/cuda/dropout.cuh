@@ -37,7 +37,7 @@ class DropoutMask {
     const uint32_t kept = kept_bits<N>(static_cast<uint64_t>(first), side_by_side);
     const float scale = shared_->scale;
 #pragma unroll
-    for (int i = 0; i < N; ++i) value[i] = (kept >> i & 1u) != 0 ? __fmul_rn(value[i], scale) : 0.0f;
+    for (int i = 0; i < N; ++i) value[i] = value_or_zero(__fmul_rn(value[i], scale), (kept >> i & 1u) != 0);
   }
 
   __device__ __forceinline__ bool on() const { return on_; }
@@ -54,7 +54,7 @@ class DropoutMask {
       // Not const, here and below: under -fsanitize=bounds GCC 12 reads wrong values from a const array.
       PhiloxBlock random[N / 4];
 #pragma unroll
-      for (int g = 0; g < N / 4; ++g) random[g] = philox_counter(offset, group + g);
+      for (int g = 0; g < N / 4; ++g) random[g] = philox_counter(offset, group | static_cast<uint64_t>(g));
 #pragma unroll
       for (int round = 0; round < kPhiloxRounds; ++round) {
         const uint64_t key = shared_->key[round];

@@ -189,6 +189,15 @@ __device__ __forceinline__ float quick_divide(float a, float b) {
   return quotient;
 }
 
+// kept ? value : 0, without a copy of a zero to be overwritten, or not, by what compilers then make conditional.
+__device__ __forceinline__ float value_or_zero(float value, bool kept) {
+  float result;
+  asm("{\n\t.reg .pred kept;\n\tsetp.ne.u32 kept, %2, 0;\n\tselp.f32 %0, %1, 0f00000000, kept;\n\t}"
+      : "=f"(result)
+      : "f"(value), "r"(static_cast<uint32_t>(kept)));
+  return result;
+}
+
 // value, its magnitude no larger than largest >= 0; a NaN stays.
 __device__ __forceinline__ float clamp_magnitude(float value, float largest) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860

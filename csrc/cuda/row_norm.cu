@@ -96,12 +96,11 @@ int ahead_blocks(int64_t n_cols) {
   return n_blocks;
 }
 
-// Threads of a block that share a row which is copied ahead: with all of their columns where so many groups then leave
-// room for a second block on an SM; otherwise with half of them.
-int ahead_row_threads(int64_t n_cols, int n_groups) {
-  if (n_cols <= kWarpThreads * kBackwardColumns) return n_cols <= 8 * kAheadColumns ? 8 : 16;
-  const int threads = threads_for(n_cols, kAheadColumns * ahead_blocks(n_cols));
-  return n_groups == 1 || n_groups * threads <= kAheadThreads / 2 ? threads : threads_for(n_cols, kBackwardColumns);
+// Threads of a block that share a row which is copied ahead.
+int ahead_row_threads(int64_t n_cols) {
+  return n_cols <= 8 * kAheadColumns                 ? 8
+         : n_cols <= kWarpThreads * kBackwardColumns ? 16
+                                                     : threads_for(n_cols, kAheadColumns * ahead_blocks(n_cols));
 }
 
 struct BackwardShape {
@@ -110,14 +109,17 @@ struct BackwardShape {
   int row_blocks;
 };
 
-// 512 threads a block, or as near as whole groups come. At most 8 groups of several warps, of 15 named barriers.
+// As many groups of lanes as make 512 threads of 8 columns each, and as many of whole warps as make 256 of 16 columns,
+// but at least one: at most 8, of 15 named barriers.
 BackwardShape backward_shape(int64_t n_cols) {
   const Path path = choose_path(n_cols, kBackwardColumns * kBackwardThreads);
   const int row_threads = path == Path::kEighths ? kEighthsThreads
                           : path == Path::kWarp  ? kWarpThreads
                           : path == Path::kBlock ? threads_for(n_cols, kBackwardColumns)
                                                  : kBackwardThreads;
-  return {path, row_threads, kBackwardThreads / row_threads, ahead_blocks(n_cols)};
+  const int n_groups =
+      path == Path::kBlock ? kAheadThreads / 2 / ahead_row_threads(n_cols) : kBackwardThreads / row_threads;
+  return {path, row_threads, n_groups, ahead_blocks(n_cols)};
 }
 
 // The fixed partition of the rows, a function of the sizes alone; a part is a block's, or a cluster's. A partial row
@@ -230,7 +232,7 @@ bool launch_backward_ahead(const RowNormBackward& args, const BackwardPartition&
   status = prepare(kernel, card, static_bytes);
   if (status != cudaSuccess) return true;
   if (static_bytes == 0) return false;
-  const int n_blocks = ahead_blocks(args.n_cols), row_threads = ahead_row_threads(args.n_cols, partition.n_groups);
+  const int n_blocks = ahead_blocks(args.n_cols), row_threads = ahead_row_threads(args.n_cols);
   const int threads = row_threads * partition.n_groups;
   // As many blocks on an SM as its registers are enough for; fewer, where their shared memory then holds no row.
   AheadPlan plan{};

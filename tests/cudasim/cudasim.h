@@ -156,6 +156,7 @@ inline float quick_divide(float a, float b) {
   return wrong_unless(in_range && std::isfinite(a / b), a / b);
 }
 inline float quick_reciprocal(float x) { return wrong_unless(x >= 0x1p-100f && x <= 0x1p100f, 1.0f / x); }
+inline float value_or_zero(float value, bool kept) { return kept ? value : 0.0f; }
 inline float clamp_magnitude(float value, float largest) {
   return std::fabs(value) > largest ? std::copysign(largest, value) : value;
 }

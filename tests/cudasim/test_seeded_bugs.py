@@ -62,7 +62,9 @@ ROW_NORM_BUGS = {
         AHEAD, "if (copies) copy_dy_z(stage, k);", "if (copies) copy_dy_z((stage + 1) % plan.dy_z, k);"
     ),
     "stage_too_many": Bug(AHEAD, "stage + 1 < plan.dy_z ? stage + 1 : 0", "stage < plan.dy_z ? stage + 1 : 0"),
-    "copies_a_row_late": Bug(AHEAD, "copy_dz(dz_stage, r + plan.dz * n_groups);", "copy_dz(dz_stage, r + n_groups);"),
+    "copies_a_row_late": Bug(
+        AHEAD, "copy_dz(dz_stage, r + plan.dz * n_groups);", "copy_dz(dz_stage, r + (plan.dz + 1) * n_groups);"
+    ),
     "copies_the_row_of_the_next_group": Bug(AHEAD, "next_dy += n_groups * args", "next_dy += args"),
     "statistics_of_the_row_before": Bug(AHEAD, "load_statistics(r + n_groups);", "load_statistics(r);"),
     "last_row_of_a_part_lost": Bug(AHEAD, ": r < n_rows; r += n_groups", ": r + 1 < n_rows; r += n_groups"),
@@ -187,7 +189,7 @@ def check_row_norm(driver: Path, folder: Path) -> None:
     Call = cudasim_row_norm.Call
     block = {"pair": ROW_NORM_PAIR, "residual": True, "bias": True, "dropout_p": 0.3, "store_z": True}
     chosen = [Call("wide", 21, 1001, **block), Call("aligned", 21, 1024, **block), Call("warp", 70, 70, **block)]
-    chosen += [Call("lanes", 70, 104, **block), Call("odd", 21, 760, **block)]
+    chosen += [Call("lanes", 70, 104, **block), Call("odd", 70, 1544, **block, shared_limit=64 * 1024, orders=(0, 3))]
     chosen += [Call("not ahead", 21, 1024, **block, copies=False)]
     chosen += [Call("cluster", 2, 16896, **block, orders=(0, 4))]
     chosen += [Call("kept", 1, 16392, **block, clusters=False, orders=(0,))]

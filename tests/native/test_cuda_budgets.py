@@ -82,14 +82,13 @@ def _has_body(name: str, arch: int) -> bool:
 
 def _ahead_launch(call: Call, arch: int, kernels: dict[str, Kernel]) -> Launch | None:
     n_blocks = next(n for n in (1, 2, 4, 8) if n == 8 or n * 8192 >= call.n_cols)
-    n_groups = 16 if call.n_cols <= 256 else max(1, 512 // (-(-call.n_cols // 256) * 32))
     if call.n_cols <= 256:
         kind = row_threads = 8 if call.n_cols <= 128 else 16
+        n_groups = 16
     else:
         kind = 0 if n_blocks == 1 else -1
         row_threads = -(-call.n_cols // (16 * 32 * n_blocks)) * 32
-        if n_groups > 1 and n_groups * row_threads > 256:
-            row_threads = -(-call.n_cols // 256) * 32
+        n_groups = max(1, 256 // row_threads)
     name = f"backward_ahead_kernel<{call.x}, {call.z}, {kind}>"
     if not _has_body(name, arch):
         return None
@@ -130,7 +129,8 @@ def _launches(call: Call, arch: int, kernels: dict[str, Kernel]) -> list[Launch]
     row_threads = lanes or -(-call.n_cols // 256) * 32
     shared = 4 * (8 * row_threads + call.shared_sums * 4096)  # the weights and the sums
     name = "fast" if shared <= limit else "any"
-    threads = 512 // row_threads * row_threads
+    n_groups = 512 // row_threads if lanes else 256 // (-(-call.n_cols // 512) * 32)
+    threads = n_groups * row_threads
     return [Launch(f"backward_kernel<{types}, {lanes}, {name}>", threads, shared if name == "fast" else 4 * 4096)]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from onetrip import nn, ops, use_backend
 from onetrip.reference.philox import keep_mask
-from row_norm_cases import call, make, normed, truth
+from row_norm_cases import Inputs, call, gradients, make, normed, truth
 from targets import needs_memory
 from tolerances import assert_bitwise, assert_like_torch, assert_ulps
 from torch.nn import functional as F
@@ -176,3 +176,39 @@ def test_wide_rows(backend, width):
     for name, tensor in leaves.tensors().items():
         exact = double.tensors()[name].grad
         assert_like_torch(tensor.grad, exact.bfloat16(), exact, terms=3)
+
+
+def _gradients(leaves: Inputs) -> dict[str, torch.Tensor]:
+    y, z = call(leaves, dropout_p=0.1, return_residual=True, rng=(3, 4))
+    return {"y": y.detach(), **gradients(leaves, [y, z], [torch.ones_like(y), torch.ones_like(z)])}
+
+
+@pytest.mark.parametrize("n_cols", [64, 128, 256, 768, 1024, 1280, 4096, 8192, 16_384])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_gradients_are_the_same_bits_wherever_rows_begin(cuda, dtype, n_cols):
+    """Aligned rows are copied ahead, over and over in the same shared memory; others are not."""
+    aligned = make((1000, n_cols), dtype, ALL, device=cuda)
+    odd = aligned.map(lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape).detach())
+    with use_backend("cuda"):
+        expected = _gradients(aligned.map(lambda t: t.requires_grad_()))
+        found = _gradients(odd.map(lambda t: t.requires_grad_()))
+    for name, tensor in expected.items():
+        if name != "y":
+            assert_bitwise(found[name], tensor)
+
+
+@pytest.mark.parametrize("n_cols", [256, 4096, 8192, 16_384, 65_536])
+def test_a_replay_gives_the_bits_of_a_call(backend, n_cols):
+    """Clusters of blocks are launched otherwise, and what the driver says is asked for before the capture or in it."""
+    leaves = make((40, n_cols), torch.bfloat16, ALL, device="cuda").leaves()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        expected = _gradients(leaves)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = _gradients(leaves)
+    graph.replay()
+    for name, tensor in expected.items():
+        assert_bitwise(replayed[name], tensor)
