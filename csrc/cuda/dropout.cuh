@@ -40,6 +40,10 @@ class DropoutMask {
   __device__ __forceinline__ bool on() const { return on_; }
   __device__ __forceinline__ float scale() const { return shared_->scale; }
 
+  __device__ __forceinline__ DropoutState state() const {
+    return DropoutState{shared_->threshold, shared_->seed, shared_->offset, shared_->scale};
+  }
+
   // Bit i says whether element first + i is kept.
   template <int N>
   __device__ __forceinline__ uint32_t kept_bits(uint64_t first) const {
@@ -56,6 +60,22 @@ class DropoutMask {
       for (int i = 0; i < 4; ++i) bits |= (random.word[i] >= threshold ? 1u : 0u) << (4 * g + i);
     }
     return bits >> shift;
+  }
+
+  // The same where first is a multiple of N: groups are drawn side by side, and so are calls with the same state: they
+  // share the keys of their rounds.
+  template <int N>
+  static __device__ __forceinline__ uint32_t kept_bits_of_whole(const DropoutState& state, uint64_t first) {
+    const uint64_t group = first / 4;
+    const uint32_t last_dropped = static_cast<uint32_t>(state.threshold - 1);  // of 2^32: all
+    uint32_t bits = 0;
+#pragma unroll
+    for (int g = 0; g < N / 4; ++g) {
+      PhiloxBlock random = philox<true>(state.seed, state.offset, group | static_cast<uint64_t>(g));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) bits |= random.word[i] > last_dropped ? 1u << (4 * g + i) : 0u;
+    }
+    return bits;
   }
 
  private:
