@@ -15,6 +15,7 @@ constexpr int kWideThreads = 512;  // a block of a row that its threads cannot h
 
 // A row in a cluster: columns a thread, and threads a block, of which two fit on an SM with 64 registers a thread.
 constexpr int kClusterColumns = 16, kClusterThreads = 512, kClusterBlocksPerSm = 2;
+constexpr int kClusterWarps = kMaxClusterBlocks * kClusterThreads / kWarpThreads;  // at most
 
 #if ONETRIP_CLUSTERS
 
@@ -24,8 +25,8 @@ struct ClusterThreads {
   int thread, count;
   __device__ ClusterThreads() {
     const int threads = static_cast<int>(blockDim.x);
-    const unsigned n_blocks = static_cast<unsigned>(cluster_size());
-    row = static_cast<int64_t>(blockIdx.y) * (gridDim.x / n_blocks) + blockIdx.x / n_blocks;
+    const int size = cluster_size(), log2_size = (size > 1) + (size > 2) + (size > 4);  // 1, 2, 4 or 8 blocks
+    row = static_cast<int64_t>(blockIdx.y) * (gridDim.x >> log2_size) + (blockIdx.x >> log2_size);
     thread = cluster_rank() * threads + static_cast<int>(threadIdx.x);
     count = cluster_size() * threads;
   }

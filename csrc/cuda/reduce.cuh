@@ -172,7 +172,7 @@ class ClusterExchange {
   }
 
   static __device__ __forceinline__ int n_warps() {
-    return cluster_size() * (static_cast<int>(blockDim.x) / kWarpThreads);
+    return cluster_size() * static_cast<int>(blockDim.x / kWarpThreads);
   }
 
   // The kValues * n_warps() values of all warps, those of a block next to each other, its first values first. A warp's
@@ -187,8 +187,8 @@ class ClusterExchange {
     if (turn_ == 0) cluster_wait();
     turn_ = turn_ % 4 + 1;
     if (threadIdx.x == 0) byte_barrier_expect(barrier, kValues * n_warps() * static_cast<int>(sizeof(T)));
-    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads, warp = static_cast<int>(threadIdx.x) / kWarpThreads;
-    const int warps_of_block = static_cast<int>(blockDim.x) / kWarpThreads;
+    const int lane = static_cast<int>(threadIdx.x % kWarpThreads), warp = static_cast<int>(threadIdx.x / kWarpThreads);
+    const int warps_of_block = static_cast<int>(blockDim.x / kWarpThreads);
     constexpr int kLanes = kWarpThreads / kValues;
     if (lane % kLanes < cluster_size()) {
       T* const slot = slots + (cluster_rank() * kValues + lane / kLanes) * warps_of_block + warp;

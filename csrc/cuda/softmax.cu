@@ -59,10 +59,13 @@ Causality causality_of(int64_t n_rows, int64_t n_queries) {
   return {n_queries != 0, n_rows <= int64_t{1} << 31, divisor_of(n_queries != 0 ? n_queries : 1)};
 }
 
-int rows_per_block(const RowThreads& threads) {
-  return threads.count > kWarpThreads ? 1 : kRowsThreads / threads.count;
+// The threads of a row in registers: lanes of a warp with a chunk each, or whole warps.
+RowThreads threads_of_held_row(int64_t n_cols) {
+  const bool narrow = n_cols <= kNarrowColumns;
+  const RowThreads threads = threads_of_row(n_cols, narrow ? kChunkColumns : kHeldChunks * kChunkColumns);
+  return narrow || threads.count >= kWarpThreads ? threads : threads_of_row(kNarrowColumns, kChunkColumns);
 }
-dim3 block_of(const RowThreads& threads) { return dim3(rows_per_block(threads) * threads.count); }
+dim3 block_of(const RowThreads& threads) { return dim3(static_cast<unsigned>(threads.rows * threads.count)); }
 
 template <typename T, bool kFast>
 cudaError_t launch_forward(const SoftmaxForward& args, ForwardLaunch launch, const Card& card, cudaStream_t stream) {
@@ -76,17 +79,17 @@ cudaError_t launch_forward(const SoftmaxForward& args, ForwardLaunch launch, con
                           stream, args, launch);
   }
   const bool narrow = args.n_cols <= kNarrowColumns;
-  launch.threads = threads_of_row(args.n_cols, narrow ? kChunkColumns : kHeldChunks * kChunkColumns);
-  if (!narrow && launch.threads.count < kWarpThreads) launch.threads = {kWarpThreads, 5};
+  launch.threads = threads_of_held_row(args.n_cols);
   const auto kernel = narrow ? softmax_forward_kernel<T, 1, kFast> : softmax_forward_kernel<T, kHeldChunks, kFast>;
-  return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, rows_per_block(launch.threads)), block_of(launch.threads), 0,
-                        stream, args, launch);
+  return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, launch.threads.rows), block_of(launch.threads), 0, stream,
+                        args, launch);
 }
 
 template <typename T>
 cudaError_t launch_forward(const SoftmaxForward& args, const Card& card, cudaStream_t stream) {
   ForwardLaunch launch{};
   launch.causality = causality_of(args.n_rows, args.n_queries);
+  launch.plain = args.mask == nullptr && args.p == nullptr && args.dropout.threshold == 0 && !launch.causality.on;
   for (int k = 0; k < 3; ++k) launch.mask_sizes[k] = divisor_of(args.mask != nullptr ? args.mask_rows.sizes[k + 1] : 1);
   VectorAccess access(args.n_cols, kChunkColumns);
   access.require(args.scores, args.dtype, args.scores_row_stride);
@@ -140,7 +143,7 @@ SharingPlan plan_sharing(int64_t n_cols, const MaskRows& rows) {
   // column, 8% of what 16 rows of a 16-bit type do.
   constexpr int64_t kFillingThreads = 1 << 18, kMinRows = 16, kMaxParts = 2048;
   plan.wide = n_cols > kSharedColumns;
-  plan.threads = plan.wide ? RowThreads{kWideThreads, 5} : threads_of_row(n_cols, kChunkColumns);
+  plan.threads = plan.wide ? RowThreads{kWideThreads, kLog2MaxThreads, 1} : threads_of_row(n_cols, kChunkColumns);
   const int count = plan.threads.count;
   const int64_t lists_wanted = at_most(sharing.n_sharing, kFillingThreads / count / sharing.n_mask_rows);
   const int most_groups = count < kSharedBlock ? kSharedBlock / count : 1;
@@ -177,11 +180,10 @@ template <typename T, bool kFast>
 cudaError_t launch_backward_rows(const SoftmaxBackward& args, cudaStream_t stream) {
   constexpr int kChunks = kHeldChunks;
   const bool narrow = args.n_cols <= kNarrowColumns;
-  RowThreads threads = threads_of_row(args.n_cols, narrow ? kChunkColumns : kChunks * kChunkColumns);
-  if (!narrow && threads.count < kWarpThreads) threads = {kWarpThreads, 5};
+  const RowThreads threads = threads_of_held_row(args.n_cols);
   const auto kernel = narrow ? softmax_backward_kernel<T, 1, kFast> : softmax_backward_kernel<T, kChunks, kFast>;
-  return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, rows_per_block(threads)), block_of(threads), 0, stream, args,
-                        threads, causality_of(args.n_rows, args.n_queries));
+  return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, threads.rows), block_of(threads), 0, stream, args, threads,
+                        causality_of(args.n_rows, args.n_queries));
 }
 
 template <typename T, bool kFast>

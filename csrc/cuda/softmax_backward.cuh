@@ -44,28 +44,50 @@ __device__ __forceinline__ void load_backward(BackwardChunk<T>& chunk, const Sof
   }
 }
 
-// P and dP of a chunk. Past what is visible both are 0. They are computed twice, before and after the sum over the row,
-// and no product is left to be fused with what follows: the bits are the same.
-template <typename T>
-__device__ __forceinline__ void unpack_backward(const BackwardChunk<T>& chunk, const SoftmaxBackward& args,
-                                                float (&p)[kChunkColumns], float (&dp)[kChunkColumns]) {
-  unpack(chunk.dy, dp);
-  unpack(chunk.p, p);
-  if (!args.has_dropout) return;
+// P and dP of a chunk, of dy and of p as they lie in memory. Past what is visible both are 0. No product is left to be
+// fused with what follows: the bits are the same wherever this is computed.
+__device__ __forceinline__ void undo_dropout(float (&p)[kChunkColumns], float (&dp)[kChunkColumns],
+                                             const SoftmaxBackward& args) {
 #pragma unroll
   for (int i = 0; i < kChunkColumns; ++i) {
     dp[i] = static_cast<int32_t>(__float_as_uint(p[i])) < 0 ? 0.0f : __fmul_rn(dp[i], args.dropout_scale);
     p[i] = fabsf(p[i]);
   }
 }
-
 template <typename T>
-__device__ __forceinline__ float dot_product(const BackwardChunk<T>& chunk, const SoftmaxBackward& args) {
-  float p[kChunkColumns], dp[kChunkColumns], sum = 0.0f;
-  unpack_backward(chunk, args, p, dp);
+__device__ __forceinline__ void unpack_backward(const BackwardChunk<T>& chunk, const SoftmaxBackward& args,
+                                                float (&p)[kChunkColumns], float (&dp)[kChunkColumns]) {
+  unpack(chunk.dy, dp);
+  unpack(chunk.p, p);
+  if (args.has_dropout) undo_dropout(p, dp, args);
+}
+
+__device__ __forceinline__ float dot_product(const float (&p)[kChunkColumns], const float (&dp)[kChunkColumns]) {
+  float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kChunkColumns; ++i) sum = fmaf(p[i], dp[i], sum);
   return sum;
+}
+template <typename T>
+__device__ __forceinline__ float dot_product(const BackwardChunk<T>& chunk, const SoftmaxBackward& args) {
+  float p[kChunkColumns], dp[kChunkColumns];
+  unpack_backward(chunk, args, p, dp);
+  return dot_product(p, dp);
+}
+
+// g, in the place of dP.
+__device__ __forceinline__ void gradient_of(const float (&p)[kChunkColumns], float (&dp)[kChunkColumns], float dot) {
+#pragma unroll
+  for (int i = 0; i < kChunkColumns; ++i) dp[i] = __fmul_rn(p[i], dp[i] - dot);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_dscores(const float (&g)[kChunkColumns], const SoftmaxBackward& args,
+                                              bool vector_access, int64_t index, int valid) {
+  float dscores[kChunkColumns];
+#pragma unroll
+  for (int i = 0; i < kChunkColumns; ++i) dscores[i] = __fmul_rn(g[i], args.scale);
+  store_rounded<T>(args.dscores, index, dscores, vector_access, valid);
 }
 
 // g of a chunk; writes dscores.
@@ -75,18 +97,10 @@ __device__ __forceinline__ void finish_chunk(float (&g)[kChunkColumns], const Ba
                                              Col col, Col n_cols, Col visible) {
   float p[kChunkColumns];
   unpack_backward(chunk, args, p, g);
-#pragma unroll
-  for (int i = 0; i < kChunkColumns; ++i) g[i] = __fmul_rn(p[i], g[i] - dot);
-  const int seen = visible_columns(col, visible);
-  if (seen < kChunkColumns) {
-#pragma unroll
-    for (int i = 0; i < kChunkColumns; ++i) g[i] = i < seen ? g[i] : 0.0f;  // where dot is NaN too
-  }
+  gradient_of(p, g, dot);
+  hide_columns(g, col, visible, 0.0f);  // where dot is NaN too
   if (args.dscores == nullptr) return;
-  float dscores[kChunkColumns];
-#pragma unroll
-  for (int i = 0; i < kChunkColumns; ++i) dscores[i] = __fmul_rn(g[i], args.scale);
-  store_rounded<T>(args.dscores, row * args.n_cols + col, dscores, vector_access,
+  store_dscores<T>(g, args, vector_access, row * args.n_cols + col,
                    valid_columns<kChunkColumns>(col, n_cols, vector_access));
 }
 
@@ -96,7 +110,11 @@ class DotSum {
   __device__ DotSum(const RowThreads& threads, float2* shared)
       : count_(threads.count), warps_(threads.count, threads.group(), shared) {}
   __device__ __forceinline__ float operator()(float value) {
-    return count_ > kWarpThreads ? warps_(value) : lanes_sum(value, count_);
+    if (count_ > kWarpThreads) return warps_(value);
+    // As lanes_sum(), in a loop: what tells the steps apart would be held in registers.
+#pragma unroll 1
+    for (int lane_mask = count_ / 2; lane_mask > 0; lane_mask /= 2) value += shuffle_xor(value, lane_mask);
+    return value;
   }
 
  private:
@@ -104,39 +122,49 @@ class DotSum {
   RowSum<0> warps_;
 };
 
-// The row's threads hold dy and p, as they lie in memory, from the one read to the one write. kChunks 1: lanes of a
-// warp a row. Otherwise: whole warps. dmask: only where no rows share a row of the mask. thread: which of the count
-// threads of the row this is. sum_over_row(value): over those threads.
+// The row's threads hold P and dP from the one read to the one write. kChunks 1: lanes of a warp a row. Otherwise:
+// whole warps. dmask: only where no rows share a row of the mask. thread: which of the count threads of the row this
+// is. sum_over_row(value): over those threads.
 template <typename T, int kChunks, bool kFast, typename Sum>
 __device__ __forceinline__ void backward_row(const SoftmaxBackward& args, const Causality& causality, int64_t row,
                                              int thread, int count, Sum&& sum_over_row) {
-  const int step = count * kChunkColumns, first_col = thread * kChunkColumns;
+  const int step = count * kChunkColumns;
+  int first_col = thread * kChunkColumns;  // forgotten before its last uses: addresses cost less than registers
   const int n_cols = row < args.n_rows ? static_cast<int>(args.n_cols) : 0;
-  const int visible = row < args.n_rows ? static_cast<int>(causality.visible(row, args.n_cols)) : 0;
+  const int visible = row < args.n_rows ? causality.visible(row, n_cols) : 0;
 
-  BackwardChunk<T> chunk[kChunks];
+  float p[kChunks][kChunkColumns], dp[kChunks][kChunkColumns];
+  {
+    BackwardChunk<T> chunk[kChunks];
 #pragma unroll
-  for (int k = 0; k < kChunks; ++k) {
-    if (k == 0 || k * step < n_cols) load_backward(chunk[k], args, kFast, row, first_col + k * step, visible);
+    for (int k = 0; k < kChunks; ++k) load_backward(chunk[k], args, kFast, row, first_col + k * step, visible);
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) unpack(chunk[k].p, p[k]), unpack(chunk[k].dy, dp[k]);
+  }
+  if (args.has_dropout) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) undo_dropout(p[k], dp[k], args);
   }
   float dot = 0.0f;
 #pragma unroll
-  for (int k = 0; k < kChunks; ++k) {
-    if (k == 0 || k * step < visible) dot += dot_product(chunk[k], args);
-  }
+  for (int k = 0; k < kChunks; ++k) dot += dot_product(p[k], dp[k]);
   dot = sum_over_row(dot);
+  forget(first_col);
 #pragma unroll
-  for (int k = 0; k < kChunks; ++k) {
-    if (k == 0 || k * step < n_cols) {
-      const int col = first_col + k * step;
-      float g[kChunkColumns];
-      forget(chunk[k].dy), forget(chunk[k].p);
-      finish_chunk(g, chunk[k], args, dot, kFast, row, col, n_cols, visible);
-      if (args.dmask != nullptr) {
-        store_rounded<float>(args.dmask, row * args.n_cols + col, g, kFast,
-                             valid_columns<kChunkColumns>(col, n_cols, kFast));
-      }
-    }
+  for (int k = 0; k < kChunks; ++k) gradient_of(p[k], dp[k], dot);
+  if (causality.on) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) hide_columns(dp[k], first_col + k * step, visible, 0.0f);  // where dot is NaN too
+  }
+  const int64_t index = row * args.n_cols + first_col;
+  const auto valid = [&](int k) { return valid_columns<kChunkColumns>(first_col + k * step, n_cols, kFast); };
+  if (args.dscores != nullptr) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) store_dscores<T>(dp[k], args, kFast, index + k * step, valid(k));
+  }
+  if (args.dmask != nullptr) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) store_rounded<float>(args.dmask, index + k * step, dp[k], kFast, valid(k));
   }
 }
 
@@ -145,13 +173,12 @@ template <typename T, int kChunks, bool kFast>
 __global__ void __launch_bounds__(kChunks == 1 ? kRowsThreads : kMaxThreads, kChunks == 1 ? 8 : 1)
     softmax_backward_kernel(const SoftmaxBackward args, const RowThreads threads, const Causality causality) {
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
-  const int rows_per_block = threads.count > kWarpThreads ? 1 : static_cast<int>(blockDim.x) >> threads.log2_lanes;
-  const int64_t row = first_row_of_block(rows_per_block) + threads.group();
+  const int64_t row = threads.row();
   backward_row<T, kChunks, kFast>(args, causality, row, threads.thread(), threads.count, [&](float dot) {
     if constexpr (kChunks == 1) {
       return lanes_sum(dot, threads.count);
     } else {
-      return DotSum(threads, shared)(dot);
+      return threads.count == kWarpThreads ? warp_sum<kWarpThreads>(dot) : BlockOrLanesSum<0>(shared)(dot);
     }
   });
 }
@@ -221,7 +248,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
   ONETRIP_DYNAMIC_SHARED(float, sums);  // [kChunkColumns][blockDim], where groups are joined
   const int group = threads.group();
-  int col = threads.thread() * kChunkColumns;  // forgotten in the loop: addresses cost less than registers
+  int col = threads.thread_of_group() * kChunkColumns;  // forgotten in the loop: addresses cost less than registers
   DotSum row_sum(threads, shared);
   // In lists of rows: those of one row of the mask follow each other.
   const int64_t block = first_row_of_block(1), list = block * sharing.n_groups + group;
@@ -234,7 +261,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   for (int i = 0; i < sharing.rows_per_group; ++i, rows.next(sharing)) {
     // Lanes without a row go through all of it, for the sake of the warp, with a row of no columns.
     const int n_cols = i < left ? static_cast<int>(args.n_cols) : 0;
-    const int visible = i < left ? static_cast<int>(causality.visible(rows.row(), args.n_cols)) : 0;
+    const int visible = i < left ? causality.visible(rows.row(), n_cols) : 0;
     forget(col);
     BackwardChunk<T> chunk;
     load_backward(chunk, args, kFast, rows.row(), col, visible);

@@ -11,6 +11,8 @@
 namespace onetrip {
 
 constexpr int kRowsThreads = 128;  // a block of several rows, of a warp each at most
+constexpr int kLog2MaxThreads = 10;
+static_assert(1 << kLog2MaxThreads == kMaxThreads);
 
 // Chunks a thread, where whole warps hold a row: what 64 registers allow. (4 spilled in 16-bit types too.)
 constexpr int kHeldChunks = 2;
@@ -25,14 +27,22 @@ constexpr int kWideBlocks = 2;
 
 // The threads of a block, cut into groups of one row each.
 struct RowThreads {
-  int count;       // threads a row
-  int log2_lanes;  // log2 of count, where it is at most 32
+  int count;     // threads a row
+  int log2_row;  // log2 of count, where it is at most 32; else of as many as a block can have
+  int rows;      // rows a block, where a row of several warps has the block for itself
 
-  // Which row of the block's this thread works on, and which of the row's threads it is.
-  __device__ __forceinline__ int group() const {
-    return count > kWarpThreads ? static_cast<int>(threadIdx.x) / count : static_cast<int>(threadIdx.x) >> log2_lanes;
+  // Which row this thread works on, and which of the row's threads it is; as above.
+  __device__ __forceinline__ int row_of_block() const { return static_cast<int>(threadIdx.x) >> log2_row; }
+  __device__ __forceinline__ int64_t row() const {
+    return first_row_of_block(1) * static_cast<unsigned>(rows) + row_of_block();
   }
-  __device__ __forceinline__ int thread() const { return static_cast<int>(threadIdx.x) - group() * count; }
+  __device__ __forceinline__ int thread() const { return static_cast<int>(threadIdx.x) & ((1 << log2_row) - 1); }
+
+  // The same where several groups of several warps share a block: a division.
+  __device__ __forceinline__ int group() const {
+    return count > kWarpThreads ? static_cast<int>(threadIdx.x) / count : row_of_block();
+  }
+  __device__ __forceinline__ int thread_of_group() const { return static_cast<int>(threadIdx.x) - group() * count; }
 };
 
 // Division by a multiplication (Granlund & Montgomery 1994), for numbers below 2^31 and below 2^63.
@@ -62,13 +72,19 @@ struct Causality {
   bool few_rows;  // every row's number is below 2^31
   Divisor n_queries;
 
-  // How many columns the row sees; n_cols where not causal.
-  __device__ __forceinline__ int64_t visible(int64_t row, int64_t n_cols) const {
+  // How many columns the row sees; n_cols where not causal. Col: int for rows in registers, int64_t for any.
+  template <typename Col>
+  __device__ __forceinline__ Col visible(int64_t row, Col n_cols) const {
     if (!on) return n_cols;
-    uint32_t rest = static_cast<uint32_t>(row);
-    const int64_t query = few_rows ? static_cast<int64_t>(n_queries.divide(rest)) : n_queries.divide(row);
-    const int64_t result = n_cols - n_queries.divisor + query + 1;
-    return result > 0 ? result : 0;
+    int64_t result;
+    if (few_rows) {
+      uint32_t rest = static_cast<uint32_t>(row);
+      const uint32_t query = n_queries.divide(rest);
+      result = n_cols - static_cast<Col>(static_cast<uint32_t>(n_queries.divisor) - 1 - query);
+    } else {
+      result = n_cols - n_queries.divisor + n_queries.divide(row) + 1;
+    }
+    return result > 0 ? static_cast<Col>(result) : 0;
   }
 };
 
@@ -79,21 +95,33 @@ __device__ __forceinline__ int visible_columns(Col col, Col visible) {
   return left >= kChunkColumns ? kChunkColumns : left > 0 ? static_cast<int>(left) : 0;
 }
 
+// value[i] becomes `hidden` from the first column that is not visible on. Nearly every chunk is all visible: a branch.
+template <typename Col>
+__device__ __forceinline__ void hide_columns(float (&value)[kChunkColumns], Col col, Col visible, float hidden) {
+  const Col left = visible - col;
+  if (left >= kChunkColumns) return;
+#pragma unroll
+  for (int i = 0; i < kChunkColumns; ++i) value[i] = i < left ? value[i] : hidden;
+}
+
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
 
-// Over the lanes of a warp that share a row. All 32 lanes must take part.
-template <typename Join>
-__device__ __forceinline__ float join_lanes(float value, int lanes, Join join) {
-  for (int lane_mask = (lanes < kWarpThreads ? lanes : kWarpThreads) / 2; lane_mask > 0; lane_mask /= 2) {
-    value = join(value, shuffle_xor(value, lane_mask));
+// Over the lanes of a warp that share a row. All 32 lanes must take part. No branches: steps between lanes of other
+// rows are taken, and come to nothing.
+__device__ __forceinline__ float lanes_max(float value, int lanes) {
+#pragma unroll
+  for (int lane_mask = kWarpThreads / 2; lane_mask > 0; lane_mask /= 2) {
+    value = fmaxf(value, shuffle_xor(value, lane_mask & (lanes - 1)));
   }
   return value;
 }
-__device__ __forceinline__ float lanes_max(float value, int lanes) {
-  return join_lanes(value, lanes, [](float a, float b) { return fmaxf(a, b); });
-}
 __device__ __forceinline__ float lanes_sum(float value, int lanes) {
-  return join_lanes(value, lanes, [](float a, float b) { return a + b; });
+#pragma unroll
+  for (int lane_mask = kWarpThreads / 2; lane_mask > 0; lane_mask /= 2) {
+    const float other = shuffle_xor(value, lane_mask);
+    value = lane_mask < lanes ? value + other : value;
+  }
+  return value;
 }
 
 #ifndef __CUDACC_RTC__
@@ -104,7 +132,8 @@ inline RowThreads threads_of_row(int64_t n_cols, int columns_per_thread) {
   int log2_lanes = 0;
   while (log2_lanes < 5 && (1 << log2_lanes) < wanted) ++log2_lanes;
   const int64_t warps = ceil_div(wanted, kWarpThreads);
-  return {wanted <= kWarpThreads ? 1 << log2_lanes : static_cast<int>(warps) * kWarpThreads, log2_lanes};
+  if (wanted <= kWarpThreads) return {1 << log2_lanes, log2_lanes, kRowsThreads >> log2_lanes};
+  return {static_cast<int>(warps) * kWarpThreads, kLog2MaxThreads, 1};
 }
 
 #endif

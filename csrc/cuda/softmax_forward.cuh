@@ -15,31 +15,27 @@ struct ForwardLaunch {
   RowThreads threads;
   Divisor mask_sizes[3];  // MaskRows::sizes 1 to 3
   Causality causality;
+  bool plain;          // no mask, no causality, no dropout, no p to store
   int64_t kept_tiles;  // wide rows: the tiles (a chunk a thread) of the scores that shared memory keeps
 };
 
-// The mask of one row, and how many of its columns causality lets see.
-struct RowMask {
-  int64_t start;
-  int64_t visible;
-};
-
-__device__ __forceinline__ RowMask row_mask_of(const SoftmaxForward& args, const ForwardLaunch& launch, int64_t row) {
-  RowMask result{0, launch.causality.visible(row, args.n_cols)};
+// Where the mask of a row starts. Of a row past the end the start means nothing.
+__device__ __forceinline__ int64_t mask_start_of(const SoftmaxForward& args, const ForwardLaunch& launch, int64_t row) {
   const MaskRows& rows = args.mask_rows;
-  if (args.mask == nullptr) return result;
+  int64_t start = 0;
+  if (args.mask == nullptr) return start;
   if (launch.causality.few_rows) {
     uint32_t rest = static_cast<uint32_t>(row);
 #pragma unroll
-    for (int k = 3; k > 0; --k) result.start += launch.mask_sizes[k - 1].divide(rest) * rows.strides[k];
-    result.start += rest * rows.strides[0];
+    for (int k = 3; k > 0; --k) start += launch.mask_sizes[k - 1].divide(rest) * rows.strides[k];
+    start += rest * rows.strides[0];
   } else {
     int64_t rest = row;
-#pragma unroll 1
-    for (int k = 3; k > 0; --k) result.start += launch.mask_sizes[k - 1].divide(rest) * rows.strides[k];
-    result.start += rest * rows.strides[0];
+#pragma unroll  // a loop would read the sizes from a copy in local memory, made at the start of every call
+    for (int k = 3; k > 0; --k) start += launch.mask_sizes[k - 1].divide(rest) * rows.strides[k];
+    start += rest * rows.strides[0];
   }
-  return result;
+  return start;
 }
 
 // A chunk of the mask as it lies in memory: bytes, 16-bit or 32-bit elements, from the first word on.
@@ -47,86 +43,119 @@ struct MaskChunk {
   uint32_t word[kChunkColumns];
 };
 
-template <typename Bits>
-__device__ __forceinline__ void load_mask_elements(MaskChunk& chunk, const void* mask, int64_t index, int64_t stride,
-                                                   int valid) {
-  constexpr int kBytes = sizeof(Bits);
-  const Bits* address = static_cast<const Bits*>(mask) + index;
-#pragma unroll
-  for (int i = 0; i < kChunkColumns * kBytes / 4; ++i) chunk.word[i] = 0;
-#pragma unroll
-  for (int i = 0; i < kChunkColumns; ++i) {
-    if (i < valid) {
-      chunk.word[i * kBytes / 4] |= static_cast<uint32_t>(__ldg(address + i * stride)) << (i * kBytes % 4 * 8);
-    }
+// Calls work(M{}), M the type of the mask's elements.
+template <typename Work>
+__device__ __forceinline__ void with_mask_type(MaskType type, const Work& work) {
+  if (type == MaskType::kBool) {
+    work(uint8_t{});
+  } else if (type == MaskType::kFloat32) {
+    work(float{});
+  } else if (type == MaskType::kFloat16) {
+    work(__half{});
+  } else {
+    work(__nv_bfloat16{});
   }
 }
 
-template <bool kFast>
+// Leaves the elements from `valid` on 0; vectors are loaded whole or not at all. index: of the first element.
+template <typename M, bool kFast>
 __device__ __forceinline__ void load_mask(MaskChunk& chunk, const SoftmaxForward& args, int64_t index, int valid) {
-  const int64_t stride = args.mask_rows.col_stride;
-  if (args.mask_type == MaskType::kFloat32) {
-    if (kFast) {
-      load_words<4, kChunkColumns, true>(chunk.word, static_cast<const float*>(args.mask) + index, true, valid);
-    } else {
-      load_mask_elements<uint32_t>(chunk, args.mask, index, stride, valid);
-    }
-  } else if (args.mask_type == MaskType::kBool) {
-    if (kFast) {
-      const uint2 bytes = __ldg(reinterpret_cast<const uint2*>(static_cast<const uint8_t*>(args.mask) + index));
-      chunk.word[0] = bytes.x, chunk.word[1] = bytes.y;
-    } else {
-      load_mask_elements<uint8_t>(chunk, args.mask, index, stride, valid);
-    }
+  using Bits = typename UintOf<sizeof(M)>::Type;
+  constexpr int kBytes = sizeof(M), kWords = kChunkColumns * kBytes / 4;
+  const Bits* const address = static_cast<const Bits*>(args.mask) + index;
+  uint32_t word[kWords] = {};
+  if constexpr (kFast) {
+    load_words<kBytes, kChunkColumns, true>(word, address, true, valid);
   } else {
-    if (kFast) {
-      const uint4 words = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(args.mask) + index));
-      chunk.word[0] = words.x, chunk.word[1] = words.y, chunk.word[2] = words.z, chunk.word[3] = words.w;
-    } else {
-      load_mask_elements<uint16_t>(chunk, args.mask, index, stride, valid);
+    const int64_t stride = args.mask_rows.col_stride;
+#pragma unroll
+    for (int i = 0; i < kChunkColumns; ++i) {
+      if (i < valid) {
+        word[i * kBytes / 4] |= static_cast<uint32_t>(__ldg(address + i * stride)) << (i * kBytes % 4 * 8);
+      }
     }
   }
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) chunk.word[i] = word[i];
 }
 
 // value = scale * value + mask.
-__device__ __forceinline__ void apply_mask(float (&value)[kChunkColumns], const MaskChunk& chunk, MaskType type,
-                                           float scale) {
-  if (type == MaskType::kBool) {
+template <typename M>
+__device__ __forceinline__ void apply_mask(float (&value)[kChunkColumns], const MaskChunk& chunk, float scale) {
+  if constexpr (sizeof(M) == 1) {
 #pragma unroll
     for (int i = 0; i < kChunkColumns; ++i) {
-      value[i] = (chunk.word[i / 4] >> (i % 4 * 8) & 0xFFu) != 0 ? __fmul_rn(value[i], scale) : minus_infinity();
+      const float scaled = __fmul_rn(value[i], scale);
+      value[i] = (chunk.word[i / 4] >> (i % 4 * 8) & 0xFFu) != 0 ? scaled : minus_infinity();
     }
-    return;
-  }
-  float added[kChunkColumns];
-  if (type == MaskType::kFloat32) {
-    unpack_words<float>(chunk.word, added);
-  } else if (type == MaskType::kFloat16) {
-    unpack_words<__half>(chunk.word, added);
   } else {
-    unpack_words<__nv_bfloat16>(chunk.word, added);
-  }
+    float added[kChunkColumns];
+    unpack_words<M>(chunk.word, added);
 #pragma unroll
-  for (int i = 0; i < kChunkColumns; ++i) value[i] = fmaf(value[i], scale, added[i]);
+    for (int i = 0; i < kChunkColumns; ++i) value[i] = fmaf(value[i], scale, added[i]);
+  }
 }
 
-// scale * scores + mask of one chunk; -Inf where nothing is to be seen.
-template <typename T, bool kFast, typename Col>
-__device__ __forceinline__ void values_of(float (&value)[kChunkColumns], const Chunk<T, kChunkColumns>& scores,
-                                          const SoftmaxForward& args, int64_t mask_start, Col col, Col visible) {
-  const int seen = visible_columns(col, visible);
-  unpack(scores, value);
-  if (args.mask == nullptr || seen == 0) {
+// The columns of a row that one thread works on: kChunks chunks, `step` columns apart. kPlain: everybody sees them all.
+template <int kChunks, bool kPlain, typename Col>
+struct ThreadColumns {
+  Col first, step, visible;
+
+  __device__ __forceinline__ Col col(int k) const { return first + k * step; }
+  // Whether any thread of the row sees something of its chunk k: a uniform branch.
+  __device__ __forceinline__ bool seen(int k) const { return kPlain || k == 0 || k * step < visible; }
+};
+
+template <typename M, bool kFast, typename Columns>
+__device__ __forceinline__ void load_mask_of(MaskChunk& mask, const SoftmaxForward& args, int64_t start,
+                                             const Columns& columns, int k) {
+  const auto col = columns.col(k);
+  load_mask<M, kFast>(mask, args, start + (kFast ? col : col * args.mask_rows.col_stride),
+                      visible_columns(col, columns.visible));
+}
+
+// Vectors of the mask are loaded ahead, for all chunks. Element by element, each chunk's are loaded when its turn
+// comes: their addresses take registers.
+template <bool kFast, int kChunks, bool kPlain, typename Col>
+__device__ __forceinline__ void load_masks(MaskChunk (&mask)[kChunks], const SoftmaxForward& args, int64_t start,
+                                           const ThreadColumns<kChunks, kPlain, Col>& columns) {
+  if (kPlain || !kFast || args.mask == nullptr) return;
+  with_mask_type(args.mask_type, [&](auto element) {
 #pragma unroll
-    for (int i = 0; i < kChunkColumns; ++i) value[i] = __fmul_rn(value[i], args.scale);
+    for (int k = 0; k < kChunks; ++k) {
+      load_mask_of<decltype(element), kFast>(mask[k], args, start, columns, k);
+    }
+  });
+}
+
+// scale * scores + mask; -Inf where nothing is to be seen.
+template <bool kFast, typename T, int kChunks, bool kPlain, typename Col>
+__device__ __forceinline__ void values_of(float (&value)[kChunks][kChunkColumns],
+                                          const Chunk<T, kChunkColumns> (&scores)[kChunks], MaskChunk (&mask)[kChunks],
+                                          const SoftmaxForward& args, int64_t mask_start,
+                                          const ThreadColumns<kChunks, kPlain, Col>& columns) {
+  if (kPlain || args.mask == nullptr) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      if (!columns.seen(k)) continue;
+      unpack(scores[k], value[k]);
+#pragma unroll
+      for (int i = 0; i < kChunkColumns; ++i) value[k][i] = __fmul_rn(value[k][i], args.scale);
+    }
   } else {
-    MaskChunk mask;
-    load_mask<kFast>(mask, args, mask_start + (kFast ? col : col * args.mask_rows.col_stride), seen);
-    apply_mask(value, mask, args.mask_type, args.scale);
-  }
-  if (seen < kChunkColumns) {
+    with_mask_type(args.mask_type, [&](auto element) {
 #pragma unroll
-    for (int i = 0; i < kChunkColumns; ++i) value[i] = i < seen ? value[i] : minus_infinity();
+      for (int k = 0; k < kChunks; ++k) {
+        if (!columns.seen(k)) continue;
+        unpack(scores[k], value[k]);
+        if (!kFast) load_mask_of<decltype(element), kFast>(mask[k], args, mask_start, columns, k);
+        apply_mask<decltype(element)>(value[k], mask[k], args.scale);
+      }
+    });
+  }
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    if (columns.seen(k)) hide_columns(value[k], columns.col(k), columns.visible, minus_infinity());
   }
 }
 
@@ -140,22 +169,34 @@ __device__ __forceinline__ float exponential(float value, float subtrahend) {
 }
 
 // Of a row with this largest value and sum of exp(value - subtrahend_of(largest)): the subtrahend (x) and 1 / sum (y).
+// A sum is 0, NaN, or at least the 1 of the largest value.
 __device__ __forceinline__ float2 scaling_of(float largest, float sum) {
-  return make_float2(subtrahend_of(largest), sum == 0.0f ? 0.0f : 1.0f / sum);
+  return make_float2(subtrahend_of(largest), sum == 0.0f ? 0.0f : quick_reciprocal(sum));
 }
 
-// The same, from the largest values (x) and sums (y) that warps have left in slots. First every lane joins those of its
-// number, so that up to 32 warps are joined in one order, wherever they run.
+// The same, from the largest values (x) and sums (y) that at most kMostWarps warps have left in slots. First every lane
+// joins those of its number, so that up to 32 warps are joined in one order, wherever they run.
+template <int kMostWarps>
 __device__ __forceinline__ float2 join_slots(const float2* slots, int n_warps) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  constexpr int kSlots = kMostWarps / kWarpThreads;
+  const bool several = kSlots > 1 && n_warps > kWarpThreads;  // a lane
+  const int lane = static_cast<int>(threadIdx.x % kWarpThreads);
+  float2 slot[kSlots];
   float largest = minus_infinity(), sum = 0.0f;
-#pragma unroll 1
-  for (int i = lane; i < n_warps; i += kWarpThreads) largest = fmaxf(largest, slots[i].x);
+#pragma unroll
+  for (int k = 0; k < kSlots; ++k) {
+    if (k > 0 && !several) continue;
+    const int i = lane + k * kWarpThreads;
+    slot[k] = i < n_warps ? slots[i] : make_float2(minus_infinity(), 0.0f);
+    largest = fmaxf(largest, slot[k].x);
+  }
   largest = lanes_max(largest, kWarpThreads);
   const float subtrahend = subtrahend_of(largest);
-#pragma unroll 1
-  for (int i = lane; i < n_warps; i += kWarpThreads) {
-    sum += __fmul_rn(slots[i].y, exponential(slots[i].x, subtrahend));
+#pragma unroll
+  for (int k = 0; k < kSlots; ++k) {
+    if (k > 0 && !several) continue;
+    const float rescaled = __fmul_rn(slot[k].y, exponential(slot[k].x, subtrahend));
+    sum = k == 0 ? rescaled : sum + rescaled;
   }
   return scaling_of(largest, lanes_sum(sum, kWarpThreads));
 }
@@ -163,107 +204,100 @@ __device__ __forceinline__ float2 join_slots(const float2* slots, int n_warps) {
 // Over n_warps warps of the block. slots: [kMaxWarps], used once a block.
 __device__ __forceinline__ float2 join_warps(float largest, float sum, int n_warps, float2* slots) {
   if (n_warps == 1) return scaling_of(largest, sum);
-  const int warp = static_cast<int>(threadIdx.x) / kWarpThreads, lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-  if (lane == 0) slots[warp] = make_float2(largest, sum);
+  if (threadIdx.x % kWarpThreads == 0) slots[threadIdx.x / kWarpThreads] = make_float2(largest, sum);
   __syncthreads();
-  return join_slots(slots, n_warps);
+  return join_slots<kMaxWarps>(slots, n_warps);
 }
 
-// The dropout mask of a chunk in the low 8 bits: 1 where it is kept, and where nothing is to be seen.
-template <typename Col>
-__device__ __forceinline__ uint32_t kept_columns(const SoftmaxForward& args, const DropoutMask& dropout,
-                                                 bool vector_access, int64_t row, Col col, Col visible) {
-  const int seen = visible_columns(col, visible);
-  const uint32_t unseen = 0xFFu << seen & 0xFFu;
-  if (seen == 0) return unseen;
-  return (dropout.kept_bits<kChunkColumns>(static_cast<uint64_t>(row * args.n_cols + col), vector_access) & 0xFFu) |
-         unseen;
+// What dropout drops of the chunk that begins with element `first`, a bit a column: nothing where nothing is to be
+// seen. kWhole: rows are whole chunks.
+template <bool kWhole, typename Col>
+__device__ __forceinline__ uint32_t dropped_columns(const DropoutMask& dropout, int64_t first, Col col, Col visible) {
+  const Col left = visible - col;
+  if (left <= 0) return 0;
+  const uint32_t dropped = ~dropout.kept_bits<kChunkColumns>(static_cast<uint64_t>(first), kWhole);
+  return left < kChunkColumns ? dropped & ~(~0u << left) : dropped & 0xFFu;
 }
 
-// Writes y, and p, of a chunk of probabilities; zeros where nothing is to be seen.
-template <typename T, typename Col>
-__device__ __forceinline__ void store_probabilities(float (&value)[kChunkColumns], uint32_t kept,
-                                                    const SoftmaxForward& args, const DropoutMask& dropout,
-                                                    bool vector_access, int64_t row, Col col, Col visible) {
-  const int valid = valid_columns<kChunkColumns>(col, static_cast<Col>(args.n_cols), vector_access);
-  const int seen = visible_columns(col, visible);
-  const int64_t index = row * args.n_cols + col;
-  if (seen < kChunkColumns) {
+// Writes y, and p, of a chunk of probabilities from element `index` on; what is not to be seen is 0, and not dropped.
+template <typename T>
+__device__ __forceinline__ void store_dropped(float (&value)[kChunkColumns], uint32_t dropped,
+                                              const SoftmaxForward& args, float scale, bool vector_access,
+                                              int64_t index, int valid) {
+  float p[kChunkColumns];
+  uint32_t zero = 0;
+  forget(zero);  // compilers make three instructions of a choice between a number and 0 by a bit, instead of one
 #pragma unroll
-    for (int i = 0; i < kChunkColumns; ++i) value[i] = i < seen ? value[i] : 0.0f;
+  for (int i = 0; i < kChunkColumns; ++i) {
+    const float scaled = __fmul_rn(value[i], scale);
+    p[i] = (dropped >> i & 1u) == 0 ? value[i] : -value[i];
+    value[i] = (dropped >> i & 1u) == 0 ? scaled : __uint_as_float(zero);
   }
-  if (args.p != nullptr) {
-    float p[kChunkColumns];
-#pragma unroll
-    for (int i = 0; i < kChunkColumns; ++i) p[i] = (kept >> i & 1u) != 0 ? value[i] : -value[i];
-    store_rounded<T>(args.p, index, p, vector_access, valid);
-  }
-  if (dropout.on()) {
-    const float scale = dropout.scale();
-#pragma unroll
-    for (int i = 0; i < kChunkColumns; ++i) value[i] = (kept >> i & 1u) != 0 ? __fmul_rn(value[i], scale) : 0.0f;
-  }
+  if (args.p != nullptr) store_rounded<T>(args.p, index, p, vector_access, valid);
   store_rounded<T>(args.y, index, value, vector_access, valid);
 }
 
+// Whether uniform values, such as the keys of Philox, take no registers from the threads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
+constexpr bool kManyUniform = false;
+#else
+constexpr bool kManyUniform = true;
+#endif
+
 // The row's threads hold it, from the one read of the scores to the one write: kChunks chunks a thread, of which those
-// past the row's end (or past what causality lets see) cost a uniform branch each. kChunks 1: lanes of a warp a row.
-// Otherwise: whole warps. Each warp takes the largest of its own values, so that one barrier joins the warps.
+// that causality hides from all of them cost a uniform branch each. kChunks 1: lanes of a warp a row. Otherwise: whole
+// warps. Each warp takes the largest of its own values, so that one barrier joins the warps.
 // thread: which of the count threads of the row this is. join(largest, sum): scaling_of() the row, over its warps.
 // Threads whose row lies past the end go through all of it, for the sake of the others, with a row of no columns.
-template <typename T, int kChunks, bool kFast, typename Join>
+// kPlain: there is no mask, no causality, no dropout, no p to store. Asking costs a fifth of all instructions.
+template <typename T, int kChunks, bool kFast, bool kPlain, typename Join>
 __device__ __forceinline__ void forward_row(const SoftmaxForward& args, const ForwardLaunch& launch,
                                             const DropoutMask& dropout, int64_t row, int thread, int count,
                                             const Join& join) {
-  const int step = count * kChunkColumns;
-  int first_col = thread * kChunkColumns;  // forgotten before use: addresses cost less than registers
   const bool has_row = row < args.n_rows;
   const int n_cols = has_row ? static_cast<int>(args.n_cols) : 0;
-  RowMask row_mask{0, 0};
-  if (has_row) row_mask = row_mask_of(args, launch, row);
-  const int visible = static_cast<int>(row_mask.visible);
+  const int64_t mask_start = kPlain ? 0 : mask_start_of(args, launch, row);
+  const int visible = kPlain || !has_row ? n_cols : launch.causality.visible(row, n_cols);
+  // The first column is forgotten before its last uses: addresses cost less than registers.
+  ThreadColumns<kChunks, kPlain, int> columns{thread * kChunkColumns, count * kChunkColumns, visible};
 
   float value[kChunks][kChunkColumns];
   // The dropout mask is drawn while the scores are on their way, where there are registers for both; never after, when
   // every value waits.
   constexpr bool kDrawLate = sizeof(T) == 2 || kChunks == 1;
-  uint32_t kept = ~0u;  // 8 bits a chunk
+  uint32_t dropped = 0;  // 8 bits a chunk
   static_assert(kChunks <= 4, "32 bits");
+  constexpr int kSideBySide = kFast && kManyUniform ? kChunks : 1;
   const auto draw = [&] {
-    if (!dropout.on()) return;
-    forget(first_col);
-#pragma unroll 1
-    for (int k = 0; k < kChunks && k * step < visible; ++k) {
-      kept &= ~(0xFFu << (8 * k)) | kept_columns(args, dropout, kFast, row, first_col + k * step, visible) << (8 * k);
+    if (kPlain || !dropout.on()) return;
+    const int64_t first = row * args.n_cols + columns.first;
+#pragma unroll kSideBySide
+    for (int k = 0; k < kChunks; ++k) {
+      if (!columns.seen(k)) continue;
+      dropped |= dropped_columns<kFast>(dropout, first + k * columns.step, columns.col(k), visible) << (8 * k);
     }
   };
   if (!kDrawLate) draw();
   {
     Chunk<T, kChunkColumns> scores[kChunks];
+    MaskChunk mask[kChunks];
+    const T* const from = static_cast<const T*>(args.scores) + row * args.scores_row_stride + columns.first;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      const int col = first_col + k * step;
-      if (k == 0 || k * step < visible) {
-        load_chunk(scores[k], args.scores, row * args.scores_row_stride + col, kFast,
-                   valid_columns<kChunkColumns>(col, visible, kFast));
-      }
+      load_chunk(scores[k], from, k * columns.step, kFast,
+                 valid_columns<kChunkColumns>(columns.col(k), visible, kFast));
     }
+    load_masks<kFast>(mask, args, mask_start, columns);
     if (kDrawLate) draw();
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      if (k == 0 || k * step < visible) {
-        forget(first_col);
-        values_of<T, kFast>(value[k], scores[k], args, row_mask.start, first_col + k * step, visible);
-      }
-    }
+    if (!kFast) forget(columns.first);
+    values_of<kFast>(value, scores, mask, args, mask_start, columns);
   }
   float largest = minus_infinity();
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    if (k == 0 || k * step < visible) {
+    if (!columns.seen(k)) continue;
 #pragma unroll
-      for (int i = 0; i < kChunkColumns; ++i) largest = fmaxf(largest, value[k][i]);
-    }
+    for (int i = 0; i < kChunkColumns; ++i) largest = fmaxf(largest, value[k][i]);
   }
   const int lanes = kChunks == 1 ? count : kWarpThreads;
   largest = lanes_max(largest, lanes);
@@ -271,30 +305,48 @@ __device__ __forceinline__ void forward_row(const SoftmaxForward& args, const Fo
   float sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    if (k == 0 || k * step < visible) {
-      float chunk_sum = 0.0f;
+    if (!columns.seen(k)) continue;
+    float chunk_sum = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kChunkColumns; ++i) {
-        value[k][i] = exponential(value[k][i], subtrahend);
-        chunk_sum += value[k][i];
-      }
-      sum += chunk_sum;
+    for (int i = 0; i < kChunkColumns; ++i) {
+      value[k][i] = exponential(value[k][i], subtrahend);
+      chunk_sum = i == 0 ? value[k][i] : chunk_sum + value[k][i];
     }
+    sum = k == 0 ? chunk_sum : sum + chunk_sum;
   }
   sum = lanes_sum(sum, lanes);
   const float2 joined = join(largest, sum);
   const float factor = exponential(largest, joined.x) * joined.y;
+  forget(columns.first);
+  const int64_t index = row * args.n_cols + columns.first;
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    if (k == 0 || k * step < n_cols) {
-      forget(first_col);
-      float p[kChunkColumns];
 #pragma unroll
-      for (int i = 0; i < kChunkColumns; ++i) {
-        p[i] = k == 0 || k * step < visible ? __fmul_rn(value[k][i], factor) : 0.0f;
-      }
-      if (has_row) store_probabilities<T>(p, kept >> (8 * k), args, dropout, kFast, row, first_col + k * step, visible);
+    for (int i = 0; i < kChunkColumns; ++i) value[k][i] = __fmul_rn(value[k][i], factor);  // unset, where not seen
+    if (!kPlain && launch.causality.on) hide_columns(value[k], columns.col(k), visible, 0.0f);
+  }
+  const auto valid = [&](int k) { return valid_columns<kChunkColumns>(columns.col(k), n_cols, kFast); };
+  if (kPlain || (!dropout.on() && args.p == nullptr)) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) store_rounded<T>(args.y, index + k * columns.step, value[k], kFast, valid(k));
+  } else {
+    const float scale = dropout.on() ? dropout.scale() : 1.0f;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      store_dropped<T>(value[k], dropped >> (8 * k), args, scale, kFast, index + k * columns.step, valid(k));
     }
+  }
+}
+
+// The choice of kPlain, for rows of whole chunks.
+template <typename T, int kChunks, bool kFast, typename Join>
+__device__ __forceinline__ void forward_row(const SoftmaxForward& args, const ForwardLaunch& launch,
+                                            const DropoutMask& dropout, int64_t row, int thread, int count,
+                                            const Join& join) {
+  if (kFast && launch.plain) {
+    forward_row<T, kChunks, kFast, kFast>(args, launch, dropout, row, thread, count, join);
+  } else {
+    forward_row<T, kChunks, kFast, false>(args, launch, dropout, row, thread, count, join);
   }
 }
 
@@ -305,12 +357,12 @@ __global__ void __launch_bounds__(kChunks == 1 ? kRowsThreads : kMaxThreads, kCh
   ONETRIP_SHARED(float2, slots, kMaxWarps);
   ONETRIP_SHARED(DropoutState, dropout_state, 1);
   const DropoutMask dropout(args.dropout, dropout_state);
-  const int count = launch.threads.count;
-  const int rows_per_block = count > kWarpThreads ? 1 : static_cast<int>(blockDim.x) >> launch.threads.log2_lanes;
-  const int64_t row = first_row_of_block(rows_per_block) + launch.threads.group();
-  forward_row<T, kChunks, kFast>(args, launch, dropout, row, launch.threads.thread(), count,
+  const RowThreads& threads = launch.threads;
+  const int64_t row = threads.row();
+  forward_row<T, kChunks, kFast>(args, launch, dropout, row, threads.thread(), threads.count,
                                  [&](float largest, float sum) {
-                                   return join_warps(largest, sum, kChunks == 1 ? 1 : count / kWarpThreads, slots);
+                                   const unsigned n_warps = static_cast<unsigned>(threads.count) / kWarpThreads;
+                                   return join_warps(largest, sum, kChunks == 1 ? 1 : static_cast<int>(n_warps), slots);
                                  });
 }
 
@@ -327,7 +379,7 @@ __global__ void __launch_bounds__(kClusterThreads, kClusterBlocksPerSm)
   forward_row<T, kHeldChunks, true>(args, launch, dropout, threads.row, threads.thread, threads.count,
                                     [&](float largest, float sum) {
                                       const float2* const slots = exchange.tell<1>(make_float2(largest, sum));
-                                      return join_slots(slots, ClusterExchange::n_warps());
+                                      return join_slots<kClusterWarps>(slots, ClusterExchange::n_warps());
                                     });
 #endif
 }
@@ -345,12 +397,18 @@ __global__ void __launch_bounds__(kWideThreads, kWideBlocks)
   const DropoutMask dropout(args.dropout, dropout_state);
   const int64_t row = first_row_of_block(1);
   if (row >= args.n_rows) return;
-  const RowMask row_mask = row_mask_of(args, launch, row);
+  const int64_t mask_start = mask_start_of(args, launch, row);
   const int64_t first_col = static_cast<int64_t>(threadIdx.x) * kChunkColumns, step = kWideThreads * kChunkColumns;
-  const int64_t visible = row_mask.visible;
+  const int64_t visible = launch.causality.visible(row, args.n_cols);
   const auto load = [&](Scores& scores, int64_t col) {
     load_chunk(scores, args.scores, row * args.scores_row_stride + col, kFast,
                valid_columns<kChunkColumns>(col, visible, kFast));
+  };
+  const auto values = [&](float (&value)[1][kChunkColumns], const Scores(&scores)[1], int64_t col) {
+    const ThreadColumns<1, false, int64_t> columns{col, step, visible};
+    MaskChunk mask[1];
+    load_masks<kFast>(mask, args, mask_start, columns);
+    values_of<kFast>(value, scores, mask, args, mask_start, columns);
   };
   // Word by word across the threads: no bank conflicts, and every thread reads back only what it wrote.
   const auto kept_word = [&](int64_t tile, int i) -> uint32_t& {
@@ -362,21 +420,21 @@ __global__ void __launch_bounds__(kWideThreads, kWideBlocks)
   load(next, first_col);
   int64_t tile = 0;
   for (int64_t col = first_col; col < visible; col += step, ++tile) {
-    const Scores scores = next;
+    const Scores scores[1] = {next};
     load(next, col + step);  // on its way while this one is worked on
     if (tile < launch.kept_tiles) {
 #pragma unroll
-      for (int i = 0; i < Scores::kWords; ++i) kept_word(tile, i) = scores.word[i];
+      for (int i = 0; i < Scores::kWords; ++i) kept_word(tile, i) = scores[0].word[i];
     }
-    float value[kChunkColumns];
-    values_of<T, kFast>(value, scores, args, row_mask.start, col, visible);
+    float value[1][kChunkColumns];
+    values(value, scores, col);
     const float before = largest;
 #pragma unroll
-    for (int i = 0; i < kChunkColumns; ++i) largest = fmaxf(largest, value[i]);
+    for (int i = 0; i < kChunkColumns; ++i) largest = fmaxf(largest, value[0][i]);
     const float subtrahend = subtrahend_of(largest);
     float chunk_sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kChunkColumns; ++i) chunk_sum += exponential(value[i], subtrahend);
+    for (int i = 0; i < kChunkColumns; ++i) chunk_sum += exponential(value[0][i], subtrahend);
     sum = fmaf(sum, exponential(before, subtrahend), chunk_sum);
   }
   const float before = largest;
@@ -386,21 +444,24 @@ __global__ void __launch_bounds__(kWideThreads, kWideBlocks)
 
   tile = 0;
   for (int64_t col = first_col; col < args.n_cols; col += step, ++tile) {
-    float value[kChunkColumns] = {};
+    float value[1][kChunkColumns] = {};
     if (col < visible) {
-      Scores scores;
+      Scores scores[1];
       if (tile < launch.kept_tiles) {
 #pragma unroll
-        for (int i = 0; i < Scores::kWords; ++i) scores.word[i] = kept_word(tile, i);
+        for (int i = 0; i < Scores::kWords; ++i) scores[0].word[i] = kept_word(tile, i);
       } else {
-        load(scores, col);
+        load(scores[0], col);
       }
-      values_of<T, kFast>(value, scores, args, row_mask.start, col, visible);
+      values(value, scores, col);
 #pragma unroll
-      for (int i = 0; i < kChunkColumns; ++i) value[i] = __fmul_rn(exponential(value[i], joined.x), joined.y);
+      for (int i = 0; i < kChunkColumns; ++i) value[0][i] = __fmul_rn(exponential(value[0][i], joined.x), joined.y);
     }
-    const uint32_t kept_bits = dropout.on() ? kept_columns(args, dropout, kFast, row, col, visible) : ~0u;
-    store_probabilities<T>(value, kept_bits, args, dropout, kFast, row, col, visible);
+    hide_columns(value[0], col, visible, 0.0f);
+    const int64_t first = row * args.n_cols + col;
+    const uint32_t dropped = dropout.on() ? dropped_columns<kFast>(dropout, first, col, visible) : 0;
+    store_dropped<T>(value[0], dropped, args, dropout.on() ? dropout.scale() : 1.0f, kFast, first,
+                     valid_columns<kChunkColumns>(col, args.n_cols, kFast));
   }
 }
 

@@ -81,9 +81,7 @@ ROW_NORM_BUGS = {
     "second_values_of_lanes_not_added": Bug(
         "reduce.cuh", "warp_sum<kRowThreads>(add(first, second))", "warp_sum<kRowThreads>(first)"
     ),
-    "groups_of_4_drawn_alike": Bug(
-        "dropout.cuh", "philox_counter(offset, group + g);", "philox_counter(offset, group);"
-    ),
+    "groups_of_4_drawn_alike": Bug("dropout.cuh", "group | static_cast<uint64_t>(g)", "group"),
     "tiles_share_their_places": Bug(SPLIT, "n_warps % kMaxClusterWarps + warp", "warp"),
     "means_without_barrier": Bug(SPLIT, "__syncthreads();\n  if (warp != 0) return;", "if (warp != 0) return;"),
     "last_row_of_a_tile_lost": Bug(SPLIT, "row < end; ++row", "row + 1 < end; ++row"),
@@ -102,7 +100,7 @@ CLUSTER_BUGS = {
     "last_block_left_out": Bug("reduce.cuh", "return cluster_size() *", "return (cluster_size() - 1) *"),
     "warps_past_32_left_out": Bug("reduce.cuh", "i < n_warps; i += kWarpThreads)", "i < 0; i += kWarpThreads)"),
     "threads_of_a_cluster_counted_by_block": Bug("launch.cuh", "thread = cluster_rank() * threads +", "thread ="),
-    "a_cluster_takes_every_second_row": Bug("launch.cuh", "+ blockIdx.x / n_blocks", "+ blockIdx.x"),
+    "a_cluster_takes_every_second_row": Bug("launch.cuh", "(blockIdx.x >> log2_size)", "blockIdx.x"),
 }
 ROW_NORM_BUGS |= CLUSTER_BUGS | {
     "kept_tiles_exchanged": Bug(
@@ -115,22 +113,30 @@ SOFTMAX_BUGS = {
     "no_barrier_between_warps": Bug(
         FORWARD, "make_float2(largest, sum);\n  __syncthreads();", "make_float2(largest, sum);"
     ),
-    "hidden_rows_divide_by_zero": Bug(FORWARD, "sum == 0.0f ? 0.0f : 1.0f / sum", "1.0f / sum"),
+    "hidden_rows_divide_by_zero": Bug(FORWARD, "sum == 0.0f ? 0.0f : quick_reciprocal(sum)", "quick_reciprocal(sum)"),
     "masked_rows_subtract_infinity": Bug(FORWARD, "largest == minus_infinity() ? 0.0f : largest", "largest"),
-    "causal_off_by_one": Bug(COMMON, "n_queries.divisor + query + 1", "n_queries.divisor + query"),
+    "causal_off_by_one": Bug(COMMON, "n_queries.divisor) - 1 - query", "n_queries.divisor) - query"),
     "hidden_gradient_in_the_sum": Bug(BACKWARD, "    hide(chunk.dy, seen);\n", ""),
-    "hidden_columns_share_nan": Bug(BACKWARD, "g[i] = i < seen ? g[i] : 0.0f;", "g[i] = g[i];"),
+    "hidden_columns_share_nan": Bug(BACKWARD, "hide_columns(dp[k], first_col + k * step, visible, 0.0f);", ";"),
+    "columns_past_the_row_are_zero": Bug(FORWARD, "columns.visible, minus_infinity()", "columns.visible, 0.0f"),
+    "hidden_probabilities_written": Bug(FORWARD, "hide_columns(value[k], columns.col(k), visible, 0.0f);", ";"),
+    "other_rows_of_the_warp_added": Bug(COMMON, "lane_mask < lanes ? value + other : value", "value + other"),
+    "dropout_taken_for_plain": Bug("softmax.cu", "args.p == nullptr && args.dropout.threshold == 0 &&", "true &&"),
+    "causal_taken_for_plain": Bug("softmax.cu", " && !launch.causality.on", ""),
+    "mask_taken_for_plain": Bug("softmax.cu", "launch.plain = args.mask == nullptr &&", "launch.plain ="),
+    "groups_of_4_drawn_alike": ROW_NORM_BUGS["groups_of_4_drawn_alike"],
+    "last_word_kept": Bug("dropout.cuh", "dropout.threshold - 1)", "dropout.threshold - (1 << 28))"),
+    "hidden_columns_dropped": Bug(FORWARD, "left < kChunkColumns ? dropped & ~(~0u << left) : dropped", "dropped"),
+    "signs_of_the_first_chunk": Bug(FORWARD, "dropped >> (8 * k), args", "dropped, args"),
     "mask_dimensions_exchanged": Bug(FORWARD, "divide(rest) * rows.strides[k]", "divide(rest) * rows.strides[4 - k]"),
-    "sign_set_where_kept": Bug(FORWARD, "!= 0 ? value[i] : -value[i]", "== 0 ? value[i] : -value[i]"),
+    "sign_set_where_kept": Bug(FORWARD, "== 0 ? value[i] : -value[i]", "!= 0 ? value[i] : -value[i]"),
     "wide_sum_not_rescaled": Bug(FORWARD, "fmaf(sum, exponential(before, subtrahend), chunk_sum)", "sum + chunk_sum"),
     "sums_read_without_barrier": Bug(BACKWARD, "= sum[j];\n  __syncthreads();", "= sum[j];"),
     "last_part_lost": Bug(BACKWARD, "part < n_parts; part += n_warps", "part + 1 < n_parts; part += n_warps"),
     "sharing_rows_do_not_wrap": Bug(BACKWARD, "    inner_ = 0;\n", ""),
     "values_of_a_cluster_not_awaited": CLUSTER_BUGS["values_of_the_cluster_not_awaited"],
     "values_stay_in_their_block": CLUSTER_BUGS["values_stay_in_their_block"],
-    "warps_past_32_left_out": Bug(
-        FORWARD, "i < n_warps; i += kWarpThreads) {", "i < kWarpThreads; i += kWarpThreads) {"
-    ),
+    "warps_past_32_left_out": Bug(FORWARD, "kSlots > 1 && n_warps > kWarpThreads;", "false;"),
     "dropped_gradient_kept": Bug(BACKWARD, "< 0 ? 0.0f : __fmul_rn", "< 0 ? dp[i] : __fmul_rn"),
 }
 
@@ -210,6 +216,12 @@ def check_softmax(driver: Path, folder: Path) -> None:
         Call("causal", (2, 3, 5), 1001, **padding, causal=True, special=(float("nan"),)),
         Call("causal vectors", (2, 3, 5), 1008, **padding, causal=True),
         Call("bias", (5, 2, 69), 300, **bias),
+        Call("plain", (2, 3, 5), 1000, torch.bfloat16, scale=-0.7),
+        Call("plain lanes", (2, 3, 5), 104, torch.bfloat16),
+        Call("dropout alone", (2, 3, 5), 1000, torch.bfloat16, dropout_p=0.3),
+        Call("dropout of lanes, causal", (2, 3, 7), 40, torch.bfloat16, dropout_p=0.3, causal=True),
+        Call("causal alone", (2, 3, 5), 1000, torch.bfloat16, causal=True),
+        Call("mask alone", (2, 3, 5), 104, torch.bfloat16, mask=torch.float16),
         Call("wide", (2, 1, 1), 16392, **padding, orders=(0,), clusters=False),
         Call("cluster", (2, 1, 1), 20000, **padding, orders=(0, 4)),
     ]
