@@ -193,7 +193,8 @@ cudaError_t launch_forward(const RowNormForward& args, const Card& card, cudaStr
   access.require(args.weight, args.weight_dtype, 0);
   access.require(args.norm_bias, args.norm_bias_dtype, 0);
   const auto like_z = [&](const void* tensor, DType dtype) { return tensor == nullptr || dtype == args.z_dtype; };
-  const bool uniform = like_z(args.y, args.y_dtype) && like_z(args.bias, args.bias_dtype) &&
+  const bool uniform = (args.n_dtype == DType::kFloat32 || args.n_dtype == args.z_dtype) && !args.center_z &&
+                       like_z(args.y, args.y_dtype) && like_z(args.bias, args.bias_dtype) &&
                        like_z(args.weight, args.weight_dtype) && like_z(args.norm_bias, args.norm_bias_dtype);
   const bool quickest = access.possible() && (uniform || kQuickestAccess<Z> == Access::kVectors);
 
