@@ -34,6 +34,10 @@ def of_copy(times: Times | None) -> Cell | None:
     return None if times is None else Cell(times["share_of_copy"], f"{100 * times['share_of_copy']:.0f}%")
 
 
+def percent(value: float | None) -> Cell | None:
+    return None if value is None else Cell(value, f"{value:.0f}%")
+
+
 def gigabytes(times: Times | None) -> Cell | None:
     return None if times is None else Cell(times["gb_per_s"], f"{times['gb_per_s']:.1f}")
 

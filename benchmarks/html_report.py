@@ -135,6 +135,7 @@ def sections(results: Results) -> list[Section]:
         ],
         ("Overhead of a call", ""): tables.overhead(cases(results, "overhead")),
         ("Every measurement", ""): [*tables.measurements(operators), *tables.graphs(operators)],
+        ("What the kernels do on the card", ""): tables.counters(results),
         ("Installation", ""): tables_training.install(cases(results, "install")),
         ("What was run", ""): tables.verified(cases(results, "everything")),
         ("Without a number", ""): tables.without_number(cases(results, *results)),

@@ -113,6 +113,16 @@ def _sanitizers(place: Place) -> Iterator[Part]:
             yield Part(f"sanitizer-{tool}-{backend}", f"{tool} finds nothing in the kernels", command, 90.0, absent)
 
 
+def _counters(place: Place) -> Iterator[Part]:
+    missing = _no_card(place)
+    if not missing and shutil.which("ncu") is None:
+        missing = "ncu is not on PATH: it comes with the CUDA toolkit, as Nsight Compute"
+    for backend in ("cuda", "triton"):
+        absent = missing or unavailable_reason(backend, "cuda")
+        command = ("onetrip.benchmarks.counters", backend, str(place.output), "{deadline}")
+        yield Part(f"counters-{backend}", "what each kernel moves, executes and waits for", command, 180.0, absent)
+
+
 def _no_card(place: Place) -> str:
     if place.device.type == "cuda":
         return ""
@@ -215,6 +225,9 @@ def parts(place: Place) -> list[Part]:
         *_gpu_tests(place),
         *sanitizers[:2],
         *(part for suite in SUITES for part in _suite(suite, place)),
+        # They say why a figure of the suites is what it is, of kernels that have passed what is above: before that they
+        # would delay the figures themselves. What follows says nothing of a kernel's speed.
+        *_counters(place),
         *_commands(place),
         *sanitizers[2:],
         *_last(place),

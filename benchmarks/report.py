@@ -35,6 +35,7 @@ def tables(results: Results) -> list[Table]:
         *operators.overhead(cases(results, "overhead")),
         *operators.saved(cases(results, "bert_blocks")),
         *training.install(cases(results, "install")),
+        *operators.counters(results),
         *operators.verified(cases(results, "everything")),
         *operators.without_number(cases(results, *results)),
     ]
@@ -56,13 +57,14 @@ def provenance(results: Results) -> list[str]:
     ]
 
 
-def print_tables(results: Results) -> None:
+def print_tables(results: Results, width: int = 160) -> None:
+    """width: of what is no terminal."""
     from rich.console import Console
     from rich.table import Table as RichTable
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=160)
+        console = Console(width=width)
     for table in tables(results):
         rich = RichTable(title=table.caption, caption=table.note or None, title_justify="left", caption_justify="left")
         for column, numeric in zip(table.columns, html.numeric_columns(table.rows), strict=True):

@@ -8,23 +8,19 @@ time by which all has ended; launches that ended are not repeated by the next ca
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from onetrip import ops, selfcheck, use_backend
+from onetrip import ops, selfcheck
 from torch import Tensor
 
+from . import watched
 from .everything import EXIT_SKIPPED, EXIT_UNFINISHED
+from .watched import Launch
 
 _PREFIX = "========="
 _NO_DEVICE = ("Device not supported", "Unable to", "not supported on this", "requires a newer driver")
@@ -37,20 +33,6 @@ _SETTLE_S = 10.0
 _WIDE, _NARROW = 40_003, 33
 _ALIGNED = (1024, 8192, 40_000)
 """Rows of a block, of a block that copies ahead, and of a cluster of blocks."""
-Launch = tuple[str, Callable[[], list[str]]]
-"""What it launches, and the call: it returns what was wrong with the results."""
-
-
-def kernels(backend: str) -> list[str]:
-    """Parts of the names that tell our kernels from all others: the namespace of the CUDA ones, Triton's by name."""
-    if backend == "cuda":
-        return ["onetrip"]
-    import onetrip.kernels
-
-    folder = Path(onetrip.kernels.__file__).parent
-    return sorted(
-        {name for path in folder.glob("*.py") for name in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.M)}
-    )
 
 
 def _rows(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -101,58 +83,9 @@ def launches(backend: str) -> Iterator[Launch]:
         yield f"{kernel.name} {dtype_name}", check
 
 
-def _launched(record: Path) -> tuple[set[str], set[str]]:
-    """The launches that ended, and those that were begun and did not end."""
-    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-    ended = {line["name"] for line in lines if line["ended"]}
-    return ended, {line["name"] for line in lines} - ended
-
-
-class _Launches:
-    """Counts what Triton launches under the names that the sanitizer's filters have."""
-
-    def __init__(self, names: list[str]) -> None:
-        self._names, self.count = names, 0
-
-    def __call__(self, metadata: Any) -> None:
-        self.count += any(name in metadata.get()["name"] for name in self._names)
-
-    def install(self) -> bool:
-        """False where this Triton has no chain of hooks to join."""
-        import triton
-
-        chain = getattr(getattr(getattr(triton, "knobs", None), "runtime", None), "launch_enter_hook", None)
-        if not hasattr(chain, "add"):
-            return False
-        chain.add(self)
-        return True
-
-
 def drive(backend: str, record: Path, deadline: float) -> int:
-    """Launches everything that has not ended yet, as far as the time goes; what compute-sanitizer watches."""
-    failed = 0
-    planned = list(launches(backend))
-    ended, broken = _launched(record)
-    # What was cut, or broke the process, may do so again: first what has not run.
-    todo = sorted((launch for launch in planned if launch[0] not in ended), key=lambda launch: launch[0] in broken)
-    seen = _Launches(kernels(backend))
-    counts = backend == "triton" and seen.install()
-    with use_backend(backend), record.open("a") as file:
-        for name, launch in todo:
-            if time.time() > deadline:
-                break
-            print(json.dumps({"name": name, "ended": False}), file=file, flush=True)
-            for line in launch():
-                print(f"FAILED {name}: {line}", flush=True)
-                failed += 1
-            torch.cuda.synchronize()
-            print(json.dumps({"name": name, "ended": True}), file=file, flush=True)
-            ended.add(name)
-    if counts and todo and seen.count == 0:
-        print("FAILED no kernel was launched that the filter names", flush=True)
-        failed += 1
-    print(f"{len(ended)} of {len(planned)} launches", flush=True)
-    return 1 if failed else 0 if len(ended) == len(planned) else EXIT_UNFINISHED
+    """What compute-sanitizer watches."""
+    return watched.drive(list(launches(backend)), backend, record, deadline)
 
 
 def reports(text: str) -> list[list[str]]:
@@ -177,24 +110,8 @@ def is_ours(report: list[str], names: list[str]) -> bool:
     return report[0].startswith(_NOT_TRACKED) or any(name in line for line in places for name in names)
 
 
-def _watch(command: list[str], environment: Mapping[str, str], log: Path, deadline: float) -> int | None:
-    """The exit code, or None where the time was up. What is printed is in the log at once: a cut loses nothing."""
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            return process.wait(max(deadline - time.time(), 1.0))
-        except subprocess.TimeoutExpired:
-            return None
-        finally:  # Ctrl-C too: the sanitizer's own process and the one that it watches
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
 def run(tool: str, backend: str, output: Path, deadline: float) -> int:
-    names = kernels(backend)
+    names = watched.kernels(backend)
     if not names:
         print(f"FAILED no kernel of the backend {backend} was found: nothing would be checked")
         return 1
@@ -210,7 +127,7 @@ def run(tool: str, backend: str, output: Path, deadline: float) -> int:
     command = ["compute-sanitizer", f"--tool={tool}", "--report-api-errors=no", "--print-limit=1000", *filters]
     command += ["--target-processes=application-only", sys.executable, "-m", __spec__.name, "drive", backend]
     command += [str(record), f"{deadline - 2 * _SETTLE_S:.0f}"]
-    code = _watch(command, {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, log, deadline - _SETTLE_S)
+    code = watched.watch(command, {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, log, deadline - _SETTLE_S)
     content = log.read_bytes()
     printed, text = (part.decode(errors="replace") for part in (content[before:], content))
     print("\n".join(line for line in text.splitlines() if not line.startswith(_PREFIX)))
@@ -234,7 +151,7 @@ def _verdict(
         print(f"FAILED {line[:400]}")
     print(f"{what}: {len(ours)} reports on our kernels, {len(found) - len(ours)} others")
     if code is None:
-        ended, broken = _launched(record)
+        ended, broken = watched.launched(record)
         print(f"out of time: {len(ended)} launches have ended, not {', '.join(sorted(broken)) or 'the next one'}")
         return EXIT_UNFINISHED
     if not counted:

@@ -31,7 +31,7 @@ def _padding(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device)
     return {"mask": torch.where(real, 0.0, torch.finfo(dtype).min).to(dtype)}
 
 
-def _operator(name: str, *, attention: bool, dropout_p: float = 0.0) -> Operator:
+def _operator(name: str, *, attention: bool, causal: bool = False, dropout_p: float = 0.0) -> Operator:
     def heads(scores: Tensor) -> Tensor:
         return scores.view(*_leading_shape(scores.shape[0]), scores.shape[-1]) if attention else scores
 
@@ -39,18 +39,26 @@ def _operator(name: str, *, attention: bool, dropout_p: float = 0.0) -> Operator
         values = heads(scores)
         if mask is not None:
             values = values * SCALE + mask
+        if causal:
+            n_queries, n_keys = values.shape[-2:]
+            hidden = torch.ones(n_queries, n_keys, dtype=torch.bool, device=values.device).triu(n_keys - n_queries + 1)
+            values = values.masked_fill(hidden, -torch.inf)
         y = torch.softmax(values, dim=-1).view(scores.shape)
         return dropout(y) if dropout_p > 0.0 else y
 
     def fused(scores: Tensor, mask: Tensor | None = None) -> Outputs:
         scale = 1.0 if mask is None else SCALE
-        return ops.softmax(heads(scores), mask, scale=scale, dropout_p=dropout_p).view(scores.shape)
+        return ops.softmax(heads(scores), mask, scale=scale, causal=causal, dropout_p=dropout_p).view(scores.shape)
 
     def least_bytes(n_rows: int, n_cols: int, itemsize: int) -> LeastBytes:
         matrix = n_rows * n_cols * itemsize
+        # What causality hides is neither read nor kept for backward, and written where it is an output. Not fewer keys
+        # than queries.
+        seen = matrix if not causal else int(matrix * (1 - (_leading_shape(n_rows)[-1] - 1) / (2 * n_cols)))
         # With dropout the probabilities are written beside the result; backward reads them and dy, and writes dscores.
-        return LeastBytes(matrix * (3 if dropout_p > 0.0 else 2), 3 * matrix)
+        return LeastBytes(seen + matrix + (seen if dropout_p > 0.0 else 0), 2 * seen + matrix)
 
+    others = peers.scale_mask_softmax(SCALE, heads, dropout_p) if attention else peers.SOFTMAX
     return Operator(
         name,
         ("scores",),
@@ -61,7 +69,7 @@ def _operator(name: str, *, attention: bool, dropout_p: float = 0.0) -> Operator
         dropout_p,
         constants=_padding if attention else (lambda *_: {}),
         mask_shows_in="output",
-        others=peers.scale_mask_softmax(SCALE, heads, dropout_p) if attention else peers.SOFTMAX,
+        others={} if causal else others,
     )
 
 
@@ -69,6 +77,7 @@ SOFTMAX = _operator("softmax", attention=False)
 ATTENTION_SOFTMAX = {
     p: _operator(f"scale_mask_softmax_dropout-p{p:g}", attention=True, dropout_p=p) for p in (0.1, 0.0)
 }
+CAUSAL_SOFTMAX = _operator("scale_mask_causal_softmax_dropout-p0.1", attention=True, causal=True, dropout_p=0.1)
 
 
 def cases(quick: bool = False) -> list[Case]:

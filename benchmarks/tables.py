@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from onetrip.html import Cell, Entry, Table
 
 from . import targets
-from .cells import error, fixed, gigabytes, mib, microseconds, milliseconds, of_copy, ratio
+from .cells import error, fixed, gigabytes, mib, microseconds, milliseconds, of_copy, percent, ratio
 from .results import Results
 from .row_norm import ELEMENTS
 
@@ -252,6 +253,58 @@ def without_number(cases: Iterable[dict[str, Any]]) -> Iterator[Table]:
     rows = [(name, reason, ids[0] if len(ids) == 1 else f"{len(ids)} cases") for (name, reason), ids in reasons.items()]
     if rows:
         yield Table("Without a number", ("provider", "why", "where"), rows)
+
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value / unit
+
+
+def _function(demangled: str) -> str:
+    """Without its namespace, what it is instantiated for, and its parameters."""
+    found = re.search(r"(\w+)(?=[<(]|$)", demangled.replace("(anonymous namespace)::", ""))
+    return found[1] if found else demangled
+
+
+_COUNTED = (
+    "launch", "of copy", "kernel", "µs", "read MiB", "written MiB", "floor MiB", "moved at", "instr./el.", "issue",
+    "occup.", "L2", "regs", "shared KiB", "local MiB", "grid x block",
+)  # fmt: skip
+
+
+def counters(results: Results) -> Iterator[Table]:
+    """What Nsight Compute counted, a table a backend, what is furthest from the speed of a copy first."""
+    note = (
+        "Caches empty, clocks as they are. Of copy: the floor, which the whole launch must move, in the time of all "
+        "its kernels, over this card's copy. Moved at: what this kernel did move through DRAM, of the copy's speed; "
+        "what is still in L2 when it ends is not written. Instr./el.: instructions of warps, times 32, an element. "
+        "Issue: clocks in which a scheduler issued, of those in which it had warps. Occup.: warps that were there, of "
+        "those that fit. L2: of its peak. Local: spills, and arrays that are indexed."
+    )
+    for suite, content in results.items():
+        if not suite.startswith("counters-"):
+            continue
+        rows = [
+            (
+                case["case"],
+                percent(_scaled(case["share_of_copy"], 0.01)),
+                _function(kernel["kernel"]),
+                fixed(_scaled(kernel["duration_ns"], 1e3), 1),
+                fixed(_scaled(kernel["read_bytes"], 1 << 20), 1),
+                fixed(_scaled(kernel["written_bytes"], 1 << 20), 1),
+                fixed(_scaled(case["floor_bytes"], 1 << 20), 1),
+                percent(_scaled(kernel["moved_share_of_copy"], 0.01)),
+                fixed(kernel["instructions_per_element"], 1),
+                *(percent(kernel[f"{name}_percent"]) for name in ("issue", "occupancy", "l2")),
+                fixed(kernel["registers"], 0),
+                fixed(_scaled(kernel["shared_bytes"], 1 << 10), 1),
+                fixed(_scaled(kernel["local_bytes"], 1 << 20), 1),
+                re.sub(r"(, 1)*\)|\(", "", f"{kernel['grid']} x {kernel['block']}"),
+            )
+            for case in sorted(content["cases"], key=lambda case: case["share_of_copy"] or float("inf"))
+            for kernel in case["kernels"]
+        ]
+        if rows:
+            yield Table(f"What the kernels do on the card: {suite.removeprefix('counters-')}", _COUNTED, rows, note)
 
 
 def verified(cases: Cases) -> Iterator[Table]:

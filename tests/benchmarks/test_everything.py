@@ -208,7 +208,7 @@ def test_json_prints_the_state(run, tmp_path, capsys):
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """As on a machine with a card, nvcc and compute-sanitizer."""
+    """As on a machine with a card, nvcc, compute-sanitizer and ncu."""
     monkeypatch.setattr(parts.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(parts.shutil, "which", lambda name: name)
     monkeypatch.setattr(parts, "unavailable_reason", lambda backend, device: "")
@@ -227,6 +227,22 @@ def test_on_a_card_nothing_is_left_out_and_every_part_ends_in_time(card, tmp_pat
     assert {"doctor", "environment", "peers", "report", f"anatomy-{model}", f"methods-{model}"} <= set(names)
     tools = ("memcheck", "racecheck", "initcheck", "synccheck")
     assert {f"sanitizer-{tool}-{backend}" for tool in tools for backend in ("cuda", "triton")} <= set(names)
+    assert {"counters-cuda", "counters-triton"} <= set(names)
+
+
+def test_what_is_counted_delays_no_check_and_no_figure(card, tmp_path):
+    names = [found.name for found in parts.parts(Place(tmp_path, card, tests=tmp_path))]
+    first = names.index("counters-cuda")
+    assert names[first : first + 2] == ["counters-cuda", "counters-triton"]
+    before = ("doctor", "gpu-tests-large", "sanitizer-memcheck-cuda", "adam", "adam_training-seed4")
+    assert max(names.index(name) for name in before) < first
+
+
+def test_without_nsight_compute_nothing_is_counted(card, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts.shutil, "which", lambda name: None if name == "ncu" else name)
+    found = {part_.name: part_.missing for part_ in parts.parts(Place(tmp_path, card)) if "counters" in part_.name}
+    assert found.keys() == {"counters-cuda", "counters-triton"}
+    assert set(found.values()) == {"ncu is not on PATH: it comes with the CUDA toolkit, as Nsight Compute"}
 
 
 def test_on_two_cores_every_case_of_the_cpu_has_a_part_that_ends_in_time(tmp_path):
@@ -291,7 +307,7 @@ def test_without_a_card_its_parts_say_why_they_are_skipped(tmp_path, monkeypatch
     monkeypatch.setattr(parts.torch.cuda, "is_available", lambda: False)
     known = parts.parts(Place(tmp_path, CPU, tests=tmp_path))
     for part_ in known:
-        if part_.name.startswith(("gpu-tests", "sanitizer")):
+        if part_.name.startswith(("gpu-tests", "sanitizer", "counters")):
             assert part_.missing == "torch sees no CUDA device"
     (card_only,) = [part_ for part_ in known if part_.name == "training-bert_large-24_layers-4x512"]
     assert card_only.missing == "full size: for a card"

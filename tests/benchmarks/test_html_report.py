@@ -32,6 +32,7 @@ SECTIONS = {
     ],
     "Overhead of a call": [],
     "Every measurement": [],
+    "What the kernels do on the card": [],
     "Installation": [],
     "What was run": [],
     "Without a number": [],

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import made_up_results
 import pytest
 from onetrip.benchmarks import report, results
 from onetrip.benchmarks.machine import checkout
@@ -97,6 +98,20 @@ def test_the_page_in_the_repository_is_the_rendered_one() -> None:
         pytest.skip("onetrip was installed from a wheel: there is no page beside it")
     page = (root / "docs/benchmarks.md").read_text()
     assert page == report.render(results.read(results.RECORDED)), "run python -m onetrip.benchmarks --render"
+
+
+def test_what_was_counted_on_a_card_is_shown_worst_first() -> None:
+    (table,) = [found for found in report.tables(made_up_results.every_suite()) if "do on the card" in found.caption]
+    assert table.caption == "What the kernels do on the card: cuda"
+    assert [row[0].partition("-")[0] for row in table.rows] == ["slow", "fast", "unknown"]
+    assert report.markdown(table)[2] == (
+        "| slow-forward-32768 x 1024-bf16 | 48% | slow_kernel | 40.0 | 64.0 | 32.0 | 128.0 | – | 27.9 | 71% | 49% | – "
+        "| 64 | 1.5 | 0.0 | 132 x 256 |"
+    )
+
+
+def test_nothing_counted_shows_no_table(recorded: results.Results) -> None:
+    assert not [found for found in report.tables(recorded) if "do on the card" in found.caption]
 
 
 def test_results_of_another_schema_are_refused(tmp_path: Path) -> None:

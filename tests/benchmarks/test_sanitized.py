@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from onetrip.benchmarks import everything, sanitized
+from onetrip.benchmarks import everything, sanitized, watched
 
 CPU = torch.device("cpu")
 SANITIZER = """\
@@ -72,7 +72,7 @@ def sanitize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
             return code
 
         until = time.time() + 100.0
-        monkeypatch.setattr(sanitized, "_watch", watch)
+        monkeypatch.setattr(watched, "watch", watch)
         return sanitized.run("memcheck", "cuda", tmp_path, until)
 
     return run
@@ -126,7 +126,7 @@ def test_what_was_found_before_a_cut_counts_when_the_rest_has_run(sanitize, tmp_
 
 
 def test_a_backend_without_kernels_checks_nothing_and_fails(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sanitized, "kernels", lambda backend: [])
+    monkeypatch.setattr(watched, "kernels", lambda backend: [])
     assert sanitized.run("memcheck", "triton", tmp_path, time.time() + 100.0) == 1
     assert "FAILED no kernel of the backend triton was found" in capsys.readouterr().out
 
@@ -135,7 +135,7 @@ def test_what_is_printed_before_a_cut_is_in_the_log(tmp_path):
     code = "import time; print('found', flush=True); time.sleep(300)"
     log = tmp_path / "log"
     log.write_text("before\n")
-    assert sanitized._watch([sys.executable, "-c", code], {}, log, time.time() + 2.0) is None
+    assert watched.watch([sys.executable, "-c", code], {}, log, time.time() + 2.0) is None
     assert log.read_text() == "before\nfound\n"
 
 
@@ -192,7 +192,7 @@ def test_launches_of_triton_that_no_filter_names_fail(tmp_path, monkeypatch, cap
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", chain, raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(sanitized, "use_backend", lambda backend: monkeypatch.context())
+    monkeypatch.setattr(watched, "use_backend", lambda backend: monkeypatch.context())
     monkeypatch.setattr(
         sanitized, "launches", lambda backend: [("a", lambda: [hook(Metadata()) for hook in chain] and [])]
     )

@@ -1,0 +1,300 @@
+"""Nsight Compute over the kernels: what ncu prints, played, and a driver on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from onetrip.benchmarks import counters, everything, part, report, results, row_norm, softmax, watched
+from onetrip.benchmarks.checks import Truth, make_inputs
+from onetrip.benchmarks.optimizers import ONETRIP
+from onetrip.benchmarks.suite import LARGE_ELEMENTS
+
+IDENTITY = (
+    "ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size", "Grid Size",
+    "Device", "CC",
+)  # fmt: skip
+FORWARD = "void onetrip::row_norm_forward_kernel<__nv_bfloat16, float, (int)16, (int)0>(onetrip::RowNormForward)"
+PARTIALS = "void onetrip::row_norm_partials_kernel<(int)1024>(const float *, long, long, onetrip::PartialSums)"
+MARKER = "at::cuda::<unnamed>::spin_kernel(long)"
+VALUES = {
+    "dram__bytes_read.sum": "67,108,864",
+    "dram__bytes_write.sum": "33,554,432",
+    "gpu__time_duration.sum": "40,000",
+    "l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum": "3",
+    "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum": "1",
+    "launch__registers_per_thread": "64",
+    "launch__shared_mem_per_block_dynamic": "2,048",
+    "launch__shared_mem_per_block_static": "32",
+    "lts__t_sectors.avg.pct_of_peak_sustained_elapsed": "41.5",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "62.25",
+    "smsp__inst_executed.sum": "29,360,128",
+    "smsp__issue_active.avg.pct_of_peak_sustained_active": "n/a",
+}
+
+
+def printed(names: Sequence[str], values: Mapping[str, str] = VALUES) -> str:
+    """As ncu --csv --page raw --print-units base writes it."""
+
+    def line(*entries: str) -> str:
+        return ",".join(f'"{entry}"' for entry in entries) + "\n"
+
+    units = ("",) * len(IDENTITY) + ("byte",) * len(values)
+    rows = (
+        (str(i), "4242", "python3.12", "127.0.0.1", name, "1", "7", "(256, 1, 1)", "(32768, 2, 1)", "0", "9.0")
+        for i, name in enumerate(names)
+    )
+    messages = "==PROF== Connected to process 4242 (/usr/bin/python3.12)\n" + "".join(
+        f'==PROF== Profiling "{name}" - {i}: 0%....50%....100% - 4 passes\n' for i, name in enumerate(names)
+    )
+    table = line(*IDENTITY, *values) + line(*units) + "".join(line(*row, *values.values()) for row in rows)
+    return f"{messages}==PROF== Disconnected from process 4242\n{table}"
+
+
+def a_case(name: str = "layer_norm") -> counters.Counted:
+    return counters.Counted(name, "forward", "32768 x 1024", "bf16", 1 << 25, 4 << 25, lambda device: lambda: None)
+
+
+# What ncu prints.
+
+
+def test_kernels_are_read_from_among_the_messages_and_told_apart_by_the_marker():
+    text = printed([MARKER, FORWARD, MARKER, FORWARD, PARTIALS]) + "==WARNING== something at the end\n"
+    kernels = counters.parse(text)
+    assert [kernel["ID"] for kernel in kernels] == ["0", "1", "2", "3", "4"]
+    names = [[kernel["Kernel Name"] for kernel in group] for group in counters.by_launch(kernels)]
+    assert names == [[FORWARD], [FORWARD, PARTIALS]]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "==PROF== Connected\n", "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission\n"]
+)
+def test_messages_alone_hold_no_kernel(text):
+    assert counters.parse(text) == [] == counters.by_launch([])
+
+
+def test_a_launch_is_measured_against_its_floor_and_this_cards_copy():
+    rows = counters.parse(printed([FORWARD, FORWARD]))
+    record = counters.measured(a_case(), rows, copy_gb_per_s=4000.0)
+    assert record["duration_ns"] == 80_000
+    assert record["share_of_copy"] == pytest.approx((4 << 25) / 80_000 / 4000)
+    kernel = record["kernels"][0]
+    assert kernel == {
+        "kernel": FORWARD,
+        "grid": "(32768, 2, 1)",
+        "block": "(256, 1, 1)",
+        "duration_ns": 40_000,
+        "read_bytes": 2 << 25,
+        "written_bytes": 1 << 25,
+        "issue_percent": None,  # n/a
+        "occupancy_percent": 62.25,
+        "l2_percent": 41.5,
+        "registers": 64,
+        "shared_bytes": 2080,
+        "local_bytes": 128,
+        "instructions_per_element": 28.0,
+        "moved_share_of_copy": pytest.approx((3 << 25) / 40_000 / 4000),
+    }
+
+
+def test_metrics_that_are_missing_or_have_another_name():
+    values = {"dram__bytes_op_read.sum": "100", "gpu__time_duration.sum": "40,000"}
+    record = counters.measured(a_case(), counters.parse(printed([FORWARD], values)), copy_gb_per_s=None)
+    (kernel,) = record["kernels"]
+    assert (kernel["read_bytes"], kernel["duration_ns"]) == (100, 40_000)
+    absent = {name for name, value in kernel.items() if value is None}
+    assert absent >= {"written_bytes", "registers", "shared_bytes", "local_bytes", "instructions_per_element"}
+    assert record["share_of_copy"] is None is kernel["moved_share_of_copy"]
+
+
+# The part, with a text in place of ncu's.
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """ended: what the driver begins and ends; text: of ncu's table. asked: the metrics of each call of ncu."""
+    names = ["a-forward-32768 x 1024-bf16", "b-forward-32768 x 1024-bf16"]
+    monkeypatch.setattr(counters, "cases", lambda: [a_case("a"), a_case("b")])
+    monkeypatch.setattr(counters.report, "print_tables", lambda found, width: None)
+    (tmp_path / "environment.json").write_text(json.dumps({"ceilings": {"copy_gb_per_s": 4000.0}}))
+
+    def run(*texts: str, code: int | None = 0, begins: Sequence[int] = (0, 1), ends: Sequence[int] = (0, 1)) -> int:
+        asked, left = [], list(texts)
+
+        def watch(command: list[str], environment: Mapping[str, str], log: Path, deadline: float) -> int | None:
+            value = dict(pairwise(command))
+            assert command[0] == "ncu" and environment is os.environ
+            assert value["--profile-from-start"] == "off" and value["--clock-control"] == "none"
+            assert value["--kernel-name"] == "regex:spin_kernel|onetrip" and value["--cache-control"] == "all"
+            assert command[-4:-2] == ["drive", "cuda"]
+            assert time.time() < float(command[-1]) < deadline < until
+            asked.append(value["--metrics"].split(","))
+            record = Path(command[-2])
+            run.skipped = watched.launched(record)[0]
+            text = left.pop(0) if len(left) > 1 else left[0]
+            Path(value["--log-file"]).write_text(text)
+            if counters.parse(text) or "Failed to find" not in text:
+                with record.open("a") as file:
+                    for i in begins:
+                        stages = (False, True) if i in ends else (False,)
+                        file.writelines(json.dumps({"name": names[i], "ended": ended}) + "\n" for ended in stages)
+                if code is not None and list(begins) == list(ends):
+                    log.write_text(f"{len(run.skipped) + len(ends)} of 2 launches\n")
+            return code
+
+        until = time.time() + 300.0
+        run.asked = asked
+        monkeypatch.setattr(watched, "watch", watch)
+        return counters.run("cuda", tmp_path, until, device="cpu")
+
+    return run
+
+
+def recorded(folder: Path) -> dict:
+    (path,) = folder.glob("parts/counters-cuda/*/counters-cuda.json")
+    return results.read_suite(path)
+
+
+def test_everything_counted(profile, tmp_path):
+    assert profile(printed([MARKER, FORWARD, MARKER, FORWARD, PARTIALS])) == 0
+    found = recorded(tmp_path)
+    assert found["complete"] and {"schema", "date", "commit", "versions", "machine", "code"} <= found.keys()
+    assert [(case["operator"], len(case["kernels"])) for case in found["cases"]] == [("a", 1), ("b", 2)]
+    assert found["cases"][0]["share_of_copy"] == pytest.approx((4 << 25) / 40_000 / 4000, rel=1e-4)
+
+
+def test_what_is_left_is_counted_by_the_next_call_and_then_all_anew(profile, tmp_path):
+    assert profile(printed([MARKER, FORWARD]), code=4, begins=[0], ends=[0]) == everything.EXIT_UNFINISHED
+    assert [case["operator"] for case in recorded(tmp_path)["cases"]] == ["a"]
+    assert profile(printed([MARKER, PARTIALS]), begins=[1], ends=[1]) == 0
+    assert profile.skipped == {"a-forward-32768 x 1024-bf16"}
+    assert [case["operator"] for case in recorded(tmp_path)["cases"]] == ["a", "b"]
+    assert profile(printed([MARKER, FORWARD]), code=4, begins=[0], ends=[0]) == everything.EXIT_UNFINISHED
+    assert profile.skipped == set()
+
+
+def test_of_a_cut_ncu_nothing_counts_and_what_did_not_end_comes_last(profile, tmp_path):
+    assert profile("", code=None, begins=[0, 1], ends=[0]) == everything.EXIT_UNFINISHED
+    assert not list(tmp_path.glob("parts/*/*/*.json"))
+    assert profile(printed([MARKER, FORWARD, MARKER, FORWARD])) == 0
+    assert profile.skipped == set()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters",
+        "Failed to initialize the profiler: LibraryNotLoaded. Check that a compatible driver library is loaded.",
+        "==ERROR== Profiling failed because a driver resource was unavailable.",
+    ],
+)
+def test_a_machine_whose_counters_cannot_be_read_is_skipped_with_the_reason(profile, capsys, message):
+    assert profile(message + "\n", code=9) == everything.EXIT_SKIPPED
+    assert capsys.readouterr().out.splitlines()[-1] == f"ncu cannot count here: {message}"
+
+
+def test_a_launch_without_a_kernel_of_ours_fails(profile, capsys):
+    assert profile(printed([MARKER, MARKER, FORWARD])) == 1
+    assert "FAILED a-forward-32768 x 1024-bf16: ncu saw no kernel of ours" in capsys.readouterr().out
+
+
+def test_a_driver_that_breaks_fails_and_keeps_what_was_counted(profile, tmp_path, capsys):
+    assert profile(printed([MARKER, FORWARD, MARKER, FORWARD]), code=1, begins=[0, 1], ends=[0]) == 1
+    assert "the driver did not end: exit code 1" in capsys.readouterr().out
+    assert [case["operator"] for case in recorded(tmp_path)["cases"]] == ["a"]
+
+
+def test_a_metric_that_ncu_does_not_know_is_asked_for_by_its_other_name_or_left_out(profile, tmp_path):
+    unknown = (
+        "==ERROR== Failed to find metric regex:^dram__bytes_read\\.sum$\n"
+        "==ERROR== Failed to find metric lts__t_sectors.avg.pct_of_peak_sustained_elapsed\n"
+    )
+    assert profile(unknown, printed([MARKER, FORWARD, MARKER, FORWARD])) == 0
+    first, second = profile.asked
+    assert {"dram__bytes_read.sum", "lts__t_sectors.avg.pct_of_peak_sustained_elapsed"} == set(first) - set(second)
+    assert set(second) - set(first) == {"dram__bytes_op_read.sum"}
+
+
+# What is launched.
+
+
+def test_the_launches_are_those_that_the_targets_judge():
+    found = list(counters.cases())
+    ids = [case.id for case in found]
+    assert len(set(ids)) == len(ids)
+    for width in (1024, 4096, 8192, 16384, 65536):
+        for operator in ("layer_norm", "bias_dropout_residual_layer_norm-p0.1"):
+            for direction in ("forward", "backward"):
+                for dtype in ("bf16", "fp32"):
+                    assert f"{operator}-{direction}-{LARGE_ELEMENTS // width} x {width}-{dtype}" in ids
+    norm = next(case for case in found if case.id == "layer_norm-backward-8192 x 4096-bf16")
+    assert norm.floor_bytes == row_norm.LAYER_NORM.least_bytes(8192, 4096, 2).backward
+    bert, llama = (case for case in found if case.operator == "AdamW8bit" and case.dtype == "bf16")
+    assert bert.n_elements == 334_092_288
+    assert llama.floor_bytes == ONETRIP.least_bytes(llama.n_elements, 2, 2)
+
+
+def test_the_driver_launches_everything_once_more_between_start_and_stop(tmp_path, monkeypatch, capsys):
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("marker"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
+    monkeypatch.setattr(counters, "ELEMENTS", 1 << 14)
+    monkeypatch.setattr(counters, "MODELS", {"a": [(64, 64), (3,)], "b": [(8,)]})
+    planned = len(list(counters.cases()))
+    assert counters.drive("cpu", tmp_path / "record", time.time() + 300.0, device="cpu") == 0
+    assert capsys.readouterr().out == f"{planned} of {planned} launches\n"
+    assert calls == ["start", "marker", "stop"] * planned
+
+
+def test_a_launch_is_warmed_up_before_ncu_looks(monkeypatch):
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("marker"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
+    case = replace(a_case(), prepare=lambda device: lambda: calls.append("call"))
+    counters._count(case, torch.device("cpu"))
+    assert calls == ["call", "wait", "start", "marker", "call", "wait", "stop"]
+
+
+@pytest.mark.parametrize("form", ["eager", "fused"])
+def test_both_forms_of_the_causal_softmax_pass_the_check(form):
+    inputs = make_inputs(softmax.CAUSAL_SOFTMAX, 64, 80, torch.float32, torch.device("cpu"), seed=0)
+    check = Truth(softmax.CAUSAL_SOFTMAX, inputs).check(getattr(softmax.CAUSAL_SOFTMAX, form))
+    assert check.passed, check.detail
+
+
+def test_what_causality_hides_need_not_be_read():
+    hidden = 3 + 2 + 1  # of 4 queries, 8 keys
+    least = softmax.CAUSAL_SOFTMAX.least_bytes(4, 8, 2)
+    assert least.forward == 2 * (3 * 32 - 2 * hidden) and least.backward == 2 * (3 * 32 - 2 * hidden)
+
+
+# Where it goes.
+
+
+def test_the_results_travel_with_the_others_and_are_shown_worst_first(profile, tmp_path):
+    assert profile(printed([MARKER, FORWARD, MARKER, FORWARD, PARTIALS])) == 0
+    head = {key: value for key, value in recorded(tmp_path).items() if key not in ("suite", "cases", "complete")}
+    (tmp_path / "everything.json").write_text(json.dumps({**head, "parts": {}}))
+    assert part.collect(tmp_path, torch.device("cpu")) == 0
+    (machine,) = results.read(tmp_path / "results").values()
+    assert len(machine["counters-cuda"]["cases"]) == 2
+    (table,) = [found for found in report.tables(machine) if found.caption.startswith("What the kernels do on the")]
+    assert table.caption == "What the kernels do on the card: cuda"
+    assert [row[0][0] for row in table.rows] == ["b", "b", "a"]
+    lines = (tmp_path / "report.md").read_text().splitlines()
+    assert (
+        "| b-forward-32768 x 1024-bf16 | 42% | row_norm_partials_kernel | 40.0 | 64.0 | 32.0 | 128.0 | 63% | 28.0 "
+        "| – | 62% | 42% | 64 | 2.0 | 0.0 | 32768, 2 x 256 |"
+    ) in lines
+    assert "What the kernels do on the card" in (tmp_path / "report.html").read_text()
