@@ -86,7 +86,7 @@ def build(
         "-w",
         "-DONETRIP_CUDASIM",
         f"-D{TYPES[family]}(F)={listed}",
-        "-DONETRIP_FILLING_BLOCKS=32",
+        "-DONETRIP_FILLING_SMS=16",
     ]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     flags += ["-O1", "-g1", *sanitizers] if sanitize else ["-O0"]

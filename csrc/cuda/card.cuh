@@ -18,21 +18,26 @@ inline cudaError_t cleared(cudaError_t status) {
   return status;
 }
 
-// Answers by what they are about. One that failed is not kept.
+// Answers by what they are about. One that failed is not kept. Nobody waits here while the driver is asked, which may
+// load a kernel and wait for the card: two threads may ask the same.
 template <typename Key, typename Answer>
 class Answers {
  public:
   // ask(answer) -> the status of the call that answers.
   template <typename Ask>
   cudaError_t get(const Key& key, Answer& answer, const Ask& ask) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto known = answers_.find(key);
-    if (known != answers_.end()) {
-      answer = known->second;
-      return cudaSuccess;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto known = answers_.find(key);
+      if (known != answers_.end()) {
+        answer = known->second;
+        return cudaSuccess;
+      }
     }
     const cudaError_t status = cleared(ask(answer));
-    if (status == cudaSuccess) answers_.emplace(key, answer);
+    if (status != cudaSuccess) return status;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    answers_.emplace(key, answer);
     return status;
   }
 
@@ -40,6 +45,7 @@ class Answers {
   std::mutex mutex_;
   std::map<Key, Answer> answers_;
 };
+// They outlive the process's last launch: never destroyed.
 
 struct Card {
   int device;
@@ -51,7 +57,7 @@ struct Card {
 };
 
 inline cudaError_t look_at(int device, Card& card) {
-  static Answers<int, Card> cards;
+  static auto& cards = *new Answers<int, Card>;
   return cards.get(device, card, [device](Card& asked) {
     asked.device = device;
     cudaError_t status = cudaSuccess;
@@ -62,7 +68,7 @@ inline cudaError_t look_at(int device, Card& card) {
     ask(asked.shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     ask(asked.reserved_shared, cudaDevAttrReservedSharedMemoryPerBlock);
     ask(asked.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    // A driver that has never heard of clusters has none.
+    // A driver that has never heard of clusters, and fails here, has none.
     int clusters = 0;
     asked.has_clusters =
         cleared(cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, device)) == cudaSuccess && clusters != 0;
@@ -70,12 +76,13 @@ inline cudaError_t look_at(int device, Card& card) {
   });
 }
 
-// Lets a kernel have as much dynamic shared memory as the card, which is current, has for it. Not just what a call asks
+// Lets a kernel have as much dynamic shared memory as the card, which is current, has for it, in the device's one
+// context (which torch, too, never resets). Not just what a call asks
 // for: another thread's call with less would take it back before the launch. static_shared: bytes of the kernel's own
 // arrays; 0 where it is empty, being code of cards that lack what it needs.
 template <typename Kernel>
 cudaError_t prepare(Kernel kernel, const Card& card, int& static_shared) {
-  static Answers<std::pair<const void*, int>, int> kernels;
+  static auto& kernels = *new Answers<std::pair<const void*, int>, int>;
   const auto address = reinterpret_cast<const void*>(kernel);
   return kernels.get({address, card.device}, static_shared, [&](int& asked) {
     cudaFuncAttributes attributes{};
@@ -114,7 +121,7 @@ template <typename Kernel>
 bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, const Card& card) {
   int static_shared = 0;
   if (!card.has_clusters || prepare(kernel, card, static_shared) != cudaSuccess || static_shared == 0) return false;
-  static Answers<std::tuple<const void*, int, int, int, size_t>, int> fitting;  // clusters at the same time
+  static auto& fitting = *new Answers<std::tuple<const void*, int, int, int, size_t>, int>;  // clusters at a time
   const auto address = reinterpret_cast<const void*>(kernel);
   int n_clusters = 0;
   const cudaError_t status =

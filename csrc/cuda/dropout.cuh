@@ -30,7 +30,7 @@ class DropoutMask {
   }
 
   // value[i] of element first + i becomes value * scale, or exactly 0 (whatever it was) where it is dropped.
-  // side_by_side: first is known to be a multiple of 4, and there are registers to draw N elements at the same time.
+  // side_by_side: first is a multiple of N, a power of 2, and there are registers to draw N elements at the same time.
   template <int N>
   __device__ __forceinline__ void apply(float (&value)[N], int64_t first, bool side_by_side) const {
     if (!on_) return;

@@ -11,9 +11,9 @@
   F(float, float) F(__half, __half) F(__nv_bfloat16, __nv_bfloat16) F(__half, float) F(__nv_bfloat16, float)
 #endif
 
-// The blocks that backward shares few rows out among; tests have fewer, or their parts would be a row each.
-#ifndef ONETRIP_FILLING_BLOCKS
-#define ONETRIP_FILLING_BLOCKS 256
+// The SMs that backward shares few rows out among; tests have fewer, or their parts would be a row each.
+#ifndef ONETRIP_FILLING_SMS
+#define ONETRIP_FILLING_SMS 128
 #endif
 
 namespace onetrip {
@@ -125,15 +125,15 @@ BackwardShape backward_shape(int64_t n_cols) {
 // The fixed partition of the rows, a function of the sizes alone; a part is a block's, or a cluster's. A partial row
 // costs 4 bytes a column written and 4 read for each of up to three sums; the rows themselves at least 6 bytes a column
 // in 16-bit types (dy, z, dx), 8 with dresidual. With 32 rows a part the partial sums of LayerNorm (two) add 16 / (32 *
-// 6) = 8% and those of the full block (three) 24 / (32 * 8) = 9%. Of rows of up to 4096 columns 256 blocks, two an SM,
-// fill 97% of the 132 SMs of an H100 in one wave; of wider ones, whose blocks have an SM each, 128 do. So fewer than
-// 8192 rows (4096; of a cluster of 8: 512) are shared out thinner, down to a row a group, to keep as many blocks (4096
-// x 1024: 16 rows each, 2 MB a sum, which stays in L2); many rows make at most 2048 blocks, 8 waves or 16, whose tail
-// is small.
+// 6) = 8% and those of the full block (three) 24 / (32 * 8) = 9%. Where rows are copied ahead 128 times as many blocks
+// as an SM holds fill 97% of the 132 SMs of an H100 in one wave: 256 of most widths. So fewer rows than they take 32 of
+// (8192; of a cluster of 8: 512) are shared out thinner, down to a row a group, to keep as many blocks (4096 x 1024: 16
+// rows each, 2 MB a sum, which stays in L2); many rows make at most 2048 blocks, whose tail is small.
 BackwardPartition backward_partition(int64_t n_rows, int64_t n_cols) {
-  constexpr int64_t kRowsPerPart = 32, kRowsPerGroup = 4, kFillingBlocks = ONETRIP_FILLING_BLOCKS, kMaxBlocks = 2048;
+  constexpr int64_t kRowsPerPart = 32, kRowsPerGroup = 4, kMaxBlocks = 2048;
   const BackwardShape shape = backward_shape(n_cols);
-  const int64_t filling = kFillingBlocks / (shape.path == Path::kWide ? 2 * shape.row_blocks : 1);
+  const int64_t resident = kAheadThreads / (ahead_row_threads(n_cols) * shape.n_groups);
+  const int64_t filling = ONETRIP_FILLING_SMS * (resident > 0 ? resident : 1) / shape.row_blocks;
   const int64_t most = kMaxBlocks / shape.row_blocks;
   const int64_t wanted_rows =
       kRowsPerGroup * shape.n_groups > kRowsPerPart ? kRowsPerGroup * shape.n_groups : kRowsPerPart;
@@ -232,7 +232,7 @@ bool launch_backward_ahead(const RowNormBackward& args, const BackwardPartition&
   int static_bytes = 0;
   status = prepare(kernel, card, static_bytes);
   if (status != cudaSuccess) return true;
-  if (static_bytes == 0) return false;
+  if (static_bytes == 0) return false;  // every kernel with a body has the state of dropout
   const int n_blocks = ahead_blocks(args.n_cols), row_threads = ahead_row_threads(args.n_cols);
   const int threads = row_threads * partition.n_groups;
   // As many blocks on an SM as its registers are enough for; fewer, where their shared memory then holds no row.

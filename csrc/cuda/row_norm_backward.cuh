@@ -6,7 +6,8 @@
 //
 // One pass: dy, z (and dz) are read once, dx (and dresidual) written once. The sums over rows are float32: every block
 // keeps those of its own rows on the SM and writes them as one partial row; row_norm_partials_kernel adds the partial
-// rows. Wider rows are in row_norm_backward_ahead.cuh and row_norm_backward_split.cuh.
+// rows. Cards that can copy ahead take most rows by row_norm_backward_ahead.cuh; wide ones that none of these takes are
+// in row_norm_backward_split.cuh.
 //
 // The gradients of a row are the same bits whichever kernel takes it. So no compiler may fuse a product with a sum, or
 // not, as it likes: products are __fmul_rn, or fmaf where they are fused.
@@ -204,10 +205,11 @@ constexpr int backward_blocks() {
 //
 // kFast: every access is vectorised and dy has x's dtype; 64 registers then suffice, with the weights, dbias and
 // dweight in shared memory and dnorm_bias in registers: two blocks share the 100 KB of sm_120. Otherwise both are
-// run-time choices. The sums have the same bits. Where cards copy rows ahead, row_norm_backward_ahead.cuh takes those
-// of kFast but for rows without a norm, which need no sum to wait for.
+// run-time choices. The sums have the same bits. Where cards copy rows ahead, what is left of kFast are rows without a
+// norm, which have no sum to wait for; float32 then keeps half as many threads, of twice the bytes: it would spill.
 template <typename X, typename Z, int kRowThreads, bool kFast>
-__global__ void __launch_bounds__(kBackwardThreads, kFast&& ONETRIP_COPY_ASYNC == 0 ? backward_blocks<X>() : 1)
+__global__ void __launch_bounds__(kBackwardThreads,
+                                  kFast && (ONETRIP_COPY_ASYNC == 0 || sizeof(X) == 2) ? backward_blocks<X>() : 1)
     row_norm_backward_kernel(const RowNormBackward args, const bool aligned, const BackwardPartition partition) {
   constexpr int kColumns = kChunkColumns;
   // A float32 dz waits in memory: for the sum over the row there are no 8 registers left to hold it.

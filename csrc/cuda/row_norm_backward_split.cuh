@@ -1,5 +1,6 @@
 // Gradients of every other row of more than 4096 columns: unaligned, of another dtype, without a norm, wider, or on a
-// card without clusters. row_norm_backward.cuh has the formulas.
+// card that cannot copy such rows ahead (no clusters, no asynchronous copies, or too little shared memory for one).
+// row_norm_backward.cuh has the formulas.
 //
 // Two kernels: the first takes each row's means, a block a row; the second goes by columns, each thread walking the
 // rows of a part with 8 columns whose sums it keeps. dy and z are read twice, dz once, dx and dresidual are written

@@ -61,9 +61,7 @@ Causality causality_of(int64_t n_rows, int64_t n_queries) {
 
 // The threads of a row in registers: lanes of a warp with a chunk each, or whole warps.
 RowThreads threads_of_held_row(int64_t n_cols) {
-  const bool narrow = n_cols <= kNarrowColumns;
-  const RowThreads threads = threads_of_row(n_cols, narrow ? kChunkColumns : kHeldChunks * kChunkColumns);
-  return narrow || threads.count >= kWarpThreads ? threads : threads_of_row(kNarrowColumns, kChunkColumns);
+  return threads_of_row(n_cols, n_cols <= kNarrowColumns ? kChunkColumns : kHeldChunks * kChunkColumns);
 }
 dim3 block_of(const RowThreads& threads) { return dim3(static_cast<unsigned>(threads.rows * threads.count)); }
 

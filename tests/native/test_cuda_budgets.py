@@ -48,12 +48,18 @@ class Call(NamedTuple):
     backward: bool
     shared_sums: int = 0
     """Of dbias and dweight; dnorm_bias stays in registers."""
+    norm: bool = True
 
 
 CALLS = [
     Call(n_cols, x, z, *rest)
     for x, z in [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("f16", "f32"), ("bf16", "f32")]
-    for widths, rest in [(FORWARD_WIDTHS, (False,)), (BACKWARD_WIDTHS, (True, 1)), (BACKWARD_WIDTHS, (True, 2))]
+    for widths, rest in [
+        (FORWARD_WIDTHS, (False,)),
+        (BACKWARD_WIDTHS, (True, 1)),
+        (BACKWARD_WIDTHS, (True, 2)),
+        (BACKWARD_WIDTHS, (True, 1, False)),
+    ]
     for n_cols in widths
 ]
 
@@ -119,15 +125,15 @@ def _launches(call: Call, arch: int, kernels: dict[str, Kernel]) -> list[Launch]
         access = "uniform" if call.z != "f32" else "vectors"
         threads = 128 if row_threads else -(-call.n_cols // (16 * 32)) * 32
         return [Launch(f"forward_kernel<{types}, {row_threads}, {access}>", threads)]
-    if (ahead := _ahead_launch(call, arch, kernels)) is not None:
+    if call.norm and (ahead := _ahead_launch(call, arch, kernels)) is not None:
         return [ahead]
     lanes = 32 if call.n_cols <= 256 else 0
     if call.n_cols > 4096:
         columns = Launch(f"backward_columns_kernel<{types}, fast>", 512, 4 * call.shared_sums * 4096)
-        return [Launch(f"backward_means_kernel<{types}, fast>", 512), columns]
+        return [Launch(f"backward_means_kernel<{types}, fast>", 512), columns] if call.norm else [columns]
     limit = MULTIPROCESSORS[arch].block_bytes - KIB  # less what static arrays may take
     row_threads = lanes or -(-call.n_cols // 256) * 32
-    shared = 4 * (8 * row_threads + call.shared_sums * 4096)  # the weights and the sums
+    shared = 4 * (8 * row_threads * call.norm + call.shared_sums * 4096)  # the weights and the sums
     name = "fast" if shared <= limit else "any"
     n_groups = 512 // row_threads if lanes else 256 // (-(-call.n_cols // 512) * 32)
     threads = n_groups * row_threads
@@ -138,6 +144,8 @@ def _known_shortfall(arch: int, call: Call) -> str | None:
     """Why a call leaves less than half of an SM's threads resident; None where nothing excuses it."""
     if arch == 70 and call.backward and call.x == "f32":
         return "no uniform registers: 64 would spill; a thread moves twice the bytes of the 16-bit kernels"
+    if call.backward and call.x == "f32" and not call.norm and call.n_cols <= 4096:
+        return "64 registers would spill; a thread moves twice the bytes of the 16-bit kernels"
     if arch == 70 and call.backward and call.n_cols == 4096 and call.shared_sums == 2:
         return "weights and two sums of 512 threads are 48 KiB, and static arrays come on top"
     few_blocks = {70: call.z == "f32", 100: call.z != "f32"}  # lane_blocks() of csrc/cuda/row_norm_forward.cuh
