@@ -171,7 +171,8 @@ def bench(
         ),
     ] = None,
     only: Annotated[
-        str | None, typer.Option(metavar="PATTERN", help="Cases to run: a glob over their ids, or a part of them.")
+        str | None,
+        typer.Option(metavar="PATTERN", help="Cases to run: a glob over ids, or a part of them; with commas, several."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases, fewer rounds.")] = False,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,

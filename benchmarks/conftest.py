@@ -24,7 +24,9 @@ _REPEATABLE = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("onetrip benchmarks")
-    group.addoption("--only", default=None, help="cases to run: a glob over their ids, or a part of them")
+    group.addoption(
+        "--only", default=None, help="cases to run: a glob over ids, or a part of them; with commas, several"
+    )
     group.addoption("--quick", action="store_true", help="fewer cases, fewer rounds")
     group.addoption("--bench-device", default="cpu", help="cpu or cuda")
     for name, words in _REPEATABLE.items():

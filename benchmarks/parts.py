@@ -14,7 +14,7 @@ from onetrip.ops.backends import unavailable_reason
 
 from . import gpu_tests
 from .results import SUITES, bench_file
-from .suite import DTYPE_NAMES, Case, Named
+from .suite import DTYPE_NAMES, LARGE_ELEMENTS, Case, Named, card_shapes
 
 LIMIT_S = 470.0
 """No part takes longer: under eight minutes, so that a call of ten minutes holds any one of them."""
@@ -50,6 +50,15 @@ _COMMAND_S: Mapping[str, Mapping[str, float]] = {
     "anatomy": {"cuda": 150.0, "cpu": 150.0, "quick": 60.0},
     "methods": {"cuda": 300.0, "cpu": 450.0, "quick": 90.0},
 }
+
+
+_HALF_AN_HOUR = (
+    *("environment", "doctor", "gpu-tests-special", "gpu-tests-*-cuda", "sanitizer-memcheck-cuda"),
+    *("sanitizer-racecheck-cuda", "row_norm-*-large", "softmax-*-large", "adam"),
+    *("training-bert_large-24_layers-4x512-bf16", "counters-cuda"),
+)
+"""What comes first on a card, which may be lent for no longer: whether the CUDA kernels are right, what they reach
+where memory is the limit, and why."""
 
 
 @dataclass(frozen=True)
@@ -136,25 +145,31 @@ def _seconds(case: Named, place: Place) -> float:
     return (_RACE_S if races and found == "*" else _CASE_S[found])[kind]
 
 
-def _whole(suite: str, case: Named) -> tuple[str, str]:
-    return suite, "*"
+def _whole(suite: str, case: Named) -> str:
+    return suite
 
 
-def _operator(suite: str, case: Named) -> tuple[str, str]:
+def _operator(suite: str, case: Named) -> str:
     if not isinstance(case, Case):
         return _one(suite, case)
-    name, dtype = case.operator.name, DTYPE_NAMES[case.dtype]
-    stem = name.removeprefix(suite).lstrip("-")
-    return "-".join(filter(None, (suite, stem, dtype))), f"{name}-M*-{dtype}"
+    stem = case.operator.name.removeprefix(suite).lstrip("-")
+    return "-".join(filter(None, (suite, stem, DTYPE_NAMES[case.dtype])))
 
 
-def _one(suite: str, case: Named) -> tuple[str, str]:
-    # As a glob, which means the whole id; a plain word means any part of one.
-    return f"{suite}-{case.id.removeprefix(f'{suite}-')}", f"[{case.id[0]}]{case.id[1:]}"
+def _size(suite: str, case: Named) -> str:
+    """Apart: tensors larger than a card's L2 cache; and those for the sake of the number of their rows."""
+    name = _operator(suite, case)
+    if not isinstance(case, Case) or (case.n_rows, case.n_cols) not in card_shapes():
+        return name
+    return f"{name}-large" if case.n_rows * case.n_cols == LARGE_ELEMENTS else f"{name}-rows"
 
 
-_Kind = Callable[[str, Named], tuple[str, str]]
-"""Suite, case -> the name of the part that it belongs to, and the pattern of that part's cases."""
+def _one(suite: str, case: Named) -> str:
+    return f"{suite}-{case.id.removeprefix(f'{suite}-')}"
+
+
+_Kind = Callable[[str, Named], str]
+"""Suite, case -> the name of the part that it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -166,18 +181,19 @@ class _Estimated:
 
 
 def _groups(
-    suite: str, cases: Sequence[_Estimated], kinds: Sequence[_Kind] = (_whole, _operator, _one)
-) -> Iterator[tuple[str, str, Sequence[_Estimated]]]:
-    """(name, pattern, cases that share a process): the suite, an operator in a dtype or a case, as is short enough."""
+    suite: str, cases: Sequence[_Estimated], kinds: Sequence[_Kind] = (_whole, _operator, _size, _one)
+) -> Iterator[tuple[str, Sequence[_Estimated]]]:
+    """(name, cases that share a process): the suite, an operator in a dtype, of one kind of size, or a case, as is
+    short enough."""
     kind, *finer = kinds
-    found: dict[tuple[str, str], list[_Estimated]] = {}
+    found: dict[str, list[_Estimated]] = {}
     for each in cases:
         found.setdefault(kind(suite, each.case), []).append(each)
-    for (name, pattern), members in found.items():
+    for name, members in found.items():
         if finer and len(members) > 1 and START_S + sum(each.seconds for each in members) > _PART_S:
             yield from _groups(suite, members, finer)
         else:
-            yield name, pattern, members
+            yield name, members
 
 
 def _suite(suite: str, place: Place) -> Iterator[Part]:
@@ -188,7 +204,9 @@ def _suite(suite: str, place: Place) -> Iterator[Part]:
         for case in module.cases(place.quick)
         for missing in [why(case, place.device)]
     ]
-    for name, pattern, members in _groups(suite, cases):
+    for name, members in _groups(suite, cases):
+        # As globs, which mean whole ids; a plain word means any part of one.
+        pattern = "*" if name == suite else ",".join(f"[{each.case.id[0]}]{each.case.id[1:]}" for each in members)
         command = ["onetrip.benchmarks", f"--op={suite}", f"--only={pattern}", f"--device={place.device.type}"]
         command += ["--resume", f"--output={place.output / 'parts' / name}", *(["--quick"] if place.quick else [])]
         n = sum(not each.missing for each in members) or len(members)
@@ -220,15 +238,17 @@ def _last(place: Place) -> Iterator[Part]:
 def parts(place: Place) -> list[Part]:
     """Every part, in order of worth: a run that is cut short has the most important ones."""
     sanitizers = list(_sanitizers(place))
-    return [
+    ordered = [
         *_first(place),
         *_gpu_tests(place),
         *sanitizers[:2],
         *(part for suite in SUITES for part in _suite(suite, place)),
-        # They say why a figure of the suites is what it is, of kernels that have passed what is above: before that they
-        # would delay the figures themselves. What follows says nothing of a kernel's speed.
+        # They say why a figure of the suites is what it is. What follows says nothing of a kernel's speed.
         *_counters(place),
         *_commands(place),
         *sanitizers[2:],
         *_last(place),
     ]
+    if place.device.type == "cuda":
+        ordered.sort(key=lambda part: not any(fnmatchcase(part.name, pattern) for pattern in _HALF_AN_HOUR))
+    return ordered

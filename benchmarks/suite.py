@@ -130,5 +130,5 @@ class Named(Protocol):
 
 
 def selects(pattern: str | None, case_id: str) -> bool:
-    """A pattern is a glob over the whole id, or any part of it."""
-    return pattern is None or pattern in case_id or fnmatchcase(case_id, pattern)
+    """A pattern is a glob over the whole id, or any part of it; or several of them, with commas between."""
+    return pattern is None or any(word in case_id or fnmatchcase(case_id, word) for word in pattern.split(","))

@@ -230,12 +230,21 @@ def test_on_a_card_nothing_is_left_out_and_every_part_ends_in_time(card, tmp_pat
     assert {"counters-cuda", "counters-triton"} <= set(names)
 
 
-def test_what_is_counted_delays_no_check_and_no_figure(card, tmp_path):
-    names = [found.name for found in parts.parts(Place(tmp_path, card, tests=tmp_path))]
-    first = names.index("counters-cuda")
-    assert names[first : first + 2] == ["counters-cuda", "counters-triton"]
-    before = ("doctor", "gpu-tests-large", "sanitizer-memcheck-cuda", "adam", "adam_training-seed4")
-    assert max(names.index(name) for name in before) < first
+def test_half_an_hour_says_whether_kernels_are_right_how_fast_and_why(card, tmp_path):
+    known = parts.parts(Place(tmp_path, card, tests=tmp_path))
+    names = [found.name for found in known]
+    counted = names.index("counters-cuda")
+    assert sum(found.seconds for found in known[: counted + 1]) < 1500.0
+    checks = ("doctor", "gpu-tests-row_norm-cuda", "gpu-tests-softmax-cuda", "sanitizer-racecheck-cuda")
+    figures = (
+        "row_norm-layer_norm-bf16-large",
+        "softmax-fp32-large",
+        "adam",
+        "training-bert_large-24_layers-4x512-bf16",
+    )
+    order = [*sorted(map(names.index, checks)), *sorted(map(names.index, figures)), counted]
+    assert order == sorted(order)
+    assert names.index("counters-triton") > names.index("adam_training-seed4")
 
 
 def test_without_nsight_compute_nothing_is_counted(card, tmp_path, monkeypatch):
@@ -293,6 +302,8 @@ def test_the_parts_of_a_suite_hold_each_of_its_cases_once(card, tmp_path, device
     import importlib
 
     from onetrip.benchmarks.suite import selects
+
+    assert selects("[a]b,c-*", "ab") and selects("[a]b,c-*", "c-d") and not selects("[a]b,c-*", "aba")
 
     known = parts.parts(Place(tmp_path, torch.device(device)))
     for suite in SUITES:
