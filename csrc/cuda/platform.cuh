@@ -22,6 +22,17 @@
 #define ONETRIP_CLUSTERS 0
 #endif
 
+namespace onetrip {
+
+// Whether what is uniform in a warp, such as the keys of Philox, takes no registers from its threads: sm_75 and later.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
+constexpr bool kUniformRegisters = false;
+#else
+constexpr bool kUniformRegisters = true;
+#endif
+
+}  // namespace onetrip
+
 #if defined(ONETRIP_CUDASIM)
 
 #include "cudasim.h"

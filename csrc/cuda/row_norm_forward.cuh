@@ -40,13 +40,9 @@ struct HeldRow {
   Chunk<Z, kColumns> z[kChunks];
 };
 
-// Whether registers can hold two chunks of x and of the residual on their way past the dropout mask. On sm_70, whose
-// uniform values take registers of their own, 32 bytes a thread would spill.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
-constexpr bool kManyLoads = false;
-#else
-constexpr bool kManyLoads = true;
-#endif
+// Whether registers can hold two chunks of x and of the residual on their way past the dropout mask: otherwise 32 bytes
+// a thread would spill.
+constexpr bool kManyLoads = kUniformRegisters;
 
 // Reads x and residual, where there are registers for both all loads before the first use, and rounds z to its dtype.
 // n_cols: 0 for a thread without a row.

@@ -237,13 +237,6 @@ __device__ __forceinline__ void store_dropped(float (&value)[kChunkColumns], uin
   store_rounded<T>(args.y, index, value, vector_access, valid);
 }
 
-// Whether uniform values, such as the keys of Philox, take no registers from the threads.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
-constexpr bool kManyUniform = false;
-#else
-constexpr bool kManyUniform = true;
-#endif
-
 // The row's threads hold it, from the one read of the scores to the one write: kChunks chunks a thread, of which those
 // that causality hides from all of them cost a uniform branch each. kChunks 1: lanes of a warp a row. Otherwise: whole
 // warps. Each warp takes the largest of its own values, so that one barrier joins the warps.
@@ -267,7 +260,7 @@ __device__ __forceinline__ void forward_row(const SoftmaxForward& args, const Fo
   constexpr bool kDrawLate = sizeof(T) == 2 || kChunks == 1;
   uint32_t dropped = 0;  // 8 bits a chunk
   static_assert(kChunks <= 4, "32 bits");
-  constexpr int kSideBySide = kFast && kManyUniform ? kChunks : 1;
+  constexpr int kSideBySide = kFast && kUniformRegisters ? kChunks : 1;
   const auto draw = [&] {
     if (kPlain || !dropout.on()) return;
     const int64_t first = row * args.n_cols + columns.first;
