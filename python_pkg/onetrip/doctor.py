@@ -90,7 +90,8 @@ def _facts() -> dict[str, str]:
     facts = {
         "onetrip": __version__,
         "Python": platform.python_version(),
-        **{package: _installed(package) for package in ("torch", "triton", "transformers")},
+        "torch": torch.__version__,  # with the CUDA it was built for, which the wheel's own metadata may leave out
+        **{package: _installed(package) for package in ("triton", "transformers")},
     }
     if library is None:
         facts["native library"] = f"not built: {_REBUILD}; until then kernels run through Triton or the slow reference"
