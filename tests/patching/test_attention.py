@@ -350,7 +350,8 @@ def test_compiles_without_a_graph_break(name: str) -> None:
     expected = outcome(model, inputs)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    output = compiled(**inputs)
+    # Without a cache: transformers 5.17 makes T5's of a copy of the config, and dynamo does not trace copy.deepcopy.
+    output = compiled(**inputs, use_cache=False)
     model.zero_grad(set_to_none=True)
     output.loss.backward()
     torch.testing.assert_close(output.logits.detach(), expected["logits"])
