@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from onetrip.kernels import interpreter_fault
+
 ROOT = Path(__file__).parents[1]
 INTERPRET = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 COMPILE = {"TRITON_INTERPRET": "0"}
@@ -15,6 +18,8 @@ COMPILE = {"TRITON_INTERPRET": "0"}
 
 def run_cases(file: Path, environment: dict[str, str], selection: str = "") -> None:
     """selection: as pytest's -k. Fails where a case fails, and shows its output."""
+    if environment is INTERPRET and interpreter_fault():
+        pytest.skip(interpreter_fault())
     command = [sys.executable, "-m", "pytest", str(file), "-q", "-x", "-p", "no:cacheprovider", "-k", selection]
     outcome = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True)
     print(outcome.stdout)

@@ -9,6 +9,26 @@ import torch
 _MIN_CAPABILITY = (7, 0)
 
 
+def interpreter_fault() -> str:
+    """Why Triton's interpreter cannot run the kernels, "" where it can. Needs an importable Triton.
+
+    Before 3.7 it takes int() of arrays of one element for the ends of a range, which NumPy 2.4 refuses.
+    """
+    import triton
+
+    try:
+        import numpy
+    except ImportError as error:
+        return f"Triton's interpreter needs NumPy: {error}"
+
+    def version(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")[:2]))
+
+    if version(triton.__version__) < (3, 7) and version(numpy.__version__) >= (2, 4):
+        return f"the interpreter of triton {triton.__version__} needs NumPy below 2.4, got {numpy.__version__}"
+    return ""
+
+
 def unavailable_reason(device: torch.device) -> str:
     """ "" where the kernels run on `device`, else why not, in plain words.
 
@@ -22,7 +42,7 @@ def unavailable_reason(device: torch.device) -> str:
     if device.type == "cpu":
         if os.environ.get("TRITON_INTERPRET") != "1":
             return "Triton compiles for GPUs only; on the CPU set TRITON_INTERPRET=1 to interpret the kernels"
-        return ""
+        return interpreter_fault()
     if device.type != "cuda":
         return f"the Triton kernels run on CUDA devices, not on {device.type}"
     if torch.version.hip is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from onetrip.kernels import interpreter_fault
 from triton_runner import COMPILE, INTERPRET, run_cases
 
 CASES = Path(__file__).with_name("triton_row_norm_cases.py")
@@ -28,6 +29,24 @@ def test_interpreted(group: str) -> None:
 def test_on_the_gpu(group: str) -> None:
     pytest.importorskip("triton")
     run_cases(CASES, COMPILE, GROUPS[group])
+
+
+@pytest.mark.parametrize(
+    ("triton_version", "numpy_version", "fault"),
+    [
+        ("3.2.0", "2.3.5", ""),
+        ("3.6.0", "2.4.0rc1", "the interpreter of triton 3.6.0 needs NumPy below 2.4, got 2.4.0rc1"),
+        ("3.7.0", "2.4.6", ""),
+        ("3.10.0+git1", "2.10.0", ""),
+    ],
+)
+def test_numpy_that_the_interpreter_cannot_use(
+    triton_version: str, numpy_version: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel whose loops end at loaded numbers raised a TypeError."""
+    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", triton_version)
+    monkeypatch.setattr(pytest.importorskip("numpy"), "__version__", numpy_version)
+    assert interpreter_fault() == fault
 
 
 def test_unavailable_in_plain_words() -> None:
