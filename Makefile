@@ -51,7 +51,7 @@ $(VENV)/demo.stamp: $(VENV)/base.stamp pyproject.toml setup.py $(NATIVE_SOURCES)
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/base.stamp pyproject.toml setup.py $(NATIVE_SOURCES)
-	$(PIP) --no-build-isolation --editable '.[demo,test]'
+	$(PIP) --no-build-isolation --editable '.[demo,test,test-cuda]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/test.stamp

@@ -5,6 +5,7 @@ sm_70 is compiled by NVRTC 12.9 (CUDA 13 dropped it), the others by nvcc where t
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.util
 import json
@@ -47,6 +48,8 @@ MULTIPROCESSORS = {
     120: Multiprocessor(1536, 24, 100 * KIB, KIB),
 }
 ARCHITECTURES = tuple(MULTIPROCESSORS)
+NVRTC_PACKAGES = ("cuda_nvrtc", "cuda_runtime", "cuda_cccl", "cuda_nvcc")
+"""Folders of NVIDIA's pip packages: the compiler, and what it includes; ptxas is in the last."""
 
 
 class Kernel(NamedTuple):
@@ -78,34 +81,41 @@ def nvcc_path() -> str | None:
 
 
 def nvrtc_available() -> bool:
-    return _package("cuda_nvrtc") is not None and importlib.util.find_spec("cuda") is not None
+    return all(_package(name) is not None for name in NVRTC_PACKAGES)
 
 
 def _ptx_by_nvrtc(family: str, arch: int) -> str:
-    from cuda.bindings import nvrtc
+    nvrtc_package, *folders = (_package(name) for name in NVRTC_PACKAGES)
+    assert nvrtc_package is not None
+    # By its path: cuda-bindings would take the library of the CUDA that torch was built for, and 13 has no sm_70.
+    nvrtc = ctypes.CDLL(str(nvrtc_package / "lib" / "libnvrtc.so.12"))
 
-    def checked(result: tuple) -> object:
-        assert int(result[0]) == 0, result[0]
-        return result[1] if len(result) > 1 else None
+    def texts(*values: str) -> ctypes.Array:
+        return (ctypes.c_char_p * len(values))(*map(str.encode, values))
+
+    def text_of(what: str) -> str:
+        """What nvrtcGet<what> gives for the program."""
+        size = ctypes.c_size_t()
+        assert getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)) == 0
+        buffer = ctypes.create_string_buffer(size.value)
+        assert getattr(nvrtc, f"nvrtcGet{what}")(program, buffer) == 0
+        return buffer.value.decode()
 
     # NVRTC has no <cstdint> or <cmath> of its own; its built-in types are enough.
-    cstdint = b"""#pragma once
+    cstdint = """#pragma once
     typedef unsigned char uint8_t; typedef unsigned short uint16_t;
     typedef signed int int32_t; typedef unsigned int uint32_t;
     typedef long long int64_t; typedef unsigned long long uint64_t; typedef unsigned long long uintptr_t;"""
-    cmath = b"#define HUGE_VAL __longlong_as_double(0x7FF0000000000000)"
+    cmath = "#define HUGE_VAL __longlong_as_double(0x7FF0000000000000)"
     source = (CSRC / "cuda" / f"{family}.cu").read_bytes()
-    program = checked(nvrtc.nvrtcCreateProgram(source, family.encode(), 2, [cstdint, cmath], [b"cstdint", b"cmath"]))
-    folders = [_package(name) for name in ("cuda_runtime", "cuda_cccl", "cuda_nvcc")]
+    program = ctypes.c_void_p()
+    headers, names = texts(cstdint, cmath), texts("cstdint", "cmath")
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, family.encode(), 2, headers, names) == 0
     options = [f"-arch=compute_{arch}", "-std=c++17", "-default-device", f"-I{CSRC / 'cuda'}"]
     options += [f"-I{folder / 'include'}" for folder in folders if folder is not None]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))  # type: ignore[operator]
-    nvrtc.nvrtcGetProgramLog(program, log)
-    assert int(status) == 0, log.decode()
-    ptx = b" " * checked(nvrtc.nvrtcGetPTXSize(program))  # type: ignore[operator]
-    nvrtc.nvrtcGetPTX(program, ptx)
-    return ptx.rstrip(b"\0").decode()
+    status = nvrtc.nvrtcCompileProgram(program, len(options), texts(*options))
+    assert status == 0, text_of("ProgramLog")
+    return text_of("PTX")
 
 
 def _machine_code(cubin: Path) -> str | None:
@@ -215,7 +225,7 @@ def measure(family: str, arch: int) -> list[Kernel]:
 
 def skip_unless_compilable(arch: int) -> None:
     if not nvrtc_available() and (arch == 70 or nvcc_path() is None):
-        pytest.skip("needs nvcc or NVIDIA's pip packages of the [test] extra")
+        pytest.skip("needs nvcc or NVIDIA's pip packages of the [test-cuda] extra")
 
 
 def print_table(arch: int, kernels: list[Kernel]) -> None:

@@ -63,7 +63,7 @@ def missing_tool() -> str | None:
     if shutil.which("g++") is None:
         return "no g++"
     if cuda_includes() is None:
-        return "no CUDA headers: neither a toolkit nor the nvidia-cuda-runtime-cu12 package of the [test] extra"
+        return "no CUDA headers: neither a toolkit nor the nvidia-cuda-runtime-cu12 package of the [test-cuda] extra"
     return None
 
 

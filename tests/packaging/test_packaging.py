@@ -1,6 +1,7 @@
 """What users install: the steps of the container image, a machine without a compiler, the source distribution."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -81,6 +82,13 @@ def test_container_build_script(tree: Path, fresh_python: Path, tmp_path: Path) 
     installed = installed_files(fresh_python)
     assert {name for name in installed if not name.endswith(".so")} == expected
     assert len([name for name in installed if name.endswith(".so")]) == 1
+
+
+def test_the_tests_install_beside_any_torch() -> None:
+    """Torch's wheels for CUDA pin NVIDIA's packages, each version others."""
+    listed = re.search(r"^test = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert listed is not None and "pytest" in listed[1]
+    assert not re.findall(r'"((?:nvidia|cuda)[^"]*)"', listed[1])
 
 
 def test_installs_without_a_compiler(tree: Path, fresh_python: Path, tmp_path: Path) -> None:
