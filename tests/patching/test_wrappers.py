@@ -35,12 +35,14 @@ def test_a_hooked_dense_is_called(model: Model, x: Tensor) -> None:
     assert seen == ["dense"] and report.calls()["tails.0"] == (2, 0)
 
 
-def test_a_global_hook_sees_every_child(model: Model, x: Tensor) -> None:
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_a_global_hook_sees_every_child(model: Model, x: Tensor, kind: str) -> None:
     patch_model(model)
     seen: list[type] = []
-    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m)))
+    register = getattr(nn.modules.module, f"register_module_{kind}_hook")
+    handle = register(lambda m, *_: seen.append(type(m)))
     try:
-        model(x)
+        model(x.requires_grad_()).sum().backward()
     finally:
         handle.remove()
     assert seen.count(nn.Dropout) == 2 and seen.count(nn.Linear) == 2

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import (  # torch 2.6 has no function that looks at them all
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 _counters: dict[int, list[int]] = {}
 """id(module) -> [fused, fallen back]. Kept outside the modules: an unpatched one carries no trace of the patch."""
@@ -57,7 +62,10 @@ def is_plain(module: nn.Module, expected: type) -> bool:
         and not module._backward_hooks
         and not module._backward_pre_hooks
         and "forward" not in module.__dict__
-        and not _has_any_global_hook()
+        and not _global_forward_hooks
+        and not _global_forward_pre_hooks
+        and not _global_backward_hooks
+        and not _global_backward_pre_hooks
     )
 
 
