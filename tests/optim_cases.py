@@ -26,6 +26,17 @@ def set_grads(params: Iterable[Tensor], step: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
+def give_grad(p: Tensor, grad: Tensor) -> None:
+    """A gradient of any dtype: before torch had grad_dtype, an assignment took none but the parameter's."""
+    if hasattr(p, "grad_dtype"):
+        p.grad_dtype = None
+        p.grad = grad
+    else:
+        data, p.data = p.data, torch.empty_like(grad)
+        p.grad = grad
+        p.data = data
+
+
 def train(optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
     for step in steps:
         set_grads((p for group in optimizer.param_groups for p in group["params"]), step)

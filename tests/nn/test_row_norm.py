@@ -84,9 +84,16 @@ def test_layer_norm_over_any_normalized_shape(target, options, shape, dtype):
         assert_like_torch(parameter.grad, torchs.get_parameter(name).grad, exact, terms=6)
 
 
+def torch_has_eps_in_float32() -> bool:
+    """Not torch 2.6: there eps is a number of the input's dtype, and None that dtype's epsilon."""
+    return bool(F.rms_norm(torch.full((1,), 1e-4, dtype=torch.float16), (1,)) > 0.1)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=short)
 @pytest.mark.parametrize("eps", [None, 1e-6, 0.5])
 def test_rms_norm_eps_is_torchs(dtype, eps):
+    if dtype.itemsize == 2 and not torch_has_eps_in_float32():
+        pytest.skip("this torch rounds eps to the input's dtype")
     x = (1e-4 * torch.randn(6, 12)).to(dtype)  # small enough that eps decides
     mine, torchs = nn.RMSNorm(12, eps, dtype=dtype), torch.nn.RMSNorm(12, eps, dtype=dtype)
     assert mine.eps == torchs.eps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from itertools import product
 
@@ -128,8 +129,11 @@ def transformers_norm(name: str, weight: Tensor, eps: float) -> torch.nn.Module:
 @pytest.mark.parametrize(("x_dtype", "w_dtype"), X_W, ids=lambda dtype: short(dtype))
 def test_cast_orders_of_transformers(target, name, options, x_dtype, w_dtype):
     x, weight = mixed(x_dtype, w_dtype)
+    norm = transformers_norm(name, weight, 1e-6)
+    if name.startswith("olmo2") and "self.weight * hidden_states.to(" in inspect.getsource(type(norm)):
+        options = {"cast_before_weight": True}  # as in transformers 4.50; 4.53 has the other order
     with torch.no_grad():
-        theirs = transformers_norm(name, weight, 1e-6)(x)
+        theirs = norm(x)
     assert_same_rounding(ops.rms_norm(x.to(target.device), weight.to(target.device), 1e-6, **options).cpu(), theirs)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from onetrip.optim import Adam8bit, AdamW8bit
 from onetrip.reference.adam import BLOCK, largest_update
-from optim_cases import make_params, same, set_grads, snapshot, train
+from optim_cases import give_grad, make_params, same, set_grads, snapshot, train
 from torch import Tensor
 
 BOTH = pytest.mark.parametrize("cls", [AdamW8bit, Adam8bit], ids=["AdamW8bit", "Adam8bit"])
@@ -144,8 +144,7 @@ def test_dtypes_of_parameters_and_gradients_mix():
     mixed, single = [], []
     for i, (param_dtype, grad_dtype) in enumerate(pairs):
         p = torch.nn.Parameter(values[i].to(param_dtype))
-        p.grad_dtype = None
-        p.grad = grads[i].to(grad_dtype)
+        give_grad(p, grads[i].to(grad_dtype))
         mixed.append(p)
         q = torch.nn.Parameter(values[i].to(param_dtype).float())
         q.grad = grads[i].to(grad_dtype).float()
@@ -343,8 +342,7 @@ def test_another_dtype_at_the_same_address_is_seen():
             p.grad = None
             p.data = memory.view(torch.bfloat16)[:4096].copy_(half)
         for each in (p, q):
-            each.grad_dtype = None
-            each.grad = torch.full((4096,), value)
+            give_grad(each, torch.full((4096,), value))
         optimizer.step()
         plain.step()
     assert same(p, q)

@@ -14,6 +14,9 @@ from optim_distributed import near, reshard, two_ranks
 
 SHAPES = [(10, 100), (7, 256), (5, 90), (1001, 1), (3, 1000), (40, 3), (9, 128), (6, 192)]
 IDS = ["x".join(map(str, shape)) for shape in SHAPES]
+fsdp2_on_cpu = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of this torch (2.6) runs on accelerators only"
+)
 
 
 def local_states(values: torch.Tensor, borders: list[int], signed: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -76,12 +79,14 @@ def test_scales_by_rows_go_to_other_borders(shape, signed):
         assert bool((new_codes[values.view(-1) > 0] > 0).all())
 
 
+@fsdp2_on_cpu
 def test_two_ranks(tmp_path):
     """C8: resuming FSDP2 from torch.distributed.checkpoint is training on, bit for bit. One process, DDP and FSDP2
     agree. State dicts gathered and spread; tensors sharded by columns, and replicas."""
     optim_distributed.run(2, two_ranks, str(tmp_path / "checkpoint"))
 
 
+@fsdp2_on_cpu
 def test_four_ranks_then_two_then_one(tmp_path):
     """C7: shards that are uneven at every world size; parameters bit for bit, states but for blocks that were cut."""
     results = []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from onetrip.optim import Adam8bit, AdamW8bit
-from optim_cases import make_params, same, set_grads, snapshot, train
+from optim_cases import give_grad, make_params, same, set_grads, snapshot, train
 from torch import nn
 
 NAN = float("nan")
@@ -196,8 +196,7 @@ def test_gradients_that_do_not_fit_change_nothing(spoil, error, message, stepped
             for key in ("exp_avg", "exp_avg_sq"):
                 optimizer.state[p][key] = optimizer.state[p][key].view(-1)[:40]
     elif spoil == "dtype":
-        p.grad_dtype = None
-        p.grad = p.grad.double()
+        give_grad(p, p.grad.double())
     else:
         p.data = p.data.double()
     refuses(optimizer, error, message)
@@ -210,8 +209,7 @@ def test_messages_name_the_parameter_where_it_has_a_name(stepped):
     if stepped:
         train(optimizer, range(1))
     set_grads(params, 1)
-    params[1].grad_dtype = None
-    params[1].grad = params[1].grad.double()
+    give_grad(params[1], params[1].grad.double())
     refuses(optimizer, TypeError, r"the gradient of parameter 1 \(head.weight\) must be float32, .*, got float64")
 
 
