@@ -126,3 +126,10 @@ def call(inputs: Inputs, **options: Any) -> Any:
     """onetrip's bias_dropout_residual_norm on the inputs."""
     i, options = inputs, {**inputs.options, **options}
     return ops.bias_dropout_residual_norm(i.x, i.residual, i.weight, i.norm_bias, bias=i.bias, **options)
+
+
+def torch_has_eps_in_float32() -> bool:
+    """Not torch 2.6: there RMSNorm's eps is a number of the input's dtype, None that dtype's epsilon, and the weight
+    comes after the cast."""
+    tiny = torch.full((1,), 1e-4, dtype=torch.float16)
+    return bool(F.rms_norm(tiny, (1,)) > 0.1)

@@ -11,7 +11,7 @@ import onetrip
 import pytest
 import torch
 from onetrip import nn, ops
-from row_norm_cases import DTYPES, make, short
+from row_norm_cases import DTYPES, make, short, torch_has_eps_in_float32
 from tolerances import assert_bitwise, assert_like_torch, assert_ulps
 from torch.nn import functional as F
 
@@ -82,11 +82,6 @@ def test_layer_norm_over_any_normalized_shape(target, options, shape, dtype):
         exact = double.get_parameter(name).grad
         assert parameter.grad.shape == parameter.shape
         assert_like_torch(parameter.grad, torchs.get_parameter(name).grad, exact, terms=6)
-
-
-def torch_has_eps_in_float32() -> bool:
-    """Not torch 2.6: there eps is a number of the input's dtype, and None that dtype's epsilon."""
-    return bool(F.rms_norm(torch.full((1,), 1e-4, dtype=torch.float16), (1,)) > 0.1)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=short)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from onetrip.patching import patch_model
 from patching_cases import WIDTH, LlamaLike, Norm, inputs, randomised
+from row_norm_cases import torch_has_eps_in_float32
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -61,13 +62,15 @@ class Subclass(nn.LayerNorm):
     """Adds nothing to forward."""
 
 
+# What torch's own RMSNorm is found to compute.
+STATISTICS, CAST = ("float32", "") if torch_has_eps_in_float32() else ("x.dtype", ", cast_before_weight=True")
 LEAVES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "nn.LayerNorm": (lambda: nn.LayerNorm(WIDTH), "layer_norm", "layer_norm(input, self.weight, self.bias, self.eps)"),
     "nn.LayerNorm-no-bias": (lambda: nn.LayerNorm(WIDTH, bias=False), "layer_norm", "self.eps)"),
     "nn.LayerNorm-no-affine": (lambda: nn.LayerNorm(WIDTH, elementwise_affine=False), "layer_norm", "self.eps)"),
     "nn.LayerNorm-subclass": (lambda: Subclass(WIDTH), "layer_norm", "self.eps)"),
-    "nn.RMSNorm": (lambda: nn.RMSNorm(WIDTH, eps=1e-4), "rms_norm", "rms_norm(x, self.weight, self.eps)"),
-    "nn.RMSNorm-eps-None": (lambda: nn.RMSNorm(WIDTH), "rms_norm", "finfo(float32).eps)"),
+    "nn.RMSNorm": (lambda: nn.RMSNorm(WIDTH, eps=1e-4), "rms_norm", f"rms_norm(x, self.weight, self.eps{CAST})"),
+    "nn.RMSNorm-eps-None": (lambda: nn.RMSNorm(WIDTH), "rms_norm", f"finfo({STATISTICS}).eps{CAST})"),
     "nn.RMSNorm-no-affine": (lambda: nn.RMSNorm(WIDTH, 1e-4, elementwise_affine=False), "rms_norm", "self.eps)"),
     "llama-like": (LlamaLike, "rms_norm", "rms_norm(h, self.gain, self.epsilon, cast_before_weight=True)"),
     "olmo2-like": (Olmo2Like, "rms_norm", "rms_norm(h, self.gain, self.epsilon)"),

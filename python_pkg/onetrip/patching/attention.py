@@ -199,7 +199,7 @@ def register_attention() -> None:
 
     For models that are to be made with it (from_pretrained(..., attn_implementation="onetrip")); patch_model needs
     no such name. Registers the function with AttentionInterface and eager's masks with AttentionMaskInterface: without
-    the second, masks would be dropped. Changes nothing else. Raises ImportError without transformers.
+    the second, masks would be dropped. Changes nothing else. Raises ImportError without transformers 4.53 or newer.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
