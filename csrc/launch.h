@@ -113,7 +113,8 @@ struct SoftmaxBackward {
 // included, so that Python builds them as integer tensors; they are read 16 bytes at a time. Blocks of kAdamBlock
 // elements share a scale.
 constexpr int64_t kAdamBlock = 128;
-// A chunk, the work of one CUDA block, lies in one parameter and starts at a multiple of it.
+// A chunk lies in one parameter and starts at a multiple of it. A parameter's follow one another in the table, in order
+// and up to its end.
 constexpr int64_t kAdamChunk = 4096;
 
 struct alignas(16) AdamTensor {

@@ -2,12 +2,14 @@
 // the formulas are those of launch.h and of the reference, every float32 operation rounded by itself.
 //
 // adam_prepare_kernel: a thread counts the step of one counter and computes its AdamScalars.
-// adam_step_kernel: as many blocks as run at once take the chunks of 4096 elements in turn. A thread takes 8
-// consecutive elements: 128-bit accesses of parameter and gradient; 16 lanes are a block of 128 elements, and find its
-// largest magnitudes by shuffles. The warps of a block never wait for each other.
-// Where memory is fast the arithmetic is the limit: 8-bit steps of bfloat16 take about 76 instructions an element. So a
-// warp whose elements are all there, aligned and of ordinary size takes them without a branch between two of them
-// (kQuick), roots and quotients side by side; any other warp's part goes the long way, to the same bits.
+// adam_step_kernel: as many blocks as run at once share the chunks of 4096 elements out, in runs of chunks next to each
+// other. A warp takes a 16th of each chunk, its threads 8 consecutive elements each: 128-bit accesses of parameter and
+// gradient; 16 lanes are a block of 128 elements, and find its largest magnitudes together. The warps never wait for
+// each other.
+// Where memory is fast the arithmetic is the limit: 8-bit steps of bfloat16 take about 58 instructions an element. So
+// parts that are whole, aligned and of ordinary sizes are taken without a branch between two elements, roots and
+// quotients side by side, and what a warp's lanes have in common lies in registers of the warp; any other part goes a
+// longer way, to the same bits.
 // Moves, of a float32 parameter and gradient, 12 + 2 * (2 + 8/128) = 16.1 bytes an element (8-bit), or 28 (32-bit).
 #pragma once
 #include "adam_tables.cuh"
@@ -19,9 +21,10 @@ namespace onetrip {
 
 constexpr int kAdamThreads = kAdamChunk / kChunkColumns;
 constexpr int kAdamWarps = kAdamThreads / kWarpThreads;
-constexpr int kAdamLanes = kAdamBlock / kChunkColumns;  // that share a scale
-constexpr int kAdamBlocks = 2;                          // an SM: what 64 registers allow
-static_assert(kWarpThreads % kAdamLanes == 0, "the scales of a warp");
+constexpr int kAdamLanes = kAdamBlock / kChunkColumns;   // that share a scale
+constexpr int kAdamBlocks = 2;                           // an SM: what 64 registers allow
+constexpr int kAdamPart = kWarpThreads * kChunkColumns;  // of a chunk, which a warp takes
+static_assert(kWarpThreads == 2 * kAdamLanes, "the scales of a warp");
 
 // Groups that a launch takes as an argument: 64 of them fill most of its 4 KiB.
 template <int kGroups>
@@ -49,9 +52,7 @@ struct AdamAddresses {
   State *exp_avg, *exp_avg_sq;
   float *exp_avg_scale, *exp_avg_sq_scale;
 
-  // Index: uint32_t or int64_t.
-  template <typename Index>
-  __device__ __forceinline__ AdamAddresses(const AdamTensor& tensor, Index first)
+  __device__ __forceinline__ AdamAddresses(const AdamTensor& tensor, int64_t first)
       : param(global_pointer<P>(tensor.param, first)),
         grad(global_pointer<const G>(tensor.grad, first)),
         exp_avg(global_pointer<State>(tensor.exp_avg, first)),
@@ -59,10 +60,21 @@ struct AdamAddresses {
         exp_avg_scale(scale_of(tensor.exp_avg_scale, first)),
         exp_avg_sq_scale(scale_of(tensor.exp_avg_sq_scale, first)) {}
 
+  // To the same place of the next chunk. unit: of advance_by.
+  __device__ __forceinline__ void advance(uint32_t unit) {
+    advance_by<kAdamChunk>(param, unit), advance_by<kAdamChunk>(grad, unit);
+    advance_by<kAdamChunk>(exp_avg, unit), advance_by<kAdamChunk>(exp_avg_sq, unit);
+    if (sizeof(State) == 1) {
+      advance_by<kAdamChunk / kAdamBlock>(exp_avg_scale, unit);
+      advance_by<kAdamChunk / kAdamBlock>(exp_avg_sq_scale, unit);
+    }
+  }
+  __device__ __forceinline__ const AdamAddresses& addresses() const { return *this; }
+
  private:
-  template <typename Index>
-  __device__ __forceinline__ static float* scale_of(int64_t scales, Index first) {
-    return sizeof(State) == 1 ? global_pointer<float>(scales, first / static_cast<Index>(kAdamBlock)) : nullptr;
+  __device__ __forceinline__ static float* scale_of(int64_t scales, int64_t first) {
+    static_assert(kAdamBlock == 1 << 7, "rounded down: a place before the first element has a block, too");
+    return sizeof(State) == 1 ? global_pointer<float>(scales, first >> 7) : nullptr;
   }
 };
 
@@ -94,10 +106,18 @@ __device__ __forceinline__ float updated(float p, float m, float root, const Ada
   return __fadd_rn(__fmul_rn(p, s.decay), -__fmul_rn(u, s.lr));
 }
 
+// Which parts a variant of the code is for. All give the same bits.
+enum class AdamSizes {
+  kAny,
+  kQuick,     // whole and aligned, moments for which the quick arithmetic of platform.cuh is right, or 0
+  kOrdinary,  // the same, and none of them so small beside the largest of its block that it gets the code of 0
+};
+
 // The scale of a block of which every lane has its largest magnitude, as bits: NaN is larger than any number.
+template <AdamSizes kSizes>
 __device__ __forceinline__ float adam_scale(uint32_t magnitude) {
-  const float scale = __uint_as_float(group_max<kAdamLanes>(magnitude));
-  return scale < kSmallestAdamScale ? 0.0f : scale;
+  const float scale = __uint_as_float(half_warp_max(magnitude));
+  return kSizes != AdamSizes::kOrdinary && scale < kSmallestAdamScale ? 0.0f : scale;
 }
 
 __device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
@@ -106,43 +126,72 @@ __device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_
 struct Magnitudes {
   uint32_t least = ~0u, largest = 0;
 
-  __device__ __forceinline__ void add(uint32_t bits) { least = min(least, bits), largest = max(largest, bits); }
-
-  // Leaves zeros out of the least, which is the next smaller number then.
-  template <int N>
-  __device__ __forceinline__ void skip_zeros(const float (&value)[N]) {
-    least = ~0u;
-#pragma unroll
-    for (int j = 0; j < N; ++j) least = min(least, magnitude_bits(value[j]) - 1);  // 0 becomes the largest
+  // kQuick leaves zeros out of the least, which is the next smaller number then.
+  template <AdamSizes kSizes>
+  __device__ __forceinline__ void add(uint32_t bits) {
+    least = min(least, kSizes == AdamSizes::kQuick ? bits - 1 : bits);  // 0 becomes the largest
+    largest = max(largest, bits);
   }
 };
 
-// Whether the quick arithmetic of platform.cuh is right for moments of these sizes, or for 0: no smaller than 2^-100,
-// as v, the square of the root, is for roots of 2^-49; not so large that the update could overflow.
-__device__ __forceinline__ bool in_quick_range(const Magnitudes& m, const Magnitudes& root, const AdamScalars& s) {
+// Whether the quick arithmetic is right for moments of these sizes: no smaller than 2^-100, as v, the square of the
+// root, is for roots of 2^-49; not so large that the update could overflow. The root of a negative number has a sign.
+__device__ __forceinline__ bool in_quick_range(const Magnitudes& m, const Magnitudes& root) {
   constexpr uint32_t kExponent = 1 << 23, kOne = 127 * kExponent;
-  constexpr uint32_t kSign = 1u << 31;  // of the root of a negative number
-  return m.least >= kOne - 100 * kExponent && root.least >= kOne - 49 * kExponent && root.largest < kSign &&
-         m.largest <= kOne + 40 * kExponent && denominator_of(__uint_as_float(root.largest), s) <= 1048576.0f &&
-         s.eps >= 8.67361738e-19f;
+  return m.least >= kOne - 100 * kExponent && root.least >= kOne - 49 * kExponent &&
+         m.largest <= kOne + 40 * kExponent && root.largest <= kOne + 10 * kExponent;
+}
+// Whether it is, for such moments: the denominator lies in 2^-60 ... 2^20, the quotient below 2^120.
+__device__ __forceinline__ bool in_quick_range(const AdamScalars& s) {
+  return s.inv_bias_correction1 <= 1048576.0f && s.inv_sqrt_bias_correction2 <= 512.0f && s.eps >= 8.67361738e-19f &&
+         s.eps <= 1024.0f;
 }
 
-// A step of the 256 elements of a warp, 8 a lane, from first_of_warp on. kQuick: all are there and aligned; returns
-// false, and has changed nothing, where an element is out of the quick arithmetic's range. The same bits either way.
-template <bool kQuick, typename P, typename G, int kStateBits, typename Index>
-__device__ __forceinline__ bool adam_part(const AdamTensor* tensors, uint32_t tensor_index, Index first_of_warp,
-                                          const AdamScalars* scalars, const AdamTables* tables) {
-  constexpr bool k8Bit = kStateBits == 8;
+// Whether no magnitude of a thread gets the code of 0, with a hundredth to spare for the rounding of 1 / scale.
+template <typename Buckets>
+__device__ __forceinline__ bool all_have_codes(const Magnitudes& size, float scale) {
+  return __uint_as_float(size.least) >= __fmul_rn(scale, 1.01f * Buckets::map.threshold[1]);
+}
+
+// Where 8 elements lie, computed from memory each time that it is asked for: registers that wait for it would spill.
+template <typename P, typename G, typename State>
+struct AdamPlace {
+  const AdamTensor* tensors;
+  uint32_t index;
+  int64_t first;
+  __device__ __forceinline__ AdamAddresses<P, G, State> addresses() const {
+    uint32_t i = index;
+    forget(i);
+    return {tensors[i], first};
+  }
+};
+
+// What a step multiplies with, in registers of the warp, or asked for in memory again and again.
+struct HeldScalars {
+  AdamScalars scalars;
+  __device__ __forceinline__ const AdamScalars& now() const { return scalars; }
+};
+struct ScalarsInMemory {
+  const AdamScalars* scalars;
+  uint32_t counter;
+  __device__ __forceinline__ AdamScalars now() const {
+    uint32_t i = counter;
+    forget(i);
+    return scalars[i];
+  }
+};
+
+// A step of the 256 elements of a warp, 8 a lane. Place: AdamAddresses or AdamPlace. valid: of the 8. Returns false,
+// and has changed nothing, where a moment is not of kSizes.
+template <AdamSizes kSizes, typename P, typename G, int kStateBits, typename Place, typename Scalars>
+__device__ __forceinline__ bool adam_part(const Place& place, bool vector_access, int valid, const Scalars& scalars,
+                                          const SharedWords& tables) {
+  constexpr bool k8Bit = kStateBits == 8, kQuick = kSizes != AdamSizes::kAny;
+  constexpr bool kOrdinary = kSizes == AdamSizes::kOrdinary;
   using State = typename UintOf<kStateBits / 8>::Type;
-  using Addresses = AdamAddresses<P, G, State>;
   constexpr int kStateBytes = sizeof(State), kStateWords = kChunkColumns * kStateBytes / 4;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-  const Index first = first_of_warp + static_cast<Index>(lane * kChunkColumns);
-  const AdamTensor tensor = tensors[tensor_index];
-  const Addresses from(tensor, first);
-  const int valid =
-      kQuick ? kChunkColumns : valid_columns<kChunkColumns>(static_cast<int64_t>(first), tensor.numel, false);
-  const bool vector_access = kQuick || (valid == kChunkColumns && aligned_for_chunks<P, G, State>(tensor));
+  const auto& from = place.addresses();
+  const auto& s = scalars.now();
   Chunk<P, kChunkColumns> param_chunk;
   Chunk<G, kChunkColumns> grad_chunk;
   uint32_t m_words[kStateWords], v_words[kStateWords];
@@ -152,8 +201,6 @@ __device__ __forceinline__ bool adam_part(const AdamTensor* tensors, uint32_t te
   load_words<kStateBytes, kChunkColumns, false>(m_words, from.exp_avg, vector_access, valid);
   load_words<kStateBytes, kChunkColumns, false>(v_words, from.exp_avg_sq, vector_access, valid);
   if (k8Bit && valid > 0) m_scale = *from.exp_avg_scale, v_scale = *from.exp_avg_sq_scale;
-  uint32_t counter = static_cast<uint32_t>(tensor.counter);
-  const AdamScalars s = scalars[counter];
 
   float p[kChunkColumns], g[kChunkColumns], m[kChunkColumns], root[kChunkColumns];
   unpack(param_chunk, p);
@@ -169,18 +216,16 @@ __device__ __forceinline__ bool adam_part(const AdamTensor* tensors, uint32_t te
   for (int j = 0; j < kChunkColumns; ++j) {
     float v;
     if constexpr (k8Bit) {
-      m[j] = __fmul_rn(tables->signed_value[code_of(m_words[j / 4], j % 4)], m_scale);
-      root[j] = __fmul_rn(tables->unsigned_value[code_of(v_words[j / 4], j % 4)], v_scale);
+      m[j] = __fmul_rn(__uint_as_float(tables.at_byte<kSignedValues>(m_words[j / 4], j % 4)), m_scale);
+      root[j] = __fmul_rn(__uint_as_float(tables.at_byte<kUnsignedValues>(v_words[j / 4], j % 4)), v_scale);
       v = __fmul_rn(root[j], root[j]);
     } else {
       m[j] = __uint_as_float(m_words[j]), v = __uint_as_float(v_words[j]);
     }
     update_moments(g[j], m[j], v, s);
-    root[j] = kQuick ? quick_sqrt(v) : __fsqrt_rn(v);
+    root[j] = kQuick ? quick_sqrt<!kOrdinary>(v) : __fsqrt_rn(v);
     if constexpr (!k8Bit) m_words[j] = __float_as_uint(m[j]), v_words[j] = __float_as_uint(v);
   }
-  forget(counter);
-  const AdamScalars s_again = scalars[counter];
   if constexpr (k8Bit && !kQuick) {
     if (__any_sync(kFullWarp, valid < kChunkColumns)) {
 #pragma unroll
@@ -191,47 +236,54 @@ __device__ __forceinline__ bool adam_part(const AdamTensor* tensors, uint32_t te
   }
   Magnitudes m_size, root_size;
 #pragma unroll
-  for (int j = 0; j < kChunkColumns; ++j) m_size.add(magnitude_bits(m[j])), root_size.add(__float_as_uint(root[j]));
-  bool has_zeros = false;
+  for (int j = 0; j < kChunkColumns; ++j) {
+    m_size.add<kSizes>(magnitude_bits(m[j])), root_size.add<kSizes>(__float_as_uint(root[j]));
+  }
+  if constexpr (k8Bit) m_scale = adam_scale<kSizes>(m_size.largest), v_scale = adam_scale<kSizes>(root_size.largest);
   if constexpr (kQuick) {
-    if (__any_sync(kFullWarp, !in_quick_range(m_size, root_size, s_again))) {
-      has_zeros = true;
-      m_size.skip_zeros(m), root_size.skip_zeros(root);
-      if (__any_sync(kFullWarp, !in_quick_range(m_size, root_size, s_again))) return false;
+    bool right = in_quick_range(m_size, root_size);
+    if (k8Bit && kOrdinary) {
+      right = right && all_have_codes<SignedBuckets>(m_size, m_scale) &&
+              all_have_codes<UnsignedBuckets>(root_size, v_scale);
     }
+    if (__any_sync(kFullWarp, !right)) return false;
+  }
+  const auto& s_again = scalars.now();
+  const auto& to = place.addresses();
+  if constexpr (!kOrdinary) {  // read once more: registers that wait for it would spill
+    load_chunk<false>(param_chunk, to.param, 0, vector_access, valid);
+    unpack(param_chunk, p);
   }
 #pragma unroll
   for (int j = 0; j < kChunkColumns; ++j) p[j] = updated<k8Bit, kQuick>(p[j], m[j], root[j], s_again);
-  // Computed again: registers that wait for it would spill.
-  forget(tensor_index);
-  const Addresses to(tensors[tensor_index], first);
   store_rounded<P>(to.param, 0, p, vector_access, valid);
   if constexpr (k8Bit) {
-    m_scale = adam_scale(m_size.largest), v_scale = adam_scale(root_size.largest);
     const auto inverse_of = [](float scale) {
-      return scale == 0.0f ? 0.0f : kQuick ? quick_reciprocal(scale) : __frcp_rn(scale);
+      return !kOrdinary && scale == 0.0f ? 0.0f : kQuick ? quick_reciprocal(scale) : __frcp_rn(scale);
     };
     const float m_inverse = inverse_of(m_scale), root_inverse = inverse_of(v_scale);
     uint32_t m_code[kChunkColumns], root_code[kChunkColumns];
 #pragma unroll
     for (int j = 0; j < kChunkColumns; ++j) {
-      m_code[j] = signed_code(*tables, m[j], m_inverse);
-      root_code[j] = unsigned_code<kQuick>(*tables, root[j], root_inverse);
-    }
-    if (has_zeros) {
-#pragma unroll
-      for (int j = 0; j < kChunkColumns; ++j) root_code[j] = root[j] == 0.0f ? 0 : root_code[j];
+      m_code[j] = signed_code<kOrdinary>(tables, m[j], m_inverse);
+      root_code[j] = unsigned_code<kOrdinary>(tables, root[j], root_inverse);
     }
 #pragma unroll
     for (int j = 0; j < kStateWords; ++j) {
       m_words[j] = pack_codes(m_code[4 * j], m_code[4 * j + 1], m_code[4 * j + 2], m_code[4 * j + 3]);
       v_words[j] = pack_codes(root_code[4 * j], root_code[4 * j + 1], root_code[4 * j + 2], root_code[4 * j + 3]);
     }
-    if (lane % kAdamLanes == 0 && valid > 0) *to.exp_avg_scale = m_scale, *to.exp_avg_sq_scale = v_scale;
+    if (threadIdx.x % kAdamLanes == 0 && valid > 0) *to.exp_avg_scale = m_scale, *to.exp_avg_sq_scale = v_scale;
   }
   store_words<kStateBytes, kChunkColumns>(to.exp_avg, m_words, vector_access, valid);
   store_words<kStateBytes, kChunkColumns>(to.exp_avg_sq, v_words, vector_access, valid);
   return true;
+}
+
+// Which element of each chunk of a tensor is the first of a thread's. A warp takes another part of each tensor's, so
+// that tensors of a few elements find all warps at work.
+__device__ __forceinline__ uint32_t place_in_chunk(uint32_t tensor_index) {
+  return (threadIdx.x * kChunkColumns + tensor_index * kAdamPart) % kAdamChunk;
 }
 
 template <typename P, typename G, int kStateBits>
@@ -240,23 +292,56 @@ __global__ void __launch_bounds__(kAdamThreads, kAdamBlocks)
                      const AdamScalars* scalars) {
   using State = typename UintOf<kStateBits / 8>::Type;
   if (scalars[0].skip != 0.0f) return;  // of every counter alike
-  const AdamTables* tables = nullptr;
-  if constexpr (kStateBits == 8) tables = &shared_adam_tables<kAdamThreads>();
-  // The part of a chunk that this warp takes; another in every chunk, so that parameters of a few elements find all
-  // warps at work.
-  constexpr int kPart = kWarpThreads * kChunkColumns;
-  int part = static_cast<int>(threadIdx.x) / kWarpThreads;
-  for (uint32_t i = blockIdx.x; i < n_chunks; i += gridDim.x, part = (part + 1) % kAdamWarps) {
-    const AdamChunk chunk = chunks[i];
-    const uint32_t tensor_index = static_cast<uint32_t>(chunk.tensor);
-    const AdamTensor& tensor = tensors[tensor_index];
-    const int64_t numel = tensor.numel, first = chunk.first + part * kPart;
-    if (first >= numel) continue;
-    const bool whole = first + kPart <= numel && numel <= 0xFFFFFFFF && aligned_for_chunks<P, G, State>(tensor);
-    const auto quick_first = static_cast<uint32_t>(first);
-    if (!(whole && adam_part<true, P, G, kStateBits>(tensors, tensor_index, quick_first, scalars, tables))) {
-      adam_part<false, P, G, kStateBits>(tensors, tensor_index, first, scalars, tables);
+  const SharedWords tables(kStateBits == 8 ? shared_adam_tables<kAdamThreads>() : nullptr);
+  [[maybe_unused]] const uint32_t unit = of_warp(kAdvanceUnit);
+  const uint32_t share = n_chunks / gridDim.x, n_larger = n_chunks % gridDim.x;
+  uint32_t i = of_warp(blockIdx.x * share + min(blockIdx.x, n_larger));
+  const uint32_t end = of_warp(i + share + (blockIdx.x < n_larger ? 1 : 0));
+  for (; i < end; ++i) {
+    const AdamChunk chunk = of_warp(chunks + i);
+    const auto index = static_cast<uint32_t>(chunk.tensor);
+    const AdamTensor tensor = tensors[index];
+    const auto counter = of_warp(static_cast<uint32_t>(tensor.counter));
+    const bool quick = aligned_for_chunks<P, G, State>(tensor) && in_quick_range(scalars[counter]);
+    uint32_t quick_end = of_warp(quick ? end : i);
+    if constexpr (kWarpRegisters && kStateBits == 8) {
+      // On through the chunks of this tensor as long as the parts are ordinary.
+      const int64_t left = tensor.numel - chunk.first;
+      const auto chunks_until = [&](int64_t n) {
+        const int64_t n_left = (n + kAdamChunk - 1) / kAdamChunk;
+        return of_warp(i + static_cast<uint32_t>(min(n_left, int64_t{end - i})));
+      };
+      const uint32_t part = of_warp(place_in_chunk(index) / kAdamPart) * kAdamPart, last = chunks_until(left);
+      quick_end = of_warp(min(quick_end, chunks_until(left - part - (kAdamPart - 1))));
+      const HeldScalars held{of_warp(scalars + counter)};
+      AdamAddresses<P, G, State> addresses(
+          tensor, chunk.first - kAdamChunk + part + threadIdx.x % kWarpThreads * kChunkColumns);
+      for (; i < quick_end; ++i) {
+        addresses.advance(unit);
+        if (!adam_part<AdamSizes::kOrdinary, P, G, kStateBits>(addresses, true, kChunkColumns, held, tables)) break;
+      }
+      if (i >= last) {
+        --i;  // the loop goes on to `last`
+        continue;
+      }
     }
+    if (i < quick_end) {
+      const AdamPlace<P, G, State> place{tensors, index, chunks[i].first + place_in_chunk(index)};
+      const ScalarsInMemory in_memory{scalars, counter};
+      const int64_t left = tensors[index].numel - place.first;
+      if (!__any_sync(kFullWarp, left < kChunkColumns) &&
+          adam_part<AdamSizes::kQuick, P, G, kStateBits>(place, true, kChunkColumns, in_memory, tables))
+        continue;
+    }
+    uint32_t again = i;  // what follows from it is cheaper read again than held in registers
+    forget(again);
+    const auto tensor_index = static_cast<uint32_t>(chunks[again].tensor);
+    const AdamPlace<P, G, State> place{tensors, tensor_index, chunks[again].first + place_in_chunk(tensor_index)};
+    const int valid = valid_columns<kChunkColumns>(place.first, tensors[tensor_index].numel, false);
+    if (!__any_sync(kFullWarp, valid > 0)) continue;
+    const ScalarsInMemory in_memory{scalars, static_cast<uint32_t>(tensors[tensor_index].counter)};
+    const bool vector_access = valid == kChunkColumns && aligned_for_chunks<P, G, State>(tensors[tensor_index]);
+    adam_part<AdamSizes::kAny, P, G, kStateBits>(place, vector_access, valid, in_memory, tables);
   }
 }
 

@@ -66,40 +66,43 @@ static_assert(kAdamTables.complete, "a bucket holds two thresholds");
 
 // Copies the tables into the shared memory of a block of kThreads threads, all of which take part.
 template <int kThreads>
-__device__ __forceinline__ const AdamTables& shared_adam_tables() {
+__device__ __forceinline__ const AdamTables* shared_adam_tables() {
   ONETRIP_SHARED(AdamTables, tables, 1);
   constexpr int kWords = sizeof(AdamTables) / sizeof(uint4);
   for (int i = static_cast<int>(threadIdx.x); i < kWords; i += kThreads) {
     reinterpret_cast<uint4*>(tables)[i] = reinterpret_cast<const uint4*>(&kAdamTables)[i];
   }
   __syncthreads();
-  return *tables;
+  return tables;
 }
 
-// Code j of 4 in a word.
-__device__ __forceinline__ uint32_t code_of(uint32_t word, int j) {
-  return table_index(__byte_perm(word, 0, 0x4440 | j));
-}
+// Words of AdamTables before each table, and for the buckets those of number kFirst.
+constexpr int kSignedValues = 0, kUnsignedValues = 256;
+constexpr int kSignedWords = 512 - static_cast<int>(SignedBuckets::kFirst);
+constexpr int kUnsignedWords = 512 + SignedBuckets::kCount - static_cast<int>(UnsignedBuckets::kFirst);
 
 // A word with the code of x / scale in byte 2, x * inverse in units of the scale; NaN gets the code of 0.
-__device__ __forceinline__ uint32_t signed_code(const AdamTables& tables, float x, float inverse) {
-  const float normalized = __fmul_rn(x, inverse);
+// kOrdinary: |x| * inverse lies in a bucket.
+template <bool kOrdinary>
+__device__ __forceinline__ uint32_t signed_code(const SharedWords& tables, float x, float inverse) {
+  const float normalized = __fmul_rn(fabsf(x), inverse);
   const float least = __uint_as_float(SignedBuckets::kFirst << 16);  // of its bucket, so of the code of 0
-  const uint32_t bits = __float_as_uint(fmaxf(fabsf(normalized), least));
-  int word = static_cast<int>(tables.signed_bucket[table_index(bits >> 16) - SignedBuckets::kFirst] + bits);
+  const uint32_t bits = __float_as_uint(kOrdinary ? normalized : fmaxf(normalized, least));
+  int word = static_cast<int>(tables.at_upper_half<kSignedWords>(bits) + bits);
   // Code 127 + q of a magnitude becomes 127 - q; that of q = 128 would be -1.
   constexpr int kMirror = (2 * kSignedZeroCode + 1) << 16;
-  if (normalized < 0.0f) word = kMirror - 1 - word;
+  if (x < 0.0f) word = kMirror - 1 - word;
   return word < 0 ? 0u : static_cast<uint32_t>(word);
 }
 
-// The same for x >= 0: x > 0 gets at least code 1, and with kPositive x = 0 too.
-template <bool kPositive>
-__device__ __forceinline__ uint32_t unsigned_code(const AdamTables& tables, float x, float inverse) {
+// The same for x >= 0: x > 0 gets at least code 1.
+template <bool kOrdinary>
+__device__ __forceinline__ uint32_t unsigned_code(const SharedWords& tables, float x, float inverse) {
   constexpr float threshold = UnsignedBuckets::map.threshold[1];
-  const float least = kPositive || x > 0.0f ? threshold : __uint_as_float(UnsignedBuckets::kFirst << 16);
-  const uint32_t bits = __float_as_uint(fmaxf(__fmul_rn(x, inverse), least));
-  return tables.unsigned_bucket[table_index(bits >> 16) - UnsignedBuckets::kFirst] + bits;
+  const float least = x > 0.0f ? threshold : __uint_as_float(UnsignedBuckets::kFirst << 16);
+  const float normalized = __fmul_rn(x, inverse);
+  const uint32_t bits = __float_as_uint(kOrdinary ? normalized : fmaxf(normalized, least));
+  return tables.at_upper_half<kUnsignedWords>(bits) + bits;
 }
 
 // Byte 2 of each of four words.

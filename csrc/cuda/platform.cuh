@@ -31,6 +31,14 @@ constexpr bool kUniformRegisters = false;
 constexpr bool kUniformRegisters = true;
 #endif
 
+// Whether there is a register of the warp, too, for what only the program knows to be the same in all lanes (of_warp):
+// sm_80 and later.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr bool kWarpRegisters = false;
+#else
+constexpr bool kWarpRegisters = true;
+#endif
+
 }  // namespace onetrip
 
 #if defined(ONETRIP_CUDASIM)
@@ -160,12 +168,13 @@ __device__ __forceinline__ float exp2_flushed(float x) {
 }
 
 // Square root, quotient and reciprocal to the nearest, by the same operations as __fsqrt_rn, __fdiv_rn and __frcp_rn
-// but without their branches for operands at the ends of the range, so that several run side by side. Right for x = 0
-// and 2^-100 <= x, for a = 0 and 2^-100 <= |a| where 2^-100 <= b <= 2^20, and for 2^-100 <= x <= 2^100. What is not
-// finite gives NaN.
+// but without their branches for operands at the ends of the range, so that several run side by side. Right for
+// 2^-100 <= x and x = 0 (kZero; else it gives NaN), for a = 0 and 2^-100 <= |a| where 2^-100 <= b <= 2^20, and for
+// 2^-100 <= x <= 2^100. What is not finite gives NaN.
+template <bool kZero>
 __device__ __forceinline__ float quick_sqrt(float x) {
   float root, inverse;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(fmaxf(x, 7.888609052e-31f)));
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(kZero ? fmaxf(x, 7.888609052e-31f) : x));
   asm("{\n\t.reg .f32 half, rest;\n\t"
       "mul.rn.ftz.f32 half, %2, 0f3F000000;\n\t"
       "mul.rn.ftz.f32 %0, %1, %2;\n\t"
@@ -228,6 +237,31 @@ __device__ __forceinline__ T* global_pointer(int64_t address, Index index) {
   return pointer;
 }
 
+// A pointer into global memory goes on by kElements elements, in place. unit: kAdvanceUnit, of which the compiler must
+// not know the value: it would keep several such addresses instead.
+constexpr uint32_t kAdvanceUnit = 128;
+template <int kElements, typename T>
+__device__ __forceinline__ void advance_by(T*& pointer, uint32_t unit) {
+  constexpr int kUnits = kElements * static_cast<int>(sizeof(T)) / static_cast<int>(kAdvanceUnit);
+  asm("mad.wide.u32 %0, %1, %2, %0;" : "+l"(pointer) : "r"(unit), "n"(kUnits));
+  __builtin_assume(__isGlobal(pointer));
+}
+
+// Where an array of words in shared memory begins: the value of an address in 32 bits, and the word kFirst words and
+// some bytes after it.
+using SharedBase = uint32_t;
+__device__ __forceinline__ SharedBase shared_base(const void* words) {
+  auto base = static_cast<uint32_t>(__cvta_generic_to_shared(words));
+  asm volatile("" : "+r"(base));  // no look-up before this
+  return base;
+}
+template <int kFirst>
+__device__ __forceinline__ uint32_t shared_word(SharedBase base, uint32_t bytes) {
+  uint32_t word;
+  asm("ld.shared.u32 %0, [%1+%2];" : "=r"(word) : "r"(base + bytes), "n"(4 * kFirst));
+  return word;
+}
+
 }  // namespace onetrip
 
 #endif
@@ -247,13 +281,50 @@ __device__ __forceinline__ void forget([[maybe_unused]] int& value) {
 #endif
 }
 
-// An index of a table, computed first and then scaled into its address: two instructions, where compilers shift to the
-// scaled value at once, mask it and add the base.
-__device__ __forceinline__ uint32_t table_index(uint32_t index) {
-#ifndef ONETRIP_CUDASIM
-  asm("" : "+r"(index));
+// What all lanes of a warp have in common, in a register of the warp where there are such (kWarpRegisters).
+__device__ __forceinline__ uint32_t of_warp(uint32_t value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  return value;
+#else
+  return __reduce_or_sync(0xFFFFFFFFu, value);
 #endif
-  return index;
 }
+// The same for a struct in memory, of whole 16 bytes.
+template <typename T>
+__device__ __forceinline__ T of_warp(const T* from) {
+  union {
+    uint4 quads[sizeof(T) / 16];
+    T result;
+  };
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 16); ++i) {
+    const uint4 quad = reinterpret_cast<const uint4*>(from)[i];
+    quads[i] = make_uint4(of_warp(quad.x), of_warp(quad.y), of_warp(quad.z), of_warp(quad.w));
+  }
+  return result;
+}
+
+// A table of words in shared memory. One dot product chooses the bits that are the index and scales them.
+class SharedWords {
+ public:
+  __device__ __forceinline__ explicit SharedWords(const void* words) : base_(shared_base(words)) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) scale_[j] = of_warp(4u << 8 * j);  // made again for each use, were it a constant
+  }
+  // Word kFirst + byte j of index.
+  template <int kFirst>
+  __device__ __forceinline__ uint32_t at_byte(uint32_t index, int j) const {
+    return shared_word<kFirst>(base_, __dp4a(index, scale_[j], 0u));
+  }
+  // Word kFirst + the upper half of index.
+  template <int kFirst>
+  __device__ __forceinline__ uint32_t at_upper_half(uint32_t index) const {
+    return shared_word<kFirst>(base_, __dp2a_lo(index, scale_[1], 0u));
+  }
+
+ private:
+  SharedBase base_;
+  uint32_t scale_[4];
+};
 
 }  // namespace onetrip

@@ -55,14 +55,20 @@ __device__ __forceinline__ T sum_of_warps(const T* warp_sums, int n_warps) {
   return warp_sum<kWarpThreads>(total);
 }
 
-// Every lane gets the largest number of its group of kThreads consecutive lanes. All 32 lanes must take part.
-template <int kThreads>
-__device__ __forceinline__ uint32_t group_max(uint32_t value) {
+// Every lane gets the largest number of its half of the warp. All 32 lanes must take part.
+__device__ __forceinline__ uint32_t half_warp_max(uint32_t value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #pragma unroll
-  for (int lane_mask = kThreads / 2; lane_mask > 0; lane_mask /= 2) {
+  for (int lane_mask = kWarpThreads / 4; lane_mask > 0; lane_mask /= 2) {
     value = max(value, __shfl_xor_sync(kFullWarp, value, lane_mask));
   }
   return value;
+#else
+  const bool upper = static_cast<int>(threadIdx.x) % kWarpThreads >= kWarpThreads / 2;
+  const uint32_t of_lower = __reduce_max_sync(kFullWarp, upper ? 0 : value);
+  const uint32_t of_upper = __reduce_max_sync(kFullWarp, upper ? value : 0);
+  return upper ? of_upper : of_lower;
+#endif
 }
 
 // Sums over the threads that share a row. kRowThreads: lanes of one warp; 0: row_threads of the block, whole

@@ -150,12 +150,27 @@ inline float exp2_flushed(float x) {
 }
 // Outside the range in which the card's are right, wrong on purpose.
 inline float wrong_unless(bool right, float x) { return right || std::isnan(x) ? x : std::isinf(x) ? NAN : 1.5f * x; }
-inline float quick_sqrt(float x) { return wrong_unless(x == 0.0f || (x >= 0x1p-100f && !std::isinf(x)), std::sqrt(x)); }
+template <bool kZero>
+float quick_sqrt(float x) {
+  if (x == 0.0f) return kZero ? 0.0f : NAN;
+  return wrong_unless(x >= 0x1p-100f && !std::isinf(x), std::sqrt(x));
+}
 inline float quick_divide(float a, float b) {
   const bool in_range = (a == 0.0f || std::fabs(a) >= 0x1p-100f) && b >= 0x1p-100f && b <= 0x1p20f;
   return wrong_unless(in_range && std::isfinite(a / b), a / b);
 }
 inline float quick_reciprocal(float x) { return wrong_unless(x >= 0x1p-100f && x <= 0x1p100f, 1.0f / x); }
+constexpr uint32_t kAdvanceUnit = 1;
+template <int kElements, typename T>
+void advance_by(T*& pointer, uint32_t) {
+  pointer += kElements;
+}
+using SharedBase = const uint32_t*;
+inline SharedBase shared_base(const void* words) { return static_cast<SharedBase>(words); }
+template <int kFirst>
+uint32_t shared_word(SharedBase base, uint32_t bytes) {
+  return base[kFirst + static_cast<int>(bytes / 4)];
+}
 inline float value_or_zero(float value, bool kept) { return kept ? value : 0.0f; }
 inline float clamp_magnitude(float value, float largest) {
   return std::fabs(value) > largest ? std::copysign(largest, value) : value;
@@ -191,6 +206,22 @@ inline int __any_sync(unsigned mask, int predicate) {
   return lane < 32;
 }
 
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
+  const uint64_t* slots = ::cudasim::warp_exchange(mask, value);
+  unsigned result = 0;
+  for (unsigned lane = 0; lane < 32; ++lane)
+    result |= (mask >> lane & 1u) != 0 ? static_cast<unsigned>(slots[lane]) : 0;
+  return result;
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+  const uint64_t* slots = ::cudasim::warp_exchange(mask, value);
+  unsigned result = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    if ((mask >> lane & 1u) != 0) result = std::max(result, static_cast<unsigned>(slots[lane]));
+  }
+  return result;
+}
+
 template <typename T>
 T __ldg(const T* address) {
   return *address;
@@ -221,6 +252,13 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   for (int i = 0; i < 4; ++i)
     result |= static_cast<unsigned>(bytes >> ((selector >> (4 * i) & 7) * 8) & 0xFF) << (8 * i);
   return result;
+}
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
+  for (int i = 0; i < 32; i += 8) sum += (a >> i & 0xFF) * (b >> i & 0xFF);
+  return sum;
+}
+inline unsigned __dp2a_lo(unsigned a, unsigned b, unsigned sum) {
+  return sum + (a & 0xFFFF) * (b & 0xFF) + (a >> 16) * (b >> 8 & 0xFF);
 }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 using std::max;

@@ -144,18 +144,21 @@ SOFTMAX_BUGS = {
 THRESHOLD = thresholds(True)[99]
 TABLES, STEP = "adam_tables.cuh", "adam_step.cuh"
 ADAM_BUGS = {
-    "maximum_leaves_out_half_the_lanes": Bug("reduce.cuh", "lane_mask = kThreads / 2;", "lane_mask = kThreads / 4;"),
+    "maximum_of_the_other_half": Bug("reduce.cuh", "upper ? of_upper : of_lower", "of_lower"),
     "maximum_swallows_nan": Bug(
         STEP, "return __float_as_uint(x) & 0x7FFFFFFFu;", "return x != x ? 0u : __float_as_uint(fabsf(x));"
     ),
     "padding_counts_in_the_maximum": Bug(STEP, "if (j >= valid) m[j] = root[j] = 0.0f;", ";"),
     "threshold_itself_keeps_the_lower_code": Bug(TABLES, "(0x10000 - threshold)", "(0xFFFF - threshold)"),
     "positive_root_becomes_zero": Bug(TABLES, "x > 0.0f ? threshold :", "x < 0.0f ? threshold :"),
-    "zeros_keep_code_one": Bug(STEP, "root_code[j] = root[j] == 0.0f ? 0 : root_code[j];", ";"),
-    "zeros_leave_the_quick_range_unseen": Bug(
-        STEP, "magnitude_bits(value[j]) - 1);", "magnitude_bits(value[j]) | 1 << 30);"
+    "zeros_get_code_one": Bug(
+        TABLES, "x > 0.0f ? threshold : __uint_as_float(UnsignedBuckets::kFirst << 16)", "threshold"
     ),
-    "quick_range_not_looked_at": Bug(STEP, "s_again))) return false;", "s_again))) ;"),
+    "zeros_leave_the_quick_range_unseen": Bug(STEP, "? bits - 1 : bits", "? bits | 1 << 30 : bits"),
+    "quick_range_not_looked_at": Bug(STEP, "if (__any_sync(kFullWarp, !right)) return false;", ""),
+    "quick_range_of_scalars_not_looked_at": Bug(STEP, "&& in_quick_range(scalars[counter])", ""),
+    "small_moments_look_ordinary": Bug(STEP, "all_have_codes<SignedBuckets>(m_size, m_scale)", "true"),
+    "small_roots_look_ordinary": Bug(STEP, "all_have_codes<UnsignedBuckets>(root_size, v_scale)", "true"),
     "quick_range_forgets_the_root": Bug(STEP, "root.least >= kOne - 49 * kExponent &&", ""),
     "quick_range_forgets_the_moment": Bug(STEP, "m.least >= kOne - 100 * kExponent &&", ""),
     "quick_range_forgets_large_moments": Bug(STEP, "m.largest <= kOne + 40 * kExponent &&", ""),
@@ -174,8 +177,8 @@ ADAM_BUGS = {
     "subnormal_scale_kept": Bug(STEP, "scale < kSmallestAdamScale ? 0.0f : scale", "scale"),
     "found_inf_ignored": Bug(STEP, "if (scalars[0].skip != 0.0f) return;", ""),
     "later_groups_not_prepared": Bug("adam.cu", "first += kManyGroups", "first += args.n_groups"),
-    "grid_stride_too_long": Bug(STEP, "i += gridDim.x,", "i += gridDim.x + 1,"),
-    "part_of_a_chunk_lost": Bug(STEP, "part = (part + 1) % kAdamWarps", "part = part + 1"),
+    "last_chunk_of_a_share_lost": Bug(STEP, "share + (blockIdx.x < n_larger ? 1 : 0)", "share"),
+    "rest_of_a_tensor_lost": Bug(STEP, "if (i >= last) {", "if (i >= quick_end) {"),
 }
 
 
@@ -253,6 +256,16 @@ def check_adam(driver: Path, folder: Path) -> None:
     overflowing.slots[0].exp_avg.fill_(200)
     overflowing.slots[0].exp_avg_scale.fill_(1e30)
     steps.append(overflowing)
+    # A denominator too large for quick arithmetic; a moment, and a root, tiny beside the others of its block.
+    steps.append(Step([Parameter(256)], [ADAM._replace(eps=2e6, lr=1e4)]))
+    one_tiny = (1.0, 1e-9, *254 * (0.5,))
+    tiny_moment = Step([Parameter(256, grads=one_tiny)], [ADAM._replace(beta1=0.0, weight_decay=0.0)])
+    tiny_moment.slots[0].exp_avg_sq.fill_(200)
+    tiny_moment.slots[0].exp_avg_sq_scale.fill_(1.0)
+    tiny_root = Step([Parameter(256, grads=one_tiny)], [ADAM._replace(weight_decay=0.0)])
+    tiny_root.slots[0].exp_avg.fill_(200)
+    tiny_root.slots[0].exp_avg_scale.fill_(1.0)
+    steps += [tiny_moment, tiny_root]
     for step, outputs in zip(steps, run(driver, [step.case() for step in steps], folder), strict=True):
         step.check(outputs)
 
