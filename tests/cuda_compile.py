@@ -21,6 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 BUILD = ROOT / "build" / "cuda_budgets"
+NVCC_FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr")
 
 
 class Multiprocessor(NamedTuple):
@@ -118,18 +119,26 @@ def _ptx_by_nvrtc(family: str, arch: int) -> str:
     return text_of("PTX")
 
 
-def _machine_code(cubin: Path) -> str | None:
-    """None without a disassembler that knows the architecture. The one in triton's wheel has left sm_70 behind."""
+def disassembler(arch: int) -> str | None:
+    """An nvdisasm that knows the architecture. The one in triton's wheel has left sm_70 behind."""
     triton = importlib.util.find_spec("triton")
     places = [shutil.which("nvdisasm")]
     if triton is not None and triton.origin is not None:
         places.append(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"))
     for place in places:
         if place is not None and Path(place).exists():
-            result = subprocess.run([place, "-c", str(cubin)], capture_output=True, text=True)
-            if result.returncode == 0 and "LDG" in result.stdout:
-                return result.stdout
+            usage = subprocess.run([place, "--help"], capture_output=True, text=True).stdout
+            if f"'SM{arch}'" in usage:
+                return place
     return None
+
+
+def _machine_code(cubin: Path, arch: int) -> str | None:
+    """None without a disassembler that knows the architecture."""
+    place = disassembler(arch)
+    if place is None:
+        return None
+    return subprocess.run([place, "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
 
 
 def _entries(ptx: str) -> list[tuple[str, str]]:
@@ -172,11 +181,11 @@ def _compile(family: str, arch: int) -> tuple[dict[str, tuple[int, int]], dict[s
         assert package is not None
         command = [str(package / "bin" / "ptxas"), "-O3", "-v", f"-arch=sm_{arch}", str(ptx_file)]
     else:
-        command = [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-arch=sm_{arch}", "-Xptxas", "-v", "-cubin"]
+        command = [nvcc, *NVCC_FLAGS, f"-arch=sm_{arch}", "-Xptxas", "-v", "-cubin"]
         command += ["--keep", "--keep-dir", str(folder), str(CSRC / "cuda" / f"{family}.cu")]
     result = subprocess.run([*command, "-o", str(folder / f"{family}.cubin")], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
-    machine_code = _machine_code(folder / f"{family}.cubin")
+    machine_code = _machine_code(folder / f"{family}.cubin", arch)
     ptx = ptx_file.read_text()
     return _wide_accesses(ptx, machine_code), _loose_operations(ptx), result.stderr + result.stdout
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from cudasim_harness import DTYPE_CODES, ORDERS, Case
+from cudasim_harness import DTYPE_CODES, ORDERS, Case, assert_same_bits
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import BLOCK, Group, Slot
 from torch import Tensor
@@ -125,14 +125,3 @@ class Step:
         assert set(outputs) == set(expected)
         for name, (tensor, _) in expected.items():
             assert_same_bits(name, outputs[name], tensor)
-
-
-def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[actual.itemsize]
-    wrong = (actual.view(bits) != expected.view(bits)) & ~(torch.isnan(actual) & torch.isnan(expected))
-    if wrong.any():
-        where = tuple(wrong.nonzero()[0].tolist())
-        raise AssertionError(
-            f"{name}: {int(wrong.sum())} of {wrong.numel()} wrong, first at {where}: "
-            f"{actual[where].item()!r} instead of {expected[where].item()!r}"
-        )

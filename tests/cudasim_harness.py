@@ -71,12 +71,19 @@ def missing_tool() -> str | None:
 TYPES = {"row_norm": "ONETRIP_ROW_NORM_PAIRS", "softmax": "ONETRIP_SOFTMAX_TYPES", "adam": "ONETRIP_ADAM_TYPES"}
 
 
+def type_list(types: Iterable[Sequence[torch.dtype]]) -> str:
+    return " ".join(f"F({', '.join(CUDA_TYPES[dtype] for dtype in dtypes)})" for dtypes in types)
+
+
 def build(
-    family: str, types: Iterable[Sequence[torch.dtype]], csrc: Path = ROOT / "csrc", sanitize: bool = True
+    family: str,
+    types: Iterable[Sequence[torch.dtype]],
+    csrc: Path = ROOT / "csrc",
+    sanitize: bool = True,
 ) -> Path:
     """Compiles the driver of the family for these dtypes: (x, z) of row_norm, (scores,) of softmax, (param, grad) of
     adam. Returns its path, under build/ by the hash of its sources."""
-    listed = " ".join(f"F({', '.join(CUDA_TYPES[dtype] for dtype in dtypes)})" for dtypes in types)
+    listed = type_list(types)
     folders = cuda_includes()
     assert folders is not None
     flags = [
@@ -87,6 +94,7 @@ def build(
         "-DONETRIP_CUDASIM",
         f"-D{TYPES[family]}(F)={listed}",
         "-DONETRIP_FILLING_SMS=16",
+        "-rdynamic",  # a kernel's machine code is found by its name
     ]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     flags += ["-O1", "-g1", *sanitizers] if sanitize else ["-O0"]
@@ -102,11 +110,25 @@ def build(
     unfinished = folder / f"driver.{os.getpid()}"
     includes = [f"-I{SIMULATOR}", f"-I{csrc}", *(f"-isystem{folder}" for folder in folders)]
     command = ["g++", *flags, *includes, "-x", "c++", *map(str, sources), "-o", str(unfinished)]
+    command += ["-x", "none", str(_machine()), "-ldl"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         raise RuntimeError(f"the simulator does not compile:\n{result.stderr[-4000:]}")
     unfinished.rename(driver)
     return driver
+
+
+def _machine() -> Path:
+    """machine.cpp, compiled: without sanitizers, and to round as it is told to."""
+    digest = hashlib.sha256((SIMULATOR / "machine.cpp").read_bytes() + (SIMULATOR / "machine.h").read_bytes())
+    compiled = BUILD / f"machine-{digest.hexdigest()[:16]}.o"
+    if not compiled.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        unfinished = compiled.with_suffix(f".{os.getpid()}")
+        flags = ["-std=c++17", "-O2", "-fPIC", "-frounding-math", "-ffp-contract=off"]
+        subprocess.run(["g++", *flags, "-c", str(SIMULATOR / "machine.cpp"), "-o", str(unfinished)], check=True)
+        unfinished.rename(compiled)
+    return compiled
 
 
 class Bug(NamedTuple):
@@ -133,9 +155,10 @@ def _raw(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def run(driver: Path, cases: Sequence[Case], folder: Path) -> list[dict[str, Tensor]]:
-    """Runs the cases; returns each one's outputs. folder: for the files that pass between here and the driver."""
-    script: list[str] = []
+def run(driver: Path, cases: Sequence[Case], folder: Path, prelude: Sequence[str] = ()) -> list[dict[str, Tensor]]:
+    """Runs the cases; returns each one's outputs. folder: for the files that pass between here and the driver.
+    prelude: further commands, before all cases."""
+    script = list(prelude)
     blobs: list[bytes] = []
     for case in cases:
         script.append(f"case {case.direction}")
@@ -175,3 +198,15 @@ def run(driver: Path, cases: Sequence[Case], folder: Path) -> list[dict[str, Ten
             position += size
         all_outputs.append(outputs)
     return all_outputs
+
+
+def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
+    """NaN is NaN."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[actual.itemsize]
+    wrong = (actual.view(bits) != expected.view(bits)) & ~(torch.isnan(actual) & torch.isnan(expected))
+    if wrong.any():
+        where = tuple(wrong.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} wrong, first at {where}: "
+            f"{actual[where].item()!r} instead of {expected[where].item()!r}"
+        )

@@ -243,7 +243,7 @@ __device__ __forceinline__ Moments join(const Moments& a, const Moments& b) {
   const float count = a.count + b.count;
   const float share = count > 0.0f ? b.count / count : 0.0f;
   const float delta = b.mean - a.mean;
-  return Moments{count, a.mean + delta * share, a.m2 + b.m2 + delta * delta * a.count * share};
+  return Moments{count, fmaf(delta, share, a.mean), fmaf(delta * delta * a.count, share, a.m2 + b.m2)};
 }
 
 // The join rounds differently with its sides exchanged, so lane 0's result is everybody's.

@@ -419,7 +419,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       const float centred = inside(i, valid, kVectorAccess) ? value[i] - chunk.mean : 0.0f;
-      chunk.m2 += centred * centred;
+      chunk.m2 = fmaf(centred, centred, chunk.m2);
     }
     moments = join(moments, chunk);
   }

@@ -17,6 +17,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #undef __shared__  // shared memory is declared through ONETRIP_SHARED, whose arrays belong to a block
 #undef __launch_bounds__
@@ -88,9 +89,26 @@ void copy_async_wait(int n_pending);
 using Body = void (*)(void* context);
 cudaError_t run_grid(Body body, void* context, dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_blocks);
 
-template <typename Kernel, typename... Args>
-cudaError_t launch(Kernel kernel, dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_blocks,
+// What runs a kernel in place of its source: its machine code (machine.h). parameters: as a launch hands them over.
+using Executor = cudaError_t (*)(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes,
+                                 unsigned cluster_blocks, const std::vector<unsigned char>& parameters);
+inline Executor executor = nullptr;
+
+template <typename Parameter>
+void append(std::vector<unsigned char>& parameters, const Parameter& value) {
+  const size_t at = (parameters.size() + alignof(Parameter) - 1) / alignof(Parameter) * alignof(Parameter);
+  parameters.resize(at + sizeof value);
+  std::memcpy(&parameters[at], &value, sizeof value);
+}
+
+template <typename... Parameters, typename... Args>
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_blocks,
                    const Args&... args) {
+  if (executor != nullptr) {
+    std::vector<unsigned char> parameters;
+    (append<Parameters>(parameters, args), ...);
+    return executor(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, cluster_blocks, parameters);
+  }
   auto call = [&] { kernel(args...); };
   return run_grid([](void* context) { (*static_cast<decltype(call)*>(context))(); }, &call, grid, block, shared_bytes,
                   cluster_blocks);

@@ -6,7 +6,9 @@
 //   number NAME VALUE            a field of the launcher's struct (dropout.seed etc. for nested ones)
 //   input NAME BYTES SHIFT       a tensor of so many bytes, next in INPUT, placed SHIFT bytes past a 64-byte boundary
 //   output NAME BYTES SHIFT      a tensor to be written; filled with NaN before, appended to OUTPUT afterwards
-//   run ORDER...                 runs the case under each order of threads
+//   run ORDER...                 runs the case under each order of threads; from 10 on: its machine code (machine.h)
+//   error ULPS                   moves the results of MUFU in what follows
+//   machine CUBIN DISASSEMBLY COUNTS   what that is, and the file for what each such run takes, a line of JSON a run
 //
 // Every tensor is an allocation of its own, so that AddressSanitizer sees each access past either end. Inputs must be
 // unchanged afterwards, and outputs the same bits under every order. The launcher's code is printed, one line a case.
@@ -22,11 +24,14 @@
 
 #include "cudasim.h"
 #include "launch.h"
+#include "machine_driver.h"
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #endif
 
 namespace {
+
+constexpr int kFirstMachineOrder = 10;
 
 class Tensor {
  public:
@@ -96,12 +101,14 @@ std::string run(Case& c, int order, int* code) {
   std::map<std::string, std::string> before;
   for (const auto& [name, tensor] : c.inputs) before[name] = tensor.copy();
   for (auto& [name, tensor] : c.outputs) tensor.fill_with_nan();
-  cudasim::set_order(static_cast<cudasim::Order>(order));
+  machine::use(order >= kFirstMachineOrder, order - kFirstMachineOrder);
+  if (order < kFirstMachineOrder) cudasim::set_order(static_cast<cudasim::Order>(order));
   const auto given = [&](const char* name, int64_t otherwise) {
     return static_cast<int>(c.integers.count(name) != 0 ? c.integer(name) : otherwise);
   };
   c.device = cudasim::use_card({given("shared_limit", 227 * 1024), given("clusters", 1) != 0, given("copies", 1) != 0});
   *code = launch(c);
+  machine::report();
   for (const auto& [name, tensor] : c.inputs) {
     if (tensor.copy() != before[name]) fail("input " + name + " was modified");
   }
@@ -140,6 +147,12 @@ int main(int argc, char** argv) {
       } else {
         current.output_order.push_back(name);
       }
+    } else if (command == "machine") {
+      std::string disassembly, counts;
+      words >> disassembly >> counts;
+      machine::load(name, disassembly, counts);
+    } else if (command == "error") {
+      machine::set_error(std::stoi(name));
     } else if (command == "run") {
       int code = 0;
       const std::string first = run(current, std::stoi(name), &code);

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cudasim_adam import ADAM, ADAMW, Parameter, Step, assert_same_bits
-from cudasim_harness import build, missing_tool, run
+from cudasim_adam import ADAM, ADAMW, Parameter, Step
+from cudasim_harness import assert_same_bits, build, missing_tool, run
 from onetrip.reference.adam import Group, thresholds
 
 pytestmark = pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))

@@ -1,0 +1,64 @@
+// Runs machine code (machine.h) where the simulator would run a kernel's source: see driver.h.
+#pragma once
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <memory>
+
+#include "cudasim.h"
+#include "machine.h"
+
+namespace machine {
+namespace {
+
+std::unique_ptr<Program> program;
+std::ofstream counts_file;
+int machine_order = 0;
+
+void load(const std::string& cubin, const std::string& disassembly, const std::string& counts) {
+  program = std::make_unique<Program>(cubin, disassembly);
+  counts_file.open(counts);
+}
+
+cudaError_t execute(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_blocks,
+                    const std::vector<unsigned char>& parameters) {
+  Dl_info info{};
+  if (dladdr(kernel, &info) == 0 || info.dli_sname == nullptr) cudasim::fail("a kernel without a name");
+  const Launch launch{{grid.x, grid.y, grid.z}, {block.x, block.y, block.z},
+                      cluster_blocks,           shared_bytes,
+                      parameters.data(),        parameters.size()};
+  try {
+    program->run(info.dli_sname, launch, machine_order);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "machine: %s\n", error.what());
+    std::exit(3);
+  }
+  return cudaSuccess;
+}
+
+void use(bool machine_code, int order) {
+  cudasim::executor = machine_code ? execute : nullptr;
+  machine_order = order;
+  if (program != nullptr) program->counts = {};
+}
+
+// A line for what ran since use().
+void report() {
+  if (cudasim::executor == nullptr) return;
+  const Counts& counts = program->counts;
+  counts_file << "{\"instructions\": {";
+  const char* separator = "";
+  for (const auto& [opcode, n] : counts.instructions) {
+    counts_file << separator << '"' << opcode << "\": " << n;
+    separator = ", ";
+  }
+  counts_file << "}, \"loaded\": " << counts.loaded << ", \"stored\": " << counts.stored
+              << ", \"first_loaded\": " << counts.first_loaded << ", \"first_stored\": " << counts.first_stored
+              << ", \"shared_cycles\": " << counts.shared_cycles << ", \"shared_least\": " << counts.shared_least << "}"
+              << std::endl;
+}
+
+}  // namespace
+}  // namespace machine

@@ -1,0 +1,79 @@
+"""Machine code of a family's CUDA kernels, and cases that run it beside the source: see tests/cudasim/machine.h."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import cuda_compile
+import cudasim_harness
+import torch
+from cudasim_harness import BUILD, ROOT, TYPES, Case, assert_same_bits, build, type_list
+from torch import Tensor
+
+ARCH = 90
+WARPS_FORWARD, WARPS_REVERSE, WARPS_RANDOM = 10, 11, 12
+"""Orders in which the driver runs machine code: which warp goes on, each as far as it can alone."""
+
+
+def missing_tool() -> str | None:
+    """Why machine code cannot be run here, or None."""
+    if cuda_compile.nvcc_path() is None:
+        return "no nvcc"
+    if cuda_compile.disassembler(ARCH) is None:
+        return f"no nvdisasm that knows sm_{ARCH}"
+    return cudasim_harness.missing_tool()
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    driver: Path
+    cubin: Path
+    disassembly: Path
+
+    def run(
+        self, cases: Sequence[Case], folder: Path, error_ulps: int = 0
+    ) -> tuple[list[dict[str, Tensor]], list[dict[str, Any]]]:
+        """(The outputs of each case, what each run of machine code took: machine.h's Counts). error_ulps: by which
+        every result of the unit that approximates (MUFU) is moved."""
+        counts = folder / "counts.jsonl"
+        prelude = [f"machine {self.cubin} {self.disassembly} {counts}", f"error {error_ulps}"]
+        outputs = cudasim_harness.run(self.driver, cases, folder, prelude)
+        return outputs, [json.loads(line) for line in counts.read_text().splitlines()]
+
+    def outputs(self, cases: Sequence[Case], folder: Path) -> list[dict[str, Tensor]]:
+        """What the machine code makes of the cases: the same bits as their source, but that a NaN may be another."""
+        both = [replace(case, orders=orders) for case in cases for orders in ((0,), (WARPS_FORWARD, WARPS_RANDOM))]
+        found, _ = self.run(both, folder)
+        for case, of_source, of_machine in zip(cases, found[::2], found[1::2], strict=True):
+            for name, tensor in of_machine.items():
+                assert_same_bits(f"{case.direction}: {name}", tensor, of_source[name])
+        return found[1::2]
+
+
+def machine_code(family: str, types: Iterable[Sequence[torch.dtype]], csrc: Path = ROOT / "csrc") -> MachineCode:
+    """The kernels of a family for these dtypes, and the driver that runs them (cudasim_harness.build), under build/ by
+    the hash of their sources. csrc: of the kernels; the driver is that of the right sources."""
+    types = [list(dtypes) for dtypes in types]
+    driver, nvcc = build(family, types), cuda_compile.nvcc_path()
+    disassembler = cuda_compile.disassembler(ARCH)
+    assert nvcc is not None and disassembler is not None
+    source = f'#define {TYPES[family]}(F) {type_list(types)}\n#include "{family}.cu"\n'
+    digest = hashlib.sha256(f"{nvcc} {disassembler} {source}".encode())
+    for path in sorted([*csrc.rglob("*.h"), *csrc.rglob("*.cu*")]):
+        digest.update(path.name.encode() + path.read_bytes())
+    folder = BUILD / f"sm_{ARCH}-{digest.hexdigest()[:16]}"
+    code = MachineCode(driver, folder / "kernels.cubin", folder / "kernels.sass")
+    if not code.disassembly.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "kernels.cu").write_text(source)
+        command = [nvcc, *cuda_compile.NVCC_FLAGS, f"-arch=sm_{ARCH}", "-cubin", f"-I{csrc / 'cuda'}"]
+        subprocess.run([*command, "-o", str(code.cubin), str(folder / "kernels.cu")], check=True)
+        text = subprocess.run([disassembler, "-c", str(code.cubin)], check=True, capture_output=True, text=True).stdout
+        code.disassembly.write_text(text)
+    return code
