@@ -8,6 +8,12 @@ import pytest
 import torch
 from onetrip import use_backend
 from targets import TARGETS, Target, needs
+from triton_runner import EMULATED
+
+if EMULATED:
+    import triton_machine
+
+    triton_machine.install()
 
 
 @pytest.fixture(params=TARGETS)

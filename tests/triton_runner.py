@@ -9,11 +9,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from onetrip.kernels import interpreter_fault
 
 ROOT = Path(__file__).parents[1]
 INTERPRET = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 COMPILE = {"TRITON_INTERPRET": "0"}
+EMULATE = {
+    "TRITON_INTERPRET": "0",
+    "CUDA_VISIBLE_DEVICES": "",
+    "ONETRIP_TRITON_MACHINE": "1",
+    "TRITON_CACHE_DIR": str(ROOT / "build" / "triton_machine" / "cache"),
+    "ASAN_OPTIONS": "detect_leaks=0",
+}
+"""Compiled for sm_90, and its machine code run on the CPU: see triton_machine.py."""
+
+# Of this process, where it runs cases.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EMULATED = os.environ.get("ONETRIP_TRITON_MACHINE") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED or EMULATED else "cuda")
 
 
 def run_cases(file: Path, environment: dict[str, str], selection: str = "") -> None:
@@ -24,3 +38,18 @@ def run_cases(file: Path, environment: dict[str, str], selection: str = "") -> N
     outcome = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True)
     print(outcome.stdout)
     assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
+
+
+def run_emulated(file: Path, selection: str = "") -> None:
+    """run_cases() with EMULATE; under AddressSanitizer, which finds an access beside a tensor."""
+    pytest.importorskip("triton")
+    from triton_machine import missing_tool
+
+    reason = missing_tool()
+    if reason:
+        pytest.skip(reason)
+    libraries = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")  # the one intercepts the other's exceptions
+    ]
+    run_cases(file, EMULATE | {"LD_PRELOAD": " ".join(libraries)}, selection)

@@ -45,7 +45,7 @@ constexpr size_t kParameters = 0x210, kLocalBytes = 4096;
   F(BFLY) F(IDX) F(UP) F(DOWN) F(ANY) F(ALL) F(TRUNC) F(FLOOR) F(CEIL) F(NTZ) F(PACK_AB) F(MMA) F(XORSIGN) F(EX2)   \
   F(LG2) F(RCP) F(RSQ) F(SQRT) F(RCP64H) F(RSQ64H) F(SYNC) F(DEFER_BLOCKING) F(REL) F(NOINC) F(NODEC) F(DIV)        \
   F(EXCH) F(ARRIVE) F(TRANS64) F(PHASECHK) F(TRYWAIT) F(VIEW) F(ASYNC) F(S) F(IVALL) F(MIN) F(MAX) F(SUM) F(4A)     \
-  F(2A) F(LO)
+  F(2A) F(LO) F(16) F(M88) F(2) F(4) F(LU) F(BF16_V2)
 // clang-format on
 
 enum Modifier {
@@ -82,7 +82,8 @@ struct Operand {
   Kind kind = kName;
   int index = 0;
   bool negative = false, absolute = false, inverted = false;
-  int first_bit = 0;  // of a part of a register, a half or a byte
+  bool is_part = false;  // of a register: a half or a byte
+  int first_bit = 0;
   bool is_decimal = false;
   uint64_t bits = 0;
   double number = 0;
@@ -193,6 +194,7 @@ Operand parse_operand(std::string text) {
     suffix = dot == std::string::npos ? "" : text.substr(dot), body = text.substr(0, dot);
   }
   if (parse_register(body, operand.kind, operand.index)) {
+    operand.is_part = suffix != "" && suffix != ".64";
     if (suffix == ".H0_H0" || suffix == ".H1_H1") {
       operand.first_bit = 16 * (suffix[2] - '0');
     } else if (suffix.size() == 3 && suffix[1] == 'B') {
@@ -723,15 +725,19 @@ void permute(Thread& t, const Instruction& i) {
   t.set(i[0], result);
 }
 
+void pack_predicates(Thread& t, const Instruction& i, uint32_t predicates) {
+  const uint32_t mask = t.u(i[3]);
+  t.set(i[0], (predicates & mask) | (t.u(i[2]) & ~mask));
+}
+
 template <typename T>
 T lesser(bool least, T a, T b) {
   return least ? std::min(a, b) : std::max(a, b);
 }
 
-void extreme(Thread& t, const Instruction& i, uint32_t a, uint32_t b, const Operand& least) {
+uint32_t extreme(bool is_signed, bool least, uint32_t a, uint32_t b) {
   const auto as_signed = [](uint32_t x) { return static_cast<int32_t>(x); };
-  t.set(i[0],
-        i.is(kU32) ? lesser(t.p(least), a, b) : static_cast<uint32_t>(lesser(t.p(least), as_signed(a), as_signed(b))));
+  return is_signed ? static_cast<uint32_t>(lesser(least, as_signed(a), as_signed(b))) : lesser(least, a, b);
 }
 
 void float_extreme(Thread& t, const Instruction& i) {
@@ -773,6 +779,23 @@ void special_register(Thread& t, const Instruction& i) {
   t.set(i[0], found->second(t, t.warp.first_thread + t.lane, t.warp.running->launch.block));
 }
 
+// Into a uniform register, what all threads must have the same.
+template <OfThread of_thread>
+void agreed(Warp& warp, const Instruction& i, uint32_t lanes) {
+  const auto first = static_cast<unsigned>(__builtin_ctz(lanes));
+  Thread t{warp, first};
+  of_thread(t, i);
+  const uint32_t value = t.u(i[0]);
+  for (unsigned lane = first + 1; lane < kLanes; ++lane) {
+    if ((lanes >> lane & 1) == 0) continue;
+    Thread other{warp, lane};
+    of_thread(other, i);
+    if (other.u(i[0]) != value) fail("a uniform register for what differs between threads");
+  }
+}
+
+void move(Thread& t, const Instruction& i) { t.set(i[0], t.u(i[1])); }
+
 void shuffle(Warp& warp, const Instruction& i, uint32_t lanes) {
   uint32_t values[kLanes];
   for (unsigned lane = 0; lane < kLanes; ++lane) values[lane] = Thread{warp, lane}.u(i[2]);
@@ -813,6 +836,7 @@ void vote(Warp& warp, const Instruction& i, uint32_t lanes) {
 
 // Of the lanes' values, into a uniform register.
 void reduce(Warp& warp, const Instruction& i, uint32_t lanes) {
+  if (lanes != warp.live) fail("a warp operation by lanes that are apart");
   const unsigned first = static_cast<unsigned>(__builtin_ctz(lanes));
   uint32_t result = Thread{warp, first}.u(i[1]);
   for (unsigned lane = first + 1; lane < kLanes; ++lane) {
@@ -822,7 +846,7 @@ void reduce(Warp& warp, const Instruction& i, uint32_t lanes) {
              : i.is(kAND) ? result & value
              : i.is(kXOR) ? result ^ value
              : i.is(kSUM) ? result + value
-                          : lesser(i.is(kMIN), result, value);
+                          : extreme(i.is(kS32), i.is(kMIN), result, value);
   }
   Thread{warp, first}.set(i[0], result);
 }
@@ -870,6 +894,26 @@ void cluster_wait(Warp& warp, const Instruction&, uint32_t lanes) {
   for (unsigned lane = 0; lane < kLanes; ++lane) {
     if ((lanes >> lane & 1) != 0 && warp.arrived_in[lane] == warp.running->cluster_phase)
       warp.block_lanes(1u << lane, Wait::kCluster, 0);
+  }
+}
+
+// ldmatrix: eight lanes have the addresses of a matrix's rows, 16 bytes each; every lane takes 4 bytes of each matrix.
+void load_matrices(Warp& warp, const Instruction& i, uint32_t lanes) {
+  if (lanes != ~0u) fail("a warp operation by lanes that are apart");
+  const unsigned n_matrices = i.is(k4) ? 4 : i.is(k2) ? 2 : 1;
+  const uint8_t* rows[kLanes];
+  for (unsigned lane = 0; lane < 8 * n_matrices; ++lane) {
+    Thread t{warp, lane};
+    const auto at = static_cast<uint32_t>(t.address(i[1]));
+    warp.shared_accesses.emplace_back(at, 16);
+    rows[lane] = t.shared(at, 16);
+  }
+  for (unsigned lane = 0; lane < kLanes; ++lane) {
+    for (unsigned matrix = 0; matrix < n_matrices; ++matrix) {
+      uint32_t word = 0;
+      std::memcpy(&word, rows[8 * matrix + lane / 4] + lane % 4 * 4, 4);
+      Thread{warp, lane}.set(i[0].kind, i[0].index + static_cast<int>(matrix), word);
+    }
   }
 }
 
@@ -1005,18 +1049,19 @@ const std::unordered_map<std::string, Handler>& handlers() {
       {"LDGDEPBAR", {"", commit_copies, nullptr}},
       {"DEPBAR", {"LE", wait_for_copies, nullptr}},
       {"SHFL", {"BFLY IDX UP DOWN", nullptr, shuffle}},
-      {"REDUX", {"OR AND XOR SUM MIN MAX", nullptr, reduce}},
+      {"REDUX", {"OR AND XOR SUM MIN MAX S32", nullptr, reduce}},
+      {"LDSM", {"16 M88 2 4", nullptr, load_matrices}},
       {"VOTE", {"ANY ALL", nullptr, vote}},
       {"VOTEU", {"ANY ALL", nullptr, vote}},
 
       {"S2R", {"", special_register, nullptr}},
-      {"S2UR", {"", special_register, nullptr}},
+      {"S2UR", {"", nullptr, agreed<special_register>}},
       {"CS2R", {"", [](T& t, const I& i) {
          if (i[1].name != "SRZ") fail("register " + i[1].name);
          t.set64(i[0], 0);
        }, nullptr}},
-      {"R2UR", {"", [](T& t, const I& i) { t.set(i[0], t.u(i[1])); }, nullptr}},
-      {"MOV", {"", [](T& t, const I& i) { t.set(i[0], t.u(i[1])); }, nullptr}},
+      {"R2UR", {"", nullptr, agreed<move>}},
+      {"MOV", {"", move, nullptr}},
       {"LDC", {"U8 S8 U16 S16 64", [](T& t, const I& i) {
          uint8_t bytes[16] = {};
          const uint64_t value = t.constant(i[1], size_of(i));
@@ -1037,7 +1082,9 @@ const std::unordered_map<std::string, Handler>& handlers() {
          t.warp.shared_accesses.emplace_back(at, size_of(i));
          store(t, i, i[1], t.shared(at, size_of(i)));
        }, nullptr}},
-      {"LDL", {kMemory, [](T& t, const I& i) { load(t, i, i[0], t.on_stack(t.address(i[1]), size_of(i))); }, nullptr}},
+      {"LDL", {"U8 S8 U16 S16 64 128 LU", [](T& t, const I& i) {
+         load(t, i, i[0], t.on_stack(t.address(i[1]), size_of(i)));
+       }, nullptr}},
       {"STL", {kMemory, [](T& t, const I& i) { store(t, i, i[1], t.on_stack(t.address(i[0]), size_of(i))); }, nullptr}},
 
       {"IADD3", {"X", add, nullptr}},
@@ -1052,16 +1099,24 @@ const std::unordered_map<std::string, Handler>& handlers() {
       {"SEL", {"", [](T& t, const I& i) { t.set(i[0], t.u(i[t.p(i[3]) ? 1 : 2])); }, nullptr}},
       {"IABS", {"", [](T& t, const I& i) { t.set(i[0], static_cast<uint32_t>(std::abs(int64_t{t.s(i[1])}))); }, nullptr}},
       {"VIADD", {"", [](T& t, const I& i) { t.set(i[0], t.u(i[1]) + t.u(i[2])); }, nullptr}},
-      {"VIMNMX", {"U32", [](T& t, const I& i) { extreme(t, i, t.u(i[1]), t.u(i[2]), i[3]); }, nullptr}},
-      {"VIADDMNMX", {"U32", [](T& t, const I& i) { extreme(t, i, t.u(i[1]) + t.u(i[2]), t.u(i[3]), i[4]); }, nullptr}},
+      {"VIMNMX", {"U32", [](T& t, const I& i) {
+         t.set(i[0], extreme(!i.is(kU32), t.p(i[3]), t.u(i[1]), t.u(i[2])));
+       }, nullptr}},
+      {"VIADDMNMX", {"U32", [](T& t, const I& i) {
+         t.set(i[0], extreme(!i.is(kU32), t.p(i[4]), t.u(i[1]) + t.u(i[2]), t.u(i[3])));
+       }, nullptr}},
       {"VIMNMX3", {"U32", [](T& t, const I& i) {
-         extreme(t, i, t.u(i[1]), t.u(i[2]), i[4]);
-         extreme(t, i, t.u(i[0]), t.u(i[3]), i[4]);
+         const bool is_signed = !i.is(kU32), least = t.p(i[4]);
+         t.set(i[0], extreme(is_signed, least, extreme(is_signed, least, t.u(i[1]), t.u(i[2])), t.u(i[3])));
        }, nullptr}},
-      {"P2R", {"", [](T& t, const I& i) {
-         const uint32_t mask = t.u(i[3]);
-         t.set(i[0], (t.warp.p[t.lane] & mask) | (t.u(i[2]) & ~mask));
+      {"SGXT", {"U32", [](T& t, const I& i) {  // the low bits, extended
+         const uint32_t n = t.u(i[2]);
+         if (n == 0 || n > 31) fail("a field of so many bits");
+         const uint32_t field = t.u(i[1]) << (32 - n);
+         t.set(i[0], i.is(kU32) ? field >> (32 - n) : static_cast<uint32_t>(static_cast<int32_t>(field) >> (32 - n)));
        }, nullptr}},
+      {"P2R", {"", [](T& t, const I& i) { pack_predicates(t, i, t.warp.p[t.lane]); }, nullptr}},
+      {"UP2UR", {"", [](T& t, const I& i) { pack_predicates(t, i, t.warp.up); }, nullptr}},
       {"R2P", {"", [](T& t, const I& i) {
          const uint32_t mask = t.u(i[2]) & 0x7F;
          t.warp.p[t.lane] = static_cast<uint8_t>((t.warp.p[t.lane] & ~mask) | (t.u(i[1]) & mask));
@@ -1109,8 +1164,13 @@ const std::unordered_map<std::string, Handler>& handlers() {
          if (i[1].kind != Operand::kRegister || i[1].index != kZero || i[2].kind != Operand::kRegister) fail("a sum of halves");
          t.set(i[0], Thread::with_signs(i[2], from_f16(t.plain(i[2]))));
        }, nullptr}},
-      {"HFMA2", {"MMA", [](T& t, const I& i) {  // two halves, as a constant
+      {"HFMA2", {"MMA BF16_V2", [](T& t, const I& i) {  // two halves: as a constant, or their magnitudes
          if (i[1].index != kZero || i[2].index != kZero) fail("products of halves");
+         if (i.is(kBF16_V2)) {
+           if (!i[1].negative || !i[3].absolute || i[3].negative || i[3].is_part) fail("products of halves");
+           const auto magnitude = [](uint32_t bits) { return (bits & 0x7FFF) > 0x7F80 ? 0x7FFFu : bits & 0x7FFF; };
+           return t.set(i[0], magnitude(t.plain(i[3]) >> 16) << 16 | magnitude(t.plain(i[3])));
+         }
          t.set(i[0], f16_of(t.f(i[3])) << 16 | f16_of(t.f(i[4])));
        }, nullptr}},
       {"I2FP", {"F32 S32 U32", [](T& t, const I& i) {
@@ -1134,10 +1194,12 @@ const std::unordered_map<std::string, Handler>& handlers() {
          if (i.is(kS64)) return t.set64(i[0], static_cast<uint64_t>(saturated<int64_t>(x)));
          t.set(i[0], i.is(kU32) ? saturated<uint32_t>(x) : static_cast<uint32_t>(saturated<int32_t>(x)));
        }, nullptr}},
-      {"F2F", {"F32 F64", [](T& t, const I& i) {
-         const bool narrows = i.opcode == "F2F.F32.F64";
-         if (narrows) return t.set(i[0], static_cast<float>(t.d(i[1])));
-         t.set(i[0], static_cast<double>(t.f(i[1])));
+      {"F2F", {"F32 F64 BF16 F16", [](T& t, const I& i) {
+         if (i.opcode == "F2F.F64.F32") return t.set(i[0], static_cast<double>(t.f(i[1])));
+         if (i.opcode == "F2F.F32.F64") return t.set(i[0], static_cast<float>(t.d(i[1])));
+         const bool is_bf16 = i.opcode == "F2F.BF16.F32";
+         if (!is_bf16 && i.opcode != "F2F.F16.F32") fail("a conversion");
+         t.set(i[0], (is_bf16 ? bf16_of : f16_of)(t.f(i[1])) | 0xFFFF0000);  // what becomes of the upper half is unknown
        }, nullptr}},
       {"FRND", {"F64 TRUNC FLOOR CEIL", [](T& t, const I& i) {
          if (i.is(kF64)) return t.set(i[0], rounded(i, t.d(i[1])));
@@ -1340,6 +1402,20 @@ std::vector<char> contents(const std::string& path) {
 
 void set_error(int ulps) { error_ulps = ulps; }
 
+std::string json(const Counts& counts) {
+  std::ostringstream text;
+  text << "{\"instructions\": {";
+  const char* separator = "";
+  for (const auto& [opcode, n] : counts.instructions) {
+    text << separator << '"' << opcode << "\": " << n;
+    separator = ", ";
+  }
+  text << "}, \"loaded\": " << counts.loaded << ", \"stored\": " << counts.stored
+       << ", \"first_loaded\": " << counts.first_loaded << ", \"first_stored\": " << counts.first_stored
+       << ", \"shared_cycles\": " << counts.shared_cycles << ", \"shared_least\": " << counts.shared_least << "}";
+  return text.str();
+}
+
 struct Program::Impl {
   std::vector<char> cubin;
   std::vector<uint8_t> addresses;  // c[0x4]: of what follows
@@ -1365,7 +1441,7 @@ struct Program::Impl {
       const auto of = [&](const std::string& prefix) { return name.substr(prefix.size()); };
       if (name.rfind(".nv.shared._Z", 0) == 0 ||
           (name.rfind(".nv.shared.", 0) == 0 && name.find("reserved") == std::string::npos)) {
-        codes[of(".nv.shared.")].static_shared = section.sh_size;
+        codes[of(".nv.shared.")].static_shared = std::max<size_t>(section.sh_size, kSharedBase) - kSharedBase;
       } else if (name.rfind(".nv.constant2.", 0) == 0) {
         codes[of(".nv.constant2.")].jump_tables = bytes_of(section);
       } else if (name == ".nv.constant4") {
@@ -1395,7 +1471,7 @@ struct Program::Impl {
     std::ifstream file(path);
     std::vector<std::string>* lines = nullptr;
     for (std::string line; std::getline(file, line);) {
-      const size_t section = line.find(".section");
+      const size_t section = line.find(".section\t");
       if (section != std::string::npos) {
         const size_t text = line.find(".text.");
         lines = text == std::string::npos ? nullptr : &texts[line.substr(text + 6, line.find(',') - text - 6)];

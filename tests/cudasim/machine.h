@@ -34,6 +34,8 @@ struct Counts {
   uint64_t shared_cycles = 0, shared_least = 0;  // of warps' accesses to shared memory, with and without bank conflicts
 };
 
+std::string json(const Counts& counts);
+
 class Program {
  public:
   // Throws std::runtime_error where a file is not what it should be.

@@ -47,17 +47,7 @@ void use(bool machine_code, int order) {
 // A line for what ran since use().
 void report() {
   if (cudasim::executor == nullptr) return;
-  const Counts& counts = program->counts;
-  counts_file << "{\"instructions\": {";
-  const char* separator = "";
-  for (const auto& [opcode, n] : counts.instructions) {
-    counts_file << separator << '"' << opcode << "\": " << n;
-    separator = ", ";
-  }
-  counts_file << "}, \"loaded\": " << counts.loaded << ", \"stored\": " << counts.stored
-              << ", \"first_loaded\": " << counts.first_loaded << ", \"first_stored\": " << counts.first_stored
-              << ", \"shared_cycles\": " << counts.shared_cycles << ", \"shared_least\": " << counts.shared_least << "}"
-              << std::endl;
+  counts_file << json(program->counts) << std::endl;
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ from onetrip import use_backend
 from onetrip.ops.adam import AdamTable
 from onetrip.reference.adam import BLOCK, Group, Slot
 from targets import Target, needs
-from triton_runner import COMPILE, INTERPRET, run_cases
+from triton_runner import COMPILE, INTERPRET, run_cases, run_emulated
 
 CASES = Path(__file__).with_name("triton_adam_cases.py")
 
@@ -18,6 +18,10 @@ CASES = Path(__file__).with_name("triton_adam_cases.py")
 def test_interpreted() -> None:
     pytest.importorskip("triton")
     run_cases(CASES, INTERPRET)
+
+
+def test_compiled() -> None:
+    run_emulated(CASES)
 
 
 @pytest.mark.gpu

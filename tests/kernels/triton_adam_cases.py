@@ -1,15 +1,14 @@
 """What the Triton kernels of Adam must do, on whatever device they run: the bits of the reference.
 
-test_triton_adam.py runs this file on the CPU under TRITON_INTERPRET=1, and on a GPU where there is one: in processes of
-their own, because Triton decides at its import whether it interprets. The interpreter truncates float32 to bfloat16; on
-a GPU codes may be one apart. Nothing else differs.
+test_triton_adam.py runs this file on the CPU, interpreted and as machine code, and on a GPU where there is one: in
+processes of their own, because Triton decides at its import whether it interprets. The interpreter truncates float32 to
+bfloat16; on a GPU codes may be one apart. Nothing else differs.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,9 +21,8 @@ from onetrip.reference import adam as reference
 from onetrip.reference.adam import Group, Slot
 from tolerances import assert_bitwise
 from torch import Tensor
+from triton_runner import DEVICE, INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INF, NAN = float("inf"), float("nan")
 SHORT = {F32: "f32", F16: "f16", BF16: "bf16"}
@@ -104,13 +102,13 @@ def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
         return
     example = (what, int(differ.sum()), actual[differ][:4], expected[differ][:4])
     if actual.dtype == torch.uint8:
-        assert not INTERPRETED and (actual.int() - expected.int()).abs().max() <= 1, example
+        assert DEVICE.type == "cuda" and (actual.int() - expected.int()).abs().max() <= 1, example
     elif actual.dtype == BF16 and INTERPRETED:
         # Towards zero of the same float32 number: the same bits, or those one below.
         steps = expected.view(torch.int16).int() - actual.view(torch.int16).int()
         assert what == "param" and ((steps == 0) | (steps == 1))[~expected.isnan()].all(), example
     else:
-        assert not INTERPRETED, example
+        assert DEVICE.type == "cuda", example
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
@@ -341,7 +339,7 @@ def test_scalars(betas):
     with use_backend("triton"):
         table.step([slot.param for slot in slots], [group], torch.tensor(8.0, device=DEVICE))
     expected = torch.tensor([[*reference.scalars(group, t + 1.0, 8.0), 0.0] for t in counts])
-    if INTERPRETED:
+    if DEVICE.type == "cpu":
         assert_bitwise(table.scalars, expected)
     else:
         torch.testing.assert_close(table.scalars.cpu(), expected, rtol=1.2e-7, atol=0.0)

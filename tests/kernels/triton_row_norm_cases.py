@@ -1,13 +1,12 @@
 """What the Triton kernels of row_norm must do, on whatever device they run.
 
-test_triton_row_norm.py runs this file on the CPU under TRITON_INTERPRET=1, and on a GPU where there is one: in
+test_triton_row_norm.py runs this file on the CPU, interpreted and as machine code, and on a GPU where there is one: in
 processes of their own, because Triton decides at its import whether it interprets.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,9 +21,8 @@ from onetrip.reference.philox import keep_mask
 from onetrip.reference.philox import philox as reference_philox
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
 from torch import Tensor
+from triton_runner import DEVICE, EMULATED, INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 RNG = (0x0123456789ABCDEF, -5)
 WIDTHS = (1, 3, 63, 64, 100, 1023, 1025)
@@ -384,7 +382,7 @@ def test_backward_repeats_bit_for_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="millions of elements are too many for the interpreter")
+@pytest.mark.skipif(INTERPRETED or EMULATED, reason="millions of elements are too many without a GPU")
 @pytest.mark.parametrize(
     "shape", [(4096, 1024), (517, 4096), (64, 8192), (33, 16384), (3, 32768), (2, 262144)], ids=str
 )

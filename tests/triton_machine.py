@@ -1,0 +1,217 @@
+"""A driver for Triton that runs what it compiles for sm_90 on CPU tensors, by the emulator of tests/cudasim/machine.h.
+
+install() before anything is launched; tests/conftest.py does where ONETRIP_TRITON_MACHINE is 1. Under AddressSanitizer
+(LD_PRELOAD) every access outside of a tensor is found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import onetrip.kernels
+import torch
+import triton
+from cudasim_harness import SIMULATOR
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+BUILD = Path(__file__).resolve().parents[1] / "build" / "triton_machine"
+NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+SHARED_BYTES = 227 * 1024
+ORDER = 0
+"""Of warps: see Program::run()."""
+
+
+def missing_tool() -> str | None:
+    """Why nothing can be run here, or None."""
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        return f"triton {triton.__version__}: launchers take other arguments before 3.7"
+    if shutil.which("g++") is None:
+        return "no g++"
+    return None if NVDISASM.exists() else "triton's wheel has no nvdisasm"
+
+
+class _Launch(ctypes.Structure):
+    """machine::Launch."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("cluster", ctypes.c_uint),
+        ("dynamic_shared", ctypes.c_size_t),
+        ("parameters", ctypes.c_char_p),
+        ("parameter_bytes", ctypes.c_size_t),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The emulator, compiled: to round as it is told to."""
+    flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-frounding-math", "-ffp-contract=off"]
+    sources = [SIMULATOR / "machine.cpp", SIMULATOR / "machine_c.cpp"]
+    digest = hashlib.sha256(" ".join(flags).encode())
+    for path in [*sources, SIMULATOR / "machine.h"]:
+        digest.update(path.read_bytes())
+    compiled = BUILD / f"machine-{digest.hexdigest()[:16]}.so"
+    if not compiled.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        unfinished = compiled.with_suffix(f".{os.getpid()}")
+        subprocess.run(["g++", *flags, *map(str, sources), "-o", str(unfinished)], check=True)
+        unfinished.rename(compiled)
+    library = ctypes.CDLL(str(compiled))
+    for function in (library.machine_load, library.machine_run, library.machine_take_counts):
+        function.restype = ctypes.c_char_p
+    return library
+
+
+def _check(error: bytes | None) -> None:
+    if error is not None:
+        raise RuntimeError(error.decode())
+
+
+class Kernel:
+    """A compiled kernel, loaded."""
+
+    def __init__(self, name: str, cubin: bytes, shared_bytes: int) -> None:
+        self.name, self.shared_bytes = name, shared_bytes
+        path = BUILD / f"{name}-{hashlib.sha256(cubin).hexdigest()[:16]}.cubin"
+        disassembly = path.with_suffix(".sass")
+        if not disassembly.exists():
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            path.write_bytes(cubin)
+            with unfinished.open("w") as file:
+                subprocess.run([str(NVDISASM), "-c", str(path)], stdout=file, check=True)
+            unfinished.rename(disassembly)
+        self._program = ctypes.c_void_p()
+        _check(_library().machine_load(str(path).encode(), str(disassembly).encode(), ctypes.byref(self._program)))
+
+    def run(self, grid: tuple[int, int, int], n_threads: int, parameters: bytes) -> None:
+        launch = _Launch(grid, (n_threads, 1, 1), 1, self.shared_bytes, parameters, len(parameters))
+        _check(_library().machine_run(self._program, self.name.encode(), ctypes.byref(launch), ORDER))
+
+    def take_counts(self) -> dict[str, Any]:
+        """machine::Counts of the launches since the last call."""
+        return json.loads(_library().machine_take_counts(self._program))
+
+
+_FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I"}
+_FORMATS |= {"u64": "Q", "fp16": "e", "fp32": "f", "fp64": "d"}
+
+
+def pack(types: Sequence[str], arguments: Sequence[Any]) -> bytes:
+    """Each parameter at a multiple of its size, as in the constant bank; then Triton's two of its own, null."""
+    packed = b""
+    for type_, argument in zip([*types, "*", "*"], [*arguments, None, None], strict=True):
+        if type_[0] == "*":
+            field = struct.pack("Q", argument.data_ptr() if isinstance(argument, torch.Tensor) else argument or 0)
+        else:
+            field = struct.pack("<" + _FORMATS[type_], argument)
+        packed += bytes(-len(packed) % len(field)) + field
+    return packed
+
+
+class Launcher:
+    """Of one kernel. Constexprs are no parameters."""
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        self._types = list(src.signature.values())
+        assert metadata.num_ctas == 1, "clusters are not set up"
+        assert metadata.global_scratch_size == metadata.profile_scratch_size == 0, "no memory to scratch in"
+
+    def __call__(
+        self,
+        grid_x: int,
+        grid_y: int,
+        grid_z: int,
+        stream: int,
+        kernel: Kernel,
+        packed_metadata: tuple[int, ...],
+        launch_metadata: Any,
+        enter_hook: Any,
+        exit_hook: Any,
+        *arguments: Any,
+    ) -> None:
+        given = [(t, a) for t, a in zip(self._types, arguments, strict=True) if t != "constexpr"]
+        for _, tensor in given:
+            assert not isinstance(tensor, torch.Tensor) or tensor.device.type == "cpu", tensor.device
+        num_warps = packed_metadata[0]
+        parameters = pack([t for t, _ in given], [a for _, a in given])
+        kernel.run((grid_x, grid_y, grid_z), 32 * num_warps, parameters)
+
+
+class Utils:
+    """What Triton asks of a device."""
+
+    def __init__(self) -> None:
+        self.kernels: list[Kernel] = []
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132, "warpSize": 32}
+
+    def load_binary(self, name: str, cubin: bytes, shared_bytes: int, device: int) -> tuple[Any, ...]:
+        """(module, function, registers, spills, most threads of a block)"""
+        kernel = Kernel(name, cubin, shared_bytes)
+        self.kernels.append(kernel)
+        return kernel, kernel, 0, 0, 1024
+
+
+class Driver(DriverBase):
+    def __init__(self) -> None:
+        super().__init__()
+        self.utils = Utils()
+        self.launcher_cls = Launcher
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return missing_tool() is None
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("there is nothing to time")
+
+    def take_counts(self) -> dict[str, dict[str, Any]]:
+        """By kernel, what its launches since the last call took."""
+        taken: dict[str, dict[str, Any]] = {}
+        for kernel in self.utils.kernels:
+            counts = kernel.take_counts()
+            if not counts["instructions"]:
+                continue
+            assert kernel.name not in taken, f"two versions of {kernel.name} ran"
+            taken[kernel.name] = counts
+        return taken
+
+
+def _usable_on_cpu(reason: Callable[[torch.device], str]) -> Callable[[torch.device], str]:
+    return lambda device: "" if device.type == "cpu" else reason(device)
+
+
+def install() -> Driver:
+    """From now on Triton's kernels take CPU tensors."""
+    driver = Driver()
+    triton.runtime.driver.set_active(driver)
+    onetrip.kernels.unavailable_reason = _usable_on_cpu(onetrip.kernels.unavailable_reason)
+    return driver
