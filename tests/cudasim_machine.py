@@ -56,6 +56,13 @@ class MachineCode:
         return found[1::2]
 
 
+def compiled_together(family: str, dtype: torch.dtype) -> list[list[torch.dtype]]:
+    """The dtypes of the driver that the simulator's own tests build, for one dtype."""
+    if family == "adam":
+        return [[dtype, grad] for grad in (torch.float32, torch.float16, torch.bfloat16)]
+    return [[dtype] * (1 if family == "softmax" else 2)]
+
+
 def machine_code(family: str, types: Iterable[Sequence[torch.dtype]], csrc: Path = ROOT / "csrc") -> MachineCode:
     """The kernels of a family for these dtypes, and the driver that runs them (cudasim_harness.build), under build/ by
     the hash of their sources. csrc: of the kernels; the driver is that of the right sources."""

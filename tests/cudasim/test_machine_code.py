@@ -4,18 +4,27 @@ instructions written as assembly, approximations, byte barriers, asynchronous co
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import count_instructions
 import cudasim_row_norm
 import cudasim_softmax
 import pytest
 import torch
 from cudasim_adam import ADAM, ADAMW, Parameter, Step
 from cudasim_harness import Bug, Case, SimulatorFailure, sources_with
-from cudasim_machine import WARPS_FORWARD, WARPS_REVERSE, MachineCode, machine_code, missing_tool
+from cudasim_machine import (
+    WARPS_FORWARD,
+    WARPS_REVERSE,
+    MachineCode,
+    compiled_together,
+    machine_code,
+    missing_tool,
+)
 from onetrip.reference.adam import Group
 
 pytestmark = pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))
@@ -36,12 +45,6 @@ SOFTMAX_SIZES = [
     ((1, 2, 2), 16391), ((1, 1, 2), 32768),
 ]  # fmt: skip
 ADAM_SIZES = (1, 8, 127, 129, 1000, 4097)
-# The dtypes that the simulator's own tests compile together.
-TYPES = {
-    "row_norm": lambda dtype: [(dtype, dtype)],
-    "softmax": lambda dtype: [(dtype,)],
-    "adam": lambda dtype: [(dtype, grad) for grad in DTYPES.values()],
-}
 SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-45, 1e-38, 1e-30, -1e-20, 1e19, -3e38)
 
 
@@ -52,7 +55,7 @@ def code() -> Callable[[str, str], MachineCode]:
 
     def of(family: str, dtype: str) -> MachineCode:
         if (family, dtype) not in found:
-            found[family, dtype] = machine_code(family, TYPES[family](DTYPES[dtype]))
+            found[family, dtype] = machine_code(family, compiled_together(family, DTYPES[dtype]))
         return found[family, dtype]
 
     return of
@@ -146,6 +149,26 @@ def _with_lr_on_the_card(group: Group) -> Group:
     return group._replace(lr=torch.tensor(0.02))
 
 
+def test_counts_are_those_of_the_record(tmp_path: Path) -> None:
+    """What a kernel takes does not grow unnoticed: within 2%, by the compiler of the record."""
+    record = json.loads(count_instructions.RECORDED.read_text())
+    if record["nvcc"] != count_instructions.nvcc_version():
+        pytest.skip(f"recorded with {record['nvcc']}")
+    recorded = {tuple(row[key] for key in ("operator", "direction", "n_cols")): row for row in record["kernels"]}
+    for counted in count_instructions.cases():
+        if counted.n_cols in (512, None):
+            row = count_instructions.count(counted, tmp_path)
+            before = recorded[row["operator"], row["direction"], row["n_cols"]]
+            for key in ("instructions", "loaded_bytes", "stored_bytes", "shared_cycles"):
+                assert row[key] <= 1.02 * before[key], (before["operator"], before["direction"], key)
+
+
+def test_page_has_the_record() -> None:
+    record = json.loads(count_instructions.RECORDED.read_text())
+    page = count_instructions.PAGE.read_text()
+    assert count_instructions.render(page, record) == page
+
+
 # --- Bugs in what only a card runs, put there on purpose.
 
 
@@ -188,7 +211,7 @@ def test_bug_is_caught(name: str, tmp_path: Path) -> None:
     family, bug = BUGS[name]
     # What is stored in 16 bits hides the last bits of what was computed.
     dtype = torch.float32 if family == "adam" else torch.bfloat16
-    broken = machine_code(family, TYPES[family](dtype), sources_with(bug, tmp_path))
+    broken = machine_code(family, compiled_together(family, dtype), sources_with(bug, tmp_path))
     with pytest.raises((SimulatorFailure, AssertionError)):
         if family == "adam":
             _check_steps(broken, _steps(dtype, (1000,)), tmp_path, error_ulps=1)
