@@ -110,7 +110,7 @@ def build(
     unfinished = folder / f"driver.{os.getpid()}"
     includes = [f"-I{SIMULATOR}", f"-I{csrc}", *(f"-isystem{folder}" for folder in folders)]
     command = ["g++", *flags, *includes, "-x", "c++", *map(str, sources), "-o", str(unfinished)]
-    command += ["-x", "none", str(_machine()), "-ldl"]
+    command += ["-x", "none", str(build_machine("o", "-r", "-nostdlib")), "-ldl"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         raise RuntimeError(f"the simulator does not compile:\n{result.stderr[-4000:]}")
@@ -118,15 +118,19 @@ def build(
     return driver
 
 
-def _machine() -> Path:
-    """machine.cpp, compiled: without sanitizers, and to round as it is told to."""
-    digest = hashlib.sha256((SIMULATOR / "machine.cpp").read_bytes() + (SIMULATOR / "machine.h").read_bytes())
-    compiled = BUILD / f"machine-{digest.hexdigest()[:16]}.o"
+def build_machine(kind: str, *flags: str) -> Path:
+    """The emulator of machine.h, compiled without sanitizers, under build/ by the hash of its sources. kind: the end of
+    its name; flags: what makes it that."""
+    flags = ("-std=c++17", "-O2", "-fPIC", "-frounding-math", "-ffp-contract=off", *flags)
+    sources = sorted(SIMULATOR.glob("machine*.cpp"))
+    digest = hashlib.sha256(" ".join(flags).encode())
+    for path in [*sources, *sorted(SIMULATOR.glob("machine*.h"))]:
+        digest.update(path.name.encode() + path.read_bytes())
+    compiled = BUILD / f"machine-{digest.hexdigest()[:16]}.{kind}"
     if not compiled.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
         unfinished = compiled.with_suffix(f".{os.getpid()}")
-        flags = ["-std=c++17", "-O2", "-fPIC", "-frounding-math", "-ffp-contract=off"]
-        subprocess.run(["g++", *flags, "-c", str(SIMULATOR / "machine.cpp"), "-o", str(unfinished)], check=True)
+        subprocess.run(["g++", *flags, *map(str, sources), "-o", str(unfinished)], check=True)
         unfinished.rename(compiled)
     return compiled
 

@@ -21,7 +21,7 @@ from typing import Any
 import onetrip.kernels
 import torch
 import triton
-from cudasim_harness import SIMULATOR
+from cudasim_harness import build_machine
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
@@ -56,19 +56,7 @@ class _Launch(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """The emulator, compiled: to round as it is told to."""
-    flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-frounding-math", "-ffp-contract=off"]
-    sources = [SIMULATOR / "machine.cpp", SIMULATOR / "machine_c.cpp"]
-    digest = hashlib.sha256(" ".join(flags).encode())
-    for path in [*sources, SIMULATOR / "machine.h"]:
-        digest.update(path.read_bytes())
-    compiled = BUILD / f"machine-{digest.hexdigest()[:16]}.so"
-    if not compiled.exists():
-        BUILD.mkdir(parents=True, exist_ok=True)
-        unfinished = compiled.with_suffix(f".{os.getpid()}")
-        subprocess.run(["g++", *flags, *map(str, sources), "-o", str(unfinished)], check=True)
-        unfinished.rename(compiled)
-    library = ctypes.CDLL(str(compiled))
+    library = ctypes.CDLL(str(build_machine("so", "-shared")))
     for function in (library.machine_load, library.machine_run, library.machine_take_counts):
         function.restype = ctypes.c_char_p
     return library

@@ -1,0 +1,256 @@
+// What runs in machine.h: a cluster of blocks, its warps and their threads.
+#pragma once
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "machine.h"
+#include "machine_text.h"
+
+// Of AddressSanitizer, in a program that runs under it.
+extern "C" __attribute__((weak)) void* __asan_region_is_poisoned(void* begin, size_t size);
+
+namespace machine {
+
+constexpr unsigned kLanes = 32, kBarriers = 16, kConvergenceBarriers = 16;
+constexpr uint32_t kSharedBase = 0x400;  // the system's kibibyte lies below a block's own
+constexpr unsigned kRankBit = 24;        // of an address in the shared memory of a cluster
+constexpr uint32_t kNan = 0x7FFFFFFF;    // of arithmetic
+constexpr uint64_t kMostSpins = 1000000;
+constexpr size_t kParameters = 0x210, kLocalBytes = 4096;
+
+struct Copy {
+  uint32_t to;
+  uint64_t from;
+  size_t bytes;
+};
+
+// mbarrier
+struct ByteBarrier {
+  int64_t expected_arrivals = 0, arrivals = 0, bytes = 0;
+  unsigned phase = 0;
+};
+
+struct Block {
+  std::array<unsigned, 3> index{};
+  unsigned rank = 0, n_threads = 0, n_live = 0;
+  std::vector<uint8_t> shared;
+  std::map<uint32_t, ByteBarrier> byte_barriers;
+  std::array<unsigned, kBarriers> arrived{}, expected{};  // expected: 0 of all threads that have not ended
+};
+
+struct Running;  // a cluster of blocks
+
+enum class Wait : uint8_t { kNone, kConvergence, kBlock, kCluster };
+
+class Warp {
+ public:
+  Running* running = nullptr;
+  Block* block = nullptr;
+  unsigned first_thread = 0;
+  uint32_t r[kLanes][256] = {};
+  uint8_t p[kLanes] = {};
+  uint32_t u[64] = {};
+  uint8_t up = 0;
+  uint32_t pc[kLanes] = {};
+  uint32_t live = 0, blocked = 0;
+  Wait wait[kLanes] = {};
+  uint32_t wait_index[kLanes] = {};
+  unsigned arrived_in[kLanes] = {};                      // which phase of the cluster's barrier
+  uint32_t sets[kLanes][kConvergenceBarriers + 1] = {};  // the last one: of WARPSYNC
+  std::vector<Copy> open_copies[kLanes];
+  std::deque<std::vector<Copy>> copies[kLanes];
+  std::vector<uint8_t> local[kLanes];
+  bool yields = false;
+  // of the instruction that runs
+  std::vector<std::pair<uint64_t, unsigned>> global_accesses, shared_accesses;
+
+  bool step();
+  void block_lanes(uint32_t lanes, Wait why, uint32_t index);
+  void release(unsigned lane) { wait[lane] = Wait::kNone, blocked &= ~(1u << lane); }
+  void check_convergence();
+
+ private:
+  void account(const Instruction& instruction);
+};
+
+struct Running {
+  const Launch& launch;
+  Code& code;
+  Counts& counts;
+  const std::vector<uint8_t>& constants;  // c[0x0]
+  const std::vector<uint8_t>& addresses;  // c[0x4]
+  std::deque<Block> blocks;
+  std::deque<Warp> warps;
+  std::unordered_set<uint64_t>& loaded;
+  std::unordered_set<uint64_t>& stored;
+  unsigned cluster_arrived = 0, cluster_phase = 0;
+  uint64_t n_spins = 0;  // waits for bytes in vain, one after another
+
+  unsigned n_live() const {
+    unsigned n = 0;
+    for (const Block& block : blocks) n += block.n_live;
+    return n;
+  }
+  void check_block_barrier(Block& block, unsigned index);
+  void check_cluster_barrier();
+};
+
+struct Thread {
+  Warp& warp;
+  unsigned lane;
+
+  uint32_t reg(int index) const { return index == kZero ? 0 : warp.r[lane][index]; }
+  uint32_t uniform(int index) const { return index == kUniformZero ? 0 : warp.u[index]; }
+  uint32_t word(Operand::Kind kind, int index) const { return kind == Operand::kUniform ? uniform(index) : reg(index); }
+  uint64_t pair(Operand::Kind kind, int index) const {
+    const bool none = index == (kind == Operand::kUniform ? kUniformZero : kZero);
+    return none ? 0 : word(kind, index) | static_cast<uint64_t>(word(kind, index + 1)) << 32;
+  }
+  uint64_t address(const Operand& o) const {
+    uint64_t sum = static_cast<uint64_t>(o.offset);
+    for (const auto& term : o.terms) sum += term.wide ? pair(term.kind, term.index) : word(term.kind, term.index);
+    return sum;
+  }
+  uint64_t constant(const Operand& o, size_t bytes) const {
+    Running& running = *warp.running;
+    const auto at = static_cast<uint32_t>(address(o));
+    const auto& bank = o.bank == 0 ? running.constants : o.bank == 2 ? running.code.jump_tables : running.addresses;
+    if (o.bank != 0 && o.bank != 2 && o.bank != 4) fail("bank of constants");
+    if (at + bytes > bank.size()) fail("constants end at " + std::to_string(bank.size()));
+    uint64_t value = 0;
+    std::memcpy(&value, &bank[at], bytes);
+    return value;
+  }
+
+  // The 32 bits, without what stands before them: -, |, ~.
+  uint32_t plain(const Operand& o) const {
+    switch (o.kind) {
+      case Operand::kRegister:
+        return reg(o.index) >> o.first_bit;
+      case Operand::kUniform:
+        return uniform(o.index) >> o.first_bit;
+      case Operand::kNumber:
+        if (o.is_decimal) fail("a decimal number as an integer");
+        return static_cast<uint32_t>(o.bits);
+      case Operand::kConstant:
+        return static_cast<uint32_t>(constant(o, 4));
+      default:
+        fail("operand " + o.name + " as a number");
+    }
+  }
+  uint32_t u(const Operand& o) const {
+    uint32_t value = plain(o);
+    if (o.absolute) value = static_cast<int32_t>(value) < 0 ? 0 - value : value;
+    if (o.negative) value = 0 - value;
+    return o.inverted ? ~value : value;
+  }
+  int32_t s(const Operand& o) const { return static_cast<int32_t>(u(o)); }
+  // With the carry of a negation: -x is ~x + 1.
+  uint64_t carrying(const Operand& o) const { return o.negative && u(o) == 0 ? uint64_t{1} << 32 : u(o); }
+  uint64_t u64(const Operand& o) const {
+    if (o.negative || o.absolute || o.inverted) fail("a changed 64-bit operand");
+    if (o.kind == Operand::kNumber) return o.bits;
+    return o.kind == Operand::kConstant ? constant(o, 8) : pair(o.kind, o.index);
+  }
+  float signed_f(const Operand& o) const {  // before |.| and -
+    if (o.kind == Operand::kNumber && o.is_decimal) return static_cast<float>(o.number);
+    const uint32_t bits = plain(o);
+    float value = 0;
+    std::memcpy(&value, &bits, 4);
+    return value;
+  }
+  float f(const Operand& o) const { return with_signs(o, signed_f(o)); }
+  template <typename Float>
+  static Float with_signs(const Operand& o, Float value) {
+    if (o.absolute) value = std::fabs(value);
+    return o.negative ? -value : value;
+  }
+  double d(const Operand& o) const {
+    double value = 0;
+    if (o.kind == Operand::kNumber) {
+      value = o.number;
+      if (!o.is_decimal) fail("a double in hexadecimal");
+    } else {
+      const uint64_t bits = o.kind == Operand::kConstant ? constant(o, 8) : pair(o.kind, o.index);
+      std::memcpy(&value, &bits, 8);
+    }
+    return with_signs(o, value);
+  }
+  bool p(const Operand& o) const {
+    if (o.kind != Operand::kPredicate && o.kind != Operand::kUniformPredicate) fail("operand " + o.name + " as a bool");
+    const uint8_t all = o.kind == Operand::kPredicate ? warp.p[lane] : warp.up;
+    return (o.index == kTrue || (all >> o.index & 1) != 0) != o.inverted;
+  }
+
+  void set(const Operand& o, uint32_t value) { set(o.kind, o.index, value); }
+  void set(Operand::Kind kind, int index, uint32_t value) {
+    if (kind == Operand::kRegister) {
+      if (index != kZero) warp.r[lane][index] = value;
+    } else if (kind == Operand::kUniform) {
+      if (index != kUniformZero) warp.u[index] = value;
+    } else {
+      fail("no register to write");
+    }
+  }
+  void set64(const Operand& o, uint64_t value) {
+    if (o.index == (o.kind == Operand::kUniform ? kUniformZero : kZero)) return;
+    set(o.kind, o.index, static_cast<uint32_t>(value)), set(o.kind, o.index + 1, static_cast<uint32_t>(value >> 32));
+  }
+  void set(const Operand& o, float value) {
+    uint32_t bits = kNan;
+    if (value == value) std::memcpy(&bits, &value, 4);
+    set(o, bits);
+  }
+  void set(const Operand& o, double value) {
+    uint64_t bits = 0;
+    std::memcpy(&bits, &value, 8);
+    set64(o, bits);
+  }
+  void set_p(const Operand& o, bool value) {
+    uint8_t& all = o.kind == Operand::kPredicate ? warp.p[lane] : warp.up;
+    if (o.kind != Operand::kPredicate && o.kind != Operand::kUniformPredicate) fail("no predicate to write");
+    if (o.index != kTrue) all = static_cast<uint8_t>((all & ~(1u << o.index)) | unsigned{value} << o.index);
+  }
+  void jump(int target) {
+    if (target < 0) fail("no such label");
+    warp.pc[lane] = static_cast<uint32_t>(target);
+  }
+
+  // Where an address in shared memory lies: of this block, or of any of the
+  // cluster.
+  uint8_t* shared(uint32_t at, size_t bytes, bool remote = false) {
+    Running& running = *warp.running;
+    const uint32_t rank = at >> kRankBit, offset = at & ((1u << kRankBit) - 1);
+    if (rank >= running.blocks.size() || (!remote && rank != warp.block->rank))
+      fail("shared memory of another block: " + std::to_string(at));
+    Block& block = running.blocks[rank];
+    if (remote && block.n_live == 0) fail("shared memory of a block that has ended");
+    if (offset % bytes != 0) fail("misaligned in shared memory: " + std::to_string(offset));
+    if (offset < kSharedBase || offset - kSharedBase + bytes > block.shared.size())
+      fail("outside shared memory: " + std::to_string(offset));
+    return &block.shared[offset - kSharedBase];
+  }
+  uint8_t* global(uint64_t at, size_t bytes) {
+    if (at % bytes != 0) fail("misaligned in global memory");
+    if (at < 65536) fail("a null pointer");
+    if (__asan_region_is_poisoned != nullptr &&
+        __asan_region_is_poisoned(reinterpret_cast<void*>(at), bytes) != nullptr)
+      fail("outside of every tensor");
+    warp.global_accesses.emplace_back(at, bytes);
+    return reinterpret_cast<uint8_t*>(at);
+  }
+  uint8_t* on_stack(uint64_t at, size_t bytes) {
+    auto& local = warp.local[lane];
+    local.resize(kLocalBytes);
+    if (at % bytes != 0 || at + bytes > kLocalBytes) fail("outside the stack");
+    return &local[at];
+  }
+};
+
+}  // namespace machine
