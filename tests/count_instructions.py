@@ -35,11 +35,10 @@ BEGIN, END = "<!-- instructions: from the record -->\n", "<!-- end -->\n"
 PIPES = {
     "FMA": r"FADD|FMUL|FFMA|IMAD|IDP|HFMA2|HADD2",
     "ALU": r"IADD3|LOP3|SHF|PRMT|LEA|[IF]SETP|F?SEL|FMNMX|MOV|VIADD\w*|VIMNMX3?|P2R|R2P|PLOP3|F2FP|I2FP|IABS|FCHK",
-    "approximations": r"MUFU|F2I|I2F|FRND|F2F|D\w+",
     "memory": r"LD\w*|ST\w*|SHFL|REDUX|S2U?R|SYNCS|R2UR|VOTEU?",
     "uniform": r"U\w+",
 }
-"""Of an instruction's opcode, up to its first dot; all others are control."""
+"""Of an instruction's opcode, up to its first dot; all others are control, or approximations."""
 SECTOR_BYTES, WARP = 32, 32
 ISSUED, COPY_BYTES = 132 * 4 * 32 * 1.8e9, 4.3e12
 """An H200's: instructions of threads a second, and bytes of a copy."""
@@ -124,7 +123,7 @@ def _family(operator: str) -> str:
 
 def _pipe(opcode: str) -> str:
     base = opcode.partition(".")[0]
-    return next((pipe for pipe, names in PIPES.items() if re.fullmatch(names, base)), "control")
+    return next((pipe for pipe, names in PIPES.items() if re.fullmatch(names, base)), "other")
 
 
 def count(counted: Counted, folder: Path) -> dict[str, Any]:
@@ -145,7 +144,7 @@ def count(counted: Counted, folder: Path) -> dict[str, Any]:
         "n_cols": counted.n_cols,
         "least_bytes": counted.least_bytes,
         "instructions": per_element(instructions("")),
-        "pipes": {pipe: per_element(instructions(pipe)) for pipe in (*PIPES, "control")},
+        "pipes": {pipe: per_element(instructions(pipe)) for pipe in (*PIPES, "other")},
         "loaded_bytes": per_element(lambda t: SECTOR_BYTES * t["loaded"]),
         "stored_bytes": per_element(lambda t: SECTOR_BYTES * t["stored"]),
         "shared_cycles": per_element(lambda t: WARP * t["shared_cycles"]),

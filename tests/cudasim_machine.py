@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,16 +73,21 @@ def machine_code(family: str, types: Iterable[Sequence[torch.dtype]], csrc: Path
     disassembler = cuda_compile.disassembler(ARCH)
     assert nvcc is not None and disassembler is not None
     source = f'#define {TYPES[family]}(F) {type_list(types)}\n#include "{family}.cu"\n'
-    digest = hashlib.sha256(f"{nvcc} {disassembler} {source}".encode())
+    versions = [subprocess.check_output([tool, "--version"]) for tool in (nvcc, disassembler)]
+    digest = hashlib.sha256(f"{versions} {cuda_compile.NVCC_FLAGS} {source}".encode())
     for path in sorted([*csrc.rglob("*.h"), *csrc.rglob("*.cu*")]):
         digest.update(path.name.encode() + path.read_bytes())
     folder = BUILD / f"sm_{ARCH}-{digest.hexdigest()[:16]}"
     code = MachineCode(driver, folder / "kernels.cubin", folder / "kernels.sass")
     if not code.disassembly.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "kernels.cu").write_text(source)
+        unfinished = folder.with_suffix(f".{os.getpid()}")
+        unfinished.mkdir(parents=True, exist_ok=True)
+        (unfinished / "kernels.cu").write_text(source)
+        cubin = unfinished / code.cubin.name
         command = [nvcc, *cuda_compile.NVCC_FLAGS, f"-arch=sm_{ARCH}", "-cubin", f"-I{csrc / 'cuda'}"]
-        subprocess.run([*command, "-o", str(code.cubin), str(folder / "kernels.cu")], check=True)
-        text = subprocess.run([disassembler, "-c", str(code.cubin)], check=True, capture_output=True, text=True).stdout
-        code.disassembly.write_text(text)
+        subprocess.run([*command, "-o", str(cubin), str(unfinished / "kernels.cu")], check=True)
+        text = subprocess.run([disassembler, "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
+        (unfinished / code.disassembly.name).write_text(text)
+        with suppress(OSError):  # another process was quicker
+            unfinished.rename(folder)
     return code

@@ -76,7 +76,10 @@ class Kernel:
         disassembly = path.with_suffix(".sass")
         if not disassembly.exists():
             unfinished = path.with_suffix(f".{os.getpid()}")
-            path.write_bytes(cubin)
+            BUILD.mkdir(parents=True, exist_ok=True)
+            copied = path.with_suffix(f".cubin.{os.getpid()}")
+            copied.write_bytes(cubin)
+            copied.rename(path)
             with unfinished.open("w") as file:
                 subprocess.run([str(NVDISASM), "-c", str(path)], stdout=file, check=True)
             unfinished.rename(disassembly)

@@ -25,7 +25,7 @@ from cudasim_machine import (
     machine_code,
     missing_tool,
 )
-from onetrip.reference.adam import Group
+from onetrip.reference.adam import ZERO_CODE, Group
 
 pytestmark = pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))
 
@@ -129,20 +129,34 @@ def test_adam(code, dtype: str, error_ulps: int, tmp_path: Path) -> None:
 
 
 def test_several_parameters(code, tmp_path: Path) -> None:
-    """One launch over tensors with groups, counters and learning rates of their own, some of them skipped."""
-    parameters = [
-        Parameter(n, torch.bfloat16, torch.bfloat16, True, counter=k % 2) for k, n in enumerate((7, 300, 4097))
-    ]
-    for found_inf in (0.0, 1.0):
+    """One launch over tensors with groups, counters and learning rates of their own; all is skipped where a gradient is
+    not finite."""
+    _check_parameters(code("adam", "bf16"), (7, 300, 4097), (0.0, 1.0), tmp_path)
+
+
+def test_chunks_of_a_block(code, tmp_path: Path) -> None:
+    """Blocks that take several chunks each, of one tensor and of the next, with zeros between: 4 blocks, 29 chunks."""
+    _check_parameters(code("adam", "bf16"), (70000, 1, 256, 12345, 8, 4096, 4097, 129), (0.0,), tmp_path, zeros=True)
+
+
+def _check_parameters(
+    adam: MachineCode, sizes: Sequence[int], found_inf: Sequence[float], folder: Path, zeros: bool = False
+) -> None:
+    parameters = [Parameter(n, torch.bfloat16, torch.bfloat16, True, counter=k % 2) for k, n in enumerate(sizes)]
+    for found in found_inf:
         step = Step(
             parameters,
             groups=[ADAMW, _with_lr_on_the_card(ADAM)],
             counters=(0, 1),
             grad_scale=8.0,
-            found_inf=found_inf,
+            found_inf=found,
             orders=(WARPS_FORWARD, WARPS_REVERSE),
         )
-        _check_steps(code("adam", "bf16"), [step], tmp_path)
+        if zeros:  # in a chunk amid others: of both moments, and of the gradient
+            slot, grad = step.slots[0], step.grads[0]
+            grad[20000:20300] = 0
+            slot.exp_avg[20000:20300], slot.exp_avg_sq[20000:20300] = ZERO_CODE, 0
+        _check_steps(adam, [step], folder)
 
 
 def _with_lr_on_the_card(group: Group) -> Group:
@@ -161,12 +175,6 @@ def test_counts_are_those_of_the_record(tmp_path: Path) -> None:
             before = recorded[row["operator"], row["direction"], row["n_cols"]]
             for key in ("instructions", "loaded_bytes", "stored_bytes", "shared_cycles"):
                 assert row[key] <= 1.02 * before[key], (before["operator"], before["direction"], key)
-
-
-def test_page_has_the_record() -> None:
-    record = json.loads(count_instructions.RECORDED.read_text())
-    page = count_instructions.PAGE.read_text()
-    assert count_instructions.render(page, record) == page
 
 
 # --- Bugs in what only a card runs, put there on purpose.

@@ -17,7 +17,7 @@ from .backends import choose, native
 from .native import DTYPE_CODE, raise_error, where
 
 CHUNK = 4096
-"""Elements of a chunk, the work of one CUDA block: kAdamChunk in csrc/launch.h."""
+"""Elements of a chunk: kAdamChunk in csrc/launch.h, which also says in what order a table must have them."""
 _N_SCALARS = 12  # floats of struct AdamScalars
 _PARAM, _GRAD, _NUMEL, _COUNTER = 0, 1, 6, 7  # columns of the table
 
