@@ -135,8 +135,9 @@ def test_several_parameters(code, tmp_path: Path) -> None:
 
 
 def test_chunks_of_a_block(code, tmp_path: Path) -> None:
-    """Blocks that take several chunks each, of one tensor and of the next, with zeros between: 4 blocks, 29 chunks."""
-    _check_parameters(code("adam", "bf16"), (70000, 1, 256, 12345, 8, 4096, 4097, 129), (0.0,), tmp_path, zeros=True)
+    """Blocks that take several chunks each, of one tensor and of the next, with zeros between: 4 blocks, 37 chunks."""
+    sizes = (70000, 1, 256, 12345, 8, 4096, 8192, 4096, 12288, 4096, 4097, 129)
+    _check_parameters(code("adam", "bf16"), sizes, (0.0,), tmp_path, zeros=True)
 
 
 def _check_parameters(

@@ -178,7 +178,7 @@ ADAM_BUGS = {
     "found_inf_ignored": Bug(STEP, "if (scalars[0].skip != 0.0f) return;", ""),
     "later_groups_not_prepared": Bug("adam.cu", "first += kManyGroups", "first += args.n_groups"),
     "last_chunk_of_a_share_lost": Bug(STEP, "share + (blockIdx.x < n_larger ? 1 : 0)", "share"),
-    "rest_of_a_tensor_lost": Bug(STEP, "if (i >= last) {", "if (i >= quick_end) {"),
+    "chunk_after_a_tensor_lost": Bug(STEP, "--i;", ""),
 }
 
 
@@ -265,7 +265,8 @@ def check_adam(driver: Path, folder: Path) -> None:
     tiny_root = Step([Parameter(256, grads=one_tiny)], [ADAM._replace(weight_decay=0.0)])
     tiny_root.slots[0].exp_avg.fill_(200)
     tiny_root.slots[0].exp_avg_scale.fill_(1.0)
-    steps += [tiny_moment, tiny_root]
+    whole_chunks = Step([Parameter(n * 4096) for n in (2, 1, 3, 1, 1, 2, 4, 1, 1)])  # several to each of 4 blocks
+    steps += [tiny_moment, tiny_root, whole_chunks]
     for step, outputs in zip(steps, run(driver, [step.case() for step in steps], folder), strict=True):
         step.check(outputs)
 
