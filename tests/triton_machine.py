@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import json
 import os
 import shutil
 import struct
@@ -57,7 +56,7 @@ class _Launch(ctypes.Structure):
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(build_machine("so", "-shared")))
-    for function in (library.machine_load, library.machine_run, library.machine_take_counts):
+    for function in (library.machine_load, library.machine_run):
         function.restype = ctypes.c_char_p
     return library
 
@@ -89,10 +88,6 @@ class Kernel:
     def run(self, grid: tuple[int, int, int], n_threads: int, parameters: bytes) -> None:
         launch = _Launch(grid, (n_threads, 1, 1), 1, self.shared_bytes, parameters, len(parameters))
         _check(_library().machine_run(self._program, self.name.encode(), ctypes.byref(launch), ORDER))
-
-    def take_counts(self) -> dict[str, Any]:
-        """machine::Counts of the launches since the last call."""
-        return json.loads(_library().machine_take_counts(self._program))
 
 
 _FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I"}
@@ -143,16 +138,12 @@ class Launcher:
 class Utils:
     """What Triton asks of a device."""
 
-    def __init__(self) -> None:
-        self.kernels: list[Kernel] = []
-
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132, "warpSize": 32}
 
     def load_binary(self, name: str, cubin: bytes, shared_bytes: int, device: int) -> tuple[Any, ...]:
         """(module, function, registers, spills, most threads of a block)"""
         kernel = Kernel(name, cubin, shared_bytes)
-        self.kernels.append(kernel)
         return kernel, kernel, 0, 0, 1024
 
 
@@ -183,17 +174,6 @@ class Driver(DriverBase):
 
     def get_benchmarker(self) -> Any:
         raise NotImplementedError("there is nothing to time")
-
-    def take_counts(self) -> dict[str, dict[str, Any]]:
-        """By kernel, what its launches since the last call took."""
-        taken: dict[str, dict[str, Any]] = {}
-        for kernel in self.utils.kernels:
-            counts = kernel.take_counts()
-            if not counts["instructions"]:
-                continue
-            assert kernel.name not in taken, f"two versions of {kernel.name} ran"
-            taken[kernel.name] = counts
-        return taken
 
 
 def _usable_on_cpu(reason: Callable[[torch.device], str]) -> Callable[[torch.device], str]:

@@ -52,4 +52,5 @@ def run_emulated(file: Path, selection: str = "") -> None:
         subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
         for name in ("libasan.so", "libstdc++.so")  # the one intercepts the other's exceptions
     ]
+    assert all(Path(library).is_absolute() for library in libraries), libraries
     run_cases(file, EMULATE | {"LD_PRELOAD": " ".join(libraries)}, selection)

@@ -30,10 +30,3 @@ extern "C" const char* machine_run(machine::Program* program, const char* kernel
                                    int order) {
   return guarded([&] { program->run(kernel, *launch, order); });
 }
-
-// Of all runs since the last call.
-extern "C" const char* machine_take_counts(machine::Program* program) {
-  answer = machine::json(program->counts);
-  program->counts = {};
-  return answer.c_str();
-}

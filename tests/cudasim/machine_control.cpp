@@ -126,7 +126,7 @@ void jump_by(Thread& t, const Instruction& i) {
 
 void branch(Thread& t, const Instruction& i) {
   for (size_t k = 0; k + 1 < i.operands.size(); ++k) {
-    if (i.is(kDIV) ? k == 0 : !t.p(i[k])) return;
+    if (!t.p(i[k])) return;
   }
   t.jump(i.target);
 }

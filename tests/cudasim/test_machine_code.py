@@ -221,8 +221,9 @@ def test_bug_is_caught(name: str, tmp_path: Path) -> None:
     # What is stored in 16 bits hides the last bits of what was computed.
     dtype = torch.float32 if family == "adam" else torch.bfloat16
     broken = machine_code(family, compiled_together(family, dtype), sources_with(bug, tmp_path))
-    with pytest.raises((SimulatorFailure, AssertionError)):
+    with pytest.raises((SimulatorFailure, AssertionError)) as caught:
         if family == "adam":
             _check_steps(broken, _steps(dtype, (1000,)), tmp_path, error_ulps=1)
         else:
             broken.outputs(_bug_cases(family), tmp_path)
+    assert "unknown instruction" not in str(caught.value)
