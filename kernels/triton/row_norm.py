@@ -158,7 +158,10 @@ def backward(
         return None, None, None, None, None
 
     needs_row = dy is not None and (dx is not None or dresidual is not None or dbias is not None)
-    block = tile(BACKWARD_ONE_SUM if len(wanted) <= 1 else BACKWARD, n_cols, whole_rows=needs_row)
+    # Where a tile gathers rows, how it sums them is up to its warps: the same, whatever is wanted.
+    block = tile(BACKWARD, n_cols, whole_rows=dy is not None)
+    if len(wanted) <= 1 and block.rows == 1:
+        block = tile(BACKWARD_ONE_SUM, n_cols, whole_rows=dy is not None)
     n_col_tiles = triton.cdiv(n_cols, block.cols)
     rows = rows_per_program(n_rows, block, n_col_tiles)
     n_programs = triton.cdiv(n_rows, rows)
