@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import onetrip.kernels
 import torch
 import triton
 from cudasim_harness import build_machine
@@ -128,11 +127,13 @@ class Launcher:
         *arguments: Any,
     ) -> None:
         given = [(t, a) for t, a in zip(self._types, arguments, strict=True) if t != "constexpr"]
+        driver = triton.runtime.driver.active
         for _, tensor in given:
-            assert not isinstance(tensor, torch.Tensor) or tensor.device.type == "cpu", tensor.device
+            assert not isinstance(tensor, torch.Tensor) or tensor.device.type == driver.device.type, tensor.device
         num_warps = packed_metadata[0]
         parameters = pack([t for t, _ in given], [a for _, a in given])
-        kernel.run((grid_x, grid_y, grid_z), 32 * num_warps, parameters)
+        if not driver.captures(work := lambda: kernel.run((grid_x, grid_y, grid_z), 32 * num_warps, parameters)):
+            work()
 
 
 class Utils:
@@ -148,10 +149,11 @@ class Utils:
 
 
 class Driver(DriverBase):
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, captures: Callable[[Callable[[], None]], bool]) -> None:
         super().__init__()
         self.utils = Utils()
         self.launcher_cls = Launcher
+        self.device, self.captures = device, captures
 
     @classmethod
     def is_active(cls) -> bool:
@@ -164,7 +166,7 @@ class Driver(DriverBase):
         return GPUTarget("cuda", 90, 32)
 
     def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
+        return self.device
 
     def get_current_device(self) -> int:
         return 0
@@ -180,9 +182,15 @@ def _usable_on_cpu(reason: Callable[[torch.device], str]) -> Callable[[torch.dev
     return lambda device: "" if device.type == "cpu" else reason(device)
 
 
-def install() -> Driver:
+def install() -> None:
     """From now on Triton's kernels take CPU tensors."""
-    driver = Driver()
-    triton.runtime.driver.set_active(driver)
+    import onetrip.kernels
+
+    install_on(torch.device("cpu"), lambda work: False)
     onetrip.kernels.unavailable_reason = _usable_on_cpu(onetrip.kernels.unavailable_reason)
-    return driver
+
+
+def install_on(device: torch.device, captures: Callable[[Callable[[], None]], bool]) -> None:
+    """From now on Triton's kernels take tensors of that device, in this process's memory. captures: of a launch's work,
+    whether a graph is captured that keeps it for later."""
+    triton.runtime.driver.set_active(Driver(device, captures))

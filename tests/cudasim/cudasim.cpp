@@ -9,6 +9,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <utility>
 #include <vector>
@@ -108,7 +109,7 @@ Body kernel_body = nullptr;
 void* kernel_context = nullptr;
 size_t n_dynamic_bytes = 0;
 Order order = Order::kForward;
-std::vector<Card> cards;  // that launchers have been told of: a device is one of them
+std::vector<Card> cards{{227 * 1024, true, true}};  // that launchers have been told of: a device is one of them
 size_t current_card = 0;
 std::mt19937 random_order{1};
 
@@ -473,6 +474,8 @@ void copy_async_wait(int n_pending) {
 }
 
 cudaError_t run_grid(Body body, void* context, dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_blocks) {
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> one_launch_at_a_time(mutex);
   n_threads = static_cast<size_t>(block.x) * block.y * block.z;
   if (n_threads == 0 || n_threads > kMaxThreads || shared_bytes > static_cast<size_t>(card_in_use().shared_limit))
     return cudaErrorInvalidConfiguration;
@@ -532,6 +535,12 @@ cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribut
       return cudaSuccess;
     case cudaDevAttrMaxThreadsPerMultiProcessor:
       *value = 2048;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = card.has_clusters ? 9 : card.has_copies ? 8 : 7;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = 0;
       return cudaSuccess;
     case cudaDevAttrClusterLaunch:
       *value = card.has_clusters ? 1 : 0;

@@ -17,6 +17,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <vector>
 
 #undef __shared__  // shared memory is declared through ONETRIP_SHARED, whose arrays belong to a block
@@ -101,9 +102,15 @@ void append(std::vector<unsigned char>& parameters, const Parameter& value) {
   std::memcpy(&parameters[at], &value, sizeof value);
 }
 
+// Where a graph is captured: whether it keeps the launch for later.
+using Capture = bool (*)(const std::function<void()>& work);
+inline Capture capture = nullptr;
+
 template <typename... Parameters, typename... Args>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_blocks,
                    const Args&... args) {
+  if (capture != nullptr && capture([=] { launch(kernel, grid, block, shared_bytes, cluster_blocks, args...); }))
+    return cudaSuccess;
   if (executor != nullptr) {
     std::vector<unsigned char> parameters;
     (append<Parameters>(parameters, args), ...);

@@ -162,23 +162,40 @@ void cluster_wait(Warp& warp, const Instruction&, uint32_t lanes) {
   }
 }
 
-// ldmatrix: eight lanes have the addresses of a matrix's rows, 16 bytes each;
-// every lane takes 4 bytes of each matrix.
-void load_matrices(Warp& warp, const Instruction& i, uint32_t lanes) {
+// ldmatrix and stmatrix: eight lanes have the addresses of a matrix's rows, of
+// eight 16-bit numbers each; every lane has two neighbours of each matrix, which
+// lie in a row, or in a column (MT88).
+template <bool kStores>
+void move_matrices(Warp& warp, const Instruction& i, uint32_t lanes) {
   if (lanes != ~0u) fail("a warp operation by lanes that are apart");
   const unsigned n_matrices = i.is(k4) ? 4 : i.is(k2) ? 2 : 1;
-  const uint8_t* rows[kLanes];
+  const Operand &address = i[kStores ? 0 : 1], &first = i[kStores ? 1 : 0];
+  uint8_t* rows[kLanes];
   for (unsigned lane = 0; lane < 8 * n_matrices; ++lane) {
     Thread t{warp, lane};
-    const auto at = static_cast<uint32_t>(t.address(i[1]));
+    const auto at = static_cast<uint32_t>(t.address(address));
     warp.shared_accesses.emplace_back(at, 16);
     rows[lane] = t.shared(at, 16);
   }
   for (unsigned lane = 0; lane < kLanes; ++lane) {
+    Thread t{warp, lane};
     for (unsigned matrix = 0; matrix < n_matrices; ++matrix) {
-      uint32_t word = 0;
-      std::memcpy(&word, rows[8 * matrix + lane / 4] + lane % 4 * 4, 4);
-      Thread{warp, lane}.set(i[0].kind, i[0].index + static_cast<int>(matrix), word);
+      const int index = first.index + static_cast<int>(matrix);
+      uint16_t both[2];
+      const uint32_t stored = kStores ? t.reg(index) : 0;
+      std::memcpy(both, &stored, 4);
+      for (unsigned half = 0; half < 2; ++half) {
+        const unsigned along = lane % 4 * 2 + half, across = lane / 4;
+        uint8_t* const number = rows[8 * matrix + (i.is(kMT88) ? along : across)] + 2 * (i.is(kMT88) ? across : along);
+        if (kStores) {
+          std::memcpy(number, &both[half], 2);
+        } else {
+          std::memcpy(&both[half], number, 2);
+        }
+      }
+      uint32_t loaded = 0;
+      std::memcpy(&loaded, both, 4);
+      if (!kStores) t.set(first.kind, index, loaded);
     }
   }
 }
@@ -315,7 +332,8 @@ void add_control_and_memory(Handlers& table) {
       {"DEPBAR", {"LE", wait_for_copies, nullptr}},
       {"SHFL", {"BFLY IDX UP DOWN", nullptr, shuffle}},
       {"REDUX", {"OR AND XOR SUM MIN MAX S32", nullptr, reduce}},
-      {"LDSM", {"16 M88 2 4", nullptr, load_matrices}},
+      {"LDSM", {"16 M88 MT88 2 4", nullptr, move_matrices<false>}},
+      {"STSM", {"16 M88 MT88 2 4", nullptr, move_matrices<true>}},
       {"VOTE", {"ANY ALL", nullptr, vote}},
       {"VOTEU", {"ANY ALL", nullptr, vote}},
 

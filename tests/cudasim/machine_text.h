@@ -22,7 +22,7 @@ constexpr unsigned kInstructionBytes = 16;
   F(BFLY) F(IDX) F(UP) F(DOWN) F(ANY) F(ALL) F(TRUNC) F(FLOOR) F(CEIL) F(NTZ) F(PACK_AB) F(MMA) F(XORSIGN) F(EX2)   \
   F(LG2) F(RCP) F(RSQ) F(SQRT) F(RCP64H) F(RSQ64H) F(SYNC) F(DEFER_BLOCKING) F(REL) F(NOINC) F(NODEC) F(DIV)        \
   F(EXCH) F(ARRIVE) F(TRANS64) F(PHASECHK) F(TRYWAIT) F(VIEW) F(ASYNC) F(S) F(IVALL) F(MIN) F(MAX) F(SUM) F(4A)     \
-  F(2A) F(LO) F(16) F(M88) F(2) F(4) F(LU) F(BF16_V2)
+  F(2A) F(LO) F(16) F(M88) F(MT88) F(2) F(4) F(LU) F(BF16_V2)
 // clang-format on
 
 enum Modifier {

@@ -1,0 +1,87 @@
+"""A CUDA card that is simulated: torch's CPU build gets a CUDA device in the CPU's memory (cudasim/torch_device.cpp),
+onetrip its CUDA kernels on the simulator (cudasim/cudasim.h), Triton what it compiles for sm_90 on the emulator
+(triton_machine.py). What runs on it is all of Python's way to a card: checks of arguments, launches, workspaces,
+autograd, generators, graphs, command lines. Times mean nothing; no stream ever runs ahead of another.
+
+    python tests/cudasim_card.py COMMAND...     for example: onetrip doctor, or python -m pytest -m gpu tests/ops
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import cudasim_harness
+import pybind11
+import torch
+from cudasim_harness import BUILD, ROOT, SIMULATOR
+
+
+def missing_tool() -> str | None:
+    """Why there can be no simulated card here, or None."""
+    if torch.version.cuda is not None:
+        return "torch is built with CUDA"
+    return cudasim_harness.missing_tool()
+
+
+def _native_sources() -> list[Path]:
+    csrc = ROOT / "csrc"
+    sources = [csrc / "bindings.cpp", *sorted((csrc / "cuda").glob("*.cu")), *sorted((csrc / "cpu").glob("*.cpp"))]
+    return [*sources, SIMULATOR / "cudasim.cpp", SIMULATOR / "native_card.cpp"]
+
+
+def build() -> Path:
+    """Compiles the device of torch and the native library, under build/ by the hash of their sources. Returns their
+    folder."""
+    of_torch = Path(torch.__file__).parent
+    python = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
+    cuda = [f"-isystem{folder}" for folder in cudasim_harness.cuda_includes() or ()]
+    common = ["-O1", "-fPIC", "-w", *python, f"-I{SIMULATOR}", f"-I{ROOT / 'csrc'}"]
+    torch_includes = [f"-isystem{of_torch / 'include' / name}" for name in ("", "torch/csrc/api/include")]
+    torch_flags = ["-std=c++20", *common, *torch_includes]
+    torch_libraries = [f"-L{of_torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{of_torch / 'lib'}"]
+    native_flags = [
+        *("-std=c++17", *common, *cuda, "-fopenmp", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off"),
+        *("-DONETRIP_CUDASIM", "-DONETRIP_WITH_CUDA", "-DONETRIP_LEVEL=baseline", '-DONETRIP_CUDA_ARCHS_BUILT="9.0"'),
+    ]
+    digest = hashlib.sha256("\0".join([torch.__version__, *torch_flags, *native_flags]).encode())
+    for path in sorted([*(ROOT / "csrc").rglob("*.*"), *SIMULATOR.glob("*.cpp"), *SIMULATOR.glob("*.h")]):
+        digest.update(path.name.encode() + path.read_bytes())
+    folder = BUILD / f"card-{digest.hexdigest()[:16]}"
+    if folder.exists():
+        return folder
+    unfinished = folder.with_suffix(f".{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    objects = [(source, unfinished / f"{source.name}.o") for source in _native_sources()]
+    commands = [["g++", *native_flags, "-x", "c++", "-c", str(source), "-o", str(out)] for source, out in objects]
+    device = ["-shared", str(SIMULATOR / "torch_device.cpp"), "-o", str(unfinished / "torch_device.so")]
+    commands.append(["g++", *torch_flags, *device, *torch_libraries])
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda command: subprocess.run(command, check=True), commands))
+    library = ["-shared", "-fopenmp", *(str(out) for _, out in objects), "-ldl"]
+    subprocess.run(["g++", *library, "-o", str(unfinished / "_native.so")], check=True)
+    with suppress(OSError):  # another process was faster
+        unfinished.rename(folder)
+    return folder
+
+
+def environment() -> dict[str, str]:
+    """Variables of a process, and those that it starts, in which torch sees the card."""
+    path = [str(ROOT / "tests" / "simulated_card"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # Workers that compile for Inductor would be processes of their own.
+    return {
+        "ONETRIP_SIMULATED_CARD": str(build()),
+        "PYTHONPATH": os.pathsep.join(path),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TRITON_CACHE_DIR": str(ROOT / "build" / "triton_machine" / "cache"),
+    }
+
+
+if __name__ == "__main__":
+    os.execvpe(sys.argv[1], sys.argv[1:], os.environ | environment())

@@ -1,0 +1,100 @@
+"""Patched models on a CUDA device, by each backend: what they compute there, and a training step as users write it."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from onetrip import patch_model
+from onetrip.optim import AdamW8bit
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.gpu
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+TEXT = {**SIZES, "vocab_size": 67, "pad_token_id": 0}
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 67}
+T5 = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 67, "pad_token_id": 0}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert": ("BertForMaskedLM", "BertConfig", TEXT),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**TEXT, "num_key_value_heads": 2}),
+    "t5": ("T5ForConditionalGeneration", "T5Config", {**T5, "decoder_start_token_id": 0}),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    """On the card, with eager attention."""
+    model_class, config_class, options = MODELS[request.param]
+    config = getattr(transformers, config_class)(**options)
+    return getattr(transformers, model_class)._from_config(config, attn_implementation="eager").cuda()
+
+
+def batch() -> dict[str, Tensor]:
+    """Two rows of tokens, the second padded."""
+    ids = torch.randint(3, 67, (2, 24), generator=torch.Generator().manual_seed(0)).cuda()
+    mask = torch.ones_like(ids)
+    mask[1, 15:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.cuda.manual_seed(3)
+    model(**batch()).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        label = partial("{}: {}".format, name)
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-5, msg=label)
+
+
+def test_gradients_are_those_of_the_unpatched_model(backend: str, model: nn.Module) -> None:
+    model.eval()
+    expected = gradients(copy.deepcopy(model))
+    report = patch_model(model)
+    assert_close(gradients(model), expected)
+    assert report.calls() and not any(fallbacks for _, fallbacks in report.calls().values())
+
+
+def test_checkpointing_repeats_the_dropout_masks(backend: str, model: nn.Module) -> None:
+    patch_model(model.train())
+    expected = gradients(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_close(gradients(model), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_a_training_loop_learns(backend: str, model: nn.Module, dtype: torch.dtype) -> None:
+    """Autocast, loss scaling, clipping, 8-bit states; one step of an infinite loss is skipped, and nothing changes."""
+    patch_model(model.train())
+    optimizer = AdamW8bit(model.parameters(), lr=3e-3)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**7, enabled=dtype is torch.float16)
+    losses = []
+
+    def step(factor: float = 1.0) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=dtype):
+            loss = model(**batch()).loss
+        scaler.scale(loss * factor).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+
+    for _ in range(8):
+        step()
+    assert losses[-1] < 0.9 * losses[0], losses
+    if scaler.is_enabled():
+        before = copy.deepcopy(model.state_dict())
+        step(float("inf"))
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
