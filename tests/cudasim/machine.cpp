@@ -240,9 +240,9 @@ struct Program::Impl {
       std::memcpy(&relocation, cubin.data() + relocations->sh_offset + at, relocations->sh_entsize);
       if (relocations->sh_type == SHT_REL) std::memcpy(&relocation.r_addend, &addresses.at(relocation.r_offset), 8);
       const Elf64_Sym& symbol = table[ELF64_R_SYM(relocation.r_info)];
-      if (symbol.st_shndx != globals_index) fail("an address of what is no array in global memory");
-      const uint64_t address =
-          reinterpret_cast<uint64_t>(globals.data()) + symbol.st_value + static_cast<uint64_t>(relocation.r_addend);
+      const auto addend = static_cast<uint64_t>(relocation.r_addend);
+      const bool is_known = symbol.st_shndx == globals_index;  // else null, which nobody may read
+      const uint64_t address = is_known ? reinterpret_cast<uint64_t>(globals.data()) + symbol.st_value + addend : 0;
       std::memcpy(&addresses.at(relocation.r_offset), &address, 8);
     }
   }
@@ -252,8 +252,12 @@ struct Program::Impl {
     std::ifstream file(path);
     std::vector<std::string>* lines = nullptr;
     for (std::string line; std::getline(file, line);) {
-      const size_t section = line.find(".section\t"), target = line.find(".target\tsm_");
-      if (target != std::string::npos) layout = layout_of(static_cast<unsigned>(std::stoul(line.substr(target + 11))));
+      const size_t section = line.find(".section\t");
+      for (const std::string name : {".target\tsm_", "EF_CUDA_SM"}) {  // the latter of an nvdisasm before CUDA 13
+        const size_t arch = line.find(name);
+        if (arch != std::string::npos)
+          layout = layout_of(static_cast<unsigned>(std::stoul(line.substr(arch + name.size()))));
+      }
       if (section != std::string::npos) {
         const size_t text = line.find(".text.");
         lines = text == std::string::npos ? nullptr : &texts[line.substr(text + 6, line.find(',') - text - 6)];

@@ -1,5 +1,5 @@
-// Executes a kernel's machine code (SASS of sm_75, sm_80 and sm_90) on the CPU, for tests: what nvcc, ptxas and Triton
-// made of a source, where the simulator of cudasim.h runs the source itself.
+// Executes a kernel's machine code (SASS of sm_70, sm_75, sm_80, sm_90) on the CPU, for tests: what nvcc, ptxas and
+// Triton made of a source, where the simulator of cudasim.h runs the source itself.
 //
 // A cubin is loaded with its disassembly by nvdisasm. Every thread has registers, every warp its divergence, every
 // block its shared memory (registers and memory are filled with NaN); blocks, or clusters of them, run one after

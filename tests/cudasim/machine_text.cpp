@@ -170,7 +170,7 @@ Instruction parse_instruction(const std::string& text) {
 
 Layout layout_of(unsigned arch) {
   if (arch == 90) return {0x210, 0x400};
-  if (arch != 75 && arch != 80) fail("machine code of sm_" + std::to_string(arch));
+  if (arch != 70 && arch != 75 && arch != 80) fail("machine code of sm_" + std::to_string(arch));
   return {0x160, 0};
 }
 

@@ -29,8 +29,6 @@ from cudasim_machine import (
 )
 from onetrip.reference.adam import ZERO_CODE, Group
 
-pytestmark = pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))
-
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 # Both sides of every boundary between kernels: rows of some lanes, of groups of a block, of a block, of a cluster;
 # wide; aligned and not.
@@ -42,8 +40,8 @@ ROW_NORM_SIZES = {
     "f32": [(19, 64), (40, 256), (9, 512), (5, 1023), (3, 4096), (2, 9216), (1, 16391)],
 }  # fmt: skip
 EARLIER_ROW_NORM_SIZES = {  # of cards before Hopper
-    "bf16": [(7, 100), (40, 256), (20, 512), (5, 1000), (9, 1024), (3, 4096), (3, 4097), (2, 8200), (2, 16391)],
-    "f32": [(9, 512), (5, 1023), (3, 4096)],
+    "bf16": [(7, 100), (40, 256), (20, 512), (9, 1024), (3, 4096), (2, 8200), (2, 16391)],
+    "f32": [(9, 512), (5, 1023)],
 }
 SOFTMAX_SIZES = [
     ((2, 2, 9), 3), ((2, 3, 7), 49), ((2, 2, 9), 64), ((2, 2, 9), 256), ((1, 3, 5), 257), ((2, 1, 9), 512),
@@ -62,8 +60,15 @@ def _id(value: object) -> str:
 of_every_architecture = pytest.mark.parametrize("arch", ARCHITECTURES, ids=_id)
 
 
+def _skip_unless_runnable(arch: int) -> None:
+    reason = missing_tool(arch)
+    if reason is not None:
+        pytest.skip(reason)
+
+
 @functools.cache
 def _code(family: str, dtype: str, arch: int) -> MachineCode:
+    _skip_unless_runnable(arch)
     return machine_code(family, compiled_together(family, DTYPES[dtype]), arch)
 
 
@@ -187,6 +192,7 @@ def _with_lr_on_the_card(group: Group) -> Group:
 
 def test_counts_are_those_of_the_record(tmp_path: Path) -> None:
     """What a kernel takes does not grow unnoticed: within 2%, by the compiler of the record."""
+    _skip_unless_runnable(90)
     record = json.loads(count_instructions.RECORDED.read_text())
     if record["nvcc"] != count_instructions.nvcc_version():
         pytest.skip(f"recorded with {record['nvcc']}")
@@ -247,6 +253,7 @@ def _bug_cases(family: str) -> list[Case]:
 @pytest.mark.parametrize("name", BUGS)
 def test_bug_is_caught(name: str, tmp_path: Path) -> None:
     family, bug, arch = BUGS[name]
+    _skip_unless_runnable(arch)
     # What is stored in 16 bits hides the last bits of what was computed.
     dtype = torch.float32 if family == "adam" else torch.bfloat16
     broken = machine_code(family, compiled_together(family, dtype), arch, sources_with(bug, tmp_path))
