@@ -85,7 +85,8 @@ def nvrtc_available() -> bool:
     return all(_package(name) is not None for name in NVRTC_PACKAGES)
 
 
-def _ptx_by_nvrtc(family: str, arch: int) -> str:
+def ptx_by_nvrtc(source: str, arch: int, folder: Path = CSRC / "cuda") -> str:
+    """folder: of what the source includes."""
     nvrtc_package, *folders = (_package(name) for name in NVRTC_PACKAGES)
     assert nvrtc_package is not None
     # By its path: cuda-bindings would take the library of the CUDA that torch was built for, and 13 has no sm_70.
@@ -102,21 +103,27 @@ def _ptx_by_nvrtc(family: str, arch: int) -> str:
         assert getattr(nvrtc, f"nvrtcGet{what}")(program, buffer) == 0
         return buffer.value.decode()
 
-    # NVRTC has no <cstdint> or <cmath> of its own; its built-in types are enough.
+    # NVRTC has no <cstdint> or <cmath> of its own; its built-in types are enough. 64 bits are a long, as on the host:
+    # a kernel's name tells its parameters.
     cstdint = """#pragma once
     typedef unsigned char uint8_t; typedef unsigned short uint16_t;
     typedef signed int int32_t; typedef unsigned int uint32_t;
-    typedef long long int64_t; typedef unsigned long long uint64_t; typedef unsigned long long uintptr_t;"""
+    typedef long int64_t; typedef unsigned long uint64_t; typedef unsigned long uintptr_t;"""
     cmath = "#define HUGE_VAL __longlong_as_double(0x7FF0000000000000)"
-    source = (CSRC / "cuda" / f"{family}.cu").read_bytes()
     program = ctypes.c_void_p()
     headers, names = texts(cstdint, cmath), texts("cstdint", "cmath")
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, family.encode(), 2, headers, names) == 0
-    options = [f"-arch=compute_{arch}", "-std=c++17", "-default-device", f"-I{CSRC / 'cuda'}"]
-    options += [f"-I{folder / 'include'}" for folder in folders if folder is not None]
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels", 2, headers, names) == 0
+    options = [f"-arch=compute_{arch}", "-std=c++17", "-default-device", f"-I{folder}"]
+    options += [f"-I{package / 'include'}" for package in folders if package is not None]
     status = nvrtc.nvrtcCompileProgram(program, len(options), texts(*options))
     assert status == 0, text_of("ProgramLog")
     return text_of("PTX")
+
+
+def ptxas_path() -> str | None:
+    """Of the pip packages, which know sm_70."""
+    package = _package("cuda_nvcc")
+    return None if package is None else str(package / "bin" / "ptxas")
 
 
 def disassembler(arch: int) -> str | None:
@@ -176,10 +183,10 @@ def _compile(family: str, arch: int) -> tuple[dict[str, tuple[int, int]], dict[s
     folder.mkdir(parents=True, exist_ok=True)
     ptx_file = folder / f"{family}.ptx"
     if nvcc is None:
-        ptx_file.write_text(_ptx_by_nvrtc(family, arch))
-        package = _package("cuda_nvcc")
-        assert package is not None
-        command = [str(package / "bin" / "ptxas"), "-O3", "-v", f"-arch=sm_{arch}", str(ptx_file)]
+        ptx_file.write_text(ptx_by_nvrtc((CSRC / "cuda" / f"{family}.cu").read_text(), arch))
+        ptxas = ptxas_path()
+        assert ptxas is not None
+        command = [ptxas, "-O3", "-v", f"-arch=sm_{arch}", str(ptx_file)]
     else:
         command = [nvcc, *NVCC_FLAGS, f"-arch=sm_{arch}", "-Xptxas", "-v", "-cubin"]
         command += ["--keep", "--keep-dir", str(folder), str(CSRC / "cuda" / f"{family}.cu")]

@@ -48,7 +48,12 @@ def build() -> Path:
     torch_libraries = [f"-L{of_torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{of_torch / 'lib'}"]
     native_flags = [
         *("-std=c++17", *common, *cuda, "-fopenmp", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off"),
-        *("-DONETRIP_CUDASIM", "-DONETRIP_WITH_CUDA", "-DONETRIP_LEVEL=baseline", '-DONETRIP_CUDA_ARCHS_BUILT="9.0"'),
+        *(
+            "-DONETRIP_CUDASIM",
+            "-DONETRIP_WITH_CUDA",
+            "-DONETRIP_LEVEL=baseline",
+            '-DONETRIP_CUDA_ARCHS_BUILT="7.0 8.0 9.0"',
+        ),
     ]
     digest = hashlib.sha256("\0".join([torch.__version__, *torch_flags, *native_flags]).encode())
     for path in sorted([*(ROOT / "csrc").rglob("*.*"), *SIMULATOR.glob("*.cpp"), *SIMULATOR.glob("*.h")]):
@@ -71,12 +76,14 @@ def build() -> Path:
     return folder
 
 
-def environment() -> dict[str, str]:
-    """Variables of a process, and those that it starts, in which torch sees the card."""
+def environment(capability: int = 9) -> dict[str, str]:
+    """Variables of a process, and those that it starts, in which torch sees a card of major compute capability 7 (as a
+    V100), 8 (as an A100) or 9 (as an H100)."""
     path = [str(ROOT / "tests" / "simulated_card"), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Workers that compile for Inductor would be processes of their own.
     return {
         "ONETRIP_SIMULATED_CARD": str(build()),
+        "ONETRIP_SIMULATED_CAPABILITY": str(capability),
         "PYTHONPATH": os.pathsep.join(path),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TRITON_CACHE_DIR": str(ROOT / "build" / "triton_machine" / "cache"),

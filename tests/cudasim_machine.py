@@ -18,22 +18,44 @@ import torch
 from cudasim_harness import BUILD, ROOT, TYPES, Case, assert_same_bits, build, type_list
 from torch import Tensor
 
-ARCH = 90
 WARPS_FORWARD, WARPS_REVERSE, WARPS_RANDOM = 10, 11, 12
 """Orders in which the driver runs machine code: which warp goes on, each as far as it can alone."""
 
 
-def missing_tool() -> str | None:
+ARCHITECTURES = (70, 75, 80, 90)
+"""That the emulator knows."""
+
+
+def _has_nvcc(arch: int) -> bool:
+    return arch >= 75  # CUDA 13 has dropped Volta
+
+
+def missing_tool(arch: int) -> str | None:
     """Why machine code cannot be run here, or None."""
-    if cuda_compile.nvcc_path() is None:
+    if _has_nvcc(arch) and cuda_compile.nvcc_path() is None:
         return "no nvcc"
-    if cuda_compile.disassembler(ARCH) is None:
-        return f"no nvdisasm that knows sm_{ARCH}"
+    if not _has_nvcc(arch) and not cuda_compile.nvrtc_available():
+        return "NVIDIA's pip packages of the [test-cuda] extra are missing"
+    if cuda_compile.disassembler(arch) is None:
+        return f"no nvdisasm that knows sm_{arch}"
     return cudasim_harness.missing_tool()
+
+
+def _on_card(case: Case, arch: int) -> Case:
+    """The case, as a card of this architecture launches it."""
+    multiprocessor = cuda_compile.MULTIPROCESSORS[arch]
+    card = {
+        "shared_limit": multiprocessor.block_bytes,
+        "reserved_shared": multiprocessor.reserved_bytes,
+        "clusters": int(arch >= 90),
+        "copies": int(arch >= 80),
+    }
+    return replace(case, numbers={**case.numbers, **card})
 
 
 @dataclass(frozen=True)
 class MachineCode:
+    arch: int
     driver: Path
     cubin: Path
     disassembly: Path
@@ -45,7 +67,8 @@ class MachineCode:
         every result of the unit that approximates (MUFU) is moved."""
         counts = folder / "counts.jsonl"
         prelude = [f"machine {self.cubin} {self.disassembly} {counts}", f"error {error_ulps}"]
-        outputs = cudasim_harness.run(self.driver, cases, folder, prelude)
+        launched = [_on_card(case, self.arch) for case in cases]
+        outputs = cudasim_harness.run(self.driver, launched, folder, prelude)
         return outputs, [json.loads(line) for line in counts.read_text().splitlines()]
 
     def outputs(self, cases: Sequence[Case], folder: Path) -> list[dict[str, Tensor]]:
@@ -65,27 +88,35 @@ def compiled_together(family: str, dtype: torch.dtype) -> list[list[torch.dtype]
     return [[dtype] * (1 if family == "softmax" else 2)]
 
 
-def machine_code(family: str, types: Iterable[Sequence[torch.dtype]], csrc: Path = ROOT / "csrc") -> MachineCode:
+def machine_code(
+    family: str, types: Iterable[Sequence[torch.dtype]], arch: int = 90, csrc: Path = ROOT / "csrc"
+) -> MachineCode:
     """The kernels of a family for these dtypes, and the driver that runs them (cudasim_harness.build), under build/ by
     the hash of their sources. csrc: of the kernels; the driver is that of the right sources."""
     types = [list(dtypes) for dtypes in types]
-    driver, nvcc = build(family, types), cuda_compile.nvcc_path()
-    disassembler = cuda_compile.disassembler(ARCH)
-    assert nvcc is not None and disassembler is not None
+    driver, disassembler = build(family, types), cuda_compile.disassembler(arch)
+    compiler = cuda_compile.nvcc_path() if _has_nvcc(arch) else cuda_compile.ptxas_path()
+    assert compiler is not None and disassembler is not None
     source = f'#define {TYPES[family]}(F) {type_list(types)}\n#include "{family}.cu"\n'
-    versions = [subprocess.check_output([tool, "--version"]) for tool in (nvcc, disassembler)]
-    digest = hashlib.sha256(f"{versions} {cuda_compile.NVCC_FLAGS} {source}".encode())
-    for path in sorted([*csrc.rglob("*.h"), *csrc.rglob("*.cu*")]):
+    versions = [subprocess.check_output([tool, "--version"]) for tool in (compiler, disassembler)]
+    digest = hashlib.sha256(f"{versions} {source}".encode())
+    for path in sorted([Path(cuda_compile.__file__), *csrc.rglob("*.h"), *csrc.rglob("*.cu*")]):
         digest.update(path.name.encode() + path.read_bytes())
-    folder = BUILD / f"sm_{ARCH}-{digest.hexdigest()[:16]}"
-    code = MachineCode(driver, folder / "kernels.cubin", folder / "kernels.sass")
+    folder = BUILD / f"sm_{arch}-{digest.hexdigest()[:16]}"
+    code = MachineCode(arch, driver, folder / "kernels.cubin", folder / "kernels.sass")
     if not code.disassembly.exists():
         unfinished = folder.with_suffix(f".{os.getpid()}")
         unfinished.mkdir(parents=True, exist_ok=True)
-        (unfinished / "kernels.cu").write_text(source)
         cubin = unfinished / code.cubin.name
-        command = [nvcc, *cuda_compile.NVCC_FLAGS, f"-arch=sm_{ARCH}", "-cubin", f"-I{csrc / 'cuda'}"]
-        subprocess.run([*command, "-o", str(cubin), str(unfinished / "kernels.cu")], check=True)
+        if _has_nvcc(arch):
+            compiled = cubin.with_suffix(".cu")
+            compiled.write_text(source)
+            options = [*cuda_compile.NVCC_FLAGS, "-cubin", f"-I{csrc / 'cuda'}"]
+        else:
+            compiled = cubin.with_suffix(".ptx")
+            compiled.write_text(cuda_compile.ptx_by_nvrtc(source, arch, csrc / "cuda"))
+            options = ["-O3"]
+        subprocess.run([compiler, *options, f"-arch=sm_{arch}", "-o", str(cubin), str(compiled)], check=True)
         text = subprocess.run([disassembler, "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
         (unfinished / code.disassembly.name).write_text(text)
         with suppress(OSError):  # another process was quicker

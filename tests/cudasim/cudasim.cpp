@@ -109,7 +109,7 @@ Body kernel_body = nullptr;
 void* kernel_context = nullptr;
 size_t n_dynamic_bytes = 0;
 Order order = Order::kForward;
-std::vector<Card> cards{{227 * 1024, true, true}};  // that launchers have been told of: a device is one of them
+std::vector<Card> cards;  // that launchers have been told of: a device is one of them
 size_t current_card = 0;
 std::mt19937 random_order{1};
 
@@ -525,10 +525,10 @@ cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribut
       *value = card.shared_limit;
       return cudaSuccess;
     case cudaDevAttrReservedSharedMemoryPerBlock:
-      *value = 1024;
+      *value = card.reserved_shared;
       return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      *value = card.shared_limit + 1024;
+      *value = card.shared_limit + card.reserved_shared;
       return cudaSuccess;
     case cudaDevAttrMultiProcessorCount:
       *value = 2;  // few, so that blocks come to take more than one piece of the work
@@ -555,10 +555,11 @@ cudaError_t CUDARTAPI cudaFuncSetAttribute(const void*, cudaFuncAttribute attrib
   return fits ? cudaSuccess : cudaErrorInvalidValue;
 }
 cudaError_t CUDARTAPI cudaGetLastError() { return cudaSuccess; }
-cudaError_t CUDARTAPI cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+cudaError_t CUDARTAPI cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
   *attributes = cudaFuncAttributes{};
+  const int has_body = cudasim::card_in_use().has_copies ? 1 : 0;  // of a kernel that needs them
   attributes->sharedSizeBytes =
-      cudasim::card_in_use().has_copies ? 1 : 0;  // of a kernel that needs them: whether it has a body
+      static_cast<size_t>(cudasim::static_shared != nullptr ? cudasim::static_shared(kernel) : has_body);
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*) {

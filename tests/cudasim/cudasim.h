@@ -40,15 +40,18 @@ enum class Order {
 void set_order(Order order);
 // What cards differ in.
 struct Card {
-  int shared_limit;   // what cudaDevAttrMaxSharedMemoryPerBlockOptin answers, and what a launch may ask for
-  bool has_clusters;  // whether it can launch clusters
-  bool has_copies;    // whether it has asynchronous copies; otherwise kernels that need them, or clusters, are empty
+  int shared_limit;     // what cudaDevAttrMaxSharedMemoryPerBlockOptin answers, and what a launch may ask for
+  int reserved_shared;  // by the system, for every block
+  bool has_clusters;    // whether it can launch clusters
+  bool has_copies;      // whether it has asynchronous copies; otherwise kernels that need them, or clusters, are empty
   bool operator==(const Card& other) const {
-    return shared_limit == other.shared_limit && has_clusters == other.has_clusters && has_copies == other.has_copies;
+    return shared_limit == other.shared_limit && reserved_shared == other.reserved_shared &&
+           has_clusters == other.has_clusters && has_copies == other.has_copies;
   }
 };
 // Makes the current device one of this kind, and returns its number: launchers ask a device only once what it is.
 int use_card(const Card& card);
+const Card& card_in_use();
 
 // The thread that runs now.
 struct ThreadIndices {
@@ -94,6 +97,8 @@ cudaError_t run_grid(Body body, void* context, dim3 grid, dim3 block, size_t sha
 using Executor = cudaError_t (*)(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes,
                                  unsigned cluster_blocks, const std::vector<unsigned char>& parameters);
 inline Executor executor = nullptr;
+// Bytes of the arrays in shared memory that a kernel's machine code has of its own, where there is one.
+inline int (*static_shared)(const void* kernel) = nullptr;
 
 template <typename Parameter>
 void append(std::vector<unsigned char>& parameters, const Parameter& value) {

@@ -199,6 +199,7 @@ struct Program::Impl {
   std::vector<uint8_t> globals;    // arrays in global memory
   std::map<std::string, std::vector<std::string>> texts;
   std::map<std::string, Code> codes;
+  Layout layout{};
 
   void load(const std::string& path) {
     cubin = contents(path);
@@ -218,14 +219,15 @@ struct Program::Impl {
       const auto of = [&](const std::string& prefix) { return name.substr(prefix.size()); };
       if (name.rfind(".nv.shared._Z", 0) == 0 ||
           (name.rfind(".nv.shared.", 0) == 0 && name.find("reserved") == std::string::npos)) {
-        codes[of(".nv.shared.")].static_shared = std::max<size_t>(section.sh_size, kSharedBase) - kSharedBase;
+        codes[of(".nv.shared.")].static_shared =
+            std::max<size_t>(section.sh_size, layout.shared_base) - layout.shared_base;
       } else if (name.rfind(".nv.constant2.", 0) == 0) {
         codes[of(".nv.constant2.")].jump_tables = bytes_of(section);
       } else if (name == ".nv.constant4") {
         addresses = bytes_of(section);
       } else if (name == ".nv.global.init") {
         globals = bytes_of(section), globals_index = k;
-      } else if (name == ".rela.nv.constant4") {
+      } else if (name == ".rela.nv.constant4" || name == ".rel.nv.constant4") {
         relocations = &section;
       } else if (section.sh_type == SHT_SYMTAB) {
         symbols = &section;
@@ -233,22 +235,29 @@ struct Program::Impl {
     }
     if (relocations == nullptr) return;
     const auto* table = reinterpret_cast<const Elf64_Sym*>(cubin.data() + symbols->sh_offset);
-    for (size_t k = 0; k < relocations->sh_size / sizeof(Elf64_Rela); ++k) {
-      const auto& relocation = reinterpret_cast<const Elf64_Rela*>(cubin.data() + relocations->sh_offset)[k];
+    for (size_t at = 0; at < relocations->sh_size; at += relocations->sh_entsize) {
+      Elf64_Rela relocation{};  // before sm_90 without an addend, which stands where the address is to be
+      std::memcpy(&relocation, cubin.data() + relocations->sh_offset + at, relocations->sh_entsize);
+      if (relocations->sh_type == SHT_REL) std::memcpy(&relocation.r_addend, &addresses.at(relocation.r_offset), 8);
       const Elf64_Sym& symbol = table[ELF64_R_SYM(relocation.r_info)];
-      if (symbol.st_shndx != globals_index) fail("an address of what is no array in global memory");
-      const uint64_t address =
-          reinterpret_cast<uint64_t>(globals.data()) + symbol.st_value + static_cast<uint64_t>(relocation.r_addend);
+      const auto addend = static_cast<uint64_t>(relocation.r_addend);
+      const bool is_known = symbol.st_shndx == globals_index;  // else null, which nobody may read
+      const uint64_t address = is_known ? reinterpret_cast<uint64_t>(globals.data()) + symbol.st_value + addend : 0;
       std::memcpy(&addresses.at(relocation.r_offset), &address, 8);
     }
   }
 
-  // Of each kernel the lines of its section, parsed when it is launched.
+  // Which architecture, and of each kernel the lines of its section, parsed when it is launched.
   void read(const std::string& path) {
     std::ifstream file(path);
     std::vector<std::string>* lines = nullptr;
     for (std::string line; std::getline(file, line);) {
       const size_t section = line.find(".section\t");
+      for (const std::string name : {".target\tsm_", "EF_CUDA_SM"}) {  // the latter of an nvdisasm before CUDA 13
+        const size_t arch = line.find(name);
+        if (arch != std::string::npos)
+          layout = layout_of(static_cast<unsigned>(std::stoul(line.substr(arch + name.size()))));
+      }
       if (section != std::string::npos) {
         const size_t text = line.find(".text.");
         lines = text == std::string::npos ? nullptr : &texts[line.substr(text + 6, line.find(',') - text - 6)];
@@ -256,7 +265,7 @@ struct Program::Impl {
         lines->push_back(line);
       }
     }
-    if (texts.empty()) fail(path + ": no machine code");
+    if (texts.empty() || layout.parameters == 0) fail(path + ": no machine code");
   }
 
   Code& code_of(const std::string& kernel) {
@@ -293,20 +302,25 @@ struct Program::Impl {
   }
 
   std::vector<uint8_t> constants_of(const Launch& launch) const {
-    std::vector<uint8_t> constants(kParameters + launch.parameter_bytes);
+    std::vector<uint8_t> constants(layout.parameters + launch.parameter_bytes, 0xFF);
     const auto put = [&](size_t at, uint32_t value) { std::memcpy(&constants[at], &value, 4); };
     for (size_t k = 0; k < 3; ++k) put(4 * k, launch.block[k]), put(12 + 4 * k, launch.grid[k]);
     put(0x28, kLocalBytes);  // where the stack begins, downwards
-    put(0x140, launch.cluster > 1), put(0x188, launch.cluster);
-    std::memcpy(&constants[kParameters], launch.parameters, launch.parameter_bytes);
+    if (layout.parameters > 0x188) put(0x140, launch.cluster > 1), put(0x188, launch.cluster);
+    std::memcpy(&constants[layout.parameters], launch.parameters, launch.parameter_bytes);
     return constants;
   }
 };
 
 Program::Program(const std::string& cubin, const std::string& disassembly) : impl_(new Impl) {
-  impl_->load(cubin), impl_->read(disassembly);
+  impl_->read(disassembly), impl_->load(cubin);
 }
 Program::~Program() = default;
+
+size_t Program::static_shared(const std::string& kernel) const {
+  const auto found = impl_->codes.find(kernel);
+  return found == impl_->codes.end() ? 0 : found->second.static_shared;
+}
 
 void Program::run(const std::string& kernel, const Launch& launch, int order) {
   Code& code = impl_->code_of(kernel);
@@ -317,7 +331,7 @@ void Program::run(const std::string& kernel, const Launch& launch, int order) {
   std::mt19937 random(1);
   const uint64_t n_blocks = uint64_t{launch.grid[0]} * launch.grid[1] * launch.grid[2];
   for (uint64_t first = 0; first < n_blocks; first += launch.cluster) {
-    Running running{launch, code, counts, constants, impl_->addresses, {}, {}, loaded, stored};
+    Running running{launch, impl_->layout, code, counts, constants, impl_->addresses, {}, {}, loaded, stored};
     for (unsigned rank = 0; rank < launch.cluster; ++rank) {
       const uint64_t index = first + rank;
       Block& block = running.blocks.emplace_back();
@@ -327,7 +341,7 @@ void Program::run(const std::string& kernel, const Launch& launch, int order) {
       block.rank = rank, block.n_threads = block.n_live = threads;
       block.shared.assign(code.static_shared + launch.dynamic_shared, 0xFF);
       for (unsigned thread = 0; thread < threads; thread += kLanes) {
-        Warp& warp = running.warps.emplace_back();
+        Warp& warp = running.warps.emplace_back(order == 0 ? 0 : 0x7F);
         warp.running = &running, warp.block = &block, warp.first_thread = thread;
         warp.live = threads - thread >= kLanes ? ~0u : (1u << (threads - thread)) - 1;
       }

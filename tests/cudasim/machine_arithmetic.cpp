@@ -254,6 +254,10 @@ void float_extreme(Thread& t, const Instruction& i) {
   t.set(i[0], result);
 }
 
+void integer_extreme(Thread& t, const Instruction& i) {
+  t.set(i[0], extreme(!i.is(kU32), t.p(i[3]), t.u(i[1]), t.u(i[2])));
+}
+
 // Whether a / b needs more care than a few operations on normal numbers.
 bool needs_care(float a, float b) {
   int exponent_a = 0, exponent_b = 0;
@@ -297,9 +301,8 @@ void add_arithmetic(Handlers& table) {
          t.set(i[0], static_cast<uint32_t>(std::abs(int64_t{t.s(i[1])})));
        }, nullptr}},
       {"VIADD", {"", [](T& t, const I& i) { t.set(i[0], t.u(i[1]) + t.u(i[2])); }, nullptr}},
-      {"VIMNMX", {"U32", [](T& t, const I& i) {
-         t.set(i[0], extreme(!i.is(kU32), t.p(i[3]), t.u(i[1]), t.u(i[2])));
-       }, nullptr}},
+      {"VIMNMX", {"U32", integer_extreme, nullptr}},
+      {"IMNMX", {"U32", integer_extreme, nullptr}},  // its name before sm_90
       {"VIADDMNMX", {"U32", [](T& t, const I& i) {
          t.set(i[0], extreme(!i.is(kU32), t.p(i[4]), t.u(i[1]) + t.u(i[2]), t.u(i[3])));
        }, nullptr}},
@@ -358,15 +361,16 @@ void add_arithmetic(Handlers& table) {
          const auto convert = i.is(kBF16) ? bf16_of : f16_of;
          t.set(i[0], convert(t.f(i[1])) << 16 | convert(t.f(i[2])));
        }, nullptr}},
-      {"HADD2", {"F32", [](T& t, const I& i) {  // a half, unpacked
-         const bool adds_none = i[1].kind == Operand::kRegister && i[1].index == kZero;
-         if (!adds_none || i[2].kind != Operand::kRegister) fail("a sum of halves");
-         t.set(i[0], Thread::with_signs(i[2], from_f16(t.plain(i[2]))));
+      {"HADD2", {"F32", [](T& t, const I& i) {  // a half, unpacked: -0 is added, behind it before sm_80
+         const auto is_none = [](const Operand& o) { return o.index == kZero && o.negative; };
+         const Operand& half = i[is_none(i[1]) ? 2 : 1];
+         if (!(is_none(i[1]) || is_none(i[2])) || half.kind != Operand::kRegister) fail("a sum of halves");
+         t.set(i[0], Thread::with_signs(half, from_f16(t.plain(half))));
        }, nullptr}},
       {"HFMA2", {"MMA BF16_V2", [](T& t, const I& i) {  // two halves: as a constant, or their magnitudes
-         if (i[1].index != kZero || i[2].index != kZero) fail("products of halves");
+         if (i[1].index != kZero || i[2].index != kZero || !i[1].negative) fail("products of halves");
          if (i.is(kBF16_V2)) {
-           if (!i[1].negative || !i[3].absolute || i[3].negative || i[3].is_part) fail("products of halves");
+           if (!i[3].absolute || i[3].negative || i[3].is_part()) fail("products of halves");
            const auto magnitude = [](uint32_t bits) { return (bits & 0x7FFF) > 0x7F80 ? 0x7FFFu : bits & 0x7FFF; };
            return t.set(i[0], magnitude(t.plain(i[3]) >> 16) << 16 | magnitude(t.plain(i[3])));
          }

@@ -84,6 +84,8 @@ void shuffle(Warp& warp, const Instruction& i, uint32_t lanes) {
 }
 
 void vote(Warp& warp, const Instruction& i, uint32_t lanes) {
+  // A vote on what is true asks which lanes are there.
+  if (i.operands.back().index != kTrue && lanes != warp.live) fail("a warp operation by lanes that are apart");
   uint32_t ballot = 0;
   for (unsigned lane = 0; lane < kLanes; ++lane) {
     if ((lanes >> lane & 1) != 0 && Thread{warp, lane}.p(i.operands.back())) ballot |= 1u << lane;
@@ -105,6 +107,7 @@ void vote(Warp& warp, const Instruction& i, uint32_t lanes) {
 // Of the lanes' values, into a uniform register.
 void reduce(Warp& warp, const Instruction& i, uint32_t lanes) {
   if (lanes != warp.live) fail("a warp operation by lanes that are apart");
+  if (!i.is(kOR) && !i.is(kAND) && !i.is(kXOR) && !i.is(kSUM) && !i.is(kMIN) && !i.is(kMAX)) fail("a reduction");
   const unsigned first = static_cast<unsigned>(__builtin_ctz(lanes));
   uint32_t result = Thread{warp, first}.u(i[1]);
   for (unsigned lane = first + 1; lane < kLanes; ++lane) {
@@ -131,8 +134,20 @@ void branch(Thread& t, const Instruction& i) {
   t.jump(i.target);
 }
 
+// Of lanes that are told, or of all.
 void branch_if_divergent(Warp& warp, const Instruction& i, uint32_t lanes) {
-  if (lanes != Thread{warp, 0}.u(i[0])) fail("a warp operation by lanes that are apart");
+  if (lanes != (i.operands.size() > 1 ? Thread{warp, 0}.u(i[0]) : warp.live))
+    fail("a warp operation by lanes that are apart");
+}
+
+// By all lanes that are here, or by none.
+void branch_together(Warp& warp, const Instruction& i, uint32_t lanes) {
+  const uint32_t next = warp.pc[__builtin_ctz(lanes)];
+  for (unsigned lane = 0; lane < kLanes; ++lane) {
+    if ((lanes >> lane & 1) == 0 && (warp.live & ~warp.blocked) >> lane & 1 && warp.pc[lane] == next)
+      fail("a branch of all lanes by some");
+    if (lanes >> lane & 1) Thread{warp, lane}.jump(i.target);
+  }
 }
 
 // Named by a number, or by a register that has the threads that it waits for
@@ -200,9 +215,10 @@ void move_matrices(Warp& warp, const Instruction& i, uint32_t lanes) {
   }
 }
 
-unsigned convergence_barrier(const Instruction& i) {
-  if (i.operands.empty() || i[0].name[0] != 'B') fail("barrier of convergence");
-  return static_cast<unsigned>(std::stoi(i[0].name.substr(1)));
+unsigned convergence_barrier(const Instruction& i, size_t operand = 0) {
+  const std::string& name = i[operand].name;
+  if (name[0] != 'B') fail("barrier of convergence");
+  return static_cast<unsigned>(std::stoi(name.substr(1)));
 }
 
 void leave(Warp& warp, const Instruction&, uint32_t lanes) {
@@ -283,7 +299,7 @@ bool is_predicate(const Operand& o) { return o.kind == Operand::kPredicate || o.
 
 void add_control_and_memory(Handlers& table) {
   static const auto ignored = [](T&, const I&) {};
-  static const char* const kMemory = "E U8 S8 U16 S16 64 128 CONSTANT";
+  static const char* const kMemory = "E U8 S8 U16 S16 64 128 CONSTANT SYS U";  // U: of all loads of sm_75 alike
   // clang-format off
   const Handlers rows = {
       {"NOP", {"", ignored, nullptr}},
@@ -291,7 +307,7 @@ void add_control_and_memory(Handlers& table) {
       {"CCTL", {"IVALL", ignored, nullptr}},
       {"FENCE", {"VIEW ASYNC S", ignored, nullptr}},
       {"EXIT", {"", nullptr, leave}},
-      {"BRA", {"DIV", branch, nullptr}},
+      {"BRA", {"DIV U", branch, nullptr}},
       {"BRX", {"", jump_by, nullptr}},
       {"BRXU", {"", jump_by, nullptr}},
       {"CALL", {"REL NOINC", [](T& t, const I& i) { t.jump(i.target); }, nullptr}},
@@ -314,10 +330,18 @@ void add_control_and_memory(Handlers& table) {
          }
          w.check_convergence();
        }}},
-      {"WARPSYNC", {"ALL", nullptr, [](Warp& w, const I& i, uint32_t lanes) {
-         if (!i.is(kALL)) fail("WARPSYNC of some lanes");
+      {"BMOV", {"32 CLEAR", nullptr, [](Warp& w, const I& i, uint32_t lanes) {  // taken from the barrier, and dropped
+         if (!i.is(k32) || !i.is(kCLEAR) || i[0].index != kZero) fail("a barrier of convergence as a number");
          for (unsigned lane = 0; lane < kLanes; ++lane) {
-           if (lanes >> lane & 1) w.sets[lane][kConvergenceBarriers] = ~0u;
+           if (lanes >> lane & 1) w.sets[lane][convergence_barrier(i, 1)] = 0;
+         }
+       }}},
+      {"WARPSYNC", {"ALL", nullptr, [](Warp& w, const I& i, uint32_t lanes) {
+         for (unsigned lane = 0; lane < kLanes; ++lane) {
+           if ((lanes >> lane & 1) == 0) continue;
+           const uint32_t all = i.is(kALL) ? ~0u : Thread{w, lane}.u(i[0]);
+           if ((all >> lane & 1) == 0) fail("a lane that does not wait for itself");
+           w.sets[lane][kConvergenceBarriers] = all;
          }
          w.block_lanes(lanes, Wait::kConvergence, kConvergenceBarriers);
          w.check_convergence();
@@ -396,8 +420,9 @@ void find_handlers(Instruction& instruction) {
     return;
   if ((instruction.modifiers & ~understood).any()) return;
   instruction.of_thread = found->second.of_thread, instruction.of_warp = found->second.of_warp;
-  if (instruction.base == "BRA" && instruction.is(kDIV)) {
-    instruction.of_thread = nullptr, instruction.of_warp = branch_if_divergent;
+  if (instruction.base == "BRA" && (instruction.is(kDIV) || instruction.is(kU))) {
+    instruction.of_thread = nullptr;
+    instruction.of_warp = instruction.is(kDIV) ? branch_if_divergent : branch_together;
   }
 }
 

@@ -1,5 +1,6 @@
 // What runs in machine.h: a cluster of blocks, its warps and their threads.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -18,11 +19,11 @@ extern "C" __attribute__((weak)) void* __asan_region_is_poisoned(void* begin, si
 namespace machine {
 
 constexpr unsigned kLanes = 32, kBarriers = 16, kConvergenceBarriers = 16;
-constexpr uint32_t kSharedBase = 0x400;  // the system's kibibyte lies below a block's own
-constexpr unsigned kRankBit = 24;        // of an address in the shared memory of a cluster
-constexpr uint32_t kNan = 0x7FFFFFFF;    // of arithmetic
+constexpr unsigned kRankBit = 24;      // of an address in the shared memory of a cluster
+constexpr uint32_t kNan = 0x7FFFFFFF;  // of arithmetic
 constexpr uint64_t kMostSpins = 1000000;
-constexpr size_t kParameters = 0x210, kLocalBytes = 4096;
+constexpr uint32_t kPoison = 0xFFC1FFC1;  // what nobody has written: as one float or two halves a NaN
+constexpr size_t kLocalBytes = 4096;
 
 struct Copy {
   uint32_t to;
@@ -53,10 +54,10 @@ class Warp {
   Running* running = nullptr;
   Block* block = nullptr;
   unsigned first_thread = 0;
-  uint32_t r[kLanes][256] = {};
-  uint8_t p[kLanes] = {};
-  uint32_t u[64] = {};
-  uint8_t up = 0;
+  uint32_t r[kLanes][256];
+  uint8_t p[kLanes];
+  uint32_t u[64];
+  uint8_t up;
   uint32_t pc[kLanes] = {};
   uint32_t live = 0, blocked = 0;
   Wait wait[kLanes] = {};
@@ -70,6 +71,10 @@ class Warp {
   // of the instruction that runs
   std::vector<std::pair<uint64_t, unsigned>> global_accesses, shared_accesses;
 
+  // predicates: all, at first
+  explicit Warp(uint8_t predicates) : up(predicates) {
+    std::fill_n(&r[0][0], kLanes * 256, kPoison), std::fill_n(u, 64, kPoison), std::fill_n(p, kLanes, predicates);
+  }
   bool step();
   void block_lanes(uint32_t lanes, Wait why, uint32_t index);
   void release(unsigned lane) { wait[lane] = Wait::kNone, blocked &= ~(1u << lane); }
@@ -81,6 +86,7 @@ class Warp {
 
 struct Running {
   const Launch& launch;
+  const Layout& layout;
   Code& code;
   Counts& counts;
   const std::vector<uint8_t>& constants;  // c[0x0]
@@ -114,7 +120,8 @@ struct Thread {
   }
   uint64_t address(const Operand& o) const {
     uint64_t sum = static_cast<uint64_t>(o.offset);
-    for (const auto& term : o.terms) sum += term.wide ? pair(term.kind, term.index) : word(term.kind, term.index);
+    for (const auto& term : o.terms)
+      sum += (term.wide ? pair(term.kind, term.index) : word(term.kind, term.index)) << term.shift;
     return sum;
   }
   uint64_t constant(const Operand& o, size_t bytes) const {
@@ -128,13 +135,16 @@ struct Thread {
     return value;
   }
 
+  static uint32_t part(const Operand& o, uint32_t word) {
+    return word >> o.first_bit & static_cast<uint32_t>((uint64_t{1} << o.n_bits) - 1);
+  }
   // The 32 bits, without what stands before them: -, |, ~.
   uint32_t plain(const Operand& o) const {
     switch (o.kind) {
       case Operand::kRegister:
-        return reg(o.index) >> o.first_bit;
+        return part(o, reg(o.index));
       case Operand::kUniform:
-        return uniform(o.index) >> o.first_bit;
+        return part(o, uniform(o.index));
       case Operand::kNumber:
         if (o.is_decimal) fail("a decimal number as an integer");
         return static_cast<uint32_t>(o.bits);
@@ -188,7 +198,10 @@ struct Thread {
     return (o.index == kTrue || (all >> o.index & 1) != 0) != o.inverted;
   }
 
-  void set(const Operand& o, uint32_t value) { set(o.kind, o.index, value); }
+  void set(const Operand& o, uint32_t value) {
+    if (o.is_part()) fail("a part of a register to write");
+    set(o.kind, o.index, value);
+  }
   void set(Operand::Kind kind, int index, uint32_t value) {
     if (kind == Operand::kRegister) {
       if (index != kZero) warp.r[lane][index] = value;
@@ -232,9 +245,10 @@ struct Thread {
     Block& block = running.blocks[rank];
     if (remote && block.n_live == 0) fail("shared memory of a block that has ended");
     if (offset % bytes != 0) fail("misaligned in shared memory: " + std::to_string(offset));
-    if (offset < kSharedBase || offset - kSharedBase + bytes > block.shared.size())
+    const uint32_t base = running.layout.shared_base;
+    if (offset < base || offset - base + bytes > block.shared.size())
       fail("outside shared memory: " + std::to_string(offset));
-    return &block.shared[offset - kSharedBase];
+    return &block.shared[offset - base];
   }
   uint8_t* global(uint64_t at, size_t bytes) {
     if (at % bytes != 0) fail("misaligned in global memory");

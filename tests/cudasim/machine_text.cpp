@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdlib>
 #include <iterator>
+#include <map>
+#include <set>
 #include <sstream>
 
 #include "machine_instructions.h"
@@ -68,8 +70,10 @@ void parse_address(const std::string& text, Operand& operand) {
     Operand::Term parsed{};
     if (parse_register(term.substr(0, dot), parsed.kind, parsed.index)) {
       const std::string suffix = dot == std::string::npos ? "" : term.substr(dot);
-      if (suffix != "" && suffix != ".64") fail("an address of " + text);
-      parsed.wide = suffix == ".64";
+      static const std::map<std::string, unsigned> scales = {{"", 0}, {".64", 0}, {".X4", 2}, {".X8", 3}, {".X16", 4}};
+      const auto scale = scales.find(suffix);
+      if (scale == scales.end()) fail("an address of " + text);
+      parsed.wide = suffix == ".64", parsed.shift = scale->second;
       operand.terms.push_back(parsed);
     } else {
       operand.offset += parse_integer(term);
@@ -106,11 +110,10 @@ Operand parse_operand(std::string text) {
     suffix = dot == std::string::npos ? "" : text.substr(dot), body = text.substr(0, dot);
   }
   if (parse_register(body, operand.kind, operand.index)) {
-    operand.is_part = suffix != "" && suffix != ".64";
     if (suffix == ".H0_H0" || suffix == ".H1_H1") {
-      operand.first_bit = 16 * (suffix[2] - '0');
-    } else if (suffix.size() == 3 && suffix[1] == 'B') {
-      operand.first_bit = 8 * (suffix[2] - '0');
+      operand.n_bits = 16, operand.first_bit = 16 * (suffix[2] - '0');
+    } else if (suffix.size() == 3 && suffix[1] == 'B' && suffix[2] >= '0' && suffix[2] <= '3') {
+      operand.n_bits = 8, operand.first_bit = 8 * (suffix[2] - '0');
     } else if (suffix != "" && suffix != ".64") {
       fail("operand " + text);
     }
@@ -156,7 +159,19 @@ Instruction parse_instruction(const std::string& text) {
     for (std::string part; parts >> part;) instruction.operands.push_back(parse_operand(part));
   }
   find_handlers(instruction);
+  static const std::set<std::string> global = {"LDG", "STG", "LD", "ST"};
+  if (global.count(instruction.base) != 0 && instruction.is(kE)) {  // sm_75 does not say that they are 64 bits
+    for (Operand& operand : instruction.operands) {
+      for (Operand::Term& term : operand.terms) term.wide = true;
+    }
+  }
   return instruction;
+}
+
+Layout layout_of(unsigned arch) {
+  if (arch == 90) return {0x210, 0x400};
+  if (arch != 70 && arch != 75 && arch != 80) fail("machine code of sm_" + std::to_string(arch));
+  return {0x160, 0};
 }
 
 }  // namespace machine

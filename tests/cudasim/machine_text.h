@@ -22,7 +22,7 @@ constexpr unsigned kInstructionBytes = 16;
   F(BFLY) F(IDX) F(UP) F(DOWN) F(ANY) F(ALL) F(TRUNC) F(FLOOR) F(CEIL) F(NTZ) F(PACK_AB) F(MMA) F(XORSIGN) F(EX2)   \
   F(LG2) F(RCP) F(RSQ) F(SQRT) F(RCP64H) F(RSQ64H) F(SYNC) F(DEFER_BLOCKING) F(REL) F(NOINC) F(NODEC) F(DIV)        \
   F(EXCH) F(ARRIVE) F(TRANS64) F(PHASECHK) F(TRYWAIT) F(VIEW) F(ASYNC) F(S) F(IVALL) F(MIN) F(MAX) F(SUM) F(4A)     \
-  F(2A) F(LO) F(16) F(M88) F(MT88) F(2) F(4) F(LU) F(BF16_V2)
+  F(2A) F(LO) F(16) F(M88) F(MT88) F(2) F(4) F(LU) F(BF16_V2) F(SYS) F(U) F(32) F(CLEAR)
 // clang-format on
 
 enum Modifier {
@@ -41,13 +41,14 @@ struct Operand {
   struct Term {
     Kind kind;
     int index;
-    bool wide;  // a pair of registers
+    bool wide;       // a pair of registers
+    unsigned shift;  // left: .X4
   };
   Kind kind = kName;
   int index = 0;
   bool negative = false, absolute = false, inverted = false;
-  bool is_part = false;  // of a register: a half or a byte
-  int first_bit = 0;
+  int first_bit = 0, n_bits = 32;  // of a register: all, a half or a byte
+  bool is_part() const { return n_bits != 32; }
   bool is_decimal = false;
   uint64_t bits = 0;
   double number = 0;
@@ -85,6 +86,13 @@ struct Instruction {
 Instruction parse_instruction(const std::string& text);
 
 std::string trimmed(const std::string& text);
+
+// What differs between architectures, beside the instructions.
+struct Layout {
+  size_t parameters;     // where they begin in c[0x0]
+  uint32_t shared_base;  // where a block's own shared memory begins, above the system's
+};
+Layout layout_of(unsigned arch);
 
 struct Code {
   std::vector<Instruction> instructions;

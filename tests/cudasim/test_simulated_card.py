@@ -54,6 +54,12 @@ def test_gpu_tests_with_the_cuda_backend(card: dict[str, str], files: str, least
     run_gpu_tests(card, files, "not triton and not inductor", least)
 
 
+@pytest.mark.parametrize("capability", [7, 8])
+def test_cards_without_clusters(card: dict[str, str], capability: int) -> None:
+    files = "ops/test_row_norm_gpu.py ops/test_softmax_gpu.py ops/test_adam_gpu.py patching/test_models_gpu.py"
+    run_gpu_tests(card | cudasim_card.environment(capability), files, "not triton and not fp16", 70)
+
+
 # Compiled and emulated: slow. What Triton's choice of layouts changes shows nowhere else.
 TRITON = {
     "row_norm": ("ops/test_row_norm_backward.py ops/test_row_norm_gpu.py", "triton and (which_others or replay)", 14),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 import torch_device
 
 TOTAL_MEMORY = 3 << 30
+MAJOR = int(os.environ["ONETRIP_SIMULATED_CAPABILITY"])
+BLOCK_SHARED = {7: 96 << 10, 8: 163 << 10, 9: 227 << 10}[MAJOR]
 PROPERTIES = SimpleNamespace(
     name="simulated card",
-    major=9,
+    major=MAJOR,
     minor=0,
     total_memory=TOTAL_MEMORY,
     multi_processor_count=2,
@@ -21,8 +24,8 @@ PROPERTIES = SimpleNamespace(
     warp_size=32,
     regs_per_multiprocessor=65536,
     shared_memory_per_block=48 << 10,
-    shared_memory_per_block_optin=227 << 10,
-    shared_memory_per_multiprocessor=228 << 10,
+    shared_memory_per_block_optin=BLOCK_SHARED,
+    shared_memory_per_multiprocessor=BLOCK_SHARED + (0 if MAJOR == 7 else 1 << 10),
     L2_cache_size=1 << 20,
     is_integrated=0,
     is_multi_gpu_board=0,
@@ -132,7 +135,7 @@ FUNCTIONS = {
     "setDevice": lambda index: None,
     "exchangeDevice": lambda index: 0,
     "maybeExchangeDevice": lambda index: 0,
-    "getArchFlags": lambda: "sm_90",
+    "getArchFlags": lambda: f"sm_{MAJOR}0",
     "getAllocatorBackend": lambda: "native",
     "getCurrentRawStream": lambda index: torch_device.current_stream(),
     "getCurrentStream": lambda index: (torch_device.current_stream(), 0, CUDA),
