@@ -321,7 +321,7 @@ def _row_means_kernel(
             dy_ptr, z_ptr, mean_ptr, rstd_ptr, weight_ptr, weight_offset, dy_row_stride, z_row_stride,
             row, first_col, n_rows, n_cols, 1, BLOCK_COLS,
         )  # fmt: skip
-        wdy_n_sum += wdy * normalised
+        wdy_n_sum = tl.fma(wdy, normalised, wdy_n_sum)
         wdy_sum += wdy
     count = n_cols.to(tl.float32)
     tl.store(row_means_ptr + row, tl.div_rn(tl.sum(wdy_n_sum), count))
@@ -400,14 +400,14 @@ def _row_norm_bwd_kernel(
                 first_row, first_col, n_rows, n_cols, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
             if dweight_partials_ptr is not None:
-                dweight += dy * normalised
+                dweight = tl.fma(dy, normalised, dweight)
             if dnorm_bias_partials_ptr is not None:
                 dnorm_bias += dy
             if row_means_ptr is not None:
                 wdy_n_mean = _load_per_row(row_means_ptr, first_row, n_rows, BLOCK_ROWS)
             else:
                 wdy_n_mean = tl.div_rn(tl.sum(wdy * normalised, axis=1, keep_dims=True), count)
-            through = wdy - normalised * wdy_n_mean
+            through = tl.fma(-normalised, wdy_n_mean, wdy)
             if NORM == NORM_LAYER:
                 if row_means_ptr is not None:
                     wdy_mean = _load_per_row(row_means_ptr + n_rows, first_row, n_rows, BLOCK_ROWS)

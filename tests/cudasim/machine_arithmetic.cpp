@@ -80,6 +80,22 @@ float from_f16(uint32_t bits) {
   return static_cast<float>(half);
 }
 
+// Two sums of two halves each, rounded once: a float's 24 bits are more than twice a half's, and two more.
+uint32_t sums_of_halves(const Thread& t, const Instruction& i, const Operand& a, const Operand& b) {
+  for (const Operand* o : {&a, &b}) {
+    if (o->kind != Operand::kRegister || o->absolute || o->is_part()) fail("a sum of halves");
+  }
+  const auto half = [&](const Operand& o, int shift) {
+    const uint32_t bits = t.reg(o.index) >> shift & 0xFFFF;
+    float value = from_f16(bits);
+    const uint32_t wide = bits << 16;
+    if (i.is(kBF16_V2)) std::memcpy(&value, &wide, 4);
+    return o.negative ? -value : value;
+  };
+  const auto convert = i.is(kBF16_V2) ? bf16_of : f16_of;
+  return convert(half(a, 16) + half(b, 16)) << 16 | convert(half(a, 0) + half(b, 0));
+}
+
 float approximate(const Instruction& i, float x) {
   float result = NAN;
   if (i.is(kEX2)) {
@@ -361,13 +377,18 @@ void add_arithmetic(Handlers& table) {
          const auto convert = i.is(kBF16) ? bf16_of : f16_of;
          t.set(i[0], convert(t.f(i[1])) << 16 | convert(t.f(i[2])));
        }, nullptr}},
-      {"HADD2", {"F32", [](T& t, const I& i) {  // a half, unpacked: -0 is added, behind it before sm_80
+      {"HADD2", {"F32 BF16_V2", [](T& t, const I& i) {  // a half, unpacked: -0 is added, behind it before sm_80
+         if (!i.is(kF32)) return t.set(i[0], sums_of_halves(t, i, i[1], i[2]));
          const auto is_none = [](const Operand& o) { return o.index == kZero && o.negative; };
          const Operand& half = i[is_none(i[1]) ? 2 : 1];
          if (!(is_none(i[1]) || is_none(i[2])) || half.kind != Operand::kRegister) fail("a sum of halves");
          t.set(i[0], Thread::with_signs(half, from_f16(t.plain(half))));
        }, nullptr}},
-      {"HFMA2", {"MMA BF16_V2", [](T& t, const I& i) {  // two halves: as a constant, or their magnitudes
+      {"HFMA2", {"MMA BF16_V2", [](T& t, const I& i) {  // two halves: as a constant, their magnitudes, or their sums
+         if (i[2].kind == Operand::kNumber) {
+           if (i[2].number != 1 || i[3].number != 1) fail("products of halves");
+           return t.set(i[0], sums_of_halves(t, i, i[1], i[4]));
+         }
          if (i[1].index != kZero || i[2].index != kZero || !i[1].negative) fail("products of halves");
          if (i.is(kBF16_V2)) {
            if (!i[3].absolute || i[3].negative || i[3].is_part()) fail("products of halves");

@@ -39,7 +39,7 @@ def run_gpu_tests(card: dict[str, str], files: str, keywords: str, least: int) -
 
 
 GPU_TESTS = {
-    "row_norm, operands": ("ops/test_row_norm_input.py", 380),
+    "row_norm, operands": ("ops/test_row_norm_input.py", 350),
     "row_norm, forward": ("ops/test_row_norm_forward.py", 330),
     "row_norm, backward": ("ops/test_row_norm_backward.py", 220),
     "row_norm, the rest": ("ops/test_row_norm_[dcg]*.py nn/test_row_norm.py", 180),

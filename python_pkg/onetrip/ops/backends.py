@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,6 +28,8 @@ REHEARSALS = frozenset({"rehearsal cpu", "rehearsal cuda"})
 
 _process_choice: str | None = None  # None: not asked yet, see _process_wide
 _local_choice: ContextVar[str | None] = ContextVar("onetrip_backend", default=None)
+_IN_TORCH = "onetrip_backend"
+_n_local_choices = 0  # use_backend blocks that have been entered: without any, nobody asks torch
 
 
 @functools.cache
@@ -87,13 +90,34 @@ def set_backend(name: str) -> None:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Use this backend inside the with block (this thread or task); an eager backward follows its forward; a traced
-    or compiled one chooses when it runs."""
+    """Use this backend inside the with block (this thread or task, and what a backward called in it computes again); an
+    eager backward follows its forward; a traced or compiled one chooses when it runs."""
+    global _n_local_choices
     token = _local_choice.set(_checked("use_backend", name))
+    _n_local_choices += 1
+    outside = _choice_in_torch()
+    torch._C._stash_obj_in_tls(_IN_TORCH, (name, threading.get_ident()))
     try:
         yield
     finally:
+        torch._C._stash_obj_in_tls(_IN_TORCH, outside)
         _local_choice.reset(token)
+
+
+def _choice_in_torch() -> tuple[str, int] | None:
+    """(name, thread of its with block). A backward of tensors on a card runs in threads of torch's, to which it takes
+    what it keeps for the one that called it; a context variable stays behind."""
+    if not torch._C._is_key_in_tls(_IN_TORCH):
+        return None
+    choice: tuple[str, int] | None = torch._C._get_obj_in_tls(_IN_TORCH)
+    return choice
+
+
+def _of_the_callers_block() -> str | None:
+    """The choice of the thread that called the backward in which this thread works. In the thread itself the context
+    variable says it: another task may have gone on within its block."""
+    choice = _choice_in_torch()
+    return None if choice is None or choice[1] == threading.get_ident() else choice[0]
 
 
 @contextmanager
@@ -129,7 +153,7 @@ def choose(function: str, device: torch.device, in_kernel_dtypes: bool) -> str:
 
     Raises RuntimeError where a backend was asked for by name and cannot run, TypeError where it lacks a dtype.
     """
-    name = _local_choice.get() or _process_choice or _process_wide()
+    name = _local_choice.get() or (_n_local_choices and _of_the_callers_block()) or _process_choice or _process_wide()
     if name == "auto":
         return _automatic(device) if in_kernel_dtypes else "reference"
     if name != "reference" and name not in REHEARSALS:
