@@ -146,12 +146,13 @@ def subclass(original: Any, rewrite: Rewrite, forward: Callable[..., Any]) -> ty
             "_onetrip_rewrite": rewrite,
         },
     )
+    cls._onetrip_class = cls  # type: ignore[attr-defined]  # says that the above is its own, not inherited
     return cls
 
 
 def is_patched(module: nn.Module) -> bool:
     """Whether the module's class is one of ours."""
-    return "_onetrip_original" in type(module).__dict__
+    return getattr(type(module), "_onetrip_class", None) is type(module)
 
 
 def is_stacked(module: nn.Module) -> bool:
