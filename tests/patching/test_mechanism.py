@@ -260,6 +260,17 @@ def test_a_class_on_top_of_a_patched_one_is_not_plain(model: Model) -> None:
     assert not is_plain(model.final, nn.LayerNorm)
 
 
+def test_torch_jit_script_says_that_a_module_is_patched(model: Model) -> None:
+    """And compiles it again once it is not."""
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(model.tails[0].norm))
+    for root, pattern in ((module, "layer_norm"), (model.tails[1], "dropout_add_norm")):
+        torch.jit.script(root)
+        patch_model(root)
+        with pytest.raises(RuntimeError, match=rf"patched by onetrip \(pattern {pattern}\).*unpatch_model"):
+            torch.jit.script(root)
+        torch.jit.script(unpatch_model(root))
+
+
 def test_shared_modules_are_one_site(x: Tensor) -> None:
     norm = nn.LayerNorm(WIDTH)
     model = nn.Sequential(norm, norm, nn.Sequential(norm))

@@ -132,6 +132,12 @@ def subclass(original: Any, rewrite: Rewrite, forward: Callable[..., Any]) -> ty
         set_class(clone, cls)
         return clone
 
+    def refuse_script(self: nn.Module) -> nn.Module:
+        raise RuntimeError(
+            f"torch.jit.script: {original.__name__} is patched by onetrip (pattern {rewrite.pattern}), and TorchScript "
+            "cannot compile fused forwards: call onetrip.unpatch_model(model) first, or use torch.jit.trace"
+        )
+
     cls: type = type(original)(
         original.__name__,
         (original,),
@@ -141,6 +147,7 @@ def subclass(original: Any, rewrite: Rewrite, forward: Callable[..., Any]) -> ty
             "__doc__": original.__doc__,
             "__reduce_ex__": reduce_ex,
             "__deepcopy__": deep_copy,
+            "__prepare_scriptable__": refuse_script,  # torch.jit.script asks every module for it first
             "forward": forward,
             "_onetrip_original": original,
             "_onetrip_rewrite": rewrite,
