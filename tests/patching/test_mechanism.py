@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip.patching import patch_model, patched, unpatch_model
+from onetrip.patching.calls import is_plain
 from patching_cases import WIDTH, Model, Tail, classes
 from torch import Tensor, nn
 
@@ -227,6 +228,47 @@ def test_calls_by_keyword_and_from_replicas(model: Model, x: Tensor, made: str) 
             setattr(tail, name, child)
     torch.testing.assert_close(tail(residual=x, hidden=x), expected)
     assert report.calls()["tails.0"] == ((1, 0) if made == "in-process" else (0, 0))
+
+
+class Recording(nn.Module):
+    """Writes to dictionaries before and between what is patched."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model, self.stats = model, {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.stats["calls"] = 1
+        self.model.tails[0].seen = self.stats
+        return self.model(x)
+
+
+def test_compiles_where_dictionaries_are_changed(model: Model, x: Tensor) -> None:
+    """Dynamo then refuses to read a class's __dict__."""
+    recording = Recording(model)
+    expected = recording(x)
+    assert {site.pattern for site in patch_model(model).patched} == {"dropout_add_norm", "layer_norm"}
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(recording, fullgraph=True, backend="aot_eager")(x), expected)
+
+
+def test_a_class_on_top_of_a_patched_one_is_not_plain(model: Model) -> None:
+    """It inherits all of the patched class's attributes, and may compute anything."""
+    patch_model(model)
+    assert is_plain(model.final, nn.LayerNorm)
+    model.final.__class__ = type("Top", (type(model.final),), {})
+    assert not is_plain(model.final, nn.LayerNorm)
+
+
+def test_torch_jit_script_says_that_a_module_is_patched(model: Model) -> None:
+    """And compiles it again once it is not."""
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(model.tails[0].norm))
+    for root, pattern in ((module, "layer_norm"), (model.tails[1], "dropout_add_norm")):
+        torch.jit.script(root)
+        patch_model(root)
+        with pytest.raises(RuntimeError, match=rf"patched by onetrip \(pattern {pattern}\).*unpatch_model"):
+            torch.jit.script(root)
+        torch.jit.script(unpatch_model(root))
 
 
 def test_shared_modules_are_one_site(x: Tensor) -> None:

@@ -313,6 +313,26 @@ def test_compiles_without_graph_breaks(name: str) -> None:
     assert_close({key.replace("_orig_mod.", ""): tensor for key, tensor in actual.items()}, expected)
 
 
+@pytest.mark.parametrize("name", ["bert", "electra"])
+def test_base_models_compile_without_graph_breaks(name: str) -> None:
+    """Without a head their own forward changes dictionaries while it is compiled."""
+    model, inputs = build(name).base_model.eval(), {"input_ids": ids()}
+    expected = model(**inputs)[0]
+    patch_model(model)
+    torch.compiler.reset()
+    actual = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs)[0]
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the tracer: what Python looks at is a constant of the graph
+@pytest.mark.parametrize("requires_grad", [True, False], ids=["trainable", "frozen"])
+def test_torch_jit_traces_it(requires_grad: bool) -> None:
+    model, inputs = build("bert").requires_grad_(requires_grad), (ids(), text()["attention_mask"])
+    patch_model(model)
+    traced = torch.jit.trace(model, inputs, strict=False)
+    torch.testing.assert_close(traced(ids(seed=2), inputs[1])["logits"], model(ids(seed=2), inputs[1]).logits)
+
+
 def test_remote_code_models_are_patched(tmp_path: Any) -> None:
     """The classes of a model loaded from its own files have no known names; what they compute is recognised."""
     (tmp_path / "modeling_tiny.py").write_text(

@@ -19,7 +19,7 @@ from .native import Dtypes, Launcher, dtypes_of, forward_launcher, operands
 from .native import row_norm_forward as native_forward
 from .rng import check_rng
 from .row_norm_autograd import apply, forward, kernel_pair
-from .tracing import eager_rng, is_traced, is_transformed, traced_rng
+from .tracing import eager_rng, is_jit_tracing, is_recorded, is_traced, is_transformed, traced_rng
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -158,19 +158,22 @@ def row_norm(
         and 0.0 <= dropout_p <= 1.0
     ):
         dtypes, are_plain = known
-        traced = is_in_torch_dispatch_mode()
+        traced = is_in_torch_dispatch_mode() or is_jit_tracing()
     else:
         _check(function, x, residual, bias, weight, norm_bias, eps, weight_offset, dropout_p, rng)
         dtypes, are_plain = cast(Dtypes, dtypes_of(x, residual, bias, weight, norm_bias)), False
         traced = is_traced(x, residual, bias, weight, norm_bias)
 
     z_is_x = residual is None and bias is None and dropout_p == 0.0
-    needs_grad = torch.is_grad_enabled() and (
-        x.requires_grad
-        or (residual is not None and residual.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (weight is not None and weight.requires_grad)
-        or (norm_bias is not None and norm_bias.requires_grad)
+    needs_grad = (traced and is_recorded()) or (
+        torch.is_grad_enabled()
+        and (
+            x.requires_grad
+            or (residual is not None and residual.requires_grad)
+            or (bias is not None and bias.requires_grad)
+            or (weight is not None and weight.requires_grad)
+            or (norm_bias is not None and norm_bias.requires_grad)
+        )
     )
     plan_arguments = (
         norm,

@@ -20,7 +20,7 @@ from .checks import DTYPES, check_finite, check_probability, check_rows
 from .masks import broadcasts
 from .rng import check_rng
 from .softmax_autograd import apply, forward
-from .tracing import eager_rng, is_traced, is_transformed, traced_rng
+from .tracing import eager_rng, is_recorded, is_traced, is_transformed, traced_rng
 
 
 def softmax(
@@ -51,9 +51,12 @@ def softmax(
     Deterministic for a given rng, dmask too. Raises ValueError or TypeError for wrong arguments.
     """
     _check(scores, mask, scale, causal, dropout_p, rng)
-    needs_grad = torch.is_grad_enabled() and (scores.requires_grad or (mask is not None and mask.requires_grad))
+    traced = is_traced(scores, mask)
+    needs_grad = (traced and is_recorded()) or (
+        torch.is_grad_enabled() and (scores.requires_grad or (mask is not None and mask.requires_grad))
+    )
     plan = SoftmaxPlan(float(scale), causal, float(dropout_p), store_p=needs_grad and dropout_p > 0.0)
-    if is_traced(scores, mask):
+    if traced:
         from .softmax_library import call
 
         return call(scores, mask, traced_rng(rng, dropout_p, scores.device), plan)

@@ -1,9 +1,11 @@
-"""Who is watching a call: compilers and dispatch modes, functorch transforms, autograd; and the seeds each can see."""
+"""Who is watching a call: compilers, torch.jit.trace and dispatch modes, functorch transforms, autograd; and the seeds
+each can see."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C import _is_tracing as is_jit_tracing  # of torch.jit, less its Python half
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -17,8 +19,9 @@ _ANY_RNG = (0, 0)  # p = 1 drops all, whatever is drawn: the generator is left w
 
 
 def is_traced(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether the call must be visible to torch's dispatcher: compilers, fake, meta and wrapped tensors (in any role:
-    a kernel given the address of one would read null), dispatch modes."""
+    """Whether the call must be visible to torch's dispatcher: compilers, torch.jit.trace (whose graph would hold the
+    allocation of what a kernel writes, and not the kernel), fake, meta and wrapped tensors (in any role: a kernel given
+    the address of one would read null), dispatch modes."""
     if torch.compiler.is_compiling():
         return True
     if x.is_meta or type(x) not in _PLAIN_TYPES:
@@ -26,7 +29,12 @@ def is_traced(x: Tensor, *others: Tensor | None) -> bool:
     for tensor in others:
         if type(tensor) not in _PLAIN_TYPES:
             return not is_rehearsal()
-    return is_in_torch_dispatch_mode() and not is_rehearsal()
+    return is_jit_tracing() or (is_in_torch_dispatch_mode() and not is_rehearsal())
+
+
+def is_recorded() -> bool:
+    """Whether torch.jit.trace records the call. Its graph may run where gradients are wanted, if none are now."""
+    return not torch.compiler.is_compiling() and is_jit_tracing()
 
 
 def is_transformed() -> bool:

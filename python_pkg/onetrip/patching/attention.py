@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ def attention(
     scale_ = query.shape[-1] ** -0.5 if scaling is None else scaling
     n_queries_, n_keys_ = query.shape[2], key.shape[2]
     causal_ = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal_ = bool(causal_) and attention_mask is None and n_queries_ > 1
+    causal_ = bool(causal_ and attention_mask is None and n_queries_ > 1)
     keys_, values_, bias_ = key, value, position_bias
     if causal_ and n_keys_ > n_queries_:
         keys_, values_ = key[:, :, :n_queries_], value[:, :, :n_queries_]
@@ -50,8 +51,9 @@ def attention(
             position_bias=position_bias, **kwargs
         )
     count_fused_(module)
+    mask_, bias_ = biased_mask_(attention_mask, bias_)
     output_, _ = attention_(
-        query, keys_, values_, attention_mask, scale=scale_, position_bias=bias_, causal=causal_, dropout_p=dropout
+        query, keys_, values_, mask_, scale=scale_, position_bias=bias_, causal=causal_, dropout_p=dropout
     )
     return output_.transpose(1, 2).contiguous(), None
 """
@@ -119,7 +121,8 @@ def find_attention(module: nn.Module, requested: bool) -> EagerFunction | Unsuit
     if function is _sdpa():
         if not requested:
             return Unsuitable("sdpa_in_use", SDPA_IS_BETTER)
-        return EagerFunction(function, SDPA, True, False, True, False, returns_weights=False, has_bool_mask=True)
+        takes_bias = "position_bias" in inspect.signature(function).parameters  # of transformers 5
+        return EagerFunction(function, SDPA, True, False, takes_bias, False, returns_weights=False, has_bool_mask=True)
     if function.__module__.startswith("transformers.integrations."):
         return Unsuitable("other_attention_in_use", function.__name__)
     return read_eager_function(function)

@@ -45,8 +45,11 @@ def count_fallback(module: nn.Module) -> None:
 
 
 def original_class(cls: type) -> Any:
-    """The class that a patched class stands for; any other class itself."""
-    return cls.__dict__.get("_onetrip_original", cls)
+    """The class that a patched class stands for; any other class itself, one that inherits from a patched class too.
+
+    Asked by attributes: Dynamo refuses to read a class's __dict__ once the code it compiles has changed any dictionary.
+    """
+    return cls._onetrip_original if getattr(cls, "_onetrip_class", None) is cls else cls
 
 
 def is_plain(module: nn.Module, expected: type) -> bool:

@@ -132,6 +132,12 @@ def subclass(original: Any, rewrite: Rewrite, forward: Callable[..., Any]) -> ty
         set_class(clone, cls)
         return clone
 
+    def refuse_script(self: nn.Module) -> nn.Module:
+        raise RuntimeError(
+            f"torch.jit.script: {original.__name__} is patched by onetrip (pattern {rewrite.pattern}), and TorchScript "
+            "cannot compile fused forwards: call onetrip.unpatch_model(model) first, or use torch.jit.trace"
+        )
+
     cls: type = type(original)(
         original.__name__,
         (original,),
@@ -141,17 +147,19 @@ def subclass(original: Any, rewrite: Rewrite, forward: Callable[..., Any]) -> ty
             "__doc__": original.__doc__,
             "__reduce_ex__": reduce_ex,
             "__deepcopy__": deep_copy,
+            "__prepare_scriptable__": refuse_script,  # torch.jit.script asks every module for it first
             "forward": forward,
             "_onetrip_original": original,
             "_onetrip_rewrite": rewrite,
         },
     )
+    cls._onetrip_class = cls  # type: ignore[attr-defined]  # says that the above is its own, not inherited
     return cls
 
 
 def is_patched(module: nn.Module) -> bool:
     """Whether the module's class is one of ours."""
-    return "_onetrip_original" in type(module).__dict__
+    return getattr(type(module), "_onetrip_class", None) is type(module)
 
 
 def is_stacked(module: nn.Module) -> bool:

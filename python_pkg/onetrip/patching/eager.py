@@ -132,8 +132,17 @@ def _is_added(tensor: Tensor | None, shape: tuple[int, ...], may_be_bool: bool =
     )
 
 
+def biased_mask(mask: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(mask, bias), where both are there and the mask is bool as the one mask that transformers' sdpa function makes of
+    them: finite, so that a query without any key weighs all of them alike. A bool mask alone gives it zeros."""
+    if mask is None or bias is None or mask.dtype != torch.bool:
+        return mask, bias
+    return torch.where(mask, bias, torch.finfo(bias.dtype).min), None
+
+
 NAMES: dict[str, Any] = {
     "attention_": attention,
+    "biased_mask_": biased_mask,
     "fits_": fits,
     "count_fused_": calls.count_fused,
     "count_fallback_": calls.count_fallback,

@@ -46,7 +46,8 @@ def _cases(found: EagerFunction) -> Iterator[dict[str, Any]]:
     if found.has_softcap:
         yield {"softcap": _SOFTCAP}
     if found.has_position_bias:
-        yield {"position_bias": True, "mask": "added"}
+        for mask in masks:
+            yield {"position_bias": True, "mask": mask}
 
 
 def _inputs(module: nn.Module, found: EagerFunction, case: dict[str, Any]) -> dict[str, Tensor]:
@@ -67,14 +68,14 @@ def _inputs(module: nn.Module, found: EagerFunction, case: dict[str, Any]) -> di
 
 
 def _mask(kind: str | None, query: Tensor, blind_query: bool) -> Tensor | None:
-    """Padding; blind_query: also a query without any key, as padding on the left makes them in added masks."""
+    """Padding; blind_query: also a query without any key, as padding on the left makes them."""
     if kind in (None, "causal"):
         return None
     keep = torch.ones(_BATCH, 1, query.shape[2], _N_KEYS, dtype=torch.bool, device=query.device)
     keep[0, :, :, -2:] = False
+    keep[1, :, 0] &= not blind_query
     if kind == "bool":
         return keep
-    keep[1, :, 0] &= not blind_query
     # Eager functions that compute the softmax in float32 cannot take float64's own.
     lowest = max(torch.finfo(query.dtype).min, torch.finfo(torch.float32).min)
     return torch.zeros_like(keep, dtype=query.dtype).masked_fill(~keep, lowest)
@@ -94,7 +95,7 @@ def _outcome(
     if case.get("mask") == "causal":
         options["is_causal"] = True
     # torch's own sdpa on the CPU gets the gradients of a blind query wrong.
-    mask = _mask(case.get("mask"), query, blind_query=found.returns_weights)
+    mask = _mask(case.get("mask"), query, blind_query=found.returns_weights or "position_bias" in leaves)
     n_sinks = int(found.has_sinks and isinstance(getattr(module, "sinks", None), Tensor))
     with MaskedDropout(columns_before=n_sinks):
         output, weights = function(module, query, key, value, mask, **options)

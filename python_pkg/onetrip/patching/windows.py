@@ -62,7 +62,7 @@ class Window:
     """The name of the probabilities before dropout, if read later: then only a call without dropout is fused."""
     scores: str
     like: str
-    """A tensor that the result has the dtype of."""
+    """A tensor that the result is cast to the dtype of; "scores_" where that is the scores' own."""
     mask: str
     scale: str
     child: str
@@ -187,6 +187,7 @@ def _window(tree: ast.FunctionDef, block: list[ast.stmt], index: int, inliner: I
         if start and (scaled := _scale(block[start - 1], scores.id, inliner)) is not None:
             scale, start = scaled, start - 1
 
+    like = ast.unparse(inner[1].get("T", scores))
     stop, result, undropped, child, p = index + 1, weights, "", "", "0.0"
     dropout_ = _assignment(block[stop], inliner) if stop < len(block) else None
     outer = first_match(DROPOUTS, dropout_[1]) if dropout_ is not None else None
@@ -205,7 +206,7 @@ def _window(tree: ast.FunctionDef, block: list[ast.stmt], index: int, inliner: I
         result=result,
         undropped=undropped,
         scores=ast.unparse(scores),
-        like=ast.unparse(inner[1].get("T", scores)),
+        like="scores_" if like == ast.unparse(scores) else like,
         mask=mask,
         scale=scale,
         child=child,
@@ -311,7 +312,11 @@ def fits_window(scores: Tensor, mask: Tensor | None, scale: object, like: Tensor
     if mask.dtype not in KERNEL_DTYPES or calls.is_distributed(mask) or mask.dim() > scores.dim():
         return False
     sizes = zip(mask.shape[::-1], scores.shape[::-1], strict=False)
-    return (mask.dtype == scores.dtype or scores.dtype == torch.float32) and all(a in (1, b) for a, b in sizes)
+    # Half scores (autocast's) become float32 by a float32 mask, and stay so unless the statements cast them.
+    casts = like is not scores and mask.dtype == torch.float32
+    if not (mask.dtype == scores.dtype or scores.dtype == torch.float32 or casts):
+        return False
+    return all(a in (1, b) for a, b in sizes)
 
 
 NAMES: dict[str, Any] = {
@@ -349,7 +354,7 @@ def before(self, scores, mask):
     weights_ = {weights}
     return {dropped}
 """
-    alone = replace(window, scores="scores", like="scores", mask="mask", result="result_")
+    alone = replace(window, scores="scores", like="scores_", mask="mask", result="result_")
     after = f"def after(self, scores, mask):\n{_indented(_source(alone, 'refuse_(self)'))}    return result_\n"
     known = {"softmax": functional.softmax, "dropout": functional.dropout, "float32": torch.float32}
     fused = {**NAMES, "refuse_": refuse_fallback, "window_softmax_": partial(window_softmax, rng=RNG)}

@@ -1,0 +1,109 @@
+"""torch.jit.trace: its graph holds the operators themselves, not the memory that a kernel filled behind its back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from onetrip import nn, ops, patch_model
+from onetrip.ops.attention import attention
+from torch import Tensor
+
+WEIGHT, BIAS = torch.linspace(-1.0, 2.0, 8), torch.linspace(0.5, -1.0, 8)
+POSITIONS, SINKS = torch.linspace(-1.0, 1.0, 9).view(1, 1, 3, 3), torch.linspace(-1.0, 1.0, 4).view(4, 1, 1)
+
+CASES: dict[str, Callable[..., Any]] = {
+    "layer_norm": lambda x, r: ops.layer_norm(x, WEIGHT.to(x.device), BIAS.to(x.device)),
+    "rms_norm": lambda x, r: ops.rms_norm(x, WEIGHT.to(x.device), cast_before_weight=True),
+    "bias_dropout_residual": lambda x, r: ops.bias_dropout_residual(x, r, BIAS.to(x.device)),
+    "pinned-dropout": lambda x, r: ops.bias_dropout_residual(x, r, dropout_p=0.5, rng=(1, 4)),
+    "norm-and-residual": lambda x, r: ops.bias_dropout_residual_norm(x, r, norm="rms", return_residual=True),
+    "centred-norm": lambda x, r: ops.bias_dropout_residual_norm(x, r, WEIGHT.to(x.device), bias=BIAS.to(x.device)),
+    "softmax": lambda x, r: ops.softmax(x, r, scale=0.5),
+    "causal-dropout": lambda x, r: ops.softmax(x, r > 0, causal=True, dropout_p=0.5, rng=(1, 4)),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _without_warnings_of_the_tracer() -> Any:
+    """Shapes that are checked in Python, dropout that its own check of the graph finds to differ."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def inputs(n: int, device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    return [torch.randn(n, 4, 8, generator=generator, device="cpu").to(device).requires_grad_() for _ in range(2)]
+
+
+def outcome(function: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor | None]:
+    """Outputs and gradients."""
+    outputs = function(*tensors)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    loss = sum((y.float().square() * (i + 2.0)).sum() for i, y in enumerate(outputs))
+    return outputs + list(torch.autograd.grad(loss, tensors, allow_unused=True))
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_traced_graph_gives_the_bits_of_eager_calls(target, name, grad):
+    """On other sizes, too, and with gradients that nobody wanted when it was traced."""
+    with torch.set_grad_enabled(grad):
+        traced = torch.jit.trace(CASES[name], tuple(inputs(2, target.device)))
+    tensors = inputs(5, target.device)
+    for actual, expected in zip(outcome(traced, tensors), outcome(CASES[name], tensors), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"position_bias": POSITIONS}, {"sinks": SINKS}], ids=["plain", "bias", "sinks"]
+)
+def test_attention_is_traced(target, options):
+    options = {name: tensor.to(target.device) for name, tensor in options.items()}
+
+    def function(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        return attention(query, key, value, mask, scale=0.5, **options)[0]
+
+    def arguments(n: int) -> tuple[Tensor, ...]:
+        query, key, value = torch.randn(n, 4, 3, 8), torch.randn(n, 2, 3, 8), torch.randn(n, 2, 3, 8)
+        return tuple(tensor.to(target.device) for tensor in (query, key, value, torch.rand(n, 1, 3, 3) > 0.3))
+
+    traced = torch.jit.trace(function, arguments(2))
+    others = arguments(5)
+    torch.testing.assert_close(traced(*others), function(*others))
+
+
+@pytest.mark.parametrize(
+    "module", [nn.BiasDropoutResidualNorm(8, p=0.5), nn.BiasDropoutResidual(8, p=0.5), nn.Softmax(p=0.5)]
+)
+def test_each_run_of_a_traced_graph_draws_its_dropout_anew(target, module):
+    module = module.to(target.device)
+    tensors = [x.detach() for x in inputs(2, target.device)]
+    traced = torch.jit.trace(module, tuple(tensors), check_trace=False)
+    torch.manual_seed(3)
+    first, second = traced(*tensors), traced(*tensors)
+    torch.manual_seed(3)
+    assert torch.equal(traced(*tensors), first) and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False], ids=["trainable", "frozen"])
+def test_a_patched_module_is_traced_saved_and_loaded_elsewhere(tmp_path: Path, requires_grad: bool):
+    """In a process that does no more than import onetrip."""
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), nn.Softmax())
+    module.requires_grad_(requires_grad)
+    patch_model(module)
+    x = torch.randn(5, 8)
+    torch.jit.trace(module, torch.randn(3, 8)).save(tmp_path / "traced.pt")
+    torch.save((x, module(x).detach()), tmp_path / "outcome.pt")
+    code = (
+        "import onetrip, torch; x, y = torch.load('outcome.pt'); loaded = torch.jit.load('traced.pt')(x); "
+        f"assert torch.equal(loaded, y) and loaded.requires_grad == {requires_grad}"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, check=True)
