@@ -71,6 +71,13 @@ SHARDS = (
     Shard("row_norm-triton", "the contract of row_norm, Triton", _ROW_NORM, "triton", 240.0),
     Shard("softmax-cuda", "the contract of softmax, CUDA C++", ("ops/test_softmax.py",), "not triton"),
     Shard("softmax-triton", "the contract of softmax, Triton", ("ops/test_softmax.py",), "triton", 180.0),
+    Shard(
+        "models",
+        "patched models: gradients, checkpointing, a training loop",
+        ("patching/test_models_gpu.py",),
+        "",
+        60.0,
+    ),
     Shard("large", "2^31 elements and more, a million rows", _SPECIAL, _LARGE, 90.0, alone=True),
     Shard("compile", "torch.compile, and cases of Triton's kernels", _COMPILE, "", 180.0),
 )

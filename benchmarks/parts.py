@@ -53,7 +53,7 @@ _COMMAND_S: Mapping[str, Mapping[str, float]] = {
 
 
 _HALF_AN_HOUR = (
-    *("environment", "doctor", "gpu-tests-special", "gpu-tests-*-cuda", "sanitizer-memcheck-cuda"),
+    *("environment", "doctor", "gpu-tests-special", "gpu-tests-*-cuda", "gpu-tests-models", "sanitizer-memcheck-cuda"),
     *("sanitizer-racecheck-cuda", "row_norm-*-large", "softmax-*-large", "adam"),
     *("training-bert_large-24_layers-4x512-bf16", "counters-cuda"),
 )

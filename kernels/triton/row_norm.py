@@ -46,9 +46,9 @@ BACKWARD = TileRule(elements=1024, elements_per_lane=4, max_cols=8192, wide_cols
 BACKWARD_ONE_SUM = TileRule(elements=1024, elements_per_lane=8, max_cols=8192, wide_cols=2048)
 ROW_MEANS = TileRule(elements=4096, elements_per_lane=8, max_cols=0, wide_cols=4096)
 
-# Compilers fuse no products and sums here: of two products that are added they fuse either, a kernel whose seed comes by
-# address not the one that the same kernel fuses with its seed by value, and the bits would differ. What is to be fused
-# is written as tl.fma.
+# Compilers fuse no products and sums here: of two products that are added they fuse either, a kernel whose seed comes
+# by address another one than the same kernel with its seed by value, and the bits would differ. What is to be fused is
+# written as tl.fma.
 
 # The rows are shared out among backward's programs by the sizes alone: sums over rows have the same bits on every card.
 # Up to 512 programs, 4 for each of an H100's 132 multiprocessors; then more rows a program, up to 16, because its
