@@ -77,7 +77,7 @@ SHARDS = (
         "patched models: gradients, checkpointing, a training loop",
         ("patching/test_models_gpu.py",),
         "",
-        60.0,
+        45.0,
     ),
     Shard("large", "2^31 elements and more, a million rows", _SPECIAL, _LARGE, 90.0, alone=True),
     Shard("compile", "torch.compile, and cases of Triton's kernels", _COMPILE, "", 180.0),

@@ -43,7 +43,7 @@ GPU_TESTS = {
     "row_norm, forward": ("ops/test_row_norm_forward.py", 330),
     "row_norm, backward": ("ops/test_row_norm_backward.py", 220),
     "row_norm, the rest": ("ops/test_row_norm_[dcg]*.py nn/test_row_norm.py", 180),
-    "softmax, adam": ("ops/test_softmax*.py ops/test_adam_gpu.py", 210),
+    "softmax, adam, tracing": ("ops/test_softmax*.py ops/test_adam_gpu.py ops/test_jit_trace.py", 230),
     "models": ("patching/test_models_gpu.py", 16),
 }
 

@@ -100,7 +100,8 @@ def _composed(
     """The same by operators that compilers and transforms see."""
     n_repeats = query.shape[1] // key.shape[1]
     if n_repeats > 1:
-        key, value = (each.repeat_interleave(n_repeats, dim=1) for each in (key, value))
+        # Not repeat_interleave: for torch.jit.trace n_repeats is a tensor of the CPU, which indexes nothing on a card.
+        key, value = (each.unsqueeze(2).expand(-1, -1, n_repeats, -1, -1).flatten(1, 2) for each in (key, value))
     scores = torch.matmul(query, key.transpose(2, 3))
     if position_bias is not None or sinks is not None:
         scores, scale = scores * scale, 1.0
