@@ -143,6 +143,24 @@ def test_a_kernel_that_raises_is_a_failure_with_its_message():
     assert "illegal memory access" in text
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("", ""),
+        ("auto", ""),
+        ("reference", ""),
+        ("bogus", "ONETRIP_BACKEND must be one of"),
+        ("cuda", "ONETRIP_BACKEND=cuda: every operator raises, since the cuda backend runs on cuda tensors only"),
+    ],
+)
+def test_a_backend_that_the_environment_names_in_vain_is_a_fault(monkeypatch, value, told):
+    monkeypatch.setenv("ONETRIP_BACKEND", value)
+    fault = doctor._fault([torch.device("cpu")])
+    assert fault.startswith(told) and bool(fault) == bool(told)
+    report = doctor.Report({}, (), (), fault)
+    assert report.healthy == (not told) and told in printed(report, width=200)
+
+
 def test_checks_leave_the_generator_alone():
     state = torch.get_rng_state()
     selfcheck.run_check(CPU, "reference", KERNELS["bias+dropout+residual+rms"], "fp32")

@@ -36,19 +36,22 @@ class Choice:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that doctor found. facts: what is printed as it stands, by subject."""
+    """Everything that doctor found. facts: what is printed as it stands, by subject. fault: of the environment, for
+    which no operator runs; "" where there is none."""
 
     facts: dict[str, str]
     choices: tuple[Choice, ...]
     checks: tuple[selfcheck.Check, ...]
+    fault: str = ""
 
     @property
     def healthy(self) -> bool:
-        return all(check.passed for check in self.checks)
+        return not self.fault and all(check.passed for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "healthy": self.healthy,
+            "fault": self.fault,
             "facts": self.facts,
             "choices": [vars(choice) for choice in self.choices],
             "checks": [check.to_dict() for check in self.checks],
@@ -75,7 +78,18 @@ def examine(progress: Progress | None = None) -> Report:
         if progress is not None:
             progress(done, len(planned), f"{device}, {backend}: {kernel.name}")
         checks.extend(selfcheck.run_check(device, backend, kernel, dtype))
-    return Report(_facts(), tuple(choice for device in found for choice in _choices(device)), tuple(checks))
+    choices = tuple(choice for device in found for choice in _choices(device))
+    return Report(_facts(), choices, tuple(checks), _fault(found))
+
+
+def _fault(found: list[torch.device]) -> str:
+    name = os.environ.get("ONETRIP_BACKEND") or "auto"
+    if name == "auto":
+        return ""
+    if name not in BACKENDS:
+        return f"ONETRIP_BACKEND must be one of {('auto', *BACKENDS)}, got {name!r}: every operator raises"
+    reasons = [unavailable_reason(name, device.type, device.index or 0) for device in found]
+    return f"ONETRIP_BACKEND={name}: every operator raises, since {reasons[-1]}" if all(reasons) else ""
 
 
 def _installed(package: str) -> str:
@@ -106,7 +120,7 @@ def _facts() -> dict[str, str]:
     facts["Triton kernels"] = "; ".join(
         f"{kind}: {unavailable_reason('triton', kind) or 'usable'}" for kind in ("cpu", "cuda")
     )
-    if "ONETRIP_BACKEND" in os.environ:
+    if os.environ.get("ONETRIP_BACKEND"):
         facts["ONETRIP_BACKEND"] = (
             f"{os.environ['ONETRIP_BACKEND']} (set in the environment; what follows is auto's choice)"
         )
@@ -165,7 +179,8 @@ def render(report: Report) -> RenderableType:
         if failed
         else Text(f"all {len(report.checks)} checks passed", style="bold green")
     )
-    return Group(facts, "", choices, "", *_check_tables(report), *map(_failure, failed), verdict)
+    fault = [Text(report.fault, style="bold red")] if report.fault else []
+    return Group(facts, "", choices, "", *_check_tables(report), *map(_failure, failed), verdict, *fault)
 
 
 def _check_tables(report: Report) -> list[RenderableType]:

@@ -1,5 +1,6 @@
 """From recorded JSON to verdicts, tables and docs/benchmarks.md."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -54,6 +55,18 @@ def test_one_missing_width_leaves_the_target_of_all_widths_unmeasured(recorded: 
     del recorded["row_norm"]["cases"][3]["providers"][1]["forward"]
     found = {verdict.target: verdict.reached for verdict in verdicts(recorded)}
     assert found["LayerNorm alone, widths 64 to 16,384: forward, torch / onetrip ≥ 1x"] is None
+
+
+def test_a_width_beside_those_of_a_target_does_not_count(recorded: results.Results) -> None:
+    before = verdicts(recorded)
+    for width in (16, 32_768):
+        alone = next(case for case in recorded["row_norm"]["cases"] if case["operator"] == "layer_norm")
+        slower = copy.deepcopy(alone) | {"n_cols": width}
+        for entry in slower["providers"]:
+            if entry["name"].startswith("onetrip"):
+                entry["forward"]["median_ms"] *= 100
+        recorded["row_norm"]["cases"].append(slower)
+    assert verdicts(recorded) == before
 
 
 def test_targets_of_the_cpu_are_not_judged_on_a_card(recorded: results.Results) -> None:

@@ -197,6 +197,7 @@ except Exception as error:
     ("value", "printed"),
     [
         ("reference", "reference"),
+        ("", "cpu"),
         ("cuda", "RuntimeError test: backend 'cuda'"),
         ("fast", "ValueError ONETRIP_BACKEND: name must be"),
     ],

@@ -138,7 +138,7 @@ def is_rehearsal() -> bool:
 
 def _process_wide() -> str:
     if _process_choice is None:
-        set_backend(_checked("ONETRIP_BACKEND", os.environ.get("ONETRIP_BACKEND", "auto")))
+        set_backend(_checked("ONETRIP_BACKEND", os.environ.get("ONETRIP_BACKEND") or "auto"))
     return cast(str, _process_choice)
 
 
