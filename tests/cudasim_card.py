@@ -91,4 +91,5 @@ def environment(capability: int = 9) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    os.execvpe(sys.argv[1], sys.argv[1:], os.environ | environment())
+    capability = int(os.environ.get("ONETRIP_SIMULATED_CAPABILITY", "9"))
+    os.execvpe(sys.argv[1], sys.argv[1:], os.environ | environment(capability))

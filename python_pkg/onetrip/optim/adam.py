@@ -36,7 +36,8 @@ class Adam8bit(torch.optim.Optimizer):
 
     A step waits for no device. It works with torch.amp.GradScaler, which skips a step whose gradients are not finite;
     without one they propagate as in torch.optim. The same inputs give the same bits, whatever the number of threads.
-    Memory: 2 + 8/128 bytes of state a parameter of 8 bits.
+    Memory: 2 + 8/128 bytes of state a parameter of 8 bits. To go on with torch.optim, give it dequantized_state(): it
+    would load this state_dict and take codes for moments.
 
     Raises ValueError or TypeError for wrong arguments, here and at step(), before anything has changed; RuntimeError
     for sparse gradients.
