@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -61,18 +62,20 @@ def build() -> Path:
     folder = BUILD / f"card-{digest.hexdigest()[:16]}"
     if folder.exists():
         return folder
-    unfinished = folder.with_suffix(f".{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    objects = [(source, unfinished / f"{source.name}.o") for source in _native_sources()]
-    commands = [["g++", *native_flags, "-x", "c++", "-c", str(source), "-o", str(out)] for source, out in objects]
-    device = ["-shared", str(SIMULATOR / "torch_device.cpp"), "-o", str(unfinished / "torch_device.so")]
-    commands.append(["g++", *torch_flags, *device, *torch_libraries])
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda command: subprocess.run(command, check=True), commands))
-    library = ["-shared", "-fopenmp", *(str(out) for _, out in objects), "-ldl"]
-    subprocess.run(["g++", *library, "-o", str(unfinished / "_native.so")], check=True)
-    with suppress(OSError):  # another process was faster
-        unfinished.rename(folder)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=BUILD) as temporary:
+        unfinished = Path(temporary) / "card"
+        unfinished.mkdir()
+        objects = [(source, unfinished / f"{source.name}.o") for source in _native_sources()]
+        commands = [["g++", *native_flags, "-x", "c++", "-c", str(source), "-o", str(out)] for source, out in objects]
+        device = ["-shared", str(SIMULATOR / "torch_device.cpp"), "-o", str(unfinished / "torch_device.so")]
+        commands.append(["g++", *torch_flags, *device, *torch_libraries])
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda command: subprocess.run(command, check=True), commands))
+        library = ["-shared", "-fopenmp", *(str(out) for _, out in objects), "-ldl"]
+        subprocess.run(["g++", *library, "-o", str(unfinished / "_native.so")], check=True)
+        with suppress(OSError):  # another process was faster
+            unfinished.rename(folder)
     return folder
 
 

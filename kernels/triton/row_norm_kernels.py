@@ -407,7 +407,7 @@ def _row_norm_bwd_kernel(
                 wdy_n_mean = _load_per_row(row_means_ptr, first_row, n_rows, BLOCK_ROWS)
             else:
                 wdy_n_mean = tl.div_rn(tl.sum(wdy * normalised, axis=1, keep_dims=True), count)
-            through = tl.fma(-normalised, wdy_n_mean, wdy)
+            through = tl.fma(normalised, -wdy_n_mean, wdy)
             if NORM == NORM_LAYER:
                 if row_means_ptr is not None:
                     wdy_mean = _load_per_row(row_means_ptr + n_rows, first_row, n_rows, BLOCK_ROWS)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import onetrip
 import pytest
@@ -148,6 +150,34 @@ def test_scopes_of_interleaved_tasks_do_not_mix():
         return await asyncio.gather(task("reference"), task("auto"))
 
     assert asyncio.run(both()) == [["reference"] * 3, ["auto"] * 3]
+
+
+@pytest.mark.parametrize("order", [("reference", "cpu"), ("cpu", "reference")], ids=["first", "last"])
+def test_blocks_that_overlap_leave_nothing_behind(order):
+    """For backwards on a card, which ask torch for the block that called them."""
+    blocks = {name: (contextvars.copy_context(), onetrip.use_backend(name)) for name in ("reference", "cpu")}
+    for context, block in blocks.values():
+        context.run(block.__enter__)
+    assert backends._n_open == 2 and backends._block_in_torch().name == "cpu"
+    for name in order:
+        context, block = blocks[name]
+        context.run(block.__exit__, None, None, None)
+    left = backends._block_in_torch()
+    assert backends._n_open == 0 and (left is None or not left.is_open)
+
+
+def test_threads_of_a_backward_follow_the_open_block_that_called_it(monkeypatch):
+    block = backends._Block("reference", threading.get_ident())
+    monkeypatch.setattr(backends, "_block_in_torch", lambda: block)
+    monkeypatch.setattr(backends, "_n_open", 1)
+
+    def elsewhere() -> str:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(backends.choose, "test", CPU, True).result()
+
+    assert elsewhere() == "reference" and backends.choose("test", CPU, True) == backends._automatic(CPU)
+    block.is_open = False
+    assert elsewhere() == backends._automatic(CPU)
 
 
 @pytest.fixture

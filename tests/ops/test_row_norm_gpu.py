@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from onetrip import nn, ops, use_backend
+from onetrip.ops.backends import choose
 from onetrip.reference.philox import keep_mask
 from row_norm_cases import Inputs, call, gradients, make, normed, truth
 from targets import needs_memory
 from tolerances import assert_bitwise, assert_like_torch, assert_ulps
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.gpu
 ALL = "residual bias weight norm_bias"
@@ -72,6 +74,21 @@ def test_a_call_does_not_synchronise(backend):
         call(leaves, dropout_p=0.1).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_a_backward_computes_again_uses_the_backend_of_its_block(backend):
+    x, chosen = torch.ones(8, 8, device="cuda", requires_grad=True), []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        chosen.append(choose("test", x.device, True))
+        return ops.rms_norm(x)
+
+    y = checkpoint(function, x, use_reentrant=False)
+    with use_backend("reference"):
+        z = checkpoint(function, x, use_reentrant=False)
+        z.sum().backward()
+    y.sum().backward()
+    assert chosen == [backend, "reference", "reference", backend]
 
 
 def test_each_call_moves_the_generator_by_four(backend):

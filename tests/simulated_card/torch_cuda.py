@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import time
@@ -179,5 +180,7 @@ def install() -> None:
     for module in (cuda, cuda.streams):
         module.Stream, module.Event = Stream, Event
     torch.UntypedStorage.clone = _clone  # type: ignore[method-assign]
+    # Threads of autograd's that still let go of Python's objects when Python ends would end the process with an error.
+    atexit.register(time.sleep, 0.2)
     cuda.default_generators = (torch.Generator("cuda"),)
     torch_device.keep_default_generator()

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import ModuleType
 from typing import cast
 
@@ -29,7 +30,17 @@ REHEARSALS = frozenset({"rehearsal cpu", "rehearsal cuda"})
 _process_choice: str | None = None  # None: not asked yet, see _process_wide
 _local_choice: ContextVar[str | None] = ContextVar("onetrip_backend", default=None)
 _IN_TORCH = "onetrip_backend"
-_n_local_choices = 0  # use_backend blocks that have been entered: without any, nobody asks torch
+_n_open = 0  # of use_backend's blocks: without any, nobody asks torch
+_counting = threading.Lock()
+
+
+@dataclass
+class _Block:
+    """A with block of use_backend."""
+
+    name: str
+    thread: int
+    is_open: bool = True
 
 
 @functools.cache
@@ -90,34 +101,39 @@ def set_backend(name: str) -> None:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Use this backend inside the with block (this thread or task, and what a backward called in it computes again); an
-    eager backward follows its forward; a traced or compiled one chooses when it runs."""
-    global _n_local_choices
+    """Use this backend inside the with block (this thread or task); an eager backward follows its forward; a traced
+    or compiled one chooses when it runs. What a backward called in the block computes again on a card (a checkpoint)
+    uses it too; there tasks that take turns in one thread share the block that was entered last."""
+    global _n_open
     token = _local_choice.set(_checked("use_backend", name))
-    _n_local_choices += 1
-    outside = _choice_in_torch()
-    torch._C._stash_obj_in_tls(_IN_TORCH, (name, threading.get_ident()))
+    block, outside = _Block(name, threading.get_ident()), _block_in_torch()
+    torch._C._stash_obj_in_tls(_IN_TORCH, block)
+    with _counting:
+        _n_open += 1
     try:
         yield
     finally:
-        torch._C._stash_obj_in_tls(_IN_TORCH, outside)
+        with _counting:
+            _n_open -= 1
+        block.is_open = False
+        if _block_in_torch() is block:
+            torch._C._stash_obj_in_tls(_IN_TORCH, outside)
         _local_choice.reset(token)
 
 
-def _choice_in_torch() -> tuple[str, int] | None:
-    """(name, thread of its with block). A backward of tensors on a card runs in threads of torch's, to which it takes
-    what it keeps for the one that called it; a context variable stays behind."""
+def _block_in_torch() -> _Block | None:
+    """A backward of tensors on a card runs in threads of torch's, to which it takes what torch keeps for the thread
+    that called it; a context variable stays behind."""
     if not torch._C._is_key_in_tls(_IN_TORCH):
         return None
-    choice: tuple[str, int] | None = torch._C._get_obj_in_tls(_IN_TORCH)
-    return choice
+    block: _Block | None = torch._C._get_obj_in_tls(_IN_TORCH)
+    return block
 
 
 def _of_the_callers_block() -> str | None:
-    """The choice of the thread that called the backward in which this thread works. In the thread itself the context
-    variable says it: another task may have gone on within its block."""
-    choice = _choice_in_torch()
-    return None if choice is None or choice[1] == threading.get_ident() else choice[0]
+    """The choice of the thread that called the backward in which this thread works."""
+    block = _block_in_torch()
+    return None if block is None or not block.is_open or block.thread == threading.get_ident() else block.name
 
 
 @contextmanager
@@ -153,7 +169,7 @@ def choose(function: str, device: torch.device, in_kernel_dtypes: bool) -> str:
 
     Raises RuntimeError where a backend was asked for by name and cannot run, TypeError where it lacks a dtype.
     """
-    name = _local_choice.get() or (_n_local_choices and _of_the_callers_block()) or _process_choice or _process_wide()
+    name = _local_choice.get() or (_n_open and _of_the_callers_block()) or _process_choice or _process_wide()
     if name == "auto":
         return _automatic(device) if in_kernel_dtypes else "reference"
     if name != "reference" and name not in REHEARSALS:
