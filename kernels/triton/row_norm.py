@@ -40,11 +40,10 @@ _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat
 # 80 to 112 with three and dropout (sm_75 to sm_120, width 1024 or 8192); those need 96 registers: under a third of
 # sm_90's lanes. Reading dy, z and weight again after a row's means, from the L1 cache, saves the two sums' spills,
 # not the three's, and takes as many accesses as 8 bytes do. Only rows of more than 4096 columns have 8 a lane, because
-# 1024 lanes are all there are: their spills are L1 traffic, where splitting the row would read dy and z again. With one
-# sum 8 columns fit, but then a gradient has other bits when another is wanted; without a norm there is one at most.
+# 1024 lanes are all there are: their spills are L1 traffic, where splitting the row would read dy and z again.
 FORWARD = TileRule(elements=2048, elements_per_lane=16, max_cols=16384, wide_cols=8192)
 BACKWARD = TileRule(elements=1024, elements_per_lane=4, max_cols=8192, wide_cols=2048)
-BACKWARD_NO_NORM = TileRule(elements=1024, elements_per_lane=8, max_cols=8192, wide_cols=2048)
+BACKWARD_ONE_SUM = TileRule(elements=1024, elements_per_lane=8, max_cols=8192, wide_cols=2048)
 ROW_MEANS = TileRule(elements=4096, elements_per_lane=8, max_cols=0, wide_cols=4096)
 
 # The compiler fuses no products and sums (enable_fp_fusion=False): where two products are added it may fuse the one or
@@ -140,8 +139,8 @@ def backward(
 
     dy: gradient of y, None where only z was used. dz: gradient of the returned z. z, mean, rstd: as forward
     stored them.
-    The sums over rows are float32, in an order that depends only on the sizes and the dtypes: repeatable, and the same
-    on every card, wherever the tensors lie and whatever is wanted.
+    The sums over rows are float32, in an order that depends only on the sizes, the dtypes and, of RMSNorm, on whether
+    the bias's gradient is wanted: repeatable, and the same on every card and wherever the tensors lie.
     """
     like = dy if dy is not None else dz
     assert like is not None
@@ -163,8 +162,10 @@ def backward(
         return None, None, None, None, None
 
     needs_row = dy is not None and (dx is not None or dresidual is not None or dbias is not None)
-    # Not by what is wanted: in which order a tile's rows and columns are summed is up to its warps.
-    block = tile(BACKWARD if dy is not None else BACKWARD_NO_NORM, n_cols, whole_rows=dy is not None)
+    # In which order a tile's rows and columns are summed is up to its warps. LayerNorm has those for all of its sums,
+    # whichever are wanted; RMSNorm has one sum, or the bias's as well.
+    one_sum = dy is None or (plan.norm != _LAYER and dbias is None)
+    block = tile(BACKWARD_ONE_SUM if one_sum else BACKWARD, n_cols, whole_rows=dy is not None)
     n_col_tiles = triton.cdiv(n_cols, block.cols)
     rows = rows_per_program(n_rows, block, n_col_tiles)
     n_programs = triton.cdiv(n_rows, rows)

@@ -51,7 +51,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_norm, "FORWARD", row_norm.TileRule(256, 16, max_cols=128, wide_cols=64))
     rule = row_norm.TileRule(256, 8, max_cols=64, wide_cols=32)
     monkeypatch.setattr(row_norm, "BACKWARD", rule)
-    monkeypatch.setattr(row_norm, "BACKWARD_NO_NORM", rule)
+    monkeypatch.setattr(row_norm, "BACKWARD_ONE_SUM", rule)
     monkeypatch.setattr(row_norm, "ROW_MEANS", row_norm.TileRule(256, 8, max_cols=0, wide_cols=32))
     monkeypatch.setattr(row_norm, "_MANY_PROGRAMS", 3)
 
