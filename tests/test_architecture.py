@@ -148,12 +148,12 @@ def test_importing_has_no_side_effects_and_loads_nothing_large():
 
 
 SIGNATURES = {
-    ops.layer_norm: "(x, weight=None, bias=None, eps=1e-05)",
-    ops.rms_norm: "(x, weight=None, eps=1e-06, *, weight_offset=0.0, cast_before_weight=False)",
-    ops.bias_dropout_residual: "(x, residual, bias=None, *, dropout_p=0.0, rng=None)",
+    ops.layer_norm: "(x, weight=None, bias=None, eps=1e-05, **unknown)",
+    ops.rms_norm: "(x, weight=None, eps=1e-06, *, weight_offset=0.0, cast_before_weight=False, **unknown)",
+    ops.bias_dropout_residual: "(x, residual, bias=None, *, dropout_p=0.0, rng=None, **unknown)",
     ops.bias_dropout_residual_norm: (
         "(x, residual, weight=None, norm_bias=None, *, bias=None, dropout_p=0.0, norm='layer', eps=1e-05, "
-        "weight_offset=0.0, cast_before_weight=False, return_residual=False, rng=None)"
+        "weight_offset=0.0, cast_before_weight=False, return_residual=False, rng=None, **unknown)"
     ),
     ops.dropout_keep_mask: "(shape, dropout_p, rng, device='cpu')",
     optim.AdamW8bit: (

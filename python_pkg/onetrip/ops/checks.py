@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 
+_OF_TORCH = {
+    "dim": "rows are the last dimension; transpose the input for another one",
+    "normalized_shape": "rows are the last dimension; call {function}(x, weight)",
+    "dtype": "cast scores first",
+    "p": "its name here is dropout_p",
+    "training": "pass dropout_p=0.0 outside training",
+    "inplace": "arguments are never modified",
+}
+"""Arguments of torch.nn.functional that the operators do not take, and what to write instead."""
+
+
+def raise_unknown(function: str, arguments: Mapping[str, object]) -> NoReturn:
+    """arguments: keyword arguments that the function does not have."""
+    name = next(iter(arguments))
+    if name in _OF_TORCH:
+        raise TypeError(f"{function}: {name} must not be given: {_OF_TORCH[name].format(function=function)}")
+    raise TypeError(f"{function}: unknown argument {name!r}")
+
+
+def check_tensor(function: str, argument: str, tensor: object) -> None:
+    if isinstance(tensor, Tensor):
+        return
+    is_shape = isinstance(tensor, int) or (isinstance(tensor, (tuple, list)) and all(type(n) is int for n in tensor))
+    hint = "; rows are the last dimension, leave out dim and normalized_shape" if is_shape else ""
+    raise TypeError(f"{function}: {argument} must be a Tensor, got {type(tensor).__name__}{hint}")
+
 
 def check_rows(function: str, argument: str, tensor: object) -> None:
     """A strided floating-point tensor of rank 1 and up."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{function}: {argument} must be a Tensor, got {type(tensor).__name__}")
+    check_tensor(function, argument, tensor)
+    assert isinstance(tensor, Tensor)
     if tensor.dtype not in DTYPES:
         raise TypeError(
             f"{function}: {argument} must be float32, float16, bfloat16 or float64, got {str(tensor.dtype)[6:]}"

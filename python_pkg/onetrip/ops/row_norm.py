@@ -10,15 +10,18 @@ torch.func's transforms and forward-mode differentiation the formulas are compos
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from torch import Tensor
 
 from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS
+from .checks import raise_unknown
 from .row_norm_call import check_cast, row_norm
 
 
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, **unknown: NoReturn
+) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba, Kiros & Hinton 2016).
 
     x: float32, float16, bfloat16 or float64, rank 1 and up, any strides. weight, bias: (n_cols,), any of these dtypes,
@@ -27,6 +30,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Saves x and two float32 numbers a row for backward. Deterministic. Raises ValueError or TypeError for wrong
     arguments.
     """
+    if unknown:
+        raise_unknown("layer_norm", unknown)
     return row_norm("layer_norm", NORM_LAYER, x, None, None, weight, bias, eps=eps, follow_autocast=True)
 
 
@@ -37,6 +42,7 @@ def rms_norm(
     *,
     weight_offset: float = 0.0,
     cast_before_weight: bool | Literal["weight"] = False,
+    **unknown: NoReturn,
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + weight_offset) over the last dimension (Zhang & Sennrich 2019).
 
@@ -50,6 +56,8 @@ def rms_norm(
     Saves x and one float32 number a row for backward. Deterministic. Raises ValueError or TypeError for wrong
     arguments.
     """
+    if unknown:
+        raise_unknown("rms_norm", unknown)
     if cast_before_weight is not False:
         check_cast("rms_norm", cast_before_weight, "rms")
     return row_norm(
@@ -73,6 +81,7 @@ def bias_dropout_residual(
     *,
     dropout_p: float = 0.0,
     rng: tuple[int, int] | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """residual + dropout(x + bias), the end of a transformer sublayer (Vaswani et al. 2017, section 5.4).
 
@@ -84,6 +93,8 @@ def bias_dropout_residual(
     Returns a tensor shaped like x, of the dtype that the unfused expression gives. No mask is stored: backward draws
     it again. Deterministic for a given rng. Raises ValueError or TypeError for wrong arguments.
     """
+    if unknown:
+        raise_unknown("bias_dropout_residual", unknown)
     if residual is None:
         raise TypeError("bias_dropout_residual: residual must be a Tensor, got NoneType")
     return row_norm("bias_dropout_residual", NORM_NONE, x, residual, bias, None, None, dropout_p=dropout_p, rng=rng)
@@ -103,6 +114,7 @@ def bias_dropout_residual_norm(
     cast_before_weight: bool | Literal["weight"] = False,
     return_residual: bool = False,
     rng: tuple[int, int] | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """norm(z) * (weight + weight_offset) + norm_bias, z = residual + dropout(x + bias): a sublayer's end in one pass.
 
@@ -116,6 +128,8 @@ def bias_dropout_residual_norm(
     Raises ValueError or TypeError for wrong arguments.
     """
     function = "bias_dropout_residual_norm"
+    if unknown:
+        raise_unknown(function, unknown)
     if norm not in ("layer", "rms"):
         raise ValueError(f'{function}: norm must be "layer" or "rms", got {norm!r}')
     if cast_before_weight is not False:

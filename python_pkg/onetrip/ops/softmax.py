@@ -7,7 +7,7 @@ traced ones the torch.library operators of softmax_library.py, transformed ones 
 
 from __future__ import annotations
 
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..reference import softmax as reference
 from ..reference.philox import Rng
 from ..reference.softmax import SoftmaxPlan
 from .backends import KERNEL_DTYPES, choose
-from .checks import DTYPES, check_finite, check_probability, check_rows
+from .checks import DTYPES, check_finite, check_probability, check_rows, check_tensor, raise_unknown
 from .masks import broadcasts
 from .rng import check_rng
 from .softmax_autograd import apply, forward
@@ -31,6 +31,7 @@ def softmax(
     causal: bool = False,
     dropout_p: float = 0.0,
     rng: tuple[int, int] | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """dropout(softmax(scale * scores + mask)) over the last dimension: attention weights (Vaswani et al. 2017).
 
@@ -50,6 +51,8 @@ def softmax(
     probabilities before it, whose sign bit, free in what is never negative, says what was dropped.
     Deterministic for a given rng, dmask too. Raises ValueError or TypeError for wrong arguments.
     """
+    if unknown:
+        raise_unknown("softmax", unknown)
     _check(scores, mask, scale, causal, dropout_p, rng)
     traced = is_traced(scores, mask)
     needs_grad = (traced and is_recorded()) or (
@@ -99,8 +102,8 @@ def _check(
 
 
 def _check_mask(function: str, mask: object, scores: Tensor) -> None:
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{function}: mask must be a Tensor, got {type(mask).__name__}")
+    check_tensor(function, "mask", mask)
+    assert isinstance(mask, Tensor)
     if mask.dtype != torch.bool and mask.dtype not in DTYPES:
         raise TypeError(
             f"{function}: mask must be bool, float32, float16, bfloat16 or float64, got {str(mask.dtype)[6:]}"
