@@ -244,6 +244,7 @@ PACKAGE_DIRS = {
     "onetrip.anatomy": "python_pkg/onetrip/anatomy",
     "onetrip.benchmarks": "benchmarks",
     "onetrip.kernels": "kernels/triton",
+    "onetrip.measure": "python_pkg/onetrip/measure",
     "onetrip.methods": "python_pkg/onetrip/methods",
     "onetrip.nn": "python_pkg/onetrip/nn",
     "onetrip.ops": "python_pkg/onetrip/ops",

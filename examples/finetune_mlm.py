@@ -31,7 +31,7 @@ from typing import Any
 import onetrip
 import torch
 import torch.nn.functional as F
-from onetrip import anatomy
+from onetrip import anatomy, measure
 from onetrip.methods.data import prose
 from onetrip.patching import PATTERNS
 from rich.console import Console
@@ -145,9 +145,9 @@ class Run:
 
     def measure_memory(self, batch: Batch) -> None:
         """After the training: the optimizer's step in here changes weights that nobody uses any more."""
-        self.optimizer_states = anatomy.optimizer_state_bytes(self.optimizer)
+        self.optimizer_states = measure.optimizer_state_bytes(self.optimizer)
         owned = [*self.model.parameters(), *self.model.buffers(), batch.input_ids, batch.masked, batch.words]
-        self.saved_activations = anatomy.saved_activation_bytes(lambda: masked_word_loss(self.model, batch), owned)
+        self.saved_activations = measure.saved_bytes(lambda: masked_word_loss(self.model, batch), owned)
         device = torch.device("cpu")
         self.peak_memory, self.operators_ms = anatomy.profile_run(
             lambda: anatomy.timed_step(lambda: masked_word_loss(self.model, batch), self.optimizer, device), device

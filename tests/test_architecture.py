@@ -23,8 +23,9 @@ ALLOWED = {
     "nn": {"ops", "reference"},
     "optim": {"ops", "reference"},
     "patching": {"nn", "ops"},
-    "anatomy": {"", "environment", "html", "nn", "ops", "optim", "patching"},
-    "methods": {"", "anatomy", "environment", "html", "nn", "ops", "optim", "patching"},
+    "measure": set(),
+    "anatomy": {"", "environment", "html", "measure", "nn", "ops", "optim", "patching"},
+    "methods": {"", "anatomy", "environment", "html", "measure", "nn", "ops", "optim", "patching"},
 }
 # Other packages that may be imported at the top of a file; anything else only inside functions.
 EAGER = {"torch", "__future__", *sys.stdlib_module_names}

@@ -137,7 +137,7 @@ def test_memory_is_judged_by_the_peak(figures):
 def test_a_model_that_does_not_fit_says_by_how_much(monkeypatch, dtype, device, free, words):
     model = torch.nn.Linear(1024, 1024, bias=False, device="meta")  # 4 MiB in float32
     mib = {where: None if n is None else n << 20 for where, n in free.items()}
-    monkeypatch.setattr("onetrip.anatomy.free_bytes", lambda device: mib[device.type])
+    monkeypatch.setattr("onetrip.measure.free_bytes", lambda device: mib[device.type])
     with pytest.raises(UsageError, match=words) if words else nullcontext():
         check_fits(model, dtype, torch.device(device))
 
@@ -152,7 +152,7 @@ def test_the_weights_of_a_model_that_does_not_fit_are_never_made(options, monkey
         return load(name, weights=weights)
 
     monkeypatch.setattr("onetrip.anatomy.load_model", load_model)
-    monkeypatch.setattr("onetrip.anatomy.free_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr("onetrip.measure.free_bytes", lambda device: 1 << 10)
     with pytest.raises(UsageError, match=r"does not fit on cpu: .* 1\.0 KiB are free"):
         methods.run(options)
     assert loaded == [False]
@@ -160,7 +160,7 @@ def test_the_weights_of_a_model_that_does_not_fit_are_never_made(options, monkey
 
 def test_more_than_is_free_is_refused_where_it_would_end_the_process(session, monkeypatch):
     """Beside the baseline and alone: the step asks for more than there is, and hears of it."""
-    monkeypatch.setattr("onetrip.anatomy.free_bytes", lambda device: 256 << 20)
+    monkeypatch.setattr("onetrip.measure.free_bytes", lambda device: 256 << 20)
     asked = []
 
     def hungry(self):

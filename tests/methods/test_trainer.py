@@ -2,10 +2,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from onetrip import anatomy
+from onetrip import anatomy, measure
 from onetrip.methods import Recipe
 from onetrip.methods.data import make_data
-from onetrip.methods.trainer import Trainer, state_bytes, storage_bytes
+from onetrip.methods.trainer import Trainer
 from onetrip.methods.zero import _single_process_group
 from torch import nn
 
@@ -131,19 +131,9 @@ def test_memory_of_the_methods_is_ordered_as_it_must_be(trainer):
     peaks = {name: each.peak_bytes() for name, each in made.items()}
     assert peaks["baseline"] < peaks["larger"]
     assert all(peaks[name] > made[name].held_bytes() for name in peaks)
-    weights = anatomy.tensor_bytes(made["sgd"].model.parameters())
-    buffers = anatomy.tensor_bytes(made["sgd"].model.buffers())
+    weights = measure.tensor_bytes(made["sgd"].model.parameters())
+    buffers = measure.tensor_bytes(made["sgd"].model.buffers())
     assert made["sgd"].held_bytes() == 2 * weights + buffers
-
-
-def test_storages_are_counted_once():
-    x = torch.zeros(100)
-    assert storage_bytes([x, x[:10], x.view(10, 10)]) == 400
-    optimizer = torch.optim.SGD([nn.Parameter(x)], lr=1.0, momentum=0.9)
-    assert state_bytes(optimizer) == 0
-    (p,) = optimizer.param_groups[0]["params"]
-    optimizer.state[p] = {"list": [torch.zeros(2), {"deeper": torch.zeros(3)}], "step": 7}
-    assert state_bytes(optimizer) == 20
 
 
 def test_lora_trains_little(trainer):

@@ -1,5 +1,6 @@
 import pytest
-from onetrip.methods import Spread, memory_verdict, speed_verdict, spread
+from onetrip.measure import Spread
+from onetrip.methods import memory_verdict, speed_verdict
 from onetrip.methods.verdict import paired_ratio, unpaired_ratio
 
 ENOUGH = 20
@@ -39,11 +40,6 @@ def test_a_difference_no_larger_than_two_baselines_is_no_difference(drift):
 )
 def test_memory(ratio, verdict):
     assert memory_verdict(ratio) == verdict
-
-
-def test_spread_is_the_middle_three_fifths():
-    assert spread([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]) == Spread(3.5, 2.0, 5.0)
-    assert spread([2.0]) == Spread(2.0, 2.0, 2.0)
 
 
 def test_paired_ratio_cancels_what_slows_both():

@@ -11,7 +11,7 @@ from typing import Any
 import onetrip
 import pytest
 import torch
-from onetrip import ops
+from onetrip import measure, ops
 from onetrip.patching import patch_model, unpatch_model, verify_attention
 from tolerances import assert_like_torch
 from torch import Tensor, nn
@@ -178,19 +178,8 @@ def test_generation_with_a_cache_gives_the_same_tokens(name: str) -> None:
 
 
 def saved_bytes(model: nn.Module, inputs: dict[str, Tensor], size: int) -> int:
-    """Bytes that forward keeps for backward in tensors of at least `size` elements, each storage once."""
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if tensor.numel() >= size and not isinstance(tensor, nn.Parameter):
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(**inputs)
-    assert output.logits.requires_grad
-    return sum(kept.values())
+    """Bytes that forward keeps for backward in tensors of at least `size` elements, parameters apart."""
+    return measure.saved_bytes(lambda: model(**inputs), model.parameters(), smallest=size)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

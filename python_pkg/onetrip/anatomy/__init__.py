@@ -1,6 +1,6 @@
 """One training step taken apart: bytes by class of tensor, milliseconds by phase and by class of operator."""
 
-from .bytes import StepBytes, at_most_more, format_bytes, free_bytes, optimizer_state_bytes, tensor_bytes
+from .bytes import StepBytes, format_bytes
 from .compare import Column, Comparison, compare, writable_folder, write
 from .fits import CARDS, Fit, largest_batch, memory_size
 from .formula import FormulaBytes, formula
@@ -11,7 +11,6 @@ from .measure import (
     Variant,
     measure_step,
     measure_variants,
-    peak_memory_bytes,
     profile_run,
     timed_step,
 )
@@ -19,7 +18,7 @@ from .models import PRESETS, UsageError, load_model, make_batch
 from .operators import operator_class, time_by_operator_class
 from .options import COLUMNS, OPTIMIZERS, Options
 from .predict import fake_copy, predict
-from .saved import SavedActivations, saved_activation_bytes, saved_activations
+from .saved import SavedActivations, saved_activations
 
 __all__ = [
     "CARDS",
@@ -38,12 +37,10 @@ __all__ = [
     "StepTimes",
     "UsageError",
     "Variant",
-    "at_most_more",
     "compare",
     "fake_copy",
     "format_bytes",
     "formula",
-    "free_bytes",
     "largest_batch",
     "load_model",
     "make_batch",
@@ -51,13 +48,9 @@ __all__ = [
     "measure_variants",
     "memory_size",
     "operator_class",
-    "optimizer_state_bytes",
-    "peak_memory_bytes",
     "predict",
     "profile_run",
-    "saved_activation_bytes",
     "saved_activations",
-    "tensor_bytes",
     "time_by_operator_class",
     "timed_step",
     "writable_folder",

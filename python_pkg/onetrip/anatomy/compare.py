@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import html as page_builder
 from ..environment import header
-from .bytes import StepBytes, format_bytes, free_bytes
+from ..measure import free_bytes
+from .bytes import StepBytes, format_bytes
 from .fits import Fit, largest_batch
 from .formula import FormulaBytes, formula
 from .gpu import Sampler

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -19,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from .bytes import StepBytes, optimizer_state_bytes, tensor_bytes
+from ..measure import cuda_peak_bytes, now, optimizer_state_bytes, peak_of_trace, tensor_bytes
+from .bytes import StepBytes
 from .gpu import Sampler
 from .operators import time_by_operator_class
 from .saved import SavedActivations, saved_activations
@@ -59,7 +59,7 @@ class StepAnatomy:
     saved: SavedActivations
     """What the graph keeps for backward: see saved_activations."""
     peak_memory: int
-    """The most that was allocated at once above the start of the step: see peak_memory_bytes."""
+    """The most that was allocated at once above the start of the step: see measure.peak_bytes."""
     caches: int | None
     """What CUDA's caching allocator had reserved beyond the peak; the CPU's keeps nothing (None)."""
     loss: float
@@ -90,22 +90,16 @@ class StepAnatomy:
         return asdict(self) | self.bytes.to_dict()
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def timed_step(loss_fn: LossFn, optimizer: torch.optim.Optimizer, device: torch.device) -> StepTimes:
     """Forward, backward, optimizer step; on CUDA the device is waited for between them."""
-    start = _now(device)
+    start = now(device)
     loss = loss_fn()
-    forward_end = _now(device)
+    forward_end = now(device)
     loss.backward()
-    backward_end = _now(device)
+    backward_end = now(device)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    end = _now(device)
+    end = now(device)
     return StepTimes(
         forward_ms=1e3 * (forward_end - start),
         backward_ms=1e3 * (backward_end - forward_end),
@@ -114,43 +108,13 @@ def timed_step(loss_fn: LossFn, optimizer: torch.optim.Optimizer, device: torch.
     )
 
 
-def peak_memory_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most memory that `run` had allocated at once, above what was allocated when it began.
-
-    CUDA: torch's allocator statistics. CPU: every allocation and release of torch's CPU allocator, as the profiler
-    records them, so that the figure is exact and repeatable, which the resident set of the process is not (malloc keeps
-    freed pages). It does not see the scratch memory that a library takes from malloc by itself, nor the release of
-    what was allocated before.
-    """
-    if device.type == "cuda":
-        return _cuda_peak(run, device)
-    return profile_run(run, device)[0]
-
-
-def _cuda_peak(run: Callable[[], object], device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # what ran before leaves its blocks reserved
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    run()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
 def profile_run(run: Callable[[], object], device: torch.device) -> tuple[int, dict[str, float]]:
-    """(peak bytes of CPU memory above the start, milliseconds by class of operator) of a run; see peak_memory_bytes."""
+    """(peak CPU bytes as measure.peak_bytes, milliseconds by class of operator) of a run."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=activities, profile_memory=True) as trace:
         run()
-        _now(device)
-    assert trace.profiler is not None and trace.profiler.kineto_results is not None
-    memory = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
-    allocated = peak = 0
-    for event in sorted(memory, key=lambda e: e.start_ns()):
-        if event.device_type() == torch.autograd.DeviceType.CPU:
-            allocated += event.nbytes()
-            peak = max(peak, allocated)
-    return peak, time_by_operator_class(trace.events() or [], on_device=device.type == "cuda")
+        now(device)
+    return peak_of_trace(trace), time_by_operator_class(trace.events() or [], on_device=device.type == "cuda")
 
 
 @contextmanager
@@ -247,9 +211,7 @@ def measure_variants(
                     peak, operators = profile_run(step_again, device)
                     caches = None
                     if device.type == "cuda":
-                        peak = _cuda_peak(step_again, device)
-                        reserved = torch.cuda.max_memory_reserved(device)
-                        caches = reserved - torch.cuda.max_memory_allocated(device)
+                        peak, caches = cuda_peak_bytes(step_again, device)
                     sizes[name] |= {"peak_memory": peak, "operators_ms": operators, "caches": caches}
     if progress is not None:
         progress(total, total, "done")

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from ..measure import optimizer_state_bytes, tensor_bytes
 from ..ops.backends import rehearsal
 from ..optim import Adam8bit
 from ..optim.state import new_state
-from .bytes import StepBytes, optimizer_state_bytes, tensor_bytes
+from .bytes import StepBytes
 from .saved import SavedActivations, saved_activations
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import Node
 
+from ..measure import saved_tensors
 from .operators import operator_class
 
 NO_MODULE = "(no module)"
@@ -35,19 +35,10 @@ class SavedActivations:
         return asdict(self)
 
 
-class _Saved:
-    """Stands in the graph for one saved tensor, so that the graph's hold on it can be seen through a weak reference."""
-
-    __slots__ = ("__weakref__", "module", "order", "tensor")
-
-    def __init__(self, tensor: Tensor, module: nn.Module | None, order: int) -> None:
-        self.tensor, self.module, self.order = tensor, module, order
-
-
 def _innermost_module(names: dict[int, str]) -> nn.Module | None:
     """The module whose forward calls this, by the stack: hooks on modules would keep patched blocks from their fused
     path."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and id(module) in names:
@@ -110,35 +101,23 @@ def saved_activations(
     `not_counted` and their views are left out: pass parameters, buffers, inputs. model: without it, modules have no
     names and none are told apart.
     """
-    held: weakref.WeakSet[_Saved] = weakref.WeakSet()
-    order = 0
-
-    def pack(tensor: Tensor) -> _Saved:
-        nonlocal order
-        # Detached: a node's own output comes with its grad_fn, a cycle through C++ that would never be freed.
-        saved = _Saved(tensor.detach(), _innermost_module(names) if names else None, order)
-        order += 1
-        held.add(saved)
-        return saved
-
     names = {} if model is None else {id(module): name for name, module in model.named_modules()}
-    with saved_tensors_hooks(pack, lambda saved: saved.tensor):
-        loss = loss_fn()
+    loss, saved_for_backward = saved_tensors(loss_fn, (lambda: _innermost_module(names)) if names else None)
     excluded = {t.untyped_storage()._cdata for t in not_counted}
     operators = _operators_of_storages(loss)
     total, seen = 0, set(excluded)
     by_class: dict[str, int] = {}
     by_block: dict[str, int] = {}
     by_operator: dict[str, int] = {}
-    for saved in sorted(held, key=lambda saved: saved.order):
+    for saved in saved_for_backward:
         storage = saved.tensor.untyped_storage()
         if storage._cdata in seen:
             continue
         seen.add(storage._cdata)
         n_bytes = storage.nbytes()
         total += n_bytes
-        _add(by_class, NO_MODULE if saved.module is None else type(saved.module).__name__, n_bytes)
-        _add(by_block, _block(names.get(id(saved.module), "")) or NO_MODULE, n_bytes)
+        _add(by_class, NO_MODULE if saved.label is None else type(saved.label).__name__, n_bytes)
+        _add(by_block, _block(names.get(id(saved.label), "")) or NO_MODULE, n_bytes)
         _add(by_operator, operators.get(storage._cdata, NO_OPERATOR), n_bytes)
     del loss
     return SavedActivations(total, *map(_largest_first, (by_class, by_block, by_operator)))
@@ -150,8 +129,3 @@ def _add(totals: dict[str, int], label: str, n_bytes: int) -> None:
 
 def _largest_first(totals: dict[str, int]) -> dict[str, int]:
     return {label: n for label, n in sorted(totals.items(), key=lambda item: -item[1]) if n}
-
-
-def saved_activation_bytes(loss_fn: Callable[[], Tensor], not_counted: Iterable[Tensor] = ()) -> int:
-    """The total of saved_activations."""
-    return saved_activations(loss_fn, not_counted).total

@@ -5,7 +5,7 @@ from .html import sections, tables, write_page
 from .report import render
 from .runs import check_page_can_be_written, load_previous, own_failures, run, write_json
 from .session import Options, Session
-from .verdict import Spread, memory_verdict, speed_verdict, spread
+from .verdict import memory_verdict, speed_verdict
 
 __all__ = [
     "METHODS",
@@ -15,7 +15,6 @@ __all__ = [
     "Recipe",
     "Session",
     "Setting",
-    "Spread",
     "check_page_can_be_written",
     "combine",
     "load_previous",
@@ -25,7 +24,6 @@ __all__ = [
     "run",
     "sections",
     "speed_verdict",
-    "spread",
     "tables",
     "write_json",
     "write_page",

@@ -13,9 +13,10 @@ from .. import html as page_builder
 from ..anatomy import UsageError
 from ..anatomy.measure import Progress
 from ..environment import describe, header
+from ..measure import Spread
 from .catalog import BASELINE, Method, chosen
 from .session import DoesNotFit, Options, Session
-from .verdict import Spread, memory_verdict, speed_verdict, unpaired_ratio
+from .verdict import memory_verdict, speed_verdict, unpaired_ratio
 from .worker import MethodFailed, measure_isolated, reason_of
 
 FORMAT = 1

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import anatomy
+from .. import anatomy, measure
 from ..anatomy import UsageError
 from ..anatomy.report import format_bytes
+from ..measure import spread
 from .catalog import Method, Recipe, Setting, check_names
 from .data import Data, make_data
 from .trainer import Trainer
-from .verdict import paired_ratio, spread
+from .verdict import paired_ratio
 
 DTYPES = ("float32", "bfloat16")
 Advance = Callable[[str], None]
@@ -78,7 +79,7 @@ def check_fits(model: nn.Module, dtype: torch.dtype, device: torch.device) -> No
     if device.type == "cpu":
         needed = {device: max(4 * numel, source + trained)}
     for where, n in needed.items():
-        free = anatomy.free_bytes(where)
+        free = measure.free_bytes(where)
         if free is not None and n > free:
             raise UsageError(
                 f"the model does not fit on {where}: what training keeps there takes {format_bytes(n)}, "
@@ -96,7 +97,7 @@ def _memory_error(error: RuntimeError | MemoryError) -> bool:
 
 def _obtainable(device: torch.device) -> int | None:
     """What may still be allocated on the CPU, in this process, when it is there that training happens."""
-    free = anatomy.free_bytes(device) if device.type == "cpu" else None
+    free = measure.free_bytes(device) if device.type == "cpu" else None
     return None if free is None else free * 15 // 16  # the rest is for other processes, and for ours beside its heap
 
 
@@ -151,7 +152,7 @@ class Session:
         recipe, why = self.recipe(method), ""
         for paired in (True, False):
             try:
-                with anatomy.at_most_more(_obtainable(self.device)):
+                with measure.at_most_more(_obtainable(self.device)):
                     return self._measure(recipe, paired, advance)
             except (RuntimeError, MemoryError) as error:
                 if not _memory_error(error):

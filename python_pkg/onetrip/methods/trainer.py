@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,32 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import patch_model
-from ..anatomy import peak_memory_bytes, saved_activation_bytes
+from ..measure import now, optimizer_state_bytes, peak_bytes, saved_bytes, storage_bytes
 from .catalog import Recipe
 from .data import IGNORED_LABEL, Batch, Data
 from .optimizers import OPTIMIZERS
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind the tensors; those of a tensor subclass's own tensors for it."""
-    plain: list[Tensor] = []
-    for tensor in tensors:
-        inner = getattr(tensor, "__tensor_flatten__", None)
-        plain += [getattr(tensor, name) for name in inner()[0]] if inner is not None else [tensor]
-    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in plain)}
-    return sum(storages.values())
-
-
-def state_bytes(optimizer: Any) -> int:
-    """Bytes of what the optimizer keeps between steps."""
-
-    def tensors(value: Any) -> list[Tensor]:
-        if isinstance(value, Tensor):
-            return [value]
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-        return [tensor for each in values for tensor in tensors(each)]
-
-    return storage_bytes(tensors(dict(optimizer.state)))
 
 
 def _enable_checkpointing(model: Any) -> None:
@@ -93,11 +69,6 @@ class Trainer:
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
     def _autocast(self) -> AbstractContextManager[object]:
         if not self.recipe.autocast:
             return nullcontext()
@@ -142,9 +113,9 @@ class Trainer:
 
     def timed_step(self) -> float:
         """Seconds of one train_step; a CUDA device is waited for."""
-        start = self._now()
+        start = now(self.device)
         self.train_step()
-        return self._now() - start
+        return now(self.device) - start
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -162,11 +133,11 @@ class Trainer:
         return self._to_device(next(self._batches))
 
     def saved_bytes(self) -> int:
-        """Bytes that the graph of one forward pass keeps for backward: see anatomy.saved_activation_bytes."""
+        """Bytes that the graph of one forward pass keeps for backward: see measure.saved_bytes."""
         gc.collect()
         batch = self._inputs()
         owned = [*self.model.parameters(), *self.model.buffers(), *batch.values()]
-        return saved_activation_bytes(lambda: self.loss(batch), owned)
+        return saved_bytes(lambda: self.loss(batch), owned)
 
     def held_bytes(self) -> int:
         """Bytes that stay from step to step: weights, buffers, the optimizer's states. After the first step."""
@@ -176,13 +147,13 @@ class Trainer:
         return storage_bytes(own) + self.state_bytes()
 
     def state_bytes(self) -> int:
-        return state_bytes(self.optimizer)
+        return optimizer_state_bytes(self.optimizer)
 
     def peak_bytes(self) -> int:
         """The most memory that training held at once: what stays, and the peak of a step above it."""
         gc.collect()
         held = self.held_bytes()
-        return held + peak_memory_bytes(self.train_step, self.device)
+        return held + peak_bytes(self.train_step, self.device)
 
     def fallback_calls(self) -> int:
         """Calls of patched modules that ran their original code."""

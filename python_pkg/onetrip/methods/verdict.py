@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from ..measure import Spread, spread
 
 LEAST_STEPS = 5
 """Fewer pairs of steps have no spread to speak of."""
 LEAST_GAIN = 0.02
 """Less than this is not worth a yes, however sure."""
 LEAST_MEMORY = 0.01
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The middle of some figures and where most of them lie."""
-
-    median: float
-    p20: float
-    p80: float
-
-    def to_dict(self) -> dict[str, float]:
-        return dict(vars(self))
-
-
-def spread(values: Sequence[float]) -> Spread:
-    if len(values) == 1:
-        return Spread(values[0], values[0], values[0])
-    fifths = statistics.quantiles(values, n=5, method="inclusive")
-    return Spread(statistics.median(values), fifths[0], fifths[3])
 
 
 def paired_ratio(baseline: Sequence[float], method: Sequence[float], samples_factor: float) -> Spread:

@@ -1,0 +1,35 @@
+"""Measuring what a call takes: bytes saved for backward, peak bytes, free memory, wall time and its noise.
+
+anatomy, methods, the benchmarks and the tests measure with these functions. Nothing here knows onetrip's operators.
+"""
+
+from .clock import BusyCpus, Spread, now, spread
+from .memory import (
+    at_most_more,
+    cuda_peak_bytes,
+    free_bytes,
+    optimizer_state_bytes,
+    peak_bytes,
+    peak_of_trace,
+    storage_bytes,
+    tensor_bytes,
+)
+from .saved import Saved, saved_bytes, saved_tensors
+
+__all__ = [
+    "BusyCpus",
+    "Saved",
+    "Spread",
+    "at_most_more",
+    "cuda_peak_bytes",
+    "free_bytes",
+    "now",
+    "optimizer_state_bytes",
+    "peak_bytes",
+    "peak_of_trace",
+    "saved_bytes",
+    "saved_tensors",
+    "spread",
+    "storage_bytes",
+    "tensor_bytes",
+]

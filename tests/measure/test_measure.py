@@ -1,0 +1,168 @@
+"""Bytes and wall time: each figure against a case whose value is known beforehand."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from onetrip import measure, ops
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+N = 100
+VECTOR = 4 * N
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def w():
+    return nn.Parameter(torch.rand(N))
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        pytest.param(lambda w: w.exp().sum(), VECTOR, id="an-output"),
+        pytest.param(lambda w: (y := w.exp()).mul(y).sum(), VECTOR, id="the-same-tensor-three-times"),
+        pytest.param(lambda w: (y := w.exp())[:10].sin().sum() + y.sum(), VECTOR, id="a-view-beside-its-base"),
+        pytest.param(lambda w: (w * 2)[:10].sin().sum(), VECTOR, id="a-view-keeps-its-whole-storage"),
+        pytest.param(lambda w: w.sin().cos().sum(), VECTOR, id="the-parameter-itself-is-not-counted"),
+        pytest.param(lambda w: w.view(10, 10).t().sin().sum(), 0, id="views-of-the-parameter-are-not-counted"),
+        pytest.param(lambda w: (w.exp(), w.sum())[1], 0, id="a-branch-that-was-dropped"),
+        pytest.param(
+            lambda w: checkpoint(lambda v: v.exp().sin().exp().sum(), w * 2, use_reentrant=False),
+            VECTOR,
+            id="checkpointed-keeps-its-input-only",
+        ),
+    ],
+)
+def test_saved_bytes(w, loss, expected):
+    assert measure.saved_bytes(lambda: loss(w), [w]) == expected
+
+
+def test_inputs_are_counted_unless_named(w):
+    x = torch.rand(N)
+    assert measure.saved_bytes(lambda: (x * w).sum(), [w]) == VECTOR
+    assert measure.saved_bytes(lambda: (x * w).sum(), [w, x]) == 0
+
+
+def test_tensors_below_the_smallest_are_not_counted(w):
+    def loss():
+        return w.exp().sum() + w[:10].exp().exp().sum()
+
+    assert measure.saved_bytes(loss, [w]) == VECTOR + 2 * 40
+    assert measure.saved_bytes(loss, [w], smallest=11) == VECTOR
+
+
+def test_saved_tensors_are_labelled_in_the_order_of_saving(w):
+    labels = iter("ab")
+    loss, saved = measure.saved_tensors(lambda: w.exp().exp().sum(), lambda: next(labels))
+    assert [each.label for each in saved] == ["a", "b"]
+    assert torch.equal(saved[1].tensor, w.detach().exp().exp())
+    loss.backward()
+
+
+def test_fused_block_saves_at_most_half_of_eager():
+    x, residual = (torch.randn(64, 256, requires_grad=True) for _ in range(2))
+    weight, norm_bias = nn.Parameter(torch.ones(256)), nn.Parameter(torch.zeros(256))
+    owned = [x, residual, weight, norm_bias]
+
+    def eager():
+        return F.layer_norm(residual + F.dropout(x, 0.1), (256,), weight, norm_bias).sum()
+
+    def fused():
+        return ops.bias_dropout_residual_norm(x, residual, weight, norm_bias, dropout_p=0.1).sum()
+
+    assert measure.saved_bytes(fused, owned) * 2 <= measure.saved_bytes(eager, owned) + 2 * 4 * 64
+
+
+def test_peak_is_the_most_held_at_once():
+    def run():
+        first = torch.empty(1 << 20, dtype=torch.uint8)
+        second = torch.empty(2 << 20, dtype=torch.uint8)
+        del first
+        return second, torch.empty(1 << 19, dtype=torch.uint8)
+
+    assert measure.peak_bytes(run, CPU) == 3 << 20
+
+
+def test_cuda_peak_is_taken_from_an_empty_cache(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset"))
+    for name, n_bytes in (("memory_allocated", 3), ("max_memory_allocated", 10), ("max_memory_reserved", 14)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, n_bytes=n_bytes: n_bytes)
+    device = torch.device("cuda")
+    assert measure.cuda_peak_bytes(lambda: calls.append("run"), device) == (7, 4)
+    assert measure.peak_bytes(lambda: calls.append("run"), device) == 7
+    assert calls == 2 * ["empty_cache", "reset", "run"]
+
+
+def test_free_memory_of_a_gpu_includes_what_the_allocator_holds_unused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    assert measure.free_bytes(torch.device("cuda")) == 120
+    assert 0 < measure.free_bytes(CPU) < 1 << 50
+
+
+def test_storages_count_once_and_states_of_optimizers_may_be_nested(w):
+    x = torch.rand(N)
+    assert measure.tensor_bytes([x, x[:10]]) == VECTOR + 40
+    assert measure.storage_bytes([x, x[:10], x.view(10, 10)]) == VECTOR
+    adam = torch.optim.Adam([w])
+    assert measure.optimizer_state_bytes(adam) == 0
+    w.sum().backward()
+    adam.step()
+    assert measure.optimizer_state_bytes(adam) == 2 * VECTOR + 4  # the step is a float32 number
+    adam.state[w] = {"list": [torch.zeros(2), {"deeper": torch.zeros(3)}], "step": 7}
+    assert measure.optimizer_state_bytes(adam) == 20
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([3.0], (3, 3, 3)), ([5.0, 1.0, 2.0, 4.0, 3.0, 6.0], (3.5, 2.0, 5.0))]
+)
+def test_spread(values, expected):
+    found = measure.spread(values)
+    assert (found.median, found.p20, found.p80) == pytest.approx(expected)
+
+
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="the system has no /proc/stat")
+
+
+def busy_ticks(monkeypatch, readings):
+    """Stands in for the counters: (wall clock, busy CPU seconds of the machine, of this process)."""
+    values = iter(readings)
+    monkeypatch.setattr("onetrip.measure.clock._cpu_seconds", lambda: next(values))
+
+
+def test_cpu_time_of_other_processes_is_the_machine_s_less_our_own(monkeypatch):
+    busy_ticks(monkeypatch, [(10.0, 100.0, 5.0), (14.0, 107.0, 8.0)])
+    with measure.BusyCpus() as busy:
+        pass
+    assert busy.others == pytest.approx((7 - 3) / 4)
+
+
+def test_without_counters_nobody_is_said_to_be_busy(monkeypatch):
+    busy_ticks(monkeypatch, [None, None])
+    with measure.BusyCpus() as busy:
+        pass
+    assert busy.others is None
+
+
+@needs_proc
+def test_a_process_that_spins_beside_us_is_seen():
+    spin = "import time\nend = time.time() + 20\nwhile time.time() < end: pass"
+    other = subprocess.Popen([sys.executable, "-c", spin])
+    try:
+        with measure.BusyCpus() as busy:
+            time.sleep(1.5)
+    finally:
+        other.kill()
+        other.wait()
+    # On a busy machine the others take more still; a quarter leaves time for the interpreter to start.
+    assert busy.others > 0.25
