@@ -27,13 +27,13 @@ bench: $(VENV)/test.stamp
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	git ls-files 'csrc/*' 'tests/*.h' 'tests/*.cpp' | grep -E '\.(h|cpp|cu|cuh)$$' | xargs $(BIN)/clang-format --dry-run --Werror
+	git ls-files csrc tests tools | grep -E '\.(h|cpp|cu|cuh)$$' | xargs $(BIN)/clang-format --dry-run --Werror
 	MYPYPATH=python_pkg $(BIN)/mypy
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	git ls-files 'csrc/*' 'tests/*.h' 'tests/*.cpp' | grep -E '\.(h|cpp|cu|cuh)$$' | xargs $(BIN)/clang-format -i
+	git ls-files csrc tests tools | grep -E '\.(h|cpp|cu|cuh)$$' | xargs $(BIN)/clang-format -i
 
 clean:
 	rm -rf build dist $(VENV) *.egg-info python_pkg/onetrip/_native*.so

@@ -11,9 +11,9 @@ from targets import TARGETS, Target, needs
 from triton_runner import EMULATED
 
 if EMULATED:
-    import triton_machine
+    from simulators import run_triton_on_the_emulator
 
-    triton_machine.install()
+    run_triton_on_the_emulator()
 
 
 @pytest.fixture(params=TARGETS)

@@ -1,4 +1,4 @@
-// The few spellings that differ between nvcc, NVRTC (device code only) and the CPU simulator of tests/cudasim, which
+// The few spellings that differ between nvcc, NVRTC (device code only) and the CPU simulator of tools/gpusim, which
 // compiles these same files as plain C++. Kernels use these macros instead of the raw syntax, and nothing else is
 // conditional in them.
 #pragma once

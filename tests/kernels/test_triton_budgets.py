@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cuda_compile import MULTIPROCESSORS
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
 from onetrip.reference.softmax import MaskLayout, SoftmaxPlan
+from simulators import MULTIPROCESSORS
 
 triton = pytest.importorskip("triton")
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))

@@ -1,11 +1,10 @@
-"""What the tests of every family's native kernels run over: levels of the CPU, architectures of CUDA."""
+"""What the tests of every family's native kernels run over: the instruction-set levels of the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from cuda_compile import ARCHITECTURES, skip_unless_compilable
 from onetrip.ops.backends import native
 
 
@@ -27,9 +26,3 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     assert library.cpu_level() == request.param
     yield request.param
     assert library.set_cpu_level(best)
-
-
-@pytest.fixture(params=ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
-def arch(request: pytest.FixtureRequest) -> int:
-    skip_unless_compilable(request.param)
-    return int(request.param)

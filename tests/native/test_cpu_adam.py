@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -350,11 +351,11 @@ for sizes in ((100,) * 2000, (1, 127, 300_000, 129, 70_000)):
                 digest.update(b"" if tensor is None else tensor.numpy().tobytes())
 print(digest.hexdigest())
 """
-    tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    support = str(Path(__file__).parents[1] / "support")
     digests = {
         subprocess.run(
             [sys.executable, "-c", code],
-            env={**os.environ, "OMP_NUM_THREADS": str(n), "PYTHONPATH": tests},
+            env={**os.environ, "OMP_NUM_THREADS": str(n), "PYTHONPATH": support},
             capture_output=True,
             text=True,
             check=True,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cudasim_adam import ADAM, ADAMW, Parameter, Step, assert_same_bits
 from onetrip import use_backend
 from onetrip.ops.adam import AdamTable
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import Group, Slot
+from simulators import ADAM, ADAMW, Parameter, Step, assert_same_bits
 from targets import Target, needs, needs_memory
 from torch import Tensor
 

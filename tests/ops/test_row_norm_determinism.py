@@ -61,7 +61,8 @@ def digest() -> str:
 def test_another_process_with_another_thread_count_gives_the_same_bits(threads):
     needs(Target("cpu", "cpu"))  # reference sums as torch does, whose partition follows its threads
     here = os.path.dirname(__file__)
-    arguments = [sys.executable, "-c", DIGEST, here, os.path.dirname(here), str(threads)]
+    support = os.path.join(os.path.dirname(here), "support")
+    arguments = [sys.executable, "-c", DIGEST, here, support, str(threads)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "ONETRIP_BACKEND": "cpu"}
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
     with use_backend("cpu"):

@@ -1,0 +1,96 @@
+"""All of onetrip on the fake GPU of tools/fake_gpu: the tests marked gpu, and the self-check of every kernel."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.fake_gpu import build as fake_gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def card() -> dict[str, str]:
+    """Variables of a process that sees the card."""
+    reason = fake_gpu.missing_tool()
+    if reason:
+        pytest.skip(reason)
+    return os.environ | fake_gpu.environment() | {"OMP_NUM_THREADS": "1"}
+
+
+def run(card: dict[str, str], *command: str) -> str:
+    outcome = subprocess.run(command, env=card, cwd=ROOT, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
+    return outcome.stdout
+
+
+def run_gpu_tests(card: dict[str, str], files: str, keywords: str, least: int) -> None:
+    """files: patterns below tests/. keywords: pytest's -k. least: how many pass, so that none is lost unseen."""
+    paths = [str(path) for pattern in files.split() for path in sorted((ROOT / "tests").glob(pattern))]
+    chosen = ["-m", "gpu and not slow", "-k", keywords]
+    output = run(card, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, *paths)
+    passed = re.search(r"(\d+) passed", output)
+    assert passed is not None and int(passed[1]) >= least, output[-2000:]
+
+
+GPU_TESTS = {
+    "row_norm, operands": ("ops/test_row_norm_input.py", 350),
+    "row_norm, forward": ("ops/test_row_norm_forward.py", 330),
+    "row_norm, backward": ("ops/test_row_norm_backward.py", 220),
+    "row_norm, the rest": ("ops/test_row_norm_[dcg]*.py nn/test_row_norm.py", 180),
+    "softmax, adam, tracing": ("ops/test_softmax*.py ops/test_adam_gpu.py ops/test_jit_trace.py", 230),
+    "models": ("patching/test_models_gpu.py", 16),
+}
+
+
+@pytest.mark.parametrize("files, least", GPU_TESTS.values(), ids=GPU_TESTS.keys())
+def test_gpu_tests_with_the_cuda_backend(card: dict[str, str], files: str, least: int) -> None:
+    # Not those of Inductor's own kernels: a launcher of torch's CUDA build runs them.
+    run_gpu_tests(card, files, "not triton and not inductor", least)
+
+
+@pytest.mark.parametrize("capability", [7, 8])
+def test_cards_without_clusters(card: dict[str, str], capability: int) -> None:
+    files = "ops/test_row_norm_gpu.py ops/test_softmax_gpu.py ops/test_adam_gpu.py patching/test_models_gpu.py"
+    run_gpu_tests(card | fake_gpu.environment(capability), files, "not triton and not fp16", 70)
+
+
+# Compiled and emulated: slow. What its choice of layouts and of fused products changes shows nowhere else, nor what a
+# backend other than the automatic one loses in a backward, which runs in another thread.
+TRITON = {
+    "row_norm": (
+        "ops/test_row_norm_[bcdg]*.py",
+        "triton and (which_others or replay or checkpoint or f32-bias or f32-return)",
+        20,
+    ),
+    "models": ("patching/test_models_gpu.py", "triton and bert and (gradients or fp16)", 2),
+}
+
+
+@pytest.mark.parametrize("files, keywords, least", TRITON.values(), ids=TRITON.keys())
+def test_gpu_tests_with_the_triton_backend(card: dict[str, str], files: str, keywords: str, least: int) -> None:
+    reason = triton_machine_missing()
+    if reason:
+        pytest.skip(reason)
+    run_gpu_tests(card, files, keywords, least)
+
+
+def triton_machine_missing() -> str | None:
+    pytest.importorskip("triton")
+    from tools.sass import triton_machine
+
+    return triton_machine.missing_tool()
+
+
+def test_the_self_check_of_every_backend(card: dict[str, str]) -> None:
+    output = run(card, sys.executable, "-m", "onetrip", "doctor")
+    backends = ["cpu on cpu", "cuda on cuda:0", "reference on cuda:0"]
+    for backend in [*backends, *([] if triton_machine_missing() else ["triton on cuda:0"])]:
+        assert f"Self-check of {backend}" in output
+    assert re.search(r"all \d{3} checks passed", output), output[-2000:]

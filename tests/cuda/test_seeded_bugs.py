@@ -1,0 +1,322 @@
+"""Bugs put into the CUDA sources on purpose: each must be caught by what the simulator's tests look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from onetrip.reference.adam import thresholds
+
+from tools.gpusim import row_norm as cudasim_row_norm
+from tools.gpusim import softmax as cudasim_softmax
+from tools.gpusim.adam import ADAM, Parameter, Step
+from tools.gpusim.harness import Bug, build, missing_tool, run, sources_with
+
+pytestmark = pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))
+
+AHEAD, SPLIT = "row_norm_backward_ahead.cuh", "row_norm_backward_split.cuh"
+ROW_NORM_BUGS = {
+    "no_barrier_in_the_sum": Bug("reduce.cuh", "named_barrier(1 + group, row_threads_);", ";"),
+    "one_buffer_for_every_sum": Bug("reduce.cuh", "turn_ ^= 1;", ";"),
+    "sum_leaves_out_half_a_warp": Bug("reduce.cuh", "lane_mask = kThreads / 2;", "lane_mask = kThreads / 4;"),
+    "one_column_too_many": Bug("vec.cuh", "const Col left = n_cols - col;", "const Col left = n_cols - col + 1;"),
+    "halves_of_a_word_exchanged": Bug(
+        "vec.cuh", "<< (i % kPerWord * 8 * kBytes)", "<< ((i + 1) % kPerWord * 8 * kBytes)"
+    ),
+    "philox_lane_off_by_one": Bug("dropout.cuh", "first % 4)", "(first + 1) % 4)"),
+    "philox_group_missing": Bug("dropout.cuh", "(shift != 0 ? 1 : 0)", "0"),
+    "variance_counts_padding": Bug(
+        "row_norm_forward.cuh", "inside(i, valid, kVectorAccess) ? value[i] - mean : 0.0f", "value[i] - mean"
+    ),
+    "mean_and_rstd_exchanged": Bug(
+        "row_norm_forward.cuh", "store_statistics(args, row, mean, rstd);", "store_statistics(args, row, rstd, mean);"
+    ),
+    "last_rows_dropped": Bug("launch.cuh", "ceil_div(n_rows, rows_per_block)", "(n_rows / rows_per_block)"),
+    "groups_added_without_barrier": Bug(
+        "row_norm_backward.cuh",
+        "buffer = sums.publish();\n    __syncthreads();",
+        "buffer = sums.publish();",
+    ),
+    "sums_of_the_last_group_lost": Bug("row_norm_backward.cuh", "j < n_groups; ++j)", "j < n_groups - 1; ++j)"),
+    "gradient_means_exchanged": Bug(
+        "row_norm_backward.cuh", "means.x, wdy[i]) - means.y", "means.y, wdy[i]) - means.x"
+    ),
+    "cluster_sum_not_waited_for": Bug("reduce.cuh", "byte_barrier_wait(barrier, parity);", ""),
+    "cluster_sum_waits_for_the_one_before": Bug("reduce.cuh", "turn_ / 2 % 2;", "(turn_ / 2 + 1) % 2;"),
+    "one_half_for_every_cluster_sum": Bug("reduce.cuh", "shared_ + turn_ % 2 * kMaxClusterWarps", "shared_"),
+    "every_phase_of_a_cluster_even": Bug("reduce.cuh", "turn_ / 2 % 2;", "0;"),
+    "cluster_does_not_meet": Bug("reduce.cuh", "if (turn_ == 0) cluster_wait();", ""),
+    "second_chunks_not_added": Bug(
+        "reduce.cuh", "sum_of_warps(sums, 2 * ClusterExchange", "sum_of_warps(sums, ClusterExchange"
+    ),
+    "sum_of_more_than_32_warps_too_short": Bug("reduce.cuh", "int i = lane + kWarpThreads;", "int i = n_warps;"),
+    "copies_not_waited_for": Bug(AHEAD, "wait_for_stage(plan.dy_z);", ""),
+    "dz_not_waited_for": Bug(AHEAD, "if (plan.dz != 0) wait_for_stage(plan.dz);", ""),
+    "wait_one_group_short": Bug(AHEAD, "copy_async_wait<3>", "copy_async_wait<4>"),
+    "wait_for_dz_one_group_short": Bug(AHEAD, "copy_async_wait<1>", "copy_async_wait<2>"),
+    "stage_filled_before_it_is_read": Bug(
+        AHEAD, "if (copies) copy_dy_z(stage, k);", "if (copies) copy_dy_z((stage + 1) % plan.dy_z, k);"
+    ),
+    "stage_too_many": Bug(AHEAD, "stage + 1 < plan.dy_z ? stage + 1 : 0", "stage < plan.dy_z ? stage + 1 : 0"),
+    "copies_a_row_late": Bug(
+        AHEAD, "copy_dz(dz_stage, r + plan.dz * n_groups);", "copy_dz(dz_stage, r + (plan.dz + 1) * n_groups);"
+    ),
+    "copies_the_row_of_the_next_group": Bug(AHEAD, "next_dy += n_groups * args", "next_dy += args"),
+    "statistics_of_the_row_before": Bug(AHEAD, "load_statistics(r + n_groups);", "load_statistics(r);"),
+    "last_row_of_a_part_lost": Bug(AHEAD, ": r < n_rows; r += n_groups", ": r + 1 < n_rows; r += n_groups"),
+    "columns_past_the_row_taken": Bug(AHEAD, "if (!has_row || !has_columns(k)) continue;", "if (!has_row) continue;"),
+    "lanes_without_a_row_go_on": Bug(
+        AHEAD, "if (!has_row || !has_columns(k)) continue;", "if (!has_columns(k)) continue;"
+    ),
+    "weights_without_barrier": Bug(AHEAD, "if (args.weight != nullptr) __syncthreads();", ""),
+    "sums_of_the_last_group_not_added": Bug(AHEAD, "j < n_groups; ++j)", "j < n_groups - 1; ++j)"),
+    "groups_added_before_all_have_ended": Bug(
+        AHEAD, "const auto add_groups = [&] {\n      __syncthreads();", "const auto add_groups = [&] {"
+    ),
+    "next_sums_overwrite_those_read": Bug(AHEAD, "      }\n      __syncthreads();\n    };", "      }\n    };"),
+    "second_values_of_lanes_not_added": Bug(
+        "reduce.cuh", "warp_sum<kRowThreads>(add(first, second))", "warp_sum<kRowThreads>(first)"
+    ),
+    "groups_of_4_drawn_alike": Bug("dropout.cuh", "group | static_cast<uint64_t>(g)", "group"),
+    "tiles_share_their_places": Bug(SPLIT, "n_warps % kMaxClusterWarps + warp", "warp"),
+    "means_without_barrier": Bug(SPLIT, "__syncthreads();\n  if (warp != 0) return;", "if (warp != 0) return;"),
+    "last_row_of_a_tile_lost": Bug(SPLIT, "row < end; ++row", "row + 1 < end; ++row"),
+}
+
+# What blocks of a cluster tell each other.
+CLUSTER_BUGS = {
+    "values_of_the_cluster_not_awaited": Bug("reduce.cuh", "byte_barrier_wait(barrier, parity);", ";"),
+    "start_of_the_cluster_not_awaited": Bug("reduce.cuh", "if (turn_ == 0) cluster_wait();", ";"),
+    "values_stay_in_their_block": Bug(
+        "reduce.cuh", "(slot, lane % kLanes, value, barrier)", "(slot, cluster_rank(), value, barrier)"
+    ),
+    "blocks_share_slots": Bug(
+        "reduce.cuh", "(cluster_rank() * kValues + lane / kLanes) * warps", "lane / kLanes * warps"
+    ),
+    "last_block_left_out": Bug("reduce.cuh", "return cluster_size() *", "return (cluster_size() - 1) *"),
+    "warps_past_32_left_out": Bug("reduce.cuh", "i < n_warps; i += kWarpThreads)", "i < 0; i += kWarpThreads)"),
+    "threads_of_a_cluster_counted_by_block": Bug("launch.cuh", "thread = cluster_rank() * threads +", "thread ="),
+    "a_cluster_takes_every_second_row": Bug("launch.cuh", "(blockIdx.x >> log2_size)", "blockIdx.x"),
+}
+ROW_NORM_BUGS |= CLUSTER_BUGS | {
+    "kept_tiles_exchanged": Bug(
+        "row_norm_forward.cuh", "held.z[0].word[i] = kept_word(tile, i);", "held.z[0].word[i] = kept_word(0, i);"
+    ),
+}
+
+COMMON, FORWARD, BACKWARD = "softmax_common.cuh", "softmax_forward.cuh", "softmax_backward.cuh"
+SOFTMAX_BUGS = {
+    "no_barrier_between_warps": Bug(
+        FORWARD, "make_float2(largest, sum);\n  __syncthreads();", "make_float2(largest, sum);"
+    ),
+    "hidden_rows_divide_by_zero": Bug(FORWARD, "sum == 0.0f ? 0.0f : quick_reciprocal(sum)", "quick_reciprocal(sum)"),
+    "masked_rows_subtract_infinity": Bug(FORWARD, "largest == minus_infinity() ? 0.0f : largest", "largest"),
+    "causal_off_by_one": Bug(COMMON, "n_queries.divisor) - 1 - query", "n_queries.divisor) - query"),
+    "hidden_gradient_in_the_sum": Bug(BACKWARD, "    hide(chunk.dy, seen);\n", ""),
+    "hidden_columns_share_nan": Bug(BACKWARD, "hide_columns(dp[k], first_col + k * step, visible, 0.0f);", ";"),
+    "columns_past_the_row_are_zero": Bug(FORWARD, "columns.visible, minus_infinity()", "columns.visible, 0.0f"),
+    "hidden_probabilities_written": Bug(FORWARD, "hide_columns(value[k], columns.col(k), visible, 0.0f);", ";"),
+    "other_rows_of_the_warp_added": Bug(COMMON, "lane_mask < lanes ? value + other : value", "value + other"),
+    "dropout_taken_for_plain": Bug("softmax.cu", "args.p == nullptr && args.dropout.threshold == 0 &&", "true &&"),
+    "causal_taken_for_plain": Bug("softmax.cu", " && !launch.causality.on", ""),
+    "mask_taken_for_plain": Bug("softmax.cu", "launch.plain = args.mask == nullptr &&", "launch.plain ="),
+    "groups_of_4_drawn_alike": ROW_NORM_BUGS["groups_of_4_drawn_alike"],
+    "last_word_kept": Bug("dropout.cuh", "dropout.threshold - 1)", "dropout.threshold - (1 << 28))"),
+    "hidden_columns_dropped": Bug(FORWARD, "left < kChunkColumns ? dropped & ~(~0u << left) : dropped", "dropped"),
+    "signs_of_the_first_chunk": Bug(FORWARD, "dropped >> (8 * k), args", "dropped, args"),
+    "mask_dimensions_exchanged": Bug(FORWARD, "divide(rest) * rows.strides[k]", "divide(rest) * rows.strides[4 - k]"),
+    "sign_set_where_kept": Bug(FORWARD, "== 0 ? value[i] : -value[i]", "!= 0 ? value[i] : -value[i]"),
+    "wide_sum_not_rescaled": Bug(FORWARD, "fmaf(sum, exponential(before, subtrahend), chunk_sum)", "sum + chunk_sum"),
+    "sums_read_without_barrier": Bug(BACKWARD, "= sum[j];\n  __syncthreads();", "= sum[j];"),
+    "last_part_lost": Bug(BACKWARD, "part < n_parts; part += n_warps", "part + 1 < n_parts; part += n_warps"),
+    "sharing_rows_do_not_wrap": Bug(BACKWARD, "    inner_ = 0;\n", ""),
+    "values_of_a_cluster_not_awaited": CLUSTER_BUGS["values_of_the_cluster_not_awaited"],
+    "values_stay_in_their_block": CLUSTER_BUGS["values_stay_in_their_block"],
+    "warps_past_32_left_out": Bug(FORWARD, "kSlots > 1 && n_warps > kWarpThreads;", "false;"),
+    "dropped_gradient_kept": Bug(BACKWARD, "< 0 ? 0.0f : __fmul_rn", "< 0 ? dp[i] : __fmul_rn"),
+}
+
+# Of the signed map: the least number of magnitude 100.
+THRESHOLD = thresholds(True)[99]
+TABLES, STEP = "adam_tables.cuh", "adam_step.cuh"
+ADAM_BUGS = {
+    "maximum_of_the_other_half": Bug("reduce.cuh", "upper ? of_upper : of_lower", "of_lower"),
+    "maximum_swallows_nan": Bug(
+        STEP, "return __float_as_uint(x) & 0x7FFFFFFFu;", "return x != x ? 0u : __float_as_uint(fabsf(x));"
+    ),
+    "padding_counts_in_the_maximum": Bug(STEP, "if (j >= valid) m[j] = root[j] = 0.0f;", ";"),
+    "threshold_itself_keeps_the_lower_code": Bug(TABLES, "(0x10000 - threshold)", "(0xFFFF - threshold)"),
+    "positive_root_becomes_zero": Bug(TABLES, "x > 0.0f ? threshold :", "x < 0.0f ? threshold :"),
+    "zeros_get_code_one": Bug(
+        TABLES, "x > 0.0f ? threshold : __uint_as_float(UnsignedBuckets::kFirst << 16)", "threshold"
+    ),
+    "zeros_leave_the_quick_range_unseen": Bug(STEP, "? bits - 1 : bits", "? bits | 1 << 30 : bits"),
+    "quick_range_not_looked_at": Bug(STEP, "if (__any_sync(kFullWarp, !right)) return false;", ""),
+    "quick_range_of_scalars_not_looked_at": Bug(STEP, "&& in_quick_range(scalars[counter])", ""),
+    "small_moments_look_ordinary": Bug(STEP, "all_have_codes<SignedBuckets>(m_size, m_scale)", "true"),
+    "small_roots_look_ordinary": Bug(STEP, "all_have_codes<UnsignedBuckets>(root_size, v_scale)", "true"),
+    "quick_range_forgets_the_root": Bug(STEP, "root.least >= kOne - 49 * kExponent &&", ""),
+    "quick_range_forgets_the_moment": Bug(STEP, "m.least >= kOne - 100 * kExponent &&", ""),
+    "quick_range_forgets_large_moments": Bug(STEP, "m.largest <= kOne + 40 * kExponent &&", ""),
+    "negative_codes_off_by_one": Bug(TABLES, "word = kMirror - 1 - word", "word = kMirror + 0xFFFF - word"),
+    "minus_one_gets_code_255": Bug(
+        TABLES, "word < 0 ? 0u : static_cast<uint32_t>(word)", "static_cast<uint32_t>(word)"
+    ),
+    "tables_read_without_barrier": Bug(TABLES, "  __syncthreads();\n", ""),
+    "clamp_swallows_nan": Bug(
+        STEP,
+        "clamp_magnitude(u, s.largest_update)",
+        "fabsf(u) <= s.largest_update ? u : copysignf(s.largest_update, u)",
+    ),
+    "l2_factor_lost": Bug(STEP, "g[j] = __fadd_rn(g[j], __fmul_rn(p[j], s.l2));", "g[j] = __fadd_rn(g[j], p[j]);"),
+    "l2_lost_without_a_factor": Bug(STEP, "s.grad_factor != 1.0f || s.l2 != 0.0f", "s.grad_factor != 1.0f"),
+    "subnormal_scale_kept": Bug(STEP, "scale < kSmallestAdamScale ? 0.0f : scale", "scale"),
+    "found_inf_ignored": Bug(STEP, "if (scalars[0].skip != 0.0f) return;", ""),
+    "later_groups_not_prepared": Bug("adam.cu", "first += kManyGroups", "first += args.n_groups"),
+    "last_chunk_of_a_share_lost": Bug(STEP, "share + (blockIdx.x < n_larger ? 1 : 0)", "share"),
+    "chunk_after_a_tensor_lost": Bug(STEP, "--i;", ""),
+}
+
+
+def _check_pairs(driver: Path, calls: Sequence, family, folder: Path) -> None:
+    """Forward and backward of each call."""
+    outputs = run(driver, [case for call in calls for case in (call.forward_case(), call.backward_case())], folder)
+    for i, call in enumerate(calls):
+        family.check_forward(call, outputs[2 * i])
+        family.check_backward(call, outputs[2 * i + 1])
+
+
+ROW_NORM_PAIR = (torch.bfloat16, torch.float32)
+
+
+def check_row_norm(driver: Path, folder: Path) -> None:
+    # 1001 columns: rows start inside a Philox group, odd addresses, several warps a row. 70: the warp path.
+    Call = cudasim_row_norm.Call
+    block = {"pair": ROW_NORM_PAIR, "residual": True, "bias": True, "dropout_p": 0.3, "store_z": True}
+    chosen = [Call("wide", 21, 1001, **block), Call("aligned", 21, 1024, **block), Call("warp", 70, 70, **block)]
+    chosen += [Call("lanes", 70, 104, **block), Call("odd", 70, 1544, **block, shared_limit=64 * 1024, orders=(0, 3))]
+    chosen += [Call("not ahead", 21, 1024, **block, copies=False)]
+    chosen += [Call("cluster", 2, 16896, **block, orders=(0, 4))]
+    chosen += [Call("kept", 1, 16392, **block, clusters=False, orders=(0,))]
+    _check_pairs(driver, chosen, cudasim_row_norm, folder)
+    # Blocks in clusters, more than 32 warps a row, two rows of dy and z and one of dz copied ahead; two kernels a row.
+    cluster = Call("cluster", 20, 8456, **block, dz=True, shared_limit=112 * 1024, orders=(3, 5))
+    chosen = [cluster, replace(cluster, name="split", clusters=False)]
+    outputs = run(driver, [call.backward_case() for call in chosen], folder)
+    for call, output in zip(chosen, outputs, strict=True):
+        cudasim_row_norm.check_backward(call, output)
+
+
+def check_softmax(driver: Path, folder: Path) -> None:
+    Call = cudasim_softmax.Call
+    padding = {"dtype": torch.bfloat16, "mask": torch.bool, "mask_has": (True, False, True, True), "dropout_p": 0.3}
+    bias = {"dtype": torch.bfloat16, "mask": torch.float32, "mask_has": (False, True, False, True), "dropout_p": 0.3}
+    chosen = [
+        Call("causal", (2, 3, 5), 1001, **padding, causal=True, special=(float("nan"),)),
+        Call("causal vectors", (2, 3, 5), 1008, **padding, causal=True),
+        Call("bias", (5, 2, 69), 300, **bias),
+        Call("plain", (2, 3, 5), 1000, torch.bfloat16, scale=-0.7),
+        Call("plain lanes", (2, 3, 5), 104, torch.bfloat16),
+        Call("dropout alone", (2, 3, 5), 1000, torch.bfloat16, dropout_p=0.3),
+        Call("dropout of lanes, causal", (2, 3, 7), 40, torch.bfloat16, dropout_p=0.3, causal=True),
+        Call("causal alone", (2, 3, 5), 1000, torch.bfloat16, causal=True),
+        Call("mask alone", (2, 3, 5), 104, torch.bfloat16, mask=torch.float16),
+        Call("wide", (2, 1, 1), 16392, **padding, orders=(0,), clusters=False),
+        Call("cluster", (2, 1, 1), 20000, **padding, orders=(0, 4)),
+    ]
+    _check_pairs(driver, chosen, cudasim_softmax, folder)
+
+
+def check_adam(driver: Path, folder: Path) -> None:
+    groups = [ADAM._replace(lr=1e-3 * (i + 1)) for i in range(66)]
+    nan = float("nan")
+    steps = [
+        # The largest magnitude negative; exactly on a threshold, and close to 0; NaN; subnormal; ragged; chunks.
+        Step([Parameter(256, grads=tuple(torch.linspace(-1.0, 1.0, 256).tolist()))], [ADAM._replace(beta1=0.0)]),
+        Step([Parameter(384, grads=(1.0, 1e-9, *382 * (THRESHOLD,)))], [ADAM._replace(beta1=0.0, weight_decay=0.0)]),
+        Step(
+            [
+                Parameter(200, special=(nan,)),
+                Parameter(130, grads=130 * (1e-39,)),
+                Parameter(9000),
+                Parameter(1000, shift=1),
+            ]
+        ),
+        Step([Parameter(50, counter=i) for i in range(66)], groups, counters=range(66)),
+        # Zeros among ordinary numbers; too small, and too large, for quick arithmetic.
+        Step([Parameter(512, grads=(*300 * (0.0,), *212 * (0.5,)))]),
+        Step([Parameter(256, grads=(*100 * (0.0,), *156 * (value,))) for value in (1e-33, 3e-15, 1e-16, 1e18)]),
+        Step([Parameter(300, special=(nan,))], found_inf=1.0),
+    ]
+    overflowing = Step([Parameter(256, grads=256 * (0.0,))], [ADAM._replace(eps=1e-12, weight_decay=0.0)])
+    overflowing.slots[0].exp_avg.fill_(200)
+    overflowing.slots[0].exp_avg_scale.fill_(1e30)
+    steps.append(overflowing)
+    # A denominator too large for quick arithmetic; a moment, and a root, tiny beside the others of its block.
+    steps.append(Step([Parameter(256)], [ADAM._replace(eps=2e6, lr=1e4)]))
+    one_tiny = (1.0, 1e-9, *254 * (0.5,))
+    tiny_moment = Step([Parameter(256, grads=one_tiny)], [ADAM._replace(beta1=0.0, weight_decay=0.0)])
+    tiny_moment.slots[0].exp_avg_sq.fill_(200)
+    tiny_moment.slots[0].exp_avg_sq_scale.fill_(1.0)
+    tiny_root = Step([Parameter(256, grads=one_tiny)], [ADAM._replace(weight_decay=0.0)])
+    tiny_root.slots[0].exp_avg.fill_(200)
+    tiny_root.slots[0].exp_avg_scale.fill_(1.0)
+    whole_chunks = Step([Parameter(n * 4096) for n in (2, 1, 3, 1, 1, 2, 4, 1, 1)])  # several to each of 4 blocks
+    steps += [tiny_moment, tiny_root, whole_chunks]
+    for step, outputs in zip(steps, run(driver, [step.case() for step in steps], folder), strict=True):
+        step.check(outputs)
+
+
+class Family(NamedTuple):
+    """What a family's drivers are compiled for, its bugs, and what must catch them."""
+
+    dtypes: tuple[torch.dtype, ...]
+    bugs: dict[str, Bug]
+    check: Callable[[Path, Path], None]
+
+
+FAMILIES = {
+    "row_norm": Family(ROW_NORM_PAIR, ROW_NORM_BUGS, check_row_norm),
+    "softmax": Family((torch.bfloat16,), SOFTMAX_BUGS, check_softmax),
+    "adam": Family((torch.float32, torch.float32), ADAM_BUGS, check_adam),
+}
+Mutants = Callable[[str, str | None], Path]
+
+
+@pytest.fixture(scope="session")
+def mutants(tmp_path_factory) -> Iterator[Mutants]:
+    """The driver of a family with one of its bugs, or with none. A family's are compiled from the first use on, two at
+    a time, without sanitizers, for one kind of dtypes."""
+    pool = ThreadPoolExecutor(max_workers=2)
+    drivers: dict[tuple[str, str | None], Future[Path]] = {}
+
+    def compile_with(family: str, bug: Bug | None) -> Path:
+        return build(
+            family, [FAMILIES[family].dtypes], sources_with(bug, tmp_path_factory.mktemp(family)), sanitize=False
+        )
+
+    def of(family: str, name: str | None) -> Path:
+        if (family, None) not in drivers:
+            for other, bug in {None: None, **FAMILIES[family].bugs}.items():
+                drivers[family, other] = pool.submit(compile_with, family, bug)
+        return drivers[family, name].result()
+
+    yield of
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_right_source_passes(mutants: Mutants, family: str, tmp_path: Path) -> None:
+    FAMILIES[family].check(mutants(family, None), tmp_path)
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family in FAMILIES for name in FAMILIES[family].bugs])
+def test_bug_is_caught(mutants: Mutants, family: str, name: str, tmp_path: Path) -> None:
+    driver = mutants(family, name)
+    with pytest.raises(AssertionError):
+        FAMILIES[family].check(driver, tmp_path)

@@ -1,0 +1,56 @@
+"""Runs a file of cases for Triton's kernels in a process of its own: Triton decides at its import whether it
+interprets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from onetrip.kernels import interpreter_fault
+
+ROOT = Path(__file__).parents[2]
+INTERPRET = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+COMPILE = {"TRITON_INTERPRET": "0"}
+EMULATE = {
+    "TRITON_INTERPRET": "0",
+    "CUDA_VISIBLE_DEVICES": "",
+    "ONETRIP_TRITON_MACHINE": "1",
+    "TRITON_CACHE_DIR": str(ROOT / "build" / "triton_machine" / "cache"),
+    "ASAN_OPTIONS": "detect_leaks=0",
+}
+"""Compiled for sm_90, and its machine code run on the CPU: see triton_machine.py."""
+
+# Of this process, where it runs cases.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EMULATED = os.environ.get("ONETRIP_TRITON_MACHINE") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED or EMULATED else "cuda")
+
+
+def run_cases(file: Path, environment: dict[str, str], selection: str = "") -> None:
+    """selection: as pytest's -k. Fails where a case fails, and shows its output."""
+    if environment is INTERPRET and interpreter_fault():
+        pytest.skip(interpreter_fault())
+    command = [sys.executable, "-m", "pytest", str(file), "-q", "-x", "-p", "no:cacheprovider", "-k", selection]
+    outcome = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True)
+    print(outcome.stdout)
+    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
+
+
+def run_emulated(file: Path, selection: str = "") -> None:
+    """run_cases() with EMULATE; under AddressSanitizer, which finds an access beside a tensor."""
+    pytest.importorskip("triton")
+    from simulators import triton_emulator_missing
+
+    reason = triton_emulator_missing()
+    if reason:
+        pytest.skip(reason)
+    libraries = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")  # the one intercepts the other's exceptions
+    ]
+    assert all(Path(library).is_absolute() for library in libraries), libraries
+    run_cases(file, EMULATE | {"LD_PRELOAD": " ".join(libraries)}, selection)

@@ -1,0 +1,205 @@
+"""Builds the CUDA sources as C++ on the simulator of cudasim.h, and runs cases through its driver.
+
+A case is what one launcher call needs: numbers, input tensors, and the shapes and dtypes of its outputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..sass.emulator import EMULATOR, build_machine
+
+ROOT = Path(__file__).resolve().parents[2]
+SIMULATOR = ROOT / "tools" / "gpusim"
+BUILD = ROOT / "build" / "cudasim"
+
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+CUDA_TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+ORDERS = (0, 3, 4, 5)
+"""Thread orders of cudasim.h: all threads in step, and warp by warp forward, in reverse, shuffled."""
+
+Pair = tuple[torch.dtype, torch.dtype]
+"""Dtypes of x and z."""
+
+
+@dataclass
+class Case:
+    direction: str
+    numbers: dict[str, float] = field(default_factory=dict)
+    inputs: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    """name -> (flat tensor, bytes past a 64-byte boundary)."""
+    outputs: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = field(default_factory=dict)
+    """name -> (shape, dtype, bytes past a 64-byte boundary)."""
+    orders: Sequence[int] = ORDERS
+
+
+class SimulatorFailure(AssertionError):
+    """The driver stopped: a sanitizer, the simulator's own checks, or results that depend on the order of threads."""
+
+
+def cuda_includes() -> list[Path] | None:
+    """Folders with the CUDA headers: of a toolkit, else of NVIDIA's pip packages; None where there are none."""
+    for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda"):
+        if home and (Path(home) / "include" / "cuda_bf16.h").exists():
+            return [Path(home) / "include"]
+    spec = importlib.util.find_spec("nvidia")
+    roots = [] if spec is None else [Path(p) for p in spec.submodule_search_locations or ()]
+    folders = [root / name / "include" for root in roots for name in ("cuda_runtime", "cuda_nvcc", "cuda_cccl")]
+    folders = [folder for folder in folders if folder.is_dir()]
+    return folders if any((folder / "cuda_bf16.h").exists() for folder in folders) else None
+
+
+def missing_tool() -> str | None:
+    """Why the simulator cannot be built here, or None."""
+    if shutil.which("g++") is None:
+        return "no g++"
+    if cuda_includes() is None:
+        return "no CUDA headers: neither a toolkit nor the nvidia-cuda-runtime-cu12 package of the [test-cuda] extra"
+    return None
+
+
+# The macro that lists the dtypes which a family is compiled for.
+TYPES = {"row_norm": "ONETRIP_ROW_NORM_PAIRS", "softmax": "ONETRIP_SOFTMAX_TYPES", "adam": "ONETRIP_ADAM_TYPES"}
+
+
+def type_list(types: Iterable[Sequence[torch.dtype]]) -> str:
+    return " ".join(f"F({', '.join(CUDA_TYPES[dtype] for dtype in dtypes)})" for dtypes in types)
+
+
+def simulator_sources() -> list[Path]:
+    return [*SIMULATOR.glob("*.cpp"), *SIMULATOR.glob("*.h")]
+
+
+def build(
+    family: str,
+    types: Iterable[Sequence[torch.dtype]],
+    csrc: Path = ROOT / "csrc",
+    sanitize: bool = True,
+) -> Path:
+    """Compiles the driver of the family for these dtypes: (x, z) of row_norm, (scores,) of softmax, (param, grad) of
+    adam. Returns its path, under build/ by the hash of its sources."""
+    listed = type_list(types)
+    folders = cuda_includes()
+    assert folders is not None
+    flags = [
+        "-std=c++17",
+        "-fno-strict-aliasing",
+        "-ffp-contract=off",
+        "-w",
+        "-DONETRIP_CUDASIM",
+        f"-D{TYPES[family]}(F)={listed}",
+        "-DONETRIP_FILLING_SMS=16",
+        "-rdynamic",  # a kernel's machine code is found by its name
+    ]
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    flags += ["-O1", "-g1", *sanitizers] if sanitize else ["-O0"]
+    sources = [csrc / "cuda" / f"{family}.cu", SIMULATOR / "cudasim.cpp", SIMULATOR / f"{family}_driver.cpp"]
+    digest = hashlib.sha256("\0".join([*flags, *map(str, folders)]).encode())
+    for path in sorted([*csrc.rglob("*.h"), *csrc.rglob("*.cu*"), *simulator_sources(), EMULATOR / "machine_driver.h"]):
+        digest.update(path.name.encode() + path.read_bytes())
+    folder = BUILD / digest.hexdigest()[:16]
+    driver = folder / "driver"
+    if driver.exists():
+        return driver
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f"driver.{os.getpid()}"
+    includes = [f"-I{SIMULATOR}", f"-I{EMULATOR}", f"-I{csrc}", *(f"-isystem{folder}" for folder in folders)]
+    command = ["g++", *flags, *includes, "-x", "c++", *map(str, sources), "-o", str(unfinished)]
+    command += ["-x", "none", str(build_machine("o", "-r", "-nostdlib")), "-ldl"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise RuntimeError(f"the simulator does not compile:\n{result.stderr[-4000:]}")
+    unfinished.rename(driver)
+    return driver
+
+
+class Bug(NamedTuple):
+    """A change to a file of csrc/cuda."""
+
+    file: str
+    right: str
+    wrong: str
+
+
+def sources_with(bug: Bug | None, folder: Path) -> Path:
+    """A copy of csrc in the folder, with the bug put in."""
+    csrc = folder / "csrc"
+    shutil.copytree(ROOT / "csrc", csrc)
+    if bug is not None:
+        path = csrc / "cuda" / bug.file
+        source = path.read_text()
+        assert bug.right in source, f"{bug.file} no longer has {bug.right!r}"
+        path.write_text(source.replace(bug.right, bug.wrong))
+    return csrc
+
+
+def _raw(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def run(driver: Path, cases: Sequence[Case], folder: Path, prelude: Sequence[str] = ()) -> list[dict[str, Tensor]]:
+    """Runs the cases; returns each one's outputs. folder: for the files that pass between here and the driver.
+    prelude: further commands, before all cases."""
+    script = list(prelude)
+    blobs: list[bytes] = []
+    for case in cases:
+        script.append(f"case {case.direction}")
+        script += [f"number {name} {value!r}" for name, value in case.numbers.items()]
+        for name, (tensor, shift) in case.inputs.items():
+            blobs.append(_raw(tensor))
+            script.append(f"input {name} {len(blobs[-1])} {shift}")
+        for name, (shape, dtype, shift) in case.outputs.items():
+            script.append(f"output {name} {torch.Size(shape).numel() * dtype.itemsize} {shift}")
+        script.append("run " + " ".join(map(str, case.orders)))
+    (folder / "input").write_bytes(b"".join(blobs))
+    environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    result = subprocess.run(
+        [str(driver), str(folder / "input"), str(folder / "output")],
+        input="\n".join(script) + "\n",
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+    )
+    codes = result.stdout.split()
+    if result.returncode != 0:
+        raise SimulatorFailure(f"case {len(codes)} of {len(cases)}: {result.stderr[-3000:]}")
+    if any(code != "0" for code in codes):
+        raise SimulatorFailure(f"launchers returned {codes}")
+    raw = (folder / "output").read_bytes()
+    position = 0
+    all_outputs: list[dict[str, Tensor]] = []
+    for case in cases:
+        outputs: dict[str, Tensor] = {}
+        for name, (shape, dtype, _) in case.outputs.items():
+            size = torch.Size(shape).numel() * dtype.itemsize
+            chunk = bytearray(raw[position : position + size])
+            outputs[name] = (
+                torch.frombuffer(chunk, dtype=dtype).reshape(shape) if chunk else torch.empty(shape, dtype=dtype)
+            )
+            position += size
+        all_outputs.append(outputs)
+    return all_outputs
+
+
+def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
+    """NaN is NaN."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[actual.itemsize]
+    wrong = (actual.view(bits) != expected.view(bits)) & ~(torch.isnan(actual) & torch.isnan(expected))
+    if wrong.any():
+        where = tuple(wrong.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} wrong, first at {where}: "
+            f"{actual[where].item()!r} instead of {expected[where].item()!r}"
+        )

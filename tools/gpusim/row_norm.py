@@ -1,0 +1,272 @@
+"""row_norm calls as simulator cases, and what the reference makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from onetrip.reference import row_norm as reference
+from onetrip.reference.philox import dropout_scale, dropout_threshold, keep_mask
+from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
+from torch import Tensor
+
+from tools.gpusim.harness import DTYPE_CODES, ORDERS, Case, Pair
+
+RNG = (0x1234_5678_9ABC_DEF0, (7 << 32) + 12)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the family, forward and backward."""
+
+    name: str
+    n_rows: int
+    n_cols: int
+    pair: Pair
+    norm: int = NORM_LAYER
+    residual: bool = False
+    bias: bool = False
+    weight: bool = True
+    norm_bias: bool = True
+    parameter_dtype: torch.dtype = torch.float32
+    n_dtype: torch.dtype = torch.float32
+    y_dtype: torch.dtype | None = None
+    """None: x's."""
+    weight_offset: float = 0.0
+    dropout_p: float = 0.0
+    rng_in_memory: bool = False
+    nan_where_dropped: bool = False
+    store_z: bool = False
+    center_z: bool = False
+    dz: bool = False
+    shift: int = 0
+    """Elements by which every tensor is off a 64-byte boundary."""
+    row_padding: int = 0
+    """Elements between the rows of the inputs."""
+    shared_limit: int = 227 * 1024
+    clusters: bool = True
+    """Whether the card can launch clusters."""
+    copies: bool = True
+    """Whether the card has asynchronous copies; without, it has no clusters either."""
+    orders: tuple[int, ...] = ORDERS
+
+    def plan(self) -> RowNormPlan:
+        return RowNormPlan(
+            norm=self.norm,
+            eps=1e-5,
+            weight_offset=self.weight_offset,
+            dropout_p=self.dropout_p,
+            z_dtype=self.pair[1],
+            n_dtype=self.n_dtype,
+            y_dtype=self.y_dtype or self.pair[0],
+            store_z=self.store_z or self.norm == NORM_NONE,
+            center_z=self.center_z,
+            store_stats=self.norm != NORM_NONE,
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Random inputs, the same for every layout of the same call."""
+        generator = torch.Generator().manual_seed(self.n_rows * 100003 + self.n_cols)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        rows, cols = self.n_rows, self.n_cols
+        x_dtype, z_dtype = self.pair
+        drawn = {
+            "x": random(rows, cols).to(x_dtype),
+            "residual": (random(rows, cols) + 0.5).to(z_dtype),
+            "bias": random(cols).to(self.parameter_dtype),
+            "weight": (1 + 0.5 * random(cols)).to(self.parameter_dtype),
+            "norm_bias": random(cols).to(self.parameter_dtype),
+            "dy": random(rows, cols).to(self.y_dtype or x_dtype),
+            "dz": random(rows, cols).to(z_dtype),
+        }
+        if self.nan_where_dropped:
+            drawn["x"][~keep_mask((rows, cols), self.dropout_p, RNG)] = float("nan")
+        absent = {name for name in ("residual", "bias", "weight", "norm_bias") if not getattr(self, name)}
+        if self.norm == NORM_NONE:
+            absent |= {"weight", "norm_bias", "dy"}
+        elif not self.dz:
+            absent.add("dz")
+        return {name: tensor for name, tensor in drawn.items() if name not in absent}
+
+    def _numbers(self) -> dict[str, float]:
+        plan = self.plan()
+        parameter = DTYPE_CODES[self.parameter_dtype]
+        stride = self.n_cols + self.row_padding
+        numbers: dict[str, float] = {
+            "n_rows": self.n_rows,
+            "n_cols": self.n_cols,
+            "norm": plan.norm,
+            "eps": plan.eps,
+            "weight_offset": plan.weight_offset,
+            "center_z": int(plan.center_z),
+            "n_dtype": DTYPE_CODES[plan.n_dtype],
+            "x_dtype": DTYPE_CODES[self.pair[0]],
+            "residual_dtype": DTYPE_CODES[self.pair[1]],
+            "z_dtype": DTYPE_CODES[self.pair[1]],
+            "y_dtype": DTYPE_CODES[plan.y_dtype],
+            "bias_dtype": parameter,
+            "weight_dtype": parameter,
+            "norm_bias_dtype": parameter,
+            "shared_limit": self.shared_limit,
+            "clusters": int(self.clusters),
+            "copies": int(self.copies),
+        }
+        numbers |= {f"{name}_row_stride": stride for name in ("x", "residual", "dy", "dz", "z")}
+        if self.dropout_p > 0:
+            seed, offset = (0, 0) if self.rng_in_memory else RNG
+            numbers |= {
+                "dropout.threshold": dropout_threshold(self.dropout_p),
+                "dropout.scale": dropout_scale(self.dropout_p),
+                "dropout.seed": seed,
+                "dropout.offset": offset,
+            }
+        return numbers
+
+    def _inputs(self, tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        placed = {}
+        for name, tensor in tensors.items():
+            if tensor.dim() == 2 and self.row_padding:
+                padded = torch.full((self.n_rows, self.n_cols + self.row_padding), float("nan"), dtype=tensor.dtype)
+                padded[:, : self.n_cols] = tensor
+                tensor = padded.flatten()[: padded.numel() - self.row_padding]
+            placed[name] = (tensor.flatten(), self.shift * tensor.dtype.itemsize)
+        if self.rng_in_memory and self.dropout_p > 0:
+            placed["dropout.state"] = (torch.tensor(RNG), 0)
+        return placed
+
+    def _output(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype, int]:
+        return shape, dtype, self.shift * dtype.itemsize
+
+    def forward_case(self) -> Case:
+        plan = self.plan()
+        tensors = {name: tensor for name, tensor in self.tensors().items() if name not in ("dy", "dz")}
+        matrix = (self.n_rows, self.n_cols)
+        outputs = {}
+        if plan.norm != NORM_NONE:
+            outputs["y"] = self._output(matrix, plan.y_dtype)
+            outputs["rstd"] = self._output((self.n_rows,), torch.float32)
+            if plan.norm == NORM_LAYER and not plan.center_z:
+                outputs["mean"] = self._output((self.n_rows,), torch.float32)
+        if plan.store_z:
+            outputs["z"] = self._output(matrix, plan.z_dtype)
+        return Case("forward", self._numbers(), self._inputs(tensors), outputs, self.orders)
+
+    def reference_forward(self) -> dict[str, Tensor | None]:
+        plan, tensors = self.plan(), self.tensors()
+        y, z, mean, rstd = reference.forward(
+            tensors["x"],
+            *(tensors.get(name) for name in ("residual", "bias", "weight", "norm_bias")),
+            RNG,
+            plan,
+        )
+        return {"y": y, "z": z, "mean": mean if plan.norm == NORM_LAYER else None, "rstd": rstd}
+
+    def backward_case(self) -> Case:
+        plan, tensors = self.plan(), self.tensors()
+        saved = self._saved()
+        inputs = {name: tensors[name] for name in ("dy", "dz", "weight") if name in tensors}
+        inputs |= {name: tensor for name, tensor in saved.items() if tensor is not None}
+        matrix, vector = (self.n_rows, self.n_cols), (self.n_cols,)
+        outputs = {"dx": self._output(matrix, self.pair[0])}
+        if self.residual:
+            outputs["dresidual"] = self._output(matrix, self.pair[1])
+        for name in ("bias", "weight", "norm_bias"):
+            if name in tensors:
+                outputs["d" + name] = self._output(vector, self.parameter_dtype)
+        assert plan.norm == NORM_NONE or "z" in inputs
+        return Case("backward", self._numbers(), self._inputs(inputs), outputs, self.orders)
+
+    def _saved(self) -> dict[str, Tensor | None]:
+        plan, tensors = self.plan(), self.tensors()
+        if plan.norm == NORM_NONE:
+            return {}
+        _, z, mean, rstd = reference.forward(
+            tensors["x"],
+            *(tensors.get(name) for name in ("residual", "bias", "weight", "norm_bias")),
+            RNG,
+            plan._replace(store_z=True),
+        )
+        return {"z": z, "mean": mean, "rstd": rstd}
+
+    def reference_backward(self) -> dict[str, Tensor]:
+        """In float64, of the values that the kernel gets."""
+        plan, tensors = self.plan(), self.tensors()
+
+        def wide(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.double()
+
+        saved = self._saved()
+        wanted = (
+            torch.float64,
+            *(torch.float64 if name in tensors else None for name in ("residual", "bias", "weight", "norm_bias")),
+        )
+        gradients = reference.backward(
+            wide(tensors.get("dy")),
+            wide(tensors.get("dz")),
+            *(wide(saved.get(name)) for name in ("z", "mean", "rstd")),
+            wide(tensors.get("weight")),
+            RNG,
+            plan._replace(z_dtype=torch.float64),
+            wanted,
+        )
+        names = ("dx", "dresidual", "dbias", "dweight", "dnorm_bias")
+        return {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
+
+
+def check_forward(call: Call, outputs: dict[str, Tensor]) -> None:
+    """z to the bit; y to one rounding of its dtypes; mean and rstd to float32 accuracy."""
+    plan = call.plan()
+    expected = call.reference_forward()
+    for name, actual in outputs.items():
+        wanted = expected[name]
+        assert wanted is not None
+        if name == "z" and not plan.center_z:
+            assert torch.equal(actual, wanted), f"{call.name}: z differs"
+            continue
+        step = max(torch.finfo(dtype).eps for dtype in (actual.dtype, plan.n_dtype if name == "y" else torch.float32))
+        _assert_close(f"{call.name}: {name}", actual, wanted.double(), relative=2 * step, absolute=4e-6)
+
+
+def check_backward(call: Call, outputs: dict[str, Tensor]) -> None:
+    """Against float64: one rounding of the gradient's dtype, and float32 sums."""
+    expected = call.reference_backward()
+    assert set(expected) == set(outputs)
+    for name, actual in outputs.items():
+        terms = call.n_rows if actual.dim() == 1 else 1
+        largest = max(1.0, float(expected[name].abs().max()))
+        step = torch.finfo(actual.dtype).eps
+        _assert_close(
+            f"{call.name}: {name}", actual, expected[name], relative=step, absolute=3e-6 * largest * terms**0.5
+        )
+
+
+def _assert_close(what: str, actual: Tensor, expected: Tensor, relative: float, absolute: float) -> None:
+    # Written so that a NaN fails.
+    wrong = ~((actual.double() - expected).abs() <= relative * expected.abs() + absolute)
+    if wrong.any():
+        where = tuple(wrong.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} wrong, first at {where}: "
+            f"{actual[where].item()!r} instead of {expected[where].item()!r}"
+        )
+
+
+def calls(pair: Pair, n_rows: int, n_cols: int, orders: tuple[int, ...] = ORDERS) -> list[Call]:
+    """What the family does, at one size: every norm, every optional tensor present and absent."""
+    x_dtype, z_dtype = pair
+    common = {"n_rows": n_rows, "n_cols": n_cols, "pair": pair, "orders": orders}
+    block = {**common, "residual": True, "bias": True, "dropout_p": 0.1, "store_z": True}
+    chosen = [
+        Call("layer_norm", **common, parameter_dtype=x_dtype),
+        Call("rms_norm", **common, norm=NORM_RMS, norm_bias=False, n_dtype=x_dtype, y_dtype=torch.float32),
+        Call("rms_norm_offset", **block, norm=NORM_RMS, norm_bias=False, weight_offset=1.0, dz=True),
+        Call("block", **block),
+        Call("block_no_norm", **block, norm=NORM_NONE, rng_in_memory=True, nan_where_dropped=True),
+        Call("no_weight", **common, norm=NORM_RMS, weight=False, norm_bias=False, y_dtype=z_dtype),
+    ]
+    if z_dtype == torch.float32:
+        chosen.append(Call("block_centred", **block, center_z=True, dz=True))
+    return chosen

@@ -1,0 +1,272 @@
+"""softmax calls as simulator cases, and what the reference makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from onetrip.reference import softmax as reference
+from onetrip.reference.philox import dropout_scale, dropout_threshold, keep_mask
+from onetrip.reference.softmax import MaskLayout, SoftmaxPlan
+from torch import Tensor
+
+from tools.gpusim.harness import DTYPE_CODES, ORDERS, Case
+
+RNG = (0x1234_5678_9ABC_DEF0, (7 << 32) + 12)
+MASK_CODES = {**DTYPE_CODES, torch.bool: 3}
+ALL = (True, True, True, True)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, forward and backward. The rows are those of scores [n_batch, n_heads, n_queries, n_cols]."""
+
+    name: str
+    dims: tuple[int, int, int]
+    """n_batch, n_heads, n_queries."""
+    n_cols: int
+    dtype: torch.dtype
+    mask: torch.dtype | None = None
+    mask_has: tuple[bool, bool, bool, bool] = ALL
+    """Which of the four dimensions the mask has; it is broadcast along the others."""
+    mask_order: tuple[int, int, int] = (0, 1, 2)
+    """How the mask's rows lie in memory, slowest first."""
+    mask_padding: int = 0
+    """Elements between the rows of the mask."""
+    causal: bool = False
+    scale: float = 0.7
+    dropout_p: float = 0.0
+    rng_in_memory: bool = False
+    store_p: bool = True
+    special: tuple[float, ...] = ()
+    """Put into the scores here and there; the rows 1, 4, 7, ... of a float mask are -Inf where there is any."""
+    wants_dscores: bool = True
+    shift: int = 0
+    """Elements by which every tensor is off a 64-byte boundary."""
+    row_padding: int = 0
+    """Elements between the rows of the inputs."""
+    shared_limit: int = 227 * 1024
+    clusters: bool = True
+    """Whether the card can launch clusters."""
+    orders: tuple[int, ...] = ORDERS
+
+    @property
+    def n_rows(self) -> int:
+        return self.dims[0] * self.dims[1] * self.dims[2]
+
+    def plan(self) -> SoftmaxPlan:
+        return SoftmaxPlan(self.scale, self.causal, self.dropout_p, self.dropout_p > 0 and self.store_p)
+
+    def layout(self) -> MaskLayout | None:
+        if self.mask is None:
+            return None
+        width = self.n_cols if self.mask_has[3] else 1
+        strides = [0, 0, 0]
+        step = width + self.mask_padding
+        for k in reversed(self.mask_order):
+            if self.mask_has[k]:
+                strides[k] = step
+                step *= self.dims[k]
+        return MaskLayout((1, *self.dims), (0, *strides), 1 if self.mask_has[3] else 0)
+
+    @lru_cache(maxsize=32)  # noqa: B019  the calls are few and small
+    def tensors(self) -> dict[str, Tensor]:
+        """Random inputs, the same for every layout of the same call."""
+        generator = torch.Generator().manual_seed(self.n_rows * 100003 + self.n_cols)
+        shape = (self.n_rows, self.n_cols)
+        scores = 3 * torch.randn(shape, generator=generator)
+        for i, value in enumerate(self.special):
+            scores.view(-1)[i * 37 % scores.numel()] = value
+        drawn = {"scores": scores.to(self.dtype), "dy": torch.randn(shape, generator=generator).to(self.dtype)}
+        layout = self.layout()
+        if layout is not None:
+            # Drawn in the order of the elements, so that padding changes no value.
+            has = [size for size, there in zip((*self.dims, self.n_cols), self.mask_has, strict=True) if there]
+            values = torch.randn(has, generator=generator).expand(has).contiguous()
+            hidden = torch.rand(has, generator=generator) < 0.3
+            rows = hidden.view(-1, has[-1] if self.mask_has[3] else 1)
+            rows[1::3] = True
+            full = [size if there else 1 for size, there in zip((*self.dims, self.n_cols), self.mask_has, strict=True)]
+            assert self.mask is not None
+            if self.mask == torch.bool:
+                mask = ~hidden
+            else:
+                mask = torch.where(hidden, float("-inf"), values).to(self.mask)
+            extent = 1 + sum((n - 1) * s for n, s in zip(layout.sizes, layout.strides, strict=True))
+            extent += (self.n_cols - 1) * layout.col_stride
+            storage = (
+                torch.zeros(extent, dtype=torch.bool)
+                if self.mask == torch.bool
+                else torch.full((extent,), float("nan"), dtype=self.mask)
+            )
+            storage.as_strided(full, (*layout.strides[1:], layout.col_stride)).copy_(mask.view(full))
+            drawn["mask"] = storage
+        return drawn
+
+    def _numbers(self) -> dict[str, float]:
+        numbers: dict[str, float] = {
+            "n_rows": self.n_rows,
+            "n_cols": self.n_cols,
+            "dtype": DTYPE_CODES[self.dtype],
+            "scale": self.scale,
+            "n_queries": self.dims[2] if self.causal else 0,
+            "shared_limit": self.shared_limit,
+            "clusters": int(self.clusters),
+        }
+        stride = self.n_cols + self.row_padding
+        numbers |= {f"{name}_row_stride": stride for name in ("scores", "dy", "p")}
+        layout = self.layout() or MaskLayout((1, 1, 1, self.n_rows), (0, 0, 0, 0), 0)
+        numbers |= {f"mask_rows.sizes.{k}": size for k, size in enumerate(layout.sizes)}
+        numbers |= {f"mask_rows.strides.{k}": step for k, step in enumerate(layout.strides)}
+        numbers["mask_rows.col_stride"] = layout.col_stride
+        if self.mask is not None:
+            numbers["mask_type"] = MASK_CODES[self.mask]
+        if self.dropout_p > 0:
+            seed, offset = (0, 0) if self.rng_in_memory else RNG
+            numbers |= {
+                "dropout.threshold": dropout_threshold(self.dropout_p),
+                "dropout.scale": dropout_scale(self.dropout_p),
+                "dropout.seed": seed,
+                "dropout.offset": offset,
+            }
+        return numbers
+
+    def _inputs(self, tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        placed = {}
+        for name, tensor in tensors.items():
+            if tensor.dim() == 2 and self.row_padding:
+                padded = torch.full((self.n_rows, self.n_cols + self.row_padding), float("nan"), dtype=tensor.dtype)
+                padded[:, : self.n_cols] = tensor
+                tensor = padded.flatten()[: padded.numel() - self.row_padding]
+            placed[name] = (tensor.flatten(), self.shift * tensor.dtype.itemsize)
+        return placed
+
+    def _output(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype, int]:
+        return shape, dtype, self.shift * dtype.itemsize
+
+    def forward_case(self) -> Case:
+        tensors = self.tensors()
+        inputs = self._inputs({name: tensors[name] for name in ("scores", "mask") if name in tensors})
+        if self.rng_in_memory:
+            inputs["dropout.state"] = (torch.tensor(RNG), 0)
+        outputs = {"y": self._output((self.n_rows, self.n_cols), self.dtype)}
+        if self.plan().store_p:
+            outputs["p"] = self._output((self.n_rows, self.n_cols), self.dtype)
+        return Case("forward", self._numbers(), inputs, outputs, self.orders)
+
+    @lru_cache(maxsize=32)  # noqa: B019  the calls are few and small
+    def reference_forward(self) -> tuple[Tensor, Tensor | None]:
+        """In float64, of the values that the kernel gets."""
+        tensors = self.tensors()
+        return reference.forward(
+            tensors["scores"].double(), tensors.get("mask"), self.layout(), self.dims[2], RNG, self.plan()
+        )
+
+    def saved(self) -> Tensor:
+        """What backward gets: y, or the probabilities with the mask in their sign."""
+        y, p = self.reference_forward()
+        return (y if p is None else p).to(self.dtype)
+
+    def backward_case(self) -> Case:
+        # What causality hides is not looked at.
+        hidden = self.hidden()
+        given = {"dy": self.tensors()["dy"], "p": self.saved()}
+        inputs = self._inputs({name: tensor.masked_fill(hidden, float("nan")) for name, tensor in given.items()})
+        outputs = {}
+        if self.wants_dscores:
+            outputs["dscores"] = self._output((self.n_rows, self.n_cols), self.dtype)
+        layout = self.layout()
+        if layout is not None and self.mask != torch.bool:
+            outputs["dmask"] = self._output((layout.n_mask_rows, self.n_cols), torch.float32)
+        return Case("backward", self._numbers(), inputs, outputs, self.orders)
+
+    def reference_backward(self) -> dict[str, Tensor]:
+        """In float64, of the values that the kernel gets."""
+        wants_dmask = self.mask not in (None, torch.bool)
+        dscores, dmask = reference.backward(
+            self.tensors()["dy"].double(),
+            self.saved().double(),
+            self.layout(),
+            self.dims[2],
+            self.plan(),
+            True,
+            wants_dmask,
+        )
+        gradients = {"dscores": dscores if self.wants_dscores else None, "dmask": dmask}
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+    def hidden(self) -> Tensor:
+        """Bool [n_rows, n_cols]: the columns that causality hides."""
+        query = torch.arange(self.n_rows) % self.dims[2]
+        hidden = torch.arange(self.n_cols)[None, :] > query[:, None] + (self.n_cols - self.dims[2])
+        return hidden if self.causal else torch.zeros_like(hidden)
+
+
+def check_forward(call: Call, outputs: dict[str, Tensor]) -> None:
+    """y and p within scorecard N1's bound and one rounding; exact zeros where dropped, hidden or masked."""
+    y, p = call.reference_forward()
+    hidden = call.hidden()
+    for name, actual in outputs.items():
+        expected = y if name == "y" else p
+        assert expected is not None
+        # Not looked at: NaN or 0, as the row is.
+        expected = expected.masked_fill(hidden, 0.0)
+        bits = actual.view({2: torch.int16, 4: torch.int32}[actual.itemsize])
+        assert not bits[hidden].any(), f"{call.name}: {name} is not +0 where causality hides"
+        _assert_close(f"{call.name}: {name}", actual, expected, *_tolerance(actual.dtype))
+        if name == "y" and call.dropout_p > 0:
+            dropped = ~keep_mask(tuple(actual.shape), call.dropout_p, RNG)
+            assert not bits[dropped].any(), f"{call.name}: y is not +0 where dropped"
+        if name == "p":
+            visible = ~hidden & ~torch.isnan(expected)
+            assert torch.equal(torch.signbit(actual)[visible], torch.signbit(expected)[visible]), (
+                f"{call.name}: signs of p are not the dropout mask"
+            )
+
+
+def _tolerance(dtype: torch.dtype) -> tuple[float, float]:
+    if dtype == torch.float32:
+        return 2e-6, 1e-7
+    return torch.finfo(dtype).eps / 2 + 2e-6, 1e-7
+
+
+def check_backward(call: Call, outputs: dict[str, Tensor]) -> None:
+    """Against float64: one rounding of the gradient's dtype, and float32 sums."""
+    expected = call.reference_backward()
+    assert set(expected) == set(outputs)
+    for name, actual in outputs.items():
+        terms = call.n_rows / actual.shape[0]
+        relative = torch.finfo(actual.dtype).eps
+        _assert_close(f"{call.name}: {name}", actual, expected[name], relative, 2e-6 * terms**0.5)
+
+
+def _assert_close(what: str, actual: Tensor, expected: Tensor, relative: float, absolute: float) -> None:
+    # Written so that a NaN fails where none is expected.
+    near = (actual.double() - expected).abs() <= relative * expected.abs() + absolute
+    wrong = ~(near | (torch.isnan(actual) & torch.isnan(expected)))
+    if wrong.any():
+        where = tuple(wrong.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} wrong, first at {where}: "
+            f"{actual[where].item()!r} instead of {expected[where].item()!r}"
+        )
+
+
+def calls(dtype: torch.dtype, dims: tuple[int, int, int], n_cols: int, orders: tuple[int, ...] = ORDERS) -> list[Call]:
+    """What the operator does, at one size."""
+    common = {"dims": dims, "n_cols": n_cols, "dtype": dtype, "orders": orders}
+    infinite = (float("nan"), float("inf"), float("-inf"))
+    return [
+        Call("plain", **common),
+        Call(
+            "padding", **common, mask=torch.bool, mask_has=(True, False, False, True), dropout_p=0.1, special=infinite
+        ),
+        Call("bool", **common, mask=torch.bool, mask_has=(True, False, True, True), special=(float("nan"),)),
+        Call("bias", **common, mask=torch.float32, mask_has=(False, True, True, True), dropout_p=0.3),
+        Call("bias_transposed", **common, mask=torch.bfloat16, mask_order=(2, 0, 1), causal=True),
+        Call("bias_of_keys", **common, mask=torch.float16, mask_has=(False, False, False, True), special=infinite),
+        Call("bias_of_batch", **common, mask=torch.float32, mask_has=(True, False, True, True), mask_padding=8),
+        Call("mask_of_queries", **common, mask=torch.bool, mask_has=(True, True, True, False)),
+        Call("causal", **common, causal=True, dropout_p=0.1, rng_in_memory=True, special=infinite),
+    ]

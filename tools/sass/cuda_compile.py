@@ -1,0 +1,272 @@
+"""Compiles a family of CUDA kernels ahead of time, and says what its kernels take of a card.
+
+sm_70 is compiled by NVRTC 12.9 (CUDA 13 dropped it), the others by nvcc where there is one, else by NVRTC as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+BUILD = ROOT / "build" / "cuda_budgets"
+NVCC_FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr")
+
+
+class Multiprocessor(NamedTuple):
+    """Limits of the CUDA C++ Programming Guide's table of compute capabilities."""
+
+    threads: int
+    blocks: int
+    shared_bytes: int
+    reserved_bytes: int
+    """Of shared memory, taken by the system for every block."""
+    registers: int = 65536
+
+    @property
+    def block_bytes(self) -> int:
+        return self.shared_bytes - self.reserved_bytes
+
+
+KIB = 1024
+MULTIPROCESSORS = {
+    70: Multiprocessor(2048, 32, 96 * KIB, 0),
+    75: Multiprocessor(1024, 16, 64 * KIB, 0),
+    80: Multiprocessor(2048, 32, 164 * KIB, KIB),
+    90: Multiprocessor(2048, 32, 228 * KIB, KIB),
+    100: Multiprocessor(2048, 32, 228 * KIB, KIB),
+    120: Multiprocessor(1536, 24, 100 * KIB, KIB),
+}
+ARCHITECTURES = tuple(MULTIPROCESSORS)
+NVRTC_PACKAGES = ("cuda_nvrtc", "cuda_runtime", "cuda_cccl", "cuda_nvcc")
+"""Folders of NVIDIA's pip packages: the compiler, and what it includes; ptxas is in the last."""
+
+
+class Kernel(NamedTuple):
+    name: str
+    registers: int
+    static_bytes: int
+    spilled_bytes: int
+    wide_loads: int
+    wide_stores: int
+    loose_operations: int
+    """float32 sums and products of the PTX that ptxas may contract, or that are contracted already."""
+    loose_products: int
+    """Of these, the products."""
+
+
+def _package(name: str) -> Path | None:
+    spec = importlib.util.find_spec("nvidia")
+    for root in [] if spec is None else spec.submodule_search_locations or ():
+        if (Path(root) / name).is_dir():
+            return Path(root) / name
+    return None
+
+
+def nvcc_path() -> str | None:
+    for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda"):
+        if home and (Path(home) / "bin" / "nvcc").exists():
+            return str(Path(home) / "bin" / "nvcc")
+    return shutil.which("nvcc")
+
+
+def nvrtc_available() -> bool:
+    return all(_package(name) is not None for name in NVRTC_PACKAGES)
+
+
+def ptx_by_nvrtc(source: str, arch: int, folder: Path = CSRC / "cuda") -> str:
+    """folder: of what the source includes."""
+    nvrtc_package, *folders = (_package(name) for name in NVRTC_PACKAGES)
+    assert nvrtc_package is not None
+    # By its path: cuda-bindings would take the library of the CUDA that torch was built for, and 13 has no sm_70.
+    nvrtc = ctypes.CDLL(str(nvrtc_package / "lib" / "libnvrtc.so.12"))
+
+    def texts(*values: str) -> ctypes.Array:
+        return (ctypes.c_char_p * len(values))(*map(str.encode, values))
+
+    def text_of(what: str) -> str:
+        """What nvrtcGet<what> gives for the program."""
+        size = ctypes.c_size_t()
+        assert getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)) == 0
+        buffer = ctypes.create_string_buffer(size.value)
+        assert getattr(nvrtc, f"nvrtcGet{what}")(program, buffer) == 0
+        return buffer.value.decode()
+
+    # NVRTC has no <cstdint> or <cmath> of its own; its built-in types are enough. 64 bits are a long, as on the host:
+    # a kernel's name tells its parameters.
+    cstdint = """#pragma once
+    typedef unsigned char uint8_t; typedef unsigned short uint16_t;
+    typedef signed int int32_t; typedef unsigned int uint32_t;
+    typedef long int64_t; typedef unsigned long uint64_t; typedef unsigned long uintptr_t;"""
+    cmath = "#define HUGE_VAL __longlong_as_double(0x7FF0000000000000)"
+    program = ctypes.c_void_p()
+    headers, names = texts(cstdint, cmath), texts("cstdint", "cmath")
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels", 2, headers, names) == 0
+    options = [f"-arch=compute_{arch}", "-std=c++17", "-default-device", f"-I{folder}"]
+    options += [f"-I{package / 'include'}" for package in folders if package is not None]
+    status = nvrtc.nvrtcCompileProgram(program, len(options), texts(*options))
+    assert status == 0, text_of("ProgramLog")
+    return text_of("PTX")
+
+
+def ptxas_path() -> str | None:
+    """Of the pip packages, which know sm_70."""
+    package = _package("cuda_nvcc")
+    return None if package is None else str(package / "bin" / "ptxas")
+
+
+def disassembler(arch: int) -> str | None:
+    """An nvdisasm that knows the architecture. The one in triton's wheel has left sm_70 behind."""
+    triton = importlib.util.find_spec("triton")
+    places = [shutil.which("nvdisasm")]
+    if triton is not None and triton.origin is not None:
+        places.append(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"))
+    for place in places:
+        if place is not None and Path(place).exists():
+            usage = subprocess.run([place, "--help"], capture_output=True, text=True).stdout
+            if f"'SM{arch}'" in usage:
+                return place
+    return None
+
+
+def _machine_code(cubin: Path, arch: int) -> str | None:
+    """None without a disassembler that knows the architecture."""
+    place = disassembler(arch)
+    if place is None:
+        return None
+    return subprocess.run([place, "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
+
+
+def _entries(ptx: str) -> list[tuple[str, str]]:
+    return re.findall(r"\.entry (\w+)\((.*?)(?=\.entry |\Z)", ptx, re.S)
+
+
+def _loose_operations(ptx: str) -> dict[str, tuple[int, int]]:
+    """Sums and products, and products alone, by kernel."""
+    products = r"\s(?:mul(?:\.ftz)?|(?:fma|mad)(?:\.\w+)*)\.f32\s"
+    sums = r"\s(?:add|sub)(?:\.ftz)?\.f32\s"
+    # What is written as assembly is what was meant.
+    written = re.compile(r"// begin inline asm.*?// end inline asm", re.S)
+    bodies = {name: written.sub("", body) for name, body in _entries(ptx)}
+    counts = {name: [len(re.findall(loose, body)) for loose in (sums, products)] for name, body in bodies.items()}
+    return {name: (n_sums + n_products, n_products) for name, (n_sums, n_products) in counts.items()}
+
+
+def _wide_accesses(ptx: str, machine_code: str | None) -> dict[str, tuple[int, int]]:
+    """128-bit loads from (into registers or shared memory) and stores to global memory by kernel: of the machine code,
+    else of the PTX."""
+    if machine_code is not None:
+        bodies = re.findall(r"\.section\s+\.text\.(\w+),(.*?)(?=\.section\s|\Z)", machine_code, re.S)
+        load, store = r"\bLDG(?:STS)?\.E\.(?:\w+\.)*?128\b", r"\bSTG\.E\.(?:\w+\.)*?128\b"
+    else:
+        bodies = _entries(ptx)
+        load, store = (rf"{op}\.global(?:\.nc)?\.v(?:4\.[ubf]32|2\.[ubf]64)" for op in ("ld", "st"))
+        load += r"|cp\.async\.cg\.shared\.global [^;]*, 16;"
+    return {name: (len(re.findall(load, body)), len(re.findall(store, body))) for name, body in bodies}
+
+
+def _compile(family: str, arch: int) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]], str]:
+    """(128-bit accesses by kernel, loose operations by kernel, what ptxas -v says) for one architecture."""
+    nvcc = nvcc_path() if arch >= 75 else None
+    folder = BUILD / str(arch)
+    folder.mkdir(parents=True, exist_ok=True)
+    ptx_file = folder / f"{family}.ptx"
+    if nvcc is None:
+        ptx_file.write_text(ptx_by_nvrtc((CSRC / "cuda" / f"{family}.cu").read_text(), arch))
+        ptxas = ptxas_path()
+        assert ptxas is not None
+        command = [ptxas, "-O3", "-v", f"-arch=sm_{arch}", str(ptx_file)]
+    else:
+        command = [nvcc, *NVCC_FLAGS, f"-arch=sm_{arch}", "-Xptxas", "-v", "-cubin"]
+        command += ["--keep", "--keep-dir", str(folder), str(CSRC / "cuda" / f"{family}.cu")]
+    result = subprocess.run([*command, "-o", str(folder / f"{family}.cubin")], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    machine_code = _machine_code(folder / f"{family}.cubin", arch)
+    ptx = ptx_file.read_text()
+    return _wide_accesses(ptx, machine_code), _loose_operations(ptx), result.stderr + result.stdout
+
+
+def _short_name(mangled: str) -> str:
+    """forward_kernel<bf16, f32, 32, fast> from the mangled name; -1 threads a row are those of a cluster."""
+    found = re.search(r"(?:row_norm|softmax|adam)_(\w+?_kernel)I(.*?)EEv", mangled)
+    assert found is not None, mangled
+    types = {"13__nv_bfloat16": "bf16", "6__half": "f16", "f": "f32"}
+    words: list[str] = []
+    for token in re.findall(r"13__nv_bfloat16|6__half|NS_6AccessE\d|S\d?_|Lin?\d+|Lb[01]|f", found[2]):
+        if token.startswith("NS_"):
+            words.append(("elements", "vectors", "uniform")[int(token[-1])])
+        elif token.startswith("S"):
+            words.append(words[-1])  # the type before, again
+        elif token.startswith("Li"):
+            words.append(token[2:].replace("n", "-"))
+        elif token.startswith("Lb"):
+            words.append("fast" if token == "Lb1" else "any")
+        else:
+            words.append(types[token])
+    return f"{found[1]}<{', '.join(words)}>"
+
+
+def measure(family: str, arch: int) -> list[Kernel]:
+    """The kernels of csrc/cuda/FAMILY.cu, kept under build/ by the hash of the sources."""
+    digest = hashlib.sha256(str((family, arch, nvcc_path())).encode())
+    for path in [Path(__file__), *sorted(CSRC.rglob("*.cu*")), *sorted(CSRC.rglob("*.h"))]:
+        digest.update(path.read_bytes())
+    cache = BUILD / f"{family}-sm_{arch}-{digest.hexdigest()[:16]}.json"
+    if cache.exists():
+        return [Kernel(*fields) for fields in json.loads(cache.read_text())]
+    accesses, loose, said = _compile(family, arch)
+    kernels = []
+    for name, report in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", said, re.S):
+        registers = re.search(r"Used (\d+) registers", report)
+        spills = re.findall(r"(\d+) bytes spill", report)
+        static = re.search(r"(\d+) bytes smem", report)
+        assert registers is not None and spills
+        used = int(registers[1]), 0 if static is None else int(static[1]), sum(map(int, spills))
+        kernels.append(Kernel(_short_name(name), *used, *accesses[name], *loose[name]))
+    BUILD.mkdir(parents=True, exist_ok=True)
+    cache.write_text(json.dumps(kernels))
+    return kernels
+
+
+def missing_compiler(arch: int) -> str | None:
+    """Why nothing can be compiled for this architecture, or None."""
+    if not nvrtc_available() and (arch == 70 or nvcc_path() is None):
+        return "needs nvcc or NVIDIA's pip packages of the [test-cuda] extra"
+    return None
+
+
+def print_table(arch: int, kernels: list[Kernel]) -> None:
+    print(f"\nsm_{arch:<4} {'kernel':46} registers  shared  spilled  128-bit loads  stores")
+    for kernel in sorted(kernels):
+        counts = f"{kernel.registers:9} {kernel.static_bytes:7} {kernel.spilled_bytes:8} {kernel.wide_loads:14}"
+        print(f"        {kernel.name:46} {counts} {kernel.wide_stores:7}")
+
+
+def cluster_threads(n_cols: int, arch: int) -> int | None:
+    """Threads of each block of the cluster that takes an aligned row, by cluster_of_row() of csrc/cuda/launch.cuh."""
+    warps = -(-n_cols // (16 * 32))
+    blocks = 1 << (-(-warps // 16) - 1).bit_length()
+    if arch < 90 or blocks == 1 or blocks > 8 or (warps <= 32 and warps % blocks):
+        return None
+    return -(-warps // blocks) * 32
+
+
+def resident_threads(kernel: Kernel, threads: int, dynamic_bytes: int, multiprocessor: Multiprocessor) -> int:
+    warp_registers = -(-kernel.registers * 32 // 256) * 256
+    shared = kernel.static_bytes + dynamic_bytes + multiprocessor.reserved_bytes
+    blocks = min(
+        multiprocessor.registers // (warp_registers * (threads // 32)),
+        multiprocessor.shared_bytes // max(1, shared),
+        multiprocessor.threads // threads,
+        multiprocessor.blocks,
+    )
+    return blocks * threads

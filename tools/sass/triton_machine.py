@@ -1,0 +1,197 @@
+"""A driver for Triton that runs what it compiles for sm_90 on CPU tensors, by the emulator of machine.h.
+
+install() before anything is launched; tests/conftest.py does where ONETRIP_TRITON_MACHINE is 1. Under AddressSanitizer
+(LD_PRELOAD) every access outside of a tensor is found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+from .emulator import build_machine
+
+BUILD = Path(__file__).resolve().parents[2] / "build" / "triton_machine"
+NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+SHARED_BYTES = 227 * 1024
+ORDER = 0
+"""Of warps: see Program::run()."""
+
+
+def missing_tool() -> str | None:
+    """Why nothing can be run here, or None."""
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        return f"triton {triton.__version__}: launchers take other arguments before 3.7"
+    if shutil.which("g++") is None:
+        return "no g++"
+    return None if NVDISASM.exists() else "triton's wheel has no nvdisasm"
+
+
+class _Launch(ctypes.Structure):
+    """machine::Launch."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("cluster", ctypes.c_uint),
+        ("dynamic_shared", ctypes.c_size_t),
+        ("parameters", ctypes.c_char_p),
+        ("parameter_bytes", ctypes.c_size_t),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(build_machine("so", "-shared")))
+    for function in (library.machine_load, library.machine_run):
+        function.restype = ctypes.c_char_p
+    return library
+
+
+def _check(error: bytes | None) -> None:
+    if error is not None:
+        raise RuntimeError(error.decode())
+
+
+class Kernel:
+    """A compiled kernel, loaded."""
+
+    def __init__(self, name: str, cubin: bytes, shared_bytes: int) -> None:
+        self.name, self.shared_bytes = name, shared_bytes
+        path = BUILD / f"{name}-{hashlib.sha256(cubin).hexdigest()[:16]}.cubin"
+        disassembly = path.with_suffix(".sass")
+        if not disassembly.exists():
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            BUILD.mkdir(parents=True, exist_ok=True)
+            copied = path.with_suffix(f".cubin.{os.getpid()}")
+            copied.write_bytes(cubin)
+            copied.rename(path)
+            with unfinished.open("w") as file:
+                subprocess.run([str(NVDISASM), "-c", str(path)], stdout=file, check=True)
+            unfinished.rename(disassembly)
+        self._program = ctypes.c_void_p()
+        _check(_library().machine_load(str(path).encode(), str(disassembly).encode(), ctypes.byref(self._program)))
+
+    def run(self, grid: tuple[int, int, int], n_threads: int, parameters: bytes) -> None:
+        launch = _Launch(grid, (n_threads, 1, 1), 1, self.shared_bytes, parameters, len(parameters))
+        _check(_library().machine_run(self._program, self.name.encode(), ctypes.byref(launch), ORDER))
+
+
+_FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I"}
+_FORMATS |= {"u64": "Q", "fp16": "e", "fp32": "f", "fp64": "d"}
+
+
+def pack(types: Sequence[str], arguments: Sequence[Any]) -> bytes:
+    """Each parameter at a multiple of its size, as in the constant bank; then Triton's two of its own, null."""
+    packed = b""
+    for type_, argument in zip([*types, "*", "*"], [*arguments, None, None], strict=True):
+        if type_[0] == "*":
+            field = struct.pack("Q", argument.data_ptr() if isinstance(argument, torch.Tensor) else argument or 0)
+        else:
+            field = struct.pack("<" + _FORMATS[type_], argument)
+        packed += bytes(-len(packed) % len(field)) + field
+    return packed
+
+
+class Launcher:
+    """Of one kernel. Constexprs are no parameters."""
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        self._types = list(src.signature.values())
+        assert metadata.num_ctas == 1, "clusters are not set up"
+        assert metadata.global_scratch_size == metadata.profile_scratch_size == 0, "no memory to scratch in"
+
+    def __call__(
+        self,
+        grid_x: int,
+        grid_y: int,
+        grid_z: int,
+        stream: int,
+        kernel: Kernel,
+        packed_metadata: tuple[int, ...],
+        launch_metadata: Any,
+        enter_hook: Any,
+        exit_hook: Any,
+        *arguments: Any,
+    ) -> None:
+        given = [(t, a) for t, a in zip(self._types, arguments, strict=True) if t != "constexpr"]
+        driver = triton.runtime.driver.active
+        for _, tensor in given:
+            assert not isinstance(tensor, torch.Tensor) or tensor.device.type == driver.device.type, tensor.device
+        num_warps = packed_metadata[0]
+        parameters = pack([t for t, _ in given], [a for _, a in given])
+        if not driver.captures(work := lambda: kernel.run((grid_x, grid_y, grid_z), 32 * num_warps, parameters)):
+            work()
+
+
+class Utils:
+    """What Triton asks of a device."""
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132, "warpSize": 32}
+
+    def load_binary(self, name: str, cubin: bytes, shared_bytes: int, device: int) -> tuple[Any, ...]:
+        """(module, function, registers, spills, most threads of a block)"""
+        kernel = Kernel(name, cubin, shared_bytes)
+        return kernel, kernel, 0, 0, 1024
+
+
+class Driver(DriverBase):
+    def __init__(self, device: torch.device, captures: Callable[[Callable[[], None]], bool]) -> None:
+        super().__init__()
+        self.utils = Utils()
+        self.launcher_cls = Launcher
+        self.device, self.captures = device, captures
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return missing_tool() is None
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return self.device
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("there is nothing to time")
+
+
+def _usable_on_cpu(reason: Callable[[torch.device], str]) -> Callable[[torch.device], str]:
+    return lambda device: "" if device.type == "cpu" else reason(device)
+
+
+def install() -> None:
+    """From now on Triton's kernels take CPU tensors."""
+    import onetrip.kernels
+
+    install_on(torch.device("cpu"), lambda work: False)
+    onetrip.kernels.unavailable_reason = _usable_on_cpu(onetrip.kernels.unavailable_reason)
+
+
+def install_on(device: torch.device, captures: Callable[[Callable[[], None]], bool]) -> None:
+    """From now on Triton's kernels take tensors of that device, in this process's memory. captures: of a launch's work,
+    whether a graph is captured that keeps it for later."""
+    triton.runtime.driver.set_active(Driver(device, captures))

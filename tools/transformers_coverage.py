@@ -1,0 +1,106 @@
+"""How much of transformers' attention patch_model can read: python -m tools.transformers_coverage [--output DIR]
+
+Every class and function of transformers.models is looked at, no model is built. What cannot be read is named with the
+reason that patch_model's report would give. A module that can be read is still verified when its model is patched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from onetrip import html
+from onetrip.benchmarks.machine import header
+from onetrip.benchmarks.results import SCHEMA, unwritable
+from onetrip.patching.attention import read_interface
+from onetrip.patching.eager import EagerFunction, read_eager_function
+from onetrip.patching.norms import Unsuitable
+from onetrip.patching.windows import Windows, read_windows
+from rich.progress import track
+
+EAGER = "eager_attention_forward"
+
+
+def modeling_files() -> list[Path]:
+    import transformers
+
+    return sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"))
+
+
+def _modules(files: list[Path], not_imported: dict[str, str]) -> Iterator[tuple[str, ModuleType]]:
+    """(folder, module) of each; why one cannot be imported here goes to not_imported."""
+    for file in track(files, description="reading", transient=True):
+        name = f"transformers.models.{file.parent.name}.{file.stem}"
+        try:
+            yield file.parent.name, importlib.import_module(name)
+        except Exception as error:
+            not_imported[name.rpartition(".")[2]] = f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def survey(files: list[Path]) -> dict[str, Any]:
+    """What the files define: eager attention functions, and classes that compute a softmax with dropout themselves."""
+    functions: dict[str, Any] = {}
+    windows: dict[str, set[str]] = defaultdict(set)
+    refused: dict[str, dict[str, str]] = {"eager_functions": {}, "own_softmax": {}}
+    not_imported: dict[str, str] = {}
+    for folder, module in _modules(files, not_imported):
+        function = vars(module).get(EAGER)
+        if inspect.isfunction(function) and function.__module__ == module.__name__:
+            functions[module.__name__.rpartition(".")[2]] = found = read_eager_function(function)
+            if isinstance(found, Unsuitable):
+                refused["eager_functions"][f"{module.__name__.rpartition('.')[2]}.{EAGER}"] = found.detail
+        for cls in vars(module).values():
+            if not (inspect.isclass(cls) and issubclass(cls, torch.nn.Module) and cls.__module__ == module.__name__):
+                continue
+            if read_interface(cls) is not None:
+                continue
+            found_windows = read_windows(cls)
+            if isinstance(found_windows, Windows):
+                windows["read"].add(folder)
+            elif found_windows is not None:
+                windows["refused"].add(folder)
+                refused["own_softmax"][f"{module.__name__.rpartition('.')[2]}.{cls.__name__}"] = found_windows.detail
+    return {
+        "modeling_files": len(files),
+        "not_imported": not_imported,
+        "eager_functions": len(functions),
+        "eager_functions_read": sum(isinstance(found, EagerFunction) for found in functions.values()),
+        "own_softmax_folders": len(windows["read"] | windows["refused"]),
+        "own_softmax_folders_read": len(windows["read"]),
+        "refused": refused,
+    }
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="write DIR/transformers-VERSION.json")
+    arguments = parser.parse_args(words)
+    if arguments.output is not None and (reason := unwritable(arguments.output)):
+        print(f"{parser.prog}: {reason}", file=sys.stderr)
+        return 2
+    warnings.simplefilter("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    head = header(torch.device("cpu"))
+    found = {"schema": SCHEMA, **head, **survey(modeling_files())}
+    print(json.dumps({key: value for key, value in found.items() if key not in head}, indent=1))
+    if arguments.output is not None:
+        path = arguments.output / f"transformers-{transformers.__version__}.json"
+        html.write(path, json.dumps(found, indent=1) + "\n")
+        print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
