@@ -239,10 +239,12 @@ class BuildNative(build_ext):
         (build_dir / "build.ninja").write_text("\n".join(ninja.lines) + "\n")
 
 
+BENCHMARK_FOLDERS = ("full_run", "measure", "run", "show", "suites")
 PACKAGE_DIRS = {
     "onetrip": "python_pkg/onetrip",
     "onetrip.anatomy": "python_pkg/onetrip/anatomy",
     "onetrip.benchmarks": "benchmarks",
+    **{f"onetrip.benchmarks.{folder}": f"benchmarks/{folder}" for folder in BENCHMARK_FOLDERS},
     "onetrip.kernels": "kernels/triton",
     "onetrip.measure": "python_pkg/onetrip/measure",
     "onetrip.methods": "python_pkg/onetrip/methods",

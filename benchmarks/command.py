@@ -16,8 +16,8 @@ import typer
 if TYPE_CHECKING:
     import torch
 
-    from .options import Options
-    from .suite import Named
+    from .measure.cases import Named
+    from .run.options import Options
 
 CHECK_FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 _BUSY = 0.3  # of the CPUs: above it, other work would be timed too
@@ -57,8 +57,9 @@ def _missing_package() -> str:
 
 
 def _render() -> None:
-    from . import report, results
-    from .machine import checkout
+    from .measure import results
+    from .measure.machine import checkout
+    from .show import report
 
     root = checkout()
     if root is None:
@@ -68,8 +69,8 @@ def _render() -> None:
 
 def _recorded_folder(options: Options, output: Path | None) -> Path | None:
     """Where the run writes: where it was told to, and the whole suite in a source tree to the record in it."""
-    from . import results
-    from .machine import checkout
+    from .measure import results
+    from .measure.machine import checkout
 
     if output is not None:
         return output
@@ -77,9 +78,9 @@ def _recorded_folder(options: Options, output: Path | None) -> Path | None:
 
 
 def _select(options: Options, device: torch.device) -> dict[str, list[Named]]:
-    from .memory import shortage
-    from .options import UsageError
-    from .selection import select
+    from .measure.memory import shortage
+    from .measure.results import UsageError
+    from .run.selection import select
 
     try:
         selected = select(options)
@@ -95,9 +96,11 @@ def _select(options: Options, device: torch.device) -> dict[str, list[Named]]:
 def _measure(
     options: Options, device: torch.device, output: Path | None, resume: bool, as_json: bool, selected: dict[str, Any]
 ) -> int:
-    from . import report, results, runner
-    from .machine import checkout, load_average
-    from .selection import absent
+    from .measure import results
+    from .measure.machine import checkout, load_average
+    from .run import runner
+    from .run.selection import absent
+    from .show import report
 
     load = load_average()
     if device.type == "cpu" and load is not None and load > _BUSY * (os.cpu_count() or 1):
@@ -136,7 +139,7 @@ def _everything(
     budget: float | None,
     as_json: bool,
 ) -> None:
-    from . import everything
+    from .full_run import everything
 
     if output is None:
         _refuse("--everything: --output must name a folder")
@@ -202,10 +205,10 @@ def bench(
         return
     if reason := _missing_package():
         _refuse(reason)
-    from .listing import listing, print_listing
-    from .machine import header
-    from .options import Options, UsageError
-    from .results import unwritable
+    from .measure.machine import header
+    from .measure.results import UsageError, unwritable
+    from .run.listing import listing, print_listing
+    from .run.options import Options
 
     if render:
         _render()
@@ -260,8 +263,8 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """What became faster or slower from one recorded run to another, beyond noise."""
-    from . import compare as compare_
-    from .options import UsageError
+    from .measure.results import UsageError
+    from .show import compare as compare_
 
     try:
         found = compare_.compare(before, after)
@@ -284,11 +287,11 @@ def report_(
     as_json: Json = False,
 ) -> None:
     """Every machine's results as one HTML page: tables that sort, figures, targets; it needs no network."""
-    from . import html_report
+    from .show import html_page
 
     try:
-        written = html_report.write(folder, output)
-    except html_report.UsageError as error:
+        written = html_page.write(folder, output)
+    except html_page.UsageError as error:
         typer.echo(f"onetrip bench report: {error}", err=True)
         raise typer.Exit(BAD_USAGE) from None
     if as_json:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from onetrip.benchmarks.options import Options, UsageError
-from onetrip.benchmarks.selection import cases_of
+from onetrip.benchmarks.measure.results import UsageError
+from onetrip.benchmarks.run.options import Options
+from onetrip.benchmarks.run.selection import cases_of
 
 _REPEATABLE = {
     "--op": "a suite or an operator",

@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 
 import torch
-from onetrip.benchmarks import report, results
-from onetrip.benchmarks.machine import checkout, header, load_average
+from onetrip.benchmarks.measure import results
+from onetrip.benchmarks.measure.machine import checkout, header, load_average
+from onetrip.benchmarks.show import report
 
 _ARCHITECTURE_VARIABLES = ("ONETRIP_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST")
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from onetrip import html
-from onetrip.benchmarks.machine import header
-from onetrip.benchmarks.results import SCHEMA, unwritable
+from onetrip.benchmarks.measure.machine import header
+from onetrip.benchmarks.measure.results import SCHEMA, unwritable
 from onetrip.patching.attention import read_interface
 from onetrip.patching.eager import EagerFunction, read_eager_function
 from onetrip.patching.norms import Unsuitable

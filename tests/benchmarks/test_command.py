@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from onetrip.benchmarks import runner
 from onetrip.benchmarks.command import app
-from onetrip.benchmarks.machine import header
+from onetrip.benchmarks.measure.machine import header
+from onetrip.benchmarks.run import runner
 from onetrip.cli import app as onetrip
 from typer.testing import CliRunner, Result
 

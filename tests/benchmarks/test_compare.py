@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from onetrip.benchmarks.cells import three_digits
 from onetrip.benchmarks.command import app
+from onetrip.benchmarks.show.cells import three_digits
 from typer.testing import CliRunner, Result
 
 Make = Callable[..., Path]

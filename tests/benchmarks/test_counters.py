@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from onetrip.benchmarks import counters, everything, part, report, results, row_norm, softmax, watched
-from onetrip.benchmarks.checks import Truth, make_inputs
-from onetrip.benchmarks.optimizers import ONETRIP
-from onetrip.benchmarks.suite import LARGE_ELEMENTS
+from onetrip.benchmarks.full_run import counters, driver, everything, small_parts
+from onetrip.benchmarks.measure import results
+from onetrip.benchmarks.measure.cases import LARGE_ELEMENTS
+from onetrip.benchmarks.measure.checks import Truth, make_inputs
+from onetrip.benchmarks.show import report
+from onetrip.benchmarks.suites import row_norm, softmax
+from onetrip.benchmarks.suites.optimizers import ONETRIP
 
 IDENTITY = (
     "ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size", "Grid Size",
@@ -137,7 +140,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
             assert time.time() < float(command[-1]) < deadline < until
             asked.append(value["--metrics"].split(","))
             record = Path(command[-2])
-            run.skipped = watched.launched(record)[0]
+            run.skipped = driver.launched(record)[0]
             text = left.pop(0) if len(left) > 1 else left[0]
             Path(value["--log-file"]).write_text(text)
             if counters.parse(text) or "Failed to find" not in text:
@@ -151,7 +154,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
 
         until = time.time() + 300.0
         run.asked = asked
-        monkeypatch.setattr(watched, "watch", watch)
+        monkeypatch.setattr(driver, "watch", watch)
         return counters.run("cuda", tmp_path, until, device="cpu")
 
     return run
@@ -286,7 +289,7 @@ def test_the_results_travel_with_the_others_and_are_shown_worst_first(profile, t
     assert profile(printed([MARKER, FORWARD, MARKER, FORWARD, PARTIALS])) == 0
     head = {key: value for key, value in recorded(tmp_path).items() if key not in ("suite", "cases", "complete")}
     (tmp_path / "everything.json").write_text(json.dumps({**head, "parts": {}}))
-    assert part.collect(tmp_path, torch.device("cpu")) == 0
+    assert small_parts.collect(tmp_path, torch.device("cpu")) == 0
     (machine,) = results.read(tmp_path / "results").values()
     assert len(machine["counters-cuda"]["cases"]) == 2
     (table,) = [found for found in report.tables(machine) if found.caption.startswith("What the kernels do on the")]

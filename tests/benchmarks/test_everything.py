@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip.benchmarks import attention, everything, gpu_tests, part, parts
-from onetrip.benchmarks.parts import LIMIT_S, Part, Place
-from onetrip.benchmarks.results import SUITES, bench_file
+from onetrip.benchmarks.full_run import everything, gpu_tests, plan, small_parts
+from onetrip.benchmarks.full_run.plan import LIMIT_S, Part, Place
+from onetrip.benchmarks.measure.results import SUITES, bench_file
+from onetrip.benchmarks.suites import attention
 
 CPU = torch.device("cpu")
 COUNT = "open('ran', 'a').write('x')"
@@ -209,16 +210,16 @@ def test_json_prints_the_state(run, tmp_path, capsys):
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """As on a machine with a card, nvcc, compute-sanitizer and ncu."""
-    monkeypatch.setattr(parts.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(parts.shutil, "which", lambda name: name)
-    monkeypatch.setattr(parts, "unavailable_reason", lambda backend, device: "")
+    monkeypatch.setattr(plan.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(plan.shutil, "which", lambda name: name)
+    monkeypatch.setattr(plan, "unavailable_reason", lambda backend, device: "")
     monkeypatch.setattr(gpu_tests, "missing", lambda: "")
     return torch.device("cuda")
 
 
 @pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
 def test_on_a_card_nothing_is_left_out_and_every_part_ends_in_time(card, tmp_path, quick):
-    known = parts.parts(Place(tmp_path, card, quick, tests=tmp_path))
+    known = plan.parts(Place(tmp_path, card, quick, tests=tmp_path))
     assert {found.name: found.missing for found in known if found.missing} == {}
     assert max(found.seconds for found in known) <= LIMIT_S < 480
     names = [found.name for found in known]
@@ -231,7 +232,7 @@ def test_on_a_card_nothing_is_left_out_and_every_part_ends_in_time(card, tmp_pat
 
 
 def test_half_an_hour_says_whether_kernels_are_right_how_fast_and_why(card, tmp_path):
-    known = parts.parts(Place(tmp_path, card, tests=tmp_path))
+    known = plan.parts(Place(tmp_path, card, tests=tmp_path))
     names = [found.name for found in known]
     counted = names.index("counters-cuda")
     assert sum(found.seconds for found in known[: counted + 1]) < 1500.0
@@ -248,15 +249,15 @@ def test_half_an_hour_says_whether_kernels_are_right_how_fast_and_why(card, tmp_
 
 
 def test_without_nsight_compute_nothing_is_counted(card, tmp_path, monkeypatch):
-    monkeypatch.setattr(parts.shutil, "which", lambda name: None if name == "ncu" else name)
-    found = {part_.name: part_.missing for part_ in parts.parts(Place(tmp_path, card)) if "counters" in part_.name}
+    monkeypatch.setattr(plan.shutil, "which", lambda name: None if name == "ncu" else name)
+    found = {part_.name: part_.missing for part_ in plan.parts(Place(tmp_path, card)) if "counters" in part_.name}
     assert found.keys() == {"counters-cuda", "counters-triton"}
     assert set(found.values()) == {"ncu is not on PATH: it comes with the CUDA toolkit, as Nsight Compute"}
 
 
 def test_on_two_cores_every_case_of_the_cpu_has_a_part_that_ends_in_time(tmp_path):
     """Attention over 16,384 tokens and the language model were left out as too long, or cut and never whole."""
-    suites = [found for found in parts.parts(Place(tmp_path, CPU)) if found.command[0] == "onetrip.benchmarks"]
+    suites = [found for found in plan.parts(Place(tmp_path, CPU)) if found.command[0] == "onetrip.benchmarks"]
     for_a_card = {"full size: for a card", "for a card; elsewhere with --dtype bf16"}
     assert {found.missing for found in suites} <= {"", *for_a_card}
     assert max(found.seconds for found in suites) < LIMIT_S
@@ -293,7 +294,7 @@ def test_on_two_cores_every_case_of_the_cpu_has_a_part_that_ends_in_time(tmp_pat
     ids=lambda value: {True: "quick", False: "full"}.get(value) if isinstance(value, bool) else None,
 )
 def test_a_suite_that_is_too_long_is_split_by_operator_and_dtype_then_by_case(tmp_path, suite, quick, names):
-    known = parts.parts(Place(tmp_path, CPU, quick))
+    known = plan.parts(Place(tmp_path, CPU, quick))
     assert [found.name for found in known if f"--op={suite}" in found.command] == names
 
 
@@ -301,22 +302,22 @@ def test_a_suite_that_is_too_long_is_split_by_operator_and_dtype_then_by_case(tm
 def test_the_parts_of_a_suite_hold_each_of_its_cases_once(card, tmp_path, device):
     import importlib
 
-    from onetrip.benchmarks.suite import selects
+    from onetrip.benchmarks.measure.cases import selects
 
     assert selects("[a]b,c-*", "ab") and selects("[a]b,c-*", "c-d") and not selects("[a]b,c-*", "aba")
 
-    known = parts.parts(Place(tmp_path, torch.device(device)))
+    known = plan.parts(Place(tmp_path, torch.device(device)))
     for suite in SUITES:
         patterns = []
         for command in (found.command for found in known if f"--op={suite}" in found.command):
             patterns += [word.removeprefix("--only=") for word in command if word.startswith("--only=")]
-        for case in importlib.import_module(f"onetrip.benchmarks.{bench_file(suite).stem}").cases():
+        for case in importlib.import_module(f"onetrip.benchmarks.suites.{bench_file(suite).stem}").cases():
             assert sum(selects(pattern, case.id) for pattern in patterns) == 1, case.id
 
 
 def test_without_a_card_its_parts_say_why_they_are_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts.torch.cuda, "is_available", lambda: False)
-    known = parts.parts(Place(tmp_path, CPU, tests=tmp_path))
+    monkeypatch.setattr(plan.torch.cuda, "is_available", lambda: False)
+    known = plan.parts(Place(tmp_path, CPU, tests=tmp_path))
     for part_ in known:
         if part_.name.startswith(("gpu-tests", "sanitizer", "counters")):
             assert part_.missing == "torch sees no CUDA device"
@@ -325,7 +326,7 @@ def test_without_a_card_its_parts_say_why_they_are_skipped(tmp_path, monkeypatch
 
 
 def test_without_a_source_tree_the_gpu_tests_say_what_is_missing(card, tmp_path):
-    known = parts.parts(Place(tmp_path, card, tests=None))
+    known = plan.parts(Place(tmp_path, card, tests=None))
     (why,) = {part_.missing for part_ in known if part_.name.startswith("gpu-tests")}
     assert "call from the root of a source tree" in why
 
@@ -378,13 +379,13 @@ def test_results_of_parts_are_put_together_in_the_order_of_the_suite(tmp_path):
         path = tmp_path / "parts" / name / "m" / "adam_streams.json"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({**content, "cases": [{"case": case}]}))
-    found = part.merged(tmp_path)
+    found = small_parts.merged(tmp_path)
     assert [case["case"] for case in found["adam_streams"]["cases"]] == [ids[0], ids[2]]
     assert not found["adam_streams"]["complete"]  # each part is, but two cases have not run
     content = {**head, "suite": "adam_streams", "complete": True, "load_average_before": 1.0}
     cases = [{"case": case} for case in (ids[1], "adam_streams-sparse_rows")]
     path.write_text(json.dumps({**content, "cases": cases}))
-    assert part.merged(tmp_path)["adam_streams"]["complete"]
+    assert small_parts.merged(tmp_path)["adam_streams"]["complete"]
     assert found["everything"]["cases"] == [{"case": "doctor", "status": "passed"}]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from onetrip.benchmarks import gpu_tests
+from onetrip.benchmarks.full_run import gpu_tests
 
 
 def gpu_test_files(tests: Path) -> set[str]:
@@ -57,7 +57,7 @@ def test_5_is_skipped(): pytest.skip("needs 60 GB")
 def test_6_passes(): pass
 """
 CONFTEST = """
-from onetrip.benchmarks import gpu_tests
+from onetrip.benchmarks.full_run import gpu_tests
 broken = False
 gpu_tests._context_is_broken = lambda: broken
 """

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 from made_up_results import MACHINE, every_suite
 from onetrip import html
-from onetrip.benchmarks import figures, html_report, plots, report, results, roofline, row_norm, softmax, tables
+from onetrip.benchmarks.measure import results
+from onetrip.benchmarks.show import figures, html_page, operator_plots, operator_tables, report, roofline_plot
+from onetrip.benchmarks.suites import row_norm, softmax
 from onetrip.cli import app
 from typer.testing import CliRunner
 
@@ -64,32 +66,32 @@ def captions(section: html.Section, kind: type) -> list[str]:
 
 
 def test_the_page_has_every_section_with_its_figures():
-    found = {section.title: captions(section, html.Figure) for section in html_report.sections(every_suite())}
+    found = {section.title: captions(section, html.Figure) for section in html_page.sections(every_suite())}
     assert found == SECTIONS and list(found) == list(SECTIONS)
 
 
 def test_every_table_of_the_documentation_stands_on_the_page_those_of_single_cases_in_one():
-    shown = [caption for section in html_report.sections(every_suite()) for caption in captions(section, html.Table)]
-    single = {table.caption for table in tables.operators(tables.cases(every_suite(), "row_norm"))}
+    shown = [caption for section in html_page.sections(every_suite()) for caption in captions(section, html.Table)]
+    single = {table.caption for table in operator_tables.operators(operator_tables.cases(every_suite(), "row_norm"))}
     assert {table.caption for table in report.tables(every_suite())} - single <= set(shown)
     assert "Every operator, shape, dtype and provider" in shown and len(shown) == len(set(shown))
 
 
 def test_the_table_of_all_measurements_has_a_row_for_every_provider_of_every_case():
-    cases = tables.cases(every_suite(), "row_norm", "softmax")
-    (table,) = tables.measurements(cases)
+    cases = operator_tables.cases(every_suite(), "row_norm", "softmax")
+    (table,) = operator_tables.measurements(cases)
     assert len(table.rows) == sum(len(case["providers"]) for case in cases)
     failed = next(row for row in table.rows if row[4] == "torch.compile")
     assert failed[5:-1] == (None,) * 10, "a provider that failed its check must have no number"
 
 
 def test_attention_has_a_table_and_a_panel_for_each_dtype_and_dropout():
-    cases = tables.cases(every_suite(), "attention")
+    cases = operator_tables.cases(every_suite(), "attention")
     kinds = ["fp32, dropout 0", "fp32, dropout 0.1", "bf16, dropout 0"]
-    assert [table.caption for table in tables.attention(cases)] == [f"Attention, {kind}" for kind in kinds]
-    assert [len(table.rows) for table in tables.attention(cases)] == [9, 9, 6]
-    assert [axes.get_title() for axes in plots.attention(cases).axes if axes.axison] == kinds
-    (winners,) = tables.attention_winners(cases)
+    assert [table.caption for table in operator_tables.attention(cases)] == [f"Attention, {kind}" for kind in kinds]
+    assert [len(table.rows) for table in operator_tables.attention(cases)] == [9, 9, 6]
+    assert [axes.get_title() for axes in operator_plots.attention(cases).axes if axes.axison] == kinds
+    (winners,) = operator_tables.attention_winners(cases)
     assert {row[:3] for row in winners.rows if row[0] == 64} == {
         (64, "fp32", 0.0), (64, "fp32", 0.1), (64, "bf16", 0.0),
     }  # fmt: skip
@@ -98,12 +100,12 @@ def test_attention_has_a_table_and_a_panel_for_each_dtype_and_dropout():
 def test_a_suite_without_results_leaves_its_section_out():
     found = every_suite()
     del found["attention"], found["adam_training"]
-    sections = {section.title: captions(section, html.Figure) for section in html_report.sections(found)}
+    sections = {section.title: captions(section, html.Figure) for section in html_page.sections(found)}
     assert "Attention and SDPA" not in sections and len(sections["Optimizers"]) == 2
 
 
 def test_targets_reached_and_missed_are_counted_and_the_unmeasured_named():
-    section = html_report.sections(every_suite())[0]
+    section = html_page.sections(every_suite())[0]
     (table,) = [part for part in section.parts if isinstance(part, html.Table)]
     reached = [row for row in table.rows if row[-1].good]
     assert section.parts[0] == f"{len(reached)} of {len(table.rows)} measured targets are reached."
@@ -117,13 +119,13 @@ def test_targets_reached_and_missed_are_counted_and_the_unmeasured_named():
 )
 def test_the_roofline_counts_the_operations_of_every_operator(operator):
     case = {"operator": operator.name, "dropout_p": operator.dropout_p}
-    assert roofline.flops_of_element(case, "forward") > 0 and roofline.flops_of_element(case, "backward") > 0
+    assert roofline_plot.flops_of_element(case, "forward") > 0 and roofline_plot.flops_of_element(case, "backward") > 0
 
 
 def test_the_roof_of_a_cpu_is_its_fastest_copy_and_an_assumed_peak():
     found = every_suite()
-    roof = roofline.roof(found, roofline.members(found))
-    assert roof.gb_per_s == max(case["copy"]["gb_per_s"] for case in roofline.members(found))
+    roof = roofline_plot.roof(found, roofline_plot.members(found))
+    assert roof.gb_per_s == max(case["copy"]["gb_per_s"] for case in roofline_plot.members(found))
     assert roof.peak_gflops == 2 * 64 * 3.0
     assert roof.assumption == "assumed, not measured: 2 threads of 64 fp32 operations a cycle (avx512) at 3 GHz"
 
@@ -133,11 +135,11 @@ def test_the_roof_of_a_card_is_computed_from_its_multiprocessors_and_greatest_cl
     card = {"device": "cuda", "gpu": "Card", "compute_capability": "9.0", "multiprocessors": 132}
     for content in found.values():
         content["machine"] = card | {"driver and clocks": "570.1, 345 MHz, 1980 MHz, 2619 MHz, 700.00 W"}
-    assert roofline.roof(found, roofline.members(found)).peak_gflops == pytest.approx(132 * 128 * 2 * 1.98)
+    assert roofline_plot.roof(found, roofline_plot.members(found)).peak_gflops == pytest.approx(132 * 128 * 2 * 1.98)
     for content in found.values():
         content["machine"] = card
-    assert roofline.roof(found, roofline.members(found)).peak_gflops is None
-    roofline.plot(found)
+    assert roofline_plot.roof(found, roofline_plot.members(found)).peak_gflops is None
+    roofline_plot.plot(found)
 
 
 def test_the_figures_of_the_documentation_are_drawn_where_the_page_looks_for_them(tmp_path: Path):

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from onetrip.benchmarks import attention, bench_attention, row_norm, softmax, targets
-from onetrip.benchmarks.checks import Truth, make_inputs
-from onetrip.benchmarks.suite import PASSES, selects
+from onetrip.benchmarks.measure.cases import PASSES, selects
+from onetrip.benchmarks.measure.checks import Truth, make_inputs
+from onetrip.benchmarks.show import targets
+from onetrip.benchmarks.suites import attention, bench_attention, row_norm, softmax
 
 N_ROWS, N_COLS, ITEMSIZE = 6, 40, 2
 MATRIX, VECTOR = N_ROWS * N_COLS * ITEMSIZE, N_COLS * ITEMSIZE

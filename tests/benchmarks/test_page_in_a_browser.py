@@ -9,7 +9,8 @@ from pathlib import Path
 import browser
 import pytest
 from made_up_results import every_suite
-from onetrip.benchmarks import figures, html_report, results
+from onetrip.benchmarks.measure import results
+from onetrip.benchmarks.show import figures, html_page
 
 pytestmark = pytest.mark.skipif(
     browser.executable() is None, reason=f"no browser is installed: {', '.join(browser.NAMES)}"
@@ -21,7 +22,7 @@ ALL = "Every operator, shape, dtype and provider"
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
     folder = tmp_path_factory.mktemp("page")
     results.write(every_suite(), folder / "results")
-    written = html_report.write(folder / "results", folder / "page.html")
+    written = html_page.write(folder / "results", folder / "page.html")
     with browser.Browser(written.path, folder / "profile") as opened:
         yield opened
 

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from onetrip.benchmarks import attention, memory, row_norm, softmax
-from onetrip.benchmarks.memory import peak_bytes, saved_bytes
-from onetrip.benchmarks.providers import EAGER
-from onetrip.benchmarks.race import Race
-from onetrip.benchmarks.race import race as run_race
-from onetrip.benchmarks.suite import PASSES, Case, Operator, Provider, selects
-from onetrip.benchmarks.timing import last_level_cache_bytes, summarise
+from onetrip.benchmarks.measure import memory
+from onetrip.benchmarks.measure.cases import PASSES, Case, Operator, Provider, selects
+from onetrip.benchmarks.measure.memory import peak_bytes, saved_bytes
+from onetrip.benchmarks.measure.providers import EAGER
+from onetrip.benchmarks.measure.side_by_side import Race
+from onetrip.benchmarks.measure.side_by_side import race as run_race
+from onetrip.benchmarks.measure.timing import last_level_cache_bytes, summarise
+from onetrip.benchmarks.suites import attention, row_norm, softmax
 from torch import Tensor
 
 CPU = torch.device("cpu")

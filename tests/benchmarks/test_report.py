@@ -6,9 +6,10 @@ from pathlib import Path
 
 import made_up_results
 import pytest
-from onetrip.benchmarks import report, results
-from onetrip.benchmarks.machine import checkout
-from onetrip.benchmarks.targets import verdicts
+from onetrip.benchmarks.measure import results
+from onetrip.benchmarks.measure.machine import checkout
+from onetrip.benchmarks.show import report
+from onetrip.benchmarks.show.targets import verdicts
 
 RECORDED = Path(__file__).parent / "recorded"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from onetrip.benchmarks import everything, sanitized, watched
+from onetrip.benchmarks.full_run import driver, everything, sanitizer
 
 CPU = torch.device("cpu")
 SANITIZER = """\
@@ -44,16 +44,16 @@ CLEAN = "12 of 12 launches\n========= ERROR SUMMARY: 0 errors\n"
 
 
 def test_reports_of_the_sanitizer_are_told_apart():
-    ours, theirs = sanitized.reports(SANITIZER)
+    ours, theirs = sanitizer.reports(SANITIZER)
     assert ours[0].startswith("Invalid __global__ write") and ours[-1].endswith("is out of bounds")
     assert "at::native" in theirs[1]
-    assert sanitized.is_ours(ours, ["onetrip"])
-    assert not sanitized.is_ours(theirs, ["onetrip"])  # our code launched it: a frame of the host
+    assert sanitizer.is_ours(ours, ["onetrip"])
+    assert not sanitizer.is_ours(theirs, ["onetrip"])  # our code launched it: a frame of the host
 
 
 def test_both_sides_of_a_race_are_looked_at():
-    (race,) = sanitized.reports(RACE)
-    assert sanitized.is_ours(race, ["onetrip::reduce"]) and sanitized.is_ours(race, ["sum"])
+    (race,) = sanitizer.reports(RACE)
+    assert sanitizer.is_ours(race, ["onetrip::reduce"]) and sanitizer.is_ours(race, ["sum"])
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def sanitize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
             return code
 
         until = time.time() + 100.0
-        monkeypatch.setattr(watched, "watch", watch)
-        return sanitized.run("memcheck", "cuda", tmp_path, until)
+        monkeypatch.setattr(driver, "watch", watch)
+        return sanitizer.run("memcheck", "cuda", tmp_path, until)
 
     return run
 
@@ -126,8 +126,8 @@ def test_what_was_found_before_a_cut_counts_when_the_rest_has_run(sanitize, tmp_
 
 
 def test_a_backend_without_kernels_checks_nothing_and_fails(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(watched, "kernels", lambda backend: [])
-    assert sanitized.run("memcheck", "triton", tmp_path, time.time() + 100.0) == 1
+    monkeypatch.setattr(driver, "kernels", lambda backend: [])
+    assert sanitizer.run("memcheck", "triton", tmp_path, time.time() + 100.0) == 1
     assert "FAILED no kernel of the backend triton was found" in capsys.readouterr().out
 
 
@@ -135,7 +135,7 @@ def test_what_is_printed_before_a_cut_is_in_the_log(tmp_path):
     code = "import time; print('found', flush=True); time.sleep(300)"
     log = tmp_path / "log"
     log.write_text("before\n")
-    assert watched.watch([sys.executable, "-c", code], {}, log, time.time() + 2.0) is None
+    assert driver.watch([sys.executable, "-c", code], {}, log, time.time() + 2.0) is None
     assert log.read_text() == "before\nfound\n"
 
 
@@ -144,12 +144,12 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver on the CPU's backend, since no card can be asked."""
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(sanitized.torch, "device", lambda name: CPU)
-    monkeypatch.setattr(sanitized, "_WIDE", 1000)
+    monkeypatch.setattr(sanitizer.torch, "device", lambda name: CPU)
+    monkeypatch.setattr(sanitizer, "_WIDE", 1000)
 
 
 def test_the_driver_launches_everything_it_plans(on_the_cpu, tmp_path, capsys):
-    assert sanitized.drive("cpu", tmp_path / "record", time.time() + 300.0) == 0
+    assert sanitizer.drive("cpu", tmp_path / "record", time.time() + 300.0) == 0
     done, planned = capsys.readouterr().out.split(" launches")[0].split()[-3::2]
     assert done == planned and int(planned) > 50
 
@@ -165,15 +165,15 @@ def test_the_driver_goes_on_with_what_has_not_ended_and_what_broke_comes_last(tm
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(
-        sanitized, "launches", lambda backend: [(name, lambda name=name: launch(name)) for name in "abcd"]
+        sanitizer, "launches", lambda backend: [(name, lambda name=name: launch(name)) for name in "abcd"]
     )
     record, broken = tmp_path / "record", True
     with pytest.raises(RuntimeError, match="CUDA error"):
-        sanitized.drive("cpu", record, time.time() + 300.0)
+        sanitizer.drive("cpu", record, time.time() + 300.0)
     broken = False
-    assert sanitized.drive("cpu", record, time.time() - 1.0) == everything.EXIT_UNFINISHED
+    assert sanitizer.drive("cpu", record, time.time() - 1.0) == everything.EXIT_UNFINISHED
     assert "1 of 4 launches" in capsys.readouterr().out
-    assert sanitized.drive("cpu", record, time.time() + 300.0) == 0
+    assert sanitizer.drive("cpu", record, time.time() + 300.0) == 0
     assert ran == ["a", "b", "c", "d", "b"]
     assert "4 of 4 launches" in capsys.readouterr().out
 
@@ -192,13 +192,13 @@ def test_launches_of_triton_that_no_filter_names_fail(tmp_path, monkeypatch, cap
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", chain, raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(watched, "use_backend", lambda backend: monkeypatch.context())
+    monkeypatch.setattr(driver, "use_backend", lambda backend: monkeypatch.context())
     monkeypatch.setattr(
-        sanitized, "launches", lambda backend: [("a", lambda: [hook(Metadata()) for hook in chain] and [])]
+        sanitizer, "launches", lambda backend: [("a", lambda: [hook(Metadata()) for hook in chain] and [])]
     )
     name = "_softmax_fwd_kernel"
-    assert sanitized.drive("triton", tmp_path / "first", time.time() + 300.0) == 0
+    assert sanitizer.drive("triton", tmp_path / "first", time.time() + 300.0) == 0
     chain.clear()
     name = "_renamed"
-    assert sanitized.drive("triton", tmp_path / "second", time.time() + 300.0) == 1
+    assert sanitizer.drive("triton", tmp_path / "second", time.time() + 300.0) == 1
     assert "FAILED no kernel was launched that the filter names" in capsys.readouterr().out

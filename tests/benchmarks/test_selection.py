@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from onetrip.benchmarks import bench_overhead, softmax
-from onetrip.benchmarks.checks import Truth, make_inputs
-from onetrip.benchmarks.options import Options, UsageError
-from onetrip.benchmarks.selection import TAKES, operators, select
+from onetrip.benchmarks.measure.checks import Truth, make_inputs
+from onetrip.benchmarks.run.options import Options, UsageError
+from onetrip.benchmarks.run.selection import TAKES, operators, select
+from onetrip.benchmarks.suites import bench_overhead, softmax
 
 
 def ids(*, only: str | None = None, quick: bool = True, **words: list[str]) -> list[str]:

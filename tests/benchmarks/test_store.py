@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from onetrip.benchmarks import results
-from onetrip.benchmarks.store import Store, fingerprint
+from onetrip.benchmarks.measure import results
+from onetrip.benchmarks.run.store import Store, fingerprint
 
 HEADER: dict[str, Any] = {
     "date": "2026-01-02T03:04:05+00:00",

@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from onetrip.benchmarks import bench_training
-from onetrip.benchmarks.bench_training import Trainer
+from onetrip.benchmarks.suites import bench_training
+from onetrip.benchmarks.suites.bench_training import Trainer
 
 
 def test_what_a_card_alone_can_hold_is_left_out_elsewhere():

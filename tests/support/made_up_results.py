@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from onetrip.benchmarks import results
+from onetrip.benchmarks.measure import results
 
 RECORDED = Path(__file__).parents[1] / "benchmarks" / "recorded"
 MACHINE = "test-cpu-2-cores"

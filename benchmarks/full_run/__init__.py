@@ -1,0 +1,1 @@
+"""`onetrip bench --everything`: the full GPU validation and benchmark suite."""

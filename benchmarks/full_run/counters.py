@@ -1,0 +1,324 @@
+"""Nsight Compute over the kernels of one backend.
+
+    python -m onetrip.benchmarks.full_run.counters BACKEND DIR END
+
+Every launch happens once unwatched, then once between cudaProfilerStart and cudaProfilerStop, behind a launch of
+PyTorch's spin_kernel, which tells the launches apart in what ncu prints. Clocks are left alone; caches are emptied
+before each of ncu's passes. END is the Unix time by which all has ended; what is counted is not counted again by the
+next call, until all is. What comes out is a suite's file, counters-BACKEND.json, in the folder of the part.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..measure.cases import DTYPE_NAMES, LARGE_ELEMENTS, Operator
+from ..measure.checks import as_tuple, make_inputs
+from ..measure.machine import header, load_average
+from ..run.store import Store, fingerprint
+from ..show import report
+from ..suites import row_norm, softmax
+from ..suites.optimizers import ONETRIP, make
+from . import driver
+from .everything import EXIT_SKIPPED, EXIT_UNFINISHED
+
+METRICS = {
+    "duration_ns": ("gpu__time_duration.sum",),
+    "read_bytes": ("dram__bytes_read.sum", "dram__bytes_op_read.sum"),
+    "written_bytes": ("dram__bytes_write.sum", "dram__bytes_op_write.sum"),
+    "warp_instructions": ("smsp__inst_executed.sum",),
+    "issue_percent": ("smsp__issue_active.avg.pct_of_peak_sustained_active",),
+    "occupancy_percent": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
+    "l2_percent": ("lts__t_sectors.avg.pct_of_peak_sustained_elapsed",),
+    "local_load_sectors": ("l1tex__t_sectors_pipe_lsu_mem_local_op_ld.sum",),
+    "local_store_sectors": ("l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum",),
+    "registers": ("launch__registers_per_thread",),
+    "static_shared_bytes": ("launch__shared_mem_per_block_static",),
+    "dynamic_shared_bytes": ("launch__shared_mem_per_block_dynamic",),
+}
+"""What is recorded -> ncu's names for it: a card, or a version of ncu, that does not know one may know the next."""
+_SECTOR_BYTES, _WARP = 32, 32
+_MARKER = "spin_kernel"
+_REFUSALS = (
+    "LibraryNotLoaded",
+    "ERR_NVGPUCTRPERM",
+    "Failed to initialize the profiler",
+    "Profiling is not supported",
+    "driver resource was unavailable",
+)
+_UNKNOWN = "Failed to find metric"
+_SETTLE_S = 10.0
+_DRIVER_S = 30.0
+"""What is kept of the time for the launch that is under way, and for ncu to print what it has."""
+
+Widths = tuple[tuple[Operator, tuple[int, ...]], ...]
+_ROW_NORM = (1024, 4096, 8192, 16384, 65536, 768)
+_SOFTMAX = (512, 2048, 16384, 65536)
+WIDTHS: Widths = (
+    (row_norm.LAYER_NORM, _ROW_NORM),
+    (row_norm.BIAS_DROPOUT_RESIDUAL_LAYER_NORM[0.1], _ROW_NORM),
+    (row_norm.RMS_NORM, (4096, 768)),
+    (softmax.SOFTMAX, _SOFTMAX),
+    (softmax.CAUSAL_SOFTMAX, _SOFTMAX),
+)
+ELEMENTS = LARGE_ELEMENTS
+_BERT_LAYER = [(1024, 1024), (1024,)] * 4 + [(4096, 1024), (4096,), (1024, 4096), (1024,)] + [(1024,)] * 4
+_LLAMA_LAYER = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)] + [(4096,)] * 2
+MODELS: dict[str, Sequence[tuple[int, ...]]] = {
+    "bert_large": [(30522, 1024), (512, 1024), (2, 1024), (1024,), (1024,), *(_BERT_LAYER * 24)],
+    "two layers of llama_7b": _LLAMA_LAYER * 2,
+}
+"""The shapes of the parameters that a step of AdamW8bit updates."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One launch, of one kernel or of several."""
+
+    operator: str
+    direction: str
+    shape: str
+    dtype: str
+    n_elements: int
+    floor_bytes: float
+    """What it must move, by the formula that the suites judge it by."""
+    prepare: Callable[[torch.device], Callable[[], object]]
+    """Makes the inputs, and gives the call."""
+
+    @property
+    def id(self) -> str:
+        return f"{self.operator}-{self.direction}-{self.shape}-{self.dtype}"
+
+
+def _prepare(
+    operator: Operator, n_rows: int, n_cols: int, dtype: torch.dtype, direction: str, device: torch.device
+) -> Callable[[], object]:
+    inputs = make_inputs(operator, n_rows, n_cols, dtype, device, seed=0)
+    if direction == "forward":
+        return lambda: operator.fused(**inputs.tensors)
+    outputs = as_tuple(operator.fused(**inputs.tensors))
+    return lambda: torch.autograd.grad(outputs, inputs.leaves, inputs.grad_outputs, retain_graph=True)
+
+
+def _prepare_step(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    params = [torch.nn.Parameter(torch.randn(shape, device=device, dtype=dtype)) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return make(ONETRIP, params).step
+
+
+def cases() -> Iterator[Counted]:
+    """In order of worth: 16-bit rows, which are furthest from the speed of a copy, first."""
+    dtypes = (torch.bfloat16, torch.float32)
+    for dtype in dtypes:
+        for operator, widths in WIDTHS:
+            for n_cols in widths:
+                n_rows = max(ELEMENTS // n_cols, 1)
+                least = operator.least_bytes(n_rows, n_cols, dtype.itemsize)
+                for direction, floor in (("forward", least.forward), ("backward", least.backward)):
+                    prepare = partial(_prepare, operator, n_rows, n_cols, dtype, direction)
+                    shape, numel = f"{n_rows} x {n_cols}", n_rows * n_cols
+                    yield Counted(operator.name, direction, shape, DTYPE_NAMES[dtype], numel, floor, prepare)
+    for dtype in dtypes:
+        for model, shapes in MODELS.items():
+            numel = sum(torch.Size(shape).numel() for shape in shapes)
+            floor_bytes = ONETRIP.least_bytes(numel, dtype.itemsize, dtype.itemsize)
+            step = partial(_prepare_step, shapes, dtype)
+            yield Counted("AdamW8bit", "step", model, DTYPE_NAMES[dtype], numel, floor_bytes, step)
+
+
+def _count(case: Counted, device: torch.device) -> list[str]:
+    call = case.prepare(device)
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # ncu saves all memory that is allocated, before it replays a kernel
+    torch.cuda.profiler.start()
+    torch.cuda._sleep(1)
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+    return []
+
+
+def drive(backend: str, record: Path, deadline: float, device: str = "cuda") -> int:
+    """What ncu watches."""
+    launches: list[driver.Launch] = [(case.id, partial(_count, case, torch.device(device))) for case in cases()]
+    return driver.drive(launches, backend, record, deadline)
+
+
+def parse(text: str) -> list[dict[str, str]]:
+    """The kernels, in order, as `ncu --csv --page raw` prints them below its messages: column -> entry."""
+    _, head, table = text.partition('"ID",')
+    lines = [line for line in (head + table).splitlines() if line.startswith('"')]
+    return [row for row in csv.DictReader(lines) if row["ID"]]  # the row of units has no ID
+
+
+def by_launch(kernels: Sequence[dict[str, str]]) -> list[list[dict[str, str]]]:
+    """The kernels behind each of the markers."""
+    found: list[list[dict[str, str]]] = []
+    for kernel in kernels:
+        if _MARKER in kernel["Kernel Name"]:
+            found.append([])
+        elif found:
+            found[-1].append(kernel)
+    return found
+
+
+def _number(entry: str | None) -> float | None:
+    try:
+        return float((entry or "").replace(",", ""))
+    except ValueError:  # "n/a"
+        return None
+
+
+def _sum(*values: float | None) -> float | None:
+    return None if None in values else sum(value for value in values if value is not None)
+
+
+def _share(n_bytes: float | None, duration_ns: float | None, copy_gb_per_s: float | None) -> float | None:
+    """Of the copy's bandwidth; a byte a nanosecond is a GB/s."""
+    return n_bytes / duration_ns / copy_gb_per_s if n_bytes and duration_ns and copy_gb_per_s else None
+
+
+def _kernel(row: dict[str, str], n_elements: int, copy_gb_per_s: float | None) -> dict[str, Any]:
+    def first(names: Sequence[str]) -> float | None:
+        return next((value for name in names if (value := _number(row.get(name))) is not None), None)
+
+    found = {key: first(names) for key, names in METRICS.items()}
+    warp = found.pop("warp_instructions")
+    loads, stores = (found.pop(f"local_{what}_sectors") for what in ("load", "store"))
+    static, dynamic = (found.pop(f"{what}_shared_bytes") for what in ("static", "dynamic"))
+    local = _sum(loads, stores)
+    return {
+        "kernel": row["Kernel Name"],
+        "grid": row.get("Grid Size"),
+        "block": row.get("Block Size"),
+        **found,
+        "shared_bytes": _sum(static, dynamic),
+        "local_bytes": None if local is None else _SECTOR_BYTES * local,
+        # Of warps, times 32: what each thread executes over the elements that it works on, idle lanes counted in.
+        "instructions_per_element": None if warp is None else _WARP * warp / n_elements,
+        "moved_share_of_copy": _share(
+            _sum(found["read_bytes"], found["written_bytes"]), found["duration_ns"], copy_gb_per_s
+        ),
+    }
+
+
+def measured(case: Counted, rows: Sequence[dict[str, str]], copy_gb_per_s: float | None) -> dict[str, Any]:
+    """The record of a launch: share_of_copy is of the bytes that it must move, in the time of all its kernels."""
+    kernels = [_kernel(row, case.n_elements, copy_gb_per_s) for row in rows]
+    duration = _sum(*(kernel["duration_ns"] for kernel in kernels))
+    return {
+        "case": case.id,
+        **{name: getattr(case, name) for name in ("operator", "direction", "shape", "dtype", "n_elements")},
+        "floor_bytes": case.floor_bytes,
+        "duration_ns": duration,
+        "share_of_copy": _share(case.floor_bytes, duration, copy_gb_per_s),
+        "kernels": kernels,
+    }
+
+
+def _copy_gb_per_s(output: Path) -> float | None:
+    """Of this card, as the part "environment" measured it; None where that has not run."""
+    path = output / "environment.json"
+    ceilings = json.loads(path.read_text()).get("ceilings", {}) if path.exists() else {}
+    return ceilings.get("copy_gb_per_s")
+
+
+def _profile(
+    backend: str, folder: Path, record: Path, before: str, deadline: float
+) -> tuple[int | None, str, list[dict[str, str]]]:
+    """(exit code or None where the time was up, all that was printed, the kernels).
+
+    A metric that ncu does not know ends it before a kernel is counted: then what is left of METRICS is tried.
+    """
+    log, table = folder / f"{backend}.txt", folder / f"{backend}.csv"
+    names = "|".join([_MARKER, *driver.kernels(backend)])
+    wanted = {key: list(candidates) for key, candidates in METRICS.items()}
+    while True:
+        for path in (log, table):
+            path.unlink(missing_ok=True)
+        record.write_text(before)
+        command = ["ncu", "--profile-from-start", "off", "--target-processes", "application-only"]
+        command += ["--kernel-name-base", "demangled", "--kernel-name", f"regex:{names}"]
+        command += ["--replay-mode", "kernel", "--cache-control", "all", "--clock-control", "none"]
+        command += ["--metrics", ",".join(candidates[0] for candidates in wanted.values() if candidates)]
+        command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(table)]
+        command += [sys.executable, "-m", __spec__.name, "drive", backend, str(record), f"{deadline - _DRIVER_S:.0f}"]
+        code = driver.watch(command, os.environ, log, deadline - _SETTLE_S)
+        printed, counted = (path.read_text(errors="replace") if path.exists() else "" for path in (log, table))
+        kernels, printed = parse(counted), printed + counted.partition('"ID",')[0]
+        messages = [line.replace("\\", "") for line in printed.splitlines() if _UNKNOWN in line]
+        unknown = [c for c in wanted.values() if c and any(c[0].partition(".")[0] in line for line in messages)]
+        if kernels or not unknown or time.time() > deadline - 2 * _DRIVER_S:
+            return code, printed, kernels
+        for candidates in unknown:
+            candidates.pop(0)
+
+
+def run(backend: str, output: Path, deadline: float, device: str = "cuda") -> int:
+    """Counts what is not counted yet and prints the table; the exit code says what became of it."""
+    suite = f"counters-{backend}"
+    planned = {case.id: case for case in cases()}
+    described = {**header(torch.device(device)), "quick": False, "load_average_before": load_average()}
+    described |= {"code": fingerprint(), "measured": {"metrics": sorted(METRICS)}, "asked_for": ["--everything"]}
+    store = Store(output / "parts" / suite, described, {suite: list(planned)})
+    done = store.resume().get(suite, set())
+    if done >= planned.keys():  # whole: another call begins anew
+        store, done = Store(output / "parts" / suite, described, {suite: list(planned)}), set()
+    record = output / "counters" / f"{backend}.jsonl"
+    record.parent.mkdir(parents=True, exist_ok=True)
+    # Of what ended in an ncu that was cut nothing was printed: only what is in the store is done.
+    known = [*done, *(driver.launched(record)[1] - done)]
+    before = "".join(json.dumps({"name": name, "ended": name in done}) + "\n" for name in known)
+    code, printed, kernels = _profile(backend, record.parent, record, before, deadline)
+    print("\n".join(line for line in printed.splitlines() if not line.startswith("==PROF==")))
+    refusals = [line for line in printed.splitlines() if any(words in line for words in _REFUSALS)]
+    if not kernels and refusals:
+        print(f"ncu cannot count here: {refusals[0]}")
+        return EXIT_SKIPPED
+    lines = [json.loads(line) for line in record.read_text().splitlines()][len(known) :]
+    begun, ended = [line["name"] for line in lines if not line["ended"]], driver.launched(record)[0]
+    copy_gb_per_s, failed = _copy_gb_per_s(output), False
+    for name, rows in zip_longest(begun, by_launch(kernels)) if code is not None else ():
+        if name in ended and rows:
+            store.add(suite, measured(planned[name], rows, copy_gb_per_s))
+            done.add(name)
+        elif name in ended:
+            print(f"FAILED {name}: ncu saw no kernel of ours")
+            failed = True
+    if done >= planned.keys():
+        store.finish()
+    report.print_tables(store.results, width=250)
+    print(f"{len(done)} of {len(planned)} launches are counted")
+    if failed or re.search(r"^FAILED ", printed, re.MULTILINE):
+        return 1
+    if code is not None and not re.search(r"^\d+ of \d+ launches$", printed, re.MULTILINE):
+        print(f"the driver did not end: exit code {code}")
+        return 1
+    return 0 if done >= planned.keys() else EXIT_UNFINISHED
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[0] == "drive":
+        backend, record, deadline = arguments[1:]
+        return drive(backend, Path(record), float(deadline))
+    backend, output, deadline = arguments
+    return run(backend, Path(output), float(deadline))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,334 @@
+"""The tests marked gpu, in shards that end in time, go on where they stopped, and outlive a broken CUDA context.
+
+    python -m onetrip.benchmarks.full_run.gpu_tests SHARD ROOT DIR DEADLINE      (Unix time, by which all has ended)
+
+Workers run pytest over their shares of a shard with this module as a plugin, which writes each outcome down at once in
+DIR/gpu-tests/<shard>-<worker>.jsonl. A kernel that faults breaks the CUDA context of its process for good: the process
+ends there, and another one goes on with the tests that are left. A test that kills its process is a failure too, and so
+is one that never ends: its process is killed. What failed before runs again after all others.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import zlib
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from onetrip import html
+
+from ..measure.machine import checkout
+
+_VARIABLE = "ONETRIP_GPU_TESTS"
+_BROKEN_CONTEXT = 9  # exit code of a process that the plugin ends
+EXIT_FAILED, EXIT_BROKEN, EXIT_UNFINISHED = 1, 3, 4
+_MOST_WORKERS = 6
+_LINES = 3  # of a failure's message
+_ENDED = ("passed", "skipped", "failed")
+_AGAIN, _CUT = "again", "cut"  # of a test that failed in an earlier call; of one that was stopped and may have passed
+_GRACE_S = 20.0
+"""What a test may take that is running when the time is up."""
+_HANGS_S = 60.0
+"""A test that is killed then has failed if it ran for this long; one that has just begun gets another call's time."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    name: str
+    what: str
+    paths: tuple[str, ...]
+    """Below tests/."""
+    keywords: str = ""
+    """pytest's -k."""
+    seconds: float = 120.0
+    alone: bool = False
+    """One worker: its tests fill the card's memory."""
+
+
+_SPECIAL = ("ops/test_row_norm_gpu.py", "ops/test_softmax_gpu.py", "ops/test_adam_gpu.py")
+_ROW_NORM = (
+    *(f"ops/test_row_norm_{name}.py" for name in ("forward", "backward", "input", "dropout", "determinism")),
+    "nn/test_row_norm.py",
+)
+_COMPILE = (
+    "ops/test_row_norm_compile.py",
+    "ops/test_jit_trace.py",
+    *(f"kernels/test_triton_{family}.py" for family in ("row_norm", "softmax", "adam")),
+)
+_LARGE = "more_than_two_to_the or many_rows"
+SHARDS = (
+    Shard("special", "graphs, streams, autocast, wide rows, Adam's bits", _SPECIAL, f"not ({_LARGE})"),
+    Shard("row_norm-cuda", "the contract of row_norm, CUDA C++", _ROW_NORM, "not triton"),
+    Shard("row_norm-triton", "the contract of row_norm, Triton", _ROW_NORM, "triton", 240.0),
+    Shard("softmax-cuda", "the contract of softmax, CUDA C++", ("ops/test_softmax.py",), "not triton"),
+    Shard("softmax-triton", "the contract of softmax, Triton", ("ops/test_softmax.py",), "triton", 180.0),
+    Shard(
+        "models",
+        "patched models: gradients, checkpointing, a training loop",
+        ("patching/test_models_gpu.py",),
+        "",
+        45.0,
+    ),
+    Shard("large", "2^31 elements and more, a million rows", _SPECIAL, _LARGE, 90.0, alone=True),
+    Shard("compile", "torch.compile, and cases of Triton's kernels", _COMPILE, "", 180.0),
+)
+
+
+def root() -> Path | None:
+    """Of a source tree with tests: the one that the package runs from, else the current folder."""
+    for folder in (checkout(), Path.cwd()):
+        if folder is not None and (folder / "tests/conftest.py").is_file() and (folder / "csrc").is_dir():
+            return folder
+    return None
+
+
+def missing() -> str:
+    """What pytest needs and is not installed."""
+    needed = {"pytest_benchmark": "pytest-benchmark", "hypothesis": "hypothesis", "transformers": "transformers"}
+    absent = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
+    return f"not installed: {', '.join(absent)} (pip install 'onetrip[test]')" if absent else ""
+
+
+def _arguments(shard: Shard, tests: Path) -> list[str]:
+    paths = (str(tests / path) for path in shard.paths)
+    return [*paths, "-m", "gpu", *(["-k", shard.keywords] if shard.keywords else [])]
+
+
+def read(record: Path) -> dict[str, Any]:
+    """What one worker wrote: {"total": ..., "tests": {id: its last line}}."""
+    total, tests = None, {}
+    for line in record.read_text().splitlines() if record.exists() else ():
+        try:
+            entry = json.loads(line)
+        except ValueError:  # the process died while it wrote
+            continue
+        if "total" in entry:
+            total = entry["total"]
+        else:
+            tests[entry["test"]] = entry
+    return {"total": total, "tests": tests}
+
+
+class _Recorder:
+    """The plugin: takes the worker's share of the tests, less those that have run; writes outcomes; stops in time."""
+
+    def __init__(self, record: Path, worker: int, workers: int, deadline: float) -> None:
+        self._file = record.open("a")
+        # Of all workers: on another machine there may have been more of them.
+        shard = record.name.rpartition("-")[0]
+        known = [read(path)["tests"] for path in record.parent.glob(f"{shard}-*.jsonl")]
+        outcomes = [(test, entry["outcome"]) for tests in known for test, entry in tests.items()]
+        self._finished = {test for test, outcome in outcomes if outcome in _ENDED}
+        self._failed_before = {test for test, outcome in outcomes if outcome == _AGAIN}
+        self._worker, self._workers, self._deadline = worker, workers, deadline
+        self._outcome, self._reason, self._start = "passed", "", 0.0
+
+    def _write(self, **entry: object) -> None:
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        mine = [item for item in items if zlib.crc32(item.nodeid.encode()) % self._workers == self._worker]
+        self._write(total=len(mine))
+        items[:] = [item for item in mine if item.nodeid not in self._finished]
+        items.sort(key=lambda item: item.nodeid in self._failed_before)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write(test=report.nodeid, outcome="failed", reason=_message(report), seconds=0.0, collected=False)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._outcome, self._reason, self._start = "passed", "", time.time()
+        self._write(test=nodeid, outcome="started", at=self._start)
+
+    def _seconds(self) -> float:
+        return round(time.time() - self._start, 3)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._outcome, self._reason = "failed", _message(report)
+            if _context_is_broken():
+                reason = f"{self._reason} [and the CUDA context is broken]"
+                self._write(test=report.nodeid, outcome="failed", reason=reason, seconds=self._seconds())
+                self._file.close()
+                os._exit(_BROKEN_CONTEXT)
+        elif report.skipped and self._outcome == "passed":
+            longrepr = report.longrepr
+            self._outcome = "skipped"
+            self._reason = str(longrepr[-1] if isinstance(longrepr, tuple) else longrepr).removeprefix("Skipped: ")
+        if report.when == "teardown":
+            self._write(test=report.nodeid, outcome=self._outcome, reason=self._reason, seconds=self._seconds())
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        if time.time() > self._deadline:
+            self._session.shouldstop = "out of time"
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._session = session
+
+
+def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
+    lines = [line.removeprefix("E").strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
+    return " | ".join(lines[:_LINES] or report.longreprtext.splitlines()[-1:])
+
+
+def _context_is_broken() -> bool:
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if _VARIABLE in os.environ:
+        given = json.loads(os.environ[_VARIABLE])
+        given["record"] = Path(given["record"])
+        config.pluginmanager.register(_Recorder(**given), "onetrip gpu tests")
+
+
+def _add(record: Path, entry: dict[str, Any]) -> None:
+    with record.open("a") as file:
+        file.write("\n" + json.dumps(entry) + "\n")  # a process may have died within a line
+
+
+def _settle(record: Path, reason: str = "its process died", least_s: float = 0.0) -> int:
+    """How many tests have an outcome; those that ran for least_s when their process ended have failed."""
+    tests = read(record)["tests"]
+    running = {name: time.time() - entry["at"] for name, entry in tests.items() if entry["outcome"] == "started"}
+    for name, age in running.items():
+        ended = {"outcome": "failed", "reason": reason} if age >= least_s else {"outcome": _CUT}
+        _add(record, {"test": name, **ended, "seconds": round(age, 3)})
+    return sum(entry["outcome"] in _ENDED for entry in read(record)["tests"].values())
+
+
+def _expect_failures_again(record: Path) -> None:
+    """What failed, or was running when everything was stopped, is to run once more; what passed is kept."""
+    kept = []
+    for entry in read(record)["tests"].values():
+        if entry["outcome"] in ("passed", "skipped"):
+            kept.append(entry)
+        elif entry["outcome"] != _CUT and entry.get("collected", True):
+            reason = entry.get("reason", "it was stopped with everything else")
+            kept.append({"test": entry["test"], "outcome": _AGAIN, "reason": reason, "seconds": 0.0})
+    if record.exists():
+        html.write(record, "".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+def _work(shard: Shard, tree: Path, record: Path, worker: int, workers: int, deadline: float) -> str:
+    """Runs one worker's share until it is done, the time is up, or pytest does not start; says which, "" if done."""
+    given = {"record": str(record), "worker": worker, "workers": workers, "deadline": deadline}
+    environment = {**os.environ, _VARIABLE: json.dumps(given), "OMP_NUM_THREADS": "1"}
+    environment.pop("OMP_PROC_BIND", None)  # all workers' threads would share one core
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "onetrip.benchmarks.full_run.gpu_tests",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "--tb=short",
+    ]
+    command += ["--continue-on-collection-errors", f"--rootdir={tree}", *_arguments(shard, tree / "tests")]
+    before = _settle(record)
+    while time.time() < deadline:
+        with record.with_suffix(".log").open("ab") as log:
+            try:
+                status = subprocess.run(
+                    command,
+                    cwd=tree,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    timeout=deadline - time.time() + _GRACE_S,
+                ).returncode
+                after = _settle(record)
+            except subprocess.TimeoutExpired:
+                status = pytest.ExitCode.INTERRUPTED
+                after = _settle(record, "it hung: killed when the time was up", _HANGS_S)
+        total = read(record)["total"]
+        if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return ""
+        if total is not None and after >= total:
+            return ""
+        if status == pytest.ExitCode.INTERRUPTED and time.time() >= deadline:
+            break
+        if after == before:
+            return f"pytest ended with {status} before a test ran: {record.with_suffix('.log')}"
+        before = after
+    return "out of time"
+
+
+def _outcomes(found: list[dict[str, Any]], whole: bool) -> dict[str, dict[str, Any]]:
+    """Of all workers' tests. A failure of an earlier call that the time did not suffice to repeat still is one."""
+    tests = {name: entry for one in found for name, entry in one["tests"].items() if entry["outcome"] in _ENDED}
+    for name, entry in ((name, entry) for one in found for name, entry in one["tests"].items()):
+        if entry["outcome"] == _AGAIN and not whole:
+            tests.setdefault(name, {**entry, "outcome": "failed", "reason": f"{entry['reason']} [not run again yet]"})
+    return tests
+
+
+def run(shard: Shard, tree: Path, output: Path, seconds: float, workers: int) -> int:
+    """One shard, what ran before kept. Prints the outcome; the exit code says whether it is whole and green."""
+    folder = output / "gpu-tests"
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [folder / f"{shard.name}-{worker}.jsonl" for worker in range(workers)]
+    for record in records:
+        _expect_failures_again(record)
+    deadline = time.time() + seconds
+    with ThreadPoolExecutor(workers) as pool:
+        ends = [
+            pool.submit(_work, shard, tree, record, worker, workers, deadline) for worker, record in enumerate(records)
+        ]
+        why = {end.result() for end in ends} - {""}
+    found = [read(record) for record in records]
+    tests = _outcomes(found, whole=not why)
+    total = sum(one["total"] or 0 for one in found)
+    counts = Counter(entry["outcome"] for entry in tests.values())
+    skipped = Counter(entry["reason"] for entry in tests.values() if entry["outcome"] == "skipped")
+    failures = [entry for entry in tests.values() if entry["outcome"] == "failed"]
+    summary = {"shard": shard.name, "total": total, **counts, "reasons": dict(skipped), "failures": failures}
+    slowest = sorted(tests.values(), key=lambda entry: -entry.get("seconds", 0.0))[:10]
+    summary["slowest"] = [{"test": entry["test"], "seconds": entry.get("seconds")} for entry in slowest]
+    (folder / f"{shard.name}.json").write_text(json.dumps(summary, indent=1) + "\n")
+    for entry in failures:
+        print(f"FAILED {re.sub(r'^tests/', '', entry['test'])}: {entry['reason']}")
+    for reason, count in skipped.items():
+        print(f"{count} skipped: {reason}")
+    for line in sorted(why):
+        print(line)
+    print(f"{len(tests)} of {total} tests ran: " + ", ".join(f"{n} {name}" for name, n in sorted(counts.items())))
+    if any(line.startswith("pytest ended") for line in why):
+        return EXIT_BROKEN
+    if why:
+        return EXIT_UNFINISHED
+    return EXIT_FAILED if failures else 0
+
+
+def main(arguments: list[str]) -> int:
+    name, tree, output, deadline = arguments
+    shard = next(shard for shard in SHARDS if shard.name == name)
+    workers = 1 if shard.alone else max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // 2))
+    seconds = max(float(deadline) - time.time() - _GRACE_S, 1.0)
+    return run(shard, Path(tree), Path(output), seconds, workers)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,179 @@
+"""compute-sanitizer over the kernels of one backend.
+
+    python -m onetrip.benchmarks.full_run.sanitizer TOOL BACKEND DIR END
+
+The driver launches what `onetrip doctor` checks, in all dtypes, and rows that take the kernels for wide rows, at
+addresses that are not aligned; every allocation is the driver's own (no caching), so that what lies beside a tensor is
+out of bounds. A report counts where it happened in one of our kernels: PyTorch's are not ours to check. END is the Unix
+time by which all has ended; launches that ended are not repeated by the next call, until all have.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from onetrip import ops, selfcheck
+from torch import Tensor
+
+from . import driver
+from .driver import Launch
+from .everything import EXIT_SKIPPED, EXIT_UNFINISHED
+
+_PREFIX = "========="
+_NO_DEVICE = ("Device not supported", "Unable to", "not supported on this", "requires a newer driver")
+_NOT_TRACKED = "Internal Sanitizer Error"
+"""How a report begins where a launch was not watched: errors in it go unseen."""
+_PLACES = re.compile(r"(at |Device Frame:|.*\b(?:Read|Write|Atomic) access at )")
+"""How the lines of a report begin that say where it happened; the host's frames say who launched it."""
+_SETTLE_S = 10.0
+"""What is kept of the time to end and to read what was found."""
+_WIDE, _NARROW = 40_003, 33
+_ALIGNED = (1024, 8192, 40_000)
+"""Rows of a block, of a block that copies ahead, and of a cluster of blocks."""
+
+
+def _rows(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Random values, filled from the host so that initcheck knows them; rows that cannot be read 16 bytes at a time lie
+    one element off an aligned address too."""
+    flat = torch.randn(shape).to(dtype).flatten()
+    shift = 1 if shape[-1] % 8 else 0
+    return torch.cat([flat[:shift], flat]).cuda()[shift:].view(shape).detach().requires_grad_()
+
+
+def _finite(outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> list[str]:
+    grads = torch.autograd.grad(outputs, leaves, [torch.ones(y.shape, dtype=y.dtype).cuda() for y in outputs])
+    tensors = [*outputs, *grads]
+    return [f"result {i} is not finite" for i, t in enumerate(tensors) if not t.detach().cpu().isfinite().all()]
+
+
+def _edge(family: str, width: int, dtype: torch.dtype) -> Callable[[], list[str]]:
+    def row_norm(norm: str) -> list[str]:
+        x, residual = (_rows(3, width, dtype=dtype) for _ in range(2))
+        weight, bias = (_rows(width, dtype=dtype) for _ in range(2))
+        y, z = ops.bias_dropout_residual_norm(
+            x, residual, weight, bias=bias, dropout_p=0.1, norm=norm, return_residual=True, rng=(1, 4)
+        )
+        return _finite((y, z), [x, residual, weight, bias])
+
+    def softmax() -> list[str]:
+        # Rows that share a row of the mask, then rows that share none.
+        scores, mask = _rows(2, 3, width, dtype=dtype), _rows(3, width, dtype=dtype)
+        y = ops.softmax(scores, mask, scale=0.5, causal=True, dropout_p=0.1, rng=(1, 4))
+        return _finite((y,), [scores, mask]) + _finite((ops.softmax(scores, scale=0.5),), [scores])
+
+    return softmax if family == "softmax" else lambda: row_norm(family)
+
+
+def launches(backend: str) -> Iterator[Launch]:
+    """Edge cases first: they are what a sanitizer is for."""
+    device = torch.device("cuda")
+    for family in ("layer", "rms", "softmax"):
+        for width in (_WIDE, _NARROW, *_ALIGNED):
+            for dtype in (torch.float32, torch.bfloat16):
+                yield f"{family} {width} {dtype}", _edge(family, width, dtype)
+    for kernel, dtype_name in selfcheck.cases(backend):
+
+        def check(kernel: object = kernel, dtype_name: str = dtype_name) -> list[str]:
+            checks = selfcheck.run_check(device, backend, kernel, dtype_name)
+            return [f"{c.direction}: {c.failure or f'error {c.error:.2e}'}" for c in checks if not c.passed]
+
+        yield f"{kernel.name} {dtype_name}", check
+
+
+def drive(backend: str, record: Path, deadline: float) -> int:
+    """What compute-sanitizer watches."""
+    return driver.drive(list(launches(backend)), backend, record, deadline)
+
+
+def reports(text: str) -> list[list[str]]:
+    """The sanitizer's findings, the lines of each: an unindented one and the indented ones below it."""
+    found: list[list[str]] = []
+    for line in text.splitlines():
+        if not line.startswith(_PREFIX):
+            continue
+        rest = line.removeprefix(_PREFIX)
+        if not rest.strip() or rest.strip() == "COMPUTE-SANITIZER":
+            continue
+        if rest.startswith("    ") and found:
+            found[-1].append(rest.strip())
+        else:
+            found.append([rest.strip()])
+    return [lines for lines in found if "SUMMARY" not in lines[0]]
+
+
+def is_ours(report: list[str], names: list[str]) -> bool:
+    """Whether it happened in one of our kernels, or keeps us from knowing."""
+    places = [line for line in report if _PLACES.match(line)]
+    return report[0].startswith(_NOT_TRACKED) or any(name in line for line in places for name in names)
+
+
+def run(tool: str, backend: str, output: Path, deadline: float) -> int:
+    names = driver.kernels(backend)
+    if not names:
+        print(f"FAILED no kernel of the backend {backend} was found: nothing would be checked")
+        return 1
+    # initcheck must see every kernel that writes what ours read; the other tools look at ours alone. A kernel is
+    # checked if any of the filters matches.
+    filters = [] if tool == "initcheck" else [f"--kernel-name=kernel_substring={name}" for name in names]
+    folder = output / "sanitizers"
+    folder.mkdir(parents=True, exist_ok=True)
+    log, record = folder / f"{tool}-{backend}.txt", folder / f"{tool}-{backend}.jsonl"
+    if not record.exists():
+        log.unlink(missing_ok=True)
+    before = log.stat().st_size if log.exists() else 0
+    command = ["compute-sanitizer", f"--tool={tool}", "--report-api-errors=no", "--print-limit=1000", *filters]
+    command += ["--target-processes=application-only", sys.executable, "-m", __spec__.name, "drive", backend]
+    command += [str(record), f"{deadline - 2 * _SETTLE_S:.0f}"]
+    code = driver.watch(command, {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, log, deadline - _SETTLE_S)
+    content = log.read_bytes()
+    printed, text = (part.decode(errors="replace") for part in (content[before:], content))
+    print("\n".join(line for line in text.splitlines() if not line.startswith(_PREFIX)))
+    counted = re.findall(r"^(\d+) of (\d+) launches$", printed, re.MULTILINE)
+    own = [line for line in printed.splitlines() if line.startswith(_PREFIX) and _NOT_TRACKED not in line]
+    refusals = [line for line in own if any(words in line for words in _NO_DEVICE)]
+    if not counted and code is not None and refusals:
+        print(refusals[0])
+        return EXIT_SKIPPED
+    return _verdict(f"{tool}, {backend}", text, names, code, counted, record)
+
+
+def _verdict(
+    what: str, text: str, names: list[str], code: int | None, counted: list[tuple[str, str]], record: Path
+) -> int:
+    """text: of this call and of those that it went on with. Prints what was found."""
+    found = reports(text)
+    ours = [" | ".join(report) for report in found if is_ours(report, names)]
+    wrong = re.findall(r"^FAILED .+$", text, re.MULTILINE)
+    for line in dict.fromkeys(re.sub(r"\(\d+,\d+,\d+\)", "(...)", line) for line in ours):
+        print(f"FAILED {line[:400]}")
+    print(f"{what}: {len(ours)} reports on our kernels, {len(found) - len(ours)} others")
+    if code is None:
+        ended, broken = driver.launched(record)
+        print(f"out of time: {len(ended)} launches have ended, not {', '.join(sorted(broken)) or 'the next one'}")
+        return EXIT_UNFINISHED
+    if not counted:
+        print(f"the driver did not end: exit code {code}")
+        return 1
+    done, planned = counted[-1]
+    if done != planned:
+        print(f"{done} of {planned} launches")
+        return EXIT_UNFINISHED
+    record.unlink(missing_ok=True)  # whole: another call begins anew
+    return 1 if ours or wrong else code
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[0] == "drive":
+        backend, record, deadline = arguments[1:]
+        return drive(backend, Path(record), float(deadline))
+    tool, backend, output, deadline = arguments
+    return run(tool, backend, Path(output), float(deadline))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""How a case is checked, timed and recorded."""

@@ -1,0 +1,145 @@
+"""Who provides the operators: eager PyTorch, SDPA, torch.compile, every backend of onetrip, and other libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import onetrip
+import torch
+from onetrip.ops import backends
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from . import libraries
+from .cases import Case, Operator, Outputs, Provider
+
+EAGER = Provider("torch eager", lambda operator: operator.eager)
+SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+NAMES = ("eager", "sdpa", "compile", "compile-max-autotune", *libraries.MODULES, *backends.BACKENDS)
+"""What may be raced against, as the command names it."""
+
+_MOST_REFERENCE_ELEMENTS = 1 << 23
+
+
+def _onetrip(backend: str) -> Provider:
+    def unavailable(device: torch.device) -> str:
+        if backend == "triton" and device.type == "cpu":
+            return "on the CPU it is only interpreted: a time would mean nothing"
+        return backends.unavailable_reason(backend, device.type, device.index or 0)
+
+    def scope() -> AbstractContextManager[object]:
+        return onetrip.use_backend(backend)
+
+    return Provider(f"onetrip {backend}", lambda operator: operator.fused, unavailable, scope)
+
+
+def own_provider(device: torch.device) -> Provider:
+    """onetrip with the backend that `auto` picks."""
+    return _onetrip(onetrip.available_backends(device)[0])
+
+
+def compiled(mode: str | None = None) -> Provider:
+    """torch.compile of the eager form, for one shape.
+
+    max-autotune replays CUDA graphs, which write their outputs into the same memory every time. Each call therefore
+    says first that a new step begins (a counter on the host), which is how a training loop gives the outputs of the
+    step before back. The race holds no output longer than that, and what it checks it has cloned. The inputs are not
+    a module's parameters, so the graph copies them into its own memory: that copy is part of its time.
+    """
+
+    def bind(operator: Operator) -> Callable[..., Outputs]:
+        function = torch.compile(operator.eager, dynamic=False, mode=mode)
+        if mode is None:
+            return function
+
+        def step(**inputs: torch.Tensor) -> Outputs:
+            torch.compiler.cudagraph_mark_step_begin()
+            return function(**inputs)
+
+        return step
+
+    def unavailable(device: torch.device) -> str:
+        return "" if mode is None or device.type == "cuda" else f"mode {mode} is for CUDA"
+
+    return Provider("torch.compile" if mode is None else f"torch.compile {mode}", bind, unavailable)
+
+
+def _sdpa(name: str, backend: SDPBackend) -> Provider:
+    def unavailable(device: torch.device) -> str:
+        return f"SDPA's {name} backend is for CUDA" if device.type == "cpu" and name in ("efficient", "cudnn") else ""
+
+    def scope() -> AbstractContextManager[object]:
+        return sdpa_kernel(backend)
+
+    return Provider(f"SDPA {name}", lambda operator: operator.others["sdpa"](), unavailable, scope)
+
+
+def _peer(name: str) -> Provider:
+    return Provider(
+        libraries.TITLES[name],
+        lambda operator: operator.others[name](),
+        lambda device: libraries.unavailable(name, device),
+    )
+
+
+def named(name: str) -> list[Provider]:
+    """The providers that a name of NAMES means."""
+    if name == "eager":
+        return [EAGER]
+    if name == "sdpa":
+        return [_sdpa(*item) for item in SDPA.items()]
+    if name == "compile":
+        return [compiled()]
+    if name == "compile-max-autotune":
+        return [compiled("max-autotune")]
+    return [_peer(name) if name in libraries.MODULES else _onetrip(name)]
+
+
+def has(operator: Operator, name: str) -> bool:
+    """Whether a provider has the operator at all."""
+    return name in operator.others or (name != "sdpa" and name not in libraries.MODULES)
+
+
+def _asked_for(operator: Operator, against: tuple[str, ...]) -> Iterator[Provider]:
+    for name in against:
+        for provider in named(name):
+            if has(operator, name):
+                yield provider
+            else:
+                yield Provider(provider.name, provider.bind, lambda device: f"has no {operator.name}")
+
+
+def _usual(case: Case, device: torch.device, quick: bool) -> Iterator[Provider]:
+    operator = case.operator
+    attention = "sdpa" in operator.others
+    everything = case.full and (case.dtype == torch.float32 or device.type == "cuda") and not quick
+    yield EAGER
+    if everything or attention:
+        yield compiled()
+    if everything and device.type == "cuda":
+        yield compiled("max-autotune")
+    if attention:
+        yield from named("sdpa")
+    for name in libraries.MODULES:
+        if has(operator, name) and not quick and (everything or not libraries.unavailable(name, device)):
+            yield _peer(name)  # what is absent is named in the full cases
+    if everything and not attention:
+        for backend in backends.BACKENDS:
+            # seconds a call: Philox in plain PyTorch
+            if backend != "reference" or case.n_rows * case.n_cols <= _MOST_REFERENCE_ELEMENTS:
+                yield _onetrip(backend)
+
+
+def providers(case: Case, device: torch.device, quick: bool = False, against: tuple[str, ...] = ()) -> list[Provider]:
+    """Who races in a case: onetrip's choice of backend always, before its other ones, and whoever was asked for; by
+    default whoever is there, fewer in the small cases."""
+    own = own_provider(device)
+    found = list(_asked_for(case.operator, against) if against else _usual(case, device, quick))
+    others = [provider for provider in found if not provider.name.startswith("onetrip")]
+    backends_ = [provider for provider in found if provider.name.startswith("onetrip") and provider.name != own.name]
+    return list({provider.name: provider for provider in (*others, own, *backends_)}.values())

@@ -1,0 +1,248 @@
+"""One case, every provider, side by side: checked first, then timed in turns so that a disturbance meets them all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from torch import Tensor
+
+from .cases import DTYPE_NAMES, PASSES, Case, Outputs, Provider
+from .checks import Check, Inputs, Truth, as_tuple, make_inputs
+from .memory import peak_bytes, saved_bytes, shortage
+from .timing import Clock, clock_for, summarise
+
+_ROUNDS, _QUICK_ROUNDS = 31, 9
+_INPUT_SETS = 3
+"""Inputs rotate through this many sets: no call meets the addresses or the values of the one before."""
+_SMALL_BYTES = 128 << 20
+"""Of a forward pass: 30 microseconds on an H200, of the order of a few launches."""
+_SECONDS_PER_PROVIDER = 5.0
+_FEWEST_SAMPLES = 3
+
+
+@dataclass
+class _Contestant:
+    provider: Provider
+    function: Callable[..., Outputs]
+    check: Check
+    saved: int | None = None
+    peak: int | None = None
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    replays: dict[str, list[float]] = field(default_factory=dict)
+    not_captured: str = ""
+    rehearsed_s: float = 0.0
+    """What a forward and a backward took whose memory was measured; they warm it up."""
+
+    def tired(self, fewest: int) -> bool:
+        """A slow provider does not hold up the others: it stops once it has been heard for long enough."""
+        spent = self.rehearsed_s + sum(sum(values) for values in self.samples.values()) / 1e3
+        return spent > _SECONDS_PER_PROVIDER and all(len(v) >= fewest for v in self.samples.values())
+
+
+def _unbound(**inputs: Tensor) -> Outputs:
+    raise AssertionError("a provider that failed its check is never run")
+
+
+class Race:
+    """Time the providers of a case against each other and against a plain copy of as many bytes.
+
+    In each round every provider runs once: forward, backward of that forward, and (full cases) forward and backward in
+    one. Every timed call starts with its inputs out of the caches, and allocates its own outputs.
+    """
+
+    def __init__(self, case: Case, providers: list[Provider], device: torch.device, clock: Clock | None = None) -> None:
+        self.case = case
+        self._device = device
+        self._clock = clock_for(device) if clock is None else clock
+        self._sets = [
+            make_inputs(case.operator, case.n_rows, case.n_cols, case.dtype, device, seed)
+            for seed in range(_INPUT_SETS)
+        ]
+        self._least = case.operator.least_bytes(case.n_rows, case.n_cols, case.dtype.itemsize)
+        self._copy_source = torch.randn(case.n_rows, case.n_cols, device=device).to(case.dtype)
+        self._copy_target = torch.empty_like(self._copy_source)
+        self._copy_samples: dict[str, list[float]] = {"copy": [], "copy_to_fresh_memory": []}
+        self._rounds = 0
+        self._checked = case.operator.twin or case.operator
+        torch._dynamo.reset()  # what was compiled for other shapes must not turn these into dynamic ones
+        truth = Truth(self._checked, self._sets[0])
+        self.unavailable = {provider.name: provider.unavailable(device) for provider in providers}
+        self._contestants = [self._admit(p, truth) for p in providers if not self.unavailable[p.name]]
+
+    def _admit(self, provider: Provider, truth: Truth) -> _Contestant:
+        with provider.scope():
+            try:
+                function = provider.bind(self.case.operator)
+            except Exception as error:  # a library that imports, and lacks what it had
+                return _Contestant(provider, _unbound, Check(False, f"{type(error).__name__}: {error}".splitlines()[0]))
+            checked = function if self._checked is self.case.operator else provider.bind(self._checked)
+            contestant = _Contestant(provider, function, truth.check(checked))
+            if contestant.check.passed and (self.case.full or checked is not function):
+                try:  # the first run of what has been checked as its twin
+                    self._measure_memory(contestant)
+                except Exception as error:  # a provider that raises is reported, and the others are measured
+                    contestant.check = Check(False, f"{type(error).__name__}: {error}".splitlines()[0])
+        return contestant
+
+    def _measure_memory(self, contestant: _Contestant) -> None:
+        function, inputs = contestant.function, self._sets[0]
+        parameters = [inputs.tensors[name] for name in self.case.operator.vectors]
+        contestant.saved = saved_bytes(lambda: function(**inputs.tensors), excluded=parameters)
+        start = time.perf_counter()  # of a twin torch.compile still compiles the backward here
+        contestant.peak = peak_bytes(lambda: self._forward_backward(function, inputs), self._device)
+        contestant.rehearsed_s = time.perf_counter() - start
+
+    @property
+    def failures(self) -> dict[str, str]:
+        return {c.provider.name: c.check.detail for c in self._contestants if not c.check.passed}
+
+    @staticmethod
+    def _forward(function: Callable[..., Outputs], inputs: Inputs) -> tuple[Tensor, ...]:
+        return as_tuple(function(**inputs.tensors))
+
+    @staticmethod
+    def _backward(outputs: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(outputs, inputs.leaves, inputs.grad_outputs)
+
+    def _forward_backward(self, function: Callable[..., Outputs], inputs: Inputs) -> tuple[Tensor, ...]:
+        return self._backward(self._forward(function, inputs), inputs)
+
+    def _time(self, contestant: _Contestant, inputs: Inputs) -> None:
+        clock, function = self._clock, contestant.function
+
+        def record(name: str, milliseconds: float) -> None:
+            contestant.samples.setdefault(name, []).append(milliseconds)
+
+        passes = self.case.passes
+        with contestant.provider.scope():
+            if "forward" in passes or "backward" in passes:
+                clock.evict()
+                milliseconds, outputs = clock.time(lambda: self._forward(function, inputs))
+                if "forward" in passes:
+                    record("forward", milliseconds)
+                if "backward" in passes:
+                    clock.evict()
+                    milliseconds, gradients = clock.time(partial(self._backward, outputs, inputs))
+                    record("backward", milliseconds)
+                    del gradients
+                del outputs
+            if "forward_backward" in passes:
+                clock.evict()
+                record("forward_backward", clock.time(lambda: self._forward_backward(function, inputs))[0])
+
+    def round(self, fewest: int = _FEWEST_SAMPLES) -> None:
+        """Every contestant once, each round starting with another one; whoever is slow no more than fewest times."""
+        inputs = self._sets[self._rounds % _INPUT_SETS]
+        racing = [c for c in self._contestants if c.check.passed and not c.tired(fewest)]
+        first = self._rounds % max(len(racing), 1)
+        for contestant in racing[first:] + racing[:first]:
+            self._time(contestant, inputs)
+        copies = (lambda: self._copy_target.copy_(self._copy_source), self._copy_source.clone)
+        for samples, function in zip(self._copy_samples.values(), copies, strict=True):
+            self._clock.evict()
+            samples.append(self._clock.time(function)[0])
+        self._rounds += 1
+
+    def warm_up(self, rounds: int = 2) -> None:
+        for _ in range(rounds):
+            self.round(fewest=0)  # a call that takes seconds is as warm as it will be
+        for samples in self._copy_samples.values():
+            samples.clear()
+        for contestant in self._contestants:
+            contestant.samples.clear()
+            contestant.rehearsed_s = 0.0
+
+    def replay(self, rounds: int) -> None:
+        """Where there are CUDA graphs and a launch may take as long as the kernel: the time of the kernels alone.
+
+        The difference to the time of the call is what its host code keeps the device waiting. After all rounds: a
+        capture that fails must not disturb them.
+        """
+        if not self.case.full or self._least.forward > _SMALL_BYTES:
+            return
+        inputs = self._sets[0]
+        for contestant in self._contestants:
+            function = contestant.function
+            calls = {
+                "forward": lambda function=function: self._forward(function, inputs),
+                "forward_backward": lambda function=function: self._forward_backward(function, inputs),
+            }
+            for name, call in calls.items():
+                if contestant.check.passed and name in self.case.passes and not contestant.not_captured:
+                    self._replay(contestant, name, call, rounds)
+
+    def _replay(self, contestant: _Contestant, name: str, call: Callable[[], object], rounds: int) -> None:
+        with contestant.provider.scope():
+            try:
+                captured = self._clock.captured(call)
+            except Exception as error:  # whatever cannot be captured has no figure here, and keeps the others
+                contestant.not_captured = f"{type(error).__name__}: {error}".splitlines()[0]
+                return
+            for _ in range(rounds if captured is not None else 0):
+                self._clock.evict()
+                contestant.replays.setdefault(name, []).append(self._clock.time(captured)[0])
+
+    def _figures(self, name: str, samples: list[float], copy_gb_per_s: float) -> dict[str, float | int]:
+        figures = summarise(samples, "ms")
+        figures["gb_per_s"] = getattr(self._least, name) / figures["median_ms"] / 1e6
+        figures["share_of_copy"] = figures["gb_per_s"] / copy_gb_per_s
+        return figures
+
+    def record(self) -> dict[str, object]:
+        """Everything that was found, ready for JSON."""
+        case, least = self.case, self._least
+        copies = {name: summarise(samples, "ms") for name, samples in self._copy_samples.items()}
+        for copy in copies.values():
+            copy["gb_per_s"] = 2 * self._copy_source.nbytes / copy["median_ms"] / 1e6
+        records = []
+        for contestant in self._contestants:
+            record: dict[str, object] = {
+                "name": contestant.provider.name,
+                "check": asdict(contestant.check),
+            }
+            speed = copies["copy"]["gb_per_s"]
+            for name, samples in contestant.samples.items():
+                record[name] = self._figures(name, samples, speed)
+            if contestant.replays:
+                record["graph"] = {
+                    name: self._figures(name, samples, speed) for name, samples in contestant.replays.items()
+                }
+            if contestant.not_captured:
+                record["no_graph"] = contestant.not_captured
+            if contestant.saved is not None:
+                record |= {"saved_bytes": contestant.saved, "peak_bytes": contestant.peak}
+            records.append(record)
+        return {
+            "case": case.id,
+            "operator": case.operator.name,
+            "dtype": DTYPE_NAMES[case.dtype],
+            "n_rows": case.n_rows,
+            "n_cols": case.n_cols,
+            "dropout_p": case.operator.dropout_p,
+            "full": case.full,
+            "least_bytes": {name: getattr(least, name) for name in PASSES},
+            **copies,
+            "providers": records,
+            "unavailable": {name: reason for name, reason in self.unavailable.items() if reason},
+        }
+
+
+def race(case: Case, providers: list[Provider], device: torch.device, quick: bool, benchmark: BenchmarkFixture) -> None:
+    """One case of a suite: checked, raced, recorded; fails where a provider of our own gets no number."""
+    if reason := shortage(case, device):
+        pytest.skip(f"does not fit: {reason}")
+    contest = Race(case, providers, device)
+    contest.warm_up()
+    rounds = _QUICK_ROUNDS if quick else _ROUNDS
+    benchmark.pedantic(contest.round, rounds=rounds)
+    contest.replay(rounds)
+    benchmark.extra_info["record"] = contest.record()
+    own = {name: reason for name, reason in contest.failures.items() if name.startswith("onetrip")}
+    if own:
+        pytest.fail(f"no number for what fails its check: {own}")

@@ -1,0 +1,1 @@
+"""From options to records: which cases run, and what keeps their results."""

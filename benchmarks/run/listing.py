@@ -1,0 +1,65 @@
+"""What can be measured and who can be raced against on this machine: `onetrip bench --list`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..measure.providers import NAMES, named, own_provider
+from ..measure.results import SUITES
+from ..suites.optimizers import PROVIDERS as OPTIMIZERS
+from .options import Options
+from .selection import TAKES, cases_of, operators
+
+
+def listing(device: torch.device) -> dict[str, Any]:
+    """Suites with their operators and options; providers with why they are not available ("" where they are)."""
+    known = operators()
+    suites = {
+        suite: {
+            "operators": known[suite],
+            "cases": [case.id for case in cases_of(suite, Options())],
+            "options": list(TAKES.get(suite, {})),
+        }
+        for suite in SUITES
+    }
+    own = own_provider(device).name
+    providers: dict[str, dict[str, str]] = {}
+    for name in NAMES:
+        for provider in named(name):
+            reason = provider.unavailable(device)
+            what = "what onetrip picks here; always raced" if provider.name == own else ""
+            providers[provider.name] = {"against": name, "unavailable": reason, "note": what}
+    for provider in OPTIMIZERS:
+        name = "" if provider.key == "onetrip" else provider.key
+        providers[provider.name] = {
+            "against": name,
+            "unavailable": provider.unavailable(device),
+            "note": "a step of Adam" + ("" if name else "; always raced"),
+        }
+    return {"device": str(device), "suites": suites, "providers": providers}
+
+
+def print_listing(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    suites = Table("--op: suite", "--op: operators", "cases", "takes", title="What is measured", title_justify="left")
+    for name, suite in found["suites"].items():
+        # Attention has one operator a length: their common stem says enough.
+        names = list(dict.fromkeys(op if not op.startswith("attention-") else "attention" for op in suite["operators"]))
+        suites.add_row(name, ", ".join(names) or "–", str(len(suite["cases"])), " ".join(suite["options"]) or "–")
+    console.print(suites)
+    title = f"Who it is raced against on {found['device']}"
+    providers = Table("--against", "provider", "available", title=title, title_justify="left")
+    for name, provider in found["providers"].items():
+        reason = provider["unavailable"]
+        note = f" ({provider['note']})" if provider["note"] else ""
+        words = f"no: {reason}" if reason else f"yes{note}"
+        providers.add_row(provider["against"] or "–", name, escape(words), style="dim" if reason else None)
+    console.print(providers)

@@ -1,0 +1,1 @@
+"""Recorded results as tables, figures and pages. Reads JSON; measures nothing."""

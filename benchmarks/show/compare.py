@@ -1,0 +1,229 @@
+"""Two recorded runs side by side: what became faster or slower beyond noise."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..measure.results import PARTIAL, UsageError, read_suite
+from .cells import three_digits
+
+SMALLEST_CHANGE = 0.05
+"""Of the median: less is no news, however narrow the intervals."""
+
+Verdict = Literal["faster", "slower", "same"]
+Key = tuple[str, str, str, str]
+"""Suite, case, provider, pass."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one timed thing, in milliseconds or microseconds."""
+
+    median: float
+    p20: float
+    p80: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class Change:
+    suite: str
+    case: str
+    provider: str
+    which: str
+    before: Figures
+    after: Figures
+
+    @property
+    def ratio(self) -> float:
+        """Time after over time before."""
+        return self.after.median / self.before.median
+
+    @property
+    def verdict(self) -> Verdict:
+        """Not the same where the 20th to 80th percentiles do not overlap and the medians differ by more than 5%."""
+        if self.after.p80 < self.before.p20 and self.ratio < 1.0 - SMALLEST_CHANGE:
+            return "faster"
+        if self.after.p20 > self.before.p80 and self.ratio > 1.0 + SMALLEST_CHANGE:
+            return "slower"
+        return "same"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"ratio": self.ratio, "verdict": self.verdict}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    changes: list[Change]
+    lost: dict[str, str]
+    """What had a number before and fails its check now -> why."""
+    only_before: int
+    only_after: int
+    """Figures that the other run lacks."""
+    copy_ratio: float | None
+    """Time of a plain copy after over before, median of the cases: far from 1, the machine itself was another."""
+    differences: list[str]
+    """Between the two runs: machine, versions, commit."""
+
+    def count(self, verdict: Verdict) -> int:
+        return sum(change.verdict == verdict for change in self.changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "summary": {verdict: self.count(verdict) for verdict in ("faster", "slower", "same")},
+            "lost": self.lost,
+            "only_before": self.only_before,
+            "only_after": self.only_after,
+            "copy_ratio": self.copy_ratio,
+            "differences": self.differences,
+            "changes": [change.to_dict() for change in self.changes],
+        }
+
+
+def _load(path: Path) -> list[dict[str, Any]]:
+    """The suites in a file, a machine's folder, or a folder of one machine's folder."""
+    if path.is_dir():
+        files = sorted(path.glob("*.json")) or sorted(path.glob("*/*.json"))
+        files = [file for file in files if not file.name.endswith(PARTIAL)]
+        if len({file.parent for file in files}) > 1:
+            machines = ", ".join(sorted({file.parent.name for file in files}))
+            raise UsageError(f"{path} holds the results of several machines: name one of {machines}")
+    elif path.exists():
+        files = [path]
+    else:
+        raise UsageError(f"{path}: no such file or folder")
+    found = []
+    for file in files:
+        try:
+            content = read_suite(file)
+        except ValueError as error:
+            if path.is_dir() and "schema must be" in str(error):
+                continue  # a folder may hold other JSON beside the suites
+            raise UsageError(str(error)) from None
+        if not isinstance(content.get("cases"), list) or "suite" not in content:
+            raise UsageError(f"{file}: not the results of a suite")
+        found.append(content)
+    if not found:
+        raise UsageError(f"{path}: no results of a suite in it")
+    return found
+
+
+def _figures(value: Any) -> Figures | None:
+    if isinstance(value, dict):
+        for unit in ("ms", "us"):
+            if f"median_{unit}" in value:
+                return Figures(*(value[f"{name}_{unit}"] for name in ("median", "p20", "p80")), unit)
+    return None
+
+
+def _timed(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Figures]]:
+    """Every timed thing below a record, by the names that lead to it."""
+    if (figures := _figures(value)) is not None:
+        yield path, figures
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _timed(item, (*path, key))
+    elif isinstance(value, list):
+        for item in value:
+            if isinstance(item, dict) and "name" in item:
+                yield from _timed(item, (*path, item["name"]))
+
+
+def _flat(suites: list[dict[str, Any]]) -> tuple[dict[Key, Figures], dict[Key, Figures], dict[str, str]]:
+    """(figures of providers, those of plain copies, what failed its check)."""
+    figures, copies, failed = {}, {}, {}
+    for content in suites:
+        for case in content["cases"]:
+            suite, name = content["suite"], case["case"]
+            for (group, *rest), found in _timed(case):
+                if group.startswith("copy"):
+                    copies[suite, name, "", group] = found
+                else:
+                    provider, which = rest[0] if rest else group, " ".join(rest[1:])
+                    figures[suite, name, provider, which] = found
+            for entry in case.get("providers", ()):
+                if not entry.get("check", {"passed": True})["passed"]:
+                    failed[f"{name}: {entry['name']}"] = entry["check"]["detail"]
+    return figures, copies, failed
+
+
+def _differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]:
+    found = []
+    for name, words in (("machine", lambda m: m["id"]), ("commit", lambda c: c["id"][:12] if c else "none")):
+        old, new = ({words(content.get(name)) for content in side} for side in (before, after))
+        if old != new:
+            found.append(f"{name}: {', '.join(sorted(old))} -> {', '.join(sorted(new))}")
+    for package in dict.fromkeys(package for content in (*before, *after) for package in content["versions"]):
+        old, new = ({content["versions"].get(package, "absent") for content in side} for side in (before, after))
+        if old != new:
+            found.append(f"{package}: {', '.join(sorted(old))} -> {', '.join(sorted(new))}")
+    return found
+
+
+def compare(before: Path, after: Path) -> Comparison:
+    """Raises UsageError where one of them is not readable, or they have no figure in common."""
+    suites = _load(before), _load(after)
+    try:
+        (old, old_copies, _), (new, new_copies, failed) = map(_flat, suites)
+        differences = _differences(*suites)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{before} or {after}: not the results of a suite ({error!r})") from None
+    common = [key for key in old if key in new]
+    had_number = {f"{case}: {provider}" for _, case, provider, _ in old}
+    lost = {name: why for name, why in failed.items() if name in had_number}
+    if not common and not lost:
+        raise UsageError(f"{before} and {after} have no figure in common")
+    copies = [new_copies[key].median / figures.median for key, figures in old_copies.items() if key in new_copies]
+    return Comparison(
+        [Change(*key, old[key], new[key]) for key in common],
+        lost,
+        len(old) - len(common),
+        len(new) - len(common),
+        statistics.median(copies) if copies else None,
+        differences,
+    )
+
+
+def _text(figures: Figures) -> str:
+    unit = "µs" if figures.unit == "us" else figures.unit
+    return f"{three_digits(figures.median)} {unit} ({three_digits(figures.p20)}–{three_digits(figures.p80)})"
+
+
+def _speed(ratio: float) -> str:
+    """As a person says it: by how much the time grew or shrank."""
+    return f"{1 / ratio:.2f}x faster" if ratio < 1.0 else f"{ratio:.2f}x slower"
+
+
+def print_comparison(comparison: Comparison, everything: bool = False) -> None:
+    """What changed as a table, the most first, and a summary. everything: what did not change too."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    shown = [change for change in comparison.changes if everything or change.verdict != "same"]
+    if shown:
+        table = Table(title="Changes beyond noise" if not everything else "All figures", title_justify="left")
+        for name in ("case", "provider", "pass", "before", "after", "change", "beyond noise"):
+            table.add_column(name, justify="right" if name in ("before", "after", "change") else "left")
+        colours: Mapping[str, str | None] = {"faster": "green", "slower": "red", "same": None}
+        for change in sorted(shown, key=lambda change: max(change.ratio, 1 / change.ratio), reverse=True):
+            cells = (change.case, change.provider, change.which, _text(change.before), _text(change.after))
+            words = (_speed(change.ratio), "no" if change.verdict == "same" else change.verdict)
+            table.add_row(*map(escape, (*cells, *words)), style=colours[change.verdict])
+        console.print(table)
+    for name, why in comparison.lost.items():
+        console.print(f"no number any more: {name}: {why}", style="red", markup=False)
+    for line in comparison.differences:
+        console.print(line, style="dim", markup=False)
+    if comparison.copy_ratio is not None:
+        console.print(f"a plain copy took {comparison.copy_ratio:.2f} times as long", style="dim")
+    counts = ", ".join(f"{comparison.count(verdict)} {verdict}" for verdict in ("faster", "slower", "same"))
+    rest = f"{comparison.only_before} only before, {comparison.only_after} only after"
+    console.print(f"{len(comparison.changes)} figures: {counts}; {rest}", highlight=False)

@@ -1,0 +1,110 @@
+"""Which figures one machine's recorded results have: on the HTML page all of them, beside docs/benchmarks.md some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..measure.results import Results
+from . import operator_plots, roofline_plot, training_plots
+from .operator_tables import cases, of_every_width, width_series
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+
+@dataclass(frozen=True)
+class Drawing:
+    topic: str
+    """The section of the page that it stands in."""
+    name: str
+    """Of its file, without an ending."""
+    title: str
+    plot: Callable[[], Canvas]
+    note: str = ""
+    in_docs: bool = False
+
+
+@dataclass(frozen=True)
+class DocsFigure:
+    title: str
+    path: str
+    """Relative to docs/."""
+    plot: Callable[[], Canvas]
+
+
+def drawings(results: Results) -> Iterator[Drawing]:
+    """Everything that can be drawn of one machine's results."""
+    for (operator, dtype), members in width_series(of_every_width(results)).items():
+        yield Drawing(
+            "widths",
+            f"width-{operator}-{dtype}",
+            f"{operator}, {dtype}: bandwidth against width",
+            partial(operator_plots.widths, members),
+            "GB/s: the least bytes that the pass must move over its median time; bands: 20th to 80th percentile. "
+            "Dashed: what a copy of a tensor of that size reached in the same rounds.",
+            in_docs=dtype == "fp32",
+        )
+    operators = cases(results, "row_norm", "softmax")
+    if operators:
+        yield Drawing(
+            "speed-ups",
+            "speed_up",
+            "How many times faster than torch eager",
+            partial(operator_plots.speed_ups, operators),
+            "torch eager's median over onetrip's: above 1 onetrip is faster (blue), below 1 slower (red).",
+            in_docs=True,
+        )
+    if roofline_plot.members(results):
+        yield Drawing(
+            "roofline", "roofline", "Roofline, fp32", partial(roofline_plot.plot, results), roofline_plot.note(results)
+        )
+    for dtype in dict.fromkeys(case["dtype"] for case in operators):
+        members = [case for case in operators if case["full"] and case["dtype"] == dtype]
+        if members:
+            title = f"Memory of an operator, {dtype}"
+            note = "Above the inputs. Saved: what autograd keeps for backward, without parameters."
+            yield Drawing("memory", f"memory-{dtype}", title, partial(operator_plots.memory, members), note)
+    yield from _models(results)
+
+
+def _models(results: Results) -> Iterator[Drawing]:
+    if found := [
+        case for case in cases(results, "attention") if any(operator_plots.BOTH in e for e in case["providers"])
+    ]:
+        yield Drawing("attention", "attention", "Attention against length", partial(operator_plots.attention, found))
+    if found := [case for case in cases(results, "training") if case["steps"]]:
+        title = "A training step, by phase"
+        yield Drawing("training", "training", title, partial(training_plots.steps, found))
+        title = "Memory of a training step"
+        yield Drawing("training", "training_memory", title, partial(training_plots.steps_memory, found))
+    if found := cases(results, "adam"):
+        title = "A step of AdamW, and its states"
+        yield Drawing("optimizers", "adam", title, partial(training_plots.optimizers, found))
+    if found := cases(results, "adam_streams"):
+        title = "The largest update of every gradient stream; dotted: the bound of exact Adam"
+        yield Drawing("optimizers", "adam_streams", title, partial(training_plots.streams, found), in_docs=True)
+    if found := cases(results, "adam_training"):
+        title = "Training loss with each optimizer, mean and range of the seeds"
+        plot = partial(training_plots.language_model, found)
+        yield Drawing("optimizers", "adam_training", title, plot, in_docs=True)
+
+
+def of_docs(machine: str, results: Results) -> list[DocsFigure]:
+    """What draw draws of one machine's results."""
+    return [
+        DocsFigure(drawing.title, f"figures/{machine}/{drawing.name}.png", drawing.plot)
+        for drawing in drawings(results)
+        if drawing.in_docs
+    ]
+
+
+def draw(machine: str, results: Results, docs: Path) -> None:
+    """Writes the figures below docs/."""
+    for figure in of_docs(machine, results):
+        path = docs / figure.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.plot().savefig(path, dpi=110, metadata={"Software": None})

@@ -1,0 +1,160 @@
+"""Every result below a folder as one HTML page that needs no network: `onetrip bench report`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onetrip import html
+from onetrip.environment import describe
+from onetrip.html import Section, Table
+
+from ..measure.results import OTHERS, RECORDED, Results, UsageError, read_machine
+from ..measure.results import read as read_machines
+from . import operator_tables, report, targets, training_tables
+from .figures import drawings
+from .operator_tables import cases, of_every_width
+
+_TITLE = "onetrip: measurements"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written, and what it holds."""
+
+    path: Path
+    machines: tuple[str, ...]
+    others: tuple[str, ...]
+    """Files of `onetrip anatomy` and `onetrip methods`."""
+    figures: int
+    tables: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "path": str(self.path)}
+
+
+def write(folder: Path | None = None, output: Path | None = None) -> Report:
+    """Reads every machine's results below folder (default: the recorded ones), writes the page.
+
+    output: default report.html in the folder. Raises UsageError where there is nothing to read, a file cannot be read,
+    a package is missing or the page cannot be written; then nothing is.
+    """
+    folder = RECORDED if folder is None else folder
+    path = folder / "report.html" if output is None else output
+    try:
+        html.require()
+        machines, others = read(folder)
+        sections = [*_of_machines(machines), *_of_others(others)]
+        page = html.page(_TITLE, facts(machines, others), sections)
+        html.write(path, page)
+    except html.MissingPackage as error:
+        raise UsageError(str(error)) from None
+    except OSError as error:
+        raise UsageError(f"cannot write to {path}: {error.strerror}") from None
+    parts = [part for section in sections for part in section.parts]
+    counts = [sum(isinstance(part, kind) for part in parts) for kind in (html.Figure, Table)]
+    return Report(path, tuple(machines), tuple(str(found) for found in others), *counts)
+
+
+def read(folder: Path) -> tuple[dict[str, Results], dict[Path, dict[str, Any]]]:
+    """(results by machine, the other commands' results by file), whether folder holds machines or is one."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: there is no such folder")
+    try:
+        machines = read_machines(folder)
+        if not machines and (results := read_machine(folder)):
+            machines = {folder.resolve().name: results}
+        others = {path: json.loads(path.read_text()) for path in _other_files(folder)}
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    if not machines and not others:
+        raise UsageError(f"{folder}: no results in it; `onetrip bench --output {folder}` records some")
+    return machines, others
+
+
+def _other_files(folder: Path) -> list[Path]:
+    return sorted(path for kind in OTHERS for path in folder.rglob(f"{kind}*.json"))
+
+
+def facts(machines: dict[str, Results], others: dict[Path, dict[str, Any]]) -> dict[str, str]:
+    """Each subject of the headers with all that was found for it."""
+    headers = [content for results in machines.values() for content in results.values()]
+    headers += [content for content in others.values() if {"date", "commit", "versions", "machine"} <= content.keys()]
+    found: dict[str, dict[str, None]] = {}
+    for header in headers:
+        for subject, words in describe(header).items():
+            found.setdefault(subject, {})[words] = None
+    return {subject: "; ".join(words) for subject, words in found.items()}
+
+
+def _of_machines(machines: dict[str, Results]) -> Iterator[Section]:
+    for machine, results in machines.items():
+        try:
+            found = sections(results)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            # A file of another program, or of a version to come, that passed for results.
+            raise UsageError(f"{machine}: its results cannot be read: {type(error).__name__}: {error}") from error
+        for section in found:
+            yield Section(f"{machine}: {section.title}" if len(machines) > 1 else section.title, section.parts)
+
+
+def sections(results: Results) -> list[Section]:
+    """One machine's results, what decides first; sections without content are left out."""
+    operators = cases(results, "row_norm", "softmax")
+    verdicts = targets.verdicts(results)
+    judged = [verdict for verdict in verdicts if verdict.reached is not None]
+    reached = sum(bool(verdict.reached) for verdict in judged)
+    unmeasured = [verdict.target for verdict in verdicts if verdict.reached is None]
+    summary = [f"{reached} of {len(judged)} measured targets are reached."] if judged else []
+    missing = [f"Not measured here: {'; '.join(unmeasured)}."] if judged and unmeasured else []
+    origins = [(", ".join(suites), *origin) for origin, suites in report.origins(results).items()]
+    columns = ("suites", "date", "machine", "versions", "commit")
+    content = {
+        ("Targets", ""): [*summary, *operator_tables.verdicts(results), *missing],
+        ("Speed-up over torch eager", "speed-ups"): [],
+        ("Bandwidth against width", "widths"): operator_tables.widths(of_every_width(results)),
+        ("Roofline", "roofline"): [],
+        ("Memory", "memory"): operator_tables.saved(cases(results, "bert_blocks")),
+        ("Attention and SDPA", "attention"): [
+            *operator_tables.attention_winners(cases(results, "attention")),
+            *operator_tables.attention(cases(results, "attention")),
+        ],
+        ("Training steps", "training"): training_tables.training(cases(results, "training")),
+        ("Optimizers", "optimizers"): [
+            *training_tables.adam(cases(results, "adam")),
+            *training_tables.streams(cases(results, "adam_streams")),
+            *training_tables.language_model(cases(results, "adam_training")),
+        ],
+        ("Overhead of a call", ""): operator_tables.overhead(cases(results, "overhead")),
+        ("Every measurement", ""): [*operator_tables.measurements(operators), *operator_tables.graphs(operators)],
+        ("What the kernels do on the card", ""): operator_tables.counters(results),
+        ("Installation", ""): training_tables.install(cases(results, "install")),
+        ("What was run", ""): operator_tables.verified(cases(results, "everything")),
+        ("Without a number", ""): operator_tables.without_number(cases(results, *results)),
+        ("Origin", ""): [Table("What was measured when, where and at which commit", columns, origins)],
+    }
+    drawn = list(drawings(results))
+    found = []
+    for (title, topic), parts in content.items():
+        pictures = [
+            html.figure(drawing.plot(), drawing.title, drawing.note) for drawing in drawn if drawing.topic == topic
+        ]
+        everything = [*pictures, *parts]
+        if everything:
+            found.append(Section(title, everything))
+    return found
+
+
+def _of_others(others: dict[Path, dict[str, Any]]) -> Iterator[Section]:
+    """By the functions of the commands that wrote them."""
+    for path, content in others.items():
+        kind = next(kind for kind in OTHERS if path.name.startswith(kind))
+        try:
+            found = importlib.import_module(f"onetrip.{kind}.html").sections(content)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise UsageError(f"{path}: not what `onetrip {kind}` writes: {type(error).__name__}: {error}") from error
+        yield from found

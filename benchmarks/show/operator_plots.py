@@ -1,0 +1,201 @@
+"""Drawings of the operators' recorded results: from cases to matplotlib figures, for the page and for docs/ alike.
+
+Black and white follow the page into dark mode (onetrip.html.figure), so nothing else is drawn in them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import targets
+from .operator_tables import BOTH, Cases, attention_length, by_dtype_and_dropout
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+_MIB = 1 << 20
+_KNOWN = {targets.EAGER: "#e07b30", "torch.compile": "#9467d6", "onetrip reference": "#8a8f98", "exact": "#8a8f98"}
+_ONETRIP = ("#2a7de1", "#12a5a5", "#5bb0f5")
+_OTHERS = ("#3fa35b", "#d1495b", "#c39a1c", "#c564b5", "#7a8b2f", "#b0744f", "#4c8fb5", "#e58fa0")
+
+
+def canvas(width: float, height: float) -> Canvas:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def colours(names: Iterable[str]) -> dict[str, str]:
+    """One for each provider: onetrip blue, torch orange, torch.compile violet, whoever else stands beside them."""
+    found: dict[str, str] = {}
+    ours, others = 0, 0
+    for name in dict.fromkeys(names):
+        if name in _KNOWN:
+            found[name] = _KNOWN[name]
+        elif name.startswith("onetrip"):
+            found[name] = _ONETRIP[ours % len(_ONETRIP)]
+            ours += 1
+        else:
+            found[name] = _OTHERS[others % len(_OTHERS)]
+            others += 1
+    return found
+
+
+def providers(cases: Cases) -> list[str]:
+    """In the order of their first appearance."""
+    return list(dict.fromkeys(entry["name"] for case in cases for entry in case["providers"]))
+
+
+def plain_ticks(axis: Any, ticks: Sequence[float] | None = None) -> None:
+    """Numbers as they are read, not powers of ten; ticks: those and no others."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+
+    if ticks is not None:
+        axis.set_major_locator(FixedLocator(list(ticks)))
+        axis.set_minor_locator(FixedLocator([]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def widths(cases: Cases) -> Canvas:
+    """GB/s and share of the copy limit against width, forward and backward; band: 20th to 80th percentile."""
+    drawn = canvas(10.5, 6.4)
+    colour = colours(providers(cases))
+    axes = drawn.subplots(2, 2, sharex=True, sharey="row")
+    ticks = sorted({case["n_cols"] for case in cases})
+    for column, which in enumerate(("forward", "backward")):
+        top, bottom = axes[0][column], axes[1][column]
+        limit = [(case["n_cols"], case["copy"]["gb_per_s"]) for case in cases]
+        top.plot(*zip(*limit, strict=True), color="#8a8f98", linestyle="--", linewidth=1.2, label="copy")
+        for name in providers(cases):
+            found = [
+                (case["n_cols"], entry[which])
+                for case in cases
+                if (entry := targets.provider(case, name)) is not None and which in entry
+            ]
+            if not found:
+                continue
+            x = [width for width, _ in found]
+            speed = [times["gb_per_s"] for _, times in found]
+            low, high = (
+                [times["gb_per_s"] * times["median_ms"] / times[end] for _, times in found]
+                for end in ("p80_ms", "p20_ms")
+            )
+            style: dict[str, Any] = {"color": colour[name], "marker": "o", "markersize": 4, "linewidth": 1.8}
+            top.plot(x, speed, label=name, **style)
+            top.fill_between(x, low, high, color=colour[name], alpha=0.15, linewidth=0)
+            bottom.plot(x, [100 * times["share_of_copy"] for _, times in found], label=name, **style)
+        bottom.axhline(100, color="#8a8f98", linestyle="--", linewidth=1.2)
+        top.set(title=which, xscale="log", ylim=(0, None))
+        bottom.set(xlabel="width of a row", ylim=(0, None))
+        for each in (top, bottom):
+            each.grid(True, linewidth=0.5)
+            plain_ticks(each.xaxis, ticks)
+            each.tick_params(axis="x", labelrotation=45)
+    axes[0][0].set_ylabel("GB/s")
+    axes[1][0].set_ylabel("% of a copy's GB/s")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside upper center", ncols=min(5, len(labels)), frameon=False)
+    return drawn
+
+
+def speed_ups(cases: Cases) -> Canvas:
+    """torch eager's time over onetrip's, operator by width, forward above backward."""
+    import matplotlib
+    from matplotlib.colors import Normalize
+
+    found = Counter((case["operator"], case["dtype"]) for case in cases)
+    rows = sorted(found, key=lambda row: (found[row] == 1, row[0]))  # those of many widths first, dtypes side by side
+    columns = sorted({case["n_cols"] for case in cases})
+    drawn = canvas(max(7.0, 3.2 + 0.72 * len(columns)), 1.2 + 0.58 * len(rows))
+    colour, scale = matplotlib.colormaps["RdBu"], Normalize(-math.log2(12), math.log2(12), clip=True)
+    for axes, which in zip(drawn.subplots(2, 1), ("forward", "backward"), strict=True):
+        axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0), title=which)
+        for case in cases:
+            value = targets.speed_up(case, which)
+            if value is None:
+                continue
+            x, y = columns.index(case["n_cols"]), rows.index((case["operator"], case["dtype"]))
+            place = scale(math.log2(value))
+            axes.fill_between([x + 0.03, x + 0.97], y + 0.06, y + 0.94, color=colour(place), linewidth=0)
+            text = f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+            ink = "#111111" if 0.2 < place < 0.8 else "#fefefe"
+            axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8, color=ink)
+        axes.set_xticks([i + 0.5 for i in range(len(columns))], [f"{width:,}" for width in columns], fontsize=8)
+        axes.set_yticks([i + 0.5 for i in range(len(rows))], [f"{name}, {dtype}" for name, dtype in rows], fontsize=8)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    axes.set_xlabel("width of a row")
+    return drawn
+
+
+def memory(cases: Cases) -> Canvas:
+    """MiB saved for backward and at the peak, every provider of every case."""
+    n_columns = 2 if len(cases) > 1 else 1
+    n_rows = math.ceil(len(cases) / n_columns)
+    most = max(len(case["providers"]) for case in cases)
+    drawn = canvas(10.5, n_rows * (0.75 + 0.34 * most) + 0.4)
+    colour = colours(providers(cases))
+    grid = drawn.subplots(n_rows, n_columns, squeeze=False)
+    for axes, case in zip(grid.flat, cases, strict=False):
+        entries = [entry for entry in case["providers"] if "saved_bytes" in entry and "peak_bytes" in entry]
+        bars(
+            axes,
+            [
+                (entry["name"], colour[entry["name"]], (entry["saved_bytes"] / _MIB, entry["peak_bytes"] / _MIB))
+                for entry in entries
+            ],
+        )
+        axes.set_title(f"{case['operator']}, {case['n_rows']:,} x {case['n_cols']:,} {case['dtype']}", fontsize=9)
+    for axes in grid.flat[len(cases) :]:
+        axes.set_axis_off()
+    drawn.supxlabel("MiB: saved for backward (upper bar of a pair), at the peak (lower, pale)", fontsize=9)
+    return drawn
+
+
+def bars(axes: Axes, rows: Sequence[tuple[str, str, tuple[float, float]]]) -> None:
+    """Pairs of horizontal bars with their numbers: (label, colour, (upper, lower))."""
+    longest = max((max(pair) for _, _, pair in rows), default=0.0) or 1.0
+    for place, (_, colour, pair) in enumerate(rows):
+        for offset, value, alpha in zip((-0.19, 0.19), pair, (1.0, 0.4), strict=True):
+            axes.barh(place + offset, value, height=0.36, color=colour, alpha=alpha)
+            axes.text(value + 0.01 * longest, place + offset, f"{value:,.1f}", va="center", fontsize=7)
+    axes.set_yticks(range(len(rows)), [label for label, _, _ in rows], fontsize=8)
+    axes.set(xlim=(0, 1.12 * longest), ylim=(len(rows) - 0.5, -0.5))
+    axes.tick_params(axis="x", labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def attention(cases: Cases) -> Canvas:
+    """Forward and backward in milliseconds against the length, a panel for each dtype and dropout."""
+    panels = by_dtype_and_dropout(cases)
+    n_columns, n_rows = min(2, len(panels)), math.ceil(len(panels) / 2)
+    drawn = canvas(max(6.0, 5.25 * n_columns), 4.4 * n_rows)
+    colour = colours(providers(cases))
+    grid = drawn.subplots(n_rows, n_columns, squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    for axes, ((dtype, dropout_p), members) in zip(grid.flat, panels, strict=False):
+        for name in providers(members):
+            found = sorted(
+                (attention_length(case), entry[BOTH]["median_ms"])
+                for case in members
+                if (entry := targets.provider(case, name)) is not None and BOTH in entry
+            )
+            if found:
+                axes.plot(*zip(*found, strict=True), label=name, color=colour[name], marker="o", markersize=4)
+        axes.set(title=f"{dtype}, dropout {dropout_p:g}", xlabel="tokens", xscale="log", yscale="log")
+        plain_ticks(axes.xaxis, sorted({attention_length(case) for case in members}))
+        plain_ticks(axes.yaxis)
+        axes.grid(True, linewidth=0.5)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("forward + backward, ms")
+    found = dict(
+        label for axes in drawn.axes for label in zip(*reversed(axes.get_legend_handles_labels()), strict=True)
+    )
+    drawn.legend(found.values(), found.keys(), loc="outside upper center", ncols=min(5, len(found) or 1), frameon=False)
+    return drawn

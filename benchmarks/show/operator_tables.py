@@ -1,0 +1,323 @@
+"""Tables of one machine's recorded results: operators. For the terminal, docs/benchmarks.md and the HTML page alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from onetrip.html import Cell, Entry, Table
+
+from ..measure.results import Results
+from ..suites.row_norm import ELEMENTS
+from . import targets
+from .cells import error, fixed, gigabytes, mib, microseconds, milliseconds, of_copy, percent, ratio
+
+Cases = list[dict[str, Any]]
+BOTH = "forward_backward"
+_PROVIDER = (
+    "provider", "forward ms", "GB/s", "of copy", "backward ms", "GB/s", "of copy", "both ms", "eager / it",
+    "saved MiB", "peak MiB", "error",
+)  # fmt: skip
+
+
+def cases(results: Results, *suites: str) -> Cases:
+    return [case for suite in suites for case in results.get(suite, {}).get("cases", ())]
+
+
+def of_every_width(results: Results) -> Cases:
+    """The cases of operators that have the same number of elements, whatever the width."""
+    return [case for case in cases(results, "row_norm", "softmax") if case["n_rows"] * case["n_cols"] == ELEMENTS]
+
+
+def verdicts(results: Results) -> Iterator[Table]:
+    found = [verdict for verdict in targets.verdicts(results) if verdict.reached is not None]
+    if found:
+        words = {True: Cell("yes", "yes", good=True), False: Cell("no", "no", good=False)}
+        rows = [(verdict.target, verdict.measured, words[verdict.reached]) for verdict in found]
+        yield Table("Targets", ("target", "measured", "reached"), rows)
+
+
+def _provider(case: dict[str, Any], entry: dict[str, Any]) -> tuple[Entry, ...]:
+    """The columns of _PROVIDER; without numbers where the provider failed its check."""
+    forward, backward, both = (entry.get(name) for name in ("forward", "backward", BOTH))
+    eager = (targets.provider(case, targets.EAGER) or {}).get(BOTH)
+    return (
+        entry["name"],
+        milliseconds(forward),
+        gigabytes(forward),
+        of_copy(forward),
+        milliseconds(backward),
+        gigabytes(backward),
+        of_copy(backward),
+        milliseconds(both),
+        ratio(eager["median_ms"] / both["median_ms"] if both and eager else None),
+        mib(entry.get("saved_bytes")),
+        mib(entry.get("peak_bytes")),
+        error(entry["check"].get("largest_error")),
+    )
+
+
+def operators(cases: Cases) -> Iterator[Table]:
+    """A table a case: every provider of it."""
+    for case in cases:
+        note = (
+            f"Least bytes: forward {case['least_bytes']['forward'] / (1 << 20):.1f} MiB, "
+            f"backward {case['least_bytes']['backward'] / (1 << 20):.1f} MiB. "
+            f"A copy ran at {case['copy']['gb_per_s']:.1f} GB/s, "
+            f"at {case['copy_to_fresh_memory']['gb_per_s']:.1f} GB/s into a tensor that it allocates."
+        )
+        title = f"{case['operator']}, {case['n_rows']} x {case['n_cols']} {case['dtype']}"
+        yield Table(title, _PROVIDER, [_provider(case, entry) for entry in case["providers"]], note)
+
+
+def measurements(cases: Cases) -> Iterator[Table]:
+    """All cases in one table, to be sorted."""
+    rows = [
+        (case["operator"], case["n_rows"], case["n_cols"], case["dtype"], *_provider(case, entry))
+        for case in cases
+        for entry in case["providers"]
+    ]
+    if rows:
+        yield Table(
+            "Every operator, shape, dtype and provider", ("operator", "rows", "width", "dtype", *_PROVIDER), rows
+        )
+
+
+def width_series(cases: Cases) -> dict[tuple[str, str], Cases]:
+    """(operator, dtype) -> its cases by width, of what was measured at more than one."""
+    series: dict[tuple[str, str], Cases] = {}
+    for case in cases:
+        series.setdefault((case["operator"], case["dtype"]), []).append(case)
+    return {
+        name: sorted(members, key=lambda case: case["n_cols"]) for name, members in series.items() if len(members) > 1
+    }
+
+
+def widths(cases: Cases) -> Iterator[Table]:
+    columns = (
+        "width", "torch forward ms", "onetrip forward ms", "torch / onetrip", "of copy", "torch backward ms",
+        "onetrip backward ms", "torch / onetrip", "of copy",
+    )  # fmt: skip
+    for (operator, dtype), members in width_series(cases).items():
+        rows = []
+        for case in members:
+            torch, ours = targets.provider(case, targets.EAGER) or {}, targets.own(case) or {}
+            row: list[Entry] = [case["n_cols"]]
+            for name in ("forward", "backward"):
+                row += [
+                    milliseconds(torch.get(name)),
+                    milliseconds(ours.get(name)),
+                    ratio(targets.speed_up(case, name)),
+                    of_copy(ours.get(name)),
+                ]
+            rows.append(row)
+        yield Table(f"{operator} alone, {dtype}, 4 Mi elements at every width", columns, rows)
+
+
+def by_dtype_and_dropout(cases: Cases) -> list[tuple[tuple[str, float], Cases]]:
+    """Of attention: fp32 first, and without dropout first."""
+    found: dict[tuple[str, float], Cases] = {}
+    for case in cases:
+        found.setdefault((case["dtype"], case["dropout_p"]), []).append(case)
+    return sorted(found.items(), key=lambda item: (item[0][0] != "fp32", *item[0]))
+
+
+def attention(cases: Cases) -> Iterator[Table]:
+    columns = ("length", "provider", "forward ms", "backward ms", "both ms", "eager / it", "saved MiB", "peak MiB")
+    for (dtype, dropout_p), members in by_dtype_and_dropout(cases):
+        rows = []
+        for case in members:
+            eager = (targets.provider(case, targets.EAGER) or {}).get(BOTH)
+            for entry in case["providers"]:
+                if not entry["check"]["passed"]:
+                    continue
+                forward, backward, both = (entry.get(name) for name in ("forward", "backward", BOTH))
+                rows.append(
+                    (
+                        attention_length(case),
+                        entry["name"],
+                        milliseconds(forward),
+                        milliseconds(backward),
+                        milliseconds(both),
+                        ratio(eager["median_ms"] / both["median_ms"] if both and eager else None),
+                        mib(entry.get("saved_bytes")),
+                        mib(entry.get("peak_bytes")),
+                    )
+                )
+        note = (
+            "Heads of width 64, no mask. SDPA's flash backend never writes the scores; this operator does, and is for "
+            "models that run eager attention: those that want the weights, or have no SDPA path. "
+            "With dropout every provider was checked without it: a mask cannot be read off the output."
+        )
+        yield Table(f"Attention, {dtype}, dropout {dropout_p:g}", columns, rows, note)
+
+
+def attention_length(case: dict[str, Any]) -> int:
+    """Tokens, from a name such as attention-L1024-p0.1."""
+    return int(case["operator"].split("-")[1][1:])
+
+
+def attention_winners(cases: Cases) -> Iterator[Table]:
+    columns = ("length", "dtype", "dropout", "fastest of SDPA", "its both ms", "onetrip both ms", "faster", "by")
+    rows = []
+    for case in cases:
+        timed = [entry for entry in case["providers"] if BOTH in entry]
+        sdpa = [entry for entry in timed if entry["name"].startswith("SDPA")]
+        ours = next((entry for entry in timed if entry["name"].startswith("onetrip")), None)
+        if not sdpa or ours is None:
+            continue
+        best = min(sdpa, key=lambda entry: entry[BOTH]["median_ms"])
+        faster = best[BOTH]["median_ms"] / ours[BOTH]["median_ms"]
+        rows.append(
+            (
+                attention_length(case),
+                case["dtype"],
+                case["dropout_p"],
+                best["name"],
+                milliseconds(best[BOTH]),
+                milliseconds(ours[BOTH]),
+                "onetrip" if faster > 1.0 else "SDPA",
+                ratio(max(faster, 1.0 / faster)),
+            )
+        )
+    if rows:
+        yield Table("Attention: where SDPA wins", columns, rows)
+
+
+def graphs(cases: Cases) -> Iterator[Table]:
+    """Where small launches were also timed as CUDA graphs: the kernels alone, without what the host costs."""
+    columns = ("operator", "rows", "width", "dtype", "provider", "forward ms", "alone", "both ms", "alone")
+    rows = [
+        (
+            *(case["operator"], case["n_rows"], case["n_cols"], case["dtype"], entry["name"]),
+            milliseconds(entry.get("forward")),
+            milliseconds(entry["graph"].get("forward")),
+            milliseconds(entry.get(BOTH)),
+            milliseconds(entry["graph"].get(BOTH)),
+        )
+        for case in cases
+        for entry in case["providers"]
+        if "graph" in entry
+    ]
+    if rows:
+        yield Table("Kernels alone, as CUDA graphs", columns, rows)
+
+
+def overhead(cases: Cases) -> Iterator[Table]:
+    names = list(dict.fromkeys(entry["name"] for case in cases for entry in case["providers"]))
+    others = [name for name in names if name != targets.EAGER and not name.startswith("onetrip")]
+    rows = []
+    for case in cases:
+        entries = targets.provider(case, targets.EAGER), targets.own(case), *(targets.provider(case, o) for o in others)
+        dtype = case.get("dtype", "fp32")
+        call = case["operator"] if dtype == "fp32" else f"{case['operator']}, {dtype}"
+        times = [microseconds((entry or {}).get("forward")) for entry in entries]
+        rows.append((call, "yes" if case["requires_grad"] else "no", *times))
+    if rows:
+        columns = ("call on 1 x 8 fp32, forward", "requires grad", "torch eager µs", "onetrip µs")
+        yield Table("Overhead of a call", (*columns, *(f"{name} µs" for name in others)), rows)
+
+
+def saved(cases: Cases) -> Iterator[Table]:
+    names = {
+        "blocks": "the two output blocks, without the inputs of their Linears",
+        "blocks_with_linear_inputs": "the two output blocks, with them",
+        "layer": "the whole encoder layer",
+    }
+    for case in cases:
+        eager, patched = case["saved_bytes"]["eager"], case["saved_bytes"]["patched"]
+        rows = [
+            (words, mib(eager[name]), mib(patched[name]), fixed(patched[name] / eager[name], 3))
+            for name, words in names.items()
+        ]
+        note = (
+            "BertSelfOutput and BertOutput of transformers, training mode; distinct storages saved by autograd, "
+            "parameters never counted. What a Linear keeps of its own input it keeps whatever follows it."
+        )
+        title = (
+            f"Saved for backward: BERT-large encoder layer, {case['batch_size']} x {case['sequence_length']} tokens, "
+            f"dropout {case['dropout_p']:g}"
+        )
+        yield Table(title, ("what is counted", "eager MiB", "patched MiB", "patched / eager"), rows, note)
+
+
+def without_number(cases: Iterable[dict[str, Any]]) -> Iterator[Table]:
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for case in cases:
+        for name, reason in case.get("unavailable", {}).items():
+            reasons.setdefault((name, reason), []).append(case["case"])
+        for entry in case.get("providers", ()):
+            if not entry.get("check", {"passed": True})["passed"]:
+                reasons.setdefault((entry["name"], f"failed: {entry['check']['detail']}"), []).append(case["case"])
+    rows = [(name, reason, ids[0] if len(ids) == 1 else f"{len(ids)} cases") for (name, reason), ids in reasons.items()]
+    if rows:
+        yield Table("Without a number", ("provider", "why", "where"), rows)
+
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value / unit
+
+
+def _function(demangled: str) -> str:
+    """Without its namespace, what it is instantiated for, and its parameters."""
+    found = re.search(r"(\w+)(?=[<(]|$)", demangled.replace("(anonymous namespace)::", ""))
+    return found[1] if found else demangled
+
+
+_COUNTED = (
+    "launch", "of copy", "kernel", "µs", "read MiB", "written MiB", "floor MiB", "moved at", "instr./el.", "issue",
+    "occup.", "L2", "regs", "shared KiB", "local MiB", "grid x block",
+)  # fmt: skip
+
+
+def counters(results: Results) -> Iterator[Table]:
+    """What Nsight Compute counted, a table a backend, what is furthest from the speed of a copy first."""
+    note = (
+        "Caches empty, clocks as they are. Of copy: the floor, which the whole launch must move, in the time of all "
+        "its kernels, over this card's copy. Moved at: what this kernel did move through DRAM, of the copy's speed; "
+        "what is still in L2 when it ends is not written. Instr./el.: instructions of warps, times 32, an element. "
+        "Issue: clocks in which a scheduler issued, of those in which it had warps. Occup.: warps that were there, of "
+        "those that fit. L2: of its peak. Local: spills, and arrays that are indexed."
+    )
+    for suite, content in results.items():
+        if not suite.startswith("counters-"):
+            continue
+        rows = [
+            (
+                case["case"],
+                percent(_scaled(case["share_of_copy"], 0.01)),
+                _function(kernel["kernel"]),
+                fixed(_scaled(kernel["duration_ns"], 1e3), 1),
+                fixed(_scaled(kernel["read_bytes"], 1 << 20), 1),
+                fixed(_scaled(kernel["written_bytes"], 1 << 20), 1),
+                fixed(_scaled(case["floor_bytes"], 1 << 20), 1),
+                percent(_scaled(kernel["moved_share_of_copy"], 0.01)),
+                fixed(kernel["instructions_per_element"], 1),
+                *(percent(kernel[f"{name}_percent"]) for name in ("issue", "occupancy", "l2")),
+                fixed(kernel["registers"], 0),
+                fixed(_scaled(kernel["shared_bytes"], 1 << 10), 1),
+                fixed(_scaled(kernel["local_bytes"], 1 << 20), 1),
+                re.sub(r"(, 1)*\)|\(", "", f"{kernel['grid']} x {kernel['block']}"),
+            )
+            for case in sorted(content["cases"], key=lambda case: case["share_of_copy"] or float("inf"))
+            for kernel in case["kernels"]
+        ]
+        if rows:
+            yield Table(f"What the kernels do on the card: {suite.removeprefix('counters-')}", _COUNTED, rows, note)
+
+
+def verified(cases: Cases) -> Iterator[Table]:
+    """What `onetrip bench --everything` ran, and what became of it."""
+    good = {"passed": True, "failed": False}
+    rows = [
+        (
+            case["case"],
+            Cell(case["status"], case["status"], good=good.get(case["status"])),
+            fixed(case["seconds"], 0),
+            "; ".join(filter(None, (case.get("reason", ""), *case.get("failures", ())))),
+        )
+        for case in cases
+    ]
+    if rows:
+        yield Table("Parts of the run", ("part", "status", "s", "why"), rows)

@@ -1,0 +1,270 @@
+"""What the figures have to reach, and whether the recorded ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ..measure.cases import LARGE_ELEMENTS, card_shapes
+from ..measure.libraries import TITLES
+from ..measure.results import Results
+
+EAGER = "torch eager"
+ADAM, ADAM_OF_TORCH = "onetrip AdamW8bit", "torch AdamW fused"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    target: str
+    measured: str
+    reached: bool | None
+    """None where the figure was not measured."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    name: str
+    limit: float
+    at_least: bool
+    unit: str
+    measure: Callable[[Results], tuple[float, str] | None]
+    """The figure and a word on where it was found; None where the results lack it."""
+
+    def verdict(self, results: Results) -> Verdict:
+        target = f"{self.name} {'≥' if self.at_least else '≤'} {self.limit:g}{self.unit}"
+        found = self.measure(results)
+        if found is None:
+            return Verdict(target, "not measured", None)
+        value, where = found
+        # Two decimals that round to the limit without reaching it would read as a contradiction.
+        text = f"{value:.3f}" if abs(value - self.limit) < 0.005 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+        reached = value >= self.limit if self.at_least else value <= self.limit
+        return Verdict(target, f"{text}{self.unit}{where and f' ({where})'}", reached)
+
+
+def provider(case: dict[str, Any], name: str) -> dict[str, Any] | None:
+    return next((entry for entry in case.get("providers", ()) if entry["name"] == name), None)
+
+
+def own(case: dict[str, Any]) -> dict[str, Any] | None:
+    """onetrip's entry: of its backends the one that `auto` picks, which comes first."""
+    return next((entry for entry in case.get("providers", ()) if entry["name"].startswith("onetrip")), None)
+
+
+def speed_up(case: dict[str, Any], which: str, against: str = EAGER) -> float | None:
+    """How many times faster onetrip is, median against median; None where either has no number."""
+    ours, theirs = own(case), provider(case, against)
+    if ours is None or theirs is None or which not in ours or which not in theirs:
+        return None
+    return theirs[which]["median_ms"] / ours[which]["median_ms"]
+
+
+def _cases(results: Results, suite: str, **wanted: object) -> Iterator[dict[str, Any]]:
+    for case in results.get(suite, {}).get("cases", ()):
+        if all(case.get(key) == value for key, value in wanted.items()):
+            yield case
+
+
+def _speed_up(
+    suite: str, operator: str, n_rows: int, n_cols: int, which: str, against: str = EAGER
+) -> Callable[[Results], tuple[float, str] | None]:
+    def measure(results: Results) -> tuple[float, str] | None:
+        for case in _cases(results, suite, operator=operator, dtype="fp32", n_rows=n_rows, n_cols=n_cols):
+            value = speed_up(case, which, against)
+            if value is not None:
+                return value, ""
+        return None
+
+    return measure
+
+
+def _worst_width(suite: str, operator: str, which: str, widest: int) -> Callable[[Results], tuple[float, str] | None]:
+    """Of 64 columns and more."""
+
+    def measure(results: Results) -> tuple[float, str] | None:
+        found = {
+            case["n_cols"]: speed_up(case, which)
+            for case in _cases(results, suite, operator=operator, dtype="fp32")
+            if 64 <= case["n_cols"] <= widest and (case["n_rows"], case["n_cols"]) not in card_shapes()
+        }
+        if not found or None in found.values():
+            return None
+        width = min(found, key=lambda n_cols: found[n_cols])
+        return found[width], f"width {width}, the worst of {len(found)}"
+
+    return measure
+
+
+def _on_a_card(
+    figure: Callable[[dict[str, Any]], float | None], suite: str, operator: str, large: bool
+) -> Callable[[Results], tuple[float, str] | None]:
+    """The least of a figure over the shapes that only a card is asked for: the large tensors, or all."""
+
+    def measure(results: Results) -> tuple[float, str] | None:
+        shapes = [shape for shape in card_shapes() if not large or shape[0] * shape[1] == LARGE_ELEMENTS]
+        found = {
+            f"{case['n_rows']} x {case['n_cols']} {case['dtype']}": value
+            for case in _cases(results, suite, operator=operator)
+            if (case["n_rows"], case["n_cols"]) in shapes
+            for value in [figure(case)]
+            if value is not None
+        }
+        if not found:
+            return None
+        shape = min(found, key=lambda name: found[name])
+        return found[shape], f"{shape}, the worst of {len(found)}"
+
+    return measure
+
+
+def _card_targets() -> Iterator[_Target]:
+    def share(which: str) -> Callable[[dict[str, Any]], float | None]:
+        return lambda case: (own(case) or {}).get(which, {}).get("share_of_copy")
+
+    for suite, operator in (("row_norm", "layer_norm"), ("row_norm", "rms_norm"), ("softmax", "softmax")):
+        for which, limit in (("forward", 0.92), ("backward", 0.85)):
+            name = f"{operator}, tensors of {LARGE_ELEMENTS >> 20} Mi elements: {which}, share of a copy's speed"
+            yield _Target(name, limit, True, "", _on_a_card(share(which), suite, operator, large=True))
+        for against in (EAGER, TITLES["liger"]):
+            for which in ("forward", "forward_backward"):
+                name = f"{operator}, every shape: {which.replace('_', ' + ')}, {against} / onetrip"
+                ratio = partial(speed_up, which=which, against=against)
+                yield _Target(name, 1.0, True, "x", _on_a_card(ratio, suite, operator, large=False))
+
+
+def _overhead(operator: str) -> Callable[[Results], tuple[float, str] | None]:
+    def measure(results: Results) -> tuple[float, str] | None:
+        found = []
+        for case in _cases(results, "overhead", operator=operator):
+            ours = own(case)
+            if ours is None or "forward" not in ours:
+                return None
+            found.append((ours["forward"]["median_us"], "with grad" if case["requires_grad"] else "without grad"))
+        return max(found, default=None)
+
+    return measure
+
+
+def _saved(results: Results) -> tuple[float, str] | None:
+    for case in _cases(results, "bert_blocks"):
+        saved = case["saved_bytes"]
+        return saved["patched"]["blocks"] / saved["eager"]["blocks"], ""
+    return None
+
+
+def _training(results: Results) -> tuple[float, str] | None:
+    for case in _cases(results, "training", model="bert_base", n_layers=12):
+        eager, patched = case["steps"]["eager"], case["steps"]["patched"]
+        where = f"{case['batch_size']} x {case['sequence_length']} tokens"
+        return eager["forward_backward"]["median_ms"] / patched["forward_backward"]["median_ms"], where
+    return None
+
+
+def _adam(model: str, against: str) -> Callable[[Results], tuple[float, str] | None]:
+    def measure(results: Results) -> tuple[float, str] | None:
+        for case in _cases(results, "adam", model=model, dtype="fp32"):
+            ours, theirs = provider(case, ADAM), provider(case, against)
+            if ours and theirs and "step" in ours and "step" in theirs:
+                return theirs["step"]["median_ms"] / ours["step"]["median_ms"], ""
+        return None
+
+    return measure
+
+
+def _adam_figure(name: str, part: str = "") -> Callable[[Results], tuple[float, str] | None]:
+    def measure(results: Results) -> tuple[float, str] | None:
+        for case in _cases(results, "adam", model="bert_base", dtype="fp32"):
+            ours = provider(case, ADAM)
+            if ours and "step" in ours:
+                return (ours[part] if part else ours)[name], ""
+        return None
+
+    return measure
+
+
+def loss_ratio(cases: list[dict[str, Any]], name: str) -> float | None:
+    """Mean loss of the seeds with an optimizer over that with torch's AdamW; None for that one."""
+    found = [(provider(case, name), provider(case, ADAM_OF_TORCH)) for case in cases]
+    pairs = [(ours["held_out_loss"], theirs["held_out_loss"]) for ours, theirs in found if ours and theirs]
+    if not pairs or name == ADAM_OF_TORCH:
+        return None
+    return sum(ours for ours, _ in pairs) / sum(theirs for _, theirs in pairs)
+
+
+def _loss(results: Results) -> tuple[float, str] | None:
+    ratio = loss_ratio(results.get("adam_training", {}).get("cases", []), ADAM)
+    return None if ratio is None else (100 * abs(ratio - 1), "mean of the seeds")
+
+
+def _install(build: str) -> Callable[[Results], tuple[float, str] | None]:
+    def measure(results: Results) -> tuple[float, str] | None:
+        for case in _cases(results, "install", case=f"install-{build}"):
+            return case["total_s"], f"{case['package_s']:.0f} s without the dependencies"
+        return None
+
+    return measure
+
+
+def _targets() -> Iterator[_Target]:
+    sublayer = "bias + dropout + residual + LayerNorm"
+    for p, forward, both in ((0.1, 8.0, 6.0), (0.0, 1.8, 1.8)):
+        operator = f"bias_dropout_residual_layer_norm-p{p:g}"
+        for title, which, limit in (("forward", "forward", forward), ("forward + backward", "forward_backward", both)):
+            measure = _speed_up("row_norm", operator, 4096, 1024, which)
+            yield _Target(f"{sublayer}, p = {p:g}: {title}, eager / onetrip", limit, True, "x", measure)
+    for title, operator in (("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm")):
+        for which in ("forward", "backward"):
+            name = f"{title} alone, widths 64 to 16,384: {which}, torch / onetrip"
+            yield _Target(name, 1.0, True, "x", _worst_width("row_norm", operator, which, 16_384))
+    yield from _softmax_targets()
+    yield from _adam_targets()
+    yield _Target("BERT-base training step, eager attention: unpatched / patched", 1.3, True, "x", _training)
+    yield _Target("BERT-large output blocks: bytes saved for backward, patched / eager", 0.5, False, "", _saved)
+    for title, operator in (
+        ("layer_norm", "layer_norm"),
+        ("rms_norm", "rms_norm"),
+        ("bias_dropout_residual_norm, p = 0.1", "bias_dropout_residual_layer_norm-p0.1"),
+        ("bias_dropout_residual_norm, p = 0", "bias_dropout_residual_layer_norm-p0"),
+    ):
+        yield _Target(f"Eager call on 1 x 8: {title}", 15.0, False, " µs", _overhead(operator))
+    yield _Target("pip install . from a clean clone, no CUDA", 180.0, False, " s", _install("cpu"))
+    yield _Target("pip install . from a clean clone, nvcc, default architectures", 480.0, False, " s", _install("cuda"))
+
+
+def _softmax_targets() -> Iterator[_Target]:
+    operator = "scale + mask + softmax + dropout, 8 x 16 x 512 x 512"
+    for p, which, title, against, limit in (
+        (0.1, "forward", "forward", EAGER, 8.0),
+        (0.1, "forward_backward", "forward + backward", EAGER, 6.0),
+        (0.1, "forward_backward", "forward + backward", "torch.compile", 4.0),
+        (0.0, "forward", "forward", EAGER, 1.5),
+        (0.0, "forward_backward", "forward + backward", EAGER, 1.5),
+    ):
+        measure = _speed_up("softmax", f"scale_mask_softmax_dropout-p{p:g}", 8 * 16 * 512, 512, which, against)
+        name = "eager" if against == EAGER else against
+        yield _Target(f"{operator}, p = {p:g}: {title}, {name} / onetrip", limit, True, "x", measure)
+    for which in ("forward", "backward"):
+        name = f"softmax alone, widths 64 to 65,536: {which}, torch / onetrip"
+        yield _Target(name, 1.0, True, "x", _worst_width("softmax", "softmax", which, 65_536))
+
+
+def _adam_targets() -> Iterator[_Target]:
+    step = "AdamW8bit, a step of BERT-base, fp32"
+    for against, limit in ((ADAM_OF_TORCH, 3.0), ("torch AdamW foreach", 5.0), ("bitsandbytes AdamW8bit", 30.0)):
+        yield _Target(f"{step}: {against} / onetrip", limit, True, "x", _adam("bert_base", against))
+    yield _Target(f"{step}: share of a copy's bandwidth", 0.6, True, "", _adam_figure("share_of_copy", "step"))
+    yield _Target(f"{step}: bytes of state a parameter", 2.07, False, "", _adam_figure("state_bytes_per_parameter"))
+    name = f"AdamW8bit, 10,000 tensors of 100 elements: {ADAM_OF_TORCH} / onetrip"
+    yield _Target(name, 8.0, True, "x", _adam("10000_tensors_of_100", ADAM_OF_TORCH))
+    yield _Target("AdamW8bit, language model: held-out loss against torch AdamW", 0.5, False, "%", _loss)
+
+
+TARGETS = {"cpu": tuple(_targets()), "card": tuple(_card_targets())}
+
+
+def verdicts(results: Results) -> list[Verdict]:
+    """Every target of one machine: a CPU, or a card."""
+    on_a_card = any(content["machine"]["device"] != "cpu" for content in results.values())
+    return [target.verdict(results) for target in TARGETS["card" if on_a_card else "cpu"]]

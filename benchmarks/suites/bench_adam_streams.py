@@ -1,0 +1,117 @@
+"""What 8-bit states do to the updates, gradient stream by gradient stream, beside exact Adam in float64.
+
+Figures of a stream: the root mean square of the updates' error over that of exact updates, and the largest |update|,
+both over all steps; an update is what a step without decay takes from a parameter, divided by lr.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from onetrip.benchmarks.suites.optimizers import BITSANDBYTES, LR, ONETRIP, TORCHAO, ExactUpdates, make
+from pytest_benchmark.fixture import BenchmarkFixture
+from torch import Generator, Tensor
+
+N_ROWS, N_COLS = 64, 256
+N_STEPS, QUICK_STEPS = 400, 40
+Draw = Callable[[Generator], Tensor]
+
+
+def _normal(generator: Generator) -> Tensor:
+    return torch.randn(N_ROWS, N_COLS, generator=generator)
+
+
+def _gaussian(generator: Generator) -> Draw:
+    return _normal
+
+
+def _six_decades(generator: Generator) -> Draw:
+    """Neighbours whose gradients differ by up to a million times."""
+    scale = 10.0 ** (-6.0 * torch.rand(N_ROWS, N_COLS, generator=generator))
+    return lambda generator: _normal(generator) * scale
+
+
+def _sparse_rows(generator: Generator) -> Draw:
+    """2% of the rows at a time, as an embedding's gradients come."""
+    return lambda generator: _normal(generator) * (torch.rand(N_ROWS, 1, generator=generator) < 0.02)
+
+
+def _outlier(generator: Generator) -> Draw:
+    """One element of 256 whose gradients are 1e5 times those of its neighbours."""
+    scale = torch.ones(N_ROWS, N_COLS)
+    scale[:, 7] = 1e5
+    return lambda generator: _normal(generator) * scale
+
+
+STREAMS: dict[str, Callable[[Generator], Draw]] = {
+    "gaussian": _gaussian,
+    "six_decades": _six_decades,
+    "sparse_rows": _sparse_rows,
+    "outlier": _outlier,
+}
+
+
+@dataclass(frozen=True)
+class StreamCase:
+    stream: str
+
+    @property
+    def id(self) -> str:
+        return f"adam_streams-{self.stream}"
+
+
+def cases(quick: bool = False) -> list[StreamCase]:
+    return [StreamCase(stream) for stream in STREAMS]
+
+
+def test_adam_streams(case: StreamCase, device: torch.device, quick: bool, benchmark: BenchmarkFixture) -> None:
+    n_steps = QUICK_STEPS if quick else N_STEPS
+    providers = (ONETRIP, BITSANDBYTES, TORCHAO)
+    unavailable = {provider.name: provider.unavailable(device) for provider in providers}
+    params, optimizers = {}, {}
+    for provider in providers:
+        if not unavailable[provider.name]:
+            params[provider.name] = p = torch.nn.Parameter(torch.zeros(N_ROWS, N_COLS, device=device))
+            optimizers[provider.name] = make(provider, [p], weight_decay=0.0)
+    wrong = {name: torch.zeros(n_steps, dtype=torch.float64) for name in (*params, "exact")}
+    largest = {name: torch.zeros(n_steps, dtype=torch.float64) for name in (*params, "exact")}
+
+    def run() -> None:
+        generator = torch.Generator().manual_seed(0)
+        draw, exact = STREAMS[case.stream](generator), ExactUpdates(torch.Size([N_ROWS, N_COLS]))
+        for t in range(n_steps):
+            grad = draw(generator)
+            truth = exact.next(grad)
+            wrong["exact"][t], largest["exact"][t] = truth.square().sum(), truth.abs().max()
+            for name, p in params.items():
+                p.data.zero_()
+                p.grad = grad.to(device)
+                optimizers[name].step()
+                update = p.detach().cpu().double() / -LR
+                wrong[name][t], largest[name][t] = (update - truth).square().sum(), update.abs().max()
+
+    benchmark.pedantic(run, rounds=1)
+    total = wrong["exact"].sum()
+    every = max(1, n_steps // 100)
+    benchmark.extra_info["record"] = {
+        "case": case.id,
+        "stream": case.stream,
+        "n_steps": n_steps,
+        "every": every,
+        "providers": [
+            {
+                "name": name,
+                "relative_rms": 0.0 if name == "exact" else (wrong[name].sum() / total).sqrt().item(),
+                "largest_update": largest[name].max().item(),
+                "largest_update_of_steps": largest[name].unflatten(0, (-1, every)).amax(1).tolist(),
+            }
+            for name in wrong
+        ],
+        "unavailable": {name: reason for name, reason in unavailable.items() if reason},
+    }
+    ours = next(entry for entry in benchmark.extra_info["record"]["providers"] if entry["name"] == ONETRIP.name)
+    if not ours["largest_update"] <= 7.28:
+        pytest.fail(f"an update of {ours['largest_update']:.2f}: exact Adam never exceeds 7.27")

@@ -1,0 +1,309 @@
+"""Training steps of whole models, dropout 0.1: eager attention, SDPA, torch.compile, patched, patched with AdamW8bit.
+
+The same random weights, tokens and order of operations for all: time depends on neither values nor labels. A step is
+forward, backward and an optimizer step; torch's fused AdamW unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import onetrip
+import pytest
+import torch
+from onetrip.benchmarks.measure.cases import DTYPE_NAMES
+from onetrip.benchmarks.measure.memory import peak_bytes, saved_bytes
+from onetrip.benchmarks.measure.timing import summarise
+from onetrip.benchmarks.suites.optimizers import FUSED, ONETRIP, OptimizerProvider, make
+from pytest_benchmark.fixture import BenchmarkFixture
+from torch import Tensor
+
+ROUNDS, QUICK_ROUNDS, WARM_UP = 7, 2, 1
+MOST_SECONDS, FEWEST_ROUNDS = 20.0, 3
+"""Of the slowest variant that takes turns: where a step takes long, fewer of them do."""
+AT_ONCE = {"cpu": 4, "cuda": 1}
+"""How many variants take turns, and are in memory: on a card, whose clock is steady, each may need it all."""
+PHASES = ("forward", "backward", "optimizer")
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""How far the loss without dropout may be from the first variant's, relative to it where it is above 1."""
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A transformers model by the arguments of its config."""
+
+    model_type: str
+    head: str
+    layers: str
+    """What its config calls their number."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+_BERT_LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+_LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4}
+MODELS = {
+    "bert_base": Model("bert", "SequenceClassification", "num_hidden_layers"),
+    "bert_large": Model("bert", "SequenceClassification", "num_hidden_layers", _BERT_LARGE),
+    "gpt2": Model("gpt2", "CausalLM", "n_layer"),
+    "llama_1b": Model("llama", "CausalLM", "num_hidden_layers", _LLAMA_1B),  # grouped heads, 8 queries to a key
+}
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    model: str
+    batch_size: int
+    sequence_length: int
+    n_layers: int
+    dtype: torch.dtype = torch.float32
+    """Of autocast; float32: none. Weights are float32."""
+
+    @property
+    def id(self) -> str:
+        dtype = "" if self.dtype == torch.float32 else f"-{DTYPE_NAMES[self.dtype]}"
+        return f"training-{self.model}-{self.n_layers}_layers-{self.batch_size}x{self.sequence_length}{dtype}"
+
+
+_CARD = (
+    TrainingCase("bert_large", 4, 512, 24),
+    *(TrainingCase("bert_large", batch_size, 512, 24, torch.bfloat16) for batch_size in (4, 16, 64)),
+    TrainingCase("gpt2", 8, 1024, 12, torch.bfloat16),
+    TrainingCase("llama_1b", 4, 1024, 22, torch.bfloat16),
+)
+
+
+def cases(quick: bool = False) -> list[TrainingCase]:
+    return [TrainingCase("bert_base", 2, 512, n_layers=2 if quick else 12), *(() if quick else _CARD)]
+
+
+def unavailable(case: TrainingCase, device: torch.device) -> str:
+    """Why a case is not for this device; empty where it is."""
+    # By id: pytest imports this file under another name than the command, and TrainingCase is another class there.
+    return "full size: for a card" if case.id in {each.id for each in _CARD} and device.type != "cuda" else ""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train the model."""
+
+    name: str
+    attention: str
+    patched: bool = False
+    optimizer: OptimizerProvider = FUSED
+    compiled: bool = False
+
+
+VARIANTS = (
+    Variant("eager", "eager"),
+    Variant("sdpa", "sdpa"),
+    Variant("patched", "eager", patched=True),
+    Variant("sdpa, patched", "sdpa", patched=True),
+    Variant("patched + AdamW8bit", "eager", patched=True, optimizer=ONETRIP),
+    Variant("sdpa, patched + AdamW8bit", "sdpa", patched=True, optimizer=ONETRIP),
+    Variant("torch.compile", "sdpa", compiled=True),
+)
+
+
+class _Stopwatch:
+    """Laps in milliseconds; on a card between events, so that no lap waits for the one before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_card = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        if self._on_card:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        pairs = list(zip(self._marks[:-1], self._marks[1:], strict=True))
+        if self._on_card:
+            self._marks[-1].synchronize()
+            return [start.elapsed_time(end) for start, end in pairs]
+        return [(end - start) * 1e3 for start, end in pairs]
+
+
+class Trainer:
+    """A model, its optimizer and the batch it is trained on."""
+
+    def __init__(self, case: TrainingCase, variant: Variant, device: torch.device) -> None:
+        transformers = pytest.importorskip("transformers")
+        spec = MODELS[case.model]
+        arguments = {**spec.arguments, spec.layers: case.n_layers, "attn_implementation": variant.attention}
+        config = transformers.AutoConfig.for_model(spec.model_type, **arguments)
+        torch.manual_seed(0)
+        with device:  # weights are drawn where they are used: a second, not a minute
+            self.model = getattr(transformers, f"AutoModelFor{spec.head}").from_config(config).to(device).train()
+        self.batch = _batch(case, spec, config, device)
+        self.patched_sites = len(onetrip.patch_model(self.model).patched) if variant.patched else 0
+        self.parameters = list(self.model.parameters())
+        self.optimizer = make(variant.optimizer, self.parameters)
+        self._device, self._dtype = device, case.dtype
+        self._call: Callable[..., Any] = self.model
+        if variant.compiled:
+            torch._dynamo.reset()
+            self._call = torch.compile(self.model, dynamic=False)
+
+    def _precision(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._dtype == torch.float32 else torch.autocast(self._device.type, self._dtype)
+
+    def forward(self) -> Tensor:
+        with self._precision():
+            return self._call(**self.batch).loss
+
+    def forward_backward(self) -> None:
+        self.forward().backward()
+
+    def step(self, watch: _Stopwatch | None = None) -> None:
+        watch = watch or _Stopwatch(torch.device("cpu"))
+        self.optimizer.zero_grad()
+        watch.mark()
+        loss = self.forward()
+        watch.mark()
+        loss.backward()
+        watch.mark()
+        self.optimizer.step()
+        watch.mark()
+
+    def loss_without_dropout(self) -> float:
+        """All variants compute the same function then. Of what is timed: compiled where that is."""
+        self.model.eval()
+        with torch.no_grad(), self._precision():
+            loss = self._call(**self.batch).loss.item()
+        self.model.train()
+        return loss
+
+    def held_bytes(self) -> int:
+        """Of weights, buffers and optimizer states."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        tensors = [*self.parameters, *self.model.buffers(), *(value for value in states if isinstance(value, Tensor))]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(storages.values())
+
+    def matrix_products_ms(self) -> float:
+        """Of one forward and backward, in the calling thread."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            self.forward_backward()
+        return sum(event.self_cpu_time_total for event in profile.key_averages() if event.key in _PRODUCTS) / 1e3
+
+    def memory(self) -> dict[str, int]:
+        self.optimizer.zero_grad()
+        saved = saved_bytes(self.forward, excluded=self.parameters)
+        peak, held = peak_bytes(self.step, self._device), self.held_bytes()
+        return {"saved_bytes": saved, "peak_bytes": peak, "held_bytes": held, "training_bytes": held + peak}
+
+
+def _batch(case: TrainingCase, spec: Model, config: Any, device: torch.device) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = case.batch_size, case.sequence_length
+    ids = torch.randint(config.vocab_size, shape, generator=generator)
+    if spec.head == "CausalLM":
+        return {"input_ids": ids.to(device), "labels": ids.to(device)}
+    mask = torch.ones(shape, dtype=torch.long)
+    mask[:, -case.sequence_length // 8 :] = 0
+    labels = torch.randint(config.num_labels, shape[:1], generator=generator)
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "labels": labels.to(device)}
+
+
+@dataclass
+class _Found:
+    """What is known of the variants of one case."""
+
+    case: TrainingCase
+    device: torch.device
+    rounds: int
+    losses: dict[str, float] = field(default_factory=dict)
+    steps: dict[str, dict[str, Any]] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+    patched_sites: int = 0
+
+    def race(self, variants: tuple[Variant, ...]) -> None:
+        """The variants in turns, so that a disturbance meets them all."""
+        trainers = {variant.name: trainer for variant in variants if (trainer := self._admit(variant)) is not None}
+        samples: dict[str, list[list[float]]] = {name: [] for name in trainers}
+        for done in range(self.rounds):
+            slowest_s = max((sum(map(sum, laps)) / 1e3 for laps in samples.values()), default=0.0)
+            if done >= FEWEST_ROUNDS and slowest_s > MOST_SECONDS:
+                break  # for all of them: turns are taken to the end
+            for name, trainer in trainers.items():
+                watch = _Stopwatch(self.device)
+                trainer.step(watch)
+                samples[name].append(watch.laps())
+        for name, trainer in trainers.items():
+            self.steps[name] = self._figures(samples[name]) | trainer.memory()
+            if self.device.type == "cpu":
+                self.steps[name]["matrix_products_ms"] = trainer.matrix_products_ms()
+
+    def _admit(self, variant: Variant) -> Trainer | None:
+        """Built, checked and warm; None where it has no number, which is said."""
+        try:
+            trainer = Trainer(self.case, variant, self.device)
+            loss = trainer.loss_without_dropout()
+            for _ in range(WARM_UP):
+                trainer.step()
+        except torch.OutOfMemoryError:
+            self.unavailable[variant.name] = "out of memory"
+            return None
+        except Exception as error:
+            if variant.patched:
+                raise
+            self.unavailable[variant.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            return None
+        truth = next(iter(self.losses.values()), loss)
+        bound = BOUND[self.case.dtype] * max(1.0, abs(truth))
+        if not abs(loss - truth) <= bound:
+            self.unavailable[variant.name] = f"the loss differs by {abs(loss - truth):.1e} (bound {bound:.0e})"
+            assert not variant.patched, f"{variant.name}: {self.unavailable[variant.name]}: no number"
+            return None
+        self.losses[variant.name] = loss
+        self.patched_sites = max(self.patched_sites, trainer.patched_sites)
+        return trainer
+
+    def _figures(self, laps: list[list[float]]) -> dict[str, Any]:
+        times = dict(zip(PHASES, map(list, zip(*laps, strict=True)), strict=True))
+        times["forward_backward"] = [forward + backward for forward, backward, _ in laps]
+        times["step"] = [sum(lap) for lap in laps]
+        figures: dict[str, Any] = {name: summarise(values, "ms") for name, values in times.items()}
+        figures["samples_per_s"] = 1e3 * self.case.batch_size / figures["step"]["median_ms"]
+        return figures
+
+
+def test_training(case: TrainingCase, device: torch.device, quick: bool, benchmark: BenchmarkFixture) -> None:
+    if reason := unavailable(case, device):
+        pytest.skip(reason)
+    found = _Found(case, device, QUICK_ROUNDS if quick else ROUNDS)
+    variants, at_once = VARIANTS, AT_ONCE[device.type]
+    if quick:
+        found.unavailable["torch.compile"] = "left out of quick runs: it compiles for minutes"
+        variants = tuple(variant for variant in VARIANTS if not variant.compiled)
+
+    def run() -> None:
+        for first in range(0, len(variants), at_once):
+            found.race(variants[first : first + at_once])
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    benchmark.pedantic(run, rounds=1)
+    benchmark.extra_info["record"] = {
+        "case": case.id,
+        "model": case.model,
+        "dtype": DTYPE_NAMES[case.dtype],
+        "n_layers": case.n_layers,
+        "batch_size": case.batch_size,
+        "sequence_length": case.sequence_length,
+        "dropout_p": 0.0 if case.model.startswith("llama") else 0.1,
+        "patched_sites": found.patched_sites,
+        "loss_without_dropout": found.losses,
+        "steps": found.steps,
+        "unavailable": found.unavailable,
+    }

@@ -1,0 +1,92 @@
+"""The softmax family: attention weights of a batch of heads, and rows of every width."""
+
+from __future__ import annotations
+
+import torch
+from onetrip import ops
+from torch import Tensor
+
+from ..measure import libraries
+from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, card_cases
+
+HEADS, QUERIES, KEYS = 16, 512, 512
+ROWS = 8 * HEADS * QUERIES
+SCALE = 0.125
+WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+QUICK_WIDTHS = (64, 1024, 65536)
+ELEMENTS = 4096 * 1024
+
+
+def _leading_shape(n_rows: int) -> tuple[int, int, int]:
+    """(batch, heads, queries) of scores with so many rows; one head where the rows are not those of whole sequences."""
+    batch, rest = divmod(n_rows, HEADS * QUERIES)
+    return (1, 1, n_rows) if rest else (batch, HEADS, QUERIES)
+
+
+def _padding(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """As transformers makes it: 0 where a key is real and the dtype's lowest number where it is padding."""
+    batch = _leading_shape(n_rows)[0]
+    lengths = torch.linspace(n_cols // 2, n_cols, batch, device=device).long()
+    real = torch.arange(n_cols, device=device) < lengths[:, None, None, None]
+    return {"mask": torch.where(real, 0.0, torch.finfo(dtype).min).to(dtype)}
+
+
+def _operator(name: str, *, attention: bool, causal: bool = False, dropout_p: float = 0.0) -> Operator:
+    def heads(scores: Tensor) -> Tensor:
+        return scores.view(*_leading_shape(scores.shape[0]), scores.shape[-1]) if attention else scores
+
+    def formula(dropout: Dropout, scores: Tensor, mask: Tensor | None = None) -> Outputs:
+        values = heads(scores)
+        if mask is not None:
+            values = values * SCALE + mask
+        if causal:
+            n_queries, n_keys = values.shape[-2:]
+            hidden = torch.ones(n_queries, n_keys, dtype=torch.bool, device=values.device).triu(n_keys - n_queries + 1)
+            values = values.masked_fill(hidden, -torch.inf)
+        y = torch.softmax(values, dim=-1).view(scores.shape)
+        return dropout(y) if dropout_p > 0.0 else y
+
+    def fused(scores: Tensor, mask: Tensor | None = None) -> Outputs:
+        scale = 1.0 if mask is None else SCALE
+        return ops.softmax(heads(scores), mask, scale=scale, causal=causal, dropout_p=dropout_p).view(scores.shape)
+
+    def least_bytes(n_rows: int, n_cols: int, itemsize: int) -> LeastBytes:
+        matrix = n_rows * n_cols * itemsize
+        # What causality hides is neither read nor kept for backward, and written where it is an output. Not fewer keys
+        # than queries.
+        seen = matrix if not causal else int(matrix * (1 - (_leading_shape(n_rows)[-1] - 1) / (2 * n_cols)))
+        # With dropout the probabilities are written beside the result; backward reads them and dy, and writes dscores.
+        return LeastBytes(seen + matrix + (seen if dropout_p > 0.0 else 0), 2 * seen + matrix)
+
+    others = libraries.scale_mask_softmax(SCALE, heads, dropout_p) if attention else libraries.SOFTMAX
+    return Operator(
+        name,
+        ("scores",),
+        (),
+        formula,
+        fused,
+        least_bytes,
+        dropout_p,
+        constants=_padding if attention else (lambda *_: {}),
+        mask_shows_in="output",
+        others={} if causal else others,
+    )
+
+
+SOFTMAX = _operator("softmax", attention=False)
+ATTENTION_SOFTMAX = {
+    p: _operator(f"scale_mask_softmax_dropout-p{p:g}", attention=True, dropout_p=p) for p in (0.1, 0.0)
+}
+CAUSAL_SOFTMAX = _operator("scale_mask_causal_softmax_dropout-p0.1", attention=True, causal=True, dropout_p=0.1)
+
+
+def cases(quick: bool = False) -> list[Case]:
+    dtypes = (torch.float32,) if quick else (torch.float32, torch.bfloat16)
+    n_rows = HEADS * QUERIES if quick else ROWS
+    found = [Case(op, n_rows, KEYS, dtype, full=True) for dtype in dtypes for op in ATTENTION_SOFTMAX.values()]
+    for dtype in dtypes:
+        for width in QUICK_WIDTHS if quick else WIDTHS:
+            found.append(Case(SOFTMAX, ELEMENTS // width, width, dtype, full=width == 1024))
+    if not quick:
+        found += card_cases([SOFTMAX])
+    return found
