@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip.optim import Adam8bit, AdamW8bit
-from optim_cases import make_params, same, set_grads, snapshot, train, trained
+from optim_cases import bits_of, make_params, same, set_grads, snapshot, steps_taken, train, trained
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["f32", "f16", "bf16"])
 
@@ -194,11 +194,17 @@ DAMAGED = {
     "missing-key": (change("state", 0, "exp_avg_scale", to=...), "state of parameter 0 must have"),
     "unknown-key": (change("state", 1, "momentum", to=1), "state of parameter 1 must have"),
     "entry-not-a-dict": (change("state", 0, to=3), "state of parameter 0 must be a dict"),
-    "swapped": (change("state", 0, "exp_avg", to=lambda codes: codes.t()), r"shaped like its parameter, \(64, 100\)"),
-    "truncated-codes": (change("state", 0, "exp_avg", to=lambda codes: codes[:-1]), "shaped like its parameter"),
-    "float-codes": (change("state", 0, "exp_avg_sq", to=lambda codes: codes.float()), "exp_avg_sq must be uint8 codes"),
-    "int-codes": (change("state", 0, "exp_avg", to=lambda codes: codes.int()), "must have"),
-    "codes-no-tensor": (change("state", 0, "exp_avg_sq", to=1), "exp_avg_sq must be uint8 codes"),
+    "swapped": (
+        change("state", 0, "exp_avg_codes", to=lambda codes: codes.t()),
+        r"shaped like its parameter, \(64, 100\)",
+    ),
+    "truncated-codes": (change("state", 0, "exp_avg_codes", to=lambda codes: codes[:-1]), "shaped like its parameter"),
+    "float-codes": (
+        change("state", 0, "exp_avg_sq_codes", to=lambda codes: codes.float()),
+        "exp_avg_sq_codes must be uint8 codes",
+    ),
+    "int-codes": (change("state", 0, "exp_avg_codes", to=lambda codes: codes.int()), "must be uint8 codes"),
+    "codes-no-tensor": (change("state", 0, "exp_avg_sq_codes", to=1), "exp_avg_sq_codes must be uint8 codes"),
     "short-scale": (change("state", 0, "exp_avg_scale", to=lambda scale: scale[:-1]), "must be 50 float32 scales"),
     "half-scale": (change("state", 0, "exp_avg_scale", to=lambda scale: scale.half()), "must be 50 float32 scales"),
     "negative-scale": (
@@ -237,7 +243,7 @@ def test_state_of_torchs_adam_is_taken(cls, dtype):
     for p, q in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
         state, expected = ours.state[p], theirs.state[q]
         is_8bit = p.numel() >= 4096
-        assert state["exp_avg"].dtype == (torch.uint8 if is_8bit else torch.float32) and float(state["step"]) == 5.0
+        assert bits_of(state) == (8 if is_8bit else 32) and steps_taken(state) == 5.0
         for value, key in zip(ours.dequantized_state(p), ("exp_avg", "exp_avg_sq"), strict=True):
             wanted = expected[key].float()
             atol = 0.02 * float(wanted.abs().max()) if wanted.numel() else 0.0
@@ -297,7 +303,7 @@ def test_bitsandbytes_state_is_taken(block, wrapped):
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.25, (0.7, 0.9), 1e-6, 0.125)
     assert "alpha" not in group and group["optim_bits"] == 8
     for p, wanted in zip(group["params"], moments, strict=True):
-        assert float(optimizer.state[p]["step"]) == 7.0
+        assert steps_taken(optimizer.state[p]) == 7.0
         for value, moment in zip(optimizer.dequantized_state(p), wanted, strict=True):
             if p.numel() < 4096:
                 assert torch.equal(value, moment)

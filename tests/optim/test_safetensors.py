@@ -27,7 +27,7 @@ def test_safetensors_file(tmp_path):
     with safetensors.safe_open(tmp_path / "optimizer.safetensors", framework="pt") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert same(tensors["state.0.exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    assert same(tensors["state.0.exp_avg_codes"], optimizer.state_dict()["state"][0]["exp_avg_codes"])
     assert json.loads(metadata["param_groups"])[0]["betas"] == [0.5, 1 - 1e-9]
     assert len(tensors) == 1 + sum(map(len, optimizer.state_dict()["state"].values()))
 

@@ -9,7 +9,7 @@ import onetrip
 import pytest
 import torch
 from onetrip.optim import AdamW8bit, trainer_optimizer
-from optim_cases import same
+from optim_cases import bits_of, same
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -81,8 +81,8 @@ def test_embeddings_in_32_bits(tmp_path):
     assert by_bits[8] == {id(p) for p in model.parameters()} - embeddings
     model(**{key: value[None] for key, value in Sentences()[0].items()}).loss.backward()
     own.step()
-    assert own.state[model.get_input_embeddings().weight]["exp_avg"].dtype == torch.float32
-    assert own.state[model.bert.encoder.layer[0].intermediate.dense.weight]["exp_avg"].dtype == torch.uint8
+    assert bits_of(own.state[model.get_input_embeddings().weight]) == 32
+    assert bits_of(own.state[model.bert.encoder.layer[0].intermediate.dense.weight]) == 8
     assert all(group["weight_decay"] in (0.0, 0.1) for group in own.param_groups)
 
 
@@ -102,8 +102,26 @@ def test_resuming_with_trainer_is_training_on(tmp_path, embeddings_32bit):
     assert resumed.state.global_step == 8
     assert same(dict(whole.model.state_dict()), dict(resumed.model.state_dict()))
     assert same(whole.optimizer.state_dict()["state"], resumed.optimizer.state_dict()["state"])
-    kinds = {entry["exp_avg"].dtype for entry in whole.optimizer.state_dict()["state"].values()}
-    assert kinds == {torch.uint8, torch.float32}
+    assert {bits_of(entry) for entry in whole.optimizer.state_dict()["state"].values()} == {8, 32}
+
+
+def test_resuming_without_its_optimizer_raises_until_the_checkpoint_is_converted(tmp_path):
+    """Trainer's own AdamW took codes as moments. Converted, it continues: near the run that kept AdamW8bit."""
+    first = trainer(tmp_path / "a", min_8bit_numel=512)
+    first.train()
+    args = arguments(tmp_path / "b")
+    folder = tmp_path / "a" / "checkpoint-4"
+    plain = transformers.Trainer(model=tiny_bert(), args=args, train_dataset=Sentences())
+    with pytest.raises(KeyError, match="step"):
+        plain.train(resume_from_checkpoint=str(folder))
+    converter = trainer(tmp_path / "c", min_8bit_numel=512).create_optimizer()
+    converter.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    torch.save(converter.state_dict_for_torch(), folder / "optimizer.pt")
+    plain = transformers.Trainer(model=tiny_bert(), args=args, train_dataset=Sentences())
+    plain.train(resume_from_checkpoint=str(folder))
+    assert plain.state.global_step == 8
+    losses = [[e["loss"] for e in run.state.log_history if "loss" in e and e["step"] > 4] for run in (first, plain)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
 def test_loss_falls_in_trainer_as_with_torchs_adamw(tmp_path):

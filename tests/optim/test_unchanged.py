@@ -78,7 +78,7 @@ def _state_of_another_precision(optimizer: AdamW8bit) -> None:
 
 
 def _large_state_elsewhere(optimizer: AdamW8bit) -> None:
-    codes = optimizer.state[_params(optimizer)[0]]["exp_avg"]
+    codes = optimizer.state[_params(optimizer)[0]]["exp_avg_codes"]
     codes.data = codes.data.roll(1)
 
 

@@ -88,7 +88,7 @@ def test_what_changes_while_a_parameter_rests_is_seen(plans):
             p.data = p.data.clone()
             before.zero_()
         elif change == "tensor":
-            optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].clone()
+            optimizer.state[p]["exp_avg_codes"] = optimizer.state[p]["exp_avg_codes"].clone()
         elif change == "entry":
             optimizer.state[p] = {key: value.clone() for key, value in optimizer.state[p].items()}
         elif change == "dtype":

@@ -49,6 +49,17 @@ def trained(steps: int = 3, **arguments: Any) -> AdamW8bit:
     return optimizer
 
 
+def steps_taken(entry: dict[str, Tensor]) -> float:
+    """By a parameter's state, of 8 or 32 bits."""
+    return float(entry["n_steps"] if "n_steps" in entry else entry["step"])
+
+
+def bits_of(entry: dict[str, Tensor]) -> int:
+    """Of a parameter's state: 8 or 32."""
+    moment = entry["exp_avg_codes"] if "exp_avg_codes" in entry else entry["exp_avg"]
+    return 8 * moment.element_size()
+
+
 def snapshot(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """Copies of the parameters, and of the whole state."""
     params = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]

@@ -152,10 +152,10 @@ def against_one_process() -> None:
         train(*each, 0, 4)
     expected, got = whole(plain, plain_optimizer), whole(model, optimizer)
     assert same(expected, whole(wrapped.module, wrapped_optimizer))
-    assert same(expected["wide"], got["wide"]) and same(expected["wide.exp_avg"], got["wide.exp_avg"])
+    assert same(expected["wide"], got["wide"]) and same(expected["wide.exp_avg_codes"], got["wide.exp_avg_codes"])
     for name in SHAPES:
         assert float((expected[name] - got[name]).abs().max()) < 4 * 1e-2 * 0.1
-        assert got[f"{name}.exp_avg"].dtype == torch.uint8
+        assert got[f"{name}.exp_avg_codes"].dtype == torch.uint8
     for each in (plain_optimizer, optimizer):
         each.state.clear()
         each.param_groups[0]["optim_bits"] = 32
@@ -242,7 +242,7 @@ def near(a: dict[str, Any], b: dict[str, Any], with_params: bool = True) -> None
     for name in SHAPES:
         if with_params:
             assert same(a[name], b[name])
-        assert same(a[f"{name}.step"], b[f"{name}.step"])
+        assert same(a[f"{name}.n_steps"], b[f"{name}.n_steps"])
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             x, y = (moment(values, name, key, signed) for values in (a, b))
             assert float((x - y).abs().max()) <= 0.01 * float(y.abs().max()), (name, key)
@@ -251,7 +251,7 @@ def near(a: dict[str, Any], b: dict[str, Any], with_params: bool = True) -> None
 
 def moment(values: dict[str, Any], name: str, key: str, signed: bool) -> torch.Tensor:
     """Of gathered values, by rows of scales or by blocks."""
-    codes, scale = values[f"{name}.{key}"], values[f"{name}.{key}_scale"]
+    codes, scale = values[f"{name}.{key}_codes"], values[f"{name}.{key}_scale"]
     unit = torch.tensor(code_map(signed))[codes.long()].view(-1)
     element = torch.arange(unit.numel())
     if scale.dim() == 1:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ..measure import optimizer_state_bytes, tensor_bytes
 from ..ops.backends import rehearsal
 from ..optim import Adam8bit
-from ..optim.state import new_state
+from ..optim.state import new_state, uses_8bit
 from .bytes import StepBytes
 from .saved import SavedActivations, saved_activations
 
@@ -124,8 +124,7 @@ def _take_a_first_step(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             if isinstance(optimizer, Adam8bit):
-                is_8bit = group["optim_bits"] == 8 and p.numel() >= group["min_8bit_numel"]
-                optimizer.state[p] = new_state(p, is_8bit)
+                optimizer.state[p] = new_state(p, uses_8bit(group, p))
             else:
                 p.grad = torch.empty_like(p)
     if not isinstance(optimizer, Adam8bit):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from ..reference.adam import Group
 from . import checkpoint, sharding
 from .hyperparameters import check_group, plain
 from .plan import Plan, increment_versions
-from .state import State, checked, dequantized, from_bitsandbytes, new_state
+from .state import State, checked, dequantized, for_torch, from_bitsandbytes, new_state, uses_8bit
 
 _OF_TORCH = ("amsgrad", "foreach", "fused", "differentiable")  # keys of torch.optim.Adam's groups
 _IMPORTED = ("lr", "betas", "eps", "weight_decay")
@@ -36,8 +36,7 @@ class Adam8bit(torch.optim.Optimizer):
 
     A step waits for no device. It works with torch.amp.GradScaler, which skips a step whose gradients are not finite;
     without one they propagate as in torch.optim. The same inputs give the same bits, whatever the number of threads.
-    Memory: 2 + 8/128 bytes of state a parameter of 8 bits. To go on with torch.optim, give it dequantized_state(): it
-    would load this state_dict and take codes for moments.
+    Memory: 2 + 8/128 bytes of state a parameter of 8 bits. To continue with torch.optim, load state_dict_for_torch().
 
     Raises ValueError or TypeError for wrong arguments, here and at step(), before anything has changed; RuntimeError
     for sparse gradients.
@@ -185,8 +184,7 @@ class Adam8bit(torch.optim.Optimizer):
         """A plan, and the states of the parameters that had none."""
         params = list(itertools.chain.from_iterable(params_of_groups))
         groups = [i for i, members in enumerate(params_of_groups) for _ in members]
-        every = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        index_of = {id(p): i for i, p in enumerate(every)}
+        index_of = {id(p): i for i, p in enumerate(self._every_parameter())}
         names = self._names()
         new: dict[Tensor, State] = {}
         for p, i in zip(params, groups, strict=True):
@@ -201,7 +199,7 @@ class Adam8bit(torch.optim.Optimizer):
                     f"on {p.device} for parameter {name}"
                 )
             if not self.state.get(p):
-                new[p] = new_state(p, group["optim_bits"] == 8 and p.numel() >= group["min_8bit_numel"])
+                new[p] = new_state(p, uses_8bit(group, p))
         states = [new.get(p) or self.state[p] for p in params]
         return Plan(self._name, params_of_groups, groups, [names[index_of[id(p)]] for p in params], states), new
 
@@ -237,12 +235,32 @@ class Adam8bit(torch.optim.Optimizer):
         packed["param_groups"] = [
             {key: plain(value) for key, value in group.items()} for group in packed["param_groups"]
         ]
-        every = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        for index, p in enumerate(every):
+        for index, p in enumerate(self._every_parameter()):
             if sharding.is_sharded(p) and index in packed["state"]:
                 packed["state"][index] = sharding.to_dtensors(p, packed["state"][index])
         packed["n_states"] = sum(map(bool, packed["state"].values()))
         return packed
+
+    def state_dict_for_torch(self) -> dict[str, Any]:
+        """state_dict() for torch.optim.AdamW, or torch.optim.Adam for Adam8bit: float32 moments, copied.
+
+        Training continues from the dequantised moments. torch takes fused and foreach from the dict that it loads: set
+        them in its param_groups, or get torch's defaults. torch cannot load state_dict() itself where states have 8
+        bits: it raises KeyError.
+        """
+        packed = self.state_dict()
+        packed.pop("n_states", None)
+        for group in packed["param_groups"]:
+            for key in ("optim_bits", "min_8bit_numel"):
+                del group[key]
+        for index, p in enumerate(self._every_parameter()):
+            if state := self.state.get(p):
+                entry = for_torch(p, state)
+                packed["state"][index] = sharding.to_dtensors(p, entry) if sharding.is_sharded(p) else entry
+        return packed
+
+    def _every_parameter(self) -> Iterator[Tensor]:
+        return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -275,9 +293,8 @@ class Adam8bit(torch.optim.Optimizer):
                 if not entry:
                     remaining.pop(key, None)
                     continue
-                is_8bit = group["optim_bits"] == 8 and p.numel() >= group["min_8bit_numel"]
                 which = f"{where}: state of parameter {key}"
-                state[p] = checked(which, p, remaining.pop(key), is_8bit and not is_ours)
+                state[p] = checked(which, p, remaining.pop(key), quantize_floats=not is_ours and uses_8bit(group, p))
         if remaining:
             raise ValueError(
                 f"{where}: state must be of the parameters in param_groups, got also {list(remaining)[:5]}"
@@ -339,7 +356,7 @@ class Adam8bit(torch.optim.Optimizer):
         where = f"{self._name}.load_bitsandbytes_state_dict"
         if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
             raise ValueError(f"{where}: state must have state and param_groups, got {type(state).__name__}")
-        params = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+        params = list(self._every_parameter())
         try:
             keys = [key for group in state["param_groups"] for key in group["params"]]
             saved = {key: state["state"].get(key) for key in keys}

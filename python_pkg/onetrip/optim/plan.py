@@ -21,7 +21,7 @@ from ..ops.adam import AdamTable
 from ..ops.backends import KERNEL_DTYPES
 from ..reference.adam import BLOCK, Slot
 from . import sharding
-from .state import State
+from .state import State, fields, keys_of
 
 _LARGE = 4096  # elements
 _OF_EACH = (
@@ -112,7 +112,7 @@ class Plan:
         self._param_addresses = _addresses(map(sharding.local, params))
         self._param_dtypes = [p.dtype for p in params]
         self._tensors_of = [tuple(state.values()) for state in states]
-        self._large = [state["exp_avg"].numel() >= _LARGE for state in states]
+        self._large = [fields(state).exp_avg.numel() >= _LARGE for state in states]
         self._addresses_of = [
             _addresses(tensors) if large else [] for tensors, large in zip(self._tensors_of, self._large, strict=True)
         ]
@@ -168,25 +168,22 @@ class Plan:
     def _check_state(self, i: int, part: Tensor, state: State) -> None:
         """What a user may have done to it between steps."""
         which = f"{self._function}: state of parameter {self._names[i]}"
-        if len(state) != (5 if "exp_avg_scale" in state else 3) or not all(
-            isinstance(x, Tensor) for x in state.values()
-        ):
+        if set(state) != set(keys_of(state)) or not all(isinstance(x, Tensor) for x in state.values()):
             raise ValueError(f"{which} must have the tensors that a step made, and nothing else, got {list(state)}")
         for key, value in state.items():
             if value.device != part.device or not value.is_contiguous():
                 got = f"strides {value.stride()} on {value.device}"
                 raise ValueError(f"{which}: {key} must be contiguous on {part.device}, got {got}")
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in keys_of(state)[1:3]:
             if state[key].shape != part.shape:
                 got = str(tuple(state[key].shape))
                 raise ValueError(f"{which}: {key} must have its shape, {tuple(part.shape)}, got {got}")
 
     def _add(self, plan: _DevicePlan, i: int, p: Tensor, part: Tensor, group: int, state: State) -> None:
-        exp_avg, exp_avg_sq, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
-        scales = state.get("exp_avg_scale"), state.get("exp_avg_sq_scale")
+        step, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = fields(state)
         if part is p and _is_plain(part):
             plan.direct.append(i)
-            plan.direct_slots.append(Slot(p, exp_avg, exp_avg_sq, *scales, step, group))
+            plan.direct_slots.append(Slot(p, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, step, group))
             return
         if torch._debug_has_internal_overlap(part) == 1:
             raise ValueError(
@@ -200,7 +197,9 @@ class Plan:
         for begin, end in runs:
             next_scale = done + (end - begin + BLOCK - 1) // BLOCK
             param, m, v = (values.view(-1)[begin:end] for values in (work, exp_avg, exp_avg_sq))
-            m_scale, v_scale = (None if values is None else values[done:next_scale] for values in scales)
+            m_scale, v_scale = (
+                None if values is None else values[done:next_scale] for values in (exp_avg_scale, exp_avg_sq_scale)
+            )
             plan.strided_slots.append(Slot(param, m, v, m_scale, v_scale, step, group))
             done = next_scale
 

@@ -144,22 +144,22 @@ def to_dtensors(p: Any, entry: dict[str, Tensor]) -> dict[str, Tensor]:
         return DTensor.from_local(part, p.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
     first, row_length = first_element(p), _row_length(p)
-    saved: dict[str, Tensor] = {"step": entry["step"]}
-    for key in ("exp_avg", "exp_avg_sq"):
-        saved[key] = wrap(entry[key], p.placements, p.shape)
-        scale = entry.get(f"{key}_scale")
-        if scale is None:
-            continue
-        if first is not None and p.dim():
-            rows = rows_of_scales(scale, first // row_length, local(p).shape[0], row_length)
-            saved[f"{key}_scale"] = wrap(rows, p.placements, torch.Size((p.shape[0], scale_columns(row_length))))
+    saved: dict[str, Tensor] = {}
+    for key, value in entry.items():
+        if key in ("step", "n_steps"):
+            saved[key] = value
+        elif not key.endswith("_scale"):
+            saved[key] = wrap(value, p.placements, p.shape)
+        elif first is not None and p.dim():
+            rows = rows_of_scales(value, first // row_length, local(p).shape[0], row_length)
+            saved[key] = wrap(rows, p.placements, torch.Size((p.shape[0], scale_columns(row_length))))
         else:
             sharding = [placement.is_shard() for placement in p.placements]
             columns = (_largest_local_numel(p) + BLOCK - 1) // BLOCK
-            row = torch.nn.functional.pad(scale, (0, columns - scale.numel())).view(1, columns)
+            row = torch.nn.functional.pad(value, (0, columns - value.numel())).view(1, columns)
             n_rows = math.prod(size for size, cut in zip(p.device_mesh.shape, sharding, strict=True) if cut)
             placements = [Shard(0) if cut else Replicate() for cut in sharding]
-            saved[f"{key}_scale"] = wrap(row, placements, torch.Size((n_rows, columns)))
+            saved[key] = wrap(row, placements, torch.Size((n_rows, columns)))
     return saved
 
 

@@ -1,77 +1,120 @@
-"""The state of a parameter, and how it is made, read and taken from checkpoints.
+"""The state of a parameter: how it is made, read, and taken from checkpoints.
 
-step               float32, 0-dimensional, on the parameter's device
-exp_avg            shaped like the parameter's local part, contiguous: uint8 codes, or float32
-exp_avg_sq         the same; codes are of its square root
-exp_avg_scale      [blocks] float32, a scale for each 128 elements; of 8-bit states only
-exp_avg_sq_scale   the same, for the square root
+A 32-bit state has torch.optim.Adam's keys with torch's meaning:
+
+    step               float32, 0-dimensional, on the parameter's device
+    exp_avg            float32, contiguous, shaped like the parameter's local part
+    exp_avg_sq         the same
+
+An 8-bit state has other keys, so that torch.optim raises KeyError instead of reading codes as moments:
+
+    n_steps            as step
+    exp_avg_codes      uint8, contiguous, shaped like the parameter's local part
+    exp_avg_scale      [n_blocks] float32, one scale for each BLOCK elements
+    exp_avg_sq_codes   uint8: codes of the square root of the second moment
+    exp_avg_sq_scale   [n_blocks] float32: scales of the square root
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..reference.adam import ZERO_CODE, dequantize, quantize
+from ..reference.adam import BLOCK, ZERO_CODE, dequantize, quantize
 from . import sharding
 
 State = dict[str, Tensor]
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # and whether the map of its codes is signed
-_SCALES = {"exp_avg_scale", "exp_avg_sq_scale"}
+_KEYS_32BIT = ("step", "exp_avg", "exp_avg_sq")
+_KEYS_8BIT = ("n_steps", "exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scale", "exp_avg_sq_scale")
+
+
+class Fields(NamedTuple):
+    """The tensors of a state; the moments are uint8 codes where there are scales."""
+
+    step: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    exp_avg_scale: Tensor | None = None
+    exp_avg_sq_scale: Tensor | None = None
+
+
+def uses_8bit(group: Mapping[str, Any], p: Tensor) -> bool:
+    """Whether a parameter of this group gets an 8-bit state at its first step."""
+    return group["optim_bits"] == 8 and p.numel() >= group["min_8bit_numel"]
+
+
+def has_codes(state: Mapping[str, object]) -> bool:
+    return "exp_avg_codes" in state
+
+
+def keys_of(state: Mapping[str, object]) -> tuple[str, ...]:
+    """The keys that a state of its kind must have, in the order of Fields."""
+    return _KEYS_8BIT if has_codes(state) else _KEYS_32BIT
+
+
+def fields(state: State) -> Fields:
+    return Fields(*[state[key] for key in keys_of(state)])
 
 
 def new_state(p: Tensor, is_8bit: bool) -> State:
-    """Of a parameter that has not taken a step."""
+    """The state of a parameter that has not taken a step."""
     part = sharding.local(p)
-    state = {"step": torch.zeros((), dtype=torch.float32, device=part.device)}
-    for key, signed in _MOMENTS:
-        if is_8bit:
-            blocks = sharding.n_blocks(part.numel(), sharding.first_element(p) or 0)
-            zero = ZERO_CODE if signed else 0
-            state[key] = torch.full(part.shape, zero, dtype=torch.uint8, device=part.device)
-            state[f"{key}_scale"] = torch.zeros(blocks, dtype=torch.float32, device=part.device)
-        else:
-            state[key] = torch.zeros(part.shape, dtype=torch.float32, device=part.device)
-    return state
+    step = torch.zeros((), dtype=torch.float32, device=part.device)
+    if not is_8bit:
+        moments = [torch.zeros(part.shape, dtype=torch.float32, device=part.device) for _ in _MOMENTS]
+        return dict(zip(_KEYS_32BIT, (step, *moments), strict=True))
+    codes = [
+        torch.full(part.shape, ZERO_CODE if signed else 0, dtype=torch.uint8, device=part.device)
+        for _, signed in _MOMENTS
+    ]
+    n_blocks = sharding.n_blocks(part.numel(), sharding.first_element(p) or 0)
+    scales = [torch.zeros(n_blocks, dtype=torch.float32, device=part.device) for _ in _MOMENTS]
+    return dict(zip(_KEYS_8BIT, (step, *codes, *scales), strict=True))
 
 
-def _parts(p: Tensor, state: State) -> Iterator[tuple[int, int, int, int]]:
+def _parts(p: Tensor, codes: Tensor) -> Iterator[tuple[int, int, int, int]]:
     """[begin, end) of elements and [begin, end) of scales of this rank's parts."""
     done = 0
-    for begin, end in sharding.parts(state["exp_avg"].numel(), sharding.first_element(p) or 0):
-        count = (end - begin + 127) // 128
+    for begin, end in sharding.parts(codes.numel(), sharding.first_element(p) or 0):
+        count = (end - begin + BLOCK - 1) // BLOCK
         yield begin, end, done, done + count
         done += count
 
 
 def dequantized(p: Tensor, state: State) -> tuple[Tensor, Tensor]:
-    """(first, second moment), float32, shaped like p's local part."""
+    """(first, second moment), new float32 tensors shaped like p's local part."""
+    if not has_codes(state):
+        return state["exp_avg"].clone(), state["exp_avg_sq"].clone()
     moments = []
     for key, signed in _MOMENTS:
-        values = state[key]
-        if values.dtype is torch.uint8:
-            flat, scale = values.view(-1), state[f"{key}_scale"]
-            runs = [dequantize(flat[a:b], scale[c:d], signed) for a, b, c, d in _parts(p, state)]
-            values = torch.cat(runs).view(values.shape) if runs else torch.zeros_like(values, dtype=torch.float32)
-            values = values if signed else values * values
-        else:
-            values = values.clone()
-        moments.append(values)
+        codes, scale = state[f"{key}_codes"], state[f"{key}_scale"]
+        runs = [dequantize(codes.view(-1)[a:b], scale[c:d], signed) for a, b, c, d in _parts(p, codes)]
+        values = torch.cat(runs).view(codes.shape) if runs else torch.zeros_like(codes, dtype=torch.float32)
+        moments.append(values if signed else values * values)
     return moments[0], moments[1]
 
 
-def quantized(p: Tensor, step: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> State:
-    """8-bit state from float32 moments of p's local part."""
-    state = new_state(p, is_8bit=True) | {"step": step}
+def for_torch(p: Tensor, state: State) -> State:
+    """A new state for torch.optim.Adam: float32 moments with p's strides, the step on the CPU."""
+    part = sharding.local(p)
+    moments = [torch.empty_like(part, dtype=torch.float32).copy_(values) for values in dequantized(p, state)]
+    return dict(zip(_KEYS_32BIT, (fields(state).step.cpu().clone(), *moments), strict=True))
+
+
+def quantized(p: Tensor, state: State) -> State:
+    """The 8-bit state for a 32-bit one."""
+    step, exp_avg, exp_avg_sq, _, _ = fields(state)
+    new = new_state(p, is_8bit=True) | {"n_steps": step}
     for (key, signed), values in zip(_MOMENTS, (exp_avg, exp_avg_sq.sqrt()), strict=True):
-        flat = values.reshape(-1)
-        for a, b, c, d in _parts(p, state):
-            state[key].view(-1)[a:b], state[f"{key}_scale"][c:d] = quantize(flat[a:b], signed)
-    return state
+        codes, flat = new[f"{key}_codes"], values.reshape(-1)
+        for a, b, c, d in _parts(p, codes):
+            codes.view(-1)[a:b], new[f"{key}_scale"][c:d] = quantize(flat[a:b], signed)
+    return new
 
 
 def _describe(value: object) -> str:
@@ -84,8 +127,17 @@ def _steps(where: str, value: object) -> float:
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
     if not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
-        raise ValueError(f"{where}: step must be one number >= 0, got {_describe(value)}")
+        raise ValueError(f"{where} must be one number >= 0, got {_describe(value)}")
     return float(value)
+
+
+def _with_todays_keys(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Older checkpoints have 8-bit states under torch's keys: step, exp_avg, exp_avg_sq."""
+    exp_avg = entry.get("exp_avg")
+    if not (isinstance(exp_avg, Tensor) and exp_avg.dtype is torch.uint8):
+        return dict(entry)
+    new_keys = dict(zip(_KEYS_32BIT, _KEYS_8BIT, strict=False))
+    return {new_keys.get(key, key): value for key, value in entry.items()}
 
 
 def checked(where: str, p: Tensor, entry: object, quantize_floats: bool) -> State:
@@ -97,35 +149,35 @@ def checked(where: str, p: Tensor, entry: object, quantize_floats: bool) -> Stat
         raise ValueError(f"{where} must be a dict, got {type(entry).__name__}")
     if "max_exp_avg_sq" in entry:
         raise ValueError(f"{where} must be of Adam without amsgrad, got max_exp_avg_sq")
-    exp_avg = entry.get("exp_avg")
-    is_8bit = isinstance(exp_avg, Tensor) and exp_avg.dtype is torch.uint8
-    wanted = {"step", "exp_avg", "exp_avg_sq"} | (_SCALES if is_8bit else set())
-    if set(entry) != wanted:
-        raise ValueError(f"{where} must have {sorted(wanted)}, got {sorted(map(str, entry))}")
-    part = sharding.local(p)
-    state = {"step": torch.tensor(_steps(where, entry["step"]), dtype=torch.float32, device=part.device)}
-    for key, signed in _MOMENTS:
-        state[key] = _moment(f"{where}: {key}", p, entry[key], is_8bit)
-        if is_8bit:
-            scale, state[key] = _scale(f"{where}: {key}_scale", p, entry[f"{key}_scale"], state[key], signed)
-            state[f"{key}_scale"] = scale
-        elif not signed and bool((state[key] < 0.0).any()):
-            raise ValueError(f"{where}: {key} must be >= 0, got negative values")
-    if quantize_floats and not is_8bit:
-        return quantized(p, state["step"], state["exp_avg"], state["exp_avg_sq"])
-    return state
+    entry = _with_todays_keys(entry)
+    keys = keys_of(entry)
+    if set(entry) != set(keys):
+        raise ValueError(f"{where} must have {sorted(keys)}, got {sorted(map(str, entry))}")
+    step = _steps(f"{where}: {keys[0]}", entry[keys[0]])
+    state = {keys[0]: torch.tensor(step, dtype=torch.float32, device=sharding.local(p).device)}
+    for moment, signed in _MOMENTS:
+        if has_codes(entry):
+            key, of_scale = f"{moment}_codes", f"{moment}_scale"
+            codes = _moment(f"{where}: {key}", p, entry[key], torch.uint8)
+            state[of_scale], state[key] = _scale(f"{where}: {of_scale}", p, entry[of_scale], codes, signed)
+            continue
+        state[moment] = _moment(f"{where}: {moment}", p, entry[moment], torch.float32)
+        if not signed and bool((state[moment] < 0.0).any()):
+            raise ValueError(f"{where}: {moment} must be >= 0, got negative values")
+    return quantized(p, state) if quantize_floats and not has_codes(state) else state
 
 
-def _moment(where: str, p: Tensor, value: object, is_8bit: bool) -> Tensor:
-    """A copy of this rank's part, contiguous, uint8 or float32."""
-    if not isinstance(value, Tensor) or not (value.dtype is torch.uint8 if is_8bit else value.is_floating_point()):
-        kind = "uint8 codes" if is_8bit else "a floating-point tensor"
+def _moment(where: str, p: Tensor, value: object, dtype: torch.dtype) -> Tensor:
+    """A contiguous copy of this rank's part. dtype: uint8 or float32, which any floating-point tensor is cast to."""
+    if not isinstance(value, Tensor) or not (
+        value.dtype is dtype or (dtype.is_floating_point and value.is_floating_point())
+    ):
+        kind = "a floating-point tensor" if dtype.is_floating_point else "uint8 codes"
         raise ValueError(f"{where} must be {kind}, got {_describe(value)}")
     mine = sharding.local_of_saved(p, value)
     if mine is None:
         raise ValueError(f"{where} must be shaped like its parameter, {tuple(p.shape)}, got {_describe(value)}")
     part = sharding.local(p)
-    dtype = torch.uint8 if is_8bit else torch.float32
     return torch.empty(part.shape, dtype=dtype, device=part.device).copy_(mine)
 
 
