@@ -154,7 +154,7 @@ def test_hub_model_that_cannot_be_had(run, monkeypatch):
 
 def test_entry_point():
     command = [sys.executable, "-c", "from onetrip.cli import main; main()", "anatomy", "no-such-model"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert_bad_usage(SimpleNamespace(exit_code=result.returncode, **vars(result)), "no-such-model")
 
 

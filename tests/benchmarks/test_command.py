@@ -27,7 +27,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 def bench(*arguments: str, cwd: Path, module: bool = False) -> subprocess.CompletedProcess[str]:
     name = ["-m", "onetrip.benchmarks"] if module else ["-c", "from onetrip.cli import main; main()", "bench"]
     command = [sys.executable, *name, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=ENVIRONMENT, cwd=cwd)
 
 
 def records(path: Path) -> list[str]:
@@ -174,7 +174,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_does_the_rest(tmp_path: Path) -> N
                 run.send_signal(signal.SIGINT)
                 break
         rest = run.stderr.read()
-        run.wait(timeout=60)
+        run.wait(timeout=600)
     assert run.returncode == 130, rest
     assert "--resume continues" in rest
     (path,) = tmp_path.glob("*/row_norm.json")

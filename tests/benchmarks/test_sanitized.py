@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -131,11 +132,19 @@ def test_a_backend_without_kernels_checks_nothing_and_fails(tmp_path, monkeypatc
     assert "FAILED no kernel of the backend triton was found" in capsys.readouterr().out
 
 
-def test_what_is_printed_before_a_cut_is_in_the_log(tmp_path):
+def test_what_is_printed_before_a_cut_is_in_the_log(tmp_path, monkeypatch):
     code = "import time; print('found', flush=True); time.sleep(300)"
     log = tmp_path / "log"
     log.write_text("before\n")
-    assert driver.watch([sys.executable, "-c", code], {}, log, time.time() + 2.0) is None
+    wait = subprocess.Popen.wait
+
+    def wait_once_it_has_printed(process: subprocess.Popen, timeout: float | None = None) -> int:
+        while timeout is not None and process.poll() is None and "found" not in log.read_text():
+            time.sleep(0.01)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_once_it_has_printed)
+    assert driver.watch([sys.executable, "-c", code], {}, log, time.time()) is None
     assert log.read_text() == "before\nfound\n"
 
 

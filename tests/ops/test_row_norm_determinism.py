@@ -109,7 +109,7 @@ print("equal")
 
 
 def test_sixteen_threads_make_the_first_call_of_a_process():
-    done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "equal", done.stderr
 
 
@@ -142,14 +142,26 @@ def test_memory_does_not_grow_over_two_thousand_calls(target):
             y, z = call(leaves, dropout_p=0.1, return_residual=True)
             torch.autograd.grad(y.sum() + z.sum(), list(leaves.tensors().values()))
 
+    def used() -> int:
+        return torch.cuda.memory_allocated() if target.device == "cuda" else process.memory_info().rss
+
     leaves = make((16, 256), torch.float32, ALL, device=target.device).leaves()
     process = psutil.Process()
-    steps(200)
-    before = torch.cuda.memory_allocated() if target.device == "cuda" else process.memory_info().rss
-    steps(1000)
-    after = torch.cuda.memory_allocated() if target.device == "cuda" else process.memory_info().rss
-    # One tensor a call kept would be 16 MB on the host; its allocator may hold a page or two more.
-    assert after - before <= (0 if target.device == "cuda" else 4 << 20)
+    steps(400)
+    before = used()
+    if target.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        steps(1600)
+        # A leak is at least 512 bytes a step, 819 kB. One step takes 0.2 MB, which autograd's thread may free late.
+        assert torch.cuda.max_memory_allocated() - before < 1600 * 512 // 2
+    else:
+        # One tensor kept a call would be 6.4 MB in each round; what else the process does can grow some rounds.
+        growth = []
+        for _ in range(4):
+            steps(400)
+            growth.append(used() - before)
+            before += growth[-1]
+        assert min(growth) < 1 << 20, growth
 
 
 @st.composite
