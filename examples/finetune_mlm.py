@@ -236,9 +236,16 @@ def summary(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def speedup(base: float, value: float) -> str:
+    return f"{base / value:.2f}x"
+
+
+def change(base: float, value: float) -> str:
+    return f"{value / base - 1:+.1%}"
+
+
 def result_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
     """A column a run; after the first, each figure beside how it compares with the first's."""
-    from onetrip.anatomy.report import format_bytes, format_change, format_speedup
 
     table = Table("", title=title, title_justify="left")
     for name in summaries:
@@ -254,14 +261,14 @@ def result_table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
         add(f"loss, {label}", key, "{:.3f}".format, lambda base, value: f"{value - base:+.3f}")
     table.add_section()
     for phase in PHASES:
-        add(f"{phase}, median", f"{phase}_ms", "{:.1f} ms".format, format_speedup)
+        add(f"{phase}, median", f"{phase}_ms", "{:.1f} ms".format, speedup)
     table.add_section()
     for label, key in (
         ("saved activations", "saved_activations"),
         ("optimizer states", "optimizer_states"),
         ("peak memory over start", "peak_memory"),
     ):
-        add(label, key, format_bytes, format_change)
+        add(label, key, anatomy.format_bytes, change)
     return table
 
 

@@ -1,12 +1,19 @@
 import importlib
 import json
+import re
+from dataclasses import replace
 
 import pytest
-from onetrip import anatomy
+from onetrip import anatomy, measure
+from onetrip.anatomy import format_bytes
 from onetrip.anatomy.bytes import CLASSES
 from onetrip.anatomy.html import page
-from onetrip.anatomy.report import bar, format_bytes, format_change, format_speedup, render
+from onetrip.anatomy.report import bar, render
 from rich.console import Console
+
+BAR = re.compile("[█▏▎▍▌▋▊▉]+")
+SIZE = re.compile(r"([\d.]+) (B|KiB|MiB|GiB|ms)")
+UNIT = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "ms": 1}
 
 
 def of_tiny_bert(**options):
@@ -66,7 +73,10 @@ def test_json_holds_the_columns_and_the_ratios(result, tmp_path):
     assert {"date", "commit", "versions", "machine"} <= read.keys()
     assert read["options"]["model"] == "tiny-bert"
     steps = {name: column["measured"] for name, column in read["columns"].items()}
-    assert read["ratios"]["patched"]["speedup"]["step"] == steps["eager"]["step_ms"] / steps["patched"]["step_ms"]
+    assert (
+        read["ratios"]["patched"]["speedup"]["step"]
+        == steps["eager"]["ms"]["step"]["median"] / steps["patched"]["ms"]["step"]["median"]
+    )
     assert read["ratios"]["eager"]["peak"] == 1
     assert read["ratios"]["patched"]["saved_activations"] < 1
     assert {"temporaries", "caches", "buffers"} <= steps["eager"].keys()
@@ -141,7 +151,7 @@ def test_what_cannot_be_predicted_is_measured(unpredictable, caplog):
     for column in result.columns.values():
         assert column.predicted is None
         assert column.unpredicted.startswith("DataDependentOutputException")
-        assert column.measured.step_ms > 0
+        assert column.measured.ms["step"].median > 0
     console = Console(width=80)
     with console.capture() as capture:
         console.print(render(result))
@@ -190,26 +200,74 @@ def test_a_search_that_cannot_go_on_says_why(monkeypatch):
         anatomy.compare(of_tiny_bert(columns=("eager",), fits="16GB"))
 
 
-@pytest.mark.parametrize("which", ["result", "predicted"])
-def test_tables_fit_eighty_columns(which, request):
-    console = Console(width=80)
+def printed(result, width=80):
+    console = Console(width=width)
     with console.capture() as capture:
-        console.print(render(request.getfixturevalue(which)))
-    text = capture.get()
-    labels = ["weights", "saved activations", "temporaries", "peak", "formula", "contractions"]
-    measured = ["forward", "AdamW8bit", "fused (onetrip)", "not read, no GPU takes part", "predicted"]
+        console.print(render(result))
+    return capture.get()
+
+
+@pytest.mark.parametrize("which", ["result", "predicted"])
+def test_tables_hold_every_figure(which, request):
+    text = printed(request.getfixturevalue(which))
+    labels = ["weights", "saved activations", "temporaries", "peak", "contractions", "predicted"]
+    measured = ["forward", "AdamW8bit", "fused (onetrip)", "not read: no GPU takes part", "measured", "p20", "p80"]
     for label in labels + (measured if which == "result" else []):
         assert label in text
-    assert "…" not in text
 
 
-def test_tables_of_fits_fit_eighty_columns():
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(render(anatomy.compare(of_tiny_bert(columns=("eager",), fits="4MB"))))
-    text = capture.get()
+@pytest.mark.parametrize("width", [48, 80, 160])
+@pytest.mark.parametrize("which", ["result", "predicted", "fitted"])
+def test_tables_obey_columns(which, width, request):
+    """Once columns that could not wrap were cut off on narrow consoles, and bars stayed short on wide ones."""
+    lines = printed(request.getfixturevalue(which), width).splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= width
+    assert not any("…" in line for line in lines)
+    if which != "fitted":
+        longest = max(len(bar[0]) for line in lines if (bar := BAR.search(line)))
+        assert longest == 32 if width == 160 else longest < 32 or width == 80
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return anatomy.compare(of_tiny_bert(columns=("eager",), fits="4MB"))
+
+
+def test_table_of_fits(fitted):
+    text = printed(fitted)
     assert "Does it fit 4MB (3.8 MiB), predicted for cuda" in text
-    assert "no" in text.split() and "…" not in text
+    assert "no" in text.split()
+
+
+def with_times(result, others=None, **ms):
+    """The result with these milliseconds of the eager step."""
+    measured = replace(result.columns["eager"].measured, other_cpus=others)
+    measured = replace(measured, ms=measured.ms | {"step": measure.Spread(**ms)} if ms else measured.ms)
+    return replace(result, columns={"eager": replace(result.columns["eager"], measured=measured)})
+
+
+def test_percentiles_stand_beside_the_median(result):
+    changed = with_times(result, median=20.0, p20=18.25, p80=31.5)
+    (line,) = (line for line in printed(changed).splitlines() if line.split()[:1] == ["step"])
+    assert re.findall(r"[\d.]+ ms", line) == ["20.0 ms", "18.2 ms", "31.5 ms"]
+    assert changed.to_dict()["columns"]["eager"]["measured"]["ms"]["step"] == {
+        "median": 20.0,
+        "p20": 18.25,
+        "p80": 31.5,
+    }
+
+
+@pytest.mark.parametrize(("others", "is_said"), [(1.5, True), (0.1, False), (None, False)])
+def test_load_of_other_processes_is_said(result, others, is_said):
+    changed = with_times(result, others)
+    text, on_page = printed(changed), page(json.loads(json.dumps(changed.to_dict())))
+    assert ("other processes kept 1.5 of" in " ".join(text.split())) == is_said
+    assert ("other processes kept 1.5 of" in on_page) == is_said
+
+
+def test_load_is_measured_around_the_timed_steps(result):
+    others = {column.measured.other_cpus for column in result.columns.values()}
+    assert len(others) == 1 and all(value is None or value >= 0.0 for value in others)
 
 
 @pytest.mark.parametrize(("n", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 29, "2.50 GiB")])
@@ -217,13 +275,24 @@ def test_format_bytes(n, text):
     assert format_bytes(n) == text
 
 
-def test_verdicts():
-    assert format_speedup(3.0, 2.0) == "1.50x"
-    assert format_speedup(3.0, 0.0) == "-"
-    assert format_change(4.0, 3.0) == "-25.0%"
-    assert format_change(0.0, 3.0) == "-"
-
-
 @pytest.mark.parametrize(("value", "drawn"), [(0, ""), (1, "█"), (8, "████████"), (0.5, "▌")])
 def test_bar(value, drawn):
     assert bar(value, 8, width=8) == drawn
+
+
+@pytest.mark.parametrize("which", ["result", "predicted"])
+def test_a_bar_stands_on_the_line_of_the_figure_that_it_draws(which, request):
+    """Bars of all columns once stood below each other, beside lines of other figures or of none."""
+    drawn, figures = [], []
+    for line in printed(request.getfixturevalue(which)).splitlines():
+        if "Time" in line or "Memory" in line or "Saved" in line or "By class" in line:
+            drawn, figures = [], []  # a table of its own scale
+        if bar := BAR.search(line):
+            found = SIZE.search(line)
+            assert found, f"a bar without a figure: {line}"
+            figures.append(float(found[1]) * UNIT[found[2]])
+            drawn.append(len(bar[0]))
+        for longer, larger in zip(drawn, figures, strict=True):
+            for shorter, smaller in zip(drawn, figures, strict=True):
+                assert longer <= shorter or larger >= smaller, line
+    assert drawn

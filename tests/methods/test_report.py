@@ -109,3 +109,14 @@ def test_page_of_a_run_without_comparisons(result):
     only_baseline = result | {"methods": result["methods"][:1], "interrupted": True}
     (section,) = methods.sections(only_baseline)
     assert not any(isinstance(part, html.Figure) for part in section.parts)
+
+
+@pytest.mark.parametrize("width", [48, 80])
+def test_tables_obey_columns(result, width):
+    """Once columns that could not wrap were cut off on narrow consoles."""
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(render(result))
+    lines = capture.get().splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= width
+    assert not any("…" in line for line in lines)

@@ -22,12 +22,10 @@ from .bytes import StepBytes, format_bytes
 from .fits import Fit, largest_batch
 from .formula import FormulaBytes, formula
 from .gpu import Sampler
-from .measure import Progress, StepAnatomy, Variant, measure_variants
+from .measure import PHASES, Progress, StepAnatomy, Variant, measure_variants
 from .models import UsageError, load_model, make_batch
 from .options import COLUMNS, DTYPES, OPTIMIZERS, Options
 from .predict import fake_copy, predict
-
-_PHASES = ("forward", "backward", "optimizer", "step")
 
 
 @dataclass(frozen=True)
@@ -86,9 +84,7 @@ class Comparison:
         base = next(iter(measured.values()))
         return {
             name: {
-                "speedup": {
-                    phase: _ratio(getattr(base, f"{phase}_ms"), getattr(step, f"{phase}_ms")) for phase in _PHASES
-                },
+                "speedup": {phase: _ratio(base.ms[phase].median, step.ms[phase].median) for phase in PHASES},
                 "saved_activations": _ratio(step.saved_activations, base.saved_activations),
                 "peak": _ratio(step.bytes.peak, base.bytes.peak),
             }

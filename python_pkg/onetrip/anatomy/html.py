@@ -8,9 +8,12 @@ from typing import Any
 from .. import html as page_builder
 from ..environment import describe
 from ..html import Cell, Figure, Section, Table
+from ..measure import load_warning
 from .bytes import CLASSES, format_bytes
+from .measure import PHASES
 from .options import COLUMNS
 
+_QUANTILES = ("median", "p20", "p80")
 _COLOURS = ("#4c78a8", "#9ecae9", "#f2a541", "#b07aa1", "#8a8f98", "#1a7f5a", "#c44e52")
 
 
@@ -33,7 +36,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     ]
     measured = {key: column["measured"] for key, column in columns.items() if column["measured"]}
     if measured:
-        parts += [_times(measured, options["steps"], name), _operators(measured, name), _gpu(result, measured, name)]
+        parts += [*_times(measured, options["steps"], name), _operators(measured, name), _gpu(result, measured, name)]
     return [Section(f"Anatomy of a training step: {name}", parts)]
 
 
@@ -105,12 +108,15 @@ def _fits(result: Mapping[str, Any], name: str) -> Table:
     return Table(f"Does it fit {result['options']['fits']}, {name}", titles, rows, note)
 
 
-def _times(measured: Mapping[str, Any], steps: int, name: str) -> Table:
+def _times(measured: Mapping[str, Any], steps: int, name: str) -> list[str | Table]:
     rows = [
-        (phase, *(Cell(step[f"{phase}_ms"], f"{step[f'{phase}_ms']:.1f} ms") for step in measured.values()))
-        for phase in ("forward", "backward", "optimizer", "step")
+        (phase, COLUMNS[key], *(Cell(n := step["ms"][phase][which], f"{n:.1f} ms") for which in _QUANTILES))
+        for phase in PHASES
+        for key, step in measured.items()
     ]
-    return Table(f"Time, median of {steps} steps, {name}", ("phase", *(COLUMNS[key] for key in measured)), rows)
+    titles = ("phase", "", "median", "p20", "p80")
+    warning = load_warning(next(iter(measured.values()))["other_cpus"])
+    return [Table(f"Time of {steps} steps, {name}", titles, rows), *([warning] if warning else [])]
 
 
 def _operators(measured: Mapping[str, Any], name: str) -> Table:

@@ -7,7 +7,6 @@ model and any way of feeding it can be measured.
 from __future__ import annotations
 
 import gc
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -18,12 +17,22 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from ..measure import cuda_peak_bytes, now, optimizer_state_bytes, peak_of_trace, tensor_bytes
+from ..measure import (
+    BusyCpus,
+    Spread,
+    cuda_peak_bytes,
+    now,
+    optimizer_state_bytes,
+    peak_of_trace,
+    spread,
+    tensor_bytes,
+)
 from .bytes import StepBytes
 from .gpu import Sampler
 from .operators import time_by_operator_class
 from .saved import SavedActivations, saved_activations
 
+PHASES = ("forward", "backward", "optimizer", "step")
 LossFn = Callable[[], Tensor]
 Progress = Callable[[int, int, str], None]
 """Called as (units done, units in all, what comes next)."""
@@ -45,12 +54,10 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepAnatomy:
-    """One training step taken apart. Milliseconds are medians; sizes are bytes."""
+    """One training step taken apart. Sizes are bytes."""
 
-    forward_ms: float
-    backward_ms: float
-    optimizer_ms: float
-    step_ms: float
+    ms: dict[str, Spread]
+    """Milliseconds of each of PHASES over the timed steps."""
     weights: int
     buffers: int
     gradients: int
@@ -67,7 +74,9 @@ class StepAnatomy:
     operators_ms: dict[str, float]
     """By class of operator, from one profiled step: see time_by_operator_class."""
     gpu: dict[str, float] | None = None
-    """Of the timed steps, where NVML was there to be asked: see gpu.Sampler."""
+    """Of the timed steps, where NVML could be read: see gpu.Sampler."""
+    other_cpus: float | None = None
+    """CPUs that other processes kept busy during the timed steps of all variants: see measure.BusyCpus."""
 
     @property
     def saved_activations(self) -> int:
@@ -179,6 +188,18 @@ def measure_variants(
             progress(done, total, what)
         done += 1
 
+    def take_turn(turn: int) -> list[tuple[str, StepTimes]]:
+        taken = []
+        # Every turn begins with another variant: what ran last leaves its tensors in the cache.
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            advance(f"{'step' if turn >= warm_up else 'warm-up'}, {name}")
+            torch.manual_seed(seed + turn)
+            watched = nullcontext() if sampler is None or turn < warm_up else sampler.watching(name)
+            with variants[name].context(), watched:
+                taken.append((name, timed_step(loss_fns[name], variants[name].optimizer, device)))
+        return taken
+
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         with _training(model, False), torch.no_grad():
             for name in names:
@@ -186,16 +207,11 @@ def measure_variants(
                 with variants[name].context():
                     sizes[name]["loss"] = float(loss_fns[name]())
         with _training(model, True):
-            for turn in range(warm_up + steps):
-                # Every turn begins with another variant: what ran last leaves its tensors in the cache.
-                first = turn % len(names)
-                for name in names[first:] + names[:first]:
-                    advance(f"{'step' if turn >= warm_up else 'warm-up'}, {name}")
-                    torch.manual_seed(seed + turn)
-                    watched = nullcontext() if sampler is None or turn < warm_up else sampler.watching(name)
-                    with variants[name].context(), watched:
-                        step = timed_step(loss_fns[name], variants[name].optimizer, device)
-                    if turn >= warm_up:
+            for turn in range(warm_up):
+                take_turn(turn)
+            with BusyCpus() as busy:
+                for turn in range(warm_up, warm_up + steps):
+                    for name, step in take_turn(turn):
                         times[name].append(step)
             for name in names:
                 advance(f"saved activations, {name}")
@@ -217,13 +233,11 @@ def measure_variants(
         progress(total, total, "done")
     return {
         name: StepAnatomy(
-            forward_ms=statistics.median(step.forward_ms for step in times[name]),
-            backward_ms=statistics.median(step.backward_ms for step in times[name]),
-            optimizer_ms=statistics.median(step.optimizer_ms for step in times[name]),
-            step_ms=statistics.median(step.step_ms for step in times[name]),
+            ms={phase: spread([getattr(step, f"{phase}_ms") for step in times[name]]) for phase in PHASES},
             weights=tensor_bytes(model.parameters()),
             buffers=tensor_bytes(model.buffers()),
             batch=tensor_bytes(inputs),
+            other_cpus=busy.others,
             gpu=None if sampler is None else sampler.summary(name),
             optimizer_states=optimizer_state_bytes(variants[name].optimizer),
             **sizes[name],

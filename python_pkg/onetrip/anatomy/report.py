@@ -1,159 +1,174 @@
-"""The tables of `onetrip anatomy` in the terminal: a column for each way to take the step, bars beside them."""
+"""The tables of `onetrip anatomy` in the terminal: a line for each way to take the step, its bar on that line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rich.console import Group, RenderableType
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from ..measure import load_warning
 from .bytes import CLASSES, format_bytes
 from .compare import Comparison
+from .measure import PHASES
 from .operators import OPTIMIZER
 from .options import COLUMNS
 from .saved import SavedActivations
 
-__all__ = ["bar", "format_bytes", "format_change", "format_difference", "format_speedup", "render"]
-
-_BAR_WIDTH = 14
+_SHORTEST_BAR, _LONGEST_BAR = 4, 32
+_BESIDE_BARS = 73
+"""Characters of the longest labels and figures beside a bar."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_STYLES = ("dim", "green", "cyan", "magenta")
+_STYLES = ("", "green", "cyan", "magenta")
 _MOST_ROWS = 8
 
-Line = tuple[str, Sequence[float | None]]
-"""(What it is, a value for each column)."""
+Values = Sequence[float | None]
+Lines = tuple[str, Sequence[Values]]
+"""(What it is, for each way to take the step the values under the table's heads)."""
 
 
-def format_speedup(eager: float, patched: float) -> str:
-    return f"{eager / patched:.2f}x" if patched else "-"
-
-
-def format_change(eager: float, patched: float) -> str:
-    return f"{patched / eager - 1:+.1%}" if eager else "-"
-
-
-def format_difference(eager: float, patched: float) -> str:
-    return f"{patched - eager:+.1f} ms"
-
-
-def bar(value: float, largest: float, width: int = _BAR_WIDTH) -> str:
+def bar(value: float, largest: float, width: int) -> str:
     """value / largest of the width, in eighths of a character."""
     full, rest = divmod(round(8 * width * value / largest) if largest > 0 else 0, 8)
     return "█" * full + (_EIGHTHS[rest] if rest else "")
+
+
+class _Bar:
+    """bar() as wide as its column."""
+
+    def __init__(self, value: float, largest: float, style: str) -> None:
+        self.value, self.largest, self.style = value, largest, style
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        width = max(_SHORTEST_BAR, min(options.size.width - _BESIDE_BARS, _LONGEST_BAR))
+        return Measurement(_SHORTEST_BAR, width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(bar(self.value, self.largest, options.max_width), self.style)
 
 
 def _milliseconds(value: float) -> str:
     return f"{value:.1f} ms"
 
 
+def _times_faster(value: float) -> str:
+    return f"{value:.2f}x"
+
+
 def _table(
-    title: str, names: Sequence[str], rows: Sequence[Sequence[Line]], show: Callable[[float], str], bars: bool = True
+    title: str,
+    ways: Sequence[str],
+    heads: Sequence[str],
+    rows: Sequence[Lines],
+    show: Callable[[float], str],
+    show_last: Callable[[float], str] | None = None,
 ) -> Table:
-    """Each row has lines; the first is drawn as bars, one a column."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
-    for name, style in zip(names, _STYLES, strict=False):
-        words = name.replace(" + ", " +\n")
-        table.add_column(words, justify="right", style="" if style == "dim" else style, no_wrap=True)
-    if bars:
-        table.add_column("", width=_BAR_WIDTH, no_wrap=True)
-    largest = max((value or 0.0 for lines in rows for value in lines[0][1]), default=0.0)
-    for lines in rows:
-        drawn = Text("\n").join(
-            Text(bar(value or 0.0, largest), style) for value, style in zip(lines[0][1], _STYLES, strict=False)
-        )
-        labels = Text("\n").join(Text(label, "" if i == 0 else "dim") for i, (label, _) in enumerate(lines))
-        cells = [
-            Text("\n").join(
-                Text("-" if values[i] is None else show(values[i]), "" if line == 0 else "dim")  # type: ignore[arg-type]
-                for line, (_, values) in enumerate(lines)
+    """The bar draws the first value of its line. Ways without any value in a row have no line there. show_last: of the
+    last head, where it is of another unit."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", overflow="fold")
+    table.add_column("", overflow="fold")
+    for head in heads:
+        table.add_column(head, justify="right", overflow="fold")
+    table.add_column("")
+    shows = [show] * len(heads) if show_last is None else [*[show] * (len(heads) - 1), show_last]
+
+    def first(values: Values) -> float:
+        return next((value for value in values if value is not None), 0.0)
+
+    largest = max((first(values) for _, lines in rows for values in lines), default=0.0)
+    for label, lines in rows:
+        present = [line for line in zip(ways, lines, _STYLES, strict=False) if any(v is not None for v in line[1])]
+        for i, (way, values, style) in enumerate(present):
+            figures = ["-" if v is None else show_one(v) for v, show_one in zip(values, shows, strict=True)]
+            is_last = i == len(present) - 1 and len(ways) > 1
+            table.add_row(
+                "" if i else label,
+                Text(way, style),
+                *figures,
+                _Bar(first(values), largest, style),
+                end_section=is_last,
             )
-            for i in range(len(names))
-        ]
-        table.add_row(labels, *cells, *([drawn] if bars else []))
     return table
 
 
-def _memory(result: Comparison, names: Sequence[str]) -> Table:
-    """Measured, with the prediction and the formula under it."""
+def _memory(result: Comparison, ways: Sequence[str]) -> Table:
     columns = list(result.columns.values())
-    rows = []
+    kinds = [kind for kind in ("measured", "predicted") if any(getattr(column, kind) for column in columns)]
+    rows: list[Lines] = []
     for name in (*CLASSES, "peak", "caches"):
-        kinds: list[Line] = []
-        for kind in ("measured", "predicted"):
-            steps = [getattr(column, kind) for column in columns]
-            of_bytes = kind == "measured" and name != "caches"
-            sizes = [step.bytes if of_bytes and step is not None else step for step in steps]
-            values = [getattr(size, name, None) for size in sizes]
-            if any(value is not None for value in values):
-                kinds.append((f"  {kind}", values))
-        by_formula = getattr(result.formula, name, None)
-        if by_formula is not None and "eager" in result.columns:
-            kinds.append(("  formula", [by_formula if column == "eager" else None for column in result.columns]))
-        if kinds and any(value for value in kinds[0][1]):
-            rows.append([(name.replace("_", " "), kinds[0][1]), *kinds[1:]])
-    what = "measured, below it predicted" if result.options.runs else f"predicted for {result.device.type}"
-    return _table(f"Memory: {what}", names, rows, format_bytes)
+        lines = []
+        for column in columns:
+            measured = column.measured if name == "caches" or column.measured is None else column.measured.bytes
+            steps = {"measured": measured, "predicted": column.predicted}
+            lines.append([getattr(steps[kind], name, None) for kind in kinds])
+        if any(value for values in lines for value in values):
+            rows.append((name.replace("_", " "), lines))
+    title = f"Memory on {result.device}" if result.options.runs else f"Memory, predicted for {result.device.type}"
+    return _table(title, ways, kinds, rows, format_bytes)
 
 
-def _saved(result: Comparison, names: Sequence[str]) -> list[Table]:
+def _saved(result: Comparison, ways: Sequence[str]) -> list[Table]:
     steps = [column.measured or column.predicted for column in result.columns.values()]
     saved = [SavedActivations() if step is None else step.saved for step in steps]
-    tables = []
-    for title, attribute in (
-        ("by class of operator", "by_operator_class"),
-        ("by class of module", "by_module_class"),
-        ("by place in the model", "by_block"),
-    ):
-        totals = [getattr(each, attribute) for each in saved]
-        tables.append(
-            _table(f"Saved activations {title}", names, _by_label(totals), format_bytes, attribute != "by_block")
+    return [
+        _table(
+            f"Saved activations {title}", ways, ("bytes",), _by_label([getattr(s, name) for s in saved]), format_bytes
         )
-    return tables
+        for title, name in (
+            ("by class of operator", "by_operator_class"),
+            ("by class of module", "by_module_class"),
+            ("by place in the model", "by_block"),
+        )
+    ]
 
 
-def _by_label(totals: Sequence[dict[str, float]]) -> list[list[Line]]:
-    """A row a label, largest first; what is beyond _MOST_ROWS as one."""
+def _by_label(totals: Sequence[dict[str, float]]) -> list[Lines]:
+    """A row a label, largest first; all beyond _MOST_ROWS as one."""
     found = {label for each in totals for label in each}
     labels = sorted(found, key=lambda label: -max(each.get(label, 0) for each in totals))
-    rows: list[list[Line]] = [[(label, [each.get(label, 0) for each in totals])] for label in labels[:_MOST_ROWS]]
+    rows: list[Lines] = [(label, [[each.get(label, 0)] for each in totals]) for label in labels[:_MOST_ROWS]]
     if rest := labels[_MOST_ROWS:]:
-        rows.append([("the rest", [sum(each.get(label, 0) for label in rest) for each in totals])])
+        rows.append(("the rest", [[sum(each.get(label, 0) for label in rest)] for each in totals]))
     return rows
 
 
-def _times(result: Comparison, names: Sequence[str]) -> list[RenderableType]:
+def _times(result: Comparison, ways: Sequence[str]) -> list[RenderableType]:
     steps = [column.measured for column in result.columns.values() if column.measured is not None]
-    rows: list[list[Line]] = [
-        [(phase, [getattr(step, f"{phase}_ms") for step in steps])]
-        for phase in ("forward", "backward", "optimizer", "step")
+    base = steps[0].ms
+    rows: list[Lines] = [
+        (
+            phase,
+            [[ms.median, ms.p20, ms.p80, base[phase].median / ms.median] for ms in (step.ms[phase] for step in steps)],
+        )
+        for phase in PHASES
     ]
-    ratios = Table(title=f"Speed-up over {names[0]}", title_justify="left")
-    for name in ("", *names[1:]):
-        ratios.add_column(name, justify="right" if name else "left", style="bold" if name else "")
-    for lines in rows:
-        label, (base, *others) = lines[0]
-        ratios.add_row(label, *(format_speedup(base or 0.0, value or 0.0) for value in others))
-    operators = [step.operators_ms for step in steps]
+    heads = ("median", "p20", "p80", f"vs {ways[0]}")
     shown: list[RenderableType] = [
-        _table(f"Time, median of {result.options.steps} steps", names, rows, _milliseconds),
-        *([ratios] if len(names) > 1 else []),
+        _table(f"Time of {result.options.steps} steps", ways, heads, rows, _milliseconds, _times_faster),
+    ]
+    if warning := load_warning(steps[0].other_cpus):
+        shown.append(Text(warning, "yellow"))
+    shown.append(
         _table(
             f"By class of operator, one profiled step ({OPTIMIZER}: its whole step)",
-            names,
-            _by_label(operators),
+            ways,
+            ("time",),
+            _by_label([step.operators_ms for step in steps]),
             _milliseconds,
-        ),
-    ]
-    losses = ", ".join(f"{name} {step.loss:.6f}" for name, step in zip(names, steps, strict=True))
+        )
+    )
+    losses = ", ".join(f"{name} {step.loss:.6f}" for name, step in zip(ways, steps, strict=True))
     shown.append(Text(f"Loss with dropout off, same weights: {losses}"))
-    for name, step in zip(names, steps, strict=True):
+    for name, step in zip(ways, steps, strict=True):
         if step.gpu is not None:
             busy, watts = step.gpu["utilisation_percent"], step.gpu["power_watts"]
             shown.append(Text(f"GPU, {name}: busy {busy:.0f}% of the time, {watts:.0f} W"))
     if result.gpu_unread:
-        shown.append(Text(f"GPU utilisation and power: not read, {result.gpu_unread}", "dim"))
+        shown.append(Text(f"GPU utilization and power were not read: {result.gpu_unread}", "dim"))
     return shown
 
 
@@ -162,12 +177,14 @@ def _fits(result: Comparison) -> Table:
     table = Table(
         title=f"Does it fit {result.options.fits} ({memory}), predicted for {result.device.type}",
         title_justify="left",
-        caption="Largest: the batch size that still fits. Workspaces of libraries come on top; in a size, though not\n"
-        "in a card's, driver and CUDA context too.",
+        caption="Largest: the largest batch size that fits. Not counted: workspaces of libraries; where a size was "
+        "given and no GPU, also the driver and the CUDA context.",
         caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
     for name in ("", "peak", "fits", "by", "largest", "its peak"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name else "left", overflow="fold")
     for name, column in result.columns.items():
         fit = column.fit
         if fit is not None:

@@ -3,7 +3,7 @@
 anatomy, methods, the benchmarks and the tests measure with these functions. Nothing here knows onetrip's operators.
 """
 
-from .clock import BusyCpus, Spread, now, spread
+from .clock import BusyCpus, Spread, load_warning, now, spread
 from .memory import (
     at_most_more,
     cuda_peak_bytes,
@@ -23,6 +23,7 @@ __all__ = [
     "at_most_more",
     "cuda_peak_bytes",
     "free_bytes",
+    "load_warning",
     "now",
     "optimizer_state_bytes",
     "peak_bytes",

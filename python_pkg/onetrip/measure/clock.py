@@ -11,6 +11,7 @@ from types import TracebackType
 
 import torch
 
+_CPUS_WORTH_A_WARNING = 0.25  # an idle desktop's own services stay below it
 _IDLE_FIELDS = (3, 4)  # idle and iowait, of the first line of /proc/stat (proc(5))
 _COUNTED_FIELDS = 8  # user to steal; guest time, which follows, is part of user
 
@@ -64,6 +65,16 @@ class BusyCpus:
             return
         wall, machine, own = (after - before for after, before in zip(end, self._start, strict=True))
         self.others = max(0.0, machine - own) / wall if wall > 0.0 else 0.0
+
+
+def load_warning(others: float | None) -> str:
+    """One sentence for a table of times where other processes were busy (BusyCpus.others); else ""."""
+    if others is None or others < _CPUS_WORTH_A_WARNING:
+        return ""
+    return (
+        f"Load: other processes kept {others:.1f} of {os.cpu_count()} CPUs busy during the timed steps; "
+        "these times are too long and vary more."
+    )
 
 
 def _cpu_seconds() -> tuple[float, float, float] | None:

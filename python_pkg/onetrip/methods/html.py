@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import html as page_builder
-from ..anatomy.report import format_bytes
+from ..anatomy import format_bytes
 from ..environment import describe
 from ..html import Cell, Figure, Section, Table
 from .report import GOOD, fell_back, heading, made_of, measured, memory_words, speed_words, unmeasured

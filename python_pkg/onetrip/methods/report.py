@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..anatomy.report import format_bytes
+from ..anatomy import format_bytes
 from .catalog import COMBINATIONS
 from .runs import FAILED, MEASURED
 
@@ -68,9 +68,9 @@ def fell_back(result: dict[str, Any]) -> list[str]:
 def verdict_table(result: dict[str, Any]) -> Table:
     """Method, improves speed, saves memory: with what is said beside what was found."""
     table = Table(title="What it does here, beyond noise", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("method")
+    table.add_column("method", overflow="fold")
     for column in ("improves speed", "(said)", "saves memory", "(said)"):
-        table.add_column(column, style="dim" if column == "(said)" else "", no_wrap=True)
+        table.add_column(column, style="dim" if column == "(said)" else "", overflow="fold")
     for entry in measured(result):
         if "verdict" in entry:
             table.add_row(
@@ -88,7 +88,7 @@ def figure_table(result: dict[str, Any]) -> Table:
     table = Table(title="Figures", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("method", overflow="fold")
     for column in ("samples/s", "ratio", "p20-p80", "peak", "saved", "states", "loss", "sites"):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", overflow="fold")
     for entry in measured(result):
         ratio = entry["samples_per_s_ratio"]
         table.add_row(

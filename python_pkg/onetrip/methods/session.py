@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from .. import anatomy, measure
-from ..anatomy import UsageError
-from ..anatomy.report import format_bytes
+from ..anatomy import UsageError, format_bytes
 from ..measure import spread
 from .catalog import Method, Recipe, Setting, check_names
 from .data import Data, make_data
