@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from .calls import is_plain, original_class
 from .classes import GLOBAL_NAMES, Rewrite
+from .clones import width_of
 from .norms import ANY_WIDTH, NormSpec, Unsuitable
 
 
@@ -295,28 +296,15 @@ def argument_widths(module: nn.Module, match: Match) -> tuple[int, ...]:
     """The last dimension that each argument of the forward should have, read off the children that take it."""
     x, norm = match.roles["x"], match.child("norm")
     producer = module._modules.get(norm or x.name)
-    width = _width(producer, "out_features") if producer is not None else None
+    width = width_of(producer, "out_features") if producer is not None else None
     widths = []
     for argument in match.reading.arguments:
         consumers = (value for value in match.reading.values if value.kind == "call" and argument in value.inputs)
         found = (
-            _width(module._modules[value.name], "in_features") for value in consumers if value.name in module._modules
+            width_of(module._modules[value.name], "in_features") for value in consumers if value.name in module._modules
         )
         widths.append(next((each for each in found if each is not None), width or ANY_WIDTH))
     return tuple(widths)
-
-
-def _width(child: nn.Module | None, attribute: str) -> int | None:
-    """in_features or out_features of the child, or of the first or last thing in it that has a width."""
-    widths = []
-    for each in child.modules() if child is not None else ():
-        features = getattr(each, attribute, None)
-        vectors = [p for p in each._parameters.values() if p is not None and p.dim() == 1]
-        if isinstance(features, int):
-            widths.append(features)
-        elif not each._modules and vectors:
-            widths.append(vectors[0].shape[0])
-    return None if not widths else widths[0 if attribute == "in_features" else -1]
 
 
 def dropout_of(match: Match) -> tuple[str, str] | None:

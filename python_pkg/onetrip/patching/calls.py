@@ -77,9 +77,10 @@ def linear_parts(dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
     The bias takes the product's dtype, as autocast would have cast it, so that the sum has the dtype of dense(x).
     """
-    if not is_plain(dense, nn.Linear):
+    weight = dense.weight if is_plain(dense, nn.Linear) else None
+    if weight is None or hasattr(type(weight), "__tensor_flatten__"):  # torchao's quantised weights, DTensor
         return dense(x), None
-    product = functional.linear(x, dense.weight)
+    product = functional.linear(x, weight)
     bias = dense.bias
     if bias is not None and bias.dtype != product.dtype:
         bias = bias.to(product.dtype)

@@ -22,6 +22,7 @@ from .. import ops
 from ..ops.backends import use_backend
 from .calls import original_class
 from .classes import Rewrite
+from .clones import is_same, own_copy, own_state
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KERNEL_DEVICES = ("cpu", "cuda")
@@ -160,15 +161,17 @@ def recognise(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
     vectors = [parameter for parameter in module._parameters.values() if parameter is not None]
     if any(vector.dim() != 1 for vector in vectors):
         return Unsuitable("unsupported_shape", f"parameters of shape {[tuple(vector.shape) for vector in vectors]}")
+    if isinstance(module, nn.GroupNorm):
+        return Unsuitable("unsupported_shape", "normalises groups of channels, over all positions")
     if cls.forward is nn.LayerNorm.forward:
         return NormSpec("layer", "weight", "bias", "module.eps")
     with use_backend("reference"), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of slow paths that only the probes take
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.autocast(device.type, enabled=False):
-            spec = _Prober(module, cls, device).recognise()
-    if spec is not None:
-        return spec
+            found = _Prober(module, cls, device).recognise()
+    if found is not None:
+        return found
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return Unsuitable("not_exact_type", f"its forward is not that of torch.nn.{_torch_norm(module)}")
     return Unsuitable("unknown_forward", "computes no norm that the operators know")
@@ -202,35 +205,48 @@ class _Prober:
         if "eps" in vars(module) and module.eps is None:
             self.eps = dict.fromkeys(("finfo(float32).eps", "finfo(x.dtype).eps"), 0.0)  # by torch version
         smallest = min([value for value in self.eps.values() if value > 0.0], default=1e-6)
+        # Every size differs, so that no permutation goes unseen.
+        shape = [size for size in (2, 3, 4, 5, 6) if size != self.n_cols][:4]
         # Rows of variance 1, of a large mean, and of variances near eps, where only the right eps fits.
-        scales = torch.tensor([1.0, 1.0, 1e-3, smallest**0.5, (10 * smallest) ** 0.5], device="cpu")[:, None]
-        shifts = torch.tensor([0.0, 3.0, 0.0, 0.0, 0.0], device="cpu")[:, None]
-        self.x = self._normal(generator, 5, self.n_cols) * scales + shifts
+        scales = torch.tensor([1.0, 1.0, 1e-3, smallest**0.5, (10 * smallest) ** 0.5, 1.0], device="cpu")
+        shifts = torch.tensor([0.0, 3.0, 0.0, 0.0, 0.0, 0.0], device="cpu")
+        rows = self._normal(generator, *shape, self.n_cols)
+        x = rows * scales[: shape[-1], None] + shifts[: shape[-1], None]
+        self.x = x[0, 0, 0]
+        self.higher = (x[0, 0], x[0], x)
+        """The probe with 3, 4 and 5 dimensions."""
         self.stateless = True
 
     @staticmethod
     def _normal(generator: torch.Generator, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
-    def original(self, x_dtype: torch.dtype, weight_dtype: torch.dtype, training: bool = False) -> Tensor | None:
-        """The module's own forward on the probe; None where it raises."""
+    def original(
+        self, x_dtype: torch.dtype, weight_dtype: torch.dtype, training: bool = False, x: Tensor | None = None
+    ) -> Tensor | None:
+        """The module's own forward on a probe (None: the one with 2 dimensions); None where it raises."""
+        x = self.x if x is None else x
         stand_in = self.cls.__new__(self.cls)
         parameters = {
             name: None if name not in self.values else nn.Parameter(self._to(self.values[name], weight_dtype), False)
             for name in self.module._parameters
         }
-        state = {**vars(self.module), "_parameters": parameters, "_buffers": {}, "_modules": {}, "training": training}
+        own = {"_parameters": parameters, "_buffers": {}, "_modules": {}, "training": training}
+        state = own_state(self.module) | own
         stand_in.__dict__.update(state)
+        before = {name: own_copy(value) for name, value in state.items() if name not in own}
         try:
-            y = self.cls.forward(stand_in, self._to(self.x, x_dtype))
+            y = self.cls.forward(stand_in, self._to(x, x_dtype))
         except Exception:  # whatever the probe made it raise, it is not for this dtype
             return None
-        changed = vars(stand_in).keys() != state.keys() or any(vars(stand_in)[key] is not state[key] for key in state)
-        self.stateless = self.stateless and not changed
-        return y if isinstance(y, Tensor) and y.shape == self.x.shape else None
+        after = {name: value for name, value in vars(stand_in).items() if own.get(name, self) is not value}
+        self.stateless = self.stateless and is_same(before, after)
+        return y if isinstance(y, Tensor) and y.shape == x.shape else None
 
-    def candidate(self, spec: NormSpec, x_dtype: torch.dtype, weight_dtype: torch.dtype) -> Tensor:
-        x = self._to(self.x, x_dtype)
+    def candidate(
+        self, spec: NormSpec, x_dtype: torch.dtype, weight_dtype: torch.dtype, x: Tensor | None = None
+    ) -> Tensor:
+        x = self._to(self.x if x is None else x, x_dtype)
         names = {"module": self.module, "x": x, "finfo": torch.finfo, "float32": torch.float32}
         result: Tensor = ops.bias_dropout_residual_norm(
             x,
@@ -247,15 +263,26 @@ class _Prober:
     def _to(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor.to(self.device, dtype)
 
-    def recognise(self) -> NormSpec | None:
-        spec = self._formula()
-        if spec is None or not self.stateless:
-            return None
-        return self._with_autocast(self._with_casts(spec))
+    def recognise(self) -> NormSpec | Unsuitable | None:
+        spec = self._formula(self.x)
+        if not self.stateless:
+            return Unsuitable("unknown_forward", "its forward changes the module")
+        if spec is not None and all(self._agrees(spec, x) for x in self.higher):
+            return self._with_autocast(self._with_casts(spec))
+        if any(self._formula(x.movedim(-1, 1), dim=1) is not None for x in self.higher):
+            return Unsuitable("unsupported_shape", "normalises dimension 1 (channels first); the operators, the last")
+        if spec is not None:
+            return Unsuitable("unknown_forward", "a norm of inputs with 2 dimensions, but not of those with more")
+        return None
 
-    def _formula(self) -> NormSpec | None:
-        """Kind, eps, offset and roles of the parameters, from float32, in training and in evaluation."""
-        modes = [self.original(torch.float32, torch.float32, training) for training in (False, True)]
+    def _agrees(self, spec: NormSpec, x: Tensor) -> bool:
+        y = self.original(torch.float32, torch.float32, x=x)
+        return y is not None and torch.allclose(self.candidate(spec, torch.float32, torch.float32, x), y, 1e-4, 1e-5)
+
+    def _formula(self, x: Tensor, dim: int = -1) -> NormSpec | None:
+        """Kind, eps, offset and roles of the parameters, from float32, in training and in evaluation. dim: of x, which
+        is normalised."""
+        modes = [self.original(torch.float32, torch.float32, training, x) for training in (False, True)]
         if any(y is None or y.dtype != torch.float32 or not y.isfinite().all() for y in modes):
             return None
         padded = [*self.names, None, None][: max(2, len(self.names))]
@@ -265,7 +292,7 @@ class _Prober:
             if offset and weight is None:
                 continue
             spec = NormSpec(kind, weight, bias, eps, weight_offset=offset)
-            ours = self.candidate(spec, torch.float32, torch.float32)
+            ours = self.candidate(spec, torch.float32, torch.float32, x.movedim(dim, -1)).movedim(-1, dim)
             if all(torch.allclose(ours, y, rtol=1e-4, atol=1e-5) for y in modes if y is not None):
                 return spec
         return None

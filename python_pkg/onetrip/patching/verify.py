@@ -9,10 +9,10 @@ carry no hooks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from .. import ops
 from .calls import original_class
 from .classes import GLOBAL_NAMES, Rewrite
+from .clones import M, clone
 
-_LEADING_SHAPE = (2, 3)
 RNG = (20260101, 0)
 """Of verification with dropout."""
 _P_IF_NONE = 0.25
@@ -30,51 +30,12 @@ _ERROR_RATIO = 2.0
 _SLACK_IN_EPS = 8.0
 """Slack, in units of the dtype's epsilon times the largest value: sums of a few terms in another order."""
 
-M = TypeVar("M", bound=nn.Module)
 Outcome = list[tuple[str, Tensor | None]]
 """Named outputs and gradients."""
 
 
 class VerificationError(Exception):
     """The rewritten forward does not compute what the original computes."""
-
-
-def clone(module: M, dtype: torch.dtype | None = None, memo: dict[int, Any] | None = None) -> M:
-    """A module of the original classes that shares with the given one nothing that forward and backward write to.
-
-    Parameters are detached aliases (converted, where dtype is given), buffers copies; hooks are left behind.
-    """
-    memo = {} if memo is None else memo
-    if id(module) in memo:
-        return memo[id(module)]
-    cls = original_class(type(module))
-    copied = memo[id(module)] = cls.__new__(cls)
-    state = {
-        name: type(value)() if "hooks" in name and hasattr(value, "clear") else value
-        for name, value in vars(module).items()
-    }
-    state["_parameters"] = {name: _alias(parameter, dtype, memo) for name, parameter in module._parameters.items()}
-    state["_buffers"] = {
-        name: None if buffer is None else _converted(buffer.detach().clone(), dtype)
-        for name, buffer in module._buffers.items()
-    }
-    state["_modules"] = {
-        name: None if child is None else clone(child, dtype, memo) for name, child in module._modules.items()
-    }
-    copied.__dict__.update(state)
-    return copied
-
-
-def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
-
-
-def _alias(parameter: Tensor | None, dtype: torch.dtype | None, memo: dict[int, Any]) -> Tensor | None:
-    if parameter is None:
-        return None
-    if id(parameter) not in memo:
-        memo[id(parameter)] = nn.Parameter(_converted(parameter.detach(), dtype), parameter.is_floating_point())
-    return memo[id(parameter)]
 
 
 def verify(module: nn.Module, rewrite: Rewrite, widths: Sequence[int], dropout: tuple[str, str] | None) -> None:
@@ -87,16 +48,28 @@ def verify(module: nn.Module, rewrite: Rewrite, widths: Sequence[int], dropout: 
     with undisturbed(device):
         cls = original_class(type(module))
         original = cls.forward
-        shapes = [(*_LEADING_SHAPE, width) for width in widths]
-        inputs = [torch.randn(shape, generator=generator, device="cpu").to(device, dtype) for shape in shapes]
+        leading = [size for size in (2, 3, 4, 5, 6) if size not in widths][:3]
+
+        def inputs(rank: int) -> list[Tensor]:
+            shapes = [(*leading[: rank - 1], width) for width in widths]
+            return [torch.randn(shape, generator=generator, device="cpu").to(device, dtype) for shape in shapes]
+
+        def prepare(dtype: torch.dtype | None) -> nn.Module:
+            return prepared(module, dtype, None, None, rewrite.absorbed)
+
         refusing = {"count_fallback": refuse_fallback}
-        _compare(module, original, rewrite.compile(cls, refusing), inputs, None, None)
+        rewritten = rewrite.compile(cls, refusing)
+        _compare(prepare, original, rewritten, inputs(3), "")
+        if _takes(prepare(None), original, inputs(4)):
+            _compare(prepare, original, rewritten, inputs(4), " of rank 4")
         if dropout is not None:
             operators = ("bias_dropout_residual", "bias_dropout_residual_norm")
             pinned = {name: partial(GLOBAL_NAMES[name], rng=RNG) for name in operators}
             forward = rewrite.compile(cls, {**pinned, **refusing})
-            _compare(module, original, forward, inputs, dropout, _dropout_p(module, dropout))
-        _compare_autocast(module, original, rewrite.compile(cls), inputs)
+            p = _dropout_p(module, dropout)
+            dropping = partial(prepared, module, dropout=dropout, p=p, kept=rewrite.absorbed)
+            _compare(dropping, original, forward, inputs(3), " with dropout")
+        _compare_autocast(prepare(None), original, rewrite.compile(cls), inputs(3))
 
 
 def kind_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
@@ -130,9 +103,15 @@ def _dropout_p(module: nn.Module, dropout: tuple[str, str]) -> float:
     return p if 0.0 < p < 1.0 else _P_IF_NONE
 
 
-def prepared(module: M, dtype: torch.dtype | None, dropout: tuple[str, str] | None, p: float | None) -> M:
-    """A clone in evaluation mode but for the one dropout."""
-    copied = clone(module, dtype).eval()
+def prepared(
+    module: M,
+    dtype: torch.dtype | None,
+    dropout: tuple[str, str] | None,
+    p: float | None,
+    kept: Collection[str] = (),
+) -> M:
+    """A clone in evaluation mode but for the one dropout. kept: children to clone, whatever they are."""
+    copied = clone(module, dtype, kept).eval()
     if dropout is not None:
         kind, name = dropout
         if kind == "child":
@@ -186,23 +165,30 @@ def _outcome(
     ], cotangent
 
 
+def _takes(block: nn.Module, original: Callable[..., Any], inputs: list[Tensor]) -> bool:
+    try:
+        original(block, *inputs)
+    except Exception:  # not meant for inputs of this rank
+        return False
+    return True
+
+
 def _compare(
-    module: nn.Module,
+    prepare: Callable[[torch.dtype | None], nn.Module],
     original: Callable[..., Any],
     rewritten: Callable[..., Any],
     inputs: list[Tensor],
-    dropout: tuple[str, str] | None,
-    p: float | None,
+    mode: str,
 ) -> None:
     with MaskedDropout():
-        expected, cotangent = _outcome(prepared(module, None, dropout, p), original, inputs, None)
+        expected, cotangent = _outcome(prepare(None), original, inputs, None)
         try:
             doubles = [x.double() for x in inputs]
-            truth, _ = _outcome(prepared(module, torch.float64, dropout, p), original, doubles, cotangent.double())
+            truth, _ = _outcome(prepare(torch.float64), original, doubles, cotangent.double())
         except Exception:  # an original that only runs in its own dtype is compared as it is
             truth = expected
-        actual, _ = _outcome(prepared(module, None, dropout, p), rewritten, inputs, cotangent)
-    check_outcomes(actual, expected, truth, "" if dropout is None else " with dropout")
+        actual, _ = _outcome(prepare(None), rewritten, inputs, cotangent)
+    check_outcomes(actual, expected, truth, mode)
 
 
 def check_outcomes(actual: Outcome, expected: Outcome, truth: Outcome, mode: str) -> None:
@@ -224,10 +210,9 @@ def check_outcomes(actual: Outcome, expected: Outcome, truth: Outcome, mode: str
 
 
 def _compare_autocast(
-    module: nn.Module, original: Callable[..., Any], rewritten: Callable[..., Any], inputs: list[Tensor]
+    block: nn.Module, original: Callable[..., Any], rewritten: Callable[..., Any], inputs: list[Tensor]
 ) -> None:
     """Output dtypes under autocast, for inputs of the module's dtype and of autocast's."""
-    block = prepared(module, None, None, None)
     with torch.no_grad(), torch.autocast(inputs[0].device.type, torch.bfloat16):
         for cast in (inputs, [x.bfloat16() for x in inputs]):
             try:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.attention import attention
+from .clones import clone
 from .eager import EagerFunction
-from .verify import RNG, MaskedDropout, Outcome, check_outcomes, clone, kind_of, refuse_fallback, undisturbed
+from .verify import RNG, MaskedDropout, Outcome, check_outcomes, kind_of, refuse_fallback, undisturbed
 
-_BATCH, _N_QUERIES, _N_KEYS, _WIDTH = 2, 3, 5, 8
+_BATCH, _N_QUERIES, _N_KEYS, _WIDTH = 2, 5, 7, 8  # heads: multiples of 3, so that every size differs
 _SOFTCAP, _DROPOUT_P = 2.0, 0.25
 
 
@@ -54,7 +55,7 @@ def _inputs(module: nn.Module, found: EagerFunction, case: dict[str, Any]) -> di
     """Everything that gets a gradient, from one seed."""
     groups = int(getattr(module, "num_key_value_groups", 1))
     sinks = getattr(module, "sinks", None)
-    n_heads = sinks.numel() if found.has_sinks and isinstance(sinks, Tensor) else 2 * groups
+    n_heads = sinks.numel() if found.has_sinks and isinstance(sinks, Tensor) else 3 * groups
     n_queries = _N_KEYS if case.get("mask") == "causal" else _N_QUERIES
     generator = torch.Generator().manual_seed(0)
     shapes = {

@@ -384,10 +384,10 @@ def _outcome(module: nn.Module, function: Callable[..., Any], dtype: torch.dtype
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device="cpu").to(device, dtype).to(like)
 
-    leaves = {"scores": drawn(2, 2, 3, 5).requires_grad_()}
+    leaves = {"scores": drawn(2, 4, 3, 5).requires_grad_()}
     mask = None
     if mask_kind == "bias":
-        mask = leaves["mask"] = drawn(1, 2, 3, 5).requires_grad_()
+        mask = leaves["mask"] = drawn(1, 4, 3, 5).requires_grad_()
     elif mask_kind == "padding":
         mask = drawn(2, 1, 1, 5).zero_()
         mask[1, ..., 3:] = max(torch.finfo(like).min, torch.finfo(torch.float32).min)

@@ -1,0 +1,211 @@
+"""Patching changes forwards and nothing else: quantised children and children that keep state, which verification must
+not run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from onetrip.patching import patch_model, unpatch_model
+from torch import Tensor, nn
+
+N = 128
+
+
+class Tail(nn.Module):
+    def __init__(self, dense: nn.Module) -> None:
+        super().__init__()
+        self.dense, self.dropout, self.norm = dense, nn.Dropout(0.1), nn.LayerNorm(N)
+
+    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        hidden = self.dense(hidden)
+        hidden = self.dropout(hidden)
+        return self.norm(hidden + residual)
+
+
+def bits_and_bytes(n_bits: int) -> nn.Module:
+    bnb = pytest.importorskip("bitsandbytes")
+    if n_bits == 4:
+        dense = bnb.nn.Linear4bit(N, N, compute_dtype=torch.bfloat16, quant_type="nf4")
+    else:
+        dense = bnb.nn.Linear8bitLt(N, N, has_fp16_weights=False)
+    return dense.to("cpu")  # which quantises
+
+
+def torchao(config: str) -> nn.Module:
+    quantization = pytest.importorskip("torchao.quantization")
+    holder = nn.Sequential(nn.Linear(N, N))
+    quantization.quantize_(holder, getattr(quantization, config)())
+    return holder[0]
+
+
+def torch_dynamic() -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(N, N)), {nn.Linear}, torch.qint8)[0]
+
+
+QUANTISED: dict[str, Callable[[], nn.Module]] = {
+    "bitsandbytes-4-bit": lambda: bits_and_bytes(4),
+    "bitsandbytes-8-bit": lambda: bits_and_bytes(8),
+    "torchao-int8-weights": lambda: torchao("Int8WeightOnlyConfig"),
+    "torchao-int8-activations": lambda: torchao("Int8DynamicActivationInt8WeightConfig"),
+    "torch-dynamic-int8": torch_dynamic,
+}
+
+
+def built(make: Callable[[], nn.Module]) -> Tail:
+    torch.manual_seed(0)
+    return Tail(make()).eval()
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+@pytest.mark.parametrize("name", QUANTISED)
+def test_verification_does_not_run_quantised_children(name: str) -> None:
+    """bitsandbytes repacks a 4-bit weight at its first call on a CPU, and marks a state that clones shared."""
+    x = torch.randn(2, 3, N)
+    expected = built(QUANTISED[name])(x, x)
+    model = built(QUANTISED[name])
+    report = patch_model(model)
+    assert [site.pattern for site in report.patched] == ["dropout_add_norm"], report
+    torch.testing.assert_close(model(x, x), expected, rtol=1e-5, atol=1e-5)
+    assert report.calls() == {"": (1, 0)}
+    assert torch.equal(unpatch_model(model)(x, x), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in QUANTISED if name.startswith("torchao")])
+def test_a_weight_quantised_after_patching_is_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The type of the module stays nn.Linear: what changes is the type of its weight."""
+    model, x = built(lambda: nn.Linear(N, N)), torch.randn(2, 3, N)
+    report = patch_model(model)
+    model.dense = QUANTISED[name]()
+    expected = model.norm(model.dense(x) + x)
+    called, forward = [], nn.Linear.forward
+
+    def spy(self: nn.Module, x: Tensor) -> Tensor:
+        called.append(self)
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", spy)
+    torch.testing.assert_close(model(x, x), expected, rtol=1e-5, atol=1e-5)
+    assert called == [model.dense] and report.calls() == {"": (1, 0)}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("n_bits", [4, 8])
+def test_a_quantised_model_with_lora_trains_as_without_patching(n_bits: int) -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    bnb = pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": N, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 2 * N}
+
+    def losses(patch: bool) -> list[float]:
+        torch.manual_seed(0)
+        config = transformers.BertConfig(vocab_size=64, hidden_dropout_prob=0.0, **sizes)
+        config.attention_probs_dropout_prob = 0.0
+        model = transformers.BertForMaskedLM._from_config(config, attn_implementation="eager")
+        for module in list(model.bert.encoder.modules()):
+            for name, child in module.named_children():
+                if type(child) is nn.Linear:
+                    made = (
+                        bnb.nn.Linear4bit(child.in_features, child.out_features, compute_dtype=torch.float32)
+                        if n_bits == 4
+                        else bnb.nn.Linear8bitLt(child.in_features, child.out_features, has_fp16_weights=False)
+                    )
+                    made.load_state_dict(child.state_dict())
+                    setattr(module, name, made)
+        model.to("cpu")
+        setattr(model, f"is_loaded_in_{n_bits}bit", True)
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["dense", "query", "value"], r=4))
+        assert any("bnb" in type(module).__module__ for module in model.modules())
+        if patch:
+            patterns = {site.pattern for site in patch_model(model).patched}
+            assert patterns == {"layer_norm", "dropout_add_norm", "attention_softmax"}
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        ids = torch.arange(32).view(2, 16)
+        seen = []
+        for _ in range(4):
+            loss = model.train()(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(float(loss))
+        return seen
+
+    expected = losses(patch=False)
+    assert expected[-1] < expected[0]
+    torch.testing.assert_close(losses(patch=True), expected, rtol=2e-3 if n_bits == 4 else 2e-2, atol=0.0)
+
+
+class Counting(nn.Linear):
+    """Keeps state where state_dict does not look."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__(n_in, n_out)
+        self.calls, self.shapes, self.state = 0, [], {"seen": torch.zeros(1)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.shapes.append(tuple(x.shape))
+        self.state["seen"] += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("holder", [lambda dense: dense, lambda dense: nn.Sequential(dense)], ids=["child", "inside"])
+def test_verification_does_not_run_children_that_keep_state(holder: Callable[[nn.Module], nn.Module]) -> None:
+    counting = Counting(N, N)
+    model, x = Tail(holder(counting)), torch.randn(2, 3, N)
+    report = patch_model(model)
+    assert [site.pattern for site in report.patched] == ["dropout_add_norm"]
+    assert (counting.calls, counting.shapes, float(counting.state["seen"])) == (0, [], 0.0)
+    model(x, x)
+    assert (counting.calls, counting.shapes, float(counting.state["seen"])) == (1, [(2, 3, N)], 1.0)
+
+
+class RecordingNorm(nn.LayerNorm):
+    def __init__(self, value: Any) -> None:
+        super().__init__(N)
+        self.seen = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.seen, list):
+            self.seen.append(x.shape)
+        elif isinstance(self.seen, dict):
+            self.seen["n"] = self.seen.get("n", 0) + 1
+        elif isinstance(self.seen, Tensor):
+            self.seen += 1
+        else:
+            self.seen.n += 1
+        return super().forward(x)
+
+
+class Holder:
+    n = 0
+
+
+@pytest.mark.parametrize("value", [[], {}, torch.zeros(2), Holder()], ids=["list", "dict", "tensor", "object"])
+def test_a_norm_that_keeps_state_is_not_probed_in_place(value: Any) -> None:
+    model = nn.Sequential(RecordingNorm(value), nn.Linear(N, N))
+    before = copy.deepcopy(value)
+    report = patch_model(model)
+    assert [(site.reason, site.detail) for site in report.skipped] == [
+        ("unknown_forward", "its forward changes the module")
+    ]
+    if isinstance(value, Tensor):
+        assert torch.equal(value, before)
+    else:
+        assert vars(value) == vars(before) if isinstance(value, Holder) else value == before
+
+
+def test_clones_replace_what_is_not_plain_torch() -> None:
+    from onetrip.patching.clones import StandIn, clone
+
+    model = Tail(Counting(N, N))
+    model.plain = nn.Sequential(nn.Linear(N, N), nn.GELU())
+    copied = clone(model)
+    assert type(copied.dense) is StandIn and type(copied.plain[0]) is nn.Linear and type(copied.norm) is nn.LayerNorm
+    assert copied.plain[0].weight is not model.plain[0].weight
+    x = torch.randn(2, 3, N)
+    assert torch.equal(copied.dense(x), clone(model).dense(x)) and copied.dense(x).shape == x.shape
