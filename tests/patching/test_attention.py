@@ -229,19 +229,32 @@ def test_sdpa_is_left_alone_unless_asked_for() -> None:
     report = patch_model(model)
     assert not attention_sites(report)
     assert [site.reason for site in report.skipped] == ["sdpa_in_use"] * 2
+    assert all("attention=True" in site.detail for site in report.skipped)
     unpatch_model(model)
-    report = patch_model(model, patterns=[PATTERN])
+    assert not attention_sites(patch_model(model, patterns=[PATTERN]))
+    report = patch_model(model, patterns=[PATTERN], attention=True)
     assert len(attention_sites(report)) == 2 and model.config._attn_implementation == "sdpa"
     for name, tensor in outcome(model, inputs).items():
         torch.testing.assert_close(tensor, expected[name])
     assert set(report.calls().values()) == {(1, 0)}
 
 
+def test_one_switch_patches_everything_or_leaves_attention_alone() -> None:
+    """Patterns by name used to be what replaced SDPA, and patched attention only."""
+    patterns = {
+        site.pattern for site in patch_model(CASES["bert"].build(attn_implementation="sdpa"), attention=True).patched
+    }
+    assert patterns == {"layer_norm", "dropout_add_norm", PATTERN}
+    for implementation in ("eager", "sdpa"):
+        report = patch_model(CASES["bert"].build(attn_implementation=implementation), attention=False)
+        assert {site.pattern for site in report.patched} == patterns - {PATTERN} and not report.skipped
+
+
 def test_asked_for_in_place_of_causal_sdpa_without_a_mask() -> None:
     model = CASES["llama"].build(attn_implementation="sdpa")
     inputs = {"input_ids": ids(), "labels": ids()}
     expected, generated = outcome(model, inputs), model.generate(ids(), max_new_tokens=6, do_sample=False)
-    report = patch_model(model, patterns=[PATTERN])
+    report = patch_model(model, patterns=[PATTERN], attention=True)
     for name, tensor in outcome(model, inputs).items():
         torch.testing.assert_close(tensor, expected[name])
     assert torch.equal(model.generate(ids(), max_new_tokens=6, do_sample=False), generated)

@@ -58,6 +58,17 @@ class Weightless(Norm):
         return (z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + self.epsilon)).to(h.dtype)
 
 
+class ConvNextLike(nn.LayerNorm):
+    def __init__(self, data_format: str) -> None:
+        super().__init__(WIDTH, eps=1e-6)
+        self.data_format = data_format
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.data_format == "channels_first":
+            return super().forward(h.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return super().forward(h)
+
+
 class Subclass(nn.LayerNorm):
     """Adds nothing to forward."""
 
@@ -79,6 +90,7 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "cohere-like": (CohereLike, "layer_norm", "layer_norm(h, self.gain, None, self.epsilon)"),
     "constant-eps": (lambda: ConstantEps(bias=True), "layer_norm", "layer_norm(h, self.gain, self.shift, 0.003)"),
     "one-plus-layer-norm": (lambda: OnePlusLayerNorm(bias=True), "layer_norm", "weight_offset=1.0)"),
+    "convnext-channels-last": (lambda: ConvNextLike("channels_last"), "layer_norm", "layer_norm(h, self.weight, self"),
     "weightless": (lambda: Weightless(weight=False), "rms_norm", "rms_norm(h, None, self.epsilon)"),
 }
 
@@ -160,6 +172,23 @@ class ChannelsFirst(nn.LayerNorm):
         return super().forward(h.transpose(-1, -2)).transpose(-1, -2)
 
 
+class PermutesFourDimensions(nn.LayerNorm):
+    """As norms of images and token rows are written: rank 4 has its channels at dimension 1."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        if h.dim() != 4:
+            return super().forward(h)
+        return super().forward(h.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class SwappingNorm(Norm):
+    """Of rank 4, normalises another dimension than the last, whatever its size."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        dim = -2 if h.dim() == 4 else -1
+        return self.gain * h * torch.rsqrt(h.pow(2).mean(dim, keepdim=True) + self.epsilon)
+
+
 class HeadNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -192,32 +221,63 @@ NEGATIVES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "over-another-dimension": (SequenceNorm, "unknown_forward"),
     "another-in-training": (TrainingNorm, "unknown_forward"),
     "counts-its-calls": (CountingNorm, "unknown_forward"),
-    "channels-first": (lambda: ChannelsFirst(WIDTH), "not_exact_type"),
+    "channels-first": (lambda: ChannelsFirst(WIDTH), "unsupported_shape"),
+    "channels-first-images": (lambda: ConvNextLike("channels_first"), "unsupported_shape"),
+    "permutes-four-dimensions": (lambda: PermutesFourDimensions(WIDTH), "unsupported_shape"),
+    "another-dimension-in-rank-4": (SwappingNorm, "unknown_forward"),
+    "one-group": (lambda: nn.GroupNorm(1, WIDTH), "unsupported_shape"),
     "two-dimensions": (lambda: nn.LayerNorm((5, WIDTH)), "unsupported_shape"),
     "two-dimensional-weight": (HeadNorm, "unsupported_shape"),
-    "batch-norm": (lambda: nn.BatchNorm1d(WIDTH), "unknown_forward"),
-    "group-norm": (lambda: nn.GroupNorm(4, WIDTH), "unknown_forward"),
+    "instance-norm": (lambda: nn.InstanceNorm1d(WIDTH, affine=True), "unknown_forward"),
+    "group-norm": (lambda: nn.GroupNorm(4, WIDTH), "unsupported_shape"),
     "float64": (lambda: nn.LayerNorm(WIDTH).double(), "unsupported_dtype"),
     "quantised": (quantised, "quantized"),
     "kernelized": (kernelized, "kernelized_already"),
 }
 
 
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
 @pytest.mark.parametrize("name", NEGATIVES)
-def test_what_is_no_leaf_norm_is_left_alone(name: str) -> None:
+def test_what_is_no_leaf_norm_is_left_alone(name: str, verify: bool) -> None:
     make, reason = NEGATIVES[name]
     model = nn.Sequential(make())
     before, state = type(model[0]), dict(vars(model[0]))
-    report = patch_model(model)
+    report = patch_model(model, verify=verify)
     assert report.patched == () and type(model[0]) is before and vars(model[0]) == state
     assert [(site.name, site.reason) for site in report.skipped] == [("0", reason)]
 
 
 @pytest.mark.parametrize(
     "make",
-    [nn.Dropout, nn.GELU, lambda: nn.LeakyReLU(1e-3), lambda: nn.PReLU(WIDTH), nn.Identity],
-    ids=["Dropout", "GELU", "LeakyReLU", "PReLU", "Identity"],
+    [
+        nn.Dropout,
+        nn.GELU,
+        lambda: nn.LeakyReLU(1e-3),
+        lambda: nn.PReLU(WIDTH),
+        nn.Identity,
+        lambda: nn.BatchNorm2d(WIDTH),
+        lambda: nn.SyncBatchNorm(WIDTH),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(WIDTH, WIDTH, 3)),
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    ],
+    ids=[
+        "Dropout",
+        "GELU",
+        "LeakyReLU",
+        "PReLU",
+        "Identity",
+        "BatchNorm2d",
+        "SyncBatchNorm",
+        "weight_norm",
+        "spectral_norm",
+    ],
 )
 def test_what_nobody_takes_for_a_norm_is_not_mentioned(make: Callable[[], nn.Module]) -> None:
     report = patch_model(nn.Sequential(make(), nn.Linear(WIDTH, WIDTH), nn.Embedding(5, WIDTH)))
     assert report.patched == () and report.skipped == ()
+
+
+@pytest.mark.parametrize("name", ["channels-first-images", "permutes-four-dimensions"])
+def test_a_norm_of_channels_first_says_so(name: str) -> None:
+    (site,) = patch_model(nn.Sequential(NEGATIVES[name][0]())).skipped
+    assert site.detail == "normalises dimension 1 (channels first); the operators, the last"

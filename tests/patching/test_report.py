@@ -149,11 +149,22 @@ def test_strict_raises_where_nothing_is_patched(model: Model) -> None:
         ({"patterns": ["attention"]}, ValueError, "patterns must be among layer_norm, .*, got attention"),
         ({"patterns": ["layer_norm", "no_norm"]}, ValueError, "got no_norm"),
         ({"patterns": "layer_norm"}, TypeError, "iterable of names, got 'layer_norm'"),
+        ({"attention": "sdpa"}, TypeError, "attention must be True, False or None, got 'sdpa'"),
+        ({"attention": True, "patterns": ["rms_norm"]}, ValueError, r"patterns must name .*got \['rms_norm'\]"),
         ({"exclude": "first"}, TypeError, "iterable of names, got 'first'"),
         ({"exclude": ["frist"]}, ValueError, "got 'frist', which matches none"),
         ({"exclude": ["nothing.*"]}, ValueError, "got 'nothing.\\*', which matches none"),
     ],
-    ids=["unknown-pattern", "one-unknown-pattern", "pattern-string", "exclude-string", "exclude-typo", "exclude-glob"],
+    ids=[
+        "unknown-pattern",
+        "one-unknown-pattern",
+        "pattern-string",
+        "attention-string",
+        "attention-without-its-pattern",
+        "exclude-string",
+        "exclude-typo",
+        "exclude-glob",
+    ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_patched(
     model: Model, options: dict[str, Any], error: type[Exception], message: str

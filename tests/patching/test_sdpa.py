@@ -1,4 +1,4 @@
-"""What stands in for transformers' sdpa function, where attention_softmax is asked for by name."""
+"""What stands in for transformers' sdpa function, where attention=True asks for it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_padding_beside_a_position_bias(encoder: nn.Module, n_seen: int) -> None
     mask = torch.ones(2, 16, dtype=torch.int64)
     mask[0, n_seen:] = 0
     expected = outcome(encoder, mask)
-    report = patch_model(encoder, patterns=[PATTERN])
+    report = patch_model(encoder, patterns=[PATTERN], attention=True)
     torch.testing.assert_close(outcome(encoder, mask), expected, rtol=1e-4, atol=2e-5)
     assert set(report.calls().values()) == {(1, 0)}
 
@@ -53,7 +53,7 @@ def test_verification_sees_zeros_in_a_row_that_is_padded_whole(
     merged = "biased_mask_(attention_mask, bias_)"
     assert merged in SDPA
     monkeypatch.setattr("onetrip.patching.attention.SDPA", SDPA.replace(merged, "attention_mask, bias_"))
-    report = patch_model(encoder, patterns=[PATTERN])
+    report = patch_model(encoder, patterns=[PATTERN], attention=True)
     assert not report.patched and {site.reason for site in report.skipped} == {"verify_failed"}
 
 

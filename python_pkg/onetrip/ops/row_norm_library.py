@@ -15,6 +15,7 @@ from ..reference.row_norm import GradDtypes, RowNormPlan
 from . import row_norm_autograd as ops
 from .backends import KERNEL_DTYPES, choose
 from .native import dtypes_of
+from .tracing import reject_onnx_export
 
 _PLAN_SCHEMA = (
     "int norm, float eps, float weight_offset, float dropout_p, ScalarType z_dtype, ScalarType n_dtype, "
@@ -44,6 +45,7 @@ def call(
     plan: RowNormPlan,
 ) -> tuple[Tensor, Tensor]:
     """(y, z) by the operator; what the plan does not ask for is an empty tensor."""
+    reject_onnx_export()
     y, z, _, _ = torch.ops.onetrip.row_norm(x, residual, bias, weight, norm_bias, rng, *plan)
     return y, z
 
@@ -81,6 +83,7 @@ def _forward_fake(
     rng: Tensor | None,
     *plan_fields: Any,
 ) -> tuple[Tensor, ...]:
+    reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in call
     plan = RowNormPlan(*plan_fields)
     n_rows = prod(x.shape[:-1])  # torch.Size.numel would make every number of rows a shape of its own
     acc = torch.float64 if plan.z_dtype == torch.float64 else torch.float32

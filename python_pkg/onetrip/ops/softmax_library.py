@@ -11,6 +11,7 @@ from ..reference.softmax import SoftmaxPlan
 from . import softmax_autograd
 from .backends import KERNEL_DTYPES, choose
 from .softmax import kernel_mask
+from .tracing import reject_onnx_export
 
 _PLAN_SCHEMA = "float scale, bool causal, float dropout_p, bool store_p"
 
@@ -24,6 +25,7 @@ library.define(
 
 def call(scores: Tensor, mask: Tensor | None, rng: Tensor | None, plan: SoftmaxPlan) -> Tensor:
     """y by the operator."""
+    reject_onnx_export()
     y, _ = torch.ops.onetrip.softmax(scores, mask, rng, *plan)
     return y
 
@@ -39,6 +41,7 @@ def _forward(scores: Tensor, mask: Tensor | None, rng: Tensor | None, *plan_fiel
 
 
 def _forward_fake(scores: Tensor, mask: Tensor | None, rng: Tensor | None, *plan_fields: Any) -> tuple[Tensor, Tensor]:
+    reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in call
     plan = SoftmaxPlan(*plan_fields)
     y = torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
     return y, torch.empty_like(y) if plan.store_p else scores.new_empty(0)

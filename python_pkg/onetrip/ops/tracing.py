@@ -37,6 +37,14 @@ def is_recorded() -> bool:
     return not torch.compiler.is_compiling() and is_jit_tracing()
 
 
+def reject_onnx_export() -> None:
+    """Raise RuntimeError in the middle of torch.onnx.export. Called where an operator enters a graph."""
+    if torch.onnx.is_in_onnx_export():
+        raise RuntimeError(
+            "torch.onnx.export: onetrip's operators have no ONNX form: call onetrip.unpatch_model(model) first"
+        )
+
+
 def is_transformed() -> bool:
     """Whether functorch transforms (torch.func) or forward-mode differentiation are in force: no kernel serves them."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0

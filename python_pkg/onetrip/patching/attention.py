@@ -103,10 +103,10 @@ def _is_question(node: ast.AST, names: dict[str, Any]) -> bool:
     return False
 
 
-def find_attention(module: nn.Module, requested: bool) -> EagerFunction | Unsuitable | None:
+def find_attention(module: nn.Module, replace_sdpa: bool) -> EagerFunction | Unsuitable | None:
     """The attention function that the module calls now, if it can be fused; None where the module is no such site.
 
-    requested: fuse in place of sdpa as well.
+    replace_sdpa: fuse in place of sdpa as well.
     """
     cls = original_class(type(module))
     interface = read_interface(cls)
@@ -119,7 +119,7 @@ def find_attention(module: nn.Module, requested: bool) -> EagerFunction | Unsuit
     if function is attention_forward:
         return Unsuitable("kernelized_already", f"attn_implementation is {IMPLEMENTATION!r}")
     if function is _sdpa():
-        if not requested:
+        if not replace_sdpa:
             return Unsuitable("sdpa_in_use", SDPA_IS_BETTER)
         takes_bias = "position_bias" in inspect.signature(function).parameters  # of transformers 5
         return EagerFunction(function, SDPA, True, False, takes_bias, False, returns_weights=False, has_bool_mask=True)
@@ -130,7 +130,7 @@ def find_attention(module: nn.Module, requested: bool) -> EagerFunction | Unsuit
 
 SDPA_IS_BETTER = (
     "its fused kernels keep no probabilities (a CPU has none for dropout: there the fused softmax is faster; "
-    f"onetrip bench --op attention measures both); patterns=({PATTERN!r},) replaces it all the same"
+    "onetrip bench --op attention measures both); attention=True replaces it"
 )
 
 

@@ -45,6 +45,7 @@ def patch_model(
     *,
     patterns: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
+    attention: bool | None = None,
     verify: bool = True,
     strict: bool = False,
 ) -> PatchReport:
@@ -56,16 +57,16 @@ def patch_model(
     Random state is as before. Modules on the meta device are compared at their first call. Patching twice is patching
     once. The fused operators can be differentiated once, in reverse mode.
 
-    patterns: names from PATTERNS; None for all. attention_softmax named here takes the place of sdpa too, which None
-    leaves alone. exclude: names of modules, with all that is in them, or glob patterns.
+    patterns: names from PATTERNS; None for all. exclude: names of modules, with all that is in them, or glob patterns.
+    attention: True replaces SDPA as well wherever it can, None eager attention only, False no attention.
     verify: compare outputs and every gradient with the original before keeping a site (dropout on and off).
     strict: raise RuntimeError if nothing is patched. Raises TypeError or ValueError for wrong arguments.
     copy.deepcopy of a patched model is patched; pickle and torch.save keep the original classes.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model: model must be a torch.nn.Module, got {type(model).__name__}")
-    wanted = _checked_patterns(patterns)
-    patcher = _Patcher(model, wanted, _checked_exclude(model, exclude), verify, patterns is not None)
+    wanted = _checked_attention(attention, _checked_patterns(patterns))
+    patcher = _Patcher(model, wanted, _checked_exclude(model, exclude), verify, attention is True)
     try:
         patcher.run()
     except BaseException:
@@ -128,6 +129,15 @@ def _checked_patterns(patterns: Iterable[str] | None) -> frozenset[str]:
     return names
 
 
+def _checked_attention(attention: bool | None, wanted: frozenset[str]) -> frozenset[str]:
+    """The wanted patterns, with or without attention."""
+    if attention is not None and not isinstance(attention, bool):
+        raise TypeError(f"patch_model: attention must be True, False or None, got {attention!r}")
+    if attention and ATTENTION not in wanted:
+        raise ValueError(f"patch_model: patterns must name {ATTENTION} where attention is True, got {sorted(wanted)}")
+    return wanted - {ATTENTION} if attention is False else wanted
+
+
 def _checked_exclude(model: nn.Module, exclude: Iterable[str]) -> frozenset[str]:
     """The names of all excluded modules."""
     exclude = exclude if isinstance(exclude, str) or not isinstance(exclude, Iterable) else tuple(exclude)
@@ -149,9 +159,10 @@ class _Patcher:
     """One run of patch_model."""
 
     def __init__(
-        self, model: nn.Module, wanted: frozenset[str], excluded: frozenset[str], verify: bool, by_name: bool
+        self, model: nn.Module, wanted: frozenset[str], excluded: frozenset[str], verify: bool, replace_sdpa: bool
     ) -> None:
-        self.model, self.wanted, self.excluded, self.verify, self.by_name = model, wanted, excluded, verify, by_name
+        self.model, self.wanted, self.excluded, self.verify = model, wanted, excluded, verify
+        self.replace_sdpa = replace_sdpa
         self.model_device = _kernel_device(model) or torch.device("cpu")
         self.report = PatchReport()
         self.done: list[nn.Module] = []
@@ -217,7 +228,7 @@ class _Patcher:
             return PatchedSite(name, type(module).__name__, rewrite_of(module).pattern)
         if ATTENTION not in self.wanted:
             return None
-        found = find_attention(module, self.by_name) or read_windows(original_class(type(module)))
+        found = find_attention(module, self.replace_sdpa) or read_windows(original_class(type(module)))
         unsuitable = found if isinstance(found, Unsuitable) else _replaced(module) or _unfit(module)
         if unsuitable is not None:
             return self.skip(name, module, unsuitable)
@@ -320,8 +331,14 @@ _WRONG_SHAPE = Unsuitable("unsupported_shape", "not a module with at most one we
 
 
 def _is_called_norm(module: nn.Module) -> bool:
-    """Whether to mention the module in the report when it is not patched; nothing else goes by the name."""
-    return "norm" in type(module).__name__.lower() or isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+    """Whether to mention the module in the report when it is not patched; nothing else goes by the name.
+
+    Not batch norms, nor the parametrizations weight_norm and spectral_norm: no fused operator could take their place.
+    """
+    name = type(module).__name__.lower()
+    if any(word in name for word in ("batchnorm", "weightnorm", "spectralnorm")):
+        return False
+    return "norm" in name or isinstance(module, (nn.LayerNorm, nn.RMSNorm))
 
 
 def _is_wrapper(module: nn.Module) -> bool:
