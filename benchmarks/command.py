@@ -113,13 +113,15 @@ def _measure(
         document = {"results": found.results, "failures": found.failures, "interrupted": found.interrupted}
         typer.echo(json.dumps(results.rounded(document), indent=1))
     elif found.results:
-        report.print_tables(found.results)
+        report.print_results(found.results)
     for path in found.paths:
         typer.echo(f"wrote {path}", err=True)
     root = checkout()
     if output == results.RECORDED and root is not None and found.results and not found.interrupted:
         report.write_docs(results.read(results.RECORDED), root / "docs/benchmarks.md")
         typer.echo(f"rendered {root / 'docs/benchmarks.md'}", err=True)
+    if device.type == "cpu" and (words := report.load_in_words(found.results)):
+        typer.echo(words, err=True)
     for line in found.failures:
         typer.echo(f"FAILED {line}", err=True)
     if found.interrupted:
@@ -283,7 +285,9 @@ def report_(
     folder: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="What --output named; in a source tree the recorded results.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of DIR/report.html.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="File or folder to write to, instead of DIR/report.html.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Every machine's results as one HTML page: tables that sort, figures, targets; it needs no network."""

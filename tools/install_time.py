@@ -77,7 +77,7 @@ def main() -> None:
     described = header(torch.device("cpu")) | {"quick": False, "load_average_before": load_average()}
     cases = [measure(root, build) for build in builds]
     found = {"install": {"schema": results.SCHEMA, "suite": "install", **described, "cases": cases}}
-    report.print_tables(found)
+    report.print_results(found)
     for path in results.write(found, options.output):
         print(f"wrote {path}")
     if options.output == results.RECORDED:

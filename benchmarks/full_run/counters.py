@@ -302,7 +302,7 @@ def run(backend: str, output: Path, deadline: float, device: str = "cuda") -> in
             failed = True
     if done >= planned.keys():
         store.finish()
-    report.print_tables(store.results, width=250)
+    report.print_results(store.results, width=250)
     print(f"{len(done)} of {len(planned)} launches are counted")
     if failed or re.search(r"^FAILED ", printed, re.MULTILINE):
         return 1

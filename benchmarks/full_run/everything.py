@@ -213,11 +213,12 @@ def _run(part: Part, state: State, place: Place, allotted: float) -> None:
 
 
 def _summary(state: State, known: Sequence[Part]) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console() if sys.stdout.isatty() else Console(width=160)
+    from ..show.terminal import console
+
+    out = console()
     table = Table("part", "status", "s", "why", title="Everything", title_justify="left")
     styles = {PASSED: "green", FAILED: "red", UNFINISHED: "yellow", SKIPPED: "dim"}
     for part in known:
@@ -232,10 +233,10 @@ def _summary(state: State, known: Sequence[Part]) -> None:
                 escape(found["reason"]),
                 style=styles[found["status"]],
             )
-    console.print(table)
+    out.print(table)
     for name, found in state.parts.items():
         for line in found.get("failures", ()):
-            console.print(f"FAILED {name}: {line}", style="red", markup=False, highlight=False)
+            out.print(f"FAILED {name}: {line}", style="red", markup=False, highlight=False)
 
 
 def run(

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from onetrip.ops.backends import unavailable_reason
 
-from ..measure.cases import DTYPE_NAMES, LARGE_ELEMENTS, Case, Named, card_shapes
+from ..measure.cases import DTYPE_NAMES, LARGE_ELEMENTS, Case, Named, gpu_shapes
 from ..measure.results import SUITES, bench_file
 from . import gpu_tests
 
@@ -166,7 +166,7 @@ def _operator(suite: str, case: Named) -> str:
 def _size(suite: str, case: Named) -> str:
     """Apart: tensors larger than a card's L2 cache; and those for the sake of the number of their rows."""
     name = _operator(suite, case)
-    if not isinstance(case, Case) or (case.n_rows, case.n_cols) not in card_shapes():
+    if not isinstance(case, Case) or (case.n_rows, case.n_cols) not in gpu_shapes():
         return name
     return f"{name}-large" if case.n_rows * case.n_cols == LARGE_ELEMENTS else f"{name}-rows"
 

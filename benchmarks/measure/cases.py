@@ -102,7 +102,7 @@ class Case:
         return PASSES if self.full else PASSES[:2]
 
 
-def card_shapes() -> list[tuple[int, int]]:
+def gpu_shapes() -> list[tuple[int, int]]:
     """(n_rows, n_cols) that only a card is asked for: tensors larger than its L2 cache at every width, then rows from
     one to 32 K of widths from 64 to 64 K, small launches included."""
     large = [(LARGE_ELEMENTS // width, width) for width in (1 << k for k in range(8, 17))]
@@ -110,7 +110,7 @@ def card_shapes() -> list[tuple[int, int]]:
     return list(dict.fromkeys([*large, *(shape for shape in grid if shape[0] * shape[1] <= 1 << 28)]))
 
 
-def card_cases(operators: Iterable[Operator]) -> list[Case]:
+def gpu_cases(operators: Iterable[Operator]) -> list[Case]:
     """Cases of these shapes, where there is a card; every pass of each."""
     if not torch.cuda.is_available():
         return []
@@ -118,7 +118,7 @@ def card_cases(operators: Iterable[Operator]) -> list[Case]:
         Case(operator, *shape, dtype, full=False, wanted=PASSES)
         for dtype in (torch.bfloat16, torch.float32)
         for operator in operators
-        for shape in card_shapes()
+        for shape in gpu_shapes()
     ]
 
 

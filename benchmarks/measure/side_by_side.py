@@ -15,7 +15,7 @@ from torch import Tensor
 from .cases import DTYPE_NAMES, PASSES, Case, Outputs, Provider
 from .checks import Check, Inputs, Truth, as_tuple, make_inputs
 from .memory import peak_bytes, saved_bytes, shortage
-from .timing import Clock, clock_for, summarise
+from .timing import Clock, clock_for, summarise, timed_rounds
 
 _ROUNDS, _QUICK_ROUNDS = 31, 9
 _INPUT_SETS = 3
@@ -240,7 +240,7 @@ def race(case: Case, providers: list[Provider], device: torch.device, quick: boo
     contest = Race(case, providers, device)
     contest.warm_up()
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
-    benchmark.pedantic(contest.round, rounds=rounds)
+    timed_rounds(benchmark, contest.round, rounds)
     contest.replay(rounds)
     benchmark.extra_info["record"] = contest.record()
     own = {name: reason for name, reason in contest.failures.items() if name.startswith("onetrip")}

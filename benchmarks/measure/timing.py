@@ -5,10 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from onetrip.environment import last_level_cache_bytes
+from onetrip.measure import BusyCpus
+
+if TYPE_CHECKING:
+    from pytest_benchmark.fixture import BenchmarkFixture
 
 T = TypeVar("T")
 
@@ -89,6 +93,14 @@ class CudaClock:
 
 def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+def timed_rounds(benchmark: BenchmarkFixture, function: Callable[[], T], rounds: int) -> T:
+    """Calls function so many times; the record of the case says how many CPUs other processes kept busy meanwhile."""
+    with BusyCpus() as busy:
+        result = benchmark.pedantic(function, rounds=rounds)
+    benchmark.extra_info["other_busy_cpus"] = busy.others
+    return result
 
 
 def summarise(samples: list[float], unit: str) -> dict[str, float | int]:

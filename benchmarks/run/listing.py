@@ -42,19 +42,18 @@ def listing(device: torch.device) -> dict[str, Any]:
 
 
 def print_listing(found: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
+    from ..show.terminal import console
+
+    out = console()
     suites = Table("--op: suite", "--op: operators", "cases", "takes", title="What is measured", title_justify="left")
     for name, suite in found["suites"].items():
         # Attention has one operator a length: their common stem says enough.
         names = list(dict.fromkeys(op if not op.startswith("attention-") else "attention" for op in suite["operators"]))
         suites.add_row(name, ", ".join(names) or "–", str(len(suite["cases"])), " ".join(suite["options"]) or "–")
-    console.print(suites)
+    out.print(suites)
     title = f"Who it is raced against on {found['device']}"
     providers = Table("--against", "provider", "available", title=title, title_justify="left")
     for name, provider in found["providers"].items():
@@ -62,4 +61,4 @@ def print_listing(found: dict[str, Any]) -> None:
         note = f" ({provider['note']})" if provider["note"] else ""
         words = f"no: {reason}" if reason else f"yes{note}"
         providers.add_row(provider["against"] or "–", name, escape(words), style="dim" if reason else None)
-    console.print(providers)
+    out.print(providers)

@@ -68,7 +68,8 @@ class _Watcher:
         yield
         fixture = getattr(item, "funcargs", {}).get("benchmark")
         if fixture is not None and "record" in fixture.extra_info:
-            self._store.add(self._names(item)[0], fixture.extra_info["record"])
+            record = {**fixture.extra_info["record"], "other_busy_cpus": fixture.extra_info.get("other_busy_cpus")}
+            self._store.add(self._names(item)[0], record)
 
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         self._reporter.end(self._names(item)[1])

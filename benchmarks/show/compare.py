@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..measure.results import PARTIAL, UsageError, read_suite
 from .cells import three_digits
 
 SMALLEST_CHANGE = 0.05
 """Of the median: less is no news, however narrow the intervals."""
+
+_QUIET = 0.05
+"""CPUs that other processes keep busy on an idle machine."""
 
 Verdict = Literal["faster", "slower", "same"]
 Key = tuple[str, str, str, str]
@@ -37,6 +41,19 @@ class Change:
     which: str
     before: Figures
     after: Figures
+    other_busy_cpus: float = 0.0
+    """CPUs that other processes kept busy while it was timed, in the run in which they were more."""
+    cpu_count: int = 1
+
+    @property
+    def allowed(self) -> float:
+        """The ratio that noise and load explain.
+
+        A kernel waits for its slowest thread, and threads are bound to cores: another process on one of these cores
+        doubles the time of every call while it runs.
+        """
+        others = self.other_busy_cpus
+        return 1.0 + SMALLEST_CHANGE + min(others, math.ceil(others / self.cpu_count))
 
     @property
     def ratio(self) -> float:
@@ -45,15 +62,15 @@ class Change:
 
     @property
     def verdict(self) -> Verdict:
-        """Not the same where the 20th to 80th percentiles do not overlap and the medians differ by more than 5%."""
-        if self.after.p80 < self.before.p20 and self.ratio < 1.0 - SMALLEST_CHANGE:
+        """Not "same" where the 20th to 80th percentiles do not overlap and the ratio is beyond the allowed one."""
+        if self.after.p80 < self.before.p20 and self.ratio < 1.0 / self.allowed:
             return "faster"
-        if self.after.p20 > self.before.p80 and self.ratio > 1.0 + SMALLEST_CHANGE:
+        if self.after.p20 > self.before.p80 and self.ratio > self.allowed:
             return "slower"
         return "same"
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"ratio": self.ratio, "verdict": self.verdict}
+        return asdict(self) | {"ratio": self.ratio, "allowed_ratio": self.allowed, "verdict": self.verdict}
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,8 @@ class Comparison:
     """Figures that the other run lacks."""
     copy_ratio: float | None
     """Time of a plain copy after over before, median of the cases: far from 1, the machine itself was another."""
+    other_busy_cpus: tuple[float, float]
+    """CPUs that other processes kept busy, in the case where they were most: before, after."""
     differences: list[str]
     """Between the two runs: machine, versions, commit."""
 
@@ -79,6 +98,7 @@ class Comparison:
             "only_before": self.only_before,
             "only_after": self.only_after,
             "copy_ratio": self.copy_ratio,
+            "other_busy_cpus": self.other_busy_cpus,
             "differences": self.differences,
             "changes": [change.to_dict() for change in self.changes],
         }
@@ -133,22 +153,41 @@ def _timed(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
                 yield from _timed(item, (*path, item["name"]))
 
 
-def _flat(suites: list[dict[str, Any]]) -> tuple[dict[Key, Figures], dict[Key, Figures], dict[str, str]]:
-    """(figures of providers, those of plain copies, what failed its check)."""
-    figures, copies, failed = {}, {}, {}
+class _Run(NamedTuple):
+    """What one side holds."""
+
+    figures: dict[Key, Figures]
+    copies: dict[Key, Figures]
+    failed: dict[str, str]
+    load: dict[tuple[str, str], float]
+    """(Suite, case) -> CPUs that other processes kept busy; records without it have the load average before the run."""
+    cpu_count: int
+    device: str
+
+    def load_of(self, key: Key) -> float:
+        """On a GPU only what the host does is disturbed: microseconds of a call's overhead."""
+        host = self.device == "cpu" or self.figures[key].unit == "us"
+        return self.load[key[:2]] if host else 0.0
+
+
+def _flat(suites: list[dict[str, Any]]) -> _Run:
+    machine = suites[0]["machine"]
+    run = _Run({}, {}, {}, {}, machine.get("cpu_count") or 1, machine.get("device", "cpu"))
     for content in suites:
         for case in content["cases"]:
             suite, name = content["suite"], case["case"]
+            others = case.get("other_busy_cpus")
+            run.load[suite, name] = (content.get("load_average_before") or 0.0) if others is None else others
             for (group, *rest), found in _timed(case):
                 if group.startswith("copy"):
-                    copies[suite, name, "", group] = found
+                    run.copies[suite, name, "", group] = found
                 else:
                     provider, which = rest[0] if rest else group, " ".join(rest[1:])
-                    figures[suite, name, provider, which] = found
+                    run.figures[suite, name, provider, which] = found
             for entry in case.get("providers", ()):
                 if not entry.get("check", {"passed": True})["passed"]:
-                    failed[f"{name}: {entry['name']}"] = entry["check"]["detail"]
-    return figures, copies, failed
+                    run.failed[f"{name}: {entry['name']}"] = entry["check"]["detail"]
+    return run
 
 
 def _differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]:
@@ -168,22 +207,27 @@ def compare(before: Path, after: Path) -> Comparison:
     """Raises UsageError where one of them is not readable, or they have no figure in common."""
     suites = _load(before), _load(after)
     try:
-        (old, old_copies, _), (new, new_copies, failed) = map(_flat, suites)
+        old, new = map(_flat, suites)
         differences = _differences(*suites)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{before} or {after}: not the results of a suite ({error!r})") from None
-    common = [key for key in old if key in new]
-    had_number = {f"{case}: {provider}" for _, case, provider, _ in old}
-    lost = {name: why for name, why in failed.items() if name in had_number}
+    common = [key for key in old.figures if key in new.figures]
+    had_number = {f"{case}: {provider}" for _, case, provider, _ in old.figures}
+    lost = {name: why for name, why in new.failed.items() if name in had_number}
     if not common and not lost:
         raise UsageError(f"{before} and {after} have no figure in common")
-    copies = [new_copies[key].median / figures.median for key, figures in old_copies.items() if key in new_copies]
+    copies = [new.copies[key].median / figures.median for key, figures in old.copies.items() if key in new.copies]
+    cpus = min(old.cpu_count, new.cpu_count)
     return Comparison(
-        [Change(*key, old[key], new[key]) for key in common],
+        [
+            Change(*key, old.figures[key], new.figures[key], max(old.load_of(key), new.load_of(key)), cpus)
+            for key in common
+        ],
         lost,
-        len(old) - len(common),
-        len(new) - len(common),
+        len(old.figures) - len(common),
+        len(new.figures) - len(common),
         statistics.median(copies) if copies else None,
+        (max(map(old.load_of, common), default=0.0), max(map(new.load_of, common), default=0.0)),
         differences,
     )
 
@@ -200,13 +244,12 @@ def _speed(ratio: float) -> str:
 
 def print_comparison(comparison: Comparison, everything: bool = False) -> None:
     """What changed as a table, the most first, and a summary. everything: what did not change too."""
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
+    from .terminal import console
+
+    out = console()
     shown = [change for change in comparison.changes if everything or change.verdict != "same"]
     if shown:
         table = Table(title="Changes beyond noise" if not everything else "All figures", title_justify="left")
@@ -217,13 +260,18 @@ def print_comparison(comparison: Comparison, everything: bool = False) -> None:
             cells = (change.case, change.provider, change.which, _text(change.before), _text(change.after))
             words = (_speed(change.ratio), "no" if change.verdict == "same" else change.verdict)
             table.add_row(*map(escape, (*cells, *words)), style=colours[change.verdict])
-        console.print(table)
+        out.print(table)
     for name, why in comparison.lost.items():
-        console.print(f"no number any more: {name}: {why}", style="red", markup=False)
+        out.print(f"no number any more: {name}: {why}", style="red", markup=False)
     for line in comparison.differences:
-        console.print(line, style="dim", markup=False)
+        out.print(line, style="dim", markup=False)
     if comparison.copy_ratio is not None:
-        console.print(f"a plain copy took {comparison.copy_ratio:.2f} times as long", style="dim")
+        out.print(f"a plain copy took {comparison.copy_ratio:.2f} times as long", style="dim")
+    if max(comparison.other_busy_cpus) > _QUIET:
+        most = max(change.allowed for change in comparison.changes)
+        before, after = comparison.other_busy_cpus
+        words = f"other processes kept up to {before:.1f} CPUs busy before, {after:.1f} after"
+        out.print(f"{words}: changes of up to {most:.2f}x count as noise", style="yellow", highlight=False)
     counts = ", ".join(f"{comparison.count(verdict)} {verdict}" for verdict in ("faster", "slower", "same"))
     rest = f"{comparison.only_before} only before, {comparison.only_after} only after"
-    console.print(f"{len(comparison.changes)} figures: {counts}; {rest}", highlight=False)
+    out.print(f"{len(comparison.changes)} figures: {counts}; {rest}", highlight=False)

@@ -40,11 +40,12 @@ class Report:
 def write(folder: Path | None = None, output: Path | None = None) -> Report:
     """Reads every machine's results below folder (default: the recorded ones), writes the page.
 
-    output: default report.html in the folder. Raises UsageError where there is nothing to read, a file cannot be read,
-    a package is missing or the page cannot be written; then nothing is.
+    output: a file, or a folder for report.html; default the folder of the results. Raises UsageError where there is
+    nothing to read, a file cannot be read, a package is missing or the page cannot be written; then nothing is.
     """
     folder = RECORDED if folder is None else folder
-    path = folder / "report.html" if output is None else output
+    output = folder if output is None else output
+    path = output / "report.html" if output.is_dir() or not output.suffix else output
     try:
         html.require()
         machines, others = read(folder)

@@ -8,6 +8,7 @@ from typing import Any
 
 from onetrip.html import Cell, Entry, Table
 
+from ..measure.cases import gpu_shapes
 from ..measure.results import Results
 from ..suites.row_norm import ELEMENTS
 from . import targets
@@ -26,8 +27,8 @@ def cases(results: Results, *suites: str) -> Cases:
 
 
 def of_every_width(results: Results) -> Cases:
-    """The cases of operators that have the same number of elements, whatever the width."""
-    return [case for case in cases(results, "row_norm", "softmax") if case["n_rows"] * case["n_cols"] == ELEMENTS]
+    """The cases of operators that have the same number of elements, up to a row, whatever the width."""
+    return [case for case in cases(results, "row_norm", "softmax") if case["n_rows"] == ELEMENTS // case["n_cols"]]
 
 
 def verdicts(results: Results) -> Iterator[Table]:
@@ -92,6 +93,21 @@ def width_series(cases: Cases) -> dict[tuple[str, str], Cases]:
     return {
         name: sorted(members, key=lambda case: case["n_cols"]) for name, members in series.items() if len(members) > 1
     }
+
+
+def full(results: Results) -> Cases:
+    return [case for case in cases(results, "row_norm", "softmax") if case["full"]]
+
+
+def alone(results: Results) -> Cases:
+    """The cases that stand in no table of their own and in no series of widths; a GPU's many shapes left out."""
+    series = width_series(of_every_width(results)).values()
+    shown = {case["case"] for members in series for case in members}
+    return [
+        case
+        for case in cases(results, "row_norm", "softmax")
+        if not case["full"] and case["case"] not in shown and (case["n_rows"], case["n_cols"]) not in gpu_shapes()
+    ]
 
 
 def widths(cases: Cases) -> Iterator[Table]:

@@ -14,7 +14,10 @@ from . import figures
 from . import operator_tables as operators
 from . import training_tables as training
 from .operator_tables import cases, of_every_width
+from .terminal import print_tables
 
+BUSY = 0.3
+"""CPUs that other processes keep busy: above it a result is doubtful."""
 TEMPLATE = Path(__file__).with_name("benchmarks.md.j2")
 
 
@@ -22,7 +25,7 @@ def tables(results: Results) -> list[Table]:
     """Everything that one machine's results hold."""
     return [
         *operators.verdicts(results),
-        *operators.operators([case for case in cases(results, "row_norm", "softmax") if case["full"]]),
+        *operators.operators(operators.full(results) + operators.alone(results)),
         *operators.widths(of_every_width(results)),
         *operators.graphs(cases(results, "row_norm", "softmax")),
         *operators.attention_winners(cases(results, "attention")),
@@ -56,25 +59,19 @@ def provenance(results: Results) -> list[str]:
     ]
 
 
-def print_tables(results: Results, width: int = 160) -> None:
-    """width: of what is no terminal."""
-    from rich.console import Console
-    from rich.table import Table as RichTable
+def load_in_words(results: Results) -> str:
+    """What other processes took of the CPUs while the cases were timed; empty where it was little."""
+    loads = [case["other_busy_cpus"] for case in cases(results, *results) if case.get("other_busy_cpus") is not None]
+    disturbed = [load for load in loads if load > BUSY]
+    if not disturbed:
+        return ""
+    n = f"{len(disturbed)} of {len(loads)}"
+    return f"Other processes kept up to {max(disturbed):.1f} CPUs busy in {n} cases: distrust times, less so ratios."
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=width)
-    for table in tables(results):
-        rich = RichTable(title=table.caption, caption=table.note or None, title_justify="left", caption_justify="left")
-        for column, numeric in zip(table.columns, html.numeric_columns(table.rows), strict=True):
-            rich.add_column(column, justify="right" if numeric else "left")
-        for row in table.rows:
-            shown = [html.cell(entry) for entry in row]
-            bad = any(entry.good is False for entry in shown)
-            rich.add_row(*(entry.text for entry in shown), style="red" if bad else None)
-        console.print(rich)
-    for line in provenance(results):
-        console.print(line, style="dim")
+
+def print_results(results: Results, width: int = 160) -> None:
+    """width: of what is no terminal."""
+    print_tables(tables(results), provenance(results), width)
 
 
 def markdown(table: Table) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from onetrip.benchmarks.measure.cases import DTYPE_NAMES
 from onetrip.benchmarks.measure.memory import peak_bytes
-from onetrip.benchmarks.measure.timing import clock_for, summarise
+from onetrip.benchmarks.measure.timing import clock_for, summarise, timed_rounds
 from onetrip.benchmarks.suites.optimizers import ONETRIP, ONETRIP_32, OptimizerProvider, make, racing, relative_error
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
@@ -116,7 +116,7 @@ def test_adam(
     for contestant in contestants:
         contestant.samples.clear()
     copies.clear()
-    benchmark.pedantic(one_round, rounds=QUICK_ROUNDS if quick else ROUNDS)
+    timed_rounds(benchmark, one_round, QUICK_ROUNDS if quick else ROUNDS)
     copy = summarise(copies, "ms")
     copy["gb_per_s"] = 2 * source.nbytes / copy["median_ms"] / 1e6
     records = []

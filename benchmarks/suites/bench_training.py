@@ -18,7 +18,7 @@ import pytest
 import torch
 from onetrip.benchmarks.measure.cases import DTYPE_NAMES
 from onetrip.benchmarks.measure.memory import peak_bytes, saved_bytes
-from onetrip.benchmarks.measure.timing import summarise
+from onetrip.benchmarks.measure.timing import summarise, timed_rounds
 from onetrip.benchmarks.suites.optimizers import FUSED, ONETRIP, OptimizerProvider, make
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
@@ -293,7 +293,7 @@ def test_training(case: TrainingCase, device: torch.device, quick: bool, benchma
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    benchmark.pedantic(run, rounds=1)
+    timed_rounds(benchmark, run, 1)
     benchmark.extra_info["record"] = {
         "case": case.id,
         "model": case.model,

@@ -8,7 +8,7 @@ from onetrip import ops
 from torch import Tensor
 
 from ..measure import libraries
-from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, card_cases
+from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, gpu_cases
 
 EPS = 1e-5
 WIDTHS = (64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 16384)
@@ -115,5 +115,5 @@ def cases(quick: bool = False) -> list[Case]:
             for width in QUICK_WIDTHS if quick else WIDTHS:
                 found.append(Case(operator, ELEMENTS // width, width, dtype, full=width == 1024))
     if not quick:
-        found += card_cases((*SINGLE, *BIAS_DROPOUT_RESIDUAL_LAYER_NORM.values()))
+        found += gpu_cases((*SINGLE, *BIAS_DROPOUT_RESIDUAL_LAYER_NORM.values()))
     return found

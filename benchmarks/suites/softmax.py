@@ -7,7 +7,7 @@ from onetrip import ops
 from torch import Tensor
 
 from ..measure import libraries
-from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, card_cases
+from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, gpu_cases
 
 HEADS, QUERIES, KEYS = 16, 512, 512
 ROWS = 8 * HEADS * QUERIES
@@ -88,5 +88,5 @@ def cases(quick: bool = False) -> list[Case]:
         for width in QUICK_WIDTHS if quick else WIDTHS:
             found.append(Case(SOFTMAX, ELEMENTS // width, width, dtype, full=width == 1024))
     if not quick:
-        found += card_cases([SOFTMAX])
+        found += gpu_cases([SOFTMAX])
     return found

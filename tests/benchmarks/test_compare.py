@@ -196,3 +196,53 @@ def test_a_folder_without_results_exits_2(make: Make, tmp_path: Path) -> None:
 )
 def test_times_are_written_out(value: float, text: str) -> None:
     assert three_digits(value) == text
+
+
+def loaded(before: float | None, after: float | None, ratio: float, make: Make) -> list[Path]:
+    """Two runs of which the later took ratio times as long, while other processes kept so many CPUs busy."""
+    paths = []
+    for name, others, time in (("a", before, 10.0), ("b", after, 10.0 * ratio)):
+        path = make(f"{name}.json", entry("onetrip cpu", forward=figures(time)))
+        suite = json.loads(path.read_text())
+        suite["machine"] |= {"device": "cpu", "cpu_count": 2}
+        suite["cases"][0]["other_busy_cpus"] = others
+        path.write_text(json.dumps(suite))
+        paths.append(path)
+    return paths
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (1.0, 0.0), (0.1, 1.9)])
+def test_two_runs_of_the_same_code_under_load_are_not_slower(make: Make, before: float, after: float) -> None:
+    paths = loaded(before, after, 1.9, make)
+    assert run(*paths, "--fail-on-slower").exit_code == 0
+    output = run(*paths).output
+    assert f"other processes kept up to {before:.1f} CPUs busy before, {after:.1f} after" in output
+    assert "2.0" in output  # the ratio from which on a change counts
+
+
+@pytest.mark.parametrize("others", [None, 0.0, 0.2])
+def test_a_quiet_machine_keeps_its_narrow_threshold(make: Make, others: float | None) -> None:
+    assert run(*loaded(others, others, 1.3, make), "--fail-on-slower").exit_code == 1
+
+
+def test_runs_that_did_not_record_their_load_are_judged_by_the_load_average_before_them(make: Make) -> None:
+    paths = loaded(None, None, 1.9, make)
+    suite = json.loads(paths[1].read_text())
+    paths[1].write_text(json.dumps(suite | {"load_average_before": 1.7}))
+    assert compared(*paths)["summary"]["same"] == 1
+
+
+def test_load_on_the_cpu_does_not_excuse_a_kernel_on_a_gpu(make: Make) -> None:
+    paths = loaded(2.0, 2.0, 1.9, make)
+    for path in paths:
+        suite = json.loads(path.read_text())
+        suite["machine"]["device"] = "cuda"
+        path.write_text(json.dumps(suite))
+    assert compared(*paths)["summary"]["slower"] == 1
+
+
+def test_tables_obey_columns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [make(f"{t}.json", entry("onetrip cpu", forward=figures(t))) for t in (10.0, 20.0)]
+    for columns in (80, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert max(map(len, run(*paths).output.splitlines())) == columns

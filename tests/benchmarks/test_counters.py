@@ -125,7 +125,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
     """ended: what the driver begins and ends; text: of ncu's table. asked: the metrics of each call of ncu."""
     names = ["a-forward-32768 x 1024-bf16", "b-forward-32768 x 1024-bf16"]
     monkeypatch.setattr(counters, "cases", lambda: [a_case("a"), a_case("b")])
-    monkeypatch.setattr(counters.report, "print_tables", lambda found, width: None)
+    monkeypatch.setattr(counters.report, "print_results", lambda found, width: None)
     (tmp_path / "environment.json").write_text(json.dumps({"ceilings": {"copy_gb_per_s": 4000.0}}))
 
     def run(*texts: str, code: int | None = 0, begins: Sequence[int] = (0, 1), ends: Sequence[int] = (0, 1)) -> int:

@@ -227,6 +227,14 @@ def test_a_folder_without_results_or_without_existence_is_refused(tmp_path: Path
     assert run(tmp_path / "none")[2].endswith("none: there is no such folder\n")
 
 
+@pytest.mark.parametrize("name", ["there", "new"])
+def test_the_output_of_a_report_may_be_a_folder(small: Path, tmp_path: Path, name: str):
+    (tmp_path / "there").mkdir()
+    status, _, err = run(small, "--output", tmp_path / name)
+    assert (status, err) == (0, f"wrote {tmp_path / name / 'report.html'}\n")
+    assert (tmp_path / name / "report.html").is_file()
+
+
 def test_an_output_that_cannot_be_written_is_refused(small: Path):
     (small / "file").touch()
     status, _, err = run(small, "--output", small / "file/page.html")

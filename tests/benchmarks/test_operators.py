@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from onetrip.benchmarks.measure.cases import PASSES, selects
+from onetrip.benchmarks.measure.cases import PASSES, gpu_shapes, selects
 from onetrip.benchmarks.measure.checks import Truth, make_inputs
 from onetrip.benchmarks.show import targets
 from onetrip.benchmarks.suites import attention, bench_attention, row_norm, softmax
@@ -78,36 +78,40 @@ def test_a_card_is_asked_for_large_tensors_and_for_every_number_of_rows(monkeypa
     assert all(case.passes == PASSES for case in added)
 
 
-def test_the_targets_of_a_card_are_the_worst_of_its_shapes() -> None:
-    def case(n_rows: int, n_cols: int, share: float, liger_ms: float) -> dict:
-        ours = {"median_ms": 1.0, "share_of_copy": share}
-        providers = [
-            ("torch eager", {"median_ms": 2.0}),
-            ("Liger-Kernel", {"median_ms": liger_ms}),
-            ("onetrip cuda", ours),
-        ]
-        entries = [{"name": name, "forward": figures} for name, figures in providers]
-        shape = {"operator": "layer_norm", "dtype": "bf16", "n_rows": n_rows, "n_cols": n_cols}
-        return {**shape, "providers": entries}
-
-    results = {
-        "row_norm": {
-            "machine": {"device": "a card"},
-            "cases": [
-                case(32768, 1024, 0.95, 1.5),
-                case(512, 65536, 0.8, 1.2),
-                case(1, 64, 0.01, 0.9),
-                case(7, 7, 0.0, 0.1),
-            ],
-        }
+def made_up_gpu_case(shape: tuple[int, int], dtype: str, share: float = 0.99, liger_ms: float = 5.0) -> dict:
+    times = {
+        "torch eager": {"median_ms": 2.0},
+        "Liger-Kernel": {"median_ms": liger_ms},
+        "onetrip cuda": {"median_ms": 1.0, "share_of_copy": share},
     }
-    found = {verdict.target: verdict for verdict in targets.verdicts(results) if verdict.reached is not None}
-    assert [(verdict.measured, verdict.reached) for verdict in found.values()] == [
-        ("0.80 (512 x 65536 bf16, the worst of 2)", False),
-        ("2.00x (32768 x 1024 bf16, the worst of 3)", True),
-        ("0.90x (1 x 64 bf16, the worst of 3)", False),
+    providers = [{"name": name, "forward": figures} for name, figures in times.items()]
+    head = {"operator": "layer_norm", "dtype": dtype, "n_rows": shape[0], "n_cols": shape[1]}
+    return {**head, "providers": providers}
+
+
+def judged_on_a_gpu(cases: list[dict]) -> list[tuple[str, bool]]:
+    results = {"row_norm": {"machine": {"device": "cuda"}, "cases": cases}}
+    return [(found.measured, found.reached) for found in targets.verdicts(results) if found.reached is not None]
+
+
+def test_the_targets_of_a_gpu_are_the_worst_of_its_shapes() -> None:
+    worse = {
+        ((32768, 1024), "bf16"): (0.95, 1.5),
+        ((512, 65536), "bf16"): (0.8, 1.2),
+        ((1, 64), "bf16"): (0.01, 0.9),
+    }
+    every = [
+        made_up_gpu_case(shape, dtype, *worse.get((shape, dtype), ()))
+        for shape in gpu_shapes()
+        for dtype in ("bf16", "fp32")
     ]
-    assert all(target.startswith("layer_norm, ") for target in found)
+    n = len(every)
+    assert judged_on_a_gpu([*every, made_up_gpu_case((7, 7), "bf16", 0.0, 0.1)]) == [
+        ("0.80 (shape 512 x 65536 bf16, the worst of 18)", False),
+        (f"2.00x (shape 131072 x 256 bf16, the worst of {n})", True),
+        (f"0.90x (shape 1 x 64 bf16, the worst of {n})", False),
+    ]
+    assert judged_on_a_gpu(every[:-1]) == judged_on_a_gpu(every)[:1]  # of the last shape, which is not a large one
 
 
 @pytest.mark.parametrize(
