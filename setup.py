@@ -198,6 +198,7 @@ class BuildNative(build_ext):
         python = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
         common = [*CXX_FLAGS.split(), f"-I{csrc}", f"-ffile-prefix-map={ROOT}=."]
         home = cuda_home()
+        without_cuda = "ONETRIP_CUDA=0" if os.environ.get("ONETRIP_CUDA") == "0" else "no nvcc was found"
         ninja = NinjaFile()
         ninja.rule("cxx", f"{compiler} -MMD -MF $out.d {shell(common)} $flags -c $in -o $out")
         objects: list[Path] = []
@@ -209,7 +210,7 @@ class BuildNative(build_ext):
         archs = cuda_archs(home / "bin/nvcc") if home is not None else []
         if home is not None and not archs:
             say("building without CUDA kernels: this nvcc knows none of the cards")
-            home = None
+            home, without_cuda = None, "nvcc knew none of the GPUs"
         if home is not None:
             say(f"CUDA kernels by {home}/bin/nvcc for {', '.join(arch for arch, _ in archs)}")
             code = []
@@ -222,7 +223,8 @@ class BuildNative(build_ext):
             for source in sorted((csrc / "cuda").glob("*.cu")):
                 compile("nvcc", source, f"cuda_{source.stem}", [f'-DONETRIP_CUDA_ARCHS_BUILT="{built}"'])
         # First, because it takes among the longest and would else be compiled alone at the end.
-        compile("cxx", csrc / "bindings.cpp", "bindings", [*python, *(["-DONETRIP_WITH_CUDA"] if home else [])])
+        cuda = "-DONETRIP_WITH_CUDA" if home else f'-DONETRIP_WITHOUT_CUDA="{without_cuda} at installation"'
+        compile("cxx", csrc / "bindings.cpp", "bindings", [*python, cuda])
         for source in sorted((csrc / "cpu").glob("*.cpp")):
             if source.stem == "dispatch":
                 compile("cxx", source, "cpu_dispatch", ["-DONETRIP_HAVE_X86_LEVELS"] if IS_X86 else [])

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import onetrip
 import pytest
 import torch
 from onetrip import selfcheck
@@ -170,3 +171,8 @@ def test_python_m_onetrip_is_the_command():
     assert done.returncode == 0
     assert all(command in done.stdout for command in ("doctor", "anatomy", "methods", "bench"))
     assert "__main__" not in done.stdout
+
+
+def test_version(run):
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"onetrip {onetrip.__version__}\n")

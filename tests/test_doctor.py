@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +79,18 @@ def test_without_the_native_library_it_says_so_and_what_to_do(without_native):
     assert facts["CUDA kernels"] == "not built"
     assert "cpu" not in backends.available_backends("cpu")
     assert "onetrip._native was not built" in choices[0].why
+
+
+def test_doctor_names_why_there_are_no_cuda_kernels():
+    """ONETRIP_CUDA=0 at build time was reported as no nvcc."""
+    reasons = ("ONETRIP_CUDA=0 at installation", "no nvcc was found at installation", "nvcc knew none of the GPUs")
+    library = SimpleNamespace(
+        cuda_architectures=lambda: "", cuda_unavailable_reason=lambda index: f"built: {reasons[0]}"
+    )
+    assert doctor._cuda_kernels(library) == f"built: {reasons[0]}; NVIDIA GPUs are served by the Triton kernels"
+    real = backends.native()
+    if real is not None and not real.cuda_architectures():
+        assert any(reason in doctor._facts()["CUDA kernels"] for reason in reasons)
 
 
 def with_fused(kernel, fused):

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from . import __version__
 from .benchmarks import command as bench
 
 if TYPE_CHECKING:
@@ -32,8 +33,18 @@ app.add_typer(bench.app, name="bench")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and no progress.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"onetrip {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
     # Read by torch's profiler when it first starts: else it prints two lines on every trace.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 

@@ -131,7 +131,7 @@ def _cuda_kernels(library: Any) -> str:
     if library is None:
         return "not built"
     if not library.cuda_architectures():
-        return "not built: no nvcc at installation; NVIDIA GPUs are served by the Triton kernels"
+        return f"{library.cuda_unavailable_reason(0)}; NVIDIA GPUs are served by the Triton kernels"
     reason = unavailable_reason("cuda", "cuda")
     return f"built for {library.cuda_architectures()}; {'not usable: ' + reason if reason else 'usable'}"
 

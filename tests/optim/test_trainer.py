@@ -59,6 +59,31 @@ def test_the_pair_has_the_numbers_of_training_arguments(tmp_path):
         trainer_optimizer(arguments(tmp_path), embeddings_32bit=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("optim", "adafactor"),
+        ("optim", "adamw_bnb_8bit"),
+        ("optim", "sgd"),
+        ("optim_args", "beta1=0.5"),
+        ("optim_target_modules", ["attn"]),
+        ("adafactor", True),
+    ],
+    ids=lambda value: str(value),
+)
+def test_what_trainer_would_ignore_is_rejected(tmp_path, name, value):
+    """Trainer reads none of these beside optimizer_cls_and_kwargs. adafactor: of transformers 4."""
+    args = arguments(tmp_path)
+    setattr(args, name, transformers.training_args.OptimizerNames(value) if name == "optim" else value)
+    with pytest.raises(ValueError, match=rf"trainer_optimizer: training_args\.{name} must be .*, got"):
+        trainer_optimizer(args)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_torchs_adamw_may_be_named(tmp_path, optim):
+    assert trainer_optimizer(arguments(tmp_path, optim=optim))[0] is AdamW8bit
+
+
 def test_groups_of_trainer(tmp_path):
     """Its own: no decay of biases and norms."""
     optimizer = trainer(tmp_path, min_8bit_numel=512).create_optimizer()

@@ -154,6 +154,7 @@ def test_cards_that_nvcc_does_not_know_leave_a_build_without_cuda(
         monkeypatch.setenv(name, value)
     ninja = ninja_file(build, tmp_path)
     assert "rule nvcc" not in ninja and "ONETRIP_WITH_CUDA" not in ninja and "cudart" not in ninja
+    assert 'ONETRIP_WITHOUT_CUDA="nvcc knew none of the GPUs at installation"' in ninja
     assert "cpu_row_norm_baseline.o" in ninja and "cuda_row_norm.o" not in ninja
     assert "onetrip: building without CUDA kernels" in capsys.readouterr().err
 
@@ -196,3 +197,16 @@ def test_the_toolkit_is_where_the_variable_says_it_is(build, monkeypatch, tmp_pa
     assert build.cuda_home() == tmp_path
     monkeypatch.setenv("ONETRIP_CUDA", "0")
     assert build.cuda_home() is None
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"), [("0", "ONETRIP_CUDA=0"), (None, "no nvcc was found")], ids=["switched-off", "no-nvcc"]
+)
+def test_a_build_without_cuda_records_why(build, monkeypatch, tmp_path, value, reason):
+    """doctor called ONETRIP_CUDA=0 "no nvcc"."""
+    monkeypatch.setattr(build.shutil, "which", lambda name: None if name == "nvcc" else f"/bin/{name}")
+    real = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: path.name != "nvcc" and real(path))
+    if value is not None:
+        monkeypatch.setenv("ONETRIP_CUDA", value)
+    assert f'ONETRIP_WITHOUT_CUDA="{reason} at installation"' in ninja_file(build, tmp_path)

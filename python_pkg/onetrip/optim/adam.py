@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,12 +14,24 @@ from torch import Tensor
 from ..ops.backends import KERNEL_DTYPES
 from ..reference.adam import Group
 from . import checkpoint, sharding
+from .foreign import check_is_state_dict, from_bitsandbytes, is_of_bitsandbytes
 from .hyperparameters import check_group, plain
 from .plan import Plan, increment_versions
-from .state import State, checked, dequantized, for_torch, from_bitsandbytes, new_state, uses_8bit
+from .state import State, checked, dequantized, for_torch, new_state, uses_8bit
 
 _OF_TORCH = ("amsgrad", "foreach", "fused", "differentiable")  # keys of torch.optim.Adam's groups
 _IMPORTED = ("lr", "betas", "eps", "weight_decay")
+_HINTS = {
+    "fused": "fused must not be given: every step is one fused kernel",
+    "foreach": "foreach must not be given: every step is one fused kernel",
+    "amsgrad": "amsgrad must not be given: only torch.optim has it",
+    "differentiable": "differentiable must not be given: only torch.optim has it",
+    "block_wise": "block_wise must not be given: states are always quantised in blocks",
+    "percentile_clipping": "percentile_clipping must not be given: clip with torch.nn.utils.clip_grad_norm_",
+    "min_8bit_size": "min_8bit_size is called min_8bit_numel here",
+    "is_paged": "is_paged must not be given: states stay on the device of their parameters",
+}
+"""What to do instead, for arguments of torch.optim's and bitsandbytes' optimizers."""
 _OWN = ("optim_bits", "min_8bit_numel", "maximize", "capturable")
 
 
@@ -60,7 +72,11 @@ class Adam8bit(torch.optim.Optimizer):
         min_8bit_numel: int = 4096,
         maximize: bool = False,
         capturable: bool = False,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            name = next(iter(unknown))
+            raise TypeError(f"{self._name}: {_HINTS.get(name, 'unknown argument {0!r}').format(name)}")
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -265,9 +281,11 @@ class Adam8bit(torch.optim.Optimizer):
     @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """A state_dict of this class, or of torch.optim.Adam or AdamW (its moments are quantised where this optimizer's
-        precision is 8 bits). Precision is the checkpoint's; tensors are copied to their parameters' devices. capturable
-        becomes False for parameters on the CPU.
+        """Loads a state_dict of this class, or of torch.optim's or torchao's Adam or AdamW.
+
+        Moments of other classes are quantised where this optimizer's precision is 8 bits. Precision is otherwise the
+        checkpoint's. Tensors are copied to their parameters' devices. capturable becomes False for parameters on the
+        CPU.
 
         Raises ValueError where it is another model's, damaged or incomplete, and then has changed nothing.
         """
@@ -275,13 +293,14 @@ class Adam8bit(torch.optim.Optimizer):
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
-            keys = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
-            raise ValueError(f"{where}: state_dict must have state and param_groups, got {keys}")
+        check_is_state_dict(where, "state_dict", state_dict)
+        if is_of_bitsandbytes(state_dict["state"]):
+            raise ValueError(
+                f"{where}: state_dict must be onetrip's, torch.optim's or torchao's, got bitsandbytes'; call "
+                "load_bitsandbytes_state_dict"
+            )
         loaded = self._loaded_groups(where, state_dict["param_groups"])
         saved = state_dict["state"]
-        if not isinstance(saved, Mapping):
-            raise ValueError(f"{where}: state must be a dict, got {type(saved).__name__}")
         state: dict[Tensor, State] = {}
         remaining = dict(saved)
         for ours, (group, keys, is_ours) in zip(self.param_groups, loaded, strict=True):
@@ -354,8 +373,9 @@ class Adam8bit(torch.optim.Optimizer):
         and then has changed nothing.
         """
         where = f"{self._name}.load_bitsandbytes_state_dict"
-        if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
-            raise ValueError(f"{where}: state must have state and param_groups, got {type(state).__name__}")
+        check_is_state_dict(where, "state", state)
+        if any(state["state"].values()) and not is_of_bitsandbytes(state["state"]):
+            raise ValueError(f"{where}: state must be bitsandbytes', got another optimizer's; call load_state_dict")
         params = list(self._every_parameter())
         try:
             keys = [key for group in state["param_groups"] for key in group["params"]]
@@ -421,6 +441,7 @@ class AdamW8bit(Adam8bit):
         min_8bit_numel: int = 4096,
         maximize: bool = False,
         capturable: bool = False,
+        **unknown: NoReturn,
     ) -> None:
         super().__init__(
             params,
@@ -432,6 +453,7 @@ class AdamW8bit(Adam8bit):
             min_8bit_numel=min_8bit_numel,
             maximize=maximize,
             capturable=capturable,
+            **unknown,
         )
 
 

@@ -120,13 +120,21 @@ def _read(file: Any, count: int) -> bytearray:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The state_dict of a file that save wrote; ValueError where a byte of it is another."""
+    """The state_dict of a file that save wrote; ValueError where it is another kind of file or a byte is wrong."""
+    if path.is_dir():
+        raise ValueError(f"load_safetensors: path must be a file, got the folder {path}; torch.distributed.checkpoint")
+    with open(path, "rb") as file:
+        if file.read(4) == b"PK\3\4":
+            raise ValueError(
+                f"load_safetensors: path must be a file of save_safetensors, got {path} of torch.save; call "
+                "load_state_dict(torch.load(path, weights_only=True))"
+            )
     try:
         with open(path, "rb") as file:
             return _parsed(file, path.stat().st_size)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(
-            f"load_safetensors: {path} must be a whole file of save_safetensors, got a damaged one: {error}"
+            f"load_safetensors: {path} must be a whole file of save_safetensors, got a damaged or foreign one: {error}"
         ) from error
 
 
@@ -137,7 +145,9 @@ def _parsed(file: Any, size: int) -> dict[str, Any]:
         raise ValueError("it ends too early")
     text = bytes(_read(file, n_header))
     header = json.loads(text)
-    metadata = header.pop("__metadata__")
+    metadata = header.pop("__metadata__", {})
+    if "sha256" not in metadata:
+        raise ValueError("a model's weights, perhaps: safetensors.torch.load_file reads those")
     checksum = metadata["sha256"]
     if metadata["format"] != _FORMAT or not re.fullmatch("[0-9a-f]{64}", checksum):
         raise ValueError(f"its format must be {_FORMAT!r}")

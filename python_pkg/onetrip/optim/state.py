@@ -117,7 +117,7 @@ def quantized(p: Tensor, state: State) -> State:
     return new
 
 
-def _describe(value: object) -> str:
+def describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype)[6:]} of shape {tuple(value.shape)}"
     return f"{value!r}" if isinstance(value, (int, float)) else type(value).__name__
@@ -127,7 +127,7 @@ def _steps(where: str, value: object) -> float:
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
     if not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
-        raise ValueError(f"{where} must be one number >= 0, got {_describe(value)}")
+        raise ValueError(f"{where} must be one number >= 0, got {describe(value)}")
     return float(value)
 
 
@@ -173,10 +173,10 @@ def _moment(where: str, p: Tensor, value: object, dtype: torch.dtype) -> Tensor:
         value.dtype is dtype or (dtype.is_floating_point and value.is_floating_point())
     ):
         kind = "a floating-point tensor" if dtype.is_floating_point else "uint8 codes"
-        raise ValueError(f"{where} must be {kind}, got {_describe(value)}")
+        raise ValueError(f"{where} must be {kind}, got {describe(value)}")
     mine = sharding.local_of_saved(p, value)
     if mine is None:
-        raise ValueError(f"{where} must be shaped like its parameter, {tuple(p.shape)}, got {_describe(value)}")
+        raise ValueError(f"{where} must be shaped like its parameter, {tuple(p.shape)}, got {describe(value)}")
     part = sharding.local(p)
     return torch.empty(part.shape, dtype=dtype, device=part.device).copy_(mine)
 
@@ -187,50 +187,7 @@ def _scale(where: str, p: Tensor, value: object, codes: Tensor, signed: bool) ->
     if isinstance(value, Tensor) and value.dtype is torch.float32:
         found = sharding.from_saved_scale(p, value.to(codes.device), codes, signed)
     if found is None:
-        raise ValueError(f"{where} must be {sharding.n_blocks(p.numel(), 0)} float32 scales, got {_describe(value)}")
+        raise ValueError(f"{where} must be {sharding.n_blocks(p.numel(), 0)} float32 scales, got {describe(value)}")
     if bool((found[0] < 0.0).any()):
         raise ValueError(f"{where} must be >= 0, got negative scales")
     return found[0].clone(), found[1]
-
-
-_BNB_WRAPPER = "__bnb_optimizer_quant_state__"
-
-
-def from_bitsandbytes(where: str, p: Tensor, entry: object) -> dict[str, Any]:
-    """bitsandbytes' state of a parameter (state1, state2 and for 8 bits absmax1, qmap1, absmax2, qmap2) as one of
-    torch.optim.Adam: float32 moments, on the state's device.
-
-    Its 8-bit values are qmap[code] * absmax of their block, in blocks of 256 elements (2048 in old versions); the
-    second moment is stored itself, not its square root.
-    """
-    if not isinstance(entry, Mapping):
-        raise ValueError(f"{where} must be a dict, got {type(entry).__name__}")
-    inner = entry.get(_BNB_WRAPPER, {})
-    if not isinstance(inner, Mapping):
-        raise ValueError(f"{where}: {_BNB_WRAPPER} must be a dict, got {type(inner).__name__}")
-    entry = {key: value for key, value in entry.items() if key != _BNB_WRAPPER} | dict(inner)
-    moments: dict[str, Any] = {"step": entry.get("step")}
-    for number, key in ((1, "exp_avg"), (2, "exp_avg_sq")):
-        codes = entry.get(f"state{number}")
-        if not isinstance(codes, Tensor) or codes.numel() != p.numel():
-            raise ValueError(
-                f"{where}: state{number} must have the parameter's {p.numel()} elements, got {_describe(codes)}"
-            )
-        if codes.is_floating_point():
-            moments[key] = codes.to(torch.float32).view(p.shape)
-            continue
-        qmap, absmax = entry.get(f"qmap{number}"), entry.get(f"absmax{number}")
-        if codes.dtype is not torch.uint8 or not isinstance(qmap, Tensor) or tuple(qmap.shape) != (256,):
-            raise ValueError(
-                f"{where}: state{number} must be uint8 codes with a qmap{number} of 256 values, got {_describe(codes)} "
-                f"and {_describe(qmap)}"
-            )
-        sizes = {-(-codes.numel() // block): block for block in (2048, 256)}
-        if not isinstance(absmax, Tensor) or absmax.numel() not in sizes:
-            raise ValueError(
-                f"{where}: absmax{number} must have one scale for each 256 or 2048 elements, got {_describe(absmax)}; "
-                "states with one scale for the whole tensor (block_wise=False) cannot be read"
-            )
-        scale = absmax.to(torch.float32).reshape(-1).repeat_interleave(sizes[absmax.numel()])[: codes.numel()]
-        moments[key] = (qmap.to(torch.float32)[codes.reshape(-1).long()] * scale).view(p.shape)
-    return moments

@@ -28,6 +28,26 @@ class _EmbeddingsIn32Bit(AdamW8bit):
         super().__init__(groups, **arguments)
 
 
+_REPLACED = ("adamw_torch", "adamw_torch_fused")
+"""Values of TrainingArguments.optim that AdamW8bit replaces with the same result but for quantisation: its defaults."""
+
+
+def _check_nothing_is_ignored(training_args: Any) -> None:
+    """Trainer reads none of these where it gets optimizer_cls_and_kwargs."""
+    function = "trainer_optimizer: training_args"
+    optim = str(getattr(training_args.optim, "value", training_args.optim))
+    if optim not in _REPLACED:
+        raise ValueError(f"{function}.optim must be its default, AdamW8bit takes its place, got {optim!r}")
+    hints = {
+        "optim_args": "pass its arguments to trainer_optimizer",
+        "optim_target_modules": "AdamW8bit steps every parameter",
+        "adafactor": "AdamW8bit takes its place",
+    }
+    for name, hint in hints.items():
+        if value := getattr(training_args, name, None):
+            raise ValueError(f"{function}.{name} must be unset, {hint}, got {value!r}")
+
+
 def trainer_optimizer(
     training_args: Any, *, model: nn.Module | None = None, embeddings_32bit: bool = False, **overrides: Any
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -36,7 +56,11 @@ def trainer_optimizer(
 
     embeddings_32bit: parameters of the model's nn.Embedding modules (output layers tied to them included) have float32
     states, in groups with optim_bits=32; model is the one that Trainer gets. overrides: arguments of AdamW8bit.
+
+    Raises ValueError for settings that Trainer would then ignore: an optim other than torch's AdamW, optim_args,
+    optim_target_modules, adafactor.
     """
+    _check_nothing_is_ignored(training_args)
     if "weight_decay" in overrides:  # Trainer's groups would outvote it in silence
         raise TypeError("trainer_optimizer: weight_decay must be set in training_args, got it as an override")
     arguments: dict[str, Any] = {
