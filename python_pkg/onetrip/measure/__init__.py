@@ -15,15 +15,24 @@ from .memory import (
     tensor_bytes,
 )
 from .saved import Saved, saved_bytes, saved_tensors
+from .traffic import ATTENTION, LOSS, OUTSIDE, PRODUCT, OperatorTraffic, Traffic, TrafficMode, memory_bytes, traffic
 
 __all__ = [
+    "ATTENTION",
+    "LOSS",
+    "OUTSIDE",
+    "PRODUCT",
     "BusyCpus",
+    "OperatorTraffic",
     "Saved",
     "Spread",
+    "Traffic",
+    "TrafficMode",
     "at_most_more",
     "cuda_peak_bytes",
     "free_bytes",
     "load_warning",
+    "memory_bytes",
     "now",
     "optimizer_state_bytes",
     "peak_bytes",
@@ -33,4 +42,5 @@ __all__ = [
     "spread",
     "storage_bytes",
     "tensor_bytes",
+    "traffic",
 ]

@@ -1,0 +1,244 @@
+"""Bytes that operators read and write in memory, counted from their operands: no clock, no GPU, no data needed.
+
+An operator reads each tensor operand once and writes each output once. Exceptions:
+- Views and allocations move nothing. An expanded operand counts the elements that it has in memory.
+- In-place operators read and write their operand; those that overwrite it (copy_, fill_, out=) only write it.
+- Lookups (embedding, gather) read as much of their table as they return.
+Caches are not modelled: it is what a kernel must move if everything between two operators goes through memory.
+Operators that stay in Python outside of torch's dispatcher are not seen; onetrip's are, a dispatch mode makes them
+visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+PRODUCT, ATTENTION, LOSS, OUTSIDE = "product", "attention", "loss", "outside"
+"""Kinds of operators. Outside: neither a matrix product, nor a fused attention kernel, nor the loss."""
+
+_PRODUCTS = frozenset(
+    {
+        *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_scaled_mm", "_grouped_mm"),
+        *("convolution", "convolution_backward"),
+    }
+)
+_ATTENTION_NAMES = ("_scaled_dot_product_", "_flash_attention", "_efficient_attention", "_cudnn_attention")
+_LOSS_NAMES = ("_log_softmax", "nll_loss", "cross_entropy", "linear_cross_entropy", "linear_logprobs")
+
+_ALLOCATIONS = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"])
+# Operands of these give a shape and a dtype; their elements are not read.
+_LIKE = frozenset(
+    {
+        *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_zeros", "new_ones", "new_full"),
+    }
+)
+_OVERWRITES = frozenset(["copy_", "fill_", "zero_", "bernoulli_", "uniform_", "normal_", "random_", "exponential_"])
+_LOOKUPS = frozenset(["embedding", "index_select", "gather", "index", "take", "nll_loss_forward", "nll_loss2d_forward"])
+# nll_loss_backward takes the log-probabilities for their shape.
+_UNREAD = {"nll_loss_backward": (1,), "nll_loss2d_backward": (1,), "bernoulli": ()}
+
+
+@dataclass(frozen=True)
+class OperatorTraffic:
+    """All calls of one operator in one phase."""
+
+    phase: str
+    name: str
+    """As the dispatcher knows it: "aten::add", "onetrip::row_norm"."""
+    kind: str
+    calls: int = 0
+    read: int = 0
+    written: int = 0
+    flops: int = 0
+    """Of products and attention kernels; 0 of everything else."""
+
+    @property
+    def bytes(self) -> int:
+        return self.read + self.written
+
+    def plus(self, read: int, written: int, flops: int) -> OperatorTraffic:
+        return OperatorTraffic(
+            self.phase, self.name, self.kind,
+            self.calls + 1, self.read + read, self.written + written, self.flops + flops,
+        )  # fmt: skip
+
+
+@dataclass
+class Traffic:
+    """What the operators of a run moved."""
+
+    operators: dict[tuple[str, str], OperatorTraffic] = field(default_factory=dict)
+    """By (phase, name)."""
+
+    def bytes(self, kind: str | None = None, phase: str | None = None) -> int:
+        """Bytes read and written, of one kind or phase where given."""
+        return sum(each.bytes for each in self._of(kind, phase))
+
+    def outside(self) -> int:
+        """Bytes of forward and backward outside products and attention kernels; the loss is part of it."""
+        return sum(
+            each.bytes for each in self.operators.values() if each.kind in (OUTSIDE, LOSS) and each.phase != OPTIMIZER
+        )
+
+    def flops(self) -> int:
+        return sum(each.flops for each in self.operators.values())
+
+    def by_operator(self) -> dict[str, int]:
+        """Bytes by name, of all phases together; largest first."""
+        totals: dict[str, int] = {}
+        for each in self.operators.values():
+            totals[each.name] = totals.get(each.name, 0) + each.bytes
+        return {name: n for name, n in sorted(totals.items(), key=lambda item: -item[1]) if n}
+
+    def to_dict(self) -> dict[str, Any]:
+        largest_first = sorted(self.operators.values(), key=lambda each: -each.bytes)
+        return {
+            "outside": self.outside(),
+            "loss": self.bytes(LOSS),
+            "optimizer": self.bytes(phase=OPTIMIZER),
+            "products": self.bytes(PRODUCT),
+            "attention": self.bytes(ATTENTION),
+            "flops": self.flops(),
+            "operators": [asdict(each) for each in largest_first if each.bytes],
+        }
+
+    def add(self, phase: str, name: str, kind: str, read: int, written: int, flops: int = 0) -> None:
+        before = self.operators.get((phase, name), OperatorTraffic(phase, name, kind))
+        self.operators[phase, name] = before.plus(read, written, flops)
+
+    def _of(self, kind: str | None = None, phase: str | None = None) -> Iterator[OperatorTraffic]:
+        for each in self.operators.values():
+            if kind in (None, each.kind) and phase in (None, each.phase):
+                yield each
+
+
+def traffic(run: Callable[[], object]) -> Traffic:
+    """Counts the operators that run calls, backward included."""
+    with TrafficMode() as mode:
+        run()
+    return mode.traffic
+
+
+class TrafficMode(TorchDispatchMode):
+    """Counts inside its with block, into `traffic`. Calls of a backward pass are counted as BACKWARD."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traffic = Traffic()
+        self._phase: str | None = None
+
+    @contextmanager
+    def optimizer(self) -> Iterator[None]:
+        """Inside the with block calls are counted as OPTIMIZER."""
+        self._phase = OPTIMIZER
+        try:
+            yield
+        finally:
+            self._phase = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        read, written = _operands_before(func, args, kwargs)
+        result = func(*args, **kwargs)
+        n_read, n_written = _bytes_moved(name.split("::")[-1], read, written, result)
+        if n_read or n_written:
+            phase = self._phase or (BACKWARD if torch._C._current_graph_task_id() != -1 else FORWARD)
+            self.traffic.add(phase, name, kind_of(name), n_read, n_written, _flops(func, args, kwargs, result))
+        return result
+
+
+def kind_of(name: str) -> str:
+    """The kind of an operator by its name, with or without its namespace."""
+    name = name.split("::")[-1]
+    if name in _PRODUCTS:
+        return PRODUCT
+    if name.startswith(_ATTENTION_NAMES):
+        return ATTENTION
+    return LOSS if name.startswith(_LOSS_NAMES) else OUTSIDE
+
+
+def memory_bytes(tensor: Tensor) -> int:
+    """Bytes of the tensor's elements in memory: those of an expanded dimension once."""
+    n = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        n *= size if stride != 0 else min(size, 1)
+    return min(n, tensor.untyped_storage().nbytes())
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _operands_before(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """(Tensors that the operator reads, tensors that it writes in place)."""
+    name = func._schema.name.split("::")[-1]
+    read: list[Tensor] = []
+    written: list[Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written:
+            written += tensors
+        is_out = is_written and (argument.kwarg_only or name in _OVERWRITES)
+        if not is_out and name not in _LIKE and i not in _UNREAD.get(name, ()):
+            read += tensors
+    return read, written
+
+
+def _bytes_moved(name: str, read: list[Tensor], written: list[Tensor], result: Any) -> tuple[int, int]:
+    """(Bytes read, bytes written) by a call that has these operands and has returned this."""
+    if name in _ALLOCATIONS:
+        return 0, 0
+    known = {tensor.untyped_storage()._cdata for tensor in (*read, *written)}
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    new = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
+    if not new and not written:
+        return 0, 0  # a view
+    n_written = sum(memory_bytes(tensor) for tensor in _distinct([*written, *new]))
+    if name in _LOOKUPS and read:
+        table, *others = read
+        n_looked_up = max((leaf.numel() for leaf in (*outputs, *others)), default=0) * table.element_size()
+        return min(memory_bytes(table), n_looked_up) + sum(map(memory_bytes, _distinct(others))), n_written
+    return sum(memory_bytes(tensor) for tensor in _distinct(read)), n_written
+
+
+def _distinct(tensors: list[Tensor]) -> list[Tensor]:
+    return list({_place(tensor): tensor for tensor in tensors}.values())
+
+
+def _cpu_flash_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _cpu_flash_backward_flops(grad_out: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_backward_flop_count(grad_out, query, key, value)
+
+
+def _shapes(value: Any) -> Any:
+    return value.shape if isinstance(value, Tensor) else value
+
+
+_CPU_FLASH = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _cpu_flash_flops,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_flash_backward_flops,
+}
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    if known := _CPU_FLASH.get(func._schema.name):
+        return known(*map(_shapes, args))
+    count = flop_registry.get(func._overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
