@@ -1,21 +1,21 @@
-"""Who imports whom, what importing costs, and the names and signatures that users rely on."""
+"""Which module imports which; how large a folder, a file and a list of parameters may be; what is installed."""
 
 from __future__ import annotations
 
 import ast
-import inspect
-import subprocess
+import runpy
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-import onetrip
 import pytest
-from onetrip import nn, ops, optim
+import setuptools
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "python_pkg" / "onetrip"
 
-# The rooms of onetrip that each room may import; "" stands for the package's own top level.
+# The modules of onetrip that each module may import; "" stands for the package's own top level.
 ALLOWED = {
     "reference": set(),
     "kernels": {"reference"},
@@ -39,14 +39,14 @@ EXTRA = {
 
 
 def source_files() -> list[tuple[str, Path]]:
-    """(room, file) of everything that is installed."""
+    """(module, file) of everything that is installed."""
     files = [(path.relative_to(PACKAGE).parts[0], path) for path in PACKAGE.rglob("*.py")]
     return files + [("kernels", path) for path in (ROOT / "kernels" / "triton").rglob("*.py")]
 
 
-def imports(path: Path, room: str) -> list[tuple[str, bool]]:
-    """(absolute module, whether at the top level) of every import, importlib.import_module's literals included."""
-    package = ["onetrip", room] if room == "kernels" else ["onetrip", *path.relative_to(PACKAGE).parts[:-1]]
+def imports(path: Path, package: Sequence[str]) -> list[tuple[str, bool]]:
+    """(absolute module, whether at the top level) of every import, importlib.import_module's literals included.
+    package: of the file, for its relative imports."""
     tree = ast.parse(path.read_text())
     lazy = {
         id(node)
@@ -62,7 +62,8 @@ def imports(path: Path, room: str) -> list[tuple[str, bool]]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            names = [f"{module}.{alias.name}" for alias in node.names] if module == "onetrip" else [module]
+            is_package = module in ("onetrip", "onetrip.benchmarks")
+            names = [f"{module}.{alias.name}" for alias in node.names] if is_package else [module]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
         else:
@@ -72,24 +73,25 @@ def imports(path: Path, room: str) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize(
-    ("room", "path"), source_files(), ids=lambda value: value if isinstance(value, str) else value.stem
+    ("module", "path"), source_files(), ids=lambda value: value if isinstance(value, str) else value.stem
 )
-def test_rooms_import_only_what_they_may(room, path):
-    for name, eager in imports(path, room):
+def test_modules_import_only_what_they_may(module, path):
+    package = ["onetrip", module] if module == "kernels" else ["onetrip", *path.relative_to(PACKAGE).parts[:-1]]
+    for name, eager in imports(path, package):
         top, *rest = name.split(".")
         if top == "onetrip":
             target = rest[0] if rest else ""
             if not (PACKAGE / target).exists() and target not in ("kernels", "_native", "benchmarks"):
                 target = "" if not (PACKAGE / f"{target}.py").exists() else target
-            assert target != "tests", f"{path.name} imports {name}"
-            assert target != "benchmarks" or room == "cli.py", f"{path.name} imports {name}"
-            if room in ALLOWED and target != room:
-                assert target in ALLOWED[room], f"{path.name} ({room}) must not import {name}"
+            assert target != "benchmarks" or module == "cli.py", f"{path.name} imports {name}"
+            if module in ALLOWED and target != module:
+                assert target in ALLOWED[module], f"{path.name} ({module}) must not import {name}"
         elif eager:
-            allowed = EAGER | EXTRA.get(room, set())
+            allowed = EAGER | EXTRA.get(module, set())
             assert top in allowed, f"{path.name} must import {name} inside the functions that need it"
+        assert top not in ("tests", "tools", "benchmarks"), f"{path.name} imports {name}"
         if top == "transformers":
-            assert room in ("patching", "anatomy", "methods", "cli.py"), f"{path.name} knows transformers"
+            assert module in ("patching", "anatomy", "methods", "cli.py"), f"{path.name} knows transformers"
 
 
 def test_the_import_rules_see_violations(tmp_path):
@@ -97,8 +99,99 @@ def test_the_import_rules_see_violations(tmp_path):
     (file := tmp_path / "x.py").write_text(
         "import onetrip.patching\ndef f():\n    import triton\n    importlib.import_module('transformers')\n"
     )
-    tree_of = imports(Path(file), "kernels")
-    assert ("onetrip.patching", True) in tree_of and ("triton", False) in tree_of and ("transformers", False) in tree_of
+    found = imports(file, ["onetrip", "kernels"])
+    assert ("onetrip.patching", True) in found and ("triton", False) in found and ("transformers", False) in found
+    file.write_text("from .. import show\nfrom ..run.store import Store\nfrom onetrip.benchmarks import command\n")
+    names = ["onetrip.benchmarks.show", "onetrip.benchmarks.run.store", "onetrip.benchmarks.command"]
+    assert [name for name, _ in imports(file, ["onetrip", "benchmarks", "suites"])] == names
+
+
+# Each folder or file of benchmarks/ imports only what follows it. conftest.py is a file of pytest's.
+LAYERS = ("__main__", "conftest", "command", "full_run", "run", "show", "suites", "measure")
+
+
+def benchmark_files() -> list[Path]:
+    return sorted((ROOT / "benchmarks").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", benchmark_files(), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_benchmarks_import_downward_only(path):
+    parts = path.relative_to(ROOT / "benchmarks").with_suffix("").parts
+    if parts == ("__init__",):
+        return
+    assert parts[0] in LAYERS, f"benchmarks/{parts[0]} has no place in LAYERS"
+    for name, _ in imports(path, ["onetrip", "benchmarks", *parts[:-1]]):
+        if name.startswith("onetrip.benchmarks."):
+            target = name.split(".")[2]
+            if target in LAYERS and target != parts[0]:
+                assert LAYERS.index(target) > LAYERS.index(parts[0]), f"{'/'.join(parts)} must not import {name}"
+
+
+SOURCE_FOLDERS = ("csrc", "kernels", "python_pkg", "benchmarks", "tests", "tools", "examples", "docker")
+SOURCE_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh", ".j2", ".sh")
+
+
+def all_sources() -> list[Path]:
+    found = [path for folder in SOURCE_FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SOURCE_SUFFIXES]
+    return sorted([*found, *ROOT.glob("*.py")])
+
+
+def test_a_folder_holds_at_most_20_source_files():
+    sizes = Counter(path.parent for path in all_sources())
+    assert not {str(folder.relative_to(ROOT)): size for folder, size in sizes.items() if size > 20}
+
+
+def test_a_file_has_at_most_500_lines():
+    sizes = {path: len(path.read_text().splitlines()) for path in all_sources()}
+    assert not {str(path.relative_to(ROOT)): size for path, size in sizes.items() if size > 500}
+
+
+# More than 12: commands, whose parameters are their options; another library's signature; row_norm, until it is split.
+MANY_PARAMETERS = {
+    "benchmarks/command.py": {"bench"},
+    "python_pkg/onetrip/cli.py": {"anatomy", "methods", "bench"},
+    "tests/benchmarks/test_peers.py": {"layer_norm_fn"},
+    "python_pkg/onetrip/ops/row_norm_call.py": {"row_norm"},
+}
+
+
+def test_a_function_has_at_most_12_parameters():
+    """Triton's kernels apart: their parameters are the kernel's arguments."""
+    found = []
+    for path in all_sources():
+        name = str(path.relative_to(ROOT))
+        if path.suffix != ".py" or name.startswith("kernels/"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
+                if count > 12 and node.name not in MANY_PARAMETERS.get(name, ()):
+                    found.append(f"{name}: {node.name} has {count}")
+    assert not found
+
+
+def test_what_is_installed(monkeypatch):
+    """Every package of python_pkg, benchmarks and kernels/triton, and nothing of tools/ and tests/."""
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
+    folders = set(runpy.run_path(str(ROOT / "setup.py"))["PACKAGE_DIRS"].values())
+    inits = [
+        path
+        for folder in ("python_pkg", "benchmarks", "kernels/triton")
+        for path in (ROOT / folder).rglob("__init__.py")
+    ]
+    assert folders == {str(path.parent.relative_to(ROOT)) for path in inits}
+    assert len(given["packages"]) == len(folders)
+    assert not {"tools", "tests"} & set((ROOT / "MANIFEST.in").read_text().split())
+
+
+def test_tests_of_the_product_use_the_simulators_through_one_helper():
+    allowed = {"tests/support/simulators.py"}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        if name not in allowed and not name.startswith(("tests/cuda/", "tests/tools/")):
+            names = [imported for imported, _ in imports(path, [])]
+            assert not [imported for imported in names if imported.partition(".")[0] == "tools"], name
 
 
 def test_kernels_folder_is_no_package():
@@ -115,91 +208,3 @@ def test_native_sources_know_no_torch():
                 if line.lstrip().startswith("#include"):
                     assert not any(word in line for word in ("torch/", "ATen", "c10/")), f"{path.name}: {line}"
                     assert "pybind11" not in line or path.name in of_python, f"{path.name}: {line}"
-
-
-IMPORT = """
-import sys, torch
-before = {name: (id(value), {k: id(v) for k, v in vars(value).items()})
-          for module in (torch.nn, torch.nn.functional, torch.optim)
-          for name, value in vars(module).items() if isinstance(value, type)}
-functions = {name: id(value) for name, value in vars(torch.nn.functional).items()}
-state, threads, dtype = torch.random.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype()
-import onetrip
-for module in (torch.nn, torch.nn.functional, torch.optim):
-    for name, value in vars(module).items():
-        if isinstance(value, type):
-            assert before[name] == (id(value), {k: id(v) for k, v in vars(value).items()}), name
-assert functions == {name: id(value) for name, value in vars(torch.nn.functional).items()}
-assert torch.equal(state, torch.random.get_rng_state()) and threads == torch.get_num_threads()
-assert dtype == torch.get_default_dtype() and not torch.cuda.is_initialized()
-print(sorted({"transformers", "triton", "matplotlib", "jinja2", "rich", "typer"} & set(sys.modules)))
-print("onetrip.kernels" in sys.modules)
-"""
-
-
-def test_importing_has_no_side_effects_and_loads_nothing_large():
-    done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    names = "{'triton', 'jinja2', 'rich', 'typer'}"
-    bare = subprocess.run(
-        [sys.executable, "-c", f"import torch, sys; print(sorted({names} & set(sys.modules)))"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.splitlines() == [bare.stdout.strip(), "False"]
-
-
-SIGNATURES = {
-    ops.layer_norm: "(x, weight=None, bias=None, eps=1e-05, **unknown)",
-    ops.rms_norm: "(x, weight=None, eps=1e-06, *, weight_offset=0.0, cast_before_weight=False, **unknown)",
-    ops.bias_dropout_residual: "(x, residual, bias=None, *, dropout_p=0.0, rng=None, **unknown)",
-    ops.bias_dropout_residual_norm: (
-        "(x, residual, weight=None, norm_bias=None, *, bias=None, dropout_p=0.0, norm='layer', eps=1e-05, "
-        "weight_offset=0.0, cast_before_weight=False, return_residual=False, rng=None, **unknown)"
-    ),
-    ops.dropout_keep_mask: "(shape, dropout_p, rng, device='cpu')",
-    optim.AdamW8bit: (
-        "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, *, optim_bits=8, min_8bit_numel=4096, "
-        "maximize=False, capturable=False, **unknown)"
-    ),
-    optim.Adam8bit: (
-        "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, *, optim_bits=8, min_8bit_numel=4096, "
-        "maximize=False, capturable=False, **unknown)"
-    ),
-    optim.AdamW8bit.dequantized_state: "(self, p)",
-    optim.AdamW8bit.load_bitsandbytes_state_dict: "(self, state)",
-    optim.AdamW8bit.state_dict_for_torch: "(self)",
-    optim.trainer_optimizer: "(training_args, *, model=None, embeddings_32bit=False, **overrides)",
-    onetrip.available_backends: "(device='cpu')",
-    onetrip.use_backend: "(name)",
-    onetrip.set_backend: "(name)",
-}
-
-
-@pytest.mark.parametrize(
-    ("function", "signature"), SIGNATURES.items(), ids=lambda value: getattr(value, "__name__", "")
-)
-def test_public_signatures(function, signature):
-    parameters = [
-        p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(function).parameters.values()
-    ]
-    assert str(inspect.Signature(parameters)) == signature
-    assert function.__doc__ and inspect.signature(function).return_annotation is not inspect.Parameter.empty
-
-
-def test_public_names():
-    assert {
-        "layer_norm",
-        "rms_norm",
-        "bias_dropout_residual",
-        "bias_dropout_residual_norm",
-        "dropout_keep_mask",
-    } <= set(ops.__all__)
-    assert {"LayerNorm", "RMSNorm", "BiasDropoutResidual", "BiasDropoutResidualNorm"} <= set(nn.__all__)
-    assert {"AdamW8bit", "Adam8bit", "trainer_optimizer"} <= set(optim.__all__)
-    assert {"ops", "nn", "optim", "available_backends", "use_backend", "set_backend", "__version__"} <= set(
-        onetrip.__all__
-    )
-    for module in (onetrip, ops, nn, optim):
-        for name in module.__all__:
-            assert hasattr(module, name)
-            assert name == "__version__" or not name.startswith("_")

@@ -1,0 +1,98 @@
+"""What importing costs, and the names and signatures that users rely on."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import onetrip
+import pytest
+from onetrip import nn, ops, optim
+
+IMPORT = """
+import sys, torch
+before = {name: (id(value), {k: id(v) for k, v in vars(value).items()})
+          for module in (torch.nn, torch.nn.functional, torch.optim)
+          for name, value in vars(module).items() if isinstance(value, type)}
+functions = {name: id(value) for name, value in vars(torch.nn.functional).items()}
+state, threads, dtype = torch.random.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype()
+import onetrip
+for module in (torch.nn, torch.nn.functional, torch.optim):
+    for name, value in vars(module).items():
+        if isinstance(value, type):
+            assert before[name] == (id(value), {k: id(v) for k, v in vars(value).items()}), name
+assert functions == {name: id(value) for name, value in vars(torch.nn.functional).items()}
+assert torch.equal(state, torch.random.get_rng_state()) and threads == torch.get_num_threads()
+assert dtype == torch.get_default_dtype() and not torch.cuda.is_initialized()
+print(sorted({"transformers", "triton", "matplotlib", "jinja2", "rich", "typer"} & set(sys.modules)))
+print("onetrip.kernels" in sys.modules)
+"""
+
+
+def test_importing_has_no_side_effects_and_loads_nothing_large():
+    done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = "{'triton', 'jinja2', 'rich', 'typer'}"
+    bare = subprocess.run(
+        [sys.executable, "-c", f"import torch, sys; print(sorted({names} & set(sys.modules)))"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [bare.stdout.strip(), "False"]
+
+
+SIGNATURES = {
+    ops.layer_norm: "(x, weight=None, bias=None, eps=1e-05, **unknown)",
+    ops.rms_norm: "(x, weight=None, eps=1e-06, *, weight_offset=0.0, cast_before_weight=False, **unknown)",
+    ops.bias_dropout_residual: "(x, residual, bias=None, *, dropout_p=0.0, rng=None, **unknown)",
+    ops.bias_dropout_residual_norm: (
+        "(x, residual, weight=None, norm_bias=None, *, bias=None, dropout_p=0.0, norm='layer', eps=1e-05, "
+        "weight_offset=0.0, cast_before_weight=False, return_residual=False, rng=None, **unknown)"
+    ),
+    ops.dropout_keep_mask: "(shape, dropout_p, rng, device='cpu')",
+    optim.AdamW8bit: (
+        "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, *, optim_bits=8, min_8bit_numel=4096, "
+        "maximize=False, capturable=False, **unknown)"
+    ),
+    optim.Adam8bit: (
+        "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, *, optim_bits=8, min_8bit_numel=4096, "
+        "maximize=False, capturable=False, **unknown)"
+    ),
+    optim.AdamW8bit.dequantized_state: "(self, p)",
+    optim.AdamW8bit.load_bitsandbytes_state_dict: "(self, state)",
+    optim.AdamW8bit.state_dict_for_torch: "(self)",
+    optim.trainer_optimizer: "(training_args, *, model=None, embeddings_32bit=False, **overrides)",
+    onetrip.available_backends: "(device='cpu')",
+    onetrip.use_backend: "(name)",
+    onetrip.set_backend: "(name)",
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "signature"), SIGNATURES.items(), ids=lambda value: getattr(value, "__name__", "")
+)
+def test_public_signatures(function, signature):
+    parameters = [
+        p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(function).parameters.values()
+    ]
+    assert str(inspect.Signature(parameters)) == signature
+    assert function.__doc__ and inspect.signature(function).return_annotation is not inspect.Parameter.empty
+
+
+def test_public_names():
+    assert {
+        "layer_norm",
+        "rms_norm",
+        "bias_dropout_residual",
+        "bias_dropout_residual_norm",
+        "dropout_keep_mask",
+    } <= set(ops.__all__)
+    assert {"LayerNorm", "RMSNorm", "BiasDropoutResidual", "BiasDropoutResidualNorm"} <= set(nn.__all__)
+    assert {"AdamW8bit", "Adam8bit", "trainer_optimizer"} <= set(optim.__all__)
+    assert {"ops", "nn", "optim", "available_backends", "use_backend", "set_backend", "__version__"} <= set(
+        onetrip.__all__
+    )
+    for module in (onetrip, ops, nn, optim):
+        for name in module.__all__:
+            assert hasattr(module, name)
+            assert name == "__version__" or not name.startswith("_")
