@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,19 +21,13 @@ NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
 EXTREMES = (0.0, -0.0, 1e-45, 1e-38, 1e-30, -1e-20, 1e19, -3e38)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def driver() -> Callable[[str], Path]:
-    """The driver of a parameter dtype, for every gradient dtype; all are compiled from the first use on, two at a
-    time. "all" has every pair."""
-    builds: dict[str, Future[Path]] = {}
-    pool = ThreadPoolExecutor(max_workers=2)
+    """The driver of a parameter dtype, for every gradient dtype; of "all" parameter dtypes. Compiled when asked for."""
 
     def of_param(name: str) -> Path:
-        if not builds:
-            pairs = {other: [(DTYPES[other], grad) for grad in DTYPES.values()] for other in DTYPES}
-            for other, chosen in {**pairs, "all": [pair for of_param in pairs.values() for pair in of_param]}.items():
-                builds[other] = pool.submit(build, "adam", chosen)
-        return builds[name].result()
+        params = DTYPES.values() if name == "all" else [DTYPES[name]]
+        return build("adam", [(param, grad) for param in params for grad in DTYPES.values()])
 
     return of_param
 

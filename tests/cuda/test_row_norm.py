@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,18 +30,10 @@ SIZES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def driver() -> Callable[[str], Path]:
-    """The driver of a pair of dtypes; all are compiled in the background from the first use on, two at a time."""
-    builds: dict[str, Future[Path]] = {}
-    pool = ThreadPoolExecutor(max_workers=2)
-
-    def of_pair(name: str) -> Path:
-        if not builds:
-            builds.update({other: pool.submit(build, "row_norm", [PAIRS[other]]) for other in PAIRS})
-        return builds[name].result()
-
-    return of_pair
+    """The driver of a pair of dtypes, compiled when it is first asked for."""
+    return lambda name: build("row_norm", [PAIRS[name]])
 
 
 def _id(size: tuple[int, int]) -> str:

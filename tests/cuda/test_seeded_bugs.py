@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -285,38 +284,21 @@ FAMILIES = {
     "softmax": Family((torch.bfloat16,), SOFTMAX_BUGS, check_softmax),
     "adam": Family((torch.float32, torch.float32), ADAM_BUGS, check_adam),
 }
-Mutants = Callable[[str, str | None], Path]
 
 
-@pytest.fixture(scope="session")
-def mutants(tmp_path_factory) -> Iterator[Mutants]:
-    """The driver of a family with one of its bugs, or with none. A family's are compiled from the first use on, two at
-    a time, without sanitizers, for one kind of dtypes."""
-    pool = ThreadPoolExecutor(max_workers=2)
-    drivers: dict[tuple[str, str | None], Future[Path]] = {}
-
-    def compile_with(family: str, bug: Bug | None) -> Path:
-        return build(
-            family, [FAMILIES[family].dtypes], sources_with(bug, tmp_path_factory.mktemp(family)), sanitize=False
-        )
-
-    def of(family: str, name: str | None) -> Path:
-        if (family, None) not in drivers:
-            for other, bug in {None: None, **FAMILIES[family].bugs}.items():
-                drivers[family, other] = pool.submit(compile_with, family, bug)
-        return drivers[family, name].result()
-
-    yield of
-    pool.shutdown(cancel_futures=True)
+def driver_with(family: str, name: str | None, folder: Path) -> Path:
+    """The driver of a family with one of its bugs, or with none, without sanitizers, for one kind of dtypes."""
+    bug = None if name is None else FAMILIES[family].bugs[name]
+    return build(family, [FAMILIES[family].dtypes], sources_with(bug, folder), sanitize=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_right_source_passes(mutants: Mutants, family: str, tmp_path: Path) -> None:
-    FAMILIES[family].check(mutants(family, None), tmp_path)
+def test_right_source_passes(family: str, tmp_path: Path) -> None:
+    FAMILIES[family].check(driver_with(family, None, tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family in FAMILIES for name in FAMILIES[family].bugs])
-def test_bug_is_caught(mutants: Mutants, family: str, name: str, tmp_path: Path) -> None:
-    driver = mutants(family, name)
+def test_bug_is_caught(family: str, name: str, tmp_path: Path) -> None:
+    driver = driver_with(family, name, tmp_path)
     with pytest.raises(AssertionError):
         FAMILIES[family].check(driver, tmp_path)

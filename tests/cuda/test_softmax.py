@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,18 +26,10 @@ SIZES = [
 WIDE = [((2, 1, 2), 16392), ((1, 2, 2), 16391), ((1, 1, 2), 32768), ((2, 1, 1), 32769)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def driver() -> Callable[[str], Path]:
-    """The driver of a dtype; all are compiled in the background from the first use on, two at a time."""
-    builds: dict[str, Future[Path]] = {}
-    pool = ThreadPoolExecutor(max_workers=2)
-
-    def of_dtype(name: str) -> Path:
-        if not builds:
-            builds.update({other: pool.submit(build, "softmax", [[DTYPES[other]]]) for other in DTYPES})
-        return builds[name].result()
-
-    return of_dtype
+    """The driver of a dtype, compiled when it is first asked for."""
+    return lambda name: build("softmax", [[DTYPES[name]]])
 
 
 def _id(size: tuple[tuple[int, int, int], int]) -> str:

@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
 import sysconfig
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pybind11
 import torch
 
 from ..gpusim import harness
-from ..gpusim.harness import BUILD, ROOT, SIMULATOR, simulator_sources
+from ..gpusim.harness import BUILD, ROOT, RUNTIME, SIMULATOR, compiled, simulator_sources
+from ..sass.emulator import compiled_once
 
 FAKE_GPU = Path(__file__).resolve().parent
+PYTHON = (f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}")
 
 
 def missing_tool() -> str | None:
@@ -28,51 +27,38 @@ def missing_tool() -> str | None:
     return harness.missing_tool()
 
 
-def _native_sources() -> list[Path]:
+def _native_library(folder: Path) -> Path:
     csrc = ROOT / "csrc"
     sources = [csrc / "bindings.cpp", *sorted((csrc / "cuda").glob("*.cu")), *sorted((csrc / "cpu").glob("*.cpp"))]
-    return [*sources, SIMULATOR / "cudasim.cpp", FAKE_GPU / "native_runtime.cpp"]
+    sources += [*(SIMULATOR / f"{name}.cpp" for name in RUNTIME), FAKE_GPU / "native_runtime.cpp"]
+    flags = ["-std=c++17", "-O1", "-fPIC", "-w", "-fopenmp", "-fvisibility=hidden", "-fno-strict-aliasing"]
+    flags += ["-ffp-contract=off", "-DONETRIP_CUDASIM", "-DONETRIP_WITH_CUDA", "-DONETRIP_LEVEL=baseline"]
+    flags += ['-DONETRIP_CUDA_ARCHS_BUILT="7.0 8.0 9.0"', *PYTHON, f"-I{SIMULATOR}", f"-I{csrc}"]
+    flags += [f"-isystem{folder}" for folder in harness.cuda_includes() or ()]
+    headers = [*csrc.rglob("*.h"), *csrc.rglob("*.cuh"), *simulator_sources()]
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(lambda source: compiled(source, flags, headers), sources))
+    return compiled_once(folder / "_native.so", ["g++", "-shared", "-fopenmp", *map(str, objects), "-ldl", "-o"])
+
+
+def _torch_device(folder: Path) -> Path:
+    of_torch = Path(torch.__file__).parent
+    flags = ["-std=c++20", "-O1", "-fPIC", "-w", *PYTHON]
+    flags += [f"-isystem{of_torch / 'include' / name}" for name in ("", "torch/csrc/api/include")]
+    libraries = [f"-L{of_torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{of_torch / 'lib'}"]
+    device = compiled(FAKE_GPU / "torch_device.cpp", [*flags, f"-DTORCH={torch.__version__}"], FAKE_GPU.glob("*.h"))
+    return compiled_once(folder / "torch_device.so", ["g++", "-shared", str(device), *libraries, "-o"])
 
 
 def build() -> Path:
     """Compiles the device of torch and the native library, under build/ by the hash of their sources. Returns their
     folder."""
-    of_torch = Path(torch.__file__).parent
-    python = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
-    cuda = [f"-isystem{folder}" for folder in harness.cuda_includes() or ()]
-    common = ["-O1", "-fPIC", "-w", *python, f"-I{SIMULATOR}", f"-I{ROOT / 'csrc'}"]
-    torch_includes = [f"-isystem{of_torch / 'include' / name}" for name in ("", "torch/csrc/api/include")]
-    torch_flags = ["-std=c++20", *common, *torch_includes]
-    torch_libraries = [f"-L{of_torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{of_torch / 'lib'}"]
-    native_flags = [
-        *("-std=c++17", *common, *cuda, "-fopenmp", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off"),
-        *(
-            "-DONETRIP_CUDASIM",
-            "-DONETRIP_WITH_CUDA",
-            "-DONETRIP_LEVEL=baseline",
-            '-DONETRIP_CUDA_ARCHS_BUILT="7.0 8.0 9.0"',
-        ),
-    ]
-    digest = hashlib.sha256("\0".join([torch.__version__, *torch_flags, *native_flags]).encode())
-    for path in sorted([*(ROOT / "csrc").rglob("*.*"), *simulator_sources(), *FAKE_GPU.glob("*.cpp")]):
+    digest = hashlib.sha256(torch.__version__.encode())
+    for path in sorted([*(ROOT / "csrc").rglob("*.*"), *simulator_sources(), *FAKE_GPU.glob("*.*")]):
         digest.update(path.name.encode() + path.read_bytes())
     folder = BUILD / f"fake_gpu-{digest.hexdigest()[:16]}"
-    if folder.exists():
-        return folder
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=BUILD) as temporary:
-        unfinished = Path(temporary) / "fake_gpu"
-        unfinished.mkdir()
-        objects = [(source, unfinished / f"{source.name}.o") for source in _native_sources()]
-        commands = [["g++", *native_flags, "-x", "c++", "-c", str(source), "-o", str(out)] for source, out in objects]
-        device = ["-shared", str(FAKE_GPU / "torch_device.cpp"), "-o", str(unfinished / "torch_device.so")]
-        commands.append(["g++", *torch_flags, *device, *torch_libraries])
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda command: subprocess.run(command, check=True), commands))
-        library = ["-shared", "-fopenmp", *(str(out) for _, out in objects), "-ldl"]
-        subprocess.run(["g++", *library, "-o", str(unfinished / "_native.so")], check=True)
-        with suppress(OSError):  # another process was faster
-            unfinished.rename(folder)
+    _torch_device(folder)
+    _native_library(folder)
     return folder
 
 

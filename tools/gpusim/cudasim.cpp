@@ -109,8 +109,6 @@ Body kernel_body = nullptr;
 void* kernel_context = nullptr;
 size_t n_dynamic_bytes = 0;
 Order order = Order::kForward;
-std::vector<Card> cards;  // that launchers have been told of: a device is one of them
-size_t current_card = 0;
 std::mt19937 random_order{1};
 
 Block& block_of(const Fiber& fiber) { return blocks[fiber.indices.cluster_rank]; }
@@ -310,13 +308,6 @@ void run_cluster(dim3 grid, dim3 block, uint3 first) {
 }  // namespace
 
 void set_order(Order new_order) { order = new_order; }
-int use_card(const Card& card) {
-  current_card = 0;
-  while (current_card < cards.size() && !(cards[current_card] == card)) ++current_card;
-  if (current_card == cards.size()) cards.push_back(card);
-  return static_cast<int>(current_card);
-}
-const Card& card_in_use() { return cards.at(current_card); }
 const ThreadIndices& current() { return running->indices; }
 
 void fail(const char* message) {
@@ -477,7 +468,7 @@ cudaError_t run_grid(Body body, void* context, dim3 grid, dim3 block, size_t sha
   static std::mutex mutex;
   const std::lock_guard<std::mutex> one_launch_at_a_time(mutex);
   n_threads = static_cast<size_t>(block.x) * block.y * block.z;
-  if (n_threads == 0 || n_threads > kMaxThreads || shared_bytes > static_cast<size_t>(card_in_use().shared_limit))
+  if (n_threads == 0 || n_threads > kMaxThreads || shared_bytes > static_cast<size_t>(gpu_in_use().shared_limit))
     return cudaErrorInvalidConfiguration;
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaErrorInvalidConfiguration;
   if (cluster_blocks == 0 || cluster_blocks > kMaxClusterBlocks || grid.x % cluster_blocks != 0)
@@ -507,63 +498,3 @@ cudaError_t run_grid(Body body, void* context, dim3 grid, dim3 block, size_t sha
 }
 
 }  // namespace cudasim
-
-// The runtime as launchers meet it: devices on which everything succeeds.
-extern "C" {
-cudaError_t CUDARTAPI cudaGetDevice(int* device) {
-  *device = static_cast<int>(cudasim::current_card);
-  return cudaSuccess;
-}
-cudaError_t CUDARTAPI cudaSetDevice(int device) {
-  return device == static_cast<int>(cudasim::current_card) ? cudaSuccess : cudaErrorInvalidDevice;
-}
-cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  const cudasim::Card& card = cudasim::cards.at(static_cast<size_t>(device));
-  // A multiprocessor like those of sm_80 to sm_100, but for its shared memory.
-  switch (attribute) {
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = card.shared_limit;
-      return cudaSuccess;
-    case cudaDevAttrReservedSharedMemoryPerBlock:
-      *value = card.reserved_shared;
-      return cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      *value = card.shared_limit + card.reserved_shared;
-      return cudaSuccess;
-    case cudaDevAttrMultiProcessorCount:
-      *value = 2;  // few, so that blocks come to take more than one piece of the work
-      return cudaSuccess;
-    case cudaDevAttrMaxThreadsPerMultiProcessor:
-      *value = 2048;
-      return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = card.has_clusters ? 9 : card.has_copies ? 8 : 7;
-      return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMinor:
-      *value = 0;
-      return cudaSuccess;
-    case cudaDevAttrClusterLaunch:
-      *value = card.has_clusters ? 1 : 0;
-      return cudaSuccess;
-    default:
-      return cudaErrorInvalidValue;
-  }
-}
-cudaError_t CUDARTAPI cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int value) {
-  const bool fits =
-      attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value <= cudasim::card_in_use().shared_limit;
-  return fits ? cudaSuccess : cudaErrorInvalidValue;
-}
-cudaError_t CUDARTAPI cudaGetLastError() { return cudaSuccess; }
-cudaError_t CUDARTAPI cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
-  *attributes = cudaFuncAttributes{};
-  const int has_body = cudasim::card_in_use().has_copies ? 1 : 0;  // of a kernel that needs them
-  attributes->sharedSizeBytes =
-      static_cast<size_t>(cudasim::static_shared != nullptr ? cudasim::static_shared(kernel) : has_body);
-  return cudaSuccess;
-}
-cudaError_t CUDARTAPI cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t*) {
-  *clusters = 1;
-  return cudaSuccess;
-}
-}

@@ -38,20 +38,20 @@ enum class Order {
 };
 
 void set_order(Order order);
-// What cards differ in.
-struct Card {
+// What GPUs differ in.
+struct Gpu {
   int shared_limit;     // what cudaDevAttrMaxSharedMemoryPerBlockOptin answers, and what a launch may ask for
   int reserved_shared;  // by the system, for every block
   bool has_clusters;    // whether it can launch clusters
   bool has_copies;      // whether it has asynchronous copies; otherwise kernels that need them, or clusters, are empty
-  bool operator==(const Card& other) const {
+  bool operator==(const Gpu& other) const {
     return shared_limit == other.shared_limit && reserved_shared == other.reserved_shared &&
            has_clusters == other.has_clusters && has_copies == other.has_copies;
   }
 };
 // Makes the current device one of this kind, and returns its number: launchers ask a device only once what it is.
-int use_card(const Card& card);
-const Card& card_in_use();
+int use_gpu(const Gpu& gpu);
+const Gpu& gpu_in_use();
 
 // The thread that runs now.
 struct ThreadIndices {
@@ -178,7 +178,7 @@ inline float exp2_flushed(float x) {
   const float result = std::exp2(x);
   return result < 1.17549435e-38f ? 0.0f : result;  // a NaN stays
 }
-// Outside the range in which the card's are right, wrong on purpose.
+// Outside the range in which the GPU's are right, wrong on purpose.
 inline float wrong_unless(bool right, float x) { return right || std::isnan(x) ? x : std::isinf(x) ? NAN : 1.5f * x; }
 template <bool kZero>
 float quick_sqrt(float x) {

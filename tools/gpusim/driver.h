@@ -106,8 +106,8 @@ std::string run(Case& c, int order, int* code) {
   const auto given = [&](const char* name, int64_t otherwise) {
     return static_cast<int>(c.integers.count(name) != 0 ? c.integer(name) : otherwise);
   };
-  c.device = cudasim::use_card({given("shared_limit", 227 * 1024), given("reserved_shared", 1024),
-                                given("clusters", 1) != 0, given("copies", 1) != 0});
+  c.device = cudasim::use_gpu({given("shared_limit", 227 * 1024), given("reserved_shared", 1024),
+                               given("clusters", 1) != 0, given("copies", 1) != 0});
   *code = launch(c);
   machine::report();
   for (const auto& [name, tensor] : c.inputs) {

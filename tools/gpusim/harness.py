@@ -18,11 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..sass.emulator import EMULATOR, build_machine
+from ..sass.emulator import EMULATOR, build_machine, compiled_once
 
 ROOT = Path(__file__).resolve().parents[2]
 SIMULATOR = ROOT / "tools" / "gpusim"
 BUILD = ROOT / "build" / "cudasim"
+RUNTIME = ("cudasim", "cuda_runtime")
+"""Sources that every program on the simulator is linked with."""
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CUDA_TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
@@ -81,6 +83,15 @@ def simulator_sources() -> list[Path]:
     return [*SIMULATOR.glob("*.cpp"), *SIMULATOR.glob("*.h")]
 
 
+def compiled(source: Path, flags: Sequence[str], dependencies: Iterable[Path]) -> Path:
+    """Compiles one source, under build/ by the hash of flags and dependencies."""
+    digest = hashlib.sha256("\0".join(flag for flag in flags if not flag.startswith("-I")).encode())
+    for path in sorted([source, *dependencies], key=lambda path: path.name):
+        digest.update(path.name.encode() + path.read_bytes())
+    target = BUILD / f"{source.stem}-{digest.hexdigest()[:16]}.o"
+    return compiled_once(target, ["g++", *flags, "-x", "c++", "-c", str(source), "-o"])
+
+
 def build(
     family: str,
     types: Iterable[Sequence[torch.dtype]],
@@ -89,39 +100,25 @@ def build(
 ) -> Path:
     """Compiles the driver of the family for these dtypes: (x, z) of row_norm, (scores,) of softmax, (param, grad) of
     adam. Returns its path, under build/ by the hash of its sources."""
-    listed = type_list(types)
     folders = cuda_includes()
     assert folders is not None
-    flags = [
-        "-std=c++17",
-        "-fno-strict-aliasing",
-        "-ffp-contract=off",
-        "-w",
-        "-DONETRIP_CUDASIM",
-        f"-D{TYPES[family]}(F)={listed}",
-        "-DONETRIP_FILLING_SMS=16",
-        "-rdynamic",  # a kernel's machine code is found by its name
+    flags = ["-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-DONETRIP_CUDASIM"]
+    flags += [f"-I{SIMULATOR}", f"-I{EMULATOR}", f"-I{csrc}", *(f"-isystem{folder}" for folder in folders)]
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if sanitize else []
+    flags += ["-g1", *sanitizers]
+    of_simulator = [*csrc.rglob("*.h"), *simulator_sources(), EMULATOR / "machine_driver.h"]
+    chosen = [f"-D{TYPES[family]}(F)={type_list(types)}", "-DONETRIP_FILLING_SMS=16", "-O1" if sanitize else "-O0"]
+    objects = [
+        compiled(csrc / "cuda" / f"{family}.cu", [*flags, *chosen], [*of_simulator, *csrc.rglob("*.cu*")]),
+        *(
+            compiled(SIMULATOR / f"{name}.cpp", [*flags, "-O1"], of_simulator)
+            for name in (*RUNTIME, f"{family}_driver")
+        ),
+        build_machine("o", "-r", "-nostdlib"),
     ]
-    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    flags += ["-O1", "-g1", *sanitizers] if sanitize else ["-O0"]
-    sources = [csrc / "cuda" / f"{family}.cu", SIMULATOR / "cudasim.cpp", SIMULATOR / f"{family}_driver.cpp"]
-    digest = hashlib.sha256("\0".join([*flags, *map(str, folders)]).encode())
-    for path in sorted([*csrc.rglob("*.h"), *csrc.rglob("*.cu*"), *simulator_sources(), EMULATOR / "machine_driver.h"]):
-        digest.update(path.name.encode() + path.read_bytes())
-    folder = BUILD / digest.hexdigest()[:16]
-    driver = folder / "driver"
-    if driver.exists():
-        return driver
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"driver.{os.getpid()}"
-    includes = [f"-I{SIMULATOR}", f"-I{EMULATOR}", f"-I{csrc}", *(f"-isystem{folder}" for folder in folders)]
-    command = ["g++", *flags, *includes, "-x", "c++", *map(str, sources), "-o", str(unfinished)]
-    command += ["-x", "none", str(build_machine("o", "-r", "-nostdlib")), "-ldl"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise RuntimeError(f"the simulator does not compile:\n{result.stderr[-4000:]}")
-    unfinished.rename(driver)
-    return driver
+    driver = BUILD / f"{family}-{hashlib.sha256(' '.join(map(str, objects)).encode()).hexdigest()[:16]}"
+    # -rdynamic: a kernel's machine code is found by its name.
+    return compiled_once(driver, ["g++", *sanitizers, "-rdynamic", *map(str, objects), "-ldl", "-o"])
 
 
 class Bug(NamedTuple):

@@ -45,9 +45,9 @@ class Call:
     """Elements between the rows of the inputs."""
     shared_limit: int = 227 * 1024
     clusters: bool = True
-    """Whether the card can launch clusters."""
+    """Whether the GPU can launch clusters."""
     copies: bool = True
-    """Whether the card has asynchronous copies; without, it has no clusters either."""
+    """Whether the GPU has asynchronous copies; without, it has no clusters either."""
     orders: tuple[int, ...] = ORDERS
 
     def plan(self) -> RowNormPlan:

@@ -48,7 +48,7 @@ class Call:
     """Elements between the rows of the inputs."""
     shared_limit: int = 227 * 1024
     clusters: bool = True
-    """Whether the card can launch clusters."""
+    """Whether the GPU can launch clusters."""
     orders: tuple[int, ...] = ORDERS
 
     @property

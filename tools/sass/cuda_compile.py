@@ -1,4 +1,4 @@
-"""Compiles a family of CUDA kernels ahead of time, and says what its kernels take of a card.
+"""Compiles a family of CUDA kernels ahead of time, and says what its kernels take of a GPU.
 
 sm_70 is compiled by NVRTC 12.9 (CUDA 13 dropped it), the others by nvcc where there is one, else by NVRTC as well.
 """

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 EMULATOR = Path(__file__).resolve().parent
 BUILD = EMULATOR.parents[1] / "build" / "cudasim"
+
+
+def compiled_once(target: Path, command: Sequence[str]) -> Path:
+    """The target of `command TARGET`. A process that wants the same target at the same time waits for it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            unfinished = target.with_suffix(".unfinished")
+            result = subprocess.run([*command, str(unfinished)], capture_output=True, text=True)
+            if result.returncode != 0:
+                raise RuntimeError(f"{target.name} does not compile:\n{result.stderr[-4000:]}")
+            unfinished.rename(target)
+    return target
 
 
 def build_machine(kind: str, *flags: str) -> Path:
@@ -19,10 +34,5 @@ def build_machine(kind: str, *flags: str) -> Path:
     digest = hashlib.sha256(" ".join(flags).encode())
     for path in [*sources, *sorted(EMULATOR.glob("machine*.h"))]:
         digest.update(path.name.encode() + path.read_bytes())
-    compiled = BUILD / f"machine-{digest.hexdigest()[:16]}.{kind}"
-    if not compiled.exists():
-        BUILD.mkdir(parents=True, exist_ok=True)
-        unfinished = compiled.with_suffix(f".{os.getpid()}")
-        subprocess.run(["g++", *flags, *map(str, sources), "-o", str(unfinished)], check=True)
-        unfinished.rename(compiled)
-    return compiled
+    target = BUILD / f"machine-{digest.hexdigest()[:16]}.{kind}"
+    return compiled_once(target, ["g++", *flags, *map(str, sources), "-o"])

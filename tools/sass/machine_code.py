@@ -43,15 +43,15 @@ def missing_tool(arch: int) -> str | None:
 
 
 def _on_card(case: Case, arch: int) -> Case:
-    """The case, as a card of this architecture launches it."""
+    """The case, as a GPU of this architecture launches it."""
     multiprocessor = cuda_compile.MULTIPROCESSORS[arch]
-    card = {
+    GPU = {
         "shared_limit": multiprocessor.block_bytes,
         "reserved_shared": multiprocessor.reserved_bytes,
         "clusters": int(arch >= 90),
         "copies": int(arch >= 80),
     }
-    return replace(case, numbers={**case.numbers, **card})
+    return replace(case, numbers={**case.numbers, **GPU})
 
 
 @dataclass(frozen=True)

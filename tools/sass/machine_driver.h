@@ -34,7 +34,7 @@ void load(const std::string& cubin, const std::string& disassembly, const std::s
 cudaError_t execute(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, unsigned cluster_blocks,
                     const std::vector<unsigned char>& parameters) {
   const std::string name = name_of(kernel);
-  if (program->static_shared(name) + shared_bytes > static_cast<size_t>(cudasim::card_in_use().shared_limit))
+  if (program->static_shared(name) + shared_bytes > static_cast<size_t>(cudasim::gpu_in_use().shared_limit))
     return cudaErrorInvalidValue;
   const Launch launch{{grid.x, grid.y, grid.z}, {block.x, block.y, block.z},
                       cluster_blocks,           shared_bytes,
