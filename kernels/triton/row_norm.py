@@ -5,14 +5,22 @@ The formulas stand in row_norm_kernels.py; here are the sizes of tiles, the part
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 import triton
 import triton.language as tl
 
+from ..reference.row_norm import (
+    BackwardOperands,
+    Dtypes,
+    Gradients,
+    Operands,
+    Outputs,
+    RowNormPlan,
+    gradients_of,
+    outputs_of,
+)
 from . import row_norm_kernels as kernels
 from .philox import dropout_arguments
 from .sum_partials import sum_partials
@@ -49,7 +57,7 @@ ROW_MEANS = TileRule(elements=4096, elements_per_lane=8, max_cols=0, wide_cols=4
 # The compiler fuses no products and sums (enable_fp_fusion=False): where two products are added it may fuse the one or
 # the other, and does not choose alike when the seed comes by value and by address. What is to be fused is a tl.fma.
 
-# The rows are shared out among backward's programs by the sizes alone: sums over rows have the same bits on every card.
+# The sizes alone decide which program of backward takes which rows: sums over rows have the same bits on every GPU.
 # Up to 512 programs, 4 for each of an H100's 132 multiprocessors; then more rows a program, up to 16, because its
 # partial sums cost 4 bytes a column, written and read once; then more programs, up to 1024; then more rows.
 _FEW_PROGRAMS, _ENOUGH_ROWS, _MANY_PROGRAMS = 512, 16, 1024
@@ -62,30 +70,17 @@ def rows_per_program(n_rows: int, block: Tile, n_col_tiles: int) -> int:
     return triton.cdiv(rows, block.rows) * block.rows
 
 
-def forward(
-    x: Tensor,
-    residual: Tensor | None,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    norm_bias: Tensor | None,
-    rng: tuple[int, int] | Tensor | None,
-    plan: Any,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Returns (y, z, mean, rstd); what the plan (a RowNormPlan) does not ask for is None.
+def forward(operands: Operands, rng: tuple[int, int] | Tensor | None, plan: RowNormPlan) -> Outputs:
+    """reference.row_norm.forward for matrices of last stride 1 and contiguous vectors, float32, float16 or bfloat16.
 
-    x, residual: [n_rows, n_cols], last stride 1. bias, weight, norm_bias: [n_cols], contiguous. All of them float32,
-    float16 or bfloat16. rng: (seed, offset), or an int64 tensor of the two on x's device. y, z: [n_rows, n_cols]. mean,
-    rstd: [n_rows] float32.
+    rng: (seed, offset), or an int64 tensor of the two on x's device.
     """
+    x, residual, bias, weight, norm_bias = operands
     n_rows, n_cols = x.shape
     normed = plan.norm != _NONE
-    y = x.new_empty((n_rows, n_cols), dtype=plan.y_dtype) if normed else None
-    z = x.new_empty((n_rows, n_cols), dtype=plan.z_dtype) if plan.store_z or not normed else None
-    has_mean = plan.norm == _LAYER and plan.store_stats and not plan.center_z
-    mean = x.new_empty(n_rows, dtype=torch.float32) if has_mean else None
-    rstd = x.new_empty(n_rows, dtype=torch.float32) if normed and plan.store_stats else None
+    outputs = outputs_of(plan, x, x.new_empty)
     if x.numel() == 0:
-        return y, z, mean, rstd
+        return outputs
     block = tile(FORWARD, n_cols, whole_rows=normed)
     grid = (triton.cdiv(n_rows, block.rows), 1 if normed else triton.cdiv(n_cols, block.cols))
     divisor = common_divisor(n_cols)
@@ -98,10 +93,7 @@ def forward(
             bias,
             weight,
             norm_bias,
-            y,
-            z,
-            mean,
-            rstd,
+            *outputs,
             **dropout_arguments(rng, plan.dropout_p, n_cols),
             eps=plan.eps,
             weight_offset=plan.weight_offset,
@@ -121,45 +113,32 @@ def forward(
             maxnreg=MAX_REGISTERS,
             enable_fp_fusion=False,
         )
-    return y, z, mean, rstd
+    return outputs
 
 
 def backward(
-    dy: Tensor | None,
-    dz: Tensor | None,
-    z: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    weight: Tensor | None,
-    rng: tuple[int, int] | Tensor | None,
-    plan: Any,
-    grad_dtypes: tuple[torch.dtype | None, ...],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, residual, bias, weight, norm_bias, each in its grad_dtypes entry; None where not wanted.
+    operands: BackwardOperands, rng: tuple[int, int] | Tensor | None, plan: RowNormPlan, wanted: Dtypes
+) -> Gradients:
+    """reference.row_norm.backward for the same tensors.
 
-    dy: gradient of y, None where only z was used. dz: gradient of the returned z. z, mean, rstd: as forward
-    stored them.
     The sums over rows are float32, in an order that depends only on the sizes, the dtypes and, of RMSNorm, on whether
-    the bias's gradient is wanted: repeatable, and the same on every card and wherever the tensors lie.
+    the bias's gradient is wanted: repeatable, and the same on every GPU and wherever the tensors lie.
     """
-    like = dy if dy is not None else dz
-    assert like is not None
+    dy, dz, z, mean, rstd, weight = operands
+    like = operands.given
     n_rows, n_cols = like.shape
-    x_dtype, residual_dtype, *parameter_dtypes = grad_dtypes
     if dy is None:
-        parameter_dtypes[1:] = None, None
-    dx, dresidual = (
-        None if dtype is None else like.new_empty((n_rows, n_cols), dtype=dtype) for dtype in (x_dtype, residual_dtype)
-    )
-    sums = [None if dtype is None else like.new_empty(n_cols, dtype=dtype) for dtype in parameter_dtypes]
-    dbias, dweight, dnorm_bias = sums
-    wanted = [gradient for gradient in sums if gradient is not None]
+        wanted = wanted._replace(weight=None, norm_bias=None)
+    gradients = gradients_of(wanted, like, like.new_empty)
+    dx, dresidual, *sums = gradients
+    dbias = sums[0]
+    summed = [gradient for gradient in sums if gradient is not None]
     if like.numel() == 0:
-        for gradient in wanted:
+        for gradient in summed:
             gradient.zero_()
-        return dx, dresidual, dbias, dweight, dnorm_bias
-    if dx is None and dresidual is None and not wanted:
-        return None, None, None, None, None
+        return gradients
+    if dx is None and dresidual is None and not summed:
+        return gradients
 
     needs_row = dy is not None and (dx is not None or dresidual is not None or dbias is not None)
     # In which order a tile's rows and columns are summed is up to its warps. LayerNorm has those for all of its sums,
@@ -169,9 +148,9 @@ def backward(
     n_col_tiles = triton.cdiv(n_cols, block.cols)
     rows = rows_per_program(n_rows, block, n_col_tiles)
     n_programs = triton.cdiv(n_rows, rows)
-    workspace = like.new_empty((len(wanted), n_programs, n_cols), dtype=torch.float32) if wanted else None
+    workspace = like.new_empty((len(summed), n_programs, n_cols), dtype=torch.float32) if summed else None
     partials = iter(workspace if workspace is not None else ())
-    dbias_partials, dweight_partials, dnorm_bias_partials = (None if s is None else next(partials) for s in sums)
+    partials_of = [None if gradient is None else next(partials) for gradient in sums]
     divisor = common_divisor(n_cols)
     with on_device_of(like):
         dy, dz, z = aligned(dy, divisor), aligned(dz, divisor), aligned(z, divisor)
@@ -207,9 +186,7 @@ def backward(
             row_means,
             dx,
             dresidual,
-            dbias_partials,
-            dweight_partials,
-            dnorm_bias_partials,
+            *partials_of,
             **dropout_arguments(rng, plan.dropout_p, n_cols),
             weight_offset=plan.weight_offset,
             n_rows=n_rows,
@@ -226,6 +203,6 @@ def backward(
             maxnreg=MAX_REGISTERS,
             enable_fp_fusion=False,
         )
-        if wanted:
-            sum_partials(workspace, wanted)
-    return dx, dresidual, dbias, dweight, dnorm_bias
+        if summed:
+            sum_partials(workspace, summed)
+    return gradients

@@ -15,6 +15,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
+from ..reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
 from . import softmax_backward_kernels as backward_kernels
 from . import softmax_kernels as kernels
 from .philox import dropout_arguments, dropout_scale
@@ -43,8 +44,8 @@ def _index_dtype(n_rows: int) -> Any:
     return tl.uint32 if n_rows < 2**32 else tl.int64
 
 
-def _mask_arguments(scores: Tensor, mask: Tensor | None, layout: Any, divisor: int) -> dict[str, Any]:
-    """The forward kernel's arguments for the mask. layout: a MaskLayout."""
+def _mask_arguments(scores: Tensor, mask: Tensor | None, layout: MaskLayout, divisor: int) -> dict[str, Any]:
+    """The forward kernel's arguments for the mask."""
     sizes, strides, col_stride = ((), (), 0) if mask is None else layout
     inner_sizes, inner_strides = sizes[:0:-1], strides[:0:-1]  # fastest first, without the slowest
     arguments: dict[str, Any] = {"mask_outer_stride": strides[0] if strides else 0, "mask_col_stride": col_stride}
@@ -60,19 +61,13 @@ def _mask_arguments(scores: Tensor, mask: Tensor | None, layout: Any, divisor: i
 
 
 def forward(
-    scores: Tensor,
-    mask: Tensor | None,
-    layout: Any,
-    n_queries: int,
-    rng: tuple[int, int] | Tensor | None,
-    plan: Any,
+    operands: Operands, rng: tuple[int, int] | Tensor | None, plan: SoftmaxPlan
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (y, p); p is None where the plan (a SoftmaxPlan) does not store it.
+    """reference.softmax.forward for scores of last stride 1 and a mask read in place by its layout; y, p: contiguous.
 
-    scores: [n_rows, n_cols], last stride 1. mask: bool (True keeps), float32, float16 or bfloat16 (added), read in
-    place by layout (a MaskLayout). n_queries: row r is query r % n_queries; used where causal. rng: (seed, offset), or
-    an int64 tensor of the two on the device of scores. y, p: like scores, contiguous.
+    Dtypes are float32, float16 or bfloat16. rng: (seed, offset), or an int64 tensor of the two on the device of scores.
     """
+    scores, mask, layout, n_queries = operands
     n_rows, n_cols = scores.shape
     y = scores.new_empty((n_rows, n_cols))
     p = scores.new_empty((n_rows, n_cols)) if plan.store_p else None
@@ -161,14 +156,10 @@ def steps_per_program(n_tiles: int, n_steps: int) -> int:
 
 
 def backward(
-    dy: Tensor, p: Tensor, layout: Any, n_queries: int, plan: Any, wants_dscores: bool, wants_dmask: bool
+    operands: BackwardOperands, plan: SoftmaxPlan, wants_dscores: bool, wants_dmask: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns (dscores, dmask); what is not wanted is None.
-
-    dy: [n_rows, n_cols], last stride 1. p: like dy: y where nothing was dropped, else p as forward stored it.
-    n_queries: as forward's; what causality hides is not read. dscores: like dy, contiguous. dmask:
-    [layout.n_mask_rows, n_cols] float32, summed over the rows that share a mask row.
-    """
+    """reference.softmax.backward for dy and p of last stride 1; dscores: contiguous, dmask: float32."""
+    dy, p, layout, n_queries = operands
     n_rows, n_cols = dy.shape
     dscores = dy.new_empty((n_rows, n_cols)) if wants_dscores else None
     dmask = dy.new_empty((layout.n_mask_rows, n_cols), dtype=torch.float32) if wants_dmask else None

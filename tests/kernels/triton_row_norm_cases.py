@@ -19,7 +19,7 @@ from onetrip import reference
 from onetrip.kernels import philox, row_norm, unavailable_reason
 from onetrip.reference.philox import keep_mask
 from onetrip.reference.philox import philox as reference_philox
-from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
+from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, BackwardOperands, Dtypes, Operands, RowNormPlan
 from torch import Tensor
 from triton_runner import DEVICE, EMULATED, INTERPRETED
 
@@ -88,21 +88,31 @@ def check_forward(
     x: Tensor, residual: Tensor | None, parameters: list[Tensor | None], rng: Any, plan: RowNormPlan
 ) -> tuple[Tensor | None, ...]:
     bias, weight, norm_bias = parameters
-    results = row_norm.forward(x, residual, bias, weight, norm_bias, rng, plan)
-    expected = reference.row_norm.forward(x, residual, bias, weight, norm_bias, rng, plan._replace(center_z=False))
+    results = row_norm.forward(Operands(x, residual, bias, weight, norm_bias), rng, plan)
+    expected = reference.row_norm.forward(
+        Operands(x, residual, bias, weight, norm_bias), rng, plan._replace(center_z=False)
+    )
     y, z, mean, rstd = results
     if not plan.center_z:
         assert_close(z, expected[1])
     if z is not None and plan.norm != NORM_NONE and not plan.center_z:
         # From the very z that was stored: the interpreter truncates to bfloat16, and a unit there is many in the sums.
-        expected = reference.row_norm.forward(z, None, None, weight, norm_bias, None, plan._replace(dropout_p=0.0))
+        expected = reference.row_norm.forward(
+            Operands(z, None, None, weight, norm_bias), None, plan._replace(dropout_p=0.0)
+        )
     assert_close(y, expected[0], roundings=2)
     assert_close(mean, None if plan.center_z else expected[2])
     assert_close(rstd, expected[3])
     return results
 
 
-def check_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+def backward_arguments(*arguments: Any) -> tuple[BackwardOperands, Any, RowNormPlan, Dtypes]:
+    *tensors, rng, plan, wanted = arguments
+    return BackwardOperands(*tensors), rng, plan, Dtypes(*wanted)
+
+
+def check_backward(*tensors_rng_plan_wanted: Any) -> tuple[Tensor | None, ...]:
+    arguments = backward_arguments(*tensors_rng_plan_wanted)
     results = row_norm.backward(*arguments)
     for actual, expected in zip(results, reference.row_norm.backward(*arguments), strict=True):
         assert_close(actual, expected)
@@ -160,7 +170,7 @@ def test_cast_orders(norm: int, weight_offset: float, y_dtype: torch.dtype, n_dt
     if INTERPRETED and BF16 in (n_dtype, y_dtype):
         pytest.skip("the interpreter truncates to bfloat16: an order of roundings cannot be told from its error")
     plan = plan_of(norm, F16, n_dtype=n_dtype, y_dtype=y_dtype, weight_offset=weight_offset)
-    arguments = (randn(8, 256, dtype=F16), None, None, randn(256), None, None)
+    arguments = (Operands(randn(8, 256, dtype=F16), None, None, randn(256)), None)
     y = row_norm.forward(*arguments, plan)[0].double()
     right = reference.row_norm.forward(*arguments, plan)[0]
     assert right.dtype == y_dtype
@@ -180,9 +190,9 @@ def test_mask_is_the_references(rng: Any, p: float, n_cols: int, small_tiles: No
     plan = plan_of(NORM_NONE, F32, dropout_p=p)
     x = torch.ones(9, n_cols, device=DEVICE)
     keep = keep_mask((9, n_cols), p, rng, DEVICE)
-    _, z, _, _ = row_norm.forward(x, None, None, None, None, rng, plan)
+    _, z, _, _ = row_norm.forward(Operands(x), rng, plan)
     assert z is not None and torch.equal(z != 0, keep)
-    dx, *_ = row_norm.backward(None, x, None, None, None, None, rng, plan, (F32, None, None, None, None))
+    dx, *_ = row_norm.backward(BackwardOperands(dz=x), rng, plan, Dtypes(F32, None, None, None, None))
     assert dx is not None and torch.equal(dx, z)
 
 
@@ -193,7 +203,7 @@ def test_bits_at_the_threshold(n_cols: int) -> None:
     x = torch.ones(1, n_cols, device=DEVICE)
     for threshold, kept in ((int(bits[1]), True), (int(bits[1]) + 1, False)):
         plan = plan_of(NORM_NONE, F32, dropout_p=threshold / 2**32)
-        _, z, _, _ = row_norm.forward(x, None, None, None, None, (7, 8), plan)
+        _, z, _, _ = row_norm.forward(Operands(x), (7, 8), plan)
         assert bool(z[0, 1] != 0) is kept
 
 
@@ -267,13 +277,13 @@ def test_strides(n_cols: int, make: Any) -> None:
     x, residual = make(6, n_cols), make(6, n_cols)
     parameters = [make(2, n_cols)[1] for _ in range(3)]
     strided = check_forward(x, residual, parameters, RNG, plan)
-    packed = row_norm.forward(_packed(x), _packed(residual), *(_packed(p) for p in parameters), RNG, plan)
+    packed = row_norm.forward(Operands(*map(_packed, (x, residual, *parameters))), RNG, plan)
     assert all(torch.equal(a, b) for a, b in zip(strided, packed, strict=True))
     _, _, _, mean, rstd = backward_inputs(6, n_cols, NORM_LAYER, F32)
     matrices = [make(6, n_cols) for _ in range(3)]
     gradients = check_backward(*matrices, mean, rstd, parameters[1], RNG, plan, (F32,) * 5)
     matrices, weight = [_packed(matrix) for matrix in matrices], _packed(parameters[1])
-    packed = row_norm.backward(*matrices, mean, rstd, weight, RNG, plan, (F32,) * 5)
+    packed = row_norm.backward(*backward_arguments(*matrices, mean, rstd, weight, RNG, plan, (F32,) * 5))
     assert all(torch.equal(a, b) for a, b in zip(gradients, packed, strict=True))
 
 
@@ -329,7 +339,7 @@ def test_bad_values_stay_in_their_row(norm: int, wide: bool, bad: float, request
         request.getfixturevalue("small_tiles")
     x = randn(5, 150)
     x[2, 149] = bad
-    y, _, _, rstd = row_norm.forward(x, None, None, None, None, None, plan_of(norm, F32))
+    y, _, _, rstd = row_norm.forward(Operands(x), None, plan_of(norm, F32))
     clean = torch.arange(5, device=DEVICE) != 2
     assert y[clean].isfinite().all() and rstd[clean].isfinite().all()
     assert y[2].isnan().any() and not rstd[2] > 0
@@ -361,7 +371,7 @@ def test_large_mean(n_cols: int, request: pytest.FixtureRequest) -> None:
     plan = plan_of(NORM_LAYER, F32)
     exact = torch.nn.functional.layer_norm(x.double(), (n_cols,))
     torchs = (torch.nn.functional.layer_norm(x, (n_cols,)).double() - exact).abs().max()
-    y, *_ = row_norm.forward(x, None, None, None, None, None, plan)
+    y, *_ = row_norm.forward(Operands(x), None, plan)
     # Half a unit in the last place of the mean, which both round to float32, is 5e-4 standard deviations.
     assert (y.double() - exact).abs().max() <= 2 * torchs + 5e-4
 
@@ -371,14 +381,14 @@ def test_no_rows() -> None:
     empty, none = torch.empty(0, 8, device=DEVICE), torch.empty(0, device=DEVICE)
     check_forward(empty, None, [None, None, None], None, plan)
     *_, dbias, dweight, dnorm_bias = row_norm.backward(
-        empty, None, empty, none, none, None, None, plan, (F32, F32, F32, F16, BF16)
+        BackwardOperands(empty, None, empty, none, none), None, plan, Dtypes(F32, F32, F32, F16, BF16)
     )
     assert not any(gradient.any() for gradient in (dbias, dweight, dnorm_bias))
 
 
 def test_backward_repeats_bit_for_bit() -> None:
-    arguments = (*backward_inputs(40, 72, NORM_LAYER, F32), randn(72), RNG, plan_of(NORM_LAYER, F32, dropout_p=0.1))
-    first, second = (row_norm.backward(*arguments, (F32,) * 5) for _ in range(2))
+    tensors, plan = (*backward_inputs(40, 72, NORM_LAYER, F32), randn(72)), plan_of(NORM_LAYER, F32, dropout_p=0.1)
+    first, second = (row_norm.backward(*backward_arguments(*tensors, RNG, plan, (F32,) * 5)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

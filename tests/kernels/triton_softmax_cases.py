@@ -16,7 +16,7 @@ from onetrip import reference
 from onetrip.kernels import softmax
 from onetrip.kernels.tiles import TileRule, tile
 from onetrip.reference.philox import keep_mask
-from onetrip.reference.softmax import MaskLayout, SoftmaxPlan
+from onetrip.reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
 from torch import Tensor
 from triton_runner import DEVICE, EMULATED, INTERPRETED
 
@@ -124,8 +124,8 @@ def check_forward(
     **plan: Any,
 ) -> tuple[Tensor, Tensor | None]:
     chosen = SoftmaxPlan(**{"scale": 0.7, "causal": False, "dropout_p": 0.0, "store_p": False, **plan})
-    y, p = softmax.forward(scores, mask, layout, n_queries, rng, chosen)
-    expected_y, expected_p = reference.softmax.forward(scores, mask, layout, n_queries, rng, chosen)
+    y, p = softmax.forward(Operands(scores, mask, layout, n_queries), rng, chosen)
+    expected_y, expected_p = reference.softmax.forward(Operands(scores, mask, layout, n_queries), rng, chosen)
     assert_close(y, expected_y)
     assert_close(p, expected_p)
     if chosen.dropout_p > 0.0:
@@ -146,9 +146,9 @@ def check_backward(
     **plan: Any,
 ) -> tuple[Tensor | None, Tensor | None]:
     chosen = SoftmaxPlan(**{"scale": 0.7, "causal": False, "dropout_p": 0.0, "store_p": False, **plan})
-    results = softmax.backward(dy, p, layout, n_queries, chosen, *wanted)
+    results = softmax.backward(BackwardOperands(dy, p, layout, n_queries), chosen, *wanted)
     terms = 1 if layout is None else max(1, dy.shape[0] // layout.n_mask_rows)
-    known = reference.softmax.backward(dy, p, layout, n_queries, chosen, *wanted)
+    known = reference.softmax.backward(BackwardOperands(dy, p, layout, n_queries), chosen, *wanted)
     for actual, expected in zip(results, known, strict=True):
         assert_close(actual, expected, terms)
     return results
@@ -312,8 +312,9 @@ def test_partition_of_the_rows_that_share_a_mask_row() -> None:
 
 def test_backward_repeats_bit_for_bit() -> None:
     layout = MaskLayout((8, 3, 4), (0, WIDTH, 0), 1)
-    arguments = (randn(96, WIDTH), probabilities(96, WIDTH), layout, Q, SoftmaxPlan(0.7, False, 0.0, False), True, True)
-    first, second = (softmax.backward(*arguments) for _ in range(2))
+    operands = BackwardOperands(randn(96, WIDTH), probabilities(96, WIDTH), layout, Q)
+    plan = SoftmaxPlan(0.7, False, 0.0, False)
+    first, second = (softmax.backward(operands, plan, True, True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -425,7 +426,9 @@ def test_no_rows() -> None:
     empty = torch.empty(0, 8, device=DEVICE)
     check_forward(empty)
     layout = MaskLayout((0, 3), (0, 8), 1)
-    _, dmask = softmax.backward(empty, empty, layout, Q, SoftmaxPlan(1.0, False, 0.0, False), True, True)
+    _, dmask = softmax.backward(
+        BackwardOperands(empty, empty, layout, Q), SoftmaxPlan(1.0, False, 0.0, False), True, True
+    )
     assert dmask is not None and dmask.shape == (3, 8) and not dmask.any()
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from cpu_cases import BF16, EPSILON, F16, F32, NORM_IDS, dtype_id, normal, same_bits
 from cpu_cases import row_norm_plan as plan_of
-from onetrip.ops import native
+from onetrip.ops import row_norm_native as native
 from onetrip.ops.backends import native as native_library
 from onetrip.reference import row_norm as reference
 from onetrip.reference.philox import keep_mask
-from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, GradDtypes
+from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, BackwardOperands, Dtypes, Operands
 from torch import Tensor
 
 library = native_library()
@@ -44,27 +44,28 @@ def in_double(*tensors: Tensor | None) -> list[Tensor | None]:
 
 def check_forward(x, residual, bias, weight, norm_bias, rng, plan):
     """Checks the native forward against reference and returns its (y, z, mean, rstd)."""
-    ours = native.row_norm_forward(x, residual, bias, weight, norm_bias, rng, plan)
-    expected = reference.forward(x, residual, bias, weight, norm_bias, rng, plan)
+    ours = native.forward(Operands(x, residual, bias, weight, norm_bias), rng, plan)
+    expected = reference.forward(Operands(x, residual, bias, weight, norm_bias), rng, plan)
     if plan.store_z and not plan.center_z:
         assert same_bits(ours[1], expected[1]), "z must have reference's bits"
     if plan.norm != NORM_NONE:
-        z = reference.forward(x, residual, bias, None, None, rng, plan._replace(norm=NORM_NONE))[1]
+        z = reference.forward(Operands(x, residual, bias), rng, plan._replace(norm=NORM_NONE))[1]
         plan64 = plan._replace(z_dtype=torch.float64, y_dtype=torch.float64, n_dtype=F32, dropout_p=0.0)
-        exact = reference.forward(z.double(), None, None, *in_double(weight, norm_bias), None, plan64)
+        exact = reference.forward(Operands(z.double(), None, None, *in_double(weight, norm_bias)), None, plan64)
         for name, a, b, c in zip(("y", "z", "mean", "rstd"), ours, expected, exact, strict=True):
             assert_as_accurate(name, a, b, c)
     return ours
 
 
-def check_backward(dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes: GradDtypes):
-    ours = native.row_norm_backward(dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes)
-    expected = reference.backward(dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes)
+def check_backward(dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes):
+    operands, wanted = BackwardOperands(dy, dz, z, mean, rstd, weight), Dtypes(*grad_dtypes)
+    ours = native.backward(operands, rng, plan, wanted)
+    expected = reference.backward(operands, rng, plan, wanted)
     exact = reference.backward(
-        *in_double(dy, dz, z, mean, rstd, weight),
+        BackwardOperands(*in_double(*operands)),
         rng,
         plan._replace(z_dtype=torch.float64),
-        tuple(None if dtype is None else torch.float64 for dtype in grad_dtypes),
+        Dtypes(*(dtype and torch.float64 for dtype in wanted)),
     )
     names = ("dx", "dresidual", "dbias", "dweight", "dnorm_bias")
     for name, a, b, c in zip(names, ours, expected, exact, strict=True):
@@ -111,14 +112,14 @@ def test_every_mix_of_dtypes(level, x_and_residual, z_dtype):
         plan = plan_of(dropout_p=0.1, z_dtype=z_dtype, y_dtype=y_dtype, n_dtype=n_dtype)
         if not exists:
             with pytest.raises(TypeError, match="z_dtype must be float32"):
-                native.row_norm_forward(x, residual, bias, weight, norm_bias, RNG, plan)
+                native.forward(Operands(x, residual, bias, weight, norm_bias), RNG, plan)
             continue
         _, z, mean, rstd = check_forward(x, residual, bias, weight, norm_bias, RNG, plan)
     if not exists:
         stats = torch.zeros(n_rows)
-        grads = (x_dtype, residual_dtype, None, None, None)
+        grads = Dtypes(x_dtype, residual_dtype)
         with pytest.raises(TypeError, match="z_dtype must be float32"):
-            native.row_norm_backward(dy, dz, dz, stats, stats, weight, RNG, plan, grads)
+            native.backward(BackwardOperands(dy, dz, dz, stats, stats, weight), RNG, plan, grads)
         return
     grads = (x_dtype, residual_dtype, param_dtype, x_dtype, z_dtype)
     check_backward(dy, dz, z, mean, rstd, weight, RNG, plan, grads)
@@ -164,7 +165,7 @@ def test_gradients_that_are_not_wanted(level, wanted, mix):
 def test_a_centred_z_is_float32(level):
     x = normal(3, 5, dtype=BF16)
     with pytest.raises(TypeError, match="z_dtype must be float32"):
-        native.row_norm_forward(x, x, None, None, None, None, plan_of(z_dtype=BF16, y_dtype=BF16, center_z=True))
+        native.forward(Operands(x, x), None, plan_of(z_dtype=BF16, y_dtype=BF16, center_z=True))
 
 
 def test_centred_z_needs_no_mean(level):
@@ -186,7 +187,7 @@ def test_blocks_of_many_rows(level, n_cols, dtype, p):
     weight, norm_bias = normal(n_cols, dtype=dtype, seed=3), normal(n_cols, dtype=dtype, seed=4)
     for norm in (NORM_LAYER, NORM_RMS):
         plan = plan_of(norm, dropout_p=p, z_dtype=dtype, y_dtype=dtype)
-        _, z, mean, rstd = native.row_norm_forward(x, None, None, weight, norm_bias, RNG, plan)
+        _, z, mean, rstd = native.forward(Operands(x, None, None, weight, norm_bias), RNG, plan)
         grads = (dtype, None, None, dtype, dtype)
         check_backward(dy, None, z, mean, rstd, weight, RNG, plan, grads)
         check_backward(dy, dz, z, mean, rstd, weight, RNG, plan, (dtype,) * 5)
@@ -197,7 +198,7 @@ def test_every_choice_of_wanted_gradients(wanted):
     x, dy, dz, weight = normal(19, 131), normal(19, 131, seed=1), normal(19, 131, seed=2), normal(131, seed=3)
     plan = plan_of(dropout_p=0.2)
     grads = tuple(F32 if wanted >> i & 1 else None for i in range(5))
-    _, z, mean, rstd = native.row_norm_forward(x, None, None, weight, None, RNG, plan)
+    _, z, mean, rstd = native.forward(Operands(x, None, None, weight), RNG, plan)
     check_backward(dy, dz, z, mean, rstd, weight, RNG, plan, grads)
     if not any(grads[3:]):
         check_backward(None, dz, None, None, None, None, RNG, plan, grads)
@@ -208,7 +209,7 @@ def test_words_are_random123s(level):
     for lane, word in enumerate((0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)):
         for threshold, is_kept in ((word, True), (word + 1, False)):
             plan = plan_of(NORM_NONE, dropout_p=threshold / 2**32)
-            _, z, _, _ = native.row_norm_forward(torch.ones(1, 4), None, None, None, None, (0, 0), plan)
+            _, z, _, _ = native.forward(Operands(torch.ones(1, 4)), (0, 0), plan)
             assert (z[0, lane] != 0) == is_kept
 
 
@@ -216,12 +217,10 @@ def test_words_are_random123s(level):
 def test_mask_wherever_a_row_starts_in_a_group(level, n_cols):
     n_rows = 67 if n_cols < 5000 else 5
     plan = plan_of(NORM_NONE, dropout_p=0.5)
-    _, z, _, _ = native.row_norm_forward(torch.ones(n_rows, n_cols), None, None, None, None, RNG, plan)
+    _, z, _, _ = native.forward(Operands(torch.ones(n_rows, n_cols)), RNG, plan)
     keep = keep_mask((n_rows, n_cols), 0.5, RNG)
     assert torch.equal(z != 0, keep)
-    dx, *_ = native.row_norm_backward(
-        None, torch.ones(n_rows, n_cols), None, None, None, None, RNG, plan, (F32, *[None] * 4)
-    )
+    dx, *_ = native.backward(BackwardOperands(dz=torch.ones(n_rows, n_cols)), RNG, plan, Dtypes(F32, *[None] * 4))
     assert torch.equal(dx != 0, keep)
 
 
@@ -229,8 +228,8 @@ def test_rng_in_memory_draws_the_same_mask(level):
     x, plan = torch.ones(3, 100), plan_of(NORM_NONE, dropout_p=0.5)
     rng = torch.tensor(RNG)
     assert same_bits(
-        native.row_norm_forward(x, None, None, None, None, rng, plan)[1],
-        native.row_norm_forward(x, None, None, None, None, RNG, plan)[1],
+        native.forward(Operands(x), rng, plan)[1],
+        native.forward(Operands(x), RNG, plan)[1],
     )
 
 
@@ -238,7 +237,7 @@ def test_dropped_values_are_zero_whatever_they_were(level):
     x = torch.full((5, 100), float("nan"))
     for p in (0.5, 1.0):
         plan = plan_of(NORM_NONE, dropout_p=p)
-        _, z, _, _ = native.row_norm_forward(x, None, None, None, None, RNG, plan)
+        _, z, _, _ = native.forward(Operands(x), RNG, plan)
         keep = keep_mask((5, 100), p, RNG)
         assert torch.equal(z.isnan(), keep) and (z[~keep] == 0).all()
 
@@ -249,7 +248,7 @@ def test_conversions_of_every_half_and_around_every_midpoint(level, dtype):
     rounds as torch does."""
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     plan = plan_of(NORM_NONE)
-    widened = native.row_norm_forward(halves.view(256, 256), None, None, None, None, None, plan)[1].flatten()
+    widened = native.forward(Operands(halves.view(256, 256)), None, plan)[1].flatten()
     is_nan = halves.isnan()
     assert torch.equal(widened.isnan(), is_nan) and same_bits(widened[~is_nan], halves.float()[~is_nan])
 
@@ -260,8 +259,8 @@ def test_conversions_of_every_half_and_around_every_midpoint(level, dtype):
         [midpoints.flatten(), torch.tensor([1e-8, 1e-42, 65519.0, 65520.0, 1e38, -3.4e38, float("inf"), float("nan")])]
     )
     rows = floats[None]
-    grads = (None, dtype, None, None, None)
-    narrowed = native.row_norm_backward(None, rows, None, None, None, None, None, plan, grads)[1][0]
+    grads = Dtypes(residual=dtype)
+    narrowed = native.backward(BackwardOperands(dz=rows), None, plan, grads)[1][0]
     is_nan = floats.isnan()
     assert torch.equal(narrowed.isnan(), is_nan) and same_bits(narrowed[~is_nan], floats.to(dtype)[~is_nan])
 
@@ -282,14 +281,16 @@ def test_strides_and_offsets_change_no_bit(level, dtype):
     for expanded in (False, True):
         (x, x_), (residual, residual_), (dy, dy_), (dz, dz_) = (views(seed, expanded) for seed in range(4))
         weight = normal(n_cols + 1, dtype=dtype)[1:]
-        ours = native.row_norm_forward(x, residual, weight, weight, weight, RNG, plan)
-        plain = native.row_norm_forward(x_, residual_, weight.clone(), weight.clone(), weight.clone(), RNG, plan)
+        ours = native.forward(Operands(x, residual, weight, weight, weight), RNG, plan)
+        plain = native.forward(Operands(x_, residual_, weight.clone(), weight.clone(), weight.clone()), RNG, plan)
         assert all(map(same_bits, ours, plain))
         _, z, mean, rstd = plain
         z_odd = torch.full((n_rows, n_cols + 3), float("nan"), dtype=dtype)
         z_odd[:, 3:] = z
-        ours = native.row_norm_backward(dy, dz, z_odd[:, 3:], mean, rstd, weight, RNG, plan, (dtype,) * 5)
-        plain = native.row_norm_backward(dy_, dz_, z, mean, rstd, weight, RNG, plan, (dtype,) * 5)
+        ours = native.backward(
+            BackwardOperands(dy, dz, z_odd[:, 3:], mean, rstd, weight), RNG, plan, Dtypes(*(dtype,) * 5)
+        )
+        plain = native.backward(BackwardOperands(dy_, dz_, z, mean, rstd, weight), RNG, plan, Dtypes(*(dtype,) * 5))
         assert all(map(same_bits, ours, plain))
 
 
@@ -297,14 +298,14 @@ def test_weight_gradients_over_a_million_bf16_rows():
     n_rows, n_cols = 2**20, 8
     x, dy = normal(n_rows, n_cols, dtype=BF16), (normal(n_rows, n_cols, seed=1) + 0.1).to(BF16)
     plan = plan_of(z_dtype=BF16, y_dtype=BF16, store_z=False)
-    _, _, mean, rstd = native.row_norm_forward(x, None, None, None, None, None, plan)
-    grads = (None, None, F32, F32, F32)
-    ours = native.row_norm_backward(dy, None, x, mean, rstd, None, None, plan, grads)
+    _, _, mean, rstd = native.forward(Operands(x), None, plan)
+    grads = Dtypes(None, None, F32, F32, F32)
+    ours = native.backward(BackwardOperands(dy, None, x, mean, rstd), None, plan, grads)
     exact = reference.backward(
-        *in_double(dy, None, x, mean, rstd, None),
+        BackwardOperands(*in_double(dy, None, x, mean, rstd)),
         None,
         plan._replace(z_dtype=torch.float64),
-        tuple(d and torch.float64 for d in grads),
+        Dtypes(*(d and torch.float64 for d in grads)),
     )
     for a, b in zip(ours[2:], exact[2:], strict=True):
         assert (a - b).abs().max() <= 1e-3 * b.abs().max()
@@ -333,13 +334,13 @@ def test_large_outputs_which_pass_the_caches(level, dtype, n_cols):
 
     for norm, center in ((NORM_LAYER, dtype == F32), (NORM_RMS, False), (NORM_NONE, False)):
         plan = plan_of(norm, z_dtype=dtype, y_dtype=dtype, center_z=center)
-        small = native.row_norm_forward(x, residual, weight, weight, None, None, plan)
-        large = native.row_norm_forward(many(x), many(residual), weight, weight, None, None, plan)
+        small = native.forward(Operands(x, residual, weight, weight), None, plan)
+        large = native.forward(Operands(many(x), many(residual), weight, weight), None, plan)
         assert all(b is None or same_bits(a, many(b)) for a, b in zip(large[:2], small[:2], strict=True))
         if norm != NORM_NONE:
-            grads = (dtype, dtype, None, None, None)
-            small = native.row_norm_backward(dy, None, *small[1:], weight, None, plan, grads)
-            large = native.row_norm_backward(many(dy), None, *large[1:], weight, None, plan, grads)
+            grads = Dtypes(dtype, dtype)
+            small = native.backward(BackwardOperands(dy, None, *small[1:], weight), None, plan, grads)
+            large = native.backward(BackwardOperands(many(dy), None, *large[1:], weight), None, plan, grads)
             assert same_bits(large[0], many(small[0])) and same_bits(large[1], many(small[1]))
 
 
@@ -353,15 +354,15 @@ def test_empty_is_a_no_op(n_rows, n_cols):
 def test_gradients_do_not_depend_on_the_number_of_threads():
     code = """
 import hashlib, torch
-from onetrip.ops import native
-from onetrip.reference.row_norm import NORM_LAYER, RowNormPlan
+from onetrip.ops import row_norm_native as native
+from onetrip.reference.row_norm import NORM_LAYER, BackwardOperands, Dtypes, Operands, RowNormPlan
 torch.manual_seed(0)
 digest = hashlib.sha256()
 for n_rows, n_cols in ((1000, 100), (77, 3000), (3, 70000)):
     x, dy, weight = torch.randn(n_rows, n_cols), torch.randn(n_rows, n_cols), torch.randn(n_cols)
     plan = RowNormPlan(NORM_LAYER, 1e-5, 0.0, 0.1, x.dtype, x.dtype, x.dtype, True, False, True)
-    y, z, mean, rstd = native.row_norm_forward(x, None, weight, weight, weight, (1, 2), plan)
-    grads = native.row_norm_backward(dy, None, z, mean, rstd, weight, (1, 2), plan, (x.dtype,) * 5)
+    y, z, mean, rstd = native.forward(Operands(x, None, weight, weight, weight), (1, 2), plan)
+    grads = native.backward(BackwardOperands(dy, None, z, mean, rstd, weight), (1, 2), plan, Dtypes(*(x.dtype,) * 5))
     for tensor in (y, z, mean, rstd, *grads):
         digest.update(tensor.numpy().tobytes())
 print(digest.hexdigest())

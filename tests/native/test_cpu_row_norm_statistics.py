@@ -8,10 +8,10 @@ import pytest
 import torch
 from cpu_cases import BF16, EPSILON, F32, NORM_IDS, dtype_id, normal, same_bits
 from cpu_cases import row_norm_plan as plan_of
-from onetrip.ops import native
+from onetrip.ops import row_norm_native as native
 from onetrip.ops.backends import native as native_library
 from onetrip.reference import row_norm as reference
-from onetrip.reference.row_norm import NORM_LAYER, NORM_RMS
+from onetrip.reference.row_norm import NORM_LAYER, NORM_RMS, BackwardOperands, Dtypes, Operands
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native library was not built")
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(native_library() is None, reason="the native lib
 def test_not_a_number_stays_in_its_row(level, norm, value, where):
     x = normal(3, 100)
     x[1, where] = value
-    y, _, _, _ = native.row_norm_forward(x, None, None, None, None, None, plan_of(norm))
-    expected, _, _, _ = reference.forward(x, None, None, None, None, None, plan_of(norm))
+    y, _, _, _ = native.forward(Operands(x), None, plan_of(norm))
+    expected, _, _, _ = reference.forward(Operands(x), None, plan_of(norm))
     assert torch.equal(y.isnan(), expected.isnan()) and y[[0, 2]].isfinite().all()
 
 
@@ -33,9 +33,9 @@ def test_not_a_number_stays_in_its_row(level, norm, value, where):
 def test_mean_of_many_deviations(level, n_cols, ratio):
     """The mean is held to more digits than one float32 has: y and rstd lose none, and the saved one is rounded once."""
     x, dy = normal(16, n_cols) + ratio, normal(16, n_cols, seed=1)
-    plan, grads = plan_of(store_z=False), (F32, None, None, F32, F32)
-    y, _, mean, rstd = native.row_norm_forward(x, None, None, None, None, None, plan)
-    gradients = native.row_norm_backward(dy, None, x, mean, rstd, None, None, plan, grads)
+    plan, grads = plan_of(store_z=False), Dtypes(F32, None, None, F32, F32)
+    y, _, mean, rstd = native.forward(Operands(x), None, plan)
+    gradients = native.backward(BackwardOperands(dy, None, x, mean, rstd), None, plan, grads)
 
     def by_torch(dtype: torch.dtype) -> list[Tensor]:
         leaves = [x.to(dtype), torch.ones(n_cols, dtype=dtype), torch.zeros(n_cols, dtype=dtype)]
@@ -65,7 +65,7 @@ def test_first_columns_unlike_the_others(level, n_cols, distance, n_first, has_r
     x[:, :n_first] += distance
     plan = plan_of(store_z=False)
     residual = torch.zeros_like(x) if has_residual else None
-    y, _, mean, rstd = native.row_norm_forward(x, residual, None, None, None, None, plan)
+    y, _, mean, rstd = native.forward(Operands(x, residual), None, plan)
     double = x.double()
     variance, exact_mean = torch.var_mean(double, 1, correction=0)
     exact_rstd = (variance + 1e-5).rsqrt()
@@ -81,7 +81,7 @@ def test_a_quarter_of_a_deviation_is_far_in_a_wide_row(level):
     n_low = round(0.3724 * n_cols)
     x = torch.cat([torch.full((n_low,), low), torch.full((n_cols - n_low,), high)])[None]
     x[0, :16] = x.double().mean() + 0.9448 * x.double().std()
-    y, _, _, _ = native.row_norm_forward(x, None, None, None, None, None, plan_of(store_z=False, eps=0.0))
+    y, _, _, _ = native.forward(Operands(x), None, plan_of(store_z=False, eps=0.0))
     double = x.double()
     exact = (double - double.mean()) / double.std(correction=0)
     assert (y - exact).abs().max() <= 5e-6
@@ -89,7 +89,7 @@ def test_a_quarter_of_a_deviation_is_far_in_a_wide_row(level):
 
 def test_sums_that_overflow_give_what_torch_gives(level):
     x = torch.tensor([[3e37] * 16 + [-3e37] * 16])
-    y, _, _, _ = native.row_norm_forward(x, None, None, None, None, None, plan_of(store_z=False))
+    y, _, _, _ = native.forward(Operands(x), None, plan_of(store_z=False))
     assert torch.equal(y, torch.nn.functional.layer_norm(x, x.shape[1:]))
 
 
@@ -103,7 +103,7 @@ def test_no_bit_of_a_row_depends_on_its_neighbours(level, norm, n_cols, dtype):
     plan = plan_of(norm, store_z=False, z_dtype=dtype, y_dtype=dtype)
 
     def forward(rows: Tensor) -> tuple[Tensor | None, ...]:
-        return native.row_norm_forward(rows, None, None, None, None, None, plan)
+        return native.forward(Operands(rows), None, plan)
 
     together, alone = forward(x), [forward(x[i : i + 1]) for i in range(7)]
     for whole, *parts in zip(together, *alone, strict=True):

@@ -14,7 +14,7 @@ from onetrip.ops.backends import native as native_library
 from onetrip.ops.masks import contiguous_layout, mask_layout
 from onetrip.reference import softmax as reference
 from onetrip.reference.philox import keep_mask
-from onetrip.reference.softmax import SoftmaxPlan
+from onetrip.reference.softmax import BackwardOperands, Operands, SoftmaxPlan
 from tolerances import assert_bitwise, assert_like_torch, bits
 from torch import Tensor
 
@@ -34,7 +34,7 @@ def plan_of(scale: float = 1.0, causal: bool = False, p: float = 0.0) -> Softmax
 def forward(scores: Tensor, mask: Tensor | None = None, plan: SoftmaxPlan | None = None, rng=RNG):
     """Native (y, p) of scores [..., queries, columns] and a mask that broadcasts to them."""
     layout = None if mask is None else mask_layout(tuple(scores.shape), tuple(mask.shape), mask.stride())
-    return native.forward(scores, mask, layout, scores.shape[-2], rng, plan or plan_of())
+    return native.forward(Operands(scores, mask, layout, scores.shape[-2]), rng, plan or plan_of())
 
 
 def rows_of(tensor: Tensor) -> Tensor:
@@ -46,8 +46,8 @@ def check(scores: Tensor, mask: Tensor | None, dy: Tensor, plan: SoftmaxPlan) ->
     shape = tuple(scores.shape)
     y, p = forward(scores, mask, plan)
     whole = None if mask is None else rows_of(mask.expand(shape))
-    expected = reference.forward(rows_of(scores), whole, None, shape[-2], RNG, plan)
-    exact = reference.forward(rows_of(scores.double()), whole, None, shape[-2], RNG, plan)
+    expected = reference.forward(Operands(rows_of(scores), whole, None, shape[-2]), RNG, plan)
+    exact = reference.forward(Operands(rows_of(scores.double()), whole, None, shape[-2]), RNG, plan)
     assert_like_torch(rows_of(y), expected[0], exact[0])
     assert (p is None) == (plan.dropout_p == 0.0)
     if p is not None:
@@ -58,9 +58,11 @@ def check(scores: Tensor, mask: Tensor | None, dy: Tensor, plan: SoftmaxPlan) ->
     saved = y if p is None else p
     gives_dmask = mask is not None and mask.is_floating_point()
     shared = contiguous_layout(shape, tuple(mask.shape)) if gives_dmask else None
-    ours = native.backward(dy, saved, shared, shape[-2], plan, True, gives_dmask)
+    ours = native.backward(BackwardOperands(dy, saved, shared, shape[-2]), plan, True, gives_dmask)
     expected, exact = (
-        reference.backward(rows_of(dy.to(t)), rows_of(saved.to(t)), shared, shape[-2], plan, True, gives_dmask)
+        reference.backward(
+            BackwardOperands(rows_of(dy.to(t)), rows_of(saved.to(t)), shared, shape[-2]), plan, True, gives_dmask
+        )
         for t in (scores.dtype, torch.float64)
     )
     assert_like_torch(rows_of(ours[0]), expected[0], exact[0])
@@ -99,10 +101,10 @@ def test_gradients_of_every_nan_are_nan(level, nan_bits, n_cols, p):
     saved = y if saved is None else saved
     column = int((~saved[0, 3].signbit()).nonzero()[-1])  # not dropped
     dy.view(torch.int16)[0, 3, column] = nan_bits
-    dscores, _ = native.backward(dy, saved, None, 5, plan, True, False)
+    dscores, _ = native.backward(BackwardOperands(dy, saved, None, 5), plan, True, False)
     assert dscores[0, 3].isnan().all() and dscores[0, [0, 1, 2, 4]].isfinite().all()
     dy[0, 3, column] = INF
-    dscores, _ = native.backward(dy, saved, None, 5, plan, True, False)
+    dscores, _ = native.backward(BackwardOperands(dy, saved, None, 5), plan, True, False)
     assert not dscores[0, 3].isfinite().any() and dscores[0, [0, 1, 2, 4]].isfinite().all()
 
 
@@ -110,7 +112,7 @@ def test_bfloat16_gradients_are_rounded_to_nearest_even(level):
     """Neighbours cancel in the sum of P * dP, so that each gradient is a product of two bfloat16 numbers, rounded."""
     p, dy = normal(64, 256, dtype=BF16).abs(), normal(64, 256, dtype=BF16, seed=1)
     p[:, 1::2], dy[:, 1::2] = p[:, ::2], -dy[:, ::2]
-    dscores, _ = native.backward(dy, p, None, 1, plan_of(), True, False)
+    dscores, _ = native.backward(BackwardOperands(dy, p, None, 1), plan_of(), True, False)
     products = p.float() * dy.float()
     assert (products.view(torch.int32) & 0xFFFF == 0x8000).any()  # ties
     assert_bitwise(dscores, products.to(BF16))
@@ -165,7 +167,11 @@ def test_causal_gradients_do_not_look_at_hidden_columns(level, dtype, shape):
         rows = dy.masked_fill(hidden, fill), p.masked_fill(hidden, fill)
         for mask_shape in (None, (1, n_queries, n_cols), (batch, 1, n_cols)):
             layout = None if mask_shape is None else contiguous_layout(shape, mask_shape)
-            found.append(native.backward(*rows, layout, n_queries, plan_of(causal=True), True, layout is not None))
+            found.append(
+                native.backward(
+                    BackwardOperands(*rows, layout, n_queries), plan_of(causal=True), True, layout is not None
+                )
+            )
     half = len(found) // 2
     for clean, dirty in zip(found[:half], found[half:], strict=True):
         assert_bitwise(dirty[0], clean[0])
@@ -173,7 +179,7 @@ def test_causal_gradients_do_not_look_at_hidden_columns(level, dtype, shape):
         if clean[1] is not None:
             assert_bitwise(dirty[1], clean[1])
     dy[0, -1, 0] = NAN
-    spoilt, _ = native.backward(dy, p, None, n_queries, plan_of(causal=True), True, False)
+    spoilt, _ = native.backward(BackwardOperands(dy, p, None, n_queries), plan_of(causal=True), True, False)
     assert spoilt[0, -1][~hidden[-1]].isnan().all() and (spoilt[0, -1][hidden[-1]] == 0).all()
 
 
@@ -197,7 +203,9 @@ def test_rows_that_are_not_finite(level, n_cols, dtype):
     assert p[0, 5].isfinite().all() and p[0, 5, 4] == 0 and p[0, 7].isfinite().all()
     y, _ = forward(scores, additive)
     assert (y[0, :1] == 0).all() and (y[0, 2] == 0).all() and y[0, 3:7].isnan().all()
-    zeros = native.backward(torch.ones_like(y), torch.zeros_like(y), None, 8, plan_of(), True, False)[0]
+    zeros = native.backward(BackwardOperands(torch.ones_like(y), torch.zeros_like(y), None, 8), plan_of(), True, False)[
+        0
+    ]
     assert (zeros == 0).all()
 
 
@@ -231,7 +239,7 @@ def test_dropout_is_the_one_mask(level, n_cols, rng):
     assert_bitwise(p.abs(), plain)
     y, p = forward(scores, None, plan_of(p=1.0), rng)
     assert (y == 0).all() and p.signbit().all()
-    gone = native.backward(torch.full_like(y, NAN), p, None, 19, plan_of(p=1.0), True, False)[0]
+    gone = native.backward(BackwardOperands(torch.full_like(y, NAN), p, None, 19), plan_of(p=1.0), True, False)[0]
     assert (gone == 0).all()
 
 
@@ -253,9 +261,11 @@ def test_the_gradient_of_a_mask(level, case, n_cols):
     dy, p = normal(*shape), torch.softmax(normal(*shape, seed=1), -1)
     layout = contiguous_layout(shape, (*mask_lead, n_cols))
     for wants_dscores in (True, False):
-        ours = native.backward(dy, p, layout, 1, plan_of(0.5), wants_dscores, True)
+        ours = native.backward(BackwardOperands(dy, p, layout, 1), plan_of(0.5), wants_dscores, True)
         expected, exact = (
-            reference.backward(rows_of(dy.to(t)), rows_of(p.to(t)), layout, 1, plan_of(0.5), wants_dscores, True)
+            reference.backward(
+                BackwardOperands(rows_of(dy.to(t)), rows_of(p.to(t)), layout, 1), plan_of(0.5), wants_dscores, True
+            )
             for t in (F32, torch.float64)
         )
         assert (ours[0] is None) == (not wants_dscores)
@@ -277,7 +287,7 @@ def test_large_outputs_which_pass_the_caches(level, dtype, n_cols):
     assert large.numel() * large.element_size() >= 8 << 20
     assert_bitwise(large, many(small))
     gradients = [
-        native.backward(*rows, None, 1, plan_of(), True, False)[0] for rows in ((dy, small), (many(dy), large))
+        native.backward(BackwardOperands(*rows), plan_of(), True, False)[0] for rows in ((dy, small), (many(dy), large))
     ]
     assert_bitwise(gradients[1], many(gradients[0]))
     y, p = forward(many(scores), keep, plan_of(p=0.1))
@@ -309,15 +319,15 @@ def test_no_bit_depends_on_the_number_of_threads():
 import hashlib, torch
 from onetrip.ops import softmax_native as native
 from onetrip.ops.masks import contiguous_layout
-from onetrip.reference.softmax import SoftmaxPlan
+from onetrip.reference.softmax import BackwardOperands, Operands, SoftmaxPlan
 torch.manual_seed(0)
 digest = hashlib.sha256()
 for shape, mask_shape in (((6, 5, 40, 100), (100,)), ((3, 4, 33, 65), (4, 33, 65)), ((3, 1, 1, 70000), (70000,))):
     scores, dy, mask = torch.randn(shape), torch.randn(shape), torch.randn(mask_shape)
     layout = contiguous_layout(shape, mask_shape)
     plan = SoftmaxPlan(0.5, True, 0.1, True)
-    y, p = native.forward(scores, mask, layout, shape[2], (1, 2), plan)
-    for tensor in (y, p, *native.backward(dy, p, layout, shape[2], plan, True, True)):
+    y, p = native.forward(Operands(scores, mask, layout, shape[2]), (1, 2), plan)
+    for tensor in (y, p, *native.backward(BackwardOperands(dy, p, layout, shape[2]), plan, True, True)):
         digest.update(tensor.numpy().tobytes())
 print(digest.hexdigest())
 """
@@ -352,14 +362,16 @@ def test_results_in_the_memory_of_what_they_are_made_of(p, dtype, n_cols):
     torch.manual_seed(0)
     plan = SoftmaxPlan(0.5, True, p, store_p=p > 0.0)
     scores, dy = torch.randn(2, 3, 40, n_cols).to(dtype), torch.randn(2, 3, 40, n_cols).to(dtype)
-    y, stored = native.forward(scores, None, None, 40, RNG, plan)
-    dscores, _ = native.backward(dy, y if stored is None else stored, None, 40, plan, True, False)
+    y, stored = native.forward(Operands(scores, None, None, 40), RNG, plan)
+    dscores, _ = native.backward(BackwardOperands(dy, y if stored is None else stored, None, 40), plan, True, False)
     overwritten = scores.clone()
-    y_there, stored_there = native.forward(overwritten, None, None, 40, RNG, plan, may_overwrite=True)
+    y_there, stored_there = native.forward(Operands(overwritten, None, None, 40), RNG, plan, may_overwrite=True)
     assert y_there.data_ptr() == overwritten.data_ptr()
     assert_bitwise(y_there, y)
     saved = y_there if stored_there is None else stored_there
     overwritten = dy.clone()
-    dscores_there, _ = native.backward(overwritten, saved, None, 40, plan, True, False, may_overwrite=True)
+    dscores_there, _ = native.backward(
+        BackwardOperands(overwritten, saved, None, 40), plan, True, False, may_overwrite=True
+    )
     assert dscores_there.data_ptr() == overwritten.data_ptr()
     assert_bitwise(dscores_there, dscores)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip.ops import native
+from onetrip.ops import row_norm_native as native
 from onetrip.ops.backends import native as native_library
 
 library = native_library()
@@ -91,7 +91,7 @@ Layout.__dlpack_c_exchange_api__ = new_capsule(ctypes.addressof(TABLE), NAME, No
 def operands(x: Any, residual: Any = None, bias: Any = None, weight: Any = None, norm_bias: Any = None) -> Any:
     assert library is not None
     code = library.operands_reader(Layout, Parameter)(x, residual, bias, weight, norm_bias)
-    return None if code < 0 else native._decode(code)
+    return None if code < 0 else native.decode(code)
 
 
 def vector(n: int = N, **changes: Any) -> Layout:

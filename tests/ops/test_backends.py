@@ -16,7 +16,7 @@ import onetrip
 import pytest
 import torch
 from onetrip import ops
-from onetrip.ops import backends, native
+from onetrip.ops import backends, row_norm_native
 from onetrip.reference import row_norm as reference
 
 CPU = torch.device("cpu")
@@ -186,7 +186,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     if "cpu" not in onetrip.available_backends():
         pytest.skip("the native library was not built")
     ran: list[str] = []
-    for name, module, function in (("reference", reference, "backward"), ("cpu", native, "row_norm_backward")):
+    for name, module, function in (("reference", reference, "backward"), ("cpu", row_norm_native, "backward")):
         real = getattr(module, function)
         monkeypatch.setattr(module, function, lambda *a, real=real, name=name: ran.append(name) or real(*a))
     return ran

@@ -10,7 +10,6 @@ import onetrip
 import pytest
 import torch
 from onetrip import ops
-from onetrip.ops import row_norm_library  # noqa: F401  registers torch.ops.onetrip
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
 from row_norm_cases import Inputs, call, make, normed, short, sublayer
 from tolerances import assert_bitwise

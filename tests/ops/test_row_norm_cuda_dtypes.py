@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from onetrip import ops
-from onetrip.ops import native, row_norm_call, row_norm_library
+from onetrip.ops import row_norm, row_norm_autograd, row_norm_native
 from onetrip.reference import row_norm as reference
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,26 +25,25 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def forward(x, residual, bias, weight, norm_bias, rng, plan, launch=None):
-    assert (x.dtype, plan.z_dtype) in PAIRS
-    assert residual is None or residual.dtype == plan.z_dtype
-    return reference.forward(x, residual, bias, weight, norm_bias, rng, plan)
+def forward(operands, rng, plan, launch=None):
+    operands = reference.Operands(*operands)
+    assert (operands.x.dtype, plan.z_dtype) in PAIRS
+    assert operands.residual is None or operands.residual.dtype == plan.z_dtype
+    return reference.forward(operands, rng, plan)
 
 
-def backward(dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes):
-    x_dtype, residual_dtype = grad_dtypes[:2]
-    assert (x_dtype or plan.z_dtype, plan.z_dtype) in PAIRS
-    assert residual_dtype in (None, plan.z_dtype)
-    return reference.backward(dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes)
+def backward(operands, rng, plan, wanted):
+    assert (wanted.x or plan.z_dtype, plan.z_dtype) in PAIRS
+    assert wanted.residual in (None, plan.z_dtype)
+    return reference.backward(operands, rng, plan, wanted)
 
 
 @pytest.fixture
 def cuda(monkeypatch):
-    for module in (row_norm_call, row_norm_library):
+    for module in (row_norm, row_norm_autograd):
         monkeypatch.setattr(module, "choose", lambda *_: "cuda")
-    monkeypatch.setattr(row_norm_call, "native_forward", forward)
-    monkeypatch.setattr(native, "row_norm_forward", forward)
-    monkeypatch.setattr(native, "row_norm_backward", backward)
+    monkeypatch.setattr(row_norm_native, "forward", forward)
+    monkeypatch.setattr(row_norm_native, "backward", backward)
 
 
 def outcome(dtypes: tuple[torch.dtype, ...], p: float, normed: bool) -> tuple[Tensor, ...]:

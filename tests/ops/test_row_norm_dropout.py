@@ -9,7 +9,7 @@ import torch
 from onetrip import ops
 from onetrip.ops import row_norm_autograd as family
 from onetrip.reference.philox import keep_mask
-from onetrip.reference.row_norm import NORM_NONE, RowNormPlan
+from onetrip.reference.row_norm import NORM_NONE, BackwardOperands, Dtypes, RowNormPlan
 from row_norm_cases import DTYPES, call, make, short
 from targets import Target, needs
 from tolerances import assert_bitwise
@@ -169,8 +169,8 @@ def test_kernel_mask_beyond_element_2_to_the_32():
     buffer[n_cols + first_rows :] = 1.0
     dz = buffer.as_strided((n_rows, n_cols), (1, 1))  # row r sees ones in its last r - first_rows columns
     plan = RowNormPlan(NORM_NONE, 0.0, 0.0, 0.5, *[torch.float32] * 3, store_z=True, center_z=False, store_stats=False)
-    wanted = (None, None, torch.float32, None, None)
-    dbias = family.backward("cpu", None, dz, None, None, None, None, (3, 4), plan, wanted)[2]
+    wanted = Dtypes(bias=torch.float32)
+    dbias = family.backward("cpu", BackwardOperands(dz=dz), (3, 4), plan, wanted)[2]
     expected = torch.zeros(n_cols)
     for row in range(first_rows, n_rows):
         start = n_cols - (row - first_rows)

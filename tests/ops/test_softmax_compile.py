@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from onetrip import ops
-from onetrip.ops import softmax_library  # noqa: F401  registers torch.ops.onetrip.softmax
 from onetrip.reference.softmax import SoftmaxPlan
 from softmax_cases import RNG
 from tolerances import assert_bitwise

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from onetrip.reference import row_norm as reference
 from onetrip.reference.philox import dropout_scale, dropout_threshold, keep_mask
-from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
+from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, BackwardOperands, Dtypes, Operands, RowNormPlan
 from torch import Tensor
 
 from tools.gpusim.harness import DTYPE_CODES, ORDERS, Case, Pair
@@ -156,12 +156,7 @@ class Call:
 
     def reference_forward(self) -> dict[str, Tensor | None]:
         plan, tensors = self.plan(), self.tensors()
-        y, z, mean, rstd = reference.forward(
-            tensors["x"],
-            *(tensors.get(name) for name in ("residual", "bias", "weight", "norm_bias")),
-            RNG,
-            plan,
-        )
+        y, z, mean, rstd = reference.forward(Operands(*map(tensors.get, Operands._fields)), RNG, plan)
         return {"y": y, "z": z, "mean": mean if plan.norm == NORM_LAYER else None, "rstd": rstd}
 
     def backward_case(self) -> Case:
@@ -183,12 +178,8 @@ class Call:
         plan, tensors = self.plan(), self.tensors()
         if plan.norm == NORM_NONE:
             return {}
-        _, z, mean, rstd = reference.forward(
-            tensors["x"],
-            *(tensors.get(name) for name in ("residual", "bias", "weight", "norm_bias")),
-            RNG,
-            plan._replace(store_z=True),
-        )
+        operands = Operands(*map(tensors.get, Operands._fields))
+        _, z, mean, rstd = reference.forward(operands, RNG, plan._replace(store_z=True))
         return {"z": z, "mean": mean, "rstd": rstd}
 
     def reference_backward(self) -> dict[str, Tensor]:
@@ -198,22 +189,11 @@ class Call:
         def wide(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.double()
 
-        saved = self._saved()
-        wanted = (
-            torch.float64,
-            *(torch.float64 if name in tensors else None for name in ("residual", "bias", "weight", "norm_bias")),
-        )
-        gradients = reference.backward(
-            wide(tensors.get("dy")),
-            wide(tensors.get("dz")),
-            *(wide(saved.get(name)) for name in ("z", "mean", "rstd")),
-            wide(tensors.get("weight")),
-            RNG,
-            plan._replace(z_dtype=torch.float64),
-            wanted,
-        )
-        names = ("dx", "dresidual", "dbias", "dweight", "dnorm_bias")
-        return {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
+        given = tensors | self._saved()
+        operands = BackwardOperands(*(wide(given.get(name)) for name in BackwardOperands._fields))
+        wanted = Dtypes(*(torch.float64 if name in tensors else None for name in Operands._fields))
+        gradients = reference.backward(operands, RNG, plan._replace(z_dtype=torch.float64), wanted)
+        return {name: gradient for name, gradient in gradients._asdict().items() if gradient is not None}
 
 
 def check_forward(call: Call, outputs: dict[str, Tensor]) -> None:

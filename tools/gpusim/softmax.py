@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from onetrip.reference import softmax as reference
 from onetrip.reference.philox import dropout_scale, dropout_threshold, keep_mask
-from onetrip.reference.softmax import MaskLayout, SoftmaxPlan
+from onetrip.reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
 from torch import Tensor
 
 from tools.gpusim.harness import DTYPE_CODES, ORDERS, Case
@@ -160,7 +160,7 @@ class Call:
         """In float64, of the values that the kernel gets."""
         tensors = self.tensors()
         return reference.forward(
-            tensors["scores"].double(), tensors.get("mask"), self.layout(), self.dims[2], RNG, self.plan()
+            Operands(tensors["scores"].double(), tensors.get("mask"), self.layout(), self.dims[2]), RNG, self.plan()
         )
 
     def saved(self) -> Tensor:
@@ -185,10 +185,7 @@ class Call:
         """In float64, of the values that the kernel gets."""
         wants_dmask = self.mask not in (None, torch.bool)
         dscores, dmask = reference.backward(
-            self.tensors()["dy"].double(),
-            self.saved().double(),
-            self.layout(),
-            self.dims[2],
+            BackwardOperands(self.tensors()["dy"].double(), self.saved().double(), self.layout(), self.dims[2]),
             self.plan(),
             True,
             wants_dmask,

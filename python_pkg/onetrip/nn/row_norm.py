@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from ..ops import bias_dropout_residual, bias_dropout_residual_norm
 from ..ops import row_norm as ops
 from ..ops.checks import check_eps, check_number, check_probability
-from ..reference.row_norm import NORM_LAYER, NORM_RMS
+from ..reference.row_norm import NORM_LAYER, NORM_RMS, Operands
 
 
 def _over_normalized_shape(
@@ -26,12 +26,10 @@ def _over_normalized_shape(
         raise ValueError(f"{function}: x must end in the normalized_shape {tuple(shape)}, got {tuple(x.shape)}")
     weight: Tensor | None = module.weight
     if len(shape) == 1:
-        return ops.row_norm(function, norm, x, None, None, weight, bias, eps=eps, follow_autocast=True, **options)
+        return ops.row_norm(function, norm, Operands(x, None, None, weight, bias), eps=eps, **options)
     rows = x.reshape(*x.shape[: -len(shape)], prod(shape))
-    weight = None if weight is None else weight.flatten()
-    bias = None if bias is None else bias.flatten()
-    y = ops.row_norm(function, norm, rows, None, None, weight, bias, eps=eps, follow_autocast=True, **options)
-    return y.view(x.shape)
+    weight, bias = (None if vector is None else vector.flatten() for vector in (weight, bias))
+    return ops.row_norm(function, norm, Operands(rows, None, None, weight, bias), eps=eps, **options).view(x.shape)
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -42,7 +40,7 @@ class LayerNorm(torch.nn.LayerNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return _over_normalized_shape(self, NORM_LAYER, x, self.eps, self.bias)
+        return _over_normalized_shape(self, NORM_LAYER, x, self.eps, self.bias, follow_autocast=True)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -94,6 +92,7 @@ class RMSNorm(torch.nn.RMSNorm):
             x,
             eps,
             None,
+            follow_autocast=True,
             weight_offset=self.weight_offset,
             cast_before_weight=self.cast_before_weight,
         )

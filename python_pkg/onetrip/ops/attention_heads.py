@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..reference.philox import Rng
 from ..reference.softmax import SoftmaxPlan
-from .softmax import kernel_mask
+from .masks import kernel_mask
 from .softmax_autograd import backward, forward
 from .tracing import have_storage
 

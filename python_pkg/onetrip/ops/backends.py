@@ -77,6 +77,11 @@ def _triton_unavailable_reason(device_type: str, index: int) -> str:
     return str(kernels.unavailable_reason(torch.device(device_type, index)))
 
 
+def formulas(backend: str, family: str) -> ModuleType:
+    """The module of an operator family for "reference" or "triton": both have the same forward and backward."""
+    return importlib.import_module(f"onetrip.{'reference' if backend == 'reference' else 'kernels'}.{family}")
+
+
 def available_backends(device: torch.device | str = "cpu") -> tuple[str, ...]:
     """Names of the backends that can run on the device, in order of preference.
 

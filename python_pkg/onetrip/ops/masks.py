@@ -1,13 +1,23 @@
-"""How a broadcast mask is read in place: the dimensions of the scores, folded to the few along which it moves."""
+"""Masks as kernels take them: their dtype, and the dimensions of the scores folded to the few along which they move."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
+from torch import Tensor
+
 from ..reference.softmax import MaskLayout
 
 MAX_DIMS = 4
-"""Of MaskLayout and of struct MaskRows in csrc/launch.h."""
+"""Dimensions of MaskLayout, and of struct MaskRows in csrc/launch.h."""
+
+
+def kernel_mask(scores: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The mask as backends take it: a float64 mask of narrower scores is rounded to float32 (at its own size)."""
+    if mask is None or mask.dtype != torch.float64 or scores.dtype == torch.float64:
+        return mask
+    return mask.detach().float()
 
 
 def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:

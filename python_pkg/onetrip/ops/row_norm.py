@@ -3,20 +3,33 @@
 z = residual + dropout(x + bias);  y = norm(z) * weight + norm_bias. Sources: layer norm, Ba, Kiros & Hinton 2016;
 RMS norm, Zhang & Sennrich 2019; dropout, Srivastava et al. 2014 by Philox4x32-10 (Salmon et al. 2011).
 
-Eager calls go straight to an autograd.Function around the kernel launch; traced calls (torch.compile, fake tensors,
-dispatch modes) go through the torch.library operators of row_norm_library.py, which run the same kernels. Under
-torch.func's transforms and forward-mode differentiation the formulas are composed of torch's operators instead.
+This file has the public functions, their checks and the plan of a call. row_norm_autograd.py has the eager and the
+traced path, row_norm_native.py the native launch. Under torch.func's transforms and forward-mode differentiation the
+formulas are composed of torch's operators instead.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Literal, NoReturn
 
+import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS
-from .checks import raise_unknown
-from .row_norm_call import check_cast, row_norm
+from ..reference import row_norm as reference
+from ..reference.philox import Rng
+from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, Dtypes, Operands, Outputs, RowNormPlan
+from .backends import KERNEL_DTYPES, choose, native
+from .checks import check_eps, check_like, check_number, check_parameter, check_probability, check_rows, raise_unknown
+from .native import Launcher
+from .rng import check_rng
+from .row_norm_autograd import apply, forward
+from .row_norm_native import cuda_dtypes, decode, dtypes_of, forward_launcher, operands_code
+from .tracing import eager_rng, is_jit_tracing, is_recorded, is_traced, is_transformed, reject_onnx_export, traced_rng
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def layer_norm(
@@ -32,7 +45,7 @@ def layer_norm(
     """
     if unknown:
         raise_unknown("layer_norm", unknown)
-    return row_norm("layer_norm", NORM_LAYER, x, None, None, weight, bias, eps=eps, follow_autocast=True)
+    return row_norm("layer_norm", NORM_LAYER, Operands(x, None, None, weight, bias), eps=eps, follow_autocast=True)
 
 
 def rms_norm(
@@ -63,11 +76,7 @@ def rms_norm(
     return row_norm(
         "rms_norm",
         NORM_RMS,
-        x,
-        None,
-        None,
-        weight,
-        None,
+        Operands(x, None, None, weight),
         eps=eps,
         weight_offset=weight_offset,
         cast_before_weight=cast_before_weight,
@@ -97,7 +106,7 @@ def bias_dropout_residual(
         raise_unknown("bias_dropout_residual", unknown)
     if residual is None:
         raise TypeError("bias_dropout_residual: residual must be a Tensor, got NoneType")
-    return row_norm("bias_dropout_residual", NORM_NONE, x, residual, bias, None, None, dropout_p=dropout_p, rng=rng)
+    return row_norm("bias_dropout_residual", NORM_NONE, Operands(x, residual, bias), dropout_p=dropout_p, rng=rng)
 
 
 def bias_dropout_residual_norm(
@@ -137,11 +146,7 @@ def bias_dropout_residual_norm(
     return row_norm(
         function,
         NORM_LAYER if norm == "layer" else NORM_RMS,
-        x,
-        residual,
-        bias,
-        weight,
-        norm_bias,
+        Operands(x, residual, bias, weight, norm_bias),
         eps=eps,
         weight_offset=weight_offset,
         cast_before_weight=cast_before_weight,
@@ -150,3 +155,173 @@ def bias_dropout_residual_norm(
         return_residual=return_residual,
         rng=rng,
     )
+
+
+def check_cast(function: str, cast_before_weight: object, norm: str) -> None:
+    if not isinstance(cast_before_weight, (bool, str)) or cast_before_weight not in (False, True, "weight"):
+        raise ValueError(f'{function}: cast_before_weight must be False, True or "weight", got {cast_before_weight!r}')
+    if norm == "layer" and cast_before_weight:
+        raise ValueError(f'{function}: cast_before_weight must be False with norm="layer", got {cast_before_weight!r}')
+
+
+def _check(
+    function: str, operands: Operands, eps: float, weight_offset: float, dropout_p: float, rng: tuple[int, int] | None
+) -> None:
+    x, residual, bias, weight, norm_bias = operands
+    check_rows(function, "x", x)
+    if residual is not None:
+        check_like(function, "residual", residual, x)
+    norm_bias_name = "norm_bias" if function == "bias_dropout_residual_norm" else "bias"
+    for name, vector in (("bias", bias), ("weight", weight), (norm_bias_name, norm_bias)):
+        if vector is not None:
+            check_parameter(function, name, vector, x)
+    check_eps(function, eps)
+    check_number(function, "weight_offset", weight_offset)
+    check_probability(function, "dropout_p", dropout_p)
+    check_rng(function, rng)
+
+
+def _composed(operands: Operands, rng: Rng | None, plan: RowNormPlan) -> Outputs:
+    """By torch's own operators, which every transform of torch.func and forward-mode differentiation know."""
+    x, residual, *parameters = operands
+    rows: Any = (None if tensor is None else tensor.reshape(-1, x.shape[-1]) for tensor in (x, residual))
+    plain = plan._replace(store_z=True, center_z=False, store_stats=False)
+    y, z, _, _ = reference.forward(Operands(*rows, *parameters), rng, plain)
+    return Outputs(None if y is None else y.view(x.shape), None if z is None else z.view(x.shape))
+
+
+def _make_plan(
+    norm: int,
+    eps: float,
+    weight_offset: float,
+    cast_before_weight: bool | Literal["weight"],
+    dropout_p: float,
+    autocast_to_float32: bool,
+    needs_grad: bool,
+    return_residual: bool,
+    dtypes: Dtypes,
+) -> RowNormPlan:
+    """The plan of a call with tensors of these dtypes.
+
+    Dtypes are those that the unfused expression gives; autocast runs torch's own norms in float32 on CUDA, not on the
+    CPU.
+    """
+    z, weight = dtypes.x, dtypes.weight
+    assert z is not None
+    for other in (dtypes.bias, dtypes.residual):
+        z = z if other is None else torch.promote_types(z, other)
+    z_is_x = dtypes.residual is None and dtypes.bias is None and dropout_p == 0.0
+    n, y = torch.float32, z
+    if norm == NORM_RMS and weight is not None and cast_before_weight:
+        n = z
+        if cast_before_weight == "weight":
+            n = weight if weight in _HALF else torch.promote_types(z, torch.float32)
+        y = torch.promote_types(n, weight)
+    elif autocast_to_float32 and z in _HALF:
+        y = torch.float32
+    return RowNormPlan(
+        norm=norm,
+        eps=eps,
+        weight_offset=weight_offset,
+        dropout_p=dropout_p,
+        z_dtype=z,
+        n_dtype=n,
+        y_dtype=y,
+        store_z=norm == NORM_NONE or (not z_is_x and (needs_grad or return_residual)),
+        # One float32 number a row less to save. Rounding z - mean to a half type would lose accuracy; float32 does not.
+        center_z=norm == NORM_LAYER and not z_is_x and not return_residual and z == torch.float32,
+        store_stats=needs_grad and norm != NORM_NONE,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _prepare(*arguments: Any) -> tuple[RowNormPlan, Dtypes, bool, dict[str, Launcher]]:
+    """What eager calls with these arguments of _make_plan have in common: their plan, the operands' dtypes, whether
+    kernels compute with all dtypes, and the launcher of each native backend that can read the operands as they are.
+
+    The last argument is the operands' dtypes, or operands_code of operands whose code is known."""
+    known = arguments[-1]
+    dtypes, are_plain = decode(known) if type(known) is int else (known, False)
+    plan = _make_plan(*(*arguments[:-1], dtypes))
+    all_dtypes = (*dtypes, plan.z_dtype, plan.y_dtype)
+    in_kernel_dtypes = all(dtype in KERNEL_DTYPES for dtype in all_dtypes if dtype is not None)
+    launchers = {}
+    if are_plain and native():
+        launchers["cpu"] = forward_launcher(plan, dtypes)
+        if cuda_dtypes(dtypes, plan.z_dtype) == dtypes:
+            launchers["cuda"] = launchers["cpu"]
+    return plan, dtypes, in_kernel_dtypes, launchers
+
+
+def row_norm(
+    function: str,
+    norm: int,
+    operands: Operands,
+    *,
+    eps: float = 0.0,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool | Literal["weight"] = False,
+    follow_autocast: bool = False,
+    dropout_p: float = 0.0,
+    return_residual: bool = False,
+    rng: tuple[int, int] | None = None,
+) -> Any:
+    """Every public function of the family. function: its name, for messages."""
+    code = -1  # compilers see only the checks
+    if (
+        not is_compiling()
+        and rng is None
+        and type(eps) is float
+        and eps >= 0.0
+        and type(weight_offset) is float
+        and type(dropout_p) is float
+        and 0.0 <= dropout_p <= 1.0
+    ):
+        code = operands_code(operands)
+    if code >= 0:
+        traced = is_in_torch_dispatch_mode() or is_jit_tracing()
+    else:
+        _check(function, operands, eps, weight_offset, dropout_p, rng)
+        traced = is_traced(*operands)
+
+    x, residual, bias, weight, norm_bias = operands
+    needs_grad = (traced and is_recorded()) or (
+        torch.is_grad_enabled()
+        and (
+            x.requires_grad
+            or (residual is not None and residual.requires_grad)
+            or (bias is not None and bias.requires_grad)
+            or (weight is not None and weight.requires_grad)
+            or (norm_bias is not None and norm_bias.requires_grad)
+        )
+    )
+    plan_arguments = (
+        norm,
+        eps,
+        weight_offset,
+        cast_before_weight,
+        dropout_p,
+        follow_autocast and x.is_cuda and torch.is_autocast_enabled("cuda"),
+        needs_grad,
+        return_residual,
+    )
+    if traced:
+        reject_onnx_export()
+        plan = _make_plan(*plan_arguments, dtypes_of(operands))
+        y, z, _, _ = torch.ops.onetrip.row_norm(*operands, traced_rng(rng, dropout_p, x.device), *plan)
+    else:
+        plan, dtypes, in_kernel_dtypes, launchers = _prepare(*plan_arguments, dtypes_of(operands) if code < 0 else code)
+        transformed = is_transformed()
+        backend = choose(function, x.device, in_kernel_dtypes and not transformed)
+        used_rng = None if dropout_p == 0.0 else eager_rng(rng, dropout_p, x.device)
+        if transformed:
+            y, z, _, _ = _composed(operands, used_rng, plan)
+        elif needs_grad:
+            return_z = return_residual and plan.store_z
+            outputs = apply(*operands, (used_rng, plan, backend, dtypes, return_z, launchers.get(backend)))
+            return (outputs, x) if return_residual and not return_z else outputs
+        else:
+            y, z, _, _ = forward(backend, operands, used_rng, plan, launchers.get(backend))
+    if return_residual:
+        return y, z if plan.store_z else x
+    return y if norm else z

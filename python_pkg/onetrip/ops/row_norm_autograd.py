@@ -1,185 +1,133 @@
-"""Autograd around the kernels of the row_norm family, and the way of a call to its backend."""
+"""The row_norm family with gradients: one forward and one backward for any backend, and autograd around them.
+
+Eager calls take _RowNorm, an autograd.Function. Traced calls (torch.compile, fake tensors, dispatch modes) take the
+torch.library operators onetrip::row_norm and onetrip::row_norm_backward: below are their schemas, what they compute,
+their fake versions and their autograd formula. They are functional; what a call does not produce is an empty tensor.
+"""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..reference import row_norm as reference
 from ..reference.philox import Rng
-from ..reference.row_norm import NORM_LAYER, Backward, Forward, GradDtypes, RowNormPlan
-from . import native
-from .backends import REHEARSALS
-from .native import Dtypes, Launcher, two_dimensional
-from .tracing import have_storage, refuse_double_backward
+from ..reference.row_norm import (
+    BackwardOperands,
+    Dtypes,
+    Gradients,
+    Operands,
+    Outputs,
+    RowNormPlan,
+    gradients_of,
+    outputs_of,
+)
+from . import row_norm_native
+from .backends import KERNEL_DTYPES, REHEARSALS, choose, formulas
+from .native import Launcher, matrix, vector
+from .row_norm_native import cuda_dtypes, dtypes_of, split_stats
+from .tracing import have_storage, refuse_double_backward, reject_onnx_export
 
-_NO_GRADS: GradDtypes = (None, None, None, None, None)
+Call = tuple[Rng | None, RowNormPlan, str, Dtypes, bool, Launcher | None]
+"""rng, plan, backend, the operands' dtypes, whether z is returned too, and forward's launch."""
 
 
 def forward(
-    backend: str,
-    x: Tensor,
-    residual: Tensor | None,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    norm_bias: Tensor | None,
-    rng: Rng | None,
-    plan: RowNormPlan,
-) -> Forward:
-    """reference.row_norm.forward on any backend, for x of any rank, strides and size; y and z are shaped like x."""
+    backend: str, operands: Operands, rng: Rng | None, plan: RowNormPlan, launch: Launcher | None = None
+) -> Outputs:
+    """reference.row_norm.forward on any backend, for x of any rank, strides and size; y and z are shaped like x.
+
+    launch: the launcher of a native backend that can read all operands as they are (row_norm_native.forward).
+    """
+    if launch is not None:
+        return row_norm_native.forward(operands, rng, plan, launch)
+    x, residual, *parameters = operands
     if x.numel() == 0 or backend in REHEARSALS:
-        n_rows, acc = x.shape[:-1].numel(), torch.float64 if plan.z_dtype == torch.float64 else torch.float32
-        return (
-            x.new_empty(x.shape, dtype=plan.y_dtype) if plan.norm else None,
-            x.new_empty(x.shape, dtype=plan.z_dtype) if plan.store_z else None,
-            x.new_zeros(n_rows, dtype=acc) if has_mean(plan) else None,
-            x.new_zeros(n_rows, dtype=acc) if plan.store_stats else None,
-        )
+        return outputs_of(plan, x, x.new_zeros)
+    if backend == "cuda":
+        dtypes = cuda_dtypes(dtypes_of(operands), plan.z_dtype)
+        operands = Operands(x.to(dtypes.x), None if residual is None else residual.to(dtypes.residual), *parameters)
     if backend in ("cpu", "cuda"):
-        return native.row_norm_forward(x, residual, bias, weight, norm_bias, rng, plan)
-    module = reference if backend == "reference" else importlib.import_module("onetrip.kernels.row_norm")
-    n_cols = x.shape[-1]
-    y, z, mean, rstd = module.forward(
-        two_dimensional(x, n_cols),
-        None if residual is None else two_dimensional(residual, n_cols),
-        native.vector(bias),
-        native.vector(weight),
-        native.vector(norm_bias),
-        rng,
-        plan,
-    )
-    return None if y is None else y.view(x.shape), None if z is None else z.view(x.shape), mean, rstd
+        return row_norm_native.forward(operands, rng, plan)
+    rows: Any = (matrix(tensor, x.shape[-1]) for tensor in (x, residual))
+    y, z, mean, rstd = formulas(backend, "row_norm").forward(Operands(*rows, *map(vector, parameters)), rng, plan)
+    return Outputs(None if y is None else y.view(x.shape), None if z is None else z.view(x.shape), mean, rstd)
 
 
-def backward(
-    backend: str,
-    dy: Tensor | None,
-    dz: Tensor | None,
-    z: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    weight: Tensor | None,
-    rng: Rng | None,
-    plan: RowNormPlan,
-    grad_dtypes: GradDtypes,
-) -> Backward:
-    """reference.row_norm.backward on any backend, for any rank, strides and size. One of dy and dz must be given."""
-    given = cast(Tensor, dy if dy is not None else dz)
-    shape, n_cols = given.shape, given.shape[-1]
+def backward(backend: str, operands: BackwardOperands, rng: Rng | None, plan: RowNormPlan, wanted: Dtypes) -> Gradients:
+    """reference.row_norm.backward on any backend, for any rank, strides and size."""
+    given = operands.given
     if given.numel() == 0 or backend in REHEARSALS:
-        sizes = (shape, shape, (n_cols,), (n_cols,), (n_cols,))
-        return cast(
-            Backward,
-            tuple(
-                None if dtype is None else given.new_zeros(size, dtype=dtype)
-                for size, dtype in zip(sizes, grad_dtypes, strict=True)
-            ),
-        )
-    if backend == "cuda" and grad_dtypes[1] is not None:
-        # As kernel_pair: the residual's gradient is of z's dtype.
-        dx, dresidual, *parameters = native.row_norm_backward(
-            dy, dz, z, mean, rstd, weight, rng, plan, (grad_dtypes[0], plan.z_dtype, *grad_dtypes[2:])
-        )
-        return cast(Backward, (dx, cast(Tensor, dresidual).to(grad_dtypes[1]), *parameters))
+        return gradients_of(wanted, given, given.new_zeros)
+    if backend == "cuda" and wanted.residual is not None:  # of z's dtype, see cuda_dtypes
+        found = row_norm_native.backward(operands, rng, plan, wanted._replace(residual=plan.z_dtype))
+        assert found.dresidual is not None
+        return found._replace(dresidual=found.dresidual.to(wanted.residual))
     if backend in ("cpu", "cuda"):
-        return native.row_norm_backward(dy, dz, z, mean, rstd, weight, rng, plan, grad_dtypes)
-    if dy is not None and z is not None and rstd is None:
-        z, rstd = native.split_stats(z, shape)
-    module = reference if backend == "reference" else importlib.import_module("onetrip.kernels.row_norm")
-    dx, dresidual, dbias, dweight, dnorm_bias = module.backward(
-        None if dy is None else two_dimensional(dy, n_cols),
-        None if dz is None else two_dimensional(dz, n_cols),
-        None if z is None or dy is None else two_dimensional(z, n_cols),
-        mean,
-        rstd,
-        native.vector(weight),
-        rng,
-        plan,
-        grad_dtypes,
-    )
-    return (
-        None if dx is None else dx.view(shape),
-        None if dresidual is None else dresidual.view(shape),
-        dbias,
-        dweight,
-        dnorm_bias,
-    )
-
-
-def has_mean(plan: RowNormPlan) -> bool:
-    """Whether the forward pass stores the rows' means."""
-    return plan.store_stats and plan.norm == NORM_LAYER and not plan.center_z
+        return row_norm_native.backward(operands, rng, plan, wanted)
+    dy, dz, z, mean, rstd, weight = operands
+    if dy is None:
+        z = None
+    elif z is not None and rstd is None:
+        z, rstd = split_stats(z, given.shape)
+    dy, dz, z = (matrix(tensor, given.shape[-1]) for tensor in (dy, dz, z))
+    operands = BackwardOperands(dy, dz, z, mean, rstd, vector(weight))
+    dx, dresidual, *parameters = formulas(backend, "row_norm").backward(operands, rng, plan, wanted)
+    views = (None if tensor is None else tensor.view(given.shape) for tensor in (dx, dresidual))
+    return Gradients(*views, *parameters)
 
 
 def input_gradients(
-    compute: Callable[..., Backward],
-    dy: Tensor | None,
-    dz: Tensor | None,
-    z: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    weight: Tensor | None,
+    compute: Callable[..., Gradients],
+    operands: BackwardOperands,
     rng: Rng | None,
     plan: RowNormPlan,
-    grad_dtypes: GradDtypes,
-) -> Backward:
-    """The gradients by compute(dy, ..., grad_dtypes), less what needs no kernel: what equals dz or another one is not
-    computed."""
+    wanted: Dtypes,
+) -> Gradients:
+    """The gradients by compute(operands, rng, plan, wanted), which is not asked for what equals dz or another one."""
+    dy, dz = operands[:2]
     if dy is None and dz is None:
-        return None, None, None, None, None
-    x_dtype, residual_dtype, bias_dtype, weight_dtype, norm_bias_dtype = grad_dtypes
+        return Gradients()
+    x, residual, bias, weight, norm_bias = wanted
     if dy is None:
-        weight_dtype = norm_bias_dtype = None
-    dx_is_g, g = plan.dropout_p == 0.0, dz if dy is None else None
-    # The residual's gradient is g; so is x's where nothing is dropped. What is g already, or twice the same, is not
-    # computed.
-    kernel_x = None if dx_is_g and g is not None else x_dtype
-    kernel_residual = None if g is not None else residual_dtype
-    shared = dx_is_g and x_dtype is not None and kernel_residual == x_dtype
-    if shared:
-        kernel_residual = None
-    wanted = (kernel_x, kernel_residual, bias_dtype, weight_dtype, norm_bias_dtype)
-    dx = dresidual = dbias = dweight = dnorm_bias = None
-    if wanted != _NO_GRADS:
-        dx, dresidual, dbias, dweight, dnorm_bias = compute(dy, dz, z, mean, rstd, weight, rng, plan, wanted)
+        weight = norm_bias = None
+    # g, the gradient of z, is dz where there is no dy. The residual's gradient is g; so is x's without dropout.
+    g, dx_is_g = dz if dy is None else None, plan.dropout_p == 0.0
+    shared = dx_is_g and x is not None and g is None and residual == x
+    computed = Dtypes(
+        None if dx_is_g and g is not None else x, None if shared or g is not None else residual, bias, weight, norm_bias
+    )
+    dx, dresidual, *parameters = compute(operands, rng, plan, computed) if any(computed) else Gradients()
     if shared:
         dresidual = dx
     if g is not None:
-        dresidual = None if residual_dtype is None else g.to(residual_dtype)
+        dresidual = None if residual is None else g.to(residual)
         if dx_is_g:
-            dx = None if x_dtype is None else g.to(x_dtype)
-    return dx, dresidual, dbias, dweight, dnorm_bias
+            dx = None if x is None else g.to(x)
+    return Gradients(dx, dresidual, *parameters)
+
+
+def _wanted(dtypes: Dtypes, needs_input_grad: Iterable[bool]) -> Dtypes:
+    return Dtypes(*(dtype if needed else None for dtype, needed in zip(dtypes, needs_input_grad, strict=False)))
 
 
 class _RowNorm(torch.autograd.Function):
     """The eager path. Saves z (or x, where they are the same) and one or two float32 numbers a row; never a mask."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        bias: Tensor | None,
-        weight: Tensor | None,
-        norm_bias: Tensor | None,
-        call: tuple[Rng | None, RowNormPlan, str, Dtypes, bool, Launcher | None],
-    ) -> Any:
-        # launch: the native launcher, where a native backend can read all tensors as they are.
+    def forward(ctx: Any, *operands_and_call: Any) -> Any:
+        operands: Any = operands_and_call[:5]
+        call: Call = operands_and_call[5]
         rng, plan, backend, _, return_z, launch = call
-        if launch is None:
-            y, z, mean, rstd = forward(backend, x, residual, bias, weight, norm_bias, rng, plan)
-        else:
-            y, z, mean, rstd = native.row_norm_forward(x, residual, bias, weight, norm_bias, rng, plan, launch)
+        y, z, mean, rstd = forward(backend, operands, rng, plan, launch)
         if return_z:
             ctx.set_materialize_grads(False)
         rng_tensor = None if rng is None or type(rng) is tuple else rng
         if plan.norm:
-            ctx.save_for_backward(x if z is None else z, mean, rstd, weight, rng_tensor)
+            ctx.save_for_backward(operands[0] if z is None else z, mean, rstd, operands[3], rng_tensor)
         elif rng_tensor is not None:
             ctx.save_for_backward(None, None, None, None, rng_tensor)
         ctx.call = call if rng_tensor is None else (None, *call[1:])
@@ -189,35 +137,110 @@ class _RowNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_double_backward("row_norm")
         rng, plan, backend, dtypes, _, _ = ctx.call
-        z, mean, rstd, weight, rng_tensor = ctx.saved_tensors or (None, None, None, None, None)
-        if not plan.norm:
-            dy, dz = None, grads[0]
-        else:
-            dy, dz = grads[0], grads[1] if len(grads) > 1 else None
-        wanted = cast(
-            GradDtypes,
-            tuple(dtype if needed else None for dtype, needed in zip(dtypes, ctx.needs_input_grad, strict=False)),
-        )
-        rng = rng_tensor if rng is None else rng
-        return (
-            *input_gradients(
-                # Batched gradients (is_grads_batched, vectorised jacobians) have no storage that a kernel could read.
-                partial(backward, backend if have_storage(dy, dz) else "reference"),
-                *(dy, dz, z, mean, rstd, weight, rng, plan, wanted),
-            ),
-            None,
-        )
+        *saved, rng_tensor = ctx.saved_tensors or (None,) * 5
+        dy, dz = (grads[0], grads[1] if len(grads) > 1 else None) if plan.norm else (None, grads[0])
+        # Batched gradients (is_grads_batched, vectorised jacobians) have no storage that a kernel could read.
+        compute = partial(backward, backend if have_storage(dy, dz) else "reference")
+        operands = BackwardOperands(dy, dz, *saved)
+        wanted = _wanted(dtypes, ctx.needs_input_grad)
+        return *input_gradients(compute, operands, rng_tensor if rng is None else rng, plan, wanted), None
 
 
-# Function.apply less its Python half, which looks for functorch transforms (3 of 8 microseconds): tracing.py looks too.
+# Calls the C++ apply directly; skips Function.apply's Python wrapper, which looks for functorch transforms (3 of 8 us):
+# tracing.py looks for them too.
 apply = super(torch.autograd.Function, _RowNorm).apply
 
 
-def kernel_pair(x: Tensor, residual: Tensor | None, z_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """x and residual as the CUDA kernels take them: of one dtype, or a half x beside a float32 residual.
+_PLAN_SCHEMA = (
+    "int norm, float eps, float weight_offset, float dropout_p, ScalarType z_dtype, ScalarType n_dtype, "
+    "ScalarType y_dtype, bool store_z, bool center_z, bool store_stats"
+)
 
-    Any other mix (rare: a half residual beside a float32 x, a float32 bias beside halves) is cast to z's dtype first.
-    """
-    if residual is not None and x.dtype in (torch.float16, torch.bfloat16) and residual.dtype == torch.float32:
-        return x, residual
-    return x.to(z_dtype), None if residual is None else residual.to(z_dtype)
+library = torch.library.Library("onetrip", "DEF")
+library.define(
+    "row_norm(Tensor x, Tensor? residual, Tensor? bias, Tensor? weight, Tensor? norm_bias, Tensor? rng, "
+    f"{_PLAN_SCHEMA}) -> (Tensor y, Tensor z, Tensor mean, Tensor rstd)"
+)
+library.define(
+    "row_norm_backward(Tensor? dy, Tensor? dz, Tensor? z, Tensor? mean, Tensor? rstd, Tensor? weight, Tensor? rng, "
+    "ScalarType? x_dtype, ScalarType? residual_dtype, ScalarType? bias_dtype, ScalarType? weight_dtype, "
+    f"ScalarType? norm_bias_dtype, {_PLAN_SCHEMA}) "
+    "-> (Tensor dx, Tensor dresidual, Tensor dbias, Tensor dweight, Tensor dnorm_bias)"
+)
+
+
+def _split_forward(arguments: tuple[Any, ...]) -> tuple[Operands, Tensor | None, RowNormPlan]:
+    return Operands(*arguments[:5]), arguments[5], RowNormPlan(*arguments[6:])
+
+
+def _split_backward(arguments: tuple[Any, ...]) -> tuple[BackwardOperands, Tensor | None, Dtypes, RowNormPlan]:
+    return BackwardOperands(*arguments[:6]), arguments[6], Dtypes(*arguments[7:12]), RowNormPlan(*arguments[12:])
+
+
+def _backend(device: torch.device, dtypes: Iterable[torch.dtype | None]) -> str:
+    return choose("onetrip::row_norm", device, all(dtype in KERNEL_DTYPES for dtype in dtypes if dtype is not None))
+
+
+def _filled(like: Tensor, tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(0, dtype=torch.float32) if tensor is None else tensor for tensor in tensors)
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, ...]:
+    operands, rng, plan = _split_forward(arguments)
+    return _filled(operands.x, forward(_backend(operands.x.device, dtypes_of(operands)), operands, rng, plan))
+
+
+def _backward(*arguments: Any) -> tuple[Tensor, ...]:
+    operands, rng, wanted, plan = _split_backward(arguments)
+    dy, dz, z, _, _, weight = operands
+    dtypes = [tensor.dtype for tensor in (dy, dz, z, weight) if tensor is not None]
+    backend = _backend(operands.given.device, (*dtypes, *wanted))
+    return _filled(operands.given, backward(backend, operands, rng, plan, wanted))
+
+
+def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in row_norm
+    operands, _, plan = _split_forward(arguments)
+    return _filled(operands.x, outputs_of(plan, operands.x, operands.x.new_empty))
+
+
+def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    operands, _, wanted, _ = _split_backward(arguments)
+    return _filled(operands.given, gradients_of(wanted, operands.given, operands.given.new_empty))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    operands, rng, plan = _split_forward(inputs)
+    y, z, mean, rstd = output
+    ctx.set_materialize_grads(False)
+    # Absent outputs (empty tensors) have no gradient, nor has a centred z, which only backward reads.
+    constants = (None if plan.norm else y, z if plan.center_z or not plan.store_z else None, mean, rstd)
+    ctx.mark_non_differentiable(*(tensor for tensor in constants if tensor is not None))
+    ctx.plan = plan
+    ctx.dtypes = dtypes_of(operands)
+    saved = (z if plan.store_z else operands.x, mean if plan.has_mean else None, rstd, operands.weight)
+    ctx.save_for_backward(*(saved if plan.norm else (None,) * 4), rng)
+
+
+def _autograd_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, *_: None) -> tuple[Any, ...]:
+    *saved, rng = ctx.saved_tensors
+    wanted = _wanted(ctx.dtypes, ctx.needs_input_grad)
+    gradients = input_gradients(_traced_backward, BackwardOperands(dy, dz, *saved), rng, ctx.plan, wanted)
+    return (*gradients, None, *([None] * len(ctx.plan)))
+
+
+def _traced_backward(operands: BackwardOperands, rng: Any, plan: RowNormPlan, wanted: Dtypes) -> Gradients:
+    gradients = torch.ops.onetrip.row_norm_backward(*operands, rng, *wanted, *plan)
+    return Gradients(*(None if dtype is None else g for g, dtype in zip(gradients, wanted, strict=True)))
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
+    raise RuntimeError("onetrip: the backward of row_norm operators cannot be differentiated again")
+
+
+library.impl("row_norm", _forward, "CompositeExplicitAutograd")
+library.impl("row_norm_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("onetrip::row_norm", _forward_fake, lib=library)
+torch.library.register_fake("onetrip::row_norm_backward", _backward_fake, lib=library)
+torch.library.register_autograd("onetrip::row_norm", _autograd_backward, setup_context=_setup_context, lib=library)
+torch.library.register_autograd("onetrip::row_norm_backward", _no_double_backward, lib=library)

@@ -1,8 +1,8 @@
 """softmax(scale * scores + mask) with causal option and dropout over the last dimension: one pass over the scores.
 
 Sources: softmax, Bridle 1990; attention weights, Vaswani et al. 2017, section 3.2; dropout, Srivastava et al. 2014 by
-Philox4x32-10 (Salmon et al. 2011). Calls take the same ways as those of row_norm.py: eager ones an autograd.Function,
-traced ones the torch.library operators of softmax_library.py, transformed ones torch's own operators.
+Philox4x32-10 (Salmon et al. 2011). Calls take the same paths as those of row_norm.py: softmax_autograd.py has the
+eager and the traced one, softmax_native.py the native launch; transforms compose torch's own operators.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ..reference import softmax as reference
 from ..reference.philox import Rng
-from ..reference.softmax import SoftmaxPlan
+from ..reference.softmax import Operands, SoftmaxPlan
 from .backends import KERNEL_DTYPES, choose
 from .checks import DTYPES, check_finite, check_probability, check_rows, check_tensor, raise_unknown
-from .masks import broadcasts
+from .masks import broadcasts, kernel_mask
 from .rng import check_rng
-from .softmax_autograd import apply, forward
-from .tracing import eager_rng, is_recorded, is_traced, is_transformed, traced_rng
+from .softmax_autograd import apply, forward, n_queries
+from .tracing import eager_rng, is_recorded, is_traced, is_transformed, reject_onnx_export, traced_rng
 
 
 def softmax(
@@ -60,9 +60,9 @@ def softmax(
     )
     plan = SoftmaxPlan(float(scale), causal, float(dropout_p), store_p=needs_grad and dropout_p > 0.0)
     if traced:
-        from .softmax_library import call
-
-        return call(scores, mask, traced_rng(rng, dropout_p, scores.device), plan)
+        reject_onnx_export()
+        y, _ = torch.ops.onetrip.softmax(scores, mask, traced_rng(rng, dropout_p, scores.device), *plan)
+        return cast(Tensor, y)
     transformed = is_transformed()
     backend = choose("softmax", scores.device, scores.dtype in KERNEL_DTYPES and not transformed)
     used_rng = eager_rng(rng, dropout_p, scores.device)
@@ -71,13 +71,6 @@ def softmax(
     if needs_grad:
         return cast(Tensor, apply(scores, mask, (used_rng, plan, backend, kernel_mask(scores, mask))))
     return forward(backend, scores, kernel_mask(scores, mask), used_rng, plan)[0]
-
-
-def kernel_mask(scores: Tensor, mask: Tensor | None) -> Tensor | None:
-    """The mask as backends take it: a float64 one beside narrower scores is rounded to float32 (at its own size)."""
-    if mask is None or mask.dtype != torch.float64 or scores.dtype == torch.float64:
-        return mask
-    return mask.detach().float()
 
 
 def _check(
@@ -122,7 +115,7 @@ def _check_mask(function: str, mask: object, scores: Tensor) -> None:
 def _composed(scores: Tensor, mask: Tensor | None, rng: Rng | None, plan: SoftmaxPlan) -> Tensor:
     """By torch's own operators, which every transform of torch.func and forward-mode differentiation know."""
     n_cols = scores.shape[-1]
-    n_queries = scores.shape[-2] if scores.dim() > 1 else 1
     rows = None if mask is None else mask.expand(scores.shape).reshape(-1, n_cols)
-    y, _ = reference.forward(scores.reshape(-1, n_cols), rows, None, n_queries, rng, plan._replace(store_p=False))
+    operands = Operands(scores.reshape(-1, n_cols), rows, None, n_queries(scores))
+    y, _ = reference.forward(operands, rng, plan._replace(store_p=False))
     return y.view(scores.shape)

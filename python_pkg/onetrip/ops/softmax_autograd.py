@@ -1,21 +1,29 @@
-"""Autograd around the softmax kernels, and the way of a call to its backend."""
+"""softmax with gradients: one forward and one backward for any backend, and autograd around them.
+
+As row_norm_autograd.py: _Softmax for eager calls; for traced ones the operators onetrip::softmax and
+onetrip::softmax_backward, with their fake versions and their autograd formula.
+"""
 
 from __future__ import annotations
 
-import importlib
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..reference import softmax as reference
+from ..reference import accumulator_dtype
 from ..reference.philox import Rng
-from ..reference.softmax import MaskLayout, SoftmaxPlan
+from ..reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
 from . import softmax_native
-from .backends import REHEARSALS
-from .masks import contiguous_layout, mask_layout
-from .native import in_memory, two_dimensional
-from .tracing import have_storage, refuse_double_backward
+from .backends import KERNEL_DTYPES, REHEARSALS, choose, formulas
+from .masks import contiguous_layout, kernel_mask, mask_layout
+from .native import in_memory, rows
+from .tracing import have_storage, refuse_double_backward, reject_onnx_export
+
+
+def n_queries(scores: Tensor) -> int:
+    return scores.shape[-2] if scores.dim() > 1 else 1
 
 
 def forward(
@@ -28,14 +36,12 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """reference.softmax.forward on any backend, for scores of any rank, strides and size; y and p shaped like
     scores. A floating mask has one of the kernels' dtypes, or float64 beside float64 scores. may_overwrite: scores are
-    needed no more, y may take their memory."""
+    not needed any more, y may take their memory."""
+    shape = scores.shape
     if scores.numel() == 0 or backend in REHEARSALS:
         overwrites = may_overwrite and backend == "rehearsal cpu" and scores.is_contiguous()
-        y = scores if overwrites else scores.new_empty(scores.shape)
+        y = scores if overwrites else scores.new_empty(shape)
         return y, torch.empty_like(y) if plan.store_p else None
-    shape = scores.shape
-    n_cols = shape[-1]
-    n_queries = _n_queries(shape)
     layout = None
     if mask is not None:
         mask = in_memory(mask)
@@ -43,10 +49,10 @@ def forward(
         if layout is None:
             mask = mask.expand(shape).contiguous()
             layout = contiguous_layout(shape, shape)
+    operands = Operands(scores, mask, layout, n_queries(scores))
     if backend in ("cpu", "cuda"):
-        return softmax_native.forward(scores, mask, layout, n_queries, rng, plan, may_overwrite)
-    module = reference if backend == "reference" else importlib.import_module("onetrip.kernels.softmax")
-    y, p = module.forward(two_dimensional(scores, n_cols), mask, layout, n_queries, rng, plan)
+        return softmax_native.forward(operands, rng, plan, may_overwrite)
+    y, p = formulas(backend, "softmax").forward(operands._replace(scores=_matrix(scores)), rng, plan)
     return y.view(shape), None if p is None else p.view(shape)
 
 
@@ -60,51 +66,50 @@ def backward(
     may_overwrite: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dscores, dmask) on any backend. p: as reference.softmax.backward. mask_shape: of the mask whose gradient is
-    wanted; dmask has it, in float32 (float64). may_overwrite: dy is needed no more, dscores may take its memory."""
-    shape = dy.shape
-    acc = torch.float64 if dy.dtype == torch.float64 else torch.float32
+    wanted; dmask has it, in float32 (float64). may_overwrite: dy is not needed any more, dscores may take its
+    memory."""
+    shape, wants_dmask = dy.shape, mask_shape is not None
     if dy.numel() == 0 or backend in REHEARSALS:
         overwrites = may_overwrite and backend == "rehearsal cpu" and dy.is_contiguous()
-        return (
-            None if not wants_dscores else dy if overwrites else dy.new_zeros(shape),
-            None if mask_shape is None else dy.new_zeros(mask_shape, dtype=acc),
-        )
-    n_cols, n_queries = shape[-1], _n_queries(shape)
+        dscores, dmask = gradients_of(dy, mask_shape, wants_dscores and not overwrites, dy.new_zeros)
+        return dy if overwrites and wants_dscores else dscores, dmask
     layout = None if mask_shape is None else contiguous_layout(shape, mask_shape)
+    operands = BackwardOperands(dy, p, layout, n_queries(dy))
     if backend in ("cpu", "cuda"):
-        dscores, dmask = softmax_native.backward(
-            dy, p, layout, n_queries, plan, wants_dscores, mask_shape is not None, may_overwrite
-        )
+        dscores, dmask = softmax_native.backward(operands, plan, wants_dscores, wants_dmask, may_overwrite)
     else:
-        module = reference if backend == "reference" else importlib.import_module("onetrip.kernels.softmax")
-        rows = two_dimensional(dy, n_cols), two_dimensional(p, n_cols)
-        dscores, dmask = module.backward(*rows, layout, n_queries, plan, wants_dscores, mask_shape is not None)
+        operands = operands._replace(dy=_matrix(dy), p=_matrix(p))
+        dscores, dmask = formulas(backend, "softmax").backward(operands, plan, wants_dscores, wants_dmask)
         dscores = None if dscores is None else dscores.view(shape)
     if dmask is not None and mask_shape is not None:
         dmask = _to_mask_shape(dmask, layout, shape, mask_shape)
     return dscores, dmask
 
 
-def _n_queries(shape: torch.Size) -> int:
-    return shape[-2] if len(shape) > 1 else 1
+def gradients_of(
+    dy: Tensor, mask_shape: tuple[int, ...] | None, wants_dscores: bool, make: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    """The tensors that backward writes; make: dy.new_empty, or anything that is called like it."""
+    return (
+        make(dy.shape, dtype=dy.dtype) if wants_dscores else None,
+        None if mask_shape is None else make(mask_shape, dtype=accumulator_dtype(dy.dtype)),
+    )
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    n_cols = tensor.shape[-1]
+    return rows(tensor, n_cols)[0].view(-1, n_cols)
 
 
 def _to_mask_shape(dmask: Tensor, layout: MaskLayout | None, shape: torch.Size, mask_shape: tuple[int, ...]) -> Tensor:
     """Kernels sum over the rows that share a mask row; a broadcast of columns, and masks of more dimensions than they
     know, are summed here."""
     n_cols = shape[-1]
-    if layout is not None and dmask.shape[0] != _product(mask_shape[:-1]):
+    if layout is not None and dmask.shape[0] != prod(mask_shape[:-1]):
         return dmask.view(shape).sum_to_size(mask_shape)
     if mask_shape and mask_shape[-1] == n_cols:
         return dmask.view(mask_shape)
     return dmask.sum(dim=1).view(mask_shape)
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
 
 
 class _Softmax(torch.autograd.Function):
@@ -124,18 +129,82 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         refuse_double_backward("softmax")
         plan, backend, mask = ctx.call
-        (p,) = ctx.saved_tensors
+        (p,), (dy,) = ctx.saved_tensors, grads
         needs_scores, needs_mask, _ = ctx.needs_input_grad
-        dscores, dmask = backward(
-            backend if have_storage(grads[0]) else "reference",
-            grads[0],
-            p,
-            mask[0] if needs_mask else None,
-            plan,
-            needs_scores,
-        )
+        shape = mask[0] if needs_mask else None
+        dscores, dmask = backward(backend if have_storage(dy) else "reference", dy, p, shape, plan, needs_scores)
         return dscores, None if dmask is None else dmask.to(mask[1]), None
 
 
-# As row_norm_autograd.apply: less the search for functorch transforms.
+# As row_norm_autograd.apply: without the search for functorch transforms.
 apply = super(torch.autograd.Function, _Softmax).apply
+
+
+_PLAN_SCHEMA = "float scale, bool causal, float dropout_p, bool store_p"
+
+library = torch.library.Library("onetrip", "FRAGMENT")
+library.define(f"softmax(Tensor scores, Tensor? mask, Tensor? rng, {_PLAN_SCHEMA}) -> (Tensor y, Tensor p)")
+library.define(
+    f"softmax_backward(Tensor dy, Tensor p, SymInt[]? mask_shape, bool wants_dscores, {_PLAN_SCHEMA}) "
+    "-> (Tensor dscores, Tensor dmask)"
+)
+
+
+def _backend(tensor: Tensor) -> str:
+    return choose("onetrip::softmax", tensor.device, tensor.dtype in KERNEL_DTYPES)
+
+
+def _filled(like: Tensor, tensors: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor]:
+    first, second = (like.new_empty(0) if tensor is None else tensor for tensor in tensors)
+    return first, second
+
+
+def _forward(scores: Tensor, mask: Tensor | None, rng: Tensor | None, *plan: Any) -> tuple[Tensor, Tensor]:
+    return _filled(scores, forward(_backend(scores), scores, kernel_mask(scores, mask), rng, SoftmaxPlan(*plan)))
+
+
+def _backward(
+    dy: Tensor, p: Tensor, mask_shape: list[int] | None, wants_dscores: bool, *plan: Any
+) -> tuple[Tensor, Tensor]:
+    shape = None if mask_shape is None else tuple(mask_shape)
+    return _filled(dy, backward(_backend(dy), dy, p, shape, SoftmaxPlan(*plan), wants_dscores))
+
+
+def _forward_fake(scores: Tensor, mask: Tensor | None, rng: Tensor | None, *plan: Any) -> tuple[Tensor, Tensor]:
+    reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in softmax
+    y = scores.new_empty(scores.shape)
+    return _filled(scores, (y, torch.empty_like(y) if SoftmaxPlan(*plan).store_p else None))
+
+
+def _backward_fake(dy: Tensor, p: Tensor, mask_shape: Any, wants_dscores: bool, *plan: Any) -> tuple[Tensor, Tensor]:
+    return _filled(dy, gradients_of(dy, mask_shape, wants_dscores, dy.new_empty))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, mask, _, *plan = inputs
+    ctx.plan = SoftmaxPlan(*plan)
+    ctx.mask = None if mask is None else (mask.shape, mask.dtype)
+    y, p = output
+    ctx.mark_non_differentiable(p)
+    ctx.save_for_backward(p if ctx.plan.store_p else y)
+
+
+def _autograd_backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Any, ...]:
+    (p,) = ctx.saved_tensors
+    needs_scores, needs_mask = ctx.needs_input_grad[:2]
+    shape = ctx.mask[0] if needs_mask else None
+    dscores, dmask = torch.ops.onetrip.softmax_backward(dy, p, shape, needs_scores, *ctx.plan)
+    gradients = dscores if needs_scores else None, dmask.to(ctx.mask[1]) if needs_mask else None
+    return (*gradients, None, *([None] * len(ctx.plan)))
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
+    raise RuntimeError("onetrip: the backward of softmax cannot be differentiated again")
+
+
+library.impl("softmax", _forward, "CompositeExplicitAutograd")
+library.impl("softmax_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("onetrip::softmax", _forward_fake, lib=library)
+torch.library.register_fake("onetrip::softmax_backward", _backward_fake, lib=library)
+torch.library.register_autograd("onetrip::softmax", _autograd_backward, setup_context=_setup_context, lib=library)
+torch.library.register_autograd("onetrip::softmax_backward", _no_double_backward, lib=library)

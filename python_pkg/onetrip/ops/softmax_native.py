@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..reference.philox import Rng
-from ..reference.softmax import MaskLayout, SoftmaxPlan
+from ..reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
 from .backends import native
 from .native import DTYPE_CODE, Launcher, empty, in_memory, raise_error, rows, where
 
@@ -36,16 +36,11 @@ def _overwrites(tensor: Tensor) -> bool:
 
 
 def forward(
-    scores: Tensor,
-    mask: Tensor | None,
-    layout: MaskLayout | None,
-    n_queries: int,
-    rng: Rng | None,
-    plan: SoftmaxPlan,
-    may_overwrite: bool = False,
+    operands: Operands, rng: Rng | None, plan: SoftmaxPlan, may_overwrite: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """reference.softmax.forward by the native library. scores: any rank and strides; y, p: contiguous, shaped like
     scores. may_overwrite: y may take the memory of scores (where a fresh one would cost a page fault every 4 KiB)."""
+    scores, mask, layout, n_queries = operands
     shape = scores.shape
     n_cols = shape[-1]
     launch = _forward_launcher(plan, scores.dtype, None if mask is None else mask.dtype, layout or _NO_MASK)
@@ -54,36 +49,20 @@ def forward(
     y = given if may_overwrite and _overwrites(given) else empty(scores, scores is given, shape, scores.dtype)
     p = torch.empty_like(y) if plan.store_p else None
     device, stream = where(scores)
-    code = launch(
-        device,
-        stream,
-        y.numel() // n_cols,
-        n_cols,
-        scores,
-        row_stride,
-        mask,
-        y,
-        p,
-        n_queries if plan.causal else 0,
-        rng,
-    )
+    n_rows = y.numel() // n_cols
+    n_queries = n_queries if plan.causal else 0
+    code = launch(device, stream, n_rows, n_cols, scores, row_stride, mask, y, p, n_queries, rng)
     if code:
         raise_error("softmax forward", scores, code)
     return y, p
 
 
 def backward(
-    dy: Tensor,
-    p: Tensor,
-    layout: MaskLayout | None,
-    n_queries: int,
-    plan: SoftmaxPlan,
-    wants_dscores: bool,
-    wants_dmask: bool,
-    may_overwrite: bool = False,
+    operands: BackwardOperands, plan: SoftmaxPlan, wants_dscores: bool, wants_dmask: bool, may_overwrite: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
     """reference.softmax.backward by the native library. dy, p: any rank and strides; dscores: contiguous, shaped like
     dy. may_overwrite: dscores may take the memory of dy."""
+    dy, p, layout, n_queries = operands
     given, shape = dy, dy.shape
     n_cols = shape[-1]
     n_rows = dy.numel() // n_cols
@@ -100,20 +79,9 @@ def backward(
         dmask = torch.empty((layout.n_mask_rows, n_cols), dtype=torch.float32, device=dy.device)
         n_floats = native().softmax_workspace(device, n_rows, n_cols, layout.sizes, layout.strides)  # type: ignore[union-attr]
         workspace = torch.empty(n_floats, dtype=torch.float32, device=dy.device)
-    code = _backward_launcher(plan, dy.dtype, layout)(
-        device,
-        stream,
-        n_rows,
-        n_cols,
-        dy,
-        dy_row_stride,
-        p,
-        p_row_stride,
-        dscores,
-        dmask,
-        workspace,
-        n_queries if plan.causal else 0,
-    )
+    launch = _backward_launcher(plan, dy.dtype, layout)
+    strided, outputs = (dy, dy_row_stride, p, p_row_stride), (dscores, dmask, workspace)
+    code = launch(device, stream, n_rows, n_cols, *strided, *outputs, n_queries if plan.causal else 0)
     if code:
         raise_error("softmax backward", dy, code)
     return dscores, dmask

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import accumulator_dtype
 from .philox import Rng, dropout_scale, keep_mask
 
 
@@ -42,8 +43,27 @@ class MaskLayout(NamedTuple):
         return prod(size for size, stride in zip(self.sizes, self.strides, strict=True) if stride)
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+class Operands(NamedTuple):
+    """What forward reads. Here and in Triton scores are [n_rows, n_cols]; in ops of any rank."""
+
+    scores: Tensor
+    mask: Tensor | None = None
+    """Bool (True keeps) or floating (added), any shape, read by layout; without one, shaped like scores."""
+    layout: MaskLayout | None = None
+    n_queries: int = 1
+    """Row r is query r % n_queries; used where causal."""
+
+
+class BackwardOperands(NamedTuple):
+    """What backward reads."""
+
+    dy: Tensor
+    p: Tensor
+    """y where nothing was dropped, else p as forward stored it."""
+    layout: MaskLayout | None = None
+    """Of the mask whose gradient is wanted."""
+    n_queries: int = 1
+    """As forward's."""
 
 
 def hidden_columns(n_rows: int, n_cols: int, n_queries: int, device: torch.device) -> Tensor:
@@ -53,18 +73,14 @@ def hidden_columns(n_rows: int, n_cols: int, n_queries: int, device: torch.devic
     return key[None, :] > query[:, None] + (n_cols - n_queries)
 
 
-def forward(
-    scores: Tensor, mask: Tensor | None, layout: MaskLayout | None, n_queries: int, rng: Rng | None, plan: SoftmaxPlan
-) -> tuple[Tensor, Tensor | None]:
-    """Returns (y, p); p is None where the plan does not store it.
+def forward(operands: Operands, rng: Rng | None, plan: SoftmaxPlan) -> tuple[Tensor, Tensor | None]:
+    """Returns (y, p), both like scores; p is None where the plan does not store it.
 
-    scores: [n_rows, n_cols]. mask: bool (True keeps) or floating (added), any shape, read by layout; without one,
-    like scores.
-    n_queries: row r is query r % n_queries; used where causal.
-    y: like scores. p: like scores, the probabilities before dropout; the sign bit is set where dropout drops.
+    p: the probabilities before dropout; the sign bit is set where dropout drops.
     """
+    scores, mask, layout, n_queries = operands
     n_rows, n_cols = scores.shape
-    acc = _accumulator(scores.dtype)
+    acc = accumulator_dtype(scores.dtype)
     values = scores.to(acc) * plan.scale
     if mask is not None:
         rows = mask
@@ -93,22 +109,16 @@ def forward(
 
 
 def backward(
-    dy: Tensor,
-    p: Tensor,
-    layout: MaskLayout | None,
-    n_queries: int,
-    plan: SoftmaxPlan,
-    wants_dscores: bool,
-    wants_dmask: bool,
+    operands: BackwardOperands, plan: SoftmaxPlan, wants_dscores: bool, wants_dmask: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns (dscores, dmask); what is not wanted is None.
 
-    dy: [n_rows, n_cols]. p: like dy: y where nothing was dropped, else p as forward stored it.
-    n_queries: as forward's. What causality hides has no gradient and is in no other one, whatever dy and p hold there.
+    What causality hides has no gradient and is in no other one, whatever dy and p hold there.
     dscores: like dy. dmask: [layout.n_mask_rows, n_cols] float32 (float64), summed over the rows that share a mask row;
     a broadcast of columns is left to the caller.
     """
-    acc = _accumulator(dy.dtype)
+    dy, p, layout, n_queries = operands
+    acc = accumulator_dtype(dy.dtype)
     gradient, probability = dy.to(acc), p.to(acc)
     if plan.dropout_p > 0.0:
         gradient = torch.where(torch.signbit(p), 0.0, gradient * dropout_scale(plan.dropout_p))
