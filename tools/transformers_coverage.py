@@ -22,10 +22,10 @@ import torch
 from onetrip import html
 from onetrip.benchmarks.measure.machine import header
 from onetrip.benchmarks.measure.results import SCHEMA, unwritable
-from onetrip.patching.attention import read_interface
-from onetrip.patching.eager import EagerFunction, read_eager_function
-from onetrip.patching.norms import Unsuitable
-from onetrip.patching.windows import Windows, read_windows
+from onetrip.patching.attention import SoftmaxRegions, read_attention
+from onetrip.patching.attention.eager import EagerFunction, read_eager_function
+from onetrip.patching.attention.interface import read_interface
+from onetrip.patching.report import Unsuitable
 from rich.progress import track
 
 EAGER = "eager_attention_forward"
@@ -50,7 +50,7 @@ def _modules(files: list[Path], not_imported: dict[str, str]) -> Iterator[tuple[
 def survey(files: list[Path]) -> dict[str, Any]:
     """What the files define: eager attention functions, and classes that compute a softmax with dropout themselves."""
     functions: dict[str, Any] = {}
-    windows: dict[str, set[str]] = defaultdict(set)
+    regions: dict[str, set[str]] = defaultdict(set)
     refused: dict[str, dict[str, str]] = {"eager_functions": {}, "own_softmax": {}}
     not_imported: dict[str, str] = {}
     for folder, module in _modules(files, not_imported):
@@ -64,19 +64,19 @@ def survey(files: list[Path]) -> dict[str, Any]:
                 continue
             if read_interface(cls) is not None:
                 continue
-            found_windows = read_windows(cls)
-            if isinstance(found_windows, Windows):
-                windows["read"].add(folder)
-            elif found_windows is not None:
-                windows["refused"].add(folder)
-                refused["own_softmax"][f"{module.__name__.rpartition('.')[2]}.{cls.__name__}"] = found_windows.detail
+            reading = read_attention(cls)
+            if isinstance(reading, SoftmaxRegions):
+                regions["read"].add(folder)
+            elif isinstance(reading, Unsuitable):
+                regions["refused"].add(folder)
+                refused["own_softmax"][f"{module.__name__.rpartition('.')[2]}.{cls.__name__}"] = reading.detail
     return {
         "modeling_files": len(files),
         "not_imported": not_imported,
         "eager_functions": len(functions),
         "eager_functions_read": sum(isinstance(found, EagerFunction) for found in functions.values()),
-        "own_softmax_folders": len(windows["read"] | windows["refused"]),
-        "own_softmax_folders_read": len(windows["read"]),
+        "own_softmax_folders": len(regions["read"] | regions["refused"]),
+        "own_softmax_folders_read": len(regions["read"]),
         "refused": refused,
     }
 

@@ -130,14 +130,14 @@ def test_context_manager_keeps_what_was_patched_before(model: Model) -> None:
 
 
 def test_an_error_while_patching_undoes_the_sites_so_far(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onetrip.patching import model as room
+    from onetrip.patching import classify
 
     before = classes(model)
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(room, "could_be_norm", interrupted)
+    monkeypatch.setattr(classify, "could_be_norm", interrupted)
     with pytest.raises(KeyboardInterrupt):
         patch_model(model)
     assert classes(model) == before
@@ -328,7 +328,7 @@ def test_unpatching_before_the_first_call_of_a_meta_module() -> None:
 
 
 def test_a_deferred_site_that_fails_is_reported_and_undone(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onetrip.patching import model as room
+    from onetrip.patching import norms
 
     with torch.device("meta"):
         model = nn.Sequential(nn.LayerNorm(WIDTH))
@@ -337,7 +337,7 @@ def test_a_deferred_site_that_fails_is_reported_and_undone(x: Tensor, monkeypatc
     def fail(*_: Any) -> None:
         raise ValueError("off by one")
 
-    monkeypatch.setattr(room, "verify_site", fail)
+    monkeypatch.setattr(norms, "verify_forward", fail)
     model.load_state_dict(nn.Sequential(nn.LayerNorm(WIDTH)).state_dict(), assign=True)
     assert model(x).shape == x.shape
     assert type(model[0]) is nn.LayerNorm and report.patched == ()

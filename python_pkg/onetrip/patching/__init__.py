@@ -1,4 +1,4 @@
-"""Patching models in place: their norms and residual blocks run as fused operators, and can be put back bit for bit."""
+"""Patches models in place: norms, residual blocks and attention run as fused operators until unpatch_model."""
 
 from .attention import register_attention
 from .model import PATTERNS, patch_model, patched, unpatch_model

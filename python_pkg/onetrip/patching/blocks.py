@@ -8,8 +8,6 @@ matched against the returned value; what was computed before stays as it was wri
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +19,10 @@ from torch.nn import functional
 from .calls import is_plain, original_class
 from .classes import GLOBAL_NAMES, Rewrite
 from .clones import width_of
-from .norms import ANY_WIDTH, NormSpec, Unsuitable
+from .norms import ANY_WIDTH, NormSpec
+from .report import Unsuitable
+from .source import Unreadable, parse, resolve, substituted
+from .verify import verify_forward
 
 
 @dataclass(frozen=True)
@@ -69,27 +70,18 @@ class Reading:
     result: Value | None = None
 
 
-class _Unreadable(Exception):
-    pass
-
-
 def read_forward(cls: type) -> Reading | Unsuitable:
     """The class's forward, if it is straight-line code over calls of children, dropout and +."""
-    forward = cls.__dict__.get("forward") or getattr(cls, "forward", None)
-    if not inspect.isfunction(forward) or hasattr(forward, "__wrapped__"):
-        return Unsuitable("unknown_forward", "not a plain Python function")
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
-    except (OSError, TypeError, SyntaxError, IndexError):
-        return Unsuitable("unknown_forward", "its source cannot be read")
-    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list:
-        return Unsuitable("unknown_forward", "decorated")
+    forward: Any = getattr(cls, "forward", None)
+    tree = parse(forward)
+    if isinstance(tree, Unsuitable):
+        return tree
     given = tree.args
     if given.posonlyargs or given.kwonlyargs or given.vararg or given.kwarg or given.defaults:
         return Unsuitable("extra_forward_args", f"forward({ast.unparse(given)})")
     try:
         return _Reader(forward, [argument.arg for argument in given.args]).read(tree.body)
-    except _Unreadable as error:
+    except Unreadable as error:
         return Unsuitable("unknown_forward", str(error))
 
 
@@ -98,7 +90,7 @@ class _Reader:
         self.globals = forward.__globals__
         self.self_name, *names = arguments
         if clash := [name for name in names if name in GLOBAL_NAMES or name.endswith("_")]:
-            raise _Unreadable(f"argument {clash[0]}")
+            raise Unreadable(f"argument {clash[0]}")
         self.names = {name: Value("argument", name) for name in names}
         self.reading = Reading(list(self.names.values()))
 
@@ -113,8 +105,8 @@ class _Reader:
                     self.reading.result = self.value(expression)
                     return self.reading
                 case _:
-                    raise _Unreadable(ast.unparse(statement).splitlines()[0])
-        raise _Unreadable("returns nothing")
+                    raise Unreadable(ast.unparse(statement).splitlines()[0])
+        raise Unreadable("returns nothing")
 
     def value(self, expression: ast.expr) -> Value:
         match expression:
@@ -127,14 +119,14 @@ class _Reader:
             ):
                 return self.new("call", name, tuple(inputs))
             case ast.Call(func=function, args=[x, *rest], keywords=keywords) if (
-                self.resolve(function) is functional.dropout
+                resolve(function, self.globals) is functional.dropout
             ):
                 options = dict(zip(("p", "training"), rest, strict=False)) | {k.arg: k.value for k in keywords}
                 if options.keys() == {"p", "training"}:
                     p, training = self.own_attribute(options["p"]), self.own_attribute(options["training"])
                     if p is not None and training == "training":
                         return self.new("dropout", p, (x,))
-        raise _Unreadable(ast.unparse(expression))
+        raise Unreadable(ast.unparse(expression))
 
     def new(self, kind: str, name: str, inputs: tuple[ast.expr, ...]) -> Value:
         value = Value(kind, name, tuple(self.value(expression) for expression in inputs))
@@ -145,15 +137,6 @@ class _Reader:
         match expression:
             case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner == self.self_name:
                 return name
-        return None
-
-    def resolve(self, expression: ast.expr) -> Any:
-        """What a dotted name stands for in the module of the forward."""
-        match expression:
-            case ast.Name(id=name):
-                return self.globals.get(name)
-            case ast.Attribute(value=inner, attr=name):
-                return getattr(self.resolve(inner), name, None)
         return None
 
 
@@ -241,6 +224,25 @@ def _forwards_as(child: nn.Module | None, expected: type[nn.Module]) -> bool:
     return is_expected and not getattr(child, "inplace", False)
 
 
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A module whose forward ends as one of RULES, as a site."""
+
+    match: Match
+
+    @property
+    def pattern(self) -> str:
+        return self.match.rule.pattern
+
+    def rewrite(self, module: nn.Module) -> Rewrite:
+        """The forward with its end in one operator call."""
+        return rewrite_block(module, self.match)
+
+    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+        """Raise VerificationError unless the rewritten forward computes the same as the original."""
+        verify_forward(module, rewrite, argument_widths(module, self.match), dropout_of(self.match))
+
+
 def rewrite_block(module: nn.Module, match: Match) -> Rewrite:
     """The forward with its tail in one operator call.
 
@@ -284,9 +286,9 @@ def rewrite_block(module: nn.Module, match: Match) -> Rewrite:
     lines += [
         f"if {' or '.join(guards)}:",
         "    count_fallback(self)",
-        f"    return {_substituted(match.rule.before, substitutes | whole)}",
+        f"    return {substituted(match.rule.before, substitutes | whole)}",
         "count_fused(self)",
-        f"return {_substituted(match.rule.after.format(**values), substitutes)}",
+        f"return {substituted(match.rule.after.format(**values), substitutes)}",
     ]
     source = f"def forward(self, {arguments}):\n" + "".join(f"    {line}\n" for line in lines)
     return Rewrite(match.rule.pattern, source, tuple(sorted(constants.items())), match.absorbed)
@@ -339,15 +341,3 @@ def _prefix(module: nn.Module, match: Match) -> tuple[list[str], dict[int, str],
         else:
             lines.append(f"{name} = {inputs.replace(', ', ' + ')}")
     return lines, names, has_bias
-
-
-class _Substitution(ast.NodeTransformer):
-    def __init__(self, substitutes: dict[str, str]) -> None:
-        self.substitutes = substitutes
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.parse(self.substitutes.get(node.id, node.id), mode="eval").body
-
-
-def _substituted(expression: str, substitutes: dict[str, str]) -> str:
-    return ast.unparse(_Substitution(substitutes).visit(ast.parse(expression, mode="eval")))

@@ -23,8 +23,9 @@ from ..ops.backends import use_backend
 from .calls import original_class
 from .classes import Rewrite
 from .clones import is_same, own_copy, own_state
+from .report import Unsuitable
+from .verify import verify_forward
 
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KERNEL_DEVICES = ("cpu", "cuda")
 ANY_WIDTH = 48
 
@@ -41,14 +42,6 @@ _COMMON_EPS = (1e-5, 1e-6, 1e-12)
 _LARGEST_EPS = 1e-2
 
 CastOrder = bool | Literal["weight"]
-
-
-@dataclass(frozen=True)
-class Unsuitable:
-    """Why a module is left alone: a reason of the report and what exactly was found."""
-
-    reason: str
-    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,6 +89,25 @@ class NormSpec:
         if not self.autocast:
             conditions.append(f"is_autocasting({x})")
         return conditions
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf norm, as a site."""
+
+    spec: NormSpec
+
+    @property
+    def pattern(self) -> str:
+        return self.spec.pattern
+
+    def rewrite(self, module: nn.Module) -> Rewrite:
+        """The forward as one operator call."""
+        return rewrite_norm(module, self.spec)
+
+    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+        """Raise VerificationError unless the rewritten forward computes the same as the original."""
+        verify_forward(module, rewrite, (n_cols_of(module),), None)
 
 
 def rewrite_norm(module: nn.Module, spec: NormSpec) -> Rewrite:

@@ -1,4 +1,4 @@
-"""What patch_model did and did not do, and what has run since."""
+"""The result of patch_model: patched and skipped sites, reasons, and calls since patching."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from io import StringIO
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Unsuitable:
+    """Why a module is not patched: a reason of SkippedSite and the details."""
+
+    reason: str
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,7 @@ class PatchedSite:
 
 @dataclass(frozen=True)
 class SkippedSite:
-    """A module that looked like a site and was left alone.
+    """A module that resembles a site and is not patched.
 
     reason: unknown_forward, extra_forward_args, not_exact_type, hf_hook, forward_hooks, peft_wrapper, quantized,
     kernelized_already, sdpa_in_use, other_attention_in_use, unsupported_dtype, unsupported_shape, unsupported_device,
@@ -34,7 +42,7 @@ class SkippedSite:
 
 
 class PatchReport:
-    """The result of patch_model: the sites by name, the reasons, and live call counts."""
+    """The sites that patch_model patched and skipped, with live call counts."""
 
     def __init__(self) -> None:
         self._patched: list[PatchedSite] = []
@@ -48,7 +56,7 @@ class PatchReport:
 
     @property
     def skipped(self) -> tuple[SkippedSite, ...]:
-        """Sites left alone, in the model's order."""
+        """Sites that were not patched, in the model's order."""
         return tuple(self._skipped)
 
     def calls(self) -> dict[str, tuple[int, int]]:
@@ -63,7 +71,7 @@ class PatchReport:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, of plain types that json.dumps takes."""
+        """The whole report as plain types, ready for json.dumps."""
         calls = self.calls()
         return {
             "patched": [
@@ -74,7 +82,7 @@ class PatchReport:
         }
 
     def summary(self) -> str:
-        """A table as text: sites by pattern and class with their calls, and what was skipped by reason."""
+        """Two tables as text: patched sites by pattern and class with their calls, skipped sites by reason."""
         from rich import box
         from rich.console import Console
         from rich.table import Table
@@ -126,7 +134,7 @@ class PatchReport:
         self._skipped.append(site)
 
     def _demote(self, name: str, reason: str, detail: str) -> None:
-        """A deferred site turned out not to be one."""
+        """Move a site whose deferred verification failed to the skipped ones."""
         site = next(site for site in self._patched if site.name == name)
         self._patched.remove(site)
         self._skipped.append(SkippedSite(name, site.module_class, reason, detail))

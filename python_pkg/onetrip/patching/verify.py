@@ -38,7 +38,7 @@ class VerificationError(Exception):
     """The rewritten forward does not compute what the original computes."""
 
 
-def verify(module: nn.Module, rewrite: Rewrite, widths: Sequence[int], dropout: tuple[str, str] | None) -> None:
+def verify_forward(module: nn.Module, rewrite: Rewrite, widths: Sequence[int], dropout: tuple[str, str] | None) -> None:
     """Raise VerificationError unless the rewritten forward of this module computes what the original does.
 
     widths: the last dimension of each argument. dropout: ("child", its name) or ("attribute", that of its p), or None.

@@ -7,8 +7,8 @@ import inspect
 import pytest
 import torch
 from onetrip.patching import patch_model
-from onetrip.patching.attention import SDPA
-from onetrip.patching.eager import EagerFunction
+from onetrip.patching.attention.eager import EagerFunction
+from onetrip.patching.attention.interface import SDPA
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -52,7 +52,7 @@ def test_verification_sees_zeros_in_a_row_that_is_padded_whole(
 ) -> None:
     merged = "biased_mask_(attention_mask, bias_)"
     assert merged in SDPA
-    monkeypatch.setattr("onetrip.patching.attention.SDPA", SDPA.replace(merged, "attention_mask, bias_"))
+    monkeypatch.setattr("onetrip.patching.attention.interface.SDPA", SDPA.replace(merged, "attention_mask, bias_"))
     report = patch_model(encoder, patterns=[PATTERN], attention=True)
     assert not report.patched and {site.reason for site in report.skipped} == {"verify_failed"}
 

@@ -1,7 +1,7 @@
-"""Verification of attention: a fused function against the eager one, called for a clone of the module.
+"""Verification of attention: a fused function against the eager one, both called with a clone of the module.
 
-What is around the call stays the model's own, so that the two functions are all there is to compare: outputs, weights
-and every gradient, sinks included, for the masks, biases, caps and dropout that the function knows.
+The code around the call stays the model's own, so only the two functions are compared: outputs, weights and every
+gradient, sinks included, for the masks, biases, caps and dropout that the function supports.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.attention import attention
-from .clones import clone
+from ...ops.attention import attention
+from ..clones import clone
+from ..verify import RNG, MaskedDropout, Outcome, check_outcomes, kind_of, refuse_fallback, undisturbed
 from .eager import EagerFunction
-from .verify import RNG, MaskedDropout, Outcome, check_outcomes, kind_of, refuse_fallback, undisturbed
 
 _BATCH, _N_QUERIES, _N_KEYS, _WIDTH = 2, 5, 7, 8  # heads: multiples of 3, so that every size differs
 _SOFTCAP, _DROPOUT_P = 2.0, 0.25
 
 
 def verify_attention(module: nn.Module, found: EagerFunction) -> None:
-    """Raise VerificationError unless the fused function computes what the original does for this module."""
+    """Raise VerificationError unless the fused function computes the same as the original for this module."""
     device, dtype = kind_of(module)
     with undisturbed(device):
         fused = found.compile({"count_fallback_": refuse_fallback, "attention_": partial(attention, rng=RNG)})
@@ -41,7 +41,7 @@ def verify_attention(module: nn.Module, found: EagerFunction) -> None:
 def _cases(found: EagerFunction) -> Iterator[dict[str, Any]]:
     masks = ["added"] if found.has_mask else []
     masks += ["bool", "causal"] if found.has_bool_mask else []
-    # The dropout inside of sdpa cannot be given a mask.
+    # MaskedDropout does not reach the dropout inside SDPA.
     for mask, dropout in product([None, *masks], [0.0, _DROPOUT_P] if found.returns_weights else [0.0]):
         yield {"mask": mask, "dropout": dropout}
     if found.has_softcap:
@@ -52,7 +52,7 @@ def _cases(found: EagerFunction) -> Iterator[dict[str, Any]]:
 
 
 def _inputs(module: nn.Module, found: EagerFunction, case: dict[str, Any]) -> dict[str, Tensor]:
-    """Everything that gets a gradient, from one seed."""
+    """The tensors that need gradients, from a fixed seed."""
     groups = int(getattr(module, "num_key_value_groups", 1))
     sinks = getattr(module, "sinks", None)
     n_heads = sinks.numel() if found.has_sinks and isinstance(sinks, Tensor) else 3 * groups
@@ -69,7 +69,7 @@ def _inputs(module: nn.Module, found: EagerFunction, case: dict[str, Any]) -> di
 
 
 def _mask(kind: str | None, query: Tensor, blind_query: bool) -> Tensor | None:
-    """Padding; blind_query: also a query without any key, as padding on the left makes them."""
+    """A padding mask. blind_query: one query has no key at all, as with padding on the left."""
     if kind in (None, "causal"):
         return None
     keep = torch.ones(_BATCH, 1, query.shape[2], _N_KEYS, dtype=torch.bool, device=query.device)
@@ -77,7 +77,7 @@ def _mask(kind: str | None, query: Tensor, blind_query: bool) -> Tensor | None:
     keep[1, :, 0] &= not blind_query
     if kind == "bool":
         return keep
-    # Eager functions that compute the softmax in float32 cannot take float64's own.
+    # float64's minimum overflows in eager functions whose softmax is float32.
     lowest = max(torch.finfo(query.dtype).min, torch.finfo(torch.float32).min)
     return torch.zeros_like(keep, dtype=query.dtype).masked_fill(~keep, lowest)
 
@@ -95,7 +95,7 @@ def _outcome(
         options["softcap"] = case["softcap"]
     if case.get("mask") == "causal":
         options["is_causal"] = True
-    # torch's own sdpa on the CPU gets the gradients of a blind query wrong.
+    # torch's SDPA on the CPU computes wrong gradients for a query without keys.
     mask = _mask(case.get("mask"), query, blind_query=found.returns_weights or "position_bias" in leaves)
     n_sinks = int(found.has_sinks and isinstance(getattr(module, "sinks", None), Tensor))
     with MaskedDropout(columns_before=n_sinks):

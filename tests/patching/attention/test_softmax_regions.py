@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip.patching import patch_model, windows
-from onetrip.patching.windows import read_windows
+from onetrip.patching import patch_model
+from onetrip.patching.attention import softmax_regions
+from onetrip.patching.attention.softmax_regions import read_softmax_regions
 from tolerances import assert_like_torch
 from torch import Tensor, nn
 
@@ -156,10 +157,10 @@ def mask() -> Tensor:
 
 
 def test_scale_and_mask_go_into_the_call() -> None:
-    (window,) = (found for _, _, found in read_windows(Attention).found)  # type: ignore[union-attr]
-    assert window.scale == "1.0 / (math.sqrt(self.size))"
-    assert window.mask == "attention_mask if attention_mask is not None else None"
-    assert len(window.statements.splitlines()) == 5
+    (region,) = (found for _, _, found in read_softmax_regions(Attention).found)  # type: ignore[union-attr]
+    assert region.scale == "1.0 / (math.sqrt(self.size))"
+    assert region.mask == "attention_mask if attention_mask is not None else None"
+    assert len(region.statements.splitlines()) == 5
 
 
 def test_dropout_follows_the_module_and_its_seed(scores: Tensor, mask: Tensor) -> None:
@@ -188,8 +189,8 @@ def test_probabilities_read_before_dropout_are_fused_only_without_it(scores: Ten
 
 
 def test_scores_that_are_read_later_keep_their_mask(scores: Tensor, mask: Tensor) -> None:
-    (window,) = (found for _, _, found in read_windows(ScoresReadLater).found)  # type: ignore[union-attr]
-    assert window.mask == "None"
+    (region,) = (found for _, _, found in read_softmax_regions(ScoresReadLater).found)  # type: ignore[union-attr]
+    assert region.mask == "None"
     module = ScoresReadLater(0.0)
     assert patch_model(module, patterns=[PATTERN]).patched
     torch.testing.assert_close(module(scores, mask), ScoresReadLater(0.0)(scores, mask))
@@ -217,7 +218,7 @@ def test_a_softmax_in_another_method_is_reported() -> None:
 
 
 @pytest.mark.parametrize("cls", [OtherDimension, InALoop])
-def test_what_is_no_window_is_reported(cls: type[Attention]) -> None:
+def test_what_is_no_region_is_reported(cls: type[Attention]) -> None:
     report = patch_model(cls(), patterns=[PATTERN])
     assert not report.patched and [site.reason for site in report.skipped] == ["unknown_forward"]
 
@@ -246,8 +247,8 @@ def test_what_does_not_fit_runs_as_it_was_written(kind: str, scores: Tensor, mas
     assert report.calls() == {"": (0, 1)}
 
 
-def test_a_window_that_computes_something_else_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "window_softmax", lambda scores, mask, **_: torch.softmax(scores, dim=-1))
+def test_a_region_that_computes_something_else_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(softmax_regions, "region_softmax", lambda scores, mask, **_: torch.softmax(scores, dim=-1))
     report = patch_model(Attention(), patterns=[PATTERN])
     assert not report.patched and {site.reason for site in report.skipped} == {"verify_failed"}
 

@@ -12,7 +12,8 @@ import onetrip
 import pytest
 import torch
 from onetrip import measure, ops
-from onetrip.patching import patch_model, unpatch_model, verify_attention
+from onetrip.patching import patch_model, unpatch_model
+from onetrip.patching.attention import verify
 from tolerances import assert_like_torch
 from torch import Tensor, nn
 
@@ -407,7 +408,7 @@ def wrong_attention(*args: Any, **options: Any) -> Any:
 
 
 def test_a_fused_function_that_computes_something_else_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_attention, "attention", wrong_attention)
+    monkeypatch.setattr(verify, "attention", wrong_attention)
     report = patch_model(CASES["bert"].build(), patterns=[PATTERN])
     assert not report.patched and {site.reason for site in report.skipped} == {"verify_failed"}
 

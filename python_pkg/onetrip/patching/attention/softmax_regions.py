@@ -1,12 +1,12 @@
-"""Softmax windows: in a forward that reaches no attention interface, the statements that end in a dropped-out softmax.
+"""Softmax regions: the statements up to a dropped-out softmax, in a forward that asks no attention interface.
 
-    scores = scores / math.sqrt(width)          (or * scale; may be missing)
-    scores = scores + mask                      (under an if, or missing)
+    scores = scores / math.sqrt(width)          (or * scale; optional)
+    scores = scores + mask                      (optional, or under an if)
     weights = softmax(scores, dim=-1)
     weights = dropout(weights)
 
-become one call, where tensors are as the call needs them; otherwise the statements run as they were written. All else
-of the forward stays verbatim: caches, keyword arguments, what is done with the weights.
+become one call if the tensors are as the call needs them; otherwise the original statements run. The rest of the
+forward stays verbatim: caches, keyword arguments, later uses of the weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -24,16 +24,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..ops import softmax
-from ..ops.attention import saturated_mask
-from ..ops.backends import KERNEL_DTYPES
-from . import calls
-from .attention import PATTERN
-from .calls import original_class
-from .classes import Rewrite, define
-from .eager import FUNCTIONS, Inliner, first_match, parse, without_annotations
-from .norms import Unsuitable
-from .verify import RNG, MaskedDropout, Outcome, check_outcomes, kind_of, prepared, refuse_fallback, undisturbed
+from ...ops import softmax
+from ...ops.attention import saturated_mask
+from ...ops.backends import KERNEL_DTYPES
+from .. import calls
+from ..calls import original_class
+from ..classes import Rewrite
+from ..report import Unsuitable
+from ..source import Inliner, calls_in, define, first_match, indented, parse, without_annotations
+from ..verify import RNG, MaskedDropout, Outcome, check_outcomes, kind_of, prepared, refuse_fallback, undisturbed
+from .eager import PATTERN
 
 SOFTMAXES = (
     "softmax(X, dim=-1)",
@@ -46,11 +46,11 @@ SOFTMAXES = (
 DROPOUTS = ("self.CHILD(X)", "dropout(X, p=P, training=self.training)")
 SCALES = {"X / S": "1.0 / ({})", "X * S": "{}"}
 MASKS = ("X + M",)
-_PURE_METHODS = {"to", "type", "unsqueeze", "view", "expand", "size"}
+_VIEWS_AND_CASTS = {"to", "type", "unsqueeze", "view", "expand", "size"}
 
 
 @dataclass(frozen=True)
-class Window:
+class Region:
     """Statements of a forward, taken apart. Expressions are source."""
 
     start: int
@@ -84,73 +84,82 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Windows:
-    """A forward with windows."""
+class SoftmaxRegions:
+    """A forward with softmax regions."""
 
     tree: ast.FunctionDef
-    found: tuple[tuple[ast.AST, str, Window], ...]
-    """(the node, the field of the node that holds the block, the window)."""
+    found: tuple[tuple[ast.AST, str, Region], ...]
+    """(node, the field of the node that holds the statements, region)."""
+    pattern = PATTERN
+
+    def site(self, module: nn.Module, replace_sdpa: bool) -> SoftmaxRegions:
+        """Every instance of the class is a site."""
+        return self
+
+    def rewrite(self, module: nn.Module) -> Rewrite:
+        """The forward with its regions fused."""
+        tree = copy.deepcopy(self.tree)
+        copies = dict(zip(map(id, ast.walk(self.tree)), ast.walk(tree), strict=True))
+        for node, name, region in reversed(self.found):
+            block = getattr(copies[id(node)], name)
+            block[region.start : region.stop] = ast.parse(_source(region, region.statements)).body
+        tree.name, tree.returns, tree.args = "forward", None, without_annotations(tree.args)
+        return Rewrite(PATTERN, ast.unparse(tree) + "\n", tuple(NAMES.items()), in_module=True)
+
+    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+        """Raise VerificationError unless each region, on its own, computes the same fused as its statements do."""
+        device, dtype = kind_of(module)
+        original = original_class(type(module)).forward
+        with undisturbed(device):
+            for _, _, region in self.found:
+                before, after = isolated(region, original)
+                for mask, dropout in product((None, "padding", "bias"), (None, region.dropout)):
+                    if mask is not None and region.mask == "None":
+                        continue
+                    actual, expected, truth = (
+                        _outcome(prepared(module, like, dropout, 0.25), function, dtype, mask)
+                        for function, like in ((after, dtype), (before, dtype), (before, torch.float64))
+                    )
+                    mode = f" with {mask}" + ("" if dropout is None else ", dropout")
+                    check_outcomes(actual, expected, truth, mode)
 
 
-def read_windows(cls: Any) -> Windows | Unsuitable | None:
-    """The windows of a class's forward; None where it computes no softmax of its own."""
-    found = _read_windows(getattr(cls, "forward", None))
-    return _in_other_method(cls) if found is None else found
-
-
-@lru_cache(maxsize=4096)
-def _in_other_method(cls: Any) -> Unsuitable | None:
-    """Why a softmax with dropout in a method that forward calls is left alone; None where there is none."""
-    code = getattr(getattr(cls, "forward", None), "__code__", None)
-    for name in () if code is None else code.co_names:
-        if _computes_softmax(getattr(cls, name, None)):
-            return Unsuitable("unknown_forward", f"computes its softmax in {name}, not in forward")
+def read_softmax_regions(cls: Any) -> SoftmaxRegions | Unsuitable | None:
+    """The regions of a class's forward; None if it computes no softmax itself."""
+    forward = getattr(cls, "forward", None)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    tree = parse(forward) if _mentions_softmax(names) else None
+    if isinstance(tree, Unsuitable):
+        return tree
+    if tree is not None:
+        inliner = Inliner(forward.__globals__, {tree.args.args[0].arg: ast.Name("self")})  # type: ignore[union-attr]
+        if _calls_softmax(tree, inliner):
+            found = tuple(_regions(tree, inliner))
+            missing = "no softmax(x, dim=-1) with a mask or a dropout in consecutive statements"
+            return SoftmaxRegions(tree, found) if found else Unsuitable("unknown_forward", missing)
+    for name in names:
+        method = getattr(cls, name, None)
+        if _mentions_softmax(getattr(getattr(method, "__code__", None), "co_names", ())):
+            tree = parse(method)
+            if isinstance(tree, ast.FunctionDef) and _calls_softmax(tree, Inliner(method.__globals__, {})):
+                return Unsuitable("unknown_forward", f"computes its softmax in {name}, not in forward")
     return None
 
 
-def _computes_softmax(method: Any) -> bool:
-    code = getattr(method, "__code__", None)
-    if code is None or not {"softmax", "dropout"} <= _words(code.co_names):
-        return False
-    tree = parse(method)
-    return isinstance(tree, ast.FunctionDef) and _calls_softmax(tree, Inliner(method.__globals__, {}))
+def _mentions_softmax(names: tuple[str, ...]) -> bool:
+    return all(any(word in name for name in names) for word in ("softmax", "dropout"))
 
 
 def _calls_softmax(tree: ast.FunctionDef, inliner: Inliner) -> bool:
-    return any(_name(inliner, call) == "softmax" for call in _calls(tree))
+    return any(inliner.function_name(call.func) == "softmax" for call in calls_in(tree))
 
 
-@lru_cache(maxsize=4096)
-def _read_windows(forward: Any) -> Windows | Unsuitable | None:
-    code = getattr(forward, "__code__", None)
-    if code is None or not {"softmax", "dropout"} <= _words(code.co_names):
-        return None
-    tree = parse(forward)
-    if isinstance(tree, Unsuitable):
-        return tree
-    own_name = tree.args.args[0].arg
-    inliner = Inliner(forward.__globals__, {own_name: ast.Name("self")})
-    if not _calls_softmax(tree, inliner):
-        return None
-    found = [
-        (node, name, window)
-        for node, name in _blocks(tree)
-        for index in range(len(getattr(node, name)))
-        if (window := _window(tree, getattr(node, name), index, inliner)) is not None
-    ]
-    if not found:
-        return Unsuitable("unknown_forward", "no softmax(x, dim=-1) with a mask or a dropout in consecutive statements")
-    return Windows(tree, tuple(found))
-
-
-def _words(names: tuple[str, ...]) -> set[str]:
-    """softmax and dropout, if a name has them in it."""
-    return {word for word in ("softmax", "dropout") if any(word in name for name in names)}
-
-
-def _name(inliner: Inliner, call: ast.Call) -> str | None:
-    resolved = inliner.resolve(call.func)
-    return FUNCTIONS.get(resolved) if resolved is not None and resolved.__hash__ else None
+def _regions(tree: ast.FunctionDef, inliner: Inliner) -> Iterator[tuple[ast.AST, str, Region]]:
+    for node, name in _blocks(tree):
+        block = getattr(node, name)
+        for index in range(len(block)):
+            if (region := _region(tree, block, index, inliner)) is not None:
+                yield node, name, region
 
 
 def _blocks(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
@@ -171,8 +180,8 @@ def _assignment(statement: ast.stmt, inliner: Inliner) -> tuple[str, ast.expr] |
     return None
 
 
-def _window(tree: ast.FunctionDef, block: list[ast.stmt], index: int, inliner: Inliner) -> Window | None:
-    """The window whose softmax is statement `index` of the block."""
+def _region(tree: ast.FunctionDef, block: list[ast.stmt], index: int, inliner: Inliner) -> Region | None:
+    """The region whose softmax is statement `index` of the block."""
     softmax_ = _assignment(block[index], inliner)
     inner = first_match(SOFTMAXES, softmax_[1]) if softmax_ is not None else None
     if softmax_ is None or inner is None:
@@ -199,7 +208,7 @@ def _window(tree: ast.FunctionDef, block: list[ast.stmt], index: int, inliner: I
         p = f"self.{child}.p" if child else ast.unparse(outer[1]["P"])
     elif mask == "None":
         return None
-    return Window(
+    return Region(
         start=start,
         stop=stop,
         statements="\n".join(ast.unparse(statement) for statement in block[start:stop]),
@@ -229,7 +238,7 @@ def _mask(statement: ast.stmt, scores: str, inliner: Inliner) -> str | None:
     """What the statement adds to the scores."""
     condition = ""
     match statement:
-        case ast.If(test=test, body=[only], orelse=[]) if not _calls(test):
+        case ast.If(test=test, body=[only], orelse=[]) if not calls_in(test):
             condition, statement = f" if {ast.unparse(inliner.inline(test))} else None", only
     added = _assignment(statement, inliner)
     found = first_match(MASKS, added[1]) if added is not None and added[0] == scores else None
@@ -240,8 +249,8 @@ def _mask(statement: ast.stmt, scores: str, inliner: Inliner) -> str | None:
 
 def _is_pure(expression: ast.expr) -> bool:
     """Whether it can be computed once more: a name, an index, a view, a cast."""
-    methods = {call.func.attr if isinstance(call.func, ast.Attribute) else "" for call in _calls(expression)}
-    return methods <= _PURE_METHODS
+    methods = {call.func.attr if isinstance(call.func, ast.Attribute) else "" for call in calls_in(expression)}
+    return methods <= _VIEWS_AND_CASTS
 
 
 def _scale(statement: ast.stmt, scores: str, inliner: Inliner) -> str | None:
@@ -251,52 +260,44 @@ def _scale(statement: ast.stmt, scores: str, inliner: Inliner) -> str | None:
     if found is None or ast.unparse(found[1]["X"]) != scores:
         return None
     scale = found[1]["S"]
-    if any(inliner.resolve(call.func) is not math.sqrt for call in _calls(scale)):
+    if any(inliner.resolve(call.func) is not math.sqrt for call in calls_in(scale)):
         return None
-    called = {id(node) for call in _calls(scale) for node in ast.walk(call.func)}
+    called = {id(node) for call in calls_in(scale) for node in ast.walk(call.func)}
     names = {node.id for node in ast.walk(scale) if isinstance(node, ast.Name) and id(node) not in called}
     return SCALES[found[0]].format(ast.unparse(scale)) if names <= {"self"} else None
 
 
-def _calls(expression: ast.AST) -> list[ast.Call]:
-    return [node for node in ast.walk(expression) if isinstance(node, ast.Call)]
-
-
-def _source(window: Window, fallback: str) -> str:
-    """The window fused, where its tensors are as they must be; else the fallback."""
-    tests = ["fits_window_(scores_, mask_, scale_, like_)"]
+def _source(region: Region, fallback: str) -> str:
+    """The region fused, where its tensors are as they must be; else the fallback."""
+    tests = ["fits_region_(scores_, mask_, scale_, like_)"]
     training = "self.training"
-    if window.child:
-        tests.append(f"is_plain_(self.{window.child}, Dropout_) and not self.{window.child}.inplace")
-        training = f"self.{window.child}.training"
-    p = "0.0" if window.p == "0.0" else f"({window.p} if {training} else 0.0)"
-    result = window.result
-    if window.undropped:
+    if region.child:
+        tests.append(f"is_plain_(self.{region.child}, Dropout_) and not self.{region.child}.inplace")
+        training = f"self.{region.child}.training"
+    p = "0.0" if region.p == "0.0" else f"({region.p} if {training} else 0.0)"
+    result = region.result
+    if region.undropped:
         tests.append(f"{p} == 0.0")
-        result += f" = {window.undropped}"
+        result += f" = {region.undropped}"
     return f"""\
-scores_ = {window.scores}
-mask_ = {window.mask}
-scale_ = {window.scale}
-like_ = {window.like}
+scores_ = {region.scores}
+mask_ = {region.mask}
+scale_ = {region.scale}
+like_ = {region.like}
 if {" and ".join(tests)}:
     count_fused_(self)
-    {result} = window_softmax_(scores_, mask_, scale=scale_, dropout_p={p}).to(like_.dtype)
+    {result} = region_softmax_(scores_, mask_, scale=scale_, dropout_p={p}).to(like_.dtype)
 else:
     count_fallback_(self)
-{_indented(fallback)}"""
+{indented(fallback)}"""
 
 
-def _indented(source: str) -> str:
-    return "".join(f"    {line}\n" for line in source.splitlines())
-
-
-def window_softmax(scores: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+def region_softmax(scores: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
     """ops.softmax with a mask as sums in the scores' dtype make it."""
     return softmax(scores, saturated_mask(mask, scores), **options)
 
 
-def fits_window(scores: Tensor, mask: Tensor | None, scale: object, like: Tensor) -> bool:
+def fits_region(scores: Tensor, mask: Tensor | None, scale: object, like: Tensor) -> bool:
     """Whether the fused call, cast to like, gives what the statements would: dtypes, shapes, and a number as scale.
 
     CUDA's autocast gives float32 probabilities of half scores: left to the statements.
@@ -320,8 +321,8 @@ def fits_window(scores: Tensor, mask: Tensor | None, scale: object, like: Tensor
 
 
 NAMES: dict[str, Any] = {
-    "fits_window_": fits_window,
-    "window_softmax_": window_softmax,
+    "fits_region_": fits_region,
+    "region_softmax_": region_softmax,
     "count_fused_": calls.count_fused,
     "count_fallback_": calls.count_fallback,
     "is_plain_": calls.is_plain,
@@ -329,23 +330,12 @@ NAMES: dict[str, Any] = {
 }
 
 
-def rewrite_windows(windows: Windows) -> Rewrite:
-    """The forward with its windows fused."""
-    tree = copy.deepcopy(windows.tree)
-    copies = dict(zip(map(id, ast.walk(windows.tree)), ast.walk(tree), strict=True))
-    for node, name, window in reversed(windows.found):
-        block = getattr(copies[id(node)], name)
-        block[window.start : window.stop] = ast.parse(_source(window, window.statements)).body
-    tree.name, tree.returns, tree.args = "forward", None, without_annotations(tree.args)
-    return Rewrite(PATTERN, ast.unparse(tree) + "\n", tuple(NAMES.items()), in_module=True)
-
-
-def isolated(window: Window, original: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A window alone, as functions (self, scores, mask): by the model's operators, and fused, without a fallback."""
-    scaled = "scores" if window.scale == "1.0" else f"scores * ({window.scale})"
-    weights = window.softmax.replace("X", "scores_").replace("T", "scores_")
-    dropped = f"self.{window.child}(weights_)" if window.child else f"dropout(weights_, {window.p}, self.training)"
-    if window.p == "0.0":
+def isolated(region: Region, original: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A region alone, as functions (self, scores, mask): by the model's operators, and fused, without a fallback."""
+    scaled = "scores" if region.scale == "1.0" else f"scores * ({region.scale})"
+    weights = region.softmax.replace("X", "scores_").replace("T", "scores_")
+    dropped = f"self.{region.child}(weights_)" if region.child else f"dropout(weights_, {region.p}, self.training)"
+    if region.p == "0.0":
         dropped = "weights_"
     before = f"""\
 def before(self, scores, mask):
@@ -354,27 +344,11 @@ def before(self, scores, mask):
     weights_ = {weights}
     return {dropped}
 """
-    alone = replace(window, scores="scores", like="scores_", mask="mask", result="result_")
-    after = f"def after(self, scores, mask):\n{_indented(_source(alone, 'refuse_(self)'))}    return result_\n"
+    alone = replace(region, scores="scores", like="scores_", mask="mask", result="result_")
+    after = f"def after(self, scores, mask):\n{indented(_source(alone, 'refuse_(self)'))}    return result_\n"
     known = {"softmax": functional.softmax, "dropout": functional.dropout, "float32": torch.float32}
-    fused = {**NAMES, "refuse_": refuse_fallback, "window_softmax_": partial(window_softmax, rng=RNG)}
+    fused = {**NAMES, "refuse_": refuse_fallback, "region_softmax_": partial(region_softmax, rng=RNG)}
     return define(original, before, known, "before", PATTERN), define(original, after, fused, "after", PATTERN)
-
-
-def verify_windows(module: nn.Module, windows: Windows) -> None:
-    """Raise VerificationError unless each window, fused, gives what its statements give, on its own."""
-    device, dtype = kind_of(module)
-    original = original_class(type(module)).forward
-    with undisturbed(device):
-        for _, _, window in windows.found:
-            before, after = isolated(window, original)
-            for mask, dropout in product((None, "padding", "bias"), (None, window.dropout)):
-                if mask is None or window.mask != "None":
-                    actual, expected, truth = (
-                        _outcome(prepared(module, like, dropout, 0.25), function, dtype, mask)
-                        for function, like in ((after, dtype), (before, dtype), (before, torch.float64))
-                    )
-                    check_outcomes(actual, expected, truth, f" with {mask}" + ("" if dropout is None else ", dropout"))
 
 
 def _outcome(module: nn.Module, function: Callable[..., Any], dtype: torch.dtype, mask_kind: str | None) -> Outcome:

@@ -1,0 +1,250 @@
+"""Eager attention functions of transformers: what one computes, and the same by one fused call.
+
+The functions differ in names, in temporaries and in what they omit. So the source is read into one expression without
+local names. The patterns below take that expression apart layer by layer, from the outside. A function that the
+patterns do not fit is not fused.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.attention import attention
+from ...ops.backends import KERNEL_DTYPES
+from .. import calls
+from ..report import Unsuitable
+from ..source import Inliner, Substitution, Unreadable, define, first_match, is_same, parse, without_annotations
+
+PATTERN = "attention_softmax"
+"""The name of this package's sites in patch_model's patterns."""
+
+ROLES = ("module", "query", "key", "value", "mask")
+"""The first arguments of an eager function, by position. The patterns use its own names for the other arguments."""
+
+# In patterns, X is the expression in which the next layer is searched.
+HEADS = ("{0}", "repeat_kv({0}, N)", "repeat_kv({0}, N) if C else {0}")
+OUTPUTS = ("matmul(X, V).transpose(1, 2)", "matmul(X, V).transpose(1, 2).contiguous()")
+LAYERS = {
+    "cast": ("X.to(T.dtype)", "X.type(T.dtype)"),
+    "dropout": ("dropout(X, p=dropout, training=module.training)",),
+    "no_sinks": ("X[..., :-1]", "X[..., :-1] if C else X"),
+    "softmax": ("softmax(X, dim=-1)", "softmax(X, dim=-1, dtype=float32)", "softmax(X, dim=-1, dtype=X.dtype)"),
+    "shift": ("X - X.max(dim=-1, keepdim=True).values",),
+    "sinks": ("cat([X, SINKS], dim=-1)", "cat([X, SINKS], dim=-1) if IF_SINKS else X"),
+    "mask": ("X + mask", "X + mask if mask is not None else X"),
+    "bias": ("X + position_bias", "X + position_bias if position_bias is not None else X"),
+    "softcap": ("tanh(X / softcap) * softcap if softcap is not None else X",),
+}
+"""Layers around X. The operator's softmax always subtracts the maximum, so an explicit "shift" changes nothing."""
+SCORES = ("matmul(query, K.transpose(2, 3)) * SCALE", "matmul(query, K.transpose(2, 3))")
+ORDER = re.compile(
+    r"(cast )?(dropout )?(cast )?(no_sinks (cast )?softmax (shift )?sinks |softmax )(mask )?((bias )?|(softcap )?)"
+)
+"""The supported sequences of layers, from the outside in. A soft cap with sinks is not fused."""
+
+
+@dataclass(frozen=True)
+class EagerFunction:
+    """An eager attention function whose result is known."""
+
+    function: Callable[..., Any]
+    source: str
+    """`def attention(...)` with the original's parameters. compile supplies the names that end in _."""
+    has_mask: bool
+    has_softcap: bool
+    has_position_bias: bool
+    has_sinks: bool
+    returns_weights: bool = True
+    has_bool_mask: bool = False
+
+    def compile(self, replaced: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+        """The fused function. replaced: other values for names in the source; verification pins the rng."""
+        names = {**NAMES, "original_": self.function, **(replaced or {})}
+        return define(self.function, self.source, names, "attention", PATTERN)
+
+
+def fits(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: object,
+    mask_may_be_bool: bool = False,
+) -> bool:
+    """Whether the fused call supports these arguments: 4-D tensors of one kernel dtype, neither sharded nor empty,
+    masks that broadcast, and a scale that is a number."""
+    if not (
+        isinstance(scale, (int, float))
+        and query.dim() == key.dim() == value.dim() == 4
+        and query.dtype in KERNEL_DTYPES
+    ):
+        return False
+    batch, n_heads, n_queries, width = query.shape
+    weights = (batch, n_heads, n_queries, key.shape[2])
+    if not (
+        query.dtype == key.dtype == value.dtype
+        and key.shape[0] == batch
+        and key.shape[3] == width
+        and key.shape[:3] == value.shape[:3]
+        and key.shape[1] > 0
+        and n_heads % key.shape[1] == 0
+        and query.numel() > 0
+        and key.shape[2] > 0
+        and value.shape[3] > 0
+        and not any(each is not None and calls.is_distributed(each) for each in (query, key, value, mask, bias, sinks))
+    ):
+        return False
+    return (
+        _is_added(mask, weights, mask_may_be_bool)
+        and _is_added(bias, weights)
+        and (sinks is None or _is_added(sinks, (*weights[:3], 1)))
+    )
+
+
+def _is_added(tensor: Tensor | None, shape: tuple[int, ...], may_be_bool: bool = False) -> bool:
+    if tensor is None:
+        return True
+    return (
+        (tensor.dtype in KERNEL_DTYPES or (may_be_bool and tensor.dtype == torch.bool))
+        and tensor.dim() <= len(shape)
+        and all(size in (1, of) for size, of in zip(tensor.shape[::-1], shape[::-1], strict=False))
+    )
+
+
+def biased_mask(mask: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(mask, bias) as transformers' sdpa function passes them on: a bool mask with a bias becomes one floating mask.
+
+    That mask is finite, so a query without any key attends to all keys equally. A bool mask alone gives it zeros.
+    """
+    if mask is None or bias is None or mask.dtype != torch.bool:
+        return mask, bias
+    return torch.where(mask, bias, torch.finfo(bias.dtype).min), None
+
+
+NAMES: dict[str, Any] = {
+    "attention_": attention,
+    "biased_mask_": biased_mask,
+    "fits_": fits,
+    "count_fused_": calls.count_fused,
+    "count_fallback_": calls.count_fallback,
+}
+
+
+@cache
+def fused_function(found: EagerFunction) -> Callable[..., Any]:
+    """The fused function; one per original in the process, so that modules share patched classes."""
+    return found.compile()
+
+
+@cache
+def read_eager_function(function: Any) -> EagerFunction | Unsuitable:
+    """The result of an eager attention function, read from its source. Cached: every layer has the same function."""
+    tree = parse(function)
+    if isinstance(tree, Unsuitable):
+        return tree
+    names = [argument.arg for argument in tree.args.args]
+    unusual = tree.args.posonlyargs or tree.args.vararg or tree.args.kwonlyargs or len(names) < len(ROLES)
+    if unusual or not all(isinstance(default, ast.Constant) for default in tree.args.defaults):
+        return Unsuitable("unknown_forward", f"{function.__name__}({ast.unparse(tree.args)})")
+    canonical = dict(zip(names, ROLES, strict=False))
+    environment: dict[str, ast.expr] = {name: ast.Name(canonical.get(name, name)) for name in names}
+    try:
+        result = Inliner(function.__globals__, environment).run(tree.body)
+        return _recognise(function, tree.args, result, {role: name for name, role in canonical.items()})
+    except Unreadable as error:
+        return Unsuitable("unknown_forward", f"{function.__name__}: {error}")
+
+
+class _Transposes(ast.NodeTransformer):
+    """Sorts dimensions and makes them positive. Tensors are 4-D: transpose(-1, -2) becomes transpose(2, 3)."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "transpose":
+            try:
+                dims = sorted(ast.literal_eval(dim) % 4 for dim in node.args)
+            except (TypeError, ValueError):
+                raise Unreadable(ast.unparse(node)) from None
+            node.args = [ast.Constant(dim) for dim in dims]
+        return node
+
+
+def _recognise(
+    function: Callable[..., Any], arguments: ast.arguments, result: ast.expr, names: Mapping[str, str]
+) -> EagerFunction | Unsuitable:
+    """names: role -> name of the argument."""
+    unknown = Unsuitable("unknown_forward", f"{function.__name__} is none of the known attention functions")
+    result = _Transposes().visit(copy.deepcopy(result))
+    if not (isinstance(result, ast.Tuple) and len(result.elts) == 2):
+        return unknown
+    output = first_match(OUTPUTS, result.elts[0])
+    if output is None or first_match(_heads("value"), output[1]["V"]) is None:
+        return unknown
+    expression = output[1]["X"]
+    cast = first_match(LAYERS["cast"], expression)
+    if not is_same(expression, result.elts[1]) and (cast is None or not is_same(cast[1]["X"], result.elts[1])):
+        return unknown
+
+    layers: dict[str, dict[str, ast.expr]] = {}
+    order = ""
+    while (layer := _outermost(expression)) is not None:
+        name, found = layer
+        order, layers[name], expression = f"{order}{name} ", found, found["X"]
+    scores = first_match(SCORES, expression)
+    if scores is None or first_match(_heads("key"), scores[1]["K"]) is None or not ORDER.fullmatch(order):
+        return unknown
+
+    def own(expression: ast.expr) -> str:
+        return ast.unparse(Substitution(names).visit(copy.deepcopy(expression)))
+
+    sinks = "None"
+    if "sinks" in layers:
+        found = layers["sinks"]
+        sinks = own(found["SINKS"]) + (f" if {own(found['IF_SINKS'])} else None" if "IF_SINKS" in found else "")
+    module, query, key, value, mask = (names[role] for role in ROLES)
+    tensors = f"{query}, {key}, {value}, {mask if 'mask' in layers else 'None'}"
+    bias, softcap = ("position_bias" if "bias" in layers else "None"), ("softcap" if "softcap" in layers else "None")
+    same = ", ".join(
+        argument.arg if i < len(ROLES) else f"{argument.arg}={argument.arg}"
+        for i, argument in enumerate(arguments.args)
+    )
+    same += f", **{arguments.kwarg.arg}" if arguments.kwarg else ""
+    p = f"dropout if {module}.training else 0.0" if "dropout" in layers else "0.0"
+    source = f"""\
+def attention({ast.unparse(without_annotations(arguments))}):
+    sinks_ = {sinks}
+    scale_ = {own(scores[1].get("SCALE", ast.Constant(1.0)))}
+    if not fits_({tensors}, {bias}, sinks_, scale_):
+        count_fallback_({module})
+        return original_({same})
+    count_fused_({module})
+    output_, weights_ = attention_(
+        {tensors}, scale=scale_, softcap={softcap}, position_bias={bias}, sinks=sinks_, dropout_p={p}
+    )
+    return {output[0].replace("matmul(X, V)", "output_")}, weights_
+"""
+    kinds = ("mask", "softcap", "bias", "sinks")
+    return EagerFunction(function, source, *(kind in layers for kind in kinds))
+
+
+def _outermost(expression: ast.expr) -> tuple[str, dict[str, ast.expr]] | None:
+    for name, patterns in LAYERS.items():
+        found = first_match(patterns, expression)
+        if found is not None:
+            return name, found[1]
+    return None
+
+
+def _heads(role: str) -> tuple[str, ...]:
+    return tuple(pattern.format(role) for pattern in HEADS)

@@ -1,0 +1,237 @@
+"""Attention modules whose forward asks transformers' AttentionInterface for the attention function to call.
+
+The patched forward exchanges the answer: a fused function in place of the eager one (or of SDPA's, on request). The
+rest stays the model's own. The implementation in its config keeps its name, and with it the masks that are made, the
+branches that models take on that name, and the support of output_attentions.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..calls import count_fallback, original_class
+from ..classes import Rewrite
+from ..report import Unsuitable
+from ..source import parse, without_annotations
+from .eager import PATTERN, EagerFunction, fused_function, read_eager_function
+from .verify import verify_attention
+
+IMPLEMENTATION = "onetrip"
+"""The name under which register_attention registers."""
+
+SDPA = """\
+def attention(
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, position_bias=None, **kwargs
+):
+    scale_ = query.shape[-1] ** -0.5 if scaling is None else scaling
+    n_queries_, n_keys_ = query.shape[2], key.shape[2]
+    causal_ = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal_ = bool(causal_ and attention_mask is None and n_queries_ > 1)
+    keys_, values_, bias_ = key, value, position_bias
+    if causal_ and n_keys_ > n_queries_:
+        keys_, values_ = key[:, :, :n_queries_], value[:, :, :n_queries_]
+        bias_ = None if position_bias is None else position_bias[..., :n_queries_]
+    if (
+        kwargs.get("cache") is not None
+        or kwargs.get("softcap") is not None
+        or (causal_ and n_keys_ < n_queries_)
+        or not fits_(query, keys_, values_, attention_mask, bias_, None, scale_, True)
+    ):
+        count_fallback_(module)
+        return original_(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
+            position_bias=position_bias, **kwargs
+        )
+    count_fused_(module)
+    mask_, bias_ = biased_mask_(attention_mask, bias_)
+    output_, _ = attention_(
+        query, keys_, values_, mask_, scale=scale_, position_bias=bias_, causal=causal_, dropout_p=dropout
+    )
+    return output_.transpose(1, 2).contiguous(), None
+"""
+"""What transformers' sdpa function computes. Its causal masks count from the first query; it returns no weights."""
+
+SDPA_IN_USE = Unsuitable(
+    "sdpa_in_use",
+    "SDPA's fused kernels store no probabilities. Without dropout they are faster; with dropout a CPU has none. "
+    "attention=True replaces SDPA (onetrip bench --op attention compares both)",
+)
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A forward that asks the AttentionInterface."""
+
+    forward: Callable[..., Any]
+    tree: ast.FunctionDef
+    questions: tuple[ast.expr, ...]
+    """The expressions in the tree whose value is the function to call."""
+
+    def site(self, module: nn.Module, replace_sdpa: bool) -> Attention | Unsuitable:
+        """The attention function that the module calls now, if it can be fused."""
+        functions = {self._answer(question, module) for question in self.questions}
+        function = functions.pop()
+        if functions or function is None:
+            return Unsuitable("unknown_forward", "its attention function depends on more than the module")
+        if function is attention_forward:
+            return Unsuitable("kernelized_already", f"attn_implementation is {IMPLEMENTATION!r}")
+        if function is _sdpa():
+            return Attention(self, sdpa_function(function)) if replace_sdpa else SDPA_IN_USE
+        if function.__module__.startswith("transformers.integrations."):
+            return Unsuitable("other_attention_in_use", function.__name__)
+        found = read_eager_function(function)
+        return found if isinstance(found, Unsuitable) else Attention(self, found)
+
+    def _answer(self, question: ast.expr, module: nn.Module) -> Any:
+        """The function for this module; None if the answer depends on more than the module."""
+        expression = ast.fix_missing_locations(ast.Expression(copy.deepcopy(question)))
+        names = {self.tree.args.args[0].arg: module}
+        try:
+            return eval(compile(expression, "<attention interface>", "eval"), self.forward.__globals__, names)
+        except Exception:  # a local name, or anything that follows from its absence
+            return None
+
+
+def read_interface(cls: Any) -> Interface | Unsuitable | None:
+    """How instances of a class find their attention function; None if their forward does not ask."""
+    forward = getattr(cls, "forward", None)
+    code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+    if forward is None or code is None or not any(_is_interface(names.get(name)) for name in code.co_names):
+        return None
+    tree = parse(forward)
+    if isinstance(tree, Unsuitable):
+        return tree
+    questions = tuple(node for node in ast.walk(tree) if _is_question(node, names))
+    if not questions:
+        return Unsuitable("unknown_forward", "asks the attention interface in an unknown way")
+    return Interface(forward, tree, questions)  # type: ignore[arg-type]
+
+
+def _is_interface(value: object) -> bool:
+    modeling = sys.modules.get("transformers.modeling_utils")
+    interface = getattr(modeling, "AttentionInterface", None)
+    return interface is not None and isinstance(value, interface)
+
+
+def _is_question(node: ast.AST, names: dict[str, Any]) -> bool:
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="get_interface")):
+            return _is_interface(names.get(name))
+        case ast.Subscript(value=ast.Name(id=name)):
+            return _is_interface(names.get(name))
+    return False
+
+
+def _sdpa() -> Any:
+    module = sys.modules.get("transformers.integrations.sdpa_attention")
+    return getattr(module, "sdpa_attention_forward", None)
+
+
+def sdpa_function(function: Any) -> EagerFunction:
+    """transformers' sdpa function, to be fused as SDPA says."""
+    takes_bias = "position_bias" in inspect.signature(function).parameters  # since transformers 5
+    return EagerFunction(function, SDPA, True, False, takes_bias, False, returns_weights=False, has_bool_mask=True)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A module that calls an attention function which can be fused."""
+
+    interface: Interface
+    function: EagerFunction
+    pattern = PATTERN
+
+    def rewrite(self, module: nn.Module) -> Rewrite:
+        """The forward that calls the fused function wherever the interface returns the original one."""
+        tree = copy.deepcopy(self.interface.tree)
+        names = self.interface.forward.__globals__
+        self_name = tree.args.args[0].arg
+
+        class Exchange(ast.NodeTransformer):
+            def generic_visit(self, node: Any) -> Any:
+                super().generic_visit(node)
+                if not _is_question(node, names):
+                    return node
+                return ast.Call(ast.Name("chosen_"), [ast.Name(self_name), node], [])
+
+        Exchange().visit(tree)
+        tree.name, tree.returns, tree.args = "forward", None, without_annotations(tree.args)
+        chosen = Chosen(self.function.function, fused_function(self.function))
+        return Rewrite(PATTERN, ast.unparse(tree) + "\n", (("chosen_", chosen),), in_module=True)
+
+    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+        """Raise VerificationError unless the fused function computes the same as the original for this module."""
+        verify_attention(module, self.function)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Exchanges one function for the fused one. Any other function that the interface returns is called unchanged."""
+
+    replaced: Callable[..., Any]
+    fused: Callable[..., Any]
+
+    def __call__(self, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+        if function is self.replaced:
+            return self.fused
+        count_fallback(module)
+        return function
+
+
+def register_attention() -> None:
+    """Register attn_implementation="onetrip" with transformers: the model's own eager attention, fused.
+
+    For models created with that name (from_pretrained(..., attn_implementation="onetrip")); patch_model does not need
+    it. Registers the function with AttentionInterface, and eager's masks with AttentionMaskInterface: otherwise
+    transformers would drop the masks. Changes nothing else. Raises ImportError without transformers 4.53 or newer.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    AttentionInterface.register(IMPLEMENTATION, attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, eager_mask)
+
+
+def attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> Any:
+    """The attention function "onetrip": the module's own eager function, fused if its source is understood.
+
+    Raises ValueError for modules without an eager function, and for arguments that no eager function takes.
+    """
+    function = _own_eager_function(original_class(type(module)))
+    if function is None:
+        raise ValueError(
+            f"attn_implementation {IMPLEMENTATION!r}: {type(module).__name__} has no eager attention function"
+        )
+    if extra := sorted(name for name in kwargs if name in ("indices", "block_indices")):
+        raise ValueError(
+            f"attn_implementation {IMPLEMENTATION!r}: {type(module).__name__} passes {extra[0]}, which its eager "
+            "attention does not take; use attn_implementation='eager' and onetrip.patch_model"
+        )
+    found = read_eager_function(function)
+    if isinstance(found, EagerFunction):
+        function = fused_function(found)
+    else:
+        count_fallback(module)
+    return function(module, query, key, value, attention_mask, **kwargs)
+
+
+@cache
+def _own_eager_function(cls: Any) -> Any:
+    """The default that a class's forward passes to get_interface. Cached: attention_forward asks at each call."""
+    interface = read_interface(cls)
+    for question in interface.questions if isinstance(interface, Interface) else ():
+        match question:
+            case ast.Call(args=[_, ast.Name(id=name)]):
+                return cls.forward.__globals__.get(name)
+    return None

@@ -1,0 +1,170 @@
+"""What each module of a model is: an attention, a block, a leaf norm, or nothing that can be patched.
+
+Decided once per module, by structure and behaviour. The answer is a site, which can rewrite and verify the module.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ops.backends import KERNEL_DTYPES
+from .attention import PATTERN as ATTENTION
+from .attention import Attention, Interface, SoftmaxRegions, read_attention
+from .blocks import Block, Reading, find_match, read_forward
+from .calls import is_distributed, original_class
+from .classes import is_stacked
+from .norms import KERNEL_DEVICES, Leaf, NormSpec, could_be_norm, recognise
+from .report import Unsuitable
+
+Site = Attention | SoftmaxRegions | Block | Leaf
+"""Each has a pattern, rewrite(module) -> Rewrite and verify(module, rewrite)."""
+
+
+class Classifier:
+    """Classifies the modules of one model. Reads each class once, and probes each configuration of a norm once."""
+
+    def __init__(self, model: nn.Module, wanted: frozenset[str], replace_sdpa: bool) -> None:
+        self.wanted, self.replace_sdpa = wanted, replace_sdpa
+        self.model_device = _kernel_device(model) or torch.device("cpu")
+        self.attentions: dict[type, Interface | SoftmaxRegions | Unsuitable | None] = {}
+        self.forwards: dict[type, Reading | Unsuitable] = {}
+        self.norms: dict[Any, NormSpec | Unsuitable] = {}
+
+    def classify(self, module: nn.Module) -> Site | Unsuitable | None:
+        """The site that a module is; why it is none, if a user would expect one; None for anything else."""
+        if is_stacked(module) and module._modules:
+            return STACKED
+        if isinstance(module, torch.jit.ScriptModule):
+            return None if module._modules else Unsuitable("unknown_forward", "TorchScript")
+        cls = original_class(type(module))
+        if cls not in self.attentions:
+            self.attentions[cls] = read_attention(cls)
+        attention = self.attentions[cls]
+        if attention is not None:
+            return self._attention(module, attention) if ATTENTION in self.wanted else None
+        return self._block(module) if module._modules else self._leaf(module)
+
+    def _attention(self, module: nn.Module, reading: Interface | SoftmaxRegions | Unsuitable) -> Site | Unsuitable:
+        site = reading if isinstance(reading, Unsuitable) else reading.site(module, self.replace_sdpa)
+        return site if isinstance(site, Unsuitable) else _replaced(module) or _in_float64(module) or site
+
+    def _block(self, module: nn.Module) -> Site | Unsuitable | None:
+        cls = original_class(type(module))
+        if cls not in self.forwards:
+            self.forwards[cls] = read_forward(cls)
+        reading = self.forwards[cls]
+        match = reading if isinstance(reading, Unsuitable) else find_match(module, reading, self.norm)
+        if isinstance(match, Unsuitable):
+            is_structural = match.reason in ("unknown_forward", "extra_forward_args")
+            return match if not is_structural or _resembles_block(module) else None
+        if match.rule.pattern not in self.wanted:
+            return None
+        return unsuitable(module) or Block(match)
+
+    def _leaf(self, module: nn.Module) -> Site | Unsuitable | None:
+        spec = self.norm(module) if could_be_norm(module) else _BUFFERS if module._buffers else _WRONG_SHAPE
+        if isinstance(spec, Unsuitable):
+            return spec if _is_called_norm(module) else None
+        return Leaf(spec) if spec.pattern in self.wanted else None
+
+    def norm(self, module: nn.Module) -> NormSpec | Unsuitable:
+        """The norm that a leaf computes. Remembered for modules of the same class and configuration."""
+        if _is_wrapper(module):
+            return Unsuitable("peft_wrapper", type(module).__name__)
+        if reason := unsuitable(module):
+            return reason
+        if module._modules or not could_be_norm(module):
+            return Unsuitable("unknown_forward", f"{type(module).__name__} is no leaf norm")
+        parameters = tuple((n, None if p is None else (p.shape, p.dtype)) for n, p in module._parameters.items())
+        scalars = tuple((n, v) for n, v in vars(module).items() if isinstance(v, (int, float, str)) and n != "training")
+        device = _kernel_device(module) or self.model_device  # never meta
+        key = (original_class(type(module)), parameters, scalars, device)
+        if key not in self.norms:
+            spec = recognise(module, device)
+            if isinstance(spec, NormSpec):
+                dtype = next((p.dtype for p in module._parameters.values() if p is not None), torch.float32)
+                if (dtype, dtype if spec.weight else None) in spec.unsupported:
+                    spec = Unsuitable("unsupported_dtype", f"rounds in another order in {str(dtype)[6:]}")
+            self.norms[key] = spec
+        return self.norms[key]
+
+
+STACKED = Unsuitable("kernelized_already", "patched, and given another class on top of that")
+_BUFFERS = Unsuitable("unknown_forward", "keeps buffers")
+_WRONG_SHAPE = Unsuitable("unsupported_shape", "not a module with at most one weight and one bias, both vectors")
+
+
+def _kernel_device(module: nn.Module) -> torch.device | None:
+    devices = (parameter.device for parameter in module.parameters())
+    return next((device for device in devices if device.type in KERNEL_DEVICES), None)
+
+
+def _is_called_norm(module: nn.Module) -> bool:
+    """Whether the report mentions the module if it is not patched. The name is used for nothing else.
+
+    False for batch norms and for the parametrizations weight_norm and spectral_norm: no fused operator replaces them.
+    """
+    name = type(module).__name__.lower()
+    if any(word in name for word in ("batchnorm", "weightnorm", "spectralnorm")):
+        return False
+    return "norm" in name or isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+
+
+def _resembles_block(module: nn.Module) -> bool:
+    """Whether a user would expect a fused block here: leaves only, among them a Linear, and a dropout or a norm."""
+    children = [child for child in module._modules.values() if child is not None]
+    has_norm_or_dropout = any(isinstance(child, nn.Dropout) or _is_called_norm(child) for child in children)
+    has_linear = any(isinstance(child, nn.Linear) for child in children)
+    arguments = inspect.signature(type(module).forward).parameters.values()
+    takes_two = len(arguments) == 3 and all(argument.default is argument.empty for argument in arguments)
+    return has_linear and has_norm_or_dropout and takes_two and not any(child._modules for child in children)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "peft"
+
+
+def _replaced(module: nn.Module) -> Unsuitable | None:
+    """Why a change of the module's class would not change its forward, or not permanently."""
+    state = vars(module)
+    if "forward" in state and "_hf_hook" not in state:
+        if hasattr(type(module), "kernel_layer_name"):
+            return Unsuitable("kernelized_already", "a hub kernel replaced its forward")
+        return Unsuitable("hf_hook", "forward is set on the instance")
+    if type(module).__module__.startswith("onetrip.nn"):
+        return Unsuitable("kernelized_already", "an onetrip module")
+    if is_stacked(module):
+        return STACKED
+    if "_hf_hook" in state:
+        return Unsuitable("hf_hook", f"accelerate's {type(module._hf_hook).__name__}")
+    return None
+
+
+def _in_float64(module: nn.Module) -> Unsuitable | None:
+    doubles = (name for name, parameter in module.named_parameters() if parameter.dtype == torch.float64)
+    name = next(doubles, None)
+    return None if name is None else Unsuitable("unsupported_dtype", f"{name} is float64")
+
+
+def unsuitable(module: nn.Module) -> Unsuitable | None:
+    """Why a block or a norm must not be patched, whatever it computes."""
+    if replaced := _replaced(module):
+        return replaced
+    hooked = next((child for child in module.modules() if "_hf_hook" in vars(child)), None)
+    if hooked is not None:
+        return Unsuitable("hf_hook", f"accelerate's {type(hooked._hf_hook).__name__} on a {type(hooked).__name__}")
+    for name, parameter in module.named_parameters():
+        own = name in module._parameters  # children in other formats are called, not read
+        if own and not parameter.is_floating_point():
+            return Unsuitable("quantized", f"{name} is {str(parameter.dtype)[6:]}")
+        if parameter.dtype == torch.float64 or (own and parameter.dtype not in KERNEL_DTYPES):
+            return Unsuitable("unsupported_dtype", f"{name} is {str(parameter.dtype)[6:]}")
+        if is_distributed(parameter.data):
+            return Unsuitable("unsupported_device", f"{name} is sharded")
+        if parameter.device.type not in (*KERNEL_DEVICES, "meta"):
+            return Unsuitable("unsupported_device", f"{name} is on {parameter.device}")
+    return None

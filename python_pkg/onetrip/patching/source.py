@@ -1,0 +1,228 @@
+"""Python source as data: reading functions, matching expressions against patterns, defining rewritten functions.
+
+A pattern is an expression as text. Its names in capitals match any expression, each the same one wherever it occurs.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch.nn import functional
+
+from .report import Unsuitable
+
+FUNCTIONS: dict[Any, str] = {
+    functional.softmax: "softmax",
+    torch.softmax: "softmax",
+    functional.dropout: "dropout",
+    torch.dropout: "dropout",
+    torch.matmul: "matmul",
+    torch.cat: "cat",
+    torch.tanh: "tanh",
+}
+"""The functions that patterns can name, by what a call resolves to."""
+
+
+def parse(function: Any) -> ast.FunctionDef | Unsuitable:
+    """The definition of a plain function without decorators."""
+    if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
+        return Unsuitable("unknown_forward", "not a plain Python function")
+    if function.__closure__:
+        return Unsuitable("unknown_forward", "calls super(), or is defined inside a function")
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return Unsuitable("unknown_forward", "its source cannot be read")
+    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list:
+        return Unsuitable("unknown_forward", "decorated")
+    return tree
+
+
+def without_annotations(arguments: ast.arguments) -> ast.arguments:
+    """A copy of the parameters without annotations, whose names a rewritten function could not resolve."""
+    arguments = ast.parse(f"def f({ast.unparse(arguments)}): ...").body[0].args  # type: ignore[attr-defined]
+    for node in ast.walk(arguments):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return arguments
+
+
+def calls_in(expression: ast.AST) -> list[ast.Call]:
+    """All calls in a tree."""
+    return [node for node in ast.walk(expression) if isinstance(node, ast.Call)]
+
+
+def resolve(expression: ast.expr, names: Mapping[str, Any]) -> Any:
+    """The object that a dotted name refers to; None for any other expression and for unknown names."""
+    match expression:
+        case ast.Name(id=name):
+            return names.get(name)
+        case ast.Attribute(value=inner, attr=name):
+            return getattr(resolve(inner, names), name, None)
+    return None
+
+
+class Unreadable(Exception):
+    """The source contains a statement or expression that the reader does not handle."""
+
+
+class Inliner:
+    """Executes statements symbolically: the value of a name is the expression assigned to it, names replaced."""
+
+    def __init__(self, function_globals: Mapping[str, Any], environment: dict[str, ast.expr]) -> None:
+        self.globals, self.environment = function_globals, environment
+
+    def run(self, body: list[ast.stmt]) -> ast.expr:
+        """The expression that the body returns."""
+        for statement in body:
+            if isinstance(statement, ast.Return) and statement.value is not None:
+                return self.inline(statement.value)
+            self.step(statement)
+        raise Unreadable("returns nothing")
+
+    def step(self, statement: ast.stmt) -> None:
+        match statement:
+            case ast.Expr(value=ast.Constant()) | ast.Pass():
+                pass
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                self.environment[name] = self.inline(value)
+            case ast.If(test=test, body=body, orelse=orelse):
+                condition = self.inline(test)
+                branches = [Inliner(self.globals, dict(self.environment)) for _ in range(2)]
+                for branch, statements in zip(branches, (body, orelse), strict=True):
+                    for each in statements:
+                        branch.step(each)
+                then, otherwise = (branch.environment for branch in branches)
+                for name in then.keys() | otherwise.keys():
+                    if name not in then or name not in otherwise:
+                        self.environment.pop(name, None)
+                    elif then[name] is not otherwise[name]:
+                        self.environment[name] = ast.IfExp(condition, then[name], otherwise[name])
+            case _:
+                raise Unreadable(ast.unparse(statement).splitlines()[0])
+
+    def inline(self, expression: Any) -> Any:
+        """The expression with local names replaced and known functions renamed as in FUNCTIONS."""
+        match expression:
+            case ast.Name(id=name):
+                return self.environment.get(name) or ast.Name(name)
+            case ast.Call(func=function, args=arguments, keywords=keywords):
+                return ast.Call(
+                    ast.Name(known) if (known := self.function_name(function)) else self.inline(function),
+                    [self.inline(each) for each in arguments],
+                    sorted((ast.keyword(k.arg, self.inline(k.value)) for k in keywords), key=lambda k: k.arg or ""),
+                )
+            case ast.Attribute() if self.resolve(expression) is torch.float32:
+                return ast.Name("float32")
+            case ast.AST():
+                fields = {name: self.inline(value) for name, value in ast.iter_fields(expression) if name != "ctx"}
+                return type(expression)(**fields)
+            case list():
+                return [self.inline(each) for each in expression]
+        return expression
+
+    def resolve(self, expression: ast.expr) -> Any:
+        """The global object that a dotted name refers to; None for local names."""
+        root = expression
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        is_local = isinstance(root, ast.Name) and root.id in self.environment
+        return None if is_local else resolve(expression, self.globals)
+
+    def function_name(self, function: ast.expr) -> str | None:
+        """The name in FUNCTIONS of a called function."""
+        resolved = self.resolve(function)
+        return FUNCTIONS.get(resolved) if resolved is not None and resolved.__hash__ else None
+
+
+def is_same(expression: Any, other: Any) -> bool:
+    """Whether two expressions are equal, wherever they stand in the source."""
+    return ast.dump(expression) == ast.dump(other)
+
+
+def matches(pattern: Any, expression: Any, found: dict[str, ast.expr]) -> bool:
+    """Whether the expression fits the pattern. found: receives the expression for each name in capitals."""
+    if isinstance(pattern, ast.Name) and pattern.id.isupper():
+        if pattern.id in found:
+            return isinstance(expression, ast.AST) and is_same(found[pattern.id], expression)
+        found[pattern.id] = expression
+        return True
+    if isinstance(pattern, str) and pattern.isupper() and isinstance(expression, str):  # the name of an attribute
+        found[pattern] = ast.Name(expression)
+        return True
+    if isinstance(pattern, list):
+        return (
+            isinstance(expression, list)
+            and len(pattern) == len(expression)
+            and all(matches(one, other, found) for one, other in zip(pattern, expression, strict=True))
+        )
+    if isinstance(pattern, ast.AST):
+        return type(pattern) is type(expression) and all(
+            matches(value, getattr(expression, name, None), found)
+            for name, value in ast.iter_fields(pattern)
+            if name not in ("ctx", "kind")
+        )
+    return bool(pattern == expression)
+
+
+def first_match(patterns: tuple[str, ...], expression: ast.expr) -> tuple[str, dict[str, ast.expr]] | None:
+    """The first pattern that fits, and the expressions for its names in capitals."""
+    for text in patterns:
+        found: dict[str, ast.expr] = {}
+        if matches(_parsed(text), expression, found):
+            return text, found
+    return None
+
+
+def _parsed(text: str) -> ast.expr:
+    tree = ast.parse(text, mode="eval").body
+    for node in calls_in(tree):
+        node.keywords.sort(key=lambda keyword: keyword.arg or "")  # the order in which Inliner puts them
+    return tree
+
+
+class Substitution(ast.NodeTransformer):
+    """Replaces names by expressions, given as text."""
+
+    def __init__(self, substitutes: Mapping[str, str]) -> None:
+        self.substitutes = substitutes
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.parse(self.substitutes.get(node.id, node.id), mode="eval").body
+
+
+def substituted(expression: str, substitutes: Mapping[str, str]) -> str:
+    """The expression with names replaced."""
+    return ast.unparse(Substitution(substitutes).visit(ast.parse(expression, mode="eval")))
+
+
+def indented(source: str) -> str:
+    """The source one level deeper."""
+    return "".join(f"    {line}\n" for line in source.splitlines())
+
+
+def define(original: Any, source: str, names: Mapping[str, Any], name: str, pattern: str) -> Callable[..., Any]:
+    """The function `name` that the source defines, as if written in the module of the original function.
+
+    names: added to that module's globals, which are looked up at each call.
+    """
+    code = f"def make({', '.join(names)}):\n{indented(source)}    return {name}\n"
+    scope: dict[str, Any] = {}
+    execute(code, f"{pattern} of {original.__module__}.{original.__qualname__}", original.__globals__, scope)
+    made: Callable[..., Any] = scope["make"](**names)
+    made.__module__, made.__qualname__ = original.__module__, original.__qualname__
+    return made
+
+
+def execute(code: str, title: str, names: dict[str, Any], scope: dict[str, Any] | None = None) -> None:
+    """exec of generated code. Tracebacks and debuggers show its source."""
+    filename = f"<onetrip {title} {crc32(code.encode()):08x}>"
+    exec(compile(code, filename, "exec"), names, scope)
+    linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)
