@@ -1,4 +1,5 @@
-# make demo: fine-tune a real BERT, unpatched and patched, and compare.   make test: the whole test suite.
+# make demo: fine-tune a real BERT, unpatched and patched, and compare.
+# make test: the tests that take minutes.   make test-slow: those marked slow.   make test-all: both.
 # Each makes .venv itself from the pinned versions in constraints.txt; Python 3.11+, a C++ compiler and make are enough.
 
 PYTHON ?= python3
@@ -7,19 +8,27 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NATIVE_SOURCES := $(wildcard csrc/*.* csrc/*/*.*)
 
-# Where no card is visible a first try does not wait for nvcc; ONETRIP_CUDA=1 builds the CUDA kernels all the same.
+# Where no GPU is visible a first build does not wait for nvcc; ONETRIP_CUDA=1 builds the CUDA kernels all the same.
 ifeq ($(shell nvidia-smi -L 2>/dev/null),)
 export ONETRIP_CUDA ?= 0
 endif
 
-.PHONY: demo test bench lint format clean
+.PHONY: demo test test-slow test-all bench lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/python examples/finetune_mlm.py --output demo_output
 
 # Two workers share the machine: one OpenMP thread each, or idle threads spin against busy ones.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
+
+test-slow: $(VENV)/test.stamp
+	$(PYTEST) -m slow --durations=20 $(PYTEST_ARGS)
+
+test-all: $(VENV)/test.stamp
+	$(PYTEST) $(PYTEST_ARGS)
 
 bench: $(VENV)/test.stamp
 	$(BIN)/python -m onetrip.benchmarks

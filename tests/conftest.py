@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,23 @@ if EMULATED:
     from simulators import run_triton_on_the_emulator
 
     run_triton_on_the_emulator()
+
+QUIET_SECONDS = 2.0
+"""A test that takes longer on a quiet machine is marked slow."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names the tests that took longer and are not marked slow; a loaded machine makes more of them."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport) and "slow" not in report.keywords:
+                seconds[report.nodeid] += report.duration
+    long = [(name, took) for name, took in seconds.most_common() if took > QUIET_SECONDS]
+    if long:
+        terminalreporter.section(f"not marked slow, and took longer than {QUIET_SECONDS:g} s")
+        for name, took in long:
+            terminalreporter.write_line(f"{took:6.1f} s  {name}")
 
 
 @pytest.fixture(params=TARGETS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import atexit, os, threading, weakref
 import torch
@@ -36,6 +38,7 @@ for name in before:
 """
 
 
+@pytest.mark.slow
 def test_nothing_of_ours_runs_when_a_process_ends():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from onetrip.reference.adam import Group, thresholds
 from tools.gpusim.adam import ADAM, ADAMW, Parameter, Step
 from tools.gpusim.harness import assert_same_bits, build, missing_tool, run
 
-pytestmark = pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))]
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 SIZES = (1, 7, 8, 9, 127, 128, 129, 255, 257, 1000, 4095, 4096, 4097)

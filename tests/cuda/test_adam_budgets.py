@@ -19,6 +19,8 @@ from tools.sass.cuda_compile import (
     resident_threads,
 )
 
+pytestmark = pytest.mark.slow
+
 THREADS = 512
 TYPES = ("f32", "f16", "bf16")
 STEPS = {f"step_kernel<{param}, {grad}, {bits}>" for param in TYPES for grad in TYPES for bits in (8, 32)}

@@ -12,29 +12,30 @@ import pytest
 
 from tools.fake_gpu import build as fake_gpu
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def card() -> dict[str, str]:
-    """Variables of a process that sees the card."""
+def gpu() -> dict[str, str]:
+    """Variables of a process that sees the fake GPU."""
     reason = fake_gpu.missing_tool()
     if reason:
         pytest.skip(reason)
     return os.environ | fake_gpu.environment() | {"OMP_NUM_THREADS": "1"}
 
 
-def run(card: dict[str, str], *command: str) -> str:
-    outcome = subprocess.run(command, env=card, cwd=ROOT, capture_output=True, text=True)
+def run(gpu: dict[str, str], *command: str) -> str:
+    outcome = subprocess.run(command, env=gpu, cwd=ROOT, capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
     return outcome.stdout
 
 
-def run_gpu_tests(card: dict[str, str], files: str, keywords: str, least: int) -> None:
+def run_gpu_tests(gpu: dict[str, str], files: str, keywords: str, least: int) -> None:
     """files: patterns below tests/. keywords: pytest's -k. least: how many pass, so that none is lost unseen."""
     paths = [str(path) for pattern in files.split() for path in sorted((ROOT / "tests").glob(pattern))]
-    chosen = ["-m", "gpu and not slow", "-k", keywords]
-    output = run(card, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, *paths)
+    chosen = ["-m", "gpu", "-k", f"({keywords}) and not many_rows"]  # a million rows, one thread after another
+    output = run(gpu, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, *paths)
     passed = re.search(r"(\d+) passed", output)
     assert passed is not None and int(passed[1]) >= least, output[-2000:]
 
@@ -50,15 +51,15 @@ GPU_TESTS = {
 
 
 @pytest.mark.parametrize("files, least", GPU_TESTS.values(), ids=GPU_TESTS.keys())
-def test_gpu_tests_with_the_cuda_backend(card: dict[str, str], files: str, least: int) -> None:
+def test_gpu_tests_with_the_cuda_backend(gpu: dict[str, str], files: str, least: int) -> None:
     # Not those of Inductor's own kernels: a launcher of torch's CUDA build runs them.
-    run_gpu_tests(card, files, "not triton and not inductor", least)
+    run_gpu_tests(gpu, files, "not triton and not inductor", least)
 
 
 @pytest.mark.parametrize("capability", [7, 8])
-def test_cards_without_clusters(card: dict[str, str], capability: int) -> None:
+def test_gpus_without_clusters(gpu: dict[str, str], capability: int) -> None:
     files = "ops/test_row_norm_gpu.py ops/test_softmax_gpu.py ops/test_adam_gpu.py patching/test_models_gpu.py"
-    run_gpu_tests(card | fake_gpu.environment(capability), files, "not triton and not fp16", 70)
+    run_gpu_tests(gpu | fake_gpu.environment(capability), files, "not triton and not fp16", 70)
 
 
 # Compiled and emulated: slow. What its choice of layouts and of fused products changes shows nowhere else, nor what a
@@ -74,11 +75,11 @@ TRITON = {
 
 
 @pytest.mark.parametrize("files, keywords, least", TRITON.values(), ids=TRITON.keys())
-def test_gpu_tests_with_the_triton_backend(card: dict[str, str], files: str, keywords: str, least: int) -> None:
+def test_gpu_tests_with_the_triton_backend(gpu: dict[str, str], files: str, keywords: str, least: int) -> None:
     reason = triton_machine_missing()
     if reason:
         pytest.skip(reason)
-    run_gpu_tests(card, files, keywords, least)
+    run_gpu_tests(gpu, files, keywords, least)
 
 
 def triton_machine_missing() -> str | None:
@@ -88,8 +89,8 @@ def triton_machine_missing() -> str | None:
     return triton_machine.missing_tool()
 
 
-def test_the_self_check_of_every_backend(card: dict[str, str]) -> None:
-    output = run(card, sys.executable, "-m", "onetrip", "doctor")
+def test_the_self_check_of_every_backend(gpu: dict[str, str]) -> None:
+    output = run(gpu, sys.executable, "-m", "onetrip", "doctor")
     backends = ["cpu on cpu", "cuda on cuda:0", "reference on cuda:0"]
     for backend in [*backends, *([] if triton_machine_missing() else ["triton on cuda:0"])]:
         assert f"Self-check of {backend}" in output

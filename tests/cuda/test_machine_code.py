@@ -30,6 +30,8 @@ from tools.sass.machine_code import (
     missing_tool,
 )
 
+pytestmark = pytest.mark.slow
+
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 # Both sides of every boundary between kernels: rows of some lanes, of groups of a block, of a block, of a cluster;
 # wide; aligned and not.

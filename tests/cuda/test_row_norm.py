@@ -12,7 +12,7 @@ import torch
 from tools.gpusim.harness import Pair, build, missing_tool, run
 from tools.gpusim.row_norm import Call, calls, check_backward, check_forward
 
-pytestmark = pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))]
 
 PAIRS: dict[str, Pair] = {
     "f32": (torch.float32, torch.float32),

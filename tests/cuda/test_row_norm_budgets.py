@@ -23,6 +23,8 @@ from tools.sass.cuda_compile import (
     resident_threads,
 )
 
+pytestmark = pytest.mark.slow
+
 WIDTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 8192, 12288, 16384, 32768, 65536)
 FORWARD_WIDTHS = (64, 128, *WIDTHS)
 BACKWARD_WIDTHS = (*WIDTHS, 4104, 10240, 20480, 49152)

@@ -13,7 +13,7 @@ from torch import Tensor
 from tools.gpusim.harness import build, missing_tool, run
 from tools.gpusim.softmax import Call, calls, check_backward, check_forward
 
-pytestmark = pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))]
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 # (batch, heads, queries) x columns: both sides of every boundary of the table of paths, odd widths, several rows and

@@ -21,6 +21,8 @@ from tools.sass.cuda_compile import (
     resident_threads,
 )
 
+pytestmark = pytest.mark.slow
+
 WIDTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 12288, 16384, 32768, 65536)
 TYPES = ("f32", "f16", "bf16")
 ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}

@@ -15,11 +15,19 @@ from triton_runner import COMPILE, INTERPRET, run_cases, run_emulated
 CASES = Path(__file__).with_name("triton_adam_cases.py")
 
 
+def test_interpreted_quickly() -> None:
+    """Every pair of dtypes; tensors of several groups and kinds in one step after another."""
+    pytest.importorskip("triton")
+    run_cases(CASES, INTERPRET, "test_dtypes or test_tensors_groups or (test_sizes and 129)")
+
+
+@pytest.mark.slow
 def test_interpreted() -> None:
     pytest.importorskip("triton")
     run_cases(CASES, INTERPRET)
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     run_emulated(CASES)
 

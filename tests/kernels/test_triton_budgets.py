@@ -30,6 +30,10 @@ pytestmark = [
     pytest.mark.skipif(TRITON < (3, 3), reason="triton 3.2's ASTSource takes other arguments"),
 ]
 CAPABILITIES = (70, 75, 80, 90, 100, 120)
+ALL_CAPABILITIES = pytest.mark.parametrize(
+    "capability",
+    [pytest.param(n, id=f"sm_{n}", marks=[] if n == 90 else pytest.mark.slow) for n in CAPABILITIES],
+)
 MAX_THREADS = {70: 2048, 75: 1024, 80: 2048, 90: 2048, 100: 2048, 120: 1536}  # resident on a multiprocessor
 REGISTERS = 65536  # of a multiprocessor of any of these; allocated to a warp in units of 256
 
@@ -242,7 +246,7 @@ def measure(case: Any, launch: Launch, capability: int) -> Measured:
     return Measured(share, stack + local, loads, stores, line)
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: f"sm_{capability}")
+@ALL_CAPABILITIES
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_budget(case: Case, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, launch in launches_of(case, monkeypatch).items():
@@ -320,7 +324,7 @@ def softmax_launches_of(case: SoftmaxCase, monkeypatch: pytest.MonkeyPatch) -> l
     return launches
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: f"sm_{capability}")
+@ALL_CAPABILITIES
 @pytest.mark.parametrize("case", SOFTMAX_CASES, ids=str)
 def test_softmax_budget(case: SoftmaxCase, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for launch in softmax_launches_of(case, monkeypatch):
@@ -350,6 +354,7 @@ def reduction_layouts(kernel: Any) -> list[str]:
     return [named[name] for name in used]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 def test_row_norm_sums_of_odd_widths_do_not_depend_on_alignment(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -362,6 +367,7 @@ def test_row_norm_sums_of_odd_widths_do_not_depend_on_alignment(
         assert reduction_layouts(compiled(launches[name], 90, misaligned)) == layouts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("mask_dtype", [F32, BF16, torch.bool], ids=["f32", "bf16", "bool"])
 @pytest.mark.parametrize("n_cols", [64, 70, 77, 65536])
@@ -433,7 +439,7 @@ def adam_launches_of(case: AdamCase, monkeypatch: pytest.MonkeyPatch) -> list[La
     return launches
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: f"sm_{capability}")
+@ALL_CAPABILITIES
 @pytest.mark.parametrize("case", ADAM_CASES, ids=str)
 def test_adam_budget(case: AdamCase, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare, launch = adam_launches_of(case, monkeypatch)

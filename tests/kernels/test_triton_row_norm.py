@@ -22,12 +22,23 @@ COMPILED = (
 )
 
 
+# Each kernel and norm, in rows of one tile and wide ones: what a change is tried with first.
+QUICK = "(test_forward or test_backward) and (layer-64 or rms-1025 or none-63-f32) and (f32 or bf16)"
+
+
+def test_interpreted_quickly() -> None:
+    pytest.importorskip("triton")
+    run_cases(CASES, INTERPRET, QUICK)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_interpreted(group: str) -> None:
     pytest.importorskip("triton")
     run_cases(CASES, INTERPRET, GROUPS[group])
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     run_emulated(CASES, COMPILED)
 

@@ -16,11 +16,22 @@ COMPILED = (
 )
 
 
+# Rows of one tile and wide ones: what a change is tried with first.
+QUICK = "(test_forward or test_backward) and (64- or 1025-) or test_mask_gradient_widths and f32 or hidden_columns"
+
+
+def test_interpreted_quickly() -> None:
+    pytest.importorskip("triton")
+    run_cases(CASES, INTERPRET, QUICK)
+
+
+@pytest.mark.slow
 def test_interpreted() -> None:
     pytest.importorskip("triton")
     run_cases(CASES, INTERPRET)
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     run_emulated(CASES, COMPILED)
 

@@ -334,6 +334,7 @@ def test_nothing_is_written_outside(level, dtype, n, is_8bit):
         assert whole is None or ((whole[:zone] == 77).all() and (whole[-zone:] == 77).all())
 
 
+@pytest.mark.slow
 def test_no_bit_depends_on_the_number_of_threads():
     code = """
 import hashlib, torch

@@ -351,6 +351,7 @@ def test_empty_is_a_no_op(n_rows, n_cols):
     assert library.row_norm_workspace(-1, n_rows, n_cols, 3) == 0
 
 
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_the_number_of_threads():
     code = """
 import hashlib, torch

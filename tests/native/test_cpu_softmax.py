@@ -314,6 +314,7 @@ def test_empty_is_a_no_op(n_rows, n_cols):
     assert library.softmax_workspace(-1, n_rows, n_cols, (), ()) == 0
 
 
+@pytest.mark.slow
 def test_no_bit_depends_on_the_number_of_threads():
     code = """
 import hashlib, torch

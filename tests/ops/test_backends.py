@@ -223,6 +223,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "printed"),
     [

@@ -93,6 +93,7 @@ def test_each_run_of_a_traced_graph_draws_its_dropout_anew(target, module):
     assert torch.equal(traced(*tensors), first) and not torch.equal(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requires_grad", [True, False], ids=["trainable", "frozen"])
 def test_a_patched_module_is_traced_saved_and_loaded_elsewhere(tmp_path: Path, requires_grad: bool):
     """In a process that does no more than import onetrip."""

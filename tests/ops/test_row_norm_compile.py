@@ -122,6 +122,7 @@ def test_compiled_equals_eager_without_a_graph_break(target, dtype, function):
         assert_bitwise(compiled, eager)
 
 
+@pytest.mark.slow
 def test_inductor_compiles_forward_and_backward(target):
     i = make((4, 24), torch.float32, ALL, device=target.device)
     compiled = torch.compile(

@@ -57,6 +57,7 @@ def digest() -> str:
     return hashlib.sha256(b"".join(bits(t).numpy().tobytes() for t in one_step("cpu"))).hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 def test_another_process_with_another_thread_count_gives_the_same_bits(threads):
     needs(Target("cpu", "cpu"))  # reference sums as torch does, whose partition follows its threads
@@ -108,6 +109,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_sixteen_threads_make_the_first_call_of_a_process():
     done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "equal", done.stderr
@@ -136,6 +138,7 @@ def one_by_one(target: Target, seed: int) -> torch.Tensor:
         return call(i, dropout_p=0.4, rng=(seed, 0))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_over_two_thousand_calls(target):
     def steps(count: int) -> None:
         for _ in range(count):

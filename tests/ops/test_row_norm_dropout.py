@@ -160,6 +160,7 @@ def test_reference_mask_beyond_element_2_to_the_32():
     assert torch.equal(keep_mask((8,), 0.5, (1, 0), first_element=2**34 - 4)[4:], far[:4])
 
 
+@pytest.mark.slow
 def test_kernel_mask_beyond_element_2_to_the_32():
     """dbias of rows that overlap in memory: only elements past 2^32 have a gradient other than zero."""
     needs(Target("cpu", "cpu"))

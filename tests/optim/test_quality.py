@@ -122,6 +122,7 @@ assert all(result is not None and torch.equal(result, results[0]) for result in 
 """
 
 
+@pytest.mark.slow
 def test_sixteen_threads_make_their_first_step():
     """S6."""
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True)

@@ -96,6 +96,7 @@ print(old, new)
 """
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_leaves_the_old_file_or_the_new(tmp_path):
     """C2: SIGKILL at 200 random lines of a save."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)

@@ -26,6 +26,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_importing_needs_neither_transformers_nor_rich() -> None:
     code = "import sys, onetrip.patching; sys.exit(not {'transformers', 'rich'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

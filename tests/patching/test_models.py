@@ -303,6 +303,7 @@ def test_dropout_trains_and_evaluation_switches_it_off() -> None:
     assert set(report.calls().values()) == {(6, 0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_compiles_without_graph_breaks(name: str) -> None:
     model, inputs = build(name).train(), CASES[name].inputs()
@@ -313,6 +314,7 @@ def test_compiles_without_graph_breaks(name: str) -> None:
     assert_close({key.replace("_orig_mod.", ""): tensor for key, tensor in actual.items()}, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "electra"])
 def test_base_models_compile_without_graph_breaks(name: str) -> None:
     """Without a head their own forward changes dictionaries while it is compiled."""

@@ -348,6 +348,7 @@ def test_autocast_gives_eager_s_dtypes(name: str) -> None:
         torch.testing.assert_close(tensor, expected[key], rtol=0.1, atol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "t5", "llama", "gemma2"])
 def test_compiles_without_a_graph_break(name: str) -> None:
     case = CASES[name]
