@@ -39,6 +39,7 @@ for name in before:
 
 
 @pytest.mark.slow
+@pytest.mark.promise("exit")
 def test_nothing_of_ours_runs_when_a_process_ends():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,11 @@ from onetrip.reference.adam import Group, thresholds
 from tools.gpusim.adam import ADAM, ADAMW, Parameter, Step
 from tools.gpusim.harness import assert_same_bits, build, missing_tool, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool())),
+    pytest.mark.promise("adam bits"),
+]
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 SIZES = (1, 7, 8, 9, 127, 128, 129, 255, 257, 1000, 4095, 4096, 4097)
@@ -79,6 +83,7 @@ def _around(values: list[float]) -> list[float]:
     return torch.stack((torch.nextafter(middle, zero), middle, torch.nextafter(middle, infinity)), 1).view(-1).tolist()
 
 
+@pytest.mark.promise("Q2")
 @pytest.mark.parametrize("signed", [True, False], ids=["exp_avg", "exp_avg_sq"])
 def test_codes_change_exactly_at_the_thresholds(driver, signed: bool, tmp_path: Path) -> None:
     """Gradients on both sides of every threshold, in blocks of scale 1; betas 0 pass them through as the moments."""

@@ -30,7 +30,7 @@ from tools.sass.machine_code import (
     missing_tool,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.promise("T7"), pytest.mark.promise("T6")]
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 # Both sides of every boundary between kernels: rows of some lanes, of groups of a block, of a block, of a cluster;

@@ -16,7 +16,7 @@ from tools.gpusim import softmax as cudasim_softmax
 from tools.gpusim.adam import ADAM, Parameter, Step
 from tools.gpusim.harness import Bug, build, missing_tool, run, sources_with
 
-pytestmark = pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))
+pytestmark = [pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool())), pytest.mark.promise("T7")]
 
 AHEAD, SPLIT = "row_norm_backward_ahead.cuh", "row_norm_backward_split.cuh"
 ROW_NORM_BUGS = {

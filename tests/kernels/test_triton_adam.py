@@ -12,6 +12,8 @@ from onetrip.reference.adam import BLOCK, Group, Slot
 from targets import Target, needs
 from triton_runner import COMPILE, INTERPRET, run_cases, run_emulated
 
+pytestmark = pytest.mark.promise("adam bits")
+
 CASES = Path(__file__).with_name("triton_adam_cases.py")
 
 
@@ -27,6 +29,7 @@ def test_interpreted() -> None:
     run_cases(CASES, INTERPRET)
 
 
+@pytest.mark.promise("T6")
 @pytest.mark.slow
 def test_compiled() -> None:
     run_emulated(CASES)

@@ -38,6 +38,7 @@ def test_interpreted(group: str) -> None:
     run_cases(CASES, INTERPRET, GROUPS[group])
 
 
+@pytest.mark.promise("T6")
 @pytest.mark.slow
 def test_compiled() -> None:
     run_emulated(CASES, COMPILED)

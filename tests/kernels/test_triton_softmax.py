@@ -31,6 +31,7 @@ def test_interpreted() -> None:
     run_cases(CASES, INTERPRET)
 
 
+@pytest.mark.promise("T6")
 @pytest.mark.slow
 def test_compiled() -> None:
     run_emulated(CASES, COMPILED)

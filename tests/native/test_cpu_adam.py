@@ -32,7 +32,10 @@ from onetrip.reference.adam import BLOCK, ZERO_CODE, Slot
 from torch import Tensor
 
 library = native_library()
-pytestmark = pytest.mark.skipif(library is None, reason="the native library was not built")
+pytestmark = [
+    pytest.mark.skipif(library is None, reason="the native library was not built"),
+    pytest.mark.promise("adam bits"),
+]
 
 LEVELS = ("baseline", "avx2", "avx512", "avx512vbmi")
 SIZES = (1, 127, 128, 129, 4095, 4096, 4097, 100_003)
@@ -218,6 +221,7 @@ def alone(values: Tensor) -> Tensor:
     return blocks.flatten()
 
 
+@pytest.mark.promise("Q2")
 @pytest.mark.parametrize("scale", [1.0, 3e-9, 7e11], ids=lambda s: f"scale{s:g}")
 @pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 def test_every_code_is_stored_as_itself(level, signed, scale):
@@ -228,6 +232,7 @@ def test_every_code_is_stored_as_itself(level, signed, scale):
     assert (states.exp_avg_scale == torch.tensor(scale)).all()
 
 
+@pytest.mark.promise("Q2")
 @pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 def test_every_value_gets_the_nearest_code(level, signed):
     """Near each threshold, in a block of its own: kernels may do a block again in another way where one of its values
@@ -254,6 +259,7 @@ def test_every_value_gets_the_nearest_code(level, signed):
     assert ((chosen == distance.min(dim=1).values) | is_raised).all()
 
 
+@pytest.mark.promise("Q5")
 def test_what_is_greater_than_0_never_gets_code_0(level):
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(10_000_000, generator=generator).mul_(-40).exp_()
@@ -366,6 +372,7 @@ print(digest.hexdigest())
     assert len(digests) == 1
 
 
+@pytest.mark.promise("Q1")
 @pytest.mark.parametrize(
     ("signed", "digest"),
     [

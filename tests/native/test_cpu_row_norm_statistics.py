@@ -28,6 +28,7 @@ def test_not_a_number_stays_in_its_row(level, norm, value, where):
     assert torch.equal(y.isnan(), expected.isnan()) and y[[0, 2]].isfinite().all()
 
 
+@pytest.mark.promise("N3")
 @pytest.mark.parametrize("ratio", [1e4, 1e5], ids=["1e4", "1e5"])
 @pytest.mark.parametrize("n_cols", [64, 1000, 16384], ids=lambda n: f"N{n}")
 def test_mean_of_many_deviations(level, n_cols, ratio):

@@ -15,6 +15,8 @@ from row_norm_cases import DTYPES, make, short, torch_has_eps_in_float32
 from tolerances import assert_bitwise, assert_like_torch, assert_ulps
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.promise("I4")
+
 PAIRS = [
     pytest.param(nn.LayerNorm, torch.nn.LayerNorm, id="LayerNorm"),
     pytest.param(nn.RMSNorm, torch.nn.RMSNorm, id="RMSNorm"),
@@ -131,6 +133,7 @@ def test_empty_batches(shape):
         assert module(torch.randn(shape)).shape == shape
 
 
+@pytest.mark.promise("D5")
 @modules
 def test_dropout_follows_training(make_module):
     module = randomised(make_module())

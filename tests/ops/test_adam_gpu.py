@@ -12,7 +12,7 @@ from simulators import ADAM, ADAMW, Parameter, Step, assert_same_bits
 from targets import Target, needs, needs_memory
 from torch import Tensor
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.promise("adam bits"), pytest.mark.promise("Q11, S2, S5")]
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 NOT_FINITE = (float("nan"), float("inf"), float("-inf"))

@@ -19,6 +19,8 @@ from onetrip import ops
 from onetrip.ops import backends, row_norm_native
 from onetrip.reference import row_norm as reference
 
+pytestmark = pytest.mark.promise("backends")
+
 CPU = torch.device("cpu")
 
 

@@ -15,6 +15,8 @@ from onetrip import nn, ops, patch_model
 from onetrip.ops.attention import attention
 from torch import Tensor
 
+pytestmark = pytest.mark.promise("jit")
+
 WEIGHT, BIAS = torch.linspace(-1.0, 2.0, 8), torch.linspace(0.5, -1.0, 8)
 POSITIONS, SINKS = torch.linspace(-1.0, 1.0, 9).view(1, 1, 3, 3), torch.linspace(-1.0, 1.0, 4).view(4, 1, 1)
 

@@ -10,6 +10,8 @@ from onetrip import ops
 from onetrip.ops.rng import draw_rng, draw_rng_tensor
 from onetrip.reference.philox import dropout_scale, dropout_threshold, keep_mask, philox
 
+pytestmark = pytest.mark.promise("D4")
+
 # Random123's kat_vectors for philox4x32-10: counter (four words), key (two words), result.
 KNOWN_ANSWERS = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),

@@ -35,6 +35,7 @@ def assert_gradients_like_torch(i: Inputs, used: str = "y", p: float = 0.0) -> N
         assert_like_torch(gradient, torchs[name], exact[name], terms=rows)
 
 
+@pytest.mark.promise("N6")
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("p", [0.0, 0.2])
@@ -52,6 +53,7 @@ def test_every_gradient_of_the_sublayer(target, shape, used, p, norm, dtype):
     assert_gradients_like_torch(i, used, p)
 
 
+@pytest.mark.promise("N6")
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("width", [1, 3, 64, 1023, 1536, 4097])
@@ -60,6 +62,7 @@ def test_every_gradient_of_a_plain_norm(target, width, norm, dtype):
     assert_gradients_like_torch(i)
 
 
+@pytest.mark.promise("N6")
 @pytest.mark.parametrize("parts", ["", "residual", "bias", "weight", "norm_bias", "residual weight", "bias norm_bias"])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_every_gradient_with_parts_left_out(target, norm, parts):
@@ -94,6 +97,7 @@ MIXES = {
 }
 
 
+@pytest.mark.promise("N6")
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("used", ["y", "yz"])
@@ -118,6 +122,7 @@ def test_gradients_of_every_cast_order(target, cast, weight, x):
         assert_like_torch(gradient, exact.to(gradient.dtype), exact, terms=16)
 
 
+@pytest.mark.promise("N3")
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_gradients_at_a_mean_of_ten_thousand_deviations(target, norm):
     i = make((48, 512), torch.float32, "residual weight", device=target.device, norm=norm)
@@ -125,6 +130,7 @@ def test_gradients_at_a_mean_of_ten_thousand_deviations(target, norm):
     assert_gradients_like_torch(i)
 
 
+@pytest.mark.promise("N7")
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_parameter_gradients_over_a_million_bf16_rows(target, norm):
     n_rows, n_cols = 1 << 20, 8
@@ -161,6 +167,7 @@ def grad_outputs(shape: tuple[int, ...], device: str) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.promise("N9")
 @pytest.mark.parametrize("kind", grad_outputs((2, 3, 4), "cpu"))
 @pytest.mark.parametrize("p", [0.0, 0.25])
 def test_strides_of_grad_output_change_no_bit(target, p, kind):
@@ -189,6 +196,7 @@ def test_sum_backward_has_an_expanded_gradient(target):
         torch.testing.assert_close(tensor.grad.double(), double.tensors()[name].grad, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.promise("B11")
 @pytest.mark.parametrize("used", ["y", "z", "yz"])
 def test_gradients_share_no_memory_and_grad_outputs_are_left_alone(target, used):
     leaves = make((6, 32), torch.float32, ALL, device=target.device).leaves()
@@ -204,6 +212,7 @@ def test_gradients_share_no_memory_and_grad_outputs_are_left_alone(target, used)
         assert not any(aliases(gradient, other) for other in [*found[:index], *grads])
 
 
+@pytest.mark.promise("N5")
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("return_residual", [False, True])
@@ -222,6 +231,7 @@ def test_gradcheck_in_float64(norm, p, return_residual):
     assert torch.autograd.gradcheck(function, list(i.tensors().values()))
 
 
+@pytest.mark.promise("N5")
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_gradcheck_of_the_sublayer_without_a_norm(p):
     i = make((3, 5), torch.float64, "residual bias").leaves()
@@ -231,6 +241,7 @@ def test_gradcheck_of_the_sublayer_without_a_norm(p):
     )
 
 
+@pytest.mark.promise("N5")
 @pytest.mark.parametrize(
     "options", [{}, {"weight_offset": 1.0}, {"cast_before_weight": True}, {"cast_before_weight": "weight"}], ids=str
 )
@@ -239,6 +250,7 @@ def test_gradcheck_of_rms_norm(options):
     assert torch.autograd.gradcheck(lambda x, weight: ops.rms_norm(x, weight, **options), (i.x, i.weight))
 
 
+@pytest.mark.promise("N5")
 def test_double_backward_raises(target):
     leaves = make((3, 8), torch.float32, ALL, device=target.device).leaves()
     with pytest.raises(RuntimeError, match="differentiated again"):
@@ -272,6 +284,7 @@ def saved(function: Any) -> list[Tensor]:
     return kept
 
 
+@pytest.mark.promise("saved")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("norm", ["layer", "rms", "none"])
@@ -298,6 +311,7 @@ def test_saved_for_backward_is_z_and_one_or_two_numbers_a_row(target, return_res
     assert sum(kept.values()) == expected
 
 
+@pytest.mark.promise("saved")
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_a_plain_norm_saves_its_input_and_no_copy_of_it(target, norm):
     leaves = make((64, 256), torch.bfloat16, "weight", device=target.device).leaves()

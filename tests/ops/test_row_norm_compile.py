@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
+pytestmark = pytest.mark.promise("I6")
+
 ALL = "residual bias weight norm_bias"
 RNG = (21, 4)
 

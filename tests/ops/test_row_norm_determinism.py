@@ -32,6 +32,7 @@ def one_step(
     return [y, *torch.autograd.grad(y, list(leaves.tensors().values()), grads)]
 
 
+@pytest.mark.promise("D2")
 def test_a_hundred_repeats_are_bitwise_equal(target):
     leaves = list(make((60, 257), torch.float32, ALL, device=target.device).leaves().tensors().values())
     dy = torch.randn(60, 257, device=target.device)
@@ -57,6 +58,7 @@ def digest() -> str:
     return hashlib.sha256(b"".join(bits(t).numpy().tobytes() for t in one_step("cpu"))).hexdigest()
 
 
+@pytest.mark.promise("D2")
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 def test_another_process_with_another_thread_count_gives_the_same_bits(threads):
@@ -70,6 +72,7 @@ def test_another_process_with_another_thread_count_gives_the_same_bits(threads):
         assert done.stdout.strip() == digest()
 
 
+@pytest.mark.promise("D9")
 @pytest.mark.parametrize("shape", [(1, 8), (7, 33), (1000, 64), (64, 4097)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_do_not_depend_on_the_number_of_threads(shape, dtype):
@@ -109,6 +112,7 @@ print("equal")
 """
 
 
+@pytest.mark.promise("S6")
 @pytest.mark.slow
 def test_sixteen_threads_make_the_first_call_of_a_process():
     done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, timeout=600)
@@ -138,6 +142,7 @@ def one_by_one(target: Target, seed: int) -> torch.Tensor:
         return call(i, dropout_p=0.4, rng=(seed, 0))
 
 
+@pytest.mark.promise("S7")
 @pytest.mark.slow
 def test_memory_does_not_grow_over_two_thousand_calls(target):
     def steps(count: int) -> None:
@@ -185,6 +190,7 @@ def cases(draw):
     )
 
 
+@pytest.mark.promise("T5")
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_any_shape_dtype_and_order_in_memory(target, case):

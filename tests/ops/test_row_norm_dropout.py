@@ -24,6 +24,7 @@ def kept(shape: tuple[int, ...], p: float, rng: tuple[int, int] | None, device: 
     return ops.bias_dropout_residual(x, torch.zeros_like(x), dropout_p=p, rng=rng) != 0
 
 
+@pytest.mark.promise("D4")
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (7, 1), (2, 3, 33), (5, 1023), (64, 4)], ids=str)
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
 @pytest.mark.parametrize("rng", [(0, 0), (7, 12), (2**64 - 1, 2**64 - 4), (-1, 4), (-(2**63), 2**32)], ids=str)
@@ -55,6 +56,7 @@ def test_kept_values_are_scaled_by_one_over_one_minus_p(target):
     assert set(z.unique().tolist()) == {0.0, torch.tensor(1.0 / 0.7).item()}
 
 
+@pytest.mark.promise("D1")
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_keep_rate_within_five_sigma_and_consecutive_calls_differ(target, p):
     shape = (256, 1000)
@@ -70,6 +72,7 @@ def test_keep_rate_within_five_sigma_and_consecutive_calls_differ(target, p):
         assert abs(mask.double().mean().item() - rate) < 5 * math.sqrt(rate * (1 - rate) / mask.numel())
 
 
+@pytest.mark.promise("D1")
 def test_same_seed_same_masks(target):
     shape = (16, 50)
     torch.manual_seed(11)
@@ -84,6 +87,7 @@ def generator_state(device: str) -> torch.Tensor:
     return torch.cuda.get_rng_state() if device == "cuda" else torch.random.get_rng_state()
 
 
+@pytest.mark.promise("D5")
 @pytest.mark.parametrize(
     "options",
     [{}, {"dropout_p": 0.0}, {"dropout_p": 1.0}, {"dropout_p": 0.5, "rng": (1, 2)}, {"dropout_p": 0.5}],
@@ -127,6 +131,7 @@ def test_the_mask_depends_on_the_logical_index_alone(target):
     assert torch.equal((z != 0).flatten().cpu(), flat)
 
 
+@pytest.mark.promise("D8")
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 def test_checkpoint_recomputes_the_same_mask(target, use_reentrant):
     i = make((6, 40), torch.float32, ALL, device=target.device)
@@ -152,6 +157,7 @@ def test_checkpoint_recomputes_the_same_mask(target, use_reentrant):
         assert_bitwise(ours, plain)
 
 
+@pytest.mark.promise("D7")
 def test_reference_mask_beyond_element_2_to_the_32():
     near = keep_mask((64,), 0.5, (1, 0))
     far = keep_mask((64,), 0.5, (1, 0), first_element=2**34)  # group 2^32: the fourth counter word is 1
@@ -160,6 +166,7 @@ def test_reference_mask_beyond_element_2_to_the_32():
     assert torch.equal(keep_mask((8,), 0.5, (1, 0), first_element=2**34 - 4)[4:], far[:4])
 
 
+@pytest.mark.promise("D7")
 @pytest.mark.slow
 def test_kernel_mask_beyond_element_2_to_the_32():
     """dbias of rows that overlap in memory: only elements past 2^32 have a gradient other than zero."""

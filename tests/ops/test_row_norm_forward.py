@@ -18,6 +18,7 @@ WIDTHS = (1, 3, 63, 1023, 1025, 1536, 4097)
 RNG = (1234, 8)
 
 
+@pytest.mark.promise("N2")
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_layer_norm_is_within_one_ulp(target, width, dtype):
@@ -27,6 +28,7 @@ def test_layer_norm_is_within_one_ulp(target, width, dtype):
     assert_ulps(y, truth(i)[1])
 
 
+@pytest.mark.promise("N2")
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_rms_norm_is_within_one_ulp(target, width, dtype):
@@ -36,6 +38,7 @@ def test_rms_norm_is_within_one_ulp(target, width, dtype):
     assert_ulps(y, truth(i)[1])
 
 
+@pytest.mark.promise("N2")
 @pytest.mark.parametrize("shape", [(37,), (3, 37), (2, 3, 37), (2, 1, 3, 37)], ids=lambda shape: f"rank{len(shape)}")
 def test_any_rank(target, shape):
     i = make(shape, torch.float32, "residual bias weight norm_bias", device=target.device)
@@ -60,6 +63,7 @@ def test_every_row_is_computed(target, n_rows):
     assert_ulps(call(i), truth(i)[1])
 
 
+@pytest.mark.promise("N4")
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("parts", ["residual", "bias", "residual bias"], ids=lambda parts: parts.replace(" ", "+"))
@@ -82,6 +86,7 @@ def test_whole_sublayer_with_the_same_mask(target, width, p, parts, dtype, norm)
         assert_bitwise(ops.bias_dropout_residual(i.x, i.residual, i.bias, dropout_p=p, rng=RNG if p else None), z)
 
 
+@pytest.mark.promise("N3")
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("width", [64, 1000, 4097])
 def test_mean_ten_thousand_times_the_deviation(target, width, norm):
@@ -116,6 +121,7 @@ def transformers_norm(name: str, weight: Tensor, eps: float) -> torch.nn.Module:
     return module
 
 
+@pytest.mark.promise("cast orders")
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -137,6 +143,7 @@ def test_cast_orders_of_transformers(target, name, options, x_dtype, w_dtype):
     assert_same_rounding(ops.rms_norm(x.to(target.device), weight.to(target.device), 1e-6, **options).cpu(), theirs)
 
 
+@pytest.mark.promise("cast orders")
 @pytest.mark.parametrize(("x_dtype", "w_dtype"), X_W, ids=lambda dtype: short(dtype))
 def test_layer_norm_of_cohere(target, x_dtype, w_dtype):
     x, weight = mixed(x_dtype, w_dtype)
@@ -160,6 +167,7 @@ def assert_same_rounding(ours: Tensor, theirs: Tensor) -> None:
     assert (apart > 0).double().mean() < 0.01
 
 
+@pytest.mark.promise("B6")
 @pytest.mark.parametrize(
     ("x", "residual", "bias"),
     [p for p in product(DTYPES, (None, *DTYPES), (None, *DTYPES)) if any(d is not None for d in p[1:])],
@@ -178,6 +186,7 @@ def test_output_dtype_is_that_of_the_unfused_expression(target, x, residual, bia
         assert_bitwise(ops.bias_dropout_residual(i.x, i.residual, i.bias), z)
 
 
+@pytest.mark.promise("B6")
 @pytest.mark.parametrize("weight", DTYPES, ids=short)
 @pytest.mark.parametrize("norm_bias", DTYPES, ids=short)
 @pytest.mark.parametrize("x", DTYPES, ids=short)
@@ -188,6 +197,7 @@ def test_parameters_of_another_dtype_are_never_reinterpreted(target, x, weight, 
     assert_ulps(y, truth(i)[1])
 
 
+@pytest.mark.promise("N8")
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("value", ["finfo.max", "-finfo.max", "+0", "-0", "subnormal", "mixed signs of finfo.max"])
 def test_extreme_half_values_are_finite_where_float64_is(target, value, norm):
@@ -206,6 +216,7 @@ def test_extreme_half_values_are_finite_where_float64_is(target, value, norm):
     assert_ulps(y, truth(i)[1])
 
 
+@pytest.mark.promise("N8")
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 @pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e-10, 1e10, 1e17])
@@ -217,6 +228,7 @@ def test_magnitudes_whose_squares_fit_float32(target, magnitude, dtype, norm):
     assert_ulps(y, truth(i)[1])
 
 
+@pytest.mark.promise("N10")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("column", [0, 17, 63])
@@ -234,6 +246,7 @@ def test_nan_and_inf_stay_in_their_row_and_are_of_torchs_classes(target, column,
         assert torch.equal(now[2].isnan(), exact[2].isnan()) and torch.equal(now[2].isinf(), exact[2].isinf())
 
 
+@pytest.mark.promise("N10")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_dropped_values_are_zero_whatever_they_were(target, bad):
     i = make((4, 64), torch.float32, "residual", device=target.device)
@@ -247,6 +260,7 @@ def test_dropped_values_are_zero_whatever_they_were(target, bad):
     assert (~z.isfinite()).sum() == 1
 
 
+@pytest.mark.promise("B9")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=short)
 def test_results_do_not_depend_on_torchs_default_dtype(target, dtype):
     i = make((3, 50), torch.float32, "residual weight norm_bias", device=target.device).leaves()

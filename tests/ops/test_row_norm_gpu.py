@@ -17,6 +17,7 @@ pytestmark = pytest.mark.gpu
 ALL = "residual bias weight norm_bias"
 
 
+@pytest.mark.promise("D3")
 def test_graph_replays_draw_new_masks_that_follow_the_seed(backend):
     x, residual = torch.ones(2, 64, 256, device="cuda")
     static = torch.ones(64, 256, device="cuda", requires_grad=True)
@@ -51,6 +52,7 @@ def test_graph_replays_draw_new_masks_that_follow_the_seed(backend):
     assert x.all()
 
 
+@pytest.mark.promise("S5")
 def test_a_slow_producer_on_another_stream_is_waited_for(backend):
     i = make((4096, 1024), torch.float32, ALL, device="cuda")
     expected = call(i)
@@ -66,6 +68,7 @@ def test_a_slow_producer_on_another_stream_is_waited_for(backend):
     assert_bitwise(y, expected)
 
 
+@pytest.mark.promise("S5")
 def test_a_call_does_not_synchronise(backend):
     leaves = make((64, 256), torch.float32, ALL, device="cuda").leaves()
     call(leaves, dropout_p=0.1).sum().backward()
@@ -99,6 +102,7 @@ def test_each_call_moves_the_generator_by_four(backend):
     assert generator.get_offset() == before + 4
 
 
+@pytest.mark.promise("S1, S3")
 @pytest.mark.slow
 @pytest.mark.parametrize("n_rows", [65_535, 65_536, 1 << 20, (1 << 20) + 1])
 def test_many_rows(backend, n_rows):
@@ -110,6 +114,8 @@ def test_many_rows(backend, n_rows):
     assert leaves.x.grad.isfinite().all()
 
 
+@pytest.mark.promise("S1, S3")
+@pytest.mark.promise("D7")
 @pytest.mark.slow
 @pytest.mark.parametrize("n_cols", [1 << 10, (1 << 18)], ids=["narrow", "wide"])
 def test_more_than_two_to_the_32_elements(backend, n_cols):
@@ -128,6 +134,7 @@ def test_more_than_two_to_the_32_elements(backend, n_cols):
         assert x.grad[rows][keep].count_nonzero() > 0.9 * keep.count_nonzero()
 
 
+@pytest.mark.promise("S4")
 def test_second_card(backend):
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two CUDA devices, {torch.cuda.device_count()} visible")
@@ -138,6 +145,7 @@ def test_second_card(backend):
     assert_bitwise(y, call(i.map(lambda t: t.to("cuda:0")), dropout_p=0.2, rng=(1, 4)))
 
 
+@pytest.mark.promise("B5")
 @pytest.mark.parametrize("argument", ["residual", "bias", "weight", "norm_bias"])
 def test_mixed_devices_are_refused_with_both_named(cuda, argument):
     i = make((4, 8), torch.float32, ALL, device=cuda)
@@ -155,6 +163,7 @@ def test_cpu_and_card_draw_the_same_mask_and_nearly_the_same_values(backend):
     torch.testing.assert_close(y.cpu(), expected[0])
 
 
+@pytest.mark.promise("I7")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast_gives_torchs_dtypes(backend, dtype):
     x = torch.randn(4, 64, device="cuda")
@@ -167,6 +176,7 @@ def test_autocast_gives_torchs_dtypes(backend, dtype):
     assert norm.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.promise("I7")
 def test_grad_scaler_steps(backend):
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), nn.LayerNorm(32), nn.RMSNorm(32)).cuda()
     optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cuda")
@@ -180,6 +190,7 @@ def test_grad_scaler_steps(backend):
     assert loss.isfinite()
 
 
+@pytest.mark.promise("N2")
 @pytest.mark.parametrize("width", [8192, 16_384, 65_536, 262_144])
 def test_wide_rows(backend, width):
     i = make((3, width), torch.bfloat16, "residual weight norm_bias", device="cuda")

@@ -40,6 +40,7 @@ def results(operator: Callable[[Inputs], Any], i: Inputs) -> list[Tensor]:
     return [*outputs, *(gradient for gradient in found if gradient is not None)]
 
 
+@pytest.mark.promise("B1, B2")
 @operators
 @pytest.mark.parametrize("shape", [(0,), (0, 8), (3, 0), (2, 0, 8), (0, 0), (2, 3, 0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=short)
@@ -59,6 +60,7 @@ def test_empty_tensors_give_empty_results_and_zero_gradients(target, dtype, shap
         assert tensor.grad.shape == tensor.shape and tensor.grad.dtype == dtype and not tensor.grad.any()
 
 
+@pytest.mark.promise("B1, B2")
 @operators
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (1, 5), (5, 1), (1, 1, 1)], ids=str)
 def test_one_row_and_one_column(target, shape, operator):
@@ -100,6 +102,7 @@ def lazily_negated(tensor: Tensor) -> Tensor:
 LAYOUTS = [spread, column_major, every_other, permuted, one_element_off, lazily_negated]
 
 
+@pytest.mark.promise("B3, B4")
 @operators
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
@@ -111,6 +114,7 @@ def test_layout_changes_no_bit(target, width, dtype, layout, operator):
         assert_bitwise(ours, expected)
 
 
+@pytest.mark.promise("B3, B4")
 @operators
 @pytest.mark.parametrize("dims", ["rows", "batch", "columns", "all"])
 def test_expanded_tensors_equal_their_copies(target, dims, operator):
@@ -130,6 +134,7 @@ def test_parameters_may_be_strided_views(target):
             assert_bitwise(ours, expected)
 
 
+@pytest.mark.promise("B10")
 def test_one_tensor_in_every_role(target):
     x = torch.randn(8, 8, device=target.device)
     row = torch.randn(8, device=target.device)
@@ -138,6 +143,7 @@ def test_one_tensor_in_every_role(target):
     assert_bitwise(aliased, apart)
 
 
+@pytest.mark.promise("B11")
 @operators
 def test_arguments_are_never_modified(target, operator):
     i = make((5, 64), torch.float32, ALL, device=target.device).map(spread)
@@ -163,6 +169,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", empty)
 
 
+@pytest.mark.promise("T4")
 @operators
 @pytest.mark.parametrize("width", [1, 5, 64, 1027])
 @pytest.mark.parametrize("n_rows", [1, 3, 130])
@@ -254,6 +261,8 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Inputs], Any]]] = {
 }
 
 
+@pytest.mark.promise("B5")
+@pytest.mark.promise("B7, B8")
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("error", "message", "run"), REFUSED.values(), ids=REFUSED.keys())
 def test_wrong_arguments_are_refused_by_name(error, message, run):
@@ -282,6 +291,7 @@ def test_messages_name_the_function_that_was_called():
         ops.bias_dropout_residual(X, None)  # type: ignore[arg-type]
 
 
+@pytest.mark.promise("B12")
 def test_float64_goes_through_reference_in_any_part():
     i = make((4, 6), torch.float32, ALL)
     for name in i.tensors():
@@ -296,6 +306,7 @@ def test_float64_goes_through_reference_in_any_part():
     assert call(make((4, 6), torch.float32, ALL, dtypes={"bias": torch.float64})).dtype == torch.float64
 
 
+@pytest.mark.promise("B12")
 @operators
 def test_meta_tensors_give_meta_results(operator):
     i = make((4, 6), torch.bfloat16, ALL)
@@ -329,6 +340,7 @@ class Wrapper(Tensor):
         return function(*map(unwrap, args), **(kwargs or {}))
 
 
+@pytest.mark.promise("B12")
 @pytest.mark.parametrize("name", ["x", "residual", "bias", "weight", "norm_bias"])
 def test_wrapped_tensors_reach_their_own_dispatch_in_any_role(target, name):
     """A kernel that took such a tensor's address would read null."""

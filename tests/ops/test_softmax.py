@@ -18,6 +18,7 @@ SHAPE = (2, 3, 5, 67)
 WIDTHS = (1, 3, 63, 64, 1023, 1025, 4097, 16385, 65537)
 
 
+@pytest.mark.promise("softmax N1")
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_widths(target, width, dtype):
@@ -30,6 +31,7 @@ def test_widths(target, width, dtype):
         assert ((y.double() - truth).abs() <= 1e-7 + 2e-6 * truth).all()
 
 
+@pytest.mark.promise("softmax N6")
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=lambda p: f"p{p:g}")
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
@@ -61,6 +63,7 @@ def test_result_and_gradients(target, name, dtype, dropout_p, causal):
         assert_like_torch(ours[2], torchs[2], truth[2], terms=scores.numel() // ours[2].numel())
 
 
+@pytest.mark.promise("softmax N6")
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5, 6, 7), (2, 3, 2, 3, 2, 3, 7)], ids=["rank6", "rank7"])
 def test_masks_of_many_alternating_dimensions(target, shape):
     """More dimensions than a kernel walks along: here, and only here, the mask is written out."""
@@ -75,6 +78,7 @@ def test_masks_of_many_alternating_dimensions(target, shape):
     assert_like_torch(ours, torchs, truth.double(), terms=scores.numel() // mask.numel())
 
 
+@pytest.mark.promise("softmax N11")
 @pytest.mark.parametrize(("queries", "keys"), [(1, 9), (9, 1), (4, 9), (9, 4)], ids=str)
 def test_causal_aligns_the_last_query_with_the_last_key(target, queries, keys):
     scores = torch.randn(2, queries, keys, device=target.device, requires_grad=True)
@@ -86,6 +90,7 @@ def test_causal_aligns_the_last_query_with_the_last_key(target, queries, keys):
     assert (dx[:, ~visible] == 0.0).all() and dx.isfinite().all()
 
 
+@pytest.mark.promise("softmax N11")
 @pytest.mark.parametrize("kind", ["bool", "-inf", "both"])
 def test_fully_masked_rows_are_zero(target, kind):
     """And so are their gradients, whatever their neighbours are."""
@@ -102,6 +107,7 @@ def test_fully_masked_rows_are_zero(target, kind):
     assert (dx[1, :, 2] == 0.0).all() and dx.isfinite().all() and (dx[0] != 0.0).any()
 
 
+@pytest.mark.promise("softmax N8")
 def test_finite_mask_is_an_ordinary_number(target):
     """A row whose every position has finfo.min gives what the plain formula gives, not zeros."""
     lowest = torch.finfo(torch.float32).min
@@ -111,6 +117,7 @@ def test_finite_mask_is_an_ordinary_number(target):
     assert_ulps(y.sum(-1), torch.ones(3, dtype=torch.float64, device=target.device))
 
 
+@pytest.mark.promise("softmax N10")
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_special_values(target, dtype):
     """NaN and +inf fill their row with NaN, neighbours stay; under a bool mask NaN is not seen; -inf gives 0."""
@@ -130,6 +137,7 @@ def test_special_values(target, dtype):
     assert ops.softmax(scores, hidden)[2].isnan().all(), "an added -inf does not hide NaN"
 
 
+@pytest.mark.promise("softmax N10")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=lambda p: f"p{p:g}")
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
@@ -146,6 +154,7 @@ def test_what_causality_hides_is_zero_in_a_row_of_nan(target, dtype, dropout_p, 
     assert y[30][(visible & kept)[30]].isnan().all()
 
 
+@pytest.mark.promise("softmax N10")
 @pytest.mark.parametrize("with_bias", [False, True], ids=["scores", "scores-bias"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_gradients_of_what_causality_hides_are_in_no_other(target, dtype, with_bias):
@@ -167,6 +176,7 @@ def test_gradients_of_what_causality_hides_are_in_no_other(target, dtype, with_b
         assert row[~hidden[30]].isnan().all() and (row[hidden[30]] == 0.0).all()
 
 
+@pytest.mark.promise("softmax N8")
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_largest_and_smallest_numbers(target, dtype):
     info = torch.finfo(dtype)
@@ -177,6 +187,8 @@ def test_largest_and_smallest_numbers(target, dtype):
     assert_ulps(ops.softmax(rows), torch.softmax(rows.double(), -1))
 
 
+@pytest.mark.promise("softmax D1, D5")
+@pytest.mark.promise("softmax saved")
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_dropout(target, dtype):
     """The mask is dropout_keep_mask's, dropped elements are exactly 0, and nothing but one tensor is saved."""
@@ -190,6 +202,7 @@ def test_dropout(target, dtype):
     assert_ulps(saved[0].abs(), exact(scores).detach())
 
 
+@pytest.mark.promise("softmax saved")
 def test_without_dropout_the_result_itself_is_saved(target):
     scores = torch.randn(4, 30, device=target.device, requires_grad=True)
     saved = []
@@ -198,6 +211,7 @@ def test_without_dropout_the_result_itself_is_saved(target):
     assert len(saved) == 1 and saved[0].data_ptr() == y.data_ptr()
 
 
+@pytest.mark.promise("softmax D1, D5")
 def test_dropout_draws_from_the_generator(target):
     scores = torch.randn(8, 100, device=target.device)
     torch.manual_seed(5)
@@ -218,6 +232,7 @@ def test_dropout_of_everything(target):
     assert (y == 0.0).all() and (dx == 0.0).all()
 
 
+@pytest.mark.promise("softmax B1, B3, B4")
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=lambda p: f"p{p:g}")
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded", "one_element_off", "lazily_negated"])
 def test_layout_changes_no_bit(target, layout, dropout_p):
@@ -247,6 +262,7 @@ def test_a_lazy_negation_of_the_mask_is_seen(target):
     assert_bitwise(ops.softmax(scores, torch._neg_view(mask)), ops.softmax(scores, -mask))
 
 
+@pytest.mark.promise("softmax D2, D9")
 def test_repeats_are_bitwise(target):
     scores = torch.randn(4, 3, 70, 130, device=target.device, requires_grad=True)
     bias = torch.randn(3, 70, 130, device=target.device, requires_grad=True)
@@ -262,6 +278,7 @@ def test_repeats_are_bitwise(target):
             assert_bitwise(again, expected)
 
 
+@pytest.mark.promise("softmax B1, B3, B4")
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 0, 5), (0,)], ids=str)
 def test_empty(target, shape):
     scores = torch.randn(shape, device=target.device, requires_grad=True)
@@ -270,6 +287,7 @@ def test_empty(target, shape):
     assert y.shape == shape and scores.grad.shape == shape
 
 
+@pytest.mark.promise("softmax B7, B8, B11")
 def test_arguments_are_not_modified(target):
     scores, mask = torch.randn(4, 5, 9, device=target.device), torch.randn(5, 9, device=target.device)
     before = scores.clone(), mask.clone()
@@ -278,6 +296,7 @@ def test_arguments_are_not_modified(target):
     assert torch.equal(leaf.detach(), before[0]) and torch.equal(mask, before[1])
 
 
+@pytest.mark.promise("softmax N5")
 def test_float64_and_its_gradients():
     scores = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
     mask = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
@@ -288,6 +307,7 @@ def test_float64_and_its_gradients():
         torch.autograd.grad(ops.softmax(scores).sum(), scores, create_graph=True)
 
 
+@pytest.mark.promise("softmax I6")
 def test_transforms_of_torch_func():
     scores, bias = torch.randn(6, 3, 8), torch.randn(3, 8)
     batched = torch.func.vmap(lambda s: ops.softmax(s, bias, scale=0.5))(scores)
@@ -297,6 +317,7 @@ def test_transforms_of_torch_func():
     torch.testing.assert_close(jacobian, torch.diag(p) - torch.outer(p, p))
 
 
+@pytest.mark.promise("softmax T5")
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_shape_and_broadcast(data):
@@ -336,6 +357,7 @@ BAD = {
 }
 
 
+@pytest.mark.promise("softmax B7, B8, B11")
 @pytest.mark.parametrize(("scores", "options", "error", "message"), BAD.values(), ids=BAD.keys())
 def test_wrong_arguments(scores, options, error, message):
     with pytest.raises(error, match=f"^softmax: {message}"):
@@ -355,6 +377,7 @@ def test_module():
             nn.Softmax(**bad)
 
 
+@pytest.mark.promise("softmax D8")
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_checkpoint_recomputes_the_same_mask(target, use_reentrant):
     scores = torch.randn(4, 6, 50, device=target.device, requires_grad=True)
@@ -377,6 +400,7 @@ def test_checkpoint_recomputes_the_same_mask(target, use_reentrant):
         assert_bitwise(ours, expected)
 
 
+@pytest.mark.promise("softmax D2, D9")
 def test_results_do_not_depend_on_the_number_of_threads():
     needs(Target("cpu", "cpu"))
     scores = torch.randn(6, 3, 70, 513, requires_grad=True)

@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+pytestmark = pytest.mark.promise("softmax I6")
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:

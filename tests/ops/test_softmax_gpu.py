@@ -9,7 +9,7 @@ from softmax_cases import RNG, exact
 from targets import needs_memory
 from tolerances import assert_bitwise, assert_ulps
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.promise("softmax D3, S1, S3, S5")]
 
 
 def test_backends_of_the_card_agree_with_the_cpu(backend):
@@ -75,6 +75,7 @@ def test_a_slow_producer_on_another_stream_is_waited_for(backend):
     assert_bitwise(y, expected)
 
 
+@pytest.mark.promise("softmax N1")
 @pytest.mark.parametrize("width", [8192, 16384, 16385, 65536, 262144])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_wide_rows(backend, width, dtype):

@@ -22,6 +22,7 @@ def gap(a: list[Tensor], b: list[Tensor]) -> float:
     return max(float((x - y).detach().abs().max()) for x, y in zip(a, b, strict=True) if x.numel())
 
 
+@pytest.mark.promise("Q9")
 @BOTH
 @pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
 def test_32_bit_mode_is_torchs(cls, maximize):
@@ -87,6 +88,7 @@ def test_precision_is_chosen_by_size_and_group_once():
     assert [bits_of(optimizer.state[p]) for p in params] == [8, 32, 8, 32]
 
 
+@pytest.mark.promise("Q12")
 @pytest.mark.parametrize(
     "changed",
     [
@@ -111,6 +113,7 @@ def test_every_argument_changes_the_result_also_as_a_key_of_a_group(changed):
     assert not same(plain, as_argument) and same(as_argument, as_key)
 
 
+@pytest.mark.promise("Q12")
 def test_capturable_is_refused_on_the_cpu():
     params = make_params()
     set_grads(params, 0)
@@ -121,6 +124,7 @@ def test_capturable_is_refused_on_the_cpu():
     assert same(params, before) and not optimizer.state
 
 
+@pytest.mark.promise("Q13")
 def test_many_tensors_at_once_are_each_alone():
     """Q13: bit for bit, blocks and chunks of every length."""
     shapes = [(1,), (127,), (129,), (4095,), (4097,), (0,)]
@@ -135,6 +139,7 @@ def test_many_tensors_at_once_are_each_alone():
         assert same(p, q) and same(optimizer.state[p], single.state[q])
 
 
+@pytest.mark.promise("adam B5, B6, B12")
 def test_dtypes_of_parameters_and_gradients_mix():
     """B6: the nine pairs, each as if computed in float32 and rounded once."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
@@ -164,6 +169,7 @@ def strided_pairs() -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.promise("adam B3, B4")
 @pytest.mark.parametrize("layout", strided_pairs())
 @pytest.mark.parametrize("which", ["param", "grad", "both"])
 def test_layout_changes_no_bit(layout, which):
@@ -192,6 +198,7 @@ def test_negated_and_expanded_gradients():
     assert same(p, q)
 
 
+@pytest.mark.promise("adam B10, B11")
 def test_gradients_are_not_modified():
     """B11, with a gradient scale and maximize too."""
     params = make_params()
@@ -203,6 +210,7 @@ def test_gradients_are_not_modified():
     assert same([p.grad for p in params], grads)
 
 
+@pytest.mark.promise("Q10")
 def test_parameters_without_gradients_are_left_alone_and_later_join():
     """Q10: frozen ones, None gradients, another set at each step; each counts its own steps."""
     params, expected = make_params([(4096,), (5000,), (300,)]), make_params([(4096,), (5000,), (300,)])
@@ -222,6 +230,7 @@ def test_parameters_without_gradients_are_left_alone_and_later_join():
     assert [steps_taken(optimizer.state[p]) for p in params[:2]] == [3.0, 3.0] and params[2] not in optimizer.state
 
 
+@pytest.mark.promise("Q10")
 def test_groups_added_later_step_with_their_own_numbers():
     params, expected = make_params([(4096,), (5000,)]), make_params([(4096,), (5000,)])
     optimizer = AdamW8bit(params[:1], lr=0.1)
@@ -237,6 +246,7 @@ def test_groups_added_later_step_with_their_own_numbers():
     assert same(params, expected)
 
 
+@pytest.mark.promise("Q10")
 @pytest.mark.parametrize("tensor_lr", [False, True], ids=["float", "tensor"])
 def test_schedulers_move_the_learning_rate(tensor_lr):
     """Q10: as torch's AdamW under the same schedule."""
@@ -279,6 +289,7 @@ def test_a_parameter_listed_twice_steps_once():
     assert same(p, q)
 
 
+@pytest.mark.promise("adam storage")
 def test_storage_that_is_replaced_between_steps_is_seen():
     """Parameters, gradients and states each get new memory: .data =, .to(), a state_dict put back by hand."""
     params, expected = make_params(), make_params()
@@ -319,6 +330,7 @@ def test_a_parameter_exchanged_in_its_list_has_a_state_of_its_own():
         assert same(new, fresh[1]) and steps_taken(optimizer.state[new]) == 1.0
 
 
+@pytest.mark.promise("adam storage")
 def test_a_model_cast_between_steps_goes_on_in_its_new_dtype():
     params = make_params([(4096,), (100,)])
     optimizer = AdamW8bit(params)
@@ -382,6 +394,7 @@ def test_first_update_is_bounded_whatever_the_gradients():
     assert largest_update(0.9, 0.999, 1) == pytest.approx(1.0) and float(p.detach().abs().max()) <= 1.0 + 1e-6
 
 
+@pytest.mark.promise("adam B9")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "f64"])
 def test_torchs_default_dtype_changes_nothing(dtype):
     """B9: maps, states and results."""

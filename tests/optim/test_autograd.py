@@ -11,6 +11,8 @@ from onetrip.optim import AdamW8bit
 from optim_cases import make_params, same, set_grads, snapshot, train, trained
 from torch import Tensor
 
+pytestmark = pytest.mark.promise("adam gradients")
+
 STEPPED = pytest.mark.parametrize("stepped", [False, True], ids=["first-step", "later-step"])
 
 

@@ -31,6 +31,7 @@ def train_all_but(optimizer: torch.optim.Optimizer, frozen: list[int]) -> None:
     optimizer.step()
 
 
+@pytest.mark.promise("C1")
 @DTYPES
 @pytest.mark.parametrize("cls", [AdamW8bit, Adam8bit], ids=["AdamW8bit", "Adam8bit"])
 def test_resuming_is_training_on(cls, dtype):
@@ -97,6 +98,7 @@ def test_parameters_without_state_and_names_and_initial_lr():
     assert target.param_groups[0]["initial_lr"] == 1e-3 and target.param_groups[0]["param_names"][1] == "layer.1"
 
 
+@pytest.mark.promise("C4")
 @pytest.mark.parametrize("loss", ["absent", "empty"])
 def test_a_checkpoint_that_lost_a_state_is_told_from_one_that_never_had_it(loss):
     """A frozen parameter, or an expert that nothing was routed to, has no state, and torch writes nothing for it."""
@@ -218,6 +220,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.promise("C4")
 @pytest.mark.parametrize(("damage", "message"), DAMAGED.values(), ids=DAMAGED)
 def test_damaged_checkpoints_change_nothing(damage, message):
     state = copy.deepcopy(trained(steps=4).state_dict())
@@ -229,6 +232,7 @@ def test_damaged_checkpoints_change_nothing(damage, message):
     assert "AdamW8bit" in str(caught.value) and same(snapshot(optimizer), before)
 
 
+@pytest.mark.promise("C6")
 @DTYPES
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam], ids=["AdamW", "Adam"])
 def test_state_of_torchs_adam_is_taken(cls, dtype):
@@ -292,6 +296,7 @@ def bitsandbytes_state(block: int, wrapped: bool) -> tuple[dict[str, Any], list[
     return {"state": entries, "param_groups": [{**group, "params": list(range(6))}]}, moments
 
 
+@pytest.mark.promise("C6")
 @pytest.mark.parametrize("wrapped", [False, True], ids=["flat", "wrapped"])
 @pytest.mark.parametrize("block", [256, 2048])
 def test_bitsandbytes_state_is_taken(block, wrapped):
@@ -312,6 +317,7 @@ def test_bitsandbytes_state_is_taken(block, wrapped):
     train(optimizer, range(1))
 
 
+@pytest.mark.promise("C6")
 def test_the_real_bitsandbytes():
     """Its own optimizer, trained on the CPU, then this one from its checkpoint: the next steps go the same way."""
     bitsandbytes = pytest.importorskip("bitsandbytes", exc_type=ImportError)

@@ -54,6 +54,7 @@ def test_scales_by_rows_come_back_at_the_same_borders(shape, signed):
         assert same(got, (scale, codes))
 
 
+@pytest.mark.promise("C7")
 @pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
 def test_scales_by_rows_go_to_other_borders(shape, signed):
@@ -79,6 +80,7 @@ def test_scales_by_rows_go_to_other_borders(shape, signed):
         assert bool((new_codes[values.view(-1) > 0] > 0).all())
 
 
+@pytest.mark.promise("C8")
 @fsdp2_on_cpu
 def test_two_ranks(tmp_path):
     """C8: resuming FSDP2 from torch.distributed.checkpoint is training on, bit for bit. One process, DDP and FSDP2
@@ -86,6 +88,7 @@ def test_two_ranks(tmp_path):
     optim_distributed.run(2, two_ranks, str(tmp_path / "checkpoint"))
 
 
+@pytest.mark.promise("C7")
 @fsdp2_on_cpu
 def test_four_ranks_then_two_then_one(tmp_path):
     """C7: shards that are uneven at every world size; parameters bit for bit, states but for blocks that were cut."""

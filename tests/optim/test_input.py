@@ -54,6 +54,7 @@ WRONG = [
 IDS = [f"{argument}={str(value)[:20]}" for argument, value, _ in WRONG]
 
 
+@pytest.mark.promise("adam B8")
 @pytest.mark.parametrize("cls", [AdamW8bit, Adam8bit], ids=["AdamW8bit", "Adam8bit"])
 @pytest.mark.parametrize(("argument", "value", "error"), WRONG, ids=IDS)
 def test_wrong_arguments_are_refused_by_name(cls, argument, value, error):
@@ -69,6 +70,7 @@ def test_wrong_arguments_are_refused_by_name(cls, argument, value, error):
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.promise("adam B8")
 @pytest.mark.parametrize(("argument", "value", "error"), WRONG, ids=IDS)
 def test_a_value_that_turns_wrong_later_is_refused_at_the_step(argument, value, error):
     """A scheduler may write anything into a group."""
@@ -163,6 +165,7 @@ def refuses(optimizer: torch.optim.Optimizer, error: type[Exception], message: s
     assert same(snapshot(optimizer), before)
 
 
+@pytest.mark.promise("adam B5, B6, B12")
 @pytest.mark.parametrize("stepped", [False, True], ids=["first-step", "later-step"])
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
@@ -241,6 +244,7 @@ def test_sparse_gradients_of_an_embedding():
     refuses(optimizer, RuntimeError, "AdamW8bit: the gradient of parameter 0 must be dense, got torch.sparse_coo")
 
 
+@pytest.mark.promise("adam B10, B11")
 def test_parameters_that_share_memory_are_refused():
     """B10: two updates of the same element would race."""
     base = torch.randn(8192)
@@ -303,6 +307,7 @@ def test_without_a_scaler_what_is_not_finite_propagates(value, bits):
     assert not finite[200] and not finite[list(lost)].any() and int((~finite).sum()) == len(lost)
 
 
+@pytest.mark.promise("Q7")
 @pytest.mark.parametrize("value", [NAN, math.inf], ids=str)
 def test_found_inf_skips_the_whole_step(value):
     """Q7: everything bit for bit, step counts too; then the next step is an ordinary one."""
@@ -322,6 +327,7 @@ def test_found_inf_skips_the_whole_step(value):
     assert same(snapshot(optimizer), snapshot(plain))
 
 
+@pytest.mark.promise("Q7")
 @pytest.mark.parametrize("unscale", [False, True], ids=["fused", "unscaled-first"])
 def test_grad_scaler(unscale):
     """Scaled gradients give the very step of plain ones (powers of two are exact); an overflow skips it and halves
@@ -347,6 +353,7 @@ def test_grad_scaler(unscale):
     assert not hasattr(optimizer, "grad_scale")
 
 
+@pytest.mark.promise("Q4")
 def test_zero_gradients_forever():
     """Q4: finite, and unchanged without weight decay."""
     params = make_params()

@@ -70,6 +70,7 @@ def error_of(stream, steps: int) -> float:
     return math.sqrt(differences / squares)
 
 
+@pytest.mark.promise("Q3")
 @pytest.mark.parametrize(
     ("stream", "bound"),
     [(gaussian, 0.03), (sparse_rows, 0.04), (six_decades, 0.35), (even_spread, 0.45), (outlier, 0.40)],
@@ -80,12 +81,14 @@ def test_streams(stream, bound):
     assert 0 < error_of(stream, STEPS) <= bound
 
 
+@pytest.mark.promise("Q6")
 @pytest.mark.parametrize("decade", range(-12, 5, 2))
 def test_every_decade_of_gradients(decade):
     """Q6: scales are float32; only eps, which is absolute, sees how large gradients are."""
     assert 0 < error_of(lambda _: torch.randn(N) * 10.0**decade, 60) <= 0.03
 
 
+@pytest.mark.promise("Q8")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_decay_alone(dtype):
     """Q8: 1,000 steps of lr * weight_decay = 1e-5. A bfloat16 weight without a master is rounded back at each step."""
@@ -122,6 +125,7 @@ assert all(result is not None and torch.equal(result, results[0]) for result in 
 """
 
 
+@pytest.mark.promise("adam S6")
 @pytest.mark.slow
 def test_sixteen_threads_make_their_first_step():
     """S6."""

@@ -32,6 +32,7 @@ def test_safetensors_file(tmp_path):
     assert len(tensors) == 1 + sum(map(len, optimizer.state_dict()["state"].values()))
 
 
+@pytest.mark.promise("C4")
 def test_any_flipped_byte_or_cut_is_found(tmp_path):
     """C4: each byte of the header, and some of each tensor; every length of the start, and some later ones."""
     path, damaged = tmp_path / "whole", tmp_path / "damaged"
@@ -96,6 +97,7 @@ print(old, new)
 """
 
 
+@pytest.mark.promise("C2")
 @pytest.mark.slow
 def test_a_save_that_is_killed_leaves_the_old_file_or_the_new(tmp_path):
     """C2: SIGKILL at 200 random lines of a save."""

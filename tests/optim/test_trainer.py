@@ -111,6 +111,7 @@ def test_embeddings_in_32_bits(tmp_path):
     assert all(group["weight_decay"] in (0.0, 0.1) for group in own.param_groups)
 
 
+@pytest.mark.promise("C1")
 @pytest.mark.parametrize("embeddings_32bit", [False, True], ids=["8-bit", "embeddings-32-bit"])
 def test_resuming_with_trainer_is_training_on(tmp_path, embeddings_32bit):
     """C1: eight steps, and four from the checkpoint of the fourth, dropout and schedule included: the same bits."""

@@ -11,6 +11,8 @@ from onetrip.optim import AdamW8bit, adam
 from optim_cases import make_params, same, set_grads
 from torch import Tensor
 
+pytestmark = pytest.mark.promise("adam varying")
+
 SHAPES = [(4096,), (5000,), (7,), (0,), (64, 100), (130,), (), (4097,)]
 
 

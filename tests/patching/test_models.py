@@ -326,6 +326,7 @@ def test_base_models_compile_without_graph_breaks(name: str) -> None:
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.promise("jit")
 @pytest.mark.filterwarnings("ignore")  # of the tracer: what Python looks at is a constant of the graph
 @pytest.mark.parametrize("requires_grad", [True, False], ids=["trainable", "frozen"])
 def test_torch_jit_traces_it(requires_grad: bool) -> None:

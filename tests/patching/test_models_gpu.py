@@ -13,7 +13,7 @@ from onetrip.optim import AdamW8bit
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.promise("I1, I7, D8")]
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 TEXT = {**SIZES, "vocab_size": 67, "pad_token_id": 0}
