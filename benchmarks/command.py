@@ -1,6 +1,6 @@
 """`onetrip bench`, which is also `python -m onetrip.benchmarks`: measure, print, record, compare, report.
 
-Exits 0, 1 where a check failed, 2 on bad usage, 130 after Ctrl-C. Standard output holds the results alone.
+Exits with a code of command_line.py. Standard output holds the results alone.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from onetrip.command_line import BAD_USAGE, CHECK_FAILED, INTERRUPTED, Json
 
 if TYPE_CHECKING:
     import torch
 
     from .measure.cases import Named
-    from .run.options import Options
+    from .run.selection import Options
 
-CHECK_FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 _BUSY = 0.3  # of the CPUs: above it, other work would be timed too
 _MEASURES_NOTHING = {"--everything", "compare", "report", "--list", "--render", "--help"}
 
@@ -28,10 +28,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and no progress.")]
 
 
-def _refuse(message: str) -> NoReturn:
+def _reject(message: str) -> NoReturn:
     typer.echo(f"onetrip bench: {message}", err=True)
     raise typer.Exit(BAD_USAGE)
 
@@ -40,87 +39,83 @@ def _device(name: str | None) -> torch.device:
     import torch
 
     if name not in (None, "auto", "cpu", "cuda"):
-        _refuse(f"--device {name}: no such device; there are auto, cpu, cuda")
+        _reject(f"--device {name}: unknown value; choose from auto, cpu, cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        _refuse("--device cuda: torch sees no CUDA device")
+        _reject("--device cuda: torch sees no CUDA device")
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if name in (None, "auto") else name
     return torch.device(chosen)
 
 
-def _missing_package() -> str:
-    try:
-        import jinja2  # noqa: F401
-        import pytest_benchmark  # noqa: F401
-    except ImportError as error:
-        return f"{error.name} is missing: pip install 'onetrip[bench]'"
-    return ""
-
-
 def _render() -> None:
+    from onetrip.environment import checkout
+
     from .measure import results
-    from .measure.machine import checkout
-    from .show import report
+    from .show import docs_page
 
     root = checkout()
     if root is None:
-        _refuse("--render needs a source tree: this is an installed package")
-    report.write_docs(results.read(results.RECORDED), root / "docs/benchmarks.md")
+        _reject("--render needs a source tree: this is an installed package")
+    docs_page.write(results.read(results.RECORDED), root / "docs/benchmarks.md")
 
 
 def _recorded_folder(options: Options, output: Path | None) -> Path | None:
     """Where the run writes: where it was told to, and the whole suite in a source tree to the record in it."""
+    from onetrip.environment import checkout
+
     from .measure import results
-    from .measure.machine import checkout
 
     if output is not None:
         return output
-    return results.RECORDED if checkout() is not None and not options.partial else None
+    return results.RECORDED if checkout() is not None and not options.words else None
 
 
 def _select(options: Options, device: torch.device) -> dict[str, list[Named]]:
-    from .measure.memory import shortage
-    from .measure.results import UsageError
     from .run.selection import select
 
-    try:
-        selected = select(options)
-    except UsageError as error:
-        _refuse(str(error))
-    if options.shapes:
+    selected = select(options)
+    if options.get("shape"):
+        from .measure.side_by_side import shortage
+
         for case in (case for cases in selected.values() for case in cases):
             if reason := shortage(case, device):
-                _refuse(f"{case.id} does not fit: {reason}")
+                _reject(f"{case.id} does not fit: {reason}")
     return selected
 
 
+def _absent(device: torch.device) -> str:
+    """Other libraries that cannot run here, and why."""
+    from .measure import libraries
+
+    reasons = {libraries.TITLES[name]: libraries.unavailable(name, device) for name in libraries.MODULES}
+    return ", ".join(f"{name} ({why})" for name, why in reasons.items() if why)
+
+
 def _measure(
-    options: Options, device: torch.device, output: Path | None, resume: bool, as_json: bool, selected: dict[str, Any]
+    options: Options, device: torch.device, output: Path | None, resume: bool, as_json: bool, selected: dict
 ) -> int:
+    from onetrip.environment import checkout, load_average
+
     from .measure import results
-    from .measure.machine import checkout, load_average
     from .run import runner
-    from .run.selection import absent
-    from .show import report
+    from .show import tables
 
     load = load_average()
     if device.type == "cpu" and load is not None and load > _BUSY * (os.cpu_count() or 1):
-        typer.echo(f"Other work is running (load average {load:.1f}): times will suffer, ratios less so.", err=True)
-    if missing := absent(device):
-        words = ", ".join(f"{name} ({why})" for name, why in missing.items())
-        typer.echo(f"not raced against: {words}", err=True)
+        typer.echo(f"Other processes are running (load average {load:.1f}): distrust times, less so ratios.", err=True)
+    if not options.get("against") and (words := _absent(device)):
+        typer.echo(f"not compared with: {words}", err=True)
     found = runner.run(selected, device, options, output, resume, silent=as_json)
     if as_json:
         document = {"results": found.results, "failures": found.failures, "interrupted": found.interrupted}
         typer.echo(json.dumps(results.rounded(document), indent=1))
     elif found.results:
-        report.print_results(found.results)
+        tables.print_results(found.results)
     for path in found.paths:
         typer.echo(f"wrote {path}", err=True)
-    root = checkout()
-    if output == results.RECORDED and root is not None and found.results and not found.interrupted:
-        report.write_docs(results.read(results.RECORDED), root / "docs/benchmarks.md")
-        typer.echo(f"rendered {root / 'docs/benchmarks.md'}", err=True)
-    if device.type == "cpu" and (words := report.load_in_words(found.results)):
+    if output == results.RECORDED and checkout() is not None and found.results and not found.interrupted:
+        _render()
+        typer.echo("rendered docs/benchmarks.md", err=True)
+    if device.type == "cpu" and (words := tables.load_in_words(found.results)):
         typer.echo(words, err=True)
     for line in found.failures:
         typer.echo(f"FAILED {line}", err=True)
@@ -130,32 +125,6 @@ def _measure(
         typer.echo(f"interrupted: {kept} cases are done{again}", err=True)
         return INTERRUPTED
     return CHECK_FAILED if found.failures else 0
-
-
-def _everything(
-    device: torch.device,
-    output: Path | None,
-    quick: bool,
-    part: list[str] | None,
-    resume: bool,
-    budget: float | None,
-    as_json: bool,
-) -> None:
-    from .full_run import everything
-
-    if output is None:
-        _refuse("--everything: --output must name a folder")
-    status = everything.run(
-        output,
-        device,
-        quick=quick,
-        parts=part,
-        resume=resume,
-        budget_s=float("inf") if budget is None else budget,
-        as_json=as_json,
-    )
-    if status:
-        raise typer.Exit(status)
 
 
 @app.callback(invoke_without_command=True)
@@ -171,9 +140,7 @@ def bench(
     ] = None,
     against: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PROVIDER", help="Whom to race instead of everybody there; --list names them; repeatable."
-        ),
+        typer.Option(metavar="PROVIDER", help="Compare with these alone; --list names them; repeatable."),
     ] = None,
     only: Annotated[
         str | None,
@@ -184,16 +151,20 @@ def bench(
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Write DIR/<machine>/<suite>.json.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Leave out what DIR has of this very code.")] = False,
     everything: Annotated[
-        bool, typer.Option("--everything", help="Tests, sanitizers, all suites, training, report, into --output DIR.")
+        bool,
+        typer.Option("--everything", help="The full validation and benchmark suite of a GPU, into --output DIR."),
     ] = False,
     part: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Of --everything, that part alone; a glob; repeatable.")
     ] = None,
     budget: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Of --everything: end within them; --resume goes on.")
+        float | None, typer.Option(metavar="SECONDS", help="Of --everything: end after so many; --resume goes on.")
+    ] = None,
+    part_limit: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Of --everything: stop a part that takes longer (3600).")
     ] = None,
     as_json: Json = False,
-    list_: Annotated[bool, typer.Option("--list", help="What can be measured, and who can be raced against.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="What can be measured, and compared with what.")] = False,
     render: Annotated[
         bool, typer.Option("--render", help="Only render docs/benchmarks.md from the recorded JSON.")
     ] = False,
@@ -205,47 +176,48 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    if reason := _missing_package():
-        _refuse(reason)
-    from .measure.machine import header
-    from .measure.results import UsageError, unwritable
-    from .run.listing import listing, print_listing
-    from .run.options import Options
+    from onetrip.environment import header
 
+    from .measure.results import UsageError, unwritable
+    from .run import listing
+    from .run.selection import Options
+
+    chosen, missing = _device(device), listing.missing_packages()
+    if list_:
+        found = listing.listing(chosen)
+        typer.echo(json.dumps(found, indent=1)) if as_json else listing.print_listing(found)
+        if missing:
+            typer.echo(f"To measure: {missing}", err=True)
+        return
+    if missing:
+        _reject(missing)
     if render:
         _render()
         return
-    chosen = _device(device)
-    if list_:
-        found = listing(chosen)
-        typer.echo(json.dumps(found, indent=1)) if as_json else print_listing(found)
-        return
-    if everything:
-        ignored = {
-            "--op": op,
-            "--dtype": dtype,
-            "--shape": shape,
-            "--pass": which,
-            "--against": against,
-            "--only": only,
-        }
-        if given := [name for name, value in ignored.items() if value]:
-            _refuse(f"{', '.join(given)}: not of --everything, whose --part names what to run")
-        _everything(chosen, output, quick, part, resume, budget, as_json)
-        return
-    if part or budget is not None:
-        _refuse("--part and --budget belong to --everything")
     try:
-        options = Options.parse(only, quick, op or (), dtype or (), shape or (), which or (), against or ())
+        options = Options.parse(only, quick, op=op, dtype=dtype, shape=shape, against=against, **{"pass": which})
+        if everything:
+            if options.values or only is not None:
+                _reject(f"--everything takes no {options.words[-1]}: --part names what to run")
+            if output is None:
+                _reject("--everything: --output must name a folder")
+            from .full_run import everything as full_run
+
+            given = {"budget_s": budget, "part_s": part_limit}
+            limits = full_run.Limits(**{name: seconds for name, seconds in given.items() if seconds is not None})
+            status = full_run.run(output, chosen, quick, part, resume, limits, as_json)
+            raise typer.Exit(status)
+        if part or budget is not None or part_limit is not None:
+            _reject("--part, --budget and --part-limit belong to --everything")
+        folder = _recorded_folder(options, output)
+        if resume and folder is None:
+            _reject("--resume: --output must name the folder that holds what was done")
+        selected = _select(options, chosen)
     except UsageError as error:
-        _refuse(str(error))
-    folder = _recorded_folder(options, output)
-    if resume and folder is None:
-        _refuse("--resume: --output must name the folder that holds what was done")
-    selected = _select(options, chosen)
+        _reject(str(error))
     places = () if folder is None else (folder, folder / header(chosen)["machine"]["id"])
     for reason in filter(None, map(unwritable, places)):
-        _refuse(reason)
+        _reject(reason)
     try:
         status = _measure(options, chosen, folder, resume, as_json, selected)
     except KeyboardInterrupt:
@@ -271,7 +243,7 @@ def compare(
     try:
         found = compare_.compare(before, after)
     except UsageError as error:
-        _refuse(str(error))
+        _reject(str(error))
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=1))
     else:
@@ -280,8 +252,8 @@ def compare(
         raise typer.Exit(CHECK_FAILED)
 
 
-@app.command("report")
-def report_(
+@app.command()
+def report(
     folder: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="What --output named; in a source tree the recorded results.")
     ] = None,
@@ -291,11 +263,12 @@ def report_(
     as_json: Json = False,
 ) -> None:
     """Every machine's results as one HTML page: tables that sort, figures, targets; it needs no network."""
+    from .measure.results import UsageError
     from .show import html_page
 
     try:
         written = html_page.write(folder, output)
-    except html_page.UsageError as error:
+    except UsageError as error:
         typer.echo(f"onetrip bench report: {error}", err=True)
         raise typer.Exit(BAD_USAGE) from None
     if as_json:

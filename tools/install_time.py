@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 from onetrip.benchmarks.measure import results
-from onetrip.benchmarks.measure.machine import checkout, header, load_average
-from onetrip.benchmarks.show import report
+from onetrip.benchmarks.show import docs_page, tables
+from onetrip.environment import checkout, header, load_average
 
 _ARCHITECTURE_VARIABLES = ("ONETRIP_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST")
 
@@ -77,11 +77,11 @@ def main() -> None:
     described = header(torch.device("cpu")) | {"quick": False, "load_average_before": load_average()}
     cases = [measure(root, build) for build in builds]
     found = {"install": {"schema": results.SCHEMA, "suite": "install", **described, "cases": cases}}
-    report.print_results(found)
+    tables.print_results(found)
     for path in results.write(found, options.output):
         print(f"wrote {path}")
     if options.output == results.RECORDED:
-        report.write_docs(results.read(results.RECORDED), root / "docs/benchmarks.md")
+        docs_page.write(results.read(results.RECORDED), root / "docs/benchmarks.md")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from onetrip import html
-from onetrip.benchmarks.measure.machine import header
 from onetrip.benchmarks.measure.results import SCHEMA, unwritable
+from onetrip.environment import header
 from onetrip.patching.attention import SoftmaxRegions, read_attention
 from onetrip.patching.attention.eager import EagerFunction, read_eager_function
 from onetrip.patching.attention.interface import read_interface

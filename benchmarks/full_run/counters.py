@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from onetrip.environment import header, load_average
 
 from ..measure.cases import DTYPE_NAMES, LARGE_ELEMENTS, Operator
 from ..measure.checks import as_tuple, make_inputs
-from ..measure.machine import header, load_average
 from ..run.store import Store, fingerprint
-from ..show import report
+from ..show import tables
 from ..suites import row_norm, softmax
 from ..suites.optimizers import ONETRIP, make
 from . import driver
@@ -302,7 +302,7 @@ def run(backend: str, output: Path, deadline: float, device: str = "cuda") -> in
             failed = True
     if done >= planned.keys():
         store.finish()
-    report.print_results(store.results, width=250)
+    tables.print_results(store.results, width=250)
     print(f"{len(done)} of {len(planned)} launches are counted")
     if failed or re.search(r"^FAILED ", printed, re.MULTILINE):
         return 1

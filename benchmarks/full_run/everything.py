@@ -1,7 +1,7 @@
-"""Everything that a machine can show, in one command that can be called again until it is done.
+"""`onetrip bench --everything`: the full validation and benchmark suite, which can be cut and continued.
 
-Tests of the GPU kernels, sanitizers, all suites, training steps, peers, environment and report, each part (parts.py)
-in a process of its own with a time limit and a log. What became of each is in DIR/everything.json.
+Tests of the GPU kernels, sanitizers, all suites, training steps, other libraries, environment and report: each part
+(plan.py) is a process of its own with a log. What became of each is in DIR/everything.json.
 """
 
 from __future__ import annotations
@@ -16,28 +16,40 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from onetrip import html
+from onetrip.command_line import BAD_USAGE, CHECK_FAILED, INTERRUPTED
+from onetrip.environment import header
 
-from ..measure.machine import header
-from ..measure.results import SCHEMA, unwritable
+from ..measure.results import SCHEMA, UsageError, unwritable
 from ..run.store import fingerprint
-from . import gpu_tests
-from .plan import LIMIT_S, Part, Place
-from .plan import parts as all_parts
+from . import gpu_tests, plan
+from .plan import Part, Place
 
 PASSED, FAILED, SKIPPED, UNFINISHED = "passed", "failed", "skipped", "unfinished"
 EXIT_UNFINISHED, EXIT_SKIPPED = 4, 5
 """How a part's process says that it ran out of time, or that something was missing after all."""
-INTERRUPTED = 130
 _MOST_FAILURES = 50
 _MARGIN_S = 15.0
 """Between the moment when a part is told to have ended and the one when it is stopped."""
+_REPORT_S = 30.0
+"""Kept of the budget for the report, which ends every call."""
+
+
+class Limits(NamedTuple):
+    """Seconds. budget_s: of a call; the part that runs when they are over is stopped, and goes on with --resume.
+    part_s: of a part; one that takes longer has failed, as one that hangs would."""
+
+    budget_s: float = float("inf")
+    part_s: float = 3600.0
+
+
+_DEFAULT = Limits()
 
 
 class State:
@@ -63,25 +75,18 @@ class State:
         html.write(self._path, json.dumps(self.content, indent=1) + "\n")
 
 
-def _id(commit: Mapping[str, Any] | None) -> str | None:
-    return None if commit is None else commit["id"]
-
-
-def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     """What has changed since the run began, so that figures of two things would stand in one table; else empty."""
-    found = {
-        "machine": (old["machine"]["id"], new["machine"]["id"]),
-        "versions": (old["versions"], new["versions"]),
-        "commit": (_id(old["commit"]), _id(new["commit"])),  # files of this very run may count as changes: see code
-        "code": (old["code"], new["code"]),
-        "--quick": (old["quick"], new["quick"]),
-    }
-    return "; ".join(f"{name} was {before}, is {after}" for name, (before, after) in found.items() if before != after)
 
+    def facts(content: dict[str, Any]) -> dict[str, Any]:
+        # Of the commit its id: files of this very run may count as changes, and code tells of others.
+        return {name: content[name] for name in ("versions", "code", "quick")} | {
+            "machine": content["machine"]["id"],
+            "commit": content["commit"] and content["commit"]["id"],
+        }
 
-def _usage(message: str) -> int:
-    print(f"onetrip bench --everything: {message}", file=sys.stderr)
-    return 2
+    was, now = facts(old), facts(new)
+    return "; ".join(f"{name} was {was[name]}, is {now[name]}" for name in now if was[name] != now[name])
 
 
 def _say(text: str) -> None:
@@ -105,40 +110,30 @@ def _terminated_as_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _begin(place: Place, resume: bool, selected: bool) -> State | str:
-    """The state to go on with, or why the run must not start."""
+def _begin(place: Place, resume: bool, selected: bool) -> State:
+    """The state to go on with."""
     path = place.output / "everything.json"
     content = {"schema": SCHEMA, **header(place.device), "code": fingerprint(), "quick": place.quick, "parts": {}}
     if not path.exists():
         return State(path, content)
     if not (resume or selected):
-        return f"{path} holds a run already: --resume goes on with it, --part runs one part again"
+        raise UsageError(f"{path} holds a run already: --resume goes on with it, --part runs one part again")
     try:
         old = json.loads(path.read_text())
         difference = _difference(old, content)
     except (ValueError, KeyError, TypeError) as error:
-        return f"{path} is not the state of a run ({type(error).__name__}: {error}): move it away"
+        raise UsageError(f"{path} is not the state of a run ({type(error).__name__}: {error}): move it away") from None
     if difference:
-        return f"{path} is of another run ({difference}): name another folder"
+        raise UsageError(f"{path} is of another run ({difference}): name another folder")
     return State(path, old)
 
 
-def _choose(known: Sequence[Part], wanted: Sequence[str] | None) -> list[Part] | str:
-    if not wanted:
-        return list(known)
-    for pattern in wanted:
+def _choose(known: Sequence[Part], wanted: Sequence[str] | None) -> list[Part]:
+    for pattern in wanted or ():
         if not any(fnmatch.fnmatchcase(part.name, pattern) for part in known):
             names = "\n  ".join(part.name for part in known)
-            return f"--part {pattern}: no such part. There are:\n  {names}"
-    return [p for p in known if p.always or any(fnmatch.fnmatchcase(p.name, pattern) for pattern in wanted)]
-
-
-def _estimate(part: Part, state: State) -> float:
-    """What a part that was cut took is a lower bound of what it needs."""
-    before = state.parts.get(part.name, {})
-    if before.get("status") == UNFINISHED and not part.is_check:
-        return min(LIMIT_S, max(part.seconds, 1.5 * before["seconds"]))
-    return min(part.seconds, LIMIT_S)
+            raise UsageError(f"--part {pattern}: unknown part; choose from:\n  {names}")
+    return [p for p in known if not wanted or p.always or any(fnmatch.fnmatchcase(p.name, each) for each in wanted)]
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -163,25 +158,25 @@ def _failures(log: Path) -> list[str]:
     return [line[:500] for line in dict.fromkeys(found)][:_MOST_FAILURES]
 
 
-def _run(part: Part, state: State, place: Place, allotted: float) -> None:
-    """Runs one part and writes down what became of it. KeyboardInterrupt is passed on afterwards."""
+def _run(part: Part, state: State, place: Place, limits: Limits) -> None:
+    """Runs one part and writes down what became of it. limits.budget_s: what is left of it. KeyboardInterrupt is passed
+    on afterwards."""
+    allotted = min(limits)
     log = place.output / "logs" / f"{part.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     # A moment, not a duration: a part that takes long to start has no more time for that.
     deadline = time.time() + max(allotted - _MARGIN_S, 5.0)
-    words = [word.replace("{deadline}", f"{deadline:.0f}") for word in part.command]
-    command = [sys.executable, "-m", *words]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", *(word.replace("{deadline}", f"{deadline:.0f}") for word in part.command)]
     start = time.monotonic()
     with log.open("wb") as file:
-        file.write(f"$ {' '.join(command)}\n".encode())
+        file.write(f"$ {shlex.join(command)}\n".encode())
         file.flush()
         process = subprocess.Popen(
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=environment,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
         try:
@@ -189,27 +184,20 @@ def _run(part: Part, state: State, place: Place, allotted: float) -> None:
         except subprocess.TimeoutExpired:
             _stop(process)
             spent = time.monotonic() - start
-            status, reason = UNFINISHED, f"stopped after {spent:.0f} s"
-            if allotted >= LIMIT_S:  # it would be stopped there again, unless it keeps what has ended
-                status = FAILED
-                if not any("{deadline}" in word for word in part.command):  # else the part keeps to its limit by itself
-                    reason += f"; without a limit: python -m {shlex.join(words)}"
-            state.set(part.name, status, spent, reason, _failures(log))
+            of_part = allotted == limits.part_s
+            reason = f"stopped after {spent:.0f} s" + (": longer than --part-limit" if of_part else "")
+            state.set(part.name, FAILED if of_part else UNFINISHED, spent, reason, _failures(log))
             return
         except KeyboardInterrupt:
             _stop(process)
             state.set(part.name, UNFINISHED, time.monotonic() - start, "interrupted")
             raise
     seconds, failures = time.monotonic() - start, _failures(log)
-    if code == 0:
-        state.set(part.name, PASSED, seconds)
-    elif code == EXIT_UNFINISHED:
-        state.set(part.name, UNFINISHED, seconds, _last_line(log), failures)
-    elif code == EXIT_SKIPPED:
-        state.set(part.name, SKIPPED, seconds, _last_line(log))
-    else:
-        reason = f"{len(failures)} failed" if failures else f"exit code {code}: {_last_line(log)}"
-        state.set(part.name, FAILED, seconds, reason, failures)
+    status = {0: PASSED, EXIT_UNFINISHED: UNFINISHED, EXIT_SKIPPED: SKIPPED}.get(code, FAILED)
+    reason = "" if status == PASSED else _last_line(log)
+    if status == FAILED:
+        reason = f"{len(failures)} failed" if failures else f"exit code {code}: {reason}"
+    state.set(part.name, status, seconds, reason, failures if status in (FAILED, UNFINISHED) else ())
 
 
 def _summary(state: State, known: Sequence[Part]) -> None:
@@ -242,37 +230,34 @@ def _summary(state: State, known: Sequence[Part]) -> None:
 def run(
     output: Path,
     device: torch.device,
-    *,
     quick: bool = False,
     parts: Sequence[str] | None = None,
     resume: bool = False,
-    budget_s: float = float("inf"),
+    limits: Limits = _DEFAULT,
     as_json: bool = False,
     known: Sequence[Part] | None = None,
 ) -> int:
-    """Runs what is to be run and prints a summary. 0: nothing failed, 1: something did, 2: bad usage, 130: Ctrl-C.
+    """Runs what is to be run and prints a summary; the exit code is one of command_line.py.
 
     parts: names or globs; those alone, again even where they passed (unless resume). resume: only what is missing or
-    failed. budget_s: no part is started that would not end within it. known: for tests, in place of the real parts.
+    failed. known: for tests, in place of the real parts.
     """
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return _usage("--device cuda: torch sees no CUDA device")
-    if not budget_s > 0:
-        return _usage(f"--budget must be greater than 0 seconds, got {budget_s:g}")
     begun = time.monotonic()
     output = output.resolve()
     place = Place(output, device, quick, gpu_tests.root())
-    known = all_parts(place) if known is None else known
-    selected = _choose(known, parts)
-    if isinstance(selected, str):
-        return _usage(selected)
-    if reason := unwritable(output):
-        return _usage(reason)
-    state = _begin(place, resume, bool(parts))
-    if isinstance(state, str):
-        return _usage(state)
+    try:
+        if not min(limits) > 0:
+            raise UsageError(f"--budget and --part-limit must be greater than 0 seconds, got {min(limits):g}")
+        known = plan.parts(place) if known is None else known
+        selected = _choose(known, parts)
+        if reason := unwritable(output):
+            raise UsageError(reason)
+        state = _begin(place, resume, bool(parts))
+    except UsageError as error:
+        _say(f"onetrip bench --everything: {error}")
+        return BAD_USAGE
     with _terminated_as_by_ctrl_c():
-        interrupted = _run_all(selected, state, place, resume, begun + budget_s)
+        interrupted = _run_all(selected, state, place, resume, limits, begun + limits.budget_s)
     if as_json:
         print(json.dumps(state.content, indent=1))
     else:
@@ -282,12 +267,14 @@ def run(
         _say(f"{len(left)} of {len(known)} parts are left: call again with --resume")
     if interrupted:
         return INTERRUPTED
-    return 1 if any(found["status"] == FAILED or found.get("failures") for found in state.parts.values()) else 0
+    failed = any(found["status"] == FAILED or found.get("failures") for found in state.parts.values())
+    return CHECK_FAILED if failed else 0
 
 
-def _run_all(selected: Sequence[Part], state: State, place: Place, resume: bool, deadline: float) -> bool:
+def _run_all(
+    selected: Sequence[Part], state: State, place: Place, resume: bool, limits: Limits, deadline: float
+) -> bool:
     """Whether it was interrupted. The parts that always run come last, and have their time kept for them."""
-    reserve = sum(part.seconds for part in selected if part.always)
     todo = [part for part in selected if not part.always and not (resume and state.done(part.name))]
     # What did not end or failed may take as long again, each time: first what has not run.
     behind = {UNFINISHED: 1, FAILED: 2}
@@ -298,19 +285,17 @@ def _run_all(selected: Sequence[Part], state: State, place: Place, resume: bool,
             if part.missing:
                 state.set(part.name, SKIPPED, reason=part.missing)
                 continue
-            left = deadline - time.monotonic() - reserve
-            estimate = _estimate(part, state)
-            if estimate > left:
-                _say(f"{part.name} needs about {estimate:.0f} s, {max(left, 0):.0f} s are left: not started")
+            left = deadline - time.monotonic() - _REPORT_S
+            if left <= 0:
+                _say(f"{part.name}: not started, the budget is spent")
                 continue
-            ahead = sum(_estimate(other, state) for other in todo[i:] if not other.missing)
-            _say(f"[{i + 1}/{len(todo)}] {part.name}: {part.proves} (about {estimate:.0f} s, {ahead:.0f} s for all)")
-            _run(part, state, place, min(LIMIT_S, left))
+            _say(f"[{i + 1}/{len(todo)}] {part.name}: {part.proves}")
+            _run(part, state, place, limits._replace(budget_s=left))
             found = state.parts[part.name]
             _say(f"    {found['status']} after {found['seconds']:.0f} s{': ' * bool(found['reason'])}{found['reason']}")
         for part in selected:
             if part.always:
-                _run(part, state, place, LIMIT_S)
+                _run(part, state, place, Limits(part_s=limits.part_s))
     except KeyboardInterrupt:
         _say("interrupted: what is done is kept")
         return True

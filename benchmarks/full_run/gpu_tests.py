@@ -26,8 +26,7 @@ from typing import Any
 
 import pytest
 from onetrip import html
-
-from ..measure.machine import checkout
+from onetrip.environment import checkout
 
 _VARIABLE = "ONETRIP_GPU_TESTS"
 _BROKEN_CONTEXT = 9  # exit code of a process that the plugin ends
@@ -50,9 +49,8 @@ class Shard:
     """Below tests/."""
     keywords: str = ""
     """pytest's -k."""
-    seconds: float = 120.0
     alone: bool = False
-    """One worker: its tests fill the card's memory."""
+    """One worker: its tests fill the GPU's memory."""
 
 
 _SPECIAL = ("ops/test_row_norm_gpu.py", "ops/test_softmax_gpu.py", "ops/test_adam_gpu.py")
@@ -69,18 +67,16 @@ _LARGE = "more_than_two_to_the or many_rows"
 SHARDS = (
     Shard("special", "graphs, streams, autocast, wide rows, Adam's bits", _SPECIAL, f"not ({_LARGE})"),
     Shard("row_norm-cuda", "the contract of row_norm, CUDA C++", _ROW_NORM, "not triton"),
-    Shard("row_norm-triton", "the contract of row_norm, Triton", _ROW_NORM, "triton", 240.0),
+    Shard("row_norm-triton", "the contract of row_norm, Triton", _ROW_NORM, "triton"),
     Shard("softmax-cuda", "the contract of softmax, CUDA C++", ("ops/test_softmax.py",), "not triton"),
-    Shard("softmax-triton", "the contract of softmax, Triton", ("ops/test_softmax.py",), "triton", 180.0),
+    Shard("softmax-triton", "the contract of softmax, Triton", ("ops/test_softmax.py",), "triton"),
     Shard(
         "models",
         "patched models: gradients, checkpointing, a training loop",
         ("patching/test_models_gpu.py",),
-        "",
-        45.0,
     ),
-    Shard("large", "2^31 elements and more, a million rows", _SPECIAL, _LARGE, 90.0, alone=True),
-    Shard("compile", "torch.compile, and cases of Triton's kernels", _COMPILE, "", 180.0),
+    Shard("large", "2^31 elements and more, a million rows", _SPECIAL, _LARGE, alone=True),
+    Shard("compile", "torch.compile, and cases of Triton's kernels", _COMPILE),
 )
 
 

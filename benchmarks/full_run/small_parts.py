@@ -7,7 +7,6 @@ Each leaves a file in DIR and prints a line that begins with FAILED for whatever
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import json
 import os
@@ -20,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from onetrip.environment import header
 
 from ..measure import libraries, results
-from ..measure.machine import header
 from ..measure.timing import clock_for, summarise
-from ..show import html_page, report
+from ..run.selection import Options, module, runnable
+from ..show import docs_page, html_page
 
 _VARIABLES = ("CUDA", "NVIDIA", "TORCH", "PYTORCH", "TRITON", "ONETRIP", "OMP", "MKL", "XLA")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
@@ -136,12 +136,11 @@ def merged(output: Path) -> results.Results:
         if suite not in results.SUITES:  # counters: of one part, which kept them in order
             content["cases"] = list(cases.values())
             continue
-        module = importlib.import_module(f"onetrip.benchmarks.suites.{results.bench_file(suite).stem}")
-        why = getattr(module, "unavailable", lambda case, device: "")
-        planned = module.cases(state["quick"])
+        planned = module(suite).cases(state["quick"])
+        wanted, _ = runnable({suite: planned}, device, Options.parse())
         order = {case.id: i for i, case in enumerate(planned)}
         content["cases"] = sorted(cases.values(), key=lambda case: order.get(case["case"], len(order)))
-        content["complete"] &= cases.keys() >= {case.id for case in planned if not why(case, device)}
+        content["complete"] &= cases.keys() >= {case.id for case in wanted[suite]}
     # What was verified stands beside what was measured.
     verified = [{"case": name, **part} for name, part in state["parts"].items()]
     return {**found, "everything": {**head, "suite": "everything", "cases": verified}}
@@ -157,7 +156,7 @@ def collect(output: Path, device: torch.device) -> int:
         place.mkdir(parents=True, exist_ok=True)
         print(f"wrote {shutil.copy(path, place)}")
     recorded = results.read(output / "results")
-    report.write_docs(recorded, output / "report.md", output / "results")
+    docs_page.write(recorded, output / "report.md", output / "results")
     print(f"wrote {output / 'report.md'}")
     print(f"wrote {html_page.write(output / 'results', output / 'report.html').path}")
     return 0

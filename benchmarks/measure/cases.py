@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +16,10 @@ Outputs = Tensor | tuple[Tensor, ...]
 Dropout = Callable[[Tensor], Tensor]
 
 PASSES = ("forward", "backward", "forward_backward")
+ELEMENTS = 4096 * 1024
+"""Of every width of a series."""
 LARGE_ELEMENTS = 1 << 25
-"""Of tensors that no card's L2 cache holds, 64 MiB and up."""
+"""Of tensors that no GPU's L2 cache holds, 64 MiB and up."""
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -103,7 +106,7 @@ class Case:
 
 
 def gpu_shapes() -> list[tuple[int, int]]:
-    """(n_rows, n_cols) that only a card is asked for: tensors larger than its L2 cache at every width, then rows from
+    """(n_rows, n_cols) that are measured on a GPU only: tensors larger than its L2 cache at every width, then rows from
     one to 32 K of widths from 64 to 64 K, small launches included."""
     large = [(LARGE_ELEMENTS // width, width) for width in (1 << k for k in range(8, 17))]
     grid = [(rows, width) for rows in (1, 32, 1024, 32768) for width in (64, 1024, 8192, 65536)]
@@ -111,7 +114,7 @@ def gpu_shapes() -> list[tuple[int, int]]:
 
 
 def gpu_cases(operators: Iterable[Operator]) -> list[Case]:
-    """Cases of these shapes, where there is a card; every pass of each."""
+    """Cases of these shapes, where there is a GPU; every pass of each."""
     if not torch.cuda.is_available():
         return []
     return [
@@ -122,8 +125,39 @@ def gpu_cases(operators: Iterable[Operator]) -> list[Case]:
     ]
 
 
+class Session(NamedTuple):
+    """How the cases of a run are measured."""
+
+    device: torch.device
+    quick: bool = False
+    against: tuple[str, ...] = ()
+    """Names of providers; empty: those that a suite compares with by default."""
+    rounds: Callable[[Callable[[], Any], int], Any] = lambda function, rounds: function()
+    """rounds(function, n) calls function n times under pytest-benchmark."""
+
+
+Record = dict[str, Any]
+"""What a case leaves in the JSON of its suite."""
+
+
+class Skip(Exception):
+    """The case cannot run here; the message says why."""
+
+
+def needed(module: str) -> Any:
+    """A module that a case cannot do without."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Skip(f"{module.partition('.')[0]} cannot be imported: {error}") from None
+
+
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 class Named(Protocol):
-    """What every benchmark file lists in cases(quick): anything with an id."""
+    """What cases(quick) of a suite lists: anything with an id, which measure(case, session) of the suite measures."""
 
     @property
     def id(self) -> str: ...

@@ -11,7 +11,7 @@ from onetrip.ops import backends
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import libraries
-from .cases import Case, Operator, Outputs, Provider
+from .cases import Case, Operator, Outputs, Provider, Session
 
 EAGER = Provider("torch eager", lambda operator: operator.eager)
 SDPA = {
@@ -21,7 +21,9 @@ SDPA = {
     "math": SDPBackend.MATH,
 }
 NAMES = ("eager", "sdpa", "compile", "compile-max-autotune", *libraries.MODULES, *backends.BACKENDS)
-"""What may be raced against, as the command names it."""
+"""What the command calls them."""
+AGAINST = (*NAMES, "bitsandbytes", "torchao")
+"""Values of --against: the optimizers' libraries too."""
 
 _MOST_REFERENCE_ELEMENTS = 1 << 23
 
@@ -48,7 +50,7 @@ def compiled(mode: str | None = None) -> Provider:
 
     max-autotune replays CUDA graphs, which write their outputs into the same memory every time. Each call therefore
     says first that a new step begins (a counter on the host), which is how a training loop gives the outputs of the
-    step before back. The race holds no output longer than that, and what it checks it has cloned. The inputs are not
+    step before back. No output is held longer than that, and what is checked has been cloned. The inputs are not
     a module's parameters, so the graph copies them into its own memory: that copy is part of its time.
     """
 
@@ -79,7 +81,7 @@ def _sdpa(name: str, backend: SDPBackend) -> Provider:
     return Provider(f"SDPA {name}", lambda operator: operator.others["sdpa"](), unavailable, scope)
 
 
-def _peer(name: str) -> Provider:
+def _library(name: str) -> Provider:
     return Provider(
         libraries.TITLES[name],
         lambda operator: operator.others[name](),
@@ -97,7 +99,7 @@ def named(name: str) -> list[Provider]:
         return [compiled()]
     if name == "compile-max-autotune":
         return [compiled("max-autotune")]
-    return [_peer(name) if name in libraries.MODULES else _onetrip(name)]
+    return [_library(name) if name in libraries.MODULES else _onetrip(name)]
 
 
 def has(operator: Operator, name: str) -> bool:
@@ -114,10 +116,10 @@ def _asked_for(operator: Operator, against: tuple[str, ...]) -> Iterator[Provide
                 yield Provider(provider.name, provider.bind, lambda device: f"has no {operator.name}")
 
 
-def _usual(case: Case, device: torch.device, quick: bool) -> Iterator[Provider]:
-    operator = case.operator
+def _usual(case: Case, session: Session) -> Iterator[Provider]:
+    operator, device = case.operator, session.device
     attention = "sdpa" in operator.others
-    everything = case.full and (case.dtype == torch.float32 or device.type == "cuda") and not quick
+    everything = case.full and (case.dtype == torch.float32 or device.type == "cuda") and not session.quick
     yield EAGER
     if everything or attention:
         yield compiled()
@@ -126,8 +128,8 @@ def _usual(case: Case, device: torch.device, quick: bool) -> Iterator[Provider]:
     if attention:
         yield from named("sdpa")
     for name in libraries.MODULES:
-        if has(operator, name) and not quick and (everything or not libraries.unavailable(name, device)):
-            yield _peer(name)  # what is absent is named in the full cases
+        if has(operator, name) and not session.quick and (everything or not libraries.unavailable(name, device)):
+            yield _library(name)  # what is absent is named in the full cases
     if everything and not attention:
         for backend in backends.BACKENDS:
             # seconds a call: Philox in plain PyTorch
@@ -135,11 +137,11 @@ def _usual(case: Case, device: torch.device, quick: bool) -> Iterator[Provider]:
                 yield _onetrip(backend)
 
 
-def providers(case: Case, device: torch.device, quick: bool = False, against: tuple[str, ...] = ()) -> list[Provider]:
-    """Who races in a case: onetrip's choice of backend always, before its other ones, and whoever was asked for; by
-    default whoever is there, fewer in the small cases."""
-    own = own_provider(device)
-    found = list(_asked_for(case.operator, against) if against else _usual(case, device, quick))
+def providers(case: Case, session: Session) -> list[Provider]:
+    """The providers of a case: onetrip's choice of backend always, before its other ones, and those asked for; by
+    default all that are there, fewer in the small cases."""
+    own = own_provider(session.device)
+    found = list(_asked_for(case.operator, session.against) if session.against else _usual(case, session))
     others = [provider for provider in found if not provider.name.startswith("onetrip")]
     backends_ = [provider for provider in found if provider.name.startswith("onetrip") and provider.name != own.name]
     return list({provider.name: provider for provider in (*others, own, *backends_)}.values())

@@ -8,8 +8,7 @@ from typing import Any
 
 from onetrip import html
 
-from .machine import PACKAGE
-
+PACKAGE = Path(__file__).resolve().parents[1]
 SCHEMA = 1
 SUITES = (
     "row_norm",
@@ -22,7 +21,7 @@ SUITES = (
     "adam_streams",
     "adam_training",
 )
-"""Each is a file bench_<name>.py, and leaves <name>.json."""
+"""Each is a module suites/<name>.py, and leaves <name>.json."""
 RECORDED = PACKAGE / "results"
 OTHERS = ("anatomy", "methods")
 """The commands whose files, named after them, may lie beside the results."""
@@ -37,8 +36,13 @@ class UsageError(Exception):
     """What was asked for does not exist or cannot be done: one line for the user, exit 2."""
 
 
-def bench_file(suite: str) -> Path:
-    return PACKAGE / f"suites/bench_{suite}.py"
+def own_failures(record: dict[str, Any]) -> dict[str, str]:
+    """Providers of our own that failed their check -> why."""
+    return {
+        entry["name"]: entry["check"]["detail"]
+        for entry in record.get("providers", ())
+        if entry["name"].startswith("onetrip") and not entry.get("check", {"passed": True})["passed"]
+    }
 
 
 def unwritable(folder: Path) -> str:

@@ -7,15 +7,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
-import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
+from onetrip.measure import free_bytes, peak_bytes, saved_bytes
 from torch import Tensor
 
-from .cases import DTYPE_NAMES, PASSES, Case, Outputs, Provider
+from .cases import DTYPE_NAMES, PASSES, Case, Operator, Outputs, Provider, Record, Session, Skip, one_line
 from .checks import Check, Inputs, Truth, as_tuple, make_inputs
-from .memory import peak_bytes, saved_bytes, shortage
-from .timing import Clock, clock_for, summarise, timed_rounds
+from .providers import providers
+from .timing import Clock, clock_for, summarise
 
 _ROUNDS, _QUICK_ROUNDS = 31, 9
 _INPUT_SETS = 3
@@ -26,8 +25,42 @@ _SECONDS_PER_PROVIDER = 5.0
 _FEWEST_SAMPLES = 3
 
 
+def needed_bytes(case: Case) -> int:
+    """The least that a case holds at one time: three sets of inputs and incoming gradients, the two tensors of the
+    copy, and the truth in float64: inputs, gradients of inputs and outputs, and what stands between."""
+    elements = case.n_rows * case.n_cols
+    matrices = len(case.operator.matrices)
+    given = elements * ((3 * (matrices + 1) + 2) * case.dtype.itemsize + (2 * matrices + 1) * 8)
+    return given + case.operator.between(case.n_rows, case.n_cols) * 8
+
+
+def shortage(case: Case, device: torch.device) -> str:
+    """By how much a case does not fit into what is free; empty where it does, or the system does not tell."""
+    needed, free = needed_bytes(case), free_bytes(device)
+    if free is None or needed <= free:
+        return ""
+    gib = [value / (1 << 30) for value in (needed, free, needed - free)]
+    return f"needs at least {gib[0]:.1f} GiB, {gib[1]:.1f} GiB are free ({gib[2]:.1f} GiB too much)"
+
+
+def bound_and_checked(
+    provider: Provider, operator: Operator, truth: Truth, twin: Operator | None = None
+) -> tuple[Callable[..., Outputs], Check]:
+    """The provider's function, and what its check found. twin: checked in place of the operator."""
+    with provider.scope():
+        try:
+            function = provider.bind(operator)
+        except Exception as error:  # a library that imports, and lacks what it had
+            return _unbound, Check(False, one_line(error))
+        return function, truth.check(function if twin is None else provider.bind(twin))
+
+
+def _unbound(**inputs: Tensor) -> Outputs:
+    raise AssertionError("a provider that failed its check is never run")
+
+
 @dataclass
-class _Contestant:
+class _Candidate:
     provider: Provider
     function: Callable[..., Outputs]
     check: Check
@@ -36,21 +69,17 @@ class _Contestant:
     samples: dict[str, list[float]] = field(default_factory=dict)
     replays: dict[str, list[float]] = field(default_factory=dict)
     not_captured: str = ""
-    rehearsed_s: float = 0.0
+    untimed_s: float = 0.0
     """What a forward and a backward took whose memory was measured; they warm it up."""
 
-    def tired(self, fewest: int) -> bool:
-        """A slow provider does not hold up the others: it stops once it has been heard for long enough."""
-        spent = self.rehearsed_s + sum(sum(values) for values in self.samples.values()) / 1e3
+    def is_done(self, fewest: int) -> bool:
+        """A slow provider does not hold up the others: it stops once it has run for long enough."""
+        spent = self.untimed_s + sum(sum(values) for values in self.samples.values()) / 1e3
         return spent > _SECONDS_PER_PROVIDER and all(len(v) >= fewest for v in self.samples.values())
 
 
-def _unbound(**inputs: Tensor) -> Outputs:
-    raise AssertionError("a provider that failed its check is never run")
-
-
-class Race:
-    """Time the providers of a case against each other and against a plain copy of as many bytes.
+class SideBySide:
+    """Times the providers of a case in turns, with a plain copy of as many bytes.
 
     In each round every provider runs once: forward, backward of that forward, and (full cases) forward and backward in
     one. Every timed call starts with its inputs out of the caches, and allocates its own outputs.
@@ -69,38 +98,33 @@ class Race:
         self._copy_target = torch.empty_like(self._copy_source)
         self._copy_samples: dict[str, list[float]] = {"copy": [], "copy_to_fresh_memory": []}
         self._rounds = 0
-        self._checked = case.operator.twin or case.operator
         torch._dynamo.reset()  # what was compiled for other shapes must not turn these into dynamic ones
-        truth = Truth(self._checked, self._sets[0])
+        truth = Truth(case.operator.twin or case.operator, self._sets[0])
         self.unavailable = {provider.name: provider.unavailable(device) for provider in providers}
-        self._contestants = [self._admit(p, truth) for p in providers if not self.unavailable[p.name]]
+        self._candidates = [self._admit(p, truth) for p in providers if not self.unavailable[p.name]]
 
-    def _admit(self, provider: Provider, truth: Truth) -> _Contestant:
-        with provider.scope():
-            try:
-                function = provider.bind(self.case.operator)
-            except Exception as error:  # a library that imports, and lacks what it had
-                return _Contestant(provider, _unbound, Check(False, f"{type(error).__name__}: {error}".splitlines()[0]))
-            checked = function if self._checked is self.case.operator else provider.bind(self._checked)
-            contestant = _Contestant(provider, function, truth.check(checked))
-            if contestant.check.passed and (self.case.full or checked is not function):
+    def _admit(self, provider: Provider, truth: Truth) -> _Candidate:
+        twin = self.case.operator.twin
+        candidate = _Candidate(provider, *bound_and_checked(provider, self.case.operator, truth, twin))
+        if candidate.check.passed and (self.case.full or twin is not None):
+            with provider.scope():
                 try:  # the first run of what has been checked as its twin
-                    self._measure_memory(contestant)
+                    self._measure_memory(candidate)
                 except Exception as error:  # a provider that raises is reported, and the others are measured
-                    contestant.check = Check(False, f"{type(error).__name__}: {error}".splitlines()[0])
-        return contestant
+                    candidate.check = Check(False, one_line(error))
+        return candidate
 
-    def _measure_memory(self, contestant: _Contestant) -> None:
-        function, inputs = contestant.function, self._sets[0]
+    def _measure_memory(self, candidate: _Candidate) -> None:
+        function, inputs = candidate.function, self._sets[0]
         parameters = [inputs.tensors[name] for name in self.case.operator.vectors]
-        contestant.saved = saved_bytes(lambda: function(**inputs.tensors), excluded=parameters)
+        candidate.saved = saved_bytes(lambda: function(**inputs.tensors), excluded=parameters)
         start = time.perf_counter()  # of a twin torch.compile still compiles the backward here
-        contestant.peak = peak_bytes(lambda: self._forward_backward(function, inputs), self._device)
-        contestant.rehearsed_s = time.perf_counter() - start
+        candidate.peak = peak_bytes(lambda: self._forward_backward(function, inputs), self._device)
+        candidate.untimed_s = time.perf_counter() - start
 
     @property
     def failures(self) -> dict[str, str]:
-        return {c.provider.name: c.check.detail for c in self._contestants if not c.check.passed}
+        return {c.provider.name: c.check.detail for c in self._candidates if not c.check.passed}
 
     @staticmethod
     def _forward(function: Callable[..., Outputs], inputs: Inputs) -> tuple[Tensor, ...]:
@@ -113,14 +137,14 @@ class Race:
     def _forward_backward(self, function: Callable[..., Outputs], inputs: Inputs) -> tuple[Tensor, ...]:
         return self._backward(self._forward(function, inputs), inputs)
 
-    def _time(self, contestant: _Contestant, inputs: Inputs) -> None:
-        clock, function = self._clock, contestant.function
+    def _time(self, candidate: _Candidate, inputs: Inputs) -> None:
+        clock, function = self._clock, candidate.function
 
         def record(name: str, milliseconds: float) -> None:
-            contestant.samples.setdefault(name, []).append(milliseconds)
+            candidate.samples.setdefault(name, []).append(milliseconds)
 
         passes = self.case.passes
-        with contestant.provider.scope():
+        with candidate.provider.scope():
             if "forward" in passes or "backward" in passes:
                 clock.evict()
                 milliseconds, outputs = clock.time(lambda: self._forward(function, inputs))
@@ -137,12 +161,12 @@ class Race:
                 record("forward_backward", clock.time(lambda: self._forward_backward(function, inputs))[0])
 
     def round(self, fewest: int = _FEWEST_SAMPLES) -> None:
-        """Every contestant once, each round starting with another one; whoever is slow no more than fewest times."""
+        """Every candidate once, each round starting with another one; whoever is slow no more than fewest times."""
         inputs = self._sets[self._rounds % _INPUT_SETS]
-        racing = [c for c in self._contestants if c.check.passed and not c.tired(fewest)]
-        first = self._rounds % max(len(racing), 1)
-        for contestant in racing[first:] + racing[:first]:
-            self._time(contestant, inputs)
+        running = [c for c in self._candidates if c.check.passed and not c.is_done(fewest)]
+        first = self._rounds % max(len(running), 1)
+        for candidate in running[first:] + running[:first]:
+            self._time(candidate, inputs)
         copies = (lambda: self._copy_target.copy_(self._copy_source), self._copy_source.clone)
         for samples, function in zip(self._copy_samples.values(), copies, strict=True):
             self._clock.evict()
@@ -154,9 +178,9 @@ class Race:
             self.round(fewest=0)  # a call that takes seconds is as warm as it will be
         for samples in self._copy_samples.values():
             samples.clear()
-        for contestant in self._contestants:
-            contestant.samples.clear()
-            contestant.rehearsed_s = 0.0
+        for candidate in self._candidates:
+            candidate.samples.clear()
+            candidate.untimed_s = 0.0
 
     def replay(self, rounds: int) -> None:
         """Where there are CUDA graphs and a launch may take as long as the kernel: the time of the kernels alone.
@@ -167,26 +191,26 @@ class Race:
         if not self.case.full or self._least.forward > _SMALL_BYTES:
             return
         inputs = self._sets[0]
-        for contestant in self._contestants:
-            function = contestant.function
+        for candidate in self._candidates:
+            function = candidate.function
             calls = {
                 "forward": lambda function=function: self._forward(function, inputs),
                 "forward_backward": lambda function=function: self._forward_backward(function, inputs),
             }
             for name, call in calls.items():
-                if contestant.check.passed and name in self.case.passes and not contestant.not_captured:
-                    self._replay(contestant, name, call, rounds)
+                if candidate.check.passed and name in self.case.passes and not candidate.not_captured:
+                    self._replay(candidate, name, call, rounds)
 
-    def _replay(self, contestant: _Contestant, name: str, call: Callable[[], object], rounds: int) -> None:
-        with contestant.provider.scope():
+    def _replay(self, candidate: _Candidate, name: str, call: Callable[[], object], rounds: int) -> None:
+        with candidate.provider.scope():
             try:
                 captured = self._clock.captured(call)
             except Exception as error:  # whatever cannot be captured has no figure here, and keeps the others
-                contestant.not_captured = f"{type(error).__name__}: {error}".splitlines()[0]
+                candidate.not_captured = one_line(error)
                 return
             for _ in range(rounds if captured is not None else 0):
                 self._clock.evict()
-                contestant.replays.setdefault(name, []).append(self._clock.time(captured)[0])
+                candidate.replays.setdefault(name, []).append(self._clock.time(captured)[0])
 
     def _figures(self, name: str, samples: list[float], copy_gb_per_s: float) -> dict[str, float | int]:
         figures = summarise(samples, "ms")
@@ -201,22 +225,22 @@ class Race:
         for copy in copies.values():
             copy["gb_per_s"] = 2 * self._copy_source.nbytes / copy["median_ms"] / 1e6
         records = []
-        for contestant in self._contestants:
+        for candidate in self._candidates:
             record: dict[str, object] = {
-                "name": contestant.provider.name,
-                "check": asdict(contestant.check),
+                "name": candidate.provider.name,
+                "check": asdict(candidate.check),
             }
             speed = copies["copy"]["gb_per_s"]
-            for name, samples in contestant.samples.items():
+            for name, samples in candidate.samples.items():
                 record[name] = self._figures(name, samples, speed)
-            if contestant.replays:
+            if candidate.replays:
                 record["graph"] = {
-                    name: self._figures(name, samples, speed) for name, samples in contestant.replays.items()
+                    name: self._figures(name, samples, speed) for name, samples in candidate.replays.items()
                 }
-            if contestant.not_captured:
-                record["no_graph"] = contestant.not_captured
-            if contestant.saved is not None:
-                record |= {"saved_bytes": contestant.saved, "peak_bytes": contestant.peak}
+            if candidate.not_captured:
+                record["no_graph"] = candidate.not_captured
+            if candidate.saved is not None:
+                record |= {"saved_bytes": candidate.saved, "peak_bytes": candidate.peak}
             records.append(record)
         return {
             "case": case.id,
@@ -233,16 +257,13 @@ class Race:
         }
 
 
-def race(case: Case, providers: list[Provider], device: torch.device, quick: bool, benchmark: BenchmarkFixture) -> None:
-    """One case of a suite: checked, raced, recorded; fails where a provider of our own gets no number."""
-    if reason := shortage(case, device):
-        pytest.skip(f"does not fit: {reason}")
-    contest = Race(case, providers, device)
-    contest.warm_up()
-    rounds = _QUICK_ROUNDS if quick else _ROUNDS
-    timed_rounds(benchmark, contest.round, rounds)
-    contest.replay(rounds)
-    benchmark.extra_info["record"] = contest.record()
-    own = {name: reason for name, reason in contest.failures.items() if name.startswith("onetrip")}
-    if own:
-        pytest.fail(f"no number for what fails its check: {own}")
+def measure(case: Case, session: Session) -> Record:
+    """The record of a case of an operator: the measure of the suites row_norm, softmax and attention."""
+    if reason := shortage(case, session.device):
+        raise Skip(f"does not fit: {reason}")
+    compared = SideBySide(case, providers(case, session), session.device)
+    compared.warm_up()
+    rounds = _QUICK_ROUNDS if session.quick else _ROUNDS
+    session.rounds(compared.round, rounds)
+    compared.replay(rounds)
+    return compared.record()

@@ -1,26 +1,38 @@
-"""What can be measured and who can be raced against on this machine: `onetrip bench --list`."""
+"""What can be measured, and what it can be compared with on this machine: `onetrip bench --list`."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
 
 from ..measure.providers import NAMES, named, own_provider
 from ..measure.results import SUITES
-from ..suites.optimizers import PROVIDERS as OPTIMIZERS
-from .options import Options
-from .selection import TAKES, cases_of, operators
+from .selection import TAKES, module, operators
+
+_NEEDED = {"pytest": "pytest", "pytest_benchmark": "pytest-benchmark", "jinja2": "jinja2"}
+"""What a run imports -> what pip calls it."""
+
+
+def missing_packages() -> str:
+    """Packages that measuring needs and that are not installed, with the line that installs them; empty where none."""
+    missing = [title for name, title in _NEEDED.items() if importlib.util.find_spec(name) is None]
+    if not missing:
+        return ""
+    verb = "is" if len(missing) == 1 else "are"
+    return f"{', '.join(missing)} {verb} not installed: pip install 'onetrip[bench]'"
 
 
 def listing(device: torch.device) -> dict[str, Any]:
     """Suites with their operators and options; providers with why they are not available ("" where they are)."""
-    known = operators()
+    from ..suites.optimizers import PROVIDERS as OPTIMIZERS
+
     suites = {
         suite: {
-            "operators": known[suite],
-            "cases": [case.id for case in cases_of(suite, Options())],
-            "options": list(TAKES.get(suite, {})),
+            "operators": operators(suite),
+            "cases": [case.id for case in module(suite).cases()],
+            "options": [f"--{name}" for name in TAKES.get(suite, {})],
         }
         for suite in SUITES
     }
@@ -28,17 +40,16 @@ def listing(device: torch.device) -> dict[str, Any]:
     providers: dict[str, dict[str, str]] = {}
     for name in NAMES:
         for provider in named(name):
-            reason = provider.unavailable(device)
-            what = "what onetrip picks here; always raced" if provider.name == own else ""
-            providers[provider.name] = {"against": name, "unavailable": reason, "note": what}
+            note = "what onetrip picks here; always measured" if provider.name == own else ""
+            providers[provider.name] = {"against": name, "unavailable": provider.unavailable(device), "note": note}
     for provider in OPTIMIZERS:
         name = "" if provider.key == "onetrip" else provider.key
         providers[provider.name] = {
             "against": name,
             "unavailable": provider.unavailable(device),
-            "note": "a step of Adam" + ("" if name else "; always raced"),
+            "note": "a step of Adam" + ("" if name else "; always measured"),
         }
-    return {"device": str(device), "suites": suites, "providers": providers}
+    return {"device": str(device), "missing": missing_packages(), "suites": suites, "providers": providers}
 
 
 def print_listing(found: dict[str, Any]) -> None:
@@ -54,7 +65,7 @@ def print_listing(found: dict[str, Any]) -> None:
         names = list(dict.fromkeys(op if not op.startswith("attention-") else "attention" for op in suite["operators"]))
         suites.add_row(name, ", ".join(names) or "–", str(len(suite["cases"])), " ".join(suite["options"]) or "–")
     out.print(suites)
-    title = f"Who it is raced against on {found['device']}"
+    title = f"What it is compared with on {found['device']}"
     providers = Table("--against", "provider", "available", title=title, title_justify="left")
     for name, provider in found["providers"].items():
         reason = provider["unavailable"]

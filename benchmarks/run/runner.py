@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from onetrip.environment import header, load_average
 
 from ..measure import libraries
-from ..measure.cases import Named
-from ..measure.machine import PACKAGE, header, load_average
-from ..measure.results import Results, bench_file
-from .options import Options
+from ..measure.cases import Named, Session
+from ..measure.results import PACKAGE, Results
 from .progress import Reporter, Watch
+from .selection import Options, runnable
 from .store import Store, fingerprint
 
 _FULL_CASE, _WIDTH_CASE = 6.0, 1.0
@@ -37,42 +37,44 @@ def _weight(case: Named) -> float:
     return _FULL_CASE if getattr(case, "full", True) else _WIDTH_CASE
 
 
-class _Watcher:
-    """A pytest plugin: leaves out what is done, keeps records and failures, shows how far the run is."""
+class CasesPlugin:
+    """A pytest plugin: gives test_case of bench_cases.py the selected cases."""
 
-    def __init__(self, reporter: Reporter, store: Store, done: Mapping[str, set[str]]) -> None:
-        self._reporter, self._store, self._done = reporter, store, done
+    def __init__(self, selected: Mapping[str, list[Named]], session: Session) -> None:
+        self._cases = [(suite, case) for suite, cases in selected.items() for case in cases]
+        self._session = session
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize(("suite", "case"), self._cases, ids=[case.id for _, case in self._cases])
+
+    @pytest.fixture
+    def session(self) -> Session:
+        return self._session
+
+
+class _Watcher:
+    """A pytest plugin: keeps records and failures, shows how far the run is."""
+
+    def __init__(self, reporter: Reporter, store: Store) -> None:
+        self._reporter, self._store = reporter, store
         self.failures: list[str] = []
         self.interrupted = False
 
     def pytest_keyboard_interrupt(self) -> None:
         self.interrupted = True
 
-    @staticmethod
-    def _names(item: pytest.Item) -> tuple[str, str]:
-        """(suite, id of the case)."""
-        return item.path.stem.removeprefix("bench_"), item.nodeid.rpartition("[")[2].rstrip("]")
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        def is_done(item: pytest.Item) -> bool:
-            suite, case = self._names(item)
-            return case in self._done.get(suite, ())
-
-        items[:] = [item for item in items if not is_done(item)]
-
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        self._reporter.start(self._names(item)[1])
+        self._reporter.start(item.callspec.id)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         yield
-        fixture = getattr(item, "funcargs", {}).get("benchmark")
-        if fixture is not None and "record" in fixture.extra_info:
-            record = {**fixture.extra_info["record"], "other_busy_cpus": fixture.extra_info.get("other_busy_cpus")}
-            self._store.add(self._names(item)[0], record)
+        if (record := item.funcargs["benchmark"].extra_info.get("record")) is not None:
+            self._store.add(item.callspec.params["suite"], record)
 
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        self._reporter.end(self._names(item)[1])
+        self._reporter.end(item.callspec.id)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed or (report.when == "setup" and report.skipped):
@@ -100,7 +102,7 @@ def run(
     """Measure every selected case; selected: as selection.select gave it for the same options.
 
     output: a folder that holds what is done whenever the run ends, and however. resume: leave out what is there.
-    silent: no progress on standard error. Ctrl-C ends the run after the case that it meets; found.interrupted says so.
+    silent: no progress on standard error. Ctrl-C ends the run after the current case; found.interrupted says so.
     """
     described = header(device)
     described["versions"] |= libraries.versions()
@@ -109,39 +111,37 @@ def run(
         "load_average_before": load_average(),
         "code": fingerprint(),
         "measured": options.measured(),
-        "asked_for": options.words(),
+        "asked_for": list(options.words),
     }
     store = Store(output, described, {suite: [case.id for case in cases] for suite, cases in selected.items()})
     done = store.resume() if resume else {}
-    waiting = {
-        suite: {case.id: _weight(case) for case in cases if case.id not in done.get(suite, ())}
-        for suite, cases in selected.items()
-    }
+    waiting, skipped = runnable(selected, device, options)
+    for suite, cases in waiting.items():
+        cases[:] = [case for case in cases if case.id not in done.get(suite, ())]
     arguments = [
-        *(str(bench_file(suite)) for suite in selected if waiting[suite]),
+        str(PACKAGE / "run/bench_cases.py"),
         "--import-mode=importlib",
         f"--rootdir={PACKAGE}",
         f"--config-file={os.devnull}",
-        f"--confcutdir={PACKAGE}",
+        "--noconftest",
         "-pno:cacheprovider",
         "-pno:terminal",
         "-pno:xdist",
         "--benchmark-disable-gc",
         "--benchmark-quiet",
-        f"--bench-device={device.type}",
-        *options.words(),
     ]
     status = pytest.ExitCode.OK
     # pytest captures the file descriptors; progress goes to a copy of what standard error was.
     with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(2), "w") as terminal:
         arguments.append(f"--benchmark-storage=file://{folder}")  # else a folder appears where the user stands
-        watch = Watch({case: weight for cases in waiting.values() for case, weight in cases.items()})
+        watch = Watch({case.id: _weight(case) for cases in waiting.values() for case in cases})
         with Reporter(watch, terminal, silent) as reporter:
-            watcher = _Watcher(reporter, store, done)
-            for note in store.notes:
+            watcher = _Watcher(reporter, store)
+            for note in (*store.notes, *skipped):
                 reporter.say(note)
             if len(watch):
-                status = pytest.main(arguments, plugins=[watcher])
+                session = Session(device, options.quick, options.get("against"))
+                status = pytest.main(arguments, plugins=[CasesPlugin(waiting, session), watcher])
     if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         store.finish()
     elif not watcher.interrupted:

@@ -1,29 +1,98 @@
-"""Which cases a run means: the grid of each suite, or the operators, dtypes and shapes that were asked for."""
+"""From the words of the command line to cases: once, for the whole run."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
-from ..measure import libraries
-from ..measure.cases import Named, selects
-from ..measure.providers import NAMES
-from ..measure.results import SUITES, UsageError, bench_file
-from ..suites.optimizers import PROVIDERS as OPTIMIZERS
-from .options import Options
+import torch
 
-_RACERS = tuple(name for name in NAMES if name != "sdpa")
-_OPTIMIZERS = tuple(dict.fromkeys(provider.key for provider in OPTIMIZERS))
+from ..measure.cases import DTYPE_NAMES, PASSES, Named, selects
+from ..measure.providers import AGAINST, NAMES
+from ..measure.results import SUITES, UsageError
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()} | {str(d).partition(".")[2]: d for d in DTYPE_NAMES}
+_PASSES = {"forward": PASSES[0], "backward": PASSES[1], "both": PASSES[2]}
+_PROVIDERS = tuple(name for name in NAMES if name != "sdpa")
+_OPTIMIZERS = ("eager", "apex", "transformer-engine", "bitsandbytes", "torchao")
 TAKES: dict[str, dict[str, tuple[str, ...]]] = {
-    "row_norm": {"--dtype": (), "--shape": (), "--pass": (), "--against": _RACERS},
-    "softmax": {"--dtype": (), "--shape": (), "--pass": (), "--against": _RACERS},
-    "attention": {"--dtype": (), "--pass": (), "--against": (*_RACERS, "sdpa")},
-    "overhead": {"--dtype": (), "--against": _RACERS},
-    "adam": {"--dtype": (), "--against": _OPTIMIZERS},
+    "row_norm": {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS},
+    "softmax": {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS},
+    "attention": {"dtype": (), "pass": (), "against": (*_PROVIDERS, "sdpa")},
+    "overhead": {"dtype": (), "against": _PROVIDERS},
+    "adam": {"dtype": (), "against": _OPTIMIZERS},
 }
-"""Options that a suite understands, and for --against whom it can race; any other suite runs as it is or not at all."""
+"""Options that a suite understands, and for "against" the providers it has; any other suite runs as it is or not at
+all."""
+
+
+def _one_of(option: str, known: dict[str, Any]) -> Callable[[str], Any]:
+    def parse(word: str) -> Any:
+        if word not in known:
+            raise UsageError(f"--{option} {word}: unknown value; choose from {', '.join(known)}")
+        return known[word]
+
+    return parse
+
+
+def _shape(word: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", word)
+    if match is None:
+        raise UsageError(f"--shape {word}: must read ROWSxCOLS, for example 4096x1024")
+    return int(match[1]), int(match[2])
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "op": str,
+    "dtype": _one_of("dtype", _DTYPES),
+    "shape": _shape,
+    "pass": _one_of("pass", _PASSES),
+    "against": _one_of("against", {name: name for name in AGAINST}),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run was asked for. values: by option, in the order of _PARSERS; an option that was not given is absent."""
+
+    only: str | None
+    """A glob over the ids of cases, or a part of them."""
+    quick: bool
+    values: dict[str, tuple[Any, ...]]
+    words: tuple[str, ...]
+    """The same as the command line has it."""
+
+    @classmethod
+    def parse(cls, only: str | None = None, quick: bool = False, **given: Iterable[str] | None) -> Options:
+        """given: the words of op, dtype, shape, pass and against. Raises UsageError for what does not exist; the
+        operators are looked up by select."""
+        words = ["--quick"] * quick + ([f"--only={only}"] if only is not None else [])
+        values = {}
+        for name, parse in _PARSERS.items():
+            if given.get(name):
+                values[name] = tuple(dict.fromkeys(map(parse, given[name])))
+                words += [f"--{name}={word}" for word in given[name]]
+        return cls(only, quick, values, tuple(words))
+
+    def get(self, name: str) -> tuple[Any, ...]:
+        return self.values.get(name, ())
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return tuple(name for name in PASSES if name in self.get("pass"))
+
+    def measured(self) -> dict[str, object]:
+        """What decides how a case is measured, and not which cases are: records that differ in it must not be mixed."""
+        return {"quick": self.quick, "passes": list(self.passes), "against": list(self.get("against"))}
+
+
+def module(suite: str) -> ModuleType:
+    """cases(quick), measure(case, session) and, where it has one, unavailable(case, device)."""
+    return importlib.import_module(f"onetrip.benchmarks.suites.{suite}")
 
 
 def operator_of(case: Named) -> str:
@@ -32,67 +101,66 @@ def operator_of(case: Named) -> str:
     return "" if operator is None else operator.name
 
 
+def operators(suite: str) -> list[str]:
+    """Of a suite; one that is not made of operators has none."""
+    return list(dict.fromkeys(filter(None, map(operator_of, module(suite).cases()))))
+
+
 def _stem(operator: str) -> str:
     return operator.partition("-")[0]
 
 
-def _module(suite: str) -> Any:
-    return importlib.import_module(f"onetrip.benchmarks.suites.{bench_file(suite).stem}")
+def _suites_of(ops: tuple[str, ...]) -> list[str]:
+    """The suites in which the names are, no more of them loaded than it takes to find all."""
+    if not ops:
+        return list(SUITES)
+    missing, known, found = set(ops) - set(SUITES), list(SUITES), [name for name in SUITES if name in ops]
+    for suite in SUITES:
+        # An operator is measured in its own suite; its overhead is a suite by itself, and asked for by name.
+        if not missing:
+            break
+        names = [word for name in operators(suite) for word in (_stem(name), name)] if suite != "overhead" else []
+        if missing & set(names):
+            found.append(suite)
+        missing -= set(names)
+        known += names
+    if missing:
+        name = next(name for name in ops if name in missing)
+        raise UsageError(f"--op {name}: unknown value; choose from {', '.join(dict.fromkeys(known))}")
+    return [suite for suite in SUITES if suite in found]
 
 
-def operators() -> dict[str, list[str]]:
-    """The operators of every suite; a suite that is not made of operators has none."""
-    return {suite: list(dict.fromkeys(filter(None, map(operator_of, _module(suite).cases())))) for suite in SUITES}
-
-
-def _check_names(ops: Iterable[str]) -> None:
-    known = list(SUITES)
-    for names in operators().values():
-        known += [word for name in names for word in (_stem(name), name)]
-    for name in ops:
-        if name not in known:
-            raise UsageError(f"--op {name}: no such operator; there are {', '.join(dict.fromkeys(known))}")
-
-
-def _refused(suite: str, options: Options) -> str:
+def _rejected(suite: str, options: Options) -> str:
     """Why the suite cannot do what was asked for; empty where it can."""
-    given = {
-        "--dtype": options.dtypes,
-        "--shape": options.shapes,
-        "--pass": options.passes,
-        "--against": options.against,
-    }
     takes = TAKES.get(suite, {})
-    for name, values in given.items():
-        if values and name not in takes:
-            return f"{suite} has no {name}"
-    if options.against and not set(options.against) & set(takes["--against"]):
-        return f"{suite} has no {', '.join(options.against)} to race against: there are {', '.join(takes['--against'])}"
+    for name in options.values:
+        if name != "op" and name not in takes:
+            return f"{suite} has no --{name}"
+    if (against := options.get("against")) and not set(against) & set(takes["against"]):
+        return f"{suite} has no {', '.join(against)}: --against takes {', '.join(takes['against'])}"
     return ""
 
 
-def cases_of(suite: str, options: Options) -> list[Named]:
-    """The cases of one suite; raises UsageError where it was named and cannot do what was asked for with it."""
-    found = _module(suite).cases(options.quick)
-    named = suite in options.ops
-    if options.ops and not named:
-        # An operator is meant where it is measured; its overhead is a suite of its own, and asked for by name.
-        wanted = () if suite == "overhead" else options.ops
-        found = [case for case in found if operator_of(case) in wanted or _stem(operator_of(case)) in wanted]
-    if found and (reason := _refused(suite, options)):
-        if options.ops:
+def _cases(suite: str, options: Options) -> list[Named]:
+    """Raises UsageError where the suite was named and cannot do what was asked for with it."""
+    found = module(suite).cases(options.quick)
+    ops = options.get("op")
+    if ops and suite not in ops:
+        found = [case for case in found if operator_of(case) in ops or _stem(operator_of(case)) in ops]
+    if found and (reason := _rejected(suite, options)):
+        if ops:
             raise UsageError(reason)
         return []
-    if options.shapes:
+    if shapes := options.get("shape"):
         by_operator = {(operator_of(case), case.dtype): case for case in found}
         found = [
             replace(case, n_rows=n_rows, n_cols=n_cols, full=True)
             for case in by_operator.values()
-            for n_rows, n_cols in options.shapes
+            for n_rows, n_cols in shapes
         ]
-    if options.dtypes:
-        # Any dtype, not only the grid's; what was measured in float32 is there in every shape.
-        found = [replace(case, dtype=dtype) for dtype in options.dtypes for case in found]
+    if dtypes := options.get("dtype"):
+        # Any dtype, not only the grid's; what is measured in float32 is there in every shape.
+        found = [replace(case, dtype=dtype) for dtype in dtypes for case in found]
     if options.passes:
         found = [replace(case, wanted=options.passes) for case in found]
     return [case for case in {case.id: case for case in found}.values() if selects(options.only, case.id)]
@@ -100,16 +168,23 @@ def cases_of(suite: str, options: Options) -> list[Named]:
 
 def select(options: Options) -> dict[str, list[Named]]:
     """The cases that are meant, by suite; suites without any are left out. Raises UsageError where there are none."""
-    _check_names(options.ops)
-    found = {suite: cases for suite in SUITES if (cases := cases_of(suite, options))}
+    found = {suite: cases for suite in _suites_of(options.get("op")) if (cases := _cases(suite, options))}
     if found:
         return found
     if options.only is None:
-        raise UsageError(f"no suite has all of {' '.join(options.words())}")
+        raise UsageError(f"no suite has all of {' '.join(options.words)}")
     known = [case.id for cases in select(replace(options, only=None)).values() for case in cases]
-    raise UsageError("\n  ".join([f"--only {options.only}: no such case. There are:", *known]))
+    raise UsageError("\n  ".join([f"--only {options.only}: unknown case; choose from:", *known]))
 
 
-def absent(device: Any) -> dict[str, str]:
-    """Other libraries that cannot run here -> why."""
-    return {libraries.TITLES[name]: why for name in libraries.MODULES if (why := libraries.unavailable(name, device))}
+def runnable(
+    selected: dict[str, list[Named]], device: torch.device, options: Options
+) -> tuple[dict[str, list[Named]], list[str]]:
+    """(The cases that the device is for, a line for each other one). A dtype that was asked for is for every device."""
+    found, skipped = {}, []
+    for suite, cases in selected.items():
+        unavailable = getattr(module(suite), "unavailable", lambda case, device: "")
+        why = {case.id: "" if options.get("dtype") else unavailable(case, device) for case in cases}
+        skipped += [f"skipped {case}: {reason}" for case, reason in why.items() if reason]
+        found[suite] = [case for case in cases if not why[case.id]]
+    return found, skipped

@@ -12,8 +12,7 @@ from typing import Any
 import onetrip
 import onetrip.kernels
 
-from ..measure.machine import PACKAGE
-from ..measure.results import PARTIAL, SCHEMA, Results, read_suite, write_suite
+from ..measure.results import PACKAGE, PARTIAL, SCHEMA, Results, own_failures, read_suite, write_suite
 
 _VOLATILE = ("driver and clocks",)
 """Of a machine: what changes from one minute to the next."""
@@ -46,15 +45,6 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         for name in ("machine", "versions", "commit", "code", "measured")
         if lasting(old, name) != lasting(new, name)
     ]
-
-
-def _sound(record: Mapping[str, Any]) -> bool:
-    """Whether a record need not be made again: no provider of our own failed."""
-    return all(
-        entry.get("check", {"passed": True})["passed"]
-        for entry in record.get("providers", ())
-        if entry["name"].startswith("onetrip")
-    )
 
 
 class Store:
@@ -98,7 +88,7 @@ class Store:
             previous, reasons = self._previous(suite)
             self.notes += [f"not continued: {reason}" for reason in reasons if previous is None]
             if previous is not None:
-                kept = [record for record in previous["cases"] if _sound(record)]
+                kept = [record for record in previous["cases"] if not own_failures(record)]
                 self._content(suite)["cases"] += kept
                 done[suite] = {record["case"] for record in kept} & set(ids)
         if self._folder is not None and self._folder.parent.is_dir():

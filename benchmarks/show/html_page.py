@@ -15,7 +15,7 @@ from onetrip.html import Section, Table
 
 from ..measure.results import OTHERS, RECORDED, Results, UsageError, read_machine
 from ..measure.results import read as read_machines
-from . import operator_tables, report, targets, training_tables
+from . import operator_tables, tables, targets, training_tables
 from .figures import drawings
 from .operator_tables import cases, of_every_width
 
@@ -112,7 +112,7 @@ def sections(results: Results) -> list[Section]:
     unmeasured = [verdict.target for verdict in verdicts if verdict.reached is None]
     summary = [f"{reached} of {len(judged)} measured targets are reached."] if judged else []
     missing = [f"Not measured here: {'; '.join(unmeasured)}."] if judged and unmeasured else []
-    origins = [(", ".join(suites), *origin) for origin, suites in report.origins(results).items()]
+    origins = [(", ".join(suites), *origin) for origin, suites in tables.origins(results).items()]
     columns = ("suites", "date", "machine", "versions", "commit")
     content = {
         ("Targets", ""): [*summary, *operator_tables.verdicts(results), *missing],

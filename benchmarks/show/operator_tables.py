@@ -8,9 +8,8 @@ from typing import Any
 
 from onetrip.html import Cell, Entry, Table
 
-from ..measure.cases import gpu_shapes
+from ..measure.cases import ELEMENTS, gpu_shapes
 from ..measure.results import Results
-from ..suites.row_norm import ELEMENTS
 from . import targets
 from .cells import error, fixed, gigabytes, mib, microseconds, milliseconds, of_copy, percent, ratio
 

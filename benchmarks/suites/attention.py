@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..measure import libraries
 from ..measure.cases import Case, Dropout, LeastBytes, Named, Operator, Outputs
+from ..measure.side_by_side import measure as measure
 
 WIDTH = 64
 """Of a head."""
@@ -68,4 +69,4 @@ def cases(quick: bool = False) -> list[Case]:
 def unavailable(case: Named, device: torch.device) -> str:
     """Why the grid leaves a case out on this device; empty where it does not. Flash kernels have no float32."""
     half = isinstance(case, Case) and case.dtype != torch.float32
-    return "for a card; elsewhere with --dtype bf16" if half and device.type != "cuda" else ""
+    return "for a GPU; elsewhere with --dtype bf16" if half and device.type != "cuda" else ""

@@ -25,7 +25,7 @@ class OptimizerProvider:
     state_bytes: float
     """Of both moments, read and written in a step, an element of a large tensor; scales included."""
     key: str = "onetrip"
-    """What it is raced against as; onetrip's own always are."""
+    """Its name as a value of --against; onetrip's own are always measured."""
     module: str = "torch"
     """What must be installed."""
     needs_cuda: bool = False
@@ -81,7 +81,7 @@ ONETRIP_32 = OptimizerProvider("onetrip AdamW8bit, 32-bit states", functools.par
 PROVIDERS = (FUSED, FOREACH, BITSANDBYTES, TORCHAO, APEX, TRANSFORMER_ENGINE, ONETRIP, ONETRIP_32)
 
 
-def racing(against: Sequence[str]) -> list[OptimizerProvider]:
+def providers_for(against: Sequence[str]) -> list[OptimizerProvider]:
     """Those that were asked for, or all; onetrip's own in any case."""
     return [provider for provider in PROVIDERS if not against or provider.key in ("onetrip", *against)]
 

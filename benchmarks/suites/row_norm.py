@@ -8,12 +8,12 @@ from onetrip import ops
 from torch import Tensor
 
 from ..measure import libraries
-from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, gpu_cases
+from ..measure.cases import ELEMENTS, Case, Dropout, LeastBytes, Operator, Outputs, gpu_cases
+from ..measure.side_by_side import measure as measure
 
 EPS = 1e-5
 WIDTHS = (64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 16384)
 QUICK_WIDTHS = (64, 1024, 16384)
-ELEMENTS = 4096 * 1024
 
 
 def _operator(

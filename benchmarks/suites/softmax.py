@@ -7,14 +7,14 @@ from onetrip import ops
 from torch import Tensor
 
 from ..measure import libraries
-from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, gpu_cases
+from ..measure.cases import ELEMENTS, Case, Dropout, LeastBytes, Operator, Outputs, gpu_cases
+from ..measure.side_by_side import measure as measure
 
 HEADS, QUERIES, KEYS = 16, 512, 512
 ROWS = 8 * HEADS * QUERIES
 SCALE = 0.125
 WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 QUICK_WIDTHS = (64, 1024, 65536)
-ELEMENTS = 4096 * 1024
 
 
 def _leading_shape(n_rows: int) -> tuple[int, int, int]:

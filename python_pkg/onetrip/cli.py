@@ -17,11 +17,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from . import __version__
 from .benchmarks import command as bench
+from .command_line import BAD_USAGE, CHECK_FAILED, INTERRUPTED, Json
 
 if TYPE_CHECKING:
     from .anatomy.measure import Progress as ProgressCallback
-
-CHECK_FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     help="Fused kernels for training transformers: every tensor makes one trip through memory.",
@@ -30,7 +29,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and no progress.")]
 
 
 def _print_version(wanted: bool) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from onetrip.benchmarks.command import app
-from onetrip.benchmarks.measure.machine import header
 from onetrip.benchmarks.run import runner
 from onetrip.cli import app as onetrip
+from onetrip.environment import header
 from typer.testing import CliRunner, Result
 
 CASE = "rms_norm-M65536-N64-fp32"
@@ -55,25 +55,25 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 def test_an_unknown_pattern_lists_the_cases(refused: Callable[..., str]) -> None:
     message = refused("--only", "sofmax")
-    assert "--only sofmax: no such case" in message
+    assert "--only sofmax: unknown case" in message
     for known in (CASE, "overhead-layer_norm-grad", "saved_bytes-bert_large_output_blocks"):
         assert f"  {known}\n" in message
 
 
 def test_a_case_that_quick_leaves_out_is_unknown_to_it(refused: Callable[..., str]) -> None:
     message = refused("--quick", "--only", "rms_norm-M4096-N1024-bf16")
-    assert "bf16\n" not in message.partition("There are:")[2]
+    assert "bf16\n" not in message.partition("choose from:")[2]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--op", "sofmax"], "--op sofmax: no such operator; there are row_norm"),
-        (["--dtype", "int4"], "--dtype int4: no such thing; there are fp32"),
+        (["--op", "sofmax"], "--op sofmax: unknown value; choose from row_norm"),
+        (["--dtype", "int4"], "--dtype int4: unknown value; choose from fp32"),
         (["--shape", "big"], "--shape big: must read ROWSxCOLS"),
-        (["--pass", "up"], "--pass up: no such thing; there are forward, backward, both"),
-        (["--against", "me"], "--against me: no such thing; there are eager, sdpa"),
-        (["--device", "tpu"], "--device tpu: no such device; there are auto, cpu, cuda"),
+        (["--pass", "up"], "--pass up: unknown value; choose from forward, backward, both"),
+        (["--against", "me"], "--against me: unknown value; choose from eager, sdpa"),
+        (["--device", "tpu"], "--device tpu: unknown value; choose from auto, cpu, cuda"),
         (["--quick", "--resume"], "--resume: --output must name the folder"),
         (["--op", "softmax", "--shape", "1000000000x4096"], "does not fit: needs at least"),
     ],
@@ -101,7 +101,7 @@ def test_cuda_without_a_card_is_refused(refused: Callable[..., str], monkeypatch
 def test_the_command_is_one_of_onetrip() -> None:
     result = CliRunner().invoke(onetrip, ["bench", "--op", "sofmax"])
     assert result.exit_code == 2
-    assert "no such operator" in result.stderr
+    assert "unknown value" in result.stderr
 
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["tables", "json"])
@@ -116,6 +116,26 @@ def test_the_list_names_operators_and_providers_with_reasons(as_json: bool) -> N
     else:
         for word in ("scale_mask_softmax_dropout-p0.1", "--shape", "Liger-Kernel", "only interpreted"):
             assert word in result.stdout
+
+
+NO_PYTEST_BENCHMARK = """
+import sys
+sys.modules.update({"pytest": None, "pytest_benchmark": None, "_pytest": None})
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name.startswith("pytest") else found(name, *rest)
+from onetrip.benchmarks.command import app
+app(sys.argv[1:])
+"""
+
+
+def test_the_list_needs_no_pytest_benchmark_and_names_it(tmp_path: Path) -> None:
+    for arguments, status in ((["--list", "--json"], 0), (["--quick"], 2)):
+        command = [sys.executable, "-c", NO_PYTEST_BENCHMARK, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path)
+        assert done.returncode == status, done.stderr
+        assert "pytest, pytest-benchmark are not installed: pip install 'onetrip[bench]'" in done.stderr
+        assert status or CASE in json.loads(done.stdout)["suites"]["row_norm"]["cases"]
 
 
 @pytest.mark.parametrize("module", [False, True], ids=["onetrip-bench", "python-m"])

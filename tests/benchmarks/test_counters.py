@@ -16,7 +16,7 @@ from onetrip.benchmarks.full_run import counters, driver, everything, small_part
 from onetrip.benchmarks.measure import results
 from onetrip.benchmarks.measure.cases import LARGE_ELEMENTS
 from onetrip.benchmarks.measure.checks import Truth, make_inputs
-from onetrip.benchmarks.show import report
+from onetrip.benchmarks.show import tables
 from onetrip.benchmarks.suites import row_norm, softmax
 from onetrip.benchmarks.suites.optimizers import ONETRIP
 
@@ -125,7 +125,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
     """ended: what the driver begins and ends; text: of ncu's table. asked: the metrics of each call of ncu."""
     names = ["a-forward-32768 x 1024-bf16", "b-forward-32768 x 1024-bf16"]
     monkeypatch.setattr(counters, "cases", lambda: [a_case("a"), a_case("b")])
-    monkeypatch.setattr(counters.report, "print_results", lambda found, width: None)
+    monkeypatch.setattr(counters.tables, "print_results", lambda found, width: None)
     (tmp_path / "environment.json").write_text(json.dumps({"ceilings": {"copy_gb_per_s": 4000.0}}))
 
     def run(*texts: str, code: int | None = 0, begins: Sequence[int] = (0, 1), ends: Sequence[int] = (0, 1)) -> int:
@@ -292,7 +292,7 @@ def test_the_results_travel_with_the_others_and_are_shown_worst_first(profile, t
     assert small_parts.collect(tmp_path, torch.device("cpu")) == 0
     (machine,) = results.read(tmp_path / "results").values()
     assert len(machine["counters-cuda"]["cases"]) == 2
-    (table,) = [found for found in report.tables(machine) if found.caption.startswith("What the kernels do on the")]
+    (table,) = [found for found in tables.every(machine) if found.caption.startswith("What the kernels do on the")]
     assert table.caption == "What the kernels do on the card: cuda"
     assert [row[0][0] for row in table.rows] == ["b", "b", "a"]
     lines = (tmp_path / "report.md").read_text().splitlines()

@@ -1,13 +1,12 @@
 """The bytes that an operator declares, and the two forms that it gives."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from onetrip.benchmarks.measure.cases import PASSES, gpu_shapes, selects
 from onetrip.benchmarks.measure.checks import Truth, make_inputs
+from onetrip.benchmarks.run.selection import Options, runnable
 from onetrip.benchmarks.show import targets
-from onetrip.benchmarks.suites import attention, bench_attention, row_norm, softmax
+from onetrip.benchmarks.suites import attention, row_norm, softmax
 
 N_ROWS, N_COLS, ITEMSIZE = 6, 40, 2
 MATRIX, VECTOR = N_ROWS * N_COLS * ITEMSIZE, N_COLS * ITEMSIZE
@@ -123,7 +122,7 @@ def test_a_pattern_is_a_glob_or_a_part(pattern: str | None, selected: bool) -> N
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device", "asked_for", "raced"),
+    ("dtype", "device", "asked_for", "runs"),
     [
         ("fp32", "cpu", [], True),
         ("bf16", "cpu", [], False),
@@ -131,15 +130,9 @@ def test_a_pattern_is_a_glob_or_a_part(pattern: str | None, selected: bool) -> N
         ("bf16", "cuda", [], True),
     ],
 )
-def test_attention_in_half_precision_is_for_a_card_or_asked_for(monkeypatch, dtype, device, asked_for, raced):
-    """Flash kernels have no float32: on a card nobody but eager, SDPA's other backends and onetrip would race."""
-    found = []
-    monkeypatch.setattr(bench_attention, "race", lambda case, *rest: found.append(case.id))
-    monkeypatch.setattr(bench_attention, "providers", lambda *rest: [])
-    (case,) = [case for case in attention.cases() if selects(f"attention-L64-p0-M*-{dtype}", case.id)]
-    request = SimpleNamespace(config=SimpleNamespace(option=SimpleNamespace(bench_dtype=asked_for)))
-    try:
-        bench_attention.test_attention(case, torch.device(device), False, (), None, request)
-    except pytest.skip.Exception as skipped:
-        assert "--dtype bf16" in str(skipped)
-    assert found == ([case.id] if raced else [])
+def test_attention_in_half_precision_is_for_a_gpu_or_asked_for(dtype, device, asked_for, runs):
+    """Flash kernels have no float32: in float32 only eager, SDPA's other backends and onetrip are compared."""
+    cases = [case for case in attention.cases() if selects(f"attention-L64-p0-M*-{dtype}", case.id)]
+    found, skipped = runnable({"attention": cases}, torch.device(device), Options.parse(dtype=asked_for))
+    assert found == {"attention": cases if runs else []}
+    assert runs or "--dtype bf16" in skipped[0]

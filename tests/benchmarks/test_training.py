@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,22 +9,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-from onetrip.benchmarks.suites import bench_training
-from onetrip.benchmarks.suites.bench_training import Trainer
+from onetrip.benchmarks.suites import training
+from onetrip.benchmarks.suites.training import Trainer
 
 
-def test_what_a_card_alone_can_hold_is_left_out_elsewhere():
-    """Of the command's cases too, when pytest has imported the suite under a name of its own."""
-    spec = importlib.util.spec_from_file_location("bench_training_of_pytest", bench_training.__file__)
-    imported = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = imported  # dataclasses look there
-    try:
-        spec.loader.exec_module(imported)
-    finally:
-        del sys.modules[spec.name]
-    on_cpu = [case.id for case in bench_training.cases() if not imported.unavailable(case, torch.device("cpu"))]
+def test_what_only_a_gpu_can_hold_is_left_out_elsewhere():
+    on_cpu = [case.id for case in training.cases() if not training.unavailable(case, torch.device("cpu"))]
     assert on_cpu == ["training-bert_base-12_layers-2x512"]
-    assert not any(imported.unavailable(case, torch.device("cuda")) for case in bench_training.cases())
+    assert not any(training.unavailable(case, torch.device("cuda")) for case in training.cases())
 
 
 def test_the_loss_that_is_checked_is_of_what_is_timed(monkeypatch):
@@ -43,7 +33,7 @@ def test_the_loss_that_is_checked_is_of_what_is_timed(monkeypatch):
     assert trainer.loss_without_dropout() == 3.0
     assert modes == [(False, False)]
     assert trainer.model.training
-    assert bench_training.VARIANTS[-1].compiled
+    assert training.VARIANTS[-1].compiled
 
 
 @pytest.mark.parametrize(("slowest_s", "rounds"), [(2.0, 7), (5.0, 5), (15.0, 3)])
@@ -61,8 +51,8 @@ def test_beside_a_slow_variant_all_are_timed_for_fewer_rounds(monkeypatch, slowe
         def memory(self) -> dict[str, int]:
             return {}
 
-    monkeypatch.setattr(bench_training, "_Stopwatch", lambda device: SimpleNamespace())
-    monkeypatch.setattr(bench_training._Found, "_admit", lambda self, variant: Admitted(variant.name))
-    found = bench_training._Found(bench_training.cases()[0], torch.device("cuda"), bench_training.ROUNDS)
-    found.race(bench_training.VARIANTS[:3])
+    monkeypatch.setattr(training, "_Stopwatch", lambda device: SimpleNamespace())
+    monkeypatch.setattr(training._Found, "_admit", lambda self, variant: Admitted(variant.name))
+    found = training._Found(training.cases()[0], torch.device("cuda"), training.ROUNDS)
+    found.compare(training.VARIANTS[:3])
     assert [step["step"]["samples"] for step in found.steps.values()] == [rounds] * 3

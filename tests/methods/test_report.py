@@ -1,6 +1,6 @@
 import pytest
 from onetrip import html, methods
-from onetrip.benchmarks.show import html_page, report
+from onetrip.benchmarks.show import docs_page, html_page
 from onetrip.methods.report import memory_words, render, speed_words
 from onetrip.methods.runs import judged
 from rich.console import Console
@@ -98,7 +98,7 @@ def test_recorded_beside_the_benchmarks_it_is_a_section_of_their_page_and_docume
     methods.write_json(result, tmp_path / "a-machine")
     page = html_page.write(tmp_path).path.read_text()
     assert "<h2>Methods of training: tiny-bert</h2>" in page and "yes, 1.31x" in page
-    document = report.render({"a-machine": {}}, tmp_path)
+    document = docs_page.render({"a-machine": {}}, tmp_path)
     assert "\nmethods: 2026-01-01" in document
     assert "### What each method does, tiny-bert" in document and "### Figures of each method, tiny-bert" in document
     assert "1.0 M parameters, batch 8 x 128" in document and "| yes, 1.31x |" in document

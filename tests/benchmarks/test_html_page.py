@@ -11,7 +11,15 @@ import pytest
 from made_up_results import MACHINE, every_suite
 from onetrip import html
 from onetrip.benchmarks.measure import results
-from onetrip.benchmarks.show import figures, html_page, operator_plots, operator_tables, report, roofline_plot
+from onetrip.benchmarks.show import (
+    docs_page,
+    figures,
+    html_page,
+    operator_plots,
+    operator_tables,
+    roofline_plot,
+    tables,
+)
 from onetrip.benchmarks.suites import row_norm, softmax
 from onetrip.cli import app
 from typer.testing import CliRunner
@@ -73,7 +81,7 @@ def test_the_page_has_every_section_with_its_figures():
 def test_every_table_of_the_documentation_stands_on_the_page_those_of_single_cases_in_one():
     shown = [caption for section in html_page.sections(every_suite()) for caption in captions(section, html.Table)]
     single = {table.caption for table in operator_tables.operators(operator_tables.cases(every_suite(), "row_norm"))}
-    assert {table.caption for table in report.tables(every_suite())} - single <= set(shown)
+    assert {table.caption for table in tables.every(every_suite())} - single <= set(shown)
     assert "Every operator, shape, dtype and provider" in shown and len(shown) == len(set(shown))
 
 
@@ -148,7 +156,7 @@ def test_the_figures_of_the_documentation_are_drawn_where_the_page_looks_for_the
     assert {"speed_up", "adam_streams", "adam_training"} <= {Path(figure.path).stem for figure in drawn}
     for figure in drawn:
         assert (tmp_path / figure.path).stat().st_size > 5000
-        assert f"![{figure.title}]({figure.path})" in report.render({MACHINE: every_suite()})
+        assert f"![{figure.title}]({figure.path})" in docs_page.render({MACHINE: every_suite()})
 
 
 def test_the_command_writes_the_page_beside_the_results(folder: Path):

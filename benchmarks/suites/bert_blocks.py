@@ -9,12 +9,11 @@ import copy
 from dataclasses import dataclass
 
 import onetrip
-import pytest
 import torch
-from onetrip.benchmarks.measure.memory import saved_bytes
-from onetrip.benchmarks.measure.timing import timed_rounds
-from pytest_benchmark.fixture import BenchmarkFixture
+from onetrip.measure import saved_bytes
 from torch import Tensor
+
+from ..measure.cases import Record, Session, needed
 
 BATCH_SIZE, SEQUENCE_LENGTH, HIDDEN, INTERMEDIATE, HEADS = 4, 128, 1024, 4096, 16
 
@@ -64,8 +63,9 @@ def _largest_difference(eager: torch.nn.Module, patched: torch.nn.Module, device
     return (output(eager) - output(patched)).abs().max().item()
 
 
-def test_saved_bytes(case: BertCase, device: torch.device, benchmark: BenchmarkFixture) -> None:
-    bert = pytest.importorskip("transformers.models.bert.modeling_bert")
+def measure(case: BertCase, session: Session) -> Record:
+    bert = needed("transformers.models.bert.modeling_bert")
+    device = session.device
     config = bert.BertConfig(
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
@@ -80,12 +80,10 @@ def test_saved_bytes(case: BertCase, device: torch.device, benchmark: BenchmarkF
     report = onetrip.patch_model(patched)
     difference = _largest_difference(eager, patched, device)
     assert difference < 1e-4, f"the patched layer differs by {difference}: no number"
-    figures = timed_rounds(
-        benchmark,
-        lambda: {name: _measure(layer, device) for name, layer in (("eager", eager), ("patched", patched))},
-        rounds=1,
+    figures = session.rounds(
+        lambda: {name: _measure(layer, device) for name, layer in (("eager", eager), ("patched", patched))}, 1
     )
-    benchmark.extra_info["record"] = {
+    return {
         "case": case.id,
         "batch_size": BATCH_SIZE,
         "sequence_length": SEQUENCE_LENGTH,

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-import pytest
 import torch
-from onetrip.benchmarks.measure.cases import DTYPE_NAMES, Case, Operator, Outputs, Provider
-from onetrip.benchmarks.measure.checks import Check, Truth, make_inputs
-from onetrip.benchmarks.measure.providers import EAGER, own_provider, providers
-from onetrip.benchmarks.measure.timing import summarise, timed_rounds
-from onetrip.benchmarks.suites import row_norm, softmax
-from pytest_benchmark.fixture import BenchmarkFixture
+
+from ..measure.cases import DTYPE_NAMES, Case, Operator, Provider, Record, Session
+from ..measure.checks import Truth, make_inputs
+from ..measure.providers import EAGER, own_provider, providers
+from ..measure.side_by_side import bound_and_checked
+from ..measure.timing import summarise
+from . import row_norm, softmax
 
 N_ROWS, N_COLS = 1, 8
 ROUNDS, QUICK_ROUNDS = 301, 15
@@ -43,13 +43,13 @@ def cases(quick: bool = False) -> list[OverheadCase]:
     return [OverheadCase(operator, grad) for operator in OPERATORS for grad in (False, True)]
 
 
-def _racing(case: OverheadCase, device: torch.device, against: tuple[str, ...]) -> list[Provider]:
+def _compared(case: OverheadCase, session: Session) -> list[Provider]:
     """By default eager and onetrip without a scope: picking the backend is part of what a call costs."""
-    own = own_provider(device)
-    if not against:
+    own = own_provider(session.device)
+    if not session.against:
         return [EAGER, Provider(own.name, own.bind)]
     small = Case(case.operator, N_ROWS, N_COLS, case.dtype, full=False)
-    return [Provider(p.name, p.bind) if p.name == own.name else p for p in providers(small, device, against=against)]
+    return [Provider(p.name, p.bind) if p.name == own.name else p for p in providers(small, session)]
 
 
 def _microseconds_a_call(
@@ -64,42 +64,30 @@ def _microseconds_a_call(
     return (time.perf_counter() - start) / calls * 1e6
 
 
-def test_overhead(
-    case: OverheadCase, device: torch.device, quick: bool, against: tuple[str, ...], benchmark: BenchmarkFixture
-) -> None:
+def measure(case: OverheadCase, session: Session) -> Record:
+    device = session.device
     inputs = make_inputs(case.operator, N_ROWS, N_COLS, case.dtype, device, seed=0)
     truth = Truth(case.operator, inputs)
     torch._dynamo.reset()
-    racing = _racing(case, device, against)
-    unavailable = {provider.name: provider.unavailable(device) for provider in racing}
-    functions: dict[str, tuple[Provider, Callable[..., Outputs]]] = {}
-    checks: dict[str, Check] = {}
-    for provider in racing:
-        if not unavailable[provider.name]:
-            with provider.scope():
-                try:
-                    function = provider.bind(case.operator)
-                except Exception as error:  # a provider that raises is reported, and the others are measured
-                    checks[provider.name] = Check(False, f"{type(error).__name__}: {error}".splitlines()[0])
-                    continue
-                functions[provider.name] = provider, function
-                checks[provider.name] = truth.check(function)
+    compared = _compared(case, session)
+    unavailable = {provider.name: provider.unavailable(device) for provider in compared}
+    found = {p.name: (p, *bound_and_checked(p, case.operator, truth)) for p in compared if not unavailable[p.name]}
     tensors = {name: tensor.detach() for name, tensor in inputs.tensors.items()}
     for name, tensor in tensors.items():
         tensor.requires_grad_(case.requires_grad and inputs.tensors[name].requires_grad)
-    samples: dict[str, list[float]] = {name: [] for name, check in checks.items() if check.passed}
+    samples: dict[str, list[float]] = {name: [] for name, (_, _, check) in found.items() if check.passed}
 
     def one_round() -> None:
         for name, values in samples.items():
-            provider, function = functions[name]
+            provider, function, _ = found[name]
             with provider.scope():
                 values.append(_microseconds_a_call(function, tensors, device))
 
     one_round()
     for values in samples.values():
         values.clear()
-    timed_rounds(benchmark, one_round, QUICK_ROUNDS if quick else ROUNDS)
-    benchmark.extra_info["record"] = {
+    session.rounds(one_round, QUICK_ROUNDS if session.quick else ROUNDS)
+    return {
         "case": case.id,
         "operator": case.operator.name,
         "dtype": DTYPE_NAMES[case.dtype],
@@ -109,10 +97,7 @@ def test_overhead(
         "providers": [
             {"name": name, "check": asdict(check)}
             | ({"forward": summarise(samples[name], "us")} if check.passed else {})
-            for name, check in checks.items()
+            for name, (_, _, check) in found.items()
         ],
         "unavailable": {name: reason for name, reason in unavailable.items() if reason},
     }
-    failed = {name: check.detail for name, check in checks.items() if not check.passed and name.startswith("onetrip")}
-    if failed:
-        pytest.fail(f"no number for what fails its check: {failed}")

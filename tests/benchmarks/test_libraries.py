@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from onetrip.benchmarks.measure import libraries
-from onetrip.benchmarks.measure.cases import Case, Operator
+from onetrip.benchmarks.measure.cases import Case, Operator, Session
 from onetrip.benchmarks.measure.checks import Truth, make_inputs
 from onetrip.benchmarks.measure.providers import NAMES, has, named, providers
-from onetrip.benchmarks.run.options import UsageError
+from onetrip.benchmarks.measure.results import UsageError
 from onetrip.benchmarks.suites import attention, row_norm, softmax
 from torch import Tensor
 
@@ -258,7 +258,7 @@ def test_a_broken_installation_says_what_its_import_says(monkeypatch: pytest.Mon
 
 
 def _names(case: Case, **words: Any) -> list[str]:
-    return [provider.name for provider in providers(case, CPU, **words)]
+    return [provider.name for provider in providers(case, Session(CPU, **words))]
 
 
 def _case(operator: Operator, dtype: torch.dtype = torch.float32, full: bool = True) -> Case:
@@ -295,7 +295,7 @@ def test_whoever_is_asked_for_races_the_own_backend_and_nobody_else() -> None:
 
 
 def test_who_lacks_the_operator_is_named_with_that_reason() -> None:
-    (liger, _) = providers(_case(row_norm.BIAS_DROPOUT_RESIDUAL), CPU, against=("liger",))
+    (liger, _) = providers(_case(row_norm.BIAS_DROPOUT_RESIDUAL), Session(CPU, against=("liger",)))
     assert liger.unavailable(CPU) == "has no bias_dropout_residual-p0.1"
 
 

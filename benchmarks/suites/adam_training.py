@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pydoc_data.topics import topics
 
 import torch
-from onetrip.benchmarks.measure.timing import timed_rounds
-from onetrip.benchmarks.suites.optimizers import BITSANDBYTES, FUSED, ONETRIP, OptimizerProvider
-from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor, nn
+
+from ..measure.cases import Record, Session
+from .optimizers import BITSANDBYTES, FUSED, ONETRIP, OptimizerProvider
 
 WIDTH, HEADS, LAYERS, CONTEXT, BATCH = 144, 4, 4, 64, 16
 N_STEPS, QUICK_STEPS, SEEDS = 2000, 60, 5
@@ -104,19 +104,19 @@ def _train(provider: OptimizerProvider, seed: int, n_steps: int, device: torch.d
     return curve, sum(parts) / len(starts)
 
 
-def test_adam_training(case: LanguageModelCase, device: torch.device, quick: bool, benchmark: BenchmarkFixture) -> None:
-    n_steps = QUICK_STEPS if quick else N_STEPS
+def measure(case: LanguageModelCase, session: Session) -> Record:
+    n_steps = QUICK_STEPS if session.quick else N_STEPS
     providers = (FUSED, ONETRIP, BITSANDBYTES)
-    unavailable = {provider.name: provider.unavailable(device) for provider in providers}
+    unavailable = {provider.name: provider.unavailable(session.device) for provider in providers}
     found: dict[str, tuple[list[float], float]] = {}
 
     def run() -> None:
         for provider in providers:
             if not unavailable[provider.name]:
-                found[provider.name] = _train(provider, case.seed, n_steps, device)
+                found[provider.name] = _train(provider, case.seed, n_steps, session.device)
 
-    timed_rounds(benchmark, run, 1)
-    benchmark.extra_info["record"] = {
+    session.rounds(run, 1)
+    return {
         "case": case.id,
         "seed": case.seed,
         "n_steps": n_steps,

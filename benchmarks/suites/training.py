@@ -14,20 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import onetrip
-import pytest
 import torch
-from onetrip.benchmarks.measure.cases import DTYPE_NAMES
-from onetrip.benchmarks.measure.memory import peak_bytes, saved_bytes
-from onetrip.benchmarks.measure.timing import summarise, timed_rounds
-from onetrip.benchmarks.suites.optimizers import FUSED, ONETRIP, OptimizerProvider, make
-from pytest_benchmark.fixture import BenchmarkFixture
+from onetrip.measure import optimizer_state_bytes, peak_bytes, saved_bytes, storage_bytes
 from torch import Tensor
+
+from ..measure.cases import DTYPE_NAMES, Record, Session, needed, one_line
+from ..measure.timing import summarise
+from .optimizers import FUSED, ONETRIP, OptimizerProvider, make
 
 ROUNDS, QUICK_ROUNDS, WARM_UP = 7, 2, 1
 MOST_SECONDS, FEWEST_ROUNDS = 20.0, 3
 """Of the slowest variant that takes turns: where a step takes long, fewer of them do."""
 AT_ONCE = {"cpu": 4, "cuda": 1}
-"""How many variants take turns, and are in memory: on a card, whose clock is steady, each may need it all."""
+"""How many variants take turns, and are in memory: on a GPU, whose clock is steady, each may need it all."""
 PHASES = ("forward", "backward", "optimizer")
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """How far the loss without dropout may be from the first variant's, relative to it where it is above 1."""
@@ -70,7 +69,7 @@ class TrainingCase:
         return f"training-{self.model}-{self.n_layers}_layers-{self.batch_size}x{self.sequence_length}{dtype}"
 
 
-_CARD = (
+_GPU_CASES = (
     TrainingCase("bert_large", 4, 512, 24),
     *(TrainingCase("bert_large", batch_size, 512, 24, torch.bfloat16) for batch_size in (4, 16, 64)),
     TrainingCase("gpt2", 8, 1024, 12, torch.bfloat16),
@@ -79,13 +78,12 @@ _CARD = (
 
 
 def cases(quick: bool = False) -> list[TrainingCase]:
-    return [TrainingCase("bert_base", 2, 512, n_layers=2 if quick else 12), *(() if quick else _CARD)]
+    return [TrainingCase("bert_base", 2, 512, n_layers=2 if quick else 12), *(() if quick else _GPU_CASES)]
 
 
 def unavailable(case: TrainingCase, device: torch.device) -> str:
     """Why a case is not for this device; empty where it is."""
-    # By id: pytest imports this file under another name than the command, and TrainingCase is another class there.
-    return "full size: for a card" if case.id in {each.id for each in _CARD} and device.type != "cuda" else ""
+    return "full size: for a GPU" if case in _GPU_CASES and device.type != "cuda" else ""
 
 
 @dataclass(frozen=True)
@@ -111,14 +109,14 @@ VARIANTS = (
 
 
 class _Stopwatch:
-    """Laps in milliseconds; on a card between events, so that no lap waits for the one before."""
+    """Laps in milliseconds; on a GPU between events, so that no lap waits for the one before."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_card = device.type == "cuda"
+        self._on_gpu = device.type == "cuda"
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        if self._on_card:
+        if self._on_gpu:
             self._marks.append(torch.cuda.Event(enable_timing=True))
             self._marks[-1].record()
         else:
@@ -126,7 +124,7 @@ class _Stopwatch:
 
     def laps(self) -> list[float]:
         pairs = list(zip(self._marks[:-1], self._marks[1:], strict=True))
-        if self._on_card:
+        if self._on_gpu:
             self._marks[-1].synchronize()
             return [start.elapsed_time(end) for start, end in pairs]
         return [(end - start) * 1e3 for start, end in pairs]
@@ -136,7 +134,7 @@ class Trainer:
     """A model, its optimizer and the batch it is trained on."""
 
     def __init__(self, case: TrainingCase, variant: Variant, device: torch.device) -> None:
-        transformers = pytest.importorskip("transformers")
+        transformers = needed("transformers")
         spec = MODELS[case.model]
         arguments = {**spec.arguments, spec.layers: case.n_layers, "attn_implementation": variant.attention}
         config = transformers.AutoConfig.for_model(spec.model_type, **arguments)
@@ -184,10 +182,7 @@ class Trainer:
 
     def held_bytes(self) -> int:
         """Of weights, buffers and optimizer states."""
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        tensors = [*self.parameters, *self.model.buffers(), *(value for value in states if isinstance(value, Tensor))]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        return sum(storages.values())
+        return storage_bytes([*self.parameters, *self.model.buffers()]) + optimizer_state_bytes(self.optimizer)
 
     def matrix_products_ms(self) -> float:
         """Of one forward and backward, in the calling thread."""
@@ -226,7 +221,7 @@ class _Found:
     unavailable: dict[str, str] = field(default_factory=dict)
     patched_sites: int = 0
 
-    def race(self, variants: tuple[Variant, ...]) -> None:
+    def compare(self, variants: tuple[Variant, ...]) -> None:
         """The variants in turns, so that a disturbance meets them all."""
         trainers = {variant.name: trainer for variant in variants if (trainer := self._admit(variant)) is not None}
         samples: dict[str, list[list[float]]] = {name: [] for name in trainers}
@@ -256,7 +251,7 @@ class _Found:
         except Exception as error:
             if variant.patched:
                 raise
-            self.unavailable[variant.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.unavailable[variant.name] = one_line(error)
             return None
         truth = next(iter(self.losses.values()), loss)
         bound = BOUND[self.case.dtype] * max(1.0, abs(truth))
@@ -277,9 +272,8 @@ class _Found:
         return figures
 
 
-def test_training(case: TrainingCase, device: torch.device, quick: bool, benchmark: BenchmarkFixture) -> None:
-    if reason := unavailable(case, device):
-        pytest.skip(reason)
+def measure(case: TrainingCase, session: Session) -> Record:
+    device, quick = session.device, session.quick
     found = _Found(case, device, QUICK_ROUNDS if quick else ROUNDS)
     variants, at_once = VARIANTS, AT_ONCE[device.type]
     if quick:
@@ -288,13 +282,13 @@ def test_training(case: TrainingCase, device: torch.device, quick: bool, benchma
 
     def run() -> None:
         for first in range(0, len(variants), at_once):
-            found.race(variants[first : first + at_once])
+            found.compare(variants[first : first + at_once])
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    timed_rounds(benchmark, run, 1)
-    benchmark.extra_info["record"] = {
+    session.rounds(run, 1)
+    return {
         "case": case.id,
         "model": case.model,
         "dtype": DTYPE_NAMES[case.dtype],

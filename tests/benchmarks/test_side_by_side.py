@@ -1,16 +1,14 @@
 """Who gets a number, and how it is measured."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from onetrip.benchmarks.measure import memory
-from onetrip.benchmarks.measure.cases import PASSES, Case, Operator, Provider, selects
-from onetrip.benchmarks.measure.memory import peak_bytes, saved_bytes
+from onetrip.benchmarks.measure import side_by_side
+from onetrip.benchmarks.measure.cases import PASSES, Case, Operator, Provider, Session, Skip, selects
 from onetrip.benchmarks.measure.providers import EAGER
-from onetrip.benchmarks.measure.side_by_side import Race
-from onetrip.benchmarks.measure.side_by_side import race as run_race
+from onetrip.benchmarks.measure.side_by_side import SideBySide, measure, needed_bytes, shortage
 from onetrip.benchmarks.measure.timing import last_level_cache_bytes, summarise
 from onetrip.benchmarks.suites import attention, row_norm, softmax
 from torch import Tensor
@@ -53,15 +51,15 @@ class _ReplayingClock(_CountingClock):
         return lambda: None
 
 
-def _race(
+def _side_by_side(
     operator: Operator,
     *providers: Provider,
     full: bool = True,
     wanted: tuple[str, ...] = (),
     clock: _CountingClock | None = None,
-) -> Race:
+) -> SideBySide:
     case = Case(operator, 64, 48, torch.float32, full, wanted)
-    return Race(case, list(providers), CPU, clock or _CountingClock())
+    return SideBySide(case, list(providers), CPU, clock or _CountingClock())
 
 
 def _provider(name: str, function: Callable[..., object]) -> Provider:
@@ -119,31 +117,31 @@ def _writes_into_its_input(x: Tensor, weight: Tensor, norm_bias: Tensor) -> Tens
     ids=["wrong-output", "wrong-gradient", "nan", "raises", "writes-gradient", "writes-input"],
 )
 def test_a_provider_that_fails_its_check_gets_no_number(function: Callable[..., Tensor], reason: str) -> None:
-    race = _race(row_norm.LAYER_NORM, EAGER, _provider("onetrip broken", function))
-    race.round()
-    right, wrong = race.record()["providers"]
+    compared = _side_by_side(row_norm.LAYER_NORM, EAGER, _provider("onetrip broken", function))
+    compared.round()
+    right, wrong = compared.record()["providers"]
     assert right["check"]["passed"]
     assert right["forward"]["samples"] == 1
     assert not wrong["check"]["passed"]
     assert reason in wrong["check"]["detail"]
     assert set(wrong) == {"name", "check"}
-    assert race.failures == {"onetrip broken": wrong["check"]["detail"]}
+    assert compared.failures == {"onetrip broken": wrong["check"]["detail"]}
 
 
 def test_a_provider_that_cannot_be_bound_is_reported_and_the_others_are_measured() -> None:
     def bind(operator: Operator) -> Callable[..., Tensor]:
         raise AttributeError("module has no attribute 'layer_norm'")
 
-    race = _race(row_norm.LAYER_NORM, Provider("too old", bind), EAGER)
-    race.round()
-    old, eager = race.record()["providers"]
+    compared = _side_by_side(row_norm.LAYER_NORM, Provider("too old", bind), EAGER)
+    compared.round()
+    old, eager = compared.record()["providers"]
     assert old["check"]["detail"] == "AttributeError: module has no attribute 'layer_norm'"
     assert eager["forward"]["samples"] == 1
 
 
 def test_what_a_provider_wrote_into_does_not_harm_the_next_one() -> None:
-    race = _race(row_norm.LAYER_NORM, _provider("rude", _writes_into_its_input), EAGER)
-    assert set(race.failures) == {"rude"}
+    compared = _side_by_side(row_norm.LAYER_NORM, _provider("rude", _writes_into_its_input), EAGER)
+    assert set(compared.failures) == {"rude"}
 
 
 def test_a_provider_that_reuses_the_memory_of_its_outputs_passes_its_check() -> None:
@@ -155,7 +153,7 @@ def test_a_provider_that_reuses_the_memory_of_its_outputs_passes_its_check() -> 
         memory.copy_(y.detach())
         return _InMemory.apply(y, memory)
 
-    assert _race(softmax.ATTENTION_SOFTMAX[0.1], EAGER, _provider("graph", reuses)).failures == {}
+    assert _side_by_side(softmax.ATTENTION_SOFTMAX[0.1], EAGER, _provider("graph", reuses)).failures == {}
 
 
 class _InMemory(torch.autograd.Function):
@@ -192,17 +190,17 @@ def _redraws_in_backward(x: Tensor, residual: Tensor, bias: Tensor, weight: Tens
 
 @pytest.mark.parametrize("function", [_drops_too_much, _forgets_to_scale, _redraws_in_backward])
 def test_wrong_dropout_fails_the_check(function: Callable[..., Tensor]) -> None:
-    assert set(_race(DROPOUT, EAGER, _provider("onetrip broken", function)).failures) == {"onetrip broken"}
+    assert set(_side_by_side(DROPOUT, EAGER, _provider("onetrip broken", function)).failures) == {"onetrip broken"}
 
 
 def test_an_unavailable_provider_is_named_with_its_reason_and_never_bound() -> None:
     def bind(operator: Operator) -> Callable[..., Tensor]:
         raise AssertionError("bound")
 
-    race = _race(row_norm.RMS_NORM, EAGER, Provider("elsewhere", bind, lambda device: "needs a card"))
-    race.round()
-    record = race.record()
-    assert record["unavailable"] == {"elsewhere": "needs a card"}
+    compared = _side_by_side(row_norm.RMS_NORM, EAGER, Provider("elsewhere", bind, lambda device: "needs a GPU"))
+    compared.round()
+    record = compared.record()
+    assert record["unavailable"] == {"elsewhere": "needs a GPU"}
     assert [entry["name"] for entry in record["providers"]] == ["torch eager"]
 
 
@@ -210,14 +208,14 @@ def test_an_unavailable_provider_is_named_with_its_reason_and_never_bound() -> N
 def test_providers_take_turns_and_every_timed_call_starts_cold(full: bool) -> None:
     clock = _CountingClock()
     twins = [Provider(name, EAGER.bind) for name in ("first", "second")]
-    race = Race(Case(row_norm.RMS_NORM, 8, 8, torch.float32, full), twins, CPU, clock)
-    race.warm_up(rounds=2)
+    compared = SideBySide(Case(row_norm.RMS_NORM, 8, 8, torch.float32, full), twins, CPU, clock)
+    compared.warm_up(rounds=2)
     clock.evictions, clock._milliseconds = 0, 0.0
-    race.round()
-    race.round()
+    compared.round()
+    compared.round()
     passes = 3 if full else 2
     assert clock.evictions == clock._milliseconds == 2 * (2 * passes + 2)  # 2 rounds of 2 providers and 2 copies
-    first, second = race.record()["providers"]
+    first, second = compared.record()["providers"]
     assert first["forward"]["samples"] == second["forward"]["samples"] == 2
     # The first provider opens the first round, the second one the second: both medians are the same.
     assert first["forward"]["median_ms"] == second["forward"]["median_ms"]
@@ -231,9 +229,9 @@ class _SlowClock(_CountingClock):
         return 3e3, function()
 
 
-@pytest.mark.parametrize(("rehearsed_s", "calls_to_warm_up"), [(0.0, 2), (20.0, 0)], ids=["unknown", "known as slow"])
+@pytest.mark.parametrize(("untimed_s", "calls_to_warm_up"), [(0.0, 2), (20.0, 0)], ids=["unknown", "known as slow"])
 def test_who_takes_seconds_a_call_is_hardly_warmed_up_and_timed_three_times(
-    rehearsed_s: float, calls_to_warm_up: int
+    untimed_s: float, calls_to_warm_up: int
 ) -> None:
     calls: list[str] = []
 
@@ -241,14 +239,14 @@ def test_who_takes_seconds_a_call_is_hardly_warmed_up_and_timed_three_times(
         calls.append("")
         return row_norm.RMS_NORM.eager(**inputs)
 
-    race = _race(row_norm.RMS_NORM, _provider("slow", norm), clock=_SlowClock())
-    race._contestants[0].rehearsed_s = rehearsed_s
+    compared = _side_by_side(row_norm.RMS_NORM, _provider("slow", norm), clock=_SlowClock())
+    compared._candidates[0].untimed_s = untimed_s
     calls.clear()
-    race.warm_up()
+    compared.warm_up()
     assert len(calls) == calls_to_warm_up  # forward before backward, and both in one
     for _ in range(9):
-        race.round()
-    assert [race.record()["providers"][0][name]["samples"] for name in PASSES] == [3, 3, 3]
+        compared.round()
+    assert [compared.record()["providers"][0][name]["samples"] for name in PASSES] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["full", "width"])
@@ -258,24 +256,24 @@ def test_what_passes_as_its_twin_and_raises_itself_gets_no_number(full: bool) ->
 
     operator = attention.cases(quick=True)[1].operator
     assert operator.twin is not None
-    race = Race(Case(operator, 128, attention.WIDTH, torch.float32, full), [Provider("half", bind)], CPU)
-    assert race.failures == {"half": "RuntimeError: no compiler here"}
+    compared = SideBySide(Case(operator, 128, attention.WIDTH, torch.float32, full), [Provider("half", bind)], CPU)
+    assert compared.failures == {"half": "RuntimeError: no compiler here"}
 
 
 @pytest.mark.parametrize("wanted", [PASSES[:1], PASSES[1:2], PASSES[2:], PASSES[::2]], ids="+".join)
 def test_only_the_passes_that_were_asked_for_are_recorded(wanted: tuple[str, ...]) -> None:
-    race = _race(row_norm.RMS_NORM, EAGER, wanted=wanted)
-    race.round()
-    assert tuple(name for name in PASSES if name in race.record()["providers"][0]) == wanted
+    compared = _side_by_side(row_norm.RMS_NORM, EAGER, wanted=wanted)
+    compared.round()
+    assert tuple(name for name in PASSES if name in compared.record()["providers"][0]) == wanted
 
 
 def test_kernels_alone_are_timed_by_replays_of_a_capture() -> None:
     clock = _ReplayingClock()
-    race = _race(row_norm.RMS_NORM, EAGER, clock=clock)
-    race.round()
+    compared = _side_by_side(row_norm.RMS_NORM, EAGER, clock=clock)
+    compared.round()
     clock.evictions = 0
-    race.replay(rounds=5)
-    (record,) = race.record()["providers"]
+    compared.replay(rounds=5)
+    (record,) = compared.record()["providers"]
     assert clock.captures == 2
     assert clock.evictions == 10
     assert {name: figures["samples"] for name, figures in record["graph"].items()} == {
@@ -293,51 +291,51 @@ def test_only_full_cases_and_passes_that_start_with_a_forward_are_captured(
     full: bool, wanted: tuple[str, ...], captures: int
 ) -> None:
     clock = _ReplayingClock()
-    race = _race(row_norm.RMS_NORM, EAGER, full=full, wanted=wanted, clock=clock)
-    race.replay(rounds=1)
+    compared = _side_by_side(row_norm.RMS_NORM, EAGER, full=full, wanted=wanted, clock=clock)
+    compared.replay(rounds=1)
     assert clock.captures == captures
 
 
 def test_what_cannot_be_captured_keeps_its_other_figures() -> None:
-    race = _race(row_norm.RMS_NORM, EAGER, clock=_ReplayingClock("operation not permitted"))
-    race.round()
-    race.replay(rounds=5)
-    (record,) = race.record()["providers"]
+    compared = _side_by_side(row_norm.RMS_NORM, EAGER, clock=_ReplayingClock("operation not permitted"))
+    compared.round()
+    compared.replay(rounds=5)
+    (record,) = compared.record()["providers"]
     assert record["no_graph"] == "RuntimeError: operation not permitted"
     assert "graph" not in record
     assert record["forward_backward"]["samples"] == 1
 
 
 def test_without_graphs_there_is_no_such_figure() -> None:
-    race = _race(row_norm.RMS_NORM, EAGER)
-    race.round()
-    race.replay(rounds=5)
-    assert not {"graph", "no_graph"} & set(race.record()["providers"][0])
+    compared = _side_by_side(row_norm.RMS_NORM, EAGER)
+    compared.round()
+    compared.replay(rounds=5)
+    assert not {"graph", "no_graph"} & set(compared.record()["providers"][0])
 
 
 def test_bandwidth_is_the_declared_bytes_over_the_median() -> None:
-    race = _race(row_norm.LAYER_NORM, EAGER)
-    race.round()
-    record = race.record()
+    compared = _side_by_side(row_norm.LAYER_NORM, EAGER)
+    compared.round()
+    record = compared.record()
     forward = record["providers"][0]["forward"]
     assert forward["gb_per_s"] == pytest.approx(record["least_bytes"]["forward"] / forward["median_ms"] / 1e6)
     assert forward["share_of_copy"] == pytest.approx(forward["gb_per_s"] / record["copy"]["gb_per_s"])
     assert record["copy"]["gb_per_s"] == pytest.approx(2 * 64 * 48 * 4 / record["copy"]["median_ms"] / 1e6)
 
 
-@pytest.mark.parametrize(("spare", "raced"), [(0, True), (-1, False)], ids=["fits", "one byte short"])
+@pytest.mark.parametrize(("spare", "fits"), [(0, True), (-1, False)], ids=["fits", "one byte short"])
 def test_a_case_that_does_not_fit_is_left_out_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, spare: int, raced: bool
+    monkeypatch: pytest.MonkeyPatch, spare: int, fits: bool
 ) -> None:
     """Attention's scores count: the system would end the whole run, where memory is short."""
     (case,) = [case for case in attention.cases() if selects("attention-L16384-p0-M*-fp32", case.id)]
     truth = 3 * 16384 * 16384 * 8
     given = 16384 * attention.WIDTH * (14 * 4 + 7 * 8)
-    monkeypatch.setattr(memory, "_free_bytes", lambda device: truth + given + spare)
-    monkeypatch.setattr(Race, "__init__", lambda *arguments: pytest.fail("raced"))
-    outcome, words = (pytest.fail.Exception, "raced") if raced else (pytest.skip.Exception, "needs at least 6.1 GiB")
+    monkeypatch.setattr(side_by_side, "free_bytes", lambda device: truth + given + spare)
+    monkeypatch.setattr(SideBySide, "__init__", lambda *arguments: pytest.fail("measured"))
+    outcome, words = (pytest.fail.Exception, "measured") if fits else (Skip, "needs at least 6.1 GiB")
     with pytest.raises(outcome, match=words):
-        run_race(case, [], CPU, False, None)
+        measure(case, Session(CPU))
 
 
 def test_what_the_allocator_keeps_of_the_case_before_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,10 +343,10 @@ def test_what_the_allocator_keeps_of_the_case_before_is_free(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 13 << 30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 << 30)
     case = Case(row_norm.RMS_NORM, 1 << 24, 8, torch.float32, full=True)
-    assert memory.needed_bytes(case) == 8 << 30
-    assert memory.shortage(case, torch.device("cuda")) == ""
+    assert needed_bytes(case) == 8 << 30
+    assert shortage(case, torch.device("cuda")) == ""
     larger = Case(row_norm.RMS_NORM, 1 << 26, 8, torch.float32, full=True)
-    assert "14.0 GiB are free (18.0 GiB too much)" in memory.shortage(larger, torch.device("cuda"))
+    assert "14.0 GiB are free (18.0 GiB too much)" in shortage(larger, torch.device("cuda"))
 
 
 def test_percentiles() -> None:
@@ -363,31 +361,3 @@ def test_percentiles() -> None:
 
 def test_the_last_level_cache_is_larger_than_a_core_could_hide() -> None:
     assert last_level_cache_bytes() >= 1 << 20
-
-
-@pytest.fixture
-def x() -> Iterator[Tensor]:
-    yield torch.randn(256, 1024, requires_grad=True)
-
-
-def test_saved_bytes_counts_a_storage_once_and_leaves_out_the_excluded(x: Tensor) -> None:
-    weight = torch.randn(1024, requires_grad=True)
-    assert saved_bytes(lambda: x * x) == x.nbytes
-    assert saved_bytes(lambda: x[:1] * x[1:2]) == x.nbytes  # a view keeps the whole storage
-    assert saved_bytes(lambda: x * weight) == x.nbytes + weight.nbytes
-    assert saved_bytes(lambda: x * weight, excluded=[weight]) == x.nbytes
-    assert saved_bytes(lambda: x + 1) == 0
-
-
-def test_peak_bytes_is_the_most_at_one_time(x: Tensor) -> None:
-    def three_after_one_another() -> None:
-        for _ in range(3):
-            torch.empty_like(x)
-
-    def two_at_once() -> None:
-        first = torch.empty_like(x)
-        second = torch.empty_like(x)
-        del first, second
-
-    assert peak_bytes(three_after_one_another, CPU) == x.nbytes
-    assert peak_bytes(two_at_once, CPU) == 2 * x.nbytes

@@ -1,16 +1,11 @@
-"""Recorded results on the terminal, and as docs/benchmarks.md, which is never written by hand."""
+"""Every table of one machine's results, and the results on the terminal."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-from onetrip import html, methods
 from onetrip.environment import describe
 from onetrip.html import Table
 
-from ..measure.results import RECORDED, Results
-from . import figures
+from ..measure.results import Results
 from . import operator_tables as operators
 from . import training_tables as training
 from .operator_tables import cases, of_every_width
@@ -18,10 +13,9 @@ from .terminal import print_tables
 
 BUSY = 0.3
 """CPUs that other processes keep busy: above it a result is doubtful."""
-TEMPLATE = Path(__file__).with_name("benchmarks.md.j2")
 
 
-def tables(results: Results) -> list[Table]:
+def every(results: Results) -> list[Table]:
     """Everything that one machine's results hold."""
     return [
         *operators.verdicts(results),
@@ -71,48 +65,4 @@ def load_in_words(results: Results) -> str:
 
 def print_results(results: Results, width: int = 160) -> None:
     """width: of what is no terminal."""
-    print_tables(tables(results), provenance(results), width)
-
-
-def markdown(table: Table) -> list[str]:
-    """The lines of a table, from its head to its last row."""
-
-    def line(entries: list[str]) -> str:
-        return f"| {' | '.join(entry.replace('|', chr(92) + '|') for entry in entries)} |"
-
-    rule = "".join("---:|" if numeric else "---|" for numeric in html.numeric_columns(table.rows))
-    rows = [[html.cell(entry).text for entry in row] for row in table.rows]
-    return [line(list(table.columns)), f"|{rule}", *map(line, rows)]
-
-
-def _of_methods(folder: Path) -> Results:
-    """What `onetrip methods --output` left beside the suites' files, by file name."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("methods*.json"))}
-
-
-def render(recorded: dict[str, Results], folder: Path = RECORDED) -> str:
-    """docs/benchmarks.md from every machine's results and what `onetrip methods` left in folder/machine."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
-    )
-    machines = []
-    for name, results in recorded.items():
-        trained = _of_methods(folder / name)
-        shown = [*tables(results), *(table for result in trained.values() for table in methods.tables(result))]
-        machines.append(
-            {
-                "id": name,
-                "provenance": provenance({**results, **trained}),
-                "tables": [(table, markdown(table)) for table in shown],
-                "figures": figures.of_docs(name, results),
-            }
-        )
-    return environment.from_string(TEMPLATE.read_text()).render(machines=machines)
-
-
-def write_docs(recorded: dict[str, Results], path: Path, folder: Path = RECORDED) -> None:
-    html.write(path, render(recorded, folder))
-    for machine, results in recorded.items():
-        figures.draw(machine, results, path.parent)
+    print_tables(every(results), provenance(results), width)

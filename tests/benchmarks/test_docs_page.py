@@ -7,10 +7,10 @@ from pathlib import Path
 import made_up_results
 import pytest
 from onetrip.benchmarks.measure import results
-from onetrip.benchmarks.measure.machine import checkout
-from onetrip.benchmarks.show import report
+from onetrip.benchmarks.show import docs_page, tables
 from onetrip.benchmarks.show.targets import verdicts
 from onetrip.benchmarks.suites import row_norm
+from onetrip.environment import checkout
 
 RECORDED = Path(__file__).parent / "recorded"
 ALONE = ("layer_norm", "rms_norm")
@@ -100,7 +100,7 @@ def test_targets_of_the_cpu_are_not_judged_on_a_card(recorded: results.Results) 
     for content in recorded.values():
         content["machine"] = content["machine"] | {"device": "cuda", "gpu": "Test card"}
     assert {verdict.reached for verdict in verdicts(recorded)} == {None}
-    assert report.tables(recorded)[0].caption != "Targets"
+    assert tables.every(recorded)[0].caption != "Targets"
 
 
 @pytest.mark.parametrize(
@@ -125,11 +125,11 @@ def test_targets_of_the_cpu_are_not_judged_on_a_card(recorded: results.Results) 
     ],
 )
 def test_rendering_shows(line: str) -> None:
-    assert line in report.render(results.read(RECORDED)).splitlines()
+    assert line in docs_page.render(results.read(RECORDED)).splitlines()
 
 
 def test_rendering_without_results_says_so(tmp_path: Path) -> None:
-    assert "No results are recorded yet." in report.render(results.read(tmp_path))
+    assert "No results are recorded yet." in docs_page.render(results.read(tmp_path))
 
 
 def test_the_page_in_the_repository_is_the_rendered_one() -> None:
@@ -137,28 +137,28 @@ def test_the_page_in_the_repository_is_the_rendered_one() -> None:
     if root is None:
         pytest.skip("onetrip was installed from a wheel: there is no page beside it")
     page = (root / "docs/benchmarks.md").read_text()
-    assert page == report.render(results.read(results.RECORDED)), "run python -m onetrip.benchmarks --render"
+    assert page == docs_page.render(results.read(results.RECORDED)), "run python -m onetrip.benchmarks --render"
 
 
 def test_what_was_counted_on_a_card_is_shown_worst_first() -> None:
-    (table,) = [found for found in report.tables(made_up_results.every_suite()) if "do on the card" in found.caption]
+    (table,) = [found for found in tables.every(made_up_results.every_suite()) if "do on the card" in found.caption]
     assert table.caption == "What the kernels do on the card: cuda"
     assert [row[0].partition("-")[0] for row in table.rows] == ["slow", "fast", "unknown"]
-    assert report.markdown(table)[2] == (
+    assert docs_page.markdown(table)[2] == (
         "| slow-forward-32768 x 1024-bf16 | 48% | slow_kernel | 40.0 | 64.0 | 32.0 | 128.0 | – | 27.9 | 71% | 49% | – "
         "| 64 | 1.5 | 0.0 | 132 x 256 |"
     )
 
 
 def test_a_run_under_load_says_so(recorded: results.Results) -> None:
-    assert report.load_in_words(recorded) == ""
+    assert tables.load_in_words(recorded) == ""
     for case, load in zip(recorded["row_norm"]["cases"], (0.1, 1.6, 0.9), strict=False):
         case["other_busy_cpus"] = load
-    assert "kept up to 1.6 CPUs busy in 2 of 3 cases" in report.load_in_words(recorded)
+    assert "kept up to 1.6 CPUs busy in 2 of 3 cases" in tables.load_in_words(recorded)
 
 
 def test_nothing_counted_shows_no_table(recorded: results.Results) -> None:
-    assert not [found for found in report.tables(recorded) if "do on the card" in found.caption]
+    assert not [found for found in tables.every(recorded) if "do on the card" in found.caption]
 
 
 def test_results_of_another_schema_are_refused(tmp_path: Path) -> None:
