@@ -72,7 +72,7 @@ CASES = [
 
 # Bytes a lane that spill, by Triton 3.7's ptxas, for each of CAPABILITIES; nothing else does.
 # 8192 columns: see the table of tiles. 256 columns: four rows a tile and three sums. sm_70: Triton promises nothing
-# below 8.0 and makes more of the same code there; the CUDA kernels serve that card.
+# below 8.0 and makes more of the same code there; the CUDA kernels serve that GPU.
 SPILLED = {
     "_row_norm_fwd_kernel": {
         Case(8192, F32, F32, NORM_LAYER, True): (8, 0, 0, 0, 0, 0),
@@ -445,9 +445,9 @@ def test_adam_budget(case: AdamCase, capability: int, monkeypatch: pytest.Monkey
     prepare, launch = adam_launches_of(case, monkeypatch)
     assert measure(case, prepare, capability).spilled == 0
     share, spilled, loads, stores, line = measure(case, launch, capability)
-    # sm_70 alone keeps what lives across a division's rare branch in memory; the CUDA kernels serve that card.
+    # sm_70 alone keeps what lives across a division's rare branch in memory; the CUDA kernels serve that GPU.
     assert spilled <= (128 if capability == 70 else 0) + spilled_more(case, capability), line
-    # A program is one warp, and programs are few enough on every card for half of its threads at most.
+    # A program is one warp, and programs are few enough on every GPU for half of its threads at most.
     two_blocks = case.is_8bit and case.dtype == BF16
     assert share >= (0.39 if two_blocks else 0.5), line
     # A lane's share of a whole tile, in accesses of 16 bytes or all at once.
