@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from onetrip import measure, ops
 from onetrip.ops import dropout_keep_mask
 from onetrip.ops.attention import attention
+from onetrip.ops.tracing import watched
 from tolerances import assert_bitwise, assert_like_torch, max_error
 from torch import Tensor
 
@@ -241,3 +243,48 @@ def test_nothing_attends_to_something(shape: tuple[int, int, int]) -> None:
     assert output.shape == (batch, heads, queries, 8) and weights.shape == (batch, heads, queries, 3)
     output.sum().backward()
     assert key.grad is not None and torch.equal(key.grad, torch.zeros_like(key))
+
+
+class Asked:
+    """Stands in for a context variable that nobody may read."""
+
+    def get(self) -> None:
+        raise AssertionError("an ordinary call asked whether it is watched")
+
+
+def test_an_ordinary_call_does_not_ask_whether_it_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dry run of anatomy once cost every call with dropout a look at a context variable."""
+    monkeypatch.setattr("onetrip.ops.tracing._watched_as", Asked())
+    case = CASES["plain"]
+    tensors = drawn(case)
+    attention(tensors["query"], tensors["key"], tensors["value"], scale=0.5, dropout_p=0.5)
+    ops.bias_dropout_residual(tensors["query"], tensors["query"], dropout_p=0.5)
+    ops.softmax(tensors["query"], dropout_p=0.5)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_watched_calls_show_the_operators_of_an_eager_call_and_its_results(dropout_p: float) -> None:
+    def run() -> list[Tensor]:
+        q, k, v = (
+            t.clone().requires_grad_() for t in torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(0))
+        )
+        y, _ = attention(q, k, v, scale=0.3, causal=True, dropout_p=dropout_p, rng=(3, 4))
+        y.square().sum().backward()
+        return [y, q.grad, k.grad, v.grad]
+
+    expected = run()
+    with watched("cpu"):
+        watched_mode = measure.TrafficMode()
+        with watched_mode:
+            found = run()
+    for ours, eager_s in zip(found, expected, strict=True):
+        assert_bitwise(ours, eager_s)
+    names = {each.name for each in watched_mode.traffic.operators.values()}
+    assert {"onetrip::softmax_", "onetrip::softmax_backward_", "aten::bmm"} <= names
+    scores = 4 * 2 * 4 * 16 * 16
+    softmax = watched_mode.traffic.operators["forward", "onetrip::softmax_"]
+    assert softmax.bytes - (16 if dropout_p else 0) == (3 if dropout_p else 2) * scores  # and the seed
+    assert watched_mode.traffic.operators["backward", "onetrip::softmax_backward_"].bytes == 3 * scores
+    with measure.TrafficMode() as composed:
+        run()
+    assert "onetrip::softmax" in {each.name for each in composed.traffic.operators.values()}

@@ -241,20 +241,3 @@ def test_environment_names_the_backend(value, printed):
         [sys.executable, "-c", ENVIRONMENT], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith(printed)
-
-
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_a_rehearsal_allocates_what_a_kernel_writes_and_ends_with_its_block(device_type: str) -> None:
-    with torch._subclasses.FakeTensorMode():
-        x, weight = torch.empty(4, 8, requires_grad=True), torch.empty(8, requires_grad=True)
-        with backends.rehearsal(device_type):
-            assert backends.choose("layer_norm", CPU, True) == f"rehearsal {device_type}"
-            y = ops.rms_norm(x, weight)
-            saved = {tuple(tensor.shape) for tensor in y.grad_fn.saved_tensors if tensor is not None}
-            y.sum().backward()
-        composed = ops.rms_norm(x, weight)
-    assert (y.shape, y.dtype, x.grad.shape, weight.grad.shape) == (x.shape, x.dtype, x.shape, weight.shape)
-    assert saved == {(4, 8), (8,), (4,)}  # x, weight, rstd
-    assert type(y.grad_fn).__name__ != type(composed.grad_fn).__name__  # outside, fake tensors are traced
-    assert not backends.is_rehearsal()
-    assert backends.choose("layer_norm", CPU, True) not in backends.REHEARSALS

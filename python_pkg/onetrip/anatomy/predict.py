@@ -1,7 +1,7 @@
 """The memory of a training step before it is taken: fake tensors, which have shapes and no data, go through it.
 
-torch's MemTracker watches what they allocate. onetrip's operators rehearse (ops.backends.rehearsal): they save and
-allocate what their kernels would. A model of any size can be examined, for a card that is not there: the fake tensors
+torch's MemTracker watches what they allocate. onetrip's operators run as torch.library operators, which save and
+allocate what the kernels do. A model of any size can be examined, for a card that is not there: the fake tensors
 live on the CPU, and what CUDA computes by other operators than the CPU is replaced (see _AsOnACard).
 """
 
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from ..measure import optimizer_state_bytes, tensor_bytes
-from ..ops.backends import rehearsal
+from ..ops.tracing import watched
 from ..optim import Adam8bit
 from ..optim.state import new_state, uses_8bit
 from .bytes import StepBytes
@@ -149,7 +149,7 @@ def predict(
     activations are left out, for half the time.
     """
     as_on_device = _AsOnACard() if device_type == "cuda" else nullcontext()
-    with context(), rehearsal(device_type), mode, as_on_device:
+    with context(), watched(device_type), mode, as_on_device:
         batch = make_batch()
         optimizer = make_optimizer(model.parameters())
         _take_a_first_step(optimizer)

@@ -17,9 +17,9 @@ from torch.nn import functional
 from ..reference.philox import Rng
 from ..reference.softmax import SoftmaxPlan
 from .attention_heads import Plan, Wanted, attend, gradients, saturated_mask
-from .backends import KERNEL_DTYPES, choose
+from .backends import DISPATCHER, KERNEL_DTYPES, choose
 from .softmax import softmax
-from .tracing import eager_rng, is_traced, is_transformed, refuse_double_backward
+from .tracing import eager_rng, is_traced, is_transformed, refuse_double_backward, traced_rng, watched_as
 
 
 def attention(
@@ -61,7 +61,8 @@ def attention(
     if mask is not None and position_bias is not None and mask.requires_grad:
         mask, position_bias = mask + position_bias, None
     traced = is_traced(query, key, value, mask, position_bias, sinks)
-    if traced or is_transformed():
+    as_on = watched_as() if traced else device.type
+    if as_on is None or is_transformed():
         return _composed(query, key, value, mask, scale, softcap, position_bias, sinks, causal, dropout_p, rng)
 
     if sinks is not None:
@@ -74,9 +75,10 @@ def attention(
         SoftmaxPlan(float(in_softmax), causal, float(dropout_p), store_p=needs_grad and dropout_p > 0.0),
         alpha=float(scale if in_softmax == 1.0 else scale / in_softmax),
         has_softcap=softcap is not None,
-        backend=choose("attention", device, query.dtype in KERNEL_DTYPES),
+        backend=DISPATCHER if traced else choose("attention", device, query.dtype in KERNEL_DTYPES),
+        on_cpu=as_on == "cpu",
     )
-    used_rng = eager_rng(rng, dropout_p, device)
+    used_rng = traced_rng(rng, dropout_p, device) if traced else eager_rng(rng, dropout_p, device)
     if needs_grad:
         output, weights = _Attention.apply(*tensors, used_rng, plan)
     else:

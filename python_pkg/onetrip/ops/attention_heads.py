@@ -26,6 +26,8 @@ class Plan(NamedTuple):
     """What the products q k^T are multiplied by on their way out of the matrix product."""
     has_softcap: bool
     backend: str
+    on_cpu: bool
+    """Heads are cut, and the softmax takes the memory of the scores."""
 
 
 def saturated_mask(mask: Tensor | None, scores: Tensor) -> Tensor | None:
@@ -51,13 +53,12 @@ _Cut = tuple[slice, slice]
 _EVERYTHING: _Cut = (slice(None), slice(None))
 
 
-def _cuts(query: Tensor, key: Tensor, n_cols: int, backend: str) -> list[_Cut]:
+def _cuts(query: Tensor, key: Tensor, n_cols: int, on_cpu: bool) -> list[_Cut]:
     """Of batches and key heads. Elsewhere than on a CPU launches cost more than temporaries."""
     batch, n_heads, n_queries, _ = query.shape
     n_key_heads = key.shape[1]
     bytes_of_one = query.element_size() * (n_heads // n_key_heads) * n_queries * n_cols
     at_once = max(1, _CUT_BYTES * torch.get_num_threads() // max(bytes_of_one, 1))
-    on_cpu = query.device.type == "cpu" and backend != "rehearsal cuda"
     if not on_cpu or at_once >= batch * n_key_heads:
         return [_EVERYTHING]
     if at_once >= n_key_heads:
@@ -115,7 +116,7 @@ def attend(
     n_key_heads, n_keys = key.shape[1:3]
     n_repeats = n_heads // n_key_heads
     scores = query.new_empty(batch, n_heads, n_queries, n_keys + (sinks is not None))
-    cuts = _cuts(query, key, scores.shape[-1], plan.backend)
+    cuts = _cuts(query, key, scores.shape[-1], plan.on_cpu)
     bias, sink = (
         None if each is None else each.expand(*scores.shape[:-1], each.shape[-1]) for each in (position_bias, sinks)
     )
@@ -124,7 +125,7 @@ def attend(
         bias_of_cut, sink_of_cut = (None if each is None else each[heads] for each in (bias, sink))
         _write_scores(scores[heads], query[heads], key[cut], bias_of_cut, sink_of_cut, plan)
     kernel = None if mask is None else saturated_mask(kernel_mask(scores, mask), scores)
-    weights, p = forward(plan.backend, scores, kernel, rng, plan.softmax, may_overwrite=True)
+    weights, p = forward(plan.backend, scores, kernel, rng, plan.softmax, may_overwrite=plan.on_cpu)
     del scores
     if len(cuts) == 1:
         output = torch.bmm(_folded(weights, n_key_heads)[..., weights.shape[-1] - n_keys :], value.flatten(0, 1))
@@ -176,7 +177,7 @@ def gradients(
     if not writes:
         plan = plan._replace(backend="reference")
     # A bias's gradient sums over batches and heads.
-    cuts = _cuts(query, key, p.shape[-1], plan.backend) if writes and wants.bias_shape is None else [_EVERYTHING]
+    cuts = _cuts(query, key, p.shape[-1], plan.on_cpu) if writes and wants.bias_shape is None else [_EVERYTHING]
     if len(cuts) == 1:
         return _gradients(doutput, dweights, query, key, value, p, None, wants, plan)
     n_repeats = query.shape[1] // key.shape[1]
@@ -232,7 +233,13 @@ def _gradients(
     assert dy is not None
     wants_scores = wants.query or wants.key or wants.sinks
     ds, dbias = backward(
-        plan.backend, dy, p, wants.bias_shape, plan.softmax, wants_scores, may_overwrite=dy is not dweights
+        plan.backend,
+        dy,
+        p,
+        wants.bias_shape,
+        plan.softmax,
+        wants_scores,
+        may_overwrite=plan.on_cpu and dy is not dweights,
     )
     del dy
     dquery = dkey = dsinks = None

@@ -24,8 +24,8 @@ BACKENDS = ("cpu", "cuda", "triton", "reference")
 KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """Dtypes that kernels compute with. Everything else (float64) goes through reference."""
 
-REHEARSALS = frozenset({"rehearsal cpu", "rehearsal cuda"})
-"""What stands for a backend inside rehearsal()."""
+DISPATCHER = "dispatcher"
+"""In place of a backend: the softmax of attention calls its torch.library operator, so that dispatch modes see it."""
 
 _process_choice: str | None = None  # None: not asked yet, see _process_wide
 _local_choice: ContextVar[str | None] = ContextVar("onetrip_backend", default=None)
@@ -141,22 +141,6 @@ def _of_the_callers_block() -> str | None:
     return None if block is None or not block.is_open or block.thread == threading.get_ident() else block.name
 
 
-@contextmanager
-def rehearsal(device_type: str) -> Iterator[None]:
-    """Inside the with block calls on fake tensors take the way of eager ones, and in place of a kernel only what it
-    writes is allocated: the memory of a step is seen without its data (anatomy). device_type: "cpu" or "cuda", whose
-    kernels those would be; the fake tensors are on the CPU in any case."""
-    token = _local_choice.set(f"rehearsal {device_type}")
-    try:
-        yield
-    finally:
-        _local_choice.reset(token)
-
-
-def is_rehearsal() -> bool:
-    return _local_choice.get() in REHEARSALS
-
-
 def _process_wide() -> str:
     if _process_choice is None:
         set_backend(_checked("ONETRIP_BACKEND", os.environ.get("ONETRIP_BACKEND") or "auto"))
@@ -177,7 +161,7 @@ def choose(function: str, device: torch.device, in_kernel_dtypes: bool) -> str:
     name = _local_choice.get() or (_n_open and _of_the_callers_block()) or _process_choice or _process_wide()
     if name == "auto":
         return _automatic(device) if in_kernel_dtypes else "reference"
-    if name != "reference" and name not in REHEARSALS:
+    if name != "reference":
         reason = unavailable_reason(name, device.type, device.index or 0)
         if reason:
             raise RuntimeError(f"{function}: backend {name!r} was asked for and cannot run on {device}: {reason}")

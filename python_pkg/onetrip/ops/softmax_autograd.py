@@ -16,7 +16,7 @@ from ..reference import accumulator_dtype
 from ..reference.philox import Rng
 from ..reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
 from . import softmax_native
-from .backends import KERNEL_DTYPES, REHEARSALS, choose, formulas
+from .backends import DISPATCHER, KERNEL_DTYPES, choose, formulas
 from .masks import contiguous_layout, kernel_mask, mask_layout
 from .native import in_memory, rows
 from .tracing import have_storage, refuse_double_backward, reject_onnx_export
@@ -38,9 +38,10 @@ def forward(
     scores. A floating mask has one of the kernels' dtypes, or float64 beside float64 scores. may_overwrite: scores are
     not needed any more, y may take their memory."""
     shape = scores.shape
-    if scores.numel() == 0 or backend in REHEARSALS:
-        overwrites = may_overwrite and backend == "rehearsal cpu" and scores.is_contiguous()
-        y = scores if overwrites else scores.new_empty(shape)
+    if backend == DISPATCHER:
+        return _dispatched(scores, mask, rng, plan, may_overwrite and scores.is_contiguous())
+    if scores.numel() == 0:
+        y = scores.new_empty(shape)
         return y, torch.empty_like(y) if plan.store_p else None
     layout = None
     if mask is not None:
@@ -69,10 +70,10 @@ def backward(
     wanted; dmask has it, in float32 (float64). may_overwrite: dy is not needed any more, dscores may take its
     memory."""
     shape, wants_dmask = dy.shape, mask_shape is not None
-    if dy.numel() == 0 or backend in REHEARSALS:
-        overwrites = may_overwrite and backend == "rehearsal cpu" and dy.is_contiguous()
-        dscores, dmask = gradients_of(dy, mask_shape, wants_dscores and not overwrites, dy.new_zeros)
-        return dy if overwrites and wants_dscores else dscores, dmask
+    if backend == DISPATCHER:
+        return _dispatched_backward(dy, p, mask_shape, plan, wants_dscores, may_overwrite and dy.is_contiguous())
+    if dy.numel() == 0:
+        return gradients_of(dy, mask_shape, wants_dscores, dy.new_zeros)
     layout = None if mask_shape is None else contiguous_layout(shape, mask_shape)
     operands = BackwardOperands(dy, p, layout, n_queries(dy))
     if backend in ("cpu", "cuda"):
@@ -148,6 +149,31 @@ library.define(
     f"softmax_backward(Tensor dy, Tensor p, SymInt[]? mask_shape, bool wants_dscores, {_PLAN_SCHEMA}) "
     "-> (Tensor dscores, Tensor dmask)"
 )
+# For attention, whose softmax takes the memory of its input on a CPU.
+library.define(f"softmax_(Tensor(a!) scores, Tensor? mask, Tensor? rng, {_PLAN_SCHEMA}) -> Tensor p")
+library.define(f"softmax_backward_(Tensor(a!) dy, Tensor p, SymInt[]? mask_shape, {_PLAN_SCHEMA}) -> Tensor dmask")
+
+
+def _dispatched(
+    scores: Tensor, mask: Tensor | None, rng: Rng | None, plan: SoftmaxPlan, in_place: bool
+) -> tuple[Tensor, Tensor | None]:
+    """forward by the operators."""
+    if in_place:
+        y, p = scores, torch.ops.onetrip.softmax_(scores, mask, rng, *plan)
+    else:
+        y, p = torch.ops.onetrip.softmax(scores, mask, rng, *plan)
+    return y, p if plan.store_p else None
+
+
+def _dispatched_backward(
+    dy: Tensor, p: Tensor, mask_shape: tuple[int, ...] | None, plan: SoftmaxPlan, wants_dscores: bool, in_place: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """backward by the operators."""
+    if in_place and wants_dscores:
+        dscores, dmask = dy, torch.ops.onetrip.softmax_backward_(dy, p, mask_shape, *plan)
+    else:
+        dscores, dmask = torch.ops.onetrip.softmax_backward(dy, p, mask_shape, wants_dscores, *plan)
+    return dscores if wants_dscores else None, None if mask_shape is None else dmask
 
 
 def _backend(tensor: Tensor) -> str:
@@ -180,6 +206,29 @@ def _backward_fake(dy: Tensor, p: Tensor, mask_shape: Any, wants_dscores: bool, 
     return _filled(dy, gradients_of(dy, mask_shape, wants_dscores, dy.new_empty))
 
 
+def _forward_in_place(scores: Tensor, mask: Tensor | None, rng: Tensor | None, *plan: Any) -> Tensor:
+    y, p = forward(_backend(scores), scores, mask, rng, SoftmaxPlan(*plan), may_overwrite=True)
+    if y.data_ptr() != scores.data_ptr():
+        scores.copy_(y)
+    return scores.new_empty(0) if p is None else p
+
+
+def _backward_in_place(dy: Tensor, p: Tensor, mask_shape: list[int] | None, *plan: Any) -> Tensor:
+    shape = None if mask_shape is None else tuple(mask_shape)
+    dscores, dmask = _filled(dy, backward(_backend(dy), dy, p, shape, SoftmaxPlan(*plan), True, may_overwrite=True))
+    if dscores.data_ptr() != dy.data_ptr():
+        dy.copy_(dscores)
+    return dmask
+
+
+def _forward_in_place_fake(scores: Tensor, mask: Tensor | None, rng: Tensor | None, *plan: Any) -> Tensor:
+    return torch.empty_like(scores) if SoftmaxPlan(*plan).store_p else scores.new_empty(0)
+
+
+def _backward_in_place_fake(dy: Tensor, p: Tensor, mask_shape: Any, *plan: Any) -> Tensor:
+    return _backward_fake(dy, p, mask_shape, False, *plan)[1]
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _, mask, _, *plan = inputs
     ctx.plan = SoftmaxPlan(*plan)
@@ -204,7 +253,11 @@ def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
 
 library.impl("softmax", _forward, "CompositeExplicitAutograd")
 library.impl("softmax_backward", _backward, "CompositeExplicitAutograd")
+library.impl("softmax_", _forward_in_place, "CompositeExplicitAutograd")
+library.impl("softmax_backward_", _backward_in_place, "CompositeExplicitAutograd")
 torch.library.register_fake("onetrip::softmax", _forward_fake, lib=library)
 torch.library.register_fake("onetrip::softmax_backward", _backward_fake, lib=library)
+torch.library.register_fake("onetrip::softmax_", _forward_in_place_fake, lib=library)
+torch.library.register_fake("onetrip::softmax_backward_", _backward_in_place_fake, lib=library)
 torch.library.register_autograd("onetrip::softmax", _autograd_backward, setup_context=_setup_context, lib=library)
 torch.library.register_autograd("onetrip::softmax_backward", _no_double_backward, lib=library)

@@ -3,6 +3,10 @@ each can see."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 from torch._C import _is_tracing as is_jit_tracing  # of torch.jit, less its Python half
@@ -11,10 +15,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..reference.philox import Rng
-from .backends import is_rehearsal
 from .rng import draw_rng, draw_rng_tensor
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_watched_as: ContextVar[str | None] = ContextVar("onetrip_watched_as", default=None)
 _ANY_RNG = (0, 0)  # p = 1 drops all, whatever is drawn: the generator is left where it is
 
 
@@ -25,11 +29,30 @@ def is_traced(x: Tensor, *others: Tensor | None) -> bool:
     if torch.compiler.is_compiling():
         return True
     if x.is_meta or type(x) not in _PLAIN_TYPES:
-        return not is_rehearsal()
+        return True
     for tensor in others:
         if type(tensor) not in _PLAIN_TYPES:
-            return not is_rehearsal()
-    return is_jit_tracing() or (is_in_torch_dispatch_mode() and not is_rehearsal())
+            return True
+    return is_jit_tracing() or is_in_torch_dispatch_mode()
+
+
+@contextmanager
+def watched(device_type: str) -> Iterator[None]:
+    """Inside the with block dispatch modes and fake tensors see the operators of an eager call on this type of device.
+
+    Concerns attention: compilers and other dispatch modes see it composed of torch's own operators, which allocate and
+    move more. Tensors are on the CPU in any case. An ordinary call does not ask.
+    """
+    token = _watched_as.set(device_type)
+    try:
+        yield
+    finally:
+        _watched_as.reset(token)
+
+
+def watched_as() -> str | None:
+    """The device type of watched(); None outside of it."""
+    return None if torch.compiler.is_compiling() else _watched_as.get()
 
 
 def is_recorded() -> bool:
@@ -72,7 +95,7 @@ def eager_rng(rng: tuple[int, int] | None, dropout_p: float, device: torch.devic
     """(seed, offset) of an eager call: the caller's, or drawn; None where nothing is dropped."""
     if rng is not None or dropout_p == 0.0:
         return rng
-    return draw_rng(device) if dropout_p < 1.0 and not is_rehearsal() else _ANY_RNG
+    return draw_rng(device) if dropout_p < 1.0 else _ANY_RNG
 
 
 def traced_rng(rng: tuple[int, int] | None, dropout_p: float, device: torch.device) -> Tensor | None:
