@@ -79,7 +79,7 @@ def test_anatomy_tables(run):
     assert "saved activations" in result.stdout
 
 
-@pytest.mark.parametrize("asked", [["--fits", "16GB"], ["--card", "A100-40GB"], ["--predict-only"]])
+@pytest.mark.parametrize("asked", [["--fits", "16GB"], ["--gpu", "A100-40GB"], ["--predict-only"]])
 def test_anatomy_without_running(run, asked):
     result = run("anatomy", "tiny-gpt2", *FAST, "--columns", "eager,", *asked)
     assert result.exit_code == 0
@@ -95,9 +95,9 @@ def test_anatomy_without_running(run, asked):
         (["--columns", "eager,quick"], ["--columns", "eager, patched, patched_adamw8bit, compiled", "got quick"]),
         (["--columns", ","], ["--columns", "got none"]),
         (["--columns", "compiled", "--predict-only"], ["compiled can be measured only"]),
-        (["--fits", "plenty"], ["plenty is neither a size (16GB, 24GiB)", "A100-40GB"]),
-        (["--card", "A100"], ["A100 is neither", "A100-40GB", "H200"]),
-        (["--card", "H200", "--fits", "16GB"], ["--fits and --card must not both be given"]),
+        (["--fits", "plenty"], ["--fits must be a size as 16GB or 24GiB, got plenty", "--gpu"]),
+        (["--gpu", "A100"], ["--gpu: unknown GPU 'A100'; choose from", "A100-40GB", "H200"]),
+        (["--gpu", "H200", "--fits", "16GB"], ["--fits and --gpu must not both be given"]),
         (["--batch-size", "0"], ["--batch-size must be at least 1, got 0"]),
         (["--sequence-length", "-1"], ["--sequence-length must be at least 1, got -1"]),
         (["--sequence-length", "513"], ["--sequence-length", "at most 512", "513"]),

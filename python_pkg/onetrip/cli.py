@@ -97,9 +97,12 @@ def anatomy(
         typer.Option(help="Of eager, patched, patched_adamw8bit and compiled (torch.compile, a minute), with commas."),
     ] = "eager,patched,patched_adamw8bit",
     fits: Annotated[
-        str | None, typer.Option(help="A memory, as 16GB, or a card: does it fit, and which batch does? Runs nothing.")
+        str | None, typer.Option(help="A memory size, as 16GB: does the step fit, and which batch does? Runs nothing.")
     ] = None,
-    card: Annotated[str | None, typer.Option(help="The same with a card's name, as A100-40GB.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="The same for a GPU, as A100-40GB; and a lower bound of the step's time there."),
+    ] = None,
     predict_only: Annotated[bool, typer.Option(help="Predict the memory; run nothing, on no device.")] = False,
     output: Annotated[Path | None, typer.Option(help="Folder to write anatomy.json and anatomy.html in.")] = None,
     as_json: Json = False,
@@ -110,8 +113,6 @@ def anatomy(
     from .anatomy.report import render
 
     try:
-        if fits is not None and card is not None:
-            raise anatomy_.UsageError("--fits and --card must not both be given")
         options = anatomy_.Options(
             model,
             batch_size,
@@ -121,7 +122,8 @@ def anatomy(
             device,
             steps,
             columns=tuple(name.strip() for name in columns.split(",") if name.strip()),
-            fits=fits if card is None else card,
+            fits=fits,
+            gpu=gpu,
             predict_only=predict_only,
         )
         if output is not None:

@@ -30,7 +30,6 @@ def predicted():
     return anatomy.compare(of_tiny_bert(predict_only=True, columns=("eager", "patched")))
 
 
-@pytest.mark.slow
 def test_patching_changes_what_is_saved_and_nothing_else(result):
     assert result.n_patched >= 4  # two blocks in each of two layers
     eager, patched, lean = (result.columns[name].measured for name in anatomy.Options("").columns)
@@ -82,13 +81,12 @@ def test_json_holds_the_columns_and_the_ratios(result, tmp_path):
     assert read["ratios"]["patched"]["saved_activations"] < 1
     assert {"temporaries", "caches", "buffers"} <= steps["eager"].keys()
     assert read["columns"]["eager"]["predicted"]["peak"] == pytest.approx(steps["eager"]["peak"], rel=0.05)
-    assert read["formula"]["weights"] == steps["eager"]["weights"]
     assert len(read["patch_report"]["patched"]) == result.n_patched
 
 
 def test_predicting_runs_nothing(predicted):
     assert all(column.measured is None and column.fit is None for column in predicted.columns.values())
-    assert predicted.device.type == "cuda"  # the card that is not there
+    assert predicted.device.type == "cuda"
     assert predicted.n_patched >= 4
     read = predicted.to_dict()
     assert read["ratios"] == {}
@@ -122,7 +120,7 @@ def test_compiler_that_fails_is_a_line(monkeypatch):
     assert "\n" not in str(failed.value)
 
 
-def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(monkeypatch):
+def test_a_model_that_does_not_fit_raises_before_it_is_loaded(monkeypatch):
     module = importlib.import_module("onetrip.anatomy.compare")
     monkeypatch.setattr(module, "free_bytes", lambda device: 10 << 20)
     monkeypatch.setattr(module, "_measure", lambda *_: pytest.fail("it was run"))
@@ -146,7 +144,6 @@ def unpredictable(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.slow
 def test_what_cannot_be_predicted_is_measured(unpredictable, caplog):
     options = anatomy.Options(unpredictable, 2, 16, steps=1, warm_up=0, device="cpu", columns=("eager", "patched"))
     result = anatomy.compare(options)
@@ -169,7 +166,6 @@ def test_what_cannot_be_predicted_says_why(unpredictable, asked):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.slow
 def test_one_column_that_cannot_be_predicted_leaves_the_others_theirs(monkeypatch):
     module = importlib.import_module("onetrip.anatomy.compare")
     healthy = module.predict
@@ -213,7 +209,7 @@ def printed(result, width=80):
 @pytest.mark.parametrize("which", ["result", "predicted"])
 def test_tables_hold_every_figure(which, request):
     text = printed(request.getfixturevalue(which))
-    labels = ["weights", "saved activations", "temporaries", "peak", "contractions", "predicted"]
+    labels = ["weights", "saved activations", "temporaries", "peak", "contractions", "predicted", "outside products"]
     measured = ["forward", "AdamW8bit", "fused (onetrip)", "not read: no GPU takes part", "measured", "p20", "p80"]
     for label in labels + (measured if which == "result" else []):
         assert label in text
@@ -286,16 +282,17 @@ def test_bar(value, drawn):
 @pytest.mark.parametrize("which", ["result", "predicted"])
 def test_a_bar_stands_on_the_line_of_the_figure_that_it_draws(which, request):
     """Bars of all columns once stood below each other, beside lines of other figures or of none."""
-    drawn, figures = [], []
+    drawn, figures, n_bars = [], [], 0
     for line in printed(request.getfixturevalue(which)).splitlines():
-        if "Time" in line or "Memory" in line or "Saved" in line or "By class" in line:
-            drawn, figures = [], []  # a table of its own scale
+        if line[:1].strip():  # a title: the next table has a scale of its own
+            drawn, figures = [], []
         if bar := BAR.search(line):
             found = SIZE.search(line)
             assert found, f"a bar without a figure: {line}"
             figures.append(float(found[1]) * UNIT[found[2]])
             drawn.append(len(bar[0]))
+            n_bars += 1
         for longer, larger in zip(drawn, figures, strict=True):
             for shorter, smaller in zip(drawn, figures, strict=True):
                 assert longer <= shorter or larger >= smaller, line
-    assert drawn
+    assert n_bars > 20

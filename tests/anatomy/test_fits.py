@@ -13,22 +13,15 @@ GB = 10**9
         ("24GiB", 24 << 30),
         ("1.5 gb", 3 * GB // 2),
         ("800MB", 800 * 10**6),
-        ("A100-40GB", 40 * GB),
-        ("a100 40gb", 40 * GB),
-        ("H200", 141 * GB),
-        ("RTX-4090", 24 * GB),
-        ("T4", 14 << 30),  # ECC takes one of its 16 GiB, driver and context another
-        ("l4", 43 << 29),
-        ("L40S", 44 << 30),
     ],
 )
 def test_memory_size(text, expected):
     assert anatomy.memory_size(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "16", "GB", "0GB", "-1GB", "16 GBs", "16KB", "A100", "Z9-1TB"])
-def test_what_is_neither_a_size_nor_a_card_lists_the_cards(text):
-    with pytest.raises(anatomy.UsageError, match=re.escape(f"{text} is neither a size (16GB") + ".*H100-80GB"):
+@pytest.mark.parametrize("text", ["", "16", "GB", "0GB", "-1GB", "16 GBs", "16KB", "A100-40GB"])
+def test_what_is_no_size_raises(text):
+    with pytest.raises(anatomy.UsageError, match=re.escape(f"--fits must be a size as 16GB or 24GiB, got {text}")):
         anatomy.memory_size(text)
 
 
@@ -73,7 +66,6 @@ def test_the_search_is_short_and_does_not_leap_far_beyond():
     assert len(asked) <= 8 and max(asked) <= 16
 
 
-@pytest.mark.slow
 def test_fits_in_columns():
     result = anatomy.compare(anatomy.Options("tiny-bert", 4, 64, columns=("eager", "patched_adamw8bit"), fits="40MB"))
     for column in result.columns.values():

@@ -61,7 +61,7 @@ def test_prediction_is_what_is_measured(model, batch_size, sequence_length, dtyp
 
 
 @pytest.mark.parametrize("name", ["tiny-bert", "tiny-llama"])
-def test_fused_attention_softmax_is_rehearsed(name):
+def test_fused_attention_is_predicted(name):
     fake, mode = faked(name)
     model = anatomy.load_model(name)
     for each in (fake, model):
@@ -89,15 +89,15 @@ def test_a_7b_model_takes_no_gigabyte_to_examine():
     assert (after - before) * 1024 < 1 << 30
 
 
-def test_saved_activations_grow_with_the_batch_and_scores_are_not_kept_on_a_card():
+def test_saved_activations_grow_with_the_batch_and_scores_are_not_kept_on_a_gpu():
     on_cpu = [predicted("tiny-gpt2", batch_size, 256).saved_activations for batch_size in (1, 2)]
     assert on_cpu[1] == pytest.approx(2 * on_cpu[0], rel=0.01)
     scores = 3 * 4 * 2 * 2 * 256**2  # float32, P, mask and dropped P: two layers, two heads
-    on_card = predicted("tiny-gpt2", 1, 256, device_type="cuda").saved_activations
-    assert on_card <= on_cpu[0] - 0.95 * scores
+    on_gpu = predicted("tiny-gpt2", 1, 256, device_type="cuda").saved_activations
+    assert on_gpu <= on_cpu[0] - 0.95 * scores
 
 
-def test_patched_blocks_save_less_on_a_card_too():
+def test_patched_blocks_save_less_on_a_gpu_too():
     model, mode = faked("tiny-bert")
     predict = partial(
         anatomy.predict, model, partial(anatomy.make_batch, model, 2, 64), anatomy.OPTIMIZERS["sgd"], mode,

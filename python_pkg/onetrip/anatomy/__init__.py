@@ -2,9 +2,9 @@
 
 from .bytes import StepBytes, format_bytes
 from .compare import Column, Comparison, compare, writable_folder, write
-from .fits import CARDS, Fit, largest_batch, memory_size
-from .formula import FormulaBytes, formula
+from .fits import Fit, largest_batch, memory_size
 from .gpu import Sampler
+from .gpus import SPEEDS, Bound, Speed, lower_bound, usable_bytes
 from .measure import (
     StepAnatomy,
     StepTimes,
@@ -21,17 +21,18 @@ from .predict import fake_copy, predict
 from .saved import SavedActivations, saved_activations
 
 __all__ = [
-    "CARDS",
     "COLUMNS",
     "OPTIMIZERS",
     "PRESETS",
+    "SPEEDS",
+    "Bound",
     "Column",
     "Comparison",
     "Fit",
-    "FormulaBytes",
     "Options",
     "Sampler",
     "SavedActivations",
+    "Speed",
     "StepAnatomy",
     "StepBytes",
     "StepTimes",
@@ -40,9 +41,9 @@ __all__ = [
     "compare",
     "fake_copy",
     "format_bytes",
-    "formula",
     "largest_batch",
     "load_model",
+    "lower_bound",
     "make_batch",
     "measure_step",
     "measure_variants",
@@ -53,6 +54,7 @@ __all__ = [
     "saved_activations",
     "time_by_operator_class",
     "timed_step",
+    "usable_bytes",
     "writable_folder",
     "write",
 ]

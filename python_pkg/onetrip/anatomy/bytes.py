@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ..measure import Traffic
 from .saved import SavedActivations
 
 CLASSES = ("weights", "buffers", "gradients", "optimizer_states", "batch", "saved_activations", "temporaries")
@@ -26,6 +27,8 @@ class StepBytes:
     """The most at once, all included."""
     at_peak: dict[str, int] = field(default_factory=dict)
     """What the peak consists of, as MemTracker tells it apart; empty where it was measured."""
+    traffic: Traffic | None = None
+    """What the operators of the step read and write; None where it was measured."""
 
     @property
     def saved_activations(self) -> int:
@@ -37,7 +40,9 @@ class StepBytes:
         return max(0, self.peak - sum(getattr(self, name) for name in CLASSES if name != "temporaries"))
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in CLASSES} | asdict(self)
+        traffic = None if self.traffic is None else self.traffic.to_dict()
+        described = asdict(replace(self, traffic=None)) | {"traffic": traffic}
+        return {name: getattr(self, name) for name in CLASSES} | described
 
 
 def format_bytes(n: float) -> str:

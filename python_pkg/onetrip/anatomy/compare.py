@@ -20,12 +20,12 @@ from ..environment import header
 from ..measure import free_bytes
 from .bytes import StepBytes, format_bytes
 from .fits import Fit, largest_batch
-from .formula import FormulaBytes, formula
 from .gpu import Sampler
+from .gpus import Bound, lower_bound
 from .measure import PHASES, Progress, StepAnatomy, Variant, measure_variants
 from .models import UsageError, load_model, make_batch
 from .options import COLUMNS, DTYPES, OPTIMIZERS, Options
-from .predict import fake_copy, predict
+from .predict import fake_copy, predict, resident_bytes
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,13 @@ class Column:
     predicted: StepBytes | None = None
     measured: StepAnatomy | None = None
     fit: Fit | None = None
+    bound: Bound | None = None
+    """Of the GPU that was named, where its peaks are known."""
     unpredicted: str = ""
     """Why there is no prediction of a step that was measured; "" where there is one, or none can be (compiled)."""
 
     def to_dict(self) -> dict[str, Any]:
-        parts = {"predicted": self.predicted, "measured": self.measured, "fit": self.fit}
+        parts = {"predicted": self.predicted, "measured": self.measured, "fit": self.fit, "bound": self.bound}
         described = {name: None if part is None else part.to_dict() for name, part in parts.items()}
         return {**described, "unpredicted": self.unpredicted}
 
@@ -53,8 +55,6 @@ class Comparison:
     """Where it ran, or of the kind that it was predicted for."""
     n_parameters: int
     columns: dict[str, Column]
-    formula: FormulaBytes
-    """Of the eager column."""
     sites: dict[str, Any]
     """PatchReport.to_dict() of the patched model."""
     n_patched: int
@@ -68,7 +68,6 @@ class Comparison:
             "options": vars(self.options),
             "device": str(self.device),
             "parameters": self.n_parameters,
-            "formula": self.formula.to_dict(),
             "columns": {name: column.to_dict() for name, column in self.columns.items()},
             "ratios": self._ratios(),
             "gpu": self.gpu_unread or "read by NVML",
@@ -125,14 +124,20 @@ def compare(options: Options, progress: Progress | None = None) -> Comparison:
     columns = {name: Column(predicted.get(name)) for name in options.columns}
     memory = options.memory()
     if memory is not None:
-        columns = {name: Column(step, fit=predictions.fit(name, step, memory)) for name, step in predicted.items()}
+        speed = options.speed()
+        columns = {
+            name: Column(
+                step,
+                fit=predictions.fit(name, step, memory),
+                bound=lower_bound(step.traffic, speed, options.dtype) if speed and step.traffic else None,
+            )
+            for name, step in predicted.items()
+        }
     device = options.torch_device() if options.runs else torch.device(device_type)
     gpu_unread = "nothing was run"
     n_parameters = sum(p.numel() for p in fake.parameters())
-    shape = options.batch_size, options.sequence_length, options.dtype, options.optimizer
-    by_hand = formula(fake.config, n_parameters, *shape, device_type)
     if options.runs:
-        _check_memory(predicted, by_hand, device)
+        _check_memory(predicted, predictions, device)
         measured, gpu_unread, (sites, n_patched) = _measure(options, device, progress)
         columns = {
             name: Column(predicted.get(name), measured[name], unpredicted=unpredicted.get(name, ""))
@@ -146,7 +151,6 @@ def compare(options: Options, progress: Progress | None = None) -> Comparison:
         device=device,
         n_parameters=n_parameters,
         columns=columns,
-        formula=by_hand,
         sites=sites,
         n_patched=n_patched,
         gpu_unread=gpu_unread,
@@ -193,8 +197,11 @@ class _Predictions:
                 raise _NotPredicted(reason) from error
             raise UsageError(
                 f"{self.options.model} cannot be predicted, {COLUMNS[name]}: {reason.rstrip('.')}; without --fits, "
-                "--card and --predict-only it is measured"
+                "--gpu and --predict-only it is measured"
             ) from error
+
+    def resident(self) -> int:
+        return resident_bytes(self.model, OPTIMIZERS[self.options.optimizer], self.mode)
 
     def fit(self, name: str, step: StepBytes, memory: int) -> Fit:
         asked = 0
@@ -226,22 +233,20 @@ def _context(name: str, model: nn.Module) -> Callable[[], AbstractContextManager
     return partial(onetrip.patched, model, verify=False) if name.startswith("patched") else nullcontext
 
 
-def _check_memory(predicted: dict[str, StepBytes], by_hand: FormulaBytes, device: torch.device) -> None:
+def _check_memory(predicted: dict[str, StepBytes], predictions: _Predictions, device: torch.device) -> None:
     """Raises UsageError where the columns, whose optimizers' states stand side by side, need more than is free.
 
-    Where none of them could be predicted, the bytes a parameter alone.
+    Where none of them could be predicted: weights, gradients and optimizer states alone.
     """
     free = free_bytes(device)
     if free is None:
         return
     states = {name: step.optimizer_states for name, step in predicted.items() if name != "patched"}
-    needed = max(
-        (
-            step.peak + sum(n for other, n in states.items() if other != ("eager" if name == "patched" else name))
-            for name, step in predicted.items()
-        ),
-        default=by_hand.weights + by_hand.gradients + by_hand.optimizer_states,
-    )
+    peaks = [
+        step.peak + sum(n for other, n in states.items() if other != ("eager" if name == "patched" else name))
+        for name, step in predicted.items()
+    ]
+    needed = max(peaks) if peaks else predictions.resident()
     if needed > free:
         raise UsageError(
             f"the step does not fit on {device}: it is predicted to take {format_bytes(needed)}, {format_bytes(free)} "

@@ -8,11 +8,13 @@ from typing import Any
 from .. import html as page_builder
 from ..environment import describe
 from ..html import Cell, Figure, Section, Table
-from ..measure import load_warning
+from ..measure import LOSS, OPTIMIZER, OUTSIDE, load_warning
 from .bytes import CLASSES, format_bytes
+from .gpus import BOUND_PARTS
 from .measure import PHASES
 from .options import COLUMNS
 
+_TRAFFIC_PARTS = ("outside", "loss", "products", "attention", "optimizer")
 _QUANTILES = ("median", "p20", "p80")
 _COLOURS = ("#4c78a8", "#9ecae9", "#f2a541", "#b07aa1", "#8a8f98", "#1a7f5a", "#c44e52")
 
@@ -29,6 +31,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     if any(column["fit"] for column in columns.values()):
         parts.append(_fits(result, name))
     parts += [_figure(columns, name), _memory(result, name), *_saved(columns, name)]
+    parts += _traffic(columns, options["gpu"], name)
     parts += [
         f"{COLUMNS[key]} is not predicted: {column['unpredicted']}"
         for key, column in columns.items()
@@ -60,15 +63,14 @@ def _memory(result: Mapping[str, Any], name: str) -> Table:
         (
             label.replace("_", " "),
             *(_size(columns[key][kind].get(label)) for key, kind in kinds),
-            _size(result["formula"].get(label)),
         )
         for label in (*CLASSES, "peak", "caches")
         if any(columns[key][kind].get(label) is not None for key, kind in kinds)
     ]
-    titles = ("", *(f"{COLUMNS[key]}, {kind}" for key, kind in kinds), "eager, formula")
+    titles = ("", *(f"{COLUMNS[key]}, {kind}" for key, kind in kinds))
     note = (
-        "Temporaries: the peak less all the rest; 0 where the peak comes when some of the rest is gone already. "
-        "Caches, on a card: what torch's allocator had reserved beyond the peak."
+        "Temporaries: the peak less all the rest; 0 where part of the rest is freed before the peak. "
+        "Caches, on a GPU: what torch's allocator had reserved beyond the peak."
     )
     return Table(f"Memory, {name}", titles, rows, note)
 
@@ -104,8 +106,37 @@ def _fits(result: Mapping[str, Any], name: str) -> Table:
         if (fit := column["fit"])
     ]
     titles = ("", "predicted peak", "fits", "left over", "largest batch", "its peak")
-    note = "Workspaces of libraries come on top; in a size, though not in a card's, the driver and a CUDA context too."
-    return Table(f"Does it fit {result['options']['fits']}, {name}", titles, rows, note)
+    note = "Not counted: workspaces of libraries; where a size was given and no GPU, the driver and the CUDA context."
+    what = result["options"]["gpu"] or result["options"]["fits"]
+    return Table(f"Does it fit {what}, {name}", titles, rows, note)
+
+
+def _traffic(columns: Mapping[str, Any], gpu: str | None, name: str) -> list[Table]:
+    """Bytes that a step reads and writes, by part and by operator; the time that they take at least on a GPU."""
+    counted = {key: c["predicted"]["traffic"] for key, c in columns.items() if c["predicted"]}
+    if not counted:
+        return []
+    titles = [COLUMNS[key] for key in counted]
+    parts = [(part, *(_size(each[part]) for each in counted.values())) for part in _TRAFFIC_PARTS]
+    note = "outside: forward and backward without matrix products and attention kernels; the loss is part of it."
+    tables = [Table(f"Read and written by a step, {name}", ("", *titles), parts, note)]
+    totals: list[dict[str, int]] = [{} for _ in counted]
+    for total, each in zip(totals, counted.values(), strict=True):
+        for operator in each["operators"]:
+            if operator["kind"] in (LOSS, OUTSIDE) and operator["phase"] != OPTIMIZER:
+                moved = operator["read"] + operator["written"]
+                total[operator["name"]] = total.get(operator["name"], 0) + moved
+    labels = dict.fromkeys(label for total in totals for label in total)
+    rows = [(label, *(_size(total.get(label, 0)) for total in totals)) for label in labels]
+    tables.append(Table(f"Read and written outside products by operator, {name}", ("operator", *titles), rows))
+    bounds = [column["bound"] for column in columns.values() if column["bound"]]
+    if bounds:
+        times = [
+            (part, *(None if b[part] is None else Cell(b[part], f"{b[part]:.3f} ms") for b in bounds))
+            for part in BOUND_PARTS
+        ]
+        tables.append(Table(f"Lower bound of the time on {gpu}, {name}", ("", *titles), times))
+    return tables
 
 
 def _times(measured: Mapping[str, Any], steps: int, name: str) -> list[str | Table]:

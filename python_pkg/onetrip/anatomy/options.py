@@ -11,6 +11,7 @@ import torch
 
 from .. import optim
 from .fits import memory_size
+from .gpus import SPEEDS, Speed, known, usable_bytes
 from .models import UsageError
 
 # A learning rate of 0: the optimizer does all its work, yet every step starts from the same weights.
@@ -48,13 +49,15 @@ class Options:
     seed: int = 0
     columns: tuple[str, ...] = DEFAULT_COLUMNS
     fits: str | None = None
-    """A size or a card. Then, and with predict_only, nothing is run: the step is predicted, for CUDA unless device says
-    cpu, on any machine."""
+    """A size of memory. With it, gpu or predict_only nothing is run: the step is predicted, on any machine, for CUDA
+    unless device says cpu."""
+    gpu: str | None = None
+    """The name of a GPU: see gpus."""
     predict_only: bool = False
 
     @property
     def runs(self) -> bool:
-        return self.fits is None and not self.predict_only
+        return self.fits is None and self.gpu is None and not self.predict_only
 
     def check(self) -> None:
         """Raises UsageError for what can be known wrong before a model is loaded."""
@@ -70,11 +73,18 @@ class Options:
             raise UsageError(f"--columns must be of {', '.join(COLUMNS)}, got {got}")
         if not self.runs and "compiled" in self.columns:
             raise UsageError("--columns compiled can be measured only, not predicted: leave it out")
-        if self.fits is not None:
-            memory_size(self.fits)
+        if self.fits is not None and self.gpu is not None:
+            raise UsageError("--fits and --gpu must not both be given")
+        self.memory()
 
     def memory(self) -> int | None:
+        if self.gpu is not None:
+            return usable_bytes(known(self.gpu))
         return None if self.fits is None else memory_size(self.fits)
+
+    def speed(self) -> Speed | None:
+        """Of the GPU, where its peaks are known."""
+        return None if self.gpu is None else SPEEDS.get(known(self.gpu))
 
     def device_type(self) -> str:
         """Of the device whose step is predicted."""

@@ -1,8 +1,9 @@
-"""The memory of a training step before it is taken: fake tensors, which have shapes and no data, go through it.
+"""The memory and the traffic of a training step before it runs: fake tensors, which have no data, go through it.
 
-torch's MemTracker watches what they allocate. onetrip's operators run as torch.library operators, which save and
-allocate what the kernels do. A model of any size can be examined, for a card that is not there: the fake tensors
-live on the CPU, and what CUDA computes by other operators than the CPU is replaced (see _AsOnACard).
+torch's MemTracker watches what they allocate, measure.TrafficMode what the operators read and write. onetrip's
+operators run as torch.library operators there, whose fake outputs are what the kernels allocate. A model of any size
+can be examined, for a GPU that is not present: the fake tensors are on the CPU, and operators that CUDA computes in
+another way than the CPU are replaced (see _AsOnGpu).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from ..measure import optimizer_state_bytes, tensor_bytes
+from ..measure import OPTIMIZER, OUTSIDE, Traffic, TrafficMode, optimizer_state_bytes, tensor_bytes
 from ..ops.tracing import watched
 from ..optim import Adam8bit
 from ..optim.state import new_state, uses_8bit
@@ -53,7 +54,7 @@ def _tracker(model: nn.Module, *others: object) -> Any:
     return tracker
 
 
-class _AsOnACard(TorchFunctionMode):
+class _AsOnGpu(TorchFunctionMode):
     """Operators that keep something else for backward on CUDA than on the CPU, as CUDA computes them.
 
     Dropout: a mask of bytes and not of numbers. Attention: the flash kernel where it can (half precision, no mask),
@@ -63,19 +64,19 @@ class _AsOnACard(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return _attention_on_a_card(*args, **kwargs)
+            return _attention_on_gpu(*args, **kwargs)
         if func in (F.dropout, torch.dropout):
-            return _dropout_on_a_card(*args, **kwargs)
+            return _dropout_on_gpu(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _dropout_on_a_card(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _dropout_on_gpu(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0.0:
         return input
     return torch.ops.aten.native_dropout(input, p, True)[0]
 
 
-def _attention_on_a_card(
+def _attention_on_gpu(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -132,6 +133,23 @@ def _take_a_first_step(optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
+def _count_fused_step(optimizer: Adam8bit, traffic: Traffic) -> None:
+    """One launch reads parameters, gradients and states, and writes parameters and states."""
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    kept = tensor_bytes(trained) + optimizer_state_bytes(optimizer)
+    read = kept + tensor_bytes(p.grad for p in trained if p.grad is not None)
+    traffic.add(OPTIMIZER, "onetrip::adam", OUTSIDE, read, kept)
+
+
+def resident_bytes(model: nn.Module, make_optimizer: Callable[..., torch.optim.Optimizer], mode: FakeTensorMode) -> int:
+    """Weights, gradients and optimizer states of a model of fake tensors: what any step holds at least."""
+    with mode:
+        optimizer = make_optimizer(model.parameters())
+        _take_a_first_step(optimizer)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return tensor_bytes(model.parameters()) + tensor_bytes(trained) + optimizer_state_bytes(optimizer)
+
+
 def predict(
     model: nn.Module,
     make_batch: Callable[[], Mapping[str, Tensor]],
@@ -148,7 +166,7 @@ def predict(
     what libraries take for themselves (a CUDA context, workspaces of matrix products) is not seen. peak_only: saved
     activations are left out, for half the time.
     """
-    as_on_device = _AsOnACard() if device_type == "cuda" else nullcontext()
+    as_on_device = _AsOnGpu() if device_type == "cuda" else nullcontext()
     with context(), watched(device_type), mode, as_on_device:
         batch = make_batch()
         optimizer = make_optimizer(model.parameters())
@@ -159,11 +177,15 @@ def predict(
             not_counted = [*model.parameters(), *model.buffers(), *inputs]
             saved = saved_activations(lambda: model(**batch).loss, not_counted, model)
         tracker = _tracker(model, optimizer, *inputs)
-        with tracker:
+        counted = TrafficMode()
+        with tracker, counted:
             model(**batch).loss.backward()
             gradients = tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
-            if not isinstance(optimizer, Adam8bit):
-                optimizer.step()
+            with counted.optimizer():
+                if isinstance(optimizer, Adam8bit):
+                    _count_fused_step(optimizer, counted.traffic)
+                else:
+                    optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         (snapshot,) = tracker.get_tracker_snapshot("peak").values()
         at_peak = {str(getattr(kind, "value", kind)): n for kind, n in snapshot.items()}
@@ -177,4 +199,5 @@ def predict(
             saved=saved,
             peak=peak,
             at_peak=at_peak,
+            traffic=counted.traffic,
         )

@@ -10,9 +10,11 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from ..measure import load_warning
+from ..measure import ATTENTION, LOSS, PRODUCT, Traffic, load_warning
+from ..measure import OPTIMIZER as OPTIMIZER_PHASE
 from .bytes import CLASSES, format_bytes
 from .compare import Comparison
+from .gpus import BOUND_PARTS
 from .measure import PHASES
 from .operators import OPTIMIZER
 from .options import COLUMNS
@@ -172,10 +174,53 @@ def _times(result: Comparison, ways: Sequence[str]) -> list[RenderableType]:
     return shown
 
 
+_PARTS = ("outside products", "of it the loss", "products", "attention kernels", "optimizer")
+
+
+def _parts(traffic: Traffic) -> tuple[int, ...]:
+    """Bytes of each of _PARTS."""
+    kinds = (traffic.bytes(kind) for kind in (LOSS, PRODUCT, ATTENTION))
+    return traffic.outside(), *kinds, traffic.bytes(phase=OPTIMIZER_PHASE)
+
+
+def _traffic(result: Comparison) -> list[Table]:
+    """Bytes that a step reads and writes, and on a named GPU the time that they take at least."""
+    found = {COLUMNS[name]: column.predicted for name, column in result.columns.items() if column.predicted is not None}
+    counted = {name: step.traffic for name, step in found.items() if step.traffic is not None}
+    if not counted:
+        return []
+    ways = list(counted)
+    parts = [_parts(each) for each in counted.values()]
+    base = parts[0]
+    rows: list[Lines] = [
+        (label, [[each[i], each[i] / base[i] if base[i] else None] for each in parts]) for i, label in enumerate(_PARTS)
+    ]
+    heads = ("bytes", f"of {ways[0]}")
+    where = f"counted for {result.device.type}"
+    tables = [_table(f"Read and written by a step, {where}", ways, heads, rows, format_bytes, _share)]
+    outside = [each.by_operator(outside=True) for each in counted.values()]
+    tables.append(_table("Outside products, by operator", ways, ("bytes",), _by_label(outside), format_bytes))
+    bounds = [column.bound for column in result.columns.values() if column.bound is not None]
+    if bounds:
+        rows = [(name, [[getattr(bound, name)] for bound in bounds]) for name in BOUND_PARTS]
+        tables.append(
+            _table(f"Lower bound of the time on {result.options.gpu}", ways, ("at least",), rows, _short_time)
+        )
+    return tables
+
+
+def _share(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _short_time(value: float) -> str:
+    return f"{value:.3f} ms" if value < 10.0 else _milliseconds(value)
+
+
 def _fits(result: Comparison) -> Table:
     memory = format_bytes(next(column.fit.memory for column in result.columns.values() if column.fit is not None))
     table = Table(
-        title=f"Does it fit {result.options.fits} ({memory}), predicted for {result.device.type}",
+        title=f"Does it fit {result.options.gpu or result.options.fits} ({memory}), predicted for {result.device.type}",
         title_justify="left",
         caption="Largest: the largest batch size that fits. Not counted: workspaces of libraries; where a size was "
         "given and no GPU, also the driver and the CUDA context.",
@@ -206,7 +251,7 @@ def render(result: Comparison) -> RenderableType:
     parts: list[RenderableType] = [Text.assemble((options.model, "bold"), heading)]
     if any(column.fit is not None for column in result.columns.values()):
         parts.append(_fits(result))
-    parts += [_memory(result, names), *_saved(result, names)]
+    parts += [_memory(result, names), *_saved(result, names), *_traffic(result)]
     for name, column in result.columns.items():
         if column.unpredicted:
             parts.append(Text(f"{COLUMNS[name]} is not predicted: {column.unpredicted}", "dim"))

@@ -15,11 +15,27 @@ from .memory import (
     tensor_bytes,
 )
 from .saved import Saved, saved_bytes, saved_tensors
-from .traffic import ATTENTION, LOSS, OUTSIDE, PRODUCT, OperatorTraffic, Traffic, TrafficMode, memory_bytes, traffic
+from .traffic import (
+    ATTENTION,
+    BACKWARD,
+    FORWARD,
+    LOSS,
+    OPTIMIZER,
+    OUTSIDE,
+    PRODUCT,
+    OperatorTraffic,
+    Traffic,
+    TrafficMode,
+    memory_bytes,
+    traffic,
+)
 
 __all__ = [
     "ATTENTION",
+    "BACKWARD",
+    "FORWARD",
     "LOSS",
+    "OPTIMIZER",
     "OUTSIDE",
     "PRODUCT",
     "BusyCpus",

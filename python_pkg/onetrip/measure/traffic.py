@@ -67,6 +67,11 @@ class OperatorTraffic:
     def bytes(self) -> int:
         return self.read + self.written
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether Traffic.outside counts it."""
+        return self.kind in (OUTSIDE, LOSS) and self.phase != OPTIMIZER
+
     def plus(self, read: int, written: int, flops: int) -> OperatorTraffic:
         return OperatorTraffic(
             self.phase, self.name, self.kind,
@@ -87,18 +92,17 @@ class Traffic:
 
     def outside(self) -> int:
         """Bytes of forward and backward outside products and attention kernels; the loss is part of it."""
-        return sum(
-            each.bytes for each in self.operators.values() if each.kind in (OUTSIDE, LOSS) and each.phase != OPTIMIZER
-        )
+        return sum(each.bytes for each in self.operators.values() if each.is_outside)
 
     def flops(self) -> int:
         return sum(each.flops for each in self.operators.values())
 
-    def by_operator(self) -> dict[str, int]:
-        """Bytes by name, of all phases together; largest first."""
+    def by_operator(self, *, outside: bool = False) -> dict[str, int]:
+        """Bytes by name, of all phases together; largest first. outside: those of outside() alone."""
         totals: dict[str, int] = {}
         for each in self.operators.values():
-            totals[each.name] = totals.get(each.name, 0) + each.bytes
+            if not outside or each.is_outside:
+                totals[each.name] = totals.get(each.name, 0) + each.bytes
         return {name: n for name, n in sorted(totals.items(), key=lambda item: -item[1]) if n}
 
     def to_dict(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _COLOURS = {True: "#1a7f5a", False: "#c44e52", None: "#8a8f98"}
 _RATIO_NOTE = (
     "A yes or slower stands out of the noise: four pairs of steps in five agree, and the median is away from 1 by more "
     f"than {LEAST_GAIN:.0%} and more than a second baseline's is; of memory, beyond {LEAST_MEMORY:.0%}. "
-    "Said: by transformers' guide to training on one GPU."
+    "Claimed: by transformers' guide to training on one GPU."
 )
 
 
@@ -64,7 +64,7 @@ def _verdicts(result: dict[str, Any]) -> Table:
         for entry in measured(result)
         if "verdict" in entry
     ]
-    columns = ("method", "improves speed", "said", "saves memory", "said")
+    columns = ("method", "improves speed", "claimed", "saves memory", "claimed")
     return Table(f"What each method does, {result['model']['name']}", columns, rows, _RATIO_NOTE)
 
 

@@ -69,8 +69,8 @@ def verdict_table(result: dict[str, Any]) -> Table:
     """Method, improves speed, saves memory: with what is said beside what was found."""
     table = Table(title="What it does here, beyond noise", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("method", overflow="fold")
-    for column in ("improves speed", "(said)", "saves memory", "(said)"):
-        table.add_column(column, style="dim" if column == "(said)" else "", overflow="fold")
+    for column in ("improves speed", "(claimed)", "saves memory", "(claimed)"):
+        table.add_column(column, style="dim" if column == "(claimed)" else "", overflow="fold")
     for entry in measured(result):
         if "verdict" in entry:
             table.add_row(
