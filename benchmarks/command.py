@@ -5,6 +5,7 @@ Exits with a code of command_line.py. Standard output holds the results alone.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 _BUSY = 0.3  # of the CPUs: above it, other work would be timed too
 _MEASURES_NOTHING = {"--everything", "compare", "report", "--list", "--render", "--help"}
 
+_NEEDED = {"pytest": "pytest", "pytest_benchmark": "pytest-benchmark", "jinja2": "jinja2"}
+"""What a run imports -> what pip calls it."""
+
+
 app = typer.Typer(
     help="Check and time the kernels beside PyTorch's and other libraries' on this machine.",
     add_completion=False,
@@ -33,6 +38,15 @@ app = typer.Typer(
 def _reject(message: str) -> NoReturn:
     typer.echo(f"onetrip bench: {message}", err=True)
     raise typer.Exit(BAD_USAGE)
+
+
+def _missing_packages() -> str:
+    """Packages that measuring needs and that are not installed, with the line that installs them; empty where none."""
+    missing = [title for name, title in _NEEDED.items() if importlib.util.find_spec(name) is None]
+    if not missing:
+        return ""
+    verb = "is" if len(missing) == 1 else "are"
+    return f"{', '.join(missing)} {verb} not installed: pip install 'onetrip[bench]'"
 
 
 def _device(name: str | None) -> torch.device:
@@ -179,12 +193,13 @@ def bench(
     from onetrip.environment import header
 
     from .measure.results import UsageError, unwritable
-    from .run import listing
     from .run.selection import Options
 
-    chosen, missing = _device(device), listing.missing_packages()
+    chosen, missing = _device(device), _missing_packages()
     if list_:
-        found = listing.listing(chosen)
+        from .run import listing
+
+        found = listing.listing(chosen, missing)
         typer.echo(json.dumps(found, indent=1)) if as_json else listing.print_listing(found)
         if missing:
             typer.echo(f"To measure: {missing}", err=True)
@@ -281,7 +296,7 @@ def bind_threads(arguments: list[str]) -> None:
     """Start again with each OpenMP thread bound to a core, unless the user has chosen or nothing is to be measured.
 
     After a serial stretch (eager dropout draws its mask on one thread) the other thread may be woken on the core where
-    the first one spins for it; the next parallel loop, whoever's it is, then waits for the scheduler's tick: 8 ms in
+    the first one spins for it; the next parallel loop then waits for the scheduler's tick: 8 ms in
     place of 1 for a copy, measured on a virtual machine of 2 cores. libgomp reads the variable when it is loaded.
     """
     if "OMP_PROC_BIND" not in os.environ and not _MEASURES_NOTHING & set(arguments):

@@ -49,10 +49,10 @@ METRICS = {
     "static_shared_bytes": ("launch__shared_mem_per_block_static",),
     "dynamic_shared_bytes": ("launch__shared_mem_per_block_dynamic",),
 }
-"""What is recorded -> ncu's names for it: a card, or a version of ncu, that does not know one may know the next."""
+"""What is recorded -> ncu's names for it: a GPU or a version of ncu that does not know the first may know the next."""
 _SECTOR_BYTES, _WARP = 32, 32
 _MARKER = "spin_kernel"
-_REFUSALS = (
+_REJECTIONS = (
     "LibraryNotLoaded",
     "ERR_NVGPUCTRPERM",
     "Failed to initialize the profiler",
@@ -232,7 +232,7 @@ def measured(case: Counted, rows: Sequence[dict[str, str]], copy_gb_per_s: float
 
 
 def _copy_gb_per_s(output: Path) -> float | None:
-    """Of this card, as the part "environment" measured it; None where that has not run."""
+    """The copy bandwidth of this GPU, as the part "environment" measured it; None where that has not run."""
     path = output / "environment.json"
     ceilings = json.loads(path.read_text()).get("ceilings", {}) if path.exists() else {}
     return ceilings.get("copy_gb_per_s")
@@ -286,9 +286,9 @@ def run(backend: str, output: Path, deadline: float, device: str = "cuda") -> in
     before = "".join(json.dumps({"name": name, "ended": name in done}) + "\n" for name in known)
     code, printed, kernels = _profile(backend, record.parent, record, before, deadline)
     print("\n".join(line for line in printed.splitlines() if not line.startswith("==PROF==")))
-    refusals = [line for line in printed.splitlines() if any(words in line for words in _REFUSALS)]
-    if not kernels and refusals:
-        print(f"ncu cannot count here: {refusals[0]}")
+    rejected = [line for line in printed.splitlines() if any(words in line for words in _REJECTIONS)]
+    if not kernels and rejected:
+        print(f"ncu cannot count here: {rejected[0]}")
         return EXIT_SKIPPED
     lines = [json.loads(line) for line in record.read_text().splitlines()][len(known) :]
     begun, ended = [line["name"] for line in lines if not line["ended"]], driver.launched(record)[0]

@@ -204,7 +204,7 @@ def _summary(state: State, known: Sequence[Part]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from ..show.terminal import console
+    from ..show.tables import console
 
     out = console()
     table = Table("part", "status", "s", "why", title="Everything", title_justify="left")

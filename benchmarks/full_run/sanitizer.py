@@ -135,9 +135,9 @@ def run(tool: str, backend: str, output: Path, deadline: float) -> int:
     print("\n".join(line for line in text.splitlines() if not line.startswith(_PREFIX)))
     counted = re.findall(r"^(\d+) of (\d+) launches$", printed, re.MULTILINE)
     own = [line for line in printed.splitlines() if line.startswith(_PREFIX) and _NOT_TRACKED not in line]
-    refusals = [line for line in own if any(words in line for words in _NO_DEVICE)]
-    if not counted and code is not None and refusals:
-        print(refusals[0])
+    rejected = [line for line in own if any(words in line for words in _NO_DEVICE)]
+    if not counted and code is not None and rejected:
+        print(rejected[0])
         return EXIT_SKIPPED
     return _verdict(f"{tool}, {backend}", text, names, code, counted, record)
 

@@ -44,7 +44,7 @@ def _output(*command: str) -> str | None:
 
 
 def _ceilings(device: torch.device) -> dict[str, object]:
-    """What this card reaches: a copy of random data, bytes read and written; a product of random bf16 matrices."""
+    """What this GPU reaches: a copy of random data, bytes read and written; a product of random bf16 matrices."""
     clock = clock_for(device)
     n = min(_COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 4) // 2
     source = torch.randn(n, device=device, dtype=torch.bfloat16)

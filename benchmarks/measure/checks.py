@@ -109,7 +109,7 @@ class Truth:
         return {name: tensor.detach().clone() for name, tensor in self._given.items()}
 
     def _restore(self, copies: dict[str, Tensor]) -> list[str]:
-        """Makes the inputs what they were, for whoever comes next; gives the names of those that had changed."""
+        """Restores the inputs for the next provider; returns the names of those that had changed."""
         changed = [name for name, tensor in self._given.items() if not torch.equal(tensor, copies[name])]
         for name in changed:
             self._given[name].detach().copy_(copies[name])

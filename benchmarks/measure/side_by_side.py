@@ -161,7 +161,7 @@ class SideBySide:
                 record("forward_backward", clock.time(lambda: self._forward_backward(function, inputs))[0])
 
     def round(self, fewest: int = _FEWEST_SAMPLES) -> None:
-        """Every candidate once, each round starting with another one; whoever is slow no more than fewest times."""
+        """Runs every candidate once, each round starting with another one; a slow one stops after `fewest` samples."""
         inputs = self._sets[self._rounds % _INPUT_SETS]
         running = [c for c in self._candidates if c.check.passed and not c.is_done(fewest)]
         first = self._rounds % max(len(running), 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -11,20 +10,8 @@ from ..measure.providers import NAMES, named, own_provider
 from ..measure.results import SUITES
 from .selection import TAKES, module, operators
 
-_NEEDED = {"pytest": "pytest", "pytest_benchmark": "pytest-benchmark", "jinja2": "jinja2"}
-"""What a run imports -> what pip calls it."""
 
-
-def missing_packages() -> str:
-    """Packages that measuring needs and that are not installed, with the line that installs them; empty where none."""
-    missing = [title for name, title in _NEEDED.items() if importlib.util.find_spec(name) is None]
-    if not missing:
-        return ""
-    verb = "is" if len(missing) == 1 else "are"
-    return f"{', '.join(missing)} {verb} not installed: pip install 'onetrip[bench]'"
-
-
-def listing(device: torch.device) -> dict[str, Any]:
+def listing(device: torch.device, missing: str) -> dict[str, Any]:
     """Suites with their operators and options; providers with why they are not available ("" where they are)."""
     from ..suites.optimizers import PROVIDERS as OPTIMIZERS
 
@@ -49,14 +36,14 @@ def listing(device: torch.device) -> dict[str, Any]:
             "unavailable": provider.unavailable(device),
             "note": "a step of Adam" + ("" if name else "; always measured"),
         }
-    return {"device": str(device), "missing": missing_packages(), "suites": suites, "providers": providers}
+    return {"device": str(device), "missing": missing, "suites": suites, "providers": providers}
 
 
 def print_listing(found: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from ..show.terminal import console
+    from ..show.tables import console
 
     out = console()
     suites = Table("--op: suite", "--op: operators", "cases", "takes", title="What is measured", title_justify="left")

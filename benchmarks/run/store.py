@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import onetrip
-import onetrip.kernels
 
 from ..measure.results import PACKAGE, PARTIAL, SCHEMA, Results, own_failures, read_suite, write_suite
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ..measure.results import PARTIAL, UsageError, read_suite
-from .cells import three_digits
+from .operator_tables import three_digits
 
 SMALLEST_CHANGE = 0.05
 """Of the median: less is no news, however narrow the intervals."""
@@ -247,7 +247,7 @@ def print_comparison(comparison: Comparison, everything: bool = False) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from .terminal import console
+    from .tables import console
 
     out = console()
     shown = [change for change in comparison.changes if everything or change.verdict != "same"]

@@ -132,7 +132,7 @@ def sections(results: Results) -> list[Section]:
         ],
         ("Overhead of a call", ""): operator_tables.overhead(cases(results, "overhead")),
         ("Every measurement", ""): [*operator_tables.measurements(operators), *operator_tables.graphs(operators)],
-        ("What the kernels do on the card", ""): operator_tables.counters(results),
+        ("What the kernels do on the GPU", ""): operator_tables.counters(results),
         ("Installation", ""): training_tables.install(cases(results, "install")),
         ("What was run", ""): operator_tables.verified(cases(results, "everything")),
         ("Without a number", ""): operator_tables.without_number(cases(results, *results)),

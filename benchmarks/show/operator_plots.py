@@ -30,7 +30,7 @@ def canvas(width: float, height: float) -> Canvas:
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """One for each provider: onetrip blue, torch orange, torch.compile violet, whoever else stands beside them."""
+    """One for each provider: onetrip blue, torch orange, torch.compile violet, other libraries in other colours."""
     found: dict[str, str] = {}
     ours, others = 0, 0
     for name in dict.fromkeys(names):

@@ -11,14 +11,63 @@ from onetrip.html import Cell, Entry, Table
 from ..measure.cases import ELEMENTS, gpu_shapes
 from ..measure.results import Results
 from . import targets
-from .cells import error, fixed, gigabytes, mib, microseconds, milliseconds, of_copy, percent, ratio
 
 Cases = list[dict[str, Any]]
+Times = dict[str, Any]
+"""A pass of a provider: median_ms, p20_ms, p80_ms, gb_per_s, share_of_copy."""
+_MIB = 1 << 20
 BOTH = "forward_backward"
 _PROVIDER = (
     "provider", "forward ms", "GB/s", "of copy", "backward ms", "GB/s", "of copy", "both ms", "eager / it",
     "saved MiB", "peak MiB", "error",
 )  # fmt: skip
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
+def milliseconds(times: Times | None) -> Cell | None:
+    """The median, and the 20th and 80th percentile in brackets."""
+    if times is None:
+        return None
+    median, p20, p80 = (three_digits(times[name]) for name in ("median_ms", "p20_ms", "p80_ms"))
+    return Cell(times["median_ms"], f"{median} ({p20}–{p80})")
+
+
+def microseconds(times: Times | None) -> Cell | None:
+    if times is None:
+        return None
+    return Cell(times["median_us"], f"{times['median_us']:.1f} ({times['p20_us']:.1f}–{times['p80_us']:.1f})")
+
+
+def of_copy(times: Times | None) -> Cell | None:
+    return None if times is None else Cell(times["share_of_copy"], f"{100 * times['share_of_copy']:.0f}%")
+
+
+def percent(value: float | None) -> Cell | None:
+    return None if value is None else Cell(value, f"{value:.0f}%")
+
+
+def gigabytes(times: Times | None) -> Cell | None:
+    return None if times is None else Cell(times["gb_per_s"], f"{times['gb_per_s']:.1f}")
+
+
+def ratio(value: float | None) -> Cell | None:
+    return None if value is None else Cell(value, f"{value:.2f}x")
+
+
+def mib(count: int | None) -> Cell | None:
+    return None if count is None else Cell(count, f"{count / _MIB:.1f}")
+
+
+def error(value: float | None) -> Cell | None:
+    return None if value is None else Cell(value, f"{value:.0e}")
+
+
+def fixed(value: float | None, digits: int) -> Cell | None:
+    return None if value is None else Cell(value, f"{value:.{digits}f}")
 
 
 def cases(results: Results, *suites: str) -> Cases:
@@ -290,7 +339,7 @@ def counters(results: Results) -> Iterator[Table]:
     """What Nsight Compute counted, a table a backend, what is furthest from the speed of a copy first."""
     note = (
         "Caches empty, clocks as they are. Of copy: the floor, which the whole launch must move, in the time of all "
-        "its kernels, over this card's copy. Moved at: what this kernel did move through DRAM, of the copy's speed; "
+        "its kernels, over this GPU's copy. Moved at: what this kernel moved through DRAM, of the copy's speed; "
         "what is still in L2 when it ends is not written. Instr./el.: instructions of warps, times 32, an element. "
         "Issue: clocks in which a scheduler issued, of those in which it had warps. Occup.: warps that were there, of "
         "those that fit. L2: of its peak. Local: spills, and arrays that are indexed."
@@ -319,7 +368,7 @@ def counters(results: Results) -> Iterator[Table]:
             for kernel in case["kernels"]
         ]
         if rows:
-            yield Table(f"What the kernels do on the card: {suite.removeprefix('counters-')}", _COUNTED, rows, note)
+            yield Table(f"What the kernels do on the GPU: {suite.removeprefix('counters-')}", _COUNTED, rows, note)
 
 
 def verified(cases: Cases) -> Iterator[Table]:

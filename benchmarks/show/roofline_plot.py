@@ -45,7 +45,7 @@ class Roof:
     """The fastest copy of the run."""
     peak_gflops: float | None
     assumption: str
-    """How the peak was come by."""
+    """Where the peak comes from."""
 
 
 def flops_of_element(case: dict[str, Any], which: str) -> int | None:
@@ -67,11 +67,11 @@ def roof(results: Results, members: Cases) -> Roof:
         return Roof(fastest, peak, f"assumed, not measured: {text}")
     clock = re.search(r"(?:[^,]*,){2}\s*(\d+) MHz", machine.get("driver and clocks") or "")
     if clock is None or "multiprocessors" not in machine:
-        return Roof(fastest, None, "not drawn: the record lacks the card's clock or its number of multiprocessors")
+        return Roof(fastest, None, "not drawn: the record lacks the GPU's clock or its number of multiprocessors")
     lanes = _CUDA_LANES.get(machine["compute_capability"], _CUDA_LANES_SINCE_8_6)
     peak = machine["multiprocessors"] * lanes * 2 * int(clock[1]) / 1e3
     text = f"{machine['multiprocessors']} multiprocessors of {lanes} fp32 multiply-adds a cycle at {clock[1]} MHz"
-    return Roof(fastest, peak, f"from the card's data, not measured: {text}")
+    return Roof(fastest, peak, f"from the GPU's data, not measured: {text}")
 
 
 def members(results: Results) -> Cases:

@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
+from onetrip import html
 from onetrip.environment import describe
 from onetrip.html import Table
+from rich.console import Console
+from rich.table import Table as RichTable
 
 from ..measure.results import Results
 from . import operator_tables as operators
-from . import training_tables as training
 from .operator_tables import cases, of_every_width
-from .terminal import print_tables
 
+_TRAINING = {"training", "adam", "adam_streams", "adam_training", "install"}
 BUSY = 0.3
 """CPUs that other processes keep busy: above it a result is doubtful."""
 
 
+def console(width: int = 160) -> Console:
+    """For standard output. width: of a file or a pipe, unless COLUMNS says otherwise."""
+    found = Console()
+    return found if found.is_terminal or "COLUMNS" in os.environ else Console(width=width)
+
+
+def print_tables(tables: Sequence[Table], notes: Sequence[str] = (), width: int = 160) -> None:
+    """Rows with an entry that is not good are red. notes: lines below the tables."""
+    out = console(width)
+    for table in tables:
+        rich = RichTable(title=table.caption, caption=table.note or None, title_justify="left", caption_justify="left")
+        for column, numeric in zip(table.columns, html.numeric_columns(table.rows), strict=True):
+            rich.add_column(column, justify="right" if numeric else "left")
+        for row in table.rows:
+            shown = [html.cell(entry) for entry in row]
+            bad = any(entry.good is False for entry in shown)
+            rich.add_row(*(entry.text for entry in shown), style="red" if bad else None)
+        out.print(rich)
+    for line in notes:
+        out.print(line, style="dim")
+
+
 def every(results: Results) -> list[Table]:
     """Everything that one machine's results hold."""
+    training = _of_training(results) if results.keys() & _TRAINING else []
     return [
         *operators.verdicts(results),
         *operators.operators(operators.full(results) + operators.alone(results)),
@@ -24,16 +52,24 @@ def every(results: Results) -> list[Table]:
         *operators.graphs(cases(results, "row_norm", "softmax")),
         *operators.attention_winners(cases(results, "attention")),
         *operators.attention(cases(results, "attention")),
+        *training,
+        *operators.overhead(cases(results, "overhead")),
+        *operators.saved(cases(results, "bert_blocks")),
+        *operators.counters(results),
+        *operators.verified(cases(results, "everything")),
+        *operators.without_number(cases(results, *results)),
+    ]
+
+
+def _of_training(results: Results) -> list[Table]:
+    from . import training_tables as training
+
+    return [
         *training.training(cases(results, "training")),
         *training.adam(cases(results, "adam")),
         *training.streams(cases(results, "adam_streams")),
         *training.language_model(cases(results, "adam_training")),
-        *operators.overhead(cases(results, "overhead")),
-        *operators.saved(cases(results, "bert_blocks")),
         *training.install(cases(results, "install")),
-        *operators.counters(results),
-        *operators.verified(cases(results, "everything")),
-        *operators.without_number(cases(results, *results)),
     ]
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from onetrip.html import Cell, Table
 
 from . import targets
-from .cells import error, fixed, gigabytes, mib, milliseconds, of_copy, ratio
-from .operator_tables import BOTH, Cases
+from .operator_tables import BOTH, Cases, error, fixed, gigabytes, mib, milliseconds, of_copy, ratio
 
 
 def training(cases: Cases) -> Iterator[Table]:
@@ -35,8 +34,9 @@ def training(cases: Cases) -> Iterator[Table]:
         )
         losses = ", ".join(f"{name} {loss:.6f}" for name, loss in case["loss_without_dropout"].items())
         note = (
-            f"{case['patched_sites']} sites patched, eager attention where nothing else is said. Loss without dropout: "
-            f"{losses}. Matrix products: of one profiled forward and backward. Peak: above weights and states."
+            f"{case['patched_sites']} sites patched; eager attention unless the name says otherwise. "
+            f"Loss without dropout: {losses}. Matrix products: of one profiled forward and backward. "
+            "Peak: above weights and states."
         )
         yield Table(title, columns, rows, note)
 

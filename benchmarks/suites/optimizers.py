@@ -1,4 +1,4 @@
-"""AdamW from whoever has one: torch's, apex' and TransformerEngine's, bitsandbytes' and torchao's of 8 bits, onetrip's;
+"""AdamW of every library: torch's, apex' and TransformerEngine's, bitsandbytes' and torchao's of 8 bits, onetrip's;
 and exact AdamW."""
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class _Found:
                 self.steps[name]["matrix_products_ms"] = trainer.matrix_products_ms()
 
     def _admit(self, variant: Variant) -> Trainer | None:
-        """Built, checked and warm; None where it has no number, which is said."""
+        """Built, checked and warm; None where it has no number, with the reason in self.unavailable."""
         try:
             trainer = Trainer(self.case, variant, self.device)
             loss = trainer.loss_without_dropout()

@@ -1,4 +1,4 @@
-"""onetrip bench: what it refuses before measuring, real runs, Ctrl-C and --resume."""
+"""onetrip bench: what it rejects before measuring, real runs, Ctrl-C and --resume."""
 
 import json
 import os
@@ -35,8 +35,8 @@ def records(path: Path) -> list[str]:
 
 
 @pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Runs the command, and gives the one line with which it refuses."""
+def rejected(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs the command, and returns the line with which it rejects."""
 
     def run(*arguments: object) -> None:
         raise AssertionError("measured")
@@ -53,15 +53,15 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return invoke
 
 
-def test_an_unknown_pattern_lists_the_cases(refused: Callable[..., str]) -> None:
-    message = refused("--only", "sofmax")
+def test_an_unknown_pattern_lists_the_cases(rejected: Callable[..., str]) -> None:
+    message = rejected("--only", "sofmax")
     assert "--only sofmax: unknown case" in message
     for known in (CASE, "overhead-layer_norm-grad", "saved_bytes-bert_large_output_blocks"):
         assert f"  {known}\n" in message
 
 
-def test_a_case_that_quick_leaves_out_is_unknown_to_it(refused: Callable[..., str]) -> None:
-    message = refused("--quick", "--only", "rms_norm-M4096-N1024-bf16")
+def test_a_case_that_quick_leaves_out_is_unknown_to_it(rejected: Callable[..., str]) -> None:
+    message = rejected("--quick", "--only", "rms_norm-M4096-N1024-bf16")
     assert "bf16\n" not in message.partition("choose from:")[2]
 
 
@@ -78,24 +78,24 @@ def test_a_case_that_quick_leaves_out_is_unknown_to_it(refused: Callable[..., st
         (["--op", "softmax", "--shape", "1000000000x4096"], "does not fit: needs at least"),
     ],
 )
-def test_bad_usage_is_one_line(refused: Callable[..., str], arguments: list[str], message: str) -> None:
-    said = refused(*arguments)
+def test_bad_usage_is_one_line(rejected: Callable[..., str], arguments: list[str], message: str) -> None:
+    said = rejected(*arguments)
     assert message in said
     assert len(said.splitlines()) == 1
 
 
-def test_an_unwritable_output_is_refused_before_measuring(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_an_unwritable_output_is_rejected_before_measuring(rejected: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    message = refused("--quick", "--output", str(tmp_path / "file/folder"))
+    message = rejected("--quick", "--output", str(tmp_path / "file/folder"))
     assert f"cannot write to {tmp_path / 'file/folder'}: Not a directory" in message
     place = tmp_path / header(torch.device("cpu"))["machine"]["id"]
     place.touch()
-    assert f"cannot write to {place}: Not a directory" in refused("--quick", "--device=cpu", f"--output={tmp_path}")
+    assert f"cannot write to {place}: Not a directory" in rejected("--quick", "--device=cpu", f"--output={tmp_path}")
 
 
-def test_cuda_without_a_card_is_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_gpu_is_rejected(rejected: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "torch sees no CUDA device" in refused("--device", "cuda")
+    assert "torch sees no CUDA device" in rejected("--device", "cuda")
 
 
 def test_the_command_is_one_of_onetrip() -> None:
@@ -164,7 +164,7 @@ def test_one_case_is_measured_printed_and_written(tmp_path: Path, module: bool) 
     assert "rendered" not in done.stderr
 
 
-def test_shape_dtype_pass_and_against_reach_the_race_and_json_is_all_of_standard_output(tmp_path: Path) -> None:
+def test_shape_dtype_pass_and_against_reach_the_measurement_and_json_is_all_of_standard_output(tmp_path: Path) -> None:
     words = ["--shape", "64x96", "--dtype", "fp16", "--pass", "forward", "--against", "eager", "--json"]
     done = bench("--quick", "--op", "softmax", "--only", "softmax-M*", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

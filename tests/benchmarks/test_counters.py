@@ -293,11 +293,11 @@ def test_the_results_travel_with_the_others_and_are_shown_worst_first(profile, t
     (machine,) = results.read(tmp_path / "results").values()
     assert len(machine["counters-cuda"]["cases"]) == 2
     (table,) = [found for found in tables.every(machine) if found.caption.startswith("What the kernels do on the")]
-    assert table.caption == "What the kernels do on the card: cuda"
+    assert table.caption == "What the kernels do on the GPU: cuda"
     assert [row[0][0] for row in table.rows] == ["b", "b", "a"]
     lines = (tmp_path / "report.md").read_text().splitlines()
     assert (
         "| b-forward-32768 x 1024-bf16 | 42% | row_norm_partials_kernel | 40.0 | 64.0 | 32.0 | 128.0 | 63% | 28.0 "
         "| – | 62% | 42% | 64 | 2.0 | 0.0 | 32768, 2 x 256 |"
     ) in lines
-    assert "What the kernels do on the card" in (tmp_path / "report.html").read_text()
+    assert "What the kernels do on the GPU" in (tmp_path / "report.html").read_text()

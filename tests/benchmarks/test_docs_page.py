@@ -96,9 +96,9 @@ def test_a_width_beside_those_of_a_target_does_not_count(recorded: results.Resul
     assert verdicts(recorded) == before
 
 
-def test_targets_of_the_cpu_are_not_judged_on_a_card(recorded: results.Results) -> None:
+def test_targets_of_the_cpu_are_not_judged_on_a_gpu(recorded: results.Results) -> None:
     for content in recorded.values():
-        content["machine"] = content["machine"] | {"device": "cuda", "gpu": "Test card"}
+        content["machine"] = content["machine"] | {"device": "cuda", "gpu": "Test GPU"}
     assert {verdict.reached for verdict in verdicts(recorded)} == {None}
     assert tables.every(recorded)[0].caption != "Targets"
 
@@ -140,9 +140,9 @@ def test_the_page_in_the_repository_is_the_rendered_one() -> None:
     assert page == docs_page.render(results.read(results.RECORDED)), "run python -m onetrip.benchmarks --render"
 
 
-def test_what_was_counted_on_a_card_is_shown_worst_first() -> None:
-    (table,) = [found for found in tables.every(made_up_results.every_suite()) if "do on the card" in found.caption]
-    assert table.caption == "What the kernels do on the card: cuda"
+def test_what_was_counted_on_a_gpu_is_shown_worst_first() -> None:
+    (table,) = [found for found in tables.every(made_up_results.every_suite()) if "do on the GPU" in found.caption]
+    assert table.caption == "What the kernels do on the GPU: cuda"
     assert [row[0].partition("-")[0] for row in table.rows] == ["slow", "fast", "unknown"]
     assert docs_page.markdown(table)[2] == (
         "| slow-forward-32768 x 1024-bf16 | 48% | slow_kernel | 40.0 | 64.0 | 32.0 | 128.0 | – | 27.9 | 71% | 49% | – "
@@ -158,10 +158,10 @@ def test_a_run_under_load_says_so(recorded: results.Results) -> None:
 
 
 def test_nothing_counted_shows_no_table(recorded: results.Results) -> None:
-    assert not [found for found in tables.every(recorded) if "do on the card" in found.caption]
+    assert not [found for found in tables.every(recorded) if "do on the GPU" in found.caption]
 
 
-def test_results_of_another_schema_are_refused(tmp_path: Path) -> None:
+def test_results_of_another_schema_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "machine").mkdir()
     (tmp_path / "machine/row_norm.json").write_text(json.dumps({"schema": 99}))
     with pytest.raises(ValueError, match="schema must be 1, got 99"):

@@ -185,7 +185,7 @@ def test_a_run_of_other_code_is_not_continued(run, tmp_path, capsys, what):
     assert f"{what} was another" in capsys.readouterr().err
 
 
-def test_a_damaged_state_is_refused(run, tmp_path, capsys):
+def test_a_damaged_state_is_rejected(run, tmp_path, capsys):
     (tmp_path / "everything.json").write_text("{")
     assert run(fake("good"), resume=True) == 2
     assert "is not the state of a run" in capsys.readouterr().err
@@ -197,7 +197,7 @@ def test_an_unknown_part_lists_the_parts(run, tmp_path, capsys):
     assert not (tmp_path / "everything.json").exists()
 
 
-def test_an_unwritable_folder_and_a_bad_budget_are_refused(tmp_path, capsys):
+def test_an_unwritable_folder_and_a_bad_budget_are_rejected(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert everything.run(tmp_path / "file/folder", CPU, known=[fake("good")]) == 2
     assert "cannot write to" in capsys.readouterr().err

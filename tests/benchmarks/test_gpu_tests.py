@@ -1,4 +1,4 @@
-"""The tests of the card, in shards, with a tree of made-up ones."""
+"""The GPU tests, in shards, with a tree of made-up ones."""
 
 from __future__ import annotations
 

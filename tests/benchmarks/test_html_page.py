@@ -1,4 +1,4 @@
-"""`onetrip bench report`: what stands on the page, and what it refuses."""
+"""`onetrip bench report`: what stands on the page, and what it rejects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SECTIONS = {
     ],
     "Overhead of a call": [],
     "Every measurement": [],
-    "What the kernels do on the card": [],
+    "What the kernels do on the GPU": [],
     "Installation": [],
     "What was run": [],
     "Without a number": [],
@@ -138,14 +138,14 @@ def test_the_roof_of_a_cpu_is_its_fastest_copy_and_an_assumed_peak():
     assert roof.assumption == "assumed, not measured: 2 threads of 64 fp32 operations a cycle (avx512) at 3 GHz"
 
 
-def test_the_roof_of_a_card_is_computed_from_its_multiprocessors_and_greatest_clock():
+def test_the_roof_of_a_gpu_is_computed_from_its_multiprocessors_and_greatest_clock():
     found = every_suite()
-    card = {"device": "cuda", "gpu": "Card", "compute_capability": "9.0", "multiprocessors": 132}
+    gpu = {"device": "cuda", "gpu": "GPU", "compute_capability": "9.0", "multiprocessors": 132}
     for content in found.values():
-        content["machine"] = card | {"driver and clocks": "570.1, 345 MHz, 1980 MHz, 2619 MHz, 700.00 W"}
+        content["machine"] = gpu | {"driver and clocks": "570.1, 345 MHz, 1980 MHz, 2619 MHz, 700.00 W"}
     assert roofline_plot.roof(found, roofline_plot.members(found)).peak_gflops == pytest.approx(132 * 128 * 2 * 1.98)
     for content in found.values():
-        content["machine"] = card
+        content["machine"] = gpu
     assert roofline_plot.roof(found, roofline_plot.members(found)).peak_gflops is None
     roofline_plot.plot(found)
 
@@ -227,7 +227,7 @@ def test_results_that_cannot_be_read_are_named_and_nothing_is_written(folder: Pa
     assert not (folder / "report.html").exists()
 
 
-def test_a_folder_without_results_or_without_existence_is_refused(tmp_path: Path):
+def test_a_folder_without_results_or_without_existence_is_rejected(tmp_path: Path):
     assert run(tmp_path)[0::2] == (
         2,
         f"onetrip bench report: {tmp_path}: no results in it; `onetrip bench --output {tmp_path}` records some\n",
@@ -243,7 +243,7 @@ def test_the_output_of_a_report_may_be_a_folder(small: Path, tmp_path: Path, nam
     assert (tmp_path / name / "report.html").is_file()
 
 
-def test_an_output_that_cannot_be_written_is_refused(small: Path):
+def test_an_output_that_cannot_be_written_is_rejected(small: Path):
     (small / "file").touch()
     status, _, err = run(small, "--output", small / "file/page.html")
     assert status == 2 and f"cannot write to {small / 'file/page.html'}: " in err and len(err.splitlines()) == 1

@@ -184,7 +184,7 @@ def test_the_call_fits_the_signature_of_what_is_installed(
     def binding(module: str, function: str) -> Any:
         try:
             library = importlib.import_module(module)
-        except Exception as error:  # it is there and does not load: without its card it may raise anything
+        except Exception as error:  # it is there and does not load: without its GPU it may raise anything
             if isinstance(error, ModuleNotFoundError) and error.name and module.startswith(error.name):
                 raise  # it is there, and what we import from it is not
             pytest.skip(f"{module} does not load here: {error}")
@@ -242,7 +242,7 @@ def test_an_absent_library_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_installed_library_needs_a_card() -> None:
+def test_an_installed_library_needs_a_gpu() -> None:
     for name in libraries.MODULES:
         assert libraries.unavailable(name, CPU) == "needs CUDA"
         assert libraries.unavailable(name, CUDA) == ""
@@ -285,7 +285,7 @@ def test_attention_races_sdpa() -> None:
     ]  # fmt: skip
 
 
-def test_whoever_is_asked_for_races_the_own_backend_and_nobody_else() -> None:
+def test_the_providers_asked_for_and_the_own_backend_are_measured_and_no_others() -> None:
     assert _names(_case(row_norm.RMS_NORM), against=("compile", "reference")) == [
         "torch.compile",
         "onetrip cpu",

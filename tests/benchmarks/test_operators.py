@@ -54,15 +54,15 @@ def test_widths_of_the_targets_are_all_measured_at_the_same_size() -> None:
         assert all(4_190_000 < case.n_rows * case.n_cols <= 4 << 20 for case in cases)
 
 
-@pytest.mark.parametrize("on_a_card", [False, True])
+@pytest.mark.parametrize("on_a_gpu", [False, True])
 @pytest.mark.parametrize("module", [row_norm, softmax])
-def test_ids_of_cases_are_unique(module, on_a_card: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_a_card)
+def test_ids_of_cases_are_unique(module, on_a_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_a_gpu)
     ids = [case.id for case in module.cases()]
     assert len(set(ids)) == len(ids)
 
 
-def test_a_card_is_asked_for_large_tensors_and_for_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_asked_for_large_tensors_and_for_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = {case.id for case in row_norm.cases()}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     added = [case for case in row_norm.cases() if case.id not in elsewhere]

@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from onetrip.benchmarks.run.progress import Reporter, Watch, duration
+from onetrip.benchmarks.run.runner import Reporter, Watch, duration
 
 
 class _Clock:

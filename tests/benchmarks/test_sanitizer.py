@@ -150,7 +150,7 @@ def test_what_is_printed_before_a_cut_is_in_the_log(tmp_path, monkeypatch):
 
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver on the CPU's backend, since no card can be asked."""
+    """The driver on the CPU's backend, since there is no GPU."""
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(sanitizer.torch, "device", lambda name: CPU)

@@ -1,4 +1,4 @@
-"""Which cases the options mean, and what is refused."""
+"""Which cases the options mean, and what is rejected."""
 
 import subprocess
 import sys
@@ -95,7 +95,7 @@ def test_suites_that_cannot_race_against_anyone_named_are_left_out(against: list
         ),
     ],
 )
-def test_what_does_not_exist_is_refused_with_what_does(words: dict[str, list[str]], message: str) -> None:
+def test_what_does_not_exist_is_rejected_with_what_does(words: dict[str, list[str]], message: str) -> None:
     with pytest.raises(UsageError) as error:
         ids(**words)
     assert message in str(error.value)
