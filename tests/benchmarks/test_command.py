@@ -129,6 +129,7 @@ app(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_the_list_needs_no_pytest_benchmark_and_names_it(tmp_path: Path) -> None:
     for arguments, status in ((["--list", "--json"], 0), (["--quick"], 2)):
         command = [sys.executable, "-c", NO_PYTEST_BENCHMARK, *arguments]
@@ -138,6 +139,7 @@ def test_the_list_needs_no_pytest_benchmark_and_names_it(tmp_path: Path) -> None
         assert status or CASE in json.loads(done.stdout)["suites"]["row_norm"]["cases"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [False, True], ids=["onetrip-bench", "python-m"])
 def test_one_case_is_measured_printed_and_written(tmp_path: Path, module: bool) -> None:
     arguments = ["--quick", "--only", CASE, "--output", "found"]
@@ -164,6 +166,7 @@ def test_one_case_is_measured_printed_and_written(tmp_path: Path, module: bool) 
     assert "rendered" not in done.stderr
 
 
+@pytest.mark.slow
 def test_shape_dtype_pass_and_against_reach_the_measurement_and_json_is_all_of_standard_output(tmp_path: Path) -> None:
     words = ["--shape", "64x96", "--dtype", "fp16", "--pass", "forward", "--against", "eager", "--json"]
     done = bench("--quick", "--op", "softmax", "--only", "softmax-M*", *words, cwd=tmp_path)
@@ -178,6 +181,7 @@ def test_shape_dtype_pass_and_against_reach_the_measurement_and_json_is_all_of_s
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_and_resume_does_the_rest(tmp_path: Path) -> None:
     shapes = [f"--shape={n}x64" for n in (8, 16, 32, 48, 56)]
     arguments = [*SMALL, *shapes, "--output", str(tmp_path)]

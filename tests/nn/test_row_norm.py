@@ -265,6 +265,7 @@ def test_wrong_constructor_arguments_raise_at_construction(build):
         build()
 
 
+@pytest.mark.slow
 def test_compiled_modules_have_no_graph_break():
     model = torch.nn.Sequential(nn.LayerNorm((3, 4)), nn.RMSNorm(4))
     x = torch.randn(2, 3, 4)
