@@ -64,7 +64,7 @@ cudaError_t launch_kind_of(const AdamStep& args, const AdamKind& kind, int n_mul
 
 int adam_step_cuda(const AdamStep& args, int device, void* stream_address) {
   if (args.n_counters == 0) return cudaSuccess;
-  return on_device(device, [&](const Card& card) {
+  return on_device(device, [&](const DeviceInfo& info) {
     cudaError_t status = cudaSuccess;
     const auto stream = static_cast<cudaStream_t>(stream_address);
     for (int64_t first = 0; first < args.n_groups && status == cudaSuccess; first += kManyGroups) {
@@ -74,7 +74,7 @@ int adam_step_cuda(const AdamStep& args, int device, void* stream_address) {
                    : launch_prepare<kManyGroups>(args, first, left < kManyGroups ? left : kManyGroups, stream);
     }
     for (int64_t i = 0; i < args.n_kinds && status == cudaSuccess; ++i) {
-      if (args.kinds[i].n_chunks > 0) status = launch_kind_of(args, args.kinds[i], card.n_multiprocessors, stream);
+      if (args.kinds[i].n_chunks > 0) status = launch_kind_of(args, args.kinds[i], info.n_multiprocessors, stream);
     }
     return status;
   });

@@ -161,7 +161,7 @@ struct AdamPlace {
   int64_t first;
   __device__ __forceinline__ AdamAddresses<P, G, State> addresses() const {
     uint32_t i = index;
-    forget(i);
+    compiler_barrier(i);
     return {tensors[i], first};
   }
 };
@@ -176,7 +176,7 @@ struct ScalarsInMemory {
   uint32_t counter;
   __device__ __forceinline__ AdamScalars now() const {
     uint32_t i = counter;
-    forget(i);
+    compiler_barrier(i);
     return scalars[i];
   }
 };
@@ -293,27 +293,27 @@ __global__ void __launch_bounds__(kAdamThreads, kAdamBlocks)
   using State = typename UintOf<kStateBits / 8>::Type;
   if (scalars[0].skip != 0.0f) return;  // of every counter alike
   const SharedWords tables(kStateBits == 8 ? shared_adam_tables<kAdamThreads>() : nullptr);
-  [[maybe_unused]] const uint32_t unit = of_warp(kAdvanceUnit);
+  [[maybe_unused]] const uint32_t unit = uniform_register(kAdvanceUnit);
   const uint32_t share = n_chunks / gridDim.x, n_larger = n_chunks % gridDim.x;
-  uint32_t i = of_warp(blockIdx.x * share + min(blockIdx.x, n_larger));
-  const uint32_t end = of_warp(i + share + (blockIdx.x < n_larger ? 1 : 0));
+  uint32_t i = uniform_register(blockIdx.x * share + min(blockIdx.x, n_larger));
+  const uint32_t end = uniform_register(i + share + (blockIdx.x < n_larger ? 1 : 0));
   for (; i < end; ++i) {
-    const AdamChunk chunk = of_warp(chunks + i);
+    const AdamChunk chunk = uniform_register(chunks + i);
     const auto index = static_cast<uint32_t>(chunk.tensor);
     const AdamTensor tensor = tensors[index];
-    const auto counter = of_warp(static_cast<uint32_t>(tensor.counter));
+    const auto counter = uniform_register(static_cast<uint32_t>(tensor.counter));
     const bool quick = aligned_for_chunks<P, G, State>(tensor) && in_quick_range(scalars[counter]);
-    uint32_t quick_end = of_warp(quick ? end : i);
+    uint32_t quick_end = uniform_register(quick ? end : i);
     if constexpr (kWarpRegisters && kStateBits == 8) {
       // On through the chunks of this tensor as long as the parts are ordinary.
       const int64_t left = tensor.numel - chunk.first;
       const auto chunks_until = [&](int64_t n) {
         const int64_t n_left = (n + kAdamChunk - 1) / kAdamChunk;
-        return of_warp(i + static_cast<uint32_t>(min(n_left, int64_t{end - i})));
+        return uniform_register(i + static_cast<uint32_t>(min(n_left, int64_t{end - i})));
       };
-      const uint32_t part = of_warp(place_in_chunk(index) / kAdamPart) * kAdamPart, last = chunks_until(left);
-      quick_end = of_warp(min(quick_end, chunks_until(left - part - (kAdamPart - 1))));
-      const HeldScalars held{of_warp(scalars + counter)};
+      const uint32_t part = uniform_register(place_in_chunk(index) / kAdamPart) * kAdamPart, last = chunks_until(left);
+      quick_end = uniform_register(min(quick_end, chunks_until(left - part - (kAdamPart - 1))));
+      const HeldScalars held{uniform_register(scalars + counter)};
       AdamAddresses<P, G, State> addresses(
           tensor, chunk.first - kAdamChunk + part + threadIdx.x % kWarpThreads * kChunkColumns);
       for (; i < quick_end; ++i) {
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kAdamThreads, kAdamBlocks)
         continue;
     }
     uint32_t again = i;  // what follows from it is cheaper read again than held in registers
-    forget(again);
+    compiler_barrier(again);
     const auto tensor_index = static_cast<uint32_t>(chunks[again].tensor);
     const AdamPlace<P, G, State> place{tensors, tensor_index, chunks[again].first + place_in_chunk(tensor_index)};
     const int valid = valid_columns<kChunkColumns>(place.first, tensors[tensor_index].numel, false);

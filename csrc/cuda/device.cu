@@ -13,7 +13,7 @@
 namespace onetrip {
 namespace {
 
-// A cubin runs on cards of its own major version and at least its minor one; PTX is compiled on any later card.
+// A cubin runs on GPUs of its own major version and at least its minor one; PTX is compiled on any later info.
 bool built_for(int major, int minor) {
   for (const char* cursor = ONETRIP_CUDA_ARCHS_BUILT; *cursor != '\0';) {
     char* end = nullptr;

@@ -1,6 +1,6 @@
 // What launchers of every family share: grids of rows, clusters of blocks, the choice of vector access.
 #pragma once
-#include "card.cuh"
+#include "device_info.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
 
@@ -37,7 +37,7 @@ struct ClusterThreads {
 // NVRTC compiles no host code.
 #ifndef __CUDACC_RTC__
 
-constexpr int64_t kMaxGrid = 0x7FFFFFFF;  // blocks in x, on every card
+constexpr int64_t kMaxGrid = 0x7FFFFFFF;  // blocks in x, on every GPU
 constexpr int kStaticSharedBytes = 1024;  // more than a block's own arrays, outside clusters, of what it may have
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -55,9 +55,9 @@ inline dim3 grid_of_clusters(int64_t n_rows, int cluster_blocks) {
 
 // Tiles of a wide row that shared memory keeps: two blocks an SM share what one may have. All that is left of an SM's
 // memory is L1.
-inline int64_t tiles_to_keep(int64_t n_cols, int64_t bytes_per_column, const Card& card) {
+inline int64_t tiles_to_keep(int64_t n_cols, int64_t bytes_per_column, const DeviceInfo& info) {
   const int64_t n_tiles = ceil_div(n_cols, kWideThreads * kChunkColumns);
-  const int64_t fit = (card.block_shared / 2 - kStaticSharedBytes) / (kWideThreads * kChunkColumns * bytes_per_column);
+  const int64_t fit = (info.block_shared / 2 - kStaticSharedBytes) / (kWideThreads * kChunkColumns * bytes_per_column);
   return at_most(n_tiles, fit);
 }
 

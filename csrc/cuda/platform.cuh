@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-// What only later cards have: asynchronous copies (sm_80), clusters of blocks (sm_90, and of compilers CUDA 12.1).
+// What only later GPUs have: asynchronous copies (sm_80), clusters of blocks (sm_90, and of compilers CUDA 12.1).
 // Elsewhere a kernel that needs them is empty.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #define ONETRIP_COPY_ASYNC 1
@@ -31,8 +31,8 @@ constexpr bool kUniformRegisters = false;
 constexpr bool kUniformRegisters = true;
 #endif
 
-// Whether there is a register of the warp, too, for what only the program knows to be the same in all lanes (of_warp):
-// sm_80 and later.
+// Whether there is a register of the warp, too, for what only the program knows to be the same in all lanes
+// (uniform_register): sm_80 and later.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr bool kWarpRegisters = false;
 #else
@@ -268,21 +268,21 @@ __device__ __forceinline__ uint32_t shared_word(SharedBase base, uint32_t bytes)
 
 namespace onetrip {
 
-// Makes the compiler forget that it knows these values. Without it, a chunk once unpacked stays unpacked (twice the
-// registers) until its last use, and what a loop does not change is computed before it and held in registers.
-__device__ __forceinline__ void forget([[maybe_unused]] uint32_t& value) {
+// Forces the compiler to recompute what depends on this value, which saves registers: an unpacked chunk (twice the
+// registers) does not stay unpacked until its last use, and loop-invariant values are not kept across a loop.
+__device__ __forceinline__ void compiler_barrier([[maybe_unused]] uint32_t& value) {
 #ifndef ONETRIP_CUDASIM
   asm volatile("" : "+r"(value));
 #endif
 }
-__device__ __forceinline__ void forget([[maybe_unused]] int& value) {
+__device__ __forceinline__ void compiler_barrier([[maybe_unused]] int& value) {
 #ifndef ONETRIP_CUDASIM
   asm volatile("" : "+r"(value));
 #endif
 }
 
-// What all lanes of a warp have in common, in a register of the warp where there are such (kWarpRegisters).
-__device__ __forceinline__ uint32_t of_warp(uint32_t value) {
+// A value that all lanes of a warp share, in a uniform register where the GPU has them (kWarpRegisters).
+__device__ __forceinline__ uint32_t uniform_register(uint32_t value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   return value;
 #else
@@ -291,7 +291,7 @@ __device__ __forceinline__ uint32_t of_warp(uint32_t value) {
 }
 // The same for a struct in memory, of whole 16 bytes.
 template <typename T>
-__device__ __forceinline__ T of_warp(const T* from) {
+__device__ __forceinline__ T uniform_register(const T* from) {
   union {
     uint4 quads[sizeof(T) / 16];
     T result;
@@ -299,7 +299,8 @@ __device__ __forceinline__ T of_warp(const T* from) {
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(T) / 16); ++i) {
     const uint4 quad = reinterpret_cast<const uint4*>(from)[i];
-    quads[i] = make_uint4(of_warp(quad.x), of_warp(quad.y), of_warp(quad.z), of_warp(quad.w));
+    quads[i] = make_uint4(uniform_register(quad.x), uniform_register(quad.y), uniform_register(quad.z),
+                          uniform_register(quad.w));
   }
   return result;
 }
@@ -309,7 +310,8 @@ class SharedWords {
  public:
   __device__ __forceinline__ explicit SharedWords(const void* words) : base_(shared_base(words)) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) scale_[j] = of_warp(4u << 8 * j);  // made again for each use, were it a constant
+    for (int j = 0; j < 4; ++j)
+      scale_[j] = uniform_register(4u << 8 * j);  // made again for each use, were it a constant
   }
   // Word kFirst + byte j of index.
   template <int kFirst>

@@ -1,4 +1,4 @@
-// Sums over the threads of a row, in an order that depends on their number alone: the same bits on every card.
+// Sums over the threads of a row, in an order that depends on their number alone: the same bits on every info.
 #pragma once
 #include "platform.cuh"
 
@@ -113,7 +113,7 @@ class RowSum<0> {
   __device__ __forceinline__ T add_up(T value) {
     // The two halves of the memory take turns. Who writes a half again has passed the barrier of the sum in between,
     // and that one nobody reaches before having read this half: one barrier a sum is enough.
-    forget(group_);  // what follows from it is cheaper computed again than held in registers
+    compiler_barrier(group_);  // what follows from it is cheaper computed again than held in registers
     const int group = group_, n_warps = row_threads_ / kWarpThreads;
     T* slot = reinterpret_cast<T*>(shared_ + turn_ * kMaxWarps) + group * n_warps * kValues;
     turn_ ^= 1;
@@ -141,7 +141,7 @@ class BlockOrLanesSum {
   __device__ __forceinline__ T operator()(T value) {
     if constexpr (kRowThreads != 0) return warp_sum<kRowThreads>(value);
     uint32_t thread = threadIdx.x;
-    forget(thread);  // what follows from it is cheaper computed again than held in registers
+    compiler_barrier(thread);  // what follows from it is cheaper computed again than held in registers
     const uint32_t warp = thread / kWarpThreads, lane = thread % kWarpThreads;
     T* const slots = reinterpret_cast<T*>(shared_ + turn_ * kMaxWarps);  // the halves take turns
     turn_ ^= 1;
@@ -157,7 +157,7 @@ class BlockOrLanesSum {
   float2* shared_;
 };
 
-constexpr int kMaxClusterBlocks = 8;  // that every card with clusters can run
+constexpr int kMaxClusterBlocks = 8;  // that every GPU with clusters can run
 constexpr int kMaxClusterWarps = kMaxClusterBlocks * kMaxWarps;
 
 #if ONETRIP_CLUSTERS

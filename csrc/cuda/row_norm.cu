@@ -1,8 +1,8 @@
-// The row_norm family on NVIDIA cards: which kernel takes which row, how rows are shared out, and the launches.
-// The kernels are in row_norm_forward.cuh and row_norm_backward*.cuh; the contract is launch.h.
+// The row_norm family on NVIDIA GPUs: the path that each row takes, the partition of rows among blocks, the launches.
+// The kernels are in row_norm_forward.cuh and row_norm_backward*.cuh; csrc/launch.h documents every argument.
 #include "launch.cuh"
-#include "row_norm_backward_ahead.cuh"
-#include "row_norm_backward_split.cuh"
+#include "row_norm_backward_pipelined.cuh"
+#include "row_norm_backward_wide.cuh"
 #include "row_norm_forward.cuh"
 
 // Types of x and z (residual's and dresidual's dtype is z's). Parameters, y and dy may have any dtype.
@@ -11,37 +11,40 @@
   F(float, float) F(__half, __half) F(__nv_bfloat16, __nv_bfloat16) F(__half, float) F(__nv_bfloat16, float)
 #endif
 
-// The SMs that backward shares few rows out among; tests have fewer, or their parts would be a row each.
+// SMs that backward fills when there are few rows. Tests set fewer, or each part would be one row.
 #ifndef ONETRIP_FILLING_SMS
 #define ONETRIP_FILLING_SMS 128
 #endif
 
 namespace onetrip {
 
-// The table. A row goes to the first path that it fits, by its columns.
-//   forward    threads a row                         columns (16 a thread)
-//   lanes      8, 16, 32                               128, 256, 512
-//   block      as needed                               16384
-//   cluster    as needed, of 2, 4 or 8 blocks          65536    aligned rows from 8193 on, on cards that have clusters
-//   wide       512, again and again
-// Rows of up to 16384 columns get the same bits from a cluster (cluster_of_row() in launch.cuh) as from a block.
-//   backward   threads a row                         columns
-//   ahead      8 or 16 lanes, as needed of a block   8192 (16 a thread)    with a norm, aligned and of one dtype, where
-//              or of 2, 4 or 8 in a cluster          65536                 the card can
-//   lanes      8, 32                                   64, 256 (8 a thread)
-//   block      as needed                              4096 (8)
-//   split      512 for its means, then 512 for each tile of 4096 columns
-enum class Path { kEighths, kWarp, kBlock, kWide };
-constexpr int kEighthsThreads = 8, kNarrowColumns = 8;
+// Paths. A row takes the first path that holds its columns; softmax.cu uses the same names.
+//   forward   threads a row                   columns (16 a thread)
+//   narrow    8, 16                           128, 256
+//   warp      32                              512
+//   block     the fewest warps that hold it   16384
+//   cluster   as block, in 2, 4 or 8 blocks   65536, from 8193 on; aligned rows, GPUs with clusters
+//   wide      512 walk the row                any
+// Rows of up to 16384 columns have the same bits from a cluster (cluster_of_row() in launch.cuh) as from a block.
+//   backward  threads a row                   columns (8 a thread)
+//   narrow    8                               64
+//   warp      32                              256
+//   block     the fewest warps that hold it   4096
+//   wide      512 for the row's means, then 512 for each tile of 4096 columns
+// Backward is pipelined (cp.async, 16 columns a thread) where there is a norm, rows are aligned, dy has x's dtype, and
+// the GPU has the instructions: 8 or 16 lanes or whole warps up to 8192 columns, clusters of 2, 4 or 8 blocks up to
+// 65536.
+enum class Path { kNarrow, kWarp, kBlock, kWide };
+constexpr int kNarrowThreads = 8, kNarrowColumns = 8;
 static_assert(kBackwardColumns == kNarrowColumns, "the table");
 
-// NVRTC compiles no host code, so that nothing would ask for the kernels.
+// NVRTC compiles no host code: nothing else would instantiate the kernels.
 #ifdef __CUDACC_RTC__
 
 #define ONETRIP_INSTANTIATE(X, Z, kVector)                                                                           \
   template __global__ void row_norm_forward_wide_kernel<X, Z, kVector>(RowNormForward, int64_t);                     \
-  template __global__ void row_norm_backward_kernel<X, Z, kEighthsThreads, kVector>(RowNormBackward, bool,           \
-                                                                                    BackwardPartition);              \
+  template __global__ void row_norm_backward_kernel<X, Z, kNarrowThreads, kVector>(RowNormBackward, bool,            \
+                                                                                   BackwardPartition);               \
   template __global__ void row_norm_backward_kernel<X, Z, kWarpThreads, kVector>(RowNormBackward, bool,              \
                                                                                  BackwardPartition);                 \
   template __global__ void row_norm_backward_kernel<X, Z, 0, kVector>(RowNormBackward, bool, BackwardPartition);     \
@@ -53,19 +56,19 @@ static_assert(kBackwardColumns == kNarrowColumns, "the table");
   template __global__ void row_norm_forward_kernel<X, Z, 16, kAccess>(RowNormForward); \
   template __global__ void row_norm_forward_kernel<X, Z, 32, kAccess>(RowNormForward); \
   template __global__ void row_norm_forward_kernel<X, Z, 0, kAccess>(RowNormForward);
-#define ONETRIP_INSTANTIATE_AHEAD(X, Z, kRowThreads)                                                             \
-  template __global__ void row_norm_backward_ahead_kernel<X, Z, kRowThreads>(RowNormBackward, BackwardPartition, \
-                                                                             AheadPlan);
+#define ONETRIP_INSTANTIATE_PIPELINED(X, Z, kRowThreads)                                                             \
+  template __global__ void row_norm_backward_pipelined_kernel<X, Z, kRowThreads>(RowNormBackward, BackwardPartition, \
+                                                                                 PipelinePlan);
 #define ONETRIP_INSTANTIATE_ALL(X, Z)                                             \
   ONETRIP_INSTANTIATE_FORWARD(X, Z, Access::kElements)                            \
   ONETRIP_INSTANTIATE_FORWARD(X, Z, Access::kVectors)                             \
   ONETRIP_INSTANTIATE(X, Z, true)                                                 \
   ONETRIP_INSTANTIATE(X, Z, false)                                                \
   template __global__ void row_norm_forward_cluster_kernel<X, Z>(RowNormForward); \
-  ONETRIP_INSTANTIATE_AHEAD(X, Z, 8)                                              \
-  ONETRIP_INSTANTIATE_AHEAD(X, Z, 16)                                             \
-  ONETRIP_INSTANTIATE_AHEAD(X, Z, 0)                                              \
-  ONETRIP_INSTANTIATE_AHEAD(X, Z, kClusterRow)
+  ONETRIP_INSTANTIATE_PIPELINED(X, Z, 8)                                          \
+  ONETRIP_INSTANTIATE_PIPELINED(X, Z, 16)                                         \
+  ONETRIP_INSTANTIATE_PIPELINED(X, Z, 0)                                          \
+  ONETRIP_INSTANTIATE_PIPELINED(X, Z, kClusterRow)
 ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_ALL)
 ONETRIP_INSTANTIATE_FORWARD(__half, __half, Access::kUniform)
 ONETRIP_INSTANTIATE_FORWARD(__nv_bfloat16, __nv_bfloat16, Access::kUniform)
@@ -76,10 +79,10 @@ template __global__ void row_norm_partials_kernel<kMaxThreads>(const float*, int
 namespace {
 
 Path choose_path(int64_t n_cols, int block_columns) {
-  return n_cols <= kEighthsThreads * kNarrowColumns ? Path::kEighths
-         : n_cols <= kWarpThreads * kNarrowColumns  ? Path::kWarp
-         : n_cols <= block_columns                  ? Path::kBlock
-                                                    : Path::kWide;
+  return n_cols <= kNarrowThreads * kNarrowColumns ? Path::kNarrow
+         : n_cols <= kWarpThreads * kNarrowColumns ? Path::kWarp
+         : n_cols <= block_columns                 ? Path::kBlock
+                                                   : Path::kWide;
 }
 
 // The threads of the whole warps that a row needs.
@@ -87,20 +90,21 @@ int threads_for(int64_t n_cols, int columns_per_thread) {
   return static_cast<int>(ceil_div(n_cols, static_cast<int64_t>(columns_per_thread) * kWarpThreads)) * kWarpThreads;
 }
 
-// The fewest blocks of a cluster that hold a row, with kAheadColumns columns a thread; wider rows than 8 hold are none
-// of theirs.
-constexpr int64_t kAheadBlockColumns = static_cast<int64_t>(kAheadThreads) * kAheadColumns;
-int ahead_blocks(int64_t n_cols) {
+// The fewest blocks of a cluster that hold a row, with kPipelinedColumns columns a thread; 8 for wider rows, which do
+// not fit.
+constexpr int64_t kPipelinedBlockColumns = static_cast<int64_t>(kPipelinedThreads) * kPipelinedColumns;
+int pipelined_blocks(int64_t n_cols) {
   int n_blocks = 1;
-  while (n_blocks < kMaxClusterBlocks && n_blocks * kAheadBlockColumns < n_cols) n_blocks *= 2;
+  while (n_blocks < kMaxClusterBlocks && n_blocks * kPipelinedBlockColumns < n_cols) n_blocks *= 2;
   return n_blocks;
 }
 
-// Threads of a block that share a row which is copied ahead.
-int ahead_row_threads(int64_t n_cols) {
-  return n_cols <= 8 * kAheadColumns                 ? 8
-         : n_cols <= kWarpThreads * kBackwardColumns ? 16
-                                                     : threads_for(n_cols, kAheadColumns * ahead_blocks(n_cols));
+// Threads of a block that share a pipelined row.
+int pipelined_row_threads(int64_t n_cols) {
+  return n_cols <= 8 * kPipelinedColumns ? 8
+         : n_cols <= kWarpThreads * kBackwardColumns
+             ? 16
+             : threads_for(n_cols, kPipelinedColumns * pipelined_blocks(n_cols));
 }
 
 struct BackwardShape {
@@ -113,26 +117,26 @@ struct BackwardShape {
 // but at least one: at most 8, of 15 named barriers.
 BackwardShape backward_shape(int64_t n_cols) {
   const Path path = choose_path(n_cols, kBackwardColumns * kBackwardThreads);
-  const int row_threads = path == Path::kEighths ? kEighthsThreads
+  const int row_threads = path == Path::kNarrow  ? kNarrowThreads
                           : path == Path::kWarp  ? kWarpThreads
                           : path == Path::kBlock ? threads_for(n_cols, kBackwardColumns)
                                                  : kBackwardThreads;
   const int n_groups =
-      path == Path::kBlock ? kAheadThreads / 2 / ahead_row_threads(n_cols) : kBackwardThreads / row_threads;
-  return {path, row_threads, n_groups, ahead_blocks(n_cols)};
+      path == Path::kBlock ? kPipelinedThreads / 2 / pipelined_row_threads(n_cols) : kBackwardThreads / row_threads;
+  return {path, row_threads, n_groups, pipelined_blocks(n_cols)};
 }
 
 // The fixed partition of the rows, a function of the sizes alone; a part is a block's, or a cluster's. A partial row
 // costs 4 bytes a column written and 4 read for each of up to three sums; the rows themselves at least 6 bytes a column
 // in 16-bit types (dy, z, dx), 8 with dresidual. With 32 rows a part the partial sums of LayerNorm (two) add 16 / (32 *
-// 6) = 8% and those of the full block (three) 24 / (32 * 8) = 9%. Where rows are copied ahead 128 times as many blocks
+// 6) = 8% and those of the full block (three) 24 / (32 * 8) = 9%. Where rows are pipelined 128 times as many blocks
 // as an SM holds fill 97% of the 132 SMs of an H100 in one wave: 256 of most widths. So fewer rows than they take 32 of
 // (8192; of a cluster of 8: 512) are shared out thinner, down to a row a group, to keep as many blocks (4096 x 1024: 16
 // rows each, 2 MB a sum, which stays in L2); many rows make at most 2048 blocks, whose tail is small.
 BackwardPartition backward_partition(int64_t n_rows, int64_t n_cols) {
   constexpr int64_t kRowsPerPart = 32, kRowsPerGroup = 4, kMaxBlocks = 2048;
   const BackwardShape shape = backward_shape(n_cols);
-  const int64_t resident = kAheadThreads / (ahead_row_threads(n_cols) * shape.n_groups);
+  const int64_t resident = kPipelinedThreads / (pipelined_row_threads(n_cols) * shape.n_groups);
   const int64_t filling = ONETRIP_FILLING_SMS * (resident > 0 ? resident : 1) / shape.row_blocks;
   const int64_t most = kMaxBlocks / shape.row_blocks;
   const int64_t wanted_rows =
@@ -148,7 +152,7 @@ BackwardPartition backward_partition(int64_t n_rows, int64_t n_cols) {
   return {rows_per_part, ceil_div(n_rows, rows_per_part), shape.row_threads, shape.n_groups};
 }
 
-// Floats of the partial sums; behind them, at an even number, lie the split kernels' means, two a row.
+// Size of the partial sums, in floats. The wide path's row means (float2) follow, 8-byte aligned.
 int64_t partial_floats(int64_t n_rows, int64_t n_cols, int n_wanted) {
   return ceil_div(n_wanted * backward_partition(n_rows, n_cols).n_parts * n_cols, 2) * 2;
 }
@@ -158,21 +162,21 @@ int wanted_sums(const RowNormBackward& args) {
 }
 
 template <typename X, typename Z, bool kVectorAccess>
-cudaError_t launch_forward_wide(const RowNormForward& args, const Card& card, cudaStream_t stream) {
+cudaError_t launch_forward_wide(const RowNormForward& args, const DeviceInfo& info, cudaStream_t stream) {
   const auto kernel = row_norm_forward_wide_kernel<X, Z, kVectorAccess>;
   // Without a norm there is no second walk.
-  const int64_t kept_tiles = args.norm == Norm::kNone ? 0 : tiles_to_keep(args.n_cols, sizeof(Z), card);
+  const int64_t kept_tiles = args.norm == Norm::kNone ? 0 : tiles_to_keep(args.n_cols, sizeof(Z), info);
   const int64_t shared_bytes = kept_tiles * kWideThreads * kChunkColumns * static_cast<int64_t>(sizeof(Z));
-  const cudaError_t status = prepare(kernel, card);
+  const cudaError_t status = prepare(kernel, info);
   if (status != cudaSuccess) return status;
   return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, 1), dim3(kWideThreads), static_cast<size_t>(shared_bytes),
                         stream, args, kept_tiles);
 }
 
 template <typename X, typename Z, Access kAccess>
-cudaError_t launch_forward_rows(const RowNormForward& args, const Card& card, cudaStream_t stream) {
+cudaError_t launch_forward_rows(const RowNormForward& args, const DeviceInfo& info, cudaStream_t stream) {
   const int64_t wanted = ceil_div(args.n_cols, kForwardColumns);  // threads a row
-  if (wanted > kMaxThreads) return launch_forward_wide<X, Z, kAccess != Access::kElements>(args, card, stream);
+  if (wanted > kMaxThreads) return launch_forward_wide<X, Z, kAccess != Access::kElements>(args, info, stream);
   const auto kernel = wanted <= 8    ? row_norm_forward_kernel<X, Z, 8, kAccess>
                       : wanted <= 16 ? row_norm_forward_kernel<X, Z, 16, kAccess>
                       : wanted <= 32 ? row_norm_forward_kernel<X, Z, 32, kAccess>
@@ -183,7 +187,7 @@ cudaError_t launch_forward_rows(const RowNormForward& args, const Card& card, cu
 }
 
 template <typename X, typename Z>
-cudaError_t launch_forward(const RowNormForward& args, const Card& card, cudaStream_t stream) {
+cudaError_t launch_forward(const RowNormForward& args, const DeviceInfo& info, cudaStream_t stream) {
   VectorAccess access(args.n_cols, kChunkColumns);
   access.require(args.x, args.x_dtype, args.x_row_stride);
   access.require(args.residual, args.residual_dtype, args.residual_row_stride);
@@ -201,45 +205,45 @@ cudaError_t launch_forward(const RowNormForward& args, const Card& card, cudaStr
   const ClusterShape shape = cluster_of_row(args.n_cols);
   const auto kernel = row_norm_forward_cluster_kernel<X, Z>;
   if (shape.blocks != 0 && quickest && args.norm != Norm::kNone &&
-      runs_in_clusters(kernel, shape.blocks, shape.threads, 0, card)) {
+      runs_in_clusters(kernel, shape.blocks, shape.threads, 0, info)) {
     return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
                                    dim3(shape.threads), 0, stream, args);
   }
-  return quickest            ? launch_forward_rows<X, Z, kQuickestAccess<Z> >(args, card, stream)
-         : access.possible() ? launch_forward_rows<X, Z, Access::kVectors>(args, card, stream)
-                             : launch_forward_rows<X, Z, Access::kElements>(args, card, stream);
+  return quickest            ? launch_forward_rows<X, Z, kQuickestAccess<Z> >(args, info, stream)
+         : access.possible() ? launch_forward_rows<X, Z, Access::kVectors>(args, info, stream)
+                             : launch_forward_rows<X, Z, Access::kElements>(args, info, stream);
 }
 
-// Rows to copy ahead, as many of dy and z as fit into a block's shared memory and then of dz; 0 where none does.
-// shared_bytes: what a block may have beside its own arrays.
+// Rows to prefetch: as many of dy and z as fit into a block's shared memory, then of dz; 0 if none fits.
+// shared_bytes: dynamic shared memory that a block may have.
 template <typename X, typename Z>
-AheadPlan ahead_plan(const RowNormBackward& args, int row_threads, int threads, int64_t shared_bytes) {
+PipelinePlan pipeline_plan(const RowNormBackward& args, int row_threads, int threads, int64_t shared_bytes) {
   const int64_t per_thread = (shared_bytes - weight_pieces(args) * row_threads * 16) / (threads * 16);
   const int64_t n_pieces = per_thread - dbias_pieces(args);
   const auto stages = [&](int64_t pieces, int stage, int64_t most) {
     return pieces < stage ? 0 : static_cast<int>(at_most(pieces / stage, most));
   };
-  AheadPlan plan{row_threads, stages(n_pieces, kStagePieces<X, Z>, kMaxStages), 0};
+  PipelinePlan plan{row_threads, stages(n_pieces, kStagePieces<X, Z>, kMaxStages), 0};
   if (args.dz != nullptr) plan.dz = stages(n_pieces - plan.dy_z * kStagePieces<X, Z>, kPieces<Z>, plan.dy_z);
   return plan;
 }
 
-// Whether the card runs the kernel that copies such rows ahead; if so, status is that of the launch.
+// Whether the GPU can run the pipelined kernel for these rows; if so, status is that of the launch.
 template <typename X, typename Z, int kRowThreads>
-bool launch_backward_ahead(const RowNormBackward& args, const BackwardPartition& partition, const Card& card,
-                           cudaStream_t stream, cudaError_t& status) {
-  const auto kernel = row_norm_backward_ahead_kernel<X, Z, kRowThreads>;
+bool launch_backward_pipelined(const RowNormBackward& args, const BackwardPartition& partition, const DeviceInfo& info,
+                               cudaStream_t stream, cudaError_t& status) {
+  const auto kernel = row_norm_backward_pipelined_kernel<X, Z, kRowThreads>;
   int static_bytes = 0;
-  status = prepare(kernel, card, static_bytes);
+  status = prepare(kernel, info, static_bytes);
   if (status != cudaSuccess) return true;
   if (static_bytes == 0) return false;  // every kernel with a body has the state of dropout
-  const int n_blocks = ahead_blocks(args.n_cols), row_threads = ahead_row_threads(args.n_cols);
+  const int n_blocks = pipelined_blocks(args.n_cols), row_threads = pipelined_row_threads(args.n_cols);
   const int threads = row_threads * partition.n_groups;
   // As many blocks on an SM as its registers are enough for; fewer, where their shared memory then holds no row.
-  AheadPlan plan{};
-  for (int resident = kAheadThreads / threads; resident > 0 && plan.dy_z == 0; resident /= 2) {
-    const int64_t share = at_most(card.block_shared, card.shared / resident - card.reserved_shared);
-    plan = ahead_plan<X, Z>(args, row_threads, threads, share - static_bytes);
+  PipelinePlan plan{};
+  for (int resident = kPipelinedThreads / threads; resident > 0 && plan.dy_z == 0; resident /= 2) {
+    const int64_t share = at_most(info.block_shared, info.shared / resident - info.reserved_shared);
+    plan = pipeline_plan<X, Z>(args, row_threads, threads, share - static_bytes);
   }
   if (plan.dy_z == 0) return false;
   const int own_pieces = dbias_pieces(args) + plan.dy_z * kStagePieces<X, Z> + plan.dz * kPieces<Z>;
@@ -249,14 +253,14 @@ bool launch_backward_ahead(const RowNormBackward& args, const BackwardPartition&
     status = ONETRIP_LAUNCH(kernel, grid, dim3(threads), shared_bytes, stream, args, partition, plan);
     return true;
   }
-  if (!runs_in_clusters(kernel, n_blocks, threads, shared_bytes, card)) return false;
+  if (!runs_in_clusters(kernel, n_blocks, threads, shared_bytes, info)) return false;
   status = ONETRIP_LAUNCH_CLUSTERS(kernel, n_blocks, grid, dim3(threads), shared_bytes, stream, args, partition, plan);
   return true;
 }
 
 template <typename X, typename Z, bool kFast>
-cudaError_t launch_backward_split(const RowNormBackward& args, bool vector_access, const BackwardPartition& partition,
-                                  cudaStream_t stream) {
+cudaError_t launch_backward_wide(const RowNormBackward& args, bool vector_access, const BackwardPartition& partition,
+                                 cudaStream_t stream) {
   const dim3 block(kBackwardThreads);
   float2* means = nullptr;
   if (args.dy != nullptr) {
@@ -294,12 +298,12 @@ cudaError_t launch_partials(const RowNormBackward& args, int64_t n_parts, cudaSt
 
 template <typename X, typename Z, bool kFast>
 cudaError_t launch_backward_rows(const RowNormBackward& args, bool vector_access, const BackwardShape& shape,
-                                 const BackwardPartition& partition, int shared_bytes, const Card& card,
+                                 const BackwardPartition& partition, int shared_bytes, const DeviceInfo& info,
                                  cudaStream_t stream) {
-  const auto kernel = shape.path == Path::kEighths ? row_norm_backward_kernel<X, Z, kEighthsThreads, kFast>
-                      : shape.path == Path::kWarp  ? row_norm_backward_kernel<X, Z, kWarpThreads, kFast>
-                                                   : row_norm_backward_kernel<X, Z, 0, kFast>;
-  const cudaError_t status = prepare(kernel, card);
+  const auto kernel = shape.path == Path::kNarrow ? row_norm_backward_kernel<X, Z, kNarrowThreads, kFast>
+                      : shape.path == Path::kWarp ? row_norm_backward_kernel<X, Z, kWarpThreads, kFast>
+                                                  : row_norm_backward_kernel<X, Z, 0, kFast>;
+  const cudaError_t status = prepare(kernel, info);
   if (status != cudaSuccess) return status;
   return ONETRIP_LAUNCH(kernel, dim3(static_cast<unsigned>(partition.n_parts)),
                         dim3(shape.row_threads * shape.n_groups), static_cast<size_t>(shared_bytes), stream, args,
@@ -307,7 +311,7 @@ cudaError_t launch_backward_rows(const RowNormBackward& args, bool vector_access
 }
 
 template <typename X, typename Z>
-cudaError_t launch_backward(const RowNormBackward& args, const Card& card, cudaStream_t stream) {
+cudaError_t launch_backward(const RowNormBackward& args, const DeviceInfo& info, cudaStream_t stream) {
   VectorAccess access(args.n_cols, kChunkColumns);
   access.require(args.dy, args.y_dtype, args.dy_row_stride);
   access.require(args.dz, args.z_dtype, args.dz_row_stride);
@@ -321,24 +325,24 @@ cudaError_t launch_backward(const RowNormBackward& args, const Card& card, cudaS
   const BackwardPartition partition = backward_partition(args.n_rows, args.n_cols);
   cudaError_t status = cudaSuccess;
   const bool vector_access = access.possible(), fast = vector_access && args.y_dtype == DTypeOf<X>::value;
-  bool ahead = fast && args.dy != nullptr && args.n_cols <= kMaxClusterBlocks * kAheadBlockColumns;
-  if (ahead) {
-    const auto launch = shape.row_blocks > 1                            ? launch_backward_ahead<X, Z, kClusterRow>
-                        : args.n_cols > kWarpThreads * kBackwardColumns ? launch_backward_ahead<X, Z, 0>
-                        : args.n_cols > 8 * kAheadColumns               ? launch_backward_ahead<X, Z, 16>
-                                                                        : launch_backward_ahead<X, Z, 8>;
-    ahead = launch(args, partition, card, stream, status);
+  bool pipelined = fast && args.dy != nullptr && args.n_cols <= kMaxClusterBlocks * kPipelinedBlockColumns;
+  if (pipelined) {
+    const auto launch = shape.row_blocks > 1                            ? launch_backward_pipelined<X, Z, kClusterRow>
+                        : args.n_cols > kWarpThreads * kBackwardColumns ? launch_backward_pipelined<X, Z, 0>
+                        : args.n_cols > 8 * kPipelinedColumns           ? launch_backward_pipelined<X, Z, 16>
+                                                                        : launch_backward_pipelined<X, Z, 8>;
+    pipelined = launch(args, partition, info, stream, status);
   }
-  if (!ahead && shape.path == Path::kWide) {
-    status = fast ? launch_backward_split<X, Z, true>(args, true, partition, stream)
-                  : launch_backward_split<X, Z, false>(args, vector_access, partition, stream);
-  } else if (!ahead) {
+  if (!pipelined && shape.path == Path::kWide) {
+    status = fast ? launch_backward_wide<X, Z, true>(args, true, partition, stream)
+                  : launch_backward_wide<X, Z, false>(args, vector_access, partition, stream);
+  } else if (!pipelined) {
     const auto shared_bytes = [&](bool fast_kernel) {
       return static_cast<int>(sizeof(float)) * backward_shared_floats(fast_kernel, args, shape.row_threads);
     };
-    status = fast && shared_bytes(true) <= card.block_shared - kStaticSharedBytes
-                 ? launch_backward_rows<X, Z, true>(args, true, shape, partition, shared_bytes(true), card, stream)
-                 : launch_backward_rows<X, Z, false>(args, vector_access, shape, partition, shared_bytes(false), card,
+    status = fast && shared_bytes(true) <= info.block_shared - kStaticSharedBytes
+                 ? launch_backward_rows<X, Z, true>(args, true, shape, partition, shared_bytes(true), info, stream)
+                 : launch_backward_rows<X, Z, false>(args, vector_access, shape, partition, shared_bytes(false), info,
                                                      stream);
   }
   return status == cudaSuccess ? launch_partials(args, partition.n_parts, stream) : status;
@@ -349,10 +353,10 @@ cudaError_t launch_backward(const RowNormBackward& args, const Card& card, cudaS
 int row_norm_forward_cuda(const RowNormForward& args, int device, void* stream) {
   if (args.n_rows == 0 || args.n_cols == 0) return cudaSuccess;
   if (args.residual != nullptr && args.residual_dtype != args.z_dtype) return cudaErrorNotSupported;
-  return on_device(device, [&](const Card& card) {
+  return on_device(device, [&](const DeviceInfo& info) {
 #define ONETRIP_FORWARD(X, Z)                                                   \
   if (args.x_dtype == DTypeOf<X>::value && args.z_dtype == DTypeOf<Z>::value) { \
-    return launch_forward<X, Z>(args, card, static_cast<cudaStream_t>(stream)); \
+    return launch_forward<X, Z>(args, info, static_cast<cudaStream_t>(stream)); \
   }
     ONETRIP_ROW_NORM_PAIRS(ONETRIP_FORWARD)
     return cudaErrorNotSupported;
@@ -362,10 +366,10 @@ int row_norm_forward_cuda(const RowNormForward& args, int device, void* stream) 
 int row_norm_backward_cuda(const RowNormBackward& args, int device, void* stream) {
   if (args.n_rows == 0 || args.n_cols == 0) return cudaSuccess;
   if (args.dresidual != nullptr && args.residual_dtype != args.z_dtype) return cudaErrorNotSupported;
-  return on_device(device, [&](const Card& card) {
+  return on_device(device, [&](const DeviceInfo& info) {
 #define ONETRIP_BACKWARD(X, Z)                                                   \
   if (args.x_dtype == DTypeOf<X>::value && args.z_dtype == DTypeOf<Z>::value) {  \
-    return launch_backward<X, Z>(args, card, static_cast<cudaStream_t>(stream)); \
+    return launch_backward<X, Z>(args, info, static_cast<cudaStream_t>(stream)); \
   }
     ONETRIP_ROW_NORM_PAIRS(ONETRIP_BACKWARD)
     return cudaErrorNotSupported;

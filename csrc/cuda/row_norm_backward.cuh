@@ -6,8 +6,8 @@
 //
 // One pass: dy, z (and dz) are read once, dx (and dresidual) written once. The sums over rows are float32: every block
 // keeps those of its own rows on the SM and writes them as one partial row; row_norm_partials_kernel adds the partial
-// rows. Cards that can copy ahead take most rows by row_norm_backward_ahead.cuh; wide ones that none of these takes are
-// in row_norm_backward_split.cuh.
+// rows. Cards that can pipeline take most rows by row_norm_backward_pipelined.cuh; wide ones that none of these takes
+// are in row_norm_backward_wide.cuh.
 //
 // The gradients of a row are the same bits whichever kernel takes it. So no compiler may fuse a product with a sum, or
 // not, as it likes: products are __fmul_rn, or fmaf where they are fused.
@@ -31,7 +31,7 @@ struct BackwardPartition {
 
 // The first row of a part, computed again wherever it is wanted.
 __device__ __forceinline__ int64_t part_begin(const BackwardPartition& partition, uint32_t part) {
-  forget(part);
+  compiler_barrier(part);
   return part * partition.rows_per_part;
 }
 
@@ -42,11 +42,11 @@ struct GradientChunk {
 };
 
 template <typename Z, int kColumns>
-__device__ __forceinline__ void forget(GradientChunk<Z, kColumns>& chunk, DType dy_dtype) {
-  forget(chunk.z);
+__device__ __forceinline__ void compiler_barrier(GradientChunk<Z, kColumns>& chunk, DType dy_dtype) {
+  compiler_barrier(chunk.z);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
-    if (i < kColumns * size_of(dy_dtype) / 4) forget(chunk.dy.word[i]);
+    if (i < kColumns * size_of(dy_dtype) / 4) compiler_barrier(chunk.dy.word[i]);
   }
 }
 
@@ -205,7 +205,7 @@ constexpr int backward_blocks() {
 //
 // kFast: every access is vectorised and dy has x's dtype; 64 registers then suffice, with the weights, dbias and
 // dweight in shared memory and dnorm_bias in registers: two blocks share the 100 KB of sm_120. Otherwise both are
-// run-time choices. The sums have the same bits. Where cards copy rows ahead, what is left of kFast are rows without a
+// run-time choices. The sums have the same bits. Where GPUs copy rows ahead, what is left of kFast are rows without a
 // norm, which have no sum to wait for; float32 then keeps half as many threads, of twice the bytes: it would spill.
 template <typename X, typename Z, int kRowThreads, bool kFast>
 __global__ void __launch_bounds__(kBackwardThreads,
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kBackwardThreads,
     const int64_t row_in_part = first_row + group, row = part_begin(partition, blockIdx.x) + row_in_part;
     const bool has_row = row_in_part < partition.rows_per_part && row < args.n_rows;
     const int n_cols = has_row ? static_cast<int>(args.n_cols) : 0;
-    forget(col);  // or a pair of registers would hold each tensor's address of this column
+    compiler_barrier(col);  // or a pair of registers would hold each tensor's address of this column
     const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
     Chunk<Z, kColumns> dz;
     GradientChunk<Z, kColumns> held;
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(kBackwardThreads,
       weigh(g);
       const float2 means = row_means(sum_over_row(chunk_sums(g, n)), args);
       if (kComputeTwice) {
-        forget(held, dy_dtype);
+        compiler_barrier(held, dy_dtype);
         normalise(held, dy_dtype, mean, rstd, vector_access, valid, g, n);
         weigh(g);
       }

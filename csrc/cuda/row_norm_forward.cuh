@@ -70,7 +70,7 @@ __device__ __forceinline__ void compute_z(HeldRow<Z, kColumns, kChunks>& held, c
     const Col col = first + k * step;
     const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
     float value[kColumns];
-    forget(x[k]);  // the other chunks wait as they were read
+    compiler_barrier(x[k]);  // the other chunks wait as they were read
     unpack(x[k], value);
     if (args.bias != nullptr) {
       float bias[kColumns];
@@ -87,7 +87,7 @@ __device__ __forceinline__ void compute_z(HeldRow<Z, kColumns, kChunks>& held, c
       for (int i = 0; i < kColumns; ++i) value[i] = __fadd_rn(value[i], added[i]);
     }
     pack(held.z[k], value);
-    forget(held.z[k]);
+    compiler_barrier(held.z[k]);
   }
 }
 
@@ -144,7 +144,7 @@ __device__ __forceinline__ void forward_row(const RowNormForward& args, const Dr
   HeldRow<Z, kColumns, kChunks> held;
   compute_z<X>(held, args, mask, kVectorAccess, row, first_col, step, n_cols);
   if (args.z != nullptr && !args.center_z) {
-    forget(first_col);
+    compiler_barrier(first_col);
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const int col = first_col + k * step;
@@ -157,13 +157,13 @@ __device__ __forceinline__ void forward_row(const RowNormForward& args, const Dr
   float mean = 0.0f;
   if (args.norm == Norm::kLayer) {
     float sum = 0.0f;
-    forget(first_col);
+    compiler_barrier(first_col);
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const int valid = valid_columns<kColumns>(first_col + k * step, n_cols, kVectorAccess);
       float value[kColumns], chunk_sum = 0.0f;
       unpack(held.z[k], value);
-      forget(held.z[k]);
+      compiler_barrier(held.z[k]);
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) chunk_sum += inside(i, valid, kVectorAccess) ? value[i] : 0.0f;
       sum += chunk_sum;
@@ -171,13 +171,13 @@ __device__ __forceinline__ void forward_row(const RowNormForward& args, const Dr
     mean = RowCount(args.n_cols).mean(sum_over_row(sum));
   }
   float squares = 0.0f;
-  forget(first_col);
+  compiler_barrier(first_col);
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const int valid = valid_columns<kColumns>(first_col + k * step, n_cols, kVectorAccess);
     float value[kColumns], chunk_squares = 0.0f;
     unpack(held.z[k], value);
-    forget(held.z[k]);
+    compiler_barrier(held.z[k]);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       const float centred = inside(i, valid, kVectorAccess) ? value[i] - mean : 0.0f;
@@ -189,7 +189,7 @@ __device__ __forceinline__ void forward_row(const RowNormForward& args, const Dr
 
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    forget(first_col);
+    compiler_barrier(first_col);
     finish_chunk(held.z[k], args, kVectorAccess, row, first_col + k * step, n_cols, mean, rstd);
   }
   if (thread == 0 && n_cols != 0) store_statistics(args, row, mean, rstd);
@@ -201,7 +201,7 @@ struct Constant {
 };
 
 // The same for Access::kUniform, to the same bits: dtypes are known, z is not centred, and the row waits as numbers. A
-// plain LayerNorm of bfloat16 takes 21 to 24 instructions an element instead of 44, where a Hopper card's memory leaves
+// plain LayerNorm of bfloat16 takes 21 to 24 instructions an element instead of 44, where a Hopper GPU's memory leaves
 // time for 28.
 template <typename X, typename Z, typename SumOverRow>
 __device__ __forceinline__ void forward_uniform_row(const RowNormForward& args, const DropoutMask& mask, int64_t row,
@@ -235,7 +235,7 @@ __device__ __forceinline__ void forward_uniform_row(const RowNormForward& args, 
     } else {
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
-        forget(x[k]);  // the other chunk waits as it was read
+        compiler_barrier(x[k]);  // the other chunk waits as it was read
         unpack(x[k], z[k]);
         if (args.bias != nullptr && valid_of(k) != 0) {
           float bias[kColumns];
@@ -256,7 +256,7 @@ __device__ __forceinline__ void forward_uniform_row(const RowNormForward& args, 
     }
   }
   if (args.z != nullptr) {
-    forget(first_col);
+    compiler_barrier(first_col);
     Z* const z_row = static_cast<Z*>(args.z) + row * args.n_cols + first_col;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) store_rounded<Z>(z_row, k * step, z[k], true, valid_of(k));
@@ -291,7 +291,7 @@ __device__ __forceinline__ void forward_uniform_row(const RowNormForward& args, 
   const float rstd = row_count.rstd(sum_over_row(squares), args.eps);
   // Whether the weight has an offset is asked once: skipped one by one, its additions would cost what they cost.
   const auto finish = [&](auto has_offset) {
-    forget(first_col);
+    compiler_barrier(first_col);
     Z* const y = static_cast<Z*>(args.y) + row * args.n_cols + first_col;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {

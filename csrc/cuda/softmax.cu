@@ -1,5 +1,5 @@
-// Softmax on NVIDIA cards: which kernel takes which row, how the rows that share a row of the mask are summed, and the
-// launches. The kernels are in softmax_forward.cuh and softmax_backward.cuh; the contract is launch.h.
+// Softmax on NVIDIA GPUs: the path that each row takes, the sums over rows that share a mask row, the launches.
+// The kernels are in softmax_forward.cuh and softmax_backward.cuh; csrc/launch.h documents every argument.
 #include "softmax_backward.cuh"
 #include "softmax_forward.cuh"
 
@@ -9,28 +9,28 @@
 
 namespace onetrip {
 
-// The table. A row goes to the first path that it fits, by its columns; to the wide kernels where it fits none.
-//   path     threads a row            columns a thread    columns
-//   narrow   1 to 32 lanes                   8                256
-//   held     32 to 1024, whole warps        16              16384
-//   cluster  8 blocks of 512, several SMs   16              65536
-//   shared   1 to 1024, as above             8               8192    (backward, where rows share a row of the mask)
-//   wide     512, again and again
-// Clusters (cluster_of_row() in launch.cuh) take aligned rows of more than 8192 columns first, on cards that have them;
-// in backward only where no rows share a row of the mask. Rows of up to 16384 columns get the same bits either way.
-constexpr int kNarrowColumns = kWarpThreads * kChunkColumns;
-constexpr int kHeldColumns = kMaxThreads * kHeldChunks * kChunkColumns;
+// Paths. A row takes the first path that holds its columns; row_norm.cu uses the same names.
+//   path      threads a row                   columns a thread   columns
+//   narrow    1 to 16                                8           128
+//   warp      32                                     8           256
+//   block     the fewest warps that hold it         16           16384
+//   cluster   as block, in 2, 4 or 8 blocks         16           65536, from 8193 on; aligned rows, GPUs with clusters
+//   wide      512 walk the row                       8           any
+// Rows of up to 16384 columns have the same bits from a cluster (cluster_of_row() in launch.cuh) as from a block.
+// Backward where rows share a row of the mask: 8 columns a thread up to 8192 columns (narrow, warp, block), then wide.
+constexpr int kWarpColumns = kWarpThreads * kChunkColumns;
+constexpr int kBlockColumns = kMaxThreads * kBlockChunks * kChunkColumns;
 constexpr int kSharedColumns = kMaxThreads * kChunkColumns;
 
-// NVRTC compiles no host code, so that nothing would ask for the kernels.
+// NVRTC compiles no host code: nothing else would instantiate the kernels.
 #ifdef __CUDACC_RTC__
 
 #define ONETRIP_INSTANTIATE(T, kFast)                                                                                \
   template __global__ void softmax_forward_kernel<T, 1, kFast>(SoftmaxForward, ForwardLaunch);                       \
-  template __global__ void softmax_forward_kernel<T, kHeldChunks, kFast>(SoftmaxForward, ForwardLaunch);             \
+  template __global__ void softmax_forward_kernel<T, kBlockChunks, kFast>(SoftmaxForward, ForwardLaunch);            \
   template __global__ void softmax_forward_wide_kernel<T, kFast>(SoftmaxForward, ForwardLaunch);                     \
   template __global__ void softmax_backward_kernel<T, 1, kFast>(SoftmaxBackward, RowThreads, Causality);             \
-  template __global__ void softmax_backward_kernel<T, kHeldChunks, kFast>(SoftmaxBackward, RowThreads, Causality);   \
+  template __global__ void softmax_backward_kernel<T, kBlockChunks, kFast>(SoftmaxBackward, RowThreads, Causality);  \
   template __global__ void softmax_backward_wide_kernel<T, kFast>(SoftmaxBackward, MaskSharing, Causality, int64_t); \
   template __global__ void softmax_backward_shared_kernel<T, kFast>(SoftmaxBackward, RowThreads, MaskSharing,        \
                                                                     Causality);
@@ -59,32 +59,33 @@ Causality causality_of(int64_t n_rows, int64_t n_queries) {
   return {n_queries != 0, n_rows <= int64_t{1} << 31, divisor_of(n_queries != 0 ? n_queries : 1)};
 }
 
-// The threads of a row in registers: lanes of a warp with a chunk each, or whole warps.
+// The threads of a row in registers: lanes of one warp with a chunk each (narrow, warp), or whole warps (block).
 RowThreads threads_of_held_row(int64_t n_cols) {
-  return threads_of_row(n_cols, n_cols <= kNarrowColumns ? kChunkColumns : kHeldChunks * kChunkColumns);
+  return threads_of_row(n_cols, n_cols <= kWarpColumns ? kChunkColumns : kBlockChunks * kChunkColumns);
 }
 dim3 block_of(const RowThreads& threads) { return dim3(static_cast<unsigned>(threads.rows * threads.count)); }
 
 template <typename T, bool kFast>
-cudaError_t launch_forward(const SoftmaxForward& args, ForwardLaunch launch, const Card& card, cudaStream_t stream) {
-  if (args.n_cols > kHeldColumns) {
+cudaError_t launch_forward(const SoftmaxForward& args, ForwardLaunch launch, const DeviceInfo& info,
+                           cudaStream_t stream) {
+  if (args.n_cols > kBlockColumns) {
     const auto kernel = softmax_forward_wide_kernel<T, kFast>;
-    launch.kept_tiles = tiles_to_keep(args.n_cols, sizeof(T), card);
+    launch.kept_tiles = tiles_to_keep(args.n_cols, sizeof(T), info);
     const int64_t shared_bytes = launch.kept_tiles * kWideThreads * kChunkColumns * static_cast<int64_t>(sizeof(T));
-    const cudaError_t status = prepare(kernel, card);
+    const cudaError_t status = prepare(kernel, info);
     if (status != cudaSuccess) return status;
     return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, 1), dim3(kWideThreads), static_cast<size_t>(shared_bytes),
                           stream, args, launch);
   }
-  const bool narrow = args.n_cols <= kNarrowColumns;
+  const bool one_warp = args.n_cols <= kWarpColumns;
   launch.threads = threads_of_held_row(args.n_cols);
-  const auto kernel = narrow ? softmax_forward_kernel<T, 1, kFast> : softmax_forward_kernel<T, kHeldChunks, kFast>;
+  const auto kernel = one_warp ? softmax_forward_kernel<T, 1, kFast> : softmax_forward_kernel<T, kBlockChunks, kFast>;
   return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, launch.threads.rows), block_of(launch.threads), 0, stream,
                         args, launch);
 }
 
 template <typename T>
-cudaError_t launch_forward(const SoftmaxForward& args, const Card& card, cudaStream_t stream) {
+cudaError_t launch_forward(const SoftmaxForward& args, const DeviceInfo& info, cudaStream_t stream) {
   ForwardLaunch launch{};
   launch.causality = causality_of(args.n_rows, args.n_queries);
   launch.plain = args.mask == nullptr && args.p == nullptr && args.dropout.threshold == 0 && !launch.causality.on;
@@ -102,12 +103,12 @@ cudaError_t launch_forward(const SoftmaxForward& args, const Card& card, cudaStr
   fast = fast && access.possible();
   const auto kernel = softmax_forward_cluster_kernel<T>;
   const ClusterShape shape = cluster_of_row(args.n_cols);
-  if (fast && shape.blocks != 0 && runs_in_clusters(kernel, shape.blocks, shape.threads, 0, card)) {
+  if (fast && shape.blocks != 0 && runs_in_clusters(kernel, shape.blocks, shape.threads, 0, info)) {
     return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
                                    dim3(shape.threads), 0, stream, args, launch);
   }
-  return fast ? launch_forward<T, true>(args, launch, card, stream)
-              : launch_forward<T, false>(args, launch, card, stream);
+  return fast ? launch_forward<T, true>(args, launch, info, stream)
+              : launch_forward<T, false>(args, launch, info, stream);
 }
 
 // How rows that share a row of the mask are shared out, a function of the sizes alone.
@@ -136,7 +137,7 @@ SharingPlan plan_sharing(int64_t n_cols, const MaskRows& rows) {
     (moving ? sharing.n_mask_rows : sharing.n_sharing) *= rows.sizes[k];
     last = moving;
   }
-  // One list of rows a row of the mask, where that fills the card. Else several: first those of a block's groups, of at
+  // One list of rows a row of the mask, where that fills the info. Else several: first those of a block's groups, of at
   // least 2 rows each, then those of several blocks, of at least 16 rows each: their partial sums cost 8 bytes a
   // column, 8% of what 16 rows of a 16-bit type do.
   constexpr int64_t kFillingThreads = 1 << 18, kMinRows = 16, kMaxParts = 2048;
@@ -162,12 +163,12 @@ SharingPlan plan_sharing(int64_t n_cols, const MaskRows& rows) {
 }
 
 template <typename T, bool kFast>
-cudaError_t launch_backward_wide(const SoftmaxBackward& args, const MaskSharing& sharing, const Card& card,
+cudaError_t launch_backward_wide(const SoftmaxBackward& args, const MaskSharing& sharing, const DeviceInfo& info,
                                  cudaStream_t stream) {
   const auto kernel = softmax_backward_wide_kernel<T, kFast>;
-  const int64_t kept_tiles = tiles_to_keep(args.n_cols, 2 * sizeof(T), card);
+  const int64_t kept_tiles = tiles_to_keep(args.n_cols, 2 * sizeof(T), info);
   const int64_t shared_bytes = kept_tiles * kWideThreads * kChunkColumns * 2 * static_cast<int64_t>(sizeof(T));
-  const cudaError_t status = prepare(kernel, card);
+  const cudaError_t status = prepare(kernel, info);
   if (status != cudaSuccess) return status;
   return ONETRIP_LAUNCH(kernel, grid_of_rows(sharing.n_mask_rows * sharing.n_parts, 1), dim3(kWideThreads),
                         static_cast<size_t>(shared_bytes), stream, args, sharing,
@@ -176,10 +177,10 @@ cudaError_t launch_backward_wide(const SoftmaxBackward& args, const MaskSharing&
 
 template <typename T, bool kFast>
 cudaError_t launch_backward_rows(const SoftmaxBackward& args, cudaStream_t stream) {
-  constexpr int kChunks = kHeldChunks;
-  const bool narrow = args.n_cols <= kNarrowColumns;
+  constexpr int kChunks = kBlockChunks;
+  const bool one_warp = args.n_cols <= kWarpColumns;
   const RowThreads threads = threads_of_held_row(args.n_cols);
-  const auto kernel = narrow ? softmax_backward_kernel<T, 1, kFast> : softmax_backward_kernel<T, kChunks, kFast>;
+  const auto kernel = one_warp ? softmax_backward_kernel<T, 1, kFast> : softmax_backward_kernel<T, kChunks, kFast>;
   return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, threads.rows), block_of(threads), 0, stream, args, threads,
                         causality_of(args.n_rows, args.n_queries));
 }
@@ -206,7 +207,7 @@ cudaError_t launch_parts(const SoftmaxBackward& args, const MaskSharing& sharing
 }
 
 template <typename T>
-cudaError_t launch_backward(const SoftmaxBackward& args, const Card& card, cudaStream_t stream) {
+cudaError_t launch_backward(const SoftmaxBackward& args, const DeviceInfo& info, cudaStream_t stream) {
   VectorAccess access(args.n_cols, kChunkColumns);
   access.require(args.dy, args.dtype, args.dy_row_stride);
   access.require(args.p, args.dtype, args.p_row_stride);
@@ -219,18 +220,18 @@ cudaError_t launch_backward(const SoftmaxBackward& args, const Card& card, cudaS
   const bool summed = plan.sharing.n_sharing > 1;
   if (!summed) {  // every row is the only one of its row of the mask
     plan.sharing = MaskSharing{args.n_rows, 1, 1, {1, 0}, 1, {0, 0}, 1, 1, 1, false};
-    plan.wide = args.n_cols > kHeldColumns;
+    plan.wide = args.n_cols > kBlockColumns;
   }
   const auto kernel = softmax_backward_cluster_kernel<T>;
   const ClusterShape shape = cluster_of_row(args.n_cols);
-  if (fast && !summed && shape.blocks != 0 && runs_in_clusters(kernel, shape.blocks, shape.threads, 0, card)) {
+  if (fast && !summed && shape.blocks != 0 && runs_in_clusters(kernel, shape.blocks, shape.threads, 0, info)) {
     return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
                                    dim3(shape.threads), 0, stream, args, causality_of(args.n_rows, args.n_queries));
   }
   cudaError_t status = cudaSuccess;
   if (plan.wide) {
-    status = fast ? launch_backward_wide<T, true>(args, plan.sharing, card, stream)
-                  : launch_backward_wide<T, false>(args, plan.sharing, card, stream);
+    status = fast ? launch_backward_wide<T, true>(args, plan.sharing, info, stream)
+                  : launch_backward_wide<T, false>(args, plan.sharing, info, stream);
   } else if (!summed) {
     status = fast ? launch_backward_rows<T, true>(args, stream) : launch_backward_rows<T, false>(args, stream);
   } else {
@@ -245,9 +246,9 @@ cudaError_t launch_backward(const SoftmaxBackward& args, const Card& card, cudaS
 
 int softmax_forward_cuda(const SoftmaxForward& args, int device, void* stream) {
   if (args.n_rows == 0 || args.n_cols == 0) return cudaSuccess;
-  return on_device(device, [&](const Card& card) {
+  return on_device(device, [&](const DeviceInfo& info) {
 #define ONETRIP_FORWARD(T) \
-  if (args.dtype == DTypeOf<T>::value) return launch_forward<T>(args, card, static_cast<cudaStream_t>(stream));
+  if (args.dtype == DTypeOf<T>::value) return launch_forward<T>(args, info, static_cast<cudaStream_t>(stream));
     ONETRIP_SOFTMAX_TYPES(ONETRIP_FORWARD)
     return cudaErrorNotSupported;
   });
@@ -255,9 +256,9 @@ int softmax_forward_cuda(const SoftmaxForward& args, int device, void* stream) {
 
 int softmax_backward_cuda(const SoftmaxBackward& args, int device, void* stream) {
   if (args.n_rows == 0 || args.n_cols == 0) return cudaSuccess;
-  return on_device(device, [&](const Card& card) {
+  return on_device(device, [&](const DeviceInfo& info) {
 #define ONETRIP_BACKWARD(T) \
-  if (args.dtype == DTypeOf<T>::value) return launch_backward<T>(args, card, static_cast<cudaStream_t>(stream));
+  if (args.dtype == DTypeOf<T>::value) return launch_backward<T>(args, info, static_cast<cudaStream_t>(stream));
     ONETRIP_SOFTMAX_TYPES(ONETRIP_BACKWARD)
     return cudaErrorNotSupported;
   });

@@ -149,7 +149,7 @@ __device__ __forceinline__ void backward_row(const SoftmaxBackward& args, const 
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) dot += dot_product(p[k], dp[k]);
   dot = sum_over_row(dot);
-  forget(first_col);
+  compiler_barrier(first_col);
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) gradient_of(p[k], dp[k], dot);
   if (causality.on) {
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kClusterThreads, kClusterBlocksPerSm)
   ONETRIP_SHARED(float2, shared, 2 * kMaxClusterWarps);
   RowSum<kClusterRow> sum_over_row(shared);
   const ClusterThreads threads;
-  backward_row<T, kHeldChunks, true>(args, causality, threads.row, threads.thread, threads.count, sum_over_row);
+  backward_row<T, kBlockChunks, true>(args, causality, threads.row, threads.thread, threads.count, sum_over_row);
 #endif
 }
 
@@ -262,12 +262,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     // Lanes without a row go through all of it, for the sake of the warp, with a row of no columns.
     const int n_cols = i < left ? static_cast<int>(args.n_cols) : 0;
     const int visible = i < left ? causality.visible(rows.row(), n_cols) : 0;
-    forget(col);
+    compiler_barrier(col);
     BackwardChunk<T> chunk;
     load_backward(chunk, args, kFast, rows.row(), col, visible);
     const float dot = row_sum(dot_product(chunk, args));
     float g[kChunkColumns];
-    forget(chunk.dy), forget(chunk.p);
+    compiler_barrier(chunk.dy), compiler_barrier(chunk.p);
     finish_chunk(g, chunk, args, dot, kFast, rows.row(), col, n_cols, visible);
 #pragma unroll
     for (int j = 0; j < kChunkColumns; ++j) sum[j] += g[j];

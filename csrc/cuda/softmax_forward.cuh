@@ -226,7 +226,8 @@ __device__ __forceinline__ void store_dropped(float (&value)[kChunkColumns], uin
                                               int64_t index, int valid) {
   float p[kChunkColumns];
   uint32_t zero = 0;
-  forget(zero);  // compilers make three instructions of a choice between a number and 0 by a bit, instead of one
+  compiler_barrier(
+      zero);  // compilers make three instructions of a choice between a number and 0 by a bit, instead of one
 #pragma unroll
   for (int i = 0; i < kChunkColumns; ++i) {
     const float scaled = __fmul_rn(value[i], scale);
@@ -282,7 +283,7 @@ __device__ __forceinline__ void forward_row(const SoftmaxForward& args, const Fo
     }
     load_masks<kFast>(mask, args, mask_start, columns);
     if (kDrawLate) draw();
-    if (!kFast) forget(columns.first);
+    if (!kFast) compiler_barrier(columns.first);
     values_of<kFast>(value, scores, mask, args, mask_start, columns);
   }
   float largest = minus_infinity();
@@ -310,7 +311,7 @@ __device__ __forceinline__ void forward_row(const SoftmaxForward& args, const Fo
   sum = lanes_sum(sum, lanes);
   const float2 joined = join(largest, sum);
   const float factor = exponential(largest, joined.x) * joined.y;
-  forget(columns.first);
+  compiler_barrier(columns.first);
   const int64_t index = row * args.n_cols + columns.first;
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
@@ -369,11 +370,11 @@ __global__ void __launch_bounds__(kClusterThreads, kClusterBlocksPerSm)
   ClusterExchange exchange(shared);
   const DropoutMask dropout(args.dropout, dropout_state);
   const ClusterThreads threads;
-  forward_row<T, kHeldChunks, true>(args, launch, dropout, threads.row, threads.thread, threads.count,
-                                    [&](float largest, float sum) {
-                                      const float2* const slots = exchange.tell<1>(make_float2(largest, sum));
-                                      return join_slots<kClusterWarps>(slots, ClusterExchange::n_warps());
-                                    });
+  forward_row<T, kBlockChunks, true>(args, launch, dropout, threads.row, threads.thread, threads.count,
+                                     [&](float largest, float sum) {
+                                       const float2* const slots = exchange.tell<1>(make_float2(largest, sum));
+                                       return join_slots<kClusterWarps>(slots, ClusterExchange::n_warps());
+                                     });
 #endif
 }
 

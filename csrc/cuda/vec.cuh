@@ -67,9 +67,9 @@ struct UintOf<1> {
 };
 
 template <typename T, int N>
-__device__ __forceinline__ void forget(Chunk<T, N>& chunk) {
+__device__ __forceinline__ void compiler_barrier(Chunk<T, N>& chunk) {
 #pragma unroll
-  for (int i = 0; i < Chunk<T, N>::kWords; ++i) forget(chunk.word[i]);
+  for (int i = 0; i < Chunk<T, N>::kWords; ++i) compiler_barrier(chunk.word[i]);
 }
 
 // kConstant: nobody writes this memory while the kernel runs, so the load may pass earlier stores (ld.global.nc).

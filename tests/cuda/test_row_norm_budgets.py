@@ -86,10 +86,10 @@ class Launch(NamedTuple):
 
 def _has_body(name: str, arch: int) -> bool:
     """Kernels of clusters are empty before sm_90, those that copy rows ahead before sm_80."""
-    return arch >= (90 if "cluster" in name or "-1>" in name else 80 if "ahead" in name else 0)
+    return arch >= (90 if "cluster" in name or "-1>" in name else 80 if "pipelined" in name else 0)
 
 
-def _ahead_launch(call: Call, arch: int, kernels: dict[str, Kernel]) -> Launch | None:
+def _pipelined_launch(call: Call, arch: int, kernels: dict[str, Kernel]) -> Launch | None:
     n_blocks = next(n for n in (1, 2, 4, 8) if n == 8 or n * 8192 >= call.n_cols)
     if call.n_cols <= 256:
         kind = row_threads = 8 if call.n_cols <= 128 else 16
@@ -98,7 +98,7 @@ def _ahead_launch(call: Call, arch: int, kernels: dict[str, Kernel]) -> Launch |
         kind = 0 if n_blocks == 1 else -1
         row_threads = -(-call.n_cols // (16 * 32 * n_blocks)) * 32
         n_groups = max(1, 256 // row_threads)
-    name = f"backward_ahead_kernel<{call.x}, {call.z}, {kind}>"
+    name = f"backward_pipelined_kernel<{call.x}, {call.z}, {kind}>"
     if not _has_body(name, arch):
         return None
     threads = row_threads * n_groups
@@ -128,8 +128,8 @@ def _launches(call: Call, arch: int, kernels: dict[str, Kernel]) -> list[Launch]
         access = "uniform" if call.z != "f32" else "vectors"
         threads = 128 if row_threads else -(-call.n_cols // (16 * 32)) * 32
         return [Launch(f"forward_kernel<{types}, {row_threads}, {access}>", threads)]
-    if call.norm and (ahead := _ahead_launch(call, arch, kernels)) is not None:
-        return [ahead]
+    if call.norm and (pipelined := _pipelined_launch(call, arch, kernels)) is not None:
+        return [pipelined]
     lanes = 32 if call.n_cols <= 256 else 0
     if call.n_cols > 4096:
         columns = Launch(f"backward_columns_kernel<{types}, fast>", 512, 4 * call.shared_sums * 4096)
@@ -168,7 +168,7 @@ def test_nothing_spills(arch: int, compiled: dict[int, Future[list[Kernel]]]) ->
 
 
 def test_aligned_kernels_move_16_bytes_at_once(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
-    kinds = ("fast", "vectors", "uniform", "cluster", "ahead")
+    kinds = ("fast", "vectors", "uniform", "cluster", "pipelined")
     aligned = [kernel for kernel in compiled[arch].result() if any(kind in kernel.name for kind in kinds)]
     assert len(aligned) == 5 * 15 + 2 * 4
     moving = [kernel for kernel in aligned if _has_body(kernel.name, arch)]
@@ -181,14 +181,14 @@ def test_kernels_have_bodies_where_the_card_has_what_they_need(
 ) -> None:
     """Launchers tell by the static shared memory."""
     for kernel in compiled[arch].result():
-        if "cluster" in kernel.name or "ahead" in kernel.name:
+        if "cluster" in kernel.name or "pipelined" in kernel.name:
             assert (kernel.static_bytes > 0) == _has_body(kernel.name, arch), kernel
 
 
 def test_gradients_are_the_same_bits_in_every_kernel(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
     """No product but those of fmaf is fused with a sum, or may be: 8 columns a chunk."""
     fused = {"backward_kernel": 3, "backward_means_kernel": 1, "backward_columns_kernel": 2}
-    fused["backward_ahead_kernel"] = 2 * 3
+    fused["backward_pipelined_kernel"] = 2 * 3
     for kernel in compiled[arch].result():
         kind = kernel.name.partition("<")[0]
         if kind in fused and _has_body(kernel.name, arch):

@@ -18,7 +18,7 @@ from tools.gpusim.harness import Bug, build, missing_tool, run, sources_with
 
 pytestmark = [pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool())), pytest.mark.promise("T7")]
 
-AHEAD, SPLIT = "row_norm_backward_ahead.cuh", "row_norm_backward_split.cuh"
+PIPELINED, WIDE = "row_norm_backward_pipelined.cuh", "row_norm_backward_wide.cuh"
 ROW_NORM_BUGS = {
     "no_barrier_in_the_sum": Bug("reduce.cuh", "named_barrier(1 + group, row_threads_);", ";"),
     "one_buffer_for_every_sum": Bug("reduce.cuh", "turn_ ^= 1;", ";"),
@@ -54,37 +54,39 @@ ROW_NORM_BUGS = {
         "reduce.cuh", "sum_of_warps(sums, 2 * ClusterExchange", "sum_of_warps(sums, ClusterExchange"
     ),
     "sum_of_more_than_32_warps_too_short": Bug("reduce.cuh", "int i = lane + kWarpThreads;", "int i = n_warps;"),
-    "copies_not_waited_for": Bug(AHEAD, "wait_for_stage(plan.dy_z);", ""),
-    "dz_not_waited_for": Bug(AHEAD, "if (plan.dz != 0) wait_for_stage(plan.dz);", ""),
-    "wait_one_group_short": Bug(AHEAD, "copy_async_wait<3>", "copy_async_wait<4>"),
-    "wait_for_dz_one_group_short": Bug(AHEAD, "copy_async_wait<1>", "copy_async_wait<2>"),
+    "copies_not_waited_for": Bug(PIPELINED, "wait_for_stage(plan.dy_z);", ""),
+    "dz_not_waited_for": Bug(PIPELINED, "if (plan.dz != 0) wait_for_stage(plan.dz);", ""),
+    "wait_one_group_short": Bug(PIPELINED, "copy_async_wait<3>", "copy_async_wait<4>"),
+    "wait_for_dz_one_group_short": Bug(PIPELINED, "copy_async_wait<1>", "copy_async_wait<2>"),
     "stage_filled_before_it_is_read": Bug(
-        AHEAD, "if (copies) copy_dy_z(stage, k);", "if (copies) copy_dy_z((stage + 1) % plan.dy_z, k);"
+        PIPELINED, "if (copies) copy_dy_z(stage, k);", "if (copies) copy_dy_z((stage + 1) % plan.dy_z, k);"
     ),
-    "stage_too_many": Bug(AHEAD, "stage + 1 < plan.dy_z ? stage + 1 : 0", "stage < plan.dy_z ? stage + 1 : 0"),
+    "stage_too_many": Bug(PIPELINED, "stage + 1 < plan.dy_z ? stage + 1 : 0", "stage < plan.dy_z ? stage + 1 : 0"),
     "copies_a_row_late": Bug(
-        AHEAD, "copy_dz(dz_stage, r + plan.dz * n_groups);", "copy_dz(dz_stage, r + (plan.dz + 1) * n_groups);"
+        PIPELINED, "copy_dz(dz_stage, r + plan.dz * n_groups);", "copy_dz(dz_stage, r + (plan.dz + 1) * n_groups);"
     ),
-    "copies_the_row_of_the_next_group": Bug(AHEAD, "next_dy += n_groups * args", "next_dy += args"),
-    "statistics_of_the_row_before": Bug(AHEAD, "load_statistics(r + n_groups);", "load_statistics(r);"),
-    "last_row_of_a_part_lost": Bug(AHEAD, ": r < n_rows; r += n_groups", ": r + 1 < n_rows; r += n_groups"),
-    "columns_past_the_row_taken": Bug(AHEAD, "if (!has_row || !has_columns(k)) continue;", "if (!has_row) continue;"),
+    "copies_the_row_of_the_next_group": Bug(PIPELINED, "next_dy += n_groups * args", "next_dy += args"),
+    "statistics_of_the_row_before": Bug(PIPELINED, "load_statistics(r + n_groups);", "load_statistics(r);"),
+    "last_row_of_a_part_lost": Bug(PIPELINED, ": r < n_rows; r += n_groups", ": r + 1 < n_rows; r += n_groups"),
+    "columns_past_the_row_taken": Bug(
+        PIPELINED, "if (!has_row || !has_columns(k)) continue;", "if (!has_row) continue;"
+    ),
     "lanes_without_a_row_go_on": Bug(
-        AHEAD, "if (!has_row || !has_columns(k)) continue;", "if (!has_columns(k)) continue;"
+        PIPELINED, "if (!has_row || !has_columns(k)) continue;", "if (!has_columns(k)) continue;"
     ),
-    "weights_without_barrier": Bug(AHEAD, "if (args.weight != nullptr) __syncthreads();", ""),
-    "sums_of_the_last_group_not_added": Bug(AHEAD, "j < n_groups; ++j)", "j < n_groups - 1; ++j)"),
+    "weights_without_barrier": Bug(PIPELINED, "if (args.weight != nullptr) __syncthreads();", ""),
+    "sums_of_the_last_group_not_added": Bug(PIPELINED, "j < n_groups; ++j)", "j < n_groups - 1; ++j)"),
     "groups_added_before_all_have_ended": Bug(
-        AHEAD, "const auto add_groups = [&] {\n      __syncthreads();", "const auto add_groups = [&] {"
+        PIPELINED, "const auto add_groups = [&] {\n      __syncthreads();", "const auto add_groups = [&] {"
     ),
-    "next_sums_overwrite_those_read": Bug(AHEAD, "      }\n      __syncthreads();\n    };", "      }\n    };"),
+    "next_sums_overwrite_those_read": Bug(PIPELINED, "      }\n      __syncthreads();\n    };", "      }\n    };"),
     "second_values_of_lanes_not_added": Bug(
         "reduce.cuh", "warp_sum<kRowThreads>(add(first, second))", "warp_sum<kRowThreads>(first)"
     ),
     "groups_of_4_drawn_alike": Bug("dropout.cuh", "group | static_cast<uint64_t>(g)", "group"),
-    "tiles_share_their_places": Bug(SPLIT, "n_warps % kMaxClusterWarps + warp", "warp"),
-    "means_without_barrier": Bug(SPLIT, "__syncthreads();\n  if (warp != 0) return;", "if (warp != 0) return;"),
-    "last_row_of_a_tile_lost": Bug(SPLIT, "row < end; ++row", "row + 1 < end; ++row"),
+    "tiles_share_their_places": Bug(WIDE, "n_warps % kMaxClusterWarps + warp", "warp"),
+    "means_without_barrier": Bug(WIDE, "__syncthreads();\n  if (warp != 0) return;", "if (warp != 0) return;"),
+    "last_row_of_a_tile_lost": Bug(WIDE, "row < end; ++row", "row + 1 < end; ++row"),
 }
 
 # What blocks of a cluster tell each other.

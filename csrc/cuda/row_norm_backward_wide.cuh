@@ -1,10 +1,9 @@
-// Gradients of every other row of more than 4096 columns: unaligned, of another dtype, without a norm, wider, or on a
-// card that cannot copy such rows ahead (no clusters, no asynchronous copies, or too little shared memory for one).
-// row_norm_backward.cuh has the formulas.
+// Gradients of rows of more than 4096 columns that are not pipelined: unaligned, of mixed dtypes, without a norm, wider
+// than 65,536, or on a GPU without clusters, cp.async or enough shared memory. row_norm_backward.cuh has the formulas.
 //
-// Two kernels: the first takes each row's means, a block a row; the second goes by columns, each thread walking the
-// rows of a part with 8 columns whose sums it keeps. dy and z are read twice, dz once, dx and dresidual are written
-// once. Without a norm there are no means, and one trip.
+// Two kernels. A block of the first computes the means of one row. A block of the second takes 4096 columns of one
+// part's rows; each thread keeps the sums of its 8 columns. Moves n_cols * (read dy and z twice, dz once + write dx,
+// dresidual) bytes a row. Without a norm the first kernel is skipped and everything is read once.
 #pragma once
 #include "launch.cuh"
 #include "row_norm_backward.cuh"

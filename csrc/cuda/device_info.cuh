@@ -1,4 +1,4 @@
-// What the driver says of cards and of kernels on them. It is asked once: asking at every launch takes microseconds.
+// What the driver knows about a GPU and about kernels on it, queried once: a query per launch takes microseconds.
 #pragma once
 #include "platform.cuh"
 
@@ -18,12 +18,12 @@ inline cudaError_t cleared(cudaError_t status) {
   return status;
 }
 
-// Answers by what they are about. One that failed is not kept. Nobody waits here while the driver is asked, which may
-// load a kernel and wait for the card: two threads may ask the same.
+// Caches driver queries by key; a failed query is not cached. The lock is not held during a query, which may load a
+// kernel and wait for the GPU, so two threads may issue the same one.
 template <typename Key, typename Answer>
-class Answers {
+class QueryCache {
  public:
-  // ask(answer) -> the status of the call that answers.
+  // ask(answer) fills in the answer and returns the driver's status.
   template <typename Ask>
   cudaError_t get(const Key& key, Answer& answer, const Ask& ask) {
     {
@@ -45,9 +45,9 @@ class Answers {
   std::mutex mutex_;
   std::map<Key, Answer> answers_;
 };
-// They outlive the process's last launch: never destroyed.
+// The caches below are never destroyed: a launch may come after static destructors have run.
 
-struct Card {
+struct DeviceInfo {
   int device;
   int n_multiprocessors;
   // Bytes of shared memory: of a multiprocessor, of that what the system takes for every block, and what a block may
@@ -56,9 +56,9 @@ struct Card {
   bool has_clusters;
 };
 
-inline cudaError_t look_at(int device, Card& card) {
-  static auto& cards = *new Answers<int, Card>;
-  return cards.get(device, card, [device](Card& asked) {
+inline cudaError_t query_device(int device, DeviceInfo& info) {
+  static auto& devices = *new QueryCache<int, DeviceInfo>;
+  return devices.get(device, info, [device](DeviceInfo& asked) {
     asked.device = device;
     cudaError_t status = cudaSuccess;
     const auto ask = [&](int& value, cudaDeviceAttr attribute) {
@@ -68,7 +68,7 @@ inline cudaError_t look_at(int device, Card& card) {
     ask(asked.shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     ask(asked.reserved_shared, cudaDevAttrReservedSharedMemoryPerBlock);
     ask(asked.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    // A driver that has never heard of clusters, and fails here, has none.
+    // A driver older than clusters fails here: it has none.
     int clusters = 0;
     asked.has_clusters =
         cleared(cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, device)) == cudaSuccess && clusters != 0;
@@ -76,27 +76,26 @@ inline cudaError_t look_at(int device, Card& card) {
   });
 }
 
-// Lets a kernel have as much dynamic shared memory as the card, which is current, has for it, in the device's one
-// context (which torch, too, never resets). Not just what a call asks
-// for: another thread's call with less would take it back before the launch. static_shared: bytes of the kernel's own
-// arrays; 0 where it is empty, being code of cards that lack what it needs.
+// Allows a kernel all the dynamic shared memory that the current GPU has, in the device's primary context (which torch
+// never resets either). Not only what a call needs: another thread's smaller limit would replace it before the launch.
+// static_shared: bytes of the kernel's own arrays; 0 if the kernel is empty, compiled for GPUs that lack its features.
 template <typename Kernel>
-cudaError_t prepare(Kernel kernel, const Card& card, int& static_shared) {
-  static auto& kernels = *new Answers<std::pair<const void*, int>, int>;
+cudaError_t prepare(Kernel kernel, const DeviceInfo& info, int& static_shared) {
+  static auto& kernels = *new QueryCache<std::pair<const void*, int>, int>;
   const auto address = reinterpret_cast<const void*>(kernel);
-  return kernels.get({address, card.device}, static_shared, [&](int& asked) {
+  return kernels.get({address, info.device}, static_shared, [&](int& asked) {
     cudaFuncAttributes attributes{};
     const cudaError_t status = cudaFuncGetAttributes(&attributes, address);
     if (status != cudaSuccess) return status;
     asked = static_cast<int>(attributes.sharedSizeBytes);
-    return cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, card.block_shared - asked);
+    return cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, info.block_shared - asked);
   });
 }
 
 template <typename Kernel>
-cudaError_t prepare(Kernel kernel, const Card& card) {
+cudaError_t prepare(Kernel kernel, const DeviceInfo& info) {
   int static_shared = 0;
-  return prepare(kernel, card, static_shared);
+  return prepare(kernel, info, static_shared);
 }
 
 // A launch in clusters of cluster_blocks blocks along x.
@@ -115,17 +114,17 @@ struct ClusterLaunch {
   cudaLaunchConfig_t config;
 };
 
-// Whether the card, which is current, runs a kernel in clusters of so many blocks of so many threads, with so much
-// dynamic shared memory. Not so on cards without clusters, and for code of such cards, whose kernel is empty.
+// Whether the current GPU runs a kernel in clusters of this size, with this dynamic shared memory. False on GPUs without
+// clusters, and for code compiled for such GPUs, whose kernel is empty.
 template <typename Kernel>
-bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, const Card& card) {
+bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, const DeviceInfo& info) {
   int static_shared = 0;
-  if (!card.has_clusters || prepare(kernel, card, static_shared) != cudaSuccess || static_shared == 0) return false;
-  static auto& fitting = *new Answers<std::tuple<const void*, int, int, int, size_t>, int>;  // clusters at a time
+  if (!info.has_clusters || prepare(kernel, info, static_shared) != cudaSuccess || static_shared == 0) return false;
+  static auto& fitting = *new QueryCache<std::tuple<const void*, int, int, int, size_t>, int>;  // clusters at a time
   const auto address = reinterpret_cast<const void*>(kernel);
   int n_clusters = 0;
   const cudaError_t status =
-      fitting.get({address, card.device, cluster_blocks, threads, shared_bytes}, n_clusters, [&](int& asked) {
+      fitting.get({address, info.device, cluster_blocks, threads, shared_bytes}, n_clusters, [&](int& asked) {
         const ClusterLaunch launch(cluster_blocks, dim3(static_cast<unsigned>(cluster_blocks)),
                                    dim3(static_cast<unsigned>(threads)), shared_bytes, nullptr);
         return cudaOccupancyMaxActiveClusters(&asked, address, launch.address());
@@ -155,14 +154,14 @@ class DeviceGuard {
   cudaError_t status_;
 };
 
-// Runs launch(card) with the device current, and returns its status.
+// Runs launch(info) with the device current, and returns its status.
 template <typename Launch>
 int on_device(int device, const Launch& launch) {
   const DeviceGuard guard(device);
   if (guard.status() != cudaSuccess) return guard.status();
-  Card card{};
-  const cudaError_t status = look_at(device, card);
-  return status != cudaSuccess ? status : launch(card);
+  DeviceInfo info{};
+  const cudaError_t status = query_device(device, info);
+  return status != cudaSuccess ? status : launch(info);
 }
 
 }  // namespace onetrip

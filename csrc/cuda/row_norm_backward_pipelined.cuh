@@ -1,19 +1,19 @@
-// Gradients of aligned rows of up to 65,536 columns, copied ahead: row_norm_backward.cuh has the formulas.
+// Gradients of aligned rows of up to 65,536 columns, with the next rows prefetched into shared memory by cp.async.
+// row_norm_backward.cuh has the formulas.
 //
-// Groups of threads take a block's rows in turn, each thread always the same 16 columns; rows of more than 8192 columns
-// are shared by 2, 4 or 8 blocks, a cluster, as one group. So the sums over rows stay on the SM: one trip, in which dy,
-// z (and dz) are read once and dx (and dresidual) written once. An SM holds only 512 threads, with 128 registers each;
-// meanwhile the next rows' dy, z and dz are on their way to shared memory. Every thread copies what it will read
-// itself, and nobody waits for anybody but in the sum over the row. Of 16-bit dy and z an SM has up to 128 KB in
-// flight.
+// A block takes the rows of one part. Its groups of threads take the rows in turn, and each thread always the same 16
+// columns, so the sums over rows stay on the SM. Rows of more than 8192 columns are shared by the 2, 4 or 8 blocks of a
+// cluster, as one group. 512 threads with 128 registers each fill an SM. Each thread prefetches what it will read
+// itself; the only synchronization is the sum over a row. With 16-bit dy and z an SM has up to 128 KB in flight.
+// Moves n_cols * (read dy, z, dz + write dx, dresidual) bytes a row, each once, and 4 * n_cols a part and sum.
 #pragma once
 #include "row_norm_backward.cuh"
 
 namespace onetrip {
 
-// How threads share a row, and how many rows ahead they copy: dy and z, and dz; 0 of dz: it is loaded when it is
-// wanted. Not more of dz.
-struct AheadPlan {
+// Threads that share a row, and how many rows ahead they prefetch dy and z, and dz (dz <= dy_z; 0: dz is not
+// prefetched).
+struct PipelinePlan {
   int row_threads;  // of a block
   int dy_z, dz;
 };
@@ -21,14 +21,14 @@ constexpr int kMaxStages = 4;
 
 // Two chunks a thread: what every row costs a thread beside its columns (addresses, the sum, the statistics) is twice
 // as many instructions as a chunk is. A row's first chunks come before its second ones, block by block.
-constexpr int kAheadThreads = 512, kAheadChunks = 2;
-constexpr int kAheadColumns = kAheadChunks * kChunkColumns;
+constexpr int kPipelinedThreads = 512, kPipelinedChunks = 2;
+constexpr int kPipelinedColumns = kPipelinedChunks * kChunkColumns;
 
 // A thread's columns in pieces of 16 bytes.
 template <typename T>
 constexpr int kChunkPieces = kChunkColumns * static_cast<int>(sizeof(T)) / 16;
 template <typename T>
-constexpr int kPieces = kAheadChunks * kChunkPieces<T>;
+constexpr int kPieces = kPipelinedChunks * kChunkPieces<T>;
 
 // Pieces of shared memory: the weights, of one group's threads; and for every thread the sums of dbias and the stages.
 __host__ __device__ __forceinline__ int weight_pieces(const RowNormBackward& args) {
@@ -63,12 +63,12 @@ __device__ __forceinline__ void wait_for_stage(int n_stages) {
 // kRowThreads: lanes of a warp; 0: whole warps of the block, as the plan says; kClusterRow: the cluster's blocks. The
 // grid is (blocks a row) x (parts).
 template <typename X, typename Z, int kRowThreads>
-__global__ void __launch_bounds__(kAheadThreads, 1)
-    row_norm_backward_ahead_kernel(const RowNormBackward args, const BackwardPartition partition,
-                                   const AheadPlan plan) {
+__global__ void __launch_bounds__(kPipelinedThreads, 1)
+    row_norm_backward_pipelined_kernel(const RowNormBackward args, const BackwardPartition partition,
+                                       const PipelinePlan plan) {
 #if ONETRIP_COPY_ASYNC
   if constexpr (kRowThreads != kClusterRow || ONETRIP_CLUSTERS != 0) {
-    constexpr int kColumns = kChunkColumns, kChunks = kAheadChunks;
+    constexpr int kColumns = kChunkColumns, kChunks = kPipelinedChunks;
     const int threads = static_cast<int>(blockDim.x);
     const int row_threads = kRowThreads > 0 ? kRowThreads : plan.row_threads, n_groups = partition.n_groups;
     const int group = static_cast<int>(threadIdx.x) / row_threads;
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kAheadThreads, 1)
     }();
     ONETRIP_SHARED(DropoutState, dropout_state, 1);
     const DropoutMask mask(args.dropout, dropout_state);
-    const int first_of_block = static_cast<int>(blockIdx.x) * row_threads * kAheadColumns;
+    const int first_of_block = static_cast<int>(blockIdx.x) * row_threads * kPipelinedColumns;
     const int first_col = first_of_block + thread * kColumns, chunk_step = row_threads * kColumns;
     const auto has_columns = [&](int chunk) { return first_col + chunk * chunk_step < args.n_cols; };
     const int64_t begin = part_begin(partition, blockIdx.y), rows_left = args.n_rows - begin;
