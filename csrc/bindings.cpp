@@ -49,12 +49,23 @@ onetrip::Dropout dropout(double p) {
           0, 0, nullptr};
 }
 
+// The tensors whose memory is read without calling their data_ptr(), which takes three times as long; see
+// operands_reader.
+onetrip::TensorTypes tensor_types{};
+
 // The arguments of one launch, read one after the other. What cannot be read is Python's error, thrown.
 class Arguments {
  public:
   Arguments(PyObject* const* values, Py_ssize_t n) : next_(values), end_(values + n) {}
 
   int64_t integer() { return checked(PyLong_AsLongLong(next())); }
+
+  // The next argument, a tuple, as arguments of its own.
+  Arguments group() {
+    PyObject* value = next();
+    if (!PyTuple_Check(value)) throw py::type_error("a launcher needs a tuple here");
+    return Arguments(PySequence_Fast_ITEMS(value), PyTuple_GET_SIZE(value));
+  }
 
   // The address of a tensor's data; of None: null. What is only read has memory; a workspace may be empty.
   template <typename T>
@@ -92,6 +103,8 @@ class Arguments {
   }
 
   static uintptr_t data_ptr(PyObject* tensor) {
+    onetrip::dlpack::Tensor known;
+    if (tensor_types.knows(tensor, &known)) return reinterpret_cast<uintptr_t>(known.data) + known.byte_offset;
     static PyObject* const name = PyUnicode_InternFromString("data_ptr");
     const auto address = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor, name));
     if (!address) throw py::error_already_set();
@@ -107,40 +120,49 @@ class Arguments {
   PyObject *const *next_, *const *end_;
 };
 
-// A centred z whose rstd is None has its n_rows numbers behind it, in one float32 tensor: an allocation less.
+// Operands, outputs and gradients are the NamedTuples of python_pkg/onetrip/reference/row_norm.py, in their order.
+// A centred z whose rstd is None is followed by its n_rows numbers, in one float32 tensor: an allocation less.
 void read(onetrip::RowNormForward& call, Arguments& from) {
-  call.x = from.tensor<const void>();
+  Arguments operands = from.group();
+  call.x = operands.tensor<const void>();
+  call.residual = operands.tensor<const void>();
+  call.bias = operands.tensor<const void>();
+  call.weight = operands.tensor<const void>();
+  call.norm_bias = operands.tensor<const void>();
+  operands.end();
   call.x_row_stride = from.integer();
-  call.residual = from.tensor<const void>();
   call.residual_row_stride = from.integer();
-  call.bias = from.tensor<const void>();
-  call.weight = from.tensor<const void>();
-  call.norm_bias = from.tensor<const void>();
-  call.y = from.tensor<void>();
-  call.z = from.tensor<void>();
-  call.mean = from.tensor<float>();
-  call.rstd = from.tensor<float>();
+  Arguments outputs = from.group();
+  call.y = outputs.tensor<void>();
+  call.z = outputs.tensor<void>();
+  call.mean = outputs.tensor<float>();
+  call.rstd = outputs.tensor<float>();
+  outputs.end();
   if (call.center_z && call.z && !call.rstd) call.rstd = static_cast<float*>(call.z) + call.n_rows * call.n_cols;
   from.rng(call.dropout);
 }
 
-// As forward's: rstd None means that they lie behind z.
+// As forward's: where rstd is None, it follows z.
 void read(onetrip::RowNormBackward& call, Arguments& from) {
-  call.dy = from.tensor<const void>();
+  Arguments operands = from.group();
+  call.dy = operands.tensor<const void>();
+  call.dz = operands.tensor<const void>();
+  call.z = operands.tensor<const void>();
+  call.mean = operands.tensor<const float>();
+  call.rstd = operands.tensor<const float>();
+  call.weight = operands.tensor<const void>();
+  operands.end();
   call.dy_row_stride = from.integer();
-  call.dz = from.tensor<const void>();
   call.dz_row_stride = from.integer();
-  call.z = from.tensor<const void>();
   call.z_row_stride = from.integer();
-  call.mean = from.tensor<const float>();
-  call.rstd = from.tensor<const float>();
   if (call.z && !call.rstd) call.rstd = static_cast<const float*>(call.z) + call.n_rows * call.n_cols;
-  call.weight = from.tensor<const void>();
-  call.dx = from.tensor<void>();
-  call.dresidual = from.tensor<void>();
-  call.dbias = from.tensor<void>();
-  call.dweight = from.tensor<void>();
-  call.dnorm_bias = from.tensor<void>();
+  Arguments gradients = from.group();
+  call.dx = gradients.tensor<void>();
+  call.dresidual = gradients.tensor<void>();
+  call.dbias = gradients.tensor<void>();
+  call.dweight = gradients.tensor<void>();
+  call.dnorm_bias = gradients.tensor<void>();
+  gradients.end();
   call.workspace = from.tensor<float>();
   from.rng(call.dropout);
 }
@@ -284,11 +306,12 @@ int64_t operands_code(const TensorReader& reader, PyObject* const* values, Py_ss
 }
 
 PyObject* operands(PyObject* reader, PyObject* const* values, Py_ssize_t n) {
+  if (n == 1 && PyTuple_Check(values[0])) n = PyTuple_GET_SIZE(values[0]), values = PySequence_Fast_ITEMS(values[0]);
   return returned([&] { return operands_code(state_of<TensorReader>(reader), values, n); });
 }
 
 // How tensors of these types are read; its `read` is null where their library has no such C function.
-onetrip::TensorTypes tensor_types(const py::type& tensor, const py::type& parameter) {
+onetrip::TensorTypes types_of(const py::type& tensor, const py::type& parameter) {
   onetrip::TensorTypes types{reinterpret_cast<PyTypeObject*>(tensor.ptr()),
                              reinterpret_cast<PyTypeObject*>(parameter.ptr()), nullptr};
   if (!py::hasattr(tensor, onetrip::dlpack::kAttribute)) return types;
@@ -305,14 +328,15 @@ onetrip::TensorTypes tensor_types(const py::type& tensor, const py::type& parame
 
 // operands for these types; None where they cannot be read.
 py::object operands_reader(const py::type& tensor, const py::type& parameter) {
-  const onetrip::TensorTypes types = tensor_types(tensor, parameter);
+  const onetrip::TensorTypes types = types_of(tensor, parameter);
+  if (types.read) tensor_types = types;
   return types.read ? make_function<operands>(TensorReader{types, tensor.attr("is_neg")}) : py::none();
 }
 
 // None where tensors of these types cannot be read, or some of these are of others.
 py::object adam_watch(const py::type& tensor, const py::type& parameter, const py::list& params, const py::list& states,
                       int64_t tensors) {
-  const onetrip::TensorTypes types = tensor_types(tensor, parameter);
+  const onetrip::TensorTypes types = types_of(tensor, parameter);
   if (!types.read) return py::none();
   auto watch = std::make_unique<onetrip::AdamWatch>(types, tensor.attr("is_neg"), params, states, tensors);
   return watch->is_known() ? py::cast(std::move(watch)) : py::none();

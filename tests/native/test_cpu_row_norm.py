@@ -347,7 +347,7 @@ def test_large_outputs_which_pass_the_caches(level, dtype, n_cols):
 @pytest.mark.parametrize(("n_rows", "n_cols"), [(0, 8), (8, 0)], ids=["no_rows", "no_columns"])
 def test_empty_is_a_no_op(n_rows, n_cols):
     launch = library.row_norm_forward(*(0,) * 8, NORM_LAYER, False, 1e-5, 0.0, 0.0)
-    assert launch(-1, 0, n_rows, n_cols, None, 0, None, 0, *(None,) * 8) == 0
+    assert launch(-1, 0, n_rows, n_cols, (None,) * 5, 0, 0, (None,) * 4, None) == 0
     assert library.row_norm_workspace(-1, n_rows, n_cols, 3) == 0
 
 

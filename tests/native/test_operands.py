@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from onetrip import ops
+from onetrip.ops import native as helpers
 from onetrip.ops import row_norm_native as native
 from onetrip.ops.backends import native as native_library
 from onetrip.reference.row_norm import NORM_LAYER, Dtypes, Operands, RowNormPlan
@@ -81,7 +82,7 @@ NOT_FITTING = {
 
 
 def read(*tensors: Tensor | None) -> tuple[Dtypes, bool] | None:
-    code = native.operands_code(Operands(*tensors))
+    code = helpers.operands_code(Operands(*tensors))
     return None if code < 0 else native.decode(code)
 
 
@@ -117,7 +118,7 @@ def torch_without_dlpack(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pass
 
     assert library.operands_reader(Old, Old) is None
-    monkeypatch.setattr(native, "_operands_reader", lambda: None)
+    monkeypatch.setattr(helpers, "_operands_reader", lambda: None)
     yield
 
 
@@ -142,7 +143,7 @@ def test_an_older_torch_gets_the_same_bits(request: pytest.FixtureRequest):
     assert all(torch.equal(a, b) for a, b in zip(results(), expected, strict=True))
 
 
-LAUNCH = (-1, 0, 1, N, matrix(1, N), N, None, 0, None, None, None, matrix(1, N), None, None, None, None)
+LAUNCH = (-1, 0, 1, N, (matrix(1, N), *(None,) * 4), N, 0, (matrix(1, N), None, None, None), None)
 
 
 @pytest.mark.parametrize(
@@ -150,12 +151,25 @@ LAUNCH = (-1, 0, 1, N, matrix(1, N), N, None, 0, None, None, None, matrix(1, N),
     [
         (LAUNCH[:-1], TypeError, "too few arguments"),
         ((*LAUNCH, None), TypeError, "too many arguments"),
-        ((*LAUNCH[:4], 1.0, *LAUNCH[5:]), AttributeError, "data_ptr"),
+        ((*LAUNCH[:4], (1.0, *(None,) * 4), *LAUNCH[5:]), AttributeError, "data_ptr"),
+        ((*LAUNCH[:4], LAUNCH[4][:4], *LAUNCH[5:]), TypeError, "too few arguments"),
+        ((*LAUNCH[:4], (*LAUNCH[4], None), *LAUNCH[5:]), TypeError, "too many arguments"),
+        ((*LAUNCH[:4], LAUNCH[4][0], *LAUNCH[5:]), TypeError, "needs a tuple"),
         (("cpu", *LAUNCH[1:]), TypeError, "int"),
         ((*LAUNCH[:-1], ("seed", 0)), TypeError, "int"),
         ((*LAUNCH[:2], 2**63, *LAUNCH[3:]), OverflowError, "int"),
     ],
-    ids=["too_few", "too_many", "no_tensor", "device_no_int", "seed_no_int", "too_large"],
+    ids=[
+        "too_few",
+        "too_many",
+        "no_tensor",
+        "too_few_operands",
+        "too_many_operands",
+        "no_tuple",
+        "device_no_int",
+        "seed_no_int",
+        "too_large",
+    ],
 )
 def test_a_launcher_names_what_it_cannot_read(arguments, error, message):
     plan = RowNormPlan(NORM_LAYER, 1e-5, 0.0, 0.0, F32, F32, F32, False, False, False)

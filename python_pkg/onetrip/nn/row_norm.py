@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from ..ops import bias_dropout_residual, bias_dropout_residual_norm
 from ..ops import row_norm as ops
 from ..ops.checks import check_eps, check_number, check_probability
-from ..reference.row_norm import NORM_LAYER, NORM_RMS, Operands
+from ..reference.row_norm import NORM_LAYER, NORM_RMS
 
 
 def _over_normalized_shape(
@@ -26,10 +26,10 @@ def _over_normalized_shape(
         raise ValueError(f"{function}: x must end in the normalized_shape {tuple(shape)}, got {tuple(x.shape)}")
     weight: Tensor | None = module.weight
     if len(shape) == 1:
-        return ops.row_norm(function, norm, Operands(x, None, None, weight, bias), eps=eps, **options)
+        return ops.row_norm(function, norm, (x, None, None, weight, bias), eps=eps, **options)
     rows = x.reshape(*x.shape[: -len(shape)], prod(shape))
     weight, bias = (None if vector is None else vector.flatten() for vector in (weight, bias))
-    return ops.row_norm(function, norm, Operands(rows, None, None, weight, bias), eps=eps, **options).view(x.shape)
+    return ops.row_norm(function, norm, (rows, None, None, weight, bias), eps=eps, **options).view(x.shape)
 
 
 class LayerNorm(torch.nn.LayerNorm):

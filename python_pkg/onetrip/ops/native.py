@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,6 +14,22 @@ from .backends import native
 
 DTYPE_CODE = {None: 0, torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum DType in csrc/launch.h
 Launcher = Callable[..., int]
+
+
+@cache
+def _operands_reader() -> Launcher | None:
+    library = native()
+    return None if library is None else library.operands_reader(Tensor, torch.nn.Parameter)
+
+
+def operands_code(operands: tuple[Tensor | None, ...]) -> int:
+    """A code (row_norm_native.decode) of the dtypes of x, and of a residual and vectors if there are more, where all
+    are tensors or parameters of KERNEL_DTYPES, on one device, of fitting shapes: they would pass every check of ops.
+
+    Else -1, and before torch 2.10, whose tensors the native library cannot read: the checks must be made.
+    """
+    reader = _operands_reader()
+    return -1 if reader is None else reader(operands)
 
 
 def in_memory(tensor: Tensor) -> Tensor:

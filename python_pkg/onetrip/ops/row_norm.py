@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..reference import row_norm as reference
 from ..reference.philox import Rng
-from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, Dtypes, Operands, Outputs, RowNormPlan
+from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, Dtypes, Operands, OperandTuple, Outputs, RowNormPlan
 from .backends import KERNEL_DTYPES, choose, native
 from .checks import check_eps, check_like, check_number, check_parameter, check_probability, check_rows, raise_unknown
-from .native import Launcher
+from .native import Launcher, operands_code
 from .rng import check_rng
 from .row_norm_autograd import apply, forward
-from .row_norm_native import cuda_dtypes, decode, dtypes_of, forward_launcher, operands_code
+from .row_norm_native import cuda_dtypes, decode, dtypes_of, forward_launcher
 from .tracing import eager_rng, is_jit_tracing, is_recorded, is_traced, is_transformed, reject_onnx_export, traced_rng
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -45,7 +45,7 @@ def layer_norm(
     """
     if unknown:
         raise_unknown("layer_norm", unknown)
-    return row_norm("layer_norm", NORM_LAYER, Operands(x, None, None, weight, bias), eps=eps, follow_autocast=True)
+    return row_norm("layer_norm", NORM_LAYER, (x, None, None, weight, bias), eps=eps, follow_autocast=True)
 
 
 def rms_norm(
@@ -76,7 +76,7 @@ def rms_norm(
     return row_norm(
         "rms_norm",
         NORM_RMS,
-        Operands(x, None, None, weight),
+        (x, None, None, weight, None),
         eps=eps,
         weight_offset=weight_offset,
         cast_before_weight=cast_before_weight,
@@ -106,7 +106,7 @@ def bias_dropout_residual(
         raise_unknown("bias_dropout_residual", unknown)
     if residual is None:
         raise TypeError("bias_dropout_residual: residual must be a Tensor, got NoneType")
-    return row_norm("bias_dropout_residual", NORM_NONE, Operands(x, residual, bias), dropout_p=dropout_p, rng=rng)
+    return row_norm("bias_dropout_residual", NORM_NONE, (x, residual, bias, None, None), dropout_p=dropout_p, rng=rng)
 
 
 def bias_dropout_residual_norm(
@@ -146,7 +146,7 @@ def bias_dropout_residual_norm(
     return row_norm(
         function,
         NORM_LAYER if norm == "layer" else NORM_RMS,
-        Operands(x, residual, bias, weight, norm_bias),
+        (x, residual, bias, weight, norm_bias),
         eps=eps,
         weight_offset=weight_offset,
         cast_before_weight=cast_before_weight,
@@ -165,7 +165,12 @@ def check_cast(function: str, cast_before_weight: object, norm: str) -> None:
 
 
 def _check(
-    function: str, operands: Operands, eps: float, weight_offset: float, dropout_p: float, rng: tuple[int, int] | None
+    function: str,
+    operands: OperandTuple,
+    eps: float,
+    weight_offset: float,
+    dropout_p: float,
+    rng: tuple[int, int] | None,
 ) -> None:
     x, residual, bias, weight, norm_bias = operands
     check_rows(function, "x", x)
@@ -181,7 +186,7 @@ def _check(
     check_rng(function, rng)
 
 
-def _composed(operands: Operands, rng: Rng | None, plan: RowNormPlan) -> Outputs:
+def _composed(operands: OperandTuple, rng: Rng | None, plan: RowNormPlan) -> Outputs:
     """By torch's own operators, which every transform of torch.func and forward-mode differentiation know."""
     x, residual, *parameters = operands
     rows: Any = (None if tensor is None else tensor.reshape(-1, x.shape[-1]) for tensor in (x, residual))
@@ -256,7 +261,7 @@ def _prepare(*arguments: Any) -> tuple[RowNormPlan, Dtypes, bool, dict[str, Laun
 def row_norm(
     function: str,
     norm: int,
-    operands: Operands,
+    operands: OperandTuple,
     *,
     eps: float = 0.0,
     weight_offset: float = 0.0,
@@ -304,13 +309,14 @@ def row_norm(
         follow_autocast and x.is_cuda and torch.is_autocast_enabled("cuda"),
         needs_grad,
         return_residual,
+        dtypes_of(operands) if code < 0 or traced else code,
     )
     if traced:
         reject_onnx_export()
-        plan = _make_plan(*plan_arguments, dtypes_of(operands))
+        plan = _make_plan(*plan_arguments)  # type: ignore[arg-type]
         y, z, _, _ = torch.ops.onetrip.row_norm(*operands, traced_rng(rng, dropout_p, x.device), *plan)
     else:
-        plan, dtypes, in_kernel_dtypes, launchers = _prepare(*plan_arguments, dtypes_of(operands) if code < 0 else code)
+        plan, dtypes, in_kernel_dtypes, launchers = _prepare(*plan_arguments)
         transformed = is_transformed()
         backend = choose(function, x.device, in_kernel_dtypes and not transformed)
         used_rng = None if dropout_p == 0.0 else eager_rng(rng, dropout_p, x.device)

@@ -20,7 +20,9 @@ from ..reference.row_norm import (
     Dtypes,
     Gradients,
     Operands,
+    OperandTuple,
     Outputs,
+    OutputTuple,
     RowNormPlan,
     gradients_of,
     outputs_of,
@@ -36,8 +38,8 @@ Call = tuple[Rng | None, RowNormPlan, str, Dtypes, bool, Launcher | None]
 
 
 def forward(
-    backend: str, operands: Operands, rng: Rng | None, plan: RowNormPlan, launch: Launcher | None = None
-) -> Outputs:
+    backend: str, operands: OperandTuple, rng: Rng | None, plan: RowNormPlan, launch: Launcher | None = None
+) -> OutputTuple:
     """reference.row_norm.forward on any backend, for x of any rank, strides and size; y and z are shaped like x.
 
     launch: the launcher of a native backend that can read all operands as they are (row_norm_native.forward).
@@ -122,7 +124,10 @@ class _RowNorm(torch.autograd.Function):
         operands: Any = operands_and_call[:5]
         call: Call = operands_and_call[5]
         rng, plan, backend, _, return_z, launch = call
-        y, z, mean, rstd = forward(backend, operands, rng, plan, launch)
+        if launch is None:
+            y, z, mean, rstd = forward(backend, operands, rng, plan)
+        else:
+            y, z, mean, rstd = row_norm_native.forward(operands, rng, plan, launch)
         if return_z:
             ctx.set_materialize_grads(False)
         rng_tensor = None if rng is None or type(rng) is tuple else rng

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from ..reference.row_norm import (
     Dtypes,
     Gradients,
     Operands,
-    Outputs,
+    OperandTuple,
+    OutputTuple,
     RowNormPlan,
     gradients_of,
 )
@@ -24,28 +25,12 @@ from .native import DTYPE_CODE, Launcher, raise_error, rows, vector, where
 _DTYPE_OF_DIGIT = (None, torch.float32, torch.float16, torch.bfloat16)
 
 
-@cache
-def _operands_reader() -> Launcher | None:
-    library = native()
-    return None if library is None else library.operands_reader(Tensor, torch.nn.Parameter)
-
-
-def operands_code(operands: Operands) -> int:
-    """A code of the operands' dtypes (see decode) where all are tensors or parameters of KERNEL_DTYPES, on one device,
-    and of fitting shapes: they would pass every check of ops.
-
-    Else -1, and before torch 2.10, whose tensors the native library cannot read: the checks must be made.
-    """
-    reader = _operands_reader()
-    return -1 if reader is None else reader(*operands)
-
-
 def decode(code: int) -> tuple[Dtypes, bool]:
     """(dtypes, whether kernels can read all operands as they are: contiguous, not empty, not lazily negated)."""
     return Dtypes(*(_DTYPE_OF_DIGIT[code // 2 // 4**place % 4] for place in reversed(range(5)))), bool(code % 2)
 
 
-def dtypes_of(operands: Operands) -> Dtypes:
+def dtypes_of(operands: OperandTuple) -> Dtypes:
     return Dtypes(*(None if tensor is None else tensor.dtype for tensor in operands))
 
 
@@ -80,7 +65,7 @@ def _backward_launcher(plan: RowNormPlan, wanted: Dtypes, weight: torch.dtype | 
     )
 
 
-def forward(operands: Operands, rng: Rng | None, plan: RowNormPlan, launch: Launcher | None = None) -> Outputs:
+def forward(operands: OperandTuple, rng: Rng | None, plan: RowNormPlan, launch: Launcher | None = None) -> OutputTuple:
     """reference.row_norm.forward by the native library. x, residual: any rank and strides; y, z: contiguous, shaped
     like x. launch: forward_launcher of the plan and the dtypes, given where all tensors can be read as they are; a
     centred z then is flat and followed by the rows' rstd (None in its place), see split_stats."""
@@ -96,7 +81,7 @@ def forward(operands: Operands, rng: Rng | None, plan: RowNormPlan, launch: Laun
         is_shaped = x is given
         if residual is not None:
             residual, residual_row_stride = rows(residual, n_cols)
-        bias, weight, norm_bias = vector(bias), vector(weight), vector(norm_bias)
+        operands = Operands(x, residual, vector(bias), vector(weight), vector(norm_bias))
     # empty_like takes half of empty's time, new_empty of x's dtype three quarters.
     x_dtype = x.dtype
     like = x_dtype if is_shaped else None
@@ -113,9 +98,8 @@ def forward(operands: Operands, rng: Rng | None, plan: RowNormPlan, launch: Laun
         if plan.norm == NORM_LAYER and not plan.center_z:
             mean = torch.empty_like(rstd)
     device, stream = where(x)
-    strided = x, x_row_stride, residual, residual_row_stride
-    outputs = Outputs(y, z, mean, rstd)
-    code = launch(device, stream, n_rows, n_cols, *strided, bias, weight, norm_bias, *outputs, rng)
+    outputs = y, z, mean, rstd
+    code = launch(device, stream, n_rows, n_cols, operands, x_row_stride, residual_row_stride, outputs, rng)
     if code:
         raise_error("row_norm forward", x, code)
     return outputs
@@ -145,14 +129,15 @@ def backward(operands: BackwardOperands, rng: Rng | None, plan: RowNormPlan, wan
     if dz is not None:
         dz, dz_row_stride = rows(dz, n_cols)
     weight = vector(weight)
+    operands = BackwardOperands(dy, dz, z, mean, rstd, weight)
     gradients = gradients_of(wanted, given, given.new_empty)
     device, stream = where(given)
     n_wanted = sum(dtype is not None for dtype in wanted[2:])
     n_floats = native().row_norm_workspace(device, n_rows, n_cols, n_wanted)  # type: ignore[union-attr]
     workspace = given.new_empty(n_floats, dtype=torch.float32) if n_floats else None
     launch = _backward_launcher(plan, wanted, None if weight is None else weight.dtype)
-    strided = dy, dy_row_stride, dz, dz_row_stride, z, z_row_stride
-    code = launch(device, stream, n_rows, n_cols, *strided, mean, rstd, weight, *gradients, workspace, rng)
+    strides = dy_row_stride, dz_row_stride, z_row_stride
+    code = launch(device, stream, n_rows, n_cols, operands, *strides, gradients, workspace, rng)
     if code:
         raise_error("row_norm backward", given, code)
     return gradients

@@ -7,10 +7,13 @@ eager and the traced one, softmax_native.py the native launch; transforms compos
 
 from __future__ import annotations
 
+from math import inf
 from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..reference import softmax as reference
 from ..reference.philox import Rng
@@ -18,9 +21,10 @@ from ..reference.softmax import Operands, SoftmaxPlan
 from .backends import KERNEL_DTYPES, choose
 from .checks import DTYPES, check_finite, check_probability, check_rows, check_tensor, raise_unknown
 from .masks import broadcasts, kernel_mask
+from .native import operands_code
 from .rng import check_rng
-from .softmax_autograd import apply, forward, n_queries
-from .tracing import eager_rng, is_recorded, is_traced, is_transformed, reject_onnx_export, traced_rng
+from .softmax_autograd import apply, forward
+from .tracing import eager_rng, is_jit_tracing, is_recorded, is_traced, is_transformed, reject_onnx_export, traced_rng
 
 
 def softmax(
@@ -53,12 +57,27 @@ def softmax(
     """
     if unknown:
         raise_unknown("softmax", unknown)
-    _check(scores, mask, scale, causal, dropout_p, rng)
-    traced = is_traced(scores, mask)
+    code = -1  # compilers see only the checks
+    if (
+        not is_compiling()
+        and mask is None
+        and rng is None
+        and causal is False
+        and type(scale) is float
+        and -inf < scale < inf
+        and type(dropout_p) is float
+        and 0.0 <= dropout_p <= 1.0
+    ):
+        code = operands_code((scores,))
+    if code >= 0:
+        traced = is_in_torch_dispatch_mode() or is_jit_tracing()
+    else:
+        _check(scores, mask, scale, causal, dropout_p, rng)
+        traced = is_traced(scores, mask)
     needs_grad = (traced and is_recorded()) or (
         torch.is_grad_enabled() and (scores.requires_grad or (mask is not None and mask.requires_grad))
     )
-    plan = SoftmaxPlan(float(scale), causal, float(dropout_p), store_p=needs_grad and dropout_p > 0.0)
+    plan = SoftmaxPlan(float(scale), causal, float(dropout_p), needs_grad and dropout_p > 0.0)
     if traced:
         reject_onnx_export()
         y, _ = torch.ops.onetrip.softmax(scores, mask, traced_rng(rng, dropout_p, scores.device), *plan)
@@ -115,7 +134,8 @@ def _check_mask(function: str, mask: object, scores: Tensor) -> None:
 def _composed(scores: Tensor, mask: Tensor | None, rng: Rng | None, plan: SoftmaxPlan) -> Tensor:
     """By torch's own operators, which every transform of torch.func and forward-mode differentiation know."""
     n_cols = scores.shape[-1]
+    n_queries = scores.shape[-2] if scores.dim() > 1 else 1
     rows = None if mask is None else mask.expand(scores.shape).reshape(-1, n_cols)
-    operands = Operands(scores.reshape(-1, n_cols), rows, None, n_queries(scores))
+    operands = Operands(scores.reshape(-1, n_cols), rows, None, n_queries)
     y, _ = reference.forward(operands, rng, plan._replace(store_p=False))
     return y.view(scores.shape)

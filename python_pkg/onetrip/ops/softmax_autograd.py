@@ -22,10 +22,6 @@ from .native import in_memory, rows
 from .tracing import have_storage, refuse_double_backward, reject_onnx_export
 
 
-def n_queries(scores: Tensor) -> int:
-    return scores.shape[-2] if scores.dim() > 1 else 1
-
-
 def forward(
     backend: str,
     scores: Tensor,
@@ -50,10 +46,10 @@ def forward(
         if layout is None:
             mask = mask.expand(shape).contiguous()
             layout = contiguous_layout(shape, shape)
-    operands = Operands(scores, mask, layout, n_queries(scores))
+    n_queries = shape[-2] if len(shape) > 1 else 1
     if backend in ("cpu", "cuda"):
-        return softmax_native.forward(operands, rng, plan, may_overwrite)
-    y, p = formulas(backend, "softmax").forward(operands._replace(scores=_matrix(scores)), rng, plan)
+        return softmax_native.forward((scores, mask, layout, n_queries), rng, plan, may_overwrite)
+    y, p = formulas(backend, "softmax").forward(Operands(_matrix(scores), mask, layout, n_queries), rng, plan)
     return y.view(shape), None if p is None else p.view(shape)
 
 
@@ -75,7 +71,7 @@ def backward(
     if dy.numel() == 0:
         return gradients_of(dy, mask_shape, wants_dscores, dy.new_zeros)
     layout = None if mask_shape is None else contiguous_layout(shape, mask_shape)
-    operands = BackwardOperands(dy, p, layout, n_queries(dy))
+    operands = BackwardOperands(dy, p, layout, shape[-2] if len(shape) > 1 else 1)
     if backend in ("cpu", "cuda"):
         dscores, dmask = softmax_native.backward(operands, plan, wants_dscores, wants_dmask, may_overwrite)
     else:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..reference.philox import Rng
-from ..reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
+from ..reference.softmax import BackwardOperands, MaskLayout, OperandTuple, SoftmaxPlan
 from .backends import native
 from .native import DTYPE_CODE, Launcher, empty, in_memory, raise_error, rows, where
 
@@ -36,7 +36,7 @@ def _overwrites(tensor: Tensor) -> bool:
 
 
 def forward(
-    operands: Operands, rng: Rng | None, plan: SoftmaxPlan, may_overwrite: bool = False
+    operands: OperandTuple, rng: Rng | None, plan: SoftmaxPlan, may_overwrite: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """reference.softmax.forward by the native library. scores: any rank and strides; y, p: contiguous, shaped like
     scores. may_overwrite: y may take the memory of scores (where a fresh one would cost a page fault every 4 KiB)."""

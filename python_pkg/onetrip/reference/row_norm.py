@@ -31,6 +31,10 @@ class Operands(NamedTuple):
     norm_bias: Tensor | None = None
 
 
+OperandTuple = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Operands, or the same as a plain tuple: eager calls save the 3% of their time that making a NamedTuple takes."""
+
+
 class Outputs(NamedTuple):
     """What forward writes; None: the plan does not ask for it."""
 
@@ -39,6 +43,9 @@ class Outputs(NamedTuple):
     mean: Tensor | None = None
     """[n_rows], as rstd."""
     rstd: Tensor | None = None
+
+
+OutputTuple = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class BackwardOperands(NamedTuple):

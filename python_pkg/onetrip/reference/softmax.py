@@ -54,6 +54,10 @@ class Operands(NamedTuple):
     """Row r is query r % n_queries; used where causal."""
 
 
+OperandTuple = tuple[Tensor, Tensor | None, MaskLayout | None, int]
+"""Operands, or the same as a plain tuple, which an eager call makes faster."""
+
+
 class BackwardOperands(NamedTuple):
     """What backward reads."""
 
