@@ -113,7 +113,9 @@ def _fits(result: Mapping[str, Any], name: str) -> Table:
 
 def _traffic(columns: Mapping[str, Any], gpu: str | None, name: str) -> list[Table]:
     """Bytes that a step reads and writes, by part and by operator; the time that they take at least on a GPU."""
-    counted = {key: c["predicted"]["traffic"] for key, c in columns.items() if c["predicted"]}
+    counted = {
+        key: c["predicted"]["traffic"] for key, c in columns.items() if c["predicted"] and c["predicted"]["traffic"]
+    }
     if not counted:
         return []
     titles = [COLUMNS[key] for key in counted]
@@ -131,17 +133,18 @@ def _traffic(columns: Mapping[str, Any], gpu: str | None, name: str) -> list[Tab
     tables.append(Table(f"Read and written outside products by operator, {name}", ("operator", *titles), rows))
     bounds = [column["bound"] for column in columns.values() if column["bound"]]
     if bounds:
-        times = [
-            (part, *(None if b[part] is None else Cell(b[part], f"{b[part]:.3f} ms") for b in bounds))
-            for part in BOUND_PARTS
-        ]
+        times = [(part, *(_milliseconds(bound[part], 3) for bound in bounds)) for part in BOUND_PARTS]
         tables.append(Table(f"Lower bound of the time on {gpu}, {name}", ("", *titles), times))
     return tables
 
 
+def _milliseconds(value: float | None, digits: int = 1) -> Cell | None:
+    return None if value is None else Cell(value, f"{value:.{digits}f} ms")
+
+
 def _times(measured: Mapping[str, Any], steps: int, name: str) -> list[str | Table]:
     rows = [
-        (phase, COLUMNS[key], *(Cell(n := step["ms"][phase][which], f"{n:.1f} ms") for which in _QUANTILES))
+        (phase, COLUMNS[key], *(_milliseconds(step["ms"][phase][which]) for which in _QUANTILES))
         for phase in PHASES
         for key, step in measured.items()
     ]
