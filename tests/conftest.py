@@ -44,7 +44,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
 
 @pytest.fixture(params=["cuda", "triton"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each kernel backend of the card, in use during the test."""
+    """Each kernel backend of the GPU, in use during the test."""
     needs(Target("cuda", request.param))
     with use_backend(request.param):
         yield request.param

@@ -32,6 +32,7 @@ def result(demo, tmp_path_factory):
     return json.loads((folder / "result.json").read_text())
 
 
+@pytest.mark.slow
 def test_result_tells_the_whole_story(result):
     assert result["embedding_difference"] <= 1e-5
     patterns = Counter(site["pattern"] for site in result["patch_report"]["patched"])
@@ -52,6 +53,7 @@ def test_result_tells_the_whole_story(result):
     assert result["machine"]["threads"] == torch.get_num_threads()
 
 
+@pytest.mark.slow
 def test_same_seed_same_losses(demo, monkeypatch, tmp_path):
     _, tokenizer = demo.load()
 

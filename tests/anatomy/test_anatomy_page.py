@@ -29,6 +29,7 @@ def result(request):
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.slow
 def test_sections_tell_all_that_was_found(result):
     (section,) = sections(result)
     tables = {part.caption: part for part in section.parts if isinstance(part, Table)}

@@ -30,6 +30,7 @@ def predicted():
     return anatomy.compare(of_tiny_bert(predict_only=True, columns=("eager", "patched")))
 
 
+@pytest.mark.slow
 def test_patching_changes_what_is_saved_and_nothing_else(result):
     assert result.n_patched >= 4  # two blocks in each of two layers
     eager, patched, lean = (result.columns[name].measured for name in anatomy.Options("").columns)
@@ -144,6 +145,7 @@ def unpredictable(tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_predicted_is_measured(unpredictable, caplog):
     options = anatomy.Options(unpredictable, 2, 16, steps=1, warm_up=0, device="cpu", columns=("eager", "patched"))
     result = anatomy.compare(options)
@@ -166,6 +168,7 @@ def test_what_cannot_be_predicted_says_why(unpredictable, asked):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_one_column_that_cannot_be_predicted_leaves_the_others_theirs(monkeypatch):
     module = importlib.import_module("onetrip.anatomy.compare")
     healthy = module.predict

@@ -66,6 +66,7 @@ def test_the_search_is_short_and_does_not_leap_far_beyond():
     assert len(asked) <= 8 and max(asked) <= 16
 
 
+@pytest.mark.slow
 def test_fits_in_columns():
     result = anatomy.compare(anatomy.Options("tiny-bert", 4, 64, columns=("eager", "patched_adamw8bit"), fits="40MB"))
     for column in result.columns.values():

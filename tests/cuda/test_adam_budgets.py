@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels of Adam ahead of time for sm_70 to sm_120 and holds them to budgets that need no card.
+"""Compiles the CUDA kernels of Adam ahead of time for sm_70 to sm_120 and holds them to budgets that need no GPU.
 
 No register spills to memory; 128-bit loads and stores in the machine code; half of an SM's threads resident; and every
 float32 operation rounded by itself, as the formulas have it.

@@ -42,7 +42,7 @@ ROW_NORM_SIZES = {
     ],
     "f32": [(19, 64), (40, 256), (9, 512), (5, 1023), (3, 4096), (2, 9216), (1, 16391)],
 }  # fmt: skip
-EARLIER_ROW_NORM_SIZES = {  # of cards before Hopper
+EARLIER_ROW_NORM_SIZES = {  # of GPUs before Hopper
     "bf16": [(7, 100), (40, 256), (20, 512), (9, 1024), (3, 4096), (2, 8200), (2, 16391)],
     "f32": [(9, 512), (5, 1023)],
 }
@@ -151,7 +151,7 @@ def _check_steps(adam: MachineCode, steps: list[Step], folder: Path, error_ulps:
 @pytest.mark.parametrize("error_ulps", [0, 1, -1])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_adam(dtype: str, error_ulps: int, arch: int, tmp_path: Path) -> None:
-    """The reference's bits, however the card rounds its approximations: roots and quotients are exact all the same."""
+    """The reference's bits, however the GPU rounds its approximations: roots and quotients are exact all the same."""
     _check_steps(_code("adam", dtype, arch), _steps(DTYPES[dtype]), tmp_path, error_ulps)
 
 
@@ -208,7 +208,7 @@ def test_counts_are_those_of_the_record(tmp_path: Path) -> None:
                 assert row[key] <= 1.02 * before[key], (before["operator"], before["direction"], key)
 
 
-# --- Bugs in what only a card runs, put there on purpose.
+# --- Bugs put on purpose into code that only a GPU runs.
 
 
 class DeviceBug(NamedTuple):

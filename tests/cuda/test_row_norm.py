@@ -49,7 +49,7 @@ def test_matches_reference(driver, pair: str, size: tuple[int, int], tmp_path: P
     if large:
         chosen = [call for call in chosen if call.name in ("rms_norm_offset", "block", "block_centred")]
     cases = [case for call in chosen for case in (call.forward_case(), call.backward_case())]
-    # A card without asynchronous copies: other kernels, the same bits.
+    # A GPU without asynchronous copies: other kernels, the same bits.
     cases += [replace(call, copies=False).backward_case() for call in chosen]
     outputs = run(driver(pair), cases, tmp_path)
     for i, call in enumerate(chosen):
@@ -152,14 +152,14 @@ def test_same_bits_wherever_tensors_lie(driver, pair: str, size: tuple[int, int]
 def test_wide_gradients_do_not_depend_on_the_card(
     driver, pair: str, n_rows: int, n_cols: int, dz: bool, kilobytes: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """A card with little shared memory copies fewer rows ahead, or none, and one may have no clusters of blocks."""
+    """A GPU with little shared memory copies fewer rows ahead, or none, and one may have no clusters of blocks."""
     call = Call(
         "wide", n_rows, n_cols, PAIRS[pair], residual=True, bias=True, dropout_p=0.1, store_z=True, dz=dz, orders=(0,)
     )
     # The first has the split kernels: with 32 KB no stage fits where a block has the row to itself either.
-    cards = [replace(call, clusters=False, shared_limit=32 * 1024)]
-    cards += [replace(call, shared_limit=limit * 1024) for limit in kilobytes]
-    outputs = run(driver(pair), [card.backward_case() for card in cards], tmp_path)
+    gpus = [replace(call, clusters=False, shared_limit=32 * 1024)]
+    gpus += [replace(call, shared_limit=limit * 1024) for limit in kilobytes]
+    outputs = run(driver(pair), [gpu.backward_case() for gpu in gpus], tmp_path)
     check_backward(call, outputs[0])
     for other in outputs[1:]:
         for name, tensor in other.items():
@@ -168,7 +168,7 @@ def test_wide_gradients_do_not_depend_on_the_card(
 
 @pytest.mark.parametrize("pair", ["f32", "bf16", "bf16-f32"])
 def test_wide_rows_do_not_depend_on_shared_memory(driver, pair: str, tmp_path: Path) -> None:
-    """A card with little shared memory keeps less of z there; the results are the same bits."""
+    """A GPU with little shared memory keeps less of z there; the results are the same bits."""
     block = {"residual": True, "bias": True, "dropout_p": 0.1, "orders": (0,), "clusters": False}
     for store_z, center_z in ((False, False), (True, False), (True, pair != "bf16")):
         call = Call("wide", 2, 33000, PAIRS[pair], **block, store_z=store_z, center_z=center_z)

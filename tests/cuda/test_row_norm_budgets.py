@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels ahead of time for sm_70 to sm_120 and holds them to budgets that need no card to know.
+"""Compiles the CUDA kernels ahead of time for sm_70 to sm_120 and holds them to budgets that need no GPU.
 
 No register spills to memory; 128-bit loads and stores in the machine code of every kernel for aligned rows; and for the
 common widths, registers and shared memory (static and dynamic) that leave half of an SM's threads resident.
@@ -105,10 +105,13 @@ def _pipelined_launch(call: Call, arch: int, kernels: dict[str, Kernel]) -> Laun
     weights = 64 * row_threads
     dbias = 64 * threads * (call.shared_sums - 1)  # dweight and dnorm_bias stay in registers
     stage = 16 * threads * (ELEMENT_BYTES[call.x] + ELEMENT_BYTES[call.z])
-    card = MULTIPROCESSORS[arch]
+    limits = MULTIPROCESSORS[arch]
     for resident in (4, 2, 1):
-        room = min(card.block_bytes, card.shared_bytes // resident - card.reserved_bytes) - kernels[name].static_bytes
-        stages = min(4, (room - weights - dbias) // stage)
+        free_bytes = (
+            min(limits.block_bytes, limits.shared_bytes // resident - limits.reserved_bytes)
+            - kernels[name].static_bytes
+        )
+        stages = min(4, (free_bytes - weights - dbias) // stage)
         if resident * threads <= 512 and stages > 0:
             return Launch(name, threads, weights + dbias + stages * stage, stages * stage)
     return None

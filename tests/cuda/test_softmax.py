@@ -160,7 +160,7 @@ def test_same_bits_wherever_tensors_lie(
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_wide_rows_do_not_depend_on_shared_memory(driver, dtype: str, tmp_path: Path) -> None:
-    """A card with little shared memory keeps less of a row there; the results are the same bits."""
+    """A GPU with little shared memory keeps less of a row there; the results are the same bits."""
     call = Call(
         "wide", (2, 1, 1), 33000, DTYPES[dtype], mask=torch.float32, mask_has=(False, True, True, True), orders=(0,),
         clusters=False,

@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels of softmax ahead of time for sm_70 to sm_120 and holds them to budgets that need no card.
+"""Compiles the CUDA kernels of softmax ahead of time for sm_70 to sm_120 and holds them to budgets that need no GPU.
 
 No register spills to memory; 128-bit loads and stores in the machine code of every kernel for aligned rows; and for the
 common widths, registers and shared memory that leave half of an SM's threads resident.

@@ -17,8 +17,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
+from onetrip.reference.row_norm import (
+    NORM_LAYER,
+    NORM_NONE,
+    NORM_RMS,
+    BackwardOperands,
+    Dtypes,
+    Operands,
+    RowNormPlan,
+)
+from onetrip.reference.softmax import BackwardOperands as SoftmaxBackwardOperands
 from onetrip.reference.softmax import MaskLayout, SoftmaxPlan
+from onetrip.reference.softmax import Operands as SoftmaxOperands
 from simulators import MULTIPROCESSORS
 
 triton = pytest.importorskip("triton")
@@ -72,7 +82,7 @@ CASES = [
 
 # Bytes a lane that spill, by Triton 3.7's ptxas, for each of CAPABILITIES; nothing else does.
 # 8192 columns: see the table of tiles. 256 columns: four rows a tile and three sums. sm_70: Triton promises nothing
-# below 8.0 and makes more of the same code there; the CUDA kernels serve that card.
+# below 8.0 and makes more of the same code there; the CUDA kernels serve that GPU.
 SPILLED = {
     "_row_norm_fwd_kernel": {
         Case(8192, F32, F32, NORM_LAYER, True): (8, 0, 0, 0, 0, 0),
@@ -151,21 +161,22 @@ def launches_of(case: Case, monkeypatch: pytest.MonkeyPatch) -> dict[str, Launch
     plan = RowNormPlan(case.norm, 1e-5, 0.0, dropout_p, case.dtype, F32, case.dtype, case.full, False, True)
     residual, bias = (matrix, row) if case.full else (None, None)
     weight, norm_bias = row if normed else None, row if layer else None
-    row_norm.forward(matrix, residual, bias, weight, norm_bias, (1, 2), plan)
-    grad_dtypes = tuple(
-        dtype if wanted else None
-        for dtype, wanted in [
-            (case.dtype, True),
-            (case.dtype, case.full),
-            (case.weight_dtype, case.full),
-            (case.weight_dtype, normed),
-            (case.weight_dtype, layer),
-        ]
+    row_norm.forward(Operands(matrix, residual, bias, weight, norm_bias), (1, 2), plan)
+    grad_dtypes = Dtypes(
+        *(
+            dtype if wanted else None
+            for dtype, wanted in [
+                (case.dtype, True),
+                (case.dtype, case.full),
+                (case.weight_dtype, case.full),
+                (case.weight_dtype, normed),
+                (case.weight_dtype, layer),
+            ]
+        )
     )
     dy, dz = matrix if normed else None, None if normed else matrix
-    row_norm.backward(
-        dy, dz, matrix if normed else None, column if layer else None, column, weight, (1, 2), plan, grad_dtypes
-    )
+    z, mean = matrix if normed else None, column if layer else None
+    row_norm.backward(BackwardOperands(dy, dz, z, mean, column, weight), (1, 2), plan, grad_dtypes)
     return {launch.kernel.__name__: launch for launch in launches}
 
 
@@ -319,8 +330,9 @@ def softmax_launches_of(case: SoftmaxCase, monkeypatch: pytest.MonkeyPatch) -> l
     layout = MaskLayout((batch, heads, queries), (0, 0, case.n_cols), 1)
     mask = None if case.mask_dtype is None else torch.empty(queries, case.n_cols, dtype=case.mask_dtype, device="meta")
     plan = SoftmaxPlan(0.125, case.causal, case.dropout_p, case.dropout_p > 0.0)
-    softmax.forward(scores, mask, layout, queries, (1, 2), plan)
-    softmax.backward(scores, scores, layout, queries, plan, True, case.mask_grad)
+    softmax.forward(SoftmaxOperands(scores, mask, layout, queries), (1, 2), plan)
+    backward = SoftmaxBackwardOperands(scores, scores, layout, queries)
+    softmax.backward(backward, plan, True, case.mask_grad)
     return launches
 
 
@@ -445,9 +457,9 @@ def test_adam_budget(case: AdamCase, capability: int, monkeypatch: pytest.Monkey
     prepare, launch = adam_launches_of(case, monkeypatch)
     assert measure(case, prepare, capability).spilled == 0
     share, spilled, loads, stores, line = measure(case, launch, capability)
-    # sm_70 alone keeps what lives across a division's rare branch in memory; the CUDA kernels serve that card.
+    # sm_70 alone keeps what lives across a division's rare branch in memory; the CUDA kernels serve that GPU.
     assert spilled <= (128 if capability == 70 else 0) + spilled_more(case, capability), line
-    # A program is one warp, and programs are few enough on every card for half of its threads at most.
+    # A program is one warp, and programs are few enough on every GPU for half of its threads at most.
     two_blocks = case.is_8bit and case.dtype == BF16
     assert share >= (0.39 if two_blocks else 0.5), line
     # A lane's share of a whole tile, in accesses of 16 bytes or all at once.

@@ -70,6 +70,7 @@ def test_numpy_that_the_interpreter_cannot_use(
     assert interpreter_fault() == fault
 
 
+@pytest.mark.slow
 def test_unavailable_in_plain_words() -> None:
     """Needs a process of its own as well: this one may be interpreting, and has imported Triton."""
     script = """

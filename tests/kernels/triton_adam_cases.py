@@ -32,7 +32,7 @@ PLAIN = ADAMW._replace(beta1=0.0, beta2=0.0, weight_decay=0.0)
 
 
 class Guarded(NamedTuple):
-    """A tensor between elements that nobody may write to."""
+    """A tensor between elements that must not be written."""
 
     tensor: Tensor
     buffer: Tensor

@@ -22,6 +22,7 @@ def assert_bad_usage(result, *words):
         assert word in result.stderr
 
 
+@pytest.mark.slow
 def test_json_is_all_of_standard_output(run, tmp_path):
     result = run(*SMALL, "--only", "sgd", "--combine", "sgd+accumulation", "--json", "--output", tmp_path / "new")
     assert result.exit_code == 0

@@ -28,6 +28,7 @@ def break_method(monkeypatch, name, error):
     monkeypatch.setattr(methods.Session, "measure", measure)
 
 
+@pytest.mark.slow
 def test_a_short_run_end_to_end(options):
     seen = []
     result = methods.run(
@@ -52,6 +53,7 @@ def test_a_short_run_end_to_end(options):
     assert list(done) == sorted(done) and set(total) == {seen[-1][0]}
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_losses(options):
     a, b = (methods.run(replace(options, only=("sgd",)))["methods"] for _ in range(2))
     assert [entry["loss"] for entry in a] == [entry["loss"] for entry in b]
@@ -354,6 +356,7 @@ def test_a_worker_that_fails(options, as_worker, script, reason):
         measure_isolated(options, METHODS["compile"], lambda what: None)
 
 
+@pytest.mark.slow
 def test_a_worker_measures_in_a_process_of_its_own(options):
     told = []
     figures = measure_isolated(replace(options, model="tiny-bert"), METHODS["sgd"], told.append)

@@ -109,6 +109,7 @@ def test_held_out_loss_does_not_depend_on_the_batch(trainer):
     assert trainer().held_out_loss() == pytest.approx(trainer(batch_size=3).held_out_loss(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_memory_of_the_methods_is_ordered_as_it_must_be(trainer):
     made = {
         name: trainer(**changes)

@@ -63,6 +63,7 @@ def installed_files(fresh_python: Path) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_container_build_script(tree: Path, fresh_python: Path, tmp_path: Path) -> None:
     done = run(fresh_python, "bash", str(tree / "docker/build.sh"), cwd=tmp_path, ONETRIP_CUDA="0")
     assert "onetrip" in done.stdout  # the doctor's report
@@ -91,6 +92,7 @@ def test_the_tests_install_beside_any_torch() -> None:
     assert not re.findall(r'"((?:nvidia|cuda)[^"]*)"', listed[1])
 
 
+@pytest.mark.slow
 def test_installs_without_a_compiler(tree: Path, fresh_python: Path, tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -111,6 +113,7 @@ torch.testing.assert_close(onetrip.ops.layer_norm(x), torch.nn.functional.layer_
     run(fresh_python, "python", "-c", script, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_source_distribution_holds_what_a_build_needs(tree: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""What setup.py decides before it compiles: which CUDA architectures, from where, and what it says and refuses."""
+"""What setup.py decides before it compiles: which CUDA architectures, from where, and what it prints and rejects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LISTED = "sm_75\nsm_80\nsm_90\nsm_90a\nsm_100\nsm_120\n"
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """setup.py as a module on a machine with nvcc 13 and no card, with nothing in the environment."""
+    """setup.py as a module on a machine with nvcc 13 and no GPU, with nothing in the environment."""
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     for name in ("ONETRIP_CUDA", "ONETRIP_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -28,11 +28,11 @@ def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, build: ModuleType, cards: str = "", listed: str = LISTED) -> None:
-    """What nvidia-smi prints of the cards, and nvcc of the architectures that it knows."""
+def answers(monkeypatch: pytest.MonkeyPatch, build: ModuleType, gpus: str = "", listed: str = LISTED) -> None:
+    """What nvidia-smi prints of the GPUs, and nvcc of the architectures that it knows."""
 
     def output(*command: str) -> str:
-        printed = {("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"): cards}
+        printed = {("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"): gpus}
         printed[str(NVCC), "--list-gpu-code"] = listed
         return printed[command]
 
@@ -67,7 +67,7 @@ def test_architectures_that_are_asked_for(build, monkeypatch, variable, value, e
 
 
 def test_our_variable_wins_over_torchs_and_both_over_the_card(build, monkeypatch):
-    answers(monkeypatch, build, cards="12.0\n")
+    answers(monkeypatch, build, gpus="12.0\n")
     assert build.cuda_archs(NVCC) == [("12.0", False)]
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
     assert build.cuda_archs(NVCC) == [("8.0", False)]
@@ -76,18 +76,18 @@ def test_our_variable_wins_over_torchs_and_both_over_the_card(build, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("cards", "expected"),
+    ("gpus", "expected"),
     [("9.0\n", [("9.0", False)]), ("9.0\n8.0\n9.0\n", [("8.0", False), ("9.0", False)])],
     ids=["one", "three_of_two_kinds"],
 )
-def test_the_visible_cards_are_built_for(build, monkeypatch, cards, expected):
-    answers(monkeypatch, build, cards=cards)
+def test_the_visible_gpus_are_built_for(build, monkeypatch, gpus, expected):
+    answers(monkeypatch, build, gpus=gpus)
     assert build.cuda_archs(NVCC) == expected
 
 
-@pytest.mark.parametrize("cards", ["", "[N/A]\n", "NVIDIA-SMI has failed because it couldn't communicate\n"])
-def test_without_a_card_the_default_list_is_built(build, monkeypatch, capsys, cards):
-    answers(monkeypatch, build, cards=cards)
+@pytest.mark.parametrize("gpus", ["", "[N/A]\n", "NVIDIA-SMI has failed because it couldn't communicate\n"])
+def test_without_a_gpu_the_default_list_is_built(build, monkeypatch, capsys, gpus):
+    answers(monkeypatch, build, gpus=gpus)
     assert build.cuda_archs(NVCC) == [
         *((arch, False) for arch in ("7.5", "8.0", "9.0", "10.0")),
         ("12.0", True),
@@ -97,7 +97,7 @@ def test_without_a_card_the_default_list_is_built(build, monkeypatch, capsys, ca
 
 @pytest.mark.parametrize("variable", ["ONETRIP_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST"])
 def test_native_is_the_visible_card(build, monkeypatch, variable):
-    answers(monkeypatch, build, cards="9.0\n")
+    answers(monkeypatch, build, gpus="9.0\n")
     monkeypatch.setenv(variable, "native")
     assert build.cuda_archs(NVCC) == [("9.0", False)]
 
@@ -135,20 +135,20 @@ def test_other_names_of_our_list_are_refused(build, monkeypatch, value):
         build.cuda_archs(NVCC)
 
 
-# Environment and cards of which this nvcc knows none.
+# Environment and GPUs of which this nvcc knows none.
 UNKNOWN = {
-    "an old card": ({}, "7.0\n"),
-    "a card to come": ({}, "13.0\n"),
+    "an old GPU": ({}, "7.0\n"),
+    "a future GPU": ({}, "13.0\n"),
     "torch's list": ({"TORCH_CUDA_ARCH_LIST": "7.0"}, ""),
     "torch's list of names": ({"TORCH_CUDA_ARCH_LIST": "Volta"}, "9.0\n"),
 }
 
 
-@pytest.mark.parametrize(("environment", "cards"), UNKNOWN.values(), ids=UNKNOWN.keys())
+@pytest.mark.parametrize(("environment", "gpus"), UNKNOWN.values(), ids=UNKNOWN.keys())
 def test_cards_that_nvcc_does_not_know_leave_a_build_without_cuda(
-    build, monkeypatch, capsys, tmp_path, environment, cards
+    build, monkeypatch, capsys, tmp_path, environment, gpus
 ):
-    answers(monkeypatch, build, cards=cards)
+    answers(monkeypatch, build, gpus=gpus)
     monkeypatch.setattr(build, "cuda_home", lambda: NVCC.parent.parent)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -159,9 +159,9 @@ def test_cards_that_nvcc_does_not_know_leave_a_build_without_cuda(
     assert "onetrip: building without CUDA kernels" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("environment", "cards"), UNKNOWN.values(), ids=UNKNOWN.keys())
-def test_asking_for_cuda_by_name_refuses_a_build_without_it(build, monkeypatch, environment, cards):
-    answers(monkeypatch, build, cards=cards)
+@pytest.mark.parametrize(("environment", "gpus"), UNKNOWN.values(), ids=UNKNOWN.keys())
+def test_asking_for_cuda_by_name_rejects_a_build_without_it(build, monkeypatch, environment, gpus):
+    answers(monkeypatch, build, gpus=gpus)
     for name, value in {**environment, "ONETRIP_CUDA": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="none of the CUDA architectures asked for"):

@@ -229,3 +229,27 @@ def test_a_block_whose_source_lies_fails_verification() -> None:
     assert [site.reason for site in report.skipped] == ["verify_failed"]
     assert "error" in report.skipped[0].detail
     assert patch_model(block, patterns=["dropout_add_norm"], verify=False).patched
+
+
+class Dropping(nn.Module):
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.dense, self.dropout, self.norm = nn.Linear(8, 8), nn.Dropout(1.0, inplace=inplace), nn.LayerNorm(8)
+
+    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        hidden = self.dense(hidden)
+        hidden = self.dropout(hidden)
+        return self.norm(hidden + residual)
+
+
+def test_an_in_place_dropout_is_called_not_fused():
+    report = patch_model(nn.ModuleDict({"block": Dropping(inplace=True)}))
+    assert [site.pattern for site in report.patched] == ["add_norm"]
+
+
+def test_a_dropout_made_in_place_later_falls_back():
+    model = nn.ModuleDict({"block": Dropping(inplace=False)}).train()
+    report = patch_model(model)
+    model["block"].dropout.inplace = True
+    model["block"](torch.randn(2, 8), torch.randn(2, 8))
+    assert report.calls() == {"block": (0, 1)}

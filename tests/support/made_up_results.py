@@ -1,4 +1,4 @@
-"""Results of every suite, with figures that nobody measured, for tests of tables, figures and pages."""
+"""Results of every suite, with invented figures, for tests of tables, figures and pages."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def whole_state_dicts() -> None:
 
 
 def other_shardings() -> None:
-    """Columns, and replicas: steps and resuming at the same sharding; another sharding is refused."""
+    """Columns, and replicas: steps and resuming at the same sharding; another sharding is rejected."""
     mesh = init_device_mesh("cpu", (2,))
     values, grads = torch.randn(6, 301), torch.randn(3, 6, 301)
     for value in (values, grads):

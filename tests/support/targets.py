@@ -34,7 +34,7 @@ def needs(target: Target) -> None:
 
 
 def needs_memory(gigabytes: int) -> None:
-    """Skips the test where the card has less free memory."""
+    """Skips the test where the GPU has less free memory."""
     free = torch.cuda.mem_get_info()[0] >> 30
     if free < gigabytes:
         pytest.skip(f"needs {gigabytes} GB of free device memory, {free} are free")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tools.sass import count_instructions
 
 
+@pytest.mark.slow
 def test_page_has_the_record() -> None:
     record = json.loads(count_instructions.RECORDED.read_text())
     page = count_instructions.PAGE.read_text()

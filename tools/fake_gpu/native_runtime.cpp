@@ -27,5 +27,5 @@ cudaError_t CUDARTAPI cudaGetDeviceCount(int* count) {
   *count = device + 1;
   return cudaSuccess;
 }
-const char* CUDARTAPI cudaGetErrorString(cudaError_t) { return "the simulator refused a launch"; }
+const char* CUDARTAPI cudaGetErrorString(cudaError_t) { return "the simulator rejected a launch"; }
 }

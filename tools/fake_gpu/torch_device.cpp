@@ -4,7 +4,7 @@
 //
 // Work is done at once, in one order, so nothing here sees a missing wait of one stream for another. A graph that is
 // captured does no work, and a replay does what was captured. What would wait for a GPU (a copy to the CPU, item())
-// is refused during a capture, and reported where synchronisation is an error.
+// raises an error during a capture, and reported where synchronization is an error.
 #include "torch_device.h"
 
 namespace {
@@ -112,7 +112,7 @@ void each_tensor(const IValue& value, const std::function<void(const Tensor&)>& 
 const std::set<std::string> kWaiting = {"aten::_local_scalar_dense", "aten::nonzero",       "aten::equal",
                                         "aten::is_nonzero",          "aten::masked_select", "aten::_unique2"};
 
-// As on a GPU, a tensor of the CPU beside the GPU's is refused, but for a single number, and for indices.
+// As on a GPU, a tensor of the CPU beside the GPU's raises an error, but for a single number, and for indices.
 const std::set<std::string> kMixing = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"};
 
 void check_devices(const c10::FunctionSchema& schema, const std::vector<IValue>& arguments) {

@@ -3,7 +3,7 @@
 //
 // The .cu files are compiled as C++ with -DONETRIP_CUDASIM; csrc/cuda/platform.cuh includes this header then. Under
 // AddressSanitizer and UBSan that finds accesses out of bounds in global and shared memory, misaligned vector accesses,
-// and use of shared memory that nobody has written (it is filled with NaN before every block). The simulator itself
+// and use of shared memory that was not written (it is filled with NaN before every block). The simulator itself
 // aborts on divergent barriers, on warp operations that name an absent lane, on deadlocks, and on stores into a block
 // of the cluster that may not have begun or has ended. A copy that was not waited for has not arrived, but has already
 // made its target unreadable. A missing barrier shows only under some orders of the threads: run several (set_order).
@@ -78,7 +78,7 @@ void cluster_wait();
 // Where an address in this block's shared memory lies in that of another block of the cluster.
 void* remote_shared(void* mine, int rank);
 
-// Barriers that count bytes. What is stored arrives at once: early, where nobody waits for the end of the phase.
+// Barriers that count bytes. What is stored arrives at once: early, where no thread waits for the end of the phase.
 void byte_barrier_init(uint64_t* barrier);
 void byte_barrier_expect(uint64_t* barrier, int bytes);
 void byte_barrier_wait(uint64_t* barrier, int parity);

@@ -241,7 +241,7 @@ struct Program::Impl {
       if (relocations->sh_type == SHT_REL) std::memcpy(&relocation.r_addend, &addresses.at(relocation.r_offset), 8);
       const Elf64_Sym& symbol = table[ELF64_R_SYM(relocation.r_info)];
       const auto addend = static_cast<uint64_t>(relocation.r_addend);
-      const bool is_known = symbol.st_shndx == globals_index;  // else null, which nobody may read
+      const bool is_known = symbol.st_shndx == globals_index;  // else null, which must not be read
       const uint64_t address = is_known ? reinterpret_cast<uint64_t>(globals.data()) + symbol.st_value + addend : 0;
       std::memcpy(&addresses.at(relocation.r_offset), &address, 8);
     }

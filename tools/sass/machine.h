@@ -6,7 +6,7 @@
 // another. Addresses of global memory are addresses of this process: under AddressSanitizer an access out of bounds is
 // found. So are misaligned accesses, accesses outside a block's shared memory, warp operations that name an absent
 // lane, deadlocks, stores into a block of the cluster that has not begun or has ended. A copy that was not waited for
-// has not arrived. Every instruction that is not known exactly is refused. What NVIDIA does not document was read from
+// has not arrived. Every instruction that is not known exactly is an error. What NVIDIA does not document was read from
 // compiled code; results of the approximating unit (MUFU) are the nearest, moved by set_error(). Blind to memory-model
 // effects, and to the waits between instructions that ptxas encodes beside them.
 #pragma once
@@ -42,7 +42,7 @@ class Program {
   Program(const std::string& cubin, const std::string& disassembly);
   ~Program();
   // order: 0, 1, 2: which warp goes on where several can, each as far as it can alone: the first, the last, any.
-  // Predicates that nobody has set are false in the first, true in the others.
+  // Predicates that were not set are false in the first, true in the others.
   // Throws std::runtime_error, saying where, for all that is wrong.
   void run(const std::string& kernel, const Launch& launch, int order);
   size_t static_shared(const std::string& kernel) const;

@@ -237,7 +237,7 @@ ByteBarrier& byte_barrier(Thread& t, uint32_t at, bool remote) {
   t.shared(at, 8, remote);
   auto& barriers = t.warp.running->blocks[at >> kRankBit].byte_barriers;
   const auto found = barriers.find(at & ((1u << kRankBit) - 1));
-  if (found == barriers.end()) fail("a barrier of bytes that nobody has made");
+  if (found == barriers.end()) fail("a barrier of bytes that was not initialized");
   return found->second;
 }
 

@@ -17,7 +17,7 @@ using Handlers = std::unordered_map<std::string, Handler>;
 void add_control_and_memory(Handlers& table);
 void add_arithmetic(Handlers& table);
 
-// Leaves an instruction that is not understood without a handler: it is refused
+// Leaves an instruction that is not understood without a handler: it is an error
 // where it is to run.
 void find_handlers(Instruction& instruction);
 

@@ -22,7 +22,7 @@ constexpr unsigned kLanes = 32, kBarriers = 16, kConvergenceBarriers = 16;
 constexpr unsigned kRankBit = 24;      // of an address in the shared memory of a cluster
 constexpr uint32_t kNan = 0x7FFFFFFF;  // of arithmetic
 constexpr uint64_t kMostSpins = 1000000;
-constexpr uint32_t kPoison = 0xFFC1FFC1;  // what nobody has written: as one float or two halves a NaN
+constexpr uint32_t kPoison = 0xFFC1FFC1;  // what was not written: as one float or two halves a NaN
 constexpr size_t kLocalBytes = 4096;
 
 struct Copy {

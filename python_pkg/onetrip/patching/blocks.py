@@ -1,8 +1,8 @@
-"""One-module blocks: a forward that ends in norm(dropout(x) + residual), or in a part of that.
+"""Blocks in one module: a forward that ends in norm(dropout(x) + residual), or in a part of that.
 
-The source of the class's forward is read into values (what is computed from what), so that names, temporaries and the
-order of an addition do not matter, and `self.something` counts as what the instance holds there. The rules below are
-matched against the returned value; what was computed before stays as it was written.
+The source of the forward becomes a graph of values, so names, temporaries and the order of an addition do not matter.
+`self.something` is resolved to the child that the instance holds. RULES are matched against the returned value. All
+values computed before it stay as written.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .verify import verify_forward
 
 @dataclass(frozen=True)
 class Rule:
-    """A tail of a forward, and the call that takes its place."""
+    """The end of a forward, and the call that replaces it."""
 
     pattern: str
     before: str
-    """Roles: norm and dropout are children, x and residual any two values."""
+    """An expression over roles: norm and dropout are children, x and residual any two values."""
     after: str
-    """{weight}, {norm_bias}, {norm} (its keywords), {p} are filled in; bias is the bias taken out of x, or None."""
+    """rewrite_block fills in {weight}, {norm_bias}, {norm} (its keywords) and {p}. bias: the Linear's, or None."""
 
 
 RULES = (
@@ -53,17 +53,17 @@ RULES = (
 
 @dataclass(eq=False)
 class Value:
-    """Something a forward computes: an argument, a child's call, a functional dropout, or a sum."""
+    """A value in a forward: an argument, the result of a child's call, of a functional dropout, or a sum."""
 
     kind: str
     name: str = ""
-    """argument: its own. call: of the child. dropout: of the attribute that holds p."""
+    """argument: its name. call: the name of the child. dropout: the name of the attribute that holds p."""
     inputs: tuple[Value, ...] = ()
 
 
 @dataclass
 class Reading:
-    """A forward as values, in the order in which it computes them."""
+    """A forward as values, in the order of computation."""
 
     arguments: list[Value]
     values: list[Value] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Reading:
 
 
 def read_forward(cls: type) -> Reading | Unsuitable:
-    """The class's forward, if it is straight-line code over calls of children, dropout and +."""
+    """The class's forward, if it is straight-line code of child calls, dropout and +."""
     forward: Any = getattr(cls, "forward", None)
     tree = parse(forward)
     if isinstance(tree, Unsuitable):
@@ -142,17 +142,17 @@ class _Reader:
 
 @dataclass
 class Match:
-    """A rule found in a forward."""
+    """A rule that fits a forward."""
 
     rule: Rule
     reading: Reading
     roles: dict[str, Value]
     window: list[Value]
-    """What the fused call takes the place of."""
+    """The values that the fused call replaces."""
     norm: NormSpec | None
 
     def child(self, role: str) -> str | None:
-        """The attribute that holds the norm or the dropout; None for a role that has no module."""
+        """The attribute that holds the norm or the dropout; None if the role has no module."""
         value = self.roles.get(role)
         return value.name if value is not None and value.kind == "call" else None
 
@@ -165,10 +165,10 @@ class Match:
 def find_match(
     module: nn.Module, reading: Reading, norm_of: Callable[[nn.Module], NormSpec | Unsuitable]
 ) -> Match | Unsuitable:
-    """The first rule that the returned value fits. norm_of: recognises a leaf norm."""
+    """The first rule that fits the returned value. norm_of: recognises a leaf norm."""
     uses = Counter(id(value) for computed in reading.values for value in computed.inputs)
     uses[id(reading.result)] += 1
-    refusal = Unsuitable("unknown_forward", "returns no norm(dropout(x) + residual) or part of it")
+    why_not = Unsuitable("unknown_forward", "returns no norm(dropout(x) + residual) or part of it")
     for rule in RULES:
         pattern = ast.parse(rule.before, mode="eval").body
         assert reading.result is not None
@@ -179,7 +179,7 @@ def find_match(
             if "norm" in roles:
                 found = norm_of(module._modules[roles["norm"].name])  # type: ignore[arg-type]
                 if isinstance(found, Unsuitable):
-                    refusal = Unsuitable(found.reason, f"{roles['norm'].name}: {found.detail}")
+                    why_not = Unsuitable(found.reason, f"{roles['norm'].name}: {found.detail}")
                     continue
                 spec = found
             match = Match(rule, reading, roles, window, spec)
@@ -191,11 +191,11 @@ def find_match(
                 if not is_plain(child, original_class(type(child))):
                     return Unsuitable("forward_hooks", f"on {attribute}")
             return match
-    return refusal
+    return why_not
 
 
 def _matches(pattern: ast.expr, value: Value, module: nn.Module) -> Iterator[tuple[dict[str, Value], list[Value]]]:
-    """Every way in which the pattern fits: (role -> value, the values inside the pattern)."""
+    """All ways to match the pattern: (role -> value, the values inside the pattern)."""
     match pattern:
         case ast.Name(id=role):
             yield {role: value}, []
@@ -209,7 +209,7 @@ def _matches(pattern: ast.expr, value: Value, module: nn.Module) -> Iterator[tup
                     yield {role: value, **roles}, [value, *window]
         case ast.BinOp(left=left, right=right) if value.kind == "add":
             sides = value.inputs
-            # Of two plain sides, the one that a Linear computed is x: its bias can be fused.
+            # If both sides could be x, take the output of a Linear: its bias can be fused.
             if value.inputs[1].kind == "call" and isinstance(module._modules.get(value.inputs[1].name), nn.Linear):
                 sides = sides[::-1]
             for first, second in (sides, sides[::-1]):
@@ -219,7 +219,7 @@ def _matches(pattern: ast.expr, value: Value, module: nn.Module) -> Iterator[tup
 
 
 def _forwards_as(child: nn.Module | None, expected: type[nn.Module]) -> bool:
-    """Whether the child computes expected.forward on a copy: an in-place dropout changes what others read."""
+    """Whether the child runs expected.forward, and not in place: that would change values that are read later."""
     is_expected = isinstance(child, expected) and original_class(type(child)).forward is expected.forward
     return is_expected and not getattr(child, "inplace", False)
 
@@ -244,9 +244,9 @@ class Block:
 
 
 def rewrite_block(module: nn.Module, match: Match) -> Rewrite:
-    """The forward with its tail in one operator call.
+    """The forward with its end in one operator call.
 
-    Whether the children still are what they were is decided at each call: PEFT, offloading or a hook may come later.
+    Each call checks that the children are unchanged: PEFT, offloading or a hook may come later.
     """
     roles, norm = match.roles, match.norm
     arguments = ", ".join(value.name for value in match.reading.arguments)
@@ -295,7 +295,7 @@ def rewrite_block(module: nn.Module, match: Match) -> Rewrite:
 
 
 def argument_widths(module: nn.Module, match: Match) -> tuple[int, ...]:
-    """The last dimension that each argument of the forward should have, read off the children that take it."""
+    """The last dimension of each argument of the forward, as the children that receive it need it."""
     x, norm = match.roles["x"], match.child("norm")
     producer = module._modules.get(norm or x.name)
     width = width_of(producer, "out_features") if producer is not None else None
@@ -310,13 +310,13 @@ def argument_widths(module: nn.Module, match: Match) -> tuple[int, ...]:
 
 
 def dropout_of(match: Match) -> tuple[str, str] | None:
-    """("child", its name) or ("attribute", that of its p) for the dropout in the window."""
+    """("child", its name) or ("attribute", the name of p) for the dropout that the fused call replaces."""
     value = match.roles.get("dropout")
     return None if value is None else ("child" if value.kind == "call" else "attribute", value.name)
 
 
 def _prefix(module: nn.Module, match: Match) -> tuple[list[str], dict[int, str], bool]:
-    """Statements for what is computed before the window, each value's name by id, whether x leaves a bias."""
+    """Statements for the values before the fused call, the values' names by id, and whether x has a separate bias."""
     names = {id(value): value.name for value in match.reading.arguments}
     x = match.roles["x"]
     has_bias = (

@@ -1,4 +1,4 @@
-"""What rewritten forwards run at call time: checks of the children they look into, and the counts for the report."""
+"""Functions that rewritten forwards call: checks of the children whose parameters they read, and call counters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.module import (  # torch 2.6 has no function that looks at them all
+from torch.nn.modules.module import (  # torch 2.6 has no function that checks all four
     _global_backward_hooks,
     _global_backward_pre_hooks,
     _global_forward_hooks,
@@ -16,11 +16,11 @@ from torch.nn.modules.module import (  # torch 2.6 has no function that looks at
 )
 
 _counters: dict[int, list[int]] = {}
-"""id(module) -> [fused, fallen back]. Kept outside the modules: an unpatched one carries no trace of the patch."""
+"""id(module) -> [fused, fallen back]. Kept outside the modules, which patching must not change."""
 
 
 def counter_of(module: nn.Module) -> list[int]:
-    """The module's counter, made on first use and dropped when the module dies."""
+    """The module's counter, created at first use and deleted with the module."""
     counter = _counters.get(id(module))
     if counter is None:
         counter = _counters[id(module)] = [0, 0]
@@ -29,7 +29,7 @@ def counter_of(module: nn.Module) -> list[int]:
 
 
 def count_fused(module: nn.Module) -> None:
-    """Count one call of the fused operator. Nothing under torch.compile: it would guard on the count and recompile."""
+    """Count one call of the fused operator. Not under torch.compile, which would recompile when the count changes."""
     if not torch.compiler.is_dynamo_compiling():
         counter = _counters.get(id(module))
         if counter is not None:
@@ -37,7 +37,7 @@ def count_fused(module: nn.Module) -> None:
 
 
 def count_fallback(module: nn.Module) -> None:
-    """Count one call that went through the original code."""
+    """Count one call that ran the original code."""
     if not torch.compiler.is_dynamo_compiling():
         counter = _counters.get(id(module))
         if counter is not None:
@@ -45,18 +45,18 @@ def count_fallback(module: nn.Module) -> None:
 
 
 def original_class(cls: type) -> Any:
-    """The class that a patched class stands for; any other class itself, one that inherits from a patched class too.
+    """The class that a patched class replaces; any other class itself, also if it inherits from a patched class.
 
-    Asked by attributes: Dynamo refuses to read a class's __dict__ once the code it compiles has changed any dictionary.
+    Reads attributes: Dynamo cannot read a class's __dict__ once the compiled code has changed any dictionary.
     """
     return cls._onetrip_original if getattr(cls, "_onetrip_class", None) is cls else cls
 
 
 def is_plain(module: nn.Module, expected: type) -> bool:
-    """Whether calling the module does exactly what expected.forward does: that type, no hooks, no forward of its own.
+    """Whether calling the module runs exactly expected.forward: that type, no hooks, no forward on the instance.
 
-    Wrappers (PEFT, quantisation) change the type; FSDP, DeepSpeed and offloading hang hooks; accelerate and kernels
-    replace forward on the instance.
+    Wrappers (PEFT, quantization) change the type. FSDP, DeepSpeed and offloading register hooks. accelerate and hub
+    kernels replace forward on the instance.
     """
     return (
         original_class(type(module)) is expected
@@ -73,12 +73,12 @@ def is_plain(module: nn.Module, expected: type) -> bool:
 
 
 def linear_parts(dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(product, bias) with dense(x) = product + bias. Any dense but a plain nn.Linear is called, and leaves no bias.
+    """(product, bias) with dense(x) = product + bias. Any dense other than a plain nn.Linear is called: bias is None.
 
-    The bias takes the product's dtype, as autocast would have cast it, so that the sum has the dtype of dense(x).
+    The bias is cast to the product's dtype, as under autocast, so that the sum has the dtype of dense(x).
     """
     weight = dense.weight if is_plain(dense, nn.Linear) else None
-    if weight is None or hasattr(type(weight), "__tensor_flatten__"):  # torchao's quantised weights, DTensor
+    if weight is None or hasattr(type(weight), "__tensor_flatten__"):  # torchao's quantized weights, DTensor
         return dense(x), None
     product = functional.linear(x, weight)
     bias = dense.bias
@@ -88,15 +88,15 @@ def linear_parts(dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def is_distributed(x: Tensor) -> bool:
-    """Whether x is a DTensor, whose shards the kernels cannot see together."""
+    """Whether x is a DTensor: kernels would see only the local shard."""
     return type(x).__name__ == "DTensor"
 
 
 def is_fusable(x: Tensor, residual: Tensor) -> bool:
-    """Whether x and residual go element by element: one shape (no broadcasting), neither sharded."""
+    """Whether the kernels can add x and residual: equal shapes (no broadcasting), neither sharded."""
     return x.shape == residual.shape and (type(x) is Tensor or not (is_distributed(x) or is_distributed(residual)))
 
 
 def is_autocasting(x: Tensor) -> bool:
-    """Whether autocast is on for x's device."""
+    """Whether autocast is enabled for x's device."""
     return torch.is_autocast_enabled(x.device.type)

@@ -32,6 +32,8 @@ class Classifier:
         self.model_device = _kernel_device(model) or torch.device("cpu")
         self.attentions: dict[type, Interface | SoftmaxRegions | Unsuitable | None] = {}
         self.forwards: dict[type, Reading | Unsuitable] = {}
+        self.sites: dict[Site, Site] = {}
+        """One for all equal ones: the layers of a model share one rewrite."""
         self.norms: dict[Any, NormSpec | Unsuitable] = {}
 
     def classify(self, module: nn.Module) -> Site | Unsuitable | None:
@@ -50,7 +52,9 @@ class Classifier:
 
     def _attention(self, module: nn.Module, reading: Interface | SoftmaxRegions | Unsuitable) -> Site | Unsuitable:
         site = reading if isinstance(reading, Unsuitable) else reading.site(module, self.replace_sdpa)
-        return site if isinstance(site, Unsuitable) else _replaced(module) or _in_float64(module) or site
+        if isinstance(site, Unsuitable):
+            return site
+        return _replaced(module) or _in_float64(module) or self.sites.setdefault(site, site)
 
     def _block(self, module: nn.Module) -> Site | Unsuitable | None:
         cls = original_class(type(module))

@@ -1,4 +1,4 @@
-"""Clones to run: what probes and verification call in place of a module, whose state they must not change."""
+"""Clones of modules. Probes and verification run them, so that the modules themselves do not change."""
 
 from __future__ import annotations
 
@@ -70,8 +70,10 @@ def own_state(module: nn.Module) -> dict[str, Any]:
 
 
 def own_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """A copy of an attribute, down to what a forward could change in place. Modules and functions in it are shared,
-    and so is what cannot be copied (locks, process groups)."""
+    """A copy of an attribute, recursively, so that a forward can change it in place.
+
+    Shares modules, functions, and objects that cannot be copied (locks, process groups).
+    """
     memo = {} if memo is None else memo
     if callable(value) or isinstance(value, (int, float, str)) or value is None:
         return value
@@ -82,7 +84,7 @@ def own_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
             return tuple(own_copy(each, memo) for each in value)
         try:
             copied = memo[id(value)] = copy.copy(value)
-        except Exception:  # whatever its class raises
+        except Exception:  # raised by its class
             return memo.setdefault(id(value), value)
         if copied is not value:
             for key, each in _contents(copied):
@@ -93,7 +95,7 @@ def own_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
 
 
 def is_same(value: Any, other: Any) -> bool:
-    """Whether an attribute and its own_copy still hold the same."""
+    """Whether an attribute and its own_copy have equal contents."""
     if value is other:
         return True
     if type(value) is not type(other):
@@ -116,7 +118,7 @@ def _contents(container: Any) -> list[tuple[Any, Any]]:
 
 
 def is_plain_torch(module: nn.Module) -> bool:
-    """Whether the module is exactly one of torch.nn, on plain tensors: its forward then keeps no state of its own."""
+    """Whether the module's class is torch.nn's own and its tensors are plain: its forward changes no Python state."""
     tensors = (*module._parameters.values(), *module._buffers.values())
     return (
         original_class(type(module)).__module__.startswith("torch.nn.modules.")
@@ -126,10 +128,10 @@ def is_plain_torch(module: nn.Module) -> bool:
 
 
 class StandIn(nn.Module):
-    """In place of a child: the sum of random linear maps of its inputs, the same in every clone, and no state."""
+    """Replaces a child: a sum of random linear maps of its inputs, the same in every clone, without state."""
 
     def __init__(self, width: int | None) -> None:
-        """width: of the output; None for that of the first input."""
+        """width: the output's last dimension; None for that of the first input."""
         super().__init__()
         self.width = width
 
@@ -146,7 +148,7 @@ class StandIn(nn.Module):
 
 
 def width_of(child: nn.Module | None, attribute: str) -> int | None:
-    """in_features or out_features of the child, or of the first or last thing in it that has a width."""
+    """in_features or out_features of the child, or of the first or last module in it that has a width."""
     widths = []
     for each in child.modules() if child is not None else ():
         features = getattr(each, attribute, None)

@@ -1,8 +1,9 @@
-"""Leaf norms: recognised by what they compute, never by name (T5LayerNorm is an RMSNorm, CohereLayerNorm a LayerNorm).
+"""Leaf norms: recognised by results, never by name (T5LayerNorm is an RMSNorm, CohereLayerNorm a LayerNorm).
 
-A module without children and with at most one weight and one bias, both vectors, is run on probe inputs with random
-weights (default ones and zeros would hide `1 + w`), and compared with the operators over {layer, rms} x {w, 1 + w} x
-eps, then over the cast orders in half precision. Probes run on a stand-in that shares nothing writable with the module.
+A module without children, with at most one weight and one bias, both vectors, runs on probe inputs with random weights:
+the default ones and zeros would hide `1 + w`. The results are compared with the operators over {layer, rms} x
+{w, 1 + w} x eps, then over the cast orders in half precision. Probes run on a stand-in that shares no state with the
+module. They have 2 to 5 dimensions: some norms permute 4-D inputs.
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ CastOrder = bool | Literal["weight"]
 
 @dataclass(frozen=True)
 class NormSpec:
-    """What a leaf norm computes, and where its module keeps the parts."""
+    """The formula of a leaf norm, and the attributes that hold its parameters."""
 
     kind: Literal["layer", "rms"]
     weight: str | None
     bias: str | None
-    """Attribute names; the attribute may hold None."""
+    """Names of attributes, which may be None."""
     eps: str
-    """An expression in `module` and `x`."""
+    """An expression of `module` and `x`."""
     weight_offset: float = 0.0
     cast_before_weight: CastOrder = False
     unsupported: frozenset[tuple[torch.dtype, torch.dtype | None]] = frozenset()
-    """Dtypes of (x, weight) for which the original computes something else."""
+    """Dtypes of (x, weight) for which the original's result differs."""
     autocast: bool = True
-    """Whether outputs have the original's dtype under autocast too."""
+    """Whether outputs also have the original's dtype under autocast."""
 
     @property
     def pattern(self) -> str:
@@ -72,7 +73,7 @@ class NormSpec:
         return "None" if name is None else f"{module}.{name}"
 
     def keywords(self, module: str, x: str) -> str:
-        """The norm's arguments of bias_dropout_residual_norm beyond weight and norm_bias."""
+        """The norm's arguments of bias_dropout_residual_norm, without weight and norm_bias."""
         text = f'norm="{self.kind}", eps={self.eps_of(module, x)}'
         if self.weight_offset:
             text += f", weight_offset={self.weight_offset}"
@@ -138,7 +139,7 @@ def _input_name(cls: type) -> str:
 
 
 def could_be_norm(module: nn.Module) -> bool:
-    """Whether the module has the shape of a leaf norm: no children, vectors for parameters, or none but an epsilon."""
+    """Whether the module could be a leaf norm: no children, and vectors as parameters, or an epsilon and none."""
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return True
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
@@ -150,7 +151,7 @@ def could_be_norm(module: nn.Module) -> bool:
 
 
 def n_cols_of(module: nn.Module) -> int:
-    """The width a leaf norm takes; where it takes any, one that is good for probes."""
+    """The number of columns of a leaf norm's input; ANY_WIDTH if it takes any number."""
     for parameter in module._parameters.values():
         if parameter is not None:
             return int(parameter.shape[0])
@@ -178,7 +179,7 @@ def recognise(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
     if cls.forward is nn.LayerNorm.forward:
         return NormSpec("layer", "weight", "bias", "module.eps")
     with use_backend("reference"), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of slow paths that only the probes take
+        warnings.simplefilter("ignore")  # torch warns about slow paths that only the probes take
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.autocast(device.type, enabled=False):
             found = _Prober(module, cls, device).recognise()
@@ -194,7 +195,7 @@ def _torch_norm(module: nn.Module) -> str:
 
 
 def _eps_values(module: nn.Module) -> Iterator[tuple[str, float]]:
-    """(expression, value) of everything on the module or in its forward that looks like an epsilon."""
+    """(expression, value) of each attribute of the module and constant of its forward that may be the epsilon."""
     for name, value in vars(module).items():
         if isinstance(value, float) and 0.0 < value <= _LARGEST_EPS:
             yield f"module.{name}", value
@@ -213,13 +214,13 @@ class _Prober:
         self.n_cols = n_cols_of(module)
         generator = torch.Generator().manual_seed(0)
         self.values = {name: self._normal(generator, self.n_cols) for name in self.names}
-        self.eps = dict(reversed(list(_eps_values(module))))  # what is on the module goes before constants
+        self.eps = dict(reversed(list(_eps_values(module))))  # attributes take precedence over constants
         if "eps" in vars(module) and module.eps is None:
             self.eps = dict.fromkeys(("finfo(float32).eps", "finfo(x.dtype).eps"), 0.0)  # by torch version
         smallest = min([value for value in self.eps.values() if value > 0.0], default=1e-6)
-        # Every size differs, so that no permutation goes unseen.
+        # All sizes differ, so that any permutation changes the result.
         shape = [size for size in (2, 3, 4, 5, 6) if size != self.n_cols][:4]
-        # Rows of variance 1, of a large mean, and of variances near eps, where only the right eps fits.
+        # Rows with variance 1, with a large mean, and with variances near eps, where only the right eps fits.
         scales = torch.tensor([1.0, 1.0, 1e-3, smallest**0.5, (10 * smallest) ** 0.5, 1.0], device="cpu")
         shifts = torch.tensor([0.0, 3.0, 0.0, 0.0, 0.0, 0.0], device="cpu")
         rows = self._normal(generator, *shape, self.n_cols)
@@ -236,7 +237,7 @@ class _Prober:
     def original(
         self, x_dtype: torch.dtype, weight_dtype: torch.dtype, training: bool = False, x: Tensor | None = None
     ) -> Tensor | None:
-        """The module's own forward on a probe (None: the one with 2 dimensions); None where it raises."""
+        """The module's own forward on a probe (default: the one with 2 dimensions); None if it raises."""
         x = self.x if x is None else x
         stand_in = self.cls.__new__(self.cls)
         parameters = {
@@ -249,7 +250,7 @@ class _Prober:
         before = {name: own_copy(value) for name, value in state.items() if name not in own}
         try:
             y = self.cls.forward(stand_in, self._to(x, x_dtype))
-        except Exception:  # whatever the probe made it raise, it is not for this dtype
+        except Exception:  # the module does not support this dtype or shape
             return None
         after = {name: value for name, value in vars(stand_in).items() if own.get(name, self) is not value}
         self.stateless = self.stateless and is_same(before, after)
@@ -292,8 +293,10 @@ class _Prober:
         return y is not None and torch.allclose(self.candidate(spec, torch.float32, torch.float32, x), y, 1e-4, 1e-5)
 
     def _formula(self, x: Tensor, dim: int = -1) -> NormSpec | None:
-        """Kind, eps, offset and roles of the parameters, from float32, in training and in evaluation. dim: of x, which
-        is normalised."""
+        """Kind, eps, offset and roles of the parameters, from float32 probes in training and in evaluation mode.
+
+        dim: the dimension of x that the norm normalises.
+        """
         modes = [self.original(torch.float32, torch.float32, training, x) for training in (False, True)]
         if any(y is None or y.dtype != torch.float32 or not y.isfinite().all() for y in modes):
             return None
@@ -315,10 +318,10 @@ class _Prober:
         return [*attributes, *others, *(repr(eps) for eps in _COMMON_EPS)]
 
     def _with_casts(self, spec: NormSpec) -> NormSpec:
-        """The cast order that reproduces most half-precision probes, and the probes that it does not reproduce."""
+        """The spec with the cast order that reproduces most half-precision probes; the others become unsupported."""
         originals = {dtypes: self.original(*dtypes) for dtypes in self._half_probes(spec)}
         orders: tuple[CastOrder, ...] = (False, True, "weight") if spec.kind == "rms" and spec.weight else (False,)
-        # In float32 the two readings of eps=None are one; in half precision they are not.
+        # The two readings of eps=None differ in half precision only.
         readings = [eps for eps in self.eps if eps.startswith("finfo")] if spec.eps.startswith("finfo") else [spec.eps]
         best, fewest = spec, None
         for order, eps in product(orders, readings):
@@ -339,7 +342,7 @@ class _Prober:
         return _HALF_PROBES
 
     def _reproduces(self, spec: NormSpec, dtypes: tuple[torch.dtype, torch.dtype], y: Tensor) -> bool:
-        """Same dtype, and the same values but for a rare rounding: another cast order differs in a third of them."""
+        """The same dtype, and 95% of the values equal. Another cast order changes a third of the values."""
         ours = self.candidate(spec, *dtypes)
         if ours.dtype != y.dtype:
             return False

@@ -1,9 +1,8 @@
-"""Verification: a rewritten forward against the original, on clones, before a site is kept.
+"""Verification: compares a rewritten forward with the original, on clones, before a site is kept.
 
-With dropout off: the output and every gradient. With dropout on: the same, the original's dropout given the mask that
-the operator draws. Both are measured against the original in float64; the rewritten one may be off by twice as much.
-Also the output's dtype under autocast. Nothing of the model is touched: clones alias its parameters, copy its buffers,
-carry no hooks.
+Compares the output and every gradient, with dropout off and on; with dropout on, the original uses the operator's mask.
+Errors are measured against the original in float64, and may be at most twice the original's. Also compares the output's
+dtype under autocast. Runs clones (clones.py), so that the model does not change.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from .classes import GLOBAL_NAMES, Rewrite
 from .clones import M, clone
 
 RNG = (20260101, 0)
-"""Of verification with dropout."""
+"""(seed, offset) of verification with dropout."""
 _P_IF_NONE = 0.25
 _ERROR_RATIO = 2.0
 _SLACK_IN_EPS = 8.0
-"""Slack, in units of the dtype's epsilon times the largest value: sums of a few terms in another order."""
+"""Absolute tolerance in units of the dtype's epsilon times the largest value: sums may run in another order."""
 
 Outcome = list[tuple[str, Tensor | None]]
 """Named outputs and gradients."""
 
 
 class VerificationError(Exception):
-    """The rewritten forward does not compute what the original computes."""
+    """The rewritten forward and the original compute different results."""
 
 
 def verify_forward(module: nn.Module, rewrite: Rewrite, widths: Sequence[int], dropout: tuple[str, str] | None) -> None:
-    """Raise VerificationError unless the rewritten forward of this module computes what the original does.
+    """Raise VerificationError unless the rewritten forward of this module computes the same as the original.
 
     widths: the last dimension of each argument. dropout: ("child", its name) or ("attribute", that of its p), or None.
     """
@@ -57,15 +56,17 @@ def verify_forward(module: nn.Module, rewrite: Rewrite, widths: Sequence[int], d
         def prepare(dtype: torch.dtype | None) -> nn.Module:
             return prepared(module, dtype, None, None, rewrite.absorbed)
 
-        refusing = {"count_fallback": refuse_fallback}
-        rewritten = rewrite.compile(cls, refusing)
-        _compare(prepare, original, rewritten, inputs(3), "")
-        if _takes(prepare(None), original, inputs(4)):
+        rejecting = {"count_fallback": reject_fallback}
+        rewritten = rewrite.compile(cls, rejecting)
+        takes_rank_4 = _takes(prepare(None), original, inputs(4))
+        if takes_rank_4:
             _compare(prepare, original, rewritten, inputs(4), " of rank 4")
+        if dropout is None or not takes_rank_4:
+            _compare(prepare, original, rewritten, inputs(3), "")
         if dropout is not None:
             operators = ("bias_dropout_residual", "bias_dropout_residual_norm")
             pinned = {name: partial(GLOBAL_NAMES[name], rng=RNG) for name in operators}
-            forward = rewrite.compile(cls, {**pinned, **refusing})
+            forward = rewrite.compile(cls, {**pinned, **rejecting})
             p = _dropout_p(module, dropout)
             dropping = partial(prepared, module, dropout=dropout, p=p, kept=rewrite.absorbed)
             _compare(dropping, original, forward, inputs(3), " with dropout")
@@ -73,7 +74,7 @@ def verify_forward(module: nn.Module, rewrite: Rewrite, widths: Sequence[int], d
 
 
 def kind_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Where the module computes, and in what."""
+    """The device and the dtype of the module's computation."""
     parameters = list(module.parameters())
     dtype = next((parameter.dtype for parameter in parameters if parameter.is_floating_point()), torch.float32)
     return parameters[0].device if parameters else torch.device("cpu"), dtype
@@ -81,7 +82,7 @@ def kind_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Gradients on, autocast off, warnings silent, and the random state as before, whatever the caller has set."""
+    """Gradients on, autocast and warnings off, whatever the caller has set. Restores the random state."""
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         stack.enter_context(torch.inference_mode(False))
@@ -92,8 +93,8 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-def refuse_fallback(module: nn.Module) -> None:
-    """In place of count_fallback: a comparison that ran the original twice would prove nothing."""
+def reject_fallback(module: nn.Module) -> None:
+    """Replaces count_fallback: comparing the original with itself would prove nothing."""
     raise VerificationError("the rewritten forward fell back to the original")
 
 
@@ -110,7 +111,7 @@ def prepared(
     p: float | None,
     kept: Collection[str] = (),
 ) -> M:
-    """A clone in evaluation mode but for the one dropout. kept: children to clone, whatever they are."""
+    """A clone in evaluation mode, except for one dropout. kept: as clone's."""
     copied = clone(module, dtype, kept).eval()
     if dropout is not None:
         kind, name = dropout
@@ -124,10 +125,10 @@ def prepared(
 
 
 class MaskedDropout(TorchFunctionMode):
-    """Inside, active calls of dropout, before the window as well, take the operators' mask."""
+    """In this mode, every active dropout uses the mask of the fused operators."""
 
     def __init__(self, columns_before: int = 0) -> None:
-        """columns_before: how many more columns each row has in the operator, before those that dropout sees."""
+        """columns_before: columns of each of the operator's rows that precede those of the dropout's input (sinks)."""
         super().__init__()
         self.columns_before = columns_before
 
@@ -148,7 +149,7 @@ class MaskedDropout(TorchFunctionMode):
 def _outcome(
     block: nn.Module, forward: Callable[..., Any], inputs: Sequence[Tensor], cotangent: Tensor | None
 ) -> tuple[Outcome, Tensor]:
-    """Named output and gradients, and the cotangent used."""
+    """The named output and gradients, and the cotangent."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     y = forward(block, *inputs)
     if not isinstance(y, Tensor):
@@ -168,7 +169,7 @@ def _outcome(
 def _takes(block: nn.Module, original: Callable[..., Any], inputs: list[Tensor]) -> bool:
     try:
         original(block, *inputs)
-    except Exception:  # not meant for inputs of this rank
+    except Exception:  # does not support inputs of this rank
         return False
     return True
 
@@ -185,14 +186,14 @@ def _compare(
         try:
             doubles = [x.double() for x in inputs]
             truth, _ = _outcome(prepare(torch.float64), original, doubles, cotangent.double())
-        except Exception:  # an original that only runs in its own dtype is compared as it is
+        except Exception:  # the original does not support float64
             truth = expected
         actual, _ = _outcome(prepare(None), rewritten, inputs, cotangent)
     check_outcomes(actual, expected, truth, mode)
 
 
 def check_outcomes(actual: Outcome, expected: Outcome, truth: Outcome, mode: str) -> None:
-    """Raise VerificationError unless ours are as near to the float64 truth as the original's, of its dtypes and shapes.
+    """Raise VerificationError unless ours have the original's dtypes and shapes, and errors like the original's.
 
     mode: for the message.
     """
@@ -203,9 +204,10 @@ def check_outcomes(actual: Outcome, expected: Outcome, truth: Outcome, mode: str
             continue
         if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
             raise VerificationError(f"{name}{mode}: {_kind(ours)} for {_kind(theirs)}")
-        error, original_error = _largest(ours.double() - exact.double()), _largest(theirs.double() - exact.double())
+        exact = exact.double()
+        error, original_error = _largest(ours - exact), _largest(theirs - exact)
         slack = _SLACK_IN_EPS * torch.finfo(ours.dtype).eps * max(_largest(exact), 1e-3)
-        if not error <= _ERROR_RATIO * original_error + slack:  # written so that NaN fails
+        if not error <= _ERROR_RATIO * original_error + slack:  # so that NaN fails
             raise VerificationError(f"{name}{mode}: error {error:.2e}, the original's {original_error:.2e}")
 
 
@@ -217,7 +219,7 @@ def _compare_autocast(
         for cast in (inputs, [x.bfloat16() for x in inputs]):
             try:
                 expected = original(block, *cast)
-            except Exception:  # not meant for autocast: then nobody calls it there
+            except Exception:  # the original does not support autocast
                 continue
             actual = rewritten(block, *cast)
             if actual.dtype != expected.dtype:
@@ -225,7 +227,7 @@ def _compare_autocast(
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    return float(torch.linalg.vector_norm(tensor, torch.inf)) if tensor.numel() else 0.0
 
 
 def _kind(tensor: Tensor) -> str:

@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -152,6 +152,10 @@ class Attention:
 
     def rewrite(self, module: nn.Module) -> Rewrite:
         """The forward that calls the fused function wherever the interface returns the original one."""
+        return self._rewrite
+
+    @cached_property
+    def _rewrite(self) -> Rewrite:
         tree = copy.deepcopy(self.interface.tree)
         names = self.interface.forward.__globals__
         self_name = tree.args.args[0].arg

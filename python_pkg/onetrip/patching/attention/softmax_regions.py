@@ -32,7 +32,7 @@ from ..calls import original_class
 from ..classes import Rewrite
 from ..report import Unsuitable
 from ..source import Inliner, calls_in, define, first_match, indented, parse, without_annotations
-from ..verify import RNG, MaskedDropout, Outcome, check_outcomes, kind_of, prepared, refuse_fallback, undisturbed
+from ..verify import RNG, MaskedDropout, Outcome, check_outcomes, kind_of, prepared, reject_fallback, undisturbed
 from .eager import PATTERN
 
 SOFTMAXES = (
@@ -51,32 +51,32 @@ _VIEWS_AND_CASTS = {"to", "type", "unsqueeze", "view", "expand", "size"}
 
 @dataclass(frozen=True)
 class Region:
-    """Statements of a forward, taken apart. Expressions are source."""
+    """The parts of consecutive statements of a forward, as source."""
 
     start: int
     stop: int
-    """In their block."""
+    """Positions of the first statement, and after the last one, in their block."""
     statements: str
     result: str
     undropped: str
-    """The name of the probabilities before dropout, if read later: then only a call without dropout is fused."""
+    """The name of the probabilities before dropout, if read later. Then only calls without dropout are fused."""
     scores: str
     like: str
-    """A tensor that the result is cast to the dtype of; "scores_" where that is the scores' own."""
+    """The tensor whose dtype the result gets; "scores_" for the dtype of the scores."""
     mask: str
     scale: str
     child: str
-    """The dropout that is called; empty where functional.dropout is, or none."""
+    """The name of the dropout module; empty for functional.dropout and for none."""
     p: str
-    """0.0 where there is no dropout."""
+    """0.0 if there is no dropout."""
     softmax: str
-    """Which of SOFTMAXES."""
+    """One of SOFTMAXES."""
 
     @property
     def dropout(self) -> tuple[str, str] | None:
-        """("child", its name) or ("attribute", that of its p); None where p is none of the module's attributes."""
+        """("child", its name) or ("attribute", the name of p); None if p is no attribute of the module."""
         if self.undropped:
-            return None  # then nothing is fused
+            return None  # no call with dropout is fused
         if self.child:
             return "child", self.child
         own, _, name = self.p.partition(".")
@@ -126,19 +126,19 @@ class SoftmaxRegions:
 
 def read_softmax_regions(cls: Any) -> SoftmaxRegions | Unsuitable | None:
     """The regions of a class's forward; None if it computes no softmax itself."""
-    forward = getattr(cls, "forward", None)
+    forward: Any = getattr(cls, "forward", None)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     tree = parse(forward) if _mentions_softmax(names) else None
     if isinstance(tree, Unsuitable):
         return tree
     if tree is not None:
-        inliner = Inliner(forward.__globals__, {tree.args.args[0].arg: ast.Name("self")})  # type: ignore[union-attr]
+        inliner = Inliner(forward.__globals__, {tree.args.args[0].arg: ast.Name("self")})
         if _calls_softmax(tree, inliner):
             found = tuple(_regions(tree, inliner))
             missing = "no softmax(x, dim=-1) with a mask or a dropout in consecutive statements"
             return SoftmaxRegions(tree, found) if found else Unsuitable("unknown_forward", missing)
     for name in names:
-        method = getattr(cls, name, None)
+        method: Any = getattr(cls, name, None)
         if _mentions_softmax(getattr(getattr(method, "__code__", None), "co_names", ())):
             tree = parse(method)
             if isinstance(tree, ast.FunctionDef) and _calls_softmax(tree, Inliner(method.__globals__, {})):
@@ -163,7 +163,7 @@ def _regions(tree: ast.FunctionDef, inliner: Inliner) -> Iterator[tuple[ast.AST,
 
 
 def _blocks(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Blocks of statements that run at most once: (the node, its field)."""
+    """Blocks of statements that run at most once: (node, field)."""
     for name in ("body", "orelse"):
         block = getattr(node, name, None)
         if isinstance(block, list):
@@ -235,7 +235,7 @@ def _is_read_after(tree: ast.FunctionDef, name: str, statement: ast.stmt) -> boo
 
 
 def _mask(statement: ast.stmt, scores: str, inliner: Inliner) -> str | None:
-    """What the statement adds to the scores."""
+    """The expression that the statement adds to the scores; None if it does something else."""
     condition = ""
     match statement:
         case ast.If(test=test, body=[only], orelse=[]) if not calls_in(test):
@@ -248,13 +248,13 @@ def _mask(statement: ast.stmt, scores: str, inliner: Inliner) -> str | None:
 
 
 def _is_pure(expression: ast.expr) -> bool:
-    """Whether it can be computed once more: a name, an index, a view, a cast."""
+    """Whether evaluating it twice is safe: names, indices, views and casts."""
     methods = {call.func.attr if isinstance(call.func, ast.Attribute) else "" for call in calls_in(expression)}
     return methods <= _VIEWS_AND_CASTS
 
 
 def _scale(statement: ast.stmt, scores: str, inliner: Inliner) -> str | None:
-    """What the statement multiplies the scores by, if that is the module's own."""
+    """The factor by which the statement multiplies the scores, if it depends on the module only."""
     scaled = _assignment(statement, inliner)
     found = first_match(tuple(SCALES), scaled[1]) if scaled is not None and scaled[0] == scores else None
     if found is None or ast.unparse(found[1]["X"]) != scores:
@@ -268,7 +268,7 @@ def _scale(statement: ast.stmt, scores: str, inliner: Inliner) -> str | None:
 
 
 def _source(region: Region, fallback: str) -> str:
-    """The region fused, where its tensors are as they must be; else the fallback."""
+    """The fused call if its tensors fit; else the fallback."""
     tests = ["fits_region_(scores_, mask_, scale_, like_)"]
     training = "self.training"
     if region.child:
@@ -293,12 +293,12 @@ else:
 
 
 def region_softmax(scores: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-    """ops.softmax with a mask as sums in the scores' dtype make it."""
+    """ops.softmax, with the mask saturated as an addition in the scores' dtype would."""
     return softmax(scores, saturated_mask(mask, scores), **options)
 
 
 def fits_region(scores: Tensor, mask: Tensor | None, scale: object, like: Tensor) -> bool:
-    """Whether the fused call, cast to like, gives what the statements would: dtypes, shapes, and a number as scale.
+    """Whether the fused call, cast to like's dtype, equals the statements: dtypes, shapes, and a number as scale.
 
     CUDA's autocast gives float32 probabilities of half scores: left to the statements.
     """
@@ -313,7 +313,7 @@ def fits_region(scores: Tensor, mask: Tensor | None, scale: object, like: Tensor
     if mask.dtype not in KERNEL_DTYPES or calls.is_distributed(mask) or mask.dim() > scores.dim():
         return False
     sizes = zip(mask.shape[::-1], scores.shape[::-1], strict=False)
-    # Half scores (autocast's) become float32 by a float32 mask, and stay so unless the statements cast them.
+    # Under autocast a float32 mask turns half scores into float32, and they stay float32 unless cast.
     casts = like is not scores and mask.dtype == torch.float32
     if not (mask.dtype == scores.dtype or scores.dtype == torch.float32 or casts):
         return False
@@ -331,7 +331,7 @@ NAMES: dict[str, Any] = {
 
 
 def isolated(region: Region, original: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """A region alone, as functions (self, scores, mask): by the model's operators, and fused, without a fallback."""
+    """One region as two functions of (self, scores, mask): with torch's operators, and fused, without a fallback."""
     scaled = "scores" if region.scale == "1.0" else f"scores * ({region.scale})"
     weights = region.softmax.replace("X", "scores_").replace("T", "scores_")
     dropped = f"self.{region.child}(weights_)" if region.child else f"dropout(weights_, {region.p}, self.training)"
@@ -345,9 +345,9 @@ def before(self, scores, mask):
     return {dropped}
 """
     alone = replace(region, scores="scores", like="scores_", mask="mask", result="result_")
-    after = f"def after(self, scores, mask):\n{indented(_source(alone, 'refuse_(self)'))}    return result_\n"
+    after = f"def after(self, scores, mask):\n{indented(_source(alone, 'reject_(self)'))}    return result_\n"
     known = {"softmax": functional.softmax, "dropout": functional.dropout, "float32": torch.float32}
-    fused = {**NAMES, "refuse_": refuse_fallback, "region_softmax_": partial(region_softmax, rng=RNG)}
+    fused = {**NAMES, "reject_": reject_fallback, "region_softmax_": partial(region_softmax, rng=RNG)}
     return define(original, before, known, "before", PATTERN), define(original, after, fused, "after", PATTERN)
 
 

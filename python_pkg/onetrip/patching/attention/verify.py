@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...ops.attention import attention
 from ..clones import clone
-from ..verify import RNG, MaskedDropout, Outcome, check_outcomes, kind_of, refuse_fallback, undisturbed
+from ..verify import RNG, MaskedDropout, Outcome, check_outcomes, kind_of, reject_fallback, undisturbed
 from .eager import EagerFunction
 
 _BATCH, _N_QUERIES, _N_KEYS, _WIDTH = 2, 5, 7, 8  # heads: multiples of 3, so that every size differs
@@ -27,7 +27,7 @@ def verify_attention(module: nn.Module, found: EagerFunction) -> None:
     """Raise VerificationError unless the fused function computes the same as the original for this module."""
     device, dtype = kind_of(module)
     with undisturbed(device):
-        fused = found.compile({"count_fallback_": refuse_fallback, "attention_": partial(attention, rng=RNG)})
+        fused = found.compile({"count_fallback_": reject_fallback, "attention_": partial(attention, rng=RNG)})
         for case in _cases(found):
             mode = ", ".join(f"{name} {value}" for name, value in case.items() if value not in (None, 0.0))
             inputs = {name: tensor.to(device, dtype) for name, tensor in _inputs(module, found, case).items()}

@@ -355,3 +355,10 @@ def test_a_dead_module_leaves_no_counter() -> None:
     del model
     assert len(calls._counters) == before
     assert set(report.calls().values()) == {(0, 0)}
+
+
+def test_torchscript_is_left_alone_and_the_rest_is_patched():
+    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.LayerNorm(8))), nn.LayerNorm(8))
+    report = patch_model(model)
+    assert [site.name for site in report.patched] == ["1"]
+    assert [(site.name, site.reason) for site in report.skipped] == [("0.0", "unknown_forward")]
