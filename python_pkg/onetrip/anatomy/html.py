@@ -113,9 +113,8 @@ def _fits(result: Mapping[str, Any], name: str) -> Table:
 
 def _traffic(columns: Mapping[str, Any], gpu: str | None, name: str) -> list[Table]:
     """Bytes that a step reads and writes, by part and by operator; the time that they take at least on a GPU."""
-    counted = {
-        key: c["predicted"]["traffic"] for key, c in columns.items() if c["predicted"] and c["predicted"]["traffic"]
-    }
+    predicted = {key: column["predicted"] for key, column in columns.items() if column["predicted"]}
+    counted = {key: step["traffic"] for key, step in predicted.items() if step["traffic"]}
     if not counted:
         return []
     titles = [COLUMNS[key] for key in counted]
