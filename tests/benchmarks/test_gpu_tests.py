@@ -21,7 +21,7 @@ def gpu_test_files(tests: Path) -> set[str]:
         source = path.read_text()
         functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
         taken = {a.arg for f in functions if f.name.startswith("test_") for a in f.args.args if not own(f, a.arg)}
-        if re.search(r"^(pytestmark = |@)pytest\.mark\.gpu", source, re.MULTILINE) or taken & {"target", "backend"}:
+        if re.search(r"^(pytestmark = \[?|@)pytest\.mark\.gpu", source, re.MULTILINE) or taken & {"target", "backend"}:
             found.add(str(path.relative_to(tests)))
     return found
 
