@@ -90,6 +90,13 @@ def _load_z(
 
 
 @triton.jit
+def _store_z(z, z_ptr, rows, first_col, n_rows, n_cols, Z_DTYPE: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Stores a tile of z as it is normalised; _store_y stores a centred one."""
+    cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
+    tl.store(z_ptr + rows * n_cols + cols, z.to(Z_DTYPE), mask=(rows < n_rows) & (cols < n_cols))
+
+
+@triton.jit
 def _centred(z, mean, first_col, n_cols, NORM: tl.constexpr, BLOCK_COLS: tl.constexpr):
     """z - mean for LayerNorm, z for RMSNorm; 0 in columns past the last."""
     if NORM == NORM_LAYER:
@@ -131,26 +138,32 @@ def _store_y(
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def _row_norm_fwd_kernel(
+    # operands: [n_rows, n_cols], [n_rows, n_cols], three of [n_cols]; None: not there
     x_ptr,
     residual_ptr,
     bias_ptr,
     weight_ptr,
     norm_bias_ptr,
+    # outputs: [n_rows, n_cols] twice, [n_rows] float32 twice; None: not stored
     y_ptr,
     z_ptr,
     mean_ptr,
     rstd_ptr,
+    # random numbers: philox.dropout_arguments
     rng_ptr,
     seed: tl.int64,
     offset: tl.int64,
     drop_limit: tl.int64,
     keep_scale,
+    # the plan's numbers
     eps,
     weight_offset,
+    # sizes, and strides in elements
     n_rows: tl.int64,
     n_cols: tl.int32,
     x_row_stride: tl.int64,
     residual_row_stride: tl.int64,
+    # chosen when compiled: `if` blocks on these, and on pointers that are None, disappear
     NORM: tl.constexpr,
     CENTER_Z: tl.constexpr,
     Z_DTYPE: tl.constexpr,
@@ -187,8 +200,7 @@ def _row_norm_fwd_kernel(
             rows, first_col, n_rows, n_cols, Z_DTYPE, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
         )  # fmt: skip
         if z_ptr is not None and not CENTER_Z:
-            cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
-            tl.store(z_ptr + rows * n_cols + cols, z.to(Z_DTYPE), mask=(rows < n_rows) & (cols < n_cols))
+            _store_z(z, z_ptr, rows, first_col, n_rows, n_cols, Z_DTYPE, BLOCK_COLS)
         if NORM != NORM_NONE:
             count = n_cols.to(tl.float32)
             mean = tl.zeros([BLOCK_ROWS, 1], tl.float32)
@@ -210,8 +222,7 @@ def _row_norm_fwd_kernel(
                 rows, first_col, n_rows, n_cols, Z_DTYPE, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
             if z_ptr is not None and not CENTER_Z:
-                cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
-                tl.store(z_ptr + rows * n_cols + cols, z.to(Z_DTYPE), mask=(rows < n_rows) & (cols < n_cols))
+                _store_z(z, z_ptr, rows, first_col, n_rows, n_cols, Z_DTYPE, BLOCK_COLS)
             if NORM == NORM_LAYER:
                 count = tl.minimum(n_cols - first_col, BLOCK_COLS).to(tl.float32)
                 tile_mean = tl.div_rn(tl.sum(z, axis=1, keep_dims=True), count)
@@ -330,6 +341,7 @@ def _row_means_kernel(
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def _row_norm_bwd_kernel(
+    # operands: three of [n_rows, n_cols], two of [n_rows], [n_cols], [2, n_rows]; None: not there
     dy_ptr,
     dz_ptr,
     z_ptr,
@@ -337,23 +349,28 @@ def _row_norm_bwd_kernel(
     rstd_ptr,
     weight_ptr,
     row_means_ptr,
+    # outputs: two of [n_rows, n_cols], three of [programs on axis 0, n_cols] float32; None: not wanted
     dx_ptr,
     dresidual_ptr,
     dbias_partials_ptr,
     dweight_partials_ptr,
     dnorm_bias_partials_ptr,
+    # random numbers: philox.dropout_arguments
     rng_ptr,
     seed: tl.int64,
     offset: tl.int64,
     drop_limit: tl.int64,
     keep_scale,
+    # the plan's number
     weight_offset,
+    # sizes, and strides in elements
     n_rows: tl.int64,
     n_cols: tl.int32,
     rows_per_program: tl.int32,
     dy_row_stride: tl.int64,
     dz_row_stride: tl.int64,
     z_row_stride: tl.int64,
+    # chosen when compiled: `if` blocks on these, and on pointers that are None, disappear
     NORM: tl.constexpr,
     PHILOX_COLS: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -368,7 +385,7 @@ def _row_norm_bwd_kernel(
     dy, dz, z, dx, dresidual: [n_rows, n_cols]. mean, rstd: [n_rows] float32. weight: [n_cols]. row_means: [2, n_rows]
     float32 of _row_means_kernel; None where a tile holds whole rows. Partials: [programs on axis 0, n_cols] float32.
     Program (i, j) walks rows_per_program rows of column tile j and keeps the sums over them in registers: the partition
-    is the host's, so sums do not depend on the card. NORM = none: only dz counts.
+    is the host's, so sums do not depend on the GPU. NORM = none: only dz counts.
     Moves a row: n_cols * (read dy, z, dz + write dx, dresidual) + 8 bytes; partials: 4 * n_cols a program and gradient.
     """
     n_cols = with_divisor(n_cols, ALIGN)

@@ -34,7 +34,7 @@ BACKWARD = TileRule(elements=2048, elements_per_lane=8, max_cols=16384, wide_col
 BACKWARD_MASK = TileRule(elements=1024, elements_per_lane=8, max_cols=8192, wide_cols=2048)
 
 # How the rows that share a row of the mask are shared out among programs, by the sizes alone: dmask has the same bits
-# on every card. No partial sums where there are 512 programs without, 4 for each of an H100's 132 multiprocessors; else
+# on every GPU. No partial sums where there are 512 programs without, 4 for each of an H100's 132 multiprocessors; else
 # up to 16 tiles a program, because its partial sums cost 4 bytes a column, written and read once.
 _FEW_PROGRAMS, _ENOUGH_TILES, _MANY_PROGRAMS = 512, 16, 1024
 

@@ -176,13 +176,16 @@ def _place(index, inner, inner_stride, outer_stride, SPLIT: tl.constexpr, INDEX:
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _softmax_bwd_mask_kernel(
+    # operands: two of [n_rows, n_cols], [n_rows] or None
     dy_ptr,
     p_ptr,
     row_dots_ptr,
+    # outputs: [n_rows, n_cols] or None; partials as below
     dscores_ptr,
     partials_ptr,
     scale,
     dropout_scale,
+    # sizes, and where rows stand: _place
     n_mask_rows: tl.int64,
     n_shared: tl.int64,
     n_cols: tl.int32,
@@ -194,8 +197,10 @@ def _softmax_bwd_mask_kernel(
     shared_inner_stride: tl.int64,
     shared_outer_stride: tl.int64,
     shared_per_program: tl.int64,
+    # strides in elements
     dy_row_stride: tl.int64,
     p_row_stride: tl.int64,
+    # chosen when compiled: `if` blocks on these, and on pointers that are None, disappear
     HAS_DROPOUT: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK_SPLIT: tl.constexpr,
@@ -213,7 +218,7 @@ def _softmax_bwd_mask_kernel(
     A tile holds BLOCK_ROWS / SHARED_ROWS rows of the mask, times SHARED_ROWS rows that share each. Program (i, j, k)
     walks shared_per_program of the latter for the i-th tile of mask rows and the k-th of columns and adds up g in its
     registers: partials, [programs on axis 1 * SHARED_ROWS, n_mask_rows, n_cols] float32. The partition is the host's:
-    sums do not depend on the card. dy, p, dscores: [n_rows, n_cols]. row_dots: [n_rows] float32 of _row_dots_kernel;
+    sums do not depend on the GPU. dy, p, dscores: [n_rows, n_cols]. row_dots: [n_rows] float32 of _row_dots_kernel;
     None where a tile holds whole rows.
     Moves a row: n_cols * (read dy, p + write dscores) bytes; partials: 4 * n_cols a row of them.
     """

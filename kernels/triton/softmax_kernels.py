@@ -203,20 +203,25 @@ def _store_probabilities(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _softmax_fwd_kernel(
+    # operands: [n_rows, n_cols], and a mask of any shape or None
     scores_ptr,
     mask_ptr,
+    # outputs: [n_rows, n_cols]; p None: not stored
     y_ptr,
     p_ptr,
+    # random numbers: philox.dropout_arguments
     rng_ptr,
     seed: tl.int64,
     offset: tl.int64,
     drop_limit: tl.int64,
     keep_scale,
     scale,
+    # sizes, and strides in elements
     n_rows: tl.int64,
     n_cols: tl.int32,
     n_queries: tl.int32,
     scores_row_stride: tl.int64,
+    # how the mask is read: _mask_starts
     mask_size0: tl.int64,
     mask_size1: tl.int64,
     mask_size2: tl.int64,
@@ -225,6 +230,7 @@ def _softmax_fwd_kernel(
     mask_stride2: tl.int64,
     mask_outer_stride: tl.int64,
     mask_col_stride: tl.int64,
+    # chosen when compiled: `if` blocks on these, and on pointers that are None, disappear
     CAUSAL: tl.constexpr,
     MASK_DIMS: tl.constexpr,
     MASK_COLS: tl.constexpr,
