@@ -18,8 +18,9 @@ from ..reference.philox import Rng
 from ..reference.softmax import SoftmaxPlan
 from .attention_heads import Plan, Wanted, attend, gradients, saturated_mask
 from .backends import DISPATCHER, KERNEL_DTYPES, choose
+from .rng import eager_rng, traced_rng
 from .softmax import softmax
-from .tracing import eager_rng, is_traced, is_transformed, refuse_double_backward, traced_rng, watched_as
+from .tracing import is_traced, is_transformed, refuse_double_backward, watched_as
 
 
 def attention(

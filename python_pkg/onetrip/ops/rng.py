@@ -12,6 +12,7 @@ from ..reference.philox import Rng, keep_mask
 from .checks import check_probability
 
 _CPU = torch.device("cpu")
+_ANY_RNG = (0, 0)  # p = 1 drops all: the generator does not move
 _OFFSET_STEP = 4  # torch reserves Philox offsets in multiples of four
 
 
@@ -56,6 +57,26 @@ def draw_rng(device: torch.device) -> Rng:
         generator.set_offset(offset + _OFFSET_STEP)
         return generator.initial_seed(), offset
     return draw_rng_tensor(device)
+
+
+def eager_rng(rng: tuple[int, int] | None, dropout_p: float, device: torch.device) -> Rng | None:
+    """(seed, offset) of an eager call: the caller's, or drawn; None where nothing is dropped."""
+    if rng is not None or dropout_p == 0.0:
+        return rng
+    return draw_rng(device) if dropout_p < 1.0 else _ANY_RNG
+
+
+def traced_rng(rng: tuple[int, int] | None, dropout_p: float, device: torch.device) -> Tensor | None:
+    """The same as an int64 tensor of shape (2,), which a graph can hold."""
+    if dropout_p == 0.0:
+        return None
+    if rng is None and dropout_p < 1.0:
+        return draw_rng_tensor(device)
+    return torch.tensor([_signed(part) for part in rng or _ANY_RNG], dtype=torch.int64, device=device)
+
+
+def _signed(part: int) -> int:
+    return part - 2**64 if part >= 2**63 else part
 
 
 def dropout_keep_mask(

@@ -97,7 +97,7 @@ def forward(operands: OperandTuple, rng: Rng | None, plan: RowNormPlan, launch: 
         rstd = x.new_empty(n_rows) if x_dtype is torch.float32 else x.new_empty(n_rows, dtype=torch.float32)
         if plan.norm == NORM_LAYER and not plan.center_z:
             mean = torch.empty_like(rstd)
-    device, stream = where(x)
+    device, stream = where(x) if x.is_cuda else (-1, 0)
     outputs = y, z, mean, rstd
     code = launch(device, stream, n_rows, n_cols, operands, x_row_stride, residual_row_stride, outputs, rng)
     if code:

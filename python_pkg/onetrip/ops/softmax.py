@@ -22,9 +22,9 @@ from .backends import KERNEL_DTYPES, choose
 from .checks import DTYPES, check_finite, check_probability, check_rows, check_tensor, raise_unknown
 from .masks import broadcasts, kernel_mask
 from .native import operands_code
-from .rng import check_rng
+from .rng import check_rng, eager_rng, traced_rng
 from .softmax_autograd import apply, forward
-from .tracing import eager_rng, is_jit_tracing, is_recorded, is_traced, is_transformed, reject_onnx_export, traced_rng
+from .tracing import is_jit_tracing, is_recorded, is_traced, is_transformed, reject_onnx_export
 
 
 def softmax(

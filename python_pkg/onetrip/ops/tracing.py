@@ -1,5 +1,4 @@
-"""Who is watching a call: compilers, torch.jit.trace and dispatch modes, functorch transforms, autograd; and the seeds
-each can see."""
+"""Who is watching a call: compilers, torch.jit.trace and dispatch modes, functorch transforms, autograd."""
 
 from __future__ import annotations
 
@@ -14,12 +13,8 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from ..reference.philox import Rng
-from .rng import draw_rng, draw_rng_tensor
-
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _watched_as: ContextVar[str | None] = ContextVar("onetrip_watched_as", default=None)
-_ANY_RNG = (0, 0)  # p = 1 drops all, whatever is drawn: the generator is left where it is
 
 
 def is_traced(x: Tensor, *others: Tensor | None) -> bool:
@@ -89,23 +84,3 @@ def refuse_double_backward(family: str) -> None:
             f"onetrip: gradients of {family} operators cannot be differentiated again (create_graph=True); "
             "use torch's own operators there (onetrip.unpatch_model)"
         )
-
-
-def eager_rng(rng: tuple[int, int] | None, dropout_p: float, device: torch.device) -> Rng | None:
-    """(seed, offset) of an eager call: the caller's, or drawn; None where nothing is dropped."""
-    if rng is not None or dropout_p == 0.0:
-        return rng
-    return draw_rng(device) if dropout_p < 1.0 else _ANY_RNG
-
-
-def traced_rng(rng: tuple[int, int] | None, dropout_p: float, device: torch.device) -> Tensor | None:
-    """The same as an int64 tensor of shape (2,), which a graph can hold."""
-    if dropout_p == 0.0:
-        return None
-    if rng is None and dropout_p < 1.0:
-        return draw_rng_tensor(device)
-    return torch.tensor([_signed(part) for part in rng or _ANY_RNG], dtype=torch.int64, device=device)
-
-
-def _signed(part: int) -> int:
-    return part - 2**64 if part >= 2**63 else part
