@@ -13,8 +13,7 @@ def test_page_lists_the_marked_tests():
 
 
 TESTS = """
-import pytest
-pytestmark = [pytest.mark.gpu, pytest.mark.promise("S1")]
+import pytest; pytestmark = [pytest.mark.gpu, pytest.mark.promise("S1")]
 @pytest.mark.slow
 @pytest.mark.promise("N2")
 def test_widths(): pass
