@@ -14,9 +14,9 @@ from tools.gpusim.row_norm import Call, calls, check_backward, check_forward
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))]
 
+# float16 is compiled with float32 only; by itself it runs on the fake GPU and as machine code.
 PAIRS: dict[str, Pair] = {
     "f32": (torch.float32, torch.float32),
-    "f16": (torch.float16, torch.float16),
     "bf16": (torch.bfloat16, torch.bfloat16),
     "f16-f32": (torch.float16, torch.float32),
     "bf16-f32": (torch.bfloat16, torch.float32),
