@@ -11,10 +11,10 @@
 #include <type_traits>
 #include <vector>
 
-#include "adam_watch.h"
 #include "common/adam.h"
 #include "dlpack.h"
 #include "launch.h"
+#include "tensor_look.h"
 #include "without_cuda.h"
 
 namespace py = pybind11;
@@ -314,13 +314,10 @@ py::object operands_reader(const py::type& tensor, const py::type& parameter) {
   return types.read ? make_function<operands>(TensorReader{types, tensor.attr("is_neg")}) : py::none();
 }
 
-// None where tensors of these types cannot be read, or some of these are of others.
-py::object adam_watch(const py::type& tensor, const py::type& parameter, const py::list& params, const py::list& states,
-                      int64_t tensors) {
+// None where tensors of these types cannot be read.
+py::object tensor_look(const py::type& tensor, const py::type& parameter) {
   const onetrip::TensorTypes types = types_of(tensor, parameter);
-  if (!types.read) return py::none();
-  auto watch = std::make_unique<onetrip::AdamWatch>(types, tensor.attr("is_neg"), params, states, tensors);
-  return watch->is_known() ? py::cast(std::move(watch)) : py::none();
+  return types.read ? py::cast(onetrip::TensorLook(types, tensor.attr("is_neg"))) : py::none();
 }
 
 py::object row_norm_forward(int x_dtype, int residual_dtype, int bias_dtype, int weight_dtype, int norm_bias_dtype,
@@ -475,12 +472,11 @@ PYBIND11_MODULE(_native, module) {
   module.def("softmax_workspace", &softmax_workspace, "Floats of workspace that the mask's gradient needs.");
   module.def("adam_step", &adam_step, py::call_guard<py::gil_scoped_release>(),
              "One step over all parameters: tables by address (csrc/launch.h), kinds and groups as lists of tuples.");
-  py::class_<onetrip::AdamWatch>(module, "AdamWatch", "See csrc/adam_watch.h.")
-      .def("gradients", &onetrip::AdamWatch::gradients,
-           "The gradients where all else is as it was, their addresses in the table; else None.")
-      .def("moved", &onetrip::AdamWatch::moved, "Whether the last gradients lie elsewhere than those before.");
-  module.def("adam_watch", &adam_watch,
-             "Of types, lists of parameters, states and their table: an AdamWatch; None where they cannot be read.");
+  py::class_<onetrip::TensorLook>(module, "TensorLook")
+      .def("__call__", &onetrip::TensorLook::operator())
+      .def("with_grads", &onetrip::TensorLook::with_grads);
+  module.def("tensor_look", &tensor_look, "A TensorLook (csrc/tensor_look.h) for these types; None where it cannot be.");
+  module.def("same_values", &onetrip::same_values, "Whether the values of these dicts, in order, are these objects.");
   module.def("adam_code_maps", &adam_code_maps,
              "Magnitudes and thresholds of the signed map, then of the unsigned one, as the kernels use them.");
   module.def("operands_reader", &operands_reader,

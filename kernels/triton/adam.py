@@ -1,4 +1,4 @@
-"""Adam in Triton: `step` over the tables of an AdamTable, as every backend has it.
+"""Adam in Triton: `step` over the AdamTables of onetrip.ops.adam, as every backend has it.
 
 The kernels are in adam_kernels.py; here are their tables of codes, the sizes of tiles and the launches: one for each
 param group, which counts its steps, then one for each combination of dtypes.
@@ -136,13 +136,13 @@ def _moments(beta1: float, beta2: float) -> dict[str, Any]:
 
 def _prepare(table: Any, index: int, group: Group, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     lr_ptr = group.lr if isinstance(group.lr, Tensor) and group.lr.device == table.device else None
-    kernels._adam_prepare_kernel[(triton.cdiv(table.n_counters, _COUNTERS),)](
+    kernels._adam_prepare_kernel[(triton.cdiv(len(table.counters), _COUNTERS),)](
         table.counters,
         table.scalars,
         lr_ptr,
         grad_scale,
         found_inf,
-        n_counters=table.n_counters,
+        n_counters=len(table.counters),
         group=index,
         grad_sign=-1.0 if group.maximize else 1.0,
         l2=0.0 if group.decoupled else float(group.weight_decay),
@@ -157,7 +157,7 @@ def _prepare(table: Any, index: int, group: Group, grad_scale: Tensor | None, fo
 
 
 def step(table: Any, groups: Sequence[Group], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """reference.adam.step for the slots of an AdamTable (of onetrip.ops.adam) that is up to date with its gradients.
+    """reference.adam.step for the slots and gradients of these AdamTables (onetrip.ops.adam).
 
     Launches and does not wait. grad_scale, found_inf: one number each, on the table's device.
     """

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import ops
-from .ops.adam import AdamTable
 from .ops.backends import KERNEL_DTYPES, use_backend
+from .optim.table import StepTable
 from .reference.adam import BLOCK, ZERO_CODE, Group, Slot
 from .reference.philox import keep_mask
 
@@ -90,7 +90,7 @@ class Adam:
         else:
             zeros = torch.zeros(n, device=device)
             slot = Slot(p, zeros, zeros.clone(), None, None, step, 0)
-        table, group = AdamTable([slot]), Group(1.0, beta1, beta2, eps, 0.0, True, False)
+        table, group = StepTable.of_slots([slot]), Group(1.0, beta1, beta2, eps, 0.0, True, False)
         exp_avg = exp_avg_sq = torch.zeros(n, dtype=torch.float64)
         generator, wrong, right = torch.Generator().manual_seed(0), 0.0, 0.0
         for t in range(1, _ADAM_STEPS + 1):

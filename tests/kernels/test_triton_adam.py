@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from onetrip import use_backend
-from onetrip.ops.adam import AdamTable
+from onetrip.optim.table import StepTable
 from onetrip.reference.adam import BLOCK, Group, Slot
 from targets import Target, needs
 from triton_runner import COMPILE, INTERPRET, run_cases, run_emulated
@@ -63,7 +63,7 @@ def test_the_card_s_two_backends_agree(dtype: torch.dtype) -> None:
         needs(Target("cuda", backend))
     group = Group(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, maximize=False)
     ours = {backend: new_slots(dtype) for backend in ("cuda", "triton")}
-    tables = {backend: AdamTable(slots) for backend, slots in ours.items()}
+    tables = {backend: StepTable.of_slots(slots) for backend, slots in ours.items()}
     generator = torch.Generator("cuda").manual_seed(2)
     for step in range(11):
         grads = [torch.randn(slot.param.numel(), device="cuda", generator=generator) for slot in ours["cuda"]]

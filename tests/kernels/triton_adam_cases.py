@@ -16,7 +16,7 @@ import pytest
 import torch
 from onetrip import use_backend
 from onetrip.kernels.adam import code_table
-from onetrip.ops.adam import AdamTable
+from onetrip.optim.table import StepTable
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import Group, Slot
 from tolerances import assert_bitwise
@@ -124,7 +124,7 @@ def step_and_compare(
     numbers = [None if x is None else torch.tensor(x) for x in (grad_scale, found_inf)]
     reference.step(truth, [grad.cpu() for grad in grads], groups, *numbers)
     with use_backend("triton"):
-        AdamTable(slots).step(grads, groups, *(None if x is None else x.to(DEVICE) for x in numbers))
+        StepTable.of_slots(slots).step(grads, groups, *(None if x is None else x.to(DEVICE) for x in numbers))
     for slot, expected in zip(slots, truth, strict=True):
         for what, actual, wanted in zip(Slot._fields, slot, expected, strict=True):
             if isinstance(wanted, Tensor):
@@ -179,7 +179,7 @@ def test_tensors_groups_and_kinds_in_one_step_after_another():
         make_slot(0, F32, False, 0),
         make_slot(140, F32, True, 2, t=1000.0),
     ]
-    table = AdamTable(slots)
+    table = StepTable.of_slots(slots)
     truth = on_cpu(slots)
     for _ in range(3):
         grads = [randn(slot.param.numel(), slot.param.dtype) for slot in slots]
@@ -335,12 +335,12 @@ def test_scalars(betas):
     counts = [0.0, 1.0, 2.0, 9.0, 31.0, 999.0, 54321.0, 999999.0]
     group = ADAMW._replace(beta1=betas[0], beta2=betas[1])
     slots = [make_slot(0, t=t) for t in counts]
-    table = AdamTable(slots)
+    table = StepTable.of_slots(slots)
     with use_backend("triton"):
         table.step([slot.param for slot in slots], [group], torch.tensor(8.0, device=DEVICE))
     expected = torch.tensor([[*reference.scalars(group, t + 1.0, 8.0), 0.0] for t in counts])
     if DEVICE.type == "cpu":
-        assert_bitwise(table.scalars, expected)
+        assert_bitwise(table.tables.scalars, expected)
     else:
-        torch.testing.assert_close(table.scalars.cpu(), expected, rtol=1.2e-7, atol=0.0)
+        torch.testing.assert_close(table.tables.scalars.cpu(), expected, rtol=1.2e-7, atol=0.0)
     assert [slot.step.item() for slot in slots] == [t + 1.0 for t in counts]

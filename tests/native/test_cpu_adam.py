@@ -24,9 +24,9 @@ from adam_cases import (
     new_slot,
     new_slots,
 )
-from onetrip.ops.adam import AdamTable
 from onetrip.ops.backends import native as native_library
 from onetrip.ops.backends import use_backend
+from onetrip.optim.table import StepTable
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import BLOCK, ZERO_CODE, Slot
 from torch import Tensor
@@ -45,7 +45,7 @@ BITS = pytest.mark.parametrize("is_8bit", [True, False], ids=["8bit", "32bit"])
 
 def check(slots, all_grads, groups=(ADAMW,), grad_scale=None, found_inf=None) -> None:
     """A step of slots for each of all_grads: natively, and in copies by reference."""
-    expected, table = copied(slots), AdamTable(slots)
+    expected, table = copied(slots), StepTable.of_slots(slots)
     with use_backend("cpu"):
         for grads in all_grads:
             table.step(grads, groups, grad_scale, found_inf)
@@ -113,7 +113,7 @@ def test_found_inf_leaves_everything_as_it_was(level, found, is_8bit):
     slots = new_slots(SIZES, F32, is_8bit)
     check(slots, [gradients(SIZES)])
     before = copied(slots)
-    AdamTable(slots).step([grad * NAN for grad in gradients(SIZES)], (ADAMW,), None, torch.tensor(found))
+    StepTable.of_slots(slots).step([grad * NAN for grad in gradients(SIZES)], (ADAMW,), None, torch.tensor(found))
     assert_same_bits(slots, before)
 
 
@@ -198,7 +198,7 @@ def test_extreme_gradients(level, kind, is_8bit):
 def stored(values: Tensor) -> Slot:
     """The states after a step without memory: m is the gradient and sqrt(v) its magnitude, exactly."""
     slot = new_slot(torch.zeros_like(values))
-    AdamTable([slot]).step([values], [ADAMW._replace(beta1=0.0, beta2=0.0)])
+    StepTable.of_slots([slot]).step([values], [ADAMW._replace(beta1=0.0, beta2=0.0)])
     return slot
 
 
@@ -275,8 +275,8 @@ def test_many_parameters_have_the_bits_of_one_at_a_time(level, is_8bit):
     sizes = (1, 127, 129, 4095, 128, 20_000)
     together = new_slots(sizes, F32, is_8bit)
     apart = copied(together)
-    tables = [AdamTable([slot]) for slot in apart]
-    table = AdamTable(together)
+    tables = [StepTable.of_slots([slot]) for slot in apart]
+    table = StepTable.of_slots(together)
     for seed in range(3):
         grads = gradients(sizes, seed=seed)
         table.step(grads, [ADAMW])
@@ -296,7 +296,7 @@ def test_parameters_of_every_kind_in_one_step(level):
     ]
     shared = torch.tensor(7.0)  # two parts of a parameter: one count, which goes up once a step
     slots += [new_slot(torch.randn(n), True, 0, shared) for n in (256, 300)]
-    expected, table = copied(slots), AdamTable(slots)
+    expected, table = copied(slots), StepTable.of_slots(slots)
     for step in range(4):
         sizes = [slot.param.numel() for slot in slots]
         grads = [g.to(dtypes[(i + step // 2) % 3]) for i, g in enumerate(gradients(sizes, seed=step))]
@@ -306,9 +306,9 @@ def test_parameters_of_every_kind_in_one_step(level):
     assert float(shared) == 11.0
 
 
-def test_new_gradients_and_replaced_storage_are_seen(level):
+def test_new_gradients_are_read_and_replaced_storage_is_rejected(level):
     slots = new_slots((300, 5000))
-    expected, table = copied(slots), AdamTable(slots)
+    expected, table = copied(slots), StepTable.of_slots(slots)
     kept = gradients((300, 5000))
     for seed in range(4):
         fresh = gradients((300, 5000), seed=seed)
@@ -316,6 +316,9 @@ def test_new_gradients_and_replaced_storage_are_seen(level):
             old.copy_(new)
         if seed == 2:
             slots[1].param.data = slots[1].param.clone()
+            with pytest.raises(ValueError, match="parameters and states must lie where they lay"):
+                table.step(fresh, [ADAMW])
+            table = StepTable.of_slots(slots)
         grads = kept if seed % 2 else fresh
         table.step(grads, [ADAMW])
         reference.step(expected, grads, [ADAMW])
@@ -345,12 +348,12 @@ def test_no_bit_depends_on_the_number_of_threads():
     code = """
 import hashlib, torch
 from adam_cases import ADAMW, gradients, new_slots
-from onetrip.ops.adam import AdamTable
+from onetrip.optim.table import StepTable
 digest = hashlib.sha256()
 for sizes in ((100,) * 2000, (1, 127, 300_000, 129, 70_000)):
     for is_8bit in (True, False):
         slots = new_slots(sizes, torch.float32, is_8bit)
-        table = AdamTable(slots)
+        table = StepTable.of_slots(slots)
         for seed in range(2):
             table.step(gradients(sizes, seed=seed), [ADAMW])
         for slot in slots:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from onetrip import use_backend
-from onetrip.ops.adam import AdamTable
+from onetrip.optim.table import StepTable
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import Group, Slot
 from simulators import ADAM, ADAMW, Parameter, Step, assert_same_bits
@@ -68,7 +68,7 @@ def test_bits_of_the_reference(group: Group, special: tuple[float, ...]) -> None
         [group],
     )
     slots, grads = _on_card(step)
-    table = AdamTable(slots)
+    table = StepTable.of_slots(slots)
     for _ in range(3):
         table.step(grads, step.groups, torch.tensor(8.0, device="cuda"))
         reference.step(step.slots, step.grads, step.groups, torch.tensor(8.0))
@@ -78,7 +78,7 @@ def test_bits_of_the_reference(group: Group, special: tuple[float, ...]) -> None
 def test_found_inf_leaves_everything() -> None:
     step = Step([Parameter(5000, special=NOT_FINITE), Parameter(5000, is_8bit=False)])
     slots, grads = _on_card(step)
-    AdamTable(slots).step(grads, step.groups, None, torch.ones((), device="cuda"))
+    StepTable.of_slots(slots).step(grads, step.groups, None, torch.ones((), device="cuda"))
     _assert_same_slots(slots, step.slots)
 
 
@@ -89,13 +89,13 @@ def test_ten_replays_are_ten_steps() -> None:
     step = Step([Parameter(100_003), Parameter(300, torch.bfloat16, torch.bfloat16)], groups, steps_before=0.0)
     replayed, grads = _on_card(step)
     eager, _ = _on_card(step)
-    table = AdamTable(replayed)
-    table.refresh(grads)
+    table = StepTable.of_slots(replayed)
+    table.prepare(grads)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         table.step(grads, groups)
-    eager_table = AdamTable(eager)
+    eager_table = StepTable.of_slots(eager)
     for i in range(10):
         lr.fill_(1e-3 * (i + 1))
         for grad in grads:
@@ -109,13 +109,13 @@ def test_ten_replays_are_ten_steps() -> None:
 def test_a_step_does_not_synchronise() -> None:
     step = Step([Parameter(5000), Parameter(300, torch.float16), Parameter(7, is_8bit=False)])
     slots, grads = _on_card(step)
-    table = AdamTable(slots)
+    table = StepTable.of_slots(slots)
     table.step(grads, step.groups)
     moved = [grad.clone() for grad in grads]
     torch.cuda.set_sync_debug_mode("error")
     try:
         table.step(grads, step.groups)
-        table.step(moved, step.groups)  # new addresses: the table goes to the card again
+        table.step(moved, step.groups)  # new addresses: the table goes to the GPU again
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -130,7 +130,7 @@ def test_runs_on_the_current_stream() -> None:
         pending = torch.zeros_like(grads[0])
         torch.cuda._sleep(100_000_000)
         pending.copy_(grads[0])
-        AdamTable(slots).step([pending], step.groups)
+        StepTable.of_slots(slots).step([pending], step.groups)
     stream.synchronize()
     reference.step(step.slots, step.grads, step.groups)
     _assert_same_slots(slots, step.slots)
@@ -151,7 +151,7 @@ def test_more_than_two_to_the_31_elements() -> None:
         assert isinstance(big, Tensor) and isinstance(little, Tensor)
         big[-little.numel() :].copy_(little)
     grad[-257:].copy_(grads[0])
-    AdamTable([whole]).step([grad], small.groups)
+    StepTable.of_slots([whole]).step([grad], small.groups)
     reference.step(small.slots, grads, small.groups)
     for big, little in zip(whole[:5], source[:5], strict=True):
         assert isinstance(big, Tensor) and isinstance(little, Tensor)

@@ -1,4 +1,4 @@
-"""Other parameters have gradients at each step, as the experts of a mixture do: steps of plans made from the widest."""
+"""Other parameters have gradients at each step, as the experts of a mixture do: one table serves every choice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from onetrip.optim import AdamW8bit, adam
+from onetrip.optim import AdamW8bit, table
 from optim_cases import make_params, same, set_grads
 from torch import Tensor
 
@@ -47,35 +47,35 @@ class Pair:
 
 
 @pytest.fixture
-def plans(monkeypatch) -> list[list[Tensor]]:
-    """The parameters of every plan that was built, not made from another."""
+def tables(monkeypatch) -> list[list[Tensor]]:
+    """The parameters of every table that is built."""
     built = []
 
-    class Counted(adam.Plan):
-        def __init__(self, function, params_of_groups, *rest) -> None:
-            super().__init__(function, params_of_groups, *rest)
-            built.append([p for members in params_of_groups for p in members])
+    class Counted(table.StepTable):
+        def __init__(self, members, *rest) -> None:
+            super().__init__(members, *rest)
+            built.append([member.param for member in members])
 
-    monkeypatch.setattr(adam, "Plan", Counted)
+    monkeypatch.setattr(table, "StepTable", Counted)
     return built
 
 
 @pytest.mark.parametrize(
     "dtypes", [(torch.float32,), (torch.float32, torch.bfloat16, torch.float16)], ids=["f32", "mixed"]
 )
-def test_any_set_after_any_other(dtypes, plans):
+def test_any_set_after_any_other(dtypes, tables):
     """New parameters join for some steps; then every set is made from what is known."""
     pair, generator = Pair(dtypes), random.Random(0)
     n = len(pair.params)
     for step in range(30):
         if step == 10:
             pair.step(range(n), step)
-            plans.clear()
+            tables.clear()
         pair.step(generator.sample(range(n), generator.randint(0, n)), step)
-    assert pair.agrees() and not plans
+    assert pair.agrees() and not tables
 
 
-def test_what_changes_while_a_parameter_rests_is_seen(plans):
+def test_what_changes_while_a_parameter_rests_is_seen(tables):
     """Storage, state, an entry, a dtype, the group: each found when it is its turn, and nothing old is written to."""
     pair = Pair([torch.float32])
     n = len(pair.params)

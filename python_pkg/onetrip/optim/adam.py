@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from operator import is_
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -12,12 +13,11 @@ import torch
 from torch import Tensor
 
 from ..ops.backends import KERNEL_DTYPES
-from ..reference.adam import Group
 from . import checkpoint, sharding
 from .foreign import check_is_state_dict, from_bitsandbytes, is_of_bitsandbytes
-from .hyperparameters import check_group, plain
-from .plan import Plan, increment_versions
+from .hyperparameters import Options, check_group, plain
 from .state import State, checked, dequantized, for_torch, new_state, uses_8bit
+from .table import Member, StepTable, step_tables
 
 _OF_TORCH = ("amsgrad", "foreach", "fused", "differentiable")  # keys of torch.optim.Adam's groups
 _IMPORTED = ("lr", "betas", "eps", "weight_decay")
@@ -57,8 +57,13 @@ class Adam8bit(torch.optim.Optimizer):
     _decoupled: ClassVar[bool] = False
     _name: ClassVar[str] = "Adam8bit"  # in messages
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then hands over grad_scale and found_inf
-    _plan: Plan | None = None  # of the last step
-    _widest: Plan | None = None  # of all parameters that have states
+    _options: Options | None = None
+    # What the last step took: tables, parameters, numbers of parameters, states, and who had no state.
+    _tables: list[StepTable] = []  # noqa: RUF012 (replaced, never changed in place)
+    _params: list[Tensor] = []  # noqa: RUF012
+    _lengths: list[int] = []  # noqa: RUF012
+    _entries: list[State] = []  # noqa: RUF012
+    _outside: list[int] = []  # noqa: RUF012
 
     def __init__(
         self,
@@ -129,95 +134,75 @@ class Adam8bit(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            check_group(self._name, group, may_wait=False)
-        params = [group["params"] for group in self.param_groups]
-        unchanged = self._plan and self._plan.unchanged(params, self.state)
-        if self._plan is not None and unchanged:
-            self._run(self._plan, unchanged, is_fresh=True)
-            return loss
-        grads = [[p.grad for p in members] for members in params]
-        is_whole = True
-        if any(type(None) in set(map(type, of_group)) for of_group in grads):
-            is_whole = False
-            present = [[grad is not None for grad in of_group] for of_group in grads]
-            params = [list(itertools.compress(*pair)) for pair in zip(params, present, strict=True)]
-            grads = [list(itertools.compress(*pair)) for pair in zip(grads, present, strict=True)]
-        if any(params):
-            self._step(params, list(itertools.chain.from_iterable(grads)))
-            if is_whole and self._plan is not None:
-                self._plan.watch()
+        if self._options is None:
+            self._options = Options(self._name, self._decoupled)
+        groups = self._options.read(self.param_groups)
+        params = list(self._every_parameter())
+        if not self._prepare(params):
+            self._rebuild(params)
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for table in self._tables:
+            device = table.device
+            table.launch(groups, _number_on(device, grad_scale), _number_on(device, found_inf))
         return loss
+
+    def _prepare(self, params: list[Tensor]) -> bool:
+        """Brings the tables up to date. False where they are of other parameters or states, or those have changed."""
+        return (
+            list(map(len, self._lists())) == self._lengths
+            and all(map(is_, params, self._params))
+            and len(self.state) == len(self._entries)
+            and all(map(is_, self.state.values(), self._entries))
+            and all(params[i].grad is None for i in self._outside)
+            and all(table.prepare() for table in self._tables)
+        )
 
     @torch.inference_mode(False)  # states made there could not be written outside
     @torch.no_grad()
-    def _step(self, params: list[list[Tensor]], grads: list[Tensor]) -> None:
-        """params: those of each group that have gradients, and all their gradients."""
-        plan = self._plan
-        if plan is None or not plan.holds(params, self.state):
-            plan = self._widest.narrowed(params) if self._widest is not None else None
-            is_known = plan is not None and plan.holds(params, self.state)
-            self._plan = None
-            states: dict[Tensor, State] = {}
-            if plan is None or not is_known:
-                plan, states = self._new_plan(params)
-            of_slots = plan.gradients(grads, is_new=not is_known)
-            self.state.update(states)
-            plan.adopt(self.state)
-            if not is_known:
-                self._widen(plan)
-            self._plan = plan
-        else:
-            of_slots = plan.gradients(grads, is_new=False)
-        self._run(plan, of_slots, is_fresh=False)
-
-    def _run(self, plan: Plan, grads_of_slots: list[list[Tensor]], is_fresh: bool) -> None:
-        """is_fresh: the plan's tables are up to date with these gradients."""
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        plan.copy_in()
-        for table, table_grads in zip(plan.tables(), grads_of_slots, strict=True):
-            device = table.device
-            groups = [self._numbers(group, device) for group in self.param_groups]
-            numbers = _number_on(device, grad_scale), _number_on(device, found_inf)
-            table.step(table_grads, groups, *numbers, params_stay=True, is_fresh=is_fresh)
-        plan.copy_out()
-        increment_versions(plan.params)
-
-    def _widen(self, plan: Plan) -> None:
-        """Keeps a plan of all parameters that have states: of a mixture of experts, others have gradients at each step,
-        and their plan is made from this one."""
-        if len(plan.params) == len(self.state):
-            self._widest = plan
-        elif self._widest is None or self._widest.is_simple:
-            try:
-                every = [[p for p in group["params"] if self.state.get(p)] for group in self.param_groups]
-                self._widest, _ = self._new_plan(every)
-                self._widest.adopt(self.state)
-            except (TypeError, ValueError):  # of a parameter that is not stepped now
-                self._widest = None
-
-    def _new_plan(self, params_of_groups: list[list[Tensor]]) -> tuple[Plan, dict[Tensor, State]]:
-        """A plan, and the states of the parameters that had none."""
-        params = list(itertools.chain.from_iterable(params_of_groups))
-        groups = [i for i, members in enumerate(params_of_groups) for _ in members]
-        index_of = {id(p): i for i, p in enumerate(self._every_parameter())}
+    def _rebuild(self, params: list[Tensor]) -> None:
+        """New tables, of every parameter with a state or a gradient, and the states that are missing. Raises before
+        anything has changed."""
+        group_of = [i for i, members in enumerate(self._lists()) for _ in members]
         names = self._names()
         new: dict[Tensor, State] = {}
-        for p, i in zip(params, groups, strict=True):
-            group, name = self.param_groups[i], names[index_of[id(p)]]
+
+        def member(i: int) -> Member:
+            p, group = params[i], self.param_groups[group_of[i]]
             if group["capturable"] and p.device.type == "cpu":
                 raise ValueError(
-                    f"{self._name}: capturable must be False for parameters on the CPU, got True for parameter {name}"
+                    f"{self._name}: capturable must be False for parameters on the CPU, got True for parameter "
+                    f"{names[i]}"
                 )
             if p.dtype not in KERNEL_DTYPES or p.device.type == "meta":
                 raise TypeError(
                     f"{self._name}: params must be float32, float16 or bfloat16 and hold data, got {str(p.dtype)[6:]} "
-                    f"on {p.device} for parameter {name}"
+                    f"on {p.device} for parameter {names[i]}"
                 )
-            if not self.state.get(p):
-                new[p] = new_state(p, uses_8bit(group, p))
-        states = [new.get(p) or self.state[p] for p in params]
-        return Plan(self._name, params_of_groups, groups, [names[index_of[id(p)]] for p in params], states), new
+            state = self.state.get(p) or new.get(p)
+            if not state:
+                state = new[p] = new_state(p, uses_8bit(group, p))
+            return Member(p, state, group_of[i], names[i])
+
+        present = [i for i, p in enumerate(params) if p.grad is not None]
+        known = [i for i, p in enumerate(params) if p.grad is not None or self.state.get(p)]
+        try:
+            tables = step_tables(self._name, map(member, known))
+        except (TypeError, ValueError):
+            if known == present:
+                raise
+            known = present  # perhaps a parameter is wrong that does not step now
+            tables = step_tables(self._name, map(member, known))
+        for table in tables:
+            table.prepare()
+        self.state.update(new)
+        inside = {id(params[i]) for i in known}
+        self._params, self._lengths = params, list(map(len, self._lists()))
+        self._outside = [i for i, p in enumerate(params) if id(p) not in inside]
+        self._tables = tables
+        self._entries = list(self.state.values())
+
+    def _lists(self) -> list[list[Tensor]]:
+        return [group["params"] for group in self.param_groups]
 
     def _names(self) -> list[str]:
         """Of every parameter, for messages: its index in state_dict, and its name where params had names."""
@@ -226,14 +211,6 @@ class Adam8bit(torch.optim.Optimizer):
             of_group = group.get("param_names") or [None] * len(group["params"])
             names += [str(i) if name is None else f"{i} ({name})" for i, name in enumerate(of_group, len(names))]
         return names
-
-    def _numbers(self, group: Mapping[str, Any], device: torch.device) -> Group:
-        lr = group["lr"]
-        if isinstance(lr, Tensor):
-            # A tensor on a device is read there, by the kernel.
-            lr = float(lr) if lr.device.type == "cpu" else lr.to(device, torch.float32, non_blocking=True)
-        beta1, beta2 = group["betas"]
-        return Group(lr, beta1, beta2, group["eps"], group["weight_decay"], self._decoupled, group["maximize"])
 
     def dequantized_state(self, p: Tensor) -> tuple[Tensor, Tensor]:
         """(exp_avg, exp_avg_sq) of a parameter, new float32 tensors shaped like it (of a sharded one, like its local
@@ -419,7 +396,7 @@ class Adam8bit(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan = self._widest = None
+        self._tables, self._params, self._lengths, self._entries, self._options = [], [], [], [], None
 
 
 class AdamW8bit(Adam8bit):

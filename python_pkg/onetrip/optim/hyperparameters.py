@@ -1,13 +1,17 @@
-"""The numbers of a param group: checked, and made plain Python ones, which any reader of a checkpoint takes."""
+"""Options of param groups: checked when they change, made plain Python numbers for any reader of a checkpoint."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from ..ops.checks import check_number
+from ..reference.adam import Group
+
+_KEYS = ("betas", "eps", "weight_decay", "optim_bits", "min_8bit_numel", "maximize", "capturable")
 
 
 def plain(value: Any) -> Any:
@@ -46,7 +50,7 @@ def check_group(function: str, group: dict[str, Any], may_wait: bool) -> None:
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"{function}: betas must be two numbers, got {betas!r}")
-    if type(betas[0]) is not float or type(betas[1]) is not float:
+    if type(betas) is list or type(betas[0]) is not float or type(betas[1]) is not float:
         group["betas"] = betas = tuple(map(plain, betas))
     _check_lr(function, group["lr"], may_wait)
     for i, beta in enumerate(betas):
@@ -60,3 +64,49 @@ def check_group(function: str, group: dict[str, Any], may_wait: bool) -> None:
     for flag in ("maximize", "capturable"):
         if not isinstance(group[flag], bool):
             raise TypeError(f"{function}: {flag} must be a bool, got {type(group[flag]).__name__}")
+
+
+class Options:
+    """The options of all param groups, as a step takes them."""
+
+    def __init__(self, function: str, decoupled: bool) -> None:
+        """function: for messages. decoupled: the kind of weight decay."""
+        self._function, self._decoupled = function, decoupled
+        self._seen: list[tuple[Any, ...]] = []
+        self._groups: list[Group] = []
+
+    def read(self, param_groups: list[dict[str, Any]]) -> list[Group]:
+        """Raises ValueError or TypeError for a wrong option. Only what has changed since the last call is checked."""
+        seen = [_settings(group) for group in param_groups]
+        if seen != self._seen:
+            for group in param_groups:
+                check_group(self._function, group, may_wait=False)
+            self._seen = [_settings(group) for group in param_groups]
+            self._groups = [self._group(group) for group in param_groups]
+        return self._groups
+
+    def _group(self, group: Mapping[str, Any]) -> Group:
+        lr = group["lr"]
+        lr = float(lr) if isinstance(lr, Tensor) and lr.device.type == "cpu" else lr
+        beta1, beta2 = group["betas"]
+        return Group(lr, beta1, beta2, group["eps"], group["weight_decay"], self._decoupled, group["maximize"])
+
+
+class _Same:
+    """Equal to itself only: a tensor on a device, which no comparison may read. It keeps the tensor alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._tensor is self._tensor
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _settings(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        lr = lr.item() if lr.device.type == "cpu" and lr.numel() == 1 else _Same(lr)
+    values = (lr, *[group[key] for key in _KEYS])
+    return values + tuple(map(type, values))  # 8.0 == 8

@@ -1,9 +1,9 @@
-"""AdamTable's way to a CUDA device, on a machine that has none: what is allocated when, and what a graph reads."""
+"""StepTable's way to a CUDA device, on a machine that has none: what is allocated when, and what a graph reads."""
 
 from __future__ import annotations
 
 import torch
-from onetrip.ops import adam
+from onetrip.optim import table
 from onetrip.reference.adam import Slot
 
 
@@ -17,19 +17,19 @@ def test_a_capture_pins_no_memory_and_its_table_stays(monkeypatch):
         allocations.append(is_capturing)
         return tensor.clone()
 
-    table = adam.AdamTable(slots)
+    made = table.StepTable.of_slots(slots)
     captured: list[tuple[torch.Tensor, ...]] = []
-    monkeypatch.setattr(adam, "_CAPTURED", captured)
+    monkeypatch.setattr(table, "_CAPTURED", captured)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
     monkeypatch.setattr(torch.Tensor, "pin_memory", allocated)
     monkeypatch.setattr(torch, "empty_like", allocated)
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, non_blocking: tensor.clone())
-    table.device = torch.device("cuda", 0)
+    made.device = torch.device("cuda", 0)
     kept = []
     for is_capturing in (False, True, False, False, True, False):  # noqa: B007 (allocated reads it)
         grads = [torch.ones(5), torch.ones(9)]
         kept.append(grads)
-        table.refresh(grads)
+        assert made.prepare(grads)
     assert allocations and not any(allocations)
     for (pinned,), step in zip(captured, (1, 4), strict=True):
         assert pinned[:, 1].tolist() == [grad.data_ptr() for grad in kept[step]]

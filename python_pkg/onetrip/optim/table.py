@@ -1,0 +1,449 @@
+"""The step table: parameters, gradients and states of one device as rows of addresses, which one launch reads.
+
+`prepare` is the one place that asks whether anything has changed since the last step. It sees a parameter or gradient
+with another dtype, shape, strides or storage, another tensor in a state, and another storage of a large state. It costs
+well under a microsecond a parameter.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import chain, pairwise
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.adam import CHUNK, AdamTables, Kind, launch
+from ..ops.backends import KERNEL_DTYPES, native
+from ..reference.adam import BLOCK, Group, Slot
+from . import sharding
+from .state import State, fields, keys_of
+
+_LARGE = 4096
+"""Elements. Of smaller states only the tensors are compared, not where they lie: their storages are kept alive."""
+_N_SCALARS = 12  # floats of struct AdamScalars
+_PARAM, _GRAD, _NUMEL, _COUNTER = 0, 1, 6, 7  # columns of AdamTensor in csrc/launch.h
+
+_CAPTURED: list[tuple[Tensor, ...]] = []
+"""What CUDA graphs read and write at every replay. No one knows when the last replay is, so it is kept for good."""
+
+
+class Member(NamedTuple):
+    """A parameter that steps, its state, the index of its group, and its name in messages."""
+
+    param: Tensor
+    state: State
+    group: int
+    name: str
+
+
+class _Source(NamedTuple):
+    """Where the slots of a member come from."""
+
+    part: Tensor  # the parameter, or this rank's part of it
+    work: Tensor  # contiguous: part, or a copy of it
+    runs: list[tuple[int, int]]  # of its elements, a slot each
+
+
+class _Selection(NamedTuple):
+    """The members that have gradients, and what was seen of them."""
+
+    members: list[int]
+    states: list[State]
+    values: list[Tensor]
+    """The tensors of the states, one state after the other."""
+    large: list[Tensor]
+    large_addresses: bytes
+    parts: tuple[bytes, bytes]
+    """Layouts and addresses."""
+
+
+Look = Any  # a TensorLook (csrc/tensor_look.h), or _python_look
+
+
+@cache
+def _native_look() -> Look:
+    library = native()
+    return None if library is None else library.tensor_look(Tensor, torch.nn.Parameter)
+
+
+def _python_look(tensors: list[Any]) -> tuple[bytes, bytes]:
+    """Raises RuntimeError or NotImplementedError for tensors that are not dense."""
+    layouts = [
+        0 if t is None else hash((t.dtype, t.device, t.shape, t.stride(), t.is_neg(), t._is_zerotensor()))
+        for t in tensors
+    ]
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    return array("q", layouts).tobytes(), array("q", addresses).tobytes()
+
+
+def _look_for(tensors: list[Any]) -> Look:
+    """A function that returns the layouts and addresses of tensors such as these, 8 bytes for each tensor, 0 for None.
+    Equal layouts mean the same dtype, device, shape and strides."""
+    reader = _native_look()
+    return reader if reader is not None and reader(tensors) is not None else _python_look
+
+
+def _taken(values: bytes, rows: Sequence[int]) -> bytes:
+    numbers = array("q", values)
+    return array("q", [numbers[i] for i in rows]).tobytes()
+
+
+def _same_values(states: list[State], values: list[Tensor]) -> bool:
+    if (library := native()) is not None:
+        return bool(library.same_values(states, values))
+    found = list(chain.from_iterable([state.values() for state in states]))
+    return len(found) == len(values) and all(map(is_, found, values))
+
+
+def increment_versions(params: Sequence[Tensor]) -> None:
+    """Tells autograd that they were written to, as each in-place operation of torch does: a backward through what was
+    computed from them before then raises. Inference tensors have no version."""
+    try:
+        torch.autograd.graph.increment_version(params)
+    except (TypeError, RuntimeError):  # an older torch takes them one by one
+        for p in params:
+            if not p.is_inference():
+                torch.autograd.graph.increment_version(p)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return not sharding.is_sharded(tensor) and tensor.is_contiguous() and not tensor.is_neg()
+
+
+class StepTable:
+    """The step table of these members, all on one device (csrc/launch.h: AdamTensor, AdamChunk, AdamCounter).
+
+    It is built once for all members. A step works on those that have gradients: another choice of them, or other
+    dtypes of gradients, sorts the tables anew; other addresses of gradients are written into them.
+    """
+
+    def __init__(self, members: Sequence[Member], function: str = "adam") -> None:
+        """function: for messages. Raises ValueError for a damaged state, and for parameters that share memory."""
+        self._function = function
+        self._params = [member.param for member in members]
+        self._states = [member.state for member in members]
+        self._names = [member.name for member in members]
+        self._sources, self._slots_of = [], []
+        self.slots: list[Slot] = []
+        for member in members:
+            source, slots = self._source(member)
+            self._slots_of.append(range(len(self.slots), len(self.slots) + len(slots)))
+            self._sources.append(source)
+            self.slots += slots
+        parts = [source.part for source in self._sources]
+        _check_overlaps(function, parts)
+        self.device = parts[0].device
+        self._is_plain = all(source.part is p for source, p in zip(self._sources, self._params, strict=True)) and all(
+            source.work is source.part for source in self._sources
+        )
+        self._host, self._host_counters = self._rows()
+        dtypes = sorted({slot.param.dtype for slot in self.slots}, key=str)
+        self._kinds = [(dtype, is_8bit) for dtype in dtypes for is_8bit in (False, True)]
+        number = {kind: i for i, kind in enumerate(self._kinds)}
+        kind_of = [number[slot.param.dtype, slot.exp_avg_scale is not None] for slot in self.slots]
+        self._kind_of = torch.tensor(kind_of, dtype=torch.int64)
+        self._storages = [value.untyped_storage() for state in self._states for value in state.values()]
+        self._look = _look_for(parts + list(chain.from_iterable(state.values() for state in self._states)))
+        self._parts = self._seen(parts)
+        self._values = [list(state.values()) for state in self._states]
+        self._addresses = [
+            self._seen(values)[1] if part.numel() >= _LARGE else b""
+            for values, part in zip(self._values, parts, strict=True)
+        ]
+        self._select(list(range(len(members))))
+
+    def _seen(self, tensors: list[Any]) -> tuple[bytes, bytes]:
+        return self._look(tensors) or (b"", b"")
+
+    @classmethod
+    def of_slots(cls, slots: Sequence[Slot]) -> StepTable:
+        """For steps without an optimizer: slots as the members' own."""
+        members = []
+        for i, slot in enumerate(slots):
+            tensors = {"exp_avg_codes": slot.exp_avg, "exp_avg_scale": slot.exp_avg_scale} | {
+                "exp_avg_sq_codes": slot.exp_avg_sq, "exp_avg_sq_scale": slot.exp_avg_sq_scale, "n_steps": slot.step
+            }  # fmt: skip
+            if slot.exp_avg_scale is None:
+                tensors = {"step": slot.step, "exp_avg": slot.exp_avg, "exp_avg_sq": slot.exp_avg_sq}
+            members.append(Member(slot.param, tensors, slot.group, str(i)))  # type: ignore[arg-type]
+        return cls(members)
+
+    def _source(self, member: Member) -> tuple[_Source, list[Slot]]:
+        p, state, group, name = member
+        part = sharding.local(p)
+        self._check_state(name, part, state)
+        step_, m, v, m_scale, v_scale = fields(state)
+        if part is p and _is_plain(part):
+            return _Source(p, p, []), [Slot(p, m, v, m_scale, v_scale, step_, group)]
+        if torch._debug_has_internal_overlap(part) == 1:
+            raise ValueError(f"{self._function}: parameter {name} must not overlap itself, got strides {part.stride()}")
+        work = part if _is_plain(part) else torch.empty(part.shape, dtype=part.dtype, device=part.device)
+        # An empty part is a slot, too: it counts the steps.
+        runs = sharding.parts(part.numel(), sharding.first_element(p) or 0) or [(0, 0)]
+        slots, done = [], 0
+        for begin, end in runs:
+            after = done + (end - begin + BLOCK - 1) // BLOCK
+            param, exp_avg, exp_avg_sq = (values.view(-1)[begin:end] for values in (work, m, v))
+            of_m, of_v = (None if scale is None else scale[done:after] for scale in (m_scale, v_scale))
+            slots.append(Slot(param, exp_avg, exp_avg_sq, of_m, of_v, step_, group))
+            done = after
+        return _Source(part, work, runs), slots
+
+    def _check_state(self, name: str, part: Tensor, state: State) -> None:
+        """A user may have changed it between steps."""
+        which = f"{self._function}: state of parameter {name}"
+        if set(state) != set(keys_of(state)) or not all(isinstance(x, Tensor) for x in state.values()):
+            raise ValueError(f"{which} must have the tensors that a step made, and nothing else, got {list(state)}")
+        for key, value in state.items():
+            if value.device != part.device or not value.is_contiguous():
+                got = f"strides {value.stride()} on {value.device}"
+                raise ValueError(f"{which}: {key} must be contiguous on {part.device}, got {got}")
+        for key in keys_of(state)[1:3]:
+            if state[key].shape != part.shape:
+                got = str(tuple(state[key].shape))
+                raise ValueError(f"{which}: {key} must have its shape, {tuple(part.shape)}, got {got}")
+
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        """The slots as rows of AdamTensor and AdamCounter, on the host. Gradients are not known yet."""
+        last_slot_of = {id(slot.step): i for i, slot in enumerate(self.slots)}
+        index = {identity: i for i, identity in enumerate(last_slot_of)}
+        tensors = [
+            (
+                slot.param.data_ptr(),
+                0,
+                slot.exp_avg.data_ptr(),
+                slot.exp_avg_sq.data_ptr(),
+                0 if slot.exp_avg_scale is None else slot.exp_avg_scale.data_ptr(),
+                0 if slot.exp_avg_sq_scale is None else slot.exp_avg_sq_scale.data_ptr(),
+                slot.param.numel(),
+                index[id(slot.step)],
+            )
+            for slot in self.slots
+        ]
+        counters = [(self.slots[i].step.data_ptr(), self.slots[i].group) for i in last_slot_of.values()]
+        return torch.tensor(tensors, dtype=torch.int64), torch.tensor(counters, dtype=torch.int64)
+
+    def _select(self, members: list[int]) -> None:
+        """Makes these members the ones that step; the tables for them follow with their gradients."""
+        states = [self._states[i] for i in members]
+        self._selected = _Selection(
+            members,
+            states,
+            list(chain.from_iterable(self._values[i] for i in members)),
+            [value for i in members if self._addresses[i] for value in self._values[i]],
+            b"".join(self._addresses[i] for i in members),
+            tuple(_taken(seen, members) for seen in self._parts),  # type: ignore[arg-type]
+        )
+        self._selects_all = len(members) == len(self._params)
+        self._selected_params = [self._params[i] for i in members]
+        self._copied = [s for s in (self._sources[i] for i in members) if s.work is not s.part]
+        rows = torch.tensor([slot for i in members for slot in self._slots_of[i]], dtype=torch.int64)
+        self._tensors, self._selected_kinds = self._host[rows], self._kind_of[rows]
+        counters, self._tensors[:, _COUNTER] = self._tensors[:, _COUNTER].unique(return_inverse=True)
+        self._selected_slots = [self.slots[i] for i in rows.tolist()]
+        self._spare: Tensor | None = None  # pinned, for the next capture of a CUDA graph
+        on_device = self._to_device(self._host_counters[counters])
+        self.tables = AdamTables(
+            device=self.device,
+            tensors=on_device,
+            chunks=on_device,
+            kinds=(),
+            counters=on_device,
+            scalars=torch.empty(len(counters), _N_SCALARS, dtype=torch.float32, device=self.device),
+        )
+        self._grad_layouts = self._ready_layouts = self._grad_addresses = b""
+
+    def prepare(self, grads: list[Any] | None = None) -> bool:
+        """Brings the tables up to date with the members' gradients, None for members that do not step now.
+
+        grads: the parameters' own by default. False: a member or its state has changed, and a new table is needed.
+        Raises for wrong gradients, before anything has changed.
+        """
+        parts = None
+        layouts, addresses = b"", b""
+        if grads is None and self._ready_layouts and self._selects_all and self._look is not _python_look:
+            grads, parts, (layouts, addresses) = self._look.with_grads(self._params) or (None, None, (b"", b""))
+        if grads is None:
+            grads = [p.grad for p in self._params]
+        if self._ready_layouts and not layouts:
+            with suppress(RuntimeError, NotImplementedError):  # sparse
+                layouts, addresses = self._seen(grads)
+        if not layouts or layouts != self._ready_layouts:
+            return self._prepare_anew(grads)
+        if not self._same_members(parts):
+            return False
+        if self._selects_all:
+            self._slot_grads = grads
+        else:
+            self._slot_grads = [grad for grad in grads if grad is not None]
+            addresses = _taken(addresses, self._selected.members)
+        if addresses != self._grad_addresses:
+            self._point_at(addresses)
+        return True
+
+    def _prepare_anew(self, grads: list[Any]) -> bool:
+        """prepare for other members than before, or for gradients that have to be checked one by one."""
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        if not present:
+            self._slot_grads: list[Tensor] = []
+            return True
+        if present != self._selected.members:
+            self._select(present)
+        if not self._same_members():
+            return False
+        self._slot_grads = list(chain.from_iterable(self._checked(i, grads[i]) for i in present))
+        self._take(grads)
+        return True
+
+    def _take(self, grads: list[Any]) -> None:
+        """The gradients of slots that were checked one by one. If they are the members' as they are, those with the
+        same layouts need no such check."""
+        layouts, addresses = _look_for(self._slot_grads)(self._slot_grads) or (b"", b"")
+        if layouts != self._grad_layouts:
+            self._sort([grad.dtype for grad in self._slot_grads])
+            self._grad_layouts = layouts
+        if addresses != self._grad_addresses:
+            self._point_at(addresses)
+        given = [grad for grad in grads if grad is not None]
+        as_given = self._is_plain and all(map(is_, given, self._slot_grads))
+        self._ready_layouts = self._seen(grads)[0] if as_given else b""
+
+    def _same_members(self, parts: tuple[bytes, bytes] | None = None) -> bool:
+        """parts: what is seen of the selected members' parts, where that is known."""
+        selected = self._selected
+        if parts is None:
+            params = self._selected_params
+            parts = self._seen(params if self._is_plain else list(map(sharding.local, params)))
+        return (
+            parts == selected.parts
+            and _same_values(selected.states, selected.values)
+            and self._seen(selected.large)[1] == selected.large_addresses
+        )
+
+    def _checked(self, i: int, grad: Tensor) -> Iterable[Tensor]:
+        """The gradients of a member's slots: contiguous; copies where they have to be."""
+        source, p = self._sources[i], self._params[i]
+        if p is not source.part:
+            grad = sharding.local(sharding.like_param(grad, p))
+        which = f"{self._function}: the gradient of parameter {self._names[i]}"
+        if grad.layout != torch.strided or grad.is_nested:
+            raise RuntimeError(f"{which} must be dense, got {grad.layout}; nn.Embedding makes dense ones by default")
+        if grad.dtype not in KERNEL_DTYPES:
+            raise TypeError(f"{which} must be float32, float16 or bfloat16, got {str(grad.dtype)[6:]}")
+        if grad.shape != source.part.shape:
+            raise ValueError(f"{which} must have its shape, {tuple(source.part.shape)}, got {tuple(grad.shape)}")
+        if grad.device != source.part.device:
+            raise ValueError(f"{which} must be on its device, {source.part.device}, got {grad.device}")
+        if grad._is_zerotensor():  # torch has given it no memory: a derivative of a constant
+            grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+        grad = grad.contiguous().resolve_neg()
+        return [grad.view(-1)[begin:end] for begin, end in source.runs] or [grad]
+
+    def _sort(self, grad_dtypes: list[torch.dtype]) -> None:
+        """The chunks of each kind, next to each other."""
+        of_grads = sorted(set(grad_dtypes), key=str)
+        keys = self._selected_kinds * len(of_grads)
+        if len(of_grads) > 1:
+            number = {dtype: i for i, dtype in enumerate(of_grads)}
+            keys = keys + torch.tensor([number[dtype] for dtype in grad_dtypes], dtype=torch.int64)
+        keys[self._tensors[:, _NUMEL] == 0] = len(self._kinds) * len(of_grads)  # after all others, and cut off
+        keys, order = keys.sort(stable=True)
+        keys, n_tensors = keys.unique_consecutive(return_counts=True)
+        n_chunks = (self._tensors[order, _NUMEL] + CHUNK - 1) // CHUNK
+        ends = n_chunks.cumsum(0)
+        first = torch.arange(int(n_chunks.sum())) - torch.repeat_interleave(ends - n_chunks, n_chunks)
+        chunks = torch.stack((torch.repeat_interleave(order, n_chunks), first * CHUNK), dim=1).contiguous()
+        kinds, begin = [], 0
+        for key, last in zip(keys.tolist(), n_tensors.cumsum(0).tolist(), strict=True):
+            end = int(ends[last - 1])
+            if end > begin:
+                kind, of_grad = divmod(key, len(of_grads))
+                param_dtype, is_8bit = self._kinds[kind]
+                kinds.append(Kind(param_dtype, of_grads[of_grad], is_8bit, begin, end - begin))
+            begin = end
+        self.tables = self.tables._replace(chunks=self._to_device(chunks), kinds=tuple(kinds))
+
+    def _point_at(self, addresses: bytes) -> None:
+        """addresses: of the slots' gradients."""
+        self._tensors[:, _GRAD] = torch.frombuffer(bytearray(addresses), dtype=torch.int64)
+        self.tables = self.tables._replace(tensors=self._to_device(self._tensors))
+        self._grad_addresses = addresses
+
+    def _to_device(self, table: Tensor) -> Tensor:
+        """In stream order, without waiting: from a pinned copy of its own, which torch keeps until it has been read."""
+        if self.device.type != "cuda":
+            return table.to(self.device)
+        if torch.cuda.is_current_stream_capturing():
+            pinned = self._reserved(table)
+            _CAPTURED.append((pinned,))
+        else:
+            pinned = table.pin_memory()
+            if table is self._tensors and self._spare is None:
+                self._spare = torch.empty_like(table, pin_memory=True)
+        return pinned.to(self.device, non_blocking=True)
+
+    def _reserved(self, table: Tensor) -> Tensor:
+        """A pinned copy in memory from before the capture: torch 2.6 and 2.7 cannot allocate any under it. A capture
+        changes the addresses of gradients, and nothing else; where more has changed, torch raises."""
+        if table is not self._tensors or self._spare is None:
+            return table.pin_memory()
+        pinned, self._spare = self._spare.copy_(table), None
+        return pinned
+
+    def launch(
+        self, groups: Sequence[Group], grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> None:
+        """reference.adam.step for what was prepared, on the backend in use."""
+        if not self._slot_grads:
+            return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _CAPTURED.append(tuple(value for value in self.tables if isinstance(value, Tensor)))
+        for source in self._copied:
+            source.work.copy_(source.part)
+        launch(self.tables, self._selected_slots, self._slot_grads, groups, grad_scale, found_inf)
+        for source in self._copied:
+            source.part.copy_(source.work)
+        increment_versions(self._selected_params)
+
+    def step(
+        self,
+        grads: list[Tensor],
+        groups: Sequence[Group],
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """prepare and launch. Raises ValueError where a member or its state is no longer what it was."""
+        if not self.prepare(grads):
+            raise ValueError(f"{self._function}: parameters and states must lie where they lay when the table was made")
+        self.launch(groups, grad_scale, found_inf)
+
+
+def _check_overlaps(function: str, parts: Sequence[Tensor]) -> None:
+    """Raises ValueError where two parameters share memory: one update would be lost. Two whose elements alternate
+    (columns of one matrix) share none."""
+    spans = []
+    for part in parts:
+        if part.numel():
+            last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+            end = part.data_ptr() + (last + 1) * part.element_size()
+            spans.append((part.data_ptr(), end, part.is_contiguous() or last + 1 == part.numel()))
+    for (_, end, is_dense), (begin, _, other_is_dense) in pairwise(sorted(spans)):
+        if begin < end and (is_dense or other_is_dense):
+            raise ValueError(f"{function}: parameters must not share memory, got two that do")
+
+
+def step_tables(function: str, members: Iterable[Member]) -> list[StepTable]:
+    """A table for each device. A parameter that is listed twice steps once."""
+    of_device: dict[torch.device, list[Member]] = {}
+    seen: set[int] = set()
+    for member in members:
+        if id(member.param) not in seen:
+            seen.add(id(member.param))
+            of_device.setdefault(sharding.local(member.param).device, []).append(member)
+    return [StepTable(of_one, function) for of_one in of_device.values()]
