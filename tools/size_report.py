@@ -106,8 +106,10 @@ def calls_of_a_step() -> list[str]:
 
 def main() -> int:
     rows = [(f"lines of {name}", lines(folders), most) for name, (folders, most) in PARTS.items()]
+    files = files_of_a_case()
     counted = {
-        "files of ours imported for one benchmark case": (files_of_a_case(), FILES_OF_A_CASE),
+        "files of ours imported for one benchmark case": (files, FILES_OF_A_CASE),
+        "of them in benchmarks/": ([file for file in files if file.startswith("benchmarks/")], FILES_OF_A_CASE),
         "calls between files in a patched block": (calls_of_a_block(), CALLS),
         "calls between files in a step of AdamW8bit": (calls_of_a_step(), CALLS),
     }
