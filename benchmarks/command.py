@@ -165,8 +165,7 @@ def bench(
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Write DIR/<machine>/<suite>.json.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Leave out what DIR has of this very code.")] = False,
     everything: Annotated[
-        bool,
-        typer.Option("--everything", help="The full validation and benchmark suite of a GPU, into --output DIR."),
+        bool, typer.Option("--everything", help="The full validation and benchmark suite of a GPU, into --output DIR.")
     ] = False,
     part: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Of --everything, that part alone; a glob; repeatable.")

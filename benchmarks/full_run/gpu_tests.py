@@ -70,11 +70,7 @@ SHARDS = (
     Shard("row_norm-triton", "the contract of row_norm, Triton", _ROW_NORM, "triton"),
     Shard("softmax-cuda", "the contract of softmax, CUDA C++", ("ops/test_softmax.py",), "not triton"),
     Shard("softmax-triton", "the contract of softmax, Triton", ("ops/test_softmax.py",), "triton"),
-    Shard(
-        "models",
-        "patched models: gradients, checkpointing, a training loop",
-        ("patching/test_models_gpu.py",),
-    ),
+    Shard("models", "patched models: gradients, checkpointing, a training loop", ("patching/test_models_gpu.py",)),
     Shard("large", "2^31 elements and more, a million rows", _SPECIAL, _LARGE, alone=True),
     Shard("compile", "torch.compile, and cases of Triton's kernels", _COMPILE),
 )

@@ -29,15 +29,7 @@ MODULES = {
     "transformer-engine": "transformer_engine.pytorch",
 }
 """Provider -> the module whose import shows that it works here."""
-DISTRIBUTIONS = (
-    "liger-kernel",
-    "apex",
-    "flash-attn",
-    "quack-kernels",
-    "transformer-engine",
-    "bitsandbytes",
-    "torchao",
-)
+DISTRIBUTIONS = ("liger-kernel", "apex", "flash-attn", "quack-kernels", "transformer-engine", "bitsandbytes", "torchao")
 """What pip calls them, the optimizers' included."""
 TITLES = {
     "liger": "Liger-Kernel",

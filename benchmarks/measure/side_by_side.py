@@ -226,10 +226,7 @@ class SideBySide:
             copy["gb_per_s"] = 2 * self._copy_source.nbytes / copy["median_ms"] / 1e6
         records = []
         for candidate in self._candidates:
-            record: dict[str, object] = {
-                "name": candidate.provider.name,
-                "check": asdict(candidate.check),
-            }
+            record: dict[str, object] = {"name": candidate.provider.name, "check": asdict(candidate.check)}
             speed = copies["copy"]["gb_per_s"]
             for name, samples in candidate.samples.items():
                 record[name] = self._figures(name, samples, speed)

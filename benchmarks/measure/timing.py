@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -95,11 +97,32 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
+def _scheduled() -> dict[str, tuple[int, int]]:
+    """Thread of this process -> nanoseconds that it ran, and that it waited for a CPU. Empty where the kernel does not
+    tell (Documentation/scheduler/sched-stats.rst)."""
+    found = {}
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError):  # a thread that has ended
+            ran, waited, _ = path.read_text().split()
+            found[path.parent.name] = int(ran), int(waited)
+    return found
+
+
 def timed_rounds(benchmark: BenchmarkFixture, function: Callable[[], T], rounds: int) -> T:
-    """Calls function so many times; the record of the case says how many CPUs other processes kept busy meanwhile."""
+    """Calls function so many times. The record says how busy other processes kept the CPUs meanwhile, and how much
+    slower waiting for a CPU made the calls: 1 on a quiet machine. A thread that waits keeps all others waiting, so the
+    waiting times of the threads add up.
+    """
+    before = _scheduled()
     with BusyCpus() as busy:
         result = benchmark.pedantic(function, rounds=rounds)
-    benchmark.extra_info["other_busy_cpus"] = busy.others
+    spent = [
+        (ran - before.get(thread, (0, 0))[0], waited - before.get(thread, (0, 0))[1])
+        for thread, (ran, waited) in _scheduled().items()
+    ]
+    longest = max((ran for ran, _ in spent), default=0)
+    slowdown = 1.0 + sum(waited for _, waited in spent) / longest if longest > 0 else None
+    benchmark.extra_info["load"] = {"other_busy_cpus": busy.others, "cpu_slowdown": slowdown}
     return result
 
 

@@ -17,6 +17,6 @@ def test_case(suite: str, case: Named, session: Session, benchmark: BenchmarkFix
         record = module(suite).measure(case, session._replace(rounds=partial(timed_rounds, benchmark)))
     except Skip as reason:
         pytest.skip(str(reason))
-    benchmark.extra_info["record"] = record | {"other_busy_cpus": benchmark.extra_info.get("other_busy_cpus")}
+    benchmark.extra_info["record"] = record | benchmark.extra_info.get("load", {})
     if failures := own_failures(record):
         pytest.fail(f"no number for what fails its check: {failures}")

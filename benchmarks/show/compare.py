@@ -15,8 +15,8 @@ from .operator_tables import three_digits
 SMALLEST_CHANGE = 0.05
 """Of the median: less is no news, however narrow the intervals."""
 
-_QUIET = 0.05
-"""CPUs that other processes keep busy on an idle machine."""
+_QUIET = 1.05
+"""Slowdown by other processes on an idle machine."""
 
 Verdict = Literal["faster", "slower", "same"]
 Key = tuple[str, str, str, str]
@@ -41,19 +41,13 @@ class Change:
     which: str
     before: Figures
     after: Figures
-    other_busy_cpus: float = 0.0
-    """CPUs that other processes kept busy while it was timed, in the run in which they were more."""
-    cpu_count: int = 1
+    slowdown: float = 1.0
+    """By waiting for CPUs that other processes held, in the run in which it was more."""
 
     @property
     def allowed(self) -> float:
-        """The ratio that noise and load explain.
-
-        A kernel waits for its slowest thread, and threads are bound to cores: another process on one of these cores
-        doubles the time of every call while it runs.
-        """
-        others = self.other_busy_cpus
-        return 1.0 + SMALLEST_CHANGE + min(others, math.ceil(others / self.cpu_count))
+        """The ratio that noise and load explain."""
+        return (1.0 + SMALLEST_CHANGE) * self.slowdown
 
     @property
     def ratio(self) -> float:
@@ -83,8 +77,8 @@ class Comparison:
     """Figures that the other run lacks."""
     copy_ratio: float | None
     """Time of a plain copy after over before, median of the cases: far from 1, the machine itself was another."""
-    other_busy_cpus: tuple[float, float]
-    """CPUs that other processes kept busy, in the case where they were most: before, after."""
+    slowdown: tuple[float, float]
+    """By waiting for CPUs that other processes held, in the case where it was most: before, after."""
     differences: list[str]
     """Between the two runs: machine, versions, commit."""
 
@@ -98,7 +92,7 @@ class Comparison:
             "only_before": self.only_before,
             "only_after": self.only_after,
             "copy_ratio": self.copy_ratio,
-            "other_busy_cpus": self.other_busy_cpus,
+            "slowdown": self.slowdown,
             "differences": self.differences,
             "changes": [change.to_dict() for change in self.changes],
         }
@@ -159,15 +153,25 @@ class _Run(NamedTuple):
     figures: dict[Key, Figures]
     copies: dict[Key, Figures]
     failed: dict[str, str]
-    load: dict[tuple[str, str], float]
-    """(Suite, case) -> CPUs that other processes kept busy; records without it have the load average before the run."""
+    slowdowns: dict[tuple[str, str], float]
+    """By (suite, case)."""
     cpu_count: int
     device: str
 
-    def load_of(self, key: Key) -> float:
+    def slowdown(self, key: Key) -> float:
         """On a GPU only what the host does is disturbed: microseconds of a call's overhead."""
         host = self.device == "cpu" or self.figures[key].unit == "us"
-        return self.load[key[:2]] if host else 0.0
+        return self.slowdowns[key[:2]] if host else 1.0
+
+
+def _slowdown(content: dict[str, Any], case: dict[str, Any], cpu_count: int) -> float:
+    """Measured, or estimated from the CPUs that others kept busy or from the load average before the run: kernels wait
+    for their slowest thread, and threads are bound to cores, so another process on one of these doubles a call."""
+    if (measured := case.get("cpu_slowdown")) is not None:
+        return measured
+    others = case.get("other_busy_cpus")
+    others = (content.get("load_average_before") or 0.0) if others is None else others
+    return 1.0 + min(others, math.ceil(others / cpu_count))
 
 
 def _flat(suites: list[dict[str, Any]]) -> _Run:
@@ -176,8 +180,7 @@ def _flat(suites: list[dict[str, Any]]) -> _Run:
     for content in suites:
         for case in content["cases"]:
             suite, name = content["suite"], case["case"]
-            others = case.get("other_busy_cpus")
-            run.load[suite, name] = (content.get("load_average_before") or 0.0) if others is None else others
+            run.slowdowns[suite, name] = _slowdown(content, case, run.cpu_count)
             for (group, *rest), found in _timed(case):
                 if group.startswith("copy"):
                     run.copies[suite, name, "", group] = found
@@ -217,17 +220,13 @@ def compare(before: Path, after: Path) -> Comparison:
     if not common and not lost:
         raise UsageError(f"{before} and {after} have no figure in common")
     copies = [new.copies[key].median / figures.median for key, figures in old.copies.items() if key in new.copies]
-    cpus = min(old.cpu_count, new.cpu_count)
     return Comparison(
-        [
-            Change(*key, old.figures[key], new.figures[key], max(old.load_of(key), new.load_of(key)), cpus)
-            for key in common
-        ],
+        [Change(*key, old.figures[key], new.figures[key], max(old.slowdown(key), new.slowdown(key))) for key in common],
         lost,
         len(old.figures) - len(common),
         len(new.figures) - len(common),
         statistics.median(copies) if copies else None,
-        (max(map(old.load_of, common), default=0.0), max(map(new.load_of, common), default=0.0)),
+        (max(map(old.slowdown, common), default=1.0), max(map(new.slowdown, common), default=1.0)),
         differences,
     )
 
@@ -267,10 +266,10 @@ def print_comparison(comparison: Comparison, everything: bool = False) -> None:
         out.print(line, style="dim", markup=False)
     if comparison.copy_ratio is not None:
         out.print(f"a plain copy took {comparison.copy_ratio:.2f} times as long", style="dim")
-    if max(comparison.other_busy_cpus) > _QUIET:
-        most = max(change.allowed for change in comparison.changes)
-        before, after = comparison.other_busy_cpus
-        words = f"other processes kept up to {before:.1f} CPUs busy before, {after:.1f} after"
+    if max(comparison.slowdown) > _QUIET:
+        most = max((change.allowed for change in comparison.changes), default=1.0)
+        before, after = comparison.slowdown
+        words = f"other processes slowed cases by up to {before:.1f}x before, {after:.1f}x after"
         out.print(f"{words}: changes of up to {most:.2f}x count as noise", style="yellow", highlight=False)
     counts = ", ".join(f"{comparison.count(verdict)} {verdict}" for verdict in ("faster", "slower", "same"))
     rest = f"{comparison.only_before} only before, {comparison.only_after} only after"

@@ -16,8 +16,8 @@ from . import operator_tables as operators
 from .operator_tables import cases, of_every_width
 
 _TRAINING = {"training", "adam", "adam_streams", "adam_training", "install"}
-BUSY = 0.3
-"""CPUs that other processes keep busy: above it a result is doubtful."""
+SLOWED = 1.1
+"""Slowdown by other processes: above it a time is doubtful."""
 
 
 def console(width: int = 160) -> Console:
@@ -90,13 +90,13 @@ def provenance(results: Results) -> list[str]:
 
 
 def load_in_words(results: Results) -> str:
-    """What other processes took of the CPUs while the cases were timed; empty where it was little."""
-    loads = [case["other_busy_cpus"] for case in cases(results, *results) if case.get("other_busy_cpus") is not None]
-    disturbed = [load for load in loads if load > BUSY]
-    if not disturbed:
+    """What waiting for CPUs that other processes held did to the cases; empty where it was little."""
+    found = [case["cpu_slowdown"] for case in cases(results, *results) if case.get("cpu_slowdown") is not None]
+    slowed = [slowdown for slowdown in found if slowdown > SLOWED]
+    if not slowed:
         return ""
-    n = f"{len(disturbed)} of {len(loads)}"
-    return f"Other processes kept up to {max(disturbed):.1f} CPUs busy in {n} cases: distrust times, less so ratios."
+    n = f"{len(slowed)} of {len(found)}"
+    return f"Other processes slowed {n} cases by up to {max(slowed):.1f}x: distrust times, less so ratios."
 
 
 def print_results(results: Results, width: int = 160) -> None:

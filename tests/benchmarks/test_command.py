@@ -162,6 +162,7 @@ def test_one_case_is_measured_printed_and_written(tmp_path: Path, module: bool) 
         for name in ("forward", "backward"):
             assert 0 < provider[name]["p20_ms"] <= provider[name]["median_ms"] <= provider[name]["p80_ms"]
     assert 0 <= content["cases"][0]["other_busy_cpus"] <= os.cpu_count()
+    assert content["cases"][0]["cpu_slowdown"] >= 1.0
     # A partial run leaves the record of the repository alone.
     assert "rendered" not in done.stderr
 

@@ -152,9 +152,9 @@ def test_what_was_counted_on_a_gpu_is_shown_worst_first() -> None:
 
 def test_a_run_under_load_says_so(recorded: results.Results) -> None:
     assert tables.load_in_words(recorded) == ""
-    for case, load in zip(recorded["row_norm"]["cases"], (0.1, 1.6, 0.9), strict=False):
-        case["other_busy_cpus"] = load
-    assert "kept up to 1.6 CPUs busy in 2 of 3 cases" in tables.load_in_words(recorded)
+    for case, load in zip(recorded["row_norm"]["cases"], (1.01, 2.6, 1.9), strict=False):
+        case["cpu_slowdown"] = load
+    assert "slowed 2 of 3 cases by up to 2.6x" in tables.load_in_words(recorded)
 
 
 def test_nothing_counted_shows_no_table(recorded: results.Results) -> None:
