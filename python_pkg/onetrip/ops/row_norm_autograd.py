@@ -99,6 +99,8 @@ def input_gradients(
     # g, the gradient of z, is dz where there is no dy. The residual's gradient is g; so is x's without dropout.
     g, dx_is_g = dz if dy is None else None, plan.dropout_p == 0.0
     shared = dx_is_g and x is not None and g is None and residual == x
+    if dy is not None and not shared:
+        return compute(operands, rng, plan, wanted) if any(wanted) else Gradients()
     computed = Dtypes(
         None if dx_is_g and g is not None else x, None if shared or g is not None else residual, bias, weight, norm_bias
     )
@@ -113,7 +115,7 @@ def input_gradients(
 
 
 def _wanted(dtypes: Dtypes, needs_input_grad: Iterable[bool]) -> Dtypes:
-    return Dtypes(*(dtype if needed else None for dtype, needed in zip(dtypes, needs_input_grad, strict=False)))
+    return Dtypes(*[dtype if needed else None for dtype, needed in zip(dtypes, needs_input_grad, strict=False)])
 
 
 class _RowNorm(torch.autograd.Function):

@@ -129,15 +129,15 @@ def backward(operands: BackwardOperands, rng: Rng | None, plan: RowNormPlan, wan
     if dz is not None:
         dz, dz_row_stride = rows(dz, n_cols)
     weight = vector(weight)
-    operands = BackwardOperands(dy, dz, z, mean, rstd, weight)
     gradients = gradients_of(wanted, given, given.new_empty)
     device, stream = where(given)
-    n_wanted = sum(dtype is not None for dtype in wanted[2:])
+    n_wanted = 3 - wanted[2:].count(None)
     n_floats = native().row_norm_workspace(device, n_rows, n_cols, n_wanted)  # type: ignore[union-attr]
     workspace = given.new_empty(n_floats, dtype=torch.float32) if n_floats else None
     launch = _backward_launcher(plan, wanted, None if weight is None else weight.dtype)
     strides = dy_row_stride, dz_row_stride, z_row_stride
-    code = launch(device, stream, n_rows, n_cols, operands, *strides, gradients, workspace, rng)
+    tensors = dy, dz, z, mean, rstd, weight
+    code = launch(device, stream, n_rows, n_cols, tensors, *strides, gradients, workspace, rng)
     if code:
         raise_error("row_norm backward", given, code)
     return gradients
