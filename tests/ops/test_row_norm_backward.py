@@ -353,3 +353,19 @@ def test_gradients_beyond_float16_are_infinite_where_float64_says_so(target):
     expected = double.grad.half()
     assert expected.isinf().any() and torch.equal(x.grad.isinf(), expected.isinf())
     assert torch.equal(x.grad.sign(), expected.sign())
+
+
+def test_z_may_be_edited_in_place_if_y_is_not_used() -> None:
+    """As torch.add's result may: its gradient needs no saved tensor."""
+    x, residual = torch.randn(2, 3, 8).requires_grad_(), torch.randn(2, 3, 8).requires_grad_()
+    _, z = ops.bias_dropout_residual_norm(x, residual, return_residual=True)
+    z.mul_(3.0).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3.0)) and torch.equal(residual.grad, x.grad)
+
+
+def test_z_edited_in_place_raises_if_y_is_used() -> None:
+    x, residual = torch.randn(2, 3, 8).requires_grad_(), torch.randn(2, 3, 8).requires_grad_()
+    y, z = ops.bias_dropout_residual_norm(x, residual, return_residual=True)
+    z.mul_(3.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (y + z).sum().backward()

@@ -132,25 +132,23 @@ class _RowNorm(torch.autograd.Function):
             y, z, mean, rstd = row_norm_native.forward(operands, rng, plan, launch)
         if return_z:
             ctx.set_materialize_grads(False)
-        rng_tensor = None if rng is None or type(rng) is tuple else rng
         if plan.norm:
-            ctx.save_for_backward(operands[0] if z is None else z, mean, rstd, operands[3], rng_tensor)
-        elif rng_tensor is not None:
-            ctx.save_for_backward(None, None, None, None, rng_tensor)
-        ctx.call = call if rng_tensor is None else (None, *call[1:])
+            ctx.save_for_backward(operands[0] if z is None else z, mean, rstd, operands[3])
+        ctx.call = call
         return (y, z) if return_z else y if plan.norm else z
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_double_backward("row_norm")
         rng, plan, backend, dtypes, _, _ = ctx.call
-        *saved, rng_tensor = ctx.saved_tensors or (None,) * 5
         dy, dz = (grads[0], grads[1] if len(grads) > 1 else None) if plan.norm else (None, grads[0])
+        # Without dy nothing saved is read: a z that was edited in place then raises no error.
+        saved = (None,) * 4 if dy is None else ctx.saved_tensors
         # Batched gradients (is_grads_batched, vectorised jacobians) have no storage that a kernel could read.
         compute = partial(backward, backend if have_storage(dy, dz) else "reference")
         operands = BackwardOperands(dy, dz, *saved)
         wanted = _wanted(dtypes, ctx.needs_input_grad)
-        return *input_gradients(compute, operands, rng_tensor if rng is None else rng, plan, wanted), None
+        return *input_gradients(compute, operands, rng, plan, wanted), None
 
 
 # Calls the C++ apply directly; skips Function.apply's Python wrapper, which looks for functorch transforms (3 of 8 us):
