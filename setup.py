@@ -255,6 +255,7 @@ PACKAGE_DIRS = {
     "onetrip.optim": "python_pkg/onetrip/optim",
     "onetrip.patching": "python_pkg/onetrip/patching",
     "onetrip.patching.attention": "python_pkg/onetrip/patching/attention",
+    "onetrip.patching.residual": "python_pkg/onetrip/patching/residual",
     "onetrip.reference": "python_pkg/onetrip/reference",
 }
 packages = [name for name, folder in PACKAGE_DIRS.items() if (ROOT / folder / "__init__.py").exists()]

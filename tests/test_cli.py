@@ -62,7 +62,6 @@ def test_doctor_exits_1_when_a_check_fails(run, monkeypatch, as_json):
         assert "checks failed" in result.stdout
 
 
-@pytest.mark.slow
 def test_anatomy_json_is_all_of_standard_output(run, tmp_path):
     result = run("anatomy", "tiny-bert", *FAST, "--json", "--output", tmp_path / "new" / "folder")
     assert result.exit_code == 0
@@ -74,14 +73,12 @@ def test_anatomy_json_is_all_of_standard_output(run, tmp_path):
     assert steps["eager"]["saved_activations"] > steps["patched"]["saved_activations"]
 
 
-@pytest.mark.slow
 def test_anatomy_tables(run):
     result = run("anatomy", "tiny-gpt2", *FAST)
     assert result.exit_code == 0
     assert "saved activations" in result.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("asked", [["--fits", "16GB"], ["--gpu", "A100-40GB"], ["--predict-only"]])
 def test_anatomy_without_running(run, asked):
     result = run("anatomy", "tiny-gpt2", *FAST, "--columns", "eager,", *asked)
@@ -156,7 +153,6 @@ def test_hub_model_that_cannot_be_had(run, monkeypatch):
     assert_bad_usage(run("anatomy", "owner/name"), "owner/name cannot be loaded: We couldn't connect to the hub.")
 
 
-@pytest.mark.slow
 def test_entry_point():
     command = [sys.executable, "-c", "from onetrip.cli import main; main()", "anatomy", "no-such-model"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -170,7 +166,6 @@ def test_usage_errors_of_the_command_line(run, arguments):
     assert "Usage" in result.stderr
 
 
-@pytest.mark.slow
 def test_python_m_onetrip_is_the_command():
     done = subprocess.run([sys.executable, "-m", "onetrip", "--help"], capture_output=True, text=True)
     assert done.returncode == 0

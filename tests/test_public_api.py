@@ -30,7 +30,6 @@ print("onetrip.kernels" in sys.modules)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.promise("I10")
 def test_importing_has_no_side_effects_and_loads_nothing_large():
     done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True)

@@ -59,6 +59,29 @@ class ResidualIsTheDense(Block):
         return self.post(self.drop(h) + h)
 
 
+class UsesTheSumTwice(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        h = self.drop(self.proj(a)) + b
+        return self.post(h) + h
+
+
+class Branches(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        if a.shape[0] > 3:
+            return a
+        return self.post(self.drop(self.proj(a)) + b)
+
+
+class TakesMore(Block):
+    def forward(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+        return self.post(self.drop(self.proj(a)) + b)
+
+
+class ReturnsTuple(Block):
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return self.post(self.drop(self.proj(a)) + b), a
+
+
 BLOCKS: dict[str, tuple[type[Block], int, str]] = {
     "one-expression": (OneExpression, 2, "dropout_add_norm"),
     "rms-tail": (RmsTail, 2, "dropout_add_norm"),
@@ -68,12 +91,20 @@ BLOCKS: dict[str, tuple[type[Block], int, str]] = {
     "functional-dropout": (FunctionalDropout, 2, "dropout_add_norm"),
     "feed-forward": (FeedForward, 1, "dropout_add_norm"),
     "residual-is-the-dense": (ResidualIsTheDense, 1, "dropout_add_norm"),
+    "uses-the-sum-twice": (UsesTheSumTwice, 2, "dropout_add_norm"),
+    "branches": (Branches, 2, "dropout_add_norm"),
+    "takes-more": (TakesMore, 2, "dropout_add_norm"),
+    "returns-tuple": (ReturnsTuple, 2, "dropout_add_norm"),
 }
+
+
+def first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
 
 
 def output_and_gradients(block: nn.Module, *xs: Tensor) -> list[Tensor | None]:
     leaves = [*(x.clone().requires_grad_() for x in xs), *block.parameters()]
-    y = block(*leaves[: len(xs)])
+    y = first(block(*leaves[: len(xs)]))
     return [y, *torch.autograd.grad(y, leaves, torch.cos(torch.arange(y.numel())).view_as(y), allow_unused=True)]
 
 
@@ -116,9 +147,9 @@ def test_block_keeps_its_dtype_under_autocast(name: str, dtype: torch.dtype) -> 
     block = randomised(BLOCKS[name][0]())
     xs = [x.to(dtype) for x in inputs(BLOCKS[name][1])]
     with torch.autocast("cpu", torch.bfloat16):
-        expected = block(*xs)
+        expected = first(block(*xs))
         report = patch_model(block)
-        actual = block(*xs)
+        actual = first(block(*xs))
     assert actual.dtype == expected.dtype and report.calls()[""] == (1, 0)
     torch.testing.assert_close(actual, expected, rtol=5e-2, atol=5e-2)
 
@@ -133,12 +164,6 @@ class Scales(Block):
         return self.post(self.drop(self.proj(a)) * 0.5 + b)
 
 
-class UsesTheSumTwice(Block):
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        h = self.drop(self.proj(a)) + b
-        return self.post(h) + h
-
-
 class AddsTheDroppedToItself(Block):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         h = self.drop(self.proj(a))
@@ -150,28 +175,11 @@ class NormsBefore(Block):
         return self.drop(self.proj(self.post(a))) - b
 
 
-class Branches(Block):
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        if a.shape[0] > 3:
-            return a
-        return self.post(self.drop(self.proj(a)) + b)
-
-
 class InPlace(Block):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         a = self.drop(a)
         a += b
         return self.post(a)
-
-
-class TakesMore(Block):
-    def forward(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-        return self.post(self.drop(self.proj(a)) + b)
-
-
-class ReturnsTuple(Block):
-    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return self.post(self.drop(self.proj(a)) + b), a
 
 
 def decorated(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -199,8 +207,7 @@ class HasOtherDropout(OneExpression):
 
 
 LOOK_ALIKES = [
-    AddsBeforeDropout, Scales, UsesTheSumTwice, NormsBefore, Branches, InPlace, TakesMore, ReturnsTuple, Decorated,
-    HasOtherDropout, AddsTheDroppedToItself,
+    AddsBeforeDropout, Scales, NormsBefore, InPlace, Decorated, HasOtherDropout, AddsTheDroppedToItself,
 ]  # fmt: skip
 
 
@@ -211,8 +218,8 @@ def test_what_only_looks_like_a_block_is_left_alone(make: type[Block]) -> None:
     assert type(block) is make and report.patched == ()
 
 
-def test_a_block_whose_source_lies_fails_verification() -> None:
-    """The source says one thing and the code does another, as after an edit on disk: only running it tells."""
+def test_a_block_whose_source_is_not_its_code_is_left_alone() -> None:
+    """As after an edit on disk."""
 
     class Block_(OneExpression):
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
@@ -226,9 +233,9 @@ def test_a_block_whose_source_lies_fails_verification() -> None:
     block = Block_()
     report = patch_model(block, patterns=["dropout_add_norm"])
     assert type(block) is Block_ and report.patched == ()
-    assert [site.reason for site in report.skipped] == ["verify_failed"]
-    assert "error" in report.skipped[0].detail
-    assert patch_model(block, patterns=["dropout_add_norm"], verify=False).patched
+    assert [(site.reason, site.detail) for site in report.skipped] == [
+        ("unknown_forward", "its source is not the code that runs")
+    ]
 
 
 class Dropping(nn.Module):
@@ -247,9 +254,11 @@ def test_an_in_place_dropout_is_called_not_fused():
     assert [site.pattern for site in report.patched] == ["add_norm"]
 
 
-def test_a_dropout_made_in_place_later_falls_back():
+def test_a_dropout_made_in_place_later_is_called():
     model = nn.ModuleDict({"block": Dropping(inplace=False)}).train()
     report = patch_model(model)
     model["block"].dropout.inplace = True
+    seen = []
+    model["block"].dropout.register_forward_hook(lambda *_: seen.append(1))
     model["block"](torch.randn(2, 8), torch.randn(2, 8))
-    assert report.calls() == {"block": (0, 1)}
+    assert seen == [1] and report.calls() == {"block": (1, 0)}  # sum and norm are fused still

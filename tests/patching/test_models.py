@@ -80,7 +80,7 @@ CASES = {
         {"dim": HIDDEN, "hidden_dim": INTERMEDIATE, "n_layers": 2, "n_heads": HEADS, "vocab_size": VOCABULARY}
         | {"dropout": 0.0, "attention_dropout": 0.0},
         text,
-        {"layer_norm": 6},
+        {"layer_norm": 2, "add_norm": 2},
     ),
     "gpt2": Case(
         "GPT2LMHeadModel",
@@ -88,38 +88,46 @@ CASES = {
         {"n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": 32}
         | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2},
         causal,
-        {"layer_norm": 5},
+        {"layer_norm": 5, "add_norm": 2},
     ),
     "vit": Case(
         "ViTForImageClassification",
         "ViTConfig",
         COMMON | NO_DROPOUT | {"image_size": 16, "patch_size": 8},
         image,
-        {"layer_norm": 5},
+        {"layer_norm": 3, "dropout_add_norm": 2},
     ),
-    "t5": Case("T5ForConditionalGeneration", "T5Config", T5, causal, {"rms_norm": 12, "dropout_add": 4}),
-    "llama": Case("LlamaForCausalLM", "LlamaConfig", DECODER, causal, {"rms_norm": 5}),
-    "gemma": Case("GemmaForCausalLM", "GemmaConfig", DECODER, causal, {"rms_norm": 5}),
-    "gemma3": Case("Gemma3ForCausalLM", "Gemma3TextConfig", DECODER, causal, {"rms_norm": 13}),
-    "olmo": Case("OlmoForCausalLM", "OlmoConfig", DECODER, causal, {"layer_norm": 5}),
-    "olmo2": Case("Olmo2ForCausalLM", "Olmo2Config", DECODER, causal, {"rms_norm": 9}),
-    "cohere": Case("CohereForCausalLM", "CohereConfig", DECODER, causal, {"layer_norm": 3}),
-    "mixtral": Case("MixtralForCausalLM", "MixtralConfig", DECODER | {"num_local_experts": 2}, causal, {"rms_norm": 5}),
+    "t5": Case("T5ForConditionalGeneration", "T5Config", T5, causal, {"rms_norm": 12, "dropout_add": 10}),
+    "llama": Case("LlamaForCausalLM", "LlamaConfig", DECODER, causal, {"rms_norm": 3, "add_norm": 2}),
+    "gemma": Case("GemmaForCausalLM", "GemmaConfig", DECODER, causal, {"rms_norm": 3, "add_norm": 2}),
+    "gemma3": Case("Gemma3ForCausalLM", "Gemma3TextConfig", DECODER, causal, {"rms_norm": 11, "add_norm": 2}),
+    "olmo": Case("OlmoForCausalLM", "OlmoConfig", DECODER, causal, {"layer_norm": 3, "add_norm": 2}),
+    "olmo2": Case("Olmo2ForCausalLM", "Olmo2Config", DECODER, causal, {"rms_norm": 9, "add_norm": 2}),
+    "cohere": Case("CohereForCausalLM", "CohereConfig", DECODER, causal, {"layer_norm": 3, "add_norm": 2}),
+    "mixtral": Case(
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        DECODER | {"num_local_experts": 2},
+        causal,
+        {"rms_norm": 3, "add_norm": 2},
+    ),
     "albert": Case(
         "AlbertForMaskedLM",
         "AlbertConfig",
         COMMON | {"embedding_size": 16, "classifier_dropout_prob": 0.0},
         text,
-        {"layer_norm": 4},
+        {"layer_norm": 3, "add_norm": 1},
     ),
     "modernbert": Case(
         "ModernBertForMaskedLM",
         "ModernBertConfig",
         COMMON | {"cls_token_id": 1, "sep_token_id": 2, "attn_implementation": "eager"},
         text,
-        {"layer_norm": 6, "attention_softmax": 2},
+        {"layer_norm": 4, "add_norm": 2, "attention_softmax": 2},
     ),
-    "bart": Case("BartForConditionalGeneration", "BartConfig", SEQ2SEQ, causal, {"layer_norm": 12}),
+    "bart": Case(
+        "BartForConditionalGeneration", "BartConfig", SEQ2SEQ, causal, {"layer_norm": 2, "dropout_add_norm": 4}
+    ),
     "esm": Case(
         "EsmForMaskedLM",
         "EsmConfig",
@@ -140,7 +148,7 @@ CASES = {
         "MptConfig",
         {"d_model": HIDDEN, "n_layers": 2, "n_heads": HEADS, "vocab_size": VOCABULARY, "max_seq_len": 32},
         causal,
-        {"layer_norm": 5, "dropout_add": 2, "attention_softmax": 2},
+        {"layer_norm": 3, "dropout_add_norm": 2, "dropout_add": 2, "attention_softmax": 2},
     ),
 }
 
@@ -177,6 +185,10 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], relativ
         assert error <= relative * scale + 1e-6, f"{name}: {error:.2e} of {scale:.2e}"
 
 
+# Its norms stand before its sums, and the next layer begins with none.
+IDLE = {"olmo2": {"model.layers.0"}}
+
+
 def assert_sites(report: PatchReport, name: str) -> None:
     """Those of CASES since transformers 5. Version 4 writes some models otherwise: something is patched there."""
     found = dict(Counter(site.pattern for site in report.patched))
@@ -189,10 +201,12 @@ def test_training_step_matches_the_unpatched_model(name: str) -> None:
     expected = run(model, inputs)
     report = patch_model(model)
     assert_sites(report, name)
-    actual = run(model, inputs)
-    assert_close(actual, expected)
+    for _ in range(3):  # the first links sums to norms, the second uses the links
+        assert_close(run(model, inputs), expected)
     calls = report.calls()
-    assert all(fused > 0 and fallen_back == 0 for fused, fallen_back in calls.values()), report
+    assert all(
+        fused > 0 and fallen_back == 0 for site, (fused, fallen_back) in calls.items() if site not in IDLE.get(name, ())
+    ), report
     unpatch_model(model)
     again = run(model, inputs)
     assert all(torch.equal(again[key], expected[key]) for key in expected)
@@ -216,6 +230,7 @@ def test_bfloat16_is_as_accurate_as_the_unpatched_model(name: str) -> None:
     expected = run(model, inputs)
     report = patch_model(model)
     assert_sites(report, name)
+    run(model, inputs)
     actual = run(model, inputs)
     for key, tensor in expected.items():
         assert actual[key].dtype == tensor.dtype, key
@@ -245,7 +260,7 @@ def test_autocast_keeps_every_dtype(name: str) -> None:
         return seen, logits
 
     def is_block(module: nn.Module) -> bool:
-        return type(module).__name__.endswith(("Output", "LayerFF"))
+        return type(module).__name__.endswith(("Output", "LayerFF", "DecoderLayer", "Block"))
 
     expected_dtypes, expected = dtypes_and_logits()
     report = patch_model(model)

@@ -35,10 +35,12 @@ def break_one(name: str) -> Callable[..., Any]:
 def test_an_operator_that_is_off_by_a_thousandth_is_not_kept(
     operator: str, make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from onetrip.patching import classes
+    from onetrip.patching import classes, links
 
     monkeypatch.setattr(classes, "_patched_classes", {})
-    monkeypatch.setitem(classes.GLOBAL_NAMES, operator, break_one(operator))
+    broken = break_one(operator)
+    monkeypatch.setitem(classes.GLOBAL_NAMES, operator, broken)
+    monkeypatch.setattr(links.ops, operator, broken)
     model = randomised(make())
     report = patch_model(model, patterns=["rms_norm", "layer_norm", "dropout_add_norm"])
     (failed,) = [site for site in report.skipped if site.reason == "verify_failed"]
@@ -49,15 +51,15 @@ def test_an_operator_that_is_off_by_a_thousandth_is_not_kept(
 
 def test_verification_checks_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dropout that is right in expectation but drops other elements is not what the operator promises."""
-    from onetrip.patching import classes
+    from onetrip.patching import classes, links
 
-    operator = classes.GLOBAL_NAMES["bias_dropout_residual_norm"]
+    operator = links.ops.bias_dropout_residual_norm
 
     def other_mask(*args: Any, rng: Any = None, **kwargs: Any) -> Tensor:
         return operator(*args, rng=None if rng is None else (rng[0] + 1, rng[1]), **kwargs)
 
     monkeypatch.setattr(classes, "_patched_classes", {})
-    monkeypatch.setitem(classes.GLOBAL_NAMES, "bias_dropout_residual_norm", other_mask)
+    monkeypatch.setattr(links.ops, "bias_dropout_residual_norm", other_mask)
     report = patch_model(OneExpression(), patterns=["dropout_add_norm"])
     assert [site.reason for site in report.skipped] == ["verify_failed"]
     assert "with dropout" in report.skipped[0].detail

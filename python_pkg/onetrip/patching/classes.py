@@ -7,8 +7,10 @@ the original class, so the result loads where onetrip is not installed.
 
 from __future__ import annotations
 
+import ast
 import copy
 import copyreg
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +23,8 @@ from torch.nn import functional
 
 from .. import ops
 from . import calls
-from .source import define, execute
+from .report import Unsuitable
+from .source import bare, define, execute, parse
 
 GLOBAL_NAMES: dict[str, Any] = {
     "Tensor": Tensor,
@@ -64,7 +67,7 @@ class Rewrite:
         forward: Callable[..., Any]
         given = {**dict(self.constants), **(replaced or {})}
         if self.in_module:
-            forward = define(original.forward, self.source, given, "forward", self.pattern)
+            forward = define(plain_forward(original), self.source, given, "forward", self.pattern)
             return forward
         names = {**GLOBAL_NAMES, "original": original.forward, **given}
         execute(self.source, f"{self.pattern} of {original.__module__}.{original.__qualname__}", names)
@@ -73,6 +76,14 @@ class Rewrite:
         forward.__module__ = original.__module__
         forward.__qualname__ = f"{original.__qualname__}.forward"
         return forward
+
+
+def plain_forward(cls: Any) -> Any:
+    """The forward that a class defines, without the wrapper of transformers' GradientCheckpointingLayer, which a
+    subclass with a new forward gets again."""
+    forward: Any = getattr(cls, "forward", None)
+    code = getattr(forward, "__code__", None)
+    return forward.__wrapped__ if code is not None and code.co_name == "forward_with_checkpointing" else forward
 
 
 _patched_classes: dict[tuple[type, Rewrite], type] = {}
@@ -149,6 +160,15 @@ def rewrite_of(module: nn.Module) -> Rewrite:
     """The rewrite of a patched module."""
     rewrite: Rewrite = type(module).__dict__["_onetrip_rewrite"]
     return rewrite
+
+
+def forward_diff(patched: type) -> str:
+    """The rewritten forward of a patched class against the original, as a unified diff without comments."""
+    tree = parse(plain_forward(calls.original_class(patched)))
+    before = "" if isinstance(tree, Unsuitable) else ast.unparse(bare(tree))
+    after = patched.__dict__["_onetrip_rewrite"].source
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "original", "fused", lineterm="")
+    return "\n".join(lines)
 
 
 def set_class(module: nn.Module, cls: type) -> None:

@@ -14,24 +14,24 @@ from torch import nn
 from ..ops.backends import KERNEL_DTYPES
 from .attention import PATTERN as ATTENTION
 from .attention import Attention, Interface, SoftmaxRegions, read_attention
-from .blocks import Block, Reading, find_match, read_forward
 from .calls import is_distributed, original_class
-from .classes import is_stacked
+from .classes import is_stacked, plain_forward
 from .norms import KERNEL_DEVICES, Leaf, NormSpec, could_be_norm, recognise
 from .report import Unsuitable
+from .residual import FoundSums, ResidualSums, choose_sums, read_sums
 
-Site = Attention | SoftmaxRegions | Block | Leaf
+Site = Attention | SoftmaxRegions | ResidualSums | Leaf
 """Each has a pattern, rewrite(module) -> Rewrite and verify(module, rewrite)."""
 
 
 class Classifier:
     """Classifies the modules of one model. Reads each class once, and probes each configuration of a norm once."""
 
-    def __init__(self, model: nn.Module, wanted: frozenset[str], replace_sdpa: bool) -> None:
+    def __init__(self, model: nn.Module, wanted: frozenset[str], replace_sdpa: bool | None) -> None:
         self.wanted, self.replace_sdpa = wanted, replace_sdpa
         self.model_device = _kernel_device(model) or torch.device("cpu")
         self.attentions: dict[type, Interface | SoftmaxRegions | Unsuitable | None] = {}
-        self.forwards: dict[type, Reading | Unsuitable] = {}
+        self.forwards: dict[type, FoundSums | Unsuitable | None] = {}
         self.sites: dict[Site, Site] = {}
         """One for all equal ones: the layers of a model share one rewrite."""
         self.norms: dict[Any, NormSpec | Unsuitable] = {}
@@ -59,15 +59,15 @@ class Classifier:
     def _block(self, module: nn.Module) -> Site | Unsuitable | None:
         cls = original_class(type(module))
         if cls not in self.forwards:
-            self.forwards[cls] = read_forward(cls)
-        reading = self.forwards[cls]
-        match = reading if isinstance(reading, Unsuitable) else find_match(module, reading, self.norm)
-        if isinstance(match, Unsuitable):
-            is_structural = match.reason in ("unknown_forward", "extra_forward_args")
-            return match if not is_structural or _resembles_block(module) else None
-        if match.rule.pattern not in self.wanted:
-            return None
-        return unsuitable(module) or Block(match)
+            self.forwards[cls] = read_sums(plain_forward(cls))
+        sums = self.forwards[cls]
+        chosen = choose_sums(module, sums, self.norm) if isinstance(sums, FoundSums) else sums
+        if isinstance(sums, FoundSums) and isinstance(chosen, list) and chosen:
+            wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)
+            site = ResidualSums(sums, wanted)
+            return unsuitable(module) or self.sites.setdefault(site, site) if wanted else None
+        reason = chosen if isinstance(chosen, Unsuitable) else _NO_SUM
+        return reason if reason.reason != "unknown_forward" or _resembles_block(module) else None
 
     def _leaf(self, module: nn.Module) -> Site | Unsuitable | None:
         spec = self.norm(module) if could_be_norm(module) else _BUFFERS if module._buffers else _WRONG_SHAPE
@@ -98,6 +98,7 @@ class Classifier:
 
 
 STACKED = Unsuitable("kernelized_already", "patched, and given another class on top of that")
+_NO_SUM = Unsuitable("unknown_forward", "adds no residual to a dropped or normalised branch")
 _BUFFERS = Unsuitable("unknown_forward", "keeps buffers")
 _WRONG_SHAPE = Unsuitable("unsupported_shape", "not a module with at most one weight and one bias, both vectors")
 

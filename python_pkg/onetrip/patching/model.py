@@ -6,13 +6,24 @@ import weakref
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from .attention import PATTERN as ATTENTION
 from .calls import counter_of
-from .classes import Rewrite, is_patched, is_stacked, patched_class, restore_class, rewrite_of, set_class, subclass
+from .classes import (
+    Rewrite,
+    forward_diff,
+    is_patched,
+    is_stacked,
+    patched_class,
+    restore_class,
+    rewrite_of,
+    set_class,
+    subclass,
+)
 from .classify import Classifier, Site
 from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
 
@@ -38,7 +49,8 @@ def patch_model(
     operators can be differentiated once, in reverse mode.
 
     patterns: names from PATTERNS; None for all. exclude: names of modules, with all that is in them, or glob patterns.
-    attention: None patches eager attention, True also replaces SDPA where possible, False patches no attention.
+    attention: None patches eager attention, and replaces SDPA in calls with dropout on a CPU, where SDPA has no fused
+        kernel. True replaces SDPA in every call that can be fused. False patches no attention.
     verify: compare outputs and every gradient with the original before keeping a site (dropout on and off).
     strict: raise RuntimeError if nothing is patched. Raises TypeError or ValueError for wrong arguments.
     copy.deepcopy of a patched model is patched. pickle and torch.save keep the original classes.
@@ -47,7 +59,7 @@ def patch_model(
         raise TypeError(f"patch_model: model must be a torch.nn.Module, got {type(model).__name__}")
     wanted = _checked_attention(attention, _checked_patterns(patterns))
     excluded = _checked_exclude(model, exclude)
-    patcher = _Patcher(model, Classifier(model, wanted, attention is True), excluded, verify)
+    patcher = _Patcher(model, Classifier(model, wanted, attention), excluded, verify)
     try:
         patcher.run()
     except BaseException:
@@ -158,7 +170,7 @@ class _Patcher:
         for _, module in modules:
             site = found.get(id(module))
             if isinstance(site, PatchedSite):
-                self.report._add(site, counter_of(module))
+                self.report._add(site, counter_of(module), partial(forward_diff, type(module)))
             elif site is not None:
                 self.report._skip(site)
 
@@ -184,7 +196,7 @@ class _Patcher:
         error = self.verdict(module, rewrite, site) if self.verify else None
         if error is not None:
             return _skipped(name, module, Unsuitable("verify_failed", error))
-        patched_site = PatchedSite(name, type(module).__name__, rewrite.pattern)
+        patched_site = PatchedSite(name, type(module).__name__, rewrite.pattern, getattr(site, "detail", ""))
         set_class(module, patched_class(type(module), rewrite))
         self.done.append(module)
         return patched_site

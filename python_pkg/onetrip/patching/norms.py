@@ -24,6 +24,7 @@ from ..ops.backends import use_backend
 from .calls import original_class
 from .classes import Rewrite
 from .clones import is_same, own_copy, own_state
+from .links import linked_result
 from .report import Unsuitable
 from .verify import verify_forward
 
@@ -68,6 +69,14 @@ class NormSpec:
 
     def eps_of(self, module: str, x: str) -> str:
         return self.eps.replace("module.", f"{module}.").replace("x.dtype", f"{x}.dtype")
+
+    def eps_value(self, module: nn.Module, x_dtype: torch.dtype) -> float:
+        """The epsilon of a module for an input of this dtype."""
+        if self.eps.startswith("module."):
+            return float(getattr(module, self.eps[len("module.") :]))
+        if self.eps.startswith("finfo"):
+            return torch.finfo(torch.float32 if "float32" in self.eps else x_dtype).eps
+        return float(self.eps)
 
     def part(self, module: str, name: str | None) -> str:
         return "None" if name is None else f"{module}.{name}"
@@ -125,13 +134,18 @@ def rewrite_norm(module: nn.Module, spec: NormSpec) -> Rewrite:
     guards = [f"type({x}) is not Tensor and is_distributed({x})", *spec.guards("self", x)]
     source = (
         f"def forward(self, {x}):\n"
+        f"    y_ = linked_result(self, {x}, spec)\n"
+        f"    if y_ is not None:\n"
+        f"        count_fused(self)\n"
+        f"        return y_\n"
         f"    if {' or '.join(f'({guard})' if ' and ' in guard else guard for guard in guards)}:\n"
         f"        count_fallback(self)\n"
         f"        return original(self, {x})\n"
         f"    count_fused(self)\n"
         f"    return {call}\n"
     )
-    return Rewrite(spec.pattern, source, (("unsupported", spec.unsupported),) if spec.unsupported else ())
+    constants = {"linked_result": linked_result, "spec": spec, "unsupported": spec.unsupported}
+    return Rewrite(spec.pattern, source, tuple(constants.items()))
 
 
 def _input_name(cls: type) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from io import StringIO
 from typing import Any
@@ -48,6 +49,7 @@ class PatchReport:
         self._patched: list[PatchedSite] = []
         self._skipped: list[SkippedSite] = []
         self._counters: dict[str, tuple[list[int], tuple[int, int]]] = {}
+        self._diffs: dict[str, Callable[[], str]] = {}
 
     @property
     def patched(self) -> tuple[PatchedSite, ...]:
@@ -69,6 +71,13 @@ class PatchReport:
             for site in self._patched
             for counter, (fused, fallen_back) in [self._counters[site.name]]
         }
+
+    def diff(self, name: str) -> str:
+        """The rewritten forward of the patched site of this name, as a unified diff. Raises ValueError for others."""
+        if name not in self._diffs:
+            known = ", ".join(map(repr, self._diffs)) or "none"
+            raise ValueError(f"diff: name must be the name of a patched site ({known}), got {name!r}")
+        return self._diffs[name]()
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report as plain types, ready for json.dumps."""
@@ -126,8 +135,9 @@ class PatchReport:
     def __repr__(self) -> str:
         return f"PatchReport({len(self._patched)} patched, {len(self._skipped)} skipped)"
 
-    def _add(self, site: PatchedSite, counter: list[int]) -> None:
+    def _add(self, site: PatchedSite, counter: list[int], diff: Callable[[], str]) -> None:
         self._patched.append(site)
+        self._diffs[site.name] = diff
         self._counters[site.name] = (counter, (counter[0], counter[1]))
 
     def _skip(self, site: SkippedSite) -> None:

@@ -4,12 +4,16 @@ A pattern is an expression as text. Its names in capitals match any expression, 
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
+import copy
+import dis
 import inspect
 import linecache
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
 from typing import Any
 from zlib import crc32
 
@@ -42,6 +46,50 @@ def parse(function: Any) -> ast.FunctionDef | Unsuitable:
         return Unsuitable("unknown_forward", "its source cannot be read")
     if not isinstance(tree, ast.FunctionDef) or tree.decorator_list:
         return Unsuitable("unknown_forward", "decorated")
+    return tree
+
+
+def is_source_of(tree: ast.FunctionDef, function: Any) -> bool:
+    """Whether the definition compiles to the code of the function. It does not after an edit on disk, or a new
+    __code__."""
+    name = function.__qualname__.split(".")[-2:]
+    body: list[ast.stmt] = [copy.deepcopy(tree)]
+    if len(name) == 2 and name[0].isidentifier():  # a class mangles private names
+        body = [ast.ClassDef(name[0], [], [], body, [])]
+    module = ast.fix_missing_locations(ast.Module(body, []))
+    flags = function.__code__.co_flags & __future__.annotations.compiler_flag
+    actual = list(_instructions(function.__code__))
+    return any(list(_instructions(code)) == actual for code in _code_in(compile(module, "", "exec", flags, True)))
+
+
+def _code_in(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _code_in(constant)
+
+
+# A call of a global's attribute compiles in two ways: where the global is an import of the same file, and elsewhere.
+_CALL_FORMS = frozenset(["PUSH_NULL", "PRECALL", "CACHE", "NOP", "EXTENDED_ARG"])
+
+
+def _instructions(code: CodeType) -> Iterator[tuple[str, Any]]:
+    """The instructions, nested code included, apart from addresses and from what depends on the rest of the file."""
+    for each in dis.get_instructions(code):
+        if isinstance(each.argval, CodeType):
+            yield from _instructions(each.argval)
+        elif each.opname not in _CALL_FORMS:
+            is_jump = each.opcode in dis.hasjrel or each.opcode in dis.hasjabs
+            yield each.opname.replace("LOAD_METHOD", "LOAD_ATTR"), None if is_jump else repr(each.argval)
+
+
+def bare(tree: ast.FunctionDef) -> ast.FunctionDef:
+    """A copy of the definition, called forward, without annotations, whose names a rewritten function could not
+    resolve, and without docstring."""
+    tree = copy.deepcopy(tree)
+    tree.name, tree.returns, tree.args = "forward", None, without_annotations(tree.args)
+    if ast.get_docstring(tree) is not None and len(tree.body) > 1:
+        del tree.body[0]
     return tree
 
 

@@ -223,8 +223,8 @@ def test_output_attentions_are_eager_s_and_can_be_differentiated(name: str) -> N
             torch.testing.assert_close(ours, theirs)
 
 
-def test_sdpa_is_left_alone_unless_asked_for() -> None:
-    model = CASES["bert"].build(attn_implementation="sdpa")
+def test_sdpa_without_dropout_is_left_alone_unless_asked_for() -> None:
+    model = CASES["bert"].build(attn_implementation="sdpa", **NO_DROPOUT)
     inputs = right()
     expected = outcome(model, inputs)
     report = patch_model(model)
@@ -237,6 +237,19 @@ def test_sdpa_is_left_alone_unless_asked_for() -> None:
     assert len(attention_sites(report)) == 2 and model.config._attn_implementation == "sdpa"
     for name, tensor in outcome(model, inputs).items():
         torch.testing.assert_close(tensor, expected[name])
+    assert set(report.calls().values()) == {(1, 0)}
+
+
+def test_sdpa_is_replaced_in_calls_with_dropout_on_a_cpu() -> None:
+    """There SDPA has no fused kernel. Without dropout (evaluation) it is called as before."""
+    model = CASES["bert"].build(attn_implementation="sdpa")
+    inputs = right()
+    expected = outcome(model, inputs)
+    report = patch_model(model, patterns=[PATTERN])
+    assert len(attention_sites(report)) == 2 and not report.skipped
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in outcome(model, inputs).items())
+    assert set(report.calls().values()) == {(0, 0)}
+    outcome(model.train(), inputs)
     assert set(report.calls().values()) == {(1, 0)}
 
 

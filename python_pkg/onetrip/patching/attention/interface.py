@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..calls import count_fallback, original_class
 from ..classes import Rewrite
 from ..report import Unsuitable
-from ..source import parse, without_annotations
+from ..source import calls_in, parse, without_annotations
 from .eager import PATTERN, EagerFunction, fused_function, read_eager_function
 from .verify import verify_attention
 
@@ -62,9 +62,22 @@ def attention(
 
 SDPA_IN_USE = Unsuitable(
     "sdpa_in_use",
-    "SDPA's fused kernels store no probabilities. Without dropout they are faster; with dropout a CPU has none. "
-    "attention=True replaces SDPA (onetrip bench --op attention compares both)",
+    "without dropout, SDPA's fused kernels are faster and store no probabilities. attention=True replaces SDPA "
+    "(onetrip bench --op attention compares both)",
 )
+
+
+def by_rule(original: Callable[..., Any], fused: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention function that calls fused where SDPA has no fused kernel: dropout on a CPU.
+
+    There SDPA is composed of unfused operators (docs/benchmarks.md, attention); elsewhere it stays.
+    """
+
+    def attention(module: nn.Module, query: Tensor, *args: Any, dropout: float = 0.0, **kwargs: Any) -> Any:
+        function = fused if dropout and query.device.type == "cpu" else original
+        return function(module, query, *args, dropout=dropout, **kwargs)
+
+    return attention
 
 
 @dataclass(frozen=True)
@@ -76,7 +89,7 @@ class Interface:
     questions: tuple[ast.expr, ...]
     """The expressions in the tree whose value is the function to call."""
 
-    def site(self, module: nn.Module, replace_sdpa: bool) -> Attention | Unsuitable:
+    def site(self, module: nn.Module, replace_sdpa: bool | None) -> Attention | Unsuitable:
         """The attention function that the module calls now, if it can be fused."""
         functions = {self._answer(question, module) for question in self.questions}
         function = functions.pop()
@@ -85,15 +98,27 @@ class Interface:
         if function is attention_forward:
             return Unsuitable("kernelized_already", f"attn_implementation is {IMPLEMENTATION!r}")
         if function is _sdpa():
-            return Attention(self, sdpa_function(function)) if replace_sdpa else SDPA_IN_USE
+            is_replaced = replace_sdpa or self._may_drop(module)
+            return Attention(self, sdpa_function(function), not replace_sdpa) if is_replaced else SDPA_IN_USE
         if function.__module__.startswith("transformers.integrations."):
             return Unsuitable("other_attention_in_use", function.__name__)
         found = read_eager_function(function)
         return found if isinstance(found, Unsuitable) else Attention(self, found)
 
+    def _may_drop(self, module: nn.Module) -> bool:
+        """Whether the module's attributes give the attention function a dropout above 0."""
+        options = (each for call in calls_in(self.tree) for each in call.keywords if each.arg == "dropout")
+        nodes = (node for option in options for node in ast.walk(option.value) if isinstance(node, ast.Attribute))
+        values = [value for node in nodes if type(value := self._evaluated(node, module)) in (int, float)]
+        return not values or any(values)
+
     def _answer(self, question: ast.expr, module: nn.Module) -> Any:
         """The function for this module; None if the answer depends on more than the module."""
-        expression = ast.fix_missing_locations(ast.Expression(copy.deepcopy(question)))
+        return self._evaluated(question, module)
+
+    def _evaluated(self, node: ast.expr, module: nn.Module) -> Any:
+        """The value of an expression of the forward; None if it needs more than the module."""
+        expression = ast.fix_missing_locations(ast.Expression(copy.deepcopy(node)))
         names = {self.tree.args.args[0].arg: module}
         try:
             return eval(compile(expression, "<attention interface>", "eval"), self.forward.__globals__, names)
@@ -148,7 +173,13 @@ class Attention:
 
     interface: Interface
     function: EagerFunction
+    by_rule: bool = False
+    """Whether SDPA is replaced only in calls where it is the slower one."""
     pattern = PATTERN
+
+    @property
+    def detail(self) -> str:
+        return "in place of SDPA, for dropout on a CPU" if self.by_rule else ""
 
     def rewrite(self, module: nn.Module) -> Rewrite:
         """The forward that calls the fused function wherever the interface returns the original one."""
@@ -169,7 +200,8 @@ class Attention:
 
         Exchange().visit(tree)
         tree.name, tree.returns, tree.args = "forward", None, without_annotations(tree.args)
-        chosen = Chosen(self.function.function, fused_function(self.function))
+        original, fused = self.function.function, fused_function(self.function)
+        chosen = Chosen(original, by_rule(original, fused) if self.by_rule else fused)
         return Rewrite(PATTERN, ast.unparse(tree) + "\n", (("chosen_", chosen),), in_module=True)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:

@@ -92,7 +92,7 @@ class SoftmaxRegions:
     """(node, the field of the node that holds the statements, region)."""
     pattern = PATTERN
 
-    def site(self, module: nn.Module, replace_sdpa: bool) -> SoftmaxRegions:
+    def site(self, module: nn.Module, replace_sdpa: bool | None) -> SoftmaxRegions:
         """Every instance of the class is a site."""
         return self
 

@@ -1,0 +1,309 @@
+"""Run time of rewritten residual sums: one fused call where it fits, and links from a sum to the norm that reads it.
+
+A layer's last sum and the next layer's first norm stand in different modules. They find each other as the model runs:
+a sum remembers which tensor it returned; a patched norm that receives exactly that tensor tells the sum, and from the
+next call on the sum computes its result z and y = norm(z) in one kernel. The norm returns that y when it is called with
+that very z, unmodified; with anything else it computes as ever. After repeated misses the sum forgets the norm.
+
+There are no links where y could be wrong or cost memory: under torch.compile, under hooks on saved tensors
+(non-reentrant checkpoints, save_on_cpu), in inference mode, between parts of a reentrant checkpoint, and to norms with
+hooks, wrappers or parameters that are sharded, gathered or on another device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .. import ops
+from . import calls
+
+if TYPE_CHECKING:
+    from .norms import NormSpec
+
+_TRIES = 8
+"""Results of a sum that no norm receives before the sum stops looking for its norm."""
+_MISSES = 3
+"""Consecutive results whose y no norm returned before the sum computes without it."""
+
+
+class _Slot:
+    """A linked norm's place for the next y."""
+
+    __slots__ = ("result", "serial", "taken")
+
+    def __init__(self) -> None:
+        self.result: tuple[weakref.ref[Tensor], int, Tensor, int] | None = None
+        """(weak reference to z, its version, y, serial number)."""
+        self.serial = self.taken = 0
+        """Numbers of the last y that was put here, and of the last one that the norm returned."""
+
+    def put(self, z: Tensor, y: Tensor) -> int:
+        """Keep y until the norm is called or z dies."""
+        self.serial += 1
+        self.result = (weakref.ref(z, self._drop), z._version, y, self.serial)
+        return self.serial
+
+    def _drop(self, z: weakref.ref[Tensor]) -> None:
+        if self.result is not None and self.result[0] is z:
+            self.result = None
+
+
+class _Site:
+    """One sum of one module, and the norm it is linked to."""
+
+    __slots__ = ("link", "misses", "serial", "tries")
+
+    def __init__(self) -> None:
+        self.link: _Link | None = None
+        self.serial = 0
+        """Number of the last y; 0 after a call without one."""
+        self.tries = self.misses = 0
+
+
+@dataclass(frozen=True)
+class _Link:
+    norm: weakref.ref[nn.Module]
+    norm_class: type
+    spec: NormSpec
+    slot: _Slot
+
+
+_sites: dict[tuple[int, int], _Site] = {}
+"""(id(module), index of the sum) -> site. Kept outside the modules, as the counters are."""
+
+_slots: dict[int, _Slot] = {}
+"""id(norm) -> slot, of linked norms."""
+
+_recent: dict[int, tuple[weakref.ref[Tensor], int, bool, _Site]] = {}
+"""id(z) -> (z, its version, whether it requires grad, its site), for sums that look for their norm."""
+
+
+def _new_site(module: nn.Module, index: int) -> _Site:
+    key = (id(module), index)
+    site = _sites[key] = _Site()
+    weakref.finalize(module, _sites.pop, key, None).atexit = False
+    return site
+
+
+def _may_link() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def _remember(site: _Site, z: Tensor) -> None:
+    """Let the norm that receives z find the site."""
+    site.tries += 1
+    key = id(z)
+    _recent[key] = (weakref.ref(z, lambda _: _recent.pop(key, None)), z._version, z.requires_grad, site)
+
+
+def _link(site: _Site, norm: nn.Module, spec: NormSpec) -> None:
+    slot = _slots.get(id(norm))
+    if slot is None:
+        slot = _slots[id(norm)] = _Slot()
+        weakref.finalize(norm, _slots.pop, id(norm), None).atexit = False
+    site.link = _Link(weakref.ref(norm), calls.original_class(type(norm)), spec, slot)
+
+
+def linked_result(norm: nn.Module, x: Tensor, spec: NormSpec) -> Tensor | None:
+    """y = norm(x), where the sum that made x has computed it; None where the norm has to.
+
+    Called by every patched norm. Links the norm to the sum that made x, if that sum is looking for its norm.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    if _recent:
+        z = _viewed(x)
+        found = _recent.pop(id(z), None)
+        if found is not None:
+            known, version, requires_grad, site = found
+            if known() is z and z._version == version and z.requires_grad == requires_grad and _may_link():
+                _link(site, norm, spec)
+            return None
+    slot = _slots.get(id(norm))
+    result = None if slot is None else slot.result
+    if slot is None or result is None:
+        return None
+    slot.result = None
+    known, version, y, serial = result
+    z = _viewed(x)
+    if known() is z and z._version == version and z.grad_fn is y.grad_fn and _may_link():
+        slot.taken = serial
+        return y if z is x else y.view(x.shape)
+    return None
+
+
+def _viewed(x: Tensor) -> Tensor:
+    """The tensor that x is all rows of, if x is a view of one; else x."""
+    z = x._base
+    if z is None or z.numel() != x.numel() or z.shape[-1] != x.shape[-1]:
+        return x
+    return z if x.is_contiguous() and z.is_contiguous() else x
+
+
+def _norm_options(norm: nn.Module, spec: NormSpec, z_dtype: torch.dtype, x: Tensor) -> dict[str, Any] | None:
+    """Arguments of bias_dropout_residual_norm that make it this norm; None where the norm must be called."""
+    weight = None if spec.weight is None else getattr(norm, spec.weight)
+    norm_bias = None if spec.bias is None else getattr(norm, spec.bias)
+    if spec.unsupported and (z_dtype, None if weight is None else weight.dtype) in spec.unsupported:
+        return None
+    if not spec.autocast and calls.is_autocasting(x):
+        return None
+    for vector in (weight, norm_bias):
+        if vector is not None and (
+            calls.is_distributed(vector) or vector.device != x.device or vector.shape != x.shape[-1:]
+        ):
+            return None
+    return {
+        "weight": weight,
+        "norm_bias": norm_bias,
+        "norm": spec.kind,
+        "eps": spec.eps_value(norm, z_dtype),
+        "weight_offset": spec.weight_offset,
+        "cast_before_weight": spec.cast_before_weight,
+    }
+
+
+Branch = tuple[Tensor, Tensor | None, float]
+"""x, a bias still to be added to it, and the probability of its dropout."""
+
+
+def dropped(dropout: Any, x: Tensor, bias: Tensor | None = None) -> Branch:
+    """x + bias with the module's dropout still to be done; done already where it is not a plain nn.Dropout."""
+    if calls.is_plain(dropout, nn.Dropout) and not dropout.inplace:
+        return x, bias, dropout.p if dropout.training else 0.0
+    return dropout(x if bias is None else x + bias), None, 0.0
+
+
+@dataclass(frozen=True)
+class Sum:
+    """One residual sum of a rewritten forward; called in place of `left + right`.
+
+    With a norm it is followed by it, and returns (z, norm(z)), or norm(z) alone. Without, it returns z and looks for
+    its norm as the model runs.
+    """
+
+    index: int
+    """Of the forward's sums."""
+    branch: int | None
+    """Which operand (0, 1) is given as a Branch; None where both are plain tensors."""
+    norm_class: type | None = None
+    spec: NormSpec | None = None
+    returns_sum: bool = True
+    rng: tuple[int, int] | None = None
+    """Pinned by verification."""
+
+    def __call__(self, module: nn.Module, left: Any, right: Any, norm: Any = None) -> Any:
+        x, residual, bias, p = right, left, None, 0.0
+        if self.branch is not None:
+            (x, bias, p), residual = (left, right) if self.branch == 0 else (right, left)
+        if not _is_sum(x, residual):
+            calls.count_fallback(module)
+            z = _unfused(left, right, x, residual, bias, p, self.branch)
+            return z if norm is None else self._pair(z, norm(z))
+        if norm is not None:
+            result = self.fused(x, residual, bias, p, norm)
+            if result is not None:
+                calls.count_fused(module)
+                return result
+            calls.count_fallback(module)
+            z = self._alone(x, residual, bias, p)
+            return self._pair(z, norm(z))
+        if torch.compiler.is_dynamo_compiling() or torch.is_inference_mode_enabled():
+            return self._counted(module, x, residual, bias, p)
+        site = _sites.get((id(module), self.index))
+        if site is None:
+            site = _new_site(module, self.index)
+        if site.link is not None:
+            z = self._linked(module, site, site.link, x, residual, bias, p)
+            if z is not None:
+                return z
+        z = self._counted(module, x, residual, bias, p)
+        if site.link is None and site.tries < _TRIES and _may_link():
+            _remember(site, z)
+        return z
+
+    def _counted(self, module: nn.Module, x: Tensor, residual: Tensor, bias: Tensor | None, p: float) -> Tensor:
+        if bias is not None or p:
+            calls.count_fused(module)
+        return self._alone(x, residual, bias, p)
+
+    def _alone(self, x: Tensor, residual: Tensor, bias: Tensor | None, p: float) -> Tensor:
+        """The sum without a norm. Of two tensors it is torch's: nothing to fuse."""
+        z: Tensor = self.fused(x, residual, bias, p) if bias is not None or p else residual + x
+        return z
+
+    def fused(self, x: Tensor, residual: Tensor, bias: Tensor | None, p: float, norm: Any = None) -> Any:
+        """The sum by one operator, without links; None if its norm must be called."""
+        if norm is None:
+            return ops.bias_dropout_residual(x, residual, bias, dropout_p=p, rng=self.rng)
+        assert self.spec is not None and self.norm_class is not None
+        if not calls.is_plain(norm, self.norm_class):
+            return None
+        options = _norm_options(norm, self.spec, _sum_dtype(x, residual, bias), x)
+        if options is None:
+            return None
+        result = ops.bias_dropout_residual_norm(
+            x, residual, bias=bias, dropout_p=p, return_residual=self.returns_sum, rng=self.rng, **options
+        )
+        return result[::-1] if self.returns_sum else result
+
+    def _pair(self, z: Any, y: Any) -> Any:
+        return (z, y) if self.returns_sum else y
+
+    def _linked(
+        self, module: nn.Module, site: _Site, link: _Link, x: Tensor, residual: Tensor, bias: Tensor | None, p: float
+    ) -> Tensor | None:
+        """z, with y left for the linked norm; None where the norm must compute."""
+        if site.serial:
+            site.misses = 0 if link.slot.taken == site.serial else site.misses + 1
+            site.serial = 0
+        norm = link.norm()
+        if norm is None or site.misses >= _MISSES:
+            site.link, site.tries = None, _TRIES
+            return None
+        if not (_may_link() and calls.is_plain(norm, link.norm_class)):
+            return None
+        options = _norm_options(norm, link.spec, _sum_dtype(x, residual, bias), x)
+        if options is None:
+            return None
+        calls.count_fused(module)
+        y, z = ops.bias_dropout_residual_norm(
+            x, residual, bias=bias, dropout_p=p, return_residual=True, rng=self.rng, **options
+        )
+        site.serial = link.slot.put(z, y)
+        return z
+
+
+def _is_sum(x: Any, residual: Any) -> bool:
+    """Whether the operands are floating-point tensors of one shape that the operators take."""
+    return (
+        isinstance(x, Tensor)
+        and isinstance(residual, Tensor)
+        and x.is_floating_point()
+        and residual.is_floating_point()
+        and x.dim() > 1
+        and calls.is_fusable(x, residual)
+        and x.device == residual.device
+    )
+
+
+def _sum_dtype(x: Tensor, residual: Tensor, bias: Tensor | None) -> torch.dtype:
+    dtype = x.dtype if x.dtype == residual.dtype else torch.promote_types(x.dtype, residual.dtype)
+    return dtype if bias is None or bias.dtype == dtype else torch.promote_types(dtype, bias.dtype)
+
+
+def _unfused(left: Any, right: Any, x: Any, residual: Any, bias: Any, p: float, branch: int | None) -> Any:
+    """left + right by torch's operators, whatever they are."""
+    if branch is None:
+        return left + right
+    if bias is not None:
+        x = x + bias
+    if p:
+        x = functional.dropout(x, p, True)
+    return x + residual if branch == 0 else residual + x

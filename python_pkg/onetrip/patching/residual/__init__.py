@@ -1,0 +1,59 @@
+"""Residual sums in a forward of any length: `residual + dropout(dense(x))`, and the norm that follows.
+
+    h = self.dense(h)
+    h = self.dropout(h)
+    h = residual + h              ->      h, normed_0_ = sum_0_(self, residual, dropped_(self.dropout,
+    residual = h                                  *linear_parts_(self.dense, h)), self.norm)
+    h = self.norm(h)                      residual = h
+                                          h = normed_0_
+
+Each part may be missing or stand inside another expression, and the dropout may be functional. Everything else of the
+forward stays as it was written: caches, keyword arguments, clamps, branches. A sum whose norm is in another module is
+linked to it at run time (links.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from ..classes import Rewrite
+from ..links import linked_result
+from .choose import PATTERNS, Choice, choose_sums
+from .read import FoundSums, read_sums
+from .rewrite import describe, pattern_of, rewrite_sums
+from .verify import verify_sum
+
+__all__ = ["PATTERNS", "FoundSums", "ResidualSums", "choose_sums", "linked_result", "read_sums"]
+
+
+@dataclass(frozen=True)
+class ResidualSums:
+    """A module whose forward has sums to fuse, as a site."""
+
+    sums: FoundSums
+    chosen: tuple[Choice, ...]
+
+    @property
+    def pattern(self) -> str:
+        """The pattern that fuses most, of those of its sums."""
+        return pattern_of(self.chosen)
+
+    @property
+    def detail(self) -> str:
+        return describe(self.chosen)
+
+    def rewrite(self, module: nn.Module) -> Rewrite:
+        """The forward with its sums fused."""
+        return self._rewrite
+
+    @cached_property
+    def _rewrite(self) -> Rewrite:
+        return rewrite_sums(self.sums, self.chosen)
+
+    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+        """Raise VerificationError unless each sum, fused, computes what torch's operators compute."""
+        for choice in self.chosen:
+            verify_sum(module, choice)

@@ -1,0 +1,135 @@
+"""Which of a forward's sums are rewritten in one instance, and how: the claims of read.py, checked."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ..calls import is_plain, original_class
+from ..norms import NormSpec
+from ..report import Unsuitable
+from .read import FoundSum, FoundSums, Operand
+
+PATTERNS = ("dropout_add_norm", "add_norm", "dropout_add")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One sum of one instance."""
+
+    found: FoundSum
+    branch: int | None = None
+    """Which operand (0, 1) is read as `operand`; None if both stay as they are."""
+    operand: Operand | None = None
+    norm: tuple[str, ast.Call] | None = None
+    """(path of the norm that follows, its call)."""
+    spec: NormSpec | None = None
+    norm_class: type | None = None
+
+    @property
+    def pattern(self) -> str:
+        """A sum without dropout and norm looks for its norm at run time."""
+        if self.operand is not None and self.operand.is_dropped:
+            return "dropout_add" if self.norm is None else "dropout_add_norm"
+        return "add_norm"
+
+    @property
+    def norm_replaces_sum(self) -> bool:
+        """Whether the next statement is `h = self.norm(h)`: nothing else reads the sum."""
+        match self.found.block[self.found.position + 1 : self.found.position + 2]:
+            case [ast.Assign(targets=[ast.Name(id=name)], value=value)]:
+                return name == self.found.target and self.norm is not None and value is self.norm[1]
+        return False
+
+
+def choose_sums(
+    module: nn.Module,
+    sums: FoundSums,
+    norm_of: Callable[[nn.Module], NormSpec | Unsuitable],
+) -> list[Choice] | Unsuitable:
+    """The sums that can be rewritten; the reason if a norm prevents it. norm_of: recognises a leaf norm."""
+    if any(isinstance(child, nn.Embedding) for child in module._modules.values()):
+        return []  # sums of embeddings broadcast
+    chosen: list[Choice] = []
+    taken: set[int] = set()
+    reason: Unsuitable | None = None
+    for found in sums.sums:
+        branch, operand = _branch(module, found, taken)
+        choice = Choice(found, branch, operand)
+        norm = _norm(module, found, norm_of)
+        if isinstance(norm, Unsuitable):
+            reason = norm
+        elif norm is not None:
+            choice = replace(choice, norm=norm[0], spec=norm[1], norm_class=norm[2])
+        if _is_worth_it(choice):
+            taken |= {id(statement) for statement in operand.statements} if operand is not None else set()
+            chosen.append(choice)
+    is_open = all(each.operand is None and each.norm is None for each in chosen)
+    if is_open and not any(isinstance(norm_of(child), NormSpec) for child in module.modules() if not child._modules):
+        chosen = []  # additions of something else: position embeddings, masks
+    return reason if not chosen and reason is not None else chosen
+
+
+def _is_worth_it(choice: Choice) -> bool:
+    """Whether there is something to fuse: a dropout, a norm, or a norm in another module that reads the result."""
+    dropped = choice.operand is not None and choice.operand.is_dropped
+    return dropped or choice.norm is not None or choice.found.is_open
+
+
+def _branch(module: nn.Module, found: FoundSum, taken: set[int]) -> tuple[int | None, Operand | None]:
+    """Which side is a branch, and how it is read: the reading that takes most off, of those that hold."""
+    best: tuple[int, int, Operand] | None = None
+    for side, readings in enumerate(found.operands):
+        operand = next(
+            each for each in readings if _holds(module, each) and not any(id(s) in taken for s in each.statements)
+        )
+        worth = 2 * operand.is_dropped + bool(operand.linear)
+        if worth and (best is None or worth > best[0]):
+            best = worth, side, operand
+    return (None, None) if best is None else (best[1], best[2])
+
+
+def _holds(module: nn.Module, operand: Operand) -> bool:
+    """Whether the children are what the reading takes them for. Again decided at each call: PEFT may come later."""
+    if operand.dropout:
+        dropout: Any = child_at(module, operand.dropout)
+        if dropout is None or not is_plain(dropout, nn.Dropout) or dropout.inplace:
+            return False
+    if operand.linear:
+        linear: Any = child_at(module, operand.linear)
+        if linear is None or original_class(type(linear)) is not nn.Linear or linear.bias is None:
+            return False
+    return True
+
+
+def child_at(module: nn.Module, path: str) -> nn.Module | None:
+    """The child at a dotted path; None if there is none."""
+    child: nn.Module | None = module
+    for name in path.split("."):
+        child = None if child is None else child._modules.get(name)
+    return child
+
+
+def _norm(
+    module: nn.Module, found: FoundSum, norm_of: Callable[[nn.Module], NormSpec | Unsuitable]
+) -> tuple[tuple[str, ast.Call], NormSpec, type] | Unsuitable | None:
+    reason: Unsuitable | None = None
+    for path, call in found.norms:
+        child = child_at(module, path)
+        if child is None:
+            continue
+        spec = norm_of(child)
+        if isinstance(spec, Unsuitable):
+            is_norm = spec.reason == "peft_wrapper" or (spec.reason != "unknown_forward" and not child._modules)
+            reason = Unsuitable(spec.reason, f"{path}: {spec.detail}") if is_norm else reason
+        elif "forward" in vars(child):
+            reason = Unsuitable("hf_hook", f"{path} has a forward of its own")
+        elif not is_plain(child, original_class(type(child))):
+            reason = Unsuitable("forward_hooks", f"on {path}")
+        else:
+            return (path, call), spec, original_class(type(child))
+    return reason

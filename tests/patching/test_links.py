@@ -1,0 +1,269 @@
+"""Links at run time: a residual sum and the norm that reads it in another module become one call."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from onetrip.measure import saved_bytes
+from onetrip.patching import links, patch_model, unpatch_model
+from patching_cases import WIDTH, LlamaLike, inputs, randomised
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Layer(nn.Module):
+    """A pre-norm layer: its second sum has its norm in the next layer."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), LlamaLike()
+        self.mix, self.dense = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, h: Tensor, scale: float = 1.0) -> Tensor:
+        residual = h
+        h = self.first(h)
+        h = self.mix(h) * scale
+        h = residual + h
+        residual = h
+        h = self.second(h)
+        h = self.dense(h)
+        h = self.drop(h)
+        return residual + h
+
+
+class Stack(nn.Module):
+    def __init__(self, n_layers: int = 3, p: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(p) for _ in range(n_layers)])
+        self.final = nn.LayerNorm(WIDTH)
+        self.between: Callable[[Tensor], Tensor] | None = None
+        self.call: Callable[..., Any] = lambda layer, h: layer(h)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.final(self.states(h)[-1])
+
+    def states(self, h: Tensor) -> list[Tensor]:
+        states = [h]
+        for layer in self.layers:
+            h = self.call(layer, h)
+            if self.between is not None:
+                h = self.between(h)
+            states.append(h)
+        return states
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Output and every gradient."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    model.zero_grad()
+    y.backward(torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y))
+    return [y.detach(), *(each.grad.clone() for each in (x, *model.parameters()))]
+
+
+def pair(**options: Any) -> tuple[Stack, Stack]:
+    """A model and the same patched, its links made."""
+    original = randomised(Stack(**options))
+    model = copy.deepcopy(original)
+    patch_model(model)
+    step(model, *inputs())
+    return original, model  # type: ignore[return-value]
+
+
+def n_links(model: nn.Module) -> int:
+    ids = {id(module) for module in model.modules()}
+    return sum(site.link is not None for (owner, _), site in links._sites.items() if owner in ids)
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    yield
+    assert not links._recent
+    assert all(slot.result is None for slot in links._slots.values())
+
+
+def test_a_layers_last_sum_and_the_next_layers_norm_are_one_call() -> None:
+    original, model = pair()
+    report = patch_model(model)
+    before = report.calls()
+    assert_same(step(model, *inputs()), step(original, *inputs()))
+    assert n_links(model) == 3
+    fused = {name: calls[0] - before[name][0] for name, calls in report.calls().items()}
+    assert [fused[f"layers.{i}"] for i in range(3)] == [2, 2, 2]
+    assert sum(calls[1] for calls in report.calls().values()) == 0
+
+
+def test_a_linked_pair_launches_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = pair(n_layers=1)
+    called: list[str] = []
+    for name in ("bias_dropout_residual_norm", "layer_norm", "rms_norm"):
+        real = getattr(links.ops, name)
+        monkeypatch.setattr(links.ops, name, lambda *a, real=real, name=name, **k: called.append(name) or real(*a, **k))
+    model(*inputs())
+    assert called == ["bias_dropout_residual_norm"] * 2  # within the layer, and with the model's last norm
+
+
+def test_the_first_call_is_right_before_any_link() -> None:
+    original = randomised(Stack())
+    model = copy.deepcopy(original)
+    patch_model(model)
+    assert n_links(model) == 0
+    assert_same(step(model, *inputs()), step(original, *inputs()))
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda c: c.__name__)
+def test_links_hold_in_every_grad_mode(grad: Any) -> None:
+    original, model = pair()
+    with grad():
+        for _ in range(3):
+            torch.testing.assert_close(model(*inputs()), original(*inputs()), rtol=1e-4, atol=1e-5)
+    assert_same(step(model, *inputs()), step(original, *inputs()))
+
+
+def test_hidden_states_are_the_sums_themselves() -> None:
+    original, model = pair()
+    for ours, theirs in zip(model.states(*inputs()), original.states(*inputs()), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    model(*inputs())  # takes what states() left
+
+
+def test_a_hook_that_replaces_a_layers_output_is_seen() -> None:
+    original, model = pair()
+    for each in (original, model):
+        each.layers[1].register_forward_hook(lambda module, args, output: output * 2.0)
+    for _ in range(6):
+        assert_same(step(model, *inputs()), step(original, *inputs()))
+    assert n_links(model) == 2
+
+
+def test_a_norms_own_hooks_run() -> None:
+    original, model = pair()
+    for each in (original, model):
+        each.layers[1].first.register_forward_hook(lambda module, args, output: output + 1.0)
+        each.layers[2].first.register_forward_pre_hook(lambda module, args: (args[0] + 1.0,))
+    assert_same(step(model, *inputs()), step(original, *inputs()))
+
+
+def test_an_edit_in_place_between_layers_is_seen() -> None:
+    """Also by backward: the sum's gradient must not need what the edit wrote over."""
+    original, model = pair()
+    for each in (original, model):
+        each.between = lambda h: h.mul_(1.5)
+    for _ in range(5):
+        assert_same(step(model, *inputs()), step(original, *inputs()))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("linked_before", [False, True])
+def test_checkpointed_layers_are_right_and_keep_nothing_more(use_reentrant: bool, linked_before: bool) -> None:
+    original, model = pair()
+    if not linked_before:
+        unpatch_model(model)
+        model = copy.deepcopy(original)
+        patch_model(model)
+    for each in (original, model):
+        each.call = lambda layer, h: checkpoint(layer, h, use_reentrant=use_reentrant)
+    for _ in range(5):
+        assert_same(step(model, *inputs()), step(original, *inputs()))
+    x = inputs()[0].requires_grad_()
+    assert saved_bytes(lambda: model(x)) <= saved_bytes(lambda: original(x))
+
+
+def test_saved_bytes_are_those_of_the_original() -> None:
+    original, model = pair()
+    x = inputs()[0].requires_grad_()
+    assert saved_bytes(lambda: model(x)) <= saved_bytes(lambda: original(x))
+
+
+def test_one_layer_called_several_times() -> None:
+    original = randomised(Stack(1))
+    model = copy.deepcopy(original)
+    patch_model(model)
+    for each in (original, model):
+        each.call = lambda layer, h: layer(layer(layer(h)))
+    for _ in range(6):
+        assert_same(step(model, *inputs()), step(original, *inputs()))
+
+
+def test_a_copy_links_its_own_norms() -> None:
+    original, model = pair()
+    clone = copy.deepcopy(model)
+    assert n_links(clone) == 0
+    with torch.no_grad():
+        for parameter in clone.parameters():
+            parameter.mul_(2.0)
+    doubled = copy.deepcopy(original)
+    with torch.no_grad():
+        for parameter in doubled.parameters():
+            parameter.mul_(2.0)
+    for _ in range(2):
+        assert_same(step(clone, *inputs()), step(doubled, *inputs()))
+        assert_same(step(model, *inputs()), step(original, *inputs()))
+    assert n_links(clone) == 3
+
+
+def test_tensors_carry_no_trace_of_a_link() -> None:
+    _, model = pair()
+    state = model.states(*inputs())[1]
+    assert not vars(state) if hasattr(state, "__dict__") else True
+    torch.save(state, buffer := io.BytesIO())
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=True), state.detach())
+    model(*inputs())
+
+
+def test_unpatching_ends_links() -> None:
+    original, model = pair()
+    unpatch_model(model)
+    assert_same(step(model, *inputs()), step(original, *inputs()))
+    assert [type(module) for module in model.modules()] == [type(module) for module in original.modules()]
+
+
+def test_new_weights_of_a_linked_norm_are_used() -> None:
+    original, model = pair()
+    for each in (original, model):
+        each.layers[1].first.weight = nn.Parameter(torch.full((WIDTH,), 3.0))
+        each.layers[2].first = nn.LayerNorm(WIDTH)
+    for _ in range(5):
+        assert_same(step(model, *inputs()), step(original, *inputs()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_keeps_the_unfused_dtypes(dtype: torch.dtype) -> None:
+    original, model = pair()
+    x = inputs()[0].to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = model(x), original(x)
+        again = model(x)
+    assert ours.dtype == again.dtype == theirs.dtype
+    torch.testing.assert_close(again, theirs, rtol=5e-2, atol=5e-2)
+
+
+def test_a_compiled_model_has_no_graph_break() -> None:
+    original, model = pair(n_layers=2)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same(step(compiled, *inputs()), step(original, *inputs()))
+    assert_same(step(model, *inputs()), step(original, *inputs()))
+
+
+def test_dropout_is_drawn_in_the_linked_call() -> None:
+    """With p = 0.5, half of the branch comes through, doubled; the same seed draws the same mask."""
+    _, model = pair(n_layers=1, p=0.5)
+    model.train()
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        outputs.append(model(*inputs()))
+    assert torch.equal(*outputs)
+    assert not torch.equal(model(*inputs()), outputs[0])

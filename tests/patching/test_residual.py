@@ -1,0 +1,194 @@
+"""Residual sums in forwards of any length: which are rewritten, and what is left as it was written."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from onetrip.patching import patch_model
+from patching_cases import Block, inputs, randomised
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class PreNorm(Block):
+    """As a Llama layer: sum, alias, norm."""
+
+    def forward(self, a: Tensor, scale: float = 1.0, **unused: Any) -> tuple[Tensor, ...]:
+        residual = a
+        a = self.rms(a)
+        a = self.proj(a) * scale
+        a = residual + a
+        residual = a
+        a = self.post(a)
+        a = self.second(a)
+        a = residual + a
+        return (a,)
+
+
+class PostNorm(Block):
+    """As a BART layer: functional dropout, sum, norm."""
+
+    def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
+        residual = a
+        a, _ = self.proj(a), b
+        a = functional.dropout(a, p=self.rate, training=self.training)
+        a = residual + a
+        a = self.post(a)
+        if b is not None:
+            residual = a
+            a = self.second(b)
+            a = functional.dropout(a, p=self.rate, training=self.training)
+            a = residual + a
+            a = self.rms(a)
+        return a
+
+
+class Nested(Block):
+    """As a CLIP layer written in one line each."""
+
+    def forward(self, a: Tensor) -> Tensor:
+        a = a + self.proj(self.rms(a))
+        a = a + self.second(self.post(a))
+        return a
+
+
+class DropoutInTheSum(Block):
+    """As a T5 layer."""
+
+    def forward(self, a: Tensor) -> tuple[Tensor, None]:
+        forwarded = self.proj(self.rms(a))
+        a = a + self.drop(forwarded)
+        outputs = (a, None)
+        return outputs
+
+
+class TwoNormsOfOneSum(Block):
+    """As a parallel block: the second norm is called."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        h = a + b
+        return self.proj(self.post(h)) + self.second(self.rms(h)) + h
+
+
+class Clamps(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        h = a + self.proj(b)
+        if h.dtype == torch.float16:
+            h = torch.clamp(h, -1.0, 1.0)
+        return self.post(h)
+
+
+class InALoop(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        for _ in range(3):
+            b = self.drop(b)
+            a = a + b
+            b = self.post(a)
+        return b
+
+
+class ReturnsEarly(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        if a.shape[0] > 3:
+            return a
+        return self.post(self.drop(self.proj(a)) + b)
+
+
+CASES: dict[str, tuple[type[Block], int, str]] = {
+    "pre-norm": (PreNorm, 1, "add_norm"),
+    "post-norm": (PostNorm, 1, "dropout_add_norm"),
+    "post-norm-cross": (PostNorm, 2, "dropout_add_norm"),
+    "nested": (Nested, 1, "add_norm"),
+    "dropout-in-the-sum": (DropoutInTheSum, 1, "dropout_add"),
+    "two-norms": (TwoNormsOfOneSum, 2, "add_norm"),
+    "clamps": (Clamps, 2, "dropout_add"),
+    "loop": (InALoop, 2, "add_norm"),
+    "returns-early": (ReturnsEarly, 2, "dropout_add_norm"),
+}
+
+
+def outputs_and_gradients(block: nn.Module, *xs: Tensor) -> list[Tensor | None]:
+    leaves = [*(x.clone().requires_grad_() for x in xs), *block.parameters()]
+    y = block(*leaves[: len(xs)])
+    y = y if isinstance(y, Tensor) else y[0]
+    weights = torch.cos(torch.arange(y.numel())).view_as(y)
+    return [y, *torch.autograd.grad(y, leaves, weights, allow_unused=True)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sums_are_fused_wherever_they_stand(name: str) -> None:
+    make, n_inputs, pattern = CASES[name]
+    block = randomised(make())
+    original = copy.deepcopy(block)
+    report = patch_model(block)
+    if name != "clamps":
+        assert {site.name: site.pattern for site in report.patched}.get("") == pattern, report
+    for _ in range(2):
+        ours, theirs = (outputs_and_gradients(each, *inputs(n_inputs)) for each in (block, original))
+        for actual, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert report.calls()[""][1] == 0
+    assert name == "nested" or report.calls()[""][0] >= 1
+
+
+def test_the_report_shows_the_rewritten_forward_as_a_diff() -> None:
+    block = PreNorm()
+    text = patch_model(block).diff("")
+    removed = [line for line in text.splitlines() if line.startswith("-") and not line.startswith("---")]
+    added = [line for line in text.splitlines() if line.startswith("+") and not line.startswith("+++")]
+    assert any("a = residual + a" in line for line in removed)
+    assert any("self.post" in line for line in added)
+    assert not any("self.proj" in line for line in (*removed, *added))
+
+
+def test_a_diff_of_an_unknown_site_names_the_sites() -> None:
+    with pytest.raises(ValueError, match=r"name must be the name of a patched site \(.*\), got 'nothing'"):
+        patch_model(PreNorm()).diff("nothing")
+
+
+class InPlace(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        a = self.drop(a)
+        a += b
+        return self.second(a)
+
+
+class ReadsTheDropped(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        h = self.drop(a)
+        z = h + b
+        return self.second(z) * h
+
+
+class AddsNoTensors(Block):
+    def forward(self, a: Tensor) -> Tensor:
+        n = a.shape[0] + a.dim()
+        name = str(n) + str(a.dtype)
+        return self.second(a) * len(name)
+
+
+class Broadcasts(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.post(a + self.drop(b[:1]))
+
+
+@pytest.mark.parametrize("make", [InPlace, ReadsTheDropped, AddsNoTensors, Broadcasts])
+def test_other_additions_compute_what_they_computed(make: type[Block]) -> None:
+    block = randomised(make())
+    original = copy.deepcopy(block)
+    patch_model(block)
+    n = 1 if make is AddsNoTensors else 2
+    torch.testing.assert_close(block(*inputs(n)), original(*inputs(n)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_dropped_value_that_is_read_again_is_dropped_once() -> None:
+    """ReadsTheDropped uses h twice: the sum and the product must see the same mask."""
+    block = randomised(ReadsTheDropped()).train()
+    nn.init.eye_(block.second.weight)
+    patch_model(block)
+    a = torch.ones(4, 200, 16)
+    z = block(a, torch.zeros_like(a))
+    torch.testing.assert_close(z[z != 0], torch.full_like(z[z != 0], (1 / 0.6) ** 2))
