@@ -25,9 +25,7 @@ struct TensorTypes {
     return false;
   }
   // The same, and it has data.
-  bool knows(PyObject* object, dlpack::Tensor* found) const {
-    return reads(object, found) && found->data != nullptr;
-  }
+  bool knows(PyObject* object, dlpack::Tensor* found) const { return reads(object, found) && found->data != nullptr; }
 };
 
 // Whether elements lie next to each other, in order.
@@ -46,9 +44,9 @@ class TensorLook {
   // is_neg: Tensor.is_neg.
   TensorLook(TensorTypes types, pybind11::object is_neg) : types_(types), is_neg_(std::move(is_neg)) {}
 
-  // (layouts, addresses) of tensors, as bytes: 8 for each. A layout is a hash of dtype, device, sizes, and strides where
-  // the tensor is not contiguous; an address is 0 where there is no memory. Both are 0 for None. None instead of the
-  // pair where an object is no tensor of the types, or is one without memory of its own kind (sparse).
+  // (layouts, addresses) of tensors, as bytes: 8 for each. A layout is a hash of dtype, device, sizes, and strides
+  // where the tensor is not contiguous; an address is 0 where there is no memory. Both are 0 for None. None instead of
+  // the pair where an object is no tensor of the types, or is one without memory of its own kind (sparse).
   pybind11::object operator()(const pybind11::list& tensors) const {
     Seen seen(tensors.size());
     if (!look(tensors.ptr(), 0, seen.n, &seen)) return pybind11::none();
@@ -85,7 +83,8 @@ class TensorLook {
     Py_ssize_t n;
     std::vector<uint64_t> layouts, addresses;
   };
-  // torch keeps a tensor's record, 200 bytes, at the address that follows the head of its object. It is only prefetched.
+  // torch keeps a tensor's record, 200 bytes, at the address that follows the head of its object. It is only
+  // prefetched.
   void prefetch(PyObject* object) const {
     if (Py_TYPE(object) != types_.tensor && Py_TYPE(object) != types_.parameter) return;
     const char* record = *reinterpret_cast<const char* const*>(object + 1);

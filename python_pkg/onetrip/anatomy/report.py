@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -128,7 +128,7 @@ def _saved(result: Comparison, ways: Sequence[str]) -> list[Table]:
     ]
 
 
-def _by_label(totals: Sequence[dict[str, float]]) -> list[Lines]:
+def _by_label(totals: Sequence[Mapping[str, float]]) -> list[Lines]:
     """A row a label, largest first; all beyond _MOST_ROWS as one."""
     found = {label for each in totals for label in each}
     labels = sorted(found, key=lambda label: -max(each.get(label, 0) for each in totals))

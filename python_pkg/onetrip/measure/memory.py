@@ -68,7 +68,7 @@ def cuda_peak_bytes(run: Callable[[], object], device: torch.device) -> tuple[in
 def peak_of_trace(trace: profile) -> int:
     """Peak bytes of CPU memory in a trace taken with profile_memory=True; see peak_bytes."""
     assert trace.profiler is not None and trace.profiler.kineto_results is not None
-    memory = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    memory: list[Any] = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
     allocated = peak = 0
     for event in sorted(memory, key=lambda e: e.start_ns()):
         if event.device_type() == torch.autograd.DeviceType.CPU:

@@ -235,7 +235,7 @@ def _shapes(value: Any) -> Any:
     return value.shape if isinstance(value, Tensor) else value
 
 
-_CPU_FLASH = {
+_CPU_FLASH: dict[str, Callable[..., int]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _cpu_flash_flops,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_flash_backward_flops,
 }
@@ -244,5 +244,5 @@ _CPU_FLASH = {
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if known := _CPU_FLASH.get(func._schema.name):
         return known(*map(_shapes, args))
-    count = flop_registry.get(func._overloadpacket)
+    count: Any = flop_registry.get(func._overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))

@@ -291,7 +291,7 @@ class StepTable:
         """prepare for other members than before, or for gradients that have to be checked one by one."""
         present = [i for i, grad in enumerate(grads) if grad is not None]
         if not present:
-            self._slot_grads: list[Tensor] = []
+            self._slot_grads = []
             return True
         if present != self._selected.members:
             self._select(present)
