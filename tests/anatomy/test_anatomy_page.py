@@ -49,6 +49,7 @@ def test_sections_tell_all_that_was_found(result):
     )["saved_activations"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_only_a_gpu_has(measured):
     changed = json.loads(json.dumps(measured))
     gpu = {"utilisation_percent": 71.0, "memory_utilisation_percent": 30.0, "power_watts": 412.0, "samples": 9}

@@ -46,6 +46,7 @@ def test_patching_changes_what_is_saved_and_nothing_else(result):
     assert "optimizer" in lean.operators_ms
 
 
+@pytest.mark.slow
 def test_saved_activations_are_told_apart(result):
     eager, patched = (result.columns[name].measured.saved for name in ("eager", "patched"))
     for saved in (eager, patched):

@@ -78,6 +78,7 @@ def on_gpu():
     return anatomy.compare(anatomy.Options("tiny-bert", 2, 32, "bfloat16", gpu="A100-40GB", columns=columns))
 
 
+@pytest.mark.slow
 def test_a_named_gpu_gets_fits_traffic_and_a_bound(on_gpu):
     eager, patched, lean = on_gpu.columns.values()
     assert on_gpu.device.type == "cuda" and eager.measured is None and eager.fit.fits

@@ -78,6 +78,7 @@ def test_the_page_has_every_section_with_its_figures():
     assert found == SECTIONS and list(found) == list(SECTIONS)
 
 
+@pytest.mark.slow
 def test_every_table_of_the_documentation_stands_on_the_page_those_of_single_cases_in_one():
     shown = [caption for section in html_page.sections(every_suite()) for caption in captions(section, html.Table)]
     single = {table.caption for table in operator_tables.operators(operator_tables.cases(every_suite(), "row_norm"))}
@@ -105,6 +106,7 @@ def test_attention_has_a_table_and_a_panel_for_each_dtype_and_dropout():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_suite_without_results_leaves_its_section_out():
     found = every_suite()
     del found["attention"], found["adam_training"]
@@ -112,6 +114,7 @@ def test_a_suite_without_results_leaves_its_section_out():
     assert "Attention and SDPA" not in sections and len(sections["Optimizers"]) == 2
 
 
+@pytest.mark.slow
 def test_targets_reached_and_missed_are_counted_and_the_unmeasured_named():
     section = html_page.sections(every_suite())[0]
     (table,) = [part for part in section.parts if isinstance(part, html.Table)]
@@ -159,6 +162,7 @@ def test_the_figures_of_the_documentation_are_drawn_where_the_page_looks_for_the
         assert f"![{figure.title}]({figure.path})" in docs_page.render({MACHINE: every_suite()})
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page_beside_the_results(folder: Path):
     status, out, err = run(folder)
     assert (status, out, err) == (0, "", f"wrote {folder / 'report.html'}\n")
@@ -167,6 +171,7 @@ def test_the_command_writes_the_page_beside_the_results(folder: Path):
     assert "Test CPU, 2 cores" in page and "0123456789ab" in page
 
 
+@pytest.mark.slow
 def test_the_folder_of_one_machine_will_do_and_json_says_what_was_written(folder: Path, tmp_path: Path):
     status, out, _ = run(folder / MACHINE, "--output", tmp_path / "new/page.html", "--json")
     assert status == 0 and (tmp_path / "new/page.html").exists()

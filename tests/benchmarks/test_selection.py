@@ -112,6 +112,7 @@ def test_options_keep_the_words_of_the_command_line() -> None:
     assert Options.parse().words == ()
 
 
+@pytest.mark.slow
 def test_an_operator_loads_no_other_suite() -> None:
     code = """
 import sys
