@@ -475,7 +475,8 @@ PYBIND11_MODULE(_native, module) {
   py::class_<onetrip::TensorLook>(module, "TensorLook")
       .def("__call__", &onetrip::TensorLook::operator())
       .def("with_grads", &onetrip::TensorLook::with_grads);
-  module.def("tensor_look", &tensor_look, "A TensorLook (csrc/tensor_look.h) for these types; None where it cannot be.");
+  module.def("tensor_look", &tensor_look,
+             "A TensorLook (csrc/tensor_look.h) for these types; None where it cannot be.");
   module.def("same_values", &onetrip::same_values, "Whether the values of these dicts, in order, are these objects.");
   module.def("adam_code_maps", &adam_code_maps,
              "Magnitudes and thresholds of the signed map, then of the unsigned one, as the kernels use them.");

@@ -114,8 +114,8 @@ struct ClusterLaunch {
   cudaLaunchConfig_t config;
 };
 
-// Whether the current GPU runs a kernel in clusters of this size, with this dynamic shared memory. False on GPUs without
-// clusters, and for code compiled for such GPUs, whose kernel is empty.
+// Whether the current GPU runs a kernel in clusters of this size, with this dynamic shared memory. False on GPUs
+// without clusters, and for code compiled for such GPUs, whose kernel is empty.
 template <typename Kernel>
 bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, const DeviceInfo& info) {
   int static_shared = 0;
