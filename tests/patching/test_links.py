@@ -180,6 +180,43 @@ def test_checkpointed_layers_are_right_and_keep_nothing_more(use_reentrant: bool
     assert saved_bytes(lambda: model(x)) <= saved_bytes(lambda: original(x))
 
 
+class Reshaped(torch.autograd.Function):
+    """Returns a view of its input, with a gradient of its own."""
+
+    @staticmethod
+    def forward(_: Any, h: Tensor) -> Tensor:
+        return h.view(-1, WIDTH)
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Any:
+        return 3.0 * grad.view(*inputs()[0].shape)
+
+
+@pytest.mark.parametrize("call", ["reentrant checkpoint", "autograd.Function"])
+def test_a_view_made_outside_the_graph_of_its_sum_is_no_link(call: str) -> None:
+    """As OPT's layers under reentrant checkpoints: they return views of their last sums."""
+    original, model = pair(n_layers=2)
+    for each in (original, model):
+        if call == "autograd.Function":
+            each.call = lambda layer, h: Reshaped.apply(layer(h)).view(h.shape)  # type: ignore[no-untyped-call]
+        else:
+            each.call = lambda layer, h: checkpoint(lambda h: layer(h).view(h.shape), h, use_reentrant=True)
+    for _ in range(3):
+        assert_same(step(model, *inputs()), step(original, *inputs()))
+
+
+def test_views_of_a_sum_are_linked() -> None:
+    original, model = pair()
+    for each in (original, model):
+        each.call = lambda layer, h: layer(h).view(-1, WIDTH).view(h.shape)
+    report = patch_model(model)
+    before = report.calls()
+    for _ in range(2):
+        assert_same(step(model, *inputs()), step(original, *inputs()))
+    assert report.calls()["final"][0] - before["final"][0] == 2
+    assert n_links(model) == 3
+
+
 def test_saved_bytes_are_those_of_the_original() -> None:
     original, model = pair()
     x = inputs()[0].requires_grad_()

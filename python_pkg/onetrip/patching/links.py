@@ -139,11 +139,15 @@ def linked_result(norm: nn.Module, x: Tensor, spec: NormSpec) -> Tensor | None:
 
 
 def _viewed(x: Tensor) -> Tensor:
-    """The tensor that x is all rows of, if x is a view of one; else x."""
+    """The tensor that x is all rows of, if x is a view of one in the same graph; else x."""
     z = x._base
     if z is None or z.numel() != x.numel() or z.shape[-1] != x.shape[-1]:
         return x
-    return z if x.is_contiguous() and z.is_contiguous() else x
+    node = x.grad_fn
+    while node is not None and node is not z.grad_fn and node.name() == "ViewBackward0":
+        node = node.next_functions[0][0]
+    # A reentrant checkpoint or an autograd.Function may return a view: x then has another gradient than z.
+    return z if node is z.grad_fn and x.is_contiguous() and z.is_contiguous() else x
 
 
 def _norm_options(norm: nn.Module, spec: NormSpec, z_dtype: torch.dtype, x: Tensor) -> dict[str, Any] | None:
