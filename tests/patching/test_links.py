@@ -304,3 +304,68 @@ def test_dropout_is_drawn_in_the_linked_call() -> None:
         outputs.append(model(*inputs()))
     assert torch.equal(*outputs)
     assert not torch.equal(model(*inputs()), outputs[0])
+
+
+def norm_after(model: Stack, between: Callable[[nn.Module, Tensor], Tensor], grad: bool = True) -> list[Tensor | None]:
+    """A layer's output, passed by `between` to the next layer's norm: result and gradients."""
+    norm = model.layers[1].first
+    model.zero_grad()
+    with torch.set_grad_enabled(grad):
+        z = model.layers[0](*inputs())
+    y = between(norm, z)
+    if y.requires_grad:
+        (y * torch.cos(torch.arange(y.numel())).view_as(y)).sum().backward()
+    return [y.detach(), *(None if each.grad is None else each.grad.clone() for each in model.parameters())]
+
+
+def without_grad(norm: nn.Module, z: Tensor) -> Tensor:
+    with torch.no_grad():
+        return norm(z)
+
+
+def of_a_view_without_grad(norm: nn.Module, z: Tensor) -> Tensor:
+    with torch.no_grad():
+        rows = z.view(-1, WIDTH)
+    return norm(rows)
+
+
+def after_requires_grad(norm: nn.Module, z: Tensor) -> Tensor:
+    return norm(z if z.requires_grad else z.requires_grad_())
+
+
+def after_an_update(norm: nn.Module, z: Tensor) -> Tensor:
+    with torch.no_grad():
+        norm.weight.mul_(1.5)
+    return norm(z)
+
+
+def after_another_weight(norm: nn.Module, z: Tensor) -> Tensor:
+    norm.weight = nn.Parameter(torch.full((WIDTH,), 1.5, dtype=z.dtype))
+    return norm(z)
+
+
+def at_once(norm: nn.Module, z: Tensor) -> Tensor:
+    return norm(z)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "between",
+    [at_once, without_grad, of_a_view_without_grad, after_requires_grad, after_an_update, after_another_weight],
+    ids=lambda f: f.__name__,
+)
+def test_a_norm_in_another_grad_mode_or_with_other_weights_computes(between: Any, grad: bool) -> None:
+    original, model = pair(n_layers=2)
+    for _ in range(2):
+        for ours, theirs in zip(norm_after(model, between, grad), norm_after(original, between, grad), strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_jit_trace_of_a_model_that_never_ran_sees_the_same_graph_twice() -> None:
+    original = randomised(Stack()).eval()
+    model = copy.deepcopy(original)
+    patch_model(model)
+    traced = torch.jit.trace(model, inputs())
+    torch.testing.assert_close(traced(*inputs()), original(*inputs()), rtol=1e-4, atol=1e-5)

@@ -192,3 +192,103 @@ def test_a_dropped_value_that_is_read_again_is_dropped_once() -> None:
     a = torch.ones(4, 200, 16)
     z = block(a, torch.zeros_like(a))
     torch.testing.assert_close(z[z != 0], torch.full_like(z[z != 0], (1 / 0.6) ** 2))
+
+
+class PrivateName(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.__scale = 2.0
+
+    def forward(self, a: Tensor) -> Tensor:
+        b = self.proj(a) * self.__scale
+        return self.post(a + self.drop(b))
+
+
+class DefaultOfTheClass(Block):
+    SCALE = 3.0
+
+    def forward(self, a: Tensor, scale: float = SCALE, *, shift: float = SCALE) -> Tensor:
+        b = self.proj(a) * scale + shift
+        return self.post(a + self.drop(b))
+
+
+class DeletesTheBranch(Block):
+    def forward(self, a: Tensor) -> Tensor:
+        b = self.proj(a)
+        c = a + b
+        del b
+        return self.post(c)
+
+
+class AddsToTheBranchLater(Block):
+    def forward(self, a: Tensor) -> Tensor:
+        b = self.proj(a)
+        c = a + b
+        b += c
+        return self.post(c)
+
+
+class ReadsOnTheSameLine(Block):
+    def forward(self, a: Tensor) -> Tensor:
+        # fmt: off
+        b = self.proj(a)
+        c = a + b; return self.post(c) * b  # noqa: E702
+        # fmt: on
+
+
+class ReadsInANestedFunction(Block):
+    def forward(self, a: Tensor) -> Tensor:
+        def branch() -> Tensor:
+            return b
+
+        b = self.proj(a)
+        c = a + b
+        return self.post(c) * branch()
+
+
+class WritesBeforeTheBranchIsRead(Block):
+    def forward(self, a: Tensor) -> Tensor:
+        a = a * 1.0
+        b = self.proj(a)
+        b = functional.hardtanh_(a.detach(), 0.0, 0.5) + b
+        return self.post(b)
+
+
+class WritesInPlaceBeforeTheNorm(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Threshold(0.0, 1.0, inplace=True)
+
+    def forward(self, a: Tensor) -> Tensor:
+        b = a + self.drop(self.proj(a))
+        c = self.act(b)
+        return self.post(b) * c
+
+
+class ActsInPlaceBeforeTheNorm(Block):
+    def forward(self, a: Tensor) -> Tensor:
+        b = a + self.drop(self.proj(a))
+        c = functional.relu(b, inplace=True)
+        return self.post(b) * c
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        PrivateName,
+        DefaultOfTheClass,
+        DeletesTheBranch,
+        AddsToTheBranchLater,
+        ReadsOnTheSameLine,
+        ReadsInANestedFunction,
+        WritesBeforeTheBranchIsRead,
+        WritesInPlaceBeforeTheNorm,
+        ActsInPlaceBeforeTheNorm,
+    ],
+)
+def test_forwards_that_use_python_in_other_ways_compute_what_they_computed(make: type[Block]) -> None:
+    original = randomised(make()).eval()
+    model = copy.deepcopy(original)
+    patch_model(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(*inputs()), original(*inputs()), rtol=1e-4, atol=1e-5)

@@ -5,9 +5,9 @@ a sum remembers which tensor it returned; a patched norm that receives exactly t
 next call on the sum computes its result z and y = norm(z) in one kernel. The norm returns that y when it is called with
 that very z, unmodified; with anything else it computes as ever. After repeated misses the sum forgets the norm.
 
-There are no links where y could be wrong or cost memory: under torch.compile, under hooks on saved tensors
-(non-reentrant checkpoints, save_on_cpu), in inference mode, between parts of a reentrant checkpoint, and to norms with
-hooks, wrappers or parameters that are sharded, gathered or on another device.
+There are no links where y could be wrong or cost memory: under torch.compile and torch.jit.trace, under hooks on saved
+tensors (non-reentrant checkpoints, save_on_cpu), in inference mode, between parts of a reentrant checkpoint, and to
+norms with hooks, wrappers or parameters that are sharded, gathered or on another device.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import ops
+from ..ops.tracing import is_jit_tracing
 from . import calls
 
 if TYPE_CHECKING:
@@ -38,15 +39,15 @@ class _Slot:
     __slots__ = ("result", "serial", "taken")
 
     def __init__(self) -> None:
-        self.result: tuple[weakref.ref[Tensor], int, Tensor, int] | None = None
-        """(weak reference to z, its version, y, serial number)."""
+        self.result: tuple[weakref.ref[Tensor], tuple[int, ...], Tensor, int] | None = None
+        """(weak reference to z, what y depends on (_state), y, serial number)."""
         self.serial = self.taken = 0
         """Numbers of the last y that was put here, and of the last one that the norm returned."""
 
-    def put(self, z: Tensor, y: Tensor) -> int:
+    def put(self, z: Tensor, y: Tensor, state: tuple[int, ...]) -> int:
         """Keep y until the norm is called or z dies."""
         self.serial += 1
-        self.result = (weakref.ref(z, self._drop), z._version, y, self.serial)
+        self.result = (weakref.ref(z, self._drop), state, y, self.serial)
         return self.serial
 
     def _drop(self, z: weakref.ref[Tensor]) -> None:
@@ -92,7 +93,17 @@ def _new_site(module: nn.Module, index: int) -> _Site:
 
 
 def _may_link() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None and not is_jit_tracing()
+
+
+def _state(norm: nn.Module, spec: NormSpec, z: Tensor) -> tuple[int, ...]:
+    """What y = norm(z) depends on, other than values: y is returned only where the norm would compute the same."""
+    state = [z._version, z.requires_grad, torch.is_grad_enabled(), calls.is_autocasting(z)]
+    for name in (spec.weight, spec.bias):
+        vector = None if name is None else getattr(norm, name)
+        if vector is not None:
+            state += [id(vector), vector.requires_grad, 0 if vector.is_inference() else vector._version]
+    return tuple(state)
 
 
 def _remember(site: _Site, z: Tensor) -> None:
@@ -130,9 +141,11 @@ def linked_result(norm: nn.Module, x: Tensor, spec: NormSpec) -> Tensor | None:
     if slot is None or result is None:
         return None
     slot.result = None
-    known, version, y, serial = result
+    known, state, y, serial = result
     z = _viewed(x)
-    if known() is z and z._version == version and z.grad_fn is y.grad_fn and _may_link():
+    # A view made under no_grad requires grad without a grad_fn.
+    is_z = z is x or (z.requires_grad, z.grad_fn is None) == (x.requires_grad, x.grad_fn is None)
+    if known() is z and is_z and z.grad_fn is y.grad_fn and _state(norm, spec, z) == state and _may_link():
         slot.taken = serial
         return y if z is x else y.view(x.shape)
     return None
@@ -280,7 +293,7 @@ class Sum:
         y, z = ops.bias_dropout_residual_norm(
             x, residual, bias=bias, dropout_p=p, return_residual=True, rng=self.rng, **options
         )
-        site.serial = link.slot.put(z, y)
+        site.serial = link.slot.put(z, y, _state(norm, link.spec, z))
         return z
 
 

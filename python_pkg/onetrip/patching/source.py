@@ -259,13 +259,25 @@ def indented(source: str) -> str:
 def define(original: Any, source: str, names: Mapping[str, Any], name: str, pattern: str) -> Callable[..., Any]:
     """The function `name` that the source defines, as if written in the module of the original function.
 
-    names: added to that module's globals, which are looked up at each call.
+    names: added to that module's globals, which are looked up at each call. The defaults are the original's objects. A
+    method is defined in a class, which mangles its private names.
     """
-    code = f"def make({', '.join(names)}):\n{indented(source)}    return {name}\n"
+    tree: Any = ast.parse(source)
+    arguments = tree.body[0].args
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [each and ast.Constant(None) for each in arguments.kw_defaults]
+    source, made_name, owner = ast.unparse(tree), name, original.__qualname__.split(".")[-2:-1]
+    if owner and owner[0].isidentifier():
+        source, made_name = f"class {owner[0]}:\n{indented(source)}", f"{owner[0]}.{name}"
+    code = f"def make({', '.join(names)}):\n{indented(source)}    return {made_name}\n"
     scope: dict[str, Any] = {}
     execute(code, f"{pattern} of {original.__module__}.{original.__qualname__}", original.__globals__, scope)
     made: Callable[..., Any] = scope["make"](**names)
     made.__module__, made.__qualname__ = original.__module__, original.__qualname__
+    if made.__defaults__:
+        made.__defaults__ = original.__defaults__
+    if made.__kwdefaults__:
+        made.__kwdefaults__ = original.__kwdefaults__
     return made
 
 

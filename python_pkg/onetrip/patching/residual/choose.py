@@ -114,13 +114,25 @@ def child_at(module: nn.Module, path: str) -> nn.Module | None:
     return child
 
 
+def _is_written_before(module: nn.Module, found: FoundSum, norm: ast.Call) -> bool:
+    """Whether a child that works in place is called between the sum and the norm."""
+    for statement in found.block[found.position + 1 :]:
+        nodes = list(ast.walk(statement))
+        children = (module._modules.get(node.attr) for node in nodes if isinstance(node, ast.Attribute))
+        if any(getattr(child, "inplace", False) for child in children):
+            return True
+        if any(node is norm for node in nodes):
+            return False
+    return False
+
+
 def _norm(
     module: nn.Module, found: FoundSum, norm_of: Callable[[nn.Module], NormSpec | Unsuitable]
 ) -> tuple[tuple[str, ast.Call], NormSpec, type] | Unsuitable | None:
     reason: Unsuitable | None = None
     for path, call in found.norms:
         child = child_at(module, path)
-        if child is None:
+        if child is None or _is_written_before(module, found, call):
             continue
         spec = norm_of(child)
         if isinstance(spec, Unsuitable):

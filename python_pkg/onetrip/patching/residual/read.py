@@ -230,12 +230,12 @@ class _Reader:
                 pass
             case _:
                 return None
-        if _reads(reader, assigned) != 1:
+        if _reads(reader, assigned) != 1 or _calls_before(reader, name):
             return None
         if _assigned(reader) != assigned:
             if any(_reads(each, assigned) for each in later):
                 return None
-            if _assigned(block[last]) != assigned and (in_loop or _reads_after(self.tree, assigned, block[last])):
+            if _assigned(block[last]) != assigned and (in_loop or _uses_after(self.tree, assigned, block[last])):
                 return None
         return value, (statement,)
 
@@ -283,6 +283,8 @@ def _may_change(statement: ast.stmt, name: str) -> bool:
                 return True
             case ast.Subscript(ctx=ast.Store()):
                 return True
+            case ast.keyword(arg="inplace" | "out"):
+                return True
             case ast.Call(func=ast.Attribute(attr=method)) if method.endswith("_") and not method.startswith("_"):
                 return True
     return False
@@ -303,12 +305,22 @@ def _reads(statement: ast.stmt, name: str) -> int:
     )
 
 
-def _reads_after(tree: ast.FunctionDef, name: str, statement: ast.stmt) -> bool:
+def _calls_before(statement: ast.stmt, name: ast.expr) -> bool:
+    """Whether the statement runs other code before it reads the name: moved there, the value may be another."""
+    start = (name.lineno, name.col_offset)
     return any(
-        isinstance(node, ast.Name)
-        and node.id == name
-        and isinstance(node.ctx, ast.Load)
-        and node.lineno > (statement.end_lineno or 0)
+        isinstance(node, (ast.Call, ast.NamedExpr)) and (node.end_lineno or 0, node.end_col_offset or 0) <= start
+        for node in ast.walk(statement)
+    )
+
+
+def _uses_after(tree: ast.FunctionDef, name: str, statement: ast.stmt) -> bool:
+    """Whether the name occurs after the statement, or in a nested function, which may run then."""
+    end = (statement.end_lineno or 0, statement.end_col_offset or 0)
+    nested = [each for each in ast.walk(tree) if isinstance(each, (ast.FunctionDef, ast.Lambda)) and each is not tree]
+    inner = {id(node) for function in nested for node in ast.walk(function)}
+    return any(
+        isinstance(node, ast.Name) and node.id == name and ((node.lineno, node.col_offset) >= end or id(node) in inner)
         for node in ast.walk(tree)
     )
 
