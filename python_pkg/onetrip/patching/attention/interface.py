@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...ops.tracing import watched_as
 from ..calls import count_fallback, original_class
 from ..classes import Rewrite
 from ..report import Unsuitable
@@ -74,7 +75,7 @@ def by_rule(original: Callable[..., Any], fused: Callable[..., Any]) -> Callable
     """
 
     def attention(module: nn.Module, query: Tensor, *args: Any, dropout: float = 0.0, **kwargs: Any) -> Any:
-        function = fused if dropout and query.device.type == "cpu" else original
+        function = fused if dropout and (watched_as() or query.device.type) == "cpu" else original
         return function(module, query, *args, dropout=dropout, **kwargs)
 
     return attention
