@@ -369,3 +369,22 @@ def test_jit_trace_of_a_model_that_never_ran_sees_the_same_graph_twice() -> None
     patch_model(model)
     traced = torch.jit.trace(model, inputs())
     torch.testing.assert_close(traced(*inputs()), original(*inputs()), rtol=1e-4, atol=1e-5)
+
+
+def hook_output(model: Stack, seen: list[Tensor]) -> None:
+    model.layers[0].register_forward_hook(lambda _, args, z: z.register_hook(lambda g: seen.append(g.clone())) and None)
+
+
+def hook_layer(model: Stack, seen: list[Tensor]) -> None:
+    model.layers[0].register_full_backward_hook(lambda _, before, after: seen.append(after[0].clone()))
+
+
+@pytest.mark.parametrize("watch", [hook_output, hook_layer])
+def test_hooks_on_a_layers_output_see_its_whole_gradient(watch: Callable[[Stack, list[Tensor]], None]) -> None:
+    original, model = pair()
+    gradients: tuple[list[Tensor], list[Tensor]] = [], []
+    for each, seen in zip((original, model), gradients, strict=True):
+        watch(each, seen)
+        step(each, *inputs())
+    assert len(gradients[0]) == 1
+    assert_same(gradients[1], gradients[0])

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
 
 from .. import ops
@@ -143,12 +144,22 @@ def linked_result(norm: nn.Module, x: Tensor, spec: NormSpec) -> Tensor | None:
     slot.result = None
     known, state, y, serial = result
     z = _viewed(x)
-    # A view made under no_grad requires grad without a grad_fn.
-    is_z = z is x or (z.requires_grad, z.grad_fn is None) == (x.requires_grad, x.grad_fn is None)
-    if known() is z and is_z and z.grad_fn is y.grad_fn and _state(norm, spec, z) == state and _may_link():
+    is_y = known() is z and z.grad_fn is y.grad_fn and _state(norm, spec, z) == state
+    if is_y and _passes_gradient(x, z) and _may_link():
         slot.taken = serial
         return y if z is x else y.view(x.shape)
     return None
+
+
+def _passes_gradient(x: Tensor, z: Tensor) -> bool:
+    """Whether x's gradient reaches z's node unseen: y's does not pass through x and z, so no hook on them sees it."""
+    if z._backward_hooks or z.retains_grad:
+        return False
+    if x is z:
+        return True
+    # A view made under no_grad requires grad without a grad_fn; a module's backward hooks are a Function on a view.
+    same = (z.requires_grad, z.grad_fn is None) == (x.requires_grad, x.grad_fn is None)
+    return same and not x._backward_hooks and not x.retains_grad and not isinstance(x.grad_fn, BackwardCFunction)
 
 
 def _viewed(x: Tensor) -> Tensor:
