@@ -1,4 +1,4 @@
-"""Links at run time: a residual sum and the norm that reads it in another module become one call."""
+"""Links at run time: a residual sum and a norm that reads it in a branch or a child become one call."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Layer(nn.Module):
-    """A pre-norm layer: its second sum has its norm in the next layer."""
+    """As an OPT layer: the norm of its first sum stands in a branch. Its second sum is returned."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(WIDTH), LlamaLike()
         self.mix, self.dense = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.drop = nn.Dropout(p)
+        self.norm_first = True
 
     def forward(self, h: Tensor, scale: float = 1.0) -> Tensor:
         residual = h
@@ -31,7 +32,8 @@ class Layer(nn.Module):
         h = self.mix(h) * scale
         h = residual + h
         residual = h
-        h = self.second(h)
+        if self.norm_first:
+            h = self.second(h)
         h = self.dense(h)
         h = self.drop(h)
         return residual + h
@@ -93,7 +95,7 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert all(slot.result is None for slot in links._slots.values())
 
 
-def test_a_layers_last_sum_and_the_next_layers_norm_are_one_call() -> None:
+def test_a_sum_and_a_norm_in_a_branch_are_one_call() -> None:
     original, model = pair()
     report = patch_model(model)
     before = report.calls()
@@ -111,7 +113,7 @@ def test_a_linked_pair_launches_one_kernel(monkeypatch: pytest.MonkeyPatch) -> N
         real = getattr(links.ops, name)
         monkeypatch.setattr(links.ops, name, lambda *a, real=real, name=name, **k: called.append(name) or real(*a, **k))
     model(*inputs())
-    assert called == ["bias_dropout_residual_norm"] * 2  # within the layer, and with the model's last norm
+    assert called == ["bias_dropout_residual_norm"]
 
 
 def test_the_first_call_is_right_before_any_link() -> None:
@@ -138,13 +140,24 @@ def test_hidden_states_are_the_sums_themselves() -> None:
     model(*inputs())  # takes what states() left
 
 
+def test_the_gradient_of_a_returned_sum_is_whole() -> None:
+    """Of a hidden state, with what comes through the next layer's norm."""
+    original, model = pair()
+
+    def gradients(model: Stack) -> list[Tensor]:
+        states = model.states(inputs()[0].requires_grad_())
+        return list(torch.autograd.grad(model.final(states[-1]).square().sum(), states))
+
+    assert_same(gradients(model), gradients(original))
+
+
 def test_a_hook_that_replaces_a_layers_output_is_seen() -> None:
     original, model = pair()
     for each in (original, model):
         each.layers[1].register_forward_hook(lambda module, args, output: output * 2.0)
     for _ in range(6):
         assert_same(step(model, *inputs()), step(original, *inputs()))
-    assert n_links(model) == 2
+    assert n_links(model) == 3
 
 
 def test_a_norms_own_hooks_run() -> None:

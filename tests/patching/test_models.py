@@ -103,7 +103,7 @@ CASES = {
     "gemma3": Case("Gemma3ForCausalLM", "Gemma3TextConfig", DECODER, causal, {"rms_norm": 11, "add_norm": 2}),
     "olmo": Case("OlmoForCausalLM", "OlmoConfig", DECODER, causal, {"layer_norm": 3, "add_norm": 2}),
     "olmo2": Case("Olmo2ForCausalLM", "Olmo2Config", DECODER, causal, {"rms_norm": 9, "add_norm": 2}),
-    "cohere": Case("CohereForCausalLM", "CohereConfig", DECODER, causal, {"layer_norm": 3, "add_norm": 2}),
+    "cohere": Case("CohereForCausalLM", "CohereConfig", DECODER, causal, {"layer_norm": 3}),
     "mixtral": Case(
         "MixtralForCausalLM",
         "MixtralConfig",
@@ -185,10 +185,6 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], relativ
         assert error <= relative * scale + 1e-6, f"{name}: {error:.2e} of {scale:.2e}"
 
 
-# Its norms stand before its sums, and the next layer begins with none.
-IDLE = {"olmo2": {"model.layers.0"}}
-
-
 def assert_sites(report: PatchReport, name: str) -> None:
     """Those of CASES since transformers 5. Version 4 writes some models otherwise: something is patched there."""
     found = dict(Counter(site.pattern for site in report.patched))
@@ -204,9 +200,10 @@ def test_training_step_matches_the_unpatched_model(name: str) -> None:
     for _ in range(3):  # the first links sums to norms, the second uses the links
         assert_close(run(model, inputs), expected)
     calls = report.calls()
-    assert all(
-        fused > 0 and fallen_back == 0 for site, (fused, fallen_back) in calls.items() if site not in IDLE.get(name, ())
-    ), report
+    assert all(fallen_back == 0 for _, fallen_back in calls.values()), report
+    # Without dropout a sum alone is torch's. OLMo 2's norms stand before its sums.
+    alone = ("dropout_add", "add_norm") if name == "olmo2" else ("dropout_add",)
+    assert all(calls[site.name][0] > 0 for site in report.patched if site.pattern not in alone), report
     unpatch_model(model)
     again = run(model, inputs)
     assert all(torch.equal(again[key], expected[key]) for key in expected)

@@ -70,7 +70,7 @@ class TwoNormsOfOneSum(Block):
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         h = a + b
-        return self.proj(self.post(h)) + self.second(self.rms(h)) + h
+        return self.proj(self.post(h)) + self.second(self.rms(h))
 
 
 class Clamps(Block):

@@ -1,9 +1,12 @@
 """Run time of rewritten residual sums: one fused call where it fits, and links from a sum to the norm that reads it.
 
-A layer's last sum and the next layer's first norm stand in different modules. They find each other as the model runs:
-a sum remembers which tensor it returned; a patched norm that receives exactly that tensor tells the sum, and from the
+A norm may follow a sum in a branch, after other statements, or in a child. They find each other as the model runs: a
+sum remembers which tensor it returned; a patched norm that receives exactly that tensor tells the sum, and from the
 next call on the sum computes its result z and y = norm(z) in one kernel. The norm returns that y when it is called with
 that very z, unmodified; with anything else it computes as ever. After repeated misses the sum forgets the norm.
+
+A sum that its forward returns is not linked. y is a second output of z's node, so the gradient of a returned z would
+lack what comes through y, and callers may ask for it (saliency of hidden states).
 
 There are no links where y could be wrong or cost memory: under torch.compile and torch.jit.trace, under hooks on saved
 tensors (non-reentrant checkpoints, save_on_cpu), in inference mode, between parts of a reentrant checkpoint, and to
@@ -212,8 +215,8 @@ def dropped(dropout: Any, x: Tensor, bias: Tensor | None = None) -> Branch:
 class Sum:
     """One residual sum of a rewritten forward; called in place of `left + right`.
 
-    With a norm it is followed by it, and returns (z, norm(z)), or norm(z) alone. Without, it returns z and looks for
-    its norm as the model runs.
+    With a norm it is followed by it, and returns (z, norm(z)), or norm(z) alone. Without, it returns z and, if it may
+    link, looks for its norm as the model runs.
     """
 
     index: int
@@ -223,6 +226,7 @@ class Sum:
     norm_class: type | None = None
     spec: NormSpec | None = None
     returns_sum: bool = True
+    may_link: bool = False
     rng: tuple[int, int] | None = None
     """Pinned by verification."""
 
@@ -242,7 +246,7 @@ class Sum:
             calls.count_fallback(module)
             z = self._alone(x, residual, bias, p)
             return self._pair(z, norm(z))
-        if torch.compiler.is_dynamo_compiling() or torch.is_inference_mode_enabled():
+        if not self.may_link or torch.compiler.is_dynamo_compiling() or torch.is_inference_mode_enabled():
             return self._counted(module, x, residual, bias, p)
         site = _sites.get((id(module), self.index))
         if site is None:

@@ -259,13 +259,18 @@ def indented(source: str) -> str:
 def define(original: Any, source: str, names: Mapping[str, Any], name: str, pattern: str) -> Callable[..., Any]:
     """The function `name` that the source defines, as if written in the module of the original function.
 
-    names: added to that module's globals, which are looked up at each call. The defaults are the original's objects. A
-    method is defined in a class, which mangles its private names.
+    names: added to that module's globals, which are looked up at each call. Defaults are the original's objects, by the
+    names of the parameters. A method is defined in a class, which mangles its private names.
     """
     tree: Any = ast.parse(source)
     arguments = tree.body[0].args
-    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
-    arguments.kw_defaults = [each and ast.Constant(None) for each in arguments.kw_defaults]
+    given = {name: each.default for name, each in inspect.signature(original).parameters.items()}
+    given = {name: default for name, default in given.items() if default is not inspect.Parameter.empty}
+    last = [each.arg for each in (*arguments.posonlyargs, *arguments.args)][-len(arguments.defaults) or None :]
+    pairs = zip(last, arguments.defaults, strict=False)
+    arguments.defaults = [ast.Constant(None) if name in given else default for name, default in pairs]
+    pairs = zip((each.arg for each in arguments.kwonlyargs), arguments.kw_defaults, strict=True)
+    arguments.kw_defaults = [each and ast.Constant(None) if name in given else each for name, each in pairs]
     source, made_name, owner = ast.unparse(tree), name, original.__qualname__.split(".")[-2:-1]
     if owner and owner[0].isidentifier():
         source, made_name = f"class {owner[0]}:\n{indented(source)}", f"{owner[0]}.{name}"
@@ -275,9 +280,9 @@ def define(original: Any, source: str, names: Mapping[str, Any], name: str, patt
     made: Callable[..., Any] = scope["make"](**names)
     made.__module__, made.__qualname__ = original.__module__, original.__qualname__
     if made.__defaults__:
-        made.__defaults__ = original.__defaults__
+        made.__defaults__ = tuple(map(given.get, last, made.__defaults__))
     if made.__kwdefaults__:
-        made.__kwdefaults__ = original.__kwdefaults__
+        made.__kwdefaults__ = {name: given.get(name, default) for name, default in made.__kwdefaults__.items()}
     return made
 
 

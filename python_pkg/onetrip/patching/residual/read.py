@@ -54,8 +54,8 @@ class FoundSum:
     has_inline_norm: bool
     """Whether norms' only call stands around the sum itself."""
     is_open: bool
-    """Whether a norm may read the result that the forward does not surely call: it is returned, or passed alone to a
-    child later. Not in a loop."""
+    """Whether the sum may be linked to a norm at run time: it is passed alone to a child later, and not returned. Not
+    in a loop. Callers may ask for the gradient of what is returned: a linked norm's would not pass through it."""
 
 
 @dataclass(eq=False)
@@ -149,18 +149,30 @@ class _Reader:
         in_loop: bool,
     ) -> FoundSum:
         assigned, target = target, target if value is node else ""
+        is_exposed = in_return or self.is_returned(assigned, block[position + 1 :])
         norms: list[tuple[str, ast.Call]] = []
         around = next((call for call in ast.walk(value) if isinstance(call, ast.Call) and call.args == [node]), None)
         inline = around is not None and (path := self.child(around.func)) != "" and not around.keywords
         if inline and around is not None:
             norms = [(path, around)]
-        elif target:
+        elif target and not is_exposed:
             norms = list(self.norms_after(block, position, target))
         operands = tuple(self.readings(side, block, position, in_loop) for side in (node.left, node.right))
-        is_open = not in_loop and (
-            in_return or assigned in self.returned or self.is_passed_on(assigned, block[position])
-        )
+        is_open = not in_loop and not is_exposed and self.is_passed_on(assigned, block[position])
         return FoundSum(node, block, position, target, operands, norms, inline, is_open)  # type: ignore[arg-type]
+
+    def is_returned(self, name: str, following: list[ast.stmt]) -> bool:
+        """Whether the forward may return the value of a name, or of another name for it. following: in its block."""
+        others = [
+            statement.targets[0].id
+            for statement in following
+            if isinstance(statement, ast.Assign)
+            and isinstance(statement.targets[0], ast.Name)
+            and isinstance(statement.value, ast.Name)
+            and statement.value.id == name
+        ]
+        rebound = {_assigned(statement) for statement in following}
+        return name in self.returned - rebound or any(other in self.returned for other in others)
 
     def is_passed_on(self, name: str, statement: ast.stmt) -> bool:
         """Whether a child is called with the name alone after the statement."""
@@ -328,6 +340,15 @@ def _uses_after(tree: ast.FunctionDef, name: str, statement: ast.stmt) -> bool:
 def _returned_names(tree: ast.FunctionDef) -> set[str]:
     """Names whose value the forward returns, as it is or in a tuple or keyword."""
     names: set[str] = set()
+    nodes = list(ast.walk(tree))
+    tuples = {
+        node.targets[0].id
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Tuple)
+    }
+
+    def is_tuple(expression: ast.AST) -> bool:
+        return isinstance(expression, ast.Tuple) or (isinstance(expression, ast.Name) and expression.id in tuples)
 
     def visit(expression: ast.AST | None) -> None:
         match expression:
@@ -338,17 +359,18 @@ def _returned_names(tree: ast.FunctionDef) -> set[str]:
                     visit(part)
             case ast.Starred(value=inner):
                 visit(inner)
-            case ast.BinOp(op=ast.Add(), left=left, right=right):
+            case ast.BinOp(op=ast.Add(), left=left, right=right) if is_tuple(left) or is_tuple(right):
                 visit(left)
                 visit(right)
             case ast.IfExp(body=then, orelse=otherwise):
                 visit(then)
                 visit(otherwise)
-            case ast.Call(keywords=keywords):
+            case ast.Call(func=function, keywords=keywords):
+                if isinstance(function, ast.Attribute):  # x.view(...)
+                    visit(function.value)
                 for keyword in keywords:
                     visit(keyword.value)
 
-    nodes = list(ast.walk(tree))
     for node in nodes:
         if isinstance(node, ast.Return):
             visit(node.value)
@@ -358,7 +380,7 @@ def _returned_names(tree: ast.FunctionDef) -> set[str]:
         for node in nodes:
             match node:
                 case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in names:
-                    visit(value if not isinstance(value, ast.Call) else None)
+                    visit(value)
                 case ast.AugAssign(target=ast.Name(id=name), value=value) if name in names:
                     visit(value)
     return names

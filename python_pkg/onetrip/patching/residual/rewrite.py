@@ -61,7 +61,7 @@ class _Rewriting(ast.NodeTransformer):
 
         name, normed = f"sum_{index}_", f"normed_{index}_"
         returns_sum = norm is None or not (found.has_inline_norm or choice.norm_replaces_sum)
-        self.constants[name] = Sum(index, choice.branch, choice.norm_class, choice.spec, returns_sum)
+        self.constants[name] = Sum(index, choice.branch, choice.norm_class, choice.spec, returns_sum, found.is_open)
         if norm is not None and found.has_inline_norm:
             self.replaced[id(copies[id(norm[1])])] = call
             return
