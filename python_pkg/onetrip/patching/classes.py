@@ -13,13 +13,11 @@ import copyreg
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from .. import ops
 from . import calls
@@ -28,20 +26,14 @@ from .source import bare, define, execute, parse
 
 GLOBAL_NAMES: dict[str, Any] = {
     "Tensor": Tensor,
-    "partial": partial,
-    "dropout": functional.dropout,
     "finfo": torch.finfo,
     "float32": torch.float32,
     "layer_norm": ops.layer_norm,
     "rms_norm": ops.rms_norm,
-    "bias_dropout_residual": ops.bias_dropout_residual,
     "bias_dropout_residual_norm": ops.bias_dropout_residual_norm,
     "count_fused": calls.count_fused,
     "count_fallback": calls.count_fallback,
-    "is_plain": calls.is_plain,
-    "linear_parts": calls.linear_parts,
     "is_distributed": calls.is_distributed,
-    "is_fusable": calls.is_fusable,
     "is_autocasting": calls.is_autocasting,
 }
 """Names that the source of a rewritten forward can use, besides its own constants and `original`."""

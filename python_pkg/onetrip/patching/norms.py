@@ -117,7 +117,7 @@ class Leaf:
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless the rewritten forward computes the same as the original."""
-        verify_forward(module, rewrite, (n_cols_of(module),), None)
+        verify_forward(module, rewrite, n_cols_of(module))
 
 
 def rewrite_norm(module: nn.Module, spec: NormSpec) -> Rewrite:

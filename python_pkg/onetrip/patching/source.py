@@ -246,11 +246,6 @@ class Substitution(ast.NodeTransformer):
         return ast.parse(self.substitutes.get(node.id, node.id), mode="eval").body
 
 
-def substituted(expression: str, substitutes: Mapping[str, str]) -> str:
-    """The expression with names replaced."""
-    return ast.unparse(Substitution(substitutes).visit(ast.parse(expression, mode="eval")))
-
-
 def indented(source: str) -> str:
     """The source one level deeper."""
     return "".join(f"    {line}\n" for line in source.splitlines())
