@@ -35,7 +35,7 @@ def predicted(name, batch_size=2, sequence_length=16, optimizer="sgd", **how):
         ("tiny-llama", 3, 48, "float32", "adamw"),
         ("tiny-llama", 2, 32, "bfloat16", "adamw"),
         ("tiny-gemma", 2, 24, "float32", "adam"),
-        ("tiny-t5", 2, 32, "float32", "adamw"),
+        pytest.param("tiny-t5", 2, 32, "float32", "adamw", marks=pytest.mark.slow),
         ("tiny-vit", 2, 16, "float32", "adamw"),
         pytest.param("minilm", 2, 64, "float32", "adamw", marks=pytest.mark.slow),
         pytest.param("gpt2", 1, 64, "float32", "adamw", marks=pytest.mark.slow),
