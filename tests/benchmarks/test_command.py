@@ -20,8 +20,9 @@ CASE = "rms_norm-M65536-N64-fp32"
 SMALL = ["--quick", "--op", "rms_norm", "--against", "eager"]
 Run = Callable[..., Result]
 
-# pytest-benchmark measures nothing where it finds itself in a worker of xdist; this process may be one.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+# pytest-benchmark measures nothing where it finds itself in a worker of xdist; this process may be one. In 80 columns
+# the headers of a table wrap where every peer is installed.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | {"COLUMNS": "200"}
 
 
 def bench(*arguments: str, cwd: Path, module: bool = False) -> subprocess.CompletedProcess[str]:
