@@ -24,8 +24,8 @@ ALLOWED = {
     "optim": {"ops", "reference"},
     "patching": {"nn", "ops"},
     "measure": set(),
-    "anatomy": {"", "environment", "html", "measure", "nn", "ops", "optim", "patching"},
-    "methods": {"", "anatomy", "environment", "html", "measure", "nn", "ops", "optim", "patching"},
+    "anatomy": {"", "environment", "html", "measure", "nn", "ops", "optim", "patching", "terminal"},
+    "methods": {"", "anatomy", "environment", "html", "measure", "nn", "ops", "optim", "patching", "terminal"},
 }
 # Other packages that may be imported at the top of a file; anything else only inside functions.
 EAGER = {"torch", "__future__", *sys.stdlib_module_names}
@@ -34,6 +34,7 @@ EXTRA = {
     "cli.py": {"rich", "typer"},
     "command_line.py": {"typer"},
     "doctor.py": {"rich"},
+    "terminal.py": {"rich"},
     "anatomy": {"rich"},
     "methods": {"rich"},
 }

@@ -155,7 +155,7 @@ def _of_others(others: dict[Path, dict[str, Any]]) -> Iterator[Section]:
     for path, content in others.items():
         kind = next(kind for kind in OTHERS if path.name.startswith(kind))
         try:
-            found = importlib.import_module(f"onetrip.{kind}.html").sections(content)
+            found = importlib.import_module(f"onetrip.{kind}.report").sections(content)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise UsageError(f"{path}: not what `onetrip {kind}` writes: {type(error).__name__}: {error}") from error
         yield from found

@@ -140,7 +140,7 @@ def anatomy(
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2))
     else:
-        Console().print(render(result))
+        Console().print(render(result.to_dict()))
 
 
 @app.command()

@@ -39,12 +39,16 @@ Entry = str | float | int | Cell | None
 
 @dataclass(frozen=True)
 class Table:
-    """A row has an entry for each column. Columns of numbers are aligned to the right; None sorts last either way."""
+    """A row has an entry for each column. Columns of numbers are aligned to the right; None sorts last either way.
+
+    grouped: neighbouring rows with the same first entry belong together; the second entry tells them apart.
+    """
 
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Entry]]
     note: str = ""
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         for row in self.rows:

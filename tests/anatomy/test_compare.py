@@ -7,8 +7,8 @@ import pytest
 from onetrip import anatomy, measure
 from onetrip.anatomy import format_bytes
 from onetrip.anatomy.bytes import CLASSES
-from onetrip.anatomy.html import page
-from onetrip.anatomy.report import bar, render
+from onetrip.anatomy.report import page, render
+from onetrip.terminal import bar
 from rich.console import Console
 
 BAR = re.compile("[█▏▎▍▌▋▊▉]+")
@@ -156,7 +156,7 @@ def test_what_cannot_be_predicted_is_measured(unpredictable, caplog):
         assert column.measured.ms["step"].median > 0
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(render(result))
+        console.print(render(result.to_dict()))
     assert "eager is not predicted: DataDependentOutputException" in capture.get()
     assert "eager is not predicted: DataDependentOutputException" in page(json.loads(json.dumps(result.to_dict())))
     assert caplog.records == []
@@ -206,7 +206,7 @@ def test_a_search_that_cannot_go_on_says_why(monkeypatch):
 def printed(result, width=80):
     console = Console(width=width)
     with console.capture() as capture:
-        console.print(render(result))
+        console.print(render(result.to_dict()))
     return capture.get()
 
 

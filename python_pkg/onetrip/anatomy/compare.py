@@ -298,7 +298,7 @@ def _measure(
 
 def write(result: Comparison, folder: Path) -> list[Path]:
     """folder/anatomy.json and folder/anatomy.html, each replaced whole."""
-    from .html import page
+    from .report import page
 
     contents = {"anatomy.json": json.dumps(result.to_dict(), indent=2) + "\n", "anatomy.html": page(result.to_dict())}
     return [page_builder.write(folder / name, content) for name, content in contents.items()]

@@ -1,260 +1,261 @@
-"""The tables of `onetrip anatomy` in the terminal: a line for each way to take the step, its bar on that line."""
+"""What `onetrip anatomy` reports, on its page and on the terminal: tables, and stacked bars of the memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
+from rich.console import Group
 
-from ..measure import ATTENTION, LOSS, PRODUCT, Traffic, load_warning
-from ..measure import OPTIMIZER as OPTIMIZER_PHASE
+from .. import html, terminal
+from ..environment import describe
+from ..html import Cell, Figure, Section, Table
+from ..measure import LOSS, OPTIMIZER, OUTSIDE, load_warning
 from .bytes import CLASSES, format_bytes
-from .compare import Comparison
 from .gpus import BOUND_PARTS
 from .measure import PHASES
-from .operators import OPTIMIZER
 from .options import COLUMNS
-from .saved import SavedActivations
 
-_SHORTEST_BAR, _LONGEST_BAR = 4, 32
-_BESIDE_BARS = 73
-"""Characters of the longest labels and figures beside a bar."""
-_EIGHTHS = " ▏▎▍▌▋▊▉"
-_STYLES = ("", "green", "cyan", "magenta")
+_TRAFFIC_PARTS = {
+    "outside": "outside products",
+    "loss": "of it the loss",
+    "products": "products",
+    "attention": "attention kernels",
+    "optimizer": "optimizer",
+}
+_QUANTILES = ("median", "p20", "p80")
+_COLOURS = ("#4c78a8", "#9ecae9", "#f2a541", "#b07aa1", "#8a8f98", "#1a7f5a", "#c44e52")
 _MOST_ROWS = 8
+"""Of a table on a terminal."""
 
-Values = Sequence[float | None]
-Lines = tuple[str, Sequence[Values]]
-"""(What it is, for each way to take the step the values under the table's heads)."""
-
-
-def bar(value: float, largest: float, width: int) -> str:
-    """value / largest of the width, in eighths of a character."""
-    full, rest = divmod(round(8 * width * value / largest) if largest > 0 else 0, 8)
-    return "█" * full + (_EIGHTHS[rest] if rest else "")
+Totals = dict[str, Mapping[str, float]]
+"""By way to take the step: what was found, by label."""
+Show = Callable[[float | None], Cell | None]
 
 
-class _Bar:
-    """bar() as wide as its column."""
-
-    def __init__(self, value: float, largest: float, style: str) -> None:
-        self.value, self.largest, self.style = value, largest, style
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        width = max(_SHORTEST_BAR, min(options.size.width - _BESIDE_BARS, _LONGEST_BAR))
-        return Measurement(_SHORTEST_BAR, width)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(bar(self.value, self.largest, options.max_width), self.style)
+def sections(result: Mapping[str, Any]) -> list[Section]:
+    """The sections of one result, as anatomy.json holds it. Their captions name the model: pages can be joined."""
+    name = _name(result)
+    heading, *tables = _parts(result, None)
+    parts = [heading, _drawing(result["columns"]), *tables]
+    named = [part if isinstance(part, str) else replace(part, caption=f"{part.caption}, {name}") for part in parts]
+    return [Section(f"Anatomy of a training step: {name}", named)]
 
 
-def _milliseconds(value: float) -> str:
-    return f"{value:.1f} ms"
+def page(result: Mapping[str, Any]) -> str:
+    return html.page(f"onetrip anatomy {result['options']['model']}", describe(result), sections(result))
 
 
-def _times_faster(value: float) -> str:
-    return f"{value:.2f}x"
+def render(result: Mapping[str, Any]) -> Group:
+    """Everything `onetrip anatomy` prints without --json."""
+    return terminal.render([Section(_name(result), _parts(result, _MOST_ROWS))])
 
 
-def _table(
-    title: str,
-    ways: Sequence[str],
-    heads: Sequence[str],
-    rows: Sequence[Lines],
-    show: Callable[[float], str],
-    show_last: Callable[[float], str] | None = None,
-) -> Table:
-    """The bar draws the first value of its line. Ways without any value in a row have no line there. show_last: of the
-    last head, where it is of another unit."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", overflow="fold")
-    table.add_column("", overflow="fold")
-    for head in heads:
-        table.add_column(head, justify="right", overflow="fold")
-    table.add_column("")
-    shows = [show] * len(heads) if show_last is None else [*[show] * (len(heads) - 1), show_last]
-
-    def first(values: Values) -> float:
-        return next((value for value in values if value is not None), 0.0)
-
-    largest = max((first(values) for _, lines in rows for values in lines), default=0.0)
-    for label, lines in rows:
-        present = [line for line in zip(ways, lines, _STYLES, strict=False) if any(v is not None for v in line[1])]
-        for i, (way, values, style) in enumerate(present):
-            figures = ["-" if v is None else show_one(v) for v, show_one in zip(values, shows, strict=True)]
-            is_last = i == len(present) - 1 and len(ways) > 1
-            table.add_row(
-                "" if i else label,
-                Text(way, style),
-                *figures,
-                _Bar(first(values), largest, style),
-                end_section=is_last,
-            )
-    return table
+def _name(result: Mapping[str, Any]) -> str:
+    options = result["options"]
+    return f"{options['model']}, {options['batch_size']} x {options['sequence_length']}, {options['dtype']}"
 
 
-def _memory(result: Comparison, ways: Sequence[str]) -> Table:
-    columns = list(result.columns.values())
-    kinds = [kind for kind in ("measured", "predicted") if any(getattr(column, kind) for column in columns)]
-    rows: list[Lines] = []
-    for name in (*CLASSES, "peak", "caches"):
-        lines = []
-        for column in columns:
-            measured = column.measured if name == "caches" or column.measured is None else column.measured.bytes
-            steps = {"measured": measured, "predicted": column.predicted}
-            lines.append([getattr(steps[kind], name, None) for kind in kinds])
-        if any(value for values in lines for value in values):
-            rows.append((name.replace("_", " "), lines))
-    title = f"Memory on {result.device}" if result.options.runs else f"Memory, predicted for {result.device.type}"
-    return _table(title, ways, kinds, rows, format_bytes)
-
-
-def _saved(result: Comparison, ways: Sequence[str]) -> list[Table]:
-    steps = [column.measured or column.predicted for column in result.columns.values()]
-    saved = [SavedActivations() if step is None else step.saved for step in steps]
-    return [
-        _table(
-            f"Saved activations {title}", ways, ("bytes",), _by_label([getattr(s, name) for s in saved]), format_bytes
-        )
-        for title, name in (
-            ("by class of operator", "by_operator_class"),
-            ("by class of module", "by_module_class"),
-            ("by place in the model", "by_block"),
-        )
+def _parts(result: Mapping[str, Any], most_rows: int | None) -> list[str | Table]:
+    """most_rows: the smallest rows of a table beyond these are added up."""
+    options, columns = result["options"], result["columns"]
+    parts: list[str | Table] = [
+        f"{result['parameters'] / 1e6:.1f} M parameters, {options['optimizer']}, {result['device']}; "
+        f"{result['patched_modules']} modules patched."
     ]
-
-
-def _by_label(totals: Sequence[Mapping[str, float]]) -> list[Lines]:
-    """A row a label, largest first; all beyond _MOST_ROWS as one."""
-    found = {label for each in totals for label in each}
-    labels = sorted(found, key=lambda label: -max(each.get(label, 0) for each in totals))
-    rows: list[Lines] = [(label, [[each.get(label, 0)] for each in totals]) for label in labels[:_MOST_ROWS]]
-    if rest := labels[_MOST_ROWS:]:
-        rows.append(("the rest", [[sum(each.get(label, 0) for label in rest)] for each in totals]))
-    return rows
-
-
-def _times(result: Comparison, ways: Sequence[str]) -> list[RenderableType]:
-    steps = [column.measured for column in result.columns.values() if column.measured is not None]
-    base = steps[0].ms
-    rows: list[Lines] = [
-        (
-            phase,
-            [[ms.median, ms.p20, ms.p80, base[phase].median / ms.median] for ms in (step.ms[phase] for step in steps)],
-        )
-        for phase in PHASES
+    if any(column["fit"] for column in columns.values()):
+        parts.append(_fits(result))
+    parts += [_memory(columns), *_saved(columns, most_rows), *_traffic(columns, options["gpu"], most_rows)]
+    parts += [
+        f"{COLUMNS[key]} is not predicted: {column['unpredicted']}"
+        for key, column in columns.items()
+        if column.get("unpredicted")
     ]
-    heads = ("median", "p20", "p80", f"vs {ways[0]}")
-    shown: list[RenderableType] = [
-        _table(f"Time of {result.options.steps} steps", ways, heads, rows, _milliseconds, _times_faster),
-    ]
-    if warning := load_warning(steps[0].other_cpus):
-        shown.append(Text(warning, "yellow"))
-    shown.append(
-        _table(
-            f"By class of operator, one profiled step ({OPTIMIZER}: its whole step)",
-            ways,
-            ("time",),
-            _by_label([step.operators_ms for step in steps]),
-            _milliseconds,
-        )
+    measured = {COLUMNS[key]: column["measured"] for key, column in columns.items() if column["measured"]}
+    if measured:
+        parts += [*_times(measured, options["steps"]), _operators(measured, most_rows), _gpu(result, measured)]
+    return parts
+
+
+def _size(n: float | None) -> Cell | None:
+    return None if n is None else Cell(n, format_bytes(n))
+
+
+def _milliseconds(value: float | None) -> Cell | None:
+    return None if value is None else Cell(value, f"{value:.1f} ms")
+
+
+def _short_time(value: float | None) -> Cell | None:
+    return Cell(value, f"{value:.3f} ms") if value is not None and value < 10.0 else _milliseconds(value)
+
+
+def _ratio(value: float, base: float, unit: str = "") -> Cell | None:
+    return Cell(value / base, f"{value / base:.2f}{unit}") if base else None
+
+
+def _memory(columns: Mapping[str, Any]) -> Table:
+    kinds = [kind for kind in ("measured", "predicted") if any(column[kind] for column in columns.values())]
+    rows = []
+    for label in (*CLASSES, "peak", "caches"):
+        found = {key: [(column[kind] or {}).get(label) for kind in kinds] for key, column in columns.items()}
+        if any(value for values in found.values() for value in values):
+            rows += [
+                (label.replace("_", " "), COLUMNS[key], *map(_size, values))
+                for key, values in found.items()
+                if any(value is not None for value in values)
+            ]
+    note = (
+        "Temporaries: the peak less all the rest; 0 where part of the rest is freed before the peak. "
+        "Caches, on a GPU: what torch's allocator had reserved beyond the peak."
     )
-    losses = ", ".join(f"{name} {step.loss:.6f}" for name, step in zip(ways, steps, strict=True))
-    shown.append(Text(f"Loss with dropout off, same weights: {losses}"))
-    for name, step in zip(ways, steps, strict=True):
-        if step.gpu is not None:
-            busy, watts = step.gpu["utilisation_percent"], step.gpu["power_watts"]
-            shown.append(Text(f"GPU, {name}: busy {busy:.0f}% of the time, {watts:.0f} W"))
-    if result.gpu_unread:
-        shown.append(Text(f"GPU utilization and power were not read: {result.gpu_unread}", "dim"))
-    return shown
+    return Table("Memory", ("", "", *kinds), rows, note, grouped=True)
 
 
-_PARTS = ("outside products", "of it the loss", "products", "attention kernels", "optimizer")
+def _by_label(caption: str, head: str, totals: Totals, show: Show, most_rows: int | None, note: str = "") -> Table:
+    """A group of rows for each label, the largest first."""
+    found = dict.fromkeys(label for each in totals.values() for label in each)
+    labels = sorted(found, key=lambda label: -max(each.get(label, 0) for each in totals.values()))
+    if most_rows is not None and labels[most_rows:]:
+        rest = set(labels[most_rows:])
+        labels = [*labels[:most_rows], "the rest"]
+        totals = {
+            way: {**each, "the rest": sum(value for label, value in each.items() if label in rest)}
+            for way, each in totals.items()
+        }
+    rows = [(label, way, show(each.get(label, 0))) for label in labels for way, each in totals.items()]
+    return Table(caption, ("", "", head), rows, note, grouped=True)
 
 
-def _parts(traffic: Traffic) -> tuple[int, ...]:
-    """Bytes of each of _PARTS."""
-    kinds = (traffic.bytes(kind) for kind in (LOSS, PRODUCT, ATTENTION))
-    return traffic.outside(), *kinds, traffic.bytes(phase=OPTIMIZER_PHASE)
+def _saved(columns: Mapping[str, Any], most_rows: int | None) -> list[Table]:
+    best = {key: column["measured"] or column["predicted"] for key, column in columns.items()}
+    return [
+        _by_label(
+            f"Saved activations by {words}",
+            "bytes",
+            {COLUMNS[key]: step["saved"][attribute] for key, step in best.items() if step},
+            _size,
+            most_rows,
+        )
+        for words, attribute in (
+            ("class of operator", "by_operator_class"),
+            ("class of module", "by_module_class"),
+            ("place in the model", "by_block"),
+        )
+    ]
 
 
-def _traffic(result: Comparison) -> list[Table]:
-    """Bytes that a step reads and writes, and on a named GPU the time that they take at least."""
-    found = {COLUMNS[name]: column.predicted for name, column in result.columns.items() if column.predicted is not None}
-    counted = {name: step.traffic for name, step in found.items() if step.traffic is not None}
+def _fits(result: Mapping[str, Any]) -> Table:
+    fits = {COLUMNS[key]: column["fit"] for key, column in result["columns"].items() if column["fit"]}
+    rows = [
+        (
+            way,
+            _size(fit["peak"]),
+            Cell("yes" if fit["fits"] else "no", "yes" if fit["fits"] else "no", good=fit["fits"]),
+            Cell(fit["margin"], f"{'' if fit['fits'] else '-'}{format_bytes(abs(fit['margin']))}"),
+            fit["largest_batch"],
+            _size(fit["peak_at_largest"]),
+        )
+        for way, fit in fits.items()
+    ]
+    titles = ("", "predicted peak", "fits", "left over", "largest batch", "its peak")
+    note = "Not counted: workspaces of libraries; where a size was given and no GPU, the driver and the CUDA context."
+    what = result["options"]["gpu"] or result["options"]["fits"]
+    memory = format_bytes(next(iter(fits.values()))["memory"])
+    return Table(f"Does it fit {what} ({memory}), predicted for {result['device']}", titles, rows, note)
+
+
+def _traffic(columns: Mapping[str, Any], gpu: str | None, most_rows: int | None) -> list[Table]:
+    """Bytes that a step reads and writes, by part and by operator; the time that they take at least on a GPU."""
+    predicted = {COLUMNS[key]: column["predicted"] for key, column in columns.items() if column["predicted"]}
+    counted = {way: step["traffic"] for way, step in predicted.items() if step["traffic"]}
     if not counted:
         return []
-    ways = list(counted)
-    parts = [_parts(each) for each in counted.values()]
-    base = parts[0]
-    rows: list[Lines] = [
-        (label, [[each[i], each[i] / base[i] if base[i] else None] for each in parts]) for i, label in enumerate(_PARTS)
+    base = next(iter(counted))
+    parts = [
+        (label, way, _size(each[part]), _ratio(each[part], counted[base][part]))
+        for part, label in _TRAFFIC_PARTS.items()
+        for way, each in counted.items()
     ]
-    heads = ("bytes", f"of {ways[0]}")
-    where = f"counted for {result.device.type}"
-    tables = [_table(f"Read and written by a step, {where}", ways, heads, rows, format_bytes, _share)]
-    outside = [each.by_operator(outside=True) for each in counted.values()]
-    tables.append(_table("Outside products, by operator", ways, ("bytes",), _by_label(outside), format_bytes))
-    bounds = [column.bound for column in result.columns.values() if column.bound is not None]
+    note = "Outside products: forward and backward without matrix products and attention kernels."
+    tables = [Table("Read and written by a step", ("", "", "bytes", f"of {base}"), parts, note, grouped=True)]
+    outside = {way: _outside(each["operators"]) for way, each in counted.items()}
+    caption = "Read and written outside products by operator"
+    tables.append(_by_label(caption, "bytes", outside, _size, most_rows))
+    bounds = {COLUMNS[key]: column["bound"] for key, column in columns.items() if column["bound"]}
     if bounds:
-        rows = [(name, [[getattr(bound, name)] for bound in bounds]) for name in BOUND_PARTS]
-        tables.append(
-            _table(f"Lower bound of the time on {result.options.gpu}", ways, ("at least",), rows, _short_time)
-        )
+        times = [(part, way, _short_time(bound[part])) for part in BOUND_PARTS for way, bound in bounds.items()]
+        titles = ("", "", "at least")
+        tables.append(Table(f"Lower bound of the time on {gpu}", titles, times, grouped=True))
     return tables
 
 
-def _share(value: float) -> str:
-    return f"{value:.2f}"
+def _outside(operators: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Bytes by operator, of those that Traffic.outside counts."""
+    totals: dict[str, int] = {}
+    for operator in operators:
+        if operator["kind"] in (LOSS, OUTSIDE) and operator["phase"] != OPTIMIZER:
+            moved = operator["read"] + operator["written"]
+            totals[operator["name"]] = totals.get(operator["name"], 0) + moved
+    return totals
 
 
-def _short_time(value: float) -> str:
-    return f"{value:.3f} ms" if value < 10.0 else _milliseconds(value)
+def _times(measured: Mapping[str, Any], steps: int) -> list[str | Table]:
+    base = next(iter(measured.values()))
+    rows = [
+        (
+            phase,
+            way,
+            *(_milliseconds(step["ms"][phase][which]) for which in _QUANTILES),
+            _ratio(base["ms"][phase]["median"], step["ms"][phase]["median"], "x"),
+        )
+        for phase in PHASES
+        for way, step in measured.items()
+    ]
+    titles = ("", "", *_QUANTILES, f"vs {next(iter(measured))}")
+    warning = load_warning(base["other_cpus"])
+    losses = ", ".join(f"{way} {step['loss']:.6f}" for way, step in measured.items())
+    return [
+        Table(f"Time of {steps} steps", titles, rows, grouped=True),
+        *([warning] if warning else []),
+        f"Loss with dropout off, same weights: {losses}.",
+    ]
 
 
-def _fits(result: Comparison) -> Table:
-    memory = format_bytes(next(column.fit.memory for column in result.columns.values() if column.fit is not None))
-    table = Table(
-        title=f"Does it fit {result.options.gpu or result.options.fits} ({memory}), predicted for {result.device.type}",
-        title_justify="left",
-        caption="Largest: the largest batch size that fits. Not counted: workspaces of libraries; where a size was "
-        "given and no GPU, also the driver and the CUDA context.",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    for name in ("", "peak", "fits", "by", "largest", "its peak"):
-        table.add_column(name, justify="right" if name else "left", overflow="fold")
-    for name, column in result.columns.items():
-        fit = column.fit
-        if fit is not None:
-            verdict = Text("yes", "green") if fit.fits else Text("no", "red")
-            last = "-" if fit.peak_at_largest is None else format_bytes(fit.peak_at_largest)
-            by = ("+" if fit.fits else "-") + format_bytes(abs(fit.margin))
-            table.add_row(COLUMNS[name], format_bytes(fit.peak), verdict, by, str(fit.largest_batch), last)
-    return table
+def _operators(measured: Mapping[str, Any], most_rows: int | None) -> Table:
+    totals = {way: step["operators_ms"] for way, step in measured.items()}
+    note = "One profiled step, self time; profiling slows small operators: read shares. optimizer: its whole step."
+    return _by_label("Time by class of operator", "time", totals, _milliseconds, most_rows, note)
 
 
-def render(result: Comparison) -> RenderableType:
-    """Everything `onetrip anatomy` prints without --json."""
-    options = result.options
-    heading = (
-        f": {result.n_parameters / 1e6:.1f} M parameters, batch {options.batch_size} x {options.sequence_length}, "
-        f"{options.dtype}, {options.optimizer}, {result.device}; {result.n_patched} modules patched"
-    )
-    names = [COLUMNS[name] for name in result.columns]
-    parts: list[RenderableType] = [Text.assemble((options.model, "bold"), heading)]
-    if any(column.fit is not None for column in result.columns.values()):
-        parts.append(_fits(result))
-    parts += [_memory(result, names), *_saved(result, names), *_traffic(result)]
-    for name, column in result.columns.items():
-        if column.unpredicted:
-            parts.append(Text(f"{COLUMNS[name]} is not predicted: {column.unpredicted}", "dim"))
-    if options.runs:
-        parts += _times(result, names)
-    return Group(*parts)
+def _gpu(result: Mapping[str, Any], measured: Mapping[str, Any]) -> str | Table:
+    read = {way: step["gpu"] for way, step in measured.items() if step["gpu"]}
+    if not read:
+        return f"GPU utilisation and power were not read: {result['gpu']}."
+    rows = [(way, gpu["utilisation_percent"], gpu["power_watts"], gpu["samples"]) for way, gpu in read.items()]
+    return Table("GPU by NVML", ("", "busy, % of time", "power, W", "samples"), rows)
+
+
+def _drawing(columns: Mapping[str, Any]) -> Figure:
+    html.require("matplotlib")
+    from matplotlib.figure import Figure as Drawing
+
+    kinds = [(key, kind) for key in columns for kind in ("measured", "predicted") if columns[key][kind]]
+    gib = 1 << 30
+    largest = max(columns[key][kind]["peak"] for key, kind in kinds)
+    unit, words = (gib, "GiB") if largest >= gib else (1 << 20, "MiB")
+    drawing = Drawing(figsize=(9, 0.9 + 0.45 * len(kinds)), layout="constrained")
+    axes = drawing.subplots()
+    labels = [f"{COLUMNS[key]}, {kind}" for key, kind in kinds]
+    left = [0.0] * len(kinds)
+    for label, colour in zip(CLASSES, _COLOURS, strict=True):
+        widths = [columns[key][kind][label] / unit for key, kind in kinds]
+        if any(widths):
+            axes.barh(labels, widths, left=left, color=colour, label=label.replace("_", " "))
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.plot([columns[key][kind]["peak"] / unit for key, kind in kinds], labels, "k|", markersize=14, label="peak")
+    axes.invert_yaxis()
+    axes.set_xlabel(words)
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    note = "The bar is all that the step holds at some time; the line its peak, which can come before all is there."
+    return html.figure(drawing, "Memory of a step", note, "Stacked bars of memory by class")

@@ -1,0 +1,87 @@
+"""The tables and paragraphs of a page (html.py) on a terminal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from .html import Cell, Figure, Section, Table, cell, numeric_columns
+
+_SHORTEST_BAR, _LONGEST_BAR = 4, 32
+_BESIDE_BARS = 73
+"""Characters of the longest labels and figures beside a bar."""
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_LINE_STYLES = ("", "green", "cyan", "magenta")
+_GOOD_STYLES = {True: "green", False: "red", None: ""}
+
+
+def console(width: int = 160) -> Console:
+    """For standard output. width: of a file or a pipe, unless COLUMNS says otherwise."""
+    found = Console()
+    return found if found.is_terminal or "COLUMNS" in os.environ else Console(width=width)
+
+
+def bar(value: float, largest: float, width: int) -> str:
+    """value / largest of the width, in eighths of a character."""
+    full, rest = divmod(round(8 * width * value / largest) if largest > 0 else 0, 8)
+    return "█" * full + (_EIGHTHS[rest] if rest else "")
+
+
+class _Bar:
+    """bar() as wide as its column."""
+
+    def __init__(self, value: float, largest: float, style: str) -> None:
+        self.value, self.largest, self.style = value, largest, style
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        width = max(_SHORTEST_BAR, min(options.size.width - _BESIDE_BARS, _LONGEST_BAR))
+        return Measurement(_SHORTEST_BAR, width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(bar(self.value, self.largest, options.max_width), self.style)
+
+
+def _first_number(row: Iterable[Cell]) -> float:
+    return next((each.value for each in row if isinstance(each.value, float | int)), 0.0)
+
+
+def render_table(table: Table) -> RichTable:
+    """The table for rich. A bar of the first number ends each row of a grouped table."""
+    rich = RichTable(
+        title=table.caption, caption=table.note or None, title_justify="left", caption_justify="left", pad_edge=False
+    )
+    rich.box = box.SIMPLE_HEAD
+    for column, numeric in zip(table.columns, numeric_columns(table.rows), strict=True):
+        rich.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    rows = [[cell(entry) for entry in row] for row in table.rows]
+    if table.grouped:
+        rich.add_column("")
+    largest = max(map(_first_number, rows), default=0.0)
+    n_line = 0
+    for i, row in enumerate(rows):
+        shown: list[RenderableType] = [Text(each.text, _GOOD_STYLES[each.good]) for each in row]
+        if table.grouped:
+            n_line = n_line + 1 if i and row[0].text == rows[i - 1][0].text else 0
+            style = _LINE_STYLES[n_line % len(_LINE_STYLES)]
+            shown[:2] = ["" if n_line else row[0].text, Text(row[1].text, style)]
+            shown.append(_Bar(_first_number(row), largest, style))
+        is_last = i + 1 == len(rows) or row[0].text != rows[i + 1][0].text
+        rich.add_row(*shown, end_section=table.grouped and is_last)
+    return rich
+
+
+def render(sections: Iterable[Section]) -> Group:
+    """What sections say, figures left out."""
+    parts: list[RenderableType] = []
+    for section in sections:
+        parts.append(Text(section.title, "bold"))
+        for part in section.parts:
+            if not isinstance(part, Figure):
+                parts.append(render_table(part) if isinstance(part, Table) else Text(part))
+    return Group(*parts)
