@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from onetrip import html
+from onetrip import html, terminal
 from onetrip.command_line import BAD_USAGE, CHECK_FAILED, INTERRUPTED
 from onetrip.environment import header
 
 from ..measure.results import SCHEMA, UsageError, unwritable
 from ..run.store import fingerprint
+from ..show import operator_tables
 from . import gpu_tests, plan
 from .plan import Part, Place
 
@@ -201,30 +202,10 @@ def _run(part: Part, state: State, place: Place, limits: Limits) -> None:
 
 
 def _summary(state: State, known: Sequence[Part]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    from ..show.tables import console
-
-    out = console()
-    table = Table("part", "status", "s", "why", title="Everything", title_justify="left")
-    styles = {PASSED: "green", FAILED: "red", UNFINISHED: "yellow", SKIPPED: "dim"}
-    for part in known:
-        found = state.parts.get(part.name)
-        if found is None:
-            table.add_row(part.name, "not run", "", "")
-        else:
-            table.add_row(
-                part.name,
-                found["status"],
-                f"{found['seconds']:.0f}",
-                escape(found["reason"]),
-                style=styles[found["status"]],
-            )
-    out.print(table)
-    for name, found in state.parts.items():
-        for line in found.get("failures", ()):
-            out.print(f"FAILED {name}: {line}", style="red", markup=False, highlight=False)
+    not_run = {"status": "not run", "seconds": None}
+    parts = [{"case": part.name, **state.parts.get(part.name, not_run)} for part in known]
+    failures = [f"FAILED {name}: {line}" for name, found in state.parts.items() for line in found.get("failures", ())]
+    terminal.show([*operator_tables.verified(parts), *failures])
 
 
 def run(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from onetrip import terminal
+from onetrip.html import Table
 
 from ..measure.providers import NAMES, named, own_provider
 from ..measure.results import SUITES
@@ -40,23 +42,19 @@ def listing(device: torch.device, missing: str) -> dict[str, Any]:
 
 
 def print_listing(found: dict[str, Any]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    from ..show.tables import console
-
-    out = console()
-    suites = Table("--op: suite", "--op: operators", "cases", "takes", title="What is measured", title_justify="left")
+    suites = []
     for name, suite in found["suites"].items():
         # Attention has one operator a length: their common stem says enough.
         names = list(dict.fromkeys(op if not op.startswith("attention-") else "attention" for op in suite["operators"]))
-        suites.add_row(name, ", ".join(names) or "–", str(len(suite["cases"])), " ".join(suite["options"]) or "–")
-    out.print(suites)
-    title = f"What it is compared with on {found['device']}"
-    providers = Table("--against", "provider", "available", title=title, title_justify="left")
+        suites.append((name, ", ".join(names) or None, len(suite["cases"]), " ".join(suite["options"]) or None))
+    providers = []
     for name, provider in found["providers"].items():
-        reason = provider["unavailable"]
         note = f" ({provider['note']})" if provider["note"] else ""
-        words = f"no: {reason}" if reason else f"yes{note}"
-        providers.add_row(provider["against"] or "–", name, escape(words), style="dim" if reason else None)
-    out.print(providers)
+        words = f"no: {provider['unavailable']}" if provider["unavailable"] else f"yes{note}"
+        providers.append((provider["against"] or None, name, words))
+    terminal.show(
+        [
+            Table("What is measured", ("--op: suite", "--op: operators", "cases", "takes"), suites),
+            Table(f"What it is compared with on {found['device']}", ("--against", "provider", "available"), providers),
+        ]
+    )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from onetrip import terminal
+from onetrip.html import Cell, Entry, Table
 
 from ..measure.results import PARTIAL, UsageError, read_suite
 from .operator_tables import three_digits
@@ -243,34 +246,38 @@ def _speed(ratio: float) -> str:
 
 def print_comparison(comparison: Comparison, everything: bool = False) -> None:
     """What changed as a table, the most first, and a summary. everything: what did not change too."""
-    from rich.markup import escape
-    from rich.table import Table
+    terminal.show(_parts(comparison, everything))
 
-    from .tables import console
 
-    out = console()
+def _parts(comparison: Comparison, everything: bool) -> Iterator[str | Table]:
     shown = [change for change in comparison.changes if everything or change.verdict != "same"]
+    shown.sort(key=lambda change: max(change.ratio, 1 / change.ratio), reverse=True)
     if shown:
-        table = Table(title="Changes beyond noise" if not everything else "All figures", title_justify="left")
-        for name in ("case", "provider", "pass", "before", "after", "change", "beyond noise"):
-            table.add_column(name, justify="right" if name in ("before", "after", "change") else "left")
-        colours: Mapping[str, str | None] = {"faster": "green", "slower": "red", "same": None}
-        for change in sorted(shown, key=lambda change: max(change.ratio, 1 / change.ratio), reverse=True):
-            cells = (change.case, change.provider, change.which, _text(change.before), _text(change.after))
-            words = (_speed(change.ratio), "no" if change.verdict == "same" else change.verdict)
-            table.add_row(*map(escape, (*cells, *words)), style=colours[change.verdict])
-        out.print(table)
+        heads = ("case", "provider", "pass", "before", "after", "change", "beyond noise")
+        yield Table("All figures" if everything else "Changes beyond noise", heads, list(map(_row, shown)))
     for name, why in comparison.lost.items():
-        out.print(f"no number any more: {name}: {why}", style="red", markup=False)
-    for line in comparison.differences:
-        out.print(line, style="dim", markup=False)
+        yield f"no number any more: {name}: {why}"
+    yield from comparison.differences
     if comparison.copy_ratio is not None:
-        out.print(f"a plain copy took {comparison.copy_ratio:.2f} times as long", style="dim")
+        yield f"a plain copy took {comparison.copy_ratio:.2f} times as long"
     if max(comparison.slowdown) > _QUIET:
         most = max((change.allowed for change in comparison.changes), default=1.0)
         before, after = comparison.slowdown
         words = f"other processes slowed cases by up to {before:.1f}x before, {after:.1f}x after"
-        out.print(f"{words}: changes of up to {most:.2f}x count as noise", style="yellow", highlight=False)
+        yield f"{words}: changes of up to {most:.2f}x count as noise"
     counts = ", ".join(f"{comparison.count(verdict)} {verdict}" for verdict in ("faster", "slower", "same"))
     rest = f"{comparison.only_before} only before, {comparison.only_after} only after"
-    out.print(f"{len(comparison.changes)} figures: {counts}; {rest}", highlight=False)
+    yield f"{len(comparison.changes)} figures: {counts}; {rest}"
+
+
+def _row(change: Change) -> tuple[Entry, ...]:
+    good = {"faster": True, "slower": False}.get(change.verdict)
+    return (
+        change.case,
+        change.provider,
+        change.which,
+        Cell(change.before.median, _text(change.before)),
+        Cell(change.after.median, _text(change.after)),
+        Cell(change.ratio, _speed(change.ratio), good),
+        Cell(change.verdict, "no" if change.verdict == "same" else change.verdict, good),
+    )

@@ -5,17 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import Group
 
-from . import __version__, selfcheck
+from . import __version__, selfcheck, terminal
+from .html import Cell, Table
 from .ops.backends import BACKENDS, KERNEL_DTYPES, available_backends, choose, native, unavailable_reason, use_backend
 
 Progress = Callable[[int, int, str], None]
@@ -165,53 +163,48 @@ def _why(device: torch.device, backend: str, dtypes: list[torch.dtype]) -> str:
     return "; ".join(passed_over) or "first choice for this device"
 
 
-def render(report: Report) -> RenderableType:
+def render(report: Report) -> Group:
     """What `onetrip doctor` prints without --json."""
-    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for subject, finding in report.facts.items():
-        facts.add_row(Text(subject, style="bold"), Text(finding))
-    choices = Table("device", "dtypes", "backend", "why", title="What auto picks", title_justify="left")
-    for choice in report.choices:
-        choices.add_row(choice.device, choice.dtypes, Text(choice.backend, style="bold"), Text(choice.why))
     failed = [check for check in report.checks if not check.passed]
     verdict = (
-        Text(f"{len(failed)} of {len(report.checks)} checks failed", style="bold red")
-        if failed
-        else Text(f"all {len(report.checks)} checks passed", style="bold green")
+        f"{len(failed)} of {len(report.checks)} checks failed" if failed else f"all {len(report.checks)} checks passed"
     )
-    fault = [Text(report.fault, style="bold red")] if report.fault else []
-    return Group(facts, "", choices, "", *_check_tables(report), *map(_failure, failed), verdict, *fault)
+    choices = [(choice.device, choice.dtypes, choice.backend, choice.why) for choice in report.choices]
+    return terminal.render(
+        [
+            Table("This machine", ("", ""), list(report.facts.items())),
+            Table("What auto picks", ("device", "dtypes", "backend", "why"), choices),
+            *_check_tables(report),
+            *map(_failure, failed),
+            verdict,
+            *([report.fault] if report.fault else []),
+        ]
+    )
 
 
-def _check_tables(report: Report) -> list[RenderableType]:
+def _check_tables(report: Report) -> Iterator[Table]:
     """A table for each device and backend: kernels by dtypes, in each cell the largest error of both directions."""
     by_backend: dict[tuple[str, str], list[selfcheck.Check]] = {}
     for check in report.checks:
         by_backend.setdefault((check.device, check.backend), []).append(check)
-    tables: list[RenderableType] = []
     for (device, backend), checks in by_backend.items():
-        title = f"Self-check of {backend} on {device}: largest error against float64"
-        table = Table("", title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         dtypes = list(dict.fromkeys(check.dtype for check in checks))
-        for dtype in dtypes:
-            table.add_column(dtype, no_wrap=True)
-        for kernel in dict.fromkeys(check.kernel for check in checks):
-            row = [[c for c in checks if c.kernel == kernel and c.dtype == dtype] for dtype in dtypes]
-            table.add_row(kernel, *map(_cell, row))
-        tables.append(table)
-    return tables
+        rows = [
+            (kernel, *(_cell([c for c in checks if c.kernel == kernel and c.dtype == dtype]) for dtype in dtypes))
+            for kernel in dict.fromkeys(check.kernel for check in checks)
+        ]
+        yield Table(f"Self-check of {backend} on {device}: largest error against float64", ("", *dtypes), rows)
 
 
-def _cell(checks: list[selfcheck.Check]) -> Text:
+def _cell(checks: list[selfcheck.Check]) -> Cell | None:
     if not checks:
-        return Text("")
+        return None
     if all(check.passed for check in checks):
-        return Text(f"✓ {max(check.error for check in checks):.0e}", style="green")
-    return Text("✗ failed", style="red")
+        largest = max(check.error for check in checks)
+        return Cell(largest, f"✓ {largest:.0e}", good=True)
+    return Cell(None, "✗ failed", good=False)
 
 
-def _failure(check: selfcheck.Check) -> Text:
+def _failure(check: selfcheck.Check) -> str:
     what = check.failure or f"error {check.error:.2e}, allowed {check.allowed:.2e}"
-    return Text(
-        f"✗ {check.device}, {check.backend}, {check.kernel}, {check.dtype}, {check.direction}: {what}", style="red"
-    )
+    return f"✗ {check.device}, {check.backend}, {check.kernel}, {check.dtype}, {check.direction}: {what}"

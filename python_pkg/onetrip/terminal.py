@@ -11,20 +11,15 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from .html import Cell, Figure, Section, Table, cell, numeric_columns
+from .html import Cell, Table, cell, numeric_columns
 
 _SHORTEST_BAR, _LONGEST_BAR = 4, 32
 _BESIDE_BARS = 73
 """Characters of the longest labels and figures beside a bar."""
+_MANY_COLUMNS = 7
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _LINE_STYLES = ("", "green", "cyan", "magenta")
 _GOOD_STYLES = {True: "green", False: "red", None: ""}
-
-
-def console(width: int = 160) -> Console:
-    """For standard output. width: of a file or a pipe, unless COLUMNS says otherwise."""
-    found = Console()
-    return found if found.is_terminal or "COLUMNS" in os.environ else Console(width=width)
 
 
 def bar(value: float, largest: float, width: int) -> str:
@@ -54,10 +49,17 @@ def _first_number(row: Iterable[Cell]) -> float:
 def render_table(table: Table) -> RichTable:
     """The table for rich. A bar of the first number ends each row of a grouped table."""
     rich = RichTable(
-        title=table.caption, caption=table.note or None, title_justify="left", caption_justify="left", pad_edge=False
+        title=table.caption,
+        caption=table.note or None,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_header=any(table.columns),
+        padding=0 if len(table.columns) > _MANY_COLUMNS else (0, 1, 0, 0),
     )
-    rich.box = box.SIMPLE_HEAD
-    for column, numeric in zip(table.columns, numeric_columns(table.rows), strict=True):
+    numbers = numeric_columns(table.rows) or [False] * len(table.columns)
+    for column, numeric in zip(table.columns, numbers, strict=True):
         rich.add_column(column, justify="right" if numeric else "left", overflow="fold")
     rows = [[cell(entry) for entry in row] for row in table.rows]
     if table.grouped:
@@ -76,12 +78,15 @@ def render_table(table: Table) -> RichTable:
     return rich
 
 
-def render(sections: Iterable[Section]) -> Group:
-    """What sections say, figures left out."""
-    parts: list[RenderableType] = []
-    for section in sections:
-        parts.append(Text(section.title, "bold"))
-        for part in section.parts:
-            if not isinstance(part, Figure):
-                parts.append(render_table(part) if isinstance(part, Table) else Text(part))
-    return Group(*parts)
+def render(parts: Iterable[str | Table], title: str = "") -> Group:
+    """Paragraphs and tables below a title."""
+    shown = [render_table(part) if isinstance(part, Table) else Text(part) for part in parts]
+    return Group(*([Text(title, "bold")] if title else []), *shown)
+
+
+def show(parts: Iterable[str | Table], width: int = 160) -> None:
+    """Prints them on standard output. width: of a file or a pipe, unless COLUMNS says otherwise."""
+    console = Console()
+    if not (console.is_terminal or "COLUMNS" in os.environ):
+        console = Console(width=width)
+    console.print(render(parts))

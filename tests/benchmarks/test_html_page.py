@@ -196,7 +196,7 @@ def test_results_of_the_other_commands_are_shown_by_their_own_sections(small: Pa
     path = small / MACHINE / f"{command}_bert.json"
     path.write_text(json.dumps(content))
     made = SimpleNamespace(sections=lambda found: [html.Section(f"{command} of {found['answer']}", ["said"])])
-    monkeypatch.setitem(sys.modules, f"onetrip.{command}.html", made)
+    monkeypatch.setitem(sys.modules, f"onetrip.{command}.report", made)
     assert run(small)[0] == 0
     assert f"<h2>{command} of 42</h2>" in (small / "report.html").read_text()
     path.write_text("{}")

@@ -65,7 +65,7 @@ def test_tables_fit_eighty_columns(result):
     with console.capture() as capture:
         console.print(render(result))
     text = capture.get()
-    for words in (*methods.METHODS, "yes, 1.31x", "350.0M", "nan", "skipped: Mixed precision, fp16: needs a CUDA"):
+    for words in (*methods.METHODS, "yes, 1.31x", "350.0M", "skipped", "needs a CUDA device"):
         assert words in text
     assert "Combined: fused-kernels + adamw8bit." in text
     assert "Fused kernels: 3 calls of patched modules ran transformers' own code." in " ".join(text.split())

@@ -49,7 +49,7 @@ def page(result: Mapping[str, Any]) -> str:
 
 def render(result: Mapping[str, Any]) -> Group:
     """Everything `onetrip anatomy` prints without --json."""
-    return terminal.render([Section(_name(result), _parts(result, _MOST_ROWS))])
+    return terminal.render(_parts(result, _MOST_ROWS), _name(result))
 
 
 def _name(result: Mapping[str, Any]) -> str:

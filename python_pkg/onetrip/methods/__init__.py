@@ -1,8 +1,7 @@
 """The methods that are said to make training faster or smaller, each measured beside the same baseline."""
 
 from .catalog import METHODS, NAMES, Method, Recipe, Setting, combine
-from .html import sections, tables, write_page
-from .report import render
+from .report import render, sections, tables, write_page
 from .runs import check_page_can_be_written, load_previous, own_failures, run, write_json
 from .session import Options, Session
 from .verdict import memory_verdict, speed_verdict
