@@ -6,43 +6,32 @@ float32 operation rounded by itself, as the formulas have it.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-
 import pytest
 
 from tools.sass.cuda_compile import (
-    ARCHITECTURES,
     MULTIPROCESSORS,
     Kernel,
-    measure,
     print_table,
     resident_threads,
 )
 
 pytestmark = pytest.mark.slow
+FAMILY = "adam"
 
 THREADS = 512
 TYPES = ("f32", "f16", "bf16")
 STEPS = {f"step_kernel<{param}, {grad}, {bits}>" for param in TYPES for grad in TYPES for bits in (8, 32)}
 
 
-@pytest.fixture(scope="session")
-def compiled() -> dict[int, Future[list[Kernel]]]:
-    """The kernels of every architecture, compiled two at a time."""
-    pool = ThreadPoolExecutor(max_workers=2)
-    return {arch: pool.submit(measure, "adam", arch) for arch in ARCHITECTURES}
-
-
-def test_nothing_spills(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
-    kernels = compiled[arch].result()
+def test_nothing_spills(arch: int, kernels: list[Kernel]) -> None:
     print_table(arch, kernels)
     assert {kernel.name for kernel in kernels} == STEPS | {"prepare_kernel<4>", "prepare_kernel<64>"}
     assert not [kernel for kernel in kernels if kernel.spilled_bytes]
 
 
-def test_steps_move_16_bytes_at_once(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
+def test_steps_move_16_bytes_at_once(arch: int, kernels: list[Kernel]) -> None:
     """Parameters are stored, and parameters, gradients and 32-bit states loaded, 16 bytes at a time."""
-    for kernel in compiled[arch].result():
+    for kernel in kernels:
         if kernel.name in STEPS:
             wide = [2 if dtype == "f32" else 1 for dtype in TYPES if f"<{dtype}" in kernel.name]
             states = 4 if kernel.name.endswith("32>") else 0
@@ -50,12 +39,12 @@ def test_steps_move_16_bytes_at_once(arch: int, compiled: dict[int, Future[list[
             assert kernel.wide_loads >= wide[0] + 1 + states, kernel
 
 
-def test_half_of_the_threads_are_resident(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
+def test_half_of_the_threads_are_resident(arch: int, kernels: list[Kernel]) -> None:
     multiprocessor = MULTIPROCESSORS[arch]
-    for kernel in compiled[arch].result():
+    for kernel in kernels:
         if kernel.name in STEPS:
             assert 2 * resident_threads(kernel, THREADS, 0, multiprocessor) >= multiprocessor.threads, kernel
 
 
-def test_every_operation_is_rounded_by_itself(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
-    assert not [kernel for kernel in compiled[arch].result() if kernel.name in STEPS and kernel.loose_operations]
+def test_every_operation_is_rounded_by_itself(arch: int, kernels: list[Kernel]) -> None:
+    assert not [kernel for kernel in kernels if kernel.name in STEPS and kernel.loose_operations]

@@ -25,7 +25,6 @@ from tools.sass.machine_code import (
     WARPS_FORWARD,
     WARPS_REVERSE,
     MachineCode,
-    compiled_together,
     machine_code,
     missing_tool,
 )
@@ -72,7 +71,7 @@ def _skip_unless_runnable(arch: int) -> None:
 @functools.cache
 def _code(family: str, dtype: str, arch: int) -> MachineCode:
     _skip_unless_runnable(arch)
-    return machine_code(family, compiled_together(family, DTYPES[dtype]), arch)
+    return machine_code(family, DTYPES[dtype], arch)
 
 
 def _row_norm_calls(dtype: str, n_rows: int, n_cols: int) -> list[cudasim_row_norm.Call]:
@@ -259,7 +258,7 @@ def test_bug_is_caught(name: str, tmp_path: Path) -> None:
     _skip_unless_runnable(arch)
     # What is stored in 16 bits hides the last bits of what was computed.
     dtype = torch.float32 if family == "adam" else torch.bfloat16
-    broken = machine_code(family, compiled_together(family, dtype), arch, sources_with(bug, tmp_path))
+    broken = machine_code(family, dtype, arch, sources_with(bug, tmp_path))
     with pytest.raises((SimulatorFailure, AssertionError)) as caught:
         if family == "adam":
             _check_steps(broken, _steps(dtype, (1000,)), tmp_path, error_ulps=1)

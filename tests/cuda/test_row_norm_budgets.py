@@ -7,23 +7,21 @@ sm_70 is compiled by NVRTC 12.9 (CUDA 13 dropped it), the others by nvcc where t
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
 
 from tools.sass.cuda_compile import (
-    ARCHITECTURES,
     KIB,
     MULTIPROCESSORS,
     Kernel,
     cluster_threads,
-    measure,
     print_table,
     resident_threads,
 )
 
 pytestmark = pytest.mark.slow
+FAMILY = "row_norm"
 
 WIDTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 8192, 12288, 16384, 32768, 65536)
 FORWARD_WIDTHS = (64, 128, *WIDTHS)
@@ -65,13 +63,6 @@ CALLS = [
     ]
     for n_cols in widths
 ]
-
-
-@pytest.fixture(scope="session")
-def compiled() -> dict[int, Future[list[Kernel]]]:
-    """The kernels of every architecture, compiled two at a time and kept under build/ by the hash of the sources."""
-    pool = ThreadPoolExecutor(max_workers=2)
-    return {arch: pool.submit(measure, "row_norm", arch) for arch in ARCHITECTURES}
 
 
 class Launch(NamedTuple):
@@ -162,54 +153,51 @@ def _known_shortfall(arch: int, call: Call) -> str | None:
     return None
 
 
-def test_nothing_spills(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
-    kernels = compiled[arch].result()
+def test_nothing_spills(arch: int, kernels: list[Kernel]) -> None:
     print_table(arch, kernels)
     assert len(kernels) == 5 * 25 + 2 * 4 + 1
     spills = {kernel.name: kernel.spilled_bytes for kernel in kernels if kernel.spilled_bytes}
     assert all(spilled <= SPILLED_BYTES.get((arch, name), 0) for name, spilled in spills.items()), spills
 
 
-def test_aligned_kernels_move_16_bytes_at_once(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
+def test_aligned_kernels_move_16_bytes_at_once(arch: int, kernels: list[Kernel]) -> None:
     kinds = ("fast", "vectors", "uniform", "cluster", "pipelined")
-    aligned = [kernel for kernel in compiled[arch].result() if any(kind in kernel.name for kind in kinds)]
+    aligned = [kernel for kernel in kernels if any(kind in kernel.name for kind in kinds)]
     assert len(aligned) == 5 * 15 + 2 * 4
     moving = [kernel for kernel in aligned if _has_body(kernel.name, arch)]
     assert not [kernel for kernel in moving if not kernel.wide_loads]
     assert not [kernel for kernel in moving if not kernel.wide_stores and "means" not in kernel.name]
 
 
-def test_kernels_have_bodies_where_the_card_has_what_they_need(
-    arch: int, compiled: dict[int, Future[list[Kernel]]]
-) -> None:
+def test_kernels_have_bodies_where_the_card_has_what_they_need(arch: int, kernels: list[Kernel]) -> None:
     """Launchers tell by the static shared memory."""
-    for kernel in compiled[arch].result():
+    for kernel in kernels:
         if "cluster" in kernel.name or "pipelined" in kernel.name:
             assert (kernel.static_bytes > 0) == _has_body(kernel.name, arch), kernel
 
 
-def test_gradients_are_the_same_bits_in_every_kernel(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
+def test_gradients_are_the_same_bits_in_every_kernel(arch: int, kernels: list[Kernel]) -> None:
     """No product but those of fmaf is fused with a sum, or may be: 8 columns a chunk."""
     fused = {"backward_kernel": 3, "backward_means_kernel": 1, "backward_columns_kernel": 2}
     fused["backward_pipelined_kernel"] = 2 * 3
-    for kernel in compiled[arch].result():
+    for kernel in kernels:
         kind = kernel.name.partition("<")[0]
         if kind in fused and _has_body(kernel.name, arch):
             assert kernel.loose_products == 8 * fused[kind], kernel
 
 
-def test_half_of_the_threads_are_resident(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
+def test_half_of_the_threads_are_resident(arch: int, kernels: list[Kernel]) -> None:
     """As far as whole blocks go: one more of them would pass the half. (Blocks of 384 threads: 38% or 56%.)
 
     A kernel that copies rows ahead needs fewer threads: as many bytes in flight as half of the SM's, a chunk of dy and
     of z each, would load into registers.
     """
-    kernels = {kernel.name: kernel for kernel in compiled[arch].result()}
+    named = {kernel.name: kernel for kernel in kernels}
     multiprocessor = MULTIPROCESSORS[arch]
     short = []
     for call in CALLS:
-        for launch in _launches(call, arch, kernels):
-            kernel = kernels[launch.kernel]
+        for launch in _launches(call, arch, named):
+            kernel = named[launch.kernel]
             resident = resident_threads(kernel, launch.threads, launch.dynamic_bytes, multiprocessor)
             line = f"{call}: {launch}, {kernel.registers} registers, {resident} threads"
             assert resident > 0, line

@@ -6,33 +6,23 @@ common widths, registers and shared memory that leave half of an SM's threads re
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-
 import pytest
 
 from tools.sass.cuda_compile import (
-    ARCHITECTURES,
     KIB,
     MULTIPROCESSORS,
     Kernel,
     cluster_threads,
-    measure,
     print_table,
     resident_threads,
 )
 
 pytestmark = pytest.mark.slow
+FAMILY = "softmax"
 
 WIDTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 12288, 16384, 32768, 65536)
 TYPES = ("f32", "f16", "bf16")
 ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-
-
-@pytest.fixture(scope="session")
-def compiled() -> dict[int, Future[list[Kernel]]]:
-    """The kernels of every architecture, compiled two at a time."""
-    pool = ThreadPoolExecutor(max_workers=2)
-    return {arch: pool.submit(measure, "softmax", arch) for arch in ARCHITECTURES}
 
 
 def _row_threads(n_cols: int, columns_per_thread: int) -> int:
@@ -65,38 +55,37 @@ def _launches(n_cols: int, dtype: str, arch: int) -> list[tuple[str, int, int]]:
     return chosen
 
 
-def test_nothing_spills(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
-    kernels = compiled[arch].result()
+def test_nothing_spills(arch: int, kernels: list[Kernel]) -> None:
     print_table(arch, kernels)
     assert len(kernels) == 3 * (2 * 7 + 2) + 1
     assert not [kernel for kernel in kernels if kernel.spilled_bytes]
 
 
-def test_aligned_kernels_move_16_bytes_at_once(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
-    fast = [kernel for kernel in compiled[arch].result() if "fast" in kernel.name]
+def test_aligned_kernels_move_16_bytes_at_once(arch: int, kernels: list[Kernel]) -> None:
+    fast = [kernel for kernel in kernels if "fast" in kernel.name]
     assert len(fast) == 3 * 7
-    in_clusters = [kernel for kernel in compiled[arch].result() if "cluster" in kernel.name]
+    in_clusters = [kernel for kernel in kernels if "cluster" in kernel.name]
     assert len(in_clusters) == 3 * 2
     aligned = fast + (in_clusters if arch >= 90 else [])
     assert not [kernel for kernel in aligned if not (kernel.wide_loads and kernel.wide_stores)]
 
 
-def test_kernels_of_clusters_are_empty_elsewhere(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
+def test_kernels_of_clusters_are_empty_elsewhere(arch: int, kernels: list[Kernel]) -> None:
     """Launchers know them by their shared memory."""
-    for kernel in compiled[arch].result():
+    for kernel in kernels:
         if "cluster" in kernel.name:
             assert (kernel.static_bytes > 0) == (arch >= 90), kernel
 
 
-def test_half_of_the_threads_are_resident(arch: int, compiled: dict[int, Future[list[Kernel]]]) -> None:
+def test_half_of_the_threads_are_resident(arch: int, kernels: list[Kernel]) -> None:
     """As far as whole blocks go: one more of them would pass the half."""
-    kernels = {kernel.name: kernel for kernel in compiled[arch].result()}
+    named = {kernel.name: kernel for kernel in kernels}
     multiprocessor = MULTIPROCESSORS[arch]
     short = []
     for n_cols in WIDTHS:
         for dtype in TYPES:
             for name, threads, dynamic_bytes in _launches(n_cols, dtype, arch):
-                resident = resident_threads(kernels[name], threads, dynamic_bytes, multiprocessor)
+                resident = resident_threads(named[name], threads, dynamic_bytes, multiprocessor)
                 if (resident + threads) * 2 <= multiprocessor.threads:
-                    short.append(f"{n_cols}: {name} {kernels[name].registers} registers, {resident} threads")
+                    short.append(f"{n_cols}: {name} {named[name].registers} registers, {resident} threads")
     assert not short, "\n".join(short)

@@ -26,7 +26,7 @@ from tools.gpusim import softmax as cudasim_softmax
 from tools.gpusim.adam import Parameter, Step
 from tools.gpusim.harness import Case
 from tools.sass import cuda_compile
-from tools.sass.machine_code import WARPS_FORWARD, compiled_together, machine_code
+from tools.sass.machine_code import WARPS_FORWARD, machine_code
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCH = 90
@@ -130,7 +130,7 @@ def _pipe(opcode: str) -> str:
 
 def count(counted: Counted, folder: Path, arch: int = ARCH) -> dict[str, Any]:
     family = _family(counted.operator)
-    code = machine_code(family, compiled_together(family, DTYPE), arch)
+    code = machine_code(family, DTYPE, arch)
     n_elements, *found = counted.taken
     taken = [code.run([case], folder)[1][0] for case in found if case is not None]
 

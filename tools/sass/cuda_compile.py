@@ -8,13 +8,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
-import json
 import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
+
+from .emulator import made_once
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -138,14 +139,6 @@ def disassembler(arch: int) -> str | None:
     return None
 
 
-def _machine_code(cubin: Path, arch: int) -> str | None:
-    """None without a disassembler that knows the architecture."""
-    place = disassembler(arch)
-    if place is None:
-        return None
-    return subprocess.run([place, "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
-
-
 def _entries(ptx: str) -> list[tuple[str, str]]:
     return re.findall(r"\.entry (\w+)\((.*?)(?=\.entry |\Z)", ptx, re.S)
 
@@ -161,10 +154,10 @@ def _loose_operations(ptx: str) -> dict[str, tuple[int, int]]:
     return {name: (n_sums + n_products, n_products) for name, (n_sums, n_products) in counts.items()}
 
 
-def _wide_accesses(ptx: str, machine_code: str | None) -> dict[str, tuple[int, int]]:
+def _wide_accesses(ptx: str, machine_code: str) -> dict[str, tuple[int, int]]:
     """128-bit loads from (into registers or shared memory) and stores to global memory by kernel: of the machine code,
     else of the PTX."""
-    if machine_code is not None:
+    if machine_code:
         bodies = re.findall(r"\.section\s+\.text\.(\w+),(.*?)(?=\.section\s|\Z)", machine_code, re.S)
         load, store = r"\bLDG(?:STS)?\.E\.(?:\w+\.)*?128\b", r"\bSTG\.E\.(?:\w+\.)*?128\b"
     else:
@@ -174,25 +167,56 @@ def _wide_accesses(ptx: str, machine_code: str | None) -> dict[str, tuple[int, i
     return {name: (len(re.findall(load, body)), len(re.findall(store, body))) for name, body in bodies}
 
 
-def _compile(family: str, arch: int) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]], str]:
-    """(128-bit accesses by kernel, loose operations by kernel, what ptxas -v says) for one architecture."""
-    nvcc = nvcc_path() if arch >= 75 else None
-    folder = BUILD / str(arch)
-    folder.mkdir(parents=True, exist_ok=True)
-    ptx_file = folder / f"{family}.ptx"
-    if nvcc is None:
-        ptx_file.write_text(ptx_by_nvrtc((CSRC / "cuda" / f"{family}.cu").read_text(), arch))
-        ptxas = ptxas_path()
-        assert ptxas is not None
-        command = [ptxas, "-O3", "-v", f"-arch=sm_{arch}", str(ptx_file)]
-    else:
-        command = [nvcc, *NVCC_FLAGS, f"-arch=sm_{arch}", "-Xptxas", "-v", "-cubin"]
-        command += ["--keep", "--keep-dir", str(folder), str(CSRC / "cuda" / f"{family}.cu")]
-    result = subprocess.run([*command, "-o", str(folder / f"{family}.cubin")], capture_output=True, text=True)
+class Compiled(NamedTuple):
+    """The files of a family's kernels, compiled for one architecture."""
+
+    ptx: Path
+    cubin: Path
+    disassembly: Path
+    """Empty without a disassembler that knows the architecture."""
+    report: Path
+    """What ptxas -v says."""
+
+
+def has_nvcc(arch: int) -> bool:
+    return arch >= 75 and nvcc_path() is not None
+
+
+def compiled(family: str, arch: int, csrc: Path = CSRC, types: str = "") -> Compiled:
+    """The kernels of FAMILY.cu, under build/ by the hash of the sources. types: a #define of the dtypes that are
+    compiled; without it, all."""
+    source = f'{types}\n#include "{family}.cu"\n'
+    digest = hashlib.sha256(f"{family} {arch} {nvcc_path()} {source}".encode())
+    for path in [Path(__file__), *sorted(csrc.rglob("*.cu*")), *sorted(csrc.rglob("*.h"))]:
+        digest.update(path.name.encode() + path.read_bytes())
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        files = _files(folder)
+        if has_nvcc(arch):
+            (folder / "kernels.cu").write_text(source)
+            front_end = [nvcc_path(), *NVCC_FLAGS, "-ptx", f"-I{csrc / 'cuda'}", f"-arch=sm_{arch}"]
+            _output([*front_end, "-o", str(files.ptx), str(folder / "kernels.cu")])
+            assembler = [nvcc_path(), "-cubin", "-Xptxas", "-v"]
+        else:
+            files.ptx.write_text(ptx_by_nvrtc(source, arch, csrc / "cuda"))
+            assembler = [ptxas_path(), "-O3", "-v"]
+        files.report.write_text(_output([*assembler, f"-arch=sm_{arch}", "-o", str(files.cubin), str(files.ptx)]))
+        place = disassembler(arch)
+        files.disassembly.write_text("" if place is None else _output([place, "-c", str(files.cubin)]))
+
+    return _files(made_once(BUILD / f"{family}-sm_{arch}-{digest.hexdigest()[:16]}", make))
+
+
+def _files(folder: Path) -> Compiled:
+    return Compiled(*(folder / f"kernels.{ending}" for ending in ("ptx", "cubin", "sass", "txt")))
+
+
+def _output(command: list[str | None]) -> str:
+    assert command[0] is not None
+    result = subprocess.run(command, capture_output=True, text=True)  # type: ignore[arg-type]
     assert result.returncode == 0, result.stderr[-3000:]
-    machine_code = _machine_code(folder / f"{family}.cubin", arch)
-    ptx = ptx_file.read_text()
-    return _wide_accesses(ptx, machine_code), _loose_operations(ptx), result.stderr + result.stdout
+    return result.stderr + result.stdout
 
 
 def _short_name(mangled: str) -> str:
@@ -216,24 +240,19 @@ def _short_name(mangled: str) -> str:
 
 
 def measure(family: str, arch: int) -> list[Kernel]:
-    """The kernels of csrc/cuda/FAMILY.cu, kept under build/ by the hash of the sources."""
-    digest = hashlib.sha256(str((family, arch, nvcc_path())).encode())
-    for path in [Path(__file__), *sorted(CSRC.rglob("*.cu*")), *sorted(CSRC.rglob("*.h"))]:
-        digest.update(path.read_bytes())
-    cache = BUILD / f"{family}-sm_{arch}-{digest.hexdigest()[:16]}.json"
-    if cache.exists():
-        return [Kernel(*fields) for fields in json.loads(cache.read_text())]
-    accesses, loose, said = _compile(family, arch)
+    """The kernels of csrc/cuda/FAMILY.cu."""
+    files = compiled(family, arch)
+    ptx = files.ptx.read_text()
+    accesses, loose = _wide_accesses(ptx, files.disassembly.read_text()), _loose_operations(ptx)
+    reports = re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", files.report.read_text(), re.S)
     kernels = []
-    for name, report in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry|\Z)", said, re.S):
+    for name, report in reports:
         registers = re.search(r"Used (\d+) registers", report)
         spills = re.findall(r"(\d+) bytes spill", report)
         static = re.search(r"(\d+) bytes smem", report)
         assert registers is not None and spills
         used = int(registers[1]), 0 if static is None else int(static[1]), sum(map(int, spills))
         kernels.append(Kernel(_short_name(name), *used, *accesses[name], *loose[name]))
-    BUILD.mkdir(parents=True, exist_ok=True)
-    cache.write_text(json.dumps(kernels))
     return kernels
 
 

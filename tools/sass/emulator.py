@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 EMULATOR = Path(__file__).resolve().parent
 BUILD = EMULATOR.parents[1] / "build" / "cudasim"
 
 
-def compiled_once(target: Path, command: Sequence[str]) -> Path:
-    """The target of `command TARGET`. A process that wants the same target at the same time waits for it."""
+def made_once(target: Path, make: Callable[[Path], None]) -> Path:
+    """The file or folder that make() leaves at the path it gets. A process that wants the same target at the same time
+    waits for it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             unfinished = target.with_suffix(".unfinished")
-            result = subprocess.run([*command, str(unfinished)], capture_output=True, text=True)
-            if result.returncode != 0:
-                raise RuntimeError(f"{target.name} does not compile:\n{result.stderr[-4000:]}")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            make(unfinished)
             unfinished.rename(target)
     return target
+
+
+def compiled_once(target: Path, command: Sequence[str]) -> Path:
+    """The target of `command TARGET`."""
+
+    def make(unfinished: Path) -> None:
+        result = subprocess.run([*command, str(unfinished)], capture_output=True, text=True)
+        if result.returncode != 0:
+            raise RuntimeError(f"{target.name} does not compile:\n{result.stderr[-4000:]}")
+
+    return made_once(target, make)
 
 
 def build_machine(kind: str, *flags: str) -> Path:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import subprocess
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tools.gpusim import harness
-from tools.gpusim.harness import BUILD, ROOT, TYPES, Case, assert_same_bits, build, type_list
+from tools.gpusim.harness import TYPES, Case, assert_same_bits, build, type_list
 from tools.sass import cuda_compile
 
 WARPS_FORWARD, WARPS_REVERSE, WARPS_RANDOM = 10, 11, 12
@@ -27,16 +23,12 @@ ARCHITECTURES = (70, 75, 80, 90)
 """That the emulator knows."""
 
 
-def _has_nvcc(arch: int) -> bool:
-    return arch >= 75  # CUDA 13 has dropped Volta
-
-
 def missing_tool(arch: int) -> str | None:
     """Why machine code cannot be run here, or None."""
-    if _has_nvcc(arch) and cuda_compile.nvcc_path() is None:
+    if arch >= 75 and cuda_compile.nvcc_path() is None:
         return "no nvcc"
-    if not _has_nvcc(arch) and not cuda_compile.nvrtc_available():
-        return "NVIDIA's pip packages of the [test-cuda] extra are missing"
+    if reason := cuda_compile.missing_compiler(arch):
+        return reason
     if cuda_compile.disassembler(arch) is None:
         return f"no nvdisasm that knows sm_{arch}"
     return harness.missing_tool()
@@ -58,8 +50,7 @@ def _on_card(case: Case, arch: int) -> Case:
 class MachineCode:
     arch: int
     driver: Path
-    cubin: Path
-    disassembly: Path
+    compiled: cuda_compile.Compiled
 
     def run(
         self, cases: Sequence[Case], folder: Path, error_ulps: int = 0
@@ -67,7 +58,7 @@ class MachineCode:
         """(The outputs of each case, what each run of machine code took: machine.h's Counts). error_ulps: by which
         every result of the unit that approximates (MUFU) is moved."""
         counts = folder / "counts.jsonl"
-        prelude = [f"machine {self.cubin} {self.disassembly} {counts}", f"error {error_ulps}"]
+        prelude = [f"machine {self.compiled.cubin} {self.compiled.disassembly} {counts}", f"error {error_ulps}"]
         launched = [_on_card(case, self.arch) for case in cases]
         outputs = harness.run(self.driver, launched, folder, prelude)
         return outputs, [json.loads(line) for line in counts.read_text().splitlines()]
@@ -89,37 +80,12 @@ def compiled_together(family: str, dtype: torch.dtype) -> list[list[torch.dtype]
     return [[dtype] * (1 if family == "softmax" else 2)]
 
 
-def machine_code(
-    family: str, types: Iterable[Sequence[torch.dtype]], arch: int = 90, csrc: Path = ROOT / "csrc"
-) -> MachineCode:
-    """The kernels of a family for these dtypes, and the driver that runs them (harness.build), under build/ by
-    the hash of their sources. csrc: of the kernels; the driver is that of the right sources."""
-    types = [list(dtypes) for dtypes in types]
-    driver, disassembler = build(family, types), cuda_compile.disassembler(arch)
-    compiler = cuda_compile.nvcc_path() if _has_nvcc(arch) else cuda_compile.ptxas_path()
-    assert compiler is not None and disassembler is not None
-    source = f'#define {TYPES[family]}(F) {type_list(types)}\n#include "{family}.cu"\n'
-    versions = [subprocess.check_output([tool, "--version"]) for tool in (compiler, disassembler)]
-    digest = hashlib.sha256(f"{versions} {source}".encode())
-    for path in sorted([Path(cuda_compile.__file__), *csrc.rglob("*.h"), *csrc.rglob("*.cu*")]):
-        digest.update(path.name.encode() + path.read_bytes())
-    folder = BUILD / f"sm_{arch}-{digest.hexdigest()[:16]}"
-    code = MachineCode(arch, driver, folder / "kernels.cubin", folder / "kernels.sass")
-    if not code.disassembly.exists():
-        unfinished = folder.with_suffix(f".{os.getpid()}")
-        unfinished.mkdir(parents=True, exist_ok=True)
-        cubin = unfinished / code.cubin.name
-        if _has_nvcc(arch):
-            compiled = cubin.with_suffix(".cu")
-            compiled.write_text(source)
-            options = [*cuda_compile.NVCC_FLAGS, "-cubin", f"-I{csrc / 'cuda'}"]
-        else:
-            compiled = cubin.with_suffix(".ptx")
-            compiled.write_text(cuda_compile.ptx_by_nvrtc(source, arch, csrc / "cuda"))
-            options = ["-O3"]
-        subprocess.run([compiler, *options, f"-arch=sm_{arch}", "-o", str(cubin), str(compiled)], check=True)
-        text = subprocess.run([disassembler, "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
-        (unfinished / code.disassembly.name).write_text(text)
-        with suppress(OSError):  # another process was quicker
-            unfinished.rename(folder)
-    return code
+def machine_code(family: str, dtype: torch.dtype, arch: int = 90, csrc: Path | None = None) -> MachineCode:
+    """The kernels of a family, and the driver that runs those of the dtype. csrc: of kernels with a bug, which are
+    compiled for the dtype alone; the driver is that of the right sources."""
+    types = compiled_together(family, dtype)
+    if csrc is None:
+        kernels = cuda_compile.compiled(family, arch)
+    else:
+        kernels = cuda_compile.compiled(family, arch, csrc, f"#define {TYPES[family]}(F) {type_list(types)}")
+    return MachineCode(arch, build(family, types), kernels)
