@@ -30,7 +30,7 @@ if IS_X86:
     CPU_LEVELS["avx512vbmi"] = f"{CPU_LEVELS['avx512']} -mavx512vbmi"
 FAMILIES_WITH_VBMI = {"adam"}  # the others run there as under avx512
 
-# One cubin runs on every later minor version of its major one; the PTX of the newest serves the cards after it.
+# One cubin runs on every later minor version of its major one; the PTX of the newest serves the GPUs after it.
 DEFAULT_CUDA_ARCHS = "7.0 7.5 8.0 9.0 10.0 12.0+PTX"
 # Names that TORCH_CUDA_ARCH_LIST takes beside numbers. Source: torch/utils/cpp_extension.py, _get_cuda_arch_flags.
 NAMED_CUDA_ARCHS = {
@@ -101,13 +101,13 @@ def cuda_home() -> Path | None:
     return None
 
 
-def visible_cards() -> str:
+def visible_gpus() -> str:
     return " ".join(sorted(set(output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader").split())))
 
 
 def cuda_archs(nvcc: Path) -> list[tuple[str, bool]]:
     """[("8.0", with PTX), ...] to build for, less what this nvcc lacks; each one dropped is named."""
-    visible = visible_cards()
+    visible = visible_gpus()
     if not re.fullmatch(r"[\d. ]+", visible):
         visible = ""
     ours = os.environ.get("ONETRIP_CUDA_ARCHS")
@@ -209,7 +209,7 @@ class BuildNative(build_ext):
 
         archs = cuda_archs(home / "bin/nvcc") if home is not None else []
         if home is not None and not archs:
-            say("building without CUDA kernels: this nvcc knows none of the cards")
+            say("building without CUDA kernels: this nvcc knows none of the GPUs")
             home, without_cuda = None, "nvcc knew none of the GPUs"
         if home is not None:
             say(f"CUDA kernels by {home}/bin/nvcc for {', '.join(arch for arch, _ in archs)}")

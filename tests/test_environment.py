@@ -36,7 +36,7 @@ def test_a_header_in_words():
 
 
 def test_a_card_is_named_in_place_of_the_cpu():
-    assert environment.describe(HEADER | {"machine": CPU | {"device": "cuda", "gpu": "Card"}})["machine"] == "Card"
+    assert environment.describe(HEADER | {"machine": CPU | {"device": "cuda", "gpu": "GPU"}})["machine"] == "GPU"
 
 
 def test_changes_and_the_absence_of_a_commit_are_said():

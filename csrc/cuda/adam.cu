@@ -1,4 +1,4 @@
-// Adam on NVIDIA cards: the launches. The kernels are in adam_step.cuh; the contract is launch.h.
+// Adam on NVIDIA GPUs: the launches. The kernels are in adam_step.cuh; the contract is launch.h.
 #include "adam_step.cuh"
 
 #ifndef ONETRIP_ADAM_TYPES

@@ -166,7 +166,7 @@ struct AdamPlace {
   }
 };
 
-// What a step multiplies with, in registers of the warp, or asked for in memory again and again.
+// What a step multiplies with, in registers of the warp, or loaded from memory each time.
 struct HeldScalars {
   AdamScalars scalars;
   __device__ __forceinline__ const AdamScalars& now() const { return scalars; }

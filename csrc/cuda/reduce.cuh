@@ -162,7 +162,7 @@ constexpr int kMaxClusterWarps = kMaxClusterBlocks * kMaxWarps;
 
 #if ONETRIP_CLUSTERS
 
-// Every warp of a cluster tells all blocks values, again and again.
+// Every warp of a cluster tells all blocks values, once per sum.
 class ClusterExchange {
  public:
   // shared: [2 * kMaxClusterWarps], at the same place in every block. The threads of the cluster meet before the first
@@ -207,7 +207,7 @@ class ClusterExchange {
  private:
   float2* shared_;
   uint64_t* barriers_;
-  int turn_ = 0;  // then 1 to 4, again and again
+  int turn_ = 0;  // then 1 to 4, cyclically
 };
 
 template <>

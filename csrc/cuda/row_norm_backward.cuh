@@ -6,7 +6,7 @@
 //
 // One pass: dy, z (and dz) are read once, dx (and dresidual) written once. The sums over rows are float32: every block
 // keeps those of its own rows on the SM and writes them as one partial row; row_norm_partials_kernel adds the partial
-// rows. Cards that can pipeline take most rows by row_norm_backward_pipelined.cuh; wide ones that none of these takes
+// rows. GPUs that can pipeline take most rows by row_norm_backward_pipelined.cuh; wide ones that none of these takes
 // are in row_norm_backward_wide.cuh.
 //
 // The gradients of a row are the same bits whichever kernel takes it. So no compiler may fuse a product with a sum, or

@@ -12,7 +12,7 @@ _MIN_CAPABILITY = (7, 0)
 def interpreter_fault() -> str:
     """Why Triton's interpreter cannot run the kernels, "" where it can. Needs an importable Triton.
 
-    Before 3.7 it takes int() of arrays of one element for the ends of a range, which NumPy 2.4 refuses.
+    Before 3.7 it takes int() of arrays of one element for the ends of a range, which NumPy 2.4 rejects.
     """
     import triton
 

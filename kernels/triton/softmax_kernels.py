@@ -89,7 +89,7 @@ def visible_cols(rows, n_cols, n_queries, CAUSAL: tl.constexpr, INDEX: tl.conste
 @triton.jit
 def _inside(rows, cols, n_rows, n_cols):
     """Which elements of a tile there are. n_rows: None where rows is a scalar, one that exists. (Interpreters make
-    integers of a scalar condition that is combined with a tile's; that of Triton 3.9 then refuses them as a mask.)"""
+    integers of a scalar condition that is combined with a tile's; that of Triton 3.9 then rejects them as a mask.)"""
     if n_rows is None:
         return cols < n_cols
     else:

@@ -56,7 +56,7 @@ def describe(header: Mapping[str, Any]) -> dict[str, str]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """id: the CPU model and its number of cores, or the name of the card."""
+    """id: the CPU model and its number of cores, or the name of the GPU."""
     cpus = os.cpu_count() or 1
     library = native()
     found: dict[str, Any] = {

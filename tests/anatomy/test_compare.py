@@ -126,12 +126,12 @@ def test_a_model_that_does_not_fit_raises_before_it_is_loaded(monkeypatch):
     module = importlib.import_module("onetrip.anatomy.compare")
     monkeypatch.setattr(module, "free_bytes", lambda device: 10 << 20)
     monkeypatch.setattr(module, "_measure", lambda *_: pytest.fail("it was run"))
-    with pytest.raises(anatomy.UsageError, match="does not fit on cpu") as refused:
+    with pytest.raises(anatomy.UsageError, match="does not fit on cpu") as error:
         anatomy.compare(of_tiny_bert(device="cpu", columns=("eager",)))
     options = of_tiny_bert(device="cpu", columns=("eager",), predict_only=True)
     peak = anatomy.compare(options).columns["eager"].predicted.peak
     needed, missing = format_bytes(peak), format_bytes(peak - (10 << 20))
-    assert f"take {needed}, 10.0 MiB are free, {missing} too little" in str(refused.value)
+    assert f"take {needed}, 10.0 MiB are free, {missing} too little" in str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +164,9 @@ def test_what_cannot_be_predicted_is_measured(unpredictable, caplog):
 
 @pytest.mark.parametrize("asked", [{"fits": "16GB"}, {"predict_only": True}])
 def test_what_cannot_be_predicted_says_why(unpredictable, asked):
-    with pytest.raises(anatomy.UsageError, match="cannot be predicted, eager: DataDependentOutput") as refused:
+    with pytest.raises(anatomy.UsageError, match="cannot be predicted, eager: DataDependentOutput") as error:
         anatomy.compare(anatomy.Options(unpredictable, 2, 16, **asked))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def nvml(monkeypatch):
     module.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=80, memory=40)
     module.nvmlDeviceGetPowerUsage = lambda handle: 300_000
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="of-the-card"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="of-the-GPU"))
     return module
 
 
@@ -61,7 +61,7 @@ def test_a_thread_reads_the_card_by_its_own_name(nvml):
     with gpu.Sampler(CUDA) as sampler, sampler.watching("step"):
         assert read.wait(30)
     assert nvml.closed
-    assert handles[0] == "GPU-of-the-card"
+    assert handles[0] == "GPU-of-the-GPU"
     assert sampler.reason == ""
     assert not any(thread.name == "onetrip-nvml" for thread in threading.enumerate())
 

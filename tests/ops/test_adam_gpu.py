@@ -26,7 +26,7 @@ def _cuda_backend():
 
 
 def _shifted(tensor: Tensor, shift: int) -> Tensor:
-    """On the card, so many elements off an aligned address."""
+    """On the GPU, so many elements off an aligned address."""
     moved = torch.empty(tensor.numel() + shift, dtype=tensor.dtype, device="cuda")[shift:].view(tensor.shape)
     return moved.copy_(tensor)
 
@@ -83,7 +83,7 @@ def test_found_inf_leaves_everything() -> None:
 
 
 def test_ten_replays_are_ten_steps() -> None:
-    """lr and the count of steps lie on the card: a captured step goes on counting, and follows a new lr."""
+    """lr and the count of steps lie on the GPU: a captured step goes on counting, and follows a new lr."""
     lr = torch.tensor(1e-3, device="cuda")
     groups = [ADAMW._replace(lr=lr)]
     step = Step([Parameter(100_003), Parameter(300, torch.bfloat16, torch.bfloat16)], groups, steps_before=0.0)

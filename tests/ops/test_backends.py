@@ -156,7 +156,7 @@ def test_scopes_of_interleaved_tasks_do_not_mix():
 
 @pytest.mark.parametrize("order", [("reference", "cpu"), ("cpu", "reference")], ids=["first", "last"])
 def test_blocks_that_overlap_leave_nothing_behind(order):
-    """For backwards on a card, which ask torch for the block that called them."""
+    """For backwards on a GPU, which ask torch for the block that called them."""
     blocks = {name: (contextvars.copy_context(), onetrip.use_backend(name)) for name in ("reference", "cpu")}
     for context, block in blocks.values():
         context.run(block.__enter__)

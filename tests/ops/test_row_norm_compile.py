@@ -215,7 +215,7 @@ def test_make_fx_shows_one_operator_each_way():
 def test_traced_float64_norm_bias_beside_float32(target):
     """The gradient of a float64 parameter is computed by reference, whatever the dtype of x."""
     if target.backend != "reference":
-        pytest.skip("a named kernel backend refuses float64")
+        pytest.skip("a named kernel backend rejects float64")
     i = make((3, 8), torch.float32, "weight norm_bias", dtypes={"norm_bias": torch.float64})
     with onetrip.use_backend("auto"):
         compiled = torch.compile(lambda *t: ops.layer_norm(*t), fullgraph=True, backend="aot_eager")

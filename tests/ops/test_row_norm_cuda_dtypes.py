@@ -1,4 +1,4 @@
-"""What the CUDA kernels are asked for in every mix of dtypes, with the formulas in their place: no card is needed."""
+"""What the CUDA kernels are asked for in every mix of dtypes, with the formulas in their place: no GPU is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: graphs, streams, more than 2^32 elements, a second card, autocast."""
+"""What only a CUDA device can show: graphs, streams, more than 2^32 elements, a second GPU, autocast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the row_norm operators accept and refuse: empty, strided, misaligned, wrong; and that they modify nothing."""
+"""What the row_norm operators accept and reject: empty, strided, misaligned, wrong; and that they modify nothing."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def bad(name: str, value: Any, **options: Any) -> Callable[[Inputs], Any]:
 
 
 X = torch.randn(4, 6)
-REFUSED: dict[str, tuple[type[Exception], str, Callable[[Inputs], Any]]] = {
+REJECTED: dict[str, tuple[type[Exception], str, Callable[[Inputs], Any]]] = {
     "residual shape": (
         ValueError,
         r"residual must have the shape of x, \(4, 6\), got \(4, 5\)",
@@ -264,7 +264,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Inputs], Any]]] = {
 @pytest.mark.promise("B5")
 @pytest.mark.promise("B7, B8")
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(("error", "message", "run"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(("error", "message", "run"), REJECTED.values(), ids=REJECTED.keys())
 def test_wrong_arguments_are_refused_by_name(error, message, run):
     state = torch.random.get_rng_state()
     with pytest.raises(error, match="^bias_dropout_residual_norm: " + message):

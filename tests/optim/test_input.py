@@ -157,7 +157,7 @@ def test_decay_of_the_other_kind_is_refused():
         AdamW8bit([{"params": make_params(), "decoupled_weight_decay": False}])
 
 
-def refuses(optimizer: torch.optim.Optimizer, error: type[Exception], message: str) -> None:
+def rejects(optimizer: torch.optim.Optimizer, error: type[Exception], message: str) -> None:
     """step() raises, and nothing has changed."""
     before = snapshot(optimizer)
     with pytest.raises(error, match=message):
@@ -202,7 +202,7 @@ def test_gradients_that_do_not_fit_change_nothing(spoil, error, message, stepped
         give_grad(p, p.grad.double())
     else:
         p.data = p.data.double()
-    refuses(optimizer, error, message)
+    rejects(optimizer, error, message)
 
 
 @pytest.mark.parametrize("stepped", [False, True], ids=["first-step", "later-step"])
@@ -213,7 +213,7 @@ def test_messages_name_the_parameter_where_it_has_a_name(stepped):
         train(optimizer, range(1))
     set_grads(params, 1)
     give_grad(params[1], params[1].grad.double())
-    refuses(optimizer, TypeError, r"the gradient of parameter 1 \(head.weight\) must be float32, .*, got float64")
+    rejects(optimizer, TypeError, r"the gradient of parameter 1 \(head.weight\) must be float32, .*, got float64")
 
 
 def test_parameters_on_the_meta_device_are_refused_at_the_step():
@@ -234,14 +234,14 @@ def test_a_parameter_cut_in_place_is_refused():
     params[1].grad = None
     params[1].data = params[1].data[:40]
     set_grads(params, 1)
-    refuses(optimizer, ValueError, r"state of parameter 1: exp_avg must have its shape, \(40,\), got \(80,\)")
+    rejects(optimizer, ValueError, r"state of parameter 1: exp_avg must have its shape, \(40,\), got \(80,\)")
 
 
 def test_sparse_gradients_of_an_embedding():
     embedding = nn.Embedding(100, 64, sparse=True)
     optimizer = AdamW8bit(embedding.parameters())
     embedding(torch.tensor([1, 2])).sum().backward()
-    refuses(optimizer, RuntimeError, "AdamW8bit: the gradient of parameter 0 must be dense, got torch.sparse_coo")
+    rejects(optimizer, RuntimeError, "AdamW8bit: the gradient of parameter 0 must be dense, got torch.sparse_coo")
 
 
 @pytest.mark.promise("adam B10, B11")
@@ -251,7 +251,7 @@ def test_parameters_that_share_memory_are_refused():
     for views in ((base, base), (base[:5000], base[4000:]), (base.view(64, 128)[1], base[100:200])):
         params = [nn.Parameter(view) for view in views]
         set_grads(params, 0)
-        refuses(AdamW8bit(params), ValueError, "AdamW8bit: parameters must not share memory")
+        rejects(AdamW8bit(params), ValueError, "AdamW8bit: parameters must not share memory")
     neighbours = [nn.Parameter(base[:4096]), nn.Parameter(base[4096:])]
     train(AdamW8bit(neighbours), range(1))
 
@@ -259,7 +259,7 @@ def test_parameters_that_share_memory_are_refused():
 def test_a_parameter_that_overlaps_itself_is_refused():
     p = nn.Parameter(torch.zeros(1, 3).expand(2, 3))
     p.grad = torch.ones(2, 3)
-    refuses(AdamW8bit([p]), ValueError, "AdamW8bit: parameter 0 must not overlap itself")
+    rejects(AdamW8bit([p]), ValueError, "AdamW8bit: parameter 0 must not overlap itself")
 
 
 def test_a_state_damaged_by_hand_is_refused():
@@ -267,7 +267,7 @@ def test_a_state_damaged_by_hand_is_refused():
     optimizer = AdamW8bit(params)
     train(optimizer, range(1))
     optimizer.state[params[0]]["exp_avg_codes"] = optimizer.state[params[0]]["exp_avg_codes"][:100].clone()
-    refuses(optimizer, ValueError, "AdamW8bit: state of parameter 0: exp_avg_codes must have its shape")
+    rejects(optimizer, ValueError, "AdamW8bit: state of parameter 0: exp_avg_codes must have its shape")
 
 
 @pytest.mark.parametrize("damage", ["more", "less", "no-tensor"])

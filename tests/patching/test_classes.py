@@ -245,7 +245,7 @@ class Recording(nn.Module):
 
 
 def test_compiles_where_dictionaries_are_changed(model: Model, x: Tensor) -> None:
-    """Dynamo then refuses to read a class's __dict__."""
+    """Dynamo then rejects to read a class's __dict__."""
     recording = Recording(model)
     expected = recording(x)
     assert {site.pattern for site in patch_model(model).patched} == {"dropout_add_norm", "layer_norm"}

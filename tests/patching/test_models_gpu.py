@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> nn.Module:
-    """On the card, with eager attention."""
+    """On the GPU, with eager attention."""
     model_class, config_class, options = MODELS[request.param]
     config = getattr(transformers, config_class)(**options)
     return getattr(transformers, model_class)._from_config(config, attn_implementation="eager").cuda()

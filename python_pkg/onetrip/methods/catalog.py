@@ -108,7 +108,7 @@ def _bf16_missing(recipe: Recipe, setting: Setting) -> str:
     if setting.dtype != "float32":
         return f"the weights are {setting.dtype} already"
     if setting.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return "this card computes no bfloat16"
+        return "this GPU computes no bfloat16"
     return ""
 
 

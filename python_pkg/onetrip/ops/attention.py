@@ -103,7 +103,7 @@ def _composed(
     """The same by operators that compilers and transforms see."""
     n_repeats = query.shape[1] // key.shape[1]
     if n_repeats > 1:
-        # Not repeat_interleave: for torch.jit.trace n_repeats is a tensor of the CPU, which indexes nothing on a card.
+        # Not repeat_interleave: for torch.jit.trace n_repeats is a tensor of the CPU, which indexes nothing on a GPU.
         key, value = (each.unsqueeze(2).expand(-1, -1, n_repeats, -1, -1).flatten(1, 2) for each in (key, value))
     scores = torch.matmul(query, key.transpose(2, 3))
     if position_bias is not None or sinks is not None:

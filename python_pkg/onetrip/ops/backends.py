@@ -107,7 +107,7 @@ def set_backend(name: str) -> None:
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Use this backend inside the with block (this thread or task); an eager backward follows its forward; a traced
-    or compiled one chooses when it runs. What a backward called in the block computes again on a card (a checkpoint)
+    or compiled one chooses when it runs. What a backward called in the block computes again on a GPU (a checkpoint)
     uses it too; there tasks that take turns in one thread share the block that was entered last."""
     global _n_open
     token = _local_choice.set(_checked("use_backend", name))
@@ -127,7 +127,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def _block_in_torch() -> _Block | None:
-    """A backward of tensors on a card runs in threads of torch's, to which it takes what torch keeps for the thread
+    """A backward of tensors on a GPU runs in threads of torch's, to which it takes what torch keeps for the thread
     that called it; a context variable stays behind."""
     if not torch._C._is_key_in_tls(_IN_TORCH):
         return None
