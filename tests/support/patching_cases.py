@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -87,3 +89,18 @@ class Model(nn.Module):
 
 def classes(model: nn.Module) -> list[type]:
     return [type(module) for module in model.modules()]
+
+
+def gpt2(**options: Any) -> nn.Module:
+    """A tiny GPT-2: dropouts in children, residual sums and norms in its blocks, a last sum read outside."""
+    import transformers
+
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 61, "n_positions": 32}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    torch.manual_seed(0)
+    model: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | tokens | dropouts | options))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # ones and zeros would hide a wrong weight or a missing bias
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return model
