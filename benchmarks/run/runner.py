@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from onetrip.environment import header, load_average
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..measure import libraries
 from ..measure.cases import Named, Session
@@ -24,65 +24,29 @@ from .store import Store, fingerprint
 
 _FULL_CASE, _WIDTH_CASE = 6.0, 1.0
 """How long a case with all its passes and providers takes against one of a series of widths."""
-
-
-def duration(seconds: float) -> str:
-    """As a person reads it: 48 s, 3:05, 1:02:03."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    hours, rest = divmod(whole, 3600)
-    minutes, rest = divmod(rest, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-class Watch:
-    """How far a run is. weights: of every case, in any unit of time; only their ratios matter."""
-
-    def __init__(self, weights: Mapping[str, float], now: Callable[[], float] = time.monotonic) -> None:
-        self._weights, self._now = weights, now
-        self._start = now()
-        self._waiting = dict(weights)
-        self._ended: list[str] = []
-
-    def end(self, case: str) -> None:
-        if self._waiting.pop(case, None) is not None:
-            self._ended.append(case)
-
-    @property
-    def n_ended(self) -> int:
-        return len(self._ended)
-
-    def __len__(self) -> int:
-        return len(self._weights)
-
-    @property
-    def share(self) -> float:
-        total = sum(self._weights.values())
-        return 1.0 if total == 0 else 1.0 - sum(self._waiting.values()) / total
-
-    def remaining(self) -> float | None:
-        """Seconds, from what the cases so far took; None before the first one has ended."""
-        if not self._ended:
-            return None
-        spent = self._now() - self._start
-        return spent / self.share * (1.0 - self.share)
-
-    def words(self) -> str:
-        left = self.remaining()
-        return f"{self.n_ended}/{len(self)}" + ("" if left is None else f", about {duration(left)} left")
+_SPEED_OF_LAST_S = 3600.0
+"""The rest is estimated from what the last cases took."""
 
 
 class Reporter:
-    """Shows a Watch. silent: shows nothing."""
+    """Shows how far a run is: a bar on a terminal, elsewhere a line for each case. silent: shows nothing.
 
-    def __init__(self, watch: Watch, stream: TextIO, silent: bool = False) -> None:
-        self.watch = watch
-        self._silent = silent
+    weights: of every case, in any unit of time; only their ratios matter.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, float], stream: TextIO, silent: bool = False, now: Callable[[], float] | None = None
+    ) -> None:
+        self._weights, self._silent, self._n_ended = weights, silent, 0
         self.console = Console(file=stream)
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"))
-        self._bar = Progress(*columns, console=self.console, disable=silent or not self.console.is_terminal)
-        self._task = self._bar.add_task("", total=1.0, words=watch.words())
+        self._bar = Progress(
+            *(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"), TimeRemainingColumn()),
+            console=self.console,
+            disable=silent or not self.console.is_terminal,
+            speed_estimate_period=_SPEED_OF_LAST_S,
+            get_time=now,
+        )
+        self._task = self._bar.add_task("", total=sum(weights.values()), words="")
 
     def __enter__(self) -> Reporter:
         self._bar.start()
@@ -92,13 +56,15 @@ class Reporter:
         self._bar.stop()
 
     def start(self, case: str) -> None:
-        self._bar.update(self._task, description=case)
+        words = f"{self._n_ended}/{len(self._weights)}"
+        self._bar.update(self._task, description=case, words=words)
         if not self.console.is_terminal:
-            self.say(f"{case} ({self.watch.words()})")
+            left = self._bar.tasks[0].time_remaining
+            self.say(f"{case} ({words}{'' if left is None else f', about {timedelta(seconds=left)} left'})")
 
     def end(self, case: str) -> None:
-        self.watch.end(case)
-        self._bar.update(self._task, completed=self.watch.share, words=self.watch.words())
+        self._n_ended += 1
+        self._bar.advance(self._task, self._weights[case])
 
     def say(self, line: str) -> None:
         if not self._silent:
@@ -112,7 +78,6 @@ class Found:
     """One line for each case that did not pass."""
     interrupted: bool = False
     paths: list[Path] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 def _weight(case: Named) -> float:
@@ -216,16 +181,16 @@ def run(
     # pytest captures the file descriptors; progress goes to a copy of what standard error was.
     with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(2), "w") as terminal:
         arguments.append(f"--benchmark-storage=file://{folder}")  # else a folder appears where the user stands
-        watch = Watch({case.id: _weight(case) for cases in waiting.values() for case in cases})
-        with Reporter(watch, terminal, silent) as reporter:
+        weights = {case.id: _weight(case) for cases in waiting.values() for case in cases}
+        with Reporter(weights, terminal, silent) as reporter:
             watcher = _Watcher(reporter, store)
             for note in (*store.notes, *skipped):
                 reporter.say(note)
-            if len(watch):
+            if weights:
                 session = Session(device, options.quick, options.get("against"))
                 status = pytest.main(arguments, plugins=[CasesPlugin(waiting, session), watcher])
     if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         store.finish()
     elif not watcher.interrupted:
         watcher.failures.append(f"the run did not end: {pytest.ExitCode(status).name.lower()}")
-    return Found(store.results, watcher.failures, watcher.interrupted, store.paths(), store.notes)
+    return Found(store.results, watcher.failures, watcher.interrupted, store.paths())
