@@ -61,7 +61,7 @@ def test_saved_activations_are_told_apart(result):
 
 def test_peak_is_what_its_classes_sum_to(result):
     for column in result.columns.values():
-        step = column.measured.bytes
+        step = column.measured
         assert step.temporaries >= 0
         assert sum(getattr(step, name) for name in CLASSES) >= step.peak
         assert sum(column.predicted.at_peak.values()) == column.predicted.peak

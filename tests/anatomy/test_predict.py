@@ -48,7 +48,7 @@ def test_prediction_is_what_is_measured(model, batch_size, sequence_length, dtyp
     )
     result = anatomy.compare(options)
     for name, column in result.columns.items():
-        said, was = column.predicted, column.measured.bytes
+        said, was = column.predicted, column.measured
         assert was.saved_activations > 0 and was.gradients > 0
         for part in EXACT:
             assert getattr(said, part) == getattr(was, part), (name, part)
@@ -70,7 +70,7 @@ def test_fused_attention_is_predicted(name):
     sgd = anatomy.OPTIMIZERS["sgd"]
     with patched(model) as report:
         assert any("softmax" in site.pattern for site in report.patched)
-        was = anatomy.measure_step(model, batch, sgd(model.parameters()), steps=1, warm_up=0).bytes
+        was = anatomy.measure_step(model, batch, sgd(model.parameters()), steps=1, warm_up=0)
     make = partial(anatomy.make_batch, fake, 2, 48)
     context = partial(patched, fake, verify=False)
     said = anatomy.predict(fake, make, sgd, mode, context=context)

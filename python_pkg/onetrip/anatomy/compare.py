@@ -85,7 +85,7 @@ class Comparison:
             name: {
                 "speedup": {phase: _ratio(base.ms[phase].median, step.ms[phase].median) for phase in PHASES},
                 "saved_activations": _ratio(step.saved_activations, base.saved_activations),
-                "peak": _ratio(step.bytes.peak, base.bytes.peak),
+                "peak": _ratio(step.peak, base.peak),
             }
             for name, step in measured.items()
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from ..measure import (
 from .bytes import StepBytes
 from .gpu import Sampler
 from .operators import time_by_operator_class
-from .saved import SavedActivations, saved_activations
+from .saved import saved_activations
 
 PHASES = ("forward", "backward", "optimizer", "step")
 LossFn = Callable[[], Tensor]
@@ -52,19 +52,12 @@ class StepTimes:
         return self.forward_ms + self.backward_ms + self.optimizer_ms
 
 
-@dataclass(frozen=True)
-class StepAnatomy:
-    """One training step taken apart. Sizes are bytes."""
+@dataclass(frozen=True, kw_only=True)
+class StepAnatomy(StepBytes):
+    """One training step taken apart. peak: peak_memory and what is there before the step."""
 
     ms: dict[str, Spread]
     """Milliseconds of each of PHASES over the timed steps."""
-    weights: int
-    buffers: int
-    gradients: int
-    optimizer_states: int
-    batch: int
-    saved: SavedActivations
-    """What the graph keeps for backward: see saved_activations."""
     peak_memory: int
     """The most that was allocated at once above the start of the step: see measure.peak_bytes."""
     caches: int | None
@@ -77,26 +70,6 @@ class StepAnatomy:
     """Of the timed steps, where NVML could be read: see gpu.Sampler."""
     other_cpus: float | None = None
     """CPUs that other processes kept busy during the timed steps of all variants: see measure.BusyCpus."""
-
-    @property
-    def saved_activations(self) -> int:
-        return self.saved.total
-
-    @property
-    def bytes(self) -> StepBytes:
-        resident = self.weights + self.buffers + self.optimizer_states + self.batch
-        return StepBytes(
-            self.weights,
-            self.buffers,
-            self.gradients,
-            self.optimizer_states,
-            self.batch,
-            self.saved,
-            resident + self.peak_memory,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | self.bytes.to_dict()
 
 
 def timed_step(loss_fn: LossFn, optimizer: torch.optim.Optimizer, device: torch.device) -> StepTimes:
@@ -231,15 +204,17 @@ def measure_variants(
                     sizes[name] |= {"peak_memory": peak, "operators_ms": operators, "caches": caches}
     if progress is not None:
         progress(total, total, "done")
+    weights, buffers, batch = map(tensor_bytes, (model.parameters(), model.buffers(), inputs))
     return {
         name: StepAnatomy(
             ms={phase: spread([getattr(step, f"{phase}_ms") for step in times[name]]) for phase in PHASES},
-            weights=tensor_bytes(model.parameters()),
-            buffers=tensor_bytes(model.buffers()),
-            batch=tensor_bytes(inputs),
+            weights=weights,
+            buffers=buffers,
+            batch=batch,
+            optimizer_states=(states := optimizer_state_bytes(variants[name].optimizer)),
+            peak=weights + buffers + states + batch + sizes[name]["peak_memory"],
             other_cpus=busy.others,
             gpu=None if sampler is None else sampler.summary(name),
-            optimizer_states=optimizer_state_bytes(variants[name].optimizer),
             **sizes[name],
         )
         for name in names
