@@ -12,14 +12,13 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from onetrip.environment import header
+from onetrip.environment import header, output_of
 
 from ..measure import libraries, results
 from ..measure.timing import clock_for, summarise
@@ -34,13 +33,6 @@ _COPY_BYTES, _MATRIX = 4 << 30, 8192
 def _write(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"wrote {path}")
-
-
-def _output(*command: str) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def _ceilings(device: torch.device) -> dict[str, object]:
@@ -69,10 +61,10 @@ def environment(output: Path, device: torch.device) -> int:
     found: dict[str, Any] = {
         **header(device),
         "platform": platform.platform(),
-        "nvidia_smi": _output("nvidia-smi"),
-        "clocks": _output("nvidia-smi", "-q", "-d", "CLOCK,POWER,TEMPERATURE,PERFORMANCE,ECC"),
-        "nvcc": _output("nvcc", "--version"),
-        "compiler": _output("c++", "--version"),
+        "nvidia_smi": output_of("nvidia-smi"),
+        "clocks": output_of("nvidia-smi", "-q", "-d", "CLOCK,POWER,TEMPERATURE,PERFORMANCE,ECC"),
+        "nvcc": output_of("nvcc", "--version"),
+        "compiler": output_of("c++", "--version"),
         "compute_sanitizer": shutil.which("compute-sanitizer"),
         "variables": {
             name: value

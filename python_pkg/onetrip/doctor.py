@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import torch
 from rich.console import Group
 
 from . import __version__, selfcheck, terminal
+from .environment import packages
 from .html import Cell, Table
 from .ops.backends import BACKENDS, KERNEL_DTYPES, available_backends, choose, native, unavailable_reason, use_backend
 
@@ -90,20 +90,13 @@ def _fault(found: list[torch.device]) -> str:
     return f"ONETRIP_BACKEND={name}: every operator raises, since {reasons[-1]}" if all(reasons) else ""
 
 
-def _installed(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _facts() -> dict[str, str]:
     library = native()
     facts = {
         "onetrip": __version__,
         "Python": platform.python_version(),
         "torch": torch.__version__,  # with the CUDA it was built for, which the wheel's own metadata may leave out
-        **{package: _installed(package) for package in ("triton", "transformers")},
+        **packages("triton", "transformers"),
     }
     if library is None:
         facts["native library"] = f"not built: {_REBUILD}; until then kernels run through Triton or the slow reference"

@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -80,18 +81,22 @@ def machine(device: torch.device) -> dict[str, Any]:
             "compute_capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
             "cuda": torch.version.cuda,
-            "driver and clocks": _output("nvidia-smi", query, "--format=csv,noheader", f"--id={device.index or 0}"),
+            "driver and clocks": output_of("nvidia-smi", query, "--format=csv,noheader", f"--id={device.index or 0}"),
         }
     return {"id": re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"), **found}
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__, "onetrip": __version__}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "absent"
+    own = {"python": platform.python_version(), "torch": torch.__version__, "onetrip": __version__}
+    return own | packages(*_PACKAGES)
+
+
+def packages(*names: str) -> dict[str, str]:
+    """Name -> version, or "absent"."""
+    found = dict.fromkeys(names, "absent")
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return found
 
 
@@ -102,10 +107,10 @@ def commit() -> dict[str, Any] | None:
     for changes, as git describe --always --abbrev=40 --dirty prints it.
     """
     root = checkout()
-    if root is None or (head := _output("git", "rev-parse", "HEAD", cwd=root)) is None:
+    if root is None or (head := output_of("git", "rev-parse", "HEAD", cwd=root)) is None:
         given = os.environ.get("ONETRIP_COMMIT")
         return {"id": given.removesuffix("-dirty"), "modified": given.endswith("-dirty")} if given else None
-    changes = _output("git", "status", "--porcelain", "--", ".", *_GENERATED, cwd=root)
+    changes = output_of("git", "status", "--porcelain", "--", ".", *_GENERATED, cwd=root)
     return {"id": head, "modified": bool(changes)}
 
 
@@ -127,8 +132,9 @@ def _cpu_name() -> str:
     return names[0].strip() if names else platform.processor() or platform.machine()
 
 
-def _output(*command: str, cwd: Path | None = None) -> str | None:
+def output_of(*command: str, cwd: Path | None = None) -> str | None:
+    """What the command prints; None where it fails or is not there."""
     try:
-        return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None

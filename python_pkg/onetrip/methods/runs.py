@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from .. import html as page_builder
 from ..anatomy import UsageError
 from ..anatomy.measure import Progress
-from ..environment import describe, header
+from ..environment import describe, header, packages
 from ..measure import Spread
 from .catalog import BASELINE, Method, chosen
 from .session import DoesNotFit, Options, Session
@@ -42,7 +41,7 @@ def run(
     options.check()
     device = options.torch_device()
     result: dict[str, Any] = {"format": FORMAT, **header(device), "options": _options(options), "interrupted": False}
-    result["versions"] |= _peer_versions()
+    result["versions"] |= packages(*_PEERS)
     if previous is not None:
         check_same_run(previous, result)
     session = Session(options)
@@ -155,16 +154,6 @@ def own_failures(result: dict[str, Any]) -> list[str]:
 
 def _options(options: Options) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(options)))
-
-
-def _peer_versions() -> dict[str, str]:
-    found = {}
-    for package in _PEERS:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "absent"
-    return found
 
 
 def check_same_run(previous: dict[str, Any], now: dict[str, Any]) -> None:
