@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from onetrip.html import Cell, Entry, Table
@@ -42,32 +43,27 @@ def microseconds(times: Times | None) -> Cell | None:
     return Cell(times["median_us"], f"{times['median_us']:.1f} ({times['p20_us']:.1f}–{times['p80_us']:.1f})")
 
 
-def of_copy(times: Times | None) -> Cell | None:
-    return None if times is None else Cell(times["share_of_copy"], f"{100 * times['share_of_copy']:.0f}%")
+def shown(value: float | None, form: str, unit: float = 1.0) -> Cell | None:
+    """A cell that reads form.format(value / unit)."""
+    return None if value is None else Cell(value, form.format(value / unit))
 
 
-def percent(value: float | None) -> Cell | None:
-    return None if value is None else Cell(value, f"{value:.0f}%")
-
-
-def gigabytes(times: Times | None) -> Cell | None:
-    return None if times is None else Cell(times["gb_per_s"], f"{times['gb_per_s']:.1f}")
-
-
-def ratio(value: float | None) -> Cell | None:
-    return None if value is None else Cell(value, f"{value:.2f}x")
-
-
-def mib(count: int | None) -> Cell | None:
-    return None if count is None else Cell(count, f"{count / _MIB:.1f}")
-
-
-def error(value: float | None) -> Cell | None:
-    return None if value is None else Cell(value, f"{value:.0e}")
+percent = partial(shown, form="{:.0f}%")
+ratio = partial(shown, form="{:.2f}x")
+error = partial(shown, form="{:.0e}")
+mib = partial(shown, form="{:.1f}", unit=_MIB)
 
 
 def fixed(value: float | None, digits: int) -> Cell | None:
-    return None if value is None else Cell(value, f"{value:.{digits}f}")
+    return shown(value, f"{{:.{digits}f}}")
+
+
+def of_copy(times: Times | None) -> Cell | None:
+    return times and shown(times["share_of_copy"], "{:.0f}%", 0.01)
+
+
+def gigabytes(times: Times | None) -> Cell | None:
+    return times and fixed(times["gb_per_s"], 1)
 
 
 def cases(results: Results, *suites: str) -> Cases:
@@ -319,10 +315,6 @@ def without_number(cases: Iterable[dict[str, Any]]) -> Iterator[Table]:
         yield Table("Without a number", ("provider", "why", "where"), rows)
 
 
-def _scaled(value: float | None, unit: float) -> float | None:
-    return None if value is None else value / unit
-
-
 def _function(demangled: str) -> str:
     """Without its namespace, what it is instantiated for, and its parameters."""
     found = re.search(r"(\w+)(?=[<(]|$)", demangled.replace("(anonymous namespace)::", ""))
@@ -350,18 +342,18 @@ def counters(results: Results) -> Iterator[Table]:
         rows = [
             (
                 case["case"],
-                percent(_scaled(case["share_of_copy"], 0.01)),
+                shown(case["share_of_copy"], "{:.0f}%", 0.01),
                 _function(kernel["kernel"]),
-                fixed(_scaled(kernel["duration_ns"], 1e3), 1),
-                fixed(_scaled(kernel["read_bytes"], 1 << 20), 1),
-                fixed(_scaled(kernel["written_bytes"], 1 << 20), 1),
-                fixed(_scaled(case["floor_bytes"], 1 << 20), 1),
-                percent(_scaled(kernel["moved_share_of_copy"], 0.01)),
+                shown(kernel["duration_ns"], "{:.1f}", 1e3),
+                mib(kernel["read_bytes"]),
+                mib(kernel["written_bytes"]),
+                mib(case["floor_bytes"]),
+                shown(kernel["moved_share_of_copy"], "{:.0f}%", 0.01),
                 fixed(kernel["instructions_per_element"], 1),
                 *(percent(kernel[f"{name}_percent"]) for name in ("issue", "occupancy", "l2")),
                 fixed(kernel["registers"], 0),
-                fixed(_scaled(kernel["shared_bytes"], 1 << 10), 1),
-                fixed(_scaled(kernel["local_bytes"], 1 << 20), 1),
+                shown(kernel["shared_bytes"], "{:.1f}", 1 << 10),
+                mib(kernel["local_bytes"]),
                 re.sub(r"(, 1)*\)|\(", "", f"{kernel['grid']} x {kernel['block']}"),
             )
             for case in sorted(content["cases"], key=lambda case: case["share_of_copy"] or float("inf"))

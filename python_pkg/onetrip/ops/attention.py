@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..reference.philox import Rng
 from ..reference.softmax import SoftmaxPlan
-from .attention_heads import Plan, Wanted, attend, gradients, saturated_mask
+from .attention_heads import BackwardOperands, Operands, Plan, Wanted, attend, gradients, saturated_mask
 from .backends import DISPATCHER, KERNEL_DTYPES, choose
 from .rng import eager_rng, traced_rng
 from .softmax import softmax
@@ -64,12 +63,13 @@ def attention(
     traced = is_traced(query, key, value, mask, position_bias, sinks)
     as_on = watched_as() if traced else device.type
     if as_on is None or is_transformed():
-        return _composed(query, key, value, mask, scale, softcap, position_bias, sinks, causal, dropout_p, rng)
+        operands = Operands(query, key, value, mask, position_bias, sinks)
+        return _composed(operands, scale, softcap, causal, dropout_p, rng)
 
     if sinks is not None:
         mask = _beside_sinks(mask, key.shape[2])
-    tensors = (query, key, value, mask, position_bias, sinks)
-    needs_grad = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+    operands = Operands(query, key, value, mask, position_bias, sinks)
+    needs_grad = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in operands)
     # The softmax multiplies by the scale for nothing; but biases and sinks must not be multiplied.
     in_softmax = softcap if softcap is not None else scale if position_bias is None and sinks is None else 1.0
     plan = Plan(
@@ -81,26 +81,22 @@ def attention(
     )
     used_rng = traced_rng(rng, dropout_p, device) if traced else eager_rng(rng, dropout_p, device)
     if needs_grad:
-        output, weights = _Attention.apply(*tensors, used_rng, plan)
+        output, weights = _Attention.apply(*operands, used_rng, plan)
     else:
-        output, weights, _ = attend(*tensors, used_rng, plan)
+        output, weights, _ = attend(operands, used_rng, plan)
     return output, weights if sinks is None else weights[..., 1:]
 
 
 def _composed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
+    operands: Operands,
     scale: float,
     softcap: float | None,
-    position_bias: Tensor | None,
-    sinks: Tensor | None,
     causal: bool,
     dropout_p: float,
     rng: tuple[int, int] | None,
 ) -> tuple[Tensor, Tensor]:
     """The same by operators that compilers and transforms see."""
+    query, key, value, mask, position_bias, sinks = operands
     n_repeats = query.shape[1] // key.shape[1]
     if n_repeats > 1:
         # Not repeat_interleave: for torch.jit.trace n_repeats is a tensor of the CPU, which indexes nothing on a GPU.
@@ -135,24 +131,13 @@ class _Attention(torch.autograd.Function):
     """Saves query, key, value, and weights or, where dropout made them another tensor, the probabilities."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        position_bias: Tensor | None,
-        sinks: Tensor | None,
-        rng: Rng | None,
-        plan: Plan,
-    ) -> tuple[Tensor, Tensor]:
-        output, weights, p = attend(query, key, value, mask, position_bias, sinks, rng, plan)
+    def forward(ctx: Any, *operands_and_call: Any) -> tuple[Tensor, Tensor]:
+        operands, (rng, plan) = Operands(*operands_and_call[:6]), operands_and_call[6:]
+        output, weights, p = attend(operands, rng, plan)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, weights if p is None else p)
+        ctx.save_for_backward(*operands[:3], weights if p is None else p)
         ctx.plan = plan
-        ctx.kinds = tuple(
-            None if each is None else (tuple(each.shape), each.dtype) for each in (mask, position_bias, sinks)
-        )
+        ctx.kinds = tuple(None if each is None else (tuple(each.shape), each.dtype) for each in operands[3:])
         return output, weights
 
     @staticmethod
@@ -174,7 +159,9 @@ class _Attention(torch.autograd.Function):
         if bias_shape is not None and index == 4 and sinks is not None:
             bias_shape = (*bias_shape[:-1], p.shape[-1])
         which = Wanted(wants[0], wants[1], wants[2], sinks is not None and wants[5], bias_shape)
-        dquery, dkey, dvalue, dsinks, dbias = gradients(doutput, dweights, query, key, value, p, which, plan)
+        dquery, dkey, dvalue, dsinks, dbias = gradients(
+            BackwardOperands(doutput, dweights, query, key, value, p), which, plan
+        )
         if dbias is not None:
             dbias = (
                 dbias if dbias.shape == bias[0] else dbias[..., p.shape[-1] - key.shape[2] :].sum_to_size(bias[0])

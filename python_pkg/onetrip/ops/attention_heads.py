@@ -18,6 +18,28 @@ from .softmax_autograd import backward, forward
 from .tracing import have_storage
 
 
+class Operands(NamedTuple):
+    """The tensors of one call, as attention.attention takes them."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    position_bias: Tensor | None
+    sinks: Tensor | None
+
+
+class BackwardOperands(NamedTuple):
+    """doutput, dweights: of output and weights; one may be None. p: as the softmax stores it."""
+
+    doutput: Tensor | None
+    dweights: Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    p: Tensor
+
+
 class Plan(NamedTuple):
     """Everything about one call that is not a tensor."""
 
@@ -101,17 +123,9 @@ def _folded(heads: Tensor, n_key_heads: int) -> Tensor:
     return heads.reshape(batch * n_key_heads, n_heads // n_key_heads * n_queries, width)
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    position_bias: Tensor | None,
-    sinks: Tensor | None,
-    rng: Rng | None,
-    plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def attend(operands: Operands, rng: Rng | None, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
     """(output, weights, p): the weights with those of the sinks, p as the softmax stores it."""
+    query, key, value, mask, position_bias, sinks = operands
     batch, n_heads, n_queries, _ = query.shape
     n_key_heads, n_keys = key.shape[1:3]
     n_repeats = n_heads // n_key_heads
@@ -160,17 +174,9 @@ class Wanted(NamedTuple):
     """Of what was added to the scores, sinks' column included."""
 
 
-def gradients(
-    doutput: Tensor | None,
-    dweights: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    p: Tensor,
-    wants: Wanted,
-    plan: Plan,
-) -> Gradients:
-    """Of everything, laid out as what they are of. doutput, dweights: of output and weights; one may be None."""
+def gradients(operands: BackwardOperands, wants: Wanted, plan: Plan) -> Gradients:
+    """Of everything, laid out as what they are of."""
+    doutput, dweights, query, key, value, p = operands
     given = doutput if doutput is not None else dweights
     assert given is not None
     writes = have_storage(given)
@@ -179,7 +185,7 @@ def gradients(
     # A bias's gradient sums over batches and heads.
     cuts = _cuts(query, key, p.shape[-1], plan.on_cpu) if writes and wants.bias_shape is None else [_EVERYTHING]
     if len(cuts) == 1:
-        return _gradients(doutput, dweights, query, key, value, p, None, wants, plan)
+        return _gradients(operands, None, wants, plan)
     n_repeats = query.shape[1] // key.shape[1]
     found = Gradients(
         torch.empty_like(query) if wants.query else None,
@@ -192,27 +198,18 @@ def gradients(
     for cut in cuts:
         heads = _of_heads(cut, n_repeats)
         do, dw = (None if each is None else each[heads] for each in (doutput, dweights))
-        p_of_cut = p[heads]
-        room = buffer[: p_of_cut.shape[0], : p_of_cut.shape[1]]
-        pieces = _gradients(do, dw, query[heads], key[cut], value[cut], p_of_cut, room, wants, plan)
+        of_cut = BackwardOperands(do, dw, query[heads], key[cut], value[cut], p[heads])
+        room = buffer[: of_cut.p.shape[0], : of_cut.p.shape[1]]
+        pieces = _gradients(of_cut, room, wants, plan)
         for whole, place, piece in zip(found, (heads, cut, cut, heads), pieces, strict=False):
             if whole is not None and piece is not None:
                 whole[place] = piece
     return found
 
 
-def _gradients(
-    doutput: Tensor | None,
-    dweights: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    p: Tensor,
-    buffer: Tensor | None,
-    wants: Wanted,
-    plan: Plan,
-) -> Gradients:
+def _gradients(operands: BackwardOperands, buffer: Tensor | None, wants: Wanted, plan: Plan) -> Gradients:
     """Of some batches and heads. buffer: shaped like p, is written over."""
+    doutput, dweights, query, key, value, p = operands
     n_key_heads, first = key.shape[1], p.shape[-1] - key.shape[2]
     k, v = key.flatten(0, 1), value.flatten(0, 1)
     dvalue = None
