@@ -88,7 +88,7 @@ CASES = {
         {"n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": 32}
         | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2},
         causal,
-        {"layer_norm": 5, "add_norm": 2},
+        {"layer_norm": 5, "dropout_add": 2},
     ),
     "vit": Case(
         "ViTForImageClassification",

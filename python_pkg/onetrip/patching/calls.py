@@ -53,7 +53,8 @@ def original_class(cls: type) -> Any:
 
 
 def is_plain(module: nn.Module, expected: type) -> bool:
-    """Whether calling the module runs exactly expected.forward: that type, no hooks, no forward on the instance.
+    """Whether calling the module runs exactly expected.forward: that type, no hooks, no forward on the instance, not
+    compiled on its own.
 
     Wrappers (PEFT, quantization) change the type. FSDP, DeepSpeed and offloading register hooks. accelerate and hub
     kernels replace forward on the instance.
@@ -65,6 +66,7 @@ def is_plain(module: nn.Module, expected: type) -> bool:
         and not module._backward_hooks
         and not module._backward_pre_hooks
         and "forward" not in module.__dict__
+        and module._compiled_call_impl is None
         and not _global_forward_hooks
         and not _global_forward_pre_hooks
         and not _global_backward_hooks

@@ -27,8 +27,11 @@ Site = Attention | SoftmaxRegions | ResidualSums | Leaf
 class Classifier:
     """Classifies the modules of one model. Reads each class once, and probes each configuration of a norm once."""
 
-    def __init__(self, model: nn.Module, wanted: frozenset[str], replace_sdpa: bool | None) -> None:
+    def __init__(
+        self, model: nn.Module, wanted: frozenset[str], excluded: frozenset[str], replace_sdpa: bool | None
+    ) -> None:
         self.wanted, self.replace_sdpa = wanted, replace_sdpa
+        self.excluded = {id(module) for name, module in model.named_modules(remove_duplicate=False) if name in excluded}
         self.model_device = _kernel_device(model) or torch.device("cpu")
         self.attentions: dict[type, Interface | SoftmaxRegions | Unsuitable | None] = {}
         self.forwards: dict[type, FoundSums | Unsuitable | None] = {}
@@ -61,7 +64,7 @@ class Classifier:
         if cls not in self.forwards:
             self.forwards[cls] = read_sums(plain_forward(cls))
         sums = self.forwards[cls]
-        chosen = choose_sums(module, sums, self.norm) if isinstance(sums, FoundSums) else sums
+        chosen = choose_sums(module, sums, self.norm, self.excluded) if isinstance(sums, FoundSums) else sums
         if isinstance(sums, FoundSums) and isinstance(chosen, list) and chosen:
             wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)
             site = ResidualSums(sums, wanted)

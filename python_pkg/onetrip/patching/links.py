@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -200,15 +200,24 @@ def _norm_options(norm: nn.Module, spec: NormSpec, z_dtype: torch.dtype, x: Tens
     }
 
 
-Branch = tuple[Tensor, Tensor | None, float]
-"""x, a bias still to be added to it, and the probability of its dropout."""
+class Branch(NamedTuple):
+    """One side of a sum, before its bias and its dropout."""
+
+    x: Tensor
+    bias: Tensor | None
+    p: float
 
 
 def dropped(dropout: Any, x: Tensor, bias: Tensor | None = None) -> Branch:
     """x + bias with the module's dropout still to be done; done already where it is not a plain nn.Dropout."""
     if calls.is_plain(dropout, nn.Dropout) and not dropout.inplace:
-        return x, bias, dropout.p if dropout.training else 0.0
-    return dropout(x if bias is None else x + bias), None, 0.0
+        return Branch(x, bias, dropout.p if dropout.training else 0.0)
+    return Branch(dropout(x if bias is None else x + bias), None, 0.0)
+
+
+def undropped(x: Any) -> tuple[Any, Tensor | None]:
+    """(x, a bias still to be added) of what a Tail returned, one without dropout."""
+    return x[:2] if isinstance(x, Branch) else (x, None)
 
 
 @dataclass(frozen=True)
@@ -222,7 +231,7 @@ class Sum:
     index: int
     """Of the forward's sums."""
     branch: int | None
-    """Which operand (0, 1) is given as a Branch; None where both are plain tensors."""
+    """Which operand (0, 1) may be a Branch; None where both are plain tensors."""
     norm_class: type | None = None
     spec: NormSpec | None = None
     returns_sum: bool = True
@@ -231,12 +240,11 @@ class Sum:
     """Pinned by verification."""
 
     def __call__(self, module: nn.Module, left: Any, right: Any, norm: Any = None) -> Any:
-        x, residual, bias, p = right, left, None, 0.0
-        if self.branch is not None:
-            (x, bias, p), residual = (left, right) if self.branch == 0 else (right, left)
+        branch, residual = (left, right) if self.branch == 0 else (right, left)
+        x, bias, p = branch if isinstance(branch, Branch) else (branch, None, 0.0)
         if not _is_sum(x, residual):
             calls.count_fallback(module)
-            z = _unfused(left, right, x, residual, bias, p, self.branch)
+            z = _unfused(x, residual, bias, p, self.branch == 0)
             return z if norm is None else self._pair(z, norm(z))
         if norm is not None:
             result = self.fused(x, residual, bias, p, norm)
@@ -330,12 +338,10 @@ def _sum_dtype(x: Tensor, residual: Tensor, bias: Tensor | None) -> torch.dtype:
     return dtype if bias is None or bias.dtype == dtype else torch.promote_types(dtype, bias.dtype)
 
 
-def _unfused(left: Any, right: Any, x: Any, residual: Any, bias: Any, p: float, branch: int | None) -> Any:
-    """left + right by torch's operators, whatever they are."""
-    if branch is None:
-        return left + right
+def _unfused(x: Any, residual: Any, bias: Any, p: float, x_first: bool) -> Any:
+    """The sum by torch's operators, whatever its operands are."""
     if bias is not None:
         x = x + bias
     if p:
         x = functional.dropout(x, p, True)
-    return x + residual if branch == 0 else residual + x
+    return x + residual if x_first else residual + x

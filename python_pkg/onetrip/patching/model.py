@@ -59,7 +59,7 @@ def patch_model(
         raise TypeError(f"patch_model: model must be a torch.nn.Module, got {type(model).__name__}")
     wanted = _checked_attention(attention, _checked_patterns(patterns))
     excluded = _checked_exclude(model, exclude)
-    patcher = _Patcher(model, Classifier(model, wanted, attention), excluded, verify)
+    patcher = _Patcher(model, Classifier(model, wanted, excluded, attention), excluded, verify)
     try:
         patcher.run()
     except BaseException:
@@ -161,8 +161,10 @@ class _Patcher:
         modules = list(self.model.named_modules())
         found: dict[int, PatchedSite | SkippedSite | None] = {}
         absorbed: set[int] = set()
-        # Modules with children first: a norm that a block absorbs is no site of its own.
-        for name, module in sorted(modules, key=lambda named: not named[1]._modules):
+        # Blocks before leaves: a norm that a block absorbs is no site of its own. A child before its parent: the
+        # parent may call a second forward of the child's class (residual/tails.py).
+        blocks, leaves = ([named for named in modules if bool(named[1]._modules) is kind] for kind in (True, False))
+        for name, module in (*reversed(blocks), *leaves):
             if id(module) not in absorbed or is_patched(module):
                 found[id(module)] = site = self.site(name, module)
                 if isinstance(site, PatchedSite):

@@ -9,7 +9,7 @@
 
 Each part may be missing or stand inside another expression, and the dropout may be functional. Everything else of the
 forward stays as it was written: caches, keyword arguments, clamps, branches. A sum whose norm is in another module is
-linked to it at run time (links.py).
+linked to it at run time (links.py). A dropout or a bias at the end of a child may join the parent's sum (tails.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import nn
 
 from ..classes import Rewrite
 from ..links import linked_result
-from .choose import PATTERNS, Choice, choose_sums
+from .choose import PATTERNS, Choice, choose_sums, describe, pattern_of
 from .read import FoundSums, read_sums
-from .rewrite import describe, pattern_of, rewrite_sums
+from .rewrite import rewrite_sums
 from .verify import verify_sum
 
 __all__ = ["PATTERNS", "FoundSums", "ResidualSums", "choose_sums", "linked_result", "read_sums"]
@@ -51,7 +51,7 @@ class ResidualSums:
 
     @cached_property
     def _rewrite(self) -> Rewrite:
-        return rewrite_sums(self.sums, self.chosen)
+        return rewrite_sums(self.pattern, self.sums, self.chosen)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless each sum, fused, computes what torch's operators compute."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..calls import is_plain, original_class
 from ..norms import NormSpec
 from ..report import Unsuitable
 from .read import FoundSum, FoundSums, Operand
+from .tails import Tail, open_tail, read_returns
 
 PATTERNS = ("dropout_add_norm", "add_norm", "dropout_add")
 
@@ -25,15 +27,26 @@ class Choice:
     branch: int | None = None
     """Which operand (0, 1) is read as `operand`; None if both stay as they are."""
     operand: Operand | None = None
+    tail: Tail | None = None
+    """Of the child that made the operand."""
     norm: tuple[str, ast.Call] | None = None
     """(path of the norm that follows, its call)."""
     spec: NormSpec | None = None
     norm_class: type | None = None
 
     @property
+    def is_dropped(self) -> bool:
+        return (self.operand is not None and self.operand.is_dropped) or (self.tail is not None and self.tail.drops)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the bias of a linear layer is left to the sum."""
+        return (self.operand is not None and self.operand.linear != "") or (self.tail is not None and self.tail.linear)
+
+    @property
     def pattern(self) -> str:
         """A sum without dropout and norm looks for its norm at run time."""
-        if self.operand is not None and self.operand.is_dropped:
+        if self.is_dropped:
             return "dropout_add" if self.norm is None else "dropout_add_norm"
         return "add_norm"
 
@@ -50,23 +63,26 @@ def choose_sums(
     module: nn.Module,
     sums: FoundSums,
     norm_of: Callable[[nn.Module], NormSpec | Unsuitable],
+    closed: Container[int],
 ) -> list[Choice] | Unsuitable:
-    """The sums that can be rewritten; the reason if a norm prevents it. norm_of: recognises a leaf norm."""
+    """The sums that can be rewritten; the reason if a norm prevents it.
+
+    norm_of: recognises a leaf norm. closed: ids of children whose dropouts and linear layers stay in them.
+    """
     if any(isinstance(child, nn.Embedding) for child in module._modules.values()):
         return []  # sums of embeddings broadcast
     chosen: list[Choice] = []
     taken: set[int] = set()
     reason: Unsuitable | None = None
     for found in sums.sums:
-        branch, operand = _branch(module, found, taken)
-        choice = Choice(found, branch, operand)
+        choice = _with_branch(module, found, taken, closed)
         norm = _norm(module, found, norm_of)
         if isinstance(norm, Unsuitable):
             reason = norm
         elif norm is not None:
             choice = replace(choice, norm=norm[0], spec=norm[1], norm_class=norm[2])
         if _is_worth_it(choice):
-            taken |= {id(statement) for statement in operand.statements} if operand is not None else set()
+            taken |= {id(statement) for statement in choice.operand.statements} if choice.operand is not None else set()
             chosen.append(choice)
     is_open = all(each.operand is None and each.norm is None for each in chosen)
     if is_open and not any(isinstance(norm_of(child), NormSpec) for child in module.modules() if not child._modules):
@@ -76,21 +92,44 @@ def choose_sums(
 
 def _is_worth_it(choice: Choice) -> bool:
     """Whether there is something to fuse: a dropout, a norm, or a norm in another module that reads the result."""
-    dropped = choice.operand is not None and choice.operand.is_dropped
-    return dropped or choice.norm is not None or choice.found.is_open
+    return choice.is_dropped or choice.norm is not None or choice.found.is_open
 
 
-def _branch(module: nn.Module, found: FoundSum, taken: set[int]) -> tuple[int | None, Operand | None]:
+def _with_branch(module: nn.Module, found: FoundSum, taken: set[int], closed: Container[int]) -> Choice:
     """Which side is a branch, and how it is read: the reading that takes most off, of those that hold."""
-    best: tuple[int, int, Operand] | None = None
+    best, most = Choice(found), 0
     for side, readings in enumerate(found.operands):
-        operand = next(
-            each for each in readings if _holds(module, each) and not any(id(s) in taken for s in each.statements)
-        )
-        worth = 2 * operand.is_dropped + bool(operand.linear)
-        if worth and (best is None or worth > best[0]):
-            best = worth, side, operand
-    return (None, None) if best is None else (best[1], best[2])
+        for operand in readings:
+            if not _holds(module, operand) or any(id(each) in taken for each in operand.statements):
+                continue
+            tail = _tail(module, operand, closed) if operand.opened else None
+            if operand.opened and tail is None:
+                continue
+            choice = Choice(found, side, operand, tail)
+            worth = 2 * choice.is_dropped + choice.has_bias
+            if worth > most:
+                best, most = choice, worth
+            break
+    return best
+
+
+def _tail(module: nn.Module, operand: Operand, closed: Container[int]) -> Tail | None:
+    """The tail of the operand's child, if it leaves something to the sum that the sum can do."""
+    child: Any = child_at(module, operand.opened)
+    returns = None if child is None or id(child) in closed else read_returns(type(child))
+    if returns is None or returns.in_tuple != operand.in_tuple:
+        return None
+    read = tuple(
+        next((each for each in readings if each.call is None and _takes_off(each) and _holds(child, each)), None)
+        for _, readings in returns.found
+    )
+    if not any(read) or (operand.is_dropped and any(each is not None and each.is_dropped for each in read)):
+        return None
+    return open_tail(returns, read)
+
+
+def _takes_off(operand: Operand) -> bool:
+    return operand.is_dropped or operand.linear != ""
 
 
 def _holds(module: nn.Module, operand: Operand) -> bool:
@@ -145,3 +184,14 @@ def _norm(
         else:
             return (path, call), spec, original_class(type(child))
     return reason
+
+
+def pattern_of(chosen: Sequence[Choice]) -> str:
+    """The pattern that fuses most, of those of the sums."""
+    return min((choice.pattern for choice in chosen), key=PATTERNS.index)
+
+
+def describe(chosen: Sequence[Choice]) -> str:
+    """The sums of a forward with several, for the report."""
+    counts = Counter(choice.pattern for choice in chosen)
+    return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) if len(chosen) > 1 else ""

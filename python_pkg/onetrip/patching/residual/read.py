@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.nn import functional
@@ -31,6 +31,11 @@ class Operand:
     """Path of a child called with one argument: x is its input, if it is an nn.Linear."""
     statements: tuple[ast.stmt, ...] = ()
     """Assignments before the sum that the parts were taken from, the last one first: dropout, then linear layer."""
+    opened: str = ""
+    """Path of a child that made x, which only the sum reads: its own last dropout or linear layer may be taken off."""
+    call: ast.Call | None = None
+    """The child's call, which returns x, or a tuple with x first."""
+    in_tuple: bool = False
 
     @property
     def is_dropped(self) -> bool:
@@ -71,13 +76,15 @@ def read_sums(forward: Any) -> FoundSums | Unsuitable | None:
     tree = parse(forward)
     if isinstance(tree, Unsuitable):
         return tree
-    found = list(_Reader(forward, tree).read()) if tree.args.args else []
+    found = list(Reader(forward, tree).read()) if tree.args.args else []
     if found and not is_source_of(tree, forward):
         return Unsuitable("unknown_forward", "its source is not the code that runs")
     return FoundSums(tree, found) if found else None
 
 
-class _Reader:
+class Reader:
+    """Reads one forward."""
+
     def __init__(self, forward: Any, tree: ast.FunctionDef) -> None:
         self.tree, self.globals = tree, forward.__globals__
         self.self_name = tree.args.args[0].arg
@@ -202,14 +209,16 @@ class _Reader:
             case ast.Call(func=function, args=[x, *rest], keywords=keywords) if (
                 resolve(function, self.globals) is functional.dropout
             ):
-                options = dict(zip(("p", "training"), rest, strict=False)) | {k.arg: k.value for k in keywords}
+                options = dict(zip(("p", "training", "inplace"), rest, strict=False)) | {
+                    k.arg: k.value for k in keywords
+                }
                 if options.keys() == {"p", "training"}:
                     return x, options["p"], options["training"]
         return None
 
     def readings(self, side: ast.expr, block: list[ast.stmt], position: int, in_loop: bool) -> list[Operand]:
         """Ways to read an operand, from the most that can be taken off to the plain expression."""
-        found = [Operand(side)]
+        found = [Operand(side), *self.openings(Operand(side), block, position, position, in_loop)]
         outer = self.value_of(side, block, position, position, in_loop)
         for value, statements in ((side, ()), outer) if outer else ((side, ()),):
             dropouts: list[Operand] = []
@@ -221,6 +230,7 @@ class _Reader:
             for each in dropouts:
                 found.append(each)
                 before = position - len(each.statements)
+                found += self.openings(each, block, before, position, in_loop)
                 inner = self.value_of(each.x, block, before, position, in_loop)
                 for below, more in ((each.x, ()), inner) if inner else ((each.x, ()),):
                     if (called := self.called(below)) is not None:
@@ -236,20 +246,47 @@ class _Reader:
         once. last: position of the sum."""
         if not isinstance(name, ast.Name) or position == 0:
             return None
-        statement, reader, *later = block[position - 1 : last + 1]
+        statement = block[position - 1]
         match statement:
             case ast.Assign(targets=[ast.Name(id=assigned)], value=value) if assigned == name.id:
                 pass
             case _:
                 return None
-        if _reads(reader, assigned) != 1 or _calls_before(reader, name):
+        if _calls_before(block[position], name) or not self.is_read_once(assigned, block, position, last, in_loop):
             return None
-        if _assigned(reader) != assigned:
-            if any(_reads(each, assigned) for each in later):
-                return None
-            if _assigned(block[last]) != assigned and (in_loop or _uses_after(self.tree, assigned, block[last])):
-                return None
         return value, (statement,)
+
+    def is_read_once(self, name: str, block: list[ast.stmt], position: int, last: int, in_loop: bool) -> bool:
+        """Whether statement `position` reads the value of the name once, and nothing else does. last: of the sum."""
+        reader, *later = block[position : last + 1]
+        if _reads(reader, name) != 1:
+            return False
+        if _assigned(reader) == name:
+            return True
+        is_rebound = _assigned(block[last]) == name
+        return not any(_reads(each, name) for each in later) and (
+            is_rebound or not (in_loop or _uses_after(self.tree, name, block[last]))
+        )
+
+    def openings(
+        self, operand: Operand, block: list[ast.stmt], position: int, last: int, in_loop: bool
+    ) -> Iterator[Operand]:
+        """The operand with the call that made its x, if nothing else reads x. position: of the statement that does."""
+        x, in_tuple = operand.x, False
+        if isinstance(x, ast.Name):
+            name = x.id
+            earlier = (each for each in reversed(block[:position]) if _mentions(each, name))
+            match next(earlier, None):
+                case ast.Assign(targets=[ast.Name(id=first)], value=value) if first == name:
+                    x = value
+                case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=first), *_])], value=value) if first == name:
+                    x, in_tuple = value, True
+            if not self.is_read_once(name, block, position, last, in_loop):
+                return
+        if isinstance(x, ast.Subscript) and isinstance(x.slice, ast.Constant) and x.slice.value == 0 and not in_tuple:
+            x, in_tuple = x.value, True
+        if isinstance(x, ast.Call) and (path := self.child(x.func)) != "":
+            yield replace(operand, opened=path, call=x, in_tuple=in_tuple)
 
     def norms_after(self, block: list[ast.stmt], position: int, target: str) -> Iterator[tuple[str, ast.Call]]:
         """Calls of a child with the sum alone that surely follow, before the name is bound again."""
@@ -308,6 +345,10 @@ def _assigned(statement: ast.stmt) -> str:
         case ast.Assign(targets=[ast.Name(id=name)]):
             return name
     return ""
+
+
+def _mentions(node: ast.AST, name: str) -> bool:
+    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
 
 
 def _reads(statement: ast.stmt, name: str) -> int:

@@ -4,56 +4,58 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..calls import linear_parts
 from ..classes import Rewrite
-from ..links import Sum, dropped
+from ..links import Branch, Sum, dropped, undropped
 from ..source import bare
-from .choose import PATTERNS, Choice
 from .read import FoundSums, Operand
 
+if TYPE_CHECKING:
+    from .choose import Choice
 
-def rewrite_sums(sums: FoundSums, chosen: Sequence[Choice]) -> Rewrite:
+
+def rewrite_sums(pattern: str, sums: FoundSums, chosen: Sequence[Choice]) -> Rewrite:
     """The forward with the chosen sums fused."""
-    tree = copy.deepcopy(sums.tree)
-    copies = dict(zip(map(id, ast.walk(sums.tree)), ast.walk(tree), strict=True))
-    rewriting = _Rewriting(tree.args.args[0].arg)
+    rewriting = Rewriting(sums.tree)
     for index, choice in enumerate(chosen):
-        rewriting.add(index, choice, copies)
-    rewriting.visit(tree)
-    source = ast.unparse(bare(ast.fix_missing_locations(tree))) + "\n"
+        rewriting.put_sum(index, choice)
     absorbed = {choice.norm[0] for choice in chosen if choice.norm is not None and "." not in choice.norm[0]}
-    return Rewrite(pattern_of(chosen), source, tuple(rewriting.constants.items()), tuple(sorted(absorbed)), True)
+    source = rewriting.source()
+    return Rewrite(pattern, source, tuple(rewriting.constants.items()), tuple(sorted(absorbed)), True)
 
 
-def pattern_of(chosen: Sequence[Choice]) -> str:
-    """The pattern that fuses most, of those of the sums."""
-    return min((choice.pattern for choice in chosen), key=PATTERNS.index)
+class Rewriting(ast.NodeTransformer):
+    """A copy of a forward, with other expressions in some places. The nodes given are those of the original."""
 
-
-class _Rewriting(ast.NodeTransformer):
-    """Puts Sums into a copy of a forward's tree."""
-
-    def __init__(self, own: str) -> None:
-        """own: the name of the forward's first parameter."""
-        self.own = own
+    def __init__(self, tree: ast.FunctionDef) -> None:
+        self.tree = copy.deepcopy(tree)
+        self.copies: dict[int, Any] = dict(zip(map(id, ast.walk(tree)), ast.walk(self.tree), strict=True))
+        self.own = tree.args.args[0].arg
         self.constants: dict[str, Any] = {}
         self.replaced: dict[int, Callable[[], ast.expr]] = {}
         self.removed: set[int] = set()
         self.added_targets: dict[int, str] = {}
 
-    def add(self, index: int, choice: Choice, copies: dict[int, Any]) -> None:
+    def source(self) -> str:
+        """The rewritten forward."""
+        self.visit(self.tree)
+        return ast.unparse(bare(ast.fix_missing_locations(self.tree))) + "\n"
+
+    def put_branch(self, value: ast.expr, operand: Operand) -> None:
+        """The operand as a Branch in place of a value."""
+        self.replaced[id(self.copies[id(value)])] = self.branch(operand, "")
+
+    def put_sum(self, index: int, choice: Choice) -> None:
+        """A Sum in place of an addition and the norm that follows."""
         found, operand, norm = choice.found, choice.operand, choice.norm
-        node, statement = copies[id(found.node)], copies[id(found.block[found.position])]
+        node, statement = self.copies[id(found.node)], self.copies[id(found.block[found.position])]
         sides: list[Callable[[], ast.expr]] = [lambda: self.visit(node.left), lambda: self.visit(node.right)]
         if operand is not None and choice.branch is not None:
-            sides[choice.branch] = lambda: self.branch(operand, copies)
-            self.removed |= {id(copies[id(each)]) for each in operand.statements}
-            self.constants |= {"dropped_": dropped} if operand.dropout else {}
-            self.constants |= {"linear_parts_": linear_parts} if operand.linear else {}
+            sides[choice.branch] = self.branch(operand, f"open_{index}_")
+            self.constants |= {f"open_{index}_": choice.tail} if choice.tail is not None else {}
 
         def call() -> ast.expr:
             norms = [] if norm is None else [self.attribute(norm[0])]
@@ -63,14 +65,14 @@ class _Rewriting(ast.NodeTransformer):
         returns_sum = norm is None or not (found.has_inline_norm or choice.norm_replaces_sum)
         self.constants[name] = Sum(index, choice.branch, choice.norm_class, choice.spec, returns_sum, found.is_open)
         if norm is not None and found.has_inline_norm:
-            self.replaced[id(copies[id(norm[1])])] = call
+            self.replaced[id(self.copies[id(norm[1])])] = call
             return
         self.replaced[id(node)] = call
         if norm is not None and returns_sum:
-            self.replaced[id(copies[id(norm[1])])] = lambda: ast.Name(normed)
+            self.replaced[id(self.copies[id(norm[1])])] = lambda: ast.Name(normed)
             self.added_targets[id(statement)] = normed
         elif norm is not None:
-            self.removed.add(id(copies[id(found.block[found.position + 1])]))
+            self.removed.add(id(self.copies[id(found.block[found.position + 1])]))
 
     def visit(self, node: ast.AST) -> Any:
         if id(node) in self.removed:
@@ -85,23 +87,40 @@ class _Rewriting(ast.NodeTransformer):
     def attribute(self, path: str) -> ast.expr:
         return ast.parse(f"{self.own}.{path}", mode="eval").body
 
-    def branch(self, operand: Operand, copies: dict[int, Any]) -> ast.expr:
-        """(x, bias, p) of the operand."""
-        x: ast.expr = self.visit(copies[id(operand.x)])
-        parts = [x]
-        if operand.linear:
-            parts = [ast.Starred(ast.Call(ast.Name("linear_parts_"), [self.attribute(operand.linear), x], []))]
-        if operand.dropout:
-            return ast.Call(ast.Name("dropped_"), [self.attribute(operand.dropout), *parts], [])
-        if not operand.linear:
-            parts.append(ast.Constant(None))
-        p: ast.expr = ast.Constant(0.0)
-        if operand.p is not None and operand.training is not None:
-            p = ast.IfExp(copies[id(operand.training)], copies[id(operand.p)], ast.Constant(0.0))
-        return ast.Tuple([*parts, p])
+    def branch(self, operand: Operand, opening: str) -> Callable[[], ast.expr]:
+        """Makes a Branch of the operand, once it is wanted. opening: name of the Tail of the operand's child."""
+        self.removed |= {id(self.copies[id(each)]) for each in operand.statements}
+        if operand.call is not None:
+            self.replaced[id(self.copies[id(operand.call)])] = lambda: self.opened(operand, opening)
+        names = {"dropped_": dropped, "linear_parts_": linear_parts, "undropped_": undropped, "Branch_": Branch}
 
+        def called(name: str, *arguments: ast.expr) -> ast.Call:
+            self.constants[name] = names[name]
+            return ast.Call(ast.Name(name), list(arguments), [])
 
-def describe(chosen: Sequence[Choice]) -> str:
-    """The sums of a forward with several, for the report."""
-    counts = Counter(choice.pattern for choice in chosen)
-    return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) if len(chosen) > 1 else ""
+        def made() -> ast.expr:
+            x: ast.expr = self.visit(self.copies[id(operand.x)])
+            if operand.opened and not operand.is_dropped:
+                return x
+            parts = [x]
+            if operand.linear:
+                parts = [ast.Starred(called("linear_parts_", self.attribute(operand.linear), x))]
+            elif operand.opened:
+                parts = [ast.Starred(called("undropped_", x))]
+            if operand.dropout:
+                return called("dropped_", self.attribute(operand.dropout), *parts)
+            if len(parts) == 1 and not isinstance(parts[0], ast.Starred):
+                parts.append(ast.Constant(None))
+            p: ast.expr = ast.Constant(0.0)
+            if operand.p is not None and operand.training is not None:
+                training, rate = self.copies[id(operand.training)], self.copies[id(operand.p)]
+                p = ast.IfExp(training, rate, ast.Constant(0.0))
+            return called("Branch_", *parts, p)
+
+        return made
+
+    def opened(self, operand: Operand, opening: str) -> ast.expr:
+        """The call of the operand's child, through its Tail."""
+        call = self.copies[id(operand.call)]
+        self.generic_visit(call)
+        return ast.Call(ast.Name(opening), [self.attribute(operand.opened), *call.args], call.keywords)

@@ -26,8 +26,7 @@ def verify_sum(module: nn.Module, choice: Choice) -> None:
     with undisturbed(kind_of(module)[0]):
         alone, exact = _Alone(module, choice, None), _Alone(module, choice, torch.float64)
         total = Sum(0, 1, choice.norm_class, choice.spec, rng=RNG)
-        drops = choice.operand is not None and choice.operand.is_dropped
-        for p, rank in ((0.0, 3), (0.0, 4), *(((_P, 3),) if drops else ())):
+        for p, rank in ((0.0, 3), (0.0, 4), *(((_P, 3),) if choice.is_dropped else ())):
             inputs = alone.inputs(rank)
             with MaskedDropout():
                 expected = alone.outcome(partial(alone.unfused, p), inputs)
@@ -57,7 +56,7 @@ class _Alone(nn.Module):
         self.norm = None if norm is None else clone(norm, dtype).eval()
         self.n_cols = ANY_WIDTH if norm is None else n_cols_of(norm)
         self.linear = None
-        if choice.operand is not None and choice.operand.linear:
+        if choice.has_bias:
             self.linear = nn.Linear(_N_INPUTS, self.n_cols, device=device, dtype=self.like.dtype)
             generator = torch.Generator().manual_seed(2)
             for parameter in self.linear.parameters():

@@ -1,0 +1,351 @@
+"""Children that end in a dropout or a linear layer: their parent's sum adds the bias and applies the dropout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from onetrip.patching import links, patch_model, unpatch_model
+from patching_cases import WIDTH, Block, inputs, randomised
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Mlp(nn.Module):
+    """As GPT-2's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.4)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = self.up(h).tanh()
+        h = self.down(h)
+        h = self.drop(h)
+        return h
+
+
+class Attention(Mlp):
+    """Returns a tuple; of one element where there is no second input."""
+
+    def forward(self, h: Tensor, other: Tensor | None = None, **unused: Any) -> tuple[Tensor, ...]:
+        weights = self.up(h)
+        if other is None:
+            return (functional.dropout(self.down(weights), p=0.4, training=self.training),)
+        out = functional.dropout(self.down(weights), p=0.4, training=self.training)
+        return out, weights
+
+
+class Linear(Mlp):
+    """Ends in a linear layer: its parent has the dropout."""
+
+    def forward(self, h: Tensor) -> tuple[Tensor, None]:
+        h = self.down(self.up(h).tanh())
+        return h, None
+
+
+class Calls(Block):
+    """A call in the sum."""
+
+    def __init__(self, child: type[nn.Module] = Mlp) -> None:
+        super().__init__()
+        self.child = child()
+
+    def forward(self, a: Tensor) -> Tensor:
+        return a + self.child(self.rms(a))
+
+
+class Assigns(Calls):
+    def forward(self, a: Tensor) -> Tensor:
+        residual = a
+        branch = self.child(self.post(a))
+        a = branch + residual
+        return a
+
+
+class Unpacks(Calls):
+    """As a GPT-2 block, with a norm after the sum."""
+
+    def __init__(self) -> None:
+        super().__init__(Attention)
+
+    def forward(self, a: Tensor) -> Tensor:
+        residual = a
+        out, _ = self.child(self.rms(a), other=a)
+        a = residual + out
+        return self.post(a)
+
+
+class Indexes(Unpacks):
+    def forward(self, a: Tensor) -> Tensor:
+        a = self.post(a + self.child(a)[0])
+        return a
+
+
+class DropsItself(Calls):
+    """As a BART layer."""
+
+    def __init__(self) -> None:
+        super().__init__(Linear)
+
+    def forward(self, a: Tensor) -> Tensor:
+        residual = a
+        a, _ = self.child(a)
+        a = functional.dropout(a, p=self.rate, training=self.training)
+        a = residual + a
+        return self.post(a)
+
+
+class DropsInAModule(DropsItself):
+    def forward(self, a: Tensor) -> Tensor:
+        residual = a
+        a, _ = self.child(a)
+        a = self.drop(a)
+        a = a + residual
+        return a
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, float]]:
+    """(whether there was a bias, p) of each fused call."""
+    seen: list[tuple[bool, float]] = []
+    for name in ("bias_dropout_residual", "bias_dropout_residual_norm"):
+        real = getattr(links.ops, name)
+
+        def spy(x: Tensor, residual: Tensor | None, *args: Any, real: Any = real, **options: Any) -> Any:
+            if residual is not None:
+                bias = args[0] if args else options["bias"]
+                seen.append((bias is not None, options["dropout_p"]))
+            return real(x, residual, *args, **options)
+
+        monkeypatch.setattr(links.ops, name, spy)
+    return seen
+
+
+def outcome(block: nn.Module, x: Tensor) -> list[Tensor | None]:
+    x = x.clone().requires_grad_()
+    y = block(x)
+    weights = torch.cos(torch.arange(y.numel())).view_as(y)
+    return [y, *torch.autograd.grad(y, [x, *block.parameters()], weights, allow_unused=True)]
+
+
+def assert_same(block: nn.Module, original: nn.Module) -> None:
+    for ours, theirs in zip(outcome(block, *inputs()), outcome(original, *inputs()), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [Calls, Assigns, Unpacks, Indexes, DropsItself, DropsInAModule])
+def test_the_sum_adds_the_bias_and_applies_the_dropout(make: type[Block], fused: list[tuple[bool, float]]) -> None:
+    block = randomised(make())
+    original = copy.deepcopy(block)
+    report = patch_model(block)
+    fused.clear()
+    assert_same(block, original)
+    assert fused == [(True, 0.0)] and report.calls()[""] == (1, 0)
+    block.train()(*inputs())
+    assert fused[1:] == [(True, 0.4)]
+
+
+@pytest.mark.parametrize("make", [Calls, Assigns, Unpacks, DropsInAModule])
+def test_every_element_is_dropped_once_and_its_gradient_with_it(make: type[Block]) -> None:
+    block = randomised(make()).train()
+    block.post = nn.Identity()
+    full = copy.deepcopy(block).eval()
+    patch_model(block)
+    x = torch.ones(4, 200, WIDTH)
+    torch.manual_seed(0)
+    y = block(x)
+    torch.manual_seed(0)
+    assert torch.equal(block(x), y)
+    branch, kept = full(x) - x, (y - x).abs() > 1e-6
+    torch.testing.assert_close(y, x + kept * branch / 0.6, rtol=1e-4, atol=1e-4)
+    assert 0.57 < kept.float().mean() < 0.63
+    (grad,) = torch.autograd.grad(y.sum(), block.child.down.bias)
+    torch.testing.assert_close(grad, kept.sum((0, 1)) / 0.6, rtol=1e-4, atol=1e-3)
+
+
+def test_hooks_on_the_child_see_what_it_returns(fused: list[tuple[bool, float]]) -> None:
+    block = randomised(Unpacks())
+    original = copy.deepcopy(block)
+    patch_model(block)
+    for each in (block, original):
+        each.child.register_forward_hook(lambda module, args, output: (output[0] * 2.0, None))
+    assert_same(block, original)
+    assert fused[-1] == (False, 0.0)
+
+
+def test_the_child_alone_returns_a_tensor() -> None:
+    block = randomised(Calls())
+    original = copy.deepcopy(block)
+    patch_model(block)
+    torch.testing.assert_close(block.child(*inputs()), original.child(*inputs()))
+    assert type(block.child) is Mlp
+
+
+class Scaled(Mlp):
+    """As an adapter that takes the child's place."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return 3.0 * super().forward(h)
+
+
+def _replaced(block: Any) -> None:
+    block.child.__class__ = Scaled
+
+
+def _overridden(block: Any) -> None:
+    forward = block.child.forward
+    block.child.forward = lambda h: 2.0 * forward(h)
+
+
+def _wrapped_dropout(block: Any) -> None:
+    block.child.drop = nn.Sequential(nn.Dropout(0.0), nn.Tanh())
+
+
+def _hooked_linear(block: Any) -> None:
+    block.child.down.register_forward_hook(lambda module, args, output: output.tanh())
+
+
+@pytest.mark.parametrize("change", [_replaced, _overridden, _wrapped_dropout, _hooked_linear])
+def test_a_child_that_changes_after_patching_is_called(change: Callable[[Any], None]) -> None:
+    block = randomised(Assigns())
+    original = copy.deepcopy(block)
+    patch_model(block)
+    change(block)
+    change(original)
+    assert_same(block, original)
+
+
+class ReadsTwice(Calls):
+    def forward(self, a: Tensor) -> Tensor:
+        branch = self.child(a)
+        z = a + branch
+        return self.post(z) * branch
+
+
+class ReadsInBetween(Calls):
+    def forward(self, a: Tensor) -> Tensor:
+        branch = self.child(a)
+        branch = branch.clamp(-1.0, 1.0)
+        a = branch + a
+        return a
+
+
+class Returns(Calls):
+    def forward(self, a: Tensor) -> Tensor:
+        return self.child(a)
+
+
+class Broadcasts(Calls):
+    def forward(self, a: Tensor) -> Tensor:
+        return self.child(a[:, :1]) + a
+
+
+class InALoop(Calls):
+    def forward(self, a: Tensor) -> Tensor:
+        branch = torch.zeros_like(a)
+        for _ in range(2):
+            a = a + branch.detach()
+            branch = self.child(a)
+            a = a + branch
+        return a
+
+
+@pytest.mark.parametrize("make", [ReadsTwice, ReadsInBetween, Returns, Broadcasts, InALoop])
+def test_other_uses_of_the_child_compute_what_they_computed(make: type[Block]) -> None:
+    block = randomised(make())
+    original = copy.deepcopy(block)
+    patch_model(block)
+    assert_same(block, original)
+
+
+class UnderNoGrad(Mlp):
+    def forward(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.up(h)
+            h = self.down(h)
+            return self.drop(h)
+
+
+class DropsInPlace(Mlp):
+    def forward(self, h: Tensor) -> Tensor:
+        h = self.up(h)
+        functional.dropout(h, 0.4, self.training, True)
+        return functional.dropout(h, 0.4, self.training, True)
+
+
+class KeepsItsOutput(Mlp):
+    def forward(self, h: Tensor) -> Tensor:
+        h = self.down(self.up(h))
+        out = self.drop(h)
+        self.kept = (out, h)
+        return out
+
+
+class Decorated(Mlp):
+    @torch.no_grad()
+    def forward(self, h: Tensor) -> Tensor:
+        return self.drop(self.down(h))
+
+
+class CallsDifferently(Mlp):
+    def __call__(self, h: Tensor) -> Any:
+        return 2.0 * super().__call__(h)
+
+
+@pytest.mark.parametrize("child", [UnderNoGrad, DropsInPlace, KeepsItsOutput, Decorated, CallsDifferently])
+def test_other_children_are_called(child: type[nn.Module], fused: list[tuple[bool, float]]) -> None:
+    block = randomised(Assigns(child))
+    original = copy.deepcopy(block)
+    patch_model(block)
+    fused.clear()
+    assert_same(block, original)
+    block.train()(*inputs())
+    assert fused == []
+
+
+def test_an_excluded_child_is_called(fused: list[tuple[bool, float]]) -> None:
+    block = randomised(Unpacks())
+    patch_model(block, exclude=["child"])
+    fused.clear()
+    block.train()(*inputs())
+    assert fused == [(False, 0.0)]
+
+
+def test_copies_compute_the_same_and_unpatching_restores_the_block(fused: list[tuple[bool, float]]) -> None:
+    block = randomised(Assigns())
+    original = copy.deepcopy(block)
+    patch_model(block)
+    fused.clear()
+    assert_same(copy.deepcopy(block), original)
+    assert fused == [(True, 0.0)]
+    assert torch.equal(unpatch_model(block)(*inputs()), original(*inputs()))
+
+
+def test_a_compiled_block_has_no_graph_break() -> None:
+    block = randomised(nn.Sequential(Unpacks(), Assigns()))
+    original = copy.deepcopy(block)
+    patch_model(block)
+    torch.compiler.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*inputs()), original(*inputs()), rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpointed_child_is_called(fused: list[tuple[bool, float]]) -> None:
+    """Its second forward would run outside the checkpoint."""
+    layers = pytest.importorskip("transformers.modeling_layers")
+
+    class Checkpointed(Mlp, layers.GradientCheckpointingLayer):  # type: ignore[misc, name-defined]
+        def forward(self, h: Tensor) -> Tensor:
+            h = self.down(self.up(h))
+            return self.drop(h)
+
+    block = randomised(Assigns(Checkpointed))
+    patch_model(block)
+    fused.clear()
+    block.train()(*inputs())
+    assert fused == []
