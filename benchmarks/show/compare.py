@@ -91,12 +91,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         return {
             "summary": {verdict: self.count(verdict) for verdict in ("faster", "slower", "same")},
-            "lost": self.lost,
-            "only_before": self.only_before,
-            "only_after": self.only_after,
-            "copy_ratio": self.copy_ratio,
-            "slowdown": self.slowdown,
-            "differences": self.differences,
+            **vars(self),
             "changes": [change.to_dict() for change in self.changes],
         }
 

@@ -48,7 +48,7 @@ def render(recorded: dict[str, Results], folder: Path = RECORDED) -> str:
                 "id": name,
                 "provenance": provenance({**results, **trained}),
                 "tables": [(table, markdown(table)) for table in shown],
-                "figures": figures.of_docs(name, results),
+                "figures": figures.of_docs(results),
             }
         )
     return environment.from_string(TEMPLATE.read_text()).render(machines=machines)

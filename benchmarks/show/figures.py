@@ -28,14 +28,6 @@ class Drawing:
     in_docs: bool = False
 
 
-@dataclass(frozen=True)
-class DocsFigure:
-    title: str
-    path: str
-    """Relative to docs/."""
-    plot: Callable[[], Canvas]
-
-
 def drawings(results: Results) -> Iterator[Drawing]:
     """Everything that can be drawn of one machine's results."""
     for (operator, dtype), members in width_series(of_every_width(results)).items():
@@ -93,18 +85,14 @@ def _models(results: Results) -> Iterator[Drawing]:
         yield Drawing("optimizers", "adam_training", title, plot, in_docs=True)
 
 
-def of_docs(machine: str, results: Results) -> list[DocsFigure]:
+def of_docs(results: Results) -> list[Drawing]:
     """What draw draws of one machine's results."""
-    return [
-        DocsFigure(drawing.title, f"figures/{machine}/{drawing.name}.png", drawing.plot)
-        for drawing in drawings(results)
-        if drawing.in_docs
-    ]
+    return [drawing for drawing in drawings(results) if drawing.in_docs]
 
 
 def draw(machine: str, results: Results, docs: Path) -> None:
-    """Writes the figures below docs/."""
-    for figure in of_docs(machine, results):
-        path = docs / figure.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.plot().savefig(path, dpi=110, metadata={"Software": None})
+    """Writes docs/figures/<machine>/<name>.png."""
+    folder = docs / "figures" / machine
+    for drawing in of_docs(results):
+        folder.mkdir(parents=True, exist_ok=True)
+        drawing.plot().savefig(folder / f"{drawing.name}.png", dpi=110, metadata={"Software": None})

@@ -50,6 +50,14 @@ def providers(cases: Cases) -> list[str]:
     return list(dict.fromkeys(entry["name"] for case in cases for entry in case["providers"]))
 
 
+def legend(drawn: Canvas) -> None:
+    """One for all axes, above them; each label once."""
+    found = dict(
+        label for axes in drawn.axes for label in zip(*reversed(axes.get_legend_handles_labels()), strict=True)
+    )
+    drawn.legend(found.values(), found.keys(), loc="outside upper center", ncols=min(5, len(found) or 1), frameon=False)
+
+
 def plain_ticks(axis: Any, ticks: Sequence[float] | None = None) -> None:
     """Numbers as they are read, not powers of ten; ticks: those and no others."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
@@ -98,8 +106,7 @@ def widths(cases: Cases) -> Canvas:
             each.tick_params(axis="x", labelrotation=45)
     axes[0][0].set_ylabel("GB/s")
     axes[1][0].set_ylabel("% of a copy's GB/s")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    drawn.legend(handles, labels, loc="outside upper center", ncols=min(5, len(labels)), frameon=False)
+    legend(drawn)
     return drawn
 
 
@@ -194,8 +201,5 @@ def attention(cases: Cases) -> Canvas:
         axes.grid(True, linewidth=0.5)
     for axes in grid[:, 0]:
         axes.set_ylabel("forward + backward, ms")
-    found = dict(
-        label for axes in drawn.axes for label in zip(*reversed(axes.get_legend_handles_labels()), strict=True)
-    )
-    drawn.legend(found.values(), found.keys(), loc="outside upper center", ncols=min(5, len(found) or 1), frameon=False)
+    legend(drawn)
     return drawn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import targets
-from .operator_plots import bars, canvas, colours, providers
+from .operator_plots import bars, canvas, colours, legend, providers
 from .operator_tables import Cases
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ def steps(cases: Cases) -> Canvas:
         axes.margins(x=0.08)
         axes.set_title(_title(case), fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
-    found = dict(zip(*reversed(drawn.axes[0].get_legend_handles_labels()), strict=True))
-    drawn.legend(found.values(), found.keys(), loc="outside upper center", ncols=3, frameon=False)
+    legend(drawn)
     drawn.axes[-1].set_xlabel("ms, medians")
     return drawn
 

@@ -155,11 +155,12 @@ def test_the_roof_of_a_gpu_is_computed_from_its_multiprocessors_and_greatest_clo
 
 def test_the_figures_of_the_documentation_are_drawn_where_the_page_looks_for_them(tmp_path: Path):
     figures.draw(MACHINE, every_suite(), tmp_path)
-    drawn = figures.of_docs(MACHINE, every_suite())
-    assert {"speed_up", "adam_streams", "adam_training"} <= {Path(figure.path).stem for figure in drawn}
+    drawn = figures.of_docs(every_suite())
+    assert {"speed_up", "adam_streams", "adam_training"} <= {figure.name for figure in drawn}
     for figure in drawn:
-        assert (tmp_path / figure.path).stat().st_size > 5000
-        assert f"![{figure.title}]({figure.path})" in docs_page.render({MACHINE: every_suite()})
+        path = f"figures/{MACHINE}/{figure.name}.png"
+        assert (tmp_path / path).stat().st_size > 5000
+        assert f"![{figure.title}]({path})" in docs_page.render({MACHINE: every_suite()})
 
 
 @pytest.mark.slow

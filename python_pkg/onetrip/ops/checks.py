@@ -46,11 +46,15 @@ def check_rows(function: str, argument: str, tensor: object) -> None:
         raise TypeError(
             f"{function}: {argument} must be float32, float16, bfloat16 or float64, got {str(tensor.dtype)[6:]}"
         )
+    check_dense(function, argument, tensor)
+    if tensor.dim() == 0:
+        raise ValueError(f"{function}: {argument} must have at least one dimension, got a 0-dimensional tensor")
+
+
+def check_dense(function: str, argument: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "a nested tensor" if tensor.is_nested else tensor.layout
         raise TypeError(f"{function}: {argument} must be a dense (strided) tensor, got {kind}")
-    if tensor.dim() == 0:
-        raise ValueError(f"{function}: {argument} must have at least one dimension, got a 0-dimensional tensor")
 
 
 def check_like(function: str, argument: str, tensor: object, x: Tensor) -> None:

@@ -19,7 +19,7 @@ from ..reference import softmax as reference
 from ..reference.philox import Rng
 from ..reference.softmax import Operands, SoftmaxPlan
 from .backends import KERNEL_DTYPES, choose
-from .checks import DTYPES, check_finite, check_probability, check_rows, check_tensor, raise_unknown
+from .checks import DTYPES, check_dense, check_finite, check_probability, check_rows, check_tensor, raise_unknown
 from .masks import broadcasts, kernel_mask
 from .native import operands_code
 from .rng import check_rng, eager_rng, traced_rng
@@ -120,9 +120,7 @@ def _check_mask(function: str, mask: object, scores: Tensor) -> None:
         raise TypeError(
             f"{function}: mask must be bool, float32, float16, bfloat16 or float64, got {str(mask.dtype)[6:]}"
         )
-    if mask.layout != torch.strided or mask.is_nested:
-        kind = "a nested tensor" if mask.is_nested else mask.layout
-        raise TypeError(f"{function}: mask must be a dense (strided) tensor, got {kind}")
+    check_dense(function, "mask", mask)
     if not broadcasts(mask.shape, scores.shape):
         raise ValueError(
             f"{function}: mask must broadcast to the shape of scores, {tuple(scores.shape)}, got {tuple(mask.shape)}"
