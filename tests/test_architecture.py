@@ -25,7 +25,19 @@ ALLOWED = {
     "patching": {"nn", "ops"},
     "measure": set(),
     "anatomy": {"", "environment", "html", "measure", "nn", "ops", "optim", "patching", "terminal"},
-    "methods": {"", "anatomy", "environment", "html", "measure", "nn", "ops", "optim", "patching", "terminal"},
+    "methods": {
+        "",
+        "anatomy",
+        "environment",
+        "html",
+        "measure",
+        "nn",
+        "ops",
+        "optim",
+        "patching",
+        "processes",
+        "terminal",
+    },
 }
 # Other packages that may be imported at the top of a file; anything else only inside functions.
 EAGER = {"torch", "__future__", *sys.stdlib_module_names}

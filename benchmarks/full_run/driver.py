@@ -7,18 +7,17 @@ is gone on with by the next call.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from onetrip import use_backend
+from onetrip.processes import process_group
 
 from .everything import EXIT_UNFINISHED
 
@@ -94,14 +93,10 @@ def drive(planned: Sequence[Launch], backend: str, record: Path, deadline: float
 def watch(command: list[str], environment: Mapping[str, str], log: Path, deadline: float) -> int | None:
     """The exit code, or None where the time was up. What is printed is in the log at once: a cut loses nothing."""
     with log.open("ab") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            return process.wait(max(deadline - time.time(), 1.0))
-        except subprocess.TimeoutExpired:
-            return None
-        finally:  # Ctrl-C too: the tool's own process and the one that it watches
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        streams = {"stdout": file, "stderr": subprocess.STDOUT}
+        # The tool's own process and the one that it watches.
+        with process_group(command, signal.SIGKILL, 0.0, env=environment, **streams) as process:
+            try:
+                return process.wait(max(deadline - time.time(), 1.0))
+            except subprocess.TimeoutExpired:
+                return None

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ import torch
 from onetrip import html, terminal
 from onetrip.command_line import BAD_USAGE, CHECK_FAILED, INTERRUPTED
 from onetrip.environment import header
+from onetrip.processes import process_group
 
 from ..measure.results import SCHEMA, UsageError, unwritable
 from ..run.store import fingerprint
@@ -38,6 +39,8 @@ EXIT_UNFINISHED, EXIT_SKIPPED = 4, 5
 _MOST_FAILURES = 50
 _MARGIN_S = 15.0
 """Between the moment when a part is told to have ended and the one when it is stopped."""
+_PATIENCE_S = 10.0
+"""What a part that is stopped may take to keep what it has done."""
 _REPORT_S = 30.0
 """Kept of the budget for the report, which ends every call."""
 
@@ -137,17 +140,6 @@ def _choose(known: Sequence[Part], wanted: Sequence[str] | None) -> list[Part]:
     return [p for p in known if not wanted or p.always or any(fnmatch.fnmatchcase(p.name, each) for each in wanted)]
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C does, so that what is done is kept; then for good, with everything that it started."""
-    for number, patience in ((signal.SIGINT, 10.0), (signal.SIGKILL, 10.0)):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
-            if number == signal.SIGINT:
-                continue  # its children may be left
-
-
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:300] if lines else "it printed nothing"
@@ -172,25 +164,19 @@ def _run(part: Part, state: State, place: Place, limits: Limits) -> None:
     with log.open("wb") as file:
         file.write(f"$ {shlex.join(command)}\n".encode())
         file.flush()
-        process = subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
-        )
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        streams = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         try:
-            code = process.wait(allotted)
+            # SIGINT, as Ctrl-C: what is done is kept.
+            with process_group(command, signal.SIGINT, _PATIENCE_S, env=environment, **streams) as process:
+                code = process.wait(allotted)
         except subprocess.TimeoutExpired:
-            _stop(process)
             spent = time.monotonic() - start
             of_part = allotted == limits.part_s
             reason = f"stopped after {spent:.0f} s" + (": longer than --part-limit" if of_part else "")
             state.set(part.name, FAILED if of_part else UNFINISHED, spent, reason, _failures(log))
             return
         except KeyboardInterrupt:
-            _stop(process)
             state.set(part.name, UNFINISHED, time.monotonic() - start, "interrupted")
             raise
     seconds, failures = time.monotonic() - start, _failures(log)

@@ -29,7 +29,7 @@ _COLOURS = ("#4c78a8", "#9ecae9", "#f2a541", "#b07aa1", "#8a8f98", "#1a7f5a", "#
 _MOST_ROWS = 8
 """Of a table on a terminal."""
 
-Totals = dict[str, Mapping[str, float]]
+Totals = Mapping[str, Mapping[str, float]]
 """By way to take the step: what was found, by label."""
 Show = Callable[[float | None], Cell | None]
 

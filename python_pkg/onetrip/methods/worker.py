@@ -18,8 +18,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..processes import process_group
 from .catalog import Method, find
 from .session import Advance, Options, Session
+
+_PATIENCE_S = 5.0
 
 
 class MethodFailed(Exception):
@@ -36,18 +39,11 @@ def measure_isolated(options: Options, method: Method, advance: Advance) -> dict
     """Session.measure in a fresh process. Raises MethodFailed; leaves no process behind, interrupted or not."""
     job = {"options": asdict(options), "method": method.name, "threads": torch.get_num_threads()}
     read_fd, write_fd = os.pipe()
+    command = [sys.executable, "-m", "onetrip.methods.worker", str(write_fd)]
     with os.fdopen(read_fd) as answers, tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "onetrip.methods.worker", str(write_fd)],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            pass_fds=[write_fd],
-            start_new_session=True,  # so that its own children can be ended with it
-        )
-        os.close(write_fd)
-        try:
+        pipes = {"stdin": subprocess.PIPE, "stdout": output, "stderr": subprocess.STDOUT, "pass_fds": [write_fd]}
+        with process_group(command, signal.SIGTERM, _PATIENCE_S, text=True, **pipes) as process:
+            os.close(write_fd)
             assert process.stdin is not None
             with suppress(BrokenPipeError), process.stdin as stdin:  # one that has died already is told of below
                 stdin.write(json.dumps(job))
@@ -59,26 +55,10 @@ def measure_isolated(options: Options, method: Method, advance: Advance) -> dict
                     raise MethodFailed(answer["failed"])
                 advance(answer["progress"])
             code = process.wait()
-            output.seek(0)
-            last = (output.read().strip().splitlines() or ["without a word"])[-1]
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-            raise MethodFailed(f"its process {how}: {last}")
-        finally:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ends the process and the children that it started, compilers among them."""
-    for how, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
-        try:
-            os.killpg(process.pid, how)
-        except ProcessLookupError:  # all of them have gone
-            process.wait()
-            return
-        try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
+        output.seek(0)
+        last = (output.read().strip().splitlines() or ["without a word"])[-1]
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        raise MethodFailed(f"its process {how}: {last}")
 
 
 def _serve(fd: int) -> NoReturn:

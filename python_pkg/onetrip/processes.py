@@ -1,0 +1,30 @@
+"""Child processes that end with everything they have started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+
+@contextmanager
+def process_group(
+    command: Sequence[str], gentle: signal.Signals, patience_s: float, **options: Any
+) -> Iterator[subprocess.Popen[Any]]:
+    """The process of a command, in a session of its own. options: of subprocess.Popen.
+
+    At the end of the with block, whatever ends it, the process and its children get the signal `gentle`, and after
+    patience_s SIGKILL.
+    """
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        for number, seconds in ((gentle, patience_s), (signal.SIGKILL, None)):
+            with suppress(ProcessLookupError):  # all of them have ended
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
