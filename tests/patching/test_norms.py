@@ -281,3 +281,13 @@ def test_what_nobody_takes_for_a_norm_is_not_mentioned(make: Callable[[], nn.Mod
 def test_a_norm_of_channels_first_says_so(name: str) -> None:
     (site,) = patch_model(nn.Sequential(NEGATIVES[name][0]())).skipped
     assert site.detail == "normalises dimension 1 (channels first); the operators, the last"
+
+
+def test_a_nested_tensor_is_left_to_the_original() -> None:
+    model = nn.ModuleDict({"norm": nn.LayerNorm(WIDTH)})
+    x = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(5, WIDTH)])
+    expected = model["norm"](x)
+    report = patch_model(model)
+    for ours, theirs in zip(model["norm"](x).unbind(), expected.unbind(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert report.calls()["norm"] == (0, 1)

@@ -109,6 +109,21 @@ class DropsInAModule(DropsItself):
         return a
 
 
+class InAMethod(Calls):
+    """As torch's own encoder layer."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity)
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def branch(self, a: Tensor) -> Tensor:
+        a = self.down(a)
+        return self.drop(a)
+
+    def forward(self, a: Tensor) -> Tensor:
+        return self.post(a + self.branch(a))
+
+
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, float]]:
     """(whether there was a bias, p) of each fused call."""
@@ -138,7 +153,7 @@ def assert_same(block: nn.Module, original: nn.Module) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("make", [Calls, Assigns, Unpacks, Indexes, DropsItself, DropsInAModule])
+@pytest.mark.parametrize("make", [Calls, Assigns, Unpacks, Indexes, DropsItself, DropsInAModule, InAMethod])
 def test_the_sum_adds_the_bias_and_applies_the_dropout(make: type[Block], fused: list[tuple[bool, float]]) -> None:
     block = randomised(make())
     original = copy.deepcopy(block)
@@ -166,6 +181,23 @@ def test_every_element_is_dropped_once_and_its_gradient_with_it(make: type[Block
     assert 0.57 < kept.float().mean() < 0.63
     (grad,) = torch.autograd.grad(y.sum(), block.child.down.bias)
     torch.testing.assert_close(grad, kept.sum((0, 1)) / 0.6, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_torchs_encoder_keeps_its_fast_path(norm_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In eval it computes a nested tensor by one function of torch; the last norm receives that."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 24, norm_first=norm_first, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, nn.LayerNorm(WIDTH), enable_nested_tensor=not norm_first).eval()
+    original = copy.deepcopy(model)
+    patch_model(model)
+    seen: list[bool] = []
+    fast = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda x, *a: seen.append(x.is_nested) or fast(x, *a))
+    padding = torch.tensor([[False] * 5, [False, False, False, True, True]])
+    with torch.no_grad():
+        ours, theirs = (each(*inputs(), src_key_padding_mask=padding) for each in (model, original))
+    assert seen == [not norm_first] * 4
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_hooks_on_the_child_see_what_it_returns(fused: list[tuple[bool, float]]) -> None:
@@ -261,6 +293,60 @@ def test_other_uses_of_the_child_compute_what_they_computed(make: type[Block]) -
     original = copy.deepcopy(block)
     patch_model(block)
     assert_same(block, original)
+
+
+class StaticMethod(InAMethod):
+    @staticmethod
+    def branch(a: Tensor) -> Tensor:  # type: ignore[override]
+        return functional.dropout(a, p=0.5, training=False)
+
+
+class OfTheInstance(InAMethod):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = self.second  # type: ignore[method-assign, assignment]
+
+
+class OverriddenMethod(InAMethod):
+    def branch(self, a: Tensor) -> Tensor:
+        return 2.0 * super().branch(a)
+
+
+@pytest.mark.parametrize("make", [StaticMethod, OfTheInstance, OverriddenMethod])
+def test_other_methods_are_called(make: type[Block]) -> None:
+    block = randomised(make())
+    original = copy.deepcopy(block)
+    patch_model(block)
+    assert_same(block, original)
+
+
+class Decoding(nn.Module):
+    def __init__(self, layer: nn.Module, *memory: Tensor) -> None:
+        super().__init__()
+        self.layer, self.memory = layer, memory
+
+    def forward(self, a: Tensor) -> Any:
+        return self.layer(a, *self.memory)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_torchs_own_layers(kind: Any, norm_first: bool, fused: list[tuple[bool, float]]) -> None:
+    torch.manual_seed(0)
+    layer = kind(WIDTH, 2, 24, dropout=0.4, norm_first=norm_first, batch_first=True)
+    original = copy.deepcopy(layer)
+    patch_model(layer)
+    fused.clear()
+    arguments = inputs(1) if kind is nn.TransformerEncoderLayer else inputs(2)
+    layer(*arguments)
+    n_sums = 1 + len(arguments)
+    assert [p for _, p in fused] == [0.4] * n_sums and fused[-1] == (True, 0.4)
+    for each in (*layer.modules(), *original.modules()):
+        if isinstance(each, (nn.Dropout, nn.MultiheadAttention)):
+            setattr(each, "p" if isinstance(each, nn.Dropout) else "dropout", 0.0)
+    ours, theirs = (outcome(Decoding(each, *arguments[1:]), arguments[0]) for each in (layer, original))
+    for actual, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 class UnderNoGrad(Mlp):

@@ -131,7 +131,7 @@ def rewrite_norm(module: nn.Module, spec: NormSpec) -> Rewrite:
         call = f"layer_norm({x}, {weight}, {bias}, {eps})"
     else:
         call = f"bias_dropout_residual_norm({x}, None, {weight}, {bias}, {spec.keywords('self', x)})"
-    guards = [f"type({x}) is not Tensor and is_distributed({x})", *spec.guards("self", x)]
+    guards = [f"type({x}) is not Tensor and is_distributed({x})", f"{x}.is_nested", *spec.guards("self", x)]
     source = (
         f"def forward(self, {x}):\n"
         f"    y_ = linked_result(self, {x}, spec)\n"

@@ -14,6 +14,8 @@ import torch
 from onetrip import measure, ops
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.attention import verify
+from onetrip.patching.attention.eager import EagerFunction, read_eager_function
+from onetrip.patching.report import Unsuitable
 from tolerances import assert_like_torch
 from torch import Tensor, nn
 
@@ -92,6 +94,9 @@ CASES = {
         n_sites=6,
     ),
     "llama": Case("LlamaForCausalLM", "LlamaConfig", DECODER, left),
+    "modernbert-decoder": Case(  # adds its mask without a test for None
+        "ModernBertDecoderForCausalLM", "ModernBertDecoderConfig", COMMON | {"cls_token_id": 1, "sep_token_id": 2}, left
+    ),
     "gemma2": Case("Gemma2ForCausalLM", "Gemma2Config", DECODER | {"attn_logit_softcapping": 0.05}, left),
     "gpt_oss": Case(
         "GptOssForCausalLM",
@@ -439,3 +444,26 @@ def test_modules_on_meta_are_compared_at_their_first_call() -> None:
         model.get_buffer(name).copy_(buffer)
     torch.testing.assert_close(outcome(model, right()), outcome(filled, right()))
     assert set(report.calls().values()) == {(1, 0)}
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Inkling2Config"), reason="not in this transformers")
+def test_sinks_that_are_an_argument_are_fused() -> None:
+    """inkling2's function takes them, and computes another softmax without them."""
+    from transformers.models.inkling2 import modeling_inkling2
+
+    found = read_eager_function(modeling_inkling2.eager_attention_forward)
+    assert isinstance(found, EagerFunction) and found.takes_sinks
+
+    class Module(nn.Linear):
+        num_key_value_groups = 2
+
+    verify.verify_attention(Module(2, 2), found)
+    assert {case.get("sinks") for case in verify._cases(found)} == {None, True}
+
+
+@pytest.mark.parametrize("name", ["granite_swa", "granitemoe_swa"])
+def test_an_output_scaled_by_a_gate_is_named(name: str) -> None:
+    """They scale the output by sigmoid(logsumexp(scores) - sinks), and return probabilities without sinks."""
+    module = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+    found = read_eager_function(module.eager_attention_forward)
+    assert isinstance(found, Unsuitable) and "its output is not that of probabilities @ value" in found.detail

@@ -37,6 +37,10 @@ LAYERS = {
     "cast": ("X.to(T.dtype)", "X.type(T.dtype)"),
     "dropout": ("dropout(X, p=dropout, training=module.training)",),
     "no_sinks": ("X[..., :-1]", "X[..., :-1] if C else X"),
+    "optional_sinks": (
+        "softmax(cat([X, SINKS], dim=-1).float(), dim=-1)[..., :-1].to(T.dtype) if IF_SINKS "
+        "else softmax(X, dim=-1, dtype=float32).to(T.dtype)",
+    ),
     "softmax": ("softmax(X, dim=-1)", "softmax(X, dim=-1, dtype=float32)", "softmax(X, dim=-1, dtype=X.dtype)"),
     "shift": ("X - X.max(dim=-1, keepdim=True).values",),
     "sinks": ("cat([X, SINKS], dim=-1)", "cat([X, SINKS], dim=-1) if IF_SINKS else X"),
@@ -47,7 +51,8 @@ LAYERS = {
 """Layers around X. The operator's softmax always subtracts the maximum, so an explicit "shift" changes nothing."""
 SCORES = ("matmul(query, K.transpose(2, 3)) * SCALE", "matmul(query, K.transpose(2, 3))")
 ORDER = re.compile(
-    r"(cast )?(dropout )?(cast )?(no_sinks (cast )?softmax (shift )?sinks |softmax )(mask )?((bias )?|(softcap )?)"
+    r"(cast )?(dropout )?(cast )?(no_sinks (cast )?softmax (shift )?sinks |optional_sinks |softmax )"
+    r"(mask )?((bias )?|(softcap )?)"
 )
 """The supported sequences of layers, from the outside in. A soft cap with sinks is not fused."""
 
@@ -60,11 +65,16 @@ class EagerFunction:
     source: str
     """`def attention(...)` with the original's parameters. compile supplies the names that end in _."""
     has_mask: bool
+    """Whether it adds its mask; otherwise it ignores it."""
     has_softcap: bool
     has_position_bias: bool
     has_sinks: bool
     returns_weights: bool = True
     has_bool_mask: bool = False
+    needs_mask: bool = False
+    """Whether it adds its mask without a test for None."""
+    takes_sinks: bool = False
+    """Whether sinks are its argument, of that name; otherwise they are the module's."""
 
     def compile(self, replaced: Mapping[str, Any] | None = None) -> Callable[..., Any]:
         """The fused function. replaced: other values for names in the source; verification pins the rng."""
@@ -190,16 +200,17 @@ def _recognise(
         return unknown
     output = first_match(OUTPUTS, result.elts[0])
     if output is None or first_match(_heads("value"), output[1]["V"]) is None:
-        return unknown
+        return Unsuitable(unknown.reason, f"{function.__name__}: its output is not that of probabilities @ value")
     expression = output[1]["X"]
     cast = first_match(LAYERS["cast"], expression)
     if not is_same(expression, result.elts[1]) and (cast is None or not is_same(cast[1]["X"], result.elts[1])):
         return unknown
 
     layers: dict[str, dict[str, ast.expr]] = {}
-    order = ""
+    order, needs_mask = "", False
     while (layer := _outermost(expression)) is not None:
         name, found = layer
+        needs_mask |= name == "mask" and not isinstance(expression, ast.IfExp)
         order, layers[name], expression = f"{order}{name} ", found, found["X"]
     scores = first_match(SCORES, expression)
     if scores is None or first_match(_heads("key"), scores[1]["K"]) is None or not ORDER.fullmatch(order):
@@ -209,8 +220,8 @@ def _recognise(
         return ast.unparse(Substitution(names).visit(copy.deepcopy(expression)))
 
     sinks = "None"
-    if "sinks" in layers:
-        found = layers["sinks"]
+    found = layers.get("sinks") or layers.get("optional_sinks", {})
+    if found:
         sinks = own(found["SINKS"]) + (f" if {own(found['IF_SINKS'])} else None" if "IF_SINKS" in found else "")
     module, query, key, value, mask = (names[role] for role in ROLES)
     tensors = f"{query}, {key}, {value}, {mask if 'mask' in layers else 'None'}"
@@ -234,8 +245,16 @@ def attention({ast.unparse(without_annotations(arguments))}):
     )
     return {output[0].replace("matmul(X, V)", "output_")}, weights_
 """
-    kinds = ("mask", "softcap", "bias", "sinks")
-    return EagerFunction(function, source, *(kind in layers for kind in kinds))
+    return EagerFunction(
+        function,
+        source,
+        has_mask="mask" in layers,
+        has_softcap="softcap" in layers,
+        has_position_bias="bias" in layers,
+        has_sinks=sinks != "None",
+        needs_mask=needs_mask,
+        takes_sinks="optional_sinks" in layers and any(argument.arg == "sinks" for argument in arguments.args),
+    )
 
 
 def _outermost(expression: ast.expr) -> tuple[str, dict[str, ast.expr]] | None:

@@ -41,14 +41,16 @@ def verify_attention(module: nn.Module, found: EagerFunction) -> None:
 def _cases(found: EagerFunction) -> Iterator[dict[str, Any]]:
     masks = ["added"] if found.has_mask else []
     masks += ["bool", "causal"] if found.has_bool_mask else []
-    # MaskedDropout does not reach the dropout inside SDPA.
-    for mask, dropout in product([None, *masks], [0.0, _DROPOUT_P] if found.returns_weights else [0.0]):
+    dropouts = [0.0, _DROPOUT_P] if found.returns_weights else [0.0]  # MaskedDropout does not reach the one in SDPA
+    for mask, dropout in product(masks if found.needs_mask else [None, *masks], dropouts):
         yield {"mask": mask, "dropout": dropout}
     if found.has_softcap:
         yield {"softcap": _SOFTCAP}
     if found.has_position_bias:
         for mask in masks:
             yield {"position_bias": True, "mask": mask}
+    if found.takes_sinks:
+        yield {"sinks": True, "dropout": _DROPOUT_P}
 
 
 def _inputs(module: nn.Module, found: EagerFunction, case: dict[str, Any]) -> dict[str, Tensor]:
@@ -65,6 +67,8 @@ def _inputs(module: nn.Module, found: EagerFunction, case: dict[str, Any]) -> di
     }
     if case.get("position_bias"):
         shapes["position_bias"] = (1, n_heads, n_queries, _N_KEYS)
+    if case.get("sinks"):
+        shapes["sinks"] = (_BATCH, n_heads, n_queries, 1)
     return {name: torch.randn(shape, generator=generator, device="cpu") for name, shape in shapes.items()}
 
 
@@ -89,15 +93,15 @@ def _outcome(
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     query, key, value = (leaves[name] for name in ("query", "key", "value"))
     options: dict[str, Any] = {"scaling": 0.5, "dropout": case.get("dropout", 0.0)}
-    if "position_bias" in leaves:
-        options["position_bias"] = leaves["position_bias"]
+    options |= {name: leaves[name] for name in ("position_bias", "sinks") if name in leaves}
     if "softcap" in case:
         options["softcap"] = case["softcap"]
     if case.get("mask") == "causal":
         options["is_causal"] = True
     # torch's SDPA on the CPU computes wrong gradients for a query without keys.
     mask = _mask(case.get("mask"), query, blind_query=found.returns_weights or "position_bias" in leaves)
-    n_sinks = int(found.has_sinks and isinstance(getattr(module, "sinks", None), Tensor))
+    is_own = not found.takes_sinks and isinstance(getattr(module, "sinks", None), Tensor)
+    n_sinks = int(found.has_sinks and (is_own or "sinks" in leaves))
     with MaskedDropout(columns_before=n_sinks):
         output, weights = function(module, query, key, value, mask, **options)
     generator = torch.Generator().manual_seed(1)

@@ -115,8 +115,13 @@ def _with_branch(module: nn.Module, found: FoundSum, taken: set[int], closed: Co
 
 def _tail(module: nn.Module, operand: Operand, closed: Container[int]) -> Tail | None:
     """The tail of the operand's child, if it leaves something to the sum that the sum can do."""
-    child: Any = child_at(module, operand.opened)
-    returns = None if child is None or id(child) in closed else read_returns(type(child))
+    child, name = child_at(module, operand.opened), "forward"
+    if child is None and operand.opened not in vars(module):
+        child, name = module, operand.opened
+    if child is None or id(child) in closed:
+        return None
+    cls: Any = type(child) if name == "forward" else original_class(type(child))
+    returns = read_returns(cls, name)
     if returns is None or returns.in_tuple != operand.in_tuple:
         return None
     read = tuple(

@@ -15,6 +15,7 @@ from .read import FoundSums, Operand
 
 if TYPE_CHECKING:
     from .choose import Choice
+    from .tails import Tail
 
 
 def rewrite_sums(pattern: str, sums: FoundSums, chosen: Sequence[Choice]) -> Rewrite:
@@ -46,7 +47,7 @@ class Rewriting(ast.NodeTransformer):
 
     def put_branch(self, value: ast.expr, operand: Operand) -> None:
         """The operand as a Branch in place of a value."""
-        self.replaced[id(self.copies[id(value)])] = self.branch(operand, "")
+        self.replaced[id(self.copies[id(value)])] = self.branch(operand)
 
     def put_sum(self, index: int, choice: Choice) -> None:
         """A Sum in place of an addition and the norm that follows."""
@@ -54,8 +55,9 @@ class Rewriting(ast.NodeTransformer):
         node, statement = self.copies[id(found.node)], self.copies[id(found.block[found.position])]
         sides: list[Callable[[], ast.expr]] = [lambda: self.visit(node.left), lambda: self.visit(node.right)]
         if operand is not None and choice.branch is not None:
-            sides[choice.branch] = self.branch(operand, f"open_{index}_")
-            self.constants |= {f"open_{index}_": choice.tail} if choice.tail is not None else {}
+            sides[choice.branch] = self.branch(operand)
+        if operand is not None and choice.tail is not None:
+            self.put_opening(f"open_{index}_", choice.tail, operand)
 
         def call() -> ast.expr:
             norms = [] if norm is None else [self.attribute(norm[0])]
@@ -87,11 +89,9 @@ class Rewriting(ast.NodeTransformer):
     def attribute(self, path: str) -> ast.expr:
         return ast.parse(f"{self.own}.{path}", mode="eval").body
 
-    def branch(self, operand: Operand, opening: str) -> Callable[[], ast.expr]:
-        """Makes a Branch of the operand, once it is wanted. opening: name of the Tail of the operand's child."""
+    def branch(self, operand: Operand) -> Callable[[], ast.expr]:
+        """Makes a Branch of the operand, once it is wanted."""
         self.removed |= {id(self.copies[id(each)]) for each in operand.statements}
-        if operand.call is not None:
-            self.replaced[id(self.copies[id(operand.call)])] = lambda: self.opened(operand, opening)
         names = {"dropped_": dropped, "linear_parts_": linear_parts, "undropped_": undropped, "Branch_": Branch}
 
         def called(name: str, *arguments: ast.expr) -> ast.Call:
@@ -119,8 +119,14 @@ class Rewriting(ast.NodeTransformer):
 
         return made
 
-    def opened(self, operand: Operand, opening: str) -> ast.expr:
-        """The call of the operand's child, through its Tail."""
+    def put_opening(self, name: str, tail: Tail, operand: Operand) -> None:
+        """The operand's child or method is called through its Tail."""
         call = self.copies[id(operand.call)]
-        self.generic_visit(call)
-        return ast.Call(ast.Name(opening), [self.attribute(operand.opened), *call.args], call.keywords)
+
+        def opened() -> ast.expr:
+            self.generic_visit(call)
+            module = self.attribute(operand.opened) if tail.method == "forward" else ast.Name(self.own)
+            return ast.Call(ast.Name(name), [module, *call.args], call.keywords)
+
+        self.constants[name] = tail
+        self.replaced[id(call)] = opened

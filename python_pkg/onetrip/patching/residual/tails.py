@@ -4,8 +4,9 @@
     h = self.dropout(h)           ->      return dropped_(self.dropout, *linear_parts_(self.dense, h))
     return h
 
-This second forward returns a Branch: its caller still has to add the bias and to apply the dropout. The parent's
-rewritten sum does so, where calling the second forward is the same as calling the child (calls.is_plain).
+This second forward (or the second form of a method that the parent's forward calls) returns a Branch: its caller still
+has to add the bias and to apply the dropout. The parent's rewritten sum does so, where calling the second forward is
+the same as calling the child (calls.is_plain).
 """
 
 from __future__ import annotations
@@ -14,63 +15,75 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from inspect import getattr_static
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 from ..calls import is_plain, original_class
 from ..classes import Rewrite, plain_forward
-from ..source import is_source_of, parse
+from ..source import define, is_source_of, parse
 from .read import Operand, Reader
 from .rewrite import Rewriting
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The second forward of a class, original or patched."""
+    """The second forward of a class, original or patched; or the second form of a method that a forward calls."""
 
     owner: type
-    forward: Callable[..., Any]
+    method: str
+    function: Callable[..., Any]
     drops: bool
     linear: bool
     """Whether a dropout and a bias are left to the caller."""
     in_tuple: bool
     """Whether the Branch is the first element of a tuple."""
 
-    def __call__(self, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """child(*args, **kwargs), with a Branch for the result where hooks and wrappers allow it."""
-        if type(child) is self.owner and is_plain(child, original_class(self.owner)):
-            return self.forward(child, *args, **kwargs)
-        return child(*args, **kwargs)
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """module(*args, **kwargs), or a call of its method, with a Branch for the result where that is the same."""
+        if self.method != "forward":
+            if self.method in module.__dict__:
+                return getattr(module, self.method)(*args, **kwargs)
+        elif not (type(module) is self.owner and is_plain(module, original_class(self.owner))):
+            return module(*args, **kwargs)
+        return self.function(module, *args, **kwargs)
 
 
 @dataclass(eq=False)
 class Returns:
-    """The values that a forward returns first or alone: (value, ways to read it)."""
+    """The values that a method returns first or alone: (value, ways to read it)."""
 
     cls: Any
+    name: str
+    method: Any
     tree: ast.FunctionDef
-    rewrite: Rewrite | None
-    """Of a patched class."""
+    constants: tuple[tuple[str, Any], ...]
+    """Names in the tree, other than globals."""
     found: tuple[tuple[ast.expr, list[Operand]], ...]
     in_tuple: bool
 
 
 @cache
-def read_returns(cls: Any) -> Returns | None:
-    """What instances of a class return; None where a second forward could not replace a call of the first. Cached:
-    parents of one class share a rewritten class only if they call the same functions."""
+def read_returns(cls: Any, name: str) -> Returns | None:
+    """What a method of the class's instances returns; None where a second form could not replace a call of the first.
+
+    Cached: parents of one class share a rewritten class only if they call the same functions.
+    """
     original = original_class(cls)
-    forward = getattr(original, "forward", None)
-    rewrite: Rewrite | None = getattr(cls, "_onetrip_rewrite", None)
-    if forward is None or plain_forward(original) is not forward or original.__call__ is not nn.Module.__call__:
-        return None
-    tree: Any = parse(forward)
+    method = getattr(original, name, None)
+    rewrite: Rewrite | None = getattr(cls, "_onetrip_rewrite", None) if name == "forward" else None
+    is_called = plain_forward(original) is method and original.__call__ is nn.Module.__call__
+    is_method = isinstance(getattr_static(original, name, None), FunctionType)
+    tree: Any = parse(method) if is_method and (is_called or name != "forward") else None
     if rewrite is not None and rewrite.in_module:
-        tree = ast.parse(rewrite.source).body[0]
-    elif rewrite is not None or not isinstance(tree, ast.FunctionDef) or not is_source_of(tree, forward):
+        tree = ast.parse(rewrite.source).body[0] if tree is not None else None
+    elif rewrite is not None or not isinstance(tree, ast.FunctionDef) or not is_source_of(tree, method):
         return None
-    reader = Reader(forward, tree)
+    if tree is None or not tree.args.args:
+        return None
+    reader = Reader(method, tree)
     found, kinds = [], set()
     for block, position, statement in _returns(tree.body):
         in_tuple = isinstance(statement.value, ast.Tuple)
@@ -78,7 +91,8 @@ def read_returns(cls: Any) -> Returns | None:
         if value is not None and not isinstance(value, ast.Starred):
             kinds.add(in_tuple)
             found.append((value, reader.readings(value, block, position, False)))
-    return Returns(cls, tree, rewrite, tuple(found), kinds.pop()) if len(kinds) == 1 else None
+    constants = () if rewrite is None else rewrite.constants
+    return Returns(cls, name, method, tree, constants, tuple(found), kinds.pop()) if len(kinds) == 1 else None
 
 
 def _returns(block: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, ast.Return]]:
@@ -92,13 +106,13 @@ def _returns(block: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, ast.R
 
 @cache
 def open_tail(returns: Returns, operands: tuple[Operand | None, ...]) -> Tail:
-    """The second forward. operands: how to read each value; None for one that is returned as it is."""
+    """The second form. operands: how to read each value; None for one that is returned as it is."""
     rewriting = Rewriting(returns.tree)
     for (value, _), operand in zip(returns.found, operands, strict=True):
         if operand is not None:
             rewriting.put_branch(value, operand)
-    source, before = rewriting.source(), () if returns.rewrite is None else returns.rewrite.constants
-    rewrite = Rewrite("dropout_add", source, (*before, *rewriting.constants.items()), in_module=True)
+    source, names = rewriting.source(), dict(returns.constants) | rewriting.constants
+    function = define(returns.method, source, names, "forward", "dropout_add")
     read = [operand for operand in operands if operand is not None]
     drops, linear = any(each.is_dropped for each in read), any(each.linear for each in read)
-    return Tail(returns.cls, rewrite.compile(original_class(returns.cls)), drops, linear, returns.in_tuple)
+    return Tail(returns.cls, returns.name, function, drops, linear, returns.in_tuple)
