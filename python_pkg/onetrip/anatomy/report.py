@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -192,11 +193,10 @@ def _traffic(columns: Mapping[str, Any], gpu: str | None, most_rows: int | None)
 
 def _outside(operators: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Bytes by operator, of those that Traffic.outside counts."""
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for operator in operators:
         if operator["kind"] in (LOSS, OUTSIDE) and operator["phase"] != OPTIMIZER:
-            moved = operator["read"] + operator["written"]
-            totals[operator["name"]] = totals.get(operator["name"], 0) + moved
+            totals[operator["name"]] += operator["read"] + operator["written"]
     return totals
 
 
