@@ -59,8 +59,8 @@ class FoundSum:
     has_inline_norm: bool
     """Whether norms' only call stands around the sum itself."""
     is_open: bool
-    """Whether the sum may be linked to a norm at run time: it is passed alone to a child later, and not returned. Not
-    in a loop. Callers may ask for the gradient of what is returned: a linked norm's would not pass through it."""
+    """Whether the sum may be linked to a norm at run time: it is returned, or passed alone to a child later. Not in a
+    loop."""
 
 
 @dataclass(eq=False)
@@ -165,7 +165,7 @@ class Reader:
         elif target and not is_exposed:
             norms = list(self.norms_after(block, position, target))
         operands = tuple(self.readings(side, block, position, in_loop) for side in (node.left, node.right))
-        is_open = not in_loop and not is_exposed and self.is_passed_on(assigned, block[position])
+        is_open = not in_loop and (is_exposed or self.is_passed_on(assigned, block[position]))
         return FoundSum(node, block, position, target, operands, norms, inline, is_open)  # type: ignore[arg-type]
 
     def is_returned(self, name: str, following: list[ast.stmt]) -> bool:
