@@ -116,7 +116,7 @@ CASES = {
         "AlbertConfig",
         COMMON | {"embedding_size": 16, "classifier_dropout_prob": 0.0},
         text,
-        {"layer_norm": 3, "add_norm": 1},
+        {"layer_norm": 2, "dropout_add_norm": 1, "add_norm": 1},
     ),
     "modernbert": Case(
         "ModernBertForMaskedLM",
