@@ -1,4 +1,4 @@
-"""How much of transformers' attention patch_model can read: python -m tools.transformers_coverage [--output DIR]
+"""How much of transformers' attention patch_model can read.
 
 Every class and function of transformers.models is looked at, no model is built. What cannot be read is named with the
 reason that patch_model's report would give. A module that can be read is still verified when its model is patched.
@@ -6,22 +6,15 @@ reason that patch_model's report would give. A module that can be read is still 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
-import json
-import sys
-import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from onetrip import html
-from onetrip.benchmarks.measure.results import SCHEMA, unwritable
-from onetrip.environment import header
 from onetrip.patching.attention import SoftmaxRegions, read_attention
 from onetrip.patching.attention.eager import EagerFunction, read_eager_function
 from onetrip.patching.attention.interface import read_interface
@@ -79,28 +72,3 @@ def survey(files: list[Path]) -> dict[str, Any]:
         "own_softmax_folders_read": len(regions["read"]),
         "refused": refused,
     }
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="write DIR/transformers-VERSION.json")
-    arguments = parser.parse_args(words)
-    if arguments.output is not None and (reason := unwritable(arguments.output)):
-        print(f"{parser.prog}: {reason}", file=sys.stderr)
-        return 2
-    warnings.simplefilter("ignore")
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    head = header(torch.device("cpu"))
-    found = {"schema": SCHEMA, **head, **survey(modeling_files())}
-    print(json.dumps({key: value for key, value in found.items() if key not in head}, indent=1))
-    if arguments.output is not None:
-        path = arguments.output / f"transformers-{transformers.__version__}.json"
-        html.write(path, json.dumps(found, indent=1) + "\n")
-        print(f"wrote {path}", file=sys.stderr)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

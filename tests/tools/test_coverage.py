@@ -1,0 +1,135 @@
+"""What patch_model can read and fuse of transformers, as recorded: the survey, README, and docs/coverage.md."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from onetrip import patch_model
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+attention = pytest.importorskip("tools.coverage.attention")
+coverage = pytest.importorskip("tools.coverage.__main__")
+from tools.coverage.check import opportunities  # noqa: E402
+from tools.coverage.page import page, totals  # noqa: E402
+from tools.coverage.trace import trace  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+RECORDED = json.loads((ROOT / "benchmarks" / "results" / "transformers-5.23.0.json").read_text())
+FOLDERS = ("bert", "bloom", "deberta_v2", "gptj", "xlnet")
+
+
+@pytest.mark.skipif(
+    transformers.__version__ != RECORDED["versions"]["transformers"], reason="recorded with another version"
+)
+def test_survey_of_a_few_folders():
+    files = [file for file in attention.modeling_files() if file.parent.name in FOLDERS]
+    found = attention.survey(files)
+    assert (found["eager_functions"], found["eager_functions_read"]) == (1, 1)  # BERT's
+    assert (found["own_softmax_folders"], found["own_softmax_folders_read"]) == (4, 2)
+    refused = found["refused"]["own_softmax"]
+    assert {name.partition(".")[0] for name in refused} == {"modeling_gptj", "modeling_xlnet"}
+    assert refused.items() <= RECORDED["refused"]["own_softmax"].items()
+
+
+def test_readme_says_what_is_recorded():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{RECORDED['eager_functions_read']} of the {RECORDED['eager_functions']} in transformers 5.23.0" in text
+    assert f"in {RECORDED['own_softmax_folders_read']} of {RECORDED['own_softmax_folders']} model folders" in text
+
+
+def test_a_folder_that_cannot_be_written_is_rejected_before_the_survey(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(coverage, "modeling_files", lambda: pytest.fail("surveyed"))
+    (tmp_path / "file").touch()
+    words = ["--rows", str(tmp_path / "rows"), "--record", str(tmp_path / "file" / "folder")]
+    assert coverage.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot write to" in line
+
+
+def test_the_page_is_the_record_s():
+    assert (ROOT / "docs" / "coverage.md").read_text() == page(RECORDED)
+
+
+def test_nothing_recorded_is_wrong():
+    results = totals(RECORDED["types"])["results"]
+    assert results.keys() <= {"ok", "not_run"} and results["ok"] > 250
+
+
+def test_a_sweep_resumes_and_retries(tmp_path, monkeypatch):
+    rows, ran = tmp_path / "rows.jsonl", []
+    rows.write_text('{"type": "bert", "result": "ok"}\n{"type": "bark", "result": "not_run"}\n')
+    monkeypatch.setattr(coverage, "check", lambda name: ran.append(name) or {"type": name, "result": "ok"})
+    coverage.sweep(rows, ["bark", "bert", "t5"], retry=False)
+    assert ran == ["t5"]
+    coverage.sweep(rows, ["bark", "bert", "t5"], retry=True)
+    assert ran == ["t5", "bark"] and {row["result"] for row in coverage.read_rows(rows).values()} == {"ok"}
+
+
+class Block(nn.Module):
+    """A sum, a dropout and a norm, at choice."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.dense, self.norm, self.drop = nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.0)
+        self.embedding, self.position = nn.Embedding(5, 8), nn.Parameter(torch.ones(1, 8))
+        self.run = forward
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+TRACED = {
+    "a sum and its norm": (lambda m, x: m.norm(x + m.dense(x)), {"add_norm": 1}),
+    "a view of the sum": (lambda m, x: m.norm((x + m.dense(x)).view(-1, 8)), {"add_norm": 1}),
+    "a sum that two norms read": (lambda m, x: [m.norm(y) for y in [x + m.dense(x)] * 2], {"add_norm": 1}),
+    "a dropout of p = 0": (lambda m, x: x + m.drop(m.dense(x)), {"dropout_add": 1}),
+    "all three": (lambda m, x: m.norm(m.drop(m.dense(x)) + x), {"add_norm": 1, "dropout_add": 1}),
+    "something between": (lambda m, x: m.norm(2 * (x + m.dense(x))) + 2 * m.drop(x), {}),
+    "a position": (lambda m, x: m.norm(x + m.position.expand_as(x)), {}),
+    "embeddings": (lambda m, x: m.norm(m.embedding(x.long()[:, 0]) + m.embedding(x.long()[:, 1])), {}),
+    "an embedding's dropout": (lambda m, x: m.drop(m.embedding(x.long()[:, 0])) + m.dense(x), {}),
+    "other shapes": (lambda m, x: m.norm(x + m.dense(x)[:1]), {}),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_opportunities_are_counted(name):
+    forward, expected = TRACED[name]
+    block, x = Block(forward).train(), torch.ones(2, 8)
+    assert Counter(pair.kind for pair in trace(block, lambda: block(x))) == expected
+
+
+class Tail(Block):
+    """As the tail of a BERT layer, and what `run` computes."""
+
+    def forward(self, x):
+        x = x + self.drop(self.dense(x))
+        y = self.norm(x)
+        return y, self.run(self, x)
+
+
+def test_a_patched_model_shows_what_is_left():
+    """The pair of the rewritten forward is gone; that of a function it calls is left, with its place and reason."""
+    block, x = Tail(TRACED["all three"][0]).train(), torch.ones(2, 8)
+    del block.embedding  # sums beside an embedding are not rewritten
+    before = trace(block, lambda: block(x))
+    assert Counter(pair.kind for pair in before) == {"add_norm": 2, "dropout_add": 2}
+    report = patch_model(block)
+    left = trace(block, lambda: block(x))
+    found = opportunities(before, left, block, report)
+    assert {kind: (each["traced"], each["fused"]) for kind, each in found.items()} == {
+        "add_norm": (2, 1),
+        "dropout_add": (2, 1),
+    }
+    assert list(found["add_norm"]["left"]) == ["Tail -> LayerNorm: sum not linked to its norm"]
+
+
+def test_the_record_is_json_with_a_line_per_type():
+    found = {"schema": 1, "patch_seconds": {"a": 1.0}, "types": [{"type": "a"}, {"type": "b"}]}
+    assert json.loads(coverage.written(found)) == found
+    assert '\n  {"type": "b"}\n' in coverage.written(found)
