@@ -272,6 +272,55 @@ class ActsInPlaceBeforeTheNorm(Block):
         return self.post(b) * c
 
 
+def documented(function: Any) -> Any:
+    """As transformers' auto_docstring: returns the function itself."""
+    function.__doc__ = "Documented."
+    return function
+
+
+def doubled(function: Any) -> Any:
+    return lambda self, a: 2.0 * function(self, a)
+
+
+def marked(function: Any) -> Any:
+    function.marked = True
+    return function
+
+
+class Documented(Block):
+    @documented
+    def forward(self, a: Tensor) -> Tensor:
+        return self.post(a + self.drop(self.proj(a)))
+
+
+class Doubled(Block):
+    @doubled
+    def forward(self, a: Tensor) -> Tensor:
+        return self.post(a + self.drop(self.proj(a)))
+
+
+class Marked(Block):
+    @marked
+    def forward(self, a: Tensor) -> Tensor:
+        return self.post(a + self.drop(self.proj(a)))
+
+
+class WithoutGradients(Block):
+    @torch.no_grad()
+    def forward(self, a: Tensor) -> Tensor:
+        return self.post(a + self.drop(self.proj(a)))
+
+
+@pytest.mark.parametrize("make", [Documented, Doubled, Marked, WithoutGradients])
+def test_a_decorated_forward_is_fused_if_the_decorator_returns_it(make: type[Block]) -> None:
+    block = randomised(make())
+    original = copy.deepcopy(block)
+    patched = {site.name for site in patch_model(block).patched}
+    assert ("" in patched) is (make is Documented)
+    assert block(*inputs()).requires_grad is (make is not WithoutGradients)
+    torch.testing.assert_close(block(*inputs()), original(*inputs()), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -35,7 +35,7 @@ FUNCTIONS: dict[Any, str] = {
 
 
 def parse(function: Any) -> ast.FunctionDef | Unsuitable:
-    """The definition of a plain function without decorators."""
+    """The definition of a plain function. A decorator must return the function itself, as auto_docstring does."""
     if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
         return Unsuitable("unknown_forward", "not a plain Python function")
     if function.__closure__:
@@ -44,8 +44,12 @@ def parse(function: Any) -> ast.FunctionDef | Unsuitable:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
         return Unsuitable("unknown_forward", "its source cannot be read")
-    if not isinstance(tree, ast.FunctionDef) or tree.decorator_list:
-        return Unsuitable("unknown_forward", "decorated")
+    if not isinstance(tree, ast.FunctionDef):
+        return Unsuitable("unknown_forward", "not a plain Python function")
+    if tree.decorator_list:
+        tree.decorator_list = []
+        if vars(function) or not is_source_of(tree, function):
+            return Unsuitable("unknown_forward", "decorated")
     return tree
 
 
