@@ -11,6 +11,7 @@ import onetrip
 import pytest
 import torch
 from onetrip import nn, ops
+from pairwise import pairwise
 from row_norm_cases import DTYPES, make, short, torch_has_eps_in_float32
 from tolerances import assert_bitwise, assert_like_torch, assert_ulps
 from torch.nn import functional as F
@@ -65,9 +66,7 @@ def test_state_dicts_load_both_ways(shape, affine, ours, theirs):
     assert_like_torch(mine(x), torchs(x), torchs.double()(x.double()))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("shape", [(12,), (4, 6), (2, 3, 5)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}], ids=str)
+@pairwise(options=[{}, {"bias": False}, {"elementwise_affine": False}], shape=[(12,), (4, 6), (2, 3, 5)], dtype=DTYPES)
 def test_layer_norm_over_any_normalized_shape(target, options, shape, dtype):
     mine = randomised(nn.LayerNorm(shape, **options, device=target.device, dtype=dtype))
     torchs = torch.nn.LayerNorm(shape, **options, device=target.device, dtype=dtype)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip import ops
+from pairwise import pairwise
 from row_norm_cases import DTYPES, Inputs, call, gradients, make, short, truth, unfused
 from tolerances import aliases, assert_bitwise, assert_like_torch
 from torch import Tensor
@@ -36,11 +37,7 @@ def assert_gradients_like_torch(i: Inputs, used: str = "y", p: float = 0.0) -> N
 
 
 @pytest.mark.promise("N6")
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("p", [0.0, 0.2])
-@pytest.mark.parametrize("used", ["y", "yz", "z"])
-@pytest.mark.parametrize("shape", [(33, 63), (4, 5, 1025)], ids=str)
+@pairwise(shape=[(33, 63), (4, 5, 1025)], used=["y", "yz", "z"], p=[0.0, 0.2], norm=["layer", "rms"], dtype=DTYPES)
 def test_every_gradient_of_the_sublayer(target, shape, used, p, norm, dtype):
     parts = ALL if norm == "layer" else "residual bias weight"
     i = make(shape, dtype, parts, device=target.device, norm=norm)
@@ -54,9 +51,7 @@ def test_every_gradient_of_the_sublayer(target, shape, used, p, norm, dtype):
 
 
 @pytest.mark.promise("N6")
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("width", [1, 3, 64, 1023, 1536, 4097])
+@pairwise(width=[1, 3, 64, 1023, 1536, 4097], norm=["layer", "rms"], dtype=DTYPES)
 def test_every_gradient_of_a_plain_norm(target, width, norm, dtype):
     i = make((9, width), dtype, "weight norm_bias" if norm == "layer" else "weight", device=target.device, norm=norm)
     assert_gradients_like_torch(i)
@@ -106,9 +101,7 @@ def test_gradients_of_mixed_dtypes(target, used, p, mix):
     assert_gradients_like_torch(i, used, p)
 
 
-@pytest.mark.parametrize("x", DTYPES, ids=short)
-@pytest.mark.parametrize("weight", DTYPES, ids=short)
-@pytest.mark.parametrize("cast", [False, True, "weight"])
+@pairwise(cast=[False, True, "weight"], weight=DTYPES, x=DTYPES)
 def test_gradients_of_every_cast_order(target, cast, weight, x):
     """The same gradients up to the roundings that the order itself makes."""
     i = make((16, 80), x, "weight", dtypes={"weight": weight}, device=target.device, norm="rms")

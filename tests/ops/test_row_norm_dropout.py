@@ -10,6 +10,7 @@ from onetrip import ops
 from onetrip.ops import row_norm_autograd as family
 from onetrip.reference.philox import keep_mask
 from onetrip.reference.row_norm import NORM_NONE, BackwardOperands, Dtypes, RowNormPlan
+from pairwise import pairwise
 from row_norm_cases import DTYPES, call, make, short
 from targets import Target, needs
 from tolerances import assert_bitwise
@@ -25,9 +26,11 @@ def kept(shape: tuple[int, ...], p: float, rng: tuple[int, int] | None, device: 
 
 
 @pytest.mark.promise("D4")
-@pytest.mark.parametrize("shape", [(1,), (3, 5), (7, 1), (2, 3, 33), (5, 1023), (64, 4)], ids=str)
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
-@pytest.mark.parametrize("rng", [(0, 0), (7, 12), (2**64 - 1, 2**64 - 4), (-1, 4), (-(2**63), 2**32)], ids=str)
+@pairwise(
+    rng=[(0, 0), (7, 12), (2**64 - 1, 2**64 - 4), (-1, 4), (-(2**63), 2**32)],
+    p=[0.1, 0.5, 0.999],
+    shape=[(1,), (3, 5), (7, 1), (2, 3, 33), (5, 1023), (64, 4)],
+)
 def test_mask_is_dropout_keep_mask_bit_for_bit(target, rng, p, shape):
     expected = ops.dropout_keep_mask(shape, p, rng, target.device)
     assert torch.equal(kept(shape, p, rng, target.device), expected)

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 from onetrip import ops
+from pairwise import pairwise
 from row_norm_cases import DTYPES, Inputs, call, make, normed, short, sublayer, truth
 from tolerances import assert_bitwise, assert_like_torch, assert_ulps, bits
 from torch import Tensor
@@ -64,11 +65,13 @@ def test_every_row_is_computed(target, n_rows):
 
 
 @pytest.mark.promise("N4")
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("parts", ["residual", "bias", "residual bias"], ids=lambda parts: parts.replace(" ", "+"))
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.9])
-@pytest.mark.parametrize("width", [3, 1025])
+@pairwise(
+    width=[3, 1025],
+    p=[0.0, 0.1, 0.9],
+    parts=["residual", "bias", "residual bias"],
+    dtype=DTYPES,
+    norm=["layer", "rms"],
+)
 def test_whole_sublayer_with_the_same_mask(target, width, p, parts, dtype, norm):
     i = make(
         (6, width), dtype, f"{parts} weight norm_bias".replace("norm_bias", "norm_bias" * (norm == "layer")), norm=norm
@@ -187,9 +190,7 @@ def test_output_dtype_is_that_of_the_unfused_expression(target, x, residual, bia
 
 
 @pytest.mark.promise("B6")
-@pytest.mark.parametrize("weight", DTYPES, ids=short)
-@pytest.mark.parametrize("norm_bias", DTYPES, ids=short)
-@pytest.mark.parametrize("x", DTYPES, ids=short)
+@pairwise(x=DTYPES, norm_bias=DTYPES, weight=DTYPES)
 def test_parameters_of_another_dtype_are_never_reinterpreted(target, x, weight, norm_bias):
     i = make((3, 72), x, dtypes={"weight": weight, "norm_bias": norm_bias}, device=target.device)
     y = ops.layer_norm(i.x, i.weight, i.norm_bias)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from onetrip import ops
-from row_norm_cases import Inputs, call, make, short
+from pairwise import pairwise
+from row_norm_cases import Inputs, call, make
 from tolerances import assert_bitwise, bits
 from torch import Tensor
 
@@ -41,9 +42,11 @@ def results(operator: Callable[[Inputs], Any], i: Inputs) -> list[Tensor]:
 
 
 @pytest.mark.promise("B1, B2")
-@operators
-@pytest.mark.parametrize("shape", [(0,), (0, 8), (3, 0), (2, 0, 8), (0, 0), (2, 3, 0)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=short)
+@pairwise(
+    dtype=[torch.float32, torch.bfloat16, torch.float64],
+    shape=[(0,), (0, 8), (3, 0), (2, 0, 8), (0, 0), (2, 3, 0)],
+    operator=OPERATORS,
+)
 def test_empty_tensors_give_empty_results_and_zero_gradients(target, dtype, shape, operator):
     if dtype == torch.float64 and target.backend != "reference":
         pytest.skip("float64 goes through reference")
@@ -103,10 +106,7 @@ LAYOUTS = [spread, column_major, every_other, permuted, one_element_off, lazily_
 
 
 @pytest.mark.promise("B3, B4")
-@operators
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
-@pytest.mark.parametrize("width", [40, 67])
+@pairwise(width=[40, 67], dtype=[torch.float32, torch.bfloat16], layout=LAYOUTS, operator=OPERATORS)
 def test_layout_changes_no_bit(target, width, dtype, layout, operator):
     i = make((3, 4, width), dtype, ALL, device=target.device)
     laid_out = i.map(layout)
@@ -170,9 +170,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.promise("T4")
-@operators
-@pytest.mark.parametrize("width", [1, 5, 64, 1027])
-@pytest.mark.parametrize("n_rows", [1, 3, 130])
+@pairwise(n_rows=[1, 3, 130], width=[1, 5, 64, 1027], operator=OPERATORS)
 def test_everything_allocated_is_written(target, n_rows, width, operator, request):
     i = make((n_rows, width), torch.float32, ALL, device=target.device)
     expected = results(operator, i)

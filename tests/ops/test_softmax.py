@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onetrip import nn, ops, use_backend
+from pairwise import pairwise
 from softmax_cases import DTYPES, MASKS, RNG, exact, masks, short, unfused
 from targets import Target, needs
 from tolerances import HALF_ROUNDING, assert_bitwise, assert_like_torch, assert_ulps
@@ -32,10 +33,7 @@ def test_widths(target, width, dtype):
 
 
 @pytest.mark.promise("softmax N6")
-@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=lambda p: f"p{p:g}")
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("name", MASKS)
+@pairwise(name=MASKS, dtype=DTYPES, dropout_p={"p0": 0.0, "p0.3": 0.3}, causal={"": False, "causal": True})
 def test_result_and_gradients(target, name, dtype, dropout_p, causal):
     """Within one ulp of float64; gradients within twice the error of torch in the same dtype."""
     mask = masks(SHAPE, target.device)[name]
