@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +35,11 @@ def driver() -> Callable[[str], Path]:
 
 def _id(size: tuple[tuple[int, int, int], int]) -> str:
     return f"{'x'.join(map(str, size[0]))}-N{size[1]}"
+
+
+def in_turn(n_cols: Sequence[int]) -> pytest.MarkDecorator:
+    """Each width once, the dtypes in turn."""
+    return pytest.mark.parametrize(("n_cols", "dtype"), list(zip(n_cols, itertools.cycle(DTYPES), strict=False)))
 
 
 def _run(driver: Path, chosen: list[Call], folder: Path) -> list[dict[str, Tensor]]:
@@ -68,8 +74,7 @@ def test_wide_rows_match_reference(driver, dtype: str, size: tuple[tuple[int, in
 
 # A single block's width, the least and the most of every number of blocks, and warps that are not shared out evenly.
 # The masks of "bias_of_batch" and "bias_transposed" have a row for every row of the scores.
-@pytest.mark.parametrize("n_cols", [9216, 12288, 16384, 16392, 20000, 32768, 40000, 65536])
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_turn([9216, 12288, 16384, 16392, 20000, 32768, 40000, 65536])
 def test_rows_in_clusters_match_reference(driver, dtype: str, n_cols: int, tmp_path: Path) -> None:
     chosen = calls(DTYPES[dtype], (2, 1, 2), n_cols, orders=(4,))
     if n_cols > 20000:  # thousands of fibers a row
@@ -83,8 +88,7 @@ def test_rows_in_clusters_in_every_order_of_threads(driver, dtype: str, tmp_path
     _check(driver(dtype), [replace(call, row_padding=8) for call in chosen], tmp_path)
 
 
-@pytest.mark.parametrize("n_cols", [8704, 9216, 12288, 16384])
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_turn([8704, 9216, 12288, 16384])
 def test_a_cluster_gives_the_same_bits_as_a_block(driver, dtype: str, n_cols: int, tmp_path: Path) -> None:
     for call in calls(DTYPES[dtype], (2, 1, 2), n_cols, orders=(4,)):
         forward, backward, *of_block = _run(driver(dtype), [call, replace(call, clusters=False)], tmp_path)
