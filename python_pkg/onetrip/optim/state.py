@@ -131,6 +131,15 @@ def _steps(where: str, value: object) -> float:
     return float(value)
 
 
+def _with_todays_keys(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Older checkpoints have 8-bit states under torch's keys: step, exp_avg, exp_avg_sq."""
+    exp_avg = entry.get("exp_avg")
+    if not (isinstance(exp_avg, Tensor) and exp_avg.dtype is torch.uint8):
+        return dict(entry)
+    new_keys = dict(zip(_KEYS_32BIT, _KEYS_8BIT, strict=False))
+    return {new_keys.get(key, key): value for key, value in entry.items()}
+
+
 def checked(where: str, p: Tensor, entry: object, quantize_floats: bool) -> State:
     """A checkpoint's state of parameter p, copied to its device, every value's shape, dtype and range checked.
 
@@ -140,6 +149,7 @@ def checked(where: str, p: Tensor, entry: object, quantize_floats: bool) -> Stat
         raise ValueError(f"{where} must be a dict, got {type(entry).__name__}")
     if "max_exp_avg_sq" in entry:
         raise ValueError(f"{where} must be of Adam without amsgrad, got max_exp_avg_sq")
+    entry = _with_todays_keys(entry)
     keys = keys_of(entry)
     if set(entry) != set(keys):
         raise ValueError(f"{where} must have {sorted(keys)}, got {sorted(map(str, entry))}")
