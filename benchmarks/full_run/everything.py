@@ -14,10 +14,8 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,23 +93,6 @@ def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _terminated_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM, as of timeout(1), docker stop and schedulers, stops the running part too, and keeps what is done."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _begin(place: Place, resume: bool, selected: bool) -> State:
@@ -223,8 +204,12 @@ def run(
     except UsageError as error:
         _say(f"onetrip bench --everything: {error}")
         return BAD_USAGE
-    with _terminated_as_by_ctrl_c():
+    # SIGTERM, as of timeout(1), docker stop and schedulers, stops the running part as Ctrl-C does.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
         interrupted = _run_all(selected, state, place, resume, limits, begun + limits.budget_s)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if as_json:
         print(json.dumps(state.content, indent=1))
     else:

@@ -5,7 +5,7 @@
 Workers run pytest over their shares of a shard with this module as a plugin, which writes each outcome down at once in
 DIR/gpu-tests/<shard>-<worker>.jsonl. A kernel that faults breaks the CUDA context of its process for good: the process
 ends there, and another one goes on with the tests that are left. A test that kills its process is a failure too, and so
-is one that never ends: its process is killed. What failed before runs again after all others.
+is one that never ends: its process is killed. The next call runs what failed and what is left.
 """
 
 from __future__ import annotations
@@ -33,12 +33,8 @@ _BROKEN_CONTEXT = 9  # exit code of a process that the plugin ends
 EXIT_FAILED, EXIT_BROKEN, EXIT_UNFINISHED = 1, 3, 4
 _MOST_WORKERS = 6
 _LINES = 3  # of a failure's message
-_ENDED = ("passed", "skipped", "failed")
-_AGAIN, _CUT = "again", "cut"  # of a test that failed in an earlier call; of one that was stopped and may have passed
 _GRACE_S = 20.0
-"""What a test may take that is running when the time is up."""
-_HANGS_S = 60.0
-"""A test that is killed then has failed if it ran for this long; one that has just begun gets another call's time."""
+"""What a test may take that is running when the time is up; then it has failed."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +114,7 @@ class _Recorder:
         self._file = record.open("a")
         # Of all workers: on another machine there may have been more of them.
         shard = record.name.rpartition("-")[0]
-        known = [read(path)["tests"] for path in record.parent.glob(f"{shard}-*.jsonl")]
-        outcomes = [(test, entry["outcome"]) for tests in known for test, entry in tests.items()]
-        self._finished = {test for test, outcome in outcomes if outcome in _ENDED}
-        self._failed_before = {test for test, outcome in outcomes if outcome == _AGAIN}
+        self._finished = {test for path in record.parent.glob(f"{shard}-*.jsonl") for test in read(path)["tests"]}
         self._worker, self._workers, self._deadline = worker, workers, deadline
         self._outcome, self._reason, self._start = "passed", "", 0.0
 
@@ -134,11 +127,10 @@ class _Recorder:
         mine = [item for item in items if zlib.crc32(item.nodeid.encode()) % self._workers == self._worker]
         self._write(total=len(mine))
         items[:] = [item for item in mine if item.nodeid not in self._finished]
-        items.sort(key=lambda item: item.nodeid in self._failed_before)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._write(test=report.nodeid, outcome="failed", reason=_message(report), seconds=0.0, collected=False)
+            self._write(test=report.nodeid, outcome="failed", reason=_message(report), seconds=0.0)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._outcome, self._reason, self._start = "passed", "", time.time()
@@ -199,25 +191,18 @@ def _add(record: Path, entry: dict[str, Any]) -> None:
         file.write("\n" + json.dumps(entry) + "\n")  # a process may have died within a line
 
 
-def _settle(record: Path, reason: str = "its process died", least_s: float = 0.0) -> int:
-    """How many tests have an outcome; those that ran for least_s when their process ended have failed."""
+def _settle(record: Path, reason: str = "its process died") -> int:
+    """How many tests have an outcome; those that were running when their process ended have failed."""
     tests = read(record)["tests"]
-    running = {name: time.time() - entry["at"] for name, entry in tests.items() if entry["outcome"] == "started"}
-    for name, age in running.items():
-        ended = {"outcome": "failed", "reason": reason} if age >= least_s else {"outcome": _CUT}
-        _add(record, {"test": name, **ended, "seconds": round(age, 3)})
-    return sum(entry["outcome"] in _ENDED for entry in read(record)["tests"].values())
+    for name, entry in tests.items():
+        if entry["outcome"] == "started":
+            seconds = round(time.time() - entry["at"], 3)
+            _add(record, {"test": name, "outcome": "failed", "reason": reason, "seconds": seconds})
+    return len(tests)
 
 
-def _expect_failures_again(record: Path) -> None:
-    """What failed, or was running when everything was stopped, is to run once more; what passed is kept."""
-    kept = []
-    for entry in read(record)["tests"].values():
-        if entry["outcome"] in ("passed", "skipped"):
-            kept.append(entry)
-        elif entry["outcome"] != _CUT and entry.get("collected", True):
-            reason = entry.get("reason", "it was stopped with everything else")
-            kept.append({"test": entry["test"], "outcome": _AGAIN, "reason": reason, "seconds": 0.0})
+def _keep_what_passed(record: Path) -> None:
+    kept = [entry for entry in read(record)["tests"].values() if entry["outcome"] in ("passed", "skipped")]
     if record.exists():
         html.write(record, "".join(json.dumps(entry) + "\n" for entry in kept))
 
@@ -254,7 +239,7 @@ def _work(shard: Shard, tree: Path, record: Path, worker: int, workers: int, dea
                 after = _settle(record)
             except subprocess.TimeoutExpired:
                 status = pytest.ExitCode.INTERRUPTED
-                after = _settle(record, "it hung: killed when the time was up", _HANGS_S)
+                after = _settle(record, "it hung: killed when the time was up")
         total = read(record)["total"]
         if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
             return ""
@@ -268,22 +253,13 @@ def _work(shard: Shard, tree: Path, record: Path, worker: int, workers: int, dea
     return "out of time"
 
 
-def _outcomes(found: list[dict[str, Any]], whole: bool) -> dict[str, dict[str, Any]]:
-    """Of all workers' tests. A failure of an earlier call that the time did not suffice to repeat still is one."""
-    tests = {name: entry for one in found for name, entry in one["tests"].items() if entry["outcome"] in _ENDED}
-    for name, entry in ((name, entry) for one in found for name, entry in one["tests"].items()):
-        if entry["outcome"] == _AGAIN and not whole:
-            tests.setdefault(name, {**entry, "outcome": "failed", "reason": f"{entry['reason']} [not run again yet]"})
-    return tests
-
-
 def run(shard: Shard, tree: Path, output: Path, seconds: float, workers: int) -> int:
     """One shard, what ran before kept. Prints the outcome; the exit code says whether it is whole and green."""
     folder = output / "gpu-tests"
     folder.mkdir(parents=True, exist_ok=True)
     records = [folder / f"{shard.name}-{worker}.jsonl" for worker in range(workers)]
     for record in records:
-        _expect_failures_again(record)
+        _keep_what_passed(record)
     deadline = time.time() + seconds
     with ThreadPoolExecutor(workers) as pool:
         ends = [
@@ -291,7 +267,7 @@ def run(shard: Shard, tree: Path, output: Path, seconds: float, workers: int) ->
         ]
         why = {end.result() for end in ends} - {""}
     found = [read(record) for record in records]
-    tests = _outcomes(found, whole=not why)
+    tests = {name: entry for one in found for name, entry in one["tests"].items()}
     total = sum(one["total"] or 0 for one in found)
     counts = Counter(entry["outcome"] for entry in tests.values())
     skipped = Counter(entry["reason"] for entry in tests.values() if entry["outcome"] == "skipped")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from onetrip.environment import last_level_cache_bytes
-from onetrip.measure import BusyCpus
+from onetrip.measure import BusyCpus, spread
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
@@ -128,14 +127,5 @@ def timed_rounds(benchmark: BenchmarkFixture, function: Callable[[], T], rounds:
 
 def summarise(samples: list[float], unit: str) -> dict[str, float | int]:
     """Median and 20th and 80th percentile, under keys that carry the unit."""
-    if len(samples) == 1:
-        low = high = samples[0]
-    else:
-        quintiles = statistics.quantiles(samples, n=5, method="inclusive")
-        low, high = quintiles[0], quintiles[-1]
-    return {
-        f"median_{unit}": statistics.median(samples),
-        f"p20_{unit}": low,
-        f"p80_{unit}": high,
-        "samples": len(samples),
-    }
+    figures = spread(samples).to_dict()
+    return {**{f"{name}_{unit}": value for name, value in figures.items()}, "samples": len(samples)}

@@ -165,6 +165,7 @@ def methods(
     bnb-adamw8bit, torchao-adamw8bit, preloading, compile, lora, zero, zero-offload, fused-kernels, combined,
     combined-memory.
     """
+    from . import html
     from . import methods as methods_
     from .anatomy import UsageError, writable_folder
 
@@ -175,14 +176,14 @@ def methods(
         options.check()
         folder = writable_folder(output) if output is not None else None
         if folder is not None:
-            methods_.check_page_can_be_written()
+            html.require()
         if resume and folder is None:
             raise UsageError("--resume needs --output, the folder of the run to go on with")
         previous = methods_.load_previous(folder) if resume and folder is not None else None
         save = None if folder is None else partial(methods_.write_json, folder=folder)
         with _progress(not as_json) as progress:
             result = methods_.run(options, progress, save=save, previous=previous)
-    except UsageError as error:
+    except (UsageError, html.MissingPackage) as error:
         typer.echo(f"onetrip methods: {error}", err=True)
         raise typer.Exit(BAD_USAGE) from None
     if folder is not None:

@@ -69,15 +69,12 @@ def test_gpu_tests_outlive_what_breaks_and_go_on_where_they_stopped(tmp_path, ca
     (tree / "tests/test_made_up.py").write_text(TREE)
     (tree / "tests/conftest.py").write_text(CONFTEST)
     shard = gpu_tests.Shard("made_up", "nothing", ("test_made_up.py",))
-    first = {"test": "tests/test_made_up.py::test_1_passes", "outcome": "failed", "reason": "by chance", "seconds": 1.0}
     (output / "gpu-tests").mkdir(parents=True)
+    first = {"test": "tests/test_made_up.py::test_2_fails", "outcome": "failed", "reason": "by chance", "seconds": 1.0}
     (output / "gpu-tests/made_up-0.jsonl").write_text(json.dumps(first) + "\n")
-    # Long enough to start and too short for a second test: the one that failed before waits for the others.
+    # Long enough to start and too short for a second test.
     assert gpu_tests.run(shard, tree, output, seconds=0.1, workers=1) == gpu_tests.EXIT_UNFINISHED
-    printed = capsys.readouterr().out
-    assert "FAILED test_made_up.py::test_1_passes: by chance [not run again yet]" in printed
-    assert "FAILED test_made_up.py::test_2_fails: assert" in printed
-    assert "2 of 6 tests ran" in printed
+    assert "1 of 6 tests ran" in capsys.readouterr().out
     assert gpu_tests.run(shard, tree, output, seconds=300.0, workers=1) == gpu_tests.EXIT_FAILED
     printed = capsys.readouterr().out
     assert "6 of 6 tests ran: 3 failed, 2 passed, 1 skipped" in printed
@@ -105,46 +102,33 @@ def entries(record: Path) -> dict[str, dict[str, Any]]:
     return gpu_tests.read(record)["tests"]
 
 
-def test_a_test_that_hangs_is_killed_and_named_and_those_behind_it_run_next_time(tmp_path, monkeypatch, capsys):
-    """pytest's process played: what it writes, and that it does not end. The first test hangs, the second is cut."""
-    record = tmp_path / "gpu-tests/made_up-0.jsonl"
+def test_a_test_that_hangs_is_killed_and_named(tmp_path, monkeypatch, capsys):
+    """pytest's process played: what it writes, and that it does not end."""
+    record, now = tmp_path / "gpu-tests/made_up-0.jsonl", time.time()
     shard = gpu_tests.Shard("made_up", "nothing", ("test_made_up.py",))
-    calls: list[float] = []
+    given: list[float] = []
 
-    def hangs(name: str, seconds: float) -> None:
-        def run(command: list[str], timeout: float, **options: Any) -> None:
-            calls.append(timeout)
-            lines = {"total": 2}, {"test": name, "outcome": "started", "at": time.time() - seconds}
-            with record.open("a") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
-            monkeypatch.setattr(gpu_tests.time, "time", lambda: now + 1000.0)
-            raise subprocess.TimeoutExpired(command, timeout)
+    def run(command: list[str], timeout: float, **options: Any) -> None:
+        given.append(timeout)
+        lines = {"total": 2}, {"test": "test_1", "outcome": "started", "at": now - 500.0}
+        record.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        monkeypatch.setattr(gpu_tests.time, "time", lambda: now + 1000.0)
+        raise subprocess.TimeoutExpired(command, timeout)
 
-        now = time.time()
-        monkeypatch.setattr(gpu_tests.subprocess, "run", run)
-        assert gpu_tests.run(shard, tmp_path, tmp_path, seconds=100.0, workers=1) != 0
-        monkeypatch.undo()
-
-    monkeypatch.setattr(gpu_tests, "_HANGS_S", 1200.0)
-    hangs("test_2", 10.0)
-    assert entries(record)["test_2"]["outcome"] == "cut"
-    assert "0 of 2 tests ran" in capsys.readouterr().out
-    hangs("test_1", 500.0)
-    assert calls[0] == pytest.approx(100.0 + gpu_tests._GRACE_S, abs=5.0)
-    assert "FAILED test_1: it hung: killed when the time was up" in capsys.readouterr().out
+    monkeypatch.setattr(gpu_tests.subprocess, "run", run)
+    assert gpu_tests.run(shard, tmp_path, tmp_path, seconds=100.0, workers=1) != 0
+    assert given[0] == pytest.approx(100.0 + gpu_tests._GRACE_S, abs=5.0)
+    printed = capsys.readouterr().out
+    assert "FAILED test_1: it hung: killed when the time was up" in printed and "1 of 2 tests ran" in printed
     assert json.loads((tmp_path / "gpu-tests/made_up.json").read_text())["total"] == 2
-    assert entries(record).keys() == {"test_1"}  # the other one runs again, and before it
 
 
-def test_what_failed_was_cut_or_was_stopped_runs_again(tmp_path):
+def test_what_failed_or_was_stopped_runs_again(tmp_path):
     record = tmp_path / "made_up-0.jsonl"
-    outcomes = {"a": "passed", "b": "skipped", "c": "failed", "d": "cut", "e": "started"}
-    lines = [{"test": name, "outcome": outcome} for name, outcome in outcomes.items()]
-    lines.append({"test": "test_broken.py", "outcome": "failed", "collected": False})
-    record.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    gpu_tests._expect_failures_again(record)
-    found = {name: entry["outcome"] for name, entry in entries(record).items()}
-    assert found == {"a": "passed", "b": "skipped", "c": "again", "e": "again"}
+    outcomes = {"a": "passed", "b": "skipped", "c": "failed", "d": "started"}
+    record.write_text("".join(json.dumps({"test": name, "outcome": what}) + "\n" for name, what in outcomes.items()))
+    gpu_tests._keep_what_passed(record)
+    assert entries(record).keys() == {"a", "b"}
 
 
 def test_a_shard_is_told_when_it_must_have_ended(tmp_path, monkeypatch):

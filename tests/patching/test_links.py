@@ -1,4 +1,4 @@
-"""Links at run time: a residual sum and a norm that reads it in a branch or a child become one call."""
+"""Links at run time: a residual sum and a norm that reads it in a branch, a child or the next layer become one call."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip.measure import saved_bytes
+from onetrip.ops import row_norm, row_norm_autograd
 from onetrip.patching import links, patch_model, unpatch_model
 from patching_cases import WIDTH, LlamaLike, inputs, randomised
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Layer(nn.Module):
-    """As an OPT layer: the norm of its first sum stands in a branch. Its second sum is returned."""
+    """As an OPT layer: the norm of its first sum stands in a branch, that of its second in the next layer."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
@@ -95,12 +96,12 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert all(slot.result is None for slot in links._slots.values())
 
 
-def test_a_sum_and_a_norm_in_a_branch_are_one_call() -> None:
+def test_a_sum_and_a_norm_in_a_branch_or_in_the_next_layer_are_one_call() -> None:
     original, model = pair()
     report = patch_model(model)
     before = report.calls()
     assert_same(step(model, *inputs()), step(original, *inputs()))
-    assert n_links(model) == 3
+    assert n_links(model) == 6
     fused = {name: calls[0] - before[name][0] for name, calls in report.calls().items()}
     assert [fused[f"layers.{i}"] for i in range(3)] == [2, 2, 2]
     assert sum(calls[1] for calls in report.calls().values()) == 0
@@ -109,11 +110,15 @@ def test_a_sum_and_a_norm_in_a_branch_are_one_call() -> None:
 def test_a_linked_pair_launches_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     _, model = pair(n_layers=1)
     called: list[str] = []
-    for name in ("bias_dropout_residual_norm", "layer_norm", "rms_norm"):
-        real = getattr(links.ops, name)
-        monkeypatch.setattr(links.ops, name, lambda *a, real=real, name=name, **k: called.append(name) or real(*a, **k))
-    model(*inputs())
-    assert called == ["bias_dropout_residual_norm"]
+    forward = row_norm.forward
+    monkeypatch.setattr(row_norm, "forward", lambda *a: called.append("forward") or forward(*a))
+    backward = row_norm_autograd.backward
+    monkeypatch.setattr(row_norm_autograd, "backward", lambda *a: called.append("backward") or backward(*a))
+    with torch.no_grad():
+        model(*inputs())
+    assert called == ["forward"] * 3  # the first norm, and both sums with theirs
+    model(inputs()[0].requires_grad_()).sum().backward()
+    assert called[3:] == ["backward"] * 3
 
 
 def test_the_first_call_is_right_before_any_link() -> None:
@@ -140,15 +145,102 @@ def test_hidden_states_are_the_sums_themselves() -> None:
     model(*inputs())  # takes what states() left
 
 
-def test_the_gradient_of_a_returned_sum_is_whole() -> None:
-    """Of a hidden state, with what comes through the next layer's norm."""
-    original, model = pair()
+def by_autograd_grad(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, states))
 
-    def gradients(model: Stack) -> list[Tensor]:
+
+def by_autograd_grad_of_one(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [states[1], *model.parameters()], retain_graph=True))
+
+
+def by_backward_for_inputs(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
+    parameters = list(model.parameters())
+    loss.backward(inputs=[states[0], *parameters])
+    return [states[0].grad, *(each.grad for each in parameters)]  # type: ignore[list-item]
+
+
+def by_retain_grad(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
+    for each in states:
+        each.retain_grad()
+    loss.backward()
+    return [each.grad for each in (*states, *model.parameters())]  # type: ignore[misc]
+
+
+def by_hooks(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
+    """Registered after the norm ran; they change the gradient, too."""
+    seen: list[Tensor] = []
+    for each in states:
+        each.register_hook(lambda grad: seen.append(grad) or grad * 0.5)
+    loss.backward()
+    return [*seen, *(each.grad for each in model.parameters())]  # type: ignore[misc]
+
+
+def by_two_backwards(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
+    loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, states, retain_graph=True)
+    loss.backward()
+    return [states[0].grad, *(each.grad for each in model.parameters())]  # type: ignore[list-item, misc]
+
+
+def of_batches(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, states, torch.tensor([1.0, 2.0]), is_grads_batched=True))
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [by_autograd_grad, by_autograd_grad_of_one, by_backward_for_inputs, by_retain_grad, by_hooks, by_two_backwards,
+     of_batches],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+@pytest.mark.parametrize("view", [False, True])
+def test_the_gradient_of_a_linked_sum_is_whole(gradients: Callable[..., list[Tensor]], view: bool) -> None:
+    """Of a hidden state, with what comes through the next layer's norm, whoever asks for it and when."""
+    found = []
+    for model in reversed(pair()):
+        if view:
+            model.call = lambda layer, h: layer(h).view(-1, WIDTH).view(h.shape)
+            model(*inputs())
         states = model.states(inputs()[0].requires_grad_())
-        return list(torch.autograd.grad(model.final(states[-1]).square().sum(), states))
+        loss = model.final(states[-1]).square().sum()
+        model.zero_grad()
+        found.append(gradients(states, loss, model))
+        assert isinstance(model, Stack) and (len(found) == 2 or n_links(model) == 6)
+    assert_same(*found)
 
-    assert_same(gradients(model), gradients(original))
+
+def test_a_backward_after_a_failed_one_does_not_take_its_gradients() -> None:
+    found = []
+    for model in reversed(pair()):
+        assert isinstance(model, Stack)
+        model.zero_grad()
+        state = model.states(*inputs())[-1]
+        other = state * 1.0
+        loss = model.final(state).square().sum() + other.sum()
+
+        def fail(grad: Tensor) -> None:
+            raise RuntimeError("stop")
+
+        handle = other.register_hook(fail)  # runs between the norm's backward and the sum's
+        with pytest.raises(RuntimeError, match="stop"):
+            loss.backward(retain_graph=True)
+        handle.remove()
+        model.zero_grad()
+        other.sum().backward()
+        found.append([each.grad for each in model.layers.parameters()])
+    assert_same(*found)  # type: ignore[arg-type]
+
+
+def test_a_frozen_sum_does_not_require_grad_for_its_norms_weight() -> None:
+    original, model = pair(n_layers=1)
+    for each in (original, model):
+        each.layers.requires_grad_(False)
+        each.zero_grad()
+    states = model.states(*inputs())
+    assert not states[-1].requires_grad
+    assert_same([model.final(states[-1])], [original(*inputs())])
+    model.final(states[-1]).sum().backward()
+    original(*inputs()).sum().backward()
+    assert_same([model.final.weight.grad], [original.final.weight.grad])
 
 
 def test_a_hook_that_replaces_a_layers_output_is_seen() -> None:
@@ -157,7 +249,7 @@ def test_a_hook_that_replaces_a_layers_output_is_seen() -> None:
         each.layers[1].register_forward_hook(lambda module, args, output: output * 2.0)
     for _ in range(6):
         assert_same(step(model, *inputs()), step(original, *inputs()))
-    assert n_links(model) == 3
+    assert n_links(model) == 5
 
 
 def test_a_norms_own_hooks_run() -> None:
@@ -227,7 +319,7 @@ def test_views_of_a_sum_are_linked() -> None:
     for _ in range(2):
         assert_same(step(model, *inputs()), step(original, *inputs()))
     assert report.calls()["final"][0] - before["final"][0] == 2
-    assert n_links(model) == 3
+    assert n_links(model) == 6
 
 
 def test_saved_bytes_are_those_of_the_original() -> None:
@@ -260,7 +352,7 @@ def test_a_copy_links_its_own_norms() -> None:
     for _ in range(2):
         assert_same(step(clone, *inputs()), step(doubled, *inputs()))
         assert_same(step(model, *inputs()), step(original, *inputs()))
-    assert n_links(clone) == 3
+    assert n_links(clone) == 6
 
 
 def test_tensors_carry_no_trace_of_a_link() -> None:

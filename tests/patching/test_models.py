@@ -88,7 +88,7 @@ CASES = {
         {"n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": 32}
         | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2},
         causal,
-        {"layer_norm": 5, "dropout_add": 2},
+        {"layer_norm": 5, "add_norm": 2},
     ),
     "vit": Case(
         "ViTForImageClassification",
@@ -103,7 +103,7 @@ CASES = {
     "gemma3": Case("Gemma3ForCausalLM", "Gemma3TextConfig", DECODER, causal, {"rms_norm": 11, "add_norm": 2}),
     "olmo": Case("OlmoForCausalLM", "OlmoConfig", DECODER, causal, {"layer_norm": 3, "add_norm": 2}),
     "olmo2": Case("Olmo2ForCausalLM", "Olmo2Config", DECODER, causal, {"rms_norm": 9, "add_norm": 2}),
-    "cohere": Case("CohereForCausalLM", "CohereConfig", DECODER, causal, {"layer_norm": 3}),
+    "cohere": Case("CohereForCausalLM", "CohereConfig", DECODER, causal, {"layer_norm": 3, "add_norm": 2}),
     "mixtral": Case(
         "MixtralForCausalLM",
         "MixtralConfig",
@@ -116,7 +116,7 @@ CASES = {
         "AlbertConfig",
         COMMON | {"embedding_size": 16, "classifier_dropout_prob": 0.0},
         text,
-        {"layer_norm": 3, "add_norm": 1},
+        {"layer_norm": 2, "dropout_add_norm": 1, "add_norm": 1},
     ),
     "modernbert": Case(
         "ModernBertForMaskedLM",

@@ -200,6 +200,25 @@ def test_torchs_encoder_keeps_its_fast_path(norm_first: bool, monkeypatch: pytes
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+class ThreeTerms(Unpacks):
+    """As a GPT-J block: the first addition of two is fused."""
+
+    def forward(self, a: Tensor) -> Tensor:
+        residual = a
+        a = self.rms(a)
+        out, _ = self.child(a, other=a)
+        return out + self.second(a) + residual
+
+
+def test_a_sum_in_a_sum_is_fused(fused: list[tuple[bool, float]]) -> None:
+    block = randomised(ThreeTerms())
+    original = copy.deepcopy(block)
+    patch_model(block)
+    fused.clear()
+    assert_same(block, original)
+    assert fused == [(True, 0.0)]
+
+
 def test_hooks_on_the_child_see_what_it_returns(fused: list[tuple[bool, float]]) -> None:
     block = randomised(Unpacks())
     original = copy.deepcopy(block)

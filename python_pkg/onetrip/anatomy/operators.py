@@ -6,6 +6,7 @@ The classes follow Ivanov et al., "Data movement is all you need" (arXiv 2007.00
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -63,14 +64,14 @@ def time_by_operator_class(events: Iterable[Any], *, on_device: bool) -> dict[st
 
     events: `FunctionEvent`s of one profile. on_device: count time on the accelerator rather than on the CPU.
     """
-    totals: dict[str, float] = {}
+    totals: Counter[str] = Counter()
     for event in events:
         if event.device_type != torch.autograd.DeviceType.CPU or event.name == "[memory]":
             continue
         own = event.self_device_time_total if on_device else event.self_cpu_time_total
         label = OPTIMIZER if _in_optimizer(event) else operator_class(event.name)
-        totals[label] = totals.get(label, 0.0) + own / 1e3
-    return {label: ms for label, ms in sorted(totals.items(), key=lambda item: -item[1]) if ms > 0.0}
+        totals[label] += own / 1e3
+    return {label: ms for label, ms in totals.most_common() if ms > 0.0}
 
 
 def _in_optimizer(event: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -60,8 +61,10 @@ def _name(result: Mapping[str, Any]) -> str:
 def _parts(result: Mapping[str, Any], most_rows: int | None) -> list[str | Table]:
     """most_rows: the smallest rows of a table beyond these are added up."""
     options, columns = result["options"], result["columns"]
+    measured = {COLUMNS[key]: column["measured"] for key, column in columns.items() if column["measured"]}
+    where = result["device"] if measured else f"predicted for {result['device']}"
     parts: list[str | Table] = [
-        f"{result['parameters'] / 1e6:.1f} M parameters, {options['optimizer']}, {result['device']}; "
+        f"{result['parameters'] / 1e6:.1f} M parameters, {options['optimizer']}, {where}; "
         f"{result['patched_modules']} modules patched."
     ]
     if any(column["fit"] for column in columns.values()):
@@ -72,7 +75,6 @@ def _parts(result: Mapping[str, Any], most_rows: int | None) -> list[str | Table
         for key, column in columns.items()
         if column.get("unpredicted")
     ]
-    measured = {COLUMNS[key]: column["measured"] for key, column in columns.items() if column["measured"]}
     if measured:
         parts += [*_times(measured, options["steps"]), _operators(measured, most_rows), _gpu(result, measured)]
     return parts
@@ -192,11 +194,10 @@ def _traffic(columns: Mapping[str, Any], gpu: str | None, most_rows: int | None)
 
 def _outside(operators: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Bytes by operator, of those that Traffic.outside counts."""
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for operator in operators:
         if operator["kind"] in (LOSS, OUTSIDE) and operator["phase"] != OPTIMIZER:
-            moved = operator["read"] + operator["written"]
-            totals[operator["name"]] = totals.get(operator["name"], 0) + moved
+            totals[operator["name"]] += operator["read"] + operator["written"]
     return totals
 
 

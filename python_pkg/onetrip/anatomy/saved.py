@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -107,9 +108,9 @@ def saved_activations(
     excluded = {t.untyped_storage()._cdata for t in not_counted}
     operators = _operators_of_storages(loss)
     total, seen = 0, set(excluded)
-    by_class: dict[str, int] = {}
-    by_block: dict[str, int] = {}
-    by_operator: dict[str, int] = {}
+    by_class: Counter[str] = Counter()
+    by_block: Counter[str] = Counter()
+    by_operator: Counter[str] = Counter()
     for saved in saved_for_backward:
         storage = saved.tensor.untyped_storage()
         if storage._cdata in seen or _is_seed(saved.tensor):
@@ -117,21 +118,14 @@ def saved_activations(
         seen.add(storage._cdata)
         n_bytes = storage.nbytes()
         total += n_bytes
-        _add(by_class, NO_MODULE if saved.label is None else type(saved.label).__name__, n_bytes)
-        _add(by_block, _block(names.get(id(saved.label), "")) or NO_MODULE, n_bytes)
-        _add(by_operator, operators.get(storage._cdata, NO_OPERATOR), n_bytes)
+        by_class[NO_MODULE if saved.label is None else type(saved.label).__name__] += n_bytes
+        by_block[_block(names.get(id(saved.label), "")) or NO_MODULE] += n_bytes
+        by_operator[operators.get(storage._cdata, NO_OPERATOR)] += n_bytes
     del loss
-    return SavedActivations(total, *map(_largest_first, (by_class, by_block, by_operator)))
+    # + drops what is 0.
+    return SavedActivations(total, *(dict((+counts).most_common()) for counts in (by_class, by_block, by_operator)))
 
 
 def _is_seed(tensor: Tensor) -> bool:
     """Whether it is the (seed, offset) that a fused dropout saves in a dry run. An eager call keeps two numbers."""
     return tensor.dtype == torch.int64 and tensor.shape == (2,)
-
-
-def _add(totals: dict[str, int], label: str, n_bytes: int) -> None:
-    totals[label] = totals.get(label, 0) + n_bytes
-
-
-def _largest_first(totals: dict[str, int]) -> dict[str, int]:
-    return {label: n for label, n in sorted(totals.items(), key=lambda item: -item[1]) if n}

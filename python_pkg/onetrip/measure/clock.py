@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
@@ -57,9 +56,7 @@ class BusyCpus:
         self._start = _cpu_seconds()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         end = _cpu_seconds()
         if self._start is None or end is None:
             return

@@ -11,6 +11,7 @@ visible.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -93,11 +94,11 @@ class Traffic:
 
     def by_operator(self, *, outside: bool = False) -> dict[str, int]:
         """Bytes by name, of all phases together; largest first. outside: those of outside() alone."""
-        totals: dict[str, int] = {}
+        totals: Counter[str] = Counter()
         for each in self.operators.values():
             if not outside or each.is_outside:
-                totals[each.name] = totals.get(each.name, 0) + each.bytes
-        return {name: n for name, n in sorted(totals.items(), key=lambda item: -item[1]) if n}
+                totals[each.name] += each.bytes
+        return dict((+totals).most_common())
 
     def to_dict(self) -> dict[str, Any]:
         largest_first = sorted(self.operators.values(), key=lambda each: -each.bytes)

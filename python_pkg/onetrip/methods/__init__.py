@@ -2,7 +2,7 @@
 
 from .catalog import METHODS, NAMES, Method, Recipe, Setting, combine
 from .report import render, sections, tables, write_page
-from .runs import check_page_can_be_written, load_previous, own_failures, run, write_json
+from .runs import load_previous, own_failures, run, write_json
 from .session import Options, Session
 from .verdict import memory_verdict, speed_verdict
 
@@ -14,7 +14,6 @@ __all__ = [
     "Recipe",
     "Session",
     "Setting",
-    "check_page_can_be_written",
     "combine",
     "load_previous",
     "memory_verdict",

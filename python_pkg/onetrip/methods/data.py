@@ -6,6 +6,7 @@ is a function of the seed and its number alone, so that every method sees the sa
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -138,26 +139,15 @@ class Data:
         more: dict[str, Any] = {"num_workers": recipe.workers, "pin_memory": recipe.pin_memory}
         if recipe.workers:
             more |= {"persistent_workers": True, "prefetch_factor": 4}
-        sampler: Any = _Consecutive(recipe.batch_size)
+        # A batch of 8 holds what two batches of 4 hold.
+        n = recipe.batch_size
+        sampler: Any = (list(range(start, start + n)) for start in itertools.count(0, n))
         return iter(DataLoader(self.training, batch_sampler=sampler, collate_fn=self.collate, **more))
 
     def held_out_batches(self, batch_size: int) -> Iterator[Batch]:
         for start in range(0, self.n_held_out, batch_size):
             stop = min(start + batch_size, self.n_held_out)
             yield self.collate([self.held_out[index] for index in range(start, stop)])
-
-
-class _Consecutive:
-    """Sample numbers 0, 1, 2, ... in batches: a batch of 8 holds what two batches of 4 hold."""
-
-    def __init__(self, batch_size: int) -> None:
-        self.batch_size = batch_size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        start = 0
-        while True:
-            yield list(range(start, start + self.batch_size))
-            start += self.batch_size
 
 
 def _tokenizer(name: str) -> Any:

@@ -198,14 +198,6 @@ def load_previous(folder: Path) -> dict[str, Any] | None:
     return previous
 
 
-def check_page_can_be_written() -> None:
-    """Raises UsageError without what methods.html needs: before the work rather than after."""
-    try:
-        page_builder.require()
-    except page_builder.MissingPackage as error:
-        raise UsageError(f"--output: {error}") from None
-
-
 def write_json(result: dict[str, Any], folder: Path) -> Path:
     """folder/methods.json, replaced whole."""
     return page_builder.write(folder / "methods.json", json.dumps(result, indent=2) + "\n")

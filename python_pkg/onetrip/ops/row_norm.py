@@ -157,6 +157,37 @@ def bias_dropout_residual_norm(
     )
 
 
+def sum_before_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    norm_bias: Tensor | None,
+    *,
+    bias: Tensor | None,
+    dropout_p: float,
+    norm: Literal["layer", "rms"],
+    rng: tuple[int, int] | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """(y, z) as bias_dropout_residual_norm with return_residual, for a norm that may be called later, or never.
+
+    y has no gradient until row_norm_autograd.deferred_norm gives it one (traced calls: it has). options: eps,
+    weight_offset, cast_before_weight.
+    """
+    y, z = row_norm(
+        "bias_dropout_residual_norm",
+        NORM_LAYER if norm == "layer" else NORM_RMS,
+        (x, residual, bias, weight, norm_bias),
+        follow_autocast=norm == "layer",
+        dropout_p=dropout_p,
+        return_residual=True,
+        defers_norm=True,
+        rng=rng,
+        **options,
+    )
+    return y, z
+
+
 def check_cast(function: str, cast_before_weight: object, norm: str) -> None:
     if not isinstance(cast_before_weight, (bool, str)) or cast_before_weight not in (False, True, "weight"):
         raise ValueError(f'{function}: cast_before_weight must be False, True or "weight", got {cast_before_weight!r}')
@@ -269,9 +300,10 @@ def row_norm(
     follow_autocast: bool = False,
     dropout_p: float = 0.0,
     return_residual: bool = False,
+    defers_norm: bool = False,
     rng: tuple[int, int] | None = None,
 ) -> Any:
-    """Every public function of the family. function: its name, for messages."""
+    """Every function of the family. function: its name, for messages. defers_norm: see sum_before_norm."""
     code = -1  # compilers see only the checks
     if (
         not is_compiling()
@@ -324,7 +356,7 @@ def row_norm(
             y, z, _, _ = _composed(operands, used_rng, plan)
         elif needs_grad:
             return_z = return_residual and plan.store_z
-            outputs = apply(*operands, (used_rng, plan, backend, dtypes, return_z, launchers.get(backend)))
+            outputs = apply(*operands, (used_rng, plan, backend, dtypes, return_z, defers_norm, launchers.get(backend)))
             return (outputs, x) if return_residual and not return_z else outputs
         else:
             y, z, _, _ = forward(backend, operands, used_rng, plan, launchers.get(backend))

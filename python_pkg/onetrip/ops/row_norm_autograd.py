@@ -1,6 +1,7 @@
 """The row_norm family with gradients: one forward and one backward for any backend, and autograd around them.
 
-Eager calls take _RowNorm, an autograd.Function. Traced calls (torch.compile, fake tensors, dispatch modes) take the
+Eager calls take _RowNorm, an autograd.Function; a norm whose value a sum in another module has computed gets its
+gradient by deferred_norm. Traced calls (torch.compile, fake tensors, dispatch modes) take the
 torch.library operators onetrip::row_norm and onetrip::row_norm_backward: below are their schemas, what they compute,
 their fake versions and their autograd formula. They are functional; what a call does not produce is an empty tensor.
 """
@@ -8,7 +9,7 @@ their fake versions and their autograd formula. They are functional; what a call
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ from .native import Launcher, matrix, vector
 from .row_norm_native import cuda_dtypes, dtypes_of, split_stats
 from .tracing import have_storage, refuse_double_backward, reject_onnx_export
 
-Call = tuple[Rng | None, RowNormPlan, str, Dtypes, bool, Launcher | None]
-"""rng, plan, backend, the operands' dtypes, whether z is returned too, and forward's launch."""
+Call = tuple[Rng | None, RowNormPlan, str, Dtypes, bool, bool, Launcher | None]
+"""rng, plan, backend, the operands' dtypes, whether z is returned too, whether y has its gradient by deferred_norm, and
+forward's launch."""
 
 
 def forward(
@@ -125,7 +127,7 @@ class _RowNorm(torch.autograd.Function):
     def forward(ctx: Any, *operands_and_call: Any) -> Any:
         operands: Any = operands_and_call[:5]
         call: Call = operands_and_call[5]
-        rng, plan, backend, _, return_z, launch = call
+        rng, plan, backend, _, return_z, defers_norm, launch = call
         if launch is None:
             y, z, mean, rstd = forward(backend, operands, rng, plan)
         else:
@@ -135,13 +137,18 @@ class _RowNorm(torch.autograd.Function):
         if plan.norm:
             ctx.save_for_backward(operands[0] if z is None else z, mean, rstd, operands[3])
         ctx.call = call
+        if defers_norm:
+            ctx.mark_non_differentiable(y)
+            ctx.deferred = None
         return (y, z) if return_z else y if plan.norm else z
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_double_backward("row_norm")
-        rng, plan, backend, dtypes, _, _ = ctx.call
+        rng, plan, backend, dtypes, _, defers_norm, _ = ctx.call
         dy, dz = (grads[0], grads[1] if len(grads) > 1 else None) if plan.norm else (None, grads[0])
+        if defers_norm:
+            dy = _deferred_gradient(ctx)
         # Without dy nothing saved is read: a z that was edited in place then raises no error.
         saved = (None,) * 4 if dy is None else ctx.saved_tensors
         # Batched gradients (is_grads_batched, vectorised jacobians) have no storage that a kernel could read.
@@ -154,6 +161,80 @@ class _RowNorm(torch.autograd.Function):
 # Calls the C++ apply directly; skips Function.apply's Python wrapper, which looks for functorch transforms (3 of 8 us):
 # tracing.py looks for them too.
 apply = super(torch.autograd.Function, _RowNorm).apply
+
+
+def _deferred_gradient(node: Any) -> Tensor | None:
+    """The gradient of y that _DeferredNorm left for this sum in the backward that runs now."""
+    deferred, node.deferred = node.deferred, None
+    return deferred[1] if deferred is not None and deferred[0] == torch._C._current_graph_task_id() else None
+
+
+@cache
+def _anchor() -> Tensor:
+    """An input of every _DeferredNorm. No user asks for its gradient: its node runs in ordinary backwards only."""
+    return torch.empty(0, device="cpu", requires_grad=True)
+
+
+class _DeferredNorm(torch.autograd.Function):
+    """y = norm(x), where x is the z of a sum whose node has computed y too, or a view of it.
+
+    In an ordinary backward the gradient of y is left for the sum's node, which runs later and computes with both in
+    one pass; x gets none from here. Where x's gradient may be seen (hooks, retain_grad, a backward for chosen inputs),
+    it is computed here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, norm_bias: Tensor | None, _: Tensor, call: Any) -> Tensor:
+        # y is no argument of its own, or autograd would return a view of it.
+        (y, ctx.node) = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        ctx.shape = y.shape
+        result: Tensor = y.view(x.shape)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        refuse_double_backward("row_norm")
+        (dy,), (x,), node = grads, ctx.saved_tensors, ctx.node
+        if dy is None:
+            return (None,) * 5
+        dy = dy.reshape(ctx.shape)
+        anchor = ctx.next_functions[-1][0]
+        if torch._C._will_engine_execute_node(anchor) and not _has_hooks(x) and not _has_hooks(x._base):
+            node.deferred = torch._C._current_graph_task_id(), dy
+            return (None,) * 5
+        _, plan, backend, dtypes, *_ = node.call
+        needs_x, needs_weight, needs_norm_bias, *_ = ctx.needs_input_grad
+        wanted = Dtypes(
+            x=x.dtype if needs_x else None,
+            residual=None,
+            bias=None,
+            weight=dtypes.weight if needs_weight else None,
+            norm_bias=dtypes.norm_bias if needs_norm_bias else None,
+        )
+        operands = BackwardOperands(dy, None, *node.saved_tensors)
+        backend = backend if have_storage(dy) else "reference"
+        found = backward(backend, operands, None, plan._replace(dropout_p=0.0), wanted)
+        return None if found.dx is None else found.dx.view(x.shape), found.dweight, found.dnorm_bias, None, None
+
+
+def _has_hooks(tensor: Tensor | None) -> bool:
+    return tensor is not None and (bool(tensor._backward_hooks) or tensor.retains_grad)
+
+
+def deferred_norm(y: Tensor, x: Tensor, z: Tensor, weight: Tensor | None, norm_bias: Tensor | None) -> Tensor:
+    """y shaped like x, as the result of a norm that is called with x now.
+
+    y, z: by row_norm with defers_norm. x: z or a view of it. Gradients flow to x, weight and norm_bias.
+    """
+    if y.requires_grad or not z.requires_grad or not torch.is_grad_enabled():
+        return y if x is z else y.view(x.shape)
+    result: Tensor = _apply_deferred(x, weight, norm_bias, _anchor(), (y, z.grad_fn))
+    return result
+
+
+_apply_deferred = super(torch.autograd.Function, _DeferredNorm).apply
 
 
 _PLAN_SCHEMA = (

@@ -51,6 +51,8 @@ class Rewrite:
     """Names in the source with their (hashable) values: mostly the types that children must have."""
     absorbed: tuple[str, ...] = ()
     """Children whose parameters the source reads instead of calling them."""
+    method: str = "forward"
+    """The method that the source replaces."""
     in_module: bool = False
     """Whether the source is the original's, modified: its names are globals of the original's module, or constants."""
 
@@ -59,7 +61,8 @@ class Rewrite:
         forward: Callable[..., Any]
         given = {**dict(self.constants), **(replaced or {})}
         if self.in_module:
-            forward = define(plain_forward(original), self.source, given, "forward", self.pattern)
+            replaced_method = plain_forward(original) if self.method == "forward" else getattr(original, self.method)
+            forward = define(replaced_method, self.source, given, "forward", self.pattern)
             return forward
         names = {**GLOBAL_NAMES, "original": original.forward, **given}
         execute(self.source, f"{self.pattern} of {original.__module__}.{original.__qualname__}", names)
@@ -85,12 +88,12 @@ def patched_class(original: Any, rewrite: Rewrite) -> type:
     """The subclass of original with the rewritten forward; one per pair in the process."""
     key = (original, rewrite)
     if key not in _patched_classes:
-        _patched_classes[key] = subclass(original, rewrite, rewrite.compile(original))
+        _patched_classes[key] = subclass(original, rewrite, rewrite.compile(original), rewrite.method)
     return _patched_classes[key]
 
 
-def subclass(original: Any, rewrite: Rewrite, forward: Callable[..., Any]) -> type:
-    """A subclass of original with this forward and the same name."""
+def subclass(original: Any, rewrite: Rewrite, function: Callable[..., Any], method: str) -> type:
+    """A subclass of original with this method and the same name."""
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         reduced: Any = original.__reduce_ex__(self, protocol)
@@ -129,7 +132,7 @@ def subclass(original: Any, rewrite: Rewrite, forward: Callable[..., Any]) -> ty
             "__reduce_ex__": reduce_ex,
             "__deepcopy__": deep_copy,
             "__prepare_scriptable__": reject_script,  # torch.jit.script calls it on every module first
-            "forward": forward,
+            method: function,
             "_onetrip_original": original,
             "_onetrip_rewrite": rewrite,
         },
@@ -156,9 +159,10 @@ def rewrite_of(module: nn.Module) -> Rewrite:
 
 def forward_diff(patched: type) -> str:
     """The rewritten forward of a patched class against the original, as a unified diff without comments."""
-    tree = parse(plain_forward(calls.original_class(patched)))
+    original, rewrite = calls.original_class(patched), patched.__dict__["_onetrip_rewrite"]
+    tree = parse(plain_forward(original) if rewrite.method == "forward" else getattr(original, rewrite.method))
     before = "" if isinstance(tree, Unsuitable) else ast.unparse(bare(tree))
-    after = patched.__dict__["_onetrip_rewrite"].source
+    after = rewrite.source
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "original", "fused", lineterm="")
     return "\n".join(lines)
 
@@ -175,5 +179,5 @@ def restore_class(module: nn.Module) -> None:
     set_class(module, original)
     for name in ("forward", "_old_forward"):
         bound = module.__dict__.get(name)
-        if isinstance(bound, MethodType) and bound.__func__ is patched.__dict__["forward"]:
+        if isinstance(bound, MethodType) and bound.__func__ is patched.__dict__.get("forward"):
             module.__dict__[name] = MethodType(original.forward, module)

@@ -6,6 +6,7 @@ Decided once per module, by structure and behaviour. The answer is a site, which
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +16,37 @@ from ..ops.backends import KERNEL_DTYPES
 from .attention import PATTERN as ATTENTION
 from .attention import Attention, Interface, SoftmaxRegions, read_attention
 from .calls import is_distributed, original_class
-from .classes import is_stacked, plain_forward
+from .classes import Rewrite, is_stacked, plain_forward
 from .norms import KERNEL_DEVICES, Leaf, NormSpec, could_be_norm, recognise
 from .report import Unsuitable
 from .residual import FoundSums, ResidualSums, choose_sums, read_sums
 
-Site = Attention | SoftmaxRegions | ResidualSums | Leaf
+
+@dataclass(frozen=True)
+class AttentionWithSums:
+    """A module that computes attention and adds a residual, as a site."""
+
+    attention: Attention | SoftmaxRegions
+    sums: ResidualSums
+    """Of the forward with the attention fused."""
+    pattern = ATTENTION
+
+    @property
+    def detail(self) -> str:
+        return f"and {self.sums.detail or self.sums.pattern}"
+
+    def rewrite(self, module: nn.Module) -> Rewrite:
+        """The forward with both fused."""
+        first, second = self.attention.rewrite(module), self.sums.rewrite(module)
+        return replace(second, pattern=self.pattern, constants=(*first.constants, *second.constants))
+
+    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+        """Raise VerificationError unless both compute the same as the original."""
+        self.attention.verify(module, rewrite)
+        self.sums.verify(module, rewrite)
+
+
+Site = Attention | SoftmaxRegions | ResidualSums | AttentionWithSums | Leaf
 """Each has a pattern, rewrite(module) -> Rewrite and verify(module, rewrite)."""
 
 
@@ -34,7 +60,8 @@ class Classifier:
         self.excluded = {id(module) for name, module in model.named_modules(remove_duplicate=False) if name in excluded}
         self.model_device = _kernel_device(model) or torch.device("cpu")
         self.attentions: dict[type, Interface | SoftmaxRegions | Unsuitable | None] = {}
-        self.forwards: dict[type, FoundSums | Unsuitable | None] = {}
+        self.forwards: dict[tuple[type, str], FoundSums | Unsuitable | None] = {}
+        """(class, source of its forward's rewrite) -> its sums."""
         self.sites: dict[Site, Site] = {}
         """One for all equal ones: the layers of a model share one rewrite."""
         self.norms: dict[Any, NormSpec | Unsuitable] = {}
@@ -48,22 +75,34 @@ class Classifier:
         cls = original_class(type(module))
         if cls not in self.attentions:
             self.attentions[cls] = read_attention(cls)
-        attention = self.attentions[cls]
-        if attention is not None:
-            return self._attention(module, attention) if ATTENTION in self.wanted else None
-        return self._block(module) if module._modules else self._leaf(module)
+        reading = self.attentions[cls]
+        if reading is None:
+            return self._block(module, "") if module._modules else self._leaf(module)
+        attention = self._attention(module, reading) if ATTENTION in self.wanted else None
+        if isinstance(attention, (Attention, SoftmaxRegions)):
+            rewrite = attention.rewrite(module)
+            sums = self._block(module, rewrite.source) if rewrite.method == "forward" else None
+            if not isinstance(sums, ResidualSums):
+                return attention
+            site = AttentionWithSums(attention, sums)
+            return self.sites.setdefault(site, site)
+        sums = self._block(module, "")
+        return sums if isinstance(sums, ResidualSums) else attention
 
-    def _attention(self, module: nn.Module, reading: Interface | SoftmaxRegions | Unsuitable) -> Site | Unsuitable:
+    def _attention(
+        self, module: nn.Module, reading: Interface | SoftmaxRegions | Unsuitable
+    ) -> Attention | SoftmaxRegions | Unsuitable:
         site = reading if isinstance(reading, Unsuitable) else reading.site(module, self.replace_sdpa)
         if isinstance(site, Unsuitable):
             return site
-        return _replaced(module) or _in_float64(module) or self.sites.setdefault(site, site)
+        return _replaced(module) or _in_float64(module) or self.sites.setdefault(site, site)  # type: ignore[return-value]
 
-    def _block(self, module: nn.Module) -> Site | Unsuitable | None:
+    def _block(self, module: nn.Module, source: str) -> Site | Unsuitable | None:
+        """source: of the rewritten forward, if another part of it is fused too."""
         cls = original_class(type(module))
-        if cls not in self.forwards:
-            self.forwards[cls] = read_sums(plain_forward(cls))
-        sums = self.forwards[cls]
+        if (cls, source) not in self.forwards:
+            self.forwards[cls, source] = read_sums(plain_forward(cls), source)
+        sums = self.forwards[cls, source]
         chosen = choose_sums(module, sums, self.norm, self.excluded) if isinstance(sums, FoundSums) else sums
         if isinstance(sums, FoundSums) and isinstance(chosen, list) and chosen:
             wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)

@@ -1,16 +1,15 @@
 """Run time of rewritten residual sums: one fused call where it fits, and links from a sum to the norm that reads it.
 
-A norm may follow a sum in a branch, after other statements, or in a child. They find each other as the model runs: a
-sum remembers which tensor it returned; a patched norm that receives exactly that tensor tells the sum, and from the
-next call on the sum computes its result z and y = norm(z) in one kernel. The norm returns that y when it is called with
-that very z, unmodified; with anything else it computes as ever. After repeated misses the sum forgets the norm.
+A norm may follow a sum in a branch, after other statements, in a child, or in the next layer. They find each other as
+the model runs: a sum remembers which tensor it returned; a patched norm that receives exactly that tensor tells the
+sum, and from the next call on the sum computes its result z and y = norm(z) in one kernel. The norm returns that y when
+it is called with that very z, unmodified; with anything else it computes as ever. After repeated misses the sum is
+unlinked. Backward is one kernel, too, and z's gradient is whole for whoever looks at it (ops.row_norm_autograd,
+deferred_norm).
 
-A sum that its forward returns is not linked. y is a second output of z's node, so the gradient of a returned z would
-lack what comes through y, and callers may ask for it (saliency of hidden states).
-
-There are no links where y could be wrong or cost memory: under torch.compile and torch.jit.trace, under hooks on saved
-tensors (non-reentrant checkpoints, save_on_cpu), in inference mode, between parts of a reentrant checkpoint, and to
-norms with hooks, wrappers or parameters that are sharded, gathered or on another device.
+There are no links where y could be wrong or cost memory: under torch.compile, torch.jit.trace, torch.func and dispatch
+modes, under hooks on saved tensors (non-reentrant checkpoints, save_on_cpu), in inference mode, between parts of a
+reentrant checkpoint, and to norms with hooks, wrappers or parameters that are sharded, gathered or on another device.
 """
 
 from __future__ import annotations
@@ -21,11 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .. import ops
-from ..ops.tracing import is_jit_tracing
+from ..ops.row_norm import sum_before_norm
+from ..ops.row_norm_autograd import deferred_norm
+from ..ops.tracing import is_jit_tracing, is_transformed, watched_as
 from . import calls
 
 if TYPE_CHECKING:
@@ -43,15 +44,15 @@ class _Slot:
     __slots__ = ("result", "serial", "taken")
 
     def __init__(self) -> None:
-        self.result: tuple[weakref.ref[Tensor], tuple[int, ...], Tensor, int] | None = None
-        """(weak reference to z, what y depends on (_state), y, serial number)."""
+        self.result: tuple[weakref.ref[Tensor], Any, tuple[int, ...], Tensor, int] | None = None
+        """(weak reference to z, its grad_fn, what y depends on (_state), y, serial number)."""
         self.serial = self.taken = 0
         """Numbers of the last y that was put here, and of the last one that the norm returned."""
 
     def put(self, z: Tensor, y: Tensor, state: tuple[int, ...]) -> int:
         """Keep y until the norm is called or z dies."""
         self.serial += 1
-        self.result = (weakref.ref(z, self._drop), state, y, self.serial)
+        self.result = (weakref.ref(z, self._drop), z.grad_fn, state, y, self.serial)
         return self.serial
 
     def _drop(self, z: weakref.ref[Tensor]) -> None:
@@ -97,17 +98,29 @@ def _new_site(module: nn.Module, index: int) -> _Site:
 
 
 def _may_link() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None and not is_jit_tracing()
+    return not (
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or is_jit_tracing()
+        or is_transformed()
+        or (is_in_torch_dispatch_mode() and watched_as() is None)
+    )
 
 
 def _state(norm: nn.Module, spec: NormSpec, z: Tensor) -> tuple[int, ...]:
     """What y = norm(z) depends on, other than values: y is returned only where the norm would compute the same."""
     state = [z._version, z.requires_grad, torch.is_grad_enabled(), calls.is_autocasting(z)]
-    for name in (spec.weight, spec.bias):
-        vector = None if name is None else getattr(norm, name)
+    for vector in _parameters(norm, spec):
         if vector is not None:
             state += [id(vector), vector.requires_grad, 0 if vector.is_inference() else vector._version]
     return tuple(state)
+
+
+def _parameters(norm: nn.Module, spec: NormSpec) -> tuple[Tensor | None, Tensor | None]:
+    """(weight, bias)."""
+    return (
+        None if spec.weight is None else getattr(norm, spec.weight),
+        None if spec.bias is None else getattr(norm, spec.bias),
+    )
 
 
 def _remember(site: _Site, z: Tensor) -> None:
@@ -145,24 +158,18 @@ def linked_result(norm: nn.Module, x: Tensor, spec: NormSpec) -> Tensor | None:
     if slot is None or result is None:
         return None
     slot.result = None
-    known, state, y, serial = result
+    known, node, state, y, serial = result
     z = _viewed(x)
-    is_y = known() is z and z.grad_fn is y.grad_fn and _state(norm, spec, z) == state
-    if is_y and _passes_gradient(x, z) and _may_link():
+    if known() is z and z.grad_fn is node and _state(norm, spec, z) == state and _same_mode(x, z) and _may_link():
         slot.taken = serial
-        return y if z is x else y.view(x.shape)
+        weight, norm_bias = _parameters(norm, spec)
+        return deferred_norm(y, x, z, weight, norm_bias)
     return None
 
 
-def _passes_gradient(x: Tensor, z: Tensor) -> bool:
-    """Whether x's gradient reaches z's node unseen: y's does not pass through x and z, so no hook on them sees it."""
-    if z._backward_hooks or z.retains_grad:
-        return False
-    if x is z:
-        return True
-    # A view made under no_grad requires grad without a grad_fn; a module's backward hooks are a Function on a view.
-    same = (z.requires_grad, z.grad_fn is None) == (x.requires_grad, x.grad_fn is None)
-    return same and not x._backward_hooks and not x.retains_grad and not isinstance(x.grad_fn, BackwardCFunction)
+def _same_mode(x: Tensor, z: Tensor) -> bool:
+    """Whether gradients flow through x as through z: a view made under no_grad requires grad without a grad_fn."""
+    return x is z or (z.requires_grad, z.grad_fn is None) == (x.requires_grad, x.grad_fn is None)
 
 
 def _viewed(x: Tensor) -> Tensor:
@@ -179,8 +186,7 @@ def _viewed(x: Tensor) -> Tensor:
 
 def _norm_options(norm: nn.Module, spec: NormSpec, z_dtype: torch.dtype, x: Tensor) -> dict[str, Any] | None:
     """Arguments of bias_dropout_residual_norm that make it this norm; None where the norm must be called."""
-    weight = None if spec.weight is None else getattr(norm, spec.weight)
-    norm_bias = None if spec.bias is None else getattr(norm, spec.bias)
+    weight, norm_bias = _parameters(norm, spec)
     if spec.unsupported and (z_dtype, None if weight is None else weight.dtype) in spec.unsupported:
         return None
     if not spec.autocast and calls.is_autocasting(x):
@@ -309,13 +315,13 @@ class Sum:
             return None
         if not (_may_link() and calls.is_plain(norm, link.norm_class)):
             return None
+        if torch.is_grad_enabled() and not (x.requires_grad or residual.requires_grad):
+            return None  # z would require grad for the norm's weight
         options = _norm_options(norm, link.spec, _sum_dtype(x, residual, bias), x)
         if options is None:
             return None
         calls.count_fused(module)
-        y, z = ops.bias_dropout_residual_norm(
-            x, residual, bias=bias, dropout_p=p, return_residual=True, rng=self.rng, **options
-        )
+        y, z = sum_before_norm(x, residual, bias=bias, dropout_p=p, rng=self.rng, **options)
         site.serial = link.slot.put(z, y, _state(norm, link.spec, z))
         return z
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip.patching import patch_model
+from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.attention import softmax_regions
 from onetrip.patching.attention.softmax_regions import read_softmax_regions
 from tolerances import assert_like_torch
@@ -48,6 +48,23 @@ CASES = {
     "mpt": Case(
         "MptForCausalLM", "MptConfig", {"d_model": HIDDEN, "n_heads": HEADS, "n_layers": 2, "vocab_size": VOCABULARY}
     ),
+    "gptj": Case(
+        "GPTJForCausalLM",
+        "GPTJConfig",
+        {"n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS, "rotary_dim": 4, "vocab_size": VOCABULARY, "n_positions": 16},
+    ),
+    "gpt_neo": Case(
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {"hidden_size": HIDDEN, "num_layers": 2, "num_heads": HEADS, "vocab_size": VOCABULARY}
+        | {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 16, "window_size": 4},
+    ),
+    "gpt_neox_japanese": Case("GPTNeoXJapaneseForCausalLM", "GPTNeoXJapaneseConfig", COMMON),
+    "openai-gpt": Case(
+        "OpenAIGPTLMHeadModel",
+        "OpenAIGPTConfig",
+        {"n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": 16},
+    ),
     "xlm": Case("XLMWithLMHeadModel", "XLMConfig", {"emb_dim": HIDDEN, "n_layers": 2, "n_heads": HEADS, "n_words": 61}),
 }
 
@@ -85,7 +102,7 @@ def test_outputs_and_gradients_are_the_model_s(name: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("name", [name for name in CASES if name != "deberta"])  # whose own code raises there
 def test_autocast_on_the_cpu_gives_what_the_model_gives(name: str) -> None:
     """The scores are bfloat16 then, masks still float32: fused where the statements cast what comes of them."""
-    calls = (0, 1) if name in ("falcon", "mpnet", "roformer") else (1, 0)
+    calls = (0, 1) if name in ("falcon", "mpnet", "roformer", "gpt_neox_japanese") else (1, 0)
     model = CASES[name].build(torch.float32)
     exact = outcome(copy.deepcopy(model).double())
     with torch.autocast("cpu", torch.bfloat16):
@@ -197,24 +214,82 @@ def test_scores_that_are_read_later_keep_their_mask(scores: Tensor, mask: Tensor
 
 
 class Weighing(Attention):
-    """As in XLNet, OpenAI GPT, Bark: forward calls a method."""
+    """As GPT-J, Bark, OpenAI GPT: forward calls a method."""
 
-    def forward(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.weigh(scores)
+    def forward(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return self.weigh(scores * self.weight, mask)
 
-    def weigh(self, scores: Tensor) -> Tensor:
-        weights = nn.functional.softmax(scores, dim=-1)
-        return self.dropout(weights)
+    def weigh(self, scores: Tensor, mask: Tensor) -> Tensor:
+        weights = nn.functional.softmax(scores + mask, dim=-1)
+        weights = weights.to(scores.dtype)
+        weights = self.dropout(weights)
+        return weights
 
 
 class InAnotherMethod(Weighing):
     """Which it inherits."""
 
 
-def test_a_softmax_in_another_method_is_reported() -> None:
-    (site,) = patch_model(InAnotherMethod(), patterns=[PATTERN]).skipped
+class WithoutAMask(Weighing):
+    def weigh(self, scores: Tensor, mask: Tensor) -> Tensor:
+        weights = nn.functional.softmax(scores, dim=-1)
+        return weights + mask + self.dropout(scores)
+
+
+def test_a_softmax_in_another_method_is_fused_there(scores: Tensor, mask: Tensor) -> None:
+    module, original = InAnotherMethod(0.0), InAnotherMethod(0.0)
+    report = patch_model(module, patterns=[PATTERN])
+    torch.testing.assert_close(module(scores, mask), original(scores, mask))
+    torch.testing.assert_close(module.weigh(scores, mask), original.weigh(scores, mask))
+    assert report.calls() == {"": (2, 0)}
+    assert "+    scores_ = scores" in report.diff("")
+    assert torch.equal(unpatch_model(module)(scores, mask), original(scores, mask))
+
+
+def test_what_is_no_region_in_another_method_is_reported() -> None:
+    (site,) = patch_model(WithoutAMask(), patterns=[PATTERN]).skipped
     assert site.reason == "unknown_forward"
-    assert site.detail == "computes its softmax in weigh, not in forward"
+    assert site.detail == "no softmax(x, dim=-1) with a mask or a dropout in consecutive statements of weigh"
+
+
+class WithASum(Attention):
+    """As ALBERT's: attention, dropout, residual and norm in one forward."""
+
+    def __init__(self, p: float = 0.25) -> None:
+        super().__init__(p)
+        self.dense, self.norm, self.last = nn.Linear(5, 5), nn.LayerNorm(5), nn.Dropout(p)
+
+    def forward(self, scores, mask):  # type: ignore[no-untyped-def]
+        weights = nn.functional.softmax(scores * self.weight + mask, dim=-1)
+        weights = self.dropout(weights)
+        out = self.dense(weights)
+        out = self.last(out)
+        return self.norm(scores + out)
+
+
+def test_attention_and_a_sum_in_one_forward_are_both_fused(scores: Tensor, mask: Tensor) -> None:
+    module = WithASum(0.0)
+    original = copy.deepcopy(module)
+    report = patch_model(module)
+    (site,) = report.patched
+    assert (site.pattern, site.detail) == (PATTERN, "and dropout_add_norm")
+    leaves = [scores.clone().requires_grad_(), *module.parameters()], [scores.clone().requires_grad_()]
+    ours, theirs = module(leaves[0][0], mask), original(leaves[1][0], mask)
+    torch.testing.assert_close(ours, theirs)
+    weights = torch.cos(torch.arange(ours.numel())).view_as(ours)
+    grads = torch.autograd.grad(ours, leaves[0], weights)
+    expected = torch.autograd.grad(theirs, [*leaves[1], *original.parameters()], weights)
+    for actual, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(actual, other, rtol=1e-4, atol=1e-5)
+    assert report.calls() == {"": (2, 0)}
+
+
+def test_a_sum_is_fused_where_the_attention_beside_it_is_not(scores: Tensor, mask: Tensor) -> None:
+    module, original = WithASum(0.0), WithASum(0.0)
+    original.load_state_dict(module.state_dict())
+    (site,) = patch_model(module, attention=False).patched
+    assert site.pattern == "dropout_add_norm"
+    torch.testing.assert_close(module(scores, mask), original(scores, mask))
 
 
 @pytest.mark.parametrize("cls", [OtherDimension, InALoop])

@@ -16,8 +16,10 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from inspect import getattr_static
 from itertools import product
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from .eager import PATTERN
 SOFTMAXES = (
     "softmax(X, dim=-1)",
     "softmax(X, dim=-1, dtype=T.dtype)",
+    "softmax(X, dim=-1).to(T.dtype)",
     "softmax(X, dim=-1, dtype=float32).to(T.dtype)",
     "softmax(X, dim=-1, dtype=float32).type_as(T)",
     "softmax(X.float(), dim=-1).to(T.dtype)",
@@ -90,6 +93,8 @@ class SoftmaxRegions:
     tree: ast.FunctionDef
     found: tuple[tuple[ast.AST, str, Region], ...]
     """(node, the field of the node that holds the statements, region)."""
+    method: str = "forward"
+    """The method that holds them."""
     pattern = PATTERN
 
     def site(self, module: nn.Module, replace_sdpa: bool | None) -> SoftmaxRegions:
@@ -98,18 +103,22 @@ class SoftmaxRegions:
 
     def rewrite(self, module: nn.Module) -> Rewrite:
         """The forward with its regions fused."""
+        return self._rewrite
+
+    @cached_property
+    def _rewrite(self) -> Rewrite:
         tree = copy.deepcopy(self.tree)
         copies = dict(zip(map(id, ast.walk(self.tree)), ast.walk(tree), strict=True))
         for node, name, region in reversed(self.found):
             block = getattr(copies[id(node)], name)
             block[region.start : region.stop] = ast.parse(_source(region, region.statements)).body
         tree.name, tree.returns, tree.args = "forward", None, without_annotations(tree.args)
-        return Rewrite(PATTERN, ast.unparse(tree) + "\n", tuple(NAMES.items()), in_module=True)
+        return Rewrite(PATTERN, ast.unparse(tree) + "\n", tuple(NAMES.items()), method=self.method, in_module=True)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless each region, on its own, computes the same fused as its statements do."""
         device, dtype = kind_of(module)
-        original = original_class(type(module)).forward
+        original = getattr(original_class(type(module)), self.method)
         with undisturbed(device):
             for _, _, region in self.found:
                 before, after = isolated(region, original)
@@ -126,24 +135,24 @@ class SoftmaxRegions:
 
 def read_softmax_regions(cls: Any) -> SoftmaxRegions | Unsuitable | None:
     """The regions of a class's forward; None if it computes no softmax itself."""
-    forward: Any = getattr(cls, "forward", None)
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    tree = parse(forward) if _mentions_softmax(names) else None
-    if isinstance(tree, Unsuitable):
-        return tree
-    if tree is not None:
-        inliner = Inliner(forward.__globals__, {tree.args.args[0].arg: ast.Name("self")})
+    called = getattr(getattr(getattr(cls, "forward", None), "__code__", None), "co_names", ())
+    reason: Unsuitable | None = None
+    for method in ("forward", *called):
+        function: Any = getattr(cls, method, None)
+        if not _mentions_softmax(getattr(getattr(function, "__code__", None), "co_names", ())):
+            continue
+        tree = parse(function)
+        if isinstance(tree, Unsuitable):
+            reason = reason or (tree if method == "forward" else None)
+            continue
+        inliner = Inliner(function.__globals__, {tree.args.args[0].arg: ast.Name("self")} if tree.args.args else {})
         if _calls_softmax(tree, inliner):
             found = tuple(_regions(tree, inliner))
-            missing = "no softmax(x, dim=-1) with a mask or a dropout in consecutive statements"
-            return SoftmaxRegions(tree, found) if found else Unsuitable("unknown_forward", missing)
-    for name in names:
-        method: Any = getattr(cls, name, None)
-        if _mentions_softmax(getattr(getattr(method, "__code__", None), "co_names", ())):
-            tree = parse(method)
-            if isinstance(tree, ast.FunctionDef) and _calls_softmax(tree, Inliner(method.__globals__, {})):
-                return Unsuitable("unknown_forward", f"computes its softmax in {name}, not in forward")
-    return None
+            if found and isinstance(getattr_static(cls, method), FunctionType):
+                return SoftmaxRegions(tree, found, method)
+            missing = f"no softmax(x, dim=-1) with a mask or a dropout in consecutive statements of {method}"
+            reason = reason or Unsuitable("unknown_forward", missing)
+    return reason
 
 
 def _mentions_softmax(names: tuple[str, ...]) -> bool:
@@ -186,7 +195,11 @@ def _region(tree: ast.FunctionDef, block: list[ast.stmt], index: int, inliner: I
     inner = first_match(SOFTMAXES, softmax_[1]) if softmax_ is not None else None
     if softmax_ is None or inner is None:
         return None
-    weights, scores = softmax_[0], inner[1]["X"]
+    weights, scores, last = softmax_[0], inner[1]["X"], index
+    cast = _assignment(block[index + 1], inliner) if index + 1 < len(block) else None
+    form = first_match(("X.to(T.dtype)",), cast[1]) if cast is not None and cast[0] == weights else None
+    if form is not None and inner[0] == SOFTMAXES[0] and ast.unparse(form[1]["X"]) == weights:
+        inner, last = ("softmax(X, dim=-1).to(T.dtype)", form[1] | inner[1]), index + 1
     mask, scale, start = "None", "1.0", index
     if (added := first_match(MASKS, scores)) is not None and _is_pure(added[1]["M"]):
         scores, mask = added[1]["X"], ast.unparse(added[1]["M"])
@@ -197,7 +210,7 @@ def _region(tree: ast.FunctionDef, block: list[ast.stmt], index: int, inliner: I
             scale, start = scaled, start - 1
 
     like = ast.unparse(inner[1].get("T", scores))
-    stop, result, undropped, child, p = index + 1, weights, "", "", "0.0"
+    stop, result, undropped, child, p = last + 1, weights, "", "", "0.0"
     dropout_ = _assignment(block[stop], inliner) if stop < len(block) else None
     outer = first_match(DROPOUTS, dropout_[1]) if dropout_ is not None else None
     if dropout_ is not None and outer is not None and ast.unparse(outer[1]["X"]) == weights:

@@ -59,8 +59,8 @@ class FoundSum:
     has_inline_norm: bool
     """Whether norms' only call stands around the sum itself."""
     is_open: bool
-    """Whether the sum may be linked to a norm at run time: it is passed alone to a child later, and not returned. Not
-    in a loop. Callers may ask for the gradient of what is returned: a linked norm's would not pass through it."""
+    """Whether the sum may be linked to a norm at run time: it is returned, or passed alone to a child later. Not in a
+    loop."""
 
 
 @dataclass(eq=False)
@@ -71,13 +71,13 @@ class FoundSums:
     sums: list[FoundSum]
 
 
-def read_sums(forward: Any) -> FoundSums | Unsuitable | None:
-    """The sums of a forward; None if it has none, or adds what cannot be tensors only."""
-    tree = parse(forward)
+def read_sums(forward: Any, source: str = "") -> FoundSums | Unsuitable | None:
+    """The sums of a forward; None if it has none, or adds what cannot be tensors only. source: of its rewrite."""
+    tree: Any = ast.parse(source).body[0] if source else parse(forward)
     if isinstance(tree, Unsuitable):
         return tree
     found = list(Reader(forward, tree).read()) if tree.args.args else []
-    if found and not is_source_of(tree, forward):
+    if found and not source and not is_source_of(tree, forward):
         return Unsuitable("unknown_forward", "its source is not the code that runs")
     return FoundSums(tree, found) if found else None
 
@@ -106,10 +106,11 @@ class Reader:
                     yield self.sum(node, block, position, value, target, isinstance(statement, ast.Return), in_loop)
 
     def sums_of(self, value: ast.expr) -> Iterator[ast.BinOp]:
-        """Outermost additions of what may be tensors."""
+        """Additions of what may be tensors, the outermost first."""
         match value:
-            case ast.BinOp(op=ast.Add()) if self.may_be_tensor(value):
+            case ast.BinOp(op=ast.Add(), left=left, right=right) if self.may_be_tensor(value):
                 yield value
+                yield from (each for side in (left, right) if _is_sum(side) for each in self.sums_of(side))
                 return
             case ast.Lambda() | ast.IfExp() | ast.BoolOp() | ast.Subscript() | ast.Compare() | ast.JoinedStr():
                 return
@@ -155,7 +156,10 @@ class Reader:
         in_return: bool,
         in_loop: bool,
     ) -> FoundSum:
-        assigned, target = target, target if value is node else ""
+        whole: ast.expr = value
+        while isinstance(whole, ast.Call) and isinstance(whole.func, ast.Attribute):  # (a + b).view(...)
+            whole = whole.func.value
+        assigned, target = target if whole is node else "", target if value is node else ""
         is_exposed = in_return or self.is_returned(assigned, block[position + 1 :])
         norms: list[tuple[str, ast.Call]] = []
         around = next((call for call in ast.walk(value) if isinstance(call, ast.Call) and call.args == [node]), None)
@@ -165,7 +169,7 @@ class Reader:
         elif target and not is_exposed:
             norms = list(self.norms_after(block, position, target))
         operands = tuple(self.readings(side, block, position, in_loop) for side in (node.left, node.right))
-        is_open = not in_loop and not is_exposed and self.is_passed_on(assigned, block[position])
+        is_open = not in_loop and (is_exposed or self.is_passed_on(assigned, block[position]))
         return FoundSum(node, block, position, target, operands, norms, inline, is_open)  # type: ignore[arg-type]
 
     def is_returned(self, name: str, following: list[ast.stmt]) -> bool:
@@ -345,6 +349,10 @@ def _assigned(statement: ast.stmt) -> str:
         case ast.Assign(targets=[ast.Name(id=name)]):
             return name
     return ""
+
+
+def _is_sum(node: ast.expr) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
 
 
 def _mentions(node: ast.AST, name: str) -> bool:

@@ -25,7 +25,7 @@ def rewrite_sums(pattern: str, sums: FoundSums, chosen: Sequence[Choice]) -> Rew
         rewriting.put_sum(index, choice)
     absorbed = {choice.norm[0] for choice in chosen if choice.norm is not None and "." not in choice.norm[0]}
     source = rewriting.source()
-    return Rewrite(pattern, source, tuple(rewriting.constants.items()), tuple(sorted(absorbed)), True)
+    return Rewrite(pattern, source, tuple(rewriting.constants.items()), tuple(sorted(absorbed)), in_module=True)
 
 
 class Rewriting(ast.NodeTransformer):

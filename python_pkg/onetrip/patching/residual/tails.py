@@ -73,7 +73,8 @@ def read_returns(cls: Any, name: str) -> Returns | None:
     """
     original = original_class(cls)
     method = getattr(original, name, None)
-    rewrite: Rewrite | None = getattr(cls, "_onetrip_rewrite", None) if name == "forward" else None
+    rewrite: Rewrite | None = getattr(cls, "_onetrip_rewrite", None)
+    rewrite = rewrite if rewrite is not None and rewrite.method == name else None
     is_called = plain_forward(original) is method and original.__call__ is nn.Module.__call__
     is_method = isinstance(getattr_static(original, name, None), FunctionType)
     tree: Any = parse(method) if is_method and (is_called or name != "forward") else None
