@@ -128,12 +128,14 @@ def _other_roundings(model: nn.Module, inputs: Inputs) -> list[dict[str, Tensor]
 
     A choice of the k largest, as detectors make, may fall on other queries.
     """
-    changed, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in changed.parameters():
-            if parameter.is_floating_point():
-                parameter.mul_(1 + 1e-7 * torch.randn(parameter.shape, generator=generator))
-    found = [run(changed, inputs)]
+    found = []
+    for n in range(3):
+        changed, generator = copy.deepcopy(model), torch.Generator().manual_seed(n)
+        with torch.no_grad():
+            for parameter in changed.parameters():
+                if parameter.is_floating_point():
+                    parameter.mul_(1 + 1e-7 * torch.randn(parameter.shape, generator=generator))
+        found.append(run(changed, inputs))
     with suppress(Exception):  # some models compute in float32 only
         doubles = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
         found.append(run(copy.deepcopy(model).double(), doubles))
