@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from onetrip.reference.row_norm import (
 from onetrip.reference.softmax import BackwardOperands as SoftmaxBackwardOperands
 from onetrip.reference.softmax import MaskLayout, SoftmaxPlan
 from onetrip.reference.softmax import Operands as SoftmaxOperands
+from pairwise import pairwise
 from simulators import MULTIPROCESSORS
 
 triton = pytest.importorskip("triton")
@@ -40,10 +42,23 @@ pytestmark = [
     pytest.mark.skipif(TRITON < (3, 3), reason="triton 3.2's ASTSource takes other arguments"),
 ]
 CAPABILITIES = (70, 75, 80, 90, 100, 120)
-ALL_CAPABILITIES = pytest.mark.parametrize(
-    "capability",
-    [pytest.param(n, id=f"sm_{n}", marks=[] if n == 90 else pytest.mark.slow) for n in CAPABILITIES],
-)
+
+
+def budgets_of(cases: Sequence[Any]) -> pytest.MarkDecorator:
+    """Each case compiled for sm_90 and for about half of the others: two neighbours for the same, the next two for the
+    rest."""
+    others = [capability for capability in CAPABILITIES if capability != 90]
+    chosen = [(case, 90, []) for case in cases]
+    chosen += [
+        (case, capability, [pytest.mark.slow])
+        for i, case in enumerate(cases)
+        for j, capability in enumerate(others)
+        if (i // 2 + j) % 2 == 0
+    ]
+    cases = [pytest.param(case, arch, id=f"{case}-sm_{arch}", marks=marks) for case, arch, marks in chosen]
+    return pytest.mark.parametrize(("case", "capability"), cases)
+
+
 MAX_THREADS = {70: 2048, 75: 1024, 80: 2048, 90: 2048, 100: 2048, 120: 1536}  # resident on a multiprocessor
 REGISTERS = 65536  # of a multiprocessor of any of these; allocated to a warp in units of 256
 
@@ -257,8 +272,7 @@ def measure(case: Any, launch: Launch, capability: int) -> Measured:
     return Measured(share, stack + local, loads, stores, line)
 
 
-@ALL_CAPABILITIES
-@pytest.mark.parametrize("case", CASES, ids=str)
+@budgets_of(CASES)
 def test_budget(case: Case, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, launch in launches_of(case, monkeypatch).items():
         share, spilled, loads, stores, line = measure(case, launch, capability)
@@ -336,8 +350,7 @@ def softmax_launches_of(case: SoftmaxCase, monkeypatch: pytest.MonkeyPatch) -> l
     return launches
 
 
-@ALL_CAPABILITIES
-@pytest.mark.parametrize("case", SOFTMAX_CASES, ids=str)
+@budgets_of(SOFTMAX_CASES)
 def test_softmax_budget(case: SoftmaxCase, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for launch in softmax_launches_of(case, monkeypatch):
         share, spilled, loads, stores, line = measure(case, launch, capability)
@@ -380,9 +393,7 @@ def test_row_norm_sums_of_odd_widths_do_not_depend_on_alignment(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("mask_dtype", [F32, BF16, torch.bool], ids=["f32", "bf16", "bool"])
-@pytest.mark.parametrize("n_cols", [64, 70, 77, 65536])
+@pairwise(n_cols=[64, 70, 77, 65536], mask_dtype=[F32, BF16, torch.bool], dtype=[F32, BF16])
 def test_softmax_sums_do_not_depend_on_alignment(
     n_cols: int, mask_dtype: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,8 +462,7 @@ def adam_launches_of(case: AdamCase, monkeypatch: pytest.MonkeyPatch) -> list[La
     return launches
 
 
-@ALL_CAPABILITIES
-@pytest.mark.parametrize("case", ADAM_CASES, ids=str)
+@budgets_of(ADAM_CASES)
 def test_adam_budget(case: AdamCase, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare, launch = adam_launches_of(case, monkeypatch)
     assert measure(case, prepare, capability).spilled == 0

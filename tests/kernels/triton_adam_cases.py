@@ -7,7 +7,6 @@ bfloat16; on a GPU codes may be one apart. Nothing else differs.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,13 +18,13 @@ from onetrip.kernels.adam import code_table
 from onetrip.optim.table import StepTable
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import Group, Slot
+from pairwise import pairwise
 from tolerances import assert_bitwise
 from torch import Tensor
 from triton_runner import DEVICE, INTERPRETED
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INF, NAN = float("inf"), float("nan")
-SHORT = {F32: "f32", F16: "f16", BF16: "bf16"}
 ADAMW = Group(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False)
 PLAIN = ADAMW._replace(beta1=0.0, beta2=0.0, weight_decay=0.0)
 """m becomes the gradient, and v its square, whatever they were."""
@@ -136,12 +135,7 @@ def randn(n: int, dtype: torch.dtype = F32, shift: int = 0) -> Tensor:
     return guarded(torch.randn(n).to(dtype), shift)
 
 
-@pytest.mark.parametrize("is_8bit", [True, False], ids=["8bit", "32bit"])
-@pytest.mark.parametrize(
-    ("dtype", "grad_dtype"),
-    list(itertools.product([F32, F16, BF16], repeat=2)),
-    ids=lambda value: SHORT[value],
-)
+@pairwise(dtype=[F32, F16, BF16], grad_dtype=[F32, F16, BF16], is_8bit={"8bit": True, "32bit": False})
 def test_dtypes(dtype, grad_dtype, is_8bit):
     """Two whole blocks and a part of one."""
     step_and_compare([make_slot(300, dtype, is_8bit)], [randn(300, grad_dtype)])

@@ -20,6 +20,7 @@ from onetrip.kernels import philox, row_norm, unavailable_reason
 from onetrip.reference.philox import keep_mask
 from onetrip.reference.philox import philox as reference_philox
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, BackwardOperands, Dtypes, Operands, RowNormPlan
+from pairwise import pairwise
 from torch import Tensor
 from triton_runner import DEVICE, EMULATED, INTERPRETED
 
@@ -35,7 +36,8 @@ DTYPES = {
     "f16-weights-f32": (F16, F16, F32),
 }  # of x, residual, parameters
 all_norms = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
-true_norms = pytest.mark.parametrize("norm", [NORM_LAYER, NORM_RMS], ids=["layer", "rms"])
+TRUE_NORMS = {"layer": NORM_LAYER, "rms": NORM_RMS}
+true_norms = pytest.mark.parametrize("norm", TRUE_NORMS.values(), ids=TRUE_NORMS)
 
 
 @pytest.fixture(autouse=True)
@@ -135,9 +137,7 @@ def test_available() -> None:
     assert "not on meta" in unavailable_reason(torch.device("meta"))
 
 
-@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("n_cols", WIDTHS)
-@all_norms
+@pairwise(norm=NORMS, n_cols=WIDTHS, dtypes=DTYPES)
 def test_forward(norm: int, n_cols: int, dtypes: tuple[torch.dtype, ...]) -> None:
     x_dtype, residual_dtype, parameter_dtype = dtypes
     plan = plan_of(norm, torch.promote_types(x_dtype, residual_dtype), dropout_p=0.3)
@@ -146,9 +146,7 @@ def test_forward(norm: int, n_cols: int, dtypes: tuple[torch.dtype, ...]) -> Non
     check_forward(x, residual, parameters, RNG, plan)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("n_cols", WIDTHS)
-@all_norms
+@pairwise(norm=NORMS, n_cols=WIDTHS, dtypes=DTYPES)
 def test_backward(norm: int, n_cols: int, dtypes: tuple[torch.dtype, ...]) -> None:
     x_dtype, residual_dtype, parameter_dtype = dtypes
     z_dtype = torch.promote_types(x_dtype, residual_dtype)
@@ -162,10 +160,12 @@ def test_backward(norm: int, n_cols: int, dtypes: tuple[torch.dtype, ...]) -> No
     )
 
 
-@pytest.mark.parametrize("n_dtype", [F32, F16, BF16], ids=["n-f32", "n-f16", "n-bf16"])
-@pytest.mark.parametrize("y_dtype", [F32, F16, BF16], ids=["y-f32", "y-f16", "y-bf16"])
-@pytest.mark.parametrize("weight_offset", [0.0, 1.0])
-@true_norms
+@pairwise(
+    norm=TRUE_NORMS,
+    weight_offset=[0.0, 1.0],
+    y_dtype={"y-f32": F32, "y-f16": F16, "y-bf16": BF16},
+    n_dtype={"n-f32": F32, "n-f16": F16, "n-bf16": BF16},
+)
 def test_cast_orders(norm: int, weight_offset: float, y_dtype: torch.dtype, n_dtype: torch.dtype) -> None:
     if INTERPRETED and BF16 in (n_dtype, y_dtype):
         pytest.skip("the interpreter truncates to bfloat16: an order of roundings cannot be told from its error")
@@ -181,9 +181,11 @@ def test_cast_orders(norm: int, weight_offset: float, y_dtype: torch.dtype, n_dt
     assert ((y - right.double()).abs() <= 2 * torch.finfo(BF16).eps * right.abs()).all()
 
 
-@pytest.mark.parametrize("n_cols", [64, 63, 300])
-@pytest.mark.parametrize("p", [1e-12, 0.1, 0.5, 1.0])
-@pytest.mark.parametrize("rng", [(0, 0), RNG, (2**64 - 1, 2**34), "tensor"], ids=["0", "64-bit", "largest", "tensor"])
+@pairwise(
+    rng={"0": (0, 0), "64-bit": RNG, "largest": (2**64 - 1, 2**34), "tensor": "tensor"},
+    p=[1e-12, 0.1, 0.5, 1.0],
+    n_cols=[64, 63, 300],
+)
 def test_mask_is_the_references(rng: Any, p: float, n_cols: int, small_tiles: None) -> None:
     if rng == "tensor":
         rng = torch.tensor(RNG, device=DEVICE)

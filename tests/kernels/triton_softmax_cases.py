@@ -17,6 +17,7 @@ from onetrip.kernels import softmax
 from onetrip.kernels.tiles import TileRule, tile
 from onetrip.reference.philox import keep_mask
 from onetrip.reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
+from pairwise import pairwise
 from torch import Tensor
 from triton_runner import DEVICE, EMULATED, INTERPRETED
 
@@ -26,7 +27,8 @@ RNG = (0x0123456789ABCDEF, -5)
 WIDTHS = (1, 3, 63, 64, 100, 1023, 1025)
 B, H, Q = 2, 3, 4  # rows are B * H * Q
 ALL_DTYPES = pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["f32", "f16", "bf16"])
-TILES = pytest.mark.parametrize("tiles", ["row-in-tile", "wide-row"], indirect=True)
+BOTH_TILES = ("row-in-tile", "wide-row")
+TILES = pytest.mark.parametrize("tiles", BOTH_TILES, indirect=True)
 WIDTH = 24  # of most cases: a tile and a half of a wide row
 
 # Sizes, and in which of them the mask moves.
@@ -189,18 +191,13 @@ def test_masks(name: str, mask_dtype: torch.dtype, tiles: str) -> None:
     check_forward(scores, *mask_of(name, WIDTH, mask_dtype), dropout_p=0.2, store_p=True)
 
 
-@TILES
-@pytest.mark.parametrize("mask_dtype", [torch.bool, F16], ids=["bool", "f16"])
-@pytest.mark.parametrize("col_stride", [0, 1, 2, 24])
-@pytest.mark.parametrize("pad", [0, 5])
+@pairwise(["tiles"], pad=[0, 5], col_stride=[0, 1, 2, 24], mask_dtype=[torch.bool, F16], tiles=BOTH_TILES)
 def test_strides_of_the_mask(pad: int, col_stride: int, mask_dtype: torch.dtype, tiles: str) -> None:
     mask, layout = mask_of("mask-B1QK", WIDTH, mask_dtype, col_stride, pad)
     check_forward(randn(B * H * Q, WIDTH), mask, layout)
 
 
-@TILES
-@pytest.mark.parametrize("n_cols", [1, 3, 4, 15, 23, 40])
-@pytest.mark.parametrize("n_queries", [1, 4, 12, 42])
+@pairwise(["tiles"], n_queries=[1, 4, 12, 42], n_cols=[1, 3, 4, 15, 23, 40], tiles=BOTH_TILES)
 def test_causal(n_queries: int, n_cols: int, tiles: str) -> None:
     n_rows = max(n_queries, 12)
     y, _ = check_forward(randn(n_rows, n_cols), None, None, n_queries, causal=True, dropout_p=0.2, store_p=True)
@@ -243,10 +240,13 @@ def test_gradients_of_hidden_columns_are_in_no_result(wanted: tuple[bool, bool],
     assert dscores is None or (dscores[20, :21].isnan().all() and not dscores[20, 21:].any())
 
 
-@pytest.mark.parametrize("n_cols", [16, 22])
-@pytest.mark.parametrize("p", [1e-12, 0.1, 1.0])
-@pytest.mark.parametrize("rng", [(0, 0), RNG, (2**64 - 1, 2**34), "tensor"], ids=["0", "64-bit", "largest", "tensor"])
-@TILES
+@pairwise(
+    ["tiles"],
+    rng={"0": (0, 0), "64-bit": RNG, "largest": (2**64 - 1, 2**34), "tensor": "tensor"},
+    p=[1e-12, 0.1, 1.0],
+    n_cols=[16, 22],
+    tiles=BOTH_TILES,
+)
 def test_dropout_is_the_references(rng: Any, p: float, n_cols: int, tiles: str) -> None:
     if rng == "tensor":
         rng = torch.tensor(RNG, device=DEVICE)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +20,7 @@ from adam_cases import (
     new_slot,
     new_slots,
 )
+from cpu_cases import assert_any_number_of_threads_prints_the_same
 from onetrip.ops.backends import native as native_library
 from onetrip.ops.backends import use_backend
 from onetrip.optim.table import StepTable
@@ -361,18 +358,7 @@ for sizes in ((100,) * 2000, (1, 127, 300_000, 129, 70_000)):
                 digest.update(b"" if tensor is None else tensor.numpy().tobytes())
 print(digest.hexdigest())
 """
-    support = str(Path(__file__).parents[1] / "support")
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "OMP_NUM_THREADS": str(n), "PYTHONPATH": support},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for n in (1, 2, 3)
-    }
-    assert len(digests) == 1
+    assert_any_number_of_threads_prints_the_same(code)
 
 
 @pytest.mark.promise("Q1")

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from cpu_cases import BF16, EPSILON, F16, F32, NORM_IDS, dtype_id, normal, same_bits
+from cpu_cases import (
+    BF16,
+    EPSILON,
+    F16,
+    F32,
+    NORM_IDS,
+    assert_any_number_of_threads_prints_the_same,
+    dtype_id,
+    normal,
+    same_bits,
+)
 from cpu_cases import row_norm_plan as plan_of
 from onetrip.ops import row_norm_native as native
 from onetrip.ops.backends import native as native_library
@@ -368,17 +375,7 @@ for n_rows, n_cols in ((1000, 100), (77, 3000), (3, 70000)):
         digest.update(tensor.numpy().tobytes())
 print(digest.hexdigest())
 """
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "OMP_NUM_THREADS": str(n)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for n in (1, 2, 3)
-    }
-    assert len(digests) == 1
+    assert_any_number_of_threads_prints_the_same(code)
 
 
 def test_an_unknown_level_is_refused():

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from cpu_cases import BF16, DTYPE_IDS, F16, F32, normal
+from cpu_cases import BF16, DTYPE_IDS, F16, F32, assert_any_number_of_threads_prints_the_same, normal
 from onetrip.ops import softmax_native as native
 from onetrip.ops.backends import native as native_library
 from onetrip.ops.masks import contiguous_layout, mask_layout
@@ -332,17 +328,7 @@ for shape, mask_shape in (((6, 5, 40, 100), (100,)), ((3, 4, 33, 65), (4, 33, 65
         digest.update(tensor.numpy().tobytes())
 print(digest.hexdigest())
 """
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "OMP_NUM_THREADS": str(n)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for n in (1, 2, 3)
-    }
-    assert len(digests) == 1
+    assert_any_number_of_threads_prints_the_same(code)
 
 
 def test_levels_with_a_fused_multiply_add_have_the_same_exponentials():
