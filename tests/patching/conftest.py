@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from onetrip.patching import links
 from patching_cases import WIDTH, Model
 from torch import Tensor
+
+
+@pytest.fixture(autouse=True)
+def _small_sums_are_linked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' tensors are small."""
+    monkeypatch.setattr(links, "SMALLEST", 0)
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ unlinked. Backward is one kernel, too, and z's gradient is whole for whoever loo
 deferred_norm).
 
 There are no links where y could be wrong or cost memory: under torch.compile, torch.jit.trace, torch.func and dispatch
-modes, under hooks on saved tensors (non-reentrant checkpoints, save_on_cpu), in inference mode, between parts of a
-reentrant checkpoint, and to norms with hooks, wrappers or parameters that are sharded, gathered or on another device.
+modes, under hooks on saved tensors (non-reentrant checkpoints, save_on_cpu), in inference mode, for small tensors,
+between parts of a reentrant checkpoint, and to norms with hooks, wrappers or parameters that are sharded, gathered or
+on another device.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from . import calls
 if TYPE_CHECKING:
     from .norms import NormSpec
 
+SMALLEST = 1 << 18
+"""Elements of a sum that may be linked. A link costs some 25 us of Python in forward and saves passes over z. Forward
+and backward of a pair, AMD EPYC, float32, 768 columns: 312 us linked and 254 us apart with 128 rows, 715 and 740 us
+with 512."""
 _TRIES = 8
 """Results of a sum that no norm receives before the sum stops looking for its norm."""
 _MISSES = 3
@@ -260,7 +265,12 @@ class Sum:
             calls.count_fallback(module)
             z = self._alone(x, residual, bias, p)
             return self._pair(z, norm(z))
-        if not self.may_link or torch.compiler.is_dynamo_compiling() or torch.is_inference_mode_enabled():
+        if (
+            not self.may_link
+            or torch.compiler.is_dynamo_compiling()
+            or x.numel() < SMALLEST
+            or torch.is_inference_mode_enabled()
+        ):
             return self._counted(module, x, residual, bias, p)
         site = _sites.get((id(module), self.index))
         if site is None:
