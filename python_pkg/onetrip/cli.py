@@ -132,7 +132,8 @@ def anatomy(
         with _progress(not as_json) as progress:
             result = anatomy_.compare(options, progress)
     except (anatomy_.UsageError, html.MissingPackage) as error:
-        typer.echo(f"onetrip anatomy: {error}", err=True)
+        option = "--output: " if isinstance(error, html.MissingPackage) else ""
+        typer.echo(f"onetrip anatomy: {option}{error}", err=True)
         raise typer.Exit(BAD_USAGE) from None
     if folder is not None:
         for path in anatomy_.write(result, folder):
@@ -184,7 +185,8 @@ def methods(
         with _progress(not as_json) as progress:
             result = methods_.run(options, progress, save=save, previous=previous)
     except (UsageError, html.MissingPackage) as error:
-        typer.echo(f"onetrip methods: {error}", err=True)
+        option = "--output: " if isinstance(error, html.MissingPackage) else ""
+        typer.echo(f"onetrip methods: {option}{error}", err=True)
         raise typer.Exit(BAD_USAGE) from None
     if folder is not None:
         typer.echo(f"wrote {folder / 'methods.json'} and {methods_.write_page(result, folder)}", err=True)

@@ -16,8 +16,8 @@ def process_group(
 ) -> Iterator[subprocess.Popen[Any]]:
     """The process of a command, in a session of its own. options: of subprocess.Popen.
 
-    At the end of the with block, whatever ends it, the process and its children get the signal `gentle`, and after
-    patience_s SIGKILL.
+    At the end of the with block, whatever ends it, the process and its children get the signal `gentle`, and SIGKILL
+    once the process has ended or patience_s have passed.
     """
     process = subprocess.Popen(command, start_new_session=True, **options)
     try:

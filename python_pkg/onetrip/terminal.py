@@ -49,8 +49,8 @@ def _first_number(row: Iterable[Cell]) -> float:
 def render_table(table: Table) -> RichTable:
     """The table for rich. A bar of the first number ends each row of a grouped table."""
     rich = RichTable(
-        title=table.caption,
-        caption=table.note or None,
+        title=Text(table.caption),
+        caption=Text(table.note) if table.note else None,
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
@@ -60,7 +60,7 @@ def render_table(table: Table) -> RichTable:
     )
     numbers = numeric_columns(table.rows) or [False] * len(table.columns)
     for column, numeric in zip(table.columns, numbers, strict=True):
-        rich.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        rich.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
     rows = [[cell(entry) for entry in row] for row in table.rows]
     if table.grouped:
         rich.add_column("")
@@ -71,7 +71,7 @@ def render_table(table: Table) -> RichTable:
         if table.grouped:
             n_line = n_line + 1 if i and row[0].text == rows[i - 1][0].text else 0
             style = _LINE_STYLES[n_line % len(_LINE_STYLES)]
-            shown[:2] = ["" if n_line else row[0].text, Text(row[1].text, style)]
+            shown[:2] = [Text("" if n_line else row[0].text), Text(row[1].text, style)]
             shown.append(_Bar(_first_number(row), largest, style))
         is_last = i + 1 == len(rows) or row[0].text != rows[i + 1][0].text
         rich.add_row(*shown, end_section=table.grouped and is_last)

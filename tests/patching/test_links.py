@@ -9,84 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from linked_stack import Stack, assert_same, n_links, pair, step
 from onetrip.measure import saved_bytes
 from onetrip.ops import row_norm, row_norm_autograd
 from onetrip.patching import links, patch_model, unpatch_model
-from patching_cases import WIDTH, LlamaLike, inputs, randomised
+from patching_cases import WIDTH, inputs, randomised
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-
-class Layer(nn.Module):
-    """As an OPT layer: the norm of its first sum stands in a branch, that of its second in the next layer."""
-
-    def __init__(self, p: float = 0.0) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), LlamaLike()
-        self.mix, self.dense = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.drop = nn.Dropout(p)
-        self.norm_first = True
-
-    def forward(self, h: Tensor, scale: float = 1.0) -> Tensor:
-        residual = h
-        h = self.first(h)
-        h = self.mix(h) * scale
-        h = residual + h
-        residual = h
-        if self.norm_first:
-            h = self.second(h)
-        h = self.dense(h)
-        h = self.drop(h)
-        return residual + h
-
-
-class Stack(nn.Module):
-    def __init__(self, n_layers: int = 3, p: float = 0.0) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(p) for _ in range(n_layers)])
-        self.final = nn.LayerNorm(WIDTH)
-        self.between: Callable[[Tensor], Tensor] | None = None
-        self.call: Callable[..., Any] = lambda layer, h: layer(h)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.final(self.states(h)[-1])
-
-    def states(self, h: Tensor) -> list[Tensor]:
-        states = [h]
-        for layer in self.layers:
-            h = self.call(layer, h)
-            if self.between is not None:
-                h = self.between(h)
-            states.append(h)
-        return states
-
-
-def step(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Output and every gradient."""
-    x = x.clone().requires_grad_()
-    y = model(x)
-    model.zero_grad()
-    y.backward(torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y))
-    return [y.detach(), *(each.grad.clone() for each in (x, *model.parameters()))]
-
-
-def pair(**options: Any) -> tuple[Stack, Stack]:
-    """A model and the same patched, its links made."""
-    original = randomised(Stack(**options))
-    model = copy.deepcopy(original)
-    patch_model(model)
-    step(model, *inputs())
-    return original, model  # type: ignore[return-value]
-
-
-def n_links(model: nn.Module) -> int:
-    ids = {id(module) for module in model.modules()}
-    return sum(site.link is not None for (owner, _), site in links._sites.items() if owner in ids)
-
-
-def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
-    for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +48,14 @@ def test_a_linked_pair_launches_one_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     assert called == ["forward"] * 3  # the first norm, and both sums with theirs
     model(inputs()[0].requires_grad_()).sum().backward()
     assert called[3:] == ["backward"] * 3
+
+
+def test_the_first_call_is_right_before_any_link() -> None:
+    original = randomised(Stack())
+    model = copy.deepcopy(original)
+    patch_model(model)
+    assert n_links(model) == 0
+    assert_same(step(model, *inputs()), step(original, *inputs()))
 
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda c: c.__name__)
@@ -156,103 +93,6 @@ def test_small_sums_are_not_linked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert n_links(other) == 0
 
 
-def by_autograd_grad(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, states))
-
-
-def by_autograd_grad_of_one(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, [states[1], *model.parameters()], retain_graph=True))
-
-
-def by_backward_for_inputs(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
-    parameters = list(model.parameters())
-    loss.backward(inputs=[states[0], *parameters])
-    return [states[0].grad, *(each.grad for each in parameters)]  # type: ignore[list-item]
-
-
-def by_retain_grad(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
-    for each in states:
-        each.retain_grad()
-    loss.backward()
-    return [each.grad for each in (*states, *model.parameters())]  # type: ignore[misc]
-
-
-def by_hooks(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
-    """Registered after the norm ran; they change the gradient, too."""
-    seen: list[Tensor] = []
-    for each in states:
-        each.register_hook(lambda grad: seen.append(grad) or grad * 0.5)
-    loss.backward()
-    return [*seen, *(each.grad for each in model.parameters())]  # type: ignore[misc]
-
-
-def by_two_backwards(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
-    loss.backward(retain_graph=True)
-    torch.autograd.grad(loss, states, retain_graph=True)
-    loss.backward()
-    return [states[0].grad, *(each.grad for each in model.parameters())]  # type: ignore[list-item, misc]
-
-
-def of_batches(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, states, torch.tensor([1.0, 2.0]), is_grads_batched=True))
-
-
-@pytest.mark.parametrize(
-    "gradients",
-    [by_autograd_grad, by_autograd_grad_of_one, by_backward_for_inputs, by_retain_grad, by_hooks, by_two_backwards,
-     of_batches],
-    ids=lambda f: f.__name__,
-)  # fmt: skip
-@pytest.mark.parametrize("view", [False, True])
-def test_the_gradient_of_a_linked_sum_is_whole(gradients: Callable[..., list[Tensor]], view: bool) -> None:
-    """Of a hidden state, with what comes through the next layer's norm, whoever asks for it and when."""
-    found = []
-    for model in reversed(pair()):
-        if view:
-            model.call = lambda layer, h: layer(h).view(-1, WIDTH).view(h.shape)
-            model(*inputs())
-        states = model.states(inputs()[0].requires_grad_())
-        loss = model.final(states[-1]).square().sum()
-        model.zero_grad()
-        found.append(gradients(states, loss, model))
-        assert isinstance(model, Stack) and (len(found) == 2 or n_links(model) == 6)
-    assert_same(*found)
-
-
-def test_a_backward_after_a_failed_one_does_not_take_its_gradients() -> None:
-    found = []
-    for model in reversed(pair()):
-        assert isinstance(model, Stack)
-        model.zero_grad()
-        state = model.states(*inputs())[-1]
-        other = state * 1.0
-        loss = model.final(state).square().sum() + other.sum()
-
-        def fail(grad: Tensor) -> None:
-            raise RuntimeError("stop")
-
-        handle = other.register_hook(fail)  # runs between the norm's backward and the sum's
-        with pytest.raises(RuntimeError, match="stop"):
-            loss.backward(retain_graph=True)
-        handle.remove()
-        model.zero_grad()
-        other.sum().backward()
-        found.append([each.grad for each in model.layers.parameters()])
-    assert_same(*found)  # type: ignore[arg-type]
-
-
-def test_a_frozen_sum_does_not_require_grad_for_its_norms_weight() -> None:
-    found = []
-    for model in reversed(pair(n_layers=1)):
-        model.layers.requires_grad_(False)  # type: ignore[union-attr]
-        model.zero_grad()
-        state = model.states(*inputs())[-1]  # type: ignore[operator]
-        assert not state.requires_grad
-        model.final(state).sum().backward()  # type: ignore[operator]
-        found.append([model.final.weight.grad])
-    assert_same(*found)  # type: ignore[arg-type]
-
-
 def test_a_hook_that_replaces_a_layers_output_is_seen() -> None:
     original, model = pair()
     for each in (original, model):
@@ -267,6 +107,32 @@ def test_a_norms_own_hooks_run() -> None:
     for each in (original, model):
         each.layers[1].first.register_forward_hook(lambda module, args, output: output + 1.0)
         each.layers[2].first.register_forward_pre_hook(lambda module, args: (args[0] + 1.0,))
+    assert_same(step(model, *inputs()), step(original, *inputs()))
+
+
+def relu(y: Tensor) -> Tensor:
+    return torch.relu_(y)
+
+
+def scale(y: Tensor) -> Tensor:
+    return y.mul_(2.0)
+
+
+def first_column(y: Tensor) -> Tensor:
+    y[..., 0] = 0.0
+    return y
+
+
+@pytest.mark.parametrize("edit", [relu, scale, first_column], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("view", [False, True])
+def test_a_linked_norms_result_may_be_edited_in_place(edit: Callable[[Tensor], Tensor], view: bool) -> None:
+    original, model = pair()
+    for each in (original, model):
+        if view:
+            each.call = lambda layer, h: layer(h).view(h.shape)
+            each(*inputs())
+        final = each.final
+        each.forward = lambda h, each=each, final=final: edit(final(each.states(h)[-1]))
     assert_same(step(model, *inputs()), step(original, *inputs()))
 
 
@@ -323,7 +189,7 @@ def test_a_view_made_outside_the_graph_of_its_sum_is_no_link(call: str) -> None:
 def test_views_of_a_sum_are_linked() -> None:
     original, model = pair()
     for each in (original, model):
-        each.call = lambda layer, h: layer(h).view(-1, WIDTH).view(h.shape)
+        each.call = lambda layer, h: layer(h).view(h.shape)
     report = patch_model(model)
     before = report.calls()
     for _ in range(2):
@@ -483,14 +349,3 @@ def test_jit_trace_of_a_model_that_never_ran_sees_the_same_graph_twice() -> None
     patch_model(model)
     traced = torch.jit.trace(model, inputs())
     torch.testing.assert_close(traced(*inputs()), original(*inputs()), rtol=1e-4, atol=1e-5)
-
-
-def test_a_layers_backward_hook_sees_its_whole_gradient() -> None:
-    original, model = pair()
-    gradients: tuple[list[Tensor], list[Tensor]] = [], []
-    for each, seen in zip((original, model), gradients, strict=True):
-        layer = each.layers[0]
-        layer.register_full_backward_hook(lambda _, before, after, seen=seen: seen.append(after[0].clone()))
-        step(each, *inputs())
-    assert len(gradients[0]) == 1
-    assert_same(gradients[1], gradients[0])

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from onetrip.patching import patch_model
+from onetrip.patching import links, patch_model
 from patching_cases import gpt2
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +31,7 @@ def train(model: nn.Module, batches: list[Tensor], n_steps: int = 4) -> None:
 
 def every_wrapper() -> None:
     """Train on this rank's batch; the weights must be those of one process that sees both batches, unpatched."""
+    links.SMALLEST = 0  # also in the processes that start without conftest.py
     expected = gpt2().train()
     train(expected, [batch(rank) for rank in range(dist.get_world_size())])
     for kind in ("ddp", "fsdp2"):
@@ -54,5 +55,8 @@ def _trained(kind: str, patched: str) -> list[tuple[str, Tensor]]:
     if patched == "after":
         patch_model(wrapped)
     train(wrapped, [batch(dist.get_rank())])
+    ids = {id(module) for module in model.modules()}
+    n_links = sum(site.link is not None for (owner, _), site in links._sites.items() if owner in ids)
+    assert n_links > 0 or kind == "fsdp2"  # whose wrapped layers have hooks
     parameters = model.named_parameters()
     return [(name, p.full_tensor() if isinstance(p, DTensor) else p) for name, p in parameters]

@@ -20,8 +20,6 @@ from .inputs import Inputs, candidates, repaired, run
 from .tiny import Dropouts, build, configs
 from .trace import Pair, trace
 
-links.SMALLEST = 0  # tiny models have small sums
-
 MODES = {"train": True, "eval": False}
 KINDS = ("add_norm", "dropout_add")
 
@@ -185,6 +183,17 @@ def opportunities(traced: list[Pair], left: list[Pair], model: nn.Module, report
     return found
 
 
+@contextmanager
+def _small_sums_are_linked() -> Iterator[None]:
+    """Tiny models have small sums."""
+    smallest, links.SMALLEST = links.SMALLEST, 0
+    try:
+        yield
+    finally:
+        links.SMALLEST = smallest
+
+
+@_small_sums_are_linked()
 def check(model_type: str) -> dict[str, Any]:
     """A row of the record. result: ok, wrong, exception (ours) or not_run (the unpatched model's, or no inputs)."""
     row: dict[str, Any] = {"type": model_type}
@@ -205,7 +214,7 @@ def check(model_type: str) -> dict[str, Any]:
         row["patch_seconds"] = round(time.process_time() - began, 2)
         row["sites"] = dict(Counter(site.pattern for site in report.patched))
         row["skipped"] = dict(Counter(site.reason for site in report.skipped))
-        stage, wrong = "patched", _compare(model, inputs, steady, first)
+        stage, wrong = "patched", _compare(model, inputs, steady, first, row)
         model.train("train" in steady)
         row |= opportunities(traced, trace(model, partial(run, model, inputs)), model, report)
         stage = "with dropout"
@@ -225,14 +234,20 @@ def check(model_type: str) -> dict[str, Any]:
     return row | {"seconds": round(time.process_time() - begin, 1)}
 
 
-def _compare(model: nn.Module, inputs: Inputs, modes: list[str], first: dict[str, dict[str, Tensor]]) -> list[str]:
-    """Three runs in each mode: sums find their norms in the first, and are linked from the second on."""
+def _compare(
+    model: nn.Module, inputs: Inputs, modes: list[str], first: dict[str, dict[str, Tensor]], row: dict[str, Any]
+) -> list[str]:
+    """Three runs in each mode: sums find their norms in the first, and are linked from the second on.
+
+    The row has the first tensor that differs as much as rounding alone makes it differ.
+    """
     wrong: list[str] = []
     for mode in modes:
         noise: list[dict[str, Tensor]] = []
         for i in range(3):
             found = run(model.train(MODES[mode]), inputs)
-            if difference(found, first[mode]) and not noise:
+            if (why := difference(found, first[mode])) and not noise:
+                row["sensitive"] = f"{mode}: {why}"
                 noise = _other_roundings(unpatch_model(copy.deepcopy(model)).train(MODES[mode]), inputs)
             if why := difference(found, first[mode], noise=noise):
                 wrong.append(f"{mode}, run {i}: {why}")

@@ -82,6 +82,9 @@ def page(record: dict[str, Any]) -> str:
         f"Outputs and every gradient agree with the unpatched model's in {results.get('ok', 0)} types; "
         f"{results.get('wrong', 0)} are wrong and {results.get('exception', 0)} raise an exception. "
         "After `unpatch_model` they are the same bit for bit.",
+        f"In {sum('sensitive' in row for row in rows)} types some tensor is as far off as rounding alone makes it in "
+        "the unpatched model (a detector's choice of the best queries, for example).",
+        "Sums are linked to norms here whatever their size; by default from 2^18 elements on.",
         "",
         *_table(["opportunities, per forward in train mode", "traced", "fused", "share"], summary),
         "",

@@ -46,7 +46,7 @@ Tensor empty_like_cpu(const Tensor& cpu) {
                                            c10::DispatchKeySet(c10::DispatchKey::CUDA), cpu.scalar_type());
 }
 
-Tensor on_card(const Tensor& cpu) {
+Tensor on_gpu(const Tensor& cpu) {
   if (!cpu.defined() || cpu.is_cuda()) return cpu;
   Tensor result = empty_like_cpu(cpu);
   on_cpu(result).copy_(cpu);
@@ -86,10 +86,10 @@ IValue of_cpu(const IValue& value) {
 }
 
 IValue of_card(const IValue& value) {
-  if (value.isTensor()) return on_card(value.toTensor());
+  if (value.isTensor()) return on_gpu(value.toTensor());
   if (value.isTensorList()) {
     c10::List<Tensor> tensors;
-    for (const Tensor& tensor : value.toTensorVector()) tensors.push_back(on_card(tensor));
+    for (const Tensor& tensor : value.toTensorVector()) tensors.push_back(on_gpu(tensor));
     return tensors;
   }
   return value;

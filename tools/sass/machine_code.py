@@ -34,7 +34,7 @@ def missing_tool(arch: int) -> str | None:
     return harness.missing_tool()
 
 
-def _on_card(case: Case, arch: int) -> Case:
+def _on_gpu(case: Case, arch: int) -> Case:
     """The case, as a GPU of this architecture launches it."""
     multiprocessor = cuda_compile.MULTIPROCESSORS[arch]
     GPU = {
@@ -59,7 +59,7 @@ class MachineCode:
         every result of the unit that approximates (MUFU) is moved."""
         counts = folder / "counts.jsonl"
         prelude = [f"machine {self.compiled.cubin} {self.compiled.disassembly} {counts}", f"error {error_ulps}"]
-        launched = [_on_card(case, self.arch) for case in cases]
+        launched = [_on_gpu(case, self.arch) for case in cases]
         outputs = harness.run(self.driver, launched, folder, prelude)
         return outputs, [json.loads(line) for line in counts.read_text().splitlines()]
 

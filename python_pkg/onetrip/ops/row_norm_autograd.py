@@ -190,7 +190,8 @@ class _DeferredNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         ctx.shape = y.shape
-        result: Tensor = y.view(x.shape)
+        # Detached: a view must not be edited in place when a Function returns it.
+        result: Tensor = y.view(x.shape).detach()
         return result
 
     @staticmethod

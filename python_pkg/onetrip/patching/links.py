@@ -178,12 +178,15 @@ def _same_mode(x: Tensor, z: Tensor) -> bool:
 
 
 def _viewed(x: Tensor) -> Tensor:
-    """The tensor that x is all rows of, if x is a view of one in the same graph; else x."""
+    """The tensor that x is all rows of, if x is its view, made in the same graph; else x.
+
+    A view of a view is x: nobody would ask the tensor between them for hooks.
+    """
     z = x._base
     if z is None or z.numel() != x.numel() or z.shape[-1] != x.shape[-1]:
         return x
     node = x.grad_fn
-    while node is not None and node is not z.grad_fn and node.name() == "ViewBackward0":
+    if node is not None and node is not z.grad_fn and node.name() == "ViewBackward0":
         node = node.next_functions[0][0]
     # A reentrant checkpoint or an autograd.Function may return a view: x then has another gradient than z.
     return z if node is z.grad_fn and x.is_contiguous() and z.is_contiguous() else x
