@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from onetrip import doctor, selfcheck
-from onetrip.ops import backends
+from onetrip.ops.common import backends
 from onetrip.reference import adam
 from rich.console import Console
 

@@ -50,7 +50,7 @@ def measure(root: Path, build: str) -> dict[str, object]:
         pinned = [*dependencies, f"torch=={torch.__version__.partition('+')[0]}"]
         dependencies_s = _timed(*pip, *pinned, environment=environment, cwd=clone)
         package_s = _timed(*pip, ".", environment=environment, cwd=clone)
-        check = "import onetrip; print(onetrip.ops.backends.native() is not None)"
+        check = "import onetrip; print(onetrip.ops.common.backends.native() is not None)"
         built = subprocess.run([python, "-c", check], cwd=folder, env=environment, capture_output=True, text=True)
         if built.stdout.strip() != "True":
             sys.exit(f"the installed package has no native library:\n{built.stdout}{built.stderr}")

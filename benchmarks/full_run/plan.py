@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from onetrip.ops.backends import unavailable_reason
+from onetrip.ops.common.backends import unavailable_reason
 
 from ..measure.cases import DTYPE_NAMES, LARGE_ELEMENTS, Case, Named, gpu_shapes
 from ..measure.results import SUITES

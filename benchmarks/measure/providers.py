@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import onetrip
 import torch
-from onetrip.ops import backends
+from onetrip.ops.common import backends
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import libraries

@@ -1,7 +1,7 @@
 """Fused kernels for training transformers: every tensor makes one trip through memory."""
 
 from . import nn, ops, optim
-from .ops.backends import available_backends, set_backend, use_backend
+from .ops.common.backends import available_backends, set_backend, use_backend
 from .patching import PatchReport, patch_model, patched, register_attention, unpatch_model
 
 __version__ = "0.1.0"

@@ -14,7 +14,15 @@ from rich.console import Group
 from . import __version__, selfcheck, terminal
 from .environment import packages
 from .html import Cell, Table
-from .ops.backends import BACKENDS, KERNEL_DTYPES, available_backends, choose, native, unavailable_reason, use_backend
+from .ops.common.backends import (
+    BACKENDS,
+    KERNEL_DTYPES,
+    available_backends,
+    choose,
+    native,
+    unavailable_reason,
+    use_backend,
+)
 
 Progress = Callable[[int, int, str], None]
 

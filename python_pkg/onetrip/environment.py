@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import __version__
-from .ops.backends import native
+from .ops.common.backends import native
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GENERATED = tuple(f":(exclude){path}" for path in ("benchmarks/results", "docs/benchmarks.md", "docs/figures"))

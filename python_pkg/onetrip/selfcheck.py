@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import ops
-from .ops.backends import KERNEL_DTYPES, use_backend
+from .ops.common.backends import KERNEL_DTYPES, use_backend
 from .optim.table import StepTable
 from .reference.adam import BLOCK, ZERO_CODE, Group, Slot
 from .reference.philox import keep_mask

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from onetrip.ops.backends import native
+from onetrip.ops.common.backends import native
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -21,8 +21,8 @@ from adam_cases import (
     new_slots,
 )
 from cpu_cases import assert_any_number_of_threads_prints_the_same
-from onetrip.ops.backends import native as native_library
-from onetrip.ops.backends import use_backend
+from onetrip.ops.common.backends import native as native_library
+from onetrip.ops.common.backends import use_backend
 from onetrip.optim.table import StepTable
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import BLOCK, ZERO_CODE, Slot

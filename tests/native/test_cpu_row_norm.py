@@ -19,7 +19,7 @@ from cpu_cases import (
 )
 from cpu_cases import row_norm_plan as plan_of
 from onetrip.ops import row_norm_native as native
-from onetrip.ops.backends import native as native_library
+from onetrip.ops.common.backends import native as native_library
 from onetrip.reference import row_norm as reference
 from onetrip.reference.philox import keep_mask
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, BackwardOperands, Dtypes, Operands

@@ -9,7 +9,7 @@ import torch
 from cpu_cases import BF16, EPSILON, F32, NORM_IDS, dtype_id, normal, same_bits
 from cpu_cases import row_norm_plan as plan_of
 from onetrip.ops import row_norm_native as native
-from onetrip.ops.backends import native as native_library
+from onetrip.ops.common.backends import native as native_library
 from onetrip.reference import row_norm as reference
 from onetrip.reference.row_norm import NORM_LAYER, NORM_RMS, BackwardOperands, Dtypes, Operands
 from torch import Tensor

@@ -6,8 +6,8 @@ import pytest
 import torch
 from cpu_cases import BF16, DTYPE_IDS, F16, F32, assert_any_number_of_threads_prints_the_same, normal
 from onetrip.ops import softmax_native as native
-from onetrip.ops.backends import native as native_library
-from onetrip.ops.masks import contiguous_layout, mask_layout
+from onetrip.ops.common.backends import native as native_library
+from onetrip.ops.common.masks import contiguous_layout, mask_layout
 from onetrip.reference import softmax as reference
 from onetrip.reference.philox import keep_mask
 from onetrip.reference.softmax import BackwardOperands, Operands, SoftmaxPlan
@@ -315,7 +315,7 @@ def test_no_bit_depends_on_the_number_of_threads():
     code = """
 import hashlib, torch
 from onetrip.ops import softmax_native as native
-from onetrip.ops.masks import contiguous_layout
+from onetrip.ops.common.masks import contiguous_layout
 from onetrip.reference.softmax import BackwardOperands, Operands, SoftmaxPlan
 torch.manual_seed(0)
 digest = hashlib.sha256()

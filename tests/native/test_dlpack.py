@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip.ops import row_norm_native as native
-from onetrip.ops.backends import native as native_library
+from onetrip.ops.common.backends import native as native_library
 
 library = native_library()
 pytestmark = pytest.mark.skipif(library is None, reason="the native library was not built")

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from onetrip import ops
-from onetrip.ops import native as helpers
 from onetrip.ops import row_norm_native as native
-from onetrip.ops.backends import native as native_library
+from onetrip.ops.common import native as helpers
+from onetrip.ops.common.backends import native as native_library
 from onetrip.reference.row_norm import NORM_LAYER, Dtypes, Operands, RowNormPlan
 from torch import Tensor
 

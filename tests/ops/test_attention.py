@@ -12,7 +12,7 @@ import torch
 from onetrip import measure, ops
 from onetrip.ops import dropout_keep_mask
 from onetrip.ops.attention import attention
-from onetrip.ops.tracing import watched
+from onetrip.ops.common.tracing import watched
 from tolerances import assert_bitwise, assert_like_torch, max_error
 from torch import Tensor
 
@@ -254,7 +254,7 @@ class Asked:
 
 def test_an_ordinary_call_does_not_ask_whether_it_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dry run of anatomy once cost every call with dropout a look at a context variable."""
-    monkeypatch.setattr("onetrip.ops.tracing._watched_as", Asked())
+    monkeypatch.setattr("onetrip.ops.common.tracing._watched_as", Asked())
     case = CASES["plain"]
     tensors = drawn(case)
     attention(tensors["query"], tensors["key"], tensors["value"], scale=0.5, dropout_p=0.5)

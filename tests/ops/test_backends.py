@@ -16,7 +16,8 @@ import onetrip
 import pytest
 import torch
 from onetrip import ops
-from onetrip.ops import backends, row_norm_native
+from onetrip.ops import row_norm_native
+from onetrip.ops.common import backends
 from onetrip.reference import row_norm as reference
 
 pytestmark = pytest.mark.promise("backends")
@@ -217,7 +218,7 @@ def test_a_compiled_backward_chooses_its_backend_when_it_runs(ran):
 
 ENVIRONMENT = """
 import torch, onetrip
-from onetrip.ops import backends
+from onetrip.ops.common import backends
 try:
     print(backends.choose("test", torch.device("cpu"), True))
 except Exception as error:

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 import torch
 from onetrip import ops
-from onetrip.ops.rng import draw_rng, draw_rng_tensor
+from onetrip.ops.common.rng import draw_rng, draw_rng_tensor
 from onetrip.reference.philox import dropout_scale, dropout_threshold, keep_mask, philox
 
 pytestmark = pytest.mark.promise("D4")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from onetrip import nn, ops, use_backend
-from onetrip.ops.backends import choose
+from onetrip.ops.common.backends import choose
 from onetrip.reference.philox import keep_mask
 from row_norm_cases import Inputs, call, gradients, make, normed, truth
 from targets import needs_memory

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from onetrip.ops.native import operands_code
+from onetrip.ops.common.native import operands_code
 from onetrip.optim import AdamW8bit
 from onetrip.optim.table import StepTable
 from optim_cases import set_grads

@@ -104,7 +104,7 @@ def test_installs_without_a_compiler(tree: Path, fresh_python: Path, tmp_path: P
     run(fresh_python, *pip, cwd=tmp_path, PATH=str(tools), CXX="", ONETRIP_CUDA="0")
     script = """
 import torch, onetrip
-from onetrip.ops.backends import unavailable_reason
+from onetrip.ops.common.backends import unavailable_reason
 assert onetrip.available_backends() == ("reference",), onetrip.available_backends()
 assert "compiler" in unavailable_reason("cpu", "cpu")
 x = torch.randn(3, 5)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from onetrip.ops.backends import unavailable_reason
+from onetrip.ops.common.backends import unavailable_reason
 
 
 class Target(NamedTuple):

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from ..measure import OPTIMIZER, OUTSIDE, Traffic, TrafficMode, optimizer_state_bytes, tensor_bytes
-from ..ops.tracing import watched
+from ..ops.common.tracing import watched
 from ..optim import Adam8bit
 from ..optim.state import new_state, uses_8bit
 from .bytes import StepBytes

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from ..ops import bias_dropout_residual, bias_dropout_residual_norm
 from ..ops import row_norm as ops
-from ..ops.checks import check_eps, check_number, check_probability
+from ..ops.common.checks import check_eps, check_number, check_probability
 from ..reference.row_norm import NORM_LAYER, NORM_RMS
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..ops import softmax
-from ..ops.checks import check_finite, check_probability
+from ..ops.common.checks import check_finite, check_probability
 
 
 class Softmax(torch.nn.Module):

@@ -1,6 +1,6 @@
 """Fused operators as functions of tensors: differentiable, deterministic, the same results on every backend."""
 
-from .rng import dropout_keep_mask
+from .common.rng import dropout_keep_mask
 from .row_norm import bias_dropout_residual, bias_dropout_residual_norm, layer_norm, rms_norm
 from .softmax import softmax
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..reference import adam as reference
 from ..reference.adam import Group, Slot
-from .backends import choose, native
-from .native import DTYPE_CODE, raise_error, where
+from .common.backends import choose, native
+from .common.native import DTYPE_CODE, raise_error, where
 
 CHUNK = 4096
 """Elements of a chunk: kAdamChunk in csrc/launch.h, which also says in what order a table must have them."""

@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from ..reference.softmax import SoftmaxPlan
 from .attention_heads import BackwardOperands, Operands, Plan, Wanted, attend, gradients, saturated_mask
-from .backends import DISPATCHER, KERNEL_DTYPES, choose
-from .rng import eager_rng, traced_rng
+from .common.backends import DISPATCHER, KERNEL_DTYPES, choose
+from .common.rng import eager_rng, traced_rng
+from .common.tracing import is_traced, is_transformed, refuse_double_backward, watched_as
 from .softmax import softmax
-from .tracing import is_traced, is_transformed, refuse_double_backward, watched_as
 
 
 def attention(

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..reference.philox import Rng
 from ..reference.softmax import SoftmaxPlan
-from .masks import kernel_mask
+from .common.masks import kernel_mask
+from .common.tracing import have_storage
 from .softmax_autograd import backward, forward
-from .tracing import have_storage
 
 
 class Operands(NamedTuple):

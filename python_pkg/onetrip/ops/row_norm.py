@@ -21,13 +21,21 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from ..reference import row_norm as reference
 from ..reference.philox import Rng
 from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, Dtypes, Operands, OperandTuple, Outputs, RowNormPlan
-from .backends import KERNEL_DTYPES, choose, native
-from .checks import check_eps, check_like, check_number, check_parameter, check_probability, check_rows, raise_unknown
-from .native import Launcher, operands_code
-from .rng import check_rng, eager_rng, traced_rng
+from .common.backends import KERNEL_DTYPES, choose, native
+from .common.checks import (
+    check_eps,
+    check_like,
+    check_number,
+    check_parameter,
+    check_probability,
+    check_rows,
+    raise_unknown,
+)
+from .common.native import Launcher, operands_code
+from .common.rng import check_rng, eager_rng, traced_rng
+from .common.tracing import is_jit_tracing, is_recorded, is_traced, is_transformed, reject_onnx_export
 from .row_norm_autograd import apply, forward
 from .row_norm_native import cuda_dtypes, decode, dtypes_of, forward_launcher
-from .tracing import is_jit_tracing, is_recorded, is_traced, is_transformed, reject_onnx_export
 
 _HALF = (torch.float16, torch.bfloat16)
 

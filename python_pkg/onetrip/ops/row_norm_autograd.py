@@ -29,10 +29,10 @@ from ..reference.row_norm import (
     outputs_of,
 )
 from . import row_norm_native
-from .backends import KERNEL_DTYPES, choose, formulas
-from .native import Launcher, matrix, vector
+from .common.backends import KERNEL_DTYPES, choose, formulas
+from .common.native import Launcher, matrix, vector
+from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
 from .row_norm_native import cuda_dtypes, dtypes_of, split_stats
-from .tracing import have_storage, refuse_double_backward, reject_onnx_export
 
 Call = tuple[Rng | None, RowNormPlan, str, Dtypes, bool, bool, Launcher | None]
 """rng, plan, backend, the operands' dtypes, whether z is returned too, whether y has its gradient by deferred_norm, and

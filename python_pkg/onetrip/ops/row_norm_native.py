@@ -19,8 +19,8 @@ from ..reference.row_norm import (
     RowNormPlan,
     gradients_of,
 )
-from .backends import native
-from .native import DTYPE_CODE, Launcher, raise_error, rows, vector, where
+from .common.backends import native
+from .common.native import DTYPE_CODE, Launcher, raise_error, rows, vector, where
 
 _DTYPE_OF_DIGIT = (None, torch.float32, torch.float16, torch.bfloat16)
 

@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from ..reference import softmax as reference
 from ..reference.philox import Rng
 from ..reference.softmax import Operands, SoftmaxPlan
-from .backends import KERNEL_DTYPES, choose
-from .checks import DTYPES, check_dense, check_finite, check_probability, check_rows, check_tensor, raise_unknown
-from .masks import broadcasts, kernel_mask
-from .native import operands_code
-from .rng import check_rng, eager_rng, traced_rng
+from .common.backends import KERNEL_DTYPES, choose
+from .common.checks import DTYPES, check_dense, check_finite, check_probability, check_rows, check_tensor, raise_unknown
+from .common.masks import broadcasts, kernel_mask
+from .common.native import operands_code
+from .common.rng import check_rng, eager_rng, traced_rng
+from .common.tracing import is_jit_tracing, is_recorded, is_traced, is_transformed, reject_onnx_export
 from .softmax_autograd import apply, forward
-from .tracing import is_jit_tracing, is_recorded, is_traced, is_transformed, reject_onnx_export
 
 
 def softmax(

@@ -16,10 +16,10 @@ from ..reference import accumulator_dtype
 from ..reference.philox import Rng
 from ..reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
 from . import softmax_native
-from .backends import DISPATCHER, KERNEL_DTYPES, choose, formulas
-from .masks import contiguous_layout, kernel_mask, mask_layout
-from .native import in_memory, rows
-from .tracing import have_storage, refuse_double_backward, reject_onnx_export
+from .common.backends import DISPATCHER, KERNEL_DTYPES, choose, formulas
+from .common.masks import contiguous_layout, kernel_mask, mask_layout
+from .common.native import in_memory, rows
+from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
 
 
 def forward(

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..reference.philox import Rng
 from ..reference.softmax import BackwardOperands, MaskLayout, OperandTuple, SoftmaxPlan
-from .backends import native
-from .native import DTYPE_CODE, Launcher, empty, in_memory, raise_error, rows, where
+from .common.backends import native
+from .common.native import DTYPE_CODE, Launcher, empty, in_memory, raise_error, rows, where
 
 _MASK_CODE = {**DTYPE_CODE, torch.bool: 3}  # enum MaskType in csrc/launch.h
 _NO_MASK = MaskLayout((), (), 0)

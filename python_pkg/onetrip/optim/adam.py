@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from ..ops.backends import KERNEL_DTYPES
+from ..ops.common.backends import KERNEL_DTYPES
 from . import checkpoint, sharding
 from .foreign import check_is_state_dict, from_bitsandbytes, is_of_bitsandbytes
 from .hyperparameters import Options, check_group, plain

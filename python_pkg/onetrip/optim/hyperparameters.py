@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ops.checks import check_number
+from ..ops.common.checks import check_number
 from ..reference.adam import Group
 
 _KEYS = ("betas", "eps", "weight_decay", "optim_bits", "min_8bit_numel", "maximize", "capturable")

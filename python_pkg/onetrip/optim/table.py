@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..ops.adam import CHUNK, AdamTables, Kind, launch
-from ..ops.backends import KERNEL_DTYPES, native
+from ..ops.common.backends import KERNEL_DTYPES, native
 from ..reference.adam import BLOCK, Group, Slot
 from . import sharding
 from .state import State, fields, keys_of

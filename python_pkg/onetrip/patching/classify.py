@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ops.backends import KERNEL_DTYPES
+from ..ops.common.backends import KERNEL_DTYPES
 from .attention import PATTERN as ATTENTION
 from .attention import Attention, Interface, SoftmaxRegions, read_attention
 from .calls import is_distributed, original_class

@@ -25,9 +25,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .. import ops
+from ..ops.common.tracing import is_jit_tracing, is_transformed, watched_as
 from ..ops.row_norm import sum_before_norm
 from ..ops.row_norm_autograd import deferred_norm
-from ..ops.tracing import is_jit_tracing, is_transformed, watched_as
 from . import calls
 
 if TYPE_CHECKING:

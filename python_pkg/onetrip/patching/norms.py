@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.backends import use_backend
+from ..ops.common.backends import use_backend
 from .calls import original_class
 from .classes import Rewrite
 from .clones import is_same, own_copy, own_state

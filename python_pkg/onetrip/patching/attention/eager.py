@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...ops.attention import attention
-from ...ops.backends import KERNEL_DTYPES
+from ...ops.common.backends import KERNEL_DTYPES
 from .. import calls
 from ..report import Unsuitable
 from ..source import Inliner, Substitution, Unreadable, define, first_match, is_same, parse, without_annotations

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...ops.tracing import watched_as
+from ...ops.common.tracing import watched_as
 from ..calls import count_fallback, original_class
 from ..classes import Rewrite
 from ..report import Unsuitable

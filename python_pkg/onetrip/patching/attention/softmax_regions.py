@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from ...ops import softmax
 from ...ops.attention import saturated_mask
-from ...ops.backends import KERNEL_DTYPES
+from ...ops.common.backends import KERNEL_DTYPES
 from .. import calls
 from ..calls import original_class
 from ..classes import Rewrite

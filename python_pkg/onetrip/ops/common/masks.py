@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..reference.softmax import MaskLayout
+from ...reference.softmax import MaskLayout
 
 MAX_DIMS = 4
 """Dimensions of MaskLayout, and of struct MaskRows in csrc/launch.h."""

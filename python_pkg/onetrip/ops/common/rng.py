@@ -8,7 +8,7 @@ import threading
 import torch
 from torch import Tensor
 
-from ..reference.philox import Rng, keep_mask
+from ...reference.philox import Rng, keep_mask
 from .checks import check_probability
 
 _CPU = torch.device("cpu")

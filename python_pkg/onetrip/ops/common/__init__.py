@@ -1,0 +1,1 @@
+"""What the operator families share: backends, checks, random numbers, native launches, tracing."""
