@@ -126,14 +126,6 @@ void propagate(const BackwardBlock& block, int64_t begin, int64_t end) {
   if (c < end) propagate_tile<1, kIsNorm, X, R, D>(block, c, begin, First{static_cast<int>(end - c)});
 }
 
-// to = sum of the parts' slots, in order.
-template <class T>
-void add_parts(const float* slots, int64_t part_floats, int64_t n_parts, void* to, int64_t begin, int64_t end) {
-  for_columns<1>(begin, end, [&](int64_t c, auto lanes, int) {
-    store_rounded(static_cast<T*>(to) + c, sum_slots(slots + c, part_floats, n_parts), lanes);
-  });
-}
-
 }  // namespace
 }  // namespace ONETRIP_LEVEL
 }  // namespace onetrip

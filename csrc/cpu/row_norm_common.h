@@ -27,32 +27,6 @@ using CommonType = typename Common<X, R>::Type;
 // The same rule for a caller's dtypes: nothing else is compiled.
 inline bool is_z_dtype(DType z, DType x, DType residual) { return z == DType::kFloat32 || (z == x && z == residual); }
 
-// A parameter as float32 plus offset: the caller's own array where that is what it holds.
-class Parameter {
- public:
-  Parameter(const void* source, DType dtype, float offset, int64_t n) : values_(static_cast<const float*>(source)) {
-    if (!source || (dtype == DType::kFloat32 && offset == 0.0f)) return;
-    copy_ = static_cast<float*>(malloc(n * sizeof(float)));
-    values_ = copy_;
-    failed_ = !copy_;
-    if (failed_) return;
-    with_type(dtype, [&](auto type) {
-      const auto* from = static_cast<const decltype(type)*>(source);
-      for_columns<1>(0, n,
-                     [&](int64_t c, auto lanes, int) { store(copy_ + c, load(from + c, lanes) + offset, lanes); });
-    });
-  }
-  Parameter(const Parameter&) = delete;
-  ~Parameter() { free(copy_); }
-  const float* values() const { return values_; }
-  bool failed() const { return failed_; }
-
- private:
-  const float* values_;
-  float* copy_ = nullptr;
-  bool failed_ = false;
-};
-
 // Sums over a row of a and of a * b.
 struct Sums {
   F values = {}, products = {};

@@ -69,6 +69,62 @@ ONETRIP_INLINE F sum_slots(const float* slots, int64_t part_floats, int64_t n_pa
   return sum;
 }
 
+// to = sum of the parts' slots, in order.
+template <class T>
+void add_parts(const float* slots, int64_t part_floats, int64_t n_parts, void* to, int64_t begin, int64_t end) {
+  for_columns<1>(begin, end, [&](int64_t c, auto lanes, int) {
+    store_rounded(static_cast<T*>(to) + c, sum_slots(slots + c, part_floats, n_parts), lanes);
+  });
+}
+
+constexpr int kStoreUnroll = 4;
+struct Yes {
+  constexpr operator bool() const { return true; }
+};
+struct No {
+  constexpr operator bool() const { return false; }
+};
+
+// Calls body(column, lanes, streams) for every vector of [begin, end), where those that start a cache line of `row` or
+// follow in it may be streamed. Paired: for_columns_of's type, for bodies that take pairs.
+template <class Paired = float, class T, class Body>
+ONETRIP_INLINE void for_stored_columns(int64_t begin, int64_t end, const T* row, bool streams, Body body) {
+  if (!streams) {
+    for_columns_of<kStoreUnroll, Paired>(begin, end, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
+    return;
+  }
+  const int64_t to_line = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(row + begin) & 63) / sizeof(T);
+  const int64_t line = smaller(begin + to_line, end);
+  for_columns<1>(begin, line, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
+  for_columns_of<kStoreUnroll, Paired>(line, end, [&](int64_t c, auto lanes, int) { body(c, lanes, Yes{}); });
+}
+
+// A parameter as float32 plus offset: the caller's own array where that is what it holds.
+class Parameter {
+ public:
+  Parameter(const void* source, DType dtype, float offset, int64_t n) : values_(static_cast<const float*>(source)) {
+    if (!source || (dtype == DType::kFloat32 && offset == 0.0f)) return;
+    copy_ = static_cast<float*>(malloc(n * sizeof(float)));
+    values_ = copy_;
+    failed_ = !copy_;
+    if (failed_) return;
+    with_type(dtype, [&](auto type) {
+      const auto* from = static_cast<const decltype(type)*>(source);
+      for_columns<1>(0, n,
+                     [&](int64_t c, auto lanes, int) { store(copy_ + c, load(from + c, lanes) + offset, lanes); });
+    });
+  }
+  Parameter(const Parameter&) = delete;
+  ~Parameter() { free(copy_); }
+  const float* values() const { return values_; }
+  bool failed() const { return failed_; }
+
+ private:
+  const float* values_;
+  float* copy_ = nullptr;
+  bool failed_ = false;
+};
+
 inline int64_t thread_count() {
 #if defined(_OPENMP)
   return omp_get_max_threads();

@@ -116,27 +116,6 @@ inline int64_t task_rows(int64_t n_rows, int64_t n_cols) {
   return clamp(even, clamp(kTaskElements / n_cols, 1, n_rows), clamp(kMost / n_cols, 1, n_rows));
 }
 
-struct Yes {
-  constexpr operator bool() const { return true; }
-};
-struct No {
-  constexpr operator bool() const { return false; }
-};
-
-// Calls body(column, lanes, streams) for every vector of [begin, end), where those that start a cache line of `row` or
-// follow in it may be streamed. Paired: for_columns_of's type, for bodies that take pairs.
-template <class Paired = float, class T, class Body>
-ONETRIP_INLINE void for_stored_columns(int64_t begin, int64_t end, const T* row, bool streams, Body body) {
-  if (!streams) {
-    for_columns_of<kChains, Paired>(begin, end, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
-    return;
-  }
-  const int64_t to_line = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(row + begin) & 63) / sizeof(T);
-  const int64_t line = smaller(begin + to_line, end);
-  for_columns<1>(begin, line, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
-  for_columns_of<kChains, Paired>(line, end, [&](int64_t c, auto lanes, int) { body(c, lanes, Yes{}); });
-}
-
 // +0 in columns [begin, end) of a row.
 template <class T>
 ONETRIP_INLINE void store_zeros(T* row, int64_t begin, int64_t end, bool may_stream) {

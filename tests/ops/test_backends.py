@@ -87,6 +87,17 @@ def test_a_named_backend_that_cannot_run_raises(name):
         ops.rms_norm(torch.randn(2, 8))
 
 
+def test_a_named_backend_without_kernels_of_the_family_raises(monkeypatch):
+    monkeypatch.setitem(backends.FAMILIES, "cpu", frozenset())
+    backends._automatic.cache_clear()
+    try:
+        assert backends.choose("test", CPU, True, "softmax") == "reference"
+        with onetrip.use_backend("cpu"), pytest.raises(RuntimeError, match=r"^test: backend 'cpu' .* has no softmax"):
+            backends.choose("test", CPU, True, "softmax")
+    finally:
+        backends._automatic.cache_clear()
+
+
 def test_a_named_kernel_backend_refuses_float64():
     if "cpu" not in onetrip.available_backends():
         pytest.skip("the native library was not built")

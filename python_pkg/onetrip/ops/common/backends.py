@@ -24,6 +24,13 @@ BACKENDS = ("cpu", "cuda", "triton", "reference")
 KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """Dtypes that kernels compute with. Everything else (float64) goes through reference."""
 
+FAMILIES = {
+    "cpu": frozenset({"adam", "row_norm", "softmax"}),
+    "cuda": frozenset({"adam", "row_norm", "softmax"}),
+    "triton": frozenset({"adam", "row_norm", "softmax"}),
+}
+"""Which operator families each backend has kernels of; reference has every family's formula."""
+
 DISPATCHER = "dispatcher"
 """In place of a backend: the softmax of attention calls its torch.library operator, so that dispatch modes see it."""
 
@@ -147,21 +154,30 @@ def _process_wide() -> str:
     return cast(str, _process_choice)
 
 
+def _has(name: str, family: str | None) -> bool:
+    return family is None or name == "reference" or family in FAMILIES[name]
+
+
 @functools.cache
-def _automatic(device: torch.device) -> str:
-    return available_backends(device)[0]
+def _automatic(device: torch.device, family: str | None = None) -> str:
+    return next(name for name in available_backends(device) if _has(name, family))
 
 
-def choose(function: str, device: torch.device, in_kernel_dtypes: bool) -> str:
+def choose(function: str, device: torch.device, in_kernel_dtypes: bool, family: str | None = None) -> str:
     """The backend for a call on this device. in_kernel_dtypes: all tensors are of KERNEL_DTYPES, and no transform of
-    torch.func is in force.
+    torch.func is in force. family: one of FAMILIES; None where every backend has it.
 
-    Raises RuntimeError where a backend was asked for by name and cannot run, TypeError where it lacks a dtype.
+    Raises RuntimeError where a backend was asked for by name and cannot run or lacks the family, TypeError where it
+    lacks a dtype.
     """
     name = _local_choice.get() or (_n_open and _of_the_callers_block()) or _process_choice or _process_wide()
     if name == "auto":
-        return _automatic(device) if in_kernel_dtypes else "reference"
+        return _automatic(device, family) if in_kernel_dtypes else "reference"
     if name != "reference":
+        if not _has(name, family):
+            raise RuntimeError(
+                f"{function}: backend {name!r} was asked for and has no {family} kernels; use triton, reference or auto"
+            )
         reason = unavailable_reason(name, device.type, device.index or 0)
         if reason:
             raise RuntimeError(f"{function}: backend {name!r} was asked for and cannot run on {device}: {reason}")
