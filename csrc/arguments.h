@@ -52,6 +52,8 @@ class Arguments {
     }
   }
 
+  Py_ssize_t left() const { return end_ - next_; }
+
   void end() const {
     if (next_ != end_) throw py::type_error("a launcher got too many arguments");
   }

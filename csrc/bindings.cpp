@@ -306,6 +306,62 @@ int64_t softmax_workspace(int device, int64_t n_rows, int64_t n_cols, const std:
                     : onetrip::softmax_workspace_cuda(n_rows, n_cols, rows);
 }
 
+// Sequences share cos and sin of 2 dimensions (positions, columns), and of 3 with a first one of size 1.
+onetrip::RotaryStrides table_strides(Arguments strides, bool is_shared) {
+  const int64_t batch = strides.left() == 3 ? strides.integer() : 0;
+  return {is_shared ? 0 : batch, 0, strides.integer()};
+}
+
+onetrip::RotaryStrides row_strides(Arguments strides) {
+  const int64_t batch = strides.integer(), head = strides.integer();
+  return {batch, head, strides.integer()};
+}
+
+// cos, sin, shape, strides of cos, of sin; then for q and for k: x, y, shape, strides of x, of y; None as x: none
+// there.
+void read(onetrip::Rotary& call, Arguments& from) {
+  call.cos = from.tensor<const void>();
+  call.sin = from.tensor<const void>();
+  Arguments table = from.group();
+  const bool is_shared = table.left() == 2 || table.integer() == 1;
+  table.integer();
+  call.n_rotated = table.integer();
+  call.cos_strides = table_strides(from.group(), is_shared);
+  call.sin_strides = table_strides(from.group(), is_shared);
+  for (onetrip::RotaryTensor& tensor : call.tensors) {
+    tensor.x = from.tensor<const void>();
+    if (!tensor.x) continue;
+    tensor.y = from.tensor<void>();
+    Arguments shape = from.group();
+    call.n_batch = shape.integer();
+    tensor.n_heads = shape.integer();
+    call.n_positions = shape.integer();
+    call.head_dim = shape.integer();
+    tensor.x_strides = row_strides(from.group());
+    tensor.y_strides = row_strides(from.group());
+  }
+}
+
+PyObject* launch_rotary(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
+  return returned([&] {
+    onetrip::Rotary call = state_of<onetrip::Rotary>(plan);
+    Arguments from(values, n);
+    read(call, from);
+    from.end();
+    py::gil_scoped_release without_gil;
+    return onetrip::rotary_cpu(call);
+  });
+}
+
+py::object rotary(int dtype, int table_dtype, bool interleaved, bool inverse) {
+  onetrip::Rotary args{};
+  args.dtype = DType(dtype);
+  args.table_dtype = DType(table_dtype);
+  args.interleaved = interleaved;
+  args.inverse = inverse;
+  return make_function<launch_rotary>(args);
+}
+
 int64_t row_norm_workspace(int device, int64_t n_rows, int64_t n_cols, int n_wanted) {
   return device < 0 ? onetrip::row_norm_workspace_cpu(n_rows, n_cols, n_wanted)
                     : onetrip::row_norm_workspace_cuda(n_rows, n_cols, n_wanted);
@@ -370,6 +426,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("softmax_backward", &softmax_backward,
              "A launcher of the backward pass, for this dtype, mask and numbers.");
   module.def("softmax_workspace", &softmax_workspace, "Floats of workspace that the mask's gradient needs.");
+  module.def("rotary", &rotary, "A launcher of the rotation on the CPU, for these dtypes and this form.");
   module.def("adam_step", &adam_step, py::call_guard<py::gil_scoped_release>(),
              "One step over all parameters: tables by address (csrc/launch.h), kinds and groups as lists of tuples.");
   py::class_<onetrip::TensorLook>(module, "TensorLook")

@@ -109,6 +109,28 @@ struct SoftmaxBackward {
   float dropout_scale;
 };
 
+// y = x * cos + rotate(x) * sin in the first n_rotated columns of q and of k, the other columns copied. rotate(x): with
+// halves (-x[n_rotated / 2 + i], x[i]), interleaved (-x[2i + 1], x[2i]). inverse: the transposed map, for gradients.
+// Where dtype is table_dtype, products and sum are rounded to it each; else all is float32, rounded once.
+struct RotaryStrides {
+  int64_t batch, head, position;  // the last stride is 1
+};
+struct RotaryTensor {
+  const void* x;    // [n_batch, n_heads, n_positions, head_dim] dtype
+  void* y;          // the same
+  int64_t n_heads;  // 0: there is no such tensor
+  RotaryStrides x_strides, y_strides;
+};
+struct Rotary {
+  int64_t n_batch, n_positions, head_dim;
+  int64_t n_rotated;                       // even, at least 2, at most head_dim
+  RotaryTensor tensors[2];                 // q and k
+  const void *cos, *sin;                   // [n_batch, n_positions, n_rotated] table_dtype
+  RotaryStrides cos_strides, sin_strides;  // head: 0; batch: 0 where all sequences share it
+  DType dtype, table_dtype;
+  bool interleaved, inverse;
+};
+
 // One step of Adam over many parameters. The tables are rows of int64 numbers in memory of the device, addresses
 // included, so that Python builds them as integer tensors; they are read 16 bytes at a time. Blocks of kAdamBlock
 // elements share a scale.
@@ -184,6 +206,7 @@ int softmax_forward_cuda(const SoftmaxForward& args, int device, void* stream);
 int softmax_backward_cuda(const SoftmaxBackward& args, int device, void* stream);
 
 int adam_step_cpu(const AdamStep& args);
+int rotary_cpu(const Rotary& args);  // no CUDA kernel: Triton's moves the same bytes
 int adam_step_cuda(const AdamStep& args, int device, void* stream);
 
 // Floats of workspace for dmask: partial sums over a partition that is a function of the sizes alone.

@@ -52,6 +52,7 @@ SIGNATURES = {
         "(x, residual, weight=None, norm_bias=None, *, bias=None, dropout_p=0.0, norm='layer', eps=1e-05, "
         "weight_offset=0.0, cast_before_weight=False, return_residual=False, rng=None, **unknown)"
     ),
+    ops.rotary_embedding: "(q, k, cos, sin, *, interleaved=False)",
     ops.dropout_keep_mask: "(shape, dropout_p, rng, device='cpu')",
     optim.AdamW8bit: (
         "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, *, optim_bits=8, min_8bit_numel=4096, "

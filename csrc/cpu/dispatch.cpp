@@ -20,6 +20,7 @@ struct Level {
   int (*softmax_forward)(const SoftmaxForward&);
   int (*softmax_backward)(const SoftmaxBackward&);
   int (*adam_step)(const AdamStep&);
+  int (*rotary)(const Rotary&);
   bool (*supported)();
 };
 
@@ -33,16 +34,16 @@ bool has_avx512() {
 const Level kLevels[] = {
 #if defined(ONETRIP_HAVE_X86_LEVELS)
     {"avx512vbmi", avx512::row_norm_forward, avx512::row_norm_backward, avx512::softmax_forward,
-     avx512::softmax_backward, avx512vbmi::adam_step,
+     avx512::softmax_backward, avx512vbmi::adam_step, avx512::rotary,
      [] { return has_avx512() && __builtin_cpu_supports("avx512vbmi"); }},
     {"avx512", avx512::row_norm_forward, avx512::row_norm_backward, avx512::softmax_forward, avx512::softmax_backward,
-     avx512::adam_step, has_avx512},
+     avx512::adam_step, avx512::rotary, has_avx512},
     // F16C is not asked for: every CPU with AVX2 and FMA has it, and older compilers do not know its name.
     {"avx2", avx2::row_norm_forward, avx2::row_norm_backward, avx2::softmax_forward, avx2::softmax_backward,
-     avx2::adam_step, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+     avx2::adam_step, avx2::rotary, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
     {"baseline", baseline::row_norm_forward, baseline::row_norm_backward, baseline::softmax_forward,
-     baseline::softmax_backward, baseline::adam_step, [] { return true; }},
+     baseline::softmax_backward, baseline::adam_step, baseline::rotary, [] { return true; }},
 };
 
 const Level* best_level() {
@@ -114,6 +115,12 @@ int softmax_backward_cpu(const SoftmaxBackward& args) {
     ask_for_huge_pages(args.dmask, n_mask_rows * args.n_cols, DType::kFloat32);
   }
   return current_level.load()->softmax_backward(args);
+}
+
+int rotary_cpu(const Rotary& args) {
+  for (const RotaryTensor& tensor : args.tensors)
+    ask_for_huge_pages(tensor.y, args.n_batch * tensor.n_heads * args.n_positions * args.head_dim, args.dtype);
+  return current_level.load()->rotary(args);
 }
 
 // The numbers of a step are computed here, by the baseline: its functions of <cmath> and common/adam.h are inline ones.

@@ -22,6 +22,7 @@ struct MaskPartition {
 MaskPartition mask_partition(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows);
 
 namespace baseline {
+int rotary(const Rotary& args);
 int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);
 int softmax_forward(const SoftmaxForward& args);
@@ -29,6 +30,7 @@ int softmax_backward(const SoftmaxBackward& args);
 int adam_step(const AdamStep& args);
 }  // namespace baseline
 namespace avx2 {
+int rotary(const Rotary& args);
 int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);
 int softmax_forward(const SoftmaxForward& args);
@@ -36,6 +38,7 @@ int softmax_backward(const SoftmaxBackward& args);
 int adam_step(const AdamStep& args);
 }  // namespace avx2
 namespace avx512 {
+int rotary(const Rotary& args);
 int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);
 int softmax_forward(const SoftmaxForward& args);

@@ -1,6 +1,7 @@
 """Fused operators as functions of tensors: differentiable, deterministic, the same results on every backend."""
 
 from .common.rng import dropout_keep_mask
+from .rotary import rotary_embedding
 from .row_norm import bias_dropout_residual, bias_dropout_residual_norm, layer_norm, rms_norm
 from .softmax import softmax
 
@@ -10,5 +11,6 @@ __all__ = [
     "dropout_keep_mask",
     "layer_norm",
     "rms_norm",
+    "rotary_embedding",
     "softmax",
 ]

@@ -1,0 +1,123 @@
+"""The rotation of q and k with gradients: one function for any backend, and autograd around it.
+
+_Rotary for eager calls; for traced ones the operator onetrip::rotary with its fake version and its autograd formula.
+The map is linear in q and k: its backward is the transposed map, so each of the two is the other one's backward, to any
+order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reference.rotary import Operands, RotaryPlan
+from . import rotary_native
+from .common.backends import KERNEL_DTYPES, choose, formulas
+from .common.native import in_memory
+from .common.tracing import have_storage, reject_onnx_export
+
+Pair = tuple[Tensor | None, Tensor | None]
+
+
+def rotate(backend: str, q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, plan: RotaryPlan) -> Pair:
+    """reference.rotary.rotate on any backend, for any strides. Results have the layout of q and of k (adjacent)."""
+    q = None if q is None else adjacent(q)
+    k = None if k is None else adjacent(k)
+    cos, sin = adjacent(cos), adjacent(sin)
+    if backend == "cpu":
+        return rotary_native.rotate(q, k, cos, sin, plan)
+    q_out, k_out = formulas(backend, "rotary").rotate(Operands(q, k, cos, sin), plan)
+    if backend == "reference":
+        return _laid_out(q_out, q), _laid_out(k_out, k)
+    return q_out, k_out
+
+
+def adjacent(tensor: Tensor) -> Tensor:
+    """The tensor with its values in memory and its columns next to each other; copied only where they are not."""
+    tensor = in_memory(tensor)
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _laid_out(result: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """The result as empty_like lays it out: with the strides of `like` where that is dense."""
+    return None if result is None or like is None else torch.empty_like(like).copy_(result)
+
+
+class _Rotary(torch.autograd.Function):
+    """The eager path. Saves cos and sin only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, call: tuple[str, RotaryPlan]
+    ) -> Pair:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(cos, sin)
+        ctx.call = call
+        backend, plan = call
+        results = rotate(backend, q, k, cos, sin, plan)
+        needs_q, needs_k = ctx.needs_input_grad[:2]
+        if not (needs_q and needs_k):
+            ctx.mark_non_differentiable(*(y for y in results[needs_q : 2 - needs_k] if y is not None))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        (cos, sin), (backend, plan) = ctx.saved_tensors, ctx.call
+        dq, dk = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
+        plan = plan._replace(inverse=not plan.inverse)
+        if not have_storage(dq, dk):
+            dq, dk = formulas("reference", "rotary").rotate(Operands(dq, dk, cos, sin), plan)
+        elif torch.is_grad_enabled():  # to be differentiated again
+            dq, dk = apply(dq, dk, cos, sin, (backend, plan))
+        else:
+            dq, dk = rotate(backend, dq, dk, cos, sin, plan)
+        return dq, dk, None, None, None
+
+
+# As row_norm_autograd.apply: without the search for functorch transforms.
+apply = super(torch.autograd.Function, _Rotary).apply
+
+
+library = torch.library.Library("onetrip", "FRAGMENT")
+library.define(
+    "rotary(Tensor? q, Tensor? k, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> (Tensor q, Tensor k)"
+)
+
+
+def _filled(like: Tensor, results: Pair) -> tuple[Tensor, Tensor]:
+    q, k = (like.new_empty(0) if tensor is None else tensor for tensor in results)
+    return q, k
+
+
+def _rotary(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, *plan: bool) -> tuple[Tensor, Tensor]:
+    dtypes = {tensor.dtype for tensor in (q, k, cos) if tensor is not None}
+    backend = choose("onetrip::rotary", cos.device, dtypes <= KERNEL_DTYPES, "rotary")
+    return _filled(cos, rotate(backend, q, k, cos, sin, RotaryPlan(*plan)))
+
+
+def _rotary_fake(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, *plan: bool) -> tuple[Tensor, Tensor]:
+    reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in rotary_embedding
+    q, k = (None if x is None else torch.empty_like(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k))
+    return _filled(cos, (q, k))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, cos, sin, *plan = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(cos, sin)
+    ctx.plan = RotaryPlan(*plan)
+
+
+def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    wanted = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
+    interleaved, inverse = ctx.plan
+    found = torch.ops.onetrip.rotary(*wanted, *ctx.saved_tensors, interleaved, not inverse)
+    dq, dk = (None if grad is None else result for grad, result in zip(wanted, found, strict=True))
+    return dq, dk, None, None, None, None
+
+
+library.impl("rotary", _rotary, "CompositeExplicitAutograd")
+torch.library.register_fake("onetrip::rotary", _rotary_fake, lib=library)
+torch.library.register_autograd("onetrip::rotary", _autograd_backward, setup_context=_setup_context, lib=library)

@@ -1,0 +1,116 @@
+"""The native CPU kernel of rotary embedding against reference, at every level this machine has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cpu_cases import BF16, DTYPE_IDS, F16, F32, assert_any_number_of_threads_prints_the_same
+from onetrip.ops import rotary_native as native
+from onetrip.ops.common.backends import native as native_library
+from onetrip.reference import rotary as reference
+from onetrip.reference.rotary import Operands, RotaryPlan
+from rotary_cases import heads, tables
+from tolerances import assert_bitwise
+
+library = native_library()
+pytestmark = pytest.mark.skipif(library is None, reason="the native library was not built")
+
+PLANS = [RotaryPlan(interleaved, inverse) for interleaved in (False, True) for inverse in (False, True)]
+PLAN_IDS = ["halves", "halves-inverse", "interleaved", "interleaved-inverse"]
+# (head_dim, rotated columns): one pair, vectors and halves of them that end inside of one, whole cache lines.
+WIDTHS = ((2, 2), (6, 4), (18, 18), (32, 32), (34, 34), (64, 64), (70, 66), (80, 20), (96, 96), (128, 64), (130, 130))
+
+
+def check(q, k, cos, sin, plan) -> None:
+    """The same bits as torch's operators: reference rounds where the kernel does."""
+    expected = reference.rotate(Operands(q, k, cos, sin), plan)
+    for result, wanted, given in zip(native.rotate(q, k, cos, sin, plan), expected, (q, k), strict=True):
+        assert_bitwise(result, wanted)
+        assert result.stride() == torch.empty_like(given).stride()
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=PLAN_IDS)
+@pytest.mark.parametrize("table_dtype", [F32, F16, BF16], ids=lambda d: f"cos_{DTYPE_IDS[d]}")
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=DTYPE_IDS.get)
+def test_every_width_and_dtype(level, dtype, table_dtype, plan):
+    for head_dim, n in WIDTHS:
+        q = heads(2, 3, 5, head_dim, dtype, layout="transposed")
+        k = heads(2, 1, 5, head_dim, dtype)
+        check(q, k, *tables(5, n, table_dtype, batch=2), plan)
+
+
+@pytest.mark.parametrize("layout", ["", "transposed", "packed", "expanded", "padded"])
+@pytest.mark.parametrize("positions", [1, 31, 65], ids=lambda n: f"P{n}")
+def test_layouts_and_blocks_of_positions(level, layout, positions):
+    for batch in (None, 1, 3):
+        q, k = (heads(3, h, positions, 64, F32, layout=layout) for h in (4, 2))
+        check(q, k, *tables(positions, 64, F32, batch=batch), RotaryPlan(False, False))
+
+
+@pytest.mark.parametrize("plan", PLANS[::2], ids=PLAN_IDS[::2])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=DTYPE_IDS.get)
+@pytest.mark.parametrize("layout", ["", "transposed"], ids=["contiguous", "transposed"])
+def test_results_past_the_caches(level, layout, dtype, plan):
+    """From 8 MiB on rows of whole cache lines are streamed; the others are not, and neither is what does not start
+    a line."""
+    for head_dim, n in ((64, 64), (128, 64), (72, 72)):
+        q = heads(2, 40, 33 * 64 * 32 // head_dim, head_dim, dtype, layout=layout)
+        k = q[:, :3]
+        check(q, k, *tables(q.shape[2], n, dtype), plan)
+
+
+@pytest.mark.parametrize("nan_bits", [0x7F81, 0x7FFF, -1, -0x7F], ids=lambda b: f"{b & 0xFFFF:x}")
+def test_every_nan_stays_nan(level, nan_bits):
+    """bfloat16 is rounded by carrying into its upper bits, which must never turn a NaN into a number."""
+    q = heads(1, 2, 3, 64, BF16)
+    q.view(torch.int16)[0, 1, 2, 5] = nan_bits
+    q_out, k_out = native.rotate(q, q, *tables(3, 64, BF16), RotaryPlan(False, False))
+    for result in (q_out, k_out):
+        assert result[0, 1, 2, [5, 37]].isnan().all()
+        assert result.isnan().sum() == 2
+
+
+def test_only_one_of_the_two_and_nothing(level):
+    q, (cos, sin) = heads(2, 3, 5, 16, F32), tables(5, 16, F32)
+    whole = native.rotate(q, q, cos, sin, RotaryPlan(False, False))
+    assert_bitwise(native.rotate(q, None, cos, sin, RotaryPlan(False, False))[0], whole[0])
+    none, k_out = native.rotate(None, q, cos, sin, RotaryPlan(False, False))
+    assert none is None
+    assert_bitwise(k_out, whole[0])
+    assert native.rotate(q[:0], q[:0], cos, sin, RotaryPlan(False, False))[0].shape == (0, 3, 5, 16)
+    assert_bitwise(native.rotate(q[:, :0], q, cos, sin, RotaryPlan(False, False))[1], whole[0])
+
+
+def test_nothing_is_written_beside_the_result(level):
+    """Results are carved out of a larger buffer by the strides of what is given: here, of a padded tensor."""
+    buffer = torch.full((2, 3, 5, 24), 7.0)
+    q, y = heads(2, 3, 5, 16, F32), buffer[..., 4:20]
+    cos, sin = tables(5, 12, F32)
+    launch = native._launcher(RotaryPlan(False, False), F32, F32)
+    table = cos, sin, cos.shape, cos.stride(), sin.stride()
+    assert launch(*table, q, y, q.shape, q.stride(), y.stride(), None) == 0
+    assert_bitwise(y.contiguous(), native.rotate(q, None, cos, sin, RotaryPlan(False, False))[0])
+    assert (buffer[..., :4] == 7.0).all() and (buffer[..., 20:] == 7.0).all()
+
+
+def test_wrong_arguments_raise():
+    cos, sin = tables(5, 16, F32)
+    launch = native._launcher(RotaryPlan(False, False), F32, F32)
+    with pytest.raises(TypeError, match="too few"):
+        launch(cos, sin, cos.shape, cos.stride(), sin.stride())
+    with pytest.raises(TypeError, match="tuple"):
+        launch(cos, sin, 5, cos.stride(), sin.stride(), None, None)
+    with pytest.raises(TypeError, match="too many"):
+        launch(cos, sin, cos.shape, cos.stride(), sin.stride(), None, None, None)
+
+
+def test_any_number_of_threads_gives_the_same_bits():
+    assert_any_number_of_threads_prints_the_same(
+        "import torch\n"
+        "from onetrip import ops\n"
+        "from rotary_cases import heads, tables\n"
+        "torch.manual_seed(0)\n"
+        "q, k = (heads(3, h, 150, 64, torch.bfloat16, layout='transposed') for h in (8, 2))\n"
+        "q, k = ops.rotary_embedding(q, k, *tables(150, 64, torch.bfloat16))\n"
+        "print([x.contiguous().view(torch.int16).long().cumsum(-1).sum(-1).flatten().tolist() for x in (q, k)])\n"
+    )

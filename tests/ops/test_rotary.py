@@ -1,0 +1,361 @@
+"""onetrip.ops.rotary_embedding against float64 and against transformers: layouts, dtypes, gradients, memory, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from onetrip import available_backends, ops, use_backend
+from onetrip.measure import saved_bytes
+from onetrip.reference.rotary import RotaryPlan
+from pairwise import pairwise
+from rotary_cases import DTYPES, LAYOUTS, exact, heads, short, tables, unfused
+from tolerances import assert_bitwise, assert_like_torch, assert_ulps
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+
+
+def gradients(function, q, k, cos, sin, dq, dk, **options):
+    """(q, k, dq, dk) of function, with q and k as leaves of these strides."""
+    leaves = [x.detach().requires_grad_() for x in (q, k)]
+    results = function(*leaves, cos, sin, **options)
+    return *results, *torch.autograd.grad(results, leaves, (dq, dk))
+
+
+@pairwise(
+    layout={name or "contiguous": name for name in LAYOUTS},
+    dtype={short(d): d for d in DTYPES},
+    table_dtype={short(d): d for d in DTYPES},
+    head_dim={"D64": 64, "D80": 80, "D6": 6, "D128": 128},
+    part={"whole": 1.0, "quarter": 0.25},
+    interleaved={"halves": False, "interleaved": True},
+    batch={"2-dims": None, "shared": 1, "3-dims": 2},
+)
+def test_result_and_gradients(target, layout, dtype, table_dtype, head_dim, part, interleaved, batch):
+    """Within one rounding of float64 where all is float32 inside; where each step is rounded, as near as torch."""
+    n = max(2, int(head_dim * part) // 2 * 2)
+    q = heads(2, 4, 7, head_dim, dtype, target.device, layout)
+    k = heads(2, 2, 7, head_dim, dtype, target.device, LAYOUTS[LAYOUTS.index(layout) - 1])
+    cos, sin = tables(7, n, table_dtype, target.device, batch)
+    dq, dk = (
+        torch.randn(x.shape, device=target.device).to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
+        for x in (q, k)
+    )
+    ours = gradients(ops.rotary_embedding, q, k, cos, sin, dq, dk, interleaved=interleaved)
+    truth = gradients(exact, q, k, cos, sin, dq, dk, interleaved=interleaved)
+    torchs = gradients(unfused, q, k, cos, sin, dq, dk, interleaved=interleaved)
+    for i, (result, true) in enumerate(zip(ours, truth, strict=True)):
+        assert result.dtype == dtype
+        if dtype == table_dtype:
+            assert torch.equal(result, torchs[i])
+            assert_like_torch(result, torchs[i], true.double())
+        else:
+            assert_ulps(result, true.double())
+    for x, y in zip((q, k), ours, strict=False):
+        given = x if x.stride(-1) == 1 else x.contiguous()
+        assert y.stride() == torch.empty_like(given).stride()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=short)
+class TestTransformers:
+    """The bits of transformers' functions, forward and backward."""
+
+    def operands(self, target, dtype, head_dim=64, n=64):
+        q, k = (heads(2, h, 33, head_dim, dtype, target.device, "transposed") for h in (4, 2))
+        angles = torch.arange(33, device=target.device)[None, :, None] * 10.0 ** -torch.linspace(0, 4, n // 2).to(
+            target.device
+        )
+        return q, k, angles, (torch.randn_like(q), torch.randn_like(k))
+
+    def check(self, ours, theirs, q, k, grads):
+        leaves = [x.detach().requires_grad_() for x in (q, k)]
+        results = [function(*leaves) for function in (ours, theirs)]
+        for our, their in zip(*results, strict=True):
+            assert_bitwise(our, their)
+        pairs = [torch.autograd.grad(result, leaves, grads) for result in results]
+        for our, their in zip(*pairs, strict=True):
+            assert torch.equal(our, their)
+
+    def test_llama(self, target, dtype):
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        q, k, angles, grads = self.operands(target, dtype)
+        angles = torch.cat((angles, angles), -1)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self.check(
+            lambda q, k: ops.rotary_embedding(q, k, cos, sin),
+            lambda q, k: apply_rotary_pos_emb(q, k, cos, sin),
+            q,
+            k,
+            grads,
+        )
+
+    def test_gpt_neox_partial(self, target, dtype):
+        from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
+
+        q, k, angles, grads = self.operands(target, dtype, 80, 20)
+        angles = torch.cat((angles, angles), -1)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self.check(
+            lambda q, k: ops.rotary_embedding(q, k, cos, sin),
+            lambda q, k: apply_rotary_pos_emb(q, k, cos, sin),
+            q,
+            k,
+            grads,
+        )
+
+    def test_glm_interleaved_partial(self, target, dtype):
+        from transformers.models.glm.modeling_glm import apply_rotary_pos_emb
+
+        q, k, angles, grads = self.operands(target, dtype, 64, 32)
+        halves = torch.cat((angles, angles), -1)
+        pairs = angles.repeat_interleave(2, -1)
+        self.check(
+            lambda q, k: ops.rotary_embedding(q, k, pairs.cos().to(dtype), pairs.sin().to(dtype), interleaved=True),
+            lambda q, k: apply_rotary_pos_emb(q, k, halves.cos().to(dtype), halves.sin().to(dtype)),
+            q,
+            k,
+            grads,
+        )
+
+    def test_cohere_in_float32(self, target, dtype):
+        from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb
+
+        q, k, angles, grads = self.operands(target, dtype)
+        pairs = angles.repeat_interleave(2, -1)
+        cos, sin = pairs.cos().to(dtype), pairs.sin().to(dtype)
+        self.check(
+            lambda q, k: ops.rotary_embedding(q, k, cos.float(), sin.float(), interleaved=True),
+            lambda q, k: apply_rotary_pos_emb(q, k, cos, sin),
+            q,
+            k,
+            grads,
+        )
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_gradcheck(interleaved):
+    """First and second derivatives, of cos and sin too."""
+    q, k = (heads(2, h, 3, 6, F64, layout="transposed").requires_grad_() for h in (2, 1))
+    cos, sin = tables(3, 4, F64, batch=2)
+
+    def function(q, k, cos, sin):
+        return ops.rotary_embedding(q, k, cos, sin, interleaved=interleaved)
+
+    assert torch.autograd.gradcheck(function, (q, k, cos, sin), check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(function, (q, k, cos, sin))
+    assert torch.autograd.gradcheck(function, (q, k, cos.requires_grad_(), sin.requires_grad_()))
+    assert torch.autograd.gradcheck(function, (q.detach(), k, cos.detach(), sin))
+
+
+def test_backward_can_be_differentiated_again(target):
+    q, k = (heads(1, 2, 3, 8, F32, target.device).requires_grad_() for _ in range(2))
+    cos, sin = tables(3, 8, F32, target.device)
+    dq = torch.randn_like(q).requires_grad_()
+    results = ops.rotary_embedding(q, k, cos, sin)
+    (first,) = torch.autograd.grad(results[0], q, dq, create_graph=True)
+    (second,) = torch.autograd.grad(first, dq, v := torch.randn_like(q))
+    assert_bitwise(second, ops.rotary_embedding(v, v, cos, sin)[0])
+
+
+def test_gradients_of_one_of_the_two(target):
+    """Only q requires grad; only k's result is used; a sum's gradient, which has no memory of its own."""
+    q, k = (heads(2, h, 5, 16, F32, target.device, "transposed") for h in (4, 2))
+    cos, sin = tables(5, 16, F32, target.device)
+    leaf = q.detach().requires_grad_()
+    q_out, k_out = ops.rotary_embedding(leaf, k, cos, sin)
+    assert q_out.requires_grad and not k_out.requires_grad
+    q_out.sum().backward()
+    assert_ulps(leaf.grad, torch.autograd.grad(exact(leaf, k, cos, sin)[0].sum(), leaf)[0].double())
+    leaves = [x.detach().requires_grad_() for x in (q, k)]
+    dq, dk = torch.autograd.grad(
+        ops.rotary_embedding(*leaves, cos, sin)[1].sum(), leaves, allow_unused=True, materialize_grads=False
+    )
+    assert dq is None
+    assert_ulps(dk, torch.autograd.grad(exact(*leaves, cos, sin)[1].sum(), leaves[1])[0].double())
+
+
+def test_gradients_of_cos_and_sin(target):
+    q, k = (heads(2, 2, 5, 16, F32, target.device) for _ in range(2))
+    cos, sin = (table.requires_grad_() for table in tables(5, 8, F32, target.device))
+    ours, truth = (
+        torch.autograd.grad(sum(y.sum() for y in function(q, k, cos, sin)), (cos, sin))
+        for function in (ops.rotary_embedding, exact)
+    )
+    for our, true in zip(ours, truth, strict=True):
+        assert_ulps(our, true.double())
+
+
+def test_saves_cos_and_sin_only():
+    q, k = (heads(2, 4, 8, 32, F32, layout="transposed").requires_grad_() for _ in range(2))
+    cos, sin = tables(8, 32, F32)
+    assert saved_bytes(lambda: ops.rotary_embedding(q, k, cos, sin)) == 2 * cos.numel() * 4
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_special_values_stay_in_their_pair(target, dtype, bad, interleaved):
+    q, k = (heads(1, 2, 5, 70, dtype, target.device) for _ in range(2))
+    cos, sin = tables(5, 66, dtype, target.device)
+    clean = ops.rotary_embedding(q, k, cos, sin, interleaved=interleaved)
+    q[0, 1, 2, 3] = q[0, 0, 4, 68] = bad
+    q_out, k_out = ops.rotary_embedding(q, k, cos, sin, interleaved=interleaved)
+    changed = torch.zeros(q.shape, dtype=torch.bool)
+    changed[0, 1, 2, 3] = changed[0, 1, 2, 2 if interleaved else 36] = changed[0, 0, 4, 68] = True
+    assert torch.equal(~q_out.isfinite().cpu(), changed)
+    assert torch.equal(q_out.cpu()[~changed], clean[0].cpu()[~changed])
+    assert_bitwise(k_out, clean[1])
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3), (2, 0, 3), (2, 2, 0)], ids=["batch", "heads", "positions"])
+def test_empty(target, shape):
+    batch, n_heads, positions = shape
+    q = heads(batch, n_heads, positions, 8, F32, target.device).requires_grad_()
+    k = heads(batch, 2, positions, 8, F32, target.device).requires_grad_()
+    cos, sin = tables(positions, 8, F32, target.device)
+    q_out, k_out = ops.rotary_embedding(q, k, cos, sin)
+    assert q_out.shape == q.shape and k_out.shape == k.shape
+    grads = torch.autograd.grad(q_out.sum() + k_out.sum(), (q, k))
+    assert [grad.shape for grad in grads] == [q.shape, k.shape]
+    if k.numel():
+        assert_ulps(k_out.detach(), exact(q, k, cos, sin)[1].detach())
+
+
+def test_tables_of_any_strides(target):
+    """Columns of cos apart, rows of a longer table, and a tensor that torch negates lazily."""
+    q, k = (heads(2, 2, 5, 8, F32, target.device) for _ in range(2))
+    wide, apart = torch.randn(2, 9, 16, device=target.device), torch.randn(8, 5, device=target.device)
+    negated = torch.randn(5, 8, dtype=torch.complex64, device=target.device).conj().imag
+    assert negated.is_neg()
+    for cos, sin in ((wide[:, 2:7, 4:12], wide[:, 4:, 8:]), (apart.t(), apart.t().flip(0)), (negated, negated)):
+        for ours, truth in zip(ops.rotary_embedding(q, k, cos, sin), exact(q, k, cos, sin), strict=True):
+            assert_ulps(ours, truth)
+
+
+def test_a_long_result_is_written_past_the_caches():
+    """Results of more than 8 MiB, contiguous and transposed: the same bits as of each sequence by itself."""
+    for layout in ("", "transposed"):
+        q, k = (heads(3, h, 512, 64, F32, layout=layout) for h in (24, 8))
+        cos, sin = tables(512, 64, F32)
+        for y, x in zip(ops.rotary_embedding(q, k, cos, sin), (q, k), strict=True):
+            for i in range(3):
+                assert torch.equal(y[i : i + 1], ops.rotary_embedding(x[i : i + 1], x[i : i + 1], cos, sin)[0])
+
+
+BAD = {
+    "no-tensor": ({"q": [1.0]}, TypeError, "q must be a Tensor, got list"),
+    "integers": ({"k": torch.ones(2, 2, 3, 8, dtype=torch.int64)}, TypeError, "k must be float32, .* got int64"),
+    "sparse": ({"cos": torch.ones(3, 8).to_sparse()}, TypeError, "cos must be a dense"),
+    "device": ({"sin": torch.ones(3, 8, device="meta")}, ValueError, "sin must be on the device of q, cpu, got meta"),
+    "rank": ({"q": torch.ones(2, 3, 8)}, ValueError, r"q must have shape \(batch, heads, .* got \(2, 3, 8\)"),
+    "k-dtype": ({"k": torch.ones(2, 1, 3, 8).half()}, TypeError, "k must have the dtype of q, float32, got float16"),
+    "k-head-dim": (
+        {"k": torch.ones(2, 1, 3, 6)},
+        ValueError,
+        r"k must have shape \(2, heads, 3, 8\), got \(2, 1, 3, 6",
+    ),
+    "k-positions": ({"k": torch.ones(2, 1, 4, 8)}, ValueError, r"k must have shape \(2, heads, 3, 8\), got"),
+    "k-batch": ({"k": torch.ones(1, 1, 3, 8)}, ValueError, r"k must have shape \(2, heads, 3, 8\), got"),
+    "odd": ({"cos": torch.ones(3, 5), "sin": torch.ones(3, 5)}, ValueError, "cos must have an even number .* 8, got 5"),
+    "wide": ({"cos": torch.ones(3, 10), "sin": torch.ones(3, 10)}, ValueError, "cos must have an even .* 8, got 10"),
+    "none": ({"cos": torch.ones(3, 0), "sin": torch.ones(3, 0)}, ValueError, "cos must have an even .* 8, got 0"),
+    "positions": (
+        {"cos": torch.ones(4, 8), "sin": torch.ones(4, 8)},
+        ValueError,
+        r"cos must have shape \(3, d\), .* got",
+    ),
+    "batch": (
+        {"cos": torch.ones(3, 3, 8)},
+        ValueError,
+        r"cos must have shape \(3, d\), \(2, 3, d\) or .* got \(3, 3, 8",
+    ),
+    "rank-4": ({"cos": torch.ones(2, 1, 3, 8)}, ValueError, r"cos must have shape .* got \(2, 1, 3, 8\)"),
+    "sin-shape": ({"sin": torch.ones(3, 6)}, ValueError, r"sin must have the shape of cos, \(3, 8\), got \(3, 6\)"),
+    "sin-dtype": ({"sin": torch.ones(3, 8).half()}, TypeError, "sin must have the dtype of cos, float32, got float16"),
+    "interleaved": ({"interleaved": 1}, TypeError, "interleaved must be a bool, got 1"),
+}
+
+
+@pytest.mark.parametrize("change, error, message", BAD.values(), ids=BAD.keys())
+def test_bad_input(change, error, message):
+    given = {"q": torch.ones(2, 2, 3, 8), "k": torch.ones(2, 1, 3, 8), "cos": torch.ones(3, 8), "sin": torch.ones(3, 8)}
+    with pytest.raises(error, match=f"^rotary_embedding: {message}"):
+        ops.rotary_embedding(**(given | change))
+
+
+def test_a_backend_asked_for_by_name_that_cannot_run_raises():
+    q, (cos, sin) = heads(1, 1, 2, 4, F32), tables(2, 4, F32)
+    with use_backend("cuda"), pytest.raises(RuntimeError, match=r"^rotary_embedding: .* has no rotary kernels"):
+        ops.rotary_embedding(q, q, cos, sin)
+    if "cpu" in available_backends():
+        with use_backend("cpu"), pytest.raises(TypeError, match=r"^rotary_embedding: backend 'cpu'"):
+            ops.rotary_embedding(q.double(), q.double(), cos, sin)
+
+
+def test_transforms_of_torch_func():
+    q, k = (heads(2, 2, 5, 8, F32) for _ in range(2))
+    cos, sin = tables(5, 8, F32)
+    whole = ops.rotary_embedding(q, k, cos, sin)
+    batched = torch.func.vmap(lambda q, k: ops.rotary_embedding(q[None], k[None], cos, sin))(q, k)
+    for ours, expected in zip(batched, whole, strict=True):
+        assert_bitwise(ours[:, 0], expected)
+    _, tangents = torch.func.jvp(lambda q: ops.rotary_embedding(q, k, cos, sin)[0], (q,), (k,))
+    assert_bitwise(tangents, ops.rotary_embedding(k, k, cos, sin)[0])
+
+
+class TestCompile:
+    """torch.library registrations: opcheck, torch.compile without graph breaks, fake tensors."""
+
+    @pytest.fixture(autouse=True)
+    def _fresh_compiler(self) -> Iterator[None]:
+        torch._dynamo.reset()
+        with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):
+            yield
+
+    @pytest.mark.parametrize("layout", ["", "transposed", "packed", "columns-apart"])
+    @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=short)
+    def test_opcheck(self, dtype, layout):
+        q, k = (heads(2, h, 3, 8, dtype, layout=layout).requires_grad_() for h in (2, 1))
+        cos, sin = tables(3, 4, dtype)
+        torch.library.opcheck(torch.ops.onetrip.rotary.default, (q, k, cos, sin, *RotaryPlan(True, False)))
+        torch.library.opcheck(torch.ops.onetrip.rotary.default, (None, k, cos, sin, *RotaryPlan(False, True)))
+
+    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+    def test_compiles_without_a_break_to_the_same_bits(self, backend):
+        q, k = (heads(2, h, 5, 8, F32, layout="transposed").requires_grad_() for h in (2, 1))
+        cos, sin = tables(5, 8, F32)
+        grads = torch.randn_like(q), torch.randn_like(k)
+        compiled = torch.compile(ops.rotary_embedding, fullgraph=True, backend=backend)
+        runs = []
+        for function in (ops.rotary_embedding, compiled):
+            results = function(q, k, cos, sin)
+            runs.append([*results, *torch.autograd.grad(results, (q, k), grads)])
+        for ours, eager in zip(*runs, strict=True):
+            assert_bitwise(ours, eager)
+            assert ours.stride() == eager.stride()
+
+    def test_dynamic_shapes_compile_once(self):
+        compiled = torch.compile(ops.rotary_embedding, fullgraph=True, backend="aot_eager", dynamic=True)
+        for positions in (5, 9, 33):
+            q, k = (heads(2, h, positions, 8, F32, layout="transposed") for h in (4, 2))
+            with torch.compiler.set_stance("default" if positions == 5 else "fail_on_recompile"):
+                results = compiled(q, k, *(table := tables(positions, 8, F32)))
+            for ours, eager in zip(results, ops.rotary_embedding(q, k, *table), strict=True):
+                assert_bitwise(ours, eager)
+
+    def test_fake_tensors_and_meta(self):
+        q, (cos, sin) = heads(2, 4, 3, 8, F32, layout="transposed"), tables(3, 8, F32)
+        with FakeTensorMode() as mode:
+            fake = [mode.from_tensor(tensor) for tensor in (q, q, cos, sin)]
+            assert ops.rotary_embedding(*fake)[0].stride() == q.stride()
+        meta = [tensor.to("meta") for tensor in (q, q, cos, sin)]
+        assert ops.rotary_embedding(*meta)[1].shape == q.shape
+
+    def test_jit_trace_records_the_operator(self):
+        q, (cos, sin) = heads(1, 2, 3, 8, F32), tables(3, 8, F32)
+        traced = torch.jit.trace(lambda q: ops.rotary_embedding(q, q, cos, sin)[0], q)
+        other = torch.randn_like(q)
+        assert_bitwise(traced(other), ops.rotary_embedding(other, other, cos, sin)[0])
