@@ -103,6 +103,39 @@ void read(onetrip::SoftmaxBackward& call, Arguments& from) {
   call.n_queries = from.integer();
 }
 
+// Columns of a tensor: (tensor or None, first column, row stride).
+template <typename T>
+T* columns(Arguments& from, DType dtype, int64_t& row_stride) {
+  T* data = from.tensor<T>();
+  const int64_t first = from.integer() * (dtype == DType::kFloat32 ? 4 : 2);
+  row_stride = from.integer();
+  return data ? reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(data) + first) : nullptr;
+}
+
+void read(onetrip::GluForward& call, Arguments& from) {
+  call.gate = columns<const void>(from, call.dtype, call.gate_row_stride);
+  call.up = columns<const void>(from, call.dtype, call.up_row_stride);
+  call.bias = from.tensor<const void>();
+  call.y = from.tensor<void>();
+}
+
+void read(onetrip::GluBackward& call, Arguments& from) {
+  call.dy = columns<const void>(from, call.dtype, call.dy_row_stride);
+  call.gate = columns<const void>(from, call.dtype, call.gate_row_stride);
+  call.up = columns<const void>(from, call.dtype, call.up_row_stride);
+  call.bias = from.tensor<const void>();
+  call.dgate = columns<void>(from, call.dtype, call.dgate_row_stride);
+  call.dup = columns<void>(from, call.dtype, call.dup_row_stride);
+  call.dbias = from.tensor<void>();
+  call.workspace = from.tensor<float>();
+}
+
+// In place of the CUDA launcher of a family that has none: Triton serves it there.
+template <typename Call>
+int no_cuda_kernel(const Call&, int, void*) {
+  throw std::runtime_error("this operator has no CUDA C++ kernel");
+}
+
 template <auto cpu, auto cuda, typename Call>
 PyObject* launch(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
   return returned([&] {
@@ -299,6 +332,25 @@ py::object softmax_backward(int dtype, double scale, double dropout_p, const std
   return launcher<onetrip::softmax_backward_cpu, onetrip::softmax_backward_cuda>(args);
 }
 
+template <typename Call>
+Call glu_plan(int dtype, int bias_dtype, int activation) {
+  Call args{};
+  args.dtype = DType(dtype);
+  args.bias_dtype = DType(bias_dtype);
+  args.activation = onetrip::Activation(activation);
+  return args;
+}
+
+py::object glu_forward(int dtype, int bias_dtype, int activation) {
+  using Call = onetrip::GluForward;
+  return launcher<onetrip::glu_forward_cpu, no_cuda_kernel<Call>>(glu_plan<Call>(dtype, bias_dtype, activation));
+}
+
+py::object glu_backward(int dtype, int bias_dtype, int activation) {
+  using Call = onetrip::GluBackward;
+  return launcher<onetrip::glu_backward_cpu, no_cuda_kernel<Call>>(glu_plan<Call>(dtype, bias_dtype, activation));
+}
+
 int64_t softmax_workspace(int device, int64_t n_rows, int64_t n_cols, const std::vector<int64_t>& mask_sizes,
                           const std::vector<int64_t>& mask_strides) {
   const onetrip::MaskRows rows = mask_plan(0, mask_sizes, mask_strides, 1).rows;
@@ -427,6 +479,9 @@ PYBIND11_MODULE(_native, module) {
              "A launcher of the backward pass, for this dtype, mask and numbers.");
   module.def("softmax_workspace", &softmax_workspace, "Floats of workspace that the mask's gradient needs.");
   module.def("rotary", &rotary, "A launcher of the rotation on the CPU, for these dtypes and this form.");
+  module.def("glu_forward", &glu_forward, "A launcher of the forward pass, for these dtypes and this activation.");
+  module.def("glu_backward", &glu_backward, "A launcher of the backward pass, for these dtypes and this activation.");
+  module.def("glu_workspace", &onetrip::glu_workspace_cpu, "Floats of workspace that the bias's gradient needs.");
   module.def("adam_step", &adam_step, py::call_guard<py::gil_scoped_release>(),
              "One step over all parameters: tables by address (csrc/launch.h), kinds and groups as lists of tuples.");
   py::class_<onetrip::TensorLook>(module, "TensorLook")

@@ -131,6 +131,36 @@ struct Rotary {
   bool interleaved, inverse;
 };
 
+enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu2 = 3 };
+
+// y = act(gate) * up, or without up y = act(gate + bias); in float32, rounded once.
+struct GluForward {
+  int64_t n_rows, n_cols;
+  const void* gate;  // [n_rows, n_cols] dtype, last stride 1
+  const void* up;    // [n_rows, n_cols] dtype, last stride 1; null: no factor
+  const void* bias;  // [n_cols] bias_dtype; null: 0 (always, where there is up)
+  void* y;           // [n_rows, n_cols] dtype, contiguous
+  int64_t gate_row_stride, up_row_stride;
+  DType dtype, bias_dtype;
+  Activation activation;
+};
+
+// dup = dy * act(gate);  dgate = dy * up * act'(gate), or dy * act'(gate + bias);  dbias = sum over rows of dgate.
+struct GluBackward {
+  int64_t n_rows, n_cols;
+  const void* dy;    // [n_rows, n_cols] dtype, last stride 1
+  const void* gate;  // gate, up, bias: as forward's
+  const void* up;
+  const void* bias;
+  void* dgate;       // [n_rows, n_cols] dtype, last stride 1; null: not wanted
+  void* dup;         // [n_rows, n_cols] dtype, last stride 1; null: not wanted (always, without up)
+  void* dbias;       // [n_cols] bias_dtype; null: not wanted (always, with up)
+  float* workspace;  // glu_workspace_cpu(n_rows, n_cols) floats where dbias is wanted, not initialised
+  int64_t dy_row_stride, gate_row_stride, up_row_stride, dgate_row_stride, dup_row_stride;
+  DType dtype, bias_dtype;
+  Activation activation;
+};
+
 // One step of Adam over many parameters. The tables are rows of int64 numbers in memory of the device, addresses
 // included, so that Python builds them as integer tensors; they are read 16 bytes at a time. Blocks of kAdamBlock
 // elements share a scale.
@@ -204,6 +234,10 @@ int softmax_forward_cpu(const SoftmaxForward& args);
 int softmax_backward_cpu(const SoftmaxBackward& args);
 int softmax_forward_cuda(const SoftmaxForward& args, int device, void* stream);
 int softmax_backward_cuda(const SoftmaxBackward& args, int device, void* stream);
+
+int glu_forward_cpu(const GluForward& args);
+int glu_backward_cpu(const GluBackward& args);
+int64_t glu_workspace_cpu(int64_t n_rows, int64_t n_cols);  // floats, for dbias; as row_norm's, of the sizes alone
 
 int adam_step_cpu(const AdamStep& args);
 int rotary_cpu(const Rotary& args);  // no CUDA kernel: Triton's moves the same bytes

@@ -21,6 +21,8 @@ struct Level {
   int (*softmax_backward)(const SoftmaxBackward&);
   int (*adam_step)(const AdamStep&);
   int (*rotary)(const Rotary&);
+  int (*glu_forward)(const GluForward&);
+  int (*glu_backward)(const GluBackward&);
   bool (*supported)();
 };
 
@@ -34,16 +36,18 @@ bool has_avx512() {
 const Level kLevels[] = {
 #if defined(ONETRIP_HAVE_X86_LEVELS)
     {"avx512vbmi", avx512::row_norm_forward, avx512::row_norm_backward, avx512::softmax_forward,
-     avx512::softmax_backward, avx512vbmi::adam_step, avx512::rotary,
+     avx512::softmax_backward, avx512vbmi::adam_step, avx512::rotary, avx512::glu_forward, avx512::glu_backward,
      [] { return has_avx512() && __builtin_cpu_supports("avx512vbmi"); }},
     {"avx512", avx512::row_norm_forward, avx512::row_norm_backward, avx512::softmax_forward, avx512::softmax_backward,
-     avx512::adam_step, avx512::rotary, has_avx512},
+     avx512::adam_step, avx512::rotary, avx512::glu_forward, avx512::glu_backward, has_avx512},
     // F16C is not asked for: every CPU with AVX2 and FMA has it, and older compilers do not know its name.
     {"avx2", avx2::row_norm_forward, avx2::row_norm_backward, avx2::softmax_forward, avx2::softmax_backward,
-     avx2::adam_step, avx2::rotary, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+     avx2::adam_step, avx2::rotary, avx2::glu_forward, avx2::glu_backward,
+     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
     {"baseline", baseline::row_norm_forward, baseline::row_norm_backward, baseline::softmax_forward,
-     baseline::softmax_backward, baseline::adam_step, baseline::rotary, [] { return true; }},
+     baseline::softmax_backward, baseline::adam_step, baseline::rotary, baseline::glu_forward, baseline::glu_backward,
+     [] { return true; }},
 };
 
 const Level* best_level() {
@@ -123,6 +127,18 @@ int rotary_cpu(const Rotary& args) {
   return current_level.load()->rotary(args);
 }
 
+int glu_forward_cpu(const GluForward& args) {
+  ask_for_huge_pages(args.y, args.n_rows * args.n_cols, args.dtype);
+  return current_level.load()->glu_forward(args);
+}
+
+int glu_backward_cpu(const GluBackward& args) {
+  const int64_t last = args.n_rows - 1;
+  ask_for_huge_pages(args.dgate, last * args.dgate_row_stride + args.n_cols, args.dtype);
+  ask_for_huge_pages(args.dup, last * args.dup_row_stride + args.n_cols, args.dtype);
+  return current_level.load()->glu_backward(args);
+}
+
 // The numbers of a step are computed here, by the baseline: its functions of <cmath> and common/adam.h are inline ones.
 // Parameters of a group that have taken the same number of steps share them.
 int adam_step_cpu(const AdamStep& args) {
@@ -163,6 +179,8 @@ int64_t row_norm_workspace_cpu(int64_t n_rows, int64_t n_cols, int n_wanted) {
   const RowPartition partition = row_partition(n_rows, n_cols);
   return partition.n_parts * partition.slot_floats * n_wanted;
 }
+
+int64_t glu_workspace_cpu(int64_t n_rows, int64_t n_cols) { return row_norm_workspace_cpu(n_rows, n_cols, 1); }
 
 // Few rows of the mask: about sqrt(n_sharing) parts, as above. From 64 rows of the mask on they keep the threads busy
 // by themselves, and parts only keep the chains of additions within 1024.

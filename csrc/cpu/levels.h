@@ -27,6 +27,8 @@ int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);
 int softmax_forward(const SoftmaxForward& args);
 int softmax_backward(const SoftmaxBackward& args);
+int glu_forward(const GluForward& args);
+int glu_backward(const GluBackward& args);
 int adam_step(const AdamStep& args);
 }  // namespace baseline
 namespace avx2 {
@@ -35,6 +37,8 @@ int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);
 int softmax_forward(const SoftmaxForward& args);
 int softmax_backward(const SoftmaxBackward& args);
+int glu_forward(const GluForward& args);
+int glu_backward(const GluBackward& args);
 int adam_step(const AdamStep& args);
 }  // namespace avx2
 namespace avx512 {
@@ -43,6 +47,8 @@ int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);
 int softmax_forward(const SoftmaxForward& args);
 int softmax_backward(const SoftmaxBackward& args);
+int glu_forward(const GluForward& args);
+int glu_backward(const GluBackward& args);
 int adam_step(const AdamStep& args);
 }  // namespace avx512
 namespace avx512vbmi {

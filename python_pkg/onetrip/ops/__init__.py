@@ -1,14 +1,18 @@
 """Fused operators as functions of tensors: differentiable, deterministic, the same results on every backend."""
 
 from .common.rng import dropout_keep_mask
+from .glu import bias_activation, glu, glu_packed
 from .rotary import rotary_embedding
 from .row_norm import bias_dropout_residual, bias_dropout_residual_norm, layer_norm, rms_norm
 from .softmax import softmax
 
 __all__ = [
+    "bias_activation",
     "bias_dropout_residual",
     "bias_dropout_residual_norm",
     "dropout_keep_mask",
+    "glu",
+    "glu_packed",
     "layer_norm",
     "rms_norm",
     "rotary_embedding",

@@ -25,7 +25,7 @@ KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """Dtypes that kernels compute with. Everything else (float64) goes through reference."""
 
 FAMILIES = {
-    "cpu": frozenset({"adam", "rotary", "row_norm", "softmax"}),
+    "cpu": frozenset({"adam", "glu", "rotary", "row_norm", "softmax"}),
     "cuda": frozenset({"adam", "row_norm", "softmax"}),
     "triton": frozenset({"adam", "rotary", "row_norm", "softmax"}),
 }
@@ -176,7 +176,7 @@ def choose(function: str, device: torch.device, in_kernel_dtypes: bool, family: 
     if name != "reference":
         if not _has(name, family):
             raise RuntimeError(
-                f"{function}: backend {name!r} was asked for and has no {family} kernels; use triton, reference or auto"
+                f"{function}: backend {name!r} was asked for and has no {family} kernels; use auto or reference"
             )
         reason = unavailable_reason(name, device.type, device.index or 0)
         if reason:

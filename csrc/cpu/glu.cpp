@@ -1,0 +1,143 @@
+// y = act(gate) * up,  or y = act(gate + bias): element-wise over rows, and the gradients.
+//
+// A task takes a range of the elements in row order; matrices without gaps and without a bias count as one long row.
+// Memory sees each input read once and each output written once: backward computes the activation again.
+// The gradient of the bias is summed on the way: rows are cut into parts, a function of the sizes alone
+// (row_partition), each part has a slot of the workspace that stays in its thread's cache, and the slots are added in
+// order: no bit of a result depends on the number of threads or on which took what.
+#include "levels.h"
+#include "math.h"
+#include "rows.h"
+#include "simd.h"
+
+namespace onetrip {
+namespace ONETRIP_LEVEL {
+namespace {
+
+// Elements of a task: some 8 tasks a thread, so that the last ones end together.
+inline int64_t task_elements(int64_t n) {
+  return round_up(clamp(n / (8 * thread_count()), kTaskElements, 16 * kTaskElements), 64);
+}
+
+// Calls body(row, begin, end) for the columns of each row that elements [first, last) fall on.
+template <class Body>
+ONETRIP_INLINE void for_rows(int64_t n_cols, int64_t first, int64_t last, Body body) {
+  for (int64_t row = first / n_cols, begin = first % n_cols; first < last; ++row, begin = 0) {
+    const int64_t end = smaller(n_cols, begin + last - first);
+    body(row, begin, end);
+    first += end - begin;
+  }
+}
+
+// kHasUp: y = act(gate) * up, else y = act(gate + bias).
+template <class Act, class T, bool kHasUp>
+void forward_elements(const GluForward& args, const float* bias, bool streams, int64_t first, int64_t last) {
+  for_rows(args.n_cols, first, last, [&](int64_t row, int64_t begin, int64_t end) {
+    const T* gate = static_cast<const T*>(args.gate) + row * args.gate_row_stride;
+    const T* up = kHasUp ? static_cast<const T*>(args.up) + row * args.up_row_stride : nullptr;
+    T* y = static_cast<T*>(args.y) + row * args.n_cols;
+    for_stored_columns(begin, end, y, streams, [&](int64_t c, auto lanes, auto streams) {
+      F x = load(gate + c, lanes);
+      if (!kHasUp && bias) x += load(bias + c, lanes);
+      F v = Act::value(x);
+      if constexpr (kHasUp) v *= load(up + c, lanes);
+      store_rounded(y + c, v, lanes, streams);
+    });
+  });
+}
+
+// sums: [n_cols], to which the gradient of the bias is added; null: not wanted.
+template <class Act, class T, bool kHasUp>
+void backward_elements(const GluBackward& args, const float* bias, float* sums, bool streams, int64_t first,
+                       int64_t last) {
+  for_rows(args.n_cols, first, last, [&](int64_t row, int64_t begin, int64_t end) {
+    const T* dy = static_cast<const T*>(args.dy) + row * args.dy_row_stride;
+    const T* gate = static_cast<const T*>(args.gate) + row * args.gate_row_stride;
+    const T* up = kHasUp ? static_cast<const T*>(args.up) + row * args.up_row_stride : nullptr;
+    T* dgate = args.dgate ? static_cast<T*>(args.dgate) + row * args.dgate_row_stride : nullptr;
+    T* dup = kHasUp && args.dup ? static_cast<T*>(args.dup) + row * args.dup_row_stride : nullptr;
+    const T* aligned = dgate ? dgate : dup;
+    const bool streams_dup = (reinterpret_cast<uintptr_t>(dup) - reinterpret_cast<uintptr_t>(aligned)) % 64 == 0;
+    for_stored_columns(begin, end, aligned, streams && aligned, [&](int64_t c, auto lanes, auto streams) {
+      F x = load(gate + c, lanes);
+      if (!kHasUp && bias) x += load(bias + c, lanes);
+      F g = load(dy + c, lanes);
+      const Activated act = Act::with_slope(x);
+      if constexpr (kHasUp) {
+        if (dup) store_rounded(dup + c, g * act.value, lanes, streams && streams_dup);
+        g *= load(up + c, lanes);
+      }
+      g *= act.slope;
+      if (dgate) store_rounded(dgate + c, g, lanes, streams);
+      if (!kHasUp && sums) store(sums + c, load(sums + c, lanes) + g, lanes);
+    });
+  });
+}
+
+}  // namespace
+
+int glu_forward(const GluForward& given) {
+  GluForward args = given;
+  const int64_t n = args.n_rows * args.n_cols;
+  if (n <= 0) return 0;
+  if (!args.bias && args.gate_row_stride == args.n_cols && (!args.up || args.up_row_stride == args.n_cols))
+    args.n_rows = 1, args.n_cols = n;
+  const Parameter bias(args.bias, args.bias_dtype, 0.0f, args.n_cols);
+  if (bias.failed()) return ENOMEM;
+  const auto run = with_type(args.dtype, [&](auto type) {
+    return with_activation(args.activation, [&](auto act) {
+      return args.up ? &forward_elements<decltype(act), decltype(type), true>
+                     : &forward_elements<decltype(act), decltype(type), false>;
+    });
+  });
+  const bool streams = n * size_of(args.dtype) >= kStreamBytes;
+  const int64_t per_task = task_elements(n);
+  return run_tasks((n + per_task - 1) / per_task, n, 16, [&](int64_t task, float*) {
+    run(args, bias.values(), streams, task * per_task, smaller((task + 1) * per_task, n));
+  });
+}
+
+int glu_backward(const GluBackward& given) {
+  GluBackward args = given;
+  const int64_t n = args.n_rows * args.n_cols;
+  if (n <= 0) return 0;
+  const auto is_whole = [&](const void* matrix, int64_t row_stride) { return !matrix || row_stride == args.n_cols; };
+  const RowPartition partition = row_partition(args.n_rows, args.n_cols);
+  if (!args.bias && !args.dbias && is_whole(args.dy, args.dy_row_stride) && is_whole(args.gate, args.gate_row_stride) &&
+      is_whole(args.up, args.up_row_stride) && is_whole(args.dgate, args.dgate_row_stride) &&
+      is_whole(args.dup, args.dup_row_stride))
+    args.n_rows = 1, args.n_cols = n;
+  const Parameter bias(args.bias, args.bias_dtype, 0.0f, args.n_cols);
+  if (bias.failed()) return ENOMEM;
+  const auto run = with_type(args.dtype, [&](auto type) {
+    return with_activation(args.activation, [&](auto act) {
+      return args.up ? &backward_elements<decltype(act), decltype(type), true>
+                     : &backward_elements<decltype(act), decltype(type), false>;
+    });
+  });
+  const bool streams = n * size_of(args.dtype) >= kStreamBytes;
+  if (!args.dbias) {
+    const int64_t per_task = task_elements(n);
+    return run_tasks((n + per_task - 1) / per_task, n, 16, [&](int64_t task, float*) {
+      run(args, bias.values(), nullptr, streams, task * per_task, smaller((task + 1) * per_task, n));
+    });
+  }
+  const int64_t per_part = partition.rows_per_part * args.n_cols;
+  const auto run_part = [&](int64_t part, float*) {
+    float* sums = args.workspace + part * partition.slot_floats;
+    memset(sums, 0, partition.slot_floats * sizeof(float));
+    run(args, bias.values(), sums, streams, part * per_part, smaller((part + 1) * per_part, n));
+  };
+  if (const int error = run_tasks(partition.n_parts, n, 16, run_part)) return error;
+  constexpr int64_t kColumnsPerTask = 256;
+  const int64_t n_tasks = (args.n_cols + kColumnsPerTask - 1) / kColumnsPerTask;
+  return run_tasks(n_tasks, partition.n_parts * partition.slot_floats, 16, [&](int64_t task, float*) {
+    const int64_t begin = task * kColumnsPerTask, end = smaller(begin + kColumnsPerTask, args.n_cols);
+    with_type(args.bias_dtype, [&](auto type) {
+      add_parts<decltype(type)>(args.workspace, partition.slot_floats, partition.n_parts, args.dbias, begin, end);
+    });
+  });
+}
+
+}  // namespace ONETRIP_LEVEL
+}  // namespace onetrip

@@ -1,0 +1,123 @@
+"""act(gate) * up, and act(x + bias): gated linear units and activations in one pass over their inputs.
+
+Sources: Shazeer 2020 (SwiGLU, GEGLU); Hendrycks & Gimpel 2016 (GELU, SiLU); So et al. 2021 (squared ReLU). Calls take
+the same paths as those of softmax.py: glu_autograd.py has the eager and the traced one, glu_native.py the native
+launch; transforms compose torch's own operators.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from ..reference import glu as reference
+from ..reference.glu import ACTIVATIONS, GluPlan, Operands
+from .common.backends import KERNEL_DTYPES, choose
+from .common.checks import check_parameter, check_rows
+from .common.native import operands_code
+from .common.tracing import is_jit_tracing, is_traced, is_transformed, reject_onnx_export
+from .glu_autograd import apply, forward, result_dtype
+
+
+def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    """act(gate) * up, element by element: SwiGLU with silu, GEGLU with gelu or gelu_tanh (Shazeer 2020).
+
+    gate, up: one shape, rank 1 and up; float32, float16, bfloat16 or float64, any strides: halves of one tensor
+    (x.chunk(2, -1)) are read in place. activation: "silu", "gelu" (exact, by erf), "gelu_tanh" or "relu2" (relu(x)^2).
+
+    Returns a contiguous tensor of gate's shape and of the dtype that torch's expression has. Computed in float32 from
+    the inputs as stored, rounded once. NaN and Inf propagate as in torch. Saves gate and up only, and computes the
+    activation again in backward. Deterministic; arguments are not modified. Raises ValueError or TypeError for wrong
+    arguments.
+    """
+    function = "glu"
+    plan = _plan(function, activation, None)
+    checked = not is_compiling() and up is not None and operands_code((gate, up)) >= 0
+    if not checked:
+        check_rows(function, "gate", gate)
+        check_rows(function, "up", up)
+        if up.shape != gate.shape:
+            raise ValueError(f"{function}: up must have the shape of gate, {tuple(gate.shape)}, got {tuple(up.shape)}")
+        if up.device != gate.device:
+            raise ValueError(f"{function}: up must be on the device of gate, {gate.device}, got {up.device}")
+    return _call(function, Operands(gate, up, None), plan, checked)
+
+
+def glu_packed(gate_up: Tensor, activation: str = "silu", *, gate_first: bool = True) -> Tensor:
+    """glu of two halves of one tensor, as a packed projection (gate_up_proj) gives them.
+
+    gate_up: (*, 2 * n), any strides: gate is [..., :n] and up [..., n:], the other way round without gate_first. It is
+    read in place, and its gradient is written as one tensor: nothing is copied or concatenated.
+    Returns (*, n). The rest is as in glu.
+    """
+    function = "glu_packed"
+    if not isinstance(gate_first, bool):
+        raise TypeError(f"{function}: gate_first must be a bool, got {gate_first!r}")
+    plan = _plan(function, activation, gate_first)
+    checked = not is_compiling() and operands_code((gate_up,)) >= 0
+    if not checked:
+        check_rows(function, "gate_up", gate_up)
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"{function}: gate_up must have an even last dimension, got {gate_up.shape[-1]}")
+    return _call(function, Operands(gate_up, None, None), plan, checked)
+
+
+def bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """act(x + bias), the activation of a transformer's MLP; bias None: act(x).
+
+    x: (*, n), as gate in glu. bias: (n,), of any of these dtypes.
+    Saves x and bias only. The gradient of the bias comes out of the pass that computes that of x, summed in float32
+    in an order that the sizes alone decide: the same bits on every call, whatever the number of threads. The rest is as
+    in glu.
+    """
+    function = "bias_activation"
+    plan = _plan(function, activation, None)
+    checked = not is_compiling() and operands_code((x, None, bias)) >= 0
+    if not checked:
+        check_rows(function, "x", x)
+        if bias is not None:
+            check_parameter(function, "bias", bias, x)
+    return _call(function, Operands(x, None, bias), plan, checked)
+
+
+_PLANS = {
+    (activation, gate_first): GluPlan(activation, gate_first)
+    for activation in ACTIVATIONS
+    for gate_first in (None, True, False)
+}
+
+
+def _plan(function: str, activation: str, gate_first: bool | None) -> GluPlan:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise ValueError(f"{function}: activation must be one of {ACTIVATIONS}, got {activation!r}")
+    return _PLANS[activation, gate_first]
+
+
+def _call(function: str, operands: Operands, plan: GluPlan, checked: bool) -> Tensor:
+    """checked: the operands are plain tensors of KERNEL_DTYPES."""
+    gate, up, bias = operands
+    traced = is_in_torch_dispatch_mode() or is_jit_tracing() if checked else is_traced(*operands)
+    if traced:
+        reject_onnx_export()
+        return cast(Tensor, torch.ops.onetrip.glu(*operands, *plan))
+    transformed = is_transformed()
+    in_kernel_dtypes = checked or result_dtype(*operands) in KERNEL_DTYPES
+    backend = choose(function, gate.device, in_kernel_dtypes and not transformed, "glu")
+    if transformed:
+        return _composed(operands, plan)
+    if torch.is_grad_enabled() and (
+        gate.requires_grad or (up is not None and up.requires_grad) or (bias is not None and bias.requires_grad)
+    ):
+        return cast(Tensor, apply(gate, up, bias, (plan, backend)))
+    return forward(backend, operands, plan)
+
+
+def _composed(operands: Operands, plan: GluPlan) -> Tensor:
+    """By torch's own operators, which every transform of torch.func and forward-mode differentiation know."""
+    gate, up, bias = operands
+    dtype = result_dtype(*operands)
+    return reference.forward(Operands(gate.to(dtype), None if up is None else up.to(dtype), bias), plan)

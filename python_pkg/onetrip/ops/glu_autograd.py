@@ -1,0 +1,172 @@
+"""glu with gradients: one forward and one backward for any backend, and autograd around them.
+
+As softmax_autograd.py: _Glu for eager calls; for traced ones the operators onetrip::glu and onetrip::glu_backward, with
+their fake versions and their autograd formula. One operator serves glu, glu_packed and bias_activation.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reference.glu import GluPlan, Gradients, Operands
+from . import glu_native
+from .common.backends import KERNEL_DTYPES, choose, formulas
+from .common.native import matrix, rows, vector
+from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
+
+
+def result_dtype(gate: Tensor, up: Tensor | None, bias: Tensor | None) -> torch.dtype:
+    """What the unfused expression gives."""
+    dtypes = [tensor.dtype for tensor in (gate, up, bias) if tensor is not None]
+    return reduce(torch.promote_types, dtypes)
+
+
+def _of_dtype(operands: Operands, dtype: torch.dtype) -> Operands:
+    """gate and up in the dtype of the result, which holds every value of theirs."""
+    gate, up, bias = operands
+    if gate.dtype is dtype and (up is None or up.dtype is dtype):
+        return operands
+    return Operands(gate.to(dtype), None if up is None else up.to(dtype), bias)
+
+
+def _shape(gate: Tensor, plan: GluPlan) -> torch.Size:
+    return gate.shape if plan.gate_first is None else torch.Size((*gate.shape[:-1], gate.shape[-1] // 2))
+
+
+def forward(backend: str, operands: Operands, plan: GluPlan) -> Tensor:
+    """reference.glu.forward on any backend, for operands of any rank, strides, size and dtypes."""
+    dtype = result_dtype(*operands)
+    operands = _of_dtype(operands, dtype)
+    if operands.gate.numel() == 0:
+        return operands.gate.new_empty(_shape(operands.gate, plan))
+    if backend == "cpu":
+        return glu_native.forward(operands, plan)
+    return formulas(backend, "glu").forward(_matrices(operands), plan).view(_shape(operands.gate, plan))
+
+
+def backward(backend: str, dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool]) -> Gradients:
+    """reference.glu.backward on any backend; each gradient has its operand's shape and dtype and is contiguous."""
+    gate, up, _ = operands
+    if gate.numel() == 0:
+        return gradients_of(operands, wants, torch.zeros_like)
+    operands = _of_dtype(operands, dy.dtype)
+    if backend == "cpu":
+        dgate, dup, dbias = glu_native.backward(dy, operands, plan, wants)
+    else:
+        dy, matrices = matrix(dy, dy.shape[-1]), _matrices(operands)  # type: ignore[assignment]
+        dgate, dup, dbias = formulas(backend, "glu").backward(dy, matrices, plan, wants)
+    if dgate is not None:
+        dgate = dgate.view(gate.shape).to(gate.dtype)
+    if dup is not None and up is not None:
+        dup = dup.view(up.shape).to(up.dtype)
+    return Gradients(dgate, dup, dbias)
+
+
+def _matrices(operands: Operands) -> Operands:
+    gate, up, bias = operands
+    n_cols = gate.shape[-1]
+    return Operands(rows(gate, n_cols)[0].view(-1, n_cols), matrix(up, n_cols), vector(bias))
+
+
+def gradients_of(operands: Operands, wants: tuple[bool, bool, bool], make: Any) -> Gradients:
+    """The tensors that backward writes; make: torch.empty_like, or anything that is called like it."""
+    return Gradients(
+        *(
+            make(tensor, memory_format=torch.contiguous_format) if wanted and tensor is not None else None
+            for tensor, wanted in zip(operands, wants, strict=True)
+        )
+    )
+
+
+class _Glu(torch.autograd.Function):
+    """The eager path. Saves the operands, and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, bias: Tensor | None, call: tuple[GluPlan, str]) -> Tensor:
+        ctx.save_for_backward(gate, up, bias)
+        ctx.call = call
+        plan, backend = call
+        return forward(backend, Operands(gate, up, bias), plan)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        refuse_double_backward("glu")
+        plan, backend = ctx.call
+        (dy,) = grads
+        backend = backend if have_storage(dy) else "reference"
+        return (*backward(backend, dy, Operands(*ctx.saved_tensors), plan, ctx.needs_input_grad[:3]), None)
+
+
+# As row_norm_autograd.apply: without the search for functorch transforms.
+apply = super(torch.autograd.Function, _Glu).apply
+
+
+_PLAN_SCHEMA = "str activation, bool? gate_first"
+
+library = torch.library.Library("onetrip", "FRAGMENT")
+library.define(f"glu(Tensor gate, Tensor? up, Tensor? bias, {_PLAN_SCHEMA}) -> Tensor")
+library.define(
+    f"glu_backward(Tensor dy, Tensor gate, Tensor? up, Tensor? bias, bool[3] wants, {_PLAN_SCHEMA}) "
+    "-> (Tensor dgate, Tensor dup, Tensor dbias)"
+)
+
+
+def _backend(operands: Operands) -> str:
+    in_kernel_dtypes = all(tensor is None or tensor.dtype in KERNEL_DTYPES for tensor in operands)
+    return choose("onetrip::glu", operands.gate.device, in_kernel_dtypes, "glu")
+
+
+def _filled(like: Tensor, gradients: Gradients) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(0) if tensor is None else tensor for tensor in gradients)
+
+
+def _forward(gate: Tensor, up: Tensor | None, bias: Tensor | None, *plan: Any) -> Tensor:
+    operands = Operands(gate, up, bias)
+    return forward(_backend(operands), operands, GluPlan(*plan))
+
+
+def _backward(
+    dy: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, wants: Any, *plan: Any
+) -> tuple[Tensor, ...]:
+    operands = Operands(gate, up, bias)
+    return _filled(dy, backward(_backend(operands), dy, operands, GluPlan(*plan), tuple(wants)))
+
+
+def _forward_fake(gate: Tensor, up: Tensor | None, bias: Tensor | None, *plan: Any) -> Tensor:
+    reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in ops/glu.py
+    return gate.new_empty(_shape(gate, GluPlan(*plan)), dtype=result_dtype(gate, up, bias))
+
+
+def _backward_fake(
+    dy: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, wants: Any, *plan: Any
+) -> tuple[Tensor, ...]:
+    return _filled(dy, gradients_of(Operands(gate, up, bias), wants, torch.empty_like))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate, up, bias, *plan = inputs
+    ctx.plan = plan
+    ctx.save_for_backward(gate, up, bias)
+
+
+def _autograd_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    wants = list(ctx.needs_input_grad[:3])
+    found = torch.ops.onetrip.glu_backward(dy, *ctx.saved_tensors, wants, *ctx.plan)
+    gradients = [gradient if wanted else None for gradient, wanted in zip(found, wants, strict=True)]
+    return (*gradients, *([None] * len(ctx.plan)))
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
+    raise RuntimeError("onetrip: the backward of glu cannot be differentiated again")
+
+
+library.impl("glu", _forward, "CompositeExplicitAutograd")
+library.impl("glu_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("onetrip::glu", _forward_fake, lib=library)
+torch.library.register_fake("onetrip::glu_backward", _backward_fake, lib=library)
+torch.library.register_autograd("onetrip::glu", _autograd_backward, setup_context=_setup_context, lib=library)
+torch.library.register_autograd("onetrip::glu_backward", _no_double_backward, lib=library)

@@ -1,0 +1,112 @@
+"""y = act(gate) * up, or y = act(gate + bias), and the gradients: gated linear units and activations.
+
+Sources: gated linear units, Dauphin et al. 2017, with other activations Shazeer 2020; GELU and SiLU, Hendrycks & Gimpel
+2016; squared ReLU, So et al. 2021. Computed in float32 (float64 for float64) from inputs as stored, rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import accumulator_dtype
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+"""gelu is exact, by erf; relu2 is relu(x)^2."""
+
+_TANH_LINEAR, _TANH_CUBIC = math.sqrt(2.0 / math.pi), math.sqrt(2.0 / math.pi) * 0.044715
+
+
+class GluPlan(NamedTuple):
+    """Everything about one call that is not a tensor."""
+
+    activation: str
+    gate_first: bool | None = None
+    """None: gate and up are two tensors, or there is no up. Else one tensor holds both halves, gate first or last."""
+
+
+class Operands(NamedTuple):
+    """What forward reads. Here and in Triton matrices [n_rows, n_cols] of one dtype; in ops of any rank and dtypes."""
+
+    gate: Tensor
+    """Holds gate and up, [n_rows, 2 * n_cols], where the plan has gate_first."""
+    up: Tensor | None = None
+    bias: Tensor | None = None
+    """[n_cols], of any dtype."""
+
+
+class Gradients(NamedTuple):
+    """What backward returns: shaped like the operands; None where not wanted."""
+
+    gate: Tensor | None
+    up: Tensor | None
+    bias: Tensor | None
+
+
+def halves(matrix: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
+    """(gate, up) of one tensor that holds both in its last dimension."""
+    first, second = matrix.chunk(2, dim=-1)
+    return (first, second) if gate_first else (second, first)
+
+
+def _operands(operands: Operands, plan: GluPlan) -> tuple[Tensor, Tensor | None]:
+    """The activation's argument, and the factor, as sums are kept."""
+    gate, up, bias = operands
+    if plan.gate_first is not None:
+        gate, up = halves(gate, plan.gate_first)
+    acc = accumulator_dtype(gate.dtype)
+    x = gate.to(acc)
+    return x if bias is None else x + bias.to(acc), None if up is None else up.to(acc)
+
+
+def _activation(x: Tensor, activation: str) -> Tensor:
+    if activation == "silu":
+        return x * torch.sigmoid(x)
+    if activation == "gelu":
+        return 0.5 * x * torch.special.erfc(x * -math.sqrt(0.5))
+    if activation == "gelu_tanh":
+        return x * torch.sigmoid(2.0 * x * (_TANH_LINEAR + _TANH_CUBIC * x * x))
+    return torch.relu(x).square()
+
+
+def _slope(x: Tensor, activation: str) -> Tensor:
+    """The activation's derivative."""
+    if activation == "silu":
+        return torch.sigmoid(x) * (1.0 + x * torch.sigmoid(-x))
+    if activation == "gelu":
+        density = torch.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+        return 0.5 * torch.special.erfc(x * -math.sqrt(0.5)) + x * density
+    if activation == "gelu_tanh":
+        square = (x * x).clamp(max=2.0**16)  # finite: beyond, it is multiplied by 0
+        u = 2.0 * x * (_TANH_LINEAR + _TANH_CUBIC * square)
+        inner = 2.0 * (_TANH_LINEAR + 3.0 * _TANH_CUBIC * square)
+        return torch.sigmoid(u) + x * torch.sigmoid(u) * torch.sigmoid(-u) * inner
+    return 2.0 * torch.relu(x)
+
+
+def forward(operands: Operands, plan: GluPlan) -> Tensor:
+    """Returns y, of gate's dtype."""
+    x, up = _operands(operands, plan)
+    y = _activation(x, plan.activation)
+    return (y if up is None else y * up).to(operands.gate.dtype)
+
+
+def backward(dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool]) -> Gradients:
+    """wants: which of the Gradients; that of a tensor of both halves is gate's. The bias's is summed over the rows, in
+    float32 (float64)."""
+    x, up = _operands(operands, plan)
+    gradient = dy.to(x.dtype)
+    dup = gradient * _activation(x, plan.activation) if up is not None else None
+    dx = gradient * _slope(x, plan.activation) if up is None else gradient * up * _slope(x, plan.activation)
+    dbias = dx.sum(dim=0).to(operands.bias.dtype) if wants[2] and operands.bias is not None else None
+    dgate = dx
+    if plan.gate_first is not None:
+        assert dup is not None
+        dgate, dup = torch.cat((dx, dup) if plan.gate_first else (dup, dx), dim=-1), None
+    dtype = dy.dtype
+    return Gradients(
+        dgate.to(dtype) if wants[0] else None, dup.to(dtype) if wants[1] and dup is not None else None, dbias
+    )

@@ -1,0 +1,103 @@
+"""The native CPU kernels of glu against reference, at every level this machine has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cpu_cases import BF16, DTYPE_IDS, F16, F32, assert_any_number_of_threads_prints_the_same, normal
+from onetrip.ops import glu_native as native
+from onetrip.ops.common.backends import native as native_library
+from onetrip.reference import glu as reference
+from onetrip.reference.glu import ACTIVATIONS, GluPlan, Operands
+from tolerances import assert_bitwise, assert_like_torch
+from torch import Tensor
+
+library = native_library()
+pytestmark = pytest.mark.skipif(library is None, reason="the native library was not built")
+WIDTHS = (1, 3, 15, 16, 17, 64, 131, 1025)
+EVERY_ACTIVATION = pytest.mark.parametrize("activation", ACTIVATIONS)
+
+
+def check(operands: Operands, dy: Tensor, plan: GluPlan) -> None:
+    """Forward and backward against reference in float64, with reference in the same dtype as the measure."""
+    wants = (True, operands.up is not None, operands.bias is not None)
+    exact = Operands(*(None if tensor is None else tensor.double() for tensor in operands))
+    y = native.forward(operands, plan)
+    assert_like_torch(y, reference.forward(operands, plan), reference.forward(exact, plan))
+    ours = native.backward(dy, operands, plan, wants)
+    torchs = reference.backward(dy, operands, plan, wants)
+    truth = reference.backward(dy.double(), exact, plan, wants)
+    for name, one, other, true in zip(ours._fields, ours, torchs, truth, strict=True):
+        assert (one is None) == (other is None), name
+        if one is not None:
+            assert_like_torch(one, other, true, terms=len(dy) if name == "bias" else 1)
+
+
+@EVERY_ACTIVATION
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=DTYPE_IDS.get)
+@pytest.mark.parametrize("n_cols", WIDTHS, ids=lambda n: f"N{n}")
+def test_every_width(level, n_cols, dtype, activation):
+    gate, up, dy = (2 * normal(37, n_cols, dtype=dtype, seed=seed) for seed in range(3))
+    check(Operands(gate, up, None), dy, GluPlan(activation))
+    check(Operands(gate, None, normal(n_cols, dtype=dtype, seed=3)), dy, GluPlan(activation))
+    check(Operands(gate, None, normal(n_cols, seed=3)), dy, GluPlan(activation))
+    for gate_first in (True, False):
+        check(Operands(torch.cat((gate, up), 1), None, None), dy, GluPlan(activation, gate_first))
+
+
+@pytest.mark.parametrize("n_cols", [2816, 2819], ids=["lines", "odd"])
+def test_large_outputs_are_streamed(level, n_cols):
+    """From 8 MiB on, in several tasks; rows that start off a cache line, too."""
+    rows = 8 * 2**20 // 4 // n_cols + 3
+    gate, up, dy = (normal(rows, n_cols, seed=seed) for seed in range(3))
+    check(Operands(gate, up, None), dy, GluPlan("silu"))
+    check(Operands(gate, None, normal(n_cols, seed=3)), dy, GluPlan("relu2"))
+    check(Operands(torch.cat((gate, up), 1), None, None), dy, GluPlan("relu2", True))
+
+
+def test_levels_with_fused_multiply_add_agree_bit_for_bit():
+    assert library is not None
+    best, found = library.cpu_level(), []
+    gate, up, dy = (3 * normal(64, 515, seed=seed) for seed in range(3))
+    bias = normal(515, seed=3)
+    for level in ("avx2", "avx512"):
+        if not library.set_cpu_level(level):
+            library.set_cpu_level(best)
+            pytest.skip(f"this machine lacks {level}")
+        tensors = []
+        for activation in ACTIVATIONS:
+            plan = GluPlan(activation)
+            tensors += [native.forward(Operands(gate, up, None), plan)]
+            tensors += native.backward(dy, Operands(gate, up, None), plan, (True, True, False))[:2]
+            tensors += native.backward(dy, Operands(gate, None, bias), plan, (True, False, True))[::2]
+        found.append(tensors)
+    library.set_cpu_level(best)
+    for one, other in zip(*found, strict=True):
+        assert_bitwise(one, other)
+
+
+def test_threads_change_no_bit():
+    assert_any_number_of_threads_prints_the_same(
+        """
+import hashlib, torch
+from cpu_cases import normal
+from onetrip.ops import glu_native as native
+from onetrip.reference.glu import GluPlan, Operands
+x, dy, bias = normal(700, 300), normal(700, 300, seed=1), normal(300, seed=2)
+wants = (True, False, True)
+for tensor in native.backward(dy, Operands(x, None, bias), GluPlan("gelu"), wants)[::2]:
+    print(hashlib.sha256(tensor.numpy().tobytes()).hexdigest())
+print(hashlib.sha256(native.forward(Operands(x, dy, None), GluPlan("silu")).numpy().tobytes()).hexdigest())
+"""
+    )
+
+
+@pytest.mark.parametrize("wants", [(True, False), (False, True)], ids=["gate", "up"])
+def test_one_gradient_alone(level, wants):
+    gate, up, dy = (normal(37, 131, seed=seed) for seed in range(3))
+    both = native.backward(dy, Operands(gate, up, None), GluPlan("silu"), (True, True, False))
+    one = native.backward(dy, Operands(gate, up, None), GluPlan("silu"), (*wants, False))
+    for ours, expected, wanted in zip(one, both, wants, strict=False):
+        assert (ours is None) == (not wanted)
+        if ours is not None:
+            assert_bitwise(ours, expected)

@@ -1,0 +1,378 @@
+"""onetrip.ops.glu, glu_packed and bias_activation against float64: results, gradients, layouts, errors, tracing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from glu_cases import ACTIVATIONS, DTYPES, short, unfused
+from onetrip import ops, use_backend
+from targets import TARGETS, Target, needs
+from tolerances import assert_bitwise, assert_like_torch, assert_ulps
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+SHAPE = (3, 5, 70)
+EVERY_ACTIVATION = pytest.mark.parametrize("activation", ACTIVATIONS)
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=short)
+
+
+@pytest.fixture(params=[t for t in TARGETS if t.id != "cuda/cuda"])
+def target(request):
+    needs(request.param)
+    with use_backend(request.param.backend):
+        yield request.param
+
+
+def randn(*shape: int, device: str = "cpu", dtype: torch.dtype = F32, scale: float = 2.0) -> Tensor:
+    return (scale * torch.randn(*shape, device=device)).to(dtype)
+
+
+def with_gradients(function, dy: Tensor, *inputs: Tensor) -> list[Tensor]:
+    leaves = [tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_() for tensor in inputs]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+
+def check(fused, plain, dy: Tensor, *inputs: Tensor) -> None:
+    """Result within an ulp of float64, gradients within twice the error of torch in the same dtype."""
+    ours, torchs = with_gradients(fused, dy, *inputs), with_gradients(plain, dy, *inputs)
+    truth = with_gradients(plain, dy, *(tensor.double() for tensor in inputs))
+    assert_ulps(ours[0], truth[0])
+    assert ours[0].is_contiguous()
+    for one, torchs_one, exact in zip(ours, torchs, truth, strict=True):
+        assert one.dtype == torchs_one.dtype
+        assert_like_torch(one, torchs_one, exact, terms=max(1, dy.numel() // exact.numel()))
+
+
+@EVERY_ACTIVATION
+@EVERY_DTYPE
+def test_glu(target, dtype, activation):
+    gate, up, dy = (randn(*SHAPE, device=target.device, dtype=dtype) for _ in range(3))
+    check(lambda g, u: ops.glu(g, u, activation), lambda g, u: unfused(g, u, activation=activation), dy, gate, up)
+
+
+@pytest.mark.parametrize("gate_first", [True, False])
+@EVERY_ACTIVATION
+def test_glu_packed(target, activation, gate_first):
+    """The bits of glu of the two halves; one gradient."""
+    for dtype in DTYPES:
+        x = randn(*SHAPE[:-1], 2 * SHAPE[-1], device=target.device, dtype=dtype)
+        dy = randn(*SHAPE, device=target.device, dtype=dtype)
+
+        def by_halves(x):
+            first, second = x.chunk(2, -1)
+            return ops.glu(*((first, second) if gate_first else (second, first)), activation)
+
+        packed = with_gradients(lambda x: ops.glu_packed(x, activation, gate_first=gate_first), dy, x)
+        for ours, expected in zip(packed, with_gradients(by_halves, dy, x), strict=True):
+            assert_bitwise(ours, expected)
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])
+@EVERY_ACTIVATION
+@EVERY_DTYPE
+def test_bias_activation(target, dtype, activation, with_bias):
+    x, dy = (randn(40, 130, device=target.device, dtype=dtype) for _ in range(2))
+    bias = [randn(130, device=target.device, dtype=dtype)] if with_bias else []
+    check(
+        lambda x, bias=None: ops.bias_activation(x, bias, activation),
+        lambda x, bias=None: unfused(x, None, bias, activation),
+        dy,
+        x,
+        *bias,
+    )
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, F32), (F32, BF16), (F16, BF16)], ids=lambda d: "-".join(map(short, d)))
+def test_dtypes_are_promoted_as_torch_does(dtypes):
+    one, other = (randn(8, 40, dtype=dtype) for dtype in dtypes)
+    dy = randn(8, 40)
+    check(ops.glu, unfused, dy, one, other)
+    check(
+        lambda x, bias: ops.bias_activation(x, bias, "gelu"),
+        lambda x, b: unfused(x, None, b, "gelu"),
+        dy,
+        one,
+        other[0],
+    )
+
+
+def test_float64_is_computed_in_float64():
+    gate, up, dy = randn(8, 40, dtype=F64), randn(8, 40), randn(8, 40, dtype=F64)
+    for ours, expected in zip(
+        with_gradients(ops.glu, dy, gate, up), with_gradients(unfused, dy, gate, up), strict=True
+    ):
+        assert ours.dtype == expected.dtype
+        torch.testing.assert_close(ours, expected, rtol=1e-14 if ours.dtype == F64 else 1e-6, atol=1e-13)
+
+
+def test_every_float16(target):
+    """Every activation at every float16 there is, computed in float32: the tails are as exact as the middle."""
+    x = torch.arange(-(2**15), 2**15, device=target.device).short().view(F16)
+    x = x[x.isfinite()].float()
+    exact = x.double()
+    truth = {  # torch's own gelu and gelu_tanh cancel in the tail
+        "silu": exact * torch.sigmoid(exact),
+        "gelu": 0.5 * exact * torch.special.erfc(-exact * 0.5**0.5),
+        "gelu_tanh": exact * torch.sigmoid(2.0 * (2.0 / torch.pi) ** 0.5 * (exact + 0.044715 * exact**3)),
+        "relu2": exact.relu().square(),
+    }
+    # A kernel rounds what it exponentiates once; the formula rounds x^2 too.
+    relative = 1e-6 if target.backend == "cpu" else 2e-7 * (4.0 + exact.square())
+    for activation, expected in truth.items():
+        y = ops.bias_activation(x, None, activation).double()
+        is_normal = expected.abs() > 1e-36
+        excess = (y - expected).abs() - relative * expected.abs()
+        if activation == "gelu_tanh":  # the logistic function of a rounded cubic
+            excess -= 2e-7 * exact.abs().pow(3).clamp(1.0, 1e3) * expected.abs()
+        assert (excess[is_normal] <= 0.0).all(), activation
+        assert (y[~is_normal].abs() <= 1e-35).all(), activation
+
+
+def test_slopes_of_the_tails(target):
+    x = torch.linspace(-20, 20, 4001, device=target.device).requires_grad_()
+    for activation in ACTIVATIONS:
+        (ours,) = torch.autograd.grad(ops.bias_activation(x, None, activation).sum(), x)
+        exact = x.detach().double().requires_grad_()
+        (truth,) = torch.autograd.grad(unfused(exact, activation=activation).sum(), exact)
+        assert ((ours.double() - truth).abs() <= 1e-6).all(), activation
+
+
+@EVERY_ACTIVATION
+def test_special_values(target, activation):
+    """NaN stays in its place, and neither Inf nor the largest numbers become NaN."""
+    x = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38, -3e38, 1e20, -1e20, 0.0, -0.0], device=target.device)
+    x = x.requires_grad_()
+    y = ops.bias_activation(x, None, activation)
+    assert y[0].isnan() and y[1] == torch.inf and not y[3:].isnan().any()
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert dx[0].isnan() and dx[3:].isfinite().all()
+    for n in (40, 1000):
+        gate, up = torch.randn(3, n, device=target.device), torch.randn(3, n, device=target.device)
+        gate[1, n // 2] = torch.nan
+        y = ops.glu(gate.bfloat16(), up.bfloat16(), activation)
+        assert y[1, n // 2].isnan() and int(y.isnan().sum()) == 1
+
+
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "chunks", "expanded", "off_by_one", "negated"])
+def test_layout_changes_no_bit(target, layout):
+    wide = randn(12, 150, device=target.device)
+    views = {
+        "transposed": lambda: (randn(66, 12, device=target.device).t(), randn(66, 12, device=target.device).t()),
+        "sliced": lambda: (wide[:, 7:73], wide[:, 80:146]),
+        "chunks": lambda: wide.chunk(2, -1),
+        "expanded": lambda: (wide[:1, :66].expand(12, 66), wide[:, :1].expand(12, 66)),
+        "off_by_one": lambda: (wide.view(-1)[1:793].view(12, 66), wide.view(-1)[801:1593].view(12, 66)),
+        "negated": lambda: (torch._neg_view(wide[:, :66]), wide[:, 66:132]),
+    }
+    gate, up = views[layout]()
+    dy = randn(gate.shape[1], 12, device=target.device).t()
+    ours = with_gradients(ops.glu, dy, gate, up)
+    expected = with_gradients(ops.glu, dy.contiguous(), gate.contiguous(), up.contiguous())
+    for one, other in zip(ours, expected, strict=True):
+        assert_bitwise(one, other)
+    y = ops.bias_activation(gate, up[0], "gelu")
+    assert_bitwise(y, ops.bias_activation(gate.contiguous(), up[0].contiguous(), "gelu"))
+    assert_bitwise(ops.glu_packed(wide.t()[:, :10]), ops.glu_packed(wide.t()[:, :10].contiguous()))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (2, 0, 6)], ids=str)
+def test_empty(target, shape):
+    for inputs, function in (
+        (2, ops.glu),
+        (1, ops.glu_packed),
+        (1, lambda x: ops.bias_activation(x, None, "gelu")),
+    ):
+        leaves = [torch.randn(shape, device=target.device, requires_grad=True) for _ in range(inputs)]
+        y = function(*leaves)
+        assert y.numel() == 0 and y.shape[:-1] == shape[:-1]
+        for leaf, gradient in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
+            assert gradient.shape == leaf.shape
+    x, bias = torch.randn(0, 6, device=target.device), torch.randn(6, device=target.device, requires_grad=True)
+    (dbias,) = torch.autograd.grad(ops.bias_activation(x, bias, "silu").sum(), bias)
+    assert (dbias == 0.0).all()
+
+
+def test_ranks_and_widths(target):
+    for shape in ((1,), (8,), (1, 1), (2, 3, 4, 5, 6), (3, 1023), (2, 40000)):
+        gate, up = randn(*shape, device=target.device), randn(*shape, device=target.device)
+        assert_ulps(ops.glu(gate, up), unfused(gate.double(), up.double()))
+
+
+def test_only_wanted_gradients_are_computed(target):
+    gate, up, bias = (randn(6, 10, device=target.device) for _ in range(3))
+    for index, inputs in enumerate([(gate, up), (gate, up)]):
+        leaves = [tensor.clone().requires_grad_(i == index) for i, tensor in enumerate(inputs)]
+        (one,) = torch.autograd.grad(ops.glu(*leaves).sum(), leaves[index])
+        both = with_gradients(ops.glu, torch.ones_like(gate), *inputs)
+        assert_bitwise(one, both[1 + index])
+    bias = bias[0].clone().requires_grad_()
+    (dbias,) = torch.autograd.grad(ops.bias_activation(gate, bias, "gelu").sum(), bias)
+    assert_bitwise(
+        dbias, with_gradients(lambda x, b: ops.bias_activation(x, b, "gelu"), torch.ones_like(gate), gate, bias)[2]
+    )
+
+
+@pytest.mark.parametrize("name", ["glu", "glu_packed", "bias_activation"])
+def test_saves_its_inputs_only(target, name):
+    a, b = (randn(6, 10, device=target.device).requires_grad_() for _ in range(2))
+    bias = randn(10, device=target.device).requires_grad_()
+    inputs = {"glu": (a, b), "glu_packed": (a,), "bias_activation": (a, bias)}[name]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        getattr(ops, name)(*inputs, activation="gelu")
+    assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in inputs]
+
+
+def test_gradcheck():
+    gate, up = (torch.randn(3, 4, dtype=F64, requires_grad=True) for _ in range(2))
+    bias = torch.randn(4, dtype=F64, requires_grad=True)
+    for activation in ACTIVATIONS:
+        torch.autograd.gradcheck(lambda g, u: ops.glu(g, u, activation), (gate, up))  # noqa: B023
+        torch.autograd.gradcheck(lambda g: ops.glu_packed(g, activation, gate_first=False), gate)  # noqa: B023
+        torch.autograd.gradcheck(lambda x, b: ops.bias_activation(x, b, activation), (gate, bias))  # noqa: B023
+
+
+def test_gradients_cannot_be_differentiated_again(target):
+    gate, up = (randn(3, 4, device=target.device).requires_grad_() for _ in range(2))
+    with pytest.raises(RuntimeError, match="gradients of glu operators cannot be differentiated again"):
+        torch.autograd.grad(ops.glu(gate, up).sum(), gate, create_graph=True)
+
+
+def test_transforms_compose_torch_operators(target):
+    gate, up = (randn(5, 4, device=target.device) for _ in range(2))
+    if target.backend == "reference":
+        assert_ulps(torch.func.vmap(ops.glu)(gate, up), unfused(gate.double(), up.double()))
+    with use_backend("auto"):
+        ours = torch.func.grad(lambda g: ops.glu(g, up).sum())(gate)
+        exact = torch.func.grad(lambda g: unfused(g, up.double()).sum())(gate.double())
+        assert_ulps(ours, exact)
+        y = torch.autograd.grad(
+            ops.glu(leaf := gate.clone().requires_grad_(), up), leaf, torch.eye(20, device=gate.device).view(20, 5, 4),
+            is_grads_batched=True,
+        )[0]  # fmt: skip
+        assert_ulps(y.sum(0), exact)
+
+
+TENSOR = torch.zeros(4, 6)
+BAD = {
+    "gate": (lambda: ops.glu([1.0], TENSOR), TypeError, r"^glu: gate must be a Tensor, got list"),
+    "up": (lambda: ops.glu(TENSOR, None), TypeError, r"^glu: up must be a Tensor, got NoneType"),
+    "shape": (
+        lambda: ops.glu(TENSOR, TENSOR[:1]),
+        ValueError,
+        r"^glu: up must have the shape of gate, \(4, 6\), got \(1, 6\)",
+    ),
+    "device": (
+        lambda: ops.glu(TENSOR, TENSOR.to("meta")),
+        ValueError,
+        r"^glu: up must be on the device of gate, cpu, got meta",
+    ),
+    "dtype": (lambda: ops.glu(TENSOR.long(), TENSOR), TypeError, r"^glu: gate must be float32, .*got int64"),
+    "rank": (lambda: ops.glu(TENSOR[0, 0], TENSOR[0, 0]), ValueError, r"^glu: gate must have at least one dimension"),
+    "sparse": (lambda: ops.glu(TENSOR.to_sparse(), TENSOR), TypeError, r"^glu: gate must be a dense"),
+    "activation": (
+        lambda: ops.glu(TENSOR, TENSOR, "tanh"),
+        ValueError,
+        r"^glu: activation must be one of .*got 'tanh'",
+    ),
+    "activation-type": (
+        lambda: ops.glu(TENSOR, TENSOR, None),
+        ValueError,
+        r"^glu: activation must be one of .*got None",
+    ),
+    "odd": (lambda: ops.glu_packed(TENSOR[:, :5]), ValueError, r"^glu_packed: gate_up must have an even last .* got 5"),
+    "gate_first": (lambda: ops.glu_packed(TENSOR, gate_first=1), TypeError, r"^glu_packed: gate_first must be a bool"),
+    "bias": (
+        lambda: ops.bias_activation(TENSOR, TENSOR[0, :3], "gelu"),
+        ValueError,
+        r"^bias_activation: bias must have shape \(6,\), got \(3,\)",
+    ),
+    "bias-rank": (
+        lambda: ops.bias_activation(TENSOR, TENSOR, "gelu"),
+        ValueError,
+        r"^bias_activation: bias must have shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD.keys())
+def test_bad_input(case):
+    call, error, message = case
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_the_cuda_backend_has_no_glu(monkeypatch):
+    from onetrip.ops.common import backends
+
+    monkeypatch.setattr(backends, "unavailable_reason", lambda *_: "")
+    with use_backend("cuda"), pytest.raises(RuntimeError, match=r"^glu: backend 'cuda' was asked for and has no glu"):
+        ops.glu(TENSOR, TENSOR)
+
+
+OPCHECK = {
+    "glu": ((F32, F32, None), None),
+    "mixed": ((BF16, F32, None), None),
+    "packed": ((F32, None, None), False),
+    "bias": ((BF16, None, BF16), None),
+    "f64": ((F64, None, F64), None),
+}
+
+
+@pytest.mark.parametrize("case", OPCHECK.values(), ids=OPCHECK.keys())
+def test_opcheck(case):
+    dtypes, gate_first = case
+    shapes = ((3, 4), (3, 4), (4,))
+    operands = [
+        None if dtype is None else torch.randn(shape).to(dtype).requires_grad_()
+        for dtype, shape in zip(dtypes, shapes, strict=True)
+    ]
+    torch.library.opcheck(torch.ops.onetrip.glu.default, (*operands, "gelu", gate_first))
+    operands = [None if tensor is None else tensor.detach() for tensor in operands]
+    dy = torch.ones_like(torch.ops.onetrip.glu(*operands, "gelu", gate_first))
+    wants = [tensor is not None for tensor in operands]
+    torch.library.opcheck(torch.ops.onetrip.glu_backward.default, (dy, *operands, wants, "gelu", gate_first))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_without_a_break_to_the_same_bits(backend):
+    torch._dynamo.reset()
+    gate, up, bias = (torch.randn(*shape, requires_grad=True) for shape in ((6, 10), (6, 10), (10,)))
+
+    def function(gate, up, bias):
+        y = ops.glu(gate, up, "gelu")
+        return ops.bias_activation(y, bias, "silu") + ops.glu_packed(torch.cat((gate, up), -1))
+
+    results = {}
+    for run in (function, torch.compile(function, fullgraph=True, backend=backend)):
+        y = run(gate, up, bias)
+        results[run] = [y, *torch.autograd.grad(y.sum(), (gate, up, bias))]
+    eager, compiled = results.values()
+    for ours, expected in zip(compiled, eager, strict=True):
+        assert_ulps(ours, expected.double())
+
+
+def test_fake_tensors_and_dynamic_shapes():
+    torch._dynamo.reset()
+    with FakeTensorMode() as mode:
+        x = mode.from_tensor(torch.randn(2, 4, 6)).requires_grad_()
+        y = ops.glu_packed(x)
+        assert y.shape == (2, 4, 3)
+        assert torch.autograd.grad(y.sum(), x)[0].shape == (2, 4, 6)
+    compiled = torch.compile(lambda x: ops.glu_packed(x), fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows, cols in ((3, 4), (7, 10)):
+        x = torch.randn(rows, cols)
+        assert_bitwise(compiled(x), ops.glu_packed(x))
+
+
+def test_meta_tensors_have_the_result_of_their_dtype():
+    y = ops.bias_activation(torch.empty(3, 4, dtype=BF16, device="meta"), torch.empty(4, device="meta"), "gelu")
+    assert y.dtype == F32 and y.shape == (3, 4) and y.is_meta
+
+
+def test_target_is_of_this_family(target: Target):
+    from onetrip.ops.common.backends import choose
+
+    assert choose("glu", torch.device(target.device), True, "glu") == target.backend
