@@ -11,6 +11,9 @@ from pairwise import pairwise
 from triton_runner import COMPILE, INTERPRET, run_cases, run_emulated
 
 CASES = Path(__file__).with_name("triton_rotary_cases.py")
+# Both forms of a pair, columns that are copied, sizes that are no multiples of a tile's. Of float32 only: the emulator
+# lacks the products of half precision.
+COMPILED = "test_every_width_and_dtype and f32 and (D6-4 or D80-20) or special_values or beside_the_result"
 
 
 def test_interpreted_quickly() -> None:
@@ -26,7 +29,7 @@ def test_interpreted() -> None:
 
 @pytest.mark.slow
 def test_compiled() -> None:
-    run_emulated(CASES, "not 2_to_the_31")
+    run_emulated(CASES, COMPILED)
 
 
 @pytest.mark.gpu

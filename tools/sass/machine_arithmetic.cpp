@@ -167,7 +167,8 @@ void multiply_add(Thread& t, const Instruction& i) {
   const bool is_signed = !i.is(kU32);
   const uint64_t product =
       is_signed ? static_cast<uint64_t>(int64_t{t.s(o[0])} * t.s(o[1])) : uint64_t{t.u(o[0])} * t.u(o[1]);
-  const unsigned __int128 sum = static_cast<unsigned __int128>(product) + t.u64(o[2]) + carry;
+  if (o[2].negative && (o.first > 1 || i.is(kX) || i.is(kHI))) fail("carry of a negated addend");
+  const unsigned __int128 sum = static_cast<unsigned __int128>(product) + t.signed_u64(o[2]) + carry;
   if (o.first > 1 && is_signed) fail("carry of a signed product");
   o.set_carries(t, static_cast<uint64_t>(sum >> 64));
   if (i.is(kHI)) return t.set(i[0], static_cast<uint32_t>(sum >> 32));

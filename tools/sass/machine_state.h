@@ -164,9 +164,16 @@ struct Thread {
   // With the carry of a negation: -x is ~x + 1.
   uint64_t carrying(const Operand& o) const { return o.negative && u(o) == 0 ? uint64_t{1} << 32 : u(o); }
   uint64_t u64(const Operand& o) const {
-    if (o.negative || o.absolute || o.inverted) fail("a changed 64-bit operand");
-    if (o.kind == Operand::kNumber) return o.bits;
-    return o.kind == Operand::kConstant ? constant(o, 8) : pair(o.kind, o.index);
+    if (o.negative) fail("a changed 64-bit operand");
+    return signed_u64(o);
+  }
+  // The same, where a minus may stand before it.
+  uint64_t signed_u64(const Operand& o) const {
+    if (o.absolute || o.inverted) fail("a changed 64-bit operand");
+    const uint64_t value = o.kind == Operand::kNumber     ? o.bits
+                           : o.kind == Operand::kConstant ? constant(o, 8)
+                                                          : pair(o.kind, o.index);
+    return o.negative ? 0 - value : value;
   }
   float signed_f(const Operand& o) const {  // before |.| and -
     if (o.kind == Operand::kNumber && o.is_decimal) return static_cast<float>(o.number);
