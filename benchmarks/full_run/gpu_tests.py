@@ -57,7 +57,7 @@ _ROW_NORM = (
 _COMPILE = (
     "ops/test_row_norm_compile.py",
     "ops/test_jit_trace.py",
-    *(f"kernels/test_triton_{family}.py" for family in ("row_norm", "softmax", "adam")),
+    *(f"kernels/test_triton_{family}.py" for family in ("row_norm", "softmax", "rotary", "adam")),
 )
 _LARGE = "more_than_two_to_the or many_rows"
 SHARDS = (
@@ -66,6 +66,7 @@ SHARDS = (
     Shard("row_norm-triton", "the contract of row_norm, Triton", _ROW_NORM, "triton"),
     Shard("softmax-cuda", "the contract of softmax, CUDA C++", ("ops/test_softmax.py",), "not triton"),
     Shard("softmax-triton", "the contract of softmax, Triton", ("ops/test_softmax.py",), "triton"),
+    Shard("rotary", "the contract of rotary, Triton", ("ops/test_rotary.py",)),
     Shard("models", "patched models: gradients, checkpointing, a training loop", ("patching/test_models_gpu.py",)),
     Shard("large", "2^31 elements and more, a million rows", _SPECIAL, _LARGE, alone=True),
     Shard("compile", "torch.compile, and cases of Triton's kernels", _COMPILE),

@@ -65,6 +65,9 @@ class Operator:
     """What torch or another library has for this very operator, by provider: others[name]() imports what it needs and
     gives a function that is called with the inputs by name."""
 
+    family: str | None = None
+    """Of onetrip.ops.common.backends.FAMILIES, where not every backend has it."""
+
     def eager(self, **inputs: Tensor) -> Outputs:
         return self.formula(lambda values: torch.nn.functional.dropout(values, self.dropout_p, True), **inputs)
 

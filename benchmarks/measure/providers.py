@@ -40,9 +40,13 @@ def _onetrip(backend: str) -> Provider:
     return Provider(f"onetrip {backend}", lambda operator: operator.fused, unavailable, scope)
 
 
-def own_provider(device: torch.device) -> Provider:
-    """onetrip with the backend that `auto` picks."""
-    return _onetrip(onetrip.available_backends(device)[0])
+def own_provider(device: torch.device, family: str | None = None) -> Provider:
+    """onetrip with the backend that `auto` picks. family: as an Operator's."""
+    return _onetrip(next(name for name in onetrip.available_backends(device) if _has_family(name, family)))
+
+
+def _has_family(backend: str, family: str | None) -> bool:
+    return family is None or backend == "reference" or family in backends.FAMILIES[backend]
 
 
 def compiled(mode: str | None = None) -> Provider:
@@ -104,6 +108,8 @@ def named(name: str) -> list[Provider]:
 
 def has(operator: Operator, name: str) -> bool:
     """Whether a provider has the operator at all."""
+    if name in backends.BACKENDS:
+        return _has_family(name, operator.family)
     return name in operator.others or (name != "sdpa" and name not in libraries.MODULES)
 
 
@@ -133,14 +139,15 @@ def _usual(case: Case, session: Session) -> Iterator[Provider]:
     if everything and not attention:
         for backend in backends.BACKENDS:
             # seconds a call: Philox in plain PyTorch
-            if backend != "reference" or case.n_rows * case.n_cols <= _MOST_REFERENCE_ELEMENTS:
+            small = backend != "reference" or case.n_rows * case.n_cols <= _MOST_REFERENCE_ELEMENTS
+            if small and has(operator, backend):
                 yield _onetrip(backend)
 
 
 def providers(case: Case, session: Session) -> list[Provider]:
     """The providers of a case: onetrip's choice of backend always, before its other ones, and those asked for; by
     default all that are there, fewer in the small cases."""
-    own = own_provider(session.device)
+    own = own_provider(session.device, case.operator.family)
     found = list(_asked_for(case.operator, session.against) if session.against else _usual(case, session))
     others = [provider for provider in found if not provider.name.startswith("onetrip")]
     backends_ = [provider for provider in found if provider.name.startswith("onetrip") and provider.name != own.name]

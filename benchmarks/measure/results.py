@@ -13,6 +13,7 @@ SCHEMA = 1
 SUITES = (
     "row_norm",
     "softmax",
+    "rotary",
     "attention",
     "overhead",
     "bert_blocks",
