@@ -1,0 +1,123 @@
+"""glu in Triton: `forward` and `backward` as every backend has them.
+
+The formulas stand in glu_kernels.py; here are the tile, the partition of the rows for the gradient of the bias, and the
+launches.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+import triton
+
+from ..reference.glu import ACTIVATIONS, GluPlan, Gradients, Operands, halves
+from . import glu_kernels as kernels
+from .sum_partials import sum_partials
+from .tiles import MAX_REGISTERS, Tile, aligned, aligned_vector, common_divisor, on_device_of, row_stride
+
+# 4 values a lane of each operand; 8 spill 8 bytes a lane on sm_120 in the backward pass.
+_TILE = Tile(rows=1, cols=1024, num_warps=8)
+_NARROW_TILE = Tile(rows=8, cols=128, num_warps=8)
+"""Of rows of up to 512 columns, which would leave lanes of the other one empty."""
+_MANY_PROGRAMS = 1024
+"""Of a backward pass that sums: 8 for each of an H100's 132 multiprocessors; the sizes alone decide."""
+
+
+def _tile(n_cols: int) -> Tile:
+    return _NARROW_TILE if n_cols <= 512 else _TILE
+
+
+def _gate_and_up(operands: Operands, plan: GluPlan) -> tuple[Tensor, Tensor | None]:
+    return (operands.gate, operands.up) if plan.gate_first is None else halves(operands.gate, plan.gate_first)
+
+
+def forward(operands: Operands, plan: GluPlan) -> Tensor:
+    """reference.glu.forward for matrices of last stride 1, of float32, float16 or bfloat16; y is contiguous."""
+    gate, up = _gate_and_up(operands, plan)
+    n_rows, n_cols = gate.shape
+    y = gate.new_empty((n_rows, n_cols))
+    if y.numel() == 0:
+        return y
+    divisor = common_divisor(n_cols)
+    block = _tile(n_cols)
+    n_col_tiles = triton.cdiv(n_cols, block.cols)
+    with on_device_of(gate):
+        gate, up = aligned(gate, divisor), aligned(up, divisor)
+        kernels._glu_fwd_kernel[(triton.cdiv(n_rows, block.rows) * n_col_tiles,)](
+            gate,
+            up,
+            aligned_vector(operands.bias),
+            y,
+            n_rows=n_rows,
+            n_cols=n_cols,
+            n_col_tiles=n_col_tiles,
+            gate_row_stride=row_stride(gate),
+            up_row_stride=row_stride(up),
+            ACTIVATION=ACTIVATIONS.index(plan.activation),
+            ALIGN=divisor,
+            BLOCK_ROWS=block.rows,
+            BLOCK_COLS=block.cols,
+            num_warps=block.num_warps,
+            maxnreg=MAX_REGISTERS,
+        )
+    return y
+
+
+def rows_per_program(n_rows: int, n_col_tiles: int, block: Tile, sums: bool) -> int:
+    """A tile, or where a gradient is summed so many that partial sums are few: about sqrt(n_rows) rows, and more where
+    there would be more than _MANY_PROGRAMS."""
+    if not sums:
+        return block.rows
+    rows = max(math.isqrt(n_rows), triton.cdiv(n_rows * n_col_tiles, _MANY_PROGRAMS))
+    return triton.cdiv(rows, block.rows) * block.rows
+
+
+def backward(dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool]) -> Gradients:
+    """reference.glu.backward for matrices of last stride 1; gradients are contiguous, that of both halves is one."""
+    gate, up = _gate_and_up(operands, plan)
+    wants_gate, wants_up, wants_bias = wants
+    n_rows, n_cols = dy.shape
+    whole = dgate = gate.new_empty(operands.gate.shape) if wants_gate else None
+    dup = up.new_empty(up.shape) if wants_up and up is not None else None
+    if plan.gate_first is not None and whole is not None:
+        dgate, dup = halves(whole, plan.gate_first)
+    bias = operands.bias
+    dbias = torch.empty_like(bias) if wants_bias and bias is not None else None
+    divisor = common_divisor(n_cols)
+    block = _tile(n_cols)
+    n_col_tiles = triton.cdiv(n_cols, block.cols)
+    rows = rows_per_program(n_rows, n_col_tiles, block, dbias is not None)
+    n_parts = triton.cdiv(n_rows, rows)
+    partials = None if dbias is None else dy.new_empty((1, n_parts, n_cols), dtype=torch.float32)
+    with on_device_of(dy):
+        dy, gate, up = aligned(dy, divisor), aligned(gate, divisor), aligned(up, divisor)
+        kernels._glu_bwd_kernel[(n_parts * n_col_tiles,)](
+            dy,
+            gate,
+            up,
+            aligned_vector(bias),
+            dgate,
+            dup,
+            partials,
+            n_rows=n_rows,
+            n_cols=n_cols,
+            n_col_tiles=n_col_tiles,
+            rows_per_program=rows,
+            dy_row_stride=row_stride(dy),
+            gate_row_stride=row_stride(gate),
+            up_row_stride=row_stride(up),
+            dgate_row_stride=row_stride(dgate),
+            dup_row_stride=row_stride(dup),
+            ACTIVATION=ACTIVATIONS.index(plan.activation),
+            ALIGN=divisor,
+            BLOCK_ROWS=block.rows,
+            BLOCK_COLS=block.cols,
+            num_warps=block.num_warps,
+            maxnreg=MAX_REGISTERS,
+        )
+        if partials is not None and dbias is not None:
+            sum_partials(partials, [dbias])
+    return Gradients(whole, None if plan.gate_first is not None else dup, dbias)

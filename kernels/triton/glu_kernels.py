@@ -1,0 +1,174 @@
+"""The kernels of glu: element-wise over tiles of a matrix. glu.py launches them.
+
+Matrices are [n_rows, n_cols], read and written by their row strides, last stride 1: halves of a packed tensor are
+matrices of twice the stride. Values are float32 between load and store. ACTIVATION: an index into reference.glu's
+ACTIVATIONS. Where an input or output is None, its part of a kernel is not compiled.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import with_divisor
+
+UNSPECIALIZED = [
+    "n_rows",
+    "n_cols",
+    "n_col_tiles",
+    "rows_per_program",
+    "dy_row_stride",
+    "gate_row_stride",
+    "up_row_stride",
+    "y_row_stride",
+    "dgate_row_stride",
+    "dup_row_stride",
+]
+
+
+@triton.jit
+def _logistic(x):
+    """1 / (1 + e^-x), and 1 / (1 + e^x): what is missing from 1, as exact where it is small."""
+    t = tl.exp(-tl.abs(x))
+    larger = 1.0 / (1.0 + t)
+    smaller = t * larger
+    return tl.where(x < 0.0, smaller, larger), tl.where(x < 0.0, larger, smaller)
+
+
+@triton.jit
+def _normal_distribution(x):
+    """The cumulative normal distribution, exact in both tails, and its density. The polynomial of csrc/cpu/math.h."""
+    a = tl.abs(x)
+    a = tl.where(a > 14.5, 14.5, a)  # NaN stays
+    e = tl.exp(-0.5 * a * a)
+    t = 1.0 / (1.0 + 0.25 * a)
+    p = t * 0.01689238 - 0.06453708
+    p = p * t + 0.055879265
+    p = p * t + 0.022611177
+    p = p * t + 0.017734483
+    p = p * t + 0.083851345
+    p = p * t + 0.07301276
+    p = p * t + 0.09528787
+    p = p * t + 0.09952146
+    p = p * t + 0.09974633
+    tail = e * t * p
+    return tl.where(x < 0.0, tail, 1.0 - tail), e * 0.3989422804
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    """act(x) and its derivative; what a kernel does not use is not compiled."""
+    if ACTIVATION == 0:  # silu
+        value, complement = _logistic(x)
+        y = x * value
+        slope = value + y * complement
+    elif ACTIVATION == 1:  # gelu
+        cumulative, density = _normal_distribution(x)
+        y = x * cumulative
+        slope = cumulative + x * density
+    elif ACTIVATION == 2:  # gelu_tanh: x times the logistic function of 2 sqrt(2/pi) (x + 0.044715 x^3)
+        square = x * x
+        square = tl.where(square > 65536.0, 65536.0, square)  # finite: beyond, it is multiplied by 0
+        value, complement = _logistic(x * (1.5957691216 + 0.0713548163 * square))
+        y = x * value
+        slope = value + y * complement * (1.5957691216 + 0.2140644488 * square)
+    else:  # relu2
+        positive = tl.where(x < 0.0, 0.0, x)
+        y = positive * positive
+        slope = 2.0 * positive
+    return y, slope
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _glu_fwd_kernel(
+    gate_ptr,
+    up_ptr,
+    bias_ptr,
+    y_ptr,
+    n_rows: tl.int64,
+    n_cols: tl.int64,
+    n_col_tiles: tl.int32,
+    gate_row_stride: tl.int64,
+    up_row_stride: tl.int64,
+    ACTIVATION: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """y = act(gate) * up,  or act(gate + bias)
+
+    gate, up, y: [n_rows, n_cols], y contiguous. bias: [n_cols]. A program takes one tile of BLOCK_ROWS x BLOCK_COLS.
+    Moves n_cols * (read gate, up + write y) a row.
+    """
+    n_cols = with_divisor(n_cols, ALIGN)
+    tile = tl.program_id(0)
+    rows = (tile // n_col_tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    cols = (tile % n_col_tiles).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    inside = (rows < n_rows) & (cols < n_cols)
+    x = tl.load(gate_ptr + rows * with_divisor(gate_row_stride, ALIGN) + cols, mask=inside, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    y, _ = _activated(x, ACTIVATION)
+    if up_ptr is not None:
+        y *= tl.load(up_ptr + rows * with_divisor(up_row_stride, ALIGN) + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def _glu_bwd_kernel(
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    bias_ptr,
+    dgate_ptr,
+    dup_ptr,
+    partials_ptr,
+    n_rows: tl.int64,
+    n_cols: tl.int64,
+    n_col_tiles: tl.int32,
+    rows_per_program: tl.int64,
+    dy_row_stride: tl.int64,
+    gate_row_stride: tl.int64,
+    up_row_stride: tl.int64,
+    dgate_row_stride: tl.int64,
+    dup_row_stride: tl.int64,
+    ACTIVATION: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """dup = dy * act(gate);  dgate = dy * up * act'(gate), or dy * act'(gate + bias);  partials = sums of dgate
+
+    dy, gate, up, dgate, dup: [n_rows, n_cols]. bias: [n_cols]. partials: [programs down the rows, n_cols] float32, the
+    sum over each program's rows, for sum_partials. A program takes BLOCK_COLS columns of rows_per_program rows, a
+    multiple of BLOCK_ROWS. Moves n_cols * (read dy, gate, up + write dgate, dup) a row.
+    """
+    n_cols = with_divisor(n_cols, ALIGN)
+    program = tl.program_id(0)
+    part = (program // n_col_tiles).to(tl.int64)
+    cols = (program % n_col_tiles).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for step in range(0, rows_per_program, BLOCK_ROWS):
+        rows = part * rows_per_program + step + tl.arange(0, BLOCK_ROWS)[:, None]
+        inside = (rows < n_rows) & (cols < n_cols)
+        x = tl.load(gate_ptr + rows * with_divisor(gate_row_stride, ALIGN) + cols, mask=inside, other=0.0)
+        x = x.to(tl.float32)
+        if bias_ptr is not None:
+            x += tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + rows * with_divisor(dy_row_stride, ALIGN) + cols, mask=inside, other=0.0).to(tl.float32)
+        value, slope = _activated(x, ACTIVATION)
+        if dup_ptr is not None:
+            dup_rows = dup_ptr + rows * with_divisor(dup_row_stride, ALIGN)
+            tl.store(dup_rows + cols, (g * value).to(dup_ptr.dtype.element_ty), mask=inside)
+        if up_ptr is not None:
+            up_rows = up_ptr + rows * with_divisor(up_row_stride, ALIGN)
+            g *= tl.load(up_rows + cols, mask=inside, other=0.0).to(tl.float32)
+        g *= slope
+        if dgate_ptr is not None:
+            dgate_rows = dgate_ptr + rows * with_divisor(dgate_row_stride, ALIGN)
+            tl.store(dgate_rows + cols, g.to(dgate_ptr.dtype.element_ty), mask=inside)
+        if partials_ptr is not None:
+            total += tl.where(inside, g, 0.0)
+    if partials_ptr is not None:
+        sums = tl.sum(total, axis=0, keep_dims=True)
+        tl.store(partials_ptr + part * n_cols + cols, sums, mask=cols < n_cols)

@@ -1,0 +1,131 @@
+"""What the Triton kernels of glu must do, on whatever device they run: see test_triton_glu.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from onetrip.kernels import glu
+from onetrip.kernels.tiles import Tile
+from onetrip.reference import glu as formula
+from onetrip.reference.glu import ACTIVATIONS, GluPlan, Operands
+from torch import Tensor
+from triton_runner import DEVICE, EMULATED, INTERPRETED
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = {"f32": F32, "f16": F16, "bf16": BF16}
+EVERY_ACTIVATION = pytest.mark.parametrize("activation", ACTIVATIONS)
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+
+
+@pytest.fixture(autouse=True)
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # torch.empty then fills with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def randn(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    return (2.0 * torch.randn(*shape, device=DEVICE)).to(dtype)
+
+
+def assert_close(actual: Tensor | None, exact: Tensor | None, terms: int = 1) -> None:
+    """Within one rounding of float64 and float32's arithmetic. The interpreter truncates bfloat16: one ulp."""
+    assert (actual is None) == (exact is None)
+    if actual is None or exact is None:
+        return
+    assert actual.shape == exact.shape and torch.equal(actual.isnan(), exact.isnan())
+    ulps = 1.0 if INTERPRETED and actual.dtype == BF16 else 0.5
+    relative = 2e-6 + (0.0 if actual.dtype == F32 else 1.01 * ulps * torch.finfo(actual.dtype).eps)
+    smallest = 6e-8 if actual.dtype == F16 else 0.0
+    difference = (actual.double() - exact).abs()
+    excess = difference - relative * exact.abs() - 2e-6 * terms**0.5 - smallest
+    assert (excess[~exact.isnan()] <= 0.0).all(), f"{difference.max()} from float64"
+
+
+def check(operands: Operands, dy: Tensor, plan: GluPlan, wants: tuple[bool, bool, bool] | None = None) -> None:
+    wants = wants or (True, operands.up is not None, operands.bias is not None)
+    exact = Operands(*(None if tensor is None else tensor.double() for tensor in operands))
+    y = glu.forward(operands, plan)
+    assert y.dtype == operands.gate.dtype and y.is_contiguous()
+    assert_close(y, formula.forward(exact, plan))
+    ours = glu.backward(dy, operands, plan, wants)
+    truth = formula.backward(dy.double(), exact, plan, wants)
+    for name, one, true, given in zip(ours._fields, ours, truth, operands, strict=True):
+        assert one is None or one.dtype == given.dtype
+        assert_close(one, true, terms=16 * len(dy) if name == "bias" else 4)
+
+
+@EVERY_ACTIVATION
+@EVERY_DTYPE
+@pytest.mark.parametrize("n_cols", [1, 3, 64, 520, 1030])
+def test_widths(n_cols, dtype, activation):
+    n_rows = 5 if n_cols > 512 else 13
+    gate, up, dy = (randn(n_rows, n_cols, dtype=dtype) for _ in range(3))
+    check(Operands(gate, up, None), dy, GluPlan(activation))
+    check(Operands(gate, None, randn(n_cols, dtype=dtype)), dy, GluPlan(activation))
+
+
+@pytest.mark.parametrize("gate_first", [True, False], ids=["gate-first", "up-first"])
+@pytest.mark.parametrize("n_cols", [3, 64, 1040])
+def test_packed(n_cols, gate_first):
+    dy = randn(5, n_cols)
+    for dtype in DTYPES.values():
+        check(Operands(randn(5, 2 * n_cols, dtype=dtype)), dy.to(dtype), GluPlan("silu", gate_first))
+
+
+@pytest.mark.parametrize("n_cols", [7, 64, 600])
+def test_strides(n_cols):
+    wide = randn(9, 3 * n_cols + 5)
+    gate, up, dy = wide[:, 1 : n_cols + 1], wide[:, n_cols : 2 * n_cols], wide[:, 2 * n_cols : 3 * n_cols]
+    check(Operands(gate, up, None), dy, GluPlan("gelu"))
+    check(Operands(gate, None, wide[0, 1 : n_cols + 1]), dy, GluPlan("gelu"))
+
+
+@pytest.mark.parametrize("wants", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
+def test_one_gradient_alone(wants):
+    gate, dy = randn(9, 40), randn(9, 40)
+    up, bias = (None, randn(40)) if wants[2] else (randn(9, 40), None)
+    check(Operands(gate, up, bias), dy, GluPlan("gelu_tanh"), wants)
+
+
+@EVERY_ACTIVATION
+def test_tails_and_special_values(activation):
+    x = torch.cat((torch.linspace(-30, 30, 400), torch.tensor([torch.nan, 3e38, -3e38, 1e20, -1e20]))).to(DEVICE)
+    x = x.view(1, -1)
+    operands, plan = Operands(x), GluPlan(activation)
+    assert_close(glu.forward(operands, plan)[:, :-4], formula.forward(Operands(x.double()), plan)[:, :-4])
+    assert not glu.forward(operands, plan)[:, -4:].isnan().any()
+    dx = glu.backward(torch.ones_like(x), operands, plan, (True, False, False)).gate
+    assert dx is not None and not dx[:, -4:].isnan().any() and dx[0, 400].isnan()
+    if activation == "gelu":  # as exact in the tail
+        inner = (x > -12.0) & (x < -1.0)
+        y, exact = glu.forward(operands, plan)[inner].double(), formula.forward(Operands(x.double()), plan)[inner]
+        assert ((y / exact - 1.0).abs() <= 1e-5).all()
+
+
+@pytest.mark.parametrize("n_rows", [1, 8, 9, 300])
+def test_partial_sums_of_the_bias(n_rows):
+    """Rows in one part, in many, and in parts that the last one does not fill; the same bits again."""
+    x, dy, bias = randn(n_rows, 40), randn(n_rows, 40), randn(40, dtype=BF16)
+    check(Operands(x, None, bias), dy, GluPlan("relu2"))
+    one, other = (glu.backward(dy, Operands(x, None, bias), GluPlan("gelu"), (True, False, True)) for _ in range(2))
+    assert torch.equal(one.bias, other.bias)
+
+
+def test_partition_of_the_rows():
+    wide, narrow = Tile(1, 1024, 8), Tile(8, 128, 8)
+    assert glu.rows_per_program(10_000, 3, wide, False) == 1
+    assert glu.rows_per_program(10_000, 3, wide, True) == 100
+    assert glu.rows_per_program(10_000, 1, narrow, True) == 104
+    assert glu.rows_per_program(4_000_000, 4, wide, True) * 1024 >= 16_000_000
+
+
+@pytest.mark.skipif(INTERPRETED or EMULATED, reason="needs 13 GB of a GPU's memory")
+def test_more_than_2_to_the_31_elements():
+    n_cols = 4096
+    x = torch.zeros(2**31 // n_cols + 2, n_cols, dtype=BF16, device=DEVICE)
+    x[-1] = 1.0
+    y = glu.forward(Operands(x), GluPlan("relu2"))
+    assert (y[-1] == 1.0).all() and (y[:5] == 0.0).all()
