@@ -414,6 +414,43 @@ py::object rotary(int dtype, int table_dtype, bool interleaved, bool inverse) {
   return make_function<launch_rotary>(args);
 }
 
+// n_rows, n_cols, logits, row stride, labels, loss, stats, has_stats, entropy, weights, weight_stride,
+// entropy_weights, dlogits.
+PyObject* launch_cross_entropy(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
+  return returned([&] {
+    onetrip::CrossEntropy call = state_of<onetrip::CrossEntropy>(plan);
+    Arguments from(values, n);
+    call.n_rows = from.integer();
+    call.n_cols = from.integer();
+    call.logits = from.tensor<const void>();
+    call.logits_row_stride = from.integer();
+    call.labels = from.tensor<const int64_t>();
+    call.loss = from.tensor<float>();
+    call.stats = from.tensor<float>();
+    call.has_stats = from.integer() != 0;
+    call.entropy = from.tensor<float>();
+    call.weights = from.tensor<const float>();
+    call.weight_stride = from.integer();
+    call.entropy_weights = from.tensor<const float>();
+    call.dlogits = from.tensor<void>();
+    from.end();
+    py::gil_scoped_release without_gil;
+    return onetrip::cross_entropy_cpu(call);
+  });
+}
+
+py::object cross_entropy(int dtype, int64_t ignore_index, double label_smoothing, double softcap,
+                         double lse_square_scale, double scale) {
+  onetrip::CrossEntropy args{};
+  args.dtype = DType(dtype);
+  args.ignore_index = ignore_index;
+  args.label_smoothing = static_cast<float>(label_smoothing);
+  args.softcap = static_cast<float>(softcap);
+  args.lse_square_scale = static_cast<float>(lse_square_scale);
+  args.scale = static_cast<float>(scale);
+  return make_function<launch_cross_entropy>(args);
+}
+
 int64_t row_norm_workspace(int device, int64_t n_rows, int64_t n_cols, int n_wanted) {
   return device < 0 ? onetrip::row_norm_workspace_cpu(n_rows, n_cols, n_wanted)
                     : onetrip::row_norm_workspace_cuda(n_rows, n_cols, n_wanted);
@@ -482,6 +519,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("glu_forward", &glu_forward, "A launcher of the forward pass, for these dtypes and this activation.");
   module.def("glu_backward", &glu_backward, "A launcher of the backward pass, for these dtypes and this activation.");
   module.def("glu_workspace", &onetrip::glu_workspace_cpu, "Floats of workspace that the bias's gradient needs.");
+  module.def("cross_entropy", &cross_entropy, "A launcher of losses and gradients on the CPU, for these numbers.");
   module.def("adam_step", &adam_step, py::call_guard<py::gil_scoped_release>(),
              "One step over all parameters: tables by address (csrc/launch.h), kinds and groups as lists of tuples.");
   py::class_<onetrip::TensorLook>(module, "TensorLook")

@@ -161,6 +161,27 @@ struct GluBackward {
   Activation activation;
 };
 
+// t = softcap * tanh(scale * logits / softcap) (softcap 0: scale * logits);  lse = log(sum of exp(t));
+// loss = lse - (1 - label_smoothing) * t[label] - label_smoothing * mean(t) + lse_square_scale * lse^2;
+// dlogits = gradient of weights * loss + entropy_weights * entropy, entropy = -sum of p * log(p), p = exp(t - lse).
+// Rows whose label is ignore_index: zeros. Rows with another label outside [0, n_cols): NaN.
+struct CrossEntropy {
+  int64_t n_rows, n_cols;
+  const void* logits;            // [n_rows, n_cols] dtype, last stride 1
+  const int64_t* labels;         // [n_rows]
+  float* loss;                   // [n_rows]; null: not wanted
+  float* stats;                  // [n_rows, 2]: the largest t, and lse less it; null: not wanted
+  float* entropy;                // [n_rows]; null: not wanted
+  const float* weights;          // [n_rows], or one number (weight_stride 0); null exactly where dlogits is null
+  const float* entropy_weights;  // [n_rows]; null: zeros. Not with has_stats
+  void* dlogits;                 // [n_rows, n_cols] dtype, contiguous; may be logits; null: not wanted
+  int64_t logits_row_stride, weight_stride;
+  bool has_stats;  // stats are read, not written; no loss and no entropy then
+  DType dtype;
+  int64_t ignore_index;
+  float scale, softcap, label_smoothing, lse_square_scale;
+};
+
 // One step of Adam over many parameters. The tables are rows of int64 numbers in memory of the device, addresses
 // included, so that Python builds them as integer tensors; they are read 16 bytes at a time. Blocks of kAdamBlock
 // elements share a scale.
@@ -238,6 +259,8 @@ int softmax_backward_cuda(const SoftmaxBackward& args, int device, void* stream)
 int glu_forward_cpu(const GluForward& args);
 int glu_backward_cpu(const GluBackward& args);
 int64_t glu_workspace_cpu(int64_t n_rows, int64_t n_cols);  // floats, for dbias; as row_norm's, of the sizes alone
+
+int cross_entropy_cpu(const CrossEntropy& args);  // no CUDA kernel: Triton's moves the same bytes
 
 int adam_step_cpu(const AdamStep& args);
 int rotary_cpu(const Rotary& args);  // no CUDA kernel: Triton's moves the same bytes

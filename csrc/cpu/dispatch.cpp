@@ -20,6 +20,7 @@ struct Level {
   int (*softmax_forward)(const SoftmaxForward&);
   int (*softmax_backward)(const SoftmaxBackward&);
   int (*adam_step)(const AdamStep&);
+  int (*cross_entropy)(const CrossEntropy&);
   int (*rotary)(const Rotary&);
   int (*glu_forward)(const GluForward&);
   int (*glu_backward)(const GluBackward&);
@@ -36,18 +37,18 @@ bool has_avx512() {
 const Level kLevels[] = {
 #if defined(ONETRIP_HAVE_X86_LEVELS)
     {"avx512vbmi", avx512::row_norm_forward, avx512::row_norm_backward, avx512::softmax_forward,
-     avx512::softmax_backward, avx512vbmi::adam_step, avx512::rotary, avx512::glu_forward, avx512::glu_backward,
-     [] { return has_avx512() && __builtin_cpu_supports("avx512vbmi"); }},
+     avx512::softmax_backward, avx512vbmi::adam_step, avx512::cross_entropy, avx512::rotary, avx512::glu_forward,
+     avx512::glu_backward, [] { return has_avx512() && __builtin_cpu_supports("avx512vbmi"); }},
     {"avx512", avx512::row_norm_forward, avx512::row_norm_backward, avx512::softmax_forward, avx512::softmax_backward,
-     avx512::adam_step, avx512::rotary, avx512::glu_forward, avx512::glu_backward, has_avx512},
+     avx512::adam_step, avx512::cross_entropy, avx512::rotary, avx512::glu_forward, avx512::glu_backward, has_avx512},
     // F16C is not asked for: every CPU with AVX2 and FMA has it, and older compilers do not know its name.
     {"avx2", avx2::row_norm_forward, avx2::row_norm_backward, avx2::softmax_forward, avx2::softmax_backward,
-     avx2::adam_step, avx2::rotary, avx2::glu_forward, avx2::glu_backward,
+     avx2::adam_step, avx2::cross_entropy, avx2::rotary, avx2::glu_forward, avx2::glu_backward,
      [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
     {"baseline", baseline::row_norm_forward, baseline::row_norm_backward, baseline::softmax_forward,
-     baseline::softmax_backward, baseline::adam_step, baseline::rotary, baseline::glu_forward, baseline::glu_backward,
-     [] { return true; }},
+     baseline::softmax_backward, baseline::adam_step, baseline::cross_entropy, baseline::rotary, baseline::glu_forward,
+     baseline::glu_backward, [] { return true; }},
 };
 
 const Level* best_level() {
@@ -137,6 +138,11 @@ int glu_backward_cpu(const GluBackward& args) {
   ask_for_huge_pages(args.dgate, last * args.dgate_row_stride + args.n_cols, args.dtype);
   ask_for_huge_pages(args.dup, last * args.dup_row_stride + args.n_cols, args.dtype);
   return current_level.load()->glu_backward(args);
+}
+
+int cross_entropy_cpu(const CrossEntropy& args) {
+  if (args.dlogits != args.logits) ask_for_huge_pages(args.dlogits, args.n_rows * args.n_cols, args.dtype);
+  return current_level.load()->cross_entropy(args);
 }
 
 // The numbers of a step are computed here, by the baseline: its functions of <cmath> and common/adam.h are inline ones.

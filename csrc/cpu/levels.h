@@ -22,6 +22,7 @@ struct MaskPartition {
 MaskPartition mask_partition(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows);
 
 namespace baseline {
+int cross_entropy(const CrossEntropy& args);
 int rotary(const Rotary& args);
 int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);
@@ -32,6 +33,7 @@ int glu_backward(const GluBackward& args);
 int adam_step(const AdamStep& args);
 }  // namespace baseline
 namespace avx2 {
+int cross_entropy(const CrossEntropy& args);
 int rotary(const Rotary& args);
 int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);
@@ -42,6 +44,7 @@ int glu_backward(const GluBackward& args);
 int adam_step(const AdamStep& args);
 }  // namespace avx2
 namespace avx512 {
+int cross_entropy(const CrossEntropy& args);
 int rotary(const Rotary& args);
 int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);

@@ -1,6 +1,7 @@
 """Fused operators as functions of tensors: differentiable, deterministic, the same results on every backend."""
 
 from .common.rng import dropout_keep_mask
+from .cross_entropy import cross_entropy, linear_cross_entropy, linear_logprobs
 from .glu import bias_activation, glu, glu_packed
 from .rotary import rotary_embedding
 from .row_norm import bias_dropout_residual, bias_dropout_residual_norm, layer_norm, rms_norm
@@ -10,10 +11,13 @@ __all__ = [
     "bias_activation",
     "bias_dropout_residual",
     "bias_dropout_residual_norm",
+    "cross_entropy",
     "dropout_keep_mask",
     "glu",
     "glu_packed",
     "layer_norm",
+    "linear_cross_entropy",
+    "linear_logprobs",
     "rms_norm",
     "rotary_embedding",
     "softmax",

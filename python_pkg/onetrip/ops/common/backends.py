@@ -25,7 +25,7 @@ KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """Dtypes that kernels compute with. Everything else (float64) goes through reference."""
 
 FAMILIES = {
-    "cpu": frozenset({"adam", "glu", "rotary", "row_norm", "softmax"}),
+    "cpu": frozenset({"adam", "cross_entropy", "glu", "rotary", "row_norm", "softmax"}),
     "cuda": frozenset({"adam", "row_norm", "softmax"}),
     "triton": frozenset({"adam", "glu", "rotary", "row_norm", "softmax"}),
 }

@@ -1,0 +1,282 @@
+"""Cross-entropy of logits, and of hidden @ weight.T without ever holding all logits; token log-probabilities.
+
+Sources: label smoothing, Szegedy et al. 2016; z-loss, Chowdhery et al. 2022; soft cap, Gemma 2, 2024; gradients
+computed chunk by chunk in forward, Liger-Kernel, Hsu et al. 2024. Calls take the same paths as those of softmax.py.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..reference import cross_entropy as reference
+from ..reference.cross_entropy import NO_INDEX, CrossEntropyPlan
+from .common.backends import KERNEL_DTYPES, choose
+from .common.checks import check_dense, check_finite, check_probability, check_rows, check_tensor, raise_unknown
+from .common.native import in_memory
+from .common.tracing import is_traced, is_transformed, reject_onnx_export
+from .cross_entropy_autograd import CrossEntropy, LinearByRow, LinearReduced, forward, raise_wrong_labels
+from .cross_entropy_linear import Linear, Wants, by_row, mean_weight, reduced
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    lse_square_scale: float = 0.0,
+    reduction: str = "mean",
+    **unknown: NoReturn,
+) -> Tensor:
+    """Cross-entropy of rows of logits with their labels, as torch.nn.functional.cross_entropy with class indices.
+
+    logits: (*, n_classes), float32, float16, bfloat16 or float64, any strides; the classes are the last dimension.
+    labels: (*) int64. Rows with the label ignore_index have loss 0 and gradient 0. Other labels outside [0, n_classes)
+    raise ValueError on a CPU; on a GPU, where looking would wait for it, they make their row's loss and gradient NaN.
+    A row's loss is lse - t[label], lse = logsumexp(t), t = softcap * tanh(logits / softcap) where a soft cap is set;
+    label_smoothing, in [0, 1], mixes in the mean over all classes as torch does; lse_square_scale * lse^2 is added
+    (z-loss). reduction: "mean" over the rows that are not ignored (0 where all are), "sum", or "none": as labels.
+
+    Returns float32 (float64 for float64); sums are float32. NaN in a row spoils that row's loss and gradient only.
+    Saves logits and labels themselves and two numbers a row; the gradient is computed from them, deterministically.
+    """
+    function = "cross_entropy"
+    if unknown:
+        raise_unknown(function, unknown)
+    check_rows(function, "logits", logits)
+    plan = _checked_plan(function, ignore_index, label_smoothing, softcap, lse_square_scale, reduction)
+    _check_labels(function, "labels", labels, "logits", logits)
+    if logits.shape[-1] == 0:
+        raise ValueError(f"{function}: logits must have at least one class, got shape {tuple(logits.shape)}")
+    shape = labels.shape
+    rows, row_labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    if is_traced(logits, labels):
+        reject_onnx_export()
+        loss, _ = torch.ops.onetrip.cross_entropy(rows, row_labels, *plan)
+        return _reduced(loss, row_labels, plan, reduction, shape)
+    transformed = is_transformed()
+    backend = choose(function, logits.device, logits.dtype in KERNEL_DTYPES and not transformed, "cross_entropy")
+    if transformed:
+        return _reduced(reference.forward(rows, row_labels, plan).loss, row_labels, plan, reduction, shape)
+    row_labels = in_memory(row_labels).contiguous()
+    raise_wrong_labels(function, "labels", row_labels, rows.shape[1], ignore_index)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        loss = CrossEntropy.apply(rows, (row_labels, plan, backend, reduction))
+        return cast(Tensor, loss.view(shape) if reduction == "none" else loss)
+    return _reduced(forward(backend, rows, row_labels, plan).loss, row_labels, plan, reduction, shape)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    lse_square_scale: float = 0.0,
+    reduction: str = "mean",
+    chunk_rows: int | None = None,
+    **unknown: NoReturn,
+) -> Tensor:
+    """cross_entropy of hidden @ weight.T + bias, in chunks of rows: all of the logits never exist at once.
+
+    hidden: (*, n_hidden), float32, float16, bfloat16 or float64; weight: (n_classes, n_hidden) and bias: (n_classes,)
+    of the same dtype (under autocast they are cast to its dtype). labels: (*) int64. ignore_index to reduction: as in
+    cross_entropy. chunk_rows: rows whose logits exist at once; None: so that these take about 64 MB.
+    On a CPU rows with ignored labels are dropped before the matrix product. On a GPU their number is not known without
+    waiting for it: all rows are multiplied, and nothing is synchronized.
+
+    Returns float32 (float64 for float64). Where all rows are ignored: 0, and zero gradients. With "mean" and "sum" the
+    gradients are computed in forward, where grad is enabled, and kept instead of activations; backward multiplies them
+    by the incoming gradient. With "none" backward computes the chunks again. Only gradients of what requires grad are
+    computed. Those of weight and bias are summed in float32. Deterministic where torch's matrix products are.
+    """
+    function = "linear_cross_entropy"
+    if unknown:
+        raise_unknown(function, unknown)
+    plan = _checked_plan(function, ignore_index, label_smoothing, softcap, lse_square_scale, reduction)
+    _check_linear(function, hidden, weight, bias)
+    _check_labels(function, "labels", labels, "hidden", hidden)
+    if chunk_rows is not None and (type(chunk_rows) is not int or chunk_rows < 1):
+        raise ValueError(f"{function}: chunk_rows must be None or an int >= 1, got {chunk_rows!r}")
+    if reduction == "none":
+        loss, _ = _by_row(function, hidden, weight, bias, labels, plan, chunk_rows or 0, False)
+        return loss
+    hidden, weight, bias = _autocast(hidden, weight, bias)
+    rows, row_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    operands = (rows, weight, bias)
+    if is_traced(*operands, labels):
+        reject_onnx_export()
+        settings = (reduction == "mean", chunk_rows or 0, _wants(*operands))
+        return cast(Tensor, torch.ops.onetrip.linear_cross_entropy(*operands, row_labels, *settings, *plan)[0])
+    if is_transformed():
+        loss = reference.forward(linear(*operands), row_labels, plan).loss
+        return _reduced(loss, row_labels, plan, reduction, labels.shape)
+    row_labels = in_memory(row_labels).contiguous()
+    raise_wrong_labels(function, "labels", row_labels, weight.shape[0], ignore_index)
+    backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
+    if any(_wants(*operands)):
+        call = (row_labels, plan, backend, chunk_rows or 0, reduction == "mean")
+        return cast(Tensor, LinearReduced.apply(*operands, call))
+    return reduced(Linear(*operands, row_labels, plan, backend, chunk_rows or 0), reduction == "mean", (False,) * 3)[0]
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    **unknown: NoReturn,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, for preference and policy losses.
+
+    hidden, weight, bias, chunks: as in linear_cross_entropy. tokens: (*) int64, all in [0, n_classes): others raise
+    ValueError on a CPU and give NaN on a GPU. temperature > 0. return_entropy: the entropy of each row's distribution
+    too, in nats.
+
+    Returns float32 (float64 for float64), shaped as tokens; with return_entropy a pair of such. Saves its arguments
+    only: backward computes the chunks again.
+    """
+    function = "linear_logprobs"
+    if unknown:
+        raise_unknown(function, unknown)
+    _check_linear(function, hidden, weight, bias)
+    _check_labels(function, "tokens", tokens, "hidden", hidden)
+    check_finite(function, "temperature", temperature)
+    if not temperature > 0.0:
+        raise ValueError(f"{function}: temperature must be > 0, got {temperature}")
+    plan = CrossEntropyPlan(scale=1.0 / temperature)
+    loss, entropy = _by_row(function, hidden, weight, bias, tokens, plan, 0, return_entropy)
+    return (-loss, entropy) if entropy is not None else -loss
+
+
+def _by_row(
+    function: str,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    plan: CrossEntropyPlan,
+    chunk_rows: int,
+    wants_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(losses, entropies where wanted), shaped as labels."""
+    hidden, weight, bias = _autocast(hidden, weight, bias)
+    shape = labels.shape
+    rows, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    operands = (rows, weight, bias)
+    entropy: Tensor | None
+    if is_traced(*operands, labels):
+        reject_onnx_export()
+        settings = (wants_entropy, chunk_rows, *plan)
+        loss, entropy = torch.ops.onetrip.linear_cross_entropy_rows(*operands, labels, *settings)
+    elif is_transformed():
+        loss, _, entropy = reference.forward(linear(*operands), labels, plan, wants_entropy)
+    else:
+        labels = in_memory(labels).contiguous()
+        argument = "tokens" if plan.ignore_index == NO_INDEX else "labels"
+        raise_wrong_labels(function, argument, labels, weight.shape[0], plan.ignore_index)
+        backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
+        if any(_wants(*operands)):
+            call = (labels, plan, backend, chunk_rows, wants_entropy)
+            loss, entropy = LinearByRow.apply(*operands, call)
+        else:
+            loss, entropy = by_row(Linear(*operands, labels, plan, backend, chunk_rows), wants_entropy)
+    return loss.view(shape), entropy.view(shape) if wants_entropy and entropy is not None else None
+
+
+def _wants(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Wants:
+    """Which gradients a call must be ready to give."""
+    if not torch.is_grad_enabled():
+        return False, False, False
+    return hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
+
+
+def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cast as autocast casts the operands of torch.nn.functional.linear."""
+    device_type = hidden.device.type
+    if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device_type)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _reduced(loss: Tensor, labels: Tensor, plan: CrossEntropyPlan, reduction: str, shape: torch.Size) -> Tensor:
+    """By torch's own operators, from the losses of all rows."""
+    if reduction == "none":
+        return loss.view(shape)
+    total = loss.sum()
+    return total * mean_weight(labels, plan.ignore_index, loss.dtype)[0] if reduction == "mean" else total
+
+
+def _checked_plan(
+    function: str, ignore_index: int, label_smoothing: float, softcap: float | None, lse_square_scale: float,
+    reduction: str,
+) -> CrossEntropyPlan:  # fmt: skip
+    if type(ignore_index) is not int:
+        raise TypeError(f"{function}: ignore_index must be an int, got {ignore_index!r}")
+    check_probability(function, "label_smoothing", label_smoothing)
+    if softcap is not None:
+        check_finite(function, "softcap", softcap)
+        if not softcap > 0.0:
+            raise ValueError(f"{function}: softcap must be None or > 0, got {softcap}")
+    check_finite(function, "lse_square_scale", lse_square_scale)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{function}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    return CrossEntropyPlan(ignore_index, float(label_smoothing), float(softcap or 0.0), float(lse_square_scale), 1.0)
+
+
+def _check_labels(function: str, argument: str, labels: object, of: str, rows: Tensor) -> None:
+    check_tensor(function, argument, labels)
+    assert isinstance(labels, Tensor)
+    if labels.dtype != torch.int64:
+        raise TypeError(f"{function}: {argument} must be int64, got {str(labels.dtype)[6:]}")
+    check_dense(function, argument, labels)
+    if labels.shape != rows.shape[:-1]:
+        raise ValueError(
+            f"{function}: {argument} must have the shape of {of} without its last dimension, "
+            f"{tuple(rows.shape[:-1])}, got {tuple(labels.shape)}"
+        )
+    if labels.device != rows.device:
+        raise ValueError(f"{function}: {argument} must be on the device of {of}, {rows.device}, got {labels.device}")
+
+
+def _check_linear(function: str, hidden: object, weight: object, bias: object) -> None:
+    check_rows(function, "hidden", hidden)
+    check_rows(function, "weight", weight)
+    assert isinstance(hidden, Tensor) and isinstance(weight, Tensor)
+    n_hidden = hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != n_hidden or weight.shape[0] == 0:
+        raise ValueError(
+            f"{function}: weight must have shape (n_classes, {n_hidden}), n_classes >= 1, got {tuple(weight.shape)}"
+        )
+    operands = [("weight", weight)]
+    if bias is not None:
+        check_rows(function, "bias", bias)
+        assert isinstance(bias, Tensor)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"{function}: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+        operands.append(("bias", bias))
+    may_mix = torch.is_autocast_enabled(hidden.device.type)
+    for argument, tensor in operands:
+        if tensor.device != hidden.device:
+            raise ValueError(
+                f"{function}: {argument} must be on the device of hidden, {hidden.device}, got {tensor.device}"
+            )
+        if tensor.dtype != hidden.dtype and not may_mix:
+            raise TypeError(
+                f"{function}: {argument} must have the dtype of hidden, {str(hidden.dtype)[6:]}, "
+                f"got {str(tensor.dtype)[6:]}"
+            )

@@ -1,0 +1,328 @@
+"""cross_entropy with gradients: the eager path, and for traced calls the operators of torch.library.
+
+As softmax_autograd.py: autograd.Functions for eager calls; for traced ones operators with their fake versions and their
+autograd formulas. Losses, and what is beside them, are float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reference import accumulator_dtype
+from ..reference.cross_entropy import CrossEntropyPlan, RowStatistics
+from . import cross_entropy_linear as linear
+from .common.backends import KERNEL_DTYPES, choose
+from .common.native import matrix
+from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
+from .cross_entropy_linear import Gradients, Linear, Wants
+
+
+def raise_wrong_labels(function: str, argument: str, labels: Tensor, n_classes: int, ignore_index: int) -> None:
+    """Raises ValueError where a label is no class. On a GPU nobody looks: that would wait for it."""
+    if labels.device.type != "cpu" or labels.numel() == 0:
+        return
+    low, high = labels.aminmax()
+    if low >= 0 and high < n_classes:
+        return
+    wrong = labels[((labels < 0) | (labels >= n_classes)) & (labels != ignore_index)]
+    if wrong.numel():
+        or_ignored = f" or ignore_index ({ignore_index})" if argument == "labels" else ""
+        raise ValueError(f"{function}: {argument} must be in [0, {n_classes}){or_ignored}, got {wrong[0].item()}")
+
+
+def forward(backend: str, logits: Tensor, labels: Tensor, plan: CrossEntropyPlan) -> RowStatistics:
+    """reference.cross_entropy.forward on any backend. logits: [n_rows, n_cols], any strides; labels: contiguous."""
+    if logits.numel() == 0:
+        loss = logits.new_zeros(logits.shape[0], dtype=accumulator_dtype(logits.dtype))
+        return RowStatistics(loss, loss.new_zeros((*loss.shape, 2)), None)
+    rows = matrix(logits, logits.shape[1])
+    found: RowStatistics = linear.row_functions(backend).forward(rows, labels, plan)
+    return found
+
+
+def backward(
+    backend: str, logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, plan: CrossEntropyPlan
+) -> Tensor:
+    """reference.cross_entropy.backward on any backend. weights: [n_rows] or [1]."""
+    if logits.numel() == 0:
+        return torch.zeros_like(logits)
+    rows = matrix(logits, logits.shape[1])
+    dlogits: Tensor = linear.row_functions(backend).backward(rows, labels, stats, weights.contiguous(), plan)
+    return dlogits
+
+
+class CrossEntropy(torch.autograd.Function):
+    """The eager path of cross_entropy. Saves logits and labels themselves, and two numbers a row."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, call: tuple[Tensor, CrossEntropyPlan, str, str]) -> Tensor:
+        labels, plan, backend, reduction = call
+        found = forward(backend, logits, labels, plan)
+        weight = None
+        loss = found.loss
+        if reduction == "mean":
+            weight = linear.mean_weight(labels, plan.ignore_index, loss.dtype)
+        if reduction != "none":
+            loss = loss.sum() if weight is None else loss.dot(weight.expand_as(loss))
+        ctx.save_for_backward(logits, labels, found.stats, weight)
+        ctx.call = plan, backend
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        refuse_double_backward("cross_entropy")
+        plan, backend = ctx.call
+        logits, labels, stats, weight = ctx.saved_tensors
+        weights = grads[0].reshape(-1) if weight is None else grads[0] * weight
+        return backward(backend if have_storage(grads[0]) else "reference", logits, labels, stats, weights, plan), None
+
+
+class LinearReduced(torch.autograd.Function):
+    """The eager path of linear_cross_entropy with a sum or a mean: forward computes the gradients too. Backward
+    multiplies them in place and hands them over; a second one, of a retained graph, computes them again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Tensor, Any, str, int, bool]
+    ) -> Tensor:
+        labels, plan, backend, chunk_rows, is_mean = call
+        linear_call = Linear(hidden, weight, bias, labels, plan, backend, chunk_rows)
+        loss, ctx.gradients = linear.reduced(linear_call, is_mean, ctx.needs_input_grad[:3])
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.call = call[1:]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        refuse_double_backward("cross_entropy")
+        (dloss,) = grads
+        if ctx.gradients is not None and not have_storage(dloss):  # batched gradients
+            return *(None if gradient is None else gradient * dloss for gradient in ctx.gradients), None
+        found, ctx.gradients = ctx.gradients, None
+        if found is not None:
+            if not (dloss.device.type == "cpu" and dloss == 1.0):
+                for gradient in found:
+                    if gradient is not None:
+                        gradient.mul_(dloss)
+            return *found, None
+        hidden, weight, bias, labels = ctx.saved_tensors
+        plan, backend, chunk_rows, is_mean = ctx.call
+        dloss = dloss.reshape(1)
+        if is_mean:
+            dloss = dloss * linear.mean_weight(labels, plan.ignore_index, dloss.dtype)
+        call = Linear(hidden, weight, bias, labels, plan, backend, chunk_rows)
+        return *linear.by_row_backward(call, dloss, None, ctx.needs_input_grad[:3]), None
+
+
+class LinearByRow(torch.autograd.Function):
+    """The eager path of a loss (and entropy) for each row. Backward computes the chunks again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Tensor, Any, str, int, bool]
+    ) -> tuple[Tensor, Tensor | None]:
+        labels, plan, backend, chunk_rows, wants_entropy = call
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.call = plan, backend, chunk_rows
+        return linear.by_row(Linear(hidden, weight, bias, labels, plan, backend, chunk_rows), wants_entropy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        refuse_double_backward("cross_entropy")
+        hidden, weight, bias, labels = ctx.saved_tensors
+        plan, backend, chunk_rows = ctx.call
+        dloss, dentropy = (None if gradient is None else gradient.contiguous() for gradient in grads)
+        assert dloss is not None
+        if not have_storage(dloss, dentropy):
+            raise RuntimeError("onetrip: gradients of linear cross-entropy by row cannot be batched")
+        call = Linear(hidden, weight, bias, labels, plan, backend, chunk_rows)
+        return *linear.by_row_backward(call, dloss, dentropy, ctx.needs_input_grad[:3]), None
+
+
+_PLAN = "int ignore_index, float label_smoothing, float softcap, float lse_square_scale, float scale"
+_LINEAR = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels"
+
+library = torch.library.Library("onetrip", "FRAGMENT")
+library.define(f"cross_entropy(Tensor logits, Tensor labels, {_PLAN}) -> (Tensor loss, Tensor stats)")
+library.define(
+    f"cross_entropy_backward(Tensor logits, Tensor labels, Tensor stats, Tensor dloss, {_PLAN}) -> Tensor dlogits"
+)
+library.define(
+    f"linear_cross_entropy({_LINEAR}, bool is_mean, int chunk_rows, bool[3] wants, {_PLAN}) "
+    "-> (Tensor loss, Tensor dhidden, Tensor dweight, Tensor dbias)"
+)
+library.define(
+    f"linear_cross_entropy_rows({_LINEAR}, bool wants_entropy, int chunk_rows, {_PLAN}) "
+    "-> (Tensor loss, Tensor entropy)"
+)
+library.define(
+    f"linear_cross_entropy_rows_backward({_LINEAR}, Tensor dloss, Tensor? dentropy, int chunk_rows, bool[3] wants, "
+    f"{_PLAN}) -> (Tensor dhidden, Tensor dweight, Tensor dbias)"
+)
+
+
+def _backend(operator: str, tensor: Tensor) -> str:
+    return choose(f"onetrip::{operator}", tensor.device, tensor.dtype in KERNEL_DTYPES, "cross_entropy")
+
+
+def _filled(like: Tensor, tensors: Gradients) -> tuple[Tensor, Tensor, Tensor]:
+    first, second, third = (like.new_empty(0) if tensor is None else tensor for tensor in tensors)
+    return first, second, third
+
+
+def _forward(logits: Tensor, labels: Tensor, *plan: Any) -> tuple[Tensor, Tensor]:
+    call = CrossEntropyPlan(*plan)
+    raise_wrong_labels("onetrip::cross_entropy", "labels", labels, logits.shape[1], call.ignore_index)
+    found = forward(_backend("cross_entropy", logits), logits, labels.contiguous(), call)
+    return found.loss, found.stats
+
+
+def _backward(logits: Tensor, labels: Tensor, stats: Tensor, dloss: Tensor, *plan: Any) -> Tensor:
+    backend = _backend("cross_entropy_backward", logits)
+    return backward(backend, logits, labels.contiguous(), stats.contiguous(), dloss, CrossEntropyPlan(*plan))
+
+
+def _linear(operator: str, tensors: tuple[Any, ...], chunk_rows: int, plan: tuple[Any, ...]) -> Linear:
+    hidden, weight, bias, labels = tensors
+    call = CrossEntropyPlan(*plan)
+    raise_wrong_labels(f"onetrip::{operator}", "labels", labels, weight.shape[0], call.ignore_index)
+    return Linear(hidden, weight, bias, labels.contiguous(), call, _backend(operator, hidden), chunk_rows)
+
+
+def _linear_reduced(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, is_mean: bool, chunk_rows: int, wants: Any,
+    *plan: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    call = _linear("linear_cross_entropy", (hidden, weight, bias, labels), chunk_rows, plan)
+    loss, gradients = linear.reduced(call, is_mean, tuple(wants))
+    return loss, *_filled(hidden, gradients)
+
+
+def _linear_rows(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, wants_entropy: bool, chunk_rows: int,
+    *plan: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    call = _linear("linear_cross_entropy_rows", (hidden, weight, bias, labels), chunk_rows, plan)
+    loss, entropy = linear.by_row(call, wants_entropy)
+    return loss, loss.new_empty(0) if entropy is None else entropy
+
+
+def _linear_rows_backward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, dloss: Tensor, dentropy: Tensor | None,
+    chunk_rows: int, wants: Any, *plan: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call = _linear("linear_cross_entropy_rows_backward", (hidden, weight, bias, labels), chunk_rows, plan)
+    dentropy = None if dentropy is None else dentropy.contiguous()
+    return _filled(hidden, linear.by_row_backward(call, dloss.contiguous(), dentropy, tuple(wants)))
+
+
+def _numbers(like: Tensor, *shape: Any) -> Tensor:
+    return like.new_empty(shape, dtype=accumulator_dtype(like.dtype))
+
+
+def _fake_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, wants: Any) -> tuple[Tensor, Tensor, Tensor]:
+    operands = (hidden, weight, bias)
+    return _filled(
+        hidden,
+        tuple(  # type: ignore[arg-type]
+            tensor.new_empty(tensor.shape) if tensor is not None and wanted else None
+            for tensor, wanted in zip(operands, wants, strict=True)
+        ),
+    )
+
+
+def _forward_fake(logits: Tensor, labels: Tensor, *plan: Any) -> tuple[Tensor, Tensor]:
+    reject_onnx_export()
+    return _numbers(logits, logits.shape[0]), _numbers(logits, logits.shape[0], 2)
+
+
+def _backward_fake(logits: Tensor, *others: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _linear_reduced_fake(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, is_mean: bool, chunk_rows: int, wants: Any,
+    *plan: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    reject_onnx_export()
+    return _numbers(hidden), *_fake_gradients(hidden, weight, bias, wants)
+
+
+def _linear_rows_fake(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, wants_entropy: bool, *others: Any
+) -> tuple[Tensor, Tensor]:
+    reject_onnx_export()
+    n_rows = labels.shape[0]
+    return _numbers(hidden, n_rows), _numbers(hidden, n_rows if wants_entropy else 0)
+
+
+def _linear_rows_backward_fake(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, dloss: Tensor, dentropy: Tensor | None,
+    chunk_rows: int, wants: Any, *plan: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _fake_gradients(hidden, weight, bias, wants)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, labels, *ctx.plan = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, labels, output[1])
+
+
+def _autograd(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
+    dlogits = torch.ops.onetrip.cross_entropy_backward(*ctx.saved_tensors, dloss, *ctx.plan)
+    return dlogits, None, *([None] * len(ctx.plan))
+
+
+def _save_reduced(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.n_inputs, ctx.wants = len(inputs), inputs[6]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:])
+
+
+def _autograd_reduced(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
+    gradients = [g * dloss if wanted else None for g, wanted in zip(ctx.saved_tensors, ctx.wants, strict=True)]
+    return *gradients, *([None] * (ctx.n_inputs - 3))
+
+
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    hidden, weight, bias, labels, ctx.wants_entropy, ctx.chunk_rows, *ctx.plan = inputs
+    if not ctx.wants_entropy:
+        ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(hidden, weight, bias, labels)
+
+
+def _autograd_rows(ctx: Any, dloss: Tensor, dentropy: Tensor | None) -> tuple[Any, ...]:
+    wants: Wants = tuple(ctx.needs_input_grad[:3])
+    found = torch.ops.onetrip.linear_cross_entropy_rows_backward(
+        *ctx.saved_tensors, dloss, dentropy if ctx.wants_entropy else None, ctx.chunk_rows, wants, *ctx.plan
+    )
+    gradients = [gradient if wanted else None for gradient, wanted in zip(found, wants, strict=True)]
+    return *gradients, *([None] * (3 + len(ctx.plan)))
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
+    raise RuntimeError("onetrip: the backward of cross_entropy cannot be differentiated again")
+
+
+for _name, _function, _fake in (
+    ("cross_entropy", _forward, _forward_fake),
+    ("cross_entropy_backward", _backward, _backward_fake),
+    ("linear_cross_entropy", _linear_reduced, _linear_reduced_fake),
+    ("linear_cross_entropy_rows", _linear_rows, _linear_rows_fake),
+    ("linear_cross_entropy_rows_backward", _linear_rows_backward, _linear_rows_backward_fake),
+):
+    library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"onetrip::{_name}", _fake, lib=library)
+torch.library.register_autograd("onetrip::cross_entropy", _autograd, setup_context=_save, lib=library)
+torch.library.register_autograd(
+    "onetrip::linear_cross_entropy", _autograd_reduced, setup_context=_save_reduced, lib=library
+)
+torch.library.register_autograd(
+    "onetrip::linear_cross_entropy_rows", _autograd_rows, setup_context=_save_rows, lib=library
+)
+for _name in ("cross_entropy_backward", "linear_cross_entropy_rows_backward"):
+    torch.library.register_autograd(f"onetrip::{_name}", _no_double_backward, lib=library)

@@ -1,0 +1,200 @@
+"""Cross-entropy of hidden @ weight.T + bias, some rows at a time: their logits never exist all at once.
+
+A chunk is one matrix product into a buffer that all chunks share; the row kernel turns the logits there into their
+gradient, and two products take that to the gradients of hidden and weight. The method: Liger-Kernel, Hsu et al. 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..reference import accumulator_dtype
+from ..reference.cross_entropy import CrossEntropyPlan
+from . import cross_entropy_native
+from .common.backends import formulas
+
+_CHUNK_BYTES = 64 << 20
+_CLASSES_AT_ONCE = 8192  # of a half-precision product that is added to a float32 gradient: bounds its temporary
+
+Wants = tuple[bool, bool, bool]
+"""Whether the gradients of hidden, weight and bias are wanted."""
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of hidden, weight and bias, in their dtypes; what is not wanted is None."""
+
+
+def row_functions(backend: str) -> Any:
+    """The module with forward, backward and forward_backward_ of rows, as in reference.cross_entropy."""
+    return cross_entropy_native if backend == "cpu" else formulas(backend, "cross_entropy")
+
+
+class Linear(NamedTuple):
+    """The operands of one call."""
+
+    hidden: Tensor
+    """[n_rows, n_hidden]"""
+    weight: Tensor
+    """[n_classes, n_hidden], of hidden's dtype, as bias."""
+    bias: Tensor | None
+    labels: Tensor
+    """[n_rows] int64."""
+    plan: CrossEntropyPlan
+    backend: str
+    chunk_rows: int
+    """0: chosen so that a chunk's logits take about 64 MB."""
+
+    @property
+    def rows(self) -> Any:
+        return row_functions(self.backend)
+
+
+class _Chunk(NamedTuple):
+    rows: slice
+    """Of the rows that are kept."""
+    hidden: Tensor
+    labels: Tensor
+    logits: Tensor
+    """Contiguous, to be overwritten; the next chunk has the same memory."""
+
+
+class _Kept:
+    """The rows that take part: on a CPU those whose label is not ignored. On a GPU all of them: their number would
+    have to come to the host, and the kernel gives ignored rows zeros."""
+
+    def __init__(self, call: Linear) -> None:
+        self.call = call
+        self.index: Tensor | None = None
+        self.labels = call.labels
+        if call.labels.device.type == "cpu":
+            kept = call.labels != call.plan.ignore_index
+            index = kept.nonzero()[:, 0]
+            if index.numel() < kept.numel():
+                self.index, self.labels = index, call.labels[index]
+        self.n_rows = self.labels.numel()
+
+    def take(self, tensor: Tensor, rows: slice) -> Tensor:
+        return tensor[rows] if self.index is None else tensor.index_select(0, self.index[rows])
+
+    def put(self, into: Tensor, rows: slice, values: Tensor) -> None:
+        if self.index is None:
+            into[rows] = values
+        else:
+            into.index_copy_(0, self.index[rows], values)
+
+    def chunks(self) -> Iterator[_Chunk]:
+        call, n_classes = self.call, self.call.weight.shape[0]
+        if self.n_rows == 0:
+            return
+        most = call.chunk_rows or max(1, _CHUNK_BYTES // (n_classes * call.hidden.element_size()))
+        n_chunks = -(-self.n_rows // most)
+        size = -(-self.n_rows // n_chunks)
+        buffer = call.hidden.new_empty((size, n_classes))
+        for first in range(0, self.n_rows, size):
+            rows = slice(first, min(first + size, self.n_rows))
+            hidden, logits = self.take(call.hidden, rows), buffer[: rows.stop - first]
+            if call.bias is None:
+                torch.mm(hidden, call.weight.t(), out=logits)
+            else:
+                torch.addmm(call.bias, hidden, call.weight.t(), out=logits)
+            yield _Chunk(rows, hidden, self.labels[rows], logits)
+
+
+class _Sums:
+    """The gradients, chunk by chunk. Those of weight and bias are summed in float32 (float64)."""
+
+    def __init__(self, kept: _Kept, wants: Wants) -> None:
+        hidden, weight, bias = kept.call.hidden, kept.call.weight, kept.call.bias
+        sums = accumulator_dtype(weight.dtype)
+        self.kept, self.is_first = kept, True
+        self.dhidden = self.dweight = self.dbias = None
+        if wants[0]:
+            make = torch.empty if kept.index is None else torch.zeros
+            self.dhidden = make(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        if wants[1]:
+            self.dweight = torch.empty(weight.shape, dtype=sums, device=weight.device)
+        if wants[2] and bias is not None:
+            self.dbias = torch.zeros(bias.shape, dtype=sums, device=bias.device)
+
+    def add(self, chunk: _Chunk) -> None:
+        """chunk.logits: their gradient by now."""
+        dlogits = chunk.logits
+        if self.dhidden is not None:
+            if self.kept.index is None:
+                torch.mm(dlogits, self.kept.call.weight, out=self.dhidden[chunk.rows])
+            else:
+                self.kept.put(self.dhidden, chunk.rows, dlogits @ self.kept.call.weight)
+        if self.dweight is not None:
+            beta = 0 if self.is_first else 1
+            if self.dweight.dtype == dlogits.dtype:
+                self.dweight.addmm_(dlogits.t(), chunk.hidden, beta=beta)
+            else:
+                for sums, columns in zip(
+                    self.dweight.split(_CLASSES_AT_ONCE), dlogits.split(_CLASSES_AT_ONCE, dim=1), strict=True
+                ):
+                    product = columns.t() @ chunk.hidden
+                    sums.copy_(product) if self.is_first else sums.add_(product)
+        if self.dbias is not None:
+            self.dbias += dlogits.sum(dim=0, dtype=self.dbias.dtype)
+        self.is_first = False
+
+    def result(self) -> Gradients:
+        weight, bias = self.kept.call.weight, self.kept.call.bias
+        if self.dweight is not None and self.is_first:
+            self.dweight.zero_()
+        return (
+            self.dhidden,
+            None if self.dweight is None else self.dweight.to(weight.dtype),
+            None if self.dbias is None or bias is None else self.dbias.to(bias.dtype),
+        )
+
+
+def mean_weight(labels: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """[1]: one over the number of rows that are not ignored; 1 where all are, so that their mean is 0."""
+    return (labels != ignore_index).sum(dim=0, keepdim=True).clamp_min(1).to(dtype).reciprocal()
+
+
+def reduced(call: Linear, is_mean: bool, wants: Wants) -> tuple[Tensor, Gradients]:
+    """(sum or mean of the rows' losses, its gradients)."""
+    kept = _Kept(call)
+    dtype = accumulator_dtype(call.hidden.dtype)
+    weight = torch.ones(1, dtype=dtype, device=call.hidden.device)
+    if is_mean:
+        weight = mean_weight(call.labels, call.plan.ignore_index, dtype)
+    total = torch.zeros_like(weight)
+    sums = _Sums(kept, wants)
+    for chunk in kept.chunks():
+        if any(wants):
+            loss = call.rows.forward_backward_(chunk.logits, chunk.labels, weight, None, call.plan)
+            sums.add(chunk)
+        else:
+            loss = call.rows.forward(chunk.logits, chunk.labels, call.plan).loss
+        total += loss.sum()
+    return (total * weight)[0], sums.result()
+
+
+def by_row(call: Linear, wants_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """([n_rows] losses, entropies where wanted), float32 (float64); 0 in ignored rows."""
+    kept = _Kept(call)
+    loss = call.hidden.new_zeros(call.labels.shape, dtype=accumulator_dtype(call.hidden.dtype))
+    entropy = torch.zeros_like(loss) if wants_entropy else None
+    for chunk in kept.chunks():
+        found = call.rows.forward(chunk.logits, chunk.labels, call.plan, wants_entropy)
+        kept.put(loss, chunk.rows, found.loss)
+        if entropy is not None:
+            kept.put(entropy, chunk.rows, found.entropy)
+    return loss, entropy
+
+
+def by_row_backward(call: Linear, dloss: Tensor, dentropy: Tensor | None, wants: Wants) -> Gradients:
+    """The gradients of by_row; the chunks are computed again. dloss: [n_rows] or [1], contiguous."""
+    kept = _Kept(call)
+    sums = _Sums(kept, wants)
+    for chunk in kept.chunks():
+        weights = dloss if dloss.numel() == 1 else kept.take(dloss, chunk.rows)
+        entropy_weights = None if dentropy is None else kept.take(dentropy, chunk.rows)
+        call.rows.forward_backward_(chunk.logits, chunk.labels, weights, entropy_weights, call.plan)
+        sums.add(chunk)
+    return sums.result()

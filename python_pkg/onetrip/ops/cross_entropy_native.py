@@ -1,0 +1,50 @@
+"""From tensors to the native cross-entropy launcher. Allocates what it writes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..reference.cross_entropy import CrossEntropyPlan, RowStatistics
+from .common.backends import native
+from .common.native import DTYPE_CODE, Launcher, raise_error
+
+
+@lru_cache(maxsize=1024)
+def _launcher(plan: CrossEntropyPlan, dtype: torch.dtype) -> Launcher:
+    return native().cross_entropy(DTYPE_CODE[dtype], *plan)  # type: ignore[union-attr]
+
+
+def _launch(logits: Tensor, plan: CrossEntropyPlan, *operands: Tensor | int | None) -> None:
+    code = _launcher(plan, logits.dtype)(*logits.shape, logits, logits.stride(0), *operands)
+    if code:
+        raise_error("cross_entropy", logits, code)
+
+
+def forward(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, wants_entropy: bool = False) -> RowStatistics:
+    """reference.cross_entropy.forward by the native library, for logits of last stride 1 and contiguous labels."""
+    n_rows = logits.shape[0]
+    loss = torch.empty(n_rows, dtype=torch.float32)
+    stats = torch.empty((n_rows, 2), dtype=torch.float32)
+    entropy = torch.empty_like(loss) if wants_entropy else None
+    _launch(logits, plan, labels, loss, stats, 0, entropy, None, 0, None, None)
+    return RowStatistics(loss, stats, entropy)
+
+
+def backward(logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, plan: CrossEntropyPlan) -> Tensor:
+    """reference.cross_entropy.backward. weights: contiguous, as stats."""
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype)
+    _launch(logits, plan, labels, None, stats, 1, None, weights, int(weights.numel() > 1), None, dlogits)
+    return dlogits
+
+
+def forward_backward_(
+    logits: Tensor, labels: Tensor, weights: Tensor, entropy_weights: Tensor | None, plan: CrossEntropyPlan
+) -> Tensor:
+    """reference.cross_entropy.forward_backward_, for contiguous logits."""
+    loss = torch.empty(logits.shape[0], dtype=torch.float32)
+    stride = int(weights.numel() > 1)
+    _launch(logits, plan, labels, loss, None, 0, None, weights, stride, entropy_weights, logits)
+    return loss

@@ -1,0 +1,378 @@
+"""cross_entropy, linear_cross_entropy and linear_logprobs against float64: options, gradients, special values, memory,
+compilation, errors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cross_entropy_cases import OPTIONS, make_labels, unfused
+from onetrip import nn, ops, use_backend
+from targets import TARGETS, needs
+from tolerances import assert_bitwise, assert_like_torch, max_error
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+ALL_DTYPES = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+ALL_OPTIONS = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+N_HIDDEN, N_CLASSES = 24, 301
+
+
+@pytest.fixture(params=[target for target in TARGETS if target.id != "cuda/cuda"])
+def target(request):
+    """Every (device, backend) that has this family."""
+    needs(request.param)
+    with use_backend(request.param.backend):
+        yield request.param
+
+
+def linear_operands(target, dtype, n_rows=(3, 14)):
+    hidden = torch.randn(*n_rows, N_HIDDEN, device=target.device).to(dtype).requires_grad_()
+    weight = (0.3 * torch.randn(N_CLASSES, N_HIDDEN, device=target.device)).to(dtype).requires_grad_()
+    bias = torch.randn(N_CLASSES, device=target.device).to(dtype).requires_grad_()
+    return hidden, weight, bias, make_labels(*n_rows, n_classes=N_CLASSES, device=target.device)
+
+
+def in_dtype(dtype, *tensors):
+    return [None if t is None else t.detach().to(dtype).requires_grad_(t.requires_grad) for t in tensors]
+
+
+def run(function, leaves, dloss=None):
+    loss = function(*leaves)
+    gradients = torch.autograd.grad(loss, leaves, None if dloss is None else dloss.to(loss.dtype))
+    return loss, *gradients
+
+
+@ALL_OPTIONS
+@ALL_DTYPES
+@pytest.mark.parametrize("width", [3, 64, 1025])
+def test_loss_and_gradient_of_logits(target, width, dtype, options):
+    logits = (3.0 * torch.randn(2, 9, width, device=target.device)).to(dtype).requires_grad_()
+    labels = make_labels(2, 9, n_classes=width, device=target.device)
+    if "ignore_index" in options:
+        labels = labels.masked_fill(labels == -100, options["ignore_index"])
+    before = logits.detach().clone()
+    dloss = torch.randn(labels.shape if options.get("reduction") == "none" else (), device=target.device)
+    ours = run(lambda x: ops.cross_entropy(x, labels, **options), [logits], dloss)
+    truth = run(lambda x: unfused(x, labels, **options), in_dtype(torch.float64, logits), dloss)
+    torchs = run(lambda x: unfused(x, labels, **options), in_dtype(torch.float32, logits), dloss)
+    assert_like_torch(ours[0], torchs[0], truth[0], terms=18)
+    same = run(lambda x: unfused(x, labels, **options), in_dtype(dtype, logits), dloss)
+    assert_like_torch(ours[1], same[1], truth[1])
+    assert_bitwise(logits.detach(), before)
+
+
+@ALL_DTYPES
+def test_one_class(target, dtype):
+    logits = torch.randn(9, 1, device=target.device).to(dtype).requires_grad_()
+    loss = ops.cross_entropy(logits, torch.zeros(9, dtype=torch.int64, device=target.device), label_smoothing=0.1)
+    (dlogits,) = torch.autograd.grad(loss, logits)
+    assert loss == 0.0 and dlogits.abs().max() <= 1e-8
+
+
+@ALL_OPTIONS
+@ALL_DTYPES
+def test_linear(target, dtype, options):
+    """Chunks of 11 rows of which the last is shorter, and one chunk for all: like torch on whole logits."""
+    *leaves, labels = linear_operands(target, dtype)
+    if "ignore_index" in options:
+        labels = labels.masked_fill(labels == -100, options["ignore_index"])
+    dloss = torch.randn(labels.shape if options.get("reduction") == "none" else (), device=target.device)
+
+    def torchs(h, w, b):
+        return unfused(F.linear(h, w, b), labels, **options)
+
+    truth = run(torchs, in_dtype(torch.float64, *leaves), dloss)
+    expected = run(torchs, leaves, dloss)
+    for chunk_rows in (11, None):
+        ours = run(
+            lambda h, w, b, n=chunk_rows: ops.linear_cross_entropy(h, w, labels, b, chunk_rows=n, **options),
+            leaves,
+            dloss,
+        )
+        assert ours[0].dtype == torch.float32
+        assert (
+            max_error(ours[0], truth[0]) <= 2.0 * max_error(expected[0].float(), truth[0]) + 1e-5 * truth[0].abs().max()
+        )
+        for mine, other, exact in zip(ours[1:], expected[1:], truth[1:], strict=True):
+            assert_like_torch(mine, other, exact, terms=labels.numel())
+
+
+@ALL_DTYPES
+def test_logprobs_and_entropy(target, dtype):
+    *leaves, _ = linear_operands(target, dtype)
+    tokens = torch.randint(0, N_CLASSES, (3, 14), device=target.device)
+    factors = torch.randn(2, 3, 14, device=target.device)
+
+    def torchs(h, w, b):
+        log_p = torch.log_softmax(F.linear(h, w, b) / 0.7, -1)
+        picked = log_p.gather(-1, tokens[..., None])[..., 0]
+        return torch.stack([picked, -(log_p.exp() * log_p).sum(-1)])
+
+    def ours(h, w, b):
+        return torch.stack(ops.linear_logprobs(h, w, tokens, b, temperature=0.7, return_entropy=True))
+
+    truth, expected = run(torchs, in_dtype(torch.float64, *leaves), factors), run(torchs, leaves, factors)
+    found = run(ours, leaves, factors)
+    assert found[0].dtype == torch.float32
+    assert max_error(found[0], truth[0]) <= 2.0 * max_error(expected[0].float(), truth[0]) + 2e-5
+    for mine, other, exact in zip(found[1:], expected[1:], truth[1:], strict=True):
+        assert_like_torch(mine, other, exact, terms=42)
+    only = ops.linear_logprobs(leaves[0], leaves[1], tokens, leaves[2], temperature=0.7)
+    assert_bitwise(only.detach(), found[0][0].detach())
+
+
+def test_impossible_tokens_have_no_part_in_the_entropy(target):
+    """A bias of -inf: probability 0, and 0 * log(0) is 0, in the gradient too."""
+    hidden, weight, _, _ = linear_operands(target, torch.float32)
+    bias = torch.zeros(N_CLASSES, device=target.device)
+    bias[7:] = -torch.inf
+    tokens = torch.randint(0, 7, (3, 14), device=target.device)
+    logprobs, entropy = ops.linear_logprobs(hidden, weight, tokens, bias, return_entropy=True)
+    dhidden, dweight = torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight))
+    log_p = torch.log_softmax(F.linear(hidden, weight[:7]).double(), -1)
+    torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(-1).float())
+    assert dhidden.isfinite().all() and (dweight[7:] == 0.0).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_all_rows_ignored(target, reduction):
+    *leaves, labels = linear_operands(target, torch.float32)
+    labels = torch.full_like(labels, -100)
+    loss = ops.linear_cross_entropy(leaves[0], leaves[1], labels, leaves[2], reduction=reduction)
+    assert (loss == 0.0).all()
+    assert all((g == 0.0).all() for g in torch.autograd.grad(loss.sum(), leaves))
+    logits = torch.randn(3, 14, 9, device=target.device, requires_grad=True)
+    loss = ops.cross_entropy(logits, labels, reduction=reduction)
+    assert (loss == 0.0).all() and (torch.autograd.grad(loss.sum(), logits)[0] == 0.0).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["nan", "inf"])
+@ALL_DTYPES
+def test_a_bad_row_spoils_itself_only(target, dtype, bad):
+    logits = torch.randn(6, 200, device=target.device).to(dtype)
+    logits[2, 30] = logits[4, 3] = bad
+    labels = torch.tensor([0, 1, 2, 3, -100, 5], device=target.device)
+    leaf = logits.requires_grad_()
+    loss = ops.cross_entropy(leaf, labels, reduction="none")
+    (dx,) = torch.autograd.grad(loss.sum(), leaf)
+    others = torch.tensor([0, 1, 3, 4, 5], device=target.device)
+    assert loss[2].isnan() and loss[others].isfinite().all() and loss[4] == 0.0
+    assert dx[2].isnan().any() and dx[others].isfinite().all() and (dx[4] == 0.0).all()
+    hidden = torch.randn(6, N_HIDDEN, device=target.device).to(dtype)
+    hidden[2, 3] = bad
+    hidden.requires_grad_()
+    weight = torch.randn(200, N_HIDDEN, device=target.device).to(dtype)
+    loss = ops.linear_cross_entropy(hidden, weight, labels, reduction="none")
+    (dhidden,) = torch.autograd.grad(loss.sum(), hidden)
+    assert loss[2].isnan() and loss[others].isfinite().all() and dhidden[others].isfinite().all()
+
+
+def test_large_logits_keep_their_differences(target):
+    """The largest value is subtracted first: loss and gradient of shifted rows are those of the rows."""
+    logits = torch.randint(-8, 8, (5, 100), device=target.device).float()
+    labels = torch.arange(5, device=target.device)
+    for shift in (1e4, -1e4):
+        leaf = (logits + shift).requires_grad_()
+        loss = ops.cross_entropy(leaf, labels)
+        (dx,) = torch.autograd.grad(loss, leaf)
+        exact = logits.double().requires_grad_()
+        truth = F.cross_entropy(exact, labels)
+        assert abs(loss.item() - truth.item()) <= 2e-6
+        assert max_error(dx, torch.autograd.grad(truth, exact)[0]) <= 1e-7
+
+
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded", "lazily_negated"])
+def test_layout_changes_no_bit(target, layout):
+    views = {
+        "transposed": lambda: torch.randn(66, 5, device=target.device).t(),
+        "sliced": lambda: torch.randn(5, 200, device=target.device)[:, 7:73],
+        "expanded": lambda: torch.randn(1, 66, device=target.device).expand(5, 66),
+        "lazily_negated": lambda: torch._neg_view(torch.randn(5, 66, device=target.device)),
+    }
+    logits = views[layout]().detach().requires_grad_()
+    labels = torch.arange(10, device=target.device)[::2]
+    plain = logits.detach().clone().contiguous().requires_grad_()
+    found, expected = (run(lambda x: ops.cross_entropy(x, labels), [leaf]) for leaf in (logits, plain))
+    for mine, other in zip(found, expected, strict=True):
+        assert_bitwise(mine, other)
+
+
+def test_only_the_gradients_that_are_wanted(target):
+    hidden, weight, bias, labels = linear_operands(target, torch.float32)
+    both = torch.autograd.grad(ops.linear_cross_entropy(hidden, weight, labels, bias), (hidden, bias))
+    loss = ops.linear_cross_entropy(hidden, weight.detach(), labels, bias)
+    for mine, other in zip(torch.autograd.grad(loss, (hidden, bias)), both, strict=True):
+        assert_bitwise(mine, other)
+    assert not ops.linear_cross_entropy(hidden.detach(), weight.detach(), labels).requires_grad
+    with torch.no_grad():
+        assert not ops.linear_cross_entropy(hidden, weight, labels, bias).requires_grad
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_second_backward_gives_the_same(target, reduction):
+    *leaves, labels = linear_operands(target, torch.float32)
+    loss = ops.linear_cross_entropy(leaves[0], leaves[1], labels, leaves[2], reduction=reduction)
+    first = torch.autograd.grad(loss, leaves, torch.tensor(0.5, device=target.device), retain_graph=True)
+    kept = [gradient.clone() for gradient in first]
+    for gradient in first:
+        gradient.zero_()
+    second = torch.autograd.grad(loss, leaves, torch.tensor(0.5, device=target.device))
+    for mine, other in zip(second, kept, strict=True):
+        torch.testing.assert_close(mine, other)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        loss = ops.linear_cross_entropy(leaves[0], leaves[1], labels, leaves[2])
+        torch.autograd.grad(loss, leaves, create_graph=True)
+
+
+def test_ignored_rows_are_not_multiplied(target):
+    """On a CPU: rows of NaN that are ignored reach no product; and no more logits than a chunk's exist."""
+    hidden, weight, _, labels = linear_operands(target, torch.float32)
+    spoilt = hidden.detach().masked_fill((labels == -100)[..., None], torch.nan).requires_grad_()
+    loss = ops.linear_cross_entropy(hidden, weight, labels)
+    if target.device == "cpu":
+        again = ops.linear_cross_entropy(spoilt, weight, labels)
+        assert_bitwise(again, loss)
+        for mine, other in zip(
+            torch.autograd.grad(again, (spoilt, weight)), torch.autograd.grad(loss, (hidden, weight)), strict=True
+        ):
+            assert_bitwise(mine, other)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0)], ids=str)
+def test_empty(target, shape):
+    hidden = torch.randn(*shape, N_HIDDEN, device=target.device, requires_grad=True)
+    weight = torch.randn(9, N_HIDDEN, device=target.device, requires_grad=True)
+    labels = torch.zeros(shape, dtype=torch.int64, device=target.device)
+    for reduction in ("mean", "none"):
+        loss = ops.linear_cross_entropy(hidden, weight, labels, reduction=reduction)
+        dhidden, dweight = torch.autograd.grad(loss.sum(), (hidden, weight))
+        assert loss.sum() == 0.0 and dhidden.shape == hidden.shape and (dweight == 0.0).all()
+    logits = torch.randn(*shape, 9, device=target.device, requires_grad=True)
+    assert torch.autograd.grad(ops.cross_entropy(logits, labels), logits)[0].shape == logits.shape
+    assert ops.linear_logprobs(hidden, weight, labels).shape == shape
+
+
+@ALL_OPTIONS
+def test_float64_and_its_gradients(options):
+    hidden, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((5, 3), (7, 3), (7,)))
+    labels = torch.tensor([0, 6, options.get("ignore_index", -100), 2, 3])
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: ops.linear_cross_entropy(h, w, labels, b, chunk_rows=2, **options), (hidden, weight, bias)
+    )
+    assert torch.autograd.gradcheck(lambda b: ops.cross_entropy(b[None], labels[:1], **options), (bias,))
+
+
+def test_float64_logprobs_and_their_gradients():
+    hidden, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((5, 3), (7, 3), (7,)))
+    tokens = torch.tensor([0, 6, 1, 2, 3])
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: ops.linear_logprobs(h, w, tokens, b, temperature=0.5, return_entropy=True),
+        (hidden, weight, bias),
+    )
+
+
+def test_transforms_of_torch_func():
+    hidden, weight, labels = torch.randn(4, 6, 5), torch.randn(11, 5), torch.randint(0, 11, (4, 6))
+    batched = torch.func.vmap(lambda h, y: ops.linear_cross_entropy(h, weight, y))(hidden, labels)
+    singles = torch.stack([ops.linear_cross_entropy(h, weight, y) for h, y in zip(hidden, labels, strict=True)])
+    torch.testing.assert_close(batched, singles)
+    gradient = torch.func.grad(lambda w: ops.linear_cross_entropy(hidden, w, labels))(weight)
+    leaf = weight.clone().requires_grad_()
+    torch.testing.assert_close(gradient, torch.autograd.grad(ops.linear_cross_entropy(hidden, leaf, labels), leaf)[0])
+    torch.testing.assert_close(
+        torch.func.grad(lambda h: ops.linear_logprobs(h, weight, labels).sum())(hidden),
+        torch.func.grad(lambda h: -ops.linear_cross_entropy(h, weight, labels, reduction="sum"))(hidden),
+    )
+
+
+def test_autocast_casts_as_for_a_linear_layer():
+    hidden, weight, labels = torch.randn(6, 5, requires_grad=True), torch.randn(11, 5), torch.randint(0, 11, (6,))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = ops.linear_cross_entropy(hidden, weight, labels)
+    assert_bitwise(loss.detach(), ops.linear_cross_entropy(hidden.detach().bfloat16(), weight.bfloat16(), labels))
+    assert torch.autograd.grad(loss, hidden)[0].dtype == torch.float32
+
+
+def test_operators_obey_torchs_rules():
+    hidden = torch.randn(6, 5, requires_grad=True)
+    weight, bias = torch.randn(11, 5, requires_grad=True), torch.randn(11, requires_grad=True)
+    labels, plan = torch.tensor([0, 1, -100, 10, 4, 4]), (-100, 0.1, 5.0, 0.01, 1.0)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    logits = torch.randn(6, 11, requires_grad=True)
+    torch.library.opcheck(torch.ops.onetrip.cross_entropy.default, (logits, labels, *plan), test_utils=checks)
+    arguments = (hidden, weight, bias, labels, True, 2, (True, True, True), *plan)
+    torch.library.opcheck(torch.ops.onetrip.linear_cross_entropy.default, arguments, test_utils=checks)
+    arguments = (hidden, weight, None, labels, True, 2, *plan)
+    torch.library.opcheck(torch.ops.onetrip.linear_cross_entropy_rows.default, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.slow
+def test_compiles_in_one_graph(dynamic):
+    *leaves, labels = linear_operands(TARGETS[1].values[0], torch.float32)
+    tokens = labels.clamp_min(0)
+
+    def step(h, w, b):
+        whole = (
+            ops.linear_cross_entropy(h, w, labels, b) + ops.linear_cross_entropy(h, w, labels, reduction="none").sum()
+        )
+        logprobs, entropy = ops.linear_logprobs(h, w, tokens, b, return_entropy=True)
+        return whole + (logprobs + entropy).sum() + ops.cross_entropy(F.linear(h, w), labels, softcap=4.0)
+
+    compiled = run(torch.compile(step, fullgraph=True, dynamic=dynamic), leaves)
+    for mine, other in zip(compiled, run(step, leaves), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="labels must be in"):
+        torch.compile(lambda h, w: ops.linear_cross_entropy(h, w, labels + N_CLASSES))(*leaves[:2])
+
+
+H, W, Y = torch.ones(2, 3), torch.ones(5, 3), torch.zeros(2, dtype=torch.int64)
+BAD = {
+    "labels-large": ((H, W, torch.tensor([0, 5])), {}, ValueError, r"labels must be in \[0, 5\) or ignore_index"),
+    "labels-negative": ((H, W, torch.tensor([0, -1])), {}, ValueError, r"labels must be in .*got -1"),
+    "labels-int32": ((H, W, Y.int()), {}, TypeError, "labels must be int64, got int32"),
+    "labels-shape": ((H, W, Y[:1]), {}, ValueError, r"labels must have the shape .*\(2,\), got \(1,\)"),
+    "labels-device": ((H, W, Y.to("meta")), {}, ValueError, "labels must be on the device of hidden"),
+    "labels-list": ((H, W, [0, 1]), {}, TypeError, "labels must be a Tensor"),
+    "hidden-integer": ((H.int(), W, Y), {}, TypeError, "hidden must be float32"),
+    "weight-shape": ((H, W[:, :2], Y), {}, ValueError, r"weight must have shape \(n_classes, 3\)"),
+    "weight-no-class": ((H, W[:0], Y), {}, ValueError, "weight must have shape"),
+    "weight-dtype": ((H, W.half(), Y), {}, TypeError, "weight must have the dtype of hidden, float32, got float16"),
+    "bias-shape": ((H, W, Y, W[0]), {}, ValueError, r"bias must have shape \(5,\), got \(3,\)"),
+    "smoothing": ((H, W, Y), {"label_smoothing": 1.5}, ValueError, r"label_smoothing must be in \[0, 1\]"),
+    "softcap": ((H, W, Y), {"softcap": 0.0}, ValueError, "softcap must be None or > 0, got 0"),
+    "z-loss": ((H, W, Y), {"lse_square_scale": math.nan}, ValueError, "lse_square_scale must be finite"),
+    "reduction": ((H, W, Y), {"reduction": "max"}, ValueError, "reduction must be one of"),
+    "ignore_index": ((H, W, Y), {"ignore_index": None}, TypeError, "ignore_index must be an int"),
+    "chunk_rows": ((H, W, Y), {"chunk_rows": 0}, ValueError, "chunk_rows must be None or an int >= 1, got 0"),
+    "unknown": ((H, W, Y), {"weights": 1}, TypeError, "unknown argument 'weights'"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "options", "error", "message"), BAD.values(), ids=BAD.keys())
+def test_wrong_arguments(arguments, options, error, message):
+    with pytest.raises(error, match=f"^linear_cross_entropy: {message}"):
+        ops.linear_cross_entropy(*arguments, **options)
+
+
+def test_wrong_arguments_of_the_others():
+    with pytest.raises(ValueError, match=r"^cross_entropy: labels must be in \[0, 3\)"):
+        ops.cross_entropy(H, torch.tensor([0, 3]))
+    with pytest.raises(ValueError, match=r"^cross_entropy: logits must have at least one class"):
+        ops.cross_entropy(H[:, :0], Y)
+    with pytest.raises(ValueError, match=r"^linear_logprobs: tokens must be in \[0, 5\), got -100"):
+        ops.linear_logprobs(H, W, Y - 100)
+    with pytest.raises(ValueError, match=r"^linear_logprobs: temperature must be > 0"):
+        ops.linear_logprobs(H, W, Y, temperature=0.0)
+
+
+def test_module():
+    module = nn.LinearCrossEntropyLoss(label_smoothing=0.1, reduction="sum")
+    hidden, weight, labels = torch.randn(4, 3), torch.randn(5, 3), torch.tensor([0, 4, -100, 2])
+    assert_bitwise(
+        module(hidden, weight, labels),
+        ops.linear_cross_entropy(hidden, weight, labels, label_smoothing=0.1, reduction="sum"),
+    )
+    assert not module.state_dict() and "label_smoothing=0.1" in repr(module)
