@@ -62,8 +62,8 @@ def make_inputs(
         tensor.requires_grad_()
     with torch.no_grad():
         constants = operator.constants(n_rows, n_cols, dtype, device)
-        n_outputs = len(as_tuple(operator.eager(**tensors, **constants)))
-    return Inputs(tensors | constants, tuple(normal(n_rows, n_cols) for _ in range(n_outputs)))
+        shapes = [output.shape for output in as_tuple(operator.eager(**tensors, **constants))]
+    return Inputs(tensors | constants, tuple(normal(*shape) for shape in shapes))
 
 
 def _run(

@@ -14,6 +14,7 @@ SUITES = (
     "row_norm",
     "softmax",
     "rotary",
+    "glu",
     "attention",
     "overhead",
     "bert_blocks",

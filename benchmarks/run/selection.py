@@ -23,6 +23,7 @@ TAKES: dict[str, dict[str, tuple[str, ...]]] = {
     "row_norm": {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS},
     "softmax": {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS},
     "rotary": {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS},
+    "glu": {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS},
     "attention": {"dtype": (), "pass": (), "against": (*_PROVIDERS, "sdpa")},
     "overhead": {"dtype": (), "against": _PROVIDERS},
     "adam": {"dtype": (), "against": _OPTIMIZERS},

@@ -16,7 +16,7 @@ from ..measure.checks import Truth, make_inputs
 from ..measure.providers import EAGER, own_provider, providers
 from ..measure.side_by_side import bound_and_checked
 from ..measure.timing import summarise
-from . import rotary, row_norm, softmax
+from . import glu, rotary, row_norm, softmax
 
 N_ROWS, N_COLS = 1, 8
 ROUNDS, QUICK_ROUNDS = 301, 15
@@ -24,7 +24,14 @@ ROUNDS, QUICK_ROUNDS = 301, 15
 CALLS = {"cpu": 200, "cuda": 50}
 """A sample is their mean, so that the clock itself costs nothing; on CUDA few enough for the queue of launches to hold
 them all (1024 on today's drivers), or the host would wait for the device."""
-OPERATORS = (*row_norm.SINGLE, *row_norm.FUSED, softmax.SOFTMAX, *softmax.ATTENTION_SOFTMAX.values(), rotary.ROTARY)
+OPERATORS = (
+    *row_norm.SINGLE,
+    *row_norm.FUSED,
+    softmax.SOFTMAX,
+    *softmax.ATTENTION_SOFTMAX.values(),
+    rotary.ROTARY,
+    *glu.OPERATORS,
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,74 @@
+"""The glu family: gated linear units, separate and packed, and bias + GELU, over the widths of MLPs."""
+
+from __future__ import annotations
+
+import torch
+from onetrip import ops
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, gpu_cases
+from ..measure.side_by_side import measure as measure
+
+ROWS = 2048
+WIDTHS = (2816, 1024, 4096, 14336)
+
+
+def _glu_bytes(n_rows: int, n_cols: int, itemsize: int) -> LeastBytes:
+    # Forward: gate and up read, y written. Backward: dy, gate and up read, both gradients written.
+    matrix = n_rows * n_cols * itemsize
+    return LeastBytes(3 * matrix, 5 * matrix)
+
+
+def _packed_bytes(n_rows: int, n_cols: int, itemsize: int) -> LeastBytes:
+    # The same of halves: n_cols are those of both.
+    whole = _glu_bytes(n_rows, n_cols, itemsize)
+    return LeastBytes(whole.forward // 2, whole.backward // 2)
+
+
+def _bias_bytes(n_rows: int, n_cols: int, itemsize: int) -> LeastBytes:
+    # Forward: x and bias read, y written. Backward: dy, x and bias read, dx and dbias written.
+    matrix, vector = n_rows * n_cols * itemsize, n_cols * itemsize
+    return LeastBytes(2 * matrix + vector, 3 * matrix + 2 * vector)
+
+
+def _swiglu(dropout: Dropout, gate: Tensor, up: Tensor) -> Outputs:
+    return F.silu(gate) * up
+
+
+def _packed_swiglu(dropout: Dropout, gate_up: Tensor) -> Outputs:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _bias_gelu(dropout: Dropout, x: Tensor, bias: Tensor) -> Outputs:
+    return F.gelu(x + bias)
+
+
+def _fused_bias_gelu(x: Tensor, bias: Tensor) -> Outputs:
+    return ops.bias_activation(x, bias, "gelu")
+
+
+GLU = Operator("glu-silu", ("gate", "up"), (), _swiglu, ops.glu, _glu_bytes, family="glu")
+PACKED = Operator(
+    "glu_packed-silu",
+    ("gate_up",),
+    (),
+    _packed_swiglu,
+    ops.glu_packed,
+    _packed_bytes,
+    between=lambda n_rows, n_cols: n_rows * n_cols // 2,
+    family="glu",
+)
+BIAS_GELU = Operator("bias_activation-gelu", ("x",), ("bias",), _bias_gelu, _fused_bias_gelu, _bias_bytes, family="glu")
+OPERATORS = (GLU, PACKED, BIAS_GELU)
+
+
+def cases(quick: bool = False) -> list[Case]:
+    dtypes = (torch.float32,) if quick else (torch.float32, torch.bfloat16)
+    n_rows = ROWS // 4 if quick else ROWS
+    found = [Case(op, n_rows, WIDTHS[0], dtype, full=True) for dtype in dtypes for op in OPERATORS]
+    if not quick:
+        found += [Case(op, n_rows, n, dtype, full=False) for dtype in dtypes for op in OPERATORS for n in WIDTHS[1:]]
+        found += gpu_cases(OPERATORS)
+    return found
