@@ -284,6 +284,7 @@ BAD = {
     "rank-4": ({"cos": torch.ones(2, 1, 3, 8)}, ValueError, r"cos must have shape .* got \(2, 1, 3, 8\)"),
     "sin-shape": ({"sin": torch.ones(3, 6)}, ValueError, r"sin must have the shape of cos, \(3, 8\), got \(3, 6\)"),
     "sin-dtype": ({"sin": torch.ones(3, 8).half()}, TypeError, "sin must have the dtype of cos, float32, got float16"),
+    "rank-0": ({"cos": torch.ones(())}, ValueError, r"cos must have .* got (a 0-dim|\(\))"),
     "interleaved": ({"interleaved": 1}, TypeError, "interleaved must be a bool, got 1"),
 }
 

@@ -15,9 +15,11 @@ from torch import Tensor
 from ..reference import rotary as reference
 from ..reference.rotary import Operands, RotaryPlan
 from .common.backends import KERNEL_DTYPES, choose
-from .common.checks import check_rows
+from .common.checks import DTYPES, check_rows
 from .common.tracing import is_traced, is_transformed, reject_onnx_export
 from .rotary_autograd import apply, rotate
+
+_HALVES, _INTERLEAVED = RotaryPlan(False, False), RotaryPlan(True, False)
 
 
 def rotary_embedding(
@@ -45,7 +47,7 @@ def rotary_embedding(
     wrong arguments.
     """
     _check(q, k, cos, sin, interleaved)
-    plan = RotaryPlan(interleaved, False)
+    plan = _INTERLEAVED if interleaved else _HALVES
     needs_grad = torch.is_grad_enabled()
     if needs_grad and (cos.requires_grad or sin.requires_grad):
         return cast("tuple[Tensor, Tensor]", reference.rotate(Operands(q, k, cos, sin), plan))
@@ -62,8 +64,8 @@ def rotary_embedding(
     return cast("tuple[Tensor, Tensor]", rotate(backend, q, k, cos, sin, plan))
 
 
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    function = "rotary_embedding"
+def _check_kinds(function: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """All but the shapes; apart, because one condition tells that an ordinary call passes."""
     for argument, tensor in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         check_rows(function, argument, tensor)
         if tensor.device != q.device:
@@ -74,6 +76,23 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) ->
         raise TypeError(f"{function}: k must have the dtype of q, {str(q.dtype)[6:]}, got {str(k.dtype)[6:]}")
     if sin.dtype != cos.dtype:
         raise TypeError(f"{function}: sin must have the dtype of cos, {str(cos.dtype)[6:]}, got {str(sin.dtype)[6:]}")
+
+
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    function = "rotary_embedding"
+    if not (
+        isinstance(interleaved, bool)
+        and isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(cos, Tensor)
+        and isinstance(sin, Tensor)
+        and q.dtype is k.dtype in DTYPES
+        and cos.dtype is sin.dtype in DTYPES
+        and q.layout is k.layout is cos.layout is sin.layout is torch.strided
+        and not (q.is_nested or k.is_nested or cos.is_nested or sin.is_nested)
+        and q.device == k.device == cos.device == sin.device
+    ):
+        _check_kinds(function, q, k, cos, sin, interleaved)
     if q.dim() != 4:
         raise ValueError(f"{function}: q must have shape (batch, heads, positions, head_dim), got {tuple(q.shape)}")
     batch, _, positions, head_dim = q.shape
@@ -81,12 +100,12 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) ->
         raise ValueError(
             f"{function}: k must have shape ({batch}, heads, {positions}, {head_dim}), got {tuple(k.shape)}"
         )
-    d = cos.shape[-1]
     if cos.shape[:-1] not in ((positions,), (batch, positions), (1, positions)):
         raise ValueError(
             f"{function}: cos must have shape ({positions}, d), ({batch}, {positions}, d) or (1, {positions}, d), "
             f"got {tuple(cos.shape)}"
         )
+    d = cos.shape[-1]
     if d % 2 or not 0 < d <= head_dim:
         raise ValueError(f"{function}: cos must have an even number of columns, at most {head_dim}, got {d}")
     if sin.shape != cos.shape:

@@ -36,7 +36,8 @@ def rotate(backend: str, q: Tensor | None, k: Tensor | None, cos: Tensor, sin: T
 
 def adjacent(tensor: Tensor) -> Tensor:
     """The tensor with its values in memory and its columns next to each other; copied only where they are not."""
-    tensor = in_memory(tensor)
+    if tensor.is_neg() or tensor._is_zerotensor():
+        tensor = in_memory(tensor)
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
