@@ -69,10 +69,16 @@ class Case:
 
 BERT_LIKE = {"layer_norm": 2, "dropout_add_norm": 4}
 CASES = {
-    "bert": Case("BertForMaskedLM", "BertConfig", COMMON | NO_DROPOUT, text, BERT_LIKE),
-    "roberta": Case("RobertaForMaskedLM", "RobertaConfig", COMMON | NO_DROPOUT, text, BERT_LIKE),
+    "bert": Case("BertForMaskedLM", "BertConfig", COMMON | NO_DROPOUT, text, BERT_LIKE | {"bias_activation": 3}),
+    "roberta": Case(
+        "RobertaForMaskedLM", "RobertaConfig", COMMON | NO_DROPOUT, text, BERT_LIKE | {"bias_activation": 2}
+    ),
     "electra": Case(
-        "ElectraForMaskedLM", "ElectraConfig", COMMON | NO_DROPOUT | {"embedding_size": HIDDEN}, text, BERT_LIKE
+        "ElectraForMaskedLM",
+        "ElectraConfig",
+        COMMON | NO_DROPOUT | {"embedding_size": HIDDEN},
+        text,
+        BERT_LIKE | {"bias_activation": 3},
     ),
     "distilbert": Case(
         "DistilBertForMaskedLM",
@@ -88,22 +94,26 @@ CASES = {
         {"n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": 32}
         | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2},
         causal,
-        {"layer_norm": 5, "add_norm": 2},
+        {"layer_norm": 5, "add_norm": 2, "bias_activation": 2},
     ),
     "vit": Case(
         "ViTForImageClassification",
         "ViTConfig",
         COMMON | NO_DROPOUT | {"image_size": 16, "patch_size": 8},
         image,
-        {"layer_norm": 3, "dropout_add_norm": 2},
+        {"layer_norm": 3, "dropout_add_norm": 2, "bias_activation": 2},
     ),
     "t5": Case("T5ForConditionalGeneration", "T5Config", T5, causal, {"rms_norm": 12, "dropout_add": 10}),
-    "llama": Case("LlamaForCausalLM", "LlamaConfig", DECODER, causal, {"rms_norm": 3, "add_norm": 2}),
-    "gemma": Case("GemmaForCausalLM", "GemmaConfig", DECODER, causal, {"rms_norm": 3, "add_norm": 2}),
-    "gemma3": Case("Gemma3ForCausalLM", "Gemma3TextConfig", DECODER, causal, {"rms_norm": 11, "add_norm": 2}),
-    "olmo": Case("OlmoForCausalLM", "OlmoConfig", DECODER, causal, {"layer_norm": 3, "add_norm": 2}),
-    "olmo2": Case("Olmo2ForCausalLM", "Olmo2Config", DECODER, causal, {"rms_norm": 9, "add_norm": 2}),
-    "cohere": Case("CohereForCausalLM", "CohereConfig", DECODER, causal, {"layer_norm": 3, "add_norm": 2}),
+    "llama": Case("LlamaForCausalLM", "LlamaConfig", DECODER, causal, {"rms_norm": 3, "add_norm": 2, "gated_mlp": 2}),
+    "gemma": Case("GemmaForCausalLM", "GemmaConfig", DECODER, causal, {"rms_norm": 3, "add_norm": 2, "gated_mlp": 2}),
+    "gemma3": Case(
+        "Gemma3ForCausalLM", "Gemma3TextConfig", DECODER, causal, {"rms_norm": 11, "add_norm": 2, "gated_mlp": 2}
+    ),
+    "olmo": Case("OlmoForCausalLM", "OlmoConfig", DECODER, causal, {"layer_norm": 3, "add_norm": 2, "gated_mlp": 2}),
+    "olmo2": Case("Olmo2ForCausalLM", "Olmo2Config", DECODER, causal, {"rms_norm": 9, "add_norm": 2, "gated_mlp": 2}),
+    "cohere": Case(
+        "CohereForCausalLM", "CohereConfig", DECODER, causal, {"layer_norm": 3, "add_norm": 2, "gated_mlp": 2}
+    ),
     "mixtral": Case(
         "MixtralForCausalLM",
         "MixtralConfig",
@@ -116,14 +126,14 @@ CASES = {
         "AlbertConfig",
         COMMON | {"embedding_size": 16, "classifier_dropout_prob": 0.0},
         text,
-        {"layer_norm": 2, "dropout_add_norm": 1, "add_norm": 1},
+        {"layer_norm": 2, "dropout_add_norm": 1, "add_norm": 1, "bias_activation": 1},
     ),
     "modernbert": Case(
         "ModernBertForMaskedLM",
         "ModernBertConfig",
         COMMON | {"cls_token_id": 1, "sep_token_id": 2, "attn_implementation": "eager"},
         text,
-        {"layer_norm": 4, "add_norm": 2, "attention_softmax": 2},
+        {"layer_norm": 4, "add_norm": 2, "attention_softmax": 2, "gated_mlp": 2, "bias_activation": 1},
     ),
     "bart": Case(
         "BartForConditionalGeneration", "BartConfig", SEQ2SEQ, causal, {"layer_norm": 2, "dropout_add_norm": 4}
@@ -257,7 +267,8 @@ def test_autocast_keeps_every_dtype(name: str) -> None:
         return seen, logits
 
     def is_block(module: nn.Module) -> bool:
-        return type(module).__name__.endswith(("Output", "LayerFF", "DecoderLayer", "Block"))
+        ends = ("Output", "LayerFF", "DecoderLayer", "Block", "MLP", "Intermediate", "Transform")
+        return type(module).__name__.endswith(ends)
 
     expected_dtypes, expected = dtypes_and_logits()
     report = patch_model(model)

@@ -13,6 +13,14 @@ import torch
 from torch import nn
 
 from ..ops.common.backends import KERNEL_DTYPES
+from .activations import (
+    Activation,
+    Activations,
+    FoundActivations,
+    choose_activations,
+    read_activations,
+    recognise_activation,
+)
 from .attention import PATTERN as ATTENTION
 from .attention import Attention, Interface, SoftmaxRegions, read_attention
 from .calls import is_distributed, original_class
@@ -23,30 +31,37 @@ from .residual import FoundSums, ResidualSums, choose_sums, read_sums
 
 
 @dataclass(frozen=True)
-class AttentionWithSums:
-    """A module that computes attention and adds a residual, as a site."""
+class Together:
+    """Two kinds of site in one forward."""
 
-    attention: Attention | SoftmaxRegions
-    sums: ResidualSums
-    """Of the forward with the attention fused."""
-    pattern = ATTENTION
+    first: Attention | SoftmaxRegions | Activations
+    second: Activations | ResidualSums | Together
+    """Of the forward with the first fused."""
+
+    @property
+    def pattern(self) -> str:
+        """An activation's only beside nothing else."""
+        return (self.second if isinstance(self.first, Activations) else self.first).pattern
 
     @property
     def detail(self) -> str:
-        return f"and {self.sums.detail or self.sums.pattern}"
+        if isinstance(self.first, Activations):
+            return ", ".join(filter(None, (self.second.detail, f"and {self.first.pattern}")))
+        detail = self.second.detail if isinstance(self.second, ResidualSums) else ""
+        return f"and {detail or self.second.pattern}"
 
     def rewrite(self, module: nn.Module) -> Rewrite:
         """The forward with both fused."""
-        first, second = self.attention.rewrite(module), self.sums.rewrite(module)
+        first, second = self.first.rewrite(module), self.second.rewrite(module)
         return replace(second, pattern=self.pattern, constants=(*first.constants, *second.constants))
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless both compute the same as the original."""
-        self.attention.verify(module, rewrite)
-        self.sums.verify(module, rewrite)
+        self.first.verify(module, rewrite)
+        self.second.verify(module, rewrite)
 
 
-Site = Attention | SoftmaxRegions | ResidualSums | AttentionWithSums | Leaf
+Site = Attention | SoftmaxRegions | Activations | ResidualSums | Together | Leaf
 """Each has a pattern, rewrite(module) -> Rewrite and verify(module, rewrite)."""
 
 
@@ -62,6 +77,8 @@ class Classifier:
         self.attentions: dict[type, Interface | SoftmaxRegions | Unsuitable | None] = {}
         self.forwards: dict[tuple[type, str], FoundSums | Unsuitable | None] = {}
         """(class, source of its forward's rewrite) -> its sums."""
+        self.activated: dict[tuple[type, str], FoundActivations | None] = {}
+        self.activation_modules: dict[Any, Activation | None] = {}
         self.sites: dict[Site, Site] = {}
         """One for all equal ones: the layers of a model share one rewrite."""
         self.norms: dict[Any, NormSpec | Unsuitable] = {}
@@ -81,13 +98,16 @@ class Classifier:
         attention = self._attention(module, reading) if ATTENTION in self.wanted else None
         if isinstance(attention, (Attention, SoftmaxRegions)):
             rewrite = attention.rewrite(module)
-            sums = self._block(module, rewrite.source) if rewrite.method == "forward" else None
-            if not isinstance(sums, ResidualSums):
-                return attention
-            site = AttentionWithSums(attention, sums)
-            return self.sites.setdefault(site, site)
-        sums = self._block(module, "")
-        return sums if isinstance(sums, ResidualSums) else attention
+            return self._with(attention, self._block(module, rewrite.source) if rewrite.method == "forward" else None)
+        block = self._block(module, "")
+        return attention if block is None or isinstance(block, Unsuitable) else block
+
+    def _with(self, first: Attention | SoftmaxRegions | Activations, second: Site | Unsuitable | None) -> Site:
+        """The first, and the second where there is one."""
+        if not isinstance(second, (Activations, ResidualSums, Together)):
+            return first
+        site = Together(first, second)
+        return self.sites.setdefault(site, site)
 
     def _attention(
         self, module: nn.Module, reading: Interface | SoftmaxRegions | Unsuitable
@@ -99,6 +119,34 @@ class Classifier:
 
     def _block(self, module: nn.Module, source: str) -> Site | Unsuitable | None:
         """source: of the rewritten forward, if another part of it is fused too."""
+        activations = self._activations(module, source)
+        if activations is None:
+            return self._sums(module, source)
+        return self._with(activations, self._sums(module, activations.rewrite(module).source))
+
+    def _activations(self, module: nn.Module, source: str) -> Activations | None:
+        cls = original_class(type(module))
+        if (cls, source) not in self.activated:
+            self.activated[cls, source] = read_activations(plain_forward(cls), source)
+        found = self.activated[cls, source]
+        if found is None or unsuitable(module) is not None:
+            return None
+        chosen = choose_activations(module, found, self._activation, self.excluded)
+        wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)
+        site = Activations(found, wanted)
+        return self.sites.setdefault(site, site) if wanted else None  # type: ignore[return-value]
+
+    def _activation(self, module: nn.Module) -> Activation | None:
+        """What an activation module computes. Remembered for modules of the same class and configuration."""
+        if _replaced(module) is not None:
+            return None
+        scalars = tuple((n, v) for n, v in vars(module).items() if isinstance(v, (int, float, str)) and n != "training")
+        key = (original_class(type(module)), scalars)
+        if key not in self.activation_modules:
+            self.activation_modules[key] = recognise_activation(module)
+        return self.activation_modules[key]
+
+    def _sums(self, module: nn.Module, source: str) -> Site | Unsuitable | None:
         cls = original_class(type(module))
         if (cls, source) not in self.forwards:
             self.forwards[cls, source] = read_sums(plain_forward(cls), source)

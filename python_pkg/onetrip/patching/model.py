@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from .activations import PATTERNS as ACTIVATIONS
 from .attention import PATTERN as ATTENTION
 from .calls import counter_of
 from .classes import (
@@ -27,7 +28,7 @@ from .classes import (
 from .classify import Classifier, Site
 from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
 
-PATTERNS = ("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm", ATTENTION)
+PATTERNS = ("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm", ATTENTION, *ACTIVATIONS)
 """The names that patch_model accepts as patterns."""
 
 

@@ -91,7 +91,7 @@ class Reader:
         self.returned = _returned_names(tree)
 
     def read(self) -> Iterator[FoundSum]:
-        for block, in_loop in _blocks(self.tree.body, False):
+        for block, in_loop in blocks(self.tree.body, False):
             for position, statement in enumerate(block):
                 match statement:
                     case ast.Assign(targets=[ast.Name(id=target)], value=value):
@@ -279,7 +279,7 @@ class Reader:
         x, in_tuple = operand.x, False
         if isinstance(x, ast.Name):
             name = x.id
-            earlier = (each for each in reversed(block[:position]) if _mentions(each, name))
+            earlier = (each for each in reversed(block[:position]) if mentions(each, name))
             match next(earlier, None):
                 case ast.Assign(targets=[ast.Name(id=first)], value=value) if first == name:
                     x = value
@@ -296,37 +296,37 @@ class Reader:
         """Calls of a child with the sum alone that surely follow, before the name is bound again."""
         for statement in block[position + 1 :]:
             if isinstance(statement, (ast.Assign, ast.Return, ast.Expr)):
-                for node in _evaluated(statement):
+                for node in evaluated(statement):
                     called = self.called(node) if isinstance(node, ast.Call) else None
                     if called is not None and isinstance(called[1], ast.Name) and called[1].id == target:
                         yield called[0], node  # type: ignore[misc]
-            if _may_change(statement, target):
+            if may_change(statement, target):
                 return
 
 
-def _blocks(body: list[ast.stmt], in_loop: bool) -> Iterator[tuple[list[ast.stmt], bool]]:
+def blocks(body: list[ast.stmt], in_loop: bool) -> Iterator[tuple[list[ast.stmt], bool]]:
     yield body, in_loop
     for statement in body:
         match statement:
             case ast.If(body=then, orelse=otherwise):
-                yield from _blocks(then, in_loop)
-                yield from _blocks(otherwise, in_loop)
+                yield from blocks(then, in_loop)
+                yield from blocks(otherwise, in_loop)
             case ast.With(body=inner):
-                yield from _blocks(inner, in_loop)
+                yield from blocks(inner, in_loop)
             case ast.For(body=inner) | ast.While(body=inner):
-                yield from _blocks(inner, True)
+                yield from blocks(inner, True)
 
 
-def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
+def evaluated(node: ast.AST) -> Iterator[ast.AST]:
     """Nodes below that are evaluated whenever the statement is, once."""
     yield node
     if isinstance(node, (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
         return
     for child in ast.iter_child_nodes(node):
-        yield from _evaluated(child)
+        yield from evaluated(child)
 
 
-def _may_change(statement: ast.stmt, name: str) -> bool:
+def may_change(statement: ast.stmt, name: str) -> bool:
     """Whether the statement may bind the name again, leave the block, or write to a tensor in place."""
     for node in ast.walk(statement):
         match node:
@@ -355,7 +355,7 @@ def _is_sum(node: ast.expr) -> bool:
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
 
 
-def _mentions(node: ast.AST, name: str) -> bool:
+def mentions(node: ast.AST, name: str) -> bool:
     return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
 
 

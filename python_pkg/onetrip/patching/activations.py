@@ -1,0 +1,391 @@
+"""Activations in a forward of any length: `act(gate) * up`, and `act(dense(x))`.
+
+    h = self.act(self.gate(x)) * self.up(x)     ->      h = gated_0_(self, self.act, self.gate(x), self.up(x))
+
+    h = self.dense(h)                           ->      h = activated_0_(self, self.act, self.dense, h)
+    h = self.act(h)
+
+The activation is a child or a function of torch's, recognised by what it computes. A plain linear layer leaves its bias
+to the activation. Everything else of the forward stays as it was written.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import ops
+from ..ops.common.backends import KERNEL_DTYPES
+from . import calls
+from .calls import is_plain, linear_parts, original_class
+from .classes import Rewrite
+from .clones import clone
+from .report import Unsuitable
+from .residual.choose import child_at
+from .residual.read import Reader, blocks, evaluated, may_change, mentions
+from .residual.rewrite import Rewriting
+from .source import is_source_of, parse, resolve
+from .verify import Outcome, check_outcomes, kind_of, undisturbed
+
+GATED, ACTIVATED = "gated_mlp", "bias_activation"
+PATTERNS = (GATED, ACTIVATED)
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu2": lambda x: functional.relu(x).square(),
+}
+"""The activations of ops.glu, by torch's functions."""
+
+
+@dataclass(eq=False)
+class Found:
+    """A call that may be an activation."""
+
+    call: ast.Call
+    x: ast.expr
+    path: str
+    """Of the child that is called; empty for a function."""
+    function: str
+    """Of FORMULAS, where torch's function is called."""
+    product: ast.BinOp | None = None
+    """Its product with another expression."""
+    other: ast.expr | None = None
+    definition: ast.Assign | None = None
+    """The statement that gave the activation's result a name, which only the product reads."""
+    linear: str = ""
+    """Path of a child called with one argument, whose result only the activation reads."""
+    linear_x: ast.expr | None = None
+    linear_definition: ast.stmt | None = None
+
+
+@dataclass(eq=False)
+class FoundActivations:
+    """A forward with activations."""
+
+    tree: ast.FunctionDef
+    found: list[Found]
+    """Those with a product first. A call may be in several of them."""
+
+
+def read_activations(forward: Any, source: str = "") -> FoundActivations | None:
+    """The activations of a forward; None if it has none. source: of its rewrite."""
+    tree: Any = ast.parse(source).body[0] if source else parse(forward)
+    if isinstance(tree, Unsuitable) or not tree.args.args:
+        return None
+    found = list(_read(Reader(forward, tree)))
+    return FoundActivations(tree, found) if found and (source or is_source_of(tree, forward)) else None
+
+
+def _read(reader: Reader) -> Iterator[Found]:
+    places = []
+    for block, in_loop in blocks(reader.tree.body, False):
+        for position, statement in enumerate(block):
+            if isinstance(statement, (ast.Assign, ast.Return, ast.Expr)):
+                places.append((block, position, in_loop, list(evaluated(statement))))
+    for block, position, in_loop, nodes in places:
+        for node in nodes:
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+                for side, other in ((node.left, node.right), (node.right, node.left)):
+                    gated = None if isinstance(other, ast.Constant) else _factor(reader, side, block, position, in_loop)
+                    if gated is not None:
+                        gated.product, gated.other = node, other
+                        yield gated
+    for block, position, in_loop, nodes in places:
+        for node in nodes:
+            found = _activation(reader, node) if isinstance(node, ast.Call) else None
+            if found is None:
+                continue
+            inner = reader.value_of(found.x, block, position, position, in_loop) or (found.x, ())
+            if (called := reader.called(inner[0])) is not None:
+                found.linear, found.linear_x = called
+                found.linear_definition = inner[1][0] if inner[1] else None
+            yield found
+
+
+def _factor(reader: Reader, side: ast.expr, block: list[ast.stmt], position: int, in_loop: bool) -> Found | None:
+    """The activation that a factor of a product is, or that the factor's name was given to."""
+    if not isinstance(side, ast.Name):
+        return _activation(reader, side)
+    for index in reversed(range(position)):
+        statement = block[index]
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name == side.id:
+                found = _activation(reader, value)
+                between = block[index + 1 : position]
+                if (
+                    found is None
+                    or any(may_change(each, name) for each in between)
+                    or not reader.is_read_once(name, block, position, position, in_loop)
+                ):
+                    return None
+                found.definition = statement
+                return found
+        if mentions(statement, side.id):
+            return None
+    return None
+
+
+def _activation(reader: Reader, expression: ast.expr) -> Found | None:
+    """The call of a child, or of a function of torch's, with one argument."""
+    if (called := reader.called(expression)) is not None and isinstance(expression, ast.Call):
+        return Found(expression, called[1], called[0], "")
+    match expression:
+        case ast.Call(func=function, args=[x], keywords=keywords):
+            resolved = resolve(function, reader.globals)
+            options = {each.arg: ast.unparse(each.value) for each in keywords}
+            if resolved is functional.silu and not options:
+                return Found(expression, x, "", "silu")
+            if resolved is functional.gelu and options in ({}, {"approximate": "'none'"}):
+                return Found(expression, x, "", "gelu")
+            if resolved is functional.gelu and options == {"approximate": "'tanh'"}:
+                return Found(expression, x, "", "gelu_tanh")
+    return None
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What an activation module computes."""
+
+    name: str
+    """Of FORMULAS."""
+    n_operators: int
+    """Of torch's that its forward calls."""
+
+
+def recognise_activation(module: nn.Module) -> Activation | None:
+    """What a module without parameters and children computes, by probing a clone; None for anything else."""
+    if module._modules or module._parameters or module._buffers or "forward" in vars(module):
+        return None
+    values = torch.tensor([*(k / 16 for k in range(-192, 193)), 1e-4, -1e-4, 60.0, -60.0, 0.5], device="cpu").double()
+    order = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(0), device="cpu")
+    try:
+        with undisturbed(torch.device("cpu")):
+            flat, counter = clone(module).train()(values.clone()), _Counter()
+            with counter:
+                mixed = clone(module).eval()(values[order].view(2, 3, 5, 13))
+    except Exception:  # no function of one tensor
+        return None
+    if not all(isinstance(y, Tensor) and y.numel() == values.numel() for y in (flat, mixed)):
+        return None
+    for name, formula in FORMULAS.items():
+        exact = formula(values)
+        if torch.allclose(flat, exact, 1e-8, 1e-9) and torch.allclose(mixed.flatten(), exact[order], 1e-8, 1e-9):
+            return Activation(name, counter.n_calls)
+    return None
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Gated:
+    """act(gate) * up in a rewritten forward."""
+
+    activation: str
+    cls: type | None
+    """Of the child; None for a function of torch's."""
+
+    def __call__(self, module: nn.Module, act: Any, gate: Tensor, up: Tensor) -> Tensor:
+        if (self.cls is None or is_plain(act, self.cls)) and _fits(gate) and _is_like(up, gate):
+            calls.count_fused(module)
+            return ops.glu(gate, up, self.activation)
+        calls.count_fallback(module)
+        return (FORMULAS[self.activation] if self.cls is None else act)(gate) * up
+
+
+@dataclass(frozen=True)
+class Activated:
+    """act(x), or act(dense(x)), in a rewritten forward."""
+
+    activation: str
+    cls: type | None
+    """As Gated's."""
+
+    def __call__(self, module: nn.Module, act: Any, dense: Any, x: Tensor) -> Tensor:
+        if self.cls is None or is_plain(act, self.cls):
+            x, bias = (x, None) if dense is None else linear_parts(dense, x)
+            if _fits(x):
+                calls.count_fused(module)
+                return ops.bias_activation(x, bias, self.activation)
+            x = x if bias is None else x + bias
+        elif dense is not None:
+            x = dense(x)
+        calls.count_fallback(module)
+        return (FORMULAS[self.activation] if self.cls is None else act)(x)
+
+
+def _fits(x: Tensor) -> bool:
+    return x.dtype in KERNEL_DTYPES and x.dim() > 0 and not calls.is_distributed(x)
+
+
+def _is_like(up: Any, gate: Tensor) -> bool:
+    """Whether ops.glu takes both: anything else that a product may be of is left to torch."""
+    return (
+        isinstance(up, Tensor)
+        and up.shape == gate.shape
+        and up.dtype == gate.dtype
+        and up.device == gate.device
+        and not calls.is_distributed(up)
+    )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One activation of one instance."""
+
+    found: Found
+    activation: str
+    cls: type | None
+    has_bias: bool
+
+    @property
+    def pattern(self) -> str:
+        return ACTIVATED if self.found.product is None else GATED
+
+
+def choose_activations(
+    module: nn.Module,
+    found: FoundActivations,
+    activation_of: Callable[[nn.Module], Activation | None],
+    excluded: Container[int],
+) -> list[Choice]:
+    """The activations that can be fused, where something is gained: a product, a bias, or several operators."""
+    chosen = []
+    taken: set[ast.expr] = set()
+    for each in found.found:
+        if each.call in taken or (each.product is not None and each.product in taken):
+            continue
+        child = child_at(module, each.path) if each.path else None
+        activation = Activation(each.function, 1) if each.function else None
+        if child is not None and id(child) not in excluded:
+            activation = activation_of(child)
+        if activation is None:
+            continue
+        linear: Any = child_at(module, each.linear) if each.linear else None
+        has_bias = (
+            linear is not None
+            and id(linear) not in excluded
+            and original_class(type(linear)) is nn.Linear
+            and linear.bias is not None
+        )
+        if each.product is not None or has_bias or activation.n_operators > 1:
+            taken |= {each.call} if each.product is None else {each.call, each.product}
+            cls = None if child is None else original_class(type(child))
+            chosen.append(Choice(each, activation.name, cls, has_bias))
+    return chosen
+
+
+@dataclass(frozen=True)
+class Activations:
+    """A module whose forward has activations to fuse, as a site."""
+
+    forward: FoundActivations
+    chosen: tuple[Choice, ...]
+
+    @property
+    def pattern(self) -> str:
+        """gated_mlp where there is a product."""
+        return GATED if any(choice.pattern == GATED for choice in self.chosen) else ACTIVATED
+
+    @property
+    def detail(self) -> str:
+        return ", ".join(sorted({choice.activation for choice in self.chosen}))
+
+    def rewrite(self, module: nn.Module) -> Rewrite:
+        """The forward with its activations fused."""
+        return self._rewrite
+
+    @cached_property
+    def _rewrite(self) -> Rewrite:
+        rewriting = Rewriting(self.forward.tree)
+        for index, choice in enumerate(self.chosen):
+            _put(rewriting, index, choice)
+        return Rewrite(self.pattern, rewriting.source(), tuple(rewriting.constants.items()), in_module=True)
+
+    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+        """Raise VerificationError unless each activation, fused, computes what the module's own does."""
+        device, dtype = kind_of(module)
+        with undisturbed(device):
+            for choice in self.chosen:
+                child = child_at(module, choice.found.path) if choice.found.path else None
+                act: Any = FORMULAS[choice.activation] if child is None else clone(child).eval()
+                fused, unfused = partial(_fused, choice, act), partial(_unfused, act)
+                inputs = _inputs(choice)
+                expected, actual = (_outcome(compute, inputs, device, dtype) for compute in (unfused, fused))
+                truth = _outcome(unfused, inputs, device, torch.float64)
+                check_outcomes(actual, expected, truth, f" of {choice.activation}")
+
+
+def _put(rewriting: Rewriting, index: int, choice: Choice) -> None:
+    """The fused call in place of the activation."""
+    found, copies = choice.found, rewriting.copies
+    act = rewriting.attribute(found.path) if found.path else copies[id(found.call.func)]
+    name = f"{'activated' if found.product is None else 'gated'}_{index}_"
+
+    def called(*arguments: ast.expr) -> ast.expr:
+        return ast.Call(ast.Name(name), [ast.Name(rewriting.own), act, *arguments], [])
+
+    if found.product is not None:
+        rewriting.constants[name] = Gated(choice.activation, choice.cls)
+        x, other = copies[id(found.x)], copies[id(found.other)]
+        gate = x
+        if found.definition is not None:
+            gate = ast.Name(found.definition.targets[0].id)  # type: ignore[attr-defined]
+            rewriting.replaced[id(copies[id(found.call)])] = lambda: rewriting.visit(x)
+        rewriting.replaced[id(copies[id(found.product)])] = lambda: called(
+            rewriting.visit(gate), rewriting.visit(other)
+        )
+        return
+    rewriting.constants[name] = Activated(choice.activation, choice.cls)
+    dense: ast.expr = ast.Constant(None)
+    x = copies[id(found.x)]
+    if choice.has_bias:
+        dense, x = rewriting.attribute(found.linear), copies[id(found.linear_x)]
+        if found.linear_definition is not None:
+            rewriting.removed.add(id(copies[id(found.linear_definition)]))
+    rewriting.replaced[id(copies[id(found.call)])] = lambda: called(dense, rewriting.visit(x))
+
+
+def _inputs(choice: Choice) -> list[Tensor]:
+    """gate and up; or x and, where there is one, the bias."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 4, 24)] + ([(3, 4, 24)] if choice.found.product is not None else [(24,)] if choice.has_bias else [])
+    return [2.0 * torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
+
+
+def _unfused(act: Callable[[Tensor], Tensor], x: Tensor, other: Tensor | None = None) -> Tensor:
+    if other is None:
+        return act(x)
+    return act(x) * other if other.shape == x.shape else act(x + other)
+
+
+def _fused(choice: Choice, act: Any, x: Tensor, other: Tensor | None = None) -> Tensor:
+    if choice.found.product is None:
+        return ops.bias_activation(x, other, choice.activation)
+    assert other is not None
+    return ops.glu(x, other, choice.activation)
+
+
+def _outcome(compute: Any, inputs: list[Tensor], device: torch.device, dtype: torch.dtype) -> Outcome:
+    """The output and every gradient."""
+    leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
+    y = compute(*leaves)
+    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), device="cpu").to(y.device, y.dtype)
+    gradients = torch.autograd.grad(y, leaves, cotangent)
+    return [("output", y.detach()), *((f"gradient {index}", each) for index, each in enumerate(gradients))]

@@ -1,0 +1,324 @@
+"""Activations: gated products and linear layers before an activation, wherever they stand in a forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from onetrip.patching import patch_model, unpatch_model
+from onetrip.patching.activations import recognise_activation
+from patching_cases import WIDTH, inputs, randomised
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class TanhGelu(nn.Module):
+    """As transformers' NewGELUActivation: eight operators."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class ReluSquared(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.square(functional.relu(x))
+
+
+class Mlp(nn.Module):
+    """Parts of the forwards below."""
+
+    act_class: Callable[[], nn.Module] = nn.SiLU
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.packed = nn.Linear(WIDTH, 2 * WIDTH)
+        self.act = type(self).act_class()
+
+
+class Gated(Mlp):
+    """As Llama's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class Swapped(Mlp):
+    act_class = nn.GELU
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.act(self.gate(x)))
+
+
+class Named(Mlp):
+    """As T5's, whose activation has eight operators."""
+
+    act_class = TanhGelu
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden_gelu = self.act(self.gate(x))
+        hidden_linear = self.up(x)
+        x = hidden_gelu * hidden_linear
+        x = self.down(x)
+        return x
+
+
+class Packed(Mlp):
+    """As Phi-3's: halves of one product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.packed(x)
+        gate, up = up.chunk(2, dim=-1)
+        up = up * self.act(gate)
+        return self.down(up)
+
+
+class Function(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.gate(x), approximate="tanh") * self.up(x))
+
+
+class Dense(Mlp):
+    """As BERT's."""
+
+    act_class = nn.GELU
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.gate(x)
+        x = self.act(x)
+        return x
+
+
+class Nested(Mlp):
+    act_class = ReluSquared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)))
+
+
+class Composite(Mlp):
+    """As GPT-2's: what comes before is no linear layer."""
+
+    act_class = TanhGelu
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(x.tanh())
+        return self.down(h)
+
+
+FUSED: dict[type[Mlp], tuple[str, str]] = {
+    Gated: ("gated_mlp", "silu"),
+    Swapped: ("gated_mlp", "gelu"),
+    Named: ("gated_mlp", "gelu_tanh"),
+    Packed: ("gated_mlp", "silu"),
+    Function: ("gated_mlp", "gelu_tanh"),
+    Dense: ("bias_activation", "gelu"),
+    Nested: ("bias_activation", "relu2"),
+    Composite: ("bias_activation", "gelu_tanh"),
+}
+
+
+def outcome(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The output and every gradient."""
+    leaf = x.clone().requires_grad_()
+    model.zero_grad()
+    y = model(leaf)
+    y.square().sum().backward()
+    assert leaf.grad is not None
+    return {"y": y.detach(), "x": leaf.grad} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_agree(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        bound = 2e-5 * float(tensor.abs().max())
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=bound, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)
+def test_activations_are_fused_wherever_they_stand(make: type[Mlp]) -> None:
+    model, (x,) = randomised(make()), inputs()
+    expected = outcome(model, x)
+    report = patch_model(model)
+    assert [(site.pattern, site.detail) for site in report.patched] == [FUSED[make]]
+    assert_agree(outcome(model, x), expected)
+    assert report.calls() == {"": (1, 0)}
+    unpatch_model(model)
+    assert type(model) is make
+    for name, tensor in outcome(model, x).items():
+        assert torch.equal(tensor, expected[name])
+
+
+class ReadTwice(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.act(self.gate(x))
+        return gate * self.up(x) + gate
+
+
+class ChangedBetween(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        gate = self.act(x)
+        x.add_(1.0)
+        return gate * self.up(x)
+
+
+class Broadcast(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.gate(x)) * self.up(x)[..., :1]
+
+
+class Scaled(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.gate(x)) * 2.0
+
+
+class Tanh(Mlp):
+    act_class = nn.Tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.gate(x)) * self.up(x)
+
+
+@pytest.mark.parametrize("make", [ReadTwice, Broadcast, Scaled, Tanh], ids=lambda make: make.__name__)
+def test_other_forwards_compute_what_they_computed(make: type[Mlp]) -> None:
+    model, (x,) = randomised(make()), inputs()
+    expected = outcome(model, x)
+    patch_model(model)
+    assert_agree(outcome(model, x), expected)
+
+
+def test_an_input_changed_before_the_product_is_read_before() -> None:
+    model, (x,) = randomised(ChangedBetween()), inputs()
+    with torch.no_grad():
+        expected = model(x)
+        patch_model(model)
+        torch.testing.assert_close(model(x), expected)
+
+
+class Leaky(nn.Module):
+    """SiLU but for large values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 11.0, 11.0, functional.silu(x))
+
+
+class Positional(nn.Module):
+    """SiLU, with another value in the last place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.silu(x)
+        return torch.cat([y[..., :-1], y[..., -1:] * (x.dim() < 3)], -1)
+
+
+class OnlyInTraining(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.silu(x) if self.training else functional.relu(x)
+
+
+class Dropped(nn.Dropout):
+    """Writes zeros over its input, of which any activation is 0."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0, inplace=True)
+
+
+@pytest.mark.parametrize("make", [Leaky, Positional, OnlyInTraining, nn.ReLU, Dropped])
+def test_what_resembles_an_activation_is_none(make: Callable[[], nn.Module]) -> None:
+    assert recognise_activation(make()) is None
+
+
+def test_transformers_activations_are_recognised_by_what_they_compute() -> None:
+    activations = pytest.importorskip("transformers").activations.ACT2FN
+    found: dict[str, Any] = {name: recognise_activation(activations[name]) for name in activations}
+    names = {name: each.name for name, each in found.items() if each is not None}
+    assert names == {
+        "gelu": "gelu",
+        "gelu_python": "gelu",
+        "gelu_fast": "gelu_tanh",
+        "gelu_new": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "gelu_python_tanh": "gelu_tanh",
+        "gelu_accurate": "gelu_tanh",
+        "relu2": "relu2",
+        "silu": "silu",
+        "swish": "silu",
+    }
+
+
+def test_a_hooked_activation_is_called() -> None:
+    model, (x,) = randomised(Gated()), inputs()
+    expected = outcome(model, x)
+    report = patch_model(model)
+    seen: list[Any] = []
+    model.act.register_forward_hook(lambda *arguments: seen.append(arguments))
+    assert_agree(outcome(model, x), expected)
+    assert len(seen) == 1 and report.calls() == {"": (0, 1)}
+
+
+def test_a_hooked_dense_is_called() -> None:
+    model, (x,) = randomised(Dense()), inputs()
+    expected = outcome(model, x)
+    patch_model(model)
+    model.gate.register_forward_hook(lambda module, arguments, y: 2.0 * y)
+    doubled = copy.deepcopy(unpatch_model(copy.deepcopy(model)))
+    assert_agree(outcome(model, x), outcome(doubled, x))
+    assert not torch.allclose(outcome(model, x)["y"], expected["y"])
+
+
+def test_patterns_are_chosen_by_name() -> None:
+    assert [site.pattern for site in patch_model(Gated(), patterns=["gated_mlp"]).patched] == ["gated_mlp"]
+    assert patch_model(Gated(), patterns=["bias_activation"]).patched == ()
+    assert patch_model(Dense(), patterns=["gated_mlp"]).patched == ()
+    assert patch_model(Gated(), exclude=["act"]).patched == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [Gated, Dense], ids=lambda make: make.__name__)
+def test_autocast(make: type[Mlp], dtype: torch.dtype) -> None:
+    model, (x,) = randomised(make()), inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x.to(dtype))
+        report = patch_model(model)
+        y = model(x.to(dtype))
+    assert report.calls() == {"": (1, 0)} and y.dtype == expected.dtype
+    torch.testing.assert_close(y.float(), expected.float(), rtol=2e-2, atol=2e-2 * float(expected.detach().abs().max()))
+
+
+@pytest.mark.parametrize("make", [Gated, Packed, Dense], ids=lambda make: make.__name__)
+def test_compiles_without_a_break(make: type[Mlp]) -> None:
+    model, (x,) = randomised(make()), inputs()
+    expected = outcome(model, x)
+    patch_model(model)
+    assert_agree(outcome(torch.compile(model, backend="aot_eager", fullgraph=True), x), expected_keys(expected))
+
+
+def expected_keys(expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A compiled module's parameters have a prefix."""
+    return {name if name in ("x", "y") else f"_orig_mod.{name}": tensor for name, tensor in expected.items()}
+
+
+class Layer(nn.Module):
+    """A parallel block: the sum reads the gated product's child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Gated()
+        self.drop = nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.mlp(self.norm(x)))
+
+
+def test_a_fused_child_ends_in_its_parent_s_sum() -> None:
+    """The rewritten forward of the child is opened again: its last linear layer leaves its bias to the sum."""
+    model, (x,) = randomised(nn.Sequential(Layer(), Layer(), nn.LayerNorm(WIDTH))), inputs()
+    expected = outcome(model, x)
+    report = patch_model(model)
+    patterns = [site.pattern for site in report.patched]
+    assert patterns.count("gated_mlp") == 2 and patterns.count("dropout_add") == 2
+    assert_agree(outcome(model, x), expected)
+    assert all(fused > 0 and back == 0 for name, (fused, back) in report.calls().items() if "mlp" in name)
