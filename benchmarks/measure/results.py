@@ -24,6 +24,8 @@ SUITES = (
     "adam_training",
 )
 """Each is a module suites/<name>.py, and leaves <name>.json."""
+OPERATOR_SUITES = ("row_norm", "softmax", "rotary", "glu")
+"""The suites whose cases are operators of one family, every one timed by measure.side_by_side."""
 RECORDED = PACKAGE / "results"
 OTHERS = ("anatomy", "methods")
 """The commands whose files, named after them, may lie beside the results."""

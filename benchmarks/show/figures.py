@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..measure.results import Results
+from ..measure.results import OPERATOR_SUITES, Results
 from . import operator_plots, roofline_plot, training_plots
 from .operator_tables import cases, of_every_width, width_series
 
@@ -40,7 +40,7 @@ def drawings(results: Results) -> Iterator[Drawing]:
             "Dashed: what a copy of a tensor of that size reached in the same rounds.",
             in_docs=dtype == "fp32",
         )
-    operators = cases(results, "row_norm", "softmax")
+    operators = cases(results, *OPERATOR_SUITES)
     if operators:
         yield Drawing(
             "speed-ups",

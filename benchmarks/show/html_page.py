@@ -13,7 +13,7 @@ from onetrip import html
 from onetrip.environment import describe
 from onetrip.html import Section, Table
 
-from ..measure.results import OTHERS, RECORDED, Results, UsageError, read_machine
+from ..measure.results import OPERATOR_SUITES, OTHERS, RECORDED, Results, UsageError, read_machine
 from ..measure.results import read as read_machines
 from . import operator_tables, tables, targets, training_tables
 from .figures import drawings
@@ -105,7 +105,7 @@ def _of_machines(machines: dict[str, Results]) -> Iterator[Section]:
 
 def sections(results: Results) -> list[Section]:
     """One machine's results, what decides first; sections without content are left out."""
-    operators = cases(results, "row_norm", "softmax")
+    operators = cases(results, *OPERATOR_SUITES)
     verdicts = targets.verdicts(results)
     judged = [verdict for verdict in verdicts if verdict.reached is not None]
     reached = sum(bool(verdict.reached) for verdict in judged)

@@ -10,7 +10,7 @@ from typing import Any
 from onetrip.html import Cell, Entry, Table
 
 from ..measure.cases import ELEMENTS, gpu_shapes
-from ..measure.results import Results
+from ..measure.results import OPERATOR_SUITES, Results
 from . import targets
 
 Cases = list[dict[str, Any]]
@@ -72,7 +72,7 @@ def cases(results: Results, *suites: str) -> Cases:
 
 def of_every_width(results: Results) -> Cases:
     """The cases of operators that have the same number of elements, up to a row, whatever the width."""
-    return [case for case in cases(results, "row_norm", "softmax") if case["n_rows"] == ELEMENTS // case["n_cols"]]
+    return [case for case in cases(results, *OPERATOR_SUITES) if case["n_rows"] == ELEMENTS // case["n_cols"]]
 
 
 def verdicts(results: Results) -> Iterator[Table]:
@@ -140,7 +140,7 @@ def width_series(cases: Cases) -> dict[tuple[str, str], Cases]:
 
 
 def full(results: Results) -> Cases:
-    return [case for case in cases(results, "row_norm", "softmax") if case["full"]]
+    return [case for case in cases(results, *OPERATOR_SUITES) if case["full"]]
 
 
 def alone(results: Results) -> Cases:
@@ -149,7 +149,7 @@ def alone(results: Results) -> Cases:
     shown = {case["case"] for members in series for case in members}
     return [
         case
-        for case in cases(results, "row_norm", "softmax")
+        for case in cases(results, *OPERATOR_SUITES)
         if not case["full"] and case["case"] not in shown and (case["n_rows"], case["n_cols"]) not in gpu_shapes()
     ]
 

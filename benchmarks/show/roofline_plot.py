@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..measure.results import Results
+from ..measure.results import OPERATOR_SUITES, Results
 from .operator_plots import canvas, colours, plain_ticks
 from .operator_tables import Cases, cases
 from .targets import EAGER, own, provider
@@ -78,7 +78,7 @@ def members(results: Results) -> Cases:
     """The fp32 cases with every provider, of operators whose operations are counted."""
     return [
         case
-        for case in cases(results, "row_norm", "softmax")
+        for case in cases(results, *OPERATOR_SUITES)
         if case["full"] and case["dtype"] == "fp32" and flops_of_element(case, "forward") is not None
     ]
 

@@ -6,7 +6,7 @@ from onetrip import terminal
 from onetrip.environment import describe
 from onetrip.html import Table
 
-from ..measure.results import Results
+from ..measure.results import OPERATOR_SUITES, Results
 from . import operator_tables as operators
 from .operator_tables import cases, of_every_width
 
@@ -22,7 +22,7 @@ def every(results: Results) -> list[Table]:
         *operators.verdicts(results),
         *operators.operators(operators.full(results) + operators.alone(results)),
         *operators.widths(of_every_width(results)),
-        *operators.graphs(cases(results, "row_norm", "softmax")),
+        *operators.graphs(cases(results, *OPERATOR_SUITES)),
         *operators.attention_winners(cases(results, "attention")),
         *operators.attention(cases(results, "attention")),
         *training,
