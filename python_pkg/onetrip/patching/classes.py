@@ -11,6 +11,7 @@ import ast
 import copy
 import copyreg
 import difflib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MethodType
@@ -70,6 +71,7 @@ class Rewrite:
         # Set on the function only: torch.compile would look up globals in the module that a global __name__ names.
         forward.__module__ = original.__module__
         forward.__qualname__ = f"{original.__qualname__}.forward"
+        forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]  # Trainer reads it
         return forward
 
 

@@ -25,6 +25,8 @@ from .attention import PATTERN as ATTENTION
 from .attention import Attention, Interface, SoftmaxRegions, read_attention
 from .calls import is_distributed, original_class
 from .classes import Rewrite, is_stacked, plain_forward
+from .linear_loss import PATTERN as LINEAR_LOSS
+from .linear_loss import LinearLoss, labels_position, output_layer
 from .norms import KERNEL_DEVICES, Leaf, NormSpec, could_be_norm, recognise
 from .report import Unsuitable
 from .residual import FoundSums, ResidualSums, choose_sums, read_sums
@@ -61,7 +63,7 @@ class Together:
         self.second.verify(module, rewrite)
 
 
-Site = Attention | SoftmaxRegions | Activations | ResidualSums | Together | Leaf
+Site = Attention | SoftmaxRegions | Activations | ResidualSums | Together | Leaf | LinearLoss
 """Each has a pattern, rewrite(module) -> Rewrite and verify(module, rewrite)."""
 
 
@@ -73,6 +75,9 @@ class Classifier:
     ) -> None:
         self.wanted, self.replace_sdpa = wanted, replace_sdpa
         self.excluded = {id(module) for name, module in model.named_modules(remove_duplicate=False) if name in excluded}
+        blocks = [module for module in model.modules() if module._modules] if LINEAR_LOSS in wanted else []
+        self.output_layers = {id(module): head for module in blocks if (head := output_layer(module)) is not None}
+        """id(model that computes a loss) -> its output layer."""
         self.model_device = _kernel_device(model) or torch.device("cpu")
         self.attentions: dict[type, Interface | SoftmaxRegions | Unsuitable | None] = {}
         self.forwards: dict[tuple[type, str], FoundSums | Unsuitable | None] = {}
@@ -89,6 +94,9 @@ class Classifier:
             return STACKED
         if isinstance(module, torch.jit.ScriptModule):
             return None if module._modules else Unsuitable("unknown_forward", "TorchScript")
+        if id(module) in self.output_layers or any(head is module for head in self.output_layers.values()):
+            position = labels_position(module) if id(module) in self.output_layers else None
+            return _replaced(module) or _in_float64(module) or LinearLoss(position)
         cls = original_class(type(module))
         if cls not in self.attentions:
             self.attentions[cls] = read_attention(cls)

@@ -26,9 +26,12 @@ from .classes import (
     subclass,
 )
 from .classify import Classifier, Site
+from .linear_loss import PATTERN as LINEAR_LOSS
 from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
 
 PATTERNS = ("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm", ATTENTION, *ACTIVATIONS)
+"""The patterns of patch_model, unless others are asked for."""
+NAMES = (*PATTERNS, LINEAR_LOSS)
 """The names that patch_model accepts as patterns."""
 
 
@@ -49,7 +52,9 @@ def patch_model(
     The report lists modules that were not patched, with reasons. Patching twice has no further effect. The fused
     operators can be differentiated once, in reverse mode.
 
-    patterns: names from PATTERNS; None for all. exclude: names of modules, with all that is in them, or glob patterns.
+    patterns: names from NAMES; None for PATTERNS: all but linear_cross_entropy, with which a model in training returns
+        DeferredLogits, computed when they are used.
+    exclude: names of modules, with all that is in them, or glob patterns.
     attention: None patches eager attention, and replaces SDPA in calls with dropout on a CPU, where SDPA has no fused
         kernel. True replaces SDPA in every call that can be fused. False patches no attention.
     verify: compare outputs and every gradient with the original before keeping a site (dropout on and off).
@@ -118,8 +123,8 @@ def _checked_patterns(patterns: Iterable[str] | None) -> frozenset[str]:
     if isinstance(patterns, str) or not isinstance(patterns, Iterable):
         raise TypeError(f"patch_model: patterns must be None or an iterable of names, got {patterns!r}")
     names = frozenset(patterns)
-    if unknown := sorted(map(str, names - set(PATTERNS))):
-        raise ValueError(f"patch_model: patterns must be among {', '.join(PATTERNS)}, got {', '.join(unknown)}")
+    if unknown := sorted(map(str, names - set(NAMES))):
+        raise ValueError(f"patch_model: patterns must be among {', '.join(NAMES)}, got {', '.join(unknown)}")
     return names
 
 

@@ -1,0 +1,267 @@
+"""The loss over the vocabulary without its logits: a model's output layer and its cross-entropy in one call.
+
+While a model computes its loss in training, its output layer returns DeferredLogits instead of a tensor: the layer and
+the hidden states. Views, casts and slices of positions are applied to the hidden states, and
+functional.cross_entropy(logits, labels) becomes ops.linear_cross_entropy(hidden, weight, labels). Any other use
+computes the logits and goes on with them: a model whose loss is another one computes what it did.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from .. import ops
+from ..ops.common.backends import KERNEL_DTYPES
+from . import calls
+from .calls import is_plain, original_class
+from .classes import Rewrite, plain_forward
+from .verify import Outcome, check_outcomes, kind_of, undisturbed
+
+PATTERN = "linear_cross_entropy"
+
+_deferring: ContextVar[nn.Module | None] = ContextVar("_deferring", default=None)
+"""The output layer of the model that computes its loss."""
+
+
+class DeferredLogits:
+    """The logits of an output layer, not computed. Whatever is done with them computes them, but for the loss."""
+
+    def __init__(self, head: Any, hidden: Tensor, dtype: torch.dtype) -> None:
+        self._head, self._hidden, self.dtype = head, hidden, dtype
+        self._logits: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self._hidden.shape[:-1], self._head.out_features))
+
+    @property
+    def device(self) -> torch.device:
+        return self._hidden.device
+
+    requires_grad = True
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def float(self) -> DeferredLogits:
+        return DeferredLogits(self._head, self._hidden, torch.float32)
+
+    def contiguous(self) -> DeferredLogits:
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Nothing to do on the same device; a wider dtype is that of the loss."""
+        if not kwargs and args == (self.device,):
+            return self
+        return self.float() if not kwargs and args == (torch.float32,) else self.tensor().to(*args, **kwargs)
+
+    def view(self, *shape: Any) -> Any:
+        """The positions in another shape."""
+        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
+        n_classes = self._head.out_features
+        if not sizes or sizes[-1] != n_classes or not all(isinstance(size, int) for size in sizes):
+            return self.tensor().reshape(*shape)
+        return DeferredLogits(self._head, self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]), self.dtype)
+
+    reshape = view
+
+    def __getitem__(self, index: Any) -> Any:
+        """Positions; the classes stay whole."""
+        parts = index if isinstance(index, tuple) else (index,)
+        n_given = sum(part is not Ellipsis for part in parts)
+        is_basic = all(part is Ellipsis or isinstance(part, (int, slice)) for part in parts)
+        reaches_classes = any(part is Ellipsis for part in parts) or n_given == len(self.shape)
+        if not is_basic or (reaches_classes and parts[-1] not in (Ellipsis, slice(None))):
+            return self.tensor()[index]
+        return DeferredLogits(self._head, self._hidden[index], self.dtype)
+
+    def tensor(self) -> Tensor:
+        """The logits."""
+        if self._logits is None:
+            token = _deferring.set(None)
+            try:
+                self._logits = self._head(self._hidden).to(self.dtype)
+            finally:
+                _deferring.reset(token)
+        return self._logits
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    def __repr__(self) -> str:
+        return f"DeferredLogits(shape={tuple(self.shape)}: computed when used)"
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.cross_entropy:
+            loss = _loss(*args, **(kwargs or {}))
+            if loss is not None:
+                return loss
+        args, kwargs = pytree.tree_map_only(DeferredLogits, DeferredLogits.tensor, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _operator(name: str) -> Any:
+    def method(self: DeferredLogits, *args: Any) -> Any:
+        others = (each.tensor() if isinstance(each, DeferredLogits) else each for each in args)
+        return getattr(self.tensor(), name)(*others)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "radd", "rsub", "rmul", "rtruediv", "neg", "lt", "le"):
+    setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in ("gt", "ge", "eq", "ne", "iter", "float", "bool", "array", "setitem"):
+    setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
+DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def _loss(
+    logits: Any,
+    labels: Any,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """functional.cross_entropy of DeferredLogits; None where it must be computed from the logits."""
+    if not isinstance(logits, DeferredLogits) or not isinstance(labels, Tensor):
+        return None
+    head, hidden = logits._head, logits._hidden
+    if any(each is not None for each in (weight, size_average, reduce)) or labels.dtype != torch.int64:
+        return None
+    if labels.shape != logits.shape[:-1] or labels.device != hidden.device or not is_plain(head, nn.Linear):
+        return None
+    matrix, bias = head.weight, head.bias
+    if calls.is_autocasting(hidden):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, matrix = hidden.to(dtype), matrix.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    loss = ops.linear_cross_entropy(
+        hidden, matrix, labels, bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
+    return loss.to(logits.dtype)
+
+
+def defers(model: nn.Module, labels_at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of the model computes a loss to be trained with. labels_at: position among the arguments."""
+    if torch.compiler.is_compiling() or not model.training or not torch.is_grad_enabled():
+        return False
+    labels = kwargs.get("labels", args[labels_at] if len(args) > labels_at else None)
+    return labels is not None and not getattr(model, "_is_replica", False)  # DataParallel gathers tensors
+
+
+@contextmanager
+def deferring(model: Any) -> Iterator[None]:
+    """In this block, the model's output layer returns DeferredLogits."""
+    token = _deferring.set(model.get_output_embeddings())
+    calls.count_fused(model)
+    try:
+        yield
+    finally:
+        _deferring.reset(token)
+
+
+def deferred(head: Any, hidden: Tensor) -> DeferredLogits | None:
+    """What the output layer returns instead of its logits; None where it computes them."""
+    is_wanted = not torch.compiler.is_compiling() and head is _deferring.get()
+    if not is_wanted or not is_plain(head, nn.Linear):
+        return None
+    if hidden.dtype not in KERNEL_DTYPES or hidden.dim() < 2 or hidden.numel() == 0:
+        return None
+    if calls.is_distributed(hidden) or calls.is_distributed(head.weight):
+        return None
+    if calls.is_autocasting(hidden):
+        return DeferredLogits(head, hidden, torch.get_autocast_dtype(hidden.device.type))
+    return DeferredLogits(head, hidden, hidden.dtype) if hidden.dtype == head.weight.dtype else None
+
+
+_MODEL = """\
+def forward(self, *args, **kwargs):
+    if not defers_(self, labels_at_, args, kwargs):
+        count_fallback(self)
+        return original(self, *args, **kwargs)
+    with deferring_(self):
+        return original(self, *args, **kwargs)
+"""
+_HEAD = """\
+def forward(self, input):
+    logits = deferred_(self, input)
+    if logits is None:
+        count_fallback(self)
+        return original(self, input)
+    count_fused(self)
+    return logits
+"""
+
+
+@dataclass(frozen=True)
+class LinearLoss:
+    """A model that computes a loss, or its output layer, as a site."""
+
+    labels_at: int | None
+    """Position of labels among the arguments of the model's forward; None for the output layer."""
+    pattern = PATTERN
+
+    def rewrite(self, module: nn.Module) -> Rewrite:
+        """The forward in which the logits are deferred."""
+        if self.labels_at is None:
+            return Rewrite(PATTERN, _HEAD, (("deferred_", deferred),))
+        names = (("defers_", defers), ("deferring_", deferring), ("labels_at_", self.labels_at))
+        return Rewrite(PATTERN, _MODEL, names)
+
+    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+        """Raise VerificationError unless a small layer's loss and gradients are those of its logits."""
+        device, dtype = kind_of(module)
+        with undisturbed(device):
+            truth = _outcome(torch.float64, device, fused=False)
+            check_outcomes(_outcome(dtype, device, True), _outcome(dtype, device, False), truth, "")
+
+
+def _outcome(dtype: torch.dtype, device: torch.device, fused: bool) -> Outcome:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"hidden": (7, 8), "weight": (11, 8)}
+    leaves = {n: torch.randn(shape, generator=generator, device="cpu") for n, shape in shapes.items()}
+    leaves = {n: x.to(device, dtype).requires_grad_() for n, x in leaves.items()}
+    labels = torch.tensor([0, 10, -100, 3, 3, -100, 5], device=device)
+    if fused:
+        loss = ops.linear_cross_entropy(leaves["hidden"], leaves["weight"], labels).to(dtype)
+    else:
+        loss = functional.cross_entropy(functional.linear(leaves["hidden"], leaves["weight"]), labels)
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    return [("loss", loss.detach()), *((f"gradient of {n}", g) for n, g in zip(leaves, gradients, strict=True))]
+
+
+def output_layer(module: Any) -> nn.Module | None:
+    """The plain nn.Linear that a model calls its output embeddings; None for modules that have none, or no loss."""
+    if not callable(getattr(type(module), "get_output_embeddings", None)) or labels_position(module) is None:
+        return None
+    head = module.get_output_embeddings()
+    is_linear = isinstance(head, nn.Module) and original_class(type(head)) is nn.Linear
+    return head if is_linear and any(each is head for each in module.modules()) else None
+
+
+def labels_position(module: nn.Module) -> int | None:
+    """Of labels among the arguments of the module's forward."""
+    names = list(inspect.signature(plain_forward(original_class(type(module)))).parameters)
+    return names.index("labels") - 1 if "labels" in names else None

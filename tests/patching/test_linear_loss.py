@@ -1,0 +1,239 @@
+"""linear_cross_entropy: a model's loss without its logits, and the logits where anything else asks for them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from onetrip.patching import patch_model, unpatch_model
+from onetrip.patching.linear_loss import DeferredLogits
+from torch import Tensor, nn
+from torch.nn import functional
+
+transformers = pytest.importorskip("transformers")
+VOCABULARY = 61
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+BERT = SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0, "pad_token_id": 0}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", SMALL),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"n_embd": 16, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+    "bert": ("BertForMaskedLM", "BertConfig", BERT),
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", BERT),
+    "t5": ("T5ForConditionalGeneration", "T5Config", T5 | {"decoder_start_token_id": 0}),
+    # Its logits are capped by a tanh before the loss.
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", SMALL | {"head_dim": 8, "num_key_value_heads": 2}),
+}
+
+
+def build(name: str) -> tuple[Any, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model, config, options = MODELS[name]
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = (torch.randint(3, VOCABULARY, (2, 9), generator=generator) for _ in range(2))
+    labels[0, 3:] = -100
+    made = getattr(transformers, model)(getattr(transformers, config)(**options, vocab_size=VOCABULARY))
+    for parameter in made.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return made.train(), {"input_ids": ids, "labels": labels}
+
+
+def step(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Loss and every gradient."""
+    model.zero_grad()
+    output = model(**inputs)
+    output.loss.backward()
+    found = {"loss": output.loss.detach()}
+    return found | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_agree(ours: dict[str, Tensor], theirs: dict[str, Tensor], relative: float = 1e-5) -> None:
+    assert ours.keys() == theirs.keys() and len(theirs) > 5
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype
+        assert float((ours[name] - tensor).abs().max()) <= relative * float(tensor.abs().max()) + 1e-6, name
+
+
+@pytest.fixture
+def cross_entropies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of hidden states of calls of ops.linear_cross_entropy."""
+    from onetrip import ops
+
+    seen: list[tuple[int, ...]] = []
+    original: Callable[..., Tensor] = ops.linear_cross_entropy
+
+    def watched(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(tuple(hidden.shape))
+        return original(hidden, *args, **kwargs)
+
+    monkeypatch.setattr(ops, "linear_cross_entropy", watched)
+    return seen
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_the_unpatched_model_s(name: str, cross_entropies: list[tuple[int, ...]]) -> None:
+    model, inputs = build(name)
+    expected = step(model, inputs)
+    report = patch_model(model, patterns=["linear_cross_entropy"])
+    assert {site.module_class for site in report.patched} == {type(model).__name__, "Linear"}
+    cross_entropies.clear()  # verification's
+    assert_agree(step(model, inputs), expected)
+    assert cross_entropies == ([] if name == "gemma2" else [(18, 16)])
+    unpatch_model(model)
+    again = step(model, inputs)
+    assert all(torch.equal(again[key], expected[key]) for key in expected)
+
+
+def test_it_is_patched_by_name_only() -> None:
+    model, inputs = build("llama")
+    assert all(site.pattern != "linear_cross_entropy" for site in patch_model(model).patched)
+    assert isinstance(model(**inputs).logits, Tensor)
+
+
+def test_the_logits_are_computed_when_they_are_used() -> None:
+    model, inputs = build("llama")
+    expected = model(**inputs).logits
+    patch_model(model, patterns=["linear_cross_entropy"])
+    logits = model(**inputs).logits
+    assert isinstance(logits, DeferredLogits) and logits.shape == expected.shape and logits.size(-1) == VOCABULARY
+    assert "computed when used" in repr(logits)
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+    for use in (
+        lambda y: y.detach().clone(),
+        lambda y: y[..., :3],
+        lambda y: y[0, 2, 5],
+        lambda y: y[:, None],
+        lambda y: y[:, :-1].tensor() if isinstance(y, DeferredLogits) else y[:, :-1],
+        lambda y: torch.softmax(y, -1),
+        lambda y: 2.0 * y + y,
+        lambda y: y.view(-1, VOCABULARY // 61, 61),
+        lambda y: y.transpose(0, 1),
+        lambda y: functional.cross_entropy(y.view(-1, VOCABULARY), torch.zeros(18, VOCABULARY)),
+        lambda y: functional.cross_entropy(y.view(18, -1), torch.zeros(18).long(), weight=torch.ones(VOCABULARY)),
+    ):
+        theirs, ours = use(expected), use(model(**inputs).logits)
+        ours = ours.tensor() if isinstance(ours, DeferredLogits) else ours
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("mode", ["evaluation", "no labels", "no_grad"])
+def test_other_calls_return_a_tensor(mode: str) -> None:
+    model, inputs = build("llama")
+    report = patch_model(model.train(mode != "evaluation"), patterns=["linear_cross_entropy"])
+    given = {k: v for k, v in inputs.items() if k != "labels" or mode != "no labels"}
+    with torch.set_grad_enabled(mode != "no_grad"):
+        assert type(model(**given).logits) is Tensor
+    assert report.calls()[""] == (0, 1)
+
+
+def test_positional_labels_and_the_signature() -> None:
+    import inspect
+
+    model, inputs = build("bert")
+    before = inspect.signature(model.forward)
+    names = list(before.parameters)
+    patch_model(model, patterns=["linear_cross_entropy"])
+    assert inspect.signature(model.forward) == before
+    given = [inputs.get(name) for name in names[: names.index("labels") + 1]]
+    assert isinstance(model(*given).logits, DeferredLogits)
+
+
+def test_generate_gives_the_same_tokens() -> None:
+    model, inputs = build("llama")
+    ids = inputs["input_ids"]
+    expected = model.eval().generate(ids, max_new_tokens=5, do_sample=False)
+    patch_model(model, patterns=["linear_cross_entropy"])
+    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
+
+
+def test_num_items_in_batch_divides_the_sum() -> None:
+    model, inputs = build("llama")
+    expected = step(model, inputs | {"num_items_in_batch": torch.tensor(7)})
+    patch_model(model, patterns=["linear_cross_entropy"])
+    assert_agree(step(model, inputs | {"num_items_in_batch": torch.tensor(7)}), expected)
+
+
+def test_autocast() -> None:
+    model, inputs = build("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(**inputs).loss
+        patch_model(model, patterns=["linear_cross_entropy"])
+        output = model(**inputs)
+    assert isinstance(output.logits, DeferredLogits) and output.loss.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(output.loss, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing(use_reentrant: bool) -> None:
+    model, inputs = build("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    expected = step(model, inputs)
+    patch_model(model, patterns=["linear_cross_entropy"])
+    assert_agree(step(model, inputs), expected)
+
+
+def test_torch_compile_runs_the_original() -> None:
+    model, inputs = build("llama")
+    expected = model(**inputs).loss
+    patch_model(model, patterns=["linear_cross_entropy"])
+    torch.testing.assert_close(torch.compile(model, backend="eager")(**inputs).loss, expected)
+
+
+def test_a_hooked_output_layer_is_called(cross_entropies: list[tuple[int, ...]]) -> None:
+    model, inputs = build("llama")
+    expected = step(model, inputs)
+    patch_model(model, patterns=["linear_cross_entropy"])
+    cross_entropies.clear()
+    model.lm_head.register_forward_hook(lambda module, args, y: 2.0 * y)
+    doubled = unpatch_model(copy.deepcopy(model))
+    assert_agree(step(model, inputs), step(doubled, inputs))
+    assert cross_entropies == [] and not torch.equal(step(model, inputs)["loss"], expected["loss"])
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_lora(order: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=4, lora_alpha=8)
+
+    def adapted(model: nn.Module) -> Any:
+        torch.manual_seed(5)
+        made = peft.get_peft_model(model, config)
+        for name, parameter in made.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_()
+        return made.train()
+
+    plain, inputs = build("llama")
+    expected = step(adapted(plain), inputs)
+    model, _ = build("llama")
+    if order == "before":
+        patch_model(model, patterns=["linear_cross_entropy"])
+        model = adapted(model)
+    else:
+        model = adapted(model)
+        patch_model(model, patterns=["linear_cross_entropy"])
+    assert_agree(step(model, inputs), expected)
+
+
+def test_trainer_trains_and_evaluates(tmp_path: Any) -> None:
+    def trained(patch: bool) -> tuple[list[float], float]:
+        model, inputs = build("llama")
+        if patch:
+            patch_model(model, patterns=["linear_cross_entropy"])
+        rows = [{name: tensor[i] for name, tensor in inputs.items()} for i in range(2)]
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=3, report_to=[], logging_steps=1, use_cpu=True, save_strategy="no", seed=0
+        )
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log], trainer.evaluate()["eval_loss"]
+
+    (ours, evaluated), (theirs, expected) = trained(True), trained(False)
+    assert ours == pytest.approx(theirs, rel=1e-5) and evaluated == pytest.approx(expected, rel=1e-5)
