@@ -57,7 +57,10 @@ _ROW_NORM = (
 _COMPILE = (
     "ops/test_row_norm_compile.py",
     "ops/test_jit_trace.py",
-    *(f"kernels/test_triton_{family}.py" for family in ("row_norm", "softmax", "rotary", "glu", "adam")),
+    *(
+        f"kernels/test_triton_{family}.py"
+        for family in ("row_norm", "softmax", "rotary", "glu", "cross_entropy", "adam")
+    ),
 )
 _LARGE = "more_than_two_to_the or many_rows"
 SHARDS = (
@@ -68,7 +71,7 @@ SHARDS = (
     Shard("softmax-triton", "the contract of softmax, Triton", ("ops/test_softmax.py",), "triton"),
     Shard("rotary", "the contract of rotary, Triton", ("ops/test_rotary.py",)),
     Shard("glu", "the contract of glu, Triton", ("ops/test_glu.py",)),
-    Shard("cross_entropy", "the contract of cross_entropy", ("ops/test_cross_entropy.py",)),
+    Shard("cross_entropy", "the contract of cross_entropy, Triton", ("ops/test_cross_entropy.py",)),
     Shard("models", "patched models: gradients, checkpointing, a training loop", ("patching/test_models_gpu.py",)),
     Shard("large", "2^31 elements and more, a million rows", _SPECIAL, _LARGE, alone=True),
     Shard("compile", "torch.compile, and cases of Triton's kernels", _COMPILE),

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from cross_entropy_cases import OPTIONS, make_labels, unfused
 from onetrip import nn, ops, use_backend
-from targets import TARGETS, needs
+from onetrip.ops import cross_entropy_linear
+from onetrip.reference.cross_entropy import CrossEntropyPlan
+from targets import TARGETS, Target, needs
 from tolerances import assert_bitwise, assert_like_torch, max_error
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -238,6 +240,47 @@ def test_ignored_rows_are_not_multiplied(target):
             torch.autograd.grad(again, (spoilt, weight)), torch.autograd.grad(loss, (hidden, weight)), strict=True
         ):
             assert_bitwise(mine, other)
+
+
+@pytest.mark.parametrize("is_mean", [True, False], ids=["mean", "sum"])
+def test_nothing_is_read_back_from_another_device(is_mean):
+    """Meta tensors hold no values: torch raises where a value, or a size that depends on values, is asked for."""
+    hidden, weight, bias, labels = (torch.empty(s, device="meta") for s in ((64, 32), (100, 32), (100,), (64,)))
+    plan = CrossEntropyPlan(-100, 0.1, 5.0, 0.01)
+    call = cross_entropy_linear.Linear(hidden, weight, bias, labels.long(), plan, "reference", 16)
+    loss, gradients = cross_entropy_linear.reduced(call, is_mean, (True, True, True))
+    assert loss.shape == () and [g.shape for g in gradients] == [(64, 32), (100, 32), (100,)]
+    losses, entropies = cross_entropy_linear.by_row(call, True)
+    gradients = cross_entropy_linear.by_row_backward(call, losses, entropies, (True, True, True))
+    assert losses.shape == (64,) and [g.shape for g in gradients] == [(64, 32), (100, 32), (100,)]
+
+
+def test_meta_tensors_have_the_result_of_their_shapes():
+    hidden, weight = (torch.empty(s, device="meta", requires_grad=True) for s in ((4, 6), (9, 6)))
+    labels = torch.zeros(4, dtype=torch.int64, device="meta")
+    loss = ops.linear_cross_entropy(hidden, weight, labels) + ops.cross_entropy(hidden, labels)
+    assert loss.is_meta and loss.shape == ()
+    assert [g.shape for g in torch.autograd.grad(loss, (hidden, weight))] == [(4, 6), (9, 6)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_does_not_synchronise_the_gpu():
+    *leaves, labels = linear_operands(Target("cuda", "auto"), torch.float32)
+
+    def step(hidden, weight, bias):
+        losses = [ops.cross_entropy(hidden, labels.clamp(-100, N_HIDDEN - 1))]
+        losses += ops.linear_logprobs(hidden, weight, labels.clamp_min(0), bias, return_entropy=True)
+        for reduction in ("mean", "sum", "none"):
+            losses.append(ops.linear_cross_entropy(hidden, weight, labels, bias, chunk_rows=16, reduction=reduction))
+        return torch.stack([loss.sum() for loss in losses]).sum()
+
+    run(step, leaves)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(step, leaves)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0)], ids=str)

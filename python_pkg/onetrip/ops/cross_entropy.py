@@ -204,12 +204,15 @@ def _wants(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Wants:
     return hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
 
 
+def _is_autocasting(tensor: Tensor) -> bool:
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)  # torch has no autocast of meta
+
+
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast as autocast casts the operands of torch.nn.functional.linear."""
-    device_type = hidden.device.type
-    if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+    if hidden.dtype == torch.float64 or not _is_autocasting(hidden):
         return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(device_type)
+    dtype = torch.get_autocast_dtype(hidden.device.type)
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
@@ -269,7 +272,7 @@ def _check_linear(function: str, hidden: object, weight: object, bias: object) -
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"{function}: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
         operands.append(("bias", bias))
-    may_mix = torch.is_autocast_enabled(hidden.device.type)
+    may_mix = _is_autocasting(hidden)
     for argument, tensor in operands:
         if tensor.device != hidden.device:
             raise ValueError(

@@ -27,7 +27,7 @@ KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 FAMILIES = {
     "cpu": frozenset({"adam", "cross_entropy", "glu", "rotary", "row_norm", "softmax"}),
     "cuda": frozenset({"adam", "row_norm", "softmax"}),
-    "triton": frozenset({"adam", "glu", "rotary", "row_norm", "softmax"}),
+    "triton": frozenset({"adam", "cross_entropy", "glu", "rotary", "row_norm", "softmax"}),
 }
 """Which operator families each backend has kernels of; reference has every family's formula."""
 
