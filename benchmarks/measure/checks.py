@@ -58,6 +58,8 @@ def make_inputs(
     tensors = {name: normal(n_rows, n_cols) for name in operator.matrices}
     # Around 1, so that a weight that is ignored or applied twice shows.
     tensors |= {name: (1 + 0.5 * normal(n_cols)).to(dtype) for name in operator.vectors}
+    for name, shape in operator.weights(n_cols).items():
+        tensors[name] = (normal(*shape) * n_cols**-0.5).to(dtype)
     for tensor in tensors.values():
         tensor.requires_grad_()
     with torch.no_grad():
@@ -88,6 +90,8 @@ class Truth:
         scale = 1.0 / (1.0 - self._operator.dropout_p)
         tensors = {
             name: tensor.detach().double().requires_grad_(tensor.requires_grad)
+            if tensor.is_floating_point()
+            else tensor
             for name, tensor in self._inputs.tensors.items()
         }
         inputs = Inputs(tensors, tuple(grad.double() for grad in self._inputs.grad_outputs))

@@ -88,6 +88,26 @@ SOFTMAX: Forms = {
 }
 
 
+# Liger writes the gradient over the logits that it is given.
+CROSS_ENTROPY: Forms = {
+    "liger": _form(MODULES["liger"], "liger_cross_entropy", lambda f, logits, labels: f(logits.clone(), labels)),
+}
+
+
+def _chunked(f: Form, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return f(hidden, weight, labels, options=torch.nn.LinearCrossEntropyOptions())
+
+
+LINEAR_CROSS_ENTROPY: Forms = {
+    "chunked": _form("torch.nn.functional", "linear_cross_entropy", _chunked),
+    "liger": _form(
+        MODULES["liger"],
+        "liger_fused_linear_cross_entropy",
+        lambda f, hidden, weight, labels: f(hidden, weight, labels),
+    ),
+}
+
+
 def scale_mask_softmax(scale: float, heads: Callable[[Tensor], Tensor], dropout_p: float) -> Forms:
     """heads(scores): as (batch, heads, queries, keys)."""
     hidden: dict[int, tuple[Tensor, Tensor]] = {}

@@ -20,7 +20,9 @@ SDPA = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-NAMES = ("eager", "sdpa", "compile", "compile-max-autotune", *libraries.MODULES, *backends.BACKENDS)
+OF_TORCH = ("sdpa", "chunked")
+"""What torch has for some operators beside the formula: fused attention, the loss of chunks of logits."""
+NAMES = ("eager", *OF_TORCH, "compile", "compile-max-autotune", *libraries.MODULES, *backends.BACKENDS)
 """What the command calls them."""
 AGAINST = (*NAMES, "bitsandbytes", "torchao")
 """Values of --against: the optimizers' libraries too."""
@@ -85,6 +87,11 @@ def _sdpa(name: str, backend: SDPBackend) -> Provider:
     return Provider(f"SDPA {name}", lambda operator: operator.others["sdpa"](), unavailable, scope)
 
 
+def _chunked() -> Provider:
+    missing = "" if hasattr(torch.nn, "LinearCrossEntropyOptions") else f"torch {torch.__version__} has none"
+    return Provider("torch chunked", lambda operator: operator.others["chunked"](), lambda device: missing)
+
+
 def _library(name: str) -> Provider:
     return Provider(
         libraries.TITLES[name],
@@ -99,6 +106,8 @@ def named(name: str) -> list[Provider]:
         return [EAGER]
     if name == "sdpa":
         return [_sdpa(*item) for item in SDPA.items()]
+    if name == "chunked":
+        return [_chunked()]
     if name == "compile":
         return [compiled()]
     if name == "compile-max-autotune":
@@ -110,7 +119,7 @@ def has(operator: Operator, name: str) -> bool:
     """Whether a provider has the operator at all."""
     if name in backends.BACKENDS:
         return _has_family(name, operator.family)
-    return name in operator.others or (name != "sdpa" and name not in libraries.MODULES)
+    return name in operator.others or name not in (*OF_TORCH, *libraries.MODULES)
 
 
 def _asked_for(operator: Operator, against: tuple[str, ...]) -> Iterator[Provider]:
@@ -131,8 +140,9 @@ def _usual(case: Case, session: Session) -> Iterator[Provider]:
         yield compiled()
     if everything and device.type == "cuda":
         yield compiled("max-autotune")
-    if attention:
-        yield from named("sdpa")
+    for name in OF_TORCH:
+        if has(operator, name):
+            yield from named(name)
     for name in libraries.MODULES:
         if has(operator, name) and not session.quick and (everything or not libraries.unavailable(name, device)):
             yield _library(name)  # what is absent is named in the full cases

@@ -15,6 +15,7 @@ SUITES = (
     "softmax",
     "rotary",
     "glu",
+    "cross_entropy",
     "attention",
     "overhead",
     "bert_blocks",
@@ -24,7 +25,7 @@ SUITES = (
     "adam_training",
 )
 """Each is a module suites/<name>.py, and leaves <name>.json."""
-OPERATOR_SUITES = ("row_norm", "softmax", "rotary", "glu")
+OPERATOR_SUITES = ("row_norm", "softmax", "rotary", "glu", "cross_entropy")
 """The suites whose cases are operators of one family, every one timed by measure.side_by_side."""
 RECORDED = PACKAGE / "results"
 OTHERS = ("anatomy", "methods")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -31,6 +32,8 @@ def needed_bytes(case: Case) -> int:
     elements = case.n_rows * case.n_cols
     matrices = len(case.operator.matrices)
     given = elements * ((3 * (matrices + 1) + 2) * case.dtype.itemsize + (2 * matrices + 1) * 8)
+    weights = sum(map(math.prod, case.operator.weights(case.n_cols).values()))
+    given += weights * (3 * case.dtype.itemsize + 2 * 8)
     return given + case.operator.between(case.n_rows, case.n_cols) * 8
 
 
@@ -116,7 +119,8 @@ class SideBySide:
 
     def _measure_memory(self, candidate: _Candidate) -> None:
         function, inputs = candidate.function, self._sets[0]
-        parameters = [inputs.tensors[name] for name in self.case.operator.vectors]
+        operator = self.case.operator
+        parameters = [inputs.tensors[name] for name in (*operator.vectors, *operator.weights(self.case.n_cols))]
         candidate.saved = saved_bytes(lambda: function(**inputs.tensors), excluded=parameters)
         start = time.perf_counter()  # of a twin torch.compile still compiles the backward here
         candidate.peak = peak_bytes(lambda: self._forward_backward(function, inputs), self._device)

@@ -12,18 +12,19 @@ from typing import Any
 import torch
 
 from ..measure.cases import DTYPE_NAMES, PASSES, Named, selects
-from ..measure.providers import AGAINST, NAMES
+from ..measure.providers import AGAINST, NAMES, OF_TORCH
 from ..measure.results import SUITES, UsageError
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()} | {str(d).partition(".")[2]: d for d in DTYPE_NAMES}
 _PASSES = {"forward": PASSES[0], "backward": PASSES[1], "both": PASSES[2]}
-_PROVIDERS = tuple(name for name in NAMES if name != "sdpa")
+_PROVIDERS = tuple(name for name in NAMES if name not in OF_TORCH)
 _OPTIMIZERS = ("eager", "apex", "transformer-engine", "bitsandbytes", "torchao")
 TAKES: dict[str, dict[str, tuple[str, ...]]] = {
     "row_norm": {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS},
     "softmax": {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS},
     "rotary": {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS},
     "glu": {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS},
+    "cross_entropy": {"dtype": (), "shape": (), "pass": (), "against": (*_PROVIDERS, "chunked")},
     "attention": {"dtype": (), "pass": (), "against": (*_PROVIDERS, "sdpa")},
     "overhead": {"dtype": (), "against": _PROVIDERS},
     "adam": {"dtype": (), "against": _OPTIMIZERS},

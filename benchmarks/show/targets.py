@@ -220,7 +220,7 @@ def _targets() -> Iterator[_Target]:
             name = f"{title} alone, widths 64 to 16,384: {which}, torch / onetrip"
             yield _Target(name, 1.0, True, "x", _worst_width("row_norm", operator, which))
     yield from _softmax_targets()
-    yield from _rotary_and_glu_targets()
+    yield from _step_targets()
     yield from _adam_targets()
     training = _first(_training, "training", model="bert_base", n_layers=12)
     yield _Target("BERT-base training step, eager attention: unpatched / patched", 1.3, True, "x", training)
@@ -233,7 +233,7 @@ def _targets() -> Iterator[_Target]:
         ("bias_dropout_residual_norm, p = 0", "bias_dropout_residual_layer_norm-p0"),
     ):
         yield _Target(f"Eager call on 1 x 8: {title}", 15.0, False, " µs", _overhead(operator))
-    for operator in ("rotary_embedding", "glu-silu", "bias_activation-gelu"):
+    for operator in ("rotary_embedding", "glu-silu", "bias_activation-gelu", "cross_entropy"):
         yield _Target(f"Eager call on 1 x 8: {operator}", 12.0, False, " µs", _overhead(operator))
     for build, title, limit in (("cpu", "no CUDA", 180.0), ("cuda", "nvcc, default architectures", 480.0)):
         measure = _first(_install, "install", case=f"install-{build}")
@@ -257,7 +257,7 @@ def _softmax_targets() -> Iterator[_Target]:
         yield _Target(name, 1.0, True, "x", _worst_width("softmax", "softmax", which))
 
 
-def _rotary_and_glu_targets() -> Iterator[_Target]:
+def _step_targets() -> Iterator[_Target]:
     for suite, operator, n_rows, n_cols, which, against, limit in (
         ("rotary", "rotary_embedding", 4 * 16 * 1024, 64, "forward", "torch.compile", 2.0),
         ("rotary", "rotary_embedding", 4 * 16 * 1024, 64, "forward", EAGER, 4.0),
@@ -268,6 +268,10 @@ def _rotary_and_glu_targets() -> Iterator[_Target]:
         ("glu", "glu-silu", 2048, 2816, "forward_backward", EAGER, 2.5),
         ("glu", "bias_activation-gelu", 2048, 2816, "forward", "torch.compile", 1.0),
         ("glu", "bias_activation-gelu", 2048, 2816, "forward_backward", "torch.compile", 1.3),
+        ("cross_entropy", "cross_entropy", 2048, 32000, "forward_backward", EAGER, 4.0),
+        ("cross_entropy", "linear_cross_entropy-V32000", 2048, 512, "forward_backward", EAGER, 1.0),
+        ("cross_entropy", "linear_cross_entropy-V32000", 2048, 512, "forward_backward", "torch chunked", 1.4),
+        ("cross_entropy", "linear_cross_entropy-V32000-labels15", 2048, 512, "forward_backward", EAGER, 5.0),
     ):
         measure = _speed_up(suite, operator, n_rows, n_cols, which, against)
         what = f"{operator}, {n_rows:,} x {n_cols:,}: {which.replace('_', ' + ')}"

@@ -16,7 +16,7 @@ from ..measure.checks import Truth, make_inputs
 from ..measure.providers import EAGER, own_provider, providers
 from ..measure.side_by_side import bound_and_checked
 from ..measure.timing import summarise
-from . import glu, rotary, row_norm, softmax
+from . import cross_entropy, glu, rotary, row_norm, softmax
 
 N_ROWS, N_COLS = 1, 8
 ROUNDS, QUICK_ROUNDS = 301, 15
@@ -31,6 +31,7 @@ OPERATORS = (
     *softmax.ATTENTION_SOFTMAX.values(),
     rotary.ROTARY,
     *glu.OPERATORS,
+    cross_entropy.CROSS_ENTROPY,
 )
 
 
