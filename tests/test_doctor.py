@@ -107,7 +107,9 @@ class _WrongGradient(torch.autograd.Function):
         return dy * 1.1
 
 
-@pytest.mark.parametrize("name", ["bias+dropout+residual+layer", "scale+mask+softmax+dropout"])
+@pytest.mark.parametrize(
+    "name", ["bias+dropout+residual+layer", "scale+mask+softmax+dropout", "packed glu, silu", "bias+gelu", "rotary"]
+)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "bf16/fp32"])
 @pytest.mark.parametrize(
     ("change", "failing"),
@@ -124,6 +126,14 @@ def test_a_wrong_kernel_fails(change, failing, dtype, name):
     assert failing <= {check.direction for check in checks if not check.passed}
     if failing == {"backward"}:
         assert checks[0].passed
+
+
+def test_a_backend_is_asked_for_its_families_only():
+    by_backend = {backend: {kernel.family for kernel, _ in selfcheck.cases(backend)} for backend in backends.BACKENDS}
+    every = {kernel.family for kernel in selfcheck.KERNELS}
+    assert by_backend.pop("reference") == every
+    for backend, families in by_backend.items():
+        assert families == backends.FAMILIES[backend] & every
 
 
 @pytest.mark.parametrize("name", ["adam, 8-bit states", "adam, 32-bit states"])

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import ops
-from .ops.common.backends import KERNEL_DTYPES, use_backend
+from .ops.common.backends import FAMILIES, KERNEL_DTYPES, use_backend
 from .optim.table import StepTable
 from .reference.adam import BLOCK, ZERO_CODE, Group, Slot
+from .reference.glu import ACTIVATIONS
 from .reference.philox import keep_mask
 
 _RNG = (0x0123456789ABCDEF, 8)
@@ -51,6 +52,8 @@ class Kernel:
     """One call of a family, and what it stands for in PyTorch."""
 
     name: str
+    family: str
+    """Of backends.FAMILIES."""
     inputs: dict[str, tuple[str, float]]
     """Name: "rows" or "vector", and the mean of its values."""
     fused: Callable[[Inputs], Tensor]
@@ -73,6 +76,7 @@ class Adam:
 
     name: str
     is_8bit: bool
+    family: ClassVar[str] = "adam"
     directions: ClassVar[tuple[str, ...]] = ("step",)
 
     def errors(
@@ -149,7 +153,7 @@ def _row_norm(name: str, norm: str, alone: bool, dropout_p: float = 0.0) -> Kern
         values = z.to(dtype)
         return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + _EPS) * weight).to(z.dtype)
 
-    return Kernel(name, inputs, fused, unfused, dropout_p)
+    return Kernel(name, "row_norm", inputs, fused, unfused, dropout_p)
 
 
 def _softmax(name: str, dropout_p: float = 0.0, *, masked: bool = False) -> Kernel:
@@ -169,7 +173,77 @@ def _softmax(name: str, dropout_p: float = 0.0, *, masked: bool = False) -> Kern
         return torch.where(keep, torch.softmax(values, -1) / (1.0 - dropout_p), 0.0)
 
     inputs = {"scores": ("rows", 0.0)} | ({"mask": ("vector", 0.0)} if masked else {})
-    return Kernel(name, inputs, fused, unfused, dropout_p)
+    return Kernel(name, "softmax", inputs, fused, unfused, dropout_p)
+
+
+_UNFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def _glu(activation: str) -> Kernel:
+    def fused(i: Inputs) -> Tensor:
+        return ops.glu(i["gate"], i["up"], activation)
+
+    def unfused(i: Inputs, keep: Tensor) -> Tensor:
+        return _UNFUSED[activation](i["gate"]) * i["up"]
+
+    return Kernel(f"glu, {activation}", "glu", {"gate": ("rows", 0.0), "up": ("rows", 0.0)}, fused, unfused)
+
+
+def _packed_glu(activation: str) -> Kernel:
+    def halves(i: Inputs) -> Tensor:
+        """Of an odd width the last column is left out: no two rows follow each other in memory."""
+        return i["gate_up"][:, : i["gate_up"].shape[1] // 2 * 2]
+
+    def fused(i: Inputs) -> Tensor:
+        return ops.glu_packed(halves(i), activation)
+
+    def unfused(i: Inputs, keep: Tensor) -> Tensor:
+        gate, up = halves(i).chunk(2, -1)
+        return _UNFUSED[activation](gate) * up
+
+    return Kernel(f"packed glu, {activation}", "glu", {"gate_up": ("rows", 0.0)}, fused, unfused)
+
+
+def _bias_activation(activation: str) -> Kernel:
+    def fused(i: Inputs) -> Tensor:
+        return ops.bias_activation(i["x"], i["bias"], activation)
+
+    def unfused(i: Inputs, keep: Tensor) -> Tensor:
+        return _UNFUSED[activation](i["x"] + i["bias"])
+
+    return Kernel(f"bias+{activation}", "glu", {"x": ("rows", 0.0), "bias": ("vector", 0.0)}, fused, unfused)
+
+
+def _rotary(name: str, *, interleaved: bool) -> Kernel:
+    """The rows are positions of one head; of an odd width the last column is copied."""
+
+    def tables(q: Tensor) -> tuple[Tensor, Tensor]:
+        n_positions, n_pairs = q.shape[0], q.shape[1] // 2
+        frequencies = 1e4 ** -(torch.arange(n_pairs, dtype=torch.float64) / n_pairs)
+        angles = torch.arange(n_positions)[:, None] * frequencies
+        angles = angles.repeat_interleave(2, -1) if interleaved else angles.repeat(1, 2)
+        return angles.cos().to(q), angles.sin().to(q)
+
+    def fused(i: Inputs) -> Tensor:
+        q, k = i["q"], i["k"]
+        rotated = ops.rotary_embedding(q[None, None], k[None, None], *tables(q), interleaved=interleaved)
+        return torch.cat(rotated).flatten(0, 2)
+
+    def unfused(i: Inputs, keep: Tensor) -> Tensor:
+        cos, sin = tables(i["q"])
+        x = torch.stack((i["q"], i["k"]))
+        n = cos.shape[-1]
+        part, rest = x[..., :n], x[..., n:]
+        first, second = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+        turned = torch.stack((-second, first), -1).flatten(-2) if interleaved else torch.cat((-second, first), -1)
+        return torch.cat((part * cos + turned * sin, rest), -1).flatten(0, 1)
+
+    return Kernel(name, "rotary", {"q": ("rows", 0.0), "k": ("rows", 0.0)}, fused, unfused)
 
 
 KERNELS: tuple[Kernel | Adam, ...] = (
@@ -182,6 +256,11 @@ KERNELS: tuple[Kernel | Adam, ...] = (
     _softmax("softmax"),
     _softmax("scale+mask+softmax", masked=True),
     _softmax("scale+mask+softmax+dropout", 0.1, masked=True),
+    *(_glu(activation) for activation in ACTIVATIONS),
+    _packed_glu("silu"),
+    *(_bias_activation(activation) for activation in ACTIVATIONS),
+    _rotary("rotary", interleaved=False),
+    _rotary("rotary, interleaved", interleaved=True),
     Adam("adam, 8-bit states", True),
     Adam("adam, 32-bit states", False),
 )
@@ -214,7 +293,8 @@ class Check:
 
 def cases(backend: str) -> Iterator[tuple[Kernel | Adam, str]]:
     """What run_check is to be called with for one backend: kernels and names of DTYPES."""
-    for kernel, (name, (dtype, _)) in itertools.product(KERNELS, DTYPES.items()):
+    own = [kernel for kernel in KERNELS if backend == "reference" or kernel.family in FAMILIES[backend]]
+    for kernel, (name, (dtype, _)) in itertools.product(own, DTYPES.items()):
         if dtype in KERNEL_DTYPES or (backend == "reference" and isinstance(kernel, Kernel)):
             yield kernel, name
 
@@ -260,8 +340,10 @@ def _errors(
         else values(n_cols, dtype=parameter_dtype, mean=mean)
         for name, (shape, mean) in kernel.inputs.items()
     }
-    dy = values(n_rows, n_cols, dtype=torch.float64)
     keep = keep_mask((n_rows, n_cols), kernel.dropout_p, _RNG).to(device)
+    with torch.no_grad():
+        shape = kernel.unfused({name: tensor.double() for name, tensor in inputs.items()}, keep).shape
+    dy = values(*shape, dtype=torch.float64)
 
     def gradients(dtype: torch.dtype | None, fused: bool) -> list[Tensor]:
         leaves = {name: t.detach().to(dtype or t.dtype).requires_grad_() for name, t in inputs.items()}
