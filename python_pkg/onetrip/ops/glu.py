@@ -21,6 +21,8 @@ from .common.checks import check_parameter, check_rows
 from .common.native import operands_code
 from .common.tracing import is_jit_tracing, is_traced, is_transformed, reject_onnx_export
 from .glu_autograd import apply, forward, result_dtype
+from .glu_native import forward as native_forward
+from .glu_native import plain_launcher
 
 
 def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
@@ -36,15 +38,15 @@ def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     """
     function = "glu"
     plan = _plan(function, activation, None)
-    checked = not is_compiling() and up is not None and operands_code((gate, up)) >= 0
-    if not checked:
+    code = -1 if is_compiling() or up is None else operands_code((gate, up, None))
+    if code < 0:
         check_rows(function, "gate", gate)
         check_rows(function, "up", up)
         if up.shape != gate.shape:
             raise ValueError(f"{function}: up must have the shape of gate, {tuple(gate.shape)}, got {tuple(up.shape)}")
         if up.device != gate.device:
             raise ValueError(f"{function}: up must be on the device of gate, {gate.device}, got {up.device}")
-    return _call(function, Operands(gate, up, None), plan, checked)
+    return _call(function, gate, up, None, plan, code)
 
 
 def glu_packed(gate_up: Tensor, activation: str = "silu", *, gate_first: bool = True) -> Tensor:
@@ -58,12 +60,12 @@ def glu_packed(gate_up: Tensor, activation: str = "silu", *, gate_first: bool = 
     if not isinstance(gate_first, bool):
         raise TypeError(f"{function}: gate_first must be a bool, got {gate_first!r}")
     plan = _plan(function, activation, gate_first)
-    checked = not is_compiling() and operands_code((gate_up,)) >= 0
-    if not checked:
+    code = -1 if is_compiling() else operands_code((gate_up, None, None))
+    if code < 0:
         check_rows(function, "gate_up", gate_up)
     if gate_up.shape[-1] % 2:
         raise ValueError(f"{function}: gate_up must have an even last dimension, got {gate_up.shape[-1]}")
-    return _call(function, Operands(gate_up, None, None), plan, checked)
+    return _call(function, gate_up, None, None, plan, code)
 
 
 def bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -76,12 +78,12 @@ def bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """
     function = "bias_activation"
     plan = _plan(function, activation, None)
-    checked = not is_compiling() and operands_code((x, None, bias)) >= 0
-    if not checked:
+    code = -1 if is_compiling() else operands_code((x, None, bias))
+    if code < 0:
         check_rows(function, "x", x)
         if bias is not None:
             check_parameter(function, "bias", bias, x)
-    return _call(function, Operands(x, None, bias), plan, checked)
+    return _call(function, x, None, bias, plan, code)
 
 
 _PLANS = {
@@ -97,23 +99,26 @@ def _plan(function: str, activation: str, gate_first: bool | None) -> GluPlan:
     return _PLANS[activation, gate_first]
 
 
-def _call(function: str, operands: Operands, plan: GluPlan, checked: bool) -> Tensor:
-    """checked: the operands are plain tensors of KERNEL_DTYPES."""
-    gate, up, bias = operands
-    traced = is_in_torch_dispatch_mode() or is_jit_tracing() if checked else is_traced(*operands)
+def _call(function: str, gate: Tensor, up: Tensor | None, bias: Tensor | None, plan: GluPlan, code: int) -> Tensor:
+    """code: operands_code; -1 where the operands were checked one by one."""
+    checked = code >= 0
+    traced = is_in_torch_dispatch_mode() or is_jit_tracing() if checked else is_traced(gate, up, bias)
     if traced:
         reject_onnx_export()
-        return cast(Tensor, torch.ops.onetrip.glu(*operands, *plan))
+        return cast(Tensor, torch.ops.onetrip.glu(gate, up, bias, *plan))
     transformed = is_transformed()
-    in_kernel_dtypes = checked or result_dtype(*operands) in KERNEL_DTYPES
+    in_kernel_dtypes = checked or result_dtype(gate, up, bias) in KERNEL_DTYPES
     backend = choose(function, gate.device, in_kernel_dtypes and not transformed, "glu")
     if transformed:
-        return _composed(operands, plan)
+        return _composed(Operands(gate, up, bias), plan)
+    launch = plain_launcher(code, plan.activation) if backend == "cpu" else None
     if torch.is_grad_enabled() and (
         gate.requires_grad or (up is not None and up.requires_grad) or (bias is not None and bias.requires_grad)
     ):
-        return cast(Tensor, apply(gate, up, bias, (plan, backend)))
-    return forward(backend, operands, plan)
+        return cast(Tensor, apply(gate, up, bias, (plan, backend, launch)))
+    if launch is not None:
+        return native_forward((gate, up, bias), plan, launch)
+    return forward(backend, Operands(gate, up, bias), plan)
 
 
 def _composed(operands: Operands, plan: GluPlan) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..reference.glu import GluPlan, Gradients, Operands
 from . import glu_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
-from .common.native import matrix, rows, vector
+from .common.native import Launcher, matrix, rows, vector
 from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
 
 
@@ -82,20 +82,26 @@ def gradients_of(operands: Operands, wants: tuple[bool, bool, bool], make: Any) 
     )
 
 
+Call = tuple[GluPlan, str, Launcher | None]
+"""What _Glu needs beside the operands; the launcher where glu_native.plain_launcher has one."""
+
+
 class _Glu(torch.autograd.Function):
     """The eager path. Saves the operands, and nothing else."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, bias: Tensor | None, call: tuple[GluPlan, str]) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
         ctx.save_for_backward(gate, up, bias)
         ctx.call = call
-        plan, backend = call
+        plan, backend, launch = call
+        if launch is not None:
+            return glu_native.forward((gate, up, bias), plan, launch)
         return forward(backend, Operands(gate, up, bias), plan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         refuse_double_backward("glu")
-        plan, backend = ctx.call
+        plan, backend, _ = ctx.call
         (dy,) = grads
         backend = backend if have_storage(dy) else "reference"
         return (*backward(backend, dy, Operands(*ctx.saved_tensors), plan, ctx.needs_input_grad[:3]), None)

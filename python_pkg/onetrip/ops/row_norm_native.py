@@ -20,14 +20,12 @@ from ..reference.row_norm import (
     gradients_of,
 )
 from .common.backends import native
-from .common.native import DTYPE_CODE, Launcher, raise_error, rows, vector, where
-
-_DTYPE_OF_DIGIT = (None, torch.float32, torch.float16, torch.bfloat16)
+from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, Launcher, raise_error, rows, vector, where
 
 
 def decode(code: int) -> tuple[Dtypes, bool]:
     """(dtypes, whether kernels can read all operands as they are: contiguous, not empty, not lazily negated)."""
-    return Dtypes(*(_DTYPE_OF_DIGIT[code // 2 // 4**place % 4] for place in reversed(range(5)))), bool(code % 2)
+    return Dtypes(*(DTYPE_OF_DIGIT[code // 2 // 4**place % 4] for place in reversed(range(5)))), bool(code % 2)
 
 
 def dtypes_of(operands: OperandTuple) -> Dtypes:

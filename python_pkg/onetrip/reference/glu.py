@@ -38,6 +38,9 @@ class Operands(NamedTuple):
     """[n_cols], of any dtype."""
 
 
+OperandTuple = tuple[Tensor, Tensor | None, Tensor | None]
+
+
 class Gradients(NamedTuple):
     """What backward returns: shaped like the operands; None where not wanted."""
 

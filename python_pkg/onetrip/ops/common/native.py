@@ -13,6 +13,8 @@ from torch import Tensor
 from .backends import native
 
 DTYPE_CODE = {None: 0, torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum DType in csrc/launch.h
+DTYPE_OF_DIGIT = (None, torch.float32, torch.float16, torch.bfloat16)
+"""Of the digits in base 4 of half an operands_code."""
 Launcher = Callable[..., int]
 
 
