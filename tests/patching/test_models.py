@@ -68,6 +68,7 @@ class Case:
 
 
 BERT_LIKE = {"layer_norm": 2, "dropout_add_norm": 4}
+LLAMA_LIKE = {"add_norm": 2, "rotary": 2, "gated_mlp": 2}
 CASES = {
     "bert": Case("BertForMaskedLM", "BertConfig", COMMON | NO_DROPOUT, text, BERT_LIKE | {"bias_activation": 3}),
     "roberta": Case(
@@ -104,22 +105,18 @@ CASES = {
         {"layer_norm": 3, "dropout_add_norm": 2, "bias_activation": 2},
     ),
     "t5": Case("T5ForConditionalGeneration", "T5Config", T5, causal, {"rms_norm": 12, "dropout_add": 10}),
-    "llama": Case("LlamaForCausalLM", "LlamaConfig", DECODER, causal, {"rms_norm": 3, "add_norm": 2, "gated_mlp": 2}),
-    "gemma": Case("GemmaForCausalLM", "GemmaConfig", DECODER, causal, {"rms_norm": 3, "add_norm": 2, "gated_mlp": 2}),
-    "gemma3": Case(
-        "Gemma3ForCausalLM", "Gemma3TextConfig", DECODER, causal, {"rms_norm": 11, "add_norm": 2, "gated_mlp": 2}
-    ),
-    "olmo": Case("OlmoForCausalLM", "OlmoConfig", DECODER, causal, {"layer_norm": 3, "add_norm": 2, "gated_mlp": 2}),
-    "olmo2": Case("Olmo2ForCausalLM", "Olmo2Config", DECODER, causal, {"rms_norm": 9, "add_norm": 2, "gated_mlp": 2}),
-    "cohere": Case(
-        "CohereForCausalLM", "CohereConfig", DECODER, causal, {"layer_norm": 3, "add_norm": 2, "gated_mlp": 2}
-    ),
+    "llama": Case("LlamaForCausalLM", "LlamaConfig", DECODER, causal, LLAMA_LIKE | {"rms_norm": 3}),
+    "gemma": Case("GemmaForCausalLM", "GemmaConfig", DECODER, causal, LLAMA_LIKE | {"rms_norm": 3}),
+    "gemma3": Case("Gemma3ForCausalLM", "Gemma3TextConfig", DECODER, causal, LLAMA_LIKE | {"rms_norm": 11}),
+    "olmo": Case("OlmoForCausalLM", "OlmoConfig", DECODER, causal, LLAMA_LIKE | {"layer_norm": 3}),
+    "olmo2": Case("Olmo2ForCausalLM", "Olmo2Config", DECODER, causal, LLAMA_LIKE | {"rms_norm": 9}),
+    "cohere": Case("CohereForCausalLM", "CohereConfig", DECODER, causal, LLAMA_LIKE | {"layer_norm": 3}),
     "mixtral": Case(
         "MixtralForCausalLM",
         "MixtralConfig",
         DECODER | {"num_local_experts": 2},
         causal,
-        {"rms_norm": 3, "add_norm": 2},
+        {"rms_norm": 3, "add_norm": 2, "rotary": 2},
     ),
     "albert": Case(
         "AlbertForMaskedLM",
@@ -143,7 +140,7 @@ CASES = {
         "EsmConfig",
         COMMON | NO_DROPOUT | {"mask_token_id": 3, "position_embedding_type": "rotary"},
         text,
-        {"layer_norm": 6, "dropout_add": 4},
+        {"layer_norm": 6, "dropout_add": 4, "rotary": 2},
     ),
     "xlnet": Case(
         "XLNetLMHeadModel",

@@ -30,24 +30,26 @@ from .linear_loss import LinearLoss, labels_position, output_layer
 from .norms import KERNEL_DEVICES, Leaf, NormSpec, could_be_norm, recognise
 from .report import Unsuitable
 from .residual import FoundSums, ResidualSums, choose_sums, read_sums
+from .rotary import PATTERN as ROTARY
+from .rotary import Rotations, read_rotations
 
 
 @dataclass(frozen=True)
 class Together:
     """Two kinds of site in one forward."""
 
-    first: Attention | SoftmaxRegions | Activations
-    second: Activations | ResidualSums | Together
+    first: Attention | SoftmaxRegions | Rotations | Activations
+    second: Rotations | Activations | ResidualSums | Together
     """Of the forward with the first fused."""
 
     @property
     def pattern(self) -> str:
-        """An activation's only beside nothing else."""
-        return (self.second if isinstance(self.first, Activations) else self.first).pattern
+        """A rotation's and an activation's only beside nothing else."""
+        return (self.second if isinstance(self.first, (Rotations, Activations)) else self.first).pattern
 
     @property
     def detail(self) -> str:
-        if isinstance(self.first, Activations):
+        if isinstance(self.first, (Rotations, Activations)):
             return ", ".join(filter(None, (self.second.detail, f"and {self.first.pattern}")))
         detail = self.second.detail if isinstance(self.second, ResidualSums) else ""
         return f"and {detail or self.second.pattern}"
@@ -63,7 +65,7 @@ class Together:
         self.second.verify(module, rewrite)
 
 
-Site = Attention | SoftmaxRegions | Activations | ResidualSums | Together | Leaf | LinearLoss
+Site = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | Together | Leaf | LinearLoss
 """Each has a pattern, rewrite(module) -> Rewrite and verify(module, rewrite)."""
 
 
@@ -78,10 +80,13 @@ class Classifier:
         blocks = [module for module in model.modules() if module._modules] if LINEAR_LOSS in wanted else []
         self.output_layers = {id(module): head for module in blocks if (head := output_layer(module)) is not None}
         """id(model that computes a loss) -> its output layer."""
+        self.left: dict[int, Unsuitable] = {}
+        """id(module of which another part is a site) -> why its attention is none."""
         self.model_device = _kernel_device(model) or torch.device("cpu")
         self.attentions: dict[type, Interface | SoftmaxRegions | Unsuitable | None] = {}
         self.forwards: dict[tuple[type, str], FoundSums | Unsuitable | None] = {}
         """(class, source of its forward's rewrite) -> its sums."""
+        self.rotations: dict[tuple[type, str], Rotations | None] = {}
         self.activated: dict[tuple[type, str], FoundActivations | None] = {}
         self.activation_modules: dict[Any, Activation | None] = {}
         self.sites: dict[Site, Site] = {}
@@ -108,11 +113,17 @@ class Classifier:
             rewrite = attention.rewrite(module)
             return self._with(attention, self._block(module, rewrite.source) if rewrite.method == "forward" else None)
         block = self._block(module, "")
-        return attention if block is None or isinstance(block, Unsuitable) else block
+        if block is None or isinstance(block, Unsuitable):
+            return attention
+        if isinstance(attention, Unsuitable):
+            self.left[id(module)] = attention
+        return block
 
-    def _with(self, first: Attention | SoftmaxRegions | Activations, second: Site | Unsuitable | None) -> Site:
+    def _with(
+        self, first: Attention | SoftmaxRegions | Rotations | Activations, second: Site | Unsuitable | None
+    ) -> Site:
         """The first, and the second where there is one."""
-        if not isinstance(second, (Activations, ResidualSums, Together)):
+        if not isinstance(second, (Rotations, Activations, ResidualSums, Together)):
             return first
         site = Together(first, second)
         return self.sites.setdefault(site, site)
@@ -127,10 +138,24 @@ class Classifier:
 
     def _block(self, module: nn.Module, source: str) -> Site | Unsuitable | None:
         """source: of the rewritten forward, if another part of it is fused too."""
-        activations = self._activations(module, source)
-        if activations is None:
-            return self._sums(module, source)
-        return self._with(activations, self._sums(module, activations.rewrite(module).source))
+        found: list[Rotations | Activations] = []
+        for read in (self._rotations, self._activations):
+            if (part := read(module, source)) is not None:
+                found.append(part)
+                source = part.rewrite(module).source
+        site = self._sums(module, source)
+        for part in reversed(found):
+            site = self._with(part, site)
+        return site
+
+    def _rotations(self, module: nn.Module, source: str) -> Rotations | None:
+        cls = original_class(type(module))
+        if ROTARY not in self.wanted:
+            return None
+        if (cls, source) not in self.rotations:
+            self.rotations[cls, source] = read_rotations(plain_forward(cls), source)
+        found = self.rotations[cls, source]
+        return None if found is None or unsuitable(module) is not None else found
 
     def _activations(self, module: nn.Module, source: str) -> Activations | None:
         cls = original_class(type(module))

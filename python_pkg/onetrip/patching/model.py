@@ -28,8 +28,9 @@ from .classes import (
 from .classify import Classifier, Site
 from .linear_loss import PATTERN as LINEAR_LOSS
 from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
+from .rotary import PATTERN as ROTARY
 
-PATTERNS = ("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm", ATTENTION, *ACTIVATIONS)
+PATTERNS = ("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm", ATTENTION, *ACTIVATIONS, ROTARY)
 """The patterns of patch_model, unless others are asked for."""
 NAMES = (*PATTERNS, LINEAR_LOSS)
 """The names that patch_model accepts as patterns."""
@@ -175,10 +176,12 @@ class _Patcher:
                 found[id(module)] = site = self.site(name, module)
                 if isinstance(site, PatchedSite):
                     absorbed |= {id(module._modules[child]) for child in rewrite_of(module).absorbed}
-        for _, module in modules:
+        for name, module in modules:
             site = found.get(id(module))
             if isinstance(site, PatchedSite):
                 self.report._add(site, counter_of(module), partial(forward_diff, type(module)))
+                if (left := self.classifier.left.get(id(module))) is not None:
+                    self.report._skip(_skipped(name, module, left))
             elif site is not None:
                 self.report._skip(site)
 
@@ -190,7 +193,10 @@ class _Patcher:
     def site(self, name: str, module: nn.Module) -> PatchedSite | SkippedSite | None:
         """Patch the module if it is a site."""
         if is_patched(module):
-            return PatchedSite(name, type(module).__name__, rewrite_of(module).pattern)
+            rewrite = rewrite_of(module)
+            if not self.classifier.replace_sdpa or rewrite.pattern not in self.classifier.wanted - {ATTENTION}:
+                return PatchedSite(name, type(module).__name__, rewrite.pattern)
+            restore_class(module)  # SDPA may have been left to torch: everything again, with it
         site = self.classifier.classify(module)
         if site is None:
             return None

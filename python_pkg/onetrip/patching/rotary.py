@@ -1,0 +1,307 @@
+"""Rotary position embedding in a forward: a function of q, k, cos and sin becomes one operator.
+
+    q, k = apply_rotary(q, k, cos, sin)     ->      q, k = rotated_0_(self, apply_rotary, q, k, cos, sin)
+
+The function is one of the forward's module, without side effects by its source, and recognised by what it computes.
+Everything else of the forward stays as it was written.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..ops.common.backends import KERNEL_DTYPES, use_backend
+from . import calls
+from .classes import Rewrite
+from .report import Unsuitable
+from .residual.rewrite import Rewriting
+from .source import is_source_of, parse, resolve
+from .verify import Outcome, check_outcomes, kind_of, undisturbed
+
+PATTERN = "rotary"
+_Map = Callable[[Tensor], Tensor]
+
+
+class Layout(NamedTuple):
+    """How a function takes q and k."""
+
+    n_dims: int
+    """Of q and k."""
+    n_table_dims: int
+    """Of cos and sin: (positions, d), or (batch or 1, positions, d)."""
+    to_operator: _Map
+    """To (batch, heads, positions, head_dim)."""
+    back: _Map
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.transpose(1, 2)
+
+
+LAYOUTS = (
+    Layout(4, 3, _same, _same),
+    Layout(4, 2, _same, _same),
+    Layout(4, 3, _transposed, _transposed),
+    Layout(3, 2, lambda x: x.transpose(0, 1).unsqueeze(0), lambda x: x.squeeze(0).transpose(0, 1)),
+)
+"""Heads before positions, twice; positions before heads, with a batch and without one."""
+
+
+class Table(NamedTuple):
+    """What columns of cos and sin belong together."""
+
+    is_interleaved: bool
+    to_operator: _Map
+    n_columns: int
+    """Of cos for 8 rotated columns."""
+
+
+TABLES = (
+    Table(False, _same, 8),
+    Table(False, lambda table: torch.cat((table, table), dim=-1), 4),
+    Table(True, _same, 8),
+    Table(True, lambda table: table[..., : table.shape[-1] // 2].repeat_interleave(2, dim=-1), 8),
+)
+"""Llama's, GPT-OSS's, Cohere's and GLM's."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What a function of q, k, cos and sin computes."""
+
+    function: Any
+    layouts: tuple[Layout, ...]
+    """Those that it takes: of different dimensions."""
+    table: Table
+    takes_part: bool
+    """Whether cos may have fewer columns than q; the rest is copied."""
+    in_float32: bool
+    """Whether it casts to float32 and rounds once; else each product and the sum are rounded to their dtype."""
+    keeps_dtype: bool
+    """Whether the results have q's dtype where cos has a wider one."""
+
+    def layout(self, q: Any, k: Any, cos: Any, sin: Any) -> Layout | None:
+        """The layout of the arguments; None if the operator does not take them."""
+        if not all(isinstance(each, Tensor) and each.dtype in KERNEL_DTYPES for each in (q, k, cos, sin)):
+            return None
+        if not q.device == k.device == cos.device == sin.device or any(map(calls.is_distributed, (q, k, cos, sin))):
+            return None
+        if k.dtype != q.dtype or k.dim() != q.dim() or sin.dtype != cos.dtype or sin.shape != cos.shape:
+            return None
+        for layout in self.layouts:
+            if layout[:2] == (q.dim(), cos.dim()):
+                (batch, _, positions, head_dim), n_heads = layout.to_operator(q).shape, layout.to_operator(k).shape[1]
+                d = cos.shape[-1] * 8 // self.table.n_columns
+                if (
+                    layout.to_operator(k).shape == (batch, n_heads, positions, head_dim)
+                    and cos.shape[:-1] in ((positions,), (batch, positions), (1, positions))
+                    and (d == head_dim or (self.takes_part and d < head_dim))
+                    and d % 2 == 0 < d
+                ):
+                    return layout
+        return None
+
+    def fused(self, layout: Layout, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """What the function returns, by the operator."""
+        if self.in_float32:
+            cos, sin = cos.float(), sin.float()
+        elif not self.keeps_dtype and cos.dtype != q.dtype:
+            dtype = torch.promote_types(q.dtype, cos.dtype)
+            q, k = q.to(dtype), k.to(dtype)
+        tables = self.table.to_operator(cos), self.table.to_operator(sin)
+        q, k = layout.to_operator(q), layout.to_operator(k)
+        q, k = ops.rotary_embedding(q, k, *tables, interleaved=self.table.is_interleaved)
+        return layout.back(q), layout.back(k)
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """The call of a rotation in a rewritten forward."""
+
+    rotation: Rotation
+
+    def __call__(
+        self, module: nn.Module, function: Any, q: Any, k: Any, cos: Any, sin: Any, *args: Any, **options: Any
+    ) -> Any:
+        layout = self.rotation.layout(q, k, cos, sin) if function is self.rotation.function else None
+        if layout is not None:
+            calls.count_fused(module)
+            return self.rotation.fused(layout, q, k, cos, sin)
+        calls.count_fallback(module)
+        return function(q, k, cos, sin, *args, **options)
+
+
+class FoundRotation(NamedTuple):
+    """The call of a rotation in a forward."""
+
+    call: ast.Call
+    rotation: Rotation
+    called: Callable[..., Any]
+    """The function of q, k, cos and sin, with the call's further arguments."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rotations:
+    """A forward that calls rotations, as a site."""
+
+    tree: ast.FunctionDef
+    found: tuple[FoundRotation, ...]
+    pattern = PATTERN
+    detail = ""
+
+    def rewrite(self, module: nn.Module) -> Rewrite:
+        """The forward with its rotations fused."""
+        return self._rewrite
+
+    @cached_property
+    def _rewrite(self) -> Rewrite:
+        rewriting = Rewriting(self.tree)
+        for index, (call, rotation, _) in enumerate(self.found):
+            copied, name = rewriting.copies[id(call)], f"rotated_{index}_"
+            rewriting.constants[name] = Rotated(rotation)
+            copied.args = [ast.Name(rewriting.own), copied.func, *copied.args]
+            copied.func = ast.Name(name)
+        return Rewrite(PATTERN, rewriting.source(), tuple(rewriting.constants.items()), in_module=True)
+
+    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+        """Raise VerificationError unless each rotation, fused, computes what the function does."""
+        device, dtype = kind_of(module)
+        with undisturbed(device):
+            for _, rotation, called in self.found:
+                for layout, table_dtype in product(rotation.layouts, {dtype, torch.float32}):
+                    actual = _outcome(partial(rotation.fused, layout), rotation, layout, device, dtype, table_dtype)
+                    expected = _outcome(called, rotation, layout, device, dtype, table_dtype)
+                    truth = _outcome(called, rotation, layout, device, torch.float64, torch.float64)
+                    check_outcomes(actual, expected, truth, f" of {rotation.function.__name__}")
+
+
+def _outcome(
+    compute: Any, rotation: Rotation, layout: Layout, device: torch.device, dtype: torch.dtype, table_dtype: torch.dtype
+) -> Outcome:
+    """The outputs and the gradients of q and k."""
+    q, k, cos, sin = (x.to(device) for x in _inputs(layout, rotation.table, 8))
+    leaves = q.to(dtype).requires_grad_(), k.to(dtype).requires_grad_()
+    outputs = compute(*leaves, cos.to(table_dtype), sin.to(table_dtype))
+    cotangents = [torch.linspace(-1, 1, y.numel(), device=device).view(y.shape).to(y.dtype) for y in outputs]
+    gradients = torch.autograd.grad(outputs, leaves, cotangents)
+    names = ("q", "k", "gradient of q", "gradient of k")
+    return list(zip(names, (*(y.detach() for y in outputs), *gradients), strict=True))
+
+
+def read_rotations(forward: Any, source: str = "") -> Rotations | None:
+    """The rotations that a forward calls; None if there are none. source: of its rewrite."""
+    tree: Any = ast.parse(source).body[0] if source else parse(forward)
+    if isinstance(tree, Unsuitable) or not tree.args.args:
+        return None
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name() | ast.Attribute() as function, args=[_, _, _, _, *more], keywords=keywords):
+                if all(isinstance(each, ast.Constant) for each in (*more, *(each.value for each in keywords))):
+                    called = resolve(function, forward.__globals__)
+                    options = {each.arg: each.value.value for each in keywords if each.arg}  # type: ignore[attr-defined]
+                    if more or options:
+                        called = partial(_called_with, called, [each.value for each in more], options)  # type: ignore[attr-defined]
+                    rotation = recognise_rotation(resolve(function, forward.__globals__), called)
+                    if rotation is not None:
+                        found.append(FoundRotation(node, rotation, called))
+    return Rotations(tree, tuple(found)) if found and (source or is_source_of(tree, forward)) else None
+
+
+def _called_with(function: Any, more: list[Any], options: dict[str, Any], *tensors: Tensor) -> Any:
+    return function(*tensors, *more, **options)
+
+
+def recognise_rotation(function: Any, called: Callable[..., Any]) -> Rotation | None:
+    """What a function computes, by probing; None for anything else. called: it, as a function of q, k, cos and sin."""
+    if not inspect.isfunction(function) or len(inspect.signature(function).parameters) < 4 or not _is_pure(function):
+        return None
+    layouts, table = _accepted(called, 8)
+    if table is None:
+        return None
+    takes_part = all(layout in _accepted(called, 12)[0] for layout in layouts)
+    q, k, cos, sin = (x.bfloat16() for x in _inputs(layouts[0], table, 8))
+    rounded, mixed = _pair(called, q, k, cos, sin), _pair(called, q, k, cos.float(), sin.float())
+    if rounded is None or mixed is None or rounded[0].dtype != torch.bfloat16:
+        return None
+    for in_float32 in (False, True):
+        rotation = Rotation(function, layouts, table, takes_part, in_float32, mixed[0].dtype == torch.bfloat16)
+        with use_backend("reference"):
+            if all(map(torch.equal, rounded, rotation.fused(layouts[0], q, k, cos, sin))):
+                return rotation
+    return None
+
+
+def _accepted(called: Any, head_dim: int) -> tuple[tuple[Layout, ...], Table | None]:
+    """The layouts that a function takes, and its table."""
+    for table in TABLES:
+        layouts = []
+        for layout in LAYOUTS:
+            tensors = [x.double() for x in _inputs(layout, table, head_dim)]
+            outputs = _pair(called, *tensors)
+            with use_backend("reference"):
+                expected = Rotation(None, (), table, True, False, True).fused(layout, *tensors)
+            if outputs is not None and all(map(_is_close, outputs, expected)):
+                layouts.append(layout)
+        if layouts:
+            return tuple(layouts), table
+    return (), None
+
+
+def _is_close(ours: Tensor, theirs: Tensor) -> bool:
+    """A function that casts to float32 has its errors."""
+    return ours.shape == theirs.shape and torch.allclose(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+
+
+def _pair(called: Any, *tensors: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What a function returns, if it is a pair of tensors."""
+    try:
+        with undisturbed(torch.device("cpu")):
+            outputs = called(*tensors)
+    except Exception:  # no function of four tensors of these shapes
+        return None
+    is_pair = isinstance(outputs, tuple) and len(outputs) == 2 and all(isinstance(each, Tensor) for each in outputs)
+    return outputs if is_pair else None
+
+
+def _inputs(layout: Layout, table: Table, head_dim: int) -> list[Tensor]:
+    """q, k, cos and sin for 8 rotated columns, every size another one."""
+    batch = 1 if layout.n_dims == 3 else 2
+    generator = torch.Generator().manual_seed(0)
+    heads = [layout.back(torch.randn(batch, n, 5, head_dim, generator=generator, device="cpu")) for n in (4, 3)]
+    shape = (5, table.n_columns) if layout.n_table_dims == 2 else (batch, 5, table.n_columns)
+    return [*heads, *(torch.randn(shape, generator=generator, device="cpu") for _ in range(2))]
+
+
+def _is_pure(function: Any) -> bool:
+    """Whether a function only gives values to names of its own and returns an expression, so that it may be probed."""
+    tree = parse(function)
+    if isinstance(tree, Unsuitable) or not is_source_of(tree, function):
+        return False
+
+    def is_name(target: ast.expr) -> bool:
+        return isinstance(target, ast.Name) or (isinstance(target, ast.Tuple) and all(map(is_name, target.elts)))
+
+    for statement in tree.body:
+        match statement:
+            case ast.Assign(targets=targets) if all(map(is_name, targets)):
+                pass
+            case ast.Expr(value=ast.Constant()) | ast.Return(value=ast.Tuple()):
+                pass
+            case _:
+                return False
+    return True

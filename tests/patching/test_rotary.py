@@ -1,0 +1,282 @@
+"""Rotary position embedding: functions of q, k, cos and sin, recognised by what they compute."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from onetrip.patching import patch_model, unpatch_model
+from onetrip.patching.rotary import read_rotations
+from torch import Tensor, nn
+
+BATCH, POSITIONS, HEADS, HEAD_DIM = 2, 5, 4, 8
+Pair = tuple[Tensor, Tensor]
+
+
+def halves(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def pairs(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def llama(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + halves(q) * sin, k * cos + halves(k) * sin
+
+
+def gpt_neox(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    """The first columns of each head."""
+    cos, sin, n = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
+    q_rotated, k_rotated = llama(q[..., :n], k[..., :n], cos.squeeze(1), sin.squeeze(1))
+    return torch.cat((q_rotated, q[..., n:]), dim=-1), torch.cat((k_rotated, k[..., n:]), dim=-1)
+
+
+def cohere(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    """Pairs of neighbours, in float32."""
+    dtype, cos, sin = q.dtype, cos.unsqueeze(1), sin.unsqueeze(1)
+    q, k = q.float(), k.float()
+    return (q * cos + pairs(q) * sin).to(dtype), (k * cos + pairs(k) * sin).to(dtype)
+
+
+def glm(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    """Pairs of neighbours, with tables made for halves."""
+    cos = cos[..., : cos.shape[-1] // 2].repeat_interleave(2, dim=-1).unsqueeze(1)
+    sin = sin[..., : sin.shape[-1] // 2].repeat_interleave(2, dim=-1).unsqueeze(1)
+    return q * cos + pairs(q) * sin, k * cos + pairs(k) * sin
+
+
+def qwen_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    q_dtype, k_dtype = q.dtype, k.dtype
+    q, k, cos, sin = q.float(), k.float(), cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
+    return (q * cos + halves(q) * sin).to(q_dtype), (k * cos + halves(k) * sin).to(k_dtype)
+
+
+def back_to_dtype(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    """As OLMo's: in the dtype of the tables, if that is the wider one."""
+    q_rotated, k_rotated = llama(q, k, cos, sin)
+    return q_rotated.to(q.dtype), k_rotated.to(k.dtype)
+
+
+class Rotary(nn.Module):
+    """q and k of (batch, positions, heads, head_dim), as projections make them."""
+
+    n_columns = HEAD_DIM
+    is_heads_first = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(2, 2)  # only a module with children can have a rotation
+
+    def inputs(self, dtype: torch.dtype = torch.float32, table: torch.dtype | None = None) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        q, k = (torch.randn(BATCH, POSITIONS, n, HEAD_DIM, generator=generator) for n in (HEADS, HEADS // 2))
+        if self.is_heads_first:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        cos, sin = (torch.randn(BATCH, POSITIONS, self.n_columns, generator=generator) for _ in range(2))
+        return [q.to(dtype), k.to(dtype), cos.to(table or dtype), sin.to(table or dtype)]
+
+
+class Llama(Rotary):
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = llama(q, k, cos, sin)
+        return q, k
+
+
+class PositionsFirst(Rotary):
+    is_heads_first = False
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return llama(q, k, cos, sin, unsqueeze_dim=2)
+
+
+class NeoX(Rotary):
+    n_columns = HEAD_DIM // 2
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return gpt_neox(q, k, cos, sin)
+
+
+class Cohere(Rotary):
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return cohere(q, k, cos, sin)
+
+
+class Glm(Rotary):
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return glm(q, k, cos, sin)
+
+
+class Vision(Rotary):
+    is_heads_first = False
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return qwen_vision(q, k, cos, sin)
+
+
+class Packed(Vision):
+    """Positions of all images in one dimension."""
+
+    def inputs(self, dtype: torch.dtype = torch.float32, table: torch.dtype | None = None) -> list[Tensor]:
+        return [x.flatten(0, 1) for x in super().inputs(dtype, table)]
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return qwen_vision(q, k, cos, sin)
+
+
+class BackToDtype(Rotary):
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return back_to_dtype(q, k, cos, sin)
+
+
+FUSED = [Llama, PositionsFirst, NeoX, Cohere, Glm, Vision, Packed, BackToDtype]
+
+
+def outcome(model: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """Both results and the gradients of q and k."""
+    q, k = q.clone().requires_grad_(), k.clone().requires_grad_()
+    outputs = model(q, k, cos, sin)
+    cotangents = [torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype) for y in outputs]
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, (q, k), cotangents)]
+
+
+@pytest.mark.parametrize("dtypes", [("float32", None), ("bfloat16", None), ("bfloat16", "float32")], ids=str)
+@pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)
+def test_results_have_the_bits_of_the_function(make: type[Rotary], dtypes: tuple[str, str | None]) -> None:
+    """Results to the bit; gradients at least as near to those in float64: autograd rounds both products."""
+    model, given = make(), [None if each is None else getattr(torch, each) for each in dtypes]
+    inputs = model.inputs(*given)
+    expected = outcome(model, *inputs)
+    report = patch_model(model)
+    assert [site.pattern for site in report.patched] == ["rotary"]
+    ours = outcome(model, *inputs)
+    assert [(x.dtype, x.shape) for x in ours] == [(x.dtype, x.shape) for x in expected]
+    assert all(map(torch.equal, ours[:2], expected[:2]))
+    exact = outcome(make(), *(x.double() for x in inputs))
+    for one, other, truth in zip(ours[2:], expected[2:], exact[2:], strict=True):
+        slack = torch.finfo(one.dtype).eps * truth.norm()
+        assert (one - truth).norm() <= (other - truth).norm() + 0.05 * slack
+    assert report.calls() == {"": (1, 0)}
+    unpatch_model(model)
+    assert type(model) is make and all(map(torch.equal, outcome(model, *inputs), expected))
+
+
+@pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)
+def test_compiles_without_a_break(make: type[Rotary]) -> None:
+    model = make()
+    inputs = model.inputs()
+    expected = outcome(model, *inputs)
+    patch_model(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for one, other in zip(outcome(compiled, *inputs), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+calls: list[Any] = []
+
+
+def recorded(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    calls.append(q)
+    return llama(q, k, cos, sin)
+
+
+def swapped(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    return llama(q, k, sin, cos)
+
+
+def other_sign(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    return q * cos.unsqueeze(1) - halves(q) * sin.unsqueeze(1), k * cos.unsqueeze(1) - halves(k) * sin.unsqueeze(1)
+
+
+def only_q(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    return llama(q, k, cos, sin)[0], k
+
+
+def in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    q[:] = llama(q, k, cos, sin)[0]
+    return q, llama(q, k, cos, sin)[1]
+
+
+def scaled_in_large(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    if q.shape[-1] > 4:
+        q = 2 * q
+    return llama(q, k, cos, sin)
+
+
+@pytest.mark.parametrize("function", [recorded, swapped, other_sign, only_q, in_place, scaled_in_large])
+def test_what_resembles_a_rotation_is_none(function: Callable[..., Pair]) -> None:
+    source = f"def forward(self, q, k, cos, sin):\n    return {function.__name__}(q, k, cos, sin)\n"
+    assert read_rotations(Llama.forward, source.replace(function.__name__, "llama")) is not None
+    assert read_rotations(Llama.forward, source) is None and not calls
+
+
+def test_a_function_exchanged_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As other libraries do after patch_model."""
+    model = Llama()
+    report = patch_model(model)
+    monkeypatch.setattr(sys.modules[__name__], "llama", only_q_doubled)
+    q, k, cos, sin = model.inputs()
+    assert torch.equal(model(q, k, cos, sin)[0], 2 * q) and report.calls() == {"": (0, 1)}
+
+
+def only_q_doubled(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    return 2 * q, k
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, cos, sin: (q, k, cos[:1], sin[:1]),
+        lambda q, k, cos, sin: (q, k.double(), cos, sin),
+        lambda q, k, cos, sin: (q, k[:, :, :1], cos[:, :1], sin[:, :1]),
+        lambda q, k, cos, sin: (q[..., :2], k[..., :2], cos[..., :1], sin[..., :1]),
+    ],
+    ids=["one table", "dtypes", "shapes that broadcast", "one column"],
+)
+def test_other_arguments_compute_what_they_computed(change: Callable[..., tuple[Tensor, ...]]) -> None:
+    model = Llama()
+    inputs = change(*model.inputs())
+    expected = model(*inputs)
+    patch_model(model)
+    assert all(map(torch.equal, model(*inputs), expected))
+
+
+def test_gradients_of_the_tables() -> None:
+    model, inputs = Llama(), Llama().inputs()
+    leaves = [x.requires_grad_() for x in inputs]
+    expected = torch.autograd.grad(sum(y.square().sum() for y in model(*leaves)), leaves)
+    patch_model(model)
+    ours = torch.autograd.grad(sum(y.square().sum() for y in model(*leaves)), leaves)
+    torch.testing.assert_close(ours, expected)
+
+
+def test_the_pattern_is_chosen_by_name() -> None:
+    assert patch_model(Llama(), patterns=["rms_norm"]).patched == ()
+    assert [site.pattern for site in patch_model(Llama(), patterns=["rotary"]).patched] == ["rotary"]
+
+
+def test_sdpa_beside_a_rotation_is_reported_and_replaced_on_demand() -> None:
+    """What is left of an attention is a skipped site; attention=True takes it after the default patch_model, too."""
+    transformers = pytest.importorskip("transformers")
+    options = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **options)).eval()
+    tokens = torch.arange(10).view(2, 5)
+    expected = model(tokens).logits
+    report = patch_model(model)
+    name = "model.layers.0.self_attn"
+    assert {site.name: site.pattern for site in report.patched}[name] == "rotary"
+    assert [(site.name, site.reason) for site in report.skipped] == [(name, "sdpa_in_use")]
+    report = patch_model(model, attention=True)
+    found = {site.name: (site.pattern, site.detail) for site in report.patched}
+    assert found[name] == ("attention_softmax", "and rotary") and not report.skipped
+    torch.testing.assert_close(model(tokens).logits, expected)
+    assert all(back == 0 for _, back in report.calls().values())
+    assert patch_model(model).patched == patch_model(model).patched
+    assert (
+        type(unpatch_model(model).model.layers[0].self_attn) is transformers.models.llama.modeling_llama.LlamaAttention
+    )
