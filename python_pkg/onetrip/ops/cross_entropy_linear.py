@@ -6,7 +6,7 @@ gradient, and two products take that to the gradients of hidden and weight. The 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +74,9 @@ class _Kept:
             if index.numel() < kept.numel():
                 self.index, self.labels = index, call.labels[index]
         self.n_rows = self.labels.numel()
+        n_classes = call.weight.shape[0]
+        most = call.chunk_rows or max(1, _CHUNK_BYTES // (n_classes * call.hidden.element_size()))
+        self.n_chunks = -(-self.n_rows // most)
 
     def take(self, tensor: Tensor, rows: slice) -> Tensor:
         return tensor[rows] if self.index is None else tensor.index_select(0, self.index[rows])
@@ -84,14 +87,13 @@ class _Kept:
         else:
             into.index_copy_(0, self.index[rows], values)
 
-    def chunks(self) -> Iterator[_Chunk]:
-        call, n_classes = self.call, self.call.weight.shape[0]
+    def for_each_chunk(self, do: Callable[[_Chunk], None]) -> None:
+        """No logits are left after the last one: not in a loop's variable either."""
+        call = self.call
         if self.n_rows == 0:
             return
-        most = call.chunk_rows or max(1, _CHUNK_BYTES // (n_classes * call.hidden.element_size()))
-        n_chunks = -(-self.n_rows // most)
-        size = -(-self.n_rows // n_chunks)
-        buffer = call.hidden.new_empty((size, n_classes))
+        size = -(-self.n_rows // self.n_chunks)
+        buffer = call.hidden.new_empty((size, call.weight.shape[0]))
         for first in range(0, self.n_rows, size):
             rows = slice(first, min(first + size, self.n_rows))
             hidden, logits = self.take(call.hidden, rows), buffer[: rows.stop - first]
@@ -99,11 +101,12 @@ class _Kept:
                 torch.mm(hidden, call.weight.t(), out=logits)
             else:
                 torch.addmm(call.bias, hidden, call.weight.t(), out=logits)
-            yield _Chunk(rows, hidden, self.labels[rows], logits)
+            do(_Chunk(rows, hidden, self.labels[rows], logits))
 
 
 class _Sums:
-    """The gradients, chunk by chunk. Those of weight and bias are summed in float32 (float64)."""
+    """The gradients, chunk by chunk. Those of weight and bias are summed in float32 (float64); that of weight is one
+    product, and needs no sum, where there is one chunk."""
 
     def __init__(self, kept: _Kept, wants: Wants) -> None:
         hidden, weight, bias = kept.call.hidden, kept.call.weight, kept.call.bias
@@ -114,7 +117,8 @@ class _Sums:
             make = torch.empty if kept.index is None else torch.zeros
             self.dhidden = make(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         if wants[1]:
-            self.dweight = torch.empty(weight.shape, dtype=sums, device=weight.device)
+            dtype = sums if kept.n_chunks > 1 else weight.dtype
+            self.dweight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
         if wants[2] and bias is not None:
             self.dbias = torch.zeros(bias.shape, dtype=sums, device=bias.device)
 
@@ -165,13 +169,16 @@ def reduced(call: Linear, is_mean: bool, wants: Wants) -> tuple[Tensor, Gradient
         weight = mean_weight(call.labels, call.plan.ignore_index, dtype)
     total = torch.zeros_like(weight)
     sums = _Sums(kept, wants)
-    for chunk in kept.chunks():
+
+    def add(chunk: _Chunk) -> None:
         if any(wants):
             loss = call.rows.forward_backward_(chunk.logits, chunk.labels, weight, None, call.plan)
             sums.add(chunk)
         else:
             loss = call.rows.forward(chunk.logits, chunk.labels, call.plan).loss
-        total += loss.sum()
+        total.add_(loss.sum())
+
+    kept.for_each_chunk(add)
     return (total * weight)[0], sums.result()
 
 
@@ -180,11 +187,14 @@ def by_row(call: Linear, wants_entropy: bool) -> tuple[Tensor, Tensor | None]:
     kept = _Kept(call)
     loss = call.hidden.new_zeros(call.labels.shape, dtype=accumulator_dtype(call.hidden.dtype))
     entropy = torch.zeros_like(loss) if wants_entropy else None
-    for chunk in kept.chunks():
+
+    def put(chunk: _Chunk) -> None:
         found = call.rows.forward(chunk.logits, chunk.labels, call.plan, wants_entropy)
         kept.put(loss, chunk.rows, found.loss)
         if entropy is not None:
             kept.put(entropy, chunk.rows, found.entropy)
+
+    kept.for_each_chunk(put)
     return loss, entropy
 
 
@@ -192,9 +202,12 @@ def by_row_backward(call: Linear, dloss: Tensor, dentropy: Tensor | None, wants:
     """The gradients of by_row; the chunks are computed again. dloss: [n_rows] or [1], contiguous."""
     kept = _Kept(call)
     sums = _Sums(kept, wants)
-    for chunk in kept.chunks():
+
+    def add(chunk: _Chunk) -> None:
         weights = dloss if dloss.numel() == 1 else kept.take(dloss, chunk.rows)
         entropy_weights = None if dentropy is None else kept.take(dentropy, chunk.rows)
         call.rows.forward_backward_(chunk.logits, chunk.labels, weights, entropy_weights, call.plan)
         sums.add(chunk)
+
+    kept.for_each_chunk(add)
     return sums.result()
