@@ -108,7 +108,15 @@ class _WrongGradient(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(
-    "name", ["bias+dropout+residual+layer", "scale+mask+softmax+dropout", "packed glu, silu", "bias+gelu", "rotary"]
+    "name",
+    [
+        "bias+dropout+residual+layer",
+        "scale+mask+softmax+dropout",
+        "packed glu, silu",
+        "bias+gelu",
+        "rotary",
+        "cross_entropy",
+    ],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "bf16/fp32"])
 @pytest.mark.parametrize(

@@ -246,6 +246,54 @@ def _rotary(name: str, *, interleaved: bool) -> Kernel:
     return Kernel(name, "rotary", {"q": ("rows", 0.0), "k": ("rows", 0.0)}, fused, unfused)
 
 
+def _labels(rows: Tensor, n_classes: int) -> Tensor:
+    """One row is ignored."""
+    labels = torch.arange(rows.shape[0], device=rows.device) * 7919 % n_classes
+    labels[1] = -100
+    return labels
+
+
+def _cross_entropy(name: str, softcap: float | None = None, label_smoothing: float = 0.0, z: float = 0.0) -> Kernel:
+    options: dict[str, Any] = {"label_smoothing": label_smoothing, "reduction": "none"}
+
+    def fused(i: Inputs) -> Tensor:
+        labels = _labels(i["logits"], i["logits"].shape[1])
+        return ops.cross_entropy(i["logits"], labels, softcap=softcap, lse_square_scale=z, **options)
+
+    def unfused(i: Inputs, keep: Tensor) -> Tensor:
+        t, labels = i["logits"], _labels(i["logits"], i["logits"].shape[1])
+        if softcap is not None:
+            t = softcap * torch.tanh(t / softcap)
+        return F.cross_entropy(t, labels, **options) + z * t.logsumexp(-1).masked_fill(labels == -100, 0.0).square()
+
+    return Kernel(name, "cross_entropy", {"logits": ("rows", 0.0)}, fused, unfused)
+
+
+def _linear_cross_entropy(name: str, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Kernel:
+    """call(hidden, weight, labels) of onetrip.ops. As many classes as rows; hidden is scaled, so that logits are about
+    1."""
+
+    def fused(i: Inputs) -> Tensor:
+        return call(i["hidden"] / 32, i["weight"], _labels(i["hidden"], len(i["weight"])))
+
+    def unfused(i: Inputs, keep: Tensor) -> Tensor:
+        logits = F.linear(i["hidden"] / 32, i["weight"])
+        return F.cross_entropy(logits, _labels(logits, logits.shape[1]), reduction="sum").view(1)
+
+    return Kernel(name, "cross_entropy", {"hidden": ("rows", 0.0), "weight": ("rows", 0.0)}, fused, unfused)
+
+
+def _summed(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return ops.linear_cross_entropy(hidden, weight, labels, reduction="sum", chunk_rows=4).view(1)
+
+
+def _logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
+    kept = tokens != -100
+    found = ops.linear_logprobs(hidden, weight, tokens.clamp_min(0))
+    assert isinstance(found, Tensor)
+    return -torch.where(kept, found, 0.0).sum().view(1)
+
+
 KERNELS: tuple[Kernel | Adam, ...] = (
     _row_norm("layer_norm", "layer", True),
     _row_norm("rms_norm", "rms", True),
@@ -261,6 +309,10 @@ KERNELS: tuple[Kernel | Adam, ...] = (
     *(_bias_activation(activation) for activation in ACTIVATIONS),
     _rotary("rotary", interleaved=False),
     _rotary("rotary, interleaved", interleaved=True),
+    _cross_entropy("cross_entropy"),
+    _cross_entropy("cross_entropy, smoothed and capped", 5.0, 0.1, 0.01),
+    _linear_cross_entropy("linear cross_entropy", _summed),
+    _linear_cross_entropy("linear logprobs", _logprobs),
     Adam("adam, 8-bit states", True),
     Adam("adam, 32-bit states", False),
 )
