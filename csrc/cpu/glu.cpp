@@ -5,6 +5,8 @@
 // The gradient of the bias is summed on the way: rows are cut into parts, a function of the sizes alone
 // (row_partition), each part has a slot of the workspace that stays in its thread's cache, and the slots are added in
 // order: no bit of a result depends on the number of threads or on which took what.
+#include <type_traits>
+
 #include "levels.h"
 #include "math.h"
 #include "rows.h"
@@ -29,47 +31,64 @@ ONETRIP_INLINE void for_rows(int64_t n_cols, int64_t first, int64_t last, Body b
   }
 }
 
-// kHasUp: y = act(gate) * up, else y = act(gate + bias).
-template <class Act, class T, bool kHasUp>
+enum class With { kNothing, kUp, kBias };
+
+// Calls body with what gate comes with, as a constant.
+template <class Call, class Body>
+auto with_second(const Call& args, Body body) {
+  if (args.up) return body(std::integral_constant<With, With::kUp>{});
+  if (args.bias) return body(std::integral_constant<With, With::kBias>{});
+  return body(std::integral_constant<With, With::kNothing>{});
+}
+
+// The inner loops are compiled for what they read and write: a vector of them has no condition.
+template <class Act, class T, With kWith>
 void forward_elements(const GluForward& args, const float* bias, bool streams, int64_t first, int64_t last) {
   for_rows(args.n_cols, first, last, [&](int64_t row, int64_t begin, int64_t end) {
     const T* gate = static_cast<const T*>(args.gate) + row * args.gate_row_stride;
-    const T* up = kHasUp ? static_cast<const T*>(args.up) + row * args.up_row_stride : nullptr;
+    const T* up = kWith == With::kUp ? static_cast<const T*>(args.up) + row * args.up_row_stride : nullptr;
     T* y = static_cast<T*>(args.y) + row * args.n_cols;
-    for_stored_columns(begin, end, y, streams, [&](int64_t c, auto lanes, auto streams) {
+    for_stored_columns<float, 1>(begin, end, y, streams, [&](int64_t c, auto lanes, auto streams) {
       F x = load(gate + c, lanes);
-      if (!kHasUp && bias) x += load(bias + c, lanes);
+      if constexpr (kWith == With::kBias) x += load(bias + c, lanes);
       F v = Act::value(x);
-      if constexpr (kHasUp) v *= load(up + c, lanes);
-      store_rounded(y + c, v, lanes, streams);
+      if constexpr (kWith == With::kUp) v *= load(up + c, lanes);
+      store_rounded(present(y + c), v, lanes, streams);
     });
   });
 }
 
-// sums: [n_cols], to which the gradient of the bias is added; null: not wanted.
-template <class Act, class T, bool kHasUp>
+// Whether all gradients are wanted, and those of gate and up are aligned alike: where one may be streamed, so may both.
+bool wants_all(const GluBackward& args) {
+  const auto distance = reinterpret_cast<uintptr_t>(args.dup) - reinterpret_cast<uintptr_t>(args.dgate);
+  if (args.up) return args.dgate && args.dup && args.dgate_row_stride == args.dup_row_stride && distance % 64 == 0;
+  return args.dgate && (!args.bias || args.dbias);
+}
+
+// sums: [n_cols], to which the gradient of the bias is added; null: not wanted. kAll: wants_all; else results that are
+// not wanted are null, and nothing is streamed.
+template <class Act, class T, With kWith, bool kAll>
 void backward_elements(const GluBackward& args, const float* bias, float* sums, bool streams, int64_t first,
                        int64_t last) {
   for_rows(args.n_cols, first, last, [&](int64_t row, int64_t begin, int64_t end) {
     const T* dy = static_cast<const T*>(args.dy) + row * args.dy_row_stride;
     const T* gate = static_cast<const T*>(args.gate) + row * args.gate_row_stride;
-    const T* up = kHasUp ? static_cast<const T*>(args.up) + row * args.up_row_stride : nullptr;
+    const T* up = kWith == With::kUp ? static_cast<const T*>(args.up) + row * args.up_row_stride : nullptr;
     T* dgate = args.dgate ? static_cast<T*>(args.dgate) + row * args.dgate_row_stride : nullptr;
-    T* dup = kHasUp && args.dup ? static_cast<T*>(args.dup) + row * args.dup_row_stride : nullptr;
-    const T* aligned = dgate ? dgate : dup;
-    const bool streams_dup = (reinterpret_cast<uintptr_t>(dup) - reinterpret_cast<uintptr_t>(aligned)) % 64 == 0;
-    for_stored_columns(begin, end, aligned, streams && aligned, [&](int64_t c, auto lanes, auto streams) {
+    T* dup = kWith == With::kUp && args.dup ? static_cast<T*>(args.dup) + row * args.dup_row_stride : nullptr;
+    for_stored_columns<float, 1>(begin, end, dgate, kAll && streams, [&](int64_t c, auto lanes, auto streams) {
       F x = load(gate + c, lanes);
-      if (!kHasUp && bias) x += load(bias + c, lanes);
+      if constexpr (kWith == With::kBias) x += load(bias + c, lanes);
       F g = load(dy + c, lanes);
       const Activated act = Act::with_slope(x);
-      if constexpr (kHasUp) {
-        if (dup) store_rounded(dup + c, g * act.value, lanes, streams && streams_dup);
+      if constexpr (kWith == With::kUp) {
+        if (kAll || dup) store_rounded(present(dup + c), g * act.value, lanes, streams);
         g *= load(up + c, lanes);
       }
       g *= act.slope;
-      if (dgate) store_rounded(dgate + c, g, lanes, streams);
-      if (!kHasUp && sums) store(sums + c, load(sums + c, lanes) + g, lanes);
+      if (kAll || dgate) store_rounded(present(dgate + c), g, lanes, streams);
+      if constexpr (kWith == With::kBias)
+        if (kAll || sums) store(sums + c, load(sums + c, lanes) + g, lanes);
     });
   });
 }
@@ -86,8 +105,7 @@ int glu_forward(const GluForward& given) {
   if (bias.failed()) return ENOMEM;
   const auto run = with_type(args.dtype, [&](auto type) {
     return with_activation(args.activation, [&](auto act) {
-      return args.up ? &forward_elements<decltype(act), decltype(type), true>
-                     : &forward_elements<decltype(act), decltype(type), false>;
+      return with_second(args, [](auto with) { return &forward_elements<decltype(act), decltype(type), with()>; });
     });
   });
   const bool streams = n * size_of(args.dtype) >= kStreamBytes;
@@ -109,10 +127,13 @@ int glu_backward(const GluBackward& given) {
     args.n_rows = 1, args.n_cols = n;
   const Parameter bias(args.bias, args.bias_dtype, 0.0f, args.n_cols);
   if (bias.failed()) return ENOMEM;
+  const bool all = wants_all(args);
   const auto run = with_type(args.dtype, [&](auto type) {
     return with_activation(args.activation, [&](auto act) {
-      return args.up ? &backward_elements<decltype(act), decltype(type), true>
-                     : &backward_elements<decltype(act), decltype(type), false>;
+      return with_second(args, [all](auto with) {
+        return all ? &backward_elements<decltype(act), decltype(type), with(), true>
+                   : &backward_elements<decltype(act), decltype(type), with(), false>;
+      });
     });
   });
   const bool streams = n * size_of(args.dtype) >= kStreamBytes;

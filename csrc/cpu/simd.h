@@ -65,6 +65,17 @@ ONETRIP_INLINE U splat_bits(uint32_t value) { return U{} + value; }
 // a where mask is all ones, b where it is 0.
 ONETRIP_INLINE U select(U mask, U a, U b) { return (a & mask) | (b & ~mask); }
 
+// a where the sign bit of x is set, else b.
+ONETRIP_INLINE F select_by_sign(F x, F a, F b) {
+#if defined(__AVX512DQ__)
+  return (F)_mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)x), (__m512)b, (__m512)a);
+#elif defined(__AVX2__)
+  return (F)_mm256_blendv_ps((__m256)b, (__m256)a, (__m256)x);
+#else
+  return (F)select(0 - ((U)x >> 31), (U)a, (U)b);
+#endif
+}
+
 // a * b + c, rounded once where the level has the instruction. The build forbids contraction elsewhere
 // (-ffp-contract=off), so that z = residual + (x + bias) * scale has the same bits at every level.
 ONETRIP_INLINE F mul_add(F a, F b, F c) {
@@ -371,6 +382,14 @@ ONETRIP_INLINE F store_rounded(T* to, F v, First lanes, bool = false) {
   const H bits = narrow(v, T{});
   if (to) store_bits(to, bits, lanes);
   return widen(bits, T{});
+}
+
+// The pointer, of which compilers learn that it is not null: bodies that compute nothing on condition keep constants in
+// registers from vector to vector.
+template <class T>
+ONETRIP_INLINE T* present(T* pointer) {
+  if (!pointer) __builtin_unreachable();
+  return pointer;
 }
 
 template <class T>
