@@ -20,6 +20,7 @@ from onetrip import anatomy
 from onetrip.environment import header
 from onetrip.html import write
 from onetrip.measure import Traffic
+from onetrip.patching.model import PATTERNS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 BATCH_SIZE, SEQUENCE_LENGTH = 2, 384
@@ -47,8 +48,12 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """(model_type, head, arguments of its config). ViT has images of 224 x 224 pixels: 197 tokens."""
 
-BY_NAME = ("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm", "attention_softmax")
-WAYS: dict[str, dict[str, Any]] = {"default": {}, "by_name": {"patterns": BY_NAME, "attention": True}}
+BY_NAME = (*PATTERNS, "linear_cross_entropy")
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "with_loss": {"patterns": BY_NAME},
+    "everything": {"patterns": BY_NAME, "attention": True},
+}
 """Arguments of patch_model."""
 
 

@@ -17,7 +17,13 @@ transformers = pytest.importorskip("transformers")
 VOCABULARY = 61
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 BERT = SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+HEADS = {"head_dim": 8, "num_key_value_heads": 2}
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0, "pad_token_id": 0}
+BART = {"d_model": 16, "dropout": 0.0} | {
+    f"{side}_{name}": n
+    for side in ("encoder", "decoder")
+    for name, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))
+}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", SMALL),
     "gpt2": (
@@ -28,8 +34,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", "BertConfig", BERT),
     "roberta": ("RobertaForMaskedLM", "RobertaConfig", BERT),
     "t5": ("T5ForConditionalGeneration", "T5Config", T5 | {"decoder_start_token_id": 0}),
-    # Its logits are capped by a tanh before the loss.
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", SMALL | {"head_dim": 8, "num_key_value_heads": 2}),
+    # Logits that are changed before the loss: capped by a tanh, multiplied, added to.
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", SMALL | HEADS | {"final_logit_softcapping": 3.0}),
+    "cohere": ("CohereForCausalLM", "CohereConfig", SMALL | {"logit_scale": 0.3}),
+    "bart": ("BartForConditionalGeneration", "BartConfig", BART),
 }
 
 
@@ -42,6 +50,8 @@ def build(name: str) -> tuple[Any, dict[str, Tensor]]:
     made = getattr(transformers, model)(getattr(transformers, config)(**options, vocab_size=VOCABULARY))
     for parameter in made.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    if name == "bart":
+        made.final_logits_bias.normal_(generator=generator)
     return made.train(), {"input_ids": ids, "labels": labels}
 
 
@@ -85,7 +95,7 @@ def test_a_step_is_the_unpatched_model_s(name: str, cross_entropies: list[tuple[
     assert {site.module_class for site in report.patched} == {type(model).__name__, "Linear"}
     cross_entropies.clear()  # verification's
     assert_agree(step(model, inputs), expected)
-    assert cross_entropies == ([] if name == "gemma2" else [(18, 16)])
+    assert cross_entropies == [(18, 16)]
     unpatch_model(model)
     again = step(model, inputs)
     assert all(torch.equal(again[key], expected[key]) for key in expected)
@@ -113,6 +123,11 @@ def test_the_logits_are_computed_when_they_are_used() -> None:
         lambda y: y[:, :-1].tensor() if isinstance(y, DeferredLogits) else y[:, :-1],
         lambda y: torch.softmax(y, -1),
         lambda y: 2.0 * y + y,
+        lambda y: (y / 3.0).tanh() * 3.0 - 1.0,
+        lambda y: y * -2.0,
+        lambda y: y + torch.arange(9.0)[:, None],
+        lambda y: functional.cross_entropy(torch.tanh(torch.tanh(y)).view(18, -1), torch.zeros(18).long()),
+        lambda y: functional.cross_entropy((y * 2.0 + torch.ones(VOCABULARY)).view(18, -1), torch.zeros(18).long()),
         lambda y: y.view(-1, VOCABULARY // 61, 61),
         lambda y: y.transpose(0, 1),
         lambda y: functional.cross_entropy(y.view(-1, VOCABULARY), torch.zeros(18, VOCABULARY)),

@@ -4,6 +4,7 @@ An operator reads each tensor operand once and writes each output once. Exceptio
 - Views and allocations move nothing. An expanded operand counts the elements that it has in memory.
 - In-place operators read and write their operand; those that overwrite it (copy_, fill_, out=) only write it.
 - Lookups (embedding, gather) read as much of their table as they return.
+- A linear cross-entropy is its matrix products and the passes over its logits, of every row, ignored or not.
 Caches are not modelled: it is what a kernel must move if everything between two operators goes through memory.
 Operators that stay in Python outside of torch's dispatcher are not seen; onetrip's are, a dispatch mode makes them
 visible.
@@ -35,6 +36,8 @@ _PRODUCTS = frozenset(
 )
 _ATTENTION_NAMES = ("_scaled_dot_product_", "_flash_attention", "_efficient_attention", "_cudnn_attention")
 _LOSS_NAMES = ("_log_softmax", "nll_loss", "cross_entropy", "linear_cross_entropy", "linear_logprobs")
+
+_LINEAR_LOSS = "onetrip::linear_cross_entropy"
 
 _ALLOCATIONS = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"])
 # Operands of these give a shape and a dtype; their elements are not read.
@@ -154,11 +157,18 @@ class TrafficMode(TorchDispatchMode):
         name = func._schema.name
         read, written = _operands_before(func, args, kwargs)
         result = func(*args, **kwargs)
+        if name.startswith(_LINEAR_LOSS):
+            for part, kind, counted in _linear_loss(func, args):
+                self.traffic.add(self._current_phase(), part, kind, *counted)
+            return result
         n_read, n_written = _bytes_moved(name.split("::")[-1], read, written, result)
         if n_read or n_written:
-            phase = self._phase or (BACKWARD if torch._C._current_graph_task_id() != -1 else FORWARD)
+            phase = self._current_phase()
             self.traffic.add(phase, name, kind_of(name), n_read, n_written, _flops(func, args, kwargs, result))
         return result
+
+    def _current_phase(self) -> str:
+        return self._phase or (BACKWARD if torch._C._current_graph_task_id() != -1 else FORWARD)
 
 
 def kind_of(name: str) -> str:
@@ -215,6 +225,35 @@ def _bytes_moved(name: str, read: list[Tensor], written: list[Tensor], result: A
         n_looked_up = max((leaf.numel() for leaf in (*outputs, *others)), default=0) * table.element_size()
         return min(memory_bytes(table), n_looked_up) + sum(map(memory_bytes, _distinct(others))), n_written
     return sum(memory_bytes(tensor) for tensor in _distinct(read)), n_written
+
+
+def _linear_loss(func: Any, args: Any) -> Iterator[tuple[str, str, tuple[int, int, int]]]:
+    """(name, kind, (bytes read, bytes written, flops)) of a linear cross-entropy's products, and of the rest.
+
+    Chunk by chunk, a product makes logits, the kernel reads them and writes their gradient over them, and two products
+    read that. Weight's gradient in half precision is summed in float32 if there are several chunks.
+    """
+    call = dict(zip((each.name for each in func._schema.arguments), args, strict=True))
+    (n_classes, n_hidden), n_rows, size = call["weight"].shape, call["labels"].numel(), call["weight"].element_size()
+    n_chunks = -(-n_rows // call["chunk_rows"])
+    weight, hidden, logits = (n * size for n in (n_classes * n_hidden, n_rows * n_hidden, n_rows * n_classes))
+    wants_hidden, wants_weight, wants_bias = call.get("wants", (False, False, False))
+    wants_any = wants_hidden or wants_weight or wants_bias
+    read, written = n_chunks * weight + hidden, logits
+    rest_read, rest_written = logits * (1 + wants_bias), logits * wants_any
+    if wants_hidden:
+        read, written = read + n_chunks * weight + logits, written + hidden
+    if wants_weight:
+        read, written = read + hidden + logits, written + n_chunks * weight
+        if n_chunks > 1 and size < 4:
+            sums = 4 * n_classes * n_hidden
+            rest_read, rest_written = rest_read + n_chunks * (weight + sums), rest_written + n_chunks * sums + weight
+        else:
+            read += (n_chunks - 1) * weight
+    n_products = 1 + wants_hidden + wants_weight
+    name = func._schema.name
+    yield f"{name} (products)", PRODUCT, (read, written, 2 * n_products * n_rows * n_classes * n_hidden)
+    yield name, LOSS, (rest_read, rest_written, 0)
 
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from .common.checks import check_dense, check_finite, check_probability, check_r
 from .common.native import in_memory
 from .common.tracing import is_traced, is_transformed, reject_onnx_export
 from .cross_entropy_autograd import CrossEntropy, LinearByRow, LinearReduced, forward, raise_wrong_labels
-from .cross_entropy_linear import Linear, Wants, by_row, mean_weight, reduced
+from .cross_entropy_linear import Linear, Wants, by_row, mean_weight, reduced, rows_per_chunk
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -109,14 +109,15 @@ def linear_cross_entropy(
     if chunk_rows is not None and (type(chunk_rows) is not int or chunk_rows < 1):
         raise ValueError(f"{function}: chunk_rows must be None or an int >= 1, got {chunk_rows!r}")
     if reduction == "none":
-        loss, _ = _by_row(function, hidden, weight, bias, labels, plan, chunk_rows or 0, False)
+        loss, _ = _by_row(function, hidden, weight, bias, labels, plan, chunk_rows, False)
         return loss
     hidden, weight, bias = _autocast(hidden, weight, bias)
     rows, row_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     operands = (rows, weight, bias)
+    chunk_rows = chunk_rows or rows_per_chunk(hidden, weight)
     if is_traced(*operands, labels):
         reject_onnx_export()
-        settings = (reduction == "mean", chunk_rows or 0, _wants(*operands))
+        settings = (reduction == "mean", chunk_rows, _wants(*operands))
         return cast(Tensor, torch.ops.onetrip.linear_cross_entropy(*operands, row_labels, *settings, *plan)[0])
     if is_transformed():
         loss = reference.forward(linear(*operands), row_labels, plan).loss
@@ -125,9 +126,9 @@ def linear_cross_entropy(
     raise_wrong_labels(function, "labels", row_labels, weight.shape[0], ignore_index)
     backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
     if any(_wants(*operands)):
-        call = (row_labels, plan, backend, chunk_rows or 0, reduction == "mean")
+        call = (row_labels, plan, backend, chunk_rows, reduction == "mean")
         return cast(Tensor, LinearReduced.apply(*operands, call))
-    return reduced(Linear(*operands, row_labels, plan, backend, chunk_rows or 0), reduction == "mean", (False,) * 3)[0]
+    return reduced(Linear(*operands, row_labels, plan, backend, chunk_rows), reduction == "mean", (False,) * 3)[0]
 
 
 def linear_logprobs(
@@ -158,7 +159,7 @@ def linear_logprobs(
     if not temperature > 0.0:
         raise ValueError(f"{function}: temperature must be > 0, got {temperature}")
     plan = CrossEntropyPlan(scale=1.0 / temperature)
-    loss, entropy = _by_row(function, hidden, weight, bias, tokens, plan, 0, return_entropy)
+    loss, entropy = _by_row(function, hidden, weight, bias, tokens, plan, None, return_entropy)
     return (-loss, entropy) if entropy is not None else -loss
 
 
@@ -169,7 +170,7 @@ def _by_row(
     bias: Tensor | None,
     labels: Tensor,
     plan: CrossEntropyPlan,
-    chunk_rows: int,
+    chunk_rows: int | None,
     wants_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """(losses, entropies where wanted), shaped as labels."""
@@ -177,6 +178,7 @@ def _by_row(
     shape = labels.shape
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     operands = (rows, weight, bias)
+    chunk_rows = chunk_rows or rows_per_chunk(hidden, weight)
     entropy: Tensor | None
     if is_traced(*operands, labels):
         reject_onnx_export()

@@ -44,11 +44,16 @@ class Linear(NamedTuple):
     plan: CrossEntropyPlan
     backend: str
     chunk_rows: int
-    """0: chosen so that a chunk's logits take about 64 MB."""
+    """At least 1: rows whose logits exist at once."""
 
     @property
     def rows(self) -> Any:
         return row_functions(self.backend)
+
+
+def rows_per_chunk(hidden: Tensor, weight: Tensor) -> int:
+    """As many as have logits of about 64 MB."""
+    return max(1, _CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))
 
 
 class _Chunk(NamedTuple):
@@ -74,9 +79,7 @@ class _Kept:
             if index.numel() < kept.numel():
                 self.index, self.labels = index, call.labels[index]
         self.n_rows = self.labels.numel()
-        n_classes = call.weight.shape[0]
-        most = call.chunk_rows or max(1, _CHUNK_BYTES // (n_classes * call.hidden.element_size()))
-        self.n_chunks = -(-self.n_rows // most)
+        self.n_chunks = -(-self.n_rows // call.chunk_rows)
 
     def take(self, tensor: Tensor, rows: slice) -> Tensor:
         return tensor[rows] if self.index is None else tensor.index_select(0, self.index[rows])

@@ -1,15 +1,18 @@
 """The loss over the vocabulary without its logits: a model's output layer and its cross-entropy in one call.
 
 While a model computes its loss in training, its output layer returns DeferredLogits instead of a tensor: the layer and
-the hidden states. Views, casts and slices of positions are applied to the hidden states, and
-functional.cross_entropy(logits, labels) becomes ops.linear_cross_entropy(hidden, weight, labels). Any other use
-computes the logits and goes on with them: a model whose loss is another one computes what it did.
+the hidden states. Views and slices of positions are applied to the hidden states; casts, a constant for each class
+(BART), a factor (Cohere) and a soft cap (Gemma 2) are remembered; and functional.cross_entropy(logits, labels) becomes
+ops.linear_cross_entropy(hidden, weight, labels). Any other use computes the logits and goes on with them: a model whose
+loss is another one computes what it did.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import math
+import operator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,12 +36,22 @@ _deferring: ContextVar[nn.Module | None] = ContextVar("_deferring", default=None
 """The output layer of the model that computes its loss."""
 
 
+Steps = tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]
+"""(function, further arguments), applied to the logits one after another."""
+
+
 class DeferredLogits:
     """The logits of an output layer, not computed. Whatever is done with them computes them, but for the loss."""
 
-    def __init__(self, head: Any, hidden: Tensor, dtype: torch.dtype) -> None:
-        self._head, self._hidden, self.dtype = head, hidden, dtype
+    def __init__(self, head: Any, hidden: Tensor, dtype: torch.dtype, steps: Steps = ()) -> None:
+        self._head, self._hidden, self.dtype, self._steps = head, hidden, dtype, steps
         self._logits: Tensor | None = None
+
+    def _of(self, hidden: Tensor) -> DeferredLogits:
+        return DeferredLogits(self._head, hidden, self.dtype, self._steps)
+
+    def _then(self, function: Callable[..., Any], *arguments: Any, dtype: torch.dtype | None = None) -> DeferredLogits:
+        return DeferredLogits(self._head, self._hidden, dtype or self.dtype, (*self._steps, (function, arguments)))
 
     @property
     def shape(self) -> torch.Size:
@@ -57,7 +70,29 @@ class DeferredLogits:
         return len(self.shape)
 
     def float(self) -> DeferredLogits:
-        return DeferredLogits(self._head, self._hidden, torch.float32)
+        return self._then(Tensor.float, dtype=torch.float32)
+
+    def tanh(self) -> DeferredLogits:
+        return self._then(torch.tanh)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._scaled(operator.mul, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._scaled(operator.truediv, other)
+
+    def _scaled(self, function: Callable[..., Any], other: Any) -> Any:
+        is_number = isinstance(other, (int, float)) and other > 0
+        return self._then(function, other) if is_number else function(self.tensor(), _computed(other))
+
+    def __add__(self, other: Any) -> Any:
+        """A constant for each class is part of the bias."""
+        is_constant = isinstance(other, Tensor) and not other.requires_grad and other.dtype == self.dtype
+        if is_constant and other.dim() <= self.dim() and other.numel() == self.shape[-1] == other.shape[-1]:
+            return self._then(operator.add, other)
+        return self.tensor() + _computed(other)
 
     def contiguous(self) -> DeferredLogits:
         return self
@@ -74,7 +109,7 @@ class DeferredLogits:
         n_classes = self._head.out_features
         if not sizes or sizes[-1] != n_classes or not all(isinstance(size, int) for size in sizes):
             return self.tensor().reshape(*shape)
-        return DeferredLogits(self._head, self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]), self.dtype)
+        return self._of(self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]))
 
     reshape = view
 
@@ -86,14 +121,17 @@ class DeferredLogits:
         reaches_classes = any(part is Ellipsis for part in parts) or n_given == len(self.shape)
         if not is_basic or (reaches_classes and parts[-1] not in (Ellipsis, slice(None))):
             return self.tensor()[index]
-        return DeferredLogits(self._head, self._hidden[index], self.dtype)
+        return self._of(self._hidden[index])
 
     def tensor(self) -> Tensor:
         """The logits."""
         if self._logits is None:
             token = _deferring.set(None)
             try:
-                self._logits = self._head(self._hidden).to(self.dtype)
+                logits = self._head(self._hidden)
+                for function, arguments in self._steps:
+                    logits = function(logits, *arguments)
+                self._logits = logits
             finally:
                 _deferring.reset(token)
         return self._logits
@@ -115,23 +153,57 @@ class DeferredLogits:
             loss = _loss(*args, **(kwargs or {}))
             if loss is not None:
                 return loss
+        if func is torch.tanh and len(args) == 1 and not kwargs:
+            return args[0].tanh()
         args, kwargs = pytree.tree_map_only(DeferredLogits, DeferredLogits.tensor, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
+def _computed(value: Any) -> Any:
+    return value.tensor() if isinstance(value, DeferredLogits) else value
+
+
 def _operator(name: str) -> Any:
     def method(self: DeferredLogits, *args: Any) -> Any:
-        others = (each.tensor() if isinstance(each, DeferredLogits) else each for each in args)
-        return getattr(self.tensor(), name)(*others)
+        return getattr(self.tensor(), name)(*map(_computed, args))
 
     return method
 
 
-for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "radd", "rsub", "rmul", "rtruediv", "neg", "lt", "le"):
+for _name in ("sub", "pow", "matmul", "radd", "rsub", "rtruediv", "neg", "lt", "le"):
     setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
 for _name in ("gt", "ge", "eq", "ne", "iter", "float", "bool", "array", "setitem"):
     setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
 DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+@dataclass
+class _Chain:
+    """The steps of deferred logits in the terms of ops.linear_cross_entropy: softcap * tanh(scale * logits / softcap),
+    or scale * logits, of logits that a constant was added to."""
+
+    constant: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, steps: Steps) -> _Chain | None:
+        """None for steps that are no such chain."""
+        chain, has_tanh, factor = cls(), False, 1.0
+        for function, arguments in steps:
+            if function is operator.add and chain.constant is None and not has_tanh and factor == 1.0:
+                chain.constant = arguments[0].reshape(-1)
+            elif function in (operator.mul, operator.truediv):
+                factor = function(factor, arguments[0])
+            elif function is torch.tanh and not has_tanh:
+                has_tanh, chain.scale, factor = True, factor, 1.0
+            elif function not in (Tensor.float, Tensor.to):
+                return None
+        chain.softcap = factor if has_tanh else None
+        chain.scale *= factor
+        if math.isclose(chain.scale, 1.0, rel_tol=1e-12):
+            chain.scale = 1.0
+        return chain
 
 
 def _loss(
@@ -152,13 +224,25 @@ def _loss(
         return None
     if labels.shape != logits.shape[:-1] or labels.device != hidden.device or not is_plain(head, nn.Linear):
         return None
-    matrix, bias = head.weight, head.bias
+    matrix, bias, chain = head.weight, head.bias, _Chain.of(logits._steps)
+    if chain is None or (chain.scale != 1.0 and (bias is not None or chain.constant is not None)):
+        return None
+    hidden = hidden if chain.scale == 1.0 else hidden * chain.scale
+    if chain.constant is not None:
+        bias = chain.constant if bias is None else bias + chain.constant
     if calls.is_autocasting(hidden):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, matrix = hidden.to(dtype), matrix.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     loss = ops.linear_cross_entropy(
-        hidden, matrix, labels, bias, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        hidden,
+        matrix,
+        labels,
+        bias,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=chain.softcap,
+        reduction=reduction,
     )
     return loss.to(logits.dtype)
 
@@ -192,7 +276,8 @@ def deferred(head: Any, hidden: Tensor) -> DeferredLogits | None:
     if calls.is_distributed(hidden) or calls.is_distributed(head.weight):
         return None
     if calls.is_autocasting(hidden):
-        return DeferredLogits(head, hidden, torch.get_autocast_dtype(hidden.device.type))
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        return DeferredLogits(head, hidden, dtype, ((Tensor.to, (dtype,)),))
     return DeferredLogits(head, hidden, hidden.dtype) if hidden.dtype == head.weight.dtype else None
 
 
