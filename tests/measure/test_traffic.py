@@ -97,6 +97,23 @@ def test_products_attention_and_loss_are_apart():
     assert attention.flops() == 2 * 2 * (2 * 4) * 16 * 16 * 8
 
 
+@pytest.mark.parametrize(("dtype", "chunk_rows"), [(torch.float32, 16), (torch.float32, 4), (torch.bfloat16, 4)])
+def test_linear_cross_entropy_is_products_and_passes_over_logits(dtype, chunk_rows):
+    """The logits are read once and written once. Chunks in half precision add up weight's gradient in float32."""
+    size, n_chunks = dtype.itemsize, 16 // chunk_rows
+    hidden, weight = (torch.randn(n, 32, dtype=dtype, requires_grad=True) for n in (16, 8))
+    labels = torch.zeros(16, dtype=torch.long)
+    found = traffic(lambda: ops.linear_cross_entropy(hidden, weight, labels, chunk_rows=chunk_rows))
+    logits, n_hidden, n_weight = 16 * 8 * size, 16 * 32 * size, 8 * 32 * size
+    sums = 0 if dtype == torch.float32 else n_chunks * (n_weight + 2 * 4 * 8 * 32) + n_weight
+    assert found.bytes(measure.LOSS) == 2 * logits + sums == found.outside()
+    added = (n_chunks - 1) * n_weight if dtype == torch.float32 else 0
+    products = 3 * logits + 3 * n_hidden + 3 * n_chunks * n_weight + added
+    assert found.bytes(measure.PRODUCT) == products and found.flops() == 3 * 2 * 16 * 32 * 8
+    plain = traffic(lambda: ops.linear_cross_entropy(hidden.detach(), weight.detach(), labels, chunk_rows=chunk_rows))
+    assert plain.outside() == logits and plain.bytes(measure.PRODUCT) == logits + n_hidden + n_chunks * n_weight
+
+
 def test_the_optimizer_is_apart():
     w = randn(requires_grad=True)
     optimizer = torch.optim.SGD([w], lr=0.1)

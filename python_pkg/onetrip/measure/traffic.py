@@ -174,7 +174,7 @@ class TrafficMode(TorchDispatchMode):
 def kind_of(name: str) -> str:
     """The kind of an operator by its name, with or without its namespace."""
     name = name.split("::")[-1]
-    if name in _PRODUCTS:
+    if name.removesuffix("_") in _PRODUCTS:  # baddbmm_: in place
         return PRODUCT
     if name.startswith(_ATTENTION_NAMES):
         return ATTENTION
