@@ -323,7 +323,7 @@ py::object rotary(int dtype, int table_dtype, bool interleaved, bool inverse) {
 }
 
 // n_rows, n_cols, logits, row stride, labels, loss, stats, has_stats, entropy, weights, weight_stride,
-// entropy_weights, dlogits.
+// entropy_weights, dlogits, total, divisor.
 PyObject* launch_cross_entropy(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
   return returned([&] {
     onetrip::CrossEntropy call = state_of<onetrip::CrossEntropy>(plan);
@@ -341,6 +341,8 @@ PyObject* launch_cross_entropy(PyObject* plan, PyObject* const* values, Py_ssize
     call.weight_stride = from.integer();
     call.entropy_weights = from.tensor<const float>();
     call.dlogits = from.tensor<void>();
+    call.total = from.tensor<float>();
+    call.divisor = from.integer();
     from.end();
     py::gil_scoped_release without_gil;
     return onetrip::cross_entropy_cpu(call);
@@ -428,6 +430,12 @@ PYBIND11_MODULE(_native, module) {
   module.def("glu_backward", &glu_backward, "A launcher of the backward pass, for these dtypes and this activation.");
   module.def("glu_workspace", &onetrip::glu_workspace_cpu, "Floats of workspace that the bias's gradient needs.");
   module.def("cross_entropy", &cross_entropy, "A launcher of losses and gradients on the CPU, for these numbers.");
+  module.def(
+      "kept_labels",
+      [](uintptr_t labels, int64_t n_rows, int64_t n_classes, int64_t ignore_index) {
+        return onetrip::kept_labels(reinterpret_cast<const int64_t*>(labels), n_rows, n_classes, ignore_index);
+      },
+      "How many labels, by address, are not ignore_index; -1 where one of them is no class.");
   module.def("adam_step", &adam_step, py::call_guard<py::gil_scoped_release>(),
              "One step over all parameters: tables by address (csrc/launch.h), kinds and groups as lists of tuples.");
   py::class_<onetrip::TensorLook>(module, "TensorLook")

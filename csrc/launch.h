@@ -175,6 +175,8 @@ struct CrossEntropy {
   const float* weights;          // [n_rows], or one number (weight_stride 0); null exactly where dlogits is null
   const float* entropy_weights;  // [n_rows]; null: zeros. Not with has_stats
   void* dlogits;                 // [n_rows, n_cols] dtype, contiguous; may be logits; null: not wanted
+  float* total;                  // one number: the sum of loss over divisor, added up in double; null: not wanted
+  int64_t divisor;
   int64_t logits_row_stride, weight_stride;
   bool has_stats;  // stats are read, not written; no loss and no entropy then
   DType dtype;
@@ -260,6 +262,8 @@ int glu_forward_cpu(const GluForward& args);
 int glu_backward_cpu(const GluBackward& args);
 int64_t glu_workspace_cpu(int64_t n_rows, int64_t n_cols);  // floats, for dbias; as row_norm's, of the sizes alone
 
+// How many labels are not ignore_index; -1 where one of them is outside [0, n_classes).
+int64_t kept_labels(const int64_t* labels, int64_t n_rows, int64_t n_classes, int64_t ignore_index);
 int cross_entropy_cpu(const CrossEntropy& args);  // no CUDA kernel: Triton's moves the same bytes
 
 int adam_step_cpu(const AdamStep& args);

@@ -142,7 +142,24 @@ int glu_backward_cpu(const GluBackward& args) {
 
 int cross_entropy_cpu(const CrossEntropy& args) {
   if (args.dlogits != args.logits) ask_for_huge_pages(args.dlogits, args.n_rows * args.n_cols, args.dtype);
-  return current_level.load()->cross_entropy(args);
+  const int code = current_level.load()->cross_entropy(args);
+  if (args.total) {
+    double total = 0.0;
+    for (int64_t i = 0; i < args.n_rows; ++i) total += args.loss[i];
+    *args.total = static_cast<float>(total / static_cast<double>(args.divisor));
+  }
+  return code;
+}
+
+int64_t kept_labels(const int64_t* labels, int64_t n_rows, int64_t n_classes, int64_t ignore_index) {
+  int64_t n_kept = 0;
+  bool is_wrong = false;
+  for (int64_t i = 0; i < n_rows; ++i) {
+    const bool is_kept = labels[i] != ignore_index;
+    n_kept += is_kept;
+    is_wrong |= is_kept && (labels[i] < 0 || labels[i] >= n_classes);
+  }
+  return is_wrong ? -1 : n_kept;
 }
 
 // The numbers of a step are computed here, by the baseline: its functions of <cmath> and common/adam.h are inline ones.

@@ -247,7 +247,7 @@ def test_nothing_is_read_back_from_another_device(is_mean):
     """Meta tensors hold no values: torch raises where a value, or a size that depends on values, is asked for."""
     hidden, weight, bias, labels = (torch.empty(s, device="meta") for s in ((64, 32), (100, 32), (100,), (64,)))
     plan = CrossEntropyPlan(-100, 0.1, 5.0, 0.01)
-    call = cross_entropy_linear.Linear(hidden, weight, bias, labels.long(), plan, "reference", 16)
+    call = cross_entropy_linear.Linear(hidden, weight, bias, labels.long(), plan, "reference", 16, None)
     loss, gradients = cross_entropy_linear.reduced(call, is_mean, (True, True, True))
     assert loss.shape == () and [g.shape for g in gradients] == [(64, 32), (100, 32), (100,)]
     losses, entropies = cross_entropy_linear.by_row(call, True)

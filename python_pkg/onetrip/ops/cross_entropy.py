@@ -6,7 +6,7 @@ computed chunk by chunk in forward, Liger-Kernel, Hsu et al. 2024. Calls take th
 
 from __future__ import annotations
 
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from .common.backends import KERNEL_DTYPES, choose
 from .common.checks import check_dense, check_finite, check_probability, check_rows, check_tensor, raise_unknown
 from .common.native import in_memory
 from .common.tracing import is_traced, is_transformed, reject_onnx_export
-from .cross_entropy_autograd import CrossEntropy, LinearByRow, LinearReduced, forward, raise_wrong_labels
+from .cross_entropy_autograd import LinearByRow, LinearReduced, apply, count_labels, forward, forward_reduced
 from .cross_entropy_linear import Linear, Wants, by_row, mean_weight, reduced, rows_per_chunk
 
 REDUCTIONS = ("mean", "sum", "none")
+_DEFAULT = CrossEntropyPlan(-100)
 
 
 def cross_entropy(
@@ -56,7 +57,8 @@ def cross_entropy(
     if logits.shape[-1] == 0:
         raise ValueError(f"{function}: logits must have at least one class, got shape {tuple(logits.shape)}")
     shape = labels.shape
-    rows, row_labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
+    row_labels = labels if labels.dim() == 1 else labels.reshape(-1)
     if is_traced(logits, labels):
         reject_onnx_export()
         loss, _ = torch.ops.onetrip.cross_entropy(rows, row_labels, *plan)
@@ -66,11 +68,13 @@ def cross_entropy(
     if transformed:
         return _reduced(reference.forward(rows, row_labels, plan).loss, row_labels, plan, reduction, shape)
     row_labels = in_memory(row_labels).contiguous()
-    raise_wrong_labels(function, "labels", row_labels, rows.shape[1], ignore_index)
+    n_kept = count_labels(function, "labels", row_labels, rows.shape[1], ignore_index)
     if torch.is_grad_enabled() and logits.requires_grad:
-        loss = CrossEntropy.apply(rows, (row_labels, plan, backend, reduction))
+        loss = apply(rows, (row_labels, n_kept, plan, backend, reduction))
         return cast(Tensor, loss.view(shape) if reduction == "none" else loss)
-    return _reduced(forward(backend, rows, row_labels, plan).loss, row_labels, plan, reduction, shape)
+    if reduction == "none":
+        return forward(backend, rows, row_labels, plan).loss.view(shape)
+    return forward_reduced(backend, rows, row_labels, n_kept, plan, reduction == "mean")[0]
 
 
 def linear_cross_entropy(
@@ -123,12 +127,12 @@ def linear_cross_entropy(
         loss = reference.forward(linear(*operands), row_labels, plan).loss
         return _reduced(loss, row_labels, plan, reduction, labels.shape)
     row_labels = in_memory(row_labels).contiguous()
-    raise_wrong_labels(function, "labels", row_labels, weight.shape[0], ignore_index)
+    n_kept = count_labels(function, "labels", row_labels, weight.shape[0], ignore_index)
     backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
+    others: tuple[Any, ...] = (row_labels, plan, backend, chunk_rows, n_kept)
     if any(_wants(*operands)):
-        call = (row_labels, plan, backend, chunk_rows, reduction == "mean")
-        return cast(Tensor, LinearReduced.apply(*operands, call))
-    return reduced(Linear(*operands, row_labels, plan, backend, chunk_rows), reduction == "mean", (False,) * 3)[0]
+        return cast(Tensor, LinearReduced.apply(*operands, (others, reduction == "mean")))
+    return reduced(Linear(*operands, *others), reduction == "mean", (False,) * 3)[0]
 
 
 def linear_logprobs(
@@ -189,13 +193,13 @@ def _by_row(
     else:
         labels = in_memory(labels).contiguous()
         argument = "tokens" if plan.ignore_index == NO_INDEX else "labels"
-        raise_wrong_labels(function, argument, labels, weight.shape[0], plan.ignore_index)
+        n_kept = count_labels(function, argument, labels, weight.shape[0], plan.ignore_index)
         backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
+        others: tuple[Any, ...] = (labels, plan, backend, chunk_rows, n_kept)
         if any(_wants(*operands)):
-            call = (labels, plan, backend, chunk_rows, wants_entropy)
-            loss, entropy = LinearByRow.apply(*operands, call)
+            loss, entropy = LinearByRow.apply(*operands, (others, wants_entropy))
         else:
-            loss, entropy = by_row(Linear(*operands, labels, plan, backend, chunk_rows), wants_entropy)
+            loss, entropy = by_row(Linear(*operands, *others), wants_entropy)
     return loss.view(shape), entropy.view(shape) if wants_entropy and entropy is not None else None
 
 
@@ -223,13 +227,16 @@ def _reduced(loss: Tensor, labels: Tensor, plan: CrossEntropyPlan, reduction: st
     if reduction == "none":
         return loss.view(shape)
     total = loss.sum()
-    return total * mean_weight(labels, plan.ignore_index, loss.dtype)[0] if reduction == "mean" else total
+    return total * mean_weight(labels, None, plan.ignore_index, loss.dtype)[0] if reduction == "mean" else total
 
 
 def _checked_plan(
     function: str, ignore_index: int, label_smoothing: float, softcap: float | None, lse_square_scale: float,
     reduction: str,
 ) -> CrossEntropyPlan:  # fmt: skip
+    is_plain = softcap is None and label_smoothing == 0.0 == lse_square_scale and reduction in REDUCTIONS
+    if is_plain and type(ignore_index) is int and ignore_index == _DEFAULT.ignore_index:
+        return _DEFAULT  # an ordinary call
     if type(ignore_index) is not int:
         raise TypeError(f"{function}: ignore_index must be an int, got {ignore_index!r}")
     check_probability(function, "label_smoothing", label_smoothing)

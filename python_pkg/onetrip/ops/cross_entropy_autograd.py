@@ -14,23 +14,27 @@ from torch import Tensor
 from ..reference import accumulator_dtype
 from ..reference.cross_entropy import CrossEntropyPlan, RowStatistics
 from . import cross_entropy_linear as linear
+from . import cross_entropy_native
 from .common.backends import KERNEL_DTYPES, choose
-from .common.native import matrix
+from .common.native import rows
 from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
 from .cross_entropy_linear import Gradients, Linear, Wants
 
 
-def raise_wrong_labels(function: str, argument: str, labels: Tensor, n_classes: int, ignore_index: int) -> None:
-    """Raises ValueError where a label is no class. On a GPU nobody looks: that would wait for it."""
-    if labels.device.type != "cpu" or labels.numel() == 0:
-        return
-    low, high = labels.aminmax()
-    if low >= 0 and high < n_classes:
-        return
-    wrong = labels[((labels < 0) | (labels >= n_classes)) & (labels != ignore_index)]
+def count_labels(function: str, argument: str, labels: Tensor, n_classes: int, ignore_index: int) -> int | None:
+    """How many labels (contiguous) are not ignored. Raises ValueError where one of them is no class. On a GPU nobody
+    looks, and None is returned: that would wait for it."""
+    if labels.device.type != "cpu":
+        return None
+    n_kept = cross_entropy_native.kept_labels(labels, n_classes, ignore_index)
+    if n_kept >= 0:
+        return n_kept
+    kept = labels[labels != ignore_index]
+    wrong = kept[(kept < 0) | (kept >= n_classes)]
     if wrong.numel():
         or_ignored = f" or ignore_index ({ignore_index})" if argument == "labels" else ""
         raise ValueError(f"{function}: {argument} must be in [0, {n_classes}){or_ignored}, got {wrong[0].item()}")
+    return kept.numel()
 
 
 def forward(backend: str, logits: Tensor, labels: Tensor, plan: CrossEntropyPlan) -> RowStatistics:
@@ -38,9 +42,26 @@ def forward(backend: str, logits: Tensor, labels: Tensor, plan: CrossEntropyPlan
     if logits.numel() == 0:
         loss = logits.new_zeros(logits.shape[0], dtype=accumulator_dtype(logits.dtype))
         return RowStatistics(loss, loss.new_zeros((*loss.shape, 2)), None)
-    rows = matrix(logits, logits.shape[1])
-    found: RowStatistics = linear.row_functions(backend).forward(rows, labels, plan)
+    found: RowStatistics = linear.row_functions(backend).forward(rows_of(logits), labels, plan)
     return found
+
+
+def forward_reduced(
+    backend: str, logits: Tensor, labels: Tensor, n_kept: int | None, plan: CrossEntropyPlan, is_mean: bool
+) -> tuple[Tensor, Tensor, Tensor | float]:
+    """(the sum or mean of the losses, the stats of each row, what each loss is multiplied by in it)."""
+    if backend == "cpu" and n_kept is not None and logits.numel() > 0:
+        divisor = max(n_kept, 1) if is_mean else 1
+        loss, stats = cross_entropy_native.total(rows_of(logits), labels, plan, divisor)
+        return loss, stats, 1.0 / divisor
+    found = forward(backend, logits, labels, plan)
+    weight = linear.mean_weight(labels, n_kept, plan.ignore_index, found.loss.dtype) if is_mean else 1.0
+    return (found.loss.sum() * weight).view(()), found.stats, weight
+
+
+def rows_of(logits: Tensor) -> Tensor:
+    """The rows as kernels read them: copied where their last stride is not 1."""
+    return rows(logits, logits.shape[1])[0]
 
 
 def backward(
@@ -49,8 +70,8 @@ def backward(
     """reference.cross_entropy.backward on any backend. weights: [n_rows] or [1]."""
     if logits.numel() == 0:
         return torch.zeros_like(logits)
-    rows = matrix(logits, logits.shape[1])
-    dlogits: Tensor = linear.row_functions(backend).backward(rows, labels, stats, weights.contiguous(), plan)
+    functions = linear.row_functions(backend)
+    dlogits: Tensor = functions.backward(rows_of(logits), labels, stats, weights.contiguous(), plan)
     return dlogits
 
 
@@ -58,26 +79,28 @@ class CrossEntropy(torch.autograd.Function):
     """The eager path of cross_entropy. Saves logits and labels themselves, and two numbers a row."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, call: tuple[Tensor, CrossEntropyPlan, str, str]) -> Tensor:
-        labels, plan, backend, reduction = call
-        found = forward(backend, logits, labels, plan)
-        weight = None
-        loss = found.loss
-        if reduction == "mean":
-            weight = linear.mean_weight(labels, plan.ignore_index, loss.dtype)
-        if reduction != "none":
-            loss = loss.sum() if weight is None else loss.dot(weight.expand_as(loss))
-        ctx.save_for_backward(logits, labels, found.stats, weight)
-        ctx.call = plan, backend
+    def forward(ctx: Any, logits: Tensor, call: tuple[Tensor, int | None, CrossEntropyPlan, str, str]) -> Tensor:
+        labels, n_kept, plan, backend, reduction = call
+        weight: Tensor | float = 1.0
+        if reduction == "none":
+            loss, stats, _ = forward(backend, logits, labels, plan)
+        else:
+            loss, stats, weight = forward_reduced(backend, logits, labels, n_kept, plan, reduction == "mean")
+        ctx.save_for_backward(logits, labels, stats)
+        ctx.call = plan, backend, weight
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         refuse_double_backward("cross_entropy")
-        plan, backend = ctx.call
-        logits, labels, stats, weight = ctx.saved_tensors
-        weights = grads[0].reshape(-1) if weight is None else grads[0] * weight
+        plan, backend, weight = ctx.call
+        logits, labels, stats = ctx.saved_tensors
+        weights = (grads[0] * weight).reshape(-1)
         return backward(backend if have_storage(grads[0]) else "reference", logits, labels, stats, weights, plan), None
+
+
+# As row_norm_autograd.apply: without the search for functorch transforms.
+apply = super(torch.autograd.Function, CrossEntropy).apply
 
 
 class LinearReduced(torch.autograd.Function):
@@ -86,13 +109,13 @@ class LinearReduced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Tensor, Any, str, int, bool]
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[tuple[Any, ...], bool]
     ) -> Tensor:
-        labels, plan, backend, chunk_rows, is_mean = call
-        linear_call = Linear(hidden, weight, bias, labels, plan, backend, chunk_rows)
+        others, is_mean = call
+        linear_call = Linear(hidden, weight, bias, *others)
         loss, ctx.gradients = linear.reduced(linear_call, is_mean, ctx.needs_input_grad[:3])
-        ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.call = call[1:]
+        ctx.save_for_backward(hidden, weight, bias, linear_call.labels)
+        ctx.call = others[1:], is_mean
         return loss
 
     @staticmethod
@@ -108,12 +131,11 @@ class LinearReduced(torch.autograd.Function):
                     if gradient is not None:
                         gradient.mul_(dloss)
             return *found, None
-        hidden, weight, bias, labels = ctx.saved_tensors
-        plan, backend, chunk_rows, is_mean = ctx.call
+        others, is_mean = ctx.call
+        call = Linear(*ctx.saved_tensors, *others)
         dloss = dloss.reshape(1)
         if is_mean:
-            dloss = dloss * linear.mean_weight(labels, plan.ignore_index, dloss.dtype)
-        call = Linear(hidden, weight, bias, labels, plan, backend, chunk_rows)
+            dloss = dloss * linear.mean_weight(call.labels, call.n_kept, call.plan.ignore_index, dloss.dtype)
         return *linear.by_row_backward(call, dloss, None, ctx.needs_input_grad[:3]), None
 
 
@@ -122,23 +144,22 @@ class LinearByRow(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[Tensor, Any, str, int, bool]
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[tuple[Any, ...], bool]
     ) -> tuple[Tensor, Tensor | None]:
-        labels, plan, backend, chunk_rows, wants_entropy = call
-        ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.call = plan, backend, chunk_rows
-        return linear.by_row(Linear(hidden, weight, bias, labels, plan, backend, chunk_rows), wants_entropy)
+        others, wants_entropy = call
+        linear_call = Linear(hidden, weight, bias, *others)
+        ctx.save_for_backward(hidden, weight, bias, linear_call.labels)
+        ctx.others = others[1:]
+        return linear.by_row(linear_call, wants_entropy)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_double_backward("cross_entropy")
-        hidden, weight, bias, labels = ctx.saved_tensors
-        plan, backend, chunk_rows = ctx.call
         dloss, dentropy = (None if gradient is None else gradient.contiguous() for gradient in grads)
         assert dloss is not None
         if not have_storage(dloss, dentropy):
             raise RuntimeError("onetrip: gradients of linear cross-entropy by row cannot be batched")
-        call = Linear(hidden, weight, bias, labels, plan, backend, chunk_rows)
+        call = Linear(*ctx.saved_tensors, *ctx.others)
         return *linear.by_row_backward(call, dloss, dentropy, ctx.needs_input_grad[:3]), None
 
 
@@ -174,9 +195,9 @@ def _filled(like: Tensor, tensors: Gradients) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward(logits: Tensor, labels: Tensor, *plan: Any) -> tuple[Tensor, Tensor]:
-    call = CrossEntropyPlan(*plan)
-    raise_wrong_labels("onetrip::cross_entropy", "labels", labels, logits.shape[1], call.ignore_index)
-    found = forward(_backend("cross_entropy", logits), logits, labels.contiguous(), call)
+    call, labels = CrossEntropyPlan(*plan), labels.contiguous()
+    count_labels("onetrip::cross_entropy", "labels", labels, logits.shape[1], call.ignore_index)
+    found = forward(_backend("cross_entropy", logits), logits, labels, call)
     return found.loss, found.stats
 
 
@@ -187,9 +208,9 @@ def _backward(logits: Tensor, labels: Tensor, stats: Tensor, dloss: Tensor, *pla
 
 def _linear(operator: str, tensors: tuple[Any, ...], chunk_rows: int, plan: tuple[Any, ...]) -> Linear:
     hidden, weight, bias, labels = tensors
-    call = CrossEntropyPlan(*plan)
-    raise_wrong_labels(f"onetrip::{operator}", "labels", labels, weight.shape[0], call.ignore_index)
-    return Linear(hidden, weight, bias, labels.contiguous(), call, _backend(operator, hidden), chunk_rows)
+    call, labels = CrossEntropyPlan(*plan), labels.contiguous()
+    n_kept = count_labels(f"onetrip::{operator}", "labels", labels, weight.shape[0], call.ignore_index)
+    return Linear(hidden, weight, bias, labels, call, _backend(operator, hidden), chunk_rows, n_kept)
 
 
 def _linear_reduced(

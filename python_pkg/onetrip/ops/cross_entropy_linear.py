@@ -45,6 +45,8 @@ class Linear(NamedTuple):
     backend: str
     chunk_rows: int
     """At least 1: rows whose logits exist at once."""
+    n_kept: int | None
+    """Rows whose label is not ignored; None where that is not known on the host."""
 
     @property
     def rows(self) -> Any:
@@ -66,18 +68,16 @@ class _Chunk(NamedTuple):
 
 
 class _Kept:
-    """The rows that take part: on a CPU those whose label is not ignored. On a GPU all of them: their number would
-    have to come to the host, and the kernel gives ignored rows zeros."""
+    """The rows that take part: those whose label is not ignored, where their number is known. On a GPU all of them: it
+    would have to come to the host, and the kernel gives ignored rows zeros."""
 
     def __init__(self, call: Linear) -> None:
         self.call = call
         self.index: Tensor | None = None
         self.labels = call.labels
-        if call.labels.device.type == "cpu":
-            kept = call.labels != call.plan.ignore_index
-            index = kept.nonzero()[:, 0]
-            if index.numel() < kept.numel():
-                self.index, self.labels = index, call.labels[index]
+        if call.n_kept is not None and call.n_kept < call.labels.numel():
+            self.index = (call.labels != call.plan.ignore_index).nonzero()[:, 0]
+            self.labels = call.labels[self.index]
         self.n_rows = self.labels.numel()
         self.n_chunks = -(-self.n_rows // call.chunk_rows)
 
@@ -158,8 +158,10 @@ class _Sums:
         )
 
 
-def mean_weight(labels: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
+def mean_weight(labels: Tensor, n_kept: int | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """[1]: one over the number of rows that are not ignored; 1 where all are, so that their mean is 0."""
+    if n_kept is not None:
+        return torch.full((1,), 1.0 / max(n_kept, 1), dtype=dtype, device=labels.device)
     return (labels != ignore_index).sum(dim=0, keepdim=True).clamp_min(1).to(dtype).reciprocal()
 
 
@@ -169,7 +171,7 @@ def reduced(call: Linear, is_mean: bool, wants: Wants) -> tuple[Tensor, Gradient
     dtype = accumulator_dtype(call.hidden.dtype)
     weight = torch.ones(1, dtype=dtype, device=call.hidden.device)
     if is_mean:
-        weight = mean_weight(call.labels, call.plan.ignore_index, dtype)
+        weight = mean_weight(call.labels, call.n_kept, call.plan.ignore_index, dtype)
     total = torch.zeros_like(weight)
     sums = _Sums(kept, wants)
 

@@ -23,20 +23,35 @@ def _launch(logits: Tensor, plan: CrossEntropyPlan, *operands: Tensor | int | No
         raise_error("cross_entropy", logits, code)
 
 
+def kept_labels(labels: Tensor, n_classes: int, ignore_index: int) -> int:
+    """How many labels (contiguous) are not ignored; -1 where one of them is no class, or nobody can count."""
+    library = native()
+    return -1 if library is None else library.kept_labels(labels.data_ptr(), labels.numel(), n_classes, ignore_index)
+
+
+def total(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, divisor: int) -> tuple[Tensor, Tensor]:
+    """(the sum of the losses over divisor, reference.cross_entropy.forward's stats), as forward."""
+    n_rows = logits.shape[0]
+    found, loss = torch.empty((), dtype=torch.float32), torch.empty(n_rows, dtype=torch.float32)
+    stats = torch.empty((n_rows, 2), dtype=torch.float32)
+    _launch(logits, plan, labels, loss, stats, 0, None, None, 0, None, None, found, divisor)
+    return found, stats
+
+
 def forward(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, wants_entropy: bool = False) -> RowStatistics:
     """reference.cross_entropy.forward by the native library, for logits of last stride 1 and contiguous labels."""
     n_rows = logits.shape[0]
     loss = torch.empty(n_rows, dtype=torch.float32)
     stats = torch.empty((n_rows, 2), dtype=torch.float32)
     entropy = torch.empty_like(loss) if wants_entropy else None
-    _launch(logits, plan, labels, loss, stats, 0, entropy, None, 0, None, None)
+    _launch(logits, plan, labels, loss, stats, 0, entropy, None, 0, None, None, None, 1)
     return RowStatistics(loss, stats, entropy)
 
 
 def backward(logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, plan: CrossEntropyPlan) -> Tensor:
     """reference.cross_entropy.backward. weights: contiguous, as stats."""
     dlogits = torch.empty(logits.shape, dtype=logits.dtype)
-    _launch(logits, plan, labels, None, stats, 1, None, weights, int(weights.numel() > 1), None, dlogits)
+    _launch(logits, plan, labels, None, stats, 1, None, weights, int(weights.numel() > 1), None, dlogits, None, 1)
     return dlogits
 
 
@@ -46,5 +61,5 @@ def forward_backward_(
     """reference.cross_entropy.forward_backward_, for contiguous logits."""
     loss = torch.empty(logits.shape[0], dtype=torch.float32)
     stride = int(weights.numel() > 1)
-    _launch(logits, plan, labels, loss, None, 0, None, weights, stride, entropy_weights, logits)
+    _launch(logits, plan, labels, loss, None, 0, None, weights, stride, entropy_weights, logits, None, 1)
     return loss
