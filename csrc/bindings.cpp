@@ -5,9 +5,11 @@
 
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "arguments.h"
@@ -30,6 +32,7 @@ using onetrip::operands_reader;
 using onetrip::returned;
 using onetrip::state_of;
 using onetrip::tensor_look;
+using onetrip::types_of;
 
 // threshold = round(p * 2^32), half to even as in Python: p * 2^32 is exact in a double.
 onetrip::Dropout dropout(double p) {
@@ -302,6 +305,14 @@ void read(onetrip::Rotary& call, Arguments& from) {
   }
 }
 
+PyObject* launch_rotary_of_tensors(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
+  return returned([&] {
+    const onetrip::Rotary call = read_tensors(state_of<onetrip::RotaryOfTensors>(plan), values, n);
+    py::gil_scoped_release without_gil;
+    return onetrip::rotary_cpu(call);
+  });
+}
+
 PyObject* launch_rotary(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
   return returned([&] {
     onetrip::Rotary call = state_of<onetrip::Rotary>(plan);
@@ -313,13 +324,16 @@ PyObject* launch_rotary(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
   });
 }
 
-py::object rotary(int dtype, int table_dtype, bool interleaved, bool inverse) {
+// types: Tensor and Parameter, where the launcher is for tensors that rotary_operands knows.
+py::object rotary(int dtype, int table_dtype, bool interleaved, bool inverse,
+                  const std::optional<std::pair<py::type, py::type>>& types) {
   onetrip::Rotary args{};
   args.dtype = DType(dtype);
   args.table_dtype = DType(table_dtype);
   args.interleaved = interleaved;
   args.inverse = inverse;
-  return make_function<launch_rotary>(args);
+  if (!types) return make_function<launch_rotary>(args);
+  return make_function<launch_rotary_of_tensors>(onetrip::RotaryOfTensors{args, types_of(types->first, types->second)});
 }
 
 // n_rows, n_cols, logits, row stride, labels, loss, stats, has_stats, entropy, weights, weight_stride,
@@ -446,8 +460,10 @@ PYBIND11_MODULE(_native, module) {
   module.def("same_values", &onetrip::same_values, "Whether the values of these dicts, in order, are these objects.");
   module.def("adam_code_maps", &adam_code_maps,
              "Magnitudes and thresholds of the signed map, then of the unsigned one, as the kernels use them.");
-  module.def("operands_reader", &operands_reader,
+  module.def("operands_reader", &operands_reader<onetrip::operands>,
              "A function of x, residual and vectors: the code of their dtypes where they fit, else -1.");
+  module.def("rotary_reader", &operands_reader<onetrip::rotary_operands>,
+             "A function of q, k, cos and sin: the code of their dtypes where they fit, else -1.");
   module.def("cpu_level", &onetrip::cpu_level,
              "The instruction set that CPU kernels use: avx512vbmi, avx512, avx2 or baseline.");
   module.def("set_cpu_level", &onetrip::set_cpu_level, "Force a lower level; False where it is not there.");

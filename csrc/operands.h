@@ -76,6 +76,78 @@ PyObject* operands(PyObject* reader, PyObject* const* values, Py_ssize_t n) {
   return returned([&] { return operands_code(state_of<TensorReader>(reader), values, n); });
 }
 
+int64_t stride_of(const dlpack::Tensor& tensor, int dim) {
+  if (tensor.strides) return tensor.strides[dim];
+  int64_t product = 1;
+  for (int i = tensor.n_dims - 1; i > dim; --i) product *= tensor.sizes[i];
+  return product;
+}
+
+// Of q, k, cos and sin: whether they are tensors of these two types and of DTypes that rotary_embedding takes, and are
+// not empty. If so 2 * (dtype_digits of q and cos in base 4) + 1 where none is negated and all last strides are 1:
+// kernels can read them as they are. Else -1.
+int64_t rotary_code(const TensorReader& reader, PyObject* const* values, Py_ssize_t n) {
+  if (n != 4) throw py::type_error("rotary operands are q, k, cos and sin");
+  dlpack::Tensor tensors[4];
+  bool is_plain = true;
+  for (int i = 0; i < 4; ++i) {
+    dlpack::Tensor& tensor = tensors[i];
+    if (!reader.types.reads(values[i], &tensor)) return -1;
+    if (tensor.n_dims < 2 || dtype_digit(tensor) == 0 || !tensor.data || is_empty(tensor)) return -1;
+    if (tensor.device_type != tensors[0].device_type || tensor.device_index != tensors[0].device_index) return -1;
+    is_plain = is_plain && stride_of(tensor, tensor.n_dims - 1) == 1 && !is_negated(reader, values[i]);
+  }
+  const auto& [q, k, cos, sin] = tensors;
+  const auto same = [](const dlpack::Tensor& a, int i, const dlpack::Tensor& b, int j) {
+    return a.sizes[i] == b.sizes[j];
+  };
+  if (q.n_dims != 4 || k.n_dims != 4 || !same(q, 0, k, 0) || !same(q, 2, k, 2) || !same(q, 3, k, 3)) return -1;
+  if (cos.n_dims > 3 || sin.n_dims != cos.n_dims) return -1;
+  for (int i = 0; i < cos.n_dims; ++i)
+    if (!same(cos, i, sin, i)) return -1;
+  const int64_t n_rotated = cos.sizes[cos.n_dims - 1];
+  if (!same(cos, cos.n_dims - 2, q, 2) || n_rotated % 2 != 0 || n_rotated > q.sizes[3]) return -1;
+  if (cos.n_dims == 3 && cos.sizes[0] != 1 && cos.sizes[0] != q.sizes[0]) return -1;
+  if (dtype_digit(k) != dtype_digit(q) || dtype_digit(sin) != dtype_digit(cos)) return -1;
+  return 2 * (4 * dtype_digit(q) + dtype_digit(cos)) + is_plain;
+}
+
+PyObject* rotary_operands(PyObject* reader, PyObject* const* values, Py_ssize_t n) {
+  return returned([&] { return rotary_code(state_of<TensorReader>(reader), values, n); });
+}
+
+// A rotation of tensors that rotary_operands knows, which say all of it.
+struct RotaryOfTensors {
+  Rotary call;
+  TensorTypes types;
+};
+
+// cos, sin, q, its result, k, its result.
+Rotary read_tensors(const RotaryOfTensors& plan, PyObject* const* values, Py_ssize_t n) {
+  dlpack::Tensor found[6];
+  if (n != 6) throw py::type_error("a launcher needs six tensors");
+  for (int i = 0; i < 6; ++i)
+    if (!plan.types.knows(values[i], &found[i])) throw py::type_error("a launcher needs tensors");
+  const auto data = [&](int i) { return static_cast<char*>(found[i].data) + found[i].byte_offset; };
+  const auto strides = [&](int i, bool has_heads) -> RotaryStrides {
+    const dlpack::Tensor& tensor = found[i];
+    const bool is_shared = tensor.n_dims == 2 || tensor.sizes[0] == 1;
+    return {is_shared ? 0 : stride_of(tensor, 0), has_heads ? stride_of(tensor, 1) : 0,
+            stride_of(tensor, tensor.n_dims - 2)};
+  };
+  Rotary call = plan.call;
+  call.cos = data(0), call.sin = data(1);
+  call.cos_strides = strides(0, false), call.sin_strides = strides(1, false);
+  call.n_rotated = found[0].sizes[found[0].n_dims - 1];
+  const int64_t* sizes = found[2].sizes;
+  call.n_batch = sizes[0], call.n_positions = sizes[2], call.head_dim = sizes[3];
+  for (int i = 0; i < 2; ++i) {
+    const int x = 2 + 2 * i, y = x + 1;
+    call.tensors[i] = {data(x), data(y), found[x].sizes[1], strides(x, true), strides(y, true)};
+  }
+  return call;
+}
+
 // How tensors of these types are read; its `read` is null where their library has no such C function.
 TensorTypes types_of(const py::type& tensor, const py::type& parameter) {
   TensorTypes types{reinterpret_cast<PyTypeObject*>(tensor.ptr()), reinterpret_cast<PyTypeObject*>(parameter.ptr()),
@@ -91,11 +163,12 @@ TensorTypes types_of(const py::type& tensor, const py::type& parameter) {
   return types;
 }
 
-// operands for these types; None where they cannot be read.
+// operands for these types, or rotary_operands; None where they cannot be read.
+template <FastFunction function>
 py::object operands_reader(const py::type& tensor, const py::type& parameter) {
   const TensorTypes types = types_of(tensor, parameter);
   if (types.read) tensor_types = types;
-  return types.read ? make_function<operands>(TensorReader{types, tensor.attr("is_neg")}) : py::none();
+  return types.read ? make_function<function>(TensorReader{types, tensor.attr("is_neg")}) : py::none();
 }
 
 // None where tensors of these types cannot be read.

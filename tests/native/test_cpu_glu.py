@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from cpu_cases import BF16, DTYPE_IDS, F16, F32, assert_any_number_of_threads_prints_the_same, normal
@@ -53,6 +55,23 @@ def test_large_outputs_are_streamed(level, n_cols):
     check(Operands(gate, up, None), dy, GluPlan("silu"))
     check(Operands(gate, None, normal(n_cols, seed=3)), dy, GluPlan("relu2"))
     check(Operands(torch.cat((gate, up), 1), None, None), dy, GluPlan("relu2", True))
+
+
+@pytest.mark.parametrize("wants", list(itertools.product((False, True), repeat=3)))
+@pytest.mark.parametrize("rows", [3, 800], ids=["small", "streamed"])
+def test_some_gradients_have_the_bits_of_all(level, wants, rows):
+    gate, up, dy = (normal(rows, 2819, seed=seed) for seed in range(3))
+    for operands in (Operands(gate, up, None), Operands(gate, None, normal(2819, seed=3)), Operands(gate, None, None)):
+        plan = GluPlan("gelu")
+        for wanted, one, other in zip(
+            wants,
+            native.backward(dy, operands, plan, wants),
+            native.backward(dy, operands, plan, (True, True, True)),
+            strict=True,
+        ):
+            assert (one is None) == (other is None or not wanted)
+            if one is not None:
+                assert_bitwise(one, other)
 
 
 def test_levels_with_fused_multiply_add_agree_bit_for_bit():

@@ -11,13 +11,17 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..reference import rotary as reference
 from ..reference.rotary import Operands, RotaryPlan
 from .common.backends import KERNEL_DTYPES, choose
-from .common.checks import DTYPES, check_rows
-from .common.tracing import is_traced, is_transformed, reject_onnx_export
+from .common.checks import check_rows
+from .common.native import rotary_code
+from .common.tracing import is_jit_tracing, is_traced, is_transformed, reject_onnx_export
 from .rotary_autograd import apply, rotate
+from .rotary_native import plain_launcher, rotate_plain
 
 _HALVES, _INTERLEAVED = RotaryPlan(False, False), RotaryPlan(True, False)
 
@@ -46,26 +50,31 @@ def rotary_embedding(
     again. Where cos or sin requires grad, torch's own operators run. Deterministic. Raises ValueError or TypeError for
     wrong arguments.
     """
-    _check(q, k, cos, sin, interleaved)
+    code = -1 if is_compiling() or not isinstance(interleaved, bool) else rotary_code(q, k, cos, sin)
+    if code < 0:
+        _check(q, k, cos, sin, interleaved)
     plan = _INTERLEAVED if interleaved else _HALVES
     needs_grad = torch.is_grad_enabled()
     if needs_grad and (cos.requires_grad or sin.requires_grad):
         return cast("tuple[Tensor, Tensor]", reference.rotate(Operands(q, k, cos, sin), plan))
-    if is_traced(q, k, cos, sin):
+    if is_traced(q, k, cos, sin) if code < 0 else is_in_torch_dispatch_mode() or is_jit_tracing():
         reject_onnx_export()
         return cast("tuple[Tensor, Tensor]", torch.ops.onetrip.rotary(q, k, cos, sin, *plan))
     transformed = is_transformed()
-    in_kernel_dtypes = q.dtype in KERNEL_DTYPES and cos.dtype in KERNEL_DTYPES and not transformed
-    backend = choose("rotary_embedding", q.device, in_kernel_dtypes, "rotary")
+    in_kernel_dtypes = code >= 0 or (q.dtype in KERNEL_DTYPES and cos.dtype in KERNEL_DTYPES)
+    backend = choose("rotary_embedding", q.device, in_kernel_dtypes and not transformed, "rotary")
     if transformed:
         return cast("tuple[Tensor, Tensor]", reference.rotate(Operands(q, k, cos, sin), plan))
+    launch = plain_launcher(code, plan) if backend == "cpu" else None
     if needs_grad and (q.requires_grad or k.requires_grad):
-        return cast("tuple[Tensor, Tensor]", apply(q, k, cos, sin, (backend, plan)))
+        return cast("tuple[Tensor, Tensor]", apply(q, k, cos, sin, (backend, plan, launch)))
+    if launch is not None:
+        return rotate_plain(q, k, cos, sin, launch)
     return cast("tuple[Tensor, Tensor]", rotate(backend, q, k, cos, sin, plan))
 
 
-def _check_kinds(function: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    """All but the shapes; apart, because one condition tells that an ordinary call passes."""
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    function = "rotary_embedding"
     for argument, tensor in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         check_rows(function, argument, tensor)
         if tensor.device != q.device:
@@ -76,23 +85,6 @@ def _check_kinds(function: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, 
         raise TypeError(f"{function}: k must have the dtype of q, {str(q.dtype)[6:]}, got {str(k.dtype)[6:]}")
     if sin.dtype != cos.dtype:
         raise TypeError(f"{function}: sin must have the dtype of cos, {str(cos.dtype)[6:]}, got {str(sin.dtype)[6:]}")
-
-
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    function = "rotary_embedding"
-    if not (
-        isinstance(interleaved, bool)
-        and isinstance(q, Tensor)
-        and isinstance(k, Tensor)
-        and isinstance(cos, Tensor)
-        and isinstance(sin, Tensor)
-        and q.dtype is k.dtype in DTYPES
-        and cos.dtype is sin.dtype in DTYPES
-        and q.layout is k.layout is cos.layout is sin.layout is torch.strided
-        and not (q.is_nested or k.is_nested or cos.is_nested or sin.is_nested)
-        and q.device == k.device == cos.device == sin.device
-    ):
-        _check_kinds(function, q, k, cos, sin, interleaved)
     if q.dim() != 4:
         raise ValueError(f"{function}: q must have shape (batch, heads, positions, head_dim), got {tuple(q.shape)}")
     batch, _, positions, head_dim = q.shape

@@ -34,6 +34,19 @@ def operands_code(operands: tuple[Tensor | None, ...]) -> int:
     return -1 if reader is None else reader(operands)
 
 
+@cache
+def _rotary_reader() -> Launcher | None:
+    library = native()
+    return None if library is None else library.rotary_reader(Tensor, torch.nn.Parameter)
+
+
+def rotary_code(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> int:
+    """The same of the operands of rotary_embedding that are not empty: 2 * the dtypes of q and of cos as digits in base
+    4, + 1 where kernels can read them as they are."""
+    reader = _rotary_reader()
+    return -1 if reader is None else reader(q, k, cos, sin)
+
+
 def in_memory(tensor: Tensor) -> Tensor:
     """The tensor with its values in memory: torch's lazily negated tensors, and its zeros without memory (from
     forward-mode and undefined gradients), are copied."""
