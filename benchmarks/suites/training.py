@@ -1,4 +1,7 @@
-"""Training steps of whole models, dropout 0.1: eager attention, SDPA, torch.compile, patched, patched with AdamW8bit.
+"""Training steps of whole models: eager attention, SDPA, torch.compile, patched, patched with AdamW8bit.
+
+Encoders have dropout 0.1. Models with a loss over the vocabulary are also patched with linear_cross_entropy, and with
+the patterns of norms, sums and softmax alone.
 
 The same random weights, tokens and order of operations for all: time depends on neither values nor labels. A step is
 forward, backward and an optimizer step; torch's fused AdamW unless the name says otherwise.
@@ -16,6 +19,7 @@ from typing import Any
 import onetrip
 import torch
 from onetrip.measure import optimizer_state_bytes, peak_bytes, saved_bytes, storage_bytes
+from onetrip.patching import PATTERNS
 from torch import Tensor
 
 from ..measure.cases import DTYPE_NAMES, Record, Session, needed, one_line
@@ -46,10 +50,16 @@ class Model:
 
 _BERT_LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 _LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4}
+_LLAMA_100M = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12}
+LABELLED = {"CausalLM": 1.0, "MaskedLM": 0.15}
+"""Heads with a loss over the vocabulary, and the fraction of the positions that have a label."""
 MODELS = {
     "bert_base": Model("bert", "SequenceClassification", "num_hidden_layers"),
     "bert_large": Model("bert", "SequenceClassification", "num_hidden_layers", _BERT_LARGE),
+    "bert_base_mlm": Model("bert", "MaskedLM", "num_hidden_layers"),
     "gpt2": Model("gpt2", "CausalLM", "n_layer"),
+    "llama_100m": Model("llama", "CausalLM", "num_hidden_layers", _LLAMA_100M | {"vocab_size": 32000}),
+    "llama_100m_128k": Model("llama", "CausalLM", "num_hidden_layers", _LLAMA_100M | {"vocab_size": 128256}),
     "llama_1b": Model("llama", "CausalLM", "num_hidden_layers", _LLAMA_1B),  # grouped heads, 8 queries to a key
 }
 
@@ -77,8 +87,17 @@ _GPU_CASES = (
 )
 
 
+_LANGUAGE_MODELS = (
+    TrainingCase("bert_base_mlm", 4, 256, 12, torch.bfloat16),
+    TrainingCase("llama_100m", 4, 768, 12, torch.bfloat16),
+    TrainingCase("llama_100m_128k", 1, 1024, 12),
+)
+
+
 def cases(quick: bool = False) -> list[TrainingCase]:
-    return [TrainingCase("bert_base", 2, 512, n_layers=2 if quick else 12), *(() if quick else _GPU_CASES)]
+    if quick:
+        return [TrainingCase("bert_base", 2, 512, n_layers=2), TrainingCase("llama_100m", 1, 128, n_layers=1)]
+    return [TrainingCase("bert_base", 2, 512, n_layers=12), *_LANGUAGE_MODELS, *_GPU_CASES]
 
 
 def unavailable(case: TrainingCase, device: torch.device) -> str:
@@ -92,20 +111,37 @@ class Variant:
 
     name: str
     attention: str
-    patched: bool = False
+    patterns: tuple[str, ...] = ()
+    """Of patch_model; none: not patched."""
     optimizer: OptimizerProvider = FUSED
     compiled: bool = False
 
 
+_COMPILED = Variant("torch.compile", "sdpa", compiled=True)
 VARIANTS = (
     Variant("eager", "eager"),
     Variant("sdpa", "sdpa"),
-    Variant("patched", "eager", patched=True),
-    Variant("sdpa, patched", "sdpa", patched=True),
-    Variant("patched + AdamW8bit", "eager", patched=True, optimizer=ONETRIP),
-    Variant("sdpa, patched + AdamW8bit", "sdpa", patched=True, optimizer=ONETRIP),
-    Variant("torch.compile", "sdpa", compiled=True),
+    Variant("patched", "eager", PATTERNS),
+    Variant("sdpa, patched", "sdpa", PATTERNS),
+    Variant("patched + AdamW8bit", "eager", PATTERNS, ONETRIP),
+    Variant("sdpa, patched + AdamW8bit", "sdpa", PATTERNS, ONETRIP),
+    _COMPILED,
 )
+_SUMS = tuple(name for name in PATTERNS if "norm" in name or name in ("dropout_add", "attention_softmax"))
+_WITH_LOSS = (*PATTERNS, "linear_cross_entropy")
+LANGUAGE_MODEL_VARIANTS = (
+    Variant("sdpa", "sdpa"),
+    Variant("sdpa, norms, sums, softmax patched", "sdpa", _SUMS),
+    Variant("sdpa, patched", "sdpa", PATTERNS),
+    Variant("sdpa, patched, linear_cross_entropy", "sdpa", _WITH_LOSS),
+    Variant("sdpa, patched, linear_cross_entropy + AdamW8bit", "sdpa", _WITH_LOSS, ONETRIP),
+    _COMPILED,
+)
+
+
+def variants_of(case: TrainingCase) -> tuple[Variant, ...]:
+    """The ways to train the case's model."""
+    return LANGUAGE_MODEL_VARIANTS if MODELS[case.model].head in LABELLED else VARIANTS
 
 
 class _Stopwatch:
@@ -142,7 +178,9 @@ class Trainer:
         with device:  # weights are drawn where they are used: a second, not a minute
             self.model = getattr(transformers, f"AutoModelFor{spec.head}").from_config(config).to(device).train()
         self.batch = _batch(case, spec, config, device)
-        self.patched_sites = len(onetrip.patch_model(self.model).patched) if variant.patched else 0
+        self.patched_sites = 0
+        if variant.patterns:
+            self.patched_sites = len(onetrip.patch_model(self.model, patterns=variant.patterns).patched)
         self.parameters = list(self.model.parameters())
         self.optimizer = make(variant.optimizer, self.parameters)
         self._device, self._dtype = device, case.dtype
@@ -201,8 +239,10 @@ def _batch(case: TrainingCase, spec: Model, config: Any, device: torch.device) -
     generator = torch.Generator().manual_seed(1)
     shape = case.batch_size, case.sequence_length
     ids = torch.randint(config.vocab_size, shape, generator=generator)
-    if spec.head == "CausalLM":
-        return {"input_ids": ids.to(device), "labels": ids.to(device)}
+    if spec.head in LABELLED:
+        is_labelled = torch.rand(shape, generator=generator) < LABELLED[spec.head]
+        labels = torch.where(is_labelled, ids, -100)
+        return {"input_ids": ids.to(device), "labels": labels.to(device)}
     mask = torch.ones(shape, dtype=torch.long)
     mask[:, -case.sequence_length // 8 :] = 0
     labels = torch.randint(config.num_labels, shape[:1], generator=generator)
@@ -249,7 +289,7 @@ class _Found:
             self.unavailable[variant.name] = "out of memory"
             return None
         except Exception as error:
-            if variant.patched:
+            if variant.patterns:
                 raise
             self.unavailable[variant.name] = one_line(error)
             return None
@@ -257,7 +297,7 @@ class _Found:
         bound = BOUND[self.case.dtype] * max(1.0, abs(truth))
         if not abs(loss - truth) <= bound:
             self.unavailable[variant.name] = f"the loss differs by {abs(loss - truth):.1e} (bound {bound:.0e})"
-            assert not variant.patched, f"{variant.name}: {self.unavailable[variant.name]}: no number"
+            assert not variant.patterns, f"{variant.name}: {self.unavailable[variant.name]}: no number"
             return None
         self.losses[variant.name] = loss
         self.patched_sites = max(self.patched_sites, trainer.patched_sites)
@@ -275,10 +315,10 @@ class _Found:
 def measure(case: TrainingCase, session: Session) -> Record:
     device, quick = session.device, session.quick
     found = _Found(case, device, QUICK_ROUNDS if quick else ROUNDS)
-    variants, at_once = VARIANTS, AT_ONCE[device.type]
+    variants, at_once = variants_of(case), AT_ONCE[device.type]
     if quick:
         found.unavailable["torch.compile"] = "left out of quick runs: it compiles for minutes"
-        variants = tuple(variant for variant in VARIANTS if not variant.compiled)
+        variants = tuple(variant for variant in variants if not variant.compiled)
 
     def run() -> None:
         for first in range(0, len(variants), at_once):

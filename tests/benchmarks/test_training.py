@@ -15,7 +15,12 @@ from onetrip.benchmarks.suites.training import Trainer
 
 def test_what_only_a_gpu_can_hold_is_left_out_elsewhere():
     on_cpu = [case.id for case in training.cases() if not training.unavailable(case, torch.device("cpu"))]
-    assert on_cpu == ["training-bert_base-12_layers-2x512"]
+    assert on_cpu == [
+        "training-bert_base-12_layers-2x512",
+        "training-bert_base_mlm-12_layers-4x256-bf16",
+        "training-llama_100m-12_layers-4x768-bf16",
+        "training-llama_100m_128k-12_layers-1x1024",
+    ]
     assert not any(training.unavailable(case, torch.device("cuda")) for case in training.cases())
 
 
@@ -33,7 +38,13 @@ def test_the_loss_that_is_checked_is_of_what_is_timed(monkeypatch):
     assert trainer.loss_without_dropout() == 3.0
     assert modes == [(False, False)]
     assert trainer.model.training
-    assert training.VARIANTS[-1].compiled
+    assert training.VARIANTS[-1].compiled and training.LANGUAGE_MODEL_VARIANTS[-1].compiled
+
+
+def test_only_losses_over_the_vocabulary_are_patched_with_linear_cross_entropy():
+    for case in training.cases():
+        named = {name for variant in training.variants_of(case) for name in variant.patterns}
+        assert ("linear_cross_entropy" in named) == (case.model not in ("bert_base", "bert_large"))
 
 
 @pytest.mark.parametrize(("slowest_s", "rounds"), [(2.0, 7), (5.0, 5), (15.0, 3)])
