@@ -163,8 +163,8 @@ def methods(
     """Each method of training faster or smaller, measured here: does it improve speed, does it save memory.
 
     Methods: batch-2x, batch-4x, accumulation, checkpointing, bf16, fp16, adamw-fused, adamw8bit, adafactor, sgd,
-    bnb-adamw8bit, torchao-adamw8bit, preloading, compile, lora, zero, zero-offload, fused-kernels, combined,
-    combined-memory.
+    bnb-adamw8bit, torchao-adamw8bit, preloading, compile, lora, zero, zero-offload, fused-kernels,
+    linear-cross-entropy, combined, combined-memory.
     """
     from . import html
     from . import methods as methods_

@@ -78,6 +78,8 @@ def test_combinations_that_cannot_be(names, words):
         ("checkpointing", Setting(torch.device("cpu"), "float32", can_checkpoint=False), "no gradient checkpointing"),
         ("zero-offload", Setting(torch.device("cpu"), "float32"), "from a CUDA device"),
         ("fused-kernels", Setting(torch.device("cpu"), "float32"), ""),
+        ("linear-cross-entropy", Setting(torch.device("cpu"), "float32"), ""),
+        ("linear-cross-entropy", Setting(torch.device("cpu"), "float32", has_token_loss=False), "no loss over a voc"),
     ],
 )
 def test_what_is_missing_is_said(name, setting, reason):

@@ -58,6 +58,7 @@ def assert_close(a, b, **tolerances):
         pytest.param({"batch_size": 2, "accumulation": 4}, id="accumulation-of-batches-with-unequal-labels"),
         pytest.param({"checkpointing": True}, id="checkpointing"),
         pytest.param({"patched": True}, id="fused-kernels"),
+        pytest.param({"patched": True, "linear_loss": True}, id="linear-cross-entropy"),
         pytest.param({"workers": 1}, id="preloading"),
     ],
 )

@@ -31,6 +31,8 @@ class Recipe:
     compiled: bool = False
     lora: bool = False
     patched: bool = False
+    linear_loss: bool = False
+    """Whether linear_cross_entropy is among the patterns."""
     zero_stage: int = 0
     offload: bool = False
 
@@ -47,6 +49,8 @@ class Setting:
     dtype: str
     can_checkpoint: bool = True
     """Whether the model has gradient checkpointing."""
+    has_token_loss: bool = True
+    """Whether the model computes a loss over its vocabulary."""
 
 
 Change = Callable[[Recipe, Setting], dict[str, Any]]
@@ -120,6 +124,10 @@ def _fp16_missing(recipe: Recipe, setting: Setting) -> str:
 
 def _checkpointing_missing(recipe: Recipe, setting: Setting) -> str:
     return "" if setting.can_checkpoint else "transformers has no gradient checkpointing for this model"
+
+
+def _linear_loss_missing(recipe: Recipe, setting: Setting) -> str:
+    return "" if setting.has_token_loss else "the model has no loss over a vocabulary"
 
 
 def _accumulation_missing(recipe: Recipe, setting: Setting) -> str:
@@ -208,6 +216,14 @@ METHODS: dict[str, Method] = {
             isolated=True,
         ),
         _method("fused-kernels", FUSED, "Fused kernels", _set(patched=True), own=True),
+        _method(
+            "linear-cross-entropy",
+            FUSED,
+            "Fused kernels, linear cross-entropy",
+            _set(patched=True, linear_loss=True),
+            _linear_loss_missing,
+            own=True,
+        ),
     )
 }
 COMBINATIONS = ("combined", "combined-memory")

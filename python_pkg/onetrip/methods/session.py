@@ -15,6 +15,7 @@ from torch import nn
 from .. import anatomy, measure
 from ..anatomy import UsageError, format_bytes
 from ..measure import spread
+from ..patching.linear_loss import output_layer
 from .catalog import Method, Recipe, Setting, check_names
 from .data import Data, make_data
 from .trainer import Trainer
@@ -127,7 +128,7 @@ class Session:
     @cached_property
     def setting(self) -> Setting:
         can_checkpoint = bool(getattr(self.source, "supports_gradient_checkpointing", False))
-        return Setting(self.device, self.options.dtype, can_checkpoint)
+        return Setting(self.device, self.options.dtype, can_checkpoint, output_layer(self.source) is not None)
 
     @property
     def n_units(self) -> int:

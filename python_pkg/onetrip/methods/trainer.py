@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import patch_model
 from ..measure import now, optimizer_state_bytes, peak_bytes, saved_bytes, storage_bytes
+from ..patching import PATTERNS
 from .catalog import Recipe
 from .data import IGNORED_LABEL, Batch, Data
 from .optimizers import OPTIMIZERS
@@ -59,7 +60,8 @@ class Trainer:
         if self.recipe.checkpointing:
             _enable_checkpointing(anything)
         if self.recipe.patched:
-            self._report = patch_model(anything)
+            patterns = (*PATTERNS, "linear_cross_entropy") if self.recipe.linear_loss else PATTERNS
+            self._report = patch_model(anything, patterns=patterns)
             self.patched_sites = len(self._report.patched)
         return anything
 

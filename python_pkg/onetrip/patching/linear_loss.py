@@ -268,23 +268,25 @@ def deferring(model: Any) -> Iterator[None]:
 
 def deferred(head: Any, hidden: Tensor) -> DeferredLogits | None:
     """What the output layer returns instead of its logits; None where it computes them."""
-    is_wanted = not torch.compiler.is_compiling() and head is _deferring.get()
-    if not is_wanted or not is_plain(head, nn.Linear):
+    wanted: Any = _deferring.get()
+    if torch.compiler.is_compiling() or wanted is None or head is not wanted:
+        return None  # evaluation, or no loss
+    is_autocasting = calls.is_autocasting(hidden)
+    is_fusable = is_plain(head, nn.Linear) and hidden.dtype in KERNEL_DTYPES and hidden.dim() > 1 and hidden.numel() > 0
+    is_fusable = is_fusable and (is_autocasting or hidden.dtype == head.weight.dtype)
+    if not is_fusable or calls.is_distributed(hidden) or calls.is_distributed(head.weight):
+        calls.count_fallback(head)
         return None
-    if hidden.dtype not in KERNEL_DTYPES or hidden.dim() < 2 or hidden.numel() == 0:
-        return None
-    if calls.is_distributed(hidden) or calls.is_distributed(head.weight):
-        return None
-    if calls.is_autocasting(hidden):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        return DeferredLogits(head, hidden, dtype, ((Tensor.to, (dtype,)),))
-    return DeferredLogits(head, hidden, hidden.dtype) if hidden.dtype == head.weight.dtype else None
+    calls.count_fused(head)
+    if not is_autocasting:
+        return DeferredLogits(head, hidden, hidden.dtype)
+    dtype = torch.get_autocast_dtype(hidden.device.type)
+    return DeferredLogits(head, hidden, dtype, ((Tensor.to, (dtype,)),))
 
 
 _MODEL = """\
 def forward(self, *args, **kwargs):
     if not defers_(self, labels_at_, args, kwargs):
-        count_fallback(self)
         return original(self, *args, **kwargs)
     with deferring_(self):
         return original(self, *args, **kwargs)
@@ -292,11 +294,7 @@ def forward(self, *args, **kwargs):
 _HEAD = """\
 def forward(self, input):
     logits = deferred_(self, input)
-    if logits is None:
-        count_fallback(self)
-        return original(self, input)
-    count_fused(self)
-    return logits
+    return original(self, input) if logits is None else logits
 """
 
 
