@@ -92,7 +92,7 @@ def test_anatomy_without_running(run, asked):
     [
         (["--dtype", "float8"], ["--dtype", "float32, bfloat16, float16", "float8"]),
         (["--optimizer", "lion"], ["--optimizer must be one of adamw, adam, adamw8bit", "lion"]),
-        (["--columns", "eager,quick"], ["--columns", "eager, patched, patched_adamw8bit, compiled", "got quick"]),
+        (["--columns", "eager,quick"], ["--columns", "eager, patched, patched_loss, patched_adamw8bit, ", "got quick"]),
         (["--columns", ","], ["--columns", "got none"]),
         (["--columns", "compiled", "--predict-only"], ["compiled can be measured only"]),
         (["--fits", "plenty"], ["--fits must be a size as 16GB or 24GiB, got plenty", "--gpu"]),

@@ -94,7 +94,7 @@ def anatomy(
     steps: Annotated[int, typer.Option(help="Timed steps of each kind; medians are shown.")] = 5,
     columns: Annotated[
         str,
-        typer.Option(help="Of eager, patched, patched_adamw8bit and compiled (torch.compile, a minute), with commas."),
+        typer.Option(help="Of eager, patched, patched_loss (with linear_cross_entropy), patched_adamw8bit, compiled."),
     ] = "eager,patched,patched_adamw8bit",
     fits: Annotated[
         str | None, typer.Option(help="A memory size, as 16GB: does the step fit, and which batch does? Runs nothing.")

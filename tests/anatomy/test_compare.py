@@ -30,6 +30,13 @@ def predicted():
     return anatomy.compare(of_tiny_bert(predict_only=True, columns=("eager", "patched")))
 
 
+def test_linear_cross_entropy_is_a_column_of_its_own():
+    options = anatomy.Options("tiny-llama", 8, 128, columns=("patched", "patched_loss"), predict_only=True)
+    patched, loss = (column.predicted for column in anatomy.compare(options).columns.values())
+    assert loss.traffic.outside() < patched.traffic.outside() and loss.peak < patched.peak
+    assert "onetrip::linear_cross_entropy" in loss.traffic.by_operator()
+
+
 @pytest.mark.slow
 def test_patching_changes_what_is_saved_and_nothing_else(result):
     assert result.n_patched >= 4  # two blocks in each of two layers

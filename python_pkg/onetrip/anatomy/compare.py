@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .. import html as page_builder
 from ..environment import header
 from ..measure import free_bytes
+from ..patching import PATTERNS
 from .bytes import StepBytes, format_bytes
 from .fits import Fit, largest_batch
 from .gpu import Sampler
@@ -230,7 +231,10 @@ def _nothing_logged() -> Iterator[None]:
 def _context(name: str, model: nn.Module) -> Callable[[], AbstractContextManager[object]]:
     import onetrip
 
-    return partial(onetrip.patched, model, verify=False) if name.startswith("patched") else nullcontext
+    if not name.startswith("patched"):
+        return nullcontext
+    patterns = (*PATTERNS, "linear_cross_entropy") if name == "patched_loss" else PATTERNS
+    return partial(onetrip.patched, model, patterns=patterns, verify=False)
 
 
 def _check_memory(predicted: dict[str, StepBytes], predictions: _Predictions, device: torch.device) -> None:
@@ -241,9 +245,10 @@ def _check_memory(predicted: dict[str, StepBytes], predictions: _Predictions, de
     free = free_bytes(device)
     if free is None:
         return
-    states = {name: step.optimizer_states for name, step in predicted.items() if name != "patched"}
+    shared = ("patched", "patched_loss")  # eager's optimizer
+    states = {name: step.optimizer_states for name, step in predicted.items() if name not in shared}
     peaks = [
-        step.peak + sum(n for other, n in states.items() if other != ("eager" if name == "patched" else name))
+        step.peak + sum(n for other, n in states.items() if other != ("eager" if name in shared else name))
         for name, step in predicted.items()
     ]
     needed = max(peaks) if peaks else predictions.resident()

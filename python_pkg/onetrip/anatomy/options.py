@@ -27,6 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 COLUMNS = {
     "eager": "eager",
     "patched": "patched",
+    "patched_loss": "patched + linear_cross_entropy",
     "patched_adamw8bit": "patched + AdamW8bit",
     "compiled": "torch.compile",
 }
