@@ -18,7 +18,7 @@ from .common.backends import KERNEL_DTYPES, choose
 from .common.checks import check_dense, check_finite, check_probability, check_rows, check_tensor, raise_unknown
 from .common.native import in_memory
 from .common.tracing import is_traced, is_transformed, reject_onnx_export
-from .cross_entropy_autograd import LinearByRow, LinearReduced, apply, count_labels, forward, forward_reduced
+from .cross_entropy_autograd import apply, apply_by_row, apply_reduced, count_labels, forward, forward_reduced
 from .cross_entropy_linear import Linear, Wants, by_row, mean_weight, reduced, rows_per_chunk
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -131,7 +131,7 @@ def linear_cross_entropy(
     backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
     others: tuple[Any, ...] = (row_labels, plan, backend, chunk_rows, n_kept)
     if any(_wants(*operands)):
-        return cast(Tensor, LinearReduced.apply(*operands, (others, reduction == "mean")))
+        return cast(Tensor, apply_reduced(*operands, (others, reduction == "mean")))
     return reduced(Linear(*operands, *others), reduction == "mean", (False,) * 3)[0]
 
 
@@ -197,7 +197,7 @@ def _by_row(
         backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
         others: tuple[Any, ...] = (labels, plan, backend, chunk_rows, n_kept)
         if any(_wants(*operands)):
-            loss, entropy = LinearByRow.apply(*operands, (others, wants_entropy))
+            loss, entropy = apply_by_row(*operands, (others, wants_entropy))
         else:
             loss, entropy = by_row(Linear(*operands, *others), wants_entropy)
     return loss.view(shape), entropy.view(shape) if wants_entropy and entropy is not None else None

@@ -99,10 +99,6 @@ class CrossEntropy(torch.autograd.Function):
         return backward(backend if have_storage(grads[0]) else "reference", logits, labels, stats, weights, plan), None
 
 
-# As row_norm_autograd.apply: without the search for functorch transforms.
-apply = super(torch.autograd.Function, CrossEntropy).apply
-
-
 class LinearReduced(torch.autograd.Function):
     """The eager path of linear_cross_entropy with a sum or a mean: forward computes the gradients too. Backward
     multiplies them in place and hands them over; a second one, of a retained graph, computes them again."""
@@ -162,6 +158,11 @@ class LinearByRow(torch.autograd.Function):
         call = Linear(*ctx.saved_tensors, *ctx.others)
         return *linear.by_row_backward(call, dloss, dentropy, ctx.needs_input_grad[:3]), None
 
+
+# As row_norm_autograd.apply: without the search for functorch transforms.
+apply = super(torch.autograd.Function, CrossEntropy).apply
+apply_reduced = super(torch.autograd.Function, LinearReduced).apply
+apply_by_row = super(torch.autograd.Function, LinearByRow).apply
 
 _PLAN = "int ignore_index, float label_smoothing, float softcap, float lse_square_scale, float scale"
 _LINEAR = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels"

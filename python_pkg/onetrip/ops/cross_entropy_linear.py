@@ -67,6 +67,10 @@ class _Chunk(NamedTuple):
     """Contiguous, to be overwritten; the next chunk has the same memory."""
 
 
+def _part(tensor: Tensor, rows: slice) -> Tensor:
+    return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
+
+
 class _Kept:
     """The rows that take part: those whose label is not ignored, where their number is known. On a GPU all of them: it
     would have to come to the host, and the kernel gives ignored rows zeros."""
@@ -82,7 +86,7 @@ class _Kept:
         self.n_chunks = -(-self.n_rows // call.chunk_rows)
 
     def take(self, tensor: Tensor, rows: slice) -> Tensor:
-        return tensor[rows] if self.index is None else tensor.index_select(0, self.index[rows])
+        return _part(tensor, rows) if self.index is None else tensor.index_select(0, _part(self.index, rows))
 
     def put(self, into: Tensor, rows: slice, values: Tensor) -> None:
         if self.index is None:
@@ -99,12 +103,12 @@ class _Kept:
         buffer = call.hidden.new_empty((size, call.weight.shape[0]))
         for first in range(0, self.n_rows, size):
             rows = slice(first, min(first + size, self.n_rows))
-            hidden, logits = self.take(call.hidden, rows), buffer[: rows.stop - first]
+            hidden, logits = self.take(call.hidden, rows), _part(buffer, slice(0, rows.stop - first))
             if call.bias is None:
                 torch.mm(hidden, call.weight.t(), out=logits)
             else:
                 torch.addmm(call.bias, hidden, call.weight.t(), out=logits)
-            do(_Chunk(rows, hidden, self.labels[rows], logits))
+            do(_Chunk(rows, hidden, _part(self.labels, rows), logits))
 
 
 class _Sums:
@@ -130,7 +134,7 @@ class _Sums:
         dlogits = chunk.logits
         if self.dhidden is not None:
             if self.kept.index is None:
-                torch.mm(dlogits, self.kept.call.weight, out=self.dhidden[chunk.rows])
+                torch.mm(dlogits, self.kept.call.weight, out=_part(self.dhidden, chunk.rows))
             else:
                 self.kept.put(self.dhidden, chunk.rows, dlogits @ self.kept.call.weight)
         if self.dweight is not None:
@@ -169,9 +173,10 @@ def reduced(call: Linear, is_mean: bool, wants: Wants) -> tuple[Tensor, Gradient
     """(sum or mean of the rows' losses, its gradients)."""
     kept = _Kept(call)
     dtype = accumulator_dtype(call.hidden.dtype)
-    weight = torch.ones(1, dtype=dtype, device=call.hidden.device)
     if is_mean:
         weight = mean_weight(call.labels, call.n_kept, call.plan.ignore_index, dtype)
+    else:
+        weight = torch.ones(1, dtype=dtype, device=call.hidden.device)
     total = torch.zeros_like(weight)
     sums = _Sums(kept, wants)
 
