@@ -313,6 +313,42 @@ def test_gradient_checkpointing_draws_the_same_masks(use_reentrant: bool) -> Non
     assert not torch.equal(other["loss"], expected["loss"])
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_gradient_checkpointing_gives_the_unpatched_model_s_gradients(name: str, use_reentrant: bool) -> None:
+    """Of rotary embeddings, gated products and activations too."""
+    model, inputs = build(name).train(), causal()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    expected = run(model, inputs)
+    report = patch_model(model)
+    for _ in range(2):
+        assert_close(run(model, inputs), expected)
+    used = {site.pattern for site in report.patched if report.calls()[site.name][0]}
+    assert used >= ({"rotary", "gated_mlp"} if name == "llama" else {"bias_activation"})
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_lora_of_every_linear_layer(order: str) -> None:
+    """Adapters beside the linear layers whose products are fused: nothing is skipped or added twice."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(3)
+        config = peft.LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False)
+        return peft.get_peft_model(model, config)
+
+    for name in ("llama", "gpt2", "bert"):
+        inputs = CASES[name].inputs()
+        expected = run(adapted(build(name)).train(), inputs)
+        model = build(name)
+        if order == "before":
+            patch_model(model)
+        model = adapted(model).train()
+        if order == "after":
+            assert patch_model(model).patched
+        assert_close(run(model, inputs), expected)
+
+
 def test_dropout_trains_and_evaluation_switches_it_off() -> None:
     model, inputs = build("bert", hidden_dropout_prob=0.5).train(), text()
     report = patch_model(model)
