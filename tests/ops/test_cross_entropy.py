@@ -228,6 +228,26 @@ def test_a_second_backward_gives_the_same(target, reduction):
         torch.autograd.grad(loss, leaves, create_graph=True)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_results_are_no_views_and_can_be_added_to_in_place(target, reduction):
+    """torch raises where the result of an autograd.Function is a view that its forward made."""
+    hidden, weight, bias, labels = linear_operands(target, torch.float32)
+    tokens = labels.clamp_min(0)
+    calls = {
+        "cross_entropy": lambda: [ops.cross_entropy(F.linear(hidden, weight), labels, reduction=reduction)],
+        "linear": lambda: [ops.linear_cross_entropy(hidden, weight, labels, bias, reduction=reduction)],
+        "logprobs": lambda: [ops.linear_logprobs(hidden, weight, tokens)],
+        "entropy": lambda: ops.linear_logprobs(hidden, weight, tokens, return_entropy=True),
+    }
+    for call in calls.values():
+        (expected,) = torch.autograd.grad(sum(y.sum() for y in call()), weight)
+        results = list(call())
+        for y in results:
+            y += weight.sum()
+        (found,) = torch.autograd.grad(sum(y.sum() for y in results), weight)
+        torch.testing.assert_close(found, expected + sum(y.numel() for y in results))
+
+
 def test_ignored_rows_are_not_multiplied(target):
     """On a CPU: rows of NaN that are ignored reach no product; and no more logits than a chunk's exist."""
     hidden, weight, _, labels = linear_operands(target, torch.float32)

@@ -177,6 +177,26 @@ def test_layout_changes_no_bit(target, layout):
     assert_bitwise(ops.glu_packed(wide.t()[:, :10]), ops.glu_packed(wide.t()[:, :10].contiguous()))
 
 
+def test_results_are_no_views_and_can_be_added_to_in_place(target):
+    """torch raises where the result of an autograd.Function is a view that its forward made."""
+    x, other = (randn(2, 4, 3, 8, device=target.device).requires_grad_() for _ in range(2))
+    cos, sin = (randn(3, 8, device=target.device) for _ in range(2))
+    calls = {
+        "glu": lambda: [ops.glu(x, other)],
+        "glu_packed": lambda: [ops.glu_packed(x)],
+        "bias_activation": lambda: [ops.bias_activation(x, other.view(-1)[:8], "gelu")],
+        "no bias": lambda: [ops.bias_activation(x, None, "gelu")],
+        "rotary_embedding": lambda: ops.rotary_embedding(x, other, cos, sin),
+    }
+    for call in calls.values():
+        (expected,) = torch.autograd.grad(sum(y.sum() for y in call()), x)
+        results = list(call())
+        for y in results:
+            y += x.sum()
+        (found,) = torch.autograd.grad(sum(y.sum() for y in results), x)
+        torch.testing.assert_close(found, expected + sum(y.numel() for y in results))
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (2, 0, 6)], ids=str)
 def test_empty(target, shape):
     for inputs, function in (

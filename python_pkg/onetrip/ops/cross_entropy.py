@@ -227,7 +227,7 @@ def _reduced(loss: Tensor, labels: Tensor, plan: CrossEntropyPlan, reduction: st
     if reduction == "none":
         return loss.view(shape)
     total = loss.sum()
-    return total * mean_weight(labels, None, plan.ignore_index, loss.dtype)[0] if reduction == "mean" else total
+    return total * mean_weight(labels, None, plan.ignore_index, loss.dtype) if reduction == "mean" else total
 
 
 def _checked_plan(

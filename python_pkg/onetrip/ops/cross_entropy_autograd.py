@@ -56,7 +56,7 @@ def forward_reduced(
         return loss, stats, 1.0 / divisor
     found = forward(backend, logits, labels, plan)
     weight = linear.mean_weight(labels, n_kept, plan.ignore_index, found.loss.dtype) if is_mean else 1.0
-    return (found.loss.sum() * weight).view(()), found.stats, weight
+    return found.loss.sum() * weight, found.stats, weight
 
 
 def rows_of(logits: Tensor) -> Tensor:

@@ -163,10 +163,10 @@ class _Sums:
 
 
 def mean_weight(labels: Tensor, n_kept: int | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """[1]: one over the number of rows that are not ignored; 1 where all are, so that their mean is 0."""
+    """One over the number of rows that are not ignored; 1 where all are, so that their mean is 0."""
     if n_kept is not None:
-        return torch.full((1,), 1.0 / max(n_kept, 1), dtype=dtype, device=labels.device)
-    return (labels != ignore_index).sum(dim=0, keepdim=True).clamp_min(1).to(dtype).reciprocal()
+        return torch.full((), 1.0 / max(n_kept, 1), dtype=dtype, device=labels.device)
+    return (labels != ignore_index).sum().clamp_min(1).to(dtype).reciprocal()
 
 
 def reduced(call: Linear, is_mean: bool, wants: Wants) -> tuple[Tensor, Gradients]:
@@ -176,20 +176,20 @@ def reduced(call: Linear, is_mean: bool, wants: Wants) -> tuple[Tensor, Gradient
     if is_mean:
         weight = mean_weight(call.labels, call.n_kept, call.plan.ignore_index, dtype)
     else:
-        weight = torch.ones(1, dtype=dtype, device=call.hidden.device)
+        weight = torch.ones((), dtype=dtype, device=call.hidden.device)
     total = torch.zeros_like(weight)
     sums = _Sums(kept, wants)
 
     def add(chunk: _Chunk) -> None:
         if any(wants):
-            loss = call.rows.forward_backward_(chunk.logits, chunk.labels, weight, None, call.plan)
+            loss = call.rows.forward_backward_(chunk.logits, chunk.labels, weight.view(1), None, call.plan)
             sums.add(chunk)
         else:
             loss = call.rows.forward(chunk.logits, chunk.labels, call.plan).loss
         total.add_(loss.sum())
 
     kept.for_each_chunk(add)
-    return (total * weight)[0], sums.result()
+    return total * weight, sums.result()
 
 
 def by_row(call: Linear, wants_entropy: bool) -> tuple[Tensor, Tensor | None]:

@@ -45,7 +45,8 @@ def forward(backend: str, operands: Operands, plan: GluPlan) -> Tensor:
         return operands.gate.new_empty(_shape(operands.gate, plan))
     if backend == "cpu":
         return glu_native.forward(operands, plan)
-    return formulas(backend, "glu").forward(_matrices(operands), plan).view(_shape(operands.gate, plan))
+    y: Tensor = formulas(backend, "glu").forward(_matrices(operands), plan).view(_shape(operands.gate, plan))
+    return y.detach()  # a view must not be edited in place when a Function returns it
 
 
 def backward(backend: str, dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool]) -> Gradients:

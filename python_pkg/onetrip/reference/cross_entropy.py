@@ -68,11 +68,11 @@ def forward(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, wants_entrop
     loss = (1.0 - plan.label_smoothing) * (log_sum - (t.gather(1, index) - largest))
     if plan.label_smoothing:
         loss = loss + plan.label_smoothing * (log_sum - (t.mean(dim=1, keepdim=True) - largest))
-    loss = (loss + plan.lse_square_scale * lse * lse).masked_fill(ignored, 0.0)[:, 0]
+    loss = (loss + plan.lse_square_scale * lse * lse)[:, 0].masked_fill(ignored[:, 0], 0.0)  # no view
     entropy = None
     if wants_entropy:
         log_p = (below - log_sum).clamp_min(-1000.0)  # 0 * log(0) is 0
-        entropy = -(log_p.exp() * log_p).sum(dim=1, keepdim=True).masked_fill(ignored, 0.0)[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(dim=1).masked_fill(ignored[:, 0], 0.0)
     return RowStatistics(loss, torch.cat([largest, log_sum], dim=1).masked_fill(ignored, 0.0), entropy)
 
 
