@@ -228,6 +228,56 @@ def test_a_second_backward_gives_the_same(target, reduction):
         torch.autograd.grad(loss, leaves, create_graph=True)
 
 
+@pytest.mark.parametrize("chunk_rows", [None, 300], ids=["one_chunk", "chunks"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("way", ["eager", "batched", "compiled"])
+def test_float16_gradients_do_not_underflow_before_the_factor_of_a_loss_scaler(target, way, reduction, chunk_rows):
+    """Every row gives its label 0.98: of a mean the others' gradients, 1e-5 / 1024 each, are 0 in float16."""
+    hidden, weight = (torch.randn(n, 16, device=target.device).half() for n in (1024, 2048))
+    weight += 1.0
+    bias = torch.zeros(2048, device=target.device).half()
+    hidden, bias[0], labels = hidden / 100.0, 11.5, torch.zeros(1024, dtype=torch.int64, device=target.device)
+    labels[::7] = -100
+    leaves = [leaf.requires_grad_() for leaf in (hidden, weight, bias)]
+    dloss = torch.tensor(2.0**15 / (1 if reduction == "mean" else 800), device=target.device)
+
+    def ours(h, w, b):
+        return ops.linear_cross_entropy(h, w, labels, b, reduction=reduction, chunk_rows=chunk_rows)
+
+    def torchs(h, w, b):
+        return unfused(F.linear(h, w, b), labels, reduction=reduction)
+
+    if way == "compiled":
+        torch._dynamo.reset()
+    call = torch.compile(ours, backend="aot_eager") if way == "compiled" else ours
+    if way == "batched":
+        found = [g[0] for g in torch.autograd.grad(call(*leaves), leaves, dloss[None], is_grads_batched=True)]
+    else:
+        found = run(call, leaves, dloss)[1:]
+    truth, expected = run(torchs, in_dtype(torch.float64, *leaves), dloss)[1:], run(torchs, leaves, dloss)[1:]
+    for mine, other, exact in zip(found, expected, truth, strict=True):
+        assert mine.dtype == torch.float16
+        assert (mine - exact).norm() <= 2.0 * (other - exact).norm() + 1e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 300], ids=["one_chunk", "chunks"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_float16_gradients_whose_sum_over_rows_is_too_large_do_not_overflow(target, reduction, chunk_rows):
+    """The sum over 2048 rows of 100 is infinite in float16; the mean is not."""
+    hidden = torch.full((2048, 16), 100.0, device=target.device).half().requires_grad_()
+    weight, bias = (torch.zeros(s, device=target.device).half().requires_grad_() for s in ((50, 16), (50,)))
+    labels = torch.zeros(2048, dtype=torch.int64, device=target.device)
+    dloss = torch.tensor(1.0 if reduction == "mean" else 1.0 / 2048, device=target.device)
+    leaves = [hidden, weight, bias]
+
+    def ours(h, w, b):
+        return ops.linear_cross_entropy(h, w, labels, b, reduction=reduction, chunk_rows=chunk_rows)
+
+    truth = run(lambda h, w, b: unfused(F.linear(h, w, b), labels), in_dtype(torch.float64, *leaves))[1:]
+    for mine, exact in zip(run(ours, leaves, dloss)[1:], truth, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-3, atol=0.0)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_results_are_no_views_and_can_be_added_to_in_place(target, reduction):
     """torch raises where the result of an autograd.Function is a view that its forward made."""
@@ -268,7 +318,8 @@ def test_nothing_is_read_back_from_another_device(is_mean):
     hidden, weight, bias, labels = (torch.empty(s, device="meta") for s in ((64, 32), (100, 32), (100,), (64,)))
     plan = CrossEntropyPlan(-100, 0.1, 5.0, 0.01)
     call = cross_entropy_linear.Linear(hidden, weight, bias, labels.long(), plan, "reference", 16, None)
-    loss, gradients = cross_entropy_linear.reduced(call, is_mean, (True, True, True))
+    loss, gradients, factors = cross_entropy_linear.reduced(call, is_mean, (True, True, True))
+    cross_entropy_linear.multiply_(gradients, loss, factors)
     assert loss.shape == () and [g.shape for g in gradients] == [(64, 32), (100, 32), (100,)]
     losses, entropies = cross_entropy_linear.by_row(call, True)
     gradients = cross_entropy_linear.by_row_backward(call, losses, entropies, (True, True, True))

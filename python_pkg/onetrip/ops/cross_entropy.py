@@ -101,8 +101,10 @@ def linear_cross_entropy(
 
     Returns float32 (float64 for float64). Where all rows are ignored: 0, and zero gradients. With "mean" and "sum" the
     gradients are computed in forward, where grad is enabled, and kept instead of activations; backward multiplies them
-    by the incoming gradient. With "none" backward computes the chunks again. Only gradients of what requires grad are
-    computed. Those of weight and bias are summed in float32. Deterministic where torch's matrix products are.
+    by the incoming gradient. float16: until then each row has the weight 1 in them, so that they do not underflow
+    before the factor of a loss scaler comes. With "none" backward computes the chunks again. Only gradients of what
+    requires grad are computed. Those of weight and bias are summed in float32. Deterministic where torch's matrix
+    products are.
     """
     function = "linear_cross_entropy"
     if unknown:

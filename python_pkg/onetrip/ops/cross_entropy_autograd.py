@@ -101,7 +101,7 @@ class CrossEntropy(torch.autograd.Function):
 
 class LinearReduced(torch.autograd.Function):
     """The eager path of linear_cross_entropy with a sum or a mean: forward computes the gradients too. Backward
-    multiplies them in place and hands them over; a second one, of a retained graph, computes them again."""
+    multiplies them in place and returns them; a second one, of a retained graph, computes them again."""
 
     @staticmethod
     def forward(
@@ -109,7 +109,7 @@ class LinearReduced(torch.autograd.Function):
     ) -> Tensor:
         others, is_mean = call
         linear_call = Linear(hidden, weight, bias, *others)
-        loss, ctx.gradients = linear.reduced(linear_call, is_mean, ctx.needs_input_grad[:3])
+        loss, ctx.gradients, ctx.factors = linear.reduced(linear_call, is_mean, ctx.needs_input_grad[:3])
         ctx.save_for_backward(hidden, weight, bias, linear_call.labels)
         ctx.call = others[1:], is_mean
         return loss
@@ -119,13 +119,10 @@ class LinearReduced(torch.autograd.Function):
         refuse_double_backward("cross_entropy")
         (dloss,) = grads
         if ctx.gradients is not None and not have_storage(dloss):  # batched gradients
-            return *(None if gradient is None else gradient * dloss for gradient in ctx.gradients), None
+            return *linear.multiplied(ctx.gradients, dloss, ctx.factors), None
         found, ctx.gradients = ctx.gradients, None
         if found is not None:
-            if not (dloss.device.type == "cpu" and dloss == 1.0):
-                for gradient in found:
-                    if gradient is not None:
-                        gradient.mul_(dloss)
+            linear.multiply_(found, dloss, ctx.factors)
             return *found, None
         others, is_mean = ctx.call
         call = Linear(*ctx.saved_tensors, *others)
@@ -174,7 +171,7 @@ library.define(
 )
 library.define(
     f"linear_cross_entropy({_LINEAR}, bool is_mean, int chunk_rows, bool[3] wants, {_PLAN}) "
-    "-> (Tensor loss, Tensor dhidden, Tensor dweight, Tensor dbias)"
+    "-> (Tensor loss, Tensor dhidden, Tensor dweight, Tensor dbias, Tensor factors)"
 )
 library.define(
     f"linear_cross_entropy_rows({_LINEAR}, bool wants_entropy, int chunk_rows, {_PLAN}) "
@@ -217,10 +214,10 @@ def _linear(operator: str, tensors: tuple[Any, ...], chunk_rows: int, plan: tupl
 def _linear_reduced(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, is_mean: bool, chunk_rows: int, wants: Any,
     *plan: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     call = _linear("linear_cross_entropy", (hidden, weight, bias, labels), chunk_rows, plan)
-    loss, gradients = linear.reduced(call, is_mean, tuple(wants))
-    return loss, *_filled(hidden, gradients)
+    loss, gradients, factors = linear.reduced(call, is_mean, tuple(wants))
+    return loss, *_filled(hidden, gradients), factors
 
 
 def _linear_rows(
@@ -268,9 +265,9 @@ def _backward_fake(logits: Tensor, *others: Any) -> Tensor:
 def _linear_reduced_fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, is_mean: bool, chunk_rows: int, wants: Any,
     *plan: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     reject_onnx_export()
-    return _numbers(hidden), *_fake_gradients(hidden, weight, bias, wants)
+    return _numbers(hidden), *_fake_gradients(hidden, weight, bias, wants), _numbers(hidden, 2)
 
 
 def _linear_rows_fake(
@@ -306,8 +303,9 @@ def _save_reduced(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def _autograd_reduced(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
-    gradients = [g * dloss if wanted else None for g, wanted in zip(ctx.saved_tensors, ctx.wants, strict=True)]
-    return *gradients, *([None] * (ctx.n_inputs - 3))
+    *found, factors = ctx.saved_tensors
+    dhidden, dweight, dbias = (gradient if wanted else None for gradient, wanted in zip(found, ctx.wants, strict=True))
+    return *linear.multiplied((dhidden, dweight, dbias), dloss, factors), *([None] * (ctx.n_inputs - 3))
 
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

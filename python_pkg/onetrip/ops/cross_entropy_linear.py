@@ -113,12 +113,13 @@ class _Kept:
 
 class _Sums:
     """The gradients, chunk by chunk. Those of weight and bias are summed in float32 (float64); that of weight is one
-    product, and needs no sum, where there is one chunk."""
+    product, and needs no sum, where there is one chunk. scale: what the gradients of weight and bias are multiplied by,
+    before they are rounded."""
 
-    def __init__(self, kept: _Kept, wants: Wants) -> None:
+    def __init__(self, kept: _Kept, wants: Wants, scale: float = 1.0) -> None:
         hidden, weight, bias = kept.call.hidden, kept.call.weight, kept.call.bias
         sums = accumulator_dtype(weight.dtype)
-        self.kept, self.is_first = kept, True
+        self.kept, self.scale, self.is_first = kept, scale, True
         self.dhidden = self.dweight = self.dbias = None
         if wants[0]:
             make = torch.empty if kept.index is None else torch.zeros
@@ -140,15 +141,15 @@ class _Sums:
         if self.dweight is not None:
             beta = 0 if self.is_first else 1
             if self.dweight.dtype == dlogits.dtype:
-                self.dweight.addmm_(dlogits.t(), chunk.hidden, beta=beta)
+                self.dweight.addmm_(dlogits.t(), chunk.hidden, beta=beta, alpha=self.scale)
             else:
                 for sums, columns in zip(
                     self.dweight.split(_CLASSES_AT_ONCE), dlogits.split(_CLASSES_AT_ONCE, dim=1), strict=True
                 ):
-                    product = columns.t() @ chunk.hidden
+                    product = columns.new_empty(sums.shape).addmm_(columns.t(), chunk.hidden, beta=0, alpha=self.scale)
                     sums.copy_(product) if self.is_first else sums.add_(product)
         if self.dbias is not None:
-            self.dbias += dlogits.sum(dim=0, dtype=self.dbias.dtype)
+            self.dbias.add_(dlogits.sum(dim=0, dtype=self.dbias.dtype), alpha=self.scale)
         self.is_first = False
 
     def result(self) -> Gradients:
@@ -169,8 +170,13 @@ def mean_weight(labels: Tensor, n_kept: int | None, ignore_index: int, dtype: to
     return (labels != ignore_index).sum().clamp_min(1).to(dtype).reciprocal()
 
 
-def reduced(call: Linear, is_mean: bool, wants: Wants) -> tuple[Tensor, Gradients]:
-    """(sum or mean of the rows' losses, its gradients)."""
+def reduced(call: Linear, is_mean: bool, wants: Wants) -> tuple[Tensor, Gradients, Tensor]:
+    """(sum or mean of the rows' losses, its gradients, [2] factors that these are still to be multiplied by: that of
+    hidden's, and that of weight's and bias's).
+
+    The factors are 1, but for float16. There a row's share of a mean may underflow before the factor of a loss scaler
+    comes, and a sum over rows may overflow: each row has the weight 1, and sums over rows are scaled to the middle of
+    both, about 1 / sqrt(n_rows)."""
     kept = _Kept(call)
     dtype = accumulator_dtype(call.hidden.dtype)
     if is_mean:
@@ -178,18 +184,43 @@ def reduced(call: Linear, is_mean: bool, wants: Wants) -> tuple[Tensor, Gradient
     else:
         weight = torch.ones((), dtype=dtype, device=call.hidden.device)
     total = torch.zeros_like(weight)
-    sums = _Sums(kept, wants)
+    row_weight, factors, scale = weight, weight.new_ones(2), 1.0
+    if call.hidden.dtype == torch.float16:
+        scale = 2.0 ** -(kept.n_rows.bit_length() // 2)
+        row_weight, factors = torch.ones_like(weight), torch.stack((weight, weight / scale))
+    row_weight = row_weight.view(1)
+    sums = _Sums(kept, wants, scale)
 
     def add(chunk: _Chunk) -> None:
         if any(wants):
-            loss = call.rows.forward_backward_(chunk.logits, chunk.labels, weight.view(1), None, call.plan)
+            loss = call.rows.forward_backward_(chunk.logits, chunk.labels, row_weight, None, call.plan)
             sums.add(chunk)
         else:
             loss = call.rows.forward(chunk.logits, chunk.labels, call.plan).loss
         total.add_(loss.sum())
 
     kept.for_each_chunk(add)
-    return total * weight, sums.result()
+    return total * weight, sums.result(), factors
+
+
+def multiply_(gradients: Gradients, dloss: Tensor, factors: Tensor) -> None:
+    """Multiply the gradients of reduced by the gradient of its loss, and by the factors. On a CPU what is multiplied by
+    1 is not touched."""
+    products = (dloss * factors).tolist() if dloss.device.type == "cpu" else (dloss * factors).split(1)
+    for gradient, product in zip(gradients, (*products, products[1]), strict=True):
+        if gradient is not None and not (isinstance(product, float) and product == 1.0):
+            gradient.mul_(product)
+
+
+def multiplied(gradients: Gradients, dloss: Tensor, factors: Tensor) -> Gradients:
+    """As multiply_, by operators that can be traced and batched, and not in place."""
+    of_hidden, of_sums = dloss * factors[:1], dloss * factors[1:]  # [1]: they take part in the promotion to float32
+    dhidden, dweight, dbias = gradients
+    return (
+        None if dhidden is None else (dhidden * of_hidden).to(dhidden.dtype),
+        None if dweight is None else (dweight * of_sums).to(dweight.dtype),
+        None if dbias is None else (dbias * of_sums).to(dbias.dtype),
+    )
 
 
 def by_row(call: Linear, wants_entropy: bool) -> tuple[Tensor, Tensor | None]:
