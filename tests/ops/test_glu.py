@@ -177,6 +177,61 @@ def test_layout_changes_no_bit(target, layout):
     assert_bitwise(ops.glu_packed(wide.t()[:, :10]), ops.glu_packed(wide.t()[:, :10].contiguous()))
 
 
+# Memory of a tensor of 4 dimensions, and its dimensions in the order of the view.
+PERMUTED = {"heads": (0, 2, 1, 3), "columns": (0, 1, 3, 2), "channels_last": (0, 3, 1, 2), "reversed": (3, 2, 1, 0)}
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "fake"])
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=["f32", "mixed"])
+@pytest.mark.parametrize("order", PERMUTED.values(), ids=PERMUTED.keys())
+def test_the_result_of_a_permuted_input_has_its_layout_as_torchs_has(target, order, dtypes, way):
+    """Code after it views the result through the inverse permutation, which raises for another layout."""
+    memory, others = (randn(2, 4, 6, 8, device=target.device, dtype=dtype) for dtype in dtypes)
+    wide = randn(*(16 if d == order[3] else n for d, n in enumerate((2, 4, 6, 8))), device=target.device)
+    bias = randn(memory.permute(order).shape[3], device=target.device, dtype=dtypes[1])
+    inverse = [order.index(d) for d in range(4)]
+    x, up = memory.permute(order), others.permute(order)
+    halves = wide.permute(order).chunk(2, -1)
+    cases = {
+        "glu": (lambda x, u: ops.glu(x, u, "gelu"), lambda x, u: unfused(x, u, activation="gelu"), x, up),
+        "other layout": (ops.glu, unfused, x, up.contiguous()),
+        "halves": (ops.glu, unfused, *halves),
+        "glu_packed": (ops.glu_packed, lambda x: unfused(*x.chunk(2, -1)), wide.permute(order)),
+        "no bias": (lambda x: ops.bias_activation(x, None, "gelu"), lambda x: unfused(x, activation="gelu"), x),
+        "bias": (lambda x, b: ops.bias_activation(x, b, "relu2"), lambda x, b: unfused(x, None, b, "relu2"), x, bias),
+    }
+    for name, (fused, plain, *inputs) in cases.items():
+        if way == "eager":
+            dy = randn(*plain(*inputs).shape, device=target.device)
+            for mine, exact in zip(
+                with_gradients(fused, dy, *inputs),
+                with_gradients(plain, dy, *(tensor.double() for tensor in inputs)),
+                strict=True,
+            ):
+                torch.testing.assert_close(mine.double(), exact, rtol=2e-2, atol=2e-2)
+            y = fused(*inputs)
+        elif way == "compiled":
+            torch._dynamo.reset()
+            y = torch.compile(fused, fullgraph=True, backend="aot_eager", dynamic=name == "glu")(*inputs)
+        else:
+            with FakeTensorMode() as mode:
+                y = fused(*map(mode.from_tensor, inputs))
+        like = inputs[0].chunk(2, -1)[0] if name == "glu_packed" else inputs[0]
+        assert y.stride() == torch.empty_like(like).stride() == plain(*inputs).stride(), name
+        assert y.permute(inverse).is_contiguous(), name
+
+
+def test_permuted_memory_is_read_without_a_copy(target):
+    gate, up, dy = (randn(2, 5, 8, device=target.device).transpose(1, 2) for _ in range(3))
+    leaves = [gate.requires_grad_(), up.requires_grad_()]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.autograd.grad(ops.glu(*leaves), leaves, dy)
+    operators = {event.key for event in profile.key_averages()}
+    assert "aten::permute" in operators
+    if target.backend != "reference":
+        assert not operators & {"aten::copy_", "aten::clone", "aten::contiguous"}
+
+
 def test_results_are_no_views_and_can_be_added_to_in_place(target):
     """torch raises where the result of an autograd.Function is a view that its forward made."""
     x, other = (randn(2, 4, 3, 8, device=target.device).requires_grad_() for _ in range(2))
@@ -186,6 +241,7 @@ def test_results_are_no_views_and_can_be_added_to_in_place(target):
         "glu_packed": lambda: [ops.glu_packed(x)],
         "bias_activation": lambda: [ops.bias_activation(x, other.view(-1)[:8], "gelu")],
         "no bias": lambda: [ops.bias_activation(x, None, "gelu")],
+        "permuted": lambda: [ops.glu(x.transpose(1, 3), other.transpose(1, 3))],
         "rotary_embedding": lambda: ops.rotary_embedding(x, other, cos, sin),
     }
     for call in calls.values():
@@ -341,14 +397,16 @@ OPCHECK = {
 }
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1)], ids=str)
 @pytest.mark.parametrize("case", OPCHECK.values(), ids=OPCHECK.keys())
-def test_opcheck(case):
+def test_opcheck(case, order):
     dtypes, gate_first = case
-    shapes = ((3, 4), (3, 4), (4,))
+    shapes = ((4, 4, 4), (4, 4, 4), (4,))
     operands = [
-        None if dtype is None else torch.randn(shape).to(dtype).requires_grad_()
-        for dtype, shape in zip(dtypes, shapes, strict=True)
+        None if dtype is None else torch.randn(shape).to(dtype) for dtype, shape in zip(dtypes, shapes, strict=True)
     ]
+    operands = [tensor if tensor is None or tensor.dim() == 1 else tensor.permute(order) for tensor in operands]
+    operands = [None if tensor is None else tensor.requires_grad_() for tensor in operands]
     torch.library.opcheck(torch.ops.onetrip.glu.default, (*operands, "gelu", gate_first))
     operands = [None if tensor is None else tensor.detach() for tensor in operands]
     dy = torch.ones_like(torch.ops.onetrip.glu(*operands, "gelu", gate_first))

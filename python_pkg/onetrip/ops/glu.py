@@ -31,10 +31,12 @@ def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     gate, up: one shape, rank 1 and up; float32, float16, bfloat16 or float64, any strides: halves of one tensor
     (x.chunk(2, -1)) are read in place. activation: "silu", "gelu" (exact, by erf), "gelu_tanh" or "relu2" (relu(x)^2).
 
-    Returns a contiguous tensor of gate's shape and of the dtype that torch's expression has. Computed in float32 from
-    the inputs as stored, rounded once. NaN and Inf propagate as in torch. Saves gate and up only, and computes the
-    activation again in backward. Deterministic; arguments are not modified. Raises ValueError or TypeError for wrong
-    arguments.
+    Returns a tensor of gate's shape, of the dtype that torch's expression has, and of gate's memory layout: strides as
+    torch.empty_like(gate) has them; contiguous where gate is expanded. Permuted memory is read in place. It is copied
+    where up has another layout, or where a bias or halves are of a dimension that is not the last one in memory.
+    Computed in float32 from the inputs as stored, rounded once. NaN and Inf propagate as in torch. Saves gate and up
+    only, and computes the activation again in backward. Deterministic; arguments are not modified. Raises ValueError or
+    TypeError for wrong arguments.
     """
     function = "glu"
     plan = _plan(function, activation, None)

@@ -37,8 +37,44 @@ def _shape(gate: Tensor, plan: GluPlan) -> torch.Size:
     return gate.shape if plan.gate_first is None else torch.Size((*gate.shape[:-1], gate.shape[-1] // 2))
 
 
+def _memory_order(gate: Tensor) -> list[int] | None:
+    """gate's dimensions from the outermost in memory to the innermost; None: in this order already, or expanded."""
+    strides, in_order = gate.stride(), list(range(gate.dim()))
+    if gate.is_contiguous() or any(stride == 0 and n > 1 for stride, n in zip(strides, gate.shape, strict=True)):
+        return None
+    order = sorted(in_order, key=lambda dim: strides[dim], reverse=True)
+    return None if order == in_order else order
+
+
+def _is_free(order: list[int], operands: Operands, plan: GluPlan) -> bool:
+    """Whether a kernel can run over the operands in this order: a bias, and halves, are of the last dimension."""
+    return order[-1] == len(order) - 1 or (plan.gate_first is None and operands.bias is None)
+
+
+def _permuted(operands: Operands, order: list[int]) -> Operands:
+    gate, up, bias = operands
+    return Operands(gate.permute(order), None if up is None else up.permute(order), bias)
+
+
+def _restored(tensor: Tensor, order: list[int]) -> Tensor:
+    """The inverse permutation."""
+    return tensor.permute([order.index(dim) for dim in range(len(order))])
+
+
 def forward(backend: str, operands: Operands, plan: GluPlan) -> Tensor:
-    """reference.glu.forward on any backend, for operands of any rank, strides, size and dtypes."""
+    """reference.glu.forward on any backend, for operands of any rank, strides, size and dtypes; y has gate's layout."""
+    order = _memory_order(operands.gate)
+    if order is None:
+        y = _contiguous(backend, operands, plan)
+    elif _is_free(order, operands, plan):
+        y = _restored(_contiguous(backend, _permuted(operands, order), plan), order)
+    else:
+        y = _restored(_contiguous(backend, operands, plan).permute(order).contiguous(), order)
+    return y.detach() if y._is_view() else y  # a view must not be edited in place when a Function returns it
+
+
+def _contiguous(backend: str, operands: Operands, plan: GluPlan) -> Tensor:
+    """forward's y, contiguous."""
     dtype = result_dtype(*operands)
     operands = _of_dtype(operands, dtype)
     if operands.gate.numel() == 0:
@@ -46,11 +82,29 @@ def forward(backend: str, operands: Operands, plan: GluPlan) -> Tensor:
     if backend == "cpu":
         return glu_native.forward(operands, plan)
     y: Tensor = formulas(backend, "glu").forward(_matrices(operands), plan).view(_shape(operands.gate, plan))
-    return y.detach()  # a view must not be edited in place when a Function returns it
+    return y
 
 
 def backward(backend: str, dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool]) -> Gradients:
-    """reference.glu.backward on any backend; each gradient has its operand's shape and dtype and is contiguous."""
+    """reference.glu.backward on any backend; each gradient has its operand's shape and dtype."""
+    order = _memory_order(operands.gate)
+    if order is None or not _is_free(order, operands, plan):
+        return _contiguous_gradients(backend, dy, operands, plan, wants)
+    found = _contiguous_gradients(backend, dy.permute(order), _permuted(operands, order), plan, wants)
+    return _restored_gradients(found, order)
+
+
+def _restored_gradients(gradients: Gradients, order: list[int]) -> Gradients:
+    dgate, dup, dbias = gradients
+    return Gradients(
+        None if dgate is None else _restored(dgate, order), None if dup is None else _restored(dup, order), dbias
+    )
+
+
+def _contiguous_gradients(
+    backend: str, dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool]
+) -> Gradients:
+    """backward's gradients, contiguous."""
     gate, up, _ = operands
     if gate.numel() == 0:
         return gradients_of(operands, wants, torch.zeros_like)
@@ -145,13 +199,19 @@ def _backward(
 
 def _forward_fake(gate: Tensor, up: Tensor | None, bias: Tensor | None, *plan: Any) -> Tensor:
     reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in ops/glu.py
-    return gate.new_empty(_shape(gate, GluPlan(*plan)), dtype=result_dtype(gate, up, bias))
+    y = gate.new_empty(_shape(gate, GluPlan(*plan)), dtype=result_dtype(gate, up, bias))
+    order = _memory_order(gate)
+    return y if order is None else _restored(y.new_empty([y.shape[dim] for dim in order]), order)
 
 
 def _backward_fake(
     dy: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, wants: Any, *plan: Any
 ) -> tuple[Tensor, ...]:
-    return _filled(dy, gradients_of(Operands(gate, up, bias), wants, torch.empty_like))
+    operands, order = Operands(gate, up, bias), _memory_order(gate)
+    if order is None or not _is_free(order, operands, GluPlan(*plan)):
+        return _filled(dy, gradients_of(operands, wants, torch.empty_like))
+    found = gradients_of(_permuted(operands, order), wants, torch.empty_like)
+    return _filled(dy, _restored_gradients(found, order))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
