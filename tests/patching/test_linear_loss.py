@@ -125,6 +125,10 @@ def test_the_logits_are_computed_when_they_are_used() -> None:
         lambda y: 2.0 * y + y,
         lambda y: (y / 3.0).tanh() * 3.0 - 1.0,
         lambda y: y * -2.0,
+        lambda y: abs(y) // 0.5 + y % 2.0,
+        lambda y: y.reshape(shape=(-1,)),
+        lambda y: y.float(memory_format=torch.contiguous_format),
+        lambda y: y.view(torch.int32),
         lambda y: y + torch.arange(9.0)[:, None],
         lambda y: functional.cross_entropy(torch.tanh(torch.tanh(y)).view(18, -1), torch.zeros(18).long()),
         lambda y: functional.cross_entropy((y * 2.0 + torch.ones(VOCABULARY)).view(18, -1), torch.zeros(18).long()),
@@ -136,6 +140,97 @@ def test_the_logits_are_computed_when_they_are_used() -> None:
         theirs, ours = use(expected), use(model(**inputs).logits)
         ours = ours.tensor() if isinstance(ours, DeferredLogits) else ours
         torch.testing.assert_close(ours, theirs)
+
+
+class Masking(nn.Module):
+    """As Chameleon: some classes are excluded in place, before the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.head(self.embeddings(input_ids))
+        flat = logits.view(-1, VOCABULARY)
+        logits[:, :, :20] = torch.finfo(logits.dtype).min
+        logits.mul_(2.0)
+        assert labels is not None
+        return functional.cross_entropy(flat, labels.view(-1))
+
+
+def test_logits_changed_in_place_before_the_loss() -> None:
+    torch.manual_seed(0)
+    model = Masking().train()
+    ids = torch.randint(20, VOCABULARY, (2, 9))
+    expected = model(ids, labels=ids)
+    report = patch_model(model, patterns=["linear_cross_entropy"])
+    assert torch.equal(model(ids, labels=ids), expected)
+    assert report.calls()[""] == (0, 1)
+
+
+def test_classes_in_the_second_dimension() -> None:
+    """Of logits with three dimensions, as torch.nn.functional.cross_entropy reads them."""
+    model, _ = build("llama")
+    ids = torch.randint(3, VOCABULARY, (2, VOCABULARY))
+    patch_model(model, patterns=["linear_cross_entropy"])
+    logits = model(input_ids=ids, labels=ids).logits
+    loss = functional.cross_entropy(logits, ids)
+    assert torch.equal(loss, functional.cross_entropy(logits.tensor(), ids))
+
+
+def test_logits_after_the_optimizer_step_raise() -> None:
+    model, inputs = build("llama")
+    patch_model(model, patterns=["linear_cross_entropy"])
+    output = model(**inputs)
+    output.loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    with pytest.raises(RuntimeError, match="before the optimizer's step"):
+        output.logits.argmax(-1)
+
+
+def test_logits_first_read_without_grad_keep_their_graph() -> None:
+    """An accuracy, then a loss of the logits beside the model's own."""
+    model, inputs = build("llama")
+
+    def gradient() -> Tensor:
+        model.zero_grad()
+        output = model(**inputs)
+        with torch.no_grad():
+            output.logits.argmax(-1)
+        (output.loss + output.logits.square().mean()).backward()
+        return model.lm_head.weight.grad.clone()
+
+    expected = gradient()
+    patch_model(model, patterns=["linear_cross_entropy"])
+    torch.testing.assert_close(gradient(), expected)
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "llama"])
+def test_autocast_keeps_the_loss_s_dtype_and_that_of_logits_read_later(name: str) -> None:
+    model, inputs = build(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(**inputs)
+        patch_model(model, patterns=["linear_cross_entropy"])
+        output = model(**inputs)
+    assert output.loss.dtype == expected.loss.dtype
+    assert isinstance(output.logits, DeferredLogits)
+    logits = output.logits.detach()
+    assert logits.dtype == expected.logits.dtype
+    torch.testing.assert_close(logits, expected.logits.detach(), rtol=2e-2, atol=2e-2)
+
+
+def test_a_model_without_an_output_layer_is_left_alone() -> None:
+    class Headless(nn.Linear):
+        def get_output_embeddings(self) -> nn.Module:
+            raise NotImplementedError
+
+        def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
+            return super().forward(input)
+
+    assert patch_model(nn.Sequential(Headless(4, 4)), patterns=["linear_cross_entropy"]).patched == ()
 
 
 @pytest.mark.parametrize("mode", ["evaluation", "no labels", "no_grad"])

@@ -208,7 +208,25 @@ def scaled_in_large(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
     return llama(q, k, cos, sin)
 
 
-@pytest.mark.parametrize("function", [recorded, swapped, other_sign, only_q, in_place, scaled_in_large])
+def conditional(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    q = 2 * q if q.shape[2] > 100 else q
+    return llama(q, k, cos, sin)
+
+
+def recorded_halves(x: Tensor) -> Tensor:
+    calls.append(x)
+    return halves(x)
+
+
+def with_impure_helper(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + recorded_halves(q) * sin, k * cos + recorded_halves(k) * sin
+
+
+@pytest.mark.parametrize(
+    "function",
+    [recorded, swapped, other_sign, only_q, in_place, scaled_in_large, conditional, with_impure_helper],
+)
 def test_what_resembles_a_rotation_is_none(function: Callable[..., Pair]) -> None:
     source = f"def forward(self, q, k, cos, sin):\n    return {function.__name__}(q, k, cos, sin)\n"
     assert read_rotations(Llama.forward, source.replace(function.__name__, "llama")) is not None

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import ops
 from ..ops.common.backends import KERNEL_DTYPES
 from . import calls
-from .calls import is_plain, linear_parts, original_class
+from .calls import Configuration, configuration, has_configuration, is_plain, linear_parts, original_class
 from .classes import Rewrite
 from .clones import clone
 from .report import Unsuitable
@@ -159,11 +159,13 @@ class Activation:
     """Of FORMULAS."""
     n_operators: int
     """Of torch's that its forward calls."""
+    configuration: Configuration = ()
 
 
 def recognise_activation(module: nn.Module) -> Activation | None:
     """What a module without parameters and children computes, by probing a clone; None for anything else."""
-    if module._modules or module._parameters or module._buffers or "forward" in vars(module):
+    found = configuration(module)
+    if module._modules or module._parameters or module._buffers or "forward" in vars(module) or found is None:
         return None
     values = torch.tensor([*(k / 16 for k in range(-192, 193)), 1e-4, -1e-4, 60.0, -60.0, 0.5], device="cpu").double()
     order = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(0), device="cpu")
@@ -179,7 +181,7 @@ def recognise_activation(module: nn.Module) -> Activation | None:
     for name, formula in FORMULAS.items():
         exact = formula(values)
         if torch.allclose(flat, exact, 1e-8, 1e-9) and torch.allclose(mixed.flatten(), exact[order], 1e-8, 1e-9):
-            return Activation(name, counter.n_calls)
+            return Activation(name, counter.n_calls, found)
     return None
 
 
@@ -200,9 +202,11 @@ class Gated:
     activation: str
     cls: type | None
     """Of the child; None for a function of torch's."""
+    configuration: Configuration
+    """Of the child."""
 
     def __call__(self, module: nn.Module, act: Any, gate: Tensor, up: Tensor) -> Tensor:
-        if (self.cls is None or is_plain(act, self.cls)) and _fits(gate) and _is_like(up, gate):
+        if _is_still(self, act) and _fits(gate) and _is_like(up, gate):
             calls.count_fused(module)
             return ops.glu(gate, up, self.activation)
         calls.count_fallback(module)
@@ -215,10 +219,11 @@ class Activated:
 
     activation: str
     cls: type | None
+    configuration: Configuration
     """As Gated's."""
 
     def __call__(self, module: nn.Module, act: Any, dense: Any, x: Tensor) -> Tensor:
-        if self.cls is None or is_plain(act, self.cls):
+        if _is_still(self, act):
             x, bias = (x, None) if dense is None else linear_parts(dense, x)
             if _fits(x):
                 calls.count_fused(module)
@@ -230,14 +235,20 @@ class Activated:
         return (FORMULAS[self.activation] if self.cls is None else act)(x)
 
 
+def _is_still(fused: Gated | Activated, act: Any) -> bool:
+    """Whether the child computes what it did at patching."""
+    return fused.cls is None or (is_plain(act, fused.cls) and has_configuration(act, fused.configuration))
+
+
 def _fits(x: Tensor) -> bool:
-    return x.dtype in KERNEL_DTYPES and x.dim() > 0 and not calls.is_distributed(x)
+    return x.dtype in KERNEL_DTYPES and x.dim() > 0 and not x.is_nested and not calls.is_distributed(x)
 
 
 def _is_like(up: Any, gate: Tensor) -> bool:
     """Whether ops.glu takes both: anything else that a product may be of is left to torch."""
     return (
         isinstance(up, Tensor)
+        and not up.is_nested
         and up.shape == gate.shape
         and up.dtype == gate.dtype
         and up.device == gate.device
@@ -252,6 +263,7 @@ class Choice:
     found: Found
     activation: str
     cls: type | None
+    configuration: Configuration
     has_bias: bool
 
     @property
@@ -287,7 +299,7 @@ def choose_activations(
         if each.product is not None or has_bias or activation.n_operators > 1:
             taken |= {each.call} if each.product is None else {each.call, each.product}
             cls = None if child is None else original_class(type(child))
-            chosen.append(Choice(each, activation.name, cls, has_bias))
+            chosen.append(Choice(each, activation.name, cls, activation.configuration, has_bias))
     return chosen
 
 
@@ -342,7 +354,7 @@ def _put(rewriting: Rewriting, index: int, choice: Choice) -> None:
         return ast.Call(ast.Name(name), [ast.Name(rewriting.own), act, *arguments], [])
 
     if found.product is not None:
-        rewriting.constants[name] = Gated(choice.activation, choice.cls)
+        rewriting.constants[name] = Gated(choice.activation, choice.cls, choice.configuration)
         x, other = copies[id(found.x)], copies[id(found.other)]
         gate = x
         if found.definition is not None:
@@ -352,7 +364,7 @@ def _put(rewriting: Rewriting, index: int, choice: Choice) -> None:
             rewriting.visit(gate), rewriting.visit(other)
         )
         return
-    rewriting.constants[name] = Activated(choice.activation, choice.cls)
+    rewriting.constants[name] = Activated(choice.activation, choice.cls, choice.configuration)
     dense: ast.expr = ast.Constant(None)
     x = copies[id(found.x)]
     if choice.has_bias:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -72,6 +74,42 @@ def is_plain(module: nn.Module, expected: type) -> bool:
         and not _global_backward_hooks
         and not _global_backward_pre_hooks
     )
+
+
+Configuration = tuple[tuple[str, Any], ...]
+_OWN = frozenset(vars(nn.Module()))
+_COMPARABLE = (int, float, str, type(None), torch.dtype, type, FunctionType, BuiltinFunctionType)
+
+
+def configuration(module: nn.Module) -> Configuration | None:
+    """(name, value) of each attribute that instances of the class may differ in, besides parameters, buffers and
+    children. None if there is a value that says nothing by itself."""
+    attributes = ((name, value) for name, value in vars(module).items() if name not in _OWN)
+    found = tuple((name, _comparable(module, value)) for name, value in attributes)
+    return found if all(map(_is_comparable, found)) else None
+
+
+def has_configuration(module: nn.Module, expected: Configuration) -> bool:
+    """Whether the attributes still have these values."""
+    attributes = module.__dict__
+    for name, value in expected:
+        actual = attributes.get(name)
+        if actual is not value and _comparable(module, actual) != value:
+            return False
+    return True
+
+
+def _comparable(module: nn.Module, value: Any) -> Any:
+    """Methods by their function, partial functions by their parts."""
+    if isinstance(value, MethodType) and value.__self__ is module:
+        return value.__func__
+    if isinstance(value, partial):
+        return value.func, value.args, tuple(sorted(value.keywords.items()))
+    return value
+
+
+def _is_comparable(value: Any) -> bool:
+    return all(map(_is_comparable, value)) if isinstance(value, tuple) else isinstance(value, _COMPARABLE)
 
 
 def linear_parts(dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:

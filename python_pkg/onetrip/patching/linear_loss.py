@@ -32,30 +32,88 @@ from .verify import Outcome, check_outcomes, kind_of, undisturbed
 
 PATTERN = "linear_cross_entropy"
 
-_deferring: ContextVar[nn.Module | None] = ContextVar("_deferring", default=None)
-"""The output layer of the model that computes its loss."""
-
-
 Steps = tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]
 """(function, further arguments), applied to the logits one after another."""
+
+
+@dataclass
+class _Deferral:
+    """One call of a model that computes its loss."""
+
+    head: nn.Module
+    is_fused: bool = False
+    """Whether a loss was computed without the logits."""
+
+
+_deferral: ContextVar[_Deferral | None] = ContextVar("_deferral", default=None)
+
+
+class _Source:
+    """An output layer and its input: what logits are computed from, once, for all that is made of them."""
+
+    def __init__(self, head: Any, hidden: Tensor) -> None:
+        self.head, self.hidden = head, hidden
+        self.logits: Tensor | None = None
+        self.versions = self._versions()
+        device = hidden.device.type
+        is_autocasting = calls.is_autocasting(hidden)
+        self.autocast = (device, torch.get_autocast_dtype(device) if is_autocasting else None, is_autocasting)
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(x._version for x in (self.hidden, *self.head.parameters()))
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether nobody has seen the logits, and nothing that they are made of has changed."""
+        return self.logits is None and self.versions == self._versions()
+
+    def compute(self) -> Tensor:
+        """The logits, with their graph, under the autocast of the forward."""
+        if self.logits is None:
+            if not self.is_pending:
+                raise RuntimeError(
+                    "outputs.logits: the output layer or its input changed since the forward pass: read the logits "
+                    "before the optimizer's step (they are computed when used: pattern linear_cross_entropy)"
+                )
+            token = _deferral.set(None)
+            device, dtype, is_autocasting = self.autocast
+            try:
+                with torch.enable_grad(), torch.autocast(device, dtype, enabled=is_autocasting):
+                    self.logits = self.head(self.hidden)
+            finally:
+                _deferral.reset(token)
+        return self.logits
 
 
 class DeferredLogits:
     """The logits of an output layer, not computed. Whatever is done with them computes them, but for the loss."""
 
-    def __init__(self, head: Any, hidden: Tensor, dtype: torch.dtype, steps: Steps = ()) -> None:
-        self._head, self._hidden, self.dtype, self._steps = head, hidden, dtype, steps
-        self._logits: Tensor | None = None
+    def __init__(
+        self, source: _Source, hidden: Tensor, dtype: torch.dtype, steps: Steps = (), views: Steps = ()
+    ) -> None:
+        self._source, self._hidden, self.dtype = source, hidden, dtype
+        self._steps, self._views = steps, views
+        """What was done to the values; that and views, in order."""
+        self._tensor: Tensor | None = None
 
-    def _of(self, hidden: Tensor) -> DeferredLogits:
-        return DeferredLogits(self._head, hidden, self.dtype, self._steps)
+    def _view(self, function: Callable[..., Any], hidden: Callable[[], Tensor], *arguments: Any) -> Any:
+        """The same values at other positions."""
+        if self._source.logits is not None:
+            return function(self.tensor(), *arguments)
+        views = (*self._views, (function, arguments))
+        return DeferredLogits(self._source, hidden(), self.dtype, self._steps, views)
 
-    def _then(self, function: Callable[..., Any], *arguments: Any, dtype: torch.dtype | None = None) -> DeferredLogits:
-        return DeferredLogits(self._head, self._hidden, dtype or self.dtype, (*self._steps, (function, arguments)))
+    def _then(self, function: Callable[..., Any], *arguments: Any, dtype: torch.dtype | None = None) -> Any:
+        """Other values at the same positions."""
+        if self._source.logits is not None:
+            return function(self.tensor(), *arguments)
+        step = (function, arguments)
+        steps, views = (*self._steps, step), (*self._views, step)
+        return DeferredLogits(self._source, self._hidden, dtype or self.dtype, steps, views)
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self._hidden.shape[:-1], self._head.out_features))
+        return torch.Size((*self._hidden.shape[:-1], self._source.head.out_features))
 
     @property
     def device(self) -> torch.device:
@@ -69,10 +127,10 @@ class DeferredLogits:
     def dim(self) -> int:
         return len(self.shape)
 
-    def float(self) -> DeferredLogits:
-        return self._then(Tensor.float, dtype=torch.float32)
+    def float(self, **kwargs: Any) -> Any:
+        return self.tensor().float(**kwargs) if kwargs else self._then(Tensor.float, dtype=torch.float32)
 
-    def tanh(self) -> DeferredLogits:
+    def tanh(self) -> Any:
         return self._then(torch.tanh)
 
     def __mul__(self, other: Any) -> Any:
@@ -94,8 +152,8 @@ class DeferredLogits:
             return self._then(operator.add, other)
         return self.tensor() + _computed(other)
 
-    def contiguous(self) -> DeferredLogits:
-        return self
+    def contiguous(self, **kwargs: Any) -> Any:
+        return self.tensor().contiguous(**kwargs) if kwargs or self._source.logits is not None else self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Nothing to do on the same device; a wider dtype is that of the loss."""
@@ -103,15 +161,19 @@ class DeferredLogits:
             return self
         return self.float() if not kwargs and args == (torch.float32,) else self.tensor().to(*args, **kwargs)
 
-    def view(self, *shape: Any) -> Any:
+    def view(self, *shape: Any, **kwargs: Any) -> Any:
         """The positions in another shape."""
-        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
-        n_classes = self._head.out_features
-        if not sizes or sizes[-1] != n_classes or not all(isinstance(size, int) for size in sizes):
-            return self.tensor().reshape(*shape)
-        return self._of(self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]))
+        return self._reshaped(Tensor.view, shape, kwargs)
 
-    reshape = view
+    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+        return self._reshaped(Tensor.reshape, shape, kwargs)
+
+    def _reshaped(self, function: Callable[..., Any], shape: Any, kwargs: Any) -> Any:
+        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
+        is_of_positions = len(sizes) > 0 and sizes[-1] == self.shape[-1] and all(isinstance(n, int) for n in sizes)
+        if kwargs or not is_of_positions:
+            return function(self.tensor(), *shape, **kwargs)
+        return self._view(function, lambda: self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]), *sizes)
 
     def __getitem__(self, index: Any) -> Any:
         """Positions; the classes stay whole."""
@@ -121,20 +183,17 @@ class DeferredLogits:
         reaches_classes = any(part is Ellipsis for part in parts) or n_given == len(self.shape)
         if not is_basic or (reaches_classes and parts[-1] not in (Ellipsis, slice(None))):
             return self.tensor()[index]
-        return self._of(self._hidden[index])
+        return self._view(operator.getitem, lambda: self._hidden[index], index)
 
     def tensor(self) -> Tensor:
-        """The logits."""
-        if self._logits is None:
-            token = _deferring.set(None)
-            try:
-                logits = self._head(self._hidden)
-                for function, arguments in self._steps:
+        """The logits. Raises RuntimeError where the output layer was changed since the forward pass."""
+        if self._tensor is None:
+            logits = self._source.compute()
+            with torch.enable_grad():
+                for function, arguments in self._views:
                     logits = function(logits, *arguments)
-                self._logits = logits
-            finally:
-                _deferring.reset(token)
-        return self._logits
+            self._tensor = logits
+        return self._tensor
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -170,9 +229,11 @@ def _operator(name: str) -> Any:
     return method
 
 
-for _name in ("sub", "pow", "matmul", "radd", "rsub", "rtruediv", "neg", "lt", "le"):
-    setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in ("gt", "ge", "eq", "ne", "iter", "float", "bool", "array", "setitem"):
+for _name in (
+    *("sub", "pow", "matmul", "mod", "floordiv", "radd", "rsub", "rtruediv", "rpow", "rmatmul", "rfloordiv", "rmod"),
+    *("iadd", "isub", "imul", "itruediv", "neg", "pos", "abs", "invert", "and", "or", "xor"),
+    *("lt", "le", "gt", "ge", "eq", "ne", "iter", "float", "int", "bool", "array", "setitem"),
+):
     setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
 DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
@@ -197,7 +258,7 @@ class _Chain:
                 factor = function(factor, arguments[0])
             elif function is torch.tanh and not has_tanh:
                 has_tanh, chain.scale, factor = True, factor, 1.0
-            elif function not in (Tensor.float, Tensor.to):
+            elif function is not Tensor.float:
                 return None
         chain.softcap = factor if has_tanh else None
         chain.scale *= factor
@@ -217,12 +278,13 @@ def _loss(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """functional.cross_entropy of DeferredLogits; None where it must be computed from the logits."""
-    if not isinstance(logits, DeferredLogits) or not isinstance(labels, Tensor):
-        return None
-    head, hidden = logits._head, logits._hidden
+    if not isinstance(logits, DeferredLogits) or not isinstance(labels, Tensor) or not logits._source.is_pending:
+        return None  # computed logits may have been changed in place
+    head, hidden = logits._source.head, logits._hidden
     if any(each is not None for each in (weight, size_average, reduce)) or labels.dtype != torch.int64:
         return None
-    if labels.shape != logits.shape[:-1] or labels.device != hidden.device or not is_plain(head, nn.Linear):
+    is_rows = logits.dim() == 2 and labels.shape == logits.shape[:1]
+    if not is_rows or labels.device != hidden.device or not is_plain(head, nn.Linear):
         return None
     matrix, bias, chain = head.weight, head.bias, _Chain.of(logits._steps)
     if chain is None or (chain.scale != 1.0 and (bias is not None or chain.constant is not None)):
@@ -230,10 +292,6 @@ def _loss(
     hidden = hidden if chain.scale == 1.0 else hidden * chain.scale
     if chain.constant is not None:
         bias = chain.constant if bias is None else bias + chain.constant
-    if calls.is_autocasting(hidden):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, matrix = hidden.to(dtype), matrix.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
     loss = ops.linear_cross_entropy(
         hidden,
         matrix,
@@ -244,7 +302,9 @@ def _loss(
         softcap=chain.softcap,
         reduction=reduction,
     )
-    return loss.to(logits.dtype)
+    if (deferral := _deferral.get()) is not None:
+        deferral.is_fused = True
+    return loss if calls.is_autocasting(hidden) else loss.to(logits.dtype)  # autocast computes losses in float32
 
 
 def defers(model: nn.Module, labels_at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -258,18 +318,19 @@ def defers(model: nn.Module, labels_at: int, args: tuple[Any, ...], kwargs: dict
 @contextmanager
 def deferring(model: Any) -> Iterator[None]:
     """In this block, the model's output layer returns DeferredLogits."""
-    token = _deferring.set(model.get_output_embeddings())
-    calls.count_fused(model)
+    deferral = _Deferral(model.get_output_embeddings())
+    token = _deferral.set(deferral)
     try:
         yield
     finally:
-        _deferring.reset(token)
+        _deferral.reset(token)
+        (calls.count_fused if deferral.is_fused else calls.count_fallback)(model)
 
 
-def deferred(head: Any, hidden: Tensor) -> DeferredLogits | None:
+def deferred(head: Any, hidden: Any) -> DeferredLogits | None:
     """What the output layer returns instead of its logits; None where it computes them."""
-    wanted: Any = _deferring.get()
-    if torch.compiler.is_compiling() or wanted is None or head is not wanted:
+    deferral: Any = None if torch.compiler.is_compiling() else _deferral.get()
+    if deferral is None or head is not deferral.head:
         return None  # evaluation, or no loss
     is_autocasting = calls.is_autocasting(hidden)
     is_fusable = is_plain(head, nn.Linear) and hidden.dtype in KERNEL_DTYPES and hidden.dim() > 1 and hidden.numel() > 0
@@ -278,10 +339,8 @@ def deferred(head: Any, hidden: Tensor) -> DeferredLogits | None:
         calls.count_fallback(head)
         return None
     calls.count_fused(head)
-    if not is_autocasting:
-        return DeferredLogits(head, hidden, hidden.dtype)
-    dtype = torch.get_autocast_dtype(hidden.device.type)
-    return DeferredLogits(head, hidden, dtype, ((Tensor.to, (dtype,)),))
+    dtype = torch.get_autocast_dtype(hidden.device.type) if is_autocasting else hidden.dtype
+    return DeferredLogits(_Source(head, hidden), hidden, dtype)
 
 
 _MODEL = """\
@@ -339,7 +398,10 @@ def output_layer(module: Any) -> nn.Module | None:
     """The plain nn.Linear that a model calls its output embeddings; None for modules that have none, or no loss."""
     if not callable(getattr(type(module), "get_output_embeddings", None)) or labels_position(module) is None:
         return None
-    head = module.get_output_embeddings()
+    try:
+        head = module.get_output_embeddings()
+    except Exception:  # a model without an output layer
+        return None
     is_linear = isinstance(head, nn.Module) and original_class(type(head)) is nn.Linear
     return head if is_linear and any(each is head for each in module.modules()) else None
 
