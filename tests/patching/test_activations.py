@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
-from onetrip.patching.activations import recognise_activation
+from onetrip.patching.activations import PATTERNS, recognise_activation
 from patching_cases import WIDTH, inputs, randomised
 from torch import Tensor, nn
 from torch.nn import functional
@@ -142,7 +142,7 @@ def assert_agree(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 def test_activations_are_fused_wherever_they_stand(make: type[Mlp]) -> None:
     model, (x,) = randomised(make()), inputs()
     expected = outcome(model, x)
-    report = patch_model(model)
+    report = patch_model(model, patterns=PATTERNS)
     assert [(site.pattern, site.detail) for site in report.patched] == [FUSED[make]]
     assert_agree(outcome(model, x), expected)
     assert report.calls() == {"": (1, 0)}
@@ -249,10 +249,60 @@ def test_transformers_activations_are_recognised_by_what_they_compute() -> None:
     }
 
 
+class Calls(nn.Module):
+    """An activation whose function is an attribute."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class CallsOfDict(Calls):
+    def __init__(self, function: Any) -> None:
+        super().__init__(None)
+        self.functions = {"of": function}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.functions["of"](x)
+
+
+@pytest.mark.parametrize("make", [Calls, CallsOfDict])
+def test_instances_that_differ_in_an_attribute_differ(make: type[Calls]) -> None:
+    model, (x,) = randomised(nn.Sequential(Gated(), Gated(), Gated())), inputs()
+    for mlp, function in zip(model, (functional.silu, functional.gelu, torch.tanh), strict=True):
+        mlp.act = make(function)
+    expected = outcome(model, x)
+    patch_model(model)
+    assert_agree(outcome(model, x), expected)
+
+
+@pytest.mark.parametrize("make", [Gated, Dense], ids=lambda make: make.__name__)
+def test_an_activation_exchanged_later_is_called(make: type[Mlp]) -> None:
+    model, (x,) = randomised(make()), inputs()
+    model.act = nn.GELU()
+    patch_model(model)
+    for change in (lambda: setattr(model, "act", nn.GELU("tanh")), lambda: setattr(model.act, "approximate", "none")):
+        change()
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), unpatch_model(copy.deepcopy(model))(x))
+
+
+def test_nested_tensors_are_left_to_torch() -> None:
+    model = randomised(Gated()).eval()
+    x = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(5, WIDTH)])
+    with torch.no_grad():
+        expected = model(x)
+        patch_model(model)
+        torch.testing.assert_close(model(x).to_padded_tensor(0.0), expected.to_padded_tensor(0.0))
+
+
 def test_a_hooked_activation_is_called() -> None:
     model, (x,) = randomised(Gated()), inputs()
     expected = outcome(model, x)
-    report = patch_model(model)
+    report = patch_model(model, patterns=PATTERNS)
     seen: list[Any] = []
     model.act.register_forward_hook(lambda *arguments: seen.append(arguments))
     assert_agree(outcome(model, x), expected)
@@ -273,7 +323,7 @@ def test_patterns_are_chosen_by_name() -> None:
     assert [site.pattern for site in patch_model(Gated(), patterns=["gated_mlp"]).patched] == ["gated_mlp"]
     assert patch_model(Gated(), patterns=["bias_activation"]).patched == ()
     assert patch_model(Dense(), patterns=["gated_mlp"]).patched == ()
-    assert patch_model(Gated(), exclude=["act"]).patched == ()
+    assert patch_model(Gated(), patterns=PATTERNS, exclude=["act"]).patched == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

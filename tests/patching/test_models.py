@@ -67,7 +67,8 @@ class Case:
     sites: dict[str, int] = field(default_factory=dict)
 
 
-BERT_LIKE = {"layer_norm": 2, "dropout_add_norm": 4}
+BERT_LIKE = {"layer_norm": 2, "dropout_add_norm": 4, "shared_input": 2}
+SHARED = {"shared_input": 6}
 LLAMA_LIKE = {"add_norm": 2, "rotary": 2, "gated_mlp": 2}
 CASES = {
     "bert": Case("BertForMaskedLM", "BertConfig", COMMON | NO_DROPOUT, text, BERT_LIKE | {"bias_activation": 3}),
@@ -87,7 +88,7 @@ CASES = {
         {"dim": HIDDEN, "hidden_dim": INTERMEDIATE, "n_layers": 2, "n_heads": HEADS, "vocab_size": VOCABULARY}
         | {"dropout": 0.0, "attention_dropout": 0.0},
         text,
-        {"layer_norm": 2, "add_norm": 2},
+        {"layer_norm": 2, "add_norm": 2, "shared_input": 2},
     ),
     "gpt2": Case(
         "GPT2LMHeadModel",
@@ -102,9 +103,9 @@ CASES = {
         "ViTConfig",
         COMMON | NO_DROPOUT | {"image_size": 16, "patch_size": 8},
         image,
-        {"layer_norm": 3, "dropout_add_norm": 2, "bias_activation": 2},
+        {"layer_norm": 3, "dropout_add_norm": 2, "bias_activation": 2, "shared_input": 2},
     ),
-    "t5": Case("T5ForConditionalGeneration", "T5Config", T5, causal, {"rms_norm": 12, "dropout_add": 10}),
+    "t5": Case("T5ForConditionalGeneration", "T5Config", T5, causal, {"rms_norm": 12, "dropout_add": 10} | SHARED),
     "llama": Case("LlamaForCausalLM", "LlamaConfig", DECODER, causal, LLAMA_LIKE | {"rms_norm": 3}),
     "gemma": Case("GemmaForCausalLM", "GemmaConfig", DECODER, causal, LLAMA_LIKE | {"rms_norm": 3}),
     "gemma3": Case("Gemma3ForCausalLM", "Gemma3TextConfig", DECODER, causal, LLAMA_LIKE | {"rms_norm": 11}),
@@ -133,7 +134,7 @@ CASES = {
         {"layer_norm": 4, "add_norm": 2, "attention_softmax": 2, "gated_mlp": 2, "bias_activation": 1},
     ),
     "bart": Case(
-        "BartForConditionalGeneration", "BartConfig", SEQ2SEQ, causal, {"layer_norm": 2, "dropout_add_norm": 4}
+        "BartForConditionalGeneration", "BartConfig", SEQ2SEQ, causal, {"layer_norm": 2, "dropout_add_norm": 4} | SHARED
     ),
     "esm": Case(
         "EsmForMaskedLM",
@@ -356,7 +357,7 @@ def test_dropout_trains_and_evaluation_switches_it_off() -> None:
     assert len(losses) == 3
     model.eval()
     assert len({float(model(**inputs).loss.detach()) for _ in range(3)}) == 1
-    assert set(report.calls().values()) == {(6, 0)}
+    assert set(report.calls().values()) == {(6, 0), (18, 0)}  # three linear layers of one input
 
 
 @pytest.mark.slow

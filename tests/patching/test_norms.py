@@ -291,3 +291,21 @@ def test_a_nested_tensor_is_left_to_the_original() -> None:
     for ours, theirs in zip(model["norm"](x).unbind(), expected.unbind(), strict=True):
         assert torch.equal(ours, theirs)
     assert report.calls()["norm"] == (0, 1)
+
+
+def test_instances_that_differ_in_an_attribute_differ() -> None:
+    """In one that is no number: nothing is concluded from one instance for another."""
+
+    class OfDict(nn.Module):
+        def __init__(self, eps: float) -> None:
+            super().__init__()
+            self.weight, self.options = nn.Parameter(torch.ones(8)), {"eps": eps}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.options["eps"]) * self.weight
+
+    model, x = nn.Sequential(OfDict(1e-6), OfDict(1.0)), torch.randn(3, 8)
+    expected = [norm(x) for norm in model]
+    patch_model(model)
+    for norm, y in zip(model, expected, strict=True):
+        torch.testing.assert_close(norm(x), y)

@@ -1,4 +1,4 @@
-"""Patches models in place: norms, residual blocks and attention run as fused operators until unpatch_model."""
+"""Patches models in place: what is memory-bound in them runs as fused operators until unpatch_model."""
 
 from .attention import register_attention
 from .model import PATTERNS, patch_model, patched, unpatch_model

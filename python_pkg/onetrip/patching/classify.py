@@ -23,7 +23,7 @@ from .activations import (
 )
 from .attention import PATTERN as ATTENTION
 from .attention import Attention, Interface, SoftmaxRegions, read_attention
-from .calls import is_distributed, original_class
+from .calls import configuration, is_distributed, original_class
 from .classes import Rewrite, is_stacked, plain_forward
 from .linear_loss import PATTERN as LINEAR_LOSS
 from .linear_loss import LinearLoss, labels_position, output_layer
@@ -32,32 +32,38 @@ from .report import Unsuitable
 from .residual import FoundSums, ResidualSums, choose_sums, read_sums
 from .rotary import PATTERN as ROTARY
 from .rotary import Rotations, read_rotations
+from .shared_input import PATTERN as SHARED_INPUT
+from .shared_input import FoundGroups, SharedInputs, choose_shared_inputs, read_shared_inputs
 
 
 @dataclass(frozen=True)
 class Together:
     """Two kinds of site in one forward."""
 
-    first: Attention | SoftmaxRegions | Rotations | Activations
-    second: Rotations | Activations | ResidualSums | Together
+    first: Attention | SoftmaxRegions | Rotations | Activations | ResidualSums
+    second: Rotations | Activations | ResidualSums | SharedInputs | Together
     """Of the forward with the first fused."""
 
     @property
+    def names_first(self) -> bool:
+        """Attention gives its name to the whole, shared inputs and, before sums, all others do not."""
+        return isinstance(self.first, (Attention, SoftmaxRegions)) or isinstance(self.second, SharedInputs)
+
+    @property
     def pattern(self) -> str:
-        """A rotation's and an activation's only beside nothing else."""
-        return (self.second if isinstance(self.first, (Rotations, Activations)) else self.first).pattern
+        return (self.first if self.names_first else self.second).pattern
 
     @property
     def detail(self) -> str:
-        if isinstance(self.first, (Rotations, Activations)):
-            return ", ".join(filter(None, (self.second.detail, f"and {self.first.pattern}")))
-        detail = self.second.detail if isinstance(self.second, ResidualSums) else ""
-        return f"and {detail or self.second.pattern}"
+        named, other = (self.first, self.second) if self.names_first else (self.second, self.first)
+        detail = "" if isinstance(named, (Attention, SoftmaxRegions)) else named.detail
+        return ", ".join(filter(None, (detail, f"and {other.pattern}")))
 
     def rewrite(self, module: nn.Module) -> Rewrite:
         """The forward with both fused."""
         first, second = self.first.rewrite(module), self.second.rewrite(module)
-        return replace(second, pattern=self.pattern, constants=(*first.constants, *second.constants))
+        constants, absorbed = (*first.constants, *second.constants), (*first.absorbed, *second.absorbed)
+        return replace(second, pattern=self.pattern, constants=constants, absorbed=absorbed)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless both compute the same as the original."""
@@ -65,7 +71,7 @@ class Together:
         self.second.verify(module, rewrite)
 
 
-Site = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | Together | Leaf | LinearLoss
+Site = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | SharedInputs | Together | Leaf | LinearLoss
 """Each has a pattern, rewrite(module) -> Rewrite and verify(module, rewrite)."""
 
 
@@ -81,11 +87,12 @@ class Classifier:
         self.output_layers = {id(module): head for module in blocks if (head := output_layer(module)) is not None}
         """id(model that computes a loss) -> its output layer."""
         self.left: dict[int, Unsuitable] = {}
-        """id(module of which another part is a site) -> why its attention is none."""
+        """id(module of which a part is a site) -> why another part is none."""
         self.model_device = _kernel_device(model) or torch.device("cpu")
         self.attentions: dict[type, Interface | SoftmaxRegions | Unsuitable | None] = {}
         self.forwards: dict[tuple[type, str], FoundSums | Unsuitable | None] = {}
         """(class, source of its forward's rewrite) -> its sums."""
+        self.groups: dict[tuple[type, str], FoundGroups | None] = {}
         self.rotations: dict[tuple[type, str], Rotations | None] = {}
         self.activated: dict[tuple[type, str], FoundActivations | None] = {}
         self.activation_modules: dict[Any, Activation | None] = {}
@@ -119,14 +126,17 @@ class Classifier:
             self.left[id(module)] = attention
         return block
 
-    def _with(
-        self, first: Attention | SoftmaxRegions | Rotations | Activations, second: Site | Unsuitable | None
-    ) -> Site:
+    def _with(self, first: Attention | SoftmaxRegions, second: Site | Unsuitable | None) -> Site:
         """The first, and the second where there is one."""
-        if not isinstance(second, (Rotations, Activations, ResidualSums, Together)):
-            return first
-        site = Together(first, second)
-        return self.sites.setdefault(site, site)
+        return first if second is None or isinstance(second, Unsuitable) else self._together([first, second])
+
+    def _together(self, parts: list[Any]) -> Site:
+        """One site of all parts, each of the forward with those before it fused."""
+        site = parts[-1]
+        for part in reversed(parts[:-1]):
+            site = Together(part, site)
+            site = self.sites.setdefault(site, site)
+        return site
 
     def _attention(
         self, module: nn.Module, reading: Interface | SoftmaxRegions | Unsuitable
@@ -138,15 +148,33 @@ class Classifier:
 
     def _block(self, module: nn.Module, source: str) -> Site | Unsuitable | None:
         """source: of the rewritten forward, if another part of it is fused too."""
-        found: list[Rotations | Activations] = []
-        for read in (self._rotations, self._activations):
-            if (part := read(module, source)) is not None:
-                found.append(part)
+        parts: list[Any] = []
+        why: Unsuitable | None = None
+        for read in (self._rotations, self._activations, self._sums, self._shared_inputs):
+            part = read(module, source)
+            if isinstance(part, Unsuitable):
+                why = part
+            elif part is not None:
+                parts.append(part)
                 source = part.rewrite(module).source
-        site = self._sums(module, source)
-        for part in reversed(found):
-            site = self._with(part, site)
-        return site
+        if not parts:
+            return why
+        if why is not None:
+            self.left[id(module)] = why
+        return self._together(parts)
+
+    def _shared_inputs(self, module: nn.Module, source: str) -> SharedInputs | None:
+        cls = original_class(type(module))
+        if SHARED_INPUT not in self.wanted:
+            return None
+        if (cls, source) not in self.groups:
+            self.groups[cls, source] = read_shared_inputs(plain_forward(cls), source)
+        found = self.groups[cls, source]
+        chosen = () if found is None else choose_shared_inputs(module, found, self.excluded)
+        if found is None or not chosen or unsuitable(module) is not None:
+            return None
+        site = SharedInputs(found, chosen)
+        return self.sites.setdefault(site, site)  # type: ignore[return-value]
 
     def _rotations(self, module: nn.Module, source: str) -> Rotations | None:
         cls = original_class(type(module))
@@ -171,15 +199,15 @@ class Classifier:
 
     def _activation(self, module: nn.Module) -> Activation | None:
         """What an activation module computes. Remembered for modules of the same class and configuration."""
-        if _replaced(module) is not None:
+        found = configuration(module)
+        if _replaced(module) is not None or found is None:
             return None
-        scalars = tuple((n, v) for n, v in vars(module).items() if isinstance(v, (int, float, str)) and n != "training")
-        key = (original_class(type(module)), scalars)
+        key = (original_class(type(module)), found)
         if key not in self.activation_modules:
             self.activation_modules[key] = recognise_activation(module)
         return self.activation_modules[key]
 
-    def _sums(self, module: nn.Module, source: str) -> Site | Unsuitable | None:
+    def _sums(self, module: nn.Module, source: str) -> ResidualSums | Unsuitable | None:
         cls = original_class(type(module))
         if (cls, source) not in self.forwards:
             self.forwards[cls, source] = read_sums(plain_forward(cls), source)
@@ -188,7 +216,7 @@ class Classifier:
         if isinstance(sums, FoundSums) and isinstance(chosen, list) and chosen:
             wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)
             site = ResidualSums(sums, wanted)
-            return unsuitable(module) or self.sites.setdefault(site, site) if wanted else None
+            return unsuitable(module) or self.sites.setdefault(site, site) if wanted else None  # type: ignore[return-value]
         reason = chosen if isinstance(chosen, Unsuitable) else _NO_SUM
         return reason if reason.reason != "unknown_forward" or _resembles_block(module) else None
 
@@ -207,9 +235,9 @@ class Classifier:
         if module._modules or not could_be_norm(module):
             return Unsuitable("unknown_forward", f"{type(module).__name__} is no leaf norm")
         parameters = tuple((n, None if p is None else (p.shape, p.dtype)) for n, p in module._parameters.items())
-        scalars = tuple((n, v) for n, v in vars(module).items() if isinstance(v, (int, float, str)) and n != "training")
         device = _kernel_device(module) or self.model_device  # never meta
-        key = (original_class(type(module)), parameters, scalars, device)
+        found = configuration(module)
+        key = (original_class(type(module)), parameters, id(module) if found is None else found, device)
         if key not in self.norms:
             spec = recognise(module, device)
             if isinstance(spec, NormSpec):

@@ -29,8 +29,12 @@ from .classify import Classifier, Site
 from .linear_loss import PATTERN as LINEAR_LOSS
 from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
 from .rotary import PATTERN as ROTARY
+from .shared_input import PATTERN as SHARED_INPUT
 
-PATTERNS = ("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm", ATTENTION, *ACTIVATIONS, ROTARY)
+PATTERNS = (
+    *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm"),
+    *(ATTENTION, *ACTIVATIONS, ROTARY, SHARED_INPUT),
+)
 """The patterns of patch_model, unless others are asked for."""
 NAMES = (*PATTERNS, LINEAR_LOSS)
 """The names that patch_model accepts as patterns."""
@@ -45,7 +49,8 @@ def patch_model(
     verify: bool = True,
     strict: bool = False,
 ) -> PatchReport:
-    """Run a model's norms, dropout + residual (+ norm) blocks and eager attention as fused operators. In place.
+    """Run a model's memory-bound parts as fused operators, in place: norms, residual sums with their dropout and norm,
+    attention softmax, activations, gated products, rotary embeddings, gradients of inputs that linear layers share.
 
     Only forwards of this model's modules change. Parameters, buffers, hooks, modes, state_dict keys, classes, other
     models and the random state stay as they are. Sites are recognised by structure and behaviour, never by name. Each
@@ -53,8 +58,8 @@ def patch_model(
     The report lists modules that were not patched, with reasons. Patching twice has no further effect. The fused
     operators can be differentiated once, in reverse mode.
 
-    patterns: names from NAMES; None for PATTERNS: all but linear_cross_entropy, with which a model in training returns
-        DeferredLogits, computed when they are used.
+    patterns: names; None for onetrip.patching.PATTERNS, which are all but linear_cross_entropy: with that a model in
+        training returns logits that are computed only when they are used (docs/patching.md).
     exclude: names of modules, with all that is in them, or glob patterns.
     attention: None patches eager attention, and replaces SDPA in calls with dropout on a CPU, where SDPA has no fused
         kernel. True replaces SDPA in every call that can be fused. False patches no attention.

@@ -1,0 +1,258 @@
+"""Linear layers that read one tensor: gradients summed by their products."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from onetrip import measure
+from onetrip.patching import links, patch_model, unpatch_model
+from patching_cases import WIDTH, inputs, randomised
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    """Three layers of one input, and one of something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, False, True, True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x)
+        y = torch.softmax(q @ self.k(x).transpose(-1, -2), dim=-1) @ self.v(x)
+        return self.out(y)
+
+
+class Chosen(Attention):
+    """As BART's: another name for the input."""
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        is_cross = other is not None
+        q = self.q(x)
+        current = other if is_cross else x
+        if is_cross:
+            k = self.k(current)
+            v = self.v(current)
+        else:
+            k = self.k(current)
+            v = self.v(current)
+        return self.out(torch.softmax(q @ k.transpose(-1, -2), dim=-1) @ v)
+
+
+class ChangedBetween(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        x = 2 * x
+        q = self.q(x)
+        with torch.no_grad():
+            x += 0.0
+        return self.out(q * self.k(x) + self.v(x))
+
+
+class Unused(Attention):
+    """The first layer's result, and the last one's, are not part of the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.q(x)
+        y = self.out(self.k(x))
+        self.v(x)
+        return y
+
+
+class InPlace(Attention):
+    """Results are written to, as GPT-NeoX scales its queries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).mul_(0.5)
+        k = self.k(x).add_(1.0)
+        return self.out(q * k)
+
+
+FUSED = {Attention: 3, Chosen: 3, Unused: 3, InPlace: 2}
+
+
+def outcome(model: Any, *given: Tensor) -> dict[str, Tensor]:
+    """The output and every gradient."""
+    leaves = [x.clone().requires_grad_() for x in given]
+    model.zero_grad()
+    y = model(*(2.0 * leaf for leaf in leaves))
+    y.square().sum().backward()
+    found = {f"input {i}": leaf.grad for i, leaf in enumerate(leaves)} | {
+        n: p.grad for n, p in model.named_parameters()
+    }
+    return {"y": y.detach()} | {name: g for name, g in found.items() if g is not None}
+
+
+def assert_agree(ours: dict[str, Tensor], theirs: dict[str, Tensor], relative: float = 1e-5) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype and ours[name].shape == tensor.shape
+        assert float((ours[name] - tensor).abs().max()) <= relative * float(tensor.abs().max()) + 1e-6, name
+
+
+@pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)
+def test_gradients_are_the_unpatched_model_s(make: type[Attention]) -> None:
+    model, (x,) = randomised(make()), inputs()
+    expected = outcome(model, x)
+    report = patch_model(model)
+    assert [site.pattern for site in report.patched] == ["shared_input"]
+    ours = outcome(model, x)
+    assert torch.equal(ours["y"], expected["y"])
+    assert_agree(ours, expected)
+    assert report.calls() == {"": (FUSED[make], 0)}
+    unpatch_model(model)
+    again = outcome(model, x)
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+
+
+def test_layers_of_two_tensors_in_one_forward() -> None:
+    model, (x,) = randomised(Chosen()), inputs()
+    expected = outcome(model, x, x.flip(0))
+    patch_model(model)
+    assert_agree(outcome(model, x, x.flip(0)), expected)
+
+
+def test_a_tensor_written_to_between_two_layers_raises_as_ever() -> None:
+    model, (x,) = randomised(ChangedBetween()), inputs()
+    patch_model(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outcome(model, x)
+
+
+def test_no_sums_of_gradients_are_left() -> None:
+    model, (x,) = randomised(Attention()), inputs()
+
+    def adds() -> int:
+        found = measure.traffic(lambda: outcome(model, x))
+        return sum(each.calls for each in found.operators.values() if each.name in ("aten::add", "aten::add_"))
+
+    before = adds()
+    patch_model(model)
+    assert adds() == before - 2
+
+
+def test_small_tensors_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x,) = randomised(Attention()), inputs()
+    expected = outcome(model, x)
+    report = patch_model(model)
+    monkeypatch.setattr(links, "SMALLEST", x.numel() + 1)
+    ours = outcome(model, x)
+    assert report.calls() == {"": (0, 0)} and all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def hooked(model: Attention) -> None:
+    model.k.register_forward_hook(lambda module, args, y: 2.0 * y)
+
+
+def subclassed(model: Attention) -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2.0 * super().forward(input)
+
+    model.k = Doubled(WIDTH, WIDTH, bias=False)
+
+
+def frozen(model: Attention) -> None:
+    for parameter in (model.q.weight, model.v.bias):
+        parameter.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [hooked, subclassed, frozen])
+def test_layers_changed_after_patching(change: Callable[[Attention], None]) -> None:
+    model, (x,) = randomised(Attention()), inputs()
+    patch_model(model)
+    torch.manual_seed(0)
+    change(model)
+    assert_agree(outcome(model, x), outcome(unpatch_model(copy.deepcopy(model)), x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(dtype: torch.dtype) -> None:
+    """The input is cast once; results have the bits of the unpatched model."""
+    model, (x,) = randomised(Attention()), inputs()
+
+    def run() -> dict[str, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return outcome(model, x.to(dtype))
+
+    expected = run()
+    patch_model(model)
+    ours = run()
+    assert torch.equal(ours["y"], expected["y"])
+    assert_agree(ours, expected, 3e-2)
+
+
+def test_second_derivatives() -> None:
+    model, (x,) = randomised(Attention()).double(), inputs()
+
+    def penalty() -> list[Tensor]:
+        leaf = x.double().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(2.0 * leaf).square().sum(), leaf, create_graph=True)
+        return list(torch.autograd.grad(gradient.square().sum(), model.parameters()))
+
+    expected = penalty()
+    patch_model(model.float())
+    for ours, theirs in zip(penalty_in_float32(model, x), expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
+
+
+def penalty_in_float32(model: nn.Module, x: Tensor) -> list[Tensor]:
+    leaf = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(2.0 * leaf).square().sum(), leaf, create_graph=True)
+    return list(torch.autograd.grad(gradient.square().sum(), list(model.parameters())))
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
+    model, (x,) = randomised(Attention()), inputs()
+    patch_model(model)
+    leaf = x.clone().requires_grad_()
+    y = model(2.0 * leaf).square().sum()
+    first, again = (torch.autograd.grad(y, leaf, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing(use_reentrant: bool) -> None:
+    model, (x,) = randomised(nn.Sequential(Attention(), Attention())), inputs()
+    expected = outcome(model, x)
+    patch_model(model)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Any:
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=use_reentrant)
+
+    ours = outcome(Checkpointed(), x)
+    assert_agree({name.removeprefix("inner."): tensor for name, tensor in ours.items()}, expected)
+
+
+@pytest.mark.parametrize("make", [Attention, Chosen])
+def test_compiles_without_a_break(make: type[Attention]) -> None:
+    model, (x,) = randomised(make()), inputs()
+    expected = outcome(model, x)
+    patch_model(model)
+    ours = outcome(torch.compile(model, backend="aot_eager", fullgraph=True), x)
+    assert_agree({name.removeprefix("_orig_mod."): tensor for name, tensor in ours.items()}, expected)
+
+
+def test_nothing_holds_the_graph_after_a_forward_without_backward() -> None:
+    import gc
+    import weakref
+
+    model, (x,) = randomised(Attention()), inputs()
+    patch_model(model)
+    leaf = 2.0 * x.clone().requires_grad_()
+    y = model(leaf)
+    watched = weakref.ref(leaf)
+    gc.disable()
+    try:
+        del leaf, y
+        assert watched() is None
+    finally:
+        gc.enable()
