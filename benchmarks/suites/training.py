@@ -211,11 +211,20 @@ class Trainer:
         watch.mark()
 
     def loss_without_dropout(self) -> float:
-        """All variants compute the same function then. Of what is timed: compiled where that is."""
-        self.model.eval()
-        with torch.no_grad(), self._precision():
-            loss = self._call(**self.batch).loss.item()
-        self.model.train()
+        """All variants compute the same function then. Of what is timed: compiled where that is, which a change of
+        dropout would compile again; else in training, where linear_cross_entropy has its effect."""
+        if self._call is not self.model:
+            self.model.eval()
+            with torch.no_grad(), self._precision():
+                loss = self._call(**self.batch).loss.item()
+            self.model.train()
+            return loss
+        dropouts = {module: module.p for module in self.model.modules() if isinstance(module, torch.nn.Dropout)}
+        for module in dropouts:
+            module.p = 0.0
+        loss = self.forward().item()
+        for module, p in dropouts.items():
+            module.p = p
         return loss
 
     def held_bytes(self) -> int:

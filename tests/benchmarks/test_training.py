@@ -47,6 +47,20 @@ def test_only_losses_over_the_vocabulary_are_patched_with_linear_cross_entropy()
         assert ("linear_cross_entropy" in named) == (case.model not in ("bert_base", "bert_large"))
 
 
+def test_a_loss_that_is_checked_is_computed_as_in_training():
+    """Patched with linear_cross_entropy, whose logits are computed in evaluation; without dropout."""
+    case = training.TrainingCase("bert_base_mlm", 1, 16, n_layers=1)
+    variants = {variant.name: variant for variant in training.variants_of(case)}
+    losses, seen = [], []
+    for name in ("sdpa", "sdpa, patched, linear_cross_entropy"):
+        trainer = Trainer(case, variants[name], torch.device("cpu"))
+        trainer.model.register_forward_hook(lambda module, args, output: seen.append(type(output.logits).__name__))
+        losses.append(trainer.loss_without_dropout())
+        assert trainer.model.training and trainer.model.bert.embeddings.dropout.p == 0.1
+    assert seen == ["Tensor", "DeferredLogits"]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 @pytest.mark.parametrize(("slowest_s", "rounds"), [(2.0, 7), (5.0, 5), (15.0, 3)])
 def test_beside_a_slow_variant_all_are_timed_for_fewer_rounds(monkeypatch, slowest_s, rounds):
     """No more than its share of the time that a part may take, three rounds in any case, and turns to the end."""

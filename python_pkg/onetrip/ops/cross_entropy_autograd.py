@@ -22,8 +22,8 @@ from .cross_entropy_linear import Gradients, Linear, Wants
 
 
 def count_labels(function: str, argument: str, labels: Tensor, n_classes: int, ignore_index: int) -> int | None:
-    """How many labels (contiguous) are not ignored. Raises ValueError where one of them is no class. On a GPU nobody
-    looks, and None is returned: that would wait for it."""
+    """How many labels (contiguous) are not ignored. Raises ValueError where one of them is no class. None on a
+    GPU: the host would have to wait for the count."""
     if labels.device.type != "cpu":
         return None
     n_kept = cross_entropy_native.kept_labels(labels, n_classes, ignore_index)

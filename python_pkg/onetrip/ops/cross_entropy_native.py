@@ -24,7 +24,7 @@ def _launch(logits: Tensor, plan: CrossEntropyPlan, *operands: Tensor | int | No
 
 
 def kept_labels(labels: Tensor, n_classes: int, ignore_index: int) -> int:
-    """How many labels (contiguous) are not ignored; -1 where one of them is no class, or nobody can count."""
+    """How many labels (contiguous) are not ignored; -1 where one is no class, or there is no library."""
     library = native()
     return -1 if library is None else library.kept_labels(labels.data_ptr(), labels.numel(), n_classes, ignore_index)
 
