@@ -39,11 +39,13 @@ def _shape(gate: Tensor, plan: GluPlan) -> torch.Size:
 
 def _memory_order(gate: Tensor) -> list[int] | None:
     """gate's dimensions from the outermost in memory to the innermost; None: in this order already, or expanded."""
-    strides, in_order = gate.stride(), list(range(gate.dim()))
-    if gate.is_contiguous() or any(stride == 0 and n > 1 for stride, n in zip(strides, gate.shape, strict=True)):
+    if gate.is_contiguous():
         return None
-    order = sorted(in_order, key=lambda dim: strides[dim], reverse=True)
-    return None if order == in_order else order
+    strides, in_order = gate.stride(), list(range(gate.dim()))
+    order = sorted(in_order, key=strides.__getitem__, reverse=True)
+    if order == in_order or any(strides[dim] == 0 and gate.shape[dim] > 1 for dim in in_order):
+        return None
+    return order
 
 
 def _is_free(order: list[int], operands: Operands, plan: GluPlan) -> bool:
