@@ -290,8 +290,9 @@ def test_an_activation_exchanged_later_is_called(make: type[Mlp]) -> None:
             torch.testing.assert_close(model(x), unpatch_model(copy.deepcopy(model))(x))
 
 
-def test_nested_tensors_are_left_to_torch() -> None:
-    model = randomised(Gated()).eval()
+@pytest.mark.parametrize("make", [Gated, Dense], ids=lambda make: make.__name__)
+def test_nested_tensors_are_left_to_torch(make: type[Mlp]) -> None:
+    model = randomised(make()).eval()
     x = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(5, WIDTH)])
     with torch.no_grad():
         expected = model(x)

@@ -223,7 +223,7 @@ class Activated:
     """As Gated's."""
 
     def __call__(self, module: nn.Module, act: Any, dense: Any, x: Tensor) -> Tensor:
-        if _is_still(self, act):
+        if _is_still(self, act) and not x.is_nested:
             x, bias = (x, None) if dense is None else linear_parts(dense, x)
             if _fits(x):
                 calls.count_fused(module)

@@ -231,7 +231,7 @@ def _operator(name: str) -> Any:
 
 for _name in (
     *("sub", "pow", "matmul", "mod", "floordiv", "radd", "rsub", "rtruediv", "rpow", "rmatmul", "rfloordiv", "rmod"),
-    *("iadd", "isub", "imul", "itruediv", "neg", "pos", "abs", "invert", "and", "or", "xor"),
+    *("iadd", "isub", "imul", "itruediv", "neg", "pos", "abs", "round", "invert", "and", "or", "xor"),
     *("lt", "le", "gt", "ge", "eq", "ne", "iter", "float", "int", "bool", "array", "setitem"),
 ):
     setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
