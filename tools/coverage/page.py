@@ -76,7 +76,7 @@ def page(record: dict[str, Any]) -> str:
         f"`patch_model` with default arguments on {found['types']} of the {record['registered']} model types of "
         f"transformers {versions['transformers']}, as [tools/coverage](../tools/coverage/README.md) recorded it "
         f"(torch {versions['torch']}, CPU).",
-        f"{record['registered'] - found['types']} types have not been swept yet.",
+        *([f"{unswept} types have not been swept yet."] if (unswept := record["registered"] - found["types"]) else []),
         f"A tiny model of each type runs forward and backward, in train and eval mode. {n_ran} types run here; "
         f"{results.get('not_run', 0)} do not.",
         f"Outputs and every gradient agree with the unpatched model's in {results.get('ok', 0)} types; "
