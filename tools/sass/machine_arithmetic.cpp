@@ -81,19 +81,29 @@ float from_f16(uint32_t bits) {
 }
 
 // Two sums of two halves each, rounded once: a float's 24 bits are more than twice a half's, and two more.
+// The half that begins at bit `shift` of a register with two of them.
+float half(const Thread& t, const Instruction& i, const Operand& o, int shift) {
+  const bool is_zero = o.index == kZero;  // any part of it
+  if (o.kind != Operand::kRegister || o.absolute || (o.is_part() && !is_zero)) fail("a pair of halves");
+  const uint32_t bits = t.reg(o.index) >> shift & 0xFFFF;
+  float value = from_f16(bits);
+  const uint32_t wide = bits << 16;
+  if (i.is(kBF16_V2)) std::memcpy(&value, &wide, 4);
+  return o.negative ? -value : value;
+}
+
 uint32_t sums_of_halves(const Thread& t, const Instruction& i, const Operand& a, const Operand& b) {
-  for (const Operand* o : {&a, &b}) {
-    if (o->kind != Operand::kRegister || o->absolute || o->is_part()) fail("a sum of halves");
-  }
-  const auto half = [&](const Operand& o, int shift) {
-    const uint32_t bits = t.reg(o.index) >> shift & 0xFFFF;
-    float value = from_f16(bits);
-    const uint32_t wide = bits << 16;
-    if (i.is(kBF16_V2)) std::memcpy(&value, &wide, 4);
-    return o.negative ? -value : value;
-  };
   const auto convert = i.is(kBF16_V2) ? bf16_of : f16_of;
-  return convert(half(a, 16) + half(b, 16)) << 16 | convert(half(a, 0) + half(b, 0));
+  const auto sum = [&](int shift) { return convert(half(t, i, a, shift) + half(t, i, b, shift)); };
+  return sum(16) << 16 | sum(0);
+}
+
+// Two predicates: of the low halves and of the high ones.
+void compare_halves(Thread& t, const Instruction& i) {
+  if (!i.is(kAND)) fail("a comparison of halves");
+  const auto holds = [&](int shift) { return compares(i, half(t, i, i[2], shift), half(t, i, i[3], shift)); };
+  const bool other = t.p(i[4]), low = holds(0), high = holds(16);
+  t.set_p(i[0], low && other), t.set_p(i[1], high && other);
 }
 
 float approximate(const Instruction& i, float x) {
@@ -356,6 +366,7 @@ void add_arithmetic(Handlers& table) {
       {"FSETP", {kCompare, [](T& t, const I& i) {
          set_compared(t, i, compares(i, flushed_if(i.is(kFTZ), t.f(i[2])), flushed_if(i.is(kFTZ), t.f(i[3]))));
        }, nullptr}},
+      {"HSETP2", {"BF16_V2 LT EQ LE GT NE GE LTU EQU LEU GTU NEU GEU AND", compare_halves, nullptr}},
       {"FSEL", {"", [](T& t, const I& i) {  // a NaN stays as it is
          const float value = t.f(i[t.p(i[3]) ? 1 : 2]);
          uint32_t bits = 0;
