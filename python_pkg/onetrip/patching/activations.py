@@ -196,8 +196,8 @@ class _Counter(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class Gated:
-    """act(gate) * up in a rewritten forward."""
+class _Fused:
+    """An activation in a rewritten forward."""
 
     activation: str
     cls: type | None
@@ -205,25 +205,30 @@ class Gated:
     configuration: Configuration
     """Of the child."""
 
+    def is_still(self, act: Any) -> bool:
+        """Whether the child computes what it did at patching."""
+        return self.cls is None or (is_plain(act, self.cls) and has_configuration(act, self.configuration))
+
+    def unfused(self, act: Any, x: Tensor) -> Tensor:
+        return (FORMULAS[self.activation] if self.cls is None else act)(x)
+
+
+class Gated(_Fused):
+    """act(gate) * up in a rewritten forward."""
+
     def __call__(self, module: nn.Module, act: Any, gate: Tensor, up: Tensor) -> Tensor:
-        if _is_still(self, act) and _fits(gate) and _is_like(up, gate):
+        if self.is_still(act) and _fits(gate) and _is_like(up, gate):
             calls.count_fused(module)
             return ops.glu(gate, up, self.activation)
         calls.count_fallback(module)
-        return (FORMULAS[self.activation] if self.cls is None else act)(gate) * up
+        return self.unfused(act, gate) * up
 
 
-@dataclass(frozen=True)
-class Activated:
+class Activated(_Fused):
     """act(x), or act(dense(x)), in a rewritten forward."""
 
-    activation: str
-    cls: type | None
-    configuration: Configuration
-    """As Gated's."""
-
     def __call__(self, module: nn.Module, act: Any, dense: Any, x: Tensor) -> Tensor:
-        if _is_still(self, act) and not x.is_nested:
+        if self.is_still(act) and not x.is_nested:
             x, bias = (x, None) if dense is None else linear_parts(dense, x)
             if _fits(x):
                 calls.count_fused(module)
@@ -232,12 +237,7 @@ class Activated:
         elif dense is not None:
             x = dense(x)
         calls.count_fallback(module)
-        return (FORMULAS[self.activation] if self.cls is None else act)(x)
-
-
-def _is_still(fused: Gated | Activated, act: Any) -> bool:
-    """Whether the child computes what it did at patching."""
-    return fused.cls is None or (is_plain(act, fused.cls) and has_configuration(act, fused.configuration))
+        return self.unfused(act, x)
 
 
 def _fits(x: Tensor) -> bool:

@@ -6,6 +6,7 @@ Decided once per module, by structure and behaviour. The answer is a site, which
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,11 +91,8 @@ class Classifier:
         """id(module of which a part is a site) -> why another part is none."""
         self.model_device = _kernel_device(model) or torch.device("cpu")
         self.attentions: dict[type, Interface | SoftmaxRegions | Unsuitable | None] = {}
-        self.forwards: dict[tuple[type, str], FoundSums | Unsuitable | None] = {}
-        """(class, source of its forward's rewrite) -> its sums."""
-        self.groups: dict[tuple[type, str], FoundGroups | None] = {}
-        self.rotations: dict[tuple[type, str], Rotations | None] = {}
-        self.activated: dict[tuple[type, str], FoundActivations | None] = {}
+        self.readings: dict[tuple[Any, type, str], Any] = {}
+        """(function that reads, class, source of its forward's rewrite) -> what it found."""
         self.activation_modules: dict[Any, Activation | None] = {}
         self.sites: dict[Site, Site] = {}
         """One for all equal ones: the layers of a model share one rewrite."""
@@ -163,33 +161,28 @@ class Classifier:
             self.left[id(module)] = why
         return self._together(parts)
 
-    def _shared_inputs(self, module: nn.Module, source: str) -> SharedInputs | None:
+    def _read(self, read: Callable[[Any, str], Any], module: nn.Module, source: str) -> Any:
+        """What is found in the forward of the module's class, or in its rewrite. Each is read once."""
         cls = original_class(type(module))
-        if SHARED_INPUT not in self.wanted:
+        key = (read, cls, source)
+        if key not in self.readings:
+            self.readings[key] = read(plain_forward(cls), source)
+        return self.readings[key]
+
+    def _shared_inputs(self, module: nn.Module, source: str) -> SharedInputs | None:
+        found: FoundGroups | None = self._read(read_shared_inputs, module, source)
+        if SHARED_INPUT not in self.wanted or found is None or unsuitable(module) is not None:
             return None
-        if (cls, source) not in self.groups:
-            self.groups[cls, source] = read_shared_inputs(plain_forward(cls), source)
-        found = self.groups[cls, source]
-        chosen = () if found is None else choose_shared_inputs(module, found, self.excluded)
-        if found is None or not chosen or unsuitable(module) is not None:
-            return None
-        site = SharedInputs(found, chosen)
-        return self.sites.setdefault(site, site)  # type: ignore[return-value]
+        site = SharedInputs(found, choose_shared_inputs(module, found, self.excluded))
+        return self.sites.setdefault(site, site) if site.chosen else None  # type: ignore[return-value]
 
     def _rotations(self, module: nn.Module, source: str) -> Rotations | None:
-        cls = original_class(type(module))
-        if ROTARY not in self.wanted:
+        if ROTARY not in self.wanted or unsuitable(module) is not None:
             return None
-        if (cls, source) not in self.rotations:
-            self.rotations[cls, source] = read_rotations(plain_forward(cls), source)
-        found = self.rotations[cls, source]
-        return None if found is None or unsuitable(module) is not None else found
+        return self._read(read_rotations, module, source)
 
     def _activations(self, module: nn.Module, source: str) -> Activations | None:
-        cls = original_class(type(module))
-        if (cls, source) not in self.activated:
-            self.activated[cls, source] = read_activations(plain_forward(cls), source)
-        found = self.activated[cls, source]
+        found: FoundActivations | None = self._read(read_activations, module, source)
         if found is None or unsuitable(module) is not None:
             return None
         chosen = choose_activations(module, found, self._activation, self.excluded)
@@ -208,10 +201,7 @@ class Classifier:
         return self.activation_modules[key]
 
     def _sums(self, module: nn.Module, source: str) -> ResidualSums | Unsuitable | None:
-        cls = original_class(type(module))
-        if (cls, source) not in self.forwards:
-            self.forwards[cls, source] = read_sums(plain_forward(cls), source)
-        sums = self.forwards[cls, source]
+        sums: FoundSums | Unsuitable | None = self._read(read_sums, module, source)
         chosen = choose_sums(module, sums, self.norm, self.excluded) if isinstance(sums, FoundSums) else sums
         if isinstance(sums, FoundSums) and isinstance(chosen, list) and chosen:
             wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)

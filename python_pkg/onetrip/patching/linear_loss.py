@@ -64,7 +64,7 @@ class _Source:
 
     @property
     def is_pending(self) -> bool:
-        """Whether nobody has seen the logits, and nothing that they are made of has changed."""
+        """Whether the logits were not computed, and nothing that they are made of has changed."""
         return self.logits is None and self.versions == self._versions()
 
     def compute(self) -> Tensor:

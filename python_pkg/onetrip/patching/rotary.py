@@ -171,10 +171,8 @@ class Rotations:
     def _rewrite(self) -> Rewrite:
         rewriting = Rewriting(self.tree)
         for index, (call, rotation, _) in enumerate(self.found):
-            copied, name = rewriting.copies[id(call)], f"rotated_{index}_"
-            rewriting.constants[name] = Rotated(rotation)
-            copied.args = [ast.Name(rewriting.own), copied.func, *copied.args]
-            copied.func = ast.Name(name)
+            rewriting.constants[f"rotated_{index}_"] = Rotated(rotation)
+            rewriting.put_call(call, f"rotated_{index}_")
         return Rewrite(PATTERN, rewriting.source(), tuple(rewriting.constants.items()), in_module=True)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
@@ -212,11 +210,11 @@ def read_rotations(forward: Any, source: str = "") -> Rotations | None:
         match node:
             case ast.Call(func=ast.Name() | ast.Attribute() as function, args=[_, _, _, _, *more], keywords=keywords):
                 if all(isinstance(each, ast.Constant) for each in (*more, *(each.value for each in keywords))):
-                    called = resolve(function, forward.__globals__)
+                    resolved = called = resolve(function, forward.__globals__)
                     options = {each.arg: each.value.value for each in keywords if each.arg}  # type: ignore[attr-defined]
                     if more or options:
                         called = partial(_called_with, called, [each.value for each in more], options)  # type: ignore[attr-defined]
-                    rotation = recognise_rotation(resolve(function, forward.__globals__), called)
+                    rotation = recognise_rotation(resolved, called)
                     if rotation is not None:
                         found.append(FoundRotation(node, rotation, called))
     return Rotations(tree, tuple(found)) if found and (source or is_source_of(tree, forward)) else None

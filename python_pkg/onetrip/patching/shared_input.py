@@ -64,7 +64,7 @@ class _Linear(torch.autograd.Function):
                 dx = (rows @ weight).view(x.shape)
             elif torch.is_grad_enabled() or not later.is_contiguous():  # to be differentiated again
                 dx = torch.addmm(later.reshape(-1, n_columns), rows, weight).view(x.shape)
-            else:  # nobody else has it: the next layer made it, and the alias has no other reader
+            else:  # in place: the next layer made it, and the alias has no other reader
                 dx = later
                 dx.view(-1, n_columns).addmm_(rows, weight)
         if ctx.needs_input_grad[1]:
@@ -203,9 +203,7 @@ class SharedInputs:
     def _rewrite(self) -> Rewrite:
         rewriting = Rewriting(self.forward.tree)
         for call in self.chosen:
-            copied = rewriting.copies[id(call)]
-            copied.args = [ast.Name(rewriting.own), copied.func, *copied.args]
-            copied.func = ast.Name("shared_")
+            rewriting.put_call(call, "shared_")
         has_docstring = ast.get_docstring(rewriting.tree) is not None
         made = ast.Assign([ast.Name("shared_")], ast.Call(ast.Name("SharedInput_"), [], []))
         rewriting.tree.body.insert(int(has_docstring), made)

@@ -45,6 +45,12 @@ class Rewriting(ast.NodeTransformer):
         self.visit(self.tree)
         return ast.unparse(bare(ast.fix_missing_locations(self.tree))) + "\n"
 
+    def put_call(self, call: ast.Call, name: str) -> None:
+        """name(self, function, ...) in place of function(...)."""
+        copied = self.copies[id(call)]
+        copied.args = [ast.Name(self.own), copied.func, *copied.args]
+        copied.func = ast.Name(name)
+
     def put_branch(self, value: ast.expr, operand: Operand) -> None:
         """The operand as a Branch in place of a value."""
         self.replaced[id(self.copies[id(value)])] = self.branch(operand)
