@@ -19,7 +19,7 @@ import torch
 from onetrip import anatomy
 from onetrip.environment import header
 from onetrip.html import write
-from onetrip.measure import Traffic
+from onetrip.measure.traffic import Traffic
 from onetrip.patching.model import PATTERNS
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from onetrip import anatomy, measure
+from onetrip import anatomy
 from onetrip.anatomy.gpus import known
+from onetrip.measure.traffic import ATTENTION, LOSS, OPTIMIZER, OUTSIDE, PRODUCT, Traffic, traffic
 
 GB = 10**9
 
@@ -34,21 +35,21 @@ SPEED = anatomy.Speed(bandwidth=1e9, flops={"bfloat16": 1e12}, source="made up")
 
 
 def counted(*operators):
-    traffic = measure.Traffic()
+    moved = Traffic()
     for phase, name, kind, read, written, flops in operators:
-        traffic.add(phase, name, kind, read, written, flops)
-    return traffic
+        moved.add(phase, name, kind, read, written, flops)
+    return moved
 
 
 def test_bound_takes_the_longer_of_bytes_and_flops():
-    traffic = counted(
-        ("forward", "aten::add", measure.OUTSIDE, 2_000_000, 1_000_000, 0),
-        ("forward", "aten::_log_softmax", measure.LOSS, 500_000, 500_000, 0),
-        ("forward", "aten::mm", measure.PRODUCT, 1_000_000, 1_000_000, 5_000_000_000),
-        ("backward", "aten::mm", measure.PRODUCT, 3_000_000, 1_000_000, 1_000_000_000),
-        ("optimizer", "aten::_foreach_add_", measure.OUTSIDE, 4_000_000, 2_000_000, 0),
+    moved = counted(
+        ("forward", "aten::add", OUTSIDE, 2_000_000, 1_000_000, 0),
+        ("forward", "aten::_log_softmax", LOSS, 500_000, 500_000, 0),
+        ("forward", "aten::mm", PRODUCT, 1_000_000, 1_000_000, 5_000_000_000),
+        ("backward", "aten::mm", PRODUCT, 3_000_000, 1_000_000, 1_000_000_000),
+        ("optimizer", "aten::_foreach_add_", OUTSIDE, 4_000_000, 2_000_000, 0),
     )
-    bound = anatomy.lower_bound(traffic, SPEED, "bfloat16")
+    bound = anatomy.lower_bound(moved, SPEED, "bfloat16")
     assert (bound.outside, bound.loss, bound.optimizer) == pytest.approx((3.0, 1.0, 6.0))
     assert bound.products == pytest.approx(5.0 + 4.0)  # by its rate, by its bytes
     assert bound.attention == 0.0
@@ -57,18 +58,16 @@ def test_bound_takes_the_longer_of_bytes_and_flops():
 
 
 def test_without_a_published_rate_products_have_no_bound():
-    traffic = counted(
-        ("forward", "aten::mm", measure.PRODUCT, 1, 1, 1), ("forward", "aten::add", measure.OUTSIDE, 1, 1, 0)
-    )
-    bound = anatomy.lower_bound(traffic, SPEED, "float16")
+    moved = counted(("forward", "aten::mm", PRODUCT, 1, 1, 1), ("forward", "aten::add", OUTSIDE, 1, 1, 0))
+    bound = anatomy.lower_bound(moved, SPEED, "float16")
     assert bound.products is None and bound.step is None and bound.outside > 0.0
 
 
 def test_a_faster_gpu_is_never_slower():
     w = torch.randn(64, 64, requires_grad=True)
-    traffic = measure.traffic(lambda: torch.relu(w @ w).sum().backward())
+    moved = traffic(lambda: torch.relu(w @ w).sum().backward())
     names = ("A100-40GB", "A100-80GB", "H100-80GB", "H200")
-    steps = [anatomy.lower_bound(traffic, anatomy.SPEEDS[name], "bfloat16").step for name in names]
+    steps = [anatomy.lower_bound(moved, anatomy.SPEEDS[name], "bfloat16").step for name in names]
     assert steps == sorted(steps, reverse=True) and steps[-1] > 0.0
 
 
@@ -82,14 +81,14 @@ def on_gpu():
 def test_a_named_gpu_gets_fits_traffic_and_a_bound(on_gpu):
     eager, patched, lean = on_gpu.columns.values()
     assert on_gpu.device.type == "cuda" and eager.measured is None and eager.fit.fits
-    assert eager.predicted.traffic.bytes(measure.ATTENTION) > 0  # flash attention
+    assert eager.predicted.traffic.bytes(ATTENTION) > 0  # flash attention
     assert patched.predicted.traffic.outside() < eager.predicted.traffic.outside()
     assert patched.bound.outside < eager.bound.outside and patched.bound.products == pytest.approx(
         eager.bound.products, rel=0.01
     )
     assert lean.bound.optimizer < 0.5 * patched.bound.optimizer
     # Parameters and states are read and written, gradients read.
-    moved = lean.predicted.traffic.bytes(phase=measure.OPTIMIZER)
+    moved = lean.predicted.traffic.bytes(phase=OPTIMIZER)
     assert moved == 2 * (lean.predicted.weights + lean.predicted.optimizer_states) + lean.predicted.gradients
     described = on_gpu.to_dict()["columns"]["patched"]
     assert described["predicted"]["traffic"]["outside"] == patched.predicted.traffic.outside()

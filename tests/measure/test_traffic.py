@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from onetrip import measure, ops
-from onetrip.measure import TrafficMode, traffic
+from onetrip import ops
+from onetrip.measure.traffic import ATTENTION, LOSS, OUTSIDE, PRODUCT, TrafficMode, traffic
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
@@ -54,7 +54,7 @@ IDS = torch.tensor([1, 3, 3, 0])
     ],
 )
 def test_bytes_by_hand(run, expected):
-    assert moved(run, measure.OUTSIDE) == moved(run) == expected
+    assert moved(run, OUTSIDE) == moved(run) == expected
 
 
 def test_backward_is_counted_and_told_from_forward():
@@ -85,15 +85,15 @@ def test_products_attention_and_loss_are_apart():
         F.cross_entropy(a @ b, labels).backward()
 
     found = traffic(run)
-    assert found.bytes(measure.PRODUCT) == 3 * 4 * (16 * 32 + 32 * 8 + 16 * 8)
+    assert found.bytes(PRODUCT) == 3 * 4 * (16 * 32 + 32 * 8 + 16 * 8)
     assert found.flops() == 3 * 2 * 16 * 32 * 8
     logits = 4 * 16 * 8
     # log_softmax: 2. nll_loss: 16 numbers and labels, two results. Backward: written once; log_softmax's three.
-    assert found.bytes(measure.LOSS) == 2 * logits + (16 * (4 + 8) + 8) + (logits + 16 * 8 + 8) + 3 * logits
-    assert found.bytes(measure.ATTENTION) == 0
+    assert found.bytes(LOSS) == 2 * logits + (16 * (4 + 8) + 8) + (logits + 16 * 8 + 8) + 3 * logits
+    assert found.bytes(ATTENTION) == 0
     q = randn(2, 4, 16, 8)
     attention = traffic(lambda: F.scaled_dot_product_attention(q, q, q))
-    assert attention.bytes(measure.ATTENTION) > 0 and attention.outside() == 0
+    assert attention.bytes(ATTENTION) > 0 and attention.outside() == 0
     assert attention.flops() == 2 * 2 * (2 * 4) * 16 * 16 * 8
 
 
@@ -106,12 +106,12 @@ def test_linear_cross_entropy_is_products_and_passes_over_logits(dtype, chunk_ro
     found = traffic(lambda: ops.linear_cross_entropy(hidden, weight, labels, chunk_rows=chunk_rows))
     logits, n_hidden, n_weight = 16 * 8 * size, 16 * 32 * size, 8 * 32 * size
     sums = 0 if dtype == torch.float32 else n_chunks * (n_weight + 2 * 4 * 8 * 32) + n_weight
-    assert found.bytes(measure.LOSS) == 2 * logits + sums == found.outside()
+    assert found.bytes(LOSS) == 2 * logits + sums == found.outside()
     added = (n_chunks - 1) * n_weight if dtype == torch.float32 else 0
     products = 3 * logits + 3 * n_hidden + 3 * n_chunks * n_weight + added
-    assert found.bytes(measure.PRODUCT) == products and found.flops() == 3 * 2 * 16 * 32 * 8
+    assert found.bytes(PRODUCT) == products and found.flops() == 3 * 2 * 16 * 32 * 8
     plain = traffic(lambda: ops.linear_cross_entropy(hidden.detach(), weight.detach(), labels, chunk_rows=chunk_rows))
-    assert plain.outside() == logits and plain.bytes(measure.PRODUCT) == logits + n_hidden + n_chunks * n_weight
+    assert plain.outside() == logits and plain.bytes(PRODUCT) == logits + n_hidden + n_chunks * n_weight
 
 
 def test_the_optimizer_is_apart():

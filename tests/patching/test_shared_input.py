@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip import measure
+from onetrip.measure.traffic import traffic
 from onetrip.patching import links, patch_model, unpatch_model
 from patching_cases import WIDTH, inputs, randomised
 from torch import Tensor, nn
@@ -126,7 +126,7 @@ def test_no_sums_of_gradients_are_left() -> None:
     model, (x,) = randomised(Attention()), inputs()
 
     def adds() -> int:
-        found = measure.traffic(lambda: outcome(model, x))
+        found = traffic(lambda: outcome(model, x))
         return sum(each.calls for each in found.operators.values() if each.name in ("aten::add", "aten::add_"))
 
     before = adds()

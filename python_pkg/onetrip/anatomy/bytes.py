@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..measure import Traffic
+from ..measure.traffic import Traffic
 from .saved import SavedActivations
 
 CLASSES = ("weights", "buffers", "gradients", "optimizer_states", "batch", "saved_activations", "temporaries")

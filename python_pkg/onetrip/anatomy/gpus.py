@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..measure import ATTENTION, LOSS, OPTIMIZER, OUTSIDE, PRODUCT, Traffic
+from ..measure.traffic import ATTENTION, LOSS, OPTIMIZER, OUTSIDE, PRODUCT, Traffic
 from .models import UsageError
 
 _MEMORY = {

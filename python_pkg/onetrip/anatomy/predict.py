@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from ..measure import OPTIMIZER, OUTSIDE, Traffic, TrafficMode, optimizer_state_bytes, tensor_bytes
+from ..measure import optimizer_state_bytes, tensor_bytes
+from ..measure.traffic import OPTIMIZER, OUTSIDE, Traffic, TrafficMode
 from ..ops.common.tracing import watched
 from ..optim import Adam8bit
 from ..optim.state import new_state, uses_8bit

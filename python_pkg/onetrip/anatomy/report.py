@@ -12,7 +12,8 @@ from rich.console import Group
 from .. import html, terminal
 from ..environment import describe
 from ..html import Cell, Figure, Section, Table
-from ..measure import LOSS, OPTIMIZER, OUTSIDE, load_warning
+from ..measure import load_warning
+from ..measure.traffic import LOSS, OPTIMIZER, OUTSIDE
 from .bytes import CLASSES, format_bytes
 from .gpus import BOUND_PARTS
 from .measure import PHASES
