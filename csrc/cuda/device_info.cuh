@@ -10,6 +10,8 @@
 #include <tuple>
 #include <utility>
 
+#include "device_guard.h"
+
 namespace onetrip {
 
 // A call's status; one that failed is not left behind for the next launch to report.
@@ -131,28 +133,6 @@ bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t sha
       });
   return status == cudaSuccess && n_clusters > 0;
 }
-
-// Makes a device current, and the earlier one again at the end: the static runtime has a current device of its own.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) : status_(cudaGetDevice(&previous_)) {
-    if (status_ == cudaSuccess && previous_ != device) {
-      status_ = cudaSetDevice(device);
-      restore_ = status_ == cudaSuccess;
-    }
-  }
-  ~DeviceGuard() {
-    if (restore_) cudaSetDevice(previous_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-  cudaError_t status() const { return status_; }
-
- private:
-  int previous_ = 0;
-  bool restore_ = false;
-  cudaError_t status_;
-};
 
 // Runs launch(info) with the device current, and returns its status.
 template <typename Launch>

@@ -214,6 +214,8 @@ def multiply_(gradients: Gradients, dloss: Tensor, factors: Tensor) -> None:
 
 def multiplied(gradients: Gradients, dloss: Tensor, factors: Tensor) -> Gradients:
     """As multiply_, by operators that can be traced and batched, and not in place."""
+    if not any(gradient is not None and gradient.dtype == torch.float16 for gradient in gradients):  # factors are 1
+        return tuple(None if gradient is None else gradient * dloss for gradient in gradients)  # type: ignore[return-value]
     of_hidden, of_sums = dloss * factors[:1], dloss * factors[1:]  # [1]: they take part in the promotion to float32
     dhidden, dweight, dbias = gradients
     return (
