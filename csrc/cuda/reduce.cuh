@@ -268,4 +268,7 @@ __device__ __forceinline__ Moments block_join(Moments value, Moments* shared) {
   return warp_join(value);
 }
 
+// A row's statistics are means over n_cols; a row wider than 2^24 would be the first that float cannot count exactly.
+__device__ __forceinline__ float mean_of(float sum, int64_t n_cols) { return sum / static_cast<float>(n_cols); }
+
 }  // namespace onetrip

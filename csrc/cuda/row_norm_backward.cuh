@@ -12,7 +12,9 @@
 // The gradients of a row are the same bits whichever kernel takes it. So no compiler may fuse a product with a sum, or
 // not, as it likes: products are __fmul_rn, or fmaf where they are fused.
 #pragma once
-#include "row_norm_common.cuh"
+#include "dropout.cuh"
+#include "reduce.cuh"
+#include "vec.cuh"
 
 namespace onetrip {
 

@@ -6,8 +6,10 @@
 // a cluster. Of wider rows the inputs (or z, where it is stored) are read a second time where shared memory cannot keep
 // z. Parameters come from the caches.
 #pragma once
+#include "dropout.cuh"
 #include "launch.cuh"
-#include "row_norm_common.cuh"
+#include "reduce.cuh"
+#include "vec.cuh"
 
 namespace onetrip {
 
