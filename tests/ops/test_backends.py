@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import onetrip
 import pytest
 import torch
 from onetrip import ops
 from onetrip.ops import row_norm_native
-from onetrip.ops.common import backends
+from onetrip.ops.common import backends, native
 from onetrip.reference import row_norm as reference
 
 pytestmark = pytest.mark.promise("backends")
@@ -253,3 +256,34 @@ def test_environment_names_the_backend(value, printed):
         [sys.executable, "-c", ENVIRONMENT], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith(printed)
+
+
+def test_auto_says_once_why_a_gpu_runs_another_backend(monkeypatch):
+    """A driver older than the runtime that the kernels were built with, or a GPU that they were not built for."""
+    gpu = torch.device("cuda", 0)
+    library = SimpleNamespace(cuda_architectures=lambda: "8.0 9.0", cuda_unavailable_reason=lambda index: "too old")
+    monkeypatch.setattr(backends, "native", lambda: library)
+    monkeypatch.setattr(backends, "_triton_unavailable_reason", lambda *device: "")
+    for cache in (backends.unavailable_reason, backends._automatic):
+        cache.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="onetrip: cuda:0 runs triton in place of the CUDA kernels: too old"):
+            assert backends.choose("test", gpu, True, "row_norm") == "triton"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert backends.choose("test", gpu, True, "row_norm") == "triton"
+            assert backends.choose("test", gpu, True, "rotary") == "triton"  # has no CUDA kernels
+    finally:
+        monkeypatch.undo()
+        for cache in (backends.unavailable_reason, backends._automatic):
+            cache.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "code, advice",
+    [(700, "a kernel that ran before on cuda:1"), (900, "once before the capture"), (9, r"CUDA error 9: of CUDA$")],
+)
+def test_an_error_of_cuda_says_whose_it_is(code, advice):
+    message = native.cuda_error("softmax forward", torch.device("cuda", 1), code, "of CUDA")
+    assert message.startswith("softmax forward: ") and f"CUDA error {code}: of CUDA" in message
+    assert re.search(advice, message)

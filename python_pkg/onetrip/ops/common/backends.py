@@ -9,6 +9,7 @@ import functools
 import importlib
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -160,7 +161,12 @@ def _has(name: str, family: str | None) -> bool:
 
 @functools.cache
 def _automatic(device: torch.device, family: str | None = None) -> str:
-    return next(name for name in available_backends(device) if _has(name, family))
+    chosen = next(name for name in available_backends(device) if _has(name, family))
+    library = native()
+    if device.type == "cuda" and chosen != "cuda" and _has("cuda", family) and library and library.cuda_architectures():
+        reason = unavailable_reason("cuda", "cuda", device.index or 0)
+        warnings.warn(f"onetrip: {device} runs {chosen} in place of the CUDA kernels: {reason}", stacklevel=2)
+    return chosen
 
 
 def choose(function: str, device: torch.device, in_kernel_dtypes: bool, family: str | None = None) -> str:

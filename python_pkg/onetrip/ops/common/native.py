@@ -92,9 +92,31 @@ def where(tensor: Tensor) -> tuple[int, int]:
     return -1, 0
 
 
+_OF_EARLIER_KERNELS = frozenset({214, 220, 226, 700, 702, 710, *range(714, 720)})
+"""CUDA errors of kernels as they run. The next call of the runtime returns them, whatever it is."""
+_OF_CAPTURES = frozenset(range(900, 909))
+
+
+def cuda_error(function: str, device: torch.device, code: int, text: str) -> str:
+    """What a user can do about a CUDA error of a launch. text: the runtime's own."""
+    error = f"CUDA error {code}: {text}"
+    if code in _OF_EARLIER_KERNELS:
+        return (
+            f"{function}: a kernel that ran before on {device} failed, perhaps another library's ({error}); "
+            "CUDA_LAUNCH_BLOCKING=1 shows which"
+        )
+    if code in _OF_CAPTURES:
+        return (
+            f"{function}: the call cannot be captured in a CUDA graph ({error}); a first call loads its kernels: "
+            "make the same call once before the capture, its backward too"
+        )
+    return f"{function}: {error}"
+
+
 def raise_error(function: str, tensor: Tensor, code: int) -> None:
     if tensor.is_cuda:
-        raise RuntimeError(f"{function}: CUDA error {code}: {native().cuda_error_string(code)}")  # type: ignore[union-attr]
+        text = native().cuda_error_string(code)  # type: ignore[union-attr]
+        raise RuntimeError(cuda_error(function, tensor.device, code, text))
     if code == errno.ENOTSUP:  # row_norm only
         raise TypeError(
             f"{function}: z_dtype must be float32, without center_z also what x and residual have in common"
