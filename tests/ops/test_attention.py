@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip import measure, ops
+from onetrip import ops
+from onetrip.measure.traffic import TrafficMode
 from onetrip.ops import dropout_keep_mask
 from onetrip.ops.attention import attention
 from onetrip.ops.common.tracing import watched
@@ -274,7 +275,7 @@ def test_watched_calls_show_the_operators_of_an_eager_call_and_its_results(dropo
 
     expected = run()
     with watched("cpu"):
-        watched_mode = measure.TrafficMode()
+        watched_mode = TrafficMode()
         with watched_mode:
             found = run()
     for ours, eager_s in zip(found, expected, strict=True):
@@ -285,6 +286,6 @@ def test_watched_calls_show_the_operators_of_an_eager_call_and_its_results(dropo
     softmax = watched_mode.traffic.operators["forward", "onetrip::softmax_"]
     assert softmax.bytes - (16 if dropout_p else 0) == (3 if dropout_p else 2) * scores  # and the seed
     assert watched_mode.traffic.operators["backward", "onetrip::softmax_backward_"].bytes == 3 * scores
-    with measure.TrafficMode() as composed:
+    with TrafficMode() as composed:
         run()
     assert "onetrip::softmax" in {each.name for each in composed.traffic.operators.values()}
