@@ -57,10 +57,7 @@ _ROW_NORM = (
 _COMPILE = (
     "ops/test_row_norm_compile.py",
     "ops/test_jit_trace.py",
-    *(
-        f"kernels/test_triton_{family}.py"
-        for family in ("row_norm", "softmax", "rotary", "glu", "cross_entropy", "adam")
-    ),
+    "kernels/test_triton_cases.py",
 )
 _LARGE = "more_than_two_to_the or many_rows"
 SHARDS = (

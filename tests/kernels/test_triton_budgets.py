@@ -14,6 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from onetrip.reference.cross_entropy import CrossEntropyPlan
+from onetrip.reference.glu import ACTIVATIONS, GluPlan
+from onetrip.reference.glu import Operands as GluOperands
+from onetrip.reference.rotary import Operands as RotaryOperands
+from onetrip.reference.rotary import RotaryPlan
 from onetrip.reference.row_norm import (
     NORM_LAYER,
     NORM_NONE,
@@ -374,3 +379,89 @@ def test_adam_rounds_every_operation_by_itself(case: AdamCase, monkeypatch: pyte
     ftz = "" if TRITON >= (3, 6) else ".ftz"  # before, subnormal quotients and roots were zero
     exact = {f"{name}.rn.f32" for name in ("add", "sub", "mul")} | {f"{name}.rn{ftz}.f32" for name in ("div", "sqrt")}
     assert set(used) == exact
+
+
+@pytest.mark.slow
+@pairwise(
+    capability=(80, 90, 120),
+    dtype=(F32, BF16),
+    activation=ACTIVATIONS,
+    kind=("glu", "packed", "bias"),
+    n_cols=(128, 2816),
+)
+def test_glu_budget(capability, dtype, activation, kind, n_cols, monkeypatch) -> None:
+    """Compiled for GPUs that are not here: nothing spills, half of a multiprocessor's threads are resident, and every
+    access to a matrix moves 8 bytes or more a lane."""
+    from onetrip.kernels import glu, glu_kernels, sum_partials
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    launches = recorded(monkeypatch, glu_kernels, sum_partials)
+    x, dy = empty(512, n_cols), empty(512, n_cols)
+    operands = {
+        "glu": GluOperands(x, empty(512, n_cols)),
+        "packed": GluOperands(empty(512, 2 * n_cols)),
+        "bias": GluOperands(x, None, empty(n_cols)),
+    }[kind]
+    plan = GluPlan(activation, True if kind == "packed" else None)
+    glu.forward(operands, plan)
+    glu.backward(dy, operands, plan, (True, kind == "glu", kind == "bias"))
+    for launch in launches[:2]:
+        share, spilled, loads, stores, line = measure(f"{kind}-N{n_cols}-{activation}", launch, capability)
+        assert spilled == 0 and share >= 0.5, line
+        if kind != "bias":  # whose row, and partial sums of it, are small and stay in caches
+            assert min(loads) >= 8 and min(stores) >= 8, line
+        assert max(loads) >= 8 and max(stores) >= 8, line
+
+
+@pytest.mark.slow
+@pairwise(
+    capability=(80, 90, 120),
+    dtype=(F32, BF16),
+    width={"D64": (64, 64), "D80-32": (80, 32), "D128": (128, 128)},
+    interleaved={"halves": False, "interleaved": True},
+)
+def test_rotary_budget(capability, dtype, width, interleaved, monkeypatch) -> None:
+    """Compiled for GPUs that are not here: nothing spills, half of a multiprocessor's threads are resident, and every
+    access of heads as transformers makes them moves 8 bytes or more a lane."""
+    from onetrip.kernels import rotary
+
+    launches = recorded(monkeypatch, rotary)
+    head_dim, n = width
+    q, k = (torch.empty(4, 1024, n_heads, head_dim, dtype=dtype, device="meta").transpose(1, 2) for n_heads in (16, 4))
+    cos = torch.empty(1024, n, dtype=dtype, device="meta")
+    rotary.rotate(RotaryOperands(q, k, cos, cos), RotaryPlan(interleaved, False))
+    (launch,) = launches
+    share, spilled, loads, stores, line = measure(f"D{head_dim}-{n}", launch, capability)
+    assert spilled == 0 and share >= 0.5, line
+    assert min(loads) >= 8 and min(stores) >= 8, line
+
+
+@pytest.mark.slow
+@pairwise(
+    capability=(80, 90, 120),
+    dtype=(F32, BF16),
+    n_cols=(512, 32000),
+    plan={"plain": CrossEntropyPlan(-100), "all": CrossEntropyPlan(-100, 0.1, 30.0, 1e-4)},
+    kind=("forward", "backward", "in-place", "entropy"),
+)
+def test_cross_entropy_budget(capability, dtype, n_cols, plan, kind, monkeypatch) -> None:
+    """Compiled for GPUs that are not here: nothing spills, half of a multiprocessor's threads are resident, and the
+    logits are read and written 8 bytes or more at a time."""
+    from onetrip.kernels import cross_entropy
+
+    launches = recorded(monkeypatch, cross_entropy)
+    logits = torch.empty(64, n_cols, dtype=dtype, device="meta")
+    labels = torch.empty(64, dtype=torch.int64, device="meta")
+    numbers = torch.empty(64, device="meta")
+    if kind == "forward":
+        cross_entropy.forward(logits, labels, plan, True)
+    elif kind == "backward":
+        cross_entropy.backward(logits, labels, torch.empty(64, 2, device="meta"), numbers, plan)
+    else:
+        cross_entropy.forward_backward_(logits, labels, numbers, numbers if kind == "entropy" else None, plan)
+    (launch,) = launches
+    share, spilled, loads, stores, line = measure(f"{kind}-N{n_cols}", launch, capability)
+    assert spilled == 0 and share >= 0.5, line
+    assert max(loads) >= 8 and max(stores) >= (4 if kind == "forward" else 8), line

@@ -1,6 +1,6 @@
 """What the Triton kernels of Adam must do, on whatever device they run: the bits of the reference.
 
-test_triton_adam.py runs this file on the CPU, interpreted and as machine code, and on a GPU where there is one: in
+test_triton_cases.py runs this file on the CPU, interpreted and as machine code, and on a GPU where there is one: in
 processes of their own, because Triton decides at its import whether it interprets. The interpreter truncates float32 to
 bfloat16; on a GPU codes may be one apart. Nothing else differs.
 """

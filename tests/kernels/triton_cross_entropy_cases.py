@@ -7,6 +7,7 @@ import torch
 from onetrip.kernels import cross_entropy as kernels
 from onetrip.reference import cross_entropy as reference
 from onetrip.reference.cross_entropy import CrossEntropyPlan
+from pairwise import pairwise
 from triton_runner import DEVICE
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -17,11 +18,12 @@ PLANS = {
     "softcap": CrossEntropyPlan(-100, softcap=2.5, scale=1.7),
     "all": CrossEntropyPlan(-100, 0.2, 4.0, 0.02, 0.6),
 }
+BLOCKS = ("one-block", "many-blocks")
 ALL_PLANS = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 ALL_DTYPES = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 
 
-@pytest.fixture(params=["one-block", "many-blocks"])
+@pytest.fixture(params=BLOCKS)
 def blocks(request, monkeypatch):
     if request.param == "many-blocks":
         monkeypatch.setattr(kernels, "_BLOCK_COLS", 16)
@@ -59,9 +61,7 @@ def check(logits, plan):
     close(packed, truth)
 
 
-@ALL_PLANS
-@ALL_DTYPES
-@pytest.mark.parametrize("n_cols", [1, 3, 64, 100])
+@pairwise(["blocks"], blocks=BLOCKS, n_cols=[1, 3, 64, 100], dtype=DTYPES, plan=PLANS)
 def test_losses_and_gradients(blocks, n_cols, dtype, plan):
     torch.manual_seed(0)
     check((3.0 * torch.randn(5, n_cols, device=DEVICE)).to(dtype), plan)

@@ -1,4 +1,4 @@
-"""What the Triton kernels of glu must do, on whatever device they run: see test_triton_glu.py."""
+"""What the Triton kernels of glu must do, on whatever device they run: see test_triton_cases.py."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from onetrip.kernels import glu
 from onetrip.kernels.tiles import Tile
 from onetrip.reference import glu as formula
 from onetrip.reference.glu import ACTIVATIONS, GluPlan, Operands
+from pairwise import pairwise
 from torch import Tensor
 from triton_runner import DEVICE, EMULATED, INTERPRETED
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = {"f32": F32, "f16": F16, "bf16": BF16}
 EVERY_ACTIVATION = pytest.mark.parametrize("activation", ACTIVATIONS)
-EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +57,7 @@ def check(operands: Operands, dy: Tensor, plan: GluPlan, wants: tuple[bool, bool
         assert_close(one, true, terms=16 * len(dy) if name == "bias" else 4)
 
 
-@EVERY_ACTIVATION
-@EVERY_DTYPE
-@pytest.mark.parametrize("n_cols", [1, 3, 64, 520, 1030])
+@pairwise(n_cols=[1, 3, 64, 520, 1030], dtype=DTYPES, activation=ACTIVATIONS)
 def test_widths(n_cols, dtype, activation):
     n_rows = 5 if n_cols > 512 else 13
     gate, up, dy = (randn(n_rows, n_cols, dtype=dtype) for _ in range(3))

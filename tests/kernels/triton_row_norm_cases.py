@@ -1,6 +1,6 @@
 """What the Triton kernels of row_norm must do, on whatever device they run.
 
-test_triton_row_norm.py runs this file on the CPU, interpreted and as machine code, and on a GPU where there is one: in
+test_triton_cases.py runs this file on the CPU, interpreted and as machine code, and on a GPU where there is one: in
 processes of their own, because Triton decides at its import whether it interprets.
 """
 

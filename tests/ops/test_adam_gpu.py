@@ -7,7 +7,7 @@ import torch
 from onetrip import use_backend
 from onetrip.optim.table import StepTable
 from onetrip.reference import adam as reference
-from onetrip.reference.adam import Group, Slot
+from onetrip.reference.adam import BLOCK, Group, Slot
 from simulators import ADAM, ADAMW, Parameter, Step, assert_same_bits
 from targets import Target, needs, needs_memory
 from torch import Tensor
@@ -157,3 +157,41 @@ def test_more_than_two_to_the_31_elements() -> None:
         assert isinstance(big, Tensor) and isinstance(little, Tensor)
         assert_same_bits("last block", big[-little.numel() :].cpu(), little)
     assert not param[:-257].any()
+
+
+def _new_slots(dtype: torch.dtype) -> list[Slot]:
+    """The same on every call. A large 8-bit parameter, a part of a block, and a small one with float32 states."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    slots = []
+    for n, is_8bit in ((1 << 20, True), (5000, True), (300, False)):
+        state = {"device": "cuda", "dtype": torch.uint8 if is_8bit else torch.float32}
+        scales = [torch.zeros(-(-n // BLOCK), device="cuda") if is_8bit else None for _ in range(2)]
+        param = torch.randn(n, device="cuda", generator=generator).to(dtype)
+        zeros = [torch.full((n,), 127 if is_8bit else 0, **state), torch.zeros(n, **state)]
+        slots.append(Slot(param, *zeros, *scales, torch.zeros((), device="cuda"), 0))
+    return slots
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_triton_agrees_with_cuda(dtype: torch.dtype) -> None:
+    """After a step from zero the codes are at most one apart; after ten more, almost all are."""
+    for backend in ("cuda", "triton"):
+        needs(Target("cuda", backend))
+    group = Group(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, maximize=False)
+    ours = {backend: _new_slots(dtype) for backend in ("cuda", "triton")}
+    tables = {backend: StepTable.of_slots(slots) for backend, slots in ours.items()}
+    generator = torch.Generator("cuda").manual_seed(2)
+    for step in range(11):
+        grads = [torch.randn(slot.param.numel(), device="cuda", generator=generator) for slot in ours["cuda"]]
+        for backend, table in tables.items():
+            with use_backend(backend):
+                table.step([grad.to(dtype) for grad in grads], [group])
+        for one, other in zip(ours["cuda"], ours["triton"], strict=True):
+            assert one.step.item() == other.step.item() == step + 1
+            torch.testing.assert_close(one.param, other.param, rtol=1e-2 if dtype != torch.float32 else 1e-4, atol=1e-4)
+            if one.exp_avg_scale is None:
+                torch.testing.assert_close(one.exp_avg_sq, other.exp_avg_sq, rtol=1e-5, atol=0.0)
+                continue
+            for name in ("exp_avg", "exp_avg_sq"):
+                apart = (getattr(one, name).int() - getattr(other, name).int()).abs()
+                assert apart.max() <= 1 if step == 0 else (apart > 1).double().mean() <= 1e-3, (name, step)

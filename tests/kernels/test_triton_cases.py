@@ -1,0 +1,131 @@
+"""Runs triton_<family>_cases.py interpreted, as machine code on the CPU, and on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from onetrip.kernels import interpreter_fault
+from triton_runner import COMPILE, INTERPRET, run_cases, run_emulated
+
+
+class Cases(NamedTuple):
+    """Selections of a file of cases, as pytest's -k."""
+
+    quick: str
+    """Each kernel, in rows of one tile and wide ones: what a change is tried with first."""
+    compiled: str
+    """Every kernel and dtype; all of the cases take minutes to compile."""
+    parts: tuple[str, ...] = ("test",)
+    """Of all cases: one process each."""
+
+
+FAMILIES = {
+    "row_norm": Cases(
+        "(test_forward or test_backward) and (-64- or -1025-)",
+        "(test_forward or test_backward) and (-64- or rms-1025) or test_wide_rows or test_cast_orders"
+        " or centred or mask_past or threshold or bad_values or dropped or 2_to_the_31 or operators",
+        ("test_forward or test_backward", "not test_forward and not test_backward"),
+    ),
+    "softmax": Cases(
+        "(test_forward or test_backward) and (64- or 1025-) or test_mask_gradient_widths and f32 or hidden_columns",
+        "(test_forward or test_backward) and (64- or 1025-) or wide-row and (test_masks or test_mask_gradient)"
+        " or dropped or hidden_columns or without_a_visible or bad_values or 2_to_the_31",
+        ("test_mask", "not test_mask"),
+    ),
+    "adam": Cases("test_dtypes or test_tensors_groups or (test_sizes and 129)", ""),
+    "cross_entropy": Cases(
+        "test_losses and many and (-3- or -100-) or special_rows and one and f32",
+        "test_losses and (-64- or -100-) or special_rows and f32",
+    ),
+    "glu": Cases(
+        "test_widths and (64-f32 or 1030-bf16) or test_one_gradient and True-False or test_partition",
+        "not 2_to_the_31",
+    ),
+    "rotary": Cases(
+        "D6-4 or test_one_of_the_two",
+        # Both forms of a pair, columns that are copied, sizes that are no multiples of a tile's.
+        "test_every_width_and_dtype and f32 and (D6-4 or D80-20) or special_values or beside_the_result",
+    ),
+}
+EACH_PART = pytest.mark.parametrize(
+    ("family", "part"),
+    [
+        pytest.param(family, part, id=f"{family}-{i}")
+        for family, cases in FAMILIES.items()
+        for i, part in enumerate(cases.parts)
+    ],
+)
+
+
+def file_of(family: str) -> Path:
+    pytest.importorskip("triton")
+    return Path(__file__).with_name(f"triton_{family}_cases.py")
+
+
+@pytest.mark.promise("adam bits")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_interpreted_quickly(family: str) -> None:
+    run_cases(file_of(family), INTERPRET, FAMILIES[family].quick)
+
+
+@pytest.mark.promise("adam bits")
+@pytest.mark.slow
+@EACH_PART
+def test_the_rest_interpreted(family: str, part: str) -> None:
+    run_cases(file_of(family), INTERPRET, f"({part}) and not ({FAMILIES[family].quick})")
+
+
+@pytest.mark.promise("T6")
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled(family: str) -> None:
+    run_emulated(file_of(family), FAMILIES[family].compiled)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@EACH_PART
+def test_on_the_gpu(family: str, part: str) -> None:
+    run_cases(file_of(family), COMPILE, part)
+
+
+@pytest.mark.parametrize(
+    ("triton_version", "numpy_version", "fault"),
+    [
+        ("3.2.0", "2.3.5", ""),
+        ("3.6.0", "2.4.0rc1", "the interpreter of triton 3.6.0 needs NumPy below 2.4, got 2.4.0rc1"),
+        ("3.7.0", "2.4.6", ""),
+        ("3.10.0+git1", "2.10.0", ""),
+    ],
+)
+def test_numpy_that_the_interpreter_cannot_use(
+    triton_version: str, numpy_version: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel whose loops end at loaded numbers raised a TypeError."""
+    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", triton_version)
+    monkeypatch.setattr(pytest.importorskip("numpy"), "__version__", numpy_version)
+    assert interpreter_fault() == fault
+
+
+@pytest.mark.slow
+def test_unavailable_in_plain_words() -> None:
+    """Needs a process of its own as well: this one may be interpreting, and has imported Triton."""
+    script = """
+import sys, torch
+before = "triton" in sys.modules
+import onetrip.kernels
+assert before or "triton" not in sys.modules, "importing onetrip.kernels imports triton"
+assert "TRITON_INTERPRET=1" in onetrip.kernels.unavailable_reason(torch.device("cpu"))
+assert "no usable CUDA device" in onetrip.kernels.unavailable_reason(torch.device("cuda"))
+sys.modules["triton"] = None
+assert "triton cannot be imported" in onetrip.kernels.unavailable_reason(torch.device("cpu"))
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    outcome = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr
