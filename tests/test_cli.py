@@ -73,12 +73,14 @@ def test_anatomy_json_is_all_of_standard_output(run, tmp_path):
     assert steps["eager"]["saved_activations"] > steps["patched"]["saved_activations"]
 
 
+@pytest.mark.slow
 def test_anatomy_tables(run):
     result = run("anatomy", "tiny-gpt2", *FAST)
     assert result.exit_code == 0
     assert "saved activations" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [["--fits", "16GB"], ["--gpu", "A100-40GB"], ["--predict-only"]])
 def test_anatomy_without_running(run, asked):
     result = run("anatomy", "tiny-gpt2", *FAST, "--columns", "eager,", *asked)

@@ -95,6 +95,7 @@ def test_a_named_gpu_gets_fits_traffic_and_a_bound(on_gpu):
     assert described["bound"]["step"] == patched.bound.step
 
 
+@pytest.mark.slow
 def test_fused_operators_are_in_the_traffic(on_gpu):
     eager, patched, _ = (column.predicted.traffic.by_operator() for column in on_gpu.columns.values())
     assert {"onetrip::row_norm", "onetrip::row_norm_backward"} <= patched.keys()

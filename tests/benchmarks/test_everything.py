@@ -317,6 +317,7 @@ def test_without_a_source_tree_the_gpu_tests_say_what_is_missing(gpu, tmp_path):
 # Results of the parts of a suite, put together; and the command itself.
 
 
+@pytest.mark.slow
 def test_real_parts_and_the_report(tmp_path):
     command = [sys.executable, "-m", "onetrip.benchmarks", "--everything", "--quick", "--device=cpu"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}

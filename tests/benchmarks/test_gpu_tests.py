@@ -63,6 +63,7 @@ gpu_tests._context_is_broken = lambda: broken
 """
 
 
+@pytest.mark.slow
 def test_gpu_tests_outlive_what_breaks_and_go_on_where_they_stopped(tmp_path, capsys):
     tree, output = tmp_path / "tree", tmp_path / "output"
     (tree / "tests").mkdir(parents=True)

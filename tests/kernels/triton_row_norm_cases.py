@@ -22,7 +22,7 @@ from onetrip.reference.philox import philox as reference_philox
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, BackwardOperands, Dtypes, Operands, RowNormPlan
 from pairwise import pairwise
 from torch import Tensor
-from triton_runner import DEVICE, EMULATED, INTERPRETED
+from triton_runner import DEVICE, EMULATED, INTERPRETED, expanded, odd_row_stride, offset_by_one
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 RNG = (0x0123456789ABCDEF, -5)
@@ -256,23 +256,11 @@ def test_centred_z(wide: bool, request: pytest.FixtureRequest) -> None:
     check_backward(randn(3, 200), None, z, None, rstd, None, None, plan, (F32, None, None, F32, F32))
 
 
-def _expanded(n_rows: int, n_cols: int) -> Tensor:
-    return randn(n_cols).expand(n_rows, n_cols)
-
-
-def _offset_by_one(n_rows: int, n_cols: int) -> Tensor:
-    return randn(n_rows * n_cols + 1)[1:].view(n_rows, n_cols)
-
-
-def _odd_row_stride(n_rows: int, n_cols: int) -> Tensor:
-    return randn(n_rows, n_cols + 7)[:, 3 : 3 + n_cols]
-
-
 def _packed(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-@pytest.mark.parametrize("make", [_expanded, _offset_by_one, _odd_row_stride], ids=lambda make: make.__name__[1:])
+@pytest.mark.parametrize("make", [expanded, offset_by_one, odd_row_stride], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("n_cols", [63, 64])
 def test_strides(n_cols: int, make: Any) -> None:
     plan = plan_of(NORM_LAYER, F32, dropout_p=0.3)

@@ -19,7 +19,7 @@ from onetrip.reference.philox import keep_mask
 from onetrip.reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
 from pairwise import pairwise
 from torch import Tensor
-from triton_runner import DEVICE, EMULATED, INTERPRETED
+from triton_runner import DEVICE, EMULATED, INTERPRETED, expanded, odd_row_stride, offset_by_one
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INF, NAN = float("inf"), float("nan")
@@ -326,21 +326,9 @@ def test_backward_repeats_bit_for_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _expanded(n_rows: int, n_cols: int) -> Tensor:
-    return randn(n_cols).expand(n_rows, n_cols)
-
-
-def _offset_by_one(n_rows: int, n_cols: int) -> Tensor:
-    return randn(n_rows * n_cols + 1)[1:].view(n_rows, n_cols)
-
-
-def _odd_row_stride(n_rows: int, n_cols: int) -> Tensor:
-    return randn(n_rows, n_cols + 7)[:, 3 : 3 + n_cols]
-
-
 @in_both_tiles(
     n_cols={"22": 22, "21": 21, "24": 24},
-    make={make.__name__[1:]: make for make in (_expanded, _offset_by_one, _odd_row_stride)},
+    make={make.__name__: make for make in (expanded, offset_by_one, odd_row_stride)},
 )
 def test_same_bits_wherever_the_tensors_lie(n_cols: int, make: Any, tiles: str) -> None:
     """Of scores, dy and p; and of the mask, one element off."""
@@ -350,7 +338,7 @@ def test_same_bits_wherever_the_tensors_lie(n_cols: int, make: Any, tiles: str) 
     y, _ = check_forward(scores, shifted, layout)
     packed, _ = check_forward(scores.clone(memory_format=torch.contiguous_format), mask, layout)
     assert torch.equal(y, packed)
-    p = torch.empty_like(make(B * H * Q, n_cols)).copy_(y) if make is not _expanded else y
+    p = torch.empty_like(make(B * H * Q, n_cols)).copy_(y) if make is not expanded else y
     results = check_backward(dy, p, layout, (True, True))
     packed_results = check_backward(dy.clone(memory_format=torch.contiguous_format), packed, layout, (True, True))
     assert all(torch.equal(a, b) for a, b in zip(results, packed_results, strict=True))

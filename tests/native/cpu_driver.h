@@ -13,6 +13,9 @@
 
 namespace onetrip {
 
+// Twice as many float32 elements, or four times as many of two bytes, are streamed: an output of ONETRIP_STREAM_BYTES.
+constexpr int64_t kStreamed = ONETRIP_STREAM_BYTES / 8;
+
 // An array, aligned to a cache line or one element past one, as a storage offset leaves it; and a guard behind it,
 // which only streamed stores can reach: AddressSanitizer does not see those.
 class Array {

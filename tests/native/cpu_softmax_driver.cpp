@@ -93,11 +93,10 @@ int main() {
           cases.push_back({n_rows, n_cols, dtype, MaskType::kBFloat16, Sharing::kOuterRows, 3, 0, threshold, false});
           cases.push_back({n_rows, n_cols, dtype, MaskType::kFloat32, Sharing::kNoneShared, 0, 2, threshold, false});
         }
-  // Outputs of 8 MiB and more, which pass the caches.
-  const int64_t mega = int64_t{1} << 20;
+  // Outputs that pass the caches.
   cases.push_back(
-      {2 * mega / 1131 + 1, 1131, f, MaskType::kFloat32, Sharing::kInnerRows, 1, 0, uint64_t{1} << 30, true});
-  cases.push_back({4 * mega / 1029 + 1, 1029, b, MaskType::kBool, Sharing::kOneRow, 1, 512, 0, false});
+      {2 * kStreamed / 1131 + 1, 1131, f, MaskType::kFloat32, Sharing::kInnerRows, 1, 0, uint64_t{1} << 30, true});
+  cases.push_back({4 * kStreamed / 1029 + 1, 1029, b, MaskType::kBool, Sharing::kOneRow, 1, 512, 0, false});
   // A bfloat16 may round to either side: 2^-7. Sums over many rows add up.
   return !levels_agree(cases, run, [](const Case& c) { return c.dtype == DType::kFloat32 ? 1e-4 : 1e-2; });
 }

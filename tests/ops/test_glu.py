@@ -6,6 +6,7 @@ import pytest
 import torch
 from glu_cases import ACTIVATIONS, DTYPES, short, unfused
 from onetrip import ops, use_backend
+from pairwise import pairwise
 from targets import TARGETS, Target, needs
 from tolerances import assert_bitwise, assert_like_torch, assert_ulps
 from torch import Tensor
@@ -181,9 +182,7 @@ def test_layout_changes_no_bit(target, layout):
 PERMUTED = {"heads": (0, 2, 1, 3), "columns": (0, 1, 3, 2), "channels_last": (0, 3, 1, 2), "reversed": (3, 2, 1, 0)}
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled", "fake"])
-@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32)], ids=["f32", "mixed"])
-@pytest.mark.parametrize("order", PERMUTED.values(), ids=PERMUTED.keys())
+@pairwise(way=["eager", "compiled", "fake"], dtypes={"f32": (F32, F32), "mixed": (BF16, F32)}, order=PERMUTED)
 def test_the_result_of_a_permuted_input_has_its_layout_as_torchs_has(target, order, dtypes, way):
     """Code after it views the result through the inverse permutation, which raises for another layout."""
     memory, others = (randn(2, 4, 6, 8, device=target.device, dtype=dtype) for dtype in dtypes)

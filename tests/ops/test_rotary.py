@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 import torch
@@ -87,33 +88,14 @@ class TestTransformers:
         for our, their in zip(*pairs, strict=True):
             assert torch.equal(our, their)
 
-    def test_llama(self, target, dtype):
-        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-        q, k, angles, grads = self.operands(target, dtype)
+    @pytest.mark.parametrize(("model", "width"), [("llama", ()), ("gpt_neox", (80, 20))], ids=["llama", "gpt_neox"])
+    def test_halves(self, model, width, target, dtype):
+        """Of all columns, and of some."""
+        unfused = import_module(f"transformers.models.{model}.modeling_{model}").apply_rotary_pos_emb
+        q, k, angles, grads = self.operands(target, dtype, *width)
         angles = torch.cat((angles, angles), -1)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        self.check(
-            lambda q, k: ops.rotary_embedding(q, k, cos, sin),
-            lambda q, k: apply_rotary_pos_emb(q, k, cos, sin),
-            q,
-            k,
-            grads,
-        )
-
-    def test_gpt_neox_partial(self, target, dtype):
-        from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
-
-        q, k, angles, grads = self.operands(target, dtype, 80, 20)
-        angles = torch.cat((angles, angles), -1)
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        self.check(
-            lambda q, k: ops.rotary_embedding(q, k, cos, sin),
-            lambda q, k: apply_rotary_pos_emb(q, k, cos, sin),
-            q,
-            k,
-            grads,
-        )
+        self.check(lambda q, k: ops.rotary_embedding(q, k, cos, sin), lambda q, k: unfused(q, k, cos, sin), q, k, grads)
 
     def test_glm_interleaved_partial(self, target, dtype):
         from transformers.models.glm.modeling_glm import apply_rotary_pos_emb

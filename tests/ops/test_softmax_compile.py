@@ -46,7 +46,7 @@ def test_opcheck(case):
     torch.library.opcheck(torch.ops.onetrip.softmax_backward.default, args)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiles_without_a_break_to_the_same_bits(backend):
     scores = torch.randn(2, 3, 5, 7, requires_grad=True)
     bias = torch.randn(3, 5, 7, requires_grad=True)

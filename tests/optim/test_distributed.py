@@ -90,6 +90,7 @@ def test_two_ranks(tmp_path):
 
 @pytest.mark.promise("C7")
 @fsdp2_on_cpu
+@pytest.mark.slow
 def test_four_ranks_then_two_then_one(tmp_path):
     """C7: shards that are uneven at every world size; parameters bit for bit, states but for blocks that were cut."""
     results = []

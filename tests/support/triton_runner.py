@@ -54,3 +54,16 @@ def run_emulated(file: Path, selection: str = "") -> None:
     ]
     assert all(Path(library).is_absolute() for library in libraries), libraries
     run_cases(file, EMULATE | {"LD_PRELOAD": " ".join(libraries)}, selection)
+
+
+def expanded(n_rows: int, n_cols: int) -> torch.Tensor:
+    """Random float32, as the two below: rows that are one row."""
+    return torch.randn(n_cols, device=DEVICE).expand(n_rows, n_cols)
+
+
+def offset_by_one(n_rows: int, n_cols: int) -> torch.Tensor:
+    return torch.randn(n_rows * n_cols + 1, device=DEVICE)[1:].view(n_rows, n_cols)
+
+
+def odd_row_stride(n_rows: int, n_cols: int) -> torch.Tensor:
+    return torch.randn(n_rows, n_cols + 7, device=DEVICE)[:, 3 : 3 + n_cols]
