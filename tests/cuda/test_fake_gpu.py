@@ -111,7 +111,7 @@ main()
 
 
 def test_the_self_check_of_every_backend(gpu: dict[str, str]) -> None:
-    output = run(gpu, sys.executable, "-c", SELF_CHECK)
+    output = " ".join(run(gpu, sys.executable, "-c", SELF_CHECK).split())  # a narrow table's title takes two lines
     backends = ["cpu on cpu", "cuda on cuda:0", "reference on cuda:0"]
     for backend in [*backends, *([] if triton_machine_missing() else ["triton on cuda:0"])]:
         assert f"Self-check of {backend}" in output

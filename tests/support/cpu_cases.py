@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from contextlib import redirect_stdout
+from io import StringIO
 
 import torch
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
@@ -50,14 +48,13 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
 
 def assert_any_number_of_threads_prints_the_same(code: str) -> None:
     """code: a program, which may import what lies beside this file."""
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "OMP_NUM_THREADS": str(n), "PYTHONPATH": str(Path(__file__).parent)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for n in (1, 2, 3)
-    }
-    assert len(outputs) == 1
+    before, outputs = torch.get_num_threads(), set()
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            with redirect_stdout(StringIO()) as output:
+                exec(code, {})
+            outputs.add(output.getvalue())
+    finally:
+        torch.set_num_threads(before)
+    assert len(outputs) == 1 and outputs.pop()
