@@ -10,6 +10,26 @@ namespace {
 ONETRIP_INLINE F select(U mask, F a, F b) { return (F)select(mask, (U)a, (U)b); }
 ONETRIP_INLINE F negative_magnitude(F x) { return (F)((U)x | 0x80000000u); }
 
+// e^x of x <= 0 as exp_nonpositive, where T is what it is computed from or for. In half precision within 2^-22: ln 2 in
+// one part, and a polynomial of one degree less.
+template <class T>
+ONETRIP_INLINE F exp_nonpositive_for(F x) {
+  if constexpr (kIsFloat32<T>) {
+    return exp_nonpositive(x);
+  } else {
+    x = larger_number(splat(-88.0f), x);
+    const F magic = splat(0x1.8p23f + 127.0f);
+    const F shifted = mul_add(x, splat(0x1.715476p0f), magic);
+    const F r = mul_add(shifted - magic, splat(-0x1.62e430p-1f), x);
+    F e = mul_add(r, splat(0x1.10adb6p-7f), splat(0x1.572ad4p-5f));
+    e = mul_add(e, r, splat(0x1.555722p-3f));
+    e = mul_add(e, r, splat(0x1.fffdfcp-2f));
+    e = mul_add(e, r, splat(1.0f));
+    e = mul_add(e, r, splat(1.0f));
+    return e * (F)((U)shifted << 23);
+  }
+}
+
 // 1 / (1 + e^-x), and what is missing from 1: 1 / (1 + e^x). Within 3 units in the last place; 0 and 1 from
 // |x| = 88 on.
 struct Logistic {

@@ -97,6 +97,19 @@ def test_special_rows(level, dtype):
     assert native.forward(hidden, torch.zeros(2, dtype=torch.int64), plan).loss.isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=DTYPE_IDS.get)
+def test_rows_whose_exponentials_are_not_kept(level, dtype):
+    check((3.0 * normal(2, 66000)).to(dtype), PLANS["plain"])
+
+
+@pytest.mark.parametrize("weight", [torch.nan, -torch.nan, torch.inf])
+def test_a_weight_that_is_not_finite_reaches_the_gradient(level, weight):
+    weights = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(F32) if weight != weight else torch.tensor([weight])
+    logits = normal(1, 200).to(BF16)
+    native.forward_backward_(logits, torch.tensor([3]), weights, None, PLANS["plain"])
+    assert not logits.isfinite().any()
+
+
 def test_levels_with_fma_agree(level):
     if level != "avx2" or not library.set_cpu_level("avx512"):
         pytest.skip("needs both AVX2 and AVX-512")
