@@ -375,11 +375,6 @@ py::object cross_entropy(int dtype, int64_t ignore_index, double label_smoothing
   return make_function<launch_cross_entropy>(args);
 }
 
-int64_t row_norm_workspace(int device, int64_t n_rows, int64_t n_cols, int n_wanted) {
-  return device < 0 ? onetrip::row_norm_workspace_cpu(n_rows, n_cols, n_wanted)
-                    : onetrip::row_norm_workspace_cuda(n_rows, n_cols, n_wanted);
-}
-
 template <typename T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
@@ -387,6 +382,16 @@ T* pointer(uintptr_t address) {
 
 // (lr, beta1, beta2, eps, weight_decay, decoupled, maximize, address of lr or 0)
 using AdamGroupNumbers = std::tuple<double, double, double, double, double, bool, bool, uintptr_t>;
+int add_to_sums(uintptr_t nearest, uintptr_t rest, uintptr_t terms, int64_t n, bool is_first) {
+  return onetrip::add_to_sums_cpu(
+      {n, pointer<void>(nearest), pointer<int16_t>(rest), pointer<const void>(terms), is_first});
+}
+
+int64_t row_norm_workspace(int device, int64_t n_rows, int64_t n_cols, int n_wanted) {
+  return device < 0 ? onetrip::row_norm_workspace_cpu(n_rows, n_cols, n_wanted)
+                    : onetrip::row_norm_workspace_cuda(n_rows, n_cols, n_wanted);
+}
+
 // (param_dtype, grad_dtype, is_8bit, first_chunk, n_chunks)
 using AdamKindNumbers = std::tuple<int, int, bool, int64_t, int64_t>;
 
@@ -446,6 +451,8 @@ PYBIND11_MODULE(_native, module) {
   module.def("cross_entropy", &cross_entropy, "A launcher of losses and gradients on the CPU, for these numbers.");
   module.def(
       "kept_labels",
+  module.def("add_to_sums", &add_to_sums, py::call_guard<py::gil_scoped_release>(),
+             "Adds n bfloat16 numbers to float32 sums in two parts; by address: bfloat16 parts, int16 parts, numbers.");
       [](uintptr_t labels, int64_t n_rows, int64_t n_classes, int64_t ignore_index) {
         return onetrip::kept_labels(reinterpret_cast<const int64_t*>(labels), n_rows, n_classes, ignore_index);
       },

@@ -267,6 +267,17 @@ int64_t kept_labels(const int64_t* labels, int64_t n_rows, int64_t n_classes, in
 int cross_entropy_cpu(const CrossEntropy& args);  // no CUDA kernel: Triton's moves the same bytes
 
 int adam_step_cpu(const AdamStep& args);
+// sums += terms, of n numbers. A sum is float32 in two parts: the bfloat16 nearest to it (of two the larger one), and
+// by how many units of float32 it is larger than that.
+struct AddToSums {
+  int64_t n;
+  void* nearest;      // [n] bfloat16
+  int16_t* rest;      // [n]
+  const void* terms;  // [n] bfloat16
+  bool is_first;      // rest is not read: zeros
+};
+int add_to_sums_cpu(const AddToSums& args);
+
 int rotary_cpu(const Rotary& args);  // no CUDA kernel: Triton's moves the same bytes
 int adam_step_cuda(const AdamStep& args, int device, void* stream);
 

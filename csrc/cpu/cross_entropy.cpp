@@ -48,6 +48,8 @@ struct Values : Kept {
   static constexpr bool kAreExponentials = false, kAreValues = true;
 };
 
+typedef int16_t Rest __attribute__((vector_size(kWidth * 2)));
+
 ONETRIP_INLINE void keep(float* to, F v) { store(to, v, All{}); }
 ONETRIP_INLINE void keep(float* to, Pair v) { keep(to, v.even), keep(to + kWidth, v.odd); }
 
@@ -236,6 +238,24 @@ int cross_entropy(const CrossEntropy& args) {
       } else {
         cross_entropy_rows<T, false>(args, first, end, streams, kept);
       }
+    });
+  });
+}
+
+// Rounding to the nearest adds half of bfloat16's last place and cuts: what is cut, less that half, is the rest. A NaN
+// has no low bits (its terms are bfloat16) that the half could carry.
+int add_to_sums(const AddToSums& args) {
+  constexpr int64_t kTaskTerms = kTaskElements * 4;
+  auto* nearest = static_cast<BFloat16*>(args.nearest);
+  const auto* terms = static_cast<const BFloat16*>(args.terms);
+  return run_tasks((args.n + kTaskTerms - 1) / kTaskTerms, args.n, kWidth, [&](int64_t task, float*) {
+    const int64_t end = smaller((task + 1) * kTaskTerms, args.n);
+    for_columns<2>(task * kTaskTerms, end, [&](int64_t c, auto lanes, int) {
+      F before = load(nearest + c, lanes);
+      if (!args.is_first) before = (F)((U)before + __builtin_convertvector((Rest)load_bits(args.rest + c, lanes), U));
+      const U sum = (U)(before + load(terms + c, lanes)), half = splat_bits(0x8000u);
+      store_bits(nearest + c, __builtin_convertvector((sum + half) >> 16, H), lanes);
+      store_bits(args.rest + c, __builtin_convertvector(((sum + half) & 0xFFFFu) - half, H), lanes);
     });
   });
 }

@@ -21,6 +21,7 @@ struct Level {
   int (*softmax_backward)(const SoftmaxBackward&);
   int (*adam_step)(const AdamStep&);
   int (*cross_entropy)(const CrossEntropy&);
+  int (*add_to_sums)(const AddToSums&);
   int (*rotary)(const Rotary&);
   int (*glu_forward)(const GluForward&);
   int (*glu_backward)(const GluBackward&);
@@ -37,18 +38,19 @@ bool has_avx512() {
 const Level kLevels[] = {
 #if defined(ONETRIP_HAVE_X86_LEVELS)
     {"avx512vbmi", avx512::row_norm_forward, avx512::row_norm_backward, avx512::softmax_forward,
-     avx512::softmax_backward, avx512vbmi::adam_step, avx512::cross_entropy, avx512::rotary, avx512::glu_forward,
-     avx512::glu_backward, [] { return has_avx512() && __builtin_cpu_supports("avx512vbmi"); }},
+     avx512::softmax_backward, avx512vbmi::adam_step, avx512::cross_entropy, avx512::add_to_sums, avx512::rotary,
+     avx512::glu_forward, avx512::glu_backward, [] { return has_avx512() && __builtin_cpu_supports("avx512vbmi"); }},
     {"avx512", avx512::row_norm_forward, avx512::row_norm_backward, avx512::softmax_forward, avx512::softmax_backward,
-     avx512::adam_step, avx512::cross_entropy, avx512::rotary, avx512::glu_forward, avx512::glu_backward, has_avx512},
+     avx512::adam_step, avx512::cross_entropy, avx512::add_to_sums, avx512::rotary, avx512::glu_forward,
+     avx512::glu_backward, has_avx512},
     // F16C is not asked for: every CPU with AVX2 and FMA has it, and older compilers do not know its name.
     {"avx2", avx2::row_norm_forward, avx2::row_norm_backward, avx2::softmax_forward, avx2::softmax_backward,
-     avx2::adam_step, avx2::cross_entropy, avx2::rotary, avx2::glu_forward, avx2::glu_backward,
+     avx2::adam_step, avx2::cross_entropy, avx2::add_to_sums, avx2::rotary, avx2::glu_forward, avx2::glu_backward,
      [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
     {"baseline", baseline::row_norm_forward, baseline::row_norm_backward, baseline::softmax_forward,
-     baseline::softmax_backward, baseline::adam_step, baseline::cross_entropy, baseline::rotary, baseline::glu_forward,
-     baseline::glu_backward, [] { return true; }},
+     baseline::softmax_backward, baseline::adam_step, baseline::cross_entropy, baseline::add_to_sums, baseline::rotary,
+     baseline::glu_forward, baseline::glu_backward, [] { return true; }},
 };
 
 const Level* best_level() {
@@ -149,6 +151,11 @@ int cross_entropy_cpu(const CrossEntropy& args) {
     *args.total = static_cast<float>(total / static_cast<double>(args.divisor));
   }
   return code;
+}
+
+int add_to_sums_cpu(const AddToSums& args) {
+  if (args.is_first) ask_for_huge_pages(args.rest, args.n, DType::kBFloat16);
+  return current_level.load()->add_to_sums(args);
 }
 
 int64_t kept_labels(const int64_t* labels, int64_t n_rows, int64_t n_classes, int64_t ignore_index) {

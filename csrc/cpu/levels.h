@@ -23,6 +23,7 @@ MaskPartition mask_partition(int64_t n_rows, int64_t n_cols, const MaskRows& mas
 
 namespace baseline {
 int cross_entropy(const CrossEntropy& args);
+int add_to_sums(const AddToSums& args);
 int rotary(const Rotary& args);
 int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);
@@ -34,6 +35,7 @@ int adam_step(const AdamStep& args);
 }  // namespace baseline
 namespace avx2 {
 int cross_entropy(const CrossEntropy& args);
+int add_to_sums(const AddToSums& args);
 int rotary(const Rotary& args);
 int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);
@@ -45,6 +47,7 @@ int adam_step(const AdamStep& args);
 }  // namespace avx2
 namespace avx512 {
 int cross_entropy(const CrossEntropy& args);
+int add_to_sums(const AddToSums& args);
 int rotary(const Rotary& args);
 int row_norm_forward(const RowNormForward& args);
 int row_norm_backward(const RowNormBackward& args);

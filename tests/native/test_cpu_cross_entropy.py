@@ -110,6 +110,27 @@ def test_a_weight_that_is_not_finite_reaches_the_gradient(level, weight):
     assert not logits.isfinite().any()
 
 
+@pytest.mark.parametrize("n", [1, 31, 64, 70000])
+def test_sums_in_two_parts_are_those_of_float32(level, n):
+    nearest, rest = normal(n).to(BF16), torch.full((n,), -1, dtype=torch.int16)
+    exact = nearest.float()
+    for seed in range(1, 6):
+        terms = (normal(n, seed=seed) * 10.0**-seed).to(BF16)
+        native.add_to_sums(nearest, rest, terms, seed == 1)
+        exact += terms.float()
+        whole = (nearest.view(torch.int16).int() << 16) + rest.int()
+        assert_bitwise(whole.view(F32), exact)
+        assert ((nearest.double() - exact.double()).abs() <= (exact.to(BF16).double() - exact.double()).abs()).all()
+
+
+def test_sums_in_two_parts_of_special_values(level):
+    nearest = torch.tensor([torch.inf, torch.inf, torch.nan, 3.38e38, -0.0, 1.0]).to(BF16)
+    terms = torch.tensor([1.0, -torch.inf, 1.0, 3.38e38, -0.0, torch.nan]).to(BF16)
+    rest, exact = torch.zeros(6, dtype=torch.int16), nearest + terms
+    native.add_to_sums(nearest, rest, terms, False)
+    assert torch.equal(nearest.isnan(), exact.isnan()) and torch.equal(nearest.nan_to_num(), exact.nan_to_num())
+
+
 def test_levels_with_fma_agree(level):
     if level != "avx2" or not library.set_cpu_level("avx512"):
         pytest.skip("needs both AVX2 and AVX-512")

@@ -95,7 +95,8 @@ def linear_cross_entropy(
 
     hidden: (*, n_hidden), float32, float16, bfloat16 or float64; weight: (n_classes, n_hidden) and bias: (n_classes,)
     of the same dtype (under autocast they are cast to its dtype). labels: (*) int64. ignore_index to reduction: as in
-    cross_entropy. chunk_rows: rows whose logits exist at once; None: so that these take about 64 MB.
+    cross_entropy. chunk_rows: rows whose logits exist at once; None: so that these take about 64 MB, for bfloat16 on a
+    CPU 16 to 64 MB.
     On a CPU rows with ignored labels are dropped before the matrix product. On a GPU their number is not known without
     waiting for it: all rows are multiplied, and nothing is synchronized.
 

@@ -18,7 +18,9 @@ from . import cross_entropy_native
 from .common.backends import formulas
 
 _CHUNK_BYTES = 64 << 20
-_CLASSES_AT_ONCE = 8192  # of a half-precision product that is added to a float32 gradient: bounds its temporary
+_CHUNK_BYTES_WITH_SUMS = 16 << 20  # of bfloat16 on a CPU, where this is _CHUNK_ROWS or more
+_CHUNK_ROWS = 256  # fewer, and passes over the gradient of weight take longer than what they add
+_PRODUCT_BYTES = 2 << 20  # of a half-precision product that is added to a float32 gradient
 
 Wants = tuple[bool, bool, bool]
 """Whether the gradients of hidden, weight and bias are wanted."""
@@ -54,8 +56,18 @@ class Linear(NamedTuple):
 
 
 def rows_per_chunk(hidden: Tensor, weight: Tensor) -> int:
-    """As many as have logits of about 64 MB."""
-    return max(1, _CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))
+    """As many as have logits of about 64 MB; of bfloat16 on a CPU, where that would be most of the peak, as many as the
+    sums of the products need to be fast, of 16 to 64 MB."""
+    row_bytes = weight.shape[0] * hidden.element_size()
+    if hidden.dtype == torch.bfloat16 and hidden.device.type == "cpu":
+        return max(1, min(_CHUNK_BYTES // row_bytes, max(_CHUNK_ROWS, _CHUNK_BYTES_WITH_SUMS // row_bytes)))
+    return max(1, _CHUNK_BYTES // row_bytes)
+
+
+def _logits(call: Linear, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+    if call.bias is None:
+        return torch.mm(hidden, call.weight.t(), out=out)
+    return torch.addmm(call.bias, hidden, call.weight.t(), out=out)
 
 
 class _Chunk(NamedTuple):
@@ -104,28 +116,28 @@ class _Kept:
         for first in range(0, self.n_rows, size):
             rows = slice(first, min(first + size, self.n_rows))
             hidden, logits = self.take(call.hidden, rows), _part(buffer, slice(0, rows.stop - first))
-            if call.bias is None:
-                torch.mm(hidden, call.weight.t(), out=logits)
-            else:
-                torch.addmm(call.bias, hidden, call.weight.t(), out=logits)
+            _logits(call, hidden, logits)
             do(_Chunk(rows, hidden, _part(self.labels, rows), logits))
 
 
 class _Sums:
     """The gradients, chunk by chunk. Those of weight and bias are summed in float32 (float64); that of weight is one
-    product, and needs no sum, where there is one chunk. scale: what the gradients of weight and bias are multiplied by,
-    before they are rounded."""
+    product, and needs no sum, where there is one chunk. A native sum of bfloat16 has two parts (add_to_sums): the
+    gradient itself, and what is missing from it, half the bytes of a float32. scale: what the gradients of weight and
+    bias are multiplied by, before they are rounded."""
 
     def __init__(self, kept: _Kept, wants: Wants, scale: float = 1.0) -> None:
         hidden, weight, bias = kept.call.hidden, kept.call.weight, kept.call.bias
         sums = accumulator_dtype(weight.dtype)
         self.kept, self.scale, self.is_first = kept, scale, True
         self.dhidden = self.dweight = self.dbias = None
+        self.rest: Tensor | None = None
+        self.is_in_parts = weight.dtype == torch.bfloat16 and kept.call.backend == "cpu"
         if wants[0]:
             make = torch.empty if kept.index is None else torch.zeros
             self.dhidden = make(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         if wants[1]:
-            dtype = sums if kept.n_chunks > 1 else weight.dtype
+            dtype = sums if kept.n_chunks > 1 and not self.is_in_parts else weight.dtype
             self.dweight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
         if wants[2] and bias is not None:
             self.dbias = torch.zeros(bias.shape, dtype=sums, device=bias.device)
@@ -139,18 +151,33 @@ class _Sums:
             else:
                 self.kept.put(self.dhidden, chunk.rows, dlogits @ self.kept.call.weight)
         if self.dweight is not None:
-            beta = 0 if self.is_first else 1
-            if self.dweight.dtype == dlogits.dtype:
+            if self.dweight.dtype == dlogits.dtype and (self.is_first or not self.is_in_parts):
+                beta = 0 if self.is_first else 1
                 self.dweight.addmm_(dlogits.t(), chunk.hidden, beta=beta, alpha=self.scale)
             else:
-                for sums, columns in zip(
-                    self.dweight.split(_CLASSES_AT_ONCE), dlogits.split(_CLASSES_AT_ONCE, dim=1), strict=True
-                ):
-                    product = columns.new_empty(sums.shape).addmm_(columns.t(), chunk.hidden, beta=0, alpha=self.scale)
-                    sums.copy_(product) if self.is_first else sums.add_(product)
+                self._add_products(self.dweight, chunk)
         if self.dbias is not None:
             self.dbias.add_(dlogits.sum(dim=0, dtype=self.dbias.dtype), alpha=self.scale)
         self.is_first = False
+
+    def _add_products(self, dweight: Tensor, chunk: _Chunk) -> None:
+        """The product for some classes at a time."""
+        n_classes, n_hidden = dweight.shape
+        size = min(n_classes, max(1, _PRODUCT_BYTES // (n_hidden * chunk.hidden.element_size())))
+        buffer = chunk.hidden.new_empty((size, n_hidden))
+        has_no_rest = self.rest is None
+        if self.is_in_parts and self.rest is None:
+            self.rest = torch.empty(dweight.shape, dtype=torch.int16)
+        for first in range(0, n_classes, size):
+            classes = slice(first, min(first + size, n_classes))
+            columns, product = chunk.logits[:, classes], _part(buffer, slice(0, classes.stop - first))
+            product.addmm_(columns.t(), chunk.hidden, beta=0, alpha=self.scale)
+            if self.rest is not None:
+                cross_entropy_native.add_to_sums(dweight[classes], self.rest[classes], product, has_no_rest)
+            elif self.is_first:
+                dweight[classes] = product
+            else:
+                dweight[classes].add_(product)
 
     def result(self) -> Gradients:
         weight, bias = self.kept.call.weight, self.kept.call.bias

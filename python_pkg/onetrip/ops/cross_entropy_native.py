@@ -38,6 +38,15 @@ def total(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, divisor: int) 
     return found, stats
 
 
+def add_to_sums(nearest: Tensor, rest: Tensor, terms: Tensor, is_first: bool) -> None:
+    """sums += terms (bfloat16), in float32. A sum is the bfloat16 nearest to it, and an int16: by how many units of
+    float32 it is larger. is_first: these are still to be written. All contiguous."""
+    addresses = (tensor.data_ptr() for tensor in (nearest, rest, terms))
+    code = native().add_to_sums(*addresses, terms.numel(), is_first)  # type: ignore[union-attr]
+    if code:
+        raise_error("linear_cross_entropy", terms, code)
+
+
 def forward(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, wants_entropy: bool = False) -> RowStatistics:
     """reference.cross_entropy.forward by the native library, for logits of last stride 1 and contiguous labels."""
     n_rows = logits.shape[0]
