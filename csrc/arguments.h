@@ -41,6 +41,14 @@ class Arguments {
     return reinterpret_cast<T*>(std::is_const_v<T> ? data_ptr_in_memory(value) : data_ptr(value));
   }
 
+  // The same of a tensor; of a float null, and the number.
+  template <typename T>
+  T* tensor_or(float& number) {
+    if (next_ != end_ && PyFloat_CheckExact(*next_))
+      return number = static_cast<float>(PyFloat_AS_DOUBLE(next())), nullptr;
+    return tensor<T>();
+  }
+
   // None; a pair of ints, of which the low 64 bits count; or an int64 tensor of both.
   void rng(Dropout& dropout) {
     PyObject* value = next();

@@ -337,7 +337,8 @@ py::object rotary(int dtype, int table_dtype, bool interleaved, bool inverse,
 }
 
 // n_rows, n_cols, logits, row stride, labels, loss, stats, has_stats, entropy, weights, weight_stride,
-// entropy_weights, dlogits, total, divisor.
+// entropy_weights, dlogits, total, divisor. weights may be one float. The losses of which the total is wanted follow
+// the stats where they are None: an allocation less.
 PyObject* launch_cross_entropy(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
   return returned([&] {
     onetrip::CrossEntropy call = state_of<onetrip::CrossEntropy>(plan);
@@ -351,13 +352,14 @@ PyObject* launch_cross_entropy(PyObject* plan, PyObject* const* values, Py_ssize
     call.stats = from.tensor<float>();
     call.has_stats = from.integer() != 0;
     call.entropy = from.tensor<float>();
-    call.weights = from.tensor<const float>();
+    call.weights = from.tensor_or<const float>(call.weight);
     call.weight_stride = from.integer();
     call.entropy_weights = from.tensor<const float>();
     call.dlogits = from.tensor<void>();
     call.total = from.tensor<float>();
     call.divisor = from.integer();
     from.end();
+    if (call.total && !call.loss) call.loss = call.stats + 2 * call.n_rows;
     py::gil_scoped_release without_gil;
     return onetrip::cross_entropy_cpu(call);
   });
@@ -380,8 +382,6 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// (lr, beta1, beta2, eps, weight_decay, decoupled, maximize, address of lr or 0)
-using AdamGroupNumbers = std::tuple<double, double, double, double, double, bool, bool, uintptr_t>;
 int add_to_sums(uintptr_t nearest, uintptr_t rest, uintptr_t terms, int64_t n, bool is_first) {
   return onetrip::add_to_sums_cpu(
       {n, pointer<void>(nearest), pointer<int16_t>(rest), pointer<const void>(terms), is_first});
@@ -392,6 +392,8 @@ int64_t row_norm_workspace(int device, int64_t n_rows, int64_t n_cols, int n_wan
                     : onetrip::row_norm_workspace_cuda(n_rows, n_cols, n_wanted);
 }
 
+// (lr, beta1, beta2, eps, weight_decay, decoupled, maximize, address of lr or 0)
+using AdamGroupNumbers = std::tuple<double, double, double, double, double, bool, bool, uintptr_t>;
 // (param_dtype, grad_dtype, is_8bit, first_chunk, n_chunks)
 using AdamKindNumbers = std::tuple<int, int, bool, int64_t, int64_t>;
 
@@ -449,10 +451,10 @@ PYBIND11_MODULE(_native, module) {
   module.def("glu_backward", &glu_backward, "A launcher of the backward pass, for these dtypes and this activation.");
   module.def("glu_workspace", &onetrip::glu_workspace_cpu, "Floats of workspace that the bias's gradient needs.");
   module.def("cross_entropy", &cross_entropy, "A launcher of losses and gradients on the CPU, for these numbers.");
-  module.def(
-      "kept_labels",
   module.def("add_to_sums", &add_to_sums, py::call_guard<py::gil_scoped_release>(),
              "Adds n bfloat16 numbers to float32 sums in two parts; by address: bfloat16 parts, int16 parts, numbers.");
+  module.def(
+      "kept_labels",
       [](uintptr_t labels, int64_t n_rows, int64_t n_classes, int64_t ignore_index) {
         return onetrip::kept_labels(reinterpret_cast<const int64_t*>(labels), n_rows, n_classes, ignore_index);
       },
@@ -471,6 +473,9 @@ PYBIND11_MODULE(_native, module) {
              "A function of x, residual and vectors: the code of their dtypes where they fit, else -1.");
   module.def("rotary_reader", &operands_reader<onetrip::rotary_operands>,
              "A function of q, k, cos and sin: the code of their dtypes where they fit, else -1.");
+  module.def(
+      "labels_reader", &operands_reader<onetrip::labels_of_operands>,
+      "A function of ignore_index, labels and logits, or hidden, weight, bias: kept_labels where they fit, else -1.");
   module.def("cpu_level", &onetrip::cpu_level,
              "The instruction set that CPU kernels use: avx512vbmi, avx512, avx2 or baseline.");
   module.def("set_cpu_level", &onetrip::set_cpu_level, "Force a lower level; False where it is not there.");

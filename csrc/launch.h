@@ -172,10 +172,11 @@ struct CrossEntropy {
   float* loss;                   // [n_rows]; null: not wanted
   float* stats;                  // [n_rows, 2]: the largest t, and lse less it; null: not wanted
   float* entropy;                // [n_rows]; null: not wanted
-  const float* weights;          // [n_rows], or one number (weight_stride 0); null exactly where dlogits is null
+  const float* weights;          // [n_rows], or one number (weight_stride 0); null: `weight` for each row
   const float* entropy_weights;  // [n_rows]; null: zeros. Not with has_stats
   void* dlogits;                 // [n_rows, n_cols] dtype, contiguous; may be logits; null: not wanted
   float* total;                  // one number: the sum of loss over divisor, added up in double; null: not wanted
+  float weight;
   int64_t divisor;
   int64_t logits_row_stride, weight_stride;
   bool has_stats;  // stats are read, not written; no loss and no entropy then
@@ -266,7 +267,6 @@ int64_t glu_workspace_cpu(int64_t n_rows, int64_t n_cols);  // floats, for dbias
 int64_t kept_labels(const int64_t* labels, int64_t n_rows, int64_t n_classes, int64_t ignore_index);
 int cross_entropy_cpu(const CrossEntropy& args);  // no CUDA kernel: Triton's moves the same bytes
 
-int adam_step_cpu(const AdamStep& args);
 // sums += terms, of n numbers. A sum is float32 in two parts: the bfloat16 nearest to it (of two the larger one), and
 // by how many units of float32 it is larger than that.
 struct AddToSums {
@@ -278,6 +278,7 @@ struct AddToSums {
 };
 int add_to_sums_cpu(const AddToSums& args);
 
+int adam_step_cpu(const AdamStep& args);
 int rotary_cpu(const Rotary& args);  // no CUDA kernel: Triton's moves the same bytes
 int adam_step_cuda(const AdamStep& args, int device, void* stream);
 

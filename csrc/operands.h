@@ -116,6 +116,41 @@ PyObject* rotary_operands(PyObject* reader, PyObject* const* values, Py_ssize_t 
   return returned([&] { return rotary_code(state_of<TensorReader>(reader), values, n); });
 }
 
+// Of ignore_index, labels, and logits; or ignore_index, labels, hidden, weight and bias (None: none): whether they are
+// tensors of these two types on the CPU, contiguous, not empty and not negated; labels of int64, each a class or
+// ignore_index; the others of one DType; and their shapes fit. If so how many labels are not ignore_index. Else -1.
+int64_t labels_code(const TensorReader& reader, PyObject* const* values, Py_ssize_t n) {
+  if (n != 3 && n != 5)
+    throw py::type_error("cross-entropy operands are ignore_index, labels and logits or three more");
+  const int64_t ignore_index = PyLong_AsLongLong(values[0]);
+  if (ignore_index == -1 && PyErr_Occurred()) return PyErr_Clear(), -1;
+  const auto is_plain = [&](PyObject* object, dlpack::Tensor& tensor, int n_dims) {
+    return reader.types.knows(object, &tensor) && tensor.device_type == dlpack::kCpu && tensor.n_dims == n_dims &&
+           !is_empty(tensor) && is_contiguous(tensor) && !is_negated(reader, object);
+  };
+  dlpack::Tensor labels{}, rows{}, weight{}, bias{};
+  if (!reader.types.reads(values[1], &labels) || !is_plain(values[1], labels, labels.n_dims)) return -1;
+  if (labels.type_code != dlpack::kInt || labels.type_bits != 64 || labels.type_lanes != 1) return -1;
+  if (!is_plain(values[2], rows, labels.n_dims + 1) || dtype_digit(rows) == 0) return -1;
+  int64_t n_rows = 1, n_classes = rows.sizes[labels.n_dims];
+  for (int i = 0; i < labels.n_dims; n_rows *= labels.sizes[i++])
+    if (labels.sizes[i] != rows.sizes[i]) return -1;
+  if (n == 5) {
+    if (!is_plain(values[3], weight, 2) || dtype_digit(weight) != dtype_digit(rows) || weight.sizes[1] != n_classes)
+      return -1;
+    n_classes = weight.sizes[0];
+    if (values[4] != Py_None &&
+        (!is_plain(values[4], bias, 1) || dtype_digit(bias) != dtype_digit(rows) || bias.sizes[0] != n_classes))
+      return -1;
+  }
+  const auto* data = reinterpret_cast<const int64_t*>(static_cast<const char*>(labels.data) + labels.byte_offset);
+  return kept_labels(data, n_rows, n_classes, ignore_index);
+}
+
+PyObject* labels_of_operands(PyObject* reader, PyObject* const* values, Py_ssize_t n) {
+  return returned([&] { return labels_code(state_of<TensorReader>(reader), values, n); });
+}
+
 // A rotation of tensors that rotary_operands knows, which say all of it.
 struct RotaryOfTensors {
   Rotary call;

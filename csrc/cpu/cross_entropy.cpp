@@ -124,7 +124,7 @@ struct Factors {
 };
 
 ONETRIP_INLINE Factors factors_of(const CrossEntropy& args, int64_t i, const RowSums& row) {
-  const float given = args.weights[i * args.weight_stride] * args.scale;
+  const float given = (args.weights ? args.weights[i * args.weight_stride] : args.weight) * args.scale;
   const float weight = given == given ? given : kNaN;  // of NaNs the one that store_rounded of a pair takes
   const float entropy_weight = args.entropy_weights ? args.entropy_weights[i] * args.scale : 0.0f;
   const float lse = row.largest + row.log_sum;

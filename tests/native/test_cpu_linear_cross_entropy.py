@@ -1,10 +1,12 @@
-"""How linear_cross_entropy gets its gradients."""
+"""How linear_cross_entropy gets its gradients, and which operands go to its kernels without Python's checks."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from onetrip import ops
+from onetrip.ops.common.native import readable_labels
 from tolerances import assert_ulps
 
 
@@ -17,3 +19,60 @@ def test_sums_of_many_chunks_of_bfloat16_lose_nothing():
     exact = torch.autograd.grad(F.cross_entropy(F.linear(hidden.double(), leaf), labels, reduction="sum"), leaf)
     loss = ops.linear_cross_entropy(hidden, weight, labels, reduction="sum", chunk_rows=1)
     assert_ulps(torch.autograd.grad(loss, weight)[0], exact[0])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("n_hidden", "n_saved"), [(24, 2 * 301), (1, 2)], ids=["logits", "operands"])
+def test_the_smaller_one_is_kept_for_backward(reduction, n_hidden, n_saved):
+    """The gradient of a few rows of logits, or those of hidden and weight; either may be asked for twice."""
+    labels = torch.tensor([1, 4])
+    hidden, weight = torch.randn(2, n_hidden), torch.randn(301, n_hidden)
+    leaves, saved = [hidden.requires_grad_(), weight.requires_grad_()], []
+
+    def save(tensor):
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        loss = ops.linear_cross_entropy(hidden, weight, labels, reduction=reduction)
+    assert saved == [hidden.numel(), weight.numel(), n_saved]
+    expected = F.cross_entropy(F.linear(hidden, weight), labels, reduction=reduction)
+    truth, factor = torch.autograd.grad(3.0 * expected, leaves), torch.tensor(3.0)
+    batched = torch.autograd.grad(loss, leaves, factor[None], is_grads_batched=True, retain_graph=True)
+    torch.testing.assert_close([loss, *(g[0] for g in batched)], [expected, *truth])
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(loss, leaves, factor, retain_graph=True), truth)
+
+
+def test_operands_that_kernels_can_read_are_known_by_their_headers():
+    hidden, weight, bias = torch.randn(2, 3, 4), torch.nn.Parameter(torch.randn(9, 4)), torch.randn(9)
+    labels = torch.tensor([[0, -100, 8], [1, -100, 2]])
+    if readable_labels(-100, labels, hidden, weight, bias) < 0:
+        pytest.skip("needs the native library and torch 2.10")
+    assert (
+        readable_labels(-100, labels, hidden, weight, bias) == readable_labels(-100, labels, hidden, weight, None) == 4
+    )
+    assert readable_labels(-100, labels, torch.randn(2, 3, 9)) == 4
+    assert readable_labels(-100, torch.tensor(3), torch.randn(9)) == 1
+    unfit = {
+        "a label": (8, labels, hidden, weight, bias),
+        "ignore_index": (2**70, labels, hidden, weight, bias),
+        "labels' dtype": (-100, labels.int(), hidden, weight, bias),
+        "labels' shape": (-100, labels[0], hidden, weight, bias),
+        "labels' strides": (-100, labels.t().contiguous().t(), hidden, weight, bias),
+        "negated labels": (-100, torch._neg_view(-labels), hidden, weight, bias),
+        "no tensor": (-100, labels.tolist(), hidden, weight, bias),
+        "no rows": (-100, labels[:0], hidden[:0], weight, bias),
+        "float64": (-100, labels, hidden.double(), weight.double(), None),
+        "dtypes": (-100, labels, hidden.half(), weight, bias),
+        "bias' dtype": (-100, labels, hidden, weight, bias.half()),
+        "bias' shape": (-100, labels, hidden, weight, bias[:8]),
+        "weight's shape": (-100, labels, hidden, weight[:, :3].contiguous(), bias),
+        "weight's strides": (-100, labels, hidden, weight.detach().t().contiguous().t(), bias),
+        "negated hidden": (-100, labels, torch._neg_view(hidden), weight, bias),
+        "meta": (-100, labels, hidden.to("meta"), weight, bias),
+        "zeros without memory": (-100, labels, torch._efficientzerotensor((2, 3, 4)), weight, bias),
+        "a number as hidden": (-100, labels, torch.tensor(1.0), weight, bias),
+    }
+    for name, operands in unfit.items():
+        assert readable_labels(*operands) == -1, name

@@ -10,19 +10,29 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
 from ..reference import cross_entropy as reference
 from ..reference.cross_entropy import NO_INDEX, CrossEntropyPlan
 from .common.backends import KERNEL_DTYPES, choose
 from .common.checks import check_dense, check_finite, check_probability, check_rows, check_tensor, raise_unknown
-from .common.native import in_memory
-from .common.tracing import is_traced, is_transformed, reject_onnx_export
+from .common.native import in_memory, readable_labels
+from .common.tracing import are_plain_tensors_traced, is_traced, is_transformed, reject_onnx_export
 from .cross_entropy_autograd import apply, apply_by_row, apply_reduced, count_labels, forward, forward_reduced
-from .cross_entropy_linear import Linear, Wants, by_row, mean_weight, reduced, rows_per_chunk
+from .cross_entropy_linear import (
+    Linear,
+    Wants,
+    by_row,
+    keeps_dlogits,
+    mean_weight,
+    reduced,
+    rows_per_chunk,
+    total_and_dlogits,
+)
 
 REDUCTIONS = ("mean", "sum", "none")
-_DEFAULT = CrossEntropyPlan(-100)
+_DEFAULT, _TOKENS = CrossEntropyPlan(-100), CrossEntropyPlan()
 
 
 def cross_entropy(
@@ -51,15 +61,17 @@ def cross_entropy(
     function = "cross_entropy"
     if unknown:
         raise_unknown(function, unknown)
-    check_rows(function, "logits", logits)
     plan = _checked_plan(function, ignore_index, label_smoothing, softcap, lse_square_scale, reduction)
-    _check_labels(function, "labels", labels, "logits", logits)
-    if logits.shape[-1] == 0:
-        raise ValueError(f"{function}: logits must have at least one class, got shape {tuple(logits.shape)}")
+    found = -1 if is_compiling() else readable_labels(plan.ignore_index, labels, logits)
+    if found < 0:
+        check_rows(function, "logits", logits)
+        _check_labels(function, "labels", labels, "logits", logits)
+        if logits.shape[-1] == 0:
+            raise ValueError(f"{function}: logits must have at least one class, got shape {tuple(logits.shape)}")
     shape = labels.shape
     rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
     row_labels = labels if labels.dim() == 1 else labels.reshape(-1)
-    if is_traced(logits, labels):
+    if is_traced(logits, labels) if found < 0 else are_plain_tensors_traced():
         reject_onnx_export()
         loss, _ = torch.ops.onetrip.cross_entropy(rows, row_labels, *plan)
         return _reduced(loss, row_labels, plan, reduction, shape)
@@ -67,8 +79,7 @@ def cross_entropy(
     backend = choose(function, logits.device, logits.dtype in KERNEL_DTYPES and not transformed, "cross_entropy")
     if transformed:
         return _reduced(reference.forward(rows, row_labels, plan).loss, row_labels, plan, reduction, shape)
-    row_labels = in_memory(row_labels).contiguous()
-    n_kept = count_labels(function, "labels", row_labels, rows.shape[1], ignore_index)
+    row_labels, n_kept = _counted(function, "labels", row_labels, rows.shape[1], ignore_index, found)
     if torch.is_grad_enabled() and logits.requires_grad:
         loss = apply(rows, (row_labels, n_kept, plan, backend, reduction))
         return cast(Tensor, loss.view(shape) if reduction == "none" else loss)
@@ -104,38 +115,40 @@ def linear_cross_entropy(
     gradients are computed in forward, where grad is enabled, and kept instead of activations; backward multiplies them
     by the incoming gradient. float16: until then each row has the weight 1 in them, so that they do not underflow
     before the factor of a loss scaler comes. With "none" backward computes the chunks again. Only gradients of what
-    requires grad are computed. Those of weight and bias are summed in float32. Deterministic where torch's matrix
-    products are.
+    requires grad are computed. Where the gradient of the logits is smaller than those of hidden and weight, it is kept
+    in their place, and backward computes them from it. Those of weight and bias are summed in float32. Deterministic
+    where torch's matrix products are.
     """
     function = "linear_cross_entropy"
     if unknown:
         raise_unknown(function, unknown)
     plan = _checked_plan(function, ignore_index, label_smoothing, softcap, lse_square_scale, reduction)
-    _check_linear(function, hidden, weight, bias)
-    _check_labels(function, "labels", labels, "hidden", hidden)
+    found = _check_operands(function, hidden, weight, bias, "labels", labels, plan)
     if chunk_rows is not None and (type(chunk_rows) is not int or chunk_rows < 1):
         raise ValueError(f"{function}: chunk_rows must be None or an int >= 1, got {chunk_rows!r}")
     if reduction == "none":
-        loss, _ = _by_row(function, hidden, weight, bias, labels, plan, chunk_rows, False)
+        loss, _ = _by_row(function, hidden, weight, bias, labels, plan, found, chunk_rows=chunk_rows)
         return loss
     hidden, weight, bias = _autocast(hidden, weight, bias)
-    rows, row_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    rows, row_labels = _rows_of(hidden, labels)
     operands = (rows, weight, bias)
     chunk_rows = chunk_rows or rows_per_chunk(hidden, weight)
-    if is_traced(*operands, labels):
+    if is_traced(*operands, labels) if found < 0 else are_plain_tensors_traced():
         reject_onnx_export()
         settings = (reduction == "mean", chunk_rows, _wants(*operands))
         return cast(Tensor, torch.ops.onetrip.linear_cross_entropy(*operands, row_labels, *settings, *plan)[0])
     if is_transformed():
         loss = reference.forward(linear(*operands), row_labels, plan).loss
         return _reduced(loss, row_labels, plan, reduction, labels.shape)
-    row_labels = in_memory(row_labels).contiguous()
-    n_kept = count_labels(function, "labels", row_labels, weight.shape[0], ignore_index)
+    row_labels, n_kept = _counted(function, "labels", row_labels, weight.shape[0], ignore_index, found)
     backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
     others: tuple[Any, ...] = (row_labels, plan, backend, chunk_rows, n_kept)
     if any(_wants(*operands)):
         return cast(Tensor, apply_reduced(*operands, (others, reduction == "mean")))
-    return reduced(Linear(*operands, *others), reduction == "mean", (False,) * 3)[0]
+    call = Linear(*operands, *others)
+    if keeps_dlogits(call):
+        return total_and_dlogits(call, reduction == "mean", wants_dlogits=False)[0]
+    return reduced(call, reduction == "mean", (False,) * 3)[0]
 
 
 def linear_logprobs(
@@ -160,14 +173,13 @@ def linear_logprobs(
     function = "linear_logprobs"
     if unknown:
         raise_unknown(function, unknown)
-    _check_linear(function, hidden, weight, bias)
-    _check_labels(function, "tokens", tokens, "hidden", hidden)
+    found = _check_operands(function, hidden, weight, bias, "tokens", tokens, _TOKENS)
     check_finite(function, "temperature", temperature)
     if not temperature > 0.0:
         raise ValueError(f"{function}: temperature must be > 0, got {temperature}")
-    plan = CrossEntropyPlan(scale=1.0 / temperature)
-    loss, entropy = _by_row(function, hidden, weight, bias, tokens, plan, None, return_entropy)
-    return (-loss, entropy) if entropy is not None else -loss
+    plan = _TOKENS if temperature == 1.0 else CrossEntropyPlan(scale=1.0 / temperature)
+    logprobs, entropy = _by_row(function, hidden, weight, bias, tokens, plan, found, -1.0, wants_entropy=return_entropy)
+    return (logprobs, entropy) if entropy is not None else logprobs
 
 
 def _by_row(
@@ -177,33 +189,56 @@ def _by_row(
     bias: Tensor | None,
     labels: Tensor,
     plan: CrossEntropyPlan,
-    chunk_rows: int | None,
-    wants_entropy: bool,
+    found: int,
+    sign: float = 1.0,
+    *,
+    chunk_rows: int | None = None,
+    wants_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """(losses, entropies where wanted), shaped as labels."""
+    """(sign * losses, entropies where wanted), shaped as labels. found: _check_operands."""
     hidden, weight, bias = _autocast(hidden, weight, bias)
     shape = labels.shape
-    rows, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    rows, labels = _rows_of(hidden, labels)
     operands = (rows, weight, bias)
     chunk_rows = chunk_rows or rows_per_chunk(hidden, weight)
     entropy: Tensor | None
-    if is_traced(*operands, labels):
+    if is_traced(*operands, labels) if found < 0 else are_plain_tensors_traced():
         reject_onnx_export()
         settings = (wants_entropy, chunk_rows, *plan)
         loss, entropy = torch.ops.onetrip.linear_cross_entropy_rows(*operands, labels, *settings)
+        loss = loss * sign
     elif is_transformed():
         loss, _, entropy = reference.forward(linear(*operands), labels, plan, wants_entropy)
+        loss = loss * sign
     else:
-        labels = in_memory(labels).contiguous()
         argument = "tokens" if plan.ignore_index == NO_INDEX else "labels"
-        n_kept = count_labels(function, argument, labels, weight.shape[0], plan.ignore_index)
+        labels, n_kept = _counted(function, argument, labels, weight.shape[0], plan.ignore_index, found)
         backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
         others: tuple[Any, ...] = (labels, plan, backend, chunk_rows, n_kept)
         if any(_wants(*operands)):
-            loss, entropy = apply_by_row(*operands, (others, wants_entropy))
+            loss, entropy = apply_by_row(*operands, (others, wants_entropy, sign))
         else:
-            loss, entropy = by_row(Linear(*operands, *others), wants_entropy)
-    return loss.view(shape), entropy.view(shape) if wants_entropy and entropy is not None else None
+            loss, entropy = by_row(Linear(*operands, *others), wants_entropy, sign)
+    if len(shape) != 1:
+        loss, entropy = loss.view(shape), entropy.view(shape) if wants_entropy and entropy is not None else None
+    return loss, entropy if wants_entropy else None
+
+
+def _rows_of(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """hidden as a matrix, labels as a vector."""
+    if hidden.dim() == 2:
+        return hidden, labels
+    return hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+
+
+def _counted(
+    function: str, argument: str, labels: Tensor, n_classes: int, ignore_index: int, found: int
+) -> tuple[Tensor, int | None]:
+    """The labels as kernels read them, and how many are not ignored: found, where that is not negative."""
+    if found >= 0:
+        return labels, found
+    labels = in_memory(labels).contiguous()
+    return labels, count_labels(function, argument, labels, n_classes, ignore_index)
 
 
 def _wants(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Wants:
@@ -266,6 +301,18 @@ def _check_labels(function: str, argument: str, labels: object, of: str, rows: T
         )
     if labels.device != rows.device:
         raise ValueError(f"{function}: {argument} must be on the device of {of}, {rows.device}, got {labels.device}")
+
+
+def _check_operands(
+    function: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, argument: str, labels: Tensor,
+    plan: CrossEntropyPlan,
+) -> int:  # fmt: skip
+    """readable_labels; the checks, where that is negative."""
+    found = -1 if is_compiling() else readable_labels(plan.ignore_index, labels, hidden, weight, bias)
+    if found < 0:
+        _check_linear(function, hidden, weight, bias)
+        _check_labels(function, argument, labels, "hidden", hidden)
+    return found
 
 
 def _check_linear(function: str, hidden: object, weight: object, bias: object) -> None:

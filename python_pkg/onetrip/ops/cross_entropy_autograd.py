@@ -71,6 +71,8 @@ def backward(
     if logits.numel() == 0:
         return torch.zeros_like(logits)
     functions = linear.row_functions(backend)
+    if stats.dim() == 1 and backend != "cpu":  # of cross_entropy_native.total
+        stats = stats[: 2 * logits.shape[0]].view(-1, 2)
     dlogits: Tensor = functions.backward(rows_of(logits), labels, stats, weights.contiguous(), plan)
     return dlogits
 
@@ -101,7 +103,8 @@ class CrossEntropy(torch.autograd.Function):
 
 class LinearReduced(torch.autograd.Function):
     """The eager path of linear_cross_entropy with a sum or a mean: forward computes the gradients too. Backward
-    multiplies them in place and returns them; a second one, of a retained graph, computes them again."""
+    multiplies them in place and returns them; a second one, of a retained graph, computes them again. Where
+    linear.keeps_dlogits forward ends with the gradient of the logits."""
 
     @staticmethod
     def forward(
@@ -109,6 +112,11 @@ class LinearReduced(torch.autograd.Function):
     ) -> Tensor:
         others, is_mean = call
         linear_call = Linear(hidden, weight, bias, *others)
+        ctx.keeps_dlogits = linear.keeps_dlogits(linear_call)
+        if ctx.keeps_dlogits:
+            loss, dlogits = linear.total_and_dlogits(linear_call, is_mean)
+            ctx.save_for_backward(hidden, weight, dlogits)
+            return loss
         loss, ctx.gradients, ctx.factors = linear.reduced(linear_call, is_mean, ctx.needs_input_grad[:3])
         ctx.save_for_backward(hidden, weight, bias, linear_call.labels)
         ctx.call = others[1:], is_mean
@@ -118,6 +126,10 @@ class LinearReduced(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         refuse_double_backward("cross_entropy")
         (dloss,) = grads
+        if ctx.keeps_dlogits:
+            hidden, weight, dlogits = ctx.saved_tensors
+            ctx.gradients = linear.products(dlogits, hidden, weight, ctx.needs_input_grad[:3])
+            ctx.factors = torch.ones(2, dtype=dloss.dtype)
         if ctx.gradients is not None and not have_storage(dloss):  # batched gradients
             return *linear.multiplied(ctx.gradients, dloss, ctx.factors), None
         found, ctx.gradients = ctx.gradients, None
@@ -137,13 +149,13 @@ class LinearByRow(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[tuple[Any, ...], bool]
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[tuple[Any, ...], bool, float]
     ) -> tuple[Tensor, Tensor | None]:
-        others, wants_entropy = call
+        others, wants_entropy, ctx.sign = call
         linear_call = Linear(hidden, weight, bias, *others)
         ctx.save_for_backward(hidden, weight, bias, linear_call.labels)
         ctx.others = others[1:]
-        return linear.by_row(linear_call, wants_entropy)
+        return linear.by_row(linear_call, wants_entropy, ctx.sign)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -152,6 +164,7 @@ class LinearByRow(torch.autograd.Function):
         assert dloss is not None
         if not have_storage(dloss, dentropy):
             raise RuntimeError("onetrip: gradients of linear cross-entropy by row cannot be batched")
+        dloss = dloss * ctx.sign
         call = Linear(*ctx.saved_tensors, *ctx.others)
         return *linear.by_row_backward(call, dloss, dentropy, ctx.needs_input_grad[:3]), None
 

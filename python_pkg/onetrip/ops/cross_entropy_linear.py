@@ -197,6 +197,38 @@ def mean_weight(labels: Tensor, n_kept: int | None, ignore_index: int, dtype: to
     return (labels != ignore_index).sum().clamp_min(1).to(dtype).reciprocal()
 
 
+def keeps_dlogits(call: Linear) -> bool:
+    """Whether the gradient of the logits is kept until backward, and the products with it left to that: it is smaller
+    than the gradients of hidden and weight, and all of it is one chunk. On a CPU, without rows that are ignored; not of
+    float16, see reduced."""
+    n_rows, n_hidden = call.hidden.shape
+    n_classes = call.weight.shape[0]
+    return (
+        call.backend == "cpu"
+        and call.n_kept == n_rows
+        and 0 < n_rows <= call.chunk_rows
+        and n_rows * n_classes <= (n_rows + n_classes) * n_hidden
+        and call.hidden.dtype != torch.float16
+    )
+
+
+def total_and_dlogits(call: Linear, is_mean: bool, wants_dlogits: bool = True) -> tuple[Tensor, Tensor]:
+    """(sum or mean of the rows' losses, its gradient by the logits; without that, the logits), where keeps_dlogits."""
+    logits = _logits(call, call.hidden)
+    operands = (logits, call.labels, call.plan, logits.shape[0] if is_mean else 1)
+    if wants_dlogits:
+        return cross_entropy_native.total_and_gradient_(*operands), logits
+    return cross_entropy_native.total(*operands)[0], logits
+
+
+def products(dlogits: Tensor, hidden: Tensor, weight: Tensor, wants: Wants) -> Gradients:
+    return (
+        dlogits @ weight if wants[0] else None,
+        dlogits.t() @ hidden if wants[1] else None,
+        dlogits.sum(dim=0, dtype=accumulator_dtype(dlogits.dtype)).to(dlogits.dtype) if wants[2] else None,
+    )
+
+
 def reduced(call: Linear, is_mean: bool, wants: Wants) -> tuple[Tensor, Gradients, Tensor]:
     """(sum or mean of the rows' losses, its gradients, [2] factors that these are still to be multiplied by: that of
     hidden's, and that of weight's and bias's).
@@ -233,10 +265,10 @@ def reduced(call: Linear, is_mean: bool, wants: Wants) -> tuple[Tensor, Gradient
 def multiply_(gradients: Gradients, dloss: Tensor, factors: Tensor) -> None:
     """Multiply the gradients of reduced by the gradient of its loss, and by the factors. On a CPU what is multiplied by
     1 is not touched."""
-    products = (dloss * factors).tolist() if dloss.device.type == "cpu" else (dloss * factors).split(1)
-    for gradient, product in zip(gradients, (*products, products[1]), strict=True):
-        if gradient is not None and not (isinstance(product, float) and product == 1.0):
-            gradient.mul_(product)
+    of_each = (dloss * factors).tolist() if dloss.device.type == "cpu" else (dloss * factors).split(1)
+    for gradient, factor in zip(gradients, (*of_each, of_each[1]), strict=True):
+        if gradient is not None and not (isinstance(factor, float) and factor == 1.0):
+            gradient.mul_(factor)
 
 
 def multiplied(gradients: Gradients, dloss: Tensor, factors: Tensor) -> Gradients:
@@ -252,9 +284,12 @@ def multiplied(gradients: Gradients, dloss: Tensor, factors: Tensor) -> Gradient
     )
 
 
-def by_row(call: Linear, wants_entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """([n_rows] losses, entropies where wanted), float32 (float64); 0 in ignored rows."""
+def by_row(call: Linear, wants_entropy: bool, sign: float = 1.0) -> tuple[Tensor, Tensor | None]:
+    """(sign times the [n_rows] losses, entropies where wanted), float32 (float64); 0 in ignored rows."""
     kept = _Kept(call)
+    if kept.index is None and kept.n_chunks == 1:
+        found = call.rows.forward(_logits(call, call.hidden), call.labels, call.plan, wants_entropy)
+        return found.loss if sign == 1.0 else found.loss.mul_(sign), found.entropy
     loss = call.hidden.new_zeros(call.labels.shape, dtype=accumulator_dtype(call.hidden.dtype))
     entropy = torch.zeros_like(loss) if wants_entropy else None
 
@@ -265,7 +300,7 @@ def by_row(call: Linear, wants_entropy: bool) -> tuple[Tensor, Tensor | None]:
             kept.put(entropy, chunk.rows, found.entropy)
 
     kept.for_each_chunk(put)
-    return loss, entropy
+    return loss.mul_(sign), entropy
 
 
 def by_row_backward(call: Linear, dloss: Tensor, dentropy: Tensor | None, wants: Wants) -> Gradients:

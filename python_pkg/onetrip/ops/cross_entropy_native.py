@@ -17,7 +17,7 @@ def _launcher(plan: CrossEntropyPlan, dtype: torch.dtype) -> Launcher:
     return native().cross_entropy(DTYPE_CODE[dtype], *plan)  # type: ignore[union-attr]
 
 
-def _launch(logits: Tensor, plan: CrossEntropyPlan, *operands: Tensor | int | None) -> None:
+def _launch(logits: Tensor, plan: CrossEntropyPlan, *operands: Tensor | float | None) -> None:
     code = _launcher(plan, logits.dtype)(*logits.shape, logits, logits.stride(0), *operands)
     if code:
         raise_error("cross_entropy", logits, code)
@@ -30,12 +30,19 @@ def kept_labels(labels: Tensor, n_classes: int, ignore_index: int) -> int:
 
 
 def total(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, divisor: int) -> tuple[Tensor, Tensor]:
-    """(the sum of the losses over divisor, reference.cross_entropy.forward's stats), as forward."""
+    """(the sum of the losses over divisor, reference.cross_entropy.forward's stats followed by the losses: one
+    dimension), as forward."""
     n_rows = logits.shape[0]
-    found, loss = torch.empty((), dtype=torch.float32), torch.empty(n_rows, dtype=torch.float32)
-    stats = torch.empty((n_rows, 2), dtype=torch.float32)
-    _launch(logits, plan, labels, loss, stats, 0, None, None, 0, None, None, found, divisor)
+    found, stats = torch.empty((), dtype=torch.float32), torch.empty(3 * n_rows, dtype=torch.float32)
+    _launch(logits, plan, labels, None, stats, 0, None, None, 0, None, None, found, divisor)
     return found, stats
+
+
+def total_and_gradient_(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, divisor: int) -> Tensor:
+    """The sum of the losses over divisor; its gradient is written over the logits, which are contiguous."""
+    found, loss = torch.empty((), dtype=torch.float32), torch.empty(logits.shape[0], dtype=torch.float32)
+    _launch(logits, plan, labels, loss, None, 0, None, 1.0 / divisor, 0, None, logits, found, divisor)
+    return found
 
 
 def add_to_sums(nearest: Tensor, rest: Tensor, terms: Tensor, is_first: bool) -> None:

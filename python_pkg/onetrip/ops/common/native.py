@@ -47,6 +47,19 @@ def rotary_code(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> int:
     return -1 if reader is None else reader(q, k, cos, sin)
 
 
+@cache
+def _labels_reader() -> Launcher | None:
+    library = native()
+    return None if library is None else library.labels_reader(Tensor, torch.nn.Parameter)
+
+
+def readable_labels(ignore_index: int, labels: Tensor, *operands: Tensor | None) -> int:
+    """How many labels are not ignored, where these and logits, or hidden, weight and bias, would pass every check of
+    ops/cross_entropy.py, are on the CPU, and kernels can read them as they are. Else -1, as operands_code."""
+    reader = _labels_reader()
+    return -1 if reader is None else reader(ignore_index, labels, *operands)
+
+
 def in_memory(tensor: Tensor) -> Tensor:
     """The tensor with its values in memory: torch's lazily negated tensors, and its zeros without memory (from
     forward-mode and undefined gradients), are copied."""

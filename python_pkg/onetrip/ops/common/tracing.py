@@ -28,6 +28,11 @@ def is_traced(x: Tensor, *others: Tensor | None) -> bool:
     for tensor in others:
         if type(tensor) not in _PLAIN_TYPES:
             return True
+    return are_plain_tensors_traced()
+
+
+def are_plain_tensors_traced() -> bool:
+    """The same of tensors that a native reader (native.operands_code and others) knows, outside of compilers."""
     return is_jit_tracing() or is_in_torch_dispatch_mode()
 
 
