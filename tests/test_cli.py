@@ -63,7 +63,8 @@ def test_doctor_exits_1_when_a_check_fails(run, monkeypatch, as_json):
 
 
 def test_anatomy_json_is_all_of_standard_output(run, tmp_path):
-    result = run("anatomy", "tiny-bert", *FAST, "--json", "--output", tmp_path / "new" / "folder")
+    options = ("--columns", "eager,patched", "--json", "--output", tmp_path / "new" / "folder")
+    result = run("anatomy", "tiny-bert", *FAST, *options)
     assert result.exit_code == 0
     read = json.loads(result.stdout)
     folder = tmp_path / "new" / "folder"
@@ -155,6 +156,7 @@ def test_hub_model_that_cannot_be_had(run, monkeypatch):
     assert_bad_usage(run("anatomy", "owner/name"), "owner/name cannot be loaded: We couldn't connect to the hub.")
 
 
+@pytest.mark.slow
 def test_entry_point():
     command = [sys.executable, "-c", "from onetrip.cli import main; main()", "anatomy", "no-such-model"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -91,6 +91,7 @@ def test_gpu_tests_outlive_what_breaks_and_go_on_where_they_stopped(tmp_path, ca
     assert len(record["tests"]) == record["total"] == 6
 
 
+@pytest.mark.slow
 def test_gpu_tests_that_cannot_be_collected_are_a_failure(tmp_path, capsys):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test_made_up.py").write_text("import no_such_module")

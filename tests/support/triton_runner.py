@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,11 @@ EMULATED = os.environ.get("ONETRIP_TRITON_MACHINE") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED or EMULATED else "cuda")
 
 
-def run_cases(file: Path, environment: dict[str, str], selection: str = "") -> None:
+def run_cases(files: Sequence[Path], environment: dict[str, str], selection: str = "") -> None:
     """selection: as pytest's -k. Fails where a case fails, and shows its output."""
     if environment is INTERPRET and interpreter_fault():
         pytest.skip(interpreter_fault())
-    command = [sys.executable, "-m", "pytest", str(file), "-q", "-x", "-p", "no:cacheprovider", "-k", selection]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", selection, *map(str, files)]
     outcome = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True)
     print(outcome.stdout)
     assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
@@ -53,7 +54,7 @@ def run_emulated(file: Path, selection: str = "") -> None:
         for name in ("libasan.so", "libstdc++.so")  # the one intercepts the other's exceptions
     ]
     assert all(Path(library).is_absolute() for library in libraries), libraries
-    run_cases(file, EMULATE | {"LD_PRELOAD": " ".join(libraries)}, selection)
+    run_cases([file], EMULATE | {"LD_PRELOAD": " ".join(libraries)}, selection)
 
 
 def expanded(n_rows: int, n_cols: int) -> torch.Tensor:
