@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <optional>
@@ -34,10 +35,12 @@ using onetrip::state_of;
 using onetrip::tensor_look;
 using onetrip::types_of;
 
-// threshold = round(p * 2^32), half to even as in Python: p * 2^32 is exact in a double.
+// As dropout_threshold and dropout_scale of python_pkg/onetrip/reference/philox.py; nearbyint rounds half to even too.
 onetrip::Dropout dropout(double p) {
-  return {static_cast<uint64_t>(std::nearbyint(p * 4294967296.0)), static_cast<float>(p < 1.0 ? 1.0 / (1.0 - p) : 0.0),
-          0, 0, nullptr};
+  const double rounded = std::nearbyint(p * 65536.0);
+  const double threshold = p > 0.0 && p < 1.0 ? std::clamp(rounded, 1.0, 65535.0) : rounded;
+  const double scale = threshold < 65536.0 ? 65536.0 / (65536.0 - threshold) : 0.0;
+  return {static_cast<uint32_t>(threshold), static_cast<float>(scale), 0, 0, nullptr};
 }
 
 // Operands, outputs and gradients are the NamedTuples of python_pkg/onetrip/reference/row_norm.py, in their order.

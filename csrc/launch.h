@@ -10,9 +10,8 @@ enum class Norm : int32_t { kNone = 0, kLayer = 1, kRms = 2 };
 
 // Where the dropout mask comes from: see common/philox.h for the function of (seed, offset, element index).
 struct Dropout {
-  uint64_t
-      threshold;  // an element is kept iff its 32 random bits are >= threshold, round(p * 2^32); 0: no dropout at all
-  float scale;    // kept elements are multiplied by it: 1 / (1 - p), and 0 where p = 1
+  uint32_t threshold;     // an element is kept iff its 16 random bits are >= threshold, p * 2^16; 0: no dropout at all
+  float scale;            // kept elements are multiplied by it: 2^16 / (2^16 - threshold), and 0 where that keeps none
   uint64_t seed, offset;  // used where state is null
   const int64_t* state;   // or {seed, offset} in memory of the device (CUDA graphs, torch.compile); read by the kernel
 };

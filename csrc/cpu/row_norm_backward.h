@@ -85,7 +85,7 @@ ONETRIP_INLINE void propagate_tile(const BackwardBlock& block, int64_t c, int64_
     X* dx = kIsNorm || block.dx ? static_cast<X*>(block.dx) + (k * block.n_cols + c) : nullptr;
     R* dresidual = !kIsNorm && block.dresidual ? static_cast<R*>(block.dresidual) + (k * block.n_cols + c) : nullptr;
     const char* next_z = has_dy ? block.next_z + (k * block.next_z_stride + c * block.z_size) : nullptr;
-    const uint32_t* words = !kIsNorm && block.mask ? block.mask->row(k) + (c - begin) : nullptr;
+    const uint16_t* bits = !kIsNorm && block.mask ? block.mask->row(k) + (c - begin) : nullptr;
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) {
       F g = {};
@@ -101,7 +101,7 @@ ONETRIP_INLINE void propagate_tile(const BackwardBlock& block, int64_t c, int64_
       }
       if (dz) g += load(dz + i * kWidth, lanes);
       if (dresidual) store_rounded(dresidual + i * kWidth, g, lanes, streams);
-      if (words) g = block.mask->apply(g, words + i * kWidth);
+      if (bits) g = block.mask->apply(g, block.mask->kept(bits + i * kWidth));
       if (dx) store_rounded(dx + i * kWidth, g, lanes, streams);
       if (!kIsNorm) dbias[i] += g;
     }

@@ -34,7 +34,7 @@ struct Assembly {
   bool streams_z;
   float* values;  // z as float32; null: not needed
   const DropoutMask* mask;
-  const uint32_t* words;  // of column `begin`
+  const uint16_t* bits;  // of column `begin`
   Norm norm;
 };
 
@@ -46,11 +46,11 @@ void assemble(const Assembly& row, int64_t begin, int64_t end, Deviations& devia
   Z* z = static_cast<Z*>(row.z);
   const float* bias = row.bias;
   float* values = row.values;
-  const uint32_t* words = row.words;
+  const uint16_t* bits = row.bits;
   const auto value = [&](int64_t c, auto lanes) __attribute__((always_inline)) {
     F v = load(x + c, lanes);
     if (bias) v += load(bias + c, lanes);
-    if (words) v = row.mask->apply(v, words + (c - begin));
+    if (bits) v = row.mask->apply(v, row.mask->kept(bits + (c - begin)));
     if (residual) v += load(residual + c, lanes);
     return v;
   };

@@ -196,7 +196,7 @@ void softmax_rows(const ForwardRows& rows, int64_t first_row, int64_t end_row, f
   const int64_t n_cols = args.n_cols;
   float* values = buffer;
   MaskReader<M> mask(args, first_row, values + rows.row_floats);
-  DropoutMask dropout(args.dropout, reinterpret_cast<uint32_t*>(values + rows.row_floats + rows.mask_floats));
+  DropoutMask dropout(args.dropout, values + rows.row_floats + rows.mask_floats);
   const bool has_dropout = args.dropout.threshold != 0, draws_rows = has_dropout && rows.cols_per_draw == n_cols;
   const int64_t rows_ahead = rows_to_fetch_ahead(n_cols);
   int64_t query = args.n_queries ? first_row % args.n_queries : 0;
@@ -220,11 +220,12 @@ void softmax_rows(const ForwardRows& rows, int64_t first_row, int64_t end_row, f
       for (int64_t begin = 0; begin < visible; begin += rows.cols_per_draw) {
         const int64_t end = smaller(begin + rows.cols_per_draw, visible);
         if (!draws_rows) dropout.fill(row, 1, begin, end, n_cols);
-        const uint32_t* words = dropout.row(draws_rows ? row_of_draw : 0);
+        const uint16_t* bits = dropout.row(draws_rows ? row_of_draw : 0);
         for_stored_columns(begin, end, y, rows.streams, [&](int64_t c, auto lanes, auto streams) {
           const F probability = load(values + c, All{}) * inverse;
-          store_rounded(y + c, dropout.apply(probability, words + (c - begin)), lanes, streams);
-          if (p) store_rounded(p + c, dropout.mark(probability, words + (c - begin)), lanes, streams && streams_p);
+          const Kept kept = dropout.kept(bits + (c - begin));
+          store_rounded(y + c, dropout.apply(probability, kept), lanes, streams);
+          if (p) store_rounded(p + c, dropout.mark(probability, kept), lanes, streams && streams_p);
         });
       }
     } else {
@@ -337,14 +338,14 @@ int softmax_forward(const SoftmaxForward& args) {
   const bool has_dropout = args.dropout.threshold != 0;
   ForwardRows rows = {args, round_up(n_cols, 16), 0, 1, n_cols, false};
   if (args.mask && args.mask_rows.col_stride != 1) rows.mask_floats = rows.row_floats;
-  // Narrow rows draw their random words several rows at a time, wide ones some columns at a time.
+  // Narrow rows draw their random bits several rows at a time, wide ones some columns at a time.
   if (has_dropout) {
     rows.rows_per_draw = clamp(DropoutMask::kColumns / n_cols, 1, DropoutMask::kMaxRows);
     rows.cols_per_draw = smaller(n_cols, DropoutMask::kColumns);
   }
   rows.streams = n_rows * n_cols * size_of(args.dtype) >= kStreamBytes;
   const int64_t rows_per_task = round_up(task_rows(n_rows, n_cols), rows.rows_per_draw);
-  const int64_t buffer_floats = rows.row_floats + rows.mask_floats + (has_dropout ? DropoutMask::kWords : 0);
+  const int64_t buffer_floats = rows.row_floats + rows.mask_floats + (has_dropout ? DropoutMask::kFloats : 0);
   return run_tasks((n_rows + rows_per_task - 1) / rows_per_task, n_rows * n_cols, buffer_floats,
                    [&](int64_t task, float* buffer) {
                      const int64_t first = task * rows_per_task;

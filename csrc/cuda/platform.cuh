@@ -209,6 +209,13 @@ __device__ __forceinline__ float quick_divide(float a, float b) {
   return quotient;
 }
 
+// Two neighbours in shared memory, 16-byte aligned, read anew each time: they do not stay in registers.
+__device__ __forceinline__ void read_again(uint64_t& first, uint64_t& second, const volatile uint64_t* from) {
+  asm volatile("ld.volatile.shared.v2.u64 {%0, %1}, [%2];"
+               : "=l"(first), "=l"(second)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(const_cast<const uint64_t*>(from)))));
+}
+
 // kept ? value : 0, without a copy of a zero to be overwritten, or not, by what compilers then make conditional.
 __device__ __forceinline__ float value_or_zero(float value, bool kept) {
   float result;

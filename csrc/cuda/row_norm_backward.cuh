@@ -118,14 +118,13 @@ __device__ __forceinline__ void add_dz(float (&g)[kColumns], const RowNormBackwa
   add_chunk(g, dz);
 }
 
-// Writes dresidual and dx from g, of elements index and on; leaves dropout_backward(g) in g. kRoomy: there are
-// registers for the random bits of all columns at the same time.
-template <typename X, typename Z, bool kRoomy, int kColumns>
+// Writes dresidual and dx from g, of elements index and on; leaves dropout_backward(g) in g.
+template <typename X, typename Z, int kColumns>
 __device__ __forceinline__ void store_gradient(float (&g)[kColumns], const RowNormBackward& args,
                                                const DropoutMask& mask, bool vector_access, int64_t index, int valid) {
   if (args.dresidual != nullptr) store_rounded<Z>(args.dresidual, index, g, vector_access, valid);
   if (args.dx == nullptr && args.dbias == nullptr) return;
-  mask.apply(g, index, kRoomy && vector_access);
+  mask.apply(g, index, vector_access);
   if (args.dx != nullptr) store_rounded<X>(args.dx, index, g, vector_access, valid);
 }
 
@@ -291,7 +290,7 @@ __global__ void __launch_bounds__(kBackwardThreads,
       if (!kDzEarly) load_chunk(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
       add_chunk(g, dz);
     }
-    store_gradient<X, Z, !kFast>(g, args, mask, vector_access, row * args.n_cols + col, valid);
+    store_gradient<X, Z>(g, args, mask, vector_access, row * args.n_cols + col, valid);
     if (args.dbias != nullptr) dbias.add(g, valid, vector_access);
   }
 

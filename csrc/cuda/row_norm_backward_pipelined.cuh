@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
           }
           add_chunk(g[k], dz);
         }
-        store_gradient<X, Z, true>(g[k], args, mask, true, index + k * chunk_step, kColumns);
+        store_gradient<X, Z>(g[k], args, mask, true, index + k * chunk_step, kColumns);
         if (args.dbias != nullptr) {
           float dbias[kColumns];
           read_floats(dbias, piece, floats_at(k));

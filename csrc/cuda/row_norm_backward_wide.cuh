@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
       gradient_of_z(g, n, row_means, rstd);
     }
     add_dz<Z>(g, args, vector_access, row, col, valid);
-    store_gradient<X, Z, true>(g, args, mask, vector_access, row * args.n_cols + col, valid);
+    store_gradient<X, Z>(g, args, mask, vector_access, row * args.n_cols + col, valid);
     if (args.dbias != nullptr) dbias.add(g, valid, vector_access);
   }
 

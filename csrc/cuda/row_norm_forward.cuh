@@ -80,7 +80,7 @@ __device__ __forceinline__ void compute_z(HeldRow<Z, kColumns, kChunks>& held, c
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) value[i] += bias[i];
     }
-    mask.apply(value, row * args.n_cols + col, vector_access && sizeof(Z) == 2);
+    mask.apply(value, row * args.n_cols + col, vector_access);
     if (args.residual != nullptr) {
       if (!kResidualEarly) load_residual(k);
       float added[kColumns];

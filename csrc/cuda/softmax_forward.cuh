@@ -215,7 +215,7 @@ template <bool kWhole, typename Col>
 __device__ __forceinline__ uint32_t dropped_columns(const DropoutMask& dropout, int64_t first, Col col, Col visible) {
   const Col left = visible - col;
   if (left <= 0) return 0;
-  const uint32_t dropped = ~dropout.kept_bits<kChunkColumns>(static_cast<uint64_t>(first), kWhole);
+  const uint32_t dropped = ~dropout.kept_bits(static_cast<uint64_t>(first), kWhole);
   return left < kChunkColumns ? dropped & ~(~0u << left) : dropped & 0xFFu;
 }
 

@@ -28,8 +28,8 @@ struct DTypeOf<__nv_bfloat16> {
 __host__ __device__ constexpr int size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 // Columns a chunk: 16 bytes of a 16-bit type, two accesses of 16 bytes of float32. A row's chunks go to its threads in
-// turn, so that a warp touches consecutive addresses; a multiple of 4, so that one Philox call serves 4 columns of the
-// same thread. (4 columns for float32 alone were tried: twice the addresses, and registers spilled.)
+// turn, so that a warp touches consecutive addresses; as many as one Philox call serves, so that aligned chunks need
+// one each. (4 columns for float32 alone were tried: twice the addresses, and registers spilled.)
 constexpr int kChunkColumns = 8;
 
 template <typename T, int N>

@@ -1,4 +1,4 @@
-"""Dropout masks from Philox4x32-10, tile by tile: bit for bit those of csrc/common/philox.h."""
+"""Dropout masks from Philox4x32 with 7 rounds, tile by tile: bit for bit those of csrc/common/philox.h."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
+
+from ..reference.philox import dropout_scale, dropout_threshold
+
+_ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
@@ -29,17 +33,17 @@ def _philox(seed, offset, group):
         (group >> 32).to(tl.uint32),
         seed.to(tl.uint32),
         (seed >> 32).to(tl.uint32),
+        n_rounds=_ROUNDS,
     )
 
 
 @triton.jit
-def _interleave_keep(seed, offset, group, drop_limit):
-    """[rows, n] groups -> [rows, n, 4] bool: is the word above drop_limit?"""
-    word0, word1, word2, word3 = _philox(seed, offset, group)
-    # join makes a new last axis: (0, 2) and (1, 3) joined are [.., i, j] = word 2 * i + j, in a lane's own registers.
-    even = tl.join(word0 > drop_limit, word2 > drop_limit)
-    odd = tl.join(word1 > drop_limit, word3 > drop_limit)
-    return tl.join(even, odd)
+def _keep_words(word0, word1, drop_limit):
+    """Two words for each place -> [..., 2, 2] bool: of each word, is the lower half kept, and the upper one?"""
+    # The half in question is the upper one of what is compared; no bit below it can decide, as drop_limit's are ones.
+    lower = tl.join(word0 << 16 > drop_limit, word1 << 16 > drop_limit)
+    upper = tl.join(word0 > drop_limit, word1 > drop_limit)
+    return tl.join(lower, upper)
 
 
 @triton.jit
@@ -54,40 +58,45 @@ def keep_tile(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """[BLOCK_ROWS, BLOCK_COLS] bool: which elements dropout keeps, those whose 32 random bits are above drop_limit.
+    """[BLOCK_ROWS, BLOCK_COLS] bool: which elements dropout keeps.
 
-    rows: [BLOCK_ROWS, 1] int64. first_col: of the tile, a multiple of BLOCK_COLS. drop_limit: round(p * 2^32) - 1.
-    PHILOX_COLS: 4 where n_cols is a multiple of 4, so that a row is made of whole groups and one call serves four
-    elements; else 1, and each element computes its group and takes one word of it.
+    rows: [BLOCK_ROWS, 1] int64. first_col: of the tile, a multiple of BLOCK_COLS. drop_limit: dropout_arguments.
+    PHILOX_COLS: 8 where n_cols is a multiple of 8, so that a row is made of whole groups and one call serves eight
+    elements; 4 where it is one of 4: a call for each half of a group. Else 1: each element computes its group.
     """
     drop_limit = drop_limit.to(tl.uint32)
     if PHILOX_COLS == 1:
         cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
         element = rows * n_cols + cols
-        word0, word1, word2, word3 = _philox(seed, offset, element >> 2)
-        lane = element & 3
-        word = tl.where(lane < 2, tl.where(lane == 0, word0, word1), tl.where(lane == 2, word2, word3))
-        return word > drop_limit
+        word0, word1, word2, word3 = _philox(seed, offset, element >> 3)
+        word01 = tl.where((element & 2) == 0, word0, word1)
+        word23 = tl.where((element & 2) == 0, word2, word3)
+        word = tl.where((element & 4) == 0, word01, word23)
+        return tl.where((element & 1) == 0, word << 16, word) > drop_limit
     else:
-        group_cols = first_col // 4 + tl.arange(0, BLOCK_COLS // 4)[None, :]
-        group = rows * (n_cols // 4) + group_cols
-        return tl.reshape(_interleave_keep(seed, offset, group, drop_limit), (BLOCK_ROWS, BLOCK_COLS))
+        # join makes a new last axis, in a lane's own registers: the outermost of what a group holds comes first.
+        cols = first_col // PHILOX_COLS + tl.arange(0, BLOCK_COLS // PHILOX_COLS)[None, :]
+        piece = rows * (n_cols // PHILOX_COLS) + cols
+        if PHILOX_COLS == 8:
+            word0, word1, word2, word3 = _philox(seed, offset, piece)
+            keep = _keep_words(tl.join(word0, word2), tl.join(word1, word3), drop_limit)
+        else:
+            tl.static_assert(PHILOX_COLS == 4)
+            word0, word1, word2, word3 = _philox(seed, offset, piece >> 1)
+            first = (piece & 1) == 0
+            keep = _keep_words(tl.where(first, word0, word2), tl.where(first, word1, word3), drop_limit)
+        return tl.reshape(keep, (BLOCK_ROWS, BLOCK_COLS))
 
 
 def philox_cols(n_cols: int) -> int:
     """keep_tile's PHILOX_COLS for rows of n_cols."""
-    return 4 if n_cols % 4 == 0 else 1
-
-
-def dropout_scale(dropout_p: float) -> float:
-    """What kept elements are multiplied by; 0 where p = 1 keeps none."""
-    return 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
+    return 8 if n_cols % 8 == 0 else 4 if n_cols % 4 == 0 else 1
 
 
 def dropout_arguments(rng: tuple[int, int] | Tensor | None, dropout_p: float, n_cols: int) -> dict[str, Any]:
-    """The kernels' arguments for it. An element is kept iff its 32 bits are above drop_limit: p = 1 keeps none."""
-    drop_limit = round(dropout_p * 2.0**32) - 1
-    if drop_limit < 0:
+    """The kernels' arguments for it. An element is kept iff its 16 bits, above any 16 others, exceed drop_limit."""
+    threshold = dropout_threshold(dropout_p)
+    if threshold == 0:
         return {"rng_ptr": None, "seed": 0, "offset": 0, "drop_limit": 0, "keep_scale": 1.0, "PHILOX_COLS": 0}
     assert rng is not None
     state, (seed, offset) = (rng, (0, 0)) if isinstance(rng, Tensor) else (None, rng)
@@ -95,7 +104,7 @@ def dropout_arguments(rng: tuple[int, int] | Tensor | None, dropout_p: float, n_
         "rng_ptr": state,
         "seed": _signed(seed),
         "offset": _signed(offset),
-        "drop_limit": drop_limit,
+        "drop_limit": (threshold << 16) - 1,
         "keep_scale": dropout_scale(dropout_p),
         "PHILOX_COLS": philox_cols(n_cols),
     }

@@ -15,10 +15,11 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
+from ..reference.philox import dropout_scale
 from ..reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
 from . import softmax_backward_kernels as backward_kernels
 from . import softmax_kernels as kernels
-from .philox import dropout_arguments, dropout_scale
+from .philox import dropout_arguments
 from .sum_partials import sum_partials
 from .tiles import MAX_REGISTERS, Tile, TileRule, aligned, common_divisor, on_device_of, tile
 

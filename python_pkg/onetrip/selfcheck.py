@@ -22,7 +22,7 @@ from .ops.common.backends import FAMILIES, KERNEL_DTYPES, use_backend
 from .optim.table import StepTable
 from .reference.adam import BLOCK, ZERO_CODE, Group, Slot
 from .reference.glu import ACTIVATIONS
-from .reference.philox import keep_mask
+from .reference.philox import dropout_scale, keep_mask
 
 _RNG = (0x0123456789ABCDEF, 8)
 _EPS = 1e-5
@@ -143,7 +143,7 @@ def _row_norm(name: str, norm: str, alone: bool, dropout_p: float = 0.0) -> Kern
     def unfused(i: Inputs, keep: Tensor) -> Tensor:
         z = i["x"]
         if not alone:
-            z = i["residual"] + torch.where(keep, (z + i["bias"]) / (1.0 - dropout_p), 0.0)
+            z = i["residual"] + torch.where(keep, (z + i["bias"]) * dropout_scale(dropout_p), 0.0)
         if not norm:
             return z
         weight, norm_bias = i["weight"], i.get("norm_bias")
@@ -170,7 +170,7 @@ def _softmax(name: str, dropout_p: float = 0.0, *, masked: bool = False) -> Kern
             n_rows, n_cols = values.shape
             visible = torch.ones_like(keep).tril(n_cols - n_rows)
             values = values.masked_fill(~visible, -torch.inf)
-        return torch.where(keep, torch.softmax(values, -1) / (1.0 - dropout_p), 0.0)
+        return torch.where(keep, torch.softmax(values, -1) * dropout_scale(dropout_p), 0.0)
 
     inputs = {"scores": ("rows", 0.0)} | ({"mask": ("vector", 0.0)} if masked else {})
     return Kernel(name, "softmax", inputs, fused, unfused, dropout_p)

@@ -27,8 +27,8 @@ ROW_NORM_BUGS = {
     "halves_of_a_word_exchanged": Bug(
         "vec.cuh", "<< (i % kPerWord * 8 * kBytes)", "<< ((i + 1) % kPerWord * 8 * kBytes)"
     ),
-    "philox_lane_off_by_one": Bug("dropout.cuh", "first % 4)", "(first + 1) % 4)"),
-    "philox_group_missing": Bug("dropout.cuh", "(shift != 0 ? 1 : 0)", "0"),
+    "philox_lane_off_by_one": Bug("dropout.cuh", "first % kPhiloxElements)", "(first + 1) % kPhiloxElements)"),
+    "philox_group_missing": Bug("dropout.cuh", "(shift != 0 ? 2 : 1)", "1"),
     "variance_counts_padding": Bug(
         "row_norm_forward.cuh", "inside(i, valid, kVectorAccess) ? value[i] - mean : 0.0f", "value[i] - mean"
     ),
@@ -83,7 +83,8 @@ ROW_NORM_BUGS = {
     "second_values_of_lanes_not_added": Bug(
         "reduce.cuh", "warp_sum<kRowThreads>(add(first, second))", "warp_sum<kRowThreads>(first)"
     ),
-    "groups_of_4_drawn_alike": Bug("dropout.cuh", "group | static_cast<uint64_t>(g)", "group"),
+    "second_group_drawn_as_the_first": Bug("dropout.cuh", "kept_of_group(group + g)", "kept_of_group(group)"),
+    "a_round_too_few": Bug("dropout.cuh", "round < kPhiloxRounds; ++round) philox", "round < 6; ++round) philox"),
     "tiles_share_their_places": Bug(WIDE, "n_warps % kMaxClusterWarps + warp", "warp"),
     "means_without_barrier": Bug(WIDE, "__syncthreads();\n  if (warp != 0) return;", "if (warp != 0) return;"),
     "last_row_of_a_tile_lost": Bug(WIDE, "row < end; ++row", "row + 1 < end; ++row"),
@@ -126,8 +127,9 @@ SOFTMAX_BUGS = {
     "dropout_taken_for_plain": Bug("softmax.cu", "args.p == nullptr && args.dropout.threshold == 0 &&", "true &&"),
     "causal_taken_for_plain": Bug("softmax.cu", " && !launch.causality.on", ""),
     "mask_taken_for_plain": Bug("softmax.cu", "launch.plain = args.mask == nullptr &&", "launch.plain ="),
-    "groups_of_4_drawn_alike": ROW_NORM_BUGS["groups_of_4_drawn_alike"],
-    "last_word_kept": Bug("dropout.cuh", "dropout.threshold - 1)", "dropout.threshold - (1 << 28))"),
+    "second_group_drawn_as_the_first": ROW_NORM_BUGS["second_group_drawn_as_the_first"],
+    "a_round_too_few": ROW_NORM_BUGS["a_round_too_few"],
+    "last_bits_kept": Bug("dropout.cuh", "(dropout.threshold << 16) - 1;", "(dropout.threshold << 16) - (1 << 28);"),
     "hidden_columns_dropped": Bug(FORWARD, "left < kChunkColumns ? dropped & ~(~0u << left) : dropped", "dropped"),
     "signs_of_the_first_chunk": Bug(FORWARD, "dropped >> (8 * k), args", "dropped, args"),
     "mask_dimensions_exchanged": Bug(FORWARD, "divide(rest) * rows.strides[k]", "divide(rest) * rows.strides[4 - k]"),

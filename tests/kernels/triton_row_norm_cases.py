@@ -183,7 +183,7 @@ def test_cast_orders(norm: int, weight_offset: float, y_dtype: torch.dtype, n_dt
 
 @pairwise(
     rng={"0": (0, 0), "64-bit": RNG, "largest": (2**64 - 1, 2**34), "tensor": "tensor"},
-    p=[1e-12, 0.1, 0.5, 1.0],
+    p=[1e-12, 0.1, 0.5, 1 - 1e-12, 1.0],
     n_cols=[64, 63, 300],
 )
 def test_mask_is_the_references(rng: Any, p: float, n_cols: int, small_tiles: None) -> None:
@@ -198,15 +198,17 @@ def test_mask_is_the_references(rng: Any, p: float, n_cols: int, small_tiles: No
     assert dx is not None and torch.equal(dx, z)
 
 
-@pytest.mark.parametrize("n_cols", [16, 13])
+@pytest.mark.parametrize("n_cols", [16, 12, 13])
 def test_bits_at_the_threshold(n_cols: int) -> None:
     """An element is kept iff its bits are at least the threshold: the bits themselves are, one more is not."""
-    bits = torch.stack(reference_philox((7, 8), torch.arange(1, device=DEVICE))).flatten()
+    words = torch.stack(reference_philox((7, 8), torch.arange(1, device=DEVICE))).flatten().tolist()
     x = torch.ones(1, n_cols, device=DEVICE)
-    for threshold, kept in ((int(bits[1]), True), (int(bits[1]) + 1, False)):
-        plan = plan_of(NORM_NONE, F32, dropout_p=threshold / 2**32)
-        _, z, _, _ = row_norm.forward(Operands(x), (7, 8), plan)
-        assert bool(z[0, 1] != 0) is kept
+    for element in range(8):
+        bits = words[element // 2] >> element % 2 * 16 & 0xFFFF
+        for threshold, kept in ((bits, True), (bits + 1, False)):
+            plan = plan_of(NORM_NONE, F32, dropout_p=threshold / 2**16)
+            _, z, _, _ = row_norm.forward(Operands(x), (7, 8), plan)
+            assert bool(z[0, element] != 0) is kept
 
 
 @triton.jit
@@ -220,8 +222,8 @@ def _keep_kernel(keep_ptr, first_row: tl.int64, n_cols, PHILOX_COLS: tl.constexp
     tl.store(keep_ptr + rows * n_cols + cols, keep.to(tl.int8), mask=cols < n_cols)
 
 
-@pytest.mark.parametrize("n_cols", [16, 13])
-def test_mask_past_2_to_the_34_elements(n_cols: int) -> None:
+@pytest.mark.parametrize("n_cols", [16, 12, 13])
+def test_mask_past_2_to_the_35_elements(n_cols: int) -> None:
     first_row = 2**33 + 3
     keep = torch.empty(4, n_cols, dtype=torch.int8, device=DEVICE)
     _keep_kernel[(1,)](keep, first_row, n_cols, PHILOX_COLS=philox.philox_cols(n_cols))

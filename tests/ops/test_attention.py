@@ -14,6 +14,7 @@ from onetrip.measure.traffic import TrafficMode
 from onetrip.ops import dropout_keep_mask
 from onetrip.ops.attention import attention
 from onetrip.ops.common.tracing import watched
+from onetrip.reference.philox import dropout_scale
 from tolerances import assert_bitwise, assert_like_torch, max_error
 from torch import Tensor
 
@@ -69,7 +70,7 @@ def eager(tensors: dict[str, Tensor], mask: Tensor | None, case: Case, scale: fl
     weights = torch.softmax(scores, dim=-1)
     if case.dropout_p > 0.0:
         keep = dropout_keep_mask(tuple(weights.shape), case.dropout_p, RNG)
-        weights = torch.where(keep, weights / (1.0 - min(case.dropout_p, 0.5)), 0.0)
+        weights = torch.where(keep, weights * dropout_scale(case.dropout_p), 0.0)
     weights = weights[..., 1:] if case.sinks else weights
     return torch.matmul(weights, value), weights
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from onetrip import ops
 from onetrip.ops import row_norm_autograd as family
-from onetrip.reference.philox import keep_mask
+from onetrip.reference.philox import dropout_scale, keep_mask
 from onetrip.reference.row_norm import NORM_NONE, BackwardOperands, Dtypes, RowNormPlan
 from pairwise import pairwise
 from row_norm_cases import DTYPES, call, make, short
@@ -56,7 +56,7 @@ def test_backward_draws_the_same_mask_again(target, dtype):
 def test_kept_values_are_scaled_by_one_over_one_minus_p(target):
     x = torch.ones(64, 64, device=target.device)
     z = ops.bias_dropout_residual(x, torch.zeros_like(x), dropout_p=0.3, rng=(1, 0))
-    assert set(z.unique().tolist()) == {0.0, torch.tensor(1.0 / 0.7).item()}
+    assert set(z.unique().tolist()) == {0.0, torch.tensor(dropout_scale(0.3)).item()}
 
 
 @pytest.mark.promise("D1")
@@ -117,12 +117,19 @@ def test_p_one_drops_everything(target):
     assert not leaves.x.grad.any() and not leaves.bias.grad.any() and leaves.residual.grad.any()
 
 
-@pytest.mark.parametrize("p", [1e-11, 1 - 1e-12, 2**-32, 1 - 2**-32])
+@pytest.mark.parametrize("p", [1e-30, 1e-11, 2**-18, 1 - 2**-18, 1 - 1e-16])
 def test_probabilities_that_round_at_the_ends(target, p):
-    i = make((8, 16), torch.float32, "residual", device=target.device)
-    z = ops.bias_dropout_residual(i.x, i.residual, dropout_p=p, rng=(1, 0))
-    expected = i.x + i.residual if p < 0.5 else i.residual
-    torch.testing.assert_close(z, expected)
+    """They count as 1/65536, or as 65535/65536: something is dropped, something kept, and nothing is NaN."""
+    rounded = 2**-16 if p < 0.5 else 1 - 2**-16
+    x = torch.full((300, 1001), 0.5, device=target.device, requires_grad=True)
+    z = ops.bias_dropout_residual(x, torch.zeros_like(x), dropout_p=p, rng=(1, 0))
+    keep = ops.dropout_keep_mask((300, 1001), rounded, (1, 0), target.device)
+    rare = keep if p > 0.5 else ~keep
+    assert 0 < rare.sum() < 25
+    expected = torch.where(keep, 0.5 * dropout_scale(rounded), 0.0)
+    assert_bitwise(z.detach(), expected.float())
+    z.backward(torch.full_like(z, 0.5))
+    assert_bitwise(x.grad, expected.float())
 
 
 def test_the_mask_depends_on_the_logical_index_alone(target):
@@ -163,10 +170,10 @@ def test_checkpoint_recomputes_the_same_mask(target, use_reentrant):
 @pytest.mark.promise("D7")
 def test_reference_mask_beyond_element_2_to_the_32():
     near = keep_mask((64,), 0.5, (1, 0))
-    far = keep_mask((64,), 0.5, (1, 0), first_element=2**34)  # group 2^32: the fourth counter word is 1
+    far = keep_mask((64,), 0.5, (1, 0), first_element=2**35)  # group 2^32: the fourth counter word is 1
     assert not torch.equal(near, far)
-    assert torch.equal(keep_mask((60,), 0.5, (1, 0), first_element=2**34 + 4), far[4:])
-    assert torch.equal(keep_mask((8,), 0.5, (1, 0), first_element=2**34 - 4)[4:], far[:4])
+    assert torch.equal(keep_mask((60,), 0.5, (1, 0), first_element=2**35 + 4), far[4:])
+    assert torch.equal(keep_mask((8,), 0.5, (1, 0), first_element=2**35 - 4)[4:], far[:4])
 
 
 @pytest.mark.promise("D7")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from onetrip import ops
+from onetrip.reference.philox import dropout_scale
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -77,7 +78,7 @@ def sublayer(inputs: Inputs, keep: Tensor | None, p: float) -> Tensor:
     """residual + dropout(x + bias), with a given mask, in the tensors' own dtypes."""
     z = inputs.x if inputs.bias is None else inputs.x + inputs.bias
     if keep is not None:
-        z = torch.where(keep.to(z.device), z * (1.0 / (1.0 - p) if p < 1.0 else 0.0), 0.0)
+        z = torch.where(keep.to(z.device), z * dropout_scale(p), 0.0)
     return z if inputs.residual is None else inputs.residual + z
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from onetrip import ops
+from onetrip.reference.philox import dropout_scale
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -38,7 +39,7 @@ def unfused(
     p = torch.where(all_masked, torch.zeros_like(p), p)
     if dropout_p > 0.0:
         keep = ops.dropout_keep_mask(tuple(scores.shape), dropout_p, rng, scores.device)
-        p = torch.where(keep, p / (1.0 - dropout_p), 0.0)
+        p = torch.where(keep, p * dropout_scale(dropout_p), 0.0)
     return p.to(scores.dtype)
 
 

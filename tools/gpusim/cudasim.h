@@ -201,6 +201,11 @@ template <int kFirst>
 uint32_t shared_word(SharedBase base, uint32_t bytes) {
   return base[kFirst + static_cast<int>(bytes / 4)];
 }
+inline void read_again(uint64_t& first, uint64_t& second, const volatile uint64_t* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 16 != 0) cudasim::fail("16 bytes read at another alignment");
+  first = from[0];
+  second = from[1];
+}
 inline float value_or_zero(float value, bool kept) { return kept ? value : 0.0f; }
 inline float clamp_magnitude(float value, float largest) {
   return std::fabs(value) > largest ? std::copysign(largest, value) : value;

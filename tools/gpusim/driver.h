@@ -84,7 +84,7 @@ struct Case {
 };
 
 onetrip::Dropout dropout_of(const Case& c) {
-  return {static_cast<uint64_t>(c.integer("dropout.threshold")), c.number("dropout.scale"),
+  return {static_cast<uint32_t>(c.integer("dropout.threshold")), c.number("dropout.scale"),
           static_cast<uint64_t>(c.integer("dropout.seed")), static_cast<uint64_t>(c.integer("dropout.offset")),
           reinterpret_cast<const int64_t*>(c.tensor("dropout.state"))};
 }

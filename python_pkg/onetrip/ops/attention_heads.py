@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..reference.philox import Rng
+from ..reference.philox import Rng, dropout_scale
 from ..reference.softmax import SoftmaxPlan
 from .common.masks import kernel_mask
 from .common.tracing import have_storage
@@ -217,7 +217,7 @@ def _gradients(operands: BackwardOperands, buffer: Tensor | None, wants: Wanted,
     if doutput is not None:
         do = _folded(doutput, n_key_heads)
         if wants.value:
-            scale = 1.0 / (1.0 - plan.softmax.dropout_p) if plan.softmax.dropout_p < 1.0 else 0.0
+            scale = dropout_scale(plan.softmax.dropout_p)
             # A set sign bit says dropped; what it leaves is P, and scale * P was multiplied with the values.
             weights = p
             if plan.softmax.dropout_p > 0.0:

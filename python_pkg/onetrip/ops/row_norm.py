@@ -1,7 +1,7 @@
 """LayerNorm, RMSNorm, and bias + dropout + residual with or without a norm: one family of kernels.
 
 z = residual + dropout(x + bias);  y = norm(z) * weight + norm_bias. Sources: layer norm, Ba, Kiros & Hinton 2016;
-RMS norm, Zhang & Sennrich 2019; dropout, Srivastava et al. 2014 by Philox4x32-10 (Salmon et al. 2011).
+RMS norm, Zhang & Sennrich 2019; dropout, Srivastava et al. 2014 by Philox4x32 (Salmon et al. 2011).
 
 This file has the public functions, their checks and the plan of a call. row_norm_autograd.py has the eager and the
 traced path, row_norm_native.py the native launch. Under torch.func's transforms and forward-mode differentiation the
@@ -104,7 +104,7 @@ def bias_dropout_residual(
 
     x, residual: one shape, float32, float16, bfloat16 or float64, rank 1 and up, any strides. bias: (n_cols,) or None.
     dropout_p: probability of dropping an element; what is dropped is exactly 0, what is kept is multiplied by 1 / (1 -
-    p).
+    p). p counts as rounded to 1/65536, in both; of p > 0 something is dropped, of p < 1 something kept.
     rng: None draws (seed, offset) from torch's generator of x's device; a pair of ints pins the mask
     (dropout_keep_mask).
     Returns a tensor shaped like x, of the dtype that the unfused expression gives. No mask is stored: backward draws

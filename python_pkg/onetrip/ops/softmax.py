@@ -1,7 +1,7 @@
 """softmax(scale * scores + mask) with causal option and dropout over the last dimension: one pass over the scores.
 
 Sources: softmax, Bridle 1990; attention weights, Vaswani et al. 2017, section 3.2; dropout, Srivastava et al. 2014 by
-Philox4x32-10 (Salmon et al. 2011). Calls take the same paths as those of row_norm.py: softmax_autograd.py has the
+Philox4x32 (Salmon et al. 2011). Calls take the same paths as those of row_norm.py: softmax_autograd.py has the
 eager and the traced one, softmax_native.py the native launch; transforms compose torch's own operators.
 """
 
@@ -45,6 +45,7 @@ def softmax(
     biases): its gradient is the reduced one, of its own shape.
     scale: finite. causal: query i of Q sees keys 0 ... K - Q + i (none, where that is negative); needs rank 2.
     dropout_p: probability of dropping; what is dropped is exactly 0, what is kept is multiplied by 1 / (1 - p).
+    p counts as rounded to 1/65536, in both; of p > 0 something is dropped, of p < 1 something kept.
     rng: None draws (seed, offset) from torch's generator; a pair of ints pins the mask (dropout_keep_mask).
 
     Returns a tensor like scores, contiguous. Everything in between is float32, rounded once. A row whose every position

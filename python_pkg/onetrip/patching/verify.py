@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import ops
+from ..ops.common.rng import dropout_scale
 from .calls import original_class
 from .classes import Rewrite
 from .clones import M, clone
@@ -125,7 +126,7 @@ class MaskedDropout(TorchFunctionMode):
         *leading, n_cols = x.shape
         keep = ops.dropout_keep_mask((*leading, n_cols + self.columns_before), p, RNG, x.device)
         keep = keep[..., self.columns_before :]
-        return torch.where(keep, x / (1.0 - p), torch.zeros_like(x))
+        return torch.where(keep, x * dropout_scale(p), torch.zeros_like(x))
 
 
 def _outcome(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...reference.philox import Rng, keep_mask
+from ...reference.philox import dropout_scale as dropout_scale
 from .checks import check_probability
 
 _CPU = torch.device("cpu")
@@ -85,8 +86,9 @@ def dropout_keep_mask(
     """The exact mask that any operator draws for this shape, probability and (seed, offset).
 
     shape: of the operator's x. dropout_p: in [0, 1]. rng: a pair of ints. Returns a bool tensor, True where kept.
-    Source: Philox4x32-10 (Salmon et al. 2011); element e takes word e % 4 of block (seed, offset, e // 4), kept iff
-    >= round(p * 2^32). Raises ValueError for p outside [0, 1], TypeError for anything else than a pair of ints.
+    Source: Philox4x32 with 7 rounds (Salmon et al. 2011); element e takes 16 bits of block (seed, offset, e // 8), half
+    e % 2 of word e % 8 // 2, and is kept iff they are at least round(65536 * p), or 1 to 65535 where 0 < p < 1.
+    Raises ValueError for p outside [0, 1], TypeError for anything else than a pair of ints.
     """
     if not isinstance(shape, (tuple, list)) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise TypeError(f"dropout_keep_mask: shape must be a tuple of sizes >= 0, got {shape!r}")
