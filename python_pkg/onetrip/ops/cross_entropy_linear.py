@@ -285,11 +285,11 @@ def multiplied(gradients: Gradients, dloss: Tensor, factors: Tensor) -> Gradient
 
 
 def by_row(call: Linear, wants_entropy: bool, sign: float = 1.0) -> tuple[Tensor, Tensor | None]:
-    """(sign times the [n_rows] losses, entropies where wanted), float32 (float64); 0 in ignored rows."""
-    kept = _Kept(call)
-    if kept.index is None and kept.n_chunks == 1:
+    """(sign, 1 or -1, times the [n_rows] losses, entropies where wanted), float32 (float64); 0 in ignored rows."""
+    if call.n_kept == call.labels.numel() and 0 < call.n_kept <= call.chunk_rows:
         found = call.rows.forward(_logits(call, call.hidden), call.labels, call.plan, wants_entropy)
-        return found.loss if sign == 1.0 else found.loss.mul_(sign), found.entropy
+        return found.loss if sign == 1.0 else found.loss.neg_(), found.entropy
+    kept = _Kept(call)
     loss = call.hidden.new_zeros(call.labels.shape, dtype=accumulator_dtype(call.hidden.dtype))
     entropy = torch.zeros_like(loss) if wants_entropy else None
 
