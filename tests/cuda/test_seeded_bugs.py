@@ -84,7 +84,7 @@ ROW_NORM_BUGS = {
         "reduce.cuh", "warp_sum<kRowThreads>(add(first, second))", "warp_sum<kRowThreads>(first)"
     ),
     "second_group_drawn_as_the_first": Bug("dropout.cuh", "kept_of_group(group + g)", "kept_of_group(group)"),
-    "a_round_too_few": Bug("dropout.cuh", "round < kPhiloxRounds; ++round) philox", "round < 6; ++round) philox"),
+    "every_other_round_left_out": Bug("dropout.cuh", "philox_round(random, next_key);", ""),
     "tiles_share_their_places": Bug(WIDE, "n_warps % kMaxClusterWarps + warp", "warp"),
     "means_without_barrier": Bug(WIDE, "__syncthreads();\n  if (warp != 0) return;", "if (warp != 0) return;"),
     "last_row_of_a_tile_lost": Bug(WIDE, "row < end; ++row", "row + 1 < end; ++row"),
@@ -128,7 +128,7 @@ SOFTMAX_BUGS = {
     "causal_taken_for_plain": Bug("softmax.cu", " && !launch.causality.on", ""),
     "mask_taken_for_plain": Bug("softmax.cu", "launch.plain = args.mask == nullptr &&", "launch.plain ="),
     "second_group_drawn_as_the_first": ROW_NORM_BUGS["second_group_drawn_as_the_first"],
-    "a_round_too_few": ROW_NORM_BUGS["a_round_too_few"],
+    "every_other_round_left_out": ROW_NORM_BUGS["every_other_round_left_out"],
     "last_bits_kept": Bug("dropout.cuh", "(dropout.threshold << 16) - 1;", "(dropout.threshold << 16) - (1 << 28);"),
     "hidden_columns_dropped": Bug(FORWARD, "left < kChunkColumns ? dropped & ~(~0u << left) : dropped", "dropped"),
     "signs_of_the_first_chunk": Bug(FORWARD, "dropped >> (8 * k), args", "dropped, args"),
