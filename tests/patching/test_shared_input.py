@@ -52,6 +52,16 @@ class ChangedBetween(Attention):
         return self.out(q * self.k(x) + self.v(x))
 
 
+class ScaledBetween(Attention):
+    """In place, as autograd allows where no weight's gradient needs the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = 2 * x
+        q = self.q(x)
+        x.mul_(3.0)
+        return self.out(q * self.k(x) * self.v(x))
+
+
 class Unused(Attention):
     """The first layer's result, and the last one's, are not part of the loss."""
 
@@ -91,6 +101,15 @@ def assert_agree(ours: dict[str, Tensor], theirs: dict[str, Tensor], relative: f
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype and ours[name].shape == tensor.shape
         assert float((ours[name] - tensor).abs().max()) <= relative * float(tensor.abs().max()) + 1e-6, name
+
+
+def test_an_input_that_was_scaled_between_two_layers_has_its_own_gradient() -> None:
+    model, (x,) = randomised(ScaledBetween()), inputs()
+    for layer in (model.q, model.k, model.v):
+        layer.requires_grad_(False)
+    expected = outcome(model, x)
+    assert [site.pattern for site in patch_model(model).patched] == ["shared_input"]
+    assert_agree(outcome(model, x), expected)
 
 
 @pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)

@@ -45,7 +45,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.shape = x.shape
         y = functional.linear(x, weight, bias)
         # No view: a model may write to it, which autograd forbids for views that a Function returns.
         return torch.ops.aten._unsafe_view(y, y.shape), x.detach()
@@ -56,14 +57,14 @@ class _Linear(torch.autograd.Function):
         if dy is None:
             return later, None, None
         x, weight = ctx.saved_tensors
-        n_columns = x.shape[-1]
+        n_columns = ctx.shape[-1]
         rows = dy.reshape(-1, dy.shape[-1])
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             if later is None:
-                dx = (rows @ weight).view(x.shape)
+                dx = (rows @ weight).view(ctx.shape)
             elif torch.is_grad_enabled() or not later.is_contiguous():  # to be differentiated again
-                dx = torch.addmm(later.reshape(-1, n_columns), rows, weight).view(x.shape)
+                dx = torch.addmm(later.reshape(-1, n_columns), rows, weight).view(ctx.shape)
             else:  # in place: the next layer made it, and the alias has no other reader
                 dx = later
                 dx.view(-1, n_columns).addmm_(rows, weight)
