@@ -430,7 +430,8 @@ def test_compiles_in_one_graph(dynamic):
 
     def step(h, w, b):
         whole = (
-            ops.linear_cross_entropy(h, w, labels, b) + ops.linear_cross_entropy(h, w, labels, reduction="none").sum()
+            3.0 * ops.linear_cross_entropy(h, w, labels, b)
+            + ops.linear_cross_entropy(h, w, labels, reduction="none").sum()
         )
         logprobs, entropy = ops.linear_logprobs(h, w, tokens, b, return_entropy=True)
         return whole + (logprobs + entropy).sum() + ops.cross_entropy(F.linear(h, w), labels, softcap=4.0)
