@@ -392,7 +392,7 @@ int add_to_sums(uintptr_t nearest, uintptr_t rest, uintptr_t terms, int64_t n, b
 
 int64_t row_norm_workspace(int device, int64_t n_rows, int64_t n_cols, int n_wanted) {
   return device < 0 ? onetrip::row_norm_workspace_cpu(n_rows, n_cols, n_wanted)
-                    : onetrip::row_norm_workspace_cuda(n_rows, n_cols, n_wanted);
+                    : onetrip::row_norm_workspace_cuda(device, n_rows, n_cols, n_wanted);
 }
 
 // (lr, beta1, beta2, eps, weight_decay, decoupled, maximize, address of lr or 0)
@@ -444,6 +444,8 @@ PYBIND11_MODULE(_native, module) {
   module.doc() = "Native kernels of onetrip: tensors, sizes, strides and a stream in, error codes out.";
   module.def("row_norm_forward", &row_norm_forward, "A launcher of the forward pass, for these dtypes and numbers.");
   module.def("row_norm_backward", &row_norm_backward, "A launcher of the backward pass, for these dtypes and numbers.");
+  module.def("set_gpu_independent_sums", &onetrip::set_gpu_independent_sums,
+             "Add up gradients of row_norm's parameters alike on every GPU.");
   module.def("row_norm_workspace", &row_norm_workspace, "Floats of workspace that row_norm_backward needs.");
   module.def("softmax_forward", &softmax_forward, "A launcher of the forward pass, for this dtype, mask and numbers.");
   module.def("softmax_backward", &softmax_backward,

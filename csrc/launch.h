@@ -289,7 +289,9 @@ int64_t softmax_workspace_cuda(int64_t n_rows, int64_t n_cols, const MaskRows& m
 // never of the number of threads or multiprocessors: it fixes the partition of the rows, and with it every bit of the
 // gradients.
 int64_t row_norm_workspace_cpu(int64_t n_rows, int64_t n_cols, int n_wanted);
-int64_t row_norm_workspace_cuda(int64_t n_rows, int64_t n_cols, int n_wanted);
+int64_t row_norm_workspace_cuda(int device, int64_t n_rows, int64_t n_cols, int n_wanted);
+// From now on GPUs add up the gradients of row_norm's parameters as one with 128 SMs, whatever they have.
+void set_gpu_independent_sums(bool enabled);
 
 // "avx512vbmi", "avx512", "avx2" or "baseline": what the CPU kernels were picked for at load. set_cpu_level forces a
 // lower one (for tests) and returns false where this machine or this build lacks it.

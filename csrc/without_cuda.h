@@ -12,7 +12,8 @@ namespace {
 
 int row_norm_forward_cuda(const RowNormForward&, int, void*) { no_cuda(); }
 int row_norm_backward_cuda(const RowNormBackward&, int, void*) { no_cuda(); }
-int64_t row_norm_workspace_cuda(int64_t, int64_t, int) { no_cuda(); }
+int64_t row_norm_workspace_cuda(int, int64_t, int64_t, int) { no_cuda(); }
+void set_gpu_independent_sums(bool) {}
 int softmax_forward_cuda(const SoftmaxForward&, int, void*) { no_cuda(); }
 int softmax_backward_cuda(const SoftmaxBackward&, int, void*) { no_cuda(); }
 int64_t softmax_workspace_cuda(int64_t, int64_t, const MaskRows&) { no_cuda(); }

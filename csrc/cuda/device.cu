@@ -13,7 +13,7 @@
 namespace onetrip {
 namespace {
 
-// A cubin runs on GPUs of its own major version and at least its minor one; PTX is compiled on any later info.
+// A cubin runs on GPUs of its own major version and at least its minor one; PTX is compiled on any later GPU.
 bool built_for(int major, int minor) {
   for (const char* cursor = ONETRIP_CUDA_ARCHS_BUILT; *cursor != '\0';) {
     char* end = nullptr;

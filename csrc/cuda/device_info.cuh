@@ -55,7 +55,7 @@ struct DeviceInfo {
   // Bytes of shared memory: of a multiprocessor, of that what the system takes for every block, and what a block may
   // have.
   int shared, reserved_shared, block_shared;
-  bool has_clusters;
+  bool has_copies, has_clusters;  // asynchronous copies (sm_80), clusters of blocks (sm_90)
 };
 
 inline cudaError_t query_device(int device, DeviceInfo& info) {
@@ -70,6 +70,9 @@ inline cudaError_t query_device(int device, DeviceInfo& info) {
     ask(asked.shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     ask(asked.reserved_shared, cudaDevAttrReservedSharedMemoryPerBlock);
     ask(asked.block_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    int major = 0;
+    ask(major, cudaDevAttrComputeCapabilityMajor);
+    asked.has_copies = major >= 8;
     // A driver older than clusters fails here: it has none.
     int clusters = 0;
     asked.has_clusters =
@@ -116,13 +119,14 @@ struct ClusterLaunch {
   cudaLaunchConfig_t config;
 };
 
-// Whether the current GPU runs a kernel in clusters of this size, with this dynamic shared memory. False on GPUs
-// without clusters, and for code compiled for such GPUs, whose kernel is empty.
+// How many clusters of this size, with this dynamic shared memory, the current GPU runs of a kernel at the same time:
+// its parts (GPCs) may have SMs left over. 0 on GPUs without clusters, and for code compiled for such GPUs, whose
+// kernel is empty.
 template <typename Kernel>
-bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, const DeviceInfo& info) {
+int clusters_at_once(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, const DeviceInfo& info) {
   int static_shared = 0;
-  if (!info.has_clusters || prepare(kernel, info, static_shared) != cudaSuccess || static_shared == 0) return false;
-  static auto& fitting = *new QueryCache<std::tuple<const void*, int, int, int, size_t>, int>;  // clusters at a time
+  if (!info.has_clusters || prepare(kernel, info, static_shared) != cudaSuccess || static_shared == 0) return 0;
+  static auto& fitting = *new QueryCache<std::tuple<const void*, int, int, int, size_t>, int>;
   const auto address = reinterpret_cast<const void*>(kernel);
   int n_clusters = 0;
   const cudaError_t status =
@@ -131,7 +135,13 @@ bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t sha
                                    dim3(static_cast<unsigned>(threads)), shared_bytes, nullptr);
         return cudaOccupancyMaxActiveClusters(&asked, address, launch.address());
       });
-  return status == cudaSuccess && n_clusters > 0;
+  return status == cudaSuccess ? n_clusters : 0;
+}
+
+// Whether the current GPU runs a kernel in such clusters.
+template <typename Kernel>
+bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, const DeviceInfo& info) {
+  return clusters_at_once(kernel, cluster_blocks, threads, shared_bytes, info) > 0;
 }
 
 // Runs launch(info) with the device current, and returns its status.

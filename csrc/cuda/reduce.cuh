@@ -1,4 +1,4 @@
-// Sums over the threads of a row, in an order that depends on their number alone: the same bits on every info.
+// Sums over the threads of a row, in an order that depends on their number alone: the same bits on every GPU.
 #pragma once
 #include "platform.cuh"
 

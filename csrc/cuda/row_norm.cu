@@ -5,15 +5,15 @@
 #include "row_norm_backward_wide.cuh"
 #include "row_norm_forward.cuh"
 
+// NVRTC compiles no host code.
+#ifndef __CUDACC_RTC__
+#include <atomic>
+#endif
+
 // Types of x and z (residual's and dresidual's dtype is z's). Parameters, y and dy may have any dtype.
 #ifndef ONETRIP_ROW_NORM_PAIRS
 #define ONETRIP_ROW_NORM_PAIRS(F) \
   F(float, float) F(__half, __half) F(__nv_bfloat16, __nv_bfloat16) F(__half, float) F(__nv_bfloat16, float)
-#endif
-
-// SMs that backward fills when there are few rows. Tests set fewer, or each part would be one row.
-#ifndef ONETRIP_FILLING_SMS
-#define ONETRIP_FILLING_SMS 128
 #endif
 
 namespace onetrip {
@@ -72,7 +72,6 @@ static_assert(kBackwardColumns == kNarrowColumns, "the table");
 ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_ALL)
 ONETRIP_INSTANTIATE_FORWARD(__half, __half, Access::kUniform)
 ONETRIP_INSTANTIATE_FORWARD(__nv_bfloat16, __nv_bfloat16, Access::kUniform)
-template __global__ void row_norm_partials_kernel<kMaxThreads>(const float*, int64_t, int64_t, PartialSums);
 
 #else
 
@@ -126,35 +125,37 @@ BackwardShape backward_shape(int64_t n_cols) {
   return {path, row_threads, n_groups, pipelined_blocks(n_cols)};
 }
 
-// The fixed partition of the rows, a function of the sizes alone; a part is a block's, or a cluster's. A partial row
-// costs 4 bytes a column written and 4 read for each of up to three sums; the rows themselves at least 6 bytes a column
-// in 16-bit types (dy, z, dx), 8 with dresidual. With 32 rows a part the partial sums of LayerNorm (two) add 16 / (32 *
-// 6) = 8% and those of the full block (three) 24 / (32 * 8) = 9%. Where rows are pipelined 128 times as many blocks
-// as an SM holds fill 97% of the 132 SMs of an H100 in one wave: 256 of most widths. So fewer rows than they take 32 of
-// (8192; of a cluster of 8: 512) are shared out thinner, down to a row a group, to keep as many blocks (4096 x 1024: 16
-// rows each, 2 MB a sum, which stays in L2); many rows make at most 2048 blocks, whose tail is small.
-BackwardPartition backward_partition(int64_t n_rows, int64_t n_cols) {
-  constexpr int64_t kRowsPerPart = 32, kRowsPerGroup = 4, kMaxBlocks = 2048;
+// Parts of rows that run at the same time: a block each, or a cluster. Where rows are pipelined, 512 threads with 128
+// registers fill an SM. Elsewhere two blocks do (a wide row: its tiles' blocks).
+int64_t parts_at_once(int64_t n_cols, const BackwardShape& shape, const DeviceInfo& info) {
+  const int threads = pipelined_row_threads(n_cols) * shape.n_groups, resident = kPipelinedThreads / threads;
+  const bool pipelined =
+      info.has_copies && n_cols <= (info.has_clusters ? kMaxClusterBlocks : 1) * kPipelinedBlockColumns;
+  const auto kernel = row_norm_backward_pipelined_kernel<__nv_bfloat16, __nv_bfloat16, kClusterRow>;
+  const int64_t parts = !pipelined             ? 2 * info.n_multiprocessors / ceil_div(n_cols, kTileColumns)
+                        : shape.row_blocks > 1 ? clusters_at_once(kernel, shape.row_blocks, threads, 0, info)
+                                               : info.n_multiprocessors * (resident > 1 ? resident : 1);
+  return parts > 1 ? parts : 1;
+}
+
+std::atomic<bool> gpu_independent{false};
+// The GPU whose partition every GPU takes if asked to (set_gpu_independent_sums).
+constexpr DeviceInfo kAnyGpu{-1, 128, 0, 0, 0, true, true};
+
+// One wave: as many parts as run at the same time, each with its share of the rows; fewer where a group would be left
+// without a row. A partial row costs 4 bytes a column written and 4 read for each of up to three sums, the rows
+// themselves at least 6 bytes a column in 16-bit types: 2 sums of parts of 31 rows (32768 x 1024 on 132 SMs: 124) 9%.
+BackwardPartition backward_partition(int64_t n_rows, int64_t n_cols, const DeviceInfo& info, bool any_gpu) {
   const BackwardShape shape = backward_shape(n_cols);
-  const int64_t resident = kPipelinedThreads / (pipelined_row_threads(n_cols) * shape.n_groups);
-  const int64_t filling = ONETRIP_FILLING_SMS * (resident > 0 ? resident : 1) / shape.row_blocks;
-  const int64_t most = kMaxBlocks / shape.row_blocks;
-  const int64_t wanted_rows =
-      kRowsPerGroup * shape.n_groups > kRowsPerPart ? kRowsPerGroup * shape.n_groups : kRowsPerPart;
-  int64_t n_parts = ceil_div(n_rows, wanted_rows);
-  if (n_parts < filling) {
-    const int64_t thinnest = ceil_div(n_rows, shape.n_groups);
-    n_parts = thinnest < filling ? thinnest : filling;
-  } else if (n_parts > most) {
-    n_parts = most;
-  }
-  const int64_t rows_per_part = ceil_div(n_rows, n_parts);
+  const int64_t at_once = any_gpu && shape.row_blocks > 1 ? kAnyGpu.n_multiprocessors / shape.row_blocks
+                                                          : parts_at_once(n_cols, shape, any_gpu ? kAnyGpu : info);
+  const int64_t rows_per_part = ceil_div(n_rows, at_most(at_once, ceil_div(n_rows, shape.n_groups)));
   return {rows_per_part, ceil_div(n_rows, rows_per_part), shape.row_threads, shape.n_groups};
 }
 
 // Size of the partial sums, in floats. The wide path's row means (float2) follow, 8-byte aligned.
-int64_t partial_floats(int64_t n_rows, int64_t n_cols, int n_wanted) {
-  return ceil_div(n_wanted * backward_partition(n_rows, n_cols).n_parts * n_cols, 2) * 2;
+int64_t partial_floats(const BackwardPartition& partition, int64_t n_cols, int n_wanted) {
+  return ceil_div(n_wanted * partition.n_parts * n_cols, 2) * 2;
 }
 
 int wanted_sums(const RowNormBackward& args) {
@@ -264,7 +265,7 @@ cudaError_t launch_backward_wide(const RowNormBackward& args, bool vector_access
   const dim3 block(kBackwardThreads);
   float2* means = nullptr;
   if (args.dy != nullptr) {
-    means = reinterpret_cast<float2*>(args.workspace + partial_floats(args.n_rows, args.n_cols, wanted_sums(args)));
+    means = reinterpret_cast<float2*>(args.workspace + partial_floats(partition, args.n_cols, wanted_sums(args)));
     const auto kernel = row_norm_backward_means_kernel<X, Z, kFast>;
     const cudaError_t status =
         ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, 1), block, 0, stream, args, vector_access, means);
@@ -277,7 +278,7 @@ cudaError_t launch_backward_wide(const RowNormBackward& args, bool vector_access
   return ONETRIP_LAUNCH(kernel, grid, block, shared_bytes, stream, args, vector_access, partition, means);
 }
 
-cudaError_t launch_partials(const RowNormBackward& args, int64_t n_parts, cudaStream_t stream) {
+cudaError_t launch_partials(const RowNormBackward& args, int64_t n_parts, const DeviceInfo& info, cudaStream_t stream) {
   PartialSums sums{};
   unsigned n_wanted = 0;
   const auto want = [&](void* out, DType dtype) {
@@ -289,11 +290,13 @@ cudaError_t launch_partials(const RowNormBackward& args, int64_t n_parts, cudaSt
   want(args.dweight, args.weight_dtype);
   want(args.dnorm_bias, args.norm_bias_dtype);
   if (n_wanted == 0) return cudaSuccess;
-  const int64_t column_blocks = ceil_div(args.n_cols, kWarpThreads);
-  const auto kernel = row_norm_partials_kernel<kMaxThreads>;
-  return ONETRIP_LAUNCH(kernel,
-                        dim3(static_cast<unsigned>(column_blocks < kMaxGrid ? column_blocks : kMaxGrid), n_wanted),
-                        dim3(kMaxThreads), 0, stream, args.workspace, n_parts, args.n_cols, sums);
+  int columns = kWarpThreads;
+  while (columns > kFewestPartialColumns && ceil_div(args.n_cols, columns) * n_wanted < info.n_multiprocessors)
+    columns /= 2;
+  const auto kernel = row_norm_partials_kernel;
+  return ONETRIP_LAUNCH(
+      kernel, dim3(static_cast<unsigned>(at_most(ceil_div(args.n_cols, columns), kMaxGrid)), n_wanted),
+      dim3(static_cast<unsigned>(kPartialGroups * columns)), 0, stream, args.workspace, n_parts, args.n_cols, sums);
 }
 
 template <typename X, typename Z, bool kFast>
@@ -322,7 +325,7 @@ cudaError_t launch_backward(const RowNormBackward& args, const DeviceInfo& info,
   access.require(args.workspace, DType::kFloat32, args.n_cols);
 
   const BackwardShape shape = backward_shape(args.n_cols);
-  const BackwardPartition partition = backward_partition(args.n_rows, args.n_cols);
+  const BackwardPartition partition = backward_partition(args.n_rows, args.n_cols, info, gpu_independent);
   cudaError_t status = cudaSuccess;
   const bool vector_access = access.possible(), fast = vector_access && args.y_dtype == DTypeOf<X>::value;
   bool pipelined = fast && args.dy != nullptr && args.n_cols <= kMaxClusterBlocks * kPipelinedBlockColumns;
@@ -345,7 +348,7 @@ cudaError_t launch_backward(const RowNormBackward& args, const DeviceInfo& info,
                  : launch_backward_rows<X, Z, false>(args, vector_access, shape, partition, shared_bytes(false), info,
                                                      stream);
   }
-  return status == cudaSuccess ? launch_partials(args, partition.n_parts, stream) : status;
+  return status == cudaSuccess ? launch_partials(args, partition.n_parts, info, stream) : status;
 }
 
 }  // namespace
@@ -376,11 +379,22 @@ int row_norm_backward_cuda(const RowNormBackward& args, int device, void* stream
   });
 }
 
-int64_t row_norm_workspace_cuda(int64_t n_rows, int64_t n_cols, int n_wanted) {
-  if (n_rows == 0 || n_cols == 0) return 0;
-  const bool has_means = backward_shape(n_cols).path == Path::kWide;
-  return partial_floats(n_rows, n_cols, n_wanted) + (has_means ? 2 * n_rows : 0);
+int64_t row_norm_workspace_cuda(int device, int64_t n_rows, int64_t n_cols, int n_wanted) {
+  int64_t n_floats = 0;
+  if (n_rows == 0 || n_cols == 0) return n_floats;
+  on_device(device, [&](const DeviceInfo& info) {
+    // For either partition: another thread may ask for the other one before the launch.
+    for (const bool any_gpu : {false, true}) {
+      const int64_t needed = partial_floats(backward_partition(n_rows, n_cols, info, any_gpu), n_cols, n_wanted);
+      if (needed > n_floats) n_floats = needed;
+    }
+    if (backward_shape(n_cols).path == Path::kWide) n_floats += 2 * n_rows;
+    return cudaSuccess;
+  });
+  return n_floats;
 }
+
+void set_gpu_independent_sums(bool enabled) { gpu_independent = enabled; }
 
 #endif  // __CUDACC_RTC__
 

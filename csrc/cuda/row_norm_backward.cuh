@@ -313,37 +313,40 @@ __global__ void __launch_bounds__(kBackwardThreads,
   add_groups(dnorm_bias, args.dnorm_bias != nullptr);
 }
 
-// out[slot][col] = sum over parts of partials[slot][part][col], rounded to the parameter's dtype. A block takes 32
-// columns of one slot (blockIdx.y); its warps take partial rows in turn and are added in order.
+// out[slot][col] = sum over parts of partials[slot][part][col], rounded to the parameter's dtype. A block takes 8, 16
+// or 32 columns of one slot (blockIdx.y), as few as it takes to occupy every SM: 32 bytes are a sector. 32 groups of
+// threads take the partial rows in turn and are added in order, whatever the columns.
 struct PartialSums {
   void* out[kMaxWanted];
   DType dtype[kMaxWanted];
 };
+constexpr int kPartialGroups = 32, kFewestPartialColumns = 8;
 
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads) row_norm_partials_kernel(const float* workspace, const int64_t n_parts,
-                                                                     const int64_t n_cols, const PartialSums sums) {
-  ONETRIP_SHARED(float, warp_sums, kMaxThreads);
-  const int warp = static_cast<int>(threadIdx.x) / kWarpThreads, lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+__global__ void __launch_bounds__(kPartialGroups* kWarpThreads)
+    row_norm_partials_kernel(const float* workspace, const int64_t n_parts, const int64_t n_cols,
+                             const PartialSums sums) {
+  ONETRIP_SHARED(float, group_sums, kPartialGroups* kWarpThreads);
+  const int columns = static_cast<int>(blockDim.x) / kPartialGroups;
+  const int group = static_cast<int>(threadIdx.x) / columns, lane = static_cast<int>(threadIdx.x) - group * columns;
   const int slot = static_cast<int>(blockIdx.y);
   void* const out = slot == 0 ? sums.out[0] : slot == 1 ? sums.out[1] : sums.out[2];
   const DType dtype = slot == 0 ? sums.dtype[0] : slot == 1 ? sums.dtype[1] : sums.dtype[2];
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kWarpThreads; first < n_cols;
-       first += static_cast<int64_t>(gridDim.x) * kWarpThreads) {
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * columns; first < n_cols;
+       first += static_cast<int64_t>(gridDim.x) * columns) {
     const int64_t col = first + lane;
     float sum = 0.0f;
     if (col < n_cols) {
 #pragma unroll 4
-      for (int64_t part = warp; part < n_parts; part += kThreads / kWarpThreads) {
+      for (int64_t part = group; part < n_parts; part += kPartialGroups) {
         sum += __ldg(workspace + (slot * n_parts + part) * n_cols + col);
       }
     }
     __syncthreads();
-    warp_sums[threadIdx.x] = sum;
+    group_sums[threadIdx.x] = sum;
     __syncthreads();
-    if (warp == 0 && col < n_cols) {
+    if (group == 0 && col < n_cols) {
       float total = 0.0f;
-      for (int i = 0; i < kThreads / kWarpThreads; ++i) total += warp_sums[i * kWarpThreads + lane];
+      for (int i = 0; i < kPartialGroups; ++i) total += group_sums[i * columns + lane];
       if (dtype == DType::kFloat32) {
         static_cast<float*>(out)[col] = total;
       } else if (dtype == DType::kFloat16) {

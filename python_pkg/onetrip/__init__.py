@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import ops
-from .ops.common.backends import available_backends, set_backend, use_backend
+from .ops.common.backends import available_backends, set_backend, use_backend, use_gpu_independent_sums
 
 if TYPE_CHECKING:
     from . import nn, optim
@@ -25,6 +25,7 @@ __all__ = [
     "set_backend",
     "unpatch_model",
     "use_backend",
+    "use_gpu_independent_sums",
 ]
 
 

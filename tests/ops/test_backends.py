@@ -287,3 +287,13 @@ def test_an_error_of_cuda_says_whose_it_is(code, advice):
     message = native.cuda_error("softmax forward", torch.device("cuda", 1), code, "of CUDA")
     assert message.startswith("softmax forward: ") and f"CUDA error {code}: of CUDA" in message
     assert re.search(advice, message)
+
+
+def test_gpu_independent_sums_are_the_native_library_s(monkeypatch):
+    set_to = []
+    monkeypatch.setattr(backends, "native", lambda: SimpleNamespace(set_gpu_independent_sums=set_to.append))
+    onetrip.use_gpu_independent_sums()
+    onetrip.use_gpu_independent_sums(False)
+    assert set_to == [True, False]
+    monkeypatch.setattr(backends, "native", lambda: None)
+    onetrip.use_gpu_independent_sums()

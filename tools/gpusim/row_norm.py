@@ -48,6 +48,8 @@ class Call:
     """Whether the GPU can launch clusters."""
     copies: bool = True
     """Whether the GPU has asynchronous copies; without, it has no clusters either."""
+    gpu_independent: bool = False
+    """Whether gradients of parameters are summed alike on every GPU."""
     orders: tuple[int, ...] = ORDERS
 
     def plan(self) -> RowNormPlan:
@@ -113,6 +115,7 @@ class Call:
             "shared_limit": self.shared_limit,
             "clusters": int(self.clusters),
             "copies": int(self.copies),
+            "gpu_independent": int(self.gpu_independent),
         }
         numbers |= {f"{name}_row_stride": stride for name in ("x", "residual", "dy", "dz", "z")}
         if self.dropout_p > 0:

@@ -39,8 +39,9 @@ int run_backward(const Case& c) {
   args.norm = static_cast<onetrip::Norm>(c.integer("norm"));
   args.weight_offset = c.number("weight_offset");
   args.dropout = dropout_of(c);
+  onetrip::set_gpu_independent_sums(c.integer("gpu_independent") != 0);
   const int n_wanted = (args.dbias != nullptr) + (args.dweight != nullptr) + (args.dnorm_bias != nullptr);
-  const int64_t n_floats = onetrip::row_norm_workspace_cuda(args.n_rows, args.n_cols, n_wanted);
+  const int64_t n_floats = onetrip::row_norm_workspace_cuda(c.device, args.n_rows, args.n_cols, n_wanted);
   Tensor workspace(static_cast<size_t>(n_floats) * sizeof(float), 0);
   args.workspace = n_floats != 0 ? reinterpret_cast<float*>(workspace.data()) : nullptr;
   return onetrip::row_norm_backward_cuda(args, c.device, nullptr);
