@@ -54,8 +54,8 @@ struct RowNormBackward {
   void* dbias;         // [n_cols] bias_dtype; null: not wanted
   void* dweight;       // [n_cols] weight_dtype; null: not wanted
   void* dnorm_bias;    // [n_cols] norm_bias_dtype; null: not wanted
-  float* workspace;  // row_norm_workspace_*(n_rows, n_cols, wanted) floats, not initialised, at a multiple of 8 bytes;
-                     // null where 0
+  float* workspace;    // row_norm_workspace_* floats, not initialised, at a multiple of 8 bytes;
+                       // null where 0
   int64_t dy_row_stride, dz_row_stride, z_row_stride;
   DType x_dtype, residual_dtype;  // z_dtype where dx, dresidual are null; z_dtype obeys forward's rule
   DType bias_dtype, weight_dtype, norm_bias_dtype, z_dtype, y_dtype;
@@ -285,9 +285,8 @@ int adam_step_cuda(const AdamStep& args, int device, void* stream);
 int64_t softmax_workspace_cpu(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows);
 int64_t softmax_workspace_cuda(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows);
 
-// Floats of workspace for n_wanted of {dbias, dweight, dnorm_bias}, which may be 0. A function of the sizes alone,
-// never of the number of threads or multiprocessors: it fixes the partition of the rows, and with it every bit of the
-// gradients.
+// Floats of workspace for n_wanted of {dbias, dweight, dnorm_bias}, which may be 0. The partition of the rows, and with
+// it every bit of the gradients, is a function of the sizes alone on a CPU, and of the sizes and the GPU on a GPU.
 int64_t row_norm_workspace_cpu(int64_t n_rows, int64_t n_cols, int n_wanted);
 int64_t row_norm_workspace_cuda(int device, int64_t n_rows, int64_t n_cols, int n_wanted);
 // From now on GPUs add up the gradients of row_norm's parameters as one with 128 SMs, whatever they have.

@@ -116,9 +116,9 @@ PyObject* rotary_operands(PyObject* reader, PyObject* const* values, Py_ssize_t 
   return returned([&] { return rotary_code(state_of<TensorReader>(reader), values, n); });
 }
 
-// Of ignore_index, labels, and logits; or ignore_index, labels, hidden, weight and bias (None: none): whether they are
-// tensors of these two types on the CPU, contiguous, not empty and not negated; labels of int64, each a class or
-// ignore_index; the others of one DType; and their shapes fit. If so how many labels are not ignore_index. Else -1.
+// Looks at ignore_index, labels, and logits; or ignore_index, labels, hidden, weight and bias (None: none): whether
+// they are tensors of these two types on the CPU, contiguous, not empty and not negated; labels of int64, each a class
+// or ignore_index; the others of one DType; and their shapes fit. If so how many labels are not ignore_index. Else -1.
 int64_t labels_code(const TensorReader& reader, PyObject* const* values, Py_ssize_t n) {
   if (n != 3 && n != 5)
     throw py::type_error("cross-entropy operands are ignore_index, labels and logits or three more");

@@ -124,9 +124,12 @@ struct Factors {
 };
 
 ONETRIP_INLINE Factors factors_of(const CrossEntropy& args, int64_t i, const RowSums& row) {
-  const float given = (args.weights ? args.weights[i * args.weight_stride] : args.weight) * args.scale;
-  const float weight = given == given ? given : kNaN;  // of NaNs the one that store_rounded of a pair takes
-  const float entropy_weight = args.entropy_weights ? args.entropy_weights[i] * args.scale : 0.0f;
+  const auto scaled = [&](float given) {
+    given *= args.scale;
+    return given == given ? given : kNaN;  // of NaNs the one that store_rounded of a pair takes
+  };
+  const float weight = scaled(args.weights ? args.weights[i * args.weight_stride] : args.weight);
+  const float entropy_weight = args.entropy_weights ? scaled(args.entropy_weights[i]) : 0.0f;
   const float lse = row.largest + row.log_sum;
   const float inverse_sum = exp_nonpositive(splat(-row.log_sum))[0];
   const float of_p = weight * (1.0f + 2.0f * args.lse_square_scale * lse) - entropy_weight * row.entropy;

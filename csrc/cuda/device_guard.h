@@ -11,7 +11,7 @@ struct ContextCalls {
   int (*get)(Context*) = nullptr;
   int (*set)(Context) = nullptr;
 
-  // Of the driver, which every runtime of the process shares.
+  // The driver's, which every runtime of the process shares.
   static const ContextCalls& of_driver() {
     static const ContextCalls calls = [] {
       ContextCalls found;

@@ -42,6 +42,7 @@ constexpr int kStaticSharedBytes = 1024;  // more than a block's own arrays, out
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t at_least_one(int64_t a) { return a > 1 ? a : 1; }
 
 inline dim3 grid_of_rows(int64_t n_rows, int rows_per_block) {
   const int64_t n_blocks = ceil_div(n_rows, rows_per_block), grid_y = ceil_div(n_blocks, kMaxGrid);

@@ -16,6 +16,11 @@
   F(float, float) F(__half, __half) F(__nv_bfloat16, __nv_bfloat16) F(__half, float) F(__nv_bfloat16, float)
 #endif
 
+// Tests set fewer, or each part would be one row.
+#ifndef ONETRIP_ANY_GPU_SMS
+#define ONETRIP_ANY_GPU_SMS 128
+#endif
+
 namespace onetrip {
 
 // Paths. A row takes the first path that holds its columns; softmax.cu uses the same names.
@@ -125,37 +130,56 @@ BackwardShape backward_shape(int64_t n_cols) {
   return {path, row_threads, n_groups, pipelined_blocks(n_cols)};
 }
 
-// Parts of rows that run at the same time: a block each, or a cluster. Where rows are pipelined, 512 threads with 128
-// registers fill an SM. Elsewhere two blocks do (a wide row: its tiles' blocks).
+// Parts of rows that run at the same time on so many SMs. Pipelined: 512 threads with 128 registers each fill an SM; a
+// wide row's part is a cluster. Otherwise: two blocks an SM (where registers leave room for one, two full waves), and a
+// wide row's part is a block for each of its tiles.
+int64_t pipelined_parts(int64_t n_cols, const BackwardShape& shape, int64_t n_multiprocessors) {
+  const int64_t resident = kPipelinedThreads / (pipelined_row_threads(n_cols) * shape.n_groups);
+  return at_least_one(n_multiprocessors * at_least_one(resident) / shape.row_blocks);
+}
+int64_t other_parts(int64_t n_cols, int64_t n_multiprocessors) {
+  return at_least_one(2 * n_multiprocessors / ceil_div(n_cols, kTileColumns));
+}
+
 int64_t parts_at_once(int64_t n_cols, const BackwardShape& shape, const DeviceInfo& info) {
-  const int threads = pipelined_row_threads(n_cols) * shape.n_groups, resident = kPipelinedThreads / threads;
-  const bool pipelined =
-      info.has_copies && n_cols <= (info.has_clusters ? kMaxClusterBlocks : 1) * kPipelinedBlockColumns;
+  const int64_t parts = pipelined_parts(n_cols, shape, info.n_multiprocessors);
+  if (info.has_copies && n_cols <= kPipelinedBlockColumns) return parts;
   const auto kernel = row_norm_backward_pipelined_kernel<__nv_bfloat16, __nv_bfloat16, kClusterRow>;
-  const int64_t parts = !pipelined             ? 2 * info.n_multiprocessors / ceil_div(n_cols, kTileColumns)
-                        : shape.row_blocks > 1 ? clusters_at_once(kernel, shape.row_blocks, threads, 0, info)
-                                               : info.n_multiprocessors * (resident > 1 ? resident : 1);
-  return parts > 1 ? parts : 1;
+  const int threads = pipelined_row_threads(n_cols) * shape.n_groups;
+  const int64_t n_clusters = n_cols <= kMaxClusterBlocks * kPipelinedBlockColumns
+                                 ? clusters_at_once(kernel, shape.row_blocks, threads, 0, info)
+                                 : 0;
+  return n_clusters > 0 ? at_most(parts, n_clusters) : other_parts(n_cols, info.n_multiprocessors);
 }
 
 std::atomic<bool> gpu_independent{false};
-// The GPU whose partition every GPU takes if asked to (set_gpu_independent_sums).
-constexpr DeviceInfo kAnyGpu{-1, 128, 0, 0, 0, true, true};
+constexpr int64_t kAnyGpu = ONETRIP_ANY_GPU_SMS;  // SMs whose parts every GPU takes if set_gpu_independent_sums asks
 
 // One wave: as many parts as run at the same time, each with its share of the rows; fewer where a group would be left
 // without a row. A partial row costs 4 bytes a column written and 4 read for each of up to three sums, the rows
-// themselves at least 6 bytes a column in 16-bit types: 2 sums of parts of 31 rows (32768 x 1024 on 132 SMs: 124) 9%.
+// themselves at least 6 bytes a column in 16-bit types: two sums of parts of 32 rows (4096 x 8192 on 132 SMs) add 8%.
 BackwardPartition backward_partition(int64_t n_rows, int64_t n_cols, const DeviceInfo& info, bool any_gpu) {
   const BackwardShape shape = backward_shape(n_cols);
-  const int64_t at_once = any_gpu && shape.row_blocks > 1 ? kAnyGpu.n_multiprocessors / shape.row_blocks
-                                                          : parts_at_once(n_cols, shape, any_gpu ? kAnyGpu : info);
+  const int64_t at_once = any_gpu ? pipelined_parts(n_cols, shape, kAnyGpu) : parts_at_once(n_cols, shape, info);
   const int64_t rows_per_part = ceil_div(n_rows, at_most(at_once, ceil_div(n_rows, shape.n_groups)));
   return {rows_per_part, ceil_div(n_rows, rows_per_part), shape.row_threads, shape.n_groups};
 }
 
+// At least as many parts as any of these partitions has, whatever the driver answers about clusters, and whether or not
+// another thread asks for the other partition before the launch.
+int64_t most_parts(int64_t n_rows, int64_t n_cols, const DeviceInfo& info) {
+  const BackwardShape shape = backward_shape(n_cols);
+  int64_t most = other_parts(n_cols, info.n_multiprocessors);
+  for (const int64_t n_multiprocessors : {int64_t{info.n_multiprocessors}, kAnyGpu}) {
+    const int64_t parts = pipelined_parts(n_cols, shape, n_multiprocessors);
+    if (parts > most) most = parts;
+  }
+  return at_most(most, ceil_div(n_rows, shape.n_groups));
+}
+
 // Size of the partial sums, in floats. The wide path's row means (float2) follow, 8-byte aligned.
-int64_t partial_floats(const BackwardPartition& partition, int64_t n_cols, int n_wanted) {
-  return ceil_div(n_wanted * partition.n_parts * n_cols, 2) * 2;
+int64_t partial_floats(int64_t n_parts, int64_t n_cols, int n_wanted) {
+  return ceil_div(n_wanted * n_parts * n_cols, 2) * 2;
 }
 
 int wanted_sums(const RowNormBackward& args) {
@@ -265,7 +289,8 @@ cudaError_t launch_backward_wide(const RowNormBackward& args, bool vector_access
   const dim3 block(kBackwardThreads);
   float2* means = nullptr;
   if (args.dy != nullptr) {
-    means = reinterpret_cast<float2*>(args.workspace + partial_floats(partition, args.n_cols, wanted_sums(args)));
+    means =
+        reinterpret_cast<float2*>(args.workspace + partial_floats(partition.n_parts, args.n_cols, wanted_sums(args)));
     const auto kernel = row_norm_backward_means_kernel<X, Z, kFast>;
     const cudaError_t status =
         ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, 1), block, 0, stream, args, vector_access, means);
@@ -369,6 +394,10 @@ int row_norm_forward_cuda(const RowNormForward& args, int device, void* stream) 
 int row_norm_backward_cuda(const RowNormBackward& args, int device, void* stream) {
   if (args.n_rows == 0 || args.n_cols == 0) return cudaSuccess;
   if (args.dresidual != nullptr && args.residual_dtype != args.z_dtype) return cudaErrorNotSupported;
+  const bool has_means = args.dy != nullptr && backward_shape(args.n_cols).path == Path::kWide;
+  if (args.workspace == nullptr && (has_means || wanted_sums(args) > 0)) {
+    return cudaErrorInvalidValue;  // the GPU could not be asked how large it must be
+  }
   return on_device(device, [&](const DeviceInfo& info) {
 #define ONETRIP_BACKWARD(X, Z)                                                   \
   if (args.x_dtype == DTypeOf<X>::value && args.z_dtype == DTypeOf<Z>::value) {  \
@@ -383,11 +412,7 @@ int64_t row_norm_workspace_cuda(int device, int64_t n_rows, int64_t n_cols, int 
   int64_t n_floats = 0;
   if (n_rows == 0 || n_cols == 0) return n_floats;
   on_device(device, [&](const DeviceInfo& info) {
-    // For either partition: another thread may ask for the other one before the launch.
-    for (const bool any_gpu : {false, true}) {
-      const int64_t needed = partial_floats(backward_partition(n_rows, n_cols, info, any_gpu), n_cols, n_wanted);
-      if (needed > n_floats) n_floats = needed;
-    }
+    n_floats = partial_floats(most_parts(n_rows, n_cols, info), n_cols, n_wanted);
     if (backward_shape(n_cols).path == Path::kWide) n_floats += 2 * n_rows;
     return cudaSuccess;
   });

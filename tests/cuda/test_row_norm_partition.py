@@ -13,7 +13,7 @@ import pytest
 from tools.gpusim.harness import EMULATOR, SIMULATOR, cuda_includes, missing_tool
 
 ROOT = Path(__file__).resolve().parents[2]
-GPUS = {"V100": (80, 7), "A100": (108, 8), "H100": (132, 9), "H200, 7 GPCs": (114, 9), "B200": (148, 10)}
+GPUS = {"V100": (80, 7), "A100": (108, 8), "H100": (132, 9), "H100 PCIe": (114, 9), "B200": (148, 10)}
 WIDTHS = (128, 512, 768, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
 
 Shared = list[tuple[Part, Part, int]]
-"""Of each shape: on this GPU, on any GPU, floats of workspace."""
+"""One element a shape: the part on this GPU, on any GPU, and the floats of workspace."""
 
 
 @pytest.fixture(scope="module")

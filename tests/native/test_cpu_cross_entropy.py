@@ -102,11 +102,13 @@ def test_rows_whose_exponentials_are_not_kept(level, dtype):
     check((3.0 * normal(2, 66000)).to(dtype), PLANS["plain"])
 
 
-@pytest.mark.parametrize("weight", [torch.nan, -torch.nan, torch.inf])
-def test_a_weight_that_is_not_finite_reaches_the_gradient(level, weight):
-    weights = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(F32) if weight != weight else torch.tensor([weight])
+@pytest.mark.parametrize("of_entropy", [False, True], ids=["loss", "entropy"])
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000], ids=hex)
+def test_a_weight_that_is_not_finite_reaches_the_gradient(level, bits, of_entropy):
+    weights = torch.tensor([bits], dtype=torch.int32).view(F32)
     logits = normal(1, 200).to(BF16)
-    native.forward_backward_(logits, torch.tensor([3]), weights, None, PLANS["plain"])
+    given = (torch.ones(1), weights) if of_entropy else (weights, None)
+    native.forward_backward_(logits, torch.tensor([3]), *given, PLANS["plain"])
     assert not logits.isfinite().any()
 
 

@@ -90,7 +90,7 @@ class TestTransformers:
 
     @pytest.mark.parametrize(("model", "width"), [("llama", ()), ("gpt_neox", (80, 20))], ids=["llama", "gpt_neox"])
     def test_halves(self, model, width, target, dtype):
-        """Of all columns, and of some."""
+        """All columns are rotated, and some."""
         unfused = import_module(f"transformers.models.{model}.modeling_{model}").apply_rotary_pos_emb
         q, k, angles, grads = self.operands(target, dtype, *width)
         angles = torch.cat((angles, angles), -1)

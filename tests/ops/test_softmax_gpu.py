@@ -38,6 +38,7 @@ def test_graph_replays_draw_new_masks_that_follow_the_seed(backend):
         (dx,) = torch.autograd.grad(y.square().sum(), scores)
         return (y + 0.0 * dx,)
 
+    assert step()[0].isfinite().all()
     assert_masks_are_new_and_follow_the_seed(step)
 
 

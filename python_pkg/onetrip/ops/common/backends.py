@@ -115,9 +115,9 @@ def set_backend(name: str) -> None:
 def use_gpu_independent_sums(enabled: bool = True) -> None:
     """Whether the CUDA kernels add up the gradients of a norm's weight and biases in one order on every GPU.
 
-    By default the order follows the number of a GPU's SMs, all of which it occupies: equal inputs give equal bits on
-    GPUs of one model. Enabled, every GPU adds as one with 128 SMs would, which may cost 40% of backward's speed where
-    it has fewer. For the whole process. The other backends have one order anyway.
+    By default the order follows the number of blocks (in wide rows: clusters of blocks) that a GPU runs at once: equal
+    inputs give equal bits in every run on one GPU. Enabled, every GPU adds as one with 128 SMs would, which may cost
+    40% of backward's speed where it has fewer. For the whole process. The other backends have one order anyway.
     """
     library = native()
     if library is not None:
