@@ -77,6 +77,8 @@ static_assert(kBackwardColumns == kNarrowColumns, "the table");
 ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_ALL)
 ONETRIP_INSTANTIATE_FORWARD(__half, __half, Access::kUniform)
 ONETRIP_INSTANTIATE_FORWARD(__nv_bfloat16, __nv_bfloat16, Access::kUniform)
+template __global__ void row_norm_partials_kernel<kPartialGroups * kWarpThreads>(const float*, int64_t, int64_t,
+                                                                                 PartialSums);
 
 #else
 
@@ -318,7 +320,7 @@ cudaError_t launch_partials(const RowNormBackward& args, int64_t n_parts, const 
   int columns = kWarpThreads;
   while (columns > kFewestPartialColumns && ceil_div(args.n_cols, columns) * n_wanted < info.n_multiprocessors)
     columns /= 2;
-  const auto kernel = row_norm_partials_kernel;
+  const auto kernel = row_norm_partials_kernel<kPartialGroups * kWarpThreads>;
   return ONETRIP_LAUNCH(
       kernel, dim3(static_cast<unsigned>(at_most(ceil_div(args.n_cols, columns), kMaxGrid)), n_wanted),
       dim3(static_cast<unsigned>(kPartialGroups * columns)), 0, stream, args.workspace, n_parts, args.n_cols, sums);

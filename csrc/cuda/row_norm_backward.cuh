@@ -322,10 +322,10 @@ struct PartialSums {
 };
 constexpr int kPartialGroups = 32, kFewestPartialColumns = 8;
 
-__global__ void __launch_bounds__(kPartialGroups* kWarpThreads)
-    row_norm_partials_kernel(const float* workspace, const int64_t n_parts, const int64_t n_cols,
-                             const PartialSums sums) {
-  ONETRIP_SHARED(float, group_sums, kPartialGroups* kWarpThreads);
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) row_norm_partials_kernel(const float* workspace, const int64_t n_parts,
+                                                                     const int64_t n_cols, const PartialSums sums) {
+  ONETRIP_SHARED(float, group_sums, kThreads);
   const int columns = static_cast<int>(blockDim.x) / kPartialGroups;
   const int group = static_cast<int>(threadIdx.x) / columns, lane = static_cast<int>(threadIdx.x) - group * columns;
   const int slot = static_cast<int>(blockIdx.y);

@@ -107,7 +107,7 @@ def ptx_by_nvrtc(source: str, arch: int, folder: Path = CSRC / "cuda") -> str:
     cstdint = """#pragma once
     typedef unsigned char uint8_t; typedef unsigned short uint16_t;
     typedef signed int int32_t; typedef unsigned int uint32_t;
-    typedef long int64_t; typedef unsigned long uint64_t; typedef unsigned long uintptr_t;"""
+    typedef short int16_t; typedef long int64_t; typedef unsigned long uint64_t; typedef unsigned long uintptr_t;"""
     cmath = "#define HUGE_VAL __longlong_as_double(0x7FF0000000000000)"
     program = ctypes.c_void_p()
     headers, names = texts(cstdint, cmath), texts("cstdint", "cmath")
