@@ -75,6 +75,8 @@ def _load_z(
     """[BLOCK_ROWS, BLOCK_COLS] of z, rounded to Z_DTYPE and widened to float32; 0 in columns past the last."""
     cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
     inside = (rows < n_rows) & (cols < n_cols)
+    if PHILOX_COLS > 0:  # first: it waits for no load, and its registers are free when they arrive
+        keep = keep_tile(seed, offset, rows, first_col, n_cols, drop_limit, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS)
     # All loads are issued before the arithmetic that waits for the first.
     z = tl.load(x_ptr + rows * x_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
     if residual_ptr is not None:
@@ -82,7 +84,6 @@ def _load_z(
     if bias_ptr is not None:
         z += _load_per_col(bias_ptr, cols, n_cols, BLOCK_ROWS, BLOCK_COLS)
     if PHILOX_COLS > 0:
-        keep = keep_tile(seed, offset, rows, first_col, n_cols, drop_limit, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS)
         z = tl.where(keep, z * keep_scale, 0.0)
     if residual_ptr is not None:
         z += residual
