@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
+from tools.gpusim.harness import EMULATOR, SIMULATOR, cuda_includes, missing_tool
 from tools.sass.cuda_compile import ARCHITECTURES, Kernel, measure, missing_compiler
 
 
@@ -19,3 +24,24 @@ def arch(request: pytest.FixtureRequest) -> int:
 def kernels(arch: int, request: pytest.FixtureRequest) -> list[Kernel]:
     """Those of the module's FAMILY."""
     return measure(request.module.FAMILY, arch)
+
+
+@pytest.fixture(scope="module")
+def host_program(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Compiles a program of this folder that includes launch code of csrc/cuda, and has a runtime of its own.
+    simulated: with the simulator, as what includes kernels needs."""
+    if missing_tool():
+        pytest.skip(str(missing_tool()))
+
+    def build(name: str, simulated: bool = False) -> Path:
+        program = tmp_path_factory.mktemp("host") / name
+        folders = (Path(__file__).resolve().parents[2] / "csrc", SIMULATOR, EMULATOR)
+        includes = [*(f"-I{folder}" for folder in folders), *(f"-isystem{folder}" for folder in cuda_includes() or ())]
+        sources = [Path(__file__).with_name(f"{name}.cpp"), *([SIMULATOR / "cudasim.cpp"] if simulated else [])]
+        flags = ["-std=c++17", "-w", "-fno-strict-aliasing", "-DONETRIP_CUDASIM"]
+        subprocess.run(
+            ["g++", *flags, *includes, *map(str, sources), "-o", str(program), "-ldl", "-lpthread"], check=True
+        )
+        return program
+
+    return build

@@ -5,14 +5,10 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from math import ceil
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tools.gpusim.harness import EMULATOR, SIMULATOR, cuda_includes, missing_tool
-
-ROOT = Path(__file__).resolve().parents[2]
 GPUS = {"V100": (80, 7), "A100": (108, 8), "H100": (132, 9), "H100 PCIe": (114, 9), "B200": (148, 10)}
 WIDTHS = (128, 512, 768, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
@@ -28,15 +24,8 @@ Shared = list[tuple[Part, Part, int]]
 
 
 @pytest.fixture(scope="module")
-def partition(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, list[tuple[int, int]]], Shared]:
-    if missing_tool():
-        pytest.skip(str(missing_tool()))
-    program = tmp_path_factory.mktemp("partition") / "partition"
-    folders = [f"-isystem{folder}" for folder in cuda_includes() or ()]
-    flags = ["-std=c++17", "-w", "-fno-strict-aliasing", "-DONETRIP_CUDASIM", f"-I{SIMULATOR}", f"-I{EMULATOR}"]
-    sources = [str(Path(__file__).with_name("row_norm_partition.cpp")), str(SIMULATOR / "cudasim.cpp")]
-    command = ["g++", *flags, f"-I{ROOT / 'csrc'}", *folders, *sources, "-o", str(program), "-ldl", "-lpthread"]
-    subprocess.run(command, check=True)
+def partition(host_program) -> Callable[[str, list[tuple[int, int]]], Shared]:
+    program = host_program("row_norm_partition", simulated=True)
 
     def ask(gpu: str, shapes: list[tuple[int, int]]) -> Shared:
         arguments = [*GPUS[gpu], *(size for shape in shapes for size in shape)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from onetrip import ops
-from onetrip.ops.common.native import _labels_reader, readable_labels
+from onetrip.ops.common.native import _reader, readable_labels
 from tolerances import assert_ulps
 
 
@@ -47,7 +47,7 @@ def test_the_smaller_one_is_kept_for_backward(reduction, n_hidden, n_saved):
 def test_operands_that_kernels_can_read_are_known_by_their_headers():
     hidden, weight, bias = torch.randn(2, 3, 4), torch.nn.Parameter(torch.randn(9, 4)), torch.randn(9)
     labels = torch.tensor([[0, -100, 8], [1, -100, 2]])
-    if _labels_reader() is None:
+    if _reader("labels_reader") is None:
         pytest.skip("needs the native library and torch 2.10")
     assert (
         readable_labels(-100, labels, hidden, weight, bias) == readable_labels(-100, labels, hidden, weight, None) == 4

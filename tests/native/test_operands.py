@@ -118,7 +118,7 @@ def torch_without_dlpack(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pass
 
     assert library.operands_reader(Old, Old) is None
-    monkeypatch.setattr(helpers, "_operands_reader", lambda: None)
+    monkeypatch.setattr(helpers, "_reader", lambda name: None)
     yield
 
 

@@ -19,9 +19,10 @@ Launcher = Callable[..., int]
 
 
 @cache
-def _operands_reader() -> Launcher | None:
+def _reader(name: str) -> Launcher | None:
+    """The native library's reader of operands of this name."""
     library = native()
-    return None if library is None else library.operands_reader(Tensor, torch.nn.Parameter)
+    return None if library is None else getattr(library, name)(Tensor, torch.nn.Parameter)
 
 
 def operands_code(operands: tuple[Tensor | None, ...]) -> int:
@@ -30,33 +31,21 @@ def operands_code(operands: tuple[Tensor | None, ...]) -> int:
 
     Else -1, and before torch 2.10, whose tensors the native library cannot read: the checks must be made.
     """
-    reader = _operands_reader()
+    reader = _reader("operands_reader")
     return -1 if reader is None else reader(operands)
-
-
-@cache
-def _rotary_reader() -> Launcher | None:
-    library = native()
-    return None if library is None else library.rotary_reader(Tensor, torch.nn.Parameter)
 
 
 def rotary_code(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> int:
     """The same of the operands of rotary_embedding that are not empty: 2 * the dtypes of q and of cos as digits in base
     4, + 1 where kernels can read them as they are."""
-    reader = _rotary_reader()
+    reader = _reader("rotary_reader")
     return -1 if reader is None else reader(q, k, cos, sin)
-
-
-@cache
-def _labels_reader() -> Launcher | None:
-    library = native()
-    return None if library is None else library.labels_reader(Tensor, torch.nn.Parameter)
 
 
 def readable_labels(ignore_index: int, labels: Tensor, *operands: Tensor | None) -> int:
     """How many labels are not ignored, where these and logits, or hidden, weight and bias, would pass every check of
     ops/cross_entropy.py, are on the CPU, and kernels can read them as they are. Else -1, as operands_code."""
-    reader = _labels_reader()
+    reader = _reader("labels_reader")
     return -1 if reader is None else reader(ignore_index, labels, *operands)
 
 
