@@ -35,6 +35,8 @@ from .rotary import PATTERN as ROTARY
 from .rotary import Rotations, read_rotations
 from .shared_input import PATTERN as SHARED_INPUT
 from .shared_input import FoundGroups, SharedInputs, choose_shared_inputs, read_shared_inputs
+from .tied_embedding import PATTERN as TIED_EMBEDDING
+from .tied_embedding import TiedEmbedding, tied_modules, tied_site
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Together:
         self.second.verify(module, rewrite)
 
 
-Site = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | SharedInputs | Together | Leaf | LinearLoss
+InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | SharedInputs
+Site = InForward | Together | Leaf | LinearLoss | TiedEmbedding
 """Each has a pattern, rewrite(module) -> Rewrite and verify(module, rewrite)."""
 
 
@@ -87,6 +90,7 @@ class Classifier:
         blocks = [module for module in model.modules() if module._modules] if LINEAR_LOSS in wanted else []
         self.output_layers = {id(module): head for module in blocks if (head := output_layer(module)) is not None}
         """id(model that computes a loss) -> its output layer."""
+        self.tied = tied_modules(model) if TIED_EMBEDDING in wanted else frozenset()
         self.left: dict[int, Unsuitable] = {}
         """id(module of which a part is a site) -> why another part is none."""
         self.model_device = _kernel_device(model) or torch.device("cpu")
@@ -107,6 +111,8 @@ class Classifier:
         if id(module) in self.output_layers or any(head is module for head in self.output_layers.values()):
             position = labels_position(module) if id(module) in self.output_layers else None
             return _replaced(module) or _in_float64(module) or LinearLoss(position)
+        if id(module) in self.tied:
+            return unsuitable(module) or tied_site(module)
         cls = original_class(type(module))
         if cls not in self.attentions:
             self.attentions[cls] = read_attention(cls)

@@ -28,6 +28,7 @@ from ..ops.common.backends import KERNEL_DTYPES
 from . import calls
 from .calls import is_plain, original_class
 from .classes import Rewrite, plain_forward
+from .tied_embedding import linear, weight_of
 from .verify import Outcome, check_outcomes, kind_of, undisturbed
 
 PATTERN = "linear_cross_entropy"
@@ -286,7 +287,7 @@ def _loss(
     is_rows = logits.dim() == 2 and labels.shape == logits.shape[:1]
     if not is_rows or labels.device != hidden.device or not is_plain(head, nn.Linear):
         return None
-    matrix, bias, chain = head.weight, head.bias, _Chain.of(logits._steps)
+    bias, chain = head.bias, _Chain.of(logits._steps)
     if chain is None or (chain.scale != 1.0 and (bias is not None or chain.constant is not None)):
         return None
     hidden = hidden if chain.scale == 1.0 else hidden * chain.scale
@@ -294,7 +295,7 @@ def _loss(
         bias = chain.constant if bias is None else bias + chain.constant
     loss = ops.linear_cross_entropy(
         hidden,
-        matrix,
+        weight_of(head),
         labels,
         bias,
         ignore_index=ignore_index,
@@ -353,7 +354,7 @@ def forward(self, *args, **kwargs):
 _HEAD = """\
 def forward(self, input):
     logits = deferred_(self, input)
-    return original(self, input) if logits is None else logits
+    return linear_(self, input) if logits is None else logits
 """
 
 
@@ -368,7 +369,7 @@ class LinearLoss:
     def rewrite(self, module: nn.Module) -> Rewrite:
         """The forward in which the logits are deferred."""
         if self.labels_at is None:
-            return Rewrite(PATTERN, _HEAD, (("deferred_", deferred),))
+            return Rewrite(PATTERN, _HEAD, (("deferred_", deferred), ("linear_", linear)))
         names = (("defers_", defers), ("deferring_", deferring), ("labels_at_", self.labels_at))
         return Rewrite(PATTERN, _MODEL, names)
 

@@ -30,10 +30,11 @@ from .linear_loss import PATTERN as LINEAR_LOSS
 from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
 from .rotary import PATTERN as ROTARY
 from .shared_input import PATTERN as SHARED_INPUT
+from .tied_embedding import PATTERN as TIED_EMBEDDING
 
 PATTERNS = (
     *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm"),
-    *(ATTENTION, *ACTIVATIONS, ROTARY, SHARED_INPUT),
+    *(ATTENTION, *ACTIVATIONS, ROTARY, SHARED_INPUT, TIED_EMBEDDING),
 )
 """The patterns of patch_model, unless others are asked for."""
 NAMES = (*PATTERNS, LINEAR_LOSS)
@@ -50,7 +51,7 @@ def patch_model(
     strict: bool = False,
 ) -> PatchReport:
     """Run a model's memory-bound parts as fused operators, in place: norms, residual sums with their dropout and norm,
-    attention softmax, activations, gated products, rotary embeddings, gradients of inputs that linear layers share.
+    attention softmax, activations, gated products, rotary embeddings, gradients of what several layers read.
 
     Only forwards of this model's modules change. Parameters, buffers, hooks, modes, state_dict keys, classes, other
     models and the random state stay as they are. Sites are recognised by structure and behaviour, never by name. Each

@@ -34,11 +34,11 @@ FUNCTIONS: dict[Any, str] = {
 """The functions that patterns can name, by what a call resolves to."""
 
 
-def parse(function: Any) -> ast.FunctionDef | Unsuitable:
+def parse(function: Any, may_call_super: bool = False) -> ast.FunctionDef | Unsuitable:
     """The definition of a plain function. A decorator must return the function itself, as auto_docstring does."""
     if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
         return Unsuitable("unknown_forward", "not a plain Python function")
-    if function.__closure__:
+    if function.__closure__ and not (may_call_super and function.__code__.co_freevars == ("__class__",)):
         return Unsuitable("unknown_forward", "calls super(), or is defined inside a function")
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]

@@ -1,0 +1,222 @@
+"""An embedding whose matrix is also that of the output layer: its gradient is added to the output layer's, row by row.
+
+Autograd writes a gradient of the whole matrix for the embedding, zero but for the rows of the tokens at hand, and adds
+it to the output layer's: four passes over [vocabulary, width]. Here the embedding returns an alias of the matrix, which
+the next reader of the matrix takes in its place. In backward the alias brings that reader's gradient, and the rows of
+the tokens are added to it where it lies. Readers find each other as the model runs, by the parameter that they share.
+"""
+
+from __future__ import annotations
+
+import ast
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..ops.common.tracing import is_jit_tracing, is_transformed
+from . import calls
+from .calls import original_class
+from .classes import Rewrite, plain_forward
+from .report import Unsuitable
+from .source import bare, parse
+from .verify import Outcome, check_outcomes, kind_of, undisturbed
+
+PATTERN = "tied_embedding"
+
+SMALLEST = 1 << 18
+"""Elements of a matrix that is worth some ten small operators in backward."""
+_MOST_TOKENS = 0.5
+"""Of the matrix's rows. Each token costs about as much as one row of the four passes."""
+_LONGEST = 4
+"""Readers in one chain of aliases. Where no output layer follows, the next forward would go on with the chain."""
+
+
+class _Embedding(torch.autograd.Function):
+    """(weight[ids], an alias of weight whose gradient this one's is added to)."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        # Not among the saved tensors: an alias left over from a graph that was freed still passes its gradient on.
+        ctx.ids, ctx.version, ctx.padding_idx, ctx.n_rows = ids, ids._version, padding_idx, weight.shape[0]
+        return functional.embedding(ids, weight), weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        dy, later = grads
+        if dy is None:
+            return later, None, None
+        if ctx.ids._version != ctx.version:
+            raise RuntimeError(
+                "embedding: the token ids needed for gradient computation have been modified by an inplace operation"
+            )
+        if later is not None and later.is_contiguous() and not torch.is_grad_enabled():
+            # In place: the reader of the alias made it for this.
+            return _add_rows_(later, dy, ctx.ids, ctx.padding_idx), None, None
+        dweight = torch.ops.aten.embedding_dense_backward(dy, ctx.ids, ctx.n_rows, ctx.padding_idx, False)
+        return dweight if later is None else later + dweight, None, None
+
+
+def _add_rows_(total: Tensor, rows: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
+    """total[ids] += rows, but for those of padding_idx.
+
+    Rows of one token are summed first, in the order and precision of torch's embedding, and added once: the result is
+    deterministic. Nothing waits for the GPU: there is room for as many different tokens as there are tokens.
+    """
+    ids = ids.reshape(-1).long()
+    n_tokens = ids.numel()
+    in_order, order = ids.sort(stable=True)
+    is_new = in_order[1:] != in_order[:-1]
+    place_in_order = functional.pad(is_new.cumsum(0), (1, 0))
+    places = torch.empty_like(ids).scatter_(0, order, place_in_order)
+    if padding_idx >= 0:
+        places.masked_fill_(ids == padding_idx, n_tokens)
+    # Places that no token takes add their zeros to different rows.
+    targets = torch.arange(n_tokens + 1, device=ids.device).scatter_(0, place_in_order, in_order)
+    sums = torch.ops.aten.embedding_dense_backward(rows.reshape(n_tokens, -1), places, n_tokens + 1, n_tokens, False)
+    return total.index_add_(0, targets, sums)
+
+
+class _Alias(NamedTuple):
+    tensor: Tensor
+    n_readers: int
+
+
+_aliases: dict[int, _Alias | None] = {}
+"""id(matrix) -> the alias that its next reader takes. It keeps the matrix alive: it is deleted with the embedding."""
+
+
+def _take(weight: Tensor) -> _Alias | None:
+    """The matrix's alias, for one reader; None where the matrix itself must be read."""
+    found = _aliases.get(id(weight))
+    if found is None:
+        return None
+    _aliases[id(weight)] = None
+    is_usable = weight.requires_grad and not is_transformed() and _place(found.tensor) == _place(weight)
+    return found if is_usable else None
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    """Where the elements lie. Parameters may be given another tensor (Tensor.data)."""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.dtype
+
+
+def embedded(module: Any, ids: Any) -> Tensor:
+    """nn.Embedding.forward."""
+    if not _is_fusable(module, ids):
+        return nn.Embedding.forward(module, ids)
+    weight = module.weight
+    before = _take(weight)
+    if before is not None and before.n_readers >= _LONGEST:
+        before = None
+    padding_idx = -1 if module.padding_idx is None else module.padding_idx
+    y, alias = _Embedding.apply(weight if before is None else before.tensor, ids, padding_idx)
+    calls.count_fused(module)
+    if id(weight) not in _aliases:
+        weakref.finalize(module, _aliases.pop, id(weight), None).atexit = False
+    _aliases[id(weight)] = _Alias(alias, 1 if before is None else before.n_readers + 1)
+    return y
+
+
+def _is_fusable(module: Any, ids: Any) -> bool:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not isinstance(ids, Tensor):
+        return False
+    weight = module.weight
+    if not weight.requires_grad or not weight.is_contiguous():
+        return False
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        return False
+    if not 0 < ids.numel() <= _MOST_TOKENS * weight.shape[0] or ids.device != weight.device or ids.is_inference():
+        return False
+    if not calls.is_plain(module, original_class(type(module))) or is_jit_tracing() or is_transformed():
+        return False
+    return not hasattr(type(weight), "__tensor_flatten__")
+
+
+def weight_of(head: Any) -> Tensor:
+    """The matrix of an output layer, by the alias that an embedding left for it. To be read once."""
+    weight: Tensor = head.weight
+    if torch.compiler.is_compiling() or not _aliases or not calls.is_plain(head, nn.Linear):
+        return weight
+    found = _take(weight)
+    return weight if found is None else found.tensor
+
+
+def linear(head: Any, x: Tensor) -> Tensor:
+    """nn.Linear.forward."""
+    return functional.linear(x, weight_of(head), head.bias)
+
+
+def tied_modules(model: nn.Module) -> frozenset[int]:
+    """ids of the embeddings and the nn.Linear layers that share a matrix of some size."""
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    matrices = {id(module.weight) for module in embeddings if module.weight.numel() >= SMALLEST}
+    heads = [module for module in model.modules() if original_class(type(module)) is nn.Linear]
+    heads = [head for head in heads if id(head.weight) in matrices]
+    shared = {id(head.weight) for head in heads}
+    return frozenset(map(id, (*heads, *(module for module in embeddings if id(module.weight) in shared))))
+
+
+_EMBEDDING = "def forward(self, input):\n    return embedded_(self, input)\n"
+_HEAD = "def forward(self, input):\n    count_fused(self)\n    return linear_(self, input)\n"
+
+
+@dataclass(frozen=True)
+class TiedEmbedding:
+    """An embedding or an output layer that share their matrix, as a site."""
+
+    source: str
+    pattern = PATTERN
+    detail = ""
+
+    def rewrite(self, module: nn.Module) -> Rewrite:
+        """The forward that reads the matrix by its alias."""
+        names = (("embedded_", embedded), ("linear_", linear))
+        is_own = self.source not in (_EMBEDDING, _HEAD)
+        return Rewrite(PATTERN, self.source, names, in_module=is_own)
+
+    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+        """Raise VerificationError unless a small tied pair has the outputs and gradients that it has apart."""
+        device, dtype = kind_of(module)
+        with undisturbed(device):
+            truth = _outcome(False, device, torch.float64)
+            check_outcomes(_outcome(True, device, dtype), _outcome(False, device, dtype), truth, "")
+
+
+def tied_site(module: nn.Module) -> TiedEmbedding | None:
+    """The site that one of tied_modules is; None for an embedding whose forward does not call nn.Embedding's once."""
+    cls = original_class(type(module))
+    if cls is nn.Linear:
+        return TiedEmbedding(_HEAD)
+    if plain_forward(cls) is nn.Embedding.forward:
+        return TiedEmbedding(_EMBEDDING)
+    tree: Any = parse(plain_forward(cls), may_call_super=True)
+    if isinstance(tree, Unsuitable):
+        return None
+    found = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "super().forward"
+    ]
+    if len(found) != 1 or len(found[0].args) != 1 or found[0].keywords or ast.unparse(tree).count("super(") != 1:
+        return None
+    call = found[0]
+    call.func, call.args = ast.Name("embedded_"), [ast.Name(tree.args.args[0].arg), *call.args]
+    return TiedEmbedding(ast.unparse(bare(ast.fix_missing_locations(tree))) + "\n")
+
+
+def _outcome(is_fused: bool, device: torch.device, dtype: torch.dtype) -> Outcome:
+    random = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
+    weight, hidden = (random(*shape).to(device, dtype).requires_grad_() for shape in ((16, 8), (3, 8)))
+    ids = torch.tensor([[3, 0, 3], [7, 7, 3]], device=device)
+    if is_fused:
+        y, alias = _Embedding.apply(weight, ids, 0)
+    else:
+        y, alias = functional.embedding(ids, weight, padding_idx=0), weight
+    outputs = (y, functional.linear(hidden, alias))
+    cotangents = [torch.linspace(-1, 1, each.numel(), device=device).view(each.shape).to(dtype) for each in outputs]
+    gradients = torch.autograd.grad(outputs, (weight, hidden), cotangents)
+    return [(f"tensor {index}", each.detach()) for index, each in enumerate((*outputs, *gradients))]

@@ -1,0 +1,357 @@
+"""An embedding and an output layer that share their matrix: one gradient, without passes over the whole matrix."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from onetrip.measure.traffic import traffic
+from onetrip.patching import patch_model, tied_embedding, unpatch_model
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+VOCABULARY, WIDTH = 8192, 32  # as small as is worth it
+Gradients = dict[str, Tensor]
+
+
+class Tied(nn.Module):
+    """A language model without a body."""
+
+    def __init__(self, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, padding_idx)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids).tanh())
+
+
+class Scaled(nn.Embedding):
+    """As BART's."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * 3.0
+
+
+class TwoTowers(Tied):
+    """An encoder, a decoder and the output layer share one matrix, as T5's and BART's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Scaled(VOCABULARY, WIDTH)
+        self.other.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids).tanh() + self.other(ids.flip(0)) + self.embed(ids + 1))
+
+
+def made(make: Callable[[], nn.Module] = Tied, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    return make().to(dtype)
+
+
+def some_ids(seed: int = 0) -> Tensor:
+    """With tokens that come several times."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(3, 17, generator=generator) ** 3 * 40).long()
+
+
+def gradients(model: nn.Module, ids: Tensor) -> Gradients:
+    model.zero_grad()
+    model(ids).float().square().mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_agree(ours: Gradients, theirs: Gradients, relative: float = 1e-6) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        assert float((ours[name] - expected).abs().max()) <= relative * float(expected.abs().max()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding_idx", [None, 0, 7])
+def test_the_gradient_is_the_unpatched_model_s(dtype: torch.dtype, padding_idx: int | None) -> None:
+    model, ids = made(lambda: Tied(padding_idx), dtype), some_ids()
+    expected_y, expected = model(ids), gradients(model, ids)
+    report = patch_model(model)
+    assert [(site.name, site.pattern) for site in report.patched] == [
+        ("embed", "tied_embedding"),
+        ("head", "tied_embedding"),
+    ]
+    assert torch.equal(model(ids), expected_y)
+    ours = gradients(model, ids)
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)  # the same sums, in the same order
+    assert report.calls()["embed"] == (2, 0)
+    assert torch.equal(gradients(unpatch_model(model), ids)["embed.weight"], expected["embed.weight"])
+
+
+def test_one_matrix_of_two_embeddings_and_a_layer() -> None:
+    model, ids = made(TwoTowers), some_ids()
+    expected = gradients(model, ids)
+    assert {site.name for site in patch_model(model).patched} == {"embed", "other", "head"}
+    assert_agree(gradients(model, ids), expected)
+    assert large_tensors(model, ids) == 0
+
+
+def large_tensors(model: nn.Module, ids: Tensor) -> int:
+    """How often backward adds, or makes the embedding's gradient, over the whole matrix."""
+    table = VOCABULARY * WIDTH * 4
+    found = traffic(lambda: gradients(model, ids)).operators.values()
+    names = ("aten::add", "aten::add_", "aten::embedding_dense_backward")
+    return sum(each.calls for each in found if each.name in names and each.bytes / each.calls >= table)
+
+
+def test_no_pass_over_the_matrix_is_left() -> None:
+    model, ids = made(), some_ids()
+    assert large_tensors(model, ids) == 2
+    patch_model(model)
+    assert large_tensors(model, ids) == 0
+
+
+TINY = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+SEQ2SEQ = {"d_model": 64, "decoder_start_token_id": 0, "pad_token_id": 0}
+LAYERS = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bert": (AutoModelForMaskedLM, TINY),
+    "gpt2": (AutoModelForCausalLM, {"n_embd": 64, "n_layer": 1, "n_head": 2}),
+    "t5": (AutoModelForSeq2SeqLM, {**SEQ2SEQ, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}),
+    "bart": (AutoModelForSeq2SeqLM, {**SEQ2SEQ, **LAYERS, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}),
+}
+
+
+@pytest.mark.parametrize("patterns", [None, ("tied_embedding", "linear_cross_entropy")], ids=["default", "loss"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_of_transformers(kind: str, patterns: Any) -> None:
+    auto, options = MODELS[kind]
+    config = CONFIG_MAPPING[kind](vocab_size=VOCABULARY, tie_word_embeddings=True, **options)
+    torch.manual_seed(0)
+    model = auto.from_config(config)
+    for module in model.modules():  # masks differ from torch's
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for name in ("attention_dropout", "dropout", "activation_dropout"):
+        for module in model.modules():
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    model.train()
+    ids = some_ids()
+
+    table = next(p for p in model.parameters() if p.shape == (VOCABULARY, 64))
+
+    def run() -> Tensor:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert table.grad is not None
+        return table.grad.clone()
+
+    expected = run()
+    report = patch_model(model, patterns=patterns)
+    torch.testing.assert_close(run(), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+    embeddings = [site.name for site in report.patched if "Embedding" in site.module_class]
+    assert sum(report.calls()[name][0] for name in embeddings) == (2 if kind in ("t5", "bart") else 1)
+    found = traffic(run).operators.values()
+    dense = [each for each in found if each.name == "aten::embedding_dense_backward"]
+    assert sum(each.bytes for each in dense) < table.numel() * 4
+
+
+def test_bfloat16_rows_of_one_token_are_summed_in_float32() -> None:
+    model, ids = made(dtype=torch.bfloat16), torch.full((4, 512), 5)
+    expected = gradients(model, ids)
+    patch_model(model)
+    assert torch.equal(gradients(model, ids)["embed.weight"], expected["embed.weight"])
+
+
+@pytest.mark.parametrize("use", ["head alone", "embedding alone", "head twice", "stale alias"])
+def test_readers_that_do_not_come_in_pairs(use: str) -> None:
+    model, ids = made(), some_ids()
+    hidden = torch.randn(5, WIDTH)
+
+    def run(use: str) -> Gradients:
+        model.zero_grad()
+        if use == "head alone":
+            loss = model.head(hidden).square().mean()
+        elif use == "embedding alone":
+            loss = model.embed(ids).square().mean()
+        else:
+            x = model.embed(ids)
+            loss = (model.head(x) + model.head(2.0 * x)).square().mean()
+        loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    orders = [use] if use != "stale alias" else ["embedding alone", "head alone", "embedding alone", "head twice"]
+    expected = [run(each) for each in orders]
+    patch_model(model)
+    for each, theirs in zip(orders, expected, strict=True):
+        assert_agree(run(each), theirs)
+
+
+def test_an_embedding_without_its_layer_makes_no_endless_chain() -> None:
+    model, ids = made(), some_ids()
+    patch_model(model)
+    for _ in range(3 * tied_embedding._LONGEST):
+        model.embed(ids).sum().backward()
+    left = tied_embedding._aliases[id(model.embed.weight)]
+    assert left is not None and left.n_readers <= tied_embedding._LONGEST
+
+
+def replaced(model: Any) -> None:
+    model.embed.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+
+
+def moved(model: Any) -> None:
+    model.embed.weight.data = model.embed.weight.data.clone().mul_(2.0)
+
+
+def frozen(model: Any) -> None:
+    model.embed.weight.requires_grad_(False)
+
+
+def hooked(model: Any) -> None:
+    model.head.register_forward_hook(lambda module, args, y: 2.0 * y)
+
+
+def converted(model: Any) -> None:
+    model.double()
+
+
+@pytest.mark.parametrize("is_between", [False, True], ids=["before", "between the readers"])
+@pytest.mark.parametrize("change", [replaced, moved, frozen, hooked])
+def test_changes_after_patching(change: Callable[[Any], None], is_between: bool) -> None:
+    model, ids = made(), some_ids()
+    patch_model(model)
+    theirs = unpatch_model(copy.deepcopy(model))
+
+    def run(model: Any) -> Gradients:
+        torch.manual_seed(1)
+        if not is_between:
+            change(model)
+        x = model.embed(ids)
+        if is_between:
+            change(model)
+        model.head(x).square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    assert_agree(run(model), run(theirs))
+
+
+def test_another_dtype_after_patching() -> None:
+    model, ids = made(), some_ids()
+    patch_model(model)
+    model.double()
+    assert_agree(gradients(model, ids), gradients(unpatch_model(copy.deepcopy(model)), ids))
+
+
+def test_ids_written_to_before_backward_raise_as_ever() -> None:
+    model, ids = made(), some_ids()
+    patch_model(model)
+    y = model(ids).sum()
+    ids += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_many_tokens_and_small_matrices_are_left_to_torch() -> None:
+    model = made()
+    report = patch_model(model)
+    gradients(model, torch.randint(0, VOCABULARY, (VOCABULARY // 2 + 1,)))
+    assert report.calls()["embed"] == (0, 0)
+
+
+def test_without_gradients() -> None:
+    model, ids = made(), some_ids()
+    expected = model(ids)
+    report = patch_model(model)
+    with torch.no_grad():
+        assert torch.equal(model(ids), expected)
+    with torch.inference_mode():
+        assert torch.equal(model(ids), expected)
+    assert report.calls()["embed"] == (0, 0) and id(model.embed.weight) not in tied_embedding._aliases
+
+
+def test_autocast() -> None:
+    model, ids = made(), some_ids()
+
+    def run() -> Gradients:
+        with torch.autocast("cpu", torch.bfloat16):
+            return gradients(model, ids)
+
+    expected = run()
+    patch_model(model)
+    assert_agree(run(), expected)
+
+
+def test_second_derivatives() -> None:
+    model, ids = made(), some_ids()
+
+    def penalty() -> Tensor:
+        model.zero_grad()
+        (gradient,) = torch.autograd.grad(model(ids).square().mean(), model.embed.weight, create_graph=True)
+        gradient.square().sum().backward()
+        return model.embed.weight.grad.clone()
+
+    expected = penalty()
+    patch_model(model)
+    torch.testing.assert_close(penalty(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("reduction", ["logits", "loss"])
+def test_a_graph_that_is_kept_gives_the_same_gradients_twice(reduction: str) -> None:
+    from onetrip import ops
+
+    model, ids = made(), some_ids()
+    patch_model(model)
+    x = model.embed(ids)
+    if reduction == "logits":
+        y = model.head(x).square().sum()
+    else:
+        y = ops.linear_cross_entropy(x.flatten(0, 1), tied_embedding.weight_of(model.head), ids.flatten())
+    first, again = (torch.autograd.grad(y, model.embed.weight, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, again)
+
+
+def test_compiles_without_a_break() -> None:
+    model, ids = made(), some_ids()
+    expected = gradients(model, ids)
+    patch_model(model)
+    ours = gradients(torch.compile(model, backend="aot_eager", fullgraph=True), ids)
+    assert_agree({name.removeprefix("_orig_mod."): tensor for name, tensor in ours.items()}, expected)
+
+
+def test_the_matrix_is_freed_with_the_model() -> None:
+    model, ids = made(), some_ids()
+    patch_model(model)
+    model.embed(ids)  # leaves an alias
+    watched = weakref.ref(model.embed.weight)
+    storage = model.embed.weight.untyped_storage()._weak_ref()
+    del model
+    gc.collect()
+    assert watched() is None and torch.UntypedStorage._expired(storage)
+
+
+def test_layers_that_share_nothing_are_no_sites() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(VOCABULARY, WIDTH), "head": nn.Linear(WIDTH, VOCABULARY)})
+    assert not patch_model(model).patched
+
+
+def test_an_embedding_with_a_forward_of_its_own_is_left_alone() -> None:
+    class Own(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return functional.embedding(ids, 2.0 * self.weight)
+
+    def make() -> nn.Module:
+        model = Tied()
+        model.embed = Own(VOCABULARY, WIDTH)
+        model.head.weight = model.embed.weight
+        return model
+
+    model, ids = made(make), some_ids()
+    expected = gradients(model, ids)
+    assert [site.name for site in patch_model(model).patched] == ["head"]
+    assert_agree(gradients(model, ids), expected)
