@@ -247,6 +247,8 @@ PACKAGE_DIRS = {
     "onetrip.anatomy": "python_pkg/onetrip/anatomy",
     "onetrip.benchmarks": "benchmarks",
     **{f"onetrip.benchmarks.{folder}": f"benchmarks/{folder}" for folder in BENCHMARK_FOLDERS},
+    "onetrip.integrations": "python_pkg/onetrip/integrations",
+    "onetrip.integrations.kernels": "python_pkg/onetrip/integrations/kernels",
     "onetrip.kernels": "kernels/triton",
     "onetrip.measure": "python_pkg/onetrip/measure",
     "onetrip.methods": "python_pkg/onetrip/methods",

@@ -82,7 +82,8 @@ def test_container_build_script(tree: Path, fresh_python: Path, tmp_path: Path) 
             ("onetrip/benchmarks", "benchmarks"),
         )
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".j2", ".typed") and "results" not in path.parts and "__pycache__" not in path.parts
+        if (path.suffix in (".py", ".j2", ".typed") or path.name == "metadata.json")
+        and not {"results", "__pycache__"} & set(path.parts)
     }
     installed = installed_files(fresh_python)
     assert {name for name in installed if not name.endswith(".so")} == expected
@@ -137,7 +138,8 @@ def test_source_distribution_holds_what_a_build_needs(tree: Path, tmp_path: Path
         str(path.relative_to(tree))
         for folder in ("csrc", "kernels", "python_pkg", "benchmarks")
         for path in (tree / folder).rglob("*")
-        if path.suffix in (".py", ".h", ".cpp", ".cu", ".cuh", ".j2", ".typed") and "egg-info" not in str(path)
+        if path.suffix in (".py", ".h", ".cpp", ".cu", ".cuh", ".j2", ".typed") or path.name == "metadata.json"
+        if "egg-info" not in str(path)
     }
     assert code <= names, sorted(code - names)
     allowed = code | {name for name in SOURCES if "." in name} | {"LICENSE", "PKG-INFO", "setup.cfg"}
