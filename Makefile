@@ -1,5 +1,6 @@
 # make demo: fine-tune a real BERT, unpatched and patched, and compare.
 # make test: the tests that take minutes.   make test-slow: those marked slow.   make test-all: both.
+# make docs: the documentation site, in build/site.
 # Each makes .venv itself from the pinned versions in constraints.txt; Python 3.11+, a C++ compiler and make are enough.
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ ifeq ($(shell nvidia-smi -L 2>/dev/null),)
 export ONETRIP_CUDA ?= 0
 endif
 
-.PHONY: demo test test-slow test-all bench lint format clean
+.PHONY: demo test test-slow test-all bench docs lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/python examples/finetune_mlm.py --output demo_output
@@ -32,6 +33,9 @@ test-all: $(VENV)/test.stamp
 
 bench: $(VENV)/test.stamp
 	$(BIN)/python -m onetrip.benchmarks
+
+docs: $(VENV)/test.stamp
+	$(BIN)/python -m mkdocs build --strict
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -60,7 +64,7 @@ $(VENV)/demo.stamp: $(VENV)/base.stamp pyproject.toml setup.py $(NATIVE_SOURCES)
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/base.stamp pyproject.toml setup.py $(NATIVE_SOURCES)
-	$(PIP) --no-build-isolation --editable '.[demo,test,test-cuda]'
+	$(PIP) --no-build-isolation --editable '.[demo,test,test-cuda,docs]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/test.stamp

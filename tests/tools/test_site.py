@@ -1,0 +1,130 @@
+"""The documentation site builds without a warning, and its pages ask no other host for anything."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tools import class_table, site_links
+
+ROOT = Path(__file__).resolve().parents[2]
+LOADED = {
+    "script": "src",
+    "link": "href",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "audio": "src",
+}
+
+
+class Loaded(HTMLParser):
+    """What a page loads: addresses of scripts, styles, images and frames, and text of styles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.styles: list[str] = []
+        self._in_style = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if (address := given.get(LOADED.get(tag, ""))) and given.get("rel") != "canonical":
+            self.addresses.append(address)
+        self.styles.append(given.get("style") or "")
+        self._in_style = tag == "style"
+
+    def handle_data(self, data: str) -> None:
+        if self._in_style:
+            self.styles.append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_style = False
+
+
+def foreign(html: str) -> list[str]:
+    """What the page loads from another host."""
+    page = Loaded()
+    page.feed(html)
+    addresses = [each for each in page.addresses if "//" in each and not each.startswith("data:")]
+    return addresses + [style for style in page.styles if "//" in style]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.slow
+def test_no_page_loads_anything_from_another_host(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 25
+    assert not {str(page.relative_to(site)): found for page in pages if (found := foreign(page.read_text()))}
+    for style in site.rglob("*.css"):
+        assert "url(http" not in style.read_text() and "@import" not in style.read_text(), style.name
+
+
+@pytest.mark.slow
+def test_search_works_without_a_server(site: Path) -> None:
+    """From the file system a browser loads no JSON: the index is a script, and workers are frames."""
+    index = (site / "search" / "search_index.js").read_text()
+    for text in ("linear_cross_entropy", "unpatch_model", "GLIBC_TUNABLES"):
+        assert text in index
+    assert "assets/iframe-worker.js" in (site / "index.html").read_text()
+    assert (site / "assets" / "iframe-worker.js").exists()
+
+
+@pytest.mark.slow
+def test_the_api_page_has_every_public_name(site: Path) -> None:
+    import onetrip
+
+    html = (site / "api.html").read_text()
+    names = [
+        f"onetrip.{module}.{name}" for module in ("ops", "nn", "optim") for name in getattr(onetrip, module).__all__
+    ]
+    names += [f"onetrip.patching.{name}" for name in onetrip.patching.__all__ if name != "PATTERNS"]
+    names += [f"onetrip.{name}" for name in ("available_backends", "set_backend", "use_backend")]
+    assert not [name for name in names if f'id="{name}"' not in html]
+    assert "Draws (seed, offset)" in html or "draws (seed, offset)" in html  # the docstrings are there
+
+
+def test_what_would_be_loaded_is_seen() -> None:
+    assert foreign('<script src="https://x/y.js"></script>') == ["https://x/y.js"]
+    assert foreign('<link rel="stylesheet" href="//x/y.css">') == ["//x/y.css"]
+    assert foreign("<style>@font-face { src: url(https://x/f) }</style>") != []
+    assert foreign('<a href="https://x">x</a><img src="figures/x.png"><script src="../a.js"></script>') == []
+
+
+def test_links_that_leave_the_pages_are_text_on_the_site() -> None:
+    change = site_links.within_the_site
+    assert change("[the tool](../tools/gpusim) [page](gpu.md)", "reliability.md") == "the tool [page](gpu.md)"
+    assert change("[page](../gpu.md#x) [file](../../LICENSE)", "how-to/trainer.md") == "[page](../gpu.md#x) file"
+    assert change("![figure](../x.png)", "gpu.md") == "![figure](../x.png)"
+
+
+def test_the_parameters_of_a_docstring_become_a_list() -> None:
+    pytest.importorskip("griffe")
+    from tools.site_docstrings import listed
+
+    text = "One line.\n\nFirst: words.\nx, y: (*, n)\ncontinued: not a name.\np: of dropping.\n\nReturns x * y."
+    names = {"x", "y", "p"}
+    assert listed(text, names).split("\n") == [
+        *("One line.", "", "First: words.", "", "- `x, y`: (\\*, n)", "continued: not a name."),
+        *("- `p`: of dropping.", "", "Returns x \\* y."),
+    ]
+
+
+def test_the_tables_of_classes_are_those_of_the_record() -> None:
+    text = class_table.PAGE.read_text()
+    assert "| contractions |" in text
+    assert class_table.page(text) == text, "python -m tools.class_table writes them"
