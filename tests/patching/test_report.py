@@ -187,3 +187,11 @@ def test_a_model_must_be_a_module(wrong: Any) -> None:
 
 def test_every_pattern_name_is_accepted(model: Model) -> None:
     assert patch_model(model, patterns=PATTERNS).patched
+
+
+def test_the_text_is_a_text_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There rich displays tables instead of writing them."""
+    report = patch_model(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    expected = str(report)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert "1 sites patched" in expected and str(report) == expected

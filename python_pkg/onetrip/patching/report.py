@@ -113,7 +113,7 @@ class PatchReport:
                 pattern, module_class, sites[0].name or "(root)", *map(str, (len(sites), fused, fallen_back, idle))
             )
         text = StringIO()
-        console = Console(file=text, width=120, color_system=None, highlight=False, markup=False)
+        console = Console(file=text, width=120, color_system=None, highlight=False, markup=False, force_jupyter=False)
         console.print(patched)
         if self._skipped:
             skipped = Table(title=f"{len(self._skipped)} sites skipped", box=box.SIMPLE_HEAD, title_justify="left")
