@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Group
 
-from . import __version__, selfcheck, terminal
+from . import __version__, cpu_advice, selfcheck, terminal
 from .environment import packages
 from .html import Cell, Table
 from .ops.common.backends import (
@@ -110,7 +110,8 @@ def _facts() -> dict[str, str]:
         facts["native library"] = f"not built: {_REBUILD}; until then kernels run through Triton or the slow reference"
     else:
         facts["native library"] = f"CPU kernels at level {library.cpu_level()}"
-    facts["CPU"] = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    facts["CPU"] = platform.machine()
+    facts.update(cpu_advice.facts())
     facts["CUDA kernels"] = _cuda_kernels(library)
     for device in devices():
         if device.type == "cuda":
