@@ -96,11 +96,14 @@ class Arguments {
   PyObject *const *next_, *const *end_;
 };
 
-// What a function written for Python returns: the integer of body, or null after what it throws.
+// What a function written for Python returns: the object or integer of body, or null after what it throws.
 template <typename Body>
 PyObject* returned(Body body) {
   try {
-    return PyLong_FromLongLong(body());
+    if constexpr (std::is_same_v<decltype(body()), PyObject*>)
+      return body();
+    else
+      return PyLong_FromLongLong(body());
   } catch (py::error_already_set& error) {
     error.restore();
   } catch (const py::builtin_exception& error) {
@@ -128,6 +131,13 @@ py::object make_function(const State& state) {
 template <typename State>
 const State& state_of(PyObject* kept) {
   return *static_cast<const State*>(PyCapsule_GetPointer(kept, nullptr));
+}
+
+// The state of a function that make_function made.
+template <typename State>
+const State& state_of_function(PyObject* function) {
+  if (!PyCFunction_Check(function)) throw py::type_error("a function of the native library is needed here");
+  return state_of<State>(PyCFunction_GET_SELF(function));
 }
 
 }  // namespace

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
-#include <optional>
 #include <stdexcept>
 #include <tuple>
 #include <type_traits>
@@ -15,9 +14,10 @@
 
 #include "arguments.h"
 #include "common/adam.h"
-#include "dlpack.h"
+#include "eager.h"
 #include "launch.h"
 #include "operands.h"
+#include "rotary_calls.h"
 #include "tensor_look.h"
 #include "without_cuda.h"
 
@@ -32,6 +32,7 @@ using onetrip::Norm;
 using onetrip::operands_reader;
 using onetrip::returned;
 using onetrip::state_of;
+using onetrip::state_of_function;
 using onetrip::tensor_look;
 using onetrip::types_of;
 
@@ -44,7 +45,6 @@ onetrip::Dropout dropout(double p) {
 }
 
 // Operands, outputs and gradients are the NamedTuples of python_pkg/onetrip/reference/row_norm.py, in their order.
-// A centred z whose rstd is None is followed by its n_rows numbers, in one float32 tensor: an allocation less.
 void read(onetrip::RowNormForward& call, Arguments& from) {
   Arguments operands = from.group();
   call.x = operands.tensor<const void>();
@@ -61,11 +61,10 @@ void read(onetrip::RowNormForward& call, Arguments& from) {
   call.mean = outputs.tensor<float>();
   call.rstd = outputs.tensor<float>();
   outputs.end();
-  if (call.center_z && call.z && !call.rstd) call.rstd = static_cast<float*>(call.z) + call.n_rows * call.n_cols;
   from.rng(call.dropout);
 }
 
-// As forward's: where rstd is None, it follows z.
+// Where rstd is None it follows mean, or a centred z (eager.h).
 void read(onetrip::RowNormBackward& call, Arguments& from) {
   Arguments operands = from.group();
   call.dy = operands.tensor<const void>();
@@ -78,7 +77,8 @@ void read(onetrip::RowNormBackward& call, Arguments& from) {
   call.dy_row_stride = from.integer();
   call.dz_row_stride = from.integer();
   call.z_row_stride = from.integer();
-  if (call.z && !call.rstd) call.rstd = static_cast<const float*>(call.z) + call.n_rows * call.n_cols;
+  if (call.z && !call.rstd)
+    call.rstd = call.mean ? call.mean + call.n_rows : static_cast<const float*>(call.z) + call.n_rows * call.n_cols;
   Arguments gradients = from.group();
   call.dx = gradients.tensor<void>();
   call.dresidual = gradients.tensor<void>();
@@ -203,6 +203,15 @@ py::object row_norm_backward(int x_dtype, int residual_dtype, int bias_dtype, in
   return launcher<onetrip::row_norm_backward_cpu, onetrip::row_norm_backward_cuda>(args);
 }
 
+// launcher: of row_norm_forward. Which outputs are stored; whether z is returned with y; whether y has no gradient.
+py::object row_norm_eager(const py::object& launcher, bool stores_z, bool stores_stats, bool returns_z,
+                          bool defers_norm) {
+  using onetrip::EagerRowNorm;
+  const auto& plan = state_of_function<onetrip::RowNormForward>(launcher.ptr());
+  return make_function<onetrip::call_eagerly<EagerRowNorm>>(
+      EagerRowNorm{plan, stores_z, stores_stats, returns_z, defers_norm});
+}
+
 struct MaskPlan {
   onetrip::MaskType type;
   onetrip::MaskRows rows;
@@ -246,6 +255,13 @@ py::object softmax_backward(int dtype, double scale, double dropout_p, const std
   return launcher<onetrip::softmax_backward_cpu, onetrip::softmax_backward_cuda>(args);
 }
 
+// launcher: of softmax_forward.
+py::object softmax_eager(const py::object& launcher, bool causal, bool stores_p) {
+  using onetrip::EagerSoftmax;
+  const auto& plan = state_of_function<onetrip::SoftmaxForward>(launcher.ptr());
+  return make_function<onetrip::call_eagerly<EagerSoftmax>>(EagerSoftmax{plan, causal, stores_p});
+}
+
 template <typename Call>
 Call glu_plan(int dtype, int bias_dtype, int activation) {
   Call args{};
@@ -270,73 +286,6 @@ int64_t softmax_workspace(int device, int64_t n_rows, int64_t n_cols, const std:
   const onetrip::MaskRows rows = mask_plan(0, mask_sizes, mask_strides, 1).rows;
   return device < 0 ? onetrip::softmax_workspace_cpu(n_rows, n_cols, rows)
                     : onetrip::softmax_workspace_cuda(n_rows, n_cols, rows);
-}
-
-// Sequences share cos and sin of 2 dimensions (positions, columns), and of 3 with a first one of size 1.
-onetrip::RotaryStrides table_strides(Arguments strides, bool is_shared) {
-  const int64_t batch = strides.left() == 3 ? strides.integer() : 0;
-  return {is_shared ? 0 : batch, 0, strides.integer()};
-}
-
-onetrip::RotaryStrides row_strides(Arguments strides) {
-  const int64_t batch = strides.integer(), head = strides.integer();
-  return {batch, head, strides.integer()};
-}
-
-// cos, sin, shape, strides of cos, of sin; then for q and for k: x, y, shape, strides of x, of y; None as x: none
-// there.
-void read(onetrip::Rotary& call, Arguments& from) {
-  call.cos = from.tensor<const void>();
-  call.sin = from.tensor<const void>();
-  Arguments table = from.group();
-  const bool is_shared = table.left() == 2 || table.integer() == 1;
-  table.integer();
-  call.n_rotated = table.integer();
-  call.cos_strides = table_strides(from.group(), is_shared);
-  call.sin_strides = table_strides(from.group(), is_shared);
-  for (onetrip::RotaryTensor& tensor : call.tensors) {
-    tensor.x = from.tensor<const void>();
-    if (!tensor.x) continue;
-    tensor.y = from.tensor<void>();
-    Arguments shape = from.group();
-    call.n_batch = shape.integer();
-    tensor.n_heads = shape.integer();
-    call.n_positions = shape.integer();
-    call.head_dim = shape.integer();
-    tensor.x_strides = row_strides(from.group());
-    tensor.y_strides = row_strides(from.group());
-  }
-}
-
-PyObject* launch_rotary_of_tensors(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
-  return returned([&] {
-    const onetrip::Rotary call = read_tensors(state_of<onetrip::RotaryOfTensors>(plan), values, n);
-    py::gil_scoped_release without_gil;
-    return onetrip::rotary_cpu(call);
-  });
-}
-
-PyObject* launch_rotary(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
-  return returned([&] {
-    onetrip::Rotary call = state_of<onetrip::Rotary>(plan);
-    Arguments from(values, n);
-    read(call, from);
-    from.end();
-    py::gil_scoped_release without_gil;
-    return onetrip::rotary_cpu(call);
-  });
-}
-
-// types: Tensor and Parameter, where the launcher is for tensors that rotary_operands knows.
-py::object rotary(int dtype, int table_dtype, bool interleaved, bool inverse,
-                  const std::optional<std::pair<py::type, py::type>>& types) {
-  onetrip::Rotary args{};
-  args.dtype = DType(dtype);
-  args.table_dtype = DType(table_dtype);
-  args.interleaved = interleaved;
-  args.inverse = inverse;
-  if (!types) return make_function<launch_rotary>(args);
-  return make_function<launch_rotary_of_tensors>(onetrip::RotaryOfTensors{args, types_of(types->first, types->second)});
 }
 
 // n_rows, n_cols, logits, row stride, labels, loss, stats, has_stats, entropy, weights, weight_stride,
@@ -443,15 +392,20 @@ py::tuple adam_code_maps() {
 PYBIND11_MODULE(_native, module) {
   module.doc() = "Native kernels of onetrip: tensors, sizes, strides and a stream in, error codes out.";
   module.def("row_norm_forward", &row_norm_forward, "A launcher of the forward pass, for these dtypes and numbers.");
+  module.def("row_norm_eager", &row_norm_eager, "A function of plain operands and rng, from a launcher: the result.");
+  module.def("row_norm_eager_forward", &onetrip::eager_forward<onetrip::EagerRowNorm>,
+             "The forward of an autograd.Function, from the Python function for operands that are not plain.");
   module.def("row_norm_backward", &row_norm_backward, "A launcher of the backward pass, for these dtypes and numbers.");
   module.def("set_gpu_independent_sums", &onetrip::set_gpu_independent_sums,
              "Add up gradients of row_norm's parameters alike on every GPU.");
   module.def("row_norm_workspace", &row_norm_workspace, "Floats of workspace that row_norm_backward needs.");
   module.def("softmax_forward", &softmax_forward, "A launcher of the forward pass, for this dtype, mask and numbers.");
+  module.def("softmax_eager", &softmax_eager, "As row_norm_eager.");
+  module.def("softmax_eager_forward", &onetrip::eager_forward<onetrip::EagerSoftmax>, "As row_norm_eager_forward.");
   module.def("softmax_backward", &softmax_backward,
              "A launcher of the backward pass, for this dtype, mask and numbers.");
   module.def("softmax_workspace", &softmax_workspace, "Floats of workspace that the mask's gradient needs.");
-  module.def("rotary", &rotary, "A launcher of the rotation on the CPU, for these dtypes and this form.");
+  module.def("rotary", &onetrip::rotary, "A launcher of the rotation on the CPU, for these dtypes and this form.");
   module.def("glu_forward", &glu_forward, "A launcher of the forward pass, for these dtypes and this activation.");
   module.def("glu_backward", &glu_backward, "A launcher of the backward pass, for these dtypes and this activation.");
   module.def("glu_workspace", &onetrip::glu_workspace_cpu, "Floats of workspace that the bias's gradient needs.");
@@ -474,8 +428,17 @@ PYBIND11_MODULE(_native, module) {
   module.def("same_values", &onetrip::same_values, "Whether the values of these dicts, in order, are these objects.");
   module.def("adam_code_maps", &adam_code_maps,
              "Magnitudes and thresholds of the signed map, then of the unsigned one, as the kernels use them.");
+  module.def(
+      "use_torch",
+      [](const py::type& tensor, const py::type& parameter, const py::object& empty_like,
+         const py::object& current_stream, const py::object& raise_error, const py::tuple& dtypes) {
+        onetrip::use_torch(types_of(tensor, parameter), empty_like, current_stream, raise_error, dtypes);
+      },
+      "What eager calls use: Tensor, Parameter, torch.empty_like, the stream of a GPU's index, raise_error, 3 dtypes.");
   module.def("operands_reader", &operands_reader<onetrip::operands>,
              "A function of x, residual and vectors: the code of their dtypes where they fit, else -1.");
+  module.def("scores_reader", &operands_reader<onetrip::scores_of_operands>,
+             "A function of scores, mask and causal: the code of their dtypes where softmax takes them, else -1.");
   module.def("rotary_reader", &operands_reader<onetrip::rotary_operands>,
              "A function of q, k, cos and sin: the code of their dtypes where they fit, else -1.");
   module.def(

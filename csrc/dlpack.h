@@ -9,7 +9,7 @@ namespace onetrip::dlpack {
 constexpr char kAttribute[] = "__dlpack_c_exchange_api__", kCapsuleName[] = "dlpack_exchange_api";
 constexpr uint32_t kMajorVersion = 1;
 enum DeviceType : int32_t { kCpu = 1, kCuda = 2 };
-enum TypeCode : uint8_t { kInt = 0, kFloat = 2, kBFloat = 4 };
+enum TypeCode : uint8_t { kInt = 0, kFloat = 2, kBFloat = 4, kBool = 6 };
 
 struct Tensor {
   void* data;

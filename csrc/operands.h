@@ -151,36 +151,35 @@ PyObject* labels_of_operands(PyObject* reader, PyObject* const* values, Py_ssize
   return returned([&] { return labels_code(state_of<TensorReader>(reader), values, n); });
 }
 
-// A rotation of tensors that rotary_operands knows, which say all of it.
-struct RotaryOfTensors {
-  Rotary call;
-  TensorTypes types;
-};
-
-// cos, sin, q, its result, k, its result.
-Rotary read_tensors(const RotaryOfTensors& plan, PyObject* const* values, Py_ssize_t n) {
-  dlpack::Tensor found[6];
-  if (n != 6) throw py::type_error("a launcher needs six tensors");
-  for (int i = 0; i < 6; ++i)
-    if (!plan.types.knows(values[i], &found[i])) throw py::type_error("a launcher needs tensors");
-  const auto data = [&](int i) { return static_cast<char*>(found[i].data) + found[i].byte_offset; };
-  const auto strides = [&](int i, bool has_heads) -> RotaryStrides {
-    const dlpack::Tensor& tensor = found[i];
-    const bool is_shared = tensor.n_dims == 2 || tensor.sizes[0] == 1;
-    return {is_shared ? 0 : stride_of(tensor, 0), has_heads ? stride_of(tensor, 1) : 0,
-            stride_of(tensor, tensor.n_dims - 2)};
+// Of scores, mask (None: none) and causal (a bool): whether they are tensors of these two types that softmax takes, the
+// mask of bool or one of DTypes. If so 2 * (8 * dtype_digit of scores + that of the mask: 0 for None, 4 for bool) + 1
+// where kernels can read both as they are: neither empty nor negated, scores contiguous. Else -1.
+int64_t scores_code(const TensorReader& reader, PyObject* const* values, Py_ssize_t n) {
+  if (n != 3) throw py::type_error("softmax operands are scores, mask and causal");
+  dlpack::Tensor scores{}, mask{};
+  const auto reads = [&](PyObject* object, dlpack::Tensor& tensor) {
+    return reader.types.reads(object, &tensor) && (tensor.data || is_empty(tensor));
   };
-  Rotary call = plan.call;
-  call.cos = data(0), call.sin = data(1);
-  call.cos_strides = strides(0, false), call.sin_strides = strides(1, false);
-  call.n_rotated = found[0].sizes[found[0].n_dims - 1];
-  const int64_t* sizes = found[2].sizes;
-  call.n_batch = sizes[0], call.n_positions = sizes[2], call.head_dim = sizes[3];
-  for (int i = 0; i < 2; ++i) {
-    const int x = 2 + 2 * i, y = x + 1;
-    call.tensors[i] = {data(x), data(y), found[x].sizes[1], strides(x, true), strides(y, true)};
+  if (!reads(values[0], scores) || scores.n_dims < (values[2] == Py_True ? 2 : 1)) return -1;
+  const int64_t digit = dtype_digit(scores);
+  bool is_plain = !is_empty(scores) && is_contiguous(scores) && !is_negated(reader, values[0]);
+  if (digit == 0) return -1;
+  if (values[1] == Py_None) return 2 * (8 * digit) + is_plain;
+  if (!reads(values[1], mask)) return -1;
+  const int64_t mask_digit = mask.type_code == dlpack::kBool && mask.type_bits == 8 ? 4 : dtype_digit(mask);
+  if (mask_digit == 0 || mask.n_dims > scores.n_dims || mask.device_type != scores.device_type ||
+      mask.device_index != scores.device_index)
+    return -1;
+  for (int i = 1; i <= mask.n_dims; ++i) {
+    const int64_t size = mask.sizes[mask.n_dims - i];
+    if (size != 1 && size != scores.sizes[scores.n_dims - i]) return -1;
   }
-  return call;
+  is_plain = is_plain && mask.data && !is_negated(reader, values[1]);
+  return 2 * (8 * digit + mask_digit) + is_plain;
+}
+
+PyObject* scores_of_operands(PyObject* reader, PyObject* const* values, Py_ssize_t n) {
+  return returned([&] { return scores_code(state_of<TensorReader>(reader), values, n); });
 }
 
 // How tensors of these types are read; its `read` is null where their library has no such C function.

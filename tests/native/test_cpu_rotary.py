@@ -7,7 +7,7 @@ import torch
 from cpu_cases import BF16, DTYPE_IDS, F16, F32, assert_any_number_of_threads_prints_the_same
 from onetrip.ops import rotary_native as native
 from onetrip.ops.common.backends import native as native_library
-from onetrip.ops.common.native import rotary_code
+from onetrip.ops.common.native import read
 from onetrip.reference import rotary as reference
 from onetrip.reference.rotary import Operands, RotaryPlan
 from rotary_cases import heads, tables
@@ -53,7 +53,7 @@ def test_layouts_and_blocks_of_positions(level, layout, positions):
 def test_a_launcher_reads_sizes_and_strides_of_tensors(layout, batch):
     q, k = (heads(3, h, 7, 18, BF16, layout=layout) for h in (4, 2))
     cos, sin = tables(7, 16, F32, batch=batch)
-    code = rotary_code(q, k, cos, sin)
+    code = read.rotary(q, k, cos, sin)
     if code < 0:
         pytest.skip("this torch cannot be asked")
     for plan in PLANS:
@@ -69,7 +69,7 @@ def test_what_a_launcher_cannot_read_as_it_is():
     q, k, (cos, sin) = heads(2, 3, 5, 8, F32), heads(2, 1, 5, 8, F32), tables(5, 8, F32)
     negated = torch.complex(q, q).conj().imag
     for ours in ((negated, k, cos, sin), (q, k, cos, sin.T.contiguous().T), (q.mT.contiguous().mT, k, cos, sin)):
-        code = rotary_code(*ours)
+        code = read.rotary(*ours)
         assert native.plain_launcher(code, PLANS[0]) is None
     for ours in (
         (q.double(), k.double(), cos, sin),
@@ -89,7 +89,7 @@ def test_what_a_launcher_cannot_read_as_it_is():
         (q, k, cos[0, 0], sin[0, 0]),
         (q, None, cos, sin),
     ):
-        assert rotary_code(*ours) == -1
+        assert read.rotary(*ours) == -1
         assert native.plain_launcher(-1, PLANS[0]) is None
 
 

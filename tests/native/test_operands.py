@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
 from onetrip import ops
 from onetrip.ops import row_norm_native as native
+from onetrip.ops import softmax_autograd
 from onetrip.ops.common import native as helpers
 from onetrip.ops.common.backends import native as native_library
 from onetrip.reference.row_norm import NORM_LAYER, Dtypes, Operands, RowNormPlan
+from onetrip.reference.softmax import SoftmaxPlan
 from torch import Tensor
 
 library = native_library()
@@ -82,7 +86,7 @@ NOT_FITTING = {
 
 
 def read(*tensors: Tensor | None) -> tuple[Dtypes, bool] | None:
-    code = helpers.operands_code(Operands(*tensors))
+    code = helpers.read.operands(Operands(*tensors))
     return None if code < 0 else native.decode(code)
 
 
@@ -118,8 +122,106 @@ def torch_without_dlpack(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pass
 
     assert library.operands_reader(Old, Old) is None
-    monkeypatch.setattr(helpers, "_reader", lambda name: None)
+    for name in ("operands", "scores"):
+        monkeypatch.setattr(helpers.read, name, lambda *_: -1)
     yield
+
+
+def scores(*sizes: int, dtype: torch.dtype = F32) -> Tensor:
+    return torch.randn(sizes or (2, 3, N), dtype=dtype)
+
+
+KEEPS = torch.tensor([True] * (N - 1) + [False])
+FITTING_SCORES = {
+    "alone": (scores(), None, False),
+    "causal": (scores(dtype=BF16), None, True),
+    "one_dimension": (scores(N), None, False),
+    "a_row_of_bool": (scores(), KEEPS, False),
+    "a_mask_of_a_batch": (scores(dtype=F16), scores(2, 1, N), True),
+    "any_strides_of_a_mask": (scores(), scores(2, N, 3).mT, False),
+    "a_number_in_a_tensor": (scores(), torch.tensor(0.5), False),
+    "parameters": (torch.nn.Parameter(scores()), torch.nn.Parameter(scores(3, N, dtype=BF16)), False),
+}
+PREPARED_SCORES = {
+    "rows_apart": (scores(2, 3, 2 * N)[..., :N], None, False),
+    "empty": (scores(0, N), None, False),
+    "lazily_negated": (torch._neg_view(scores()), None, False),
+    "mask_lazily_negated": (scores(), torch._neg_view(scores()), False),
+    "both_empty": (scores(0, N), scores(0, N), False),
+}
+UNFIT_SCORES = {
+    "list": ([1.0], None, False),
+    "0_dimensional": (torch.tensor(1.0), None, False),
+    "float64": (scores(dtype=torch.float64), None, False),
+    "causal_of_one_dimension": (scores(N), None, True),
+    "meta": (scores().to("meta"), None, False),
+    "subclass": (scores().as_subclass(Subclass), None, False),
+    "zeros_without_memory": (torch._efficientzerotensor(2, N), None, False),
+    "mask_float64": (scores(), scores(dtype=torch.float64), False),
+    "mask_int64": (scores(), torch.ones(N, dtype=torch.int64), False),
+    "mask_uint8": (scores(), torch.ones(N, dtype=torch.uint8), False),
+    "mask_subclass": (scores(), scores().as_subclass(Subclass), False),
+    "mask_on_meta": (scores(), scores().to("meta"), False),
+    "mask_sparse": (scores(), scores().to_sparse(), False),
+    "mask_of_another_width": (scores(), scores(N + 1), False),
+    "mask_of_more_dimensions": (scores(3, N), scores(2, 3, N), False),
+    "mask_of_fewer_rows": (scores(), scores(2, N), False),
+    "mask_a_list": (scores(), [True] * N, False),
+}
+MASK_DIGIT = {F32: 1, F16: 2, BF16: 3, torch.bool: 4}
+
+
+@needs_dlpack
+@pytest.mark.parametrize("name", [*FITTING_SCORES, *PREPARED_SCORES])
+def test_scores_and_masks_that_softmax_takes(name):
+    given = FITTING_SCORES.get(name) or PREPARED_SCORES[name]
+    digits = (0 if tensor is None else MASK_DIGIT[tensor.dtype] for tensor in given[:2])
+    code = sum(8**place * digit for place, digit in zip((1, 0), digits, strict=True))
+    assert helpers.read.scores(*given) == 2 * code + (name in FITTING_SCORES)
+
+
+@pytest.mark.parametrize("given", [pytest.param(given, id=name) for name, given in UNFIT_SCORES.items()])
+def test_scores_and_masks_that_are_left_to_the_checks(given):
+    assert helpers.read.scores(*given) == -1
+
+
+def weights(given: tuple[Any, ...], needs: tuple[bool, bool]) -> list[Tensor]:
+    torch.manual_seed(0)
+    leaves = [
+        tensor.detach().requires_grad_(needed and tensor.is_floating_point()) if tensor is not None else None
+        for tensor, needed in zip(given[:2], needs, strict=True)
+    ]
+    y = ops.softmax(leaves[0], leaves[1], causal=given[2], scale=0.5, dropout_p=0.25)
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    return [y, *(torch.autograd.grad(y.float().square().sum(), wanted) if wanted else ())]
+
+
+@pytest.mark.parametrize("needs", [(False, False), (True, False), (True, True)], ids=["no_grad", "scores", "both"])
+@pytest.mark.parametrize("given", [pytest.param(given, id=name) for name, given in FITTING_SCORES.items()])
+def test_an_older_torch_gets_the_same_weights(given, needs, request: pytest.FixtureRequest):
+    expected = weights(given, needs)
+    request.getfixturevalue("torch_without_dlpack")
+    assert all(torch.equal(a, b) for a, b in zip(weights(given, needs), expected, strict=True))
+
+
+@needs_dlpack
+def test_arguments_that_eager_calls_do_not_take():
+    softmax = import_module("onetrip.ops.softmax")  # onetrip.ops.softmax is the function
+    plan, call = softmax._prepare(1.0, False, 0.0, False, helpers.read.scores(scores(), None, False))
+    assert plan == SoftmaxPlan(1.0, False, 0.0, False) and call is not None
+    for arguments, message in (
+        (((scores(), None),), "operands, and rng"),
+        (((scores(),), None), "operands, and rng"),
+        (([scores(), None], None), "operands, and rng"),
+        (((None, None), None), "tensors with memory"),
+        (((scores(), "mask"), None), "tensors with memory"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call(*arguments)
+    with pytest.raises(TypeError, match="ctx, operands and a tuple"):
+        softmax_autograd._Softmax.forward(None, scores(), None)
+    with pytest.raises(TypeError, match="a function of the native library"):
+        softmax_autograd._Softmax.forward(None, scores(), None, (None, object()))
 
 
 def results() -> list[Tensor]:

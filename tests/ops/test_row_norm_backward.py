@@ -252,9 +252,12 @@ def test_double_backward_raises(target):
         torch.autograd.grad(dx.square().sum() + leaves.x.square().sum(), leaves.x)
 
 
-def test_batched_gradients(target):
-    leaves = make((3, 8), torch.float32, ALL, device=target.device).leaves()
-    y = call(leaves)
+@pytest.mark.parametrize("operands", [ALL, "weight"], ids=["all", "norm_alone"])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_batched_gradients(target, norm, operands):
+    """By the reference, from what another backend saved: its statistics may share one tensor."""
+    leaves = make((3, 8), torch.float32, operands, device=target.device).leaves()
+    y = call(leaves, norm=norm)
     batch = torch.randn(4, *y.shape, device=target.device)
     (batched,) = torch.autograd.grad(y, leaves.x, batch, is_grads_batched=True, retain_graph=True)
     for one, dy in zip(batched, batch, strict=True):

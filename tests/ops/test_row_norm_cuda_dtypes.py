@@ -9,6 +9,7 @@ import pytest
 import torch
 from onetrip import ops
 from onetrip.ops import row_norm, row_norm_autograd, row_norm_native
+from onetrip.ops.common.native import read
 from onetrip.reference import row_norm as reference
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +26,7 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def forward(operands, rng, plan, launch=None):
+def forward(operands, rng, plan):
     operands = reference.Operands(*operands)
     assert (operands.x.dtype, plan.z_dtype) in PAIRS
     assert operands.residual is None or operands.residual.dtype == plan.z_dtype
@@ -42,6 +43,7 @@ def backward(operands, rng, plan, wanted):
 def cuda(monkeypatch):
     for module in (row_norm, row_norm_autograd):
         monkeypatch.setattr(module, "choose", lambda *_: "cuda")
+    monkeypatch.setattr(read, "operands", lambda _: -1)
     monkeypatch.setattr(row_norm_native, "forward", forward)
     monkeypatch.setattr(row_norm_native, "backward", backward)
 
@@ -74,3 +76,15 @@ def test_kernels_get_the_dtypes_that_they_have(p, normed, traced, request):
         for a, b in zip(ours, right, strict=True):
             assert a.dtype == b.dtype
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_kernels_take_operands_as_they_are_in_these_mixes_only():
+    for mix in itertools.product([F32, F16, BF16], repeat=3):
+        x, residual, bias = (
+            torch.zeros(shape, dtype=dtype) for shape, dtype in zip(((5, 12), (5, 12), (12,)), mix, strict=True)
+        )
+        code = read.operands((x, residual, bias, None, None))
+        if code < 0:
+            pytest.skip("needs the native library and torch 2.10")
+        plan, _, _, calls = row_norm._prepare(False, 1, 1e-5, 0.0, False, 0.0, False, True, False, code)
+        assert ("cuda" in calls) == ((x.dtype, plan.z_dtype) in PAIRS and residual.dtype == plan.z_dtype)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from onetrip.ops.common.native import operands_code
+from onetrip.ops.common.native import read
 from onetrip.optim import AdamW8bit
 from onetrip.optim.table import StepTable
 from optim_cases import set_grads
@@ -127,7 +127,7 @@ def test_a_change_between_steps_does_what_a_new_plan_would(change: Callable[[Ada
 @pytest.mark.parametrize("moved", [False, True], ids=["same-gradients", "new-gradients"])
 def test_nothing_is_read_twice_where_nothing_changed(moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2, 2)
-    if operands_code((x,)) < 0:
+    if read.operands((x,)) < 0:
         pytest.skip("tensors do not tell this build what they are: torch before 2.10, or no native library")
     optimizer, _ = _pair()
     set_grads(_params(optimizer), 0)

@@ -17,7 +17,7 @@ from ..reference import cross_entropy as reference
 from ..reference.cross_entropy import NO_INDEX, CrossEntropyPlan
 from .common.backends import KERNEL_DTYPES, choose
 from .common.checks import check_dense, check_finite, check_probability, check_rows, check_tensor, raise_unknown
-from .common.native import in_memory, readable_labels
+from .common.native import in_memory, read
 from .common.tracing import are_plain_tensors_traced, is_traced, is_transformed, reject_onnx_export
 from .cross_entropy_autograd import apply, apply_by_row, apply_reduced, count_labels, forward, forward_reduced
 from .cross_entropy_linear import (
@@ -62,7 +62,7 @@ def cross_entropy(
     if unknown:
         raise_unknown(function, unknown)
     plan = _checked_plan(function, ignore_index, label_smoothing, softcap, lse_square_scale, reduction)
-    found = -1 if is_compiling() else readable_labels(plan.ignore_index, labels, logits)
+    found = -1 if is_compiling() else read.labels(plan.ignore_index, labels, logits)
     if found < 0:
         check_rows(function, "logits", logits)
         _check_labels(function, "labels", labels, "logits", logits)
@@ -307,8 +307,8 @@ def _check_operands(
     function: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, argument: str, labels: Tensor,
     plan: CrossEntropyPlan,
 ) -> int:  # fmt: skip
-    """readable_labels; the checks, where that is negative."""
-    found = -1 if is_compiling() else readable_labels(plan.ignore_index, labels, hidden, weight, bias)
+    """read.labels; the checks, where that is negative."""
+    found = -1 if is_compiling() else read.labels(plan.ignore_index, labels, hidden, weight, bias)
     if found < 0:
         _check_linear(function, hidden, weight, bias)
         _check_labels(function, argument, labels, "hidden", hidden)

@@ -18,7 +18,7 @@ from ..reference import glu as reference
 from ..reference.glu import ACTIVATIONS, GluPlan, Operands
 from .common.backends import KERNEL_DTYPES, choose
 from .common.checks import check_parameter, check_rows
-from .common.native import operands_code
+from .common.native import read
 from .common.tracing import is_jit_tracing, is_traced, is_transformed, reject_onnx_export
 from .glu_autograd import apply, forward, result_dtype
 from .glu_native import forward as native_forward
@@ -40,7 +40,7 @@ def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     """
     function = "glu"
     plan = _plan(function, activation, None)
-    code = -1 if is_compiling() or up is None else operands_code((gate, up, None))
+    code = -1 if is_compiling() or up is None else read.operands((gate, up, None))
     if code < 0:
         check_rows(function, "gate", gate)
         check_rows(function, "up", up)
@@ -62,7 +62,7 @@ def glu_packed(gate_up: Tensor, activation: str = "silu", *, gate_first: bool = 
     if not isinstance(gate_first, bool):
         raise TypeError(f"{function}: gate_first must be a bool, got {gate_first!r}")
     plan = _plan(function, activation, gate_first)
-    code = -1 if is_compiling() else operands_code((gate_up, None, None))
+    code = -1 if is_compiling() else read.operands((gate_up, None, None))
     if code < 0:
         check_rows(function, "gate_up", gate_up)
     if gate_up.shape[-1] % 2:
@@ -80,7 +80,7 @@ def bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """
     function = "bias_activation"
     plan = _plan(function, activation, None)
-    code = -1 if is_compiling() else operands_code((x, None, bias))
+    code = -1 if is_compiling() else read.operands((x, None, bias))
     if code < 0:
         check_rows(function, "x", x)
         if bias is not None:
@@ -102,7 +102,7 @@ def _plan(function: str, activation: str, gate_first: bool | None) -> GluPlan:
 
 
 def _call(function: str, gate: Tensor, up: Tensor | None, bias: Tensor | None, plan: GluPlan, code: int) -> Tensor:
-    """code: operands_code; -1 where the operands were checked one by one."""
+    """code: read.operands; -1 where the operands were checked one by one."""
     checked = code >= 0
     traced = is_in_torch_dispatch_mode() or is_jit_tracing() if checked else is_traced(gate, up, bias)
     if traced:

@@ -24,7 +24,7 @@ def _forward_launcher(dtype: torch.dtype, bias: torch.dtype | None, activation: 
 
 @lru_cache(maxsize=4096)
 def plain_launcher(code: int, activation: str) -> Launcher | None:
-    """For operands of this code (operands_code of gate, up and bias) that kernels can read as they are; else None."""
+    """For operands of this code (read.operands of gate, up and bias) that kernels can read as they are; else None."""
     gate, up, bias = (DTYPE_OF_DIGIT[code // 2 // 4**place % 4] for place in (2, 1, 0))
     is_plain = code > 0 and code % 2 == 1 and up in (None, gate)
     if not is_plain or gate is None or (bias is not None and torch.promote_types(gate, bias) != gate):

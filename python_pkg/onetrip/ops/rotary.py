@@ -18,7 +18,7 @@ from ..reference import rotary as reference
 from ..reference.rotary import Operands, RotaryPlan
 from .common.backends import KERNEL_DTYPES, choose
 from .common.checks import check_rows
-from .common.native import rotary_code
+from .common.native import read
 from .common.tracing import is_jit_tracing, is_traced, is_transformed, reject_onnx_export
 from .rotary_autograd import apply, rotate
 from .rotary_native import plain_launcher, rotate_plain
@@ -50,7 +50,7 @@ def rotary_embedding(
     again. Where cos or sin requires grad, torch's own operators run. Deterministic. Raises ValueError or TypeError for
     wrong arguments.
     """
-    code = -1 if is_compiling() or not isinstance(interleaved, bool) else rotary_code(q, k, cos, sin)
+    code = -1 if is_compiling() or not isinstance(interleaved, bool) else read.rotary(q, k, cos, sin)
     if code < 0:
         _check(q, k, cos, sin, interleaved)
     plan = _INTERLEAVED if interleaved else _HALVES

@@ -20,7 +20,7 @@ def _launcher(plan: RotaryPlan, dtype: torch.dtype, table_dtype: torch.dtype, of
 
 @lru_cache(maxsize=64)
 def plain_launcher(code: int, plan: RotaryPlan) -> Launcher | None:
-    """For operands of this rotary_code that kernels can read as they are; else None."""
+    """For operands of this code (read.rotary) that kernels can read as they are; else None."""
     dtype, table_dtype = DTYPE_OF_DIGIT[code // 2 // 4 % 4], DTYPE_OF_DIGIT[code // 2 % 4]
     if code < 0 or code % 2 == 0 or dtype is None or table_dtype is None:
         return None

@@ -15,13 +15,15 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..reference import row_norm as reference
 from ..reference.philox import Rng
 from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, Dtypes, Operands, OperandTuple, Outputs, RowNormPlan
-from .common.backends import KERNEL_DTYPES, choose, native
+from .common.backends import KERNEL_DTYPES, choose
 from .common.checks import (
     check_eps,
     check_like,
@@ -31,11 +33,11 @@ from .common.checks import (
     check_rows,
     raise_unknown,
 )
-from .common.native import Launcher, operands_code
+from .common.native import EagerCall, read
 from .common.rng import check_rng, eager_rng, traced_rng
-from .common.tracing import is_jit_tracing, is_recorded, is_traced, is_transformed, reject_onnx_export
+from .common.tracing import is_jit_tracing, is_recorded, is_traced, reject_onnx_export
 from .row_norm_autograd import apply, forward
-from .row_norm_native import cuda_dtypes, decode, dtypes_of, forward_launcher
+from .row_norm_native import cuda_dtypes, decode, dtypes_of, eager_call
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -279,22 +281,23 @@ def _make_plan(
 
 
 @lru_cache(maxsize=4096)
-def _prepare(*arguments: Any) -> tuple[RowNormPlan, Dtypes, bool, dict[str, Launcher]]:
+def _prepare(defers_norm: bool, *arguments: Any) -> tuple[RowNormPlan, Dtypes, bool, dict[str, EagerCall]]:
     """What eager calls with these arguments of _make_plan have in common: their plan, the operands' dtypes, whether
-    kernels compute with all dtypes, and the launcher of each native backend that can read the operands as they are.
+    kernels compute with all dtypes, and the call of each native backend that can read the operands as they are.
 
-    The last argument is the operands' dtypes, or operands_code of operands whose code is known."""
+    The last argument is the operands' dtypes, or the code of operands that read.operands knows."""
     known = arguments[-1]
     dtypes, are_plain = decode(known) if type(known) is int else (known, False)
     plan = _make_plan(*(*arguments[:-1], dtypes))
     all_dtypes = (*dtypes, plan.z_dtype, plan.y_dtype)
     in_kernel_dtypes = all(dtype in KERNEL_DTYPES for dtype in all_dtypes if dtype is not None)
-    launchers = {}
-    if are_plain and native():
-        launchers["cpu"] = forward_launcher(plan, dtypes)
+    calls = {}
+    if are_plain:
+        return_residual = arguments[-2]
+        calls["cpu"] = eager_call(plan, dtypes, return_residual and plan.store_z, defers_norm)
         if cuda_dtypes(dtypes, plan.z_dtype) == dtypes:
-            launchers["cuda"] = launchers["cpu"]
-    return plan, dtypes, in_kernel_dtypes, launchers
+            calls["cuda"] = calls["cpu"]
+    return plan, dtypes, in_kernel_dtypes, calls
 
 
 def row_norm(
@@ -322,7 +325,7 @@ def row_norm(
         and type(dropout_p) is float
         and 0.0 <= dropout_p <= 1.0
     ):
-        code = operands_code(operands)
+        code = read.operands(operands)
     if code >= 0:
         traced = is_in_torch_dispatch_mode() or is_jit_tracing()
     else:
@@ -356,18 +359,23 @@ def row_norm(
         plan = _make_plan(*plan_arguments)  # type: ignore[arg-type]
         y, z, _, _ = torch.ops.onetrip.row_norm(*operands, traced_rng(rng, dropout_p, x.device), *plan)
     else:
-        plan, dtypes, in_kernel_dtypes, launchers = _prepare(*plan_arguments)
-        transformed = is_transformed()
+        plan, dtypes, in_kernel_dtypes, calls = _prepare(defers_norm, *plan_arguments)
+        transformed = peek_interpreter_stack() is not None or forward_ad._current_level >= 0  # is_transformed, inline
         backend = choose(function, x.device, in_kernel_dtypes and not transformed)
         used_rng = None if dropout_p == 0.0 else eager_rng(rng, dropout_p, x.device)
+        call = calls.get(backend)
         if transformed:
             y, z, _, _ = _composed(operands, used_rng, plan)
-        elif needs_grad:
+        elif needs_grad or call is not None:
             return_z = return_residual and plan.store_z
-            outputs = apply(*operands, (used_rng, plan, backend, dtypes, return_z, defers_norm, launchers.get(backend)))
+            if needs_grad:
+                with_call = (used_rng, call, plan, backend, dtypes, return_z, defers_norm)
+                outputs = apply(x, residual, bias, weight, norm_bias, with_call)
+            else:
+                outputs = call(operands, used_rng)  # type: ignore[misc]
             return (outputs, x) if return_residual and not return_z else outputs
         else:
-            y, z, _, _ = forward(backend, operands, used_rng, plan, launchers.get(backend))
+            y, z, _, _ = forward(backend, operands, used_rng, plan)
     if return_residual:
         return y, z if plan.store_z else x
     return y if norm else z

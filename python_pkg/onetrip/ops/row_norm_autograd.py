@@ -30,24 +30,17 @@ from ..reference.row_norm import (
 )
 from . import row_norm_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
-from .common.native import Launcher, matrix, vector
+from .common.native import EagerCall, eager_forward, matrix, vector
 from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
 from .row_norm_native import cuda_dtypes, dtypes_of, split_stats
 
-Call = tuple[Rng | None, RowNormPlan, str, Dtypes, bool, bool, Launcher | None]
-"""rng, plan, backend, the operands' dtypes, whether z is returned too, whether y has its gradient by deferred_norm, and
-forward's launch."""
+Call = tuple[Rng | None, EagerCall | None, RowNormPlan, str, Dtypes, bool, bool]
+"""rng, row_norm_native.eager_call where it can read all operands as they are, plan, backend, the operands' dtypes,
+whether z is returned too, whether y has its gradient by deferred_norm."""
 
 
-def forward(
-    backend: str, operands: OperandTuple, rng: Rng | None, plan: RowNormPlan, launch: Launcher | None = None
-) -> OutputTuple:
-    """reference.row_norm.forward on any backend, for x of any rank, strides and size; y and z are shaped like x.
-
-    launch: the launcher of a native backend that can read all operands as they are (row_norm_native.forward).
-    """
-    if launch is not None:
-        return row_norm_native.forward(operands, rng, plan, launch)
+def forward(backend: str, operands: OperandTuple, rng: Rng | None, plan: RowNormPlan) -> OutputTuple:
+    """reference.row_norm.forward on any backend, for x of any rank, strides and size; y and z are shaped like x."""
     x, residual, *parameters = operands
     if x.numel() == 0:
         return outputs_of(plan, x, x.new_zeros)
@@ -76,7 +69,7 @@ def backward(backend: str, operands: BackwardOperands, rng: Rng | None, plan: Ro
     if dy is None:
         z = None
     elif z is not None and rstd is None:
-        z, rstd = split_stats(z, given.shape)
+        z, mean, rstd = split_stats(z, mean, given.shape)
     dy, dz, z = (matrix(tensor, given.shape[-1]) for tensor in (dy, dz, z))
     operands = BackwardOperands(dy, dz, z, mean, rstd, vector(weight))
     dx, dresidual, *parameters = formulas(backend, "row_norm").backward(operands, rng, plan, wanted)
@@ -120,32 +113,30 @@ def _wanted(dtypes: Dtypes, needs_input_grad: Iterable[bool]) -> Dtypes:
     return Dtypes(*[dtype if needed else None for dtype, needed in zip(dtypes, needs_input_grad, strict=False)])
 
 
+def _forward_of_any(ctx: Any, *operands_and_call: Any) -> Any:
+    operands: Any = operands_and_call[:5]
+    call: Call = operands_and_call[5]
+    rng, _, plan, backend, _, return_z, defers_norm = call
+    y, z, mean, rstd = forward(backend, operands, rng, plan)
+    if return_z:
+        ctx.set_materialize_grads(False)
+    if plan.norm:
+        ctx.save_for_backward(operands[0] if z is None else z, mean, rstd, operands[3])
+    ctx.call = call
+    if defers_norm:
+        ctx.mark_non_differentiable(y)
+    return (y, z) if return_z else y if plan.norm else z
+
+
 class _RowNorm(torch.autograd.Function):
     """The eager path. Saves z (or x, where they are the same) and one or two float32 numbers a row; never a mask."""
 
-    @staticmethod
-    def forward(ctx: Any, *operands_and_call: Any) -> Any:
-        operands: Any = operands_and_call[:5]
-        call: Call = operands_and_call[5]
-        rng, plan, backend, _, return_z, defers_norm, launch = call
-        if launch is None:
-            y, z, mean, rstd = forward(backend, operands, rng, plan)
-        else:
-            y, z, mean, rstd = row_norm_native.forward(operands, rng, plan, launch)
-        if return_z:
-            ctx.set_materialize_grads(False)
-        if plan.norm:
-            ctx.save_for_backward(operands[0] if z is None else z, mean, rstd, operands[3])
-        ctx.call = call
-        if defers_norm:
-            ctx.mark_non_differentiable(y)
-            ctx.deferred = None
-        return (y, z) if return_z else y if plan.norm else z
+    forward = eager_forward("row_norm", _forward_of_any)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_double_backward("row_norm")
-        rng, plan, backend, dtypes, _, defers_norm, _ = ctx.call
+        rng, _, plan, backend, dtypes, _, defers_norm = ctx.call
         dy, dz = (grads[0], grads[1] if len(grads) > 1 else None) if plan.norm else (None, grads[0])
         if defers_norm:
             dy = _deferred_gradient(ctx)
@@ -165,7 +156,7 @@ apply = super(torch.autograd.Function, _RowNorm).apply
 
 def _deferred_gradient(node: Any) -> Tensor | None:
     """The gradient of y that _DeferredNorm left for this sum in the backward that runs now."""
-    deferred, node.deferred = node.deferred, None
+    deferred, node.deferred = getattr(node, "deferred", None), None
     return deferred[1] if deferred is not None and deferred[0] == torch._C._current_graph_task_id() else None
 
 
@@ -205,7 +196,7 @@ class _DeferredNorm(torch.autograd.Function):
         if torch._C._will_engine_execute_node(anchor) and not _has_hooks(x) and not _has_hooks(x._base):
             node.deferred = torch._C._current_graph_task_id(), dy
             return (None,) * 5
-        _, plan, backend, dtypes, *_ = node.call
+        _, _, plan, backend, dtypes, *_ = node.call
         needs_x, needs_weight, needs_norm_bias, *_ = ctx.needs_input_grad
         wanted = Dtypes(
             x=x.dtype if needs_x else None,

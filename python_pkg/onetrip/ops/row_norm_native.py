@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..reference.philox import Rng
 from ..reference.row_norm import (
-    NORM_LAYER,
     BackwardOperands,
     Dtypes,
     Gradients,
@@ -18,9 +17,10 @@ from ..reference.row_norm import (
     OutputTuple,
     RowNormPlan,
     gradients_of,
+    outputs_of,
 )
 from .common.backends import native
-from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, Launcher, raise_error, rows, vector, where
+from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, EagerCall, Launcher, raise_error, rows, vector, where
 
 
 def decode(code: int) -> tuple[Dtypes, bool]:
@@ -63,55 +63,46 @@ def _backward_launcher(plan: RowNormPlan, wanted: Dtypes, weight: torch.dtype | 
     )
 
 
-def forward(operands: OperandTuple, rng: Rng | None, plan: RowNormPlan, launch: Launcher | None = None) -> OutputTuple:
+def eager_call(plan: RowNormPlan, dtypes: Dtypes, returns_z: bool, defers_norm: bool) -> EagerCall:
+    """Gives y, (y, z) where z is returned, or z without a norm. As forward of a Function it saves (z or x, mean, rstd,
+    weight), rstd None where it is in one tensor with another one, see split_stats. defers_norm: y has no gradient."""
+    launch = forward_launcher(plan, dtypes)
+    call: EagerCall = native().row_norm_eager(  # type: ignore[union-attr]
+        launch, plan.store_z, plan.store_stats, returns_z, defers_norm
+    )
+    return call
+
+
+def forward(operands: OperandTuple, rng: Rng | None, plan: RowNormPlan) -> OutputTuple:
     """reference.row_norm.forward by the native library. x, residual: any rank and strides; y, z: contiguous, shaped
-    like x. launch: forward_launcher of the plan and the dtypes, given where all tensors can be read as they are; a
-    centred z then is flat and followed by the rows' rstd (None in its place), see split_stats."""
+    like x."""
     x, residual, bias, weight, norm_bias = operands
-    shape = x.shape
-    n_cols = x_row_stride = residual_row_stride = shape[-1]
-    n_rows = x.numel() // n_cols
-    is_shaped, stats_follow_z = True, launch is not None and plan.center_z and plan.store_z
-    if launch is None:
-        launch = forward_launcher(plan, dtypes_of(operands))
-        given = x
-        x, x_row_stride = rows(x, n_cols)
-        is_shaped = x is given
-        if residual is not None:
-            residual, residual_row_stride = rows(residual, n_cols)
-        operands = Operands(x, residual, vector(bias), vector(weight), vector(norm_bias))
-    # empty_like takes half of empty's time, new_empty of x's dtype three quarters.
-    x_dtype = x.dtype
-    like = x_dtype if is_shaped else None
-    y = z = mean = rstd = None
-    if plan.norm:
-        y = torch.empty_like(x) if like is plan.y_dtype else x.new_empty(shape, dtype=plan.y_dtype)
-    if stats_follow_z:
-        n_saved = n_rows * n_cols + n_rows
-        z = x.new_empty(n_saved) if x_dtype is torch.float32 else x.new_empty(n_saved, dtype=torch.float32)
-    elif plan.store_z:
-        z = torch.empty_like(x) if like is plan.z_dtype else x.new_empty(shape, dtype=plan.z_dtype)
-    if plan.store_stats and not stats_follow_z:
-        rstd = x.new_empty(n_rows) if x_dtype is torch.float32 else x.new_empty(n_rows, dtype=torch.float32)
-        if plan.norm == NORM_LAYER and not plan.center_z:
-            mean = torch.empty_like(rstd)
-    device, stream = where(x) if x.is_cuda else (-1, 0)
-    outputs = y, z, mean, rstd
-    code = launch(device, stream, n_rows, n_cols, operands, x_row_stride, residual_row_stride, outputs, rng)
+    launch = forward_launcher(plan, dtypes_of(operands))
+    outputs = outputs_of(plan, x, x.new_empty)
+    n_cols = x.shape[-1]
+    n_rows, residual_row_stride = x.numel() // n_cols, 0
+    x, x_row_stride = rows(x, n_cols)
+    if residual is not None:
+        residual, residual_row_stride = rows(residual, n_cols)
+    operands = Operands(x, residual, vector(bias), vector(weight), vector(norm_bias))
+    code = launch(*where(x), n_rows, n_cols, operands, x_row_stride, residual_row_stride, outputs, rng)
     if code:
         raise_error("row_norm forward", x, code)
     return outputs
 
 
-def split_stats(z: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """(z, rstd) of a flat z of that shape that is followed by the rstd of its rows."""
+def split_stats(z: Tensor, mean: Tensor | None, shape: torch.Size) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(z, mean, rstd) of a mean that is followed by rstd, or else of a flat z of that shape that is."""
+    if mean is not None:
+        mean, rstd = mean.chunk(2)
+        return z, mean, rstd
     n_rows = z.numel() - shape.numel()
-    return z[:-n_rows].view(shape), z[-n_rows:]
+    return z[:-n_rows].view(shape), None, z[-n_rows:]
 
 
 def backward(operands: BackwardOperands, rng: Rng | None, plan: RowNormPlan, wanted: Dtypes) -> Gradients:
     """reference.row_norm.backward by the native library. dy, dz, z: any rank and strides; dx, dresidual: contiguous.
-    rstd None with a dy: it follows z in one tensor."""
+    rstd None with a dy: it is in one tensor with mean or z (split_stats)."""
     dy, dz, z, mean, rstd, weight = operands
     given = operands.given
     n_cols = given.shape[-1]
@@ -123,7 +114,7 @@ def backward(operands: BackwardOperands, rng: Rng | None, plan: RowNormPlan, wan
     else:
         assert z is not None
         dy, dy_row_stride = rows(dy, n_cols)
-        z, z_row_stride = (vector(z), n_cols) if rstd is None else rows(z, n_cols)
+        z, z_row_stride = (vector(z), n_cols) if rstd is mean is None else rows(z, n_cols)
     if dz is not None:
         dz, dz_row_stride = rows(dz, n_cols)
     weight = vector(weight)

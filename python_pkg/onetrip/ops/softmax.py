@@ -7,6 +7,7 @@ eager and the traced one, softmax_native.py the native launch; transforms compos
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import inf
 from typing import NoReturn, cast
 
@@ -20,11 +21,12 @@ from ..reference.philox import Rng
 from ..reference.softmax import Operands, SoftmaxPlan
 from .common.backends import KERNEL_DTYPES, choose
 from .common.checks import DTYPES, check_dense, check_finite, check_probability, check_rows, check_tensor, raise_unknown
-from .common.masks import broadcasts, kernel_mask
-from .common.native import operands_code
+from .common.masks import broadcasts, kernel_mask, mask_layout
+from .common.native import EagerCall, read
 from .common.rng import check_rng, eager_rng, traced_rng
 from .common.tracing import is_jit_tracing, is_recorded, is_traced, is_transformed, reject_onnx_export
 from .softmax_autograd import apply, forward
+from .softmax_native import eager_call
 
 
 def softmax(
@@ -61,15 +63,14 @@ def softmax(
     code = -1  # compilers see only the checks
     if (
         not is_compiling()
-        and mask is None
         and rng is None
-        and causal is False
+        and type(causal) is bool
         and type(scale) is float
         and -inf < scale < inf
         and type(dropout_p) is float
         and 0.0 <= dropout_p <= 1.0
     ):
-        code = operands_code((scores,))
+        code = read.scores(scores, mask, causal)
     if code >= 0:
         traced = is_in_torch_dispatch_mode() or is_jit_tracing()
     else:
@@ -78,19 +79,44 @@ def softmax(
     needs_grad = (traced and is_recorded()) or (
         torch.is_grad_enabled() and (scores.requires_grad or (mask is not None and mask.requires_grad))
     )
-    plan = SoftmaxPlan(float(scale), causal, float(dropout_p), needs_grad and dropout_p > 0.0)
+    call = None
+    if code < 0 or traced:
+        plan = SoftmaxPlan(float(scale), causal, float(dropout_p), needs_grad and dropout_p > 0.0)
+    elif mask is None:
+        plan, call = _prepare(scale, causal, dropout_p, needs_grad, code)
+    else:
+        plan, call = _prepare(scale, causal, dropout_p, needs_grad, code, scores.shape, mask.shape, mask.stride())
     if traced:
         reject_onnx_export()
         y, _ = torch.ops.onetrip.softmax(scores, mask, traced_rng(rng, dropout_p, scores.device), *plan)
         return cast(Tensor, y)
     transformed = is_transformed()
-    backend = choose("softmax", scores.device, scores.dtype in KERNEL_DTYPES and not transformed)
-    used_rng = eager_rng(rng, dropout_p, scores.device)
+    in_kernel_dtypes = code >= 0 or scores.dtype in KERNEL_DTYPES
+    backend = choose("softmax", scores.device, in_kernel_dtypes and not transformed)
+    used_rng = None if dropout_p == 0.0 else eager_rng(rng, dropout_p, scores.device)
     if transformed:
         return _composed(scores, mask, used_rng, plan)
+    if call is not None and backend not in ("cpu", "cuda"):
+        call = None
     if needs_grad:
-        return cast(Tensor, apply(scores, mask, (used_rng, plan, backend, kernel_mask(scores, mask))))
+        shape = None if mask is None else (mask.shape, mask.dtype)
+        rest = None if call is not None else kernel_mask(scores, mask)
+        return cast(Tensor, apply(scores, mask, (used_rng, call, plan, backend, shape, rest)))
+    if call is not None:
+        return cast(Tensor, call((scores, mask), used_rng))
     return forward(backend, scores, kernel_mask(scores, mask), used_rng, plan)[0]
+
+
+@lru_cache(maxsize=4096)
+def _prepare(
+    scale: float, causal: bool, dropout_p: float, needs_grad: bool, code: int, *shapes: tuple[int, ...]
+) -> tuple[SoftmaxPlan, EagerCall | None]:
+    """What eager calls with operands of this code (read.scores) have in common: their plan, and the call of native
+    backends where they can read the operands as they are. shapes: as mask_layout's, where there is a mask."""
+    plan = SoftmaxPlan(scale, causal, dropout_p, needs_grad and dropout_p > 0.0)
+    layout = mask_layout(*shapes) if shapes else None
+    is_plain = code % 2 == 1 and (layout is not None or not shapes)
+    return plan, eager_call(plan, code, layout) if is_plain else None
 
 
 def _check(

@@ -18,7 +18,7 @@ from ..reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxP
 from . import softmax_native
 from .common.backends import DISPATCHER, KERNEL_DTYPES, choose, formulas
 from .common.masks import contiguous_layout, kernel_mask, mask_layout
-from .common.native import in_memory, rows
+from .common.native import EagerCall, eager_forward, in_memory, rows
 from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
 
 
@@ -109,23 +109,28 @@ def _to_mask_shape(dmask: Tensor, layout: MaskLayout | None, shape: torch.Size, 
     return dmask.sum(dim=1).view(mask_shape)
 
 
+Call = tuple[Rng | None, EagerCall | None, SoftmaxPlan, str, tuple[tuple[int, ...], torch.dtype] | None, Tensor | None]
+"""rng, softmax_native.eager_call where it can read scores and mask as they are, plan, backend, the mask's shape and
+dtype, and without that call the mask as backends take it."""
+
+
+def _forward_of_any(ctx: Any, scores: Tensor, mask: Tensor | None, call: Call) -> Tensor:
+    rng, _, plan, backend, _, kernel_mask = call
+    y, p = forward(backend, scores, kernel_mask, rng, plan)
+    ctx.save_for_backward(y if p is None else p)
+    ctx.call = *call[:5], None
+    return y
+
+
 class _Softmax(torch.autograd.Function):
     """The eager path. Saves one tensor: y, or where dropout made it another one, the probabilities."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, scores: Tensor, mask: Tensor | None, call: tuple[Rng | None, SoftmaxPlan, str, Tensor | None]
-    ) -> Tensor:
-        rng, plan, backend, kernel_mask = call
-        y, p = forward(backend, scores, kernel_mask, rng, plan)
-        ctx.save_for_backward(y if p is None else p)
-        ctx.call = plan, backend, None if mask is None else (tuple(mask.shape), mask.dtype)
-        return y
+    forward = eager_forward("softmax", _forward_of_any)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         refuse_double_backward("softmax")
-        plan, backend, mask = ctx.call
+        _, _, plan, backend, mask, _ = ctx.call
         (p,), (dy,) = ctx.saved_tensors, grads
         needs_scores, needs_mask, _ = ctx.needs_input_grad
         shape = mask[0] if needs_mask else None

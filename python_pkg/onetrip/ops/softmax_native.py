@@ -10,7 +10,17 @@ from torch import Tensor
 from ..reference.philox import Rng
 from ..reference.softmax import BackwardOperands, MaskLayout, OperandTuple, SoftmaxPlan
 from .common.backends import native
-from .common.native import DTYPE_CODE, Launcher, empty, in_memory, raise_error, rows, where
+from .common.native import (
+    DTYPE_CODE,
+    DTYPE_OF_DIGIT,
+    EagerCall,
+    Launcher,
+    empty,
+    in_memory,
+    raise_error,
+    rows,
+    where,
+)
 
 _MASK_CODE = {**DTYPE_CODE, torch.bool: 3}  # enum MaskType in csrc/launch.h
 _NO_MASK = MaskLayout((), (), 0)
@@ -28,6 +38,15 @@ def _backward_launcher(plan: SoftmaxPlan, dtype: torch.dtype, layout: MaskLayout
     return native().softmax_backward(  # type: ignore[union-attr]
         DTYPE_CODE[dtype], plan.scale, plan.dropout_p, layout.sizes, layout.strides
     )
+
+
+def eager_call(plan: SoftmaxPlan, code: int, layout: MaskLayout | None) -> EagerCall:
+    """Of (scores, mask) of this code (read.scores). As forward of a Function it saves p, or y where it is the same."""
+    scores, mask = DTYPE_OF_DIGIT[code // 2 // 8], (*DTYPE_OF_DIGIT, torch.bool)[code // 2 % 8]
+    assert scores is not None
+    launch = _forward_launcher(plan, scores, mask, layout or _NO_MASK)
+    call: EagerCall = native().softmax_eager(launch, plan.causal, plan.store_p)  # type: ignore[union-attr]
+    return call
 
 
 def _overwrites(tensor: Tensor) -> bool:

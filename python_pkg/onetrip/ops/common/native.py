@@ -5,48 +5,68 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...reference.philox import Rng
 from .backends import native
 
 DTYPE_CODE = {None: 0, torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum DType in csrc/launch.h
 DTYPE_OF_DIGIT = (None, torch.float32, torch.float16, torch.bfloat16)
-"""Of the digits in base 4 of half an operands_code."""
+"""Of the digits in base 4 of half the code of operands (read.operands)."""
 Launcher = Callable[..., int]
+EagerCall = Callable[[tuple[Tensor | None, ...], Rng | None], Any]
+"""Of operands that kernels can read as they are, and rng: the result."""
 
 
-@cache
-def _reader(name: str) -> Launcher | None:
-    """The native library's reader of operands of this name."""
-    library = native()
-    return None if library is None else getattr(library, name)(Tensor, torch.nn.Parameter)
+class _Read:
+    """The native library's readers of operands, each made at its first use. Each gives a number where all operands
+    would pass every check of ops.
 
-
-def operands_code(operands: tuple[Tensor | None, ...]) -> int:
-    """A code (row_norm_native.decode) of the dtypes of x, and of a residual and vectors if there are more, where all
-    are tensors or parameters of KERNEL_DTYPES, on one device, of fitting shapes: they would pass every check of ops.
-
-    Else -1, and before torch 2.10, whose tensors the native library cannot read: the checks must be made.
+    Else it gives -1, and before torch 2.10, whose tensors the native library cannot read: the checks must be made.
     """
-    reader = _reader("operands_reader")
-    return -1 if reader is None else reader(operands)
+
+    operands: Callable[[tuple[Tensor | None, ...]], int]
+    """A code (row_norm_native.decode) of the dtypes of x, and of a residual and vectors if there are more, where all
+    are tensors or parameters of KERNEL_DTYPES, on one device, of fitting shapes."""
+
+    scores: Callable[[Tensor, Tensor | None, bool], int]
+    """The same of scores, mask and causal: 2 * the dtypes of scores and mask as digits in base 8 (4: bool), + 1 where
+    kernels can read them as they are."""
+
+    rotary: Callable[[Tensor, Tensor, Tensor, Tensor], int]
+    """The same of q, k, cos and sin that are not empty: 2 * the dtypes of q and of cos as digits in base 4, + 1 where
+    kernels can read them as they are."""
+
+    labels: Callable[..., int]
+    """How many labels are not ignored: of ignore_index, labels, and logits or hidden, weight and bias, where they are
+    on the CPU and kernels can read them as they are."""
+
+    def __getattr__(self, name: str) -> Any:
+        library = native()
+        reader = None
+        if library is not None:
+            library.use_torch(*_TYPES, torch.empty_like, current_stream, raise_error, DTYPE_OF_DIGIT[1:])
+            reader = getattr(library, f"{name}_reader")(*_TYPES)
+        self.__dict__[name] = reader or _unread
+        return self.__dict__[name]
 
 
-def rotary_code(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> int:
-    """The same of the operands of rotary_embedding that are not empty: 2 * the dtypes of q and of cos as digits in base
-    4, + 1 where kernels can read them as they are."""
-    reader = _reader("rotary_reader")
-    return -1 if reader is None else reader(q, k, cos, sin)
+_TYPES = (Tensor, torch.nn.Parameter)
+read = _Read()
 
 
-def readable_labels(ignore_index: int, labels: Tensor, *operands: Tensor | None) -> int:
-    """How many labels are not ignored, where these and logits, or hidden, weight and bias, would pass every check of
-    ops/cross_entropy.py, are on the CPU, and kernels can read them as they are. Else -1, as operands_code."""
-    reader = _reader("labels_reader")
-    return -1 if reader is None else reader(ignore_index, labels, *operands)
+def _unread(*_: object) -> int:
+    return -1
+
+
+def eager_forward(name: str, otherwise: Callable[..., Any]) -> Any:
+    """The forward of an autograd.Function whose last argument begins with rng and an EagerCall, or None: then it is
+    otherwise."""
+    library = native()
+    return staticmethod(otherwise if library is None else getattr(library, f"{name}_eager_forward")(otherwise))
 
 
 def in_memory(tensor: Tensor) -> Tensor:
@@ -86,11 +106,16 @@ def empty(like: Tensor, is_shaped: bool, shape: torch.Size, dtype: torch.dtype) 
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
+def current_stream(index: int) -> int:
+    """The address of a GPU's current stream."""
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
 def where(tensor: Tensor) -> tuple[int, int]:
     """(device index, stream) of a launch; index -1 means the CPU."""
     if tensor.is_cuda:
         index = tensor.get_device()
-        return index, torch._C._cuda_getCurrentRawStream(index)
+        return index, current_stream(index)
     return -1, 0
 
 

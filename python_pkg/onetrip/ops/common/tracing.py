@@ -32,7 +32,7 @@ def is_traced(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def are_plain_tensors_traced() -> bool:
-    """The same of tensors that a native reader (native.operands_code and others) knows, outside of compilers."""
+    """The same of tensors that native.read knows, outside of compilers."""
     return is_jit_tracing() or is_in_torch_dispatch_mode()
 
 
