@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -127,14 +127,29 @@ def linear_parts(dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     return product, bias
 
 
+class Branch(NamedTuple):
+    """One side of a sum, before its bias and its dropout."""
+
+    x: Tensor
+    bias: Tensor | None
+    p: float
+
+
+def dropped(dropout: Any, x: Tensor, bias: Tensor | None = None) -> Branch:
+    """x + bias with the module's dropout still to be done; done already where it is not a plain nn.Dropout."""
+    if is_plain(dropout, nn.Dropout) and not dropout.inplace:
+        return Branch(x, bias, dropout.p if dropout.training else 0.0)
+    return Branch(dropout(x if bias is None else x + bias), None, 0.0)
+
+
+def undropped(x: Any) -> tuple[Any, Tensor | None]:
+    """(x, a bias still to be added) of what a Tail returned, one without dropout."""
+    return x[:2] if isinstance(x, Branch) else (x, None)
+
+
 def is_distributed(x: Tensor) -> bool:
     """Whether x is a DTensor: kernels would see only the local shard."""
     return type(x).__name__ == "DTensor"
-
-
-def is_fusable(x: Tensor, residual: Tensor) -> bool:
-    """Whether the kernels can add x and residual: equal shapes (no broadcasting), neither sharded."""
-    return x.shape == residual.shape and (type(x) is Tensor or not (is_distributed(x) or is_distributed(residual)))
 
 
 def is_autocasting(x: Tensor) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from ..ops.common.tracing import is_jit_tracing, is_transformed, watched_as
 from ..ops.row_norm import sum_before_norm
 from ..ops.row_norm_autograd import deferred_norm
 from . import calls
+from .calls import Branch
 
 if TYPE_CHECKING:
     from .norms import NormSpec
@@ -201,37 +202,20 @@ def _norm_options(norm: nn.Module, spec: NormSpec, z_dtype: torch.dtype, x: Tens
         return None
     for vector in (weight, norm_bias):
         if vector is not None and (
-            calls.is_distributed(vector) or vector.device != x.device or vector.shape != x.shape[-1:]
+            (type(vector) is not nn.Parameter and calls.is_distributed(vector))
+            or vector.device != x.device
+            or vector.shape != x.shape[-1:]
         ):
             return None
+    attribute = spec.eps_attribute
     return {
         "weight": weight,
         "norm_bias": norm_bias,
         "norm": spec.kind,
-        "eps": spec.eps_value(norm, z_dtype),
+        "eps": spec.eps_value(norm, z_dtype) if attribute is None else float(getattr(norm, attribute)),
         "weight_offset": spec.weight_offset,
         "cast_before_weight": spec.cast_before_weight,
     }
-
-
-class Branch(NamedTuple):
-    """One side of a sum, before its bias and its dropout."""
-
-    x: Tensor
-    bias: Tensor | None
-    p: float
-
-
-def dropped(dropout: Any, x: Tensor, bias: Tensor | None = None) -> Branch:
-    """x + bias with the module's dropout still to be done; done already where it is not a plain nn.Dropout."""
-    if calls.is_plain(dropout, nn.Dropout) and not dropout.inplace:
-        return Branch(x, bias, dropout.p if dropout.training else 0.0)
-    return Branch(dropout(x if bias is None else x + bias), None, 0.0)
-
-
-def undropped(x: Any) -> tuple[Any, Tensor | None]:
-    """(x, a bias still to be added) of what a Tail returned, one without dropout."""
-    return x[:2] if isinstance(x, Branch) else (x, None)
 
 
 @dataclass(frozen=True)
@@ -347,7 +331,8 @@ def _is_sum(x: Any, residual: Any) -> bool:
         and x.is_floating_point()
         and residual.is_floating_point()
         and x.dim() > 1
-        and calls.is_fusable(x, residual)
+        and x.shape == residual.shape  # no broadcasting
+        and (type(x) is Tensor or not (calls.is_distributed(x) or calls.is_distributed(residual)))
         and x.device == residual.device
     )
 

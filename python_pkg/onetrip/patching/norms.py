@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import permutations, product
 from typing import Any, Literal
 
@@ -62,6 +62,12 @@ class NormSpec:
     """Dtypes of (x, weight) for which the original's result differs."""
     autocast: bool = True
     """Whether outputs also have the original's dtype under autocast."""
+    eps_attribute: str | None = field(init=False, repr=False, compare=False)
+    """The attribute of the module that eps is, if it is one."""
+
+    def __post_init__(self) -> None:
+        is_attribute = self.eps.startswith("module.")
+        object.__setattr__(self, "eps_attribute", self.eps.removeprefix("module.") if is_attribute else None)
 
     @property
     def pattern(self) -> str:
@@ -72,8 +78,8 @@ class NormSpec:
 
     def eps_value(self, module: nn.Module, x_dtype: torch.dtype) -> float:
         """The epsilon of a module for an input of this dtype."""
-        if self.eps.startswith("module."):
-            return float(getattr(module, self.eps[len("module.") :]))
+        if self.eps_attribute is not None:
+            return float(getattr(module, self.eps_attribute))
         if self.eps.startswith("finfo"):
             return torch.finfo(torch.float32 if "float32" in self.eps else x_dtype).eps
         return float(self.eps)

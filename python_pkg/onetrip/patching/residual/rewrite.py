@@ -7,9 +7,9 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..calls import linear_parts
+from ..calls import Branch, dropped, linear_parts, undropped
 from ..classes import Rewrite
-from ..links import Branch, Sum, dropped, undropped
+from ..links import Sum
 from ..source import bare
 from .read import FoundSums, Operand
 
