@@ -17,8 +17,9 @@ from . import cross_entropy_linear as linear
 from . import cross_entropy_native
 from .common.backends import KERNEL_DTYPES, choose
 from .common.native import rows
+from .common.operators import filled, register, register_backward, register_gradients
 from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
-from .cross_entropy_linear import Gradients, Linear, Wants
+from .cross_entropy_linear import Linear, Wants
 
 
 def count_labels(function: str, argument: str, labels: Tensor, n_classes: int, ignore_index: int) -> int | None:
@@ -174,35 +175,9 @@ apply = super(torch.autograd.Function, CrossEntropy).apply
 apply_reduced = super(torch.autograd.Function, LinearReduced).apply
 apply_by_row = super(torch.autograd.Function, LinearByRow).apply
 
-_PLAN = "int ignore_index, float label_smoothing, float softcap, float lse_square_scale, float scale"
-_LINEAR = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels"
-
-library = torch.library.Library("onetrip", "FRAGMENT")
-library.define(f"cross_entropy(Tensor logits, Tensor labels, {_PLAN}) -> (Tensor loss, Tensor stats)")
-library.define(
-    f"cross_entropy_backward(Tensor logits, Tensor labels, Tensor stats, Tensor dloss, {_PLAN}) -> Tensor dlogits"
-)
-library.define(
-    f"linear_cross_entropy({_LINEAR}, bool is_mean, int chunk_rows, bool[3] wants, {_PLAN}) "
-    "-> (Tensor loss, Tensor dhidden, Tensor dweight, Tensor dbias, Tensor factors)"
-)
-library.define(
-    f"linear_cross_entropy_rows({_LINEAR}, bool wants_entropy, int chunk_rows, {_PLAN}) "
-    "-> (Tensor loss, Tensor entropy)"
-)
-library.define(
-    f"linear_cross_entropy_rows_backward({_LINEAR}, Tensor dloss, Tensor? dentropy, int chunk_rows, bool[3] wants, "
-    f"{_PLAN}) -> (Tensor dhidden, Tensor dweight, Tensor dbias)"
-)
-
 
 def _backend(operator: str, tensor: Tensor) -> str:
     return choose(f"onetrip::{operator}", tensor.device, tensor.dtype in KERNEL_DTYPES, "cross_entropy")
-
-
-def _filled(like: Tensor, tensors: Gradients) -> tuple[Tensor, Tensor, Tensor]:
-    first, second, third = (like.new_empty(0) if tensor is None else tensor for tensor in tensors)
-    return first, second, third
 
 
 def _forward(logits: Tensor, labels: Tensor, *plan: Any) -> tuple[Tensor, Tensor]:
@@ -227,10 +202,10 @@ def _linear(operator: str, tensors: tuple[Any, ...], chunk_rows: int, plan: tupl
 def _linear_reduced(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, is_mean: bool, chunk_rows: int, wants: Any,
     *plan: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     call = _linear("linear_cross_entropy", (hidden, weight, bias, labels), chunk_rows, plan)
     loss, gradients, factors = linear.reduced(call, is_mean, tuple(wants))
-    return loss, *_filled(hidden, gradients), factors
+    return loss, *filled(hidden, gradients), factors
 
 
 def _linear_rows(
@@ -245,21 +220,21 @@ def _linear_rows(
 def _linear_rows_backward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, dloss: Tensor, dentropy: Tensor | None,
     chunk_rows: int, wants: Any, *plan: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     call = _linear("linear_cross_entropy_rows_backward", (hidden, weight, bias, labels), chunk_rows, plan)
     dentropy = None if dentropy is None else dentropy.contiguous()
-    return _filled(hidden, linear.by_row_backward(call, dloss.contiguous(), dentropy, tuple(wants)))
+    return filled(hidden, linear.by_row_backward(call, dloss.contiguous(), dentropy, tuple(wants)))
 
 
 def _numbers(like: Tensor, *shape: Any) -> Tensor:
     return like.new_empty(shape, dtype=accumulator_dtype(like.dtype))
 
 
-def _fake_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, wants: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, wants: Any) -> tuple[Tensor, ...]:
     operands = (hidden, weight, bias)
-    return _filled(
+    return filled(
         hidden,
-        tuple(  # type: ignore[arg-type]
+        (
             tensor.new_empty(tensor.shape) if tensor is not None and wanted else None
             for tensor, wanted in zip(operands, wants, strict=True)
         ),
@@ -278,7 +253,7 @@ def _backward_fake(logits: Tensor, *others: Any) -> Tensor:
 def _linear_reduced_fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, is_mean: bool, chunk_rows: int, wants: Any,
     *plan: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     reject_onnx_export()
     return _numbers(hidden), *_fake_gradients(hidden, weight, bias, wants), _numbers(hidden, 2)
 
@@ -294,7 +269,7 @@ def _linear_rows_fake(
 def _linear_rows_backward_fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, dloss: Tensor, dentropy: Tensor | None,
     chunk_rows: int, wants: Any, *plan: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     return _fake_gradients(hidden, weight, bias, wants)
 
 
@@ -337,25 +312,34 @@ def _autograd_rows(ctx: Any, dloss: Tensor, dentropy: Tensor | None) -> tuple[An
     return *gradients, *([None] * (3 + len(ctx.plan)))
 
 
-def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
-    raise RuntimeError("onetrip: the backward of cross_entropy cannot be differentiated again")
-
-
-for _name, _function, _fake in (
-    ("cross_entropy", _forward, _forward_fake),
-    ("cross_entropy_backward", _backward, _backward_fake),
-    ("linear_cross_entropy", _linear_reduced, _linear_reduced_fake),
-    ("linear_cross_entropy_rows", _linear_rows, _linear_rows_fake),
-    ("linear_cross_entropy_rows_backward", _linear_rows_backward, _linear_rows_backward_fake),
-):
-    library.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"onetrip::{_name}", _fake, lib=library)
-torch.library.register_autograd("onetrip::cross_entropy", _autograd, setup_context=_save, lib=library)
-torch.library.register_autograd(
-    "onetrip::linear_cross_entropy", _autograd_reduced, setup_context=_save_reduced, lib=library
+_PLAN = "int ignore_index, float label_smoothing, float softcap, float lse_square_scale, float scale"
+_LINEAR = "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels"
+register(
+    f"cross_entropy(Tensor logits, Tensor labels, {_PLAN}) -> (Tensor loss, Tensor stats)", _forward, _forward_fake
 )
-torch.library.register_autograd(
-    "onetrip::linear_cross_entropy_rows", _autograd_rows, setup_context=_save_rows, lib=library
+register_gradients("cross_entropy", _save, _autograd)
+register_backward(
+    f"cross_entropy_backward(Tensor logits, Tensor labels, Tensor stats, Tensor dloss, {_PLAN}) -> Tensor dlogits",
+    _backward,
+    _backward_fake,
 )
-for _name in ("cross_entropy_backward", "linear_cross_entropy_rows_backward"):
-    torch.library.register_autograd(f"onetrip::{_name}", _no_double_backward, lib=library)
+register(
+    f"linear_cross_entropy({_LINEAR}, bool is_mean, int chunk_rows, bool[3] wants, {_PLAN}) "
+    "-> (Tensor loss, Tensor dhidden, Tensor dweight, Tensor dbias, Tensor factors)",
+    _linear_reduced,
+    _linear_reduced_fake,
+)
+register_gradients("linear_cross_entropy", _save_reduced, _autograd_reduced)
+register(
+    f"linear_cross_entropy_rows({_LINEAR}, bool wants_entropy, int chunk_rows, {_PLAN}) "
+    "-> (Tensor loss, Tensor entropy)",
+    _linear_rows,
+    _linear_rows_fake,
+)
+register_gradients("linear_cross_entropy_rows", _save_rows, _autograd_rows)
+register_backward(
+    f"linear_cross_entropy_rows_backward({_LINEAR}, Tensor dloss, Tensor? dentropy, int chunk_rows, bool[3] wants, "
+    f"{_PLAN}) -> (Tensor dhidden, Tensor dweight, Tensor dbias)",
+    _linear_rows_backward,
+    _linear_rows_backward_fake,
+)

@@ -16,6 +16,7 @@ from ..reference.glu import GluPlan, Gradients, Operands
 from . import glu_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
 from .common.native import Launcher, matrix, rows, vector
+from .common.operators import filled, register, register_backward, register_gradients
 from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
 
 
@@ -168,23 +169,9 @@ class _Glu(torch.autograd.Function):
 apply = super(torch.autograd.Function, _Glu).apply
 
 
-_PLAN_SCHEMA = "str activation, bool? gate_first"
-
-library = torch.library.Library("onetrip", "FRAGMENT")
-library.define(f"glu(Tensor gate, Tensor? up, Tensor? bias, {_PLAN_SCHEMA}) -> Tensor")
-library.define(
-    f"glu_backward(Tensor dy, Tensor gate, Tensor? up, Tensor? bias, bool[3] wants, {_PLAN_SCHEMA}) "
-    "-> (Tensor dgate, Tensor dup, Tensor dbias)"
-)
-
-
 def _backend(operands: Operands) -> str:
     in_kernel_dtypes = all(tensor is None or tensor.dtype in KERNEL_DTYPES for tensor in operands)
     return choose("onetrip::glu", operands.gate.device, in_kernel_dtypes, "glu")
-
-
-def _filled(like: Tensor, gradients: Gradients) -> tuple[Tensor, ...]:
-    return tuple(like.new_empty(0) if tensor is None else tensor for tensor in gradients)
 
 
 def _forward(gate: Tensor, up: Tensor | None, bias: Tensor | None, *plan: Any) -> Tensor:
@@ -196,7 +183,7 @@ def _backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, wants: Any, *plan: Any
 ) -> tuple[Tensor, ...]:
     operands = Operands(gate, up, bias)
-    return _filled(dy, backward(_backend(operands), dy, operands, GluPlan(*plan), tuple(wants)))
+    return filled(dy, backward(_backend(operands), dy, operands, GluPlan(*plan), tuple(wants)))
 
 
 def _forward_fake(gate: Tensor, up: Tensor | None, bias: Tensor | None, *plan: Any) -> Tensor:
@@ -211,9 +198,9 @@ def _backward_fake(
 ) -> tuple[Tensor, ...]:
     operands, order = Operands(gate, up, bias), _memory_order(gate)
     if order is None or not _is_free(order, operands, GluPlan(*plan)):
-        return _filled(dy, gradients_of(operands, wants, torch.empty_like))
+        return filled(dy, gradients_of(operands, wants, torch.empty_like))
     found = gradients_of(_permuted(operands, order), wants, torch.empty_like)
-    return _filled(dy, _restored_gradients(found, order))
+    return filled(dy, _restored_gradients(found, order))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -229,13 +216,12 @@ def _autograd_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return (*gradients, *([None] * len(ctx.plan)))
 
 
-def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
-    raise RuntimeError("onetrip: the backward of glu cannot be differentiated again")
-
-
-library.impl("glu", _forward, "CompositeExplicitAutograd")
-library.impl("glu_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("onetrip::glu", _forward_fake, lib=library)
-torch.library.register_fake("onetrip::glu_backward", _backward_fake, lib=library)
-torch.library.register_autograd("onetrip::glu", _autograd_backward, setup_context=_setup_context, lib=library)
-torch.library.register_autograd("onetrip::glu_backward", _no_double_backward, lib=library)
+_PLAN_SCHEMA = "str activation, bool? gate_first"
+register(f"glu(Tensor gate, Tensor? up, Tensor? bias, {_PLAN_SCHEMA}) -> Tensor", _forward, _forward_fake)
+register_gradients("glu", _setup_context, _autograd_backward)
+register_backward(
+    f"glu_backward(Tensor dy, Tensor gate, Tensor? up, Tensor? bias, bool[3] wants, {_PLAN_SCHEMA}) "
+    "-> (Tensor dgate, Tensor dup, Tensor dbias)",
+    _backward,
+    _backward_fake,
+)

@@ -16,6 +16,7 @@ from ..reference.rotary import Operands, RotaryPlan
 from . import rotary_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
 from .common.native import Launcher, in_memory
+from .common.operators import filled, register, register_gradients
 from .common.tracing import have_storage, reject_onnx_export
 
 Pair = tuple[Tensor | None, Tensor | None]
@@ -86,27 +87,16 @@ class _Rotary(torch.autograd.Function):
 apply = super(torch.autograd.Function, _Rotary).apply
 
 
-library = torch.library.Library("onetrip", "FRAGMENT")
-library.define(
-    "rotary(Tensor? q, Tensor? k, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> (Tensor q, Tensor k)"
-)
-
-
-def _filled(like: Tensor, results: Pair) -> tuple[Tensor, Tensor]:
-    q, k = (like.new_empty(0) if tensor is None else tensor for tensor in results)
-    return q, k
-
-
-def _rotary(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, *plan: bool) -> tuple[Tensor, Tensor]:
+def _rotary(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, *plan: bool) -> tuple[Tensor, ...]:
     dtypes = {tensor.dtype for tensor in (q, k, cos) if tensor is not None}
     backend = choose("onetrip::rotary", cos.device, dtypes <= KERNEL_DTYPES, "rotary")
-    return _filled(cos, rotate(backend, q, k, cos, sin, RotaryPlan(*plan)))
+    return filled(cos, rotate(backend, q, k, cos, sin, RotaryPlan(*plan)))
 
 
-def _rotary_fake(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, *plan: bool) -> tuple[Tensor, Tensor]:
+def _rotary_fake(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, *plan: bool) -> tuple[Tensor, ...]:
     reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in rotary_embedding
     q, k = (None if x is None else torch.empty_like(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k))
-    return _filled(cos, (q, k))
+    return filled(cos, (q, k))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -124,6 +114,9 @@ def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, 
     return dq, dk, None, None, None, None
 
 
-library.impl("rotary", _rotary, "CompositeExplicitAutograd")
-torch.library.register_fake("onetrip::rotary", _rotary_fake, lib=library)
-torch.library.register_autograd("onetrip::rotary", _autograd_backward, setup_context=_setup_context, lib=library)
+register(
+    "rotary(Tensor? q, Tensor? k, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> (Tensor q, Tensor k)",
+    _rotary,
+    _rotary_fake,
+)
+register_gradients("rotary", _setup_context, _autograd_backward)

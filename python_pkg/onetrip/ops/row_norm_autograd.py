@@ -2,8 +2,9 @@
 
 Eager calls take _RowNorm, an autograd.Function; a norm whose value a sum in another module has computed gets its
 gradient by deferred_norm. Traced calls (torch.compile, fake tensors, dispatch modes) take the
-torch.library operators onetrip::row_norm and onetrip::row_norm_backward: below are their schemas, what they compute,
-their fake versions and their autograd formula. They are functional; what a call does not produce is an empty tensor.
+torch.library operators onetrip::row_norm and onetrip::row_norm_backward: below are what they compute, their fake
+versions, their autograd formula and their schemas. They are functional; what a call does not produce is an empty
+tensor.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ..reference.row_norm import (
 from . import row_norm_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
 from .common.native import EagerCall, eager_forward, matrix, vector
+from .common.operators import filled, register, register_backward, register_gradients
 from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
 from .row_norm_native import cuda_dtypes, dtypes_of, split_stats
 
@@ -229,24 +231,6 @@ def deferred_norm(y: Tensor, x: Tensor, z: Tensor, weight: Tensor | None, norm_b
 _apply_deferred = super(torch.autograd.Function, _DeferredNorm).apply
 
 
-_PLAN_SCHEMA = (
-    "int norm, float eps, float weight_offset, float dropout_p, ScalarType z_dtype, ScalarType n_dtype, "
-    "ScalarType y_dtype, bool store_z, bool center_z, bool store_stats"
-)
-
-library = torch.library.Library("onetrip", "DEF")
-library.define(
-    "row_norm(Tensor x, Tensor? residual, Tensor? bias, Tensor? weight, Tensor? norm_bias, Tensor? rng, "
-    f"{_PLAN_SCHEMA}) -> (Tensor y, Tensor z, Tensor mean, Tensor rstd)"
-)
-library.define(
-    "row_norm_backward(Tensor? dy, Tensor? dz, Tensor? z, Tensor? mean, Tensor? rstd, Tensor? weight, Tensor? rng, "
-    "ScalarType? x_dtype, ScalarType? residual_dtype, ScalarType? bias_dtype, ScalarType? weight_dtype, "
-    f"ScalarType? norm_bias_dtype, {_PLAN_SCHEMA}) "
-    "-> (Tensor dx, Tensor dresidual, Tensor dbias, Tensor dweight, Tensor dnorm_bias)"
-)
-
-
 def _split_forward(arguments: tuple[Any, ...]) -> tuple[Operands, Tensor | None, RowNormPlan]:
     return Operands(*arguments[:5]), arguments[5], RowNormPlan(*arguments[6:])
 
@@ -259,13 +243,9 @@ def _backend(device: torch.device, dtypes: Iterable[torch.dtype | None]) -> str:
     return choose("onetrip::row_norm", device, all(dtype in KERNEL_DTYPES for dtype in dtypes if dtype is not None))
 
 
-def _filled(like: Tensor, tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
-    return tuple(like.new_empty(0, dtype=torch.float32) if tensor is None else tensor for tensor in tensors)
-
-
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     operands, rng, plan = _split_forward(arguments)
-    return _filled(operands.x, forward(_backend(operands.x.device, dtypes_of(operands)), operands, rng, plan))
+    return filled(operands.x, forward(_backend(operands.x.device, dtypes_of(operands)), operands, rng, plan))
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -273,18 +253,18 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     dy, dz, z, _, _, weight = operands
     dtypes = [tensor.dtype for tensor in (dy, dz, z, weight) if tensor is not None]
     backend = _backend(operands.given.device, (*dtypes, *wanted))
-    return _filled(operands.given, backward(backend, operands, rng, plan, wanted))
+    return filled(operands.given, backward(backend, operands, rng, plan, wanted))
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in row_norm
     operands, _, plan = _split_forward(arguments)
-    return _filled(operands.x, outputs_of(plan, operands.x, operands.x.new_empty))
+    return filled(operands.x, outputs_of(plan, operands.x, operands.x.new_empty))
 
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     operands, _, wanted, _ = _split_backward(arguments)
-    return _filled(operands.given, gradients_of(wanted, operands.given, operands.given.new_empty))
+    return filled(operands.given, gradients_of(wanted, operands.given, operands.given.new_empty))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -312,13 +292,22 @@ def _traced_backward(operands: BackwardOperands, rng: Any, plan: RowNormPlan, wa
     return Gradients(*(None if dtype is None else g for g, dtype in zip(gradients, wanted, strict=True)))
 
 
-def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
-    raise RuntimeError("onetrip: the backward of row_norm operators cannot be differentiated again")
-
-
-library.impl("row_norm", _forward, "CompositeExplicitAutograd")
-library.impl("row_norm_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("onetrip::row_norm", _forward_fake, lib=library)
-torch.library.register_fake("onetrip::row_norm_backward", _backward_fake, lib=library)
-torch.library.register_autograd("onetrip::row_norm", _autograd_backward, setup_context=_setup_context, lib=library)
-torch.library.register_autograd("onetrip::row_norm_backward", _no_double_backward, lib=library)
+_PLAN_SCHEMA = (
+    "int norm, float eps, float weight_offset, float dropout_p, ScalarType z_dtype, ScalarType n_dtype, "
+    "ScalarType y_dtype, bool store_z, bool center_z, bool store_stats"
+)
+register(
+    "row_norm(Tensor x, Tensor? residual, Tensor? bias, Tensor? weight, Tensor? norm_bias, Tensor? rng, "
+    f"{_PLAN_SCHEMA}) -> (Tensor y, Tensor z, Tensor mean, Tensor rstd)",
+    _forward,
+    _forward_fake,
+)
+register_gradients("row_norm", _setup_context, _autograd_backward)
+register_backward(
+    "row_norm_backward(Tensor? dy, Tensor? dz, Tensor? z, Tensor? mean, Tensor? rstd, Tensor? weight, Tensor? rng, "
+    "ScalarType? x_dtype, ScalarType? residual_dtype, ScalarType? bias_dtype, ScalarType? weight_dtype, "
+    f"ScalarType? norm_bias_dtype, {_PLAN_SCHEMA}) "
+    "-> (Tensor dx, Tensor dresidual, Tensor dbias, Tensor dweight, Tensor dnorm_bias)",
+    _backward,
+    _backward_fake,
+)

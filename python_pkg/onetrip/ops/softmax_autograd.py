@@ -19,6 +19,7 @@ from . import softmax_native
 from .common.backends import DISPATCHER, KERNEL_DTYPES, choose, formulas
 from .common.masks import contiguous_layout, kernel_mask, mask_layout
 from .common.native import EagerCall, eager_forward, in_memory, rows
+from .common.operators import filled, register, register_backward, register_gradients
 from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
 
 
@@ -142,19 +143,6 @@ class _Softmax(torch.autograd.Function):
 apply = super(torch.autograd.Function, _Softmax).apply
 
 
-_PLAN_SCHEMA = "float scale, bool causal, float dropout_p, bool store_p"
-
-library = torch.library.Library("onetrip", "FRAGMENT")
-library.define(f"softmax(Tensor scores, Tensor? mask, Tensor? rng, {_PLAN_SCHEMA}) -> (Tensor y, Tensor p)")
-library.define(
-    f"softmax_backward(Tensor dy, Tensor p, SymInt[]? mask_shape, bool wants_dscores, {_PLAN_SCHEMA}) "
-    "-> (Tensor dscores, Tensor dmask)"
-)
-# For attention, whose softmax takes the memory of its input on a CPU.
-library.define(f"softmax_(Tensor(a!) scores, Tensor? mask, Tensor? rng, {_PLAN_SCHEMA}) -> Tensor p")
-library.define(f"softmax_backward_(Tensor(a!) dy, Tensor p, SymInt[]? mask_shape, {_PLAN_SCHEMA}) -> Tensor dmask")
-
-
 def _dispatched(
     scores: Tensor, mask: Tensor | None, rng: Rng | None, plan: SoftmaxPlan, in_place: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -181,30 +169,25 @@ def _backend(tensor: Tensor) -> str:
     return choose("onetrip::softmax", tensor.device, tensor.dtype in KERNEL_DTYPES)
 
 
-def _filled(like: Tensor, tensors: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor]:
-    first, second = (like.new_empty(0) if tensor is None else tensor for tensor in tensors)
-    return first, second
-
-
-def _forward(scores: Tensor, mask: Tensor | None, rng: Tensor | None, *plan: Any) -> tuple[Tensor, Tensor]:
-    return _filled(scores, forward(_backend(scores), scores, kernel_mask(scores, mask), rng, SoftmaxPlan(*plan)))
+def _forward(scores: Tensor, mask: Tensor | None, rng: Tensor | None, *plan: Any) -> tuple[Tensor, ...]:
+    return filled(scores, forward(_backend(scores), scores, kernel_mask(scores, mask), rng, SoftmaxPlan(*plan)))
 
 
 def _backward(
     dy: Tensor, p: Tensor, mask_shape: list[int] | None, wants_dscores: bool, *plan: Any
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     shape = None if mask_shape is None else tuple(mask_shape)
-    return _filled(dy, backward(_backend(dy), dy, p, shape, SoftmaxPlan(*plan), wants_dscores))
+    return filled(dy, backward(_backend(dy), dy, p, shape, SoftmaxPlan(*plan), wants_dscores))
 
 
-def _forward_fake(scores: Tensor, mask: Tensor | None, rng: Tensor | None, *plan: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(scores: Tensor, mask: Tensor | None, rng: Tensor | None, *plan: Any) -> tuple[Tensor, ...]:
     reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in softmax
     y = scores.new_empty(scores.shape)
-    return _filled(scores, (y, torch.empty_like(y) if SoftmaxPlan(*plan).store_p else None))
+    return filled(scores, (y, torch.empty_like(y) if SoftmaxPlan(*plan).store_p else None))
 
 
-def _backward_fake(dy: Tensor, p: Tensor, mask_shape: Any, wants_dscores: bool, *plan: Any) -> tuple[Tensor, Tensor]:
-    return _filled(dy, gradients_of(dy, mask_shape, wants_dscores, dy.new_empty))
+def _backward_fake(dy: Tensor, p: Tensor, mask_shape: Any, wants_dscores: bool, *plan: Any) -> tuple[Tensor, ...]:
+    return filled(dy, gradients_of(dy, mask_shape, wants_dscores, dy.new_empty))
 
 
 def _forward_in_place(scores: Tensor, mask: Tensor | None, rng: Tensor | None, *plan: Any) -> Tensor:
@@ -216,7 +199,7 @@ def _forward_in_place(scores: Tensor, mask: Tensor | None, rng: Tensor | None, *
 
 def _backward_in_place(dy: Tensor, p: Tensor, mask_shape: list[int] | None, *plan: Any) -> Tensor:
     shape = None if mask_shape is None else tuple(mask_shape)
-    dscores, dmask = _filled(dy, backward(_backend(dy), dy, p, shape, SoftmaxPlan(*plan), True, may_overwrite=True))
+    dscores, dmask = filled(dy, backward(_backend(dy), dy, p, shape, SoftmaxPlan(*plan), True, may_overwrite=True))
     if dscores.data_ptr() != dy.data_ptr():
         dy.copy_(dscores)
     return dmask
@@ -248,17 +231,27 @@ def _autograd_backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Any, ...]:
     return (*gradients, None, *([None] * len(ctx.plan)))
 
 
-def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
-    raise RuntimeError("onetrip: the backward of softmax cannot be differentiated again")
-
-
-library.impl("softmax", _forward, "CompositeExplicitAutograd")
-library.impl("softmax_backward", _backward, "CompositeExplicitAutograd")
-library.impl("softmax_", _forward_in_place, "CompositeExplicitAutograd")
-library.impl("softmax_backward_", _backward_in_place, "CompositeExplicitAutograd")
-torch.library.register_fake("onetrip::softmax", _forward_fake, lib=library)
-torch.library.register_fake("onetrip::softmax_backward", _backward_fake, lib=library)
-torch.library.register_fake("onetrip::softmax_", _forward_in_place_fake, lib=library)
-torch.library.register_fake("onetrip::softmax_backward_", _backward_in_place_fake, lib=library)
-torch.library.register_autograd("onetrip::softmax", _autograd_backward, setup_context=_setup_context, lib=library)
-torch.library.register_autograd("onetrip::softmax_backward", _no_double_backward, lib=library)
+_PLAN_SCHEMA = "float scale, bool causal, float dropout_p, bool store_p"
+register(
+    f"softmax(Tensor scores, Tensor? mask, Tensor? rng, {_PLAN_SCHEMA}) -> (Tensor y, Tensor p)",
+    _forward,
+    _forward_fake,
+)
+register_gradients("softmax", _setup_context, _autograd_backward)
+register_backward(
+    f"softmax_backward(Tensor dy, Tensor p, SymInt[]? mask_shape, bool wants_dscores, {_PLAN_SCHEMA}) "
+    "-> (Tensor dscores, Tensor dmask)",
+    _backward,
+    _backward_fake,
+)
+# For attention, whose softmax takes the memory of its input on a CPU.
+register(
+    f"softmax_(Tensor(a!) scores, Tensor? mask, Tensor? rng, {_PLAN_SCHEMA}) -> Tensor p",
+    _forward_in_place,
+    _forward_in_place_fake,
+)
+register(
+    f"softmax_backward_(Tensor(a!) dy, Tensor p, SymInt[]? mask_shape, {_PLAN_SCHEMA}) -> Tensor dmask",
+    _backward_in_place,
+    _backward_in_place_fake,
+)

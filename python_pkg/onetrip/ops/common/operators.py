@@ -1,0 +1,41 @@
+"""Operators of torch.library, which traced calls put into graphs. Each family registers its own (*_autograd.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+library = torch.library.Library("onetrip", "FRAGMENT")
+
+
+def filled(like: Tensor, tensors: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
+    """The tensors, with an empty one for None: operators return nothing else."""
+    return tuple(like.new_empty(0) if tensor is None else tensor for tensor in tensors)
+
+
+def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """An operator without gradients. run computes it on every device; fake allocates what run returns."""
+    name, _, _ = schema.partition("(")
+    library.define(schema)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"onetrip::{name}", fake, lib=library)
+
+
+def register_gradients(name: str, save: Callable[..., None], backward: Callable[..., Any]) -> None:
+    """save(ctx, inputs, output) and backward(ctx, *gradients), as those of an autograd.Function."""
+    torch.library.register_autograd(f"onetrip::{name}", backward, setup_context=save, lib=library)
+
+
+def register_backward(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """An operator of a backward pass: gradients of what it returns raise RuntimeError."""
+    name, _, _ = schema.partition("(")
+    family = name.removesuffix("_backward")
+
+    def refuse(ctx: Any, *grads: Tensor | None) -> None:
+        raise RuntimeError(f"onetrip: gradients of {family} operators cannot be differentiated again")
+
+    register(schema, run, fake)
+    torch.library.register_autograd(f"onetrip::{name}", refuse, lib=library)
