@@ -2,12 +2,15 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +19,7 @@ SOURCES = (
     *("csrc", "kernels", "python_pkg", "benchmarks", "docker", "pyproject.toml", "setup.py", "MANIFEST.in"),
     *("README.md", "CHANGELOG.md", "LICENSE"),
 )
+wheel_contents = SimpleNamespace(**runpy.run_path(str(ROOT / "tools/wheel_contents.py")))
 NO_BUILD_OUTPUTS = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info", "results")
 
 
@@ -88,6 +92,49 @@ def test_container_build_script(tree: Path, fresh_python: Path, tmp_path: Path) 
     installed = installed_files(fresh_python)
     assert {name for name in installed if not name.endswith(".so")} == expected
     assert len([name for name in installed if name.endswith(".so")]) == 1
+    (wheel,) = (tree / "dist").glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert wheel_contents.faults(names, wheel.stat().st_size) == []
+    check_metadata(zipfile.ZipFile(wheel))
+    check_linked(zipfile.ZipFile(wheel), tmp_path)
+
+
+def check_metadata(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("METADATA"))
+    metadata = wheel.read(name).decode()
+    assert "Requires-Python: >=3.10" in metadata and "Typing :: Typed" in metadata
+    assert not re.search(r"^(Home-page|Project-URL):", metadata, re.MULTILINE)
+
+
+def check_linked(wheel: zipfile.ZipFile, folder: Path) -> None:
+    """The library needs the system's libraries and OpenMP, whose copy in the process is torch's; never torch's own."""
+    (name,) = (name for name in wheel.namelist() if name.endswith(".so"))
+    if (readelf := shutil.which("readelf")) is None:
+        return
+    printed = subprocess.run([readelf, "-d", wheel.extract(name, folder)], capture_output=True, text=True, check=True)
+    needed = set(re.findall(r"NEEDED.*\[(.*?)\.so", printed.stdout))
+    assert needed <= {
+        "libgomp",
+        "libstdc++",
+        "libm",
+        "libgcc_s",
+        "libc",
+        "libpthread",
+        "libdl",
+        "librt",
+        "ld-linux-x86-64",
+    }
+
+
+def test_what_does_not_belong_into_a_wheel_is_found() -> None:
+    library, metadata = "onetrip/_native.cpython-311-x86_64-linux-gnu.so", "onetrip-0.1.0.dist-info/METADATA"
+    right = {*wheel_contents.sources(), library, metadata}
+    assert wheel_contents.faults({*right, "onetrip/", "onetrip/ops/"}, 5_000_000) == []
+    for name in ("tests/test_x.py", "onetrip/benchmarks/results/x.json", "onetrip.libs/libgomp-1.so", "onetrip/x.cpp"):
+        assert wheel_contents.faults({*right, name}, 5_000_000) == [f"not in the list of allowed files: {name}"]
+    assert wheel_contents.faults(right - {"onetrip/py.typed"}, 5_000_000) == ["missing: onetrip/py.typed"]
+    assert wheel_contents.faults(right - {library}, 5_000_000) == ["must hold one native library, has 0"]
+    assert wheel_contents.faults(right, 30_000_001) == ["30,000,001 bytes, at most 30,000,000 allowed"]
 
 
 def test_the_tests_install_beside_any_torch() -> None:
