@@ -44,6 +44,7 @@ IDS = torch.tensor([1, 3, 3, 0])
         pytest.param(lambda: torch.cat([X, Y]), 4 * T, id="lists-of-tensors"),
         pytest.param(lambda: F.layer_norm(X, (COLS,), WEIGHT, BIAS), 2 * T + 2 * ROW + 2 * COLUMN, id="layer-norm"),
         pytest.param(lambda: F.embedding(IDS, X), 8 * 4 + 2 * 4 * ROW, id="an-embedding-reads-rows"),
+        pytest.param(lambda: X.clone().index_add_(0, IDS[:3], Y[:3]), 2 * T + 9 * ROW + 3 * 8, id="added-rows"),
         pytest.param(lambda: ops.layer_norm(X, WEIGHT, BIAS), 2 * T + 2 * ROW, id="fused-layer-norm"),
         pytest.param(
             lambda: ops.bias_dropout_residual_norm(X, Y, WEIGHT, BIAS, bias=BIAS, dropout_p=0.1, rng=(1, 2)),

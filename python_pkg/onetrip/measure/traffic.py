@@ -49,6 +49,7 @@ _LIKE = frozenset(
 )
 _OVERWRITES = frozenset(["copy_", "fill_", "zero_", "bernoulli_", "uniform_", "normal_", "random_", "exponential_"])
 _LOOKUPS = frozenset(["embedding", "index_select", "gather", "index", "take", "nll_loss_forward", "nll_loss2d_forward"])
+_ROW_SUMS = frozenset(["index_add_", "scatter_add_"])  # as many of the table's elements as are added
 # nll_loss_backward takes the log-probabilities for their shape.
 _UNREAD = {"nll_loss_backward": (1,), "nll_loss2d_backward": (1,), "bernoulli": ()}
 
@@ -220,6 +221,11 @@ def _bytes_moved(name: str, read: list[Tensor], written: list[Tensor], result: A
     if not new and not written:
         return 0, 0  # a view
     n_written = sum(memory_bytes(tensor) for tensor in _distinct([*written, *new]))
+    if name in _ROW_SUMS:
+        table, *others = read
+        n_added = max(leaf.numel() for leaf in others) * table.element_size()
+        n_touched = min(memory_bytes(table), n_added)
+        return n_touched + sum(map(memory_bytes, _distinct(others))), n_touched
     if name in _LOOKUPS and read:
         table, *others = read
         n_looked_up = max((leaf.numel() for leaf in (*outputs, *others)), default=0) * table.element_size()
