@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import optim_distributed
 import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
 from patching_cases import classes, gpt2
-from patching_distributed import batch, every_wrapper
+from patching_distributed import batch
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -268,12 +267,6 @@ def test_grad_scaler_steps_and_skips() -> None:
         assert scaler.get_scale() == 512.0
     for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one() -> None:
-    """DDP and FSDP2, patched before and after wrapping. FSDP gathers each layer's weights in hooks."""
-    optim_distributed.run(2, every_wrapper)
 
 
 def patch_seconds(config: Any, device: str) -> float:
