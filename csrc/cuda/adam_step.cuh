@@ -196,10 +196,10 @@ __device__ __forceinline__ bool adam_part(const Place& place, bool vector_access
   Chunk<G, kChunkColumns> grad_chunk;
   uint32_t m_words[kStateWords], v_words[kStateWords];
   float m_scale = 0.0f, v_scale = 0.0f;
-  load_chunk<false>(param_chunk, from.param, 0, vector_access, valid);
-  load_chunk<true>(grad_chunk, from.grad, 0, vector_access, valid);
-  load_words<kStateBytes, kChunkColumns, false>(m_words, from.exp_avg, vector_access, valid);
-  load_words<kStateBytes, kChunkColumns, false>(v_words, from.exp_avg_sq, vector_access, valid);
+  load_chunk<false, false>(param_chunk, from.param, 0, vector_access, valid);
+  load_chunk<false, true>(grad_chunk, from.grad, 0, vector_access, valid);
+  load_words<kStateBytes, kChunkColumns, false, false>(m_words, from.exp_avg, vector_access, valid);
+  load_words<kStateBytes, kChunkColumns, false, false>(v_words, from.exp_avg_sq, vector_access, valid);
   if (k8Bit && valid > 0) m_scale = *from.exp_avg_scale, v_scale = *from.exp_avg_sq_scale;
 
   float p[kChunkColumns], g[kChunkColumns], m[kChunkColumns], root[kChunkColumns];
@@ -251,12 +251,12 @@ __device__ __forceinline__ bool adam_part(const Place& place, bool vector_access
   const auto& s_again = scalars.now();
   const auto& to = place.addresses();
   if constexpr (!kOrdinary) {  // read once more: registers that wait for it would spill
-    load_chunk<false>(param_chunk, to.param, 0, vector_access, valid);
+    load_chunk<false, false>(param_chunk, to.param, 0, vector_access, valid);
     unpack(param_chunk, p);
   }
 #pragma unroll
   for (int j = 0; j < kChunkColumns; ++j) p[j] = updated<k8Bit, kQuick>(p[j], m[j], root[j], s_again);
-  store_rounded<P>(to.param, 0, p, vector_access, valid);
+  store_rounded<P, false>(to.param, 0, p, vector_access, valid);
   if constexpr (k8Bit) {
     const auto inverse_of = [](float scale) {
       return !kOrdinary && scale == 0.0f ? 0.0f : kQuick ? quick_reciprocal(scale) : __frcp_rn(scale);
@@ -275,8 +275,8 @@ __device__ __forceinline__ bool adam_part(const Place& place, bool vector_access
     }
     if (threadIdx.x % kAdamLanes == 0 && valid > 0) *to.exp_avg_scale = m_scale, *to.exp_avg_sq_scale = v_scale;
   }
-  store_words<kStateBytes, kChunkColumns>(to.exp_avg, m_words, vector_access, valid);
-  store_words<kStateBytes, kChunkColumns>(to.exp_avg_sq, v_words, vector_access, valid);
+  store_words<kStateBytes, kChunkColumns, false>(to.exp_avg, m_words, vector_access, valid);
+  store_words<kStateBytes, kChunkColumns, false>(to.exp_avg_sq, v_words, vector_access, valid);
   return true;
 }
 
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(kAdamThreads, kAdamBlocks)
     compiler_barrier(again);
     const auto tensor_index = static_cast<uint32_t>(chunks[again].tensor);
     const AdamPlace<P, G, State> place{tensors, tensor_index, chunks[again].first + place_in_chunk(tensor_index)};
-    const int valid = valid_columns<kChunkColumns>(place.first, tensors[tensor_index].numel, false);
+    const int valid = valid_columns<false>(place.first, tensors[tensor_index].numel, false);
     if (!__any_sync(kFullWarp, valid > 0)) continue;
     const ScalarsInMemory in_memory{scalars, static_cast<uint32_t>(tensors[tensor_index].counter)};
     const bool vector_access = valid == kChunkColumns && aligned_for_chunks<P, G, State>(tensors[tensor_index]);

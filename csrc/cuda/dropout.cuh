@@ -2,7 +2,7 @@
 #pragma once
 #include "../common/philox.h"
 #include "../launch.h"
-#include "platform.cuh"
+#include "vec.cuh"
 
 namespace onetrip {
 
@@ -63,6 +63,22 @@ class DropoutMask {
 #pragma unroll 1
     for (int g = 0; g < (shift != 0 ? 2 : 1); ++g) bits |= kept_of_group(group + g) << (kPhiloxElements * g);
     return bits >> shift;
+  }
+
+  // The same of element i of the chunk that begins with element `first`. A chunk whose halves are apart takes half of
+  // each of two Philox calls: an exchange between lanes would need all of them to come here.
+  template <bool kApart>
+  __device__ __forceinline__ uint32_t kept_columns(uint64_t first, bool aligned) const {
+    if constexpr (kApart) {
+      constexpr uint32_t kHalf = (1u << kHalfColumns) - 1;
+      const auto half = [&](uint64_t from) {
+        return (aligned ? kept_of_group(from / kPhiloxElements) >> from % kPhiloxElements : kept_bits(from, false)) &
+               kHalf;
+      };
+      return half(first) | half(first + kHalfStep<kApart>) << kHalfColumns;
+    } else {
+      return kept_bits(first, aligned);
+    }
   }
 
  private:

@@ -55,8 +55,8 @@ __device__ __forceinline__ void compiler_barrier(GradientChunk<Z, kColumns>& chu
 template <typename Z, int kColumns>
 __device__ __forceinline__ void load_gradient(GradientChunk<Z, kColumns>& chunk, const RowNormBackward& args,
                                               DType dy_dtype, bool vector_access, int64_t row, int64_t col, int valid) {
-  load_chunk(chunk.z, args.z, row * args.z_row_stride + col, vector_access, valid);
-  load_chunk(chunk.dy, args.dy, dy_dtype, row * args.dy_row_stride + col, vector_access, valid);
+  load_chunk<false>(chunk.z, args.z, row * args.z_row_stride + col, vector_access, valid);
+  load_chunk<false>(chunk.dy, args.dy, dy_dtype, row * args.dy_row_stride + col, vector_access, valid);
 }
 
 // dy and n of one chunk; both are 0 past the row's end, where dy reads as 0 and n is set to it.
@@ -67,7 +67,8 @@ __device__ __forceinline__ void normalise(const GradientChunk<Z, kColumns>& chun
   unpack(chunk.z, n);
   unpack(chunk.dy, dy_dtype, dy);
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) n[i] = inside(i, valid, vector_access) ? __fmul_rn(n[i] - mean, rstd) : 0.0f;
+  for (int i = 0; i < kColumns; ++i)
+    n[i] = inside<false>(i, valid, vector_access) ? __fmul_rn(n[i] - mean, rstd) : 0.0f;
 }
 
 template <int kColumns>
@@ -75,7 +76,7 @@ __device__ __forceinline__ void apply_weight(float (&dy)[kColumns], const RowNor
                                              int64_t col, int valid) {
   if (args.weight == nullptr) return;
   float weight[kColumns];
-  load_values(weight, args.weight, args.weight_dtype, col, vector_access, valid);
+  load_values<false>(weight, args.weight, args.weight_dtype, col, vector_access, valid);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) dy[i] = __fmul_rn(dy[i], weight[i] + args.weight_offset);
 }
@@ -114,7 +115,7 @@ __device__ __forceinline__ void add_dz(float (&g)[kColumns], const RowNormBackwa
                                        int64_t row, int64_t col, int valid) {
   if (args.dz == nullptr) return;
   Chunk<Z, kColumns> dz;
-  load_chunk(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
+  load_chunk<false>(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
   add_chunk(g, dz);
 }
 
@@ -122,10 +123,10 @@ __device__ __forceinline__ void add_dz(float (&g)[kColumns], const RowNormBackwa
 template <typename X, typename Z, int kColumns>
 __device__ __forceinline__ void store_gradient(float (&g)[kColumns], const RowNormBackward& args,
                                                const DropoutMask& mask, bool vector_access, int64_t index, int valid) {
-  if (args.dresidual != nullptr) store_rounded<Z>(args.dresidual, index, g, vector_access, valid);
+  if (args.dresidual != nullptr) store_rounded<Z, false>(args.dresidual, index, g, vector_access, valid);
   if (args.dx == nullptr && args.dbias == nullptr) return;
   mask.apply(g, index, vector_access);
-  if (args.dx != nullptr) store_rounded<X>(args.dx, index, g, vector_access, valid);
+  if (args.dx != nullptr) store_rounded<X, false>(args.dx, index, g, vector_access, valid);
 }
 
 __device__ __forceinline__ float* partial_row(const RowNormBackward& args, const BackwardPartition& partition,
@@ -149,7 +150,7 @@ class ColumnSums {
   __device__ __forceinline__ void add(const float (&value)[kBackwardColumns], int valid = kBackwardColumns,
                                       bool vector_access = true) {
 #pragma unroll
-    for (int i = 0; i < kBackwardColumns; ++i) sum(i) += inside(i, valid, vector_access) ? value[i] : 0.0f;
+    for (int i = 0; i < kBackwardColumns; ++i) sum(i) += inside<false>(i, valid, vector_access) ? value[i] : 0.0f;
   }
   __device__ __forceinline__ void add_products(const float (&a)[kBackwardColumns], const float (&b)[kBackwardColumns]) {
 #pragma unroll
@@ -251,12 +252,12 @@ __global__ void __launch_bounds__(kBackwardThreads,
     const bool has_row = row_in_part < partition.rows_per_part && row < args.n_rows;
     const int n_cols = has_row ? static_cast<int>(args.n_cols) : 0;
     compiler_barrier(col);  // or a pair of registers would hold each tensor's address of this column
-    const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
+    const int valid = valid_columns<false>(col, n_cols, vector_access);
     Chunk<Z, kColumns> dz;
     GradientChunk<Z, kColumns> held;
     if (args.dy != nullptr) load_gradient(held, args, dy_dtype, vector_access, row, col, valid);
     if (kDzEarly && args.dz != nullptr) {
-      load_chunk(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
+      load_chunk<false>(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
     }
     const auto weigh = [&](float (&dy)[kColumns]) {
       if (!kFast) {
@@ -287,7 +288,7 @@ __global__ void __launch_bounds__(kBackwardThreads,
       for (int i = 0; i < kColumns; ++i) g[i] = 0.0f;
     }
     if (args.dz != nullptr) {
-      if (!kDzEarly) load_chunk(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
+      if (!kDzEarly) load_chunk<false>(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
       add_chunk(g, dz);
     }
     store_gradient<X, Z>(g, args, mask, vector_access, row * args.n_cols + col, valid);

@@ -173,8 +173,8 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
     for (int k = 0; k < kChunks; ++k) {
       if (args.weight != nullptr && group == 0) {
         float weight[kColumns];
-        load_values(weight, args.weight, args.weight_dtype, first_col + k * chunk_step, true,
-                    has_columns(k) ? kColumns : 0);
+        load_values<false>(weight, args.weight, args.weight_dtype, first_col + k * chunk_step, true,
+                           has_columns(k) ? kColumns : 0);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) weight[i] += args.weight_offset;
         write_floats(weight, weight_piece, floats_at(k));
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
           if (plan.dz != 0) {
             read_words(dz.word, piece, dz_at(dz_stage, k), kChunkPieces<Z>);
           } else {
-            load_chunk(dz, dz_of_row(r), k * chunk_step, true, kColumns);
+            load_chunk<false>(dz, dz_of_row(r), k * chunk_step, true, kColumns);
           }
           add_chunk(g[k], dz);
         }
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
           total[0] += __uint_as_float(v.x), total[1] += __uint_as_float(v.y);
           total[2] += __uint_as_float(v.z), total[3] += __uint_as_float(v.w);
         }
-        store_rounded<float>(out, 4 * i, total, true, 4);
+        store_rounded<float, false>(out, 4 * i, total, true, 4);
       }
       __syncthreads();
     };

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
   int n_warps = 0;  // of the tiles so far
   for (int64_t first = 0; first < args.n_cols; first += kTileColumns, n_warps += kTileWarps) {
     const int64_t col = first + static_cast<int>(threadIdx.x) * kColumns;
-    const int valid = valid_columns<kColumns>(col, args.n_cols, vector_access);
+    const int valid = valid_columns<false>(col, args.n_cols, vector_access);
     GradientChunk<Z, kColumns> chunk;
     load_gradient(chunk, args, dy_dtype, vector_access, row, col, valid);
     float wdy[kColumns], n[kColumns];
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
   ONETRIP_SHARED(DropoutState, dropout_state, 1);
   const DropoutMask mask(args.dropout, dropout_state);
   const int64_t col = static_cast<int64_t>(blockIdx.x) * kTileColumns + static_cast<int>(threadIdx.x) * kColumns;
-  const int valid = valid_columns<kColumns>(col, args.n_cols, vector_access);
+  const int valid = valid_columns<false>(col, args.n_cols, vector_access);
   if (valid == 0) return;
   ColumnSums<true> dbias(buffers, args.dbias != nullptr);
   ColumnSums<true> dweight(buffers + (args.dbias != nullptr ? kSumFloats : 0), args.dweight != nullptr);
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
     if (!wanted) return;
     float value[kColumns];
     sums.copy_to(value);
-    store_rounded<float>(partial_row(args, partition, blockIdx.y, slot++), col, value, vector_access, valid);
+    store_rounded<float, false>(partial_row(args, partition, blockIdx.y, slot++), col, value, vector_access, valid);
   };
   store_sums(dbias, args.dbias != nullptr);
   store_sums(dweight, args.dweight != nullptr);

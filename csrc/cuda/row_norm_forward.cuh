@@ -56,27 +56,27 @@ __device__ __forceinline__ void compute_z(HeldRow<Z, kColumns, kChunks>& held, c
   Chunk<Z, kColumns> residual[kChunks];
   const auto load_residual = [&](int k) {
     const Col col = first + k * step;
-    load_chunk(residual[k], args.residual, row * args.residual_row_stride + col, vector_access,
-               valid_columns<kColumns>(col, n_cols, vector_access));
+    load_chunk<false>(residual[k], args.residual, row * args.residual_row_stride + col, vector_access,
+                      valid_columns<false>(col, n_cols, vector_access));
   };
   constexpr bool kResidualEarly = kChunks == 1 || kManyLoads;
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const Col col = first + k * step;
-    load_chunk(x[k], args.x, row * args.x_row_stride + col, vector_access,
-               valid_columns<kColumns>(col, n_cols, vector_access));
+    load_chunk<false>(x[k], args.x, row * args.x_row_stride + col, vector_access,
+                      valid_columns<false>(col, n_cols, vector_access));
     if (kResidualEarly && args.residual != nullptr) load_residual(k);
   }
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const Col col = first + k * step;
-    const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
+    const int valid = valid_columns<false>(col, n_cols, vector_access);
     float value[kColumns];
     compiler_barrier(x[k]);  // the other chunks wait as they were read
     unpack(x[k], value);
     if (args.bias != nullptr) {
       float bias[kColumns];
-      load_values(bias, args.bias, args.bias_dtype, col, vector_access, valid);
+      load_values<false>(bias, args.bias, args.bias_dtype, col, vector_access, valid);
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) value[i] += bias[i];
     }
@@ -98,19 +98,19 @@ template <typename Z, int kColumns, typename Col>
 __device__ __forceinline__ void finish_chunk(const Chunk<Z, kColumns>& z, const RowNormForward& args,
                                              bool vector_access, int64_t row, Col col, Col n_cols, float mean,
                                              float rstd) {
-  const int valid = valid_columns<kColumns>(col, n_cols, vector_access);
+  const int valid = valid_columns<false>(col, n_cols, vector_access);
   const int64_t index = row * args.n_cols + col;
   float value[kColumns];
   unpack(z, value);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) value[i] -= mean;
-  if (args.z != nullptr && args.center_z) store_rounded<Z>(args.z, index, value, vector_access, valid);
+  if (args.z != nullptr && args.center_z) store_rounded<Z, false>(args.z, index, value, vector_access, valid);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) value[i] = __fmul_rn(value[i], rstd);
   round_values(value, args.n_dtype);
   if (args.weight != nullptr) {
     float weight[kColumns];
-    load_values(weight, args.weight, args.weight_dtype, col, vector_access, valid);
+    load_values<false>(weight, args.weight, args.weight_dtype, col, vector_access, valid);
     if (args.weight_offset != 0.0f) {
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) weight[i] += args.weight_offset;
@@ -120,11 +120,11 @@ __device__ __forceinline__ void finish_chunk(const Chunk<Z, kColumns>& z, const 
   }
   if (args.norm_bias != nullptr) {
     float norm_bias[kColumns];
-    load_values(norm_bias, args.norm_bias, args.norm_bias_dtype, col, vector_access, valid);
+    load_values<false>(norm_bias, args.norm_bias, args.norm_bias_dtype, col, vector_access, valid);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) value[i] += norm_bias[i];
   }
-  store_values(args.y, args.y_dtype, index, value, vector_access, valid);
+  store_values<false>(args.y, args.y_dtype, index, value, vector_access, valid);
 }
 
 __device__ __forceinline__ void store_statistics(const RowNormForward& args, int64_t row, float mean, float rstd) {
@@ -150,8 +150,8 @@ __device__ __forceinline__ void forward_row(const RowNormForward& args, const Dr
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const int col = first_col + k * step;
-      store_chunk(args.z, row * args.n_cols + col, held.z[k], kVectorAccess,
-                  valid_columns<kColumns>(col, n_cols, kVectorAccess));
+      store_chunk<false>(args.z, row * args.n_cols + col, held.z[k], kVectorAccess,
+                         valid_columns<false>(col, n_cols, kVectorAccess));
     }
   }
   if (args.norm == Norm::kNone) return;
@@ -162,12 +162,12 @@ __device__ __forceinline__ void forward_row(const RowNormForward& args, const Dr
     compiler_barrier(first_col);
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      const int valid = valid_columns<kColumns>(first_col + k * step, n_cols, kVectorAccess);
+      const int valid = valid_columns<false>(first_col + k * step, n_cols, kVectorAccess);
       float value[kColumns], chunk_sum = 0.0f;
       unpack(held.z[k], value);
       compiler_barrier(held.z[k]);
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) chunk_sum += inside(i, valid, kVectorAccess) ? value[i] : 0.0f;
+      for (int i = 0; i < kColumns; ++i) chunk_sum += inside<false>(i, valid, kVectorAccess) ? value[i] : 0.0f;
       sum += chunk_sum;
     }
     mean = RowCount(args.n_cols).mean(sum_over_row(sum));
@@ -176,13 +176,13 @@ __device__ __forceinline__ void forward_row(const RowNormForward& args, const Dr
   compiler_barrier(first_col);
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    const int valid = valid_columns<kColumns>(first_col + k * step, n_cols, kVectorAccess);
+    const int valid = valid_columns<false>(first_col + k * step, n_cols, kVectorAccess);
     float value[kColumns], chunk_squares = 0.0f;
     unpack(held.z[k], value);
     compiler_barrier(held.z[k]);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      const float centred = inside(i, valid, kVectorAccess) ? value[i] - mean : 0.0f;
+      const float centred = inside<false>(i, valid, kVectorAccess) ? value[i] - mean : 0.0f;
       chunk_squares = fmaf(centred, centred, chunk_squares);
     }
     squares += chunk_squares;
@@ -213,10 +213,10 @@ __device__ __forceinline__ void forward_uniform_row(const RowNormForward& args, 
   const int step = row_threads * kColumns;
   int first_col = thread * kColumns;  // forgotten before its last uses: addresses are cheaper than registers
   const int n_cols = row < args.n_rows ? static_cast<int>(args.n_cols) : 0;
-  const auto valid_of = [&](int k) { return valid_columns<kColumns>(first_col + k * step, n_cols, true); };
+  const auto valid_of = [&](int k) { return valid_columns<false>(first_col + k * step, n_cols, true); };
   const auto load = [&](float (&value)[kColumns], const void* parameter, int k) {
     Chunk<Z, kColumns> chunk;
-    load_chunk<false>(chunk, parameter, first_col + k * step, true, kColumns);
+    load_chunk<false, false>(chunk, parameter, first_col + k * step, true, kColumns);
     unpack(chunk, value);
   };
   float z[kChunks][kColumns];
@@ -225,10 +225,12 @@ __device__ __forceinline__ void forward_uniform_row(const RowNormForward& args, 
     Chunk<Z, kColumns> residual[kChunks];
     const X* const x_row = static_cast<const X*>(args.x) + row * args.x_row_stride + first_col;
     const Z* const residual_row = static_cast<const Z*>(args.residual) + row * args.residual_row_stride + first_col;
-    const auto load_residual = [&](int k) { load_chunk(residual[k], residual_row, k * step, true, valid_of(k)); };
+    const auto load_residual = [&](int k) {
+      load_chunk<false>(residual[k], residual_row, k * step, true, valid_of(k));
+    };
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      load_chunk(x[k], x_row, k * step, true, valid_of(k));
+      load_chunk<false>(x[k], x_row, k * step, true, valid_of(k));
       if (kResidualEarly && args.residual != nullptr) load_residual(k);
     }
     if (args.bias == nullptr && !mask.on() && args.residual == nullptr) {
@@ -261,7 +263,7 @@ __device__ __forceinline__ void forward_uniform_row(const RowNormForward& args, 
     compiler_barrier(first_col);
     Z* const z_row = static_cast<Z*>(args.z) + row * args.n_cols + first_col;
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) store_rounded<Z>(z_row, k * step, z[k], true, valid_of(k));
+    for (int k = 0; k < kChunks; ++k) store_rounded<Z, false>(z_row, k * step, z[k], true, valid_of(k));
   }
   if (args.norm == Norm::kNone) return;
 
@@ -314,7 +316,7 @@ __device__ __forceinline__ void forward_uniform_row(const RowNormForward& args, 
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) z[k][i] += parameter[i];
       }
-      store_rounded<Z>(y, k * step, z[k], true, kColumns);
+      store_rounded<Z, false>(y, k * step, z[k], true, kColumns);
     }
   };
   if (args.weight_offset == 0.0f) {
@@ -402,10 +404,10 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   Moments moments{0.0f, 0.0f, 0.0f};
   int64_t tile = 0;
   for (int64_t col = first_col; col < args.n_cols; col += step, ++tile) {
-    const int valid = valid_columns<kColumns>(col, args.n_cols, kVectorAccess);
+    const int valid = valid_columns<false>(col, args.n_cols, kVectorAccess);
     HeldRow<Z, kColumns, 1> held;
     compute_z<X>(held, args, mask, kVectorAccess, row, col, step, args.n_cols);
-    if (stores_plain_z) store_chunk(args.z, row * args.n_cols + col, held.z[0], kVectorAccess, valid);
+    if (stores_plain_z) store_chunk<false>(args.z, row * args.n_cols + col, held.z[0], kVectorAccess, valid);
     if (tile < kept_tiles) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) kept_word(tile, i) = held.z[0].word[i];
@@ -415,12 +417,12 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     Moments chunk{static_cast<float>(valid), 0.0f, 0.0f};
     if (args.norm == Norm::kLayer) {
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) chunk.mean += inside(i, valid, kVectorAccess) ? value[i] : 0.0f;
+      for (int i = 0; i < kColumns; ++i) chunk.mean += inside<false>(i, valid, kVectorAccess) ? value[i] : 0.0f;
       chunk.mean /= chunk.count;
     }
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      const float centred = inside(i, valid, kVectorAccess) ? value[i] - chunk.mean : 0.0f;
+      const float centred = inside<false>(i, valid, kVectorAccess) ? value[i] - chunk.mean : 0.0f;
       chunk.m2 = fmaf(centred, centred, chunk.m2);
     }
     moments = join(moments, chunk);
@@ -436,8 +438,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
 #pragma unroll
       for (int i = 0; i < kWords; ++i) held.z[0].word[i] = kept_word(tile, i);
     } else if (stores_plain_z) {
-      load_chunk<false>(held.z[0], args.z, row * args.n_cols + col, kVectorAccess,
-                        valid_columns<kColumns>(col, args.n_cols, kVectorAccess));
+      load_chunk<false, false>(held.z[0], args.z, row * args.n_cols + col, kVectorAccess,
+                               valid_columns<false>(col, args.n_cols, kVectorAccess));
     } else {
       compute_z<X>(held, args, mask, kVectorAccess, row, col, step, args.n_cols);
     }

@@ -11,7 +11,7 @@ namespace onetrip {
 
 // Paths. A row takes the first path that holds its columns; row_norm.cu uses the same names.
 //   path      threads a row                   columns a thread   columns
-//   narrow    1 to 16                                8           128
+//   narrow    1 to 16 (float32 8, 16)                8           128
 //   warp      32                                     8           256
 //   block     the fewest warps that hold it         16           16384
 //   cluster   as block, in 2, 4 or 8 blocks         16           65536, from 8193 on; aligned rows, GPUs with clusters
@@ -60,8 +60,9 @@ Causality causality_of(int64_t n_rows, int64_t n_queries) {
 }
 
 // The threads of a row in registers: lanes of one warp with a chunk each (narrow, warp), or whole warps (block).
+template <typename T>
 RowThreads threads_of_held_row(int64_t n_cols) {
-  return threads_of_row(n_cols, n_cols <= kWarpColumns ? kChunkColumns : kBlockChunks * kChunkColumns);
+  return threads_of_row<T>(n_cols, n_cols <= kWarpColumns ? kChunkColumns : kBlockChunks * kChunkColumns);
 }
 dim3 block_of(const RowThreads& threads) { return dim3(static_cast<unsigned>(threads.rows * threads.count)); }
 
@@ -78,7 +79,7 @@ cudaError_t launch_forward(const SoftmaxForward& args, ForwardLaunch launch, con
                           stream, args, launch);
   }
   const bool one_warp = args.n_cols <= kWarpColumns;
-  launch.threads = threads_of_held_row(args.n_cols);
+  launch.threads = threads_of_held_row<T>(args.n_cols);
   const auto kernel = one_warp ? softmax_forward_kernel<T, 1, kFast> : softmax_forward_kernel<T, kBlockChunks, kFast>;
   return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, launch.threads.rows), block_of(launch.threads), 0, stream,
                         args, launch);
@@ -118,6 +119,7 @@ struct SharingPlan {
   bool wide;
 };
 
+template <typename T>
 SharingPlan plan_sharing(int64_t n_cols, const MaskRows& rows) {
   SharingPlan plan{};
   MaskSharing& sharing = plan.sharing;
@@ -142,7 +144,7 @@ SharingPlan plan_sharing(int64_t n_cols, const MaskRows& rows) {
   // column, 8% of what 16 rows of a 16-bit type do.
   constexpr int64_t kFillingThreads = 1 << 18, kMinRows = 16, kMaxParts = 2048;
   plan.wide = n_cols > kSharedColumns;
-  plan.threads = plan.wide ? RowThreads{kWideThreads, kLog2MaxThreads, 1} : threads_of_row(n_cols, kChunkColumns);
+  plan.threads = plan.wide ? RowThreads{kWideThreads, kLog2MaxThreads, 1} : threads_of_row<T>(n_cols, kChunkColumns);
   const int count = plan.threads.count;
   const int64_t lists_wanted = at_most(sharing.n_sharing, kFillingThreads / count / sharing.n_mask_rows);
   const int most_groups = count < kSharedBlock ? kSharedBlock / count : 1;
@@ -179,7 +181,7 @@ template <typename T, bool kFast>
 cudaError_t launch_backward_rows(const SoftmaxBackward& args, cudaStream_t stream) {
   constexpr int kChunks = kBlockChunks;
   const bool one_warp = args.n_cols <= kWarpColumns;
-  const RowThreads threads = threads_of_held_row(args.n_cols);
+  const RowThreads threads = threads_of_held_row<T>(args.n_cols);
   const auto kernel = one_warp ? softmax_backward_kernel<T, 1, kFast> : softmax_backward_kernel<T, kChunks, kFast>;
   return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, threads.rows), block_of(threads), 0, stream, args, threads,
                         causality_of(args.n_rows, args.n_queries));
@@ -216,7 +218,7 @@ cudaError_t launch_backward(const SoftmaxBackward& args, const DeviceInfo& info,
   access.require(args.workspace, DType::kFloat32, args.n_cols);
   const bool fast = access.possible();
   SharingPlan plan{};
-  if (args.dmask != nullptr) plan = plan_sharing(args.n_cols, args.mask_rows);
+  if (args.dmask != nullptr) plan = plan_sharing<T>(args.n_cols, args.mask_rows);
   const bool summed = plan.sharing.n_sharing > 1;
   if (!summed) {  // every row is the only one of its row of the mask
     plan.sharing = MaskSharing{args.n_rows, 1, 1, {1, 0}, 1, {0, 0}, 1, 1, 1, false};
@@ -266,8 +268,13 @@ int softmax_backward_cuda(const SoftmaxBackward& args, int device, void* stream)
 
 int64_t softmax_workspace_cuda(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows) {
   if (n_rows == 0 || n_cols == 0) return 0;
-  const MaskSharing sharing = plan_sharing(n_cols, mask_rows).sharing;
-  return sharing.n_parts > 1 ? sharing.n_mask_rows * sharing.n_parts * n_cols : 0;
+  int64_t n_floats = 0;
+  for (const SharingPlan& plan : {plan_sharing<float>(n_cols, mask_rows), plan_sharing<__half>(n_cols, mask_rows)}) {
+    const MaskSharing& sharing = plan.sharing;
+    const int64_t wanted = sharing.n_parts > 1 ? sharing.n_mask_rows * sharing.n_parts * n_cols : 0;
+    if (wanted > n_floats) n_floats = wanted;
+  }
+  return n_floats;
 }
 
 #endif  // __CUDACC_RTC__

@@ -34,10 +34,11 @@ __device__ __forceinline__ void hide(Chunk<T, kChunkColumns>& chunk, int seen) {
 template <typename T, typename Col>
 __device__ __forceinline__ void load_backward(BackwardChunk<T>& chunk, const SoftmaxBackward& args, bool vector_access,
                                               int64_t row, Col col, Col visible) {
-  const int valid = valid_columns<kChunkColumns>(col, visible, vector_access);
-  load_chunk(chunk.dy, args.dy, row * args.dy_row_stride + col, vector_access, valid);
-  load_chunk(chunk.p, args.p, row * args.p_row_stride + col, vector_access, valid);
-  const int seen = visible_columns(col, visible);
+  constexpr bool kApart = kHalvesApart<T>;
+  const int valid = valid_columns<kApart>(col, visible, vector_access);
+  load_chunk<kApart>(chunk.dy, args.dy, row * args.dy_row_stride + col, vector_access, valid);
+  load_chunk<kApart>(chunk.p, args.p, row * args.p_row_stride + col, vector_access, valid);
+  const int seen = visible_columns<kApart>(col, visible);
   if (vector_access && seen < valid) {  // the vector holds the last visible column
     hide(chunk.dy, seen);
     hide(chunk.p, seen);
@@ -87,7 +88,7 @@ __device__ __forceinline__ void store_dscores(const float (&g)[kChunkColumns], c
   float dscores[kChunkColumns];
 #pragma unroll
   for (int i = 0; i < kChunkColumns; ++i) dscores[i] = __fmul_rn(g[i], args.scale);
-  store_rounded<T>(args.dscores, index, dscores, vector_access, valid);
+  store_rounded<T, kHalvesApart<T> >(args.dscores, index, dscores, vector_access, valid);
 }
 
 // g of a chunk; writes dscores.
@@ -95,13 +96,13 @@ template <typename T, typename Col>
 __device__ __forceinline__ void finish_chunk(float (&g)[kChunkColumns], const BackwardChunk<T>& chunk,
                                              const SoftmaxBackward& args, float dot, bool vector_access, int64_t row,
                                              Col col, Col n_cols, Col visible) {
+  constexpr bool kApart = kHalvesApart<T>;
   float p[kChunkColumns];
   unpack_backward(chunk, args, p, g);
   gradient_of(p, g, dot);
-  hide_columns(g, col, visible, 0.0f);  // where dot is NaN too
+  hide_columns<kApart>(g, col, visible, 0.0f);  // where dot is NaN too
   if (args.dscores == nullptr) return;
-  store_dscores<T>(g, args, vector_access, row * args.n_cols + col,
-                   valid_columns<kChunkColumns>(col, n_cols, vector_access));
+  store_dscores<T>(g, args, vector_access, row * args.n_cols + col, valid_columns<kApart>(col, n_cols, vector_access));
 }
 
 // Sums over the threads of a row, several times if need be.
@@ -128,8 +129,9 @@ class DotSum {
 template <typename T, int kChunks, bool kFast, typename Sum>
 __device__ __forceinline__ void backward_row(const SoftmaxBackward& args, const Causality& causality, int64_t row,
                                              int thread, int count, Sum&& sum_over_row) {
+  constexpr bool kApart = kHalvesApart<T>;
   const int step = count * kChunkColumns;
-  int first_col = thread * kChunkColumns;  // forgotten before its last uses: addresses cost less than registers
+  int first_col = first_column<kApart>(thread);  // forgotten before its last uses: addresses cost less than registers
   const int n_cols = row < args.n_rows ? static_cast<int>(args.n_cols) : 0;
   const int visible = row < args.n_rows ? causality.visible(row, n_cols) : 0;
 
@@ -154,17 +156,21 @@ __device__ __forceinline__ void backward_row(const SoftmaxBackward& args, const 
   for (int k = 0; k < kChunks; ++k) gradient_of(p[k], dp[k], dot);
   if (causality.on) {
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) hide_columns(dp[k], first_col + k * step, visible, 0.0f);  // where dot is NaN too
+    for (int k = 0; k < kChunks; ++k) {
+      hide_columns<kApart>(dp[k], first_col + k * step, visible, 0.0f);  // where dot is NaN too
+    }
   }
   const int64_t index = row * args.n_cols + first_col;
-  const auto valid = [&](int k) { return valid_columns<kChunkColumns>(first_col + k * step, n_cols, kFast); };
+  const auto valid = [&](int k) { return valid_columns<kApart>(first_col + k * step, n_cols, kFast); };
   if (args.dscores != nullptr) {
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) store_dscores<T>(dp[k], args, kFast, index + k * step, valid(k));
   }
   if (args.dmask != nullptr) {
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) store_rounded<float>(args.dmask, index + k * step, dp[k], kFast, valid(k));
+    for (int k = 0; k < kChunks; ++k) {
+      store_rounded<float, kApart>(args.dmask, index + k * step, dp[k], kFast, valid(k));
+    }
   }
 }
 
@@ -247,8 +253,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
                                    const Causality causality) {
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
   ONETRIP_DYNAMIC_SHARED(float, sums);  // [kChunkColumns][blockDim], where groups are joined
+  constexpr bool kApart = kHalvesApart<T>;
   const int group = threads.group();
-  int col = threads.thread_of_group() * kChunkColumns;  // forgotten in the loop: addresses cost less than registers
+  // Forgotten in the loop: addresses cost less than registers.
+  int col = first_column<kApart>(threads.thread_of_group());
   DotSum row_sum(threads, shared);
   // In lists of rows: those of one row of the mask follow each other.
   const int64_t block = first_row_of_block(1), list = block * sharing.n_groups + group;
@@ -273,8 +281,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     for (int j = 0; j < kChunkColumns; ++j) sum[j] += g[j];
   }
   if (!sharing.joined) {
-    store_rounded<float>(args.dmask, mask_row * args.n_cols + col, sum, kFast,
-                         valid_columns<kChunkColumns>(col, left > 0 ? static_cast<int>(args.n_cols) : 0, kFast));
+    store_rounded<float, kApart>(args.dmask, mask_row * args.n_cols + col, sum, kFast,
+                                 valid_columns<kApart>(col, left > 0 ? static_cast<int>(args.n_cols) : 0, kFast));
     return;
   }
   const int n_threads = static_cast<int>(blockDim.x);
@@ -284,10 +292,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   if (mask_row >= sharing.n_mask_rows) return;
   float* const out = sum_row(args, sharing, mask_row, block % sharing.n_parts);
   for (int i = static_cast<int>(threadIdx.x); i < args.n_cols; i += n_threads) {
+    const ChunkPlace place = place_of_column<kApart>(static_cast<unsigned>(i));
+    const float* const of_column = sums + place.element * static_cast<unsigned>(n_threads) + place.thread;
     float total = 0.0f;
-    for (int g = 0; g < sharing.n_groups; ++g) {
-      total += sums[i % kChunkColumns * n_threads + g * threads.count + i / kChunkColumns];
-    }
+    for (int g = 0; g < sharing.n_groups; ++g) total += of_column[g * threads.count];
     out[i] = total;
   }
 }
@@ -299,11 +307,12 @@ __global__ void __launch_bounds__(kWideThreads, kWideBlocks)
     softmax_backward_wide_kernel(const SoftmaxBackward args, const MaskSharing sharing, const Causality causality,
                                  const int64_t kept_tiles) {
   constexpr int kWords = Chunk<T, kChunkColumns>::kWords;
+  constexpr bool kApart = kHalvesApart<T>;
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
   ONETRIP_DYNAMIC_SHARED(uint32_t, kept);
   const int64_t block = first_row_of_block(1), mask_row = block / sharing.n_parts, part = block % sharing.n_parts;
   if (mask_row >= sharing.n_mask_rows) return;
-  const int64_t first_col = static_cast<int64_t>(threadIdx.x) * kChunkColumns, step = kWideThreads * kChunkColumns;
+  const int64_t first_col = first_column<kApart>(static_cast<int>(threadIdx.x)), step = kWideThreads * kChunkColumns;
   RowSum<0> row_sum(kWideThreads, 0, shared);
   const auto kept_word = [&](int64_t tile, int i) -> uint32_t& {
     return kept[(tile * 2 * kWords + i) * kWideThreads + threadIdx.x];
@@ -343,16 +352,16 @@ __global__ void __launch_bounds__(kWideThreads, kWideBlocks)
       finish_chunk(g, chunk, args, dot, kFast, row, col, args.n_cols, visible);
       if (args.dmask != nullptr) {
         float* const out = sum_row(args, sharing, mask_row, part);
-        const int valid = valid_columns<kChunkColumns>(col, args.n_cols, kFast);
+        const int valid = valid_columns<kApart>(col, args.n_cols, kFast);
         if (i != 0) {
           Chunk<float, kChunkColumns> running;
           float sum[kChunkColumns];
-          load_chunk<false>(running, out, col, kFast, valid);
+          load_chunk<kApart, false>(running, out, col, kFast, valid);
           unpack(running, sum);
 #pragma unroll
           for (int j = 0; j < kChunkColumns; ++j) g[j] += sum[j];
         }
-        store_rounded<float>(out, col, g, kFast, valid);
+        store_rounded<float, kApart>(out, col, g, kFast, valid);
       }
     }
   }

@@ -1,7 +1,7 @@
 // What forward and backward of softmax share: how threads share a row, and the joins over them.
 //
 // A row is cut into chunks of 8 columns, which go to its threads in turn. Threads of a row are 1, 2, 4, 8, 16 or 32
-// lanes of a warp, or several whole warps.
+// lanes of a warp (of float32 8 at least, which share 64 columns), or several whole warps.
 #pragma once
 #include "dropout.cuh"
 #include "launch.cuh"
@@ -88,20 +88,19 @@ struct Causality {
   }
 };
 
-// How many of a chunk's columns are visible, 0 to 8.
-template <typename Col>
+// How many of a chunk's columns are visible, 0 to 8: always the first ones.
+template <bool kApart, typename Col>
 __device__ __forceinline__ int visible_columns(Col col, Col visible) {
-  const Col left = visible - col;
-  return left >= kChunkColumns ? kChunkColumns : left > 0 ? static_cast<int>(left) : 0;
+  return valid_columns<kApart>(col, visible, false);
 }
 
 // value[i] becomes `hidden` from the first column that is not visible on. Nearly every chunk is all visible: a branch.
-template <typename Col>
+template <bool kApart, typename Col>
 __device__ __forceinline__ void hide_columns(float (&value)[kChunkColumns], Col col, Col visible, float hidden) {
   const Col left = visible - col;
-  if (left >= kChunkColumns) return;
+  if (left > column_of<kApart>(kChunkColumns - 1)) return;
 #pragma unroll
-  for (int i = 0; i < kChunkColumns; ++i) value[i] = i < left ? value[i] : hidden;
+  for (int i = 0; i < kChunkColumns; ++i) value[i] = left > column_of<kApart>(i) ? value[i] : hidden;
 }
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
@@ -126,10 +125,12 @@ __device__ __forceinline__ float lanes_sum(float value, int lanes) {
 
 #ifndef __CUDACC_RTC__
 
-// Threads that share a row of so many columns, at most columns_per_thread each.
-inline RowThreads threads_of_row(int64_t n_cols, int columns_per_thread) {
+// Threads that share a row of so many columns, at most columns_per_thread each. T: of the row.
+template <typename T>
+RowThreads threads_of_row(int64_t n_cols, int columns_per_thread) {
   const int64_t wanted = ceil_div(n_cols, columns_per_thread);
-  int log2_lanes = 0;
+  int log2_lanes = kHalvesApart<T> ? 3 : 0;
+  static_assert(1 << 3 == kSharingThreads);
   while (log2_lanes < 5 && (1 << log2_lanes) < wanted) ++log2_lanes;
   const int64_t warps = ceil_div(wanted, kWarpThreads);
   if (wanted <= kWarpThreads) return {1 << log2_lanes, log2_lanes, kRowsThreads >> log2_lanes};

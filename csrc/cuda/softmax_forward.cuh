@@ -58,20 +58,21 @@ __device__ __forceinline__ void with_mask_type(MaskType type, const Work& work) 
 }
 
 // Leaves the elements from `valid` on 0; vectors are loaded whole or not at all. index: of the first element.
-template <typename M, bool kFast>
+template <typename M, bool kFast, bool kApart>
 __device__ __forceinline__ void load_mask(MaskChunk& chunk, const SoftmaxForward& args, int64_t index, int valid) {
   using Bits = typename UintOf<sizeof(M)>::Type;
   constexpr int kBytes = sizeof(M), kWords = kChunkColumns * kBytes / 4;
   const Bits* const address = static_cast<const Bits*>(args.mask) + index;
   uint32_t word[kWords] = {};
   if constexpr (kFast) {
-    load_words<kBytes, kChunkColumns, true>(word, address, true, valid);
+    load_words<kBytes, kChunkColumns, true, kApart>(word, address, true, valid);
   } else {
     const int64_t stride = args.mask_rows.col_stride;
 #pragma unroll
     for (int i = 0; i < kChunkColumns; ++i) {
       if (i < valid) {
-        word[i * kBytes / 4] |= static_cast<uint32_t>(__ldg(address + i * stride)) << (i * kBytes % 4 * 8);
+        word[i * kBytes / 4] |= static_cast<uint32_t>(__ldg(address + column_of<kApart>(i) * stride))
+                                << (i * kBytes % 4 * 8);
       }
     }
   }
@@ -96,9 +97,11 @@ __device__ __forceinline__ void apply_mask(float (&value)[kChunkColumns], const 
   }
 }
 
-// The columns of a row that one thread works on: kChunks chunks, `step` columns apart. kPlain: everybody sees them all.
-template <int kChunks, bool kPlain, typename Col>
+// The columns of a row of T that one thread works on: kChunks chunks, `step` columns apart. kPlain: everybody sees them
+// all.
+template <typename T, int kChunks, bool kPlain, typename Col>
 struct ThreadColumns {
+  static constexpr bool kApart = kHalvesApart<T>;
   Col first, step, visible;
 
   __device__ __forceinline__ Col col(int k) const { return first + k * step; }
@@ -110,15 +113,15 @@ template <typename M, bool kFast, typename Columns>
 __device__ __forceinline__ void load_mask_of(MaskChunk& mask, const SoftmaxForward& args, int64_t start,
                                              const Columns& columns, int k) {
   const auto col = columns.col(k);
-  load_mask<M, kFast>(mask, args, start + (kFast ? col : col * args.mask_rows.col_stride),
-                      visible_columns(col, columns.visible));
+  load_mask<M, kFast, Columns::kApart>(mask, args, start + (kFast ? col : col * args.mask_rows.col_stride),
+                                       visible_columns<Columns::kApart>(col, columns.visible));
 }
 
 // Vectors of the mask are loaded ahead, for all chunks. Element by element, each chunk's are loaded when its turn
 // comes: their addresses take registers.
-template <bool kFast, int kChunks, bool kPlain, typename Col>
+template <bool kFast, typename T, int kChunks, bool kPlain, typename Col>
 __device__ __forceinline__ void load_masks(MaskChunk (&mask)[kChunks], const SoftmaxForward& args, int64_t start,
-                                           const ThreadColumns<kChunks, kPlain, Col>& columns) {
+                                           const ThreadColumns<T, kChunks, kPlain, Col>& columns) {
   if (kPlain || !kFast || args.mask == nullptr) return;
   with_mask_type(args.mask_type, [&](auto element) {
 #pragma unroll
@@ -133,7 +136,7 @@ template <bool kFast, typename T, int kChunks, bool kPlain, typename Col>
 __device__ __forceinline__ void values_of(float (&value)[kChunks][kChunkColumns],
                                           const Chunk<T, kChunkColumns> (&scores)[kChunks], MaskChunk (&mask)[kChunks],
                                           const SoftmaxForward& args, int64_t mask_start,
-                                          const ThreadColumns<kChunks, kPlain, Col>& columns) {
+                                          const ThreadColumns<T, kChunks, kPlain, Col>& columns) {
   if (kPlain || args.mask == nullptr) {
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
@@ -155,7 +158,7 @@ __device__ __forceinline__ void values_of(float (&value)[kChunks][kChunkColumns]
   }
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    if (columns.seen(k)) hide_columns(value[k], columns.col(k), columns.visible, minus_infinity());
+    if (columns.seen(k)) hide_columns<kHalvesApart<T> >(value[k], columns.col(k), columns.visible, minus_infinity());
   }
 }
 
@@ -211,11 +214,11 @@ __device__ __forceinline__ float2 join_warps(float largest, float sum, int n_war
 
 // What dropout drops of the chunk that begins with element `first`, a bit a column: nothing where nothing is to be
 // seen. kWhole: rows are whole chunks.
-template <bool kWhole, typename Col>
+template <bool kApart, bool kWhole, typename Col>
 __device__ __forceinline__ uint32_t dropped_columns(const DropoutMask& dropout, int64_t first, Col col, Col visible) {
-  const Col left = visible - col;
-  if (left <= 0) return 0;
-  const uint32_t dropped = ~dropout.kept_bits(static_cast<uint64_t>(first), kWhole);
+  const int left = visible_columns<kApart>(col, visible);
+  if (left == 0) return 0;
+  const uint32_t dropped = ~dropout.kept_columns<kApart>(static_cast<uint64_t>(first), kWhole);
   return left < kChunkColumns ? dropped & ~(~0u << left) : dropped & 0xFFu;
 }
 
@@ -234,8 +237,8 @@ __device__ __forceinline__ void store_dropped(float (&value)[kChunkColumns], uin
     p[i] = (dropped >> i & 1u) == 0 ? value[i] : -value[i];
     value[i] = (dropped >> i & 1u) == 0 ? scaled : __uint_as_float(zero);
   }
-  if (args.p != nullptr) store_rounded<T>(args.p, index, p, vector_access, valid);
-  store_rounded<T>(args.y, index, value, vector_access, valid);
+  if (args.p != nullptr) store_rounded<T, kHalvesApart<T> >(args.p, index, p, vector_access, valid);
+  store_rounded<T, kHalvesApart<T> >(args.y, index, value, vector_access, valid);
 }
 
 // The row's threads hold it, from the one read of the scores to the one write: kChunks chunks a thread, of which those
@@ -248,12 +251,13 @@ template <typename T, int kChunks, bool kFast, bool kPlain, typename Join>
 __device__ __forceinline__ void forward_row(const SoftmaxForward& args, const ForwardLaunch& launch,
                                             const DropoutMask& dropout, int64_t row, int thread, int count,
                                             const Join& join) {
+  constexpr bool kApart = kHalvesApart<T>;
   const bool has_row = row < args.n_rows;
   const int n_cols = has_row ? static_cast<int>(args.n_cols) : 0;
   const int64_t mask_start = kPlain ? 0 : mask_start_of(args, launch, row);
   const int visible = kPlain || !has_row ? n_cols : launch.causality.visible(row, n_cols);
   // The first column is forgotten before its last uses: addresses cost less than registers.
-  ThreadColumns<kChunks, kPlain, int> columns{thread * kChunkColumns, count * kChunkColumns, visible};
+  ThreadColumns<T, kChunks, kPlain, int> columns{first_column<kApart>(thread), count * kChunkColumns, visible};
 
   float value[kChunks][kChunkColumns];
   // The dropout mask is drawn while the scores are on their way, where there are registers for both; never after, when
@@ -268,7 +272,7 @@ __device__ __forceinline__ void forward_row(const SoftmaxForward& args, const Fo
 #pragma unroll kSideBySide
     for (int k = 0; k < kChunks; ++k) {
       if (!columns.seen(k)) continue;
-      dropped |= dropped_columns<kFast>(dropout, first + k * columns.step, columns.col(k), visible) << (8 * k);
+      dropped |= dropped_columns<kApart, kFast>(dropout, first + k * columns.step, columns.col(k), visible) << (8 * k);
     }
   };
   if (!kDrawLate) draw();
@@ -278,8 +282,8 @@ __device__ __forceinline__ void forward_row(const SoftmaxForward& args, const Fo
     const T* const from = static_cast<const T*>(args.scores) + row * args.scores_row_stride + columns.first;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      load_chunk(scores[k], from, k * columns.step, kFast,
-                 valid_columns<kChunkColumns>(columns.col(k), visible, kFast));
+      load_chunk<kApart>(scores[k], from, k * columns.step, kFast,
+                         valid_columns<kApart>(columns.col(k), visible, kFast));
     }
     load_masks<kFast>(mask, args, mask_start, columns);
     if (kDrawLate) draw();
@@ -317,12 +321,14 @@ __device__ __forceinline__ void forward_row(const SoftmaxForward& args, const Fo
   for (int k = 0; k < kChunks; ++k) {
 #pragma unroll
     for (int i = 0; i < kChunkColumns; ++i) value[k][i] = __fmul_rn(value[k][i], factor);  // unset, where not seen
-    if (!kPlain && launch.causality.on) hide_columns(value[k], columns.col(k), visible, 0.0f);
+    if (!kPlain && launch.causality.on) hide_columns<kApart>(value[k], columns.col(k), visible, 0.0f);
   }
-  const auto valid = [&](int k) { return valid_columns<kChunkColumns>(columns.col(k), n_cols, kFast); };
+  const auto valid = [&](int k) { return valid_columns<kApart>(columns.col(k), n_cols, kFast); };
   if (kPlain || (!dropout.on() && args.p == nullptr)) {
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) store_rounded<T>(args.y, index + k * columns.step, value[k], kFast, valid(k));
+    for (int k = 0; k < kChunks; ++k) {
+      store_rounded<T, kApart>(args.y, index + k * columns.step, value[k], kFast, valid(k));
+    }
   } else {
     const float scale = dropout.on() ? dropout.scale() : 1.0f;
 #pragma unroll
@@ -385,6 +391,7 @@ template <typename T, bool kFast>
 __global__ void __launch_bounds__(kWideThreads, kWideBlocks)
     softmax_forward_wide_kernel(const SoftmaxForward args, const ForwardLaunch launch) {
   using Scores = Chunk<T, kChunkColumns>;
+  constexpr bool kApart = kHalvesApart<T>;
   ONETRIP_SHARED(float2, slots, kMaxWarps);
   ONETRIP_SHARED(DropoutState, dropout_state, 1);
   ONETRIP_DYNAMIC_SHARED(uint32_t, kept);
@@ -392,14 +399,14 @@ __global__ void __launch_bounds__(kWideThreads, kWideBlocks)
   const int64_t row = first_row_of_block(1);
   if (row >= args.n_rows) return;
   const int64_t mask_start = mask_start_of(args, launch, row);
-  const int64_t first_col = static_cast<int64_t>(threadIdx.x) * kChunkColumns, step = kWideThreads * kChunkColumns;
+  const int64_t first_col = first_column<kApart>(static_cast<int>(threadIdx.x)), step = kWideThreads * kChunkColumns;
   const int64_t visible = launch.causality.visible(row, args.n_cols);
   const auto load = [&](Scores& scores, int64_t col) {
-    load_chunk(scores, args.scores, row * args.scores_row_stride + col, kFast,
-               valid_columns<kChunkColumns>(col, visible, kFast));
+    load_chunk<kApart>(scores, args.scores, row * args.scores_row_stride + col, kFast,
+                       valid_columns<kApart>(col, visible, kFast));
   };
   const auto values = [&](float (&value)[1][kChunkColumns], const Scores(&scores)[1], int64_t col) {
-    const ThreadColumns<1, false, int64_t> columns{col, step, visible};
+    const ThreadColumns<T, 1, false, int64_t> columns{col, step, visible};
     MaskChunk mask[1];
     load_masks<kFast>(mask, args, mask_start, columns);
     values_of<kFast>(value, scores, mask, args, mask_start, columns);
@@ -451,11 +458,11 @@ __global__ void __launch_bounds__(kWideThreads, kWideBlocks)
 #pragma unroll
       for (int i = 0; i < kChunkColumns; ++i) value[0][i] = __fmul_rn(exponential(value[0][i], joined.x), joined.y);
     }
-    hide_columns(value[0], col, visible, 0.0f);
+    hide_columns<kApart>(value[0], col, visible, 0.0f);
     const int64_t first = row * args.n_cols + col;
-    const uint32_t dropped = dropout.on() ? dropped_columns<kFast>(dropout, first, col, visible) : 0;
+    const uint32_t dropped = dropout.on() ? dropped_columns<kApart, kFast>(dropout, first, col, visible) : 0;
     store_dropped<T>(value[0], dropped, args, dropout.on() ? dropout.scale() : 1.0f, kFast, first,
-                     valid_columns<kChunkColumns>(col, args.n_cols, kFast));
+                     valid_columns<kApart>(col, args.n_cols, kFast));
   }
 }
 

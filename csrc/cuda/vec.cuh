@@ -27,10 +27,42 @@ struct DTypeOf<__nv_bfloat16> {
 
 __host__ __device__ constexpr int size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// Columns a chunk: 16 bytes of a 16-bit type, two accesses of 16 bytes of float32. A row's chunks go to its threads in
-// turn, so that a warp touches consecutive addresses; as many as one Philox call serves, so that aligned chunks need
-// one each. (4 columns for float32 alone were tried: twice the addresses, and registers spilled.)
-constexpr int kChunkColumns = 8;
+// Columns a chunk: as many as one Philox call serves. A row's chunks go to its threads in turn, so that a warp touches
+// consecutive addresses. A thread's 8 columns are consecutive: 16 bytes of a 16-bit type. Those of a float32 row would
+// be two accesses of 16 bytes, 32 bytes from lane to lane: half of every sector twice. So where its halves are apart
+// (kApart) 8 threads share 64 columns, two lines of 128 bytes: thread j of 8 has 4 columns from 4 j on and 4 from
+// 32 + 4 j on. One address serves both. (Chunks of 4 columns for float32 were tried: registers spilled.)
+constexpr int kChunkColumns = 8, kHalfColumns = kChunkColumns / 2;
+constexpr int kSharingThreads = 8;
+template <typename T>
+constexpr bool kHalvesApart = sizeof(T) == 4;
+template <bool kApart>
+constexpr int kHalfStep = kApart ? kSharingThreads * kHalfColumns : kHalfColumns;  // from half to half of a chunk
+
+// The first column of a thread's chunk.
+template <bool kApart>
+__device__ __forceinline__ int first_column(int thread) {
+  if (!kApart) return thread * kChunkColumns;
+  const int in_line = thread & (kSharingThreads - 1);
+  return (thread - in_line) * kChunkColumns + in_line * kHalfColumns;
+}
+
+// Element i of a chunk is so many columns after its first.
+template <bool kApart>
+__host__ __device__ constexpr int column_of(int i) {
+  return i / kHalfColumns * kHalfStep<kApart> + i % kHalfColumns;
+}
+
+// Which thread's chunk has a column, and as which element.
+struct ChunkPlace {
+  unsigned thread, element;
+};
+template <bool kApart>
+__device__ __forceinline__ ChunkPlace place_of_column(unsigned col) {
+  constexpr unsigned kThreads = kApart ? kSharingThreads : 1, kStep = kHalfStep<kApart>;
+  return {col / (2 * kStep) * kThreads + col % kStep / kHalfColumns,
+          col / kStep % 2 * kHalfColumns + col % kHalfColumns};
+}
 
 template <typename T, int N>
 struct Chunk {
@@ -38,18 +70,26 @@ struct Chunk {
   uint32_t word[kWords];
 };
 
-// How many of the kElements columns from col on belong to the row: with vector access all or none.
-// Col: int for rows in registers, int64_t for any.
-template <int kElements, typename Col>
+// How many elements of the chunk from col on belong to the row: always its first ones. With vector access whole
+// vectors, the last of which may pass n_cols. Col: int for rows in registers, int64_t for any.
+template <bool kApart, typename Col>
 __device__ __forceinline__ int valid_columns(Col col, Col n_cols, bool vector_access) {
   const Col left = n_cols - col;
-  if (vector_access) return left > 0 ? kElements : 0;
-  return left >= kElements ? kElements : left > 0 ? static_cast<int>(left) : 0;
+  if constexpr (kApart) {
+    constexpr int kStep = kHalfStep<kApart>;
+    if (vector_access) return left > kStep ? kChunkColumns : left > 0 ? kHalfColumns : 0;
+    const Col first = left >= kHalfColumns ? kHalfColumns : left > 0 ? left : 0;
+    const Col second = left - kStep >= kHalfColumns ? kHalfColumns : left > kStep ? left - kStep : 0;
+    return static_cast<int>(first + second);
+  }
+  if (vector_access) return left > 0 ? kChunkColumns : 0;
+  return left >= kChunkColumns ? kChunkColumns : left > 0 ? static_cast<int>(left) : 0;
 }
 
 // Whether element i of a chunk belongs to the row.
+template <bool kApart>
 __device__ __forceinline__ bool inside(int i, int valid, bool vector_access) {
-  return vector_access ? valid > 0 : i < valid;
+  return vector_access ? valid > (kApart ? i / kHalfColumns * kHalfColumns : 0) : i < valid;
 }
 
 // The unsigned integer of so many bytes.
@@ -78,8 +118,22 @@ __device__ __forceinline__ T load_one(const T* address) {
   return kConstant ? __ldg(address) : *address;
 }
 
+// kWords words at once.
+template <int kWords>
+struct VectorOf {
+  using Type = uint4;
+};
+template <>
+struct VectorOf<2> {
+  using Type = uint2;
+};
+template <>
+struct VectorOf<1> {
+  using Type = uint32_t;
+};
+
 // kBytes is the size of one element, 1, 2 or 4. Elements from `valid` on read as zero bits.
-template <int kBytes, int N, bool kConstant>
+template <int kBytes, int N, bool kConstant, bool kApart>
 __device__ __forceinline__ void load_words(uint32_t (&word)[N * kBytes / 4], const void* address, bool vector_access,
                                            int valid) {
   using Bits = typename UintOf<kBytes>::Type;
@@ -87,7 +141,16 @@ __device__ __forceinline__ void load_words(uint32_t (&word)[N * kBytes / 4], con
 #pragma unroll
   for (int i = 0; i < kWords; ++i) word[i] = 0;
   if (vector_access) {
-    if (valid > 0) {
+    if constexpr (kApart) {
+      using Vector = typename VectorOf<kWords / 2>::Type;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (valid <= half * kHalfColumns) continue;
+        const auto* const from = static_cast<const Bits*>(address) + half * kHalfStep<kApart>;
+        const Vector vector = load_one<kConstant>(reinterpret_cast<const Vector*>(from));
+        memcpy(&word[half * kWords / 2], &vector, sizeof vector);
+      }
+    } else if (valid > 0) {
       if constexpr (kWords % 4 == 0) {
 #pragma unroll
         for (int i = 0; i < kWords; i += 4) {
@@ -104,20 +167,29 @@ __device__ __forceinline__ void load_words(uint32_t (&word)[N * kBytes / 4], con
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (i < valid) {
-        word[i / kPerWord] |= static_cast<uint32_t>(load_one<kConstant>(static_cast<const Bits*>(address) + i))
-                              << (i % kPerWord * 8 * kBytes);
+        const Bits* const from = static_cast<const Bits*>(address) + column_of<kApart>(i);
+        word[i / kPerWord] |= static_cast<uint32_t>(load_one<kConstant>(from)) << (i % kPerWord * 8 * kBytes);
       }
     }
   }
 }
 
-template <int kBytes, int N>
+template <int kBytes, int N, bool kApart>
 __device__ __forceinline__ void store_words(void* address, const uint32_t (&word)[N * kBytes / 4], bool vector_access,
                                             int valid) {
   using Bits = typename UintOf<kBytes>::Type;
   constexpr int kWords = N * kBytes / 4, kPerWord = 4 / kBytes;
   if (vector_access) {
-    if (valid > 0) {
+    if constexpr (kApart) {
+      using Vector = typename VectorOf<kWords / 2>::Type;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (valid <= half * kHalfColumns) continue;
+        Vector vector;
+        memcpy(&vector, &word[half * kWords / 2], sizeof vector);
+        *reinterpret_cast<Vector*>(static_cast<Bits*>(address) + half * kHalfStep<kApart>) = vector;
+      }
+    } else if (valid > 0) {
       if constexpr (kWords % 4 == 0) {
 #pragma unroll
         for (int i = 0; i < kWords; i += 4) {
@@ -131,22 +203,23 @@ __device__ __forceinline__ void store_words(void* address, const uint32_t (&word
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (i < valid) {
-        static_cast<Bits*>(address)[i] = static_cast<Bits>(word[i / kPerWord] >> (i % kPerWord * 8 * kBytes));
+        static_cast<Bits*>(address)[column_of<kApart>(i)] =
+            static_cast<Bits>(word[i / kPerWord] >> (i % kPerWord * 8 * kBytes));
       }
     }
   }
 }
 
-template <bool kConstant = true, typename T, int N>
+template <bool kApart, bool kConstant = true, typename T, int N>
 __device__ __forceinline__ void load_chunk(Chunk<T, N>& chunk, const void* base, int64_t index, bool vector_access,
                                            int valid) {
-  load_words<sizeof(T), N, kConstant>(chunk.word, static_cast<const T*>(base) + index, vector_access, valid);
+  load_words<sizeof(T), N, kConstant, kApart>(chunk.word, static_cast<const T*>(base) + index, vector_access, valid);
 }
 
-template <typename T, int N>
+template <bool kApart, typename T, int N>
 __device__ __forceinline__ void store_chunk(void* base, int64_t index, const Chunk<T, N>& chunk, bool vector_access,
                                             int valid) {
-  store_words<sizeof(T), N>(static_cast<T*>(base) + index, chunk.word, vector_access, valid);
+  store_words<sizeof(T), N, kApart>(static_cast<T*>(base) + index, chunk.word, vector_access, valid);
 }
 
 __device__ __forceinline__ float2 unpack_pair(uint32_t word, __half) {
@@ -212,14 +285,14 @@ struct AnyChunk {
   uint32_t word[N];
 };
 
-template <bool kConstant = true, int N>
+template <bool kApart, bool kConstant = true, int N>
 __device__ __forceinline__ void load_chunk(AnyChunk<N>& chunk, const void* base, DType dtype, int64_t index,
                                            bool vector_access, int valid) {
   if (dtype == DType::kFloat32) {
-    load_words<4, N, kConstant>(chunk.word, static_cast<const uint32_t*>(base) + index, vector_access, valid);
+    load_words<4, N, kConstant, kApart>(chunk.word, static_cast<const uint32_t*>(base) + index, vector_access, valid);
   } else {
     Chunk<__half, N> half;
-    load_chunk<kConstant>(half, base, index, vector_access, valid);
+    load_chunk<kApart, kConstant>(half, base, index, vector_access, valid);
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) chunk.word[i] = half.word[i];
 #pragma unroll
@@ -238,12 +311,12 @@ __device__ __forceinline__ void unpack(const AnyChunk<N>& chunk, DType dtype, fl
   }
 }
 
-template <int N>
+template <bool kApart, int N>
 __device__ __forceinline__ void load_values(float (&value)[N], const void* base, DType dtype, int64_t index,
                                             bool vector_access, int valid) {
   // An ordinary load: one that could pass the stores of earlier chunks would, and wait in registers for its turn.
   AnyChunk<N> chunk;
-  load_chunk<false>(chunk, base, dtype, index, vector_access, valid);
+  load_chunk<kApart, false>(chunk, base, dtype, index, vector_access, valid);
   unpack(chunk, dtype, value);
 }
 
@@ -253,23 +326,23 @@ __device__ __forceinline__ float load_parameter(const void* base, DType dtype, i
   return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[index]);
 }
 
-template <typename T, int N>
+template <typename T, bool kApart, int N>
 __device__ __forceinline__ void store_rounded(void* base, int64_t index, const float (&value)[N], bool vector_access,
                                               int valid) {
   Chunk<T, N> chunk;
   pack(chunk, value);
-  store_chunk(base, index, chunk, vector_access, valid);
+  store_chunk<kApart>(base, index, chunk, vector_access, valid);
 }
 
-template <int N>
+template <bool kApart, int N>
 __device__ __forceinline__ void store_values(void* base, DType dtype, int64_t index, const float (&value)[N],
                                              bool vector_access, int valid) {
   if (dtype == DType::kFloat32) {
-    store_rounded<float>(base, index, value, vector_access, valid);
+    store_rounded<float, kApart>(base, index, value, vector_access, valid);
   } else if (dtype == DType::kFloat16) {
-    store_rounded<__half>(base, index, value, vector_access, valid);
+    store_rounded<__half, kApart>(base, index, value, vector_access, valid);
   } else {
-    store_rounded<__nv_bfloat16>(base, index, value, vector_access, valid);
+    store_rounded<__nv_bfloat16, kApart>(base, index, value, vector_access, valid);
   }
 }
 

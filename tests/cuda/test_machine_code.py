@@ -195,6 +195,28 @@ def _with_lr_on_the_card(group: Group) -> Group:
     return group._replace(lr=torch.tensor(0.02))
 
 
+def _aligned_softmax_cases(dtype: torch.dtype) -> list[Case]:
+    """Of every path of aligned rows, with every tensor that a call may have; some rows end within a thread's chunk."""
+    calls = [
+        cudasim_softmax.Call("sectors", (2, 1, 3), n_cols, dtype, dropout_p=0.1, orders=(WARPS_FORWARD,), **mask)
+        for n_cols in (48, 256, 624, 4096, 9216)
+        for mask in ({}, {"mask": dtype, "causal": True})
+    ]
+    # The gradient of a mask is float32, whatever the rows are.
+    backward = [call for call in calls if call.mask is None or dtype == torch.float32]
+    return [call.forward_case() for call in calls] + [call.backward_case() for call in backward]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax_touches_whole_sectors(dtype: str, tmp_path: Path) -> None:
+    """With every access of a warp that loads or stores vectors."""
+    cases = _aligned_softmax_cases(DTYPES[dtype])
+    _, counts = _code("softmax", dtype, 90).run(cases, tmp_path)
+    shares = [count_instructions.sector_shares(count) for count in counts]
+    found = {(case.direction, case.numbers["n_cols"]): share for case, share in zip(cases, shares, strict=True)}
+    assert all(set(share.values()) == {1.0} for share in shares), found
+
+
 def test_counts_are_those_of_the_record(tmp_path: Path) -> None:
     """What a kernel takes does not grow unnoticed: within 2%, by the compiler of the record."""
     _skip_unless_runnable(90)

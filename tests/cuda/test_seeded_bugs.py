@@ -30,7 +30,7 @@ ROW_NORM_BUGS = {
     "philox_lane_off_by_one": Bug("dropout.cuh", "first % kPhiloxElements)", "(first + 1) % kPhiloxElements)"),
     "philox_group_missing": Bug("dropout.cuh", "(shift != 0 ? 2 : 1)", "1"),
     "variance_counts_padding": Bug(
-        "row_norm_forward.cuh", "inside(i, valid, kVectorAccess) ? value[i] - mean : 0.0f", "value[i] - mean"
+        "row_norm_forward.cuh", "inside<false>(i, valid, kVectorAccess) ? value[i] - mean : 0.0f", "value[i] - mean"
     ),
     "mean_and_rstd_exchanged": Bug(
         "row_norm_forward.cuh", "store_statistics(args, row, mean, rstd);", "store_statistics(args, row, rstd, mean);"
@@ -120,9 +120,9 @@ SOFTMAX_BUGS = {
     "masked_rows_subtract_infinity": Bug(FORWARD, "largest == minus_infinity() ? 0.0f : largest", "largest"),
     "causal_off_by_one": Bug(COMMON, "n_queries.divisor) - 1 - query", "n_queries.divisor) - query"),
     "hidden_gradient_in_the_sum": Bug(BACKWARD, "    hide(chunk.dy, seen);\n", ""),
-    "hidden_columns_share_nan": Bug(BACKWARD, "hide_columns(dp[k], first_col + k * step, visible, 0.0f);", ";"),
+    "hidden_columns_share_nan": Bug(BACKWARD, "hide_columns<kApart>(dp[k], first_col + k * step, visible, 0.0f);", ";"),
     "columns_past_the_row_are_zero": Bug(FORWARD, "columns.visible, minus_infinity()", "columns.visible, 0.0f"),
-    "hidden_probabilities_written": Bug(FORWARD, "hide_columns(value[k], columns.col(k), visible, 0.0f);", ";"),
+    "hidden_probabilities_written": Bug(FORWARD, "hide_columns<kApart>(value[k], columns.col(k), visible, 0.0f);", ";"),
     "other_rows_of_the_warp_added": Bug(COMMON, "lane_mask < lanes ? value + other : value", "value + other"),
     "dropout_taken_for_plain": Bug("softmax.cu", "args.p == nullptr && args.dropout.threshold == 0 &&", "true &&"),
     "causal_taken_for_plain": Bug("softmax.cu", " && !launch.causality.on", ""),

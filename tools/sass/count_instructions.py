@@ -128,6 +128,14 @@ def _pipe(opcode: str) -> str:
     return next((pipe for pipe, names in PIPES.items() if re.fullmatch(names, base)), "other")
 
 
+def sector_shares(taken: dict[str, Any]) -> dict[str, float]:
+    """Bytes of the sectors that a warp's vectors touch, over those that they ask for: 1 where all sectors are whole."""
+    return {
+        kind: round(SECTOR_BYTES * vectors["sectors"] / vectors["bytes"], 3)
+        for kind, vectors in taken["vectors"].items()
+    }
+
+
 def count(counted: Counted, folder: Path, arch: int = ARCH) -> dict[str, Any]:
     family = _family(counted.operator)
     code = machine_code(family, DTYPE, arch)
@@ -150,6 +158,7 @@ def count(counted: Counted, folder: Path, arch: int = ARCH) -> dict[str, Any]:
         "pipes": {pipe: per_element(instructions(pipe)) for pipe in (*PIPES, "other")},
         "loaded_bytes": per_element(lambda t: SECTOR_BYTES * t["loaded"]),
         "stored_bytes": per_element(lambda t: SECTOR_BYTES * t["stored"]),
+        "sectors": sector_shares(taken[0]),
         "shared_cycles": per_element(lambda t: WARP * t["shared_cycles"]),
         "shared_least": per_element(lambda t: WARP * t["shared_least"]),
     }

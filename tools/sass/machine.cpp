@@ -78,6 +78,15 @@ void count_banks(const std::vector<std::pair<uint64_t, unsigned>>& accesses, Cou
   }
 }
 
+// accesses: sorted.
+void count_vectors(const std::vector<std::pair<uint64_t, unsigned>>& accesses, Vectors& vectors) {
+  uint64_t end = 0, sector = ~uint64_t{0};
+  for (const auto& [address, bytes] : accesses) {
+    if (address + bytes > end) vectors.bytes += address + bytes - std::max(address, end), end = address + bytes;
+    if (address / 32 != sector) sector = address / 32, ++vectors.sectors;
+  }
+}
+
 }  // namespace
 
 void Warp::account(const Instruction& instruction) {
@@ -87,6 +96,11 @@ void Warp::account(const Instruction& instruction) {
     auto& seen = stores ? running->stored : running->loaded;
     uint64_t& n = stores ? counts.stored : counts.loaded;
     std::sort(global_accesses.begin(), global_accesses.end());
+    if (global_accesses.front().second >= 8 && global_accesses.front() != global_accesses.back()) {
+      count_vectors(global_accesses, counts.vectors[stores                         ? "stores"
+                                                    : instruction.base == "LDGSTS" ? "copies"
+                                                                                   : "loads"]);
+    }
     uint64_t last = ~uint64_t{0};
     for (const auto& [address, bytes] : global_accesses) {
       if (address / 32 != last) last = address / 32, ++n, seen.insert(last);
@@ -189,7 +203,15 @@ std::string json(const Counts& counts) {
   }
   text << "}, \"loaded\": " << counts.loaded << ", \"stored\": " << counts.stored
        << ", \"first_loaded\": " << counts.first_loaded << ", \"first_stored\": " << counts.first_stored
-       << ", \"shared_cycles\": " << counts.shared_cycles << ", \"shared_least\": " << counts.shared_least << "}";
+       << ", \"shared_cycles\": " << counts.shared_cycles << ", \"shared_least\": " << counts.shared_least
+       << ", \"vectors\": {";
+  separator = "";
+  for (const auto& [kind, vectors] : counts.vectors) {
+    text << separator << '"' << kind << "\": {\"sectors\": " << vectors.sectors << ", \"bytes\": " << vectors.bytes
+         << "}";
+    separator = ", ";
+  }
+  text << "}}";
   return text.str();
 }
 
