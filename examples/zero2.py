@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO-2: optimizer states (8 bits) and gradients sharded, a patched model. Configuration: zero2.json.
 
-pip install deepspeed && deepspeed examples/zero2.py [steps]
+pip install deepspeed && deepspeed examples/zero2.py [steps]; needs GPUs, and was not run on them yet.
 """
 
 import json

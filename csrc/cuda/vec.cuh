@@ -1,4 +1,5 @@
-// Chunks of consecutive elements: 128-bit accesses where the addresses allow, element by element where they do not.
+// Chunks of consecutive elements, or of two halves 32 columns apart (kApart): 128-bit accesses where the addresses
+// allow, element by element where they do not.
 //
 // A chunk keeps its elements as they lie in memory (two 16-bit values a register), so that a row waits in half the
 // registers and loads can all be in flight before the first conversion. Whether an access is vectorised is a run-time

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip.integrations import kernel_config, kernel_mapping
-from onetrip.integrations.kernels import LAYERS, REPOSITORY
+from onetrip.integrations.kernels import LAYERS, REPOSITORY, layers
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -74,6 +74,36 @@ def test_a_kernelized_module_computes_the_same(name: str, dtype: torch.dtype, mo
     for ours, theirs in zip(outputs_and_gradients(module, inputs), expected, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_is_rounded_where_its_class_rounds(weight_dtype: torch.dtype) -> None:
+    """OLMo 2's multiplies before it rounds, and has the dtype of the product."""
+
+    class After(transformers.models.olmo2.modeling_olmo2.Olmo2RMSNorm):
+        pass
+
+    module, x = After(64).to(weight_dtype), torch.randn(64, 64).bfloat16()
+    nn.init.normal_(module.weight)
+    expected = module(x)
+    ours = layers.RMSNorm.forward(module, x)
+    assert ours.dtype == expected.dtype
+    assert float((ours != expected).float().mean()) < 0.02
+
+
+def test_a_norm_of_another_formula_is_refused() -> None:
+    class OneMore(RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return (1.0 + self.weight) * super().forward(x)
+
+    with pytest.raises(TypeError, match="computes something else"):
+        layers.RMSNorm.forward(OneMore(64), torch.randn(2, 64))
+
+
+def test_a_rotation_by_half_as_many_columns_is_refused() -> None:
+    q, table = torch.randn(1, 2, 5, 8), torch.randn(1, 5, 4)
+    with pytest.raises(ValueError, match="must have the 8 columns of q, got 4"):
+        layers.RotaryEmbedding().forward(q, q, table, table)
 
 
 def test_kernelize_a_llama() -> None:

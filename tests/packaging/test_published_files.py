@@ -54,7 +54,7 @@ def test_a_workflow_runs_what_exists(path: Path) -> None:
     assert workflow["permissions"] == {"contents": "read"}
     for job in jobs.values():
         needs = job.get("needs", [])
-        assert {needs} if isinstance(needs, str) else set(needs) <= set(jobs)
+        assert ({needs} if isinstance(needs, str) else set(needs)) <= set(jobs)
 
 
 def test_the_three_versions_are_one() -> None:
@@ -86,22 +86,3 @@ def test_the_image_runs_as_a_user_and_starts_onetrip() -> None:
     assert any(line.startswith("ENTRYPOINT [") and '"onetrip"]' in line for line in lines)
     copied = [line for line in lines if line.startswith("COPY ")]
     assert copied[-1] == "COPY . ." and "csrc csrc" in copied[-2]  # Python code changes without compiling again
-
-
-IMPORT_TIME = """
-import time, torch
-start = time.process_time()
-import onetrip
-print(time.process_time() - start)
-"""
-SECONDS = 0.3
-
-
-@pytest.mark.slow
-def test_importing_takes_at_most_three_tenths_of_a_second_beyond_torchs_import() -> None:
-    """CPU time, the least of three: other processes do not count. Far above what is measured."""
-    runs = [
-        subprocess.run([sys.executable, "-c", IMPORT_TIME], capture_output=True, text=True, check=True)
-        for _ in range(3)
-    ]
-    assert min(float(run.stdout) for run in runs) <= SECONDS

@@ -197,7 +197,7 @@ def test_an_embedding_without_its_layer_makes_no_endless_chain() -> None:
     patch_model(model)
     for _ in range(3 * tied_embedding._LONGEST):
         model.embed(ids).sum().backward()
-    left = tied_embedding._aliases[id(model.embed.weight)]
+    left = tied_embedding._aliases[id(model.embed)]
     assert left is not None and left.n_readers <= tied_embedding._LONGEST
 
 
@@ -272,7 +272,7 @@ def test_without_gradients() -> None:
         assert torch.equal(model(ids), expected)
     with torch.inference_mode():
         assert torch.equal(model(ids), expected)
-    assert report.calls()["embed"] == (0, 0) and id(model.embed.weight) not in tied_embedding._aliases
+    assert report.calls()["embed"] == (0, 0) and id(model.embed) not in tied_embedding._aliases
 
 
 def test_autocast() -> None:
@@ -333,6 +333,25 @@ def test_the_matrix_is_freed_with_the_model() -> None:
     del model
     gc.collect()
     assert watched() is None and torch.UntypedStorage._expired(storage)
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_another_matrix_in_every_call(is_leaf: bool) -> None:
+    """Each call's gradient is its own, and no matrix but the last is kept."""
+    model, ids = made(), some_ids()
+    patch_model(model)
+    flat = torch.randn(VOCABULARY * WIDTH)
+    storages = []
+    for _ in range(4):
+        leaf = (flat.view(VOCABULARY, WIDTH).clone() if is_leaf else flat.detach()).requires_grad_()
+        weight = leaf if is_leaf else leaf.view(VOCABULARY, WIDTH)
+        torch.func.functional_call(model.embed, {"weight": weight}, ids).sum().backward()
+        assert leaf.grad is not None and float(leaf.grad.sum()) == ids.numel() * WIDTH
+        if is_leaf:
+            storages.append(leaf.untyped_storage()._weak_ref())
+        del leaf, weight
+    gc.collect()
+    assert all(map(torch.UntypedStorage._expired, storages[:-1]))
 
 
 def test_layers_that_share_nothing_are_no_sites() -> None:

@@ -1,4 +1,4 @@
-"""OnetripCallback: patches the model of transformers' Trainer while it trains."""
+"""OnetripCallback: patches the model of transformers' Trainer until its training ends."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ with needs("transformers"):
 
 
 class OnetripCallback(TrainerCallback):
-    """Patches a Trainer's model before training and restores it after: Trainer(callbacks=[OnetripCallback()], ...).
+    """Patches a Trainer's model until its training ends: Trainer(callbacks=[OnetripCallback()], ...).
 
     options: arguments of patch_model. log: called with the report as text, in the main process; None for no report.
     report: the PatchReport of the last training, with its live call counts; None before the first.
 
     The model is patched as soon as the Trainer has it, before Accelerate wraps its forward; with FSDP at the start of
     training, after it was sharded. There is no state to save: a resumed training patches again, before its first step.
-    An exception during training leaves the model patched: call unpatch_model(model).
+    After an exception, or without training, the model stays patched: call unpatch_model(model).
     """
 
     def __init__(self, *, log: Callable[[str], Any] | None = print, **options: Any) -> None:

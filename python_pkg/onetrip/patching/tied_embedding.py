@@ -83,22 +83,23 @@ def _add_rows_(total: Tensor, rows: Tensor, ids: Tensor, padding_idx: int) -> Te
 
 
 class _Alias(NamedTuple):
+    weight: Tensor
     tensor: Tensor
     n_readers: int
 
 
 _aliases: dict[int, _Alias | None] = {}
-"""id(matrix) -> the alias that its next reader takes. It keeps the matrix alive: it is deleted with the embedding."""
+"""id(embedding) -> the alias that it left, until a reader of the matrix takes it. Deleted with the embedding."""
 
 
 def _take(weight: Tensor) -> _Alias | None:
     """The matrix's alias, for one reader; None where the matrix itself must be read."""
-    found = _aliases.get(id(weight))
-    if found is None:
-        return None
-    _aliases[id(weight)] = None
-    is_usable = weight.requires_grad and not is_transformed() and _place(found.tensor) == _place(weight)
-    return found if is_usable else None
+    for embedding, found in list(_aliases.items()):
+        if found is not None and found.weight is weight:
+            _aliases[embedding] = None
+            is_usable = weight.requires_grad and not is_transformed() and _place(found.tensor) == _place(weight)
+            return found if is_usable else None
+    return None
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
@@ -117,9 +118,9 @@ def embedded(module: Any, ids: Any) -> Tensor:
     padding_idx = -1 if module.padding_idx is None else module.padding_idx
     y, alias = _Embedding.apply(weight if before is None else before.tensor, ids, padding_idx)
     calls.count_fused(module)
-    if id(weight) not in _aliases:
-        weakref.finalize(module, _aliases.pop, id(weight), None).atexit = False
-    _aliases[id(weight)] = _Alias(alias, 1 if before is None else before.n_readers + 1)
+    if id(module) not in _aliases:
+        weakref.finalize(module, _aliases.pop, id(module), None).atexit = False
+    _aliases[id(module)] = _Alias(weight, alias, 1 if before is None else before.n_readers + 1)
     return y
 
 
@@ -127,7 +128,7 @@ def _is_fusable(module: Any, ids: Any) -> bool:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not isinstance(ids, Tensor):
         return False
     weight = module.weight
-    if not weight.requires_grad or not weight.is_contiguous():
+    if not weight.requires_grad or not weight.is_leaf or not weight.is_contiguous():
         return False
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         return False

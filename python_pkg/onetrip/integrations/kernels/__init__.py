@@ -24,9 +24,10 @@ REGISTERED_BY_TRANSFORMERS = ("RMSNorm", "rotary_pos_emb")
 def kernel_mapping() -> dict[str, dict[str, Any]]:
     """What kernels.use_kernel_mapping and kernels.register_kernel_mapping take: every layer, on CPU and CUDA.
 
-    RMSNorm: of Llama and those like it, with weight and variance_epsilon, rounded before the weight. rotary_pos_emb:
-    apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim). SwiGLUMLP: gate_proj, up_proj, down_proj with SiLU; no library
-    registers it, kernels.replace_kernel_forward_from_hub(MyMLP, "SwiGLUMLP") does. Raises ImportError without kernels.
+    RMSNorm: with weight and variance_epsilon. rotary_pos_emb: apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim), cos
+    and sin as wide as q. What computes something else under these names gets an error at its first call. SwiGLUMLP:
+    gate_proj, up_proj, down_proj with SiLU; no library registers it, kernels.replace_kernel_forward_from_hub(MyMLP,
+    "SwiGLUMLP") does. Raises ImportError without kernels.
     """
     with needs("kernels"):
         from kernels.layer import LocalLayerRepository  # kernels alone may be the folder of onetrip's own repository

@@ -66,7 +66,12 @@ def eager_forward(name: str, otherwise: Callable[..., Any]) -> Any:
     """The forward of an autograd.Function whose last argument begins with rng and an EagerCall, or None: then it is
     otherwise."""
     library = native()
-    return staticmethod(otherwise if library is None else getattr(library, f"{name}_eager_forward")(otherwise))
+    if library is None:
+        return staticmethod(otherwise)
+    made = getattr(library, f"{name}_eager_forward", None)
+    if made is None:
+        raise ImportError("onetrip: the native library was built from older sources: install onetrip again")
+    return staticmethod(made(otherwise))
 
 
 def in_memory(tensor: Tensor) -> Tensor:
