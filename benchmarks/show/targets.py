@@ -169,9 +169,14 @@ def _saved(case: dict[str, Any]) -> Found:
     return Found(saved["patched"]["blocks"] / saved["eager"]["blocks"])
 
 
-def _training(case: dict[str, Any]) -> Found:
-    eager, patched = (case["steps"][name]["forward_backward"]["median_ms"] for name in ("eager", "patched"))
-    return Found(eager / patched, f"{case['batch_size']} x {case['sequence_length']} tokens")
+def _training(model: str, part: str, before: str, after: str) -> Measure:
+    """How much faster a variant's part of the step is than another's."""
+
+    def figure(case: dict[str, Any]) -> Found:
+        theirs, ours = (case["steps"][name][part]["median_ms"] for name in (before, after))
+        return Found(theirs / ours, f"{case['batch_size']} x {case['sequence_length']} tokens")
+
+    return _first(figure, "training", model=model, n_layers=12)
 
 
 def _install(case: dict[str, Any]) -> Found:
@@ -222,19 +227,27 @@ def _targets() -> Iterator[_Target]:
     yield from _softmax_targets()
     yield from _step_targets()
     yield from _adam_targets()
-    training = _first(_training, "training", model="bert_base", n_layers=12)
-    yield _Target("BERT-base training step, eager attention: unpatched / patched", 1.3, True, "x", training)
+    blocks = _training("bert_base", "forward_backward", "eager", "patched")
+    yield _Target("BERT-base training step, eager attention: unpatched / patched", 1.3, True, "x", blocks)
+    for title, model, limit in (
+        ("BERT-base masked LM, bf16", "bert_base_mlm", 1.9),
+        ("Llama-shaped 100 M, bf16", "llama_100m", 1.2),
+        ("Llama-shaped 100 M, vocabulary 128,256", "llama_100m_128k", 1.0),
+    ):
+        step = _training(model, "step", "sdpa", "sdpa, patched, linear_cross_entropy")
+        yield _Target(f"{title}: a step, unpatched / patched with the loss", limit, True, "x", step)
     saved = _first(_saved, "bert_blocks")
     yield _Target("BERT-large output blocks: bytes saved for backward, patched / eager", 0.5, False, "", saved)
-    for title, operator in (
-        ("layer_norm", "layer_norm"),
-        ("rms_norm", "rms_norm"),
-        ("bias_dropout_residual_norm, p = 0.1", "bias_dropout_residual_layer_norm-p0.1"),
-        ("bias_dropout_residual_norm, p = 0", "bias_dropout_residual_layer_norm-p0"),
+    for title, operator, limit in (
+        ("layer_norm", "layer_norm", 8.5),
+        ("rms_norm", "rms_norm", 8.5),
+        ("bias_dropout_residual_norm, p = 0.1", "bias_dropout_residual_layer_norm-p0.1", 15.0),
+        ("bias_dropout_residual_norm, p = 0", "bias_dropout_residual_layer_norm-p0", 9.5),
+        ("softmax", "softmax", 9.0),
+        ("scale_mask_softmax_dropout, p = 0.1", "scale_mask_softmax_dropout-p0.1", 15.0),
+        *((name, name, 12.0) for name in ("rotary_embedding", "glu-silu", "bias_activation-gelu", "cross_entropy")),
     ):
-        yield _Target(f"Eager call on 1 x 8: {title}", 15.0, False, " µs", _overhead(operator))
-    for operator in ("rotary_embedding", "glu-silu", "bias_activation-gelu", "cross_entropy"):
-        yield _Target(f"Eager call on 1 x 8: {operator}", 12.0, False, " µs", _overhead(operator))
+        yield _Target(f"Eager call on 1 x 8: {title}", limit, False, " µs", _overhead(operator))
     for build, title, limit in (("cpu", "no CUDA", 180.0), ("cuda", "nvcc, default architectures", 480.0)):
         measure = _first(_install, "install", case=f"install-{build}")
         yield _Target(f"pip install . from a clean clone, {title}", limit, False, " s", measure)
