@@ -42,6 +42,7 @@ def test_result_tells_the_whole_story(result):
         "bias_activation": 7,  # the last one is the head's
         "layer_norm": 2,  # embeddings', the head's
         "linear_cross_entropy": 2,  # the model and its output layer
+        "tied_embedding": 1,  # the output layer's matrix
     }
     for run in (result["unpatched"], result["patched"], result["patched_AdamW8bit"]):
         losses = [step["loss"] for step in run["steps"]]

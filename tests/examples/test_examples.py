@@ -72,11 +72,21 @@ def test_vit_digits(monkeypatch, capsys):
     assert len(accuracies) == 7 and accuracies[-1] > 50, output
 
 
-def torchrun(*command: str, timeout: int = 300) -> str:
+def torchrun(*command: str, timeout: int = 150) -> str:
+    """What the processes print. Torch 2.13's gloo may wait for a thread of its own forever once they are done."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=FOLDER.parent)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=FOLDER.parent
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # and so its children
+        output, errors = process.communicate()
+        assert re.search(r"processes: loss .* -> ", output), errors[-4000:]
+    else:
+        assert process.returncode == 0, errors[-4000:]
+    return output
 
 
 @pytest.mark.slow
