@@ -257,22 +257,12 @@ ONETRIP_INLINE void store_unsigned_group(const Tables& tables, const F* values, 
   store_codes(codes, _mm512_mask_max_epu16(number, is_positive, number, words(1)));
 }
 
-// Whole blocks take fewer instructions, where no x lies right beside a threshold. In decade i, which its thresholds
-// [first of i, first of i + 1) bound, the number of x is the integer part of
-//
-//   2^(i + extra) * min((10^(6 - i) x + 0.8) / 0.9, nearly 2) - extra
-//
-// in fixed point, its error less than kDoubt units: of all float32 x in [0, 1], 3,900 (signed, 16 bits behind the
-// point) and 9,200 (unsigned, 15 bits) lie that close to a threshold, and no other gets a wrong code; 1,200 and 2,800
-// would without kDoubt. 2^23 is added, and the bits of the sum are the fixed-point number. A range of x, [2^(2k - 1),
-// 2^(2k + 1)), has lines of its own; the one threshold between decades in it comes from a table, exactly.
+// A range of x, [2^(2k - 1), 2^(2k + 1)), has lines of its own; the one threshold between decades in it comes from a
+// table, exactly.
 struct QuickLines {
   alignas(64) uint32_t to_next[16];  // added to the bits of x: from its range's threshold on they are of the next range
   alignas(64) float slope[16], factor[16];
 };
-constexpr float kLeastQuick = 1.0f / (1 << 29), kQuickStart = static_cast<float>(8.0 / 9.0);
-constexpr int kDoubt = 1;
-constexpr float kSignedUnits = 1 << 16, kUnsignedUnits = 1 << 15;
 template <int kMagnitudes>
 constexpr QuickLines make_quick_lines(const CodeMap<kMagnitudes>& map, int extra, double units) {
   // Where x changes lines; in front of the first, and from the last on, numbers are one.
@@ -292,13 +282,10 @@ constexpr QuickLines make_quick_lines(const CodeMap<kMagnitudes>& map, int extra
       }
     }
     const int i = n_passed - 1;
-    double power = 1e6;
-    for (int k = 0; k < i; ++k) power /= 10;
-    const bool is_line = 0 <= i && i < kDecades;
-    // A number of no line lies in the middle between its thresholds.
-    const double number = (i < 0 ? extra : kMagnitudes - 1) + 0.5 + extra;
-    lines.slope[range & 15] = static_cast<float>(is_line ? power / 0.9 : 0.0);
-    lines.factor[range & 15] = static_cast<float>(units * (is_line ? 1 << (i + extra) : number / kQuickStart));
+    const QuickLine line = 0 <= i && i < kDecades ? quick_line(i, extra, units)
+                                                  : quick_constant(i < 0 ? extra : kMagnitudes - 1, extra, units);
+    lines.slope[range & 15] = line.slope;
+    lines.factor[range & 15] = line.factor;
   }
   return lines;
 }
@@ -318,7 +305,6 @@ ONETRIP_INLINE void each(Function function) {
 // From the bits of x, from kLeastQuick to 1 (2^-22 more where the inverse scale is subnormal), to those of 2^23 +
 // number * units + kDoubt. offset: 2^23 - extra * units + kDoubt.
 ONETRIP_INLINE void to_quick_numbers(__m512i* x, const QuickLines& lines, float offset) {
-  constexpr float kNearly2 = 2.0f - 1.0f / (1 << 11);
   const __m512i nearly_2 = _mm512_castps_si512(_mm512_set1_ps(kNearly2));
   __m512i range[kVectors];
   const auto found = [&](const float* table, int i) __attribute__((always_inline)) {
@@ -362,7 +348,6 @@ ONETRIP_INLINE bool is_in_doubt(const __m512i* x, int doubt) {
   return (_mm512_cmplt_epu16_mask(least, words(doubt)) & 0x55555555u) != 0;
 }
 
-constexpr float kFixedPoint = 1 << 23;
 // Returns whether all codes are certain.
 ONETRIP_INLINE bool store_signed_quickly(const F* values, const Scale& scale, uint8_t* codes) {
   __m512i x[kVectors];

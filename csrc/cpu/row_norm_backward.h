@@ -14,7 +14,7 @@ constexpr int64_t kBlockElements = 4096, kMinBlockRows = 4, kMaxBlockRows = 16;
 static_assert(kBlockElements <= DropoutMask::kWholeRows && kMinBlockRows <= DropoutMask::kMaxSplitRows &&
                   kMaxBlockRows <= DropoutMask::kMaxRows,
               "the mask of a block is drawn whole, or by columns where it has the fewest rows");
-constexpr int kTile = kWidth == 16 ? 4 : 2;  // vectors of each parameter gradient held in registers
+constexpr int kTile = 4;  // vectors of each parameter gradient held in registers
 
 struct BackwardBlock {
   int n_rows;
@@ -30,7 +30,7 @@ struct BackwardBlock {
   const DropoutMask* mask;  // null: no dropout
   struct Row {
     float mean, rstd;
-    float mean_wdy_n, mean_wdy;
+    float minus_mean_wdy_n, mean_wdy;
   } rows[kMaxBlockRows];
 };
 
@@ -63,7 +63,7 @@ void project(const RowNormBackward& args, int64_t first, float* dy_buffer, float
     const float per_column = 1.0f / n_cols;
     const LaneSums wdy = sum_lanes(sums[0].values, sums[0].products);
     row.mean_wdy = args.norm == Norm::kRms ? 0.0f : wdy.a * per_column;
-    row.mean_wdy_n = wdy.b * per_column;
+    row.minus_mean_wdy_n = -(wdy.b * per_column);
     block.rows[k] = row;
   }
 }
@@ -71,20 +71,21 @@ void project(const RowNormBackward& args, int64_t first, float* dy_buffer, float
 // kVectors vectors from column c down the rows of the block. kIsNorm: nothing but a norm and its parameters.
 template <int kVectors, bool kIsNorm, class X, class R, class D, class Lanes>
 ONETRIP_INLINE void propagate_tile(const BackwardBlock& block, int64_t c, int64_t begin, Lanes lanes) {
-  // Copies, or every store would have them loaded again.
+  // Copies, and pointers that step from row to row: every store would have what lies in the block loaded again.
   const bool streams = block.streams, has_dy = kIsNorm || block.dy;
-  const int64_t z_step = kWidth * block.z_size;
+  const int n_rows = block.n_rows;
+  const int64_t dy_stride = block.dy_row_stride, z_stride = block.z_row_stride, dz_stride = block.dz_row_stride;
+  const int64_t n_cols = block.n_cols, next_z_stride = block.next_z_stride, z_step = kWidth * block.z_size;
+  const float *dy = has_dy ? block.dy + c : nullptr, *z = has_dy ? block.z + c : nullptr;
+  const char* next_z = has_dy ? block.next_z + c * block.z_size : nullptr;
+  const D* dz = !kIsNorm && block.dz ? static_cast<const D*>(block.dz) + c : nullptr;
+  X* dx = kIsNorm || block.dx ? static_cast<X*>(block.dx) + c : nullptr;
+  R* dresidual = !kIsNorm && block.dresidual ? static_cast<R*>(block.dresidual) + c : nullptr;
   F weight[kVectors], dweight[kVectors] = {}, dnorm_bias[kVectors] = {}, dbias[kVectors] = {};
   for (int i = 0; i < kVectors; ++i)
     weight[i] = block.weight ? load(block.weight + c + i * kWidth, lanes) : splat(1.0f);
-  for (int k = 0; k < block.n_rows; ++k) {
+  for (int k = 0; k < n_rows; ++k) {
     const BackwardBlock::Row row = block.rows[k];
-    const float* dy = block.dy + (k * block.dy_row_stride + c);
-    const float* z = block.z + (k * block.z_row_stride + c);
-    const D* dz = !kIsNorm && block.dz ? static_cast<const D*>(block.dz) + (k * block.dz_row_stride + c) : nullptr;
-    X* dx = kIsNorm || block.dx ? static_cast<X*>(block.dx) + (k * block.n_cols + c) : nullptr;
-    R* dresidual = !kIsNorm && block.dresidual ? static_cast<R*>(block.dresidual) + (k * block.n_cols + c) : nullptr;
-    const char* next_z = has_dy ? block.next_z + (k * block.next_z_stride + c * block.z_size) : nullptr;
     const uint16_t* bits = !kIsNorm && block.mask ? block.mask->row(k) + (c - begin) : nullptr;
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) {
@@ -97,14 +98,22 @@ ONETRIP_INLINE void propagate_tile(const BackwardBlock& block, int64_t c, int64_
         dweight[i] = mul_add(gradient, n, dweight[i]);
         dnorm_bias[i] += gradient;
         g = gradient * weight[i] - row.mean_wdy;  // rounded as in project: a row of one column gives exactly 0
-        g = mul_add(n, splat(-row.mean_wdy_n), g) * row.rstd;
+        g = mul_add(n, splat(row.minus_mean_wdy_n), g) * row.rstd;
       }
       if (dz) g += load(dz + i * kWidth, lanes);
       if (dresidual) store_rounded(dresidual + i * kWidth, g, lanes, streams);
       if (bits) g = block.mask->apply(g, block.mask->kept(bits + i * kWidth));
-      if (dx) store_rounded(dx + i * kWidth, g, lanes, streams);
+      if (kIsNorm) {
+        store_rounded(present(dx) + i * kWidth, g, lanes, streams);
+      } else if (dx) {
+        store_rounded(dx + i * kWidth, g, lanes, streams);
+      }
       if (!kIsNorm) dbias[i] += g;
     }
+    if (has_dy) dy += dy_stride, z += z_stride, next_z += next_z_stride;
+    if (dz) dz += dz_stride;
+    if (dx) dx += n_cols;
+    if (dresidual) dresidual += n_cols;
   }
   const auto add_to = [&](float* sums, int64_t step, const F* tile) {
     for (int i = 0; i < kVectors; ++i) {

@@ -49,6 +49,9 @@ def check(logits, plan):
     loss = native.forward_backward_(packed, labels, weights, None, plan)
     assert_bitwise(loss, ours.loss)
     assert_bitwise(packed, dlogits)
+    packed.copy_(logits)
+    native.backward_(packed, labels, ours.stats, weights, plan)
+    assert_bitwise(packed, dlogits)
     for tensors in (packed, other, truth):
         tensors.copy_(logits)
     native.forward_backward_(packed, labels, weights, entropy_weights, plan)
