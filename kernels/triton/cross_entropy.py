@@ -214,6 +214,11 @@ def backward(logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, pla
     return dlogits
 
 
+def backward_(logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, plan: CrossEntropyPlan) -> None:
+    """reference.cross_entropy.backward_."""
+    _launch(logits, labels, (None, stats, None), (weights, None, logits), plan, has_stats=True)
+
+
 def forward_backward_(
     logits: Tensor, labels: Tensor, weights: Tensor, entropy_weights: Tensor | None, plan: CrossEntropyPlan
 ) -> Tensor:

@@ -7,7 +7,14 @@ from pathlib import Path
 import optim_distributed
 import pytest
 import torch
-from patching_distributed import ddp_with_adamw8bit, every_wrapper, fsdp2_with_adamw8bit, tensor_parallel
+from patching_distributed import (
+    ddp_with_adamw8bit,
+    every_wrapper,
+    fsdp2_and_tensor_parallel,
+    fsdp2_with_adamw8bit,
+    tensor_parallel,
+    tensor_parallel_bert,
+)
 
 pytest.importorskip("transformers")
 pytestmark = [
@@ -18,9 +25,10 @@ pytestmark = [
 ]
 
 
-def test_two_processes_train_as_one() -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_train_as_one(world: int) -> None:
     """DDP and FSDP2, patched before and after wrapping. FSDP gathers each layer's weights in hooks."""
-    optim_distributed.run(2, every_wrapper)
+    optim_distributed.run(world, every_wrapper)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -38,3 +46,12 @@ def test_fsdp2_with_adamw8bit(world: int, tmp_path: Path) -> None:
 def test_tensor_parallel(world: int) -> None:
     """Colwise and rowwise linear layers around fused blocks; norms and residual sums on DTensors."""
     optim_distributed.run(world, tensor_parallel)
+
+
+def test_tensor_parallel_after_each_sum_a_norm() -> None:
+    """BERT: biases in split layers, norms of sums in one module, sequence parallelism. DTensors as operands."""
+    optim_distributed.run(2, tensor_parallel_bert)
+
+
+def test_fsdp2_and_tensor_parallel(tmp_path: Path) -> None:
+    optim_distributed.run(4, fsdp2_and_tensor_parallel, str(tmp_path / "checkpoint"))

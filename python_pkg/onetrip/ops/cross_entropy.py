@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import linear
@@ -22,6 +23,7 @@ from .common.tracing import are_plain_tensors_traced, is_traced, is_transformed,
 from .cross_entropy_autograd import apply, apply_by_row, apply_reduced, count_labels, forward, forward_reduced
 from .cross_entropy_linear import (
     Linear,
+    Slice,
     Wants,
     by_row,
     keeps_dlogits,
@@ -100,6 +102,8 @@ def linear_cross_entropy(
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
     chunk_rows: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    n_classes: int | None = None,
     **unknown: NoReturn,
 ) -> Tensor:
     """cross_entropy of hidden @ weight.T + bias, in chunks of rows: all of the logits never exist at once.
@@ -118,31 +122,47 @@ def linear_cross_entropy(
     requires grad are computed. Where the gradient of the logits is smaller than those of hidden and weight, it is kept
     in their place, and backward computes them from it. Those of weight and bias are summed in float32. Deterministic
     where torch's matrix products are.
+
+    process_group: the vocabulary is cut over its ranks (tensor parallelism). weight and bias hold this rank's classes:
+    of n_classes in all, rank r has those from r * ceil(n_classes / n_ranks) on, as torch.chunk and a DTensor's Shard(0)
+    cut them. hidden and labels, whose values number all classes, are the same on every rank; so are the loss and the
+    gradient of hidden, which is summed over ranks. Those of weight and bias are this rank's. Every rank must make the
+    call, and its backward, with the same options and requires_grad. Ranks communicate once a chunk, three or four
+    numbers a row, and once more for the gradient of hidden. torch.compile breaks its graph at the call, which runs
+    eagerly. n_classes must be given with a process_group, and only then.
     """
     function = "linear_cross_entropy"
     if unknown:
         raise_unknown(function, unknown)
+    if process_group is not None and is_compiling():
+        return torch.compiler.disable(linear_cross_entropy)(
+            hidden, weight, labels, bias, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
+            lse_square_scale=lse_square_scale, reduction=reduction, chunk_rows=chunk_rows, process_group=process_group,
+            n_classes=n_classes,
+        )  # fmt: skip
     plan = _checked_plan(function, ignore_index, label_smoothing, softcap, lse_square_scale, reduction)
-    found = _check_operands(function, hidden, weight, bias, "labels", labels, plan)
+    found = _check_operands(function, hidden, weight, bias, "labels", labels, plan, process_group is None)
     if chunk_rows is not None and (type(chunk_rows) is not int or chunk_rows < 1):
         raise ValueError(f"{function}: chunk_rows must be None or an int >= 1, got {chunk_rows!r}")
+    part = _slice_of(function, weight, process_group, n_classes)
     if reduction == "none":
-        loss, _ = _by_row(function, hidden, weight, bias, labels, plan, found, chunk_rows=chunk_rows)
+        loss, _ = _by_row(function, hidden, weight, bias, labels, plan, found, chunk_rows=chunk_rows, part=part)
         return loss
     hidden, weight, bias = _autocast(hidden, weight, bias)
     rows, row_labels = _rows_of(hidden, labels)
     operands = (rows, weight, bias)
-    chunk_rows = chunk_rows or rows_per_chunk(hidden, weight)
+    chunk_rows = chunk_rows or rows_per_chunk(hidden, weight, part)
     if is_traced(*operands, labels) if found < 0 else are_plain_tensors_traced():
-        reject_onnx_export()
+        _reject_traced(function, part)
         settings = (reduction == "mean", chunk_rows, _wants(*operands))
         return cast(Tensor, torch.ops.onetrip.linear_cross_entropy(*operands, row_labels, *settings, *plan)[0])
     if is_transformed():
+        _reject_traced(function, part)
         loss = reference.forward(linear(*operands), row_labels, plan).loss
         return _reduced(loss, row_labels, plan, reduction, labels.shape)
-    row_labels, n_kept = _counted(function, "labels", row_labels, weight.shape[0], ignore_index, found)
+    row_labels, n_kept = _counted(function, "labels", row_labels, n_classes or weight.shape[0], ignore_index, found)
     backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
-    others: tuple[Any, ...] = (row_labels, plan, backend, chunk_rows, n_kept)
+    others: tuple[Any, ...] = (row_labels, plan, backend, chunk_rows, n_kept, part)
     if any(_wants(*operands)):
         return cast(Tensor, apply_reduced(*operands, (others, reduction == "mean")))
     call = Linear(*operands, *others)
@@ -194,27 +214,30 @@ def _by_row(
     *,
     chunk_rows: int | None = None,
     wants_entropy: bool = False,
+    part: Slice | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(sign * losses, entropies where wanted), shaped as labels. found: _check_operands."""
     hidden, weight, bias = _autocast(hidden, weight, bias)
     shape = labels.shape
     rows, labels = _rows_of(hidden, labels)
     operands = (rows, weight, bias)
-    chunk_rows = chunk_rows or rows_per_chunk(hidden, weight)
+    chunk_rows = chunk_rows or rows_per_chunk(hidden, weight, part)
     entropy: Tensor | None
     if is_traced(*operands, labels) if found < 0 else are_plain_tensors_traced():
-        reject_onnx_export()
+        _reject_traced(function, part)
         settings = (wants_entropy, chunk_rows, *plan)
         loss, entropy = torch.ops.onetrip.linear_cross_entropy_rows(*operands, labels, *settings)
         loss = loss * sign
     elif is_transformed():
+        _reject_traced(function, part)
         loss, _, entropy = reference.forward(linear(*operands), labels, plan, wants_entropy)
         loss = loss * sign
     else:
         argument = "tokens" if plan.ignore_index == NO_INDEX else "labels"
-        labels, n_kept = _counted(function, argument, labels, weight.shape[0], plan.ignore_index, found)
+        n_classes = weight.shape[0] if part is None else part.n_classes
+        labels, n_kept = _counted(function, argument, labels, n_classes, plan.ignore_index, found)
         backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
-        others: tuple[Any, ...] = (labels, plan, backend, chunk_rows, n_kept)
+        others: tuple[Any, ...] = (labels, plan, backend, chunk_rows, n_kept, part)
         if any(_wants(*operands)):
             loss, entropy = apply_by_row(*operands, (others, wants_entropy, sign))
         else:
@@ -305,14 +328,49 @@ def _check_labels(function: str, argument: str, labels: object, of: str, rows: T
 
 def _check_operands(
     function: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, argument: str, labels: Tensor,
-    plan: CrossEntropyPlan,
+    plan: CrossEntropyPlan, is_whole: bool = True,
 ) -> int:  # fmt: skip
-    """read.labels; the checks, where that is negative."""
-    found = -1 if is_compiling() else read.labels(plan.ignore_index, labels, hidden, weight, bias)
+    """read.labels; the checks, where that is negative. is_whole: labels number the classes of weight."""
+    found = -1 if is_compiling() or not is_whole else read.labels(plan.ignore_index, labels, hidden, weight, bias)
     if found < 0:
         _check_linear(function, hidden, weight, bias)
         _check_labels(function, argument, labels, "hidden", hidden)
     return found
+
+
+def _slice_of(function: str, weight: Tensor, group: object, n_classes: object) -> Slice | None:
+    """What weight is this rank's slice of; None where it is whole."""
+    if group is None:
+        if n_classes is not None:
+            raise ValueError(f"{function}: n_classes must be None without a process_group, got {n_classes!r}")
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{function}: process_group must be None or a ProcessGroup of this process, got {group!r}")
+    if type(n_classes) is not int:
+        raise TypeError(f"{function}: n_classes must be an int with a process_group, got {n_classes!r}")
+    rank, n_ranks = group.rank(), group.size()
+    most = -(-n_classes // n_ranks)
+    if most * (n_ranks - 1) >= n_classes:
+        raise ValueError(
+            f"{function}: n_classes must give each of {n_ranks} ranks a class, slices of ceil(n_classes / n_ranks), "
+            f"got {n_classes}"
+        )
+    n_here = min(most, n_classes - rank * most)
+    if weight.shape[0] != n_here:
+        raise ValueError(
+            f"{function}: weight must have {n_here} rows, the slice of {n_classes} classes that rank {rank} of "
+            f"{n_ranks} has, got {weight.shape[0]}"
+        )
+    return Slice(group, n_ranks, rank * most, most, n_classes) if n_ranks > 1 else None
+
+
+def _reject_traced(function: str, part: Slice | None) -> None:
+    reject_onnx_export()
+    if part is not None:
+        raise RuntimeError(
+            f"{function}: process_group must be None for tensors of other classes (of a DTensor pass to_local()) and "
+            "where the call is traced or transformed (torch.jit.trace, torch.func)"
+        )
 
 
 def _check_linear(function: str, hidden: object, weight: object, bias: object) -> None:

@@ -285,12 +285,15 @@ def _autograd(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
 
 
 def _save_reduced(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)  # or zeros of the gradients' sizes are made for the gradients of these outputs
     ctx.n_inputs, ctx.wants = len(inputs), inputs[6]
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[1:])
 
 
-def _autograd_reduced(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
+def _autograd_reduced(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if dloss is None:
+        return (None,) * ctx.n_inputs
     *found, factors = ctx.saved_tensors
     dhidden, dweight, dbias = (gradient if wanted else None for gradient, wanted in zip(found, ctx.wants, strict=True))
     return *linear.multiplied((dhidden, dweight, dbias), dloss, factors), *([None] * (ctx.n_inputs - 3))

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..reference import accumulator_dtype
-from ..reference.cross_entropy import CrossEntropyPlan
+from ..reference.cross_entropy import NO_INDEX, CrossEntropyPlan, RowStatistics, values
 from . import cross_entropy_native
 from .common.backends import formulas
 
@@ -33,6 +34,106 @@ def row_functions(backend: str) -> Any:
     return cross_entropy_native if backend == "cpu" else formulas(backend, "cross_entropy")
 
 
+class Slice(NamedTuple):
+    """The classes whose weight this rank of a process group has: those from first on."""
+
+    group: dist.ProcessGroup
+    n_ranks: int
+    first: int
+    most: int
+    """Classes of each rank but the last, which may have fewer."""
+    n_classes: int
+    """Of all ranks."""
+
+
+class _Columns(NamedTuple):
+    """Where the labels of rows are in a slice. Each [n_rows]."""
+
+    column: Tensor
+    """The label's column; 0 where it is in another slice."""
+    is_here: Tensor
+    is_ignored: Tensor
+    labels: Tensor
+    """As the row functions take them: column, NO_INDEX where ignored, -1 where the label is no class."""
+
+
+class _SlicedRows:
+    """The row functions where logits are those of this rank's classes, and labels number the classes of all ranks.
+
+    Ranks exchange, in one all-gather, the statistics of each row in their classes and its label's value. All compute
+    the same loss from them, and each its part of the gradient from the statistics of whole rows. Megatron-LM (Shoeybi
+    et al. 2019) takes three all-reduces for this.
+    """
+
+    def __init__(self, functions: Any, part: Slice) -> None:
+        self.functions, self.part = functions, part
+
+    def forward(
+        self, logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, wants_entropy: bool = False
+    ) -> RowStatistics:
+        """wants_entropy: must be False."""
+        assert not wants_entropy
+        columns = self._columns(labels, logits.shape[1], plan.ignore_index)
+        return self._exchange(logits, columns, _label_values(logits, columns, plan), plan)
+
+    def forward_backward_(
+        self, logits: Tensor, labels: Tensor, weights: Tensor, entropy_weights: Tensor | None, plan: CrossEntropyPlan
+    ) -> Tensor:
+        """entropy_weights: must be None."""
+        assert entropy_weights is None
+        columns = self._columns(labels, logits.shape[1], plan.ignore_index)
+        t = _label_values(logits, columns, plan)
+        loss, stats, _ = self._exchange(logits, columns, t, plan)
+        n_classes = self.part.n_classes
+        smoothing = plan.label_smoothing * logits.shape[1] / n_classes
+        sliced = plan._replace(ignore_index=NO_INDEX, label_smoothing=smoothing)
+        self.functions.backward_(logits, columns.labels, stats, weights, sliced)
+        # The kernel takes this column as the label's in every row, and its smoothing as that of whole rows: replaced.
+        largest, log_sum = stats.unbind(1)
+        of_p = 1.0 + 2.0 * plan.lse_square_scale * (largest + log_sum)
+        g = of_p * torch.exp((t - largest) - log_sum) - plan.label_smoothing / n_classes
+        g = weights * (g - (1.0 - plan.label_smoothing) * columns.is_here)
+        if plan.softcap:
+            g = g * (1.0 - (t / plan.softcap) ** 2)
+        g = g.masked_fill(columns.is_ignored, 0.0).to(logits.dtype)
+        logits.scatter_(1, columns.column[:, None], g[:, None])
+        return loss
+
+    def _columns(self, labels: Tensor, n_cols: int, ignore_index: int) -> _Columns:
+        is_ignored = labels == ignore_index
+        column = labels - self.part.first
+        is_here = (column >= 0) & (column < n_cols) & ~is_ignored
+        column = column.masked_fill(~is_here, 0)
+        is_wrong = (labels < 0) | (labels >= self.part.n_classes)
+        return _Columns(column, is_here, is_ignored, column.masked_fill(is_wrong, -1).masked_fill(is_ignored, NO_INDEX))
+
+    def _exchange(self, logits: Tensor, columns: _Columns, t: Tensor, plan: CrossEntropyPlan) -> RowStatistics:
+        """Loss and stats of whole rows. t: _label_values."""
+        smoothing = plan.label_smoothing
+        # With label_smoothing 1 the loss of a slice is its lse - mean(t).
+        sliced = plan._replace(ignore_index=NO_INDEX, label_smoothing=float(smoothing > 0.0), lse_square_scale=0.0)
+        loss, stats, _ = self.functions.forward(logits, columns.labels, sliced)
+        mine = [*stats.unbind(1), t.masked_fill(~columns.is_here, 0.0)]
+        if smoothing:
+            mine.append((stats.sum(1) - loss) * (logits.shape[1] / self.part.n_classes))
+        found = torch.stack(mine)
+        of_ranks = found.new_empty((self.part.n_ranks, *found.shape))
+        dist.all_gather(list(of_ranks.unbind(0)), found, group=self.part.group)
+        tops, log_sums, *sums = of_ranks.unbind(1)
+        t_label, *mean = (each.sum(0) for each in sums)
+        largest = tops.amax(0)
+        log_sum = torch.logsumexp(tops - largest.masked_fill(largest == -torch.inf, 0.0) + log_sums, 0)
+        lse = largest + log_sum
+        loss = (1.0 - smoothing) * (log_sum - (t_label - largest)) + plan.lse_square_scale * lse * lse
+        if smoothing:
+            loss = loss + smoothing * (log_sum - (mean[0] - largest))
+        return RowStatistics(loss.masked_fill(columns.is_ignored, 0.0), torch.stack([largest, log_sum], 1), None)
+
+
+def _label_values(logits: Tensor, columns: _Columns, plan: CrossEntropyPlan) -> Tensor:
+    return values(logits.gather(1, columns.column[:, None]), plan)[:, 0]
+
+
 class Linear(NamedTuple):
     """The operands of one call."""
 
@@ -49,16 +150,19 @@ class Linear(NamedTuple):
     """At least 1: rows whose logits exist at once."""
     n_kept: int | None
     """Rows whose label is not ignored; None where that is not known on the host."""
+    part: Slice | None = None
+    """What weight and bias are a slice of; labels number the classes of all."""
 
     @property
     def rows(self) -> Any:
-        return row_functions(self.backend)
+        functions = row_functions(self.backend)
+        return functions if self.part is None else _SlicedRows(functions, self.part)
 
 
-def rows_per_chunk(hidden: Tensor, weight: Tensor) -> int:
+def rows_per_chunk(hidden: Tensor, weight: Tensor, part: Slice | None) -> int:
     """As many as have logits of about 64 MB; of bfloat16 on a CPU, where that would be most of the peak, as many as the
-    sums of the products need to be fast, of 16 to 64 MB."""
-    row_bytes = weight.shape[0] * hidden.element_size()
+    sums of the products need to be fast, of 16 to 64 MB. The same on every rank."""
+    row_bytes = (weight.shape[0] if part is None else part.most) * hidden.element_size()
     if hidden.dtype == torch.bfloat16 and hidden.device.type == "cpu":
         return max(1, min(_CHUNK_BYTES // row_bytes, max(_CHUNK_ROWS, _CHUNK_BYTES_WITH_SUMS // row_bytes)))
     return max(1, _CHUNK_BYTES // row_bytes)
@@ -180,7 +284,9 @@ class _Sums:
                 dweight[classes].add_(product)
 
     def result(self) -> Gradients:
-        weight, bias = self.kept.call.weight, self.kept.call.bias
+        weight, bias, part = self.kept.call.weight, self.kept.call.bias, self.kept.call.part
+        if part is not None and self.dhidden is not None:
+            dist.all_reduce(self.dhidden, group=part.group)
         if self.dweight is not None and self.is_first:
             self.dweight.zero_()
         return (
@@ -205,6 +311,7 @@ def keeps_dlogits(call: Linear) -> bool:
     n_classes = call.weight.shape[0]
     return (
         call.backend == "cpu"
+        and call.part is None
         and call.n_kept == n_rows
         and 0 < n_rows <= call.chunk_rows
         and n_rows * n_classes <= (n_rows + n_classes) * n_hidden

@@ -67,8 +67,19 @@ def forward(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, wants_entrop
 def backward(logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, plan: CrossEntropyPlan) -> Tensor:
     """reference.cross_entropy.backward. weights: contiguous, as stats."""
     dlogits = torch.empty(logits.shape, dtype=logits.dtype)
-    _launch(logits, plan, labels, None, stats, 1, None, weights, int(weights.numel() > 1), None, dlogits, None, 1)
+    _launch_backward(logits, labels, stats, weights, plan, dlogits)
     return dlogits
+
+
+def backward_(logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, plan: CrossEntropyPlan) -> None:
+    """reference.cross_entropy.backward_."""
+    _launch_backward(logits, labels, stats, weights, plan, logits)
+
+
+def _launch_backward(
+    logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, plan: CrossEntropyPlan, dlogits: Tensor
+) -> None:
+    _launch(logits, plan, labels, None, stats, 1, None, weights, int(weights.numel() > 1), None, dlogits, None, 1)
 
 
 def forward_backward_(

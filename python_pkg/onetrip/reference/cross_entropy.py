@@ -43,7 +43,8 @@ class RowStatistics(NamedTuple):
     """[n_rows]: -sum of p * log(p), p = exp(t - lse); None where not wanted."""
 
 
-def _values(logits: Tensor, plan: CrossEntropyPlan) -> Tensor:
+def values(logits: Tensor, plan: CrossEntropyPlan) -> Tensor:
+    """t, float32 (float64)."""
     t = logits.to(accumulator_dtype(logits.dtype)) * plan.scale
     return plan.softcap * torch.tanh(t / plan.softcap) if plan.softcap else t
 
@@ -58,7 +59,7 @@ def _one_label(labels: Tensor, n_cols: int, plan: CrossEntropyPlan) -> tuple[Ten
 
 def forward(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, wants_entropy: bool = False) -> RowStatistics:
     """logits: [n_rows, n_cols], n_cols >= 1. labels: [n_rows] int64. Differentiable."""
-    t = _values(logits, plan)
+    t = values(logits, plan)
     ignored, spoilt, index = _one_label(labels, logits.shape[1], plan)
     t = t.masked_fill(ignored, 0.0).masked_fill(spoilt, torch.nan)
     largest = t.detach().amax(dim=1, keepdim=True)
@@ -81,6 +82,11 @@ def backward(logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, pla
     return _gradient(logits, labels, stats, None, weights, None, plan)
 
 
+def backward_(logits: Tensor, labels: Tensor, stats: Tensor, weights: Tensor, plan: CrossEntropyPlan) -> None:
+    """As backward; the gradient is written over the logits, which are contiguous."""
+    logits.copy_(backward(logits, labels, stats, weights, plan))
+
+
 def forward_backward_(
     logits: Tensor, labels: Tensor, weights: Tensor, entropy_weights: Tensor | None, plan: CrossEntropyPlan
 ) -> Tensor:
@@ -101,7 +107,7 @@ def _gradient(
     plan: CrossEntropyPlan,
 ) -> Tensor:
     n_cols = logits.shape[1]
-    t = _values(logits, plan)
+    t = values(logits, plan)
     ignored, spoilt, index = _one_label(labels, n_cols, plan)
     largest, log_sum = stats[:, :1], stats[:, 1:]
     weight = weights[:, None]
