@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from onetrip.patching import links
+from onetrip.patching import calls
 from patching_cases import WIDTH, Model
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from torch import Tensor
 @pytest.fixture(autouse=True)
 def _small_sums_are_linked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' tensors are small."""
-    monkeypatch.setattr(links, "SMALLEST", 0)
+    monkeypatch.setattr(calls, "SMALLEST", 0)
 
 
 @pytest.fixture

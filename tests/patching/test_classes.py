@@ -335,7 +335,7 @@ def test_a_deferred_site_that_fails_is_reported_and_undone(x: Tensor, monkeypatc
         model = nn.Sequential(nn.LayerNorm(WIDTH))
     report = patch_model(model)
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise ValueError("off by one")
 
     monkeypatch.setattr(norms, "verify_forward", fail)

@@ -13,7 +13,7 @@ from linked_stack import Stack, assert_same, n_links, pair, step
 from onetrip.measure import saved_bytes
 from onetrip.ops import row_norm, row_norm_autograd
 from onetrip.ops.common.native import read
-from onetrip.patching import links, patch_model, unpatch_model
+from onetrip.patching import calls, links, patch_model, unpatch_model
 from patching_cases import WIDTH, inputs, randomised
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -80,7 +80,7 @@ def test_small_sums_are_not_linked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also not by a model that has linked large ones: it may generate after a long prompt."""
     _, model = pair()
     (x,) = inputs()
-    monkeypatch.setattr(links, "SMALLEST", x.numel() + 1)
+    monkeypatch.setattr(calls, "SMALLEST", x.numel() + 1)
     called: list[str] = []
     apart = links.sum_before_norm
     monkeypatch.setattr(links, "sum_before_norm", lambda *a, **k: called.append("linked") or apart(*a, **k))

@@ -88,7 +88,7 @@ CASES = {
         {"dim": HIDDEN, "hidden_dim": INTERMEDIATE, "n_layers": 2, "n_heads": HEADS, "vocab_size": VOCABULARY}
         | {"dropout": 0.0, "attention_dropout": 0.0},
         text,
-        {"layer_norm": 2, "add_norm": 2, "shared_input": 2},
+        {"layer_norm": 2, "add_norm": 2, "shared_input": 2, "bias_activation": 1},
     ),
     "gpt2": Case(
         "GPT2LMHeadModel",
@@ -117,7 +117,7 @@ CASES = {
         "MixtralConfig",
         DECODER | {"num_local_experts": 2},
         causal,
-        {"rms_norm": 3, "add_norm": 2, "rotary": 2},
+        {"rms_norm": 3, "add_norm": 2, "rotary": 2, "gated_mlp": 2},
     ),
     "albert": Case(
         "AlbertForMaskedLM",

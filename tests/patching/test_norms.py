@@ -133,6 +133,80 @@ class GatedNorm(Norm):
         return self.gain * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.epsilon))
 
 
+class NormThenGate(LlamaLike):
+    """As Qwen3-Next's: the normed rows are rounded, the product with the gate is rounded once."""
+
+    def forward(self, h: Tensor, z: Tensor) -> Tensor:
+        return (super().forward(h) * functional.silu(z.float())).to(h.dtype)
+
+
+class MaybeGatedNorm(NormThenGate):
+    def forward(self, h: Tensor, z: Tensor | None = None) -> Tensor:
+        return LlamaLike.forward(self, h) if z is None else super().forward(h, z)
+
+
+class SigmoidGatedNorm(LlamaLike):
+    def forward(self, h: Tensor, z: Tensor) -> Tensor:
+        return super().forward(h) * torch.sigmoid(z)
+
+
+class TwiceGatedNorm(LlamaLike):
+    def forward(self, h: Tensor, z: Tensor, factor: float = 1.0) -> Tensor:
+        return super().forward(h) * functional.silu(z) * factor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("make", [NormThenGate, MaybeGatedNorm])
+def test_a_norm_whose_result_is_gated_is_a_norm_and_a_gated_product(make: type[Norm], dtype: torch.dtype) -> None:
+    module = randomised(make()).to(dtype)
+
+    def outcome(*given: Tensor) -> list[Tensor]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in given]
+        y = module(*leaves)
+        wanted = (*leaves, *module.parameters())
+        return [y.detach(), *torch.autograd.grad(y, wanted, torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y))]
+
+    (x,) = inputs()
+    expected = outcome(x, x.flip(0))
+    report = patch_model(module)
+    assert [site.pattern for site in report.patched] == ["rms_norm"], report
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for ours, theirs in zip(outcome(x, x.flip(0)), expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
+    assert report.calls() == {"": (1, 0)}
+    module(x.to(dtype), x[:1].flip(1).to(dtype))  # a gate that is broadcast
+    assert report.calls() == {"": (1, 1)}
+
+
+def test_a_gate_that_is_not_given_runs_the_original() -> None:
+    module, (x,) = randomised(MaybeGatedNorm()), inputs()
+    expected = module(x)
+    report = patch_model(module)
+    assert torch.equal(module(x), expected) and report.calls() == {"": (0, 1)}
+
+
+class CallsAGatedNorm(nn.Module):
+    """Without its gate, after a residual sum: not the norm that was recognised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.norm = nn.Dropout(0.1), MaybeGatedNorm()
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        h = self.drop(a)
+        h = h + b
+        return self.norm(h)
+
+
+def test_a_sum_before_a_gated_norm_is_fused_without_it() -> None:
+    module, (x,) = randomised(CallsAGatedNorm()).eval(), inputs()
+    expected = module(x, x.flip(0))
+    report = patch_model(module)
+    torch.testing.assert_close(module(x, x.flip(0)), expected)
+    assert {site.name: site.pattern for site in report.patched} == {"": "dropout_add", "norm": "rms_norm"}
+
+
 class UnbiasedNorm(Norm):
     def forward(self, h: Tensor) -> Tensor:
         return self.gain * h * torch.rsqrt(h.var(-1, keepdim=True) + self.epsilon)
@@ -214,7 +288,9 @@ def kernelized() -> nn.Module:
 
 
 NEGATIVES: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "gated": (GatedNorm, "extra_forward_args"),
+    "gated-first": (GatedNorm, "extra_forward_args"),
+    "then-sigmoid": (SigmoidGatedNorm, "extra_forward_args"),
+    "then-gated-by-two": (TwiceGatedNorm, "extra_forward_args"),
     "unbiased-variance": (UnbiasedNorm, "unknown_forward"),
     "sum-of-squares": (SumNorm, "unknown_forward"),
     "clamped-not-added-eps": (ClampedNorm, "unknown_forward"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip.measure.traffic import traffic
-from onetrip.patching import links, patch_model, unpatch_model
+from onetrip.patching import calls, patch_model, unpatch_model
 from patching_cases import WIDTH, inputs, randomised
 from torch import Tensor, nn
 
@@ -157,7 +157,7 @@ def test_small_tensors_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     model, (x,) = randomised(Attention()), inputs()
     expected = outcome(model, x)
     report = patch_model(model)
-    monkeypatch.setattr(links, "SMALLEST", x.numel() + 1)
+    monkeypatch.setattr(calls, "SMALLEST", x.numel() + 1)
     ours = outcome(model, x)
     assert report.calls() == {"": (0, 0)} and all(torch.equal(ours[name], expected[name]) for name in expected)
 
@@ -202,6 +202,25 @@ def test_autocast(dtype: torch.dtype) -> None:
     ours = run()
     assert torch.equal(ours["y"], expected["y"])
     assert_agree(ours, expected, 3e-2)
+
+
+def test_the_input_is_cast_once_where_saved_tensors_are_packed() -> None:
+    (x,) = inputs()
+    model = randomised(Attention())
+    patch_model(model)
+    cast = (2.0 * x).bfloat16()
+    packed: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.dtype == cast.dtype and tensor.shape == cast.shape and torch.equal(tensor, cast):
+            packed[tensor.data_ptr()] = tensor.detach()
+        return tensor.clone()
+
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(2.0 * leaf)
+    assert len(packed) == 1
+    y.sum().backward()
 
 
 def test_second_derivatives() -> None:

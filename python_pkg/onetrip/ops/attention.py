@@ -15,7 +15,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..reference.softmax import SoftmaxPlan
-from .attention_heads import BackwardOperands, Operands, Plan, Wanted, attend, gradients, saturated_mask
+from .attention_heads import (
+    BackwardOperands,
+    Operands,
+    Plan,
+    Wanted,
+    as_products_read,
+    attend,
+    gradients,
+    saturated_mask,
+)
 from .common.backends import DISPATCHER, KERNEL_DTYPES, choose
 from .common.rng import eager_rng, traced_rng
 from .common.tracing import is_traced, is_transformed, refuse_double_backward, watched_as
@@ -133,6 +142,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *operands_and_call: Any) -> tuple[Tensor, Tensor]:
         operands, (rng, plan) = Operands(*operands_and_call[:6]), operands_and_call[6:]
+        operands = as_products_read(operands, plan)
         output, weights, p = attend(operands, rng, plan)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands[:3], weights if p is None else p)

@@ -123,6 +123,15 @@ def _folded(heads: Tensor, n_key_heads: int) -> Tensor:
     return heads.reshape(batch * n_key_heads, n_heads // n_key_heads * n_queries, width)
 
 
+def as_products_read(operands: Operands, plan: Plan) -> Operands:
+    """The operands whose copies, which the products make of views like transposed heads, backward can read as well."""
+    query, key, value = operands[:3]
+    n_cols = key.shape[2] + (operands.sinks is not None)
+    if len(_cuts(query, key, n_cols, plan.on_cpu)) > 1:
+        return operands
+    return operands._replace(query=query.contiguous(), key=key.contiguous(), value=value.contiguous())
+
+
 def attend(operands: Operands, rng: Rng | None, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
     """(output, weights, p): the weights with those of the sinks, p as the softmax stores it."""
     query, key, value, mask, position_bias, sinks = operands

@@ -111,6 +111,26 @@ def input_gradients(
     return Gradients(dx, dresidual, *parameters)
 
 
+def share_residual_gradient(result: Tensor, give: Callable[[Any, Tensor | None, bool], Tensor | None]) -> bool:
+    """Let backward return give(node, dresidual, whether dresidual is new memory that nobody else has) for dresidual.
+
+    result: of a row_norm. False, and nothing is done, where its gradients are not computed here."""
+    node: Any = result.grad_fn
+    if getattr(type(node), "_forward_cls", None) is not _RowNorm and not hasattr(node, "give_residual"):
+        return False
+    node.give_residual = give
+    return True
+
+
+def _shared(node: Any, gradients: Gradients, dz: Tensor | None) -> Gradients:
+    give = getattr(node, "give_residual", None)
+    if give is None:
+        return gradients
+    dresidual = gradients.dresidual
+    is_own = dresidual is not None and dresidual is not gradients.dx and dresidual is not dz
+    return gradients._replace(dresidual=give(node, dresidual, is_own))
+
+
 def _wanted(dtypes: Dtypes, needs_input_grad: Iterable[bool]) -> Dtypes:
     return Dtypes(*[dtype if needed else None for dtype, needed in zip(dtypes, needs_input_grad, strict=False)])
 
@@ -148,7 +168,7 @@ class _RowNorm(torch.autograd.Function):
         compute = partial(backward, backend if have_storage(dy, dz) else "reference")
         operands = BackwardOperands(dy, dz, *saved)
         wanted = _wanted(dtypes, ctx.needs_input_grad)
-        return *input_gradients(compute, operands, rng, plan, wanted), None
+        return *_shared(ctx, input_gradients(compute, operands, rng, plan, wanted), dz), None
 
 
 # Calls the C++ apply directly; skips Function.apply's Python wrapper, which looks for functorch transforms (3 of 8 us):
@@ -276,6 +296,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(*(tensor for tensor in constants if tensor is not None))
     ctx.plan = plan
     ctx.dtypes = dtypes_of(operands)
+    ctx.give_residual = None
     saved = (z if plan.store_z else operands.x, mean if plan.has_mean else None, rstd, operands.weight)
     ctx.save_for_backward(*(saved if plan.norm else (None,) * 4), rng)
 
@@ -284,7 +305,7 @@ def _autograd_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, *_: None)
     *saved, rng = ctx.saved_tensors
     wanted = _wanted(ctx.dtypes, ctx.needs_input_grad)
     gradients = input_gradients(_traced_backward, BackwardOperands(dy, dz, *saved), rng, ctx.plan, wanted)
-    return (*gradients, None, *([None] * len(ctx.plan)))
+    return (*_shared(ctx, gradients, dz), None, *([None] * len(ctx.plan)))
 
 
 def _traced_backward(operands: BackwardOperands, rng: Any, plan: RowNormPlan, wanted: Dtypes) -> Gradients:

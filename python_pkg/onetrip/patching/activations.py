@@ -2,11 +2,15 @@
 
     h = self.act(self.gate(x)) * self.up(x)     ->      h = gated_0_(self, self.act, self.gate(x), self.up(x))
 
+    gate, up = h.chunk(2, dim=-1)               ->      gate = h
+    h = self.act(gate) * up                             h = gated_0_(self, self.act, gate)
+
     h = self.dense(h)                           ->      h = activated_0_(self, self.act, self.dense, h)
     h = self.act(h)
 
 The activation is a child or a function of torch's, recognised by what it computes. A plain linear layer leaves its bias
-to the activation. Everything else of the forward stays as it was written.
+to the activation. Halves that only the product reads stay one tensor, whose gradient is then written as one. Everything
+else of the forward stays as it was written.
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import ops
 from ..ops.common.backends import KERNEL_DTYPES
 from . import calls
-from .calls import Configuration, configuration, has_configuration, is_plain, linear_parts, original_class
+from .calls import Configuration, configuration, has_configuration, is_plain, original_class
 from .classes import Rewrite
 from .clones import clone
+from .readers import linear_parts
 from .report import Unsuitable
 from .residual.choose import child_at
 from .residual.read import Reader, blocks, evaluated, may_change, mentions
@@ -47,6 +52,15 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(eq=False)
+class Halves:
+    """`gate, up = packed.chunk(2, dim=-1)`."""
+
+    statement: ast.Assign
+    packed: ast.expr
+    gate_first: bool
+
+
+@dataclass(eq=False)
 class Found:
     """A call that may be an activation."""
 
@@ -61,6 +75,8 @@ class Found:
     other: ast.expr | None = None
     definition: ast.Assign | None = None
     """The statement that gave the activation's result a name, which only the product reads."""
+    halves: Halves | None = None
+    """The statement that gave the gate and the other factor their names."""
     linear: str = ""
     """Path of a child called with one argument, whose result only the activation reads."""
     linear_x: ast.expr | None = None
@@ -74,15 +90,17 @@ class FoundActivations:
     tree: ast.FunctionDef
     found: list[Found]
     """Those with a product first. A call may be in several of them."""
+    method: str = "forward"
+    """The name of the function that was read."""
 
 
-def read_activations(forward: Any, source: str = "") -> FoundActivations | None:
-    """The activations of a forward; None if it has none. source: of its rewrite."""
+def read_activations(forward: Any, source: str = "", method: str = "forward") -> FoundActivations | None:
+    """The activations of a forward; None if it has none. source: of its rewrite. method: its name in its class."""
     tree: Any = ast.parse(source).body[0] if source else parse(forward)
     if isinstance(tree, Unsuitable) or not tree.args.args:
         return None
     found = list(_read(Reader(forward, tree)))
-    return FoundActivations(tree, found) if found and (source or is_source_of(tree, forward)) else None
+    return FoundActivations(tree, found, method) if found and (source or is_source_of(tree, forward)) else None
 
 
 def _read(reader: Reader) -> Iterator[Found]:
@@ -98,6 +116,7 @@ def _read(reader: Reader) -> Iterator[Found]:
                     gated = None if isinstance(other, ast.Constant) else _factor(reader, side, block, position, in_loop)
                     if gated is not None:
                         gated.product, gated.other = node, other
+                        gated.halves = _halves(reader, gated, block, position, in_loop)
                         yield gated
     for block, position, in_loop, nodes in places:
         for node in nodes:
@@ -130,6 +149,28 @@ def _factor(reader: Reader, side: ast.expr, block: list[ast.stmt], position: int
                 found.definition = statement
                 return found
         if mentions(statement, side.id):
+            return None
+    return None
+
+
+def _halves(reader: Reader, found: Found, block: list[ast.stmt], position: int, in_loop: bool) -> Halves | None:
+    """The halves that gate and other are, if nothing else reads them or changes them before the product."""
+    if not (isinstance(found.x, ast.Name) and isinstance(found.other, ast.Name)) or found.x.id == found.other.id:
+        return None
+    gate, other = found.x.id, found.other.id
+    for index in reversed(range(position)):
+        match block[index]:
+            case (
+                ast.Assign(
+                    targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])],
+                    value=ast.Call(func=ast.Attribute(value=packed, attr="chunk"), args=args, keywords=keywords),
+                ) as statement
+            ) if {first, second} == {gate, other}:
+                sizes = [ast.unparse(each) for each in (*args, *(k.value for k in keywords if k.arg == "dim"))]
+                ends = {name: reader.ends_at(name, block, index, position, in_loop) for name in (gate, other)}
+                is_whole = sizes == ["2", "-1"] and len(args) + len(keywords) == 2
+                return Halves(statement, packed, first == gate) if is_whole and all(ends.values()) else None
+        if block[index] is not found.definition and any(mentions(block[index], name) for name in (gate, other)):
             return None
     return None
 
@@ -217,10 +258,26 @@ class Gated(_Fused):
     """act(gate) * up in a rewritten forward."""
 
     def __call__(self, module: nn.Module, act: Any, gate: Tensor, up: Tensor) -> Tensor:
-        if self.is_still(act) and _fits(gate) and _is_like(up, gate):
+        if self.is_still(act) and _fits(gate) and calls.is_like(up, gate):
             calls.count_fused(module)
             return ops.glu(gate, up, self.activation)
         calls.count_fallback(module)
+        return self.unfused(act, gate) * up
+
+
+@dataclass(frozen=True)
+class GatedHalves(_Fused):
+    """act(gate) * up of two halves of one tensor, in a rewritten forward."""
+
+    gate_first: bool
+
+    def __call__(self, module: nn.Module, act: Any, packed: Tensor) -> Tensor:
+        if self.is_still(act) and _fits(packed) and packed.shape[-1] % 2 == 0:
+            calls.count_fused(module)
+            return ops.glu_packed(packed, self.activation, gate_first=self.gate_first)
+        calls.count_fallback(module)
+        first, second = packed.chunk(2, dim=-1)
+        gate, up = (first, second) if self.gate_first else (second, first)
         return self.unfused(act, gate) * up
 
 
@@ -229,7 +286,7 @@ class Activated(_Fused):
 
     def __call__(self, module: nn.Module, act: Any, dense: Any, x: Tensor) -> Tensor:
         if self.is_still(act) and not x.is_nested:
-            x, bias = (x, None) if dense is None else linear_parts(dense, x)
+            x, bias = (x, None) if dense is None else linear_parts(module, dense, x)
             if _fits(x):
                 calls.count_fused(module)
                 return ops.bias_activation(x, bias, self.activation)
@@ -242,18 +299,6 @@ class Activated(_Fused):
 
 def _fits(x: Tensor) -> bool:
     return x.dtype in KERNEL_DTYPES and x.dim() > 0 and not x.is_nested and not calls.is_distributed(x)
-
-
-def _is_like(up: Any, gate: Tensor) -> bool:
-    """Whether ops.glu takes both: anything else that a product may be of is left to torch."""
-    return (
-        isinstance(up, Tensor)
-        and not up.is_nested
-        and up.shape == gate.shape
-        and up.dtype == gate.dtype
-        and up.device == gate.device
-        and not calls.is_distributed(up)
-    )
 
 
 @dataclass(frozen=True)
@@ -325,10 +370,11 @@ class Activations:
 
     @cached_property
     def _rewrite(self) -> Rewrite:
-        rewriting = Rewriting(self.forward.tree)
+        rewriting, method = Rewriting(self.forward.tree), self.forward.method
         for index, choice in enumerate(self.chosen):
-            _put(rewriting, index, choice)
-        return Rewrite(self.pattern, rewriting.source(), tuple(rewriting.constants.items()), in_module=True)
+            _put(rewriting, f"{index}_" if method == "forward" else f"{index}_{method}_", choice)
+        constants = tuple(rewriting.constants.items())
+        return Rewrite(self.pattern, rewriting.source(), constants, method=method, in_module=True)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless each activation, fused, computes what the module's own does."""
@@ -344,25 +390,31 @@ class Activations:
                 check_outcomes(actual, expected, truth, f" of {choice.activation}")
 
 
-def _put(rewriting: Rewriting, index: int, choice: Choice) -> None:
-    """The fused call in place of the activation."""
+def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
+    """The fused call in place of the activation. suffix: of its name."""
     found, copies = choice.found, rewriting.copies
     act = rewriting.attribute(found.path) if found.path else copies[id(found.call.func)]
-    name = f"{'activated' if found.product is None else 'gated'}_{index}_"
+    name = f"{'activated' if found.product is None else 'gated'}_{suffix}"
 
     def called(*arguments: ast.expr) -> ast.expr:
         return ast.Call(ast.Name(name), [ast.Name(rewriting.own), act, *arguments], [])
 
     if found.product is not None:
-        rewriting.constants[name] = Gated(choice.activation, choice.cls, choice.configuration)
+        known = (choice.activation, choice.cls, choice.configuration)
+        rewriting.constants[name] = (
+            Gated(*known) if found.halves is None else GatedHalves(*known, found.halves.gate_first)
+        )
         x, other = copies[id(found.x)], copies[id(found.other)]
         gate = x
         if found.definition is not None:
             gate = ast.Name(found.definition.targets[0].id)  # type: ignore[attr-defined]
             rewriting.replaced[id(copies[id(found.call)])] = lambda: rewriting.visit(x)
-        rewriting.replaced[id(copies[id(found.product)])] = lambda: called(
-            rewriting.visit(gate), rewriting.visit(other)
-        )
+        factors = [gate, other]
+        if found.halves is not None:
+            statement, packed, factors = copies[id(found.halves.statement)], copies[id(found.halves.packed)], [gate]
+            rewriting.replaced[id(statement.value)] = lambda: rewriting.visit(packed)
+            statement.targets = [ast.Name(x.id)]
+        rewriting.replaced[id(copies[id(found.product)])] = lambda: called(*map(rewriting.visit, factors))
         return
     rewriting.constants[name] = Activated(choice.activation, choice.cls, choice.configuration)
     dense: ast.expr = ast.Constant(None)
@@ -391,7 +443,11 @@ def _fused(choice: Choice, act: Any, x: Tensor, other: Tensor | None = None) -> 
     if choice.found.product is None:
         return ops.bias_activation(x, other, choice.activation)
     assert other is not None
-    return ops.glu(x, other, choice.activation)
+    halves = choice.found.halves
+    if halves is None:
+        return ops.glu(x, other, choice.activation)
+    packed = torch.cat([x, other] if halves.gate_first else [other, x], dim=-1)
+    return ops.glu_packed(packed, choice.activation, gate_first=halves.gate_first)
 
 
 def _outcome(compute: Any, inputs: list[Tensor], device: torch.device, dtype: torch.dtype) -> Outcome:

@@ -17,6 +17,13 @@ from torch.nn.modules.module import (  # torch 2.6 has no function that checks a
     _global_forward_pre_hooks,
 )
 
+from ..ops.common.tracing import have_storage
+
+SMALLEST = 1 << 18
+"""Elements of a tensor from which on a pass over it costs more than the 10 to 25 us of Python of a link (links) or of a
+gradient that its readers share (readers). Forward and backward of a linked pair, AMD EPYC, float32, 768 columns: 312 us
+linked and 254 us apart with 128 rows, 715 and 740 us with 512."""
+
 _counters: dict[int, list[int]] = {}
 """id(module) -> [fused, fallen back]. Kept outside the modules, which patching must not change."""
 
@@ -152,6 +159,30 @@ def is_distributed(x: Tensor) -> bool:
     return type(x).__name__ == "DTensor"
 
 
+def is_like(up: Any, gate: Tensor) -> bool:
+    """Whether ops.glu takes both: anything else that a product may be of is left to torch."""
+    return (
+        isinstance(up, Tensor)
+        and not up.is_nested
+        and up.shape == gate.shape
+        and up.dtype == gate.dtype
+        and up.device == gate.device
+        and not is_distributed(up)
+    )
+
+
+def is_released(x: Tensor) -> bool:
+    """Whether the memory of x is freed, as FSDP1 frees that of a layer's weights while the layer does not run."""
+    if torch.compiler.is_dynamo_compiling() or x.numel() == 0 or not have_storage(x):
+        return False
+    return x.untyped_storage().nbytes() == 0
+
+
 def is_autocasting(x: Tensor) -> bool:
     """Whether autocast is enabled for x's device."""
     return torch.is_autocast_enabled(x.device.type)
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether something packs what autograd saves: a non-reentrant checkpoint, save_on_cpu."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

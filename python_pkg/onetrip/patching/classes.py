@@ -14,7 +14,8 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MethodType
+from functools import update_wrapper
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -56,15 +57,15 @@ class Rewrite:
     """The method that the source replaces."""
     in_module: bool = False
     """Whether the source is the original's, modified: its names are globals of the original's module, or constants."""
+    others: tuple[tuple[str, str], ...] = ()
+    """(name, source) of methods that are replaced too, in_module."""
 
     def compile(self, original: Any, replaced: Mapping[str, Any] | None = None) -> Callable[..., Any]:
         """The forward as a function. replaced: other values for names in the source; verification pins the rng."""
         forward: Callable[..., Any]
         given = {**dict(self.constants), **(replaced or {})}
         if self.in_module:
-            replaced_method = plain_forward(original) if self.method == "forward" else getattr(original, self.method)
-            forward = define(replaced_method, self.source, given, "forward", self.pattern)
-            return forward
+            return self._defined(original, self.method, self.source, given)
         names = {**GLOBAL_NAMES, "original": original.forward, **given}
         execute(self.source, f"{self.pattern} of {original.__module__}.{original.__qualname__}", names)
         forward = names["forward"]
@@ -73,6 +74,49 @@ class Rewrite:
         forward.__qualname__ = f"{original.__qualname__}.forward"
         forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]  # Trainer reads it
         return forward
+
+    def methods(self, original: Any) -> dict[str, Callable[..., Any]]:
+        """All methods of the patched class, by name."""
+        others = {name: self._defined(original, name, source, dict(self.constants)) for name, source in self.others}
+        return {self.method: self.compile(original)} | others
+
+    def _defined(self, original: Any, method: str, source: str, names: Mapping[str, Any]) -> Callable[..., Any]:
+        inner = method_of(original, method)
+        function = define(inner, source, names, "forward", self.pattern)
+        outer = plain_forward(original) if method == "forward" else inner
+        return function if outer is inner else rewrapped(outer, function)
+
+
+def method_of(cls: Any, name: str) -> Any:
+    """The method that a rewrite of this name replaces: of a forward in a wrapper, the function in it."""
+    if name != "forward":
+        return getattr(cls, name)
+    forward = plain_forward(cls)
+    return forward if (inner := wrapped(forward)) is None else inner
+
+
+def wrapped(function: Any) -> Any:
+    """The plain function inside a decorator's wrapper that keeps it in one cell and nowhere else; None if there is
+    none."""
+    inner = getattr(function, "__wrapped__", None)
+    cells = [cell for cell in getattr(function, "__closure__", None) or () if _holds(cell, inner)]
+    return inner if isinstance(function, FunctionType) and isinstance(inner, FunctionType) and len(cells) == 1 else None
+
+
+def rewrapped(wrapper: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same wrapper around another function."""
+    inner = wrapper.__wrapped__
+    closure = tuple(CellType(function) if _holds(cell, inner) else cell for cell in wrapper.__closure__)
+    made = FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, closure)
+    made.__kwdefaults__ = wrapper.__kwdefaults__
+    return update_wrapper(made, function)
+
+
+def _holds(cell: CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # empty
+        return False
 
 
 def plain_forward(cls: Any) -> Any:
@@ -90,12 +134,12 @@ def patched_class(original: Any, rewrite: Rewrite) -> type:
     """The subclass of original with the rewritten forward; one per pair in the process."""
     key = (original, rewrite)
     if key not in _patched_classes:
-        _patched_classes[key] = subclass(original, rewrite, rewrite.compile(original), rewrite.method)
+        _patched_classes[key] = subclass(original, rewrite, rewrite.methods(original))
     return _patched_classes[key]
 
 
-def subclass(original: Any, rewrite: Rewrite, function: Callable[..., Any], method: str) -> type:
-    """A subclass of original with this method and the same name."""
+def subclass(original: Any, rewrite: Rewrite, methods: Mapping[str, Callable[..., Any]]) -> type:
+    """A subclass of original with these methods and the same name."""
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         reduced: Any = original.__reduce_ex__(self, protocol)
@@ -134,7 +178,7 @@ def subclass(original: Any, rewrite: Rewrite, function: Callable[..., Any], meth
             "__reduce_ex__": reduce_ex,
             "__deepcopy__": deep_copy,
             "__prepare_scriptable__": reject_script,  # torch.jit.script calls it on every module first
-            method: function,
+            **methods,
             "_onetrip_original": original,
             "_onetrip_rewrite": rewrite,
         },
@@ -160,12 +204,13 @@ def rewrite_of(module: nn.Module) -> Rewrite:
 
 
 def forward_diff(patched: type) -> str:
-    """The rewritten forward of a patched class against the original, as a unified diff without comments."""
+    """The rewritten methods of a patched class against the original's, as unified diffs without comments."""
     original, rewrite = calls.original_class(patched), patched.__dict__["_onetrip_rewrite"]
-    tree = parse(plain_forward(original) if rewrite.method == "forward" else getattr(original, rewrite.method))
-    before = "" if isinstance(tree, Unsuitable) else ast.unparse(bare(tree))
-    after = rewrite.source
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "original", "fused", lineterm="")
+    lines: list[str] = []
+    for name, after in ((rewrite.method, rewrite.source), *rewrite.others):
+        tree = parse(method_of(original, name))
+        before = "" if isinstance(tree, Unsuitable) else ast.unparse(bare(tree))
+        lines += difflib.unified_diff(before.splitlines(), after.splitlines(), "original", "fused", lineterm="")
     return "\n".join(lines)
 
 

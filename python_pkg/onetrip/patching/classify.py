@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops.common.backends import KERNEL_DTYPES
 from .activations import (
@@ -24,10 +24,11 @@ from .activations import (
 )
 from .attention import PATTERN as ATTENTION
 from .attention import Attention, Interface, SoftmaxRegions, read_attention
-from .calls import configuration, is_distributed, original_class
+from .calls import configuration, is_distributed, is_released, original_class
 from .classes import Rewrite, is_stacked, plain_forward
 from .linear_loss import PATTERN as LINEAR_LOSS
 from .linear_loss import LinearLoss, labels_position, output_layer
+from .methods import InMethods, choose_methods, read_methods
 from .norms import KERNEL_DEVICES, Leaf, NormSpec, could_be_norm, recognise
 from .report import Unsuitable
 from .residual import FoundSums, ResidualSums, choose_sums, read_sums
@@ -75,7 +76,7 @@ class Together:
 
 
 InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | SharedInputs
-Site = InForward | Together | Leaf | LinearLoss | TiedEmbedding
+Site = InForward | Together | InMethods | Leaf | LinearLoss | TiedEmbedding
 """Each has a pattern, rewrite(module) -> Rewrite and verify(module, rewrite)."""
 
 
@@ -118,7 +119,7 @@ class Classifier:
             self.attentions[cls] = read_attention(cls)
         reading = self.attentions[cls]
         if reading is None:
-            return self._block(module, "") if module._modules else self._leaf(module)
+            return self._with_methods(module, self._block(module, "") if module._modules else self._leaf(module))
         attention = self._attention(module, reading) if ATTENTION in self.wanted else None
         if isinstance(attention, (Attention, SoftmaxRegions)):
             rewrite = attention.rewrite(module)
@@ -195,6 +196,22 @@ class Classifier:
         wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)
         site = Activations(found, wanted)
         return self.sites.setdefault(site, site) if wanted else None  # type: ignore[return-value]
+
+    def _with_methods(self, module: nn.Module, site: Site | Unsuitable | None) -> Site | Unsuitable | None:
+        """The site of a module's forward, and with it the activations in functions that the forward may call."""
+        cls = original_class(type(module))
+        key = (read_methods, cls, "")
+        if key not in self.readings:
+            self.readings[key] = read_methods(cls)
+        if not self.readings[key] or isinstance(site, Leaf) or unsuitable(module) is not None:
+            return site
+        methods = choose_methods(module, self.readings[key], self._activation, self.excluded, self.wanted)
+        if not methods:
+            return site
+        if isinstance(site, Unsuitable):
+            self.left[id(module)] = site
+        both = InMethods(None if isinstance(site, Unsuitable) else site, methods)  # type: ignore[arg-type]
+        return self.sites.setdefault(both, both)
 
     def _activation(self, module: nn.Module) -> Activation | None:
         """What an activation module computes. Remembered for modules of the same class and configuration."""
@@ -302,6 +319,16 @@ def _in_float64(module: nn.Module) -> Unsuitable | None:
     return None if name is None else Unsuitable("unsupported_dtype", f"{name} is float64")
 
 
+def _released(module: nn.Module) -> Unsuitable | None:
+    """Why probes and comparisons would read no values, with which any result agrees (DeepSpeed ZeRO-3 leaves empty
+    parameters between calls), or freed memory (FSDP1 leaves views, which are no parameters)."""
+    empty = (name for name, parameter in module._parameters.items() if parameter is not None and parameter.numel() == 0)
+    attributes = (item for child in module.modules() for item in vars(child).items())
+    freed = (name for name, value in attributes if type(value) is Tensor and is_released(value))
+    name = next(empty, None) or next(freed, None)
+    return None if name is None else Unsuitable("unsupported_device", f"{name} is sharded, gathered for each call only")
+
+
 def unsuitable(module: nn.Module) -> Unsuitable | None:
     """Why a block or a norm must not be patched, whatever it computes."""
     if replaced := _replaced(module):
@@ -309,6 +336,8 @@ def unsuitable(module: nn.Module) -> Unsuitable | None:
     hooked = next((child for child in module.modules() if "_hf_hook" in vars(child)), None)
     if hooked is not None:
         return Unsuitable("hf_hook", f"accelerate's {type(hooked._hf_hook).__name__} on a {type(hooked).__name__}")
+    if released := _released(module):
+        return released
     for name, parameter in module.named_parameters():
         own = name in module._parameters  # children in other formats are called, not read
         if own and not parameter.is_floating_point():

@@ -273,5 +273,5 @@ def _deferred_class(original: type, rewrite: Rewrite, site: Site) -> type:
 
     key = (original, rewrite)
     if key not in _deferred_classes:
-        _deferred_classes[key] = subclass(original, rewrite, forward, "forward")
+        _deferred_classes[key] = subclass(original, rewrite, {"forward": forward})
     return _deferred_classes[key]

@@ -4,6 +4,8 @@ A module without children, with at most one weight and one bias, both vectors, r
 the default ones and zeros would hide `1 + w`. The results are compared with the operators over {layer, rms} x
 {w, 1 + w} x eps, then over the cast orders in half precision. Probes run on a stand-in that shares no state with the
 module. They have 2 to 5 dimensions: some norms permute 4-D inputs.
+
+A norm with a second argument may be norm(x) * silu(gate), as Qwen3-Next's: two operators then.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.common.backends import use_backend
-from .calls import original_class
+from .calls import is_like, original_class
 from .classes import Rewrite
 from .clones import is_same, own_copy, own_state
 from .links import linked_result
@@ -62,6 +64,8 @@ class NormSpec:
     """Dtypes of (x, weight) for which the original's result differs."""
     autocast: bool = True
     """Whether outputs also have the original's dtype under autocast."""
+    gate: str = ""
+    """The second parameter of a forward that computes norm(x) * silu(gate), with its default; empty for a norm of x."""
     eps_attribute: str | None = field(init=False, repr=False, compare=False)
     """The attribute of the module that eps is, if it is one."""
 
@@ -123,12 +127,12 @@ class Leaf:
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless the rewritten forward computes the same as the original."""
-        verify_forward(module, rewrite, n_cols_of(module))
+        verify_forward(module, rewrite, n_cols_of(module), n_inputs=2 if self.spec.gate else 1)
 
 
 def rewrite_norm(module: nn.Module, spec: NormSpec) -> Rewrite:
     """The forward of a leaf norm as one operator call."""
-    x = _input_name(original_class(type(module)))
+    x = _parameters(original_class(type(module)))[0].name
     weight, bias, eps = spec.part("self", spec.weight), spec.part("self", spec.bias), spec.eps_of("self", x)
     if spec.kind == "rms" and spec.bias is None:
         options = "".join(f", {option}" for option in spec.keywords("self", x).split(", ")[2:])
@@ -138,24 +142,36 @@ def rewrite_norm(module: nn.Module, spec: NormSpec) -> Rewrite:
     else:
         call = f"bias_dropout_residual_norm({x}, None, {weight}, {bias}, {spec.keywords('self', x)})"
     guards = [f"type({x}) is not Tensor and is_distributed({x})", f"{x}.is_nested", *spec.guards("self", x)]
+    constants: dict[str, Any] = {"unsupported": spec.unsupported}
+    given, linked = x, ""
+    if spec.gate:
+        gate = spec.gate.partition("=")[0]
+        given, call = f"{x}, {gate}", f'glu({gate}, {call}, "silu")'
+        guards.append(f"not is_like({gate}, {x})")
+        constants |= {"glu": ops.glu, "is_like": is_like}
+    else:
+        linked = (
+            f"    y_ = linked_result(self, {x}, spec)\n"
+            f"    if y_ is not None:\n"
+            f"        count_fused(self)\n"
+            f"        return y_\n"
+        )
+        constants |= {"linked_result": linked_result, "spec": spec}
     source = (
-        f"def forward(self, {x}):\n"
-        f"    y_ = linked_result(self, {x}, spec)\n"
-        f"    if y_ is not None:\n"
-        f"        count_fused(self)\n"
-        f"        return y_\n"
+        f"def forward(self, {', '.join((x, spec.gate) if spec.gate else (x,))}):\n"
+        f"{linked}"
         f"    if {' or '.join(f'({guard})' if ' and ' in guard else guard for guard in guards)}:\n"
         f"        count_fallback(self)\n"
-        f"        return original(self, {x})\n"
+        f"        return original(self, {given})\n"
         f"    count_fused(self)\n"
         f"    return {call}\n"
     )
-    constants = {"linked_result": linked_result, "spec": spec, "unsupported": spec.unsupported}
     return Rewrite(spec.pattern, source, tuple(constants.items()))
 
 
-def _input_name(cls: type) -> str:
-    return list(inspect.signature(cls.forward).parameters)[1]  # type: ignore[attr-defined]
+def _parameters(cls: Any) -> list[inspect.Parameter]:
+    """Of the class's forward, without self."""
+    return list(inspect.signature(cls.forward).parameters.values())[1:]
 
 
 def could_be_norm(module: nn.Module) -> bool:
@@ -183,11 +199,15 @@ def recognise(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
     """The norm that a module computes (see could_be_norm). device: where to probe."""
     cls = original_class(type(module))
     try:
-        parameters = list(inspect.signature(cls.forward).parameters.values())
+        parameters = _parameters(cls)
     except (TypeError, ValueError):
         return Unsuitable("unknown_forward", "its signature cannot be read")
-    if len(parameters) != 2 or any(parameter.kind != parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
-        return Unsuitable("extra_forward_args", f"forward({', '.join(p.name for p in parameters[1:])})")
+    extra = Unsuitable("extra_forward_args", f"forward({', '.join(p.name for p in parameters)})")
+    if len(parameters) not in (1, 2) or any(p.kind != p.POSITIONAL_OR_KEYWORD for p in parameters):
+        return extra
+    gate = parameters[1] if len(parameters) == 2 else None
+    if gate is not None and gate.default not in (gate.empty, None):
+        return extra
     shape = getattr(module, "normalized_shape", None)
     if isinstance(shape, (tuple, list)) and len(shape) != 1:
         return Unsuitable("unsupported_shape", f"normalises over {len(shape)} dimensions")
@@ -202,7 +222,11 @@ def recognise(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
         warnings.simplefilter("ignore")  # torch warns about slow paths that only the probes take
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.autocast(device.type, enabled=False):
-            found = _Prober(module, cls, device).recognise()
+            found = _Prober(module, cls, device, gate is not None).recognise()
+    if gate is not None:
+        if not isinstance(found, NormSpec):
+            return extra
+        return replace(found, gate=gate.name if gate.default is gate.empty else f"{gate.name}=None")
     if found is not None:
         return found
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
@@ -228,8 +252,8 @@ def _eps_values(module: nn.Module) -> Iterator[tuple[str, float]]:
 class _Prober:
     """One module's probes."""
 
-    def __init__(self, module: nn.Module, cls: Any, device: torch.device) -> None:
-        self.module, self.cls, self.device = module, cls, device
+    def __init__(self, module: nn.Module, cls: Any, device: torch.device, is_gated: bool) -> None:
+        self.module, self.cls, self.device, self.is_gated = module, cls, device, is_gated
         self.names = [name for name, parameter in module._parameters.items() if parameter is not None]
         self.n_cols = n_cols_of(module)
         generator = torch.Generator().manual_seed(0)
@@ -269,7 +293,7 @@ class _Prober:
         stand_in.__dict__.update(state)
         before = {name: own_copy(value) for name, value in state.items() if name not in own}
         try:
-            y = self.cls.forward(stand_in, self._to(x, x_dtype))
+            y = self.cls.forward(stand_in, self._to(x, x_dtype), *self._gates(x, x_dtype))
         except Exception:  # the module does not support this dtype or shape
             return None
         after = {name: value for name, value in vars(stand_in).items() if own.get(name, self) is not value}
@@ -279,6 +303,7 @@ class _Prober:
     def candidate(
         self, spec: NormSpec, x_dtype: torch.dtype, weight_dtype: torch.dtype, x: Tensor | None = None
     ) -> Tensor:
+        gates = self._gates(self.x if x is None else x, x_dtype)
         x = self._to(self.x if x is None else x, x_dtype)
         names = {"module": self.module, "x": x, "finfo": torch.finfo, "float32": torch.float32}
         result: Tensor = ops.bias_dropout_residual_norm(
@@ -291,7 +316,11 @@ class _Prober:
             weight_offset=spec.weight_offset,
             cast_before_weight=spec.cast_before_weight,
         )
-        return result
+        return ops.glu(gates[0], result, "silu") if gates else result
+
+    def _gates(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The gate beside a probe, element by element, if there is one."""
+        return (self._to(torch.cos(3.0 * x) + 0.5, dtype),) if self.is_gated else ()
 
     def _to(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor.to(self.device, dtype)

@@ -5,10 +5,8 @@
     v = self.v(x)           k = shared_(self, self.k, x)
                             v = shared_(self, self.v, x)
 
-Autograd computes one gradient of x for each layer and adds them in passes of their own. Here each layer hands the next
-one an alias of x. In backward the alias brings the gradient of all later layers, and the layer's product is added to it
-where it lies (a matrix product with beta = 1). Which layers read the very same tensor is seen as the model runs; the
-source only tells which calls may. Autocast casts the tensor once for all of them.
+Which layers read the very same tensor is seen as the model runs (readers); the source only tells which calls may.
+Autocast casts the tensor once for all of them, unless it is freed between them (a checkpoint).
 """
 
 from __future__ import annotations
@@ -21,14 +19,12 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
-from ..ops.common.backends import KERNEL_DTYPES
-from ..ops.common.tracing import is_jit_tracing, is_transformed
-from . import calls, links
-from .calls import is_plain, original_class
+from .calls import original_class
 from .classes import Rewrite
+from .readers import Readers, SharedInput, linear
 from .report import Unsuitable
 from .residual.choose import child_at
 from .residual.read import Reader
@@ -37,77 +33,6 @@ from .source import is_source_of, parse
 from .verify import Outcome, check_outcomes, kind_of, undisturbed
 
 PATTERN = "shared_input"
-
-
-class _Linear(torch.autograd.Function):
-    """x @ weight.T + bias, and an alias of x whose gradient this layer's is added to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.shape = x.shape
-        y = functional.linear(x, weight, bias)
-        # No view: a model may write to it, which autograd forbids for views that a Function returns.
-        return torch.ops.aten._unsafe_view(y, y.shape), x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        dy, later = grads
-        if dy is None:
-            return later, None, None
-        x, weight = ctx.saved_tensors
-        n_columns = ctx.shape[-1]
-        rows = dy.reshape(-1, dy.shape[-1])
-        dx = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
-            if later is None:
-                dx = (rows @ weight).view(ctx.shape)
-            elif torch.is_grad_enabled() or not later.is_contiguous():  # to be differentiated again
-                dx = torch.addmm(later.reshape(-1, n_columns), rows, weight).view(ctx.shape)
-            else:  # in place: the next layer made it, and the alias has no other reader
-                dx = later
-                dx.view(-1, n_columns).addmm_(rows, weight)
-        if ctx.needs_input_grad[1]:
-            dweight = rows.t() @ x.reshape(-1, n_columns)
-        if ctx.needs_input_grad[2]:
-            dbias = rows.sum(dim=0)
-        return dx, dweight, dbias
-
-
-class SharedInput:
-    """The tensor that linear layers read in one call of a forward."""
-
-    def __init__(self) -> None:
-        self.tensor: Tensor | None = None
-        self.version = 0
-        self.alias: Tensor | None = None
-        """What the next layer reads in its place."""
-
-    def __call__(self, module: nn.Module, dense: Any, x: Tensor) -> Tensor:
-        if not _is_fusable(dense, x):
-            return dense(x)
-        weight, bias = dense.weight, dense.bias
-        dtype = torch.get_autocast_dtype(x.device.type) if calls.is_autocasting(x) else x.dtype
-        if self.alias is None or x is not self.tensor or x._version != self.version or self.alias.dtype != dtype:
-            self.tensor, self.version, self.alias = x, x._version, x.to(dtype)
-        calls.count_fused(module)
-        y, self.alias = _Linear.apply(self.alias, weight.to(dtype), None if bias is None else bias.to(dtype))
-        return y
-
-
-def _is_fusable(dense: Any, x: Any) -> bool:
-    """Whether there is a gradient to add up, large enough to be worth some 10 us of Python."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not isinstance(x, Tensor):
-        return False
-    if not x.requires_grad or x.dim() < 2 or x.numel() < links.SMALLEST or x.dtype not in KERNEL_DTYPES:
-        return False
-    if not is_plain(dense, nn.Linear) or is_jit_tracing() or is_transformed() or calls.is_distributed(x):
-        return False
-    weight = dense.weight
-    is_tensor = not hasattr(type(weight), "__tensor_flatten__") and weight.dtype in KERNEL_DTYPES
-    has_dtype = weight.dtype == x.dtype or calls.is_autocasting(x)
-    return is_tensor and has_dtype and weight.device == x.device and weight.shape[1:] == x.shape[-1:]
 
 
 @dataclass(eq=False)
@@ -221,10 +146,8 @@ class SharedInputs:
 def _outcome(is_shared: bool, device: torch.device, dtype: torch.dtype) -> Outcome:
     random = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
     x, *weights = (random(*shape).to(device, dtype).requires_grad_() for shape in ((2, 5, 8), (8, 8), (4, 8), (4, 8)))
-    outputs, alias = [], x
-    for weight in weights:
-        y, alias = _Linear.apply(alias, weight, None) if is_shared else (functional.linear(x, weight), alias)
-        outputs.append(y)
+    readers = Readers(x)
+    outputs = [linear(x, weight, None, readers) if is_shared else functional.linear(x, weight) for weight in weights]
     cotangents = [torch.linspace(-1, 1, y.numel(), device=device).view(y.shape).to(dtype) for y in outputs]
     gradients = torch.autograd.grad(outputs, (x, *weights), cotangents)
     return [(f"tensor {index}", each.detach()) for index, each in enumerate((*outputs, *gradients))]

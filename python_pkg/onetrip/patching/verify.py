@@ -36,10 +36,10 @@ class VerificationError(Exception):
     """The rewritten forward and the original compute different results."""
 
 
-def verify_forward(module: nn.Module, rewrite: Rewrite, width: int) -> None:
-    """Raise VerificationError unless the rewritten forward of a module of one input computes the same as the original.
+def verify_forward(module: nn.Module, rewrite: Rewrite, width: int, n_inputs: int = 1) -> None:
+    """Raise VerificationError unless the rewritten forward of a module computes the same as the original.
 
-    width: the last dimension of the input.
+    width: the last dimension of the inputs, which have one shape.
     """
     device, dtype = kind_of(module)
     generator = torch.Generator().manual_seed(0)
@@ -50,7 +50,8 @@ def verify_forward(module: nn.Module, rewrite: Rewrite, width: int) -> None:
 
         def inputs(rank: int) -> list[Tensor]:
             shape = (*leading[: rank - 1], width)
-            return [torch.randn(shape, generator=generator, device="cpu").to(device, dtype)]
+            random = (torch.randn(shape, generator=generator, device="cpu") for _ in range(n_inputs))
+            return [x.to(device, dtype) for x in random]
 
         def prepare(dtype: torch.dtype | None) -> nn.Module:
             return prepared(module, dtype, None, None)

@@ -168,7 +168,9 @@ def test_outputs_and_gradients_are_the_eager_path_s(case: Case, dtype: torch.dty
     assert ours.keys() == eager.keys()
     for name, tensor in ours.items():
         if exact[name].any():
-            assert_like_torch(tensor, eager[name], exact[name], terms=64)
+            # A key's bias shifts all scores of a row alike: its gradient is 0, and what is seen of it is rounding.
+            weight = name.removesuffix("bias") + "weight" if name.endswith(("key.bias", "k_proj.bias")) else name
+            assert_like_torch(tensor, eager[name], exact[name], terms=64, summands=exact[weight].abs().max().item())
 
 
 @pytest.mark.parametrize("name", GENERATING)

@@ -249,7 +249,10 @@ def test_a_softmax_in_another_method_is_fused_there(scores: Tensor, mask: Tensor
 def test_what_is_no_region_in_another_method_is_reported() -> None:
     (site,) = patch_model(WithoutAMask(), patterns=[PATTERN]).skipped
     assert site.reason == "unknown_forward"
-    assert site.detail == "no softmax(x, dim=-1) with a mask or a dropout in consecutive statements of weigh"
+    assert site.detail == (
+        "weigh: `weights = nn.functional.softmax(scores, dim=-1)` has no mask in it or just before it, and is followed "
+        "by `return weights + mask + self.dropout(scores)`, not by its dropout"
+    )
 
 
 class WithASum(Attention):

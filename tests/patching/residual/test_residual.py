@@ -97,6 +97,20 @@ class ReturnsEarly(Block):
         return self.post(self.drop(self.proj(a)) + b)
 
 
+def dropout_add(x: Tensor, residual: Tensor, prob: float, training: bool) -> Tensor:
+    """As Bloom's and Falcon's."""
+    out = functional.dropout(x, p=prob, training=training)
+    out = residual + out
+    return out
+
+
+class Helper(Block):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        h = self.proj(a)
+        h = dropout_add(h, b, self.rate, training=self.training)
+        return self.second(h)
+
+
 CASES: dict[str, tuple[type[Block], int, str]] = {
     "pre-norm": (PreNorm, 1, "add_norm"),
     "post-norm": (PostNorm, 1, "dropout_add_norm"),
@@ -106,6 +120,7 @@ CASES: dict[str, tuple[type[Block], int, str]] = {
     "two-norms": (TwoNormsOfOneSum, 2, "add_norm"),
     "clamps": (Clamps, 2, "dropout_add"),
     "loop": (InALoop, 2, "add_norm"),
+    "helper": (Helper, 2, "dropout_add"),
     "returns-early": (ReturnsEarly, 2, "dropout_add_norm"),
 }
 
@@ -132,6 +147,56 @@ def test_sums_are_fused_wherever_they_stand(name: str) -> None:
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     assert report.calls()[""][1] == 0
     assert name == "nested" or report.calls()[""][0] >= 1
+
+
+def dropout_twice(x: Tensor, residual: Tensor, prob: float, training: bool) -> Tensor:
+    x = functional.dropout(x, p=prob, training=training)
+    if training:
+        x = functional.dropout(x, p=prob, training=training)
+    return residual + x
+
+
+def dropped_squared(x: Tensor, residual: Tensor, prob: float, training: bool) -> Tensor:
+    x = functional.dropout(x, p=prob, training=training)
+    return residual + x * x
+
+
+class OtherHelpers(Block):
+    """Helpers and arguments that are left as they are written."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        h = dropout_add(self.proj(a), b, self.rate, self.training)
+        h = dropout_twice(h, b, self.rate, self.training)
+        h = dropped_squared(h, b, self.rate, self.training)
+        functional = None
+        h = dropout_add(h, b, self.rate, self.training)
+        return h if functional is None else b
+
+
+def test_other_helpers_are_called() -> None:
+    block = randomised(OtherHelpers())
+    original = copy.deepcopy(block)
+    assert "" not in {site.name for site in patch_model(block).patched}
+    ours, theirs = (outputs_and_gradients(each, *inputs(2)) for each in (block, original))
+    for actual, expected in zip(ours, theirs, strict=True):
+        assert actual is expected or torch.equal(actual, expected)
+
+
+class UsesADroppedTensorTwice(Block):
+    """The sum beside the helper is fused, and the helper is still called."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        h = dropped_squared(a, b, self.rate, self.training)
+        a = self.drop(a)
+        a = a + b
+        return self.second(a) + h
+
+
+def test_a_helper_that_uses_a_dropped_tensor_twice_draws_one_mask() -> None:
+    block = randomised(UsesADroppedTensorTwice()).train()
+    assert "dropped_squared" in block.forward.__code__.co_names
+    patch_model(block)
+    assert "dropped_squared" in block.forward.__code__.co_names
 
 
 def test_the_report_shows_the_rewritten_forward_as_a_diff() -> None:

@@ -150,9 +150,27 @@ def read_softmax_regions(cls: Any) -> SoftmaxRegions | Unsuitable | None:
             found = tuple(_regions(tree, inliner))
             if found and isinstance(getattr_static(cls, method), FunctionType):
                 return SoftmaxRegions(tree, found, method)
-            missing = f"no softmax(x, dim=-1) with a mask or a dropout in consecutive statements of {method}"
-            reason = reason or Unsuitable("unknown_forward", missing)
+            reason = reason or Unsuitable("unknown_forward", f"{method}: {_why_not(tree, inliner)}")
     return reason
+
+
+def _why_not(tree: ast.FunctionDef, inliner: Inliner) -> str:
+    """The first statement with a softmax, and what it would need beside it."""
+    statements = (each for each in ast.walk(tree) if isinstance(each, ast.stmt) and not hasattr(each, "body"))
+    own = [each for each in statements if any(inliner.function_name(call.func) == "softmax" for call in calls_in(each))]
+    if not own:
+        return "softmax is called in a condition or a loop's head"
+    softmax_ = _assignment(own[0], inliner)
+    shown = f"`{ast.unparse(own[0])}`"
+    if softmax_ is None or first_match(SOFTMAXES, softmax_[1]) is None:
+        return f"{shown} is not name = softmax(x, dim=-1), with a cast of x or of the result at most"
+    for node, name in _blocks(tree):
+        block = getattr(node, name)
+        if own[0] in block:
+            after = block[block.index(own[0]) + 1 :]
+            following = f"`{ast.unparse(after[0]).splitlines()[0]}`" if after else "nothing"
+            return f"{shown} has no mask in it or just before it, and is followed by {following}, not by its dropout"
+    return f"{shown} is in a loop"
 
 
 def _mentions_softmax(names: tuple[str, ...]) -> bool:

@@ -182,6 +182,8 @@ def _norm(
         if isinstance(spec, Unsuitable):
             is_norm = spec.reason == "peft_wrapper" or (spec.reason != "unknown_forward" and not child._modules)
             reason = Unsuitable(spec.reason, f"{path}: {spec.detail}") if is_norm else reason
+        elif spec.gate:
+            continue
         elif "forward" in vars(child):
             reason = Unsuitable("hf_hook", f"{path} has a forward of its own")
         elif not is_plain(child, original_class(type(child))):

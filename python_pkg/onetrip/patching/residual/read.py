@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ..report import Unsuitable
 from ..source import is_source_of, parse, resolve
+from .inline import inlined
 
 
 @dataclass(eq=False)
@@ -76,10 +77,11 @@ def read_sums(forward: Any, source: str = "") -> FoundSums | Unsuitable | None:
     tree: Any = ast.parse(source).body[0] if source else parse(forward)
     if isinstance(tree, Unsuitable):
         return tree
-    found = list(Reader(forward, tree).read()) if tree.args.args else []
+    read = inlined(tree, forward)
+    found = list(Reader(forward, read).read()) if tree.args.args else []
     if found and not source and not is_source_of(tree, forward):
         return Unsuitable("unknown_forward", "its source is not the code that runs")
-    return FoundSums(tree, found) if found else None
+    return FoundSums(read, found) if found else None
 
 
 class Reader:
@@ -272,6 +274,11 @@ class Reader:
             is_rebound or not (in_loop or _uses_after(self.tree, name, block[last]))
         )
 
+    def ends_at(self, name: str, block: list[ast.stmt], position: int, last: int, in_loop: bool) -> bool:
+        """Whether only statement `last`, or one between it and `position`, which assigned the name, reads it, once."""
+        first = next(index for index in range(position + 1, last + 1) if _reads(block[index], name))
+        return _reads(self.tree, name) == 1 or self.is_read_once(name, block, first, last, in_loop)
+
     def openings(
         self, operand: Operand, block: list[ast.stmt], position: int, last: int, in_loop: bool
     ) -> Iterator[Operand]:
@@ -359,7 +366,7 @@ def mentions(node: ast.AST, name: str) -> bool:
     return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
 
 
-def _reads(statement: ast.stmt, name: str) -> int:
+def _reads(statement: ast.AST, name: str) -> int:
     return sum(
         isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
         for node in ast.walk(statement)

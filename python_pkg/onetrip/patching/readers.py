@@ -1,0 +1,231 @@
+"""One gradient for all readers of a tensor: linear layers, and a residual sum after them.
+
+    q, k, v = self.q(x), self.k(x), self.v(x)
+    z = x + dropout(self.dense(attention(q, k, v)))
+
+Autograd computes one gradient of x for each reader and adds them in separate passes. Here the readers share a sum. In
+backward a linear layer adds its product to the sum in place (a matrix product with beta = 1). The reader that runs last
+returns the sum, the others return None. Which readers have the same tensor is found as the model runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..ops.common.backends import KERNEL_DTYPES
+from ..ops.common.native import current_stream
+from ..ops.common.tracing import have_storage, is_jit_tracing, is_transformed
+from ..ops.row_norm_autograd import share_residual_gradient
+from . import calls
+from .calls import is_plain
+
+
+class _Sum:
+    """The gradient from the readers that have run, in one backward."""
+
+    def __init__(self) -> None:
+        self.done: set[int] = set()
+        """The id of each node that has run."""
+        self.gradient: Tensor | None = None
+        self.is_own = False
+        """Whether it may be written to: no other tensor shares its memory."""
+
+
+class Readers:
+    """The autograd nodes that read one tensor. Each keeps this alive; it keeps none of them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = weakref.ref(tensor)
+        """As the nodes read it: cast, under autocast. Not kept: nodes outlive a checkpoint's tensors and a backward."""
+        self.nodes: list[weakref.ref[Any]] = []
+        self.sums: dict[int, _Sum] = {}
+        """By the engine's number of the backward: they may be nested."""
+
+    def sum_so_far(self) -> _Sum:
+        """In the backward that runs now."""
+        return self.sums.setdefault(torch._C._current_graph_task_id(), _Sum())
+
+    def give(self, node: Any, gradient: Tensor | None, is_own: bool) -> Tensor | None:
+        """What a node returns as the gradient of the tensor: None while others that are to run can add to it.
+
+        gradient: the sum so far and the node's own share."""
+        current = self.sum_so_far()
+        current.done.add(id(node))
+        for reference in self.nodes:
+            other = reference()
+            if other is not None and id(other) not in current.done and torch._C._will_engine_execute_node(other):
+                current.gradient, current.is_own = gradient, is_own
+                return None
+        del self.sums[torch._C._current_graph_task_id()]
+        return gradient
+
+    def give_residual(self, node: Any, gradient: Tensor | None, is_own: bool) -> Tensor | None:
+        """The same for a residual sum. gradient: its own share."""
+        current = self.sum_so_far()
+        if gradient is None or current.gradient is None:
+            gradient, is_own = (current.gradient, current.is_own) if gradient is None else (gradient, is_own)
+        else:
+            gradient, is_own = current.gradient + gradient, True
+        return self.give(node, gradient, is_own)
+
+
+class _Linear(torch.autograd.Function):
+    """x @ weight.T + bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, readers: Readers) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.shape, ctx.readers = x.shape, readers
+        readers.nodes.append(weakref.ref(ctx))
+        y = functional.linear(x, weight, bias)
+        # No view: a model may write to it, which autograd forbids for views that a Function returns.
+        result: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        (dy,) = grads
+        current = ctx.readers.sum_so_far()
+        so_far = current.gradient
+        if dy is None:
+            return ctx.readers.give(ctx, so_far, current.is_own), None, None, None
+        x, weight = ctx.saved_tensors
+        n_columns = ctx.shape[-1]
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            if so_far is None:
+                dx = (rows @ weight).view(ctx.shape)
+            elif torch.is_grad_enabled() or not current.is_own or not so_far.is_contiguous():
+                # Gradients are enabled in a backward with create_graph.
+                dx = torch.addmm(so_far.reshape(-1, n_columns), rows, weight).view(ctx.shape)
+            else:
+                dx = so_far
+                dx.view(-1, n_columns).addmm_(rows, weight)
+            dx = ctx.readers.give(ctx, dx, True)
+        if ctx.needs_input_grad[1]:
+            dweight = rows.t() @ x.reshape(-1, n_columns)
+        if ctx.needs_input_grad[2]:
+            dbias = rows.sum(dim=0)
+        return dx, dweight, dbias, None
+
+
+linear = _Linear.apply
+"""linear(x, weight, bias, readers)"""
+
+
+class _Read(NamedTuple):
+    """The last layer that has read a tensor."""
+
+    tensor: weakref.ref[Tensor]
+    state: tuple[int, bool, int]
+    """Of the tensor, when it was read: see _state."""
+    readers: weakref.ref[Readers] | None
+    """None where the layer called torch's operator."""
+    module: weakref.ref[nn.Module]
+    """The parent of the layer."""
+
+
+_reads: dict[int, _Read] = {}
+"""By id(tensor)."""
+
+_before_sums: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules with a layer that reads a tensor before a residual sum reads it."""
+
+
+class SharedInput:
+    """Calls linear layers of one call of a forward, of which others may read the same tensor."""
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+        """What the last layer read. Cast under autocast, it must live until the next one reads it: what autograd saves
+        may be packed."""
+
+    def __call__(self, module: nn.Module, dense: Any, x: Tensor) -> Tensor:
+        """dense(x)."""
+        if not _is_fusable(dense, x):
+            return dense(x)
+        calls.count_fused(module)
+        y, self.tensor = _read(module, x, dense.weight, dense.bias)
+        return y
+
+
+def linear_parts(module: nn.Module, dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """calls.linear_parts, where a residual sum may read x afterwards: found out by the first call.
+
+    Under hooks on saved tensors it may not. A checkpoint must save the same when it runs again.
+    """
+    if not _is_fusable(dense, x) or calls.has_saved_tensor_hooks():
+        return calls.linear_parts(dense, x)
+    if module not in _before_sums:
+        _reads[id(x)] = _Read(_watched(x), _state(x), None, weakref.ref(module))
+        return calls.linear_parts(dense, x)
+    product, _ = _read(module, x, dense.weight, None)
+    return product, None if dense.bias is None else dense.bias.to(product.dtype)
+
+
+def read_as_residual(x: Tensor, result: Tensor) -> None:
+    """Let a sum with dropout, whose residual is x, share the gradient of x with its other readers. result: the sum."""
+    if torch.compiler.is_compiling():
+        return
+    found = _reads.get(id(x))
+    if found is None or found.tensor() is not x or found.state != _state(x):
+        return
+    if found.readers is None:
+        module = found.module()
+        if module is not None:
+            _before_sums.add(module)
+        return
+    readers = found.readers()
+    if readers is None or readers.tensor() is not x:
+        return
+    if share_residual_gradient(result, readers.give_residual):
+        readers.nodes.append(weakref.ref(result.grad_fn))
+
+
+def _read(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(x @ weight.T + bias, the tensor that was read for x)."""
+    dtype = torch.get_autocast_dtype(x.device.type) if calls.is_autocasting(x) else x.dtype
+    found = _reads.get(id(x))
+    readers = None
+    if found is not None and found.readers is not None and found.tensor() is x and found.state == _state(x):
+        readers = found.readers()
+    tensor = None if readers is None else readers.tensor()
+    if readers is None or tensor is None or tensor.dtype != dtype:
+        tensor = x.to(dtype)
+        readers = Readers(tensor)
+        _reads[id(x)] = _Read(_watched(x), _state(x), weakref.ref(readers), weakref.ref(module))
+    return linear(tensor, weight.to(dtype), None if bias is None else bias.to(dtype), readers), tensor
+
+
+def _state(x: Tensor) -> tuple[int, bool, int]:
+    """(version, whether it is a leaf, the GPU's current stream). Readers that saw another one have gradients of other
+    values, of another edge of the graph, or on another stream."""
+    stream = current_stream(x.device.index) if x.is_cuda and have_storage(x) else 0
+    return x._version, x.is_leaf, stream
+
+
+def _watched(x: Tensor) -> weakref.ref[Tensor]:
+    """A reference to x that forgets who read it when x is gone."""
+    key = id(x)
+    return weakref.ref(x, lambda _: _reads.pop(key, None))
+
+
+def _is_fusable(dense: Any, x: Any) -> bool:
+    """Whether there is a gradient to add up, large enough, and dense is a linear layer that can add to it."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not isinstance(x, Tensor):
+        return False
+    if not x.requires_grad or x.dim() < 2 or x.numel() < calls.SMALLEST or x.dtype not in KERNEL_DTYPES:
+        return False
+    if not is_plain(dense, nn.Linear) or is_jit_tracing() or is_transformed() or calls.is_distributed(x):
+        return False
+    weight = dense.weight
+    is_tensor = not hasattr(type(weight), "__tensor_flatten__") and weight.dtype in KERNEL_DTYPES
+    has_dtype = weight.dtype == x.dtype or calls.is_autocasting(x)
+    return is_tensor and has_dtype and weight.device == x.device and weight.shape[1:] == x.shape[-1:]

@@ -1,0 +1,317 @@
+"""Gated products in methods, and in forwards inside of wrappers: mixtures of experts."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from onetrip.patching import patch_model, unpatch_model
+from patching_cases import WIDTH, inputs, randomised
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+
+def dispatched(cls: type) -> type:
+    """As transformers' use_experts_implementation."""
+    original = cls.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        chosen = by_method if self.implementation == "method" else original
+        return chosen(self, *args, **kwargs)
+
+    cls.forward = forward
+    return cls
+
+
+def by_method(self: Any, x: Tensor) -> Tensor:
+    return torch.nn.functional.linear(self.gated(torch.nn.functional.linear(x, self.gate_up[0])), self.down[0])
+
+
+@dispatched
+class Experts(nn.Module):
+    def __init__(self, implementation: str = "method") -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2, 2 * WIDTH, WIDTH))
+        self.down = nn.Parameter(torch.empty(2, WIDTH, WIDTH))
+        self.act_fn = nn.SiLU()
+        self.implementation = implementation
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for expert in range(2):
+            gate, up = torch.nn.functional.linear(x, self.gate_up[expert]).chunk(2, dim=-1)
+            h = self.act_fn(gate) * up
+            total = total + torch.nn.functional.linear(h, self.down[expert])
+        return total
+
+
+def outcome(model: Any, *arguments: Any, **keywords: Any) -> list[Tensor]:
+    """The output and every gradient."""
+    model.zero_grad()
+    y = model(*arguments, **keywords)
+    y = y if isinstance(y, Tensor) else y[0]
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_agree(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    largest = max(float(each.abs().max()) for each in theirs[1:] or theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize(("implementation", "n_fused"), [("method", 1), ("eager", 2)])
+def test_methods_and_the_forward_in_a_wrapper_are_fused(implementation: str, n_fused: int) -> None:
+    model, (x,) = randomised(Experts(implementation)), inputs()
+    expected = outcome(model, x)
+    report = patch_model(model)
+    assert [(site.pattern, site.detail) for site in report.patched] == [("gated_mlp", "silu")]
+    assert_agree(outcome(model, x), expected)
+    assert report.calls() == {"": (n_fused, 0)}
+    assert "gate = gate_up" in report.diff("") and "gated_0_(self, self.act_fn, gate)" in report.diff("")
+    assert "gated_0_gated_(self, self.act_fn, gate)" in report.diff("")
+    unpatch_model(model)
+    assert type(model) is Experts
+    assert all(map(torch.equal, outcome(model, x), expected))
+
+
+@pytest.mark.parametrize("implementation", ["method", "eager"])
+def test_patched_experts_are_copied_pickled_and_compiled(implementation: str) -> None:
+    model, (x,) = randomised(Experts(implementation)), inputs()
+    expected = outcome(model, x)
+    report = patch_model(model)
+    assert_agree(outcome(copy.deepcopy(model), x), expected)
+    assert type(pickle.loads(pickle.dumps(model))) is Experts
+    assert_agree(outcome(torch.compile(model, backend="aot_eager", fullgraph=True), x), expected)
+    model.act_fn.register_forward_hook(lambda *_: None)
+    before = report.calls()[""][0]
+    assert_agree(outcome(model, x), expected)
+    assert report.calls()[""][0] == before and report.calls()[""][1] > 0
+
+
+def test_the_choice_of_an_implementation_stays_the_wrapper_s() -> None:
+    model, (x,) = randomised(Experts("eager")), inputs()
+    eager = outcome(model, x)
+    patch_model(model)
+    model.implementation = "method"
+    expected = outcome(unpatch_model(copy.deepcopy(model)), x)
+    assert_agree(outcome(model, x), expected)
+    assert not torch.allclose(expected[0], eager[0])
+
+
+def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that keeps the function in two places."""
+    also = function
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return function(*args) + 0.0 * also(*args)
+
+    return wrapper
+
+
+class StaticGate(nn.Module):
+    @staticmethod
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        return torch.nn.functional.silu(gate) * up
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gated(x, x + 1.0)
+
+
+def test_a_static_method_is_left_alone() -> None:
+    model, (x,) = StaticGate(), inputs()
+    expected = model(x)
+    patch_model(model)
+    assert torch.equal(model(x), expected)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.act_fn = nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU()
+
+    @decorated
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate(x).chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+
+def test_a_wrapper_that_keeps_its_function_twice_is_left_alone() -> None:
+    model, (x,) = randomised(Twice()), inputs()
+    expected = outcome(model, x)
+    assert patch_model(model).patched == ()
+    assert all(map(torch.equal, outcome(model, x), expected))
+
+
+class Halves(nn.Module):
+    """Parts of the forwards below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.act = nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU()
+
+
+class Swapped(Halves):
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = self.packed(x).chunk(2, dim=-1)
+        return up * self.act(gate)
+
+
+class Named(Halves):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.packed(x).chunk(2, -1)
+        h = self.act(gate)
+        return h * up
+
+
+class UpRebound(Halves):
+    """As Phi-3's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.packed(x)
+        gate, up = up.chunk(2, dim=-1)
+        up = up * self.act(gate)
+        return up
+
+
+class Looped(Halves):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            gate, up = self.packed(x).chunk(2, dim=-1)
+            x = self.act(gate) * up
+        return x
+
+
+class ReadAgain(Halves):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.packed(x).chunk(2, dim=-1)
+        return self.act(gate) * up + up
+
+
+class ReadAgainInTheNextRound(Halves):
+    def forward(self, x: Tensor) -> Tensor:
+        up = x
+        for _ in range(2):
+            x = x + up
+            gate, up = self.packed(x).chunk(2, dim=-1)
+            x = self.act(gate) * up
+        return x
+
+
+class Scaled(Halves):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.packed(x).chunk(2, dim=-1)
+        gate = gate * 2.0
+        return self.act(gate) * up
+
+
+class OtherDimension(Halves):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = torch.cat([x, 2.0 * self.packed(x)[..., :WIDTH]]).chunk(2, dim=0)
+        return self.act(gate) * up
+
+
+class Thirds(Halves):
+    """Two of three parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.packed(x).chunk(3, dim=-1)[:2]
+        return self.act(gate) * up
+
+
+ONE, TWO = [Swapped, Named, UpRebound, Looped], [
+    ReadAgain, ReadAgainInTheNextRound, Scaled, OtherDimension, Thirds,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [*ONE, *TWO], ids=lambda make: make.__name__)
+def test_halves_stay_one_tensor_where_nothing_else_reads_them(make: type[Halves]) -> None:
+    model, (x,) = randomised(make()), inputs()
+    leaf = x.clone().requires_grad_()
+    expected = outcome(model, x)
+    (expected_x,) = torch.autograd.grad(model(leaf).square().sum(), leaf)
+    report = patch_model(model)
+    assert_agree(outcome(model, x), expected)
+    assert_agree([*torch.autograd.grad(model(leaf).square().sum(), leaf)], [expected_x])
+    assert [site.pattern for site in report.patched] == ["gated_mlp"]
+    assert report.calls()[""][0] >= 2 and report.calls()[""][1] == 0
+    added = [line for line in report.diff("").splitlines() if line.startswith("+") and "gated_0_(" in line]
+    assert len(added) == 1 and added[0].count(",") == (3 if make in TWO else 2)
+
+
+def test_halves_of_an_odd_tensor_raise_what_they_raised() -> None:
+    model = Named()
+    model.packed = nn.Linear(WIDTH, 5)
+    with pytest.raises(RuntimeError) as expected:
+        model(torch.randn(2, WIDTH))
+    patch_model(model)
+    with pytest.raises(RuntimeError) as found:
+        model(torch.randn(2, WIDTH))
+    assert str(found.value) == str(expected.value)
+
+
+def _config(model_type: str, **sizes: Any) -> Any:
+    common = {
+        "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "num_experts": 4,
+        "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    default = transformers.CONFIG_MAPPING[model_type]().to_dict()
+    return transformers.CONFIG_MAPPING[model_type](**{k: v for k, v in common.items() if k in default} | sizes)
+
+
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {}, "qwen2_moe": {"shared_expert_intermediate_size": 24}, "qwen3_moe": {}, "olmoe": {}, "glm4_moe": {},
+    "deepseek_v3": LATENT,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_experts_of_transformers_are_fused_in_every_implementation(model_type: str, implementation: str) -> None:
+    torch.manual_seed(0)
+    config = _config(model_type, **MIXTURES[model_type])
+    model = transformers.AutoModel.from_config(config, experts_implementation=implementation).train()
+    ids = torch.randint(3, 64, (2, 9))
+    expected = outcome(model, ids, use_cache=False)
+    report = patch_model(model)
+    experts = [site.name for site in report.patched if site.name.endswith("experts")]
+    assert experts and all(site.pattern == "gated_mlp" for site in report.patched if site.name in experts)
+    assert_agree(outcome(model, ids, use_cache=False), expected)
+    assert all(report.calls()[name][0] > 0 and report.calls()[name][1] == 0 for name in experts)
+    unpatch_model(model)
+    assert all(map(torch.equal, outcome(model, ids, use_cache=False), expected))
+
+
+def test_llama4_s_experts_are_fused() -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(_config("llama4_text", intermediate_size_mlp=48)).train()
+    ids = torch.randint(3, 64, (2, 9))
+    expected = outcome(model, ids, use_cache=False)
+    report = patch_model(model)
+    names = [site.name for site in report.patched if site.name.endswith("experts")]
+    assert names and "gated_0_(self, self.act_fn, gate)" in report.diff(names[0])
+    assert_agree(outcome(model, ids, use_cache=False), expected)
+
+
+def test_a_gate_that_is_no_glu_stays() -> None:
+    """gpt-oss multiplies a clamped gate by the sigmoid of a multiple of itself."""
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(_config("gpt_oss")).train()
+    assert not [site.name for site in patch_model(model).patched if site.name.endswith("experts")]

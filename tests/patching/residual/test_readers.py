@@ -1,0 +1,331 @@
+"""Gradients of a tensor that linear layers and then a residual sum read."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from onetrip.measure.traffic import traffic
+from onetrip.patching import calls, patch_model, readers
+from patching_cases import WIDTH, inputs, randomised
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+DROPOUT = 0.25
+
+
+class Projections(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.tanh(self.q(h) * self.k(h)) * self.v(h)
+
+
+class Output(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.drop, self.norm = nn.Linear(WIDTH, WIDTH), nn.Dropout(DROPOUT), nn.LayerNorm(WIDTH)
+
+    def forward(self, h: Tensor, residual: Tensor) -> Tensor:
+        h = self.dense(h)
+        h = self.drop(h)
+        return self.norm(h + residual)
+
+
+class Expansion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.act = nn.Linear(WIDTH, WIDTH), nn.GELU()
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.act(self.dense(h))
+
+
+class Layer(nn.Module):
+    """As BERT's: both sums read what linear layers of other modules have read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.mixed = Projections(), Output()
+        self.expand, self.expanded = Expansion(), Output()
+        self.between: Callable[[Tensor], Any] = lambda h: None
+        self.side: list[Tensor] = []
+        self.branch: Callable[[Tensor], Tensor] = lambda h: h
+
+    def forward(self, h: Tensor) -> Tensor:
+        mixed = self.branch(self.mix(h))
+        self.between(h)
+        h = self.mixed(mixed, h)
+        expanded = self.branch(self.expand(h))
+        self.between(h)
+        return self.expanded(expanded, h)
+
+
+@pytest.fixture
+def model() -> Any:
+    model = randomised(nn.Sequential(Layer(), Layer())).train()
+    patch_model(model)
+    return model
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output and every gradient; the same masks in every call."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = model(2.0 * leaf)
+    loss = y.square().sum()
+    for module in model.modules():
+        while getattr(module, "side", None):
+            loss = loss + module.side.pop().sum()
+    loss.backward()
+    return [y.detach(), leaf.grad, *(p.grad for p in model.parameters() if p.grad is not None)]  # type: ignore[list-item]
+
+
+def without_sharing(compute: Callable[[], Any]) -> Any:
+    smallest, calls.SMALLEST = calls.SMALLEST, 1 << 40
+    try:
+        return compute()
+    finally:
+        calls.SMALLEST = smallest
+
+
+def assert_as_without(model: nn.Module, x: Tensor, n_steps: int = 3) -> None:
+    """The second step is the first in which single layers make readers."""
+    expected = without_sharing(lambda: step(model, x))
+    for _ in range(n_steps):
+        found = step(model, x)
+        assert len(found) == len(expected) and torch.equal(found[0], expected[0])
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+def n_sums(model: nn.Module, x: Tensor) -> int:
+    operators = traffic(lambda: step(model, x)).operators.values()
+    return sum(each.calls for each in operators if each.name in ("aten::add", "aten::add_"))
+
+
+def test_gradients_and_no_sums_of_gradients(model: Any) -> None:
+    (x,) = inputs()
+    assert_as_without(model, x)
+    before = without_sharing(lambda: n_sums(model, x))
+    # Each layer has two for the inputs of q, k and v, one for each of the residuals.
+    assert n_sums(model, x) == before - 2 * 4
+
+
+def test_what_reads_a_gradient_sees_all_of_it(model: Any) -> None:
+    """Hooks on the tensor that is shared, and backwards for it alone."""
+    (x,) = inputs()
+
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(1)
+        found: list[Tensor] = []
+        hidden: list[Tensor] = []
+        for layer in model:
+            layer.between = lambda h: (hidden.append(h), h.register_hook(lambda g: found.append(g.clone())))
+        y = model(2.0 * x.clone().requires_grad_()).square().sum()
+        alone = torch.autograd.grad(y, hidden, retain_graph=True)
+        found.clear()
+        y.backward()
+        return [*alone, *found]
+
+    expected = without_sharing(gradients)
+    for _ in range(2):
+        for ours, theirs in zip(gradients(), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_a_branch_that_does_not_depend_on_the_layers(model: Any) -> None:
+    (x,) = inputs()
+    for layer in model:
+        layer.branch = lambda h: h.detach()
+    assert_as_without(model, x)
+
+
+class OutputWithoutNorm(Output):
+    def forward(self, h: Tensor, residual: Tensor) -> Tensor:
+        h = self.dense(h)
+        h = self.drop(h)
+        return h + residual
+
+
+def test_a_gradient_that_others_have_is_not_written_to() -> None:
+    """Without a norm the residual's gradient is the sum's own."""
+    layer, (x,) = randomised(Layer()).train(), inputs()
+    layer.expanded = OutputWithoutNorm()
+    patch_model(layer)
+    for _ in range(3):
+        seen: list[Tensor] = []
+        y = layer(2.0 * x.clone().requires_grad_())
+        y.register_hook(lambda g: seen.append(g))  # noqa: B023
+        gradient = torch.full_like(y, 3.0) * y.detach()
+        expected = gradient.clone()
+        y.backward(gradient)
+        assert torch.equal(gradient, expected) and torch.equal(seen[0], expected)
+
+
+def test_layers_that_run_before_the_sum_in_backward(model: Any) -> None:
+    """Their results are part of the loss, but not of the sum's branch."""
+    (x,) = inputs()
+    for layer in model:
+        layer.branch = lambda h, layer=layer: layer.side.append(h) or h.detach()
+    assert_as_without(model, x)
+
+
+def test_a_backward_within_a_backward(model: Any) -> None:
+    """A reentrant checkpoint of a function that reads a tensor of its surroundings, which others have read before."""
+    (x,) = inputs()
+
+    class Surrounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.start = model, nn.Parameter(x.clone())
+
+        def forward(self, h: Tensor) -> Any:
+            unused, h = h, self.start  # a leaf: both backwards reach it
+            anchor = torch.ones((), requires_grad=True)
+            first = self.inner[0](h)
+            again = torch.utils.checkpoint.checkpoint(
+                lambda scale: self.inner[0](h) * scale, anchor, use_reentrant=True
+            )
+            return self.inner[1](first) * again + self.inner[0].expand(h) + 0.0 * unused
+
+    assert_as_without(Surrounded(), x)
+
+
+def test_a_tensor_detached_in_place_before_the_sum(model: Any) -> None:
+    """The layers' gradient goes to what made the tensor, the sum's does not."""
+    (x,) = inputs()
+    for layer in model:
+        layer.between = lambda h: h.detach_().requires_grad_() if not h.is_leaf else None
+    assert_as_without(model, x)
+
+
+def test_a_tensor_written_to_before_the_sum_is_read_itself(model: Any) -> None:
+    (x,) = inputs()
+    for parameter in model.parameters():  # or autograd refuses
+        parameter.requires_grad_(parameter.dim() == 1)
+    for layer in model:
+        layer.between = lambda h: h.mul_(0.5) if h.grad_fn.name() != "MulBackward0" else None
+        layer.expand.act = nn.Identity()
+    expected = without_sharing(lambda: step(model, x))
+    for _ in range(2):
+        for ours, theirs in zip(step(model, x), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("frozen", ["mix.q", "expand.dense", "mixed.dense"])
+def test_frozen_layers(model: Any, frozen: str) -> None:
+    (x,) = inputs()
+    for layer in model:
+        layer.get_submodule(frozen).requires_grad_(False)
+    assert_as_without(model, x)
+
+
+def test_results_that_are_kept_do_not_lead_into_a_graph_that_was_freed(model: Any) -> None:
+    """As a cache of keys and values does; the input is a leaf, and read again."""
+    (x,) = inputs()
+    kept: list[Tensor] = []
+    leaf = x.clone().requires_grad_()
+    for layer in model:
+        layer.mix.register_forward_hook(lambda module, args, y: kept.append(y))
+    for _ in range(3):
+        model(leaf).sum().backward()
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_twice(model: Any) -> None:
+    (x,) = inputs()
+    for _ in range(2):
+        leaf = x.clone().requires_grad_()
+        y = model(2.0 * leaf).square().sum()
+        first, again = (torch.autograd.grad(y, leaf, retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing(model: Any, use_reentrant: bool) -> None:
+    (x,) = inputs()
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, h: Tensor) -> Any:
+            for layer in self.inner:
+                h = torch.utils.checkpoint.checkpoint(layer, h, use_reentrant=use_reentrant)
+            return h
+
+    assert_as_without(Checkpointed(), x)
+
+
+def test_autocast(model: Any) -> None:
+    (x,) = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = without_sharing(lambda: step(model, x))
+        for _ in range(2):
+            for ours, theirs in zip(step(model, x), expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2 * float(theirs.abs().max()))
+
+
+def test_in_eval_mode_sums_are_as_ever(model: Any) -> None:
+    (x,) = inputs()
+    model.eval()
+    expected = without_sharing(lambda: step(model, x))
+    for ours, theirs in zip(step(model, x), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_nothing_is_kept_of_results_that_are_gone(model: Any) -> None:
+    """Also without a backward, and without the garbage collector."""
+    (x,) = inputs()
+    step(model, x)
+    gc.collect()
+    before = len(readers._reads)
+    gc.disable()
+    try:
+        y = model(2.0 * x.clone().requires_grad_())
+        assert len(readers._reads) > before
+        del y
+        assert len(readers._reads) == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_what_was_read_is_freed_as_without_sharing(model: Any, use_checkpoint: bool) -> None:
+    """In a checkpoint by the end of its forward, else by that of the backward; the graph itself lives on."""
+    (x,) = inputs()
+    read: list[weakref.ref[Tensor]] = []
+    for layer in model:
+        layer.between = lambda h: read.append(weakref.ref(h))
+
+    def inner(h: Tensor) -> Tensor:
+        return model(2.0 * h)  # type: ignore[no-any-return]
+
+    for _ in range(2):
+        read.clear()
+        leaf = x.clone().requires_grad_()
+        y = torch.utils.checkpoint.checkpoint(inner, leaf, use_reentrant=False) if use_checkpoint else inner(leaf)
+        assert len(read) == 4
+        if not use_checkpoint:
+            y.sum().backward()
+        assert y.grad_fn is not None and not any(each() is not None for each in read)
+
+
+def test_a_compiled_sum_has_one_graph_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum looks for readers from calls.SMALLEST elements on; no graph may be guarded by that."""
+    block, counter = Output().train(), CompileCounter()
+    patch_model(block)
+    monkeypatch.setattr(calls, "SMALLEST", 2 * 20 * WIDTH)
+    compiled = torch.compile(block, backend=counter, dynamic=True)
+    for n_rows in (10, 40):
+        x = torch.randn(2, n_rows, WIDTH, requires_grad=True)
+        compiled(x, 2.0 * x)
+    assert counter.frame_count == 1
