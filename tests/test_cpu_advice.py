@@ -20,8 +20,15 @@ GLIBC = "7f0 r-xp /usr/lib/x86_64-linux-gnu/libc.so.6\n"
         (GLIBC, {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.top_pad=1"}, "glibc, tuned"),
         (GLIBC, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4294967296"}, "glibc, tuned"),
         (GLIBC, {"MALLOC_MMAP_THRESHOLD_": "4294967296"}, "glibc, tuned"),
+        (GLIBC, {"MALLOC_MMAP_MAX_": "0"}, "glibc, tuned"),
+        (GLIBC, {"MALLOC_MMAP_MAX_": "8"}, "glibc, which returns every large tensor"),
         (GLIBC + "7f1 /usr/lib/libtcmalloc_minimal.so.4\n", {}, "tcmalloc"),
-        (GLIBC + "7f1 /usr/lib/libjemalloc.so.2\n", {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0"}, "jemalloc"),
+        (
+            GLIBC + "7f1 /usr/lib/libjemalloc.so.2\n",
+            {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0"},
+            "jemalloc, which returns",
+        ),
+        (GLIBC + "7f1 /usr/lib/libjemalloc.so.2\n", {"MALLOC_CONF": cpu_advice.KEEPING_JEMALLOC}, "jemalloc"),
         ("7f0 /lib/ld-musl-x86_64.so.1\n", {}, "unknown"),
     ],
 )

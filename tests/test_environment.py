@@ -49,6 +49,13 @@ def test_the_id_of_a_machine_is_a_folder_name():
     assert environment.machine(torch.device("cpu"))["id"].replace("-", "").isalnum()
 
 
+def test_a_cpu_held_to_fewer_instructions_is_another_machine(monkeypatch):
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    free = environment.machine(torch.device("cpu"))["id"]
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert environment.machine(torch.device("cpu"))["id"] == f"{free}-avx2"
+
+
 @pytest.mark.parametrize(("given", "modified"), [("0123456789abcdef", False), ("0123456789abcdef-dirty", True)])
 def test_without_a_repository_the_commit_is_the_one_that_was_named(monkeypatch, given, modified):
     monkeypatch.setattr(environment, "checkout", lambda: None)

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 _ALLOCATORS = {"tcmalloc": r"/libtcmalloc", "jemalloc": r"/libjemalloc", "mimalloc": r"/libmimalloc"}
+KEEPING_JEMALLOC = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"
+"""MALLOC_CONF with which jemalloc keeps what is freed; by its defaults it returns large blocks, as glibc does."""
 _BF16 = ("avx512_bf16", "amx_bf16", "bf16")  # the last is Arm's
 
 
@@ -24,15 +26,21 @@ def allocator(maps: str, environment: dict[str, str]) -> str:
     """Which malloc large tensors come from. maps: of /proc/self/maps."""
     for name, library in _ALLOCATORS.items():
         if re.search(library, maps):
-            return name
+            returns = name == "jemalloc" and "dirty_decay_ms" not in environment.get("MALLOC_CONF", "")
+            return (
+                f"{name}, which returns large tensors too: MALLOC_CONF={KEEPING_JEMALLOC} keeps them"
+                if returns
+                else name
+            )
     if not re.search(r"/libc\.so|/libc-2", maps):
         return "unknown: not glibc's"
     tunables = environment.get("GLIBC_TUNABLES", "")
-    if re.search(r"glibc\.malloc\.mmap_(max=0\b|threshold=)", tunables) or "MALLOC_MMAP_THRESHOLD_" in environment:
+    told = "MALLOC_MMAP_THRESHOLD_" in environment or environment.get("MALLOC_MMAP_MAX_") == "0"
+    if told or re.search(r"glibc\.malloc\.mmap_(max=0\b|threshold=)", tunables):
         return "glibc, tuned to keep large blocks"
     return (
         "glibc, which returns every large tensor to the system and clears its pages again at the next one; "
-        "tcmalloc, jemalloc or GLIBC_TUNABLES=glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184 keep it"
+        "tcmalloc or GLIBC_TUNABLES=glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184 keep it"
     )
 
 

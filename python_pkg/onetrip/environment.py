@@ -57,7 +57,8 @@ def describe(header: Mapping[str, Any]) -> dict[str, str]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """id: the CPU model and its number of cores, or the name of the GPU."""
+    """id: the CPU model, its number of cores and the instructions that torch's kernels are held to, or the name of the
+    GPU."""
     cpus = os.cpu_count() or 1
     library = native()
     found: dict[str, Any] = {
@@ -70,7 +71,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "last_level_cache_bytes": last_level_cache_bytes(),
         "system": f"{platform.system()} {platform.release()}",
     }
-    name = f"{found['cpu']} {cpus} cores"
+    name = f"{found['cpu']} {cpus} cores {os.environ.get('ATEN_CPU_CAPABILITY', '')}"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name = properties.name

@@ -7,7 +7,7 @@ import browser
 import pytest
 from onetrip import anatomy
 from onetrip.anatomy.report import page, sections
-from onetrip.html import Figure, Table
+from onetrip.html import Cell, Figure, Table
 
 
 def compared(**how):
@@ -53,9 +53,10 @@ def test_sections_tell_all_that_was_found(result):
 def test_what_only_a_gpu_has(measured):
     changed = json.loads(json.dumps(measured))
     gpu = {"utilisation_percent": 71.0, "memory_utilisation_percent": 30.0, "power_watts": 412.0, "samples": 9}
+    gpu["memory_in_use"] = 5 << 30
     changed["columns"]["eager"]["measured"] |= {"caches": 3 << 20, "gpu": gpu}
     tables = {part.caption.split(",")[0]: part for part in sections(changed)[0].parts if isinstance(part, Table)}
-    assert tables["GPU by NVML"].rows == [("eager", 71.0, 412.0, 9)]
+    assert tables["GPU by NVML"].rows == [("eager", 71.0, 412.0, Cell(5 << 30, "5.00 GiB"), 9)]
     (caches,) = (row for row in tables["Memory"].rows if row[0] == "caches")
     assert caches[2].text == "3.0 MiB"
     unchanged = next(part for part in sections(measured)[0].parts if isinstance(part, Table))

@@ -26,6 +26,7 @@ def nvml(monkeypatch):
     module.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
     module.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=80, memory=40)
     module.nvmlDeviceGetPowerUsage = lambda handle: 300_000
+    module.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(used=5 << 30)
     monkeypatch.setitem(sys.modules, "pynvml", module)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="of-the-GPU"))
     return module
@@ -33,8 +34,9 @@ def nvml(monkeypatch):
 
 def test_means_of_what_was_watched(nvml):
     sampler = gpu.Sampler(CUDA)
-    watts = iter([100_000, 300_000])
+    watts, in_use = iter([100_000, 300_000]), iter([7 << 30, 6 << 30])
     nvml.nvmlDeviceGetPowerUsage = lambda handle: next(watts)
+    nvml.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(used=next(in_use))
     sampler.sample()  # nobody is watched, nothing is read
     with sampler.watching("eager"):
         sampler.sample()
@@ -43,6 +45,7 @@ def test_means_of_what_was_watched(nvml):
         "utilisation_percent": 80,
         "memory_utilisation_percent": 40,
         "power_watts": pytest.approx(200.0),
+        "memory_in_use": 7 << 30,
         "samples": 2,
     }
     assert sampler.summary("patched") is None

@@ -15,6 +15,7 @@ PUBLISHED_MILLIONS = {
     "llama-7b": 6738.4,
     "llama-8b": 8030.3,
     "mistral-7b": 7241.7,
+    "mixtral-8x7b": 46702.8,
     "t5-small": 60.5,
     "vit-base": 85.8,
 }

@@ -5,7 +5,7 @@ import torch
 from onetrip import methods
 from onetrip.anatomy import UsageError
 from onetrip.methods import METHODS, NAMES, Recipe, Setting, combine
-from onetrip.methods.catalog import BASELINE, chosen, combined
+from onetrip.methods.catalog import BASELINE, chosen, combined, find
 from onetrip.methods.optimizers import OPTIMIZERS
 
 CUDA = Setting(torch.device("cuda"), "float32")
@@ -20,6 +20,7 @@ def test_methods_of_the_contract_are_there():
     assert families == {
         *("Batch size", "Gradient accumulation", "Gradient checkpointing", "Mixed precision", "Optimizer choice"),
         *("Data preloading", "torch.compile", "PEFT", "Fused kernels", "DeepSpeed ZeRO"),
+        *("Data pipeline", "Emptied cache", "Attention"),
     }
     assert NAMES[-2:] == ("combined", "combined-memory")
 
@@ -77,18 +78,46 @@ def test_combinations_that_cannot_be(names, words):
         ("fp16", Setting(torch.device("cuda"), "bfloat16"), "bfloat16 already"),
         ("checkpointing", Setting(torch.device("cpu"), "float32", can_checkpoint=False), "no gradient checkpointing"),
         ("zero-offload", Setting(torch.device("cpu"), "float32"), "from a CUDA device"),
+        ("tf32", Setting(torch.device("cpu"), "float32"), "needs a CUDA device"),
+        ("tf32", Setting(torch.device("cuda"), "bfloat16"), "TF32 multiplies float32 matrices"),
+        ("empty-cache", Setting(torch.device("cpu"), "float32"), "keeps no cache of a CPU's memory"),
+        ("empty-cache", CUDA, ""),
+        ("flash-attention-2", Setting(torch.device("cpu"), "bfloat16"), "needs a CUDA device"),
+        ("datasets-map", Setting(torch.device("cpu"), "float32", reads_text=False), "needs a model of text"),
+        ("datasets-stream+preloading", Setting(torch.device("cpu"), "float32"), "streamed by one process"),
         ("fused-kernels", Setting(torch.device("cpu"), "float32"), ""),
         ("linear-cross-entropy", Setting(torch.device("cpu"), "float32"), ""),
         ("linear-cross-entropy", Setting(torch.device("cpu"), "float32", has_token_loss=False), "no loss over a voc"),
     ],
 )
 def test_what_is_missing_is_said(name, setting, reason):
-    method = METHODS[name]
+    method = find(name, setting)
     said = method.missing(applied(method, Recipe(8), setting), setting)
     assert reason in said and bool(said) == bool(reason)
 
 
-@pytest.mark.parametrize("name", ["bnb-adamw8bit", "torchao-adamw8bit", "lora", "zero"])
+@pytest.mark.parametrize(
+    ("name", "capability", "changes", "reason"),
+    [
+        ("tf32", (7, 0), {}, "compute capability 8.0 is the first"),
+        ("tf32", (8, 0), {}, ""),
+        ("flash-attention-2", (7, 5), {"dtype": "bfloat16"}, "from compute capability 8.0 on"),
+        ("flash-attention-2", (9, 0), {"has_flash_attention": False}, "no flash-attention 2 for this model"),
+        ("flash-attention-2", (9, 0), {}, "--combine flash-attention-2+bf16"),
+        ("flash-attention-2", (9, 0), {"dtype": "bfloat16"}, "pip install flash-attn"),
+        ("flash-attention-2+fp16", (9, 0), {}, "pip install flash-attn"),
+    ],
+)
+def test_what_is_missing_on_a_gpu_is_said(name, capability, changes, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("onetrip.methods.catalog.find_spec", lambda package: None)
+    setting = replace(CUDA, **changes)
+    method = find(name, setting)
+    said = method.missing(applied(method, Recipe(8), setting), setting)
+    assert reason in said and bool(said) == bool(reason)
+
+
+@pytest.mark.parametrize("name", ["bnb-adamw8bit", "torchao-adamw8bit", "lora", "zero", "datasets-map"])
 def test_absent_packages_are_named_with_how_to_get_them(name, cpu, monkeypatch):
     monkeypatch.setattr("onetrip.methods.catalog.find_spec", lambda package: None)
     method = METHODS[name]

@@ -1,3 +1,4 @@
+import gc
 from dataclasses import replace
 from itertools import islice
 
@@ -52,6 +53,19 @@ def test_workers_load_the_same_samples():
     assert_same(first_samples(data, Recipe(4), 16), first_samples(data, recipe, 16))
 
 
+@pytest.mark.parametrize("source", ["datasets", "datasets-stream"])
+@pytest.mark.parametrize("preset", ["small", "tiny-gpt2"])
+def test_the_datasets_library_gives_the_same_samples(preset, source, tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    data = data_of(preset, sequence_length=2000, n_held_out=2)
+    n = 2 * len(data.training.rows)  # past the end of the file
+    n -= n % 4
+    assert_same(first_samples(data, Recipe(4), n), first_samples(data, Recipe(4, source=source), n))
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_another_seed_gives_other_samples():
     a, b = (first_samples(data_of("small", seed=seed), Recipe(8), 8) for seed in (0, 1))
     assert not torch.equal(a["input_ids"], b["input_ids"])
@@ -102,7 +116,7 @@ def test_long_sequences_leave_rows_to_train_on():
     assert sum(len(batch["input_ids"]) for batch in data.held_out_batches(3)) == 1
 
 
-@pytest.mark.parametrize("preset", ["small", "tiny-gpt2", "tiny-t5", "tiny-vit", "tiny-llama"])
+@pytest.mark.parametrize("preset", ["small", "tiny-gpt2", "tiny-t5", "tiny-vit", "tiny-llama", "tiny-mixtral"])
 def test_models_take_the_batches(preset):
     torch.manual_seed(0)
     model = anatomy.load_model(preset)

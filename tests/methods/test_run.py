@@ -85,6 +85,13 @@ def test_what_does_not_fit_beside_the_baseline_goes_alone(session, monkeypatch):
     assert not figures["paired"] and "samples_per_s_ratio" not in figures
 
 
+def test_a_method_that_empties_the_shared_cache_goes_alone(session, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    method = replace(METHODS["empty-cache"], missing=lambda recipe, setting: "")
+    figures = session.measure(method, lambda what: None)
+    assert not figures["paired"] and "samples_per_s_ratio" not in figures
+
+
 def test_what_does_not_fit_alone_says_so(session, monkeypatch):
     def full(self):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes.")

@@ -60,10 +60,49 @@ def assert_close(a, b, **tolerances):
         pytest.param({"patched": True}, id="fused-kernels"),
         pytest.param({"patched": True, "linear_loss": True}, id="linear-cross-entropy"),
         pytest.param({"workers": 1}, id="preloading"),
+        pytest.param({"attention": "eager"}, id="another-attention"),
     ],
 )
 def test_the_gradients_are_the_baseline_s(trainer, changes):
     assert_close(gradients(trainer(**changes)), gradients(trainer()), rtol=2e-4, atol=2e-6)
+
+
+def test_the_attention_is_the_one_asked_for(trainer, source):
+    before = source.config._attn_implementation
+    assert trainer(attention="eager").model.config._attn_implementation == "eager" != before
+    assert trainer().model.config._attn_implementation == before
+
+
+def test_the_precision_of_products_holds_for_the_method_s_steps_only(trainer, monkeypatch):
+    before = torch.get_float32_matmul_precision()
+    seen = []
+    made = trainer(matmul_precision="high"), trainer()
+    for each in made:
+        monkeypatch.setattr(each, "_backward", lambda *_: seen.append(torch.get_float32_matmul_precision()))
+        monkeypatch.setattr(each, "_update", lambda: None)
+        each.train_step()
+    assert seen == ["high", before] and before != "high"
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_the_cache_is_emptied_between_forward_and_backward(trainer, monkeypatch):
+    made = trainer(empty_cache_steps=2)
+    order = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("empty"))
+    monkeypatch.setattr(made, "_backward", lambda *_: order.append("backward"))
+    monkeypatch.setattr(made, "_update", lambda: None)
+    for _ in range(3):
+        made.train_step()
+    assert order == ["empty", "backward", "backward", "empty", "backward"]
+
+
+def test_a_mixture_of_experts_trains_patched_as_unpatched():
+    torch.manual_seed(0)
+    source = anatomy.load_model("tiny-mixtral")
+    data = make_data("tiny-mixtral", source, 16, 4, 0)
+    plain, patched = (Trainer(source, Recipe(2, patched=on), data, CPU, seed=0) for on in (False, True))
+    assert_close(gradients(patched), gradients(plain), rtol=2e-3, atol=2e-5)
+    assert patched.patched_sites >= 5 and patched.fallback_calls() == 0
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])

@@ -24,7 +24,7 @@ class Sampler:
 
     def __init__(self, device: torch.device) -> None:
         self.reason = ""
-        self._samples: dict[str, list[tuple[float, float, float]]] = {}
+        self._samples: dict[str, list[tuple[float, float, float, int]]] = {}
         self._watched: str | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -67,11 +67,12 @@ class Sampler:
         try:
             rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
             watts = _MILLIWATTS * self._nvml.nvmlDeviceGetPowerUsage(self._handle)
+            in_use = self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used
         except self._nvml.NVMLError as error:
             self.reason = f"NVML: {error}"
             self._stop.set()
             return
-        self._samples.setdefault(name, []).append((rates.gpu, rates.memory, watts))
+        self._samples.setdefault(name, []).append((rates.gpu, rates.memory, watts, in_use))
 
     @contextmanager
     def watching(self, name: str) -> Iterator[None]:
@@ -82,15 +83,19 @@ class Sampler:
             self._watched = None
 
     def summary(self, name: str) -> dict[str, float] | None:
-        """Means of what was read for the name; None where nothing was."""
+        """Means of what was read for the name, and the most memory in use; None where nothing was.
+
+        memory_in_use is the whole GPU's: torch's cache, the CUDA context and other processes are part of it.
+        """
         samples = self._samples.get(name)
         if not samples:
             return None
-        used, memory, watts = (statistics.fmean(column) for column in zip(*samples, strict=True))
+        used, memory, watts, in_use = zip(*samples, strict=True)
         return {
-            "utilisation_percent": used,
-            "memory_utilisation_percent": memory,
-            "power_watts": watts,
+            "utilisation_percent": statistics.fmean(used),
+            "memory_utilisation_percent": statistics.fmean(memory),
+            "power_watts": statistics.fmean(watts),
+            "memory_in_use": max(in_use),
             "samples": len(samples),
         }
 

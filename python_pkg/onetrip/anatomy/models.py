@@ -28,6 +28,7 @@ def _sizes(hidden_size: int, num_hidden_layers: int, num_attention_heads: int, *
 _SMALL_VOCABULARY = {"vocab_size": 4096}
 _ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
 _TINY_T5 = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}
+_TINY_MIXTRAL = {"num_key_value_heads": 2, "num_local_experts": 4}  # a mixture of experts, two for each token
 _LLAMA_3 = {"vocab_size": 128256, "num_key_value_heads": 8, "rope_theta": 500000.0, "max_position_embeddings": 8192}
 _LLAMA_3_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, **_LLAMA_3}
 _LLAMA_3_2_1B = {
@@ -44,6 +45,7 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tiny-gpt2": ("gpt2", "CausalLM", {"n_embd": 128, "n_layer": 2, "n_head": 2, **_SMALL_VOCABULARY}),
     "tiny-llama": ("llama", "CausalLM", _sizes(256, 4, 4, **_SMALL_VOCABULARY)),
     "tiny-gemma": ("gemma", "CausalLM", _sizes(256, 4, 4, num_key_value_heads=1, head_dim=64, **_SMALL_VOCABULARY)),
+    "tiny-mixtral": ("mixtral", "CausalLM", _sizes(128, 2, 4, **_TINY_MIXTRAL, **_SMALL_VOCABULARY)),
     "tiny-t5": ("t5", "Seq2SeqLM", {**_TINY_T5, "decoder_start_token_id": 0, **_SMALL_VOCABULARY}),
     "tiny-vit": ("vit", "ImageClassification", _sizes(128, 2, 2)),
     "minilm": ("bert", "MaskedLM", _sizes(384, 6, 12)),
@@ -58,6 +60,7 @@ PRESETS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-1b": ("llama", "CausalLM", _LLAMA_3_2_1B),
     "llama-7b": ("llama", "CausalLM", {}),
     "llama-8b": ("llama", "CausalLM", _LLAMA_3_8B),
+    "mixtral-8x7b": ("mixtral", "CausalLM", {}),
     "mistral-7b": ("mistral", "CausalLM", {}),
     "t5-small": ("t5", "Seq2SeqLM", {"decoder_start_token_id": 0}),
     "vit-base": ("vit", "ImageClassification", {}),

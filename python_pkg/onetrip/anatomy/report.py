@@ -234,8 +234,11 @@ def _gpu(result: Mapping[str, Any], measured: Mapping[str, Any]) -> str | Table:
     read = {way: step["gpu"] for way, step in measured.items() if step["gpu"]}
     if not read:
         return f"GPU utilisation and power were not read: {result['gpu']}."
-    rows = [(way, gpu["utilisation_percent"], gpu["power_watts"], gpu["samples"]) for way, gpu in read.items()]
-    return Table("GPU by NVML", ("", "busy, % of time", "power, W", "samples"), rows)
+    rows = [
+        (way, gpu["utilisation_percent"], gpu["power_watts"], _size(gpu["memory_in_use"]), gpu["samples"])
+        for way, gpu in read.items()
+    ]
+    return Table("GPU by NVML", ("", "busy, % of time", "power, W", "memory in use", "samples"), rows)
 
 
 def _drawing(columns: Mapping[str, Any]) -> Figure:

@@ -35,6 +35,14 @@ class Recipe:
     """Whether linear_cross_entropy is among the patterns."""
     zero_stage: int = 0
     offload: bool = False
+    matmul_precision: str = ""
+    """As torch.set_float32_matmul_precision takes it; "" leaves it as it is."""
+    empty_cache_steps: int = 0
+    """Every how many steps torch's cache of GPU memory is emptied between forward and backward; 0 for never."""
+    source: str = ""
+    """Where samples come from: "" for tensors in memory, "datasets" or "datasets-stream" for the datasets library."""
+    attention: str = ""
+    """The attn_implementation of transformers; "" leaves its choice."""
 
     @property
     def samples_per_step(self) -> int:
@@ -51,6 +59,9 @@ class Setting:
     """Whether the model has gradient checkpointing."""
     has_token_loss: bool = True
     """Whether the model computes a loss over its vocabulary."""
+    has_flash_attention: bool = True
+    """Whether transformers has flash-attention 2 for this model."""
+    reads_text: bool = True
 
 
 Change = Callable[[Recipe, Setting], dict[str, Any]]
@@ -122,6 +133,42 @@ def _fp16_missing(recipe: Recipe, setting: Setting) -> str:
     return f"the weights are {setting.dtype} already" if setting.dtype != "float32" else ""
 
 
+def _tf32_missing(recipe: Recipe, setting: Setting) -> str:
+    if setting.device.type != "cuda":
+        return "needs a CUDA device: TF32 is a mode of NVIDIA's tensor cores"
+    if setting.dtype != "float32":
+        return f"the weights are {setting.dtype}, TF32 multiplies float32 matrices"
+    if torch.cuda.get_device_capability(setting.device) < (8, 0):
+        return "this GPU has no TF32: compute capability 8.0 is the first with it"
+    return ""
+
+
+def _empty_cache_missing(recipe: Recipe, setting: Setting) -> str:
+    return "" if setting.device.type == "cuda" else "needs a CUDA device: torch keeps no cache of a CPU's memory"
+
+
+def _datasets_missing(recipe: Recipe, setting: Setting) -> str:
+    if not setting.reads_text:
+        return "needs a model of text: samples of images are computed, there is no file of them"
+    if recipe.source == "datasets-stream" and recipe.workers:
+        return "one file is streamed by one process"
+    return _needs("datasets")(recipe, setting)
+
+
+def _flash_attention_missing(recipe: Recipe, setting: Setting) -> str:
+    if setting.device.type != "cuda":
+        return "needs a CUDA device"
+    if torch.cuda.get_device_capability(setting.device) < (8, 0):
+        return "flash-attention 2 runs from compute capability 8.0 on"
+    if not setting.has_flash_attention:
+        return "transformers has no flash-attention 2 for this model"
+    if setting.dtype == "float32" and not recipe.autocast:
+        return "computes in float16 and bfloat16 alone: --dtype bfloat16, or --combine flash-attention-2+bf16"
+    if find_spec("flash_attn") is None:
+        return "not installed: flash_attn (pip install flash-attn --no-build-isolation)"
+    return ""
+
+
 def _checkpointing_missing(recipe: Recipe, setting: Setting) -> str:
     return "" if setting.can_checkpoint else "transformers has no gradient checkpointing for this model"
 
@@ -152,6 +199,7 @@ def _zero_missing(recipe: Recipe, setting: Setting) -> str:
 BATCH, ACCUMULATION, CHECKPOINTING = "Batch size", "Gradient accumulation", "Gradient checkpointing"
 PRECISION, OPTIMIZER, PRELOADING = "Mixed precision", "Optimizer choice", "Data preloading"
 COMPILE, PEFT, ZERO, FUSED, COMBINED = "torch.compile", "PEFT", "DeepSpeed ZeRO", "Fused kernels", "Combined"
+PIPELINE, EMPTY_CACHE, ATTENTION = "Data pipeline", "Emptied cache", "Attention"
 
 # The table in transformers' guide to training on one GPU (perf_train_gpu_one, with the rows of its older releases).
 SAID = {
@@ -161,6 +209,8 @@ SAID = {
     PRECISION: ("yes", "depends"),
     OPTIMIZER: ("yes", "yes"),
     PRELOADING: ("yes", "no"),
+    EMPTY_CACHE: ("no", "yes"),
+    ATTENTION: ("yes", "yes"),
     ZERO: ("no", "yes"),
     COMPILE: ("yes", "no"),
     PEFT: ("no", "yes"),
@@ -184,6 +234,7 @@ METHODS: dict[str, Method] = {
         ),
         _method("bf16", PRECISION, "Mixed precision, bf16", _set(autocast="bfloat16"), _bf16_missing),
         _method("fp16", PRECISION, "Mixed precision, fp16", _set(autocast="float16"), _fp16_missing),
+        _method("tf32", PRECISION, "TF32 matrix products", _set(matmul_precision="high"), _tf32_missing),
         _method("adamw-fused", OPTIMIZER, "Optimizer: fused AdamW", _set(optimizer="adamw-fused")),
         _method("adamw8bit", OPTIMIZER, "Optimizer: AdamW8bit", _set(optimizer="adamw8bit"), own=True),
         _method("adafactor", OPTIMIZER, "Optimizer: Adafactor", _set(optimizer="adafactor")),
@@ -204,6 +255,22 @@ METHODS: dict[str, Method] = {
             isolated=True,
         ),
         _method("preloading", PRELOADING, "Data preloading", _preload),
+        _method("datasets-map", PIPELINE, "datasets, map style", _set(source="datasets"), _datasets_missing),
+        _method("datasets-stream", PIPELINE, "datasets, streaming", _set(source="datasets-stream"), _datasets_missing),
+        _method(
+            "empty-cache",
+            EMPTY_CACHE,
+            "Cache emptied every 4 steps",
+            _set(empty_cache_steps=4),
+            _empty_cache_missing,
+        ),
+        _method(
+            "flash-attention-2",
+            ATTENTION,
+            "flash-attention 2",
+            _set(attention="flash_attention_2"),
+            _flash_attention_missing,
+        ),
         _method("compile", COMPILE, "torch.compile", _set(compiled=True), _compile_missing, isolated=True),
         _method("lora", PEFT, "PEFT: LoRA, rank 8", _set(lora=True), _needs("peft", "accelerate")),
         _method("zero", ZERO, "DeepSpeed ZeRO, stage 2", _set(zero_stage=2), _zero_missing, isolated=True),

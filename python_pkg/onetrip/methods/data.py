@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..anatomy import PRESETS
 from .catalog import Recipe
@@ -62,6 +63,41 @@ class TokenRows(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         return {"index": index, "input_ids": self.rows[index % len(self.rows)]}
+
+
+class StoredRows(Dataset[Sample]):
+    """The same samples from a file, which the datasets library maps into memory."""
+
+    def __init__(self, rows: Tensor) -> None:
+        from datasets import Dataset as Table
+        from datasets import disable_progress_bars
+
+        disable_progress_bars()  # the command shows its own
+        self._folder = tempfile.TemporaryDirectory(prefix="onetrip-methods-")  # removed with this object
+        path = f"{self._folder.name}/rows.parquet"
+        Table.from_dict({"input_ids": rows.numpy()}).to_parquet(path)
+        self.rows = self._opened(path)
+
+    def _opened(self, path: str) -> Any:
+        from datasets import Dataset as Table
+
+        return Table.from_parquet(path, cache_dir=self._folder.name).with_format("torch")
+
+    def __getitem__(self, index: int) -> Sample:
+        return {"index": index, **self.rows[index % len(self.rows)]}
+
+
+class StreamedRows(StoredRows, IterableDataset[Sample]):
+    """The same samples in their order, read from a file as they are asked for."""
+
+    def _opened(self, path: str) -> Any:
+        from datasets import load_dataset
+
+        return load_dataset("parquet", data_files=path, split="train", streaming=True).with_format("torch")
+
+    def __iter__(self) -> Iterator[Sample]:
+        rows = itertools.chain.from_iterable(itertools.repeat(self.rows))
+        return ({"index": index, **row} for index, row in enumerate(rows))
 
 
 class Images(Dataset[Sample]):
@@ -139,10 +175,15 @@ class Data:
         more: dict[str, Any] = {"num_workers": recipe.workers, "pin_memory": recipe.pin_memory}
         if recipe.workers:
             more |= {"persistent_workers": True, "prefetch_factor": 4}
+        n, training = recipe.batch_size, self.training
+        if recipe.source:
+            assert isinstance(training, TokenRows)
+            if recipe.source == "datasets-stream":
+                return iter(DataLoader(StreamedRows(training.rows), batch_size=n, collate_fn=self.collate, **more))
+            training = StoredRows(training.rows)
         # A batch of 8 holds what two batches of 4 hold.
-        n = recipe.batch_size
         sampler: Any = (list(range(start, start + n)) for start in itertools.count(0, n))
-        return iter(DataLoader(self.training, batch_sampler=sampler, collate_fn=self.collate, **more))
+        return iter(DataLoader(training, batch_sampler=sampler, collate_fn=self.collate, **more))
 
     def held_out_batches(self, batch_size: int) -> Iterator[Batch]:
         for start in range(0, self.n_held_out, batch_size):

@@ -21,7 +21,7 @@ from .worker import MethodFailed, measure_isolated, reason_of
 FORMAT = 1
 MEASURED, SKIPPED, FAILED = "measured", "skipped", "failed"
 RATIOS = ("peak_memory", "saved_activations", "optimizer_states")
-_PEERS = ("peft", "bitsandbytes", "torchao", "deepspeed")
+_PEERS = ("peft", "bitsandbytes", "torchao", "deepspeed", "datasets", "flash-attn")
 
 Save = Callable[[dict[str, Any]], object]
 

@@ -127,8 +127,17 @@ class Session:
 
     @cached_property
     def setting(self) -> Setting:
-        can_checkpoint = bool(getattr(self.source, "supports_gradient_checkpointing", False))
-        return Setting(self.device, self.options.dtype, can_checkpoint, output_layer(self.source) is not None)
+        source: Any = self.source
+        return Setting(
+            self.device,
+            self.options.dtype,
+            can_checkpoint=bool(getattr(source, "supports_gradient_checkpointing", False)),
+            has_token_loss=output_layer(source) is not None,
+            has_flash_attention=any(
+                getattr(source, name, False) for name in ("_supports_flash_attn", "_supports_flash_attn_2")
+            ),
+            reads_text=not hasattr(source.config, "image_size"),
+        )
 
     @property
     def n_units(self) -> int:
@@ -147,10 +156,11 @@ class Session:
         """The figures of one method.
 
         Its steps alternate with those of a baseline in the same process; where both do not fit together, it goes alone.
-        Raises DoesNotFit where it does not fit even so, and whatever training raises.
+        So does one that empties the cache that both share. Raises DoesNotFit where a method does not fit alone, and
+        whatever training raises.
         """
         recipe, why = self.recipe(method), ""
-        for paired in (True, False):
+        for paired in (False,) if recipe.empty_cache_steps else (True, False):
             try:
                 with measure.at_most_more(_obtainable(self.device)):
                     return self._measure(recipe, paired, advance)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,17 @@ def _enable_checkpointing(model: Any) -> None:
             enable(**{f"{name}_kwargs": {"use_reentrant": False}})
             return
     raise RuntimeError(f"{type(model).__name__} has no gradient checkpointing")
+
+
+@contextmanager
+def _matmul_precision(wanted: str) -> Iterator[None]:
+    """Set torch's float32 matmul precision within the block: the baseline, in the same process, keeps its own."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(wanted or before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Trainer:
@@ -51,6 +63,8 @@ class Trainer:
         anything: Any = model.train()
         # Keys and values that only generation reads: checkpointing turns them off, so the baseline does without too.
         anything.config.use_cache = False
+        if self.recipe.attention:
+            anything.set_attn_implementation(self.recipe.attention)
         if self.recipe.lora:
             from peft import LoraConfig, get_peft_model
 
@@ -96,10 +110,19 @@ class Trainer:
         # Mean losses of parts make the whole's mean when weighted by how many labels each part has.
         labels = [int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches] if len(batches) > 1 else [1]
         torch.manual_seed(self.seed + self.n_steps)
-        for batch, n_labels in zip(batches, labels, strict=True):
-            self._backward(self.loss(self._to_device(batch)), n_labels / sum(labels))
-        self._update()
+        with _matmul_precision(self.recipe.matmul_precision):
+            for batch, n_labels in zip(batches, labels, strict=True):
+                loss = self.loss(self._to_device(batch))
+                self._empty_cache()
+                self._backward(loss, n_labels / sum(labels))
+            self._update()
         self.n_steps += 1
+
+    def _empty_cache(self) -> None:
+        """Where and how transformers' Trainer does it with torch_empty_cache_steps."""
+        if self.recipe.empty_cache_steps and self.n_steps % self.recipe.empty_cache_steps == 0:
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def _backward(self, loss: Tensor, weight: float) -> None:
         loss = loss if weight == 1.0 else loss * weight
