@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from onetrip.patching import PatchReport, links, patch_model, unpatch_model
+from onetrip.patching import PatchReport, calls, patch_model, unpatch_model
 from onetrip.patching.classes import is_patched, rewrite_of
 from torch import Tensor, nn
 
 from .inputs import Inputs, candidates, repaired, run
-from .tiny import Dropouts, build, configs
+from .tiny import Dropouts, build, completed, configs
 from .trace import Pair, trace
 
 MODES = {"train": True, "eval": False}
@@ -59,7 +59,7 @@ def find_model(model_type: str) -> Found:
     first: Exception | None = None
     for way, config in configs(model_type):
         try:
-            model = build(model_type, config)
+            model = _built(model_type, config)
         except Exception as error:
             first = first or error
             continue
@@ -75,8 +75,18 @@ def find_model(model_type: str) -> Found:
                     return Found(model, dropouts, inputs, outcomes, way)
                 assert error is not None
                 first = first or error
-                inputs = repaired(inputs, error)
+                inputs = inputs if completed(config, error) else repaired(inputs, error)
     raise first or ValueError("no config")
+
+
+def _built(model_type: str, config: Any) -> nn.Module:
+    """The model, of a config that is completed as long as errors say what it lacks."""
+    while True:
+        try:
+            return build(model_type, config)
+        except AttributeError as error:
+            if not completed(config, error):
+                raise
 
 
 def _outcomes(model: nn.Module, inputs: Inputs) -> tuple[dict[str, dict[str, Tensor]], Exception | None]:
@@ -186,11 +196,11 @@ def opportunities(traced: list[Pair], left: list[Pair], model: nn.Module, report
 @contextmanager
 def _small_sums_are_linked() -> Iterator[None]:
     """Tiny models have small sums."""
-    smallest, links.SMALLEST = links.SMALLEST, 0
+    smallest, calls.SMALLEST = calls.SMALLEST, 0
     try:
         yield
     finally:
-        links.SMALLEST = smallest
+        calls.SMALLEST = smallest
 
 
 @_small_sums_are_linked()

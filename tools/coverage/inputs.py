@@ -45,7 +45,7 @@ def _image(config: Any) -> tuple[int, int, int]:
 def _usual(model: Any) -> Inputs:
     """What the names of the parameters say."""
     parameters = inspect.signature(model.forward).parameters
-    config, inputs, main = model.config, {}, model.main_input_name
+    config, inputs, main = model.config, {}, getattr(model, "main_input_name", "")
     if "input_ids" in parameters:
         inputs["input_ids"] = _ids()
         if "attention_mask" in parameters:
@@ -74,15 +74,17 @@ def _usual(model: Any) -> Inputs:
     return inputs
 
 
-def _required(model: Any) -> Inputs:
-    """A tensor for every parameter without a default, by its name; a flat hidden state where nothing else fits."""
-    config, inputs = model.config, {}
+def _by_name(config: Any) -> Inputs:
+    """Values of parameters by their names."""
     width = _first(config, "hidden_size", "d_model", "embed_dim", "dim", "n_embd", "hidden_sizes", default=32)
     channels, height, image_width = _image(config)
     patch = _first(config, "patch_size", default=8)
     temporal = _first(config, "temporal_patch_size", default=1)
     mels = _first(config, "num_mel_bins", "feature_size", "input_feat_per_channel", "input_size", default=16)
-    values = {
+    height_in_patches, width_in_patches = (max(1, size // patch) for size in (height, image_width))
+    return {
+        "patch_features": _randn(16, channels * temporal * patch * patch),
+        "target_sizes": torch.tensor([[height_in_patches, width_in_patches]] * 2),
         "input_ids": _ids(), "decoder_input_ids": _ids(), "inputs_embeds": _randn(2, N_TOKENS, width),
         "query_embeds": _randn(2, 8, width), "hidden_states": _randn(2, N_TOKENS, width),
         "encoder_hidden_states": _randn(2, N_TOKENS, width), "attention_mask": torch.ones(2, N_TOKENS).long(),
@@ -93,15 +95,32 @@ def _required(model: Any) -> Inputs:
         "input_features_mask": torch.ones(2, 40).long(), "pixel_position_ids": torch.zeros(2, 16, 2).long(),
         "pixel_values_videos": _randn(2, 4, channels, height, image_width),
         "feature_lens": torch.tensor([40]), "aftercnn_lens": torch.tensor([20]),
+        "pixel_attention_mask": torch.ones(2, 16).long(), "spatial_shapes": torch.tensor([[4, 4]] * 2),
+        "input_points": 30.0 * torch.rand(2, 1, 3, 2, generator=_generator()), "input_masks": None,
+        "input_labels": torch.ones(2, 1, 3).long(), "input_boxes": torch.tensor([[[2.0, 3.0, 20.0, 24.0]]] * 2),
+        "sparse_prompt_embeddings": _randn(2, 1, 3, width), "multimask_output": True, "hq_token_only": False,
+        "high_resolution_features": [_randn(2, width // 8, 32, 32), _randn(2, width // 4, 16, 16)],
+        **{
+            name: _randn(2, width, 8, 8)
+            for name in ("image_embeddings", "image_positional_embeddings", "dense_prompt_embeddings")
+        },
     }  # fmt: skip
-    for name, parameter in inspect.signature(model.forward).parameters.items():
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            inputs[name] = values.get(name, values["hidden_states"])
-    if "hidden_states" in inputs and {"grid_thw", "image_grid_thw"} & inputs.keys():
-        inputs["hidden_states"] = _randn(16, channels * temporal * patch * patch)
-    if "pixel_values" in inputs and {"grid_thw", "image_grid_thw"} & inputs.keys():
-        inputs["pixel_values"] = _randn(16, channels * temporal * patch * patch)
+
+
+def _required(model: Any) -> Inputs:
+    """A value for every parameter without a default, by its name; a flat hidden state where nothing else fits."""
+    values = _by_name(model.config)
+    inputs = {
+        name: values.get(name, values["hidden_states"])
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    }
+    if {"grid_thw", "image_grid_thw"} & inputs.keys():
+        inputs |= {name: values["patch_features"] for name in ("hidden_states", "pixel_values") if name in inputs}
     return inputs
+
+
+_OF_IMAGES = ("pixel_values", "target_sizes", "spatial_shapes", "pixel_attention_mask", "pixel_position_ids")
 
 
 def candidates(model: Any) -> Iterator[Inputs]:
@@ -144,11 +163,36 @@ def candidates(model: Any) -> Iterator[Inputs]:
         yield {"pixel_values": _randn(2, 2, channels, height, image_width)}
     if "past_values" in parameters:
         yield _time_series(config)
+    yield from _videos(model, merged)
+    images = {name: x for name, x in _by_name(config).items() if name in parameters and name in _OF_IMAGES}
+    if images:
+        yield merged | images
+        yield images
+        yield {name: x[:1] for name, x in images.items()}
+
+
+def _videos(model: Any, merged: Inputs) -> Iterator[Inputs]:
+    """Several images or frames for each example."""
+    parameters = inspect.signature(model.forward).parameters
+    vision = getattr(model.config, "vision_config", None) or model.config
+    n = _first(vision, "num_frames", "frames", default=2)
+    for name in ("pixel_values", "pixel_values_videos"):
+        if name in parameters:
+            images = {name: _randn(2, n, *_image(model.config))}
+            if "image_attention_mask" in parameters:
+                images["image_attention_mask"] = torch.ones(2, N_TOKENS, n).long()
+            yield {key: x for key, x in merged.items() if not key.startswith("pixel_values")} | images
+            yield images
 
 
 def repaired(inputs: Inputs, error: Exception) -> Inputs | None:
-    """The inputs with another last dimension, where the message of an error says which; else None."""
+    """The inputs with another last dimension, where the message of an error says which, or with as many channels as a
+    convolution needs; else None."""
     message = str(error)
+    if (found := re.search(r"expected input\[([\d, ]+)\] to have (\d+) channels", message)) is not None:
+        shape, channels = tuple(map(int, found[1].split(","))), int(found[2])
+        of_shape = [name for name, x in inputs.items() if isinstance(x, Tensor) and tuple(x.shape) == shape]
+        return inputs | {name: _randn(shape[0], channels, *shape[2:]) for name in of_shape} if of_shape else None
     patterns = (
         r"cannot be multiplied \(\d+x(?P<is>\d+) and (?P<wanted>\d+)x\d+\)",
         r"normalized_shape=\[(?P<wanted>\d+)\].*, (?P<is>\d+)\]$",
@@ -158,6 +202,12 @@ def repaired(inputs: Inputs, error: Exception) -> Inputs | None:
     if found is None:
         return None
     width, wanted = int(found["is"]), int(found["wanted"])
+    pixels = inputs.get("pixel_values")
+    if isinstance(pixels, Tensor) and pixels.dim() == 4 and pixels.shape[-1] == width:  # as patches
+        n_images, channels, height, _ = pixels.shape
+        side = round((wanted / channels) ** 0.5)
+        if channels * side**2 == wanted:
+            return inputs | {"pixel_values": _randn(n_images, max(1, height // side) * max(1, width // side), wanted)}
     changed = {
         name: _randn(*x.shape[:-1], wanted)
         for name, x in inputs.items()

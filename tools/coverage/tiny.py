@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +59,7 @@ SIZES: dict[str, Any] = {
     "num_conv_pos_embedding_groups": 2, "sliding_window": 8, "mask_time_length": 2, "mask_feature_length": 2,
     "max_bbox_position": 16, "window_size": 4, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_num_heads": 8,
     "mamba_head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "entity_vocab_size": 32,
+    "linear_value_head_dim": 8, "entity_vocab_size": 32, "upsample_groups": HIDDEN,
 }  # fmt: skip
 _WHERE_NONE = {
     "vocab_size": VOCABULARY,
@@ -67,6 +68,12 @@ _WHERE_NONE = {
     "num_experts_per_tok": 2,
     "num_key_value_heads": HEADS,
 }
+_WHERE_OPEN = {
+    "top_k_experts": 2,
+    "layer_types": ["full_attention"] * LAYERS,
+    "mlp_layer_types": ["dense", "sparse"],
+}
+_WHERE_ABSENT = {"initializer_range": 0.02, "num_key_value_heads": HEADS, "rope_theta": 10000.0}
 _BY_TYPE: dict[str, dict[str, Any]] = {
     "longformer": {"attention_window": 4},
     "led": {"attention_window": 4},
@@ -81,7 +88,10 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "diffllama": {"attention_dropout": 0.0},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320},
     "align_vision_model": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320},
-    "luke": {"entity_emb_size": 16},
+    "luke": {"entity_emb_size": 16}, "xmod": {"default_language": "en_XX"},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4], "num_buckets": 4},
+    "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0}},
+    "ernie4_5_vl_moe_text": {"moe_k": 2}, "gemma3n_text": {"num_kv_shared_layers": 0},
     "canine": {"num_hash_buckets": 64, "local_transformer_stride": 16},
 }  # fmt: skip
 
@@ -105,11 +115,13 @@ def _common(key: str, value: Any, taken: int) -> Any:
 
 def _layer_lists(default: dict[str, Any]) -> dict[str, Any]:
     """Two layers of different types, where there are two."""
-    types = default.get("layer_types")
-    if not isinstance(types, list) or not types:
-        return {}
-    kinds = list(dict.fromkeys(types))
-    return {"layer_types": [kinds[0], kinds[min(1, len(kinds) - 1)]]}
+    found = {}
+    for key in ("layer_types", "layers_block_type"):
+        types = default.get(key)
+        if isinstance(types, list) and types:
+            kinds = list(dict.fromkeys(types))
+            found[key] = [kinds[0], kinds[min(1, len(kinds) - 1)]]
+    return found
 
 
 def by_name(default: dict[str, Any]) -> dict[str, Any]:
@@ -136,6 +148,12 @@ def by_name(default: dict[str, Any]) -> dict[str, Any]:
         small["num_heads"] = [2 for _ in default["num_heads"]]
     small |= {key: value for key, value in _WHERE_NONE.items() if key in default and default[key] is None}
     return small | _layer_lists(default)
+
+
+def filled(default: dict[str, Any]) -> dict[str, Any]:
+    """As by_name, and every size and kind of layer that the default leaves open."""
+    known = SIZES | _WHERE_OPEN
+    return by_name(default) | {key: size for key, size in known.items() if key in default and default[key] is None}
 
 
 _WIDTH_WORDS = (
@@ -198,9 +216,11 @@ WAYS = (
     Way("by name", by_name),
     Way("by name, sections of 8 columns", by_name, [1, 1, 2]),
     Way("by name, sections of 4 columns", by_name, [1, 1, 0]),
+    Way("by name, none left open", filled),
     Way("divided", divided),
     Way("divided, sections of 16 columns", divided, [2, 3, 3]),
     Way("fewer layers", fewer_layers),
+    Way("divided by 32", partial(divided, by=32)),
 )
 
 
@@ -234,27 +254,44 @@ def _sections(rope: dict[str, Any], way: Way) -> dict[str, Any]:
 
 
 def _base_class(model_type: str) -> type[nn.Module]:
-    """The model class of a type: AutoModel's, else one whose config_class is the type's, preferring a base model."""
+    """The model class of a type: AutoModel's, else one whose config_class is the type's, preferring a base model, else
+    a part of a model that takes this config, else what a parent of the config class has."""
     import transformers
 
-    config_class = transformers.CONFIG_MAPPING[model_type]
-    with contextlib.suppress(KeyError, ValueError):
-        cls = transformers.MODEL_MAPPING[config_class]
-        return cls[0] if isinstance(cls, tuple) else cls
-    found: list[type[nn.Module]] = []
+    config_class: Any = transformers.CONFIG_MAPPING[model_type]
+    while config_class is not transformers.PreTrainedConfig:
+        with contextlib.suppress(KeyError, ValueError):
+            cls = transformers.MODEL_MAPPING[config_class]
+            return cls[0] if isinstance(cls, tuple) else cls
+        classes = list(_defined_beside(config_class))
+        if found := [cls for cls in classes if getattr(cls, "config_class", None) is config_class]:
+            return min(found, key=lambda cls: ("For" in cls.__name__, cls.__name__[-5:] != "Model", len(cls.__name__)))
+        if parts := [cls for cls in classes if _is_annotated(cls, config_class)]:
+            name = config_class.__name__.removesuffix("Config")
+            return next((cls for cls in parts if cls.__name__ == name), parts[-1])
+        config_class = config_class.__base__
+    raise ValueError("no model class has this config class")
+
+
+def _defined_beside(config_class: type) -> Iterator[type[nn.Module]]:
+    """The modules that the folder of a config class defines, base classes of models apart."""
     folder = importlib.import_module(config_class.__module__.rpartition(".")[0])
-    for path in sorted(Path(next(iter(folder.__path__))).glob("modeling_*.py")):
+    for path in sorted(Path(next(iter(folder.__path__))).glob("*.py")):
+        if path.stem == "__init__" or path.stem.startswith(("configuration", "modular", "convert", "tokenization")):
+            continue
         with contextlib.suppress(ImportError):
             module = importlib.import_module(f"{folder.__name__}.{path.stem}")
-            found += [
-                cls
-                for cls in vars(module).values()
-                if inspect.isclass(cls) and cls.__module__ == module.__name__ and issubclass(cls, nn.Module)
-                and getattr(cls, "config_class", None) is config_class and "PreTrainedModel" not in cls.__name__
-            ]  # fmt: skip
-    if not found:
-        raise ValueError("no model class has this config class")
-    return min(found, key=lambda cls: ("For" in cls.__name__, not cls.__name__.endswith("Model"), len(cls.__name__)))
+            for cls in vars(module).values():
+                is_own = inspect.isclass(cls) and cls.__module__ == module.__name__
+                if is_own and issubclass(cls, nn.Module) and "PreTrainedModel" not in cls.__name__:
+                    yield cls
+
+
+def _is_annotated(cls: type[nn.Module], config_class: type) -> bool:
+    """Whether the constructor takes a config of this class, and nothing else that must be given."""
+    _, *parameters = inspect.signature(cls.__init__).parameters.values()
+    needed = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    return len(needed) == 1 and needed[0].annotation in (config_class, config_class.__name__)
 
 
 def configs(model_type: str) -> Iterator[tuple[str, Any]]:
@@ -299,6 +336,8 @@ def build(model_type: str, config: Any) -> nn.Module:
         raise ValueError(f"{n / 1e6:.0f} million parameters")
     torch.manual_seed(0)
     model: nn.Module = make(config)
+    if not hasattr(model, "config"):  # a part of a model
+        model.config = config
     n = sum(parameter.numel() for parameter in model.parameters())
     if n > MAX_PARAMETERS:
         raise ValueError(f"{n / 1e6:.0f} million parameters")
@@ -307,6 +346,31 @@ def build(model_type: str, config: Any) -> nn.Module:
         if parameter.is_floating_point():
             parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
     return model
+
+
+def completed(config: Any, error: Exception) -> bool:
+    """Whether the config has got an attribute now that an error says it lacks: transformers' defaults lack some."""
+    found = re.search(r"^'(\w+)' object has no attribute '(\w+)'$", str(error))
+    if not isinstance(error, AttributeError) or found is None:
+        return False
+    owner, name = found.groups()
+    value = P if "drop" in name else _WHERE_ABSENT.get(name, SIZES.get(name))
+    owners = [each for each in configs_in(config) if type(each).__name__ == owner and not hasattr(each, name)]
+    for each in owners if value is not None else []:
+        setattr(each, name, value)
+    return value is not None and bool(owners)
+
+
+def configs_in(config: Any) -> list[Any]:
+    """A config and all configs in it."""
+    found: dict[int, Any] = {}
+    waiting = [config]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in found and hasattr(each, "__dict__"):
+            found[id(each)] = each
+            waiting += [value for name, value in vars(each).items() if name.endswith("config")]
+    return list(found.values())
 
 
 class Dropouts:
@@ -318,15 +382,9 @@ class Dropouts:
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 self.places.append((module, "p", module.p))
             self._floats(module)
-        configs, seen = [getattr(model, "config", None)], set()
-        configs += [getattr(module, "config", None) for module in model.modules()]
-        while configs:
-            config = configs.pop()
-            if config is None or id(config) in seen or not hasattr(config, "__dict__"):
-                continue
-            seen.add(id(config))
+        configs = (each for module in model.modules() for each in configs_in(getattr(module, "config", None)))
+        for config in {id(each): each for each in configs}.values():
             self._floats(config)
-            configs += [value for name, value in vars(config).items() if name.endswith("config")]
 
     def _floats(self, owner: Any) -> None:
         for name, value in list(vars(owner).items()):
