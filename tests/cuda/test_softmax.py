@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tools.gpusim.harness import build, missing_tool, run
+from tools.gpusim.harness import assert_same_bits, build, missing_tool, run
 from tools.gpusim.softmax import Call, calls, check_backward, check_forward
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool()))]
@@ -46,8 +46,9 @@ def _run(driver: Path, chosen: list[Call], folder: Path) -> list[dict[str, Tenso
     return run(driver, [case for call in chosen for case in (call.forward_case(), call.backward_case())], folder)
 
 
-def _same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return all(torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a)
+def _assert_same_bits(what: str, a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    for name in a:
+        assert_same_bits(f"{what}: {name}", a[name], b[name])
 
 
 def _check(driver: Path, chosen: list[Call], folder: Path) -> None:
@@ -92,7 +93,8 @@ def test_rows_in_clusters_in_every_order_of_threads(driver, dtype: str, tmp_path
 def test_a_cluster_gives_the_same_bits_as_a_block(driver, dtype: str, n_cols: int, tmp_path: Path) -> None:
     for call in calls(DTYPES[dtype], (2, 1, 2), n_cols, orders=(4,)):
         forward, backward, *of_block = _run(driver(dtype), [call, replace(call, clusters=False)], tmp_path)
-        assert _same_bits(forward, of_block[0]) and _same_bits(backward, of_block[1]), call.name
+        _assert_same_bits(call.name, forward, of_block[0])
+        _assert_same_bits(call.name, backward, of_block[1])
 
 
 @pytest.mark.parametrize("n_visible", [-1, 3000, 9000])
@@ -158,8 +160,8 @@ def test_same_bits_wherever_tensors_lie(
     ]
     outputs = _run(driver(dtype), layouts, tmp_path)
     for i, call in enumerate(layouts):
-        assert _same_bits(outputs[0], outputs[2 * i]), call.name
-        assert _same_bits(outputs[1], outputs[2 * i + 1]), call.name
+        _assert_same_bits(call.name, outputs[0], outputs[2 * i])
+        _assert_same_bits(call.name, outputs[1], outputs[2 * i + 1])
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
@@ -173,8 +175,9 @@ def test_wide_rows_do_not_depend_on_shared_memory(driver, dtype: str, tmp_path: 
     outputs = _run(driver(dtype), [replace(call, shared_limit=limit) for limit in limits], tmp_path)
     check_forward(call, outputs[0])
     check_backward(call, outputs[1])
-    for i in range(1, len(limits)):
-        assert _same_bits(outputs[0], outputs[2 * i]) and _same_bits(outputs[1], outputs[2 * i + 1])
+    for i, limit in enumerate(limits):
+        _assert_same_bits(str(limit), outputs[0], outputs[2 * i])
+        _assert_same_bits(str(limit), outputs[1], outputs[2 * i + 1])
 
 
 @pytest.mark.parametrize(("n_cols", "clusters"), [(5, True), (300, True), (33000, True), (33000, False)])

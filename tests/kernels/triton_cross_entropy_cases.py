@@ -51,8 +51,12 @@ def check(logits, plan):
         close(mine, truth)
     for given in (weights, weights[:1].clone()):
         truth = reference.backward(logits.double(), labels, exact.stats, given.double(), plan)
-        close(kernels.backward(logits, labels, found.stats, given, plan), truth)
+        dlogits = kernels.backward(logits, labels, found.stats, given, plan)
+        close(dlogits, truth)
         packed = logits.clone(memory_format=torch.contiguous_format)
+        kernels.backward_(packed, labels, found.stats, given, plan)
+        assert torch.equal(packed, dlogits)
+        packed.copy_(logits)
         close(kernels.forward_backward_(packed, labels, given, None, plan), exact.loss)
         close(packed, truth)
     packed, truth = logits.clone(memory_format=torch.contiguous_format), logits.double()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from onetrip.kernels import glu
@@ -12,18 +10,11 @@ from onetrip.reference import glu as formula
 from onetrip.reference.glu import ACTIVATIONS, GluPlan, Operands
 from pairwise import pairwise
 from torch import Tensor
-from triton_runner import DEVICE, EMULATED, INTERPRETED
+from triton_runner import DEVICE, EMULATED, INTERPRETED, uninitialised_memory_is_nan  # noqa: F401
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = {"f32": F32, "f16": F16, "bf16": BF16}
 EVERY_ACTIVATION = pytest.mark.parametrize("activation", ACTIVATIONS)
-
-
-@pytest.fixture(autouse=True)
-def uninitialised_memory_is_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # torch.empty then fills with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def randn(*shape: int, dtype: torch.dtype = F32) -> Tensor:

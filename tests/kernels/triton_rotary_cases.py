@@ -6,8 +6,6 @@ processes of their own, because Triton decides at its import whether it interpre
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from onetrip.kernels import rotary
@@ -16,17 +14,10 @@ from onetrip.reference.rotary import Operands, RotaryPlan
 from pairwise import pairwise
 from rotary_cases import heads, tables
 from torch import Tensor
-from triton_runner import DEVICE, INTERPRETED
+from triton_runner import DEVICE, INTERPRETED, uninitialised_memory_is_nan  # noqa: F401
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 PLAN = RotaryPlan(False, False)
-
-
-@pytest.fixture(autouse=True)
-def uninitialised_memory_is_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # torch.empty then fills with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def operands(

@@ -7,7 +7,6 @@ processes of their own, because Triton decides at its import whether it interpre
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import onetrip
@@ -22,7 +21,16 @@ from onetrip.reference.philox import philox as reference_philox
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, BackwardOperands, Dtypes, Operands, RowNormPlan
 from pairwise import pairwise
 from torch import Tensor
-from triton_runner import DEVICE, EMULATED, INTERPRETED, expanded, odd_row_stride, offset_by_one
+from triton_runner import (  # noqa: F401
+    DEVICE,
+    EMULATED,
+    INTERPRETED,
+    comparable,
+    expanded,
+    odd_row_stride,
+    offset_by_one,
+    uninitialised_memory_is_nan,
+)
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 RNG = (0x0123456789ABCDEF, -5)
@@ -38,13 +46,6 @@ DTYPES = {
 all_norms = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 TRUE_NORMS = {"layer": NORM_LAYER, "rms": NORM_RMS}
 true_norms = pytest.mark.parametrize("norm", TRUE_NORMS.values(), ids=TRUE_NORMS)
-
-
-@pytest.fixture(autouse=True)
-def uninitialised_memory_is_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # torch.empty then fills with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -72,10 +73,7 @@ def assert_close(actual: Tensor | None, expected: Tensor | None, roundings: int 
     assert (actual is None) == (expected is None)
     if actual is None or expected is None:
         return
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape and actual.is_contiguous()
-    wrong_nans = actual.isnan() != expected.isnan()
-    assert not wrong_nans.any(), f"NaN at {wrong_nans.nonzero()[:4].tolist()} of one only"
-    a, e = actual.double().nan_to_num(), expected.double().nan_to_num()
+    a, e = comparable(actual, expected)
     if a.numel() == 0:
         return
     # Float32 arithmetic in another order, relative to the largest terms; then the rounding of the result.

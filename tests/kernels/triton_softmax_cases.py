@@ -7,7 +7,6 @@ processes of their own, because Triton decides at its import whether it interpre
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,16 @@ from onetrip.reference.philox import keep_mask
 from onetrip.reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
 from pairwise import pairwise
 from torch import Tensor
-from triton_runner import DEVICE, EMULATED, INTERPRETED, expanded, odd_row_stride, offset_by_one
+from triton_runner import (  # noqa: F401
+    DEVICE,
+    EMULATED,
+    INTERPRETED,
+    comparable,
+    expanded,
+    odd_row_stride,
+    offset_by_one,
+    uninitialised_memory_is_nan,
+)
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INF, NAN = float("inf"), float("nan")
@@ -43,13 +51,6 @@ MASKS = {
     "4-dims": ((2, 3, 2, 2), (1, 0, 1, 0)),
     "4-dims-other": ((2, 3, 2, 2), (0, 1, 0, 1)),
 }
-
-
-@pytest.fixture(autouse=True)
-def uninitialised_memory_is_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # torch.empty then fills with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)
@@ -105,10 +106,7 @@ def assert_close(actual: Tensor | None, expected: Tensor | None, terms: int = 1)
     assert (actual is None) == (expected is None)
     if actual is None or expected is None:
         return
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape and actual.is_contiguous()
-    wrong_nans = actual.isnan() != expected.isnan()
-    assert not wrong_nans.any(), f"NaN at {wrong_nans.nonzero()[:4].tolist()} of one only"
-    a, e = actual.double().nan_to_num(), expected.double().nan_to_num()
+    a, e = comparable(actual, expected)
     if a.numel() == 0:
         return
     bound = 16 * terms * torch.finfo(F32).eps * e.abs().max().clamp_min(1e-30)

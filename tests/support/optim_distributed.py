@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ SHAPES = {"rows": (10, 100), "wide": (7, 256), "uneven": (5, 90), "vector": (100
 
 
 PRELOAD = ["onetrip", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor"]
-"""Imported once; every process then is a fork of the one that did."""
+"""Imported once; every process then is a fork of the one that did. A function's own module may name others so."""
 
 
 def _worker(rank: int, function: Callable[..., None], world: int, store: str, arguments: tuple[Any, ...]) -> None:
@@ -47,7 +48,7 @@ def _worker(rank: int, function: Callable[..., None], world: int, store: str, ar
 
 def run(world: int, function: Callable[..., None], *arguments: Any) -> None:
     """function(*arguments) in `world` processes of one gloo group; raises where one of them does."""
-    multiprocessing.set_forkserver_preload(PRELOAD)
+    multiprocessing.set_forkserver_preload(getattr(sys.modules[function.__module__], "PRELOAD", PRELOAD))
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
             _worker,

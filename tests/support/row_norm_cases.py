@@ -15,7 +15,6 @@ from onetrip.reference.philox import dropout_scale
 from torch import Tensor
 from torch.nn import functional as F
 
-HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NAMES = ("x", "residual", "bias", "weight", "norm_bias")
 

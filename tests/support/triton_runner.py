@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,8 @@ EMULATE = {
     "CUDA_VISIBLE_DEVICES": "",
     "ONETRIP_TRITON_MACHINE": "1",
     "TRITON_CACHE_DIR": str(ROOT / "build" / "triton_machine" / "cache"),
-    "ASAN_OPTIONS": "detect_leaks=0",
+    # No stack trace for each of the compiler's allocations, and few of them kept back: a third of the time.
+    "ASAN_OPTIONS": "detect_leaks=0:malloc_context_size=0:quarantine_size_mb=16",
 }
 """Compiled for sm_90, and its machine code run on the CPU: see triton_machine.py."""
 
@@ -55,6 +56,22 @@ def run_emulated(file: Path, selection: str = "") -> None:
     ]
     assert all(Path(library).is_absolute() for library in libraries), libraries
     run_cases([file], EMULATE | {"LD_PRELOAD": " ".join(libraries)}, selection)
+
+
+@pytest.fixture(autouse=True)
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    """In every test of a file of cases that imports it."""
+    torch.use_deterministic_algorithms(True)  # torch.empty then fills with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def comparable(actual: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in float64, without NaN, which must stand at the same places."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape and actual.is_contiguous()
+    wrong_nans = actual.isnan() != expected.isnan()
+    assert not wrong_nans.any(), f"NaN at {wrong_nans.nonzero()[:4].tolist()} of one only"
+    return actual.double().nan_to_num(), expected.double().nan_to_num()
 
 
 def expanded(n_rows: int, n_cols: int) -> torch.Tensor:

@@ -6,20 +6,17 @@ from dataclasses import dataclass
 
 import torch
 from onetrip.reference import row_norm as reference
-from onetrip.reference.philox import dropout_scale, dropout_threshold, keep_mask
+from onetrip.reference.philox import keep_mask
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, BackwardOperands, Dtypes, Operands, RowNormPlan
 from torch import Tensor
 
-from tools.gpusim.harness import DTYPE_CODES, ORDERS, Case, Pair
-
-RNG = (0x1234_5678_9ABC_DEF0, (7 << 32) + 12)
+from tools.gpusim.harness import DTYPE_CODES, ORDERS, RNG, Case, Pair, RowsCall, assert_none
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(RowsCall):
     """One call of the family, forward and backward."""
 
-    name: str
     n_rows: int
     n_cols: int
     pair: Pair
@@ -33,24 +30,14 @@ class Call:
     y_dtype: torch.dtype | None = None
     """None: x's."""
     weight_offset: float = 0.0
-    dropout_p: float = 0.0
-    rng_in_memory: bool = False
     nan_where_dropped: bool = False
     store_z: bool = False
     center_z: bool = False
     dz: bool = False
-    shift: int = 0
-    """Elements by which every tensor is off a 64-byte boundary."""
-    row_padding: int = 0
-    """Elements between the rows of the inputs."""
-    shared_limit: int = 227 * 1024
-    clusters: bool = True
-    """Whether the GPU can launch clusters."""
     copies: bool = True
     """Whether the GPU has asynchronous copies; without, it has no clusters either."""
     gpu_independent: bool = False
     """Whether gradients of parameters are summed alike on every GPU."""
-    orders: tuple[int, ...] = ORDERS
 
     def plan(self) -> RowNormPlan:
         return RowNormPlan(
@@ -112,36 +99,11 @@ class Call:
             "bias_dtype": parameter,
             "weight_dtype": parameter,
             "norm_bias_dtype": parameter,
-            "shared_limit": self.shared_limit,
-            "clusters": int(self.clusters),
             "copies": int(self.copies),
             "gpu_independent": int(self.gpu_independent),
         }
         numbers |= {f"{name}_row_stride": stride for name in ("x", "residual", "dy", "dz", "z")}
-        if self.dropout_p > 0:
-            seed, offset = (0, 0) if self.rng_in_memory else RNG
-            numbers |= {
-                "dropout.threshold": dropout_threshold(self.dropout_p),
-                "dropout.scale": dropout_scale(self.dropout_p),
-                "dropout.seed": seed,
-                "dropout.offset": offset,
-            }
-        return numbers
-
-    def _inputs(self, tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
-        placed = {}
-        for name, tensor in tensors.items():
-            if tensor.dim() == 2 and self.row_padding:
-                padded = torch.full((self.n_rows, self.n_cols + self.row_padding), float("nan"), dtype=tensor.dtype)
-                padded[:, : self.n_cols] = tensor
-                tensor = padded.flatten()[: padded.numel() - self.row_padding]
-            placed[name] = (tensor.flatten(), self.shift * tensor.dtype.itemsize)
-        if self.rng_in_memory and self.dropout_p > 0:
-            placed["dropout.state"] = (torch.tensor(RNG), 0)
-        return placed
-
-    def _output(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype, int]:
-        return shape, dtype, self.shift * dtype.itemsize
+        return numbers | self.common_numbers()
 
     def forward_case(self) -> Case:
         plan = self.plan()
@@ -149,13 +111,13 @@ class Call:
         matrix = (self.n_rows, self.n_cols)
         outputs = {}
         if plan.norm != NORM_NONE:
-            outputs["y"] = self._output(matrix, plan.y_dtype)
-            outputs["rstd"] = self._output((self.n_rows,), torch.float32)
+            outputs["y"] = self.output(matrix, plan.y_dtype)
+            outputs["rstd"] = self.output((self.n_rows,), torch.float32)
             if plan.norm == NORM_LAYER and not plan.center_z:
-                outputs["mean"] = self._output((self.n_rows,), torch.float32)
+                outputs["mean"] = self.output((self.n_rows,), torch.float32)
         if plan.store_z:
-            outputs["z"] = self._output(matrix, plan.z_dtype)
-        return Case("forward", self._numbers(), self._inputs(tensors), outputs, self.orders)
+            outputs["z"] = self.output(matrix, plan.z_dtype)
+        return Case("forward", self._numbers(), self.inputs(tensors), outputs, self.orders)
 
     def reference_forward(self) -> dict[str, Tensor | None]:
         plan, tensors = self.plan(), self.tensors()
@@ -168,14 +130,14 @@ class Call:
         inputs = {name: tensors[name] for name in ("dy", "dz", "weight") if name in tensors}
         inputs |= {name: tensor for name, tensor in saved.items() if tensor is not None}
         matrix, vector = (self.n_rows, self.n_cols), (self.n_cols,)
-        outputs = {"dx": self._output(matrix, self.pair[0])}
+        outputs = {"dx": self.output(matrix, self.pair[0])}
         if self.residual:
-            outputs["dresidual"] = self._output(matrix, self.pair[1])
+            outputs["dresidual"] = self.output(matrix, self.pair[1])
         for name in ("bias", "weight", "norm_bias"):
             if name in tensors:
-                outputs["d" + name] = self._output(vector, self.parameter_dtype)
+                outputs["d" + name] = self.output(vector, self.parameter_dtype)
         assert plan.norm == NORM_NONE or "z" in inputs
-        return Case("backward", self._numbers(), self._inputs(inputs), outputs, self.orders)
+        return Case("backward", self._numbers(), self.inputs(inputs), outputs, self.orders)
 
     def _saved(self) -> dict[str, Tensor | None]:
         plan, tensors = self.plan(), self.tensors()
@@ -229,12 +191,7 @@ def check_backward(call: Call, outputs: dict[str, Tensor]) -> None:
 def _assert_close(what: str, actual: Tensor, expected: Tensor, relative: float, absolute: float) -> None:
     # Written so that a NaN fails.
     wrong = ~((actual.double() - expected).abs() <= relative * expected.abs() + absolute)
-    if wrong.any():
-        where = tuple(wrong.nonzero()[0].tolist())
-        raise AssertionError(
-            f"{what}: {int(wrong.sum())} of {wrong.numel()} wrong, first at {where}: "
-            f"{actual[where].item()!r} instead of {expected[where].item()!r}"
-        )
+    assert_none(wrong, what, actual, expected)
 
 
 def calls(pair: Pair, n_rows: int, n_cols: int, orders: tuple[int, ...] = ORDERS) -> list[Call]:

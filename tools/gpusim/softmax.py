@@ -7,22 +7,20 @@ from functools import lru_cache
 
 import torch
 from onetrip.reference import softmax as reference
-from onetrip.reference.philox import dropout_scale, dropout_threshold, keep_mask
+from onetrip.reference.philox import keep_mask
 from onetrip.reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
 from torch import Tensor
 
-from tools.gpusim.harness import DTYPE_CODES, ORDERS, Case
+from tools.gpusim.harness import DTYPE_CODES, ORDERS, RNG, Case, RowsCall, assert_none
 
-RNG = (0x1234_5678_9ABC_DEF0, (7 << 32) + 12)
 MASK_CODES = {**DTYPE_CODES, torch.bool: 3}
 ALL = (True, True, True, True)
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(RowsCall):
     """One call, forward and backward. The rows are those of scores [n_batch, n_heads, n_queries, n_cols]."""
 
-    name: str
     dims: tuple[int, int, int]
     """n_batch, n_heads, n_queries."""
     n_cols: int
@@ -36,20 +34,10 @@ class Call:
     """Elements between the rows of the mask."""
     causal: bool = False
     scale: float = 0.7
-    dropout_p: float = 0.0
-    rng_in_memory: bool = False
     store_p: bool = True
     special: tuple[float, ...] = ()
     """Put into the scores here and there; the rows 1, 4, 7, ... of a float mask are -Inf where there is any."""
     wants_dscores: bool = True
-    shift: int = 0
-    """Elements by which every tensor is off a 64-byte boundary."""
-    row_padding: int = 0
-    """Elements between the rows of the inputs."""
-    shared_limit: int = 227 * 1024
-    clusters: bool = True
-    """Whether the GPU can launch clusters."""
-    orders: tuple[int, ...] = ORDERS
 
     @property
     def n_rows(self) -> int:
@@ -111,8 +99,6 @@ class Call:
             "dtype": DTYPE_CODES[self.dtype],
             "scale": self.scale,
             "n_queries": self.dims[2] if self.causal else 0,
-            "shared_limit": self.shared_limit,
-            "clusters": int(self.clusters),
         }
         stride = self.n_cols + self.row_padding
         numbers |= {f"{name}_row_stride": stride for name in ("scores", "dy", "p")}
@@ -122,37 +108,14 @@ class Call:
         numbers["mask_rows.col_stride"] = layout.col_stride
         if self.mask is not None:
             numbers["mask_type"] = MASK_CODES[self.mask]
-        if self.dropout_p > 0:
-            seed, offset = (0, 0) if self.rng_in_memory else RNG
-            numbers |= {
-                "dropout.threshold": dropout_threshold(self.dropout_p),
-                "dropout.scale": dropout_scale(self.dropout_p),
-                "dropout.seed": seed,
-                "dropout.offset": offset,
-            }
-        return numbers
-
-    def _inputs(self, tensors: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
-        placed = {}
-        for name, tensor in tensors.items():
-            if tensor.dim() == 2 and self.row_padding:
-                padded = torch.full((self.n_rows, self.n_cols + self.row_padding), float("nan"), dtype=tensor.dtype)
-                padded[:, : self.n_cols] = tensor
-                tensor = padded.flatten()[: padded.numel() - self.row_padding]
-            placed[name] = (tensor.flatten(), self.shift * tensor.dtype.itemsize)
-        return placed
-
-    def _output(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype, int]:
-        return shape, dtype, self.shift * dtype.itemsize
+        return numbers | self.common_numbers()
 
     def forward_case(self) -> Case:
         tensors = self.tensors()
-        inputs = self._inputs({name: tensors[name] for name in ("scores", "mask") if name in tensors})
-        if self.rng_in_memory:
-            inputs["dropout.state"] = (torch.tensor(RNG), 0)
-        outputs = {"y": self._output((self.n_rows, self.n_cols), self.dtype)}
+        inputs = self.inputs({name: tensors[name] for name in ("scores", "mask") if name in tensors})
+        outputs = {"y": self.output((self.n_rows, self.n_cols), self.dtype)}
         if self.plan().store_p:
-            outputs["p"] = self._output((self.n_rows, self.n_cols), self.dtype)
+            outputs["p"] = self.output((self.n_rows, self.n_cols), self.dtype)
         return Case("forward", self._numbers(), inputs, outputs, self.orders)
 
     @lru_cache(maxsize=32)  # noqa: B019  the calls are few and small
@@ -172,13 +135,13 @@ class Call:
         # What causality hides is not looked at.
         hidden = self.hidden()
         given = {"dy": self.tensors()["dy"], "p": self.saved()}
-        inputs = self._inputs({name: tensor.masked_fill(hidden, float("nan")) for name, tensor in given.items()})
+        inputs = self.inputs({name: tensor.masked_fill(hidden, float("nan")) for name, tensor in given.items()})
         outputs = {}
         if self.wants_dscores:
-            outputs["dscores"] = self._output((self.n_rows, self.n_cols), self.dtype)
+            outputs["dscores"] = self.output((self.n_rows, self.n_cols), self.dtype)
         layout = self.layout()
         if layout is not None and self.mask != torch.bool:
-            outputs["dmask"] = self._output((layout.n_mask_rows, self.n_cols), torch.float32)
+            outputs["dmask"] = self.output((layout.n_mask_rows, self.n_cols), torch.float32)
         return Case("backward", self._numbers(), inputs, outputs, self.orders)
 
     def reference_backward(self) -> dict[str, Tensor]:
@@ -242,12 +205,7 @@ def _assert_close(what: str, actual: Tensor, expected: Tensor, relative: float, 
     # Written so that a NaN fails where none is expected.
     near = (actual.double() - expected).abs() <= relative * expected.abs() + absolute
     wrong = ~(near | (torch.isnan(actual) & torch.isnan(expected)))
-    if wrong.any():
-        where = tuple(wrong.nonzero()[0].tolist())
-        raise AssertionError(
-            f"{what}: {int(wrong.sum())} of {wrong.numel()} wrong, first at {where}: "
-            f"{actual[where].item()!r} instead of {expected[where].item()!r}"
-        )
+    assert_none(wrong, what, actual, expected)
 
 
 def calls(dtype: torch.dtype, dims: tuple[int, int, int], n_cols: int, orders: tuple[int, ...] = ORDERS) -> list[Call]:
