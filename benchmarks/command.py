@@ -60,6 +60,15 @@ def _device(name: str | None) -> torch.device:
     return torch.device(chosen)
 
 
+def _hold_kernels() -> None:
+    """onetrip's kernels to the instructions that ATEN_CPU_CAPABILITY holds torch's to."""
+    from onetrip.ops.common.backends import native
+
+    held, library = os.environ.get("ATEN_CPU_CAPABILITY"), native()
+    if held in ("default", "avx2") and library is not None:
+        library.set_cpu_level("baseline" if held == "default" else held)
+
+
 def _render() -> None:
     from onetrip.environment import checkout
 
@@ -186,6 +195,7 @@ def bench(
 
     The whole suite in a source tree is recorded in benchmarks/results and rendered to docs/benchmarks.md. A part of it
     (any of --op, --dtype, --shape, --pass, --against, --only, --quick) is only printed, unless --output names a folder.
+    With ATEN_CPU_CAPABILITY=avx2 in the environment torch's kernels and onetrip's run as on a CPU without AVX-512.
     """
     if context.invoked_subcommand is not None:
         return
@@ -195,6 +205,7 @@ def bench(
     from .run.selection import Options
 
     chosen, missing = _device(device), _missing_packages()
+    _hold_kernels()
     if list_:
         from .run import listing
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -70,6 +70,11 @@ class Operator:
 
     family: str | None = None
     """Of onetrip.ops.common.backends.FAMILIES, where not every backend has it."""
+    is_warm: bool = False
+    """Timed right after a call with the same inputs, in place of emptied caches."""
+
+    def warm(self) -> Operator:
+        return replace(self, name=f"warm_{self.name}", is_warm=True)
 
     def eager(self, **inputs: Tensor) -> Outputs:
         return self.formula(lambda values: torch.nn.functional.dropout(values, self.dropout_p, True), **inputs)

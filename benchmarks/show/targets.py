@@ -118,6 +118,22 @@ def _worst_width(suite: str, operator: str, which: str) -> Measure:
     return measure
 
 
+def _worst_warm(suite: str, operator: str, which: str) -> Measure:
+    """Over every shape and dtype of the suite's warm cases."""
+
+    def measure(results: Results) -> Found | None:
+        shapes = importlib.import_module(f"onetrip.benchmarks.suites.{suite}").WARM_SHAPES
+        wanted = [(*shape, dtype) for shape in shapes for dtype in ("fp32", "bf16")]
+        found = {
+            f"{n_rows} x {n_cols} {dtype}": speed_up(case, which)
+            for n_rows, n_cols, dtype in wanted
+            for case in _cases(results, suite, operator=operator, dtype=dtype, n_rows=n_rows, n_cols=n_cols)
+        }
+        return _worst(found, [f"{n_rows} x {n_cols} {dtype}" for n_rows, n_cols, dtype in wanted], "shape")
+
+    return measure
+
+
 def _on_a_gpu(figure: Callable[[dict[str, Any]], float | None], suite: str, operator: str, large: bool) -> Measure:
     """The least of a figure over the shapes that only a GPU is asked for: the large tensors, or all."""
 
@@ -224,6 +240,10 @@ def _targets() -> Iterator[_Target]:
         for which in ("forward", "backward"):
             name = f"{title} alone, widths 64 to 16,384: {which}, torch / onetrip"
             yield _Target(name, 1.0, True, "x", _worst_width("row_norm", operator, which))
+    for title, operator in (("LayerNorm", "layer_norm"), (f"{sublayer}, p = 0", "bias_dropout_residual_layer_norm-p0")):
+        for which, limit in (("forward", 1.0), ("backward", 1.1)):
+            measure = _worst_warm("row_norm", f"warm_{operator}", which)
+            yield _Target(f"{title}, warm, every shape and dtype: {which}, eager / onetrip", limit, True, "x", measure)
     yield from _softmax_targets()
     yield from _step_targets()
     yield from _adam_targets()
@@ -246,6 +266,7 @@ def _targets() -> Iterator[_Target]:
         ("softmax", "softmax", 9.0),
         ("scale_mask_softmax_dropout, p = 0.1", "scale_mask_softmax_dropout-p0.1", 15.0),
         *((name, name, 12.0) for name in ("rotary_embedding", "glu-silu", "bias_activation-gelu", "cross_entropy")),
+        *((name.partition("-")[0], name, 12.0) for name in ("linear_cross_entropy-V8", "linear_logprobs-V8")),
     ):
         yield _Target(f"Eager call on 1 x 8: {title}", limit, False, " µs", _overhead(operator))
     for build, title, limit in (("cpu", "no CUDA", 180.0), ("cuda", "nvcc, default architectures", 480.0)):
@@ -268,6 +289,8 @@ def _softmax_targets() -> Iterator[_Target]:
     for which in ("forward", "backward"):
         name = f"softmax alone, widths 64 to 65,536: {which}, torch / onetrip"
         yield _Target(name, 1.0, True, "x", _worst_width("softmax", "softmax", which))
+        name = f"softmax, warm, every shape and dtype: {which}, torch / onetrip"
+        yield _Target(name, 1.0, True, "x", _worst_warm("softmax", "warm_softmax", which))
 
 
 def _step_targets() -> Iterator[_Target]:
@@ -299,6 +322,8 @@ def _adam_targets() -> Iterator[_Target]:
     yield _Target(f"{step}: bytes of state a parameter", 2.07, False, "", _adam_figure("state_bytes_per_parameter"))
     name = f"AdamW8bit, 10,000 tensors of 100 elements: {ADAM_OF_TORCH} / onetrip"
     yield _Target(name, 7.0, True, "x", _adam("10000_tensors_of_100", ADAM_OF_TORCH))
+    name = f"AdamW8bit, adapters of rank 8 for BERT-base, warm: {ADAM_OF_TORCH} / onetrip"
+    yield _Target(name, 1.0, True, "x", _adam("adapters_of_rank_8", ADAM_OF_TORCH))
     yield _Target("AdamW8bit, language model: held-out loss against torch AdamW", 0.5, False, "%", _loss)
 
 

@@ -86,31 +86,23 @@ CROSS_ENTROPY = Operator(
     others=libraries.CROSS_ENTROPY,
     family="cross_entropy",
 )
-LINEAR, MASKED = (
-    {
-        n: _linear(
-            f"linear_cross_entropy-V{n}{suffix}",
-            n,
-            _eager_linear,
-            ops.linear_cross_entropy,
-            share,
-            libraries.LINEAR_CROSS_ENTROPY,
-        )
-        for n in VOCABULARIES
-    }
-    for suffix, share in (("", 1.0), ("-labels15", 0.15))
-)
-LOGPROBS = {
-    n: _linear(
-        f"linear_logprobs-V{n}",
-        n,
-        _eager_logprobs,
-        lambda hidden, weight, labels: ops.linear_logprobs(hidden, weight, labels),
-        1.0,
-        {},
-    )
-    for n in VOCABULARIES
-}
+
+
+def linear_cross_entropy(n_classes: int, suffix: str = "", share: float = 1.0) -> Operator:
+    name, others = f"linear_cross_entropy-V{n_classes}{suffix}", libraries.LINEAR_CROSS_ENTROPY
+    return _linear(name, n_classes, _eager_linear, ops.linear_cross_entropy, share, others)
+
+
+def linear_logprobs(n_classes: int) -> Operator:
+    def fused(hidden: Tensor, weight: Tensor, labels: Tensor) -> Outputs:
+        return ops.linear_logprobs(hidden, weight, labels)
+
+    return _linear(f"linear_logprobs-V{n_classes}", n_classes, _eager_logprobs, fused, 1.0, {})
+
+
+LINEAR = {n: linear_cross_entropy(n) for n in VOCABULARIES}
+MASKED = {n: linear_cross_entropy(n, "-labels15", 0.15) for n in VOCABULARIES}
+LOGPROBS = {n: linear_logprobs(n) for n in VOCABULARIES}
 
 
 def cases(quick: bool = False) -> list[Case]:

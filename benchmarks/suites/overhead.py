@@ -32,6 +32,8 @@ OPERATORS = (
     rotary.ROTARY,
     *glu.OPERATORS,
     cross_entropy.CROSS_ENTROPY,
+    cross_entropy.linear_cross_entropy(N_COLS),
+    cross_entropy.linear_logprobs(N_COLS),
 )
 
 

@@ -14,6 +14,7 @@ from ..measure.side_by_side import measure as measure
 EPS = 1e-5
 WIDTHS = (64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 16384)
 QUICK_WIDTHS = (64, 1024, 16384)
+WARM_SHAPES = ((256, 768), (2048, 320), (2048, 768), (2048, 1024), (8192, 320))
 
 
 def _operator(
@@ -105,6 +106,7 @@ ADD_RMS_NORM = _operator("add_rms_norm", "rms", residual=True, return_residual=T
 
 FUSED = (*BIAS_DROPOUT_RESIDUAL_LAYER_NORM.values(), BIAS_DROPOUT_RESIDUAL, ADD_RMS_NORM)
 SINGLE = (LAYER_NORM, RMS_NORM)
+WARM = (LAYER_NORM.warm(), BIAS_DROPOUT_RESIDUAL_LAYER_NORM[0.0].warm())
 
 
 def cases(quick: bool = False) -> list[Case]:
@@ -114,6 +116,8 @@ def cases(quick: bool = False) -> list[Case]:
         for operator in SINGLE:
             for width in QUICK_WIDTHS if quick else WIDTHS:
                 found.append(Case(operator, ELEMENTS // width, width, dtype, full=width == 1024))
+        for shape in WARM_SHAPES[:1] if quick else WARM_SHAPES:
+            found += [Case(operator, *shape, dtype, full=False) for operator in WARM]
     if not quick:
         found += gpu_cases((*SINGLE, *BIAS_DROPOUT_RESIDUAL_LAYER_NORM.values()))
     return found

@@ -15,6 +15,7 @@ ROWS = 8 * HEADS * QUERIES
 SCALE = 0.125
 WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 QUICK_WIDTHS = (64, 1024, 65536)
+WARM_SHAPES = ((2048, 128), (2048, 512), (512, 2048))
 
 
 def _leading_shape(n_rows: int) -> tuple[int, int, int]:
@@ -87,6 +88,8 @@ def cases(quick: bool = False) -> list[Case]:
     for dtype in dtypes:
         for width in QUICK_WIDTHS if quick else WIDTHS:
             found.append(Case(SOFTMAX, ELEMENTS // width, width, dtype, full=width == 1024))
+        for shape in WARM_SHAPES[:1] if quick else WARM_SHAPES:
+            found.append(Case(SOFTMAX.warm(), *shape, dtype, full=False))
     if not quick:
         found += gpu_cases([SOFTMAX])
     return found

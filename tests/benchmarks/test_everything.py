@@ -274,7 +274,7 @@ def test_on_a_cpu_only_what_needs_a_gpu_is_left_out(tmp_path):
             "softmax",
             [f"softmax-scale_mask_softmax_dropout-{dtype}-large" for dtype in ("fp32", "bf16")]
             + ["softmax-fp32", "softmax-bf16", "softmax-bf16-large", "softmax-bf16-rows"]
-            + ["softmax-fp32-large", "softmax-fp32-rows"],
+            + ["softmax-fp32-large", "softmax-fp32-rows", "softmax-warm_softmax-fp32", "softmax-warm_softmax-bf16"],
         ),
         ("adam", ["adam"]),
         ("adam_streams", ["adam_streams"]),

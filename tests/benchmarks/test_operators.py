@@ -113,6 +113,29 @@ def test_the_targets_of_a_gpu_are_the_worst_of_its_shapes() -> None:
     assert judged_on_a_gpu(every[:-1]) == judged_on_a_gpu(every)[:1]  # of the last shape, which is not a large one
 
 
+def test_a_warm_target_is_the_worst_of_its_shapes_and_dtypes() -> None:
+    shapes = [(shape, dtype) for shape in row_norm.WARM_SHAPES for dtype in ("fp32", "bf16")]
+    cases = [
+        {
+            "operator": "warm_layer_norm",
+            "dtype": dtype,
+            "n_rows": shape[0],
+            "n_cols": shape[1],
+            "providers": [
+                {"name": "torch eager", "backward": {"median_ms": 1.05 if shape == (256, 768) else 1.3}},
+                {"name": "onetrip cpu", "backward": {"median_ms": 1.0}},
+            ],
+        }
+        for shape, dtype in shapes
+    ]
+    [found] = [
+        found
+        for found in targets.verdicts({"row_norm": {"machine": {"device": "cpu"}, "cases": cases}})
+        if found.reached is not None
+    ]
+    assert (found.measured, found.reached) == (f"1.05x (shape 256 x 768 fp32, the worst of {len(shapes)})", False)
+
+
 @pytest.mark.parametrize(
     ("pattern", "selected"),
     [(None, True), ("rms", True), ("rms_norm-M*-bf16", True), ("layer", False), ("rms_norm-M*-fp32", False)],

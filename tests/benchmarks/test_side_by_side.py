@@ -361,3 +361,18 @@ def test_percentiles() -> None:
 
 def test_the_last_level_cache_is_larger_than_a_core_could_hide() -> None:
     assert last_level_cache_bytes() >= 1 << 20
+
+
+def test_a_warm_operator_is_timed_right_after_a_call_with_the_same_inputs() -> None:
+    clock, calls = _CountingClock(), []
+
+    def function(**inputs: Tensor) -> Tensor:
+        calls.append(inputs["x"].data_ptr())
+        return row_norm.LAYER_NORM.eager(**inputs)
+
+    compared = _side_by_side(row_norm.LAYER_NORM.warm(), _provider("counted", function), full=False, clock=clock)
+    calls.clear()
+    clock.evictions = 0
+    compared.round()
+    assert clock.evictions == 2  # for the two copies
+    assert len(calls) == 3 and len(set(calls)) == 1  # before forward, forward, before backward
