@@ -21,13 +21,16 @@ METADATA = re.compile(
     r"onetrip-[\w.+]+\.dist-info/(METADATA|WHEEL|RECORD|top_level\.txt|entry_points\.txt|licenses/LICENSE|LICENSE)"
 )
 IMPORTED = """
-import sys, torch
-before = set(sys.modules)
+import sys, time, torch
+before, start = set(sys.modules), time.process_time()
 import onetrip
+seconds = time.process_time() - start
+assert seconds < 0.3, f"import onetrip takes {seconds:.2f} s beyond torch"
 loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
 assert not loaded & {"transformers", "triton", "matplotlib", "rich", "typer", "jinja2"}, loaded
 from onetrip import _native
 print("onetrip", onetrip.__version__, _native.cpu_level(), "CUDA kernels:", _native.cuda_architectures() or "none")
+print(f"imported in {seconds:.2f} s beyond torch")
 """
 
 

