@@ -1,1 +1,1 @@
-"""The benchmark suite: `python -m onetrip.benchmarks`, or one file at a time under pytest-benchmark."""
+"""The benchmark suite: `onetrip bench`, or under pytest-benchmark `pytest benchmarks/`."""

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 _BUSY = 0.3  # of the CPUs: above it, other work would be timed too
 _MEASURES_NOTHING = {"--everything", "compare", "report", "--list", "--render", "--help"}
 
-_NEEDED = {"pytest": "pytest", "pytest_benchmark": "pytest-benchmark", "jinja2": "jinja2"}
-"""What a run imports -> what pip calls it."""
-
-
 app = typer.Typer(
     help="Check and time the kernels beside PyTorch's and other libraries' on this machine.",
     add_completion=False,
@@ -40,13 +36,11 @@ def _reject(message: str) -> NoReturn:
     raise typer.Exit(BAD_USAGE)
 
 
-def _missing_packages() -> str:
-    """Packages that measuring needs and that are not installed, with the line that installs them; empty where none."""
-    missing = [title for name, title in _NEEDED.items() if importlib.util.find_spec(name) is None]
-    if not missing:
-        return ""
-    verb = "is" if len(missing) == 1 else "are"
-    return f"{', '.join(missing)} {verb} not installed: pip install 'onetrip[bench]'"
+def _require(*packages: str) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        _reject(f"{', '.join(missing)} {verb} not installed: pip install 'onetrip[bench]'")
 
 
 def _device(name: str | None) -> torch.device:
@@ -78,6 +72,7 @@ def _render() -> None:
     root = checkout()
     if root is None:
         _reject("--render needs a source tree: this is an installed package")
+    _require("jinja2", "matplotlib")
     docs_page.write(results.read(results.RECORDED), root / "docs/benchmarks.md")
 
 
@@ -201,21 +196,17 @@ def bench(
         return
     from onetrip.environment import header
 
-    from .measure.results import UsageError, unwritable
+    from .measure.results import RECORDED, UsageError, unwritable
     from .run.selection import Options
 
-    chosen, missing = _device(device), _missing_packages()
+    chosen = _device(device)
     _hold_kernels()
     if list_:
         from .run import listing
 
-        found = listing.listing(chosen, missing)
+        found = listing.listing(chosen)
         typer.echo(json.dumps(found, indent=1)) if as_json else listing.print_listing(found)
-        if missing:
-            typer.echo(f"To measure: {missing}", err=True)
         return
-    if missing:
-        _reject(missing)
     if render:
         _render()
         return
@@ -226,6 +217,7 @@ def bench(
                 _reject(f"--everything takes no {options.words[-1]}: --part names what to run")
             if output is None:
                 _reject("--everything: --output must name a folder")
+            _require("pytest", "jinja2", "matplotlib")
             from .full_run import everything as full_run
 
             given = {"budget_s": budget, "part_s": part_limit}
@@ -235,6 +227,8 @@ def bench(
         if part or budget is not None or part_limit is not None:
             _reject("--part, --budget and --part-limit belong to --everything")
         folder = _recorded_folder(options, output)
+        if folder == RECORDED:
+            _require("jinja2", "matplotlib")
         if resume and folder is None:
             _reject("--resume: --output must name the folder that holds what was done")
         selected = _select(options, chosen)

@@ -144,7 +144,7 @@ class Session(NamedTuple):
     against: tuple[str, ...] = ()
     """Names of providers; empty: those that a suite compares with by default."""
     rounds: Callable[[Callable[[], Any], int], Any] = lambda function, rounds: function()
-    """rounds(function, n) calls function n times under pytest-benchmark."""
+    """rounds(function, n) calls function n times and gives what the last call returned: timing.Rounds, or once."""
 
 
 Record = dict[str, Any]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from onetrip.environment import last_level_cache_bytes
 from onetrip.measure import BusyCpus, spread
-
-if TYPE_CHECKING:
-    from pytest_benchmark.fixture import BenchmarkFixture
 
 T = TypeVar("T")
 
@@ -107,22 +105,34 @@ def _scheduled() -> dict[str, tuple[int, int]]:
     return found
 
 
-def timed_rounds(benchmark: BenchmarkFixture, function: Callable[[], T], rounds: int) -> T:
-    """Calls function so many times. The record says how busy other processes kept the CPUs meanwhile, and how much
-    slower waiting for a CPU made the calls: 1 on a quiet machine. A thread that waits keeps all others waiting, so the
-    waiting times of the threads add up.
+class Rounds:
+    """rounds(function, n) calls function n times, without garbage collection.
+
+    load says how busy other processes kept the CPUs meanwhile, and how much slower waiting for a CPU made the calls: 1
+    on a quiet machine. A thread that waits keeps all others waiting, so the waiting times of the threads add up.
     """
-    before = _scheduled()
-    with BusyCpus() as busy:
-        result = benchmark.pedantic(function, rounds=rounds)
-    spent = [
-        (ran - before.get(thread, (0, 0))[0], waited - before.get(thread, (0, 0))[1])
-        for thread, (ran, waited) in _scheduled().items()
-    ]
-    longest = max((ran for ran, _ in spent), default=0)
-    slowdown = 1.0 + sum(waited for _, waited in spent) / longest if longest > 0 else None
-    benchmark.extra_info["load"] = {"other_busy_cpus": busy.others, "cpu_slowdown": slowdown}
-    return result
+
+    def __init__(self) -> None:
+        self.load: dict[str, float | None] = {}
+
+    def __call__(self, function: Callable[[], T], rounds: int) -> T:
+        before, collects = _scheduled(), gc.isenabled()
+        gc.disable()
+        try:
+            with BusyCpus() as busy:
+                for _ in range(rounds):
+                    result = function()
+        finally:
+            if collects:
+                gc.enable()
+        spent = [
+            (ran - before.get(thread, (0, 0))[0], waited - before.get(thread, (0, 0))[1])
+            for thread, (ran, waited) in _scheduled().items()
+        ]
+        longest = max((ran for ran, _ in spent), default=0)
+        slowdown = 1.0 + sum(waited for _, waited in spent) / longest if longest > 0 else None
+        self.load = {"other_busy_cpus": busy.others, "cpu_slowdown": slowdown}
+        return result
 
 
 def summarise(samples: list[float], unit: str) -> dict[str, float | int]:

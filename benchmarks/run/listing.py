@@ -13,7 +13,7 @@ from ..measure.results import SUITES
 from .selection import TAKES, module, operators
 
 
-def listing(device: torch.device, missing: str) -> dict[str, Any]:
+def listing(device: torch.device) -> dict[str, Any]:
     """Suites with their operators and options; providers with why they are not available ("" where they are)."""
     from ..suites.optimizers import PROVIDERS as OPTIMIZERS
 
@@ -38,7 +38,7 @@ def listing(device: torch.device, missing: str) -> dict[str, Any]:
             "unavailable": provider.unavailable(device),
             "note": "a step of Adam" + ("" if name else "; always measured"),
         }
-    return {"device": str(device), "missing": missing, "suites": suites, "providers": providers}
+    return {"device": str(device), "suites": suites, "providers": providers}
 
 
 def print_listing(found: dict[str, Any]) -> None:

@@ -1,25 +1,25 @@
-"""Runs the selected cases under pytest-benchmark, and keeps each record as soon as it is made."""
+"""Runs the selected cases one after the other, and keeps each record as soon as it is made."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
 
-import pytest
 import torch
 from onetrip.environment import header, load_average
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..measure import libraries
-from ..measure.cases import Named, Session
-from ..measure.results import PACKAGE, Results
-from .selection import Options, runnable
+from ..measure.cases import Named, Session, Skip, one_line
+from ..measure.results import Results, own_failures
+from ..measure.timing import Rounds
+from .selection import Options, module, runnable
 from .store import Store, fingerprint
 
 _FULL_CASE, _WIDTH_CASE = 6.0, 1.0
@@ -71,7 +71,7 @@ class Reporter:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Found:
     results: Results
     failures: list[str] = field(default_factory=list)
@@ -84,58 +84,19 @@ def _weight(case: Named) -> float:
     return _FULL_CASE if getattr(case, "full", True) else _WIDTH_CASE
 
 
-class CasesPlugin:
-    """A pytest plugin: gives test_case of bench_cases.py the selected cases."""
-
-    def __init__(self, selected: Mapping[str, list[Named]], session: Session) -> None:
-        self._cases = [(suite, case) for suite, cases in selected.items() for case in cases]
-        self._session = session
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        if "case" in metafunc.fixturenames:
-            metafunc.parametrize(("suite", "case"), self._cases, ids=[case.id for _, case in self._cases])
-
-    @pytest.fixture
-    def session(self) -> Session:
-        return self._session
-
-
-class _Watcher:
-    """A pytest plugin: keeps records and failures, shows how far the run is."""
-
-    def __init__(self, reporter: Reporter, store: Store) -> None:
-        self._reporter, self._store = reporter, store
-        self.failures: list[str] = []
-        self.interrupted = False
-
-    def pytest_keyboard_interrupt(self) -> None:
-        self.interrupted = True
-
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        self._reporter.start(item.callspec.id)
-
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        yield
-        if (record := item.funcargs["benchmark"].extra_info.get("record")) is not None:
-            self._store.add(item.callspec.params["suite"], record)
-
-    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        self._reporter.end(item.callspec.id)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed or (report.when == "setup" and report.skipped):
-            self._add(report)
-        elif report.skipped:
-            self._reporter.say(f"skipped {report.nodeid}: {report.longrepr[-1]}")
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self._add(report)
-
-    def _add(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        lines = [line.removeprefix("E ").strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
-        self.failures.append(f"{report.nodeid.rpartition('::')[2]}: {lines[0] if lines else report.longreprtext}")
+def _measure(suite: str, case: Named, session: Session, store: Store, reporter: Reporter) -> str:
+    """Measures a case and keeps its record; returns why the case did not pass, "" where it did."""
+    rounds = Rounds()
+    try:
+        record = module(suite).measure(case, session._replace(rounds=rounds)) | rounds.load
+    except Skip as reason:
+        reporter.say(f"skipped {case.id}: {reason}")
+        return ""
+    except Exception as error:  # the other cases are measured
+        return one_line(error)
+    store.add(suite, record)
+    failures = own_failures(record)
+    return f"no number for what fails its check: {failures}" if failures else ""
 
 
 def run(
@@ -149,7 +110,7 @@ def run(
     """Measure every selected case; selected: as selection.select gave it for the same options.
 
     output: a folder that holds what is done whenever the run ends, and however. resume: leave out what is there.
-    silent: no progress on standard error. Ctrl-C ends the run after the current case; found.interrupted says so.
+    silent: no progress on standard error. Ctrl-C ends the run at once; found.interrupted says so.
     """
     described = header(device)
     described["versions"] |= libraries.versions()
@@ -163,34 +124,26 @@ def run(
     store = Store(output, described, {suite: [case.id for case in cases] for suite, cases in selected.items()})
     done = store.resume() if resume else {}
     waiting, skipped = runnable(selected, device, options)
-    for suite, cases in waiting.items():
-        cases[:] = [case for case in cases if case.id not in done.get(suite, ())]
-    arguments = [
-        str(PACKAGE / "run/bench_cases.py"),
-        "--import-mode=importlib",
-        f"--rootdir={PACKAGE}",
-        f"--config-file={os.devnull}",
-        "--noconftest",
-        "-pno:cacheprovider",
-        "-pno:terminal",
-        "-pno:xdist",
-        "--benchmark-disable-gc",
-        "--benchmark-quiet",
-    ]
-    status = pytest.ExitCode.OK
-    # pytest captures the file descriptors; progress goes to a copy of what standard error was.
-    with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(2), "w") as terminal:
-        arguments.append(f"--benchmark-storage=file://{folder}")  # else a folder appears where the user stands
-        weights = {case.id: _weight(case) for cases in waiting.values() for case in cases}
-        with Reporter(weights, terminal, silent) as reporter:
-            watcher = _Watcher(reporter, store)
-            for note in (*store.notes, *skipped):
-                reporter.say(note)
-            if weights:
-                session = Session(device, options.quick, options.get("against"))
-                status = pytest.main(arguments, plugins=[CasesPlugin(waiting, session), watcher])
-    if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    cases = [(suite, case) for suite, of_suite in waiting.items() for case in of_suite]
+    cases = [(suite, case) for suite, case in cases if case.id not in done.get(suite, ())]
+    found = Found(store.results)
+    session = Session(device, options.quick, options.get("against"))
+    # Standard output is for the results: what a library prints while it is measured goes the way of the progress.
+    with (
+        Reporter({case.id: _weight(case) for _, case in cases}, sys.stderr, silent) as reporter,
+        redirect_stdout(sys.stderr),
+    ):
+        for note in (*store.notes, *skipped):
+            reporter.say(note)
+        try:
+            for suite, case in cases:
+                reporter.start(case.id)
+                if failure := _measure(suite, case, session, store, reporter):
+                    found.failures.append(f"{case.id}: {failure}")
+                reporter.end(case.id)
+        except KeyboardInterrupt:
+            found.interrupted = True
+    if not found.interrupted:
         store.finish()
-    elif not watcher.interrupted:
-        watcher.failures.append(f"the run did not end: {pytest.ExitCode(status).name.lower()}")
-    return Found(store.results, watcher.failures, watcher.interrupted, store.paths())
+    found.paths = store.paths()
+    return found

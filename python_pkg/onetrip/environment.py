@@ -22,7 +22,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _GENERATED = tuple(f":(exclude){path}" for path in ("benchmarks/results", "docs/benchmarks.md", "docs/figures"))
 _CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _SUFFIX = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_PACKAGES = ("transformers", "triton", "pytest-benchmark")
+_PACKAGES = ("transformers", "triton")
 
 
 def checkout() -> Path | None:

@@ -1,5 +1,6 @@
 """onetrip bench: what it rejects before measuring, real runs, Ctrl-C and --resume."""
 
+import gc
 import json
 import os
 import signal
@@ -7,11 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from onetrip.benchmarks.command import app
+from onetrip.benchmarks.measure.cases import Session, Skip
 from onetrip.benchmarks.run import runner
+from onetrip.benchmarks.run.selection import Options
 from onetrip.cli import app as onetrip
 from onetrip.environment import header
 from typer.testing import CliRunner, Result
@@ -20,9 +24,8 @@ CASE = "rms_norm-M65536-N64-fp32"
 SMALL = ["--quick", "--op", "rms_norm", "--against", "eager"]
 Run = Callable[..., Result]
 
-# pytest-benchmark measures nothing where it finds itself in a worker of xdist; this process may be one. In 80 columns
-# the headers of a table wrap where every peer is installed.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | {"COLUMNS": "200"}
+# In 80 columns the headers of a table wrap where every peer is installed.
+ENVIRONMENT = os.environ | {"COLUMNS": "200"}
 
 
 def bench(*arguments: str, cwd: Path, module: bool = False) -> subprocess.CompletedProcess[str]:
@@ -119,25 +122,63 @@ def test_the_list_names_operators_and_providers_with_reasons(as_json: bool) -> N
             assert word in result.stdout
 
 
-NO_PYTEST_BENCHMARK = """
+ONLY_WHAT_MEASURES = """
 import sys
-sys.modules.update({"pytest": None, "pytest_benchmark": None, "_pytest": None})
+absent = ("pytest", "_pytest", "jinja2", "matplotlib")
+sys.modules.update(dict.fromkeys(absent))
 import importlib.util
 found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name.startswith("pytest") else found(name, *rest)
+importlib.util.find_spec = lambda name, *rest: None if name in absent else found(name, *rest)
 from onetrip.benchmarks.command import app
 app(sys.argv[1:])
 """
 
 
 @pytest.mark.slow
-def test_the_list_needs_no_pytest_benchmark_and_names_it(tmp_path: Path) -> None:
-    for arguments, status in ((["--list", "--json"], 0), (["--quick"], 2)):
-        command = [sys.executable, "-c", NO_PYTEST_BENCHMARK, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path)
-        assert done.returncode == status, done.stderr
-        assert "pytest, pytest-benchmark are not installed: pip install 'onetrip[bench]'" in done.stderr
-        assert status or CASE in json.loads(done.stdout)["suites"]["row_norm"]["cases"]
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--op=rms_norm", "--shape=8x8", "--against=eager"], 0, ""),
+        (["--render"], 2, "jinja2, matplotlib are not installed: pip install 'onetrip[bench]'"),
+        (["--everything", "--output=out"], 2, "pytest, jinja2, matplotlib are not installed"),
+    ],
+)
+def test_only_pages_and_the_full_run_need_more_than_onetrip(
+    tmp_path: Path, arguments: list[str], status: int, message: str
+) -> None:
+    command = [sys.executable, "-c", ONLY_WHAT_MEASURES, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    assert message in done.stderr
+
+
+class Suite:
+    """One whose cases break, cannot run, and print."""
+
+    @staticmethod
+    def measure(case: SimpleNamespace, session: Session) -> dict[str, object]:
+        print("a library's words")
+        if case.id == "breaks":
+            raise ValueError("off by one\nand more")
+        if case.id == "cannot":
+            raise Skip("no such model")
+        rounds = session.rounds(lambda: gc.isenabled(), 3)
+        return {"case": case.id, "providers": [], "collects": rounds}
+
+
+def test_what_breaks_a_case_stops_no_other_and_standard_output_is_for_results(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "module", lambda suite: Suite)
+    monkeypatch.setattr(runner, "runnable", lambda selected, device, options: (selected, []))
+    cases = [SimpleNamespace(id=name) for name in ("breaks", "cannot", "ends")]
+    found = runner.run({"made_up": cases}, torch.device("cpu"), Options.parse())
+    assert found.failures == ["breaks: ValueError: off by one"] and not found.interrupted
+    (record,) = found.results["made_up"]["cases"]
+    assert record["case"] == "ends" and record["collects"] is False and gc.isenabled()
+    assert {"other_busy_cpus", "cpu_slowdown"} < record.keys()
+    printed = capsys.readouterr()
+    assert printed.out == "" and "skipped cannot: no such model" in printed.err
 
 
 @pytest.mark.slow
