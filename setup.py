@@ -241,7 +241,7 @@ class BuildNative(build_ext):
         (build_dir / "build.ninja").write_text("\n".join(ninja.lines) + "\n")
 
 
-BENCHMARK_FOLDERS = ("full_run", "measure", "run", "show", "suites")
+BENCHMARK_FOLDERS = ("full_run", "measure", "show", "suites")
 PACKAGE_DIRS = {
     "onetrip": "python_pkg/onetrip",
     "onetrip.anatomy": "python_pkg/onetrip/anatomy",

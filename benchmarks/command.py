@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from .measure.cases import Named
-    from .run.selection import Options
+    from .selection import Options
 
 _BUSY = 0.3  # of the CPUs: above it, other work would be timed too
 _MEASURES_NOTHING = {"--everything", "compare", "report", "--list", "--render", "--help"}
@@ -88,7 +88,7 @@ def _recorded_folder(options: Options, output: Path | None) -> Path | None:
 
 
 def _select(options: Options, device: torch.device) -> dict[str, list[Named]]:
-    from .run.selection import select
+    from .selection import select
 
     selected = select(options)
     if options.get("shape"):
@@ -113,8 +113,8 @@ def _measure(
 ) -> int:
     from onetrip.environment import checkout, load_average
 
+    from . import runner
     from .measure import results
-    from .run import runner
     from .show import tables
 
     load = load_average()
@@ -197,15 +197,15 @@ def bench(
     from onetrip.environment import header
 
     from .measure.results import RECORDED, UsageError, unwritable
-    from .run.selection import Options
+    from .selection import Options
 
     chosen = _device(device)
     _hold_kernels()
     if list_:
-        from .run import listing
+        from . import selection
 
-        found = listing.listing(chosen)
-        typer.echo(json.dumps(found, indent=1)) if as_json else listing.print_listing(found)
+        found = selection.listing(chosen)
+        typer.echo(json.dumps(found, indent=1)) if as_json else selection.print_listing(found)
         return
     if render:
         _render()

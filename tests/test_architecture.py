@@ -118,13 +118,13 @@ def test_the_import_rules_see_violations(tmp_path):
     )
     found = imports(file, ["onetrip", "kernels"])
     assert ("onetrip.patching", True) in found and ("triton", False) in found and ("transformers", False) in found
-    file.write_text("from .. import show\nfrom ..run.store import Store\nfrom onetrip.benchmarks import command\n")
-    names = ["onetrip.benchmarks.show", "onetrip.benchmarks.run.store", "onetrip.benchmarks.command"]
+    file.write_text("from .. import show\nfrom ..measure.cases import Case\nfrom onetrip.benchmarks import command\n")
+    names = ["onetrip.benchmarks.show", "onetrip.benchmarks.measure.cases", "onetrip.benchmarks.command"]
     assert [name for name, _ in imports(file, ["onetrip", "benchmarks", "suites"])] == names
 
 
 # Each folder or file of benchmarks/ imports only what follows it. bench_cases.py is a file of pytest's.
-LAYERS = ("__main__", "bench_cases", "command", "full_run", "run", "show", "suites", "measure")
+LAYERS = ("__main__", "bench_cases", "command", "full_run", "runner", "selection", "show", "suites", "measure")
 
 
 def benchmark_files() -> list[Path]:

@@ -28,7 +28,7 @@ from onetrip.environment import header, load_average
 
 from ..measure.cases import DTYPE_NAMES, LARGE_ELEMENTS, Operator
 from ..measure.checks import as_tuple, make_inputs
-from ..run.store import Store, fingerprint
+from ..measure.results import Store, fingerprint
 from ..show import tables
 from ..suites import row_norm, softmax
 from ..suites.optimizers import ONETRIP, make

@@ -25,8 +25,7 @@ from onetrip.command_line import BAD_USAGE, CHECK_FAILED, INTERRUPTED
 from onetrip.environment import header
 from onetrip.processes import process_group
 
-from ..measure.results import SCHEMA, UsageError, unwritable
-from ..run.store import fingerprint
+from ..measure.results import SCHEMA, UsageError, fingerprint, unwritable
 from ..show import operator_tables
 from . import gpu_tests, plan
 from .plan import Part, Place

@@ -22,7 +22,7 @@ from onetrip.environment import header, output_of
 
 from ..measure import libraries, results
 from ..measure.timing import clock_for, summarise
-from ..run.selection import Options, module, runnable
+from ..selection import Options, module, runnable
 from ..show import docs_page, html_page
 
 _VARIABLES = ("CUDA", "NVIDIA", "TORCH", "PYTORCH", "TRITON", "ONETRIP", "OMP", "MKL", "XLA")
@@ -113,7 +113,7 @@ def merged(output: Path) -> results.Results:
     head = {key: value for key, value in state.items() if key != "parts"}
     device = torch.device(state["machine"]["device"])
     found: results.Results = {}
-    for path in sorted(output.glob("parts/*/*/*.json")):
+    for path in (path for folder in sorted(output.glob("parts/*/*")) for path in results.suite_files(folder).values()):
         content = results.read_suite(path)
         if content["code"] != state["code"]:
             print(f"{path} is of other code: left out")

@@ -1,8 +1,13 @@
-"""Recorded results: one JSON file a suite in a folder a machine."""
+"""Recorded results: one JSON file a suite in a folder a machine. While a run lasts every case is on disk when the next
+one starts, and the run can be continued."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +36,7 @@ RECORDED = PACKAGE / "results"
 OTHERS = ("anatomy", "methods")
 """The commands whose files, named after them, may lie beside the results."""
 PARTIAL = ".partial.json"
-"""The end of the name of a file that waits for its run to be continued, beside the whole record of another run."""
+"""The end of the name of a file whose run has not come to its end, beside the whole record of another run."""
 
 Results = dict[str, dict[str, Any]]
 """Suite name -> what its JSON holds, for one machine."""
@@ -88,13 +93,15 @@ def read(folder: Path) -> dict[str, Results]:
     return {machine: results for machine, results in found.items() if results}
 
 
+def suite_files(folder: Path) -> dict[str, Path]:
+    """Suite -> its file in a machine's own folder; where a suite has no whole one, what an unfinished run left."""
+    partial = {path.name.removesuffix(PARTIAL): path for path in sorted(folder.glob(f"*{PARTIAL}"))}
+    return partial | {path.stem: path for path in sorted(folder.glob("*.json")) if not path.name.endswith(PARTIAL)}
+
+
 def read_machine(folder: Path) -> Results:
-    """The results in a machine's own folder; files of other commands and of unfinished runs are passed over."""
-    return {
-        path.stem: read_suite(path)
-        for path in sorted(folder.glob("*.json"))
-        if not path.name.endswith(PARTIAL) and not path.name.startswith(OTHERS)
-    }
+    """The results in a machine's own folder; files of other commands are passed over."""
+    return {suite: read_suite(path) for suite, path in suite_files(folder).items() if not suite.startswith(OTHERS)}
 
 
 def rounded(value: Any) -> Any:
@@ -106,3 +113,110 @@ def rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [rounded(item) for item in value]
     return value
+
+
+_VOLATILE = ("driver and clocks",)
+"""Of a machine: what changes from one minute to the next."""
+
+
+@cache
+def fingerprint() -> str:
+    """Of the code that runs: an installed package names no commit, and a changed source tree no difference to it."""
+    import onetrip
+
+    digest = hashlib.sha256()
+    folders = [Path(onetrip.__file__).parent, PACKAGE]
+    kernels = importlib.util.find_spec("onetrip.kernels")
+    folders += map(Path, (kernels and kernels.submodule_search_locations) or ())
+    files = {path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".so")}
+    for path in sorted(files):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """In what two runs differ that must not be mixed."""
+
+    def lasting(content: Mapping[str, Any], name: str) -> Any:
+        value = content.get(name)
+        if name == "machine" and isinstance(value, dict):
+            return {key: item for key, item in value.items() if key not in _VOLATILE}
+        return value
+
+    return [
+        name
+        for name in ("machine", "versions", "commit", "code", "measured")
+        if lasting(old, name) != lasting(new, name)
+    ]
+
+
+class Store:
+    """The results so far, and where there is a DIR, DIR/<machine id>/<suite>.partial.json after every case.
+
+    When the run has come to its end that becomes <suite>.json, in place of what another run left there.
+    """
+
+    def __init__(self, folder: Path | None, header: dict[str, Any], expected: Mapping[str, list[str]]) -> None:
+        """header: what every file says of the run. expected: the ids of the cases to measure, by suite."""
+        self._folder = None if folder is None else folder / header["machine"]["id"]
+        self._header = header
+        self._expected = expected
+        self.results: Results = {}
+        self.notes: list[str] = []
+        """Why results that were there before are not continued."""
+
+    def resume(self) -> dict[str, set[str]]:
+        """Takes over what the same code has measured in the same way on the same machine; gives the ids of the cases
+        that need not run, by suite."""
+        done = {}
+        for suite, ids in self._expected.items():
+            previous, reasons = self._previous(suite)
+            self.notes += [f"not continued: {reason}" for reason in reasons if previous is None]
+            if previous is not None:
+                kept = [record for record in previous["cases"] if not own_failures(record)]
+                self._content(suite)["cases"] += kept
+                done[suite] = {record["case"] for record in kept} & set(ids)
+        return done
+
+    def _previous(self, suite: str) -> tuple[dict[str, Any] | None, list[str]]:
+        """What the same run left of a suite, and what stands in the way of continuing others."""
+        reasons = []
+        for path in [] if self._folder is None else [self._folder / (suite + end) for end in (PARTIAL, ".json")]:
+            if path.exists():
+                try:
+                    content = read_suite(path)
+                except ValueError as error:
+                    reasons.append(str(error))
+                    continue
+                if not (different := _differences(content, self._header)):
+                    return content, reasons
+                reasons.append(f"{path}: of another {', '.join(different)}")
+        return None, reasons
+
+    def _content(self, suite: str) -> dict[str, Any]:
+        fresh = {"schema": SCHEMA, "suite": suite, **self._header, "complete": False, "cases": []}
+        return self.results.setdefault(suite, fresh)
+
+    def add(self, suite: str, record: dict[str, Any]) -> None:
+        content = self._content(suite)
+        content["cases"] = [other for other in content["cases"] if other["case"] != record["case"]] + [record]
+        if self._folder is not None:
+            write_suite(self._folder / (suite + PARTIAL), content)
+
+    def finish(self) -> None:
+        """The run came to its end."""
+        for suite, content in self.results.items():
+            content["complete"] = True
+            order = {case: position for position, case in enumerate(self._expected.get(suite, ()))}
+            content["cases"].sort(key=lambda record: order.get(record["case"], -1))
+            if self._folder is not None:
+                write_suite(self._folder / f"{suite}.json", content)
+                (self._folder / (suite + PARTIAL)).unlink(missing_ok=True)
+
+    def paths(self) -> list[Path]:
+        """The files that hold these results."""
+        if self._folder is None:
+            return []
+        ends = {suite: ".json" if content["complete"] else PARTIAL for suite, content in self.results.items()}
+        paths = [self._folder / (suite + end) for suite, end in ends.items()]
+        return [path for path in paths if path.exists()]

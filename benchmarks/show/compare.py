@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from onetrip import terminal
 from onetrip.html import Cell, Entry, Table
 
-from ..measure.results import PARTIAL, UsageError, read_suite
+from ..measure.results import UsageError, read_suite, suite_files
 from .operator_tables import three_digits
 
 SMALLEST_CHANGE = 0.05
@@ -96,20 +96,25 @@ class Comparison:
         }
 
 
+def _files(path: Path) -> list[Path]:
+    """A file itself, or the files of suites in a machine's folder, or in a folder of one machine's folder."""
+    if not path.exists():
+        raise UsageError(f"{path}: no such file or folder")
+    if not path.is_dir():
+        return [path]
+    if own := suite_files(path):
+        return list(own.values())
+    machines = {folder.name: suite_files(folder) for folder in sorted(path.iterdir()) if folder.is_dir()}
+    named = [name for name, files in machines.items() if files]
+    if len(named) > 1:
+        raise UsageError(f"{path} holds the results of several machines: name one of {', '.join(named)}")
+    return [file for name in named for file in machines[name].values()]
+
+
 def _load(path: Path) -> list[dict[str, Any]]:
     """The suites in a file, a machine's folder, or a folder of one machine's folder."""
-    if path.is_dir():
-        files = sorted(path.glob("*.json")) or sorted(path.glob("*/*.json"))
-        files = [file for file in files if not file.name.endswith(PARTIAL)]
-        if len({file.parent for file in files}) > 1:
-            machines = ", ".join(sorted({file.parent.name for file in files}))
-            raise UsageError(f"{path} holds the results of several machines: name one of {machines}")
-    elif path.exists():
-        files = [path]
-    else:
-        raise UsageError(f"{path}: no such file or folder")
     found = []
-    for file in files:
+    for file in _files(path):
         try:
             content = read_suite(file)
         except ValueError as error:

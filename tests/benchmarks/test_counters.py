@@ -161,8 +161,8 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
 
 
 def recorded(folder: Path) -> dict:
-    (path,) = folder.glob("parts/counters-cuda/*/counters-cuda.json")
-    return results.read_suite(path)
+    (machine,) = results.read(folder / "parts/counters-cuda").values()
+    return machine["counters-cuda"]
 
 
 def test_everything_counted(profile, tmp_path):

@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from onetrip.benchmarks.run.runner import Reporter
+from onetrip.benchmarks.runner import Reporter
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["shown", "silent"])

@@ -8,7 +8,7 @@ import torch
 from onetrip.benchmarks.measure.checks import Truth, make_inputs
 from onetrip.benchmarks.measure.providers import AGAINST
 from onetrip.benchmarks.measure.results import SUITES, UsageError
-from onetrip.benchmarks.run.selection import TAKES, Options, select
+from onetrip.benchmarks.selection import TAKES, Options, select
 from onetrip.benchmarks.suites import overhead, softmax
 from onetrip.benchmarks.suites.optimizers import PROVIDERS
 
@@ -120,7 +120,7 @@ def test_options_keep_the_words_of_the_command_line() -> None:
 def test_an_operator_loads_no_other_suite() -> None:
     code = """
 import sys
-from onetrip.benchmarks.run.selection import Options, select
+from onetrip.benchmarks.selection import Options, select
 select(Options.parse(op=["layer_norm"], quick=True))
 print([name for name in sys.modules if name.startswith("onetrip.benchmarks.suites.")])
 """

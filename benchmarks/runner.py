@@ -15,12 +15,11 @@ from onetrip.environment import header, load_average
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..measure import libraries
-from ..measure.cases import Named, Session, Skip, one_line
-from ..measure.results import Results, own_failures
-from ..measure.timing import Rounds
+from .measure import libraries
+from .measure.cases import Named, Session, Skip, one_line
+from .measure.results import Results, Store, fingerprint, own_failures
+from .measure.timing import Rounds
 from .selection import Options, module, runnable
-from .store import Store, fingerprint
 
 _FULL_CASE, _WIDTH_CASE = 6.0, 1.0
 """How long a case with all its passes and providers takes against one of a series of widths."""

@@ -1,1 +1,0 @@
-"""From options to records: which cases run, and what keeps their results."""
