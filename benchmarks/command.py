@@ -102,10 +102,9 @@ def _select(options: Options, device: torch.device) -> dict[str, list[Named]]:
 
 def _absent(device: torch.device) -> str:
     """Other libraries that cannot run here, and why."""
-    from .measure import libraries
+    from .measure.providers import absent_libraries
 
-    reasons = {libraries.TITLES[name]: libraries.unavailable(name, device) for name in libraries.MODULES}
-    return ", ".join(f"{name} ({why})" for name, why in reasons.items() if why)
+    return ", ".join(f"{title} ({why})" for title, why in absent_libraries(device).items())
 
 
 def _measure(

@@ -15,8 +15,8 @@ from onetrip.environment import header, load_average
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .measure import libraries
 from .measure.cases import Named, Session, Skip, one_line
+from .measure.providers import versions
 from .measure.results import Results, Store, fingerprint, own_failures
 from .measure.timing import Rounds
 from .selection import Options, module, runnable
@@ -112,7 +112,7 @@ def run(
     silent: no progress on standard error. Ctrl-C ends the run at once; found.interrupted says so.
     """
     described = header(device)
-    described["versions"] |= libraries.versions()
+    described["versions"] |= versions()
     described |= {
         "quick": options.quick,
         "load_average_before": load_average(),

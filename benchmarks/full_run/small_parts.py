@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from onetrip.environment import header, output_of
 
-from ..measure import libraries, results
+from ..measure import results
+from ..measure.providers import absent_libraries, versions
 from ..measure.timing import clock_for, summarise
 from ..selection import Options, module, runnable
 from ..show import docs_page, html_page
@@ -99,9 +100,9 @@ def versions_of_libraries(output: Path, device: torch.device) -> int:
     """peers.json: the versions of other libraries, and why one cannot race."""
     from ..suites.optimizers import PROVIDERS
 
-    absent = {libraries.TITLES[name]: why for name in libraries.MODULES if (why := libraries.unavailable(name, device))}
+    absent = absent_libraries(device)
     absent |= {provider.name: why for provider in PROVIDERS if (why := provider.unavailable(device))}
-    _write(output / "peers.json", {"installed": libraries.versions(), "cannot_race": absent})
+    _write(output / "peers.json", {"installed": versions(), "cannot_race": absent})
     for name, why in absent.items():
         print(f"{name}: {why}")
     return 0

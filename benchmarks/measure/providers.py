@@ -1,17 +1,43 @@
-"""Who provides the operators: eager PyTorch, SDPA, torch.compile, every backend of onetrip, and other libraries."""
+"""Who provides the operators: eager PyTorch, SDPA, torch.compile, every backend of onetrip, and other libraries.
+
+What another library has for an operator stands with the operator, as Operator.others; a library is imported only where
+it is about to run.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
 
 import onetrip
 import torch
+from onetrip.environment import packages
 from onetrip.ops.common import backends
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import libraries
 from .cases import Case, Operator, Outputs, Provider, Session
+
+
+class Library(NamedTuple):
+    title: str
+    module: str
+    """Its import shows that the library works here."""
+    distribution: str
+    """What pip calls it."""
+
+
+LIBRARIES = {
+    "liger": Library("Liger-Kernel", "liger_kernel.transformers.functional", "liger-kernel"),
+    "apex": Library("apex", "apex.normalization.fused_layer_norm", "apex"),
+    "flash-attn": Library("flash-attn", "flash_attn", "flash-attn"),
+    "quack": Library("QuACK", "quack", "quack-kernels"),
+    "transformer-engine": Library("TransformerEngine", "transformer_engine.pytorch", "transformer-engine"),
+}
+"""By the name that the command gives them. All of them are for CUDA."""
 
 EAGER = Provider("torch eager", lambda operator: operator.eager)
 SDPA = {
@@ -22,12 +48,52 @@ SDPA = {
 }
 OF_TORCH = ("sdpa", "chunked")
 """What torch has for some operators beside the formula: fused attention, the loss of chunks of logits."""
-NAMES = ("eager", *OF_TORCH, "compile", "compile-max-autotune", *libraries.MODULES, *backends.BACKENDS)
+NAMES = ("eager", *OF_TORCH, "compile", "compile-max-autotune", *LIBRARIES, *backends.BACKENDS)
 """What the command calls them."""
 AGAINST = (*NAMES, "bitsandbytes", "torchao")
 """Values of --against: the optimizers' libraries too."""
 
 _MOST_REFERENCE_ELEMENTS = 1 << 23
+
+
+def why_absent(module: str, device: torch.device, needs_cuda: bool = True) -> str:
+    """Why a library cannot run on the device; empty where it can. Imports it only where the device would do."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return "not installed"
+    if needs_cuda and device.type != "cuda":
+        return "needs CUDA"
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a broken installation raises anything
+        return f"{module} cannot be imported ({type(error).__name__}: {error})".splitlines()[0]
+    return ""
+
+
+def absent_libraries(device: torch.device) -> dict[str, str]:
+    """Title -> why the library cannot run on the device."""
+    reasons = {library.title: why_absent(library.module, device) for library in LIBRARIES.values()}
+    return {title: why for title, why in reasons.items() if why}
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that are installed, the optimizers' included."""
+    names = *(library.distribution for library in LIBRARIES.values()), "bitsandbytes", "torchao"
+    return {name: version for name, version in packages(*names).items() if version != "absent"}
+
+
+def imported(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def form(library: str, name: str, call: Callable[..., Outputs], module: str = "") -> dict[str, Callable[[], Any]]:
+    """An entry of Operator.others: call(function, **inputs) with the library's function of that name.
+
+    Where a library lacks a part of an operator (a bias before dropout, the dropout after a softmax), the call has that
+    part in plain PyTorch, as its users would write it. module: that has the function, where it is not the library's
+    own. A form that is wrong on the inputs at hand gets no number, like any other provider.
+    """
+    module = module or LIBRARIES[library].module
+    return {library: lambda: partial(call, imported(module, name))}
 
 
 def _onetrip(backend: str) -> Provider:
@@ -93,10 +159,9 @@ def _chunked() -> Provider:
 
 
 def _library(name: str) -> Provider:
+    library = LIBRARIES[name]
     return Provider(
-        libraries.TITLES[name],
-        lambda operator: operator.others[name](),
-        lambda device: libraries.unavailable(name, device),
+        library.title, lambda operator: operator.others[name](), lambda device: why_absent(library.module, device)
     )
 
 
@@ -112,14 +177,14 @@ def named(name: str) -> list[Provider]:
         return [compiled()]
     if name == "compile-max-autotune":
         return [compiled("max-autotune")]
-    return [_library(name) if name in libraries.MODULES else _onetrip(name)]
+    return [_library(name) if name in LIBRARIES else _onetrip(name)]
 
 
 def has(operator: Operator, name: str) -> bool:
     """Whether a provider has the operator at all."""
     if name in backends.BACKENDS:
         return _has_family(name, operator.family)
-    return name in operator.others or name not in (*OF_TORCH, *libraries.MODULES)
+    return name in operator.others or name not in (*OF_TORCH, *LIBRARIES)
 
 
 def _asked_for(operator: Operator, against: tuple[str, ...]) -> Iterator[Provider]:
@@ -143,8 +208,8 @@ def _usual(case: Case, session: Session) -> Iterator[Provider]:
     for name in OF_TORCH:
         if has(operator, name):
             yield from named(name)
-    for name in libraries.MODULES:
-        if has(operator, name) and not session.quick and (everything or not libraries.unavailable(name, device)):
+    for name, library in LIBRARIES.items():
+        if has(operator, name) and not session.quick and (everything or not why_absent(library.module, device)):
             yield _library(name)  # what is absent is named in the full cases
     if everything and not attention:
         for backend in backends.BACKENDS:

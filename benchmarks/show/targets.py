@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..measure.cases import LARGE_ELEMENTS, gpu_shapes
-from ..measure.libraries import TITLES
+from ..measure.providers import LIBRARIES
 from ..measure.results import Results
 
 EAGER = "torch eager"
@@ -157,7 +157,7 @@ def _gpu_targets() -> Iterator[_Target]:
         for which, limit in (("forward", 0.92), ("backward", 0.85)):
             name = f"{operator}, tensors of {LARGE_ELEMENTS >> 20} Mi elements: {which}, share of a copy's speed"
             yield _Target(name, limit, True, "", _on_a_gpu(share(which), suite, operator, large=True))
-        for against in (EAGER, TITLES["liger"]):
+        for against in (EAGER, LIBRARIES["liger"].title):
             for which in ("forward", "forward_backward"):
                 name = f"{operator}, every shape: {which.replace('_', ' + ')}, {against} / onetrip"
                 ratio = partial(speed_up, which=which, against=against)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from onetrip.ops.attention import attention
 from torch import Tensor
 
-from ..measure import libraries
 from ..measure.cases import Case, Dropout, LeastBytes, Named, Operator, Outputs
+from ..measure.providers import form
 from ..measure.side_by_side import measure as measure
 
 WIDTH = 64
@@ -38,6 +40,10 @@ def _operator(length: int, dropout_p: float, twin: Operator | None = None) -> Op
         output = F.scaled_dot_product_attention(heads(query), heads(key), heads(value), dropout_p=dropout_p)
         return output.reshape(query.shape)
 
+    def flash_attn(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor) -> Outputs:
+        batch_first = [rows.view(-1, length, 1, rows.shape[-1]) for rows in (query, key, value)]
+        return attend(*batch_first, dropout_p=dropout_p).reshape(query.shape)
+
     def least_bytes(n_rows: int, n_cols: int, itemsize: int) -> LeastBytes:
         matrix = n_rows * n_cols * itemsize
         return LeastBytes(4 * matrix, 8 * matrix)  # q, k, v, output; and their gradients
@@ -52,7 +58,7 @@ def _operator(length: int, dropout_p: float, twin: Operator | None = None) -> Op
         dropout_p,
         between=lambda n_rows, n_cols: 3 * n_rows * length,  # weights, their gradient, that of the scores
         twin=twin,
-        others={"sdpa": lambda: sdpa, **libraries.attention(length, dropout_p)},
+        others={"sdpa": lambda: sdpa, **form("flash-attn", "flash_attn_func", flash_attn)},
     )
 
 

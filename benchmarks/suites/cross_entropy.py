@@ -9,8 +9,8 @@ from onetrip import ops
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..measure import libraries
 from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, gpu_cases
+from ..measure.providers import form
 from ..measure.side_by_side import measure as measure
 
 IGNORED = -100
@@ -43,6 +43,18 @@ def _eager_linear(dropout: Dropout, hidden: Tensor, weight: Tensor, labels: Tens
 
 def _eager_logprobs(dropout: Dropout, hidden: Tensor, weight: Tensor, labels: Tensor) -> Outputs:
     return torch.log_softmax(F.linear(hidden, weight), -1).gather(-1, labels[:, None])[:, 0]
+
+
+def _liger(loss: Callable[..., Outputs], logits: Tensor, labels: Tensor) -> Outputs:
+    return loss(logits.clone(), labels)  # it writes the gradient over the logits that it is given
+
+
+def _liger_linear(loss: Callable[..., Outputs], hidden: Tensor, weight: Tensor, labels: Tensor) -> Outputs:
+    return loss(hidden, weight, labels)
+
+
+def _chunked(loss: Callable[..., Outputs], hidden: Tensor, weight: Tensor, labels: Tensor) -> Outputs:
+    return loss(hidden, weight, labels, options=torch.nn.LinearCrossEntropyOptions())
 
 
 def _linear(
@@ -83,13 +95,15 @@ CROSS_ENTROPY = Operator(
     ops.cross_entropy,
     _row_bytes,
     constants=lambda n_rows, n_cols, dtype, device: _labels(n_rows, n_cols, 1.0, device),
-    others=libraries.CROSS_ENTROPY,
+    others=form("liger", "liger_cross_entropy", _liger),
     family="cross_entropy",
 )
 
 
 def linear_cross_entropy(n_classes: int, suffix: str = "", share: float = 1.0) -> Operator:
-    name, others = f"linear_cross_entropy-V{n_classes}{suffix}", libraries.LINEAR_CROSS_ENTROPY
+    others = form("chunked", "linear_cross_entropy", _chunked, "torch.nn.functional")
+    others |= form("liger", "liger_fused_linear_cross_entropy", _liger_linear)
+    name = f"linear_cross_entropy-V{n_classes}{suffix}"
     return _linear(name, n_classes, _eager_linear, ops.linear_cross_entropy, share, others)
 
 

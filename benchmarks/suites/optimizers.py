@@ -4,14 +4,14 @@ and exact AdamW."""
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from onetrip.optim import AdamW8bit
 from torch import Tensor
+
+from ..measure.providers import imported, why_absent
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2
 Make = Callable[..., torch.optim.Optimizer]
@@ -31,50 +31,34 @@ class OptimizerProvider:
     needs_cuda: bool = False
 
     def unavailable(self, device: torch.device) -> str:
-        if importlib.util.find_spec(self.module.partition(".")[0]) is None:
-            return "not installed"
-        if self.needs_cuda and device.type != "cuda":
-            return "needs CUDA"
-        try:
-            importlib.import_module(self.module)
-        except Exception as error:  # a broken installation raises anything
-            return f"{self.module} cannot be imported ({type(error).__name__})"
-        return ""
+        return why_absent(self.module, device, self.needs_cuda)
 
     def least_bytes(self, numel: int, param_size: int, grad_size: int) -> float:
         """Parameter and states are read and written, the gradient is read."""
         return numel * (2 * param_size + grad_size + 2 * self.state_bytes)
 
 
-def _bitsandbytes(params: Sequence[Tensor], **numbers: object) -> torch.optim.Optimizer:
-    return importlib.import_module("bitsandbytes").optim.AdamW8bit(params, **numbers)
-
-
-def _torchao(params: Sequence[Tensor], **numbers: object) -> torch.optim.Optimizer:
-    return importlib.import_module("torchao.optim").AdamW8bit(params, **numbers)
-
-
-def _apex(params: Sequence[Tensor], **numbers: object) -> torch.optim.Optimizer:
-    return importlib.import_module("apex.optimizers").FusedAdam(params, adam_w_mode=True, **numbers)
-
-
-def _transformer_engine(params: Sequence[Tensor], **numbers: object) -> torch.optim.Optimizer:
-    module = importlib.import_module("transformer_engine.pytorch.optimizers")
-    return module.FusedAdam(params, adam_w_mode=True, **numbers)
+def _of(module: str, name: str, **fixed: object) -> Make:
+    return lambda params, **numbers: imported(module, name)(params, **fixed, **numbers)
 
 
 ONETRIP = OptimizerProvider("onetrip AdamW8bit", AdamW8bit, 2 + 8 / 128)
 FUSED = OptimizerProvider("torch AdamW fused", functools.partial(torch.optim.AdamW, fused=True), 8, "eager")
 FOREACH = OptimizerProvider("torch AdamW foreach", functools.partial(torch.optim.AdamW, foreach=True), 8, "eager")
-BITSANDBYTES = OptimizerProvider("bitsandbytes AdamW8bit", _bitsandbytes, 2 + 8 / 256, "bitsandbytes", "bitsandbytes")
-TORCHAO = OptimizerProvider("torchao AdamW8bit", _torchao, 2 + 8 / 256, "torchao", "torchao.optim")
-APEX = OptimizerProvider("apex FusedAdam", _apex, 8, "apex", "apex.optimizers", needs_cuda=True)
+BITSANDBYTES = OptimizerProvider(
+    "bitsandbytes AdamW8bit", _of("bitsandbytes.optim", "AdamW8bit"), 2 + 8 / 256, "bitsandbytes", "bitsandbytes"
+)
+TORCHAO = OptimizerProvider(
+    "torchao AdamW8bit", _of("torchao.optim", "AdamW8bit"), 2 + 8 / 256, "torchao", "torchao.optim"
+)
+_APEX, _TRANSFORMER_ENGINE = "apex.optimizers", "transformer_engine.pytorch.optimizers"
+APEX = OptimizerProvider("apex FusedAdam", _of(_APEX, "FusedAdam", adam_w_mode=True), 8, "apex", _APEX, needs_cuda=True)
 TRANSFORMER_ENGINE = OptimizerProvider(
     "TransformerEngine FusedAdam",
-    _transformer_engine,
+    _of(_TRANSFORMER_ENGINE, "FusedAdam", adam_w_mode=True),
     8,
     "transformer-engine",
-    "transformer_engine.pytorch.optimizers",
+    _TRANSFORMER_ENGINE,
     needs_cuda=True,
 )
 ONETRIP_32 = OptimizerProvider("onetrip AdamW8bit, 32-bit states", functools.partial(AdamW8bit, optim_bits=32), 8)

@@ -2,19 +2,92 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from onetrip import ops
 from torch import Tensor
 
-from ..measure import libraries
 from ..measure.cases import ELEMENTS, Case, Dropout, LeastBytes, Operator, Outputs, gpu_cases
+from ..measure.providers import LIBRARIES, form, imported
 from ..measure.side_by_side import measure as measure
 
 EPS = 1e-5
 WIDTHS = (64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 16384)
 QUICK_WIDTHS = (64, 1024, 16384)
 WARM_SHAPES = ((256, 768), (2048, 320), (2048, 768), (2048, 1024), (8192, 320))
+
+
+Function = Callable[..., Any]
+
+
+def _transformer_engine(module_name: str) -> Function:
+    """Its modules, with the weights of the case in place of their own parameters."""
+    make = imported(LIBRARIES["transformer-engine"].module, module_name)
+    modules: dict[tuple[int, torch.dtype], torch.nn.Module] = {}
+
+    def call(x: Tensor, weight: Tensor, norm_bias: Tensor | None = None) -> Outputs:
+        key = x.shape[-1], x.dtype
+        if key not in modules:
+            modules[key] = make(x.shape[-1], eps=EPS, device=x.device, dtype=x.dtype)
+        parameters = modules[key]._parameters
+        parameters["weight"] = weight
+        if norm_bias is not None:
+            parameters["bias"] = norm_bias
+        return modules[key](x)
+
+    return call
+
+
+def _flash_attn(norm: str, dropout_p: float, return_residual: bool) -> Mapping[str, Callable[[], Function]]:
+    """Its Triton kernel is in every wheel; the older CUDA one is a package of its own."""
+
+    def call(
+        norm_fn: Function,
+        x: Tensor,
+        weight: Tensor,
+        norm_bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Outputs:
+        options = {"eps": EPS, "dropout_p": dropout_p, "prenorm": return_residual, "is_rms_norm": norm == "rms"}
+        return norm_fn(x if bias is None else x + bias, weight, norm_bias, residual=residual, **options)
+
+    return form("flash-attn", "layer_norm_fn", call, "flash_attn.ops.triton.layer_norm")
+
+
+def _others(norm: str, residual: bool, dropout_p: float, return_residual: bool) -> Mapping[str, Callable[[], Function]]:
+    """A bias before dropout may be there or not. QuACK's LayerNorm has no backward. Liger's RMSNorm is not called in
+    place: its backward would write into the gradient that it is given."""
+    found = {**_flash_attn(norm, dropout_p, return_residual)}
+    if residual:
+        if norm == "rms" and return_residual and dropout_p == 0.0:
+            found |= form(
+                "liger",
+                "liger_fused_add_rms_norm",
+                lambda f, x, residual, weight: f(x, residual, weight, EPS, in_place=False),
+            )
+            found |= form(
+                "quack",
+                "rmsnorm",
+                lambda f, x, residual, weight: f(x, weight, residual=residual, eps=EPS, prenorm=True),
+            )
+        return found
+    if norm == "layer":
+        found |= form("liger", "liger_layer_norm", lambda f, x, weight, norm_bias: f(x, weight, norm_bias, EPS))
+        found |= form(
+            "apex",
+            "fused_layer_norm_affine",
+            lambda f, x, weight, norm_bias: f(x, weight, norm_bias, (x.shape[-1],), EPS),
+        )
+    else:
+        found |= form("liger", "liger_rms_norm", lambda f, x, weight: f(x, weight, EPS, in_place=False))
+        found |= form("apex", "fused_rms_norm_affine", lambda f, x, weight: f(x, weight, (x.shape[-1],), EPS))
+        found |= form("quack", "rmsnorm", lambda f, x, weight: f(x, weight, eps=EPS))
+    title = "LayerNorm" if norm == "layer" else "RMSNorm"
+    return found | {"transformer-engine": lambda: _transformer_engine(title)}
 
 
 def _operator(
@@ -91,7 +164,7 @@ def _operator(
             backward = matrix * (reads + writes) + vector + parameters
         return LeastBytes(forward, backward)
 
-    others = libraries.row_norm(norm, EPS, residual=residual, dropout_p=dropout_p, return_residual=return_residual)
+    others = {} if norm is None else _others(norm, residual, dropout_p, return_residual)
     return Operator(name, matrices, vectors, formula, fused, least_bytes, dropout_p, others=others)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from onetrip import ops
 from torch import Tensor
 
-from ..measure import libraries
 from ..measure.cases import ELEMENTS, Case, Dropout, LeastBytes, Operator, Outputs, gpu_cases
+from ..measure.providers import form
 from ..measure.side_by_side import measure as measure
 
 HEADS, QUERIES, KEYS = 16, 512, 512
@@ -30,6 +33,10 @@ def _padding(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device)
     lengths = torch.linspace(n_cols // 2, n_cols, batch, device=device).long()
     real = torch.arange(n_cols, device=device) < lengths[:, None, None, None]
     return {"mask": torch.where(real, 0.0, torch.finfo(dtype).min).to(dtype)}
+
+
+def _call(function: Callable[..., Tensor], scores: Tensor) -> Outputs:
+    return function(scores)
 
 
 def _operator(name: str, *, attention: bool, causal: bool = False, dropout_p: float = 0.0) -> Operator:
@@ -59,7 +66,20 @@ def _operator(name: str, *, attention: bool, causal: bool = False, dropout_p: fl
         # With dropout the probabilities are written beside the result; backward reads them and dy, and writes dscores.
         return LeastBytes(seen + matrix + (seen if dropout_p > 0.0 else 0), 2 * seen + matrix)
 
-    others = libraries.scale_mask_softmax(SCALE, heads, dropout_p) if attention else libraries.SOFTMAX
+    hidden: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def apex(function: Callable[..., Tensor], scores: Tensor, mask: Tensor) -> Outputs:
+        """Its mask is boolean, True where a key is hidden, and spans the queries: made once, not in timed calls."""
+        four = heads(scores)
+        if id(mask) not in hidden:  # the additive mask is kept beside, so that its id stays its own
+            hidden[id(mask)] = mask, (mask != 0).expand(-1, 1, *four.shape[2:]).contiguous()
+        y = function(four, hidden[id(mask)][1], SCALE).view(scores.shape)
+        return F.dropout(y, dropout_p) if dropout_p > 0.0 else y
+
+    if attention:
+        others = form("apex", "scaled_masked_softmax", apex, "apex.transformer.functional.fused_softmax")
+    else:
+        others = form("liger", "liger_softmax", _call) | form("quack", "softmax", _call)
     return Operator(
         name,
         ("scores",),

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from onetrip.benchmarks.measure import libraries
+from onetrip.benchmarks.measure import providers as providers_
 from onetrip.benchmarks.measure.cases import Case, Operator, Session
 from onetrip.benchmarks.measure.checks import Truth, make_inputs
-from onetrip.benchmarks.measure.providers import NAMES, has, named, providers
+from onetrip.benchmarks.measure.providers import LIBRARIES, NAMES, has, named, providers, why_absent
 from onetrip.benchmarks.measure.results import UsageError
 from onetrip.benchmarks.suites import attention, row_norm, softmax
 from torch import Tensor
@@ -158,7 +158,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         vars(sys.modules[name]).update(make())
 
 
-CALLS = [(name, peer) for name, operator in OPERATORS.items() for peer in operator.others if peer in libraries.MODULES]
+CALLS = [(name, peer) for name, operator in OPERATORS.items() for peer in operator.others if peer in LIBRARIES]
 
 
 @pytest.mark.usefixtures("installed")
@@ -178,8 +178,8 @@ class _Bound(Exception):
 def test_the_call_fits_the_signature_of_what_is_installed(
     name: str, peer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if importlib.util.find_spec(libraries.MODULES[peer].partition(".")[0]) is None:
-        pytest.skip(f"{libraries.TITLES[peer]} is not installed")
+    if importlib.util.find_spec(LIBRARIES[peer].module.partition(".")[0]) is None:
+        pytest.skip(f"{LIBRARIES[peer].title} is not installed")
 
     def binding(module: str, function: str) -> Any:
         try:
@@ -196,9 +196,10 @@ def test_the_call_fits_the_signature_of_what_is_installed(
 
         return call
 
-    monkeypatch.setattr(libraries, "_from", binding)
+    monkeypatch.setattr(providers_, "imported", binding)
+    monkeypatch.setattr(row_norm, "imported", binding)
     operator = (OPERATORS | {case.operator.name: case.operator for case in attention.cases()})[name]
-    inputs = make_inputs(operator, 64, 48, torch.float32, CPU, seed=0)
+    inputs = make_inputs(operator, 64, attention.WIDTH, torch.float32, CPU, seed=0)
     with pytest.raises(_Bound):
         operator.others[peer]()(**inputs.tensors)
 
@@ -221,7 +222,7 @@ def test_the_parameters_of_a_module_are_those_of_the_call() -> None:
 
 
 def test_which_library_has_what() -> None:
-    found = {name: {peer for peer in libraries.MODULES if has(operator, peer)} for name, operator in OPERATORS.items()}
+    found = {name: {peer for peer in LIBRARIES if has(operator, peer)} for name, operator in OPERATORS.items()}
     assert found == {
         "layer_norm": {"liger", "apex", "flash-attn", "transformer-engine"},
         "rms_norm": {"liger", "apex", "flash-attn", "quack", "transformer-engine"},
@@ -237,15 +238,15 @@ def test_which_library_has_what() -> None:
 
 def test_an_absent_library_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for name in libraries.MODULES:
-        assert libraries.unavailable(name, CPU) == libraries.unavailable(name, CUDA) == "not installed"
+    for library in LIBRARIES.values():
+        assert why_absent(library.module, CPU) == why_absent(library.module, CUDA) == "not installed"
 
 
 @pytest.mark.usefixtures("installed")
 def test_an_installed_library_needs_a_gpu() -> None:
-    for name in libraries.MODULES:
-        assert libraries.unavailable(name, CPU) == "needs CUDA"
-        assert libraries.unavailable(name, CUDA) == ""
+    for library in LIBRARIES.values():
+        assert why_absent(library.module, CPU) == "needs CUDA"
+        assert why_absent(library.module, CUDA) == ""
 
 
 @pytest.mark.usefixtures("installed")
@@ -254,7 +255,7 @@ def test_a_broken_installation_says_what_its_import_says(monkeypatch: pytest.Mon
         raise OSError("undefined symbol: _ZN3c10\nand more")
 
     monkeypatch.setattr("importlib.import_module", broken)
-    assert libraries.unavailable("quack", CUDA) == "quack cannot be imported (OSError: undefined symbol: _ZN3c10"
+    assert why_absent("quack", CUDA) == "quack cannot be imported (OSError: undefined symbol: _ZN3c10"
 
 
 def _names(case: Case, **words: Any) -> list[str]:
