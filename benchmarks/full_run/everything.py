@@ -26,7 +26,7 @@ from onetrip.environment import header
 from onetrip.processes import process_group
 
 from ..measure.results import SCHEMA, UsageError, fingerprint, unwritable
-from ..show import operator_tables
+from ..show import run_tables
 from . import gpu_tests, plan
 from .plan import Part, Place
 
@@ -171,7 +171,7 @@ def _summary(state: State, known: Sequence[Part]) -> None:
     not_run = {"status": "not run", "seconds": None}
     parts = [{"case": part.name, **state.parts.get(part.name, not_run)} for part in known]
     failures = [f"FAILED {name}: {line}" for name, found in state.parts.items() for line in found.get("failures", ())]
-    terminal.show([*operator_tables.verified(parts), *failures])
+    terminal.show([*run_tables.verified(parts), *failures])
 
 
 def run(

@@ -13,7 +13,7 @@ from onetrip import terminal
 from onetrip.html import Cell, Entry, Table
 
 from ..measure.results import UsageError, read_suite, suite_files
-from .operator_tables import three_digits
+from .tables import three_digits
 
 SMALLEST_CHANGE = 0.05
 """Of the median: less is no news, however narrow the intervals."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..measure.results import OPERATOR_SUITES, Results
-from . import operator_plots, roofline_plot, training_plots
-from .operator_tables import cases, of_every_width, width_series
+from . import operator_plots, training_plots
+from .tables import cases, of_every_width, width_series
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -49,10 +49,6 @@ def drawings(results: Results) -> Iterator[Drawing]:
             partial(operator_plots.speed_ups, operators),
             "torch eager's median over onetrip's: above 1 onetrip is faster (blue), below 1 slower (red).",
             in_docs=True,
-        )
-    if roofline_plot.members(results):
-        yield Drawing(
-            "roofline", "roofline", "Roofline, fp32", partial(roofline_plot.plot, results), roofline_plot.note(results)
         )
     for dtype in dict.fromkeys(case["dtype"] for case in operators):
         members = [case for case in operators if case["full"] and case["dtype"] == dtype]

@@ -15,11 +15,27 @@ from onetrip.html import Section, Table
 
 from ..measure.results import OPERATOR_SUITES, OTHERS, RECORDED, Results, UsageError, read_machine
 from ..measure.results import read as read_machines
-from . import operator_tables, tables, targets, training_tables
+from . import tables, targets
 from .figures import drawings
-from .operator_tables import cases, of_every_width
 
 _TITLE = "onetrip: measurements"
+_SECTIONS = {
+    "targets": "Targets",
+    "speed-ups": "Speed-up over torch eager",
+    "widths": "Bandwidth against width",
+    "memory": "Memory",
+    "attention": "Attention and SDPA",
+    "training": "Training steps",
+    "optimizers": "Optimizers",
+    "overhead": "Overhead of a call",
+    "measurements": "Every measurement",
+    "counters": "What the kernels do on the GPU",
+    "installation": "Installation",
+    "run": "What was run",
+    "missing": "Without a number",
+    "origin": "Origin",
+}
+"""Topic -> title: what decides first."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +120,7 @@ def _of_machines(machines: dict[str, Results]) -> Iterator[Section]:
 
 
 def sections(results: Results) -> list[Section]:
-    """One machine's results, what decides first; sections without content are left out."""
-    operators = cases(results, *OPERATOR_SUITES)
+    """One machine's results; sections without content are left out."""
     verdicts = targets.verdicts(results)
     judged = [verdict for verdict in verdicts if verdict.reached is not None]
     reached = sum(bool(verdict.reached) for verdict in judged)
@@ -114,40 +129,17 @@ def sections(results: Results) -> list[Section]:
     missing = [f"Not measured here: {'; '.join(unmeasured)}."] if judged and unmeasured else []
     origins = [(", ".join(suites), *origin) for origin, suites in tables.origins(results).items()]
     columns = ("suites", "date", "machine", "versions", "commit")
-    content = {
-        ("Targets", ""): [*summary, *operator_tables.verdicts(results), *missing],
-        ("Speed-up over torch eager", "speed-ups"): [],
-        ("Bandwidth against width", "widths"): operator_tables.widths(of_every_width(results)),
-        ("Roofline", "roofline"): [],
-        ("Memory", "memory"): operator_tables.saved(cases(results, "bert_blocks")),
-        ("Attention and SDPA", "attention"): [
-            *operator_tables.attention_winners(cases(results, "attention")),
-            *operator_tables.attention(cases(results, "attention")),
-        ],
-        ("Training steps", "training"): training_tables.training(cases(results, "training")),
-        ("Optimizers", "optimizers"): [
-            *training_tables.adam(cases(results, "adam")),
-            *training_tables.streams(cases(results, "adam_streams")),
-            *training_tables.language_model(cases(results, "adam_training")),
-        ],
-        ("Overhead of a call", ""): operator_tables.overhead(cases(results, "overhead")),
-        ("Every measurement", ""): [*operator_tables.measurements(operators), *operator_tables.graphs(operators)],
-        ("What the kernels do on the GPU", ""): operator_tables.counters(results),
-        ("Installation", ""): training_tables.install(cases(results, "install")),
-        ("What was run", ""): operator_tables.verified(cases(results, "everything")),
-        ("Without a number", ""): operator_tables.without_number(cases(results, *results)),
-        ("Origin", ""): [Table("What was measured when, where and at which commit", columns, origins)],
+    found = tables.by_topic(results)
+    content: dict[str, list[str | Table]] = {
+        **found,
+        "targets": [*summary, *found["targets"], *missing],
+        "measurements": [*tables.measurements(tables.cases(results, *OPERATOR_SUITES)), *found["graphs"]],
+        "origin": [Table("What was measured when, where and at which commit", columns, origins)],
     }
-    drawn = list(drawings(results))
-    found = []
-    for (title, topic), parts in content.items():
-        pictures = [
-            html.figure(drawing.plot(), drawing.title, drawing.note) for drawing in drawn if drawing.topic == topic
-        ]
-        everything = [*pictures, *parts]
-        if everything:
-            found.append(Section(title, everything))
-    return found
+    for drawing in reversed(list(drawings(results))):
+        figure = html.figure(drawing.plot(), drawing.title, drawing.note)
+        content[drawing.topic] = [figure, *content.get(drawing.topic, [])]
+    return [Section(title, content[topic]) for topic, title in _SECTIONS.items() if content.get(topic)]
 
 
 def _of_others(others: dict[Path, dict[str, Any]]) -> Iterator[Section]:

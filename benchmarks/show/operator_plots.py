@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import targets
-from .operator_tables import BOTH, Cases, attention_length, by_dtype_and_dropout
+from .tables import BOTH, Cases, attention_length, by_dtype_and_dropout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

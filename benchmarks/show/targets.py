@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..measure.cases import LARGE_ELEMENTS, gpu_shapes
+from ..measure.cases import ELEMENTS, LARGE_ELEMENTS, gpu_shapes
 from ..measure.providers import LIBRARIES
 from ..measure.results import Results
 
@@ -93,60 +93,67 @@ def _speed_up(suite: str, operator: str, n_rows: int, n_cols: int, which: str, a
     return _first(figure, suite, operator=operator, dtype="fp32", n_rows=n_rows, n_cols=n_cols)
 
 
-def _worst(found: Mapping[Hashable, float | None], wanted: Collection[Hashable], what: str) -> Found | None:
-    """The least figure of the wanted widths or shapes; without a value where one of them has none."""
-    values = {each: value for each, value in found.items() if each in wanted and value is not None}
-    if len(values) < len(wanted):
-        return Found(None, f"{len(values)} of {len(wanted)} {what}s measured") if values else None
-    worst = min(values, key=lambda each: values[each])
-    return Found(values[worst], f"{what} {worst}, the worst of {len(wanted)}")
+Shape = tuple[int, int, str]
+"""Rows, columns, dtype."""
+
+
+def _least(
+    suite: str,
+    operator: str,
+    figure: Callable[[dict[str, Any]], float | None],
+    wanted: Callable[[], list[Shape]],
+    what: str = "shape",
+) -> Measure:
+    """The least figure of an operator's cases of the wanted shapes; without a value where one of them has none. what:
+    a shape, or the width that tells them apart."""
+
+    def measure(results: Results) -> Found | None:
+        found = {
+            (case["n_rows"], case["n_cols"], case["dtype"]): figure(case)
+            for case in _cases(results, suite, operator=operator)
+        }
+        if not found:
+            return None
+        shapes = wanted()
+        values = {shape: value for shape, value in found.items() if shape in shapes and value is not None}
+        if len(values) < len(shapes):
+            return Found(None, f"{len(values)} of {len(shapes)} {what}s measured") if values else None
+        n_rows, n_cols, dtype = worst = min(values, key=lambda shape: values[shape])
+        where = f"width {n_cols}" if what == "width" else f"shape {n_rows} x {n_cols} {dtype}"
+        return Found(values[worst], f"{where}, the worst of {len(shapes)}")
+
+    return measure
+
+
+def _of_suite(suite: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"onetrip.benchmarks.suites.{suite}"), name)
 
 
 def _worst_width(suite: str, operator: str, which: str) -> Measure:
     """Over every width of the suite's grid."""
-
-    def measure(results: Results) -> Found | None:
-        found = {
-            case["n_cols"]: speed_up(case, which)
-            for case in _cases(results, suite, operator=operator, dtype="fp32")
-            if (case["n_rows"], case["n_cols"]) not in gpu_shapes()
-        }
-        if not found:
-            return None
-        return _worst(found, importlib.import_module(f"onetrip.benchmarks.suites.{suite}").WIDTHS, "width")
-
-    return measure
+    return _least(
+        suite,
+        operator,
+        partial(speed_up, which=which),
+        lambda: [(ELEMENTS // width, width, "fp32") for width in _of_suite(suite, "WIDTHS")],
+        "width",
+    )
 
 
 def _worst_warm(suite: str, operator: str, which: str) -> Measure:
     """Over every shape and dtype of the suite's warm cases."""
-
-    def measure(results: Results) -> Found | None:
-        shapes = importlib.import_module(f"onetrip.benchmarks.suites.{suite}").WARM_SHAPES
-        wanted = [(*shape, dtype) for shape in shapes for dtype in ("fp32", "bf16")]
-        found = {
-            f"{n_rows} x {n_cols} {dtype}": speed_up(case, which)
-            for n_rows, n_cols, dtype in wanted
-            for case in _cases(results, suite, operator=operator, dtype=dtype, n_rows=n_rows, n_cols=n_cols)
-        }
-        return _worst(found, [f"{n_rows} x {n_cols} {dtype}" for n_rows, n_cols, dtype in wanted], "shape")
-
-    return measure
+    return _least(
+        suite,
+        operator,
+        partial(speed_up, which=which),
+        lambda: [(*shape, dtype) for shape in _of_suite(suite, "WARM_SHAPES") for dtype in ("fp32", "bf16")],
+    )
 
 
 def _on_a_gpu(figure: Callable[[dict[str, Any]], float | None], suite: str, operator: str, large: bool) -> Measure:
-    """The least of a figure over the shapes that only a GPU is asked for: the large tensors, or all."""
-
-    def measure(results: Results) -> Found | None:
-        shapes = [shape for shape in gpu_shapes() if not large or shape[0] * shape[1] == LARGE_ELEMENTS]
-        wanted = [f"{n_rows} x {n_cols} {dtype}" for n_rows, n_cols in shapes for dtype in ("bf16", "fp32")]
-        found = {
-            f"{case['n_rows']} x {case['n_cols']} {case['dtype']}": figure(case)
-            for case in _cases(results, suite, operator=operator)
-        }
-        return _worst(found, wanted, "shape")
-
-    return measure
+    """Over the shapes that only a GPU is asked for: the large tensors, or all."""
+    shapes = [shape for shape in gpu_shapes() if not large or shape[0] * shape[1] == LARGE_ELEMENTS]
+    return _least(suite, operator, figure, lambda: [(*shape, dtype) for shape in shapes for dtype in ("bf16", "fp32")])
 
 
 def _gpu_targets() -> Iterator[_Target]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import targets
 from .operator_plots import bars, canvas, colours, legend, providers
-from .operator_tables import Cases
+from .tables import Cases
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from onetrip.benchmarks.command import app
-from onetrip.benchmarks.show.operator_tables import three_digits
+from onetrip.benchmarks.show.tables import three_digits
 from typer.testing import CliRunner, Result
 
 Make = Callable[..., Path]

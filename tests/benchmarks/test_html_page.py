@@ -16,11 +16,8 @@ from onetrip.benchmarks.show import (
     figures,
     html_page,
     operator_plots,
-    operator_tables,
-    roofline_plot,
     tables,
 )
-from onetrip.benchmarks.suites import row_norm, softmax
 from onetrip.cli import app
 from typer.testing import CliRunner
 
@@ -31,7 +28,6 @@ SECTIONS = {
         "layer_norm, fp32: bandwidth against width",
         "rms_norm, fp32: bandwidth against width",
     ],
-    "Roofline": ["Roofline, fp32"],
     "Memory": ["Memory of an operator, fp32"],
     "Attention and SDPA": ["Attention against length"],
     "Training steps": ["A training step, by phase", "Memory of a training step"],
@@ -81,26 +77,26 @@ def test_the_page_has_every_section_with_its_figures():
 @pytest.mark.slow
 def test_every_table_of_the_documentation_stands_on_the_page_those_of_single_cases_in_one():
     shown = [caption for section in html_page.sections(every_suite()) for caption in captions(section, html.Table)]
-    single = {table.caption for table in operator_tables.operators(operator_tables.cases(every_suite(), "row_norm"))}
+    single = {table.caption for table in tables.operators(tables.cases(every_suite(), "row_norm"))}
     assert {table.caption for table in tables.every(every_suite())} - single <= set(shown)
     assert "Every operator, shape, dtype and provider" in shown and len(shown) == len(set(shown))
 
 
 def test_the_table_of_all_measurements_has_a_row_for_every_provider_of_every_case():
-    cases = operator_tables.cases(every_suite(), "row_norm", "softmax")
-    (table,) = operator_tables.measurements(cases)
+    cases = tables.cases(every_suite(), "row_norm", "softmax")
+    (table,) = tables.measurements(cases)
     assert len(table.rows) == sum(len(case["providers"]) for case in cases)
     failed = next(row for row in table.rows if row[4] == "torch.compile")
     assert failed[5:-1] == (None,) * 10, "a provider that failed its check must have no number"
 
 
 def test_attention_has_a_table_and_a_panel_for_each_dtype_and_dropout():
-    cases = operator_tables.cases(every_suite(), "attention")
+    cases = tables.cases(every_suite(), "attention")
     kinds = ["fp32, dropout 0", "fp32, dropout 0.1", "bf16, dropout 0"]
-    assert [table.caption for table in operator_tables.attention(cases)] == [f"Attention, {kind}" for kind in kinds]
-    assert [len(table.rows) for table in operator_tables.attention(cases)] == [9, 9, 6]
+    assert [table.caption for table in tables.attention(cases)] == [f"Attention, {kind}" for kind in kinds]
+    assert [len(table.rows) for table in tables.attention(cases)] == [9, 9, 6]
     assert [axes.get_title() for axes in operator_plots.attention(cases).axes if axes.axison] == kinds
-    (winners,) = operator_tables.attention_winners(cases)
+    (winners,) = tables.attention_winners(cases)
     assert {row[:3] for row in winners.rows if row[0] == 64} == {
         (64, "fp32", 0.0), (64, "fp32", 0.1), (64, "bf16", 0.0),
     }  # fmt: skip
@@ -121,36 +117,6 @@ def test_targets_reached_and_missed_are_counted_and_the_unmeasured_named():
     reached = [row for row in table.rows if row[-1].good]
     assert section.parts[0] == f"{len(reached)} of {len(table.rows)} measured targets are reached."
     assert "nvcc, default architectures" in section.parts[-1] and section.parts[-1].startswith("Not measured here: ")
-
-
-@pytest.mark.parametrize(
-    "operator",
-    [*row_norm.SINGLE, *row_norm.FUSED, softmax.SOFTMAX, *softmax.ATTENTION_SOFTMAX.values()],
-    ids=lambda operator: operator.name,
-)
-def test_the_roofline_counts_the_operations_of_every_operator(operator):
-    case = {"operator": operator.name, "dropout_p": operator.dropout_p}
-    assert roofline_plot.flops_of_element(case, "forward") > 0 and roofline_plot.flops_of_element(case, "backward") > 0
-
-
-def test_the_roof_of_a_cpu_is_its_fastest_copy_and_an_assumed_peak():
-    found = every_suite()
-    roof = roofline_plot.roof(found, roofline_plot.members(found))
-    assert roof.gb_per_s == max(case["copy"]["gb_per_s"] for case in roofline_plot.members(found))
-    assert roof.peak_gflops == 2 * 64 * 3.0
-    assert roof.assumption == "assumed, not measured: 2 threads of 64 fp32 operations a cycle (avx512) at 3 GHz"
-
-
-def test_the_roof_of_a_gpu_is_computed_from_its_multiprocessors_and_greatest_clock():
-    found = every_suite()
-    gpu = {"device": "cuda", "gpu": "GPU", "compute_capability": "9.0", "multiprocessors": 132}
-    for content in found.values():
-        content["machine"] = gpu | {"driver and clocks": "570.1, 345 MHz, 1980 MHz, 2619 MHz, 700.00 W"}
-    assert roofline_plot.roof(found, roofline_plot.members(found)).peak_gflops == pytest.approx(132 * 128 * 2 * 1.98)
-    for content in found.values():
-        content["machine"] = gpu
-    assert roofline_plot.roof(found, roofline_plot.members(found)).peak_gflops is None
-    roofline_plot.plot(found)
 
 
 def test_the_figures_of_the_documentation_are_drawn_where_the_page_looks_for_them(tmp_path: Path):
