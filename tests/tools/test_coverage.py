@@ -14,7 +14,9 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 attention = pytest.importorskip("tools.coverage.attention")
 coverage = pytest.importorskip("tools.coverage.__main__")
-from tools.coverage.check import opportunities  # noqa: E402
+from tools.coverage import tiny  # noqa: E402
+from tools.coverage.check import TOO_LONG, opportunities  # noqa: E402
+from tools.coverage.inputs import supplied  # noqa: E402
 from tools.coverage.page import page, totals  # noqa: E402
 from tools.coverage.trace import trace  # noqa: E402
 
@@ -63,11 +65,53 @@ def test_nothing_recorded_is_wrong():
 def test_a_sweep_resumes_and_retries(tmp_path, monkeypatch):
     rows, ran = tmp_path / "rows.jsonl", []
     rows.write_text('{"type": "bert", "result": "ok"}\n{"type": "bark", "result": "not_run"}\n')
-    monkeypatch.setattr(coverage, "check", lambda name: ran.append(name) or {"type": name, "result": "ok"})
+    monkeypatch.setattr(coverage, "check", lambda name, smallest: ran.append(name) or {"type": name, "result": "ok"})
     coverage.sweep(rows, ["bark", "bert", "t5"], retry=False)
     assert ran == ["t5"]
     coverage.sweep(rows, ["bark", "bert", "t5"], retry=True)
     assert ran == ["t5", "bark"] and {row["result"] for row in coverage.read_rows(rows).values()} == {"ok"}
+
+
+def test_a_type_that_takes_too_long_is_tried_again_smaller(tmp_path, monkeypatch):
+    slow = {"type": "t5", "result": "not_run", "why": f"unpatched: {TOO_LONG}"}
+    monkeypatch.setattr(coverage, "check", lambda name, smallest: slow if not smallest else slow | {"result": "ok"})
+    coverage.sweep(tmp_path / "rows.jsonl", ["t5"], retry=False)
+    assert coverage.read_rows(tmp_path / "rows.jsonl")["t5"]["result"] == "ok"
+
+
+class NeedsLabels(nn.Module):
+    """Has defaults that it cannot run with."""
+
+    config = transformers.BertConfig(hidden_size=8)
+
+    def forward(self, x, inputs_embeds=None, timesteps=None, unused=None):
+        if timesteps is None:
+            raise ValueError("You have to specify timesteps")
+        return x + inputs_embeds.sum()
+
+
+def test_inputs_are_supplied_that_an_error_names():
+    model, inputs = NeedsLabels(), {"x": torch.ones(2)}
+    for name in ("timesteps", "inputs_embeds"):
+        with pytest.raises((ValueError, AttributeError)) as caught:
+            model(**inputs)
+        inputs = supplied(model, inputs, caught.value)
+        assert list(inputs)[-1] == name
+    assert model(**inputs).shape == (2,)
+    assert supplied(model, inputs, ValueError("another")) is None
+
+
+def test_a_config_in_another_stays_whole():
+    """Channels are capped everywhere, and the backbone keeps its feature maps, of as many layers as there are."""
+    configs = dict(tiny.configs("depth_anything"))
+    backbone = configs["capped"].backbone_config
+    assert (backbone.num_hidden_layers, backbone.out_indices, backbone.reshape_hidden_states) == (
+        4,
+        [1, 2, 3, 4],
+        False,
+    )
+    assert max(configs["capped"].neck_hidden_sizes) <= 32
+    assert len(configs["by name"].backbone_config.out_indices) == 1
 
 
 class Block(nn.Module):

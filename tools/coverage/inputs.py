@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import random
 import re
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,8 +91,9 @@ def _by_name(config: Any) -> Inputs:
         "query_embeds": _randn(2, 8, width), "hidden_states": _randn(2, N_TOKENS, width),
         "encoder_hidden_states": _randn(2, N_TOKENS, width), "attention_mask": torch.ones(2, N_TOKENS).long(),
         "grid_thw": torch.tensor([[1, 4, 4]]), "image_grid_thw": torch.tensor([[1, 4, 4]]),
-        "position_ids": torch.arange(N_TOKENS)[None].expand(2, -1),
-        "pixel_values": _randn(2, channels, height, image_width),
+        **dict.fromkeys(("position_ids", "timesteps"), torch.arange(N_TOKENS)[None].expand(2, -1)),
+        **dict.fromkeys(("pixel_values", "image"), _randn(2, channels, height, image_width)),
+        "masks": _randn(2, 1, 32, 32),
         "input_features": _randn(2, 40, mels), "input_values": _randn(2, 2000),
         "input_features_mask": torch.ones(2, 40).long(), "pixel_position_ids": torch.zeros(2, 16, 2).long(),
         "pixel_values_videos": _randn(2, 4, channels, height, image_width),
@@ -214,6 +217,17 @@ def repaired(inputs: Inputs, error: Exception) -> Inputs | None:
         if isinstance(x, Tensor) and x.is_floating_point() and x.shape[-1] == width
     }
     return inputs | changed if changed else None
+
+
+def supplied(model: Any, inputs: Inputs, error: Exception) -> Inputs | None:
+    """The inputs with one more parameter of the forward: the first that an error's message or the line that raised it
+    names; else None."""
+    parameters, values = inspect.signature(model.forward).parameters, _by_name(model.config)
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        for name in re.findall(r"\w+", linecache.getline(frame.f_code.co_filename, line) + str(error)):
+            if name in parameters and name not in inputs and frame.f_locals.get(name) is None:
+                return inputs | {name: values.get(name, values["hidden_states"])}
+    return None
 
 
 def _time_series(config: Any) -> Inputs:

@@ -1,8 +1,8 @@
 """Tiny models of a registered model type, from its config class's defaults made small.
 
-No table of sizes fits every type, so there are three ways to make a config small. The first one that a model can be
+No table of sizes fits every type, so there are several ways to make a config small. The first one that a model can be
 built from and run with is used: sizes by the names of the keys; every width divided by one number, which keeps the
-ratios that a type may rely on; the default widths with fewer layers.
+ratios that a type may rely on; the default widths with fewer layers; every number capped.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SIZES: dict[str, Any] = {
     "num_conv_pos_embedding_groups": 2, "sliding_window": 8, "mask_time_length": 2, "mask_feature_length": 2,
     "max_bbox_position": 16, "window_size": 4, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_num_heads": 8,
     "mamba_head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "entity_vocab_size": 32, "upsample_groups": HIDDEN,
+    "linear_value_head_dim": 8, "entity_vocab_size": 32, "image_embedding_size": 4, "upsample_groups": HIDDEN,
 }  # fmt: skip
 _WHERE_NONE = {
     "vocab_size": VOCABULARY,
@@ -72,6 +72,13 @@ _WHERE_OPEN = {
     "top_k_experts": 2,
     "layer_types": ["full_attention"] * LAYERS,
     "mlp_layer_types": ["dense", "sparse"],
+    "n_shared_experts": 1,
+    "vocabulary_map": {"<image>": 4},
+    "indexer_n_heads": HEADS,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
 }
 _WHERE_ABSENT = {"initializer_range": 0.02, "num_key_value_heads": HEADS, "rope_theta": 10000.0}
 _BY_TYPE: dict[str, dict[str, Any]] = {
@@ -88,7 +95,7 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "diffllama": {"attention_dropout": 0.0},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320},
     "align_vision_model": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320},
-    "luke": {"entity_emb_size": 16}, "xmod": {"default_language": "en_XX"},
+    "axk1": {"head_dim": 4}, "luke": {"entity_emb_size": 16}, "xmod": {"default_language": "en_XX"},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4], "num_buckets": 4},
     "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0}},
     "ernie4_5_vl_moe_text": {"moe_k": 2}, "gemma3n_text": {"num_kv_shared_layers": 0},
@@ -153,7 +160,11 @@ def by_name(default: dict[str, Any]) -> dict[str, Any]:
 def filled(default: dict[str, Any]) -> dict[str, Any]:
     """As by_name, and every size and kind of layer that the default leaves open."""
     known = SIZES | _WHERE_OPEN
-    return by_name(default) | {key: size for key, size in known.items() if key in default and default[key] is None}
+    small = {key: size for key, size in known.items() if key in default and default[key] is None}
+    if default.get("rope_parameters") == {}:
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        small["rope_parameters"] = dict.fromkeys(default["layer_types"], rope)
+    return by_name(default) | small
 
 
 _WIDTH_WORDS = (
@@ -195,6 +206,27 @@ def fewer_layers(default: dict[str, Any]) -> dict[str, Any]:
     return small | _layer_lists(default)
 
 
+def capped(default: dict[str, Any], largest: int = 32) -> dict[str, Any]:
+    """As by_name, and no other number is large: channels, hash tables, queries, experts."""
+
+    def cap(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [cap(each) for each in value]
+        return min(value, largest) if _is_number(value) else value
+
+    named = by_name(default)
+    small = {key: cap(value) for key, value in default.items() if _is_number(value) or isinstance(value, list)}
+    return small | {key: cap(value) if isinstance(value, list) else value for key, value in named.items()}
+
+
+def _whole(part: dict[str, Any], way: Way) -> dict[str, Any]:
+    """A config within another: small, and otherwise as it is. A transformer's feature maps are of its first layers."""
+    kept = {key: value for key, value in part.items() if key not in ("out_features", "stage_names")}
+    if (n := len(part.get("out_indices") or [])) and "num_hidden_layers" in part and "depths" not in part:
+        return kept | _nested(kept, way) | {"num_hidden_layers": n, "out_indices": list(range(1, n + 1))}
+    return kept | _nested(kept, way)
+
+
 def _resnet(timm: dict[str, Any]) -> dict[str, Any]:
     """A backbone without timm, with as many feature maps."""
     stages = ["stage1", "stage2", "stage3", "stage4"]
@@ -210,8 +242,14 @@ class Way(NamedTuple):
     sizes: Callable[[dict[str, Any]], dict[str, Any]]
     sections: list[int] | None = None
     """mrope_section of every rotary embedding; None divides the default's."""
+    whole: bool = False
+    """Whether the configs in it keep what is not made small; else their own classes' defaults take its place."""
 
 
+SMALLEST = (
+    Way("capped", capped, whole=True),
+    Way("capped at 64", partial(capped, largest=64), whole=True),
+)
 WAYS = (
     Way("by name", by_name),
     Way("by name, sections of 8 columns", by_name, [1, 1, 2]),
@@ -221,6 +259,9 @@ WAYS = (
     Way("divided, sections of 16 columns", divided, [2, 3, 3]),
     Way("fewer layers", fewer_layers),
     Way("divided by 32", partial(divided, by=32)),
+    Way("by name, parts whole", by_name, whole=True),
+    *SMALLEST,
+    Way("fewer layers, parts whole", fewer_layers, whole=True),
 )
 
 
@@ -237,7 +278,8 @@ def _nested(default: dict[str, Any], way: Way) -> dict[str, Any]:
         elif "layer" in key and all(str(layer).isdigit() for layer in value):
             small[key] = {layer: each for layer, each in value.items() if int(layer) < LAYERS}
         elif "model_type" in value:
-            small[key] = {"model_type": value["model_type"], **_nested(value, way)}
+            alone = {"model_type": value["model_type"]}
+            small[key] = _whole(value, way) if way.whole else alone | _nested(value, way)
         elif key.endswith("_config"):
             small[key] = value | _nested(value, way)
     return small | _BY_TYPE.get(default.get("model_type", ""), {})
@@ -294,15 +336,16 @@ def _is_annotated(cls: type[nn.Module], config_class: type) -> bool:
     return len(needed) == 1 and needed[0].annotation in (config_class, config_class.__name__)
 
 
-def configs(model_type: str) -> Iterator[tuple[str, Any]]:
-    """(way, config), for each way. Raises the last way's error if none gives a config."""
+def configs(model_type: str, smallest: bool = False) -> Iterator[tuple[str, Any]]:
+    """(way, config), for each way, or of those with the smallest models alone. Raises the first error if none gives a
+    config."""
     import transformers
 
     cls = transformers.CONFIG_MAPPING[model_type]
     error: Exception | None = None
     default = cls().to_dict()
     found = False
-    for way in WAYS:
+    for way in SMALLEST if smallest else WAYS:
         if way.sections is not None and "rope_parameters" not in repr(default):
             continue
         small = _nested(default, way)
