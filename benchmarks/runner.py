@@ -87,13 +87,13 @@ def _measure(suite: str, case: Named, session: Session, store: Store, reporter: 
     """Measures a case and keeps its record; returns why the case did not pass, "" where it did."""
     rounds = Rounds()
     try:
-        record = module(suite).measure(case, session._replace(rounds=rounds)) | rounds.load
+        record = module(suite).measure(case, session._replace(rounds=rounds))
     except Skip as reason:
         reporter.say(f"skipped {case.id}: {reason}")
         return ""
     except Exception as error:  # the other cases are measured
         return one_line(error)
-    store.add(suite, record)
+    store.add(suite, record | {"cpu_slowdown": rounds.cpu_slowdown})
     failures = own_failures(record)
     return f"no number for what fails its check: {failures}" if failures else ""
 

@@ -19,12 +19,10 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()} | {str(d).partiti
 _PASSES = {"forward": PASSES[0], "backward": PASSES[1], "both": PASSES[2]}
 _PROVIDERS = tuple(name for name in NAMES if name not in OF_TORCH)
 _OPTIMIZERS = ("eager", "apex", "transformer-engine", "bitsandbytes", "torchao")
+_OPERATOR = {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS}
 TAKES: dict[str, dict[str, tuple[str, ...]]] = {
-    "row_norm": {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS},
-    "softmax": {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS},
-    "rotary": {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS},
-    "glu": {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS},
-    "cross_entropy": {"dtype": (), "shape": (), "pass": (), "against": (*_PROVIDERS, "chunked")},
+    **dict.fromkeys(("row_norm", "softmax", "rotary", "glu"), _OPERATOR),
+    "cross_entropy": {**_OPERATOR, "against": (*_PROVIDERS, "chunked")},
     "attention": {"dtype": (), "pass": (), "against": (*_PROVIDERS, "sdpa")},
     "overhead": {"dtype": (), "against": _PROVIDERS},
     "adam": {"dtype": (), "against": _OPTIMIZERS},

@@ -154,7 +154,6 @@ def parts(place: Place) -> list[Part]:
         *counters,
         *_commands(place),
         *sanitizers[2:],
-        _own("peers", "which other libraries were compared with, and why the rest were not", place),
         _own("report", "everything that was found, on one page", place, always=True),
     ]
     if place.device.type == "cuda":

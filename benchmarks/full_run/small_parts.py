@@ -21,7 +21,6 @@ import torch
 from onetrip.environment import header, output_of
 
 from ..measure import results
-from ..measure.providers import absent_libraries, versions
 from ..measure.timing import clock_for, summarise
 from ..selection import Options, module, runnable
 from ..show import docs_page, html_page
@@ -96,18 +95,6 @@ def doctor(output: Path, device: torch.device) -> int:
     return 0 if found.healthy else 1
 
 
-def versions_of_libraries(output: Path, device: torch.device) -> int:
-    """peers.json: the versions of other libraries, and why one cannot race."""
-    from ..suites.optimizers import PROVIDERS
-
-    absent = absent_libraries(device)
-    absent |= {provider.name: why for provider in PROVIDERS if (why := provider.unavailable(device))}
-    _write(output / "peers.json", {"installed": versions(), "cannot_race": absent})
-    for name, why in absent.items():
-        print(f"{name}: {why}")
-    return 0
-
-
 def merged(output: Path) -> results.Results:
     """The suites of all parts, their cases in the order of the suite; what ran but is not whole is there too."""
     state = json.loads((output / "everything.json").read_text())
@@ -158,7 +145,6 @@ def collect(output: Path, device: torch.device) -> int:
 KINDS: dict[str, Callable[[Path, torch.device], int]] = {
     "environment": environment,
     "doctor": doctor,
-    "peers": versions_of_libraries,
     "report": collect,
 }
 

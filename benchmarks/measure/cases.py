@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -114,6 +114,35 @@ class Case:
         if self.wanted:
             return tuple(name for name in PASSES if name in self.wanted)
         return PASSES if self.full else PASSES[:2]
+
+
+def absent(providers: Iterable[Any], device: torch.device) -> dict[str, str]:
+    """Name -> why a provider cannot run on the device, of those that cannot."""
+    return {provider.name: why for provider in providers if (why := provider.unavailable(device))}
+
+
+def dtypes(quick: bool) -> tuple[torch.dtype, ...]:
+    """Of a grid."""
+    return (torch.float32,) if quick else (torch.float32, torch.bfloat16)
+
+
+def width_cases(operators: Iterable[Operator], widths: Iterable[int], quick: bool) -> list[Case]:
+    """Rows of every width, of the same number of elements in all."""
+    return [
+        Case(operator, ELEMENTS // width, width, dtype, full=width == 1024)
+        for dtype in dtypes(quick)
+        for operator in operators
+        for width in widths
+    ]
+
+
+def warm_cases(operators: Iterable[Operator], shapes: Sequence[tuple[int, int]], quick: bool) -> list[Case]:
+    return [
+        Case(operator.warm(), *shape, dtype, full=False)
+        for dtype in dtypes(quick)
+        for shape in (shapes[:1] if quick else shapes)
+        for operator in operators
+    ]
 
 
 def gpu_shapes() -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ import torch
 from onetrip.measure import free_bytes, peak_bytes, saved_bytes
 from torch import Tensor
 
-from .cases import DTYPE_NAMES, PASSES, Case, Operator, Outputs, Provider, Record, Session, Skip, one_line
+from .cases import DTYPE_NAMES, PASSES, Case, Operator, Outputs, Provider, Record, Session, Skip, absent, one_line
 from .checks import Check, Inputs, Truth, as_tuple, make_inputs
 from .providers import providers
 from .timing import Clock, clock_for, summarise
@@ -104,8 +104,8 @@ class SideBySide:
         self._rounds = 0
         torch._dynamo.reset()  # what was compiled for other shapes must not turn these into dynamic ones
         truth = Truth(case.operator.twin or case.operator, self._sets[0])
-        self.unavailable = {provider.name: provider.unavailable(device) for provider in providers}
-        self._candidates = [self._admit(p, truth) for p in providers if not self.unavailable[p.name]]
+        self.unavailable = absent(providers, device)
+        self._candidates = [self._admit(p, truth) for p in providers if p.name not in self.unavailable]
 
     def _admit(self, provider: Provider, truth: Truth) -> _Candidate:
         twin = self.case.operator.twin
@@ -261,7 +261,7 @@ class SideBySide:
             "least_bytes": {name: getattr(least, name) for name in PASSES},
             **copies,
             "providers": records,
-            "unavailable": {name: reason for name, reason in self.unavailable.items() if reason},
+            "unavailable": self.unavailable,
         }
 
 

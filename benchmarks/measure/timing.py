@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import torch
 from onetrip.environment import last_level_cache_bytes
-from onetrip.measure import BusyCpus, spread
+from onetrip.measure import spread
 
 T = TypeVar("T")
 
@@ -108,20 +108,19 @@ def _scheduled() -> dict[str, tuple[int, int]]:
 class Rounds:
     """rounds(function, n) calls function n times, without garbage collection.
 
-    load says how busy other processes kept the CPUs meanwhile, and how much slower waiting for a CPU made the calls: 1
-    on a quiet machine. A thread that waits keeps all others waiting, so the waiting times of the threads add up.
+    cpu_slowdown says how much slower the calls were because their threads waited for a CPU that other processes held: 1
+    on a quiet machine, None where the system does not tell. A thread that waits keeps all others waiting, so the
+    waiting times of the threads add up.
     """
 
-    def __init__(self) -> None:
-        self.load: dict[str, float | None] = {}
+    cpu_slowdown: float | None = None
 
     def __call__(self, function: Callable[[], T], rounds: int) -> T:
         before, collects = _scheduled(), gc.isenabled()
         gc.disable()
         try:
-            with BusyCpus() as busy:
-                for _ in range(rounds):
-                    result = function()
+            for _ in range(rounds):
+                result = function()
         finally:
             if collects:
                 gc.enable()
@@ -130,8 +129,7 @@ class Rounds:
             for thread, (ran, waited) in _scheduled().items()
         ]
         longest = max((ran for ran, _ in spent), default=0)
-        slowdown = 1.0 + sum(waited for _, waited in spent) / longest if longest > 0 else None
-        self.load = {"other_busy_cpus": busy.others, "cpu_slowdown": slowdown}
+        self.cpu_slowdown = 1.0 + sum(waited for _, waited in spent) / longest if longest > 0 else None
         return result
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -158,7 +157,6 @@ class _Run(NamedTuple):
     failed: dict[str, str]
     slowdowns: dict[tuple[str, str], float]
     """By (suite, case)."""
-    cpu_count: int
     device: str
 
     def slowdown(self, key: Key) -> float:
@@ -167,23 +165,13 @@ class _Run(NamedTuple):
         return self.slowdowns[key[:2]] if host else 1.0
 
 
-def _slowdown(content: dict[str, Any], case: dict[str, Any], cpu_count: int) -> float:
-    """Measured, or estimated from the CPUs that others kept busy or from the load average before the run: kernels wait
-    for their slowest thread, and threads are bound to cores, so another process on one of these doubles a call."""
-    if (measured := case.get("cpu_slowdown")) is not None:
-        return measured
-    others = case.get("other_busy_cpus")
-    others = (content.get("load_average_before") or 0.0) if others is None else others
-    return 1.0 + min(others, math.ceil(others / cpu_count))
-
-
 def _flat(suites: list[dict[str, Any]]) -> _Run:
     machine = suites[0]["machine"]
-    run = _Run({}, {}, {}, {}, machine.get("cpu_count") or 1, machine.get("device", "cpu"))
+    run = _Run({}, {}, {}, {}, machine.get("device", "cpu"))
     for content in suites:
         for case in content["cases"]:
             suite, name = content["suite"], case["case"]
-            run.slowdowns[suite, name] = _slowdown(content, case, run.cpu_count)
+            run.slowdowns[suite, name] = case.get("cpu_slowdown") or 1.0
             for (group, *rest), found in _timed(case):
                 if group.startswith("copy"):
                     run.copies[suite, name, "", group] = found

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from onetrip.measure import optimizer_state_bytes, peak_bytes
 
-from ..measure.cases import DTYPE_NAMES, Record, Session, needed, one_line
+from ..measure.cases import DTYPE_NAMES, Record, Session, absent, needed, one_line
 from ..measure.timing import clock_for, summarise
 from .optimizers import OptimizerProvider, make, providers_for, relative_error
 
@@ -65,11 +65,11 @@ def measure(case: AdamCase, session: Session) -> Record:
     source = torch.randn(max(numel, 1 << 24), device=device)
     target = torch.empty_like(source)
     providers = providers_for(session.against)
-    unavailable = {provider.name: provider.unavailable(device) for provider in providers}
+    unavailable = absent(providers, device)
     failures: dict[str, str] = {}
     candidates: list[_Candidate] = []
     for provider in providers:
-        if unavailable[provider.name]:
+        if provider.name in unavailable:
             continue
         try:
             error = relative_error(provider, device)
@@ -131,5 +131,5 @@ def measure(case: AdamCase, session: Session) -> Record:
             {"name": name, "check": {"passed": False, "detail": why, "largest_error": None}}
             for name, why in failures.items()
         ],
-        "unavailable": {name: reason for name, reason in unavailable.items() if reason},
+        "unavailable": unavailable,
     }

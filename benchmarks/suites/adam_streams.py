@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from ..measure.cases import Record, Session
+from ..measure.cases import Record, Session, absent
 from .optimizers import BITSANDBYTES, LR, ONETRIP, TORCHAO, ExactUpdates, make
 
 N_ROWS, N_COLS = 64, 256
@@ -78,10 +78,10 @@ def measure(case: StreamCase, session: Session) -> Record:
     device = session.device
     n_steps = QUICK_STEPS if session.quick else N_STEPS
     providers = (ONETRIP, BITSANDBYTES, TORCHAO)
-    unavailable = {provider.name: provider.unavailable(device) for provider in providers}
+    unavailable = absent(providers, device)
     params, optimizers = {}, {}
     for provider in providers:
-        if not unavailable[provider.name]:
+        if provider.name not in unavailable:
             params[provider.name] = p = torch.nn.Parameter(torch.zeros(N_ROWS, N_COLS, device=device))
             optimizers[provider.name] = make(provider, [p], weight_decay=0.0)
     wrong = {name: torch.zeros(n_steps, dtype=torch.float64) for name in (*params, "exact")}
@@ -119,5 +119,5 @@ def measure(case: StreamCase, session: Session) -> Record:
             }
             for name in wrong
         ],
-        "unavailable": {name: reason for name, reason in unavailable.items() if reason},
+        "unavailable": unavailable,
     }

@@ -13,7 +13,7 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor, nn
 
-from ..measure.cases import Record, Session
+from ..measure.cases import Record, Session, absent
 from .optimizers import BITSANDBYTES, FUSED, ONETRIP, OptimizerProvider
 
 WIDTH, HEADS, LAYERS, CONTEXT, BATCH = 144, 4, 4, 64, 16
@@ -107,12 +107,12 @@ def _train(provider: OptimizerProvider, seed: int, n_steps: int, device: torch.d
 def measure(case: LanguageModelCase, session: Session) -> Record:
     n_steps = QUICK_STEPS if session.quick else N_STEPS
     providers = (FUSED, ONETRIP, BITSANDBYTES)
-    unavailable = {provider.name: provider.unavailable(session.device) for provider in providers}
+    unavailable = absent(providers, session.device)
     found: dict[str, tuple[list[float], float]] = {}
 
     def run() -> None:
         for provider in providers:
-            if not unavailable[provider.name]:
+            if provider.name not in unavailable:
                 found[provider.name] = _train(provider, case.seed, n_steps, session.device)
 
     session.rounds(run, 1)
@@ -125,5 +125,5 @@ def measure(case: LanguageModelCase, session: Session) -> Record:
         "providers": [
             {"name": name, "training_loss": curve, "held_out_loss": loss} for name, (curve, loss) in found.items()
         ],
-        "unavailable": {name: reason for name, reason in unavailable.items() if reason},
+        "unavailable": unavailable,
     }

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from onetrip.ops.attention import attention
 from torch import Tensor
 
-from ..measure.cases import Case, Dropout, LeastBytes, Named, Operator, Outputs
+from ..measure.cases import Case, Dropout, LeastBytes, Named, Operator, Outputs, dtypes
 from ..measure.providers import form
 from ..measure.side_by_side import measure as measure
 
@@ -64,7 +64,7 @@ def _operator(length: int, dropout_p: float, twin: Operator | None = None) -> Op
 
 def cases(quick: bool = False) -> list[Case]:
     found = []
-    for dtype in (torch.float32,) if quick else (torch.float32, torch.bfloat16):
+    for dtype in dtypes(quick):
         for length in QUICK_LENGTHS if quick else HEADS:
             plain = _operator(length, 0.0)
             for operator in (plain, _operator(length, 0.1, twin=plain)):

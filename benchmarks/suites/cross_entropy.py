@@ -9,7 +9,7 @@ from onetrip import ops
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, gpu_cases
+from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, dtypes, gpu_cases
 from ..measure.providers import form
 from ..measure.side_by_side import measure as measure
 
@@ -120,10 +120,9 @@ LOGPROBS = {n: linear_logprobs(n) for n in VOCABULARIES}
 
 
 def cases(quick: bool = False) -> list[Case]:
-    dtypes = (torch.float32,) if quick else (torch.float32, torch.bfloat16)
     n_rows, small = (ROWS // 16 if quick else ROWS), VOCABULARIES[0]
     found = []
-    for dtype in dtypes:
+    for dtype in dtypes(quick):
         found.append(Case(CROSS_ENTROPY, n_rows, small, dtype, full=True))
         found += [Case(of[small], n_rows, HIDDEN, dtype, full=True) for of in (LINEAR, MASKED, LOGPROBS)]
         if not quick:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from onetrip import ops
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, gpu_cases
+from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, dtypes, gpu_cases
 from ..measure.side_by_side import measure as measure
 
 ROWS = 2048
@@ -65,10 +64,10 @@ OPERATORS = (GLU, PACKED, BIAS_GELU)
 
 
 def cases(quick: bool = False) -> list[Case]:
-    dtypes = (torch.float32,) if quick else (torch.float32, torch.bfloat16)
-    n_rows = ROWS // 4 if quick else ROWS
-    found = [Case(op, n_rows, WIDTHS[0], dtype, full=True) for dtype in dtypes for op in OPERATORS]
+    found, n_rows = [], ROWS // 4 if quick else ROWS
+    for width in WIDTHS[:1] if quick else WIDTHS:
+        full = width == WIDTHS[0]
+        found += [Case(operator, n_rows, width, dtype, full) for dtype in dtypes(quick) for operator in OPERATORS]
     if not quick:
-        found += [Case(op, n_rows, n, dtype, full=False) for dtype in dtypes for op in OPERATORS for n in WIDTHS[1:]]
         found += gpu_cases(OPERATORS)
     return found

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ..measure.cases import DTYPE_NAMES, Case, Operator, Provider, Record, Session
+from ..measure.cases import DTYPE_NAMES, Case, Operator, Provider, Record, Session, absent
 from ..measure.checks import Truth, make_inputs
 from ..measure.providers import EAGER, own_provider, providers
 from ..measure.side_by_side import bound_and_checked
@@ -80,8 +80,8 @@ def measure(case: OverheadCase, session: Session) -> Record:
     truth = Truth(case.operator, inputs)
     torch._dynamo.reset()
     compared = _compared(case, session)
-    unavailable = {provider.name: provider.unavailable(device) for provider in compared}
-    found = {p.name: (p, *bound_and_checked(p, case.operator, truth)) for p in compared if not unavailable[p.name]}
+    unavailable = absent(compared, device)
+    found = {p.name: (p, *bound_and_checked(p, case.operator, truth)) for p in compared if p.name not in unavailable}
     tensors = {name: tensor.detach() for name, tensor in inputs.tensors.items()}
     for name, tensor in tensors.items():
         tensor.requires_grad_(case.requires_grad and inputs.tensors[name].requires_grad)
@@ -109,5 +109,5 @@ def measure(case: OverheadCase, session: Session) -> Record:
             | ({"forward": summarise(samples[name], "us")} if check.passed else {})
             for name, (_, _, check) in found.items()
         ],
-        "unavailable": {name: reason for name, reason in unavailable.items() if reason},
+        "unavailable": unavailable,
     }

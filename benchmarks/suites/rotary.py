@@ -6,7 +6,7 @@ import torch
 from onetrip import ops
 from torch import Tensor
 
-from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, gpu_cases
+from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, dtypes, gpu_cases
 from ..measure.side_by_side import measure as measure
 
 BATCH, HEADS, POSITIONS = 4, 16, 1024
@@ -77,10 +77,9 @@ TRANSPOSED = _operator("rotary_embedding-transposed", transposed=True)
 
 
 def cases(quick: bool = False) -> list[Case]:
-    dtypes = (torch.float32,) if quick else (torch.float32, torch.bfloat16)
     n_rows = ROWS // BATCH if quick else ROWS
-    found = [Case(op, n_rows, WIDTHS[0], dtype, full=True) for dtype in dtypes for op in (ROTARY, TRANSPOSED)]
+    found = [Case(op, n_rows, WIDTHS[0], dtype, full=True) for dtype in dtypes(quick) for op in (ROTARY, TRANSPOSED)]
     if not quick:
-        found += [Case(ROTARY, n_rows, width, dtype, full=False) for dtype in dtypes for width in WIDTHS[1:]]
+        found += [Case(ROTARY, n_rows, width, dtype, full=False) for dtype in dtypes(quick) for width in WIDTHS[1:]]
         found += gpu_cases([ROTARY])
     return found

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from onetrip import ops
 from torch import Tensor
 
-from ..measure.cases import ELEMENTS, Case, Dropout, LeastBytes, Operator, Outputs, gpu_cases
+from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, dtypes, gpu_cases, warm_cases, width_cases
 from ..measure.providers import LIBRARIES, form, imported
 from ..measure.side_by_side import measure as measure
 
@@ -179,18 +179,13 @@ ADD_RMS_NORM = _operator("add_rms_norm", "rms", residual=True, return_residual=T
 
 FUSED = (*BIAS_DROPOUT_RESIDUAL_LAYER_NORM.values(), BIAS_DROPOUT_RESIDUAL, ADD_RMS_NORM)
 SINGLE = (LAYER_NORM, RMS_NORM)
-WARM = (LAYER_NORM.warm(), BIAS_DROPOUT_RESIDUAL_LAYER_NORM[0.0].warm())
+WARM = (LAYER_NORM, BIAS_DROPOUT_RESIDUAL_LAYER_NORM[0.0])
 
 
 def cases(quick: bool = False) -> list[Case]:
-    dtypes = (torch.float32,) if quick else (torch.float32, torch.bfloat16)
-    found = [Case(operator, 4096, 1024, dtype, full=True) for dtype in dtypes for operator in FUSED]
-    for dtype in dtypes:
-        for operator in SINGLE:
-            for width in QUICK_WIDTHS if quick else WIDTHS:
-                found.append(Case(operator, ELEMENTS // width, width, dtype, full=width == 1024))
-        for shape in WARM_SHAPES[:1] if quick else WARM_SHAPES:
-            found += [Case(operator, *shape, dtype, full=False) for operator in WARM]
+    found = [Case(operator, 4096, 1024, dtype, full=True) for dtype in dtypes(quick) for operator in FUSED]
+    found += width_cases(SINGLE, QUICK_WIDTHS if quick else WIDTHS, quick)
+    found += warm_cases(WARM, WARM_SHAPES, quick)
     if not quick:
         found += gpu_cases((*SINGLE, *BIAS_DROPOUT_RESIDUAL_LAYER_NORM.values()))
     return found

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from onetrip import ops
 from torch import Tensor
 
-from ..measure.cases import ELEMENTS, Case, Dropout, LeastBytes, Operator, Outputs, gpu_cases
+from ..measure.cases import Case, Dropout, LeastBytes, Operator, Outputs, dtypes, gpu_cases, warm_cases, width_cases
 from ..measure.providers import form
 from ..measure.side_by_side import measure as measure
 
@@ -102,14 +102,10 @@ CAUSAL_SOFTMAX = _operator("scale_mask_causal_softmax_dropout-p0.1", attention=T
 
 
 def cases(quick: bool = False) -> list[Case]:
-    dtypes = (torch.float32,) if quick else (torch.float32, torch.bfloat16)
     n_rows = HEADS * QUERIES if quick else ROWS
-    found = [Case(op, n_rows, KEYS, dtype, full=True) for dtype in dtypes for op in ATTENTION_SOFTMAX.values()]
-    for dtype in dtypes:
-        for width in QUICK_WIDTHS if quick else WIDTHS:
-            found.append(Case(SOFTMAX, ELEMENTS // width, width, dtype, full=width == 1024))
-        for shape in WARM_SHAPES[:1] if quick else WARM_SHAPES:
-            found.append(Case(SOFTMAX.warm(), *shape, dtype, full=False))
+    found = [Case(op, n_rows, KEYS, dtype, full=True) for dtype in dtypes(quick) for op in ATTENTION_SOFTMAX.values()]
+    found += width_cases([SOFTMAX], QUICK_WIDTHS if quick else WIDTHS, quick)
+    found += warm_cases([SOFTMAX], WARM_SHAPES, quick)
     if not quick:
         found += gpu_cases([SOFTMAX])
     return found

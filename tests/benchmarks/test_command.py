@@ -176,7 +176,7 @@ def test_what_breaks_a_case_stops_no_other_and_standard_output_is_for_results(
     assert found.failures == ["breaks: ValueError: off by one"] and not found.interrupted
     (record,) = found.results["made_up"]["cases"]
     assert record["case"] == "ends" and record["collects"] is False and gc.isenabled()
-    assert {"other_busy_cpus", "cpu_slowdown"} < record.keys()
+    assert record["cpu_slowdown"] is None or record["cpu_slowdown"] >= 1.0
     printed = capsys.readouterr()
     assert printed.out == "" and "skipped cannot: no such model" in printed.err
 
@@ -203,7 +203,6 @@ def test_one_case_is_measured_printed_and_written(tmp_path: Path, module: bool) 
         assert provider["check"]["passed"]
         for name in ("forward", "backward"):
             assert 0 < provider[name]["p20_ms"] <= provider[name]["median_ms"] <= provider[name]["p80_ms"]
-    assert 0 <= content["cases"][0]["other_busy_cpus"] <= os.cpu_count()
     assert content["cases"][0]["cpu_slowdown"] >= 1.0
     # A partial run leaves the record of the repository alone.
     assert "rendered" not in done.stderr

@@ -198,58 +198,35 @@ def test_times_are_written_out(value: float, text: str) -> None:
     assert three_digits(value) == text
 
 
-def loaded(before: float | None, after: float | None, ratio: float, make: Make) -> list[Path]:
-    """Two runs of which the later took ratio times as long, while other processes kept so many CPUs busy."""
+def loaded(before: float | None, after: float | None, ratio: float, make: Make, device: str = "cpu") -> list[Path]:
+    """Two runs of which the later took ratio times as long, while other processes made calls so much slower."""
     paths = []
-    for name, others, time in (("a", before, 10.0), ("b", after, 10.0 * ratio)):
+    for name, slowdown, time in (("a", before, 10.0), ("b", after, 10.0 * ratio)):
         path = make(f"{name}.json", entry("onetrip cpu", forward=figures(time)))
         suite = json.loads(path.read_text())
-        suite["machine"] |= {"device": "cpu", "cpu_count": 2}
-        suite["cases"][0]["other_busy_cpus"] = others
+        suite["machine"]["device"] = device
+        suite["cases"][0]["cpu_slowdown"] = slowdown
         path.write_text(json.dumps(suite))
         paths.append(path)
     return paths
 
 
-@pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (1.0, 0.0), (0.1, 1.9)])
+@pytest.mark.parametrize(("before", "after"), [(1.0, 2.0), (2.0, 1.0), (1.1, 2.0)])
 def test_two_runs_of_the_same_code_under_load_are_not_slower(make: Make, before: float, after: float) -> None:
     paths = loaded(before, after, 1.9, make)
     assert run(*paths, "--fail-on-slower").exit_code == 0
     output = run(*paths).output
-    assert f"other processes slowed cases by up to {1 + min(before, 1):.1f}x before, {1 + min(after, 1):.1f}x" in output
+    assert f"other processes slowed cases by up to {before:.1f}x before, {after:.1f}x after" in output
     assert "changes of up to 2.10x count as noise" in output
 
 
-@pytest.mark.parametrize("others", [None, 0.0, 0.2])
-def test_a_quiet_machine_keeps_its_narrow_threshold(make: Make, others: float | None) -> None:
-    assert run(*loaded(others, others, 1.3, make), "--fail-on-slower").exit_code == 1
-
-
-def test_runs_that_did_not_record_their_load_are_judged_by_the_load_average_before_them(make: Make) -> None:
-    paths = loaded(None, None, 1.9, make)
-    suite = json.loads(paths[1].read_text())
-    paths[1].write_text(json.dumps(suite | {"load_average_before": 1.7}))
-    assert compared(*paths)["summary"]["same"] == 1
-
-
-def test_cpus_that_are_all_busy_anyway_do_not_hide_the_waiting(make: Make) -> None:
-    """Two of two CPUs busy is all that the machine's time can show: with 4 processes and with 14."""
-    paths = loaded(1.8, 1.9, 2.5, make)
-    assert compared(*paths)["summary"]["slower"] == 1
-    for path, slowdown in zip(paths, (4.0, 9.0), strict=True):
-        suite = json.loads(path.read_text())
-        suite["cases"][0]["cpu_slowdown"] = slowdown
-        path.write_text(json.dumps(suite))
-    assert compared(*paths)["summary"]["same"] == 1
+@pytest.mark.parametrize("slowdown", [None, 1.0, 1.2])
+def test_a_quiet_machine_keeps_its_narrow_threshold(make: Make, slowdown: float | None) -> None:
+    assert run(*loaded(slowdown, slowdown, 1.3, make), "--fail-on-slower").exit_code == 1
 
 
 def test_load_on_the_cpu_does_not_excuse_a_kernel_on_a_gpu(make: Make) -> None:
-    paths = loaded(2.0, 2.0, 1.9, make)
-    for path in paths:
-        suite = json.loads(path.read_text())
-        suite["machine"]["device"] = "cuda"
-        path.write_text(json.dumps(suite))
-    assert compared(*paths)["summary"]["slower"] == 1
+    assert compared(*loaded(3.0, 3.0, 1.9, make, "cuda"))["summary"]["slower"] == 1
 
 
 def test_tables_obey_columns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import made_up_results
 import pytest
 from onetrip.benchmarks.measure import results
+from onetrip.benchmarks.measure.cases import ELEMENTS
 from onetrip.benchmarks.show import docs_page, tables
 from onetrip.benchmarks.show.targets import verdicts
 from onetrip.benchmarks.suites import row_norm
@@ -23,9 +24,7 @@ def recorded() -> results.Results:
     alone = [case for case in found["row_norm"]["cases"] if case["n_cols"] == 1024 and case["operator"] in ALONE]
     widths = set(row_norm.WIDTHS) - {64, 1024}
     found["row_norm"]["cases"] += [
-        copy.deepcopy(case) | {"n_cols": width, "n_rows": row_norm.ELEMENTS // width}
-        for case in alone
-        for width in widths
+        copy.deepcopy(case) | {"n_cols": width, "n_rows": ELEMENTS // width} for case in alone for width in widths
     ]
     return found
 

@@ -230,7 +230,7 @@ def test_on_a_gpu_nothing_is_left_out(gpu, tmp_path, quick):
     names = [found.name for found in known]
     assert len(set(names)) == len(names)
     model = "tiny-bert" if quick else "bert-large"
-    assert {"doctor", "environment", "peers", "report", f"anatomy-{model}", f"methods-{model}"} <= set(names)
+    assert {"doctor", "environment", "report", f"anatomy-{model}", f"methods-{model}"} <= set(names)
     tools = ("memcheck", "racecheck", "initcheck", "synccheck")
     assert {f"sanitizer-{tool}-{backend}" for tool in tools for backend in ("cuda", "triton")} <= set(names)
     assert {"counters-cuda", "counters-triton"} <= set(names)
