@@ -1,4 +1,4 @@
-"""Launches of our kernels under a tool that watches them: compute-sanitizer (sanitized.py), ncu (counters.py).
+"""Launches of our kernels under a tool that watches them: compute-sanitizer (sanitizer.py), ncu (counters.py).
 
 The tool starts a driver, a process that makes the launches and writes each one down, before and after it: what was cut
 is gone on with by the next call.
