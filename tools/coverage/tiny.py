@@ -59,7 +59,7 @@ SIZES: dict[str, Any] = {
     "num_conv_pos_embedding_groups": 2, "sliding_window": 8, "mask_time_length": 2, "mask_feature_length": 2,
     "max_bbox_position": 16, "window_size": 4, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_num_heads": 8,
     "mamba_head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "entity_vocab_size": 32, "image_embedding_size": 4, "upsample_groups": HIDDEN,
+    "linear_value_head_dim": 8, "entity_vocab_size": 32, "upsample_groups": HIDDEN,
 }  # fmt: skip
 _WHERE_NONE = {
     "vocab_size": VOCABULARY,
