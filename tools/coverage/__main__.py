@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from onetrip import html, patch_model
 from onetrip.benchmarks.measure.results import SCHEMA, unwritable
-from onetrip.environment import header
+from onetrip.environment import commit, header
 
 from .attention import modeling_files, survey
 from .check import TOO_LONG, check, limit
@@ -36,7 +36,7 @@ def read_rows(path: Path) -> dict[str, dict[str, Any]]:
 
 def sweep(path: Path, types: Sequence[str], retry: bool) -> None:
     """Append a row per type that the file lacks. retry: also of those that did not run."""
-    done = read_rows(path)
+    done, at = read_rows(path), commit()
     for model_type in types:
         if model_type in done and not (retry and done[model_type]["result"] == "not_run"):
             continue
@@ -45,6 +45,7 @@ def sweep(path: Path, types: Sequence[str], retry: bool) -> None:
                 row = check(model_type, smallest)
             if not str(row.get("why", "")).endswith(TOO_LONG):
                 break
+        row["commit"] = at and at["id"][:12] + " with changes" * at["modified"]
         print(model_type, row["result"], row.get("why", ""), flush=True)
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
