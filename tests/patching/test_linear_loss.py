@@ -15,8 +15,11 @@ from torch.nn import functional
 
 transformers = pytest.importorskip("transformers")
 VOCABULARY = 61
+BOTH = ("cross_entropy", "linear_cross_entropy")
+"""The patterns of the loss: with the logits, and without."""
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 BERT = SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DISTILBERT = {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "dropout": 0.0, "attention_dropout": 0.0}
 HEADS = {"head_dim": 8, "num_key_value_heads": 2}
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0, "pad_token_id": 0}
 BART = {"d_model": 16, "dropout": 0.0} | {
@@ -32,6 +35,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"n_embd": 16, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ),
     "bert": ("BertForMaskedLM", "BertConfig", BERT),
+    # Its own forward has an activation, too.
+    "distilbert": ("DistilBertForMaskedLM", "DistilBertConfig", DISTILBERT),
     "roberta": ("RobertaForMaskedLM", "RobertaConfig", BERT),
     "t5": ("T5ForConditionalGeneration", "T5Config", T5 | {"decoder_start_token_id": 0}),
     # Logits that are changed before the loss: capped by a tanh, multiplied, added to.
@@ -73,29 +78,35 @@ def assert_agree(ours: dict[str, Tensor], theirs: dict[str, Tensor], relative: f
 
 @pytest.fixture
 def cross_entropies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of hidden states of calls of ops.linear_cross_entropy."""
+    """Shapes of the first argument of calls of ops.cross_entropy and ops.linear_cross_entropy."""
     from onetrip import ops
 
     seen: list[tuple[int, ...]] = []
-    original: Callable[..., Tensor] = ops.linear_cross_entropy
 
-    def watched(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        seen.append(tuple(hidden.shape))
-        return original(hidden, *args, **kwargs)
+    def watch(name: str) -> None:
+        original: Callable[..., Tensor] = getattr(ops, name)
 
-    monkeypatch.setattr(ops, "linear_cross_entropy", watched)
+        def watched(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            seen.append(tuple(rows.shape))
+            return original(rows, *args, **kwargs)
+
+        monkeypatch.setattr(ops, name, watched)
+
+    for name in BOTH:
+        watch(name)
     return seen
 
 
+@pytest.mark.parametrize("pattern", BOTH)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_is_the_unpatched_model_s(name: str, cross_entropies: list[tuple[int, ...]]) -> None:
+def test_a_step_is_the_unpatched_model_s(name: str, pattern: str, cross_entropies: list[tuple[int, ...]]) -> None:
     model, inputs = build(name)
     expected = step(model, inputs)
-    report = patch_model(model, patterns=["linear_cross_entropy"])
+    report = patch_model(model, patterns=[pattern])
     assert {site.module_class for site in report.patched} == {type(model).__name__, "Linear"}
     cross_entropies.clear()  # verification's
     assert_agree(step(model, inputs), expected)
-    assert cross_entropies == [(18, 16)]
+    assert cross_entropies == [(18, 16 if pattern == "linear_cross_entropy" else VOCABULARY)]
     unpatch_model(model)
     again = step(model, inputs)
     assert all(torch.equal(again[key], expected[key]) for key in expected)
@@ -161,14 +172,15 @@ class Masking(nn.Module):
         return functional.cross_entropy(flat, labels.view(-1))
 
 
-def test_logits_changed_in_place_before_the_loss() -> None:
+@pytest.mark.parametrize("pattern", BOTH)
+def test_logits_changed_in_place_before_the_loss(pattern: str) -> None:
     torch.manual_seed(0)
     model = Masking().train()
     ids = torch.randint(20, VOCABULARY, (2, 9))
     expected = model(ids, labels=ids)
-    report = patch_model(model, patterns=["linear_cross_entropy"])
+    report = patch_model(model, patterns=[pattern])
     assert torch.equal(model(ids, labels=ids), expected)
-    assert report.calls()[""] == (0, 1)
+    assert report.calls()[""] == ((1, 0) if pattern == "cross_entropy" else (0, 1))
 
 
 def test_classes_in_the_second_dimension() -> None:
@@ -222,7 +234,8 @@ def test_autocast_keeps_the_loss_s_dtype_and_that_of_logits_read_later(name: str
     torch.testing.assert_close(logits, expected.logits.detach(), rtol=2e-2, atol=2e-2)
 
 
-def test_a_model_without_an_output_layer_is_left_alone() -> None:
+@pytest.mark.parametrize("pattern", BOTH)
+def test_a_model_without_an_output_layer_is_left_alone(pattern: str) -> None:
     class Headless(nn.Linear):
         def get_output_embeddings(self) -> nn.Module:
             raise NotImplementedError
@@ -230,76 +243,84 @@ def test_a_model_without_an_output_layer_is_left_alone() -> None:
         def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
             return super().forward(input)
 
-    assert patch_model(nn.Sequential(Headless(4, 4)), patterns=["linear_cross_entropy"]).patched == ()
+    assert patch_model(nn.Sequential(Headless(4, 4)), patterns=[pattern]).patched == ()
 
 
+@pytest.mark.parametrize("pattern", BOTH)
 @pytest.mark.parametrize("mode", ["evaluation", "no labels", "no_grad"])
-def test_other_calls_return_a_tensor(mode: str) -> None:
+def test_other_calls_return_a_tensor(mode: str, pattern: str) -> None:
     model, inputs = build("llama")
-    report = patch_model(model.train(mode != "evaluation"), patterns=["linear_cross_entropy"])
+    report = patch_model(model.train(mode != "evaluation"), patterns=[pattern])
     given = {k: v for k, v in inputs.items() if k != "labels" or mode != "no labels"}
     with torch.set_grad_enabled(mode != "no_grad"):
         assert type(model(**given).logits) is Tensor
     assert report.calls()[""] == (0, 0)
 
 
-def test_positional_labels_and_the_signature() -> None:
+@pytest.mark.parametrize("pattern", BOTH)
+def test_positional_labels_and_the_signature(pattern: str) -> None:
     import inspect
 
     model, inputs = build("bert")
     before = inspect.signature(model.forward)
     names = list(before.parameters)
-    patch_model(model, patterns=["linear_cross_entropy"])
+    patch_model(model, patterns=[pattern])
     assert inspect.signature(model.forward) == before
     given = [inputs.get(name) for name in names[: names.index("labels") + 1]]
-    assert isinstance(model(*given).logits, DeferredLogits)
+    assert isinstance(model(*given).logits, DeferredLogits if pattern == "linear_cross_entropy" else Tensor)
 
 
-def test_generate_gives_the_same_tokens() -> None:
+@pytest.mark.parametrize("pattern", BOTH)
+def test_generate_gives_the_same_tokens(pattern: str) -> None:
     model, inputs = build("llama")
     ids = inputs["input_ids"]
     expected = model.eval().generate(ids, max_new_tokens=5, do_sample=False)
-    patch_model(model, patterns=["linear_cross_entropy"])
+    patch_model(model, patterns=[pattern])
     assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
 
 
-def test_num_items_in_batch_divides_the_sum() -> None:
+@pytest.mark.parametrize("pattern", BOTH)
+def test_num_items_in_batch_divides_the_sum(pattern: str) -> None:
     model, inputs = build("llama")
     expected = step(model, inputs | {"num_items_in_batch": torch.tensor(7)})
-    patch_model(model, patterns=["linear_cross_entropy"])
+    patch_model(model, patterns=[pattern])
     assert_agree(step(model, inputs | {"num_items_in_batch": torch.tensor(7)}), expected)
 
 
-def test_autocast() -> None:
+@pytest.mark.parametrize("pattern", BOTH)
+def test_autocast(pattern: str) -> None:
     model, inputs = build("llama")
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(**inputs).loss
-        patch_model(model, patterns=["linear_cross_entropy"])
+        patch_model(model, patterns=[pattern])
         output = model(**inputs)
-    assert isinstance(output.logits, DeferredLogits) and output.loss.dtype == expected.dtype == torch.float32
+    assert output.loss.dtype == expected.dtype == torch.float32
     torch.testing.assert_close(output.loss, expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("pattern", BOTH)
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing(use_reentrant: bool) -> None:
+def test_gradient_checkpointing(use_reentrant: bool, pattern: str) -> None:
     model, inputs = build("llama")
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     expected = step(model, inputs)
-    patch_model(model, patterns=["linear_cross_entropy"])
+    patch_model(model, patterns=[pattern])
     assert_agree(step(model, inputs), expected)
 
 
-def test_torch_compile_runs_the_original() -> None:
+@pytest.mark.parametrize("pattern", BOTH)
+def test_torch_compile_runs_the_original(pattern: str) -> None:
     model, inputs = build("llama")
     expected = model(**inputs).loss
-    patch_model(model, patterns=["linear_cross_entropy"])
+    patch_model(model, patterns=[pattern])
     torch.testing.assert_close(torch.compile(model, backend="eager")(**inputs).loss, expected)
 
 
-def test_a_hooked_output_layer_is_called(cross_entropies: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("pattern", BOTH)
+def test_a_hooked_output_layer_is_called(pattern: str, cross_entropies: list[tuple[int, ...]]) -> None:
     model, inputs = build("llama")
     expected = step(model, inputs)
-    patch_model(model, patterns=["linear_cross_entropy"])
+    patch_model(model, patterns=[pattern])
     cross_entropies.clear()
     model.lm_head.register_forward_hook(lambda module, args, y: 2.0 * y)
     doubled = unpatch_model(copy.deepcopy(model))
@@ -307,8 +328,9 @@ def test_a_hooked_output_layer_is_called(cross_entropies: list[tuple[int, ...]])
     assert cross_entropies == [] and not torch.equal(step(model, inputs)["loss"], expected["loss"])
 
 
+@pytest.mark.parametrize("pattern", BOTH)
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_lora(order: str) -> None:
+def test_lora(order: str, pattern: str) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=4, lora_alpha=8)
 
@@ -324,19 +346,20 @@ def test_lora(order: str) -> None:
     expected = step(adapted(plain), inputs)
     model, _ = build("llama")
     if order == "before":
-        patch_model(model, patterns=["linear_cross_entropy"])
+        patch_model(model, patterns=[pattern])
         model = adapted(model)
     else:
         model = adapted(model)
-        patch_model(model, patterns=["linear_cross_entropy"])
+        patch_model(model, patterns=[pattern])
     assert_agree(step(model, inputs), expected)
 
 
-def test_trainer_trains_and_evaluates(tmp_path: Any) -> None:
+@pytest.mark.parametrize("pattern", BOTH)
+def test_trainer_trains_and_evaluates(pattern: str, tmp_path: Any) -> None:
     def trained(patch: bool) -> tuple[list[float], float]:
         model, inputs = build("llama")
         if patch:
-            patch_model(model, patterns=["linear_cross_entropy"])
+            patch_model(model, patterns=[pattern])
         rows = [{name: tensor[i] for name, tensor in inputs.items()} for i in range(2)]
         arguments = transformers.TrainingArguments(
             str(tmp_path), max_steps=3, report_to=[], logging_steps=1, use_cpu=True, save_strategy="no", seed=0
@@ -347,3 +370,17 @@ def test_trainer_trains_and_evaluates(tmp_path: Any) -> None:
 
     (ours, evaluated), (theirs, expected) = trained(True), trained(False)
     assert ours == pytest.approx(theirs, rel=1e-5) and evaluated == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("pattern", BOTH)
+def test_a_model_whose_own_forward_has_more_to_fuse(pattern: str, cross_entropies: list[tuple[int, ...]]) -> None:
+    """DistilBERT's calls an activation before the output layer."""
+    model, inputs = build("distilbert")
+    expected = step(model, inputs)
+    report = patch_model(model, patterns=[pattern, "bias_activation"])
+    (site,) = (site for site in report.patched if site.name == "")
+    assert (site.pattern, site.detail) == (pattern, "and bias_activation") and "activation" in report.diff("")
+    cross_entropies.clear()
+    assert_agree(step(model, inputs), expected)
+    assert len(cross_entropies) == 1 and report.calls()[""] == (2, 0)
+    assert step(unpatch_model(model), inputs)["loss"] == expected["loss"]

@@ -113,7 +113,7 @@ def saved_activations(
     by_operator: Counter[str] = Counter()
     for saved in saved_for_backward:
         storage = saved.tensor.untyped_storage()
-        if storage._cdata in seen or _is_seed(saved.tensor):
+        if storage._cdata in seen or _is_number(saved.tensor):
             continue
         seen.add(storage._cdata)
         n_bytes = storage.nbytes()
@@ -126,6 +126,6 @@ def saved_activations(
     return SavedActivations(total, *(dict((+counts).most_common()) for counts in (by_class, by_block, by_operator)))
 
 
-def _is_seed(tensor: Tensor) -> bool:
-    """Whether it is the (seed, offset) that a fused dropout saves in a dry run. An eager call keeps two numbers."""
-    return tensor.dtype == torch.int64 and tensor.shape == (2,)
+def _is_number(tensor: Tensor) -> bool:
+    """Whether an eager call may keep it as a number: a dropout's (seed, offset), the weight of a mean."""
+    return tensor.dim() == 0 or (tensor.dtype == torch.int64 and tensor.shape == (2,))

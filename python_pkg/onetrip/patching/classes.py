@@ -59,9 +59,15 @@ class Rewrite:
     """Whether the source is the original's, modified: its names are globals of the original's module, or constants."""
     others: tuple[tuple[str, str], ...] = ()
     """(name, source) of methods that are replaced too, in_module."""
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    """Makes of the forward another one that calls it."""
 
     def compile(self, original: Any, replaced: Mapping[str, Any] | None = None) -> Callable[..., Any]:
         """The forward as a function. replaced: other values for names in the source; verification pins the rng."""
+        forward = self._forward(original, replaced)
+        return forward if self.around is None else self.around(forward)
+
+    def _forward(self, original: Any, replaced: Mapping[str, Any] | None) -> Callable[..., Any]:
         forward: Callable[..., Any]
         given = {**dict(self.constants), **(replaced or {})}
         if self.in_module:

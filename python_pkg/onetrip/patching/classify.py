@@ -27,7 +27,7 @@ from .attention import Attention, Interface, SoftmaxRegions, read_attention
 from .calls import configuration, is_distributed, is_released, original_class
 from .classes import Rewrite, is_stacked, plain_forward
 from .linear_loss import PATTERN as LINEAR_LOSS
-from .linear_loss import LinearLoss, labels_position, output_layer
+from .linear_loss import VocabularyLoss, labels_position, output_layer
 from .methods import InMethods, choose_methods, read_methods
 from .norms import KERNEL_DEVICES, Leaf, NormSpec, could_be_norm, recognise
 from .report import Unsuitable
@@ -38,6 +38,7 @@ from .shared_input import PATTERN as SHARED_INPUT
 from .shared_input import FoundGroups, SharedInputs, choose_shared_inputs, read_shared_inputs
 from .tied_embedding import PATTERN as TIED_EMBEDDING
 from .tied_embedding import TiedEmbedding, tied_modules, tied_site
+from .watched_logits import PATTERN as CROSS_ENTROPY
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Together:
 
 
 InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | SharedInputs
-Site = InForward | Together | InMethods | Leaf | LinearLoss | TiedEmbedding
+Site = InForward | Together | InMethods | Leaf | VocabularyLoss | TiedEmbedding
 """Each has a pattern, rewrite(module) -> Rewrite and verify(module, rewrite)."""
 
 
@@ -88,7 +89,8 @@ class Classifier:
     ) -> None:
         self.wanted, self.replace_sdpa = wanted, replace_sdpa
         self.excluded = {id(module) for name, module in model.named_modules(remove_duplicate=False) if name in excluded}
-        blocks = [module for module in model.modules() if module._modules] if LINEAR_LOSS in wanted else []
+        self.loss_pattern = next((name for name in (LINEAR_LOSS, CROSS_ENTROPY) if name in wanted), None)
+        blocks = [module for module in model.modules() if module._modules] if self.loss_pattern else []
         self.output_layers = {id(module): head for module in blocks if (head := output_layer(module)) is not None}
         """id(model that computes a loss) -> its output layer."""
         self.tied = tied_modules(model) if TIED_EMBEDDING in wanted else frozenset()
@@ -109,11 +111,19 @@ class Classifier:
             return STACKED
         if isinstance(module, torch.jit.ScriptModule):
             return None if module._modules else Unsuitable("unknown_forward", "TorchScript")
-        if id(module) in self.output_layers or any(head is module for head in self.output_layers.values()):
-            position = labels_position(module) if id(module) in self.output_layers else None
-            return _replaced(module) or _in_float64(module) or LinearLoss(position)
+        if self.loss_pattern and any(head is module for head in self.output_layers.values()):
+            return _replaced(module) or _in_float64(module) or VocabularyLoss(None, self.loss_pattern)
         if id(module) in self.tied:
             return unsuitable(module) or tied_site(module)
+        site = self._in_forward(module)
+        if self.loss_pattern and id(module) in self.output_layers:
+            other = None if isinstance(site, Unsuitable) else site
+            loss = VocabularyLoss(labels_position(module), self.loss_pattern, other)
+            return _replaced(module) or _in_float64(module) or loss
+        return site
+
+    def _in_forward(self, module: nn.Module) -> Site | Unsuitable | None:
+        """What the module's forward computes."""
         cls = original_class(type(module))
         if cls not in self.attentions:
             self.attentions[cls] = read_attention(cls)

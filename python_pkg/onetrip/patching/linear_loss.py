@@ -1,8 +1,9 @@
-"""The loss over the vocabulary without its logits: a model's output layer and its cross-entropy in one call.
+"""The loss over the vocabulary: of a model's logits (watched_logits.py), or without them.
 
-While a model computes its loss in training, its output layer returns DeferredLogits instead of a tensor: the layer and
-the hidden states. Views and slices of positions are applied to the hidden states; casts, a constant for each class
-(BART), a factor (Cohere) and a soft cap (Gemma 2) are remembered; and functional.cross_entropy(logits, labels) becomes
+Pattern linear_cross_entropy: a model's output layer and its cross-entropy are one call. While a model computes its loss
+in training, its output layer returns DeferredLogits instead of a tensor: the layer and the hidden states. Views and
+slices of positions are applied to the hidden states; casts, a constant for each class (BART), a factor (Cohere) and a
+soft cap (Gemma 2) are remembered; and functional.cross_entropy(logits, labels) becomes
 ops.linear_cross_entropy(hidden, weight, labels). Any other use computes the logits and goes on with them: a model whose
 loss is another one computes what it did.
 """
@@ -14,8 +15,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,25 +28,16 @@ from ..ops.common.backends import KERNEL_DTYPES
 from . import calls
 from .calls import is_plain, original_class
 from .classes import Rewrite, plain_forward
+from .source import execute
 from .tied_embedding import linear, weight_of
 from .verify import Outcome, check_outcomes, kind_of, undisturbed
+from .watched_logits import PATTERN as CROSS_ENTROPY
+from .watched_logits import LossCall, WatchedLogits, is_watchable, loss_call, plain_outputs
 
 PATTERN = "linear_cross_entropy"
 
 Steps = tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]
 """(function, further arguments), applied to the logits one after another."""
-
-
-@dataclass
-class _Deferral:
-    """One call of a model that computes its loss."""
-
-    head: nn.Module
-    is_fused: bool = False
-    """Whether a loss was computed without the logits."""
-
-
-_deferral: ContextVar[_Deferral | None] = ContextVar("_deferral", default=None)
 
 
 class _Source:
@@ -76,13 +67,13 @@ class _Source:
                     "outputs.logits: the output layer or its input changed since the forward pass: read the logits "
                     "before the optimizer's step (they are computed when used: pattern linear_cross_entropy)"
                 )
-            token = _deferral.set(None)
+            token = loss_call.set(None)
             device, dtype, is_autocasting = self.autocast
             try:
                 with torch.enable_grad(), torch.autocast(device, dtype, enabled=is_autocasting):
                     self.logits = self.head(self.hidden)
             finally:
-                _deferral.reset(token)
+                loss_call.reset(token)
         return self.logits
 
 
@@ -303,12 +294,12 @@ def _loss(
         softcap=chain.softcap,
         reduction=reduction,
     )
-    if (deferral := _deferral.get()) is not None:
-        deferral.is_fused = True
+    if (call := loss_call.get()) is not None:
+        call.is_fused = True
     return loss if calls.is_autocasting(hidden) else loss.to(logits.dtype)  # autocast computes losses in float32
 
 
-def defers(model: nn.Module, labels_at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def computes_loss(model: nn.Module, labels_at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call of the model computes a loss to be trained with. labels_at: position among the arguments."""
     if torch.compiler.is_compiling() or not model.training or not torch.is_grad_enabled():
         return False
@@ -317,28 +308,33 @@ def defers(model: nn.Module, labels_at: int, args: tuple[Any, ...], kwargs: dict
 
 
 @contextmanager
-def deferring(model: Any) -> Iterator[None]:
-    """In this block, the model's output layer returns DeferredLogits."""
-    deferral = _Deferral(model.get_output_embeddings())
-    token = _deferral.set(deferral)
+def computing_loss(model: Any, keeps_logits: bool) -> Iterator[None]:
+    """In this block, the model's output layer returns WatchedLogits (keeps_logits) or DeferredLogits."""
+    call = LossCall(model.get_output_embeddings(), keeps_logits)
+    token = loss_call.set(call)
     try:
         yield
     finally:
-        _deferral.reset(token)
-        (calls.count_fused if deferral.is_fused else calls.count_fallback)(model)
+        loss_call.reset(token)
+        (calls.count_fused if call.is_fused else calls.count_fallback)(model)
 
 
-def deferred(head: Any, hidden: Any) -> DeferredLogits | None:
-    """What the output layer returns instead of its logits; None where it computes them."""
-    deferral: Any = None if torch.compiler.is_compiling() else _deferral.get()
-    if deferral is None or head is not deferral.head:
-        return None  # evaluation, or no loss
+def head_output(head: Any, hidden: Any) -> Any:
+    """What the output layer returns."""
+    call: Any = None if torch.compiler.is_compiling() else loss_call.get()
+    if call is None or head is not call.head:
+        return linear(head, hidden)  # evaluation, or no loss
+    if call.keeps_logits:
+        logits = linear(head, hidden)
+        watched = is_watchable(logits) and is_plain(head, nn.Linear)
+        (calls.count_fused if watched else calls.count_fallback)(head)
+        return WatchedLogits.of(logits) if watched else logits
     is_autocasting = calls.is_autocasting(hidden)
     is_fusable = is_plain(head, nn.Linear) and hidden.dtype in KERNEL_DTYPES and hidden.dim() > 1 and hidden.numel() > 0
     is_fusable = is_fusable and (is_autocasting or hidden.dtype == head.weight.dtype)
     if not is_fusable or calls.is_distributed(hidden) or calls.is_distributed(head.weight):
         calls.count_fallback(head)
-        return None
+        return linear(head, hidden)
     calls.count_fused(head)
     dtype = torch.get_autocast_dtype(hidden.device.type) if is_autocasting else hidden.dtype
     return DeferredLogits(_Source(head, hidden), hidden, dtype)
@@ -346,51 +342,88 @@ def deferred(head: Any, hidden: Any) -> DeferredLogits | None:
 
 _MODEL = """\
 def forward(self, *args, **kwargs):
-    if not defers_(self, labels_at_, args, kwargs):
+    if not computes_loss_(self, labels_at_, args, kwargs):
         return original(self, *args, **kwargs)
-    with deferring_(self):
-        return original(self, *args, **kwargs)
+    with computing_loss_(self, keeps_logits_):
+        outputs = original(self, *args, **kwargs)
+    return plain_outputs_(outputs) if keeps_logits_ else outputs
 """
 _HEAD = """\
 def forward(self, input):
-    logits = deferred_(self, input)
-    return linear_(self, input) if logits is None else logits
+    return head_output_(self, input)
 """
 
 
 @dataclass(frozen=True)
-class LinearLoss:
+class _AroundForward:
+    """Makes of a rewritten forward, in the place of `original`, one in which the logits are deferred or watched."""
+
+    pattern: str
+    labels_at: int
+
+    def names(self) -> tuple[tuple[str, Any], ...]:
+        """Of what the source uses."""
+        return (
+            *(("computes_loss_", computes_loss), ("computing_loss_", computing_loss)),
+            *(("plain_outputs_", plain_outputs), ("labels_at_", self.labels_at)),
+            ("keeps_logits_", self.pattern == CROSS_ENTROPY),
+        )
+
+    def __call__(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        names = {**dict(self.names()), "original": forward}
+        execute(_MODEL, f"{self.pattern} around {forward.__qualname__}", names)
+        made: Callable[..., Any] = names["forward"]
+        made.__module__, made.__qualname__ = forward.__module__, forward.__qualname__
+        made.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+        return made
+
+
+@dataclass(frozen=True)
+class VocabularyLoss:
     """A model that computes a loss, or its output layer, as a site."""
 
     labels_at: int | None
     """Position of labels among the arguments of the model's forward; None for the output layer."""
-    pattern = PATTERN
+    pattern: str
+    """PATTERN or CROSS_ENTROPY."""
+    other: Any = None
+    """What else is fused in the model's own forward (DistilBERT's activation), as a site."""
+
+    @property
+    def detail(self) -> str:
+        return "" if self.other is None else f"and {self.other.pattern}"
 
     def rewrite(self, module: nn.Module) -> Rewrite:
-        """The forward in which the logits are deferred."""
+        """The forward in which the logits are deferred or watched."""
         if self.labels_at is None:
-            return Rewrite(PATTERN, _HEAD, (("deferred_", deferred), ("linear_", linear)))
-        names = (("defers_", defers), ("deferring_", deferring), ("labels_at_", self.labels_at))
-        return Rewrite(PATTERN, _MODEL, names)
+            return Rewrite(self.pattern, _HEAD, (("head_output_", head_output),))
+        around = _AroundForward(self.pattern, self.labels_at)
+        rewrite = None if self.other is None else self.other.rewrite(module)
+        if rewrite is None or rewrite.method != "forward":
+            return Rewrite(self.pattern, _MODEL, around.names())
+        return replace(rewrite, pattern=self.pattern, around=around)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless a small layer's loss and gradients are those of its logits."""
+        if rewrite.around is not None:
+            self.other.verify(module, rewrite)
         device, dtype = kind_of(module)
         with undisturbed(device):
-            truth = _outcome(torch.float64, device, fused=False)
-            check_outcomes(_outcome(dtype, device, True), _outcome(dtype, device, False), truth, "")
+            truth = _outcome(torch.float64, device, None)
+            check_outcomes(_outcome(dtype, device, self.pattern), _outcome(dtype, device, None), truth, "")
 
 
-def _outcome(dtype: torch.dtype, device: torch.device, fused: bool) -> Outcome:
+def _outcome(dtype: torch.dtype, device: torch.device, pattern: str | None) -> Outcome:
     generator = torch.Generator().manual_seed(0)
     shapes = {"hidden": (7, 8), "weight": (11, 8)}
     leaves = {n: torch.randn(shape, generator=generator, device="cpu") for n, shape in shapes.items()}
     leaves = {n: x.to(device, dtype).requires_grad_() for n, x in leaves.items()}
     labels = torch.tensor([0, 10, -100, 3, 3, -100, 5], device=device)
-    if fused:
+    if pattern == PATTERN:
         loss = ops.linear_cross_entropy(leaves["hidden"], leaves["weight"], labels).to(dtype)
     else:
-        loss = functional.cross_entropy(functional.linear(leaves["hidden"], leaves["weight"]), labels)
+        logits = functional.linear(leaves["hidden"], leaves["weight"])
+        loss = functional.cross_entropy(logits if pattern is None else WatchedLogits.of(logits), labels)
     gradients = torch.autograd.grad(loss, list(leaves.values()))
     return [("loss", loss.detach()), *((f"gradient of {n}", g) for n, g in zip(leaves, gradients, strict=True))]
 

@@ -31,10 +31,11 @@ from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
 from .rotary import PATTERN as ROTARY
 from .shared_input import PATTERN as SHARED_INPUT
 from .tied_embedding import PATTERN as TIED_EMBEDDING
+from .watched_logits import PATTERN as CROSS_ENTROPY
 
 PATTERNS = (
     *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm"),
-    *(ATTENTION, *ACTIVATIONS, ROTARY, SHARED_INPUT, TIED_EMBEDDING),
+    *(ATTENTION, *ACTIVATIONS, ROTARY, SHARED_INPUT, TIED_EMBEDDING, CROSS_ENTROPY),
 )
 """The patterns of patch_model, unless others are asked for."""
 NAMES = (*PATTERNS, LINEAR_LOSS)
@@ -51,7 +52,7 @@ def patch_model(
     strict: bool = False,
 ) -> PatchReport:
     """Run a model's memory-bound parts as fused operators, in place: norms, residual sums with their dropout and norm,
-    attention softmax, activations, gated products, rotary embeddings, gradients of what several layers read.
+    attention softmax, activations, gated products, rotary embeddings, losses, gradients of what several layers read.
 
     Only forwards of this model's modules change. Parameters, buffers, hooks, modes, state_dict keys, classes, other
     models and the random state stay as they are. Sites are recognised by structure and behaviour, never by name. Each

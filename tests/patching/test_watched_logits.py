@@ -1,0 +1,183 @@
+"""Pattern cross_entropy: the model returns its logits as tensors, their loss is one operator."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from onetrip import use_backend
+from onetrip.measure import saved_bytes
+from onetrip.patching import PATTERNS, patch_model
+from onetrip.patching.watched_logits import WatchedLogits, plain_outputs
+from torch import Tensor, nn
+from torch.nn import functional
+
+CLASSES = 61
+
+
+class Model(nn.Module):
+    """Computes a loss of its logits with a function that a test gives."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embeddings, self.head = nn.Embedding(CLASSES, 16), nn.Linear(16, CLASSES)
+        self.loss = loss
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.head(self.embeddings(input_ids))
+        return (self.loss(logits, labels), logits, {"also": [logits]})
+
+
+IDS = torch.randint(CLASSES, (2, 9), generator=torch.Generator().manual_seed(0))
+LABELS = torch.where(torch.arange(9) < 3, -100, IDS.flip(0))
+
+
+def flat(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return functional.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), **options)
+
+
+def outcome(model: Model) -> tuple[Any, list[Tensor]]:
+    """What the model returns; its loss and the gradients of its parameters."""
+    outputs = model(IDS, labels=LABELS)
+    outputs[0].sum().backward()
+    return outputs, [outputs[0].detach(), *(parameter.grad for parameter in model.parameters())]  # type: ignore[misc]
+
+
+def compared(model: Model, fused: bool) -> None:
+    """The patched model returns the same logits; its loss and gradients are at most twice as far from float64's as the
+    unpatched one's. fused: whether the loss is one operator."""
+    other, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    report = patch_model(other, patterns=["cross_entropy"])
+    (loss, logits, _), theirs = outcome(model)
+    (same_kind, same, nested), ours = outcome(other)
+    assert report.calls()[""] == ((1, 0) if fused else (0, 1))
+    assert type(same_kind) is type(same) is type(nested["also"][0]) is Tensor and same_kind.dtype == loss.dtype
+    assert torch.equal(same, logits)
+    for actual, expected, truth in zip(ours, theirs, outcome(exact)[1], strict=True):
+        bound = 2.0 * (expected - truth).abs().max() + 1e-6 * truth.abs().max()
+        assert (actual - truth).abs().max() <= bound
+
+
+FUSED = {
+    "rows": flat,
+    "sum": lambda y, labels: flat(y, labels, reduction="sum") / 7,
+    "none": lambda y, labels: flat(y, labels, reduction="none"),
+    "another ignored label": lambda y, labels: flat(y, labels.clamp_min(0), ignore_index=0),
+    "smoothing": lambda y, labels: flat(y, labels, label_smoothing=0.1),
+    "shifted": lambda y, labels: flat(y[..., :-1, :].contiguous(), labels[..., 1:].contiguous()),
+    "selected rows": lambda y, labels: functional.cross_entropy(y[labels != -100], labels[labels != -100]),
+    "module": lambda y, labels: nn.CrossEntropyLoss()(y.reshape(-1, y.size(-1)), labels.reshape(-1)),
+    "float32": lambda y, labels: flat(y.float(), labels),
+    "float32 by to": lambda y, labels: flat(y.to(torch.float32).to(labels.device), labels),
+    "float32 rows": lambda y, labels: flat(y.flatten(0, 1).float(), labels),
+    "capped, scaled, added to": lambda y, labels: flat(3.0 * torch.tanh((y + torch.ones(CLASSES)) / 3.0), labels),
+}
+BY_TORCH = {
+    "class weights": lambda y, labels: flat(y, labels, weight=torch.arange(1.0, CLASSES + 1).to(y.dtype)),
+    "probabilities": lambda y, labels: functional.cross_entropy(y, torch.full_like(y, 1 / CLASSES)),
+    "classes second": lambda y, labels: functional.cross_entropy(y.transpose(1, 2), labels),
+    "another loss": lambda y, labels: functional.nll_loss(y.float().log_softmax(-1).view(-1, CLASSES), labels.view(-1)),
+    "squares": lambda y, labels: torch.stack([y.float().square().mean(), (1.0 - y).abs().mean()]).sum(),
+    "joined": lambda y, labels: torch.cat([y.float(), y.float()], -1).logsumexp(-1).mean(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("loss", FUSED)
+def test_a_loss_of_rows_of_logits_is_one_operator(loss: str, dtype: torch.dtype) -> None:
+    compared(Model(FUSED[loss]).to(dtype), fused=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("loss", BY_TORCH)
+def test_any_other_use_sees_plain_tensors(loss: str, dtype: torch.dtype) -> None:
+    compared(Model(BY_TORCH[loss]).to(dtype), fused=False)
+
+
+def test_where_no_kernel_runs_torch_computes_the_loss() -> None:
+    with use_backend("reference"):
+        compared(Model(flat), fused=False)
+
+
+def test_logits_show_what_they_stand_for() -> None:
+    seen: list[Any] = []
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        wide = logits.float()
+        seen.append((type(wide), logits.dtype, wide.dtype, wide.shape, wide.size(-1), wide.dim(), wide.device))
+        assert isinstance(wide, Tensor) and wide[0, 0].tolist() == logits[0, 0].tolist()
+        return flat(wide, labels)
+
+    model = Model(loss).to(torch.bfloat16)
+    patch_model(model, patterns=["cross_entropy"])
+    model(IDS, labels=LABELS)
+    device = torch.device("cpu")
+    assert seen == [(WatchedLogits, torch.bfloat16, torch.float32, (2, 9, CLASSES), CLASSES, 3, device)]
+
+
+def test_logits_changed_in_place() -> None:
+    """As Chameleon excludes classes before its loss; after the conversion to float32 it would be too late."""
+
+    def masked(logits: Tensor, labels: Tensor) -> Tensor:
+        logits[..., :7] = -1e3
+        return flat(logits.mul_(0.5).float(), labels.clamp_min(7))
+
+    compared(Model(masked).to(torch.bfloat16), fused=True)
+
+    def late(logits: Tensor, labels: Tensor) -> Tensor:
+        wide = logits.float()
+        logits.zero_()
+        return flat(wide, labels)
+
+    model = Model(late).to(torch.bfloat16)
+    patch_model(model, patterns=["cross_entropy"])
+    with pytest.raises(RuntimeError, match="modified in place after their conversion"):
+        model(IDS, labels=LABELS)
+
+
+def test_a_function_of_autograd_gets_the_logits_graph() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2.0 * x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return 2.0 * grads[0]
+
+    compared(Model(lambda y, labels: functional.mse_loss(Double.apply(y), torch.zeros(()).expand_as(y))), fused=False)
+
+
+def test_less_is_saved_for_backward() -> None:
+    """bfloat16: the logits, which the model returns, and no copy of them in float32."""
+
+    def saved(patterns: tuple[str, ...]) -> int:
+        model = Model(lambda y, labels: flat(y.float(), labels)).to(torch.bfloat16)
+        patch_model(model, patterns=patterns)
+        return saved_bytes(lambda: model(IDS, labels=LABELS)[0], excluded=list(model.parameters()))
+
+    logits = IDS.numel() * CLASSES * 2
+    assert saved(()) >= 2 * logits  # log-probabilities in float32
+    assert saved(("cross_entropy",)) < saved(()) - logits // 2
+
+
+def test_it_is_a_default_pattern_and_linear_cross_entropy_comes_before_it() -> None:
+    assert "cross_entropy" in PATTERNS
+    model = Model(flat)
+    assert {site.pattern for site in patch_model(copy.deepcopy(model)).patched} == {"cross_entropy"}
+    report = patch_model(model, patterns=[*PATTERNS, "linear_cross_entropy"])
+    assert {site.pattern for site in report.patched} == {"linear_cross_entropy"}
+
+
+def test_outputs_of_any_kind_are_plain() -> None:
+    plain = torch.randn(2, 3)
+    watched = WatchedLogits.of(plain)
+    assert plain_outputs(watched) is plain
+    outputs = plain_outputs({"a": (watched, None), "b": [watched, 1]})
+    assert outputs["a"][0] is plain and outputs["b"][0] is plain
