@@ -20,6 +20,16 @@ QUIET_SECONDS = 2.0
 """A test that takes longer on a quiet machine is marked slow."""
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the tests marked gpu where no GPU is visible: thousands of skips tell nothing. -m gpu shows them."""
+    if torch.cuda.is_available() or "gpu" in config.option.markexpr or any("::" in arg for arg in config.args):
+        return
+    left_out = [item for item in items if "gpu" in item.keywords]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if "gpu" not in item.keywords]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Names the tests that took longer and are not marked slow; a loaded machine makes more of them."""
     seconds: Counter[str] = Counter()

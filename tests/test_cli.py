@@ -62,6 +62,7 @@ def test_doctor_exits_1_when_a_check_fails(run, monkeypatch, as_json):
         assert "checks failed" in result.stdout
 
 
+@pytest.mark.slow
 def test_anatomy_json_is_all_of_standard_output(run, tmp_path):
     options = ("--columns", "eager,patched", "--json", "--output", tmp_path / "new" / "folder")
     result = run("anatomy", "tiny-bert", *FAST, *options)

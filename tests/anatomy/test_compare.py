@@ -30,6 +30,7 @@ def predicted():
     return anatomy.compare(of_tiny_bert(predict_only=True, columns=("eager", "patched")))
 
 
+@pytest.mark.slow
 def test_linear_cross_entropy_is_a_column_of_its_own():
     options = anatomy.Options("tiny-llama", 8, 128, columns=("patched", "patched_loss"), predict_only=True)
     patched, loss = (column.predicted for column in anatomy.compare(options).columns.values())

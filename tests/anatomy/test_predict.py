@@ -29,7 +29,7 @@ def predicted(name, batch_size=2, sequence_length=16, optimizer="sgd", **how):
     ("model", "batch_size", "sequence_length", "dtype", "optimizer"),
     [
         ("tiny-bert", 1, 64, "bfloat16", "adam8bit"),
-        ("tiny-llama", 3, 24, "float32", "adamw"),
+        pytest.param("tiny-llama", 3, 24, "float32", "adamw", marks=pytest.mark.slow),
         pytest.param("tiny-gpt2", 3, 100, "float32", "sgd-momentum", marks=pytest.mark.slow),
         pytest.param("tiny-gemma", 2, 24, "float32", "adam", marks=pytest.mark.slow),
         pytest.param("tiny-t5", 2, 32, "bfloat16", "adamw", marks=pytest.mark.slow),
@@ -56,7 +56,7 @@ def test_prediction_is_what_is_measured(model, batch_size, sequence_length, dtyp
             assert sum(found.values()) == was.saved_activations
 
 
-@pytest.mark.parametrize("name", ["tiny-bert", "tiny-llama"])
+@pytest.mark.parametrize("name", ["tiny-bert", pytest.param("tiny-llama", marks=pytest.mark.slow)])
 def test_fused_attention_is_predicted(name):
     fake, mode = faked(name)
     model = anatomy.load_model(name)

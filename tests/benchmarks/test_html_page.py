@@ -119,6 +119,7 @@ def test_targets_reached_and_missed_are_counted_and_the_unmeasured_named():
     assert "nvcc, default architectures" in section.parts[-1] and section.parts[-1].startswith("Not measured here: ")
 
 
+@pytest.mark.slow
 def test_the_figures_of_the_documentation_are_drawn_where_the_page_looks_for_them(tmp_path: Path):
     figures.draw(MACHINE, every_suite(), tmp_path)
     drawn = figures.of_docs(every_suite())

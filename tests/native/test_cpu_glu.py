@@ -47,6 +47,7 @@ def test_every_width(level, n_cols, dtype, activation):
         check(Operands(torch.cat((gate, up), 1), None, None), dy, GluPlan(activation, gate_first))
 
 
+@pytest.mark.slow
 def test_large_outputs_are_streamed(level):
     """From 8 MiB on, in several tasks; rows that start on a cache line, and off it."""
     for n_cols in (2816, 2819):

@@ -426,7 +426,7 @@ def test_opcheck(case, order):
     torch.library.opcheck(torch.ops.onetrip.glu_backward.default, (dy, *operands, wants, "gelu", gate_first))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiles_without_a_break_to_the_same_bits(backend):
     torch._dynamo.reset()
     gate, up, bias = (torch.randn(*shape, requires_grad=True) for shape in ((6, 10), (6, 10), (10,)))

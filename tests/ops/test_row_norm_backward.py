@@ -123,6 +123,7 @@ def test_gradients_at_a_mean_of_ten_thousand_deviations(target, norm):
     assert_gradients_like_torch(i)
 
 
+@pytest.mark.slow
 @pytest.mark.promise("N7")
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_parameter_gradients_over_a_million_bf16_rows(target, norm):

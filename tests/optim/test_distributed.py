@@ -80,6 +80,7 @@ def test_scales_by_rows_go_to_other_borders(shape, signed):
         assert bool((new_codes[values.view(-1) > 0] > 0).all())
 
 
+@pytest.mark.slow
 @pytest.mark.promise("C8")
 @fsdp2_on_cpu
 def test_two_ranks(tmp_path):
