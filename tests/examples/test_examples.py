@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +121,26 @@ def test_the_script_for_two_nodes_runs_on_one(tmp_path):
     output = torchrun(
         "env", f"PATH={path}", "NODES=1", "PROCESSES=2", "PORT=0", bash, str(FOLDER / "two_nodes.sh"), "8"
     )
+    assert_losses_fall(output)
+
+
+@pytest.mark.slow
+def test_the_script_for_two_nodes_runs_twice():
+    """As on two machines without Slurm: two torchruns meet at HEAD."""
+    pytest.importorskip("transformers")
+    bash = shutil.which("bash")
+    if bash is None or not (Path(sys.executable).parent / "torchrun").exists():
+        pytest.skip("needs bash and torchrun")
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    script = shlex.quote(str(FOLDER / "two_nodes.sh"))
+    both = f"trap 'kill $(jobs -p)' TERM; bash {script} 8 & bash {script} 8 & wait -n && wait -n"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    output = torchrun(
+        "env", f"PATH={path}", "NODES=2", "PROCESSES=1", "HEAD=localhost", f"PORT={port}", bash, "-c", both
+    )
+    assert "fsdp2 on 2 processes" in output
     assert_losses_fall(output)
 
 
