@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -127,6 +128,18 @@ def test_a_block_runs_by_torchrun(block: Block, tmp_path: Path) -> None:
     (tmp_path / block.file).write_text(block.code)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run([*torchrun, block.file], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_first_block_of_the_readme_runs() -> None:
+    """On a model that it does not name."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    model = transformers.BertModel(config)
+    found = re.search(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    exec(compile(found[1], "README.md", "exec"), names := {"model": model})
+    assert names["report"].patched and isinstance(names["optimizer"], torch.optim.Optimizer)
 
 
 def test_a_program_has_the_lines_of_its_page(tmp_path: Path) -> None:
