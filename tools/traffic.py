@@ -2,7 +2,7 @@
 
     python -m tools.traffic --output benchmarks/results/traffic.json
 
-Six model shapes, four layers of 768 columns, bfloat16, train mode, 2 x 384 tokens, vocabulary 8,192. Fake tensors go
+The six model shapes of benchmarks/suites/default_patch.py, bfloat16, train mode. Fake tensors go
 through forward and backward: no step runs, and the counts are the same on every machine. See docs/anatomy.md.
 """
 
@@ -17,36 +17,12 @@ from typing import Any
 import onetrip
 import torch
 from onetrip import anatomy
+from onetrip.benchmarks.suites.default_patch import BATCH_SIZE, SEQUENCE_LENGTH, SHAPES, config_of, model_of
 from onetrip.environment import header
 from onetrip.html import write
 from onetrip.measure.traffic import Traffic
 from onetrip.patching.model import PATTERNS
 from torch._subclasses.fake_tensor import FakeTensorMode
-
-BATCH_SIZE, SEQUENCE_LENGTH = 2, 384
-_SIZES = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12}
-_VOCABULARY = {"vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "BERT": ("bert", "MaskedLM", {**_SIZES, "intermediate_size": 3072, **_VOCABULARY}),
-    "GPT-2": ("gpt2", "CausalLM", {"n_embd": 768, "n_layer": 4, "n_head": 12, **_VOCABULARY}),
-    "T5": (
-        "t5",
-        "Seq2SeqLM",
-        {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 4, "num_heads": 12, "decoder_start_token_id": 0}
-        | _VOCABULARY,
-    ),
-    "BART": (
-        "bart",
-        "Seq2SeqLM",
-        {"d_model": 768, **{f"{side}_layers": 4 for side in ("encoder", "decoder")}}
-        | {f"{side}_attention_heads": 12 for side in ("encoder", "decoder")}
-        | {f"{side}_ffn_dim": 3072 for side in ("encoder", "decoder")}
-        | _VOCABULARY,
-    ),
-    "ViT": ("vit", "ImageClassification", {**_SIZES, "intermediate_size": 3072}),
-    "Llama": ("llama", "CausalLM", {**_SIZES, "intermediate_size": 2048, **_VOCABULARY}),
-}
-"""(model_type, head, arguments of its config). ViT has images of 224 x 224 pixels: 197 tokens."""
 
 BY_NAME = (*PATTERNS, "linear_cross_entropy")
 WAYS: dict[str, dict[str, Any]] = {
@@ -59,12 +35,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def traffic_of(shape: str, device_type: str, **patch: Any) -> Traffic:
     """Of one step; patch: arguments of patch_model, of which unpatched=True stands for none."""
-    model_type, head, arguments = SHAPES[shape]
-    import transformers
-
-    config = transformers.AutoConfig.for_model(model_type, **arguments)
     with torch.device("meta"):
-        model = getattr(transformers, f"AutoModelFor{head}").from_config(config)
+        model = model_of(shape, config_of(shape))
     mode = FakeTensorMode()
     model = anatomy.fake_copy(model, mode, torch.bfloat16).train()
     make_batch = partial(anatomy.make_batch, model, BATCH_SIZE, SEQUENCE_LENGTH)

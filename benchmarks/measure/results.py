@@ -25,6 +25,7 @@ SUITES = (
     "overhead",
     "bert_blocks",
     "training",
+    "default_patch",
     "adam",
     "adam_streams",
     "adam_training",

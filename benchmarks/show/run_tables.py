@@ -29,7 +29,7 @@ from .tables import (
 def by_topic(results: Results) -> dict[str, list[Table]]:
     """As tables.by_topic, of which these are a part."""
     return {
-        "training": [*training(cases(results, "training"))],
+        "training": [*training(cases(results, "training")), *default_patch(cases(results, "default_patch"))],
         "optimizers": [
             *adam(cases(results, "adam")),
             *streams(cases(results, "adam_streams")),
@@ -72,6 +72,34 @@ def training(cases: Cases) -> Iterator[Table]:
             "Peak: above weights and states."
         )
         yield Table(title, columns, rows, note)
+
+
+def default_patch(cases: Cases) -> Iterator[Table]:
+    rows = []
+    for case in cases:
+        unpatched, patched = (case["steps"][name] for name in ("unpatched", "patched"))
+        rows.append(
+            (
+                case["shape"],
+                case["dtype"],
+                case["mode"],
+                milliseconds(unpatched["call"]),
+                milliseconds(patched["call"]),
+                ratio(targets.gain(case)),
+                mib(unpatched["saved_bytes"]),
+                mib(patched["saved_bytes"]),
+            )
+        )
+    if rows:
+        note = (
+            "Four layers of 768 columns, 2 x 384 tokens, models as transformers ships them. Train: forward, backward. "
+            "Eval: forward without gradients."
+        )
+        columns = (
+            "model", "dtype", "mode", "unpatched ms", "patched ms", "unpatched / patched", "saved MiB",
+            "patched, saved MiB",
+        )  # fmt: skip
+        yield Table("patch_model(model) with default arguments", columns, rows, note)
 
 
 def adam(cases: Cases) -> Iterator[Table]:

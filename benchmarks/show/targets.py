@@ -202,6 +202,16 @@ def _training(model: str, part: str, before: str, after: str) -> Measure:
     return _first(figure, "training", model=model, n_layers=12)
 
 
+def gain(case: dict[str, Any]) -> float:
+    """Of patching a model with default arguments."""
+    unpatched, patched = (case["steps"][name]["call"]["median_ms"] for name in ("unpatched", "patched"))
+    return float(unpatched / patched)
+
+
+def _default_patch(shape: str, dtype: str) -> Measure:
+    return _first(lambda case: Found(gain(case)), "default_patch", shape=shape, dtype=dtype, mode="train")
+
+
 def _install(case: dict[str, Any]) -> Found:
     return Found(case["total_s"], f"{case['package_s']:.0f} s without the dependencies")
 
@@ -263,6 +273,17 @@ def _targets() -> Iterator[_Target]:
     ):
         step = _training(model, "step", "sdpa", "sdpa, patched, linear_cross_entropy")
         yield _Target(f"{title}: a step, unpatched / patched with the loss", limit, True, "x", step)
+    for shape, fp32, bf16 in (
+        ("BERT", 1.1, 1.65),
+        ("GPT-2", 1.12, 1.6),
+        ("T5", 1.1, 1.5),
+        ("BART", 1.02, 1.1),
+        ("ViT", 1.0, 1.05),
+        ("Llama", 1.0, 1.01),
+    ):
+        for dtype, limit in (("fp32", fp32), ("bf16", bf16)):
+            name = f"{shape}, {dtype}: forward + backward, unpatched / patched with default arguments"
+            yield _Target(name, limit, True, "x", _default_patch(shape, dtype))
     saved = _first(_saved, "bert_blocks")
     yield _Target("BERT-large output blocks: bytes saved for backward, patched / eager", 0.5, False, "", saved)
     for title, operator, limit in (
