@@ -117,9 +117,10 @@ class Classifier:
             return unsuitable(module) or tied_site(module)
         site = self._in_forward(module)
         if self.loss_pattern and id(module) in self.output_layers:
-            other = None if isinstance(site, Unsuitable) else site
-            loss = VocabularyLoss(labels_position(module), self.loss_pattern, other)
-            return _replaced(module) or _in_float64(module) or loss
+            why = _replaced(module) or _in_float64(module)
+            if isinstance(site, Unsuitable):
+                self.left[id(module)], site = site, None
+            return site or why if why else VocabularyLoss(labels_position(module), self.loss_pattern, site)
         return site
 
     def _in_forward(self, module: nn.Module) -> Site | Unsuitable | None:

@@ -310,12 +310,14 @@ def computes_loss(model: nn.Module, labels_at: int, args: tuple[Any, ...], kwarg
 @contextmanager
 def computing_loss(model: Any, keeps_logits: bool) -> Iterator[None]:
     """In this block, the model's output layer returns WatchedLogits (keeps_logits) or DeferredLogits."""
-    call = LossCall(model.get_output_embeddings(), keeps_logits)
+    call, outer = LossCall(model.get_output_embeddings(), keeps_logits), loss_call.get()
     token = loss_call.set(call)
     try:
         yield
     finally:
         loss_call.reset(token)
+        if outer is not None:  # a model in a model, which both have labels
+            outer.is_fused |= call.is_fused
         (calls.count_fused if call.is_fused else calls.count_fallback)(model)
 
 

@@ -55,8 +55,9 @@ def patch_model(
     attention softmax, activations, gated products, rotary embeddings, losses, gradients of what several layers read.
 
     Only forwards of this model's modules change. Parameters, buffers, hooks, modes, state_dict keys, classes, other
-    models and the random state stay as they are. Sites are recognised by structure and behaviour, never by name. Each
-    distinct site is compared with the original before it is kept; modules on the meta device at their first call.
+    models and the random state stay as they are. Sites are recognised by structure and behaviour, never by class. Each
+    distinct site is compared with the original before it is kept (a loss on an example); modules on the meta device at
+    their first call.
     The report lists modules that were not patched, with reasons. Patching twice has no further effect. The fused
     operators can be differentiated once, in reverse mode.
 

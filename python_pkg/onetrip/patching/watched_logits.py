@@ -24,7 +24,7 @@ from . import calls
 
 PATTERN = "cross_entropy"
 
-_MOVES = frozenset(
+_VIEWS = frozenset(
     (Tensor.view, Tensor.reshape, Tensor.contiguous, Tensor.__getitem__, Tensor.flatten, torch.flatten, Tensor.to)
 )
 """Functions that choose or move values: they give the same before a conversion to float32 as after it."""
@@ -35,15 +35,15 @@ _ARITHMETIC = frozenset(
     )
 )
 """Functions between an output layer and its loss: caps, factors, constants. Their results are logits again."""
-_LOOKS = frozenset(
+_METADATA = frozenset(
     (
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point),
-        *(getattr(Tensor, name).__get__ for name in ("shape", "device", "ndim", "requires_grad")),
+        *(getattr(Tensor, name).__get__ for name in ("shape", "device", "ndim", "requires_grad", "is_cuda", "is_cpu")),
     )
 )
-"""Functions whose answer does not depend on the dtype."""
-_HALF = (torch.float16, torch.bfloat16)
+"""Functions that give the same for the values in float32: they make no copy."""
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -60,95 +60,132 @@ class LossCall:
 loss_call: ContextVar[LossCall | None] = ContextVar("loss_call", default=None)
 
 
-class WatchedLogits(Tensor):
-    """Logits on their way to the loss."""
+class _Float32:
+    """One conversion of logits to float32, put off until something else than the loss asks for it. Views share it."""
 
-    _plain: Tensor
-    _version_when_converted: int | None
-    """Of _plain, where these are its values in float32."""
+    def __init__(self, half: Tensor) -> None:
+        self.half, self.version = half, half._version
+        self.wide: Tensor | None = None
 
-    @classmethod
-    def of(cls, plain: Tensor, is_converted: bool = False) -> WatchedLogits:
-        # A tensor for whoever asks for one (isinstance, autograd.Function). Of a FakeTensor its shape must do.
-        watched = plain.as_subclass(cls) if type(plain) is Tensor else _shape_of(plain).as_subclass(cls)
-        watched._plain = plain
-        watched._version_when_converted = plain._version if is_converted else None
-        return watched
+    def values(self) -> Tensor:
+        if self.wide is None:
+            self.check()
+            with torch.enable_grad():
+                self.wide = self.half.float()
+        return self.wide
 
-    @property
-    def is_converted(self) -> bool:
-        """Whether these stand for _plain in float32."""
-        return self._version_when_converted is not None
-
-    def plain(self) -> Tensor:
-        """The values as a plain tensor."""
-        return self._unchanged().float() if self.is_converted else self._plain
-
-    def _unchanged(self) -> Tensor:
-        if self.is_converted and self._plain._version != self._version_when_converted:
+    def check(self) -> None:
+        if self.half._version != self.version:
             raise RuntimeError(
                 "cross_entropy: logits were modified in place after their conversion to float32: patch the model "
                 'without the pattern "cross_entropy"'
             )
-        return self._plain
+
+
+_View = tuple[Any, tuple[Any, ...]]
+"""(one of _VIEWS, its further arguments)."""
+
+
+class WatchedLogits(Tensor):
+    """Logits on their way to the loss."""
+
+    _rows: Tensor
+    """The logits in their own dtype."""
+    _float32: _Float32 | None
+    """The conversion that these are the result of."""
+    _views: tuple[_View, ...]
+    """What was done since the conversion."""
+    _made: Tensor | None
+    """The result of both, once something has asked for it."""
+
+    @classmethod
+    def of(cls, rows: Tensor, float32: _Float32 | None = None, views: tuple[_View, ...] = ()) -> WatchedLogits:
+        # A tensor for whoever asks for one (isinstance, autograd.Function). A FakeTensor: a meta tensor of its shape.
+        watched = rows.as_subclass(cls) if type(rows) is Tensor else _shape_of(rows).as_subclass(cls)
+        watched._rows, watched._float32, watched._views, watched._made = rows, float32, views, None
+        return watched
+
+    def plain(self) -> Tensor:
+        """The values as a plain tensor."""
+        if self._float32 is None:
+            return self._rows
+        if self._made is None:
+            values = self._float32.values()
+            with torch.enable_grad():
+                for function, arguments in self._views:
+                    values = function(values, *arguments)
+            self._made = values
+        return self._made
+
+    def rows(self) -> Tensor:
+        """What the loss is computed of: in the logits' own dtype, unless the float32 values exist."""
+        if self._float32 is None or self._float32.wide is not None:
+            return self.plain()
+        self._float32.check()
+        return self._rows
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            first = args[0] if args else None
-            if type(first) is WatchedLogits and torch.is_grad_enabled():
-                if func is functional.cross_entropy:
-                    loss = _loss(*args, **kwargs)
-                    if loss is not None:
-                        return loss
-                elif _converts(func, args[1:], kwargs) and first._plain.dtype in _HALF:
-                    return cls.of(first._unchanged(), is_converted=True)
-                elif func in _MOVES and not kwargs and not _names_dtype(func, args[1:]):
-                    return cls.of(func(first._unchanged(), *args[1:]), first.is_converted)
-            if type(first) is WatchedLogits and func in _LOOKS:
-                return func(first._plain, *args[1:], **kwargs)
-            if type(first) is WatchedLogits and func is _DTYPE:
-                return torch.float32 if first.is_converted else first._plain.dtype
+            first: Any = args[0] if args and type(args[0]) is WatchedLogits else None
+            if first is not None:
+                if func in _METADATA:
+                    return func(first._rows, *args[1:], **kwargs)
+                if func == _DTYPE:
+                    return first._rows.dtype if first._float32 is None else torch.float32
+                if torch.is_grad_enabled():
+                    is_loss = func is functional.cross_entropy
+                    found = _loss(*args, **kwargs) if is_loss else first._moved(func, args[1:], kwargs)
+                    if found is not None:
+                        return found
             result = func(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
             if func in _ARITHMETIC and is_watchable(result):
                 return cls.of(result)
             # Changed in place: the same logits.
-            return first if type(first) is WatchedLogits and result is first._plain else result
+            return first if first is not None and first._float32 is None and result is first._rows else result
 
-
-def _converts(func: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if kwargs:
-        return False
-    return (func is Tensor.float and not arguments) or (func is Tensor.to and arguments == (torch.float32,))
-
-
-def _names_dtype(func: Any, arguments: tuple[Any, ...]) -> bool:
-    """Whether one of _MOVES changes the dtype too."""
-    kinds = (torch.dtype, Tensor) if func is Tensor.to else (torch.dtype,)
-    return any(isinstance(value, kinds) for value in arguments)
+    def _moved(self, func: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> WatchedLogits | None:
+        """The logits in float32, or at other places; None for other functions, or where float32 values exist."""
+        if kwargs or (self._float32 is not None and self._float32.wide is not None):
+            return None
+        to_float32 = func is Tensor.to and len(arguments) == 1 and arguments[0] is torch.float32
+        if to_float32 or (func is Tensor.float and not arguments):
+            if self._float32 is not None:
+                return self
+            return self.of(self._rows, _Float32(self._rows)) if self._rows.dtype in _HALF else None
+        names_dtype = (torch.dtype, Tensor) if func is Tensor.to else torch.dtype
+        if func not in _VIEWS or any(isinstance(value, names_dtype) for value in arguments):
+            return None
+        if self._float32 is None:
+            return self.of(func(self._rows, *arguments))
+        return self.of(func(self.rows(), *arguments), self._float32, (*self._views, (func, arguments)))
 
 
 def _plain(value: Any) -> Any:
+    """value with plain tensors in place of WatchedLogits; itself where it has none. Opens tuples and lists."""
     if type(value) is WatchedLogits:
         return value.plain()
-    if type(value) in (tuple, list):
-        return type(value)(map(_plain, value))
+    if isinstance(value, (tuple, list)):
+        items = [_plain(item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
     return value
 
 
 def plain_outputs(outputs: Any) -> Any:
-    """A model's outputs, with plain tensors in place of WatchedLogits."""
-    if type(outputs) is WatchedLogits:
-        return outputs.plain()
-    if type(outputs) in (tuple, list):
-        return type(outputs)(map(plain_outputs, outputs))
+    """A model's outputs, with plain tensors in place of WatchedLogits. Opens tuples, lists and dicts, nothing else."""
     if isinstance(outputs, dict):  # transformers' ModelOutput, too
         for name, value in outputs.items():
             plain = plain_outputs(value)
             if plain is not value:
                 outputs[name] = plain
-    return outputs
+        return outputs
+    if isinstance(outputs, (tuple, list)):
+        for value in outputs:
+            plain_outputs(value)  # the dicts in it
+    return _plain(outputs)
 
 
 def _shape_of(x: Tensor) -> Tensor:
@@ -175,7 +212,7 @@ def _loss(
     """functional.cross_entropy; None where torch must compute it."""
     if any(each is not None for each in (weight, size_average, reduce)) or not isinstance(labels, Tensor):
         return None
-    rows = logits._unchanged()
+    rows = logits.rows()
     is_rows = rows.dim() == 2 and labels.shape == rows.shape[:1] and labels.dtype == torch.int64
     if not is_rows or labels.device != rows.device or rows.numel() == 0:
         return None
@@ -186,5 +223,5 @@ def _loss(
     )
     if (call := loss_call.get()) is not None:
         call.is_fused = True
-    is_float32 = logits.is_converted or calls.is_autocasting(rows)  # autocast computes losses in float32
+    is_float32 = logits._float32 is not None or calls.is_autocasting(rows)  # autocast computes losses in float32
     return loss if is_float32 else loss.to(rows.dtype)
