@@ -217,9 +217,9 @@ def assert_same_steps(model: Any, expected: Any, what: str) -> None:
 
 
 FUSED: dict[tuple[bool, str], set[str]] = {
-    (False, "before"): {"rms_norm", "add_norm", "gated_mlp", "rotary"},
-    (False, "after"): {"rms_norm"},  # sharded parameters are left alone
-    (True, "before"): {"gated_mlp", "rotary"},  # norms and residual sums get DTensors: the original code runs
+    (False, "before"): {"rms_norm", "add_norm", "gated_mlp", "rotary", "cross_entropy"},
+    (False, "after"): {"rms_norm", "cross_entropy"},  # sharded parameters are left alone
+    (True, "before"): {"gated_mlp", "rotary"},  # norms, residual sums and the loss get DTensors: the original code runs
     (True, "after"): set(),
 }
 """By sequence parallelism, and patched before or after parallelize_module."""
