@@ -13,13 +13,6 @@ __device__ __forceinline__ int64_t first_row_of_block(int rows_per_block) {
 
 constexpr int kWideThreads = 512;  // a block of a row that its threads cannot hold
 
-// Wide blocks an SM that registers must leave room for: half of its threads.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
-constexpr int kWideBlocks = 1;
-#else
-constexpr int kWideBlocks = 2;
-#endif
-
 // A row in a cluster: columns a thread, and threads a block, of which two fit on an SM with 64 registers a thread.
 constexpr int kClusterColumns = 16, kClusterThreads = 512, kClusterBlocksPerSm = 2;
 constexpr int kClusterWarps = kMaxClusterBlocks * kClusterThreads / kWarpThreads;  // at most

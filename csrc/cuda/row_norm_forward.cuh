@@ -388,7 +388,7 @@ __global__ void __launch_bounds__(kClusterThreads, kClusterBlocksPerSm)
 // (each chunk's own are two-pass, so nothing cancels) and keeps what fits of z in shared memory; the second computes
 // the rest of z again, or reads it back where it was stored.
 template <typename X, typename Z, bool kVectorAccess>
-__global__ void __launch_bounds__(kWideThreads, kWideBlocks)
+__global__ void __launch_bounds__(kWideThreads, 1)
     row_norm_forward_wide_kernel(const RowNormForward args, const int64_t kept_tiles) {
   constexpr bool kApart = kHalvesApart<Z>;
   constexpr int kColumns = kChunkColumns, kWords = Chunk<Z, kColumns>::kWords;

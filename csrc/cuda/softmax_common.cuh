@@ -18,6 +18,13 @@ static_assert(1 << kLog2MaxThreads == kMaxThreads);
 constexpr int kBlockChunks = 2;
 static_assert(kBlockChunks * kChunkColumns == kClusterColumns, "the launch's");
 
+// Wide blocks an SM that registers must leave room for: half of its threads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
+constexpr int kWideBlocks = 1;
+#else
+constexpr int kWideBlocks = 2;
+#endif
+
 // The threads of a block, cut into groups of one row each.
 struct RowThreads {
   int count;     // threads a row
