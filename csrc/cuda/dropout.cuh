@@ -31,13 +31,12 @@ class DropoutMask {
     __syncthreads();
   }
 
-  // value[i] of element i of the chunk that begins with element `first` becomes value * scale, or exactly 0 (whatever
-  // it was) where it is dropped. aligned: first is a multiple of 8, or of 4 where halves are apart.
-  template <bool kApart>
+  // value[i] of element first + i becomes value * scale, or exactly 0 (whatever it was) where it is dropped.
+  // aligned: first is a multiple of 8.
   __device__ __forceinline__ void apply(float (&value)[kPhiloxElements], int64_t first, bool aligned) const {
     if (!on_) return;
     const float scale = shared_->scale;
-    if (!kApart && aligned) {
+    if (aligned) {
       PhiloxBlock random = draw(static_cast<uint64_t>(first) / kPhiloxElements);
       const uint32_t last_dropped = shared_->last_dropped;
 #pragma unroll
@@ -45,7 +44,7 @@ class DropoutMask {
         value[i] = value_or_zero(__fmul_rn(value[i], scale), random_bits(random, i) > last_dropped);
       return;
     }
-    const uint32_t kept = kept_columns<kApart>(static_cast<uint64_t>(first), aligned);
+    const uint32_t kept = kept_bits(static_cast<uint64_t>(first), false);
 #pragma unroll
     for (int i = 0; i < kPhiloxElements; ++i)
       value[i] = value_or_zero(__fmul_rn(value[i], scale), (kept >> i & 1u) != 0);
@@ -72,18 +71,11 @@ class DropoutMask {
   __device__ __forceinline__ uint32_t kept_columns(uint64_t first, bool aligned) const {
     if constexpr (kApart) {
       constexpr uint32_t kHalf = (1u << kHalfColumns) - 1;
-      if (aligned) {
-        const auto half = [&](uint64_t from) {
-          return kept_of_group(from / kPhiloxElements) >> from % kPhiloxElements & kHalf;
-        };
-        return half(first) | half(first + kHalfStep<kApart>) << kHalfColumns;
-      }
-      uint32_t bits = 0;
-#pragma unroll 1
-      for (int i = 0; i < kChunkColumns; i += kHalfColumns, first += kHalfStep<kApart>) {
-        bits |= (kept_bits(first, false) & kHalf) << i;
-      }
-      return bits;
+      const auto half = [&](uint64_t from) {
+        return (aligned ? kept_of_group(from / kPhiloxElements) >> from % kPhiloxElements : kept_bits(from, false)) &
+               kHalf;
+      };
+      return half(first) | half(first + kHalfStep<kApart>) << kHalfColumns;
     } else {
       return kept_bits(first, aligned);
     }

@@ -207,29 +207,11 @@ def _aligned_softmax_cases(dtype: torch.dtype) -> list[Case]:
     return [call.forward_case() for call in calls] + [call.backward_case() for call in backward]
 
 
-def _aligned_row_norm_cases(dtype: torch.dtype) -> list[Case]:
-    """Of every path of aligned rows, with every tensor that a call may have and with few; parameters have the dtype."""
-    given = {"parameter_dtype": dtype, "orders": (WARPS_FORWARD,)}
-    block = {"residual": True, "bias": True, "dropout_p": 0.1, "store_z": True, "dz": True}
-    calls = [
-        cudasim_row_norm.Call("sectors", n_rows, n_cols, (dtype, dtype), **given, **present)
-        for n_rows, n_cols in ((19, 48), (9, 256), (9, 304), (3, 1008), (2, 9216), (1, 66_048))
-        for present in ({}, block)
-    ]
-    # Backward of float32 rows has threads of 32 consecutive bytes.
-    backward = [call for call in calls if dtype != torch.float32 and call.n_cols <= 9216]
-    return [call.forward_case() for call in calls] + [call.backward_case() for call in backward]
-
-
-ALIGNED_CASES = {"row_norm": _aligned_row_norm_cases, "softmax": _aligned_softmax_cases}
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ALIGNED_CASES)
-def test_whole_sectors(family: str, dtype: str, tmp_path: Path) -> None:
-    """Every access of a warp that loads or stores vectors touches as many sectors as its bytes fill."""
-    cases = ALIGNED_CASES[family](DTYPES[dtype])
-    _, counts = _code(family, dtype, 90).run(cases, tmp_path)
+def test_softmax_touches_whole_sectors(dtype: str, tmp_path: Path) -> None:
+    """With every access of a warp that loads or stores vectors."""
+    cases = _aligned_softmax_cases(DTYPES[dtype])
+    _, counts = _code("softmax", dtype, 90).run(cases, tmp_path)
     shares = [count_instructions.sector_shares(count) for count in counts]
     found = {(case.direction, case.numbers["n_cols"]): share for case, share in zip(cases, shares, strict=True)}
     assert all(set(share.values()) == {1.0} for share in shares), found

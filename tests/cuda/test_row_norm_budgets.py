@@ -29,11 +29,14 @@ BACKWARD_WIDTHS = (*WIDTHS, 4104, 10240, 20480, 49152)
 ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 # The known shortfalls in spills, bytes by architecture and kernel: forward blocks of 1024 threads have 64 registers,
-# sm_70 has no uniform ones beside them. float16 conversions need a few more than those of bfloat16. From sm_100 on,
-# float16 rows without a norm need a few more for their dropout.
+# sm_70 has no uniform ones beside them. float16 conversions need a few more than those of bfloat16, and so do rows that
+# are read element by element. From sm_100 on, float16 rows without a norm need a few more for their dropout.
 SPILLED_BYTES = {
+    (70, "forward_kernel<bf16, f32, 0, elements>"): 8,
+    (70, "forward_kernel<f16, f32, 0, elements>"): 8,
     (70, "forward_kernel<f16, f16, 0, elements>"): 40,
     (70, "forward_kernel<f16, f16, 0, vectors>"): 40,
+    (70, "forward_kernel<f32, f32, 0, elements>"): 80,
     (100, "backward_kernel<f16, f16, 0, fast>"): 8,
     (120, "backward_kernel<f16, f16, 0, fast>"): 24,
 }

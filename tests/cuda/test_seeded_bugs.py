@@ -28,12 +28,9 @@ ROW_NORM_BUGS = {
         "vec.cuh", "<< (i % kPerWord * 8 * kBytes)", "<< ((i + 1) % kPerWord * 8 * kBytes)"
     ),
     "philox_lane_off_by_one": Bug("dropout.cuh", "first % kPhiloxElements)", "(first + 1) % kPhiloxElements)"),
-    "second_half_drawn_beside_the_first": Bug(
-        "dropout.cuh", "half(first + kHalfStep<kApart>)", "half(first + kHalfColumns)"
-    ),
     "philox_group_missing": Bug("dropout.cuh", "(shift != 0 ? 2 : 1)", "1"),
     "variance_counts_padding": Bug(
-        "row_norm_forward.cuh", "inside<kApart>(i, valid, kVectorAccess) ? value[i] - mean : 0.0f", "value[i] - mean"
+        "row_norm_forward.cuh", "inside<false>(i, valid, kVectorAccess) ? value[i] - mean : 0.0f", "value[i] - mean"
     ),
     "mean_and_rstd_exchanged": Bug(
         "row_norm_forward.cuh", "store_statistics(args, row, mean, rstd);", "store_statistics(args, row, rstd, mean);"
