@@ -59,6 +59,19 @@ def test_kept_values_are_scaled_by_one_over_one_minus_p(target):
     assert set(z.unique().tolist()) == {0.0, torch.tensor(dropout_scale(0.3)).item()}
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_without_a_residual_it_is_dropout(target, dtype):
+    leaves = make((9, 37), dtype, "bias", device=target.device).leaves()
+    keep, scale = ops.dropout_keep_mask((9, 37), 0.5, (3, 8), target.device), dropout_scale(0.5)
+    for bias in (None, leaves.bias):
+        leaves.x.grad = None
+        z = ops.bias_dropout_residual(leaves.x, None, bias, dropout_p=0.5, rng=(3, 8))
+        v = leaves.x.detach() if bias is None else leaves.x.detach().float() + bias.detach().float()
+        torch.testing.assert_close(z, torch.where(keep, v * scale, 0.0).to(dtype))
+        z.backward(torch.ones_like(z))
+        torch.testing.assert_close(leaves.x.grad, torch.where(keep, scale, 0.0).to(dtype))
+
+
 @pytest.mark.promise("D1")
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_keep_rate_within_five_sigma_and_consecutive_calls_differ(target, p):

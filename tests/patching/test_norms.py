@@ -326,7 +326,6 @@ def test_what_is_no_leaf_norm_is_left_alone(name: str, verify: bool) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        nn.Dropout,
         nn.GELU,
         lambda: nn.LeakyReLU(1e-3),
         lambda: nn.PReLU(WIDTH),
@@ -337,7 +336,6 @@ def test_what_is_no_leaf_norm_is_left_alone(name: str, verify: bool) -> None:
         lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     ],
     ids=[
-        "Dropout",
         "GELU",
         "LeakyReLU",
         "PReLU",

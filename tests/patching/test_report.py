@@ -122,10 +122,14 @@ def test_patterns_choose_what_is_patched(model: Model, patterns: Any, expected: 
 @pytest.mark.parametrize(
     ("exclude", "patched_", "excluded"),
     [
-        (["layers.1"], ["first", "layers.0", "last"], ["layers.1", "layers.1.norm"]),
-        (["layers"], ["first", "last"], ["layers.0", "layers.0.norm", "layers.1", "layers.1.norm"]),
-        (["l*s.0", "last"], ["first", "layers.0.norm", "layers.1"], ["layers.0", "last"]),
-        (["*.norm"], ["first", "last"], ["layers.0", "layers.0.norm", "layers.1", "layers.1.norm"]),
+        (["layers.1"], ["first", "layers.0", "last"], ["layers.1", "layers.1.dropout", "layers.1.norm"]),
+        (["layers"], ["first", "last"], [f"layers.{i}{part}" for i in (0, 1) for part in ("", ".dropout", ".norm")]),
+        (["l*s.0", "last"], ["first", "layers.0.dropout", "layers.0.norm", "layers.1"], ["layers.0", "last"]),
+        (
+            ["*.norm"],
+            ["first", "layers.0.dropout", "layers.1.dropout", "last"],
+            ["layers.0", "layers.0.norm", "layers.1", "layers.1.norm"],
+        ),
     ],
     ids=["name", "name-of-parent", "globs", "norm-inside-blocks"],
 )

@@ -95,7 +95,7 @@ def rms_norm(
 
 def bias_dropout_residual(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     bias: Tensor | None = None,
     *,
     dropout_p: float = 0.0,
@@ -104,7 +104,8 @@ def bias_dropout_residual(
 ) -> Tensor:
     """residual + dropout(x + bias), the end of a transformer sublayer (Vaswani et al. 2017, section 5.4).
 
-    x, residual: one shape, float32, float16, bfloat16 or float64, rank 1 and up, any strides. bias: (n_cols,) or None.
+    x, residual: one shape, float32, float16, bfloat16 or float64, rank 1 and up, any strides; residual None adds
+    nothing. bias: (n_cols,) or None.
     dropout_p: probability of dropping an element; what is dropped is exactly 0, what is kept is multiplied by 1 / (1 -
     p). p counts as rounded to 1/65536, in both; of p > 0 something is dropped, of p < 1 something kept.
     rng: None draws (seed, offset) from torch's generator of x's device; a pair of ints pins the mask
@@ -114,8 +115,6 @@ def bias_dropout_residual(
     """
     if unknown:
         raise_unknown("bias_dropout_residual", unknown)
-    if residual is None:
-        raise TypeError("bias_dropout_residual: residual must be a Tensor, got NoneType")
     return row_norm("bias_dropout_residual", NORM_NONE, (x, residual, bias, None, None), dropout_p=dropout_p, rng=rng)
 
 

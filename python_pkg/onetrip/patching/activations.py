@@ -27,7 +27,6 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import ops
-from ..ops.common.backends import KERNEL_DTYPES
 from . import calls
 from .calls import Configuration, configuration, has_configuration, is_plain, original_class
 from .classes import Rewrite
@@ -38,7 +37,7 @@ from .residual.choose import child_at
 from .residual.read import Reader, blocks, evaluated, may_change, mentions
 from .residual.rewrite import Rewriting
 from .source import is_source_of, parse, resolve
-from .verify import Outcome, check_outcomes, kind_of, undisturbed
+from .verify import check_outcomes, kind_of, outcome_of, undisturbed
 
 GATED, ACTIVATED = "gated_mlp", "bias_activation"
 PATTERNS = (GATED, ACTIVATED)
@@ -258,7 +257,7 @@ class Gated(_Fused):
     """act(gate) * up in a rewritten forward."""
 
     def __call__(self, module: nn.Module, act: Any, gate: Tensor, up: Tensor) -> Tensor:
-        if self.is_still(act) and _fits(gate) and calls.is_like(up, gate):
+        if self.is_still(act) and calls.fits(gate) and calls.is_like(up, gate):
             calls.count_fused(module)
             return ops.glu(gate, up, self.activation)
         calls.count_fallback(module)
@@ -272,7 +271,7 @@ class GatedHalves(_Fused):
     gate_first: bool
 
     def __call__(self, module: nn.Module, act: Any, packed: Tensor) -> Tensor:
-        if self.is_still(act) and _fits(packed) and packed.shape[-1] % 2 == 0:
+        if self.is_still(act) and calls.fits(packed) and packed.shape[-1] % 2 == 0:
             calls.count_fused(module)
             return ops.glu_packed(packed, self.activation, gate_first=self.gate_first)
         calls.count_fallback(module)
@@ -287,7 +286,7 @@ class Activated(_Fused):
     def __call__(self, module: nn.Module, act: Any, dense: Any, x: Tensor) -> Tensor:
         if self.is_still(act) and not x.is_nested:
             x, bias = (x, None) if dense is None else linear_parts(module, dense, x)
-            if _fits(x):
+            if calls.fits(x):
                 calls.count_fused(module)
                 return ops.bias_activation(x, bias, self.activation)
             x = x if bias is None else x + bias
@@ -295,10 +294,6 @@ class Activated(_Fused):
             x = dense(x)
         calls.count_fallback(module)
         return self.unfused(act, x)
-
-
-def _fits(x: Tensor) -> bool:
-    return x.dtype in KERNEL_DTYPES and x.dim() > 0 and not x.is_nested and not calls.is_distributed(x)
 
 
 @dataclass(frozen=True)
@@ -385,8 +380,8 @@ class Activations:
                 act: Any = FORMULAS[choice.activation] if child is None else clone(child).eval()
                 fused, unfused = partial(_fused, choice, act), partial(_unfused, act)
                 inputs = _inputs(choice)
-                expected, actual = (_outcome(compute, inputs, device, dtype) for compute in (unfused, fused))
-                truth = _outcome(unfused, inputs, device, torch.float64)
+                expected, actual = (outcome_of(compute, inputs, device, dtype) for compute in (unfused, fused))
+                truth = outcome_of(unfused, inputs, device, torch.float64)
                 check_outcomes(actual, expected, truth, f" of {choice.activation}")
 
 
@@ -448,12 +443,3 @@ def _fused(choice: Choice, act: Any, x: Tensor, other: Tensor | None = None) -> 
         return ops.glu(x, other, choice.activation)
     packed = torch.cat([x, other] if halves.gate_first else [other, x], dim=-1)
     return ops.glu_packed(packed, choice.activation, gate_first=halves.gate_first)
-
-
-def _outcome(compute: Any, inputs: list[Tensor], device: torch.device, dtype: torch.dtype) -> Outcome:
-    """The output and every gradient."""
-    leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
-    y = compute(*leaves)
-    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), device="cpu").to(y.device, y.dtype)
-    gradients = torch.autograd.grad(y, leaves, cotangent)
-    return [("output", y.detach()), *((f"gradient {index}", each) for index, each in enumerate(gradients))]

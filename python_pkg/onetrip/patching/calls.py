@@ -17,6 +17,7 @@ from torch.nn.modules.module import (  # torch 2.6 has no function that checks a
     _global_forward_pre_hooks,
 )
 
+from ..ops.common.backends import KERNEL_DTYPES
 from ..ops.common.tracing import have_storage
 
 SMALLEST = 1 << 18
@@ -157,6 +158,11 @@ def undropped(x: Any) -> tuple[Any, Tensor | None]:
 def is_distributed(x: Tensor) -> bool:
     """Whether x is a DTensor: kernels would see only the local shard."""
     return type(x).__name__ == "DTensor"
+
+
+def fits(x: Tensor) -> bool:
+    """Whether an element-wise operator takes x: anything else is left to torch."""
+    return x.dtype in KERNEL_DTYPES and x.dim() > 0 and not x.is_nested and not is_distributed(x)
 
 
 def is_like(up: Any, gate: Tensor) -> bool:

@@ -26,6 +26,8 @@ from .attention import PATTERN as ATTENTION
 from .attention import Attention, Interface, SoftmaxRegions, read_attention
 from .calls import configuration, is_distributed, is_released, original_class
 from .classes import Rewrite, is_stacked, plain_forward
+from .dropouts import PATTERN as DROPOUT
+from .dropouts import Dropout
 from .linear_loss import PATTERN as LINEAR_LOSS
 from .linear_loss import VocabularyLoss, labels_position, output_layer
 from .methods import InMethods, choose_methods, read_methods
@@ -77,7 +79,7 @@ class Together:
 
 
 InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | SharedInputs
-Site = InForward | Together | InMethods | Leaf | VocabularyLoss | TiedEmbedding
+Site = InForward | Together | InMethods | Leaf | Dropout | VocabularyLoss | TiedEmbedding
 """Each has a pattern, rewrite(module) -> Rewrite and verify(module, rewrite)."""
 
 
@@ -97,6 +99,7 @@ class Classifier:
         self.left: dict[int, Unsuitable] = {}
         """id(module of which a part is a site) -> why another part is none."""
         self.model_device = _kernel_device(model) or torch.device("cpu")
+        self.dropout = Dropout(self.model_device) if DROPOUT in wanted and _in_float64(model) is None else None
         self.attentions: dict[type, Interface | SoftmaxRegions | Unsuitable | None] = {}
         self.readings: dict[tuple[Any, type, str], Any] = {}
         """(function that reads, class, source of its forward's rewrite) -> what it found."""
@@ -245,6 +248,8 @@ class Classifier:
         return reason if reason.reason != "unknown_forward" or _resembles_block(module) else None
 
     def _leaf(self, module: nn.Module) -> Site | Unsuitable | None:
+        if original_class(type(module)) is nn.Dropout:
+            return self.dropout if module.p and not module.inplace and _replaced(module) is None else None
         spec = self.norm(module) if could_be_norm(module) else _BUFFERS if module._buffers else _WRONG_SHAPE
         if isinstance(spec, Unsuitable):
             return spec if _is_called_norm(module) else None

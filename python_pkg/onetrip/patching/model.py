@@ -26,6 +26,8 @@ from .classes import (
     subclass,
 )
 from .classify import Classifier, Site
+from .dropouts import PATTERN as DROPOUT
+from .dropouts import uncalled_dropouts
 from .linear_loss import PATTERN as LINEAR_LOSS
 from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
 from .rotary import PATTERN as ROTARY
@@ -35,7 +37,7 @@ from .watched_logits import PATTERN as CROSS_ENTROPY
 
 PATTERNS = (
     *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm"),
-    *(ATTENTION, *ACTIVATIONS, ROTARY, SHARED_INPUT, TIED_EMBEDDING, CROSS_ENTROPY),
+    *(ATTENTION, *ACTIVATIONS, ROTARY, SHARED_INPUT, TIED_EMBEDDING, CROSS_ENTROPY, DROPOUT),
 )
 """The patterns of patch_model, unless others are asked for."""
 NAMES = (*PATTERNS, LINEAR_LOSS)
@@ -176,14 +178,17 @@ class _Patcher:
         modules = list(self.model.named_modules())
         found: dict[int, PatchedSite | SkippedSite | None] = {}
         absorbed: set[int] = set()
-        # Blocks before leaves: a norm that a block absorbs is no site of its own. A child before its parent: the
-        # parent may call a second forward of the child's class (residual/tails.py).
+        # Blocks before leaves: a norm or a dropout that a block absorbs is no site of its own. A child before its
+        # parent: the parent may call a second forward of the child's class (residual/tails.py).
         blocks, leaves = ([named for named in modules if bool(named[1]._modules) is kind] for kind in (True, False))
-        for name, module in (*reversed(blocks), *leaves):
+        for name, module in reversed(blocks):
+            found[id(module)] = site = self.site(name, module)
+            if isinstance(site, PatchedSite):
+                absorbed |= {id(module._modules[child]) for child in rewrite_of(module).absorbed}
+        absorbed |= uncalled_dropouts(module for _, module in modules)
+        for name, module in leaves:
             if id(module) not in absorbed or is_patched(module):
-                found[id(module)] = site = self.site(name, module)
-                if isinstance(site, PatchedSite):
-                    absorbed |= {id(module._modules[child]) for child in rewrite_of(module).absorbed}
+                found[id(module)] = self.site(name, module)
         for name, module in modules:
             site = found.get(id(module))
             if isinstance(site, PatchedSite):

@@ -150,6 +150,17 @@ def _outcome(
     ], cotangent
 
 
+def outcome_of(
+    compute: Callable[..., Tensor], inputs: Sequence[Tensor], device: torch.device, dtype: torch.dtype
+) -> Outcome:
+    """The output of a function of tensors, and every gradient."""
+    leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
+    y = compute(*leaves)
+    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), device="cpu").to(y.device, y.dtype)
+    gradients = torch.autograd.grad(y, leaves, cotangent)
+    return [("output", y.detach()), *((f"gradient {index}", each) for index, each in enumerate(gradients))]
+
+
 def _takes(block: nn.Module, original: Callable[..., Any], inputs: list[Tensor]) -> bool:
     try:
         original(block, *inputs)

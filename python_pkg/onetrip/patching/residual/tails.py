@@ -40,6 +40,8 @@ class Tail:
     """Whether a dropout and a bias are left to the caller."""
     in_tuple: bool
     """Whether the Branch is the first element of a tuple."""
+    dropouts: tuple[str, ...]
+    """Paths of the children whose dropout is left to the caller."""
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """module(*args, **kwargs), or a call of its method, with a Branch for the result where that is the same."""
@@ -116,4 +118,5 @@ def open_tail(returns: Returns, operands: tuple[Operand | None, ...]) -> Tail:
     function = define(returns.method, source, names, "forward", "dropout_add")
     read = [operand for operand in operands if operand is not None]
     drops, linear = any(each.is_dropped for each in read), any(each.linear for each in read)
-    return Tail(returns.cls, returns.name, function, drops, linear, returns.in_tuple)
+    dropouts = tuple(each.dropout for each in read if each.dropout)
+    return Tail(returns.cls, returns.name, function, drops, linear, returns.in_tuple, dropouts)

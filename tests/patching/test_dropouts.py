@@ -1,0 +1,175 @@
+"""The pattern dropout: nn.Dropout without a mask in memory."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from onetrip import ops, patch_model, unpatch_model
+from onetrip.ops.common.rng import dropout_scale
+from onetrip.patching import dropouts
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, T5Config, T5Model
+
+SHAPE = (8, 32, 64)
+"""Of 16,384 elements: more than the least of a fused call."""
+
+
+class FeedForward(nn.Module):
+    def __init__(self, p: float = 0.25, inplace: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(64, 64), nn.Linear(64, 64), nn.Dropout(p, inplace)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(self.up(x)))
+
+
+class ReadsItsProbability(nn.Module):
+    """As an attention that hands its probability to a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, self.drop.p, self.training)
+
+
+def dropouts_of(model: nn.Module, **options: Any) -> list[str]:
+    return [site.name for site in patch_model(model, **options).patched if site.pattern == "dropout"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_it_drops_and_scales_as_the_operator_and_back(dtype: torch.dtype) -> None:
+    drop = nn.Sequential(nn.Dropout(0.25))
+    report = patch_model(drop)
+    x = torch.randn(SHAPE).to(dtype).requires_grad_()
+    torch.manual_seed(7)
+    y = drop(x)
+    torch.manual_seed(7)
+    expected = ops.bias_dropout_residual(x.detach(), None, dropout_p=0.25)
+    assert torch.equal(y, expected) and report.calls() == {"0": (1, 0)}
+    kept = y != 0
+    torch.testing.assert_close(y, torch.where(kept, x.detach() * dropout_scale(0.25), torch.zeros_like(x)))
+    assert abs(float(kept.float().mean()) - 0.75) < 0.02
+    g = torch.randn(SHAPE).to(dtype)
+    y.backward(g)
+    torch.testing.assert_close(x.grad, torch.where(kept, g * dropout_scale(0.25), torch.zeros_like(g)))
+
+
+def test_no_mask_is_kept_for_backward() -> None:
+    kept: list[tuple[int, ...]] = []
+    model = FeedForward()
+    patch_model(model)
+    x = torch.randn(SHAPE, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(tuple(t.shape)), t)[1], lambda t: t):
+        model.drop(x)
+    assert kept == []
+
+
+def test_evaluation_and_small_tensors_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FeedForward()
+    report = patch_model(model)
+    x = torch.randn(2, 64)
+    torch.manual_seed(3)
+    y = model(x)
+    unpatch_model(model)
+    torch.manual_seed(3)
+    assert torch.equal(model(x), y) and report.calls()["drop"] == (0, 0)
+    patch_model(model)
+    model.eval()
+    monkeypatch.setattr(dropouts, "_SMALLEST", {"cpu": 0})
+    x = torch.randn(SHAPE)
+    assert model.drop(x) is x
+
+
+@pytest.mark.parametrize("x", [torch.ones(SHAPE).double(), torch.ones(SHAPE).long()], ids=["float64", "int64"])
+def test_dtypes_that_no_kernel_has_are_torchs(x: Tensor) -> None:
+    model = FeedForward(1.0)  # of integers torch drops all or nothing
+    report = patch_model(model)
+    assert torch.equal(model.drop(x), functional.dropout(x, 1.0)) and report.calls()["drop"] == (0, 1)
+
+
+def test_what_is_no_plain_dropout_is_left_alone() -> None:
+    class Own(nn.Dropout):
+        def forward(self, input: Tensor) -> Tensor:
+            return input
+
+    model = nn.Sequential(Own(0.5), nn.Dropout(0.0), nn.Dropout(0.5, inplace=True), nn.Dropout1d(0.5))
+    assert dropouts_of(model) == []
+    assert dropouts_of(FeedForward().double()) == []
+    assert dropouts_of(FeedForward(), exclude=["drop"]) == []
+    assert dropouts_of(FeedForward(), patterns=["layer_norm"]) == []
+
+
+def test_a_probability_or_a_flag_that_changes_later_counts() -> None:
+    model = FeedForward()
+    report = patch_model(model)
+    x = torch.ones(SHAPE)
+    model.drop.p = 1.0
+    assert not model.drop(x).any() and report.calls()["drop"] == (1, 0)
+    model.drop.p = 0.0
+    assert model.drop(x) is x
+    model.drop.p, model.drop.inplace = 0.5, True
+    assert model.drop(x) is x and not x.all()
+
+
+def test_dropouts_that_no_forward_calls_are_no_sites() -> None:
+    assert dropouts_of(ReadsItsProbability()) == []
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = BertModel(BertConfig(**sizes, intermediate_size=32, vocab_size=50), add_pooling_layer=False)
+    assert dropouts_of(bert) == ["embeddings.dropout"]  # sums and attention take the others
+    gpt2 = GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50))
+    assert set(dropouts_of(gpt2)) == {"drop", "h.0.attn.attn_dropout"}  # the second one in a method for float16
+    t5 = T5Model(T5Config(d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, vocab_size=50))
+    feed_forward = "block.0.layer.{}.DenseReluDense.dropout"
+    expected = [f"encoder.{feed_forward.format(1)}", "encoder.dropout"]
+    expected += [f"decoder.{feed_forward.format(2)}", "decoder.dropout"]
+    assert dropouts_of(t5) == dropouts_of(t5) == expected
+    unpatch_model(t5)
+    assert len(dropouts_of(t5, patterns=["dropout"])) == 4 + 5  # now the layers call theirs
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_draws_the_same_mask(reentrant: bool) -> None:
+    model = FeedForward()
+    patch_model(model)
+    gradients = []
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=reentrant)):
+        x = torch.ones(SHAPE, requires_grad=True)
+        torch.manual_seed(5)
+        run(x).sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_copies_are_patched_pickles_are_not() -> None:
+    model = FeedForward()
+    classes = [type(module) for module in model.modules()]
+    patch_model(model)
+    assert type(copy.deepcopy(model).drop) is type(model.drop)
+    assert type(pickle.loads(pickle.dumps(model.drop))) is nn.Dropout
+    unpatch_model(model)
+    assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.slow
+def test_compiled_it_is_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FeedForward()
+    report = patch_model(model)
+    torch.compiler.reset()
+    y = torch.compile(model, fullgraph=True, backend="aot_eager")(torch.randn(SHAPE, requires_grad=True))
+    y.sum().backward()
+    assert report.calls()["drop"] == (0, 0)
+
+
+def test_a_dropout_that_computes_something_else_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ops.bias_dropout_residual
+    monkeypatch.setattr(ops, "bias_dropout_residual", lambda *args, **options: 1.001 * real(*args, **options))
+    report = patch_model(FeedForward())
+    assert [site.reason for site in report.skipped if site.name == "drop"] == ["verify_failed"]
