@@ -125,6 +125,7 @@ void read(onetrip::GluForward& call, Arguments& from) {
   call.up = columns<const void>(from, call.dtype, call.up_row_stride);
   call.bias = from.tensor<const void>();
   call.y = from.tensor<void>();
+  from.rng(call.dropout);
 }
 
 void read(onetrip::GluBackward& call, Arguments& from) {
@@ -136,6 +137,7 @@ void read(onetrip::GluBackward& call, Arguments& from) {
   call.dup = columns<void>(from, call.dtype, call.dup_row_stride);
   call.dbias = from.tensor<void>();
   call.workspace = from.tensor<float>();
+  from.rng(call.dropout);
 }
 
 // In place of the CUDA launcher of a family that has none: Triton serves it there.
@@ -263,22 +265,27 @@ py::object softmax_eager(const py::object& launcher, bool causal, bool stores_p)
 }
 
 template <typename Call>
-Call glu_plan(int dtype, int bias_dtype, int activation) {
+Call glu_plan(int dtype, int bias_dtype, int activation, double dropout_p) {
   Call args{};
   args.dtype = DType(dtype);
   args.bias_dtype = DType(bias_dtype);
   args.activation = onetrip::Activation(activation);
+  args.dropout = dropout(dropout_p);
   return args;
 }
 
-py::object glu_forward(int dtype, int bias_dtype, int activation) {
+py::object glu_forward(int dtype, int bias_dtype, int activation, double dropout_p) {
   using Call = onetrip::GluForward;
-  return launcher<onetrip::glu_forward_cpu, no_cuda_kernel<Call>>(glu_plan<Call>(dtype, bias_dtype, activation));
+  const auto plan = glu_plan<Call>(dtype, bias_dtype, activation, dropout_p);
+  return launcher<onetrip::glu_forward_cpu, no_cuda_kernel<Call>>(plan);
 }
 
-py::object glu_backward(int dtype, int bias_dtype, int activation) {
+// draws: whether the pass needs the mask; else it multiplies by the dropout's scale alone.
+py::object glu_backward(int dtype, int bias_dtype, int activation, double dropout_p, bool draws) {
   using Call = onetrip::GluBackward;
-  return launcher<onetrip::glu_backward_cpu, no_cuda_kernel<Call>>(glu_plan<Call>(dtype, bias_dtype, activation));
+  auto plan = glu_plan<Call>(dtype, bias_dtype, activation, dropout_p);
+  if (!draws) plan.dropout.threshold = 0;
+  return launcher<onetrip::glu_backward_cpu, no_cuda_kernel<Call>>(plan);
 }
 
 int64_t softmax_workspace(int device, int64_t n_rows, int64_t n_cols, const std::vector<int64_t>& mask_sizes,

@@ -130,9 +130,9 @@ struct Rotary {
   bool interleaved, inverse;
 };
 
-enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu2 = 3 };
+enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu2 = 3, kRelu = 4 };
 
-// y = act(gate) * up, or without up y = act(gate + bias); in float32, rounded once.
+// y = dropout(act(gate) * up), or without up y = dropout(act(gate + bias)); in float32, rounded once.
 struct GluForward {
   int64_t n_rows, n_cols;
   const void* gate;  // [n_rows, n_cols] dtype, last stride 1
@@ -142,15 +142,17 @@ struct GluForward {
   int64_t gate_row_stride, up_row_stride;
   DType dtype, bias_dtype;
   Activation activation;
+  Dropout dropout;  // of elements of y
 };
 
-// dup = dy * act(gate);  dgate = dy * up * act'(gate), or dy * act'(gate + bias);  dbias = sum over rows of dgate.
+// g = dropout's gradient of dy;  dup = g * act(gate);  dgate = g * up * act'(gate), or g * act'(gate + bias);
+// dbias = sum over rows of dgate.
 struct GluBackward {
   int64_t n_rows, n_cols;
   const void* dy;    // [n_rows, n_cols] dtype, last stride 1
-  const void* gate;  // gate, up, bias: as forward's
+  const void* gate;  // gate, up: as forward's; or of relu without up y, which has the signs that are needed
   const void* up;
-  const void* bias;
+  const void* bias;  // added to gate; null: nothing is added
   void* dgate;       // [n_rows, n_cols] dtype, last stride 1; null: not wanted
   void* dup;         // [n_rows, n_cols] dtype, last stride 1; null: not wanted (always, without up)
   void* dbias;       // [n_cols] bias_dtype; null: not wanted (always, with up)
@@ -158,6 +160,7 @@ struct GluBackward {
   int64_t dy_row_stride, gate_row_stride, up_row_stride, dgate_row_stride, dup_row_stride;
   DType dtype, bias_dtype;
   Activation activation;
+  Dropout dropout;  // as forward's; threshold 0 where gate is y: dy is multiplied by scale
 };
 
 // t = softcap * tanh(scale * logits / softcap) (softcap 0: scale * logits);  lse = log(sum of exp(t));

@@ -1,4 +1,4 @@
-"""The glu family: gated linear units, separate and packed, and bias + GELU, over the widths of MLPs."""
+"""The glu family: gated linear units, separate and packed, bias + GELU, and with dropout, over the widths of MLPs."""
 
 from __future__ import annotations
 
@@ -48,6 +48,14 @@ def _fused_bias_gelu(x: Tensor, bias: Tensor) -> Outputs:
     return ops.bias_activation(x, bias, "gelu")
 
 
+def _bias_gelu_dropout(dropout: Dropout, x: Tensor, bias: Tensor) -> Outputs:
+    return dropout(F.gelu(x + bias))
+
+
+def _fused_bias_gelu_dropout(x: Tensor, bias: Tensor) -> Outputs:
+    return ops.bias_activation(x, bias, "gelu", dropout_p=0.1)
+
+
 GLU = Operator("glu-silu", ("gate", "up"), (), _swiglu, ops.glu, _glu_bytes, family="glu")
 PACKED = Operator(
     "glu_packed-silu",
@@ -60,7 +68,17 @@ PACKED = Operator(
     family="glu",
 )
 BIAS_GELU = Operator("bias_activation-gelu", ("x",), ("bias",), _bias_gelu, _fused_bias_gelu, _bias_bytes, family="glu")
-OPERATORS = (GLU, PACKED, BIAS_GELU)
+BIAS_GELU_DROPOUT = Operator(
+    "bias_activation-gelu-p0.1",
+    ("x",),
+    ("bias",),
+    _bias_gelu_dropout,
+    _fused_bias_gelu_dropout,
+    _bias_bytes,
+    dropout_p=0.1,
+    family="glu",
+)
+OPERATORS = (GLU, PACKED, BIAS_GELU, BIAS_GELU_DROPOUT)
 
 
 def cases(quick: bool = False) -> list[Case]:

@@ -141,6 +141,12 @@ struct Relu2 {
   }
 };
 
+// max(x, 0). Where x is NaN the gradient passes, as in torch.
+struct Relu {
+  static ONETRIP_INLINE F value(F x) { return larger_number(F{}, x); }
+  static ONETRIP_INLINE Activated with_slope(F x) { return {value(x), (F)((U)splat(1.0f) & ~(U)(x <= 0.0f))}; }
+};
+
 // Calls body with a value of the type of the activation.
 template <class Body>
 ONETRIP_INLINE auto with_activation(Activation activation, Body body) {
@@ -151,6 +157,8 @@ ONETRIP_INLINE auto with_activation(Activation activation, Body body) {
       return body(GeluTanh{});
     case Activation::kRelu2:
       return body(Relu2{});
+    case Activation::kRelu:
+      return body(Relu{});
     default:
       return body(Silu{});
   }

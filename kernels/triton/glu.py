@@ -7,14 +7,17 @@ launches.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import triton
 
-from ..reference.glu import ACTIVATIONS, GluPlan, Gradients, Operands, halves
+from ..reference.glu import ACTIVATIONS, GluPlan, Gradients, Operands, halves, reads_result
+from ..reference.philox import Rng, dropout_scale
 from . import glu_kernels as kernels
+from .philox import dropout_arguments
 from .sum_partials import sum_partials
 from .tiles import MAX_REGISTERS, Tile, aligned, aligned_vector, common_divisor, on_device_of, row_stride
 
@@ -34,7 +37,7 @@ def _gate_and_up(operands: Operands, plan: GluPlan) -> tuple[Tensor, Tensor | No
     return (operands.gate, operands.up) if plan.gate_first is None else halves(operands.gate, plan.gate_first)
 
 
-def forward(operands: Operands, plan: GluPlan) -> Tensor:
+def forward(operands: Operands, plan: GluPlan, rng: Rng | None = None) -> Tensor:
     """reference.glu.forward for matrices of last stride 1, of float32, float16 or bfloat16; y is contiguous."""
     gate, up = _gate_and_up(operands, plan)
     n_rows, n_cols = gate.shape
@@ -56,6 +59,7 @@ def forward(operands: Operands, plan: GluPlan) -> Tensor:
             n_col_tiles=n_col_tiles,
             gate_row_stride=row_stride(gate),
             up_row_stride=row_stride(up),
+            **_dropout_arguments(rng, plan, n_cols),
             ACTIVATION=ACTIVATIONS.index(plan.activation),
             ALIGN=divisor,
             BLOCK_ROWS=block.rows,
@@ -64,6 +68,12 @@ def forward(operands: Operands, plan: GluPlan) -> Tensor:
             maxnreg=MAX_REGISTERS,
         )
     return y
+
+
+def _dropout_arguments(rng: Rng | None, plan: GluPlan, n_cols: int) -> dict[str, Any]:
+    """Without rng the scale alone: what is dropped is 0 already."""
+    arguments = dropout_arguments(rng, 0.0 if rng is None else plan.dropout_p, n_cols)
+    return {**arguments, "keep_scale": dropout_scale(plan.dropout_p)}
 
 
 def rows_per_program(n_rows: int, n_col_tiles: int, block: Tile, sums: bool) -> int:
@@ -75,7 +85,9 @@ def rows_per_program(n_rows: int, n_col_tiles: int, block: Tile, sums: bool) -> 
     return triton.cdiv(rows, block.rows) * block.rows
 
 
-def backward(dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool]) -> Gradients:
+def backward(
+    dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool], rng: Rng | None = None
+) -> Gradients:
     """reference.glu.backward for matrices of last stride 1; gradients are contiguous, that of both halves is one."""
     gate, up = _gate_and_up(operands, plan)
     wants_gate, wants_up, wants_bias = wants
@@ -98,7 +110,7 @@ def backward(dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, b
             dy,
             gate,
             up,
-            aligned_vector(bias),
+            None if reads_result(plan, operands) else aligned_vector(bias),
             dgate,
             dup,
             partials,
@@ -111,6 +123,7 @@ def backward(dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, b
             up_row_stride=row_stride(up),
             dgate_row_stride=row_stride(dgate),
             dup_row_stride=row_stride(dup),
+            **_dropout_arguments(rng, plan, n_cols),
             ACTIVATION=ACTIVATIONS.index(plan.activation),
             ALIGN=divisor,
             BLOCK_ROWS=block.rows,

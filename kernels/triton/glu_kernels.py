@@ -2,7 +2,8 @@
 
 Matrices are [n_rows, n_cols], read and written by their row strides, last stride 1: halves of a packed tensor are
 matrices of twice the stride. Values are float32 between load and store. ACTIVATION: an index into reference.glu's
-ACTIVATIONS. Where an input or output is None, its part of a kernel is not compiled.
+ACTIVATIONS. Where an input or output is None, its part of a kernel is not compiled. Random numbers: see philox.py;
+PHILOX_COLS = 0 draws none.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .philox import keep_tile, load_rng
 from .tiles import with_divisor
 
 UNSPECIALIZED = [
+    "seed",
+    "offset",
+    "drop_limit",
     "n_rows",
     "n_cols",
     "n_col_tiles",
@@ -72,11 +77,38 @@ def _activated(x, ACTIVATION: tl.constexpr):
         value, complement = _logistic(x * (1.5957691216 + 0.0713548163 * square))
         y = x * value
         slope = value + y * complement * (1.5957691216 + 0.2140644488 * square)
-    else:  # relu2
+    elif ACTIVATION == 3:  # relu2
         positive = tl.where(x < 0.0, 0.0, x)
         y = positive * positive
         slope = 2.0 * positive
+    else:  # relu
+        y = tl.where(x < 0.0, 0.0, x)
+        slope = tl.where(x <= 0.0, 0.0, 1.0)
     return y, slope
+
+
+@triton.jit
+def _dropped(
+    values,
+    rng_ptr,
+    seed,
+    offset,
+    drop_limit,
+    keep_scale,
+    rows,
+    first_col,
+    n_cols,
+    PHILOX_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """A tile of values times the dropout's factors; without random numbers what is dropped is 0 already."""
+    values *= keep_scale
+    if PHILOX_COLS > 0:
+        seed, offset = load_rng(rng_ptr, seed, offset)
+        keep = keep_tile(seed, offset, rows, first_col, n_cols, drop_limit, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS)
+        values = tl.where(keep, values, 0.0)
+    return values
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -90,20 +122,27 @@ def _glu_fwd_kernel(
     n_col_tiles: tl.int32,
     gate_row_stride: tl.int64,
     up_row_stride: tl.int64,
+    rng_ptr,
+    seed: tl.int64,
+    offset: tl.int64,
+    drop_limit: tl.int64,
+    keep_scale,
     ACTIVATION: tl.constexpr,
+    PHILOX_COLS: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """y = act(gate) * up,  or act(gate + bias)
+    """y = dropout(act(gate) * up),  or dropout(act(gate + bias))
 
-    gate, up, y: [n_rows, n_cols], y contiguous. bias: [n_cols]. A program takes one tile of BLOCK_ROWS x BLOCK_COLS.
-    Moves n_cols * (read gate, up + write y) a row.
+    gate, up, y: [n_rows, n_cols], y contiguous. bias: [n_cols]. rng: [2] int64. A program takes one tile of BLOCK_ROWS
+    x BLOCK_COLS. Moves n_cols * (read gate, up + write y) a row.
     """
     n_cols = with_divisor(n_cols, ALIGN)
     tile = tl.program_id(0)
     rows = (tile // n_col_tiles).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    cols = (tile % n_col_tiles).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    first_col = (tile % n_col_tiles).to(tl.int64) * BLOCK_COLS
+    cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
     inside = (rows < n_rows) & (cols < n_cols)
     x = tl.load(gate_ptr + rows * with_divisor(gate_row_stride, ALIGN) + cols, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
@@ -111,6 +150,10 @@ def _glu_fwd_kernel(
     y, _ = _activated(x, ACTIVATION)
     if up_ptr is not None:
         y *= tl.load(up_ptr + rows * with_divisor(up_row_stride, ALIGN) + cols, mask=inside, other=0.0).to(tl.float32)
+    y = _dropped(
+        y, rng_ptr, seed, offset, drop_limit, keep_scale,
+        rows, first_col, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
+    )  # fmt: skip
     tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -132,21 +175,29 @@ def _glu_bwd_kernel(
     up_row_stride: tl.int64,
     dgate_row_stride: tl.int64,
     dup_row_stride: tl.int64,
+    rng_ptr,
+    seed: tl.int64,
+    offset: tl.int64,
+    drop_limit: tl.int64,
+    keep_scale,
     ACTIVATION: tl.constexpr,
+    PHILOX_COLS: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """dup = dy * act(gate);  dgate = dy * up * act'(gate), or dy * act'(gate + bias);  partials = sums of dgate
+    """dup = g * act(gate);  dgate = g * up * act'(gate), or g * act'(gate + bias);  partials = sums of dgate
 
-    dy, gate, up, dgate, dup: [n_rows, n_cols]. bias: [n_cols]. partials: [programs down the rows, n_cols] float32, the
-    sum over each program's rows, for sum_partials. A program takes BLOCK_COLS columns of rows_per_program rows, a
-    multiple of BLOCK_ROWS. Moves n_cols * (read dy, gate, up + write dgate, dup) a row.
+    g: dropout's gradient of dy. dy, gate, up, dgate, dup: [n_rows, n_cols]. bias: [n_cols]. rng: [2] int64. partials:
+    [programs down the rows, n_cols] float32, the sum over each program's rows, for sum_partials. A program takes
+    BLOCK_COLS columns of rows_per_program rows, a multiple of BLOCK_ROWS. Moves n_cols * (read dy, gate, up + write
+    dgate, dup) a row.
     """
     n_cols = with_divisor(n_cols, ALIGN)
     program = tl.program_id(0)
     part = (program // n_col_tiles).to(tl.int64)
-    cols = (program % n_col_tiles).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    first_col = (program % n_col_tiles).to(tl.int64) * BLOCK_COLS
+    cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     for step in range(0, rows_per_program, BLOCK_ROWS):
         rows = part * rows_per_program + step + tl.arange(0, BLOCK_ROWS)[:, None]
@@ -156,6 +207,10 @@ def _glu_bwd_kernel(
         if bias_ptr is not None:
             x += tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
         g = tl.load(dy_ptr + rows * with_divisor(dy_row_stride, ALIGN) + cols, mask=inside, other=0.0).to(tl.float32)
+        g = _dropped(
+            g, rng_ptr, seed, offset, drop_limit, keep_scale,
+            rows, first_col, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
+        )  # fmt: skip
         value, slope = _activated(x, ACTIVATION)
         if dup_ptr is not None:
             dup_rows = dup_ptr + rows * with_divisor(dup_row_stride, ALIGN)
@@ -163,7 +218,10 @@ def _glu_bwd_kernel(
         if up_ptr is not None:
             up_rows = up_ptr + rows * with_divisor(up_row_stride, ALIGN)
             g *= tl.load(up_rows + cols, mask=inside, other=0.0).to(tl.float32)
-        g *= slope
+        if ACTIVATION == 4:
+            g = tl.where(slope == 0.0, 0.0, g)
+        else:
+            g *= slope
         if dgate_ptr is not None:
             dgate_rows = dgate_ptr + rows * with_divisor(dgate_row_stride, ALIGN)
             tl.store(dgate_rows + cols, g.to(dgate_ptr.dtype.element_ty), mask=inside)

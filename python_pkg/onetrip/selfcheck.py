@@ -181,6 +181,7 @@ _UNFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
+    "relu": F.relu,
 }
 
 

@@ -388,8 +388,9 @@ def test_adam_rounds_every_operation_by_itself(case: AdamCase, monkeypatch: pyte
     activation=ACTIVATIONS,
     kind=("glu", "packed", "bias"),
     n_cols=(128, 2816),
+    p=(0.0, 0.1),
 )
-def test_glu_budget(capability, dtype, activation, kind, n_cols, monkeypatch) -> None:
+def test_glu_budget(capability, dtype, activation, kind, n_cols, p, monkeypatch) -> None:
     """Compiled for GPUs that are not here: nothing spills, half of a multiprocessor's threads are resident, and every
     access to a matrix moves 8 bytes or more a lane."""
     from onetrip.kernels import glu, glu_kernels, sum_partials
@@ -404,9 +405,9 @@ def test_glu_budget(capability, dtype, activation, kind, n_cols, monkeypatch) ->
         "packed": GluOperands(empty(512, 2 * n_cols)),
         "bias": GluOperands(x, None, empty(n_cols)),
     }[kind]
-    plan = GluPlan(activation, True if kind == "packed" else None)
-    glu.forward(operands, plan)
-    glu.backward(dy, operands, plan, (True, kind == "glu", kind == "bias"))
+    plan, rng = GluPlan(activation, True if kind == "packed" else None, p), (3, 4) if p else None
+    glu.forward(operands, plan, rng)
+    glu.backward(dy, operands, plan, (True, kind == "glu", kind == "bias"), rng)
     for launch in launches[:2]:
         share, spilled, loads, stores, line = measure(f"{kind}-N{n_cols}-{activation}", launch, capability)
         assert spilled == 0 and share >= 0.5, line

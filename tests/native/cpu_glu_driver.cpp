@@ -15,6 +15,7 @@ struct Case {
   Activation activation;
   Form form;
   bool is_aligned;
+  double dropped = 0;  // share of y
 };
 
 std::vector<double> glu(const Case& c) {
@@ -35,6 +36,9 @@ std::vector<double> glu(const Case& c) {
   forward.gate = gate.data(), forward.up = second(gate, up), forward.bias = has_bias ? bias.data() : nullptr;
   forward.y = y.data(), forward.gate_row_stride = forward.up_row_stride = stride;
   forward.dtype = c.dtype, forward.activation = c.activation;
+  const Dropout dropout = {static_cast<uint32_t>(65536 * c.dropped), static_cast<float>(1 / (1 - c.dropped)), 3, 4,
+                           nullptr};
+  forward.dropout = dropout;
   if (glu_forward_cpu(forward) != 0) exit(1);
 
   Array workspace(glu_workspace_cpu(c.n_rows, c.n_cols), DType::kFloat32, true);
@@ -46,7 +50,7 @@ std::vector<double> glu(const Case& c) {
   backward.workspace = static_cast<float*>(workspace.data());
   backward.dy_row_stride = c.n_cols;
   backward.gate_row_stride = backward.up_row_stride = backward.dgate_row_stride = backward.dup_row_stride = stride;
-  backward.dtype = c.dtype, backward.activation = c.activation;
+  backward.dtype = c.dtype, backward.activation = c.activation, backward.dropout = dropout;
   if (glu_backward_cpu(backward) != 0) exit(1);
 
   std::vector<double> results;
@@ -99,8 +103,8 @@ int main() {
     for (int64_t n_rows : {1, 5, 33})
       for (DType dtype : {f, b}) {
         for (Form form : forms)
-          for (int activation = 0; activation < 4; ++activation)
-            cases.push_back({n_rows, n_cols, dtype, Activation(activation), form, false});
+          for (int activation = 0; activation < 5; ++activation)
+            cases.push_back({n_rows, n_cols, dtype, Activation(activation), form, false, activation % 2 * 0.25});
         for (Form form : {Form::kRotary, Form::kInterleaved})
           if (n_cols % 3 == 0 || n_cols < 4) cases.push_back({n_rows, n_cols, dtype, Activation::kSilu, form, false});
       }

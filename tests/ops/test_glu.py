@@ -6,6 +6,7 @@ import pytest
 import torch
 from glu_cases import ACTIVATIONS, DTYPES, short, unfused
 from onetrip import ops, use_backend
+from onetrip.ops.common.rng import dropout_scale
 from pairwise import pairwise
 from targets import TARGETS, Target, needs
 from tolerances import assert_bitwise, assert_like_torch, assert_ulps
@@ -118,6 +119,7 @@ def test_every_float16(target):
         "gelu": 0.5 * exact * torch.special.erfc(-exact * 0.5**0.5),
         "gelu_tanh": exact * torch.sigmoid(2.0 * (2.0 / torch.pi) ** 0.5 * (exact + 0.044715 * exact**3)),
         "relu2": exact.relu().square(),
+        "relu": exact.relu(),
     }
     # A kernel rounds what it exponentiates once; the formula rounds x^2 too.
     relative = 1e-6 if target.backend == "cpu" else 2e-7 * (4.0 + exact.square())
@@ -161,7 +163,7 @@ def test_special_values(target, activation):
     y = ops.bias_activation(x, None, activation)
     assert y[0].isnan() and y[1] == torch.inf and not y[3:].isnan().any()
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    assert dx[0].isnan() and dx[3:].isfinite().all()
+    assert dx[0].isnan() != (activation == "relu") and dx[3:].isfinite().all()  # torch's relu passes the gradient
     for n in (40, 1000):
         gate, up = torch.randn(3, n, device=target.device), torch.randn(3, n, device=target.device)
         gate[1, n // 2] = torch.nan
@@ -320,6 +322,111 @@ def test_gradcheck():
         torch.autograd.gradcheck(lambda g, u: ops.glu(g, u, activation), (gate, up))  # noqa: B023
         torch.autograd.gradcheck(lambda g: ops.glu_packed(g, activation, gate_first=False), gate)  # noqa: B023
         torch.autograd.gradcheck(lambda x, b: ops.bias_activation(x, b, activation), (gate, bias))  # noqa: B023
+        dropped = {"dropout_p": 0.5, "rng": (3, 4)}
+        torch.autograd.gradcheck(lambda g, u: ops.glu(g, u, activation, **dropped), (gate, up))  # noqa: B023
+        torch.autograd.gradcheck(lambda x, b: ops.bias_activation(x, b, activation, **dropped), (gate, bias))  # noqa: B023
+
+
+RNG = (3, 8)
+
+
+@pairwise(
+    dtype=DTYPES,
+    activation=list(ACTIVATIONS),
+    shape=[(3, 5, 70), (40, 130), (7, 1), (2, 1031)],
+    form=["glu", "packed", "bias", "alone"],
+    p=[0.1, 0.75],
+)
+def test_dropout(target, dtype, activation, shape, form, p):
+    """By dropout_keep_mask, forward and backward, beside torch's operators with the same mask."""
+    keep = ops.dropout_keep_mask(shape, p, RNG, target.device)
+    options = {"activation": activation, "dropout_p": p, "rng": RNG}
+    gate, up, dy = (randn(*shape, device=target.device, dtype=dtype) for _ in range(3))
+    bias = randn(shape[-1], device=target.device, dtype=dtype)
+
+    def dropped(y):
+        return torch.where(keep, y * dropout_scale(p), torch.zeros_like(y))
+
+    if form == "glu":
+        check(
+            lambda g, u: ops.glu(g, u, **options),
+            lambda g, u: dropped(unfused(g, u, None, activation)),
+            dy,
+            *(gate, up),
+        )
+    elif form == "packed":
+        check(
+            lambda x: ops.glu_packed(x, **options),
+            lambda x: dropped(unfused(*x.chunk(2, -1), None, activation)),
+            dy,
+            torch.cat((gate, up), -1),
+        )
+    else:
+        check(
+            lambda x, b=None: ops.bias_activation(x, b, **options),
+            lambda x, b=None: dropped(unfused(x, None, b, activation)),
+            dy,
+            *((gate, bias) if form == "bias" else (gate,)),
+        )
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_dropout_of_everything_and_of_nothing(target, activation):
+    x = torch.full((4, 70), torch.nan, device=target.device)
+    assert (ops.bias_activation(x, None, activation, dropout_p=1.0) == 0.0).all()
+    x = randn(4, 70, device=target.device).requires_grad_()
+    y = ops.bias_activation(x, None, activation, dropout_p=1.0)
+    assert (y == 0.0).all() and (torch.autograd.grad(y, x, torch.ones_like(y))[0] == 0.0).all()
+    assert_bitwise(
+        ops.bias_activation(x, None, activation, dropout_p=0), ops.bias_activation(x, None, activation, rng=(1, 2))
+    )
+
+
+def test_dropout_draws_from_torchs_generator(target):
+    x = torch.ones(40, 70, device=target.device)
+
+    def mask():
+        return ops.bias_activation(x, None, "relu", dropout_p=0.5) != 0.0
+
+    torch.manual_seed(1)
+    first, second = mask(), mask()
+    torch.manual_seed(1)
+    assert torch.equal(mask(), first) and not torch.equal(first, second)
+    assert abs(float(first.float().mean()) - 0.5) < 0.05
+
+
+def test_dropout_counts_elements_in_logical_order(target):
+    x = randn(5, 6, 16, device=target.device)
+    permuted = x.permute(1, 0, 2).contiguous().permute(1, 0, 2)
+    options = {"activation": "gelu", "dropout_p": 0.5, "rng": RNG}
+    assert not permuted.is_contiguous()
+    dy = randn(5, 6, 16, device=target.device)
+    for ours, expected in zip(
+        with_gradients(lambda x: ops.bias_activation(x, None, **options), dy, permuted),
+        with_gradients(lambda x: ops.bias_activation(x, None, **options), dy, x),
+        strict=True,
+    ):
+        assert_bitwise(ours, expected)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_relu_saves_its_result_only(target, p):
+    """The next layer keeps it anyway."""
+    x, bias = (randn(*shape, device=target.device).requires_grad_() for shape in ((6, 10), (10,)))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = ops.bias_activation(x, bias, "relu", dropout_p=p)
+    assert [t.data_ptr() for t in saved] == [y.data_ptr(), bias.data_ptr()]
+
+
+def test_relu_passes_gradients_as_torch_does(target):
+    """Where x is NaN, and not where x is negative, whatever the gradient is."""
+    x = torch.tensor([[-1.0, 0.0, 1.0, torch.nan, -torch.inf, torch.inf]], device=target.device).requires_grad_()
+    for value in (2.0, torch.inf, torch.nan):
+        dy = torch.full_like(x, value)
+        (ours,) = torch.autograd.grad(ops.bias_activation(x, None, "relu"), x, dy)
+        (torchs,) = torch.autograd.grad(torch.relu(x), x, dy)
+        torch.testing.assert_close(ours, torchs, equal_nan=True)
 
 
 def test_gradients_cannot_be_differentiated_again(target):
@@ -377,6 +484,16 @@ BAD = {
         ValueError,
         r"^bias_activation: bias must have shape \(6,\), got \(3,\)",
     ),
+    "dropout_p": (
+        lambda: ops.glu(TENSOR, TENSOR, dropout_p=1.5),
+        ValueError,
+        r"^glu: dropout_p must be .*got 1.5",
+    ),
+    "rng": (
+        lambda: ops.bias_activation(TENSOR, None, "relu", dropout_p=0.5, rng=3),
+        TypeError,
+        r"^bias_activation: rng must be None or a \(seed, offset\) pair",
+    ),
     "bias-rank": (
         lambda: ops.bias_activation(TENSOR, TENSOR, "gelu"),
         ValueError,
@@ -419,11 +536,13 @@ def test_opcheck(case, order):
     ]
     operands = [tensor if tensor is None or tensor.dim() == 1 else tensor.permute(order) for tensor in operands]
     operands = [None if tensor is None else tensor.requires_grad_() for tensor in operands]
-    torch.library.opcheck(torch.ops.onetrip.glu.default, (*operands, "gelu", gate_first))
-    operands = [None if tensor is None else tensor.detach() for tensor in operands]
-    dy = torch.ones_like(torch.ops.onetrip.glu(*operands, "gelu", gate_first))
     wants = [tensor is not None for tensor in operands]
-    torch.library.opcheck(torch.ops.onetrip.glu_backward.default, (dy, *operands, wants, "gelu", gate_first))
+    for activation, rng, p in (("gelu", None, 0.0), ("gelu", torch.tensor([3, 4]), 0.5), ("relu", None, 0.0)):
+        plan = activation, gate_first, p
+        torch.library.opcheck(torch.ops.onetrip.glu.default, (*operands, rng, *plan))
+        detached = [None if tensor is None else tensor.detach() for tensor in operands]
+        dy = torch.ones_like(torch.ops.onetrip.glu(*detached, rng, *plan))
+        torch.library.opcheck(torch.ops.onetrip.glu_backward.default, (dy, *detached, rng, wants, *plan))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -432,7 +551,8 @@ def test_compiles_without_a_break_to_the_same_bits(backend):
     gate, up, bias = (torch.randn(*shape, requires_grad=True) for shape in ((6, 10), (6, 10), (10,)))
 
     def function(gate, up, bias):
-        y = ops.glu(gate, up, "gelu")
+        y = ops.glu(gate, up, "gelu", dropout_p=0.5, rng=RNG)
+        y = y + ops.bias_activation(gate, bias, "relu", dropout_p=0.5, rng=RNG)
         return ops.bias_activation(y, bias, "silu") + ops.glu_packed(torch.cat((gate, up), -1))
 
     results = {}

@@ -131,7 +131,7 @@ CASES = {
         "ModernBertConfig",
         COMMON | {"cls_token_id": 1, "sep_token_id": 2, "attn_implementation": "eager"},
         text,
-        {"layer_norm": 4, "add_norm": 2, "attention_softmax": 2, "gated_mlp": 2, "bias_activation": 1},
+        {"layer_norm": 4, "add_norm": 2, "attention_softmax": 2, "gated_mlp": 2},
     ),
     "bart": Case(
         "BartForConditionalGeneration", "BartConfig", SEQ2SEQ, causal, {"layer_norm": 2, "dropout_add_norm": 4} | SHARED

@@ -1,4 +1,4 @@
-"""act(gate) * up, and act(x + bias): gated linear units and activations in one pass over their inputs.
+"""act(gate) * up, and act(x + bias), with dropout: gated linear units and activations in one pass over their inputs.
 
 Sources: Shazeer 2020 (SwiGLU, GEGLU); Hendrycks & Gimpel 2016 (GELU, SiLU); So et al. 2021 (squared ReLU). Calls take
 the same paths as those of softmax.py: glu_autograd.py has the eager and the traced one, glu_native.py the native
@@ -7,6 +7,7 @@ launch; transforms compose torch's own operators.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import cast
 
 import torch
@@ -16,30 +17,41 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..reference import glu as reference
 from ..reference.glu import ACTIVATIONS, GluPlan, Operands
+from ..reference.philox import Rng
 from .common.backends import KERNEL_DTYPES, choose
-from .common.checks import check_parameter, check_rows
+from .common.checks import check_parameter, check_probability, check_rows
 from .common.native import read
+from .common.rng import check_rng, eager_rng, traced_rng
 from .common.tracing import is_jit_tracing, is_traced, is_transformed, reject_onnx_export
 from .glu_autograd import apply, forward, result_dtype
 from .glu_native import forward as native_forward
 from .glu_native import plain_launcher
 
 
-def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
-    """act(gate) * up, element by element: SwiGLU with silu, GEGLU with gelu or gelu_tanh (Shazeer 2020).
+def glu(
+    gate: Tensor,
+    up: Tensor,
+    activation: str = "silu",
+    *,
+    dropout_p: float = 0.0,
+    rng: tuple[int, int] | None = None,
+) -> Tensor:
+    """dropout(act(gate) * up), element by element: SwiGLU with silu, GEGLU with gelu or gelu_tanh (Shazeer 2020).
 
     gate, up: one shape, rank 1 and up; float32, float16, bfloat16 or float64, any strides: halves of one tensor
-    (x.chunk(2, -1)) are read in place. activation: "silu", "gelu" (exact, by erf), "gelu_tanh" or "relu2" (relu(x)^2).
+    (x.chunk(2, -1)) are read in place. activation: "silu", "gelu" (exact, by erf), "gelu_tanh", "relu2" (relu(x)^2) or
+    "relu".
+    dropout_p, rng: as bias_dropout_residual. No mask is stored: backward draws it again.
 
     Returns a tensor of gate's shape, of the dtype that torch's expression has, and of gate's memory layout: strides as
     torch.empty_like(gate) has them; contiguous where gate is expanded. Permuted memory is read in place. It is copied
     where up has another layout, or where a bias or halves are of a dimension that is not the last one in memory.
     Computed in float32 from the inputs as stored, rounded once. NaN and Inf propagate as in torch. Saves gate and up
-    only, and computes the activation again in backward. Deterministic; arguments are not modified. Raises ValueError or
-    TypeError for wrong arguments.
+    only, and computes the activation again in backward. Deterministic for a given rng; arguments are not modified.
+    Raises ValueError or TypeError for wrong arguments.
     """
     function = "glu"
-    plan = _plan(function, activation, None)
+    plan = _plan(function, activation, None, dropout_p, rng)
     code = -1 if is_compiling() or up is None else read.operands((gate, up, None))
     if code < 0:
         check_rows(function, "gate", gate)
@@ -48,10 +60,17 @@ def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
             raise ValueError(f"{function}: up must have the shape of gate, {tuple(gate.shape)}, got {tuple(up.shape)}")
         if up.device != gate.device:
             raise ValueError(f"{function}: up must be on the device of gate, {gate.device}, got {up.device}")
-    return _call(function, gate, up, None, plan, code)
+    return _call(function, gate, up, None, plan, rng, code)
 
 
-def glu_packed(gate_up: Tensor, activation: str = "silu", *, gate_first: bool = True) -> Tensor:
+def glu_packed(
+    gate_up: Tensor,
+    activation: str = "silu",
+    *,
+    gate_first: bool = True,
+    dropout_p: float = 0.0,
+    rng: tuple[int, int] | None = None,
+) -> Tensor:
     """glu of two halves of one tensor, as a packed projection (gate_up_proj) gives them.
 
     gate_up: (*, 2 * n), any strides: gate is [..., :n] and up [..., n:], the other way round without gate_first. It is
@@ -61,70 +80,86 @@ def glu_packed(gate_up: Tensor, activation: str = "silu", *, gate_first: bool = 
     function = "glu_packed"
     if not isinstance(gate_first, bool):
         raise TypeError(f"{function}: gate_first must be a bool, got {gate_first!r}")
-    plan = _plan(function, activation, gate_first)
+    plan = _plan(function, activation, gate_first, dropout_p, rng)
     code = -1 if is_compiling() else read.operands((gate_up, None, None))
     if code < 0:
         check_rows(function, "gate_up", gate_up)
     if gate_up.shape[-1] % 2:
         raise ValueError(f"{function}: gate_up must have an even last dimension, got {gate_up.shape[-1]}")
-    return _call(function, gate_up, None, None, plan, code)
+    return _call(function, gate_up, None, None, plan, rng, code)
 
 
-def bias_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """act(x + bias), the activation of a transformer's MLP; bias None: act(x).
+def bias_activation(
+    x: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    *,
+    dropout_p: float = 0.0,
+    rng: tuple[int, int] | None = None,
+) -> Tensor:
+    """dropout(act(x + bias)), the activation of a transformer's MLP; bias None: dropout(act(x)).
 
     x: (*, n), as gate in glu. bias: (n,), of any of these dtypes.
-    Saves x and bias only. The gradient of the bias comes out of the pass that computes that of x, summed in float32
-    in an order that the sizes alone decide: the same bits on every call, whatever the number of threads. The rest is as
-    in glu.
+    Saves x and bias only; of "relu" the result in place of x, and its backward draws no mask. The gradient of the bias
+    comes out of the pass that computes that of x, summed in float32 in an order that the sizes alone decide: the same
+    bits on every call, whatever the number of threads. The rest is as in glu.
     """
     function = "bias_activation"
-    plan = _plan(function, activation, None)
+    plan = _plan(function, activation, None, dropout_p, rng)
     code = -1 if is_compiling() else read.operands((x, None, bias))
     if code < 0:
         check_rows(function, "x", x)
         if bias is not None:
             check_parameter(function, "bias", bias, x)
-    return _call(function, x, None, bias, plan, code)
+    return _call(function, x, None, bias, plan, rng, code)
 
 
-_PLANS = {
-    (activation, gate_first): GluPlan(activation, gate_first)
-    for activation in ACTIVATIONS
-    for gate_first in (None, True, False)
-}
+_make_plan = lru_cache(maxsize=4096)(GluPlan)
 
 
-def _plan(function: str, activation: str, gate_first: bool | None) -> GluPlan:
+def _plan(function: str, activation: str, gate_first: bool | None, dropout_p: float, rng: object) -> GluPlan:
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"{function}: activation must be one of {ACTIVATIONS}, got {activation!r}")
-    return _PLANS[activation, gate_first]
+    if type(dropout_p) is not float or not 0.0 <= dropout_p <= 1.0 or rng is not None:
+        check_probability(function, "dropout_p", dropout_p)
+        check_rng(function, rng)
+    make = GluPlan if is_compiling() else _make_plan
+    return make(activation, gate_first, dropout_p)
 
 
-def _call(function: str, gate: Tensor, up: Tensor | None, bias: Tensor | None, plan: GluPlan, code: int) -> Tensor:
+def _call(
+    function: str,
+    gate: Tensor,
+    up: Tensor | None,
+    bias: Tensor | None,
+    plan: GluPlan,
+    rng: tuple[int, int] | None,
+    code: int,
+) -> Tensor:
     """code: read.operands; -1 where the operands were checked one by one."""
     checked = code >= 0
     traced = is_in_torch_dispatch_mode() or is_jit_tracing() if checked else is_traced(gate, up, bias)
     if traced:
         reject_onnx_export()
-        return cast(Tensor, torch.ops.onetrip.glu(gate, up, bias, *plan))
+        return cast(Tensor, torch.ops.onetrip.glu(gate, up, bias, traced_rng(rng, plan.dropout_p, gate.device), *plan))
     transformed = is_transformed()
     in_kernel_dtypes = checked or result_dtype(gate, up, bias) in KERNEL_DTYPES
     backend = choose(function, gate.device, in_kernel_dtypes and not transformed, "glu")
+    used_rng = None if plan.dropout_p == 0.0 else eager_rng(rng, plan.dropout_p, gate.device)
     if transformed:
-        return _composed(Operands(gate, up, bias), plan)
-    launch = plain_launcher(code, plan.activation) if backend == "cpu" else None
+        return _composed(Operands(gate, up, bias), plan, used_rng)
+    launch = plain_launcher(code, plan.activation, plan.dropout_p) if backend == "cpu" else None
     if torch.is_grad_enabled() and (
         gate.requires_grad or (up is not None and up.requires_grad) or (bias is not None and bias.requires_grad)
     ):
-        return cast(Tensor, apply(gate, up, bias, (plan, backend, launch)))
+        return cast(Tensor, apply(gate, up, bias, (plan, backend, used_rng, launch)))
     if launch is not None:
-        return native_forward((gate, up, bias), plan, launch)
-    return forward(backend, Operands(gate, up, bias), plan)
+        return native_forward((gate, up, bias), plan, used_rng, launch)
+    return forward(backend, Operands(gate, up, bias), plan, used_rng)
 
 
-def _composed(operands: Operands, plan: GluPlan) -> Tensor:
+def _composed(operands: Operands, plan: GluPlan, rng: Rng | None) -> Tensor:
     """By torch's own operators, which every transform of torch.func and forward-mode differentiation know."""
     gate, up, bias = operands
     dtype = result_dtype(*operands)
-    return reference.forward(Operands(gate.to(dtype), None if up is None else up.to(dtype), bias), plan)
+    return reference.forward(Operands(gate.to(dtype), None if up is None else up.to(dtype), bias), plan, rng)

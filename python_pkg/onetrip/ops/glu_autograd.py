@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference.glu import GluPlan, Gradients, Operands
+from ..reference.glu import GluPlan, Gradients, Operands, reads_result
+from ..reference.philox import Rng
 from . import glu_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
 from .common.native import Launcher, matrix, rows, vector
@@ -50,7 +51,10 @@ def _memory_order(gate: Tensor) -> list[int] | None:
 
 
 def _is_free(order: list[int], operands: Operands, plan: GluPlan) -> bool:
-    """Whether a kernel can run over the operands in this order: a bias, and halves, are of the last dimension."""
+    """Whether a kernel can run over the operands in this order: a bias, and halves, are of the last dimension, and
+    dropout counts the elements in logical order."""
+    if plan.dropout_p > 0.0:
+        return False
     return order[-1] == len(order) - 1 or (plan.gate_first is None and operands.bias is None)
 
 
@@ -64,36 +68,43 @@ def _restored(tensor: Tensor, order: list[int]) -> Tensor:
     return tensor.permute([order.index(dim) for dim in range(len(order))])
 
 
-def forward(backend: str, operands: Operands, plan: GluPlan) -> Tensor:
+def forward(backend: str, operands: Operands, plan: GluPlan, rng: Rng | None) -> Tensor:
     """reference.glu.forward on any backend, for operands of any rank, strides, size and dtypes; y has gate's layout."""
     order = _memory_order(operands.gate)
     if order is None:
-        y = _contiguous(backend, operands, plan)
+        y = _contiguous(backend, operands, plan, rng)
     elif _is_free(order, operands, plan):
-        y = _restored(_contiguous(backend, _permuted(operands, order), plan), order)
+        y = _restored(_contiguous(backend, _permuted(operands, order), plan, rng), order)
     else:
-        y = _restored(_contiguous(backend, operands, plan).permute(order).contiguous(), order)
+        y = _restored(_contiguous(backend, operands, plan, rng).permute(order).contiguous(), order)
     return y.detach() if y._is_view() else y  # a view must not be edited in place when a Function returns it
 
 
-def _contiguous(backend: str, operands: Operands, plan: GluPlan) -> Tensor:
+def _contiguous(backend: str, operands: Operands, plan: GluPlan, rng: Rng | None) -> Tensor:
     """forward's y, contiguous."""
     dtype = result_dtype(*operands)
     operands = _of_dtype(operands, dtype)
     if operands.gate.numel() == 0:
         return operands.gate.new_empty(_shape(operands.gate, plan))
     if backend == "cpu":
-        return glu_native.forward(operands, plan)
-    y: Tensor = formulas(backend, "glu").forward(_matrices(operands), plan).view(_shape(operands.gate, plan))
+        return glu_native.forward(operands, plan, rng)
+    y: Tensor = formulas(backend, "glu").forward(_matrices(operands), plan, rng).view(_shape(operands.gate, plan))
     return y
 
 
-def backward(backend: str, dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool]) -> Gradients:
+def backward(
+    backend: str,
+    dy: Tensor,
+    operands: Operands,
+    plan: GluPlan,
+    wants: tuple[bool, bool, bool],
+    rng: Rng | None,
+) -> Gradients:
     """reference.glu.backward on any backend; each gradient has its operand's shape and dtype."""
     order = _memory_order(operands.gate)
     if order is None or not _is_free(order, operands, plan):
-        return _contiguous_gradients(backend, dy, operands, plan, wants)
-    found = _contiguous_gradients(backend, dy.permute(order), _permuted(operands, order), plan, wants)
+        return _contiguous_gradients(backend, dy, operands, plan, wants, rng)
+    found = _contiguous_gradients(backend, dy.permute(order), _permuted(operands, order), plan, wants, rng)
     return _restored_gradients(found, order)
 
 
@@ -105,7 +116,12 @@ def _restored_gradients(gradients: Gradients, order: list[int]) -> Gradients:
 
 
 def _contiguous_gradients(
-    backend: str, dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool]
+    backend: str,
+    dy: Tensor,
+    operands: Operands,
+    plan: GluPlan,
+    wants: tuple[bool, bool, bool],
+    rng: Rng | None,
 ) -> Gradients:
     """backward's gradients, contiguous."""
     gate, up, _ = operands
@@ -113,10 +129,10 @@ def _contiguous_gradients(
         return gradients_of(operands, wants, torch.zeros_like)
     operands = _of_dtype(operands, dy.dtype)
     if backend == "cpu":
-        dgate, dup, dbias = glu_native.backward(dy, operands, plan, wants)
+        dgate, dup, dbias = glu_native.backward(dy, operands, plan, wants, rng)
     else:
         dy, matrices = matrix(dy, dy.shape[-1]), _matrices(operands)  # type: ignore[assignment]
-        dgate, dup, dbias = formulas(backend, "glu").backward(dy, matrices, plan, wants)
+        dgate, dup, dbias = formulas(backend, "glu").backward(dy, matrices, plan, wants, rng)
     if dgate is not None:
         dgate = dgate.view(gate.shape).to(gate.dtype)
     if dup is not None and up is not None:
@@ -140,29 +156,38 @@ def gradients_of(operands: Operands, wants: tuple[bool, bool, bool], make: Any) 
     )
 
 
-Call = tuple[GluPlan, str, Launcher | None]
+Call = tuple[GluPlan, str, Rng | None, Launcher | None]
 """What _Glu needs beside the operands; the launcher where glu_native.plain_launcher has one."""
 
 
 class _Glu(torch.autograd.Function):
-    """The eager path. Saves the operands, and nothing else."""
+    """The eager path. Saves the operands, of relu the result, and nothing else."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
-        ctx.save_for_backward(gate, up, bias)
-        ctx.call = call
-        plan, backend, launch = call
+        plan, backend, rng, launch = call
+        operands = Operands(gate, up, bias)
         if launch is not None:
-            return glu_native.forward((gate, up, bias), plan, launch)
-        return forward(backend, Operands(gate, up, bias), plan)
+            y = glu_native.forward(operands, plan, rng, launch)
+        else:
+            y = forward(backend, operands, plan, rng)
+        if plan.activation == "relu" and reads_result(plan, operands):
+            ctx.save_for_backward(y, up, bias)
+            ctx.call = plan, backend, None, gate.dtype
+        else:
+            ctx.save_for_backward(gate, up, bias)
+            ctx.call = plan, backend, rng, None
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         refuse_double_backward("glu")
-        plan, backend, _ = ctx.call
+        plan, backend, rng, dtype = ctx.call
         (dy,) = grads
         backend = backend if have_storage(dy) else "reference"
-        return (*backward(backend, dy, Operands(*ctx.saved_tensors), plan, ctx.needs_input_grad[:3]), None)
+        found = backward(backend, dy, Operands(*ctx.saved_tensors), plan, ctx.needs_input_grad[:3], rng)
+        dgate = found.gate if dtype is None or found.gate is None else found.gate.to(dtype)
+        return dgate, found.up, found.bias, None
 
 
 # As row_norm_autograd.apply: without the search for functorch transforms.
@@ -174,19 +199,19 @@ def _backend(operands: Operands) -> str:
     return choose("onetrip::glu", operands.gate.device, in_kernel_dtypes, "glu")
 
 
-def _forward(gate: Tensor, up: Tensor | None, bias: Tensor | None, *plan: Any) -> Tensor:
+def _forward(gate: Tensor, up: Tensor | None, bias: Tensor | None, rng: Tensor | None, *plan: Any) -> Tensor:
     operands = Operands(gate, up, bias)
-    return forward(_backend(operands), operands, GluPlan(*plan))
+    return forward(_backend(operands), operands, GluPlan(*plan), rng)
 
 
 def _backward(
-    dy: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, wants: Any, *plan: Any
+    dy: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, rng: Tensor | None, wants: Any, *plan: Any
 ) -> tuple[Tensor, ...]:
     operands = Operands(gate, up, bias)
-    return filled(dy, backward(_backend(operands), dy, operands, GluPlan(*plan), tuple(wants)))
+    return filled(dy, backward(_backend(operands), dy, operands, GluPlan(*plan), tuple(wants), rng))
 
 
-def _forward_fake(gate: Tensor, up: Tensor | None, bias: Tensor | None, *plan: Any) -> Tensor:
+def _forward_fake(gate: Tensor, up: Tensor | None, bias: Tensor | None, rng: Tensor | None, *plan: Any) -> Tensor:
     reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in ops/glu.py
     y = gate.new_empty(_shape(gate, GluPlan(*plan)), dtype=result_dtype(gate, up, bias))
     order = _memory_order(gate)
@@ -194,7 +219,7 @@ def _forward_fake(gate: Tensor, up: Tensor | None, bias: Tensor | None, *plan: A
 
 
 def _backward_fake(
-    dy: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, wants: Any, *plan: Any
+    dy: Tensor, gate: Tensor, up: Tensor | None, bias: Tensor | None, rng: Tensor | None, wants: Any, *plan: Any
 ) -> tuple[Tensor, ...]:
     operands, order = Operands(gate, up, bias), _memory_order(gate)
     if order is None or not _is_free(order, operands, GluPlan(*plan)):
@@ -204,23 +229,25 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gate, up, bias, *plan = inputs
-    ctx.plan = plan
-    ctx.save_for_backward(gate, up, bias)
+    gate, up, bias, rng, *plan = inputs
+    ctx.plan, ctx.dtype = plan, gate.dtype
+    if reads_result(GluPlan(*plan), (gate, up, bias)):
+        gate, rng = output, None
+    ctx.save_for_backward(gate, up, bias, rng)
 
 
 def _autograd_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     wants = list(ctx.needs_input_grad[:3])
     found = torch.ops.onetrip.glu_backward(dy, *ctx.saved_tensors, wants, *ctx.plan)
-    gradients = [gradient if wanted else None for gradient, wanted in zip(found, wants, strict=True)]
-    return (*gradients, *([None] * len(ctx.plan)))
+    dgate, *others = (gradient if wanted else None for gradient, wanted in zip(found, wants, strict=True))
+    return (None if dgate is None else dgate.to(ctx.dtype), *others, None, *([None] * len(ctx.plan)))
 
 
-_PLAN_SCHEMA = "str activation, bool? gate_first"
-register(f"glu(Tensor gate, Tensor? up, Tensor? bias, {_PLAN_SCHEMA}) -> Tensor", _forward, _forward_fake)
+_PLAN_SCHEMA = "str activation, bool? gate_first, float dropout_p"
+register(f"glu(Tensor gate, Tensor? up, Tensor? bias, Tensor? rng, {_PLAN_SCHEMA}) -> Tensor", _forward, _forward_fake)
 register_gradients("glu", _setup_context, _autograd_backward)
 register_backward(
-    f"glu_backward(Tensor dy, Tensor gate, Tensor? up, Tensor? bias, bool[3] wants, {_PLAN_SCHEMA}) "
+    f"glu_backward(Tensor dy, Tensor gate, Tensor? up, Tensor? bias, Tensor? rng, bool[3] wants, {_PLAN_SCHEMA}) "
     "-> (Tensor dgate, Tensor dup, Tensor dbias)",
     _backward,
     _backward_fake,

@@ -7,7 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..reference.glu import ACTIVATIONS, GluPlan, Gradients, Operands, OperandTuple
+from ..reference.glu import ACTIVATIONS, GluPlan, Gradients, Operands, OperandTuple, reads_result
+from ..reference.philox import Rng
 from .common.backends import native
 from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, Launcher, empty, raise_error, rows, vector, where
 
@@ -17,25 +18,29 @@ _NONE: Columns = (None, 0, 0)
 
 
 @lru_cache(maxsize=4096)
-def _forward_launcher(dtype: torch.dtype, bias: torch.dtype | None, activation: str) -> Launcher:
+def _forward_launcher(dtype: torch.dtype, bias: torch.dtype | None, activation: str, dropout_p: float) -> Launcher:
     code = ACTIVATIONS.index(activation)  # enum Activation in csrc/launch.h
-    return native().glu_forward(DTYPE_CODE[dtype], DTYPE_CODE[bias], code)  # type: ignore[union-attr]
+    return native().glu_forward(DTYPE_CODE[dtype], DTYPE_CODE[bias], code, dropout_p)  # type: ignore[union-attr]
 
 
 @lru_cache(maxsize=4096)
-def plain_launcher(code: int, activation: str) -> Launcher | None:
+def plain_launcher(code: int, activation: str, dropout_p: float) -> Launcher | None:
     """For operands of this code (read.operands of gate, up and bias) that kernels can read as they are; else None."""
     gate, up, bias = (DTYPE_OF_DIGIT[code // 2 // 4**place % 4] for place in (2, 1, 0))
     is_plain = code > 0 and code % 2 == 1 and up in (None, gate)
     if not is_plain or gate is None or (bias is not None and torch.promote_types(gate, bias) != gate):
         return None
-    return _forward_launcher(gate, bias, activation)
+    return _forward_launcher(gate, bias, activation, dropout_p)
 
 
 @lru_cache(maxsize=4096)
-def _backward_launcher(dtype: torch.dtype, bias: torch.dtype | None, activation: str) -> Launcher:
+def _backward_launcher(
+    dtype: torch.dtype, bias: torch.dtype | None, activation: str, dropout_p: float, draws: bool
+) -> Launcher:
     code = ACTIVATIONS.index(activation)
-    return native().glu_backward(DTYPE_CODE[dtype], DTYPE_CODE[bias], code)  # type: ignore[union-attr]
+    return native().glu_backward(  # type: ignore[union-attr]
+        DTYPE_CODE[dtype], DTYPE_CODE[bias], code, dropout_p, draws
+    )
 
 
 def _gate_and_up(
@@ -53,12 +58,12 @@ def _gate_and_up(
     return (first, second) if gate_first else (second, first)
 
 
-def forward(operands: OperandTuple, plan: GluPlan, launch: Launcher | None = None) -> Tensor:
+def forward(operands: OperandTuple, plan: GluPlan, rng: Rng | None = None, launch: Launcher | None = None) -> Tensor:
     """reference.glu.forward by the native library, for operands of any rank and strides; y is contiguous.
 
     launch: plain_launcher of the operands' code where it has one."""
     gate, up, bias = operands
-    activation, gate_first = plan
+    activation, gate_first, dropout_p = plan
     n_cols = gate.shape[-1] if gate_first is None else gate.shape[-1] // 2
     columns, up_columns = _gate_and_up(gate, up, gate_first, n_cols, launch is not None)
     if gate_first is None and (launch is not None or columns[0] is gate):
@@ -66,18 +71,20 @@ def forward(operands: OperandTuple, plan: GluPlan, launch: Launcher | None = Non
     else:
         y = gate.new_empty((*gate.shape[:-1], n_cols))
     if launch is None:
-        launch = _forward_launcher(gate.dtype, None if bias is None else bias.dtype, activation)
+        launch = _forward_launcher(gate.dtype, None if bias is None else bias.dtype, activation, dropout_p)
         bias = vector(bias)
-    code = launch(-1, 0, y.numel() // n_cols, n_cols, *columns, *up_columns, bias, y)
+    code = launch(-1, 0, y.numel() // n_cols, n_cols, *columns, *up_columns, bias, y, rng)
     if code:
         raise_error("glu forward", gate, code)
     return y
 
 
-def backward(dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool]) -> Gradients:
+def backward(
+    dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool], rng: Rng | None = None
+) -> Gradients:
     """reference.glu.backward by the native library, for operands of any rank and strides; gradients are contiguous."""
     gate, up, bias = operands
-    activation, gate_first = plan
+    activation, gate_first, dropout_p = plan
     wants_gate, wants_up, wants_bias = wants
     n_cols = dy.shape[-1]
     n_rows = dy.numel() // n_cols
@@ -96,9 +103,11 @@ def backward(dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, b
     else:
         assert dgate is not None
         dcolumns, dup_columns = _gate_and_up(dgate, None, gate_first, n_cols)
-    launch = _backward_launcher(dy.dtype, None if bias is None else bias.dtype, activation)
-    inputs, outputs = (dy, 0, dy_stride, *columns, *up_columns, vector(bias)), (*dcolumns, *dup_columns)
-    code = launch(device, stream, n_rows, n_cols, *inputs, *outputs, dbias, workspace)
+    bias_dtype = None if bias is None else bias.dtype
+    launch = _backward_launcher(dy.dtype, bias_dtype, activation, dropout_p, rng is not None)
+    added = None if reads_result(plan, operands) else vector(bias)
+    inputs, outputs = (dy, 0, dy_stride, *columns, *up_columns, added), (*dcolumns, *dup_columns)
+    code = launch(device, stream, n_rows, n_cols, *inputs, *outputs, dbias, workspace, rng)
     if code:
         raise_error("glu backward", dy, code)
     return Gradients(dgate, dup, dbias)

@@ -1,12 +1,13 @@
-"""Activations in a forward of any length: `act(gate) * up`, and `act(dense(x))`.
+"""Activations in a forward of any length: `act(gate) * up`, and `act(dense(x))`, with the dropout that follows.
 
     h = self.act(self.gate(x)) * self.up(x)     ->      h = gated_0_(self, self.act, self.gate(x), self.up(x))
 
     gate, up = h.chunk(2, dim=-1)               ->      gate = h
     h = self.act(gate) * up                             h = gated_0_(self, self.act, gate)
 
-    h = self.dense(h)                           ->      h = activated_0_(self, self.act, self.dense, h)
+    h = self.dense(h)                           ->      h = activated_0_(self, self.act, self.dense, h, self.drop)
     h = self.act(h)
+    h = self.drop(h)
 
 The activation is a child or a function of torch's, recognised by what it computes. A plain linear layer leaves its bias
 to the activation. Halves that only the product reads stay one tensor, whose gradient is then written as one. Everything
@@ -37,7 +38,7 @@ from .residual.choose import child_at
 from .residual.read import Reader, blocks, evaluated, may_change, mentions
 from .residual.rewrite import Rewriting
 from .source import is_source_of, parse, resolve
-from .verify import check_outcomes, kind_of, outcome_of, undisturbed
+from .verify import RNG, MaskedDropout, check_outcomes, kind_of, outcome_of, undisturbed
 
 GATED, ACTIVATED = "gated_mlp", "bias_activation"
 PATTERNS = (GATED, ACTIVATED)
@@ -46,6 +47,7 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "relu2": lambda x: functional.relu(x).square(),
+    "relu": functional.relu,
 }
 """The activations of ops.glu, by torch's functions."""
 
@@ -57,6 +59,20 @@ class Halves:
     statement: ast.Assign
     packed: ast.expr
     gate_first: bool
+
+
+@dataclass(eq=False)
+class Dropped:
+    """A dropout, of a value that nothing else reads."""
+
+    call: ast.Call
+    definition: ast.stmt | None
+    """The statement that gave the value a name."""
+    path: str = ""
+    """Of the child that is called: a dropout, if it is an nn.Dropout."""
+    p: ast.expr | None = None
+    training: ast.expr | None = None
+    """Of torch's function."""
 
 
 @dataclass(eq=False)
@@ -80,6 +96,13 @@ class Found:
     """Path of a child called with one argument, whose result only the activation reads."""
     linear_x: ast.expr | None = None
     linear_definition: ast.stmt | None = None
+    dropped: Dropped | None = None
+    """The dropout of the result."""
+
+    @property
+    def result(self) -> ast.expr:
+        """The activation, or its product."""
+        return self.call if self.product is None else self.product
 
 
 @dataclass(eq=False)
@@ -98,7 +121,11 @@ def read_activations(forward: Any, source: str = "", method: str = "forward") ->
     tree: Any = ast.parse(source).body[0] if source else parse(forward)
     if isinstance(tree, Unsuitable) or not tree.args.args:
         return None
-    found = list(_read(Reader(forward, tree)))
+    reader = Reader(forward, tree)
+    found = list(_read(reader))
+    dropped = dict(_dropouts(reader))
+    for each in found:
+        each.dropped = dropped.get(each.result)
     return FoundActivations(tree, found, method) if found and (source or is_source_of(tree, forward)) else None
 
 
@@ -127,6 +154,25 @@ def _read(reader: Reader) -> Iterator[Found]:
                 found.linear, found.linear_x = called
                 found.linear_definition = inner[1][0] if inner[1] else None
             yield found
+
+
+def _dropouts(reader: Reader) -> Iterator[tuple[ast.expr, Dropped]]:
+    """What may be dropouts, by the expression that they drop."""
+    for block, in_loop in blocks(reader.tree.body, False):
+        for position, statement in enumerate(block):
+            nodes = evaluated(statement) if isinstance(statement, (ast.Assign, ast.Return, ast.Expr)) else ()
+            for node in nodes:
+                if not isinstance(node, ast.Call):
+                    continue
+                if (of_function := reader.functional_dropout(node)) is not None:
+                    x, dropped = of_function[0], Dropped(node, None, "", *of_function[1:])
+                elif (called := reader.called(node)) is not None:
+                    x, dropped = called[1], Dropped(node, None, called[0])
+                else:
+                    continue
+                if (inner := reader.value_of(x, block, position, position, in_loop)) is not None:
+                    x, (dropped.definition,) = inner
+                yield x, dropped
 
 
 def _factor(reader: Reader, side: ast.expr, block: list[ast.stmt], position: int, in_loop: bool) -> Found | None:
@@ -184,6 +230,8 @@ def _activation(reader: Reader, expression: ast.expr) -> Found | None:
             options = {each.arg: ast.unparse(each.value) for each in keywords}
             if resolved is functional.silu and not options:
                 return Found(expression, x, "", "silu")
+            if resolved in (functional.relu, torch.relu) and not options:
+                return Found(expression, x, "", "relu")
             if resolved is functional.gelu and options in ({}, {"approximate": "'none'"}):
                 return Found(expression, x, "", "gelu")
             if resolved is functional.gelu and options == {"approximate": "'tanh'"}:
@@ -211,10 +259,13 @@ def recognise_activation(module: nn.Module) -> Activation | None:
     order = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(0), device="cpu")
     try:
         with undisturbed(torch.device("cpu")):
-            flat, counter = clone(module).train()(values.clone()), _Counter()
+            given, shuffled, counter = values.clone(), values[order].view(2, 3, 5, 13), _Counter()
+            flat = clone(module).train()(given)
             with counter:
-                mixed = clone(module).eval()(values[order].view(2, 3, 5, 13))
+                mixed = clone(module).eval()(shuffled)
     except Exception:  # no function of one tensor
+        return None
+    if not torch.equal(given, values):  # in place: others may read what it writes
         return None
     if not all(isinstance(y, Tensor) and y.numel() == values.numel() for y in (flat, mixed)):
         return None
@@ -254,46 +305,67 @@ class _Fused:
 
 
 class Gated(_Fused):
-    """act(gate) * up in a rewritten forward."""
+    """dropout(act(gate) * up) in a rewritten forward."""
 
-    def __call__(self, module: nn.Module, act: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, act: Any, gate: Tensor, up: Tensor, dropout: Any = 0.0) -> Tensor:
         if self.is_still(act) and calls.fits(gate) and calls.is_like(up, gate):
             calls.count_fused(module)
-            return ops.glu(gate, up, self.activation)
+            p, after = _probability(dropout)
+            return after(ops.glu(gate, up, self.activation, dropout_p=p))
         calls.count_fallback(module)
-        return self.unfused(act, gate) * up
+        return _dropped(self.unfused(act, gate) * up, dropout)
 
 
 @dataclass(frozen=True)
 class GatedHalves(_Fused):
-    """act(gate) * up of two halves of one tensor, in a rewritten forward."""
+    """dropout(act(gate) * up) of two halves of one tensor, in a rewritten forward."""
 
     gate_first: bool
 
-    def __call__(self, module: nn.Module, act: Any, packed: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, act: Any, packed: Tensor, dropout: Any = 0.0) -> Tensor:
         if self.is_still(act) and calls.fits(packed) and packed.shape[-1] % 2 == 0:
             calls.count_fused(module)
-            return ops.glu_packed(packed, self.activation, gate_first=self.gate_first)
+            p, after = _probability(dropout)
+            return after(ops.glu_packed(packed, self.activation, gate_first=self.gate_first, dropout_p=p))
         calls.count_fallback(module)
         first, second = packed.chunk(2, dim=-1)
         gate, up = (first, second) if self.gate_first else (second, first)
-        return self.unfused(act, gate) * up
+        return _dropped(self.unfused(act, gate) * up, dropout)
 
 
 class Activated(_Fused):
-    """act(x), or act(dense(x)), in a rewritten forward."""
+    """dropout(act(x)), or dropout(act(dense(x))), in a rewritten forward."""
 
-    def __call__(self, module: nn.Module, act: Any, dense: Any, x: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, act: Any, dense: Any, x: Tensor, dropout: Any = 0.0) -> Tensor:
         if self.is_still(act) and not x.is_nested:
             x, bias = (x, None) if dense is None else linear_parts(module, dense, x)
             if calls.fits(x):
                 calls.count_fused(module)
-                return ops.bias_activation(x, bias, self.activation)
+                p, after = _probability(dropout)
+                return after(ops.bias_activation(x, bias, self.activation, dropout_p=p))
             x = x if bias is None else x + bias
         elif dense is not None:
             x = dense(x)
         calls.count_fallback(module)
-        return self.unfused(act, x)
+        return _dropped(self.unfused(act, x), dropout)
+
+
+def _probability(dropout: Any) -> tuple[float, Callable[[Tensor], Tensor]]:
+    """(p of a dropout, what is still to do of it), of a probability or a child. What is no plain nn.Dropout any more is
+    called."""
+    if isinstance(dropout, (int, float)):
+        return dropout, _as_it_is
+    if is_plain(dropout, nn.Dropout) and not dropout.inplace:
+        return dropout.p if dropout.training else 0.0, _as_it_is
+    return 0.0, dropout
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _dropped(x: Tensor, dropout: Any) -> Tensor:
+    return functional.dropout(x, dropout) if isinstance(dropout, (int, float)) else dropout(x)
 
 
 @dataclass(frozen=True)
@@ -305,6 +377,7 @@ class Choice:
     cls: type | None
     configuration: Configuration
     has_bias: bool
+    drops: bool
 
     @property
     def pattern(self) -> str:
@@ -317,7 +390,7 @@ def choose_activations(
     activation_of: Callable[[nn.Module], Activation | None],
     excluded: Container[int],
 ) -> list[Choice]:
-    """The activations that can be fused, where something is gained: a product, a bias, or several operators."""
+    """The activations that can be fused, where something is gained: a product, a bias, several operators, a dropout."""
     chosen = []
     taken: set[ast.expr] = set()
     for each in found.found:
@@ -336,11 +409,23 @@ def choose_activations(
             and original_class(type(linear)) is nn.Linear
             and linear.bias is not None
         )
-        if each.product is not None or has_bias or activation.n_operators > 1:
+        drops = each.dropped is not None and _drops(module, each.dropped, excluded)
+        is_dropped = drops and each.dropped is not None and each.dropped.path != ""
+        if each.product is not None or has_bias or activation.n_operators > 1 or is_dropped:
             taken |= {each.call} if each.product is None else {each.call, each.product}
             cls = None if child is None else original_class(type(child))
-            chosen.append(Choice(each, activation.name, cls, activation.configuration, has_bias))
+            chosen.append(Choice(each, activation.name, cls, activation.configuration, has_bias, drops))
     return chosen
+
+
+def _drops(module: nn.Module, dropped: Dropped, excluded: Container[int]) -> bool:
+    """Whether the child is a dropout that drops; torch's function always is one."""
+    child: Any = child_at(module, dropped.path) if dropped.path else None
+    if child is None:
+        return dropped.p is not None
+    return (
+        original_class(type(child)) is nn.Dropout and child.p > 0.0 and not child.inplace and id(child) not in excluded
+    )
 
 
 @dataclass(frozen=True)
@@ -374,15 +459,17 @@ class Activations:
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless each activation, fused, computes what the module's own does."""
         device, dtype = kind_of(module)
-        with undisturbed(device):
+        with undisturbed(device), MaskedDropout():
             for choice in self.chosen:
                 child = child_at(module, choice.found.path) if choice.found.path else None
                 act: Any = FORMULAS[choice.activation] if child is None else clone(child).eval()
-                fused, unfused = partial(_fused, choice, act), partial(_unfused, act)
                 inputs = _inputs(choice)
-                expected, actual = (outcome_of(compute, inputs, device, dtype) for compute in (unfused, fused))
-                truth = outcome_of(unfused, inputs, device, torch.float64)
-                check_outcomes(actual, expected, truth, f" of {choice.activation}")
+                for p in (0.0, 0.25) if choice.drops else (0.0,):
+                    fused, unfused = partial(_fused, choice, p), partial(_unfused, act, p)
+                    expected, actual = (outcome_of(compute, inputs, device, dtype) for compute in (unfused, fused))
+                    truth = outcome_of(unfused, inputs, device, torch.float64)
+                    dropout = " with dropout" if p else ""
+                    check_outcomes(actual, expected, truth, f" of {choice.activation}{dropout}")
 
 
 def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
@@ -392,7 +479,19 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
     name = f"{'activated' if found.product is None else 'gated'}_{suffix}"
 
     def called(*arguments: ast.expr) -> ast.expr:
-        return ast.Call(ast.Name(name), [ast.Name(rewriting.own), act, *arguments], [])
+        return ast.Call(ast.Name(name), [ast.Name(rewriting.own), act, *arguments, *dropout()], [])
+
+    def dropout() -> list[ast.expr]:
+        dropped = found.dropped if choice.drops else None
+        if dropped is None or dropped.path:
+            return [] if dropped is None else [rewriting.attribute(dropped.path)]
+        return [rewriting.probability(dropped.p, dropped.training)]
+
+    replaced: ast.expr = found.result
+    if choice.drops and found.dropped is not None:
+        replaced = found.dropped.call
+        if found.dropped.definition is not None:
+            rewriting.removed.add(id(copies[id(found.dropped.definition)]))
 
     if found.product is not None:
         known = (choice.activation, choice.cls, choice.configuration)
@@ -409,7 +508,7 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
             statement, packed, factors = copies[id(found.halves.statement)], copies[id(found.halves.packed)], [gate]
             rewriting.replaced[id(statement.value)] = lambda: rewriting.visit(packed)
             statement.targets = [ast.Name(x.id)]
-        rewriting.replaced[id(copies[id(found.product)])] = lambda: called(*map(rewriting.visit, factors))
+        rewriting.replaced[id(copies[id(replaced)])] = lambda: called(*map(rewriting.visit, factors))
         return
     rewriting.constants[name] = Activated(choice.activation, choice.cls, choice.configuration)
     dense: ast.expr = ast.Constant(None)
@@ -418,7 +517,7 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
         dense, x = rewriting.attribute(found.linear), copies[id(found.linear_x)]
         if found.linear_definition is not None:
             rewriting.removed.add(id(copies[id(found.linear_definition)]))
-    rewriting.replaced[id(copies[id(found.call)])] = lambda: called(dense, rewriting.visit(x))
+    rewriting.replaced[id(copies[id(replaced)])] = lambda: called(dense, rewriting.visit(x))
 
 
 def _inputs(choice: Choice) -> list[Tensor]:
@@ -428,18 +527,21 @@ def _inputs(choice: Choice) -> list[Tensor]:
     return [2.0 * torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
 
 
-def _unfused(act: Callable[[Tensor], Tensor], x: Tensor, other: Tensor | None = None) -> Tensor:
+def _unfused(act: Callable[[Tensor], Tensor], p: float, x: Tensor, other: Tensor | None = None) -> Tensor:
     if other is None:
-        return act(x)
-    return act(x) * other if other.shape == x.shape else act(x + other)
+        y = act(x)
+    else:
+        y = act(x) * other if other.shape == x.shape else act(x + other)
+    return functional.dropout(y, p) if p else y
 
 
-def _fused(choice: Choice, act: Any, x: Tensor, other: Tensor | None = None) -> Tensor:
+def _fused(choice: Choice, p: float, x: Tensor, other: Tensor | None = None) -> Tensor:
+    dropout: Any = {"dropout_p": p, "rng": RNG if p else None}
     if choice.found.product is None:
-        return ops.bias_activation(x, other, choice.activation)
+        return ops.bias_activation(x, other, choice.activation, **dropout)
     assert other is not None
     halves = choice.found.halves
     if halves is None:
-        return ops.glu(x, other, choice.activation)
+        return ops.glu(x, other, choice.activation, **dropout)
     packed = torch.cat([x, other] if halves.gate_first else [other, x], dim=-1)
-    return ops.glu_packed(packed, choice.activation, gate_first=halves.gate_first)
+    return ops.glu_packed(packed, choice.activation, gate_first=halves.gate_first, **dropout)

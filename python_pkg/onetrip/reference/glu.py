@@ -1,4 +1,4 @@
-"""y = act(gate) * up, or y = act(gate + bias), and the gradients: gated linear units and activations.
+"""y = dropout(act(gate) * up), or y = dropout(act(gate + bias)), and the gradients: gated linear units, activations.
 
 Sources: gated linear units, Dauphin et al. 2017, with other activations Shazeer 2020; GELU and SiLU, Hendrycks & Gimpel
 2016; squared ReLU, So et al. 2021. Computed in float32 (float64 for float64) from inputs as stored, rounded once.
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from . import accumulator_dtype
+from .philox import Rng, dropout_scale, keep_mask
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "relu")
 """gelu is exact, by erf; relu2 is relu(x)^2."""
 
 _TANH_LINEAR, _TANH_CUBIC = math.sqrt(2.0 / math.pi), math.sqrt(2.0 / math.pi) * 0.044715
@@ -26,6 +27,7 @@ class GluPlan(NamedTuple):
     activation: str
     gate_first: bool | None = None
     """None: gate and up are two tensors, or there is no up. Else one tensor holds both halves, gate first or last."""
+    dropout_p: float = 0.0
 
 
 class Operands(NamedTuple):
@@ -72,7 +74,7 @@ def _activation(x: Tensor, activation: str) -> Tensor:
         return 0.5 * x * torch.special.erfc(x * -math.sqrt(0.5))
     if activation == "gelu_tanh":
         return x * torch.sigmoid(2.0 * x * (_TANH_LINEAR + _TANH_CUBIC * x * x))
-    return torch.relu(x).square()
+    return torch.relu(x) if activation == "relu" else torch.relu(x).square()
 
 
 def _slope(x: Tensor, activation: str) -> Tensor:
@@ -90,20 +92,46 @@ def _slope(x: Tensor, activation: str) -> Tensor:
     return 2.0 * torch.relu(x)
 
 
-def forward(operands: Operands, plan: GluPlan) -> Tensor:
-    """Returns y, of gate's dtype."""
+def _dropped(values: Tensor, plan: GluPlan, rng: Rng | None) -> Tensor:
+    """values times the dropout's factors. Without rng what is dropped is 0 already."""
+    if plan.dropout_p == 0.0:
+        return values
+    scaled = values * dropout_scale(plan.dropout_p)
+    if rng is None:
+        return scaled
+    keep = keep_mask(tuple(values.shape), plan.dropout_p, rng, values.device)
+    return torch.where(keep, scaled, torch.zeros_like(scaled))
+
+
+def reads_result(plan: GluPlan, operands: OperandTuple) -> bool:
+    """Whether backward takes forward's y in place of gate: relu(x) and what is kept of it tell the sign of x, and the
+    next layer keeps y anyway."""
+    return plan.activation == "relu" and operands[1] is None and plan.gate_first is None
+
+
+def forward(operands: Operands, plan: GluPlan, rng: Rng | None = None) -> Tensor:
+    """Returns y, of gate's dtype. rng: (seed, offset) of the dropout."""
     x, up = _operands(operands, plan)
     y = _activation(x, plan.activation)
-    return (y if up is None else y * up).to(operands.gate.dtype)
+    return _dropped(y if up is None else y * up, plan, rng).to(operands.gate.dtype)
 
 
-def backward(dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool]) -> Gradients:
+def backward(
+    dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool], rng: Rng | None = None
+) -> Gradients:
     """wants: which of the Gradients; that of a tensor of both halves is gate's. The bias's is summed over the rows, in
-    float32 (float64)."""
-    x, up = _operands(operands, plan)
-    gradient = dy.to(x.dtype)
+    float32 (float64). Where reads_result gate is forward's y: the bias is not added to it, and rng is not needed."""
+    if reads_result(plan, operands):
+        x, up = _operands(operands._replace(bias=None), plan)
+    else:
+        x, up = _operands(operands, plan)
+    gradient = _dropped(dy.to(x.dtype), plan, rng)
     dup = gradient * _activation(x, plan.activation) if up is not None else None
-    dx = gradient * _slope(x, plan.activation) if up is None else gradient * up * _slope(x, plan.activation)
+    dx = gradient if up is None else gradient * up
+    if plan.activation == "relu":  # where x is NaN the gradient passes, as in torch
+        dx = torch.where(x <= 0.0, torch.zeros_like(dx), dx)
+    else:
+        dx = dx * _slope(x, plan.activation)
     dbias = dx.sum(dim=0).to(operands.bias.dtype) if wants[2] and operands.bias is not None else None
     dgate = dx
     if plan.gate_first is not None:

@@ -99,6 +99,22 @@ class Nested(Mlp):
         return self.down(self.act(self.gate(x)))
 
 
+class Relu(Mlp):
+    """As OPT's."""
+
+    act_class = nn.ReLU
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        x = self.act(x)
+        return self.down(x)
+
+
+class FunctionOfRelu(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.relu(self.up(x)))
+
+
 class Composite(Mlp):
     """As GPT-2's: what comes before is no linear layer."""
 
@@ -118,6 +134,8 @@ FUSED: dict[type[Mlp], tuple[str, str]] = {
     Dense: ("bias_activation", "gelu"),
     Nested: ("bias_activation", "relu2"),
     Composite: ("bias_activation", "gelu_tanh"),
+    Relu: ("bias_activation", "relu"),
+    FunctionOfRelu: ("bias_activation", "relu"),
 }
 
 
@@ -191,6 +209,17 @@ def test_other_forwards_compute_what_they_computed(make: type[Mlp]) -> None:
     assert_agree(outcome(model, x), expected)
 
 
+@pytest.mark.parametrize("act", [nn.ReLU, nn.GELU, nn.SiLU])
+def test_one_operator_alone_is_left_alone(act: Callable[[], nn.Module]) -> None:
+    class Alone(Mlp):
+        act_class = act
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.act(x.tanh()))
+
+    assert patch_model(Alone(), patterns=PATTERNS).patched == ()
+
+
 def test_an_input_changed_before_the_product_is_read_before() -> None:
     model, (x,) = randomised(ChangedBetween()), inputs()
     with torch.no_grad():
@@ -226,7 +255,7 @@ class Dropped(nn.Dropout):
         super().__init__(1.0, inplace=True)
 
 
-@pytest.mark.parametrize("make", [Leaky, Positional, OnlyInTraining, nn.ReLU, Dropped])
+@pytest.mark.parametrize("make", [Leaky, Positional, OnlyInTraining, lambda: nn.ReLU(inplace=True), Dropped])
 def test_what_resembles_an_activation_is_none(make: Callable[[], nn.Module]) -> None:
     assert recognise_activation(make()) is None
 
@@ -243,6 +272,7 @@ def test_transformers_activations_are_recognised_by_what_they_compute() -> None:
         "gelu_pytorch_tanh": "gelu_tanh",
         "gelu_python_tanh": "gelu_tanh",
         "gelu_accurate": "gelu_tanh",
+        "relu": "relu",
         "relu2": "relu2",
         "silu": "silu",
         "swish": "silu",

@@ -95,6 +95,12 @@ class Rewriting(ast.NodeTransformer):
     def attribute(self, path: str) -> ast.expr:
         return ast.parse(f"{self.own}.{path}", mode="eval").body
 
+    def probability(self, p: ast.expr | None, training: ast.expr | None) -> ast.expr:
+        """Of a functional dropout; 0 where there is none."""
+        if p is None or training is None:
+            return ast.Constant(0.0)
+        return ast.IfExp(self.copies[id(training)], self.copies[id(p)], ast.Constant(0.0))
+
     def branch(self, operand: Operand) -> Callable[[], ast.expr]:
         """Makes a Branch of the operand, once it is wanted."""
         self.removed |= {id(self.copies[id(each)]) for each in operand.statements}
@@ -117,11 +123,7 @@ class Rewriting(ast.NodeTransformer):
                 return called("dropped_", self.attribute(operand.dropout), *parts)
             if len(parts) == 1 and not isinstance(parts[0], ast.Starred):
                 parts.append(ast.Constant(None))
-            p: ast.expr = ast.Constant(0.0)
-            if operand.p is not None and operand.training is not None:
-                training, rate = self.copies[id(operand.training)], self.copies[id(operand.p)]
-                p = ast.IfExp(training, rate, ast.Constant(0.0))
-            return called("Branch_", *parts, p)
+            return called("Branch_", *parts, self.probability(operand.p, operand.training))
 
         return made
 

@@ -1,0 +1,202 @@
+"""Dropouts of activations and gated products: one call with them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from onetrip import ops
+from onetrip.ops.common.rng import draw_rng, dropout_scale
+from onetrip.patching import patch_model
+from onetrip.patching.activations import PATTERNS
+from patching_cases import WIDTH, inputs, randomised
+from torch import Tensor, nn
+from torch.nn import functional
+
+P = 0.25
+CPU = torch.device("cpu")
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.plain = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.relu, self.gelu, self.drop, self.p = nn.ReLU(), nn.GELU(), nn.Dropout(P), P
+
+
+class AsT5(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.plain(x)
+        x = self.relu(x)
+        x = self.drop(x)
+        if x.dtype != self.down.weight.dtype:
+            x = x.to(self.down.weight.dtype)
+        return self.down(x)
+
+
+class AsGatedT5(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gelu(self.gate(x))
+        up = self.up(x)
+        h = gate * up
+        h = self.drop(h)
+        return self.down(h)
+
+
+class AsWav2Vec2(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        h = self.gelu(h)
+        h = self.drop(h)
+        return self.down(h)
+
+
+class AsBart(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.gelu(self.up(x))
+        h = functional.dropout(h, p=self.p, training=self.training)
+        return self.down(h)
+
+
+class Nested(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(self.relu(self.up(x))))
+
+
+class NestedProduct(Mlp):
+    """As ModernBERT's, of halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, gate = self.packed(x).chunk(2, dim=-1)
+        return self.down(self.drop(self.gelu(h) * gate))
+
+
+FUSED = (AsT5, AsGatedT5, AsWav2Vec2, AsBart, Nested, NestedProduct)
+
+
+def outcome(model: nn.Module, x: Tensor) -> list[Tensor]:
+    leaf = x.clone().requires_grad_()
+    model.zero_grad()
+    y = model(leaf)
+    y.square().sum().backward()
+    assert leaf.grad is not None
+    return [y.detach(), leaf.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def pinned(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """torch's dropout with the mask that the fused operator draws."""
+    if not training:
+        return x
+    keep = ops.dropout_keep_mask(tuple(x.shape), p, draw_rng(CPU))
+    return torch.where(keep, x * dropout_scale(p), torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)
+def test_it_is_one_call_with_the_dropout(make: type[Mlp], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x,) = randomised(make()).train(), inputs()
+    original = copy.deepcopy(model)
+    report = patch_model(model, patterns=[*PATTERNS, "dropout"])
+    assert [site.pattern for site in report.patched if site.name == ""] == [
+        PATTERNS[0 if "Prod" in make.__name__ or "Gated" in make.__name__ else 1]
+    ]
+    assert "drop" not in report.calls()
+    torch.manual_seed(5)
+    ours = outcome(model, x)
+    assert report.calls()[""] == (1, 0)
+    monkeypatch.setattr(functional, "dropout", pinned)
+    torch.manual_seed(5)
+    for one, theirs in zip(ours, outcome(original, x), strict=True):
+        torch.testing.assert_close(one, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+    monkeypatch.undo()
+    for one, theirs in zip(outcome(model.eval(), x), outcome(original.eval(), x), strict=True):
+        torch.testing.assert_close(one, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+class ReadTwice(Mlp):
+    """The activation's result is read beside its dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.relu(self.up(x))
+        return self.down(self.drop(h) + h)
+
+
+class Between(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.relu(self.up(x))
+        x = self.gate(x)
+        h = self.drop(h)
+        return self.down(h) + x
+
+
+@pytest.mark.parametrize("make", [ReadTwice, Between], ids=lambda make: make.__name__)
+def test_other_dropouts_stay_where_they_are(make: type[Mlp], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x,) = randomised(make()).train(), inputs()
+    original = copy.deepcopy(model)
+    report = patch_model(model, patterns=PATTERNS)
+    monkeypatch.setattr(functional, "dropout", pinned)
+    results = []
+    for each in (model, original):
+        torch.manual_seed(5)
+        results.append(outcome(each, x))
+    assert report.calls()[""] == (1, 0)
+    for one, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(one, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_a_dropout_that_changes_later_is_called() -> None:
+    class Zeros(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.zeros_like(x)
+
+    for changed in (Zeros(), nn.Dropout(1.0, inplace=True)):
+        for make in FUSED:
+            if make is AsBart:
+                continue
+            model, (x,) = randomised(make()).train(), inputs()
+            patch_model(model)
+            model.drop = changed
+            torch.testing.assert_close(model(x), model.down(torch.zeros_like(model.up(x))))
+    model, (x,) = randomised(AsT5()).train(), inputs()
+    patch_model(model)
+    calls: list[Any] = []
+    model.drop.register_forward_hook(lambda *given: calls.append(given))
+    model(x)
+    assert len(calls) == 1
+
+
+def test_without_dropout_there_is_nothing_to_gain_for_an_activation_alone() -> None:
+    for p, exclude in ((0.0, ()), (P, ("drop",))):
+        model = AsT5()
+        model.drop.p = p
+        assert [site.name for site in patch_model(model, patterns=PATTERNS, exclude=exclude).patched] == []
+
+
+def test_no_mask_and_no_input_is_kept_of_relu() -> None:
+    model, (x,) = randomised(AsT5()).train(), inputs()
+    kept: list[set[int]] = []
+    for patch in (False, True):
+        if patch:
+            patch_model(model)
+        saved: set[int] = set()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.add(t.data_ptr()), t)[1], lambda t: t):  # noqa: B023
+            model(x)
+        kept.append(saved)
+    assert len(kept[1]) == len(kept[0]) - 2  # torch keeps relu's result, the mask, and the product with it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [AsT5, AsGatedT5], ids=lambda make: make.__name__)
+def test_compiles_without_a_break(make: type[Mlp]) -> None:
+    model, (x,) = randomised(make()).train(), inputs()
+    patch_model(model)
+    torch.compiler.reset()
+    y = torch.compile(model, fullgraph=True, backend="aot_eager")(x.requires_grad_())
+    y.sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
