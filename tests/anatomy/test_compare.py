@@ -67,6 +67,7 @@ def test_saved_activations_are_told_apart(result):
     assert any("*" in place for place in eager.by_block) and not any(part.isdigit() for part in eager.by_block)
 
 
+@pytest.mark.slow
 def test_peak_is_what_its_classes_sum_to(result):
     for column in result.columns.values():
         step = column.measured

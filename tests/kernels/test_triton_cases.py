@@ -44,8 +44,8 @@ FAMILIES = {
         "test_losses and (-64- or -100-) or special_rows and f32",
     ),
     "glu": Cases(
-        "test_widths and (64-f32 or 1030-bf16) or test_one_gradient and True-False or test_partition",
-        "not 2_to_the_31",
+        "(test_widths or test_dropout) and (64-f32 or 1030-bf16) or test_one_gradient and True-False or test_partition",
+        "not test_dropout and not 2_to_the_31 or test_dropout and 64-f32",
     ),
     "rotary": Cases(
         "D6-4 or test_one_of_the_two",

@@ -161,6 +161,7 @@ def test_models_of_transformers(kind: str, patterns: Any) -> None:
     assert sum(each.bytes for each in dense) < table.numel() * 4
 
 
+@pytest.mark.slow
 def test_bfloat16_rows_of_one_token_are_summed_in_float32() -> None:
     model, ids = made(dtype=torch.bfloat16), torch.full((4, 512), 5)
     expected = gradients(model, ids)
