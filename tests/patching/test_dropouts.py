@@ -126,6 +126,8 @@ def test_dropouts_that_no_forward_calls_are_no_sites() -> None:
     assert dropouts_of(bert) == ["embeddings.dropout"]  # sums and attention take the others
     gpt2 = GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50))
     assert set(dropouts_of(gpt2)) == {"drop", "h.0.attn.attn_dropout"}  # the second one in a method for float16
+    torchs = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 1)
+    assert dropouts_of(torchs) == ["layers.0.dropout"]  # the sums take those of two methods
     t5 = T5Model(T5Config(d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, vocab_size=50))
     assert dropouts_of(t5) == dropouts_of(t5) == ["encoder.dropout", "decoder.dropout"]
     unpatch_model(t5)
@@ -153,6 +155,16 @@ def test_copies_are_patched_pickles_are_not() -> None:
     assert type(pickle.loads(pickle.dumps(model.drop))) is nn.Dropout
     unpatch_model(model)
     assert [type(module) for module in model.modules()] == classes
+
+
+def test_under_vmap_it_is_torchs() -> None:
+    """Which has a mask for each sample."""
+    model = nn.Sequential(FeedForward(), nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.5))
+    report = patch_model(model)
+    x = torch.randn(8, 300, 64)
+    y = torch.func.vmap(model, randomness="different")(x)
+    assert y.shape == x.shape and not torch.equal(y[0] == 0, y[1] == 0)
+    assert report.calls()["0.drop"] == (0, 0)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import ops
+from ..ops.common.tracing import is_transformed
 from . import calls
 from .calls import Configuration, configuration, has_configuration, is_plain, original_class
 from .classes import Rewrite
@@ -353,6 +354,8 @@ class Activated(_Fused):
 def _probability(dropout: Any) -> tuple[float, Callable[[Tensor], Tensor]]:
     """(p of a dropout, what is still to do of it), of a probability or a child. What is no plain nn.Dropout any more is
     called."""
+    if not torch.compiler.is_compiling() and is_transformed():  # vmap has randomness of its own
+        return 0.0, partial(_dropped, dropout=dropout)
     if isinstance(dropout, (int, float)):
         return dropout, _as_it_is
     if is_plain(dropout, nn.Dropout) and not dropout.inplace:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import ops
+from ..ops.common.tracing import is_transformed
 from . import calls
 from .classes import Rewrite, is_patched, method_of, rewrite_of
 from .residual.tails import Tail
@@ -61,6 +62,7 @@ def _dropped(module: Any, original: Callable[..., Tensor], x: Tensor) -> Tensor:
         or p == 0.0
         or module.inplace
         or torch.compiler.is_compiling()
+        or is_transformed()
         or x.numel() < _SMALLEST.get(x.device.type, 1 << 62)
     ):
         return original(module, x)
@@ -74,13 +76,14 @@ def _dropped(module: Any, original: Callable[..., Tensor], x: Tensor) -> Tensor:
 def uncalled_dropouts(modules: Iterable[nn.Module]) -> set[int]:
     """ids of the dropouts that no forward calls: sums and attention read their probability, or draw their mask."""
     modules = list(modules)
-    opened = {(tail.owner, name) for module in modules for tail in _tails(module) for name in tail.dropouts}
+    tails = [tail for module in modules for tail in _tails(module)]
+    opened = {(calls.original_class(tail.owner), name) for tail in tails for name in tail.dropouts}
     is_called: dict[int, bool] = {}
     for module in modules:
         for name, child in module._modules.items():
             if child is not None and calls.original_class(type(child)) is nn.Dropout:
                 cls: Any = type(module)
-                called = (cls, name) not in opened and _calls(cls, name)
+                called = (calls.original_class(cls), name) not in opened and _calls(cls, name)
                 is_called[id(child)] = is_called.get(id(child), False) or called
     return {found for found, called in is_called.items() if not called}
 

@@ -171,6 +171,14 @@ def test_a_dropout_that_changes_later_is_called() -> None:
     assert len(calls) == 1
 
 
+def test_under_vmap_the_dropout_is_torchs() -> None:
+    for make in (AsT5, AsBart):
+        model = randomised(make()).train()
+        patch_model(model)
+        y = torch.func.vmap(model, randomness="different")(torch.ones(2, 3, 5, WIDTH))
+        assert not torch.equal(y[0], y[1])
+
+
 def test_without_dropout_there_is_nothing_to_gain_for_an_activation_alone() -> None:
     for p, exclude in ((0.0, ()), (P, ("drop",))):
         model = AsT5()
