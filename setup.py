@@ -257,6 +257,7 @@ PACKAGE_DIRS = {
     "onetrip.ops.common": "python_pkg/onetrip/ops/common",
     "onetrip.optim": "python_pkg/onetrip/optim",
     "onetrip.patching": "python_pkg/onetrip/patching",
+    "onetrip.patching.activations": "python_pkg/onetrip/patching/activations",
     "onetrip.patching.attention": "python_pkg/onetrip/patching/attention",
     "onetrip.patching.residual": "python_pkg/onetrip/patching/residual",
     "onetrip.reference": "python_pkg/onetrip/reference",

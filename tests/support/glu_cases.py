@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tolerances import assert_like_torch, assert_ulps
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -24,3 +25,24 @@ def unfused(gate: Tensor, up: Tensor | None = None, bias: Tensor | None = None, 
 
 def short(value: object) -> str:
     return str(value)[6:] if isinstance(value, torch.dtype) else str(value)
+
+
+def randn(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32, scale: float = 2.0) -> Tensor:
+    return (scale * torch.randn(*shape, device=device)).to(dtype)
+
+
+def with_gradients(function, dy: Tensor, *inputs: Tensor) -> list[Tensor]:
+    leaves = [tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_() for tensor in inputs]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+
+def check(fused, plain, dy: Tensor, *inputs: Tensor) -> None:
+    """Result within an ulp of float64, gradients within twice the error of torch in the same dtype."""
+    ours, torchs = with_gradients(fused, dy, *inputs), with_gradients(plain, dy, *inputs)
+    truth = with_gradients(plain, dy, *(tensor.double() for tensor in inputs))
+    assert_ulps(ours[0], truth[0])
+    assert ours[0].is_contiguous()
+    for one, torchs_one, exact in zip(ours, torchs, truth, strict=True):
+        assert one.dtype == torchs_one.dtype
+        assert_like_torch(one, torchs_one, exact, terms=max(1, dy.numel() // exact.numel()))

@@ -22,6 +22,7 @@ from .activations import (
     read_activations,
     recognise_activation,
 )
+from .activations.methods import InMethods, choose_methods, read_methods
 from .attention import PATTERN as ATTENTION
 from .attention import Attention, Interface, SoftmaxRegions, read_attention
 from .calls import configuration, is_distributed, is_released, original_class
@@ -30,7 +31,6 @@ from .dropouts import PATTERN as DROPOUT
 from .dropouts import Dropout
 from .linear_loss import PATTERN as LINEAR_LOSS
 from .linear_loss import VocabularyLoss, labels_position, output_layer
-from .methods import InMethods, choose_methods, read_methods
 from .norms import KERNEL_DEVICES, Leaf, NormSpec, could_be_norm, recognise
 from .report import Unsuitable
 from .residual import FoundSums, ResidualSums, choose_sums, read_sums

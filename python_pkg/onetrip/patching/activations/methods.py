@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .activations import GATED, Activation, Activations, FoundActivations, choose_activations, read_activations
-from .classes import Rewrite, method_of, plain_forward
+from ..classes import Rewrite, method_of, plain_forward
+from . import GATED, Activation, Activations, FoundActivations, choose_activations, read_activations
 
 if TYPE_CHECKING:
-    from .classify import InForward, Together
+    from ..classify import InForward, Together
 
 
 def read_methods(cls: type) -> list[FoundActivations]:

@@ -1,0 +1,278 @@
+"""Activations in a forward of any length: `act(gate) * up`, and `act(dense(x))`, with the dropout that follows.
+
+    h = self.act(self.gate(x)) * self.up(x)     ->      h = gated_0_(self, self.act, self.gate(x), self.up(x))
+
+    gate, up = h.chunk(2, dim=-1)               ->      gate = h
+    h = self.act(gate) * up                             h = gated_0_(self, self.act, gate)
+
+    h = self.dense(h)                           ->      h = activated_0_(self, self.act, self.dense, h, self.drop)
+    h = self.act(h)
+    h = self.drop(h)
+
+The activation is a child or a function of torch's, recognised by what it computes. A plain linear layer leaves its bias
+to the activation. Halves that only the product reads stay one tensor, whose gradient is then written as one. Everything
+else of the forward stays as it was written.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ... import ops
+from ..calls import Configuration, configuration, original_class
+from ..classes import Rewrite
+from ..clones import clone
+from ..residual.choose import child_at
+from ..residual.rewrite import Rewriting
+from ..verify import RNG, MaskedDropout, check_outcomes, kind_of, outcome_of, undisturbed
+from .fused import FORMULAS, Activated, Gated, GatedHalves
+from .read import Dropped, Found, FoundActivations, read_activations
+
+__all__ = [
+    "GATED",
+    "PATTERNS",
+    "Activation",
+    "Activations",
+    "FoundActivations",
+    "choose_activations",
+    "read_activations",
+    "recognise_activation",
+]
+
+GATED, ACTIVATED = "gated_mlp", "bias_activation"
+PATTERNS = (GATED, ACTIVATED)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What an activation module computes."""
+
+    name: str
+    """Of FORMULAS."""
+    n_operators: int
+    """Of torch's that its forward calls."""
+    configuration: Configuration = ()
+
+
+def recognise_activation(module: nn.Module) -> Activation | None:
+    """What a module without parameters and children computes, by probing a clone; None for anything else."""
+    found = configuration(module)
+    if module._modules or module._parameters or module._buffers or "forward" in vars(module) or found is None:
+        return None
+    values = torch.tensor([*(k / 16 for k in range(-192, 193)), 1e-4, -1e-4, 60.0, -60.0, 0.5], device="cpu").double()
+    order = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(0), device="cpu")
+    try:
+        with undisturbed(torch.device("cpu")):
+            given, shuffled, counter = values.clone(), values[order].view(2, 3, 5, 13), _Counter()
+            flat = clone(module).train()(given)
+            with counter:
+                mixed = clone(module).eval()(shuffled)
+    except Exception:  # no function of one tensor
+        return None
+    if not torch.equal(given, values):  # in place: others may read what it writes
+        return None
+    if not all(isinstance(y, Tensor) and y.numel() == values.numel() for y in (flat, mixed)):
+        return None
+    for name, formula in FORMULAS.items():
+        exact = formula(values)
+        if torch.allclose(flat, exact, 1e-8, 1e-9) and torch.allclose(mixed.flatten(), exact[order], 1e-8, 1e-9):
+            return Activation(name, counter.n_calls, found)
+    return None
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One activation of one instance."""
+
+    found: Found
+    activation: str
+    cls: type | None
+    configuration: Configuration
+    has_bias: bool
+    drops: bool
+
+    @property
+    def pattern(self) -> str:
+        return ACTIVATED if self.found.product is None else GATED
+
+
+def choose_activations(
+    module: nn.Module,
+    found: FoundActivations,
+    activation_of: Callable[[nn.Module], Activation | None],
+    excluded: Container[int],
+) -> list[Choice]:
+    """The activations that can be fused, where something is gained: a product, a bias, several operators, a dropout."""
+    chosen = []
+    taken: set[ast.expr] = set()
+    for each in found.found:
+        if each.call in taken or (each.product is not None and each.product in taken):
+            continue
+        child = child_at(module, each.path) if each.path else None
+        activation = Activation(each.function, 1) if each.function else None
+        if child is not None and id(child) not in excluded:
+            activation = activation_of(child)
+        if activation is None:
+            continue
+        linear: Any = child_at(module, each.linear) if each.linear else None
+        has_bias = (
+            linear is not None
+            and id(linear) not in excluded
+            and original_class(type(linear)) is nn.Linear
+            and linear.bias is not None
+        )
+        drops = each.dropped is not None and _drops(module, each.dropped, excluded)
+        is_dropped = drops and each.dropped is not None and each.dropped.path != ""
+        if each.product is not None or has_bias or activation.n_operators > 1 or is_dropped:
+            taken |= {each.call} if each.product is None else {each.call, each.product}
+            cls = None if child is None else original_class(type(child))
+            chosen.append(Choice(each, activation.name, cls, activation.configuration, has_bias, drops))
+    return chosen
+
+
+def _drops(module: nn.Module, dropped: Dropped, excluded: Container[int]) -> bool:
+    """Whether the child is a dropout that drops; torch's function always is one."""
+    child: Any = child_at(module, dropped.path) if dropped.path else None
+    if child is None:
+        return dropped.p is not None
+    return (
+        original_class(type(child)) is nn.Dropout and child.p > 0.0 and not child.inplace and id(child) not in excluded
+    )
+
+
+@dataclass(frozen=True)
+class Activations:
+    """A module whose forward has activations to fuse, as a site."""
+
+    forward: FoundActivations
+    chosen: tuple[Choice, ...]
+
+    @property
+    def pattern(self) -> str:
+        """gated_mlp where there is a product."""
+        return GATED if any(choice.pattern == GATED for choice in self.chosen) else ACTIVATED
+
+    @property
+    def detail(self) -> str:
+        return ", ".join(sorted({choice.activation for choice in self.chosen}))
+
+    def rewrite(self, module: nn.Module) -> Rewrite:
+        """The forward with its activations fused."""
+        return self._rewrite
+
+    @cached_property
+    def _rewrite(self) -> Rewrite:
+        rewriting, method = Rewriting(self.forward.tree), self.forward.method
+        for index, choice in enumerate(self.chosen):
+            _put(rewriting, f"{index}_" if method == "forward" else f"{index}_{method}_", choice)
+        constants = tuple(rewriting.constants.items())
+        return Rewrite(self.pattern, rewriting.source(), constants, method=method, in_module=True)
+
+    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+        """Raise VerificationError unless each activation, fused, computes what the module's own does."""
+        device, dtype = kind_of(module)
+        with undisturbed(device), MaskedDropout():
+            for choice in self.chosen:
+                child = child_at(module, choice.found.path) if choice.found.path else None
+                act: Any = FORMULAS[choice.activation] if child is None else clone(child).eval()
+                inputs = _inputs(choice)
+                for p in (0.0, 0.25) if choice.drops else (0.0,):
+                    fused, unfused = partial(_fused, choice, p), partial(_unfused, act, p)
+                    expected, actual = (outcome_of(compute, inputs, device, dtype) for compute in (unfused, fused))
+                    truth = outcome_of(unfused, inputs, device, torch.float64)
+                    dropout = " with dropout" if p else ""
+                    check_outcomes(actual, expected, truth, f" of {choice.activation}{dropout}")
+
+
+def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
+    """The fused call in place of the activation. suffix: of its name."""
+    found, copies = choice.found, rewriting.copies
+    act = rewriting.attribute(found.path) if found.path else copies[id(found.call.func)]
+    name = f"{'activated' if found.product is None else 'gated'}_{suffix}"
+
+    def called(*arguments: ast.expr) -> ast.expr:
+        return ast.Call(ast.Name(name), [ast.Name(rewriting.own), act, *arguments, *dropout()], [])
+
+    def dropout() -> list[ast.expr]:
+        dropped = found.dropped if choice.drops else None
+        if dropped is None or dropped.path:
+            return [] if dropped is None else [rewriting.attribute(dropped.path)]
+        return [rewriting.probability(dropped.p, dropped.training)]
+
+    replaced: ast.expr = found.result
+    if choice.drops and found.dropped is not None:
+        replaced = found.dropped.call
+        if found.dropped.definition is not None:
+            rewriting.removed.add(id(copies[id(found.dropped.definition)]))
+
+    if found.product is not None:
+        known = (choice.activation, choice.cls, choice.configuration)
+        rewriting.constants[name] = (
+            Gated(*known) if found.halves is None else GatedHalves(*known, found.halves.gate_first)
+        )
+        x, other = copies[id(found.x)], copies[id(found.other)]
+        gate = x
+        if found.definition is not None:
+            gate = ast.Name(found.definition.targets[0].id)  # type: ignore[attr-defined]
+            rewriting.replaced[id(copies[id(found.call)])] = lambda: rewriting.visit(x)
+        factors = [gate, other]
+        if found.halves is not None:
+            statement, packed, factors = copies[id(found.halves.statement)], copies[id(found.halves.packed)], [gate]
+            rewriting.replaced[id(statement.value)] = lambda: rewriting.visit(packed)
+            statement.targets = [ast.Name(x.id)]
+        rewriting.replaced[id(copies[id(replaced)])] = lambda: called(*map(rewriting.visit, factors))
+        return
+    rewriting.constants[name] = Activated(choice.activation, choice.cls, choice.configuration)
+    dense: ast.expr = ast.Constant(None)
+    x = copies[id(found.x)]
+    if choice.has_bias:
+        dense, x = rewriting.attribute(found.linear), copies[id(found.linear_x)]
+        if found.linear_definition is not None:
+            rewriting.removed.add(id(copies[id(found.linear_definition)]))
+    rewriting.replaced[id(copies[id(replaced)])] = lambda: called(dense, rewriting.visit(x))
+
+
+def _inputs(choice: Choice) -> list[Tensor]:
+    """gate and up; or x and, where there is one, the bias."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 4, 24)] + ([(3, 4, 24)] if choice.found.product is not None else [(24,)] if choice.has_bias else [])
+    return [2.0 * torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
+
+
+def _unfused(act: Callable[[Tensor], Tensor], p: float, x: Tensor, other: Tensor | None = None) -> Tensor:
+    if other is None:
+        y = act(x)
+    else:
+        y = act(x) * other if other.shape == x.shape else act(x + other)
+    return functional.dropout(y, p) if p else y
+
+
+def _fused(choice: Choice, p: float, x: Tensor, other: Tensor | None = None) -> Tensor:
+    dropout: Any = {"dropout_p": p, "rng": RNG if p else None}
+    if choice.found.product is None:
+        return ops.bias_activation(x, other, choice.activation, **dropout)
+    assert other is not None
+    halves = choice.found.halves
+    if halves is None:
+        return ops.glu(x, other, choice.activation, **dropout)
+    packed = torch.cat([x, other] if halves.gate_first else [other, x], dim=-1)
+    return ops.glu_packed(packed, choice.activation, gate_first=halves.gate_first, **dropout)

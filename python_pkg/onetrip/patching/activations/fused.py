@@ -1,0 +1,111 @@
+"""Activations in a rewritten forward: the calls that replace them, and what they do where they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ... import ops
+from ...ops.common.tracing import is_transformed
+from .. import calls
+from ..calls import Configuration, has_configuration, is_plain
+from ..readers import linear_parts
+
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu2": lambda x: functional.relu(x).square(),
+    "relu": functional.relu,
+}
+"""The activations of ops.glu, by torch's functions."""
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """An activation in a rewritten forward."""
+
+    activation: str
+    cls: type | None
+    """Of the child; None for a function of torch's."""
+    configuration: Configuration
+    """Of the child."""
+
+    def is_still(self, act: Any) -> bool:
+        """Whether the child computes what it did at patching."""
+        return self.cls is None or (is_plain(act, self.cls) and has_configuration(act, self.configuration))
+
+    def unfused(self, act: Any, x: Tensor) -> Tensor:
+        return (FORMULAS[self.activation] if self.cls is None else act)(x)
+
+
+class Gated(_Fused):
+    """dropout(act(gate) * up) in a rewritten forward."""
+
+    def __call__(self, module: nn.Module, act: Any, gate: Tensor, up: Tensor, dropout: Any = 0.0) -> Tensor:
+        if self.is_still(act) and calls.fits(gate) and calls.is_like(up, gate):
+            calls.count_fused(module)
+            p, after = _probability(dropout)
+            return after(ops.glu(gate, up, self.activation, dropout_p=p))
+        calls.count_fallback(module)
+        return _dropped(self.unfused(act, gate) * up, dropout)
+
+
+@dataclass(frozen=True)
+class GatedHalves(_Fused):
+    """dropout(act(gate) * up) of two halves of one tensor, in a rewritten forward."""
+
+    gate_first: bool
+
+    def __call__(self, module: nn.Module, act: Any, packed: Tensor, dropout: Any = 0.0) -> Tensor:
+        if self.is_still(act) and calls.fits(packed) and packed.shape[-1] % 2 == 0:
+            calls.count_fused(module)
+            p, after = _probability(dropout)
+            return after(ops.glu_packed(packed, self.activation, gate_first=self.gate_first, dropout_p=p))
+        calls.count_fallback(module)
+        first, second = packed.chunk(2, dim=-1)
+        gate, up = (first, second) if self.gate_first else (second, first)
+        return _dropped(self.unfused(act, gate) * up, dropout)
+
+
+class Activated(_Fused):
+    """dropout(act(x)), or dropout(act(dense(x))), in a rewritten forward."""
+
+    def __call__(self, module: nn.Module, act: Any, dense: Any, x: Tensor, dropout: Any = 0.0) -> Tensor:
+        if self.is_still(act) and not x.is_nested:
+            x, bias = (x, None) if dense is None else linear_parts(module, dense, x)
+            if calls.fits(x):
+                calls.count_fused(module)
+                p, after = _probability(dropout)
+                return after(ops.bias_activation(x, bias, self.activation, dropout_p=p))
+            x = x if bias is None else x + bias
+        elif dense is not None:
+            x = dense(x)
+        calls.count_fallback(module)
+        return _dropped(self.unfused(act, x), dropout)
+
+
+def _probability(dropout: Any) -> tuple[float, Callable[[Tensor], Tensor]]:
+    """(p of a dropout, what is still to do of it), of a probability or a child. What is no plain nn.Dropout any more is
+    called."""
+    if not torch.compiler.is_compiling() and is_transformed():  # vmap has randomness of its own
+        return 0.0, partial(_dropped, dropout=dropout)
+    if isinstance(dropout, (int, float)):
+        return dropout, _as_it_is
+    if is_plain(dropout, nn.Dropout) and not dropout.inplace:
+        return dropout.p if dropout.training else 0.0, _as_it_is
+    return 0.0, dropout
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _dropped(x: Tensor, dropout: Any) -> Tensor:
+    return functional.dropout(x, dropout) if isinstance(dropout, (int, float)) else dropout(x)

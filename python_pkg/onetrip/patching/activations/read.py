@@ -1,0 +1,202 @@
+"""Reading a forward for activations: their products, linear layers, dropouts. What a child is, is a claim."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ..report import Unsuitable
+from ..residual.read import Reader, blocks, evaluated, may_change, mentions
+from ..source import is_source_of, parse, resolve
+
+
+@dataclass(eq=False)
+class Halves:
+    """`gate, up = packed.chunk(2, dim=-1)`."""
+
+    statement: ast.Assign
+    packed: ast.expr
+    gate_first: bool
+
+
+@dataclass(eq=False)
+class Dropped:
+    """A dropout, of a value that nothing else reads."""
+
+    call: ast.Call
+    definition: ast.stmt | None
+    """The statement that gave the value a name."""
+    path: str = ""
+    """Of the child that is called: a dropout, if it is an nn.Dropout."""
+    p: ast.expr | None = None
+    training: ast.expr | None = None
+    """Of torch's function."""
+
+
+@dataclass(eq=False)
+class Found:
+    """A call that may be an activation."""
+
+    call: ast.Call
+    x: ast.expr
+    path: str
+    """Of the child that is called; empty for a function."""
+    function: str
+    """Of FORMULAS, where torch's function is called."""
+    product: ast.BinOp | None = None
+    """Its product with another expression."""
+    other: ast.expr | None = None
+    definition: ast.Assign | None = None
+    """The statement that gave the activation's result a name, which only the product reads."""
+    halves: Halves | None = None
+    """The statement that gave the gate and the other factor their names."""
+    linear: str = ""
+    """Path of a child called with one argument, whose result only the activation reads."""
+    linear_x: ast.expr | None = None
+    linear_definition: ast.stmt | None = None
+    dropped: Dropped | None = None
+    """The dropout of the result."""
+
+    @property
+    def result(self) -> ast.expr:
+        """The activation, or its product."""
+        return self.call if self.product is None else self.product
+
+
+@dataclass(eq=False)
+class FoundActivations:
+    """A forward with activations."""
+
+    tree: ast.FunctionDef
+    found: list[Found]
+    """Those with a product first. A call may be in several of them."""
+    method: str = "forward"
+    """The name of the function that was read."""
+
+
+def read_activations(forward: Any, source: str = "", method: str = "forward") -> FoundActivations | None:
+    """The activations of a forward; None if it has none. source: of its rewrite. method: its name in its class."""
+    tree: Any = ast.parse(source).body[0] if source else parse(forward)
+    if isinstance(tree, Unsuitable) or not tree.args.args:
+        return None
+    reader = Reader(forward, tree)
+    found = list(_read(reader))
+    dropped = dict(_dropouts(reader))
+    for each in found:
+        each.dropped = dropped.get(each.result)
+    return FoundActivations(tree, found, method) if found and (source or is_source_of(tree, forward)) else None
+
+
+def _read(reader: Reader) -> Iterator[Found]:
+    places = []
+    for block, in_loop in blocks(reader.tree.body, False):
+        for position, statement in enumerate(block):
+            if isinstance(statement, (ast.Assign, ast.Return, ast.Expr)):
+                places.append((block, position, in_loop, list(evaluated(statement))))
+    for block, position, in_loop, nodes in places:
+        for node in nodes:
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+                for side, other in ((node.left, node.right), (node.right, node.left)):
+                    gated = None if isinstance(other, ast.Constant) else _factor(reader, side, block, position, in_loop)
+                    if gated is not None:
+                        gated.product, gated.other = node, other
+                        gated.halves = _halves(reader, gated, block, position, in_loop)
+                        yield gated
+    for block, position, in_loop, nodes in places:
+        for node in nodes:
+            found = _activation(reader, node) if isinstance(node, ast.Call) else None
+            if found is None:
+                continue
+            inner = reader.value_of(found.x, block, position, position, in_loop) or (found.x, ())
+            if (called := reader.called(inner[0])) is not None:
+                found.linear, found.linear_x = called
+                found.linear_definition = inner[1][0] if inner[1] else None
+            yield found
+
+
+def _dropouts(reader: Reader) -> Iterator[tuple[ast.expr, Dropped]]:
+    """What may be dropouts, by the expression that they drop."""
+    for block, in_loop in blocks(reader.tree.body, False):
+        for position, statement in enumerate(block):
+            nodes = evaluated(statement) if isinstance(statement, (ast.Assign, ast.Return, ast.Expr)) else ()
+            for node in nodes:
+                if not isinstance(node, ast.Call):
+                    continue
+                if (of_function := reader.functional_dropout(node)) is not None:
+                    x, dropped = of_function[0], Dropped(node, None, "", *of_function[1:])
+                elif (called := reader.called(node)) is not None:
+                    x, dropped = called[1], Dropped(node, None, called[0])
+                else:
+                    continue
+                if (inner := reader.value_of(x, block, position, position, in_loop)) is not None:
+                    x, (dropped.definition,) = inner
+                yield x, dropped
+
+
+def _factor(reader: Reader, side: ast.expr, block: list[ast.stmt], position: int, in_loop: bool) -> Found | None:
+    """The activation that a factor of a product is, or that the factor's name was given to."""
+    if not isinstance(side, ast.Name):
+        return _activation(reader, side)
+    for index in reversed(range(position)):
+        statement = block[index]
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name == side.id:
+                found = _activation(reader, value)
+                between = block[index + 1 : position]
+                if (
+                    found is None
+                    or any(may_change(each, name) for each in between)
+                    or not reader.is_read_once(name, block, position, position, in_loop)
+                ):
+                    return None
+                found.definition = statement
+                return found
+        if mentions(statement, side.id):
+            return None
+    return None
+
+
+def _halves(reader: Reader, found: Found, block: list[ast.stmt], position: int, in_loop: bool) -> Halves | None:
+    """The halves that gate and other are, if nothing else reads them or changes them before the product."""
+    if not (isinstance(found.x, ast.Name) and isinstance(found.other, ast.Name)) or found.x.id == found.other.id:
+        return None
+    gate, other = found.x.id, found.other.id
+    for index in reversed(range(position)):
+        match block[index]:
+            case (
+                ast.Assign(
+                    targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])],
+                    value=ast.Call(func=ast.Attribute(value=packed, attr="chunk"), args=args, keywords=keywords),
+                ) as statement
+            ) if {first, second} == {gate, other}:
+                sizes = [ast.unparse(each) for each in (*args, *(k.value for k in keywords if k.arg == "dim"))]
+                ends = {name: reader.ends_at(name, block, index, position, in_loop) for name in (gate, other)}
+                is_whole = sizes == ["2", "-1"] and len(args) + len(keywords) == 2
+                return Halves(statement, packed, first == gate) if is_whole and all(ends.values()) else None
+        if block[index] is not found.definition and any(mentions(block[index], name) for name in (gate, other)):
+            return None
+    return None
+
+
+def _activation(reader: Reader, expression: ast.expr) -> Found | None:
+    """The call of a child, or of a function of torch's, with one argument."""
+    if (called := reader.called(expression)) is not None and isinstance(expression, ast.Call):
+        return Found(expression, called[1], called[0], "")
+    match expression:
+        case ast.Call(func=function, args=[x], keywords=keywords):
+            resolved = resolve(function, reader.globals)
+            options = {each.arg: ast.unparse(each.value) for each in keywords}
+            if resolved is functional.silu and not options:
+                return Found(expression, x, "", "silu")
+            if resolved in (functional.relu, torch.relu) and not options:
+                return Found(expression, x, "", "relu")
+            if resolved is functional.gelu and options in ({}, {"approximate": "'none'"}):
+                return Found(expression, x, "", "gelu")
+            if resolved is functional.gelu and options == {"approximate": "'tanh'"}:
+                return Found(expression, x, "", "gelu_tanh")
+    return None
