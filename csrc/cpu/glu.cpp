@@ -51,15 +51,16 @@ ONETRIP_INLINE void for_draws(DropoutMask& mask, int64_t row, int64_t begin, int
 
 enum class With { kNothing, kUp, kBias };
 
-// Calls body with what gate comes with, and whether there is dropout, as constants.
+// Calls body with what gate comes with, and whether there is dropout, as constants. Dropout alone counts as kBias with
+// a null bias: its draws hide the test for it, and kernels are slow to compile.
 template <class Body>
 auto with_second(const void* up, bool has_bias, const Dropout& dropout, Body body) {
   const auto with_dropout = [&](auto with) {
     return dropout.threshold ? body(with, std::true_type{}) : body(with, std::false_type{});
   };
   if (up) return with_dropout(std::integral_constant<With, With::kUp>{});
-  if (has_bias) return with_dropout(std::integral_constant<With, With::kBias>{});
-  return with_dropout(std::integral_constant<With, With::kNothing>{});
+  if (has_bias || dropout.threshold) return with_dropout(std::integral_constant<With, With::kBias>{});
+  return body(std::integral_constant<With, With::kNothing>{}, std::false_type{});
 }
 
 // The inner loops are compiled for what they read and write: a vector of them has no condition. With dropout nothing is
@@ -75,7 +76,8 @@ void forward_elements(const GluForward& args, const float* bias, float* buffer, 
     for_draws<kDrops>(mask, row, begin, end, args.n_cols, [&](int64_t begin, int64_t end, const uint16_t* bits) {
       for_stored_columns<float, 1>(begin, end, y, !kDrops && streams, [&](int64_t c, auto lanes, auto streams) {
         F x = load(gate + c, lanes);
-        if constexpr (kWith == With::kBias) x += load(bias + c, lanes);
+        if constexpr (kWith == With::kBias)
+          if (!kDrops || bias) x += load(bias + c, lanes);
         F v = Act::value(x);
         if constexpr (kWith == With::kUp) v *= load(up + c, lanes);
         if constexpr (kDrops) v = mask.apply(v, mask.kept(bits + (c - begin)));
@@ -157,7 +159,7 @@ int glu_forward(const GluForward& given) {
 int glu_backward(const GluBackward& given) {
   GluBackward args = given;
   const int64_t n = args.n_rows * args.n_cols;
-  if (n <= 0) return 0;
+  if (n <= 0 || !(args.dgate || args.dup || args.dbias)) return 0;
   const auto is_whole = [&](const void* matrix, int64_t row_stride) { return !matrix || row_stride == args.n_cols; };
   const RowPartition partition = row_partition(args.n_rows, args.n_cols);
   if (!args.bias && !args.dbias && is_whole(args.dy, args.dy_row_stride) && is_whole(args.gate, args.gate_row_stride) &&
@@ -172,7 +174,7 @@ int glu_backward(const GluBackward& given) {
       using Act = decltype(act);
       return with_second(args.up, args.bias || args.dbias, args.dropout, [all](auto with, auto drops) {
         if constexpr (!drops())
-          if (all) return &backward_elements<Act, decltype(type), with(), false, true>;
+          if (all || with() == With::kNothing) return &backward_elements<Act, decltype(type), with(), false, true>;
         return &backward_elements<Act, decltype(type), with(), drops(), false>;
       });
     });

@@ -92,14 +92,11 @@ struct No {
 // follow in it may be streamed. Paired: for_columns_of's type, for bodies that take pairs.
 template <class Paired = float, int kUnroll = kStoreUnroll, class T, class Body>
 ONETRIP_INLINE void for_stored_columns(int64_t begin, int64_t end, const T* row, bool streams, Body body) {
-  if (!streams) {
-    for_columns_of<kUnroll, Paired>(begin, end, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
-    return;
-  }
   const int64_t to_line = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(row + begin) & 63) / sizeof(T);
-  const int64_t line = smaller(begin + to_line, end);
-  for_columns<1>(begin, line, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
-  for_columns_of<kUnroll, Paired>(line, end, [&](int64_t c, auto lanes, int) { body(c, lanes, Yes{}); });
+  const int64_t line = streams ? smaller(begin + to_line, end) : end;
+  for_columns_of<kUnroll, Paired>(begin, line, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
+  if (line < end)
+    for_columns_of<kUnroll, Paired>(line, end, [&](int64_t c, auto lanes, int) { body(c, lanes, Yes{}); });
 }
 
 // A parameter as float32 plus offset: the caller's own array where that is what it holds.

@@ -411,7 +411,8 @@ ONETRIP_INLINE void for_columns(int64_t begin, int64_t end, Body body) {
 #pragma GCC unroll 8
     for (int i = 0; i < kUnroll; ++i) body(c + i * kWidth, All{}, i);
   }
-  for (; c + kWidth <= end; c += kWidth) body(c, All{}, 0);
+  if constexpr (kUnroll > 1)
+    for (; c + kWidth <= end; c += kWidth) body(c, All{}, 0);
   if (c < end) body(c, First{static_cast<int>(end - c)}, 0);
 }
 
