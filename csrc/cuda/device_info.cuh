@@ -56,6 +56,7 @@ struct DeviceInfo {
   // have.
   int shared, reserved_shared, block_shared;
   bool has_copies, has_clusters;  // asynchronous copies (sm_80), clusters of blocks (sm_90)
+  bool has_early_starts;          // programmatic dependent launch (sm_90); of drivers that capture it in a graph
 };
 
 inline cudaError_t query_device(int device, DeviceInfo& info) {
@@ -73,6 +74,9 @@ inline cudaError_t query_device(int device, DeviceInfo& info) {
     int major = 0;
     ask(major, cudaDevAttrComputeCapabilityMajor);
     asked.has_copies = major >= 8;
+    int driver = 0;
+    if (status == cudaSuccess) status = cudaDriverGetVersion(&driver);
+    asked.has_early_starts = major >= 9 && driver >= 12040;
     // A driver older than clusters fails here: it has none.
     int clusters = 0;
     asked.has_clusters =
@@ -81,51 +85,84 @@ inline cudaError_t query_device(int device, DeviceInfo& info) {
   });
 }
 
+struct KernelInfo {
+  int static_shared;  // bytes of the kernel's own arrays; 0 if it is empty, compiled for GPUs that lack its features
+  int architecture;   // that its code was written for, 10 * major + minor; older than the GPU's where PTX was compiled
+};
+
 // Allows a kernel all the dynamic shared memory that the current GPU has, in the device's primary context (which torch
 // never resets either). Not only what a call needs: another thread's smaller limit would replace it before the launch.
-// static_shared: bytes of the kernel's own arrays; 0 if the kernel is empty, compiled for GPUs that lack its features.
+// carveout: of an SM's memory the percentage that is shared memory, where the driver is not to choose.
 template <typename Kernel>
-cudaError_t prepare(Kernel kernel, const DeviceInfo& info, int& static_shared) {
-  static auto& kernels = *new QueryCache<std::pair<const void*, int>, int>;
+cudaError_t prepare(Kernel kernel, const DeviceInfo& info, KernelInfo& kernel_info,
+                    int carveout = cudaSharedmemCarveoutDefault) {
+  static auto& kernels = *new QueryCache<std::pair<const void*, int>, KernelInfo>;
   const auto address = reinterpret_cast<const void*>(kernel);
-  return kernels.get({address, info.device}, static_shared, [&](int& asked) {
+  return kernels.get({address, info.device}, kernel_info, [&](KernelInfo& asked) {
     cudaFuncAttributes attributes{};
-    const cudaError_t status = cudaFuncGetAttributes(&attributes, address);
+    cudaError_t status = cudaFuncGetAttributes(&attributes, address);
     if (status != cudaSuccess) return status;
-    asked = static_cast<int>(attributes.sharedSizeBytes);
-    return cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, info.block_shared - asked);
+    asked = {static_cast<int>(attributes.sharedSizeBytes), attributes.ptxVersion};
+    status = cudaFuncSetAttribute(address, cudaFuncAttributePreferredSharedMemoryCarveout, carveout);
+    if (status != cudaSuccess) return status;
+    return cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                info.block_shared - asked.static_shared);
   });
 }
 
 template <typename Kernel>
 cudaError_t prepare(Kernel kernel, const DeviceInfo& info) {
-  int static_shared = 0;
-  return prepare(kernel, info, static_shared);
+  KernelInfo kernel_info{};
+  return prepare(kernel, info, kernel_info);
 }
 
-// A launch in clusters of cluster_blocks blocks along x.
-struct ClusterLaunch {
-  ClusterLaunch(int cluster_blocks, dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream)
+// A launch with an attribute.
+struct AttributedLaunch {
+  AttributedLaunch(cudaLaunchAttributeID id, dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream)
       : config{grid, block, shared_bytes, stream, &attribute, 1} {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned>(cluster_blocks);
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    attribute.id = id;
   }
-  ClusterLaunch(const ClusterLaunch&) = delete;
-  ClusterLaunch& operator=(const ClusterLaunch&) = delete;
+  AttributedLaunch(const AttributedLaunch&) = delete;
+  AttributedLaunch& operator=(const AttributedLaunch&) = delete;
   const cudaLaunchConfig_t* address() const { return &config; }
 
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config;
 };
 
+// In clusters of cluster_blocks blocks along x.
+struct ClusterLaunch : AttributedLaunch {
+  ClusterLaunch(int cluster_blocks, dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream)
+      : AttributedLaunch(cudaLaunchAttributeClusterDimension, grid, block, shared_bytes, stream) {
+    attribute.val.clusterDim.x = static_cast<unsigned>(cluster_blocks);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
+};
+
+// Of a kernel that calls wait_for_previous_kernel: early, its blocks start when all of the kernel before in the stream
+// have called allow_next_kernel or have ended.
+struct EarlyLaunch : AttributedLaunch {
+  EarlyLaunch(bool early, dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream)
+      : AttributedLaunch(cudaLaunchAttributeProgrammaticStreamSerialization, grid, block, shared_bytes, stream) {
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.numAttrs = early ? 1 : 0;
+  }
+};
+
+// Whether a kernel's code has what waits: it lacks it where it was compiled from PTX of earlier GPUs.
+inline bool starts_early(const KernelInfo& kernel_info, const DeviceInfo& info) {
+  return info.has_early_starts && kernel_info.architecture >= 90;
+}
+
 // How many clusters of this size, with this dynamic shared memory, the current GPU runs of a kernel at the same time:
 // its parts (GPCs) may have SMs left over. 0 on GPUs without clusters, and for code compiled for such GPUs, whose
 // kernel is empty.
 template <typename Kernel>
-int clusters_at_once(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, const DeviceInfo& info) {
-  int static_shared = 0;
-  if (!info.has_clusters || prepare(kernel, info, static_shared) != cudaSuccess || static_shared == 0) return 0;
+int clusters_at_once(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, const DeviceInfo& info,
+                     int carveout = cudaSharedmemCarveoutDefault) {
+  KernelInfo kernel_info{};
+  if (!info.has_clusters || prepare(kernel, info, kernel_info, carveout) != cudaSuccess) return 0;
+  if (kernel_info.static_shared == 0) return 0;
   static auto& fitting = *new QueryCache<std::tuple<const void*, int, int, int, size_t>, int>;
   const auto address = reinterpret_cast<const void*>(kernel);
   int n_clusters = 0;
@@ -140,8 +177,9 @@ int clusters_at_once(Kernel kernel, int cluster_blocks, int threads, size_t shar
 
 // Whether the current GPU runs a kernel in such clusters.
 template <typename Kernel>
-bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, const DeviceInfo& info) {
-  return clusters_at_once(kernel, cluster_blocks, threads, shared_bytes, info) > 0;
+bool runs_in_clusters(Kernel kernel, int cluster_blocks, int threads, size_t shared_bytes, const DeviceInfo& info,
+                      int carveout = cudaSharedmemCarveoutDefault) {
+  return clusters_at_once(kernel, cluster_blocks, threads, shared_bytes, info, carveout) > 0;
 }
 
 // Runs launch(info) with the device current, and returns its status.

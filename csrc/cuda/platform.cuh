@@ -60,8 +60,26 @@ constexpr bool kWarpRegisters = true;
 #define ONETRIP_LAUNCH_CLUSTERS(kernel, cluster_blocks, grid, block, shared_bytes, stream, ...) \
   ::onetrip::cleared(cudaLaunchKernelEx(                                                        \
       ::onetrip::ClusterLaunch(cluster_blocks, grid, block, shared_bytes, stream).address(), kernel, __VA_ARGS__))
+// The same, before the kernel before it in the stream has ended: where starts_early() is true of the kernel.
+#define ONETRIP_LAUNCH_EARLY(kernel, early, grid, block, shared_bytes, stream, ...)                                 \
+  ::onetrip::cleared(cudaLaunchKernelEx(::onetrip::EarlyLaunch(early, grid, block, shared_bytes, stream).address(), \
+                                        kernel, __VA_ARGS__))
 
 namespace onetrip {
+
+// Programmatic dependent launch. The next kernel of the stream may start, if it was launched so, once all blocks have
+// called this or have ended.
+__device__ __forceinline__ void allow_next_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+// What the kernel before wrote is there: not to be read by __ldg, since it was written while this kernel ran.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // Waits for `threads` threads (whole warps) that name the same barrier. Barrier 0 is __syncthreads; 1 to 15 are free.
 __device__ __forceinline__ void named_barrier(int barrier, int threads) {

@@ -96,6 +96,10 @@ int threads_for(int64_t n_cols, int columns_per_thread) {
   return static_cast<int>(ceil_div(n_cols, static_cast<int64_t>(columns_per_thread) * kWarpThreads)) * kWarpThreads;
 }
 
+// Of the pipelined kernels, and of the one that adds up their partial sums: an SM that divides its memory anew first
+// waits until all its blocks have ended.
+constexpr int kPipelinedCarveout = cudaSharedmemCarveoutMaxShared;
+
 // The fewest blocks of a cluster that hold a row, with kPipelinedColumns columns a thread; 8 for wider rows, which do
 // not fit.
 constexpr int64_t kPipelinedBlockColumns = static_cast<int64_t>(kPipelinedThreads) * kPipelinedColumns;
@@ -149,7 +153,7 @@ int64_t parts_at_once(int64_t n_cols, const BackwardShape& shape, const DeviceIn
   const auto kernel = row_norm_backward_pipelined_kernel<__nv_bfloat16, __nv_bfloat16, kClusterRow>;
   const int threads = pipelined_row_threads(n_cols) * shape.n_groups;
   const int64_t n_clusters = n_cols <= kMaxClusterBlocks * kPipelinedBlockColumns
-                                 ? clusters_at_once(kernel, shape.row_blocks, threads, 0, info)
+                                 ? clusters_at_once(kernel, shape.row_blocks, threads, 0, info, kPipelinedCarveout)
                                  : 0;
   return n_clusters > 0 ? at_most(parts, n_clusters) : other_parts(n_cols, info.n_multiprocessors);
 }
@@ -260,9 +264,10 @@ template <typename X, typename Z, int kRowThreads>
 bool launch_backward_pipelined(const RowNormBackward& args, const BackwardPartition& partition, const DeviceInfo& info,
                                cudaStream_t stream, cudaError_t& status) {
   const auto kernel = row_norm_backward_pipelined_kernel<X, Z, kRowThreads>;
-  int static_bytes = 0;
-  status = prepare(kernel, info, static_bytes);
+  KernelInfo kernel_info{};
+  status = prepare(kernel, info, kernel_info, kPipelinedCarveout);
   if (status != cudaSuccess) return true;
+  const int static_bytes = kernel_info.static_shared;
   if (static_bytes == 0) return false;  // every kernel with a body has the state of dropout
   const int n_blocks = pipelined_blocks(args.n_cols), row_threads = pipelined_row_threads(args.n_cols);
   const int threads = row_threads * partition.n_groups;
@@ -280,7 +285,7 @@ bool launch_backward_pipelined(const RowNormBackward& args, const BackwardPartit
     status = ONETRIP_LAUNCH(kernel, grid, dim3(threads), shared_bytes, stream, args, partition, plan);
     return true;
   }
-  if (!runs_in_clusters(kernel, n_blocks, threads, shared_bytes, info)) return false;
+  if (!runs_in_clusters(kernel, n_blocks, threads, shared_bytes, info, kPipelinedCarveout)) return false;
   status = ONETRIP_LAUNCH_CLUSTERS(kernel, n_blocks, grid, dim3(threads), shared_bytes, stream, args, partition, plan);
   return true;
 }
@@ -321,9 +326,13 @@ cudaError_t launch_partials(const RowNormBackward& args, int64_t n_parts, const 
   while (columns > kFewestPartialColumns && ceil_div(args.n_cols, columns) * n_wanted < info.n_multiprocessors)
     columns /= 2;
   const auto kernel = row_norm_partials_kernel<kPartialGroups * kWarpThreads>;
-  return ONETRIP_LAUNCH(
-      kernel, dim3(static_cast<unsigned>(at_most(ceil_div(args.n_cols, columns), kMaxGrid)), n_wanted),
-      dim3(static_cast<unsigned>(kPartialGroups * columns)), 0, stream, args.workspace, n_parts, args.n_cols, sums);
+  KernelInfo kernel_info{};
+  const cudaError_t status = prepare(kernel, info, kernel_info, kPipelinedCarveout);
+  if (status != cudaSuccess) return status;
+  return ONETRIP_LAUNCH_EARLY(kernel, starts_early(kernel_info, info),
+                              dim3(static_cast<unsigned>(at_most(ceil_div(args.n_cols, columns), kMaxGrid)), n_wanted),
+                              dim3(static_cast<unsigned>(kPartialGroups * columns)), 0, stream, args.workspace, n_parts,
+                              args.n_cols, sums);
 }
 
 template <typename X, typename Z, bool kFast>

@@ -218,6 +218,7 @@ __global__ void __launch_bounds__(kBackwardThreads,
   constexpr bool kDzEarly = !kFast || sizeof(Z) == 2;
   // 16-bit dy and z wait for the sum over the row as they are, in half the registers of wdy and n.
   constexpr bool kComputeTwice = kFast && sizeof(X) == 2;
+  allow_next_kernel();
   ONETRIP_SHARED(float2, shared, 2 * kMaxWarps);
   ONETRIP_DYNAMIC_SHARED(float, buffers);
   const bool vector_access = kFast || aligned;
@@ -332,15 +333,15 @@ __global__ void __launch_bounds__(kThreads) row_norm_partials_kernel(const float
   const int slot = static_cast<int>(blockIdx.y);
   void* const out = slot == 0 ? sums.out[0] : slot == 1 ? sums.out[1] : sums.out[2];
   const DType dtype = slot == 0 ? sums.dtype[0] : slot == 1 ? sums.dtype[1] : sums.dtype[2];
+  wait_for_previous_kernel();
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * columns; first < n_cols;
        first += static_cast<int64_t>(gridDim.x) * columns) {
     const int64_t col = first + lane;
     float sum = 0.0f;
     if (col < n_cols) {
+      const float* const column = workspace + slot * n_parts * n_cols + col;
 #pragma unroll 4
-      for (int64_t part = group; part < n_parts; part += kPartialGroups) {
-        sum += __ldg(workspace + (slot * n_parts + part) * n_cols + col);
-      }
+      for (int64_t part = group; part < n_parts; part += kPartialGroups) sum += __ldcs(column + part * n_cols);
     }
     __syncthreads();
     group_sums[threadIdx.x] = sum;

@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
 #if ONETRIP_COPY_ASYNC
   if constexpr (kRowThreads != kClusterRow || ONETRIP_CLUSTERS != 0) {
     constexpr int kColumns = kChunkColumns, kChunks = kPipelinedChunks;
+    allow_next_kernel();
     const int threads = static_cast<int>(blockDim.x);
     const int row_threads = kRowThreads > 0 ? kRowThreads : plan.row_threads, n_groups = partition.n_groups;
     const int group = static_cast<int>(threadIdx.x) / row_threads;

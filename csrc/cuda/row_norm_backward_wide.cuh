@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
                                      const float2* const means) {
   constexpr int kColumns = kChunkColumns;
   ONETRIP_DYNAMIC_SHARED(float, buffers);
+  allow_next_kernel();
   const bool vector_access = kFast || aligned;
   const DType dy_dtype = kFast ? DTypeOf<X>::value : args.y_dtype;
   ONETRIP_SHARED(DropoutState, dropout_state, 1);

@@ -10,7 +10,7 @@
 
 namespace {
 
-int n_multiprocessors, major;
+int n_multiprocessors, major, carveout;
 
 }  // namespace
 
@@ -26,12 +26,20 @@ cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribut
                                                                  : 0;
   return cudaSuccess;
 }
-cudaError_t CUDARTAPI cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t CUDARTAPI cudaDriverGetVersion(int* version) {
+  *version = 12040;
+  return cudaSuccess;
+}
+cudaError_t CUDARTAPI cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int value) {
+  if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) carveout = value;
+  return cudaSuccess;
+}
 cudaError_t CUDARTAPI cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   attributes->sharedSizeBytes = 1;
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cudaLaunchConfig_t* config) {
+  if (carveout != cudaSharedmemCarveoutMaxShared) std::abort();  // as many as its shared memory has room for
   *clusters = n_multiprocessors / static_cast<int>(config->gridDim.x);
   return cudaSuccess;
 }

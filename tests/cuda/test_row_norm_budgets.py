@@ -7,6 +7,7 @@ sm_70 is compiled by NVRTC 12.9 (CUDA 13 dropped it), the others by nvcc where t
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +17,8 @@ from tools.sass.cuda_compile import (
     MULTIPROCESSORS,
     Kernel,
     cluster_threads,
+    compiled,
+    missing_compiler,
     print_table,
     resident_threads,
 )
@@ -188,8 +191,24 @@ def test_gradients_are_the_same_bits_in_every_kernel(arch: int, kernels: list[Ke
             assert kernel.loose_products == 8 * fused[kind], kernel
 
 
+@pytest.mark.parametrize("arch", [90, 100, 120])
+def test_partial_sums_are_read_after_the_kernel_before_has_ended(arch: int) -> None:
+    """Programmatic dependent launch: the kernel that adds them up starts early, and waits. The one before lets it."""
+    if reason := missing_compiler(arch):
+        pytest.skip(reason)
+    code = compiled(FAMILY, arch).disassembly.read_text()
+    bodies = re.findall(r"\.section\s+\.text\.(\w+),(.*?)(?=\.section\s|\Z)", code, re.S)
+    opcodes = {name: re.findall(r"\b(ACQBULK|PREEXIT|LDG|STG)\b", body) for name, body in bodies}
+    (partials,) = (found for name, found in opcodes.items() if "partials_kernel" in name)
+    assert partials[0] == "ACQBULK" and "LDG" in partials
+    before = [name for name in opcodes if "backward" in name and "means" not in name]
+    assert before and all("PREEXIT" in opcodes[name] for name in before)
+
+
 def test_half_of_the_threads_are_resident(arch: int, kernels: list[Kernel]) -> None:
     """As far as whole blocks go: one more of them would pass the half. (Blocks of 384 threads: 38% or 56%.)
+
+    Fewer threads, where forward's take more than 16 columns each.
 
     A kernel that copies rows ahead needs fewer threads: as many bytes in flight as half of the SM's, a chunk of dy and
     of z each, would load into registers.

@@ -60,6 +60,10 @@ cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribut
       return cudaErrorInvalidValue;
   }
 }
+cudaError_t CUDARTAPI cudaDriverGetVersion(int* version) {
+  *version = 13000;
+  return cudaSuccess;
+}
 cudaError_t CUDARTAPI cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int value) {
   const bool fits =
       attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value <= cudasim::gpu_in_use().shared_limit;

@@ -149,6 +149,7 @@ T shuffle(unsigned mask, T value, unsigned source_lane) {
   (static_cast<void>(stream), ::cudasim::launch(kernel, grid, block, shared_bytes, 1, __VA_ARGS__))
 #define ONETRIP_LAUNCH_CLUSTERS(kernel, cluster_blocks, grid, block, shared_bytes, stream, ...) \
   (static_cast<void>(stream), ::cudasim::launch(kernel, grid, block, shared_bytes, cluster_blocks, __VA_ARGS__))
+#define ONETRIP_LAUNCH_EARLY(kernel, early, ...) (static_cast<void>(early), ONETRIP_LAUNCH(kernel, __VA_ARGS__))
 
 #define threadIdx (::cudasim::current().thread)
 #define blockIdx (::cudasim::current().block)
@@ -162,6 +163,8 @@ using ::cudasim::byte_barrier_wait;
 using ::cudasim::cluster_wait;
 using ::cudasim::copy_async_commit;
 using ::cudasim::named_barrier;
+inline void allow_next_kernel() {}
+inline void wait_for_previous_kernel() {}  // kernels run one after the other
 inline void cluster_arrive_relaxed() { ::cudasim::cluster_arrive(); }
 inline int cluster_rank() { return static_cast<int>(::cudasim::current().cluster_rank); }
 inline int cluster_size() { return static_cast<int>(::cudasim::current().cluster_size); }
@@ -259,6 +262,10 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
 
 template <typename T>
 T __ldg(const T* address) {
+  return *address;
+}
+template <typename T>
+T __ldcs(const T* address) {
   return *address;
 }
 inline float __uint_as_float(unsigned bits) {

@@ -299,11 +299,13 @@ bool is_predicate(const Operand& o) { return o.kind == Operand::kPredicate || o.
 
 void add_control_and_memory(Handlers& table) {
   static const auto ignored = [](T&, const I&) {};
-  static const char* const kMemory = "E U8 S8 U16 S16 64 128 CONSTANT SYS U";  // U: of all loads of sm_75 alike
+  static const char* const kMemory = "E EF U8 S8 U16 S16 64 128 CONSTANT SYS U";  // U: of all loads of sm_75 alike
   // clang-format off
   const Handlers rows = {
       {"NOP", {"", ignored, nullptr}},
       {"YIELD", {"", ignored, nullptr}},
+      {"PREEXIT", {"", ignored, nullptr}},  // kernels run one after the other
+      {"ACQBULK", {"", ignored, nullptr}},
       {"CCTL", {"IVALL", ignored, nullptr}},
       {"FENCE", {"VIEW ASYNC S", ignored, nullptr}},
       {"EXIT", {"", nullptr, leave}},
