@@ -13,8 +13,8 @@ __device__ __forceinline__ int64_t first_row_of_block(int rows_per_block) {
 
 constexpr int kWideThreads = 512;  // a block of a row that its threads cannot hold
 
-// A row in a cluster: columns a thread, and threads a block, of which two fit on an SM with 64 registers a thread.
-constexpr int kClusterColumns = 16, kClusterThreads = 512, kClusterBlocksPerSm = 2;
+// A row in a cluster: columns a block, threads that take 16 of them each, and blocks that fit on an SM.
+constexpr int kClusterColumns = 8192, kClusterThreads = 512, kClusterBlocksPerSm = 2;
 constexpr int kClusterWarps = kMaxClusterBlocks * kClusterThreads / kWarpThreads;  // at most
 
 #if ONETRIP_CLUSTERS
@@ -87,15 +87,14 @@ struct ClusterShape {
   int threads;  // a block
 };
 
-// The fewest blocks that hold the row, with kClusterColumns columns a thread. A row that a single block could hold too
-// goes to a cluster where its warps can be shared out evenly: then thread by thread they do the same, and the results
-// are the same bits.
-inline ClusterShape cluster_of_row(int64_t n_cols) {
-  constexpr int kMostWarps = kClusterThreads / kWarpThreads;
-  const int64_t n_warps = ceil_div(n_cols, kClusterColumns * kWarpThreads);
+// The fewest blocks that hold the row. A row that a single block could hold too goes to a cluster where its warps can
+// be shared out evenly: then thread by thread they do the same, and the results are the same bits.
+inline ClusterShape cluster_of_row(int64_t n_cols, int columns_a_thread) {
+  const int64_t most_warps = kClusterColumns / columns_a_thread / kWarpThreads;
+  const int64_t n_warps = ceil_div(n_cols, columns_a_thread * kWarpThreads);
   int blocks = 1;
-  while (blocks * kMostWarps < n_warps) blocks *= 2;
-  const bool uneven = n_warps <= kMaxWarps && n_warps % blocks != 0;
+  while (blocks * most_warps < n_warps) blocks *= 2;
+  const bool uneven = n_warps <= 2 * most_warps && n_warps % blocks != 0;
   if (blocks == 1 || blocks > kMaxClusterBlocks || uneven) return {0, 0};
   return {blocks, static_cast<int>(ceil_div(n_warps, blocks)) * kWarpThreads};
 }

@@ -24,9 +24,9 @@
 namespace onetrip {
 
 // Paths. A row takes the first path that holds its columns; softmax.cu uses the same names.
-//   forward   threads a row                   columns (16 a thread)
-//   narrow    8, 16                           128, 256
-//   warp      32                              512
+//   forward   threads a row                   columns (16 a thread; of 16-bit rows to 32, in brackets)
+//   narrow    8, 16                           128, 256 (256, 512)
+//   warp      32                              512 (1024)
 //   block     the fewest warps that hold it   16384
 //   cluster   as block, in 2, 4 or 8 blocks   65536, from 8193 on; aligned rows, GPUs with clusters
 //   wide      512 walk the row                any
@@ -40,6 +40,7 @@ namespace onetrip {
 // the GPU has the instructions: 8 or 16 lanes or whole warps up to 8192 columns, clusters of 2, 4 or 8 blocks up to
 // 65536.
 enum class Path { kNarrow, kWarp, kBlock, kWide };
+constexpr int64_t kRegisterColumns = 16384;
 constexpr int kNarrowThreads = 8, kNarrowColumns = 8;
 static_assert(kBackwardColumns == kNarrowColumns, "the table");
 
@@ -56,17 +57,19 @@ static_assert(kBackwardColumns == kNarrowColumns, "the table");
   template __global__ void row_norm_backward_means_kernel<X, Z, kVector>(RowNormBackward, bool, float2*);            \
   template __global__ void row_norm_backward_columns_kernel<X, Z, kVector>(RowNormBackward, bool, BackwardPartition, \
                                                                            const float2*);
-#define ONETRIP_INSTANTIATE_FORWARD(X, Z, kAccess)                                     \
-  template __global__ void row_norm_forward_kernel<X, Z, 8, kAccess>(RowNormForward);  \
-  template __global__ void row_norm_forward_kernel<X, Z, 16, kAccess>(RowNormForward); \
-  template __global__ void row_norm_forward_kernel<X, Z, 32, kAccess>(RowNormForward); \
-  template __global__ void row_norm_forward_kernel<X, Z, 0, kAccess>(RowNormForward);
+#define ONETRIP_INSTANTIATE_LANES(X, Z, kLanes, kChunks, kAccess) \
+  template __global__ void row_norm_forward_kernel<X, Z, kLanes, kChunks, kAccess>(RowNormForward);
+#define ONETRIP_INSTANTIATE_FORWARD(X, Z, kChunks, kAccess) \
+  ONETRIP_INSTANTIATE_LANES(X, Z, 8, kChunks, kAccess)      \
+  ONETRIP_INSTANTIATE_LANES(X, Z, 16, kChunks, kAccess)     \
+  ONETRIP_INSTANTIATE_LANES(X, Z, 32, kChunks, kAccess)     \
+  ONETRIP_INSTANTIATE_LANES(X, Z, 0, kChunks, kAccess)
 #define ONETRIP_INSTANTIATE_PIPELINED(X, Z, kRowThreads)                                                             \
   template __global__ void row_norm_backward_pipelined_kernel<X, Z, kRowThreads>(RowNormBackward, BackwardPartition, \
                                                                                  PipelinePlan);
 #define ONETRIP_INSTANTIATE_ALL(X, Z)                                             \
-  ONETRIP_INSTANTIATE_FORWARD(X, Z, Access::kElements)                            \
-  ONETRIP_INSTANTIATE_FORWARD(X, Z, Access::kVectors)                             \
+  ONETRIP_INSTANTIATE_FORWARD(X, Z, kMostChunks<Z>, Access::kElements)            \
+  ONETRIP_INSTANTIATE_FORWARD(X, Z, kMostChunks<Z>, Access::kVectors)             \
   ONETRIP_INSTANTIATE(X, Z, true)                                                 \
   ONETRIP_INSTANTIATE(X, Z, false)                                                \
   template __global__ void row_norm_forward_cluster_kernel<X, Z>(RowNormForward); \
@@ -75,8 +78,17 @@ static_assert(kBackwardColumns == kNarrowColumns, "the table");
   ONETRIP_INSTANTIATE_PIPELINED(X, Z, 0)                                          \
   ONETRIP_INSTANTIATE_PIPELINED(X, Z, kClusterRow)
 ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_ALL)
-ONETRIP_INSTANTIATE_FORWARD(__half, __half, Access::kUniform)
-ONETRIP_INSTANTIATE_FORWARD(__nv_bfloat16, __nv_bfloat16, Access::kUniform)
+#define ONETRIP_INSTANTIATE_16_BITS(T, kAccess)  \
+  ONETRIP_INSTANTIATE_LANES(T, T, 8, 2, kAccess) \
+  ONETRIP_INSTANTIATE_FORWARD(T, T, 3, kAccess)
+ONETRIP_INSTANTIATE_16_BITS(__half, Access::kElements)
+ONETRIP_INSTANTIATE_16_BITS(__half, Access::kVectors)
+ONETRIP_INSTANTIATE_16_BITS(__half, Access::kUniform)
+ONETRIP_INSTANTIATE_FORWARD(__half, __half, 4, Access::kUniform)
+ONETRIP_INSTANTIATE_16_BITS(__nv_bfloat16, Access::kElements)
+ONETRIP_INSTANTIATE_16_BITS(__nv_bfloat16, Access::kVectors)
+ONETRIP_INSTANTIATE_16_BITS(__nv_bfloat16, Access::kUniform)
+ONETRIP_INSTANTIATE_FORWARD(__nv_bfloat16, __nv_bfloat16, 4, Access::kUniform)
 template __global__ void row_norm_partials_kernel<kPartialGroups * kWarpThreads>(const float*, int64_t, int64_t,
                                                                                  PartialSums);
 
@@ -204,15 +216,44 @@ cudaError_t launch_forward_wide(const RowNormForward& args, const DeviceInfo& in
                         stream, args, kept_tiles);
 }
 
+struct ForwardShape {
+  int row_threads, chunks;  // chunks a thread
+};
+
+// The fewest lanes that hold the row, with as few chunks each as that takes; beyond a warp, whole warps, where three
+// chunks a thread may leave fewer lanes idle than four. (Past kClusterColumns a cluster may take the row, in four.)
+template <typename Z>
+ForwardShape forward_shape(int64_t n_cols) {
+  constexpr int kMost = kMostChunks<Z>, kThree = kMost - 1;
+  const int n_chunks = static_cast<int>(ceil_div(n_cols, kChunkColumns));
+  for (int lanes = kNarrowThreads; lanes <= kWarpThreads; lanes *= 2) {
+    const int each = static_cast<int>(ceil_div(n_chunks, lanes));
+    if (each <= kMost) return {lanes, each > kFewestChunks ? each : kFewestChunks};
+  }
+  const int most = threads_for(n_cols, kMost * kChunkColumns), three = threads_for(n_cols, kThree * kChunkColumns);
+  const bool fewer_idle = kMost > kFewestChunks && n_cols <= kClusterColumns && three * kThree < most * kMost;
+  return fewer_idle ? ForwardShape{three, kThree} : ForwardShape{most, kMost};
+}
+
+template <typename X, typename Z, int kLanes, Access kAccess>
+auto forward_kernel(int chunks) {
+  if constexpr (kMostChunks<Z> > kFewestChunks) {
+    if constexpr (kLanes == kNarrowThreads)
+      if (chunks == kFewestChunks) return row_norm_forward_kernel<X, Z, kLanes, kFewestChunks, kAccess>;
+    if (chunks < kMostChunks<Z>) return row_norm_forward_kernel<X, Z, kLanes, kMostChunks<Z> - 1, kAccess>;
+  }
+  return row_norm_forward_kernel<X, Z, kLanes, kMostChunks<Z>, kAccess>;
+}
+
 template <typename X, typename Z, Access kAccess>
 cudaError_t launch_forward_rows(const RowNormForward& args, const DeviceInfo& info, cudaStream_t stream) {
-  const int64_t wanted = ceil_div(args.n_cols, kForwardColumns);  // threads a row
-  if (wanted > kMaxThreads) return launch_forward_wide<X, Z, kAccess != Access::kElements>(args, info, stream);
-  const auto kernel = wanted <= 8    ? row_norm_forward_kernel<X, Z, 8, kAccess>
-                      : wanted <= 16 ? row_norm_forward_kernel<X, Z, 16, kAccess>
-                      : wanted <= 32 ? row_norm_forward_kernel<X, Z, 32, kAccess>
-                                     : row_norm_forward_kernel<X, Z, 0, kAccess>;
-  const int row_threads = wanted <= 8 ? 8 : wanted <= 16 ? 16 : threads_for(args.n_cols, kForwardColumns);
+  if (args.n_cols > kRegisterColumns)
+    return launch_forward_wide<X, Z, kAccess != Access::kElements>(args, info, stream);
+  const auto [row_threads, chunks] = forward_shape<Z>(args.n_cols);
+  const auto kernel = row_threads == kNarrowThreads ? forward_kernel<X, Z, kNarrowThreads, kAccess>(chunks)
+                      : row_threads == 16           ? forward_kernel<X, Z, 16, kAccess>(chunks)
+                      : row_threads == kWarpThreads ? forward_kernel<X, Z, kWarpThreads, kAccess>(chunks)
+                                                    : forward_kernel<X, Z, 0, kAccess>(chunks);
   const int threads = row_threads <= kWarpThreads ? 128 : row_threads;
   return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, threads / row_threads), dim3(threads), 0, stream, args);
 }
@@ -233,7 +274,7 @@ cudaError_t launch_forward(const RowNormForward& args, const DeviceInfo& info, c
                        like_z(args.weight, args.weight_dtype) && like_z(args.norm_bias, args.norm_bias_dtype);
   const bool quickest = access.possible() && (uniform || kQuickestAccess<Z> == Access::kVectors);
 
-  const ClusterShape shape = cluster_of_row(args.n_cols);
+  const ClusterShape shape = cluster_of_row(args.n_cols, kMostChunks<Z> * kChunkColumns);
   const auto kernel = row_norm_forward_cluster_kernel<X, Z>;
   if (shape.blocks != 0 && quickest && args.norm != Norm::kNone &&
       runs_in_clusters(kernel, shape.blocks, shape.threads, 0, info)) {

@@ -13,9 +13,11 @@
 
 namespace onetrip {
 
-// Columns a thread: what 64 registers hold, with a residual on its way.
-constexpr int kForwardColumns = 16;
-static_assert(kForwardColumns == kClusterColumns, "the launch's");
+// Chunks a thread. Of float32 rows two: what 64 registers hold, with a residual on its way. 16-bit rows wait for
+// instructions too: three or four chunks share the sums over the row and the addresses, in 80 or 96 registers.
+constexpr int kFewestChunks = 2;
+template <typename Z>
+constexpr int kMostChunks = sizeof(Z) == 2 ? 4 : kFewestChunks;
 
 // How a kernel meets its tensors: element by element; vectorised; vectorised, with y and the parameters of z's dtype
 // and n_dtype that or float32. Dtypes that are not known are run-time choices. The last saves instructions, which only
@@ -136,10 +138,10 @@ __device__ __forceinline__ void store_statistics(const RowNormForward& args, int
 // registers. thread: which of the row_threads threads of its row this is. There is no loop over rows: addresses that a
 // loop does not change would wait in registers for the next row. Threads whose row lies past the end go through all of
 // it, for the sake of the others, with a row of no columns.
-template <typename X, typename Z, bool kVectorAccess, typename SumOverRow>
+template <typename X, typename Z, int kChunks, bool kVectorAccess, typename SumOverRow>
 __device__ __forceinline__ void forward_row(const RowNormForward& args, const DropoutMask& mask, int64_t row,
                                             int thread, int row_threads, SumOverRow& sum_over_row) {
-  constexpr int kColumns = kChunkColumns, kChunks = kForwardColumns / kColumns;
+  constexpr int kColumns = kChunkColumns;
   const int step = row_threads * kColumns;
   int first_col = thread * kColumns;  // forgotten before each use: addresses are cheaper than registers
   const int n_cols = row < args.n_rows ? static_cast<int>(args.n_cols) : 0;
@@ -203,12 +205,12 @@ struct Constant {
 };
 
 // The same for Access::kUniform, to the same bits: dtypes are known, z is not centred, and the row waits as numbers. A
-// plain LayerNorm of bfloat16 takes 21 to 24 instructions an element instead of 44, where a Hopper GPU's memory leaves
+// plain LayerNorm of bfloat16 takes 17 to 20 instructions an element up to 8192 columns, where an H200's memory leaves
 // time for 28.
-template <typename X, typename Z, typename SumOverRow>
+template <typename X, typename Z, int kChunks, typename SumOverRow>
 __device__ __forceinline__ void forward_uniform_row(const RowNormForward& args, const DropoutMask& mask, int64_t row,
                                                     int thread, int row_threads, SumOverRow& sum_over_row) {
-  constexpr int kColumns = kChunkColumns, kChunks = kForwardColumns / kColumns;
+  constexpr int kColumns = kChunkColumns;
   constexpr bool kResidualEarly = kManyLoads;
   const int step = row_threads * kColumns;
   int first_col = thread * kColumns;  // forgotten before its last uses: addresses are cheaper than registers
@@ -327,19 +329,21 @@ __device__ __forceinline__ void forward_uniform_row(const RowNormForward& args, 
   if (thread == 0 && n_cols != 0) store_statistics(args, row, mean, rstd);
 }
 
-template <typename X, typename Z, Access kAccess, typename SumOverRow>
+template <typename X, typename Z, int kChunks, Access kAccess, typename SumOverRow>
 __device__ __forceinline__ void forward_row_by(const RowNormForward& args, const DropoutMask& mask, int64_t row,
                                                int thread, int row_threads, SumOverRow& sum_over_row) {
   if constexpr (kAccess == Access::kUniform) {
-    forward_uniform_row<X, Z>(args, mask, row, thread, row_threads, sum_over_row);
+    forward_uniform_row<X, Z, kChunks>(args, mask, row, thread, row_threads, sum_over_row);
   } else {
-    forward_row<X, Z, kAccess == Access::kVectors>(args, mask, row, thread, row_threads, sum_over_row);
+    forward_row<X, Z, kChunks, kAccess == Access::kVectors>(args, mask, row, thread, row_threads, sum_over_row);
   }
 }
 
-// Blocks of lanes an SM: half of its threads, or three eighths where 64 registers would spill.
-template <Access kAccess>
+// Blocks of lanes an SM that registers leave room for: of two chunks a thread half of its threads, or three eighths
+// where 64 registers would spill; of three and four, as many columns or more.
+template <Access kAccess, int kChunks>
 constexpr int lane_blocks() {
+  if (kChunks > kFewestChunks) return kHalfOfResidentThreads / 128 * kFewestChunks / kChunks + 1;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
   return kAccess == Access::kUniform ? 8 : 6;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
@@ -349,10 +353,14 @@ constexpr int lane_blocks() {
 #endif
 }
 
-// kRowThreads lanes take a row (0: the whole block, whose size the launcher fits to the row). At most 64 registers a
-// thread, which keeps half of the threads of an SM of sm_70 to sm_100 resident.
-template <typename X, typename Z, int kRowThreads, Access kAccess>
-__global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128, kRowThreads == 0 ? 1 : lane_blocks<kAccess>())
+// The threads of the largest block: those of a row of 16384 columns.
+template <int kChunks>
+constexpr int kForwardThreads = kChunks == kFewestChunks ? kMaxThreads : kMaxThreads / 2;
+
+// kRowThreads lanes take a row (0: the whole block, whose size the launcher fits to the row).
+template <typename X, typename Z, int kRowThreads, int kChunks, Access kAccess>
+__global__ void __launch_bounds__(kRowThreads == 0 ? kForwardThreads<kChunks> : 128,
+                                  kRowThreads == 0 ? 1 : lane_blocks<kAccess, kChunks>())
     row_norm_forward_kernel(const RowNormForward args) {
   ONETRIP_SHARED(float2, shared, kRowThreads == 0 ? 2 * kMaxWarps : 1);
   ONETRIP_SHARED(DropoutState, dropout_state, 1);
@@ -363,13 +371,13 @@ __global__ void __launch_bounds__(kRowThreads == 0 ? kMaxThreads : 128, kRowThre
       kRowThreads == 0 ? first_row_of_block(1) : first_row_of_block(n_threads / row_threads) + thread / row_threads;
   const int thread_of_row = kRowThreads == 0 ? thread : thread % row_threads;
   BlockOrLanesSum<kRowThreads> sum_over_row(shared);
-  forward_row_by<X, Z, kAccess>(args, mask, row, thread_of_row, row_threads, sum_over_row);
+  forward_row_by<X, Z, kChunks, kAccess>(args, mask, row, thread_of_row, row_threads, sum_over_row);
 }
 
 // The blocks of a cluster take a row, which never is without a norm: no thread leaves before the last sum. While they
 // meet for the first time, the row is on its way.
 template <typename X, typename Z>
-__global__ void __launch_bounds__(kClusterThreads, kClusterBlocksPerSm)
+__global__ void __launch_bounds__(kClusterColumns / (kMostChunks<Z> * kChunkColumns), kClusterBlocksPerSm)
     row_norm_forward_cluster_kernel(const RowNormForward args) {
 #if ONETRIP_CLUSTERS
   ONETRIP_SHARED(float2, shared, 2 * kMaxClusterWarps);
@@ -377,7 +385,8 @@ __global__ void __launch_bounds__(kClusterThreads, kClusterBlocksPerSm)
   RowSum<kClusterRow> sum_over_row(shared);
   const DropoutMask mask(args.dropout, dropout_state);
   const ClusterThreads threads;
-  forward_row_by<X, Z, kQuickestAccess<Z>>(args, mask, threads.row, threads.thread, threads.count, sum_over_row);
+  forward_row_by<X, Z, kMostChunks<Z>, kQuickestAccess<Z>>(args, mask, threads.row, threads.thread, threads.count,
+                                                           sum_over_row);
 #endif
 }
 

@@ -103,7 +103,7 @@ cudaError_t launch_forward(const SoftmaxForward& args, const DeviceInfo& info, c
   }
   fast = fast && access.possible();
   const auto kernel = softmax_forward_cluster_kernel<T>;
-  const ClusterShape shape = cluster_of_row(args.n_cols);
+  const ClusterShape shape = cluster_of_row(args.n_cols, kBlockChunks * kChunkColumns);
   if (fast && shape.blocks != 0 && runs_in_clusters(kernel, shape.blocks, shape.threads, 0, info)) {
     return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
                                    dim3(shape.threads), 0, stream, args, launch);
@@ -225,7 +225,7 @@ cudaError_t launch_backward(const SoftmaxBackward& args, const DeviceInfo& info,
     plan.wide = args.n_cols > kBlockColumns;
   }
   const auto kernel = softmax_backward_cluster_kernel<T>;
-  const ClusterShape shape = cluster_of_row(args.n_cols);
+  const ClusterShape shape = cluster_of_row(args.n_cols, kBlockChunks * kChunkColumns);
   if (fast && !summed && shape.blocks != 0 && runs_in_clusters(kernel, shape.blocks, shape.threads, 0, info)) {
     return ONETRIP_LAUNCH_CLUSTERS(kernel, shape.blocks, grid_of_clusters(args.n_rows, shape.blocks),
                                    dim3(shape.threads), 0, stream, args, causality_of(args.n_rows, args.n_queries));

@@ -16,7 +16,7 @@ static_assert(1 << kLog2MaxThreads == kMaxThreads);
 
 // Chunks a thread, where whole warps hold a row: what 64 registers allow. (4 spilled in 16-bit types too.)
 constexpr int kBlockChunks = 2;
-static_assert(kBlockChunks * kChunkColumns == kClusterColumns, "the launch's");
+static_assert(kBlockChunks * kChunkColumns * kClusterThreads == kClusterColumns, "the launch's");
 
 // Wide blocks an SM that registers must leave room for: half of its threads.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750

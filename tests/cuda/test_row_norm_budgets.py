@@ -35,11 +35,9 @@ ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 # sm_70 has no uniform ones beside them. float16 conversions need a few more than those of bfloat16, and so do rows that
 # are read element by element. From sm_100 on, float16 rows without a norm need a few more for their dropout.
 SPILLED_BYTES = {
-    (70, "forward_kernel<bf16, f32, 0, elements>"): 8,
-    (70, "forward_kernel<f16, f32, 0, elements>"): 8,
-    (70, "forward_kernel<f16, f16, 0, elements>"): 40,
-    (70, "forward_kernel<f16, f16, 0, vectors>"): 40,
-    (70, "forward_kernel<f32, f32, 0, elements>"): 80,
+    (70, "forward_kernel<bf16, f32, 0, 2, elements>"): 8,
+    (70, "forward_kernel<f16, f32, 0, 2, elements>"): 8,
+    (70, "forward_kernel<f32, f32, 0, 2, elements>"): 80,
     (100, "backward_kernel<f16, f16, 0, fast>"): 8,
     (120, "backward_kernel<f16, f16, 0, fast>"): 24,
 }
@@ -78,6 +76,8 @@ class Launch(NamedTuple):
     """Of shared memory, a block."""
     bytes_in_flight: int = 0
     """Of dy and z on their way to shared memory, a block."""
+    columns: int = 16
+    """A thread's."""
 
 
 def _has_body(name: str, arch: int) -> bool:
@@ -113,20 +113,33 @@ def _pipelined_launch(call: Call, arch: int, kernels: dict[str, Kernel]) -> Laun
     return None
 
 
+def _forward_shape(n_cols: int, most: int) -> tuple[int, int]:
+    """(threads a row, chunks a thread)"""
+    n_chunks = -(-n_cols // 8)
+    for lanes in (8, 16, 32):
+        if n_chunks <= lanes * most:
+            return lanes, max(2, -(-n_chunks // lanes))
+    threads = {chunks: -(-n_chunks // (32 * chunks)) * 32 for chunks in range(most, 1, -1)}
+    fewer_idle = most == 4 and n_cols <= 8192 and 3 * threads[3] < 4 * threads[4]
+    chunks = 3 if fewer_idle else most
+    return threads[chunks], chunks
+
+
 def _launches(call: Call, arch: int, kernels: dict[str, Kernel]) -> list[Launch]:
     """By the rules of csrc/cuda/row_norm.cu."""
     types = f"{call.x}, {call.z}"
     if not call.backward:
-        if in_cluster := cluster_threads(call.n_cols, arch):
-            return [Launch(f"forward_cluster_kernel<{types}>", in_cluster)]
+        most = 2 if call.z == "f32" else 4  # chunks a thread
+        if in_cluster := cluster_threads(call.n_cols, arch, 8 * most):
+            return [Launch(f"forward_cluster_kernel<{types}>", in_cluster, columns=8 * most)]
         if call.n_cols > 16384:
             tile = 4096 * ELEMENT_BYTES[call.z]
             tiles = min(-(-call.n_cols // 4096), (MULTIPROCESSORS[arch].block_bytes // 2 - KIB) // tile)
             return [Launch(f"forward_wide_kernel<{types}, fast>", 512, tiles * tile)]
-        row_threads = next((n for n in (8, 16, 32) if 16 * n >= call.n_cols), 0)
+        row_threads, chunks = _forward_shape(call.n_cols, most)
         access = "uniform" if call.z != "f32" else "vectors"
-        threads = 128 if row_threads else -(-call.n_cols // (16 * 32)) * 32
-        return [Launch(f"forward_kernel<{types}, {row_threads}, {access}>", threads)]
+        lanes, threads = (row_threads, 128) if row_threads <= 32 else (0, row_threads)
+        return [Launch(f"forward_kernel<{types}, {lanes}, {chunks}, {access}>", threads, columns=8 * chunks)]
     if call.norm and (pipelined := _pipelined_launch(call, arch, kernels)) is not None:
         return [pipelined]
     lanes = 32 if call.n_cols <= 256 else 0
@@ -160,7 +173,8 @@ def _known_shortfall(arch: int, call: Call) -> str | None:
 
 def test_nothing_spills(arch: int, kernels: list[Kernel]) -> None:
     print_table(arch, kernels)
-    assert len(kernels) == 5 * 25 + 2 * 4 + 1
+    forward = 3 * 2 * 4 + 2 * 3 * 9  # float32 and 16-bit rows: pairs, kinds of access, shapes
+    assert len(kernels) == 5 * 17 + forward + 1
     spills = {kernel.name: kernel.spilled_bytes for kernel in kernels if kernel.spilled_bytes}
     assert all(spilled <= SPILLED_BYTES.get((arch, name), 0) for name, spilled in spills.items()), spills
 
@@ -168,7 +182,7 @@ def test_nothing_spills(arch: int, kernels: list[Kernel]) -> None:
 def test_aligned_kernels_move_16_bytes_at_once(arch: int, kernels: list[Kernel]) -> None:
     kinds = ("fast", "vectors", "uniform", "cluster", "pipelined")
     aligned = [kernel for kernel in kernels if any(kind in kernel.name for kind in kinds)]
-    assert len(aligned) == 5 * 15 + 2 * 4
+    assert len(aligned) == 5 * 11 + 3 * 4 + 2 * 2 * 9
     moving = [kernel for kernel in aligned if _has_body(kernel.name, arch)]
     assert not [kernel for kernel in moving if not kernel.wide_loads]
     assert not [kernel for kernel in moving if not kernel.wide_stores and "means" not in kernel.name]
@@ -228,9 +242,10 @@ def test_half_of_the_threads_are_resident(arch: int, kernels: list[Kernel]) -> N
                 if too_few and _known_shortfall(arch, call) is None:
                     short.append(line)
                 continue
-            if resident * 2 < multiprocessor.threads:
+            least = multiprocessor.threads // 2 * 16
+            if resident * launch.columns < least:
                 print(line, _known_shortfall(arch, call) or "")
-            too_few = (resident + launch.threads) * 2 <= multiprocessor.threads
+            too_few = (resident + launch.threads) * launch.columns <= least
             if too_few and _known_shortfall(arch, call) is None:
                 short.append(line)
     assert not short, "\n".join(short)

@@ -270,11 +270,12 @@ def print_table(arch: int, kernels: list[Kernel]) -> None:
         print(f"        {kernel.name:46} {counts} {kernel.wide_stores:7}")
 
 
-def cluster_threads(n_cols: int, arch: int) -> int | None:
-    """Threads of each block of the cluster that takes an aligned row, by cluster_of_row() of csrc/cuda/launch.cuh."""
-    warps = -(-n_cols // (16 * 32))
-    blocks = 1 << (-(-warps // 16) - 1).bit_length()
-    if arch < 90 or blocks == 1 or blocks > 8 or (warps <= 32 and warps % blocks):
+def cluster_threads(n_cols: int, arch: int, columns: int = 16) -> int | None:
+    """Threads of each block of the cluster that takes an aligned row, of so many columns each, by cluster_of_row() of
+    csrc/cuda/launch.cuh."""
+    warps, most_warps = -(-n_cols // (columns * 32)), 8192 // (columns * 32)
+    blocks = 1 << (-(-warps // most_warps) - 1).bit_length()
+    if arch < 90 or blocks == 1 or blocks > 8 or (warps <= 2 * most_warps and warps % blocks):
         return None
     return -(-warps // blocks) * 32
 
