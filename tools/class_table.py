@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "benchmarks/results/amd-epyc-2-cores/anatomy.json"
+RECORD = ROOT / "benchmarks/results/amd-epyc-2-cores-avx2/anatomy.json"
 PAGE = ROOT / "docs/concepts/one_trip.md"
 BETWEEN = re.compile(r"(<!-- classes: from the record[^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
 COLUMNS = {"eager": "eager", "patched": "patched", "patched_adamw8bit": "patched + AdamW8bit"}
