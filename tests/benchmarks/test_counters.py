@@ -24,7 +24,10 @@ IDENTITY = (
     "ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size", "Grid Size",
     "Device", "CC",
 )  # fmt: skip
-FORWARD = "void onetrip::row_norm_forward_kernel<__nv_bfloat16, float, (int)16, (int)2, (onetrip::Access)0>(onetrip::RowNormForward)"
+FORWARD = (
+    "void onetrip::row_norm_forward_kernel<__nv_bfloat16, float, (int)16, (int)2, (onetrip::Access)0>"
+    "(onetrip::RowNormForward)"
+)
 PARTIALS = "void onetrip::row_norm_partials_kernel<(int)1024>(const float *, long, long, onetrip::PartialSums)"
 MARKER = "at::cuda::<unnamed>::spin_kernel(long)"
 VALUES = {
