@@ -60,18 +60,12 @@ def test_gpu_tests_with_the_cuda_backend(gpu: dict[str, str], files: str, chosen
     run_gpu_tests(gpu, files, f"not triton and not inductor{chosen}", least)
 
 
-# What chooses a kernel by its GPU. Norms copy rows ahead from capability 8 on; softmax is the same on 7 and 8; Adam on
-# all.
-WITHOUT_CLUSTERS = {
-    7: ("ops/test_row_norm_gpu.py", "row_norm", 15),
-    8: ("ops/test_*_gpu.py patching/test_models_gpu.py", "(row_norm or softmax or gradients and (bert or llama))", 40),
-}
-
-
-@pytest.mark.parametrize("capability", WITHOUT_CLUSTERS)
+@pytest.mark.parametrize("capability", [7, 8])
 def test_gpus_without_clusters(gpu: dict[str, str], capability: int) -> None:
-    files, chosen, least = WITHOUT_CLUSTERS[capability]
-    run_gpu_tests(gpu | fake_gpu.environment(capability), files, f"not triton and not fp16 and {chosen}", least)
+    """What chooses a kernel by its GPU; Adam's does not."""
+    files = "ops/test_row_norm_gpu.py ops/test_softmax_gpu.py patching/test_models_gpu.py"
+    chosen = "not triton and not fp16 and (row_norm or softmax or gradients and (bert or llama))"
+    run_gpu_tests(gpu | fake_gpu.environment(capability), files, chosen, 40)
 
 
 # Compiled and emulated: slow. What its choice of layouts and of fused products changes shows nowhere else, nor what a
@@ -83,7 +77,7 @@ TRITON = {
         " or f32-return)",
         18,
     ),
-    "models": ("patching/test_models_gpu.py", "triton and bert and gradients", 1),
+    "models": ("patching/test_models_gpu.py", "triton and bert and (gradients or fp16)", 2),
 }
 
 

@@ -33,12 +33,12 @@ from tools.sass.machine_code import (
 pytestmark = [pytest.mark.slow, pytest.mark.promise("T7"), pytest.mark.promise("T6")]
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-# Every kernel once: rows of some lanes, of groups of a block, of a block, of a cluster of 2 and of 8; wide; aligned and
-# not. Both sides of every boundary between them are for the simulator.
+# Every kernel once: rows of some lanes and of a block, in two, three and four chunks a thread; of groups of a block, of
+# a cluster of 2 and of 8; wide; aligned and not. Both sides of every boundary between them are for the simulator.
 ROW_NORM_SIZES = {
     "bf16": [
-        (19, 64), (7, 100), (40, 256), (9, 257), (20, 512), (7, 768), (5, 1000), (3, 4097), (2, 8200), (2, 16391),
-        (1, 33280),
+        (19, 64), (7, 100), (9, 192), (40, 256), (9, 257), (20, 512), (7, 768), (5, 1000), (2, 2304), (2, 4096),
+        (3, 4097), (2, 8200), (2, 16391), (1, 33280),
     ],
     "f32": [(19, 64), (40, 256), (9, 512), (5, 1023), (5, 1024), (2, 9216), (1, 16391)],
 }  # fmt: skip
@@ -77,10 +77,9 @@ def _code(family: str, dtype: str, arch: int) -> MachineCode:
 
 def _row_norm_calls(dtype: str, n_rows: int, n_cols: int) -> list[cudasim_row_norm.Call]:
     calls = cudasim_row_norm.calls((DTYPES[dtype], DTYPES[dtype]), n_rows, n_cols)
-    layer_norm, block = calls[0], calls[3]
     if n_cols > 4097:
-        return [block] if n_cols > 16384 else [layer_norm, block]
-    return [*(calls if n_cols <= 256 else (layer_norm, block)), replace(block, shift=1)]
+        return [calls[3]] if n_cols > 16384 else [calls[0], calls[3]]
+    return [*calls, replace(calls[3], shift=1)]
 
 
 @pytest.mark.parametrize(

@@ -154,11 +154,16 @@ def _loose_operations(ptx: str) -> dict[str, tuple[int, int]]:
     return {name: (n_sums + n_products, n_products) for name, (n_sums, n_products) in counts.items()}
 
 
+def disassembled(machine_code: str) -> list[tuple[str, str]]:
+    """Each kernel's mangled name and its instructions, of what a disassembler wrote."""
+    return re.findall(r"\.section\s+\.text\.(\w+),(.*?)(?=\.section\s|\Z)", machine_code, re.S)
+
+
 def _wide_accesses(ptx: str, machine_code: str) -> dict[str, tuple[int, int]]:
     """128-bit loads from (into registers or shared memory) and stores to global memory by kernel: of the machine code,
     else of the PTX."""
     if machine_code:
-        bodies = re.findall(r"\.section\s+\.text\.(\w+),(.*?)(?=\.section\s|\Z)", machine_code, re.S)
+        bodies = disassembled(machine_code)
         load, store = r"\bLDG(?:STS)?\.E\.(?:\w+\.)*?128\b", r"\bSTG\.E\.(?:\w+\.)*?128\b"
     else:
         bodies = _entries(ptx)
