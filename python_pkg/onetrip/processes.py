@@ -19,7 +19,8 @@ def process_group(
     At the end of the with block, whatever ends it, the process and its children get the signal `gentle`, and SIGKILL
     once the process has ended or patience_s have passed.
     """
-    process = subprocess.Popen(command, start_new_session=True, **options)
+    with _not_ignored(gentle):
+        process = subprocess.Popen(command, start_new_session=True, **options)
     try:
         yield process
     finally:
@@ -28,3 +29,16 @@ def process_group(
                 os.killpg(process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(seconds)
+
+
+@contextmanager
+def _not_ignored(number: signal.Signals) -> Iterator[None]:
+    """A process that starts meanwhile does not ignore the signal. This one may: a script's `command &` ignores SIGINT."""
+    ignored = signal.getsignal(number) == signal.SIG_IGN
+    if ignored:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if ignored:
+            signal.signal(number, signal.SIG_IGN)

@@ -144,11 +144,22 @@ def test_ctrl_c_keeps_what_is_done(run, tmp_path, monkeypatch):
     assert [*state(tmp_path)["parts"]] == ["first"]
 
 
-def test_sigterm_stops_the_running_part_too(run, tmp_path):
-    """Told apart from Ctrl-C: a terminal sends that to the part itself."""
-    code = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(300)"
-    assert run(fake("cut", code), fake("after")) == everything.INTERRUPTED
+@pytest.mark.parametrize("of_sigint", [signal.default_int_handler, signal.SIG_IGN], ids=["foreground", "background"])
+def test_sigterm_stops_the_running_part_too(run, tmp_path, of_sigint):
+    """Told apart from Ctrl-C: a terminal sends that to the part itself. In a script's background Ctrl-C is ignored."""
+    code = f"""
+import os, signal, time
+try:
+    os.kill({os.getpid()}, signal.SIGTERM), time.sleep(300)
+except KeyboardInterrupt:
+    open("kept", "w")"""
+    before = signal.signal(signal.SIGINT, of_sigint)
+    try:
+        assert run(fake("cut", code), fake("after")) == everything.INTERRUPTED
+    finally:
+        assert signal.signal(signal.SIGINT, before) == of_sigint
     assert {name: entry["status"] for name, entry in state(tmp_path)["parts"].items()} == {"cut": "unfinished"}
+    assert (tmp_path / "kept").exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 

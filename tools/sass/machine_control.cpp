@@ -284,7 +284,7 @@ void commit_copies(Thread& t, const Instruction&) {
 }
 void wait_for_copies(Thread& t, const Instruction& i) {
   auto& groups = t.warp.copies[t.lane];
-  for (; groups.size() > t.u(i[1]); groups.pop_front()) {
+  for (; groups.size() > t.u(i[1]); groups.erase(groups.begin())) {
     for (const Copy& copy : groups.front())
       std::memcpy(t.shared(copy.to, copy.bytes), reinterpret_cast<const void*>(copy.from), copy.bytes);
   }

@@ -65,7 +65,7 @@ class Warp {
   unsigned arrived_in[kLanes] = {};                      // which phase of the cluster's barrier
   uint32_t sets[kLanes][kConvergenceBarriers + 1] = {};  // the last one: of WARPSYNC
   std::vector<Copy> open_copies[kLanes];
-  std::deque<std::vector<Copy>> copies[kLanes];
+  std::vector<std::vector<Copy>> copies[kLanes];  // groups, the oldest first
   std::vector<uint8_t> local[kLanes];
   bool yields = false;
   // of the instruction that runs
