@@ -3,9 +3,9 @@
 //
 // adam_prepare_kernel: a thread counts the step of one counter and computes its AdamScalars.
 // adam_step_kernel: as many blocks as run at once share the chunks of 4096 elements out, in runs of chunks next to each
-// other. A warp takes a 16th of each chunk, its threads 8 consecutive elements each: 128-bit accesses of parameter and
-// gradient; 16 lanes are a block of 128 elements, and find its largest magnitudes together. The warps never wait for
-// each other.
+// other. A warp takes a 16th of each chunk, its threads 8 elements each, as vec.cuh's rows: 128-bit accesses of 32-bit
+// parameters and gradients, whole sectors; 16 lanes are a block of 128 elements, and find its largest magnitudes
+// together. The warps never wait for each other.
 // Where memory is fast the arithmetic is the limit: 8-bit steps of bfloat16 take about 58 instructions an element. So
 // parts that are whole, aligned and of ordinary sizes are taken without a branch between two elements, roots and
 // quotients side by side, and what a warp's lanes have in common lies in registers of the warp; any other part goes a
@@ -181,13 +181,18 @@ struct ScalarsInMemory {
   }
 };
 
+// Whether a warp whose part is whole takes it as vec.cuh's rows of float32: whole sectors with every access. The 16
+// lanes that share a scale are the same.
+template <AdamSizes kSizes, typename P, typename G, int kStateBits>
+constexpr bool kAdamApart = kSizes != AdamSizes::kAny && (kHalvesApart<P> || kHalvesApart<G> || kStateBits == 32);
+
 // A step of the 256 elements of a warp, 8 a lane. Place: AdamAddresses or AdamPlace. valid: of the 8. Returns false,
 // and has changed nothing, where a moment is not of kSizes.
 template <AdamSizes kSizes, typename P, typename G, int kStateBits, typename Place, typename Scalars>
 __device__ __forceinline__ bool adam_part(const Place& place, bool vector_access, int valid, const Scalars& scalars,
                                           const SharedWords& tables) {
   constexpr bool k8Bit = kStateBits == 8, kQuick = kSizes != AdamSizes::kAny;
-  constexpr bool kOrdinary = kSizes == AdamSizes::kOrdinary;
+  constexpr bool kOrdinary = kSizes == AdamSizes::kOrdinary, kApart = kAdamApart<kSizes, P, G, kStateBits>;
   using State = typename UintOf<kStateBits / 8>::Type;
   constexpr int kStateBytes = sizeof(State), kStateWords = kChunkColumns * kStateBytes / 4;
   const auto& from = place.addresses();
@@ -196,10 +201,10 @@ __device__ __forceinline__ bool adam_part(const Place& place, bool vector_access
   Chunk<G, kChunkColumns> grad_chunk;
   uint32_t m_words[kStateWords], v_words[kStateWords];
   float m_scale = 0.0f, v_scale = 0.0f;
-  load_chunk<false, false>(param_chunk, from.param, 0, vector_access, valid);
-  load_chunk<false, true>(grad_chunk, from.grad, 0, vector_access, valid);
-  load_words<kStateBytes, kChunkColumns, false, false>(m_words, from.exp_avg, vector_access, valid);
-  load_words<kStateBytes, kChunkColumns, false, false>(v_words, from.exp_avg_sq, vector_access, valid);
+  load_chunk<kApart, false>(param_chunk, from.param, 0, vector_access, valid);
+  load_chunk<kApart, true>(grad_chunk, from.grad, 0, vector_access, valid);
+  load_words<kStateBytes, kChunkColumns, false, kApart>(m_words, from.exp_avg, vector_access, valid);
+  load_words<kStateBytes, kChunkColumns, false, kApart>(v_words, from.exp_avg_sq, vector_access, valid);
   if (k8Bit && valid > 0) m_scale = *from.exp_avg_scale, v_scale = *from.exp_avg_sq_scale;
 
   float p[kChunkColumns], g[kChunkColumns], m[kChunkColumns], root[kChunkColumns];
@@ -251,12 +256,12 @@ __device__ __forceinline__ bool adam_part(const Place& place, bool vector_access
   const auto& s_again = scalars.now();
   const auto& to = place.addresses();
   if constexpr (!kOrdinary) {  // read once more: registers that wait for it would spill
-    load_chunk<false, false>(param_chunk, to.param, 0, vector_access, valid);
+    load_chunk<kApart, false>(param_chunk, to.param, 0, vector_access, valid);
     unpack(param_chunk, p);
   }
 #pragma unroll
   for (int j = 0; j < kChunkColumns; ++j) p[j] = updated<k8Bit, kQuick>(p[j], m[j], root[j], s_again);
-  store_rounded<P, false>(to.param, 0, p, vector_access, valid);
+  store_rounded<P, kApart>(to.param, 0, p, vector_access, valid);
   if constexpr (k8Bit) {
     const auto inverse_of = [](float scale) {
       return !kOrdinary && scale == 0.0f ? 0.0f : kQuick ? quick_reciprocal(scale) : __frcp_rn(scale);
@@ -275,15 +280,17 @@ __device__ __forceinline__ bool adam_part(const Place& place, bool vector_access
     }
     if (threadIdx.x % kAdamLanes == 0 && valid > 0) *to.exp_avg_scale = m_scale, *to.exp_avg_sq_scale = v_scale;
   }
-  store_words<kStateBytes, kChunkColumns, false>(to.exp_avg, m_words, vector_access, valid);
-  store_words<kStateBytes, kChunkColumns, false>(to.exp_avg_sq, v_words, vector_access, valid);
+  store_words<kStateBytes, kChunkColumns, kApart>(to.exp_avg, m_words, vector_access, valid);
+  store_words<kStateBytes, kChunkColumns, kApart>(to.exp_avg_sq, v_words, vector_access, valid);
   return true;
 }
 
 // Which element of each chunk of a tensor is the first of a thread's. A warp takes another part of each tensor's, so
 // that tensors of a few elements find all warps at work.
+template <bool kApart>
 __device__ __forceinline__ uint32_t place_in_chunk(uint32_t tensor_index) {
-  return (threadIdx.x * kChunkColumns + tensor_index * kAdamPart) % kAdamChunk;
+  const auto first = static_cast<uint32_t>(first_column<kApart>(static_cast<int>(threadIdx.x)));
+  return (first + tensor_index * kAdamPart) % kAdamChunk;
 }
 
 template <typename P, typename G, int kStateBits>
@@ -311,11 +318,13 @@ __global__ void __launch_bounds__(kAdamThreads, kAdamBlocks)
         const int64_t n_left = (n + kAdamChunk - 1) / kAdamChunk;
         return uniform_register(i + static_cast<uint32_t>(min(n_left, int64_t{end - i})));
       };
-      const uint32_t part = uniform_register(place_in_chunk(index) / kAdamPart) * kAdamPart, last = chunks_until(left);
+      constexpr bool kApart = kAdamApart<AdamSizes::kOrdinary, P, G, kStateBits>;
+      const uint32_t part = uniform_register(place_in_chunk<kApart>(index) / kAdamPart) * kAdamPart,
+                     last = chunks_until(left);
       quick_end = uniform_register(min(quick_end, chunks_until(left - part - (kAdamPart - 1))));
       const HeldScalars held{uniform_register(scalars + counter)};
       AdamAddresses<P, G, State> addresses(
-          tensor, chunk.first - kAdamChunk + part + threadIdx.x % kWarpThreads * kChunkColumns);
+          tensor, chunk.first - kAdamChunk + part + first_column<kApart>(static_cast<int>(threadIdx.x % kWarpThreads)));
       for (; i < quick_end; ++i) {
         addresses.advance(unit);
         if (!adam_part<AdamSizes::kOrdinary, P, G, kStateBits>(addresses, true, kChunkColumns, held, tables)) break;
@@ -326,17 +335,19 @@ __global__ void __launch_bounds__(kAdamThreads, kAdamBlocks)
       }
     }
     if (i < quick_end) {
-      const AdamPlace<P, G, State> place{tensors, index, chunks[i].first + place_in_chunk(index)};
+      constexpr bool kApart = kAdamApart<AdamSizes::kQuick, P, G, kStateBits>;
+      const AdamPlace<P, G, State> place{tensors, index, chunks[i].first + place_in_chunk<kApart>(index)};
       const ScalarsInMemory in_memory{scalars, counter};
       const int64_t left = tensors[index].numel - place.first;
-      if (!__any_sync(kFullWarp, left < kChunkColumns) &&
+      if (!__any_sync(kFullWarp, left <= column_of<kApart>(kChunkColumns - 1)) &&
           adam_part<AdamSizes::kQuick, P, G, kStateBits>(place, true, kChunkColumns, in_memory, tables))
         continue;
     }
     uint32_t again = i;  // what follows from it is cheaper read again than held in registers
     compiler_barrier(again);
     const auto tensor_index = static_cast<uint32_t>(chunks[again].tensor);
-    const AdamPlace<P, G, State> place{tensors, tensor_index, chunks[again].first + place_in_chunk(tensor_index)};
+    const AdamPlace<P, G, State> place{tensors, tensor_index,
+                                       chunks[again].first + place_in_chunk<false>(tensor_index)};
     const int valid = valid_columns<false>(place.first, tensors[tensor_index].numel, false);
     if (!__any_sync(kFullWarp, valid > 0)) continue;
     const ScalarsInMemory in_memory{scalars, static_cast<uint32_t>(tensors[tensor_index].counter)};

@@ -2,6 +2,7 @@
 #pragma once
 #include "../common/philox.h"
 #include "../launch.h"
+#include "reduce.cuh"
 #include "vec.cuh"
 
 namespace onetrip {
@@ -31,12 +32,13 @@ class DropoutMask {
     __syncthreads();
   }
 
-  // value[i] of element first + i becomes value * scale, or exactly 0 (whatever it was) where it is dropped.
-  // aligned: first is a multiple of 8.
+  // value[i] of element i of the chunk that begins with element `first` becomes value * scale, or exactly 0 (whatever
+  // it was) where it is dropped. aligned: the row begins with a multiple of 8; all lanes of the warp come here.
+  template <bool kApart>
   __device__ __forceinline__ void apply(float (&value)[kPhiloxElements], int64_t first, bool aligned) const {
     if (!on_) return;
-    const float scale = shared_->scale;
-    if (aligned) {
+    if (aligned && !kApart) {
+      const float scale = shared_->scale;
       PhiloxBlock random = draw(static_cast<uint64_t>(first) / kPhiloxElements);
       const uint32_t last_dropped = shared_->last_dropped;
 #pragma unroll
@@ -44,7 +46,9 @@ class DropoutMask {
         value[i] = value_or_zero(__fmul_rn(value[i], scale), random_bits(random, i) > last_dropped);
       return;
     }
-    const uint32_t kept = kept_bits(static_cast<uint64_t>(first), false);
+    const uint32_t kept = aligned ? exchanged_columns<kApart>(static_cast<uint64_t>(first))
+                                  : kept_columns<kApart>(static_cast<uint64_t>(first), false);
+    const float scale = shared_->scale;
 #pragma unroll
     for (int i = 0; i < kPhiloxElements; ++i)
       value[i] = value_or_zero(__fmul_rn(value[i], scale), (kept >> i & 1u) != 0);
@@ -66,22 +70,42 @@ class DropoutMask {
   }
 
   // The same of element i of the chunk that begins with element `first`. A chunk whose halves are apart takes half of
-  // each of two Philox calls: an exchange between lanes would need all of them to come here.
+  // each of two Philox calls: not all lanes come here to exchange them.
   template <bool kApart>
   __device__ __forceinline__ uint32_t kept_columns(uint64_t first, bool aligned) const {
     if constexpr (kApart) {
       constexpr uint32_t kHalf = (1u << kHalfColumns) - 1;
-      const auto half = [&](uint64_t from) {
-        return (aligned ? kept_of_group(from / kPhiloxElements) >> from % kPhiloxElements : kept_bits(from, false)) &
-               kHalf;
-      };
-      return half(first) | half(first + kHalfStep<kApart>) << kHalfColumns;
+      uint32_t bits = 0;
+      if (aligned) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint64_t from = first + half * kHalfStep<kApart>;
+          bits |= (kept_of_group(from / kPhiloxElements) >> from % kPhiloxElements & kHalf) << half * kHalfColumns;
+        }
+      } else {
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half)
+          bits |= (kept_bits(first + half * kHalfStep<kApart>, false) & kHalf) << half * kHalfColumns;
+      }
+      return bits;
     } else {
       return kept_bits(first, aligned);
     }
   }
 
  private:
+  // kept_columns() of aligned chunks whose halves are apart, by all lanes of the warp. Two neighbours share two Philox
+  // calls: each makes one, and gives the other its half.
+  template <bool kApart>
+  __device__ __forceinline__ uint32_t exchanged_columns(uint64_t first) const {
+    const bool is_second = threadIdx.x % 2 != 0;
+    const uint32_t kept =
+        kept_of_group(first / kPhiloxElements + (is_second ? kHalfStep<kApart> / kPhiloxElements : 0));
+    const uint32_t other = __shfl_xor_sync(kFullWarp, kept, 1);
+    constexpr uint32_t kHalf = (1u << kHalfColumns) - 1;
+    return is_second ? (kept & ~kHalf) | other >> kHalfColumns : (kept & kHalf) | (other & kHalf) << kHalfColumns;
+  }
+
   __device__ __forceinline__ PhiloxBlock draw(uint64_t group) const {
     static_assert(kPhiloxRounds % 2 == 1, "the offset and the keys make pairs");
     uint64_t offset, key, next_key;

@@ -125,7 +125,7 @@ __device__ __forceinline__ void store_gradient(float (&g)[kColumns], const RowNo
                                                const DropoutMask& mask, bool vector_access, int64_t index, int valid) {
   if (args.dresidual != nullptr) store_rounded<Z, false>(args.dresidual, index, g, vector_access, valid);
   if (args.dx == nullptr && args.dbias == nullptr) return;
-  mask.apply(g, index, vector_access);
+  mask.apply<false>(g, index, vector_access);
   if (args.dx != nullptr) store_rounded<X, false>(args.dx, index, g, vector_access, valid);
 }
 

@@ -54,35 +54,37 @@ template <typename X, typename Z, int kColumns, int kChunks, typename Col>
 __device__ __forceinline__ void compute_z(HeldRow<Z, kColumns, kChunks>& held, const RowNormForward& args,
                                           const DropoutMask& mask, bool vector_access, int64_t row, Col first, Col step,
                                           Col n_cols) {
+  constexpr bool kApart = kHalvesApart<Z>;
   Chunk<X, kColumns> x[kChunks];
   Chunk<Z, kColumns> residual[kChunks];
   const auto load_residual = [&](int k) {
     const Col col = first + k * step;
-    load_chunk<false>(residual[k], args.residual, row * args.residual_row_stride + col, vector_access,
-                      valid_columns<false>(col, n_cols, vector_access));
+    load_chunk<kApart>(residual[k], args.residual, row * args.residual_row_stride + col, vector_access,
+                       valid_columns<kApart>(col, n_cols, vector_access));
   };
   constexpr bool kResidualEarly = kChunks == 1 || kManyLoads;
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const Col col = first + k * step;
-    load_chunk<false>(x[k], args.x, row * args.x_row_stride + col, vector_access,
-                      valid_columns<false>(col, n_cols, vector_access));
+    load_chunk<kApart>(x[k], args.x, row * args.x_row_stride + col, vector_access,
+                       valid_columns<kApart>(col, n_cols, vector_access));
     if (kResidualEarly && args.residual != nullptr) load_residual(k);
   }
+  if constexpr (kApart && kChunks > 1) compiler_barrier(first);
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const Col col = first + k * step;
-    const int valid = valid_columns<false>(col, n_cols, vector_access);
+    const int valid = valid_columns<kApart>(col, n_cols, vector_access);
     float value[kColumns];
     compiler_barrier(x[k]);  // the other chunks wait as they were read
     unpack(x[k], value);
     if (args.bias != nullptr) {
       float bias[kColumns];
-      load_values<false>(bias, args.bias, args.bias_dtype, col, vector_access, valid);
+      load_values<kApart>(bias, args.bias, args.bias_dtype, col, vector_access, valid);
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) value[i] += bias[i];
     }
-    mask.apply(value, row * args.n_cols + col, vector_access);
+    mask.apply<kApart>(value, row * args.n_cols + col, vector_access);
     if (args.residual != nullptr) {
       if (!kResidualEarly) load_residual(k);
       float added[kColumns];
@@ -100,19 +102,20 @@ template <typename Z, int kColumns, typename Col>
 __device__ __forceinline__ void finish_chunk(const Chunk<Z, kColumns>& z, const RowNormForward& args,
                                              bool vector_access, int64_t row, Col col, Col n_cols, float mean,
                                              float rstd) {
-  const int valid = valid_columns<false>(col, n_cols, vector_access);
+  constexpr bool kApart = kHalvesApart<Z>;
+  const int valid = valid_columns<kApart>(col, n_cols, vector_access);
   const int64_t index = row * args.n_cols + col;
   float value[kColumns];
   unpack(z, value);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) value[i] -= mean;
-  if (args.z != nullptr && args.center_z) store_rounded<Z, false>(args.z, index, value, vector_access, valid);
+  if (args.z != nullptr && args.center_z) store_rounded<Z, kApart>(args.z, index, value, vector_access, valid);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) value[i] = __fmul_rn(value[i], rstd);
   round_values(value, args.n_dtype);
   if (args.weight != nullptr) {
     float weight[kColumns];
-    load_values<false>(weight, args.weight, args.weight_dtype, col, vector_access, valid);
+    load_values<kApart>(weight, args.weight, args.weight_dtype, col, vector_access, valid);
     if (args.weight_offset != 0.0f) {
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) weight[i] += args.weight_offset;
@@ -122,11 +125,11 @@ __device__ __forceinline__ void finish_chunk(const Chunk<Z, kColumns>& z, const 
   }
   if (args.norm_bias != nullptr) {
     float norm_bias[kColumns];
-    load_values<false>(norm_bias, args.norm_bias, args.norm_bias_dtype, col, vector_access, valid);
+    load_values<kApart>(norm_bias, args.norm_bias, args.norm_bias_dtype, col, vector_access, valid);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) value[i] += norm_bias[i];
   }
-  store_values<false>(args.y, args.y_dtype, index, value, vector_access, valid);
+  store_values<kApart>(args.y, args.y_dtype, index, value, vector_access, valid);
 }
 
 __device__ __forceinline__ void store_statistics(const RowNormForward& args, int64_t row, float mean, float rstd) {
@@ -142,8 +145,9 @@ template <typename X, typename Z, int kChunks, bool kVectorAccess, typename SumO
 __device__ __forceinline__ void forward_row(const RowNormForward& args, const DropoutMask& mask, int64_t row,
                                             int thread, int row_threads, SumOverRow& sum_over_row) {
   constexpr int kColumns = kChunkColumns;
+  constexpr bool kApart = kHalvesApart<Z>;
   const int step = row_threads * kColumns;
-  int first_col = thread * kColumns;  // forgotten before each use: addresses are cheaper than registers
+  int first_col = first_column<kApart>(thread);  // forgotten before each use: addresses are cheaper than registers
   const int n_cols = row < args.n_rows ? static_cast<int>(args.n_cols) : 0;
   HeldRow<Z, kColumns, kChunks> held;
   compute_z<X>(held, args, mask, kVectorAccess, row, first_col, step, n_cols);
@@ -152,8 +156,8 @@ __device__ __forceinline__ void forward_row(const RowNormForward& args, const Dr
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const int col = first_col + k * step;
-      store_chunk<false>(args.z, row * args.n_cols + col, held.z[k], kVectorAccess,
-                         valid_columns<false>(col, n_cols, kVectorAccess));
+      store_chunk<kApart>(args.z, row * args.n_cols + col, held.z[k], kVectorAccess,
+                          valid_columns<kApart>(col, n_cols, kVectorAccess));
     }
   }
   if (args.norm == Norm::kNone) return;
@@ -164,12 +168,12 @@ __device__ __forceinline__ void forward_row(const RowNormForward& args, const Dr
     compiler_barrier(first_col);
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      const int valid = valid_columns<false>(first_col + k * step, n_cols, kVectorAccess);
+      const int valid = valid_columns<kApart>(first_col + k * step, n_cols, kVectorAccess);
       float value[kColumns], chunk_sum = 0.0f;
       unpack(held.z[k], value);
       compiler_barrier(held.z[k]);
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) chunk_sum += inside<false>(i, valid, kVectorAccess) ? value[i] : 0.0f;
+      for (int i = 0; i < kColumns; ++i) chunk_sum += inside<kApart>(i, valid, kVectorAccess) ? value[i] : 0.0f;
       sum += chunk_sum;
     }
     mean = RowCount(args.n_cols).mean(sum_over_row(sum));
@@ -178,13 +182,13 @@ __device__ __forceinline__ void forward_row(const RowNormForward& args, const Dr
   compiler_barrier(first_col);
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    const int valid = valid_columns<false>(first_col + k * step, n_cols, kVectorAccess);
+    const int valid = valid_columns<kApart>(first_col + k * step, n_cols, kVectorAccess);
     float value[kColumns], chunk_squares = 0.0f;
     unpack(held.z[k], value);
     compiler_barrier(held.z[k]);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      const float centred = inside<false>(i, valid, kVectorAccess) ? value[i] - mean : 0.0f;
+      const float centred = inside<kApart>(i, valid, kVectorAccess) ? value[i] - mean : 0.0f;
       chunk_squares = fmaf(centred, centred, chunk_squares);
     }
     squares += chunk_squares;
@@ -249,7 +253,7 @@ __device__ __forceinline__ void forward_uniform_row(const RowNormForward& args, 
 #pragma unroll
           for (int i = 0; i < kColumns; ++i) z[k][i] += bias[i];
         }
-        if (valid_of(k) != 0) mask.apply(z[k], row * args.n_cols + first_col + k * step, true);
+        if (valid_of(k) != 0) mask.apply<false>(z[k], row * args.n_cols + first_col + k * step, true);
         if (args.residual != nullptr) {
           if (!kResidualEarly) load_residual(k);
           float added[kColumns];
@@ -340,10 +344,12 @@ __device__ __forceinline__ void forward_row_by(const RowNormForward& args, const
 }
 
 // Blocks of lanes an SM that registers leave room for: of two chunks a thread half of its threads, or three eighths
-// where 64 registers would spill; of three and four, as many columns or more.
+// where 64 registers would spill, as in rows that are read element by element; of three and four, as many columns or
+// more.
 template <Access kAccess, int kChunks>
 constexpr int lane_blocks() {
   if (kChunks > kFewestChunks) return kHalfOfResidentThreads / 128 * kFewestChunks / kChunks + 1;
+  if (kAccess == Access::kElements) return kHalfOfResidentThreads / 128 * 3 / 4;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
   return kAccess == Access::kUniform ? 8 : 6;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
@@ -397,9 +403,10 @@ template <typename X, typename Z, bool kVectorAccess>
 __global__ void __launch_bounds__(kWideThreads, 1)
     row_norm_forward_wide_kernel(const RowNormForward args, const int64_t kept_tiles) {
   constexpr int kColumns = kChunkColumns, kWords = Chunk<Z, kColumns>::kWords;
+  constexpr bool kApart = kHalvesApart<Z>;
   ONETRIP_SHARED(Moments, shared, kMaxWarps);
   ONETRIP_DYNAMIC_SHARED(uint32_t, kept);
-  const int64_t first_col = static_cast<int64_t>(threadIdx.x) * kColumns, step = kWideThreads * kColumns;
+  const int64_t first_col = first_column<kApart>(static_cast<int>(threadIdx.x)), step = kWideThreads * kColumns;
   ONETRIP_SHARED(DropoutState, dropout_state, 1);
   const DropoutMask mask(args.dropout, dropout_state);
   const bool stores_plain_z = args.z != nullptr && !args.center_z;
@@ -412,11 +419,13 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   if (row >= args.n_rows) return;
   Moments moments{0.0f, 0.0f, 0.0f};
   int64_t tile = 0;
-  for (int64_t col = first_col; col < args.n_cols; col += step, ++tile) {
-    const int valid = valid_columns<false>(col, args.n_cols, kVectorAccess);
+  for (int64_t first = 0; first < args.n_cols; first += step, ++tile) {
+    const int64_t col = first + first_col;
+    const int valid = valid_columns<kApart>(col, args.n_cols, kVectorAccess);
     HeldRow<Z, kColumns, 1> held;
-    compute_z<X>(held, args, mask, kVectorAccess, row, col, step, args.n_cols);
-    if (stores_plain_z) store_chunk<false>(args.z, row * args.n_cols + col, held.z[0], kVectorAccess, valid);
+    compute_z<X>(held, args, mask, kVectorAccess, row, col, step, args.n_cols);  // by all lanes: see DropoutMask
+    if (valid == 0) break;
+    if (stores_plain_z) store_chunk<kApart>(args.z, row * args.n_cols + col, held.z[0], kVectorAccess, valid);
     if (tile < kept_tiles) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) kept_word(tile, i) = held.z[0].word[i];
@@ -426,12 +435,12 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     Moments chunk{static_cast<float>(valid), 0.0f, 0.0f};
     if (args.norm == Norm::kLayer) {
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) chunk.mean += inside<false>(i, valid, kVectorAccess) ? value[i] : 0.0f;
+      for (int i = 0; i < kColumns; ++i) chunk.mean += inside<kApart>(i, valid, kVectorAccess) ? value[i] : 0.0f;
       chunk.mean /= chunk.count;
     }
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      const float centred = inside<false>(i, valid, kVectorAccess) ? value[i] - chunk.mean : 0.0f;
+      const float centred = inside<kApart>(i, valid, kVectorAccess) ? value[i] - chunk.mean : 0.0f;
       chunk.m2 = fmaf(centred, centred, chunk.m2);
     }
     moments = join(moments, chunk);
@@ -441,14 +450,15 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const float rstd = rsqrtf(mean_of(moments.m2, args.n_cols) + args.eps);
 
   tile = 0;
-  for (int64_t col = first_col; col < args.n_cols; col += step, ++tile) {
+  for (int64_t first = 0; first < args.n_cols; first += step, ++tile) {
+    const int64_t col = first + first_col;
     HeldRow<Z, kColumns, 1> held;
     if (tile < kept_tiles) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) held.z[0].word[i] = kept_word(tile, i);
     } else if (stores_plain_z) {
-      load_chunk<false, false>(held.z[0], args.z, row * args.n_cols + col, kVectorAccess,
-                               valid_columns<false>(col, args.n_cols, kVectorAccess));
+      load_chunk<kApart, false>(held.z[0], args.z, row * args.n_cols + col, kVectorAccess,
+                                valid_columns<kApart>(col, args.n_cols, kVectorAccess));
     } else {
       compute_z<X>(held, args, mask, kVectorAccess, row, col, step, args.n_cols);
     }

@@ -33,7 +33,7 @@ def process_group(
 
 @contextmanager
 def _not_ignored(number: signal.Signals) -> Iterator[None]:
-    """A process that starts meanwhile does not ignore the signal. This one may: a script's `command &` ignores SIGINT."""
+    """A process that starts meanwhile does not ignore the signal. What a script's `command &` runs ignores SIGINT."""
     ignored = signal.getsignal(number) == signal.SIG_IGN
     if ignored:
         signal.signal(number, signal.SIG_DFL)

@@ -165,16 +165,22 @@ def test_several_parameters(arch: int, tmp_path: Path) -> None:
 
 
 @of_every_architecture
-def test_chunks_of_a_block(arch: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_chunks_of_a_block(dtype: str, arch: int, tmp_path: Path) -> None:
     """Blocks that take several chunks each, of one tensor and of the next, with zeros between: 4 blocks, 37 chunks."""
     sizes = (70000, 1, 256, 12345, 8, 4096, 8192, 4096, 12288, 4096, 4097, 129)
-    _check_parameters(_code("adam", "bf16", arch), sizes, (0.0,), tmp_path, zeros=True)
+    _check_parameters(_code("adam", dtype, arch), sizes, (0.0,), tmp_path, zeros=True, dtype=DTYPES[dtype])
 
 
 def _check_parameters(
-    adam: MachineCode, sizes: Sequence[int], found_inf: Sequence[float], folder: Path, zeros: bool = False
+    adam: MachineCode,
+    sizes: Sequence[int],
+    found_inf: Sequence[float],
+    folder: Path,
+    zeros: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    parameters = [Parameter(n, torch.bfloat16, torch.bfloat16, True, counter=k % 2) for k, n in enumerate(sizes)]
+    parameters = [Parameter(n, dtype, dtype, True, counter=k % 2) for k, n in enumerate(sizes)]
     for found in found_inf:
         step = Step(
             parameters,
@@ -215,6 +221,33 @@ def test_softmax_touches_whole_sectors(dtype: str, tmp_path: Path) -> None:
     shares = [count_instructions.sector_shares(count) for count in counts]
     found = {(case.direction, case.numbers["n_cols"]): share for case, share in zip(cases, shares, strict=True)}
     assert all(set(share.values()) == {1.0} for share in shares), found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_forward_of_row_norm_touches_whole_sectors(dtype: str, tmp_path: Path) -> None:
+    """As above; with parameters of the rows' dtype."""
+    z = DTYPES[dtype]
+    tensors = {"residual": True, "bias": True, "parameter_dtype": z, "store_z": True, "dropout_p": 0.1}
+    calls = [
+        cudasim_row_norm.Call("sectors", 5, n_cols, (z, z), orders=(WARPS_FORWARD,), **tensors)
+        for n_cols in (48, 256, 624, 4096, 9216)
+    ]
+    _, counts = _code("row_norm", dtype, 90).run([call.forward_case() for call in calls], tmp_path)
+    shares = [count_instructions.sector_shares(count) for count in counts]
+    assert all(set(share.values()) == {1.0} for share in shares), shares
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adam_touches_whole_sectors(dtype: str, tmp_path: Path) -> None:
+    common = {"param": DTYPES[dtype], "grad": DTYPES[dtype]}
+    steps = [
+        Step([Parameter(8192, **common, is_8bit=is_8bit)], groups=[ADAMW], orders=(WARPS_FORWARD,))
+        for is_8bit in (True, False)
+    ]
+    _, counts = _code("adam", dtype, 90).run([step.case() for step in steps], tmp_path)
+    shares = [count_instructions.sector_shares(count) for count in counts]
+    # The rest of the loads: what describes the chunks.
+    assert all(share["stores"] == 1.0 and share["loads"] <= 1.01 for share in shares), shares
 
 
 def test_counts_are_those_of_the_record(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ ROW_NORM_BUGS = {
     "philox_lane_off_by_one": Bug("dropout.cuh", "first % kPhiloxElements)", "(first + 1) % kPhiloxElements)"),
     "philox_group_missing": Bug("dropout.cuh", "(shift != 0 ? 2 : 1)", "1"),
     "variance_counts_padding": Bug(
-        "row_norm_forward.cuh", "inside<false>(i, valid, kVectorAccess) ? value[i] - mean : 0.0f", "value[i] - mean"
+        "row_norm_forward.cuh", "inside<kApart>(i, valid, kVectorAccess) ? value[i] - mean : 0.0f", "value[i] - mean"
     ),
     "mean_and_rstd_exchanged": Bug(
         "row_norm_forward.cuh", "store_statistics(args, row, mean, rstd);", "store_statistics(args, row, rstd, mean);"
