@@ -92,7 +92,8 @@ struct No {
 // follow in it may be streamed. Paired: for_columns_of's type, for bodies that take pairs.
 template <class Paired = float, int kUnroll = kStoreUnroll, class T, class Body>
 ONETRIP_INLINE void for_stored_columns(int64_t begin, int64_t end, const T* row, bool streams, Body body) {
-  const int64_t to_line = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(row + begin) & 63) / sizeof(T);
+  const uintptr_t first = reinterpret_cast<uintptr_t>(row) + begin * sizeof(T);  // row is null where nothing is stored
+  const int64_t to_line = static_cast<int64_t>(-first & 63) / sizeof(T);
   const int64_t line = streams ? smaller(begin + to_line, end) : end;
   for_columns_of<kUnroll, Paired>(begin, line, [&](int64_t c, auto lanes, int) { body(c, lanes, No{}); });
   if (line < end)

@@ -56,7 +56,7 @@ struct DeviceInfo {
   // have.
   int shared, reserved_shared, block_shared;
   bool has_copies, has_clusters;  // asynchronous copies (sm_80), clusters of blocks (sm_90)
-  bool has_early_starts;          // programmatic dependent launch (sm_90); of drivers that capture it in a graph
+  bool has_early_starts;          // programmatic dependent launch: sm_90, and a driver that captures it in a graph
 };
 
 inline cudaError_t query_device(int device, DeviceInfo& info) {
@@ -139,8 +139,8 @@ struct ClusterLaunch : AttributedLaunch {
   }
 };
 
-// Of a kernel that calls wait_for_previous_kernel: early, its blocks start when all of the kernel before in the stream
-// have called allow_next_kernel or have ended.
+// Launches a kernel that calls wait_for_previous_kernel. early: its blocks start when all blocks of the kernel before
+// it in the stream have called allow_next_kernel or have ended.
 struct EarlyLaunch : AttributedLaunch {
   EarlyLaunch(bool early, dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream)
       : AttributedLaunch(cudaLaunchAttributeProgrammaticStreamSerialization, grid, block, shared_bytes, stream) {
@@ -149,7 +149,7 @@ struct EarlyLaunch : AttributedLaunch {
   }
 };
 
-// Whether a kernel's code has what waits: it lacks it where it was compiled from PTX of earlier GPUs.
+// Whether the GPU and its driver can, and the kernel's code waits: compiled from PTX of earlier GPUs it does not.
 inline bool starts_early(const KernelInfo& kernel_info, const DeviceInfo& info) {
   return info.has_early_starts && kernel_info.architecture >= 90;
 }

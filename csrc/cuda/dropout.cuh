@@ -33,7 +33,8 @@ class DropoutMask {
   }
 
   // value[i] of element i of the chunk that begins with element `first` becomes value * scale, or exactly 0 (whatever
-  // it was) where it is dropped. aligned: the row begins with a multiple of 8; all lanes of the warp come here.
+  // it was) where it is dropped. aligned: the row begins with a multiple of 8; if so, and where halves are apart, all
+  // lanes of the warp must come here.
   template <bool kApart>
   __device__ __forceinline__ void apply(float (&value)[kPhiloxElements], int64_t first, bool aligned) const {
     if (!on_) return;
@@ -57,7 +58,7 @@ class DropoutMask {
   __device__ __forceinline__ bool on() const { return on_; }
   __device__ __forceinline__ float scale() const { return shared_->scale; }
 
-  // Bit i says whether element first + i is kept, for i < 8. aligned: as above.
+  // Bit i says whether element first + i is kept, for i < 8. aligned: first is a multiple of 8.
   __device__ __forceinline__ uint32_t kept_bits(uint64_t first, bool aligned) const {
     const uint64_t group = first / kPhiloxElements;
     if (aligned) return kept_of_group(group);
@@ -69,8 +70,9 @@ class DropoutMask {
     return bits >> shift;
   }
 
-  // The same of element i of the chunk that begins with element `first`. A chunk whose halves are apart takes half of
-  // each of two Philox calls: not all lanes come here to exchange them.
+  // The same of element i of the chunk that begins with element `first`. aligned: the
+  // row begins with a multiple of 8. A chunk whose halves are apart takes half of each of two Philox calls, since not
+  // all lanes need come here to exchange them.
   template <bool kApart>
   __device__ __forceinline__ uint32_t kept_columns(uint64_t first, bool aligned) const {
     if constexpr (kApart) {

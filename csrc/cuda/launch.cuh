@@ -13,7 +13,7 @@ __device__ __forceinline__ int64_t first_row_of_block(int rows_per_block) {
 
 constexpr int kWideThreads = 512;  // a block of a row that its threads cannot hold
 
-// A row in a cluster: columns a block, threads that take 16 of them each, and blocks that fit on an SM.
+// A row in a cluster: columns a block, threads that take at least 16 of them each, and blocks that fit on an SM.
 constexpr int kClusterColumns = 8192, kClusterThreads = 512, kClusterBlocksPerSm = 2;
 constexpr int kClusterWarps = kMaxClusterBlocks * kClusterThreads / kWarpThreads;  // at most
 

@@ -60,7 +60,7 @@ constexpr bool kWarpRegisters = true;
 #define ONETRIP_LAUNCH_CLUSTERS(kernel, cluster_blocks, grid, block, shared_bytes, stream, ...) \
   ::onetrip::cleared(cudaLaunchKernelEx(                                                        \
       ::onetrip::ClusterLaunch(cluster_blocks, grid, block, shared_bytes, stream).address(), kernel, __VA_ARGS__))
-// The same, before the kernel before it in the stream has ended: where starts_early() is true of the kernel.
+// The same. early, which needs starts_early(): the kernel may start before the one before it in the stream has ended.
 #define ONETRIP_LAUNCH_EARLY(kernel, early, grid, block, shared_bytes, stream, ...)                                 \
   ::onetrip::cleared(cudaLaunchKernelEx(::onetrip::EarlyLaunch(early, grid, block, shared_bytes, stream).address(), \
                                         kernel, __VA_ARGS__))
@@ -74,7 +74,7 @@ __device__ __forceinline__ void allow_next_kernel() {
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
-// What the kernel before wrote is there: not to be read by __ldg, since it was written while this kernel ran.
+// Waits until what the kernel before wrote is there. __ldg must not read it: it was written while this kernel ran.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

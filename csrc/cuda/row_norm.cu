@@ -27,7 +27,7 @@ namespace onetrip {
 //   forward   threads a row                   columns (16 a thread; of 16-bit rows to 32, in brackets)
 //   narrow    8, 16                           128, 256 (256, 512)
 //   warp      32                              512 (1024)
-//   block     the fewest warps that hold it   16384
+//   block     whole warps, forward_shape()    16384
 //   cluster   as block, in 2, 4 or 8 blocks   65536, from 8193 on; aligned rows, GPUs with clusters
 //   wide      512 walk the row                any
 // Rows of up to 16384 columns have the same bits from a cluster (cluster_of_row() in launch.cuh) as from a block.
@@ -108,8 +108,8 @@ int threads_for(int64_t n_cols, int columns_per_thread) {
   return static_cast<int>(ceil_div(n_cols, static_cast<int64_t>(columns_per_thread) * kWarpThreads)) * kWarpThreads;
 }
 
-// Of the pipelined kernels, and of the one that adds up their partial sums: an SM that divides its memory anew first
-// waits until all its blocks have ended.
+// The pipelined kernels and the one that adds up their partial sums ask for this: an SM that divides its memory anew
+// first waits until all its blocks have ended.
 constexpr int kPipelinedCarveout = cudaSharedmemCarveoutMaxShared;
 
 // The fewest blocks of a cluster that hold a row, with kPipelinedColumns columns a thread; 8 for wider rows, which do

@@ -70,7 +70,7 @@ __device__ __forceinline__ void compute_z(HeldRow<Z, kColumns, kChunks>& held, c
                        valid_columns<kApart>(col, n_cols, vector_access));
     if (kResidualEarly && args.residual != nullptr) load_residual(k);
   }
-  if constexpr (kApart && kChunks > 1) compiler_barrier(first);
+  if constexpr (kApart && kChunks > 1) compiler_barrier(first);  // or the columns wait in registers as 64-bit numbers
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const Col col = first + k * step;
@@ -344,8 +344,8 @@ __device__ __forceinline__ void forward_row_by(const RowNormForward& args, const
 }
 
 // Blocks of lanes an SM that registers leave room for: of two chunks a thread half of its threads, or three eighths
-// where 64 registers would spill, as in rows that are read element by element; of three and four, as many columns or
-// more.
+// where 64 registers would spill, as in rows that are read element by element (a third of 1536 threads); of three and
+// four, as many columns or more.
 template <Access kAccess, int kChunks>
 constexpr int lane_blocks() {
   if (kChunks > kFewestChunks) return kHalfOfResidentThreads / 128 * kFewestChunks / kChunks + 1;

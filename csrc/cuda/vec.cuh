@@ -1,10 +1,10 @@
 // Chunks of consecutive elements, or of two halves 32 columns apart (kApart): 128-bit accesses where the addresses
-// allow, element by element where they do not.
+// allow (64-bit ones of 16-bit halves), element by element where they do not.
 //
 // A chunk keeps its elements as they lie in memory (two 16-bit values a register), so that a row waits in half the
 // registers and loads can all be in flight before the first conversion. Whether an access is vectorised is a run-time
-// choice that never moves an element to another thread: the results are the same bits either way, where the same kernel
-// takes the row (clusters take aligned rows only).
+// choice that never moves an element of a row to another thread: the results are the same bits either way, where the
+// same kernel takes the row (clusters take aligned rows only).
 #pragma once
 #include "../launch.h"
 #include "platform.cuh"

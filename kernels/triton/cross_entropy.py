@@ -1,4 +1,5 @@
-"""Cross-entropy of rows in Triton: `forward`, `backward` and `forward_backward_` as every backend has them."""
+"""Cross-entropy of rows in Triton: `forward`, `backward` and `forward_backward_` as every backend has them; and
+`multiply_`, for the gradients of linear_cross_entropy."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from ..reference.cross_entropy import CrossEntropyPlan, RowStatistics
 from .tiles import MAX_REGISTERS, aligned, common_divisor, on_device_of, row_stride, with_divisor
 
 _BLOCK_COLS, _COLS_PER_WARP = 2048, 256  # 8 elements a lane: the first walk keeps three sums of each in registers
+_BLOCK_ELEMENTS = 8192
 _LOWEST = tl.constexpr(-1000.0)  # e^_LOWEST is 0, and 0 * _LOWEST not NaN
 
 
@@ -226,3 +228,25 @@ def forward_backward_(
     loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
     _launch(logits, labels, (loss, None, None), (weights, entropy_weights, logits), plan)
     return loss
+
+
+@triton.jit(do_not_specialize=["n_elements"])
+def _multiply_kernel(values_ptr, factor_ptr, n_elements: tl.int64, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
+    """values *= factor. Moves one read and one write of the values, or nothing where the factor is 1."""
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        n_elements = with_divisor(n_elements, ALIGN)
+        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(values_ptr + index, mask=index < n_elements).to(tl.float32)
+        tl.store(values_ptr + index, (values * factor).to(values_ptr.dtype.element_ty), mask=index < n_elements)
+
+
+def multiply_(values: Tensor, factor: Tensor) -> None:
+    """values *= factor, in float32, rounded once. values: contiguous; factor: one float32, on the same device."""
+    n_elements = values.numel()
+    if n_elements == 0:
+        return
+    with on_device_of(values):
+        _multiply_kernel[(triton.cdiv(n_elements, _BLOCK_ELEMENTS),)](
+            values, factor, n_elements, ALIGN=common_divisor(n_elements), BLOCK=_BLOCK_ELEMENTS, num_warps=8
+        )

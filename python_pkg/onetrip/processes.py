@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -34,9 +35,9 @@ def process_group(
 @contextmanager
 def _not_ignored(number: signal.Signals) -> Iterator[None]:
     """A process that starts meanwhile does not ignore the signal. What a script's `command &` runs ignores SIGINT."""
-    ignored = signal.getsignal(number) == signal.SIG_IGN
+    ignored = signal.getsignal(number) == signal.SIG_IGN and threading.current_thread() is threading.main_thread()
     if ignored:
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, lambda *_: None)  # still nothing here; a new program starts with the default
     try:
         yield
     finally:

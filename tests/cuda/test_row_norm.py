@@ -108,7 +108,7 @@ def test_rows_in_clusters_in_every_order_of_threads(driver, pair: str, tmp_path:
         check_forward(call, actual)
 
 
-@in_turn([8704, 9216, 12288, 16384], first=1)
+@in_turn([10240, 9216, 12288, 16384], first=1)
 def test_a_cluster_gives_the_same_bits_as_a_block(driver, pair: str, n_cols: int, tmp_path: Path) -> None:
     for call in calls(PAIRS[pair], 3, n_cols, orders=(4,)):
         both = [replace(call, clusters=clusters).forward_case() for clusters in (True, False)]

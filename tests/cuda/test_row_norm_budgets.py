@@ -19,6 +19,7 @@ from tools.sass.cuda_compile import (
     cluster_threads,
     compiled,
     disassembled,
+    disassembler,
     print_table,
     resident_threads,
 )
@@ -32,8 +33,8 @@ BACKWARD_WIDTHS = (*WIDTHS, 4104, 10240, 20480, 49152)
 ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 # The known shortfalls in spills, bytes by architecture and kernel: forward blocks of 1024 threads have 64 registers,
-# sm_70 has no uniform ones beside them. float16 conversions need a few more than those of bfloat16, and so do rows that
-# are read element by element. From sm_100 on, float16 rows without a norm need a few more for their dropout.
+# sm_70 has no uniform ones beside them. Rows that are read element by element need a few more. From sm_100 on, float16
+# rows without a norm need a few more for their dropout.
 SPILLED_BYTES = {
     (70, "forward_kernel<bf16, f32, 0, 2, elements>"): 8,
     (70, "forward_kernel<f16, f32, 0, 2, elements>"): 8,
@@ -209,6 +210,8 @@ def test_gradients_are_the_same_bits_in_every_kernel(arch: int, kernels: list[Ke
 def test_partial_sums_are_read_after_the_kernel_before_has_ended(arch: int) -> None:
     """Programmatic dependent launch: the kernel that adds them up starts early, waits, and does not read them as
     constants. The one before lets it."""
+    if disassembler(arch) is None:
+        pytest.skip(f"no nvdisasm that knows sm_{arch}")
     bodies = disassembled(compiled(FAMILY, arch).disassembly.read_text())
     opcodes = {name: re.findall(r"\b(ACQBULK|PREEXIT|LDG\S*)", body) for name, body in bodies}
     (partials,) = (found for name, found in opcodes.items() if "partials_kernel" in name)

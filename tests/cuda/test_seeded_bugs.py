@@ -29,6 +29,8 @@ ROW_NORM_BUGS = {
     ),
     "philox_lane_off_by_one": Bug("dropout.cuh", "first % kPhiloxElements)", "(first + 1) % kPhiloxElements)"),
     "philox_group_missing": Bug("dropout.cuh", "(shift != 0 ? 2 : 1)", "1"),
+    "halves_of_a_mask_not_exchanged": Bug("dropout.cuh", "other >> kHalfColumns :", "other :"),
+    "one_philox_group_for_two_lanes": Bug("dropout.cuh", "kHalfStep<kApart> / kPhiloxElements : 0", "0 : 0"),
     "variance_counts_padding": Bug(
         "row_norm_forward.cuh", "inside<kApart>(i, valid, kVectorAccess) ? value[i] - mean : 0.0f", "value[i] - mean"
     ),

@@ -104,3 +104,18 @@ def test_rows_past_2_to_the_31_elements():
     logits.copy_(torch.randn(2, 16, device=DEVICE))
     labels, plan = torch.tensor([3, 5], device=DEVICE), PLANS["plain"]
     close(kernels.forward(logits, labels, plan).loss, reference.forward(logits.double(), labels, plan).loss)
+
+
+@ALL_DTYPES
+@pytest.mark.parametrize("n_elements", [1, 1000, 8192, 20001])
+def test_multiply(n_elements, dtype):
+    values = torch.randn(n_elements, device=DEVICE).to(dtype)
+    found = values.clone()
+    kernels.multiply_(found, torch.tensor([0.37], device=DEVICE))
+    close(found, values.double() * torch.tensor(0.37).double())
+
+
+def test_nothing_is_multiplied_by_1():
+    signalling = torch.tensor([0x7F800001], dtype=torch.int32, device=DEVICE)  # a product would be another NaN
+    kernels.multiply_(signalling.view(torch.float32), torch.ones(1, device=DEVICE))
+    assert signalling.item() == 0x7F800001

@@ -319,7 +319,7 @@ def test_nothing_is_read_back_from_another_device(is_mean):
     plan = CrossEntropyPlan(-100, 0.1, 5.0, 0.01)
     call = cross_entropy_linear.Linear(hidden, weight, bias, labels.long(), plan, "reference", 16, None)
     loss, gradients, factors = cross_entropy_linear.reduced(call, is_mean, (True, True, True))
-    cross_entropy_linear.multiply_(gradients, loss, factors)
+    cross_entropy_linear.multiply_(gradients, loss, factors, "reference")
     assert loss.shape == () and [g.shape for g in gradients] == [(64, 32), (100, 32), (100,)]
     losses, entropies = cross_entropy_linear.by_row(call, True)
     gradients = cross_entropy_linear.by_row_backward(call, losses, entropies, (True, True, True))

@@ -220,7 +220,7 @@ def check(model_type: str, smallest: bool = False) -> dict[str, Any]:
         model.train("train" in steady)
         traced = trace(model, partial(run, model, inputs))
         stage = "patch"
-        dropouts.set(True)  # as users patch: what has no dropout then is no site
+        dropouts.set(True)  # as users patch: a module without dropout is no site of a dropout pattern
         began = time.process_time()
         report = patch_model(model)
         row["patch_seconds"] = round(time.process_time() - began, 2)

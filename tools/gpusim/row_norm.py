@@ -207,6 +207,8 @@ def calls(pair: Pair, n_rows: int, n_cols: int, orders: tuple[int, ...] = ORDERS
         Call("block_no_norm", **block, norm=NORM_NONE, rng_in_memory=True, nan_where_dropped=True),
         Call("no_weight", **common, norm=NORM_RMS, weight=False, norm_bias=False, y_dtype=z_dtype),
     ]
+    if z_dtype == x_dtype != torch.float32:
+        chosen.append(Call("block_of_one_dtype", **block, parameter_dtype=z_dtype))
     if z_dtype == torch.float32:
         chosen.append(Call("block_centred", **block, center_z=True, dz=True))
     return chosen

