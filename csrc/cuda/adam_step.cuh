@@ -5,12 +5,14 @@
 // adam_step_kernel: as many blocks as run at once share the chunks of 4096 elements out, in runs of chunks next to each
 // other. A warp takes a 16th of each chunk, its threads 8 elements each: consecutive ones, or (whole parts with
 // 32-bit tensors, kAdamApart) two halves as in vec.cuh, so that 128-bit accesses touch whole sectors. 16 lanes are a
-// block of 128 elements, and find its largest magnitudes together. The warps never wait for each other. Where memory is
-// fast the arithmetic is the limit: 8-bit steps of bfloat16 take about 58 instructions an element. So parts that are
-// whole, aligned and of ordinary sizes are taken without a branch between two elements, roots and quotients side by
-// side, and what a warp's lanes have in common lies in registers of the warp; any other part goes a longer way, to the
-// same bits. Moves, of a float32 parameter and gradient, 12 + 2 * (2 + 8/128) = 16.1 bytes an element (8-bit), or 28
-// (32-bit).
+// block of 128 elements, and find its largest magnitudes together. The warps never wait for each other.
+//
+// Where memory is fast the arithmetic is the limit: 8-bit steps of bfloat16 take about 58 instructions an element. So
+// parts that are whole, aligned and of ordinary sizes are taken without a branch between two elements, roots and
+// quotients side by side, and what a warp's lanes have in common lies in registers of the warp; any other part goes a
+// longer way, to the same bits.
+//
+// Moves, of a float32 parameter and gradient, 12 + 2 * (2 + 8/128) = 16.1 bytes an element (8-bit), or 28 (32-bit).
 #pragma once
 #include "adam_tables.cuh"
 #include "launch.cuh"

@@ -70,9 +70,8 @@ class DropoutMask {
     return bits >> shift;
   }
 
-  // The same of element i of the chunk that begins with element `first`. aligned: the
-  // row begins with a multiple of 8. A chunk whose halves are apart takes half of each of two Philox calls, since not
-  // all lanes need come here to exchange them.
+  // The same of element i of the chunk that begins with element `first`. aligned: the row begins with a multiple of 8.
+  // A chunk whose halves are apart takes half of each of two Philox calls: lanes may be missing for an exchange.
   template <bool kApart>
   __device__ __forceinline__ uint32_t kept_columns(uint64_t first, bool aligned) const {
     if constexpr (kApart) {

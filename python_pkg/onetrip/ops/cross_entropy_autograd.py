@@ -113,6 +113,7 @@ class LinearReduced(torch.autograd.Function):
     ) -> Tensor:
         others, is_mean = call
         linear_call = Linear(hidden, weight, bias, *others)
+        ctx.call = others[1:], is_mean
         ctx.keeps_dlogits = linear.keeps_dlogits(linear_call)
         if ctx.keeps_dlogits:
             loss, dlogits = linear.total_and_dlogits(linear_call, is_mean)
@@ -120,13 +121,12 @@ class LinearReduced(torch.autograd.Function):
             return loss
         loss, ctx.gradients, ctx.factors = linear.reduced(linear_call, is_mean, ctx.needs_input_grad[:3])
         ctx.save_for_backward(hidden, weight, bias, linear_call.labels)
-        ctx.call = others[1:], is_mean
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         refuse_double_backward("cross_entropy")
-        (dloss,) = grads
+        (dloss,), (others, is_mean) = grads, ctx.call
         if ctx.keeps_dlogits:
             hidden, weight, dlogits = ctx.saved_tensors
             ctx.gradients = linear.products(dlogits, hidden, weight, ctx.needs_input_grad[:3])
@@ -135,9 +135,8 @@ class LinearReduced(torch.autograd.Function):
             return *linear.multiplied(ctx.gradients, dloss, ctx.factors), None
         found, ctx.gradients = ctx.gradients, None
         if found is not None:
-            linear.multiply_(found, dloss, ctx.factors, "cpu" if ctx.keeps_dlogits else ctx.call[0][1])
+            linear.multiply_(found, dloss, ctx.factors, others[1])
             return *found, None
-        others, is_mean = ctx.call
         call = Linear(*ctx.saved_tensors, *others)
         dloss = dloss.reshape(1)
         if is_mean:
