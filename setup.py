@@ -254,6 +254,7 @@ PACKAGE_DIRS = {
     "onetrip.methods": "python_pkg/onetrip/methods",
     "onetrip.nn": "python_pkg/onetrip/nn",
     "onetrip.ops": "python_pkg/onetrip/ops",
+    "onetrip.ops.attention": "python_pkg/onetrip/ops/attention",
     "onetrip.ops.common": "python_pkg/onetrip/ops/common",
     "onetrip.optim": "python_pkg/onetrip/optim",
     "onetrip.patching": "python_pkg/onetrip/patching",

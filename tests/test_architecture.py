@@ -22,7 +22,7 @@ ALLOWED = {
     "ops": {"kernels", "_native", "reference"},
     "nn": {"ops", "reference"},
     "optim": {"ops", "reference"},
-    "patching": {"nn", "ops"},
+    "patching": {"cpu_advice", "nn", "ops"},
     "measure": set(),
     "integrations": {"", "ops"},
     "anatomy": {"", "environment", "html", "measure", "nn", "ops", "optim", "patching", "terminal"},

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from onetrip.cpu_advice import multiplies_bfloat16_in_vectors
 from onetrip.ops.attention import attention
 from torch import Tensor
 
@@ -33,7 +34,9 @@ def _operator(length: int, dropout_p: float, twin: Operator | None = None) -> Op
         return torch.matmul(weights, heads(value)).view(query.shape)
 
     def fused(query: Tensor, key: Tensor, value: Tensor) -> Outputs:
-        output, _ = attention(heads(query), heads(key), heads(value), scale=scale, dropout_p=dropout_p)
+        output, _ = attention(
+            heads(query), heads(key), heads(value), scale=scale, dropout_p=dropout_p, need_weights=False
+        )
         return output.view(query.shape)
 
     def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Outputs:
@@ -74,5 +77,7 @@ def cases(quick: bool = False) -> list[Case]:
 
 def unavailable(case: Named, device: torch.device) -> str:
     """Why the grid leaves a case out on this device; empty where it does not. Flash kernels have no float32."""
-    half = isinstance(case, Case) and case.dtype != torch.float32
-    return "for a GPU; elsewhere with --dtype bf16" if half and device.type != "cuda" else ""
+    if not isinstance(case, Case) or case.dtype == torch.float32 or device.type == "cuda":
+        return ""
+    multiplied = case.dtype == torch.bfloat16 and multiplies_bfloat16_in_vectors()
+    return "" if multiplied else "for a GPU; elsewhere with --dtype bf16"

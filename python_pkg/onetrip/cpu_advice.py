@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from pathlib import Path
@@ -54,12 +55,23 @@ def threads(n_threads: int, n_usable: int, environment: dict[str, str]) -> str:
     return told if n_threads == 1 else f"{told}, not bound to them (OMP_PROC_BIND=true binds them)"
 
 
+def bfloat16_instructions(cpuinfo: str) -> list[str] | None:
+    """Those for matrix products in bfloat16, None where the text does not tell."""
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
+    return None if found is None else [name for name in _BF16 if name in found[1].split()]
+
+
+@functools.cache
+def multiplies_bfloat16_in_vectors() -> bool:
+    """Whether this CPU multiplies bfloat16 with AVX-512 and has no tiles for it (AMX)."""
+    return bfloat16_instructions(_read("/proc/cpuinfo")) == ["avx512_bf16"]
+
+
 def bfloat16(cpuinfo: str) -> str:
     """Whether matrix products in bfloat16 have instructions of their own. cpuinfo: of /proc/cpuinfo."""
-    found = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
-    if found is None:
+    have = bfloat16_instructions(cpuinfo)
+    if have is None:
         return "unknown"
-    have = [name for name in _BF16 if name in found[1].split()]
     if have:
         return f"{', '.join(have)}: autocast to bfloat16 shortens matrix products"
     return "no instructions: matrix products in bfloat16 can be slower than in float32"

@@ -272,7 +272,8 @@ def test_without_nsight_compute_nothing_is_counted(gpu, tmp_path, monkeypatch):
     assert set(found.values()) == {"ncu is not on PATH: it comes with the CUDA toolkit, as Nsight Compute"}
 
 
-def test_on_a_cpu_only_what_needs_a_gpu_is_left_out(tmp_path):
+def test_on_a_cpu_only_what_needs_a_gpu_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("onetrip.benchmarks.suites.attention.multiplies_bfloat16_in_vectors", lambda: False)
     suites = [found for found in plan.parts(Place(tmp_path, CPU)) if found.command[0] == "onetrip.benchmarks"]
     assert {found.missing for found in suites} == {"", "full size: for a GPU", "for a GPU; elsewhere with --dtype bf16"}
 

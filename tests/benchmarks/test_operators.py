@@ -153,9 +153,14 @@ def test_a_pattern_is_a_glob_or_a_part(pattern: str | None, selected: bool) -> N
         ("bf16", "cuda", [], True),
     ],
 )
-def test_attention_in_half_precision_is_for_a_gpu_or_asked_for(dtype, device, asked_for, runs):
+def test_attention_in_half_precision_is_for_a_gpu_or_asked_for(dtype, device, asked_for, runs, monkeypatch):
     """Flash kernels have no float32: in float32 only eager, SDPA's other backends and onetrip are compared."""
+    monkeypatch.setattr(attention, "multiplies_bfloat16_in_vectors", lambda: False)
     cases = [case for case in attention.cases() if selects(f"attention-L64-p0-M*-{dtype}", case.id)]
     found, skipped = runnable({"attention": cases}, torch.device(device), Options.parse(dtype=asked_for))
     assert found == {"attention": cases if runs else []}
     assert runs or "--dtype bf16" in skipped[0]
+    monkeypatch.setattr(attention, "multiplies_bfloat16_in_vectors", lambda: True)
+    assert runnable({"attention": cases}, torch.device(device), Options.parse(dtype=asked_for))[0] == {
+        "attention": cases
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -34,6 +34,7 @@ class Case:
     softcap: float | None = None
     causal: bool = False
     dropout_p: float = 0.0
+    need_weights: bool = True
 
 
 CASES = {
@@ -75,11 +76,12 @@ def eager(tensors: dict[str, Tensor], mask: Tensor | None, case: Case, scale: fl
     return torch.matmul(weights, value), weights
 
 
-def ours(tensors: dict[str, Tensor], mask: Tensor | None, case: Case, scale: float) -> tuple[Tensor, Tensor]:
+def ours(tensors: dict[str, Tensor], mask: Tensor | None, case: Case, scale: float) -> Any:
     query, key, value = (tensors[name] for name in ("query", "key", "value"))
     return attention(
         query, key, value, mask, scale=scale, softcap=case.softcap, position_bias=tensors.get("bias"),
         sinks=tensors.get("sinks"), causal=case.causal, dropout_p=case.dropout_p, rng=RNG,
+        need_weights=case.need_weights,
     )  # fmt: skip
 
 
@@ -110,7 +112,7 @@ def outcome(function: Any, case: Case, dtype: torch.dtype, like: torch.dtype, us
     """Results and gradients for inputs rounded to `like`, computed in dtype. used: what the loss is a function of."""
     leaves = {name: x.to(like).to(dtype).detach().requires_grad_() for name, x in drawn(case).items()}
     output, weights = function(leaves, padding(dtype) if case.mask else None, case, 0.35)
-    results = {"output": output, "weights": weights}
+    results = {"output": output} if weights is None else {"output": output, "weights": weights}
     generator = torch.Generator().manual_seed(1)
     cotangents = {name: torch.randn(y.shape, generator=generator).to(like).to(dtype) for name, y in results.items()}
     loss = sum((y * cotangents[name]).sum() for name, y in results.items() if used in (name, "both"))
@@ -142,7 +144,7 @@ def test_cuts_of_batches_and_heads_change_no_result(
 ) -> None:
     case = CASES[name]
     whole = outcome(ours, case, torch.float64, torch.float64, used)
-    module = importlib.import_module("onetrip.ops.attention_heads")
+    module = importlib.import_module("onetrip.ops.attention.heads")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     bytes_of_a_head = torch.float64.itemsize * QUERIES * (KEYS + case.sinks) * (HEADS // case.key_heads)
     monkeypatch.setattr(module, "_CUT_BYTES", heads_at_once * bytes_of_a_head)
@@ -151,6 +153,67 @@ def test_cuts_of_batches_and_heads_change_no_result(
     assert len(cuts) == BATCH * math.ceil(case.key_heads / heads_at_once) or len(cuts) == 1 < heads_at_once
     for key, tensor in outcome(ours, case, torch.float64, torch.float64, used).items():
         torch.testing.assert_close(tensor, whole[key], msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 3, BATCH * HEADS])
+@pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.float64], ids=[*DTYPES, "fp64"])
+@pytest.mark.parametrize("name", CASES)
+def test_without_weights(name: str, dtype: torch.dtype, heads_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output and its gradients are those of a call with weights, but for the order of sums."""
+    case = CASES[name]
+    module = importlib.import_module("onetrip.ops.attention.recomputed")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    bytes_of_a_head = dtype.itemsize * QUERIES * KEYS * (HEADS // case.key_heads)
+    monkeypatch.setattr(module, "_CUT_BYTES", heads_at_once * bytes_of_a_head)
+    expected = outcome(ours, case, dtype, dtype, "output")
+    actual = outcome(ours, replace(case, need_weights=False), dtype, dtype, "output")
+    assert "weights" not in actual
+    for key, tensor in actual.items():
+        torch.testing.assert_close(tensor, expected[key], msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_without_weights_nothing_of_their_size_is_kept() -> None:
+    case = Case(mask=True, need_weights=False)
+    leaves = {key: x.detach().requires_grad_() for key, x in drawn(case).items()}
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        output, weights = ours(leaves, padding(torch.float32), case, 0.35)
+    assert weights is None and output.requires_grad
+    assert [tuple(tensor.shape) for tensor in kept] == [*(tuple(x.shape) for x in leaves.values()), (2, 1, 5, 7)]
+
+
+@pytest.mark.parametrize("shape", [(KEYS,), (QUERIES, KEYS), (HEADS, 1, KEYS), (BATCH, 1, 1, KEYS)], ids=str)
+def test_masks_of_fewer_dimensions_without_weights(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("onetrip.ops.attention.recomputed"), "_CUT_BYTES", 1)
+    keep = torch.rand(shape, generator=torch.Generator().manual_seed(2)) > 0.3
+    tensors = drawn(Case())
+    for mask in (keep, torch.zeros(shape).masked_fill(~keep, -torch.inf)):
+        expected, _ = attention(*tensors.values(), mask, scale=0.35)
+        output, _ = attention(*tensors.values(), mask, scale=0.35, need_weights=False)
+        torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_batched_gradients_and_no_second_ones(need_weights: bool) -> None:
+    leaves = [x.detach().requires_grad_() for x in drawn(Case()).values()]
+    output, _ = attention(*leaves, scale=0.35, need_weights=need_weights)
+    batch = torch.randn(3, *output.shape, generator=torch.Generator().manual_seed(3))
+    batched = torch.autograd.grad(output, leaves, batch, retain_graph=True, is_grads_batched=True)
+    for i, grad in enumerate(batch):
+        for ours, whole in zip(torch.autograd.grad(output, leaves, grad, retain_graph=True), batched, strict=True):
+            torch.testing.assert_close(whole[i], ours)
+    with pytest.raises(RuntimeError, match="attention operators cannot be differentiated again"):
+        torch.autograd.grad(output.sum(), leaves, create_graph=True)
+
+
+def test_without_weights_under_autocast() -> None:
+    leaves = [x.detach().requires_grad_() for x in drawn(Case()).values()]
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = attention(*leaves, scale=0.35, need_weights=False)
+        gradients = torch.autograd.grad(output.sum(), leaves)
+    expected, _ = attention(*(x.bfloat16() for x in leaves), scale=0.35, need_weights=False)
+    assert_bitwise(output, expected)
+    assert [x.dtype for x in gradients] == [torch.float32] * 3
 
 
 def test_a_bool_mask_leaves_blind_queries_nothing() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 
 import pytest
 import torch
+from onetrip.measure import saved_bytes
 from onetrip.patching import patch_model
 from onetrip.patching.attention.eager import EagerFunction
 from onetrip.patching.attention.interface import SDPA
@@ -55,6 +57,89 @@ def test_verification_sees_zeros_in_a_row_that_is_padded_whole(
     monkeypatch.setattr("onetrip.patching.attention.interface.SDPA", SDPA.replace(merged, "attention_mask, bias_"))
     report = patch_model(encoder, patterns=[PATTERN], attention=True)
     assert not report.patched and {site.reason for site in report.skipped} == {"verify_failed"}
+
+
+def attentions(model: nn.Module) -> list[str]:
+    return [site.detail for site in patch_model(model, patterns=[PATTERN]).patched]
+
+
+@pytest.fixture
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onetrip.patching.attention.interface.multiplies_bfloat16_in_vectors", lambda: True)
+
+
+@pytest.fixture
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=2,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+
+
+def fused(model: nn.Module, n_tokens: int, batch: int = 4, **options: Tensor) -> int:
+    """Attention modules that took SDPA's place in a forward and backward of that many tokens."""
+    report = patch_model(model)
+    before = {name: calls[0] for name, calls in report.calls().items()}
+    ids = torch.arange(batch * n_tokens).view(batch, n_tokens) % 99
+    model(ids, **options).logits.sum().backward()
+    names = {site.name for site in report.patched if site.pattern == PATTERN}
+    return sum(calls[0] - before[name] for name, calls in report.calls().items() if name in names)
+
+
+@pytest.mark.usefixtures("bfloat16_products")
+def test_bfloat16_on_a_cpu_takes_the_place_of_sdpa_where_it_is_faster(llama: nn.Module) -> None:
+    assert all("bfloat16 on a CPU" in detail for detail in attentions(llama)) and len(attentions(llama)) == 2
+    assert fused(llama, n_tokens=128) == 2
+    assert fused(llama, n_tokens=16) == 0  # calls cost more than the work
+    assert fused(llama, n_tokens=64, batch=1) == 0  # too few scores
+    assert fused(llama, n_tokens=640, batch=1) == 0  # SDPA skips what causality hides
+    mask = torch.ones(1, 640, dtype=torch.int64)
+    mask[:, :3] = 0
+    assert fused(llama, n_tokens=640, batch=1, attention_mask=mask) == 2  # and not with a mask
+    compiled = torch.compile(llama, backend="eager")
+    assert fused(llama, n_tokens=128) == 2
+    compiled(torch.zeros(4, 128, dtype=torch.int64)).logits.sum().backward()
+
+
+@pytest.mark.usefixtures("bfloat16_products")
+def test_bfloat16_gives_what_sdpa_gives_and_keeps_no_more(llama: nn.Module) -> None:
+    ids = torch.arange(4 * 96).view(4, 96) % 99
+    mask = torch.ones_like(ids)
+    mask[1, 60:] = 0
+
+    def losses(model: nn.Module) -> list[Tensor]:
+        model.zero_grad()
+        loss = model(ids, attention_mask=mask, labels=ids).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    def run(model: nn.Module) -> Tensor:
+        return model(ids, attention_mask=mask, labels=ids).loss
+
+    exact, expected, kept = losses(copy.deepcopy(llama).float()), losses(llama), saved_bytes(lambda: run(llama))
+    patch_model(llama, patterns=[PATTERN])
+    actual = losses(llama)
+    for ours, theirs, truth in zip(actual, expected, exact, strict=True):
+        assert (ours - truth).abs().max() <= 2 * (theirs - truth).abs().max() + 1e-3 * truth.abs().max()
+    assert saved_bytes(lambda: run(llama)) <= kept
+
+
+def test_sdpa_stays_for_bfloat16_without_vectors_of_it(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onetrip.patching.attention.interface.multiplies_bfloat16_in_vectors", lambda: False)
+    report = patch_model(llama, patterns=[PATTERN])
+    assert not report.patched and {site.reason for site in report.skipped} == {"sdpa_in_use"}
+
+
+@pytest.mark.usefixtures("bfloat16_products")
+def test_sdpa_stays_for_float32_and_under_torch_func(llama: nn.Module) -> None:
+    assert attentions(copy.deepcopy(llama).float()) == []
+    patch_model(llama, patterns=[PATTERN])
+    ids = torch.zeros(4, 64, dtype=torch.int64)
+    hidden = llama.model.embed_tokens(ids).detach()
+    report = patch_model(llama, patterns=[PATTERN])
+    torch.func.grad(lambda x: llama(inputs_embeds=x).logits.float().sum())(hidden)
+    assert set(report.calls().values()) == {(0, 0)}
 
 
 @pytest.mark.filterwarnings("ignore")  # of the tracer

@@ -6,16 +6,17 @@ takes as long as all at once.
 
 from __future__ import annotations
 
+from math import ceil
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..reference.philox import Rng, dropout_scale
-from ..reference.softmax import SoftmaxPlan
-from .common.masks import kernel_mask
-from .common.tracing import have_storage
-from .softmax_autograd import backward, forward
+from ...reference.philox import Rng, dropout_scale
+from ...reference.softmax import SoftmaxPlan
+from ..common.masks import kernel_mask
+from ..common.tracing import have_storage
+from ..softmax_autograd import backward, forward
 
 
 class Operands(NamedTuple):
@@ -70,26 +71,35 @@ def _product(a: Tensor, b: Tensor, alpha: float, out: Tensor | None = None) -> T
 # Scores that are worked on at a time on a CPU, a thread.
 _CUT_BYTES = 4 << 20
 
-_Cut = tuple[slice, slice]
-"""Of batches and of key heads."""
-_EVERYTHING: _Cut = (slice(None), slice(None))
+Cut = tuple[slice, slice]
+"""Batches and key heads."""
+_EVERYTHING: Cut = (slice(None), slice(None))
 
 
-def _cuts(query: Tensor, key: Tensor, n_cols: int, on_cpu: bool) -> list[_Cut]:
-    """Of batches and key heads. Elsewhere than on a CPU launches cost more than temporaries."""
+def cuts_of(query: Tensor, key: Tensor, n_cols: int, bytes_a_thread: int) -> list[Cut]:
+    """Batches and key heads whose scores, [query heads, queries, n_cols], have bytes_a_thread for each thread.
+
+    Products share heads out among threads: a cut that is not everything has as many for each, where it can."""
     batch, n_heads, n_queries, _ = query.shape
-    n_key_heads = key.shape[1]
+    n_key_heads, n_threads = key.shape[1], torch.get_num_threads()
     bytes_of_one = query.element_size() * (n_heads // n_key_heads) * n_queries * n_cols
-    at_once = max(1, _CUT_BYTES * torch.get_num_threads() // max(bytes_of_one, 1))
-    if not on_cpu or at_once >= batch * n_key_heads:
+    at_once = max(1, bytes_a_thread * n_threads // max(bytes_of_one, 1))
+    if at_once >= batch * n_key_heads:
         return [_EVERYTHING]
     if at_once >= n_key_heads:
         step = at_once // n_key_heads
         return [(slice(i, i + step), slice(None)) for i in range(0, batch, step)]
-    return [(slice(i, i + 1), slice(j, j + at_once)) for i in range(batch) for j in range(0, n_key_heads, at_once)]
+    step = ceil(n_key_heads / ceil(n_key_heads / at_once))
+    step = min(at_once, ceil(step / n_threads) * n_threads)
+    return [(slice(i, i + 1), slice(j, j + step)) for i in range(batch) for j in range(0, n_key_heads, step)]
 
 
-def _of_heads(cut: _Cut, n_repeats: int) -> _Cut:
+def _cuts(query: Tensor, key: Tensor, n_cols: int, on_cpu: bool) -> list[Cut]:
+    """Elsewhere than on a CPU launches cost more than temporaries."""
+    return cuts_of(query, key, n_cols, _CUT_BYTES) if on_cpu else [_EVERYTHING]
+
+
+def of_heads(cut: Cut, n_repeats: int) -> Cut:
     """The same cut of query heads."""
     batches, heads = cut
     if heads.stop is None:
@@ -97,12 +107,12 @@ def _of_heads(cut: _Cut, n_repeats: int) -> _Cut:
     return batches, slice(heads.start * n_repeats, heads.stop * n_repeats)
 
 
-def _write_scores(
+def write_scores(
     scores: Tensor, query: Tensor, key: Tensor, position_bias: Tensor | None, sinks: Tensor | None, plan: Plan
 ) -> None:
     """What the softmax multiplies and masks: (batch, heads, Q, K), with sinks (batch, heads, Q, 1 + K)."""
-    q, k = _folded(query, key.shape[1]), key.flatten(0, 1)
-    rows = _folded(scores, key.shape[1])
+    q, k = folded(query, key.shape[1]), key.flatten(0, 1)
+    rows = folded(scores, key.shape[1])
     if sinks is not None:
         scores[..., :1].copy_(sinks)
         rows = rows[..., 1:]
@@ -116,7 +126,7 @@ def _write_scores(
         scores.tanh_()
 
 
-def _folded(heads: Tensor, n_key_heads: int) -> Tensor:
+def folded(heads: Tensor, n_key_heads: int) -> Tensor:
     """(batch * key heads, queries of all heads that share one, width): products with keys and values need no copies of
     these, and their gradients sum over the heads by themselves."""
     batch, n_heads, n_queries, width = heads.shape
@@ -144,21 +154,21 @@ def attend(operands: Operands, rng: Rng | None, plan: Plan) -> tuple[Tensor, Ten
         None if each is None else each.expand(*scores.shape[:-1], each.shape[-1]) for each in (position_bias, sinks)
     )
     for cut in cuts:
-        heads = _of_heads(cut, n_repeats)
+        heads = of_heads(cut, n_repeats)
         bias_of_cut, sink_of_cut = (None if each is None else each[heads] for each in (bias, sink))
-        _write_scores(scores[heads], query[heads], key[cut], bias_of_cut, sink_of_cut, plan)
+        write_scores(scores[heads], query[heads], key[cut], bias_of_cut, sink_of_cut, plan)
     kernel = None if mask is None else saturated_mask(kernel_mask(scores, mask), scores)
     weights, p = forward(plan.backend, scores, kernel, rng, plan.softmax, may_overwrite=plan.on_cpu)
     del scores
     if len(cuts) == 1:
-        output = torch.bmm(_folded(weights, n_key_heads)[..., weights.shape[-1] - n_keys :], value.flatten(0, 1))
+        output = torch.bmm(folded(weights, n_key_heads)[..., weights.shape[-1] - n_keys :], value.flatten(0, 1))
         return output.view(*query.shape[:3], value.shape[3]), weights, p
     # As models lay it out next, (batch, Q, heads, width): the transpose back costs them no copy.
     output = query.new_empty(batch, n_queries, n_heads, value.shape[3]).transpose(1, 2)
     for cut in cuts:
-        heads = _of_heads(cut, n_repeats)
+        heads = of_heads(cut, n_repeats)
         values = value[cut]
-        rows = _folded(weights[heads], values.shape[1])[..., weights.shape[-1] - n_keys :]
+        rows = folded(weights[heads], values.shape[1])[..., weights.shape[-1] - n_keys :]
         output[heads] = torch.bmm(rows, values.flatten(0, 1)).view(output[heads].shape)
     return output, weights, p
 
@@ -194,7 +204,7 @@ def gradients(operands: BackwardOperands, wants: Wanted, plan: Plan) -> Gradient
     # A bias's gradient sums over batches and heads.
     cuts = _cuts(query, key, p.shape[-1], plan.on_cpu) if writes and wants.bias_shape is None else [_EVERYTHING]
     if len(cuts) == 1:
-        return _gradients(operands, None, wants, plan)
+        return gradients_of_cut(operands, None, wants, plan)
     n_repeats = query.shape[1] // key.shape[1]
     found = Gradients(
         torch.empty_like(query) if wants.query else None,
@@ -203,20 +213,20 @@ def gradients(operands: BackwardOperands, wants: Wanted, plan: Plan) -> Gradient
         p.new_empty(*p.shape[:-1], 1) if wants.sinks else None,
         None,
     )
-    buffer = torch.empty_like(p[_of_heads(cuts[0], n_repeats)])
+    buffer = torch.empty_like(p[of_heads(cuts[0], n_repeats)])
     for cut in cuts:
-        heads = _of_heads(cut, n_repeats)
+        heads = of_heads(cut, n_repeats)
         do, dw = (None if each is None else each[heads] for each in (doutput, dweights))
         of_cut = BackwardOperands(do, dw, query[heads], key[cut], value[cut], p[heads])
         room = buffer[: of_cut.p.shape[0], : of_cut.p.shape[1]]
-        pieces = _gradients(of_cut, room, wants, plan)
+        pieces = gradients_of_cut(of_cut, room, wants, plan)
         for whole, place, piece in zip(found, (heads, cut, cut, heads), pieces, strict=False):
             if whole is not None and piece is not None:
                 whole[place] = piece
     return found
 
 
-def _gradients(operands: BackwardOperands, buffer: Tensor | None, wants: Wanted, plan: Plan) -> Gradients:
+def gradients_of_cut(operands: BackwardOperands, buffer: Tensor | None, wants: Wanted, plan: Plan) -> Gradients:
     """Of some batches and heads. buffer: shaped like p, is written over."""
     doutput, dweights, query, key, value, p = operands
     n_key_heads, first = key.shape[1], p.shape[-1] - key.shape[2]
@@ -224,7 +234,7 @@ def _gradients(operands: BackwardOperands, buffer: Tensor | None, wants: Wanted,
     dvalue = None
     dy = dweights
     if doutput is not None:
-        do = _folded(doutput, n_key_heads)
+        do = folded(doutput, n_key_heads)
         if wants.value:
             scale = dropout_scale(plan.softmax.dropout_p)
             # A set sign bit says dropped; what it leaves is P, and scale * P was multiplied with the values.
@@ -232,7 +242,9 @@ def _gradients(operands: BackwardOperands, buffer: Tensor | None, wants: Wanted,
             if plan.softmax.dropout_p > 0.0:
                 weights = torch.clamp_min(p, 0.0, out=buffer)
                 buffer = weights if have_storage(do) else None
-            dvalue = _product(_folded(weights, n_key_heads)[..., first:].transpose(1, 2), do, scale).view(value.shape)
+            dvalue = _product(_of_keys(folded(weights, n_key_heads), first).transpose(1, 2), do, scale).view(
+                value.shape
+            )
             del weights
         dy = _gradient_of_weights(do, v, p.shape, dweights, buffer)
     del buffer
@@ -254,14 +266,19 @@ def _gradients(operands: BackwardOperands, buffer: Tensor | None, wants: Wanted,
             dsinks = ds[..., :1]
         if plan.has_softcap:
             tanh = torch.empty_like(ds)
-            _write_scores(tanh, query, key, None, None, plan)
+            write_scores(tanh, query, key, None, None, plan)
             ds = ds.addcmul_(ds, tanh.square_(), value=-1.0)
-        rows = _folded(ds, n_key_heads)[..., first:]
+        rows = _of_keys(folded(ds, n_key_heads), first)
         if wants.query:
             dquery = _product(rows, k, plan.alpha).view(query.shape)
         if wants.key:
-            dkey = _product(rows.transpose(1, 2), _folded(query, n_key_heads), plan.alpha).view(key.shape)
+            dkey = _product(rows.transpose(1, 2), folded(query, n_key_heads), plan.alpha).view(key.shape)
     return Gradients(dquery, dkey, dvalue, dsinks, dbias)
+
+
+def _of_keys(rows: Tensor, first: int) -> Tensor:
+    """Without the columns of sinks. Not by indexing, which aliases a tensor whole: vmap has no rule for that."""
+    return rows.narrow(-1, first, rows.shape[-1] - first)
 
 
 def _gradient_of_weights(

@@ -14,8 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..reference.softmax import SoftmaxPlan
-from .attention_heads import (
+from ...reference.softmax import SoftmaxPlan
+from ..common.backends import DISPATCHER, KERNEL_DTYPES, choose
+from ..common.masks import kernel_mask
+from ..common.rng import eager_rng, traced_rng
+from ..common.tracing import is_traced, is_transformed, refuse_double_backward, watched_as
+from ..softmax import softmax
+from .heads import (
     BackwardOperands,
     Operands,
     Plan,
@@ -25,10 +30,8 @@ from .attention_heads import (
     gradients,
     saturated_mask,
 )
-from .common.backends import DISPATCHER, KERNEL_DTYPES, choose
-from .common.rng import eager_rng, traced_rng
-from .common.tracing import is_traced, is_transformed, refuse_double_backward, watched_as
-from .softmax import softmax
+from .recomputed import Recomputed
+from .recomputed import attend as attend_without_weights
 
 
 def attention(
@@ -44,7 +47,8 @@ def attention(
     causal: bool = False,
     dropout_p: float = 0.0,
     rng: tuple[int, int] | None = None,
-) -> tuple[Tensor, Tensor]:
+    need_weights: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """(output, weights) = (weights value, dropout(softmax(scores + mask))), scores = scale query key^T.
 
     query: (batch, heads, Q, width). key, value: (batch, key heads, K, width or any other), each key head shared by
@@ -56,10 +60,12 @@ def attention(
     softcap: scores become softcap * tanh(scores / softcap). position_bias: added like a mask, of its own gradient.
     sinks: one more column of scores, broadcastable to (batch, heads, Q, 1); its weights are dropped. softcap excludes
     position_bias and sinks. causal, dropout_p, rng: as softmax's.
+    need_weights: without them weights is None, and on a CPU, where nothing else stands between scores and output than
+    their scale and a mask that needs no gradient, no weights are kept for backward (recomputed.py).
 
     Under autocast query, key and value are cast to its dtype, and so are both results.
-    Deterministic for a given rng. Saves query, key, value and one tensor of the size of weights for backward; with
-    softcap, backward computes the scores again. Gradients cannot be differentiated again.
+    Deterministic for a given rng. Saves query, key, value and, but for need_weights, one tensor of the size of weights
+    for backward; with softcap, backward computes the scores again. Gradients cannot be differentiated again.
     """
     if softcap is not None and (position_bias is not None or sinks is not None):
         raise ValueError("attention: softcap must be None with position_bias or sinks, got both")
@@ -88,12 +94,24 @@ def attention(
         backend=DISPATCHER if traced else choose("attention", device, query.dtype in KERNEL_DTYPES),
         on_cpu=as_on == "cpu",
     )
+    if not need_weights and plan.on_cpu and not traced and _is_plain(operands, plan):
+        call = query, key, value, None if mask is None else saturated_mask(kernel_mask(query, mask), query), plan
+        return (Recomputed.apply if needs_grad else attend_without_weights)(*call), None
     used_rng = traced_rng(rng, dropout_p, device) if traced else eager_rng(rng, dropout_p, device)
     if needs_grad:
         output, weights = _Attention.apply(*operands, used_rng, plan)
     else:
         output, weights, _ = attend(operands, used_rng, plan)
+    if not need_weights:
+        return output, None
     return output, weights if sinks is None else weights[..., 1:]
+
+
+def _is_plain(operands: Operands, plan: Plan) -> bool:
+    """Whether Recomputed computes it."""
+    mask, *others = operands[3:]
+    learns = mask is not None and mask.requires_grad
+    return not learns and others == [None, None] and not plan.has_softcap and plan.softmax.dropout_p == 0.0
 
 
 def _composed(
