@@ -47,8 +47,12 @@ class DropoutMask {
         value[i] = value_or_zero(__fmul_rn(value[i], scale), random_bits(random, i) > last_dropped);
       return;
     }
-    const uint32_t kept = aligned ? exchanged_columns<kApart>(static_cast<uint64_t>(first))
-                                  : kept_columns<kApart>(static_cast<uint64_t>(first), false);
+    uint32_t kept;
+    if (kApart && aligned) {
+      kept = exchanged_halves(static_cast<uint64_t>(first));
+    } else {
+      kept = kept_columns<kApart>(static_cast<uint64_t>(first), false);
+    }
     const float scale = shared_->scale;
 #pragma unroll
     for (int i = 0; i < kPhiloxElements; ++i)
@@ -95,13 +99,11 @@ class DropoutMask {
   }
 
  private:
-  // kept_columns() of aligned chunks whose halves are apart, by all lanes of the warp. Two neighbours share two Philox
-  // calls: each makes one, and gives the other its half.
-  template <bool kApart>
-  __device__ __forceinline__ uint32_t exchanged_columns(uint64_t first) const {
+  // kept_columns<true>() of aligned chunks, by all lanes of the warp. Two neighbours share two Philox calls: each makes
+  // one, and gives the other its half.
+  __device__ __forceinline__ uint32_t exchanged_halves(uint64_t first) const {
     const bool is_second = threadIdx.x % 2 != 0;
-    const uint32_t kept =
-        kept_of_group(first / kPhiloxElements + (is_second ? kHalfStep<kApart> / kPhiloxElements : 0));
+    const uint32_t kept = kept_of_group(first / kPhiloxElements + (is_second ? kHalfStep<true> / kPhiloxElements : 0));
     const uint32_t other = __shfl_xor_sync(kFullWarp, kept, 1);
     constexpr uint32_t kHalf = (1u << kHalfColumns) - 1;
     return is_second ? (kept & ~kHalf) | other >> kHalfColumns : (kept & kHalf) | (other & kHalf) << kHalfColumns;

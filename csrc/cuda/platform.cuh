@@ -88,11 +88,18 @@ __device__ __forceinline__ void named_barrier(int barrier, int threads) {
 
 #if ONETRIP_COPY_ASYNC
 
-// Copies 16 bytes from global to shared memory past the registers. They have arrived, for this thread, once it has
-// committed them to a group and waited until at most kPending later groups are on their way.
-__device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
+// Copies 8 or 16 bytes from global to shared memory past the registers; 16 past L1 as well. They have arrived, for this
+// thread, once it has committed them to a group and waited until at most kPending later groups are on their way.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+  static_assert(kBytes == 8 || kBytes == 16, "cp.async.cg knows 16 bytes alone");
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(global)) : "memory");
+  const auto from = __cvta_generic_to_global(global);
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+  }
 }
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>

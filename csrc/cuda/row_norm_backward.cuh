@@ -22,6 +22,7 @@ namespace onetrip {
 constexpr int kBackwardColumns = kChunkColumns;
 constexpr int kBackwardThreads = 512;
 constexpr int kMaxWanted = 3;
+// Every kernel of a (X, Z) pair gives a thread the same columns, or its sums would take another order (vec.cuh).
 
 // Which rows make a partial row, how threads share them, and where the partial sums go: workspace is
 // [n_wanted][n_parts][n_cols].
@@ -55,8 +56,9 @@ __device__ __forceinline__ void compiler_barrier(GradientChunk<Z, kColumns>& chu
 template <typename Z, int kColumns>
 __device__ __forceinline__ void load_gradient(GradientChunk<Z, kColumns>& chunk, const RowNormBackward& args,
                                               DType dy_dtype, bool vector_access, int64_t row, int64_t col, int valid) {
-  load_chunk<false>(chunk.z, args.z, row * args.z_row_stride + col, vector_access, valid);
-  load_chunk<false>(chunk.dy, args.dy, dy_dtype, row * args.dy_row_stride + col, vector_access, valid);
+  constexpr bool kApart = kHalvesApart<Z>;
+  load_chunk<kApart>(chunk.z, args.z, row * args.z_row_stride + col, vector_access, valid);
+  load_chunk<kApart>(chunk.dy, args.dy, dy_dtype, row * args.dy_row_stride + col, vector_access, valid);
 }
 
 // dy and n of one chunk; both are 0 past the row's end, where dy reads as 0 and n is set to it.
@@ -68,15 +70,15 @@ __device__ __forceinline__ void normalise(const GradientChunk<Z, kColumns>& chun
   unpack(chunk.dy, dy_dtype, dy);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i)
-    n[i] = inside<false>(i, valid, vector_access) ? __fmul_rn(n[i] - mean, rstd) : 0.0f;
+    n[i] = inside<kHalvesApart<Z> >(i, valid, vector_access) ? __fmul_rn(n[i] - mean, rstd) : 0.0f;
 }
 
-template <int kColumns>
+template <bool kApart, int kColumns>
 __device__ __forceinline__ void apply_weight(float (&dy)[kColumns], const RowNormBackward& args, bool vector_access,
                                              int64_t col, int valid) {
   if (args.weight == nullptr) return;
   float weight[kColumns];
-  load_values<false>(weight, args.weight, args.weight_dtype, col, vector_access, valid);
+  load_values<kApart>(weight, args.weight, args.weight_dtype, col, vector_access, valid);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) dy[i] = __fmul_rn(dy[i], weight[i] + args.weight_offset);
 }
@@ -115,18 +117,20 @@ __device__ __forceinline__ void add_dz(float (&g)[kColumns], const RowNormBackwa
                                        int64_t row, int64_t col, int valid) {
   if (args.dz == nullptr) return;
   Chunk<Z, kColumns> dz;
-  load_chunk<false>(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
+  load_chunk<kHalvesApart<Z> >(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
   add_chunk(g, dz);
 }
 
-// Writes dresidual and dx from g, of elements index and on; leaves dropout_backward(g) in g.
+// Writes dresidual and dx from g, of the chunk that begins with element index; leaves dropout_backward(g) in g. Where
+// DropoutMask::apply asks for all lanes of the warp, so does this.
 template <typename X, typename Z, int kColumns>
 __device__ __forceinline__ void store_gradient(float (&g)[kColumns], const RowNormBackward& args,
                                                const DropoutMask& mask, bool vector_access, int64_t index, int valid) {
-  if (args.dresidual != nullptr) store_rounded<Z, false>(args.dresidual, index, g, vector_access, valid);
+  constexpr bool kApart = kHalvesApart<Z>;
+  if (args.dresidual != nullptr) store_rounded<Z, kApart>(args.dresidual, index, g, vector_access, valid);
   if (args.dx == nullptr && args.dbias == nullptr) return;
-  mask.apply<false>(g, index, vector_access);
-  if (args.dx != nullptr) store_rounded<X, false>(args.dx, index, g, vector_access, valid);
+  mask.apply<kApart>(g, index, vector_access);
+  if (args.dx != nullptr) store_rounded<X, kApart>(args.dx, index, g, vector_access, valid);
 }
 
 __device__ __forceinline__ float* partial_row(const RowNormBackward& args, const BackwardPartition& partition,
@@ -136,7 +140,7 @@ __device__ __forceinline__ float* partial_row(const RowNormBackward& args, const
 
 // One float a column of this thread of a sum over rows, until the block's rows are through: in registers, or in shared
 // memory, word by word across the threads.
-template <bool kInShared>
+template <bool kInShared, bool kApart>
 class ColumnSums {
  public:
   // buffer: [kBackwardColumns][kBackwardThreads] floats.
@@ -150,7 +154,7 @@ class ColumnSums {
   __device__ __forceinline__ void add(const float (&value)[kBackwardColumns], int valid = kBackwardColumns,
                                       bool vector_access = true) {
 #pragma unroll
-    for (int i = 0; i < kBackwardColumns; ++i) sum(i) += inside<false>(i, valid, vector_access) ? value[i] : 0.0f;
+    for (int i = 0; i < kBackwardColumns; ++i) sum(i) += inside<kApart>(i, valid, vector_access) ? value[i] : 0.0f;
   }
   __device__ __forceinline__ void add_products(const float (&a)[kBackwardColumns], const float (&b)[kBackwardColumns]) {
 #pragma unroll
@@ -214,6 +218,7 @@ __global__ void __launch_bounds__(kBackwardThreads,
                                   kFast && (ONETRIP_COPY_ASYNC == 0 || sizeof(X) == 2) ? backward_blocks<X>() : 1)
     row_norm_backward_kernel(const RowNormBackward args, const bool aligned, const BackwardPartition partition) {
   constexpr int kColumns = kChunkColumns;
+  constexpr bool kApart = kHalvesApart<Z>;
   // A float32 dz waits in memory: for the sum over the row there are no 8 registers left to hold it.
   constexpr bool kDzEarly = !kFast || sizeof(Z) == 2;
   // 16-bit dy and z wait for the sum over the row as they are, in half the registers of wdy and n.
@@ -227,7 +232,7 @@ __global__ void __launch_bounds__(kBackwardThreads,
   const int n_groups = partition.n_groups;
   const int group = static_cast<int>(threadIdx.x) / row_threads;
   const int thread = static_cast<int>(threadIdx.x) - group * row_threads;
-  int col = thread * kColumns;
+  int col = first_column<kApart>(thread);
   const int padded_cols = row_threads * kColumns;
   RowSum<kRowThreads> sum_over_row(row_threads, group, shared);
   ONETRIP_SHARED(DropoutState, dropout_state, 1);
@@ -244,8 +249,9 @@ __global__ void __launch_bounds__(kBackwardThreads,
   // up the groups' sums of one that is not.
   float* const first_buffer = weights + (kFast && args.weight != nullptr ? padded_cols : 0);
   float* const second_buffer = first_buffer + (kFast && args.dbias != nullptr ? kSumFloats : 0);
-  ColumnSums<kFast> dbias(first_buffer, args.dbias != nullptr), dweight(second_buffer, args.dweight != nullptr);
-  ColumnSums<false> dnorm_bias(first_buffer, args.dnorm_bias != nullptr);
+  ColumnSums<kFast, kApart> dbias(first_buffer, args.dbias != nullptr);
+  ColumnSums<kFast, kApart> dweight(second_buffer, args.dweight != nullptr);
+  ColumnSums<false, kApart> dnorm_bias(first_buffer, args.dnorm_bias != nullptr);
 
   // Uniform in a warp: a group past the block's last row goes on with a row of no columns.
   for (int first_row = 0; first_row < partition.rows_per_part; first_row += n_groups) {
@@ -253,19 +259,19 @@ __global__ void __launch_bounds__(kBackwardThreads,
     const bool has_row = row_in_part < partition.rows_per_part && row < args.n_rows;
     const int n_cols = has_row ? static_cast<int>(args.n_cols) : 0;
     compiler_barrier(col);  // or a pair of registers would hold each tensor's address of this column
-    const int valid = valid_columns<false>(col, n_cols, vector_access);
+    const int valid = valid_columns<kApart>(col, n_cols, vector_access);
     Chunk<Z, kColumns> dz;
     GradientChunk<Z, kColumns> held;
     if (args.dy != nullptr) load_gradient(held, args, dy_dtype, vector_access, row, col, valid);
     if (kDzEarly && args.dz != nullptr) {
-      load_chunk<false>(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
+      load_chunk<kApart>(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
     }
     const auto weigh = [&](float (&dy)[kColumns]) {
       if (!kFast) {
-        apply_weight(dy, args, vector_access, col, valid);
+        apply_weight<kApart>(dy, args, vector_access, col, valid);
       } else if (args.weight != nullptr) {
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) dy[i] = __fmul_rn(dy[i], weights[col + i]);
+        for (int i = 0; i < kColumns; ++i) dy[i] = __fmul_rn(dy[i], weights[col + column_of<kApart>(i)]);
       }
     };
     float g[kColumns];
@@ -289,7 +295,7 @@ __global__ void __launch_bounds__(kBackwardThreads,
       for (int i = 0; i < kColumns; ++i) g[i] = 0.0f;
     }
     if (args.dz != nullptr) {
-      if (!kDzEarly) load_chunk<false>(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
+      if (!kDzEarly) load_chunk<kApart>(dz, args.dz, row * args.dz_row_stride + col, vector_access, valid);
       add_chunk(g, dz);
     }
     store_gradient<X, Z>(g, args, mask, vector_access, row * args.n_cols + col, valid);
@@ -304,9 +310,10 @@ __global__ void __launch_bounds__(kBackwardThreads,
     __syncthreads();
     float* const out = partial_row(args, partition, blockIdx.x, slot++);
     for (int i = static_cast<int>(threadIdx.x); i < args.n_cols; i += static_cast<int>(blockDim.x)) {
-      const int word = i % kColumns, owner = i / kColumns;
+      const ChunkPlace place = place_of_column<kApart>(static_cast<unsigned>(i));
+      const float* const sum = buffer + place.element * kBackwardThreads + place.thread;
       float total = 0.0f;
-      for (int j = 0; j < n_groups; ++j) total += buffer[word * kBackwardThreads + j * row_threads + owner];
+      for (int j = 0; j < n_groups; ++j) total += sum[j * row_threads];
       out[i] = total;
     }
   };

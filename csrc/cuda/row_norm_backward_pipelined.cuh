@@ -4,8 +4,9 @@
 // A block takes the rows of one part. Its groups of threads take the rows in turn, and each thread always the same 16
 // columns, so the sums over rows stay on the SM. Rows of more than 8192 columns are shared by the 2, 4 or 8 blocks of a
 // cluster, as one group. 512 threads with 128 registers each fill an SM. Each thread prefetches what it will read
-// itself; the only synchronization is the sum over a row. With 16-bit dy and z an SM has up to 128 KB in flight.
-// Moves n_cols * (read dy, z, dz + write dx, dresidual) bytes a row, each once, and 4 * n_cols a part and sum.
+// itself; the only synchronization is the sum over a row, and with dropout the exchange of masks. With 16-bit dy and z
+// an SM has up to 128 KB in flight. Moves n_cols * (read dy, z, dz + write dx, dresidual) bytes a row, each once, and 4
+// * n_cols a part and sum.
 #pragma once
 #include "row_norm_backward.cuh"
 
@@ -69,6 +70,7 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
 #if ONETRIP_COPY_ASYNC
   if constexpr (kRowThreads != kClusterRow || ONETRIP_CLUSTERS != 0) {
     constexpr int kColumns = kChunkColumns, kChunks = kPipelinedChunks;
+    constexpr bool kApart = kHalvesApart<Z>;
     allow_next_kernel();
     const int threads = static_cast<int>(blockDim.x);
     const int row_threads = kRowThreads > 0 ? kRowThreads : plan.row_threads, n_groups = partition.n_groups;
@@ -85,8 +87,12 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
     ONETRIP_SHARED(DropoutState, dropout_state, 1);
     const DropoutMask mask(args.dropout, dropout_state);
     const int first_of_block = static_cast<int>(blockIdx.x) * row_threads * kPipelinedColumns;
-    const int first_col = first_of_block + thread * kColumns, chunk_step = row_threads * kColumns;
+    const int first_col = first_of_block + first_column<kApart>(thread), chunk_step = row_threads * kColumns;
     const auto has_columns = [&](int chunk) { return first_col + chunk * chunk_step < args.n_cols; };
+    // All of a chunk that has columns; of one whose halves are apart, perhaps the first half.
+    const auto valid_of = [&](int chunk) {
+      return valid_columns<kApart>(first_col + chunk * chunk_step, static_cast<int>(args.n_cols), true);
+    };
     const int64_t begin = part_begin(partition, blockIdx.y), rows_left = args.n_rows - begin;
     const int n_rows = static_cast<int>(rows_left < partition.rows_per_part ? rows_left : partition.rows_per_part);
 
@@ -125,10 +131,24 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
       return first_dz_stage + stage * kPieces<Z> + chunk * kChunkPieces<Z>;
     };
 
-    const auto copy = [&](int first, const auto* from) {
+    const auto copy = [&](int first, const auto* from, int chunk) {
+      constexpr int kBytes = static_cast<int>(sizeof(*from));
+      if constexpr (kApart) {
+        const int valid = valid_of(chunk);
 #pragma unroll
-      for (int i = 0; i < kColumns * static_cast<int>(sizeof(*from)) / 16; ++i) {
-        copy_async_16(piece(first + i), reinterpret_cast<const uint4*>(from) + i);
+        for (int half = 0; half < 2; ++half) {
+          if (valid <= half * kHalfColumns) continue;
+          const auto* const from_half = from + half * kHalfStep<kApart>;
+          if constexpr (kBytes == 4) {
+            copy_async<16>(piece(first + half), from_half);
+          } else {
+            copy_async<8>(reinterpret_cast<uint2*>(piece(first)) + half, from_half);
+          }
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kColumns * kBytes / 16; ++i)
+          copy_async<16>(piece(first + i), reinterpret_cast<const uint4*>(from) + i);
       }
     };
     // Rows of the part are numbered from 0 on; this thread's group takes r = group, group + n_groups, ...
@@ -136,8 +156,8 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
     const X* next_dy = static_cast<const X*>(args.dy) + (begin + group) * args.dy_row_stride + first_col;
     const Z* next_z = static_cast<const Z*>(args.z) + (begin + group) * args.z_row_stride + first_col;
     const auto copy_dy_z = [&](int stage, int chunk) {
-      copy(z_at(stage, chunk), next_z + chunk * chunk_step);
-      copy(dy_at(stage, chunk), next_dy + chunk * chunk_step);
+      copy(z_at(stage, chunk), next_z + chunk * chunk_step, chunk);
+      copy(dy_at(stage, chunk), next_dy + chunk * chunk_step, chunk);
     };
     const auto commit_dy_z = [&] {
       copy_async_commit();
@@ -152,11 +172,27 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
         const Z* const dz = dz_of_row(r);
 #pragma unroll
         for (int k = 0; k < kChunks; ++k) {
-          if (has_columns(k)) copy(dz_at(stage, k), dz + k * chunk_step);
+          if (has_columns(k)) copy(dz_at(stage, k), dz + k * chunk_step, k);
         }
       }
       copy_async_commit();
     };
+    if constexpr (kApart) {
+      // dy and z of second halves past the row's end, which no copy reaches: they stay 0.
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        if (valid_of(k) != kHalfColumns) continue;
+        for (int stage = 0; stage < plan.dy_z; ++stage) {
+          *piece(z_at(stage, k) + 1) = make_uint4(0, 0, 0, 0);
+          uint4* const dy = piece(dy_at(stage, k) + kChunkPieces<X> - 1);
+          if constexpr (sizeof(X) == 4) {
+            *dy = make_uint4(0, 0, 0, 0);
+          } else {
+            reinterpret_cast<uint2*>(dy)[1] = make_uint2(0, 0);
+          }
+        }
+      }
+    }
     // As if rows before the part's first had been worked on.
 #pragma unroll 1
     for (int stage = 0; stage < plan.dy_z; ++stage) {
@@ -174,8 +210,7 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
     for (int k = 0; k < kChunks; ++k) {
       if (args.weight != nullptr && group == 0) {
         float weight[kColumns];
-        load_values<false>(weight, args.weight, args.weight_dtype, first_col + k * chunk_step, true,
-                           has_columns(k) ? kColumns : 0);
+        load_values<kApart>(weight, args.weight, args.weight_dtype, first_col + k * chunk_step, true, valid_of(k));
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) weight[i] += args.weight_offset;
         write_floats(weight, weight_piece, floats_at(k));
@@ -235,19 +270,26 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
       if (plan.dz != 0) wait_for_stage(plan.dz);
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
-        if (!has_row || !has_columns(k)) continue;
+        int valid = kColumns;
+        if constexpr (kApart) {  // whole warps: neighbours exchange masks
+          if (first_of_block + thread / kWarpThreads * kWarpThreads * kColumns + k * chunk_step >= args.n_cols)
+            continue;
+          valid = has_row ? valid_of(k) : 0;
+        } else {
+          if (!has_row || !has_columns(k)) continue;
+        }
         gradient_of_z(g[k], n[k], means, rstd_of_row);
         if (args.dz != nullptr) {
           Chunk<Z, kColumns> dz;
           if (plan.dz != 0) {
             read_words(dz.word, piece, dz_at(dz_stage, k), kChunkPieces<Z>);
           } else {
-            load_chunk<false>(dz, dz_of_row(r), k * chunk_step, true, kColumns);
+            load_chunk<kApart>(dz, dz_of_row(r), k * chunk_step, true, valid);
           }
           add_chunk(g[k], dz);
         }
-        store_gradient<X, Z>(g[k], args, mask, true, index + k * chunk_step, kColumns);
-        if (args.dbias != nullptr) {
+        store_gradient<X, Z>(g[k], args, mask, true, index + k * chunk_step, valid);
+        if (args.dbias != nullptr && valid > 0) {
           float dbias[kColumns];
           read_floats(dbias, piece, floats_at(k));
 #pragma unroll
@@ -269,7 +311,8 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
       for (int i = static_cast<int>(threadIdx.x); i < kChunks * n_pieces; i += threads) {
         if (first_of_block + 4 * i >= args.n_cols) break;
         const int chunk = i / n_pieces, in_chunk = i - chunk * n_pieces;
-        const uint4* const first = pieces + (floats_at(chunk) + in_chunk % 2) * threads + in_chunk / 2;
+        const ChunkPlace place = place_of_column<kApart>(4u * in_chunk);
+        const uint4* const first = pieces + (floats_at(chunk) + place.element / 4) * threads + place.thread;
         float total[4] = {};
         for (int j = 0; j < n_groups; ++j) {
           const uint4 v = first[j * row_threads];

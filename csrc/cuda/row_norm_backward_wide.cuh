@@ -18,6 +18,7 @@ template <typename X, typename Z, bool kFast>
 __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>() : 1)
     row_norm_backward_means_kernel(const RowNormBackward args, const bool aligned, float2* const means) {
   constexpr int kColumns = kChunkColumns, kTileWarps = kBackwardThreads / kWarpThreads;
+  constexpr bool kApart = kHalvesApart<Z>;
   ONETRIP_SHARED(float2, warp_sums, kMaxClusterWarps);
   const bool vector_access = kFast || aligned;
   const DType dy_dtype = kFast ? DTypeOf<X>::value : args.y_dtype;
@@ -28,13 +29,13 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
   const float rstd = __ldg(args.rstd + row);
   int n_warps = 0;  // of the tiles so far
   for (int64_t first = 0; first < args.n_cols; first += kTileColumns, n_warps += kTileWarps) {
-    const int64_t col = first + static_cast<int>(threadIdx.x) * kColumns;
-    const int valid = valid_columns<false>(col, args.n_cols, vector_access);
+    const int64_t col = first + first_column<kApart>(static_cast<int>(threadIdx.x));
+    const int valid = valid_columns<kApart>(col, args.n_cols, vector_access);
     GradientChunk<Z, kColumns> chunk;
     load_gradient(chunk, args, dy_dtype, vector_access, row, col, valid);
     float wdy[kColumns], n[kColumns];
     normalise(chunk, dy_dtype, mean, rstd, vector_access, valid, wdy, n);
-    apply_weight(wdy, args, vector_access, col, valid);
+    apply_weight<kApart>(wdy, args, vector_access, col, valid);
     const float2 sums = warp_sum<kWarpThreads>(chunk_sums(wdy, n));
     if (lane == 0) {
       float2& place = warp_sums[n_warps % kMaxClusterWarps + warp];
@@ -53,18 +54,21 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
     row_norm_backward_columns_kernel(const RowNormBackward args, const bool aligned, const BackwardPartition partition,
                                      const float2* const means) {
   constexpr int kColumns = kChunkColumns;
+  constexpr bool kApart = kHalvesApart<Z>;
   ONETRIP_DYNAMIC_SHARED(float, buffers);
   allow_next_kernel();
   const bool vector_access = kFast || aligned;
   const DType dy_dtype = kFast ? DTypeOf<X>::value : args.y_dtype;
   ONETRIP_SHARED(DropoutState, dropout_state, 1);
   const DropoutMask mask(args.dropout, dropout_state);
-  const int64_t col = static_cast<int64_t>(blockIdx.x) * kTileColumns + static_cast<int>(threadIdx.x) * kColumns;
-  const int valid = valid_columns<false>(col, args.n_cols, vector_access);
-  if (valid == 0) return;
-  ColumnSums<true> dbias(buffers, args.dbias != nullptr);
-  ColumnSums<true> dweight(buffers + (args.dbias != nullptr ? kSumFloats : 0), args.dweight != nullptr);
-  ColumnSums<false> dnorm_bias(buffers, args.dnorm_bias != nullptr);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kTileColumns, n_left = args.n_cols - first;
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread / kWarpThreads * kWarpThreads * kColumns >= n_left) return;  // whole warps: neighbours exchange masks
+  const int64_t col = first + first_column<kApart>(thread);
+  const int valid = valid_columns<kApart>(col, args.n_cols, vector_access);
+  ColumnSums<true, kApart> dbias(buffers, args.dbias != nullptr);
+  ColumnSums<true, kApart> dweight(buffers + (args.dbias != nullptr ? kSumFloats : 0), args.dweight != nullptr);
+  ColumnSums<false, kApart> dnorm_bias(buffers, args.dnorm_bias != nullptr);
 
   const int64_t begin = part_begin(partition, blockIdx.y);
   const int64_t end = begin + partition.rows_per_part < args.n_rows ? begin + partition.rows_per_part : args.n_rows;
@@ -80,7 +84,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
       normalise(chunk, dy_dtype, mean, rstd, vector_access, valid, g, n);
       if (args.dweight != nullptr) dweight.add_products(g, n);
       if (args.dnorm_bias != nullptr) dnorm_bias.add(g);
-      apply_weight(g, args, vector_access, col, valid);
+      apply_weight<kApart>(g, args, vector_access, col, valid);
       gradient_of_z(g, n, row_means, rstd);
     }
     add_dz<Z>(g, args, vector_access, row, col, valid);
@@ -93,7 +97,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
     if (!wanted) return;
     float value[kColumns];
     sums.copy_to(value);
-    store_rounded<float, false>(partial_row(args, partition, blockIdx.y, slot++), col, value, vector_access, valid);
+    store_rounded<float, kApart>(partial_row(args, partition, blockIdx.y, slot++), col, value, vector_access, valid);
   };
   store_sums(dbias, args.dbias != nullptr);
   store_sums(dweight, args.dweight != nullptr);

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from onetrip.reference.adam import ZERO_CODE, Group
+from onetrip.reference.row_norm import NORM_NONE
 from pairwise import pairwise
 
 from tools.gpusim import row_norm as cudasim_row_norm
@@ -223,16 +224,20 @@ def test_softmax_touches_whole_sectors(dtype: str, tmp_path: Path) -> None:
     assert all(set(share.values()) == {1.0} for share in shares), found
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_forward_of_row_norm_touches_whole_sectors(dtype: str, tmp_path: Path) -> None:
-    """As above; with parameters of the rows' dtype."""
+def test_row_norm_touches_whole_sectors(dtype: str, backward: bool, tmp_path: Path) -> None:
+    """As above; with parameters of the rows' dtype. Rows that no cluster takes are wide."""
     z = DTYPES[dtype]
-    tensors = {"residual": True, "bias": True, "parameter_dtype": z, "store_z": True, "dropout_p": 0.1}
+    tensors = {"residual": True, "bias": True, "parameter_dtype": z, "store_z": True, "dropout_p": 0.1, "dz": True}
     calls = [
-        cudasim_row_norm.Call("sectors", 5, n_cols, (z, z), orders=(WARPS_FORWARD,), **tensors)
-        for n_cols in (48, 256, 624, 4096, 10240)
+        cudasim_row_norm.Call("sectors", 5, n_cols, (z, z), orders=(WARPS_FORWARD,), clusters=clusters, **tensors)
+        for n_cols, clusters in ((48, True), (256, True), (624, True), (4096, True), (10240, True), (16400, False))
     ]
-    _, counts = _code("row_norm", dtype, 90).run([call.forward_case() for call in calls], tmp_path)
+    # Without a norm nothing is pipelined.
+    calls += [replace(calls[2], norm=NORM_NONE, dz=False)]
+    cases = [call.backward_case() if backward else call.forward_case() for call in calls]
+    _, counts = _code("row_norm", dtype, 90).run(cases, tmp_path)
     shares = [count_instructions.sector_shares(count) for count in counts]
     assert all(set(share.values()) == {1.0} for share in shares), shares
 

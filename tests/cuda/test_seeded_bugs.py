@@ -30,7 +30,7 @@ ROW_NORM_BUGS = {
     "philox_lane_off_by_one": Bug("dropout.cuh", "first % kPhiloxElements)", "(first + 1) % kPhiloxElements)"),
     "philox_group_missing": Bug("dropout.cuh", "(shift != 0 ? 2 : 1)", "1"),
     "halves_of_a_mask_not_exchanged": Bug("dropout.cuh", "other >> kHalfColumns :", "other :"),
-    "one_philox_group_for_two_lanes": Bug("dropout.cuh", "kHalfStep<kApart> / kPhiloxElements : 0", "0 : 0"),
+    "one_philox_group_for_two_lanes": Bug("dropout.cuh", "kHalfStep<true> / kPhiloxElements : 0", "0 : 0"),
     "variance_counts_padding": Bug(
         "row_norm_forward.cuh", "inside<kApart>(i, valid, kVectorAccess) ? value[i] - mean : 0.0f", "value[i] - mean"
     ),
@@ -76,6 +76,12 @@ ROW_NORM_BUGS = {
     "lanes_without_a_row_go_on": Bug(
         PIPELINED, "if (!has_row || !has_columns(k)) continue;", "if (!has_columns(k)) continue;"
     ),
+    "halves_past_the_row_not_zeroed": Bug(PIPELINED, "if (valid_of(k) != kHalfColumns) continue;", "continue;"),
+    "lanes_past_the_row_keep_their_masks": Bug(
+        PIPELINED, "valid = has_row ? valid_of(k) : 0;", "if ((valid = has_row ? valid_of(k) : 0) == 0) continue;"
+    ),
+    "halves_past_the_row_copied": Bug(PIPELINED, "if (valid <= half * kHalfColumns) continue;", ""),
+    "first_halves_added_twice": Bug(PIPELINED, "place.element / 4", "0"),
     "weights_without_barrier": Bug(PIPELINED, "if (args.weight != nullptr) __syncthreads();", ""),
     "sums_of_the_last_group_not_added": Bug(PIPELINED, "j < n_groups; ++j)", "j < n_groups - 1; ++j)"),
     "groups_added_before_all_have_ended": Bug(
@@ -298,6 +304,7 @@ def driver_with(family: str, name: str | None, folder: Path) -> Path:
     return build(family, [FAMILIES[family].dtypes], sources_with(bug, folder), sanitize=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_right_source_passes(family: str, tmp_path: Path) -> None:
     FAMILIES[family].check(driver_with(family, None, tmp_path), tmp_path)

@@ -172,7 +172,10 @@ template <typename T>
 void store_remote(T* mine, int rank, T value, uint64_t* barrier) {
   ::cudasim::store_remote_counted(mine, rank, &value, sizeof value, barrier);
 }
-inline void copy_async_16(void* shared, const void* global) { ::cudasim::copy_async(shared, global, 16); }
+template <int kBytes>
+void copy_async(void* shared, const void* global) {
+  ::cudasim::copy_async(shared, global, kBytes);
+}
 template <int kPending>
 void copy_async_wait() {
   ::cudasim::copy_async_wait(kPending);

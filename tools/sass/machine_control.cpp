@@ -353,7 +353,7 @@ void add_control_and_memory(Handlers& table) {
       {"UCGABAR_WAIT", {"", nullptr, cluster_wait}},
       {"SYNCS", {"EXCH ARRIVE PHASECHK TRANS64 TRYWAIT 64", byte_barriers, nullptr}},
       {"STAS", {"64", store_remote, nullptr}},
-      {"LDGSTS", {"E BYPASS 128", copy_async, nullptr}},
+      {"LDGSTS", {"E BYPASS 64 128", copy_async, nullptr}},
       {"LDGDEPBAR", {"", commit_copies, nullptr}},
       {"DEPBAR", {"LE", wait_for_copies, nullptr}},
       {"SHFL", {"BFLY IDX UP DOWN", nullptr, shuffle}},
