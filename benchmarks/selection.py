@@ -103,7 +103,7 @@ def operator_of(case: Named) -> str:
 
 
 def operators(suite: str) -> list[str]:
-    """Of a suite; one that is not made of operators has none."""
+    """Operators of a suite; one that is not made of operators has none."""
     return list(dict.fromkeys(filter(None, map(operator_of, module(suite).cases()))))
 
 

@@ -40,9 +40,9 @@ int64_t dtype_digit(const dlpack::Tensor& tensor) {
   return 0;
 }
 
-// Of x, residual and vectors (None: not there): whether they are tensors of these two types and of DTypes, on one
-// device, the residual of x's shape, the vectors of its columns. If so 2 * (their dtype_digits in base 4, 0 for None) +
-// 1 where all are contiguous, not empty and not negated: kernels can read them as they are. Else -1.
+// Code of x, residual and vectors (None: not there), tensors of these two types and of DTypes on one device. The
+// residual has x's shape, the vectors its columns. The code is 2 * (their dtype_digits in base 4, 0 for None), + 1
+// where all are contiguous, not empty and not negated: kernels can read them as they are. It is -1 for all others.
 int64_t operands_code(const TensorReader& reader, PyObject* const* values, Py_ssize_t n) {
   dlpack::Tensor x{}, tensor{};
   bool is_plain = true;
@@ -83,9 +83,9 @@ int64_t stride_of(const dlpack::Tensor& tensor, int dim) {
   return product;
 }
 
-// Of q, k, cos and sin: whether they are tensors of these two types and of DTypes that rotary_embedding takes, and are
-// not empty. If so 2 * (dtype_digits of q and cos in base 4) + 1 where none is negated and all last strides are 1:
-// kernels can read them as they are. Else -1.
+// Code of q, k, cos and sin, tensors of these two types and of DTypes that rotary_embedding takes, none of them empty.
+// It is 2 * (dtype_digits of q and cos in base 4), + 1 where none is negated and all last strides are 1: kernels can
+// read them as they are. It is -1 for all others.
 int64_t rotary_code(const TensorReader& reader, PyObject* const* values, Py_ssize_t n) {
   if (n != 4) throw py::type_error("rotary operands are q, k, cos and sin");
   dlpack::Tensor tensors[4];
@@ -151,9 +151,9 @@ PyObject* labels_of_operands(PyObject* reader, PyObject* const* values, Py_ssize
   return returned([&] { return labels_code(state_of<TensorReader>(reader), values, n); });
 }
 
-// Of scores, mask (None: none) and causal (a bool): whether they are tensors of these two types that softmax takes, the
-// mask of bool or one of DTypes. If so 2 * (8 * dtype_digit of scores + that of the mask: 0 for None, 4 for bool) + 1
-// where kernels can read both as they are: neither empty nor negated, scores contiguous. Else -1.
+// Code of scores and mask (None: none), tensors of these two types that softmax takes with causal (a bool). The mask is
+// of bool or one of DTypes. The code is 2 * (8 * dtype_digit of scores + that of the mask: 0 for None, 4 for bool), + 1
+// where kernels can read both as they are: neither empty nor negated, scores contiguous. It is -1 for all others.
 int64_t scores_code(const TensorReader& reader, PyObject* const* values, Py_ssize_t n) {
   if (n != 3) throw py::type_error("softmax operands are scores, mask and causal");
   dlpack::Tensor scores{}, mask{};

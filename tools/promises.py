@@ -22,7 +22,7 @@ HEADINGS = ("", "---")
 class Test(NamedTuple):
     file: str
     name: str
-    """Of the function; "" for all of the file."""
+    """Name of the function; "" for all of the file."""
     needs_gpu: bool
 
 

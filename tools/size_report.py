@@ -45,7 +45,7 @@ def lines(folders: tuple[str, ...]) -> int:
 
 
 def files_of_a_case() -> list[str]:
-    """Of ours, imported in the process of one benchmark case."""
+    """Files of ours that are imported in the process of one benchmark case."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run([sys.executable, "-c", BENCH, folder], capture_output=True, text=True, cwd=folder)
     found = [line.removeprefix(f"FILE {ROOT}/") for line in done.stdout.splitlines() if line.startswith("FILE ")]
@@ -75,7 +75,7 @@ def calls_between_files(function: Callable[[], Any]) -> list[str]:
 
 
 def calls_of_a_block() -> list[str]:
-    """Of bias + dropout + residual + LayerNorm: BERT's output block, patched, in training."""
+    """Calls between files in bias + dropout + residual + LayerNorm: BERT's output block, patched, in training."""
     import onetrip
     import torch
     from transformers import BertConfig

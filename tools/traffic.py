@@ -34,7 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def traffic_of(shape: str, device_type: str, **patch: Any) -> Traffic:
-    """Of one step; patch: arguments of patch_model, of which unpatched=True stands for none."""
+    """Traffic of one step; patch: arguments of patch_model, of which unpatched=True stands for none."""
     with torch.device("meta"):
         model = model_of(shape, config_of(shape))
     mode = FakeTensorMode()

@@ -189,7 +189,7 @@ def _sum(*values: float | None) -> float | None:
 
 
 def _share(n_bytes: float | None, duration_ns: float | None, copy_gb_per_s: float | None) -> float | None:
-    """Of the copy's bandwidth; a byte a nanosecond is a GB/s."""
+    """Share of the copy's bandwidth; a byte a nanosecond is a GB/s."""
     return n_bytes / duration_ns / copy_gb_per_s if n_bytes and duration_ns and copy_gb_per_s else None
 
 
@@ -209,7 +209,7 @@ def _kernel(row: dict[str, str], n_elements: int, copy_gb_per_s: float | None) -
         **found,
         "shared_bytes": _sum(static, dynamic),
         "local_bytes": None if local is None else _SECTOR_BYTES * local,
-        # Of warps, times 32: what each thread executes over the elements that it works on, idle lanes counted in.
+        # Instructions of warps times 32, over the elements: instructions of threads, idle lanes counted in.
         "instructions_per_element": None if warp is None else _WARP * warp / n_elements,
         "moved_share_of_copy": _share(
             _sum(found["read_bytes"], found["written_bytes"]), found["duration_ns"], copy_gb_per_s
@@ -281,7 +281,7 @@ def run(backend: str, output: Path, deadline: float, device: str = "cuda") -> in
         store, done = Store(output / "parts" / suite, described, {suite: list(planned)}), set()
     record = output / "counters" / f"{backend}.jsonl"
     record.parent.mkdir(parents=True, exist_ok=True)
-    # Of what ended in an ncu that was cut nothing was printed: only what is in the store is done.
+    # An ncu that was stopped printed nothing of the launches that ended in it: only those in the store are done.
     known = [*done, *(driver.launched(record)[1] - done)]
     before = "".join(json.dumps({"name": name, "ended": name in done}) + "\n" for name in known)
     code, printed, kernels = _profile(backend, record.parent, record, before, deadline)

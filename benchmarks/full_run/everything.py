@@ -80,7 +80,7 @@ def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     """What has changed since the run began, so that figures of two things would stand in one table; else empty."""
 
     def facts(content: dict[str, Any]) -> dict[str, Any]:
-        # Of the commit its id: files of this very run may count as changes, and code tells of others.
+        # The commit by its id alone: files of this very run may count as changes, and code tells of others.
         return {name: content[name] for name in ("versions", "code", "quick")} | {
             "machine": content["machine"]["id"],
             "commit": content["commit"] and content["commit"]["id"],

@@ -76,7 +76,7 @@ SHARDS = (
 
 
 def root() -> Path | None:
-    """Of a source tree with tests: the one that the package runs from, else the current folder."""
+    """Root of a source tree with tests: the one that the package runs from, else the current folder."""
     for folder in (checkout(), Path.cwd()):
         if folder is not None and (folder / "tests/conftest.py").is_file() and (folder / "csrc").is_dir():
             return folder
@@ -115,7 +115,7 @@ class _Recorder:
 
     def __init__(self, record: Path, worker: int, workers: int, deadline: float) -> None:
         self._file = record.open("a")
-        # Of all workers: on another machine there may have been more of them.
+        # The records of all workers count: on another machine there may have been more of them.
         shard = record.name.rpartition("-")[0]
         self._finished = {test for path in record.parent.glob(f"{shard}-*.jsonl") for test in read(path)["tests"]}
         self._worker, self._workers, self._deadline = worker, workers, deadline

@@ -17,9 +17,9 @@ Dropout = Callable[[Tensor], Tensor]
 
 PASSES = ("forward", "backward", "forward_backward")
 ELEMENTS = 4096 * 1024
-"""Of every width of a series."""
+"""Elements of a tensor at every width of a series."""
 LARGE_ELEMENTS = 1 << 25
-"""Of tensors that no GPU's L2 cache holds, 64 MiB and up."""
+"""Elements of tensors of 64 MiB and up, more than an H100's L2 cache of 50 MB holds."""
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -69,7 +69,7 @@ class Operator:
     gives a function that is called with the inputs by name."""
 
     family: str | None = None
-    """Of onetrip.ops.common.backends.FAMILIES, where not every backend has it."""
+    """Name in onetrip.ops.common.backends.FAMILIES, where not every backend has it."""
     is_warm: bool = False
     """Timed right after a call with the same inputs, in place of emptied caches."""
 
@@ -122,7 +122,7 @@ def absent(providers: Iterable[Any], device: torch.device) -> dict[str, str]:
 
 
 def dtypes(quick: bool) -> tuple[torch.dtype, ...]:
-    """Of a grid."""
+    """Dtypes of a grid."""
     return (torch.float32,) if quick else (torch.float32, torch.bfloat16)
 
 

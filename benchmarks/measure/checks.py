@@ -28,7 +28,8 @@ class Check:
     detail: str
     """The tensor that came closest to its bound, or why the provider failed."""
     largest_error: float | None = None
-    """Of all outputs and gradients, each relative to its largest value; None where there was nothing to compare."""
+    """Largest error of all outputs and gradients, each relative to its largest value; None where there was nothing to
+    compare."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def absent_libraries(device: torch.device) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that are installed, the optimizers' included."""
+    """Versions of the libraries that are installed, the optimizers' included."""
     names = *(library.distribution for library in LIBRARIES.values()), "bitsandbytes", "torchao"
     return {name: version for name, version in packages(*names).items() if version != "absent"}
 

@@ -117,12 +117,13 @@ def rounded(value: Any) -> Any:
 
 
 _VOLATILE = ("driver and clocks",)
-"""Of a machine: what changes from one minute to the next."""
+"""Facts about a machine that change from one minute to the next."""
 
 
 @cache
 def fingerprint() -> str:
-    """Of the code that runs: an installed package names no commit, and a changed source tree no difference to it."""
+    """Hash of the code that runs: an installed package names no commit, and a changed source tree no difference to
+    it."""
     import onetrip
 
     digest = hashlib.sha256()

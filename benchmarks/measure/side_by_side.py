@@ -21,7 +21,7 @@ _ROUNDS, _QUICK_ROUNDS = 31, 9
 _INPUT_SETS = 3
 """Inputs rotate through this many sets: no call meets the addresses or the values of the one before."""
 _SMALL_BYTES = 128 << 20
-"""Of a forward pass: 30 microseconds on an H200, of the order of a few launches."""
+"""Bytes of a small forward pass, at most: 30 microseconds on an H200, of the order of a few launches."""
 _SECONDS_PER_PROVIDER = 5.0
 _FEWEST_SAMPLES = 3
 

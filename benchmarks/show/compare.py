@@ -15,7 +15,7 @@ from ..measure.results import UsageError, read_suite, suite_files
 from .tables import three_digits
 
 SMALLEST_CHANGE = 0.05
-"""Of the median: less is no news, however narrow the intervals."""
+"""Change of the median: less is no news, however narrow the intervals."""
 
 _QUIET = 1.05
 """Slowdown by other processes on an idle machine."""
@@ -27,7 +27,7 @@ Key = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one timed thing, in milliseconds or microseconds."""
+    """Times of one thing, in milliseconds or microseconds."""
 
     median: float
     p20: float

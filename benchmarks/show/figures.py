@@ -21,7 +21,7 @@ class Drawing:
     topic: str
     """The section of the page that it stands in."""
     name: str
-    """Of its file, without an ending."""
+    """Name of its file, without an extension."""
     title: str
     plot: Callable[[], Canvas]
     note: str = ""

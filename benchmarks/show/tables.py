@@ -182,7 +182,7 @@ def widths(cases: Cases) -> Iterator[Table]:
 
 
 def by_dtype_and_dropout(cases: Cases) -> list[tuple[tuple[str, float], Cases]]:
-    """Of attention: fp32 first, and without dropout first."""
+    """Cases of attention by (dtype, dropout_p): fp32 first, and without dropout first."""
     found: dict[tuple[str, float], Cases] = {}
     for case in cases:
         found.setdefault((case["dtype"], case["dropout_p"]), []).append(case)

@@ -79,7 +79,7 @@ def _cases(results: Results, suite: str, **wanted: object) -> Iterator[dict[str,
 
 
 def _first(figure: Callable[[dict[str, Any]], Found | None], suite: str, **wanted: object) -> Measure:
-    """Of the first case that has the figure."""
+    """The figure of the first case that has it."""
     return lambda results: next(
         (f for case in _cases(results, suite, **wanted) if (f := figure(case)) is not None), None
     )
@@ -172,7 +172,7 @@ def _gpu_targets() -> Iterator[_Target]:
 
 
 def _overhead(operator: str) -> Measure:
-    """Of the calls with and without requires_grad the slower one."""
+    """Time of the slower one of the calls with and without requires_grad."""
 
     def measure(results: Results) -> Found | None:
         found = []
@@ -203,7 +203,7 @@ def _training(model: str, part: str, before: str, after: str) -> Measure:
 
 
 def gain(case: dict[str, Any]) -> float:
-    """Of patching a model with default arguments."""
+    """Speed-up by patching a model with default arguments."""
     unpatched, patched = (case["steps"][name]["call"]["median_ms"] for name in ("unpatched", "patched"))
     return float(unpatched / patched)
 

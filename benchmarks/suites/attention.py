@@ -15,7 +15,7 @@ from ..measure.providers import form
 from ..measure.side_by_side import measure as measure
 
 WIDTH = 64
-"""Of a head."""
+"""Columns of a head."""
 HEADS = {64: 768, 256: 192, 1024: 24, 4096: 2, 16384: 1}
 """Sequence length: batch x heads. The scores of one head of 16,384 tokens are 1 GiB in float32."""
 QUICK_LENGTHS = (64, 1024)

@@ -50,7 +50,7 @@ def _measure(layer: torch.nn.Module, device: torch.device) -> dict[str, int]:
 
 
 def _largest_difference(eager: torch.nn.Module, patched: torch.nn.Module, device: torch.device) -> float:
-    """Of the outputs of the layer with dropout off."""
+    """Largest difference between the outputs of the two layers, with dropout off."""
     hidden = torch.randn(BATCH_SIZE, SEQUENCE_LENGTH, HIDDEN, device=device)
 
     def output(layer: torch.nn.Module) -> Tensor:

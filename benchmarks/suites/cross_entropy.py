@@ -65,7 +65,7 @@ def _linear(
     share: float,
     others: Mapping[str, Callable[[], Callable[..., Outputs]]],
 ) -> Operator:
-    """Of hidden states [n_rows, n_cols] and a weight [n_classes, n_cols]."""
+    """The operator of hidden states [n_rows, n_cols] and a weight [n_classes, n_cols]."""
 
     def least_bytes(n_rows: int, n_cols: int, itemsize: int) -> LeastBytes:
         # Forward: hidden and weight read. Backward: both read, their gradients written.

@@ -23,7 +23,7 @@ class OptimizerProvider:
     name: str
     make: Make
     state_bytes: float
-    """Of both moments, read and written in a step, an element of a large tensor; scales included."""
+    """Bytes of both moments an element of a large tensor, scales included. A step reads and writes them."""
     key: str = "onetrip"
     """Its name as a value of --against; onetrip's own are always measured."""
     module: str = "torch"

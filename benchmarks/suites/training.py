@@ -28,7 +28,7 @@ from .optimizers import FUSED, ONETRIP, OptimizerProvider, make
 
 ROUNDS, QUICK_ROUNDS, WARM_UP = 7, 2, 1
 MOST_SECONDS, FEWEST_ROUNDS = 20.0, 3
-"""Of the slowest variant that takes turns: where a step takes long, fewer of them do."""
+"""No more rounds than the fewest once the slowest variant's steps have taken this many seconds."""
 AT_ONCE = {"cpu": 4, "cuda": 1}
 """How many variants take turns, and are in memory: on a GPU, whose clock is steady, each may need it all."""
 PHASES = ("forward", "backward", "optimizer")
@@ -71,7 +71,7 @@ class TrainingCase:
     sequence_length: int
     n_layers: int
     dtype: torch.dtype = torch.float32
-    """Of autocast; float32: none. Weights are float32."""
+    """Dtype of autocast; float32: no autocast. Weights are float32."""
 
     @property
     def id(self) -> str:
@@ -112,7 +112,7 @@ class Variant:
     name: str
     attention: str
     patterns: tuple[str, ...] = ()
-    """Of patch_model; none: not patched."""
+    """Patterns of patch_model; none: not patched."""
     optimizer: OptimizerProvider = FUSED
     compiled: bool = False
 
@@ -228,11 +228,11 @@ class Trainer:
         return loss
 
     def held_bytes(self) -> int:
-        """Of weights, buffers and optimizer states."""
+        """Bytes of weights, buffers and optimizer states."""
         return storage_bytes([*self.parameters, *self.model.buffers()]) + optimizer_state_bytes(self.optimizer)
 
     def matrix_products_ms(self) -> float:
-        """Of one forward and backward, in the calling thread."""
+        """Milliseconds of matrix products in one forward and backward, in the calling thread."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             self.forward_backward()
         return sum(event.self_cpu_time_total for event in profile.key_averages() if event.key in _PRODUCTS) / 1e3

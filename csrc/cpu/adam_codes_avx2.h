@@ -130,7 +130,7 @@ ONETRIP_INLINE void store_in_order(__m256i bytes, uint8_t* codes) {
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm256_permutevar8x32_epi32(bytes, order));
 }
-// Of 4 vectors the third byte of each lane.
+// The third byte of each lane of 4 vectors.
 ONETRIP_INLINE __m256i third_bytes(const __m256i* x) {
   constexpr int kThird = 0x0E0A0602, kNone = -1;
   const auto of = [&](int i) __attribute__((always_inline)) {
@@ -140,7 +140,7 @@ ONETRIP_INLINE __m256i third_bytes(const __m256i* x) {
   };
   return _mm256_or_si256(_mm256_or_si256(of(0), of(1)), _mm256_or_si256(of(2), of(3)));
 }
-// Of 4 vectors, as bytes: numbers of the same sign, 0 where they are 0.
+// Signs of 4 vectors, as bytes: numbers of the same sign, 0 where a value is +0.
 ONETRIP_INLINE __m256i signs(const F* values) {
   const auto words = [&](int i) { return _mm256_packs_epi32((__m256i)values[i], (__m256i)values[i + 1]); };
   return _mm256_packs_epi16(words(0), words(2));

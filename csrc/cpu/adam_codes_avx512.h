@@ -131,7 +131,7 @@ struct Tables : Thresholds {
   ByteTable<256> unsigned_values{kUnsignedMap.value};
 };
 
-// Of an index the low 7 bits count.
+// The byte of a plane at each index, of which the low 7 bits count.
 ONETRIP_INLINE __m512i find(const uint8_t* plane, __m512i index) {
   return _mm512_permutex2var_epi8(_mm512_load_si512(plane), index, _mm512_load_si512(plane + 64));
 }
@@ -325,7 +325,7 @@ ONETRIP_INLINE __m512i upper_words(__m512i a, __m512i b) {
                                                      33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
   return _mm512_permutex2var_epi16(a, _mm512_load_si512(kHigh), b);
 }
-// Of 4 vectors the third byte of each lane.
+// The third byte of each lane of 4 vectors.
 ONETRIP_INLINE __m512i third_bytes(const __m512i* x) {
   const __m512i low = upper_words(x[0], x[1]), high = upper_words(x[2], x[3]);
 #if defined(__AVX512VBMI__)

@@ -12,8 +12,9 @@ namespace onetrip {
 namespace ONETRIP_LEVEL {
 namespace {
 
-// Of a block's cos and sin: 64 KiB, a quarter of the smallest L2. Every head is another run of memory, whose start the
-// hardware does not foresee: 4 x 16 x 1024 x 64 float32, one thread: 5.6 ms with 16 KiB, 4.5 with 64, 4.4 with 256.
+// Floats of a block's cos and sin: 64 KiB, a quarter of the smallest L2. Every head is another run of memory, whose
+// start the hardware does not foresee: 4 x 16 x 1024 x 64 float32, one thread: 5.6 ms with 16 KiB, 4.5 with 64, 4.4
+// with 256.
 constexpr int64_t kTableFloats = 16384;
 
 // v with neighbours swapped: columns 1, 0, 3, 2, ...

@@ -71,9 +71,9 @@ struct Statistics {
   float rstd = 0.0f;
 };
 
-// Of a row with these values. Where the mean of its first columns was so far from its own that the squares cost the
-// variance a bit, or overflow, they are summed again, about the mean. In long sums the distance itself leaves more
-// roundings than values do: a quarter of it is far.
+// Statistics of a row with these values. Where the mean of its first columns was so far from its own that the squares
+// cost the variance a bit, or overflow, they are summed again, about the mean. In long sums the distance itself leaves
+// more roundings than values do: a quarter of it is far.
 ONETRIP_INLINE Statistics statistics(const float* values, Deviations deviations, int64_t n_cols,
                                      const RowNormForward& args) {
   constexpr float kLargest = 3.4028235e38f;

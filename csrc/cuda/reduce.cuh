@@ -83,7 +83,7 @@ class RowSum {
   __device__ __forceinline__ T operator()(T value) {
     return warp_sum<kRowThreads>(value);
   }
-  // Of two values a lane, as if the second were those of as many lanes more.
+  // The sum of two values a lane, as if the second were those of as many lanes more.
   template <typename T>
   __device__ __forceinline__ T operator()(T first, T second) {
     return warp_sum<kRowThreads>(add(first, second));
@@ -101,7 +101,7 @@ class RowSum<0> {
   __device__ __forceinline__ T operator()(T value) {
     return add_up<1>(warp_sum<kWarpThreads>(value));
   }
-  // Of two values a thread, as if the second were those of as many warps more. At most 512 threads.
+  // The sum of two values a thread, as if the second were those of as many warps more. At most 512 threads.
   template <typename T>
   __device__ __forceinline__ T operator()(T first, T second) {
     return add_up<2>(warp_sums(first, second));
@@ -221,7 +221,7 @@ class RowSum<kClusterRow> {
     const T* const sums = exchange_.tell<1>(warp_sum<kWarpThreads>(value));
     return sum_of_warps(sums, ClusterExchange::n_warps());
   }
-  // Of two values a thread, as above: the second are those of as many warps more in each block.
+  // The sum of two values a thread, as above: the second are those of as many warps more in each block.
   template <typename T>
   __device__ __forceinline__ T operator()(T first, T second) {
     const T* const sums = exchange_.tell<2>(warp_sums(first, second));

@@ -171,7 +171,7 @@ __device__ __forceinline__ float exponential(float value, float subtrahend) {
   return exp2_flushed(__fmul_rn(value - subtrahend, 1.4426950408889634f));
 }
 
-// Of a row with this largest value and sum of exp(value - subtrahend_of(largest)): the subtrahend (x) and 1 / sum (y).
+// The subtrahend (x) and 1 / sum (y) of a row with this largest value and sum of exp(value - subtrahend_of(largest)).
 // A sum is 0, NaN, or at least the 1 of the largest value.
 __device__ __forceinline__ float2 scaling_of(float largest, float sum) {
   return make_float2(subtrahend_of(largest), sum == 0.0f ? 0.0f : quick_reciprocal(sum));

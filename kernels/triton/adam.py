@@ -24,7 +24,7 @@ from .tiles import MAX_REGISTERS, on_device_of
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _COUNTERS = 128
-"""Of a program that prepares scalars."""
+"""Counters of a program that prepares scalars."""
 _NUM_WARPS = 1
 """A row of a tile, a block of 128, then lies in one warp: no maximum and no scale crosses shared memory."""
 _PARTS = 4
@@ -102,7 +102,7 @@ _NO_TABLES = {
 
 
 def _bits(value: float) -> int:
-    """Of a float64, as int64."""
+    """Bits of a float64, as int64."""
     return int(struct.unpack("q", struct.pack("d", value))[0])
 
 

@@ -24,9 +24,10 @@ from .tiles import MAX_REGISTERS, Tile, aligned, aligned_vector, common_divisor,
 # 4 values a lane of each operand; 8 spill 8 bytes a lane on sm_120 in the backward pass.
 _TILE = Tile(rows=1, cols=1024, num_warps=8)
 _NARROW_TILE = Tile(rows=8, cols=128, num_warps=8)
-"""Of rows of up to 512 columns, which would leave lanes of the other one empty."""
+"""Tile of rows of up to 512 columns, which would leave lanes of the other one empty."""
 _MANY_PROGRAMS = 1024
-"""Of a backward pass that sums: 8 for each of an H100's 132 multiprocessors; the sizes alone decide."""
+"""About the most programs of a backward pass that sums: 8 for each of an H100's 132 multiprocessors. The sizes alone
+decide."""
 
 
 def _tile(n_cols: int) -> Tile:

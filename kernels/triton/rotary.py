@@ -18,10 +18,11 @@ from ..reference.rotary import Operands, RotaryPlan
 from .tiles import MAX_REGISTERS, on_device_of, with_divisor
 
 _TILE_PAIRS = 512
-"""Of columns of a head, for 4 warps of 32 lanes: 4 a lane, beside as many of cos and of sin. 1024 take up to 206
-registers on sm_120."""
+"""Pairs of columns in a tile of a head, for 4 warps of 32 lanes: 4 a lane, beside as many of cos and of sin. 1024 take
+up to 206 registers on sm_120."""
 _HEADS_PER_PROGRAM = 4
-"""Of one tile of cos and sin: their bytes are then a quarter of a head's, also where no cache keeps them."""
+"""Heads that share one tile of cos and sin: its bytes are then a quarter of a head's, also where no cache keeps
+them."""
 
 
 @triton.jit

@@ -41,7 +41,7 @@ _FEW_PROGRAMS, _ENOUGH_TILES, _MANY_PROGRAMS = 512, 16, 1024
 
 
 def _index_dtype(n_rows: int) -> Any:
-    """Of row numbers where they are divided: 32 bits take a fifth of the instructions of 64."""
+    """Dtype of row numbers where they are divided: 32 bits take a fifth of the instructions of 64."""
     return tl.uint32 if n_rows < 2**32 else tl.int64
 
 
@@ -121,7 +121,7 @@ class _Groups(NamedTuple):
 
 
 def _groups(sizes: tuple[int, ...], strides: tuple[int, ...]) -> _Groups:
-    """Of at most 4 dimensions: neighbours of one kind are one, so that at most two of each kind remain."""
+    """Groups of rows in at most 4 dimensions: neighbours of one kind are merged, at most two of each kind remain."""
     merged: list[tuple[bool, int]] = []  # (is shared, size), slowest first
     for size, stride in zip(sizes, strides, strict=True):
         if size == 1:

@@ -102,7 +102,7 @@ def cell(entry: Entry) -> Cell:
 
 
 def numeric_columns(rows: Sequence[Sequence[Entry]]) -> list[bool]:
-    """Of each column, whether it holds numbers and nothing else but None."""
+    """Whether each column holds numbers and nothing else but None."""
     columns = [[cell(entry).value for entry in column] for column in zip(*rows, strict=True)]
     return [
         any(value is not None for value in column) and not any(isinstance(value, str) for value in column)

@@ -53,7 +53,7 @@ class Kernel:
 
     name: str
     family: str
-    """Of backends.FAMILIES."""
+    """Name in backends.FAMILIES."""
     inputs: dict[str, tuple[str, float]]
     """Name: "rows" or "vector", and the mean of its values."""
     fused: Callable[[Inputs], Tensor]
@@ -197,7 +197,7 @@ def _glu(activation: str) -> Kernel:
 
 def _packed_glu(activation: str) -> Kernel:
     def halves(i: Inputs) -> Tensor:
-        """Of an odd width the last column is left out: no two rows follow each other in memory."""
+        """The rows, less the last column of an odd width: then no two rows follow each other in memory."""
         return i["gate_up"][:, : i["gate_up"].shape[1] // 2 * 2]
 
     def fused(i: Inputs) -> Tensor:

@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """Of one suite: a page without figures."""
+    """Results of one suite: a page without figures."""
     results.write({"install": every_suite()["install"]}, tmp_path / "results")
     return tmp_path / "results"
 

@@ -109,7 +109,7 @@ def test_sorting_moves_whole_rows_and_words_by_alphabet(page: browser.Browser) -
 
 
 def luminance(colour: str) -> float:
-    """Of "rgb(…)", as WCAG 2 defines it."""
+    """Relative luminance of "rgb(…)", as WCAG 2 defines it."""
     parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -25,7 +25,7 @@ def test_what_only_a_gpu_can_hold_is_left_out_elsewhere():
 
 
 def test_the_loss_that_is_checked_is_of_what_is_timed(monkeypatch):
-    """Of the compiled callable, in evaluation mode; the model trains again afterwards."""
+    """The checked loss is the compiled callable's, in evaluation mode; the model trains again afterwards."""
     trainer = Trainer.__new__(Trainer)
     trainer.model, trainer.batch, trainer._dtype = torch.nn.Dropout(0.5), {}, torch.float32
     modes = []

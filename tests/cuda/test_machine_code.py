@@ -203,7 +203,8 @@ def _with_lr_on_the_card(group: Group) -> Group:
 
 
 def _aligned_softmax_cases(dtype: torch.dtype) -> list[Case]:
-    """Of every path of aligned rows, with every tensor that a call may have; some rows end within a thread's chunk."""
+    """Cases of every path of aligned rows, with every tensor that a call may have. Some rows end within a thread's
+    chunk."""
     calls = [
         cudasim_softmax.Call("sectors", (2, 1, 3), n_cols, dtype, dropout_p=0.1, orders=(WARPS_FORWARD,), **mask)
         for n_cols in (48, 256, 624, 4096, 9216)

@@ -52,7 +52,7 @@ class Call(NamedTuple):
     z: str
     backward: bool
     shared_sums: int = 0
-    """Of dbias and dweight; dnorm_bias stays in registers."""
+    """Gradients with sums in shared memory, of dbias and dweight; dnorm_bias stays in registers."""
     norm: bool = True
 
 
@@ -74,9 +74,9 @@ class Launch(NamedTuple):
     threads: int
     """A block."""
     dynamic_bytes: int = 0
-    """Of shared memory, a block."""
+    """Bytes of dynamic shared memory, a block."""
     bytes_in_flight: int = 0
-    """Of dy and z on their way to shared memory, a block."""
+    """Bytes of dy and z on their way to shared memory, a block."""
     columns: int = 16
     """A thread's."""
 

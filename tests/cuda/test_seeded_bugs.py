@@ -152,7 +152,7 @@ SOFTMAX_BUGS = {
     "dropped_gradient_kept": Bug(BACKWARD, "< 0 ? 0.0f : __fmul_rn", "< 0 ? dp[i] : __fmul_rn"),
 }
 
-# Of the signed map: the least number of magnitude 100.
+# The least number that the signed map rounds to magnitude 100.
 THRESHOLD = thresholds(True)[99]
 TABLES, STEP = "adam_tables.cuh", "adam_step.cuh"
 ADAM_BUGS = {

@@ -103,7 +103,7 @@ def _mapped(value: Any, call: Callable[[], None]) -> Any:
 
 
 def losses_and_gradients(model: Any, zero: Zero3 | None) -> list[tuple[str, Tensor]]:
-    """Of four batches: sums find their norms in the first."""
+    """Losses and gradients of four batches: sums find their norms in the first."""
     results = []
     for seed in range(4):
         model.zero_grad()

@@ -48,7 +48,7 @@ def sliced(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor, **optio
 
 
 def whole(dtype: torch.dtype, operands: tuple[Tensor, ...], function: Callable[..., Tensor]) -> list[Tensor]:
-    """Of one process: loss, gradient of hidden, this rank's slices of the gradients of weight and bias."""
+    """Results of one process: loss, gradient of hidden, this rank's slices of the gradients of weight and bias."""
     leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in operands[:3]]
     loss = function(*leaves)
     dhidden, *others = torch.autograd.grad(loss, leaves, cotangent(loss))

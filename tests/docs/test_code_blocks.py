@@ -28,7 +28,7 @@ FILE = re.compile(r"(?P<name>\w+\.py)(?P<torchrun>, by torchrun)?")
 class Block:
     page: Path
     line: int
-    """Of the block's first line of code in the page, from 1."""
+    """Number of the block's first line of code in the page, from 1."""
     title: str
     code: str
 

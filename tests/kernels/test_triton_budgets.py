@@ -367,7 +367,7 @@ def test_adam_budget(case: AdamCase, capability: int, monkeypatch: pytest.Monkey
         for width in (8, 16):
             least = sum(size * elements // width for size in moved if min(16, size * elements) == width)
             assert found.count(width) >= least, line
-        # Of what remains, one block at a time, every element by itself, wherever it lies: 4 a lane.
+        # What remains is moved one block at a time, every element by itself, wherever it lies: 4 a lane.
         assert all(found.count(size) >= 4 * moved.count(size) for size in moved), line
 
 

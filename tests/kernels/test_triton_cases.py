@@ -22,7 +22,7 @@ class Cases(NamedTuple):
     compiled: str
     """Every kernel and dtype; all of the cases take minutes to compile."""
     parts: tuple[str, ...] = ("test",)
-    """Of all cases: one process each."""
+    """Parts of all cases: one process each."""
 
 
 FAMILIES = {

@@ -325,7 +325,7 @@ def test_the_table_of_codes_is_exact(signed):
     ids=str,
 )
 def test_scalars(betas):
-    """Of counts up to a million. beta^t by another route in float64 leaves no trace in float32."""
+    """Scalars at counts up to a million. beta^t by another route in float64 leaves no trace in float32."""
     counts = [0.0, 1.0, 2.0, 9.0, 31.0, 999.0, 54321.0, 999999.0]
     group = ADAMW._replace(beta1=betas[0], beta2=betas[1])
     slots = [make_slot(0, t=t) for t in counts]

@@ -329,7 +329,7 @@ def test_backward_repeats_bit_for_bit() -> None:
     make={make.__name__: make for make in (expanded, offset_by_one, odd_row_stride)},
 )
 def test_same_bits_wherever_the_tensors_lie(n_cols: int, make: Any, tiles: str) -> None:
-    """Of scores, dy and p; and of the mask, one element off."""
+    """Scores and dy lie in three ways, the mask one element off; p is contiguous."""
     mask, layout = mask_of("bias-1H1K", n_cols, F32)
     shifted = torch.cat([mask[:1], mask])[1:]
     scores, dy = make(B * H * Q, n_cols), make(B * H * Q, n_cols)

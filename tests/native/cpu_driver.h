@@ -89,7 +89,7 @@ class Elsewhere {
   ~Elsewhere() {
     if (file_ != nullptr) std::fclose(file_);
   }
-  // Of the next case: what the file has, or `here`, which goes into it.
+  // Results of the next case: those that the file has, or `here`, which a new file gets.
   std::vector<double> next(const std::vector<double>& here) {
     if (file_ == nullptr) return here;
     std::vector<double> results = here;

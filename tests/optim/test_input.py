@@ -118,7 +118,7 @@ NUMPY = [
 @pytest.mark.parametrize(("argument", "value"), NUMPY, ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize("where", ["argument", "group", "later"])
 def test_numbers_of_numpy_are_taken_as_pythons(where, argument, value):
-    """Of a configuration, or of a scheduler that computes with NumPy; what is saved is plain."""
+    """NumPy numbers come from a configuration, or from a scheduler that computes with NumPy; what is saved is plain."""
     python = [x.item() if isinstance(x, np.generic) else x for x in (value if argument == "betas" else [value])]
     expected = AdamW8bit(make_params(), **{argument: tuple(python) if argument == "betas" else python[0]})
     if where == "argument":

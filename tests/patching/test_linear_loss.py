@@ -184,7 +184,7 @@ def test_logits_changed_in_place_before_the_loss(pattern: str) -> None:
 
 
 def test_classes_in_the_second_dimension() -> None:
-    """Of logits with three dimensions, as torch.nn.functional.cross_entropy reads them."""
+    """Logits with three dimensions, as torch.nn.functional.cross_entropy reads them."""
     model, _ = build("llama")
     ids = torch.randint(3, VOCABULARY, (2, VOCABULARY))
     patch_model(model, patterns=["linear_cross_entropy"])

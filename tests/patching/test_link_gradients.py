@@ -68,7 +68,7 @@ def of_batches(states: list[Tensor], loss: Tensor, model: nn.Module) -> list[Ten
 )  # fmt: skip
 @pytest.mark.parametrize("view", [False, True])
 def test_the_gradient_of_a_linked_sum_is_whole(gradients: Callable[..., list[Tensor]], view: bool) -> None:
-    """Of a hidden state, with what comes through the next layer's norm, whoever asks for it and when."""
+    """A hidden state's gradient has what comes through the next layer's norm, whoever asks for it and when."""
     found = []
     for model in reversed(pair()):
         if view:

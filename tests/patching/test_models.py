@@ -321,7 +321,7 @@ def test_gradient_checkpointing_draws_the_same_masks(use_reentrant: bool) -> Non
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_gradient_checkpointing_gives_the_unpatched_model_s_gradients(name: str, use_reentrant: bool) -> None:
-    """Of rotary embeddings, gated products and activations too."""
+    """Rotary embeddings, gated products and activations are recomputed too."""
     model, inputs = build(name).train(), causal()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     expected = run(model, inputs)

@@ -256,7 +256,7 @@ class PermutesFourDimensions(nn.LayerNorm):
 
 
 class SwappingNorm(Norm):
-    """Of rank 4, normalises another dimension than the last, whatever its size."""
+    """Normalises another dimension than the last at rank 4, whatever its size."""
 
     def forward(self, h: Tensor) -> Tensor:
         dim = -2 if h.dim() == 4 else -1

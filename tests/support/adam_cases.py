@@ -46,7 +46,7 @@ def copied(slots: Sequence[Slot]) -> list[Slot]:
 
 
 def gradients(sizes: Sequence[int], dtype: torch.dtype = F32, seed: int = 0, shift: int = 0) -> list[Tensor]:
-    """Of magnitudes that differ by some decades within a block."""
+    """Gradients whose magnitudes differ by some decades within a block."""
     generator = torch.Generator().manual_seed(1000 + seed)
     grads = (torch.randn(n, generator=generator) * torch.randn(n, generator=generator).mul(2).exp() for n in sizes)
     return [placed((grad * 1e-2).to(dtype), shift) for grad in grads]

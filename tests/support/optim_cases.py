@@ -55,7 +55,7 @@ def steps_taken(entry: dict[str, Tensor]) -> float:
 
 
 def bits_of(entry: dict[str, Tensor]) -> int:
-    """Of a parameter's state: 8 or 32."""
+    """Bits of a parameter's state: 8 or 32."""
     moment = entry["exp_avg_codes"] if "exp_avg_codes" in entry else entry["exp_avg"]
     return 8 * moment.element_size()
 

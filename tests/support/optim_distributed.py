@@ -251,7 +251,7 @@ def near(a: dict[str, Any], b: dict[str, Any], with_params: bool = True) -> None
 
 
 def moment(values: dict[str, Any], name: str, key: str, signed: bool) -> torch.Tensor:
-    """Of gathered values, by rows of scales or by blocks."""
+    """A moment of gathered values, whose scales are by rows or by blocks."""
     codes, scale = values[f"{name}.{key}_codes"], values[f"{name}.{key}_scale"]
     unit = torch.tensor(code_map(signed))[codes.long()].view(-1)
     element = torch.arange(unit.numel())

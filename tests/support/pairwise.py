@@ -30,7 +30,8 @@ def covering(axes: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
     used: Counter[tuple[int, int, int, int]] = Counter()
     rows = []
     while missing:
-        # Of the rows with most new pairs, that whose pairs were used least: every choice comes about equally often.
+        # The row with most new pairs; among equals, that whose pairs were used least: all choices come about equally
+        # often.
         best = max(candidates, key=lambda row: (len(candidates[row] & missing), -sum(used[p] for p in candidates[row])))
         used.update(candidates[best])
         missing -= candidates.pop(best)

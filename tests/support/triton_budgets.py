@@ -100,7 +100,7 @@ def access_bytes(ptx: str, instruction: str) -> list[int]:
 
 
 def resident_share(registers: int, num_warps: int, capability: int) -> float:
-    """Of the threads that a multiprocessor can hold, those for which it has registers."""
+    """Share of the threads that a multiprocessor can hold for which it has registers and blocks."""
     warp_registers = -(-registers * 32 // 256) * 256
     programs = min(REGISTERS // (warp_registers * num_warps), MULTIPROCESSORS[capability].blocks)
     return min(1.0, programs * num_warps * 32 / MAX_THREADS[capability])
@@ -108,7 +108,7 @@ def resident_share(registers: int, num_warps: int, capability: int) -> float:
 
 class Measured(NamedTuple):
     share: float
-    """Of a multiprocessor's threads, those that can be resident."""
+    """Share of a multiprocessor's threads that can be resident."""
     spilled: int
     """Bytes a lane."""
     loads: list[int]

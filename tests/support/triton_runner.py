@@ -26,7 +26,7 @@ EMULATE = {
 }
 """Compiled for sm_90, and its machine code run on the CPU: see triton_machine.py."""
 
-# Of this process, where it runs cases.
+# How this process runs cases, where it does.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED = os.environ.get("ONETRIP_TRITON_MACHINE") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED or EMULATED else "cuda")

@@ -40,7 +40,7 @@ PIPES = {
     "memory": r"LD\w*|ST\w*|SHFL|REDUX|S2U?R|SYNCS|R2UR|VOTEU?",
     "uniform": r"U\w+",
 }
-"""Of an instruction's opcode, up to its first dot; all others are control, or approximations."""
+"""Pattern of each pipe's opcodes, up to their first dot; all others are control, or approximations."""
 SECTOR_BYTES, WARP = 32, 32
 ISSUED, COPY_BYTES = 132 * 4 * 32 * 1.8e9, 4.3e12
 """An H200's: instructions of threads a second, and bytes of a copy."""

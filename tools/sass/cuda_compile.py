@@ -30,7 +30,7 @@ class Multiprocessor(NamedTuple):
     blocks: int
     shared_bytes: int
     reserved_bytes: int
-    """Of shared memory, taken by the system for every block."""
+    """Bytes of shared memory that the system takes for every block."""
     registers: int = 65536
 
     @property
@@ -62,7 +62,7 @@ class Kernel(NamedTuple):
     loose_operations: int
     """float32 sums and products of the PTX that ptxas may contract, or that are contracted already."""
     loose_products: int
-    """Of these, the products."""
+    """The products among these."""
 
 
 def _package(name: str) -> Path | None:
@@ -120,7 +120,7 @@ def ptx_by_nvrtc(source: str, arch: int, folder: Path = CSRC / "cuda") -> str:
 
 
 def ptxas_path() -> str | None:
-    """Of the pip packages, which know sm_70."""
+    """Path of the pip packages' ptxas, which knows sm_70."""
     package = _package("cuda_nvcc")
     return None if package is None else str(package / "bin" / "ptxas")
 

@@ -275,7 +275,7 @@ void float_extreme(Thread& t, const Instruction& i) {
   if (b != b) b = a;
   float result = i.is(kNAN) && has_nan ? NAN : lesser(least, a, b);
   if (a == b && std::signbit(a) != std::signbit(b)) result = least ? -0.0f : 0.0f;  // -0 < +0
-  // Of magnitudes; the signs are those before |.|.
+  // The extreme of magnitudes gets the exclusive or of the signs before |.|.
   if (i.is(kXORSIGN))
     result = std::copysign(result, std::signbit(t.signed_f(i[1])) != std::signbit(t.signed_f(i[2])) ? -1.0f : 1.0f);
   t.set(i[0], result);

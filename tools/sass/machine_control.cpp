@@ -104,7 +104,7 @@ void vote(Warp& warp, const Instruction& i, uint32_t lanes) {
   }
 }
 
-// Of the lanes' values, into a uniform register.
+// Reduces the lanes' values into a uniform register.
 void reduce(Warp& warp, const Instruction& i, uint32_t lanes) {
   if (lanes != warp.live) fail("a warp operation by lanes that are apart");
   if (!i.is(kOR) && !i.is(kAND) && !i.is(kXOR) && !i.is(kSUM) && !i.is(kMIN) && !i.is(kMAX)) fail("a reduction");
@@ -134,7 +134,7 @@ void branch(Thread& t, const Instruction& i) {
   t.jump(i.target);
 }
 
-// Of lanes that are told, or of all.
+// Never taken: the named lanes, or all, must be together.
 void branch_if_divergent(Warp& warp, const Instruction& i, uint32_t lanes) {
   if (lanes != (i.operands.size() > 1 ? Thread{warp, 0}.u(i[0]) : warp.live))
     fail("a warp operation by lanes that are apart");

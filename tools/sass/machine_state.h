@@ -13,7 +13,7 @@
 #include "machine.h"
 #include "machine_text.h"
 
-// Of AddressSanitizer, in a program that runs under it.
+// A function of AddressSanitizer; null in a program that does not run under it.
 extern "C" __attribute__((weak)) void* __asan_region_is_poisoned(void* begin, size_t size);
 
 namespace machine {

@@ -28,7 +28,7 @@ BUILD = Path(__file__).resolve().parents[2] / "build" / "triton_machine"
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 SHARED_BYTES = 227 * 1024
 ORDER = 0
-"""Of warps: see Program::run()."""
+"""Order of warps: see Program::run()."""
 
 
 def missing_tool() -> str | None:
@@ -107,7 +107,7 @@ def pack(types: Sequence[str], arguments: Sequence[Any]) -> bytes:
 
 
 class Launcher:
-    """Of one kernel. Constexprs are no parameters."""
+    """Launches one kernel. Constexprs are no parameters."""
 
     def __init__(self, src: Any, metadata: Any) -> None:
         self._types = list(src.signature.values())

@@ -37,7 +37,7 @@ class Column:
     measured: StepAnatomy | None = None
     fit: Fit | None = None
     bound: Bound | None = None
-    """Of the GPU that was named, where its peaks are known."""
+    """Lower bound of the step's time on the GPU that was named, where its peaks are known."""
     unpredicted: str = ""
     """Why there is no prediction of a step that was measured; "" where there is one, or none can be (compiled)."""
 
@@ -77,7 +77,7 @@ class Comparison:
         }
 
     def _ratios(self) -> dict[str, Any]:
-        """Of each measured column against the first: speed-up by phase, saved activations and peak."""
+        """Ratios of each measured column to the first: speed-up by phase, saved activations and peak."""
         measured = {name: column.measured for name, column in self.columns.items() if column.measured is not None}
         if not measured:
             return {}
@@ -164,7 +164,7 @@ class _NotPredicted(Exception):
 
 
 class _Predictions:
-    """Of one model of fake tensors, for any column and batch size."""
+    """Predicts the step of one model of fake tensors, for any column and batch size."""
 
     def __init__(self, model: nn.Module, options: Options, device_type: str, progress: Progress | None) -> None:
         self.model, self.options, self.device_type, self.progress = model, options, device_type, progress

@@ -101,7 +101,7 @@ class Sampler:
 
 
 def _handle(nvml: Any, device: torch.device) -> Any:
-    """Of the same GPU: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's."""
+    """NVML's handle of the same GPU: CUDA_VISIBLE_DEVICES renumbers torch's devices, not NVML's."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is not None:
         return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")

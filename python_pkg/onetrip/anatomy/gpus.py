@@ -43,8 +43,8 @@ _ECC_IN_MEMORY = {"T4", "A10", "A10G", "A40", "L4", "L40", "L40S"}
 """GDDR6 with ECC enabled by default. The ECC bits take 6.25% (CUDA C++ Best Practices Guide, "Device Memory"). HBM has
 extra memory for them, and workstation GPUs come with ECC disabled."""
 _DRIVER_AND_CONTEXT = 1 << 30
-"""Of those GPUs: the driver keeps 0.4 to 0.6 GiB (torch reports 14.56 GiB of 15 on a T4, 44.40 of 45 on an L40); the
-rest is for a CUDA context."""
+"""Bytes of those GPUs that a step cannot have: the driver keeps 0.4 to 0.6 GiB (torch reports 14.56 GiB of 15 on a T4,
+44.40 of 45 on an L40); the rest is for a CUDA context."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Speed:
     bandwidth: float
     """Bytes of memory traffic a second."""
     flops: dict[str, float]
-    """Of dense matrix products, a second, by dtype. float32: without TF32, torch's default."""
+    """FLOPs of dense matrix products, a second, by dtype. float32: without TF32, torch's default."""
     source: str
 
 

@@ -67,7 +67,7 @@ class StepAnatomy(StepBytes):
     operators_ms: dict[str, float]
     """By class of operator, from one profiled step: see time_by_operator_class."""
     gpu: dict[str, float] | None = None
-    """Of the timed steps, where NVML could be read: see gpu.Sampler."""
+    """Utilisation, power and memory during the timed steps, where NVML could be read: see gpu.Sampler."""
     other_cpus: float | None = None
     """CPUs that other processes kept busy during the timed steps of all variants: see measure.BusyCpus."""
 

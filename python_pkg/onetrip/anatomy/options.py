@@ -84,11 +84,11 @@ class Options:
         return None if self.fits is None else memory_size(self.fits)
 
     def speed(self) -> Speed | None:
-        """Of the GPU, where its peaks are known."""
+        """Peaks of the GPU that was named, where they are known."""
         return None if self.gpu is None else SPEEDS.get(known(self.gpu))
 
     def device_type(self) -> str:
-        """Of the device whose step is predicted."""
+        """Type of the device whose step is measured or predicted."""
         if not self.runs and self.device == "auto":
             return "cuda"
         return self._parsed_device().type if not self.runs else self.torch_device().type

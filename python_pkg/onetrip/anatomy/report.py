@@ -29,7 +29,7 @@ _TRAFFIC_PARTS = {
 _QUANTILES = ("median", "p20", "p80")
 _COLOURS = ("#4c78a8", "#9ecae9", "#f2a541", "#b07aa1", "#8a8f98", "#1a7f5a", "#c44e52")
 _MOST_ROWS = 8
-"""Of a table on a terminal."""
+"""Most rows of a table on a terminal; the rest are added up."""
 
 Totals = Mapping[str, Mapping[str, float]]
 """By way to take the step: what was found, by label."""

@@ -78,7 +78,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _operators_of_storages(loss: Tensor) -> dict[int, str]:
-    """Of each saved storage, by its address, the class of the operator that saved it first."""
+    """The class of the operator that saved each storage first, by the storage's address."""
     nodes, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()

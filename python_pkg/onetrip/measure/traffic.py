@@ -66,7 +66,7 @@ class OperatorTraffic:
     read: int = 0
     written: int = 0
     flops: int = 0
-    """Of products and attention kernels; 0 of everything else."""
+    """FLOPs of products and attention kernels; 0 of everything else."""
 
     @property
     def bytes(self) -> int:

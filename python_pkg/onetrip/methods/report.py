@@ -29,7 +29,7 @@ _HEADS = (
     *("optimizer states", "held-out loss", "patched sites", "first step, s"),
 )
 _SHORT_HEADS = ("method", "samples/s", "ratio", "p20-p80", "peak", "saved", "states", "loss", "sites")
-"""Of the same columns on a terminal, the last left out."""
+"""Heads of the same columns on a terminal, the last left out."""
 _SHORT_NOTE = (
     "ratio: samples/s over the baseline's. peak: the most memory held at once. saved: kept for backward by one forward "
     "pass. states: the optimizer's. "

@@ -26,7 +26,7 @@ _PRODUCT_BYTES = 2 << 20  # of a half-precision product that is added to a float
 Wants = tuple[bool, bool, bool]
 """Whether the gradients of hidden, weight and bias are wanted."""
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of hidden, weight and bias, in their dtypes; what is not wanted is None."""
+"""Gradients of hidden, weight and bias, in their dtypes; what is not wanted is None."""
 
 
 def row_functions(backend: str) -> Any:
@@ -43,7 +43,7 @@ class Slice(NamedTuple):
     most: int
     """Classes of each rank but the last, which may have fewer."""
     n_classes: int
-    """Of all ranks."""
+    """Classes of all ranks."""
 
 
 class _Columns(NamedTuple):
@@ -176,7 +176,7 @@ def _logits(call: Linear, hidden: Tensor, out: Tensor | None = None) -> Tensor:
 
 class _Chunk(NamedTuple):
     rows: slice
-    """Of the rows that are kept."""
+    """Range among the rows that are kept."""
     hidden: Tensor
     labels: Tensor
     logits: Tensor

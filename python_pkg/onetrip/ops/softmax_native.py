@@ -41,7 +41,8 @@ def _backward_launcher(plan: SoftmaxPlan, dtype: torch.dtype, layout: MaskLayout
 
 
 def eager_call(plan: SoftmaxPlan, code: int, layout: MaskLayout | None) -> EagerCall:
-    """Of (scores, mask) of this code (read.scores). As forward of a Function it saves p, or y where it is the same."""
+    """The call for (scores, mask) of this code (read.scores). As a Function's forward it saves p, or y where it is the
+    same."""
     scores, mask = DTYPE_OF_DIGIT[code // 2 // 8], (*DTYPE_OF_DIGIT, torch.bool)[code // 2 % 8]
     assert scores is not None
     launch = _forward_launcher(plan, scores, mask, layout or _NO_MASK)

@@ -115,7 +115,7 @@ class Adam8bit(torch.optim.Optimizer):
         self.param_groups.append(group)
 
     def _check_decay(self, group: Mapping[str, Any]) -> None:
-        """Of a group given, or loaded from a checkpoint: L2 and decoupled decay are not mixed up."""
+        """Raises ValueError for a group, given or loaded from a checkpoint, with weight decay of the other kind."""
         decoupled = group.get("decoupled_weight_decay", self._decoupled)
         if bool(decoupled) != self._decoupled and group["weight_decay"] != 0.0:
             wanted, got = ("L2", "decoupled") if decoupled else ("decoupled", "L2")
@@ -205,7 +205,7 @@ class Adam8bit(torch.optim.Optimizer):
         return [group["params"] for group in self.param_groups]
 
     def _names(self) -> list[str]:
-        """Of every parameter, for messages: its index in state_dict, and its name where params had names."""
+        """Name of every parameter in messages: its index in state_dict, and its name where params had names."""
         names: list[str] = []
         for group in self.param_groups:
             of_group = group.get("param_names") or [None] * len(group["params"])
@@ -310,7 +310,7 @@ class Adam8bit(torch.optim.Optimizer):
             post_hook(self)
 
     def _loaded_groups(self, where: str, saved: Any) -> list[tuple[dict[str, Any], list[Any], bool]]:
-        """Of each group its values, its parameters' keys, and whether this class has written it."""
+        """For each group: its values, its parameters' keys, and whether this class has written it."""
         lengths = [len(group["params"]) for group in self.param_groups]
         try:
             got = [len(group["params"]) for group in saved]

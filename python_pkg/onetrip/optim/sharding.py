@@ -82,7 +82,7 @@ def scale_columns(row_length: int) -> int:
 
 
 def _entries(first_row: int, n_rows: int, row_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of rows: the local block of each entry [n_rows, columns], and whether the row touches it."""
+    """For each row: the local block of each entry [n_rows, columns], and whether the row touches it."""
     starts = torch.arange(first_row, first_row + n_rows, device=device)[:, None] * row_length
     blocks = starts // BLOCK + torch.arange(scale_columns(row_length), device=device)
     return blocks - first_row * row_length // BLOCK, blocks * BLOCK < starts + row_length

@@ -49,7 +49,7 @@ class Together:
 
     first: Attention | SoftmaxRegions | Rotations | Activations | ResidualSums
     second: Rotations | Activations | ResidualSums | SharedInputs | Together
-    """Of the forward with the first fused."""
+    """Site in the forward with the first fused."""
 
     @property
     def names_first(self) -> bool:

@@ -364,7 +364,7 @@ class _AroundForward:
     labels_at: int
 
     def names(self) -> tuple[tuple[str, Any], ...]:
-        """Of what the source uses."""
+        """Names that the source uses, with their values."""
         return (
             *(("computes_loss_", computes_loss), ("computing_loss_", computing_loss)),
             *(("plain_outputs_", plain_outputs), ("labels_at_", self.labels_at)),
@@ -443,6 +443,6 @@ def output_layer(module: Any) -> nn.Module | None:
 
 
 def labels_position(module: nn.Module) -> int | None:
-    """Of labels among the arguments of the module's forward."""
+    """Position of labels among the arguments of the module's forward; None where it takes none."""
     names = list(inspect.signature(plain_forward(original_class(type(module)))).parameters)
     return names.index("labels") - 1 if "labels" in names else None

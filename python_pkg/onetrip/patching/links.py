@@ -224,7 +224,7 @@ class Sum:
     """
 
     index: int
-    """Of the forward's sums."""
+    """Index among the forward's sums."""
     branch: int | None
     """Which operand (0, 1) may be a Branch; None where both are plain tensors."""
     norm_class: type | None = None

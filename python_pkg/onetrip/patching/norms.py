@@ -170,7 +170,7 @@ def rewrite_norm(module: nn.Module, spec: NormSpec) -> Rewrite:
 
 
 def _parameters(cls: Any) -> list[inspect.Parameter]:
-    """Of the class's forward, without self."""
+    """Parameters of the class's forward, without self."""
     return list(inspect.signature(cls.forward).parameters.values())[1:]
 
 

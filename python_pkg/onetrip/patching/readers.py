@@ -125,7 +125,7 @@ class _Read(NamedTuple):
 
     tensor: weakref.ref[Tensor]
     state: tuple[int, bool, int]
-    """Of the tensor, when it was read: see _state."""
+    """State of the tensor when it was read: see _state."""
     readers: weakref.ref[Readers] | None
     """None where the layer called torch's operator."""
     module: weakref.ref[nn.Module]

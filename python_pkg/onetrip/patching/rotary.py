@@ -36,9 +36,9 @@ class Layout(NamedTuple):
     """How a function takes q and k."""
 
     n_dims: int
-    """Of q and k."""
+    """Dimensions of q and k."""
     n_table_dims: int
-    """Of cos and sin: (positions, d), or (batch or 1, positions, d)."""
+    """Dimensions of cos and sin: (positions, d), or (batch or 1, positions, d)."""
     to_operator: _Map
     """To (batch, heads, positions, head_dim)."""
     back: _Map
@@ -67,7 +67,7 @@ class Table(NamedTuple):
     is_interleaved: bool
     to_operator: _Map
     n_columns: int
-    """Of cos for 8 rotated columns."""
+    """Columns of cos for 8 rotated columns."""
 
 
 TABLES = (

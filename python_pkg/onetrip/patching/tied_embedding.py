@@ -31,7 +31,7 @@ PATTERN = "tied_embedding"
 SMALLEST = 1 << 18
 """Elements of a matrix that is worth some ten small operators in backward."""
 _MOST_TOKENS = 0.5
-"""Of the matrix's rows. Each token costs about as much as one row of the four passes."""
+"""Most tokens, as a share of the matrix's rows. Each token costs about as much as one row of the four passes."""
 _LONGEST = 4
 """Readers in one chain of aliases. Where no output layer follows, the next forward would go on with the chain."""
 

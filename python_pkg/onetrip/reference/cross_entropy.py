@@ -29,7 +29,7 @@ class CrossEntropyPlan(NamedTuple):
     """0: no cap."""
     lse_square_scale: float = 0.0
     scale: float = 1.0
-    """Of the logits, before all else: 1 / temperature."""
+    """Factor of the logits, before all else: 1 / temperature."""
 
 
 class RowStatistics(NamedTuple):

@@ -65,7 +65,7 @@ class BackwardOperands(NamedTuple):
     p: Tensor
     """y where nothing was dropped, else p as forward stored it."""
     layout: MaskLayout | None = None
-    """Of the mask whose gradient is wanted."""
+    """Layout of the mask whose gradient is wanted."""
     n_queries: int = 1
     """As forward's."""
 

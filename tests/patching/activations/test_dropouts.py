@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, T5Config, T5Model
 
 SHAPE = (8, 32, 64)
-"""Of 16,384 elements: more than the least of a fused call."""
+"""Shape of 16,384 elements: more than the least of a fused call on a CPU."""
 
 
 class FeedForward(nn.Module):

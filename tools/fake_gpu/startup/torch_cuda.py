@@ -127,7 +127,8 @@ class _SyncMode:
 def _nothing(*_: Any) -> None: ...
 
 
-# Of torch._C, less "_cuda_". No two are one object: Dynamo registers some by what they are.
+# Functions of torch._C, less "_cuda_". Those that return a value are distinct objects: Dynamo registers some by
+# identity.
 FUNCTIONS = {
     "init": _nothing,
     "isInBadFork": lambda: False,

@@ -178,7 +178,7 @@ class Gradients(NamedTuple):
     key: Tensor | None
     value: Tensor | None
     sinks: Tensor | None
-    """Of each row of scores, not yet summed."""
+    """One value for each row of scores, not yet summed."""
     bias: Tensor | None
 
 
@@ -190,11 +190,11 @@ class Wanted(NamedTuple):
     value: bool
     sinks: bool
     bias_shape: tuple[int, ...] | None
-    """Of what was added to the scores, sinks' column included."""
+    """Shape of what was added to the scores, sinks' column included."""
 
 
 def gradients(operands: BackwardOperands, wants: Wanted, plan: Plan) -> Gradients:
-    """Of everything, laid out as what they are of."""
+    """The wanted gradients, shaped like their tensors; see Gradients.sinks and Wanted.bias_shape."""
     doutput, dweights, query, key, value, p = operands
     given = doutput if doutput is not None else dweights
     assert given is not None
@@ -227,7 +227,7 @@ def gradients(operands: BackwardOperands, wants: Wanted, plan: Plan) -> Gradient
 
 
 def gradients_of_cut(operands: BackwardOperands, buffer: Tensor | None, wants: Wanted, plan: Plan) -> Gradients:
-    """Of some batches and heads. buffer: shaped like p, is written over."""
+    """The gradients of some batches and heads. buffer: shaped like p, is written over."""
     doutput, dweights, query, key, value, p = operands
     n_key_heads, first = key.shape[1], p.shape[-1] - key.shape[2]
     k, v = key.flatten(0, 1), value.flatten(0, 1)

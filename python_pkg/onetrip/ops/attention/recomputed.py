@@ -104,7 +104,7 @@ def _scores_buffer(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, buffer: Tensor, plan: Plan) -> Tensor:
-    """Of one cut, in buffer, which may have more batches and heads."""
+    """The probabilities of one cut, in buffer, which may have more batches and heads."""
     scores = buffer[: query.shape[0], : query.shape[1]]
     write_scores(scores, query, key, None, None, plan)
     return softmax(plan.backend, scores, mask, None, plan.softmax, may_overwrite=True)[0]

@@ -15,10 +15,10 @@ from .backends import native
 
 DTYPE_CODE = {None: 0, torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum DType in csrc/launch.h
 DTYPE_OF_DIGIT = (None, torch.float32, torch.float16, torch.bfloat16)
-"""Of the digits in base 4 of half the code of operands (read.operands)."""
+"""The dtype that each digit of half a code of _Read stands for; None: no tensor."""
 Launcher = Callable[..., int]
 EagerCall = Callable[[tuple[Tensor | None, ...], Rng | None], Any]
-"""Of operands that kernels can read as they are, and rng: the result."""
+"""Computes the result from rng and operands that kernels can read as they are."""
 
 
 class _Read:

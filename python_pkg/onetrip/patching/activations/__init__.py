@@ -57,9 +57,9 @@ class Activation:
     """What an activation module computes."""
 
     name: str
-    """Of FORMULAS."""
+    """Key in FORMULAS."""
     n_operators: int
-    """Of torch's that its forward calls."""
+    """Number of torch operators that its forward calls."""
     configuration: Configuration = ()
 
 

@@ -33,9 +33,9 @@ class _Fused:
 
     activation: str
     cls: type | None
-    """Of the child; None for a function of torch's."""
+    """Class of the child module; None for a torch function."""
     configuration: Configuration
-    """Of the child."""
+    """Configuration of the child module."""
 
     def is_still(self, act: Any) -> bool:
         """Whether the child computes what it did at patching."""

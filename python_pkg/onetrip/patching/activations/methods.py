@@ -71,7 +71,7 @@ class InMethods:
     """A module with activations to fuse in several functions, as a site."""
 
     forward: InForward | Together | None
-    """Of the module's forward, where a part of that is fused and it stands in no wrapper."""
+    """Site of the module's forward, where a part of that is fused and it stands in no wrapper."""
     methods: tuple[Activations, ...]
 
     @property

@@ -32,10 +32,10 @@ class Dropped:
     definition: ast.stmt | None
     """The statement that gave the value a name."""
     path: str = ""
-    """Of the child that is called: a dropout, if it is an nn.Dropout."""
+    """Path of the child that is called: a dropout, if it is an nn.Dropout."""
     p: ast.expr | None = None
     training: ast.expr | None = None
-    """Of torch's function."""
+    """Arguments p and training of functional.dropout; None where a child is called."""
 
 
 @dataclass(eq=False)
@@ -45,9 +45,9 @@ class Found:
     call: ast.Call
     x: ast.expr
     path: str
-    """Of the child that is called; empty for a function."""
+    """Path of the child that is called; empty for a function."""
     function: str
-    """Of FORMULAS, where torch's function is called."""
+    """Key in FORMULAS, where torch's function is called; empty for a child."""
     product: ast.BinOp | None = None
     """Its product with another expression."""
     other: ast.expr | None = None

@@ -28,7 +28,7 @@ class Choice:
     """Which operand (0, 1) is read as `operand`; None if both stay as they are."""
     operand: Operand | None = None
     tail: Tail | None = None
-    """Of the child that made the operand."""
+    """Tail of the child that made the operand."""
     norm: tuple[str, ast.Call] | None = None
     """(path of the norm that follows, its call)."""
     spec: NormSpec | None = None

@@ -26,7 +26,7 @@ class Operand:
     dropout: str = ""
     """Path of a child called with one argument: a dropout, if it is an nn.Dropout."""
     p: ast.expr | None = None
-    """Of a functional dropout: its probability, and whether it is training."""
+    """Arguments p and training of a functional dropout; None without one."""
     training: ast.expr | None = None
     linear: str = ""
     """Path of a child called with one argument: x is its input, if it is an nn.Linear."""
@@ -50,7 +50,7 @@ class FoundSum:
     node: ast.BinOp
     block: list[ast.stmt]
     position: int
-    """Of its statement in the block."""
+    """Position of its statement in the block."""
     target: str
     """The name that the sum itself is assigned to; empty where it is part of a larger expression."""
     operands: tuple[list[Operand], list[Operand]]

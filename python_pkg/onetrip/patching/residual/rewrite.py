@@ -96,7 +96,7 @@ class Rewriting(ast.NodeTransformer):
         return ast.parse(f"{self.own}.{path}", mode="eval").body
 
     def probability(self, p: ast.expr | None, training: ast.expr | None) -> ast.expr:
-        """Of a functional dropout; 0 where there is none."""
+        """Probability of a functional dropout: p in training, else 0; 0 where there is none."""
         if p is None or training is None:
             return ast.Constant(0.0)
         return ast.IfExp(self.copies[id(training)], self.copies[id(p)], ast.Constant(0.0))
