@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from ..reference import row_norm as reference
 from ..reference.philox import Rng
 from ..reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, Dtypes, Operands, OperandTuple, Outputs, RowNormPlan
-from .common.backends import KERNEL_DTYPES, choose
+from .common.backends import HALF, KERNEL_DTYPES, choose
 from .common.checks import (
     check_eps,
     check_like,
@@ -38,8 +38,6 @@ from .common.rng import check_rng, eager_rng, traced_rng
 from .common.tracing import is_jit_tracing, is_recorded, is_traced, reject_onnx_export
 from .row_norm_autograd import apply, forward
 from .row_norm_native import cuda_dtypes, decode, dtypes_of, eager_call
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def layer_norm(
@@ -260,9 +258,9 @@ def _make_plan(
     if norm == NORM_RMS and weight is not None and cast_before_weight:
         n = z
         if cast_before_weight == "weight":
-            n = weight if weight in _HALF else torch.promote_types(z, torch.float32)
+            n = weight if weight in HALF else torch.promote_types(z, torch.float32)
         y = torch.promote_types(n, weight)
-    elif autocast_to_float32 and z in _HALF:
+    elif autocast_to_float32 and z in HALF:
         y = torch.float32
     return RowNormPlan(
         norm=norm,

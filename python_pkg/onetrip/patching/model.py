@@ -66,9 +66,9 @@ def patch_model(
     patterns: names; None for onetrip.patching.PATTERNS, which are all but linear_cross_entropy: with that a model in
         training returns logits that are computed only when they are used (docs/patching.md).
     exclude: names of modules, with all that is in them, or glob patterns.
-    attention: None patches eager attention, and replaces SDPA where it is slower: on a CPU with dropout, and for
-        bfloat16 where the CPU multiplies it. True replaces SDPA in every call that can be fused. False patches no
-        attention.
+    attention: None patches eager attention, and replaces SDPA where it is slower: on a CPU with dropout, and in
+        training with bfloat16 where the CPU multiplies it (docs/patching.md). True replaces SDPA in every call that
+        can be fused. False patches no attention.
     verify: compare outputs and every gradient with the original before keeping a site (dropout on and off).
     strict: raise RuntimeError if nothing is patched. Raises TypeError or ValueError for wrong arguments.
     copy.deepcopy of a patched model is patched. pickle and torch.save keep the original classes.

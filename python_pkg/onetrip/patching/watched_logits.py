@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import ops
-from ..ops.common.backends import KERNEL_DTYPES, choose
+from ..ops.common.backends import HALF, KERNEL_DTYPES, choose
 from . import calls
 
 PATTERN = "cross_entropy"
@@ -43,7 +43,6 @@ _METADATA = frozenset(
 )
 """Functions that give the same for the values in float32: they make no copy."""
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -153,7 +152,7 @@ class WatchedLogits(Tensor):
         if to_float32 or (func is Tensor.float and not arguments):
             if self._float32 is not None:
                 return self
-            return self.of(self._rows, _Float32(self._rows)) if self._rows.dtype in _HALF else None
+            return self.of(self._rows, _Float32(self._rows)) if self._rows.dtype in HALF else None
         names_dtype = (torch.dtype, Tensor) if func is Tensor.to else torch.dtype
         if func not in _VIEWS or any(isinstance(value, names_dtype) for value in arguments):
             return None

@@ -14,6 +14,7 @@ from onetrip.patching.attention.interface import SDPA
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
+ALL_ATTENTION_FUNCTIONS = getattr(transformers, "AttentionInterface", dict)()
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "AttentionMaskInterface"), reason="before 4.53 masks were every model's own"
 )
@@ -77,26 +78,68 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
 
 
-def fused(model: nn.Module, n_tokens: int, batch: int = 4, **options: Tensor) -> int:
+def fused(model: nn.Module, n_tokens: int, batch: int = 4, backward: bool = True, **options: Tensor) -> int:
     """Attention modules that took SDPA's place in a forward and backward of that many tokens."""
     report = patch_model(model)
     before = {name: calls[0] for name, calls in report.calls().items()}
     ids = torch.arange(batch * n_tokens).view(batch, n_tokens) % 99
-    model(ids, **options).logits.sum().backward()
+    loss = model(ids, **options).logits.sum()
+    if backward:
+        loss.backward()
     names = {site.name for site in report.patched if site.pattern == PATTERN}
     return sum(calls[0] - before[name] for name, calls in report.calls().items() if name in names)
 
 
+class ByKeyword(nn.Module):
+    """Asks the interface as a third of transformers' models do; SDPA's names are a part of what it is called with."""
+
+    is_causal = False
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.config = transformers.LlamaConfig(attn_implementation="sdpa")
+        self.dropout = dropout
+        self.projection = nn.Linear(32, 32)
+
+    def forward(self, x, mask):  # type: ignore[no-untyped-def]
+        heads = self.projection(x).view(*x.shape[:2], 4, 8).transpose(1, 2)
+        function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        dropout = self.dropout if self.training else 0.0
+        output, _ = function(
+            self, query=heads, key=heads, value=heads, attention_mask=mask, dropout=dropout, scaling=0.3
+        )
+        return output.flatten(2)
+
+
 @pytest.mark.usefixtures("bfloat16_products")
-def test_bfloat16_on_a_cpu_takes_the_place_of_sdpa_where_it_is_faster(llama: nn.Module) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "dropout"), [(torch.float32, 0.5), (torch.bfloat16, 0.0), (torch.bfloat16, 0.5)], ids=str
+)
+def test_arguments_by_keyword(dtype: torch.dtype, dropout: float) -> None:
+    module = ByKeyword(dropout).to(dtype)
+    x = torch.randn(2, 128, 32, dtype=dtype)
+    mask = torch.rand(2, 1, 128, 128) > 0.2
+    expected = module.eval()(x, mask)
+    report = patch_model(module, patterns=[PATTERN])
+    torch.testing.assert_close(module(x, mask), expected, rtol=1e-2, atol=2e-3 if dtype == torch.bfloat16 else 1e-5)
+    module.train()(x, mask).float().sum().backward()
+    assert list(report.calls().values()) == [(1 + (dtype == torch.bfloat16), 0)]
+
+
+@pytest.mark.usefixtures("bfloat16_products")
+def test_training_in_bfloat16_on_a_cpu_takes_the_place_of_sdpa_where_it_is_faster(llama: nn.Module) -> None:
     assert all("bfloat16 on a CPU" in detail for detail in attentions(llama)) and len(attentions(llama)) == 2
     assert fused(llama, n_tokens=128) == 2
     assert fused(llama, n_tokens=16) == 0  # calls cost more than the work
     assert fused(llama, n_tokens=64, batch=1) == 0  # too few scores
-    assert fused(llama, n_tokens=640, batch=1) == 0  # SDPA skips what causality hides
-    mask = torch.ones(1, 640, dtype=torch.int64)
+    assert fused(llama, n_tokens=640, batch=1) == 0
+    mask = torch.ones(4, 128, dtype=torch.int64)
     mask[:, :3] = 0
-    assert fused(llama, n_tokens=640, batch=1, attention_mask=mask) == 2  # and not with a mask
+    assert fused(llama, n_tokens=128, attention_mask=mask) == 2
+    with torch.no_grad():
+        assert fused(llama, n_tokens=128, backward=False) == 0  # forward alone is no faster
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert fused(llama, n_tokens=128) == 0
     compiled = torch.compile(llama, backend="eager")
     assert fused(llama, n_tokens=128) == 2
     compiled(torch.zeros(4, 128, dtype=torch.int64)).logits.sum().backward()
@@ -104,6 +147,8 @@ def test_bfloat16_on_a_cpu_takes_the_place_of_sdpa_where_it_is_faster(llama: nn.
 
 @pytest.mark.usefixtures("bfloat16_products")
 def test_bfloat16_gives_what_sdpa_gives_and_keeps_no_more(llama: nn.Module) -> None:
+    for layer in llama.model.layers:  # trained models have scores that rounding to bfloat16 would harm
+        layer.self_attn.q_proj.weight.data *= 1000.0
     ids = torch.arange(4 * 96).view(4, 96) % 99
     mask = torch.ones_like(ids)
     mask[1, 60:] = 0

@@ -30,8 +30,7 @@ from .heads import (
     gradients,
     saturated_mask,
 )
-from .recomputed import Recomputed
-from .recomputed import attend as attend_without_weights
+from .recomputed import Recomputed, attend_in_cache
 
 
 def attention(
@@ -60,15 +59,17 @@ def attention(
     softcap: scores become softcap * tanh(scores / softcap). position_bias: added like a mask, of its own gradient.
     sinks: one more column of scores, broadcastable to (batch, heads, Q, 1); its weights are dropped. softcap excludes
     position_bias and sinks. causal, dropout_p, rng: as softmax's.
-    need_weights: without them weights is None, and on a CPU, where nothing else stands between scores and output than
-    their scale and a mask that needs no gradient, no weights are kept for backward (recomputed.py).
+    need_weights: False returns None in their place. On a CPU, with nothing but scale, causal and a mask that needs no
+    gradient, they are not kept for backward then, and scores of half types are as accurate as float32 (recomputed.py).
 
     Under autocast query, key and value are cast to its dtype, and so are both results.
-    Deterministic for a given rng. Saves query, key, value and, but for need_weights, one tensor of the size of weights
-    for backward; with softcap, backward computes the scores again. Gradients cannot be differentiated again.
+    Deterministic for a given rng. Saves query, key, value and, except as need_weights says, one tensor of the size of
+    weights for backward; with softcap, backward computes the scores again. Gradients cannot be differentiated again.
+    Raises ValueError or TypeError for wrong arguments.
     """
     if softcap is not None and (position_bias is not None or sinks is not None):
         raise ValueError("attention: softcap must be None with position_bias or sinks, got both")
+    _check(query, key, value, mask, position_bias, sinks)
     device = query.device
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
@@ -79,24 +80,27 @@ def attention(
     as_on = watched_as() if traced else device.type
     if as_on is None or is_transformed():
         operands = Operands(query, key, value, mask, position_bias, sinks)
-        return _composed(operands, scale, softcap, causal, dropout_p, rng)
+        output, weights = _composed(operands, scale, softcap, causal, dropout_p, rng)
+        return output, weights if need_weights else None
 
     if sinks is not None:
         mask = _beside_sinks(mask, key.shape[2])
     operands = Operands(query, key, value, mask, position_bias, sinks)
     needs_grad = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in operands)
     # The softmax multiplies by the scale for nothing; but biases and sinks must not be multiplied.
-    in_softmax = softcap if softcap is not None else scale if position_bias is None and sinks is None else 1.0
+    is_scaled_there = softcap is None and position_bias is None and sinks is None
+    in_softmax = scale if is_scaled_there else 1.0 if softcap is None else softcap
     plan = Plan(
         SoftmaxPlan(float(in_softmax), causal, float(dropout_p), store_p=needs_grad and dropout_p > 0.0),
-        alpha=float(scale if in_softmax == 1.0 else scale / in_softmax),
+        alpha=1.0 if is_scaled_there else float(scale / in_softmax),
         has_softcap=softcap is not None,
         backend=DISPATCHER if traced else choose("attention", device, query.dtype in KERNEL_DTYPES),
         on_cpu=as_on == "cpu",
     )
     if not need_weights and plan.on_cpu and not traced and _is_plain(operands, plan):
-        call = query, key, value, None if mask is None else saturated_mask(kernel_mask(query, mask), query), plan
-        return (Recomputed.apply if needs_grad else attend_without_weights)(*call), None
+        added = None if mask is None else saturated_mask(kernel_mask(query, mask), query)
+        compute = Recomputed.apply if needs_grad else attend_in_cache
+        return compute(query, key, value, added, plan), None
     used_rng = traced_rng(rng, dropout_p, device) if traced else eager_rng(rng, dropout_p, device)
     if needs_grad:
         output, weights = _Attention.apply(*operands, used_rng, plan)
@@ -109,9 +113,40 @@ def attention(
 
 def _is_plain(operands: Operands, plan: Plan) -> bool:
     """Whether Recomputed computes it."""
-    mask, *others = operands[3:]
+    _, _, _, mask, position_bias, sinks = operands
     learns = mask is not None and mask.requires_grad
-    return not learns and others == [None, None] and not plan.has_softcap and plan.softmax.dropout_p == 0.0
+    is_bare = position_bias is None and sinks is None and not plan.has_softcap
+    return is_bare and not learns and plan.softmax.dropout_p == 0.0
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, position_bias: Tensor | None, sinks: Tensor | None
+) -> None:
+    """Raises ValueError or TypeError where kernels would read beyond a tensor, or none is there."""
+    shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+    fit = all(len(shape) == 4 for shape in shapes) and shapes[1][:3] == shapes[2][:3]
+    if not fit or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
+        raise ValueError(
+            "attention: query, key and value must be (batch, heads, Q, width), (batch, key heads, K, width) and "
+            f"(batch, key heads, K, any width), got {', '.join(map(str, shapes))}"
+        )
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ValueError(f"attention: heads must be a multiple of key heads, got {query.shape[1]} and {key.shape[1]}")
+    weights = *query.shape[:3], key.shape[2]
+    for name, added, shape in (
+        ("mask", mask, weights),
+        ("position_bias", position_bias, weights),
+        ("sinks", sinks, (*weights[:3], 1)),
+    ):
+        if added is None:
+            continue
+        may_be_bool = name == "mask"
+        if not added.is_floating_point() and not (may_be_bool and added.dtype == torch.bool):
+            or_bool = " or bool" if may_be_bool else ""
+            raise TypeError(f"attention: {name} must be a floating tensor{or_bool}, got {added.dtype}")
+        sizes = zip(added.shape[::-1], shape[::-1], strict=False)
+        if added.dim() > 4 or any(size not in (1, whole) for size, whole in sizes):
+            raise ValueError(f"attention: {name} must broadcast to {shape}, got {tuple(added.shape)}")
 
 
 def _composed(

@@ -73,11 +73,12 @@ _CUT_BYTES = 4 << 20
 
 Cut = tuple[slice, slice]
 """Batches and key heads."""
-_EVERYTHING: Cut = (slice(None), slice(None))
+EVERYTHING: Cut = (slice(None), slice(None))
 
 
 def cuts_of(query: Tensor, key: Tensor, n_cols: int, bytes_a_thread: int) -> list[Cut]:
-    """Batches and key heads whose scores, [query heads, queries, n_cols], have bytes_a_thread for each thread.
+    """Batches and key heads whose scores, [query heads, queries, n_cols], have bytes_a_thread for each thread; at least
+    one key head.
 
     Products share heads out among threads: a cut that is not everything has as many for each, where it can."""
     batch, n_heads, n_queries, _ = query.shape
@@ -85,18 +86,24 @@ def cuts_of(query: Tensor, key: Tensor, n_cols: int, bytes_a_thread: int) -> lis
     bytes_of_one = query.element_size() * (n_heads // n_key_heads) * n_queries * n_cols
     at_once = max(1, bytes_a_thread * n_threads // max(bytes_of_one, 1))
     if at_once >= batch * n_key_heads:
-        return [_EVERYTHING]
+        return [EVERYTHING]
     if at_once >= n_key_heads:
-        step = at_once // n_key_heads
+        step = _even_step(batch, at_once // n_key_heads)
         return [(slice(i, i + step), slice(None)) for i in range(0, batch, step)]
-    step = ceil(n_key_heads / ceil(n_key_heads / at_once))
-    step = min(at_once, ceil(step / n_threads) * n_threads)
+    if at_once > n_threads:
+        at_once -= at_once % n_threads
+    step = min(at_once, ceil(_even_step(n_key_heads, at_once) / n_threads) * n_threads)
     return [(slice(i, i + 1), slice(j, j + step)) for i in range(batch) for j in range(0, n_key_heads, step)]
+
+
+def _even_step(n: int, most: int) -> int:
+    """The step of the fewest, most even steps through n that are no longer than `most`."""
+    return ceil(n / ceil(n / most))
 
 
 def _cuts(query: Tensor, key: Tensor, n_cols: int, on_cpu: bool) -> list[Cut]:
     """Elsewhere than on a CPU launches cost more than temporaries."""
-    return cuts_of(query, key, n_cols, _CUT_BYTES) if on_cpu else [_EVERYTHING]
+    return cuts_of(query, key, n_cols, _CUT_BYTES) if on_cpu else [EVERYTHING]
 
 
 def of_heads(cut: Cut, n_repeats: int) -> Cut:
@@ -183,14 +190,14 @@ class Gradients(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients are."""
+    """Which gradients are wanted; of what was added to the scores by its shape, or None."""
 
     query: bool
     key: bool
     value: bool
     sinks: bool
     bias_shape: tuple[int, ...] | None
-    """Shape of what was added to the scores, sinks' column included."""
+    """Sinks' column included."""
 
 
 def gradients(operands: BackwardOperands, wants: Wanted, plan: Plan) -> Gradients:
@@ -202,7 +209,7 @@ def gradients(operands: BackwardOperands, wants: Wanted, plan: Plan) -> Gradient
     if not writes:
         plan = plan._replace(backend="reference")
     # A bias's gradient sums over batches and heads.
-    cuts = _cuts(query, key, p.shape[-1], plan.on_cpu) if writes and wants.bias_shape is None else [_EVERYTHING]
+    cuts = _cuts(query, key, p.shape[-1], plan.on_cpu) if writes and wants.bias_shape is None else [EVERYTHING]
     if len(cuts) == 1:
         return gradients_of_cut(operands, None, wants, plan)
     n_repeats = query.shape[1] // key.shape[1]
@@ -233,6 +240,7 @@ def gradients_of_cut(operands: BackwardOperands, buffer: Tensor | None, wants: W
     k, v = key.flatten(0, 1), value.flatten(0, 1)
     dvalue = None
     dy = dweights
+    wants_scores = wants.query or wants.key or wants.sinks
     if doutput is not None:
         do = folded(doutput, n_key_heads)
         if wants.value:
@@ -246,10 +254,11 @@ def gradients_of_cut(operands: BackwardOperands, buffer: Tensor | None, wants: W
                 value.shape
             )
             del weights
-        dy = _gradient_of_weights(do, v, p.shape, dweights, buffer)
+        if wants_scores or wants.bias_shape is not None:
+            dy = _gradient_of_weights(do, v, p.shape, dweights, buffer)
     del buffer
-    assert dy is not None
-    wants_scores = wants.query or wants.key or wants.sinks
+    if dy is None or not (wants_scores or wants.bias_shape is not None):
+        return Gradients(None, None, dvalue, None, None)
     ds, dbias = backward(
         plan.backend,
         dy,

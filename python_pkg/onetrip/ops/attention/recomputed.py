@@ -1,20 +1,25 @@
 """Attention on a CPU that keeps no scores: a few heads at a time, so that their scores stay in the cache.
 
-Forward and backward go through cuts of heads whose scores fit in a second-level cache. Backward computes the
-probabilities of a cut again from query and key (Dao et al. 2022, section 3.1, without tiles of keys). Moves query, key,
-value and output once, and their gradients once; saves query, key, value and mask.
+Forward and backward go through cuts of heads whose scores fit in a second-level cache, or have one key head. Backward
+computes the probabilities of a cut again from query and key (Dao et al. 2022, section 3.1, without tiles of keys).
+Saves query, key, value and mask.
+
+torch's products of half types round their results to these types: of scores, that would cost accuracy that SDPA has.
+A second product gives what the rounding took, and the softmax adds both in float32.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..common.backends import HALF
 from ..common.tracing import have_storage, refuse_double_backward
 from ..softmax_autograd import forward as softmax
 from .heads import (
+    EVERYTHING,
     BackwardOperands,
     Cut,
     Gradients,
@@ -27,20 +32,18 @@ from .heads import (
     write_scores,
 )
 
-_CUT_BYTES = 1 << 20
-"""Scores that are worked on at a time, a thread: a second-level cache (2 x 12 heads of 384 queries in bfloat16, Zen 4:
-forward and backward take 11.9 ms with 1 MiB, 16.4 with 256 KiB; 32 heads of 512: 26 ms, with 4 MiB 34)."""
-_EVERYTHING: Cut = (slice(None), slice(None))
+_CACHE_BYTES = 1 << 20
+"""Scores that are worked on at a time, a thread."""
 
 
 class Recomputed(torch.autograd.Function):
-    """output of (query, key, value, mask, plan), as attention.attention has it, without dropout."""
+    """attention.attention's output for (query, key, value, mask, plan), without dropout."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: Plan) -> Tensor:
         ctx.save_for_backward(query, key, value, mask)
         ctx.plan = plan
-        return attend(query, key, value, mask, plan)
+        return attend_in_cache(query, key, value, mask, plan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -53,16 +56,33 @@ class Recomputed(torch.autograd.Function):
         return found.query, found.key, found.value, None, None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: Plan) -> Tensor:
+class _Buffers(NamedTuple):
+    """Memory that the cuts share, for the batches and heads of the largest one."""
+
+    scores: Tensor
+    rest: Tensor
+    """What rounding took from scores of half types; in backward then the gradient of the probabilities."""
+
+    def of(self, query: Tensor) -> _Buffers:
+        batch, n_heads = query.shape[:2]
+        return _Buffers(self.scores[:batch, :n_heads], self.rest[:batch, :n_heads])
+
+
+def _buffers(query: Tensor, key: Tensor) -> _Buffers:
+    shape = *query.shape[:3], key.shape[2]
+    return _Buffers(query.new_empty(shape), query.new_empty(shape))
+
+
+def attend_in_cache(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: Plan) -> Tensor:
     """The output, laid out (batch, queries, heads, width) as models read it next."""
     batch, n_heads, n_queries, _ = query.shape
     n_repeats = n_heads // key.shape[1]
     output = query.new_empty(batch, n_queries, n_heads, value.shape[3]).transpose(1, 2)
-    cuts = cuts_of(query, key, key.shape[2], _CUT_BYTES)
-    buffer = _scores_buffer(query[of_heads(cuts[0], n_repeats)], key)
+    cuts = cuts_of(query, key, key.shape[2], _CACHE_BYTES)
+    buffers = _buffers(query[of_heads(cuts[0], n_repeats)], key)
     for cut in cuts:
         heads, values = of_heads(cut, n_repeats), value[cut]
-        p = _probabilities(query[heads], key[cut], _of_cut(mask, heads), buffer, plan)
+        p = _probabilities(query[heads], key[cut], _of_cut(mask, heads), buffers, plan)
         rows = torch.bmm(folded(p, values.shape[1]), values.flatten(0, 1))
         output[heads] = rows.view(*p.shape[:3], value.shape[3])
     return output
@@ -72,8 +92,12 @@ def _gradients(
     doutput: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, wants: Wanted, plan: Plan
 ) -> Gradients:
     n_repeats = query.shape[1] // key.shape[1]
-    if not have_storage(doutput):
-        p = _probabilities(query, key, mask, _scores_buffer(query, key), plan)
+    # Batched gradients (is_grads_batched, vectorised jacobians) have no storage that a kernel could read.
+    is_batched = not have_storage(doutput)
+    cuts = [EVERYTHING] if is_batched else cuts_of(query, key, key.shape[2], _CACHE_BYTES)
+    buffers = _buffers(query[of_heads(cuts[0], n_repeats)], key)
+    if is_batched:
+        p = _probabilities(query, key, mask, buffers, plan)
         operands = BackwardOperands(doutput, None, query, key, value, p)
         return gradients_of_cut(operands, None, wants, plan._replace(backend="reference"))
     found = Gradients(
@@ -83,31 +107,37 @@ def _gradients(
         sinks=None,
         bias=None,
     )
-    cuts = cuts_of(query, key, key.shape[2], _CUT_BYTES)
-    p_buffer, buffer = (_scores_buffer(query[of_heads(cuts[0], n_repeats)], key) for _ in range(2))
     for cut in cuts:
         heads = of_heads(cut, n_repeats)
-        q, k, v, do = (  # each is read by two products
+        q, k, v, do = (  # each is read by several products
             each[place].contiguous() for each, place in ((query, heads), (key, cut), (value, cut), (doutput, heads))
         )
-        p = _probabilities(q, k, _of_cut(mask, heads), p_buffer, plan)
-        operands = BackwardOperands(do, None, q, k, v, p)
-        pieces = gradients_of_cut(operands, buffer[: p.shape[0], : p.shape[1]], wants, plan)
+        p = _probabilities(q, k, _of_cut(mask, heads), buffers, plan)
+        pieces = gradients_of_cut(BackwardOperands(do, None, q, k, v, p), buffers.of(q).rest, wants, plan)
         for whole, place, piece in zip(found, (heads, cut, cut), pieces, strict=False):
             if whole is not None and piece is not None:
                 whole[place] = piece
     return found
 
 
-def _scores_buffer(query: Tensor, key: Tensor) -> Tensor:
-    return query.new_empty(*query.shape[:3], key.shape[2])
-
-
-def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, buffer: Tensor, plan: Plan) -> Tensor:
-    """The probabilities of one cut, in buffer, which may have more batches and heads."""
-    scores = buffer[: query.shape[0], : query.shape[1]]
+def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, buffers: _Buffers, plan: Plan) -> Tensor:
+    """The probabilities of one cut, in buffers.scores."""
+    scores, rest = buffers.of(query)
     write_scores(scores, query, key, None, None, plan)
+    if query.dtype in HALF:
+        scale, n_key_heads = plan.softmax.scale, key.shape[1]
+        q, k, rounded = folded(query, n_key_heads), key.flatten(0, 1), folded(scores, n_key_heads)
+        torch.baddbmm(rounded, q, k.transpose(1, 2), beta=-scale, alpha=scale, out=folded(rest, n_key_heads))
+        mask = rest if mask is None else _masked(rest, mask)
     return softmax(plan.backend, scores, mask, None, plan.softmax, may_overwrite=True)[0]
+
+
+def _masked(rest: Tensor, mask: Tensor) -> Tensor:
+    """rest + mask, in float32 where the mask has more to add than 0 and -inf; rest may be written over. (A NaN that a
+    bool mask hides stays NaN then, as in SDPA.)"""
+    if mask.dtype == torch.bool:
+        return rest.add_(torch.zeros_like(mask, dtype=rest.dtype).masked_fill_(~mask, -torch.inf))
+    return rest + mask.float()
 
 
 def _of_cut(mask: Tensor | None, heads: Cut) -> Tensor | None:

@@ -22,7 +22,8 @@ import torch
 BACKENDS = ("cpu", "cuda", "triton", "reference")
 """Every backend, in the order in which `auto` prefers them."""
 
-KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+HALF = frozenset({torch.float16, torch.bfloat16})
+KERNEL_DTYPES = HALF | {torch.float32}
 """Dtypes that kernels compute with. Everything else (float64) goes through reference."""
 
 FAMILIES = {

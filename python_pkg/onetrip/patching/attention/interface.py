@@ -71,45 +71,53 @@ SDPA_IN_USE = Unsuitable(
     "compares both)",
 )
 
-_LEAST_SCORES, _LEAST_QUERIES = 1 << 16, 64
-_MOST_KEYS, _MOST_KEYS_CAUSAL = 2048, 512
-"""Where products of bfloat16 beat SDPA, forward and backward (2 threads, Zen 4): 12 heads of 64 tokens 2.1x, of 384
-1.6x, of 1,024 1.3x, 4 heads of 2,048 1.3x. SDPA skips what causality hides: 512 tokens 1.7x, 1,024 1.0x, 2,048 0.9x.
-12 heads of 32 tokens: 0.8x. With tiles (AMX) nothing was measured, and SDPA stays."""
+_LEAST_SCORES, _LEAST_QUERIES, _MOST_KEYS = 1 << 16, 64, 512
+_MOST_BYTES = 8 << 20
+"""Where training in bfloat16 is faster than with SDPA, forward and backward (2 threads, Zen 4, heads of 64 columns): 12
+heads of 64 tokens 1.0x, of 128 1.4x, of 512 with causality 1.3x; 2 x 12 of 384 1.2x, masked 1.1x. 12 heads of 1,024
+tokens: 1.1x, masked 0.9x. 12 of 32: 0.7x. Forward alone 1.0x: without gradients SDPA stays. With tiles (AMX) nothing
+was measured, and it stays, too. _MOST_BYTES: of scores of the heads that share a key head, worked on at once."""
 
 
 def by_rule(original: Callable[..., Any], fused: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function that calls fused on a CPU where SDPA is slower: with dropout, and for bfloat16.
+    """An attention function that calls fused on a CPU where SDPA is slower: with dropout, and training in bfloat16.
 
     With dropout SDPA is composed of unfused operators there; its kernel for bfloat16 multiplies in float32
     (docs/benchmarks.md, attention). Elsewhere it stays.
     """
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        **kwargs: Any,
     ) -> Any:
+        given = query, key, value, attention_mask
         on_cpu = (watched_as() or query.device.type) == "cpu"
-        is_replaced = on_cpu and (kwargs.get("dropout") or _is_slow(module, query, key, value, mask, kwargs))
-        return (fused if is_replaced else original)(module, query, key, value, mask, *args, **kwargs)
+        is_replaced = on_cpu and (dropout or (kwargs.get("position_bias") is None and _trains_slowly(*given)))
+        return (fused if is_replaced else original)(module, *given, dropout=dropout, **kwargs)
 
     return attention
 
 
-def _is_slow(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
-) -> bool:
+def _trains_slowly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether SDPA without dropout is slower than ops.attention, which keeps no scores either."""
     if query.dtype != torch.bfloat16 or query.dim() != 4 or is_traced(query, key, value, mask) or is_transformed():
         return False
-    if not multiplies_bfloat16_in_vectors():
+    if not multiplies_bfloat16_in_vectors() or not torch.backends.mkldnn.enabled:
         return False
-    if options.get("position_bias") is not None or (mask is not None and mask.requires_grad):
+    if not torch.is_grad_enabled() or not (query.requires_grad or key.requires_grad or value.requires_grad):
         return False
-    (batch, n_heads, n_queries, _), n_keys = query.shape, key.shape[-2]
-    causal = mask is None and (options.get("is_causal") or getattr(module, "is_causal", True))
-    if n_queries < _LEAST_QUERIES or n_keys > (_MOST_KEYS_CAUSAL if causal else _MOST_KEYS):
+    if mask is not None and mask.dtype != torch.bool:
         return False
-    return batch * n_heads * n_queries * n_keys >= _LEAST_SCORES
+    (batch, n_heads, n_queries, _), (_, n_key_heads, n_keys, _) = query.shape, key.shape
+    n_scores = n_heads * n_queries * n_keys
+    if n_queries < _LEAST_QUERIES or n_keys > _MOST_KEYS:
+        return False
+    return batch * n_scores >= _LEAST_SCORES and query.itemsize * n_scores <= _MOST_BYTES * n_key_heads
 
 
 @dataclass(frozen=True)
