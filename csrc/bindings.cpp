@@ -34,7 +34,6 @@ using onetrip::returned;
 using onetrip::state_of;
 using onetrip::state_of_function;
 using onetrip::tensor_look;
-using onetrip::types_of;
 
 // As dropout_threshold and dropout_scale of python_pkg/onetrip/reference/philox.py; nearbyint rounds half to even too.
 onetrip::Dropout dropout(double p) {
@@ -205,13 +204,15 @@ py::object row_norm_backward(int x_dtype, int residual_dtype, int bias_dtype, in
   return launcher<onetrip::row_norm_backward_cpu, onetrip::row_norm_backward_cuda>(args);
 }
 
-// launcher: of row_norm_forward. Which outputs are stored; whether z is returned with y; whether y has no gradient.
-py::object row_norm_eager(const py::object& launcher, bool stores_z, bool stores_stats, bool returns_z,
-                          bool defers_norm) {
+// launcher, backward: of row_norm_forward and row_norm_backward. Which outputs are stored; whether z is returned with
+// y; whether y has no gradient.
+py::object row_norm_eager(const py::object& launcher, const py::object& backward, bool stores_z, bool stores_stats,
+                          bool returns_z, bool defers_norm) {
   using onetrip::EagerRowNorm;
   const auto& plan = state_of_function<onetrip::RowNormForward>(launcher.ptr());
+  const auto& backward_plan = state_of_function<onetrip::RowNormBackward>(backward.ptr());
   return make_function<onetrip::call_eagerly<EagerRowNorm>>(
-      EagerRowNorm{plan, stores_z, stores_stats, returns_z, defers_norm});
+      EagerRowNorm{plan, backward_plan, stores_z, stores_stats, returns_z, defers_norm});
 }
 
 struct MaskPlan {
@@ -257,11 +258,12 @@ py::object softmax_backward(int dtype, double scale, double dropout_p, const std
   return launcher<onetrip::softmax_backward_cpu, onetrip::softmax_backward_cuda>(args);
 }
 
-// launcher: of softmax_forward.
-py::object softmax_eager(const py::object& launcher, bool causal, bool stores_p) {
+// launcher, backward: of softmax_forward and softmax_backward.
+py::object softmax_eager(const py::object& launcher, const py::object& backward, bool causal, bool stores_p) {
   using onetrip::EagerSoftmax;
   const auto& plan = state_of_function<onetrip::SoftmaxForward>(launcher.ptr());
-  return make_function<onetrip::call_eagerly<EagerSoftmax>>(EagerSoftmax{plan, causal, stores_p});
+  const auto& backward_plan = state_of_function<onetrip::SoftmaxBackward>(backward.ptr());
+  return make_function<onetrip::call_eagerly<EagerSoftmax>>(EagerSoftmax{plan, backward_plan, causal, stores_p});
 }
 
 template <typename Call>
@@ -399,9 +401,12 @@ py::tuple adam_code_maps() {
 PYBIND11_MODULE(_native, module) {
   module.doc() = "Native kernels of onetrip: tensors, sizes, strides and a stream in, error codes out.";
   module.def("row_norm_forward", &row_norm_forward, "A launcher of the forward pass, for these dtypes and numbers.");
-  module.def("row_norm_eager", &row_norm_eager, "A function of plain operands and rng, from a launcher: the result.");
+  module.def("row_norm_eager", &row_norm_eager,
+             "A function of plain operands and rng, from two launchers: the result.");
   module.def("row_norm_eager_forward", &onetrip::eager_forward<onetrip::EagerRowNorm>,
              "The forward of an autograd.Function, from the Python function for operands that are not plain.");
+  module.def("row_norm_eager_backward", &onetrip::eager_backward<onetrip::EagerRowNorm>,
+             "Its backward, from the Python function for gradients that are not plain.");
   module.def("row_norm_backward", &row_norm_backward, "A launcher of the backward pass, for these dtypes and numbers.");
   module.def("set_gpu_independent_sums", &onetrip::set_gpu_independent_sums,
              "Add up gradients of row_norm's parameters alike on every GPU.");
@@ -409,6 +414,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("softmax_forward", &softmax_forward, "A launcher of the forward pass, for this dtype, mask and numbers.");
   module.def("softmax_eager", &softmax_eager, "As row_norm_eager.");
   module.def("softmax_eager_forward", &onetrip::eager_forward<onetrip::EagerSoftmax>, "As row_norm_eager_forward.");
+  module.def("softmax_eager_backward", &onetrip::eager_backward<onetrip::EagerSoftmax>, "As row_norm_eager_backward.");
   module.def("softmax_backward", &softmax_backward,
              "A launcher of the backward pass, for this dtype, mask and numbers.");
   module.def("softmax_workspace", &softmax_workspace, "Floats of workspace that the mask's gradient needs.");
@@ -435,13 +441,9 @@ PYBIND11_MODULE(_native, module) {
   module.def("same_values", &onetrip::same_values, "Whether the values of these dicts, in order, are these objects.");
   module.def("adam_code_maps", &adam_code_maps,
              "Magnitudes and thresholds of the signed map, then of the unsigned one, as the kernels use them.");
-  module.def(
-      "use_torch",
-      [](const py::type& tensor, const py::type& parameter, const py::object& empty_like,
-         const py::object& current_stream, const py::object& raise_error, const py::tuple& dtypes) {
-        onetrip::use_torch(types_of(tensor, parameter), empty_like, current_stream, raise_error, dtypes);
-      },
-      "What eager calls use: Tensor, Parameter, torch.empty_like, the stream of a GPU's index, raise_error, 3 dtypes.");
+  module.def("use_torch", &onetrip::use_torch,
+             "What eager calls use: Tensor, Parameter, torch.is_grad_enabled, torch.empty_like, the stream of a GPU's "
+             "index, raise_error, 3 dtypes.");
   module.def("operands_reader", &operands_reader<onetrip::operands>,
              "A function of x, residual and vectors: the code of their dtypes where they fit, else -1.");
   module.def("scores_reader", &operands_reader<onetrip::scores_of_operands>,

@@ -1,14 +1,16 @@
 // Eager calls of operands that kernels can read as they are (operands.h says so): one function allocates what the
-// kernel writes, with torch's own functions, launches it, and hands autograd what backward needs. Included by
-// bindings.cpp alone.
+// kernel writes, with torch's own functions, launches it, and hands autograd what backward needs; another one does the
+// same for the gradients. Included by bindings.cpp alone.
 #pragma once
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <utility>
 
 #include "arguments.h"
 #include "dlpack.h"
 #include "launch.h"
+#include "operands.h"
 #include "tensor_look.h"
 
 namespace onetrip {
@@ -16,18 +18,25 @@ namespace {
 
 // What calls use of torch. Not deleted: Python may have ended before.
 struct Torch {
-  TensorTypes types;
-  py::object empty_like;      // torch.empty_like
-  py::object current_stream;  // of a GPU's index: its stream's address
-  py::object raise_error;     // of the function's name, a tensor and an error code; does not return
-  py::object dtypes[3];       // by DType
+  TensorReader reader;
+  py::object is_grad_enabled;  // torch.is_grad_enabled
+  py::object empty_like;       // torch.empty_like
+  py::object current_stream;   // of a GPU's index: its stream's address
+  py::object raise_error;      // of the function's name, a tensor and an error code; does not return
+  py::object dtypes[3];        // by DType
 };
 const Torch* torch = nullptr;
 
-void use_torch(const TensorTypes& types, const py::object& empty_like, const py::object& current_stream,
-               const py::object& raise_error, const py::tuple& dtypes) {
+void use_torch(const py::type& tensor, const py::type& parameter, const py::object& is_grad_enabled,
+               const py::object& empty_like, const py::object& current_stream, const py::object& raise_error,
+               const py::tuple& dtypes) {
   delete torch;
-  torch = new Torch{types, empty_like, current_stream, raise_error, {dtypes[0], dtypes[1], dtypes[2]}};
+  torch = new Torch{{types_of(tensor, parameter), tensor.attr("is_neg")},
+                    is_grad_enabled,
+                    empty_like,
+                    current_stream,
+                    raise_error,
+                    {dtypes[0], dtypes[1], dtypes[2]}};
 }
 
 py::object checked(PyObject* made) {
@@ -46,17 +55,19 @@ py::object empty_like(PyObject* x, DType given, DType dtype) {
   return checked(PyObject_Vectorcall(torch->empty_like.ptr(), values, 1, given == dtype ? nullptr : keyword_dtype()));
 }
 
-// n float32 numbers on the device of x.
-py::object floats(PyObject* x, DType given, int64_t n) {
+// n numbers on the device of x, which is of the dtype `given`.
+py::object empty_vector(PyObject* x, DType given, int64_t n, DType dtype) {
   static PyObject* const name = PyUnicode_InternFromString("new_empty");
   const py::int_ size(n);
-  PyObject* const values[] = {x, size.ptr(), torch->dtypes[static_cast<int>(DType::kFloat32)].ptr()};
-  return checked(PyObject_VectorcallMethod(name, values, 2, given == DType::kFloat32 ? nullptr : keyword_dtype()));
+  PyObject* const values[] = {x, size.ptr(), torch->dtypes[static_cast<int>(dtype)].ptr()};
+  return checked(PyObject_VectorcallMethod(name, values, 2, given == dtype ? nullptr : keyword_dtype()));
 }
+
+py::object floats(PyObject* x, DType given, int64_t n) { return empty_vector(x, given, n, DType::kFloat32); }
 
 dlpack::Tensor read_tensor(PyObject* object) {
   dlpack::Tensor tensor;
-  if (!torch->types.knows(object, &tensor)) throw py::type_error("an eager call needs tensors with memory");
+  if (!torch->reader.types.knows(object, &tensor)) throw py::type_error("an eager call needs tensors with memory");
   return tensor;
 }
 
@@ -67,14 +78,30 @@ T* address(PyObject* object) {
   return reinterpret_cast<T*>(static_cast<char*>(tensor.data) + tensor.byte_offset);
 }
 
-// Sets the call's n_rows and n_cols to those of x. Returns x.
+int64_t elements(const dlpack::Tensor& tensor) {
+  int64_t n = 1;
+  for (int i = 0; i < tensor.n_dims; ++i) n *= tensor.sizes[i];
+  return n;
+}
+
+// Sets the call's n_rows and n_cols to those of x, which is not empty. Returns x.
 template <typename Call>
 dlpack::Tensor read_rows(PyObject* object, Call& call) {
   const dlpack::Tensor x = read_tensor(object);
-  call.n_rows = 1;
-  for (int i = 0; i < x.n_dims - 1; ++i) call.n_rows *= x.sizes[i];
   call.n_cols = x.sizes[x.n_dims - 1];
+  call.n_rows = elements(x) / call.n_cols;
   return x;
+}
+
+// The address of a tensor of n_elements of this dtype that lies where `like` does, as kernels can read it; null of
+// anything else.
+template <typename T = void>
+const T* plain_address(PyObject* object, DType dtype, int64_t n_elements, const dlpack::Tensor& like) {
+  dlpack::Tensor tensor;
+  if (!torch->reader.types.knows(object, &tensor) || dtype_digit(tensor) != 1 + static_cast<int>(dtype)) return nullptr;
+  if (tensor.device_type != like.device_type || tensor.device_index != like.device_index) return nullptr;
+  if (elements(tensor) != n_elements || !is_contiguous(tensor) || is_negated(torch->reader, object)) return nullptr;
+  return reinterpret_cast<const T*>(static_cast<const char*>(tensor.data) + tensor.byte_offset);
 }
 
 // x: as `tensor` was read.
@@ -99,10 +126,45 @@ struct Done {
   py::object result, saved, non_differentiable;
 };
 
+// What backward of a Function knows: what its forward has left in ctx, and the results' gradients (None: no gradient).
+struct Given {
+  PyObject* ctx;
+  PyObject* rng;
+  PyObject* const* grads;
+  Py_ssize_t n_grads;
+  py::object* saved;  // ctx.saved_tensors once they were asked for: hooks may give them only once
+
+  PyObject* grad(Py_ssize_t i) const { return i < n_grads ? grads[i] : Py_None; }
+
+  // An attribute that ctx may not have. Null: it has not.
+  PyObject* attribute(const char* name) const {
+    const auto dict = checked(PyObject_GenericGetDict(ctx, nullptr));
+    return PyDict_GetItemString(dict.ptr(), name);
+  }
+
+  // By operand, whether its gradient is wanted.
+  template <size_t n>
+  std::array<bool, n> needs() const {
+    static PyObject* const name = PyUnicode_InternFromString("needs_input_grad");
+    const auto flags = checked(PyObject_GetAttr(ctx, name));
+    std::array<bool, n> needs;
+    for (size_t i = 0; i < n; ++i) needs[i] = PyTuple_GET_ITEM(flags.ptr(), i) == Py_True;
+    return needs;
+  }
+
+  // The tensors that forward saved, in a tuple.
+  PyObject* const* saved_tensors() const {
+    static PyObject* const name = PyUnicode_InternFromString("saved_tensors");
+    *saved = checked(PyObject_GetAttr(ctx, name));
+    return PySequence_Fast_ITEMS(saved->ptr());
+  }
+};
+
 // As python_pkg/onetrip/ops/row_norm_native.py's forward. Statistics take one tensor: where z is centred, rstd follows
 // it; else rstd follows mean. Its place is None then.
 struct EagerRowNorm {
   RowNormForward plan;
+  RowNormBackward backward_plan;  // with the dtypes of all operands
   bool stores_z, stores_stats, returns_z, defers_norm;
   static constexpr Py_ssize_t kOperands = 5;
 
@@ -147,11 +209,94 @@ struct EagerRowNorm {
     if (defers_norm) done.non_differentiable = py::make_tuple(y);
     return done;
   }
+
+  // As row_norm_autograd.py's input_gradients and backward: the operands' gradients, and None for the call. Null where
+  // Python must look at the gradients, or at who shares them.
+  py::object backward(const Given& given) const {
+    const bool has_norm = plan.norm != Norm::kNone;
+    PyObject* const dy = has_norm ? given.grad(0) : Py_None;
+    PyObject* const dz = given.grad(has_norm ? 1 : 0);
+    const bool has_dy = dy != Py_None;
+    PyObject* const like = has_dy ? dy : dz;
+    dlpack::Tensor shape;
+    if (defers_norm || !torch->reader.types.knows(like, &shape) || given.attribute("give_residual")) return {};
+    RowNormBackward call = backward_plan;
+    read_rows(like, call);
+    const int64_t n_rows = call.n_rows, n_cols = call.n_cols, n = n_rows * n_cols;
+    call.dy_row_stride = call.dz_row_stride = call.z_row_stride = n_cols;
+    if (has_dy && !(call.dy = plain_address(dy, call.y_dtype, n, shape))) return {};
+    if (dz != Py_None && !(call.dz = plain_address(dz, call.z_dtype, n, shape))) return {};
+    auto [needs_x, needs_residual, needs_bias, needs_weight, needs_norm_bias] = given.needs<kOperands>();
+
+    // The gradient of z is the residual's too, and x's without dropout. Where y has none it is dz.
+    const bool has_dropout = call.dropout.threshold != 0;
+    py::object dx, dresidual, dbias, dweight, dnorm_bias;
+    if (!has_dy) {
+      if ((needs_x && call.x_dtype != call.z_dtype) || (needs_residual && call.residual_dtype != call.z_dtype))
+        return {};
+      if (needs_x && !has_dropout) dx = py::reinterpret_borrow<py::object>(dz);
+      if (needs_residual) dresidual = py::reinterpret_borrow<py::object>(dz);
+      needs_weight = needs_norm_bias = false;
+    } else if (!read_saved(given.saved_tensors(), shape, call)) {
+      return {};
+    }
+    const bool shares = has_dy && !has_dropout && needs_x && needs_residual && call.x_dtype == call.residual_dtype;
+    const bool computes_x = needs_x && !dx, computes_residual = needs_residual && !dresidual && !shares;
+    if (!computes_x) call.x_dtype = call.z_dtype;
+    if (!computes_residual) call.residual_dtype = call.z_dtype;
+    const DType dtype = has_dy ? call.y_dtype : call.z_dtype;
+    if (computes_x) call.dx = address((dx = empty_like(like, dtype, call.x_dtype)).ptr());
+    if (computes_residual) call.dresidual = address((dresidual = empty_like(like, dtype, call.residual_dtype)).ptr());
+    if (shares) dresidual = dx;
+    int n_sums = 0;
+    const auto sum = [&](bool is_wanted, DType of, void*& to) {
+      if (!is_wanted) return py::object();
+      ++n_sums;
+      py::object made = empty_vector(like, dtype, n_cols, of);
+      to = address(made.ptr());
+      return made;
+    };
+    dbias = sum(needs_bias, call.bias_dtype, call.dbias);
+    dweight = sum(needs_weight, call.weight_dtype, call.dweight);
+    dnorm_bias = sum(needs_norm_bias, call.norm_bias_dtype, call.dnorm_bias);
+    if (computes_x || computes_residual || n_sums) {
+      const int64_t n_floats = shape.device_type == dlpack::kCpu
+                                   ? row_norm_workspace_cpu(n_rows, n_cols, n_sums)
+                                   : row_norm_workspace_cuda(shape.device_index, n_rows, n_cols, n_sums);
+      py::object workspace;
+      if (n_floats) call.workspace = address<float>((workspace = floats(like, dtype, n_floats)).ptr());
+      Arguments(&given.rng, 1).rng(call.dropout);
+      launch_on<row_norm_backward_cpu, row_norm_backward_cuda>(shape, like, "row_norm backward", call);
+    }
+    const auto or_none = [](py::object& made) { return made ? std::move(made) : py::none(); };
+    return py::make_tuple(or_none(dx), or_none(dresidual), or_none(dbias), or_none(dweight), or_none(dnorm_bias),
+                          py::none());
+  }
+
+ private:
+  // z, mean, rstd and weight as forward has saved them. False where hooks made something else of them.
+  static bool read_saved(PyObject* const* saved, const dlpack::Tensor& shape, RowNormBackward& call) {
+    PyObject *const z = saved[0], *const mean = saved[1], *const rstd = saved[2], *const weight = saved[3];
+    const int64_t n_rows = call.n_rows, n = n_rows * call.n_cols;
+    const bool follows_mean = mean != Py_None, follows_z = !follows_mean && rstd == Py_None;
+    if (!(call.z = plain_address(z, call.z_dtype, follows_z ? n + n_rows : n, shape))) return false;
+    if (follows_z) {
+      call.rstd = static_cast<const float*>(call.z) + n;
+    } else if (!follows_mean) {
+      call.rstd = plain_address<float>(rstd, DType::kFloat32, n_rows, shape);
+    } else if ((call.mean = plain_address<float>(mean, DType::kFloat32, 2 * n_rows, shape))) {
+      call.rstd = call.mean + n_rows;
+    }
+    if (!call.rstd) return false;
+    if (weight != Py_None) call.weight = plain_address(weight, call.weight_dtype, call.n_cols, shape);
+    return weight == Py_None || call.weight;
+  }
 };
 
 // As softmax_native.py's forward.
 struct EagerSoftmax {
   SoftmaxForward plan;
+  SoftmaxBackward backward_plan;  // without the mask's gradient
   bool causal, stores_p;
   static constexpr Py_ssize_t kOperands = 2;
 
@@ -175,6 +320,25 @@ struct EagerSoftmax {
     launch_on<softmax_forward_cpu, softmax_forward_cuda>(scores, operands[0], "softmax forward", call);
     if (has_backward) done.saved = py::make_tuple(p ? p : done.result);
     return done;
+  }
+
+  // As softmax_autograd.py's backward. Null where Python must look at the gradient, or the mask's is wanted.
+  py::object backward(const Given& given) const {
+    const auto [needs_scores, needs_mask] = given.needs<kOperands>();
+    PyObject* const dy = given.grad(0);
+    dlpack::Tensor shape;
+    if (!needs_scores || needs_mask || !torch->reader.types.knows(dy, &shape)) return {};
+    SoftmaxBackward call = backward_plan;
+    read_rows(dy, call);
+    const int64_t n = call.n_rows * call.n_cols;
+    call.dy_row_stride = call.p_row_stride = call.n_cols;
+    if (causal) call.n_queries = shape.sizes[shape.n_dims - 2];
+    if (!(call.dy = plain_address(dy, call.dtype, n, shape))) return {};
+    if (!(call.p = plain_address(given.saved_tensors()[0], call.dtype, n, shape))) return {};
+    py::object dscores = empty_like(dy, call.dtype, call.dtype);
+    call.dscores = address(dscores.ptr());
+    launch_on<softmax_backward_cpu, softmax_backward_cuda>(shape, dy, "softmax backward", call);
+    return py::make_tuple(std::move(dscores), py::none(), py::none());
   }
 };
 
@@ -215,9 +379,35 @@ PyObject* forward_eagerly(PyObject* otherwise, PyObject* const* values, Py_ssize
   });
 }
 
+// The backward of an autograd.Function: of ctx and the results' gradients, none of which is differentiated again. Where
+// this cannot compute: otherwise(ctx, ctx.saved_tensors or None where they were not asked for, gradients).
+template <typename Eager>
+PyObject* backward_eagerly(PyObject* otherwise, PyObject* const* values, Py_ssize_t n) {
+  return returned([&]() -> PyObject* {
+    if (n < 1) throw py::type_error("an eager backward needs ctx and gradients");
+    py::object saved = py::none();
+    Given given{values[0], Py_None, values + 1, n - 1, &saved};
+    PyObject* const call = given.attribute("call");
+    PyObject* const function = call && PyTuple_Check(call) ? PyTuple_GET_ITEM(call, 1) : Py_None;
+    if (function != Py_None && checked(PyObject_CallNoArgs(torch->is_grad_enabled.ptr())).ptr() == Py_False) {
+      given.rng = PyTuple_GET_ITEM(call, 0);
+      if (py::object found = state_of_function<Eager>(function).backward(given)) return found.release().ptr();
+    }
+    const auto grads = checked(PyTuple_New(n - 1));
+    for (Py_ssize_t i = 1; i < n; ++i) PyTuple_SET_ITEM(grads.ptr(), i - 1, Py_NewRef(values[i]));
+    PyObject* const arguments[] = {values[0], saved.ptr(), grads.ptr()};
+    return PyObject_Vectorcall(state_of<py::object>(otherwise).ptr(), arguments, 3, nullptr);
+  });
+}
+
 template <typename Eager>
 py::object eager_forward(const py::object& otherwise) {
   return make_function<forward_eagerly<Eager>>(otherwise);
+}
+
+template <typename Eager>
+py::object eager_backward(const py::object& otherwise) {
+  return make_function<backward_eagerly<Eager>>(otherwise);
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ from ..reference.row_norm import (
 )
 from . import row_norm_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
-from .common.native import EagerCall, eager_forward, matrix, vector
+from .common.native import EagerCall, eager_backward, eager_forward, matrix, vector
 from .common.operators import filled, register, register_backward, register_gradients
 from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
 from .row_norm_native import cuda_dtypes, dtypes_of, split_stats
@@ -150,25 +150,26 @@ def _forward_of_any(ctx: Any, *operands_and_call: Any) -> Any:
     return (y, z) if return_z else y if plan.norm else z
 
 
+def _backward_of_any(ctx: Any, saved: tuple[Any, ...] | None, grads: tuple[Tensor | None, ...]) -> Any:
+    refuse_double_backward("row_norm")
+    rng, _, plan, backend, dtypes, _, defers_norm = ctx.call
+    dy, dz = (grads[0], grads[1] if len(grads) > 1 else None) if plan.norm else (None, grads[0])
+    if defers_norm:
+        dy = _deferred_gradient(ctx)
+    # Without dy nothing saved is read: a z that was edited in place then raises no error.
+    saved = (None,) * 4 if dy is None else saved or ctx.saved_tensors
+    # Batched gradients (is_grads_batched, vectorised jacobians) have no storage that a kernel could read.
+    compute = partial(backward, backend if have_storage(dy, dz) else "reference")
+    operands = BackwardOperands(dy, dz, *saved)
+    wanted = _wanted(dtypes, ctx.needs_input_grad)
+    return *_shared(ctx, input_gradients(compute, operands, rng, plan, wanted), dz), None
+
+
 class _RowNorm(torch.autograd.Function):
     """The eager path. Saves z (or x, where they are the same) and one or two float32 numbers a row; never a mask."""
 
     forward = eager_forward("row_norm", _forward_of_any)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        refuse_double_backward("row_norm")
-        rng, _, plan, backend, dtypes, _, defers_norm = ctx.call
-        dy, dz = (grads[0], grads[1] if len(grads) > 1 else None) if plan.norm else (None, grads[0])
-        if defers_norm:
-            dy = _deferred_gradient(ctx)
-        # Without dy nothing saved is read: a z that was edited in place then raises no error.
-        saved = (None,) * 4 if dy is None else ctx.saved_tensors
-        # Batched gradients (is_grads_batched, vectorised jacobians) have no storage that a kernel could read.
-        compute = partial(backward, backend if have_storage(dy, dz) else "reference")
-        operands = BackwardOperands(dy, dz, *saved)
-        wanted = _wanted(dtypes, ctx.needs_input_grad)
-        return *_shared(ctx, input_gradients(compute, operands, rng, plan, wanted), dz), None
+    backward = eager_backward("row_norm", _backward_of_any)
 
 
 # Calls the C++ apply directly; skips Function.apply's Python wrapper, which looks for functorch transforms (3 of 8 us):

@@ -19,7 +19,7 @@ from ..reference.row_norm import (
     gradients_of,
     outputs_of,
 )
-from .common.backends import native
+from .common.backends import HALF, native
 from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, EagerCall, Launcher, raise_error, rows, vector, where
 
 
@@ -37,7 +37,7 @@ def cuda_dtypes(dtypes: Dtypes, z_dtype: torch.dtype) -> Dtypes:
 
     Any other mix (rare: a half residual with a float32 x, a float32 bias with halves) is cast to z's dtype first.
     """
-    if dtypes.x in (torch.float16, torch.bfloat16) and dtypes.residual == torch.float32:
+    if dtypes.x in HALF and dtypes.residual == torch.float32:
         return dtypes
     return dtypes._replace(x=z_dtype, residual=None if dtypes.residual is None else z_dtype)
 
@@ -66,9 +66,9 @@ def _backward_launcher(plan: RowNormPlan, wanted: Dtypes, weight: torch.dtype | 
 def eager_call(plan: RowNormPlan, dtypes: Dtypes, returns_z: bool, defers_norm: bool) -> EagerCall:
     """Gives y, (y, z) where z is returned, or z without a norm. As forward of a Function it saves (z or x, mean, rstd,
     weight), rstd None where it is in one tensor with another one, see split_stats. defers_norm: y has no gradient."""
-    launch = forward_launcher(plan, dtypes)
+    launchers = forward_launcher(plan, dtypes), _backward_launcher(plan, dtypes, dtypes.weight)
     call: EagerCall = native().row_norm_eager(  # type: ignore[union-attr]
-        launch, plan.store_z, plan.store_stats, returns_z, defers_norm
+        *launchers, plan.store_z, plan.store_stats, returns_z, defers_norm
     )
     return call
 

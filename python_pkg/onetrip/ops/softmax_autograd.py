@@ -18,7 +18,7 @@ from ..reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxP
 from . import softmax_native
 from .common.backends import DISPATCHER, KERNEL_DTYPES, choose, formulas
 from .common.masks import contiguous_layout, kernel_mask, mask_layout
-from .common.native import EagerCall, eager_forward, in_memory, rows
+from .common.native import EagerCall, eager_backward, eager_forward, in_memory, rows
 from .common.operators import filled, register, register_backward, register_gradients
 from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
 
@@ -123,20 +123,21 @@ def _forward_of_any(ctx: Any, scores: Tensor, mask: Tensor | None, call: Call) -
     return y
 
 
+def _backward_of_any(ctx: Any, saved: tuple[Tensor, ...] | None, grads: tuple[Any, ...]) -> Any:
+    refuse_double_backward("softmax")
+    _, _, plan, backend, mask, _ = ctx.call
+    (p,), (dy,) = saved or ctx.saved_tensors, grads
+    needs_scores, needs_mask, _ = ctx.needs_input_grad
+    shape = mask[0] if needs_mask else None
+    dscores, dmask = backward(backend if have_storage(dy) else "reference", dy, p, shape, plan, needs_scores)
+    return dscores, None if dmask is None else dmask.to(mask[1]), None
+
+
 class _Softmax(torch.autograd.Function):
     """The eager path. Saves one tensor: y, or where dropout made it another one, the probabilities."""
 
     forward = eager_forward("softmax", _forward_of_any)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        refuse_double_backward("softmax")
-        _, _, plan, backend, mask, _ = ctx.call
-        (p,), (dy,) = ctx.saved_tensors, grads
-        needs_scores, needs_mask, _ = ctx.needs_input_grad
-        shape = mask[0] if needs_mask else None
-        dscores, dmask = backward(backend if have_storage(dy) else "reference", dy, p, shape, plan, needs_scores)
-        return dscores, None if dmask is None else dmask.to(mask[1]), None
+    backward = eager_backward("softmax", _backward_of_any)
 
 
 # As row_norm_autograd.apply: without the search for functorch transforms.

@@ -45,8 +45,11 @@ def eager_call(plan: SoftmaxPlan, code: int, layout: MaskLayout | None) -> Eager
     same."""
     scores, mask = DTYPE_OF_DIGIT[code // 2 // 8], (*DTYPE_OF_DIGIT, torch.bool)[code // 2 % 8]
     assert scores is not None
-    launch = _forward_launcher(plan, scores, mask, layout or _NO_MASK)
-    call: EagerCall = native().softmax_eager(launch, plan.causal, plan.store_p)  # type: ignore[union-attr]
+    launchers = (
+        _forward_launcher(plan, scores, mask, layout or _NO_MASK),
+        _backward_launcher(plan, scores, _NO_MASK),
+    )
+    call: EagerCall = native().softmax_eager(*launchers, plan.causal, plan.store_p)  # type: ignore[union-attr]
     return call
 
 

@@ -48,7 +48,8 @@ class _Read:
         library = native()
         reader = None
         if library is not None:
-            library.use_torch(*_TYPES, torch.empty_like, current_stream, raise_error, DTYPE_OF_DIGIT[1:])
+            used = torch.is_grad_enabled, torch.empty_like, current_stream, raise_error, DTYPE_OF_DIGIT[1:]
+            library.use_torch(*_TYPES, *used)
             reader = getattr(library, f"{name}_reader")(*_TYPES)
         self.__dict__[name] = reader or _unread
         return self.__dict__[name]
@@ -65,13 +66,22 @@ def _unread(*_: object) -> int:
 def eager_forward(name: str, otherwise: Callable[..., Any]) -> Any:
     """The forward of an autograd.Function whose last argument begins with rng and an EagerCall, or None: then it is
     otherwise."""
-    library = native()
-    if library is None:
-        return staticmethod(otherwise)
-    made = getattr(library, f"{name}_eager_forward", None)
+    return staticmethod(otherwise if native() is None else _made_by_native(f"{name}_eager_forward")(otherwise))
+
+
+def eager_backward(name: str, otherwise: Callable[..., Any]) -> Any:
+    """The backward of that Function. otherwise(ctx, saved, gradients) computes what the native library does not; saved:
+    ctx.saved_tensors, or None where they were not asked for yet."""
+    if native() is None:
+        return staticmethod(lambda ctx, *gradients: otherwise(ctx, None, gradients))
+    return staticmethod(_made_by_native(f"{name}_eager_backward")(otherwise))
+
+
+def _made_by_native(name: str) -> Any:
+    made = getattr(native(), name, None)
     if made is None:
         raise ImportError("onetrip: the native library was built from older sources: install onetrip again")
-    return staticmethod(made(otherwise))
+    return made
 
 
 def in_memory(tensor: Tensor) -> Tensor:

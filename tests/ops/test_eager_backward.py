@@ -1,0 +1,139 @@
+"""Backward in one native call (csrc/eager.h) against the Python that computes what it does not: the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from onetrip import ops
+from onetrip.ops import row_norm_autograd, softmax_autograd
+from onetrip.ops.common.native import read
+from torch import Tensor
+
+SHAPE = (3, 5, 24)
+RNG = (7, 2)
+X, RESIDUAL, BIAS, WEIGHT, NORM_BIAS = range(5)
+pytestmark = pytest.mark.skipif(read.operands((torch.ones(1),)) < 0, reason="needs the native library and torch 2.10")
+
+
+def block(leaves: list[Tensor], norm: str, p: float, return_residual: bool) -> Any:
+    x, residual, bias, weight, norm_bias = leaves
+    return ops.bias_dropout_residual_norm(
+        x, residual, weight, norm_bias if norm == "layer" else None, bias=bias, norm=norm, dropout_p=p,
+        return_residual=return_residual,
+    )  # fmt: skip
+
+
+FUNCTIONS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "layer_norm": lambda leaves: ops.layer_norm(leaves[X], leaves[WEIGHT], leaves[NORM_BIAS]),
+    "layer_norm, no parameters": lambda leaves: ops.layer_norm(leaves[X]),
+    "rms_norm": lambda leaves: ops.rms_norm(leaves[X], leaves[WEIGHT], weight_offset=1.0),
+    "sum": lambda leaves: ops.bias_dropout_residual(leaves[X], leaves[RESIDUAL], leaves[BIAS]),
+    "sum, dropout": lambda leaves: ops.bias_dropout_residual(*leaves[:3], dropout_p=0.3),
+    "block": lambda leaves: block(leaves, "layer", 0.0, False),
+    "block, dropout": lambda leaves: block(leaves, "layer", 0.3, False),
+    "rms block and sum": lambda leaves: block(leaves, "rms", 0.0, True),
+    "block and sum, dropout": lambda leaves: block(leaves, "layer", 0.3, True),
+}
+DTYPES = {
+    "f32": [torch.float32] * 5,
+    "bf16": [torch.bfloat16] * 5,
+    "bf16, float32 parameters": [torch.bfloat16] * 3 + [torch.float32] * 2,
+    "bf16, float32 residual": [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16, torch.float32],
+}
+
+
+def leaves_of(dtypes: list[torch.dtype], wanted: set[int]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [SHAPE, SHAPE, SHAPE[-1:], SHAPE[-1:], SHAPE[-1:]]
+    return [
+        torch.randn(shape, generator=generator).to(dtype).requires_grad_(i in wanted)
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same values, not contiguous."""
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def gradients(outputs: Any, leaves: list[Tensor], which: str, change: Callable[[Tensor], Tensor]) -> list[Any]:
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    used = [output for output, name in zip(outputs, ("y", "z"), strict=False) if which in (name, "both")]
+    generator = torch.Generator().manual_seed(1)
+    cotangents = [change(torch.randn(SHAPE, generator=generator).to(output.dtype)) for output in used]
+    inputs = [leaf for leaf in leaves if leaf.requires_grad]
+    return list(torch.autograd.grad(used, inputs, cotangents, allow_unused=True, retain_graph=True))
+
+
+def refuse(*_: Any) -> Any:
+    raise AssertionError("Python computed the gradients")
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_row_norm_gives_what_python_gives(name: str, dtypes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whichs = ("y", "z", "both") if "and sum" in name else ("y",)
+    for which, wanted in product(whichs, ({X}, {RESIDUAL, WEIGHT}, {BIAS, NORM_BIAS}, {*range(5)})):
+        leaves = leaves_of(dtypes, wanted)
+        with monkeypatch.context() as patch:
+            patch.setattr("onetrip.ops.row_norm.eager_rng", lambda *_: RNG)
+            outputs = FUNCTIONS[name](leaves)
+        if not (outputs[0] if isinstance(outputs, tuple) else outputs).requires_grad:
+            continue
+        expected = gradients(outputs, leaves, which, strided)
+        with monkeypatch.context() as patch:
+            # Of other dtypes than z, where dz is passed on: cast by Python.
+            casts = dtypes[X] != dtypes[RESIDUAL] and (which == "z" or name.startswith("sum"))
+            if not casts:
+                patch.setattr(row_norm_autograd, "input_gradients", refuse)
+            actual = gradients(outputs, leaves, which, Tensor.contiguous)
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "scale": 0.5}, {"dropout_p": 0.3}], ids=str)
+def test_softmax_gives_what_python_gives(options: Any, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.randn(2, 5, 5, dtype=dtype, requires_grad=True)
+    cotangent = torch.randn(2, 5, 5, dtype=dtype)
+    y = ops.softmax(scores, **options)
+    (expected,) = torch.autograd.grad(y, scores, strided(cotangent), retain_graph=True)
+    monkeypatch.setattr(softmax_autograd, "backward", refuse)
+    (actual,) = torch.autograd.grad(y, scores, cotangent)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("unpacked", [strided, Tensor.clone, lambda tensor: tensor.double().float()])
+def test_hooks_are_asked_for_a_saved_tensor_once(unpacked: Callable[[Tensor], Tensor]) -> None:
+    """Non-reentrant checkpointing raises at a second time. What hooks return may have any strides."""
+    leaves = leaves_of(DTYPES["f32"], {*range(5)})
+    expected = gradients(FUNCTIONS["layer_norm"](leaves), leaves, "y", Tensor.contiguous)
+    asked: list[Tensor] = []
+
+    def unpack(tensor: Tensor) -> Tensor:
+        asked.append(tensor)
+        return unpacked(tensor) if tensor.dim() == 3 else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        y = FUNCTIONS["layer_norm"](leaves)
+    actual = gradients(y, leaves, "y", Tensor.contiguous)
+    assert len(asked) == 3  # x, the statistics, the weight
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
+
+
+@pytest.mark.parametrize("change", [strided, torch.neg, lambda t: t[..., :1].expand(SHAPE)], ids=["rows", "neg", "one"])
+def test_gradients_of_any_layout(change: Callable[[Tensor], Tensor]) -> None:
+    """Also the lazy negation of torch, whose memory has the other sign."""
+    leaves = leaves_of(DTYPES["f32"], {X, WEIGHT})
+    y = FUNCTIONS["layer_norm"](leaves)
+    given = change(torch.randn(SHAPE))
+    lazy = torch._neg_view(-given) if change is torch.neg else given
+    expected = torch.autograd.grad(y, [leaves[X], leaves[WEIGHT]], given.contiguous(), retain_graph=True)
+    actual = torch.autograd.grad(y, [leaves[X], leaves[WEIGHT]], lazy)
+    assert all(map(torch.equal, actual, expected))
