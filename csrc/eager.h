@@ -136,10 +136,12 @@ struct Given {
 
   PyObject* grad(Py_ssize_t i) const { return i < n_grads ? grads[i] : Py_None; }
 
-  // An attribute that ctx may not have. Null: it has not.
-  PyObject* attribute(const char* name) const {
+  // An attribute that ctx may not have; null: it has not.
+  py::object attribute(PyObject* name) const {
     const auto dict = checked(PyObject_GenericGetDict(ctx, nullptr));
-    return PyDict_GetItemString(dict.ptr(), name);
+    PyObject* const found = PyDict_GetItemWithError(dict.ptr(), name);
+    if (!found && PyErr_Occurred()) throw py::error_already_set();
+    return py::reinterpret_borrow<py::object>(found);
   }
 
   // By operand, whether its gradient is wanted.
@@ -219,7 +221,8 @@ struct EagerRowNorm {
     const bool has_dy = dy != Py_None;
     PyObject* const like = has_dy ? dy : dz;
     dlpack::Tensor shape;
-    if (defers_norm || !torch->reader.types.knows(like, &shape) || given.attribute("give_residual")) return {};
+    static PyObject* const give_residual = PyUnicode_InternFromString("give_residual");
+    if (defers_norm || !torch->reader.types.knows(like, &shape) || given.attribute(give_residual)) return {};
     RowNormBackward call = backward_plan;
     read_rows(like, call);
     const int64_t n_rows = call.n_rows, n_cols = call.n_cols, n = n_rows * n_cols;
@@ -379,15 +382,17 @@ PyObject* forward_eagerly(PyObject* otherwise, PyObject* const* values, Py_ssize
   });
 }
 
-// The backward of an autograd.Function: of ctx and the results' gradients, none of which is differentiated again. Where
-// this cannot compute: otherwise(ctx, ctx.saved_tensors or None where they were not asked for, gradients).
+// The backward of an autograd.Function: of ctx and the results' gradients. Where this cannot compute, and with
+// create_graph: otherwise(ctx, ctx.saved_tensors or None where they were not asked for, gradients).
 template <typename Eager>
 PyObject* backward_eagerly(PyObject* otherwise, PyObject* const* values, Py_ssize_t n) {
   return returned([&]() -> PyObject* {
     if (n < 1) throw py::type_error("an eager backward needs ctx and gradients");
     py::object saved = py::none();
     Given given{values[0], Py_None, values + 1, n - 1, &saved};
-    PyObject* const call = given.attribute("call");
+    static PyObject* const name_of_call = PyUnicode_InternFromString("call");
+    const py::object kept = given.attribute(name_of_call);
+    PyObject* const call = kept.ptr();
     PyObject* const function = call && PyTuple_Check(call) ? PyTuple_GET_ITEM(call, 1) : Py_None;
     if (function != Py_None && checked(PyObject_CallNoArgs(torch->is_grad_enabled.ptr())).ptr() == Py_False) {
       given.rng = PyTuple_GET_ITEM(call, 0);

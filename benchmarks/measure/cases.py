@@ -19,7 +19,8 @@ PASSES = ("forward", "backward", "forward_backward")
 ELEMENTS = 4096 * 1024
 """Elements of a tensor at every width of a series."""
 LARGE_ELEMENTS = 1 << 25
-"""Elements of tensors of 64 MiB and up, more than an H100's L2 cache of 50 MB holds."""
+"""Elements of tensors of 64 MiB and up. An H100's L2 cache has 50 MB; one of 96 MB and more (RTX 4090, B200) may keep
+part of them."""
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -146,8 +147,8 @@ def warm_cases(operators: Iterable[Operator], shapes: Sequence[tuple[int, int]],
 
 
 def gpu_shapes() -> list[tuple[int, int]]:
-    """(n_rows, n_cols) that are measured on a GPU only: tensors larger than its L2 cache at every width, then rows from
-    one to 32 K of widths from 64 to 64 K, small launches included."""
+    """(n_rows, n_cols) that are measured on a GPU only: LARGE_ELEMENTS at every width, then rows from one to 32 K of
+    widths from 64 to 64 K, small launches included."""
     large = [(LARGE_ELEMENTS // width, width) for width in (1 << k for k in range(8, 17))]
     grid = [(rows, width) for rows in (1, 32, 1024, 32768) for width in (64, 1024, 8192, 65536)]
     return list(dict.fromkeys([*large, *(shape for shape in grid if shape[0] * shape[1] <= 1 << 28)]))

@@ -92,7 +92,7 @@ __device__ __forceinline__ void named_barrier(int barrier, int threads) {
 // thread, once it has committed them to a group and waited until at most kPending later groups are on their way.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
-  static_assert(kBytes == 8 || kBytes == 16, "cp.async.cg knows 16 bytes alone");
+  static_assert(kBytes == 8 || kBytes == 16, "copies are of 8 bytes (cp.async.ca) or 16 (cp.async.cg)");
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const auto from = __cvta_generic_to_global(global);
   if constexpr (kBytes == 16) {

@@ -18,11 +18,11 @@
 
 namespace onetrip {
 
-// Columns a thread, in every path; and the threads of a block, or as near to it as whole groups come.
+// Columns of a chunk, in every path. All kernels of an (X, Z) pair give a thread the same columns of it, or their sums
+// would take another order (vec.cuh).
 constexpr int kBackwardColumns = kChunkColumns;
-constexpr int kBackwardThreads = 512;
+constexpr int kBackwardThreads = 512;  // of a block, or as near to it as whole groups come
 constexpr int kMaxWanted = 3;
-// Every kernel of a (X, Z) pair gives a thread the same columns, or its sums would take another order (vec.cuh).
 
 // Which rows make a partial row, how threads share them, and where the partial sums go: workspace is
 // [n_wanted][n_parts][n_cols].

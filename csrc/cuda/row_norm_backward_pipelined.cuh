@@ -96,7 +96,8 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
     const int64_t begin = part_begin(partition, blockIdx.y), rows_left = args.n_rows - begin;
     const int n_rows = static_cast<int>(rows_left < partition.rows_per_part ? rows_left : partition.rows_per_part);
 
-    // The weights: [piece][thread of the group]. This thread's own pieces: [piece][thread]. No bank conflicts.
+    // The weights: [piece][thread of the group]. This thread's own pieces: [piece][thread]. Accesses of 16 bytes have
+    // no bank conflicts; copies of 8 bytes into half pieces have two-way ones.
     ONETRIP_DYNAMIC_SHARED(uint4, weights);
     uint4* const pieces = weights + weight_pieces(args) * row_threads;
     const auto weight_piece = [&](int i) { return weights + i * row_threads + thread; };
@@ -178,7 +179,8 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
       copy_async_commit();
     };
     if constexpr (kApart) {
-      // dy and z of second halves past the row's end, which no copy reaches: they stay 0.
+      // dy and z of second halves past the row's end, which no copy reaches, stay 0: n would be computed from them.
+      // What they are in dz is neither stored nor added up.
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
         if (valid_of(k) != kHalfColumns) continue;
@@ -244,6 +246,7 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
         GradientChunk<Z, kColumns> chunk;
         read_words(chunk.z.word, piece, z_at(stage, k), kChunkPieces<Z>);
         read_words(chunk.dy.word, piece, dy_at(stage, k), kChunkPieces<X>);
+        // Of halves past the row's end g is 0 and n is -mean * rstd, which counts for nothing while it is finite.
         normalise(chunk, DTypeOf<X>::value, mean, rstd, true, kColumns, g[k], n[k]);
         if (copies) copy_dy_z(stage, k);
         if (args.dweight != nullptr) {

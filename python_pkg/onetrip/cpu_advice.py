@@ -63,9 +63,11 @@ def bfloat16_instructions(cpuinfo: str) -> list[str] | None:
 
 @functools.cache
 def multiplies_bfloat16_in_vectors() -> bool:
-    """Whether this CPU multiplies bfloat16 with AVX-512 and has no tiles for it (AMX), and oneDNN may use that."""
+    """Whether oneDNN multiplies bfloat16 with AVX-512 here, and not with tiles (AMX), where nothing was measured."""
+    if bfloat16_instructions(_read("/proc/cpuinfo")) != ["avx512_bf16"] or not torch.backends.mkldnn.is_available():
+        return False
     supports: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # False too where ONEDNN_MAX_CPU_ISA forbids it
-    return supports and bfloat16_instructions(_read("/proc/cpuinfo")) == ["avx512_bf16"]
+    return supports
 
 
 def bfloat16(cpuinfo: str) -> str:

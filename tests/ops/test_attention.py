@@ -226,14 +226,30 @@ def test_without_weights_half_types_are_as_accurate_as_sdpa(dtype: torch.dtype, 
         assert (ours.double() - truth).norm() <= 1.6 * (theirs.double() - truth).norm()
 
 
+def test_float16_products_beyond_its_range() -> None:
+    """q k^T is below -65504 for one key, and scores, 0.01 times as large, are not."""
+    query, key = torch.full((1, 1, 3, 8), 100.0), torch.full((1, 1, 3, 8), 1.0)
+    key[:, :, 1] = -100.0
+    leaves = [x.half().requires_grad_() for x in (query, key, torch.randn(1, 1, 3, 8))]
+    for mask in (None, torch.tensor([[True, False, True]])):
+        output, _ = attention(*leaves, mask, scale=0.01, need_weights=False)
+        expected = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in leaves), mask, scale=0.01)
+        torch.testing.assert_close(output.double(), expected, rtol=2e-3, atol=2e-3)
+        assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(output.sum(), leaves))
+    output, _ = attention(*leaves, scale=1.0, need_weights=False)  # now they are: a probability of 0
+    assert output.isfinite().all()
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_wrong_shapes_and_dtypes_are_refused(need_weights: bool) -> None:
     query, key, value = drawn(Case(key_heads=2)).values()
     for mask in (torch.ones(3, 1, 5, 7), torch.ones(1, 1, 4, 7), torch.ones(6), torch.ones(1, 1, 1, 1, 7)):
         with pytest.raises(ValueError, match="attention: mask must broadcast"):
             attention(query, key, value, mask, scale=1.0, need_weights=need_weights)
-    with pytest.raises(TypeError, match="attention: mask must be a floating tensor or bool"):
+    with pytest.raises(TypeError, match="attention: mask must be float32, float16, bfloat16, float64 or bool"):
         attention(query, key, value, torch.ones(7, dtype=torch.int64), scale=1.0, need_weights=need_weights)
+    with pytest.raises(ValueError, match="attention: mask must be on the device of query, cpu, got meta"):
+        attention(query, key, value, torch.ones(7, device="meta"), scale=1.0, need_weights=need_weights)
     with pytest.raises(ValueError, match="attention: sinks must broadcast"):
         attention(query, key, value, scale=1.0, sinks=torch.ones(1, 4, 1, 7), need_weights=need_weights)
     few_keys, few_values, no_batch, narrow = key[:1], value[:, :1], key[0], query[..., :3]

@@ -60,6 +60,11 @@ def strided(tensor: Tensor) -> Tensor:
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
+def strided_pairs(tensor: Tensor) -> Tensor:
+    """The same values, every second one of memory."""
+    return torch.stack([tensor, torch.full_like(tensor, torch.nan)], dim=-1)[..., 0]
+
+
 def gradients(outputs: Any, leaves: list[Tensor], which: str, change: Callable[[Tensor], Tensor]) -> list[Any]:
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     used = [output for output, name in zip(outputs, ("y", "z"), strict=False) if which in (name, "both")]
@@ -86,7 +91,7 @@ def test_row_norm_gives_what_python_gives(name: str, dtypes: Any, monkeypatch: p
             continue
         expected = gradients(outputs, leaves, which, strided)
         with monkeypatch.context() as patch:
-            # Of other dtypes than z, where dz is passed on: cast by Python.
+            # Python casts a dz that is passed on to x or a residual of another dtype.
             casts = dtypes[X] != dtypes[RESIDUAL] and (which == "z" or name.startswith("sum"))
             if not casts:
                 patch.setattr(row_norm_autograd, "input_gradients", refuse)
@@ -94,6 +99,25 @@ def test_row_norm_gives_what_python_gives(name: str, dtypes: Any, monkeypatch: p
         for ours, theirs in zip(actual, expected, strict=True):
             assert (ours is None) == (theirs is None)
             assert ours is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs))
+
+
+@pytest.mark.parametrize("unpacked", [strided_pairs, Tensor.double], ids=["strided", "double"])
+def test_hooks_of_softmax(unpacked: Callable[[Tensor], Tensor]) -> None:
+    scores, cotangent = torch.randn(2, 5, 5, requires_grad=True), torch.randn(2, 5, 5)
+    (expected,) = torch.autograd.grad(ops.softmax(scores), scores, cotangent)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpacked):
+        y = ops.softmax(scores)
+    assert torch.equal(torch.autograd.grad(y, scores, cotangent)[0], expected)
+
+
+def test_a_mask_that_learns_is_left_to_python() -> None:
+    scores, mask = torch.randn(2, 5, 5, requires_grad=True), torch.randn(1, 5, 5, requires_grad=True)
+    cotangent = torch.randn(2, 5, 5)
+    actual = torch.autograd.grad(ops.softmax(scores, mask), [scores, mask], cotangent)
+    expected = torch.autograd.grad(torch.softmax(scores + mask, -1), [scores, mask], cotangent)
+    torch.testing.assert_close(actual, expected)
+    (alone,) = torch.autograd.grad(ops.softmax(scores, mask.detach()), scores, cotangent)
+    assert torch.equal(alone, actual[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -108,21 +132,22 @@ def test_softmax_gives_what_python_gives(options: Any, dtype: Any, monkeypatch: 
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("unpacked", [strided, Tensor.clone, lambda tensor: tensor.double().float()])
-def test_hooks_are_asked_for_a_saved_tensor_once(unpacked: Callable[[Tensor], Tensor]) -> None:
-    """Non-reentrant checkpointing raises at a second time. What hooks return may have any strides."""
+@pytest.mark.parametrize("unpacked", [strided_pairs, Tensor.clone, Tensor.double], ids=["strided", "clone", "double"])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "block", "rms block and sum"])
+def test_hooks_are_asked_for_a_saved_tensor_once(name: str, unpacked: Callable[[Tensor], Tensor]) -> None:
+    """Non-reentrant checkpointing raises at a second time. What hooks give may have other strides, another dtype."""
     leaves = leaves_of(DTYPES["f32"], {*range(5)})
-    expected = gradients(FUNCTIONS["layer_norm"](leaves), leaves, "y", Tensor.contiguous)
+    expected = gradients(FUNCTIONS[name](leaves), leaves, "y", Tensor.contiguous)
     asked: list[Tensor] = []
 
     def unpack(tensor: Tensor) -> Tensor:
         asked.append(tensor)
-        return unpacked(tensor) if tensor.dim() == 3 else tensor
+        return unpacked(tensor)
 
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
-        y = FUNCTIONS["layer_norm"](leaves)
+        y = FUNCTIONS[name](leaves)
     actual = gradients(y, leaves, "y", Tensor.contiguous)
-    assert len(asked) == 3  # x, the statistics, the weight
+    assert len(asked) == (2 if name == "block" else 3)  # x or z, the statistics (in z where it is centred), the weight
     for ours, theirs in zip(actual, expected, strict=True):
         assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
 

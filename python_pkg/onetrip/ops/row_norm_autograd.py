@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..reference import accumulator_dtype
 from ..reference.philox import Rng
 from ..reference.row_norm import (
     BackwardOperands,
@@ -150,6 +151,13 @@ def _forward_of_any(ctx: Any, *operands_and_call: Any) -> Any:
     return (y, z) if return_z else y if plan.norm else z
 
 
+def _as_saved(saved: tuple[Any, ...], device: torch.device, plan: RowNormPlan, dtypes: Dtypes) -> tuple[Any, ...]:
+    """z, mean, rstd and weight as forward saved them, whatever hooks made of them."""
+    stats = accumulator_dtype(plan.z_dtype)
+    kinds = zip(saved, (plan.z_dtype, stats, stats, dtypes.weight), strict=True)
+    return tuple(None if tensor is None else tensor.to(device, dtype).contiguous() for tensor, dtype in kinds)
+
+
 def _backward_of_any(ctx: Any, saved: tuple[Any, ...] | None, grads: tuple[Tensor | None, ...]) -> Any:
     refuse_double_backward("row_norm")
     rng, _, plan, backend, dtypes, _, defers_norm = ctx.call
@@ -157,7 +165,7 @@ def _backward_of_any(ctx: Any, saved: tuple[Any, ...] | None, grads: tuple[Tenso
     if defers_norm:
         dy = _deferred_gradient(ctx)
     # Without dy nothing saved is read: a z that was edited in place then raises no error.
-    saved = (None,) * 4 if dy is None else saved or ctx.saved_tensors
+    saved = (None,) * 4 if dy is None else _as_saved(saved or ctx.saved_tensors, dy.device, plan, dtypes)
     # Batched gradients (is_grads_batched, vectorised jacobians) have no storage that a kernel could read.
     compute = partial(backward, backend if have_storage(dy, dz) else "reference")
     operands = BackwardOperands(dy, dz, *saved)

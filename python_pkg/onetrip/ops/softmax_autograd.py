@@ -129,6 +129,7 @@ def _backward_of_any(ctx: Any, saved: tuple[Tensor, ...] | None, grads: tuple[An
     (p,), (dy,) = saved or ctx.saved_tensors, grads
     needs_scores, needs_mask, _ = ctx.needs_input_grad
     shape = mask[0] if needs_mask else None
+    p = p.to(dy.device, dy.dtype)  # whatever hooks made of it
     dscores, dmask = backward(backend if have_storage(dy) else "reference", dy, p, shape, plan, needs_scores)
     return dscores, None if dmask is None else dmask.to(mask[1]), None
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...reference.softmax import SoftmaxPlan
-from ..common.backends import DISPATCHER, KERNEL_DTYPES, choose
-from ..common.masks import kernel_mask
+from ..common.backends import DISPATCHER, HALF, KERNEL_DTYPES, choose
+from ..common.checks import DTYPES
+from ..common.masks import broadcasts, kernel_mask
 from ..common.rng import eager_rng, traced_rng
 from ..common.tracing import is_traced, is_transformed, refuse_double_backward, watched_as
 from ..softmax import softmax
@@ -99,6 +100,8 @@ def attention(
     )
     if not need_weights and plan.on_cpu and not traced and _is_plain(operands, plan):
         added = None if mask is None else saturated_mask(kernel_mask(query, mask), query)
+        if query.dtype in HALF:
+            plan = plan._replace(softmax=plan.softmax._replace(scale=1.0), alpha=float(scale))
         compute = Recomputed.apply if needs_grad else attend_in_cache
         return compute(query, key, value, added, plan), None
     used_rng = traced_rng(rng, dropout_p, device) if traced else eager_rng(rng, dropout_p, device)
@@ -122,7 +125,7 @@ def _is_plain(operands: Operands, plan: Plan) -> bool:
 def _check(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, position_bias: Tensor | None, sinks: Tensor | None
 ) -> None:
-    """Raises ValueError or TypeError where kernels would read beyond a tensor, or none is there."""
+    """Raises ValueError or TypeError for operands that do not fit each other: kernels read them by address."""
     shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
     fit = all(len(shape) == 4 for shape in shapes) and shapes[1][:3] == shapes[2][:3]
     if not fit or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
@@ -141,11 +144,14 @@ def _check(
         if added is None:
             continue
         may_be_bool = name == "mask"
-        if not added.is_floating_point() and not (may_be_bool and added.dtype == torch.bool):
+        if added.dtype not in DTYPES and not (may_be_bool and added.dtype == torch.bool):
             or_bool = " or bool" if may_be_bool else ""
-            raise TypeError(f"attention: {name} must be a floating tensor{or_bool}, got {added.dtype}")
-        sizes = zip(added.shape[::-1], shape[::-1], strict=False)
-        if added.dim() > 4 or any(size not in (1, whole) for size, whole in sizes):
+            raise TypeError(
+                f"attention: {name} must be float32, float16, bfloat16, float64{or_bool}, got {added.dtype}"
+            )
+        if added.device != query.device:
+            raise ValueError(f"attention: {name} must be on the device of query, {query.device}, got {added.device}")
+        if not broadcasts(added.shape, shape):
             raise ValueError(f"attention: {name} must broadcast to {shape}, got {tuple(added.shape)}")
 
 

@@ -190,14 +190,14 @@ class Gradients(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients are wanted; of what was added to the scores by its shape, or None."""
+    """Which gradients are wanted."""
 
     query: bool
     key: bool
     value: bool
     sinks: bool
     bias_shape: tuple[int, ...] | None
-    """Sinks' column included."""
+    """Shape of the mask or position bias whose gradient is wanted, sinks' column included; None: no gradient."""
 
 
 def gradients(operands: BackwardOperands, wants: Wanted, plan: Plan) -> Gradients:

@@ -5,7 +5,8 @@ computes the probabilities of a cut again from query and key (Dao et al. 2022, s
 Saves query, key, value and mask.
 
 torch's products of half types round their results to these types: of scores, that would cost accuracy that SDPA has.
-A second product gives what the rounding took, and the softmax adds both in float32.
+A second product gives what the rounding took, and the softmax adds both in float32. Both are multiplied by the scale
+before they are rounded, so that float16 overflows where scores do, not where q k^T does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from .heads import (
 )
 
 _CACHE_BYTES = 1 << 20
-"""Scores that are worked on at a time, a thread."""
+"""Scores that are worked on at a time, a thread: what a second-level cache holds (Zen 4: 256 KiB take 1.4 times as long
+for 2 x 12 heads of 384 queries in bfloat16, 4 MiB 1.3 times for 32 heads of 512)."""
 
 
 class Recomputed(torch.autograd.Function):
@@ -61,7 +63,7 @@ class _Buffers(NamedTuple):
 
     scores: Tensor
     rest: Tensor
-    """What rounding took from scores of half types; in backward then the gradient of the probabilities."""
+    """What rounding took from scores of half types; in backward the gradient of the probabilities after that."""
 
     def of(self, query: Tensor) -> _Buffers:
         batch, n_heads = query.shape[:2]
@@ -125,9 +127,11 @@ def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, buffers: _Bu
     scores, rest = buffers.of(query)
     write_scores(scores, query, key, None, None, plan)
     if query.dtype in HALF:
-        scale, n_key_heads = plan.softmax.scale, key.shape[1]
+        n_key_heads = key.shape[1]
         q, k, rounded = folded(query, n_key_heads), key.flatten(0, 1), folded(scores, n_key_heads)
-        torch.baddbmm(rounded, q, k.transpose(1, 2), beta=-scale, alpha=scale, out=folded(rest, n_key_heads))
+        torch.baddbmm(rounded, q, k.transpose(1, 2), beta=-1.0, alpha=plan.alpha, out=folded(rest, n_key_heads))
+        if query.dtype == torch.float16:
+            rest.nan_to_num_(0.0, 0.0, 0.0)  # an infinite score has no rest
         mask = rest if mask is None else _masked(rest, mask)
     return softmax(plan.backend, scores, mask, None, plan.softmax, may_overwrite=True)[0]
 

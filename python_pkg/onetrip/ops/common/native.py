@@ -70,8 +70,8 @@ def eager_forward(name: str, otherwise: Callable[..., Any]) -> Any:
 
 
 def eager_backward(name: str, otherwise: Callable[..., Any]) -> Any:
-    """The backward of that Function. otherwise(ctx, saved, gradients) computes what the native library does not; saved:
-    ctx.saved_tensors, or None where they were not asked for yet."""
+    """The backward of that Function. otherwise(ctx, saved, gradients) handles gradients and saved tensors that kernels
+    cannot read as they are; saved: ctx.saved_tensors, or None where they were not asked for yet."""
     if native() is None:
         return staticmethod(lambda ctx, *gradients: otherwise(ctx, None, gradients))
     return staticmethod(_made_by_native(f"{name}_eager_backward")(otherwise))

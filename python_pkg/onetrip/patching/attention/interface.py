@@ -76,7 +76,8 @@ _MOST_BYTES = 8 << 20
 """Where training in bfloat16 is faster than with SDPA, forward and backward (2 threads, Zen 4, heads of 64 columns): 12
 heads of 64 tokens 1.0x, of 128 1.4x, of 512 with causality 1.3x; 2 x 12 of 384 1.2x, masked 1.1x. 12 heads of 1,024
 tokens: 1.1x, masked 0.9x. 12 of 32: 0.7x. Forward alone 1.0x: without gradients SDPA stays. With tiles (AMX) nothing
-was measured, and it stays, too. _MOST_BYTES: of scores of the heads that share a key head, worked on at once."""
+was measured, and it stays, too. The scores of heads that share a key head, which are worked on at once, have at most
+_MOST_BYTES."""
 
 
 def by_rule(original: Callable[..., Any], fused: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,7 +225,7 @@ class Attention:
 
     @property
     def detail(self) -> str:
-        return "in place of SDPA, for dropout or bfloat16 on a CPU" if self.by_rule else ""
+        return "in place of SDPA, for dropout or training in bfloat16 on a CPU" if self.by_rule else ""
 
     def rewrite(self, module: nn.Module) -> Rewrite:
         """The forward that calls the fused function wherever the interface returns the original one."""
