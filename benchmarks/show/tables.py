@@ -212,8 +212,8 @@ def attention(cases: Cases) -> Iterator[Table]:
                     )
                 )
         note = (
-            "Heads of width 64, no mask, weights unwanted. SDPA's flash backend never writes the scores; this operator "
-            "does with dropout and on a GPU, and is for models that run eager attention, or SDPA where that is slower. "
+            "Heads of width 64, no mask. SDPA's flash backend keeps no scores; where this operator keeps weights for "
+            "backward, they are in *saved*. It is for models that run eager attention, or SDPA where that is slower. "
             "With dropout every provider was checked without it: a mask cannot be read off the output."
         )
         yield Table(f"Attention, {dtype}, dropout {dropout_p:g}", columns, rows, note)
