@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...ops.attention import attention
 from ...ops.common.backends import KERNEL_DTYPES
+from ...ops.common.masks import broadcasts
 from .. import calls
 from ..report import Unsuitable
 from ..source import Inliner, Substitution, Unreadable, define, first_match, is_same, parse, without_annotations
@@ -125,11 +126,8 @@ def fits(
 def _is_added(tensor: Tensor | None, shape: tuple[int, ...], may_be_bool: bool = False) -> bool:
     if tensor is None:
         return True
-    return (
-        (tensor.dtype in KERNEL_DTYPES or (may_be_bool and tensor.dtype == torch.bool))
-        and tensor.dim() <= len(shape)
-        and all(size in (1, of) for size, of in zip(tensor.shape[::-1], shape[::-1], strict=False))
-    )
+    has_dtype = tensor.dtype in KERNEL_DTYPES or (may_be_bool and tensor.dtype == torch.bool)
+    return has_dtype and broadcasts(tensor.shape, shape)
 
 
 def biased_mask(mask: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
