@@ -327,7 +327,8 @@ class TestCompile:
             runs.append([*results, *torch.autograd.grad(results, (q, k), grads)])
         for ours, eager in zip(*runs, strict=True):
             assert_bitwise(ours, eager)
-            assert ours.stride() == eager.stride()
+        eager, ours = ([each.stride() for each in run[:2]] for run in runs)  # gradients' are torch.compile's choice
+        assert ours == eager
 
     def test_dynamic_shapes_compile_once(self):
         compiled = torch.compile(ops.rotary_embedding, fullgraph=True, backend="aot_eager", dynamic=True)

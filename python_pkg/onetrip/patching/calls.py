@@ -191,4 +191,15 @@ def is_autocasting(x: Tensor) -> bool:
 
 def has_saved_tensor_hooks() -> bool:
     """Whether something packs what autograd saves: a non-reentrant checkpoint, save_on_cpu."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    autograd: Any = torch._C._autograd
+    if hasattr(autograd, "_top_saved_tensors_default_hooks"):
+        return autograd._top_saved_tensors_default_hooks(True) is not None
+    if not autograd._saved_tensors_hooks_is_enabled():
+        return False
+    try:
+        autograd._saved_tensors_hooks_disable("")  # torch 2.6 says it by refusing
+        return False
+    except RuntimeError:
+        return True
+    finally:
+        autograd._saved_tensors_hooks_enable()

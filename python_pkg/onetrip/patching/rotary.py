@@ -103,7 +103,7 @@ class Rotation:
         if k.dtype != q.dtype or k.dim() != q.dim() or sin.dtype != cos.dtype or sin.shape != cos.shape:
             return None
         for layout in self.layouts:
-            if layout[:2] == (q.dim(), cos.dim()):
+            if (layout.n_dims, layout.n_table_dims) == (q.dim(), cos.dim()):
                 (batch, _, positions, head_dim), n_heads = layout.to_operator(q).shape, layout.to_operator(k).shape[1]
                 d = cos.shape[-1] * 8 // self.table.n_columns
                 if (

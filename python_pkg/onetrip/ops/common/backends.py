@@ -5,9 +5,11 @@ A backend asked for by name that cannot run raises; it never falls back in silen
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -133,7 +135,7 @@ def use_backend(name: str) -> Iterator[None]:
     global _n_open
     token = _local_choice.set(_checked("use_backend", name))
     block, outside = _Block(name, threading.get_ident()), _block_in_torch()
-    torch._C._stash_obj_in_tls(_IN_TORCH, block)
+    _keep_in_torch(block)
     with _counting:
         _n_open += 1
     try:
@@ -143,8 +145,15 @@ def use_backend(name: str) -> Iterator[None]:
             _n_open -= 1
         block.is_open = False
         if _block_in_torch() is block:
-            torch._C._stash_obj_in_tls(_IN_TORCH, outside)
+            _keep_in_torch(outside)
         _local_choice.reset(token)
+
+
+def _keep_in_torch(block: _Block | None) -> None:
+    n_references = sys.getrefcount(block)
+    torch._C._stash_obj_in_tls(_IN_TORCH, block)
+    if sys.getrefcount(block) == n_references:  # torch up to 2.10 takes the caller's in place of one of its own
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(block))
 
 
 def _block_in_torch() -> _Block | None:
