@@ -272,6 +272,15 @@ class HeadNorm(nn.Module):
         return self.weight[0] * functional.rms_norm(h, (WIDTH,))
 
 
+class OneScaleNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps, self.scale = 1e-6, nn.Parameter(torch.ones(1))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.scale * h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+
+
 def quantised() -> nn.Module:
     norm = nn.LayerNorm(WIDTH, bias=False)
     norm.weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.int8), requires_grad=False)
@@ -304,6 +313,7 @@ NEGATIVES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "one-group": (lambda: nn.GroupNorm(1, WIDTH), "unsupported_shape"),
     "two-dimensions": (lambda: nn.LayerNorm((5, WIDTH)), "unsupported_shape"),
     "two-dimensional-weight": (HeadNorm, "unsupported_shape"),
+    "one-scale-for-all-columns": (OneScaleNorm, "unsupported_shape"),
     "instance-norm": (lambda: nn.InstanceNorm1d(WIDTH, affine=True), "unknown_forward"),
     "group-norm": (lambda: nn.GroupNorm(4, WIDTH), "unsupported_shape"),
     "float64": (lambda: nn.LayerNorm(WIDTH).double(), "unsupported_dtype"),

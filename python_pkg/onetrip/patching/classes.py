@@ -12,6 +12,7 @@ import copy
 import copyreg
 import difflib
 import inspect
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import update_wrapper
@@ -87,18 +88,18 @@ class Rewrite:
         return {self.method: self.compile(original)} | others
 
     def _defined(self, original: Any, method: str, source: str, names: Mapping[str, Any]) -> Callable[..., Any]:
-        inner = method_of(original, method)
-        function = define(inner, source, names, "forward", self.pattern)
-        outer = plain_forward(original) if method == "forward" else inner
-        return function if outer is inner else rewrapped(outer, function)
+        function = define(method_of(original, method), source, names, "forward", self.pattern)
+        return rewrapped(plain_forward(original), function) if method == "forward" else function
 
 
 def method_of(cls: Any, name: str) -> Any:
-    """The method that a rewrite of this name replaces: of a forward in a wrapper, the function in it."""
+    """The method that a rewrite of this name replaces: of a forward in decorators' wrappers, the function in them."""
     if name != "forward":
-        return getattr(cls, name)
+        return getattr(cls, name, None)
     forward = plain_forward(cls)
-    return forward if (inner := wrapped(forward)) is None else inner
+    while (inner := wrapped(forward)) is not None:
+        forward = inner
+    return forward
 
 
 def wrapped(function: Any) -> Any:
@@ -110,12 +111,38 @@ def wrapped(function: Any) -> Any:
 
 
 def rewrapped(wrapper: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same wrapper around another function."""
-    inner = wrapper.__wrapped__
+    """The same wrappers around another function; the function itself where there is no wrapper."""
+    inner = wrapped(wrapper)
+    if inner is None:
+        return function
+    function = rewrapped(inner, function)
     closure = tuple(CellType(function) if _holds(cell, inner) else cell for cell in wrapper.__closure__)
     made = FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, closure)
     made.__kwdefaults__ = wrapper.__kwdefaults__
     return update_wrapper(made, function)
+
+
+def returns_as_is(wrapper: Any) -> bool:
+    """Whether wrappers return what the function in them returns, as transformers' deprecate_kwarg does, and run it in
+    no context (no_grad, autocast) that what is computed of its result would have to be in."""
+    inner = wrapped(wrapper)
+    if inner is None:
+        return True
+    cells = zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True)
+    name = next(name for name, cell in cells if _holds(cell, inner))
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(wrapper.__code__)))
+    except (OSError, SyntaxError):
+        return False
+
+    def is_call(node: ast.AST | None) -> bool:
+        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+    nodes = list(ast.walk(tree))
+    results = [node.value for node in nodes if isinstance(node, ast.Return)]
+    if not results or not all(map(is_call, results)) or len(results) != sum(map(is_call, nodes)):
+        return False
+    return not any(isinstance(node, (ast.With, ast.Try)) for node in nodes) and returns_as_is(inner)
 
 
 def _holds(cell: CellType, value: Any) -> bool:

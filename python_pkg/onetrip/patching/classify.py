@@ -26,7 +26,7 @@ from .activations.methods import InMethods, choose_methods, read_methods
 from .attention import PATTERN as ATTENTION
 from .attention import Attention, Interface, SoftmaxRegions, read_attention
 from .calls import configuration, is_distributed, is_released, original_class
-from .classes import Rewrite, is_stacked, plain_forward
+from .classes import Rewrite, is_stacked, method_of, plain_forward, returns_as_is
 from .dropouts import PATTERN as DROPOUT
 from .dropouts import Dropout
 from .linear_loss import PATTERN as LINEAR_LOSS
@@ -183,11 +183,14 @@ class Classifier:
         return self._together(parts)
 
     def _read(self, read: Callable[[Any, str], Any], module: nn.Module, source: str) -> Any:
-        """What is found in the forward of the module's class, or in its rewrite. Each is read once."""
+        """What is found in the forward of the module's class, or in its rewrite. Each is read once. In a wrapper that
+        changes results, as those of whole models and of experts do, only activations are looked for."""
         cls = original_class(type(module))
         key = (read, cls, source)
         if key not in self.readings:
-            self.readings[key] = read(plain_forward(cls), source)
+            outer = plain_forward(cls)
+            is_read = read is read_activations or returns_as_is(outer)
+            self.readings[key] = read(method_of(cls, "forward") if is_read else outer, source)
         return self.readings[key]
 
     def _shared_inputs(self, module: nn.Module, source: str) -> SharedInputs | None:

@@ -214,6 +214,8 @@ def recognise(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
     vectors = [parameter for parameter in module._parameters.values() if parameter is not None]
     if any(vector.dim() != 1 for vector in vectors):
         return Unsuitable("unsupported_shape", f"parameters of shape {[tuple(vector.shape) for vector in vectors]}")
+    if shape is None and any(vector.numel() == 1 for vector in vectors):
+        return Unsuitable("unsupported_shape", "one number scales every column")
     if isinstance(module, nn.GroupNorm):
         return Unsuitable("unsupported_shape", "normalises groups of channels, over all positions")
     if cls.forward is nn.LayerNorm.forward:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -348,12 +349,32 @@ def doubled(function: Any) -> Any:
     return lambda self, a: 2.0 * function(self, a)
 
 
+def renames(function: Any) -> Any:
+    """As transformers' deprecate_kwarg."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "old" in kwargs:
+            kwargs["a"] = kwargs.pop("old")
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
 def marked(function: Any) -> Any:
     function.marked = True
     return function
 
 
 class Documented(Block):
+    @documented
+    def forward(self, a: Tensor) -> Tensor:
+        return self.post(a + self.drop(self.proj(a)))
+
+
+class Renames(Block):
+    @renames
+    @renames
     @documented
     def forward(self, a: Tensor) -> Tensor:
         return self.post(a + self.drop(self.proj(a)))
@@ -377,14 +398,22 @@ class WithoutGradients(Block):
         return self.post(a + self.drop(self.proj(a)))
 
 
-@pytest.mark.parametrize("make", [Documented, Doubled, Marked, WithoutGradients])
-def test_a_decorated_forward_is_fused_if_the_decorator_returns_it(make: type[Block]) -> None:
+@pytest.mark.parametrize("make", [Documented, Renames, Doubled, Marked, WithoutGradients])
+def test_a_decorated_forward_is_fused_if_the_decorator_changes_no_result(make: type[Block]) -> None:
     block = randomised(make())
     original = copy.deepcopy(block)
     patched = {site.name for site in patch_model(block).patched}
-    assert ("" in patched) is (make is Documented)
+    assert ("" in patched) is (make in (Documented, Renames))
     assert block(*inputs()).requires_grad is (make is not WithoutGradients)
     torch.testing.assert_close(block(*inputs()), original(*inputs()), rtol=1e-4, atol=1e-5)
+
+
+def test_the_wrapper_of_a_fused_forward_runs() -> None:
+    block, (x,) = randomised(Renames()).eval(), inputs()
+    expected = block(x)
+    report = patch_model(block)
+    torch.testing.assert_close(block(old=x), expected, rtol=1e-4, atol=1e-5)
+    assert report.calls()[""] == (1, 0) and "post(" in report.diff("")
 
 
 @pytest.mark.parametrize(

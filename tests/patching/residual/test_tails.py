@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,48 @@ class DropsInAModule(DropsItself):
         return a
 
 
+def renames(function: Callable[..., Any]) -> Any:
+    """As transformers' deprecate_kwarg."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "old" in kwargs:
+            kwargs["h"] = kwargs.pop("old")
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def doubled(function: Callable[..., Any]) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return 2.0 * function(*args, **kwargs)
+
+    return wrapper
+
+
+class RenamingMlp(Mlp):
+    forward = renames(Mlp.forward)
+
+
+class DoubledMlp(Mlp):
+    forward = doubled(Mlp.forward)
+
+
+class FrozenMlp(Mlp):
+    forward = torch.no_grad()(Mlp.forward)
+
+
+class CallsByAnOldName(Calls):
+    """The child's forward stands in a wrapper that changes the names of arguments."""
+
+    def __init__(self) -> None:
+        super().__init__(RenamingMlp)
+
+    def forward(self, a: Tensor) -> Tensor:
+        return a + self.child(old=self.rms(a))
+
+
 class InAMethod(Calls):
     """As torch's own encoder layer."""
 
@@ -153,7 +196,9 @@ def assert_same(block: nn.Module, original: nn.Module) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("make", [Calls, Assigns, Unpacks, Indexes, DropsItself, DropsInAModule, InAMethod])
+@pytest.mark.parametrize(
+    "make", [Calls, CallsByAnOldName, Assigns, Unpacks, Indexes, DropsItself, DropsInAModule, InAMethod]
+)
 def test_the_sum_adds_the_bias_and_applies_the_dropout(make: type[Block], fused: list[tuple[bool, float]]) -> None:
     block = randomised(make())
     original = copy.deepcopy(block)
@@ -163,6 +208,16 @@ def test_the_sum_adds_the_bias_and_applies_the_dropout(make: type[Block], fused:
     assert fused == [(True, 0.0)] and report.calls()[""] == (1, 0)
     block.train()(*inputs())
     assert fused[1:] == [(True, 0.4)]
+
+
+@pytest.mark.parametrize("child", [DoubledMlp, FrozenMlp])
+def test_a_child_in_a_wrapper_that_does_more_is_called(child: type[nn.Module], fused: list[tuple[bool, float]]) -> None:
+    block = randomised(Calls(child))
+    original = copy.deepcopy(block)
+    patch_model(block)
+    fused.clear()
+    assert_same(block, original)
+    assert fused == []  # a sum alone is torch's
 
 
 @pytest.mark.parametrize("make", [Calls, Assigns, Unpacks, DropsInAModule])

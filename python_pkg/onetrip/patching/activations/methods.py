@@ -1,6 +1,6 @@
-"""Gated products outside of what a class calls forward: in its methods, and in a forward inside a decorator's wrapper.
+"""Gated products in methods other than the forward.
 
-transformers' mixtures of experts have both. A wrapper of the forward chooses among implementations: the class's own
+transformers' mixtures of experts have them. A wrapper of the forward chooses among implementations: the class's own
 loop over the experts, and functions of the library that call the class's method for the gated product.
 
     gate, up = gate_up_out.chunk(2, dim=-1)     ->      gate = gate_up_out
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..classes import Rewrite, method_of, plain_forward
+from ..classes import Rewrite
 from . import GATED, Activation, Activations, FoundActivations, choose_activations, read_activations
 
 if TYPE_CHECKING:
@@ -26,15 +26,12 @@ if TYPE_CHECKING:
 
 
 def read_methods(cls: type) -> list[FoundActivations]:
-    """The activations of the forward inside a wrapper, and the gated products of methods with one argument."""
+    """The gated products of methods with one argument."""
     found = [read_activations(function, method=name) for name, function in _functions(cls)]
     return [each for each in found if each is not None]
 
 
 def _functions(cls: type) -> Iterator[tuple[str, Any]]:
-    inner = method_of(cls, "forward")
-    if inner is not plain_forward(cls):
-        yield "forward", inner
     names = (name for each in cls.__mro__[: cls.__mro__.index(nn.Module)] for name in vars(each))
     for name in dict.fromkeys(names):
         method = inspect.getattr_static(cls, name)  # a staticmethod is no function here
@@ -59,10 +56,9 @@ def choose_methods(
     sites = []
     for each in found:
         chosen = choose_activations(module, each, activation_of, excluded)
-        patterns = {choice.pattern for choice in chosen if choice.pattern in wanted}
-        patterns &= patterns if each.method == "forward" else {GATED}
-        if patterns:
-            sites.append(Activations(each, tuple(choice for choice in chosen if choice.pattern in patterns)))
+        products = tuple(choice for choice in chosen if choice.pattern == GATED and GATED in wanted)
+        if products:
+            sites.append(Activations(each, products))
     return tuple(sites)
 
 
@@ -71,7 +67,7 @@ class InMethods:
     """A module with activations to fuse in several functions, as a site."""
 
     forward: InForward | Together | None
-    """Site of the module's forward, where a part of that is fused and it stands in no wrapper."""
+    """Site of the module's forward, where a part of that is fused."""
     methods: tuple[Activations, ...]
 
     @property

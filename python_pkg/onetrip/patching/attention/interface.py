@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...cpu_advice import multiplies_bfloat16_in_vectors
 from ...ops.common.tracing import is_traced, is_transformed, watched_as
 from ..calls import count_fallback, original_class
-from ..classes import Rewrite
+from ..classes import Rewrite, method_of
 from ..report import Unsuitable
 from ..source import calls_in, parse, without_annotations
 from ..verify import kind_of
@@ -169,9 +169,9 @@ class Interface:
 
 def read_interface(cls: Any) -> Interface | Unsuitable | None:
     """How instances of a class find their attention function; None if their forward does not ask."""
-    forward = getattr(cls, "forward", None)
+    forward = method_of(cls, "forward")
     code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
-    if forward is None or code is None or not any(_is_interface(names.get(name)) for name in code.co_names):
+    if code is None or not any(_is_interface(names.get(name)) for name in code.co_names):
         return None
     tree = parse(forward)
     if isinstance(tree, Unsuitable):
@@ -312,8 +312,10 @@ def attention_forward(
 def _own_eager_function(cls: Any) -> Any:
     """The default that a class's forward passes to get_interface. Cached: attention_forward asks at each call."""
     interface = read_interface(cls)
-    for question in interface.questions if isinstance(interface, Interface) else ():
+    if not isinstance(interface, Interface):
+        return None
+    for question in interface.questions:
         match question:
             case ast.Call(args=[_, ast.Name(id=name)]):
-                return cls.forward.__globals__.get(name)
+                return interface.forward.__globals__.get(name)
     return None

@@ -31,7 +31,7 @@ from ...ops.attention import saturated_mask
 from ...ops.common.backends import KERNEL_DTYPES
 from .. import calls
 from ..calls import original_class
-from ..classes import Rewrite
+from ..classes import Rewrite, method_of
 from ..report import Unsuitable
 from ..source import Inliner, calls_in, define, first_match, indented, parse, without_annotations
 from ..verify import RNG, MaskedDropout, Outcome, check_outcomes, kind_of, prepared, reject_fallback, undisturbed
@@ -118,7 +118,7 @@ class SoftmaxRegions:
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless each region, on its own, computes the same fused as its statements do."""
         device, dtype = kind_of(module)
-        original = getattr(original_class(type(module)), self.method)
+        original = method_of(original_class(type(module)), self.method)
         with undisturbed(device):
             for _, _, region in self.found:
                 before, after = isolated(region, original)
@@ -135,10 +135,10 @@ class SoftmaxRegions:
 
 def read_softmax_regions(cls: Any) -> SoftmaxRegions | Unsuitable | None:
     """The regions of a class's forward; None if it computes no softmax itself."""
-    called = getattr(getattr(getattr(cls, "forward", None), "__code__", None), "co_names", ())
+    called = getattr(getattr(method_of(cls, "forward"), "__code__", None), "co_names", ())
     reason: Unsuitable | None = None
     for method in ("forward", *called):
-        function: Any = getattr(cls, method, None)
+        function: Any = method_of(cls, method)
         if not _mentions_softmax(getattr(getattr(function, "__code__", None), "co_names", ())):
             continue
         tree = parse(function)

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from ..calls import is_plain, original_class
-from ..classes import Rewrite, plain_forward
+from ..classes import Rewrite, method_of, plain_forward, returns_as_is, rewrapped
 from ..source import define, is_source_of, parse
 from .read import Operand, Reader
 from .rewrite import Rewriting
@@ -74,10 +74,11 @@ def read_returns(cls: Any, name: str) -> Returns | None:
     Cached: parents of one class share a rewritten class only if they call the same functions.
     """
     original = original_class(cls)
-    method = getattr(original, name, None)
+    method = method_of(original, name)
     rewrite: Rewrite | None = getattr(cls, "_onetrip_rewrite", None)
     rewrite = rewrite if rewrite is not None and rewrite.method == name else None
-    is_called = plain_forward(original) is method and original.__call__ is nn.Module.__call__
+    outer = plain_forward(original)
+    is_called = outer is original.forward and returns_as_is(outer) and original.__call__ is nn.Module.__call__
     is_method = isinstance(getattr_static(original, name, None), FunctionType)
     tree: Any = parse(method) if is_method and (is_called or name != "forward") else None
     if rewrite is not None and rewrite.in_module:
@@ -116,6 +117,8 @@ def open_tail(returns: Returns, operands: tuple[Operand | None, ...]) -> Tail:
             rewriting.put_branch(value, operand)
     source, names = rewriting.source(), dict(returns.constants) | rewriting.constants
     function = define(returns.method, source, names, "forward", "dropout_add")
+    if returns.name == "forward":
+        function = rewrapped(plain_forward(original_class(returns.cls)), function)
     read = [operand for operand in operands if operand is not None]
     drops, linear = any(each.is_dropped for each in read), any(each.linear for each in read)
     dropouts = tuple(each.dropout for each in read if each.dropout)
