@@ -1,6 +1,7 @@
 """DeepSpeed ZeRO-2: optimizer states (8 bits) and gradients sharded, a patched model. Configuration: zero2.json.
 
-pip install deepspeed && deepspeed examples/zero2.py [steps]; needs GPUs, and was not run on them yet.
+pip install deepspeed && deepspeed examples/zero2.py [steps] on GPUs, where it was not run yet; on a CPU
+torchrun --nproc_per_node 2 examples/zero2.py [steps]
 """
 
 import json

@@ -160,10 +160,12 @@ def test_usage_of_the_distributed_example():
 
 
 @pytest.mark.slow
-def test_zero2(tmp_path):
+def test_zero2():
     pytest.importorskip("deepspeed")
-    deepspeed = str(Path(sys.executable).parent / "deepspeed")
-    assert_losses_fall(torchrun(deepspeed, "--num_gpus", "2", str(FOLDER / "zero2.py"), "8"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(FOLDER / "zero2.py"), "8"]
+    output = torchrun(*command, timeout=400)  # DeepSpeed compiles its communication when it first runs
+    assert_losses_fall(output)
+    assert "sites patched" in output
 
 
 def test_cuda_graphs(monkeypatch, capsys):

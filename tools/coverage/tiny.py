@@ -301,7 +301,7 @@ def _base_class(model_type: str) -> type[nn.Module]:
     import transformers
 
     config_class: Any = transformers.CONFIG_MAPPING[model_type]
-    while config_class is not transformers.PreTrainedConfig:
+    while config_class is not transformers.PretrainedConfig:
         with contextlib.suppress(KeyError, ValueError):
             cls = transformers.MODEL_MAPPING[config_class]
             return cls[0] if isinstance(cls, tuple) else cls
