@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +22,19 @@ def randomised(module: nn.Module) -> nn.Module:
 def inputs(n: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(2, 5, WIDTH, generator=generator) for _ in range(n)]
+
+
+def renames(**new: str) -> Callable[[Callable[..., Any]], Any]:
+    """As transformers' deprecate_kwarg: old=new names of arguments."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **{new.get(name, name): value for name, value in kwargs.items()})
+
+        return wrapper
+
+    return decorate
 
 
 class Norm(nn.Module):

@@ -48,11 +48,6 @@ CASES = {
     "mpt": Case(
         "MptForCausalLM", "MptConfig", {"d_model": HIDDEN, "n_heads": HEADS, "n_layers": 2, "vocab_size": VOCABULARY}
     ),
-    "gptj": Case(
-        "GPTJForCausalLM",
-        "GPTJConfig",
-        {"n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS, "rotary_dim": 4, "vocab_size": VOCABULARY, "n_positions": 16},
-    ),
     "gpt_neo": Case(
         "GPTNeoForCausalLM",
         "GPTNeoConfig",
@@ -214,7 +209,7 @@ def test_scores_that_are_read_later_keep_their_mask(scores: Tensor, mask: Tensor
 
 
 class Weighing(Attention):
-    """As GPT-J, Bark, OpenAI GPT: forward calls a method."""
+    """As Bark, OpenAI GPT: forward calls a method."""
 
     def forward(self, scores: Tensor, mask: Tensor) -> Tensor:
         return self.weigh(scores * self.weight, mask)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
 import torch
 from onetrip.ops.common.rng import dropout_scale
 from onetrip.patching import patch_model
-from patching_cases import Block, inputs, randomised
+from patching_cases import Block, inputs, randomised, renames
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -349,18 +348,6 @@ def doubled(function: Any) -> Any:
     return lambda self, a: 2.0 * function(self, a)
 
 
-def renames(function: Any) -> Any:
-    """As transformers' deprecate_kwarg."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if "old" in kwargs:
-            kwargs["a"] = kwargs.pop("old")
-        return function(*args, **kwargs)
-
-    return wrapper
-
-
 def marked(function: Any) -> Any:
     function.marked = True
     return function
@@ -373,8 +360,8 @@ class Documented(Block):
 
 
 class Renames(Block):
-    @renames
-    @renames
+    @renames(older="old")
+    @renames(old="a")
     @documented
     def forward(self, a: Tensor) -> Tensor:
         return self.post(a + self.drop(self.proj(a)))
@@ -412,7 +399,7 @@ def test_the_wrapper_of_a_fused_forward_runs() -> None:
     block, (x,) = randomised(Renames()).eval(), inputs()
     expected = block(x)
     report = patch_model(block)
-    torch.testing.assert_close(block(old=x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(block(older=x), expected, rtol=1e-4, atol=1e-5)
     assert report.calls()[""] == (1, 0) and "post(" in report.diff("")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip.patching import links, patch_model, unpatch_model
-from patching_cases import WIDTH, Block, inputs, randomised
+from patching_cases import WIDTH, Block, inputs, randomised, renames
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -110,18 +110,6 @@ class DropsInAModule(DropsItself):
         return a
 
 
-def renames(function: Callable[..., Any]) -> Any:
-    """As transformers' deprecate_kwarg."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if "old" in kwargs:
-            kwargs["h"] = kwargs.pop("old")
-        return function(*args, **kwargs)
-
-    return wrapper
-
-
 def doubled(function: Callable[..., Any]) -> Any:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -131,7 +119,7 @@ def doubled(function: Callable[..., Any]) -> Any:
 
 
 class RenamingMlp(Mlp):
-    forward = renames(Mlp.forward)
+    forward = renames(old="h")(Mlp.forward)
 
 
 class DoubledMlp(Mlp):
