@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
+from patching_cases import compiles_transformers
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -35,6 +36,7 @@ def build(name: str) -> Logits:
 IDS = torch.arange(10).view(2, 5)
 
 
+@compiles_transformers
 @pytest.mark.parametrize("mode", ["eval", "train"])
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_export_with_decompositions(name: str, mode: str) -> None:

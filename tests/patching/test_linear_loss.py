@@ -10,6 +10,7 @@ import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.linear_loss import DeferredLogits
+from patching_cases import compiles_transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -308,6 +309,7 @@ def test_gradient_checkpointing(use_reentrant: bool, pattern: str) -> None:
     assert_agree(step(model, inputs), expected)
 
 
+@compiles_transformers
 @pytest.mark.parametrize("pattern", BOTH)
 def test_torch_compile_runs_the_original(pattern: str) -> None:
     model, inputs = build("llama")

@@ -11,6 +11,7 @@ from onetrip.measure import saved_bytes
 from onetrip.patching import patch_model
 from onetrip.patching.attention.eager import EagerFunction
 from onetrip.patching.attention.interface import SDPA
+from patching_cases import compiles_transformers
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -126,6 +127,7 @@ def test_arguments_by_keyword(dtype: torch.dtype, dropout: float) -> None:
     assert list(report.calls().values()) == [(1 + (dtype == torch.bfloat16), 0)]
 
 
+@compiles_transformers
 @pytest.mark.usefixtures("bfloat16_products")
 def test_training_in_bfloat16_on_a_cpu_takes_the_place_of_sdpa_where_it_is_faster(llama: nn.Module) -> None:
     assert all("bfloat16 on a CPU" in detail for detail in attentions(llama)) and len(attentions(llama)) == 2

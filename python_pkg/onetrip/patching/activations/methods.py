@@ -42,7 +42,8 @@ def _functions(cls: type) -> Iterator[tuple[str, Any]]:
 def _may_gate(method: FunctionType) -> bool:
     """Whether the method takes one argument and multiplies."""
     code = method.__code__
-    return code.co_argcount == 2 and any(each.argrepr == "*" for each in dis.get_instructions(code))
+    multiplies = any(each.argrepr == "*" or each.opname == "BINARY_MULTIPLY" for each in dis.get_instructions(code))
+    return code.co_argcount == 2 and multiplies  # BINARY_MULTIPLY: Python 3.10
 
 
 def choose_methods(
