@@ -165,7 +165,7 @@ def test_zero2():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(FOLDER / "zero2.py"), "8"]
     output = torchrun(*command, timeout=400)  # DeepSpeed compiles its communication when it first runs
     assert_losses_fall(output)
-    assert "sites patched" in output
+    assert re.search(r"\b[1-9]\d* sites patched", output)
 
 
 def test_cuda_graphs(monkeypatch, capsys):

@@ -40,7 +40,6 @@ pytestmark = [
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") == "1", reason="under TRITON_INTERPRET=1 nothing is compiled"
     ),
-    pytest.mark.skipif(TRITON < (3, 3), reason="triton 3.2's ASTSource takes other arguments"),
 ]
 CAPABILITIES = (70, 75, 80, 90, 100, 120)
 

@@ -183,6 +183,25 @@ def test_blocks_that_overlap_leave_nothing_behind(order):
     assert backends._n_open == 0 and (left is None or not left.is_open)
 
 
+_MANY_SCOPES = """
+import gc, torch, onetrip
+def nested(x):
+    with onetrip.use_backend("reference"):
+        with onetrip.use_backend("reference"):
+            return x.sin()
+compiled = torch.compile(nested, backend="eager")
+for _ in range(40):
+    nested(torch.randn(4)), compiled(torch.randn(4)), gc.collect()
+"""
+
+
+@pytest.mark.slow
+def test_torch_keeps_scopes_alive():
+    """Up to 2.10 it takes no reference: the process crashes where none is given to it."""
+    done = subprocess.run([sys.executable, "-c", _MANY_SCOPES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_threads_of_a_backward_follow_the_open_block_that_called_it(monkeypatch):
     block = backends._Block("reference", threading.get_ident())
     monkeypatch.setattr(backends, "_block_in_torch", lambda: block)

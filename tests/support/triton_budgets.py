@@ -77,7 +77,16 @@ def compiled(launch: Launch, capability: int, misaligned: tuple[str, ...] = ()) 
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = parameter.annotation_type or "fp32"
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    source: Any
+    if "constexprs" in inspect.signature(ASTSource).parameters:
+        source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    else:  # triton 3.2
+        from triton.backends.compiler import AttrsDescriptor
+
+        divisible = {"tt.divisibility": [index for (index,) in attributes], "tt.equal_to": []}
+        attrs = AttrsDescriptor.from_dict({"arg_properties": divisible, "cls": "AttrsDescriptor"})
+        signature = {name: type_ for name, type_ in signature.items() if type_ != "constexpr"}
+        source = ASTSource(fn=launch.kernel, signature=signature, constants=constants, attrs=attrs)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
 
 

@@ -93,7 +93,8 @@ class Rewrite:
 
 
 def method_of(cls: Any, name: str) -> Any:
-    """The method that a rewrite of this name replaces: of a forward in decorators' wrappers, the function in them."""
+    """The method that a rewrite of this name replaces, None if there is none: of a forward in decorators' wrappers, the
+    function in them."""
     if name != "forward":
         return getattr(cls, name, None)
     forward = plain_forward(cls)
@@ -107,7 +108,8 @@ def wrapped(function: Any) -> Any:
     none."""
     inner = getattr(function, "__wrapped__", None)
     cells = [cell for cell in getattr(function, "__closure__", None) or () if _holds(cell, inner)]
-    return inner if isinstance(function, FunctionType) and isinstance(inner, FunctionType) and len(cells) == 1 else None
+    is_known = isinstance(function, FunctionType) and isinstance(inner, FunctionType) and len(cells) == 1
+    return inner if is_known and vars(function).keys() == {"__wrapped__"} else None
 
 
 def rewrapped(wrapper: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,27 +124,40 @@ def rewrapped(wrapper: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     return update_wrapper(made, function)
 
 
+_PASSING_ON: tuple[type[ast.AST], ...] = (ast.Assign, ast.Expr, ast.If, ast.Raise, ast.Return)
+_PASSING_ON += (
+    ast.expr,
+    ast.expr_context,
+    ast.boolop,
+    ast.operator,
+    ast.unaryop,
+    ast.cmpop,
+    ast.comprehension,
+    ast.keyword,
+)
+"""What the body of a wrapper may be made of: no context (no_grad, autocast), no other function."""
+
+
 def returns_as_is(wrapper: Any) -> bool:
-    """Whether wrappers return what the function in them returns, as transformers' deprecate_kwarg does, and run it in
-    no context (no_grad, autocast) that what is computed of its result would have to be in."""
+    """Whether all that wrappers do with the function in them is to return what it returns, as transformers'
+    deprecate_kwarg does; so that a part of its work may be left to the caller."""
     inner = wrapped(wrapper)
     if inner is None:
         return True
     cells = zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True)
     name = next(name for name, cell in cells if _holds(cell, inner))
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(wrapper.__code__)))
+        tree: Any = ast.parse(textwrap.dedent(inspect.getsource(wrapper.__code__))).body[0]
     except (OSError, SyntaxError):
         return False
-
-    def is_call(node: ast.AST | None) -> bool:
-        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
-
-    nodes = list(ast.walk(tree))
-    results = [node.value for node in nodes if isinstance(node, ast.Return)]
-    if not results or not all(map(is_call, results)) or len(results) != sum(map(is_call, nodes)):
+    nodes = [node for statement in getattr(tree, "body", ()) for node in ast.walk(statement)]
+    if not isinstance(tree, ast.FunctionDef) or wrapper.__code__.co_flags & inspect.CO_GENERATOR:
         return False
-    return not any(isinstance(node, (ast.With, ast.Try)) for node in nodes) and returns_as_is(inner)
+    uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
+    returned = [getattr(node.value, "func", None) for node in nodes if isinstance(node, ast.Return)]
+    named = [node.value for node in nodes if isinstance(node, ast.Attribute)]  # func.__name__
+    is_only_returned = all(each in uses for each in returned) and all(each in returned + named for each in uses)
+    return is_only_returned and all(isinstance(node, _PASSING_ON) for node in nodes) and returns_as_is(inner)
 
 
 def _holds(cell: CellType, value: Any) -> bool:
@@ -156,8 +171,9 @@ def plain_forward(cls: Any) -> Any:
     """The forward that a class defines, without the wrapper of transformers' GradientCheckpointingLayer, which a
     subclass with a new forward gets again."""
     forward: Any = getattr(cls, "forward", None)
-    code = getattr(forward, "__code__", None)
-    return forward.__wrapped__ if code is not None and code.co_name == "forward_with_checkpointing" else forward
+    while getattr(getattr(forward, "__code__", None), "co_name", "") == "forward_with_checkpointing":
+        forward = forward.__wrapped__
+    return forward
 
 
 _patched_classes: dict[tuple[type, Rewrite], type] = {}

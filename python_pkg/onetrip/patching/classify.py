@@ -184,13 +184,13 @@ class Classifier:
 
     def _read(self, read: Callable[[Any, str], Any], module: nn.Module, source: str) -> Any:
         """What is found in the forward of the module's class, or in its rewrite. Each is read once. In a wrapper that
-        changes results, as those of whole models and of experts do, only activations are looked for."""
+        may change results, as those of whole models and of experts do, only activations are looked for here."""
         cls = original_class(type(module))
         key = (read, cls, source)
         if key not in self.readings:
             outer = plain_forward(cls)
             is_read = read is read_activations or returns_as_is(outer)
-            self.readings[key] = read(method_of(cls, "forward") if is_read else outer, source)
+            self.readings[key] = read(method_of(cls, "forward"), source) if is_read else read(outer, "")
         return self.readings[key]
 
     def _shared_inputs(self, module: nn.Module, source: str) -> SharedInputs | None:

@@ -12,6 +12,7 @@ import torch
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.attention import softmax_regions
 from onetrip.patching.attention.softmax_regions import read_softmax_regions
+from patching_cases import renames
 from tolerances import assert_like_torch
 from torch import Tensor, nn
 
@@ -219,6 +220,35 @@ class Weighing(Attention):
         weights = weights.to(scores.dtype)
         weights = self.dropout(weights)
         return weights
+
+
+class Renamed(Attention):
+    @renames(old="mask")
+    def forward(self, scores: Tensor, mask: Tensor) -> Tensor:
+        weights = nn.functional.softmax(scores * self.weight + mask, dim=-1)
+        weights = self.dropout(weights)
+        return weights
+
+
+class CalledThis(Attention):
+    def forward(this, scores: Tensor, mask: Tensor) -> Tensor:
+        weights = nn.functional.softmax(scores * this.weight + mask, dim=-1)
+        weights = this.dropout(weights)
+        return weights
+
+
+def test_a_softmax_in_a_wrapper_is_fused_in_it(scores: Tensor, mask: Tensor) -> None:
+    module, original = Renamed(0.0), Renamed(0.0)
+    report = patch_model(module, patterns=[PATTERN])
+    torch.testing.assert_close(module(scores, old=mask), original(scores, mask))
+    assert report.calls() == {"": (1, 0)}
+
+
+def test_a_forward_that_calls_itself_otherwise_is_reported(scores: Tensor, mask: Tensor) -> None:
+    module, original = CalledThis(0.0), CalledThis(0.0)
+    (site,) = patch_model(module, patterns=[PATTERN]).skipped
+    assert "its first parameter is not called self" in site.detail
+    assert torch.equal(module(scores, mask), original(scores, mask))
 
 
 class InAnotherMethod(Weighing):

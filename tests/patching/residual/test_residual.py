@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 from onetrip.ops.common.rng import dropout_scale
 from onetrip.patching import patch_model
-from patching_cases import Block, inputs, randomised, renames
+from patching_cases import WIDTH, Block, inputs, randomised, renames
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -373,6 +374,26 @@ class Doubled(Block):
         return self.post(a + self.drop(self.proj(a)))
 
 
+def twice(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return 2.0 * function(*args)
+
+    return wrapper
+
+
+class TwiceWithAnActivation(Block):
+    @twice
+    def forward(self, a: Tensor) -> Tensor:
+        return self.post(a + self.drop(self.proj(self.act(self.second(a)))))
+
+
+class FrozenWithAnActivation(Block):
+    @torch.no_grad()
+    def forward(self, a: Tensor) -> Tensor:
+        return self.post(a + self.drop(self.proj(self.act(self.second(a)))))
+
+
 class Marked(Block):
     @marked
     def forward(self, a: Tensor) -> Tensor:
@@ -393,6 +414,17 @@ def test_a_decorated_forward_is_fused_if_the_decorator_changes_no_result(make: t
     assert ("" in patched) is (make in (Documented, Renames))
     assert block(*inputs()).requires_grad is (make is not WithoutGradients)
     torch.testing.assert_close(block(*inputs()), original(*inputs()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [TwiceWithAnActivation, FrozenWithAnActivation])
+def test_in_other_wrappers_activations_are_fused_and_sums_are_not(make: type[Block]) -> None:
+    block = make()
+    block.second, block.act = nn.Linear(WIDTH, WIDTH), nn.GELU()
+    original = copy.deepcopy(randomised(block))
+    (site,) = (site for site in patch_model(block).patched if site.name == "")
+    assert site.pattern == "bias_activation"
+    torch.testing.assert_close(block(*inputs()), original(*inputs()), rtol=1e-4, atol=1e-5)
+    assert block(*inputs()).requires_grad is (make is TwiceWithAnActivation)
 
 
 def test_the_wrapper_of_a_fused_forward_runs() -> None:

@@ -149,11 +149,27 @@ def use_backend(name: str) -> Iterator[None]:
         _local_choice.reset(token)
 
 
+def _takes_the_callers_reference() -> bool:
+    """Whether torch keeps an object without a reference of its own, as it does up to 2.10: keeping another releases
+    it all the same."""
+    kept = object()
+    n_references = sys.getrefcount(kept)
+    torch._C._stash_obj_in_tls(_IN_TORCH, kept)
+    takes = sys.getrefcount(kept) == n_references
+    if takes:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(None))
+    torch._C._stash_obj_in_tls(_IN_TORCH, None)
+    return takes
+
+
+_GIVES_A_REFERENCE = _takes_the_callers_reference()
+
+
 def _keep_in_torch(block: _Block | None) -> None:
-    n_references = sys.getrefcount(block)
-    torch._C._stash_obj_in_tls(_IN_TORCH, block)
-    if sys.getrefcount(block) == n_references:  # torch up to 2.10 takes the caller's in place of one of its own
+    if _GIVES_A_REFERENCE:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(block))
+    torch._C._stash_obj_in_tls(_IN_TORCH, block)
 
 
 def _block_in_torch() -> _Block | None:

@@ -145,7 +145,10 @@ def read_softmax_regions(cls: Any) -> SoftmaxRegions | Unsuitable | None:
         if isinstance(tree, Unsuitable):
             reason = reason or (tree if method == "forward" else None)
             continue
-        inliner = Inliner(function.__globals__, {tree.args.args[0].arg: ast.Name("self")} if tree.args.args else {})
+        if [each.arg for each in tree.args.args][:1] != ["self"]:
+            reason = reason or Unsuitable("unknown_forward", f"{method}: its first parameter is not called self")
+            continue
+        inliner = Inliner(function.__globals__, {})
         if _calls_softmax(tree, inliner):
             found = tuple(_regions(tree, inliner))
             if found and isinstance(getattr_static(cls, method), FunctionType):
