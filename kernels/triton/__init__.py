@@ -9,6 +9,10 @@ import torch
 _MIN_CAPABILITY = (7, 0)
 
 
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")[:2]))
+
+
 def interpreter_fault() -> str:
     """Why Triton's interpreter cannot run the kernels, "" where it can. Needs an importable Triton.
 
@@ -21,10 +25,7 @@ def interpreter_fault() -> str:
     except ImportError as error:
         return f"Triton's interpreter needs NumPy: {error}"
 
-    def version(text: str) -> tuple[int, ...]:
-        return tuple(map(int, text.split(".")[:2]))
-
-    if version(triton.__version__) < (3, 7) and version(numpy.__version__) >= (2, 4):
+    if _version(triton.__version__) < (3, 7) and _version(numpy.__version__) >= (2, 4):
         return f"the interpreter of triton {triton.__version__} needs NumPy below 2.4, got {numpy.__version__}"
     return ""
 
@@ -36,7 +37,7 @@ def unavailable_reason(device: torch.device) -> str:
     Triton's interpreter was chosen by TRITON_INTERPRET=1 before Triton was imported: slow, and meant for tests.
     """
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError as error:
         return f"triton cannot be imported: {error}"
     if device.type == "cpu":
@@ -52,4 +53,6 @@ def unavailable_reason(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability < _MIN_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is below 7.0"
+    if capability < (8, 0) and _version(triton.__version__) < (3, 3):
+        return f"triton {triton.__version__} compiles bfloat16 for compute capability 8.0 and up only, 3.3 for 7.0 too"
     return ""

@@ -277,6 +277,22 @@ def test_environment_names_the_backend(value, printed):
     assert done.stdout.startswith(printed)
 
 
+@pytest.mark.parametrize(
+    ("version", "capability", "reason"),
+    [
+        ("3.2.0", (7, 5), r"triton 3\.2\.0 compiles bfloat16 for compute capability 8\.0"),
+        ("3.2.0", (8, 0), "^$"),
+        ("3.3.1", (7, 0), "^$"),
+        ("3.3.1", (6, 1), r"compute capability 6\.1 is below"),
+    ],
+)
+def test_triton_is_left_out_where_it_cannot_compile(version, capability, reason, monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert re.search(reason, backends._triton_unavailable_reason("cuda", 0))
+
+
 def test_auto_says_once_why_a_gpu_runs_another_backend(monkeypatch):
     """A driver older than the runtime that the kernels were built with, or a GPU that they were not built for."""
     gpu = torch.device("cuda", 0)
