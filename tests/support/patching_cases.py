@@ -41,6 +41,16 @@ def renames(**new: str) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
+def twice(function: Callable[..., Any]) -> Any:
+    """A decorator whose wrapper changes the result."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return 2.0 * function(*args, **kwargs)
+
+    return wrapper
+
+
 class Norm(nn.Module):
     """Parts of the leaf norms below, which differ in names, cast orders and where eps comes from."""
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
 import torch
 from onetrip.ops.common.rng import dropout_scale
 from onetrip.patching import patch_model
-from patching_cases import WIDTH, Block, inputs, randomised, renames
+from patching_cases import WIDTH, Block, inputs, randomised, renames, twice
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -372,14 +371,6 @@ class Doubled(Block):
     @doubled
     def forward(self, a: Tensor) -> Tensor:
         return self.post(a + self.drop(self.proj(a)))
-
-
-def twice(function: Any) -> Any:
-    @functools.wraps(function)
-    def wrapper(*args: Any) -> Any:
-        return 2.0 * function(*args)
-
-    return wrapper
 
 
 class TwiceWithAnActivation(Block):

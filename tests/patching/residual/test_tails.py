@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from onetrip.patching import links, patch_model, unpatch_model
-from patching_cases import WIDTH, Block, inputs, randomised, renames
+from patching_cases import WIDTH, Block, inputs, randomised, renames, twice
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -110,20 +109,12 @@ class DropsInAModule(DropsItself):
         return a
 
 
-def doubled(function: Callable[..., Any]) -> Any:
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return 2.0 * function(*args, **kwargs)
-
-    return wrapper
-
-
 class RenamingMlp(Mlp):
     forward = renames(old="h")(Mlp.forward)
 
 
 class DoubledMlp(Mlp):
-    forward = doubled(Mlp.forward)
+    forward = twice(Mlp.forward)
 
 
 class FrozenMlp(Mlp):
