@@ -1,0 +1,91 @@
+"""Trainers of TRL: a model patched before or after TRL replaces its forward trains as the unpatched one does."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import onetrip
+import pytest
+import torch
+from onetrip.patching import PATTERNS
+
+transformers = pytest.importorskip("transformers")
+trl = pytest.importorskip("trl")
+
+pytestmark = pytest.mark.slow
+LOGGED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "rewards/margins", "reward", "kl")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama and a tokenizer of its words, where trainers look for the tokenizer and the reference model."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["<pad>", "<eos>", *(f"w{i}" for i in range(200))]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("llama")
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(path)
+    return path
+
+
+def rows(*columns: str) -> Any:
+    words = random.Random(0)
+    return pytest.importorskip("datasets").Dataset.from_list(
+        [{each: " ".join(f"w{words.randrange(200)}" for _ in range(words.randint(6, 20))) for each in columns}] * 32
+    )
+
+
+def number_of_letters(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(each)) for each in completions]
+
+
+def trainer(kind: str, model: Any, output: Path) -> Any:
+    shared: dict[str, Any] = {
+        "output_dir": str(output), "per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1,
+        "report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no", "learning_rate": 1e-2,
+        "disable_tqdm": True,
+    }  # fmt: skip
+    if kind == "sft":
+        return trl.SFTTrainer(model, trl.SFTConfig(**shared), train_dataset=rows("text"))
+    if kind == "dpo":
+        return trl.DPOTrainer(model, args=trl.DPOConfig(**shared), train_dataset=rows("prompt", "chosen", "rejected"))
+    args = trl.GRPOConfig(**shared, num_generations=4, max_completion_length=8, beta=0.05)
+    return trl.GRPOTrainer(model, number_of_letters, args=args, train_dataset=rows("prompt"))
+
+
+def logged(kind: str, folder: Path, patched: str) -> list[dict[str, float]]:
+    """What the trainer logs, step by step."""
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    patterns = [*PATTERNS, "linear_cross_entropy"]
+    report = onetrip.patch_model(model, patterns=patterns) if patched == "before" else None
+    made = trainer(kind, model, folder / kind / patched)
+    if patched == "after":
+        report = onetrip.patch_model(model, patterns=patterns)
+    made.train()
+    if report is not None:
+        fused = {site.pattern for site in report.patched if report.calls()[site.name][0] > 0}
+        assert fused >= {"add_norm", "rms_norm", "rotary", "gated_mlp"}, report
+    found = [{key: entry[key] for key in LOGGED if key in entry} for entry in made.state.log_history]
+    return [entry for entry in found if "loss" in entry]
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_trains_as_the_unpatched_model(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    expected = logged(kind, folder, "never")
+    assert len(expected) == 3 and expected[0]["grad_norm"] > 0
+    for patched in ["before", "after"] if kind == "sft" else ["after"]:
+        for entry, reference in zip(logged(kind, folder, patched), expected, strict=True):
+            assert entry == pytest.approx(reference, rel=1e-3, abs=1e-5)
