@@ -26,11 +26,6 @@ def markdown(table: Table) -> list[str]:
     return [line(list(table.columns)), f"|{rule}", *map(line, rows)]
 
 
-def _of_methods(folder: Path) -> Results:
-    """What `onetrip methods --output` left beside the suites' files, by file name."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("methods*.json"))}
-
-
 def render(recorded: dict[str, Results], folder: Path = RECORDED) -> str:
     """docs/benchmarks.md from every machine's results and what `onetrip methods` left in folder/machine."""
     import jinja2
@@ -41,7 +36,8 @@ def render(recorded: dict[str, Results], folder: Path = RECORDED) -> str:
     )
     machines = []
     for name, results in recorded.items():
-        trained = _of_methods(folder / name)
+        files = sorted((folder / name).glob("methods*.json"))  # left by `onetrip methods --output`
+        trained = {path.stem: json.loads(path.read_text()) for path in files}
         shown = [*every(results), *(table for result in trained.values() for table in methods.tables(result))]
         machines.append(
             {

@@ -85,16 +85,13 @@ def read(folder: Path) -> tuple[dict[str, Results], dict[Path, dict[str, Any]]]:
         machines = read_machines(folder)
         if not machines and (results := read_machine(folder)):
             machines = {folder.resolve().name: results}
-        others = {path: json.loads(path.read_text()) for path in _other_files(folder)}
+        paths = sorted(path for kind in OTHERS for path in folder.rglob(f"{kind}*.json"))
+        others = {path: json.loads(path.read_text()) for path in paths}
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
     if not machines and not others:
         raise UsageError(f"{folder}: no results in it; `onetrip bench --output {folder}` records some")
     return machines, others
-
-
-def _other_files(folder: Path) -> list[Path]:
-    return sorted(path for kind in OTHERS for path in folder.rglob(f"{kind}*.json"))
 
 
 def facts(machines: dict[str, Results], others: dict[Path, dict[str, Any]]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import targets
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 _MIB = 1 << 20
+MEMORY_LABEL = "MiB: saved for backward (upper bar of a pair), at the peak (lower, pale)"
 _KNOWN = {targets.EAGER: "#e07b30", "torch.compile": "#9467d6", "onetrip reference": "#8a8f98", "exact": "#8a8f98"}
 _ONETRIP = ("#2a7de1", "#12a5a5", "#5bb0f5")
 _OTHERS = ("#3fa35b", "#d1495b", "#c39a1c", "#c564b5", "#7a8b2f", "#b0744f", "#4c8fb5", "#e58fa0")
@@ -81,9 +82,7 @@ def widths(cases: Cases) -> Canvas:
         top.plot(*zip(*limit, strict=True), color="#8a8f98", linestyle="--", linewidth=1.2, label="copy")
         for name in providers(cases):
             found = [
-                (case["n_cols"], entry[which])
-                for case in cases
-                if (entry := targets.provider(case, name)) is not None and which in entry
+                (case["n_cols"], entry[which]) for case in cases if which in (entry := targets.provider(case, name))
             ]
             if not found:
                 continue
@@ -149,30 +148,28 @@ def memory(cases: Cases) -> Canvas:
     colour = colours(providers(cases))
     grid = drawn.subplots(n_rows, n_columns, squeeze=False)
     for axes, case in zip(grid.flat, cases, strict=False):
-        entries = [entry for entry in case["providers"] if "saved_bytes" in entry and "peak_bytes" in entry]
-        bars(
-            axes,
-            [
-                (entry["name"], colour[entry["name"]], (entry["saved_bytes"] / _MIB, entry["peak_bytes"] / _MIB))
-                for entry in entries
-            ],
-        )
+        memory_bars(axes, {entry["name"]: entry for entry in case["providers"]}, colour)
         axes.set_title(f"{case['operator']}, {case['n_rows']:,} x {case['n_cols']:,} {case['dtype']}", fontsize=9)
     for axes in grid.flat[len(cases) :]:
         axes.set_axis_off()
-    drawn.supxlabel("MiB: saved for backward (upper bar of a pair), at the peak (lower, pale)", fontsize=9)
+    drawn.supxlabel(MEMORY_LABEL, fontsize=9)
     return drawn
 
 
-def bars(axes: Axes, rows: Sequence[tuple[str, str, tuple[float, float]]]) -> None:
-    """Pairs of horizontal bars with their numbers: (label, colour, (upper, lower))."""
-    longest = max((max(pair) for _, _, pair in rows), default=0.0) or 1.0
-    for place, (_, colour, pair) in enumerate(rows):
+def memory_bars(axes: Axes, records: Mapping[str, dict[str, Any]], colour: Mapping[str, str]) -> None:
+    """A pair of horizontal bars with their numbers for each record that has both figures: MEMORY_LABEL."""
+    pairs = {
+        name: (record["saved_bytes"] / _MIB, record["peak_bytes"] / _MIB)
+        for name, record in records.items()
+        if "saved_bytes" in record and "peak_bytes" in record
+    }
+    longest = max(map(max, pairs.values()), default=0.0) or 1.0
+    for place, (name, pair) in enumerate(pairs.items()):
         for offset, value, alpha in zip((-0.19, 0.19), pair, (1.0, 0.4), strict=True):
-            axes.barh(place + offset, value, height=0.36, color=colour, alpha=alpha)
+            axes.barh(place + offset, value, height=0.36, color=colour[name], alpha=alpha)
             axes.text(value + 0.01 * longest, place + offset, f"{value:,.1f}", va="center", fontsize=7)
-    axes.set_yticks(range(len(rows)), [label for label, _, _ in rows], fontsize=8)
-    axes.set(xlim=(0, 1.12 * longest), ylim=(len(rows) - 0.5, -0.5))
+    axes.set_yticks(range(len(pairs)), list(pairs), fontsize=8)
+    axes.set(xlim=(0, 1.12 * longest), ylim=(len(pairs) - 0.5, -0.5))
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -191,7 +188,7 @@ def attention(cases: Cases) -> Canvas:
             found = sorted(
                 (attention_length(case), entry[BOTH]["median_ms"])
                 for case in members
-                if (entry := targets.provider(case, name)) is not None and BOTH in entry
+                if BOTH in (entry := targets.provider(case, name))
             )
             if found:
                 axes.plot(*zip(*found, strict=True), label=name, color=colour[name], marker="o", markersize=4)

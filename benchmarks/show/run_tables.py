@@ -108,7 +108,7 @@ def adam(cases: Cases) -> Iterator[Table]:
         "error",
     )  # fmt: skip
     for case in cases:
-        ours = (targets.provider(case, targets.ADAM) or {}).get("step")
+        ours = targets.provider(case, targets.ADAM).get("step")
         rows = []
         for entry in case["providers"]:
             if not entry["check"]["passed"]:
@@ -138,7 +138,7 @@ def streams(cases: Cases) -> Iterator[Table]:
     columns = ("gradients", "optimizer", "relative error of updates", "largest update / lr", "exact largest")
     rows = []
     for case in cases:
-        exact = targets.provider(case, "exact") or {}
+        exact = targets.provider(case, "exact")
         for entry in case["providers"]:
             if entry is not exact:
                 found = fixed(entry["relative_rms"], 3), fixed(entry["largest_update"], 2)
@@ -155,7 +155,7 @@ def language_model(cases: Cases) -> Iterator[Table]:
     names = list(dict.fromkeys(entry["name"] for case in cases for entry in case["providers"]))
     rows = []
     for name in names:
-        losses = [(targets.provider(case, name) or {}).get("held_out_loss") for case in cases]
+        losses = [targets.provider(case, name).get("held_out_loss") for case in cases]
         found = [loss for loss in losses if loss is not None]
         against = targets.loss_ratio(cases, name)
         change = None if against is None else Cell(against, f"{100 * (against - 1):+.2f}%")
@@ -189,7 +189,7 @@ def overhead(cases: Cases) -> Iterator[Table]:
         entries = targets.provider(case, targets.EAGER), targets.own(case), *(targets.provider(case, o) for o in others)
         dtype = case.get("dtype", "fp32")
         call = case["operator"] if dtype == "fp32" else f"{case['operator']}, {dtype}"
-        times = [microseconds((entry or {}).get("forward")) for entry in entries]
+        times = [microseconds(entry.get("forward")) for entry in entries]
         rows.append((call, "yes" if case["requires_grad"] else "no", *times))
     if rows:
         columns = ("call on 1 x 8 fp32, forward", "requires grad", "torch eager µs", "onetrip µs")

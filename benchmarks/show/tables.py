@@ -91,21 +91,20 @@ def verdicts(results: Results) -> Iterator[Table]:
 
 def _provider(case: dict[str, Any], entry: dict[str, Any]) -> tuple[Entry, ...]:
     """The columns of _PROVIDER; without numbers where the provider failed its check."""
-    forward, backward, both = (entry.get(name) for name in ("forward", "backward", BOTH))
-    eager = (targets.provider(case, targets.EAGER) or {}).get(BOTH)
+    forward, backward, *rest = _times(case, entry)
+    speeds = [(gigabytes(times), of_copy(times)) for times in (entry.get("forward"), entry.get("backward"))]
+    largest_error = error(entry["check"].get("largest_error"))
+    return (entry["name"], forward, *speeds[0], backward, *speeds[1], *rest, largest_error)
+
+
+def _times(case: dict[str, Any], entry: dict[str, Any]) -> tuple[Entry, ...]:
+    """Forward, backward and both in milliseconds, times faster than eager, saved and peak MiB."""
+    both, eager = entry.get(BOTH), targets.provider(case, targets.EAGER).get(BOTH)
     return (
-        entry["name"],
-        milliseconds(forward),
-        gigabytes(forward),
-        of_copy(forward),
-        milliseconds(backward),
-        gigabytes(backward),
-        of_copy(backward),
-        milliseconds(both),
+        *(milliseconds(entry.get(name)) for name in ("forward", "backward", BOTH)),
         ratio(eager["median_ms"] / both["median_ms"] if both and eager else None),
         mib(entry.get("saved_bytes")),
         mib(entry.get("peak_bytes")),
-        error(entry["check"].get("largest_error")),
     )
 
 
@@ -113,8 +112,8 @@ def operators(cases: Cases) -> Iterator[Table]:
     """A table a case: every provider of it."""
     for case in cases:
         note = (
-            f"Least bytes: forward {case['least_bytes']['forward'] / (1 << 20):.1f} MiB, "
-            f"backward {case['least_bytes']['backward'] / (1 << 20):.1f} MiB. "
+            f"Least bytes: forward {case['least_bytes']['forward'] / _MIB:.1f} MiB, "
+            f"backward {case['least_bytes']['backward'] / _MIB:.1f} MiB. "
             f"A copy ran at {case['copy']['gb_per_s']:.1f} GB/s, "
             f"at {case['copy_to_fresh_memory']['gb_per_s']:.1f} GB/s into a tensor that it allocates."
         )
@@ -168,7 +167,7 @@ def widths(cases: Cases) -> Iterator[Table]:
     for (operator, dtype), members in width_series(cases).items():
         rows = []
         for case in members:
-            torch, ours = targets.provider(case, targets.EAGER) or {}, targets.own(case) or {}
+            torch, ours = targets.provider(case, targets.EAGER), targets.own(case)
             row: list[Entry] = [case["n_cols"]]
             for name in ("forward", "backward"):
                 row += [
@@ -192,25 +191,12 @@ def by_dtype_and_dropout(cases: Cases) -> list[tuple[tuple[str, float], Cases]]:
 def attention(cases: Cases) -> Iterator[Table]:
     columns = ("length", "provider", "forward ms", "backward ms", "both ms", "eager / it", "saved MiB", "peak MiB")
     for (dtype, dropout_p), members in by_dtype_and_dropout(cases):
-        rows = []
-        for case in members:
-            eager = (targets.provider(case, targets.EAGER) or {}).get(BOTH)
-            for entry in case["providers"]:
-                if not entry["check"]["passed"]:
-                    continue
-                forward, backward, both = (entry.get(name) for name in ("forward", "backward", BOTH))
-                rows.append(
-                    (
-                        attention_length(case),
-                        entry["name"],
-                        milliseconds(forward),
-                        milliseconds(backward),
-                        milliseconds(both),
-                        ratio(eager["median_ms"] / both["median_ms"] if both and eager else None),
-                        mib(entry.get("saved_bytes")),
-                        mib(entry.get("peak_bytes")),
-                    )
-                )
+        rows = [
+            (attention_length(case), entry["name"], *_times(case, entry))
+            for case in members
+            for entry in case["providers"]
+            if entry["check"]["passed"]
+        ]
         note = (
             "Heads of width 64, no mask. SDPA's flash backend keeps no scores; where this operator keeps weights for "
             "backward, they are in *saved*. It is for models that run eager attention, or SDPA where that is slower. "

@@ -55,21 +55,20 @@ class _Target:
         return Verdict(target, f"{text}{self.unit}{where and f' ({where})'}", reached)
 
 
-def provider(case: dict[str, Any], name: str) -> dict[str, Any] | None:
-    return next((entry for entry in case.get("providers", ()) if entry["name"] == name), None)
+def provider(case: dict[str, Any], name: str) -> dict[str, Any]:
+    """Its entry; empty where it has none."""
+    return next((entry for entry in case.get("providers", ()) if entry["name"] == name), {})
 
 
-def own(case: dict[str, Any]) -> dict[str, Any] | None:
-    """onetrip's entry: of its backends the one that `auto` picks, which comes first."""
-    return next((entry for entry in case.get("providers", ()) if entry["name"].startswith("onetrip")), None)
+def own(case: dict[str, Any]) -> dict[str, Any]:
+    """onetrip's entry: of its backends the one that `auto` picks, which comes first. Empty where there is none."""
+    return next((entry for entry in case.get("providers", ()) if entry["name"].startswith("onetrip")), {})
 
 
 def speed_up(case: dict[str, Any], which: str, against: str = EAGER) -> float | None:
     """How many times faster onetrip is, median against median; None where either has no number."""
     ours, theirs = own(case), provider(case, against)
-    if ours is None or theirs is None or which not in ours or which not in theirs:
-        return None
-    return theirs[which]["median_ms"] / ours[which]["median_ms"]
+    return theirs[which]["median_ms"] / ours[which]["median_ms"] if which in ours and which in theirs else None
 
 
 def _cases(results: Results, suite: str, **wanted: object) -> Iterator[dict[str, Any]]:
@@ -158,7 +157,7 @@ def _on_a_gpu(figure: Callable[[dict[str, Any]], float | None], suite: str, oper
 
 def _gpu_targets() -> Iterator[_Target]:
     def share(which: str) -> Callable[[dict[str, Any]], float | None]:
-        return lambda case: (own(case) or {}).get(which, {}).get("share_of_copy")
+        return lambda case: own(case).get(which, {}).get("share_of_copy")
 
     for suite, operator in (("row_norm", "layer_norm"), ("row_norm", "rms_norm"), ("softmax", "softmax")):
         for which, limit in (("forward", 0.92), ("backward", 0.85)):
@@ -178,7 +177,7 @@ def _overhead(operator: str) -> Measure:
         found = []
         for case in _cases(results, "overhead", operator=operator):
             ours = own(case)
-            if ours is None or "forward" not in ours:
+            if "forward" not in ours:
                 return None
             where = "with grad" if case["requires_grad"] else "without grad"
             found.append(Found(ours["forward"]["median_us"], where))
@@ -218,7 +217,7 @@ def _install(case: dict[str, Any]) -> Found:
 
 def _adam(model: str, against: str) -> Measure:
     def figure(case: dict[str, Any]) -> Found | None:
-        ours, theirs = ((provider(case, name) or {}).get("step") for name in (ADAM, against))
+        ours, theirs = (provider(case, name).get("step") for name in (ADAM, against))
         return Found(theirs["median_ms"] / ours["median_ms"]) if ours and theirs else None
 
     return _first(figure, "adam", model=model, dtype="fp32")
@@ -227,7 +226,7 @@ def _adam(model: str, against: str) -> Measure:
 def _adam_figure(name: str, part: str = "") -> Measure:
     def figure(case: dict[str, Any]) -> Found | None:
         ours = provider(case, ADAM)
-        return Found((ours[part] if part else ours)[name]) if ours and "step" in ours else None
+        return Found((ours[part] if part else ours)[name]) if "step" in ours else None
 
     return _first(figure, "adam", model="bert_base", dtype="fp32")
 

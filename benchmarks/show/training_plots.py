@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import targets
-from .operator_plots import bars, canvas, colours, legend, providers
+from .operator_plots import MEMORY_LABEL, canvas, colours, legend, memory_bars, providers
 from .tables import Cases
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
-
-_MIB = 1 << 20
 
 
 def _title(case: dict[str, Any]) -> str:
@@ -20,9 +18,9 @@ def _title(case: dict[str, Any]) -> str:
 
 def steps(cases: Cases) -> Canvas:
     """Milliseconds of forward and backward of every step, stacked."""
-    drawn = canvas(9.0, sum(0.9 + 0.32 * len(case["steps"]) for case in cases) + 0.5)
-    ratios = [0.9 + 0.32 * len(case["steps"]) for case in cases]
-    grid = drawn.subplots(len(cases), 1, squeeze=False, height_ratios=ratios)
+    heights = [0.9 + 0.32 * len(case["steps"]) for case in cases]
+    drawn = canvas(9.0, sum(heights) + 0.5)
+    grid = drawn.subplots(len(cases), 1, squeeze=False, height_ratios=heights)
     for axes, case in zip(grid.flat, cases, strict=True):
         for place, step in enumerate(case["steps"].values()):
             start = 0.0
@@ -47,16 +45,9 @@ def steps_memory(cases: Cases) -> Canvas:
     drawn = canvas(9.0, sum(heights) + 0.4)
     for axes, case in zip(drawn.subplots(len(cases), 1, squeeze=False, height_ratios=heights).flat, cases, strict=True):
         colour = {name: "#e07b30" if name.startswith("eager") else "#2a7de1" for name in case["steps"]}
-        bars(
-            axes,
-            [
-                (name, colour[name], (step["saved_bytes"] / _MIB, step["peak_bytes"] / _MIB))
-                for name, step in case["steps"].items()
-                if "saved_bytes" in step and "peak_bytes" in step
-            ],
-        )
+        memory_bars(axes, case["steps"], colour)
         axes.set_title(_title(case), fontsize=9)
-    drawn.supxlabel("MiB: saved for backward (upper bar of a pair), at the peak (lower, pale)", fontsize=9)
+    drawn.supxlabel(MEMORY_LABEL, fontsize=9)
     return drawn
 
 
@@ -93,7 +84,7 @@ def language_model(cases: Cases) -> Canvas:
     points = [case["every"] * (i + 1) for case in cases[:1] for i in range(case["n_steps"] // case["every"])]
     colour = colours(providers(cases))
     for name in providers(cases):
-        curves = [entry["training_loss"] for case in cases if (entry := targets.provider(case, name)) is not None]
+        curves = [entry["training_loss"] for case in cases if (entry := targets.provider(case, name))]
         losses = list(zip(*curves, strict=True))
         axes.plot(points, [sum(each) / len(each) for each in losses], label=name, linewidth=1.5, color=colour[name])
         axes.fill_between(points, list(map(min, losses)), list(map(max, losses)), color=colour[name], alpha=0.2)
