@@ -100,13 +100,6 @@ def _select(options: Options, device: torch.device) -> dict[str, list[Named]]:
     return selected
 
 
-def _absent(device: torch.device) -> str:
-    """Other libraries that cannot run here, and why."""
-    from .measure.providers import absent_libraries
-
-    return ", ".join(f"{title} ({why})" for title, why in absent_libraries(device).items())
-
-
 def _measure(
     options: Options, device: torch.device, output: Path | None, resume: bool, as_json: bool, selected: dict
 ) -> int:
@@ -114,12 +107,13 @@ def _measure(
 
     from . import runner
     from .measure import results
+    from .measure.providers import absent_libraries
     from .show import tables
 
     load = load_average()
     if device.type == "cpu" and load is not None and load > _BUSY * (os.cpu_count() or 1):
         typer.echo(f"Other processes are running (load average {load:.1f}): distrust times, less so ratios.", err=True)
-    if not options.get("against") and (words := _absent(device)):
+    if not options.get("against") and (words := absent_libraries(device)):
         typer.echo(f"not compared with: {words}", err=True)
     found = runner.run(selected, device, options, output, resume, silent=as_json)
     if as_json:

@@ -27,7 +27,7 @@ import torch
 from onetrip.environment import header, load_average
 
 from ..measure.cases import DTYPE_NAMES, LARGE_ELEMENTS, Operator
-from ..measure.checks import as_tuple, make_inputs
+from ..measure.checks import make_inputs
 from ..measure.results import Store, fingerprint
 from ..show import tables
 from ..suites import row_norm, softmax
@@ -109,7 +109,7 @@ def _prepare(
     inputs = make_inputs(operator, n_rows, n_cols, dtype, device, seed=0)
     if direction == "forward":
         return lambda: operator.fused(**inputs.tensors)
-    outputs = as_tuple(operator.fused(**inputs.tensors))
+    outputs = inputs.forward(operator.fused)
     return lambda: torch.autograd.grad(outputs, inputs.leaves, inputs.grad_outputs, retain_graph=True)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cases import Operator, Outputs
+from .cases import Operator, Outputs, one_line
 
 BOUNDS = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Largest error over largest value that a provider may show: room for unfused code that rounds every step to the dtype.
@@ -43,6 +43,16 @@ class Inputs:
     def leaves(self) -> list[Tensor]:
         return [tensor for tensor in self.tensors.values() if tensor.requires_grad]
 
+    def forward(self, function: Callable[..., Outputs]) -> tuple[Tensor, ...]:
+        return as_tuple(function(**self.tensors))
+
+    def backward(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Gradients of the leaves."""
+        return torch.autograd.grad(outputs, self.leaves, self.grad_outputs)
+
+    def forward_backward(self, function: Callable[..., Outputs]) -> tuple[Tensor, ...]:
+        return self.backward(self.forward(function))
+
 
 def as_tuple(outputs: Outputs) -> tuple[Tensor, ...]:
     return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
@@ -69,13 +79,6 @@ def make_inputs(
     return Inputs(tensors | constants, tuple(normal(*shape) for shape in shapes))
 
 
-def _run(
-    function: Callable[..., Outputs], inputs: Inputs, grad_outputs: tuple[Tensor, ...]
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    outputs = as_tuple(function(**inputs.tensors))
-    return outputs, torch.autograd.grad(outputs, inputs.leaves, grad_outputs)
-
-
 class Truth:
     """Outputs and gradients in float64, kept where no random mask makes them a provider's own."""
 
@@ -100,8 +103,8 @@ class Truth:
         def formula(**tensors: Tensor) -> Outputs:
             return self._operator.formula(lambda values: torch.where(keep, values * scale, 0.0), **tensors)
 
-        outputs, grads = _run(formula, inputs, inputs.grad_outputs)
-        return [tensor.detach() for tensor in (*outputs, *grads)]
+        outputs = inputs.forward(formula)
+        return [tensor.detach() for tensor in (*outputs, *inputs.backward(outputs))]
 
     def _expected(self, keep: Tensor | None) -> list[Tensor]:
         if keep is not None:
@@ -109,9 +112,6 @@ class Truth:
         if self._kept is None:
             self._kept = self._compute(None)
         return self._kept
-
-    def _copies_of_given(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in self._given.items()}
 
     def _restore(self, copies: dict[str, Tensor]) -> list[str]:
         """Restores the inputs for the next provider; returns the names of those that had changed."""
@@ -122,17 +122,17 @@ class Truth:
 
     def check(self, function: Callable[..., Outputs]) -> Check:
         """Runs the provider forward and backward, and compares every output and every gradient."""
-        given = self._copies_of_given()
+        given = {name: tensor.detach().clone() for name, tensor in self._given.items()}
         try:
             torch.manual_seed(0)
-            found = _run(function, self._inputs, self._inputs.grad_outputs)
+            outputs = self._inputs.forward(function)
+            grads = self._inputs.backward(outputs)
             # Cloned: a provider may write its next outputs into the same memory.
-            outputs, grads = (tuple(tensor.detach().clone() for tensor in tensors) for tensors in found)
-            del found
+            outputs, grads = (tuple(tensor.detach().clone() for tensor in each) for each in (outputs, grads))
             keep = self._mask(function, outputs, grads) if self._operator.dropout_p > 0.0 else None
         except Exception as error:  # a provider that raises is reported, and the others are measured
             self._restore(given)
-            return Check(False, f"{type(error).__name__}: {error}".splitlines()[0])
+            return Check(False, one_line(error))
         if changed := self._restore(given):
             return Check(False, f"writes into what it is given: {', '.join(changed)}")
         if keep is not None:
@@ -168,5 +168,6 @@ class Truth:
         if self._operator.mask_shows_in == "output":
             return outputs[0].detach() != 0
         torch.manual_seed(0)
-        _, others = _run(function, self._inputs, tuple(grad.flip(0) for grad in self._inputs.grad_outputs))
+        flipped = Inputs(self._inputs.tensors, tuple(grad.flip(0) for grad in self._inputs.grad_outputs))
+        others = flipped.forward_backward(function)
         return (grads[0] != 0) | (others[0] != 0)

@@ -69,10 +69,10 @@ def why_absent(module: str, device: torch.device, needs_cuda: bool = True) -> st
     return ""
 
 
-def absent_libraries(device: torch.device) -> dict[str, str]:
-    """Title -> why the library cannot run on the device."""
+def absent_libraries(device: torch.device) -> str:
+    """Those that cannot run on the device, and why, in a line."""
     reasons = {library.title: why_absent(library.module, device) for library in LIBRARIES.values()}
-    return {title: why for title, why in reasons.items() if why}
+    return ", ".join(f"{title} ({why})" for title, why in reasons.items() if why)
 
 
 def versions() -> dict[str, str]:

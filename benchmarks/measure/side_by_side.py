@@ -13,9 +13,9 @@ from onetrip.measure import free_bytes, peak_bytes, saved_bytes
 from torch import Tensor
 
 from .cases import DTYPE_NAMES, PASSES, Case, Operator, Outputs, Provider, Record, Session, Skip, absent, one_line
-from .checks import Check, Inputs, Truth, as_tuple, make_inputs
+from .checks import Check, Inputs, Truth, make_inputs
 from .providers import providers
-from .timing import Clock, clock_for, summarise
+from .timing import Clock, at_speed, clock_for
 
 _ROUNDS, _QUICK_ROUNDS = 31, 9
 _INPUT_SETS = 3
@@ -124,30 +124,15 @@ class SideBySide:
         parameters = [inputs.tensors[name] for name in (*operator.vectors, *operator.weights(self.case.n_cols))]
         candidate.saved = saved_bytes(lambda: function(**inputs.tensors), excluded=parameters)
         start = time.perf_counter()  # of a twin torch.compile still compiles the backward here
-        candidate.peak = peak_bytes(lambda: self._forward_backward(function, inputs), self._device)
+        candidate.peak = peak_bytes(lambda: inputs.forward_backward(function), self._device)
         candidate.untimed_s = time.perf_counter() - start
-
-    @property
-    def failures(self) -> dict[str, str]:
-        return {c.provider.name: c.check.detail for c in self._candidates if not c.check.passed}
-
-    @staticmethod
-    def _forward(function: Callable[..., Outputs], inputs: Inputs) -> tuple[Tensor, ...]:
-        return as_tuple(function(**inputs.tensors))
-
-    @staticmethod
-    def _backward(outputs: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(outputs, inputs.leaves, inputs.grad_outputs)
-
-    def _forward_backward(self, function: Callable[..., Outputs], inputs: Inputs) -> tuple[Tensor, ...]:
-        return self._backward(self._forward(function, inputs), inputs)
 
     def _time(self, candidate: _Candidate, inputs: Inputs) -> None:
         clock, function = self._clock, candidate.function
 
         def prepare() -> None:
             if self.case.operator.is_warm:
-                self._forward_backward(function, inputs)
+                inputs.forward_backward(function)
             else:
                 clock.evict()
 
@@ -158,18 +143,18 @@ class SideBySide:
         with candidate.provider.scope():
             if "forward" in passes or "backward" in passes:
                 prepare()
-                milliseconds, outputs = clock.time(lambda: self._forward(function, inputs))
+                milliseconds, outputs = clock.time(lambda: inputs.forward(function))
                 if "forward" in passes:
                     record("forward", milliseconds)
                 if "backward" in passes:
                     prepare()
-                    milliseconds, gradients = clock.time(partial(self._backward, outputs, inputs))
+                    milliseconds, gradients = clock.time(partial(inputs.backward, outputs))
                     record("backward", milliseconds)
                     del gradients
                 del outputs
             if "forward_backward" in passes:
                 prepare()
-                record("forward_backward", clock.time(lambda: self._forward_backward(function, inputs))[0])
+                record("forward_backward", clock.time(lambda: inputs.forward_backward(function))[0])
 
     def round(self, fewest: int = _FEWEST_SAMPLES) -> None:
         """Runs every candidate once, each round starting with another one; a slow one stops after `fewest` samples."""
@@ -184,8 +169,8 @@ class SideBySide:
             samples.append(self._clock.time(function)[0])
         self._rounds += 1
 
-    def warm_up(self, rounds: int = 2) -> None:
-        for _ in range(rounds):
+    def warm_up(self) -> None:
+        for _ in range(2):
             self.round(fewest=0)  # a call that takes seconds is as warm as it will be
         for samples in self._copy_samples.values():
             samples.clear()
@@ -203,14 +188,9 @@ class SideBySide:
             return
         inputs = self._sets[0]
         for candidate in self._candidates:
-            function = candidate.function
-            calls = {
-                "forward": lambda function=function: self._forward(function, inputs),
-                "forward_backward": lambda function=function: self._forward_backward(function, inputs),
-            }
-            for name, call in calls.items():
+            for name, call in (("forward", inputs.forward), ("forward_backward", inputs.forward_backward)):
                 if candidate.check.passed and name in self.case.passes and not candidate.not_captured:
-                    self._replay(candidate, name, call, rounds)
+                    self._replay(candidate, name, partial(call, candidate.function), rounds)
 
     def _replay(self, candidate: _Candidate, name: str, call: Callable[[], object], rounds: int) -> None:
         with candidate.provider.scope():
@@ -223,28 +203,22 @@ class SideBySide:
                 self._clock.evict()
                 candidate.replays.setdefault(name, []).append(self._clock.time(captured)[0])
 
-    def _figures(self, name: str, samples: list[float], copy_gb_per_s: float) -> dict[str, float | int]:
-        figures = summarise(samples, "ms")
-        figures["gb_per_s"] = getattr(self._least, name) / figures["median_ms"] / 1e6
-        figures["share_of_copy"] = figures["gb_per_s"] / copy_gb_per_s
-        return figures
-
     def record(self) -> dict[str, object]:
         """Everything that was found, ready for JSON."""
         case, least = self.case, self._least
-        copies = {name: summarise(samples, "ms") for name, samples in self._copy_samples.items()}
-        for copy in copies.values():
-            copy["gb_per_s"] = 2 * self._copy_source.nbytes / copy["median_ms"] / 1e6
+        copied = 2 * self._copy_source.nbytes
+        copies = {name: at_speed(samples, copied) for name, samples in self._copy_samples.items()}
+
+        def figures(of_passes: dict[str, list[float]]) -> dict[str, dict[str, float | int]]:
+            speed = copies["copy"]["gb_per_s"]
+            return {name: at_speed(samples, getattr(least, name), speed) for name, samples in of_passes.items()}
+
         records = []
         for candidate in self._candidates:
             record: dict[str, object] = {"name": candidate.provider.name, "check": asdict(candidate.check)}
-            speed = copies["copy"]["gb_per_s"]
-            for name, samples in candidate.samples.items():
-                record[name] = self._figures(name, samples, speed)
+            record |= figures(candidate.samples)
             if candidate.replays:
-                record["graph"] = {
-                    name: self._figures(name, samples, speed) for name, samples in candidate.replays.items()
-                }
+                record["graph"] = figures(candidate.replays)
             if candidate.not_captured:
                 record["no_graph"] = candidate.not_captured
             if candidate.saved is not None:

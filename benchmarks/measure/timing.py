@@ -137,3 +137,12 @@ def summarise(samples: list[float], unit: str) -> dict[str, float | int]:
     """Median and 20th and 80th percentile, under keys that carry the unit."""
     figures = spread(samples).to_dict()
     return {**{f"{name}_{unit}": value for name, value in figures.items()}, "samples": len(samples)}
+
+
+def at_speed(samples: list[float], n_bytes: float, copy_gb_per_s: float | None = None) -> dict[str, float | int]:
+    """summarise() of milliseconds, the GB/s of so many bytes a call, and their share of a copy's."""
+    figures = summarise(samples, "ms")
+    figures["gb_per_s"] = n_bytes / figures["median_ms"] / 1e6
+    if copy_gb_per_s is not None:
+        figures["share_of_copy"] = figures["gb_per_s"] / copy_gb_per_s
+    return figures

@@ -8,7 +8,7 @@ import torch
 from onetrip.measure import optimizer_state_bytes, peak_bytes
 
 from ..measure.cases import DTYPE_NAMES, Record, Session, absent, needed, one_line
-from ..measure.timing import clock_for, summarise
+from ..measure.timing import at_speed, clock_for
 from .optimizers import OptimizerProvider, make, providers_for, relative_error
 
 ROUNDS, QUICK_ROUNDS = 21, 5
@@ -102,23 +102,17 @@ def measure(case: AdamCase, session: Session) -> Record:
         candidate.samples.clear()
     copies.clear()
     session.rounds(one_round, QUICK_ROUNDS if session.quick else ROUNDS)
-    copy = summarise(copies, "ms")
-    copy["gb_per_s"] = 2 * source.nbytes / copy["median_ms"] / 1e6
-    records = []
-    for candidate in candidates:
-        figures = summarise(candidate.samples, "ms")
-        itemsize = params[0].itemsize
-        figures["gb_per_s"] = candidate.provider.least_bytes(numel, itemsize, itemsize) / figures["median_ms"] / 1e6
-        figures["share_of_copy"] = figures["gb_per_s"] / copy["gb_per_s"]
-        records.append(
-            {
-                "name": candidate.provider.name,
-                "check": {"passed": True, "detail": "", "largest_error": candidate.error},
-                "step": figures,
-                "state_bytes_per_parameter": optimizer_state_bytes(candidate.optimizer) / numel,
-                "temporary_bytes": candidate.temporary_bytes,
-            }
-        )
+    copy, itemsize = at_speed(copies, 2 * source.nbytes), case.dtype.itemsize
+    records = [
+        {
+            "name": each.provider.name,
+            "check": {"passed": True, "detail": "", "largest_error": each.error},
+            "step": at_speed(each.samples, each.provider.least_bytes(numel, itemsize, itemsize), copy["gb_per_s"]),
+            "state_bytes_per_parameter": optimizer_state_bytes(each.optimizer) / numel,
+            "temporary_bytes": each.temporary_bytes,
+        }
+        for each in candidates
+    ]
     return {
         "case": case.id,
         "model": case.model,

@@ -40,20 +40,15 @@ def _packed_swiglu(dropout: Dropout, gate_up: Tensor) -> Outputs:
     return F.silu(gate) * up
 
 
-def _bias_gelu(dropout: Dropout, x: Tensor, bias: Tensor) -> Outputs:
-    return F.gelu(x + bias)
+def _bias_gelu(name: str, dropout_p: float) -> Operator:
+    def formula(dropout: Dropout, x: Tensor, bias: Tensor) -> Outputs:
+        y = F.gelu(x + bias)
+        return dropout(y) if dropout_p > 0.0 else y
 
+    def fused(x: Tensor, bias: Tensor) -> Outputs:
+        return ops.bias_activation(x, bias, "gelu", dropout_p=dropout_p)
 
-def _fused_bias_gelu(x: Tensor, bias: Tensor) -> Outputs:
-    return ops.bias_activation(x, bias, "gelu")
-
-
-def _bias_gelu_dropout(dropout: Dropout, x: Tensor, bias: Tensor) -> Outputs:
-    return dropout(F.gelu(x + bias))
-
-
-def _fused_bias_gelu_dropout(x: Tensor, bias: Tensor) -> Outputs:
-    return ops.bias_activation(x, bias, "gelu", dropout_p=0.1)
+    return Operator(name, ("x",), ("bias",), formula, fused, _bias_bytes, dropout_p, family="glu")
 
 
 GLU = Operator("glu-silu", ("gate", "up"), (), _swiglu, ops.glu, _glu_bytes, family="glu")
@@ -67,18 +62,12 @@ PACKED = Operator(
     between=lambda n_rows, n_cols: n_rows * n_cols // 2,
     family="glu",
 )
-BIAS_GELU = Operator("bias_activation-gelu", ("x",), ("bias",), _bias_gelu, _fused_bias_gelu, _bias_bytes, family="glu")
-BIAS_GELU_DROPOUT = Operator(
-    "bias_activation-gelu-p0.1",
-    ("x",),
-    ("bias",),
-    _bias_gelu_dropout,
-    _fused_bias_gelu_dropout,
-    _bias_bytes,
-    dropout_p=0.1,
-    family="glu",
+OPERATORS = (
+    GLU,
+    PACKED,
+    _bias_gelu("bias_activation-gelu", 0.0),
+    _bias_gelu("bias_activation-gelu-p0.1", 0.1),
 )
-OPERATORS = (GLU, PACKED, BIAS_GELU, BIAS_GELU_DROPOUT)
 
 
 def cases(quick: bool = False) -> list[Case]:

@@ -93,7 +93,7 @@ class ExactUpdates:
         return self.exp_avg / (1 - BETAS[0] ** self.t) / (root + EPS)
 
 
-def relative_error(provider: OptimizerProvider, device: torch.device, n_steps: int = 20) -> float:
+def relative_error(provider: OptimizerProvider, device: torch.device) -> float:
     """Root mean square of the error of the updates over that of exact ones: gradients of a normal distribution, a
     parameter that is large enough for 8 bits, small ones beside it."""
     generator = torch.Generator().manual_seed(0)
@@ -101,7 +101,7 @@ def relative_error(provider: OptimizerProvider, device: torch.device, n_steps: i
     optimizer = make(provider, params, weight_decay=0.0)
     exact = [ExactUpdates(p.shape) for p in params]
     wrong = right = 0.0
-    for _ in range(n_steps):
+    for _ in range(20):
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator).to(device)
             p.data.zero_()
