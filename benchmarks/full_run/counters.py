@@ -32,8 +32,7 @@ from ..measure.results import Store, fingerprint
 from ..show import tables
 from ..suites import row_norm, softmax
 from ..suites.optimizers import ONETRIP, make
-from . import driver
-from .everything import EXIT_SKIPPED, EXIT_UNFINISHED
+from . import EXIT_SKIPPED, EXIT_UNFINISHED, driver
 
 METRICS = {
     "duration_ns": ("gpu__time_duration.sum",),
@@ -312,13 +311,5 @@ def run(backend: str, output: Path, deadline: float, device: str = "cuda") -> in
     return 0 if done >= planned.keys() else EXIT_UNFINISHED
 
 
-def main(arguments: list[str]) -> int:
-    if arguments[0] == "drive":
-        backend, record, deadline = arguments[1:]
-        return drive(backend, Path(record), float(deadline))
-    backend, output, deadline = arguments
-    return run(backend, Path(output), float(deadline))
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    driver.main(drive, run)

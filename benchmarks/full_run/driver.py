@@ -10,16 +10,17 @@ import json
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from onetrip import use_backend
 from onetrip.processes import process_group
 
-from .everything import EXIT_UNFINISHED
+from . import EXIT_UNFINISHED
 
 Launch = tuple[str, Callable[[], list[str]]]
 """What it launches, and the call: it returns what was wrong with the results."""
@@ -100,3 +101,11 @@ def watch(command: list[str], environment: Mapping[str, str], log: Path, deadlin
                 return process.wait(max(deadline - time.time(), 1.0))
             except subprocess.TimeoutExpired:
                 return None
+
+
+def main(drive: Callable[[str, Path, float], int], run: Callable[..., int]) -> NoReturn:
+    """Of a module: as the part, `run` with the words of the command line; as what the tool watches, `drive`."""
+    *words, path, deadline = sys.argv[1:]
+    if words[0] == "drive":
+        sys.exit(drive(words[1], Path(path), float(deadline)))
+    sys.exit(run(*words, Path(path), float(deadline)))

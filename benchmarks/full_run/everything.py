@@ -27,12 +27,10 @@ from onetrip.processes import process_group
 
 from ..measure.results import SCHEMA, UsageError, fingerprint, unwritable
 from ..show import run_tables
-from . import gpu_tests, plan
+from . import EXIT_SKIPPED, EXIT_UNFINISHED, gpu_tests, plan
 from .plan import Part, Place
 
 PASSED, FAILED, SKIPPED, UNFINISHED = "passed", "failed", "skipped", "unfinished"
-EXIT_UNFINISHED, EXIT_SKIPPED = 4, 5
-"""How a part's process says that it ran out of time, or that something was missing after all."""
 _MOST_FAILURES = 50
 _MARGIN_S = 15.0
 """Between the moment when a part is told to have ended and the one when it is stopped."""
@@ -182,12 +180,11 @@ def run(
     resume: bool = False,
     limits: Limits = _DEFAULT,
     as_json: bool = False,
-    known: Sequence[Part] | None = None,
 ) -> int:
     """Runs what is to be run and prints a summary; the exit code is one of command_line.py.
 
     parts: names or globs; those alone, again even where they passed (unless resume). resume: only what is missing or
-    failed. known: for tests, in place of the real parts.
+    failed.
     """
     begun = time.monotonic()
     output = output.resolve()
@@ -195,7 +192,7 @@ def run(
     try:
         if not min(limits) > 0:
             raise UsageError(f"--budget and --part-limit must be greater than 0 seconds, got {min(limits):g}")
-        known = plan.parts(place) if known is None else known
+        known = plan.parts(place)
         selected = _choose(known, parts)
         if reason := unwritable(output):
             raise UsageError(reason)

@@ -28,10 +28,12 @@ import pytest
 from onetrip import html
 from onetrip.environment import checkout
 
+from . import EXIT_UNFINISHED
+
 _VARIABLE = "ONETRIP_GPU_TESTS"
 _BROKEN_CONTEXT = 9  # exit code of a process that the plugin ends
-EXIT_FAILED, EXIT_BROKEN, EXIT_UNFINISHED = 1, 3, 4
 _MOST_WORKERS = 6
+_OUT_OF_TIME = "out of time"
 _LINES = 3  # of a failure's message
 _GRACE_S = 20.0
 """What a test may take that is running when the time is up; then it has failed."""
@@ -88,11 +90,6 @@ def missing() -> str:
     needed = {"pytest_benchmark": "pytest-benchmark", "hypothesis": "hypothesis", "transformers": "transformers"}
     absent = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
     return f"not installed: {', '.join(absent)} (pip install 'onetrip[test]')" if absent else ""
-
-
-def _arguments(shard: Shard, tests: Path) -> list[str]:
-    paths = (str(tests / path) for path in shard.paths)
-    return [*paths, "-m", "gpu", *(["-k", shard.keywords] if shard.keywords else [])]
 
 
 def read(record: Path) -> dict[str, Any]:
@@ -159,7 +156,7 @@ class _Recorder:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         if time.time() > self._deadline:
-            self._session.shouldstop = "out of time"
+            self._session.shouldstop = _OUT_OF_TIME
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._session = session
@@ -215,18 +212,10 @@ def _work(shard: Shard, tree: Path, record: Path, worker: int, workers: int, dea
     given = {"record": str(record), "worker": worker, "workers": workers, "deadline": deadline}
     environment = {**os.environ, _VARIABLE: json.dumps(given), "OMP_NUM_THREADS": "1"}
     environment.pop("OMP_PROC_BIND", None)  # all workers' threads would share one core
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "onetrip.benchmarks.full_run.gpu_tests",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "--tb=short",
-    ]
-    command += ["--continue-on-collection-errors", f"--rootdir={tree}", *_arguments(shard, tree / "tests")]
+    command = [sys.executable, "-m", "pytest", "-p", "onetrip.benchmarks.full_run.gpu_tests", "-p", "no:cacheprovider"]
+    command += ["-q", "--tb=short", "--continue-on-collection-errors", f"--rootdir={tree}"]
+    command += [*(str(tree / "tests" / path) for path in shard.paths), "-m", "gpu"]
+    command += ["-k", shard.keywords] if shard.keywords else []
     before = _settle(record)
     while time.time() < deadline:
         with record.with_suffix(".log").open("ab") as log:
@@ -253,7 +242,7 @@ def _work(shard: Shard, tree: Path, record: Path, worker: int, workers: int, dea
         if after == before:
             return f"pytest ended with {status} before a test ran: {record.with_suffix('.log')}"
         before = after
-    return "out of time"
+    return _OUT_OF_TIME
 
 
 def run(shard: Shard, tree: Path, output: Path, seconds: float, workers: int) -> int:
@@ -286,11 +275,9 @@ def run(shard: Shard, tree: Path, output: Path, seconds: float, workers: int) ->
     for line in sorted(why):
         print(line)
     print(f"{len(tests)} of {total} tests ran: " + ", ".join(f"{n} {name}" for name, n in sorted(counts.items())))
-    if any(line.startswith("pytest ended") for line in why):
-        return EXIT_BROKEN
-    if why:
+    if why == {_OUT_OF_TIME}:
         return EXIT_UNFINISHED
-    return EXIT_FAILED if failures else 0
+    return 1 if why or failures else 0
 
 
 def main(arguments: list[str]) -> int:

@@ -20,9 +20,8 @@ import torch
 from onetrip import ops, selfcheck
 from torch import Tensor
 
-from . import driver
+from . import EXIT_SKIPPED, EXIT_UNFINISHED, driver
 from .driver import Launch
-from .everything import EXIT_SKIPPED, EXIT_UNFINISHED
 
 _PREFIX = "========="
 _NO_DEVICE = ("Device not supported", "Unable to", "not supported on this", "requires a newer driver")
@@ -167,13 +166,5 @@ def _verdict(
     return 1 if ours or wrong else code
 
 
-def main(arguments: list[str]) -> int:
-    if arguments[0] == "drive":
-        backend, record, deadline = arguments[1:]
-        return drive(backend, Path(record), float(deadline))
-    tool, backend, output, deadline = arguments
-    return run(tool, backend, Path(output), float(deadline))
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    driver.main(drive, run)

@@ -89,8 +89,7 @@ def doctor(output: Path, device: torch.device) -> int:
     _write(output / "doctor.json", found.to_dict())
     for check in found.checks:
         if not check.passed:
-            why = check.failure or f"error {check.error:.2e}, allowed {check.allowed:.2e}"
-            print(f"FAILED {check.device}, {check.backend}, {check.kernel}, {check.dtype}, {check.direction}: {why}")
+            print(f"FAILED {check}")
     print(f"{sum(check.passed for check in found.checks)} of {len(found.checks)} checks passed")
     return 0 if found.healthy else 1
 

@@ -177,7 +177,7 @@ def render(report: Report) -> Group:
             Table("This machine", ("", ""), list(report.facts.items())),
             Table("What auto picks", ("device", "dtypes", "backend", "why"), choices),
             *_check_tables(report),
-            *map(_failure, failed),
+            *(f"✗ {check}" for check in failed),
             verdict,
             *([report.fault] if report.fault else []),
         ]
@@ -205,8 +205,3 @@ def _cell(checks: list[selfcheck.Check]) -> Cell | None:
         largest = max(check.error for check in checks)
         return Cell(largest, f"✓ {largest:.0e}", good=True)
     return Cell(None, "✗ failed", good=False)
-
-
-def _failure(check: selfcheck.Check) -> str:
-    what = check.failure or f"error {check.error:.2e}, allowed {check.allowed:.2e}"
-    return f"✗ {check.device}, {check.backend}, {check.kernel}, {check.dtype}, {check.direction}: {what}"

@@ -338,6 +338,10 @@ class Check:
     def passed(self) -> bool:
         return not self.failure and self.error <= self.allowed  # not a number never passes
 
+    def __str__(self) -> str:
+        what = self.failure or f"error {self.error:.2e}, allowed {self.allowed:.2e}"
+        return f"{self.device}, {self.backend}, {self.kernel}, {self.dtype}, {self.direction}: {what}"
+
     def to_dict(self) -> dict[str, Any]:
         # JSON has no NaN and no infinity.
         finite = {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in asdict(self).items()}

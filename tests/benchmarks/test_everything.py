@@ -44,7 +44,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     monkeypatch.chdir(tmp_path)
 
     def run(*known: Part, **options: Any) -> int:
-        return everything.run(tmp_path, CPU, known=known, **options)
+        monkeypatch.setattr(plan, "parts", lambda place: known)
+        return everything.run(tmp_path, CPU, **options)
 
     return run
 
@@ -208,11 +209,11 @@ def test_an_unknown_part_lists_the_parts(run, tmp_path, capsys):
     assert not (tmp_path / "everything.json").exists()
 
 
-def test_an_unwritable_folder_and_a_bad_budget_are_rejected(tmp_path, capsys):
+def test_an_unwritable_folder_and_a_bad_budget_are_rejected(run, tmp_path, capsys):
     (tmp_path / "file").touch()
-    assert everything.run(tmp_path / "file/folder", CPU, known=[fake("good")]) == 2
+    assert everything.run(tmp_path / "file/folder", CPU) == 2
     assert "cannot write to" in capsys.readouterr().err
-    assert everything.run(tmp_path, CPU, known=[fake("good")], limits=Limits(budget_s=0.0)) == 2
+    assert run(fake("good"), limits=Limits(budget_s=0.0)) == 2
     assert "--budget and --part-limit must be greater than 0" in capsys.readouterr().err
 
 

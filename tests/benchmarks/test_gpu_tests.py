@@ -76,7 +76,7 @@ def test_gpu_tests_outlive_what_breaks_and_go_on_where_they_stopped(tmp_path, ca
     # Long enough to start and too short for a second test.
     assert gpu_tests.run(shard, tree, output, seconds=0.1, workers=1) == gpu_tests.EXIT_UNFINISHED
     assert "1 of 6 tests ran" in capsys.readouterr().out
-    assert gpu_tests.run(shard, tree, output, seconds=300.0, workers=1) == gpu_tests.EXIT_FAILED
+    assert gpu_tests.run(shard, tree, output, seconds=300.0, workers=1) == 1
     printed = capsys.readouterr().out
     assert "6 of 6 tests ran: 3 failed, 2 passed, 1 skipped" in printed
     failed = dict(re.findall(r"^FAILED .*::(\w+): (.+)$", printed, re.MULTILINE))
