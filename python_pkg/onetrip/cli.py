@@ -109,7 +109,6 @@ def anatomy(
 ) -> None:
     """One training step taken apart: bytes by class of tensor, predicted and measured; milliseconds by phase."""
     from . import anatomy as anatomy_
-    from . import html
     from .anatomy.report import render
 
     try:
@@ -126,14 +125,11 @@ def anatomy(
             gpu=gpu,
             predict_only=predict_only,
         )
-        if output is not None:
-            html.require()
         folder = anatomy_.writable_folder(output) if output is not None else None
         with _progress(not as_json) as progress:
             result = anatomy_.compare(options, progress)
-    except (anatomy_.UsageError, html.MissingPackage) as error:
-        option = "--output: " if isinstance(error, html.MissingPackage) else ""
-        typer.echo(f"onetrip anatomy: {option}{error}", err=True)
+    except anatomy_.UsageError as error:
+        typer.echo(f"onetrip anatomy: {error}", err=True)
         raise typer.Exit(BAD_USAGE) from None
     if folder is not None:
         for path in anatomy_.write(result, folder):
@@ -166,7 +162,6 @@ def methods(
     bnb-adamw8bit, torchao-adamw8bit, preloading, datasets-map, datasets-stream, empty-cache, flash-attention-2,
     compile, lora, zero, zero-offload, fused-kernels, linear-cross-entropy, combined, combined-memory.
     """
-    from . import html
     from . import methods as methods_
     from .anatomy import UsageError, writable_folder
 
@@ -176,17 +171,14 @@ def methods(
     try:
         options.check()
         folder = writable_folder(output) if output is not None else None
-        if folder is not None:
-            html.require()
         if resume and folder is None:
             raise UsageError("--resume needs --output, the folder of the run to go on with")
         previous = methods_.load_previous(folder) if resume and folder is not None else None
         save = None if folder is None else partial(methods_.write_json, folder=folder)
         with _progress(not as_json) as progress:
             result = methods_.run(options, progress, save=save, previous=previous)
-    except (UsageError, html.MissingPackage) as error:
-        option = "--output: " if isinstance(error, html.MissingPackage) else ""
-        typer.echo(f"onetrip methods: {option}{error}", err=True)
+    except UsageError as error:
+        typer.echo(f"onetrip methods: {error}", err=True)
         raise typer.Exit(BAD_USAGE) from None
     if folder is not None:
         typer.echo(f"wrote {folder / 'methods.json'} and {methods_.write_page(result, folder)}", err=True)

@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from onetrip import methods
 from onetrip.anatomy import UsageError
 from onetrip.methods import METHODS, NAMES, Recipe, Setting, combine
 from onetrip.methods.catalog import BASELINE, chosen, combined, find
@@ -150,11 +149,6 @@ def test_choosing(cpu):
     assert some[0] is BASELINE
 
 
-def test_unknown_methods_list_what_there_is(cpu):
-    with pytest.raises(UsageError, match=r"--only magic: unknown method; there are batch-2x, .*combined-memory"):
-        chosen(("sgd", "magic"), (), cpu)
-
-
 @pytest.mark.parametrize("name", ["adamw", "adamw-fused", "adamw8bit", "adafactor", "sgd"])
 def test_optimizers_take_a_step(name):
     p = torch.nn.Parameter(torch.ones(64, 8))
@@ -162,8 +156,3 @@ def test_optimizers_take_a_step(name):
     p.grad = torch.ones_like(p)
     optimizer.step()
     assert (p < 1).all()
-
-
-def test_public_names():
-    for name in methods.__all__:
-        assert hasattr(methods, name)

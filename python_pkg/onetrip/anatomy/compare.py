@@ -24,7 +24,7 @@ from .fits import Fit, largest_batch
 from .gpu import Sampler
 from .gpus import Bound, lower_bound
 from .measure import PHASES, Progress, StepAnatomy, Variant, measure_variants
-from .models import UsageError, load_model, make_batch
+from .models import UsageError, first_line, load_model, make_batch, reason_of
 from .options import COLUMNS, DTYPES, OPTIMIZERS, Options
 from .predict import fake_copy, predict, resident_bytes
 
@@ -97,7 +97,11 @@ def _ratio(numerator: float, denominator: float) -> float | None:
 
 
 def writable_folder(path: Path) -> Path:
-    """The folder, which need not be there yet; UsageError where files could not be written in it."""
+    """The folder, which need not be there yet; UsageError where a page could not be made, or written in it."""
+    try:
+        page_builder.require()
+    except page_builder.MissingPackage as error:
+        raise UsageError(f"--output: {error}") from None
     if reason := page_builder.unwritable(path):
         raise UsageError(f"--output {path}: cannot write there ({reason})")
     return path
@@ -192,8 +196,7 @@ class _Predictions:
             raise
         except Exception as error:  # what an operator that needs data raises differs from one to the next
             self.model.zero_grad(set_to_none=True)
-            lines = str(error).strip().splitlines()
-            reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+            reason = reason_of(error)
             if self.options.runs:
                 raise _NotPredicted(reason) from error
             raise UsageError(
@@ -296,8 +299,7 @@ def _measure(
                 sampler=sampler,
             )
         except torch._dynamo.exc.TorchDynamoException as error:
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UsageError(f"--columns compiled: torch.compile failed here ({why})") from error
+            raise UsageError(f"--columns compiled: torch.compile failed here ({first_line(error)})") from error
     return {name: measured[COLUMNS[name]] for name in options.columns}, sampler.reason, patches
 
 

@@ -107,11 +107,18 @@ def load_model(name: str, *, weights: bool = True) -> nn.Module:
     except UsageError:
         raise
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{name} cannot be loaded: {_first_line(error)}") from error
+        raise UsageError(f"{name} cannot be loaded: {first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """Of its message; its class where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def reason_of(error: BaseException) -> str:
+    """One line that says what an exception was about."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"
 
 
 def _head_of(config: Any) -> str:

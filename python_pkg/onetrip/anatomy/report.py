@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from .. import html, terminal
 from ..environment import describe
 from ..html import Cell, Figure, Section, Table
 from ..measure import load_warning
-from ..measure.traffic import LOSS, OPTIMIZER, OUTSIDE
+from ..measure.traffic import OperatorTraffic, Traffic
 from .bytes import CLASSES, format_bytes
 from .gpus import BOUND_PARTS
 from .measure import PHASES
@@ -182,7 +181,10 @@ def _traffic(columns: Mapping[str, Any], gpu: str | None, most_rows: int | None)
     ]
     note = "Outside products: forward and backward without matrix products and attention kernels."
     tables = [Table("Read and written by a step", ("", "", "bytes", f"of {base}"), parts, note, grouped=True)]
-    outside = {way: _outside(each["operators"]) for way, each in counted.items()}
+    outside = {}
+    for way, each in counted.items():
+        operators = {(found["phase"], found["name"]): OperatorTraffic(**found) for found in each["operators"]}
+        outside[way] = Traffic(operators).by_operator(outside=True)
     caption = "Read and written outside products by operator"
     tables.append(_by_label(caption, "bytes", outside, _size, most_rows))
     bounds = {COLUMNS[key]: column["bound"] for key, column in columns.items() if column["bound"]}
@@ -191,15 +193,6 @@ def _traffic(columns: Mapping[str, Any], gpu: str | None, most_rows: int | None)
         titles = ("", "", "at least")
         tables.append(Table(f"Lower bound of the time on {gpu}", titles, times, grouped=True))
     return tables
-
-
-def _outside(operators: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Bytes by operator, of those that Traffic.outside counts."""
-    totals: Counter[str] = Counter()
-    for operator in operators:
-        if operator["kind"] in (LOSS, OUTSIDE) and operator["phase"] != OPTIMIZER:
-            totals[operator["name"]] += operator["read"] + operator["written"]
-    return totals
 
 
 def _times(measured: Mapping[str, Any], steps: int) -> list[str | Table]:

@@ -11,12 +11,13 @@ from typing import Any
 from .. import html as page_builder
 from ..anatomy import UsageError
 from ..anatomy.measure import Progress
+from ..anatomy.models import reason_of
 from ..environment import describe, header, packages
 from ..measure import Spread
 from .catalog import BASELINE, Method, chosen
 from .session import DoesNotFit, Options, Session
 from .verdict import memory_verdict, speed_verdict, unpaired_ratio
-from .worker import MethodFailed, measure_isolated, reason_of
+from .worker import MethodFailed, measure_isolated
 
 FORMAT = 1
 MEASURED, SKIPPED, FAILED = "measured", "skipped", "failed"

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..anatomy.models import reason_of
 from ..processes import process_group
 from .catalog import Method, find
 from .session import Advance, Options, Session
@@ -27,12 +28,6 @@ _PATIENCE_S = 5.0
 
 class MethodFailed(Exception):
     """The method could not be measured; the message is one line and says why."""
-
-
-def reason_of(error: BaseException) -> str:
-    """One line that says what an exception was about."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def measure_isolated(options: Options, method: Method, advance: Advance) -> dict[str, Any]:
