@@ -83,12 +83,6 @@ def test_fits_in_columns():
     assert above.largest_batch == lean.largest_batch
 
 
-@pytest.mark.parametrize("asked", [{"fits": "40MB"}, {"predict_only": True}])
-def test_compiled_is_not_dropped_silently(asked):
-    with pytest.raises(anatomy.UsageError, match="--columns compiled can be measured only"):
-        anatomy.compare(anatomy.Options("tiny-bert", 1, 8, columns=("eager", "compiled"), **asked))
-
-
 def test_nothing_fits_where_the_weights_do_not():
     fit = anatomy.compare(anatomy.Options("tiny-bert", 1, 8, columns=("eager",), fits="4MB")).columns["eager"].fit
     assert not fit.fits

@@ -74,10 +74,6 @@ def test_a_case_that_quick_leaves_out_is_unknown_to_it(rejected: Callable[..., s
     ("arguments", "message"),
     [
         (["--op", "sofmax"], "--op sofmax: unknown value; choose from row_norm"),
-        (["--dtype", "int4"], "--dtype int4: unknown value; choose from fp32"),
-        (["--shape", "big"], "--shape big: must read ROWSxCOLS"),
-        (["--pass", "up"], "--pass up: unknown value; choose from forward, backward, both"),
-        (["--against", "me"], "--against me: unknown value; choose from eager, sdpa"),
         (["--device", "tpu"], "--device tpu: unknown value; choose from auto, cpu, cuda"),
         (["--quick", "--resume"], "--resume: --output must name the folder"),
         (["--op", "softmax", "--shape", "1000000000x4096"], "does not fit: needs at least"),

@@ -183,27 +183,6 @@ def test_more_than_is_free_is_refused_where_it_would_end_the_process(session, mo
     torch.empty(1 << 32, dtype=torch.uint8)  # the limit is gone
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model": "no-such-model"}, "neither a preset"),
-        ({"batch_size": 0}, "--batch-size must be at least 1"),
-        ({"steps": 0}, "--steps must be at least 1"),
-        ({"sequence_length": 65}, "at most 64"),
-        ({"dtype": "float16"}, "--only fp16"),
-        ({"dtype": "int8"}, "float32, bfloat16"),
-        ({"only": ("magic",)}, "unknown method; there are batch-2x"),
-        ({"combine": ("sgd+adafactor",)}, "exclude each other"),
-        ({"device": "tpu"}, "--device"),
-    ],
-    ids=str,
-)
-def test_bad_options(options, changes, words):
-    with pytest.raises(UsageError) as error:
-        methods.run(replace(options, **changes))
-    assert words in str(error.value) and "\n" not in str(error.value)
-
-
 def test_a_method_that_fails_is_reported_and_the_others_go_on(options, measuring, monkeypatch):
     break_method(monkeypatch, "sgd", ValueError("no luck\nat all"))
     result = methods.run(replace(options, only=("sgd", "preloading")))
