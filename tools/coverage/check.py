@@ -164,15 +164,12 @@ def reason(pair: Pair, model: nn.Module, report: PatchReport) -> str:
     if not is_patched(adder):
         return "the adding forward is not rewritten"
     if pair.kind == "dropout_add":
-        return "dropout in another module" if _is_far(pair) else "dropout not joined in a rewritten forward"
+        is_near = pair.adder in (pair.other, pair.other.rpartition(".")[0])
+        return "dropout not joined in a rewritten forward" if is_near else "dropout in another module"
     block, _, name = pair.other.rpartition(".")
     parent = model.get_submodule(block)
     absorbed = is_patched(parent) and name in rewrite_of(parent).absorbed
     return "sum not linked to its norm" if is_patched(other) or absorbed else "norm not patched"
-
-
-def _is_far(pair: Pair) -> bool:
-    return pair.other not in (pair.adder,) and pair.other.rpartition(".")[0] != pair.adder
 
 
 def _where(pair: Pair, model: nn.Module) -> str:

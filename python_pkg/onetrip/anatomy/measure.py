@@ -110,10 +110,6 @@ def _training(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = mode
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
 @dataclass(frozen=True)
 class Variant:
     """One way to take a training step."""
@@ -145,7 +141,7 @@ def measure_variants(
     """
     if steps < 1:
         raise ValueError(f"measure_variants: steps must be at least 1, got {steps}")
-    device = _device_of(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     inputs = list(inputs)
     not_counted = [*model.parameters(), *model.buffers(), *inputs]
     loss_fns = {name: variant.loss_fn or loss_fn for name, variant in variants.items()}

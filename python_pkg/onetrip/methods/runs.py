@@ -41,7 +41,8 @@ def run(
     """
     options.check()
     device = options.torch_device()
-    result: dict[str, Any] = {"format": FORMAT, **header(device), "options": _options(options), "interrupted": False}
+    asked = json.loads(json.dumps(asdict(options)))  # as methods.json has it
+    result: dict[str, Any] = {"format": FORMAT, **header(device), "options": asked, "interrupted": False}
     result["versions"] |= packages(*_PEERS)
     if previous is not None:
         check_same_run(previous, result)
@@ -59,7 +60,8 @@ def run(
             save(result)
 
     try:
-        for index, method in enumerate(_in_turn(methods)):
+        # Those with a process of their own last: the baseline in this one is then made once only.
+        for index, method in enumerate(sorted(methods, key=lambda method: method.isolated)):
             done = index * session.n_units
 
             def advance(what: str, name: str = method.name) -> None:
@@ -80,11 +82,6 @@ def run(
     finally:
         session.release()
     return result
-
-
-def _in_turn(methods: list[Method]) -> list[Method]:
-    """Those with a process of their own last: the baseline in this one is then made once only."""
-    return sorted(methods, key=lambda method: method.isolated)
 
 
 def _entry(session: Session, method: Method, advance: Callable[[str], None]) -> dict[str, Any]:
@@ -151,10 +148,6 @@ def own_failures(result: dict[str, Any]) -> list[str]:
         and not entry["reason"].startswith("does not fit")
         and not any(part in failed and not failed[part]["own"] for part in entry["parts"])
     ]
-
-
-def _options(options: Options) -> dict[str, Any]:
-    return json.loads(json.dumps(asdict(options)))
 
 
 def check_same_run(previous: dict[str, Any], now: dict[str, Any]) -> None:

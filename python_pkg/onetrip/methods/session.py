@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -44,8 +44,8 @@ class Options:
     steps: int = 20
     dtype: str = "float32"
     device: str = "auto"
-    only: tuple[str, ...] = field(default=())
-    combine: tuple[str, ...] = field(default=())
+    only: tuple[str, ...] = ()
+    combine: tuple[str, ...] = ()
     warm_up: int = 3
     seed: int = 0
 
