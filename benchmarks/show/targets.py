@@ -39,9 +39,9 @@ Measure = Callable[[Results], Found | None]
 class _Target:
     name: str
     limit: float
-    at_least: bool
-    unit: str
     measure: Measure
+    unit: str = "x"
+    at_least: bool = True
 
     def verdict(self, results: Results) -> Verdict:
         target = f"{self.name} {'≥' if self.at_least else '≤'} {self.limit:g}{self.unit}"
@@ -124,29 +124,17 @@ def _least(
     return measure
 
 
-def _of_suite(suite: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"onetrip.benchmarks.suites.{suite}"), name)
+def _worst(suite: str, operator: str, which: str) -> Measure:
+    """The speed-up over every shape and dtype of the suite's warm cases, or over every width of its grid."""
+    is_warm = operator.startswith("warm_")
 
+    def wanted() -> list[Shape]:
+        module = importlib.import_module(f"onetrip.benchmarks.suites.{suite}")
+        if is_warm:
+            return [(*shape, dtype) for shape in module.WARM_SHAPES for dtype in ("fp32", "bf16")]
+        return [(ELEMENTS // width, width, "fp32") for width in module.WIDTHS]
 
-def _worst_width(suite: str, operator: str, which: str) -> Measure:
-    """Over every width of the suite's grid."""
-    return _least(
-        suite,
-        operator,
-        partial(speed_up, which=which),
-        lambda: [(ELEMENTS // width, width, "fp32") for width in _of_suite(suite, "WIDTHS")],
-        "width",
-    )
-
-
-def _worst_warm(suite: str, operator: str, which: str) -> Measure:
-    """Over every shape and dtype of the suite's warm cases."""
-    return _least(
-        suite,
-        operator,
-        partial(speed_up, which=which),
-        lambda: [(*shape, dtype) for shape in _of_suite(suite, "WARM_SHAPES") for dtype in ("fp32", "bf16")],
-    )
+    return _least(suite, operator, partial(speed_up, which=which), wanted, "shape" if is_warm else "width")
 
 
 def _on_a_gpu(figure: Callable[[dict[str, Any]], float | None], suite: str, operator: str, large: bool) -> Measure:
@@ -162,12 +150,12 @@ def _gpu_targets() -> Iterator[_Target]:
     for suite, operator in (("row_norm", "layer_norm"), ("row_norm", "rms_norm"), ("softmax", "softmax")):
         for which, limit in (("forward", 0.92), ("backward", 0.85)):
             name = f"{operator}, tensors of {LARGE_ELEMENTS >> 20} Mi elements: {which}, share of a copy's speed"
-            yield _Target(name, limit, True, "", _on_a_gpu(share(which), suite, operator, large=True))
+            yield _Target(name, limit, _on_a_gpu(share(which), suite, operator, large=True), unit="")
         for against in (EAGER, LIBRARIES["liger"].title):
             for which in ("forward", "forward_backward"):
                 name = f"{operator}, every shape: {which.replace('_', ' + ')}, {against} / onetrip"
                 ratio = partial(speed_up, which=which, against=against)
-                yield _Target(name, 1.0, True, "x", _on_a_gpu(ratio, suite, operator, large=False))
+                yield _Target(name, 1.0, _on_a_gpu(ratio, suite, operator, large=False))
 
 
 def _overhead(operator: str) -> Measure:
@@ -251,27 +239,27 @@ def _targets() -> Iterator[_Target]:
         operator = f"bias_dropout_residual_layer_norm-p{p:g}"
         for title, which, limit in (("forward", "forward", forward), ("forward + backward", "forward_backward", both)):
             measure = _speed_up("row_norm", operator, 4096, 1024, which)
-            yield _Target(f"{sublayer}, p = {p:g}: {title}, eager / onetrip", limit, True, "x", measure)
+            yield _Target(f"{sublayer}, p = {p:g}: {title}, eager / onetrip", limit, measure)
     for title, operator in (("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm")):
         for which in ("forward", "backward"):
             name = f"{title} alone, widths 64 to 16,384: {which}, torch / onetrip"
-            yield _Target(name, 1.0, True, "x", _worst_width("row_norm", operator, which))
+            yield _Target(name, 1.0, _worst("row_norm", operator, which))
     for title, operator in (("LayerNorm", "layer_norm"), (f"{sublayer}, p = 0", "bias_dropout_residual_layer_norm-p0")):
         for which, limit in (("forward", 1.0), ("backward", 1.1)):
-            measure = _worst_warm("row_norm", f"warm_{operator}", which)
-            yield _Target(f"{title}, warm, every shape and dtype: {which}, eager / onetrip", limit, True, "x", measure)
+            measure = _worst("row_norm", f"warm_{operator}", which)
+            yield _Target(f"{title}, warm, every shape and dtype: {which}, eager / onetrip", limit, measure)
     yield from _softmax_targets()
     yield from _step_targets()
     yield from _adam_targets()
     blocks = _training("bert_base", "forward_backward", "eager", "patched")
-    yield _Target("BERT-base training step, eager attention: unpatched / patched", 1.3, True, "x", blocks)
+    yield _Target("BERT-base training step, eager attention: unpatched / patched", 1.3, blocks)
     for title, model, limit in (
         ("BERT-base masked LM, bf16", "bert_base_mlm", 1.9),
         ("Llama-shaped 100 M, bf16", "llama_100m", 1.2),
         ("Llama-shaped 100 M, vocabulary 128,256", "llama_100m_128k", 1.0),
     ):
         step = _training(model, "step", "sdpa", "sdpa, patched, linear_cross_entropy")
-        yield _Target(f"{title}: a step, unpatched / patched with the loss", limit, True, "x", step)
+        yield _Target(f"{title}: a step, unpatched / patched with the loss", limit, step)
     for shape, fp32, bf16 in (
         ("BERT", 1.1, 1.65),
         ("GPT-2", 1.12, 1.6),
@@ -282,9 +270,10 @@ def _targets() -> Iterator[_Target]:
     ):
         for dtype, limit in (("fp32", fp32), ("bf16", bf16)):
             name = f"{shape}, {dtype}: forward + backward, unpatched / patched with default arguments"
-            yield _Target(name, limit, True, "x", _default_patch(shape, dtype))
+            yield _Target(name, limit, _default_patch(shape, dtype))
     saved = _first(_saved, "bert_blocks")
-    yield _Target("BERT-large output blocks: bytes saved for backward, patched / eager", 0.5, False, "", saved)
+    name = "BERT-large output blocks: bytes saved for backward, patched / eager"
+    yield _Target(name, 0.5, saved, unit="", at_least=False)
     for title, operator, limit in (
         ("layer_norm", "layer_norm", 8.5),
         ("rms_norm", "rms_norm", 8.5),
@@ -295,10 +284,10 @@ def _targets() -> Iterator[_Target]:
         *((name, name, 12.0) for name in ("rotary_embedding", "glu-silu", "bias_activation-gelu", "cross_entropy")),
         *((name.partition("-")[0], name, 12.0) for name in ("linear_cross_entropy-V8", "linear_logprobs-V8")),
     ):
-        yield _Target(f"Eager call on 1 x 8: {title}", limit, False, " µs", _overhead(operator))
+        yield _Target(f"Eager call on 1 x 8: {title}", limit, _overhead(operator), unit=" µs", at_least=False)
     for build, title, limit in (("cpu", "no CUDA", 180.0), ("cuda", "nvcc, default architectures", 480.0)):
         measure = _first(_install, "install", case=f"install-{build}")
-        yield _Target(f"pip install . from a clean clone, {title}", limit, False, " s", measure)
+        yield _Target(f"pip install . from a clean clone, {title}", limit, measure, unit=" s", at_least=False)
 
 
 def _softmax_targets() -> Iterator[_Target]:
@@ -312,12 +301,12 @@ def _softmax_targets() -> Iterator[_Target]:
     ):
         measure = _speed_up("softmax", f"scale_mask_softmax_dropout-p{p:g}", 8 * 16 * 512, 512, which, against)
         name = "eager" if against == EAGER else against
-        yield _Target(f"{operator}, p = {p:g}: {title}, {name} / onetrip", limit, True, "x", measure)
+        yield _Target(f"{operator}, p = {p:g}: {title}, {name} / onetrip", limit, measure)
     for which in ("forward", "backward"):
         name = f"softmax alone, widths 64 to 65,536: {which}, torch / onetrip"
-        yield _Target(name, 1.0, True, "x", _worst_width("softmax", "softmax", which))
+        yield _Target(name, 1.0, _worst("softmax", "softmax", which))
         name = f"softmax, warm, every shape and dtype: {which}, torch / onetrip"
-        yield _Target(name, 1.0, True, "x", _worst_warm("softmax", "warm_softmax", which))
+        yield _Target(name, 1.0, _worst("softmax", "warm_softmax", which))
 
 
 def _step_targets() -> Iterator[_Target]:
@@ -338,20 +327,21 @@ def _step_targets() -> Iterator[_Target]:
     ):
         measure = _speed_up(suite, operator, n_rows, n_cols, which, against)
         what = f"{operator}, {n_rows:,} x {n_cols:,}: {which.replace('_', ' + ')}"
-        yield _Target(f"{what}, {against} / onetrip", limit, True, "x", measure)
+        yield _Target(f"{what}, {against} / onetrip", limit, measure)
 
 
 def _adam_targets() -> Iterator[_Target]:
     step = "AdamW8bit, a step of BERT-base, fp32"
     for against, limit in ((ADAM_OF_TORCH, 1.0), ("torch AdamW foreach", 5.0), ("bitsandbytes AdamW8bit", 25.0)):
-        yield _Target(f"{step}: {against} / onetrip", limit, True, "x", _adam("bert_base", against))
-    yield _Target(f"{step}: share of a copy's bandwidth", 0.6, True, "", _adam_figure("share_of_copy", "step"))
-    yield _Target(f"{step}: bytes of state a parameter", 2.07, False, "", _adam_figure("state_bytes_per_parameter"))
+        yield _Target(f"{step}: {against} / onetrip", limit, _adam("bert_base", against))
+    yield _Target(f"{step}: share of a copy's bandwidth", 0.6, _adam_figure("share_of_copy", "step"), unit="")
+    state_bytes = _adam_figure("state_bytes_per_parameter")
+    yield _Target(f"{step}: bytes of state a parameter", 2.07, state_bytes, unit="", at_least=False)
     name = f"AdamW8bit, 10,000 tensors of 100 elements: {ADAM_OF_TORCH} / onetrip"
-    yield _Target(name, 7.0, True, "x", _adam("10000_tensors_of_100", ADAM_OF_TORCH))
+    yield _Target(name, 7.0, _adam("10000_tensors_of_100", ADAM_OF_TORCH))
     name = f"AdamW8bit, adapters of rank 8 for BERT-base, warm: {ADAM_OF_TORCH} / onetrip"
-    yield _Target(name, 1.0, True, "x", _adam("adapters_of_rank_8", ADAM_OF_TORCH))
-    yield _Target("AdamW8bit, language model: held-out loss against torch AdamW", 0.5, False, "%", _loss)
+    yield _Target(name, 1.0, _adam("adapters_of_rank_8", ADAM_OF_TORCH))
+    yield _Target("AdamW8bit, language model: held-out loss against torch AdamW", 0.5, _loss, unit="%", at_least=False)
 
 
 TARGETS = {"cpu": tuple(_targets()), "gpu": tuple(_gpu_targets())}
