@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from onetrip.benchmarks.measure.cases import PASSES, gpu_shapes, selects
+from onetrip.benchmarks.measure.cases import PASSES, Operator, gpu_shapes, selects
 from onetrip.benchmarks.measure.checks import Truth, make_inputs
 from onetrip.benchmarks.selection import Options, runnable
 from onetrip.benchmarks.show import targets
-from onetrip.benchmarks.suites import attention, row_norm, softmax
+from onetrip.benchmarks.suites import attention, overhead, row_norm, softmax
 
 N_ROWS, N_COLS, ITEMSIZE = 6, 40, 2
 MATRIX, VECTOR = N_ROWS * N_COLS * ITEMSIZE, N_COLS * ITEMSIZE
@@ -30,13 +30,33 @@ def test_declared_bytes_are_those_of_one_trip(name: str) -> None:
     assert least.forward_backward == sum(DECLARED[name])
 
 
-@pytest.mark.parametrize("form", ["eager", "fused"])
-@pytest.mark.parametrize("name", OPERATORS)
-def test_both_forms_of_an_operator_pass_the_check(name: str, form: str) -> None:
-    operator = OPERATORS[name]
-    inputs = make_inputs(operator, 64, 48, torch.float32, torch.device("cpu"), seed=0)
-    check = Truth(operator, inputs).check(getattr(operator, form))
-    assert check.passed, check.detail
+def test_what_causality_hides_need_not_be_read() -> None:
+    hidden = 3 + 2 + 1  # of 4 queries, 8 keys
+    least = softmax.CAUSAL_SOFTMAX.least_bytes(4, 8, 2)
+    assert least.forward == least.backward == 2 * (3 * 32 - 2 * hidden)
+
+
+def assert_both_forms_pass(operator: Operator, n_rows: int, n_cols: int, dtype: torch.dtype = torch.float32) -> None:
+    truth = Truth(operator, make_inputs(operator, n_rows, n_cols, dtype, torch.device("cpu"), seed=0))
+    for form in (operator.eager, operator.fused):
+        check = truth.check(form)
+        assert check.passed, check.detail
+
+
+@pytest.mark.parametrize("operator", [*OPERATORS.values(), softmax.CAUSAL_SOFTMAX], ids=lambda operator: operator.name)
+def test_both_forms_of_an_operator_pass_the_check(operator: Operator) -> None:
+    assert_both_forms_pass(operator, 64, 80)
+
+
+@pytest.mark.parametrize("n_rows", [1, 7, 8192, 3 * 8192])
+def test_scaled_masked_softmax_takes_any_number_of_rows(n_rows: int) -> None:
+    assert_both_forms_pass(softmax.ATTENTION_SOFTMAX[0.0], n_rows, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operator", overhead.OPERATORS, ids=lambda operator: operator.name)
+def test_every_operator_can_be_checked_on_the_shape_of_the_overhead(operator: Operator, dtype: torch.dtype) -> None:
+    assert_both_forms_pass(operator, overhead.N_ROWS, overhead.N_COLS, dtype)
 
 
 def test_a_gradient_that_happens_to_be_zero_is_not_taken_for_a_dropped_element() -> None:

@@ -4,12 +4,9 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from onetrip.benchmarks.measure.checks import Truth, make_inputs
 from onetrip.benchmarks.measure.providers import AGAINST
 from onetrip.benchmarks.measure.results import SUITES, UsageError
 from onetrip.benchmarks.selection import TAKES, Options, select
-from onetrip.benchmarks.suites import overhead, softmax
 from onetrip.benchmarks.suites.optimizers import PROVIDERS
 
 
@@ -135,25 +132,3 @@ def test_every_library_of_an_optimizer_can_be_asked_for() -> None:
 
 def test_suites_that_take_options_exist() -> None:
     assert set(TAKES) <= set(SUITES)
-
-
-@pytest.mark.parametrize("n_rows", [1, 7, 8192, 3 * 8192])
-def test_scaled_masked_softmax_takes_any_number_of_rows(n_rows: int) -> None:
-    operator = softmax.ATTENTION_SOFTMAX[0.0]
-    inputs = make_inputs(operator, n_rows, 16, torch.float32, torch.device("cpu"), seed=0)
-    truth = Truth(operator, inputs)
-    for form in (operator.eager, operator.fused):
-        check = truth.check(form)
-        assert check.passed, check.detail
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("operator", overhead.OPERATORS, ids=lambda operator: operator.name)
-def test_every_operator_can_be_checked_on_the_shape_of_the_overhead(
-    operator: softmax.Operator, dtype: torch.dtype
-) -> None:
-    shape = overhead.N_ROWS, overhead.N_COLS
-    truth = Truth(operator, make_inputs(operator, *shape, dtype, torch.device("cpu"), seed=0))
-    for form in (operator.eager, operator.fused):
-        check = truth.check(form)
-        assert check.passed, check.detail

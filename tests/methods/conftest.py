@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -86,3 +86,20 @@ def measuring(monkeypatch: pytest.MonkeyPatch, figures: dict[str, Any]) -> list[
     monkeypatch.setattr(methods.Session, "measure", measure)
     monkeypatch.setattr("onetrip.methods.runs.measure_isolated", lambda _, method, advance: measure(_, method, advance))
     return asked
+
+
+@pytest.fixture
+def break_method() -> Callable[[pytest.MonkeyPatch, str, BaseException], None]:
+    """break_method(monkeypatch, name, error): to measure the method of that name raises the error."""
+
+    def break_it(monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException) -> None:
+        healthy = methods.Session.measure
+
+        def measure(self: methods.Session, method: methods.Method, advance: Any) -> dict[str, Any]:
+            if method.name == name:
+                raise error
+            return healthy(self, method, advance)
+
+        monkeypatch.setattr(methods.Session, "measure", measure)
+
+    return break_it

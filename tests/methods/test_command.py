@@ -46,17 +46,8 @@ def test_resume_measures_only_what_is_missing(run, measuring, tmp_path):
     assert result.exit_code == 0 and measuring == ["preloading"]
 
 
-def test_interrupted_keeps_what_is_done(run, measuring, monkeypatch, tmp_path):
-    from onetrip import methods
-
-    healthy = methods.Session.measure
-
-    def measure(self, method, advance):
-        if method.name == "sgd":
-            raise KeyboardInterrupt
-        return healthy(self, method, advance)
-
-    monkeypatch.setattr(methods.Session, "measure", measure)
+def test_interrupted_keeps_what_is_done(run, measuring, break_method, monkeypatch, tmp_path):
+    break_method(monkeypatch, "sgd", KeyboardInterrupt())
     result = run(*SMALL, "--only", "adamw8bit", "--only", "sgd", "--output", tmp_path)
     assert result.exit_code == 130
     assert "interrupted" in result.stdout
@@ -66,17 +57,8 @@ def test_interrupted_keeps_what_is_done(run, measuring, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "code"), [("adamw8bit", 1), ("sgd", 0)])
-def test_only_onetrip_s_own_failures_are_the_command_s(run, measuring, monkeypatch, name, code):
-    from onetrip import methods
-
-    healthy = methods.Session.measure
-
-    def measure(self, method, advance):
-        if method.name == name:
-            raise ValueError("broken")
-        return healthy(self, method, advance)
-
-    monkeypatch.setattr(methods.Session, "measure", measure)
+def test_only_onetrip_s_own_failures_are_the_command_s(run, measuring, break_method, monkeypatch, name, code):
+    break_method(monkeypatch, name, ValueError("broken"))
     result = run(*SMALL, "--only", name)
     assert result.exit_code == code
     assert [METHODS[name].title, "failed", "ValueError: broken"] in [

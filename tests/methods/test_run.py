@@ -17,17 +17,6 @@ def by_name(result):
     return {entry["name"]: entry for entry in result["methods"]}
 
 
-def break_method(monkeypatch, name, error):
-    healthy = methods.Session.measure
-
-    def measure(self, method, advance):
-        if method.name == name:
-            raise error
-        return healthy(self, method, advance)
-
-    monkeypatch.setattr(methods.Session, "measure", measure)
-
-
 @pytest.mark.slow
 def test_a_short_run_end_to_end(options):
     seen = []
@@ -183,7 +172,7 @@ def test_more_than_is_free_is_refused_where_it_would_end_the_process(session, mo
     torch.empty(1 << 32, dtype=torch.uint8)  # the limit is gone
 
 
-def test_a_method_that_fails_is_reported_and_the_others_go_on(options, measuring, monkeypatch):
+def test_a_method_that_fails_is_reported_and_the_others_go_on(options, measuring, break_method, monkeypatch):
     break_method(monkeypatch, "sgd", ValueError("no luck\nat all"))
     result = methods.run(replace(options, only=("sgd", "preloading")))
     entries = by_name(result)
@@ -212,7 +201,7 @@ def test_a_loss_that_is_not_a_number_is_none(session, monkeypatch):
     assert session.measure(METHODS["sgd"], lambda what: None)["loss"] is None
 
 
-def test_a_baseline_that_fails_ends_the_run(options, measuring, monkeypatch):
+def test_a_baseline_that_fails_ends_the_run(options, measuring, break_method, monkeypatch):
     break_method(monkeypatch, "baseline", ValueError("no loss"))
     with pytest.raises(UsageError, match="small cannot be trained here: ValueError: no loss"):
         methods.run(options)
@@ -247,7 +236,7 @@ def test_what_is_done_is_saved_after_every_method(options, measuring):
     assert saved == [["baseline"], ["baseline", "sgd"], ["baseline", "sgd", "preloading"]]
 
 
-def test_interrupted_and_resumed(options, measuring, monkeypatch, tmp_path):
+def test_interrupted_and_resumed(options, measuring, break_method, monkeypatch, tmp_path):
     asked = replace(options, only=("sgd", "preloading", "adamw8bit"))
     save = lambda result: methods.write_json(result, tmp_path)  # noqa: E731
     with monkeypatch.context() as patch:
@@ -261,7 +250,7 @@ def test_interrupted_and_resumed(options, measuring, monkeypatch, tmp_path):
     assert not result["interrupted"] and len(result["methods"]) == 4
 
 
-def test_resuming_measures_again_what_failed(options, measuring, monkeypatch):
+def test_resuming_measures_again_what_failed(options, measuring, break_method, monkeypatch):
     asked = replace(options, only=("sgd",))
     with monkeypatch.context() as patch:
         break_method(patch, "sgd", ValueError("once"))
