@@ -47,13 +47,15 @@ class UsageError(Exception):
     """What was asked for does not exist or cannot be done: one line for the user, exit 2."""
 
 
+def failures(record: dict[str, Any]) -> dict[str, str]:
+    """Providers that failed their check -> why."""
+    checked = [entry for entry in record.get("providers", ()) if "check" in entry]
+    return {entry["name"]: entry["check"]["detail"] for entry in checked if not entry["check"]["passed"]}
+
+
 def own_failures(record: dict[str, Any]) -> dict[str, str]:
-    """Providers of our own that failed their check -> why."""
-    return {
-        entry["name"]: entry["check"]["detail"]
-        for entry in record.get("providers", ())
-        if entry["name"].startswith("onetrip") and not entry.get("check", {"passed": True})["passed"]
-    }
+    """The same of our own."""
+    return {name: why for name, why in failures(record).items() if name.startswith("onetrip")}
 
 
 def unwritable(folder: Path) -> str:

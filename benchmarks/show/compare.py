@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from onetrip import terminal
 from onetrip.html import Cell, Entry, Table
 
-from ..measure.results import UsageError, read_suite, suite_files
+from ..measure.results import UsageError, failures, read_suite, suite_files
 from .tables import three_digits
 
 SMALLEST_CHANGE = 0.05
@@ -178,9 +178,7 @@ def _flat(suites: list[dict[str, Any]]) -> _Run:
                 else:
                     provider, which = rest[0] if rest else group, " ".join(rest[1:])
                     run.figures[suite, name, provider, which] = found
-            for entry in case.get("providers", ()):
-                if not entry.get("check", {"passed": True})["passed"]:
-                    run.failed[f"{name}: {entry['name']}"] = entry["check"]["detail"]
+            run.failed.update({f"{name}: {provider}": why for provider, why in failures(case).items()})
     return run
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import targets
-from .tables import BOTH, Cases, attention_length, by_dtype_and_dropout
+from .tables import BOTH, Cases, attention_length, by_dtype_and_dropout, providers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,11 +44,6 @@ def colours(names: Iterable[str]) -> dict[str, str]:
             found[name] = _OTHERS[others % len(_OTHERS)]
             others += 1
     return found
-
-
-def providers(cases: Cases) -> list[str]:
-    """In the order of their first appearance."""
-    return list(dict.fromkeys(entry["name"] for case in cases for entry in case["providers"]))
 
 
 def legend(drawn: Canvas) -> None:

@@ -21,6 +21,7 @@ from .tables import (
     milliseconds,
     of_copy,
     percent,
+    providers,
     ratio,
     shown,
 )
@@ -152,9 +153,8 @@ def streams(cases: Cases) -> Iterator[Table]:
 
 
 def language_model(cases: Cases) -> Iterator[Table]:
-    names = list(dict.fromkeys(entry["name"] for case in cases for entry in case["providers"]))
     rows = []
-    for name in names:
+    for name in providers(cases):
         losses = [targets.provider(case, name).get("held_out_loss") for case in cases]
         found = [loss for loss in losses if loss is not None]
         against = targets.loss_ratio(cases, name)
@@ -182,8 +182,7 @@ def install(cases: Cases) -> Iterator[Table]:
 
 
 def overhead(cases: Cases) -> Iterator[Table]:
-    names = list(dict.fromkeys(entry["name"] for case in cases for entry in case["providers"]))
-    others = [name for name in names if name != targets.EAGER and not name.startswith("onetrip")]
+    others = [name for name in providers(cases) if name != targets.EAGER and not name.startswith("onetrip")]
     rows = []
     for case in cases:
         entries = targets.provider(case, targets.EAGER), targets.own(case), *(targets.provider(case, o) for o in others)

@@ -14,7 +14,7 @@ from onetrip.environment import describe
 from onetrip.html import Cell, Entry, Table
 
 from ..measure.cases import ELEMENTS, gpu_shapes
-from ..measure.results import OPERATOR_SUITES, Results
+from ..measure.results import OPERATOR_SUITES, Results, failures
 from . import targets
 
 Cases = list[dict[str, Any]]
@@ -74,6 +74,11 @@ def gigabytes(times: Times | None) -> Cell | None:
 
 def cases(results: Results, *suites: str) -> Cases:
     return [case for suite in suites for case in results.get(suite, {}).get("cases", ())]
+
+
+def providers(cases: Cases) -> list[str]:
+    """In the order of their first appearance."""
+    return list(dict.fromkeys(entry["name"] for case in cases for entry in case["providers"]))
 
 
 def of_every_width(results: Results) -> Cases:
@@ -261,9 +266,8 @@ def without_number(cases: Iterable[dict[str, Any]]) -> Iterator[Table]:
     for case in cases:
         for name, reason in case.get("unavailable", {}).items():
             reasons.setdefault((name, reason), []).append(case["case"])
-        for entry in case.get("providers", ()):
-            if not entry.get("check", {"passed": True})["passed"]:
-                reasons.setdefault((entry["name"], f"failed: {entry['check']['detail']}"), []).append(case["case"])
+        for name, why in failures(case).items():
+            reasons.setdefault((name, f"failed: {why}"), []).append(case["case"])
     rows = [(name, reason, ids[0] if len(ids) == 1 else f"{len(ids)} cases") for (name, reason), ids in reasons.items()]
     if rows:
         yield Table("Without a number", ("provider", "why", "where"), rows)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import targets
-from .operator_plots import MEMORY_LABEL, canvas, colours, legend, memory_bars, providers
-from .tables import Cases
+from .operator_plots import MEMORY_LABEL, canvas, colours, legend, memory_bars
+from .tables import Cases, providers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
