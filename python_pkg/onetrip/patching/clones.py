@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 from typing import Any, TypeVar
 
 import torch
@@ -15,17 +14,17 @@ M = TypeVar("M", bound=nn.Module)
 _MODULE_STATE = ("_parameters", "_buffers", "_modules")
 
 
-def clone(module: M, dtype: torch.dtype | None = None, kept: Collection[str] = ()) -> M:
+def clone(module: M, dtype: torch.dtype | None = None) -> M:
     """A module of the original class. Running it forward and backward changes nothing of the given one.
 
     Parameters are detached aliases (converted, where dtype is given); buffers and other state are copies; hooks are
-    left out. Children that are plain torch modules, and those named in kept, are cloned too. Any other child may hold
-    state that no copy separates (bitsandbytes repacks a weight at its first call): a StandIn takes its place.
+    left out. Children that are plain torch modules are cloned too. Any other child may hold state that no copy
+    separates (bitsandbytes repacks a weight at its first call): an nn.Identity takes its place.
     """
-    return _clone(module, dtype, kept, {})
+    return _clone(module, dtype, {})
 
 
-def _clone(module: M, dtype: torch.dtype | None, kept: Collection[str], memo: dict[int, Any]) -> M:
+def _clone(module: M, dtype: torch.dtype | None, memo: dict[int, Any]) -> M:
     if id(module) in memo:
         return memo[id(module)]
     cls = original_class(type(module))
@@ -39,9 +38,9 @@ def _clone(module: M, dtype: torch.dtype | None, kept: Collection[str], memo: di
     state["_modules"] = {
         name: child
         if child is None
-        else _clone(child, dtype, (), memo)
-        if name in kept or all(map(is_plain_torch, child.modules()))
-        else memo.setdefault(id(child), StandIn(width_of(child, "out_features")))
+        else _clone(child, dtype, memo)
+        if all(map(is_plain_torch, child.modules()))
+        else nn.Identity()
         for name, child in module._modules.items()
     }
     copied.__dict__.update(state)
@@ -125,39 +124,3 @@ def is_plain_torch(module: nn.Module) -> bool:
         and "forward" not in vars(module)
         and all(type(tensor) in (Tensor, nn.Parameter, type(None)) for tensor in tensors)
     )
-
-
-class StandIn(nn.Module):
-    """Replaces a child: a sum of random linear maps of its inputs, the same in every clone, without state."""
-
-    def __init__(self, width: int | None) -> None:
-        """width: the output's last dimension; None for that of the first input."""
-        super().__init__()
-        self.width = width
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(2)
-        width = self.width or inputs[0].shape[-1]
-        total = None
-        for x in inputs:
-            weight = torch.randn(width, x.shape[-1], generator=generator, device="cpu") / x.shape[-1] ** 0.5
-            product = nn.functional.linear(x, weight.to(x.device, x.dtype))
-            total = product if total is None else total + product
-        assert total is not None
-        return total
-
-
-def width_of(child: nn.Module | None, attribute: str) -> int | None:
-    """in_features or out_features of the child, or of the first or last module in it that has a width."""
-    widths = []
-    for each in child.modules() if child is not None else ():
-        features = getattr(each, attribute, None)
-        vectors = [p for p in each._parameters.values() if p is not None and p.dim() == 1]
-        if isinstance(features, int):
-            widths.append(features)
-        elif not each._modules and vectors:
-            widths.append(vectors[0].shape[0])
-    if not widths:
-        return None
-    is_own = isinstance(getattr(child, attribute, None), int)
-    return widths[0 if is_own or attribute == "in_features" else -1]

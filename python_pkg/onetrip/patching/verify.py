@@ -8,7 +8,7 @@ dtype under autocast. Runs clones (clones.py), so that the model does not change
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from .. import ops
 from ..ops.common.rng import dropout_scale
 from .calls import original_class
 from .classes import Rewrite
-from .clones import M, clone
+from .clones import clone
 
 RNG = (20260101, 0)
 """(seed, offset) of verification with dropout."""
@@ -54,7 +54,7 @@ def verify_forward(module: nn.Module, rewrite: Rewrite, width: int, n_inputs: in
             return [x.to(device, dtype) for x in random]
 
         def prepare(dtype: torch.dtype | None) -> nn.Module:
-            return prepared(module, dtype, None, None)
+            return clone(module, dtype).eval()
 
         rewritten = rewrite.compile(cls, {"count_fallback": reject_fallback})
         if _takes(prepare(None), original, inputs(4)):
@@ -86,26 +86,6 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 def reject_fallback(module: nn.Module) -> None:
     """Replaces count_fallback: comparing the original with itself would prove nothing."""
     raise VerificationError("the rewritten forward fell back to the original")
-
-
-def prepared(
-    module: M,
-    dtype: torch.dtype | None,
-    dropout: tuple[str, str] | None,
-    p: float | None,
-    kept: Collection[str] = (),
-) -> M:
-    """A clone in evaluation mode, except for one dropout. kept: as clone's."""
-    copied = clone(module, dtype, kept).eval()
-    if dropout is not None:
-        kind, name = dropout
-        if kind == "child":
-            child = getattr(copied, name)
-            child.training, child.p = True, p
-        else:
-            copied.training = True
-            setattr(copied, name, p)
-    return copied
 
 
 class MaskedDropout(TorchFunctionMode):

@@ -32,9 +32,10 @@ from ...ops.common.backends import KERNEL_DTYPES
 from .. import calls
 from ..calls import original_class
 from ..classes import Rewrite, method_of
+from ..clones import clone
 from ..report import Unsuitable
 from ..source import Inliner, calls_in, define, first_match, indented, parse, without_annotations
-from ..verify import RNG, MaskedDropout, Outcome, check_outcomes, kind_of, prepared, reject_fallback, undisturbed
+from ..verify import RNG, MaskedDropout, Outcome, check_outcomes, kind_of, reject_fallback, undisturbed
 from .eager import PATTERN
 
 SOFTMAXES = (
@@ -126,7 +127,7 @@ class SoftmaxRegions:
                     if mask is not None and region.mask == "None":
                         continue
                     actual, expected, truth = (
-                        _outcome(prepared(module, like, dropout, 0.25), function, dtype, mask)
+                        _outcome(_prepared(module, like, dropout), function, dtype, mask)
                         for function, like in ((after, dtype), (before, dtype), (before, torch.float64))
                     )
                     mode = f" with {mask}" + ("" if dropout is None else ", dropout")
@@ -383,6 +384,17 @@ def before(self, scores, mask):
     known = {"softmax": functional.softmax, "dropout": functional.dropout, "float32": torch.float32}
     fused = {**NAMES, "reject_": reject_fallback, "region_softmax_": partial(region_softmax, rng=RNG)}
     return define(original, before, known, "before", PATTERN), define(original, after, fused, "after", PATTERN)
+
+
+def _prepared(module: nn.Module, dtype: torch.dtype, dropout: tuple[str, str] | None) -> nn.Module:
+    """A clone in evaluation mode, except for one dropout (see Region.dropout)."""
+    copied = clone(module, dtype).eval()
+    if dropout is not None:
+        kind, name = dropout
+        owner, attribute = (getattr(copied, name), "p") if kind == "child" else (copied, name)
+        owner.training = True
+        setattr(owner, attribute, 0.25)
+    return copied
 
 
 def _outcome(module: nn.Module, function: Callable[..., Any], dtype: torch.dtype, mask_kind: str | None) -> Outcome:
