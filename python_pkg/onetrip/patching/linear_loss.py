@@ -16,6 +16,7 @@ import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from .calls import is_plain, original_class
 from .classes import Rewrite, plain_forward
 from .source import execute
 from .tied_embedding import linear, weight_of
-from .verify import Outcome, check_outcomes, kind_of, undisturbed
+from .verify import check_function, kind_of, undisturbed
 from .watched_logits import PATTERN as CROSS_ENTROPY
 from .watched_logits import LossCall, WatchedLogits, is_watchable, loss_call, plain_outputs
 
@@ -410,24 +411,19 @@ class VocabularyLoss:
         if rewrite.around is not None:
             self.other.verify(module, rewrite)
         device, dtype = kind_of(module)
+        random = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
+        labels = torch.tensor([0, 10, -100, 3, 3, -100, 5], device=device)
+
+        def fused(hidden: Tensor, weight: Tensor) -> Tensor:
+            if self.pattern == PATTERN:
+                return ops.linear_cross_entropy(hidden, weight, labels).to(hidden.dtype)
+            return functional.cross_entropy(WatchedLogits.of(functional.linear(hidden, weight)), labels)
+
+        def unfused(hidden: Tensor, weight: Tensor) -> Tensor:
+            return functional.cross_entropy(functional.linear(hidden, weight), labels)
+
         with undisturbed(device):
-            truth = _outcome(torch.float64, device, None)
-            check_outcomes(_outcome(dtype, device, self.pattern), _outcome(dtype, device, None), truth, "")
-
-
-def _outcome(dtype: torch.dtype, device: torch.device, pattern: str | None) -> Outcome:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"hidden": (7, 8), "weight": (11, 8)}
-    leaves = {n: torch.randn(shape, generator=generator, device="cpu") for n, shape in shapes.items()}
-    leaves = {n: x.to(device, dtype).requires_grad_() for n, x in leaves.items()}
-    labels = torch.tensor([0, 10, -100, 3, 3, -100, 5], device=device)
-    if pattern == PATTERN:
-        loss = ops.linear_cross_entropy(leaves["hidden"], leaves["weight"], labels).to(dtype)
-    else:
-        logits = functional.linear(leaves["hidden"], leaves["weight"])
-        loss = functional.cross_entropy(logits if pattern is None else WatchedLogits.of(logits), labels)
-    gradients = torch.autograd.grad(loss, list(leaves.values()))
-    return [("loss", loss.detach()), *((f"gradient of {n}", g) for n, g in zip(leaves, gradients, strict=True))]
+            check_function(fused, unfused, {"hidden": random(7, 8), "weight": random(11, 8)}, device, dtype)
 
 
 def output_layer(module: Any) -> nn.Module | None:

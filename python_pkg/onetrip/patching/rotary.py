@@ -26,7 +26,7 @@ from .classes import Rewrite
 from .report import Unsuitable
 from .residual.rewrite import Rewriting
 from .source import is_source_of, parse, resolve
-from .verify import Outcome, check_outcomes, kind_of, undisturbed
+from .verify import check_function, kind_of, undisturbed
 
 PATTERN = "rotary"
 _Map = Callable[[Tensor], Tensor]
@@ -181,23 +181,16 @@ class Rotations:
         with undisturbed(device):
             for _, rotation, called in self.found:
                 for layout, table_dtype in product(rotation.layouts, {dtype, torch.float32}):
-                    actual = _outcome(partial(rotation.fused, layout), rotation, layout, device, dtype, table_dtype)
-                    expected = _outcome(called, rotation, layout, device, dtype, table_dtype)
-                    truth = _outcome(called, rotation, layout, device, torch.float64, torch.float64)
-                    check_outcomes(actual, expected, truth, f" of {rotation.function.__name__}")
+                    q, k, *tables = _inputs(layout, rotation.table, 8)
+                    compared = (
+                        partial(_with_tables, compute, [table.to(device, table_dtype) for table in tables])
+                        for compute in (partial(rotation.fused, layout), called)
+                    )
+                    check_function(*compared, {"q": q, "k": k}, device, dtype, f" of {rotation.function.__name__}")
 
 
-def _outcome(
-    compute: Any, rotation: Rotation, layout: Layout, device: torch.device, dtype: torch.dtype, table_dtype: torch.dtype
-) -> Outcome:
-    """The outputs and the gradients of q and k."""
-    q, k, cos, sin = (x.to(device) for x in _inputs(layout, rotation.table, 8))
-    leaves = q.to(dtype).requires_grad_(), k.to(dtype).requires_grad_()
-    outputs = compute(*leaves, cos.to(table_dtype), sin.to(table_dtype))
-    cotangents = [torch.linspace(-1, 1, y.numel(), device=device).view(y.shape).to(y.dtype) for y in outputs]
-    gradients = torch.autograd.grad(outputs, leaves, cotangents)
-    names = ("q", "k", "gradient of q", "gradient of k")
-    return list(zip(names, (*(y.detach() for y in outputs), *gradients), strict=True))
+def _with_tables(compute: Any, tables: list[Tensor], q: Tensor, k: Tensor) -> Any:
+    return compute(q, k, *(table.to(q.dtype) if q.dtype == torch.float64 else table for table in tables))
 
 
 def read_rotations(forward: Any, source: str = "") -> Rotations | None:

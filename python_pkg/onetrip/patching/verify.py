@@ -8,7 +8,7 @@ dtype under autocast. Runs clones (clones.py), so that the model does not change
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -37,30 +37,30 @@ class VerificationError(Exception):
 
 
 def verify_forward(module: nn.Module, rewrite: Rewrite, width: int, n_inputs: int = 1) -> None:
-    """Raise VerificationError unless the rewritten forward of a module computes the same as the original.
+    """Raise VerificationError unless the rewritten forward of a norm computes the same as the original.
 
     width: the last dimension of the inputs, which have one shape.
     """
     device, dtype = kind_of(module)
     generator = torch.Generator().manual_seed(0)
+    leading = [size for size in (2, 3, 4, 5, 6) if size != width][:3]
+    cls = original_class(type(module))
+
+    def drawn(rank: int) -> list[Tensor]:
+        shape = (*leading[: rank - 1], width)
+        random = (torch.randn(shape, generator=generator, device="cpu") for _ in range(n_inputs))
+        return [x.to(device, dtype) for x in random]
+
     with undisturbed(device):
-        cls = original_class(type(module))
-        original = cls.forward
-        leading = [size for size in (2, 3, 4, 5, 6) if size != width][:3]
-
-        def inputs(rank: int) -> list[Tensor]:
-            shape = (*leading[: rank - 1], width)
-            random = (torch.randn(shape, generator=generator, device="cpu") for _ in range(n_inputs))
-            return [x.to(device, dtype) for x in random]
-
-        def prepare(dtype: torch.dtype | None) -> nn.Module:
-            return clone(module, dtype).eval()
-
         rewritten = rewrite.compile(cls, {"count_fallback": reject_fallback})
-        if _takes(prepare(None), original, inputs(4)):
-            _compare(prepare, original, rewritten, inputs(4), " of rank 4")
-        _compare(prepare, original, rewritten, inputs(3), "")
-        _compare_autocast(prepare(None), original, rewrite.compile(cls), inputs(3))
+        for inputs, mode in ((drawn(4), " of rank 4"), (drawn(3), "")):
+            expected = _outcome(clone(module), cls.forward, inputs)
+            try:
+                truth = _outcome(clone(module, torch.float64), cls.forward, [x.double() for x in inputs])
+            except Exception:  # the original does not support float64
+                truth = expected
+            check_outcomes(_outcome(clone(module), rewritten, inputs), expected, truth, mode)
+        _compare_autocast(clone(module).eval(), cls.forward, rewrite.compile(cls), drawn(3))
 
 
 def kind_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
@@ -110,61 +110,47 @@ class MaskedDropout(TorchFunctionMode):
         return torch.where(keep, x * dropout_scale(p), torch.zeros_like(x))
 
 
-def _outcome(
-    block: nn.Module, forward: Callable[..., Any], inputs: Sequence[Tensor], cotangent: Tensor | None
-) -> tuple[Outcome, Tensor]:
-    """The named output and gradients, and the cotangent."""
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    y = forward(block, *inputs)
+def _outcome(module: nn.Module, forward: Callable[..., Any], inputs: Sequence[Tensor]) -> Outcome:
+    leaves = {f"input {index}": x.detach().requires_grad_() for index, x in enumerate(inputs)}
+    y = forward(module.eval(), *leaves.values())
     if not isinstance(y, Tensor):
         raise VerificationError(f"returned {type(y).__name__}")
-    if cotangent is None:
-        generator = torch.Generator().manual_seed(1)
-        cotangent = torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype)
-    named = [(f"input {index}", x) for index, x in enumerate(inputs)]
-    named += [(name, parameter) for name, parameter in block.named_parameters() if parameter.requires_grad]
-    grads = torch.autograd.grad(y, [tensor for _, tensor in named], cotangent.to(y.dtype), allow_unused=True)
+    leaves |= {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return outcome({"output": y}, leaves)
+
+
+def outcome(outputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> Outcome:
+    """The outputs, and the gradients of the leaves for random gradients of the outputs, equal in every dtype."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(y.shape, generator=generator, device="cpu").bfloat16() for y in outputs.values()]
+    cotangents = [each.to(y.device, y.dtype) for each, y in zip(drawn, outputs.values(), strict=True)]
+    gradients = torch.autograd.grad([*outputs.values()], [*leaves.values()], cotangents, allow_unused=True)
     return [
-        ("output", y.detach()),
-        *((f"gradient of {name}", g) for (name, _), g in zip(named, grads, strict=True)),
-    ], cotangent
+        *((name, y.detach()) for name, y in outputs.items()),
+        *((f"gradient of {name}", each) for name, each in zip(leaves, gradients, strict=True)),
+    ]
 
 
-def outcome_of(
-    compute: Callable[..., Tensor], inputs: Sequence[Tensor], device: torch.device, dtype: torch.dtype
-) -> Outcome:
-    """The output of a function of tensors, and every gradient."""
-    leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
-    y = compute(*leaves)
-    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), device="cpu").to(y.device, y.dtype)
-    gradients = torch.autograd.grad(y, leaves, cotangent)
-    return [("output", y.detach()), *((f"gradient {index}", each) for index, each in enumerate(gradients))]
-
-
-def _takes(block: nn.Module, original: Callable[..., Any], inputs: list[Tensor]) -> bool:
-    try:
-        original(block, *inputs)
-    except Exception:  # does not support inputs of this rank
-        return False
-    return True
-
-
-def _compare(
-    prepare: Callable[[torch.dtype | None], nn.Module],
-    original: Callable[..., Any],
-    rewritten: Callable[..., Any],
-    inputs: list[Tensor],
-    mode: str,
+def check_function(
+    fused: Callable[..., Any],
+    unfused: Callable[..., Any],
+    inputs: Mapping[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    mode: str = "",
 ) -> None:
-    with MaskedDropout():
-        expected, cotangent = _outcome(prepare(None), original, inputs, None)
-        try:
-            doubles = [x.double() for x in inputs]
-            truth, _ = _outcome(prepare(torch.float64), original, doubles, cotangent.double())
-        except Exception:  # the original does not support float64
-            truth = expected
-        actual, _ = _outcome(prepare(None), rewritten, inputs, cotangent)
-    check_outcomes(actual, expected, truth, mode)
+    """Raise VerificationError unless two functions of these tensors, cast to dtype, have equal outputs and gradients.
+
+    They return a tensor, or several. mode: for the message.
+    """
+
+    def of(compute: Callable[..., Any], dtype: torch.dtype) -> Outcome:
+        leaves = {name: x.detach().to(device, dtype).requires_grad_() for name, x in inputs.items()}
+        found = compute(*leaves.values())
+        outputs = {"output": found} if isinstance(found, Tensor) else {f"output {i}": y for i, y in enumerate(found)}
+        return outcome(outputs, leaves)
+
+    check_outcomes(of(fused, dtype), of(unfused, dtype), of(unfused, torch.float64), mode)
 
 
 def check_outcomes(actual: Outcome, expected: Outcome, truth: Outcome, mode: str) -> None:

@@ -33,7 +33,7 @@ from ..classes import Rewrite
 from ..clones import clone
 from ..residual.choose import child_at
 from ..residual.rewrite import Rewriting
-from ..verify import RNG, MaskedDropout, check_outcomes, kind_of, outcome_of, undisturbed
+from ..verify import RNG, MaskedDropout, check_function, kind_of, undisturbed
 from .fused import FORMULAS, Activated, Gated, GatedHalves
 from .read import Dropped, Found, FoundActivations, read_activations
 
@@ -197,10 +197,8 @@ class Activations:
                 inputs = _inputs(choice)
                 for p in (0.0, 0.25) if choice.drops else (0.0,):
                     fused, unfused = partial(_fused, choice, p), partial(_unfused, act, p)
-                    expected, actual = (outcome_of(compute, inputs, device, dtype) for compute in (unfused, fused))
-                    truth = outcome_of(unfused, inputs, device, torch.float64)
-                    dropout = " with dropout" if p else ""
-                    check_outcomes(actual, expected, truth, f" of {choice.activation}{dropout}")
+                    mode = f" of {choice.activation}{' with dropout' if p else ''}"
+                    check_function(fused, unfused, inputs, device, dtype, mode)
 
 
 def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
@@ -251,11 +249,14 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
     rewriting.replaced[id(copies[id(replaced)])] = lambda: called(dense, rewriting.visit(x))
 
 
-def _inputs(choice: Choice) -> list[Tensor]:
-    """gate and up; or x and, where there is one, the bias."""
+def _inputs(choice: Choice) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(3, 4, 24)] + ([(3, 4, 24)] if choice.found.product is not None else [(24,)] if choice.has_bias else [])
-    return [2.0 * torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
+    shapes: dict[str, tuple[int, ...]] = {"x": (3, 4, 24)}
+    if choice.found.product is not None:
+        shapes = {"gate": (3, 4, 24), "up": (3, 4, 24)}
+    elif choice.has_bias:
+        shapes["bias"] = (24,)
+    return {name: 2.0 * torch.randn(shape, generator=generator, device="cpu") for name, shape in shapes.items()}
 
 
 def _unfused(act: Callable[[Tensor], Tensor], p: float, x: Tensor, other: Tensor | None = None) -> Tensor:

@@ -35,7 +35,7 @@ from ..classes import Rewrite, method_of
 from ..clones import clone
 from ..report import Unsuitable
 from ..source import Inliner, calls_in, define, first_match, indented, parse, without_annotations
-from ..verify import RNG, MaskedDropout, Outcome, check_outcomes, kind_of, reject_fallback, undisturbed
+from ..verify import RNG, MaskedDropout, check_function, kind_of, reject_fallback, undisturbed
 from .eager import PATTERN
 
 SOFTMAXES = (
@@ -120,18 +120,15 @@ class SoftmaxRegions:
         """Raise VerificationError unless each region, on its own, computes the same fused as its statements do."""
         device, dtype = kind_of(module)
         original = method_of(original_class(type(module)), self.method)
-        with undisturbed(device):
+        with undisturbed(device), MaskedDropout():
             for _, _, region in self.found:
                 before, after = isolated(region, original)
                 for mask, dropout in product((None, "padding", "bias"), (None, region.dropout)):
                     if mask is not None and region.mask == "None":
                         continue
-                    actual, expected, truth = (
-                        _outcome(_prepared(module, like, dropout), function, dtype, mask)
-                        for function, like in ((after, dtype), (before, dtype), (before, torch.float64))
-                    )
+                    fused, unfused = (partial(_called, each, module, dropout, mask) for each in (after, before))
                     mode = f" with {mask}" + ("" if dropout is None else ", dropout")
-                    check_outcomes(actual, expected, truth, mode)
+                    check_function(fused, unfused, _inputs(dtype, mask), device, dtype, mode)
 
 
 def read_softmax_regions(cls: Any) -> SoftmaxRegions | Unsuitable | None:
@@ -397,21 +394,22 @@ def _prepared(module: nn.Module, dtype: torch.dtype, dropout: tuple[str, str] | 
     return copied
 
 
-def _outcome(module: nn.Module, function: Callable[..., Any], dtype: torch.dtype, mask_kind: str | None) -> Outcome:
-    device, like = kind_of(module)
-    generator = torch.Generator().manual_seed(0)
+def _inputs(dtype: torch.dtype, mask: str | None) -> dict[str, Tensor]:
+    random = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
+    shapes = {"scores": (2, 4, 3, 5), "mask": (1, 4, 3, 5)}
+    return {name: random(shape).to(dtype) for name, shape in shapes.items() if name == "scores" or mask == "bias"}
 
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype).to(like)
 
-    leaves = {"scores": drawn(2, 4, 3, 5).requires_grad_()}
-    mask = None
-    if mask_kind == "bias":
-        mask = leaves["mask"] = drawn(1, 4, 3, 5).requires_grad_()
-    elif mask_kind == "padding":
-        mask = drawn(2, 1, 1, 5).zero_()
-        mask[1, ..., 3:] = max(torch.finfo(like).min, torch.finfo(torch.float32).min)
-    with MaskedDropout():
-        y = function(module, leaves["scores"], mask)
-    gradients = torch.autograd.grad(y, list(leaves.values()), drawn(*y.shape))
-    return [("output", y.detach()), *((f"gradient of {n}", g) for n, g in zip(leaves, gradients, strict=True))]
+def _called(
+    function: Callable[..., Tensor],
+    module: nn.Module,
+    dropout: tuple[str, str] | None,
+    mask: str | None,
+    scores: Tensor,
+    added: Tensor | None = None,
+) -> Tensor:
+    """One of the functions of isolated. mask: None, "padding", or "bias", which is added."""
+    if mask == "padding":
+        added = scores.new_zeros(2, 1, 1, 5)
+        added[1, ..., 3:] = max(torch.finfo(scores.dtype).min, torch.finfo(torch.float32).min)
+    return function(_prepared(module, scores.dtype, dropout), scores, added)

@@ -14,7 +14,7 @@ from ..calls import linear_parts
 from ..clones import clone
 from ..links import Sum
 from ..norms import ANY_WIDTH, n_cols_of
-from ..verify import RNG, MaskedDropout, Outcome, VerificationError, check_outcomes, kind_of, undisturbed
+from ..verify import RNG, MaskedDropout, Outcome, VerificationError, check_outcomes, kind_of, outcome, undisturbed
 from .choose import Choice, child_at
 
 _N_INPUTS = 5
@@ -85,13 +85,6 @@ class _Alone(nn.Module):
 
     def outcome(self, compute: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> Outcome:
         """Named outputs and gradients."""
-        leaves = [x.to(self.like).requires_grad_() for x in inputs]
-        outputs = compute(*leaves)
-        generator = torch.Generator().manual_seed(1)
-        cotangents = [torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype) for y in outputs]
-        named = [("x", leaves[0]), ("residual", leaves[1]), *self.named_parameters()]
-        grads = torch.autograd.grad(outputs, [tensor for _, tensor in named], cotangents)
-        return [
-            *((f"output {i}", y.detach()) for i, y in enumerate(outputs)),
-            *((f"gradient of {name}", grad) for (name, _), grad in zip(named, grads, strict=True)),
-        ]
+        x, residual = (each.to(self.like).requires_grad_() for each in inputs)
+        outputs = {f"output {index}": y for index, y in enumerate(compute(x, residual))}
+        return outcome(outputs, {"x": x, "residual": residual, **dict(self.named_parameters())})
