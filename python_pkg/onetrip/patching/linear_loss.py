@@ -33,7 +33,7 @@ from .source import execute
 from .tied_embedding import linear, weight_of
 from .verify import check_function, kind_of, undisturbed
 from .watched_logits import PATTERN as CROSS_ENTROPY
-from .watched_logits import LossCall, WatchedLogits, is_watchable, loss_call, plain_outputs
+from .watched_logits import LossCall, WatchedLogits, is_watchable, loss_call, loss_options, plain_outputs
 
 PATTERN = "linear_cross_entropy"
 
@@ -260,22 +260,12 @@ class _Chain:
         return chain
 
 
-def _loss(
-    logits: Any,
-    labels: Any,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor | None:
+def _loss(logits: Any, *arguments: Any, **keywords: Any) -> Tensor | None:
     """functional.cross_entropy of DeferredLogits; None where it must be computed from the logits."""
-    if not isinstance(logits, DeferredLogits) or not isinstance(labels, Tensor) or not logits._source.is_pending:
+    options = loss_options(*arguments, **keywords)
+    if options is None or not isinstance(logits, DeferredLogits) or not logits._source.is_pending:
         return None  # computed logits may have been changed in place
-    head, hidden = logits._source.head, logits._hidden
-    if any(each is not None for each in (weight, size_average, reduce)) or labels.dtype != torch.int64:
-        return None
+    head, hidden, labels = logits._source.head, logits._hidden, options["labels"]
     is_rows = logits.dim() == 2 and labels.shape == logits.shape[:1]
     if not is_rows or labels.device != hidden.device or not is_plain(head, nn.Linear):
         return None
@@ -285,16 +275,7 @@ def _loss(
     hidden = hidden if chain.scale == 1.0 else hidden * chain.scale
     if chain.constant is not None:
         bias = chain.constant if bias is None else bias + chain.constant
-    loss = ops.linear_cross_entropy(
-        hidden,
-        weight_of(head),
-        labels,
-        bias,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=chain.softcap,
-        reduction=reduction,
-    )
+    loss = ops.linear_cross_entropy(hidden, weight_of(head), bias=bias, softcap=chain.softcap, **options)
     if (call := loss_call.get()) is not None:
         call.is_fused = True
     return loss if calls.is_autocasting(hidden) else loss.to(logits.dtype)  # autocast computes losses in float32

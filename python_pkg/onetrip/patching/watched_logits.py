@@ -198,8 +198,7 @@ def is_watchable(logits: Any) -> bool:
     return is_tensor and logits.dtype in KERNEL_DTYPES and logits.requires_grad and logits.dim() > 1
 
 
-def _loss(
-    logits: WatchedLogits,
+def loss_options(
     labels: Any,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -207,19 +206,29 @@ def _loss(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Tensor | None:
-    """functional.cross_entropy; None where torch must compute it."""
+) -> dict[str, Any] | None:
+    """The arguments of functional.cross_entropy, less the logits, as those of ops.cross_entropy; None where only torch
+    takes them."""
     if any(each is not None for each in (weight, size_average, reduce)) or not isinstance(labels, Tensor):
         return None
-    rows = logits.rows()
-    is_rows = rows.dim() == 2 and labels.shape == rows.shape[:1] and labels.dtype == torch.int64
+    if labels.dtype != torch.int64:
+        return None
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    return {"labels": labels, **options}
+
+
+def _loss(logits: WatchedLogits, *arguments: Any, **keywords: Any) -> Tensor | None:
+    """functional.cross_entropy; None where torch must compute it."""
+    options = loss_options(*arguments, **keywords)
+    if options is None:
+        return None
+    rows, labels = logits.rows(), options["labels"]
+    is_rows = rows.dim() == 2 and labels.shape == rows.shape[:1]
     if not is_rows or labels.device != rows.device or rows.numel() == 0:
         return None
     if choose("cross_entropy", rows.device, True, "cross_entropy") == "reference":
         return None  # nothing to gain
-    loss = ops.cross_entropy(
-        rows, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
-    )
+    loss = ops.cross_entropy(rows, **options)
     if (call := loss_call.get()) is not None:
         call.is_fused = True
     is_float32 = logits._float32 is not None or calls.is_autocasting(rows)  # autocast computes losses in float32
