@@ -276,7 +276,7 @@ def _deferred_class(original: type, rewrite: Rewrite, site: Site) -> type:
         if error is None:
             set_class(self, patched_class(original, rewrite))
         elif report is not None and report() is not None:
-            report()._demote(name, "verify_failed", error)
+            report()._demote(name, error)
         return self.forward(*args, **kwargs)
 
     key = (original, rewrite)

@@ -77,9 +77,6 @@ class NormSpec:
     def pattern(self) -> str:
         return f"{self.kind}_norm"
 
-    def eps_of(self, module: str, x: str) -> str:
-        return self.eps.replace("module.", f"{module}.").replace("x.dtype", f"{x}.dtype")
-
     def eps_value(self, module: nn.Module, x_dtype: torch.dtype) -> float:
         """The epsilon of a module for an input of this dtype."""
         if self.eps_attribute is not None:
@@ -87,28 +84,6 @@ class NormSpec:
         if self.eps.startswith("finfo"):
             return torch.finfo(torch.float32 if "float32" in self.eps else x_dtype).eps
         return float(self.eps)
-
-    def part(self, module: str, name: str | None) -> str:
-        return "None" if name is None else f"{module}.{name}"
-
-    def keywords(self, module: str, x: str) -> str:
-        """The norm's arguments of bias_dropout_residual_norm, without weight and norm_bias."""
-        text = f'norm="{self.kind}", eps={self.eps_of(module, x)}'
-        if self.weight_offset:
-            text += f", weight_offset={self.weight_offset}"
-        if self.cast_before_weight:
-            text += f", cast_before_weight={self.cast_before_weight!r}"
-        return text
-
-    def guards(self, module: str, x: str) -> list[str]:
-        """Conditions under which the original must run."""
-        conditions = []
-        if self.unsupported:
-            weight = "None" if self.weight is None else f"{module}.{self.weight}.dtype"
-            conditions.append(f"({x}.dtype, {weight}) in unsupported")
-        if not self.autocast:
-            conditions.append(f"is_autocasting({x})")
-        return conditions
 
 
 @dataclass(frozen=True)
@@ -133,15 +108,23 @@ class Leaf:
 def rewrite_norm(module: nn.Module, spec: NormSpec) -> Rewrite:
     """The forward of a leaf norm as one operator call."""
     x = _parameters(original_class(type(module)))[0].name
-    weight, bias, eps = spec.part("self", spec.weight), spec.part("self", spec.bias), spec.eps_of("self", x)
+    weight, bias = ("None" if name is None else f"self.{name}" for name in (spec.weight, spec.bias))
+    eps = spec.eps.replace("module.", "self.").replace("x.dtype", f"{x}.dtype")
+    options = f", weight_offset={spec.weight_offset}" if spec.weight_offset else ""
+    if spec.cast_before_weight:
+        options += f", cast_before_weight={spec.cast_before_weight!r}"
     if spec.kind == "rms" and spec.bias is None:
-        options = "".join(f", {option}" for option in spec.keywords("self", x).split(", ")[2:])
         call = f"rms_norm({x}, {weight}, {eps}{options})"
     elif spec.weight_offset == 0.0 and spec.kind == "layer":
         call = f"layer_norm({x}, {weight}, {bias}, {eps})"
     else:
-        call = f"bias_dropout_residual_norm({x}, None, {weight}, {bias}, {spec.keywords('self', x)})"
-    guards = [f"type({x}) is not Tensor and is_distributed({x})", f"{x}.is_nested", *spec.guards("self", x)]
+        norm = f'norm="{spec.kind}", eps={eps}{options}'
+        call = f"bias_dropout_residual_norm({x}, None, {weight}, {bias}, {norm})"
+    guards = [f"type({x}) is not Tensor and is_distributed({x})", f"{x}.is_nested"]
+    if spec.unsupported:
+        guards.append(f"({x}.dtype, {'None' if spec.weight is None else f'{weight}.dtype'}) in unsupported")
+    if not spec.autocast:
+        guards.append(f"is_autocasting({x})")
     constants: dict[str, Any] = {"unsupported": spec.unsupported}
     given, linked = x, ""
     if spec.gate:
@@ -232,12 +215,9 @@ def recognise(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
     if found is not None:
         return found
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        return Unsuitable("not_exact_type", f"its forward is not that of torch.nn.{_torch_norm(module)}")
+        name = "LayerNorm" if isinstance(module, nn.LayerNorm) else "RMSNorm"
+        return Unsuitable("not_exact_type", f"its forward is not that of torch.nn.{name}")
     return Unsuitable("unknown_forward", "computes no norm that the operators know")
-
-
-def _torch_norm(module: nn.Module) -> str:
-    return "LayerNorm" if isinstance(module, nn.LayerNorm) else "RMSNorm"
 
 
 def _eps_values(module: nn.Module) -> Iterator[tuple[str, float]]:

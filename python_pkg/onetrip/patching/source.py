@@ -241,13 +241,13 @@ def _parsed(text: str) -> ast.expr:
 
 
 class Substitution(ast.NodeTransformer):
-    """Replaces names by expressions, given as text."""
+    """Replaces names by expressions."""
 
-    def __init__(self, substitutes: Mapping[str, str]) -> None:
+    def __init__(self, substitutes: Mapping[str, ast.expr]) -> None:
         self.substitutes = substitutes
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.parse(self.substitutes.get(node.id, node.id), mode="eval").body
+        return copy.deepcopy(self.substitutes.get(node.id, node))
 
 
 def indented(source: str) -> str:

@@ -215,7 +215,8 @@ def _recognise(
         return unknown
 
     def own(expression: ast.expr) -> str:
-        return ast.unparse(Substitution(names).visit(copy.deepcopy(expression)))
+        arguments = {role: ast.Name(name) for role, name in names.items()}
+        return ast.unparse(Substitution(arguments).visit(copy.deepcopy(expression)))
 
     sinks = "None"
     found = layers.get("sinks") or layers.get("optional_sinks", {})

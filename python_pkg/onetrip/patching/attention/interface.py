@@ -24,7 +24,7 @@ from ...ops.common.tracing import is_traced, is_transformed, watched_as
 from ..calls import count_fallback, original_class
 from ..classes import Rewrite, method_of
 from ..report import Unsuitable
-from ..source import calls_in, parse, without_annotations
+from ..source import bare, calls_in, parse
 from ..verify import kind_of
 from .eager import PATTERN, EagerFunction, fused_function, read_eager_function
 from .verify import verify_attention
@@ -132,7 +132,7 @@ class Interface:
 
     def site(self, module: nn.Module, replace_sdpa: bool | None) -> Attention | Unsuitable:
         """The attention function that the module calls now, if it can be fused."""
-        functions = {self._answer(question, module) for question in self.questions}
+        functions = {self._evaluated(question, module) for question in self.questions}
         function = functions.pop()
         if functions or function is None:
             return Unsuitable("unknown_forward", "its attention function depends on more than the module")
@@ -152,10 +152,6 @@ class Interface:
         nodes = (node for option in options for node in ast.walk(option.value) if isinstance(node, ast.Attribute))
         values = [value for node in nodes if type(value := self._evaluated(node, module)) in (int, float)]
         return not values or any(values)
-
-    def _answer(self, question: ast.expr, module: nn.Module) -> Any:
-        """The function for this module; None if the answer depends on more than the module."""
-        return self._evaluated(question, module)
 
     def _evaluated(self, node: ast.expr, module: nn.Module) -> Any:
         """The value of an expression of the forward; None if it needs more than the module."""
@@ -233,7 +229,7 @@ class Attention:
 
     @cached_property
     def _rewrite(self) -> Rewrite:
-        tree = copy.deepcopy(self.interface.tree)
+        tree = bare(self.interface.tree)
         names = self.interface.forward.__globals__
         self_name = tree.args.args[0].arg
 
@@ -245,7 +241,6 @@ class Attention:
                 return ast.Call(ast.Name("chosen_"), [ast.Name(self_name), node], [])
 
         Exchange().visit(tree)
-        tree.name, tree.returns, tree.args = "forward", None, without_annotations(tree.args)
         original, fused = self.function.function, fused_function(self.function)
         chosen = Chosen(original, by_rule(original, fused) if self.by_rule else fused)
         return Rewrite(PATTERN, ast.unparse(tree) + "\n", (("chosen_", chosen),), in_module=True)

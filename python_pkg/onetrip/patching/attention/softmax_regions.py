@@ -34,7 +34,7 @@ from ..calls import original_class
 from ..classes import Rewrite, method_of
 from ..clones import clone
 from ..report import Unsuitable
-from ..source import Inliner, calls_in, define, first_match, indented, parse, without_annotations
+from ..source import Inliner, bare, calls_in, define, first_match, indented, parse
 from ..verify import RNG, MaskedDropout, check_function, kind_of, reject_fallback, undisturbed
 from .eager import PATTERN
 
@@ -113,8 +113,8 @@ class SoftmaxRegions:
         for node, name, region in reversed(self.found):
             block = getattr(copies[id(node)], name)
             block[region.start : region.stop] = ast.parse(_source(region, region.statements)).body
-        tree.name, tree.returns, tree.args = "forward", None, without_annotations(tree.args)
-        return Rewrite(PATTERN, ast.unparse(tree) + "\n", tuple(NAMES.items()), method=self.method, in_module=True)
+        source = ast.unparse(bare(tree)) + "\n"
+        return Rewrite(PATTERN, source, tuple(NAMES.items()), method=self.method, in_module=True)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless each region, on its own, computes the same fused as its statements do."""

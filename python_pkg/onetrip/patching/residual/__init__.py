@@ -14,19 +14,19 @@ linked to it at run time (links.py). A dropout or a bias at the end of a child m
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import nn
 
 from ..classes import Rewrite
-from ..links import linked_result
-from .choose import PATTERNS, Choice, choose_sums, describe, pattern_of
+from .choose import PATTERNS, Choice, choose_sums
 from .read import FoundSums, read_sums
 from .rewrite import rewrite_sums
 from .verify import verify_sum
 
-__all__ = ["PATTERNS", "FoundSums", "ResidualSums", "choose_sums", "linked_result", "read_sums"]
+__all__ = ["PATTERNS", "FoundSums", "ResidualSums", "choose_sums", "read_sums"]
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,13 @@ class ResidualSums:
     @property
     def pattern(self) -> str:
         """The pattern that fuses most, of those of its sums."""
-        return pattern_of(self.chosen)
+        return min((choice.pattern for choice in self.chosen), key=PATTERNS.index)
 
     @property
     def detail(self) -> str:
-        return describe(self.chosen)
+        """The sums of a forward with several."""
+        counts = Counter(choice.pattern for choice in self.chosen)
+        return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) if len(self.chosen) > 1 else ""
 
     def rewrite(self, module: nn.Module) -> Rewrite:
         """The forward with its sums fused."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -191,14 +190,3 @@ def _norm(
         else:
             return (path, call), spec, original_class(type(child))
     return reason
-
-
-def pattern_of(chosen: Sequence[Choice]) -> str:
-    """The pattern that fuses most, of those of the sums."""
-    return min((choice.pattern for choice in chosen), key=PATTERNS.index)
-
-
-def describe(chosen: Sequence[Choice]) -> str:
-    """The sums of a forward with several, for the report."""
-    counts = Counter(choice.pattern for choice in chosen)
-    return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) if len(chosen) > 1 else ""

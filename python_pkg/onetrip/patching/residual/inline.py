@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
-from ..source import calls_in, is_source_of, parse
+from ..source import Substitution, calls_in, is_source_of, parse
 
 
 def inlined(tree: ast.FunctionDef, forward: Any) -> ast.FunctionDef:
@@ -65,23 +65,15 @@ def _returned(function: FunctionType, call: ast.Call) -> ast.BinOp | None:
             case ast.Expr(value=ast.Constant()):
                 pass
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                values[name] = _Substitution(values).visit(value)
+                values[name] = Substitution(values).visit(value)
             case ast.Return(value=ast.expr() as value):
-                value = _Substitution(values).visit(value)
+                value = Substitution(values).visit(value)
                 if len(calls_in(value)) != n_calls:  # a dropout that ran twice would draw two masks
                     return None
                 return value if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) else None
             case _:
                 return None
     return None
-
-
-class _Substitution(ast.NodeTransformer):
-    def __init__(self, values: Mapping[str, ast.expr]) -> None:
-        self.values = values
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return copy.deepcopy(self.values.get(node.id, node))
 
 
 def _names(expression: ast.AST) -> set[str]:
