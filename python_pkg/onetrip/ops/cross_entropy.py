@@ -311,9 +311,8 @@ def _checked_plan(
     return CrossEntropyPlan(ignore_index, float(label_smoothing), float(softcap or 0.0), float(lse_square_scale), 1.0)
 
 
-def _check_labels(function: str, argument: str, labels: object, of: str, rows: Tensor) -> None:
+def _check_labels(function: str, argument: str, labels: Tensor, of: str, rows: Tensor) -> None:
     check_tensor(function, argument, labels)
-    assert isinstance(labels, Tensor)
     if labels.dtype != torch.int64:
         raise TypeError(f"{function}: {argument} must be int64, got {str(labels.dtype)[6:]}")
     check_dense(function, argument, labels)
@@ -373,10 +372,9 @@ def _reject_traced(function: str, part: Slice | None) -> None:
         )
 
 
-def _check_linear(function: str, hidden: object, weight: object, bias: object) -> None:
+def _check_linear(function: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_rows(function, "hidden", hidden)
     check_rows(function, "weight", weight)
-    assert isinstance(hidden, Tensor) and isinstance(weight, Tensor)
     n_hidden = hidden.shape[-1]
     if weight.dim() != 2 or weight.shape[1] != n_hidden or weight.shape[0] == 0:
         raise ValueError(
@@ -385,7 +383,6 @@ def _check_linear(function: str, hidden: object, weight: object, bias: object) -
     operands = [("weight", weight)]
     if bias is not None:
         check_rows(function, "bias", bias)
-        assert isinstance(bias, Tensor)
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"{function}: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
         operands.append(("bias", bias))

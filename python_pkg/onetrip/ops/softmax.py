@@ -140,9 +140,8 @@ def _check(
     check_rng(function, rng)
 
 
-def _check_mask(function: str, mask: object, scores: Tensor) -> None:
+def _check_mask(function: str, mask: Tensor, scores: Tensor) -> None:
     check_tensor(function, "mask", mask)
-    assert isinstance(mask, Tensor)
     if mask.dtype != torch.bool and mask.dtype not in DTYPES:
         raise TypeError(
             f"{function}: mask must be bool, float32, float16, bfloat16 or float64, got {str(mask.dtype)[6:]}"

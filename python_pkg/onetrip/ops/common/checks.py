@@ -38,10 +38,9 @@ def check_tensor(function: str, argument: str, tensor: object) -> None:
     raise TypeError(f"{function}: {argument} must be a Tensor, got {type(tensor).__name__}{hint}")
 
 
-def check_rows(function: str, argument: str, tensor: object) -> None:
+def check_rows(function: str, argument: str, tensor: Tensor) -> None:
     """A strided floating-point tensor of rank 1 and up."""
     check_tensor(function, argument, tensor)
-    assert isinstance(tensor, Tensor)
     if tensor.dtype not in DTYPES:
         raise TypeError(
             f"{function}: {argument} must be float32, float16, bfloat16 or float64, got {str(tensor.dtype)[6:]}"
@@ -57,10 +56,9 @@ def check_dense(function: str, argument: str, tensor: Tensor) -> None:
         raise TypeError(f"{function}: {argument} must be a dense (strided) tensor, got {kind}")
 
 
-def check_like(function: str, argument: str, tensor: object, x: Tensor) -> None:
+def check_like(function: str, argument: str, tensor: Tensor, x: Tensor) -> None:
     """A tensor that goes with x element by element: same shape, same device."""
     check_rows(function, argument, tensor)
-    assert isinstance(tensor, Tensor)
     if tensor.shape != x.shape:
         raise ValueError(
             f"{function}: {argument} must have the shape of x, {tuple(x.shape)}, got {tuple(tensor.shape)}"
@@ -68,10 +66,9 @@ def check_like(function: str, argument: str, tensor: object, x: Tensor) -> None:
     _check_device(function, argument, tensor, x)
 
 
-def check_parameter(function: str, argument: str, tensor: object, x: Tensor) -> None:
+def check_parameter(function: str, argument: str, tensor: Tensor, x: Tensor) -> None:
     """A vector that goes with the columns of x: shape (n_cols,), same device."""
     check_rows(function, argument, tensor)
-    assert isinstance(tensor, Tensor)
     if tensor.shape != x.shape[-1:]:
         raise ValueError(f"{function}: {argument} must have shape ({x.shape[-1]},), got {tuple(tensor.shape)}")
     _check_device(function, argument, tensor, x)
