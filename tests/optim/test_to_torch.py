@@ -145,26 +145,6 @@ def test_32_bit_states_are_torchs_own() -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-def with_old_keys(state: dict[str, Any]) -> dict[str, Any]:
-    """As files had 8-bit states before: under torch's keys."""
-    old = {"n_steps": "step", "exp_avg_codes": "exp_avg", "exp_avg_sq_codes": "exp_avg_sq"}
-    entries = {i: {old.get(key, key): value for key, value in entry.items()} for i, entry in state["state"].items()}
-    return {**state, "state": entries}
-
-
-def test_files_with_the_old_keys_load(tmp_path) -> None:
-    source = trained()
-    old = with_old_keys(source.state_dict())
-    assert old["state"][0]["exp_avg"].dtype == torch.uint8
-    target = AdamW8bit(make_params())
-    target.load_state_dict(copy.deepcopy(old))
-    assert same(target.state_dict(), source.state_dict())
-    checkpoint.save(old, tmp_path / "old")
-    target = AdamW8bit(make_params())
-    target.load_safetensors(tmp_path / "old")
-    assert same(target.state_dict(), source.state_dict())
-
-
 def test_there_and_back() -> None:
     """Through torch's format and into an 8-bit optimizer again: quantised twice."""
     source = trained()

@@ -77,10 +77,10 @@ def new_state(p: Tensor, is_8bit: bool) -> State:
     return dict(zip(_KEYS_8BIT, (step, *codes, *scales), strict=True))
 
 
-def _parts(p: Tensor, codes: Tensor) -> Iterator[tuple[int, int, int, int]]:
-    """[begin, end) of elements and [begin, end) of scales of this rank's parts."""
+def runs(p: Tensor, part: Tensor) -> Iterator[tuple[int, int, int, int]]:
+    """[begin, end) of elements and [begin, end) of scales of the runs of this rank's part that are quantised apart."""
     done = 0
-    for begin, end in sharding.parts(codes.numel(), sharding.first_element(p) or 0):
+    for begin, end in sharding.parts(part.numel(), sharding.first_element(p) or 0):
         count = (end - begin + BLOCK - 1) // BLOCK
         yield begin, end, done, done + count
         done += count
@@ -93,8 +93,8 @@ def dequantized(p: Tensor, state: State) -> tuple[Tensor, Tensor]:
     moments = []
     for key, signed in _MOMENTS:
         codes, scale = state[f"{key}_codes"], state[f"{key}_scale"]
-        runs = [dequantize(codes.view(-1)[a:b], scale[c:d], signed) for a, b, c, d in _parts(p, codes)]
-        values = torch.cat(runs).view(codes.shape) if runs else torch.zeros_like(codes, dtype=torch.float32)
+        found = [dequantize(codes.view(-1)[a:b], scale[c:d], signed) for a, b, c, d in runs(p, codes)]
+        values = torch.cat(found).view(codes.shape) if found else torch.zeros_like(codes, dtype=torch.float32)
         moments.append(values if signed else values * values)
     return moments[0], moments[1]
 
@@ -112,7 +112,7 @@ def quantized(p: Tensor, state: State) -> State:
     new = new_state(p, is_8bit=True) | {"n_steps": step}
     for (key, signed), values in zip(_MOMENTS, (exp_avg, exp_avg_sq.sqrt()), strict=True):
         codes, flat = new[f"{key}_codes"], values.reshape(-1)
-        for a, b, c, d in _parts(p, codes):
+        for a, b, c, d in runs(p, codes):
             codes.view(-1)[a:b], new[f"{key}_scale"][c:d] = quantize(flat[a:b], signed)
     return new
 
@@ -131,15 +131,6 @@ def _steps(where: str, value: object) -> float:
     return float(value)
 
 
-def _with_todays_keys(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Older checkpoints have 8-bit states under torch's keys: step, exp_avg, exp_avg_sq."""
-    exp_avg = entry.get("exp_avg")
-    if not (isinstance(exp_avg, Tensor) and exp_avg.dtype is torch.uint8):
-        return dict(entry)
-    new_keys = dict(zip(_KEYS_32BIT, _KEYS_8BIT, strict=False))
-    return {new_keys.get(key, key): value for key, value in entry.items()}
-
-
 def checked(where: str, p: Tensor, entry: object, quantize_floats: bool) -> State:
     """A checkpoint's state of parameter p, copied to its device, every value's shape, dtype and range checked.
 
@@ -149,7 +140,6 @@ def checked(where: str, p: Tensor, entry: object, quantize_floats: bool) -> Stat
         raise ValueError(f"{where} must be a dict, got {type(entry).__name__}")
     if "max_exp_avg_sq" in entry:
         raise ValueError(f"{where} must be of Adam without amsgrad, got max_exp_avg_sq")
-    entry = _with_todays_keys(entry)
     keys = keys_of(entry)
     if set(entry) != set(keys):
         raise ValueError(f"{where} must have {sorted(keys)}, got {sorted(map(str, entry))}")

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ..ops.adam import CHUNK, AdamTables, Kind, launch
 from ..ops.common.backends import KERNEL_DTYPES, native
-from ..reference.adam import BLOCK, Group, Slot
+from ..reference.adam import Group, Slot
 from . import sharding
-from .state import State, fields, keys_of
+from .state import State, fields, keys_of, runs
 
 _LARGE = 4096
 """Elements. Of smaller states only the tensors are compared, not where they lie: their storages are kept alive."""
@@ -185,15 +185,13 @@ class StepTable:
             raise ValueError(f"{self._function}: parameter {name} must not overlap itself, got strides {part.stride()}")
         work = part if _is_plain(part) else torch.empty(part.shape, dtype=part.dtype, device=part.device)
         # An empty part is a slot, too: it counts the steps.
-        runs = sharding.parts(part.numel(), sharding.first_element(p) or 0) or [(0, 0)]
-        slots, done = [], 0
-        for begin, end in runs:
-            after = done + (end - begin + BLOCK - 1) // BLOCK
-            param, exp_avg, exp_avg_sq = (values.view(-1)[begin:end] for values in (work, m, v))
-            of_m, of_v = (None if scale is None else scale[done:after] for scale in (m_scale, v_scale))
+        of_source = list(runs(p, part)) or [(0, 0, 0, 0)]
+        slots = []
+        for a, b, c, d in of_source:
+            param, exp_avg, exp_avg_sq = (values.view(-1)[a:b] for values in (work, m, v))
+            of_m, of_v = (None if scale is None else scale[c:d] for scale in (m_scale, v_scale))
             slots.append(Slot(param, exp_avg, exp_avg_sq, of_m, of_v, step_, group))
-            done = after
-        return _Source(part, work, runs), slots
+        return _Source(part, work, [(a, b) for a, b, _, _ in of_source]), slots
 
     def _check_state(self, name: str, part: Tensor, state: State) -> None:
         """A user may have changed it between steps."""
