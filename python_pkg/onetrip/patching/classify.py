@@ -137,17 +137,15 @@ class Classifier:
         attention = self._attention(module, reading) if ATTENTION in self.wanted else None
         if isinstance(attention, (Attention, SoftmaxRegions)):
             rewrite = attention.rewrite(module)
-            return self._with(attention, self._block(module, rewrite.source) if rewrite.method == "forward" else None)
+            block = self._block(module, rewrite.source) if rewrite.method == "forward" else None
+            is_alone = block is None or isinstance(block, Unsuitable)
+            return attention if is_alone else self._together([attention, block])
         block = self._block(module, "")
         if block is None or isinstance(block, Unsuitable):
             return attention
         if isinstance(attention, Unsuitable):
             self.left[id(module)] = attention
         return block
-
-    def _with(self, first: Attention | SoftmaxRegions, second: Site | Unsuitable | None) -> Site:
-        """The first, and the second where there is one."""
-        return first if second is None or isinstance(second, Unsuitable) else self._together([first, second])
 
     def _together(self, parts: list[Any]) -> Site:
         """One site of all parts, each of the forward with those before it fused."""
@@ -160,7 +158,7 @@ class Classifier:
     def _attention(
         self, module: nn.Module, reading: Interface | SoftmaxRegions | Unsuitable
     ) -> Attention | SoftmaxRegions | Unsuitable:
-        site = reading if isinstance(reading, Unsuitable) else reading.site(module, self.replace_sdpa)
+        site = reading.site(module, self.replace_sdpa) if isinstance(reading, Interface) else reading
         if isinstance(site, Unsuitable):
             return site
         return _replaced(module) or _in_float64(module) or self.sites.setdefault(site, site)  # type: ignore[return-value]
@@ -260,7 +258,7 @@ class Classifier:
 
     def norm(self, module: nn.Module) -> NormSpec | Unsuitable:
         """The norm that a leaf computes. Remembered for modules of the same class and configuration."""
-        if _is_wrapper(module):
+        if type(module).__module__.partition(".")[0] == "peft":
             return Unsuitable("peft_wrapper", type(module).__name__)
         if reason := unsuitable(module):
             return reason
@@ -310,10 +308,6 @@ def _resembles_block(module: nn.Module) -> bool:
     arguments = inspect.signature(type(module).forward).parameters.values()
     takes_two = len(arguments) == 3 and all(argument.default is argument.empty for argument in arguments)
     return has_linear and has_norm_or_dropout and takes_two and not any(child._modules for child in children)
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] == "peft"
 
 
 def _replaced(module: nn.Module) -> Unsuitable | None:

@@ -182,11 +182,10 @@ class Rotations:
             for _, rotation, called in self.found:
                 for layout, table_dtype in product(rotation.layouts, {dtype, torch.float32}):
                     q, k, *tables = _inputs(layout, rotation.table, 8)
-                    compared = (
-                        partial(_with_tables, compute, [table.to(device, table_dtype) for table in tables])
-                        for compute in (partial(rotation.fused, layout), called)
-                    )
-                    check_function(*compared, {"q": q, "k": k}, device, dtype, f" of {rotation.function.__name__}")
+                    tables = [table.to(device, table_dtype) for table in tables]
+                    fused = partial(_with_tables, partial(rotation.fused, layout), tables)
+                    unfused, mode = partial(_with_tables, called, tables), f" of {rotation.function.__name__}"
+                    check_function(fused, unfused, {"q": q, "k": k}, device, dtype, mode)
 
 
 def _with_tables(compute: Any, tables: list[Tensor], q: Tensor, k: Tensor) -> Any:

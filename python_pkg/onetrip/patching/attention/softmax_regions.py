@@ -89,7 +89,7 @@ class Region:
 
 @dataclass(frozen=True)
 class SoftmaxRegions:
-    """A forward with softmax regions."""
+    """A forward with softmax regions: every instance of its class is a site."""
 
     tree: ast.FunctionDef
     found: tuple[tuple[ast.AST, str, Region], ...]
@@ -97,10 +97,6 @@ class SoftmaxRegions:
     method: str = "forward"
     """The method that holds them."""
     pattern = PATTERN
-
-    def site(self, module: nn.Module, replace_sdpa: bool | None) -> SoftmaxRegions:
-        """Every instance of the class is a site."""
-        return self
 
     def rewrite(self, module: nn.Module) -> Rewrite:
         """The forward with its regions fused."""
