@@ -18,29 +18,23 @@ def clone(module: M, dtype: torch.dtype | None = None) -> M:
     """A module of the original class. Running it forward and backward changes nothing of the given one.
 
     Parameters are detached aliases (converted, where dtype is given); buffers and other state are copies; hooks are
-    left out. Children that are plain torch modules are cloned too. Any other child may hold state that no copy
-    separates (bitsandbytes repacks a weight at its first call): an nn.Identity takes its place.
+    left out. Only children without parameters of torch's own classes (dropouts) are cloned too. Others may be large, or
+    hold state that no copy separates (bitsandbytes repacks a weight at its first call): an nn.Identity takes their
+    place.
     """
-    return _clone(module, dtype, {})
-
-
-def _clone(module: M, dtype: torch.dtype | None, memo: dict[int, Any]) -> M:
-    if id(module) in memo:
-        return memo[id(module)]
     cls = original_class(type(module))
-    copied = memo[id(module)] = cls.__new__(cls)
+    copied = cls.__new__(cls)
     state = own_state(module)
-    state["_parameters"] = {name: _alias(parameter, dtype, memo) for name, parameter in module._parameters.items()}
+    state["_parameters"] = {
+        name: None if p is None else nn.Parameter(_converted(p.detach(), dtype), p.is_floating_point())
+        for name, p in module._parameters.items()
+    }
     state["_buffers"] = {
         name: None if buffer is None else _converted(buffer.detach().clone(), dtype)
         for name, buffer in module._buffers.items()
     }
     state["_modules"] = {
-        name: child
-        if child is None
-        else _clone(child, dtype, memo)
-        if all(map(is_plain_torch, child.modules()))
-        else nn.Identity()
+        name: None if child is None else clone(child) if _is_stateless(child) else nn.Identity()
         for name, child in module._modules.items()
     }
     copied.__dict__.update(state)
@@ -49,14 +43,6 @@ def _clone(module: M, dtype: torch.dtype | None, memo: dict[int, Any]) -> M:
 
 def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
-
-
-def _alias(parameter: Tensor | None, dtype: torch.dtype | None, memo: dict[int, Any]) -> Tensor | None:
-    if parameter is None:
-        return None
-    if id(parameter) not in memo:
-        memo[id(parameter)] = nn.Parameter(_converted(parameter.detach(), dtype), parameter.is_floating_point())
-    return memo[id(parameter)]
 
 
 def own_state(module: nn.Module) -> dict[str, Any]:
@@ -116,11 +102,7 @@ def _contents(container: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(container)) if isinstance(container, (list, tuple)) else []
 
 
-def is_plain_torch(module: nn.Module) -> bool:
-    """Whether the module's class is torch.nn's own and its tensors are plain: its forward changes no Python state."""
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return (
-        original_class(type(module)).__module__.startswith("torch.nn.modules.")
-        and "forward" not in vars(module)
-        and all(type(tensor) in (Tensor, nn.Parameter, type(None)) for tensor in tensors)
-    )
+def _is_stateless(module: nn.Module) -> bool:
+    is_torch = original_class(type(module)).__module__.startswith("torch.nn.modules.")
+    has_tensors = module._parameters or module._buffers or module._modules
+    return is_torch and "forward" not in vars(module) and not has_tensors
