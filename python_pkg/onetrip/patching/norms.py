@@ -11,10 +11,8 @@ A norm with a second argument may be norm(x) * silu(gate), as Qwen3-Next's: two 
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import Any, Literal
 
@@ -28,7 +26,7 @@ from .classes import Rewrite
 from .clones import is_same, own_copy, own_state
 from .links import linked_result
 from .report import Unsuitable
-from .verify import verify_forward
+from .verify import undisturbed, verify_forward
 
 KERNEL_DEVICES = ("cpu", "cuda")
 ANY_WIDTH = 48
@@ -66,12 +64,6 @@ class NormSpec:
     """Whether outputs also have the original's dtype under autocast."""
     gate: str = ""
     """The second parameter of a forward that computes norm(x) * silu(gate), with its default; empty for a norm of x."""
-    eps_attribute: str | None = field(init=False, repr=False, compare=False)
-    """The attribute of the module that eps is, if it is one."""
-
-    def __post_init__(self) -> None:
-        is_attribute = self.eps.startswith("module.")
-        object.__setattr__(self, "eps_attribute", self.eps.removeprefix("module.") if is_attribute else None)
 
     @property
     def pattern(self) -> str:
@@ -79,8 +71,8 @@ class NormSpec:
 
     def eps_value(self, module: nn.Module, x_dtype: torch.dtype) -> float:
         """The epsilon of a module for an input of this dtype."""
-        if self.eps_attribute is not None:
-            return float(getattr(module, self.eps_attribute))
+        if self.eps.startswith("module."):
+            return float(getattr(module, self.eps.removeprefix("module.")))
         if self.eps.startswith("finfo"):
             return torch.finfo(torch.float32 if "float32" in self.eps else x_dtype).eps
         return float(self.eps)
@@ -179,7 +171,7 @@ def n_cols_of(module: nn.Module) -> int:
 
 
 def recognise(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
-    """The norm that a module computes (see could_be_norm). device: where to probe."""
+    """The norm that a module computes (see could_be_norm). device: where to probe, one of KERNEL_DEVICES."""
     cls = original_class(type(module))
     try:
         parameters = _parameters(cls)
@@ -203,11 +195,8 @@ def recognise(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
         return Unsuitable("unsupported_shape", "normalises groups of channels, over all positions")
     if cls.forward is nn.LayerNorm.forward:
         return NormSpec("layer", "weight", "bias", "module.eps")
-    with use_backend("reference"), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about slow paths that only the probes take
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.autocast(device.type, enabled=False):
-            found = _Prober(module, cls, device, gate is not None).recognise()
+    with use_backend("reference"), undisturbed(device), torch.no_grad():
+        found = _Prober(module, cls, device, gate is not None).recognise()
     if gate is not None:
         if not isinstance(found, NormSpec):
             return extra
@@ -384,14 +373,9 @@ class _Prober:
         return bool((close | ~finite).all()) and float((same & finite).sum()) >= 0.95 * float(finite.sum())
 
     def _with_autocast(self, spec: NormSpec) -> NormSpec:
-        with self._autocast():
+        with torch.autocast(self.device.type, torch.bfloat16):
             for x_dtype in (torch.float32, torch.bfloat16):
                 y = self.original(x_dtype, torch.float32)
                 if y is not None and y.dtype != self.candidate(spec, x_dtype, torch.float32).dtype:
                     return replace(spec, autocast=False)
         return spec
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.device.type not in KERNEL_DEVICES:
-            return nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)

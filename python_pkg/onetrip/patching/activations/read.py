@@ -93,71 +93,62 @@ def read_activations(forward: Any, source: str = "", method: str = "forward") ->
 
 
 def _read(reader: Reader) -> Iterator[Found]:
-    places = []
+    for node, block, position, in_loop in _nodes(reader):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            for side, other in ((node.left, node.right), (node.right, node.left)):
+                gated = None if isinstance(other, ast.Constant) else _factor(reader, side, block, position, in_loop)
+                if gated is not None:
+                    gated.product, gated.other = node, other
+                    gated.halves = _halves(reader, gated, block, position, in_loop)
+                    yield gated
+    for node, block, position, in_loop in _nodes(reader):
+        found = _activation(reader, node) if isinstance(node, ast.Call) else None
+        if found is None:
+            continue
+        inner = reader.value_of(found.x, block, position, position, in_loop) or (found.x, ())
+        if (called := reader.called(inner[0])) is not None:
+            found.linear, found.linear_x = called
+            found.linear_definition = inner[1][0] if inner[1] else None
+        yield found
+
+
+def _nodes(reader: Reader) -> Iterator[tuple[ast.AST, list[ast.stmt], int, bool]]:
+    """(node, block, position of its statement there, whether in a loop) of what assignments, calls and returns surely
+    evaluate."""
     for block, in_loop in blocks(reader.tree.body, False):
         for position, statement in enumerate(block):
             if isinstance(statement, (ast.Assign, ast.Return, ast.Expr)):
-                places.append((block, position, in_loop, list(evaluated(statement))))
-    for block, position, in_loop, nodes in places:
-        for node in nodes:
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-                for side, other in ((node.left, node.right), (node.right, node.left)):
-                    gated = None if isinstance(other, ast.Constant) else _factor(reader, side, block, position, in_loop)
-                    if gated is not None:
-                        gated.product, gated.other = node, other
-                        gated.halves = _halves(reader, gated, block, position, in_loop)
-                        yield gated
-    for block, position, in_loop, nodes in places:
-        for node in nodes:
-            found = _activation(reader, node) if isinstance(node, ast.Call) else None
-            if found is None:
-                continue
-            inner = reader.value_of(found.x, block, position, position, in_loop) or (found.x, ())
-            if (called := reader.called(inner[0])) is not None:
-                found.linear, found.linear_x = called
-                found.linear_definition = inner[1][0] if inner[1] else None
-            yield found
+                yield from ((node, block, position, in_loop) for node in evaluated(statement))
 
 
 def _dropouts(reader: Reader) -> Iterator[tuple[ast.expr, Dropped]]:
     """What may be dropouts, by the expression that they drop."""
-    for block, in_loop in blocks(reader.tree.body, False):
-        for position, statement in enumerate(block):
-            nodes = evaluated(statement) if isinstance(statement, (ast.Assign, ast.Return, ast.Expr)) else ()
-            for node in nodes:
-                if not isinstance(node, ast.Call):
-                    continue
-                if (of_function := reader.functional_dropout(node)) is not None:
-                    x, dropped = of_function[0], Dropped(node, None, "", *of_function[1:])
-                elif (called := reader.called(node)) is not None:
-                    x, dropped = called[1], Dropped(node, None, called[0])
-                else:
-                    continue
-                if (inner := reader.value_of(x, block, position, position, in_loop)) is not None:
-                    x, (dropped.definition,) = inner
-                yield x, dropped
+    for node, block, position, in_loop in _nodes(reader):
+        if not isinstance(node, ast.Call):
+            continue
+        if (of_function := reader.functional_dropout(node)) is not None:
+            x, dropped = of_function[0], Dropped(node, None, "", *of_function[1:])
+        elif (called := reader.called(node)) is not None:
+            x, dropped = called[1], Dropped(node, None, called[0])
+        else:
+            continue
+        if (inner := reader.value_of(x, block, position, position, in_loop)) is not None:
+            x, (dropped.definition,) = inner
+        yield x, dropped
 
 
 def _factor(reader: Reader, side: ast.expr, block: list[ast.stmt], position: int, in_loop: bool) -> Found | None:
     """The activation that a factor of a product is, or that the factor's name was given to."""
     if not isinstance(side, ast.Name):
         return _activation(reader, side)
-    for index in reversed(range(position)):
-        statement = block[index]
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name == side.id:
-                found = _activation(reader, value)
-                between = block[index + 1 : position]
-                if (
-                    found is None
-                    or any(may_change(each, name) for each in between)
-                    or not reader.is_read_once(name, block, position, position, in_loop)
-                ):
-                    return None
+    earlier = [index for index in range(position) if mentions(block[index], side.id)]
+    match block[earlier[-1]] if earlier else None:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value) as statement if name == side.id:
+            found = _activation(reader, value)
+            is_changed = any(may_change(each, name) for each in block[earlier[-1] + 1 : position])
+            if found is not None and not is_changed and reader.is_read_once(name, block, position, position, in_loop):
                 found.definition = statement
                 return found
-        if mentions(statement, side.id):
-            return None
     return None
 
 
