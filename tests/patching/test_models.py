@@ -229,12 +229,18 @@ def test_evaluation_matches_the_unpatched_model(name: str) -> None:
     assert_close({"logits": actual}, {"logits": expected})
 
 
-@pytest.mark.parametrize("name", ["bert", "t5", "llama", "gemma", "olmo2", "cohere", "gpt2"])
-def test_bfloat16_is_as_accurate_as_the_unpatched_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, "bfloat16") for name in ("bert", "t5", "llama", "gemma", "olmo2", "cohere", "gpt2")]
+    + [("bert", "float16"), ("llama", "float16")],
+)
+def test_half_precision_is_as_accurate_as_the_unpatched_model(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Errors against the same weights in float64, loss, logits and gradients: at most twice the unpatched model's."""
     # What takes SDPA's place on some CPUs has this test with larger scores: attention/test_sdpa.py.
     monkeypatch.setattr("onetrip.patching.attention.interface.multiplies_bfloat16_in_vectors", lambda: False)
-    model, inputs = build(name).bfloat16().train(), CASES[name].inputs()
+    model, inputs = build(name).to(getattr(torch, dtype)).train(), CASES[name].inputs()
     truth = run(copy.deepcopy(model).double(), inputs)
     expected = run(model, inputs)
     report = patch_model(model)

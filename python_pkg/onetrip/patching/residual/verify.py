@@ -14,7 +14,17 @@ from ..calls import linear_parts
 from ..clones import clone
 from ..links import Sum
 from ..norms import ANY_WIDTH, n_cols_of
-from ..verify import RNG, MaskedDropout, Outcome, VerificationError, check_outcomes, kind_of, outcome, undisturbed
+from ..verify import (
+    RNG,
+    MaskedDropout,
+    Outcome,
+    VerificationError,
+    check_autocast,
+    check_outcomes,
+    kind_of,
+    outcome,
+    undisturbed,
+)
 from .choose import Choice, child_at
 
 _N_INPUTS = 5
@@ -35,13 +45,7 @@ def verify_sum(module: nn.Module, choice: Choice) -> None:
             check_outcomes(actual, expected, truth, " with dropout" if p else "")
         if choice.spec is not None and not choice.spec.autocast:  # then the norm is called
             return
-        with torch.no_grad(), torch.autocast(alone.like.device.type, torch.bfloat16):
-            for inputs in (alone.inputs(3), [x.bfloat16() for x in alone.inputs(3)]):
-                ours, theirs = (
-                    [y.dtype for y in compute(0.0, *inputs)] for compute in (partial(alone.fused, total), alone.unfused)
-                )
-                if ours != theirs:
-                    raise VerificationError(f"outputs under autocast: {ours} for {theirs}")
+        check_autocast(partial(alone.fused, total, 0.0), partial(alone.unfused, 0.0), alone.inputs(3))
 
 
 class _Alone(nn.Module):
