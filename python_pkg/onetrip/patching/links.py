@@ -204,11 +204,12 @@ def _norm_options(norm: nn.Module, spec: NormSpec, z_dtype: torch.dtype, x: Tens
             or vector.shape != x.shape[-1:]
         ):
             return None
+    attribute = spec.eps_attribute  # a call less on every sum
     return {
         "weight": weight,
         "norm_bias": norm_bias,
         "norm": spec.kind,
-        "eps": spec.eps_value(norm, z_dtype),
+        "eps": spec.eps_value(norm, z_dtype) if attribute is None else float(getattr(norm, attribute)),
         "weight_offset": spec.weight_offset,
         "cast_before_weight": spec.cast_before_weight,
     }

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import permutations, product
 from typing import Any, Literal
 
@@ -69,10 +70,15 @@ class NormSpec:
     def pattern(self) -> str:
         return f"{self.kind}_norm"
 
+    @cached_property
+    def eps_attribute(self) -> str | None:
+        """The attribute of the module that eps is, if it is one."""
+        return self.eps.removeprefix("module.") if self.eps.startswith("module.") else None
+
     def eps_value(self, module: nn.Module, x_dtype: torch.dtype) -> float:
         """The epsilon of a module for an input of this dtype."""
-        if self.eps.startswith("module."):
-            return float(getattr(module, self.eps.removeprefix("module.")))
+        if self.eps_attribute is not None:
+            return float(getattr(module, self.eps_attribute))
         if self.eps.startswith("finfo"):
             return torch.finfo(torch.float32 if "float32" in self.eps else x_dtype).eps
         return float(self.eps)
