@@ -104,7 +104,7 @@ def watch(command: list[str], environment: Mapping[str, str], log: Path, deadlin
 
 
 def main(drive: Callable[[str, Path, float], int], run: Callable[..., int]) -> NoReturn:
-    """Of a module: as the part, `run` with the words of the command line; as what the tool watches, `drive`."""
+    """Entry point of counters.py and sanitizer.py: `drive ...` is what the tool watches, all else the part."""
     *words, path, deadline = sys.argv[1:]
     if words[0] == "drive":
         sys.exit(drive(words[1], Path(path), float(deadline)))

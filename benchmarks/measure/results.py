@@ -54,7 +54,7 @@ def failures(record: dict[str, Any]) -> dict[str, str]:
 
 
 def own_failures(record: dict[str, Any]) -> dict[str, str]:
-    """The same of our own."""
+    """failures, of onetrip's providers alone."""
     return {name: why for name, why in failures(record).items() if name.startswith("onetrip")}
 
 

@@ -9,13 +9,19 @@ from typing import Any
 import onetrip
 import pytest
 import torch
+from onetrip.integrations import OnetripCallback
 from onetrip.patching import PATTERNS
 
 transformers = pytest.importorskip("transformers")
-trl = pytest.importorskip("trl")
+trl = pytest.importorskip("trl", minversion="1.16")
 
 pytestmark = pytest.mark.slow
-LOGGED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "rewards/margins", "reward", "kl")
+LOGGED = {
+    "sft": ("loss", "grad_norm", "entropy", "mean_token_accuracy"),
+    "sft-lora": ("loss", "grad_norm", "entropy", "mean_token_accuracy"),
+    "dpo": ("loss", "grad_norm", "entropy", "mean_token_accuracy", "rewards/margins"),
+    "grpo": ("loss", "grad_norm", "entropy", "reward", "kl"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows(*columns: str) -> Any:
     words = random.Random(0)
     return pytest.importorskip("datasets").Dataset.from_list(
-        [{each: " ".join(f"w{words.randrange(200)}" for _ in range(words.randint(6, 20))) for each in columns}] * 32
+        [
+            {each: " ".join(f"w{words.randrange(200)}" for _ in range(words.randint(6, 20))) for each in columns}
+            for _ in range(32)
+        ]
     )
 
 
@@ -51,41 +60,48 @@ def number_of_letters(completions: list[str], **_: Any) -> list[float]:
     return [float(len(each)) for each in completions]
 
 
-def trainer(kind: str, model: Any, output: Path) -> Any:
+def trainer(kind: str, model: Any, output: Path, **more: Any) -> Any:
     shared: dict[str, Any] = {
         "output_dir": str(output), "per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1,
         "report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no", "learning_rate": 1e-2,
         "disable_tqdm": True,
     }  # fmt: skip
     if kind == "sft":
-        return trl.SFTTrainer(model, trl.SFTConfig(**shared), train_dataset=rows("text"))
+        return trl.SFTTrainer(model, trl.SFTConfig(**shared), train_dataset=rows("text"), **more)
+    if kind == "sft-lora":
+        lora = pytest.importorskip("peft").LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        return trl.SFTTrainer(model, trl.SFTConfig(**shared), train_dataset=rows("text"), peft_config=lora, **more)
     if kind == "dpo":
-        return trl.DPOTrainer(model, args=trl.DPOConfig(**shared), train_dataset=rows("prompt", "chosen", "rejected"))
+        args = trl.DPOConfig(**shared)
+        return trl.DPOTrainer(model, args=args, train_dataset=rows("prompt", "chosen", "rejected"), **more)
     args = trl.GRPOConfig(**shared, num_generations=4, max_completion_length=8, beta=0.05)
-    return trl.GRPOTrainer(model, number_of_letters, args=args, train_dataset=rows("prompt"))
+    return trl.GRPOTrainer(model, number_of_letters, args=args, train_dataset=rows("prompt"), **more)
 
 
 def logged(kind: str, folder: Path, patched: str) -> list[dict[str, float]]:
     """What the trainer logs, step by step."""
+    torch.manual_seed(0)
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     patterns = [*PATTERNS, "linear_cross_entropy"]
+    callback = OnetripCallback(patterns=patterns, log=None)
     report = onetrip.patch_model(model, patterns=patterns) if patched == "before" else None
-    made = trainer(kind, model, folder / kind / patched)
+    callbacks = [callback] if patched == "by the callback" else None
+    made = trainer(kind, model, folder / kind / patched, callbacks=callbacks)
     if patched == "after":
-        report = onetrip.patch_model(model, patterns=patterns)
+        report = onetrip.patch_model(made.model, patterns=patterns)
     made.train()
-    if report is not None:
-        fused = {site.pattern for site in report.patched if report.calls()[site.name][0] > 0}
+    if patched != "never":
+        calls = (report := report or callback.report).calls()
+        fused = {site.pattern for site in report.patched if calls[site.name][0] > 0}
         assert fused >= {"add_norm", "rms_norm", "rotary", "gated_mlp"}, report
-    found = [{key: entry[key] for key in LOGGED if key in entry} for entry in made.state.log_history]
-    return [entry for entry in found if "loss" in entry]
+    return [{key: entry[key] for key in LOGGED[kind]} for entry in made.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("kind", LOGGED)
 def test_trains_as_the_unpatched_model(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     expected = logged(kind, folder, "never")
     assert len(expected) == 3 and expected[0]["grad_norm"] > 0
-    for patched in ["before", "after"] if kind == "sft" else ["after"]:
+    for patched in ("before", "after", "by the callback"):
         for entry, reference in zip(logged(kind, folder, patched), expected, strict=True):
             assert entry == pytest.approx(reference, rel=1e-3, abs=1e-5)

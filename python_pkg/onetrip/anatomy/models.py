@@ -111,7 +111,7 @@ def load_model(name: str, *, weights: bool = True) -> nn.Module:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message; its class where it has none."""
+    """The first line of its message; the name of its class where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

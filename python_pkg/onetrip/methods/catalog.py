@@ -361,7 +361,7 @@ def find(name: str, setting: Setting) -> Method:
 
 
 def chosen(only: tuple[str, ...], combinations: tuple[str, ...], setting: Setting) -> list[Method]:
-    """The methods to measure, the baseline first, in the order of the tables. The names: as check_names takes them."""
+    """The methods to measure, the baseline first, in the order of the tables. check_names has checked the names."""
     names = [name for name in NAMES if not only or name in only]
     return [find(name, setting) for name in (BASELINE.name, *names, *dict.fromkeys(combinations))]
 

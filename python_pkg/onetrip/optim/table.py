@@ -185,13 +185,13 @@ class StepTable:
             raise ValueError(f"{self._function}: parameter {name} must not overlap itself, got strides {part.stride()}")
         work = part if _is_plain(part) else torch.empty(part.shape, dtype=part.dtype, device=part.device)
         # An empty part is a slot, too: it counts the steps.
-        of_source = list(runs(p, part)) or [(0, 0, 0, 0)]
+        parts = list(runs(p, part)) or [(0, 0, 0, 0)]
         slots = []
-        for a, b, c, d in of_source:
-            param, exp_avg, exp_avg_sq = (values.view(-1)[a:b] for values in (work, m, v))
-            of_m, of_v = (None if scale is None else scale[c:d] for scale in (m_scale, v_scale))
+        for begin, end, first_scale, last_scale in parts:
+            param, exp_avg, exp_avg_sq = (values.view(-1)[begin:end] for values in (work, m, v))
+            of_m, of_v = (None if scale is None else scale[first_scale:last_scale] for scale in (m_scale, v_scale))
             slots.append(Slot(param, exp_avg, exp_avg_sq, of_m, of_v, step_, group))
-        return _Source(part, work, [(a, b) for a, b, _, _ in of_source]), slots
+        return _Source(part, work, [part[:2] for part in parts]), slots
 
     def _check_state(self, name: str, part: Tensor, state: State) -> None:
         """A user may have changed it between steps."""

@@ -19,8 +19,8 @@ def clone(module: M, dtype: torch.dtype | None = None) -> M:
 
     Parameters are detached aliases (converted, where dtype is given); buffers and other state are copies; hooks are
     left out. Only children without parameters of torch's own classes (dropouts) are cloned too. Others may be large, or
-    hold state that no copy separates (bitsandbytes repacks a weight at its first call): an nn.Identity takes their
-    place.
+    hold state that no copy separates (bitsandbytes repacks a weight at its first call): nothing calls them, and
+    _readable takes their place.
     """
     cls = original_class(type(module))
     copied = cls.__new__(cls)
@@ -34,11 +34,19 @@ def clone(module: M, dtype: torch.dtype | None = None) -> M:
         for name, buffer in module._buffers.items()
     }
     state["_modules"] = {
-        name: None if child is None else clone(child) if _is_stateless(child) else nn.Identity()
+        name: None if child is None else clone(child) if _is_stateless(child) else _readable(child)
         for name, child in module._modules.items()
     }
     copied.__dict__.update(state)
     return copied
+
+
+def _readable(module: nn.Module) -> nn.Module:
+    """An nn.Identity with the module's parameters and numbers: an attention may read `self.key.out_features`."""
+    found = nn.Identity()
+    numbers = {name: value for name, value in vars(module).items() if isinstance(value, (int, float, str))}
+    found.__dict__.update(numbers | module._parameters)
+    return found
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -204,7 +204,7 @@ def _norm_options(norm: nn.Module, spec: NormSpec, z_dtype: torch.dtype, x: Tens
             or vector.shape != x.shape[-1:]
         ):
             return None
-    attribute = spec.eps_attribute  # a call less on every sum
+    attribute = spec.eps_attribute  # without the call of eps_value: this runs for every sum
     return {
         "weight": weight,
         "norm_bias": norm_bias,

@@ -189,6 +189,7 @@ class Rotations:
 
 
 def _with_tables(compute: Any, tables: list[Tensor], q: Tensor, k: Tensor) -> Any:
+    """Tables in their own dtype, which need not be q's; in float64, for the truth, they are float64 too."""
     return compute(q, k, *(table.to(q.dtype) if q.dtype == torch.float64 else table for table in tables))
 
 

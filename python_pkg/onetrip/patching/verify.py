@@ -160,6 +160,8 @@ def check_outcomes(actual: Outcome, expected: Outcome, truth: Outcome, mode: str
 
     mode: for the message.
     """
+    if len(actual) != len(expected):
+        raise VerificationError(f"{len(actual)} outputs and gradients{mode} for {len(expected)}")
     for (name, ours), (_, theirs), (_, exact) in zip(actual, expected, truth, strict=True):
         if ours is None or theirs is None or exact is None:
             if ours is not theirs:
@@ -182,10 +184,11 @@ def check_autocast(fused: Callable[..., Any], unfused: Callable[..., Any], input
     with torch.no_grad(), torch.autocast(inputs[0].device.type, torch.bfloat16):
         for cast in (inputs, [x.bfloat16() for x in inputs]):
             try:
-                expected = _dtypes(unfused(*cast))
+                outputs = unfused(*cast)
             except Exception:
                 continue
-            if (actual := _dtypes(fused(*cast))) != expected:
+            expected, actual = _dtypes(outputs), _dtypes(fused(*cast))
+            if actual != expected:
                 raise VerificationError(f"output under autocast: {', '.join(actual)} for {', '.join(expected)}")
 
 

@@ -81,6 +81,30 @@ def outcome(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+class ScaledByAChild(nn.Module):
+    """An attention that reads numbers and weights of its projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.matmul(self.query(x), self.key(x).transpose(-1, -2))
+        scores = scores / math.sqrt(self.key.out_features)
+        weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(self.query.weight.dtype)
+        weights = self.dropout(weights)
+        return torch.matmul(weights, x)
+
+
+def test_a_region_may_read_a_child_s_attributes() -> None:
+    model, x = nn.Sequential(ScaledByAChild()).eval(), torch.randn(2, HEADS, 5, HIDDEN)
+    expected = model(x)
+    report = patch_model(model, patterns=[PATTERN])
+    assert [site.pattern for site in report.patched] == [PATTERN], report
+    torch.testing.assert_close(model(x), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_the_model_s(name: str, dtype: torch.dtype) -> None:
