@@ -100,6 +100,8 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0}},
     "ernie4_5_vl_moe_text": {"moe_k": 2}, "gemma3n_text": {"num_kv_shared_layers": 0},
     "canine": {"num_hash_buckets": 64, "local_transformer_stride": 16},
+    "llama4_vision_model": {"intermediate_size": 128, "projector_input_dim": 64, "projector_output_dim": 64,
+                            "vision_output_dim": 64},
 }  # fmt: skip
 
 
