@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("setup.py", *("python_pkg/onetrip/" + name for name in ("doctor.py", "ops/common/backends.py")))
+FILES = (
+    "setup.py",
+    *("python_pkg/onetrip/" + name for name in ("doctor.py", "selfcheck.py", "ops/common/backends.py")),
+)
 SOURCES = [*(ROOT / name for name in FILES), *(ROOT / "csrc").rglob("*.[ch]*"), ROOT / "kernels/triton/__init__.py"]
 ROW = re.compile(r"^\| (?P<messages>`.+?) \|", re.MULTILINE)
 
