@@ -63,6 +63,7 @@ def test_what_only_a_gpu_has(measured):
     assert not any(row[0] == "caches" for row in unchanged.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(browser.executable() is None, reason=f"no browser is installed: {', '.join(browser.NAMES)}")
 def test_page_in_a_browser(result, tmp_path):
     written = tmp_path / "anatomy.html"

@@ -12,9 +12,10 @@ from made_up_results import every_suite
 from onetrip.benchmarks.measure import results
 from onetrip.benchmarks.show import figures, html_page
 
-pytestmark = pytest.mark.skipif(
-    browser.executable() is None, reason=f"no browser is installed: {', '.join(browser.NAMES)}"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(browser.executable() is None, reason=f"no browser is installed: {', '.join(browser.NAMES)}"),
+]
 ALL = "Every operator, shape, dtype and provider"
 
 
