@@ -117,7 +117,7 @@ def test_most_blocks_run() -> None:
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     """In an empty folder, without a network."""
     if page.stem == "trl" and importlib.util.find_spec("trl") is None:
-        pytest.skip("TRL needs Python 3.11")
+        pytest.skip("TRL, which needs Python 3.11, is not installed")
     for block in blocks(page):
         if block.file and not block.by_torchrun:
             (tmp_path / block.file).write_text(block.code)

@@ -66,11 +66,11 @@ def trainer(kind: str, model: Any, output: Path, **more: Any) -> Any:
         "report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no", "learning_rate": 1e-2,
         "disable_tqdm": True,
     }  # fmt: skip
-    if kind == "sft":
-        return trl.SFTTrainer(model, trl.SFTConfig(**shared), train_dataset=rows("text"), **more)
     if kind == "sft-lora":
-        lora = pytest.importorskip("peft").LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-        return trl.SFTTrainer(model, trl.SFTConfig(**shared), train_dataset=rows("text"), peft_config=lora, **more)
+        peft = pytest.importorskip("peft")
+        more["peft_config"] = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    if kind.startswith("sft"):
+        return trl.SFTTrainer(model, trl.SFTConfig(**shared), train_dataset=rows("text"), **more)
     if kind == "dpo":
         args = trl.DPOConfig(**shared)
         return trl.DPOTrainer(model, args=args, train_dataset=rows("prompt", "chosen", "rejected"), **more)

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from onetrip.patching import patch_model
+from onetrip.patching.verify import VerificationError, check_autocast, check_function
 from patching_cases import WIDTH, LlamaLike, OneExpression, randomised
 from torch import Tensor, nn
 
@@ -47,6 +49,38 @@ def test_an_operator_that_is_off_by_a_thousandth_is_not_kept(
     assert (
         failed.name == "" and type(model) is type(copy.deepcopy(model)) and "_onetrip_original" not in vars(type(model))
     )
+
+
+@pytest.mark.parametrize(
+    ("fused", "message"),
+    [
+        (lambda x, w: (x * w, x + 1.001 * w), "output 1 here: error"),
+        (lambda x, w: (x * w, x + w.detach() + 0 * w), "gradient of w here: error"),
+        (lambda x, w: (x * w, (x + w).bfloat16()), "output 1 here: bfloat16"),
+        (lambda x, w: (x * w,), "3 outputs and gradients here for 4"),
+    ],
+    ids=["value", "gradient", "dtype", "number"],
+)
+def test_a_function_is_compared_in_every_respect(fused: Callable[..., Any], message: str) -> None:
+    inputs = {name: torch.randn(3, 8) for name in ("x", "w")}
+
+    def check(function: Callable[..., Any]) -> None:
+        check_function(function, lambda x, w: (x * w, x + w), inputs, torch.device("cpu"), torch.float32, " here")
+
+    check(lambda x, w: (w * x, w + x))
+    with pytest.raises(VerificationError, match=message):
+        check(fused)
+
+
+def test_dtypes_under_autocast_are_compared() -> None:
+    def unfused(x: Tensor) -> Tensor:
+        return x @ x
+
+    x = [torch.randn(4, 4)]
+    check_autocast(lambda x: x.bfloat16(), unfused, x)
+    with pytest.raises(VerificationError, match="output under autocast: float32 for bfloat16"):
+        check_autocast(lambda x: x.float(), unfused, x)
+    check_autocast(lambda x: x.float(), lambda x: torch.linalg.matmul(x, x[:3]), x)  # the original raises
 
 
 def test_verification_checks_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
