@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from onetrip.patching import patch_model, unpatch_model
 from torch import Tensor, nn
 
@@ -207,3 +208,34 @@ def test_clones_have_dropouts_and_no_other_children() -> None:
     copied = clone(model)
     assert [type(child) for child in copied.children()] == [nn.Identity, nn.Dropout, nn.Identity]
     assert copied.dropout is not model.dropout and copied.dropout.p == model.dropout.p
+
+
+class Seen(NamedTuple):
+    shapes: list[torch.Size]
+    width: int
+
+
+class ShapedNorm(nn.Module):
+    """As diffusers' RMSNorm: it keeps its shape as a torch.Size."""
+
+    def __init__(self, **state: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(N))
+        self.dim = torch.Size((N,))
+        vars(self).update(state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "seen"):
+            self.seen.shapes.append(x.shape)
+        return F.rms_norm(x, self.dim, self.weight, 1e-6)
+
+
+def test_a_norm_with_a_shape_among_its_attributes() -> None:
+    (site,) = patch_model(nn.Sequential(ShapedNorm())).patched
+    assert site.pattern == "rms_norm"
+
+
+def test_a_named_tuple_is_not_probed_in_place() -> None:
+    seen = Seen([], N)
+    (site,) = patch_model(nn.Sequential(ShapedNorm(seen=seen))).skipped
+    assert (site.detail, seen) == ("its forward changes the module", Seen([], N))

@@ -73,8 +73,11 @@ def own_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
     if id(value) not in memo:
         if isinstance(value, Tensor):
             return memo.setdefault(id(value), value.detach().clone())
-        if type(value) is tuple:
-            return tuple(own_copy(each, memo) for each in value)
+        if isinstance(value, tuple):
+            items = [own_copy(each, memo) for each in value]
+            if all(item is each for item, each in zip(items, value, strict=True)):
+                return value
+            return getattr(value, "_make", type(value))(items)
         try:
             copied = memo[id(value)] = copy.copy(value)
         except Exception:  # raised by its class
