@@ -358,13 +358,25 @@ using AdamGroupNumbers = std::tuple<double, double, double, double, double, bool
 // (param_dtype, grad_dtype, is_8bit, first_chunk, n_chunks)
 using AdamKindNumbers = std::tuple<int, int, bool, int64_t, int64_t>;
 
+std::vector<onetrip::AdamKind> adam_kinds(const std::vector<AdamKindNumbers>& kinds) {
+  std::vector<onetrip::AdamKind> structs;
+  for (const auto& [param_dtype, grad_dtype, is_8bit, first_chunk, n_chunks] : kinds)
+    structs.push_back({DType(param_dtype), DType(grad_dtype), is_8bit, first_chunk, n_chunks});
+  return structs;
+}
+
+int adam_squares(uintptr_t tensors, uintptr_t chunks, const std::vector<AdamKindNumbers>& kinds, uintptr_t sums) {
+  const auto kind_structs = adam_kinds(kinds);
+  return onetrip::adam_squares_cpu({pointer<const onetrip::AdamTensor>(tensors),
+                                    pointer<const onetrip::AdamChunk>(chunks), kind_structs.data(),
+                                    static_cast<int64_t>(kind_structs.size()), pointer<double>(sums)});
+}
+
 int adam_step(int device, uintptr_t stream, uintptr_t tensors, uintptr_t chunks,
               const std::vector<AdamKindNumbers>& kinds, uintptr_t counters, int64_t n_counters,
               const std::vector<AdamGroupNumbers>& groups, uintptr_t scalars, uintptr_t grad_scale,
               uintptr_t found_inf) {
-  std::vector<onetrip::AdamKind> kind_structs;
-  for (const auto& [param_dtype, grad_dtype, is_8bit, first_chunk, n_chunks] : kinds)
-    kind_structs.push_back({DType(param_dtype), DType(grad_dtype), is_8bit, first_chunk, n_chunks});
+  const auto kind_structs = adam_kinds(kinds);
   std::vector<onetrip::AdamGroup> group_structs;
   for (const auto& [lr, beta1, beta2, eps, weight_decay, decoupled, maximize, lr_address] : groups)
     group_structs.push_back(
@@ -433,6 +445,8 @@ PYBIND11_MODULE(_native, module) {
       "How many labels, by address, are not ignore_index; -1 where one of them is no class.");
   module.def("adam_step", &adam_step, py::call_guard<py::gil_scoped_release>(),
              "One step over all parameters: tables by address (csrc/launch.h), kinds and groups as lists of tuples.");
+  module.def("adam_squares", &adam_squares, py::call_guard<py::gil_scoped_release>(),
+             "Sums of the squares of the gradients' chunks, on the CPU; tables and float64 sums by address.");
   py::class_<onetrip::TensorLook>(module, "TensorLook")
       .def("__call__", &onetrip::TensorLook::operator())
       .def("with_grads", &onetrip::TensorLook::with_grads);

@@ -249,6 +249,14 @@ struct AdamStep {
   const float* grad_scale;  // one number; null: 1
   const float* found_inf;   // one number, not 0: skip the step; null: never
 };
+// The sum of the squares of each chunk's gradient. Nothing but grad, numel, and dtypes of gradients is read.
+struct AdamSquares {
+  const AdamTensor* tensors;
+  const AdamChunk* chunks;
+  const AdamKind* kinds;
+  int64_t n_kinds;
+  double* sums;  // [chunks of all kinds]
+};
 
 // Each returns 0, or an error code of its device (cudaError_t). They launch and do not wait.
 int row_norm_forward_cpu(const RowNormForward& args);
@@ -281,7 +289,8 @@ struct AddToSums {
 int add_to_sums_cpu(const AddToSums& args);
 
 int adam_step_cpu(const AdamStep& args);
-int rotary_cpu(const Rotary& args);  // no CUDA kernel: Triton's moves the same bytes
+int adam_squares_cpu(const AdamSquares& args);  // no CUDA kernel: torch has one for many tensors
+int rotary_cpu(const Rotary& args);             // no CUDA kernel: Triton's moves the same bytes
 int adam_step_cuda(const AdamStep& args, int device, void* stream);
 
 // Floats of workspace for dmask: partial sums over a partition that is a function of the sizes alone.

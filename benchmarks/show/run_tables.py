@@ -129,8 +129,8 @@ def adam(cases: Cases) -> Iterator[Table]:
             )
         note = (
             f"{case['n_tensors']:,} tensors, {case['n_parameters']:,} parameters. GB/s: parameters and states read and "
-            f"written, gradients read. A copy ran at {case['copy']['gb_per_s']:.1f} GB/s. error: of 20 updates under "
-            "gradients of a normal distribution, root mean square, relative to exact ones."
+            f"written, gradients read (twice to clip). A copy ran at {case['copy']['gb_per_s']:.1f} GB/s. error: of 20 "
+            "updates under gradients of a normal distribution, root mean square, relative to exact ones."
         )
         yield Table(f"A step of AdamW: {case['model']}, {case['dtype']}", columns, rows, note)
 

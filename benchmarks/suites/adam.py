@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from onetrip.measure import optimizer_state_bytes, peak_bytes
+from onetrip.optim import AdamW8bit
 
 from ..measure.cases import DTYPE_NAMES, Record, Session, absent, needed, one_line
 from ..measure.timing import at_speed, clock_for
@@ -13,6 +14,7 @@ from .optimizers import OptimizerProvider, make, providers_for, relative_error
 
 ROUNDS, QUICK_ROUNDS = 21, 5
 MOST_SECONDS = 20.0  # of one provider in one case
+MAX_GRAD_NORM = 1.0
 LARGEST_ERROR = 0.1  # of updates, relative to exact ones; 8-bit states are at 0.02 to 0.05
 
 
@@ -23,10 +25,16 @@ class AdamCase:
     quick: bool
     is_warm: bool = False
     """Timed right after another step, in place of emptied caches."""
+    clips: bool = False
+    """Gradients are clipped by their norm: by torch.nn.utils.clip_grad_norm_, and by onetrip within the step."""
+
+    @property
+    def name(self) -> str:
+        return self.model + ("_clipped" if self.clips else "")
 
     @property
     def id(self) -> str:
-        return f"adam-{self.model}-{DTYPE_NAMES[self.dtype]}"
+        return f"adam-{self.name}-{DTYPE_NAMES[self.dtype]}"
 
     def shapes(self) -> list[torch.Size]:
         if self.model == "10000_tensors_of_100":
@@ -42,6 +50,7 @@ class AdamCase:
 def cases(quick: bool = False) -> list[AdamCase]:
     found = [AdamCase("bert_base", torch.float32, quick), AdamCase("10000_tensors_of_100", torch.float32, quick)]
     found.append(AdamCase("adapters_of_rank_8", torch.float32, quick, is_warm=True))
+    found.append(AdamCase("bert_base", torch.float32, quick, clips=True))
     return found if quick else [*found, AdamCase("bert_base", torch.bfloat16, quick)]
 
 
@@ -50,8 +59,15 @@ class _Candidate:
     provider: OptimizerProvider
     error: float
     optimizer: torch.optim.Optimizer
+    clipped: list[torch.nn.Parameter] = field(default_factory=list)
+    """Parameters whose gradients are clipped before the step."""
     temporary_bytes: int = 0
     samples: list[float] = field(default_factory=list)
+
+    def step(self) -> None:
+        if self.clipped:
+            torch.nn.utils.clip_grad_norm_(self.clipped, MAX_GRAD_NORM)
+        self.optimizer.step()
 
 
 def measure(case: AdamCase, session: Session) -> Record:
@@ -74,8 +90,12 @@ def measure(case: AdamCase, session: Session) -> Record:
         try:
             error = relative_error(provider, device)
             candidate = _Candidate(provider, error, make(provider, params))
-            candidate.optimizer.step()
-            candidate.temporary_bytes = peak_bytes(candidate.optimizer.step, device)
+            if isinstance(candidate.optimizer, AdamW8bit) and case.clips:
+                candidate.optimizer.max_grad_norm = MAX_GRAD_NORM
+            elif case.clips:
+                candidate.clipped = params
+            candidate.step()
+            candidate.temporary_bytes = peak_bytes(candidate.step, device)
         except Exception as failure:  # a provider that raises is reported, and the others are measured
             failures[provider.name] = one_line(failure)
             continue
@@ -91,8 +111,8 @@ def measure(case: AdamCase, session: Session) -> Record:
         first = rounds % max(len(candidates), 1)
         for candidate in candidates[first:] + candidates[:first]:
             if sum(candidate.samples) < MOST_SECONDS * 1e3:
-                candidate.optimizer.step() if case.is_warm else clock.evict()
-                candidate.samples.append(clock.time(candidate.optimizer.step)[0])
+                candidate.step() if case.is_warm else clock.evict()
+                candidate.samples.append(clock.time(candidate.step)[0])
         clock.evict()
         copies.append(clock.time(lambda: target.copy_(source))[0])
         rounds += 1
@@ -103,11 +123,12 @@ def measure(case: AdamCase, session: Session) -> Record:
     copies.clear()
     session.rounds(one_round, QUICK_ROUNDS if session.quick else ROUNDS)
     copy, itemsize = at_speed(copies, 2 * source.nbytes), case.dtype.itemsize
+    grad_bytes = 2 * itemsize if case.clips else itemsize  # read for the norm, and for the step
     records = [
         {
             "name": each.provider.name,
             "check": {"passed": True, "detail": "", "largest_error": each.error},
-            "step": at_speed(each.samples, each.provider.least_bytes(numel, itemsize, itemsize), copy["gb_per_s"]),
+            "step": at_speed(each.samples, each.provider.least_bytes(numel, itemsize, grad_bytes), copy["gb_per_s"]),
             "state_bytes_per_parameter": optimizer_state_bytes(each.optimizer) / numel,
             "temporary_bytes": each.temporary_bytes,
         }
@@ -115,7 +136,7 @@ def measure(case: AdamCase, session: Session) -> Record:
     ]
     return {
         "case": case.id,
-        "model": case.model,
+        "model": case.name,
         "dtype": DTYPE_NAMES[case.dtype],
         "n_tensors": len(params),
         "n_parameters": numel,

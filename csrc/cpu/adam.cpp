@@ -191,11 +191,61 @@ void step_32bit_chunks(const AdamStep& args, const AdamChunk* chunks, int64_t n_
   }
 }
 
+// Runs task(first chunk, n) for runs of a kind's chunks, on all threads where that is worth it.
+template <class Task>
+void for_chunks(const AdamKind& kind, Task task) {
+  constexpr int64_t kMostChunks = 16;  // of a task: 1 MiB of float32 with 8-bit states
+  const int64_t per_task = clamp(kind.n_chunks / (8 * thread_count()), 1, kMostChunks);
+  const int64_t n_tasks = (kind.n_chunks + per_task - 1) / per_task;
+  const bool is_worth_it = n_tasks > 1 && kind.n_chunks * kAdamChunk >= kSerialElements;
+#pragma omp parallel for schedule(dynamic) if (is_worth_it)
+  for (int64_t i = 0; i < n_tasks; ++i) {
+    const int64_t first = i * per_task;
+    task(kind.first_chunk + first, smaller(per_task, kind.n_chunks - first));
+  }
+}
+
+typedef float HalfF __attribute__((vector_size(kWidth * 2)));
+typedef double D __attribute__((vector_size(kWidth * 4)));
+
+// The square of a float32 is exact in float64: the order of the sum moves no more than the last bits of a float64.
+template <class G>
+double sum_of_squares(const G* grad, int64_t n) {
+  D low[2] = {}, high[2] = {};
+  for_columns<2>(0, n, [&](int64_t c, auto lanes, int chain) {
+    const F g = load(grad + c, lanes);
+    HalfF half[2];
+    memcpy(half, &g, sizeof g);
+    const D first = __builtin_convertvector(half[0], D), second = __builtin_convertvector(half[1], D);
+    low[chain] += first * first;
+    high[chain] += second * second;
+  });
+  const D lanes = (low[0] + low[1]) + (high[0] + high[1]);
+  double sum = 0.0;
+  for (int i = 0; i < kWidth / 2; ++i) sum += lanes[i];
+  return sum;
+}
+
 }  // namespace
+
+int adam_squares(const AdamSquares& args) {
+  for (const AdamKind* kind = args.kinds; kind < args.kinds + args.n_kinds; ++kind) {
+    with_type(kind->grad_dtype, [&](auto grad) {
+      for_chunks(*kind, [&](int64_t first_chunk, int64_t n_chunks) {
+        for (int64_t i = first_chunk; i < first_chunk + n_chunks; ++i) {
+          const AdamChunk& chunk = args.chunks[i];
+          const AdamTensor& tensor = args.tensors[chunk.tensor];
+          args.sums[i] = sum_of_squares(address<const decltype(grad)>(tensor.grad, chunk.first),
+                                        smaller(kAdamChunk, tensor.numel - chunk.first));
+        }
+      });
+    });
+  }
+  return 0;
+}
 
 // Nothing in it can fail: a step that has begun is completed.
 int adam_step(const AdamStep& args) {
-  constexpr int64_t kMostChunks = 16;  // of a task: 1 MiB of float32 with 8-bit states
   static const Tables tables;
   for (const AdamKind* kind = args.kinds; kind < args.kinds + args.n_kinds; ++kind) {
     const auto step_chunks = with_type(kind->param_dtype, [&](auto param) {
@@ -205,15 +255,8 @@ int adam_step(const AdamStep& args) {
         return kind->is_8bit ? &step_8bit_chunks<P, G> : &step_32bit_chunks<P, G>;
       });
     });
-    const AdamChunk* chunks = args.chunks + kind->first_chunk;
-    const int64_t per_task = clamp(kind->n_chunks / (8 * thread_count()), 1, kMostChunks);
-    const int64_t n_tasks = (kind->n_chunks + per_task - 1) / per_task;
-    const bool is_worth_it = n_tasks > 1 && kind->n_chunks * kAdamChunk >= kSerialElements;
-#pragma omp parallel for schedule(dynamic) if (is_worth_it)
-    for (int64_t task = 0; task < n_tasks; ++task) {
-      const int64_t first = task * per_task;
-      step_chunks(args, chunks + first, smaller(per_task, kind->n_chunks - first), tables);
-    }
+    for_chunks(*kind,
+               [&](int64_t first, int64_t n_chunks) { step_chunks(args, args.chunks + first, n_chunks, tables); });
   }
   return 0;
 }

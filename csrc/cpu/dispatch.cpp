@@ -20,6 +20,7 @@ struct Level {
   int (*softmax_forward)(const SoftmaxForward&);
   int (*softmax_backward)(const SoftmaxBackward&);
   int (*adam_step)(const AdamStep&);
+  int (*adam_squares)(const AdamSquares&);
   int (*cross_entropy)(const CrossEntropy&);
   int (*add_to_sums)(const AddToSums&);
   int (*rotary)(const Rotary&);
@@ -38,19 +39,20 @@ bool has_avx512() {
 const Level kLevels[] = {
 #if defined(ONETRIP_HAVE_X86_LEVELS)
     {"avx512vbmi", avx512::row_norm_forward, avx512::row_norm_backward, avx512::softmax_forward,
-     avx512::softmax_backward, avx512vbmi::adam_step, avx512::cross_entropy, avx512::add_to_sums, avx512::rotary,
-     avx512::glu_forward, avx512::glu_backward, [] { return has_avx512() && __builtin_cpu_supports("avx512vbmi"); }},
+     avx512::softmax_backward, avx512vbmi::adam_step, avx512vbmi::adam_squares, avx512::cross_entropy,
+     avx512::add_to_sums, avx512::rotary, avx512::glu_forward, avx512::glu_backward,
+     [] { return has_avx512() && __builtin_cpu_supports("avx512vbmi"); }},
     {"avx512", avx512::row_norm_forward, avx512::row_norm_backward, avx512::softmax_forward, avx512::softmax_backward,
-     avx512::adam_step, avx512::cross_entropy, avx512::add_to_sums, avx512::rotary, avx512::glu_forward,
-     avx512::glu_backward, has_avx512},
+     avx512::adam_step, avx512::adam_squares, avx512::cross_entropy, avx512::add_to_sums, avx512::rotary,
+     avx512::glu_forward, avx512::glu_backward, has_avx512},
     // F16C is not asked for: every CPU with AVX2 and FMA has it, and older compilers do not know its name.
     {"avx2", avx2::row_norm_forward, avx2::row_norm_backward, avx2::softmax_forward, avx2::softmax_backward,
-     avx2::adam_step, avx2::cross_entropy, avx2::add_to_sums, avx2::rotary, avx2::glu_forward, avx2::glu_backward,
-     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+     avx2::adam_step, avx2::adam_squares, avx2::cross_entropy, avx2::add_to_sums, avx2::rotary, avx2::glu_forward,
+     avx2::glu_backward, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
     {"baseline", baseline::row_norm_forward, baseline::row_norm_backward, baseline::softmax_forward,
-     baseline::softmax_backward, baseline::adam_step, baseline::cross_entropy, baseline::add_to_sums, baseline::rotary,
-     baseline::glu_forward, baseline::glu_backward, [] { return true; }},
+     baseline::softmax_backward, baseline::adam_step, baseline::adam_squares, baseline::cross_entropy,
+     baseline::add_to_sums, baseline::rotary, baseline::glu_forward, baseline::glu_backward, [] { return true; }},
 };
 
 const Level* best_level() {
@@ -188,6 +190,8 @@ int adam_step_cpu(const AdamStep& args) {
   }
   return current_level.load()->adam_step(args);
 }
+
+int adam_squares_cpu(const AdamSquares& args) { return current_level.load()->adam_squares(args); }
 
 // About sqrt(n_rows) parts of sqrt(n_rows) rows: both the sums within a part and the sum over parts stay short chains,
 // whose rounding errors add up to 1e-5 over a million rows; 64 parts keep 64 threads busy from 4096 rows on. At most

@@ -32,6 +32,7 @@ int softmax_backward(const SoftmaxBackward& args);
 int glu_forward(const GluForward& args);
 int glu_backward(const GluBackward& args);
 int adam_step(const AdamStep& args);
+int adam_squares(const AdamSquares& args);
 }  // namespace baseline
 namespace avx2 {
 int cross_entropy(const CrossEntropy& args);
@@ -44,6 +45,7 @@ int softmax_backward(const SoftmaxBackward& args);
 int glu_forward(const GluForward& args);
 int glu_backward(const GluBackward& args);
 int adam_step(const AdamStep& args);
+int adam_squares(const AdamSquares& args);
 }  // namespace avx2
 namespace avx512 {
 int cross_entropy(const CrossEntropy& args);
@@ -56,9 +58,11 @@ int softmax_backward(const SoftmaxBackward& args);
 int glu_forward(const GluForward& args);
 int glu_backward(const GluBackward& args);
 int adam_step(const AdamStep& args);
+int adam_squares(const AdamSquares& args);
 }  // namespace avx512
 namespace avx512vbmi {
 int adam_step(const AdamStep& args);
+int adam_squares(const AdamSquares& args);
 }  // namespace avx512vbmi
 
 }  // namespace onetrip

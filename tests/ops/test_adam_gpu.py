@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from onetrip import use_backend
+from onetrip.optim import AdamW8bit
 from onetrip.optim.table import StepTable
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import BLOCK, Group, Slot
@@ -104,6 +105,36 @@ def test_ten_replays_are_ten_steps() -> None:
         eager_table.step(grads, groups)
         _assert_same_slots(replayed, eager)
     assert replayed[0].step.item() == 10.0
+
+
+def test_clipping_is_captured_and_does_not_synchronise() -> None:
+    replayed, eager = ([torch.nn.Parameter(torch.ones(n, device="cuda")) for n in (5000, 70)] for _ in range(2))
+    grads = [torch.randn_like(p) for p in eager]
+    optimizers = []
+    for params in (replayed, eager):
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad
+        optimizers.append(AdamW8bit(params, max_grad_norm=1.0, capturable=True))
+        optimizers[-1].step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for optimizer in optimizers:
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizers[0].step()
+    for scale in (0.001, 10.0):
+        for grad in grads:
+            grad.normal_().mul_(scale)
+        graph.replay()
+        optimizers[1].step()
+        norm = torch.cat([grad.double().view(-1) for grad in grads]).norm().float()
+        assert_same_bits("norm", optimizers[0].last_grad_norm.cpu().view(1), norm.cpu().view(1))
+        for p, q in zip(replayed, eager, strict=True):
+            assert_same_bits("param", p.detach().cpu(), q.detach().cpu())
 
 
 def test_a_step_does_not_synchronise() -> None:

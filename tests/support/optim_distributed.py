@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import sys
@@ -166,6 +167,13 @@ def against_one_process() -> None:
     train(plain, plain_optimizer, 4, 6)
     train(model, optimizer, 4, 6)
     assert same(whole(plain, plain_optimizer), whole(model, optimizer))
+    norms = []
+    for of_model, its_optimizer in ((plain, plain_optimizer), (model, optimizer)):
+        its_optimizer.max_grad_norm = 0.5
+        train(of_model, its_optimizer, 6, 8)
+        norms.append(its_optimizer.last_grad_norm)
+    assert same(*norms) and norms[0] > 0.5
+    assert same(whole(plain, plain_optimizer), whole(model, optimizer))
 
 
 def whole_state_dicts() -> None:
@@ -222,6 +230,15 @@ def other_shardings() -> None:
         optimizer.step()
         of_twin.step()
         assert same(p.to_local().detach(), twin.to_local().detach())
+        optimizer.max_grad_norm = math.inf
+        beside = nn.Parameter(torch.zeros(3))
+        beside.grad = torch.tensor([3.0, 4.0, 0.0])
+        optimizer.add_param_group({"params": [beside]})
+        p.grad = distribute_tensor(grads[0], mesh, [placement])
+        optimizer.step()
+        torch.testing.assert_close(optimizer.last_grad_norm, (grads[0].square().sum() + 25.0).sqrt())
+        optimizer.param_groups.pop()
+        del optimizer.state[beside]
     by_columns = nn.Parameter(distribute_tensor(values, mesh, [Shard(1)]))
     other = AdamW8bit([by_columns], min_8bit_numel=100)
     try:

@@ -50,6 +50,21 @@ def _number(lr: float | Tensor, device: torch.device) -> float | Tensor:
     return float(lr) if lr.device.type == "cpu" else lr.to(device, torch.float32, non_blocking=True)
 
 
+def _kind_numbers(tables: AdamTables) -> list[tuple[int, int, bool, int, int]]:
+    return [(DTYPE_CODE[p], DTYPE_CODE[g], is_8bit, first, n) for p, g, is_8bit, first, n in tables.kinds]
+
+
+def sums_of_squares(tables: AdamTables, grads: list[Tensor]) -> Tensor:
+    """Of the elements of each slot's gradient: [n_slots] float64. One read; tables: of the slots and gradients."""
+    if choose("adam", tables.device, True) != "cpu":
+        return torch.stack(torch._foreach_norm(grads, 2.0, torch.float64)).square()
+    of_chunks = torch.empty(len(tables.chunks), dtype=torch.float64)
+    native().adam_squares(  # type: ignore[union-attr]
+        tables.tensors.data_ptr(), tables.chunks.data_ptr(), _kind_numbers(tables), of_chunks.data_ptr()
+    )
+    return of_chunks.new_zeros(len(grads)).index_add_(0, tables.chunks[:, 0], of_chunks)
+
+
 def launch(
     tables: AdamTables,
     slots: Sequence[Slot],
@@ -75,7 +90,7 @@ def launch(
         stream,
         tables.tensors.data_ptr(),
         tables.chunks.data_ptr(),
-        [(DTYPE_CODE[p], DTYPE_CODE[g], is_8bit, first, n) for p, g, is_8bit, first, n in tables.kinds],
+        _kind_numbers(tables),
         tables.counters.data_ptr(),
         len(tables.counters),
         [

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..ops.common.backends import KERNEL_DTYPES
 from . import checkpoint, sharding
 from .foreign import check_is_state_dict, from_bitsandbytes, is_of_bitsandbytes
-from .hyperparameters import Options, check_group, plain
+from .hyperparameters import Options, check_group, checked_max_grad_norm, plain
 from .state import State, checked, dequantized, for_torch, new_state, uses_8bit
 from .table import Member, StepTable, step_tables
 
@@ -27,7 +27,7 @@ _HINTS = {
     "amsgrad": "amsgrad must not be given: only torch.optim has it",
     "differentiable": "differentiable must not be given: only torch.optim has it",
     "block_wise": "block_wise must not be given: states are always quantised in blocks",
-    "percentile_clipping": "percentile_clipping must not be given: clip with torch.nn.utils.clip_grad_norm_",
+    "percentile_clipping": "percentile_clipping must not be given: max_grad_norm clips",
     "min_8bit_size": "min_8bit_size is called min_8bit_numel here",
     "is_paged": "is_paged must not be given: states stay on the device of their parameters",
 }
@@ -45,6 +45,13 @@ class Adam8bit(torch.optim.Optimizer):
     sharded, and kept. lr, betas, eps, weight_decay, optim_bits, min_8bit_numel, maximize are keys of param groups too.
     lr: a number, or a float Tensor of one element. capturable: step() may be captured in a CUDA graph; lr then changes
     between replays where it is a float32 Tensor on the device.
+
+    max_grad_norm: the step takes the gradients times min(1, max_grad_norm / (norm + 1e-6)), as
+    torch.nn.utils.clip_grad_norm_ would leave them, norm being that of all gradients (over all ranks, of DTensors). It
+    reads them once more and does not change them. last_grad_norm has that norm (0-d float32, before clipping, without
+    GradScaler's scale; None before the first step). A number, inf to see the norm alone, or None; the attribute
+    max_grad_norm may be changed at any time. Where an engine hands over parts of one rank alone (DeepSpeed, FSDP1),
+    the engine has to clip.
 
     A step waits for no device. It works with torch.amp.GradScaler, which skips a step whose gradients are not finite;
     without one they propagate as in torch.optim. The same inputs give the same bits, whatever the number of threads.
@@ -64,6 +71,8 @@ class Adam8bit(torch.optim.Optimizer):
     _lengths: list[int] = []  # noqa: RUF012
     _entries: list[State] = []  # noqa: RUF012
     _outside: list[int] = []  # noqa: RUF012
+    max_grad_norm: float | None = None
+    last_grad_norm: Tensor | None = None
 
     def __init__(
         self,
@@ -77,6 +86,7 @@ class Adam8bit(torch.optim.Optimizer):
         min_8bit_numel: int = 4096,
         maximize: bool = False,
         capturable: bool = False,
+        max_grad_norm: float | None = None,
         **unknown: NoReturn,
     ) -> None:
         if unknown:
@@ -94,6 +104,7 @@ class Adam8bit(torch.optim.Optimizer):
             "decoupled_weight_decay": self._decoupled,  # as torch.optim.Adam records it
         }
         check_group(self._name, defaults, may_wait=True)
+        self.max_grad_norm = checked_max_grad_norm(self._name, max_grad_norm)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -141,10 +152,21 @@ class Adam8bit(torch.optim.Optimizer):
         if not self._prepare(params):
             self._rebuild(params)
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if self.max_grad_norm is not None and self._tables:
+            grad_scale = self._clipping_scale(self.max_grad_norm, grad_scale)
         for table in self._tables:
             device = table.device
             table.launch(groups, _number_on(device, grad_scale), _number_on(device, found_inf))
         return loss
+
+    def _clipping_scale(self, max_grad_norm: float, grad_scale: Any) -> Tensor:
+        """What gradients are divided by: grad_scale (1 where None), and what their norm exceeds max_grad_norm by."""
+        sums = [table.sum_of_squares() for table in self._tables]
+        norm = torch.stack([each.to(sums[0].device) for each in sums]).sum().sqrt()
+        scale: Any = 1.0 if grad_scale is None else _number_on(norm.device, grad_scale)
+        norm = norm / scale
+        self.last_grad_norm = norm.float()
+        return ((norm + 1e-6) / max_grad_norm).clamp(min=1.0) * scale
 
     def _prepare(self, params: list[Tensor]) -> bool:
         """Brings the tables up to date. False where they are of other parameters or states, or those have changed."""
@@ -177,6 +199,11 @@ class Adam8bit(torch.optim.Optimizer):
                 raise TypeError(
                     f"{self._name}: params must be float32, float16 or bfloat16 and hold data, got {str(p.dtype)[6:]} "
                     f"on {p.device} for parameter {names[i]}"
+                )
+            if self.max_grad_norm is not None and getattr(p, "_fsdp_flattened", False):
+                raise ValueError(
+                    f"{self._name}: max_grad_norm must be None for parameters of FullyShardedDataParallel, whose "
+                    f"clip_grad_norm_ knows all ranks, got {self.max_grad_norm}"
                 )
             state = self.state.get(p) or new.get(p)
             if not state:
@@ -394,6 +421,9 @@ class Adam8bit(torch.optim.Optimizer):
         has changed nothing."""
         self.load_state_dict(checkpoint.load(Path(path)))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._tables, self._params, self._lengths, self._entries, self._options = [], [], [], [], None
@@ -418,6 +448,7 @@ class AdamW8bit(Adam8bit):
         min_8bit_numel: int = 4096,
         maximize: bool = False,
         capturable: bool = False,
+        max_grad_norm: float | None = None,
         **unknown: NoReturn,
     ) -> None:
         super().__init__(
@@ -430,6 +461,7 @@ class AdamW8bit(Adam8bit):
             min_8bit_numel=min_8bit_numel,
             maximize=maximize,
             capturable=capturable,
+            max_grad_norm=max_grad_norm,
             **unknown,
         )
 

@@ -66,6 +66,18 @@ def check_group(function: str, group: dict[str, Any], may_wait: bool) -> None:
             raise TypeError(f"{function}: {flag} must be a bool, got {type(group[flag]).__name__}")
 
 
+def checked_max_grad_norm(function: str, max_grad_norm: Any) -> float | None:
+    """A number greater than 0, inf included, or None."""
+    if max_grad_norm is None:
+        return None
+    number = plain(max_grad_norm)
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(f"{function}: max_grad_norm must be a number or None, got {type(number).__name__}")
+    if not number > 0.0:
+        raise ValueError(f"{function}: max_grad_norm must be greater than 0, got {number}")
+    return float(number)
+
+
 class Options:
     """The options of all param groups, as a step takes them."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,25 @@ def like_param(grad: Tensor, p: Tensor) -> Tensor:
     if is_sharded(grad) and (grad.device_mesh != p.device_mesh or grad.placements != p.placements):  # type: ignore[attr-defined]
         return grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
     return grad
+
+
+def sum_over_ranks(params: Sequence[Tensor], values: Tensor) -> Tensor:
+    """The sum of values, [len(params)]: of every rank's part where a parameter is sharded, of a copy once. 0-d."""
+    of_sharding: dict[Any, list[Tensor]] = {}
+    for p, value in zip(params, values.unbind(), strict=True):
+        key = None
+        if is_sharded(p):
+            placements = enumerate(p.placements)  # type: ignore[attr-defined]
+            key = (p.device_mesh, *(i for i, placement in placements if not placement.is_replicate()))  # type: ignore[attr-defined]
+        of_sharding.setdefault(key, []).append(value)
+    sums = []
+    for key, of_one in of_sharding.items():
+        sums.append(torch.stack(of_one).sum())
+        if key is not None:
+            mesh, *dims = key
+            for dim in dims:
+                torch.distributed.all_reduce(sums[-1], group=mesh.get_group(dim))
+    return torch.stack(sums).sum()
 
 
 def first_element(p: Tensor) -> int | None:
