@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import weakref
 
 import onetrip
 import pytest
@@ -447,3 +448,14 @@ def test_a_state_tensor_that_is_exchanged_is_the_one_that_steps(in_place, key):
     for name, tensor in undisturbed.state[q].items():
         assert torch.equal(exchanged.state[p][name], tensor), name
     assert torch.equal(p, q)
+
+
+def test_a_gradient_lives_no_longer_than_its_parameters():
+    params = make_params()
+    optimizer = AdamW8bit(params)
+    for step in range(3):
+        set_grads(params, step)
+        grads = [weakref.ref(p.grad) for p in params]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(grad() is not None for grad in grads)

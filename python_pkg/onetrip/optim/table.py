@@ -418,6 +418,7 @@ class StepTable:
         for source in self._copied:
             source.part.copy_(source.work)
         increment_versions(self._selected_params)
+        self._slot_grads = []  # a gradient lives no longer than its parameter's .grad
 
     def step(
         self,
