@@ -235,6 +235,18 @@ def test_a_norm_with_a_shape_among_its_attributes() -> None:
     assert site.pattern == "rms_norm"
 
 
+class Unusual(tuple):
+    """It cannot be made of its items, and is shared."""
+
+    def __new__(cls, weight: Tensor, width: int) -> Unusual:
+        return super().__new__(cls, (weight, width))
+
+
+def test_a_tuple_that_cannot_be_copied_is_shared() -> None:
+    (site,) = patch_model(nn.Sequential(ShapedNorm(pair=Unusual(torch.ones(2), N)))).patched
+    assert site.pattern == "rms_norm"
+
+
 def test_a_named_tuple_is_not_probed_in_place() -> None:
     seen = Seen([], N)
     (site,) = patch_model(nn.Sequential(ShapedNorm(seen=seen))).skipped

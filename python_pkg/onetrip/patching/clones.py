@@ -77,7 +77,10 @@ def own_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
             items = [own_copy(each, memo) for each in value]
             if all(item is each for item, each in zip(items, value, strict=True)):
                 return value
-            return getattr(value, "_make", type(value))(items)
+            try:
+                return getattr(value, "_make", type(value))(items)
+            except Exception:  # raised by its class
+                return value
         try:
             copied = memo[id(value)] = copy.copy(value)
         except Exception:  # raised by its class
