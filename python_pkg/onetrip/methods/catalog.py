@@ -26,6 +26,8 @@ class Recipe:
     autocast: str = ""
     """The dtype of autocast around the forward pass; "" without."""
     optimizer: str = "adamw"
+    gradient_release: bool = False
+    """Whether layers step during backward: onetrip.optim.enable_gradient_release."""
     workers: int = 0
     pin_memory: bool = False
     compiled: bool = False
@@ -181,6 +183,12 @@ def _accumulation_missing(recipe: Recipe, setting: Setting) -> str:
     return "" if recipe.accumulation > 1 else "needs a batch of at least 2"
 
 
+def _release_missing(recipe: Recipe, setting: Setting) -> str:
+    if recipe.accumulation > 1 or recipe.zero_stage:
+        return "each backward pass would be a step"
+    return "steps before a GradScaler has seen all gradients" if recipe.autocast == "float16" else ""
+
+
 def _compile_missing(recipe: Recipe, setting: Setting) -> str:
     if setting.device.type == "cuda":
         return "" if find_spec("triton") else "torch.compile needs triton here (pip install triton)"
@@ -237,6 +245,14 @@ METHODS: dict[str, Method] = {
         _method("tf32", PRECISION, "TF32 matrix products", _set(matmul_precision="high"), _tf32_missing),
         _method("adamw-fused", OPTIMIZER, "Optimizer: fused AdamW", _set(optimizer="adamw-fused")),
         _method("adamw8bit", OPTIMIZER, "Optimizer: AdamW8bit", _set(optimizer="adamw8bit"), own=True),
+        _method(
+            "gradient-release",
+            OPTIMIZER,
+            "Optimizer: AdamW8bit, gradients released",
+            _set(optimizer="adamw8bit", gradient_release=True),
+            _release_missing,
+            own=True,
+        ),
         _method("adafactor", OPTIMIZER, "Optimizer: Adafactor", _set(optimizer="adafactor")),
         _method("sgd", OPTIMIZER, "Optimizer: SGD, momentum", _set(optimizer="sgd")),
         _method(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .. import patch_model
 from ..measure import now, optimizer_state_bytes, peak_bytes, saved_bytes, storage_bytes
+from ..optim import enable_gradient_release
 from ..patching import PATTERNS
 from .catalog import Recipe
 from .data import IGNORED_LABEL, Batch, Data
@@ -80,7 +81,10 @@ class Trainer:
         return anything
 
     def _make_optimizer(self) -> Any:
-        return OPTIMIZERS[self.recipe.optimizer]([p for p in self.model.parameters() if p.requires_grad])
+        optimizer = OPTIMIZERS[self.recipe.optimizer]([p for p in self.model.parameters() if p.requires_grad])
+        if self.recipe.gradient_release:
+            enable_gradient_release(self.model, optimizer)
+        return optimizer
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
