@@ -55,7 +55,7 @@ def _kind_numbers(tables: AdamTables) -> list[tuple[int, int, bool, int, int]]:
 
 
 def sums_of_squares(tables: AdamTables, grads: list[Tensor]) -> Tensor:
-    """Of the elements of each slot's gradient: [n_slots] float64. One read; tables: of the slots and gradients."""
+    """Of the elements of each slot's gradient: [n_slots] float64. tables must describe these gradients."""
     if choose("adam", tables.device, True) != "cpu":
         return torch.stack(torch._foreach_norm(grads, 2.0, torch.float64)).square()
     of_chunks = torch.empty(len(tables.chunks), dtype=torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from operator import is_
@@ -46,12 +47,12 @@ class Adam8bit(torch.optim.Optimizer):
     lr: a number, or a float Tensor of one element. capturable: step() may be captured in a CUDA graph; lr then changes
     between replays where it is a float32 Tensor on the device.
 
-    max_grad_norm: the step takes the gradients times min(1, max_grad_norm / (norm + 1e-6)), as
-    torch.nn.utils.clip_grad_norm_ would leave them, norm being that of all gradients (over all ranks, of DTensors). It
-    reads them once more and does not change them. last_grad_norm has that norm (0-d float32, before clipping, without
-    GradScaler's scale; None before the first step). A number, inf to see the norm alone, or None; the attribute
-    max_grad_norm may be changed at any time. Where an engine hands over parts of one rank alone (DeepSpeed, FSDP1),
-    the engine has to clip.
+    max_grad_norm: a number, inf to measure the norm alone, or None; the attribute may be changed at any time. The step
+    scales gradients by min(1, max_grad_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does, norm being
+    that of all gradients (of DTensors, over all ranks). It reads them once more and leaves them as they are.
+    last_grad_norm is that norm, before clipping and without GradScaler's scale: 0-d float32, None before the first
+    step. Where gradients are a rank's share of a larger model (DeepSpeed, FSDP1, pipeline stages), clip by what knows
+    all ranks.
 
     A step waits for no device. It works with torch.amp.GradScaler, which skips a step whose gradients are not finite;
     without one they propagate as in torch.optim. The same inputs give the same bits, whatever the number of threads.
@@ -71,7 +72,7 @@ class Adam8bit(torch.optim.Optimizer):
     _lengths: list[int] = []  # noqa: RUF012
     _entries: list[State] = []  # noqa: RUF012
     _outside: list[int] = []  # noqa: RUF012
-    max_grad_norm: float | None = None
+    _max_grad_norm: float | None = None
     last_grad_norm: Tensor | None = None
 
     def __init__(
@@ -104,8 +105,16 @@ class Adam8bit(torch.optim.Optimizer):
             "decoupled_weight_decay": self._decoupled,  # as torch.optim.Adam records it
         }
         check_group(self._name, defaults, may_wait=True)
-        self.max_grad_norm = checked_max_grad_norm(self._name, max_grad_norm)
+        self.max_grad_norm = max_grad_norm
         super().__init__(params, defaults)
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        self._max_grad_norm = checked_max_grad_norm(self._name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim; raises where a value of the group or a parameter's dtype is wrong, the group not added."""
@@ -159,14 +168,20 @@ class Adam8bit(torch.optim.Optimizer):
             table.launch(groups, _number_on(device, grad_scale), _number_on(device, found_inf))
         return loss
 
-    def _clipping_scale(self, max_grad_norm: float, grad_scale: Any) -> Tensor:
-        """What gradients are divided by: grad_scale (1 where None), and what their norm exceeds max_grad_norm by."""
+    def _clipping_scale(self, max_grad_norm: float, grad_scale: Any) -> Any:
+        """What gradients are to be divided by: grad_scale (1 where None), times a factor where their norm is above
+        max_grad_norm."""
+        if any(getattr(p, "_fsdp_flattened", False) for p in self._params):
+            raise ValueError(
+                f"{self._name}: max_grad_norm must be None for parameters of FullyShardedDataParallel, whose "
+                f"clip_grad_norm_ knows all ranks, got {max_grad_norm}"
+            )
         sums = [table.sum_of_squares() for table in self._tables]
         norm = torch.stack([each.to(sums[0].device) for each in sums]).sum().sqrt()
         scale: Any = 1.0 if grad_scale is None else _number_on(norm.device, grad_scale)
         norm = norm / scale
         self.last_grad_norm = norm.float()
-        return ((norm + 1e-6) / max_grad_norm).clamp(min=1.0) * scale
+        return grad_scale if max_grad_norm == math.inf else ((norm + 1e-6) / max_grad_norm).clamp(min=1.0) * scale
 
     def _prepare(self, params: list[Tensor]) -> bool:
         """Brings the tables up to date. False where they are of other parameters or states, or those have changed."""
@@ -199,11 +214,6 @@ class Adam8bit(torch.optim.Optimizer):
                 raise TypeError(
                     f"{self._name}: params must be float32, float16 or bfloat16 and hold data, got {str(p.dtype)[6:]} "
                     f"on {p.device} for parameter {names[i]}"
-                )
-            if self.max_grad_norm is not None and getattr(p, "_fsdp_flattened", False):
-                raise ValueError(
-                    f"{self._name}: max_grad_norm must be None for parameters of FullyShardedDataParallel, whose "
-                    f"clip_grad_norm_ knows all ranks, got {self.max_grad_norm}"
                 )
             state = self.state.get(p) or new.get(p)
             if not state:
@@ -422,7 +432,7 @@ class Adam8bit(torch.optim.Optimizer):
         self.load_state_dict(checkpoint.load(Path(path)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
+        return {**super().__getstate__(), "_max_grad_norm": self._max_grad_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

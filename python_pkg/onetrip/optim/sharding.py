@@ -46,7 +46,7 @@ def like_param(grad: Tensor, p: Tensor) -> Tensor:
 
 
 def sum_over_ranks(params: Sequence[Tensor], values: Tensor) -> Tensor:
-    """The sum of values, [len(params)]: of every rank's part where a parameter is sharded, of a copy once. 0-d."""
+    """The sum of values, [len(params)]: over the ranks that share a parameter, replicas counted once. 0-d."""
     of_sharding: dict[Any, list[Tensor]] = {}
     for p, value in zip(params, values.unbind(), strict=True):
         key = None
