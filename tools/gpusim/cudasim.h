@@ -23,6 +23,9 @@
 #undef __shared__  // shared memory is declared through ONETRIP_SHARED, whose arrays belong to a block
 #undef __launch_bounds__
 #define __launch_bounds__(...)
+// Inlined by force into every kernel, device functions would take two to three times as long to compile.
+#undef __forceinline__
+#define __forceinline__ inline
 
 namespace cudasim {
 
