@@ -20,7 +20,10 @@
 
 #include "../launch.h"
 
+// Tests that compile without optimisation leave it to the compiler.
+#ifndef ONETRIP_INLINE
 #define ONETRIP_INLINE inline __attribute__((always_inline))
+#endif
 
 namespace onetrip {
 namespace ONETRIP_LEVEL {
