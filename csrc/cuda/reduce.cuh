@@ -35,6 +35,16 @@ __device__ __forceinline__ T warp_sum(T value) {
   return value;
 }
 
+// The same of groups of so many lanes. No branches: steps between lanes of other groups are taken, and come to nothing.
+__device__ __forceinline__ float lanes_sum(float value, int lanes) {
+#pragma unroll
+  for (int lane_mask = kWarpThreads / 2; lane_mask > 0; lane_mask /= 2) {
+    const float other = shuffle_xor(value, lane_mask);
+    value = lane_mask < lanes ? value + other : value;
+  }
+  return value;
+}
+
 // The sums over 32 lanes of two values, each in the order above: lanes 0 to 15 get the first's, the others the
 // second's.
 template <typename T>
@@ -130,16 +140,19 @@ class RowSum<0> {
   float2* shared_;
 };
 
-// The same where a row has kRowThreads lanes, or the whole block (0) for itself.
+// The same where a row has kRowThreads lanes, row_threads lanes (kAnyLanes), or the whole block (0) for itself.
+constexpr int kAnyLanes = -2;
 template <int kRowThreads>
 class BlockOrLanesSum {
  public:
-  // shared: [2 * kMaxWarps] for a block.
-  __device__ explicit BlockOrLanesSum(float2* shared) : shared_(shared) {}
+  // shared: [2 * kMaxWarps] for a block. row_threads: for kAnyLanes.
+  __device__ explicit BlockOrLanesSum(float2* shared, int row_threads = 0)
+      : row_threads_(row_threads), shared_(shared) {}
 
   template <typename T>
   __device__ __forceinline__ T operator()(T value) {
-    if constexpr (kRowThreads != 0) return warp_sum<kRowThreads>(value);
+    if constexpr (kRowThreads == kAnyLanes) return lanes_sum(value, row_threads_);
+    if constexpr (kRowThreads > 0) return warp_sum<kRowThreads>(value);
     uint32_t thread = threadIdx.x;
     compiler_barrier(thread);  // what follows from it is cheaper computed again than held in registers
     const uint32_t warp = thread / kWarpThreads, lane = thread % kWarpThreads;
@@ -153,7 +166,7 @@ class BlockOrLanesSum {
   }
 
  private:
-  int turn_ = 0;
+  int row_threads_, turn_ = 0;
   float2* shared_;
 };
 

@@ -68,7 +68,8 @@ static_assert(kBackwardColumns == kNarrowColumns, "the table");
   template __global__ void row_norm_backward_pipelined_kernel<X, Z, kRowThreads>(RowNormBackward, BackwardPartition, \
                                                                                  PipelinePlan);
 #define ONETRIP_INSTANTIATE_ALL(X, Z)                                             \
-  ONETRIP_INSTANTIATE_FORWARD(X, Z, kMostChunks<Z>, Access::kElements)            \
+  ONETRIP_INSTANTIATE_LANES(X, Z, kAnyLanes, kMostChunks<Z>, Access::kElements)   \
+  ONETRIP_INSTANTIATE_LANES(X, Z, 0, kMostChunks<Z>, Access::kElements)           \
   ONETRIP_INSTANTIATE_FORWARD(X, Z, kMostChunks<Z>, Access::kVectors)             \
   ONETRIP_INSTANTIATE(X, Z, true)                                                 \
   ONETRIP_INSTANTIATE(X, Z, false)                                                \
@@ -81,11 +82,9 @@ ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_ALL)
 #define ONETRIP_INSTANTIATE_16_BITS(T, kAccess)  \
   ONETRIP_INSTANTIATE_LANES(T, T, 8, 2, kAccess) \
   ONETRIP_INSTANTIATE_FORWARD(T, T, 3, kAccess)
-ONETRIP_INSTANTIATE_16_BITS(__half, Access::kElements)
 ONETRIP_INSTANTIATE_16_BITS(__half, Access::kVectors)
 ONETRIP_INSTANTIATE_16_BITS(__half, Access::kUniform)
 ONETRIP_INSTANTIATE_FORWARD(__half, __half, 4, Access::kUniform)
-ONETRIP_INSTANTIATE_16_BITS(__nv_bfloat16, Access::kElements)
 ONETRIP_INSTANTIATE_16_BITS(__nv_bfloat16, Access::kVectors)
 ONETRIP_INSTANTIATE_16_BITS(__nv_bfloat16, Access::kUniform)
 ONETRIP_INSTANTIATE_FORWARD(__nv_bfloat16, __nv_bfloat16, 4, Access::kUniform)
@@ -226,36 +225,47 @@ template <typename Z>
 ForwardShape forward_shape(int64_t n_cols) {
   constexpr int kMost = kMostChunks<Z>, kThree = kMost - 1;
   const int n_chunks = static_cast<int>(ceil_div(n_cols, kChunkColumns));
-  for (int lanes = kNarrowThreads; lanes <= kWarpThreads; lanes *= 2) {
-    const int each = static_cast<int>(ceil_div(n_chunks, lanes));
-    if (each <= kMost) return {lanes, each > kFewestChunks ? each : kFewestChunks};
-  }
+  const int lanes = lanes_of_row<Z>(n_cols), each = static_cast<int>(ceil_div(n_chunks, lanes));
+  if (each <= kMost) return {lanes, each > kFewestChunks ? each : kFewestChunks};
   const int most = threads_for(n_cols, kMost * kChunkColumns), three = threads_for(n_cols, kThree * kChunkColumns);
   const bool fewer_idle = kMost > kFewestChunks && n_cols <= kClusterColumns && three * kThree < most * kMost;
   return fewer_idle ? ForwardShape{three, kThree} : ForwardShape{most, kMost};
 }
 
 template <typename X, typename Z, int kLanes, Access kAccess>
-auto forward_kernel(int chunks) {
+auto forward_kernel_of(int chunks) {
   if constexpr (kMostChunks<Z> > kFewestChunks) {
-    if constexpr (kLanes == kNarrowThreads)
+    if constexpr (kLanes == kFewestLanes)
       if (chunks == kFewestChunks) return row_norm_forward_kernel<X, Z, kLanes, kFewestChunks, kAccess>;
     if (chunks < kMostChunks<Z>) return row_norm_forward_kernel<X, Z, kLanes, kMostChunks<Z> - 1, kAccess>;
   }
   return row_norm_forward_kernel<X, Z, kLanes, kMostChunks<Z>, kAccess>;
 }
 
+// Rows that are read element by element are rare: one kernel for all lanes, one for blocks, both of the most chunks. A
+// chunk past the row's end adds zeros: the row has the same bits.
+template <typename X, typename Z, Access kAccess>
+auto forward_kernel(const ForwardShape& shape) {
+  const auto [row_threads, chunks] = shape;
+  if constexpr (kAccess == Access::kElements) {
+    return row_threads <= kWarpThreads ? row_norm_forward_kernel<X, Z, kAnyLanes, kMostChunks<Z>, kAccess>
+                                       : row_norm_forward_kernel<X, Z, 0, kMostChunks<Z>, kAccess>;
+  } else {
+    return row_threads == kFewestLanes   ? forward_kernel_of<X, Z, kFewestLanes, kAccess>(chunks)
+           : row_threads == 16           ? forward_kernel_of<X, Z, 16, kAccess>(chunks)
+           : row_threads == kWarpThreads ? forward_kernel_of<X, Z, kWarpThreads, kAccess>(chunks)
+                                         : forward_kernel_of<X, Z, 0, kAccess>(chunks);
+  }
+}
+
 template <typename X, typename Z, Access kAccess>
 cudaError_t launch_forward_rows(const RowNormForward& args, const DeviceInfo& info, cudaStream_t stream) {
   if (args.n_cols > kRegisterColumns)
     return launch_forward_wide<X, Z, kAccess != Access::kElements>(args, info, stream);
-  const auto [row_threads, chunks] = forward_shape<Z>(args.n_cols);
-  const auto kernel = row_threads == kNarrowThreads ? forward_kernel<X, Z, kNarrowThreads, kAccess>(chunks)
-                      : row_threads == 16           ? forward_kernel<X, Z, 16, kAccess>(chunks)
-                      : row_threads == kWarpThreads ? forward_kernel<X, Z, kWarpThreads, kAccess>(chunks)
-                                                    : forward_kernel<X, Z, 0, kAccess>(chunks);
-  const int threads = row_threads <= kWarpThreads ? 128 : row_threads;
-  return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, threads / row_threads), dim3(threads), 0, stream, args);
+  const ForwardShape shape = forward_shape<Z>(args.n_cols);
+  const auto kernel = forward_kernel<X, Z, kAccess>(shape);
+  const int threads = shape.row_threads <= kWarpThreads ? 128 : shape.row_threads;
+  return ONETRIP_LAUNCH(kernel, grid_of_rows(args.n_rows, threads / shape.row_threads), dim3(threads), 0, stream, args);
 }
 
 template <typename X, typename Z>

@@ -19,6 +19,22 @@ constexpr int kFewestChunks = 2;
 template <typename Z>
 constexpr int kMostChunks = sizeof(Z) == 2 ? 4 : kFewestChunks;
 
+// The fewest lanes of a warp that hold a row: 8, 16 or 32, and 32 for a row that they do not hold.
+constexpr int kFewestLanes = 8;
+template <typename Z>
+__host__ __device__ constexpr int lanes_of_row(int64_t n_cols) {
+  int lanes = kFewestLanes;
+  while (lanes < kWarpThreads && lanes * kMostChunks<Z> * kChunkColumns < n_cols) lanes *= 2;
+  return lanes;
+}
+
+// Whether a thread can do without a chunk that begins past the row's end: read element by element, no lane helps
+// another, and kernels have the chunks of their widest rows.
+template <typename Col>
+__device__ __forceinline__ bool is_left_out(bool vector_access, Col col, Col n_cols) {
+  return !vector_access && col >= n_cols;
+}
+
 // How a kernel meets its tensors: element by element; vectorised; vectorised, with y and the parameters of z's dtype
 // and n_dtype that or float32. Dtypes that are not known are run-time choices. The last saves instructions, which only
 // 16-bit rows wait for.
@@ -74,6 +90,7 @@ __device__ __forceinline__ void compute_z(HeldRow<Z, kColumns, kChunks>& held, c
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const Col col = first + k * step;
+    if (kChunks > 1 && is_left_out(vector_access, col, n_cols)) continue;
     const int valid = valid_columns<kApart>(col, n_cols, vector_access);
     float value[kColumns];
     compiler_barrier(x[k]);  // the other chunks wait as they were read
@@ -168,6 +185,7 @@ __device__ __forceinline__ void forward_row(const RowNormForward& args, const Dr
     compiler_barrier(first_col);
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
+      if (is_left_out(kVectorAccess, first_col + k * step, n_cols)) continue;
       const int valid = valid_columns<kApart>(first_col + k * step, n_cols, kVectorAccess);
       float value[kColumns], chunk_sum = 0.0f;
       unpack(held.z[k], value);
@@ -182,6 +200,7 @@ __device__ __forceinline__ void forward_row(const RowNormForward& args, const Dr
   compiler_barrier(first_col);
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
+    if (is_left_out(kVectorAccess, first_col + k * step, n_cols)) continue;
     const int valid = valid_columns<kApart>(first_col + k * step, n_cols, kVectorAccess);
     float value[kColumns], chunk_squares = 0.0f;
     unpack(held.z[k], value);
@@ -198,6 +217,7 @@ __device__ __forceinline__ void forward_row(const RowNormForward& args, const Dr
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     compiler_barrier(first_col);
+    if (is_left_out(kVectorAccess, first_col + k * step, n_cols)) continue;
     finish_chunk(held.z[k], args, kVectorAccess, row, first_col + k * step, n_cols, mean, rstd);
   }
   if (thread == 0 && n_cols != 0) store_statistics(args, row, mean, rstd);
@@ -363,7 +383,7 @@ constexpr int lane_blocks() {
 template <int kChunks>
 constexpr int kForwardThreads = kChunks == kFewestChunks ? kMaxThreads : kMaxThreads / 2;
 
-// kRowThreads lanes take a row (0: the whole block, whose size the launcher fits to the row).
+// kRowThreads lanes take a row (0: the whole block, whose size the launcher fits to the row; or kAnyLanes).
 template <typename X, typename Z, int kRowThreads, int kChunks, Access kAccess>
 __global__ void __launch_bounds__(kRowThreads == 0 ? kForwardThreads<kChunks> : 128,
                                   kRowThreads == 0 ? 1 : lane_blocks<kAccess, kChunks>())
@@ -372,11 +392,13 @@ __global__ void __launch_bounds__(kRowThreads == 0 ? kForwardThreads<kChunks> : 
   ONETRIP_SHARED(DropoutState, dropout_state, 1);
   const DropoutMask mask(args.dropout, dropout_state);
   const int thread = static_cast<int>(threadIdx.x), n_threads = static_cast<int>(blockDim.x);
-  const int row_threads = kRowThreads == 0 ? n_threads : kRowThreads;
+  const int row_threads = kRowThreads == 0           ? n_threads
+                          : kRowThreads == kAnyLanes ? lanes_of_row<Z>(args.n_cols)
+                                                     : kRowThreads;
   const int64_t row =
       kRowThreads == 0 ? first_row_of_block(1) : first_row_of_block(n_threads / row_threads) + thread / row_threads;
   const int thread_of_row = kRowThreads == 0 ? thread : thread % row_threads;
-  BlockOrLanesSum<kRowThreads> sum_over_row(shared);
+  BlockOrLanesSum<kRowThreads> sum_over_row(shared, row_threads);
   forward_row_by<X, Z, kChunks, kAccess>(args, mask, row, thread_of_row, row_threads, sum_over_row);
 }
 

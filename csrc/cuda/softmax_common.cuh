@@ -105,20 +105,11 @@ __device__ __forceinline__ void hide_columns(float (&value)[kChunkColumns], Col 
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
 
-// Over the lanes of a warp that share a row. All 32 lanes must take part. No branches: steps between lanes of other
-// rows are taken, and come to nothing.
+// As lanes_sum() of reduce.cuh.
 __device__ __forceinline__ float lanes_max(float value, int lanes) {
 #pragma unroll
   for (int lane_mask = kWarpThreads / 2; lane_mask > 0; lane_mask /= 2) {
     value = fmaxf(value, shuffle_xor(value, lane_mask & (lanes - 1)));
-  }
-  return value;
-}
-__device__ __forceinline__ float lanes_sum(float value, int lanes) {
-#pragma unroll
-  for (int lane_mask = kWarpThreads / 2; lane_mask > 0; lane_mask /= 2) {
-    const float other = shuffle_xor(value, lane_mask);
-    value = lane_mask < lanes ? value + other : value;
   }
   return value;
 }
