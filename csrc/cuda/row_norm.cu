@@ -376,14 +376,16 @@ cudaError_t launch_partials(const RowNormBackward& args, int64_t n_parts, const 
   int columns = kWarpThreads;
   while (columns > kFewestPartialColumns && ceil_div(args.n_cols, columns) * n_wanted < info.n_multiprocessors)
     columns /= 2;
+  constexpr int kWholeWarps = kWarpThreads / kFewestPartialColumns;
+  const int64_t n_groups = at_most(kPartialGroups, ceil_div(n_parts, kWholeWarps) * kWholeWarps);
   const auto kernel = row_norm_partials_kernel<kPartialGroups * kWarpThreads>;
   KernelInfo kernel_info{};
   const cudaError_t status = prepare(kernel, info, kernel_info, kPipelinedCarveout);
   if (status != cudaSuccess) return status;
   return ONETRIP_LAUNCH_EARLY(kernel, starts_early(kernel_info, info),
                               dim3(static_cast<unsigned>(at_most(ceil_div(args.n_cols, columns), kMaxGrid)), n_wanted),
-                              dim3(static_cast<unsigned>(kPartialGroups * columns)), 0, stream, args.workspace, n_parts,
-                              args.n_cols, sums);
+                              dim3(static_cast<unsigned>(columns), static_cast<unsigned>(n_groups)), 0, stream,
+                              args.workspace, n_parts, args.n_cols, sums);
 }
 
 template <typename X, typename Z, bool kFast>

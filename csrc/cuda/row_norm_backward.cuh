@@ -324,7 +324,8 @@ __global__ void __launch_bounds__(kBackwardThreads,
 
 // out[slot][col] = sum over parts of partials[slot][part][col], rounded to the parameter's dtype. A block takes 8, 16
 // or 32 columns of one slot (blockIdx.y), as few as it takes to occupy every SM: 32 bytes are a sector. 32 groups of
-// threads take the partial rows in turn and are added in order, whatever the columns.
+// threads (threadIdx.y), or as many as there are partial rows, take these in turn and are added in order, whatever the
+// columns.
 struct PartialSums {
   void* out[kMaxWanted];
   DType dtype[kMaxWanted];
@@ -335,8 +336,8 @@ template <int kThreads>
 __global__ void __launch_bounds__(kThreads) row_norm_partials_kernel(const float* workspace, const int64_t n_parts,
                                                                      const int64_t n_cols, const PartialSums sums) {
   ONETRIP_SHARED(float, group_sums, kThreads);
-  const int columns = static_cast<int>(blockDim.x) / kPartialGroups;
-  const int group = static_cast<int>(threadIdx.x) / columns, lane = static_cast<int>(threadIdx.x) - group * columns;
+  const int columns = static_cast<int>(blockDim.x), n_groups = static_cast<int>(blockDim.y);
+  const int lane = static_cast<int>(threadIdx.x), group = static_cast<int>(threadIdx.y);
   const int slot = static_cast<int>(blockIdx.y);
   void* const out = slot == 0 ? sums.out[0] : slot == 1 ? sums.out[1] : sums.out[2];
   const DType dtype = slot == 0 ? sums.dtype[0] : slot == 1 ? sums.dtype[1] : sums.dtype[2];
@@ -351,11 +352,11 @@ __global__ void __launch_bounds__(kThreads) row_norm_partials_kernel(const float
       for (int64_t part = group; part < n_parts; part += kPartialGroups) sum += __ldcs(column + part * n_cols);
     }
     __syncthreads();
-    group_sums[threadIdx.x] = sum;
+    group_sums[group * columns + lane] = sum;
     __syncthreads();
     if (group == 0 && col < n_cols) {
       float total = 0.0f;
-      for (int i = 0; i < kPartialGroups; ++i) total += group_sums[i * columns + lane];
+      for (int i = 0; i < n_groups; ++i) total += group_sums[i * columns + lane];
       if (dtype == DType::kFloat32) {
         static_cast<float*>(out)[col] = total;
       } else if (dtype == DType::kFloat16) {
