@@ -187,10 +187,10 @@ def has_nvcc(arch: int) -> bool:
     return arch >= 75 and nvcc_path() is not None
 
 
-def compiled(family: str, arch: int, csrc: Path = CSRC, types: str = "") -> Compiled:
-    """The kernels of FAMILY.cu, under build/ by the hash of the sources. types: a #define of the dtypes that are
-    compiled; without it, all."""
-    source = f'{types}\n#include "{family}.cu"\n'
+def compiled(family: str, arch: int, csrc: Path = CSRC, source: str | None = None) -> Compiled:
+    """The kernels of FAMILY.cu, under build/ by the hash of the sources. source: what is compiled instead of all of
+    them."""
+    source = source or f'#include "{family}.cu"\n'
     digest = hashlib.sha256(f"{family} {arch} {nvcc_path()} {source}".encode())
     for path in [Path(__file__), *sorted(csrc.rglob("*.cu*")), *sorted(csrc.rglob("*.h"))]:
         digest.update(path.name.encode() + path.read_bytes())

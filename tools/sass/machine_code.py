@@ -80,12 +80,15 @@ def compiled_together(family: str, dtype: torch.dtype) -> list[list[torch.dtype]
     return [[dtype] * (1 if family == "softmax" else 2)]
 
 
-def machine_code(family: str, dtype: torch.dtype, arch: int = 90, csrc: Path | None = None) -> MachineCode:
-    """The kernels of a family, and the driver that runs those of the dtype. csrc: of kernels with a bug, which are
-    compiled for the dtype alone; the driver is that of the right sources."""
+def machine_code(
+    family: str, dtype: torch.dtype, arch: int = 90, csrc: Path | None = None, source: str | None = None
+) -> MachineCode:
+    """The kernels of a family, and the driver that runs those of the dtype. csrc: of kernels with a bug; the driver is
+    that of the right sources. Of these kernels the source is compiled, or those of the dtype alone."""
     types = compiled_together(family, dtype)
     if csrc is None:
         kernels = cuda_compile.compiled(family, arch)
     else:
-        kernels = cuda_compile.compiled(family, arch, csrc, f"#define {TYPES[family]}(F) {type_list(types)}")
+        of_dtype = f'#define {TYPES[family]}(F) {type_list(types)}\n#include "{family}.cu"\n'
+        kernels = cuda_compile.compiled(family, arch, csrc, source or of_dtype)
     return MachineCode(arch, build(family, types), kernels)
