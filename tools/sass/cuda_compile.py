@@ -140,7 +140,8 @@ def disassembler(arch: int) -> str | None:
 
 
 def _entries(ptx: str) -> list[tuple[str, str]]:
-    return re.findall(r"\.entry (\w+)\((.*?)(?=\.entry |\Z)", ptx, re.S)
+    parts = (part.partition("(") for part in ptx.split(".entry ")[1:])
+    return [(name, body) for name, _, body in parts]
 
 
 def _loose_operations(ptx: str) -> dict[str, tuple[int, int]]:
@@ -156,7 +157,8 @@ def _loose_operations(ptx: str) -> dict[str, tuple[int, int]]:
 
 def disassembled(machine_code: str) -> list[tuple[str, str]]:
     """Each kernel's mangled name and its instructions, of what a disassembler wrote."""
-    return re.findall(r"\.section\s+\.text\.(\w+),(.*?)(?=\.section\s|\Z)", machine_code, re.S)
+    parts = (part.partition(",") for part in re.split(r"\.section\s+\.", machine_code)[1:])
+    return [(name.removeprefix("text."), body) for name, _, body in parts if name.startswith("text.")]
 
 
 def _wide_accesses(ptx: str, machine_code: str) -> dict[str, tuple[int, int]]:
