@@ -23,6 +23,7 @@ ROW_NORM_BUGS = {
     "no_barrier_in_the_sum": Bug("reduce.cuh", "named_barrier(1 + group, row_threads_);", ";"),
     "one_buffer_for_every_sum": Bug("reduce.cuh", "turn_ ^= 1;", ";"),
     "sum_leaves_out_half_a_warp": Bug("reduce.cuh", "lane_mask = kThreads / 2;", "lane_mask = kThreads / 4;"),
+    "other_rows_of_the_warp_added": Bug("reduce.cuh", "lane_mask < lanes ? value + other : value", "value + other"),
     "one_column_too_many": Bug("vec.cuh", "const Col left = n_cols - col;", "const Col left = n_cols - col + 1;"),
     "halves_of_a_word_exchanged": Bug(
         "vec.cuh", "<< (i % kPerWord * 8 * kBytes)", "<< ((i + 1) % kPerWord * 8 * kBytes)"
@@ -34,6 +35,7 @@ ROW_NORM_BUGS = {
     "variance_counts_padding": Bug(
         "row_norm_forward.cuh", "inside<kApart>(i, valid, kVectorAccess) ? value[i] - mean : 0.0f", "value[i] - mean"
     ),
+    "last_chunk_left_out": Bug("row_norm_forward.cuh", "&& col >= n_cols", "&& col + kChunkColumns > n_cols"),
     "mean_and_rstd_exchanged": Bug(
         "row_norm_forward.cuh", "store_statistics(args, row, mean, rstd);", "store_statistics(args, row, rstd, mean);"
     ),
@@ -43,15 +45,18 @@ ROW_NORM_BUGS = {
         "buffer = sums.publish();\n    __syncthreads();",
         "buffer = sums.publish();",
     ),
+    "last_partial_rows_lost": Bug(
+        "row_norm.cu",
+        "ceil_div(n_parts, kWholeWarps) * kWholeWarps",
+        "at_least_one(n_parts / kWholeWarps) * kWholeWarps",
+    ),
     "sums_of_the_last_group_lost": Bug("row_norm_backward.cuh", "j < n_groups; ++j)", "j < n_groups - 1; ++j)"),
     "gradient_means_exchanged": Bug(
         "row_norm_backward.cuh", "means.x, wdy[i]) - means.y", "means.y, wdy[i]) - means.x"
     ),
-    "cluster_sum_not_waited_for": Bug("reduce.cuh", "byte_barrier_wait(barrier, parity);", ""),
     "cluster_sum_waits_for_the_one_before": Bug("reduce.cuh", "turn_ / 2 % 2;", "(turn_ / 2 + 1) % 2;"),
     "one_half_for_every_cluster_sum": Bug("reduce.cuh", "shared_ + turn_ % 2 * kMaxClusterWarps", "shared_"),
     "every_phase_of_a_cluster_even": Bug("reduce.cuh", "turn_ / 2 % 2;", "0;"),
-    "cluster_does_not_meet": Bug("reduce.cuh", "if (turn_ == 0) cluster_wait();", ""),
     "second_chunks_not_added": Bug(
         "reduce.cuh", "sum_of_warps(sums, 2 * ClusterExchange", "sum_of_warps(sums, ClusterExchange"
     ),
@@ -131,7 +136,7 @@ SOFTMAX_BUGS = {
     "hidden_columns_share_nan": Bug(BACKWARD, "hide_columns<kApart>(dp[k], first_col + k * step, visible, 0.0f);", ";"),
     "columns_past_the_row_are_zero": Bug(FORWARD, "columns.visible, minus_infinity()", "columns.visible, 0.0f"),
     "hidden_probabilities_written": Bug(FORWARD, "hide_columns<kApart>(value[k], columns.col(k), visible, 0.0f);", ";"),
-    "other_rows_of_the_warp_added": Bug(COMMON, "lane_mask < lanes ? value + other : value", "value + other"),
+    "other_rows_of_the_warp_added": ROW_NORM_BUGS["other_rows_of_the_warp_added"],
     "dropout_taken_for_plain": Bug("softmax.cu", "args.p == nullptr && args.dropout.threshold == 0 &&", "true &&"),
     "causal_taken_for_plain": Bug("softmax.cu", " && !launch.causality.on", ""),
     "mask_taken_for_plain": Bug("softmax.cu", "launch.plain = args.mask == nullptr &&", "launch.plain ="),
