@@ -59,11 +59,11 @@ SIGNATURES = {
     ops.dropout_keep_mask: "(shape, dropout_p, rng, device='cpu')",
     optim.AdamW8bit: (
         "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, *, optim_bits=8, min_8bit_numel=4096, "
-        "maximize=False, capturable=False, **unknown)"
+        "maximize=False, capturable=False, max_grad_norm=None, **unknown)"
     ),
     optim.Adam8bit: (
         "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, *, optim_bits=8, min_8bit_numel=4096, "
-        "maximize=False, capturable=False, **unknown)"
+        "maximize=False, capturable=False, max_grad_norm=None, **unknown)"
     ),
     optim.AdamW8bit.dequantized_state: "(self, p)",
     optim.AdamW8bit.load_bitsandbytes_state_dict: "(self, state)",

@@ -158,9 +158,10 @@ def methods(
 ) -> None:
     """Each method of training faster or smaller, measured here: does it improve speed, does it save memory.
 
-    Methods: batch-2x, batch-4x, accumulation, checkpointing, bf16, fp16, tf32, adamw-fused, adamw8bit, adafactor, sgd,
-    bnb-adamw8bit, torchao-adamw8bit, preloading, datasets-map, datasets-stream, empty-cache, flash-attention-2,
-    compile, lora, zero, zero-offload, fused-kernels, linear-cross-entropy, combined, combined-memory.
+    Methods: batch-2x, batch-4x, accumulation, checkpointing, bf16, fp16, tf32, adamw-fused, adamw8bit,
+    gradient-release, adafactor, sgd, bnb-adamw8bit, torchao-adamw8bit, preloading, datasets-map, datasets-stream,
+    empty-cache, flash-attention-2, compile, lora, zero, zero-offload, fused-kernels, linear-cross-entropy, combined,
+    combined-memory.
     """
     from . import methods as methods_
     from .anatomy import UsageError, writable_folder

@@ -38,7 +38,7 @@ def test_without_options_every_suite_has_cases() -> None:
             [f"bias_dropout_residual_layer_norm-p{p}-M8-N8-fp32" for p in ("0.1", "0")],
         ),
         ({"op": ["attention-L64-p0"], "dtype": ["bf16"]}, ["attention-L64-p0-M49152-N64-bf16"]),
-        ({"op": ["adam"], "dtype": ["bf16"], "only": "bert"}, ["adam-bert_base-bf16"]),
+        ({"op": ["adam"], "dtype": ["bf16"], "only": "bert"}, ["adam-bert_base-bf16", "adam-bert_base_clipped-bf16"]),
         ({"op": ["overhead"], "only": "overhead-softmax-grad"}, ["overhead-softmax-grad"]),
     ],
 )
