@@ -238,12 +238,12 @@ def test_nan_and_inf_stay_in_their_row_and_are_of_torchs_classes(target, column,
     clean = ops.layer_norm(i.x, i.weight, i.norm_bias), ops.rms_norm(i.x, i.weight)
     i.x[2, column] = bad
     found = ops.layer_norm(i.x, i.weight, i.norm_bias), ops.rms_norm(i.x, i.weight)
-    expected = (
-        F.layer_norm(i.x.double(), (64,), i.weight.double(), i.norm_bias.double()),
-        F.rms_norm(i.x.double(), (64,), i.weight.double(), 1e-6),
-    )
+    # torch's rms_norm on CUDA (2.11) makes the whole row NaN where one infinite value gives zeros by the formula.
+    x, weight, norm_bias = (each.double().cpu() for each in (i.x, i.weight, i.norm_bias))
+    expected = F.layer_norm(x, (64,), weight, norm_bias), F.rms_norm(x, (64,), weight, 1e-6)
     for was, now, exact in zip(clean, found, expected, strict=True):
         assert_bitwise(torch.cat([now[:2], now[3:]]), torch.cat([was[:2], was[3:]]))
+        now = now.cpu()
         assert torch.equal(now[2].isnan(), exact[2].isnan()) and torch.equal(now[2].isinf(), exact[2].isinf())
 
 
