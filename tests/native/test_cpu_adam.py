@@ -50,6 +50,16 @@ def check(slots, all_grads, groups=(ADAMW,), grad_scale=None, found_inf=None) ->
             assert_same_bits(slots, expected)
 
 
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=DTYPE_IDS.get)
+def test_sum_of_squares(level, dtype):
+    table, grads = StepTable.of_slots(new_slots(SIZES, F32, True)), gradients(SIZES, dtype, 0)
+    with use_backend("cpu"):
+        assert table.prepare(grads)
+        found = table.sum_of_squares()
+    exact = torch.cat([grad.double().view(-1) for grad in grads]).square().sum()
+    torch.testing.assert_close(found, exact, rtol=1e-13, atol=0)
+
+
 @BITS
 @pytest.mark.parametrize("grad_dtype", [F32, F16, BF16], ids=lambda d: f"grad_{DTYPE_IDS[d]}")
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=DTYPE_IDS.get)

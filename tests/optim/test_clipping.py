@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from onetrip import use_backend
-from onetrip._native import set_cpu_level
 from onetrip.optim import Adam8bit, AdamW8bit
 from optim_cases import SHAPES, give_grad, make_params, same, set_grads, snapshot
 from torch import Tensor
@@ -149,23 +148,6 @@ def test_no_bit_depends_on_the_threads(dtype: torch.dtype) -> None:
     finally:
         torch.set_num_threads(n_threads)
     assert same(norms, [norms[0]] * 3)
-
-
-@pytest.mark.parametrize("level", ["baseline", "avx2", "avx512"])
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-def test_every_cpu_level_finds_the_norm(level: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
-    from onetrip import _native
-
-    found = _native.cpu_level()
-    if not set_cpu_level(level):
-        pytest.skip(f"this machine or build lacks {level}")
-    request.addfinalizer(lambda: set_cpu_level(found))
-    for n in (1, 15, 31, 33, 4095, 4096, 4097, 12_345):
-        p = torch.nn.Parameter(torch.zeros(n, dtype=dtype))
-        p.grad = torch.randn(n + 3).to(dtype)[3:]
-        optimizer = AdamW8bit([p], max_grad_norm=1.0)
-        optimizer.step()
-        torch.testing.assert_close(float(optimizer.last_grad_norm), norm_of([p]), rtol=1e-7, atol=0)
 
 
 def test_strided_parameters_count_once() -> None:
