@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import triton
 import triton.language as tl
 
 from ..reference.adam import Group, code_map, thresholds
 from . import adam_kernels as kernels
-from .tiles import MAX_REGISTERS, on_device_of
+from .launch import cdiv, launch, on_device_of
+from .tiles import MAX_REGISTERS
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _COUNTERS = 128
@@ -136,7 +136,9 @@ def _moments(beta1: float, beta2: float) -> dict[str, Any]:
 
 def _prepare(table: Any, index: int, group: Group, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     lr_ptr = group.lr if isinstance(group.lr, Tensor) and group.lr.device == table.device else None
-    kernels._adam_prepare_kernel[(triton.cdiv(len(table.counters), _COUNTERS),)](
+    launch(
+        kernels._adam_prepare_kernel,
+        (cdiv(len(table.counters), _COUNTERS),),
         table.counters,
         table.scalars,
         lr_ptr,
@@ -166,7 +168,9 @@ def step(table: Any, groups: Sequence[Group], grad_scale: Tensor | None, found_i
             _prepare(table, index, group, grad_scale, found_inf)
         for param_dtype, grad_dtype, is_8bit, first_chunk, n_chunks in table.kinds:
             rows, max_registers = tile(param_dtype, is_8bit)
-            kernels._adam_step_kernel[(n_chunks * _PARTS,)](
+            launch(
+                kernels._adam_step_kernel,
+                (n_chunks * _PARTS,),
                 table.tensors,
                 table.chunks,
                 table.scalars,

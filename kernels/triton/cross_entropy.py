@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from ..reference.cross_entropy import CrossEntropyPlan, RowStatistics
-from .tiles import MAX_REGISTERS, aligned, common_divisor, on_device_of, row_stride, with_divisor
+from .launch import cdiv, launch, next_power_of_2, on_device_of
+from .tiles import MAX_REGISTERS, aligned, common_divisor, row_stride, with_divisor
 
 _BLOCK_COLS, _COLS_PER_WARP = 2048, 256  # 8 elements a lane: the first walk keeps three sums of each in registers
 _BLOCK_ELEMENTS = 8192
@@ -49,10 +50,10 @@ def _cross_entropy_kernel(
     weight_stride: tl.int64,
     # the plan
     ignore_index: tl.int64,
-    label_smoothing,
-    softcap,
-    lse_square_scale,
-    scale,
+    label_smoothing: tl.float32,
+    softcap: tl.float32,
+    lse_square_scale: tl.float32,
+    scale: tl.float32,
     # chosen when compiled
     HAS_STATS: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -173,11 +174,13 @@ def _launch(
     """results: loss, stats, entropy. gradient: weights, entropy_weights, dlogits."""
     n_rows, n_cols = logits.shape
     weights, entropy_weights, dlogits = gradient
-    block_cols = min(_BLOCK_COLS, triton.next_power_of_2(n_cols))
+    block_cols = min(_BLOCK_COLS, next_power_of_2(n_cols))
     divisor = common_divisor(n_cols)
     with on_device_of(logits):
         rows = logits if dlogits is logits else aligned(logits, divisor)
-        _cross_entropy_kernel[(n_rows,)](
+        launch(
+            _cross_entropy_kernel,
+            (n_rows,),
             rows,
             labels,
             *results,
@@ -247,6 +250,13 @@ def multiply_(values: Tensor, factor: Tensor) -> None:
     if n_elements == 0:
         return
     with on_device_of(values):
-        _multiply_kernel[(triton.cdiv(n_elements, _BLOCK_ELEMENTS),)](
-            values, factor, n_elements, ALIGN=common_divisor(n_elements), BLOCK=_BLOCK_ELEMENTS, num_warps=8
+        launch(
+            _multiply_kernel,
+            (cdiv(n_elements, _BLOCK_ELEMENTS),),
+            values,
+            factor,
+            n_elements,
+            ALIGN=common_divisor(n_elements),
+            BLOCK=_BLOCK_ELEMENTS,
+            num_warps=8,
         )

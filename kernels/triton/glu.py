@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import triton
-
 from ..reference.glu import ACTIVATIONS, GluPlan, Gradients, Operands, halves, reads_result
 from ..reference.philox import Rng, dropout_scale
 from . import glu_kernels as kernels
+from .launch import cdiv, launch, on_device_of
 from .philox import dropout_arguments
 from .sum_partials import sum_partials
-from .tiles import MAX_REGISTERS, Tile, aligned, aligned_vector, common_divisor, on_device_of, row_stride
+from .tiles import MAX_REGISTERS, Tile, aligned, aligned_vector, common_divisor, row_stride
 
 # 4 values a lane of each operand; 8 spill 8 bytes a lane on sm_120 in the backward pass.
 _TILE = Tile(rows=1, cols=1024, num_warps=8)
@@ -47,10 +46,12 @@ def forward(operands: Operands, plan: GluPlan, rng: Rng | None = None) -> Tensor
         return y
     divisor = common_divisor(n_cols)
     block = _tile(n_cols)
-    n_col_tiles = triton.cdiv(n_cols, block.cols)
+    n_col_tiles = cdiv(n_cols, block.cols)
     with on_device_of(gate):
         gate, up = aligned(gate, divisor), aligned(up, divisor)
-        kernels._glu_fwd_kernel[(triton.cdiv(n_rows, block.rows) * n_col_tiles,)](
+        launch(
+            kernels._glu_fwd_kernel,
+            (cdiv(n_rows, block.rows) * n_col_tiles,),
             gate,
             up,
             aligned_vector(operands.bias),
@@ -82,8 +83,8 @@ def rows_per_program(n_rows: int, n_col_tiles: int, block: Tile, sums: bool) -> 
     there would be more than _MANY_PROGRAMS."""
     if not sums:
         return block.rows
-    rows = max(math.isqrt(n_rows), triton.cdiv(n_rows * n_col_tiles, _MANY_PROGRAMS))
-    return triton.cdiv(rows, block.rows) * block.rows
+    rows = max(math.isqrt(n_rows), cdiv(n_rows * n_col_tiles, _MANY_PROGRAMS))
+    return cdiv(rows, block.rows) * block.rows
 
 
 def backward(
@@ -101,13 +102,15 @@ def backward(
     dbias = torch.empty_like(bias) if wants_bias and bias is not None else None
     divisor = common_divisor(n_cols)
     block = _tile(n_cols)
-    n_col_tiles = triton.cdiv(n_cols, block.cols)
+    n_col_tiles = cdiv(n_cols, block.cols)
     rows = rows_per_program(n_rows, n_col_tiles, block, dbias is not None)
-    n_parts = triton.cdiv(n_rows, rows)
+    n_parts = cdiv(n_rows, rows)
     partials = None if dbias is None else dy.new_empty((1, n_parts, n_cols), dtype=torch.float32)
     with on_device_of(dy):
         dy, gate, up = aligned(dy, divisor), aligned(gate, divisor), aligned(up, divisor)
-        kernels._glu_bwd_kernel[(n_parts * n_col_tiles,)](
+        launch(
+            kernels._glu_bwd_kernel,
+            (n_parts * n_col_tiles,),
             dy,
             gate,
             up,

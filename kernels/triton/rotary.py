@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from ..reference.rotary import Operands, RotaryPlan
-from .tiles import MAX_REGISTERS, on_device_of, with_divisor
+from .launch import cdiv, launch, next_power_of_2, on_device_of
+from .tiles import MAX_REGISTERS, with_divisor
 
 _TILE_PAIRS = 512
 """Pairs of columns in a tile of a head, for 4 warps of 32 lanes: 4 a lane, beside as many of cos and of sin. 1024 take
@@ -231,17 +232,19 @@ def rotate(operands: Operands, plan: RotaryPlan) -> tuple[Tensor | None, Tensor 
     if batch * n_heads * n_positions == 0:
         return q_out, k_out
     n_rotated = cos.shape[-1]
-    pairs = triton.next_power_of_2(n_rotated // 2)
-    passed = triton.next_power_of_2(head_dim - n_rotated) if head_dim > n_rotated else 0
+    pairs = next_power_of_2(n_rotated // 2)
+    passed = next_power_of_2(head_dim - n_rotated) if head_dim > n_rotated else 0
     most = min(_TILE_PAIRS // pairs, 2 * _TILE_PAIRS // max(1, passed))
-    block_positions = max(1, min(most, triton.next_power_of_2(n_positions)))
-    n_position_blocks = triton.cdiv(n_positions, block_positions)
+    block_positions = max(1, min(most, next_power_of_2(n_positions)))
+    n_position_blocks = cdiv(n_positions, block_positions)
     # A tensor that is not there has no heads: the other one stands in its place, and is not used there.
     queries, keys = (k, k_out) if q is None else (q, q_out), (q, q_out) if k is None else (k, k_out)
     strides = [stride for x in (queries[0], keys[0], queries[1], keys[1]) for stride in x.stride()[:3]]
     strides += [*_table_strides(cos), *_table_strides(sin)]
     with on_device_of(cos):
-        _rotary_kernel[(n_position_blocks * batch, triton.cdiv(n_heads, _HEADS_PER_PROGRAM))](
+        launch(
+            _rotary_kernel,
+            (n_position_blocks * batch, cdiv(n_heads, _HEADS_PER_PROGRAM)),
             queries[0],
             keys[0],
             cos,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import triton
 import triton.language as tl
 
 from ..reference.row_norm import (
@@ -22,6 +21,7 @@ from ..reference.row_norm import (
     outputs_of,
 )
 from . import row_norm_kernels as kernels
+from .launch import cdiv, launch, on_device_of
 from .philox import dropout_arguments
 from .sum_partials import sum_partials
 from .tiles import (
@@ -31,7 +31,6 @@ from .tiles import (
     aligned,
     aligned_vector,
     common_divisor,
-    on_device_of,
     row_stride,
     tile,
 )
@@ -66,8 +65,8 @@ _FEW_PROGRAMS, _ENOUGH_ROWS, _MANY_PROGRAMS = 512, 16, 1024
 def rows_per_program(n_rows: int, block: Tile, n_col_tiles: int) -> int:
     """How many rows a program of backward sums over: a multiple of block.rows."""
     rows = min(max(n_rows // _FEW_PROGRAMS, 1), _ENOUGH_ROWS)
-    rows = max(rows, triton.cdiv(n_rows * n_col_tiles, _MANY_PROGRAMS))
-    return triton.cdiv(rows, block.rows) * block.rows
+    rows = max(rows, cdiv(n_rows * n_col_tiles, _MANY_PROGRAMS))
+    return cdiv(rows, block.rows) * block.rows
 
 
 def forward(operands: Operands, rng: tuple[int, int] | Tensor | None, plan: RowNormPlan) -> Outputs:
@@ -82,12 +81,14 @@ def forward(operands: Operands, rng: tuple[int, int] | Tensor | None, plan: RowN
     if x.numel() == 0:
         return outputs
     block = tile(FORWARD, n_cols, whole_rows=normed)
-    grid = (triton.cdiv(n_rows, block.rows), 1 if normed else triton.cdiv(n_cols, block.cols))
+    grid = (cdiv(n_rows, block.rows), 1 if normed else cdiv(n_cols, block.cols))
     divisor = common_divisor(n_cols)
     with on_device_of(x):
         x, residual = aligned(x, divisor), aligned(residual, divisor)
         bias, weight, norm_bias = aligned_vector(bias), aligned_vector(weight), aligned_vector(norm_bias)
-        kernels._row_norm_fwd_kernel[grid](
+        launch(
+            kernels._row_norm_fwd_kernel,
+            grid,
             x,
             residual,
             bias,
@@ -145,9 +146,9 @@ def backward(
     # whichever are wanted; RMSNorm has one sum, or the bias's as well.
     one_sum = dy is None or (plan.norm != _LAYER and dbias is None)
     block = tile(BACKWARD_ONE_SUM if one_sum else BACKWARD, n_cols, whole_rows=dy is not None)
-    n_col_tiles = triton.cdiv(n_cols, block.cols)
+    n_col_tiles = cdiv(n_cols, block.cols)
     rows = rows_per_program(n_rows, block, n_col_tiles)
-    n_programs = triton.cdiv(n_rows, rows)
+    n_programs = cdiv(n_rows, rows)
     workspace = like.new_empty((len(summed), n_programs, n_cols), dtype=torch.float32) if summed else None
     partials = iter(workspace if workspace is not None else ())
     partials_of = [None if gradient is None else next(partials) for gradient in sums]
@@ -159,7 +160,9 @@ def backward(
         if needs_row and n_col_tiles > 1:
             row_means = like.new_empty((2, n_rows), dtype=torch.float32)
             means_block = tile(ROW_MEANS, n_cols)
-            kernels._row_means_kernel[(n_rows,)](
+            launch(
+                kernels._row_means_kernel,
+                (n_rows,),
                 dy,
                 z,
                 mean,
@@ -176,7 +179,9 @@ def backward(
                 num_warps=means_block.num_warps,
                 enable_fp_fusion=False,
             )
-        kernels._row_norm_bwd_kernel[(n_programs, n_col_tiles)](
+        launch(
+            kernels._row_norm_bwd_kernel,
+            (n_programs, n_col_tiles),
             dy,
             dz,
             z,

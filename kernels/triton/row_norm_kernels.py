@@ -155,10 +155,10 @@ def _row_norm_fwd_kernel(
     seed: tl.int64,
     offset: tl.int64,
     drop_limit: tl.int64,
-    keep_scale,
+    keep_scale: tl.float32,
     # the plan's numbers
-    eps,
-    weight_offset,
+    eps: tl.float32,
+    weight_offset: tl.float32,
     # sizes, and strides in elements
     n_rows: tl.int64,
     n_cols: tl.int32,
@@ -309,7 +309,7 @@ def _row_means_kernel(
     rstd_ptr,
     weight_ptr,
     row_means_ptr,
-    weight_offset,
+    weight_offset: tl.float32,
     n_rows: tl.int64,
     n_cols: tl.int32,
     dy_row_stride: tl.int64,
@@ -361,9 +361,9 @@ def _row_norm_bwd_kernel(
     seed: tl.int64,
     offset: tl.int64,
     drop_limit: tl.int64,
-    keep_scale,
+    keep_scale: tl.float32,
     # the plan's number
-    weight_offset,
+    weight_offset: tl.float32,
     # sizes, and strides in elements
     n_rows: tl.int64,
     n_cols: tl.int32,

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import triton
 import triton.language as tl
 
 from ..reference.philox import dropout_scale
 from ..reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
 from . import softmax_backward_kernels as backward_kernels
 from . import softmax_kernels as kernels
+from .launch import cdiv, launch, next_power_of_2, on_device_of
 from .philox import dropout_arguments
 from .sum_partials import sum_partials
-from .tiles import MAX_REGISTERS, Tile, TileRule, aligned, common_divisor, on_device_of, tile
+from .tiles import MAX_REGISTERS, Tile, TileRule, aligned, common_divisor, tile
 
 # The one table of tile sizes; tests/kernels/test_triton_budgets.py compiles what it leads to and holds it to this:
 # MAX_REGISTERS a lane, and nothing spills. Forward has 16 values a lane in registers, 32 in the widest rows that fit;
@@ -76,10 +76,12 @@ def forward(
         return y, p
     divisor = common_divisor(n_cols)
     block = tile(FORWARD_BUSY if plan.causal or plan.dropout_p > 0.0 else FORWARD, n_cols)
-    n_programs = triton.cdiv(n_rows, block.rows)
+    n_programs = cdiv(n_rows, block.rows)
     with on_device_of(scores):
         scores = aligned(scores, divisor)
-        kernels._softmax_fwd_kernel[(n_programs,)](
+        launch(
+            kernels._softmax_fwd_kernel,
+            (n_programs,),
             scores,
             mask,
             y,
@@ -145,7 +147,7 @@ def _groups(sizes: tuple[int, ...], strides: tuple[int, ...]) -> _Groups:
 
 def shared_rows_per_tile(n_mask_rows: int, block: Tile) -> int:
     """Rows of a tile that share a row of the mask: one, unless the mask has too few rows to fill a tile."""
-    return max(1, block.rows // triton.next_power_of_2(n_mask_rows))
+    return max(1, block.rows // next_power_of_2(n_mask_rows))
 
 
 def steps_per_program(n_tiles: int, n_steps: int) -> int:
@@ -153,7 +155,7 @@ def steps_per_program(n_tiles: int, n_steps: int) -> int:
     if n_tiles >= _FEW_PROGRAMS:
         return n_steps
     steps = min(max(n_tiles * n_steps // _FEW_PROGRAMS, 1), _ENOUGH_TILES)
-    return min(n_steps, max(steps, triton.cdiv(n_tiles * n_steps, _MANY_PROGRAMS)))
+    return min(n_steps, max(steps, cdiv(n_tiles * n_steps, _MANY_PROGRAMS)))
 
 
 def backward(
@@ -184,7 +186,9 @@ def backward(
             _launch_backward_mask(dy, p, dscores, dmask, _groups(layout.sizes, layout.strides), plan.scale, common)
         elif dscores is not None:
             block = tile(BACKWARD, n_cols)
-            backward_kernels._softmax_bwd_kernel[(triton.cdiv(n_rows, block.rows),)](
+            launch(
+                backward_kernels._softmax_bwd_kernel,
+                (cdiv(n_rows, block.rows),),
                 dy,
                 p,
                 dscores,
@@ -211,22 +215,32 @@ def _launch_backward_mask(
 ) -> None:
     n_rows, n_cols = dy.shape
     block = tile(BACKWARD_MASK, n_cols)
-    n_col_tiles = triton.cdiv(n_cols, block.cols)
+    n_col_tiles = cdiv(n_cols, block.cols)
     row_dots = None
     if n_col_tiles > 1:
         row_dots = dmask.new_empty(n_rows)
         wide = tile(BACKWARD, n_cols)
-        backward_kernels._row_dots_kernel[(n_rows,)](
-            dy, p, row_dots, n_rows=n_rows, BLOCK_COLS=wide.cols, num_warps=wide.num_warps, **common
+        launch(
+            backward_kernels._row_dots_kernel,
+            (n_rows,),
+            dy,
+            p,
+            row_dots,
+            n_rows=n_rows,
+            BLOCK_COLS=wide.cols,
+            num_warps=wide.num_warps,
+            **common,
         )
     shared_rows = shared_rows_per_tile(groups.n_mask_rows, block)
-    n_mask_tiles = triton.cdiv(groups.n_mask_rows * shared_rows, block.rows)
-    n_steps = triton.cdiv(groups.n_shared, shared_rows)
+    n_mask_tiles = cdiv(groups.n_mask_rows * shared_rows, block.rows)
+    n_steps = cdiv(groups.n_shared, shared_rows)
     steps = steps_per_program(n_mask_tiles * n_col_tiles, n_steps)
-    n_chunks = triton.cdiv(n_steps, steps)
+    n_chunks = cdiv(n_steps, steps)
     n_partials = n_chunks * shared_rows
     partials = dmask if n_partials == 1 else dmask.new_empty((n_partials, *dmask.shape))
-    backward_kernels._softmax_bwd_mask_kernel[(n_mask_tiles, n_chunks, n_col_tiles)](
+    launch(
+        backward_kernels._softmax_bwd_mask_kernel,
+        (n_mask_tiles, n_chunks, n_col_tiles),
         dy,
         p,
         row_dots,

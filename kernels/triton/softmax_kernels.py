@@ -214,8 +214,8 @@ def _softmax_fwd_kernel(
     seed: tl.int64,
     offset: tl.int64,
     drop_limit: tl.int64,
-    keep_scale,
-    scale,
+    keep_scale: tl.float32,
+    scale: tl.float32,
     # sizes, and strides in elements
     n_rows: tl.int64,
     n_cols: tl.int32,

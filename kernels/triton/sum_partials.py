@@ -9,6 +9,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
+from .launch import cdiv, launch
 from .tiles import Tile, common_divisor, with_divisor
 
 _TILE = Tile(rows=64, cols=32, num_warps=8)
@@ -20,7 +21,9 @@ def sum_partials(partials: Tensor, outputs: Sequence[Tensor]) -> None:
     partials: [outputs, n_partials, n_cols] float32. outputs: [n_cols], any dtype, each. Less than 2^31 columns.
     """
     _, n_partials, n_cols = partials.shape
-    _sum_partials_kernel[(triton.cdiv(n_cols, _TILE.cols), len(outputs))](
+    launch(
+        _sum_partials_kernel,
+        (cdiv(n_cols, _TILE.cols), len(outputs)),
         partials,
         *[*outputs, None, None][:3],
         n_partials=n_partials,

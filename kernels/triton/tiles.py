@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import triton
 import triton.language as tl
+
+from .launch import next_power_of_2
 
 MAX_REGISTERS = 64
 """A lane: 1024 lanes then stay on a multiprocessor, half of what sm_80 to sm_100 can hold."""
@@ -38,7 +39,7 @@ class TileRule(NamedTuple):
 
 def tile(rule: TileRule, n_cols: int, whole_rows: bool = True) -> Tile:
     """The tile for rows of n_cols. whole_rows: it is to hold whole rows, and does up to max_cols of the rule."""
-    cols = max(triton.next_power_of_2(n_cols), 8)
+    cols = max(next_power_of_2(n_cols), 8)
     if cols > (rule.max_cols if whole_rows else rule.wide_cols):
         cols = rule.wide_cols
     rows = max(1, rule.elements // cols)
@@ -52,11 +53,6 @@ def common_divisor(n_cols: int) -> int:
 
 def row_stride(matrix: Tensor | None) -> int:
     return 0 if matrix is None else matrix.stride(0)
-
-
-def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 @triton.jit

@@ -6,7 +6,6 @@ their fake versions and their autograd formula. One operator serves glu, glu_pac
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import Any
 
 import torch
@@ -23,8 +22,11 @@ from .common.tracing import have_storage, refuse_double_backward, reject_onnx_ex
 
 def result_dtype(gate: Tensor, up: Tensor | None, bias: Tensor | None) -> torch.dtype:
     """What the unfused expression gives."""
-    dtypes = [tensor.dtype for tensor in (gate, up, bias) if tensor is not None]
-    return reduce(torch.promote_types, dtypes)
+    dtype = gate.dtype
+    for tensor in (up, bias):
+        if tensor is not None and tensor.dtype is not dtype:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
 
 
 def _of_dtype(operands: Operands, dtype: torch.dtype) -> Operands:

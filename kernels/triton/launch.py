@@ -1,0 +1,63 @@
+"""How Triton's kernels are launched."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import triton
+
+_TAKES_CONSTANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
+"""Whether a compiled kernel is called with all arguments of its source."""
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+"""What a kernel was compiled for -> the compiled kernel."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+    """kernel[grid](*arguments, **named), on the current device, in half of the host time.
+
+    Triton binds and classifies all arguments of every launch to find what it compiled for them. Only what our kernels
+    are compiled for is looked at here: options, constants, which come last, dtypes, and whether addresses are multiples
+    of 16. Numbers are not: those that Triton would specialize on are in the kernel's do_not_specialize.
+    """
+    if not (_TAKES_CONSTANTS and isinstance(kernel, triton.JITFunction)):  # interpreted
+        kernel[grid](*arguments, **named)
+        return
+    values = [*arguments, *[named[name] for name in kernel.arg_names[len(arguments) :]]]
+    n_variables = len(values) - len(kernel.constexprs)
+    kinds = [
+        (value.dtype, value.data_ptr() % 16 == 0) if isinstance(value, Tensor) else type(value)
+        for value in values[:n_variables]
+    ]
+    options = named.get("num_warps"), named.get("maxnreg"), named.get("enable_fp_fusion")
+    device = triton.runtime.driver.active.get_current_device()
+    key = (kernel.fn, device, *options, *kinds, *values[n_variables:])
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[grid](*arguments, **named)
+    else:
+        compiled[(*grid, 1, 1)](*values)
+
+
+_HERE = contextlib.nullcontext()
+
+
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(tensor.device)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. (triton.cdiv takes ten times as long.)"""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()

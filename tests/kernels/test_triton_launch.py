@@ -1,0 +1,121 @@
+"""launch(): which launches share what Triton compiled, and with which arguments it is called."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import onetrip.kernels
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+from onetrip.kernels import launch as launching  # noqa: E402
+
+
+class Kernel:
+    """Stands in for a JITFunction of (x_ptr, bias_ptr, n, scale, ALIGN, BLOCK)."""
+
+    arg_names = ("x_ptr", "bias_ptr", "n", "scale", "ALIGN", "BLOCK")
+    constexprs = (4, 5)
+
+    def __init__(self) -> None:
+        self.fn: Callable[[], None] = lambda: None
+        self.searches = 0
+        self.calls: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def search(*arguments: Any, **named: Any) -> Any:
+            self.searches += 1
+            return self
+
+        return search if len(grid) < 3 else lambda *arguments: self.calls.append((grid[:3], arguments))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    device = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0))
+    monkeypatch.setattr(triton, "JITFunction", Kernel)
+    monkeypatch.setattr(triton.runtime, "driver", device)
+    monkeypatch.setattr(launching, "_compiled", {})
+    return Kernel()
+
+
+X = torch.zeros(64)
+GIVEN = {"n": 64, "scale": 1.0, "ALIGN": 16, "BLOCK": 32, "num_warps": 4}
+
+
+def run(
+    kernel: Kernel, x: Tensor | None = X, bias: Tensor | None = None, grid: tuple[int, ...] = (2,), **new: Any
+) -> None:
+    launching.launch(kernel, grid, x, bias, **{**GIVEN, **new})
+
+
+def test_other_values_are_no_other_kernel(kernel: Kernel) -> None:
+    """Among them 1 and multiples of 16, on which Triton specializes unless a kernel forbids it."""
+    run(kernel)
+    other = torch.ones(16)
+    run(kernel, other, grid=(3, 5), BLOCK=32, scale=0.5, n=1, ALIGN=16)
+    assert kernel.searches == 1
+    ((grid, arguments),) = kernel.calls
+    assert grid == (3, 5, 1)
+    assert arguments[0] is other and arguments[1:] == (None, 1, 0.5, 16, 32)
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        {"x": X.half()},
+        {"x": X[1:]},
+        {"x": None},
+        {"bias": X},
+        {"ALIGN": 8},
+        {"num_warps": 8},
+        {"maxnreg": 64},
+        {"enable_fp_fusion": False},
+    ],
+    ids=lambda new: next(iter(new)),
+)
+def test_what_is_compiled_anew(new: dict[str, Any], kernel: Kernel) -> None:
+    run(kernel)
+    run(kernel, **new)
+    assert kernel.searches == 2
+    run(kernel, **new)
+    run(kernel)
+    assert kernel.searches == 2
+
+
+def test_another_device_and_another_kernel(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(kernel)
+    monkeypatch.setattr(triton.runtime.driver.active, "get_current_device", lambda: 1)
+    run(kernel)
+    run(other := Kernel())
+    assert (kernel.searches, other.searches) == (2, 1)
+
+
+def test_every_kernel_is_one_that_launch_can_tell() -> None:
+    """Constants last, and no number that Triton would specialize on."""
+    kernels = {
+        name: kernel
+        for module in pkgutil.iter_modules(onetrip.kernels.__path__)
+        for name, kernel in vars(importlib.import_module(f"onetrip.kernels.{module.name}")).items()
+        if name.endswith("_kernel") and isinstance(kernel, triton.JITFunction)
+    }
+    assert len(kernels) >= 15
+    for name, kernel in kernels.items():
+        variables = kernel.params[: len(kernel.params) - len(kernel.constexprs)]
+        assert not any(parameter.is_constexpr for parameter in variables), name
+        for parameter in variables:
+            is_pointer = parameter.name.endswith("_ptr")
+            is_number = parameter.do_not_specialize or parameter.annotation_type == "fp32"
+            assert is_pointer or is_number, (name, parameter.name)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 8, 9, 1023, 1025])
+def test_sizes_of_grids(n: int) -> None:
+    assert launching.cdiv(n, 8) == triton.cdiv(n, 8)
+    assert launching.next_power_of_2(max(n, 1)) == triton.next_power_of_2(max(n, 1))
