@@ -365,11 +365,13 @@ std::vector<onetrip::AdamKind> adam_kinds(const std::vector<AdamKindNumbers>& ki
   return structs;
 }
 
-int adam_squares(uintptr_t tensors, uintptr_t chunks, const std::vector<AdamKindNumbers>& kinds, uintptr_t sums) {
+int adam_squares(int device, uintptr_t stream, uintptr_t tensors, uintptr_t chunks,
+                 const std::vector<AdamKindNumbers>& kinds, uintptr_t sums) {
   const auto kind_structs = adam_kinds(kinds);
-  return onetrip::adam_squares_cpu({pointer<const onetrip::AdamTensor>(tensors),
-                                    pointer<const onetrip::AdamChunk>(chunks), kind_structs.data(),
-                                    static_cast<int64_t>(kind_structs.size()), pointer<double>(sums)});
+  const onetrip::AdamSquares args{pointer<const onetrip::AdamTensor>(tensors),
+                                  pointer<const onetrip::AdamChunk>(chunks), kind_structs.data(),
+                                  static_cast<int64_t>(kind_structs.size()), pointer<double>(sums)};
+  return device < 0 ? onetrip::adam_squares_cpu(args) : onetrip::adam_squares_cuda(args, device, pointer<void>(stream));
 }
 
 int adam_step(int device, uintptr_t stream, uintptr_t tensors, uintptr_t chunks,
@@ -446,7 +448,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("adam_step", &adam_step, py::call_guard<py::gil_scoped_release>(),
              "One step over all parameters: tables by address (csrc/launch.h), kinds and groups as lists of tuples.");
   module.def("adam_squares", &adam_squares, py::call_guard<py::gil_scoped_release>(),
-             "Sums of the squares of the gradients' chunks, on the CPU; tables and float64 sums by address.");
+             "Sums of the squares of the gradients' chunks: tables, kinds as in adam_step, float64 sums by address.");
   py::class_<onetrip::TensorLook>(module, "TensorLook")
       .def("__call__", &onetrip::TensorLook::operator())
       .def("with_grads", &onetrip::TensorLook::with_grads);

@@ -289,9 +289,10 @@ struct AddToSums {
 int add_to_sums_cpu(const AddToSums& args);
 
 int adam_step_cpu(const AdamStep& args);
-int adam_squares_cpu(const AdamSquares& args);  // no CUDA kernel: torch has one for many tensors
-int rotary_cpu(const Rotary& args);             // no CUDA kernel: Triton's moves the same bytes
+int adam_squares_cpu(const AdamSquares& args);
+int rotary_cpu(const Rotary& args);  // no CUDA kernel: Triton's moves the same bytes
 int adam_step_cuda(const AdamStep& args, int device, void* stream);
+int adam_squares_cuda(const AdamSquares& args, int device, void* stream);
 
 // Floats of workspace for dmask: partial sums over a partition that is a function of the sizes alone.
 int64_t softmax_workspace_cpu(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows);

@@ -18,6 +18,7 @@ int softmax_forward_cuda(const SoftmaxForward&, int, void*) { no_cuda(); }
 int softmax_backward_cuda(const SoftmaxBackward&, int, void*) { no_cuda(); }
 int64_t softmax_workspace_cuda(int64_t, int64_t, const MaskRows&) { no_cuda(); }
 int adam_step_cuda(const AdamStep&, int, void*) { no_cuda(); }
+int adam_squares_cuda(const AdamSquares&, int, void*) { no_cuda(); }
 const char* cuda_unavailable_reason(int) { return "the native library was built without CUDA: " ONETRIP_WITHOUT_CUDA; }
 const char* cuda_error_string(int) { return ""; }
 const char* cuda_architectures() { return ""; }

@@ -1,6 +1,7 @@
 // Adam on NVIDIA GPUs: the launches. The kernels are in adam_step.cuh; the contract is launch.h.
 #include "adam_step.cuh"
 
+#define ONETRIP_ADAM_GRADIENTS(F) F(float) F(__half) F(__nv_bfloat16)
 #ifndef ONETRIP_ADAM_TYPES
 #define ONETRIP_ADAM_TYPES_OF(F, P) F(P, float) F(P, __half) F(P, __nv_bfloat16)
 #define ONETRIP_ADAM_TYPES(F)     \
@@ -25,6 +26,9 @@ ONETRIP_ADAM_TYPES(ONETRIP_INSTANTIATE)
   template __global__ void adam_prepare_kernel<kGroups>(const __grid_constant__ AdamGroups<kGroups>, int64_t, int64_t, \
                                                         const AdamCounter*, int64_t, const float*, const float*,       \
                                                         AdamScalars*);
+#define ONETRIP_INSTANTIATE_SQUARES(G) \
+  template __global__ void adam_squares_kernel<G>(const AdamTensor*, const AdamChunk*, uint32_t, double*);
+ONETRIP_ADAM_GRADIENTS(ONETRIP_INSTANTIATE_SQUARES)
 ONETRIP_INSTANTIATE_PREPARE(kFewGroups)
 ONETRIP_INSTANTIATE_PREPARE(kManyGroups)
 
@@ -60,6 +64,24 @@ cudaError_t launch_kind_of(const AdamStep& args, const AdamKind& kind, int n_mul
   return cudaErrorNotSupported;
 }
 
+template <typename G>
+cudaError_t launch_squares(const AdamSquares& args, const AdamKind& kind, int n_multiprocessors, cudaStream_t stream) {
+  constexpr int kBlocks = 4;  // an SM
+  const int64_t n_blocks = int64_t{n_multiprocessors} * kBlocks;
+  const dim3 grid(static_cast<unsigned>(kind.n_chunks < n_blocks ? kind.n_chunks : n_blocks));
+  const auto kernel = adam_squares_kernel<G>;
+  return ONETRIP_LAUNCH(kernel, grid, dim3(kAdamThreads), 0, stream, args.tensors, args.chunks + kind.first_chunk,
+                        static_cast<uint32_t>(kind.n_chunks), args.sums + kind.first_chunk);
+}
+
+cudaError_t launch_squares_of(const AdamSquares& args, const AdamKind& kind, int n_multiprocessors,
+                              cudaStream_t stream) {
+#define ONETRIP_SQUARES(G) \
+  if (kind.grad_dtype == DTypeOf<G>::value) return launch_squares<G>(args, kind, n_multiprocessors, stream);
+  ONETRIP_ADAM_GRADIENTS(ONETRIP_SQUARES)
+  return cudaErrorNotSupported;
+}
+
 }  // namespace
 
 int adam_step_cuda(const AdamStep& args, int device, void* stream_address) {
@@ -75,6 +97,19 @@ int adam_step_cuda(const AdamStep& args, int device, void* stream_address) {
     }
     for (int64_t i = 0; i < args.n_kinds && status == cudaSuccess; ++i) {
       if (args.kinds[i].n_chunks > 0) status = launch_kind_of(args, args.kinds[i], info.n_multiprocessors, stream);
+    }
+    return status;
+  });
+}
+
+int adam_squares_cuda(const AdamSquares& args, int device, void* stream_address) {
+  return on_device(device, [&](const DeviceInfo& info) {
+    cudaError_t status = cudaSuccess;
+    for (int64_t i = 0; i < args.n_kinds && status == cudaSuccess; ++i) {
+      if (args.kinds[i].n_chunks > 0) {
+        status =
+            launch_squares_of(args, args.kinds[i], info.n_multiprocessors, static_cast<cudaStream_t>(stream_address));
+      }
     }
     return status;
   });

@@ -358,4 +358,34 @@ __global__ void __launch_bounds__(kAdamThreads, kAdamBlocks)
   }
 }
 
+// The sum of the squares of each chunk's gradient, where gradients are clipped. In float64, where the square of a
+// float32 is exact. Blocks take every gridDim.x-th chunk, a thread every kAdamThreads-th element of one. Moves
+// sizeof(G) bytes an element.
+template <typename G>
+__global__ void __launch_bounds__(kAdamThreads)
+    adam_squares_kernel(const AdamTensor* tensors, const AdamChunk* chunks, uint32_t n_chunks, double* sums) {
+  ONETRIP_SHARED(double, sums_of_warps, kAdamWarps);
+  for (uint32_t i = blockIdx.x; i < n_chunks; i += gridDim.x) {
+    const AdamChunk chunk = chunks[i];
+    const AdamTensor& tensor = tensors[chunk.tensor];
+    const G* const grad = global_pointer<const G>(tensor.grad, chunk.first);
+    const int n = static_cast<int>(min(tensor.numel - chunk.first, int64_t{kAdamChunk}));
+    double sum = 0.0;
+#pragma unroll
+    for (int j = 0; j < kAdamChunk; j += kAdamThreads) {
+      const int at = j + static_cast<int>(threadIdx.x);
+      const double g = at < n ? static_cast<float>(grad[at]) : 0.0f;
+      sum += g * g;
+    }
+    sum = warp_sum<kWarpThreads>(sum);
+    if (threadIdx.x % kWarpThreads == 0) sums_of_warps[threadIdx.x / kWarpThreads] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (int warp = 1; warp < kAdamWarps; ++warp) sum += sums_of_warps[warp];
+      sums[i] = sum;
+    }
+    __syncthreads();
+  }
+}
+
 }  // namespace onetrip

@@ -21,10 +21,14 @@ constexpr int kHalfOfResidentThreads = 1024;
 __device__ __forceinline__ float shuffle_xor(float value, int lane_mask) {
   return __shfl_xor_sync(kFullWarp, value, lane_mask);
 }
+__device__ __forceinline__ double shuffle_xor(double value, int lane_mask) {
+  return __shfl_xor_sync(kFullWarp, value, lane_mask);
+}
 __device__ __forceinline__ float2 shuffle_xor(float2 value, int lane_mask) {
   return make_float2(shuffle_xor(value.x, lane_mask), shuffle_xor(value.y, lane_mask));
 }
 __device__ __forceinline__ float add(float a, float b) { return a + b; }
+__device__ __forceinline__ double add(double a, double b) { return a + b; }
 __device__ __forceinline__ float2 add(float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); }
 
 // Every lane gets the sum over its group of kThreads consecutive lanes. All 32 lanes must take part.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from onetrip.ops.adam import CHUNK
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import BLOCK, Group, Slot
 from torch import Tensor
@@ -114,10 +115,23 @@ class Step:
         for name, (tensor, shift) in self.updated().items():
             inputs[f"old.{name}"] = (tensor.view(-1), 0)
             outputs[name] = (tuple(tensor.shape), tensor.dtype, shift * tensor.itemsize)
+        outputs["squares"] = (tuple(self._squares().shape), torch.float64, 0)
         return Case("step", numbers, inputs, outputs, self.orders)
 
+    def _squares(self) -> Tensor:
+        """Sums of squares of the gradients' chunks: those of a kind next to each other, as the driver sorts them."""
+        of_kind: dict[object, list[float]] = {}
+        for parameter, grad in zip(self.parameters, self.grads, strict=True):
+            kind = parameter.param, parameter.grad, parameter.is_8bit
+            squares = grad.double().square()
+            chunks = [squares[first : first + CHUNK].sum().item() for first in range(0, len(squares), CHUNK)]
+            of_kind.setdefault(kind, []).extend(chunks)
+        return torch.tensor([chunk for chunks in of_kind.values() for chunk in chunks], dtype=torch.float64)
+
     def check(self, outputs: dict[str, Tensor]) -> None:
-        """Every bit is the reference's, which takes its step now; NaN is NaN."""
+        """Every bit is the reference's, which takes its step now; NaN is NaN. Sums of squares are those of float64."""
+        outputs = dict(outputs)
+        torch.testing.assert_close(outputs.pop("squares"), self._squares(), rtol=1e-13, atol=0.0, equal_nan=True)
         scale, found_inf = (
             None if value is None else torch.tensor(value) for value in (self.grad_scale, self.found_inf)
         )

@@ -1,4 +1,5 @@
-// Steps of Adam: see driver.h. Every output NAME is updated in place: it begins as the input old.NAME.
+// Steps of Adam: see driver.h. squares: the sums of squares of the gradients' chunks, float64 by its bits. Every
+// other output NAME is updated in place: it begins as the input old.NAME.
 #include "common/adam.h"
 #include "driver.h"
 
@@ -48,7 +49,7 @@ void sort_chunks(const Case& c, const std::vector<onetrip::AdamTensor>& tensors,
 
 int launch(const Case& c) {
   for (const std::string& name : c.output_order)
-    std::memcpy(c.tensor(name), c.tensor("old." + name), c.outputs.at(name).bytes());
+    if (name != "squares") std::memcpy(c.tensor(name), c.tensor("old." + name), c.outputs.at(name).bytes());
   std::vector<onetrip::AdamTensor> tensors;
   for (int64_t i = 0; i < c.integer("n_tensors"); ++i) {
     tensors.push_back({address(c, numbered("param", i)), address(c, numbered("grad", i)),
@@ -64,6 +65,9 @@ int launch(const Case& c) {
   std::vector<onetrip::AdamKind> kinds;
   std::vector<onetrip::AdamChunk> chunks;
   sort_chunks(c, tensors, &kinds, &chunks);
+  const onetrip::AdamSquares squares{tensors.data(), chunks.data(), kinds.data(), static_cast<int64_t>(kinds.size()),
+                                     reinterpret_cast<double*>(c.tensor("squares"))};
+  if (const int code = onetrip::adam_squares_cuda(squares, c.device, nullptr)) return code;
   onetrip::AdamScalars unwritten;
   std::memset(static_cast<void*>(&unwritten), 0xFF, sizeof unwritten);
   std::vector<onetrip::AdamScalars> scalars(counters.size(), unwritten);

@@ -257,7 +257,7 @@ def run(driver: Path, cases: Sequence[Case], folder: Path, prelude: Sequence[str
 
 def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
     """NaN is NaN."""
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[actual.itemsize]
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.itemsize]
     wrong = (actual.view(bits) != expected.view(bits)) & ~(torch.isnan(actual) & torch.isnan(expected))
     assert_none(wrong, name, actual, expected)
 

@@ -56,13 +56,27 @@ def _kind_numbers(tables: AdamTables) -> list[tuple[int, int, bool, int, int]]:
 
 def sums_of_squares(tables: AdamTables, grads: list[Tensor]) -> Tensor:
     """Of the elements of each slot's gradient: [n_slots] float64. tables must describe these gradients."""
-    if choose("adam", tables.device, True) != "cpu":
+    if choose("adam", tables.device, True) != "cpu":  # index_add_ of a GPU has no fixed order
         return torch.stack(torch._foreach_norm(grads, 2.0, torch.float64)).square()
-    of_chunks = torch.empty(len(tables.chunks), dtype=torch.float64)
-    native().adam_squares(  # type: ignore[union-attr]
-        tables.tensors.data_ptr(), tables.chunks.data_ptr(), _kind_numbers(tables), of_chunks.data_ptr()
+    return torch.zeros(len(grads), dtype=torch.float64).index_add_(0, tables.chunks[:, 0], _squares_of_chunks(tables))
+
+
+def sum_of_squares(tables: AdamTables, grads: list[Tensor]) -> Tensor:
+    """Of all elements of the gradients: 0-d float64. tables must describe these gradients."""
+    if choose("adam", tables.device, True) in ("cpu", "cuda"):
+        return _squares_of_chunks(tables).sum()
+    return sums_of_squares(tables, grads).sum()
+
+
+def _squares_of_chunks(tables: AdamTables) -> Tensor:
+    """[n_chunks] float64, by the native library."""
+    sums = torch.empty(len(tables.chunks), dtype=torch.float64, device=tables.device)
+    code = native().adam_squares(  # type: ignore[union-attr]
+        *where(sums), tables.tensors.data_ptr(), tables.chunks.data_ptr(), _kind_numbers(tables), sums.data_ptr()
     )
-    return of_chunks.new_zeros(len(grads)).index_add_(0, tables.chunks[:, 0], of_chunks)
+    if code:
+        raise_error("sum of squares", sums, code)
+    return sums
 
 
 def launch(

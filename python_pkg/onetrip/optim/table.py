@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.adam import CHUNK, AdamTables, Kind, launch, sums_of_squares
+from ..ops.adam import CHUNK, AdamTables, Kind, launch, sum_of_squares, sums_of_squares
 from ..ops.common.backends import KERNEL_DTYPES, native
 from ..reference.adam import Group, Slot
 from . import sharding
@@ -398,11 +398,10 @@ class StepTable:
         """Of all elements of the prepared gradients, whole ones where parameters are sharded: float64, 0-d."""
         if not self._slot_grads:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        of_slots = sums_of_squares(self.tables, self._slot_grads)
         if self._is_plain:
-            return of_slots.sum()
+            return sum_of_squares(self.tables, self._slot_grads)
         params = [self._params[i] for i in self._selected.members for _ in self._slots_of[i]]
-        return sharding.sum_over_ranks(params, of_slots)
+        return sharding.sum_over_ranks(params, sums_of_squares(self.tables, self._slot_grads))
 
     def launch(
         self, groups: Sequence[Group], grad_scale: Tensor | None = None, found_inf: Tensor | None = None
