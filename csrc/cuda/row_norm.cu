@@ -36,9 +36,9 @@ namespace onetrip {
 //   warp      32                              256
 //   block     the fewest warps that hold it   4096
 //   wide      512 for the row's means, then 512 for each tile of 4096 columns
-// Backward is pipelined (cp.async, 16 columns a thread) where there is a norm, rows are aligned, dy has x's dtype, and
-// the GPU has the instructions: 8 or 16 lanes or whole warps up to 8192 columns, clusters of 2, 4 or 8 blocks up to
-// 65536.
+// Backward is pipelined (cp.async, 16 columns a thread) where there is a norm, rows are aligned, dy is float32 (as
+// under autocast) or has x's dtype, and the GPU has the instructions: 8 or 16 lanes or whole warps up to 8192 columns,
+// clusters of 2, 4 or 8 blocks up to 65536.
 enum class Path { kNarrow, kWarp, kBlock, kWide };
 constexpr int64_t kRegisterColumns = 16384;
 constexpr int kNarrowThreads = 8, kNarrowColumns = 8;
@@ -64,9 +64,14 @@ static_assert(kBackwardColumns == kNarrowColumns, "the table");
   ONETRIP_INSTANTIATE_LANES(X, Z, 16, kChunks, kAccess)     \
   ONETRIP_INSTANTIATE_LANES(X, Z, 32, kChunks, kAccess)     \
   ONETRIP_INSTANTIATE_LANES(X, Z, 0, kChunks, kAccess)
-#define ONETRIP_INSTANTIATE_PIPELINED(X, Z, kRowThreads)                                                             \
-  template __global__ void row_norm_backward_pipelined_kernel<X, Z, kRowThreads>(RowNormBackward, BackwardPartition, \
-                                                                                 PipelinePlan);
+#define ONETRIP_INSTANTIATE_PIPELINED_ROW(X, Z, Y, kRowThreads)                                      \
+  template __global__ void row_norm_backward_pipelined_kernel<X, Z, Y, kRowThreads>(RowNormBackward, \
+                                                                                    BackwardPartition, PipelinePlan);
+#define ONETRIP_INSTANTIATE_PIPELINED(X, Z, Y)   \
+  ONETRIP_INSTANTIATE_PIPELINED_ROW(X, Z, Y, 8)  \
+  ONETRIP_INSTANTIATE_PIPELINED_ROW(X, Z, Y, 16) \
+  ONETRIP_INSTANTIATE_PIPELINED_ROW(X, Z, Y, 0)  \
+  ONETRIP_INSTANTIATE_PIPELINED_ROW(X, Z, Y, kClusterRow)
 #define ONETRIP_INSTANTIATE_ALL(X, Z)                                             \
   ONETRIP_INSTANTIATE_LANES(X, Z, kAnyLanes, kMostChunks<Z>, Access::kElements)   \
   ONETRIP_INSTANTIATE_LANES(X, Z, 0, kMostChunks<Z>, Access::kElements)           \
@@ -74,11 +79,12 @@ static_assert(kBackwardColumns == kNarrowColumns, "the table");
   ONETRIP_INSTANTIATE(X, Z, true)                                                 \
   ONETRIP_INSTANTIATE(X, Z, false)                                                \
   template __global__ void row_norm_forward_cluster_kernel<X, Z>(RowNormForward); \
-  ONETRIP_INSTANTIATE_PIPELINED(X, Z, 8)                                          \
-  ONETRIP_INSTANTIATE_PIPELINED(X, Z, 16)                                         \
-  ONETRIP_INSTANTIATE_PIPELINED(X, Z, 0)                                          \
-  ONETRIP_INSTANTIATE_PIPELINED(X, Z, kClusterRow)
+  ONETRIP_INSTANTIATE_PIPELINED(X, Z, float)
 ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_ALL)
+ONETRIP_INSTANTIATE_PIPELINED(__half, float, __half)
+ONETRIP_INSTANTIATE_PIPELINED(__half, __half, __half)
+ONETRIP_INSTANTIATE_PIPELINED(__nv_bfloat16, float, __nv_bfloat16)
+ONETRIP_INSTANTIATE_PIPELINED(__nv_bfloat16, __nv_bfloat16, __nv_bfloat16)
 #define ONETRIP_INSTANTIATE_16_BITS(T, kAccess)  \
   ONETRIP_INSTANTIATE_LANES(T, T, 8, 2, kAccess) \
   ONETRIP_INSTANTIATE_FORWARD(T, T, 3, kAccess)
@@ -161,7 +167,7 @@ int64_t other_parts(int64_t n_cols, int64_t n_multiprocessors) {
 int64_t parts_at_once(int64_t n_cols, const BackwardShape& shape, const DeviceInfo& info) {
   const int64_t parts = pipelined_parts(n_cols, shape, info.n_multiprocessors);
   if (info.has_copies && n_cols <= kPipelinedBlockColumns) return parts;
-  const auto kernel = row_norm_backward_pipelined_kernel<__nv_bfloat16, __nv_bfloat16, kClusterRow>;
+  const auto kernel = row_norm_backward_pipelined_kernel<__nv_bfloat16, __nv_bfloat16, __nv_bfloat16, kClusterRow>;
   const int threads = pipelined_row_threads(n_cols) * shape.n_groups;
   const int64_t n_clusters = n_cols <= kMaxClusterBlocks * kPipelinedBlockColumns
                                  ? clusters_at_once(kernel, shape.row_blocks, threads, 0, info, kPipelinedCarveout)
@@ -298,23 +304,23 @@ cudaError_t launch_forward(const RowNormForward& args, const DeviceInfo& info, c
 
 // Rows to prefetch: as many of dy and z as fit into a block's shared memory, then of dz; 0 if none fits.
 // shared_bytes: dynamic shared memory that a block may have.
-template <typename X, typename Z>
+template <typename Z, typename Y>
 PipelinePlan pipeline_plan(const RowNormBackward& args, int row_threads, int threads, int64_t shared_bytes) {
   const int64_t per_thread = (shared_bytes - weight_pieces(args) * row_threads * 16) / (threads * 16);
   const int64_t n_pieces = per_thread - dbias_pieces(args);
   const auto stages = [&](int64_t pieces, int stage, int64_t most) {
     return pieces < stage ? 0 : static_cast<int>(at_most(pieces / stage, most));
   };
-  PipelinePlan plan{row_threads, stages(n_pieces, kStagePieces<X, Z>, kMaxStages), 0};
-  if (args.dz != nullptr) plan.dz = stages(n_pieces - plan.dy_z * kStagePieces<X, Z>, kPieces<Z>, plan.dy_z);
+  PipelinePlan plan{row_threads, stages(n_pieces, kStagePieces<Z, Y>, kMaxStages), 0};
+  if (args.dz != nullptr) plan.dz = stages(n_pieces - plan.dy_z * kStagePieces<Z, Y>, kPieces<Z>, plan.dy_z);
   return plan;
 }
 
 // Whether the GPU can run the pipelined kernel for these rows; if so, status is that of the launch.
-template <typename X, typename Z, int kRowThreads>
-bool launch_backward_pipelined(const RowNormBackward& args, const BackwardPartition& partition, const DeviceInfo& info,
-                               cudaStream_t stream, cudaError_t& status) {
-  const auto kernel = row_norm_backward_pipelined_kernel<X, Z, kRowThreads>;
+template <typename X, typename Z, typename Y, int kRowThreads>
+bool launch_pipelined_rows(const RowNormBackward& args, const BackwardPartition& partition, const DeviceInfo& info,
+                           cudaStream_t stream, cudaError_t& status) {
+  const auto kernel = row_norm_backward_pipelined_kernel<X, Z, Y, kRowThreads>;
   KernelInfo kernel_info{};
   status = prepare(kernel, info, kernel_info, kPipelinedCarveout);
   if (status != cudaSuccess) return true;
@@ -326,10 +332,10 @@ bool launch_backward_pipelined(const RowNormBackward& args, const BackwardPartit
   PipelinePlan plan{};
   for (int resident = kPipelinedThreads / threads; resident > 0 && plan.dy_z == 0; resident /= 2) {
     const int64_t share = at_most(info.block_shared, info.shared / resident - info.reserved_shared);
-    plan = pipeline_plan<X, Z>(args, row_threads, threads, share - static_bytes);
+    plan = pipeline_plan<Z, Y>(args, row_threads, threads, share - static_bytes);
   }
   if (plan.dy_z == 0) return false;
-  const int own_pieces = dbias_pieces(args) + plan.dy_z * kStagePieces<X, Z> + plan.dz * kPieces<Z>;
+  const int own_pieces = dbias_pieces(args) + plan.dy_z * kStagePieces<Z, Y> + plan.dz * kPieces<Z>;
   const size_t shared_bytes = static_cast<size_t>(weight_pieces(args) * row_threads + own_pieces * threads) * 16;
   const dim3 grid(static_cast<unsigned>(n_blocks), static_cast<unsigned>(partition.n_parts));
   if (n_blocks == 1) {
@@ -339,6 +345,16 @@ bool launch_backward_pipelined(const RowNormBackward& args, const BackwardPartit
   if (!runs_in_clusters(kernel, n_blocks, threads, shared_bytes, info, kPipelinedCarveout)) return false;
   status = ONETRIP_LAUNCH_CLUSTERS(kernel, n_blocks, grid, dim3(threads), shared_bytes, stream, args, partition, plan);
   return true;
+}
+
+template <typename X, typename Z, typename Y>
+bool launch_backward_pipelined(const RowNormBackward& args, const BackwardPartition& partition, const DeviceInfo& info,
+                               cudaStream_t stream, cudaError_t& status) {
+  const auto launch = args.n_cols > kPipelinedBlockColumns            ? launch_pipelined_rows<X, Z, Y, kClusterRow>
+                      : args.n_cols > kWarpThreads * kBackwardColumns ? launch_pipelined_rows<X, Z, Y, 0>
+                      : args.n_cols > 8 * kPipelinedColumns           ? launch_pipelined_rows<X, Z, Y, 16>
+                                                                      : launch_pipelined_rows<X, Z, Y, 8>;
+  return launch(args, partition, info, stream, status);
 }
 
 template <typename X, typename Z, bool kFast>
@@ -417,13 +433,13 @@ cudaError_t launch_backward(const RowNormBackward& args, const DeviceInfo& info,
   const BackwardPartition partition = backward_partition(args.n_rows, args.n_cols, info, gpu_independent);
   cudaError_t status = cudaSuccess;
   const bool vector_access = access.possible(), fast = vector_access && args.y_dtype == DTypeOf<X>::value;
-  bool pipelined = fast && args.dy != nullptr && args.n_cols <= kMaxClusterBlocks * kPipelinedBlockColumns;
-  if (pipelined) {
-    const auto launch = shape.row_blocks > 1                            ? launch_backward_pipelined<X, Z, kClusterRow>
-                        : args.n_cols > kWarpThreads * kBackwardColumns ? launch_backward_pipelined<X, Z, 0>
-                        : args.n_cols > 8 * kPipelinedColumns           ? launch_backward_pipelined<X, Z, 16>
-                                                                        : launch_backward_pipelined<X, Z, 8>;
-    pipelined = launch(args, partition, info, stream, status);
+  bool pipelined = false;
+  if (vector_access && args.dy != nullptr && args.n_cols <= kMaxClusterBlocks * kPipelinedBlockColumns) {
+    if (fast) {
+      pipelined = launch_backward_pipelined<X, Z, X>(args, partition, info, stream, status);
+    } else if (args.y_dtype == DType::kFloat32) {
+      pipelined = launch_backward_pipelined<X, Z, float>(args, partition, info, stream, status);
+    }
   }
   if (!pipelined && shape.path == Path::kWide) {
     status = fast ? launch_backward_wide<X, Z, true>(args, true, partition, stream)

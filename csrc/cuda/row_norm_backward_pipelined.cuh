@@ -38,8 +38,8 @@ __host__ __device__ __forceinline__ int weight_pieces(const RowNormBackward& arg
 __host__ __device__ __forceinline__ int dbias_pieces(const RowNormBackward& args) {
   return args.dbias != nullptr ? kPieces<float> : 0;
 }
-template <typename X, typename Z>
-constexpr int kStagePieces = kPieces<X> + kPieces<Z>;
+template <typename Z, typename Y>
+constexpr int kStagePieces = kPieces<Z> + kPieces<Y>;
 
 #if ONETRIP_COPY_ASYNC
 
@@ -61,9 +61,9 @@ __device__ __forceinline__ void wait_for_stage(int n_stages) {
 
 #endif
 
-// kRowThreads: lanes of a warp; 0: whole warps of the block, as the plan says; kClusterRow: the cluster's blocks. The
-// grid is (blocks a row) x (parts).
-template <typename X, typename Z, int kRowThreads>
+// Y: dy's type. kRowThreads: lanes of a warp; 0: whole warps of the block, as the plan says; kClusterRow: the cluster's
+// blocks. The grid is (blocks a row) x (parts).
+template <typename X, typename Z, typename Y, int kRowThreads>
 __global__ void __launch_bounds__(kPipelinedThreads, 1)
     row_norm_backward_pipelined_kernel(const RowNormBackward args, const BackwardPartition partition,
                                        const PipelinePlan plan) {
@@ -123,11 +123,11 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
     };
     // Where a chunk's pieces are: of the weights or dbias, of z and dy in a stage, of dz in one of its stages.
     const auto floats_at = [](int chunk) { return chunk * kChunkPieces<float>; };
-    const int first_stage = dbias_pieces(args), first_dz_stage = first_stage + plan.dy_z * kStagePieces<X, Z>;
+    const int first_stage = dbias_pieces(args), first_dz_stage = first_stage + plan.dy_z * kStagePieces<Z, Y>;
     const auto z_at = [&](int stage, int chunk) {
-      return first_stage + stage * kStagePieces<X, Z> + chunk * kChunkPieces<Z>;
+      return first_stage + stage * kStagePieces<Z, Y> + chunk * kChunkPieces<Z>;
     };
-    const auto dy_at = [&](int stage, int chunk) { return z_at(stage, kChunks) + chunk * kChunkPieces<X>; };
+    const auto dy_at = [&](int stage, int chunk) { return z_at(stage, kChunks) + chunk * kChunkPieces<Y>; };
     const auto dz_at = [&](int stage, int chunk) {
       return first_dz_stage + stage * kPieces<Z> + chunk * kChunkPieces<Z>;
     };
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
     };
     // Rows of the part are numbered from 0 on; this thread's group takes r = group, group + n_groups, ...
     // dy and z of the next row to copy.
-    const X* next_dy = static_cast<const X*>(args.dy) + (begin + group) * args.dy_row_stride + first_col;
+    const Y* next_dy = static_cast<const Y*>(args.dy) + (begin + group) * args.dy_row_stride + first_col;
     const Z* next_z = static_cast<const Z*>(args.z) + (begin + group) * args.z_row_stride + first_col;
     const auto copy_dy_z = [&](int stage, int chunk) {
       copy(z_at(stage, chunk), next_z + chunk * chunk_step, chunk);
@@ -186,8 +186,8 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
         if (valid_of(k) != kHalfColumns) continue;
         for (int stage = 0; stage < plan.dy_z; ++stage) {
           *piece(z_at(stage, k) + 1) = make_uint4(0, 0, 0, 0);
-          uint4* const dy = piece(dy_at(stage, k) + kChunkPieces<X> - 1);
-          if constexpr (sizeof(X) == 4) {
+          uint4* const dy = piece(dy_at(stage, k) + kChunkPieces<Y> - 1);
+          if constexpr (sizeof(Y) == 4) {
             *dy = make_uint4(0, 0, 0, 0);
           } else {
             reinterpret_cast<uint2*>(dy)[1] = make_uint2(0, 0);
@@ -245,9 +245,9 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
         if (!has_row || !has_columns(k)) continue;
         GradientChunk<Z, kColumns> chunk;
         read_words(chunk.z.word, piece, z_at(stage, k), kChunkPieces<Z>);
-        read_words(chunk.dy.word, piece, dy_at(stage, k), kChunkPieces<X>);
+        read_words(chunk.dy.word, piece, dy_at(stage, k), kChunkPieces<Y>);
         // Of halves past the row's end g is 0 and n is -mean * rstd, which counts for nothing while it is finite.
-        normalise(chunk, DTypeOf<X>::value, mean, rstd, true, kColumns, g[k], n[k]);
+        normalise(chunk, DTypeOf<Y>::value, mean, rstd, true, kColumns, g[k], n[k]);
         if (copies) copy_dy_z(stage, k);
         if (args.dweight != nullptr) {
 #pragma unroll

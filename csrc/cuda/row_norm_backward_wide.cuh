@@ -1,5 +1,6 @@
-// Gradients of rows of more than 4096 columns that are not pipelined: unaligned, of mixed dtypes, without a norm, wider
-// than 65,536, or on a GPU without clusters, cp.async or enough shared memory. row_norm_backward.cuh has the formulas.
+// Gradients of rows of more than 4096 columns that are not pipelined: unaligned, with a dy neither float32 nor of x's
+// dtype, without a norm, wider than 65,536, or on a GPU without clusters, cp.async or enough shared memory.
+// row_norm_backward.cuh has the formulas.
 //
 // Two kernels. A block of the first computes the means of one row. A block of the second takes 4096 columns of one
 // part's rows; each thread keeps the sums of its 8 columns. Moves n_cols * (read dy and z twice, dz once + write dx,

@@ -20,7 +20,7 @@ from pairwise import pairwise
 from tools.gpusim import row_norm as cudasim_row_norm
 from tools.gpusim import softmax as cudasim_softmax
 from tools.gpusim.adam import ADAM, ADAMW, Parameter, Step
-from tools.gpusim.harness import Bug, Case, SimulatorFailure, sources_with
+from tools.gpusim.harness import Bug, Case, Pair, SimulatorFailure, sources_with
 from tools.sass import count_instructions
 from tools.sass.machine_code import (
     ARCHITECTURES,
@@ -42,10 +42,13 @@ ROW_NORM_SIZES = {
         (3, 4097), (2, 10240), (2, 16391), (1, 33280),
     ],
     "f32": [(19, 64), (40, 256), (9, 512), (5, 1023), (5, 1024), (2, 9216), (1, 16391)],
+    # 20 rows of 8 lanes: whole warps, as some lanes alone vote here, which the emulator rejects.
+    "bf16-f32": [(20, 64), (40, 256), (20, 512), (7, 768), (2, 9216)],
 }  # fmt: skip
 EARLIER_ROW_NORM_SIZES = {  # of GPUs before Hopper
     "bf16": [(7, 100), (40, 256), (20, 512), (9, 1024), (2, 8200), (2, 16391)],
     "f32": [(9, 512), (5, 1023)],
+    "bf16-f32": [(40, 256), (20, 512)],
 }
 SOFTMAX_SIZES = [
     ((2, 2, 9), 3), ((2, 3, 7), 49), ((2, 2, 9), 64), ((2, 2, 9), 256), ((1, 3, 5), 257), ((2, 1, 9), 512),
@@ -70,16 +73,24 @@ def _skip_unless_runnable(arch: int) -> None:
         pytest.skip(reason)
 
 
+def _pair(dtype: str) -> Pair:
+    """The dtypes of row_norm's x and z: "bf16-f32", or one name for both."""
+    x, _, z = dtype.partition("-")
+    return DTYPES[x], DTYPES[z or x]
+
+
 @functools.cache
 def _code(family: str, dtype: str, arch: int) -> MachineCode:
     _skip_unless_runnable(arch)
-    return machine_code(family, DTYPES[dtype], arch)
+    x_dtype, z_dtype = _pair(dtype)
+    return machine_code(family, x_dtype, arch, z_dtype=z_dtype)
 
 
 def _row_norm_calls(dtype: str, n_rows: int, n_cols: int) -> list[cudasim_row_norm.Call]:
-    calls = cudasim_row_norm.calls((DTYPES[dtype], DTYPES[dtype]), n_rows, n_cols)
+    pair = _pair(dtype)
+    calls = cudasim_row_norm.calls(pair, n_rows, n_cols)
     if n_cols > 4097:
-        return [replace(calls[3], parameter_dtype=DTYPES[dtype])] if n_cols > 16384 else [calls[0], calls[3]]
+        return [replace(calls[3], parameter_dtype=pair[0])] if n_cols > 16384 else [calls[0], calls[3]]
     return [*calls, replace(calls[3], shift=1)]
 
 
@@ -243,6 +254,18 @@ def test_row_norm_touches_whole_sectors(dtype: str, backward: bool, tmp_path: Pa
     assert all(set(share.values()) == {1.0} for share in shares), shares
 
 
+@pytest.mark.parametrize("pair", ["bf16", "bf16-f32"])
+def test_float32_gradients_of_16_bit_rows_are_prefetched(pair: str, tmp_path: Path) -> None:
+    """As those of the rows' dtype are, in every pipelined kernel: autocast runs norms in float32."""
+    calls = [
+        cudasim_row_norm.Call("dy", 4, n_cols, _pair(pair), y_dtype=torch.float32, orders=(WARPS_FORWARD,))
+        for n_cols in (64, 256, 512, 9216)
+    ]
+    _, counts = _code("row_norm", pair, 90).run([call.backward_case() for call in calls], tmp_path)
+    for call, count in zip(calls, counts, strict=True):
+        assert any(opcode.startswith("LDGSTS") for opcode in count["instructions"]), call
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_adam_touches_whole_sectors(dtype: str, tmp_path: Path) -> None:
     common = {"param": DTYPES[dtype], "grad": DTYPES[dtype]}
@@ -316,9 +339,9 @@ LAUNCHED = {
         namespace onetrip {
         using T = __nv_bfloat16;
         template __global__ void row_norm_forward_kernel<T, T, 16, 4, Access::kVectors>(RowNormForward);
-        template __global__ void row_norm_backward_pipelined_kernel<T, T, 0>(RowNormBackward, BackwardPartition,
-                                                                             PipelinePlan);
-        template __global__ void row_norm_backward_pipelined_kernel<T, T, kClusterRow>(
+        template __global__ void row_norm_backward_pipelined_kernel<T, T, T, 0>(RowNormBackward, BackwardPartition,
+                                                                                PipelinePlan);
+        template __global__ void row_norm_backward_pipelined_kernel<T, T, T, kClusterRow>(
             RowNormBackward, BackwardPartition, PipelinePlan);
         template __global__ void row_norm_partials_kernel<kPartialGroups * kWarpThreads>(const float*, int64_t, int64_t,
                                                                                          PartialSums);

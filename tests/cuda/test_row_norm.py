@@ -38,6 +38,9 @@ CHOSEN_SIZES = {
     "bf16-f32": [*SIZES[1::2], (33, 512)],
 }
 
+# Calls at large sizes.
+LARGE = ("rms_norm_offset", "block", "block_centred", "block_float32_y")
+
 
 @pytest.fixture
 def driver() -> Callable[[str], Path]:
@@ -63,7 +66,7 @@ def test_matches_reference(driver, pair: str, size: tuple[int, int], tmp_path: P
     large = size[0] * size[1] > 8000
     chosen = calls(PAIRS[pair], *size, orders=(4,) if large else (0, 3, 4, 5))
     if large:
-        chosen = [call for call in chosen if call.name in ("rms_norm_offset", "block", "block_centred")]
+        chosen = [call for call in chosen if call.name in LARGE]
     cases = [case for call in chosen for case in (call.forward_case(), call.backward_case())]
     # A GPU without asynchronous copies: other kernels, other parts of the rows. A row has the same bits.
     cases += [replace(call, copies=False).backward_case() for call in chosen]
@@ -81,9 +84,8 @@ def test_matches_reference(driver, pair: str, size: tuple[int, int], tmp_path: P
 def test_sums_that_are_asked_to_be_are_the_same_bits_on_every_gpu(
     driver, pair: str, n_cols: int, tmp_path: Path
 ) -> None:
-    names = ("rms_norm_offset", "block", "block_centred")
     chosen = [
-        call for call in calls(PAIRS[pair], 300 if n_cols < 300 else 21, n_cols, orders=(4,)) if call.name in names
+        call for call in calls(PAIRS[pair], 300 if n_cols < 300 else 21, n_cols, orders=(4,)) if call.name in LARGE
     ]
     for call in chosen:
         gpus = [replace(call, gpu_independent=True, copies=copies).backward_case() for copies in (True, False)]
@@ -139,12 +141,18 @@ def test_rows_far_wider_than_shared_memory(driver, n_cols: int, has_parameters: 
     check_backward(call, backward)
 
 
+# None: y has x's dtype.
+SAME_BITS = [("f32", None), ("bf16", None), ("f16-f32", None), ("bf16", torch.float32), ("bf16-f32", torch.float32)]
+
+
 @pytest.mark.parametrize("size", [(9, 64), (9, 256), (5, 768), (5, 1024), (20, 4104), (9, 8200), (3, 16400)], ids=_id)
-@pytest.mark.parametrize("pair", ["f32", "bf16", "f16-f32"])
-def test_same_bits_wherever_tensors_lie(driver, pair: str, size: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("pair", "y_dtype"), SAME_BITS, ids=_id)
+def test_same_bits_wherever_tensors_lie(
+    driver, pair: str, y_dtype: torch.dtype | None, size: tuple[int, int], tmp_path: Path
+) -> None:
     # Without clusters, which take aligned rows only.
     options = {"residual": True, "bias": True, "dropout_p": 0.25, "store_z": True, "dz": True, "orders": (3,)}
-    aligned = Call("aligned", *size, PAIRS[pair], **options, clusters=False)
+    aligned = Call("aligned", *size, PAIRS[pair], **options, y_dtype=y_dtype, clusters=False)
     layouts = [
         aligned,
         replace(aligned, name="one element off", shift=1),
@@ -213,7 +221,7 @@ def test_wide_rows_do_not_depend_on_shared_memory(driver, pair: str, tmp_path: P
 
 
 @pytest.mark.parametrize("size", [(35, 4104), (20, 8200)], ids=_id)
-@pytest.mark.parametrize("pair", ["f32", "bf16"])
+@pytest.mark.parametrize("pair", ["f32", "bf16", "bf16-f32"])
 def test_wide_gradients_of_every_call(driver, pair: str, size: tuple[int, int], tmp_path: Path) -> None:
     """Every kind of call, aligned and not; with little memory, so that rows wait for those before them."""
     aligned = [replace(call, shared_limit=96 * 1024) for call in calls(PAIRS[pair], *size, orders=(4,))]

@@ -50,15 +50,17 @@ class Call(NamedTuple):
     n_cols: int
     x: str
     z: str
+    y: str
     backward: bool
     shared_sums: int = 0
     """Gradients with sums in shared memory, of dbias and dweight; dnorm_bias stays in registers."""
     norm: bool = True
 
 
+PAIRS = [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("f16", "f32"), ("bf16", "f32")]
 CALLS = [
-    Call(n_cols, x, z, *rest)
-    for x, z in [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("f16", "f32"), ("bf16", "f32")]
+    Call(n_cols, x, z, x, *rest)
+    for x, z in PAIRS
     for widths, rest in [
         (FORWARD_WIDTHS, (False,)),
         (BACKWARD_WIDTHS, (True, 1)),
@@ -66,6 +68,12 @@ CALLS = [
         (BACKWARD_WIDTHS, (True, 1, False)),
     ]
     for n_cols in widths
+] + [
+    Call(n_cols, x, z, "f32", True, shared_sums)
+    for x, z in PAIRS
+    if x != "f32"
+    for shared_sums in (1, 2)
+    for n_cols in BACKWARD_WIDTHS
 ]
 
 
@@ -95,13 +103,13 @@ def _pipelined_launch(call: Call, arch: int, kernels: dict[str, Kernel]) -> Laun
         kind = 0 if n_blocks == 1 else -1
         row_threads = -(-call.n_cols // (16 * 32 * n_blocks)) * 32
         n_groups = max(1, 256 // row_threads)
-    name = f"backward_pipelined_kernel<{call.x}, {call.z}, {kind}>"
+    name = f"backward_pipelined_kernel<{call.x}, {call.z}, {call.y}, {kind}>"
     if not _has_body(name, arch):
         return None
     threads = row_threads * n_groups
     weights = 64 * row_threads
     dbias = 64 * threads * (call.shared_sums - 1)  # dweight and dnorm_bias stay in registers
-    stage = 16 * threads * (ELEMENT_BYTES[call.x] + ELEMENT_BYTES[call.z])
+    stage = 16 * threads * (ELEMENT_BYTES[call.y] + ELEMENT_BYTES[call.z])
     limits = MULTIPROCESSORS[arch]
     for resident in (4, 2, 1):
         free_bytes = (
@@ -143,6 +151,8 @@ def _launches(call: Call, arch: int, kernels: dict[str, Kernel]) -> list[Launch]
         return [Launch(f"forward_kernel<{types}, {lanes}, {chunks}, {access}>", threads, columns=8 * chunks)]
     if call.norm and (pipelined := _pipelined_launch(call, arch, kernels)) is not None:
         return [pipelined]
+    if call.y != call.x:
+        return []  # by kernels for any dtype of dy, which are held to nothing
     lanes = 32 if call.n_cols <= 256 else 0
     if call.n_cols > 4096:
         columns = Launch(f"backward_columns_kernel<{types}, fast>", 512, 4 * call.shared_sums * 4096)
@@ -175,7 +185,8 @@ def _known_shortfall(arch: int, call: Call) -> str | None:
 def test_nothing_spills(arch: int, kernels: list[Kernel]) -> None:
     print_table(arch, kernels)
     forward = 5 * 2 + 3 * 4 + 2 * 2 * 9  # element by element; float32 and 16-bit rows: pairs, kinds of access, shapes
-    assert len(kernels) == 5 * 17 + forward + 1
+    pipelined = (5 + 4) * 4  # pairs, and those of a 16-bit x with a float32 dy; shapes
+    assert len(kernels) == 5 * 13 + pipelined + forward + 1
     spills = {kernel.name: kernel.spilled_bytes for kernel in kernels if kernel.spilled_bytes}
     assert all(spilled <= SPILLED_BYTES.get((arch, name), 0) for name, spilled in spills.items()), spills
 
@@ -183,7 +194,7 @@ def test_nothing_spills(arch: int, kernels: list[Kernel]) -> None:
 def test_aligned_kernels_move_16_bytes_at_once(arch: int, kernels: list[Kernel]) -> None:
     kinds = ("fast", "vectors", "uniform", "cluster", "pipelined")
     aligned = [kernel for kernel in kernels if any(kind in kernel.name for kind in kinds)]
-    assert len(aligned) == 5 * 11 + 3 * 4 + 2 * 2 * 9
+    assert len(aligned) == 5 * 7 + 9 * 4 + 3 * 4 + 2 * 2 * 9
     moving = [kernel for kernel in aligned if _has_body(kernel.name, arch)]
     assert not [kernel for kernel in moving if not kernel.wide_loads]
     assert not [kernel for kernel in moving if not kernel.wide_stores and "means" not in kernel.name]
@@ -239,7 +250,7 @@ def test_half_of_the_threads_are_resident(arch: int, kernels: list[Kernel]) -> N
             line = f"{call}: {launch}, {kernel.registers} registers, {resident} threads"
             assert resident > 0, line
             if launch.bytes_in_flight:
-                of_threads = multiprocessor.threads // 2 * 8 * (ELEMENT_BYTES[call.x] + ELEMENT_BYTES[call.z])
+                of_threads = multiprocessor.threads // 2 * 8 * (ELEMENT_BYTES[call.y] + ELEMENT_BYTES[call.z])
                 too_few = resident // launch.threads * launch.bytes_in_flight < of_threads
                 if too_few and _known_shortfall(arch, call) is None:
                     short.append(line)

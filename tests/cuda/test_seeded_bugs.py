@@ -87,6 +87,10 @@ ROW_NORM_BUGS = {
     ),
     "halves_past_the_row_copied": Bug(PIPELINED, "if (valid <= half * kHalfColumns) continue;", ""),
     "first_halves_added_twice": Bug(PIPELINED, "place.element / 4", "0"),
+    "dy_read_as_x": Bug(PIPELINED, "DTypeOf<Y>::value", "DTypeOf<X>::value"),
+    "dy_copied_as_x": Bug(
+        "row_norm.cu", "launch_backward_pipelined<X, Z, float>", "launch_backward_pipelined<X, Z, X>"
+    ),
     "weights_without_barrier": Bug(PIPELINED, "if (args.weight != nullptr) __syncthreads();", ""),
     "sums_of_the_last_group_not_added": Bug(PIPELINED, "j < n_groups; ++j)", "j < n_groups - 1; ++j)"),
     "groups_added_before_all_have_ended": Bug(
@@ -217,6 +221,7 @@ def check_row_norm(driver: Path, folder: Path) -> None:
     chosen = [Call("wide", 21, 1001, **block), Call("aligned", 21, 1024, **block), Call("warp", 70, 70, **block)]
     chosen += [Call("lanes", 70, 104, **block), Call("odd", 70, 1544, **block, shared_limit=64 * 1024, orders=(0, 3))]
     chosen += [Call("not ahead", 21, 1024, **block, copies=False)]
+    chosen += [Call("float32 dy", 21, 1024, **block, y_dtype=torch.float32)]
     chosen += [Call("cluster", 2, 16896, **block, orders=(0, 4))]
     chosen += [Call("kept", 1, 16392, **block, clusters=False, orders=(0,))]
     _check_pairs(driver, chosen, cudasim_row_norm, folder)

@@ -209,6 +209,7 @@ def calls(pair: Pair, n_rows: int, n_cols: int, orders: tuple[int, ...] = ORDERS
     ]
     if z_dtype == x_dtype != torch.float32:
         chosen.append(Call("block_of_one_dtype", **block, parameter_dtype=z_dtype))
+        chosen.append(Call("block_float32_y", **block, y_dtype=torch.float32, dz=True))
     if z_dtype == torch.float32:
-        chosen.append(Call("block_centred", **block, center_z=True, dz=True))
+        chosen.append(Call("block_centred", **block, y_dtype=torch.float32, center_z=True, dz=True))
     return chosen

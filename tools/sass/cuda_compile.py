@@ -236,7 +236,7 @@ def _short_name(mangled: str) -> str:
         if token.startswith("NS_"):
             words.append(("elements", "vectors", "uniform")[int(token[-1])])
         elif token.startswith("S"):
-            words.append(words[-1])  # the type before, again
+            words.append(next(word for word in words if word != "f32"))  # the 16-bit type, again
         elif token.startswith("Li"):
             words.append(token[2:].replace("n", "-"))
         elif token.startswith("Lb"):

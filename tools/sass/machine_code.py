@@ -73,19 +73,25 @@ class MachineCode:
         return found[1::2]
 
 
-def compiled_together(family: str, dtype: torch.dtype) -> list[list[torch.dtype]]:
-    """The dtypes of the driver that the simulator's own tests build, for one dtype."""
+def compiled_together(family: str, dtype: torch.dtype, z_dtype: torch.dtype | None = None) -> list[list[torch.dtype]]:
+    """The dtypes of the driver that the simulator's own tests build, for one dtype. z_dtype: of row_norm's z; None:
+    the same."""
     if family == "adam":
         return [[dtype, grad] for grad in (torch.float32, torch.float16, torch.bfloat16)]
-    return [[dtype] * (1 if family == "softmax" else 2)]
+    return [[dtype]] if family == "softmax" else [[dtype, z_dtype or dtype]]
 
 
 def machine_code(
-    family: str, dtype: torch.dtype, arch: int = 90, csrc: Path | None = None, source: str | None = None
+    family: str,
+    dtype: torch.dtype,
+    arch: int = 90,
+    csrc: Path | None = None,
+    source: str | None = None,
+    z_dtype: torch.dtype | None = None,
 ) -> MachineCode:
     """The kernels of a family, and the driver that runs those of the dtype. csrc: of kernels with a bug; the driver is
     that of the right sources. Of these kernels the source is compiled, or those of the dtype alone."""
-    types = compiled_together(family, dtype)
+    types = compiled_together(family, dtype, z_dtype)
     if csrc is None:
         kernels = cuda_compile.compiled(family, arch)
     else:
