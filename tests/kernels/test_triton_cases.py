@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from onetrip.kernels import interpreter_fault
+from simulators import triton_emulator_missing
 from triton_runner import COMPILE, INTERPRET, run_cases, run_emulated
 
 
@@ -20,15 +21,15 @@ class Cases(NamedTuple):
     quick: str
     """Each kernel, in rows of one tile and wide ones: what a change is tried with first."""
     compiled: str
-    """Every kernel and dtype; all of the cases take minutes to compile."""
+    """Run as machine code: every kernel and dtype; all of the cases take minutes to compile."""
     parts: tuple[str, ...] = ("test",)
-    """Parts of all cases: one process each."""
+    """Parts of all cases on a GPU: one process each."""
 
 
 FAMILIES = {
     "row_norm": Cases(
         "(test_forward or test_backward) and (-64- or -1025-)",
-        "(test_forward or test_backward) and (-64- or rms-1025) or test_wide_rows or test_cast_orders"
+        "(test_forward or test_backward) and (-64- or rms-1025) or test_wide_rows and (129 or 320) or test_cast_orders"
         " or centred or mask_past or threshold or bad_values or dropped or 2_to_the_31 or operators",
         ("test_forward or test_backward", "not test_forward and not test_backward"),
     ),
@@ -38,7 +39,7 @@ FAMILIES = {
         " or dropped or hidden_columns or without_a_visible or bad_values or 2_to_the_31",
         ("test_mask", "not test_mask"),
     ),
-    "adam": Cases("test_dtypes or test_tensors_groups or (test_sizes and 129)", ""),
+    "adam": Cases("test_dtypes or test_tensors_groups or (test_sizes and 129)", "test"),
     "cross_entropy": Cases(
         "test_losses and many and (-3- or -100-) or special_rows and one and f32 or test_multiply and 1000 or by_1",
         "test_losses and (-64- or -100-) or special_rows and f32 or test_multiply and 20001",
@@ -77,13 +78,22 @@ def test_interpreted_quickly() -> None:
     run_cases([file_of(family) for family in FAMILIES], INTERPRET, chosen)
 
 
-@pytest.mark.promise("adam bits")
 @pytest.mark.slow
-@EACH_PART
-def test_the_rest_interpreted(family: str, part: str) -> None:
-    run_cases([file_of(family)], INTERPRET, f"({part}) and not ({FAMILIES[family].quick})")
+@pytest.mark.parametrize(
+    "families", [("row_norm", "adam", "rotary"), ("softmax", "cross_entropy", "glu")], ids="-".join
+)
+def test_the_rest_interpreted(families: tuple[str, ...]) -> None:
+    """What the machine code is tried with as well is not interpreted again."""
+    files = [file_of(family) for family in families]
+    is_emulated = triton_emulator_missing() is None
+    chosen = [
+        f"triton_{family}_cases and not ({cases.quick})" + f" and not ({cases.compiled})" * is_emulated
+        for family, cases in FAMILIES.items()
+    ]
+    run_cases(files, INTERPRET, " or ".join(chosen))
 
 
+@pytest.mark.promise("adam bits")
 @pytest.mark.promise("T6")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
