@@ -1,4 +1,7 @@
-"""The CPU kernels, with OpenMP, under AddressSanitizer and UBSan, at every level this machine has."""
+"""The CPU kernels, with OpenMP, under AddressSanitizer and UBSan, at every level this machine has.
+
+What a level that it lacks would take to compile is most of the time; the package's own build compiles them all.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from cpu_drivers import FAMILIES, build
+from onetrip.ops.common.backends import native
 
 # Small outputs pass the caches as large ones do.
 FLAGS = ["-DONETRIP_STREAM_BYTES=1048576", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -26,7 +30,11 @@ def test_no_access_outside_the_buffers_and_no_undefined_behaviour(name: str, tmp
     compiler = next((name for name in (os.environ.get("CXX"), "g++", "clang++") if name and shutil.which(name)), None)
     if compiler is None:
         pytest.skip("no C++ compiler")
-    program = build(name, tmp_path, compiler, LEVELS, *FLAGS)
+    library = native()
+    assert library is not None
+    names = [*LEVELS]
+    levels = {level: LEVELS[level] for level in names[: names.index(library.cpu_level()) + 1]}
+    program = build(name, tmp_path, compiler, levels, *FLAGS)
     environment = os.environ | {
         "OMP_NUM_THREADS": "3",
         "ASAN_OPTIONS": "detect_leaks=1",
@@ -35,4 +43,4 @@ def test_no_access_outside_the_buffers_and_no_undefined_behaviour(name: str, tmp
     environment.pop("LD_PRELOAD", None)
     done = subprocess.run([str(program)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "baseline" in done.stdout
+    assert library.cpu_level() in done.stdout
