@@ -16,6 +16,7 @@ from onetrip.ops.common.native import read
 from onetrip.patching import calls, links, patch_model, unpatch_model
 from patching_cases import WIDTH, inputs, randomised
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 
@@ -93,6 +94,15 @@ def test_small_sums_are_not_linked(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         other(x)
     assert n_links(other) == 0
+
+
+@pytest.mark.parametrize(("device", "least"), [("cpu", 1 << 18), ("cuda", 1 << 22)])
+def test_from_which_size_on(device: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU waits for Python longer than it takes for a pass over fewer elements."""
+    monkeypatch.setattr(calls, "SMALLEST", 1 << 18)
+    with FakeTensorMode():
+        assert calls.is_large(torch.empty(least, device=device))
+        assert not calls.is_large(torch.empty(least - 1, device=device))
 
 
 def test_a_hook_that_replaces_a_layers_output_is_seen() -> None:

@@ -252,7 +252,7 @@ class Sum:
         if (
             not self.may_link
             or torch.compiler.is_dynamo_compiling()
-            or x.numel() < calls.SMALLEST
+            or not calls.is_large(x)
             or torch.is_inference_mode_enabled()
         ):
             return self._counted(module, x, residual, bias, p)
@@ -326,7 +326,7 @@ class Sum:
 
 def _read_by(result: Tensor, residual: Tensor, p: float) -> Tensor:
     """The result of a sum, which has read the residual. Without dropout both operands have one gradient."""
-    if p and not torch.compiler.is_dynamo_compiling() and residual.numel() >= calls.SMALLEST:
+    if p and not torch.compiler.is_dynamo_compiling() and calls.is_large(residual):
         read_as_residual(residual, result)
     return result
 

@@ -221,7 +221,7 @@ def _is_fusable(dense: Any, x: Any) -> bool:
     """Whether there is a gradient to add up, large enough, and dense is a linear layer that can add to it."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not isinstance(x, Tensor):
         return False
-    if not x.requires_grad or x.dim() < 2 or x.numel() < calls.SMALLEST or x.dtype not in KERNEL_DTYPES:
+    if not x.requires_grad or x.dim() < 2 or not calls.is_large(x) or x.dtype not in KERNEL_DTYPES:
         return False
     if not is_plain(dense, nn.Linear) or is_jit_tracing() or is_transformed() or calls.is_distributed(x):
         return False
