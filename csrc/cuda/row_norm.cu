@@ -81,19 +81,16 @@ static_assert(kBackwardColumns == kNarrowColumns, "the table");
   template __global__ void row_norm_forward_cluster_kernel<X, Z>(RowNormForward); \
   ONETRIP_INSTANTIATE_PIPELINED(X, Z, float)
 ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_ALL)
-ONETRIP_INSTANTIATE_PIPELINED(__half, float, __half)
-ONETRIP_INSTANTIATE_PIPELINED(__half, __half, __half)
-ONETRIP_INSTANTIATE_PIPELINED(__nv_bfloat16, float, __nv_bfloat16)
-ONETRIP_INSTANTIATE_PIPELINED(__nv_bfloat16, __nv_bfloat16, __nv_bfloat16)
-#define ONETRIP_INSTANTIATE_16_BITS(T, kAccess)  \
-  ONETRIP_INSTANTIATE_LANES(T, T, 8, 2, kAccess) \
-  ONETRIP_INSTANTIATE_FORWARD(T, T, 3, kAccess)
-ONETRIP_INSTANTIATE_16_BITS(__half, Access::kVectors)
-ONETRIP_INSTANTIATE_16_BITS(__half, Access::kUniform)
-ONETRIP_INSTANTIATE_FORWARD(__half, __half, 4, Access::kUniform)
-ONETRIP_INSTANTIATE_16_BITS(__nv_bfloat16, Access::kVectors)
-ONETRIP_INSTANTIATE_16_BITS(__nv_bfloat16, Access::kUniform)
-ONETRIP_INSTANTIATE_FORWARD(__nv_bfloat16, __nv_bfloat16, 4, Access::kUniform)
+#define ONETRIP_INSTANTIATE_16_BITS(T)                    \
+  ONETRIP_INSTANTIATE_LANES(T, T, 8, 2, Access::kVectors) \
+  ONETRIP_INSTANTIATE_LANES(T, T, 8, 2, Access::kUniform) \
+  ONETRIP_INSTANTIATE_FORWARD(T, T, 3, Access::kVectors)  \
+  ONETRIP_INSTANTIATE_FORWARD(T, T, 3, Access::kUniform)  \
+  ONETRIP_INSTANTIATE_FORWARD(T, T, 4, Access::kUniform)  \
+  ONETRIP_INSTANTIATE_PIPELINED(T, float, T)              \
+  ONETRIP_INSTANTIATE_PIPELINED(T, T, T)
+ONETRIP_INSTANTIATE_16_BITS(__half)
+ONETRIP_INSTANTIATE_16_BITS(__nv_bfloat16)
 template __global__ void row_norm_partials_kernel<kPartialGroups * kWarpThreads>(const float*, int64_t, int64_t,
                                                                                  PartialSums);
 
@@ -433,14 +430,11 @@ cudaError_t launch_backward(const RowNormBackward& args, const DeviceInfo& info,
   const BackwardPartition partition = backward_partition(args.n_rows, args.n_cols, info, gpu_independent);
   cudaError_t status = cudaSuccess;
   const bool vector_access = access.possible(), fast = vector_access && args.y_dtype == DTypeOf<X>::value;
-  bool pipelined = false;
-  if (vector_access && args.dy != nullptr && args.n_cols <= kMaxClusterBlocks * kPipelinedBlockColumns) {
-    if (fast) {
-      pipelined = launch_backward_pipelined<X, Z, X>(args, partition, info, stream, status);
-    } else if (args.y_dtype == DType::kFloat32) {
-      pipelined = launch_backward_pipelined<X, Z, float>(args, partition, info, stream, status);
-    }
-  }
+  const bool pipelined = vector_access && args.dy != nullptr &&
+                         args.n_cols <= kMaxClusterBlocks * kPipelinedBlockColumns &&
+                         (fast ? launch_backward_pipelined<X, Z, X>(args, partition, info, stream, status)
+                               : args.y_dtype == DType::kFloat32 &&
+                                     launch_backward_pipelined<X, Z, float>(args, partition, info, stream, status));
   if (!pipelined && shape.path == Path::kWide) {
     status = fast ? launch_backward_wide<X, Z, true>(args, true, partition, stream)
                   : launch_backward_wide<X, Z, false>(args, vector_access, partition, stream);
