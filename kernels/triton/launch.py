@@ -22,7 +22,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) ->
 
     Triton binds and classifies all arguments of every launch to find what it compiled for them. Only what our kernels
     are compiled for is looked at here: options, constants, which come last, dtypes, and whether addresses are multiples
-    of 16. Numbers are not: those that Triton would specialize on are in the kernel's do_not_specialize.
+    of 16. Numbers are not: integers are in the kernel's do_not_specialize, others are Python floats. What Triton looks
+    at besides, like debugging options that change between two launches, has no effect after the first.
     """
     if not (_TAKES_CONSTANTS and isinstance(kernel, triton.JITFunction)):  # interpreted
         kernel[grid](*arguments, **named)
@@ -43,13 +44,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) ->
         compiled[(*grid, 1, 1)](*values)
 
 
-_HERE = contextlib.nullcontext()
+_NO_SWITCH = contextlib.nullcontext()
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the tensor's."""
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
-        return _HERE
+        return _NO_SWITCH
     return torch.cuda.device(tensor.device)
 
 

@@ -56,16 +56,17 @@ def _kind_numbers(tables: AdamTables) -> list[tuple[int, int, bool, int, int]]:
 
 def sums_of_squares(tables: AdamTables, grads: list[Tensor]) -> Tensor:
     """Of the elements of each slot's gradient: [n_slots] float64. tables must describe these gradients."""
-    if choose("adam", tables.device, True) != "cpu":  # index_add_ of a GPU has no fixed order
+    if choose("adam", tables.device, True) != "cpu":
+        # Not by chunks: index_add_ has no fixed order on a GPU.
         return torch.stack(torch._foreach_norm(grads, 2.0, torch.float64)).square()
     return torch.zeros(len(grads), dtype=torch.float64).index_add_(0, tables.chunks[:, 0], _squares_of_chunks(tables))
 
 
 def sum_of_squares(tables: AdamTables, grads: list[Tensor]) -> Tensor:
     """Of all elements of the gradients: 0-d float64. tables must describe these gradients."""
-    if choose("adam", tables.device, True) in ("cpu", "cuda"):
+    if choose("adam", tables.device, True) == "cuda":
         return _squares_of_chunks(tables).sum()
-    return sums_of_squares(tables, grads).sum()
+    return sums_of_squares(tables, grads).sum()  # a sum of many chunks would depend on a CPU's threads
 
 
 def _squares_of_chunks(tables: AdamTables) -> Tensor:
