@@ -1,5 +1,5 @@
-// Steps of Adam: see driver.h. squares: the sums of squares of the gradients' chunks, float64 by its bits. Every
-// other output NAME is updated in place: it begins as the input old.NAME.
+// Steps of Adam: see driver.h. squares, where it is an output: the sums of squares of the gradients' chunks, float64 by
+// its bits. Every other output NAME is updated in place: it begins as the input old.NAME.
 #include "common/adam.h"
 #include "driver.h"
 
@@ -65,9 +65,11 @@ int launch(const Case& c) {
   std::vector<onetrip::AdamKind> kinds;
   std::vector<onetrip::AdamChunk> chunks;
   sort_chunks(c, tensors, &kinds, &chunks);
-  const onetrip::AdamSquares squares{tensors.data(), chunks.data(), kinds.data(), static_cast<int64_t>(kinds.size()),
-                                     reinterpret_cast<double*>(c.tensor("squares"))};
-  if (const int code = onetrip::adam_squares_cuda(squares, c.device, nullptr)) return code;
+  if (char* const sums = c.tensor("squares")) {
+    const onetrip::AdamSquares squares{tensors.data(), chunks.data(), kinds.data(), static_cast<int64_t>(kinds.size()),
+                                       reinterpret_cast<double*>(sums)};
+    if (const int code = onetrip::adam_squares_cuda(squares, c.device, nullptr)) return code;
+  }
   onetrip::AdamScalars unwritten;
   std::memset(static_cast<void*>(&unwritten), 0xFF, sizeof unwritten);
   std::vector<onetrip::AdamScalars> scalars(counters.size(), unwritten);
