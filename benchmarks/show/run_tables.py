@@ -45,17 +45,23 @@ def by_topic(results: Results) -> dict[str, list[Table]]:
 
 
 def training(cases: Cases) -> Iterator[Table]:
-    columns = (
-        "variant", "forward ms", "backward ms", "both ms", "optimizer ms", "step ms", "samples/s", "matrix products ms",
-        "saved MiB", "peak MiB", "with weights and states MiB",
-    )  # fmt: skip
     for case in cases:
+        on_gpu = any("kernels_ms" in step for step in case["steps"].values())
+        part, what, of = (
+            ("kernels", "kernels_ms", "step")
+            if on_gpu
+            else ("matrix products", "matrix_products_ms", "forward and backward")
+        )
+        columns = (
+            "variant", "forward ms", "backward ms", "both ms", "optimizer ms", "step ms", "samples/s", f"{part} ms",
+            "saved MiB", "peak MiB", "with weights and states MiB",
+        )  # fmt: skip
         rows = [
             (
                 name,
                 *(milliseconds(step.get(which)) for which in ("forward", "backward", BOTH, "optimizer", "step")),
                 fixed(step.get("samples_per_s"), 1),
-                fixed(step.get("matrix_products_ms"), 0),
+                fixed(step.get(what), 1 if on_gpu else 0),
                 mib(step.get("saved_bytes")),
                 mib(step.get("peak_bytes")),
                 mib(step.get("training_bytes")),
@@ -69,7 +75,7 @@ def training(cases: Cases) -> Iterator[Table]:
         losses = ", ".join(f"{name} {loss:.6f}" for name, loss in case["loss_without_dropout"].items())
         note = (
             f"{case['patched_sites']} sites patched; eager attention unless the name says otherwise. "
-            f"Loss without dropout: {losses}. Matrix products: of one profiled forward and backward. "
+            f"Loss without dropout: {losses}. {part.capitalize()}: of one profiled {of}. "
             "Peak: above weights and states."
         )
         yield Table(title, columns, rows, note)

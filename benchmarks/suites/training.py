@@ -83,7 +83,7 @@ _GPU_CASES = (
     TrainingCase("bert_large", 4, 512, 24),
     *(TrainingCase("bert_large", batch_size, 512, 24, torch.bfloat16) for batch_size in (4, 16, 64)),
     TrainingCase("gpt2", 8, 1024, 12, torch.bfloat16),
-    TrainingCase("llama_1b", 4, 1024, 22, torch.bfloat16),
+    *(TrainingCase("llama_1b", batch_size, 1024, 22, torch.bfloat16) for batch_size in (4, 12)),
 )
 
 
@@ -237,6 +237,13 @@ class Trainer:
             self.forward_backward()
         return sum(event.self_cpu_time_total for event in profile.key_averages() if event.key in _PRODUCTS) / 1e3
 
+    def kernels_ms(self) -> float:
+        """Milliseconds in which kernels ran in one step: where a step takes longer, the GPU waited for its host."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.step()
+            torch.cuda.synchronize(self._device)
+        return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
+
     def memory(self) -> dict[str, int]:
         self.optimizer.zero_grad()
         saved = saved_bytes(self.forward, excluded=self.parameters)
@@ -286,6 +293,8 @@ class _Found:
             self.steps[name] = self._figures(samples[name]) | trainer.memory()
             if self.device.type == "cpu":
                 self.steps[name]["matrix_products_ms"] = trainer.matrix_products_ms()
+            else:
+                self.steps[name]["kernels_ms"] = trainer.kernels_ms()
 
     def _admit(self, variant: Variant) -> Trainer | None:
         """Built, checked and warm; None where it has no number, with the reason in self.unavailable."""

@@ -96,7 +96,7 @@ def test_small_sums_are_not_linked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert n_links(other) == 0
 
 
-@pytest.mark.parametrize(("device", "least"), [("cpu", 1 << 18), ("cuda", 1 << 22)])
+@pytest.mark.parametrize(("device", "least"), [("cpu", 1 << 18), ("cuda", 1 << 24)])
 def test_from_which_size_on(device: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU waits for Python longer than it takes for a pass over fewer elements."""
     monkeypatch.setattr(calls, "SMALLEST", 1 << 18)

@@ -15,7 +15,7 @@ from ..reference.glu import GluPlan, Gradients, Operands, reads_result
 from ..reference.philox import Rng
 from . import glu_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
-from .common.native import Launcher, matrix, rows, vector
+from .common.native import Launcher, matrix, vector
 from .common.operators import filled, register, register_backward, register_gradients
 from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
 
@@ -145,7 +145,7 @@ def _contiguous_gradients(
 def _matrices(operands: Operands) -> Operands:
     gate, up, bias = operands
     n_cols = gate.shape[-1]
-    return Operands(rows(gate, n_cols)[0].view(-1, n_cols), matrix(up, n_cols), vector(bias))
+    return Operands(matrix(gate, n_cols), matrix(up, n_cols), vector(bias))  # type: ignore[arg-type]
 
 
 def gradients_of(operands: Operands, wants: tuple[bool, bool, bool], make: Any) -> Gradients:

@@ -88,6 +88,7 @@ def _triton_unavailable_reason(device_type: str, index: int) -> str:
     return str(kernels.unavailable_reason(torch.device(device_type, index)))
 
 
+@functools.cache
 def formulas(backend: str, family: str) -> ModuleType:
     """The module of an operator family for "reference" or "triton": both have the same forward and backward."""
     return importlib.import_module(f"onetrip.{'reference' if backend == 'reference' else 'kernels'}.{family}")

@@ -106,7 +106,10 @@ def rows(tensor: Tensor, n_cols: int) -> tuple[Tensor, int]:
 
 def matrix(tensor: Tensor | None, n_cols: int) -> Tensor | None:
     """The tensor as [n_rows, n_cols] with last stride 1, for backends that read torch's strides."""
-    return None if tensor is None else rows(tensor, n_cols)[0].view(-1, n_cols)
+    if tensor is None:
+        return None
+    matrix = rows(tensor, n_cols)[0]
+    return matrix if matrix.dim() == 2 else matrix.view(-1, n_cols)
 
 
 def vector(tensor: Tensor | None) -> Tensor | None:
