@@ -96,7 +96,7 @@ def _times_float32(dtype: torch.dtype, device: torch.device) -> float:
             found.append(time.perf_counter() - start)
         return min(found)
 
-    return seconds(dtype) / seconds(torch.float32)
+    return 1.0 if dtype == torch.float32 else seconds(dtype) / seconds(torch.float32)
 
 
 class _Model:

@@ -131,8 +131,9 @@ def test_partial_sums_of_the_bias(n_rows):
 def test_partition_of_the_rows():
     wide, narrow = Tile(1, 1024, 8), Tile(8, 128, 8)
     assert glu.rows_per_program(10_000, 3, wide, False) == 1
-    assert glu.rows_per_program(10_000, 3, wide, True) == 100
-    assert glu.rows_per_program(10_000, 1, narrow, True) == 104
+    assert glu.rows_per_program(10_000, 3, wide, True) == 32
+    assert glu.rows_per_program(250, 3, wide, True) == 15
+    assert glu.rows_per_program(250, 1, narrow, True) == 16
     assert glu.rows_per_program(4_000_000, 4, wide, True) * 1024 >= 16_000_000
 
 
