@@ -238,7 +238,8 @@ class Trainer:
         return sum(event.self_cpu_time_total for event in profile.key_averages() if event.key in _PRODUCTS) / 1e3
 
     def kernels_ms(self) -> float:
-        """Milliseconds in which kernels ran in one step: where a step takes longer, the GPU waited for its host."""
+        """Milliseconds of all kernels of one step, added up: where a step takes longer, the GPU waited for its host.
+        The profiler stays loaded in the process."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             self.step()
             torch.cuda.synchronize(self._device)

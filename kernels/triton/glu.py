@@ -20,20 +20,20 @@ from .philox import dropout_arguments
 from .sum_partials import sum_partials
 from .tiles import MAX_REGISTERS, Tile, aligned, aligned_vector, common_divisor, row_stride
 
-# 4 values a lane of each operand; 8 spill 8 bytes a lane on sm_120 in the backward pass.
-_TILE = Tile(rows=1, cols=1024, num_warps=8)
-_NARROW_TILE = Tile(rows=8, cols=128, num_warps=8)
-"""Tile of rows of up to 512 columns, which would leave lanes of the other one empty."""
+_COLS, _NARROW_COLS = 1024, 128
+"""Columns of a tile; of rows of up to 512 columns, which would leave lanes of the other one empty."""
 _MANY_PROGRAMS = 1024
 """About the most programs of a backward pass that sums: 8 for each of an H100's 132 multiprocessors. The sizes alone
 decide."""
 _FEW_ROWS = 32
 """Partial sums are then 4% of what a backward pass moves of 16-bit matrices. With sqrt(n_rows) an H100 reached 50% of a
-copy's speed where 181 programs did all (bfloat16, 32,768 x 1,024), 71% with 364, 82% with 1,022."""
+copy's speed where 182 programs did all (bfloat16, 32,768 x 1,024), 71% with 368 (8,192 x 4,096)."""
 
 
-def _tile(n_cols: int) -> Tile:
-    return _NARROW_TILE if n_cols <= 512 else _TILE
+def _tile(n_cols: int, bytes_of_value: int) -> Tile:
+    """1024 elements, 16 bytes of each operand a lane."""
+    cols = _NARROW_COLS if n_cols <= 512 else _COLS
+    return Tile(rows=1024 // cols, cols=cols, num_warps=2 * bytes_of_value)
 
 
 def _gate_and_up(operands: Operands, plan: GluPlan) -> tuple[Tensor, Tensor | None]:
@@ -48,7 +48,7 @@ def forward(operands: Operands, plan: GluPlan, rng: Rng | None = None) -> Tensor
     if y.numel() == 0:
         return y
     divisor = common_divisor(n_cols)
-    block = _tile(n_cols)
+    block = _tile(n_cols, gate.itemsize)
     n_col_tiles = cdiv(n_cols, block.cols)
     with on_device_of(gate):
         gate, up = aligned(gate, divisor), aligned(up, divisor)
@@ -104,7 +104,7 @@ def backward(
     bias = operands.bias
     dbias = torch.empty_like(bias) if wants_bias and bias is not None else None
     divisor = common_divisor(n_cols)
-    block = _tile(n_cols)
+    block = _tile(n_cols, gate.itemsize if rng is None else 4)  # 16 bytes of 16-bit values and a mask spill
     n_col_tiles = cdiv(n_cols, block.cols)
     rows = rows_per_program(n_rows, n_col_tiles, block, dbias is not None)
     n_parts = cdiv(n_rows, rows)

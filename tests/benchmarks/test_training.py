@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from onetrip.benchmarks.show import run_tables
 from onetrip.benchmarks.suites import training
 from onetrip.benchmarks.suites.training import Trainer
 
@@ -85,3 +86,21 @@ def test_beside_a_slow_variant_all_are_timed_for_fewer_rounds(monkeypatch, slowe
     found.compare(training.VARIANTS[:3])
     assert [step["step"]["samples"] for step in found.steps.values()] == [rounds] * 3
     assert [step["kernels_ms"] for step in found.steps.values()] == [1e3 * s for s in seconds.values()]
+
+
+@pytest.mark.parametrize(
+    ("key", "column"), [("matrix_products_ms", "matrix products ms"), ("kernels_ms", "kernels ms")]
+)
+def test_the_table_says_what_else_was_timed(key: str, column: str) -> None:
+    record = {
+        "model": "bert_base",
+        "n_layers": 12,
+        "batch_size": 2,
+        "sequence_length": 512,
+        "dropout_p": 0.1,
+        "patched_sites": 24,
+        "loss_without_dropout": {"eager": 0.7},
+        "steps": {"eager": {key: 12.0}},
+    }
+    (table,) = run_tables.training([record])
+    assert column in table.columns and table.rows[0][table.columns.index(column)].text.startswith("12")

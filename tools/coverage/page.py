@@ -84,7 +84,7 @@ def page(record: dict[str, Any]) -> str:
         "After `unpatch_model` they are the same bit for bit.",
         f"In {sum('sensitive' in row for row in rows)} types some tensor is as far off as rounding alone makes it in "
         "the unpatched model (a detector's choice of the best queries, for example).",
-        "Sums are linked to norms here whatever their size; by default from 2^18 elements on (on a GPU 2^22).",
+        "Sums are linked to norms here whatever their size; by default from 2^18 elements on (on a GPU 2^24).",
         "",
         *_table(["opportunities, per forward in train mode", "traced", "fused", "share"], summary),
         "",

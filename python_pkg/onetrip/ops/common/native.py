@@ -108,8 +108,8 @@ def matrix(tensor: Tensor | None, n_cols: int) -> Tensor | None:
     """The tensor as [n_rows, n_cols] with last stride 1, for backends that read torch's strides."""
     if tensor is None:
         return None
-    matrix = rows(tensor, n_cols)[0]
-    return matrix if matrix.dim() == 2 else matrix.view(-1, n_cols)
+    found = rows(tensor, n_cols)[0]
+    return found if found.dim() == 2 else found.view(-1, n_cols)
 
 
 def vector(tensor: Tensor | None) -> Tensor | None:
