@@ -177,11 +177,14 @@ class Adam8bit(torch.optim.Optimizer):
                 f"clip_grad_norm_ knows all ranks, got {max_grad_norm}"
             )
         sums = [table.sum_of_squares() for table in self._tables]
-        norm = torch.stack([each.to(sums[0].device) for each in sums]).sum().sqrt()
-        scale: Any = 1.0 if grad_scale is None else _number_on(norm.device, grad_scale)
-        norm = norm / scale
+        total = sums[0] if len(sums) == 1 else torch.stack([each.to(sums[0].device) for each in sums]).sum()
+        scale = _number_on(total.device, grad_scale)
+        norm = total.sqrt() if scale is None else total.sqrt() / scale
         self.last_grad_norm = norm.float()
-        return grad_scale if max_grad_norm == math.inf else ((norm + 1e-6) / max_grad_norm).clamp(min=1.0) * scale
+        if max_grad_norm == math.inf:
+            return grad_scale
+        factor = ((norm + 1e-6) / max_grad_norm).clamp(min=1.0)
+        return factor if scale is None else factor * scale
 
     def _prepare(self, params: list[Tensor]) -> bool:
         """Brings the tables up to date. False where they are of other parameters or states, or those have changed."""
