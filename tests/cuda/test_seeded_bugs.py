@@ -200,6 +200,13 @@ ADAM_BUGS = {
     "later_groups_not_prepared": Bug("adam.cu", "first += kManyGroups", "first += args.n_groups"),
     "last_chunk_of_a_share_lost": Bug(STEP, "share + (blockIdx.x < n_larger ? 1 : 0)", "share"),
     "chunk_after_a_tensor_lost": Bug(STEP, "--i;", ""),
+    "squares_of_warps_read_without_barrier": Bug(STEP, "= sum;\n    __syncthreads();", "= sum;"),
+    "squares_of_the_first_warp_lost": Bug(
+        STEP, "for (int warp = 1; warp < kAdamWarps", "for (int warp = 2; warp < kAdamWarps"
+    ),
+    "squares_past_the_end": Bug(
+        STEP, "tensor.numel - chunk.first, int64_t{kAdamChunk}", "tensor.numel, int64_t{kAdamChunk}"
+    ),
 }
 
 
