@@ -1,12 +1,10 @@
 """glu in Triton: `forward` and `backward` as every backend has them.
 
-The formulas stand in glu_kernels.py; here are the tile, the partition of the rows for the gradient of the bias, and the
-launches.
+The formulas stand in glu_kernels.py; here are the tile and the launches.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,17 +15,11 @@ from ..reference.philox import Rng, dropout_scale
 from . import glu_kernels as kernels
 from .launch import cdiv, launch, on_device_of
 from .philox import dropout_arguments
-from .sum_partials import sum_partials
+from .sum_partials import rows_per_program, sum_partials
 from .tiles import MAX_REGISTERS, Tile, aligned, aligned_vector, common_divisor, row_stride
 
 _COLS, _NARROW_COLS = 1024, 128
 """Columns of a tile; of rows of up to 512 columns, which would leave lanes of the other one empty."""
-_MANY_PROGRAMS = 1024
-"""About the most programs of a backward pass that sums: 8 for each of an H100's 132 multiprocessors. The sizes alone
-decide."""
-_FEW_ROWS = 32
-"""Partial sums are then 4% of what a backward pass moves of 16-bit matrices. With sqrt(n_rows) an H100 reached 50% of a
-copy's speed where 182 programs did all (bfloat16, 32,768 x 1,024), 71% with 368 (8,192 x 4,096)."""
 
 
 def _tile(n_cols: int, bytes_of_value: int) -> Tile:
@@ -81,15 +73,6 @@ def _dropout_arguments(rng: Rng | None, plan: GluPlan, n_cols: int) -> dict[str,
     return {**arguments, "keep_scale": dropout_scale(plan.dropout_p)}
 
 
-def rows_per_program(n_rows: int, n_col_tiles: int, block: Tile, sums: bool) -> int:
-    """A tile, or where a gradient is summed so many that partial sums are few: sqrt(n_rows) rows, of large matrices
-    _FEW_ROWS, and more where there would be more than _MANY_PROGRAMS."""
-    if not sums:
-        return block.rows
-    rows = max(min(math.isqrt(n_rows), _FEW_ROWS), cdiv(n_rows * n_col_tiles, _MANY_PROGRAMS))
-    return cdiv(rows, block.rows) * block.rows
-
-
 def backward(
     dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool], rng: Rng | None = None
 ) -> Gradients:
@@ -106,7 +89,7 @@ def backward(
     divisor = common_divisor(n_cols)
     block = _tile(n_cols, gate.itemsize if rng is None else 4)  # 16 bytes of 16-bit values and a mask spill
     n_col_tiles = cdiv(n_cols, block.cols)
-    rows = rows_per_program(n_rows, n_col_tiles, block, dbias is not None)
+    rows = block.rows if dbias is None else rows_per_program(n_rows, block, n_col_tiles)
     n_parts = cdiv(n_rows, rows)
     partials = None if dbias is None else dy.new_empty((1, n_parts, n_cols), dtype=torch.float32)
     with on_device_of(dy):

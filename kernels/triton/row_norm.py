@@ -23,10 +23,9 @@ from ..reference.row_norm import (
 from . import row_norm_kernels as kernels
 from .launch import cdiv, launch, on_device_of
 from .philox import dropout_arguments
-from .sum_partials import sum_partials
+from .sum_partials import rows_per_program, sum_partials
 from .tiles import (
     MAX_REGISTERS,
-    Tile,
     TileRule,
     aligned,
     aligned_vector,
@@ -55,18 +54,6 @@ ROW_MEANS = TileRule(elements=4096, elements_per_lane=8, max_cols=0, wide_cols=4
 
 # The compiler fuses no products and sums (enable_fp_fusion=False): where two products are added it may fuse the one or
 # the other, and does not choose alike when the seed comes by value and by address. What is to be fused is a tl.fma.
-
-# The sizes alone decide which program of backward takes which rows: sums over rows have the same bits on every GPU.
-# Up to 512 programs, 4 for each of an H100's 132 multiprocessors; then more rows a program, up to 16, because its
-# partial sums cost 4 bytes a column, written and read once; then more programs, up to 1024; then more rows.
-_FEW_PROGRAMS, _ENOUGH_ROWS, _MANY_PROGRAMS = 512, 16, 1024
-
-
-def rows_per_program(n_rows: int, block: Tile, n_col_tiles: int) -> int:
-    """How many rows a program of backward sums over: a multiple of block.rows."""
-    rows = min(max(n_rows // _FEW_PROGRAMS, 1), _ENOUGH_ROWS)
-    rows = max(rows, cdiv(n_rows * n_col_tiles, _MANY_PROGRAMS))
-    return cdiv(rows, block.rows) * block.rows
 
 
 def forward(operands: Operands, rng: tuple[int, int] | Tensor | None, plan: RowNormPlan) -> Outputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from onetrip.kernels import glu
+from onetrip.kernels import glu, sum_partials
 from onetrip.kernels.tiles import Tile
 from onetrip.reference import glu as formula
 from onetrip.reference.glu import ACTIVATIONS, GluPlan, Operands
@@ -119,9 +119,10 @@ def test_tails_and_special_values(activation):
         assert ((y / exact - 1.0).abs() <= 1e-5).all()
 
 
-@pytest.mark.parametrize("n_rows", [1, 8, 9, 300])
-def test_partial_sums_of_the_bias(n_rows):
-    """Rows in one part, in many, and in parts that the last one does not fill; the same bits again."""
+@pytest.mark.parametrize(("n_rows", "most_programs"), [(1, 1024), (8, 1024), (9, 1024), (300, 1024), (300, 3)])
+def test_partial_sums_of_the_bias(n_rows, most_programs, monkeypatch):
+    """Rows in one part, in many, and in parts of several steps that the last one does not fill; the same bits again."""
+    monkeypatch.setattr(sum_partials, "_MANY_PROGRAMS", most_programs)
     x, dy, bias = randn(n_rows, 40), randn(n_rows, 40), randn(40, dtype=BF16)
     check(Operands(x, None, bias), dy, GluPlan("relu2"))
     one, other = (glu.backward(dy, Operands(x, None, bias), GluPlan("gelu"), (True, False, True)) for _ in range(2))
@@ -130,11 +131,10 @@ def test_partial_sums_of_the_bias(n_rows):
 
 def test_partition_of_the_rows():
     wide, narrow = Tile(1, 1024, 8), Tile(8, 128, 8)
-    assert glu.rows_per_program(10_000, 3, wide, False) == 1
-    assert glu.rows_per_program(10_000, 3, wide, True) == 32
-    assert glu.rows_per_program(250, 3, wide, True) == 15
-    assert glu.rows_per_program(250, 1, narrow, True) == 16
-    assert glu.rows_per_program(4_000_000, 4, wide, True) * 1024 >= 16_000_000
+    assert sum_partials.rows_per_program(250, wide, 3) == 1  # a program a row and tile
+    assert sum_partials.rows_per_program(10_000, wide, 3) == 30  # 1024 programs
+    assert sum_partials.rows_per_program(10_000, narrow, 1) == 16
+    assert sum_partials.rows_per_program(4_000_000, wide, 4) * 1024 >= 16_000_000
 
 
 @pytest.mark.skipif(INTERPRETED or EMULATED, reason="needs 13 GB of a GPU's memory")

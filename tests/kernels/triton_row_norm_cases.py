@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from onetrip import reference
-from onetrip.kernels import philox, row_norm, unavailable_reason
+from onetrip.kernels import philox, row_norm, sum_partials, unavailable_reason
 from onetrip.reference.philox import keep_mask
 from onetrip.reference.philox import philox as reference_philox
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, BackwardOperands, Dtypes, Operands, RowNormPlan
@@ -56,7 +56,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_norm, "BACKWARD", rule)
     monkeypatch.setattr(row_norm, "BACKWARD_ONE_SUM", rule)
     monkeypatch.setattr(row_norm, "ROW_MEANS", row_norm.TileRule(256, 8, max_cols=0, wide_cols=32))
-    monkeypatch.setattr(row_norm, "_MANY_PROGRAMS", 3)
+    monkeypatch.setattr(sum_partials, "_MANY_PROGRAMS", 3)
 
 
 def plan_of(norm: int, z_dtype: torch.dtype, **changes: Any) -> RowNormPlan:
