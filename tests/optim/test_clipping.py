@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,3 +191,13 @@ def test_parameters_of_fsdp1_are_refused() -> None:
     set_grads(params, 0)
     with pytest.raises(ValueError, match="max_grad_norm must be None for parameters of FullyShardedDataParallel"):
         AdamW8bit(params, max_grad_norm=1.0).step()
+
+
+def test_the_norm_is_that_of_all_devices() -> None:
+    optimizer = AdamW8bit([torch.nn.Parameter(torch.zeros(3))])
+    squares = torch.tensor([9.0, 16.0], dtype=torch.float64)
+    optimizer._tables = [SimpleNamespace(sum_of_squares=partial(squares.select, 0, i)) for i in range(2)]
+    for grad_scale, norm in ((None, 5.0), (2.0, 2.5)):
+        scale = optimizer._clipping_scale(1.0, grad_scale)
+        assert optimizer.last_grad_norm == norm
+        assert scale == pytest.approx((norm + 1e-6) * (grad_scale or 1.0))
