@@ -355,13 +355,14 @@ int64_t row_norm_workspace(int device, int64_t n_rows, int64_t n_cols, int n_wan
 
 // (lr, beta1, beta2, eps, weight_decay, decoupled, maximize, address of lr or 0)
 using AdamGroupNumbers = std::tuple<double, double, double, double, double, bool, bool, uintptr_t>;
-// (param_dtype, grad_dtype, is_8bit, first_chunk, n_chunks)
-using AdamKindNumbers = std::tuple<int, int, bool, int64_t, int64_t>;
+// (param_dtype, grad_dtype, is_8bit, rounding, first_chunk, n_chunks)
+using AdamKindNumbers = std::tuple<int, int, bool, int, int64_t, int64_t>;
 
 std::vector<onetrip::AdamKind> adam_kinds(const std::vector<AdamKindNumbers>& kinds) {
   std::vector<onetrip::AdamKind> structs;
-  for (const auto& [param_dtype, grad_dtype, is_8bit, first_chunk, n_chunks] : kinds)
-    structs.push_back({DType(param_dtype), DType(grad_dtype), is_8bit, first_chunk, n_chunks});
+  for (const auto& [param_dtype, grad_dtype, is_8bit, rounding, first_chunk, n_chunks] : kinds)
+    structs.push_back(
+        {DType(param_dtype), DType(grad_dtype), is_8bit, onetrip::AdamRounding(rounding), first_chunk, n_chunks});
   return structs;
 }
 

@@ -203,7 +203,9 @@ struct alignas(16) AdamTensor {
   int64_t exp_avg_scale;     // [ceil(numel / kAdamBlock)] float32; 0 where not 8-bit
   int64_t exp_avg_sq_scale;  // as exp_avg_scale, for the square root
   int64_t numel;
-  int64_t counter;  // index of its AdamCounter
+  int64_t counter;   // index of its AdamCounter
+  int64_t residual;  // [numel] int8 or int16, updated; where rounded stochastically, the index of its first element
+  int64_t key;       // of its random bits; 0 where not rounded stochastically
 };
 struct AdamCounter {
   int64_t step;  // address of a float32: the steps taken so far; one more afterwards
@@ -213,10 +215,13 @@ struct alignas(16) AdamChunk {
   int64_t tensor;  // index into tensors
   int64_t first;   // its first element
 };
+// How a parameter keeps its update: python_pkg/onetrip/reference/rounding.py. All but the first are for 16-bit ones.
+enum class AdamRounding : int { kNearest, kResidual8, kResidual16, kStochastic };
 // Tensors of the same dtypes, next to each other in the table of chunks: one kernel launch.
 struct AdamKind {
   DType param_dtype, grad_dtype;
   bool is_8bit;
+  AdamRounding rounding;
   int64_t first_chunk, n_chunks;  // n_chunks below 2^32, of all tensors' 1.7e13 elements
 };
 struct AdamGroup {
@@ -234,7 +239,7 @@ struct alignas(16) AdamScalars {
   float inv_sqrt_bias_correction2;  // 1 / sqrt(1 - beta2^t)
   float eps, lr;
   float largest_update;  // C_t, what exact Adam's |update| / lr never exceeds
-  float skip;            // 1: a gradient was not finite, nothing changes
+  float step;            // the number of this step, from 1; 0: a gradient was not finite, nothing changes
 };
 struct AdamStep {
   const AdamTensor* tensors;

@@ -78,7 +78,7 @@ ONETRIP_HOST_DEVICE AdamScalars adam_scalars(const AdamGroup& group, double lr, 
   s.eps = static_cast<float>(group.eps);
   s.lr = static_cast<float>(lr);
   s.largest_update = static_cast<float>(largest_adam_update(group.beta1, group.beta2, t));
-  s.skip = 0.0f;
+  s.step = static_cast<float>(t);
   return s;
 }
 
@@ -90,7 +90,7 @@ ONETRIP_HOST_DEVICE AdamScalars prepare_adam(const AdamCounter& counter, const A
   AdamScalars s = adam_scalars(group, group.lr_address ? static_cast<double>(*group.lr_address) : group.lr, t,
                                grad_scale ? static_cast<double>(*grad_scale) : 1.0);
   if (found_inf != nullptr && *found_inf != 0.0f) {
-    s.skip = 1.0f;
+    s.step = 0.0f;
   } else {
     *step = t;
   }

@@ -4,9 +4,11 @@
 // A block of 128 elements takes three passes. The first reads codes and gradient (and for L2 decay the parameter) and
 // leaves m and sqrt(v) in 1 KiB of stack; the second takes the parameter its step, and the scales are there when it
 // ends; the third writes the codes.
-// Memory sees every array once: p read and written, g read, 2 bytes of codes and 1/16 of scales read and written, 16.1
-// bytes an element in float32. Every block is computed by itself: no bit depends on the threads.
+// Memory sees every array once: p (and the residual of a master weight) read and written, g read, 2 bytes of codes and
+// 1/16 of scales read and written, 16.1 bytes an element in float32. Every block is computed by itself: no bit depends
+// on the threads.
 #include "adam_codes.h"
+#include "adam_params.h"
 #include "levels.h"
 #include "rows.h"
 #include "simd.h"
@@ -54,9 +56,9 @@ ONETRIP_INLINE F update(F m, F root, const Numbers& by) {
 ONETRIP_INLINE F update_param(F p, F u, const Numbers& by) { return p * by.decay - u * by.lr; }
 
 // What a block of 8-bit states is read from and written to.
-template <class P, class G>
+template <class Param, class G>
 struct Block {
-  P* param;
+  Param param;
   const G* grad;
   uint8_t *exp_avg, *exp_avg_sq;
   float *exp_avg_scale, *exp_avg_sq_scale;
@@ -72,21 +74,22 @@ __attribute__((noinline)) U largest_magnitudes(const F* values) {
   return largest;
 }
 
-template <bool kKeepsNaN, class P>
-ONETRIP_INLINE void update_params(P* param, const F* m, const F* root, const Numbers& by) {
+template <bool kKeepsNaN, class Param>
+ONETRIP_INLINE void update_params(const Param& param, const F* m, const F* root, const Numbers& by) {
 #pragma GCC unroll 4
   for (int i = 0; i < kVectors; ++i) {
     const F u = clamp_magnitude<kKeepsNaN>(update(m[i], root[i], by), by.largest_update);
-    store_rounded(param + i * kWidth, update_param(load(param + i * kWidth, All{}), u, by), All{});
+    param.store(i * kWidth, update_param(param.load(i * kWidth, All{}), u, by), All{});
   }
 }
-template <class P>
-__attribute__((noinline)) void update_params_with_nan(P* param, const F* m, const F* root, const Numbers& by) {
+template <class Param>
+__attribute__((noinline)) void update_params_with_nan(const Param& param, const F* m, const F* root,
+                                                      const Numbers& by) {
   update_params<true>(param, m, root, by);
 }
 
-template <class P, class G>
-ONETRIP_INLINE void step_block(const Block<P, G>& block, const Numbers& by, const Tables& tables) {
+template <class Param, class G>
+ONETRIP_INLINE void step_block(const Block<Param, G>& block, const Numbers& by, const Tables& tables) {
   F m[kVectors], root[kVectors];
   const F old_m_scale = splat(*block.exp_avg_scale), old_root_scale = splat(*block.exp_avg_sq_scale);
   F m_magnitudes = {};  // the largest of each lane: NaN may be lost
@@ -98,7 +101,7 @@ ONETRIP_INLINE void step_block(const Block<P, G>& block, const Numbers& by, cons
 #pragma GCC unroll 4
     for (int i = 0; i < kGroup; ++i) {
       const int64_t c = (first + i) * kWidth;
-      const F p = by.has_l2 ? load(block.param + c, All{}) : F{}, scaled_root = old_root[i] * old_root_scale;
+      const F p = by.has_l2 ? block.param.load(c, All{}) : F{}, scaled_root = old_root[i] * old_root_scale;
       const Moments moments =
           update_moments(p, load(block.grad + c, All{}), old_m[i] * old_m_scale, scaled_root * scaled_root, by);
       const F new_root = square_root(moments.v);
@@ -124,67 +127,64 @@ ONETRIP_INLINE void step_block(const Block<P, G>& block, const Numbers& by, cons
   store_unsigned(tables, root, root_scale, block.exp_avg_sq);
 }
 
-// n elements as a whole block of them: the rest are like the first one, and change no scale.
-template <class T>
-ONETRIP_INLINE void copy_filled(T* block, const T* from, int n) {
-  memcpy(block, from, n * sizeof(T));
-  for (int i = n; i < kBlock; ++i) block[i] = from[0];
-}
-// The last block of a parameter, of n elements, in arrays of its whole size.
-template <class P, class G>
-__attribute__((noinline)) void step_part_of_block(const Block<P, G>& block, int n, const Numbers& by,
+// The last block of a parameter, of n elements, in arrays of its whole size: what fills them changes no scale.
+template <class Param, class G>
+__attribute__((noinline)) void step_part_of_block(const Block<Param, G>& block, int n, const Numbers& by,
                                                   const Tables& tables) {
-  P param[kBlock];
+  typename Param::Copy param(block.param, n);
   G grad[kBlock];
   uint8_t exp_avg[kBlock], exp_avg_sq[kBlock];
-  copy_filled(param, block.param, n);
   copy_filled(grad, block.grad, n);
   copy_filled(exp_avg, block.exp_avg, n);
   copy_filled(exp_avg_sq, block.exp_avg_sq, n);
-  step_block<P, G>({param, grad, exp_avg, exp_avg_sq, block.exp_avg_scale, block.exp_avg_sq_scale}, by, tables);
-  memcpy(block.param, param, n * sizeof(P));
+  step_block<Param, G>({param.block(), grad, exp_avg, exp_avg_sq, block.exp_avg_scale, block.exp_avg_sq_scale}, by,
+                       tables);
+  param.write(block.param, n);
   memcpy(block.exp_avg, exp_avg, n);
   memcpy(block.exp_avg_sq, exp_avg_sq, n);
 }
 
-template <class T>
-ONETRIP_INLINE T* address(int64_t base, int64_t index) {
-  return reinterpret_cast<T*>(base) + index;
-}
-
-template <class P, class G>
-void step_8bit_chunks(const AdamStep& args, const AdamChunk* chunks, int64_t n_chunks, const Tables& tables) {
+template <class Param, class G>
+void step_8bit_chunks(const AdamStep& args, const AdamKind& kind, const AdamChunk* chunks, int64_t n_chunks,
+                      const Tables& tables) {
+  typename Param::Memory memory;
   for (const AdamChunk* chunk = chunks; chunk < chunks + n_chunks; ++chunk) {
     const AdamTensor& tensor = args.tensors[chunk->tensor];
-    const Numbers by(args.scalars[tensor.counter]);
+    const AdamScalars& scalars = args.scalars[tensor.counter];
+    const Numbers by(scalars);
     const int64_t n = smaller(kAdamChunk, tensor.numel - chunk->first), n_whole = n / kBlock;
+    const Param param = Param::at({tensor, kind.rounding, chunk->first, n, scalars.step}, memory);
     const auto block = [&](int64_t i) {
       const int64_t first = chunk->first + i * kBlock;
-      return Block<P, G>{address<P>(tensor.param, first),
-                         address<const G>(tensor.grad, first),
-                         address<uint8_t>(tensor.exp_avg, first),
-                         address<uint8_t>(tensor.exp_avg_sq, first),
-                         address<float>(tensor.exp_avg_scale, first / kBlock),
-                         address<float>(tensor.exp_avg_sq_scale, first / kBlock)};
+      return Block<Param, G>{param.from(i * kBlock),
+                             address<const G>(tensor.grad, first),
+                             address<uint8_t>(tensor.exp_avg, first),
+                             address<uint8_t>(tensor.exp_avg_sq, first),
+                             address<float>(tensor.exp_avg_scale, first / kBlock),
+                             address<float>(tensor.exp_avg_sq_scale, first / kBlock)};
     };
     for (int64_t i = 0; i < n_whole; ++i) step_block(block(i), by, tables);
     if (n_whole * kBlock < n) step_part_of_block(block(n_whole), static_cast<int>(n - n_whole * kBlock), by, tables);
   }
 }
 
-template <class P, class G>
-void step_32bit_chunks(const AdamStep& args, const AdamChunk* chunks, int64_t n_chunks, const Tables&) {
+template <class Param, class G>
+void step_32bit_chunks(const AdamStep& args, const AdamKind& kind, const AdamChunk* chunks, int64_t n_chunks,
+                       const Tables&) {
+  typename Param::Memory memory;
   for (const AdamChunk* chunk = chunks; chunk < chunks + n_chunks; ++chunk) {
     const AdamTensor& tensor = args.tensors[chunk->tensor];
-    const Numbers by(args.scalars[tensor.counter]);
-    P* param = address<P>(tensor.param, 0);
-    const G* grad = address<const G>(tensor.grad, 0);
-    float *exp_avg = address<float>(tensor.exp_avg, 0), *exp_avg_sq = address<float>(tensor.exp_avg_sq, 0);
-    for_columns<2>(chunk->first, smaller(chunk->first + kAdamChunk, tensor.numel), [&](int64_t c, auto lanes, int) {
-      const F p = load(param + c, lanes);
+    const AdamScalars& scalars = args.scalars[tensor.counter];
+    const Numbers by(scalars);
+    const int64_t first = chunk->first, n = smaller(kAdamChunk, tensor.numel - first);
+    const Param param = Param::at({tensor, kind.rounding, first, n, scalars.step}, memory);
+    const G* grad = address<const G>(tensor.grad, first);
+    float *exp_avg = address<float>(tensor.exp_avg, first), *exp_avg_sq = address<float>(tensor.exp_avg_sq, first);
+    for_columns<2>(0, n, [&](int64_t c, auto lanes, int) {
+      const F p = param.load(c, lanes);
       const Moments moments =
           update_moments(p, load(grad + c, lanes), load(exp_avg + c, lanes), load(exp_avg_sq + c, lanes), by);
-      store_rounded(param + c, update_param(p, update(moments.m, square_root(moments.v), by), by), lanes);
+      param.store(c, update_param(p, update(moments.m, square_root(moments.v), by), by), lanes);
       store(exp_avg + c, moments.m, lanes);
       store(exp_avg_sq + c, moments.v, lanes);
     });
@@ -248,15 +248,16 @@ int adam_squares(const AdamSquares& args) {
 int adam_step(const AdamStep& args) {
   static const Tables tables;
   for (const AdamKind* kind = args.kinds; kind < args.kinds + args.n_kinds; ++kind) {
-    const auto step_chunks = with_type(kind->param_dtype, [&](auto param) {
+    const auto step_chunks = with_param(*kind, [&](auto param) {
       return with_type(kind->grad_dtype, [&](auto grad) {
-        using P = decltype(param);
+        using Param = decltype(param);
         using G = decltype(grad);
-        return kind->is_8bit ? &step_8bit_chunks<P, G> : &step_32bit_chunks<P, G>;
+        return kind->is_8bit ? &step_8bit_chunks<Param, G> : &step_32bit_chunks<Param, G>;
       });
     });
-    for_chunks(*kind,
-               [&](int64_t first, int64_t n_chunks) { step_chunks(args, args.chunks + first, n_chunks, tables); });
+    for_chunks(*kind, [&](int64_t first, int64_t n_chunks) {
+      step_chunks(args, *kind, args.chunks + first, n_chunks, tables);
+    });
   }
   return 0;
 }

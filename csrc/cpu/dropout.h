@@ -130,6 +130,21 @@ inline void draw(uint16_t* bits, uint64_t seed, uint64_t offset, uint64_t group,
   }
 }
 
+// The bits of elements [first, first + n), drawn in whole groups. Returns where those of the first one are.
+inline const uint16_t* draw_elements(uint16_t* bits, uint64_t seed, uint64_t offset, uint64_t first, int64_t n,
+                                     Fetch fetch) {
+  const uint64_t group = first / kPhiloxElements;
+  const int64_t skip = first % kPhiloxElements, n_groups = (skip + n + kPhiloxElements - 1) / kPhiloxElements;
+  const int64_t before_carry = (uint64_t{1} << 32) - (group & 0xFFFFFFFFu);
+  if (n_groups > before_carry) {
+    draw(bits, seed, offset, group, before_carry, fetch);
+    draw(bits + kPhiloxElements * before_carry, seed, offset, group + before_carry, n_groups - before_carry, {});
+  } else {
+    draw(bits, seed, offset, group, n_groups, fetch);
+  }
+  return bits + skip;
+}
+
 // Which elements of a vector are kept.
 #if defined(__AVX512F__)
 typedef __mmask16 Kept;
@@ -160,12 +175,13 @@ class DropoutMask {
   // or at most kColumns columns. `fetch` begins beside column `begin` of a single row.
   void fill(int64_t first_row, int n_rows, int64_t begin, int64_t end, int64_t n_cols, Fetch fetch = {}) {
     if (end - begin == n_cols && n_rows * n_cols <= kWholeRows) {
-      const uint16_t* first = fill_run(buffer_, static_cast<uint64_t>(first_row) * n_cols, n_rows * n_cols, fetch);
+      const uint16_t* first =
+          draw_elements(buffer_, seed_, offset_, static_cast<uint64_t>(first_row) * n_cols, n_rows * n_cols, fetch);
       for (int k = 0; k < n_rows; ++k) row_[k] = first + k * n_cols;
     } else {
       for (int k = 0; k < n_rows; ++k)
-        row_[k] = fill_run(buffer_ + k * kRowElements, static_cast<uint64_t>(first_row + k) * n_cols + begin,
-                           end - begin, fetch);
+        row_[k] = draw_elements(buffer_ + k * kRowElements, seed_, offset_,
+                                static_cast<uint64_t>(first_row + k) * n_cols + begin, end - begin, fetch);
     }
   }
 
@@ -201,19 +217,6 @@ class DropoutMask {
   }
 
  private:
-  const uint16_t* fill_run(uint16_t* bits, uint64_t first_element, int64_t n, Fetch fetch) {
-    const uint64_t group = first_element / kPhiloxElements;
-    const int64_t skip = first_element % kPhiloxElements, n_groups = (skip + n + kPhiloxElements - 1) / kPhiloxElements;
-    const int64_t before_carry = (uint64_t{1} << 32) - (group & 0xFFFFFFFFu);
-    if (n_groups > before_carry) {
-      draw(bits, seed_, offset_, group, before_carry, fetch);
-      draw(bits + kPhiloxElements * before_carry, seed_, offset_, group + before_carry, n_groups - before_carry, {});
-    } else {
-      draw(bits, seed_, offset_, group, n_groups, fetch);
-    }
-    return bits + skip;
-  }
-
   uint16_t* buffer_;
   const uint16_t* row_[kMaxRows];
   uint64_t seed_, offset_;

@@ -16,11 +16,15 @@ constexpr int kFewGroups = 4, kManyGroups = 64;  // a launch that prepares
 // NVRTC compiles no host code, so that nothing would ask for the kernels.
 #ifdef __CUDACC_RTC__
 
-#define ONETRIP_INSTANTIATE(P, G)                                                                    \
-  template __global__ void adam_step_kernel<P, G, 8>(const AdamTensor*, const AdamChunk*, uint32_t,  \
-                                                     const AdamScalars*);                            \
-  template __global__ void adam_step_kernel<P, G, 32>(const AdamTensor*, const AdamChunk*, uint32_t, \
-                                                      const AdamScalars*);
+#define ONETRIP_INSTANTIATE_STEP(P, G, kOtherRounding)                                                               \
+  template __global__ void adam_step_kernel<P, G, 8, kOtherRounding>(const AdamTensor*, const AdamChunk*, uint32_t,  \
+                                                                     const AdamScalars*, AdamRounding);              \
+  template __global__ void adam_step_kernel<P, G, 32, kOtherRounding>(const AdamTensor*, const AdamChunk*, uint32_t, \
+                                                                      const AdamScalars*, AdamRounding);
+#define ONETRIP_INSTANTIATE_OTHER_float(G)
+#define ONETRIP_INSTANTIATE_OTHER___half(G) ONETRIP_INSTANTIATE_STEP(__half, G, true)
+#define ONETRIP_INSTANTIATE_OTHER___nv_bfloat16(G) ONETRIP_INSTANTIATE_STEP(__nv_bfloat16, G, true)
+#define ONETRIP_INSTANTIATE(P, G) ONETRIP_INSTANTIATE_STEP(P, G, false) ONETRIP_INSTANTIATE_OTHER_##P(G)
 ONETRIP_ADAM_TYPES(ONETRIP_INSTANTIATE)
 #define ONETRIP_INSTANTIATE_PREPARE(kGroups)                                                                           \
   template __global__ void adam_prepare_kernel<kGroups>(const __grid_constant__ AdamGroups<kGroups>, int64_t, int64_t, \
@@ -48,11 +52,18 @@ cudaError_t launch_prepare(const AdamStep& args, int64_t first_group, int64_t n_
 
 template <typename P, typename G>
 cudaError_t launch_kind(const AdamStep& args, const AdamKind& kind, int n_multiprocessors, cudaStream_t stream) {
-  const auto kernel = kind.is_8bit ? adam_step_kernel<P, G, 8> : adam_step_kernel<P, G, 32>;
+  constexpr bool kHasOthers = sizeof(P) == 2;
+  const bool other = kind.rounding != AdamRounding::kNearest;
+  const bool stochastic = kind.rounding == AdamRounding::kStochastic;
+  if ((other && !kHasOthers) || (stochastic && DTypeOf<P>::value != DType::kBFloat16)) return cudaErrorNotSupported;
+  const auto nearest = kind.is_8bit ? adam_step_kernel<P, G, 8, false> : adam_step_kernel<P, G, 32, false>;
+  const auto kernel = !other         ? nearest
+                      : kind.is_8bit ? adam_step_kernel<P, G, 8, kHasOthers>
+                                     : adam_step_kernel<P, G, 32, kHasOthers>;
   const int64_t n_blocks = int64_t{n_multiprocessors} * kAdamBlocks;
   const dim3 grid(static_cast<unsigned>(kind.n_chunks < n_blocks ? kind.n_chunks : n_blocks));
   return ONETRIP_LAUNCH(kernel, grid, dim3(kAdamThreads), 0, stream, args.tensors, args.chunks + kind.first_chunk,
-                        static_cast<uint32_t>(kind.n_chunks), args.scalars);
+                        static_cast<uint32_t>(kind.n_chunks), args.scalars, kind.rounding);
 }
 
 cudaError_t launch_kind_of(const AdamStep& args, const AdamKind& kind, int n_multiprocessors, cudaStream_t stream) {

@@ -12,8 +12,14 @@
 // quotients side by side, and what a warp's lanes have in common lies in registers of the warp; any other part goes a
 // longer way, to the same bits.
 //
-// Moves, of a float32 parameter and gradient, 12 + 2 * (2 + 8/128) = 16.1 bytes an element (8-bit), or 28 (32-bit).
+// kOtherRounding: parameters of 16 bits keep a residual, or are rounded stochastically (adam_rounding.cuh); which of
+// these is known at run time. Of bfloat16 and 8-bit states, instructions an element: 63 with int16 residuals, 66 with
+// int8 ones, 65 with random bits.
+//
+// Moves, of a float32 parameter and gradient, 12 + 2 * (2 + 8/128) = 16.1 bytes an element (8-bit), or 28 (32-bit); of
+// 16-bit ones 10.1, or 22. A residual is read and written: 2 or 4 bytes more.
 #pragma once
+#include "adam_rounding.cuh"
 #include "adam_tables.cuh"
 #include "launch.cuh"
 #include "reduce.cuh"
@@ -47,20 +53,22 @@ __global__ void adam_prepare_kernel(const __grid_constant__ AdamGroups<kGroups> 
 }
 
 // Where element `first` of a tensor lies, and the scales of its block.
-template <typename P, typename G, typename State>
+template <typename P, typename G, typename State, bool kOtherRounding>
 struct AdamAddresses {
   P* param;
   const G* grad;
   State *exp_avg, *exp_avg_sq;
   float *exp_avg_scale, *exp_avg_sq_scale;
+  RestPlace<kOtherRounding> rest;
 
-  __device__ __forceinline__ AdamAddresses(const AdamTensor& tensor, int64_t first)
+  __device__ __forceinline__ AdamAddresses(const AdamTensor& tensor, int64_t first, AdamRounding rounding)
       : param(global_pointer<P>(tensor.param, first)),
         grad(global_pointer<const G>(tensor.grad, first)),
         exp_avg(global_pointer<State>(tensor.exp_avg, first)),
         exp_avg_sq(global_pointer<State>(tensor.exp_avg_sq, first)),
         exp_avg_scale(scale_of(tensor.exp_avg_scale, first)),
-        exp_avg_sq_scale(scale_of(tensor.exp_avg_sq_scale, first)) {}
+        exp_avg_sq_scale(scale_of(tensor.exp_avg_sq_scale, first)),
+        rest(tensor, first, rounding) {}
 
   // To the same place of the next chunk. unit: of advance_by.
   __device__ __forceinline__ void advance(uint32_t unit) {
@@ -70,6 +78,7 @@ struct AdamAddresses {
       advance_by<kAdamChunk / kAdamBlock>(exp_avg_scale, unit);
       advance_by<kAdamChunk / kAdamBlock>(exp_avg_sq_scale, unit);
     }
+    rest.advance();
   }
   __device__ __forceinline__ const AdamAddresses& addresses() const { return *this; }
 
@@ -81,8 +90,9 @@ struct AdamAddresses {
 };
 
 // Whether chunks of 8 elements of a tensor, from its first on, can be read and written 16 bytes at a time, or as one.
-template <typename P, typename G, typename State>
-__device__ __forceinline__ bool aligned_for_chunks(const AdamTensor& tensor) {
+template <typename P, typename G, typename State, bool kOtherRounding>
+__device__ __forceinline__ bool aligned_for_chunks(const AdamTensor& tensor, AdamRounding rounding) {
+  if (kOtherRounding && !residuals_aligned(tensor, rounding)) return false;
   constexpr auto kUnit = [](size_t size) { return static_cast<uint32_t>(kChunkColumns * size < 16 ? 8 : 16); };
   const auto rest = [](int64_t address, uint32_t unit) { return static_cast<uint32_t>(address) & (unit - 1); };
   return (rest(tensor.param, kUnit(sizeof(P))) | rest(tensor.grad, kUnit(sizeof(G))) |
@@ -156,15 +166,16 @@ __device__ __forceinline__ bool all_have_codes(const Magnitudes& size, float sca
 }
 
 // Where 8 elements lie, computed from memory each time that it is asked for: registers that wait for it would spill.
-template <typename P, typename G, typename State>
+template <typename P, typename G, typename State, bool kOtherRounding>
 struct AdamPlace {
   const AdamTensor* tensors;
   uint32_t index;
   int64_t first;
-  __device__ __forceinline__ AdamAddresses<P, G, State> addresses() const {
+  AdamRounding rounding;
+  __device__ __forceinline__ AdamAddresses<P, G, State, kOtherRounding> addresses() const {
     uint32_t i = index;
     compiler_barrier(i);
-    return {tensors[i], first};
+    return {tensors[i], first, rounding};
   }
 };
 
@@ -189,28 +200,47 @@ template <AdamSizes kSizes, typename P, typename G, int kStateBits>
 constexpr bool kAdamApart = kSizes != AdamSizes::kAny && (kHalvesApart<P> || kHalvesApart<G> || kStateBits == 32);
 
 // A step of the 256 elements of a warp, 8 a lane. Place: AdamAddresses or AdamPlace. valid: of the 8. Returns false,
-// and has changed nothing, where a moment is not of kSizes.
-template <AdamSizes kSizes, typename P, typename G, int kStateBits, typename Place, typename Scalars>
+// and has changed nothing, where a moment is not of kSizes, or a bfloat16 of kOtherRounding would not be finite.
+template <AdamSizes kSizes, typename P, typename G, int kStateBits, bool kOtherRounding, typename Place,
+          typename Scalars>
 __device__ __forceinline__ bool adam_part(const Place& place, bool vector_access, int valid, const Scalars& scalars,
                                           const SharedWords& tables) {
   constexpr bool k8Bit = kStateBits == 8, kQuick = kSizes != AdamSizes::kAny;
   constexpr bool kOrdinary = kSizes == AdamSizes::kOrdinary, kApart = kAdamApart<kSizes, P, G, kStateBits>;
+  constexpr bool kJoinFirst = kOtherRounding && !kQuick;  // before the other loads: registers would spill
   using State = typename UintOf<kStateBits / 8>::Type;
   constexpr int kStateBytes = sizeof(State), kStateWords = kChunkColumns * kStateBytes / 4;
   const auto& from = place.addresses();
   const auto& s = scalars.now();
+  if (kOtherRounding && kSizes == AdamSizes::kQuick && s.l2 != 0.0f) return false;  // would spill, too
   Chunk<P, kChunkColumns> param_chunk;
   Chunk<G, kChunkColumns> grad_chunk;
   uint32_t m_words[kStateWords], v_words[kStateWords];
   float m_scale = 0.0f, v_scale = 0.0f;
+  [[maybe_unused]] uint32_t residuals[kPairs];
   load_chunk<kApart, false>(param_chunk, from.param, 0, vector_access, valid);
-  load_chunk<kApart, true>(grad_chunk, from.grad, 0, vector_access, valid);
-  load_words<kStateBytes, kChunkColumns, false, kApart>(m_words, from.exp_avg, vector_access, valid);
-  load_words<kStateBytes, kChunkColumns, false, kApart>(v_words, from.exp_avg_sq, vector_access, valid);
+  if constexpr (kOtherRounding && kOrdinary) {
+    load_residuals<kApart>(residuals, place_of_thread<true, kApart>(from.rest), vector_access, valid);
+  }
+  const auto load_others = [&] {
+    load_chunk<kApart, true>(grad_chunk, from.grad, 0, vector_access, valid);
+    load_words<kStateBytes, kChunkColumns, false, kApart>(m_words, from.exp_avg, vector_access, valid);
+    load_words<kStateBytes, kChunkColumns, false, kApart>(v_words, from.exp_avg_sq, vector_access, valid);
+  };
+  if constexpr (!kJoinFirst) load_others();
   if (k8Bit && valid > 0) m_scale = *from.exp_avg_scale, v_scale = *from.exp_avg_sq_scale;
 
   float p[kChunkColumns], g[kChunkColumns], m[kChunkColumns], root[kChunkColumns];
   unpack(param_chunk, p);
+  if constexpr (kOtherRounding && kOrdinary) join<false>(param_chunk, residuals, from.rest.rounding, p);
+  if constexpr (kJoinFirst) {
+    if (s.l2 != 0.0f) {
+      const auto& rest = place.addresses().rest;
+      load_residuals<kApart>(residuals, rest, vector_access, valid);
+      join<true>(param_chunk, residuals, rest.rounding, p);
+    }
+    load_others();
+  }
   unpack(grad_chunk, g);
   if (s.grad_factor != 1.0f || s.l2 != 0.0f) {
 #pragma unroll
@@ -260,10 +290,21 @@ __device__ __forceinline__ bool adam_part(const Place& place, bool vector_access
   if constexpr (!kOrdinary) {  // read once more: registers that wait for it would spill
     load_chunk<kApart, false>(param_chunk, to.param, 0, vector_access, valid);
     unpack(param_chunk, p);
+    if constexpr (kOtherRounding) {
+      load_residuals<kApart>(residuals, to.rest, vector_access, valid);
+      join<!kQuick>(param_chunk, residuals, to.rest.rounding, p);
+    }
   }
 #pragma unroll
   for (int j = 0; j < kChunkColumns; ++j) p[j] = updated<k8Bit, kQuick>(p[j], m[j], root[j], s_again);
-  store_rounded<P, kApart>(to.param, 0, p, vector_access, valid);
+  if constexpr (kOtherRounding) {
+    if constexpr (DTypeOf<P>::value == DType::kBFloat16) {
+      if constexpr (!kQuick) settle_infinite(p, to.rest.rounding);
+      if (kQuick && __any_sync(kFullWarp, !all_finite(p))) return false;
+    }
+  } else {
+    store_rounded<P, kApart>(to.param, 0, p, vector_access, valid);
+  }
   if constexpr (k8Bit) {
     const auto inverse_of = [](float scale) {
       return !kOrdinary && scale == 0.0f ? 0.0f : kQuick ? quick_reciprocal(scale) : __frcp_rn(scale);
@@ -277,13 +318,18 @@ __device__ __forceinline__ bool adam_part(const Place& place, bool vector_access
     }
 #pragma unroll
     for (int j = 0; j < kStateWords; ++j) {
-      m_words[j] = pack_codes(m_code[4 * j], m_code[4 * j + 1], m_code[4 * j + 2], m_code[4 * j + 3]);
-      v_words[j] = pack_codes(root_code[4 * j], root_code[4 * j + 1], root_code[4 * j + 2], root_code[4 * j + 3]);
+      m_words[j] = pack_bytes<2>(m_code[4 * j], m_code[4 * j + 1], m_code[4 * j + 2], m_code[4 * j + 3]);
+      v_words[j] = pack_bytes<2>(root_code[4 * j], root_code[4 * j + 1], root_code[4 * j + 2], root_code[4 * j + 3]);
     }
     if (threadIdx.x % kAdamLanes == 0 && valid > 0) *to.exp_avg_scale = m_scale, *to.exp_avg_sq_scale = v_scale;
   }
   store_words<kStateBytes, kChunkColumns, kApart>(to.exp_avg, m_words, vector_access, valid);
   store_words<kStateBytes, kChunkColumns, kApart>(to.exp_avg_sq, v_words, vector_access, valid);
+  if constexpr (kOtherRounding) {                               // last, when moments hold no registers
+    const auto last = kWarpRegisters ? to : place.addresses();  // once more on sm_70 and sm_75: keys would spill
+    const auto& rest = place_of_thread<kOrdinary, kApart>(last.rest);
+    store_masters<kApart>(last.param, rest, scalars.now().step, p, vector_access, valid);
+  }
   return true;
 }
 
@@ -295,12 +341,13 @@ __device__ __forceinline__ uint32_t place_in_chunk(uint32_t tensor_index) {
   return (first + tensor_index * kAdamPart) % kAdamChunk;
 }
 
-template <typename P, typename G, int kStateBits>
+// rounding: read where kOtherRounding; else kNearest.
+template <typename P, typename G, int kStateBits, bool kOtherRounding>
 __global__ void __launch_bounds__(kAdamThreads, kAdamBlocks)
-    adam_step_kernel(const AdamTensor* tensors, const AdamChunk* chunks, uint32_t n_chunks,
-                     const AdamScalars* scalars) {
+    adam_step_kernel(const AdamTensor* tensors, const AdamChunk* chunks, uint32_t n_chunks, const AdamScalars* scalars,
+                     AdamRounding rounding) {
   using State = typename UintOf<kStateBits / 8>::Type;
-  if (scalars[0].skip != 0.0f) return;  // of every counter alike
+  if (scalars[0].step == 0.0f) return;  // of every counter alike
   const SharedWords tables(kStateBits == 8 ? shared_adam_tables<kAdamThreads>() : nullptr);
   [[maybe_unused]] const uint32_t unit = uniform_register(kAdvanceUnit);
   const uint32_t share = n_chunks / gridDim.x, n_larger = n_chunks % gridDim.x;
@@ -311,7 +358,8 @@ __global__ void __launch_bounds__(kAdamThreads, kAdamBlocks)
     const auto index = static_cast<uint32_t>(chunk.tensor);
     const AdamTensor tensor = tensors[index];
     const auto counter = uniform_register(static_cast<uint32_t>(tensor.counter));
-    const bool quick = aligned_for_chunks<P, G, State>(tensor) && in_quick_range(scalars[counter]);
+    const bool quick =
+        aligned_for_chunks<P, G, State, kOtherRounding>(tensor, rounding) && in_quick_range(scalars[counter]);
     uint32_t quick_end = uniform_register(quick ? end : i);
     if constexpr (kWarpRegisters && kStateBits == 8) {
       // On through the chunks of this tensor as long as the parts are ordinary.
@@ -325,11 +373,29 @@ __global__ void __launch_bounds__(kAdamThreads, kAdamBlocks)
                      last = chunks_until(left);
       quick_end = uniform_register(min(quick_end, chunks_until(left - part - (kAdamPart - 1))));
       const HeldScalars held{uniform_register(scalars + counter)};
-      AdamAddresses<P, G, State> addresses(
-          tensor, chunk.first - kAdamChunk + part + first_column<kApart>(static_cast<int>(threadIdx.x % kWarpThreads)));
-      for (; i < quick_end; ++i) {
-        addresses.advance(unit);
-        if (!adam_part<AdamSizes::kOrdinary, P, G, kStateBits>(addresses, true, kChunkColumns, held, tables)) break;
+      AdamAddresses<P, G, State, kOtherRounding> addresses(
+          tensor, chunk.first - kAdamChunk + part + first_column<kApart>(static_cast<int>(threadIdx.x % kWarpThreads)),
+          rounding);
+      const auto take_ordinary = [&] {
+        for (; i < quick_end; ++i) {
+          addresses.advance(unit);
+          if (!adam_part<AdamSizes::kOrdinary, P, G, kStateBits, kOtherRounding>(addresses, true, kChunkColumns, held,
+                                                                                 tables))
+            break;
+        }
+      };
+      if constexpr (kOtherRounding) {  // a loop for each rounding: branches in one would take registers
+        const auto take_rounding = [&](AdamRounding known) {
+          if (rounding != known) return;
+          addresses.rest = {tensor, chunk.first - kAdamChunk + part, known};
+          addresses.rest.hold();
+          take_ordinary();
+        };
+        take_rounding(AdamRounding::kResidual8);
+        take_rounding(AdamRounding::kResidual16);
+        if constexpr (DTypeOf<P>::value == DType::kBFloat16) take_rounding(AdamRounding::kStochastic);
+      } else {
+        take_ordinary();
       }
       if (i >= last) {
         --i;  // the loop goes on to `last`
@@ -338,23 +404,25 @@ __global__ void __launch_bounds__(kAdamThreads, kAdamBlocks)
     }
     if (i < quick_end) {
       constexpr bool kApart = kAdamApart<AdamSizes::kQuick, P, G, kStateBits>;
-      const AdamPlace<P, G, State> place{tensors, index, chunks[i].first + place_in_chunk<kApart>(index)};
+      const AdamPlace<P, G, State, kOtherRounding> place{tensors, index,
+                                                         chunks[i].first + place_in_chunk<kApart>(index), rounding};
       const ScalarsInMemory in_memory{scalars, counter};
       const int64_t left = tensors[index].numel - place.first;
       if (!__any_sync(kFullWarp, left <= column_of<kApart>(kChunkColumns - 1)) &&
-          adam_part<AdamSizes::kQuick, P, G, kStateBits>(place, true, kChunkColumns, in_memory, tables))
+          adam_part<AdamSizes::kQuick, P, G, kStateBits, kOtherRounding>(place, true, kChunkColumns, in_memory, tables))
         continue;
     }
     uint32_t again = i;  // what follows from it is cheaper read again than held in registers
     compiler_barrier(again);
     const auto tensor_index = static_cast<uint32_t>(chunks[again].tensor);
-    const AdamPlace<P, G, State> place{tensors, tensor_index,
-                                       chunks[again].first + place_in_chunk<false>(tensor_index)};
+    const AdamPlace<P, G, State, kOtherRounding> place{
+        tensors, tensor_index, chunks[again].first + place_in_chunk<false>(tensor_index), rounding};
     const int valid = valid_columns<false>(place.first, tensors[tensor_index].numel, false);
     if (!__any_sync(kFullWarp, valid > 0)) continue;
     const ScalarsInMemory in_memory{scalars, static_cast<uint32_t>(tensors[tensor_index].counter)};
-    const bool vector_access = valid == kChunkColumns && aligned_for_chunks<P, G, State>(tensors[tensor_index]);
-    adam_part<AdamSizes::kAny, P, G, kStateBits>(place, vector_access, valid, in_memory, tables);
+    const bool vector_access =
+        valid == kChunkColumns && aligned_for_chunks<P, G, State, kOtherRounding>(tensors[tensor_index], rounding);
+    adam_part<AdamSizes::kAny, P, G, kStateBits, kOtherRounding>(place, vector_access, valid, in_memory, tables);
   }
 }
 

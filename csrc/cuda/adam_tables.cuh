@@ -105,9 +105,11 @@ __device__ __forceinline__ uint32_t unsigned_code(const SharedWords& tables, flo
   return tables.at_upper_half<kUnsignedWords>(bits) + bits;
 }
 
-// Byte 2 of each of four words.
-__device__ __forceinline__ uint32_t pack_codes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x0062), __byte_perm(c, d, 0x0062), 0x5410);
+// Byte kByte of each of four words.
+template <int kByte>
+__device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  constexpr uint32_t kBytes = (4 + kByte) << 4 | kByte;  // of two words
+  return __byte_perm(__byte_perm(a, b, kBytes), __byte_perm(c, d, kBytes), 0x5410);
 }
 
 }  // namespace onetrip

@@ -18,6 +18,7 @@ from torch import Tensor
 import triton.language as tl
 
 from ..reference.adam import Group, code_map, thresholds
+from ..reference.rounding import Rounding
 from . import adam_kernels as kernels
 from .launch import cdiv, launch, on_device_of
 from .tiles import MAX_REGISTERS
@@ -38,12 +39,27 @@ class AdamTile(NamedTuple):
     """A lane."""
 
 
-def tile(param_dtype: torch.dtype, is_8bit: bool) -> AdamTile:
+# Multiples of 8, the least that spill nothing on sm_80 to sm_120. In 80 registers an int8 residual, which is rounded
+# once more than an int16 one, spills 16 bytes on sm_120, and stochastic rounding, with the words and keys of Philox, 24
+# to 56 bytes everywhere.
+_MAX_REGISTERS_OF_TWO_BLOCKS = {
+    Rounding.NEAREST: 80,
+    Rounding.RESIDUAL_8: 88,
+    Rounding.RESIDUAL_16: 80,
+    Rounding.STOCHASTIC: 96,
+}
+_MAX_REGISTERS_OF_ROUNDING = 72
+"""Of a block with float32 states, not rounded to nearest: in 64, 8 to 16 bytes spill on sm_100 and sm_120."""
+
+
+def tile(param_dtype: torch.dtype, is_8bit: bool, rounding: Rounding) -> AdamTile:
     """One store of 16 bytes a lane: 4 float32 numbers, a block a warp, in 64 registers; or 8 numbers of 16 bits, two
     blocks, in 80. The former lets half of the threads of sm_80 to sm_100 be resident, the latter 39% of them, with
-    twice the elements on their way.
+    twice the elements on their way. Other roundings take up to 96 registers: 33% of the threads.
     """
-    return AdamTile(2, 80) if is_8bit and param_dtype.itemsize == 2 else AdamTile(1, MAX_REGISTERS)
+    if is_8bit and param_dtype.itemsize == 2:
+        return AdamTile(2, _MAX_REGISTERS_OF_TWO_BLOCKS[rounding])
+    return AdamTile(1, MAX_REGISTERS if rounding == Rounding.NEAREST else _MAX_REGISTERS_OF_ROUNDING)
 
 
 # How many of the upper bits of a float32 choose the bucket of a code table: 9, and as many of the fraction as it takes
@@ -166,8 +182,8 @@ def step(table: Any, groups: Sequence[Group], grad_scale: Tensor | None, found_i
     with on_device_of(table.scalars):
         for index, group in enumerate(groups):
             _prepare(table, index, group, grad_scale, found_inf)
-        for param_dtype, grad_dtype, is_8bit, first_chunk, n_chunks in table.kinds:
-            rows, max_registers = tile(param_dtype, is_8bit)
+        for param_dtype, grad_dtype, is_8bit, rounding, first_chunk, n_chunks in table.kinds:
+            rows, max_registers = tile(param_dtype, is_8bit, rounding)
             launch(
                 kernels._adam_step_kernel,
                 (n_chunks * _PARTS,),
@@ -179,6 +195,7 @@ def step(table: Any, groups: Sequence[Group], grad_scale: Tensor | None, found_i
                 PARAM_DTYPE=_DTYPES[param_dtype],
                 GRAD_DTYPE=_DTYPES[grad_dtype],
                 IS_8BIT=is_8bit,
+                ROUNDING=int(rounding),
                 BLOCK_ROWS=rows,
                 PARTS=_PARTS,
                 num_warps=_NUM_WARPS,

@@ -3,7 +3,7 @@
 Their bits are the reference's: compiled without contraction into fused multiply-adds, divisions and square roots
 rounded to nearest, and codes from exact thresholds.
 
-Tables are those of csrc/launch.h, rows of int64: tensors [n, 8] (struct AdamTensor), chunks [n, 2] (AdamChunk),
+Tables are those of csrc/launch.h, rows of int64: tensors [n, 10] (struct AdamTensor), chunks [n, 2] (AdamChunk),
 counters [n, 2] (AdamCounter); scalars are [n_counters, 12] float32 (AdamScalars).
 """
 
@@ -12,10 +12,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..reference.rounding import Rounding
+from .philox import random_tile
+
 BLOCK, CHUNK = tl.constexpr(128), tl.constexpr(4096)  # kAdamBlock, kAdamChunk
 ZERO_CODE = tl.constexpr(127)  # kSignedZeroCode
 SMALLEST_SCALE = tl.constexpr(2.0**-126)  # kSmallestAdamScale
 _NO_SIGN = tl.constexpr(0x7FFFFFFF)
+_EXPONENT = tl.constexpr(0x7F800000)  # bits of infinity
+_NAN = tl.constexpr(0x7FC00000)
+# For |x| < 2^22, 1.5 * 2^23 + x is x rounded half to even, and its bits exceed those of 1.5 * 2^23 by that integer.
+_INTEGERS, _INTEGERS_BITS = tl.constexpr(1.5 * 2**23), tl.constexpr(0x4B400000)
+RESIDUAL_8, RESIDUAL_16 = tl.constexpr(int(Rounding.RESIDUAL_8)), tl.constexpr(int(Rounding.RESIDUAL_16))
+STOCHASTIC = tl.constexpr(int(Rounding.STOCHASTIC))
 
 # Triton rounds a float argument to float32. float64 ones travel as int64 of the same bits.
 _DOUBLES = ("lr", "weight_decay", "log_beta1", "log_beta2", "log_ratio", "sum_factor", "sum_per_step", "largest_factor")
@@ -61,7 +70,7 @@ def _adam_prepare_kernel(
 ):
     """Counts the step of one group's parameters, and computes the scalars of each in float64: reference.adam.scalars.
 
-    Where found_inf is not 0 the counts stay, and the scalars say to skip. lr, grad_scale: read from lr_ptr and
+    Where found_inf is not 0 the counts stay, and the step in the scalars is 0. lr, grad_scale: read from lr_ptr and
     grad_scale_ptr where those are not None. l2, weight_decay: one of them is 0. beta^t is exp(t log beta). C_t is
     largest_factor / (1 - beta1^t) * sqrt((1 - beta2^t) * sum), where sum, of the first t powers of ratio =
     beta1^2 / beta2, is sum_per_step * t + sum_factor * (ratio^t - 1): (1, 0) where ratio is 1, else
@@ -104,7 +113,7 @@ def _adam_prepare_kernel(
     tl.store(out + 8, eps, mask=inside)
     tl.store(out + 9, rate.to(tl.float32), mask=inside)
     tl.store(out + 10, largest.to(tl.float32), mask=inside)
-    tl.store(out + 11, tl.where(counted, 0.0, 1.0), mask=inside)
+    tl.store(out + 11, tl.where(counted, t, 0.0), mask=inside)
 
 
 @triton.jit
@@ -161,6 +170,77 @@ def _inverse(scale):
     return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
 
+@triton.jit
+def _power_of_2(exponent):
+    """float32; exponent: biased by 127."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _unit_exponent(weight):
+    """Biased by 127: of the last place of float16 numbers, given as float32; 2^-24 for subnormal ones."""
+    return tl.maximum((weight.to(tl.int32, bitcast=True) & _EXPONENT) >> 23, 127 - 14) - 10
+
+
+@triton.jit
+def _bits_of_bfloat16(values):
+    """Bits of the same numbers in float32. The interpreter's conversion makes zeros of subnormal ones."""
+    return values.to(tl.uint16, bitcast=True).to(tl.int32) << 16
+
+
+@triton.jit
+def _join(weight, residual):
+    """reference.rounding.join."""
+    BITS: tl.constexpr = residual.dtype.primitive_bitwidth
+    if weight.dtype.is_bf16():
+        upper = _bits_of_bfloat16(weight)
+        joined = upper + (residual.to(tl.int32) << (16 - BITS))
+        return tl.where((joined ^ upper) < 0, upper, joined).to(tl.float32, bitcast=True)
+    else:
+        tl.static_assert(weight.dtype.is_fp16())
+        master = weight.to(tl.float32)
+        # Exact, and not a conversion from 8 or 16 bits, which has less throughput than an addition.
+        units = (residual.to(tl.int32) + _INTEGERS_BITS).to(tl.float32, bitcast=True) - _INTEGERS
+        return master + units * _power_of_2(_unit_exponent(master) - BITS)
+
+
+@triton.jit
+def _bfloat16(bits):
+    """bfloat16 numbers from the upper halves of float32 bits. A conversion rounds; in the interpreter it truncates."""
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _split(master, PARAM_DTYPE: tl.constexpr, BITS: tl.constexpr):
+    """reference.rounding.split: (weight, residual of BITS bits as int32)."""
+    if PARAM_DTYPE.is_bf16():
+        bits = master.to(tl.int32, bitcast=True)
+        lower = (bits << 16) >> 16
+        upper = tl.where(master != master, _NAN, bits - lower)
+        weight = _bfloat16(upper)
+        residual = (lower + ((1 << (16 - BITS)) >> 1)) >> (16 - BITS)
+    else:
+        tl.static_assert(PARAM_DTYPE.is_fp16())
+        weight = master.to(tl.float16)
+        rounded = weight.to(tl.float32)
+        upper = rounded.to(tl.int32, bitcast=True)
+        scaled = (master - rounded) * _power_of_2(254 + BITS - _unit_exponent(rounded))
+        residual = (scaled + _INTEGERS).to(tl.int32, bitcast=True) - _INTEGERS_BITS
+    residual = tl.minimum(residual, (1 << (BITS - 1)) - 1)
+    return weight, tl.where((upper & _EXPONENT) == _EXPONENT, 0, residual)
+
+
+@triton.jit
+def _round_stochastically(values, key, step, rows):
+    """reference.rounding.round_stochastically of [n_rows, 128] values. rows: [n_rows, 1] int64, their blocks' indices
+    in the whole parameter."""
+    N_ROWS: tl.constexpr = values.shape[0]
+    PHILOX_COLS: tl.constexpr = 8 if N_ROWS > 1 else 4  # a warp's 32 lanes call Philox once each
+    random = random_tile(key, step, rows, 0, BLOCK, PHILOX_COLS, N_ROWS, BLOCK)
+    bits = values.to(tl.int32, bitcast=True) + (random >> 16).to(tl.int32)
+    return _bfloat16(tl.where(values != values, _NAN, bits))
+
+
 @triton.jit(do_not_specialize=["first_chunk"])
 def _adam_step_kernel(
     tensors_ptr,
@@ -174,6 +254,7 @@ def _adam_step_kernel(
     PARAM_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
     IS_8BIT: tl.constexpr,
+    ROUNDING: tl.constexpr,
     SIGNED_SHIFT: tl.constexpr,
     SIGNED_FIRST: tl.constexpr,
     SIGNED_COUNT: tl.constexpr,
@@ -186,16 +267,18 @@ def _adam_step_kernel(
     """One step for every element of the chunks from first_chunk on, whose tensors have these dtypes.
 
     A program takes one of the PARTS equal parts of a chunk, in tiles of BLOCK_ROWS blocks of 128: first the whole
-    tiles, with accesses of 16 bytes,
-    where all four addresses are multiples of 16; then, element by element, what remains: the end of a tensor, or all of
-    a misaligned one. signed_map, unsigned_map: [256] float32, what the codes stand for. signed_code, unsigned_code:
-    [..._COUNT] int32. The four are None where states are float32. Moves 2 * param + grad + 4.125 bytes an element with
-    8-bit states, 2 * param + grad + 16 with float32 ones.
+    tiles, with accesses of 16 bytes, where all addresses are multiples of 16; then, element by element, what remains:
+    the end of a tensor, or all of a misaligned one. signed_map, unsigned_map: [256] float32, what the codes stand for.
+    signed_code, unsigned_code: [..._COUNT] int32. The four are None where states are float32. ROUNDING: of
+    reference.rounding. Moves 2 * param + grad + 4.125 bytes an element with 8-bit states, 2 * param + grad + 16 with
+    float32 ones, and 2 * residual.
     """
     STATE_DTYPE: tl.constexpr = tl.uint8 if IS_8BIT else tl.float32
+    RESIDUAL_BITS: tl.constexpr = 8 if ROUNDING == RESIDUAL_8 else 16 if ROUNDING == RESIDUAL_16 else 0
+    RESIDUAL_DTYPE: tl.constexpr = tl.int8 if RESIDUAL_BITS == 8 else tl.int16
     part = tl.program_id(0)
     chunk = chunks_ptr + 2 * (first_chunk + part // PARTS)
-    tensor = tensors_ptr + 8 * tl.load(chunk)
+    tensor = tensors_ptr + 10 * tl.load(chunk)
     first = tl.load(chunk + 1) + part % PARTS * (CHUNK // PARTS)
     param, grad = tl.load(tensor), tl.load(tensor + 1)
     exp_avg, exp_avg_sq = tl.load(tensor + 2), tl.load(tensor + 3)
@@ -205,23 +288,39 @@ def _adam_step_kernel(
     one_minus_beta1, beta2, one_minus_beta2 = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
     inv_bias_correction1, inv_sqrt_bias_correction2 = tl.load(scalars + 6), tl.load(scalars + 7)
     eps, lr, largest_update = tl.load(scalars + 8), tl.load(scalars + 9), tl.load(scalars + 10)
-    n = tl.where(tl.load(scalars + 11) != 0.0, 0, n)  # skip
+    step = tl.load(scalars + 11)
+    n = tl.where(step == 0.0, 0, n)  # a gradient was not finite
     if IS_8BIT:
         m_scale_ptr = tl.load(tensor + 4).to(tl.pointer_type(tl.float32)) + first // BLOCK
         root_scale_ptr = tl.load(tensor + 5).to(tl.pointer_type(tl.float32)) + first // BLOCK
+    addresses = param | grad | exp_avg | exp_avg_sq
+    if RESIDUAL_BITS > 0:
+        residual = tl.load(tensor + 8)
+        addresses |= residual
+    elif ROUNDING == STOCHASTIC:
+        first_row = (tl.load(tensor + 8) + first) // BLOCK
+        key, step = tl.load(tensor + 9).to(tl.uint64), step.to(tl.int64).to(tl.uint64)
 
-    n_whole = tl.where(((param | grad | exp_avg | exp_avg_sq) & 15) == 0, n // (BLOCK_ROWS * BLOCK), 0) * BLOCK_ROWS
+    n_whole = tl.where((addresses & 15) == 0, n // (BLOCK_ROWS * BLOCK), 0) * BLOCK_ROWS
     for WHOLE in tl.static_range(1, -1, -1):
         param_ptr = _chunk_ptr(param, first, PARAM_DTYPE, WHOLE)
         grad_ptr = _chunk_ptr(grad, first, GRAD_DTYPE, WHOLE)
         exp_avg_ptr = _chunk_ptr(exp_avg, first, STATE_DTYPE, WHOLE)
         exp_avg_sq_ptr = _chunk_ptr(exp_avg_sq, first, STATE_DTYPE, WHOLE)
+        if RESIDUAL_BITS > 0:
+            residual_ptr = _chunk_ptr(residual, first, RESIDUAL_DTYPE, WHOLE)
         end = n_whole if WHOLE else tl.cdiv(n, BLOCK)
         for row in range(0 if WHOLE else n_whole, end, BLOCK_ROWS if WHOLE else 1):
             rows = row + tl.arange(0, BLOCK_ROWS if WHOLE else 1)[:, None]
             offsets = rows * BLOCK + tl.arange(0, BLOCK)[None, :]
             inside = offsets < n
-            p = _load(param_ptr, offsets, inside, WHOLE).to(tl.float32)
+            p = _load(param_ptr, offsets, inside, WHOLE)
+            if RESIDUAL_BITS > 0:
+                p = _join(p, _load(residual_ptr, offsets, inside, WHOLE))
+            elif ROUNDING == STOCHASTIC:
+                p = _bits_of_bfloat16(p).to(tl.float32, bitcast=True)
+            else:
+                p = p.to(tl.float32)
             g = _load(grad_ptr, offsets, inside, WHOLE).to(tl.float32) * grad_factor
             m = _load(exp_avg_ptr, offsets, inside, WHOLE)
             v = _load(exp_avg_sq_ptr, offsets, inside, WHOLE)
@@ -255,4 +354,10 @@ def _adam_step_kernel(
             else:
                 _store(exp_avg_ptr, offsets, m, inside, WHOLE)
                 _store(exp_avg_sq_ptr, offsets, v, inside, WHOLE)
-            _store(param_ptr, offsets, p * decay - u * lr, inside, WHOLE)
+            p = p * decay - u * lr
+            if RESIDUAL_BITS > 0:
+                p, rest = _split(p, PARAM_DTYPE, RESIDUAL_BITS)
+                _store(residual_ptr, offsets, rest, inside, WHOLE)
+            elif ROUNDING == STOCHASTIC:
+                p = _round_stochastically(p, key, step, first_row + rows)
+            _store(param_ptr, offsets, p, inside, WHOLE)

@@ -1,4 +1,4 @@
-"""Dropout masks from Philox4x32 with 7 rounds, tile by tile: bit for bit those of csrc/common/philox.h."""
+"""Random bits and dropout masks from Philox4x32 with 7 rounds, tile by tile: the bits of csrc/common/philox.h."""
 
 from __future__ import annotations
 
@@ -38,12 +38,49 @@ def _philox(seed, offset, group):
 
 
 @triton.jit
-def _keep_words(word0, word1, drop_limit):
-    """Two words for each place -> [..., 2, 2] bool: of each word, is the lower half kept, and the upper one?"""
-    # The half in question is the upper one of what is compared; no bit below it can decide, as drop_limit's are ones.
-    lower = tl.join(word0 << 16 > drop_limit, word1 << 16 > drop_limit)
-    upper = tl.join(word0 > drop_limit, word1 > drop_limit)
-    return tl.join(lower, upper)
+def _halves(word0, word1):
+    """Two words for each place -> [..., 2, 2] uint32: of each word the lower half, shifted up, and the word itself."""
+    return tl.join(tl.join(word0 << 16, word1 << 16), tl.join(word0, word1))
+
+
+@triton.jit
+def random_tile(
+    seed,
+    offset,
+    rows,
+    first_col,
+    n_cols,
+    PHILOX_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """[BLOCK_ROWS, BLOCK_COLS] uint32: the 16 random bits of each element of a matrix, above 16 bits of no meaning.
+
+    rows: [BLOCK_ROWS, 1] int64. first_col: of the tile, a multiple of BLOCK_COLS.
+    PHILOX_COLS: 8 where n_cols is a multiple of 8, so that a row is made of whole groups and one call serves eight
+    elements; 4 where it is one of 4: a call for each half of a group. Else 1: each element computes its group.
+    """
+    if PHILOX_COLS == 1:
+        cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
+        element = rows * n_cols + cols
+        word0, word1, word2, word3 = _philox(seed, offset, element >> 3)
+        word01 = tl.where((element & 2) == 0, word0, word1)
+        word23 = tl.where((element & 2) == 0, word2, word3)
+        word = tl.where((element & 4) == 0, word01, word23)
+        return tl.where((element & 1) == 0, word << 16, word)
+    else:
+        # join makes a new last axis, in a lane's own registers: the outermost of what a group holds comes first.
+        cols = first_col // PHILOX_COLS + tl.arange(0, BLOCK_COLS // PHILOX_COLS)[None, :]
+        piece = rows * (n_cols // PHILOX_COLS) + cols
+        if PHILOX_COLS == 8:
+            word0, word1, word2, word3 = _philox(seed, offset, piece)
+            halves = _halves(tl.join(word0, word2), tl.join(word1, word3))
+        else:
+            tl.static_assert(PHILOX_COLS == 4)
+            word0, word1, word2, word3 = _philox(seed, offset, piece >> 1)
+            first = (piece & 1) == 0
+            halves = _halves(tl.where(first, word0, word2), tl.where(first, word1, word3))
+        return tl.reshape(halves, (BLOCK_ROWS, BLOCK_COLS))
 
 
 @triton.jit
@@ -58,38 +95,14 @@ def keep_tile(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """[BLOCK_ROWS, BLOCK_COLS] bool: which elements dropout keeps.
-
-    rows: [BLOCK_ROWS, 1] int64. first_col: of the tile, a multiple of BLOCK_COLS. drop_limit: dropout_arguments.
-    PHILOX_COLS: 8 where n_cols is a multiple of 8, so that a row is made of whole groups and one call serves eight
-    elements; 4 where it is one of 4: a call for each half of a group. Else 1: each element computes its group.
-    """
-    drop_limit = drop_limit.to(tl.uint32)
-    if PHILOX_COLS == 1:
-        cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
-        element = rows * n_cols + cols
-        word0, word1, word2, word3 = _philox(seed, offset, element >> 3)
-        word01 = tl.where((element & 2) == 0, word0, word1)
-        word23 = tl.where((element & 2) == 0, word2, word3)
-        word = tl.where((element & 4) == 0, word01, word23)
-        return tl.where((element & 1) == 0, word << 16, word) > drop_limit
-    else:
-        # join makes a new last axis, in a lane's own registers: the outermost of what a group holds comes first.
-        cols = first_col // PHILOX_COLS + tl.arange(0, BLOCK_COLS // PHILOX_COLS)[None, :]
-        piece = rows * (n_cols // PHILOX_COLS) + cols
-        if PHILOX_COLS == 8:
-            word0, word1, word2, word3 = _philox(seed, offset, piece)
-            keep = _keep_words(tl.join(word0, word2), tl.join(word1, word3), drop_limit)
-        else:
-            tl.static_assert(PHILOX_COLS == 4)
-            word0, word1, word2, word3 = _philox(seed, offset, piece >> 1)
-            first = (piece & 1) == 0
-            keep = _keep_words(tl.where(first, word0, word2), tl.where(first, word1, word3), drop_limit)
-        return tl.reshape(keep, (BLOCK_ROWS, BLOCK_COLS))
+    """[BLOCK_ROWS, BLOCK_COLS] bool: which elements dropout keeps. As random_tile. drop_limit: dropout_arguments."""
+    # No bit below an element's own can decide, as drop_limit's are ones.
+    random = random_tile(seed, offset, rows, first_col, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS)
+    return random > drop_limit.to(tl.uint32)
 
 
 def philox_cols(n_cols: int) -> int:
-    """keep_tile's PHILOX_COLS for rows of n_cols."""
+    """random_tile's PHILOX_COLS for rows of n_cols."""
     return 8 if n_cols % 8 == 0 else 4 if n_cols % 4 == 0 else 1
 
 

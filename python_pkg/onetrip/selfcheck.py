@@ -23,6 +23,7 @@ from .optim.table import StepTable
 from .reference.adam import BLOCK, ZERO_CODE, Group, Slot
 from .reference.glu import ACTIVATIONS
 from .reference.philox import dropout_scale, keep_mask
+from .reference.rounding import RESIDUALS, Rounding, join
 
 _RNG = (0x0123456789ABCDEF, 8)
 _EPS = 1e-5
@@ -40,6 +41,13 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
 
 _ADAM_NUMEL, _ADAM_STEPS = 1001, 20
 _ADAM_8BIT_ERROR = 0.03  # 0.015 to 0.023 with gradients of a normal distribution
+_ROUNDING_ERRORS = {
+    Rounding.NEAREST: 1.0,
+    Rounding.RESIDUAL_8: 2**-8,
+    Rounding.RESIDUAL_16: 2**-16,
+    Rounding.STOCHASTIC: 1.0,
+}
+"""In units of the last place, at most."""
 
 _ULPS = {torch.float16: 1, torch.bfloat16: 1, torch.float32: 8, torch.float64: 64}
 
@@ -76,6 +84,7 @@ class Adam:
 
     name: str
     is_8bit: bool
+    rounding: Rounding = Rounding.NEAREST
     family: ClassVar[str] = "adam"
     directions: ClassVar[tuple[str, ...]] = ("step",)
 
@@ -94,6 +103,10 @@ class Adam:
         else:
             zeros = torch.zeros(n, device=device)
             slot = Slot(p, zeros, zeros.clone(), None, None, step, 0)
+        if self.rounding in RESIDUALS:
+            slot = slot._replace(residual=torch.zeros(n, dtype=RESIDUALS[self.rounding], device=device))
+        elif self.rounding is Rounding.STOCHASTIC:
+            slot = slot._replace(random_bits=(0, 0))
         table, group = StepTable.of_slots([slot]), Group(1.0, beta1, beta2, eps, 0.0, True, False)
         exp_avg = exp_avg_sq = torch.zeros(n, dtype=torch.float64)
         generator, wrong, right = torch.Generator().manual_seed(0), 0.0, 0.0
@@ -102,13 +115,21 @@ class Adam:
             g = grad.double()
             exp_avg, exp_avg_sq = exp_avg.lerp(g, 1 - beta1), exp_avg_sq.lerp(g * g, 1 - beta2)
             exact = exp_avg / (1 - beta1**t) / ((exp_avg_sq / (1 - beta2**t)).sqrt() + eps)
-            p.zero_()
+            for tensor in (p, slot.residual):
+                if tensor is not None:
+                    tensor.zero_()
             with use_backend(backend):
                 table.step([grad.to(device)], [group])
-            wrong += float((p.double().cpu() + exact).square().sum())
+            update = p if slot.residual is None else join(p, slot.residual)
+            wrong += float((update.double().cpu() + exact).square().sum())
             right += float(exact.square().sum())
-        rounding = torch.finfo(parameter_dtype).eps
+        rounding = torch.finfo(parameter_dtype).eps * _ROUNDING_ERRORS[self.rounding]
         yield "step", (wrong / right) ** 0.5, rounding + (_ADAM_8BIT_ERROR if self.is_8bit else 1e-5)
+
+    def takes(self, parameter_dtype: torch.dtype) -> bool:
+        if self.rounding is Rounding.STOCHASTIC:
+            return parameter_dtype is torch.bfloat16
+        return self.rounding is Rounding.NEAREST or parameter_dtype.itemsize == 2
 
 
 def _row_norm(name: str, norm: str, alone: bool, dropout_p: float = 0.0) -> Kernel:
@@ -316,6 +337,9 @@ KERNELS: tuple[Kernel | Adam, ...] = (
     _linear_cross_entropy("linear logprobs", _logprobs),
     Adam("adam, 8-bit states", True),
     Adam("adam, 32-bit states", False),
+    Adam("adam, master weights of 24 bits", False, Rounding.RESIDUAL_8),
+    Adam("adam, master weights of 32 bits", False, Rounding.RESIDUAL_16),
+    Adam("adam, stochastic rounding", False, Rounding.STOCHASTIC),
 )
 
 
@@ -351,7 +375,9 @@ class Check:
 def cases(backend: str) -> Iterator[tuple[Kernel | Adam, str]]:
     """What run_check is to be called with for one backend: kernels and names of DTYPES."""
     own = [kernel for kernel in KERNELS if backend == "reference" or kernel.family in FAMILIES[backend]]
-    for kernel, (name, (dtype, _)) in itertools.product(own, DTYPES.items()):
+    for kernel, (name, (dtype, parameter_dtype)) in itertools.product(own, DTYPES.items()):
+        if isinstance(kernel, Adam) and not kernel.takes(parameter_dtype):
+            continue
         if dtype in KERNEL_DTYPES or (backend == "reference" and isinstance(kernel, Kernel)):
             yield kernel, name
 

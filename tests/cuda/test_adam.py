@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from adam_cases import DTYPE_IDS, ROUNDINGS
 from onetrip.reference.adam import Group, thresholds
+from onetrip.reference.rounding import Rounding
 
 from tools.gpusim.adam import ADAM, ADAMW, Parameter, Step
 from tools.gpusim.harness import assert_same_bits, build, missing_tool, run
@@ -70,6 +72,43 @@ def test_same_bits_wherever_tensors_lie(driver, param: str, tmp_path: Path) -> N
         for other in outputs[1:]:
             for name, tensor in outputs[0].items():
                 assert_same_bits(name, other[name], tensor)
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize(
+    ("dtype", "rounding"),
+    ROUNDINGS,
+    ids=[f"{DTYPE_IDS[dtype]}-{rounding.name.lower()}" for dtype, rounding in ROUNDINGS],
+)
+def test_roundings(driver, dtype: torch.dtype, rounding: Rounding, bits: int, tmp_path: Path) -> None:
+    """Residuals and random bits: at the ends of parts, off aligned addresses, with L2 decay, of gradients that are zero
+    or not finite, of weights that were set since, of updates that overflow, and chunk after chunk."""
+    common = {"param": dtype, "grad": dtype, "is_8bit": bits == 8, "rounding": rounding}
+    steps = [
+        Step([Parameter(n, **common | fields)], groups=[group], orders=orders)
+        for n, fields, group, orders in (
+            (1, {}, ADAMW, (0,)),
+            (255, {"grad": torch.float32}, ADAM, (0, 5)),
+            (4097, {}, ADAMW, (0, 4)),
+            (520, {"grad": torch.float32}, ADAMW, (0, 3)),
+            (777, {"shift": 1}, ADAM, (0,)),
+            (776, {"shift": 8}, ADAMW, (0,)),
+            (512, {"special": (0.0, *NOT_FINITE)}, ADAM, (0, 5)),
+            (1000, {"special": EXTREMES}, ADAMW, (0,)),
+            (512, {}, ADAMW._replace(lr=torch.finfo(dtype).max / 4), (0, 5)),
+            (512, {}, ADAM, (0,)),
+        )
+    ]
+    if bits == 8:  # more chunks than there are blocks
+        steps.append(Step([Parameter(9 * 4096, **common)], orders=(4,)))
+    steps[3].grads[0].view(torch.int32)[7] = 0x7FFF_FFFF  # the NaN that GPUs compute
+    for step in steps[-2:]:
+        slot = step.slots[0]
+        for i, weight in enumerate((0.0, -0.0, 0.0, -0.0, float("inf"), float("nan"))):
+            slot.param[i] = weight
+            if slot.residual is not None:
+                slot.residual[i] = (-1, 1, -77, 77)[i % 4]
+    _check(driver(DTYPE_IDS[dtype]), steps, tmp_path)
 
 
 def _around(values: list[float]) -> list[float]:

@@ -20,7 +20,14 @@ FAMILY = "adam"
 
 THREADS = 512
 TYPES = ("f32", "f16", "bf16")
-STEPS = {f"step_kernel<{param}, {grad}, {bits}>" for param in TYPES for grad in TYPES for bits in (8, 32)}
+STEPS = {
+    f"step_kernel<{param}, {grad}, {bits}, {rounding}>"
+    for param in TYPES
+    for grad in TYPES
+    for bits in (8, 32)
+    for rounding in ("nearest", "other rounding")
+    if param != "f32" or rounding == "nearest"
+}
 SQUARES = {f"squares_kernel<{grad}>" for grad in TYPES}
 
 
@@ -35,7 +42,7 @@ def test_steps_move_16_bytes_at_once(arch: int, kernels: list[Kernel]) -> None:
     for kernel in kernels:
         if kernel.name in STEPS:
             wide = [2 if dtype == "f32" else 1 for dtype in TYPES if f"<{dtype}" in kernel.name]
-            states = 4 if kernel.name.endswith("32>") else 0
+            states = 4 if ", 32, " in kernel.name else 0
             assert kernel.wide_stores >= wide[0] + states, kernel
             assert kernel.wide_loads >= wide[0] + 1 + states, kernel
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from adam_cases import ROUNDINGS
 from onetrip.reference.adam import ZERO_CODE, Group
 from onetrip.reference.row_norm import NORM_NONE
 from pairwise import pairwise
@@ -167,6 +168,33 @@ def _check_steps(adam: MachineCode, steps: list[Step], folder: Path, error_ulps:
 def test_adam(dtype: str, error_ulps: int, arch: int, tmp_path: Path) -> None:
     """The reference's bits, however the GPU rounds its approximations: roots and quotients are exact all the same."""
     _check_steps(_code("adam", dtype, arch), _steps(DTYPES[dtype]), tmp_path, error_ulps)
+
+
+@of_every_architecture
+@pytest.mark.parametrize("name", ["f16", "bf16"])
+def test_adam_roundings(name: str, arch: int, tmp_path: Path) -> None:
+    """Residuals and random bits, in several chunks of a block and at the end of a tensor, with gradients not finite."""
+    dtype = DTYPES[name]
+    steps = [
+        Step(
+            [Parameter(n, dtype, grad, is_8bit, special=special, rounding=rounding)],
+            groups=[group],
+            orders=(WARPS_FORWARD, WARPS_REVERSE),
+        )
+        for of_dtype, rounding in ROUNDINGS
+        if of_dtype == dtype
+        for n, grad, is_8bit, special, group in (
+            (9 * 4096 + 300, dtype, True, (), ADAMW),
+            (4096, torch.float32, True, (), ADAM),
+            (1000, dtype, True, SPECIAL, ADAM),
+            (777, dtype, False, (), ADAM),
+        )
+    ]
+    for step in steps:
+        slot = step.slots[0]
+        if slot.residual is not None:
+            slot.param[::300], slot.residual[::300] = 0.0, -1
+    _check_steps(_code("adam", name, arch), steps, tmp_path)
 
 
 @of_every_architecture

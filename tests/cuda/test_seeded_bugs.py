@@ -10,10 +10,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from onetrip.reference.adam import thresholds
+from onetrip.reference.rounding import Rounding
 
 from tools.gpusim import row_norm as cudasim_row_norm
 from tools.gpusim import softmax as cudasim_softmax
-from tools.gpusim.adam import ADAM, Parameter, Step
+from tools.gpusim.adam import ADAM, ADAMW, Parameter, Step
 from tools.gpusim.harness import Bug, build, missing_tool, run, sources_with
 
 pytestmark = [pytest.mark.skipif(missing_tool() is not None, reason=str(missing_tool())), pytest.mark.promise("T7")]
@@ -196,7 +197,7 @@ ADAM_BUGS = {
     "l2_factor_lost": Bug(STEP, "g[j] = __fadd_rn(g[j], __fmul_rn(p[j], s.l2));", "g[j] = __fadd_rn(g[j], p[j]);"),
     "l2_lost_without_a_factor": Bug(STEP, "s.grad_factor != 1.0f || s.l2 != 0.0f", "s.grad_factor != 1.0f"),
     "subnormal_scale_kept": Bug(STEP, "scale < kSmallestAdamScale ? 0.0f : scale", "scale"),
-    "found_inf_ignored": Bug(STEP, "if (scalars[0].skip != 0.0f) return;", ""),
+    "found_inf_ignored": Bug(STEP, "if (scalars[0].step == 0.0f) return;", ""),
     "later_groups_not_prepared": Bug("adam.cu", "first += kManyGroups", "first += args.n_groups"),
     "last_chunk_of_a_share_lost": Bug(STEP, "share + (blockIdx.x < n_larger ? 1 : 0)", "share"),
     "chunk_after_a_tensor_lost": Bug(STEP, "--i;", ""),
@@ -207,6 +208,24 @@ ADAM_BUGS = {
     "squares_past_the_end": Bug(
         STEP, "tensor.numel - chunk.first, int64_t{kAdamChunk}", "tensor.numel, int64_t{kAdamChunk}"
     ),
+}
+
+ROUNDED = "adam_rounding.cuh"
+ROUNDING_BUGS = {
+    "residual_changes_the_sign": Bug(ROUNDED, "kExact && static_cast<int>(bits ^ upper) < 0", "false"),
+    "stale_residuals_not_seen": Bug(STEP, "if (kQuick && __any_sync(kFullWarp, !all_finite(p))) return false;", ""),
+    "residual_of_an_overflow": Bug(STEP, "if constexpr (!kQuick) settle_infinite(p, to.rest.rounding);", ""),
+    "residual_rounds_past_its_end": Bug(
+        ROUNDED, "min((sum[j] & 0xFFFFu) + 0x80u, 0xFFFFu)", "(sum[j] & 0xFFFFu) + 0x80u"
+    ),
+    "residuals_of_the_chunk_before": Bug(ROUNDED, "{ place += kAdamChunk * step(); }", "{}"),
+    "second_lane_keeps_its_random_half": Bug(
+        ROUNDED, "(is_second ? block.word[i] : block.word[i + 2]) = other;", "block.word[i + 2] = other;"
+    ),
+    "random_bits_of_the_low_word": Bug(
+        ROUNDED, "rest.place / kPhiloxElements", "static_cast<uint32_t>(rest.place) / 8"
+    ),
+    "same_random_bits_each_step": Bug(ROUNDED, "static_cast<uint64_t>(step)", "uint64_t{1}"),
 }
 
 
@@ -300,25 +319,51 @@ def check_adam(driver: Path, folder: Path) -> None:
         step.check(outputs)
 
 
+def check_roundings(driver: Path, folder: Path) -> None:
+    bf16 = torch.bfloat16
+    for rounding in (Rounding.RESIDUAL_8, Rounding.RESIDUAL_16, Rounding.STOCHASTIC):
+        common = {"param": bf16, "grad": bf16, "rounding": rounding}
+        # Weights set to 0 since the last step; updates that bfloat16 cannot hold, and float32 can.
+        stale = [Step([Parameter(512, **common)], [group]) for group in (ADAM, ADAMW)]
+        for step in stale if rounding is not Rounding.STOCHASTIC else ():
+            step.slots[0].param[::9], step.slots[0].residual[::9] = 0.0, -5
+        group = ADAMW._replace(lr=5e35, beta1=0.0, weight_decay=0.0)
+        large = Step([Parameter(512, **common, grads=512 * (-1.0,))], [group])
+        large.slots[0].param.fill_(torch.finfo(bf16).max)
+        steps = [
+            *stale,
+            large,
+            Step([Parameter(9 * 4096, **common)], orders=(0,)),
+            Step([Parameter(4300, **common, is_8bit=False)]),
+        ]
+        for step in steps:
+            (outputs,) = run(driver, [step.case()], folder)
+            step.check(outputs)
+
+
 class Family(NamedTuple):
     """What a family's drivers are compiled for, its bugs, and what must catch them."""
 
     dtypes: tuple[torch.dtype, ...]
     bugs: dict[str, Bug]
     check: Callable[[Path, Path], None]
+    driver: str | None = None
+    """Whose driver it is, if not that of the family's name."""
 
 
 FAMILIES = {
     "row_norm": Family(ROW_NORM_PAIR, ROW_NORM_BUGS, check_row_norm),
     "softmax": Family((torch.bfloat16,), SOFTMAX_BUGS, check_softmax),
     "adam": Family((torch.float32, torch.float32), ADAM_BUGS, check_adam),
+    "adam_rounding": Family((torch.bfloat16, torch.bfloat16), ROUNDING_BUGS, check_roundings, "adam"),
 }
 
 
 def driver_with(family: str, name: str | None, folder: Path) -> Path:
     """The driver of a family with one of its bugs, or with none, without sanitizers, for one kind of dtypes."""
-    bug = None if name is None else FAMILIES[family].bugs[name]
-    return build(family, [FAMILIES[family].dtypes], sources_with(bug, folder), sanitize=False)
+    chosen = FAMILIES[family]
+    bug = None if name is None else chosen.bugs[name]
+    return build(chosen.driver or family, [chosen.dtypes], sources_with(bug, folder), sanitize=False)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ FAMILIES = {
         " or dropped or hidden_columns or without_a_visible or bad_values or 2_to_the_31",
         ("test_mask", "not test_mask"),
     ),
-    "adam": Cases("test_dtypes or test_tensors_groups or (test_sizes and 129)", "test"),
+    "adam": Cases("test_dtypes or test_tensors_groups or (test_sizes and 129) or (test_roundings and 8bit)", "test"),
     "cross_entropy": Cases(
         "test_losses and many and (-3- or -100-) or special_rows and one and f32 or test_multiply and 1000 or by_1",
         "test_losses and (-64- or -100-) or special_rows and f32 or test_multiply and 20001",

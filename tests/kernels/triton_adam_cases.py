@@ -2,7 +2,7 @@
 
 test_triton_cases.py runs this file on the CPU, interpreted and as machine code, and on a GPU where there is one: in
 processes of their own, because Triton decides at its import whether it interprets. The interpreter truncates float32 to
-bfloat16; on a GPU codes may be one apart. Nothing else differs.
+bfloat16, where it is to round to nearest; on a GPU codes may be one apart. Nothing else differs.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from adam_cases import RESIDUALS, ROUNDINGS, assert_same_bits
 from onetrip import use_backend
 from onetrip.kernels.adam import code_table
 from onetrip.optim.table import StepTable
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import Group, Slot
+from onetrip.reference.rounding import Rounding, join
 from pairwise import pairwise
 from tolerances import assert_bitwise
 from torch import Tensor
@@ -28,6 +30,21 @@ INF, NAN = float("inf"), float("nan")
 ADAMW = Group(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True, maximize=False)
 PLAIN = ADAMW._replace(beta1=0.0, beta2=0.0, weight_decay=0.0)
 """m becomes the gradient, and v its square, whatever they were."""
+KEY = 0x1234_5678_9ABC_DEF0
+
+
+def _rounding_id(case: tuple[torch.dtype, Rounding]) -> str:
+    dtype, rounding = case
+    return f"{'f16' if dtype == F16 else 'bf16'}-{rounding.name.lower()}"
+
+
+every_rounding = pytest.mark.parametrize(
+    ("dtype", "rounding"), [pytest.param(*case, id=_rounding_id(case)) for case in ROUNDINGS]
+)
+every_residual = pytest.mark.parametrize(
+    ("dtype", "rounding"),
+    [pytest.param(*case, id=_rounding_id(case)) for case in ROUNDINGS if case[1] in RESIDUALS],
+)
 
 
 class Guarded(NamedTuple):
@@ -69,6 +86,8 @@ def make_slot(
     t: float = 3.0,
     shifts: tuple[int, int, int] = (0, 0, 0),
     counter: Tensor | None = None,
+    rounding: Rounding = Rounding.NEAREST,
+    residual_shift: int = 0,
 ) -> Slot:
     """Random, after t steps. shifts: of param, exp_avg, exp_avg_sq, in elements."""
     n_blocks = -(-n // reference.BLOCK)
@@ -79,7 +98,11 @@ def make_slot(
         m, v, scales = torch.randn(n), torch.rand(n), (None, None)
     param = guarded(torch.randn(n).to(dtype), shifts[0])
     counter = torch.tensor(t, device=DEVICE) if counter is None else counter
-    return Slot(param, guarded(m, shifts[1]), guarded(v, shifts[2]), *scales, counter, group)
+    residual, stream = None, (KEY, 0) if rounding is Rounding.STOCHASTIC else None
+    if rounding in RESIDUALS:
+        info = torch.iinfo(RESIDUALS[rounding])
+        residual = guarded(torch.randint(info.min, info.max + 1, (n,)).to(RESIDUALS[rounding]), residual_shift)
+    return Slot(param, guarded(m, shifts[1]), guarded(v, shifts[2]), *scales, counter, group, residual, stream)
 
 
 def on_cpu(slots: Sequence[Slot]) -> list[Slot]:
@@ -108,7 +131,21 @@ def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
         assert what == "param" and ((steps == 0) | (steps == 1))[~expected.isnan()].all(), example
     else:
         assert DEVICE.type == "cuda", example
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
+        # 2^-16 is a unit of an int8 residual of bfloat16.
+        torch.testing.assert_close(actual, expected, rtol=2e-5, atol=1e-7, equal_nan=True)
+
+
+def assert_same_slots(slots: Sequence[Slot], truth: Sequence[Slot]) -> None:
+    """See above. On a GPU a master weight is compared as a whole: its last bits decide how it is split."""
+    for slot, expected in zip(on_cpu(slots), truth, strict=True):
+        if slot.rounding is not Rounding.NEAREST and DEVICE.type == "cpu":
+            assert_same_bits([slot], [expected])
+            continue
+        if slot.residual is not None:
+            slot, expected = (x._replace(param=join(x.param, x.residual), residual=None) for x in (slot, expected))
+        for what, actual, wanted in zip(Slot._fields, slot, expected, strict=True):
+            if isinstance(wanted, Tensor):
+                assert_same(actual, wanted, what)
 
 
 def step_and_compare(
@@ -124,10 +161,7 @@ def step_and_compare(
     reference.step(truth, [grad.cpu() for grad in grads], groups, *numbers)
     with use_backend("triton"):
         StepTable.of_slots(slots).step(grads, groups, *(None if x is None else x.to(DEVICE) for x in numbers))
-    for slot, expected in zip(slots, truth, strict=True):
-        for what, actual, wanted in zip(Slot._fields, slot, expected, strict=True):
-            if isinstance(wanted, Tensor):
-                assert_same(actual, wanted, what)
+    assert_same_slots(slots, truth)
     return truth
 
 
@@ -157,7 +191,8 @@ def test_misaligned_by_an_element(shifted, dtype, is_8bit):
 
 
 def test_tensors_groups_and_kinds_in_one_step_after_another():
-    """Kinds in turn, groups with numbers of their own, parts of one parameter that share a count, an empty one."""
+    """Kinds in turn, every rounding, groups with numbers of their own, parts of one parameter that share a count, an
+    empty one."""
     groups = [
         ADAMW,
         Group(torch.tensor(3e-3, device=DEVICE), 0.8, 0.99, 1e-6, 0.1, decoupled=False, maximize=True),
@@ -172,6 +207,9 @@ def test_tensors_groups_and_kinds_in_one_step_after_another():
         make_slot(77, F32, False, 2),
         make_slot(0, F32, False, 0),
         make_slot(140, F32, True, 2, t=1000.0),
+        make_slot(70, F16, True, 0, rounding=Rounding.RESIDUAL_8),
+        make_slot(140, BF16, True, 1, rounding=Rounding.RESIDUAL_16),
+        make_slot(60, BF16, True, 2, rounding=Rounding.STOCHASTIC),
     ]
     table = StepTable.of_slots(slots)
     truth = on_cpu(slots)
@@ -180,10 +218,7 @@ def test_tensors_groups_and_kinds_in_one_step_after_another():
         reference.step(truth, [grad.cpu() for grad in grads], groups)
         with use_backend("triton"):
             table.step(grads, groups)
-    for slot, expected in zip(slots, truth, strict=True):
-        for what, actual, wanted in zip(Slot._fields, slot, expected, strict=True):
-            if isinstance(wanted, Tensor):
-                assert_same(actual, wanted, what)
+    assert_same_slots(slots, truth)
     assert shared.item() == 10.0
 
 
@@ -215,8 +250,8 @@ def test_gradients_are_divided_by_their_scale(grad_scale):
 
 @pytest.mark.parametrize("found_inf", [1.0, 0.5])
 def test_a_step_with_found_inf_changes_nothing(found_inf):
-    slots = [make_slot(300), make_slot(20, F16, False)]
-    grads = [randn(300), randn(20, F16)]
+    slots = [make_slot(300), make_slot(20, F16, False), make_slot(20, BF16, rounding=Rounding.RESIDUAL_16)]
+    grads = [randn(300), randn(20, F16), randn(20, BF16)]
     grads[0][7] = NAN
     before = on_cpu(slots)
     step_and_compare(slots, grads, grad_scale=2.0, found_inf=found_inf)
@@ -263,6 +298,78 @@ def test_zero_gradients_of_a_new_parameter(is_8bit):
 def test_tiny_and_huge_gradients(magnitude):
     """Scales below 2^-126, squares below the least number and above the largest."""
     step_and_compare([make_slot(128)], [guarded(magnitude * torch.randn(128).clamp(-1.0, 1.0))], [PLAIN])
+
+
+@every_rounding
+@pytest.mark.parametrize("is_8bit", [True, False], ids=["8bit", "32bit"])
+def test_roundings(dtype, rounding, is_8bit):
+    """Sizes on both sides of a block, of two, and of a program's part of a chunk."""
+    sizes = (127, 257, 1023, 1025)
+    slots = [make_slot(n, dtype, is_8bit, t=float(n), rounding=rounding) for n in sizes]
+    step_and_compare(slots, [randn(n, dtype) for n in sizes], [ADAMW._replace(weight_decay=0.5, decoupled=is_8bit)])
+
+
+@every_rounding
+def test_roundings_of_special_values(dtype, rounding):
+    """Every weight with every residual and every gradient. Some masters round to infinity, some residuals would change
+    the sign."""
+    info = torch.finfo(dtype)
+    positive = [0.0, info.smallest_normal / 4, info.smallest_normal, 1.0, 1.5, info.max, INF]
+    weights = torch.tensor([*positive, *(-x for x in positive), NAN], dtype=torch.float64)
+    residual = torch.iinfo(RESIDUALS.get(rounding, torch.int8))
+    residuals = torch.tensor([residual.min, -1, 0, 1, residual.max], dtype=torch.float64)
+    gradients = torch.tensor([0.0, 1e-3, -1.0, INF, NAN], dtype=torch.float64)
+    weight, rest, grad = torch.cartesian_prod(weights, residuals, gradients).unbind(1)
+    slot = make_slot(len(weight), dtype, False, rounding=rounding)
+    slot.param.copy_(weight)
+    if slot.residual is not None:
+        slot.residual.copy_(rest)
+    grad = grad.float()
+    grad.view(torch.int32)[grad.isnan()] = 0x7FFFFFFF  # a GPU's NaN: one more in its bits is -0
+    step_and_compare([slot], [guarded(grad)], [PLAIN])
+
+
+@every_residual
+def test_a_residual_of_a_weight_that_was_set_to_zero(dtype, rounding):
+    """Where it would change the sign of a bfloat16, it is dropped. Without an update everything else stays."""
+    slot = make_slot(300, dtype, rounding=rounding)
+    slot.param[:200] = 0.0
+    slot.param[100:200] *= -1.0
+    master, residual = join(slot.param, slot.residual), slot.residual.clone()
+    step_and_compare([slot], [randn(300, dtype)], [ADAMW._replace(lr=0.0)])
+    assert torch.equal(join(slot.param, slot.residual), master)
+    if dtype == BF16:
+        assert_bitwise(slot.residual[:200], residual[:200].clamp(min=0))
+
+
+@pytest.mark.parametrize(
+    ("rounding", "shifted"),
+    [
+        (Rounding.RESIDUAL_8, "residual"),
+        (Rounding.RESIDUAL_16, "residual"),
+        (Rounding.RESIDUAL_16, "param"),
+        (Rounding.STOCHASTIC, "param"),
+    ],
+    ids=["int8", "int16", "int16-param", "stochastic-param"],
+)
+def test_roundings_misaligned_by_an_element(rounding, shifted):
+    shifts = {"residual_shift": 1} if shifted == "residual" else {"shifts": (1, 0, 0)}
+    step_and_compare([make_slot(300, BF16, rounding=rounding, **shifts)], [randn(300, BF16)])
+
+
+@pytest.mark.parametrize("is_8bit", [True, False], ids=["8bit", "32bit"])
+def test_random_bits_past_2_to_the_35_elements(is_8bit):
+    """Part of a parameter, which starts there."""
+    first = 2**38 + 3 * 128
+    slot, grad = make_slot(300, BF16, is_8bit, t=99.0, rounding=Rounding.STOCHASTIC), randn(300, BF16)
+    truth = [slot._replace(random_bits=(KEY, first)) for slot in on_cpu([slot])]
+    reference.step(truth, [grad.cpu()], [ADAMW])
+    table = StepTable.of_slots([slot])
+    with use_backend("triton"):
+        assert table.prepare([grad])
+        table.tables.tensors[0, 8] = first
+        table.launch([ADAMW])
+    assert_same_slots([slot._replace(random_bits=(KEY, first))], truth)
 
 
 def near(values: Tensor) -> Tensor:
@@ -332,7 +439,7 @@ def test_scalars(betas):
     table = StepTable.of_slots(slots)
     with use_backend("triton"):
         table.step([slot.param for slot in slots], [group], torch.tensor(8.0, device=DEVICE))
-    expected = torch.tensor([[*reference.scalars(group, t + 1.0, 8.0), 0.0] for t in counts])
+    expected = torch.tensor([reference.scalars(group, t + 1.0, 8.0) for t in counts])
     if DEVICE.type == "cpu":
         assert_bitwise(table.tables.scalars, expected)
     else:

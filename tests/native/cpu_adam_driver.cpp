@@ -15,11 +15,12 @@ struct Case {
   DType param_dtype, grad_dtype;
   bool is_8bit, is_aligned;
   float last;  // the last gradient of each parameter
+  AdamRounding rounding = AdamRounding::kNearest;
 };
 
 int64_t address(Array& array) { return reinterpret_cast<int64_t>(array.data()); }
 
-// Codes, one byte each; the first where arrays of their size start.
+// Bytes; the first where arrays of their size start.
 class Codes {
  public:
   Codes(int64_t n, uint8_t value) : bytes_(new uint8_t[n]), n_(n) { memset(bytes_.get(), value, n); }
@@ -35,7 +36,7 @@ class Codes {
 
 struct Parameter {
   Array param, grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale;
-  Codes exp_avg_codes, exp_avg_sq_codes;
+  Codes exp_avg_codes, exp_avg_sq_codes, residual;
   float step = 3.0f;
   Parameter(int64_t n, const Case& c)
       : param(n, c.param_dtype, c.is_aligned),
@@ -45,12 +46,16 @@ struct Parameter {
         exp_avg_scale(blocks(n, c), DType::kFloat32, c.is_aligned),
         exp_avg_sq_scale(blocks(n, c), DType::kFloat32, c.is_aligned),
         exp_avg_codes(c.is_8bit ? n : 0, 127),
-        exp_avg_sq_codes(c.is_8bit ? n : 0, 0) {
+        exp_avg_sq_codes(c.is_8bit ? n : 0, 0),
+        residual(residual_bytes(c) * n, 3) {
     param.fill(1), grad.fill(2);
     for (Array* states : {&exp_avg, &exp_avg_sq}) memset(states->data(), 0, (c.is_8bit ? 0 : n) * 4);
     for (Array* scales : {&exp_avg_scale, &exp_avg_sq_scale}) memset(scales->data(), 0, blocks(n, c) * 4);
     if (c.last != 0.0f && c.grad_dtype == DType::kFloat32)
       memcpy(static_cast<char*>(grad.data()) + (n - 1) * 4, &c.last, 4);
+  }
+  static int64_t residual_bytes(const Case& c) {
+    return c.rounding == AdamRounding::kResidual8 ? 1 : c.rounding == AdamRounding::kResidual16 ? 2 : 0;
   }
   static int64_t blocks(int64_t n, const Case& c) { return c.is_8bit ? (n + kAdamBlock - 1) / kAdamBlock : 0; }
 };
@@ -69,11 +74,12 @@ std::vector<double> run(const Case& c) {
     Parameter& p = *parameters.back();
     tensors.push_back({address(p.param), address(p.grad), c.is_8bit ? p.exp_avg_codes.address() : address(p.exp_avg),
                        c.is_8bit ? p.exp_avg_sq_codes.address() : address(p.exp_avg_sq), address(p.exp_avg_scale),
-                       address(p.exp_avg_sq_scale), n, i});
+                       address(p.exp_avg_sq_scale), n, i,
+                       c.rounding == AdamRounding::kStochastic ? (int64_t{1} << 35) - 128 : p.residual.address(), i});
     for (int64_t first = 0; first < n; first += kAdamChunk) chunks.push_back({i, first});
     counters.push_back({reinterpret_cast<int64_t>(&p.step), i % 2});
   }
-  const AdamKind kind = {c.param_dtype, c.grad_dtype, c.is_8bit, 0, static_cast<int64_t>(chunks.size())};
+  const AdamKind kind = {c.param_dtype, c.grad_dtype, c.is_8bit, c.rounding, 0, static_cast<int64_t>(chunks.size())};
   const AdamGroup groups[] = {{1e-2, 0.9, 0.999, 1e-8, 0.1, true, false, nullptr},
                               {1e-1, 0.5, 0.9, 1e-6, 0.1, false, true, nullptr}};
   std::vector<AdamScalars> scalars(counters.size());
@@ -92,6 +98,7 @@ std::vector<double> run(const Case& c) {
       for (double value : array->values()) results.push_back(comparable(value));
     p->exp_avg_codes.append_to(results);
     p->exp_avg_sq_codes.append_to(results);
+    p->residual.append_to(results);
   }
   return results;
 }
@@ -104,13 +111,18 @@ int main() {
   for (bool is_8bit : {true, false})
     for (bool is_aligned : {true, false})
       for (int64_t n : {1, 5, 15, 17, 127, 128, 255, 4096})
-        for (DType param : types)
+        for (DType param : types) {
           for (DType grad : types) cases.push_back({n < 128 ? 3 : 1, n, param, grad, is_8bit, is_aligned, 0.0f});
+          const int n_roundings = param == DType::kFloat32 ? 1 : param == DType::kFloat16 ? 3 : 4;
+          for (int rounding = 1; rounding < n_roundings; ++rounding)
+            cases.push_back({1, n, param, DType::kFloat32, is_8bit, is_aligned, 0.0f, AdamRounding(rounding)});
+        }
   const float infinity = __builtin_inff();
   for (float last : {infinity, -infinity, __builtin_nanf(""), 3e38f, 1e-44f})
     for (bool is_8bit : {true, false}) cases.push_back({2, 200, DType::kFloat32, DType::kFloat32, is_8bit, true, last});
   // On several threads.
   cases.push_back({600, 100, DType::kFloat32, DType::kBFloat16, false, false, 0.0f});
-  cases.push_back({1, 70'001, DType::kBFloat16, DType::kFloat32, true, false, 0.0f});
+  for (AdamRounding rounding : {AdamRounding::kNearest, AdamRounding::kResidual8, AdamRounding::kStochastic})
+    cases.push_back({1, 70'001, DType::kBFloat16, DType::kFloat32, true, false, 0.0f, rounding});
   return !levels_agree(cases, run, [](const Case&) { return 0.0; });  // to the bit
 }

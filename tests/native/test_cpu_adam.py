@@ -14,6 +14,7 @@ from adam_cases import (
     DTYPE_IDS,
     F16,
     F32,
+    ROUNDINGS,
     assert_same_bits,
     copied,
     gradients,
@@ -26,6 +27,7 @@ from onetrip.ops.common.backends import use_backend
 from onetrip.optim.table import StepTable
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import BLOCK, ZERO_CODE, Slot
+from onetrip.reference.rounding import Rounding
 from torch import Tensor
 
 library = native_library()
@@ -37,6 +39,7 @@ pytestmark = [
 LEVELS = ("baseline", "avx2", "avx512", "avx512vbmi")
 SIZES = (1, 127, 128, 129, 4095, 4096, 4097, 100_003)
 INF, NAN = torch.inf, torch.nan
+STOCHASTIC = Rounding.STOCHASTIC
 BITS = pytest.mark.parametrize("is_8bit", [True, False], ids=["8bit", "32bit"])
 
 
@@ -65,6 +68,39 @@ def test_sum_of_squares(level, dtype):
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=DTYPE_IDS.get)
 def test_the_bits_of_reference(level, dtype, grad_dtype, is_8bit):
     check(new_slots(SIZES, dtype, is_8bit), [gradients(SIZES, grad_dtype, seed) for seed in range(2)])
+
+
+@BITS
+@pytest.mark.parametrize("grad_dtype", [F32, F16, BF16], ids=lambda d: f"grad_{DTYPE_IDS[d]}")
+@pytest.mark.parametrize("dtype, rounding", ROUNDINGS)
+def test_the_bits_of_reference_with_each_rounding(level, dtype, rounding, grad_dtype, is_8bit):
+    """With L2 decay, which reads the parameter twice, one element off; and after weights were set to 0."""
+    for shift, group in ((0, ADAMW), (1, ADAMW._replace(decoupled=False))):
+        slots = new_slots(SIZES, dtype, is_8bit, shift, rounding)
+        check(slots, [gradients(SIZES, grad_dtype, seed, shift) for seed in range(2)], (group,))
+        for slot in slots:
+            slot.param[::3] = 0.0
+        check(slots, [gradients(SIZES, grad_dtype, 2, shift)], (group,))
+
+
+@BITS
+@pytest.mark.parametrize("dtype, rounding", ROUNDINGS)
+def test_extremes_with_each_rounding(level, dtype, rounding, is_8bit):
+    """Updates that overflow, underflow, and are not finite."""
+    sizes = (300, 300, 300)
+    slots = new_slots(sizes, dtype, is_8bit, 0, rounding)
+    grads = gradients(sizes)
+    grads[0][[5, 200]] = torch.tensor([NAN, INF])
+    slots[1].param.mul_(3e37 if dtype is BF16 else 2e4)
+    slots[2].param.mul_(1e-39 if dtype is BF16 else 1e-7)
+    check(slots, [grads, gradients(sizes, seed=1)], (ADAMW._replace(lr=1e-7, weight_decay=-3e7), ADAMW))
+
+
+def test_random_bits_beyond_what_32_bits_count(level):
+    slots = [
+        slot._replace(random_bits=(2**31 + 7, 2**35 - 128)) for slot in new_slots((70_000,), BF16, True, 0, STOCHASTIC)
+    ]
+    check(slots, [gradients((70_000,), BF16)])
 
 
 @BITS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from adam_cases import ROUNDINGS
 from onetrip import use_backend
 from onetrip.optim import AdamW8bit
 from onetrip.optim.table import StepTable
@@ -38,8 +39,8 @@ def _on_card(step: Step) -> tuple[list[Slot], list[Tensor]]:
     slots, grads = [], []
     for parameter, slot, grad in zip(step.parameters, step.slots, step.grads, strict=True):
         moved = {
-            name: None if tensor is None else _shifted(tensor, parameter.shift)
-            for name, tensor in slot._asdict().items()
+            name: _shifted(value, parameter.shift) if isinstance(value, Tensor) else value
+            for name, value in slot._asdict().items()
             if name not in ("step", "group")
         }
         slots.append(Slot(**moved, step=counters[id(slot.step)], group=slot.group))
@@ -73,6 +74,31 @@ def test_bits_of_the_reference(group: Group, special: tuple[float, ...]) -> None
     for _ in range(3):
         table.step(grads, step.groups, torch.tensor(8.0, device="cuda"))
         reference.step(step.slots, step.grads, step.groups, torch.tensor(8.0))
+        _assert_same_slots(slots, step.slots)
+
+
+@pytest.mark.parametrize("special", [(), NOT_FINITE], ids=["numbers", "not_finite"])
+@pytest.mark.parametrize("group", [ADAMW, ADAM], ids=["decoupled", "l2"])
+def test_roundings(group: Group, special: tuple[float, ...]) -> None:
+    """Residuals and random bits of 16-bit parameters are the reference's."""
+    step = Step(
+        [
+            Parameter(numel, param, grad, is_8bit, special=special, shift=shift, rounding=rounding)
+            for param, rounding in ROUNDINGS
+            for grad in (torch.float32, param)
+            for is_8bit in (True, False)
+            for numel, shift in ((129, 1), (4097, 0), (100_003, 0), (5000, 8))
+        ],
+        [group],
+    )
+    for slot in step.slots:
+        if slot.residual is not None:  # of a weight set to 0 since
+            slot.param[::50], slot.residual[::50] = 0.0, -1
+    slots, grads = _on_card(step)
+    table = StepTable.of_slots(slots)
+    for _ in range(3):
+        table.step(grads, step.groups)
+        reference.step(step.slots, step.grads, step.groups)
         _assert_same_slots(slots, step.slots)
 
 

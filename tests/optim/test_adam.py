@@ -101,13 +101,15 @@ def test_precision_is_chosen_by_size_and_group_once():
         {"optim_bits": 32},
         {"min_8bit_numel": 7000},
         {"maximize": True},
+        {"master_weight_bits": 24},
+        {"bf16_stochastic_round": True},
     ],
     ids=lambda changed: "-".join(f"{key}={value}" for key, value in changed.items()),
 )
 def test_every_argument_changes_the_result_also_as_a_key_of_a_group(changed):
     """Q12; capturable is in test_capturable_is_refused_on_the_cpu."""
-    shapes = [(64, 100)]
-    plain, as_argument, as_key = make_params(shapes), make_params(shapes), make_params(shapes)
+    dtype = torch.bfloat16 if {"master_weight_bits", "bf16_stochastic_round"} & set(changed) else torch.float32
+    plain, as_argument, as_key = (make_params([(64, 100)], dtype) for _ in range(3))
     train(AdamW8bit(plain, lr=1e-2), range(4))
     train(AdamW8bit(as_argument, **{"lr": 1e-2, **changed}), range(4))
     train(AdamW8bit([{"params": as_key, **changed}], lr=1e-2), range(4))

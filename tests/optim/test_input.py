@@ -50,6 +50,9 @@ WRONG = [
     ("maximize", 1, TypeError),
     ("maximize", np.int64(1), TypeError),
     ("capturable", "no", TypeError),
+    ("master_weight_bits", 16, ValueError),
+    ("master_weight_bits", 32.0, ValueError),
+    ("bf16_stochastic_round", 1, TypeError),
 ]
 IDS = [f"{argument}={str(value)[:20]}" for argument, value, _ in WRONG]
 

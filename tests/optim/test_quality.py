@@ -91,7 +91,8 @@ def test_every_decade_of_gradients(decade):
 @pytest.mark.promise("Q8")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_decay_alone(dtype):
-    """Q8: 1,000 steps of lr * weight_decay = 1e-5. A bfloat16 weight without a master is rounded back at each step."""
+    """Q8: 1,000 steps of lr * weight_decay = 1e-5. A bfloat16 weight without a master is rounded back at each step;
+    test_rounding.py has those with one."""
     p = torch.nn.Parameter(torch.full((N,), 1.0, dtype=dtype))
     optimizer = AdamW8bit([p], lr=1e-3, weight_decay=1e-2)
     p.grad = torch.zeros_like(p)

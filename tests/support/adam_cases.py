@@ -6,10 +6,18 @@ from collections.abc import Sequence
 
 import torch
 from onetrip.reference.adam import BLOCK, ZERO_CODE, Group, Slot
+from onetrip.reference.rounding import RESIDUALS, Rounding
 from torch import Tensor
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPE_IDS = {F32: "f32", F16: "f16", BF16: "bf16"}
+ROUNDINGS = [
+    (dtype, rounding)
+    for dtype in (F16, BF16)
+    for rounding in (*RESIDUALS, Rounding.STOCHASTIC)
+    if (dtype, rounding) != (F16, Rounding.STOCHASTIC)
+]
+"""The dtypes of parameters, and how they are rounded if not to nearest."""
 ADAMW = Group(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True, maximize=False)
 
 
@@ -19,7 +27,14 @@ def placed(tensor: Tensor, shift: int = 0) -> Tensor:
     return memory[shift:].copy_(tensor)
 
 
-def new_slot(param: Tensor, is_8bit: bool = True, group: int = 0, step: Tensor | None = None, shift: int = 0) -> Slot:
+def new_slot(
+    param: Tensor,
+    is_8bit: bool = True,
+    group: int = 0,
+    step: Tensor | None = None,
+    shift: int = 0,
+    rounding: Rounding = Rounding.NEAREST,
+) -> Slot:
     """A flat parameter with the states of step 0, all arrays `shift` elements past an aligned address."""
     n = param.numel()
     if is_8bit:
@@ -28,19 +43,41 @@ def new_slot(param: Tensor, is_8bit: bool = True, group: int = 0, step: Tensor |
     else:
         states, scales = (torch.zeros(n), torch.zeros(n)), [None, None]
     exp_avg, exp_avg_sq = (placed(state, shift) for state in states)
-    return Slot(placed(param, shift), exp_avg, exp_avg_sq, *scales, torch.tensor(0.0) if step is None else step, group)
+    residual = None
+    if rounding in RESIDUALS:
+        residual = placed(torch.zeros(n, dtype=RESIDUALS[rounding]), shift)
+    return Slot(
+        placed(param, shift),
+        exp_avg,
+        exp_avg_sq,
+        *scales,
+        torch.tensor(0.0) if step is None else step,
+        group,
+        residual,
+        (n, 0) if rounding is Rounding.STOCHASTIC else None,
+    )
 
 
-def new_slots(sizes: Sequence[int], dtype: torch.dtype = F32, is_8bit: bool = True, shift: int = 0) -> list[Slot]:
+def new_slots(
+    sizes: Sequence[int],
+    dtype: torch.dtype = F32,
+    is_8bit: bool = True,
+    shift: int = 0,
+    rounding: Rounding = Rounding.NEAREST,
+) -> list[Slot]:
     generator = torch.Generator().manual_seed(len(sizes))
-    return [new_slot(torch.randn(n, generator=generator).to(dtype), is_8bit, shift=shift) for n in sizes]
+    return [
+        new_slot(torch.randn(n, generator=generator).to(dtype), is_8bit, shift=shift, rounding=rounding) for n in sizes
+    ]
 
 
 def copied(slots: Sequence[Slot]) -> list[Slot]:
     """The same slots in other memory; parts that share a step share its copy."""
     steps = {id(slot.step): slot.step.clone() for slot in slots}
     return [
-        Slot(*(None if t is None else t.clone() for t in slot[:5]), steps[id(slot.step)], slot.group)  # type: ignore[arg-type]
+        Slot(*[value.clone() if isinstance(value, Tensor) else value for value in slot])._replace(
+            step=steps[id(slot.step)]
+        )
         for slot in slots
     ]
 
@@ -55,9 +92,9 @@ def gradients(sizes: Sequence[int], dtype: torch.dtype = F32, seed: int = 0, shi
 def assert_same_bits(ours: Sequence[Slot], expected: Sequence[Slot]) -> None:
     """Every array of every slot, bit for bit; which NaN it is is left open."""
     for i, (slot, other) in enumerate(zip(ours, expected, strict=True)):
-        for name, tensor, wanted in zip(Slot._fields[:6], slot, other, strict=False):
-            assert (tensor is None) == (wanted is None)
-            if tensor is None:
+        for name, tensor, wanted in zip(Slot._fields, slot, other, strict=True):
+            if not isinstance(tensor, Tensor):
+                assert tensor == wanted
                 continue
             assert tensor.data_ptr() != wanted.data_ptr() or not tensor.numel()
             same = tensor == wanted

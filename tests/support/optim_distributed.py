@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from onetrip.optim import AdamW8bit
+from onetrip.optim import AdamW8bit, sharding
 from onetrip.reference.adam import BLOCK, code_map
 from optim_cases import same
 from torch import nn
@@ -176,6 +176,48 @@ def against_one_process() -> None:
     assert same(whole(plain, plain_optimizer), whole(model, optimizer))
 
 
+def roundings() -> None:
+    """Master weights and stochastic rounding of bfloat16: sharded as in one process, bit for bit where no border cuts
+    a block; master weights gathered."""
+    for options in ({"master_weight_bits": 32}, {"master_weight_bits": 24}, {"bf16_stochastic_round": True}):
+        plain, sharded = Weights().bfloat16(), Weights().bfloat16()
+        fully_shard(sharded)
+        both = [(each, AdamW8bit(each.parameters(), lr=1e-3, optim_bits=32, **options)) for each in (plain, sharded)]
+        for each in both:
+            train(*each, 0, 3)
+        expected, got = (whole(*each) for each in both)
+        for key in got:
+            if key.endswith("master_residual") and options["master_weight_bits"] == 32:
+                got[key] = sharding.from_bytes(got[key])
+        assert all(same(expected[key], got[key]) for key in expected if key.startswith("wide"))
+        if "master_weight_bits" in options:
+            assert same(expected, got)
+            masters = [optimizer.master_weights(model) for model, optimizer in both]
+            assert same(masters[0], {name: value.full_tensor() for name, value in masters[1].items()})
+        resumed = Weights().bfloat16()
+        fully_shard(resumed)
+        with torch.no_grad():
+            for p, q in zip(resumed.parameters(), sharded.parameters(), strict=True):
+                p.copy_(q)
+        of_resumed = AdamW8bit(resumed.parameters())
+        of_resumed.load_state_dict(both[1][1].state_dict())
+        for each in (both[1], (resumed, of_resumed)):
+            train(*each, 3, 5)
+        assert same(whole(*both[1]), whole(resumed, of_resumed))
+    # Columns are no contiguous range: each rank has random bits of its own. Names of parameters are any.
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    columns = nn.Module()
+    columns.logit_scale = nn.Parameter(distribute_tensor(torch.ones(64, 128, dtype=torch.bfloat16), mesh, [Shard(1)]))
+    optimizer = AdamW8bit(columns.parameters(), lr=1e-3, weight_decay=0.0, bf16_stochastic_round=True)
+    columns.logit_scale.grad = torch.ones_like(columns.logit_scale)
+    optimizer.step()
+    parts = columns.logit_scale.detach().full_tensor().chunk(dist.get_world_size(), dim=1)
+    assert len(parts[0].unique()) == 2 and not same(parts[0].contiguous(), parts[1].contiguous())
+    optimizer.param_groups[0].update(bf16_stochastic_round=False, master_weight_bits=32)
+    optimizer.step()
+    assert optimizer.master_weights(columns)["logit_scale"].full_tensor().dtype == torch.float32
+
+
 def whole_state_dicts() -> None:
     """A gathered state_dict goes into one process's optimizer, and one process's into a sharded one."""
     options = StateDictOptions(full_state_dict=True)
@@ -282,5 +324,6 @@ def moment(values: dict[str, Any], name: str, key: str, signed: bool) -> torch.T
 def two_ranks(folder: str) -> None:
     resume(folder)
     against_one_process()
+    roundings()
     whole_state_dicts()
     other_shardings()

@@ -9,10 +9,13 @@ import torch
 from onetrip.ops.adam import CHUNK
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import BLOCK, Group, Slot
+from onetrip.reference.rounding import RESIDUALS, Rounding, split
 from torch import Tensor
 
 from tools.gpusim.harness import DTYPE_CODES, ORDERS, Case, assert_same_bits
 
+STREAM = (0x1234_5678_9ABC_DEF0, (1 << 35) + 1280)
+"""Key and first element of parameters that are rounded stochastically."""
 ADAMW = Group(1e-2, 0.9, 0.999, 1e-8, 0.1, decoupled=True, maximize=False)
 ADAM = Group(1e-2, 0.8, 0.99, 1e-6, 0.2, decoupled=False, maximize=False)
 
@@ -32,6 +35,7 @@ class Parameter:
     """All of the gradient, instead of random numbers; the states are zeros then."""
     shift: int = 0
     """Elements by which every tensor is off a 64-byte boundary."""
+    rounding: Rounding = Rounding.NEAREST
 
 
 @dataclass
@@ -74,18 +78,23 @@ class Step:
         for k, value in enumerate(parameter.special):
             g[k * 37 % parameter.numel] = value
         step, group = self.steps[parameter.counter], self.counters[parameter.counter]
+        rest: dict[str, Tensor | tuple[int, int]] = {}
+        if parameter.rounding in RESIDUALS:
+            p, rest["residual"] = split(p, parameter.param, RESIDUALS[parameter.rounding])
+        elif parameter.rounding is Rounding.STOCHASTIC:
+            rest["random_bits"] = STREAM
         if parameter.is_8bit:
             (m_codes, m_scale), (root_codes, root_scale) = reference.quantize(m, True), reference.quantize(root, False)
-            slot = Slot(p.to(parameter.param), m_codes, root_codes, m_scale, root_scale, step, group)
+            slot = Slot(p.to(parameter.param), m_codes, root_codes, m_scale, root_scale, step, group, **rest)
         else:
-            slot = Slot(p.to(parameter.param), m, root * root, None, None, step, group)
+            slot = Slot(p.to(parameter.param), m, root * root, None, None, step, group, **rest)
         return slot, g.to(parameter.grad)
 
     def updated(self) -> dict[str, tuple[Tensor, int]]:
         """Everything that a step changes: name -> (tensor, elements off a boundary)."""
         found: dict[str, tuple[Tensor, int]] = {}
         for i, (parameter, slot) in enumerate(zip(self.parameters, self.slots, strict=True)):
-            for name in ("param", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
+            for name in ("param", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "residual"):
                 tensor = getattr(slot, name)
                 if tensor is not None:
                     found[f"{name}.{i}"] = (tensor, parameter.shift)
@@ -102,6 +111,8 @@ class Step:
             numbers[f"param_dtype.{i}"], numbers[f"grad_dtype.{i}"] = (
                 DTYPE_CODES[dtype] for dtype in (parameter.param, parameter.grad)
             )
+            numbers[f"rounding.{i}"] = int(parameter.rounding)
+            numbers[f"key.{i}"], numbers[f"first.{i}"] = self.slots[i].random_bits or (0, 0)
             numbers[f"numel.{i}"], numbers[f"counter.{i}"] = parameter.numel, parameter.counter
             inputs[f"grad.{i}"] = (grad, parameter.shift * grad.itemsize)
         for i, group in enumerate(self.counters):
@@ -125,7 +136,7 @@ class Step:
         """Sums of squares of the gradients' chunks: those of a kind next to each other, as the driver sorts them."""
         of_kind: dict[object, list[float]] = {}
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
-            kind = parameter.param, parameter.grad, parameter.is_8bit
+            kind = parameter.param, parameter.grad, parameter.is_8bit, parameter.rounding
             squares = grad.double().square()
             chunks = [squares[first : first + CHUNK].sum().item() for first in range(0, len(squares), CHUNK)]
             of_kind.setdefault(kind, []).extend(chunks)

@@ -28,13 +28,15 @@ void sort_chunks(const Case& c, const std::vector<onetrip::AdamTensor>& tensors,
   for (size_t i = 0; i < tensors.size(); ++i) {
     const onetrip::DType param = c.dtype(numbered("param_dtype", i)), grad = c.dtype(numbered("grad_dtype", i));
     const bool is_8bit = tensors[i].exp_avg_scale != 0;
+    const auto rounding = static_cast<onetrip::AdamRounding>(c.integer(numbered("rounding", i)));
     size_t k = 0;
     const auto same = [&](const onetrip::AdamKind& kind) {
-      return kind.param_dtype == param && kind.grad_dtype == grad && kind.is_8bit == is_8bit;
+      return kind.param_dtype == param && kind.grad_dtype == grad && kind.is_8bit == is_8bit &&
+             kind.rounding == rounding;
     };
     while (k < kinds->size() && !same((*kinds)[k])) ++k;
     if (k == kinds->size()) {
-      kinds->push_back({param, grad, is_8bit, 0, 0});
+      kinds->push_back({param, grad, is_8bit, rounding, 0, 0});
       of_kind.emplace_back();
     }
     for (int64_t first = 0; first < tensors[i].numel; first += onetrip::kAdamChunk)
@@ -52,10 +54,13 @@ int launch(const Case& c) {
     if (name != "squares") std::memcpy(c.tensor(name), c.tensor("old." + name), c.outputs.at(name).bytes());
   std::vector<onetrip::AdamTensor> tensors;
   for (int64_t i = 0; i < c.integer("n_tensors"); ++i) {
+    const std::string residual = numbered("residual", i);
     tensors.push_back({address(c, numbered("param", i)), address(c, numbered("grad", i)),
                        address(c, numbered("exp_avg", i)), address(c, numbered("exp_avg_sq", i)),
                        address(c, numbered("exp_avg_scale", i)), address(c, numbered("exp_avg_sq_scale", i)),
-                       c.integer(numbered("numel", i)), c.integer(numbered("counter", i))});
+                       c.integer(numbered("numel", i)), c.integer(numbered("counter", i)),
+                       c.tensor(residual) != nullptr ? address(c, residual) : c.integer(numbered("first", i)),
+                       c.integer(numbered("key", i))});
   }
   std::vector<onetrip::AdamCounter> counters;
   for (int64_t i = 0; i < c.integer("n_counters"); ++i)

@@ -293,6 +293,7 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+inline void* __cvta_global_to_generic(size_t address) { return reinterpret_cast<void*>(address); }
 // Byte i of the result is the byte of b:a that digit i of the selector names.
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from onetrip.environment import header
+from onetrip.reference.rounding import Rounding
 
 from tools.gpusim import row_norm as cudasim_row_norm
 from tools.gpusim import softmax as cudasim_softmax
@@ -81,6 +82,13 @@ SOFTMAX = {
     "softmax, mask": ({"mask": torch.float32, "mask_has": (False, False, False, True)}, 2, 3),
     "softmax, dropout": ({"dropout_p": 0.1}, 3, 3),
 }
+ADAM = {
+    # what -> (how parameters are rounded, bytes of their residuals)
+    "AdamW8bit": (Rounding.NEAREST, 0),
+    "AdamW8bit, masters of 24 bits": (Rounding.RESIDUAL_8, 1),
+    "AdamW8bit, masters of 32 bits": (Rounding.RESIDUAL_16, 2),
+    "AdamW8bit, stochastic rounding": (Rounding.STOCHASTIC, 0),
+}
 WIDTHS = {"LayerNorm": (256, 512, 768, 1024, 4096, 8192, 16384), "softmax": (256, 512, 1024, 4096, 16384)}
 FEWER = (512, 1024, 4096)
 
@@ -108,19 +116,25 @@ def _softmax_cases() -> Iterator[Counted]:
             yield Counted(name, "backward", n_cols, DTYPE.itemsize * n_backward, backward)
 
 
+def _adam_cases() -> Iterator[Counted]:
+    for name, (rounding, residual_bytes) in ADAM.items():
+        numel = 2**20 if rounding is Rounding.NEAREST else 2**18
+        parameters = (
+            Parameter(n, param=DTYPE, grad=DTYPE, is_8bit=True, rounding=rounding) for n in (2 * numel, numel)
+        )
+        whole, half = (Step([p], orders=(WARPS_FORWARD,), clips=False).case() for p in parameters)
+        least_bytes = 3 * DTYPE.itemsize + 4 + 16 / 128 + 2 * residual_bytes
+        yield Counted(name, "step", None, least_bytes, Taken(numel, whole, half))
+
+
 def cases() -> Iterator[Counted]:
     yield from _row_norm_cases()
     yield from _softmax_cases()
-    numel = 2**20
-    whole, half = (
-        Step([Parameter(n, param=DTYPE, grad=DTYPE, is_8bit=True)], orders=(WARPS_FORWARD,), clips=False).case()
-        for n in (2 * numel, numel)
-    )
-    yield Counted("AdamW8bit", "step", None, 3 * DTYPE.itemsize + 4 + 16 / 128, Taken(numel, whole, half))
+    yield from _adam_cases()
 
 
 def _family(operator: str) -> str:
-    return "adam" if operator == "AdamW8bit" else "softmax" if operator in SOFTMAX else "row_norm"
+    return "adam" if operator in ADAM else "softmax" if operator in SOFTMAX else "row_norm"
 
 
 def _pipe(opcode: str) -> str:

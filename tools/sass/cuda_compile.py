@@ -228,11 +228,12 @@ def _output(command: list[str | None]) -> str:
 
 def _short_name(mangled: str) -> str:
     """forward_kernel<bf16, f32, 32, fast> from the mangled name; -1 threads a row are those of a cluster."""
-    found = re.search(r"(?:row_norm|softmax|adam)_(\w+?_kernel)I(.*?)EEv", mangled)
+    found = re.search(r"(row_norm|softmax|adam)_(\w+?_kernel)I(.*?)EEv", mangled)
     assert found is not None, mangled
+    flags = ("nearest", "other rounding") if found[1] == "adam" else ("any", "fast")
     types = {"13__nv_bfloat16": "bf16", "6__half": "f16", "f": "f32"}
     words: list[str] = []
-    for token in re.findall(r"13__nv_bfloat16|6__half|NS_6AccessE\d|S\d?_|Lin?\d+|Lb[01]|f", found[2]):
+    for token in re.findall(r"13__nv_bfloat16|6__half|NS_6AccessE\d|S\d?_|Lin?\d+|Lb[01]|f", found[3]):
         if token.startswith("NS_"):
             words.append(("elements", "vectors", "uniform")[int(token[-1])])
         elif token.startswith("S"):
@@ -240,10 +241,10 @@ def _short_name(mangled: str) -> str:
         elif token.startswith("Li"):
             words.append(token[2:].replace("n", "-"))
         elif token.startswith("Lb"):
-            words.append("fast" if token == "Lb1" else "any")
+            words.append(flags[int(token[-1])])
         else:
             words.append(types[token])
-    return f"{found[1]}<{', '.join(words)}>"
+    return f"{found[2]}<{', '.join(words)}>"
 
 
 def measure(family: str, arch: int) -> list[Kernel]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..reference import adam as reference
 from ..reference.adam import Group, Slot
+from ..reference.rounding import Rounding
 from .common.backends import choose, native
 from .common.native import DTYPE_CODE, raise_error, where
 
@@ -24,6 +25,7 @@ class Kind(NamedTuple):
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     is_8bit: bool
+    rounding: Rounding
     first_chunk: int
     n_chunks: int
 
@@ -34,7 +36,7 @@ class AdamTables(NamedTuple):
     device: torch.device
     kinds: tuple[Kind, ...]
     tensors: Tensor
-    """[n_slots, 8] AdamTensor."""
+    """[n_slots, 10] AdamTensor."""
     chunks: Tensor
     """[n_chunks, 2] AdamChunk."""
     counters: Tensor
@@ -50,8 +52,8 @@ def _number(lr: float | Tensor, device: torch.device) -> float | Tensor:
     return float(lr) if lr.device.type == "cpu" else lr.to(device, torch.float32, non_blocking=True)
 
 
-def _kind_numbers(tables: AdamTables) -> list[tuple[int, int, bool, int, int]]:
-    return [(DTYPE_CODE[p], DTYPE_CODE[g], is_8bit, first, n) for p, g, is_8bit, first, n in tables.kinds]
+def _kind_numbers(tables: AdamTables) -> list[tuple[int, ...]]:
+    return [(DTYPE_CODE[kind.param_dtype], DTYPE_CODE[kind.grad_dtype], *kind[2:]) for kind in tables.kinds]
 
 
 def sums_of_squares(tables: AdamTables, grads: list[Tensor]) -> Tensor:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from ..ops.common.backends import KERNEL_DTYPES
+from ..reference.rounding import join
 from . import checkpoint, sharding
-from .foreign import check_is_state_dict, from_bitsandbytes, is_of_bitsandbytes
-from .hyperparameters import Options, check_group, checked_max_grad_norm, plain
-from .state import State, checked, dequantized, for_torch, new_state, uses_8bit
+from .foreign import IMPORTED, check_is_state_dict, from_bitsandbytes, is_of_bitsandbytes
+from .hyperparameters import Options, check_group, checked_max_grad_norm, number_on, plain
+from .state import RESIDUAL, State, checked, dequantized, fitted, for_torch, new_state, uses_8bit
 from .table import Member, StepTable, step_tables
 
 _OF_TORCH = ("amsgrad", "foreach", "fused", "differentiable")  # keys of torch.optim.Adam's groups
-_IMPORTED = ("lr", "betas", "eps", "weight_decay")
 _HINTS = {
     "fused": "fused must not be given: every step is one fused kernel",
     "foreach": "foreach must not be given: every step is one fused kernel",
@@ -43,7 +43,7 @@ class Adam8bit(torch.optim.Optimizer):
     contiguous to be updated in place; others cost a contiguous copy that stays. weight_decay is added to the gradient,
     times the parameter. optim_bits: 8, or 32 for float32 states; parameters of fewer than min_8bit_numel elements have
     float32 states in any case. Precision is chosen at a parameter's first step, of the whole parameter when it is
-    sharded, and kept. lr, betas, eps, weight_decay, optim_bits, min_8bit_numel, maximize are keys of param groups too.
+    sharded, and kept. All arguments but capturable and max_grad_norm are keys of param groups too.
     lr: a number, or a float Tensor of one element. capturable: step() may be captured in a CUDA graph; lr then changes
     between replays where it is a float32 Tensor on the device.
 
@@ -54,9 +54,19 @@ class Adam8bit(torch.optim.Optimizer):
     step. Where gradients are a rank's share of a larger model (DeepSpeed, FSDP1, pipeline stages), clip by what knows
     all ranks.
 
+    master_weight_bits: 32 or 24. bfloat16 and float16 parameters then have master weights, 16 or 8 bits of state more:
+    what a step cannot store in the parameter is kept there. With 32 bits the step is that of float32 weights, which
+    master_weights() returns; with 24, updates below 2^-17 of a bfloat16 weight are lost; without, those below 2^-9. The
+    bits of a state are kept, as its precision is. Whoever writes to a parameter leaves its residual as it is, less than
+    half of the last place; the step after a change to float32 drops it.
+    bf16_stochastic_round: bfloat16 parameters are rounded up or down at random instead, with the probabilities that
+    make the expectation right. The random bits are a function of the parameter's index, its step and the element, not
+    of torch's generators, and repeat wherever no border between two ranks cuts a block of 128.
+
     A step waits for no device. It works with torch.amp.GradScaler, which skips a step whose gradients are not finite;
     without one they propagate as in torch.optim. The same inputs give the same bits, whatever the number of threads.
-    Memory: 2 + 8/128 bytes of state a parameter of 8 bits. To continue with torch.optim, load state_dict_for_torch().
+    Memory: 2 + 8/128 bytes of state a parameter of 8 bits, and 2 or 1 for a master weight. To continue with
+    torch.optim, load state_dict_for_torch().
 
     Raises ValueError or TypeError for wrong arguments, here and at step(), before anything has changed; RuntimeError
     for sparse gradients.
@@ -72,6 +82,8 @@ class Adam8bit(torch.optim.Optimizer):
     _lengths: list[int] = []  # noqa: RUF012
     _entries: list[State] = []  # noqa: RUF012
     _outside: list[int] = []  # noqa: RUF012
+    _roundings: list[tuple[Any, Any]] = []  # noqa: RUF012 (options of the groups)
+    _indices: list[int] | None = None  # of parameters, where they are some of another optimizer's
     _max_grad_norm: float | None = None
     last_grad_norm: Tensor | None = None
 
@@ -87,6 +99,8 @@ class Adam8bit(torch.optim.Optimizer):
         min_8bit_numel: int = 4096,
         maximize: bool = False,
         capturable: bool = False,
+        master_weight_bits: int | None = None,
+        bf16_stochastic_round: bool = False,
         max_grad_norm: float | None = None,
         **unknown: NoReturn,
     ) -> None:
@@ -102,6 +116,8 @@ class Adam8bit(torch.optim.Optimizer):
             "min_8bit_numel": min_8bit_numel,
             "maximize": maximize,
             "capturable": capturable,
+            "master_weight_bits": master_weight_bits,
+            "bf16_stochastic_round": bf16_stochastic_round,
             "decoupled_weight_decay": self._decoupled,  # as torch.optim.Adam records it
         }
         check_group(self._name, defaults, may_wait=True)
@@ -165,7 +181,7 @@ class Adam8bit(torch.optim.Optimizer):
             grad_scale = self._clipping_scale(self.max_grad_norm, grad_scale)
         for table in self._tables:
             device = table.device
-            table.launch(groups, _number_on(device, grad_scale), _number_on(device, found_inf))
+            table.launch(groups, number_on(device, grad_scale), number_on(device, found_inf))
         return loss
 
     def _clipping_scale(self, max_grad_norm: float, grad_scale: Any) -> Any:
@@ -178,7 +194,7 @@ class Adam8bit(torch.optim.Optimizer):
             )
         sums = [table.sum_of_squares() for table in self._tables]
         total = sums[0] if len(sums) == 1 else torch.stack([each.to(sums[0].device) for each in sums]).sum()
-        scale = _number_on(total.device, grad_scale)
+        scale = number_on(total.device, grad_scale)
         norm = total.sqrt() if scale is None else total.sqrt() / scale
         self.last_grad_norm = norm.float()
         if max_grad_norm == math.inf:
@@ -191,6 +207,7 @@ class Adam8bit(torch.optim.Optimizer):
         return (
             list(map(len, self._lists())) == self._lengths
             and all(map(is_, params, self._params))
+            and self._rounding_options() == self._roundings
             and len(self.state) == len(self._entries)
             and all(map(is_, self.state.values(), self._entries))
             and all(params[i].grad is None for i in self._outside)
@@ -218,10 +235,13 @@ class Adam8bit(torch.optim.Optimizer):
                     f"{self._name}: params must be float32, float16 or bfloat16 and hold data, got {str(p.dtype)[6:]} "
                     f"on {p.device} for parameter {names[i]}"
                 )
-            state = self.state.get(p) or new.get(p)
-            if not state:
-                state = new[p] = new_state(p, uses_8bit(group, p))
-            return Member(p, state, group_of[i], names[i])
+            known_state = new.get(p) or self.state.get(p)
+            state = fitted(p, known_state or new_state(p, uses_8bit(group, p)), group["master_weight_bits"])
+            if state is not known_state:
+                new[p] = state
+            index = i if self._indices is None else self._indices[i]
+            random_bits = sharding.random_bits(p, index) if group["bf16_stochastic_round"] else None
+            return Member(p, state, group_of[i], names[i], random_bits)
 
         present = [i for i, p in enumerate(params) if p.grad is not None]
         known = [i for i, p in enumerate(params) if p.grad is not None or self.state.get(p)]
@@ -237,12 +257,16 @@ class Adam8bit(torch.optim.Optimizer):
         self.state.update(new)
         inside = {id(params[i]) for i in known}
         self._params, self._lengths = params, list(map(len, self._lists()))
+        self._roundings = self._rounding_options()
         self._outside = [i for i, p in enumerate(params) if id(p) not in inside]
         self._tables = tables
         self._entries = list(self.state.values())
 
     def _lists(self) -> list[list[Tensor]]:
         return [group["params"] for group in self.param_groups]
+
+    def _rounding_options(self) -> list[tuple[Any, Any]]:
+        return [(group["master_weight_bits"], group["bf16_stochastic_round"]) for group in self.param_groups]
 
     def _names(self) -> list[str]:
         """Name of every parameter in messages: its index in state_dict, and its name where params had names."""
@@ -259,6 +283,23 @@ class Adam8bit(torch.optim.Optimizer):
         if not state:
             raise ValueError("dequantized_state: p must be a parameter that has taken a step, got one without state")
         return dequantized(p, state)
+
+    @torch.no_grad()
+    def master_weights(self, model: torch.nn.Module) -> dict[str, Any]:
+        """model.state_dict() in float32: the master weights of parameters that have them (DTensors of sharded ones),
+        other floating-point tensors cast, the rest as it is. What is float32 already shares memory with the model."""
+        weights: dict[str, Any] = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):  # a module's extra state
+                weights[name] = value
+            elif value not in self.state or RESIDUAL not in self.state[value]:
+                weights[name] = value.detach().float() if value.is_floating_point() else value.detach()
+            else:
+                master = join(sharding.local(value.detach()), self.state[value][RESIDUAL])
+                if sharding.is_sharded(value):
+                    master = sharding.dtensor(master, value.device_mesh, value.placements, tuple(value.shape))  # type: ignore[attr-defined]
+                weights[name] = master
+        return weights
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim: tensors, numbers, lists and dicts, those of this optimizer, not copies. Of sharded
@@ -278,13 +319,13 @@ class Adam8bit(torch.optim.Optimizer):
         """state_dict() for torch.optim.AdamW, or torch.optim.Adam for Adam8bit: float32 moments, copied.
 
         Training continues from the dequantised moments. torch takes fused and foreach from the dict that it loads: set
-        them in its param_groups, or get torch's defaults. torch cannot load state_dict() itself where states have 8
-        bits: it raises KeyError.
+        them in its param_groups, or get torch's defaults. Master weights are left out. torch cannot load state_dict()
+        itself where states have 8 bits: it raises KeyError.
         """
         packed = self.state_dict()
         packed.pop("n_states", None)
         for group in packed["param_groups"]:
-            for key in ("optim_bits", "min_8bit_numel"):
+            for key in ("optim_bits", "min_8bit_numel", "master_weight_bits", "bf16_stochastic_round"):
                 del group[key]
         for index, p in enumerate(self._every_parameter()):
             if state := self.state.get(p):
@@ -330,7 +371,7 @@ class Adam8bit(torch.optim.Optimizer):
                     remaining.pop(key, None)
                     continue
                 which = f"{where}: state of parameter {key}"
-                state[p] = checked(which, p, remaining.pop(key), quantize_floats=not is_ours and uses_8bit(group, p))
+                state[p] = checked(which, p, remaining.pop(key), None if is_ours else group)
         if remaining:
             raise ValueError(
                 f"{where}: state must be of the parameters in param_groups, got also {list(remaining)[:5]}"
@@ -362,7 +403,7 @@ class Adam8bit(torch.optim.Optimizer):
         for ours, given in zip(self.param_groups, saved, strict=True):
             group = deepcopy({key: value for key, value in given.items() if key != "params"})
             is_ours = "optim_bits" in group or "min_8bit_numel" in group
-            needed = {*_IMPORTED, *_OWN} if is_ours else set(_IMPORTED)
+            needed = {*IMPORTED, *_OWN} if is_ours else set(IMPORTED)
             if missing := sorted(needed - set(group)):
                 raise ValueError(f"{where}: param_groups must have {missing}, got {sorted(map(str, group))}")
             if group.get("amsgrad"):
@@ -390,31 +431,7 @@ class Adam8bit(torch.optim.Optimizer):
         and then has changed nothing.
         """
         where = f"{self._name}.load_bitsandbytes_state_dict"
-        check_is_state_dict(where, "state", state)
-        if any(state["state"].values()) and not is_of_bitsandbytes(state["state"]):
-            raise ValueError(f"{where}: state must be bitsandbytes', got another optimizer's; call load_state_dict")
-        params = list(self._every_parameter())
-        try:
-            keys = [key for group in state["param_groups"] for key in group["params"]]
-            saved = {key: state["state"].get(key) for key in keys}
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{where}: state must be a state_dict of an optimizer, got a damaged one") from error
-        if len(keys) != len(params) or any(sharding.is_sharded(p) for p in params):
-            kind = f"{len(keys)} parameters" if len(keys) != len(params) else "sharded parameters"
-            raise ValueError(f"{where}: state must be of this optimizer's {len(params)} whole parameters, got {kind}")
-        groups = []
-        for group in state["param_groups"]:
-            kept = {key: group[key] for key in ("params", *_IMPORTED, "initial_lr") if key in group}
-            if isinstance(kept.get("betas"), (tuple, list)):
-                kept["betas"] = tuple(kept["betas"])[:2]  # a third is of AdEMAMix
-            kept["decoupled_weight_decay"] = True
-            groups.append(kept)
-        moments = {
-            key: from_bitsandbytes(f"{where}: state of parameter {key}", p, saved[key])
-            for key, p in zip(keys, params, strict=True)
-            if saved[key]
-        }
-        self.load_state_dict({"state": moments, "param_groups": groups})
+        self.load_state_dict(from_bitsandbytes(where, list(self._every_parameter()), state))
 
     def save_safetensors(self, path: str | Path) -> None:
         """state_dict() as one file that safetensors reads, its checksum in the metadata. The file appears whole or not
@@ -461,6 +478,8 @@ class AdamW8bit(Adam8bit):
         min_8bit_numel: int = 4096,
         maximize: bool = False,
         capturable: bool = False,
+        master_weight_bits: int | None = None,
+        bf16_stochastic_round: bool = False,
         max_grad_norm: float | None = None,
         **unknown: NoReturn,
     ) -> None:
@@ -474,16 +493,8 @@ class AdamW8bit(Adam8bit):
             min_8bit_numel=min_8bit_numel,
             maximize=maximize,
             capturable=capturable,
+            master_weight_bits=master_weight_bits,
+            bf16_stochastic_round=bf16_stochastic_round,
             max_grad_norm=max_grad_norm,
             **unknown,
         )
-
-
-def _number_on(device: torch.device, number: Any) -> Tensor | None:
-    """A GradScaler's tensor, or what a user has set, as one float32 on the device."""
-    if number is None:
-        return None
-    number = torch.as_tensor(number, dtype=torch.float32)
-    if number.numel() != 1:
-        raise ValueError(f"step: grad_scale and found_inf must have one element, got shape {tuple(number.shape)}")
-    return number.to(device, non_blocking=True)

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import sharding
 from .state import describe
 
+IMPORTED = ("lr", "betas", "eps", "weight_decay")
+"""What groups of other classes' states must have."""
 _BNB_WRAPPER = "__bnb_optimizer_quant_state__"
 
 
@@ -35,7 +38,35 @@ def is_of_bitsandbytes(states: Mapping[Any, Any]) -> bool:
     return any(isinstance(entry, Mapping) and (_BNB_WRAPPER in entry or "state1" in entry) for entry in states.values())
 
 
-def from_bitsandbytes(where: str, p: Tensor, entry: object) -> dict[str, Any]:
+def from_bitsandbytes(where: str, params: list[Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
+    """bitsandbytes' state_dict of an optimizer of these parameters as one of torch.optim.AdamW."""
+    check_is_state_dict(where, "state", state)
+    if any(state["state"].values()) and not is_of_bitsandbytes(state["state"]):
+        raise ValueError(f"{where}: state must be bitsandbytes', got another optimizer's; call load_state_dict")
+    try:
+        keys = [key for group in state["param_groups"] for key in group["params"]]
+        saved = {key: state["state"].get(key) for key in keys}
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{where}: state must be a state_dict of an optimizer, got a damaged one") from error
+    if len(keys) != len(params) or any(sharding.is_sharded(p) for p in params):
+        kind = f"{len(keys)} parameters" if len(keys) != len(params) else "sharded parameters"
+        raise ValueError(f"{where}: state must be of this optimizer's {len(params)} whole parameters, got {kind}")
+    groups = []
+    for group in state["param_groups"]:
+        kept = {key: group[key] for key in ("params", *IMPORTED, "initial_lr") if key in group}
+        if isinstance(kept.get("betas"), (tuple, list)):
+            kept["betas"] = tuple(kept["betas"])[:2]  # a third is of AdEMAMix
+        kept["decoupled_weight_decay"] = True
+        groups.append(kept)
+    moments = {
+        key: _moments(f"{where}: state of parameter {key}", p, saved[key])
+        for key, p in zip(keys, params, strict=True)
+        if saved[key]
+    }
+    return {"state": moments, "param_groups": groups}
+
+
+def _moments(where: str, p: Tensor, entry: object) -> dict[str, Any]:
     """bitsandbytes' state of a parameter (state1, state2 and for 8 bits absmax1, qmap1, absmax2, qmap2) as one of
     torch.optim.Adam: float32 moments, on the state's device.
 

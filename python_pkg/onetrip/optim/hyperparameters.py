@@ -6,12 +6,24 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..ops.common.checks import check_number
 from ..reference.adam import Group
+from ..reference.rounding import RESIDUAL_DTYPES
 
-_KEYS = ("betas", "eps", "weight_decay", "optim_bits", "min_8bit_numel", "maximize", "capturable")
+_KEYS = (
+    "betas",
+    "eps",
+    "weight_decay",
+    "optim_bits",
+    "min_8bit_numel",
+    "maximize",
+    "capturable",
+    "master_weight_bits",
+    "bf16_stochastic_round",
+)
 
 
 def plain(value: Any) -> Any:
@@ -44,7 +56,7 @@ def _check_lr(function: str, lr: object, may_wait: bool) -> None:
 
 def check_group(function: str, group: dict[str, Any], may_wait: bool) -> None:
     """Raises where a number is wrong; writes NumPy scalars back into the group as Python numbers."""
-    for key in ("lr", "eps", "weight_decay", "optim_bits", "min_8bit_numel", "maximize", "capturable"):
+    for key in ("lr", *_KEYS[1:]):
         if type(group[key]) not in (float, int, bool):
             group[key] = plain(group[key])
     betas = group["betas"]
@@ -61,9 +73,17 @@ def check_group(function: str, group: dict[str, Any], may_wait: bool) -> None:
         raise ValueError(f"{function}: optim_bits must be 8 or 32, got {group['optim_bits']!r}")
     if type(group["min_8bit_numel"]) is not int or group["min_8bit_numel"] < 0:
         raise ValueError(f"{function}: min_8bit_numel must be an integer >= 0, got {group['min_8bit_numel']!r}")
-    for flag in ("maximize", "capturable"):
+    bits = group["master_weight_bits"]
+    if bits is not None and (type(bits) is not int or bits not in RESIDUAL_DTYPES):
+        raise ValueError(f"{function}: master_weight_bits must be 24, 32 or None, got {bits!r}")
+    for flag in ("maximize", "capturable", "bf16_stochastic_round"):
         if not isinstance(group[flag], bool):
             raise TypeError(f"{function}: {flag} must be a bool, got {type(group[flag]).__name__}")
+    if bits is not None and group["bf16_stochastic_round"]:
+        raise ValueError(
+            f"{function}: bf16_stochastic_round must be False where there are master weights, got "
+            f"master_weight_bits={bits}"
+        )
 
 
 def checked_max_grad_norm(function: str, max_grad_norm: Any) -> float | None:
@@ -76,6 +96,16 @@ def checked_max_grad_norm(function: str, max_grad_norm: Any) -> float | None:
     if not number > 0.0:
         raise ValueError(f"{function}: max_grad_norm must be greater than 0, got {number}")
     return float(number)
+
+
+def number_on(device: torch.device, number: Any) -> Tensor | None:
+    """A GradScaler's tensor, or what a user has set, as one float32 on the device."""
+    if number is None:
+        return None
+    number = torch.as_tensor(number, dtype=torch.float32)
+    if number.numel() != 1:
+        raise ValueError(f"step: grad_scale and found_inf must have one element, got shape {tuple(number.shape)}")
+    return number.to(device, non_blocking=True)
 
 
 class Options:

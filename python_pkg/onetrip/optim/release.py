@@ -125,6 +125,7 @@ class _Block:
     def _step(self) -> None:
         state = self._optimizer.state
         self._own.state = defaultdict(dict, {p: state[p] for p in self.params if p in state})
+        self._own._indices = [i for i, p in enumerate(self._optimizer._every_parameter()) if id(p) in self._ids]
         members = [[p for p in group["params"] if id(p) in self._ids] for group in self._optimizer.param_groups]
         self._own.param_groups = [
             {**group, "params": own} for group, own in zip(self._optimizer.param_groups, members, strict=True) if own

@@ -155,31 +155,69 @@ def _largest_local_numel(p: Any) -> int:
     return math.prod(shape)
 
 
-def to_dtensors(p: Any, entry: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A rank's state of a sharded parameter as state_dict holds it."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+def random_bits(p: Any, key: int) -> tuple[int, int]:
+    """(key, index of the first element) of this rank's part. A part that is no contiguous range of the whole has a key
+    of its own; replicas have the same."""
+    first = first_element(p)
+    if first is not None:
+        return key, first
+    part = 0
+    for dim, placement in enumerate(p.placements):
+        if not placement.is_replicate():
+            part = part * p.device_mesh.size(dim) + p.device_mesh.get_local_rank(dim)
+    return key + ((part + 1) << 32), 0
 
-    def wrap(part: Tensor, placements: Any, shape: torch.Size) -> Tensor:
-        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        return DTensor.from_local(part, p.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+def random_bits_of_run(key: int, first: int, begin: int) -> tuple[int, int]:
+    """Those of a run of the part, from its element `begin` on. Kernels count from a multiple of BLOCK: a run that
+    starts inside a block has another key, since the rank before has the block's first bits."""
+    inside = (first + begin) % BLOCK
+    return (key | 1 << 62, first + begin - inside) if inside else (key, first + begin)
+
+
+def dtensor(part: Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) -> Tensor:
+    """The DTensor of this shape of which `part` is this rank's, contiguous part."""
+    from torch.distributed.tensor import DTensor
+
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def from_bytes(value: Tensor) -> Tensor:
+    """The int16 tensor of which to_dtensors made pairs of int8."""
+    if not is_sharded(value):
+        return value.contiguous().view(torch.int16).squeeze(-1)
+    part = local(value).view(torch.int16).squeeze(-1)
+    return dtensor(part, value.device_mesh, value.placements, tuple(value.shape[:-1]))  # type: ignore[attr-defined]
+
+
+def to_dtensors(p: Any, entry: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A rank's state of a sharded parameter as state_dict holds it. int16 becomes pairs of int8 in a last
+    dimension: the collectives of NCCL and gloo have no int16."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    def wrap(part: Tensor, placements: Any, shape: tuple[int, ...]) -> Tensor:
+        return dtensor(part, p.device_mesh, placements, shape)
 
     first, row_length = first_element(p), _row_length(p)
     saved: dict[str, Tensor] = {}
     for key, value in entry.items():
         if key in ("step", "n_steps"):
             saved[key] = value
+        elif value.dtype == torch.int16:
+            saved[key] = wrap(value.unsqueeze(-1).view(torch.int8), p.placements, (*p.shape, 2))
         elif not key.endswith("_scale"):
             saved[key] = wrap(value, p.placements, p.shape)
         elif first is not None and p.dim():
             rows = rows_of_scales(value, first // row_length, local(p).shape[0], row_length)
-            saved[key] = wrap(rows, p.placements, torch.Size((p.shape[0], scale_columns(row_length))))
+            saved[key] = wrap(rows, p.placements, (p.shape[0], scale_columns(row_length)))
         else:
             sharding = [placement.is_shard() for placement in p.placements]
             columns = (_largest_local_numel(p) + BLOCK - 1) // BLOCK
             row = torch.nn.functional.pad(value, (0, columns - value.numel())).view(1, columns)
             n_rows = math.prod(size for size, cut in zip(p.device_mesh.shape, sharding, strict=True) if cut)
             placements = [Shard(0) if cut else Replicate() for cut in sharding]
-            saved[key] = wrap(row, placements, torch.Size((n_rows, columns)))
+            saved[key] = wrap(row, placements, (n_rows, columns))
     return saved
 
 

@@ -13,6 +13,10 @@ An 8-bit state has other keys, so that torch.optim raises KeyError instead of re
     exp_avg_scale      [n_blocks] float32, one scale for each BLOCK elements
     exp_avg_sq_codes   uint8: codes of the square root of the second moment
     exp_avg_sq_scale   [n_blocks] float32: scales of the square root
+
+Either has, where master weights of 24 or 32 bits are kept:
+
+    master_residual    int8 or int16, contiguous, shaped like the parameter's local part (reference/rounding.py)
 """
 
 from __future__ import annotations
@@ -25,12 +29,14 @@ import torch
 from torch import Tensor
 
 from ..reference.adam import BLOCK, ZERO_CODE, dequantize, quantize
+from ..reference.rounding import RESIDUAL_DTYPES, RESIDUALS
 from . import sharding
 
 State = dict[str, Tensor]
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # and whether the map of its codes is signed
 _KEYS_32BIT = ("step", "exp_avg", "exp_avg_sq")
 _KEYS_8BIT = ("n_steps", "exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scale", "exp_avg_sq_scale")
+RESIDUAL = "master_residual"
 
 
 class Fields(NamedTuple):
@@ -39,8 +45,9 @@ class Fields(NamedTuple):
     step: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    exp_avg_scale: Tensor | None = None
-    exp_avg_sq_scale: Tensor | None = None
+    exp_avg_scale: Tensor | None
+    exp_avg_sq_scale: Tensor | None
+    residual: Tensor | None
 
 
 def uses_8bit(group: Mapping[str, Any], p: Tensor) -> bool:
@@ -54,15 +61,17 @@ def has_codes(state: Mapping[str, object]) -> bool:
 
 def keys_of(state: Mapping[str, object]) -> tuple[str, ...]:
     """The keys that a state of its kind must have, in the order of Fields."""
-    return _KEYS_8BIT if has_codes(state) else _KEYS_32BIT
+    return (_KEYS_8BIT if has_codes(state) else _KEYS_32BIT) + ((RESIDUAL,) if RESIDUAL in state else ())
 
 
 def fields(state: State) -> Fields:
-    return Fields(*[state[key] for key in keys_of(state)])
+    step, m, v, *scales = [state[key] for key in (_KEYS_8BIT if has_codes(state) else _KEYS_32BIT)]
+    m_scale, v_scale = scales or (None, None)
+    return Fields(step, m, v, m_scale, v_scale, state.get(RESIDUAL))
 
 
 def new_state(p: Tensor, is_8bit: bool) -> State:
-    """The state of a parameter that has not taken a step."""
+    """The state of a parameter that has not taken a step, without residual."""
     part = sharding.local(p)
     step = torch.zeros((), dtype=torch.float32, device=part.device)
     if not is_8bit:
@@ -75,6 +84,20 @@ def new_state(p: Tensor, is_8bit: bool) -> State:
     n_blocks = sharding.n_blocks(part.numel(), sharding.first_element(p) or 0)
     scales = [torch.zeros(n_blocks, dtype=torch.float32, device=part.device) for _ in _MOMENTS]
     return dict(zip(_KEYS_8BIT, (step, *codes, *scales), strict=True))
+
+
+def _new_residual(part: Tensor, master_weight_bits: int | None) -> State:
+    if master_weight_bits is None or part.dtype.itemsize != 2:
+        return {}
+    return {RESIDUAL: torch.zeros(part.shape, dtype=RESIDUAL_DTYPES[master_weight_bits], device=part.device)}
+
+
+def fitted(p: Tensor, state: State, master_weight_bits: int | None) -> State:
+    """The state with the residual that a parameter of its dtype and group has: 0 where it has none so far."""
+    if RESIDUAL not in state:
+        residual = _new_residual(sharding.local(p), master_weight_bits)
+        return state | residual if residual else state
+    return state if p.dtype.itemsize == 2 else {key: value for key, value in state.items() if key != RESIDUAL}
 
 
 def runs(p: Tensor, part: Tensor) -> Iterator[tuple[int, int, int, int]]:
@@ -100,7 +123,7 @@ def dequantized(p: Tensor, state: State) -> tuple[Tensor, Tensor]:
 
 
 def for_torch(p: Tensor, state: State) -> State:
-    """A new state for torch.optim.Adam: float32 moments with p's strides, the step on the CPU."""
+    """A new state for torch.optim.Adam: float32 moments with p's strides, the step on the CPU, no residual."""
     part = sharding.local(p)
     moments = [torch.empty_like(part, dtype=torch.float32).copy_(values) for values in dequantized(p, state)]
     return dict(zip(_KEYS_32BIT, (fields(state).step.cpu().clone(), *moments), strict=True))
@@ -108,8 +131,10 @@ def for_torch(p: Tensor, state: State) -> State:
 
 def quantized(p: Tensor, state: State) -> State:
     """The 8-bit state for a 32-bit one."""
-    step, exp_avg, exp_avg_sq, _, _ = fields(state)
+    step, exp_avg, exp_avg_sq, _, _, residual = fields(state)
     new = new_state(p, is_8bit=True) | {"n_steps": step}
+    if residual is not None:
+        new[RESIDUAL] = residual
     for (key, signed), values in zip(_MOMENTS, (exp_avg, exp_avg_sq.sqrt()), strict=True):
         codes, flat = new[f"{key}_codes"], values.reshape(-1)
         for a, b, c, d in runs(p, codes):
@@ -131,10 +156,11 @@ def _steps(where: str, value: object) -> float:
     return float(value)
 
 
-def checked(where: str, p: Tensor, entry: object, quantize_floats: bool) -> State:
+def checked(where: str, p: Tensor, entry: object, group: Mapping[str, Any] | None) -> State:
     """A checkpoint's state of parameter p, copied to its device, every value's shape, dtype and range checked.
 
-    where: for messages. quantize_floats: float32 moments (of torch.optim) become 8-bit ones.
+    where: for messages. group: of a state that another class has written: float32 moments become 8-bit ones where the
+    group has such.
     """
     if not isinstance(entry, Mapping):
         raise ValueError(f"{where} must be a dict, got {type(entry).__name__}")
@@ -154,15 +180,25 @@ def checked(where: str, p: Tensor, entry: object, quantize_floats: bool) -> Stat
         state[moment] = _moment(f"{where}: {moment}", p, entry[moment], torch.float32)
         if not signed and bool((state[moment] < 0.0).any()):
             raise ValueError(f"{where}: {moment} must be >= 0, got negative values")
-    return quantized(p, state) if quantize_floats and not has_codes(state) else state
+    if RESIDUAL in entry:
+        residual = entry[RESIDUAL]
+        if isinstance(residual, Tensor) and residual.dtype == torch.int8 and residual.shape == (*p.shape, 2):
+            residual = sharding.from_bytes(residual)
+        dtype = residual.dtype if isinstance(residual, Tensor) else None
+        if dtype is None or dtype not in RESIDUALS.values():
+            raise ValueError(f"{where}: {RESIDUAL} must be int8 or int16, got {describe(residual)}")
+        state[RESIDUAL] = _moment(f"{where}: {RESIDUAL}", p, residual, dtype)
+    state = fitted(p, state, None)
+    return quantized(p, state) if group is not None and uses_8bit(group, p) and not has_codes(state) else state
 
 
 def _moment(where: str, p: Tensor, value: object, dtype: torch.dtype) -> Tensor:
-    """A contiguous copy of this rank's part. dtype: uint8 or float32, which any floating-point tensor is cast to."""
+    """A contiguous copy of this rank's part. dtype: an integer's, or float32, which any floating-point tensor is cast
+    to."""
     if not isinstance(value, Tensor) or not (
         value.dtype is dtype or (dtype.is_floating_point and value.is_floating_point())
     ):
-        kind = "a floating-point tensor" if dtype.is_floating_point else "uint8 codes"
+        kind = "a floating-point tensor" if dtype.is_floating_point else f"{str(dtype)[6:]} codes"
         raise ValueError(f"{where} must be {kind}, got {describe(value)}")
     mine = sharding.local_of_saved(p, value)
     if mine is None:

@@ -22,7 +22,7 @@ from ..ops.adam import CHUNK, AdamTables, Kind, launch, sum_of_squares, sums_of_
 from ..ops.common.backends import KERNEL_DTYPES, native
 from ..reference.adam import Group, Slot
 from . import sharding
-from .state import State, fields, keys_of, runs
+from .state import RESIDUAL, State, fields, keys_of, runs
 
 _LARGE = 4096
 """Elements. Of smaller states only the tensors are compared, not where they lie: their storages are kept alive."""
@@ -40,6 +40,8 @@ class Member(NamedTuple):
     state: State
     group: int
     name: str
+    random_bits: tuple[int, int] | None = None
+    """(key, index of its part's first element), where bfloat16 is rounded stochastically."""
 
 
 class _Source(NamedTuple):
@@ -143,10 +145,10 @@ class StepTable:
             source.work is source.part for source in self._sources
         )
         self._host, self._host_counters = self._rows()
-        dtypes = sorted({slot.param.dtype for slot in self.slots}, key=str)
-        self._kinds = [(dtype, is_8bit) for dtype in dtypes for is_8bit in (False, True)]
+        kinds = [(slot.param.dtype, slot.exp_avg_scale is not None, slot.rounding) for slot in self.slots]
+        self._kinds = sorted(set(kinds), key=str)
         number = {kind: i for i, kind in enumerate(self._kinds)}
-        kind_of = [number[slot.param.dtype, slot.exp_avg_scale is not None] for slot in self.slots]
+        kind_of = [number[kind] for kind in kinds]
         self._kind_of = torch.tensor(kind_of, dtype=torch.int64)
         self._storages = [value.untyped_storage() for state in self._states for value in state.values()]
         self._look = _look_for(parts + list(chain.from_iterable(state.values() for state in self._states)))
@@ -171,16 +173,20 @@ class StepTable:
             }  # fmt: skip
             if slot.exp_avg_scale is None:
                 tensors = {"step": slot.step, "exp_avg": slot.exp_avg, "exp_avg_sq": slot.exp_avg_sq}
-            members.append(Member(slot.param, tensors, slot.group, str(i)))  # type: ignore[arg-type]
+            if slot.residual is not None:
+                tensors[RESIDUAL] = slot.residual
+            members.append(Member(slot.param, tensors, slot.group, str(i), slot.random_bits))  # type: ignore[arg-type]
         return cls(members)
 
     def _source(self, member: Member) -> tuple[_Source, list[Slot]]:
-        p, state, group, name = member
+        p, state, group, name, random_bits = member
         part = sharding.local(p)
         self._check_state(name, part, state)
-        step_, m, v, m_scale, v_scale = fields(state)
+        step_, m, v, m_scale, v_scale, residual = fields(state)
+        if residual is not None or part.dtype != torch.bfloat16:
+            random_bits = None
         if part is p and _is_plain(part):
-            return _Source(p, p, []), [Slot(p, m, v, m_scale, v_scale, step_, group)]
+            return _Source(p, p, []), [Slot(p, m, v, m_scale, v_scale, step_, group, residual, random_bits)]
         if torch._debug_has_internal_overlap(part) == 1:
             raise ValueError(f"{self._function}: parameter {name} must not overlap itself, got strides {part.stride()}")
         work = part if _is_plain(part) else torch.empty(part.shape, dtype=part.dtype, device=part.device)
@@ -190,7 +196,9 @@ class StepTable:
         for begin, end, first_scale, last_scale in parts:
             param, exp_avg, exp_avg_sq = (values.view(-1)[begin:end] for values in (work, m, v))
             of_m, of_v = (None if scale is None else scale[first_scale:last_scale] for scale in (m_scale, v_scale))
-            slots.append(Slot(param, exp_avg, exp_avg_sq, of_m, of_v, step_, group))
+            rest = None if residual is None else residual.view(-1)[begin:end]
+            of_run = random_bits and sharding.random_bits_of_run(*random_bits, begin)
+            slots.append(Slot(param, exp_avg, exp_avg_sq, of_m, of_v, step_, group, rest, of_run))
         return _Source(part, work, [part[:2] for part in parts]), slots
 
     def _check_state(self, name: str, part: Tensor, state: State) -> None:
@@ -202,7 +210,7 @@ class StepTable:
             if value.device != part.device or not value.is_contiguous():
                 got = f"strides {value.stride()} on {value.device}"
                 raise ValueError(f"{which}: {key} must be contiguous on {part.device}, got {got}")
-        for key in keys_of(state)[1:3]:
+        for key in [key for key in keys_of(state)[1:] if not key.endswith("_scale")]:
             if state[key].shape != part.shape:
                 got = str(tuple(state[key].shape))
                 raise ValueError(f"{which}: {key} must have its shape, {tuple(part.shape)}, got {got}")
@@ -221,6 +229,7 @@ class StepTable:
                 0 if slot.exp_avg_sq_scale is None else slot.exp_avg_sq_scale.data_ptr(),
                 slot.param.numel(),
                 index[id(slot.step)],
+                *_rounding_numbers(slot),
             )
             for slot in self.slots
         ]
@@ -362,8 +371,8 @@ class StepTable:
             end = int(ends[last - 1])
             if end > begin:
                 kind, of_grad = divmod(key, len(of_grads))
-                param_dtype, is_8bit = self._kinds[kind]
-                kinds.append(Kind(param_dtype, of_grads[of_grad], is_8bit, begin, end - begin))
+                param_dtype, is_8bit, rounding = self._kinds[kind]
+                kinds.append(Kind(param_dtype, of_grads[of_grad], is_8bit, rounding, begin, end - begin))
             begin = end
         self.tables = self.tables._replace(chunks=self._to_device(chunks), kinds=tuple(kinds))
 
@@ -430,6 +439,14 @@ class StepTable:
         if not self.prepare(grads):
             raise ValueError(f"{self._function}: parameters and states must lie where they lay when the table was made")
         self.launch(groups, grad_scale, found_inf)
+
+
+def _rounding_numbers(slot: Slot) -> tuple[int, int]:
+    """residual and key of AdamTensor."""
+    if slot.residual is not None:
+        return slot.residual.data_ptr(), 0
+    key, first = slot.random_bits or (0, 0)
+    return first, key
 
 
 def _check_overlaps(function: str, parts: Sequence[Tensor]) -> None:

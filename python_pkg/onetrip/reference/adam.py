@@ -13,6 +13,8 @@ What every backend computes, in float32, every operation rounded by itself:
     u = clamp(u, -C_t, C_t)                                  8-bit states only; NaN stays NaN
     p = round_to(param dtype, p * decay - lr * u)            decay: 1 - lr * weight_decay, or 1 with L2 decay
 
+p is the master weight where there is one (rounding.py: join), and becomes its parameter and residual (split).
+
 C_t bounds |u| of exact Adam (Cauchy-Schwarz over the gradients' weights in m and v), so the clamp meets quantisation
 error only.
 """
@@ -27,6 +29,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .rounding import RESIDUALS, Rounding, join, round_stochastically, split
 
 BLOCK = 128
 """Consecutive elements of the whole parameter that share a scale."""
@@ -50,6 +54,16 @@ class Slot(NamedTuple):
     step: Tensor
     """float32, 0-dimensional: the steps taken so far. Parts of one parameter share it."""
     group: int
+    residual: Tensor | None = None
+    """Shaped like param, of 16 bits: int8 or int16, what its master weight has beyond it."""
+    random_bits: tuple[int, int] | None = None
+    """(key, index of the first element): of a bfloat16 param without residual that is rounded stochastically."""
+
+    @property
+    def rounding(self) -> Rounding:
+        if self.residual is not None:
+            return next(rounding for rounding, dtype in RESIDUALS.items() if self.residual.dtype == dtype)
+        return Rounding.NEAREST if self.random_bits is None else Rounding.STOCHASTIC
 
 
 class Group(NamedTuple):
@@ -79,6 +93,7 @@ class Scalars(NamedTuple):
     eps: float
     lr: float
     largest_update: float
+    step: float
 
 
 def _magnitudes(signed: bool) -> list[float]:
@@ -181,6 +196,7 @@ def scalars(group: Group, t: float, grad_scale: float) -> Scalars:
         eps=group.eps,
         lr=lr,
         largest_update=largest_update(group.beta1, group.beta2, t),
+        step=t,
     )
 
 
@@ -192,7 +208,7 @@ def _square_root(v: Tensor) -> Tensor:
 
 def _update(slot: Slot, grad: Tensor, s: Scalars) -> None:
     """One slot's parameter and states, in place."""
-    p = slot.param.to(torch.float32)
+    p = slot.param.to(torch.float32) if slot.residual is None else join(slot.param, slot.residual)
     g = grad.to(torch.float32) * s.grad_factor
     if s.l2 != 0.0:
         g = g + p * s.l2
@@ -220,7 +236,14 @@ def _update(slot: Slot, grad: Tensor, s: Scalars) -> None:
     else:
         slot.exp_avg.copy_(m)
         slot.exp_avg_sq.copy_(v)
-    slot.param.copy_(p * s.decay - u * s.lr)
+    p = p * s.decay - u * s.lr
+    if slot.residual is not None:
+        p, residual = split(p, slot.param.dtype, slot.residual.dtype)
+        slot.residual.copy_(residual)
+    elif slot.random_bits is not None:
+        key, first = slot.random_bits
+        p = round_stochastically(p, key, int(s.step), first)
+    slot.param.copy_(p)
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -47,21 +49,22 @@ def philox(rng: Rng, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return c0, c1, c2, c3
 
 
-def keep_mask(
-    shape: tuple[int, ...], p: float, rng: Rng, device: torch.device | str = "cpu", first_element: int = 0
-) -> Tensor:
-    """Bool tensor: True where dropout keeps the element.
+def random_bits(count: int, rng: Rng, device: torch.device | str, first_element: int = 0) -> Tensor:
+    """[count] int64: the 16 random bits of each element from first_element on.
 
-    Element e counts in the contiguous logical order, from first_element. It takes word e % 8 // 2 of block e // 8: the
-    lower 16 bits where e is even, the upper 16 where it is odd.
+    Element e takes word e % 8 // 2 of block e // 8: the lower 16 bits where e is even, the upper 16 where it is odd.
     """
-    count = 1
-    for size in shape:
-        count *= size
     first_group = first_element // 8
     n_groups = (first_element + count + 7) // 8 - first_group
     group = torch.arange(first_group, first_group + n_groups, dtype=torch.int64, device=device)
     halves = [half for word in philox(rng, group) for half in (word & 0xFFFF, word >> 16)]
-    bits = torch.stack(halves, dim=-1).flatten()
     skip = first_element - 8 * first_group
-    return (bits[skip : skip + count] >= dropout_threshold(p)).view(shape)
+    return torch.stack(halves, dim=-1).flatten()[skip : skip + count]
+
+
+def keep_mask(
+    shape: tuple[int, ...], p: float, rng: Rng, device: torch.device | str = "cpu", first_element: int = 0
+) -> Tensor:
+    """Bool tensor: True where dropout keeps the element. Elements count in the contiguous order, from first_element."""
+    count = math.prod(shape)
+    return (random_bits(count, rng, device, first_element) >= dropout_threshold(p)).view(shape)
