@@ -80,7 +80,7 @@ def measure(case: AdamCase, session: Session) -> Record:
     numel = sum(p.numel() for p in params)
     source = torch.randn(max(numel, 1 << 24), device=device)
     target = torch.empty_like(source)
-    providers = providers_for(session.against)
+    providers = providers_for(session.against, case.dtype)
     unavailable = absent(providers, device)
     failures: dict[str, str] = {}
     candidates: list[_Candidate] = []

@@ -23,12 +23,14 @@ class OptimizerProvider:
     name: str
     make: Make
     state_bytes: float
-    """Bytes of both moments an element of a large tensor, scales included. A step reads and writes them."""
+    """Bytes of state an element of a large tensor, scales included. A step reads and writes them."""
     key: str = "onetrip"
     """Its name as a value of --against; onetrip's own are always measured."""
     module: str = "torch"
     """What must be installed."""
     needs_cuda: bool = False
+    for_16_bits: bool = False
+    """Whether it differs from another one for parameters of 16 bits only."""
 
     def unavailable(self, device: torch.device) -> str:
         return why_absent(self.module, device, self.needs_cuda)
@@ -62,12 +64,24 @@ TRANSFORMER_ENGINE = OptimizerProvider(
     needs_cuda=True,
 )
 ONETRIP_32 = OptimizerProvider("onetrip AdamW8bit, 32-bit states", functools.partial(AdamW8bit, optim_bits=32), 8)
-PROVIDERS = (FUSED, FOREACH, BITSANDBYTES, TORCHAO, APEX, TRANSFORMER_ENGINE, ONETRIP, ONETRIP_32)
+ROUNDINGS = tuple(
+    OptimizerProvider(f"onetrip AdamW8bit, {what}", functools.partial(AdamW8bit, **options), size, for_16_bits=True)
+    for what, options, size in (
+        ("master weights of 32 bits", {"master_weight_bits": 32}, 4 + 8 / 128),
+        ("master weights of 24 bits", {"master_weight_bits": 24}, 3 + 8 / 128),
+        ("stochastic rounding", {"bf16_stochastic_round": True}, 2 + 8 / 128),
+    )
+)
+PROVIDERS = (FUSED, FOREACH, BITSANDBYTES, TORCHAO, APEX, TRANSFORMER_ENGINE, ONETRIP, ONETRIP_32, *ROUNDINGS)
 
 
-def providers_for(against: Sequence[str]) -> list[OptimizerProvider]:
-    """Those that were asked for, or all; onetrip's own in any case."""
-    return [provider for provider in PROVIDERS if not against or provider.key in ("onetrip", *against)]
+def providers_for(against: Sequence[str], dtype: torch.dtype) -> list[OptimizerProvider]:
+    """Those for parameters of a dtype that were asked for, or all; onetrip's own in any case."""
+    return [
+        provider
+        for provider in PROVIDERS
+        if (not against or provider.key in ("onetrip", *against)) and (dtype.itemsize == 2 or not provider.for_16_bits)
+    ]
 
 
 def make(
