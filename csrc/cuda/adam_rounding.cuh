@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_residuals(uint32_t (&words)[kPairs], const 
   }
 }
 
-// 2^e of a float16 number's last place 2^(e - 10): e of subnormal numbers is -14.
+// 2^e where the last place of a float16 number is 2^(e - 10); e is -14 of subnormal numbers.
 __device__ __forceinline__ float power_of(float weight) {
   return __uint_as_float(__float_as_uint(fminf(fmaxf(fabsf(weight), 6.103515625e-05f), 65504.0f)) & 0x7F800000u);
 }
@@ -129,7 +129,7 @@ __device__ __forceinline__ void join(const Chunk<P, kChunkColumns>& weights, con
 
 constexpr uint32_t kInfinityBits = 0x7F800000u, kTooLargeBits = 0x7F7F8000u;  // the least that rounds to infinity
 
-// Whether each rounds to a finite bfloat16, as sums of bits do.
+// Whether each rounds to a finite bfloat16. Bits are rounded as integers, which is wrong for NaN.
 __device__ __forceinline__ bool all_finite(const float (&value)[kChunkColumns]) {
   bool finite = true;
 #pragma unroll
@@ -137,7 +137,7 @@ __device__ __forceinline__ bool all_finite(const float (&value)[kChunkColumns]) 
   return finite;
 }
 
-// What does not becomes an infinity or a NaN of which sums of bits, too, are right.
+// Values that do not become infinities, or NaNs whose bits may be rounded.
 __device__ __forceinline__ void settle_infinite(float (&value)[kChunkColumns], AdamRounding rounding) {
   const uint32_t least = rounding == AdamRounding::kStochastic ? kInfinityBits : kTooLargeBits;
 #pragma unroll
@@ -189,7 +189,7 @@ __device__ __forceinline__ void store_residuals(const RestPlace<true>& rest, con
   store_words<2, kChunkColumns, kApart>(rest.template address<uint16_t>(), words, vector_access, valid);
 }
 
-// Stores master weights in two parts.
+// Stores master weights in two parts. step: of random bits.
 template <bool kApart>
 __device__ __forceinline__ void store_masters(__half* param, const RestPlace<true>& rest, float,
                                               const float (&value)[kChunkColumns], bool vector_access, int valid) {
@@ -218,7 +218,7 @@ __device__ __forceinline__ void store_masters(__half* param, const RestPlace<tru
   }
 }
 
-// Or weights that are rounded stochastically.
+// The same, or rounds stochastically. Values are finite or settled.
 template <bool kApart>
 __device__ __forceinline__ void store_masters(__nv_bfloat16* param, const RestPlace<true>& rest, float step,
                                               const float (&value)[kChunkColumns], bool vector_access, int valid) {
