@@ -59,13 +59,16 @@ SIGNATURES = {
     ops.dropout_keep_mask: "(shape, dropout_p, rng, device='cpu')",
     optim.AdamW8bit: (
         "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, *, optim_bits=8, min_8bit_numel=4096, "
-        "maximize=False, capturable=False, max_grad_norm=None, **unknown)"
+        "maximize=False, capturable=False, master_weight_bits=None, bf16_stochastic_round=False, max_grad_norm=None, "
+        "**unknown)"
     ),
     optim.Adam8bit: (
         "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, *, optim_bits=8, min_8bit_numel=4096, "
-        "maximize=False, capturable=False, max_grad_norm=None, **unknown)"
+        "maximize=False, capturable=False, master_weight_bits=None, bf16_stochastic_round=False, max_grad_norm=None, "
+        "**unknown)"
     ),
     optim.AdamW8bit.dequantized_state: "(self, p)",
+    optim.AdamW8bit.master_weights: "(self, model)",
     optim.AdamW8bit.load_bitsandbytes_state_dict: "(self, state)",
     optim.AdamW8bit.state_dict_for_torch: "(self)",
     optim.trainer_optimizer: "(training_args, *, model=None, embeddings_32bit=False, **overrides)",

@@ -10,7 +10,7 @@
 #include <tuple>
 #include <utility>
 
-#include "device_guard.h"
+#include "../common/device_guard.h"
 
 namespace onetrip {
 

@@ -1,5 +1,5 @@
 // Launches on a thread's GPUs as DeviceGuard makes them current, beside the rules of the CUDA runtime and the driver.
-#include "cuda/device_guard.h"
+#include "common/device_guard.h"
 
 #include <cstdio>
 

@@ -1,4 +1,4 @@
-"""csrc/cuda/device_guard.h: a launch on another GPU than the thread's makes no context and leaves none changed."""
+"""csrc/common/device_guard.h: a launch on another GPU than the thread's makes no context and leaves none changed."""
 
 from __future__ import annotations
 
