@@ -6,6 +6,7 @@
 #pragma once
 #include "adam_codes.h"
 #include "dropout.h"
+#include "master_weight.h"
 
 namespace onetrip {
 namespace ONETRIP_LEVEL {
@@ -54,49 +55,8 @@ struct Nearest {
   }
 };
 
-typedef int32_t S __attribute__((vector_size(sizeof(U))));
-typedef int16_t Signed16 __attribute__((vector_size(kWidth * 2)));
-typedef int8_t Signed8 __attribute__((vector_size(kWidth)));
-
 ONETRIP_INLINE int count(All) { return kWidth; }
 ONETRIP_INLINE int count(First lanes) { return lanes.n; }
-
-// exponent: all its bits.
-ONETRIP_INLINE U is_finite(U bits, uint32_t exponent) { return (U)((bits & exponent) != splat_bits(exponent)); }
-ONETRIP_INLINE U is_nan(F v) { return (U)(v != v); }
-
-// bits: of the residual, 8 or 16.
-ONETRIP_INLINE F join(H weight, S residual, int bits, BFloat16) {
-  const U upper = __builtin_convertvector(weight, U) << 16, joined = upper + ((U)residual << (16 - bits));
-  return (F)select((U)((S)(joined ^ upper) < 0), upper, joined);
-}
-ONETRIP_INLINE void split(F v, int bits, H& weight, S& residual, BFloat16) {
-  const S lower = (S)((U)v << 16) >> 16;
-  const U upper = select(is_nan(v), splat_bits(0x7FC0u), ((U)v - (U)lower) >> 16);
-  weight = __builtin_convertvector(upper, H);
-  const S rest = bits == 16 ? lower : (lower + 128) >> 8;
-  residual = (S)((U)rest & is_finite(upper, 0x7F80u));
-}
-
-// The exponent of float16 numbers, as the smallest normal ones have it where they are smaller: their last place is
-// 2^(exponent - 25).
-ONETRIP_INLINE U exponent_of(U weight) {
-  const U exponent = (weight >> 10) & 31u;
-  return select((U)(exponent == splat_bits(0)), splat_bits(1), exponent);
-}
-ONETRIP_INLINE F power_of_2(U exponent) { return (F)((exponent + 127u) << 23); }
-
-ONETRIP_INLINE F join(H weight, S residual, int bits, Float16) {
-  const F unit = power_of_2(exponent_of(__builtin_convertvector(weight, U)) - (25u + bits));
-  return widen(weight, Float16{}) + __builtin_convertvector(residual, F) * unit;
-}
-ONETRIP_INLINE void split(F v, int bits, H& weight, S& residual, Float16) {
-  weight = narrow(v, Float16{});
-  const U upper = __builtin_convertvector(weight, U);
-  const F units = (v - widen(weight, Float16{})) * power_of_2((25u + bits) - exponent_of(upper));
-  const F magic = splat(0x1.8p23f);  // the sum is rounded to a whole number, in the lower bits
-  residual = (S)(((U)(units + magic) - (U)magic) & is_finite(upper, 0x7C00u));
-}
 
 template <class P>
 struct Master {
@@ -160,32 +120,25 @@ struct Master {
   }
 };
 
-struct Stochastic {
+struct Stochastic : Nearest<BFloat16> {
   struct Memory {
     uint16_t bits[kAdamChunk + kPhiloxBatch];
   };
-  struct Copy {
-    BFloat16 param[kBlock];
+  struct Copy : Nearest<BFloat16>::Copy {
     const uint16_t* bits;
-    Copy(const Stochastic& from, int n) : bits(from.bits) { copy_filled(param, from.param, n); }
-    Stochastic block() { return {param, bits}; }
-    void write(const Stochastic& to, int n) const { memcpy(to.param, param, n * sizeof(BFloat16)); }
+    Copy(const Stochastic& from, int n) : Nearest<BFloat16>::Copy(from, n), bits(from.bits) {}
+    Stochastic block() { return {{param}, bits}; }
   };
   static Stochastic at(const ParamPlace& place, Memory& memory) {
     const auto first = static_cast<uint64_t>(place.tensor.residual + place.first);
     draw_elements(memory.bits, static_cast<uint64_t>(place.tensor.key), static_cast<uint64_t>(place.step), first,
                   (place.n + kBlock - 1) / kBlock * kBlock, {});
-    return {address<BFloat16>(place.tensor.param, place.first), memory.bits};
+    return {{address<BFloat16>(place.tensor.param, place.first)}, memory.bits};
   }
 
-  BFloat16* param;
   const uint16_t* bits;
 
-  Stochastic from(int64_t c) const { return {param + c, bits + c}; }
-  template <class Lanes>
-  ONETRIP_INLINE F load(int64_t c, Lanes lanes) const {
-    return ONETRIP_LEVEL::load(param + c, lanes);
-  }
+  Stochastic from(int64_t c) const { return {{param + c}, bits + c}; }
   template <class Lanes>
   ONETRIP_INLINE void store(int64_t c, F v, Lanes lanes) const {
     const U random = __builtin_convertvector(load_bits(bits + c, All{}), U);

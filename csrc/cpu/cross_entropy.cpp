@@ -8,6 +8,7 @@
 //
 // With a soft cap, a scale or an entropy the values are kept in the buffer instead: tanh is computed once.
 #include "levels.h"
+#include "master_weight.h"
 #include "math.h"
 #include "rows.h"
 #include "simd.h"
@@ -47,8 +48,6 @@ struct Exponentials : Kept {
 struct Values : Kept {
   static constexpr bool kAreExponentials = false, kAreValues = true;
 };
-
-typedef int16_t Rest __attribute__((vector_size(kWidth * 2)));
 
 ONETRIP_INLINE void keep(float* to, F v) { store(to, v, All{}); }
 ONETRIP_INLINE void keep(float* to, Pair v) { keep(to, v.even), keep(to + kWidth, v.odd); }
@@ -245,8 +244,6 @@ int cross_entropy(const CrossEntropy& args) {
   });
 }
 
-// Rounding to the nearest adds half of bfloat16's last place and cuts: what is cut, less that half, is the rest. A NaN
-// has no low bits (its terms are bfloat16) that the half could carry.
 int add_to_sums(const AddToSums& args) {
   constexpr int64_t kTaskTerms = kTaskElements * 4;
   auto* nearest = static_cast<BFloat16*>(args.nearest);
@@ -255,10 +252,15 @@ int add_to_sums(const AddToSums& args) {
     const int64_t end = smaller((task + 1) * kTaskTerms, args.n);
     for_columns<2>(task * kTaskTerms, end, [&](int64_t c, auto lanes, int) {
       F before = load(nearest + c, lanes);
-      if (!args.is_first) before = (F)((U)before + __builtin_convertvector((Rest)load_bits(args.rest + c, lanes), U));
-      const U sum = (U)(before + load(terms + c, lanes)), half = splat_bits(0x8000u);
-      store_bits(nearest + c, __builtin_convertvector((sum + half) >> 16, H), lanes);
-      store_bits(args.rest + c, __builtin_convertvector(((sum + half) & 0xFFFFu) - half, H), lanes);
+      if (!args.is_first) {
+        const S rest = __builtin_convertvector((Signed16)load_bits(args.rest + c, lanes), S);
+        before = join(load_bits(nearest + c, lanes), rest, 16, BFloat16{});
+      }
+      H sum;
+      S rest;
+      split(before + load(terms + c, lanes), 16, sum, rest, BFloat16{});
+      store_bits(nearest + c, sum, lanes);
+      store_bits(args.rest + c, __builtin_convertvector(rest, H), lanes);
     });
   });
 }

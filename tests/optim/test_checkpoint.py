@@ -32,11 +32,16 @@ def train_all_but(optimizer: torch.optim.Optimizer, frozen: list[int]) -> None:
 
 
 @pytest.mark.promise("C1")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"master_weight_bits": 24}, {"master_weight_bits": 32}, {"bf16_stochastic_round": True}],
+    ids=["nearest", "24", "32", "stochastic"],
+)
 @DTYPES
 @pytest.mark.parametrize("cls", [AdamW8bit, Adam8bit], ids=["AdamW8bit", "Adam8bit"])
-def test_resuming_is_training_on(cls, dtype):
+def test_resuming_is_training_on(cls, dtype, options):
     """C1: 20 steps are 10, save, load and 10, bit for bit; half precision casts no code."""
-    whole = cls(make_params(dtype=dtype), lr=1e-2)
+    whole = cls(make_params(dtype=dtype), lr=1e-2, **options)
     train(whole, range(10))
     params, state = snapshot(whole)
     state = through_torch_save(state)

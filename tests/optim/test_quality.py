@@ -89,16 +89,25 @@ def test_every_decade_of_gradients(decade):
 
 
 @pytest.mark.promise("Q8")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-def test_decay_alone(dtype):
-    """Q8: 1,000 steps of lr * weight_decay = 1e-5. A bfloat16 weight without a master is rounded back at each step;
-    test_rounding.py has those with one."""
+@pytest.mark.parametrize(
+    ("dtype", "options", "expected"),
+    [
+        (torch.float32, {}, 0.99),
+        (torch.bfloat16, {}, 1.0),
+        (torch.bfloat16, {"master_weight_bits": 32}, 0.99),
+        (torch.bfloat16, {"bf16_stochastic_round": True}, 0.99),
+    ],
+    ids=["f32", "bf16", "bf16-master", "bf16-stochastic"],
+)
+def test_decay_alone(dtype, options, expected):
+    """Q8: 1,000 steps of lr * weight_decay = 1e-5. A bfloat16 weight rounded to nearest is rounded back each time."""
     p = torch.nn.Parameter(torch.full((N,), 1.0, dtype=dtype))
-    optimizer = AdamW8bit([p], lr=1e-3, weight_decay=1e-2)
+    optimizer = AdamW8bit([p], lr=1e-3, weight_decay=1e-2, **options)
     p.grad = torch.zeros_like(p)
     for _ in range(1000):
         optimizer.step()
-    assert float(p[0].detach()) == pytest.approx(0.99 if dtype == torch.float32 else 1.0, rel=1e-3)
+    weights = optimizer.master_weights(torch.nn.ParameterList([p]))["0"]
+    assert float(weights.mean()) == pytest.approx(expected, rel=1e-3)
 
 
 THREADS = """

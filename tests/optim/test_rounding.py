@@ -77,19 +77,6 @@ def test_stochastic_rounding_has_the_right_expectation() -> None:
     assert same(round_stochastically(torch.full((n,), 1.0 + 2**-8), 3, 1, 0) > 1.0, bits >= 2**15)
 
 
-@pytest.mark.promise("Q8")
-@pytest.mark.parametrize("name", ["32", "stochastic"])
-def test_decay_alone(name: str) -> None:
-    """Q8: 1,000 steps of lr * weight_decay = 1e-5, in bfloat16."""
-    p = nn.Parameter(torch.full((8192,), 1.0, dtype=BF16))
-    optimizer = AdamW8bit([p], lr=1e-3, weight_decay=1e-2, **OPTIONS[name])
-    p.grad = torch.zeros_like(p)
-    for _ in range(1000):
-        optimizer.step()
-    holder = nn.ParameterList([p])
-    assert float(optimizer.master_weights(holder)["0"].mean()) == pytest.approx(0.99, rel=1e-3)
-
-
 @STATES
 @pytest.mark.parametrize(
     ("cls", "dtype"), [(AdamW8bit, BF16), (Adam8bit, BF16), (AdamW8bit, F16)], ids=["AdamW8bit", "Adam8bit", "f16"]
@@ -129,20 +116,6 @@ def test_24_bits_and_stochastic_rounding_are_nearer_than_none() -> None:
         moved = ours.master_weights(nn.ParameterList([p]))["0"] - twin.detach()
         errors[name] = float(moved.double().mean().abs() / 100e-4)
     assert errors["none"] > 0.5 and errors["32"] == 0.0 and errors["24"] < 0.02 and errors["stochastic"] < 0.02, errors
-
-
-@pytest.mark.promise("C1")
-@EACH
-@STATES
-def test_resuming_is_training_on(options: dict[str, Any], optim_bits: int) -> None:
-    whole = AdamW8bit(make_params(dtype=BF16), lr=1e-2, optim_bits=optim_bits, **options)
-    train(whole, range(5))
-    params, state = snapshot(whole)
-    resumed = AdamW8bit([nn.Parameter(p.clone()) for p in params])
-    resumed.load_state_dict(state)
-    train(whole, range(5, 10))
-    train(resumed, range(5, 10))
-    assert same(snapshot(resumed), snapshot(whole))
 
 
 @EACH

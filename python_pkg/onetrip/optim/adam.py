@@ -57,8 +57,8 @@ class Adam8bit(torch.optim.Optimizer):
     master_weight_bits: 32 or 24. bfloat16 and float16 parameters then have master weights, 16 or 8 bits of state more:
     what a step cannot store in the parameter is kept there. With 32 bits the step is that of float32 weights, which
     master_weights() returns; with 24, updates below 2^-17 of a bfloat16 weight are lost; without, those below 2^-9. The
-    bits of a state are kept, as its precision is. Whoever writes to a parameter leaves its residual as it is, less than
-    half of the last place; the step after a change to float32 drops it.
+    bits of a state are kept, as its precision is. Writing to a parameter leaves its residual as it is, less than half
+    of the last place; the step after a change to float32 drops it.
     bf16_stochastic_round: bfloat16 parameters are rounded up or down at random instead, with the probabilities that
     make the expectation right. The random bits are a function of the parameter's index, its step and the element, not
     of torch's generators, and repeat wherever no border between two ranks cuts a block of 128.
