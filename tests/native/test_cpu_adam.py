@@ -91,6 +91,7 @@ def test_extremes_with_each_rounding(level, dtype, rounding, is_8bit):
     slots = new_slots(sizes, dtype, is_8bit, 0, rounding)
     grads = gradients(sizes)
     grads[0][[5, 200]] = torch.tensor([NAN, INF])
+    grads[0].view(torch.int32)[6] = 0x7FFF_FFFF  # a NaN that a sum of bits makes a number of
     slots[1].param.mul_(3e37 if dtype is BF16 else 2e4)
     slots[2].param.mul_(1e-39 if dtype is BF16 else 1e-7)
     check(slots, [grads, gradients(sizes, seed=1)], (ADAMW._replace(lr=1e-7, weight_decay=-3e7), ADAMW))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip.optim import Adam8bit, AdamW8bit, enable_gradient_release
+from onetrip.optim import Adam8bit, AdamW8bit, enable_gradient_release, sharding
 from onetrip.reference.philox import random_bits
 from onetrip.reference.rounding import RESIDUAL_DTYPES, join, round_stochastically, split
 from optim_cases import make_params, same, set_grads, snapshot, train
@@ -135,6 +135,13 @@ def test_pickled_copied_and_released(options: dict[str, Any]) -> None:
             (each(x) * (step + 1)).sum().backward()
             its_optimizer.step()
     assert same(snapshot(twin[1]), snapshot(optimizer)) and same(snapshot(released[1]), snapshot(optimizer))
+
+
+def test_random_bits_of_a_run_that_starts_inside_a_block_are_not_those_of_the_block() -> None:
+    """Which the rank before has begun; kernels count from multiples of 128."""
+    assert sharding.random_bits_of_run(5, 256, 128) == (5, 384)
+    key, first = sharding.random_bits_of_run(5, 256, 200)
+    assert key not in range(2**32) and first == 384
 
 
 def test_float32_parameters_are_left_alone() -> None:
