@@ -14,7 +14,10 @@
 
 #include "arguments.h"
 #include "common/adam.h"
-#include "eager.h"
+#include "eager/glu.h"
+#include "eager/rotary.h"
+#include "eager/row_norm.h"
+#include "eager/softmax.h"
 #include "launch.h"
 #include "operands.h"
 #include "rotary_calls.h"
@@ -32,7 +35,6 @@ using onetrip::Norm;
 using onetrip::operands_reader;
 using onetrip::returned;
 using onetrip::state_of;
-using onetrip::state_of_function;
 using onetrip::tensor_look;
 
 // As dropout_threshold and dropout_scale of python_pkg/onetrip/reference/philox.py; nearbyint rounds half to even too.
@@ -63,7 +65,7 @@ void read(onetrip::RowNormForward& call, Arguments& from) {
   from.rng(call.dropout);
 }
 
-// Where rstd is None it follows mean, or a centred z (eager.h).
+// Where rstd is None it follows mean, or a centred z (eager/row_norm.h).
 void read(onetrip::RowNormBackward& call, Arguments& from) {
   Arguments operands = from.group();
   call.dy = operands.tensor<const void>();
@@ -139,12 +141,6 @@ void read(onetrip::GluBackward& call, Arguments& from) {
   from.rng(call.dropout);
 }
 
-// In place of the CUDA launcher of a family that has none: Triton serves it there.
-template <typename Call>
-int no_cuda_kernel(const Call&, int, void*) {
-  throw std::runtime_error("this operator has no CUDA C++ kernel");
-}
-
 template <auto cpu, auto cuda, typename Call>
 PyObject* launch(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
   return returned([&] {
@@ -204,17 +200,6 @@ py::object row_norm_backward(int x_dtype, int residual_dtype, int bias_dtype, in
   return launcher<onetrip::row_norm_backward_cpu, onetrip::row_norm_backward_cuda>(args);
 }
 
-// launcher, backward: of row_norm_forward and row_norm_backward. Which outputs are stored; whether z is returned with
-// y; whether y has no gradient.
-py::object row_norm_eager(const py::object& launcher, const py::object& backward, bool stores_z, bool stores_stats,
-                          bool returns_z, bool defers_norm) {
-  using onetrip::EagerRowNorm;
-  const auto& plan = state_of_function<onetrip::RowNormForward>(launcher.ptr());
-  const auto& backward_plan = state_of_function<onetrip::RowNormBackward>(backward.ptr());
-  return make_function<onetrip::call_eagerly<EagerRowNorm>>(
-      EagerRowNorm{plan, backward_plan, stores_z, stores_stats, returns_z, defers_norm});
-}
-
 struct MaskPlan {
   onetrip::MaskType type;
   onetrip::MaskRows rows;
@@ -258,14 +243,6 @@ py::object softmax_backward(int dtype, double scale, double dropout_p, const std
   return launcher<onetrip::softmax_backward_cpu, onetrip::softmax_backward_cuda>(args);
 }
 
-// launcher, backward: of softmax_forward and softmax_backward.
-py::object softmax_eager(const py::object& launcher, const py::object& backward, bool causal, bool stores_p) {
-  using onetrip::EagerSoftmax;
-  const auto& plan = state_of_function<onetrip::SoftmaxForward>(launcher.ptr());
-  const auto& backward_plan = state_of_function<onetrip::SoftmaxBackward>(backward.ptr());
-  return make_function<onetrip::call_eagerly<EagerSoftmax>>(EagerSoftmax{plan, backward_plan, causal, stores_p});
-}
-
 template <typename Call>
 Call glu_plan(int dtype, int bias_dtype, int activation, double dropout_p) {
   Call args{};
@@ -279,7 +256,7 @@ Call glu_plan(int dtype, int bias_dtype, int activation, double dropout_p) {
 py::object glu_forward(int dtype, int bias_dtype, int activation, double dropout_p) {
   using Call = onetrip::GluForward;
   const auto plan = glu_plan<Call>(dtype, bias_dtype, activation, dropout_p);
-  return launcher<onetrip::glu_forward_cpu, no_cuda_kernel<Call>>(plan);
+  return launcher<onetrip::glu_forward_cpu, onetrip::no_cuda_kernel<Call>>(plan);
 }
 
 // draws: whether the pass needs the mask; else it multiplies by the dropout's scale alone.
@@ -287,7 +264,7 @@ py::object glu_backward(int dtype, int bias_dtype, int activation, double dropou
   using Call = onetrip::GluBackward;
   auto plan = glu_plan<Call>(dtype, bias_dtype, activation, dropout_p);
   if (!draws) plan.dropout.threshold = 0;
-  return launcher<onetrip::glu_backward_cpu, no_cuda_kernel<Call>>(plan);
+  return launcher<onetrip::glu_backward_cpu, onetrip::no_cuda_kernel<Call>>(plan);
 }
 
 int64_t softmax_workspace(int device, int64_t n_rows, int64_t n_cols, const std::vector<int64_t>& mask_sizes,
@@ -416,7 +393,7 @@ py::tuple adam_code_maps() {
 PYBIND11_MODULE(_native, module) {
   module.doc() = "Native kernels of onetrip: tensors, sizes, strides and a stream in, error codes out.";
   module.def("row_norm_forward", &row_norm_forward, "A launcher of the forward pass, for these dtypes and numbers.");
-  module.def("row_norm_eager", &row_norm_eager,
+  module.def("row_norm_eager", &onetrip::row_norm_eager,
              "A function of plain operands and rng, from two launchers: the result.");
   module.def("row_norm_eager_forward", &onetrip::eager_forward<onetrip::EagerRowNorm>,
              "The forward of an autograd.Function, from the Python function for operands that are not plain.");
@@ -427,15 +404,22 @@ PYBIND11_MODULE(_native, module) {
              "Add up gradients of row_norm's parameters alike on every GPU.");
   module.def("row_norm_workspace", &row_norm_workspace, "Floats of workspace that row_norm_backward needs.");
   module.def("softmax_forward", &softmax_forward, "A launcher of the forward pass, for this dtype, mask and numbers.");
-  module.def("softmax_eager", &softmax_eager, "As row_norm_eager.");
+  module.def("softmax_eager", &onetrip::softmax_eager, "As row_norm_eager.");
   module.def("softmax_eager_forward", &onetrip::eager_forward<onetrip::EagerSoftmax>, "As row_norm_eager_forward.");
   module.def("softmax_eager_backward", &onetrip::eager_backward<onetrip::EagerSoftmax>, "As row_norm_eager_backward.");
   module.def("softmax_backward", &softmax_backward,
              "A launcher of the backward pass, for this dtype, mask and numbers.");
   module.def("softmax_workspace", &softmax_workspace, "Floats of workspace that the mask's gradient needs.");
+  module.def("rotary_eager", &onetrip::rotary_eager,
+             "As row_norm_eager, of one launcher and the operands' code; of another backend's kernel too.");
+  module.def("rotary_eager_forward", &onetrip::eager_forward<onetrip::EagerRotary>, "As row_norm_eager_forward.");
+  module.def("rotary_eager_backward", &onetrip::eager_backward<onetrip::EagerRotary>, "As row_norm_eager_backward.");
   module.def("rotary", &onetrip::rotary, "A launcher of the rotation on the CPU, for these dtypes and this form.");
   module.def("glu_forward", &glu_forward, "A launcher of the forward pass, for these dtypes and this activation.");
   module.def("glu_backward", &glu_backward, "A launcher of the backward pass, for these dtypes and this activation.");
+  module.def("glu_eager", &onetrip::glu_eager, "As row_norm_eager; of another backend's kernels too.");
+  module.def("glu_eager_forward", &onetrip::eager_forward<onetrip::EagerGlu>, "As row_norm_eager_forward.");
+  module.def("glu_eager_backward", &onetrip::eager_backward<onetrip::EagerGlu>, "As row_norm_eager_backward.");
   module.def("glu_workspace", &onetrip::glu_workspace_cpu, "Floats of workspace that the bias's gradient needs.");
   module.def("cross_entropy", &cross_entropy, "A launcher of losses and gradients on the CPU, for these numbers.");
   module.def("add_to_sums", &add_to_sums, py::call_guard<py::gil_scoped_release>(),

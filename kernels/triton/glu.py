@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference.glu import ACTIVATIONS, GluPlan, Gradients, Operands, halves, reads_result
+from ..reference.glu import ACTIVATIONS, GluPlan, Gradients, OperandTuple, halves, reads_result
 from ..reference.philox import Rng, dropout_scale
 from . import glu_kernels as kernels
 from .launch import cdiv, launch, on_device_of
 from .philox import dropout_arguments
 from .sum_partials import rows_per_program, sum_partials
-from .tiles import MAX_REGISTERS, Tile, aligned, aligned_vector, common_divisor, row_stride
+from .tiles import MAX_REGISTERS, Tile, aligned, aligned_vector, common_divisor
 
 _COLS, _NARROW_COLS = 1024, 128
 """Columns of a tile; of rows of up to 512 columns, which would leave lanes of the other one empty."""
@@ -28,17 +28,21 @@ def _tile(n_cols: int, bytes_of_value: int) -> Tile:
     return Tile(rows=1024 // cols, cols=cols, num_warps=2 * bytes_of_value)
 
 
-def _gate_and_up(operands: Operands, plan: GluPlan) -> tuple[Tensor, Tensor | None]:
-    return (operands.gate, operands.up) if plan.gate_first is None else halves(operands.gate, plan.gate_first)
+def _gate_and_up(operands: OperandTuple, plan: GluPlan) -> tuple[Tensor, Tensor | None]:
+    gate, up, _ = operands
+    return (gate, up) if plan.gate_first is None else halves(gate, plan.gate_first)
 
 
-def forward(operands: Operands, plan: GluPlan, rng: Rng | None = None) -> Tensor:
-    """reference.glu.forward for matrices of last stride 1, of float32, float16 or bfloat16; y is contiguous."""
+def forward(operands: OperandTuple, plan: GluPlan, rng: Rng | None = None) -> Tensor:
+    """reference.glu.forward for matrices of last stride 1, or contiguous tensors of any rank, of float32, float16 or
+    bfloat16; y is contiguous."""
     gate, up = _gate_and_up(operands, plan)
-    n_rows, n_cols = gate.shape
-    y = gate.new_empty((n_rows, n_cols))
-    if y.numel() == 0:
+    y = _empty(gate)
+    n_elements = y.numel()
+    if n_elements == 0:
         return y
+    n_cols = y.shape[-1]
+    n_rows = n_elements // n_cols
     divisor = common_divisor(n_cols)
     block = _tile(n_cols, gate.itemsize)
     n_col_tiles = cdiv(n_cols, block.cols)
@@ -49,13 +53,13 @@ def forward(operands: Operands, plan: GluPlan, rng: Rng | None = None) -> Tensor
             (cdiv(n_rows, block.rows) * n_col_tiles,),
             gate,
             up,
-            aligned_vector(operands.bias),
+            aligned_vector(operands[2]),
             y,
             n_rows=n_rows,
             n_cols=n_cols,
             n_col_tiles=n_col_tiles,
-            gate_row_stride=row_stride(gate),
-            up_row_stride=row_stride(up),
+            gate_row_stride=_row_stride(gate),
+            up_row_stride=_row_stride(up),
             **_dropout_arguments(rng, plan, n_cols),
             ACTIVATION=ACTIVATIONS.index(plan.activation),
             ALIGN=divisor,
@@ -67,6 +71,18 @@ def forward(operands: Operands, plan: GluPlan, rng: Rng | None = None) -> Tensor
     return y
 
 
+def _row_stride(tensor: Tensor | None) -> int:
+    """Of a matrix; of more dimensions they are contiguous, or half of the columns of a contiguous tensor."""
+    if tensor is None or tensor.dim() == 2:
+        return 0 if tensor is None else tensor.stride(0)
+    n_cols = tensor.shape[-1]
+    return n_cols if tensor.is_contiguous() else 2 * n_cols
+
+
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
 def _dropout_arguments(rng: Rng | None, plan: GluPlan, n_cols: int) -> dict[str, Any]:
     """Without rng the scale alone: what is dropped is 0 already."""
     arguments = dropout_arguments(rng, 0.0 if rng is None else plan.dropout_p, n_cols)
@@ -74,17 +90,19 @@ def _dropout_arguments(rng: Rng | None, plan: GluPlan, n_cols: int) -> dict[str,
 
 
 def backward(
-    dy: Tensor, operands: Operands, plan: GluPlan, wants: tuple[bool, bool, bool], rng: Rng | None = None
+    dy: Tensor, operands: OperandTuple, plan: GluPlan, wants: tuple[bool, bool, bool], rng: Rng | None = None
 ) -> Gradients:
-    """reference.glu.backward for matrices of last stride 1; gradients are contiguous, that of both halves is one."""
+    """reference.glu.backward for tensors as forward takes them; gradients are contiguous, that of both halves is
+    one."""
     gate, up = _gate_and_up(operands, plan)
     wants_gate, wants_up, wants_bias = wants
-    n_rows, n_cols = dy.shape
-    whole = dgate = gate.new_empty(operands.gate.shape) if wants_gate else None
-    dup = up.new_empty(up.shape) if wants_up and up is not None else None
+    n_cols = dy.shape[-1]
+    n_rows = dy.numel() // n_cols
+    whole = dgate = _empty(operands[0]) if wants_gate else None
+    dup = _empty(up) if wants_up and up is not None else None
     if plan.gate_first is not None and whole is not None:
         dgate, dup = halves(whole, plan.gate_first)
-    bias = operands.bias
+    bias = operands[2]
     dbias = torch.empty_like(bias) if wants_bias and bias is not None else None
     divisor = common_divisor(n_cols)
     block = _tile(n_cols, gate.itemsize if rng is None else 4)  # 16 bytes of 16-bit values and a mask spill
@@ -108,11 +126,11 @@ def backward(
             n_cols=n_cols,
             n_col_tiles=n_col_tiles,
             rows_per_program=rows,
-            dy_row_stride=row_stride(dy),
-            gate_row_stride=row_stride(gate),
-            up_row_stride=row_stride(up),
-            dgate_row_stride=row_stride(dgate),
-            dup_row_stride=row_stride(dup),
+            dy_row_stride=_row_stride(dy),
+            gate_row_stride=_row_stride(gate),
+            up_row_stride=_row_stride(up),
+            dgate_row_stride=_row_stride(dgate),
+            dup_row_stride=_row_stride(dup),
             **_dropout_arguments(rng, plan, n_cols),
             ACTIVATION=ACTIVATIONS.index(plan.activation),
             ALIGN=divisor,

@@ -17,26 +17,37 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 """What a kernel was compiled for -> the compiled kernel."""
 
 
+_signatures: dict[Any, tuple[tuple[str, ...], tuple[int, ...], int]] = {}
+"""Of a kernel's function the names of its arguments, which of them are pointers, and where constants begin."""
+
+
+def _signature(kernel: Any) -> tuple[tuple[str, ...], tuple[int, ...], int]:
+    found = _signatures.get(kernel.fn)  # a kernel's own hash takes long
+    if found is None:
+        names = tuple(kernel.arg_names)
+        pointers = tuple(i for i, name in enumerate(names) if name.endswith("_ptr"))
+        found = _signatures[kernel.fn] = names, pointers, len(names) - len(kernel.constexprs)
+    return found
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
     """kernel[grid](*arguments, **named), on the current device, in half of the host time.
 
     Triton binds and classifies all arguments of every launch to find what it compiled for them. Only what our kernels
-    are compiled for is looked at here: options, constants, which come last, dtypes, and whether addresses are multiples
-    of 16. Numbers are not: integers are in the kernel's do_not_specialize, others are Python floats. What Triton looks
-    at besides, like debugging options that change between two launches, has no effect after the first.
+    are compiled for is looked at here: options, constants, which come last, and of pointers the dtype, and whether the
+    address is a multiple of 16. Numbers are not: integers are in the kernel's do_not_specialize, others are Python
+    floats. What Triton looks at besides, like debugging options that change between two launches, has no effect after
+    the first.
     """
     if not (_TAKES_CONSTANTS and isinstance(kernel, triton.JITFunction)):  # interpreted
         kernel[grid](*arguments, **named)
         return
-    values = [*arguments, *[named[name] for name in kernel.arg_names[len(arguments) :]]]
-    n_variables = len(values) - len(kernel.constexprs)
-    kinds = [
-        (value.dtype, value.data_ptr() % 16 == 0) if isinstance(value, Tensor) else type(value)
-        for value in values[:n_variables]
-    ]
+    names, pointers, n_variables = _signature(kernel)
+    values = (*arguments, *[named[name] for name in names[len(arguments) :]])
+    kinds = [None if (x := values[i]) is None else (x.dtype, x.data_ptr() % 16 == 0) for i in pointers]
     options = named.get("num_warps"), named.get("maxnreg"), named.get("enable_fp_fusion")
     device = triton.runtime.driver.active.get_current_device()
-    key = (kernel.fn, device, *options, *kinds, *values[n_variables:])
+    key = (kernel.fn, device, options, *kinds, values[n_variables:])
     compiled = _compiled.get(key)
     if compiled is None:
         _compiled[key] = kernel[grid](*arguments, **named)

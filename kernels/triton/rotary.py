@@ -6,6 +6,7 @@ halves x1, x2 of the first n_rotated columns, or of their neighbours where inter
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from ..reference.rotary import Operands, RotaryPlan
+from ..reference.rotary import OperandTuple, RotaryPlan
 from .launch import cdiv, launch, next_power_of_2, on_device_of
 from .tiles import MAX_REGISTERS, with_divisor
 
@@ -218,7 +219,16 @@ def _rotary_kernel(
             )
 
 
-def rotate(operands: Operands, plan: RotaryPlan) -> tuple[Tensor | None, Tensor | None]:
+@functools.lru_cache(maxsize=256)
+def _tile(n_rotated: int, head_dim: int, n_positions: int) -> tuple[int, int, int]:
+    """Pairs of columns of a tile, columns that are passed on, positions."""
+    pairs = next_power_of_2(n_rotated // 2)
+    passed = next_power_of_2(head_dim - n_rotated) if head_dim > n_rotated else 0
+    most = min(_TILE_PAIRS // pairs, 2 * _TILE_PAIRS // max(1, passed))
+    return pairs, passed, max(1, min(most, next_power_of_2(n_positions)))
+
+
+def rotate(operands: OperandTuple, plan: RotaryPlan) -> tuple[Tensor | None, Tensor | None]:
     """reference.rotary.rotate for tensors of last stride 1. Results are laid out as torch.empty_like does it."""
     q, k, cos, sin = operands
     q_out = None if q is None else torch.empty_like(q)
@@ -232,10 +242,7 @@ def rotate(operands: Operands, plan: RotaryPlan) -> tuple[Tensor | None, Tensor 
     if batch * n_heads * n_positions == 0:
         return q_out, k_out
     n_rotated = cos.shape[-1]
-    pairs = next_power_of_2(n_rotated // 2)
-    passed = next_power_of_2(head_dim - n_rotated) if head_dim > n_rotated else 0
-    most = min(_TILE_PAIRS // pairs, 2 * _TILE_PAIRS // max(1, passed))
-    block_positions = max(1, min(most, next_power_of_2(n_positions)))
+    pairs, passed, block_positions = _tile(n_rotated, head_dim, n_positions)
     n_position_blocks = cdiv(n_positions, block_positions)
     # A tensor that is not there has no heads: the other one stands in its place, and is not used there.
     queries, keys = (k, k_out) if q is None else (q, q_out), (q, q_out) if k is None else (k, k_out)

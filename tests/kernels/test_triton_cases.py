@@ -56,6 +56,7 @@ FAMILIES = {
         "test_every_width_and_dtype and f32 and (D6-4 or D80-20) or special_values or beside_the_result",
     ),
 }
+EAGER_CALLS = Path(__file__).parents[1] / "ops" / "test_eager_backward.py"
 EACH_PART = pytest.mark.parametrize(
     ("family", "part"),
     [
@@ -75,7 +76,8 @@ def file_of(family: str) -> Path:
 def test_interpreted_quickly() -> None:
     """In one process: importing takes as long as the cases of a family."""
     chosen = " or ".join(f"triton_{family}_cases and ({cases.quick})" for family, cases in FAMILIES.items())
-    run_cases([file_of(family) for family in FAMILIES], INTERPRET, chosen)
+    files = [*(file_of(family) for family in FAMILIES), EAGER_CALLS]
+    run_cases(files, INTERPRET, f"{chosen} or test_eager_backward and triton and not bf16")
 
 
 @pytest.mark.slow
@@ -106,6 +108,12 @@ def test_compiled(family: str) -> None:
 @EACH_PART
 def test_on_the_gpu(family: str, part: str) -> None:
     run_cases([file_of(family)], COMPILE, part)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_eager_calls_on_the_gpu() -> None:
+    run_cases([EAGER_CALLS], COMPILE, "triton")
 
 
 @pytest.mark.parametrize(

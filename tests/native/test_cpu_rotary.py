@@ -50,27 +50,26 @@ def test_layouts_and_blocks_of_positions(level, layout, positions):
 
 @pytest.mark.parametrize("layout", ["", "transposed", "packed", "expanded", "padded"])
 @pytest.mark.parametrize("batch", [None, 1, 3], ids=lambda n: f"B{n}")
-def test_a_launcher_reads_sizes_and_strides_of_tensors(layout, batch):
+def test_an_eager_call_reads_sizes_and_strides_of_tensors(layout, batch):
     q, k = (heads(3, h, 7, 18, BF16, layout=layout) for h in (4, 2))
     cos, sin = tables(7, 16, F32, batch=batch)
     code = read.rotary(q, k, cos, sin)
     if code < 0:
         pytest.skip("this torch cannot be asked")
-    for plan in PLANS:
-        launch = native.plain_launcher(code, plan)
-        assert launch is not None
+    for plan in (RotaryPlan(False, False), RotaryPlan(True, False)):
+        call = native.eager_call(plan, code, "cpu")
+        assert call is not None
         expected = native.rotate(q, k, cos, sin, plan)
-        for result, wanted in zip(native.rotate_plain(q, k, cos, sin, launch), expected, strict=True):
+        for result, wanted in zip(call((q, k, cos, sin), None), expected, strict=True):
             assert_bitwise(result, wanted)
             assert result.stride() == wanted.stride()
 
 
-def test_what_a_launcher_cannot_read_as_it_is():
+def test_what_an_eager_call_cannot_read_as_it_is():
     q, k, (cos, sin) = heads(2, 3, 5, 8, F32), heads(2, 1, 5, 8, F32), tables(5, 8, F32)
     negated = torch.complex(q, q).conj().imag
     for ours in ((negated, k, cos, sin), (q, k, cos, sin.T.contiguous().T), (q.mT.contiguous().mT, k, cos, sin)):
-        code = read.rotary(*ours)
-        assert native.plain_launcher(code, PLANS[0]) is None
+        assert native.eager_call(PLANS[0], read.rotary(*ours), "cpu") is None
     for ours in (
         (q.double(), k.double(), cos, sin),
         (q, k.half(), cos, sin),
@@ -90,7 +89,6 @@ def test_what_a_launcher_cannot_read_as_it_is():
         (q, None, cos, sin),
     ):
         assert read.rotary(*ours) == -1
-        assert native.plain_launcher(-1, PLANS[0]) is None
 
 
 @pytest.mark.parametrize("plan", PLANS[::2], ids=PLAN_IDS[::2])

@@ -1,17 +1,20 @@
-"""Backward in one native call (csrc/eager.h) against the Python that computes what it does not: the same bits."""
+"""Backward in one native call (csrc/eager) against the Python that computes what it does not: the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
+import onetrip
 import pytest
 import torch
 from onetrip import ops
-from onetrip.ops import row_norm_autograd, softmax_autograd
+from onetrip.ops import glu_autograd, rotary_autograd, row_norm_autograd, softmax_autograd
+from onetrip.ops.common.backends import unavailable_reason
 from onetrip.ops.common.native import read
 from torch import Tensor
+from triton_runner import DEVICE
 
 SHAPE = (3, 5, 24)
 RNG = (7, 2)
@@ -162,3 +165,137 @@ def test_gradients_of_any_layout(change: Callable[[Tensor], Tensor]) -> None:
     expected = torch.autograd.grad(y, [leaves[X], leaves[WEIGHT]], given.contiguous(), retain_graph=True)
     actual = torch.autograd.grad(y, [leaves[X], leaves[WEIGHT]], lazy)
     assert all(map(torch.equal, actual, expected))
+
+
+GLU: dict[str, Callable[[list[Tensor], float], Tensor]] = {
+    "glu": lambda leaves, p: ops.glu(leaves[0], leaves[1], "silu", dropout_p=p, rng=RNG),
+    "packed": lambda leaves, p: ops.glu_packed(leaves[0], "gelu", dropout_p=p, rng=RNG),
+    "packed, up first": lambda leaves, p: ops.glu_packed(leaves[0], "relu2", gate_first=False, dropout_p=p, rng=RNG),
+    "bias": lambda leaves, p: ops.bias_activation(leaves[0], leaves[2], "gelu_tanh", dropout_p=p, rng=RNG),
+    "no bias": lambda leaves, p: ops.bias_activation(leaves[0], None, "gelu", dropout_p=p, rng=RNG),
+    "relu": lambda leaves, p: ops.bias_activation(leaves[0], leaves[2], "relu", dropout_p=p, rng=RNG),
+}
+HAS_TRITON = not unavailable_reason("triton", DEVICE.type)
+BACKENDS = pytest.mark.parametrize("backend", ["cpu", "triton"] if HAS_TRITON else ["cpu"])
+EVERY_GLU = pytest.mark.parametrize("name", GLU)
+
+
+@pytest.fixture
+def device(backend: str) -> Iterator[torch.device]:
+    """Where the backend is in use. test_triton_cases.py runs Triton's cases, interpreted and on a GPU."""
+    with onetrip.use_backend(backend):
+        yield DEVICE if backend == "triton" else torch.device("cpu")
+
+
+def glu_operands(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """gate, up, bias."""
+    shapes = shape, shape, shape[-1:]
+    return [torch.randn(*sizes, device=device).to(dtype) for sizes in shapes]
+
+
+@BACKENDS
+@pytest.mark.parametrize("p", [0.0, 0.3], ids=["", "dropout"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("shape", [SHAPE, (24,), (1, 5, 1, 24), (4, 12)], ids=str)
+@EVERY_GLU
+def test_glu_gives_what_python_gives(
+    name: str, shape: Any, dtype: Any, p: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = glu_operands(shape, dtype, device)
+    results = []
+    for change in (strided_pairs, Tensor.contiguous):
+        leaves = [change(tensor).requires_grad_() for tensor in given]
+        with monkeypatch.context() as patch:
+            if change is Tensor.contiguous:
+                patch.setattr(glu_autograd, "forward", refuse)
+                patch.setattr(glu_autograd, "backward", refuse)
+            y = GLU[name](leaves, p)
+            cotangent = torch.linspace(-1, 1, y.numel(), device=device).view(y.shape).to(dtype)
+            found = torch.autograd.grad(y, leaves, change(cotangent), allow_unused=True)
+        with torch.no_grad():
+            assert torch.equal(GLU[name](leaves, p), y)
+        results.append((y, *found))
+    for theirs, ours in zip(*results, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs) and ours.is_contiguous())
+
+
+@BACKENDS
+@EVERY_GLU
+def test_each_gradient_of_glu_alone(name: str, device: torch.device) -> None:
+    leaves = [tensor.requires_grad_() for tensor in glu_operands(SHAPE, torch.float32, device)]
+    y = GLU[name](leaves, 0.0)
+    expected = torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
+    for i, whole in enumerate(expected):
+        if whole is not None:
+            only = [tensor.detach().requires_grad_(i == j) for j, tensor in enumerate(leaves)]
+            (alone,) = torch.autograd.grad(GLU[name](only, 0.0), only[i], torch.ones_like(y))
+            assert torch.equal(alone, whole)
+
+
+@pytest.mark.parametrize(
+    "unpacked", [strided_pairs, lambda t: t.double() if t.dim() > 1 else t], ids=["strided", "double"]
+)
+@EVERY_GLU
+def test_hooks_of_glu(name: str, unpacked: Callable[[Tensor], Tensor]) -> None:
+    leaves = [tensor.requires_grad_() for tensor in glu_operands(SHAPE, torch.float32, torch.device("cpu"))]
+    y = GLU[name](leaves, 0.0)
+    cotangent = torch.randn_like(y)
+    expected = torch.autograd.grad(y, leaves, cotangent, allow_unused=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpacked):
+        y = GLU[name](leaves, 0.0)
+    actual = torch.autograd.grad(y, leaves, cotangent, allow_unused=True)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
+
+
+@BACKENDS
+@pytest.mark.parametrize("tables", [(7, 16), (1, 7, 16), (2, 7, 16)], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_rotary_gives_what_python_gives(
+    interleaved: bool, tables: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k = torch.randn(2, 7, 4, 18, device=device).transpose(1, 2), torch.randn(2, 2, 7, 18, device=device)
+    cos, sin = torch.randn(tables, device=device), torch.randn(tables, device=device)
+    cotangents = torch.randn(2, 4, 7, 18, device=device), torch.randn(2, 7, 2, 18, device=device).transpose(1, 2)
+    results = []
+    for change in (strided_pairs, lambda tensor: tensor):
+        leaves = [change(tensor).requires_grad_() for tensor in (q, k)]
+        with monkeypatch.context() as patch:
+            if change is not strided_pairs:
+                patch.setattr(rotary_autograd, "rotate", refuse)
+            outputs = ops.rotary_embedding(*leaves, cos, sin, interleaved=interleaved)
+            found = torch.autograd.grad(outputs, leaves, [*map(change, cotangents)])
+        results.append((*outputs, *found))
+    assert all(map(torch.equal, *results))
+    assert [grad.stride() for grad in found] == [grad.stride() for grad in cotangents]
+    with torch.no_grad():
+        assert all(map(torch.equal, ops.rotary_embedding(q, k, cos, sin, interleaved=interleaved), outputs))
+
+
+def rotary_operands() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k = torch.randn(2, 4, 7, 16, requires_grad=True), torch.randn(2, 2, 7, 16, requires_grad=True)
+    return q, k, torch.randn(7, 16), torch.randn(7, 16)
+
+
+def test_rotary_without_one_of_the_gradients() -> None:
+    q, k, cos, sin = rotary_operands()
+    cotangents = torch.randn(q.shape), torch.randn(k.shape)
+    outputs = ops.rotary_embedding(q, k, cos, sin)
+    expected = torch.autograd.grad(outputs, (q, k), cotangents, retain_graph=True)
+    for i in range(2):
+        found = torch.autograd.grad(outputs[i], (q, k), cotangents[i], allow_unused=True, retain_graph=True)
+        assert torch.equal(found[i], expected[i]) and found[1 - i] is None
+    q_out, k_out = ops.rotary_embedding(q, k.detach(), cos, sin)
+    assert q_out.requires_grad and not k_out.requires_grad
+    assert torch.equal(torch.autograd.grad(q_out, q, cotangents[0])[0], expected[0])
+
+
+def test_hooks_of_rotary() -> None:
+    q, k, cos, sin = rotary_operands()
+    outputs = ops.rotary_embedding(q, k, cos, sin)
+    cotangents = [torch.randn_like(y) for y in outputs]
+    expected = torch.autograd.grad(outputs, (q, k), cotangents)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, strided_pairs):
+        outputs = ops.rotary_embedding(q, k, cos, sin)
+    torch.testing.assert_close(torch.autograd.grad(outputs, (q, k), cotangents), expected)

@@ -24,8 +24,7 @@ from .common.native import read
 from .common.rng import check_rng, eager_rng, traced_rng
 from .common.tracing import is_jit_tracing, is_traced, is_transformed, reject_onnx_export
 from .glu_autograd import apply, forward, result_dtype
-from .glu_native import forward as native_forward
-from .glu_native import plain_launcher
+from .glu_native import eager_call
 
 
 def glu(
@@ -148,13 +147,13 @@ def _call(
     used_rng = None if plan.dropout_p == 0.0 else eager_rng(rng, plan.dropout_p, gate.device)
     if transformed:
         return _composed(Operands(gate, up, bias), plan, used_rng)
-    launch = plain_launcher(code, plan.activation, plan.dropout_p) if backend == "cpu" else None
+    call = eager_call(plan, code, backend) if checked else None
     if torch.is_grad_enabled() and (
         gate.requires_grad or (up is not None and up.requires_grad) or (bias is not None and bias.requires_grad)
     ):
-        return cast(Tensor, apply(gate, up, bias, (plan, backend, used_rng, launch)))
-    if launch is not None:
-        return native_forward((gate, up, bias), plan, used_rng, launch)
+        return cast(Tensor, apply(gate, up, bias, (used_rng, call, plan, backend, gate.dtype)))
+    if call is not None:
+        return cast(Tensor, call((gate, up, bias), used_rng))
     return forward(backend, Operands(gate, up, bias), plan, used_rng)
 
 

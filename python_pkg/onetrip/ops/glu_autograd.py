@@ -15,7 +15,7 @@ from ..reference.glu import GluPlan, Gradients, Operands, reads_result
 from ..reference.philox import Rng
 from . import glu_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
-from .common.native import Launcher, matrix, vector
+from .common.native import EagerCall, eager_backward, eager_forward, matrix, vector
 from .common.operators import filled, register, register_backward, register_gradients
 from .common.tracing import have_storage, refuse_double_backward, reject_onnx_export
 
@@ -158,38 +158,33 @@ def gradients_of(operands: Operands, wants: tuple[bool, bool, bool], make: Any) 
     )
 
 
-Call = tuple[GluPlan, str, Rng | None, Launcher | None]
-"""What _Glu needs beside the operands; the launcher where glu_native.plain_launcher has one."""
+Call = tuple[Rng | None, EagerCall | None, GluPlan, str, torch.dtype]
+"""rng, glu_native.eager_call where it can read the operands as they are, plan, backend, gate's dtype."""
+
+
+def _forward_of_any(ctx: Any, gate: Tensor, up: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
+    rng, _, plan, backend, _ = ctx.call = call
+    operands = Operands(gate, up, bias)
+    y = forward(backend, operands, plan, rng)
+    ctx.save_for_backward(y if reads_result(plan, operands) else gate, up, bias)
+    return y
+
+
+def _backward_of_any(ctx: Any, saved: tuple[Tensor, ...] | None, grads: tuple[Any, ...]) -> Any:
+    refuse_double_backward("glu")
+    rng, _, plan, backend, dtype = ctx.call
+    (dy,), operands = grads, Operands(*(saved or ctx.saved_tensors))
+    rng = None if reads_result(plan, operands) else rng
+    backend = backend if have_storage(dy) else "reference"
+    dgate, dup, dbias = backward(backend, dy, operands, plan, ctx.needs_input_grad[:3], rng)
+    return None if dgate is None else dgate.to(dtype), dup, dbias, None
 
 
 class _Glu(torch.autograd.Function):
     """The eager path. Saves the operands, of relu the result, and nothing else."""
 
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
-        plan, backend, rng, launch = call
-        operands = Operands(gate, up, bias)
-        if launch is not None:
-            y = glu_native.forward(operands, plan, rng, launch)
-        else:
-            y = forward(backend, operands, plan, rng)
-        if plan.activation == "relu" and reads_result(plan, operands):
-            ctx.save_for_backward(y, up, bias)
-            ctx.call = plan, backend, None, gate.dtype
-        else:
-            ctx.save_for_backward(gate, up, bias)
-            ctx.call = plan, backend, rng, None
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        refuse_double_backward("glu")
-        plan, backend, rng, dtype = ctx.call
-        (dy,) = grads
-        backend = backend if have_storage(dy) else "reference"
-        found = backward(backend, dy, Operands(*ctx.saved_tensors), plan, ctx.needs_input_grad[:3], rng)
-        dgate = found.gate if dtype is None or found.gate is None else found.gate.to(dtype)
-        return dgate, found.up, found.bias, None
+    forward = eager_forward("glu", _forward_of_any)
+    backward = eager_backward("glu", _backward_of_any)
 
 
 # As row_norm_autograd.apply: without the search for functorch transforms.

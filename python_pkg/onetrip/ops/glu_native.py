@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..reference.glu import ACTIVATIONS, GluPlan, Gradients, Operands, OperandTuple, reads_result
 from ..reference.philox import Rng
-from .common.backends import native
-from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, Launcher, empty, raise_error, rows, vector, where
+from .common.backends import formulas, native
+from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, EagerCall, Launcher, empty, raise_error, rows, vector, where
 
 Columns = tuple[Tensor | None, int, int]
 """Columns of a tensor, as launchers read them: the first of them, and the row stride, in elements."""
@@ -24,16 +24,6 @@ def _forward_launcher(dtype: torch.dtype, bias: torch.dtype | None, activation: 
 
 
 @lru_cache(maxsize=4096)
-def plain_launcher(code: int, activation: str, dropout_p: float) -> Launcher | None:
-    """For operands of this code (read.operands of gate, up and bias) that kernels can read as they are; else None."""
-    gate, up, bias = (DTYPE_OF_DIGIT[code // 2 // 4**place % 4] for place in (2, 1, 0))
-    is_plain = code > 0 and code % 2 == 1 and up in (None, gate)
-    if not is_plain or gate is None or (bias is not None and torch.promote_types(gate, bias) != gate):
-        return None
-    return _forward_launcher(gate, bias, activation, dropout_p)
-
-
-@lru_cache(maxsize=4096)
 def _backward_launcher(
     dtype: torch.dtype, bias: torch.dtype | None, activation: str, dropout_p: float, draws: bool
 ) -> Launcher:
@@ -43,37 +33,51 @@ def _backward_launcher(
     )
 
 
-def _gate_and_up(
-    gate: Tensor, up: Tensor | None, gate_first: bool | None, n_cols: int, are_plain: bool = False
-) -> tuple[Columns, Columns]:
-    """Both halves of gate where it holds them. are_plain: kernels can read the tensors as they are."""
+@lru_cache(maxsize=4096)
+def eager_call(plan: GluPlan, code: int, backend: str) -> EagerCall | None:
+    """The call for operands of this code (read.operands of gate, up and bias), on the CPU or by Triton; None where
+    kernels cannot read them as they are. As forward of a Function it saves gate, or y where backward reads that, up and
+    bias."""
+    gate, up, bias = (DTYPE_OF_DIGIT[code // 2 // 4**place % 4] for place in (2, 1, 0))
+    is_plain = code > 0 and code % 2 == 1 and backend in ("cpu", "triton") and up in (None, gate)
+    if not is_plain or gate is None or (bias is not None and torch.promote_types(gate, bias) != gate):
+        return None
+    activation, gate_first, dropout_p = plan
+    saves_result = activation == "relu" and up is None and gate_first is None
+    launchers = (
+        _forward_launcher(gate, bias, activation, dropout_p),
+        _backward_launcher(gate, bias, activation, dropout_p, not saves_result),
+    )
+    kernels = None
+    if backend == "triton":
+        module = formulas("triton", "glu")
+        kernels = module.forward, module.backward, plan
+    call: EagerCall = native().glu_eager(*launchers, gate_first, saves_result, kernels)  # type: ignore[union-attr]
+    return call
+
+
+def _gate_and_up(gate: Tensor, up: Tensor | None, gate_first: bool | None, n_cols: int) -> tuple[Columns, Columns]:
+    """Both halves of gate where it holds them."""
     if gate_first is None:
-        gate, stride = (gate, n_cols) if are_plain else rows(gate, n_cols)
+        gate, stride = rows(gate, n_cols)
         if up is None:
             return (gate, 0, stride), _NONE
-        up, up_stride = (up, n_cols) if are_plain else rows(up, n_cols)
+        up, up_stride = rows(up, n_cols)
         return (gate, 0, stride), (up, 0, up_stride)
-    matrix, stride = (gate, 2 * n_cols) if are_plain else rows(gate, 2 * n_cols)
+    matrix, stride = rows(gate, 2 * n_cols)
     first, second = (matrix, 0, stride), (matrix, n_cols, stride)
     return (first, second) if gate_first else (second, first)
 
 
-def forward(operands: OperandTuple, plan: GluPlan, rng: Rng | None = None, launch: Launcher | None = None) -> Tensor:
-    """reference.glu.forward by the native library, for operands of any rank and strides; y is contiguous.
-
-    launch: plain_launcher of the operands' code where it has one."""
+def forward(operands: OperandTuple, plan: GluPlan, rng: Rng | None = None) -> Tensor:
+    """reference.glu.forward by the native library, for operands of any rank and strides; y is contiguous."""
     gate, up, bias = operands
     activation, gate_first, dropout_p = plan
     n_cols = gate.shape[-1] if gate_first is None else gate.shape[-1] // 2
-    columns, up_columns = _gate_and_up(gate, up, gate_first, n_cols, launch is not None)
-    if gate_first is None and (launch is not None or columns[0] is gate):
-        y = torch.empty_like(gate)  # in half of new_empty's time
-    else:
-        y = gate.new_empty((*gate.shape[:-1], n_cols))
-    if launch is None:
-        launch = _forward_launcher(gate.dtype, None if bias is None else bias.dtype, activation, dropout_p)
-        bias = vector(bias)
-    code = launch(-1, 0, y.numel() // n_cols, n_cols, *columns, *up_columns, bias, y, rng)
+    columns, up_columns = _gate_and_up(gate, up, gate_first, n_cols)
+    y = gate.new_empty((*gate.shape[:-1], n_cols))
+    launch = _forward_launcher(gate.dtype, None if bias is None else bias.dtype, activation, dropout_p)
+    code = launch(-1, 0, y.numel() // n_cols, n_cols, *columns, *up_columns, vector(bias), y, rng)
     if code:
         raise_error("glu forward", gate, code)
     return y

@@ -21,7 +21,7 @@ from .common.checks import check_rows
 from .common.native import read
 from .common.tracing import is_jit_tracing, is_traced, is_transformed, reject_onnx_export
 from .rotary_autograd import apply, rotate
-from .rotary_native import plain_launcher, rotate_plain
+from .rotary_native import eager_call
 
 _HALVES, _INTERLEAVED = RotaryPlan(False, False), RotaryPlan(True, False)
 
@@ -65,11 +65,13 @@ def rotary_embedding(
     backend = choose("rotary_embedding", q.device, in_kernel_dtypes and not transformed, "rotary")
     if transformed:
         return cast("tuple[Tensor, Tensor]", reference.rotate(Operands(q, k, cos, sin), plan))
-    launch = plain_launcher(code, plan) if backend == "cpu" else None
+    call = eager_call(plan, code, backend) if code >= 0 else None
     if needs_grad and (q.requires_grad or k.requires_grad):
-        return cast("tuple[Tensor, Tensor]", apply(q, k, cos, sin, (backend, plan, launch)))
-    if launch is not None:
-        return rotate_plain(q, k, cos, sin, launch)
+        if not (q.requires_grad and k.requires_grad):
+            call = None
+        return cast("tuple[Tensor, Tensor]", apply(q, k, cos, sin, (None, call, plan, backend)))
+    if call is not None:
+        return cast("tuple[Tensor, Tensor]", call((q, k, cos, sin), None))
     return cast("tuple[Tensor, Tensor]", rotate(backend, q, k, cos, sin, plan))
 
 

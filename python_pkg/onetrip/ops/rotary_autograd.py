@@ -15,7 +15,7 @@ from torch import Tensor
 from ..reference.rotary import Operands, RotaryPlan
 from . import rotary_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
-from .common.native import Launcher, in_memory
+from .common.native import EagerCall, eager_backward, eager_forward, in_memory
 from .common.operators import filled, register, register_gradients
 from .common.tracing import have_storage, reject_onnx_export
 
@@ -47,40 +47,40 @@ def _laid_out(result: Tensor | None, like: Tensor | None) -> Tensor | None:
     return None if result is None or like is None else torch.empty_like(like).copy_(result)
 
 
-Call = tuple[str, RotaryPlan, Launcher | None]
-"""Backend, plan, and the launcher where rotary_native.plain_launcher has one."""
+Call = tuple[None, EagerCall | None, RotaryPlan, str]
+"""No rng, rotary_native.eager_call where it can read the operands as they are and both q and k have gradients, plan,
+backend."""
+
+
+def _forward_of_any(ctx: Any, q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, call: Call) -> Pair:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(cos, sin)
+    _, _, plan, backend = ctx.call = call
+    results = rotate(backend, q, k, cos, sin, plan)
+    needs_q, needs_k = ctx.needs_input_grad[:2]
+    if not (needs_q and needs_k):
+        ctx.mark_non_differentiable(*(y for y in results[needs_q : 2 - needs_k] if y is not None))
+    return results
+
+
+def _backward_of_any(ctx: Any, saved: tuple[Tensor, ...] | None, grads: tuple[Any, ...]) -> Any:
+    (cos, sin), (_, _, plan, backend) = saved or ctx.saved_tensors, ctx.call
+    dq, dk = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
+    plan = plan._replace(inverse=not plan.inverse)
+    if not have_storage(dq, dk):
+        dq, dk = formulas("reference", "rotary").rotate(Operands(dq, dk, cos, sin), plan)
+    elif torch.is_grad_enabled():  # to be differentiated again
+        dq, dk = apply(dq, dk, cos, sin, (None, None, plan, backend))
+    else:
+        dq, dk = rotate(backend, dq, dk, cos, sin, plan)
+    return dq, dk, None, None, None
 
 
 class _Rotary(torch.autograd.Function):
     """The eager path. Saves cos and sin only."""
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, call: Call) -> Pair:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(cos, sin)
-        ctx.call = call
-        backend, plan, launch = call
-        if launch is None or q is None or k is None:
-            results = rotate(backend, q, k, cos, sin, plan)
-        else:
-            results = rotary_native.rotate_plain(q, k, cos, sin, launch)
-        needs_q, needs_k = ctx.needs_input_grad[:2]
-        if not (needs_q and needs_k):
-            ctx.mark_non_differentiable(*(y for y in results[needs_q : 2 - needs_k] if y is not None))
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        (cos, sin), (backend, plan, _) = ctx.saved_tensors, ctx.call
-        dq, dk = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
-        plan = plan._replace(inverse=not plan.inverse)
-        if not have_storage(dq, dk):
-            dq, dk = formulas("reference", "rotary").rotate(Operands(dq, dk, cos, sin), plan)
-        elif torch.is_grad_enabled():  # to be differentiated again
-            dq, dk = apply(dq, dk, cos, sin, (backend, plan, None))
-        else:
-            dq, dk = rotate(backend, dq, dk, cos, sin, plan)
-        return dq, dk, None, None, None
+    forward = eager_forward("rotary", _forward_of_any)
+    backward = eager_backward("rotary", _backward_of_any)
 
 
 # As row_norm_autograd.apply: without the search for functorch transforms.

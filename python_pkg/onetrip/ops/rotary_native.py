@@ -1,4 +1,4 @@
-"""From tensors to the native launcher of the rotation, on the CPU."""
+"""From tensors to the native launcher of the rotation, on the CPU; eager calls, also of Triton's kernel."""
 
 from __future__ import annotations
 
@@ -8,32 +8,27 @@ import torch
 from torch import Tensor
 
 from ..reference.rotary import RotaryPlan
-from .common.backends import native
-from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, Launcher, raise_error
+from .common.backends import formulas, native
+from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, EagerCall, Launcher, raise_error
 
 
 @lru_cache(maxsize=64)
-def _launcher(plan: RotaryPlan, dtype: torch.dtype, table_dtype: torch.dtype, of_tensors: bool = False) -> Launcher:
-    types = (Tensor, torch.nn.Parameter) if of_tensors else None
-    return native().rotary(DTYPE_CODE[dtype], DTYPE_CODE[table_dtype], *plan, types)  # type: ignore[union-attr]
+def _launcher(plan: RotaryPlan, dtype: torch.dtype, table_dtype: torch.dtype) -> Launcher:
+    return native().rotary(DTYPE_CODE[dtype], DTYPE_CODE[table_dtype], *plan)  # type: ignore[union-attr]
 
 
 @lru_cache(maxsize=64)
-def plain_launcher(code: int, plan: RotaryPlan) -> Launcher | None:
-    """For operands of this code (read.rotary) that kernels can read as they are; else None."""
+def eager_call(plan: RotaryPlan, code: int, backend: str) -> EagerCall | None:
+    """The call for operands of this code (read.rotary), on the CPU or by Triton; None where kernels cannot read them as
+    they are. As forward of a Function it saves cos and sin."""
     dtype, table_dtype = DTYPE_OF_DIGIT[code // 2 // 4 % 4], DTYPE_OF_DIGIT[code // 2 % 4]
-    if code < 0 or code % 2 == 0 or dtype is None or table_dtype is None:
+    if code < 0 or code % 2 == 0 or backend not in ("cpu", "triton") or dtype is None or table_dtype is None:
         return None
-    return _launcher(plan, dtype, table_dtype, of_tensors=True)
-
-
-def rotate_plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, launch: Launcher) -> tuple[Tensor, Tensor]:
-    """As rotate; launch: plain_launcher of the operands' code."""
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    code = launch(cos, sin, q, q_out, k, k_out)
-    if code:
-        raise_error("rotary_embedding", cos, code)
-    return q_out, k_out
+    kernel = None
+    if backend == "triton":
+        kernel = formulas("triton", "rotary").rotate, plan, plan._replace(inverse=True)
+    call: EagerCall = native().rotary_eager(_launcher(plan, dtype, table_dtype), code, kernel)  # type: ignore[union-attr]
+    return call
 
 
 def rotate(

@@ -31,7 +31,10 @@ class Operands(NamedTuple):
     sin: Tensor
 
 
-def rotate(operands: Operands, plan: RotaryPlan) -> tuple[Tensor | None, Tensor | None]:
+OperandTuple = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
+
+
+def rotate(operands: OperandTuple, plan: RotaryPlan) -> tuple[Tensor | None, Tensor | None]:
     """Returns (q, k) rotated, of the same dtypes; differentiable in every operand."""
     q, k, cos, sin = operands
     cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # every head

@@ -1,0 +1,78 @@
+// Eager calls of rotary, forward and backward.
+#pragma once
+#include "function.h"
+
+namespace onetrip {
+namespace {
+
+// As rotary_native.py's rotate, for q, k, cos and sin of this code (rotary_code).
+struct EagerRotary {
+  Rotary plan;
+  int64_t code;
+  py::object kernel;  // rotate, its plan and the inverse plan, in place of the native kernel; or None
+  static constexpr Py_ssize_t kOperands = 4;
+
+  // q, k, cos, sin. rng: None.
+  Done operator()(PyObject* const* operands, PyObject*, bool has_backward) const {
+    Done done;
+    done.result = rotated(operands, false);
+    if (has_backward) done.saved = py::make_tuple(py::handle(operands[2]), py::handle(operands[3]));
+    return done;
+  }
+
+  // The transposed rotation. Null where Python must look at the gradients or at what was saved.
+  py::object backward(const Given& given) const {
+    PyObject* const* const saved = given.saved_tensors();
+    PyObject* const operands[] = {given.grad(0), given.grad(1), saved[0], saved[1]};
+    if (rotary_code(torch->reader, operands, kOperands) != code) return {};
+    const py::tuple gradients = rotated(operands, true);
+    return py::make_tuple(gradients[0], gradients[1], py::none(), py::none(), py::none());
+  }
+
+ private:
+  py::tuple rotated(PyObject* const* operands, bool inverse) const {
+    if (!kernel.is_none()) {
+      const py::tuple given = py::make_tuple(py::handle(operands[0]), py::handle(operands[1]), py::handle(operands[2]),
+                                             py::handle(operands[3]));
+      PyObject* const values[] = {given.ptr(), PyTuple_GET_ITEM(kernel.ptr(), inverse ? 2 : 1)};
+      return checked(PyObject_Vectorcall(PyTuple_GET_ITEM(kernel.ptr(), 0), values, 2, nullptr));
+    }
+    const py::object q = empty_like(operands[0], plan.dtype, plan.dtype);
+    const py::object k = empty_like(operands[1], plan.dtype, plan.dtype);
+    PyObject* const tensors[] = {operands[0], operands[1], operands[2], operands[3], q.ptr(), k.ptr()};
+    Rotary call = plan;
+    call.inverse = inverse;
+    launch_on<rotary_cpu, no_cuda_kernel<Rotary>>(read(tensors, call), operands[0], "rotary_embedding", call);
+    return py::make_tuple(q, k);
+  }
+
+  // q, k, cos, sin and both results. Returns q.
+  static dlpack::Tensor read(PyObject* const (&tensors)[6], Rotary& call) {
+    dlpack::Tensor found[6];
+    for (int i = 0; i < 6; ++i) found[i] = read_tensor(tensors[i]);
+    const auto& [q, k, cos, sin, q_out, k_out] = found;
+    const auto data = [](const dlpack::Tensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; };
+    const auto strides = [](const dlpack::Tensor& tensor, bool has_heads) -> RotaryStrides {
+      const bool is_shared = tensor.n_dims == 2 || tensor.sizes[0] == 1;
+      return {is_shared ? 0 : stride_of(tensor, 0), has_heads ? stride_of(tensor, 1) : 0,
+              stride_of(tensor, tensor.n_dims - 2)};
+    };
+    call.cos = data(cos), call.sin = data(sin);
+    call.cos_strides = strides(cos, false), call.sin_strides = strides(sin, false);
+    call.n_rotated = cos.sizes[cos.n_dims - 1];
+    call.n_batch = q.sizes[0], call.n_positions = q.sizes[2], call.head_dim = q.sizes[3];
+    call.tensors[0] = {data(q), data(q_out), q.sizes[1], strides(q, true), strides(q_out, true)};
+    call.tensors[1] = {data(k), data(k_out), k.sizes[1], strides(k, true), strides(k_out, true)};
+    return q;
+  }
+};
+
+// launcher: of rotary, not inverse. code: of the operands, by rotary_reader. kernel: None, or rotate of another backend
+// (reference/rotary.py has its arguments), the plan and its inverse.
+py::object rotary_eager(const py::object& launcher, int64_t code, const py::object& kernel) {
+  const auto& plan = state_of_function<Rotary>(launcher.ptr());
+  return make_function<call_eagerly<EagerRotary>>(EagerRotary{plan, code, kernel});
+}
+
+}  // namespace
+}  // namespace onetrip
