@@ -103,7 +103,7 @@ class Classifier:
         self.attentions: dict[type, Interface | SoftmaxRegions | Unsuitable | None] = {}
         self.readings: dict[tuple[Any, type, str], Any] = {}
         """(function that reads, class, source of its forward's rewrite) -> what it found."""
-        self.activation_modules: dict[Any, Activation | None] = {}
+        self.activations: dict[Any, Activation | None] = {}
         self.sites: dict[Site, Site] = {}
         """One for all equal ones: the layers of a model share one rewrite."""
         self.norms: dict[Any, NormSpec | Unsuitable] = {}
@@ -228,15 +228,17 @@ class Classifier:
         both = InMethods(None if isinstance(site, Unsuitable) else site, methods)  # type: ignore[arg-type]
         return self.sites.setdefault(both, both)
 
-    def _activation(self, module: nn.Module) -> Activation | None:
-        """What an activation module computes. Remembered for modules of the same class and configuration."""
-        found = configuration(module)
-        if _replaced(module) is not None or found is None:
-            return None
-        key = (original_class(type(module)), found)
-        if key not in self.activation_modules:
-            self.activation_modules[key] = recognise_activation(module)
-        return self.activation_modules[key]
+    def _activation(self, act: Any) -> Activation | None:
+        """What a module or function computes. Remembered, of modules for those of the same class and configuration."""
+        key: Any = act
+        if isinstance(act, nn.Module):
+            found = configuration(act)
+            if _replaced(act) is not None or found is None:
+                return None
+            key = (original_class(type(act)), found)
+        if key not in self.activations:
+            self.activations[key] = recognise_activation(act)
+        return self.activations[key]
 
     def _sums(self, module: nn.Module, source: str) -> ResidualSums | Unsuitable | None:
         sums: FoundSums | Unsuitable | None = self._read(read_sums, module, source)

@@ -25,7 +25,7 @@ from . import calls
 from .classes import Rewrite
 from .report import Unsuitable
 from .residual.rewrite import Rewriting
-from .source import is_source_of, parse, resolve
+from .source import is_pure, is_source_of, parse, resolve
 from .verify import check_function, kind_of, undisturbed
 
 PATTERN = "rotary"
@@ -219,7 +219,7 @@ def _called_with(function: Any, more: list[Any], options: dict[str, Any], *tenso
 
 def recognise_rotation(function: Any, called: Callable[..., Any]) -> Rotation | None:
     """What a function computes, by probing; None for anything else. called: it, as a function of q, k, cos and sin."""
-    if not inspect.isfunction(function) or len(inspect.signature(function).parameters) < 4 or not _is_pure(function):
+    if not inspect.isfunction(function) or len(inspect.signature(function).parameters) < 4 or not is_pure(function):
         return None
     layouts, table = _accepted(called, 8)
     if table is None:
@@ -276,31 +276,3 @@ def _inputs(layout: Layout, table: Table, head_dim: int) -> list[Tensor]:
     heads = [layout.back(torch.randn(batch, n, 5, head_dim, generator=generator, device="cpu")) for n in (4, 3)]
     shape = (5, table.n_columns) if layout.n_table_dims == 2 else (batch, 5, table.n_columns)
     return [*heads, *(torch.randn(shape, generator=generator, device="cpu") for _ in range(2))]
-
-
-def _is_pure(function: Any, callers: tuple[Any, ...] = ()) -> bool:
-    """Whether a function only gives values to names of its own and returns an expression without conditions, so that it
-    may be probed, and computes the same of larger tensors. So do the functions that it calls, but for torch's."""
-    tree = parse(function)
-    if isinstance(tree, Unsuitable) or not is_source_of(tree, function):
-        return False
-    for statement in tree.body:
-        match statement:
-            case ast.Assign(targets=targets) if all(map(_is_name, targets)):
-                pass
-            case ast.Expr(value=ast.Constant()) | ast.Return():
-                pass
-            case _:
-                return False
-    nodes = list(ast.walk(tree))
-    if any(isinstance(node, (ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.NamedExpr)) for node in nodes):
-        return False
-    called = (resolve(node.func, function.__globals__) for node in nodes if isinstance(node, ast.Call))
-    own = [each for each in called if getattr(each, "__module__", None) == function.__module__]
-    return all(
-        inspect.isfunction(each) and each not in callers and _is_pure(each, (*callers, function)) for each in own
-    )
-
-
-def _is_name(target: ast.expr) -> bool:
-    return isinstance(target, ast.Name) or (isinstance(target, ast.Tuple) and all(map(_is_name, target.elts)))

@@ -121,6 +121,32 @@ def resolve(expression: ast.expr, names: Mapping[str, Any]) -> Any:
     return None
 
 
+def is_pure(function: Any, callers: tuple[Any, ...] = ()) -> bool:
+    """Whether a function only gives values to names of its own and returns an expression without conditions, so that it
+    may be probed, and computes the same of larger tensors. So do the functions that it calls, but for torch's."""
+    tree = parse(function)
+    if isinstance(tree, Unsuitable) or not is_source_of(tree, function):
+        return False
+    for statement in tree.body:
+        match statement:
+            case ast.Assign(targets=targets) if all(map(_is_name, targets)):
+                pass
+            case ast.Expr(value=ast.Constant()) | ast.Return():
+                pass
+            case _:
+                return False
+    nodes = list(ast.walk(tree))
+    if any(isinstance(node, (ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.NamedExpr)) for node in nodes):
+        return False
+    called = (resolve(node.func, function.__globals__) for node in nodes if isinstance(node, ast.Call))
+    own = [each for each in called if getattr(each, "__module__", None) == function.__module__]
+    return all(inspect.isfunction(each) and each not in callers and is_pure(each, (*callers, function)) for each in own)
+
+
+def _is_name(target: ast.expr) -> bool:
+    return isinstance(target, ast.Name) or (isinstance(target, ast.Tuple) and all(map(_is_name, target.elts)))
+
+
 class Unreadable(Exception):
     """The source contains a statement or expression that the reader does not handle."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +126,53 @@ class Composite(Mlp):
         return self.down(h)
 
 
+def own_gelu(x: Tensor) -> Tensor:
+    """As ESM's."""
+    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def gelu_of_small(x: Tensor) -> Tensor:
+    return functional.gelu(x) if x.numel() < 1000 else functional.relu(x)
+
+
+global_gelu = nn.GELU()
+
+
+class FunctionOfItsFile(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.gate(x)
+        x = own_gelu(x)
+        return self.down(x)
+
+
+class FunctionOfItsFileAlone(Mlp):
+    """Several operators are gain enough."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(own_gelu(x.tanh()))
+
+
+class ModuleOfItsFile(Mlp):
+    """As RoBERTa's head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(global_gelu(self.gate(x)))
+
+
+class Chunk(Mlp):
+    """As DistilBERT's."""
+
+    act_class = nn.GELU
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([*map(self.of_chunk, x.split(2))])
+
+    def of_chunk(self, x: Tensor) -> Tensor:
+        x = self.gate(x)
+        x = self.act(x)
+        return self.down(x)
+
+
 FUSED: dict[type[Mlp], tuple[str, str]] = {
     Gated: ("gated_mlp", "silu"),
     Swapped: ("gated_mlp", "gelu"),
@@ -136,6 +184,10 @@ FUSED: dict[type[Mlp], tuple[str, str]] = {
     Composite: ("bias_activation", "gelu_tanh"),
     Relu: ("bias_activation", "relu"),
     FunctionOfRelu: ("bias_activation", "relu"),
+    FunctionOfItsFile: ("bias_activation", "gelu"),
+    FunctionOfItsFileAlone: ("bias_activation", "gelu"),
+    ModuleOfItsFile: ("bias_activation", "gelu"),
+    Chunk: ("bias_activation", "gelu"),
 }
 
 
@@ -163,7 +215,7 @@ def test_activations_are_fused_wherever_they_stand(make: type[Mlp]) -> None:
     report = patch_model(model, patterns=PATTERNS)
     assert [(site.pattern, site.detail) for site in report.patched] == [FUSED[make]]
     assert_agree(outcome(model, x), expected)
-    assert report.calls() == {"": (1, 0)}
+    assert report.calls() == {"": (len(x.split(2)) if make is Chunk else 1, 0)}
     unpatch_model(model)
     assert type(model) is make
     for name, tensor in outcome(model, x).items():
@@ -201,12 +253,52 @@ class Tanh(Mlp):
         return self.act(self.gate(x)) * self.up(x)
 
 
-@pytest.mark.parametrize("make", [ReadTwice, Broadcast, Scaled, Tanh], ids=lambda make: make.__name__)
+class Shadowed(Mlp):
+    """The name of the function is another one's here."""
+
+    def forward(self, x: Tensor, own_gelu: Callable[[Tensor], Tensor] = torch.tanh) -> Tensor:
+        return self.down(own_gelu(self.gate(x)))
+
+
+class Conditional(Mlp):
+    """Of larger tensors the function computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(gelu_of_small(self.gate(x)))
+
+
+class MethodOfOthers(Mlp):
+    """What calls the method, and with what, is not known."""
+
+    act_class = nn.GELU
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(x)
+
+    def of_chunk(self, x: Tensor) -> Tensor:
+        return self.act(self.gate(x))
+
+
+OTHER = [ReadTwice, Broadcast, Scaled, Tanh, Shadowed, Conditional, MethodOfOthers]
+
+
+@pytest.mark.parametrize("make", OTHER, ids=lambda make: make.__name__)
 def test_other_forwards_compute_what_they_computed(make: type[Mlp]) -> None:
     model, (x,) = randomised(make()), inputs()
     expected = outcome(model, x)
-    patch_model(model)
+    report = patch_model(model)
     assert_agree(outcome(model, x), expected)
+    if make in (Shadowed, Conditional, MethodOfOthers):
+        assert report.patched == ()
+
+
+def test_a_function_exchanged_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x,) = randomised(FunctionOfItsFile()), inputs()
+    report = patch_model(model)
+    monkeypatch.setitem(globals(), "own_gelu", torch.tanh)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), model.down(torch.tanh(model.gate(x))))
+    assert report.calls() == {"": (0, 1)}
 
 
 @pytest.mark.parametrize("act", [nn.ReLU, nn.GELU, nn.SiLU])

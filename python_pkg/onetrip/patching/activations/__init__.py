@@ -9,7 +9,8 @@
     h = self.act(h)
     h = self.drop(h)
 
-The activation is a child or a function of torch's, recognised by what it computes. A plain linear layer leaves its bias
+The activation is a child, a function of torch's, or a function or module of the model's file, recognised by what it
+computes. A plain linear layer leaves its bias
 to the activation. Halves that only the product reads stay one tensor, whose gradient is then written as one. Everything
 else of the forward stays as it was written.
 """
@@ -17,9 +18,11 @@ else of the forward stays as it was written.
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ from ..classes import Rewrite
 from ..clones import clone
 from ..residual.choose import child_at
 from ..residual.rewrite import Rewriting
+from ..source import is_pure
 from ..verify import RNG, MaskedDropout, check_function, kind_of, undisturbed
 from .fused import FORMULAS, Activated, Gated, GatedHalves
 from .read import Dropped, Found, FoundActivations, read_activations
@@ -63,19 +67,24 @@ class Activation:
     configuration: Configuration = ()
 
 
-def recognise_activation(module: nn.Module) -> Activation | None:
-    """What a module without parameters and children computes, by probing a clone; None for anything else."""
-    found = configuration(module)
-    if module._modules or module._parameters or module._buffers or "forward" in vars(module) or found is None:
+def recognise_activation(act: Any) -> Activation | None:
+    """What a module without parameters and children, or a function, computes, by probing it; None for anything else."""
+    found = () if isinstance(act, FunctionType) else configuration(act)
+    if found is None:
+        return None
+    if isinstance(act, FunctionType):
+        if len(inspect.signature(act).parameters) != 1 or not is_pure(act):
+            return None
+    elif act._modules or act._parameters or act._buffers or "forward" in vars(act):
         return None
     values = torch.tensor([*(k / 16 for k in range(-192, 193)), 1e-4, -1e-4, 60.0, -60.0, 0.5], device="cpu").double()
     order = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(0), device="cpu")
     try:
         with undisturbed(torch.device("cpu")):
             given, shuffled, counter = values.clone(), values[order].view(2, 3, 5, 13), _Counter()
-            flat = clone(module).train()(given)
+            flat = _copied(act, True)(given)
             with counter:
-                mixed = clone(module).eval()(shuffled)
+                mixed = _copied(act, False)(shuffled)
     except Exception:  # no function of one tensor
         return None
     if not torch.equal(given, values):  # in place: others may read what it writes
@@ -87,6 +96,11 @@ def recognise_activation(module: nn.Module) -> Activation | None:
         if torch.allclose(flat, exact, 1e-8, 1e-9) and torch.allclose(mixed.flatten(), exact[order], 1e-8, 1e-9):
             return Activation(name, counter.n_calls, found)
     return None
+
+
+def _copied(act: Any, training: bool) -> Any:
+    """A clone of a module, in that mode."""
+    return act if isinstance(act, FunctionType) else clone(act).train(training)
 
 
 class _Counter(TorchDispatchMode):
@@ -105,7 +119,7 @@ class Choice:
 
     found: Found
     activation: str
-    cls: type | None
+    original: type | FunctionType | None
     configuration: Configuration
     has_bias: bool
     drops: bool
@@ -118,7 +132,7 @@ class Choice:
 def choose_activations(
     module: nn.Module,
     found: FoundActivations,
-    activation_of: Callable[[nn.Module], Activation | None],
+    activation_of: Callable[[Any], Activation | None],
     excluded: Container[int],
 ) -> list[Choice]:
     """The activations that can be fused, where something is gained: a product, a bias, several operators, a dropout."""
@@ -127,10 +141,10 @@ def choose_activations(
     for each in found.found:
         if each.call in taken or (each.product is not None and each.product in taken):
             continue
-        child = child_at(module, each.path) if each.path else None
+        act = _called(module, each)
         activation = Activation(each.function, 1) if each.function else None
-        if child is not None and id(child) not in excluded:
-            activation = activation_of(child)
+        if act is not None and id(act) not in excluded:
+            activation = activation_of(act)
         if activation is None:
             continue
         linear: Any = child_at(module, each.linear) if each.linear else None
@@ -144,9 +158,14 @@ def choose_activations(
         is_dropped = drops and each.dropped is not None and each.dropped.path != ""
         if each.product is not None or has_bias or activation.n_operators > 1 or is_dropped:
             taken |= {each.call} if each.product is None else {each.call, each.product}
-            cls = None if child is None else original_class(type(child))
-            chosen.append(Choice(each, activation.name, cls, activation.configuration, has_bias, drops))
+            original = act if act is None or isinstance(act, FunctionType) else original_class(type(act))
+            chosen.append(Choice(each, activation.name, original, activation.configuration, has_bias, drops))
     return chosen
+
+
+def _called(module: nn.Module, found: Found) -> Any:
+    """The module or the model's own function that is called; None for a torch function."""
+    return child_at(module, found.path) if found.path else found.own
 
 
 def _drops(module: nn.Module, dropped: Dropped, excluded: Container[int]) -> bool:
@@ -192,8 +211,8 @@ class Activations:
         device, dtype = kind_of(module)
         with undisturbed(device), MaskedDropout():
             for choice in self.chosen:
-                child = child_at(module, choice.found.path) if choice.found.path else None
-                act: Any = FORMULAS[choice.activation] if child is None else clone(child).eval()
+                act = _called(module, choice.found)
+                act = FORMULAS[choice.activation] if act is None else _copied(act, False)
                 inputs = _inputs(choice)
                 for p in (0.0, 0.25) if choice.drops else (0.0,):
                     fused, unfused = partial(_fused, choice, p), partial(_unfused, act, p)
@@ -223,7 +242,7 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
             rewriting.removed.add(id(copies[id(found.dropped.definition)]))
 
     if found.product is not None:
-        known = (choice.activation, choice.cls, choice.configuration)
+        known = (choice.activation, choice.original, choice.configuration)
         rewriting.constants[name] = (
             Gated(*known) if found.halves is None else GatedHalves(*known, found.halves.gate_first)
         )
@@ -239,7 +258,7 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
             statement.targets = [ast.Name(x.id)]
         rewriting.replaced[id(copies[id(replaced)])] = lambda: called(*map(rewriting.visit, factors))
         return
-    rewriting.constants[name] = Activated(choice.activation, choice.cls, choice.configuration)
+    rewriting.constants[name] = Activated(choice.activation, choice.original, choice.configuration)
     dense: ast.expr = ast.Constant(None)
     x = copies[id(found.x)]
     if choice.has_bias:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -32,17 +33,19 @@ class _Fused:
     """An activation in a rewritten forward."""
 
     activation: str
-    cls: type | None
-    """Class of the child module; None for a torch function."""
+    original: type | FunctionType | None
+    """Class of the module that is called, or the model's own function; None for a torch function."""
     configuration: Configuration
-    """Configuration of the child module."""
+    """Configuration of the module."""
 
     def is_still(self, act: Any) -> bool:
-        """Whether the child computes what it did at patching."""
-        return self.cls is None or (is_plain(act, self.cls) and has_configuration(act, self.configuration))
+        """Whether what is called computes what it did at patching."""
+        if isinstance(self.original, type):
+            return is_plain(act, self.original) and has_configuration(act, self.configuration)
+        return self.original is None or act is self.original
 
     def unfused(self, act: Any, x: Tensor) -> Tensor:
-        return (FORMULAS[self.activation] if self.cls is None else act)(x)
+        return (FORMULAS[self.activation] if self.original is None else act)(x)
 
 
 class Gated(_Fused):

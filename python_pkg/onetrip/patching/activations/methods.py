@@ -1,10 +1,12 @@
-"""Gated products in methods other than the forward.
+"""Activations in methods other than the forward.
 
-transformers' mixtures of experts have them. A wrapper of the forward chooses among implementations: the class's own
-loop over the experts, and functions of the library that call the class's method for the gated product.
+Of every method gated products. transformers' mixtures of experts have them: a wrapper of the forward chooses among
+implementations, the class's own loop over the experts, and functions of the library that call the class's method.
 
     gate, up = gate_up_out.chunk(2, dim=-1)     ->      gate = gate_up_out
     return self.act_fn(gate) * up                       return gated_0_(self, self.act_fn, gate)
+
+Of methods that the forward names, as DistilBERT's and ALBERT's name the one that computes a chunk, all activations.
 """
 
 from __future__ import annotations
@@ -18,48 +20,54 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..classes import Rewrite
-from . import GATED, Activation, Activations, FoundActivations, choose_activations, read_activations
+from ..classes import Rewrite, method_of
+from . import Activation, Activations, FoundActivations, choose_activations, read_activations
 
 if TYPE_CHECKING:
     from ..classify import InForward, Together
 
 
 def read_methods(cls: type) -> list[FoundActivations]:
-    """The gated products of methods with one argument."""
-    found = [read_activations(function, method=name) for name, function in _functions(cls)]
-    return [each for each in found if each is not None]
+    """The activations of methods with one argument, of those that the forward does not name the gated products."""
+    named = getattr(getattr(method_of(cls, "forward"), "__code__", None), "co_names", ())
+    found = []
+    for name, function in _functions(cls):
+        is_named = name in named
+        each = read_activations(function, method=name) if is_named or _may_gate(function) else None
+        if each is not None and not is_named:
+            each.found = [activation for activation in each.found if activation.product is not None]
+        if each is not None:
+            found.append(each)
+    return found
 
 
-def _functions(cls: type) -> Iterator[tuple[str, Any]]:
+def _functions(cls: type) -> Iterator[tuple[str, FunctionType]]:
     names = (name for each in cls.__mro__[: cls.__mro__.index(nn.Module)] for name in vars(each))
     for name in dict.fromkeys(names):
         method = inspect.getattr_static(cls, name)  # a staticmethod is no function here
-        if isinstance(method, FunctionType) and name != "forward" and _may_gate(method):
+        if isinstance(method, FunctionType) and name != "forward" and method.__code__.co_argcount == 2:
             yield name, method
 
 
 def _may_gate(method: FunctionType) -> bool:
-    """Whether the method takes one argument and multiplies."""
-    code = method.__code__
-    multiplies = any(each.argrepr == "*" or each.opname == "BINARY_MULTIPLY" for each in dis.get_instructions(code))
-    return code.co_argcount == 2 and multiplies  # BINARY_MULTIPLY: Python 3.10
+    """Whether the method multiplies."""
+    instructions = dis.get_instructions(method.__code__)
+    return any(each.argrepr == "*" or each.opname == "BINARY_MULTIPLY" for each in instructions)  # until Python 3.10
 
 
 def choose_methods(
     module: nn.Module,
     found: list[FoundActivations],
-    activation_of: Callable[[nn.Module], Activation | None],
+    activation_of: Callable[[Any], Activation | None],
     excluded: Container[int],
     wanted: Container[str],
 ) -> tuple[Activations, ...]:
-    """What can be fused of each. Of methods only products: where else a method is called from is not known."""
+    """What can be fused of each."""
     sites = []
     for each in found:
         chosen = choose_activations(module, each, activation_of, excluded)
-        products = tuple(choice for choice in chosen if choice.pattern == GATED and GATED in wanted)
-        if products:
-            sites.append(Activations(each, products))
+        if choices := tuple(choice for choice in chosen if choice.pattern in wanted):
+            sites.append(Activations(each, choices))
     return tuple(sites)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from ..report import Unsuitable
@@ -48,6 +50,8 @@ class Found:
     """Path of the child that is called; empty for a function."""
     function: str
     """Key in FORMULAS, where torch's function is called; empty for a child."""
+    own: Any = None
+    """A function or a module of the forward's globals, where that is called."""
     product: ast.BinOp | None = None
     """Its product with another expression."""
     other: ast.expr | None = None
@@ -175,12 +179,12 @@ def _halves(reader: Reader, found: Found, block: list[ast.stmt], position: int, 
 
 
 def _activation(reader: Reader, expression: ast.expr) -> Found | None:
-    """The call of a child, or of a function of torch's, with one argument."""
+    """The call of a child, of a function of torch's, or of a global function or module, with one argument."""
     if (called := reader.called(expression)) is not None and isinstance(expression, ast.Call):
         return Found(expression, called[1], called[0], "")
     match expression:
         case ast.Call(func=function, args=[x], keywords=keywords):
-            resolved = resolve(function, reader.globals)
+            resolved = None if _is_local(function, reader) else resolve(function, reader.globals)
             options = {each.arg: ast.unparse(each.value) for each in keywords}
             if resolved is functional.silu and not options:
                 return Found(expression, x, "", "silu")
@@ -190,4 +194,15 @@ def _activation(reader: Reader, expression: ast.expr) -> Found | None:
                 return Found(expression, x, "", "gelu")
             if resolved is functional.gelu and options == {"approximate": "'tanh'"}:
                 return Found(expression, x, "", "gelu_tanh")
+            if isinstance(resolved, (nn.Module, FunctionType)) and not options and not isinstance(x, ast.Starred):
+                return Found(expression, x, "", "", resolved)
     return None
+
+
+def _is_local(function: ast.expr, reader: Reader) -> bool:
+    """Whether its name is one that the forward gives."""
+    names = {
+        each.id for each in ast.walk(reader.tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+    }
+    names |= {each.arg for each in ast.walk(reader.tree) if isinstance(each, ast.arg)}
+    return isinstance(function, ast.Name) and function.id in names
