@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from onetrip.environment import header, load_average
@@ -98,6 +98,21 @@ def _measure(suite: str, case: Named, session: Session, store: Store, reporter: 
     return f"no number for what fails its check: {failures}" if failures else ""
 
 
+def describe(
+    device: torch.device, quick: bool, measured: dict[str, object], words: Sequence[str] = ("--everything",)
+) -> dict[str, Any]:
+    """What the file of a suite says of its run. words: of the command line."""
+    found = header(device)
+    found["versions"] |= versions()
+    return found | {
+        "quick": quick,
+        "load_average_before": load_average(),
+        "code": fingerprint(),
+        "measured": measured,
+        "asked_for": list(words),
+    }
+
+
 def run(
     selected: Mapping[str, list[Named]],
     device: torch.device,
@@ -111,15 +126,7 @@ def run(
     output: a folder that holds what is done whenever the run ends, and however. resume: leave out what is there.
     silent: no progress on standard error. Ctrl-C ends the run at once; found.interrupted says so.
     """
-    described = header(device)
-    described["versions"] |= versions()
-    described |= {
-        "quick": options.quick,
-        "load_average_before": load_average(),
-        "code": fingerprint(),
-        "measured": options.measured(),
-        "asked_for": list(options.words),
-    }
+    described = describe(device, options.quick, options.measured(), options.words)
     store = Store(output, described, {suite: [case.id for case in cases] for suite, cases in selected.items()})
     done = store.resume() if resume else {}
     waiting, skipped = runnable(selected, device, options)

@@ -1,38 +1,34 @@
 """Nsight Compute over the kernels of one backend.
 
-    python -m onetrip.benchmarks.full_run.counters BACKEND DIR END
+    python -m onetrip.benchmarks.full_run.counters BACKEND DIR
 
 Every launch happens once unwatched, then once between cudaProfilerStart and cudaProfilerStop, behind a launch of
 PyTorch's spin_kernel, which tells the launches apart in what ncu prints. Clocks are left alone; caches are emptied
-before each of ncu's passes. END is the Unix time by which all has ended; what is counted is not counted again by the
-next call, until all is. What comes out is a suite's file, counters-BACKEND.json, in the folder of the part.
+before each of ncu's passes. What comes out is a suite's file, counters-BACKEND.json, in the folder of the part.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-import os
-import re
+import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from onetrip.environment import header, load_average
 
 from ..measure.cases import DTYPE_NAMES, LARGE_ELEMENTS, Operator
 from ..measure.checks import make_inputs
-from ..measure.results import Store, fingerprint
+from ..measure.results import Store
+from ..runner import describe
 from ..show import tables
 from ..suites import row_norm, softmax
 from ..suites.optimizers import ONETRIP, make
-from . import EXIT_SKIPPED, EXIT_UNFINISHED, driver
+from . import EXIT_SKIPPED, driver
 
 METRICS = {
     "duration_ns": ("gpu__time_duration.sum",),
@@ -59,9 +55,6 @@ _REJECTIONS = (
     "driver resource was unavailable",
 )
 _UNKNOWN = "Failed to find metric"
-_SETTLE_S = 10.0
-_DRIVER_S = 30.0
-"""What is kept of the time for the launch that is under way, and for ncu to print what it has."""
 
 Widths = tuple[tuple[Operator, tuple[int, ...]], ...]
 _ROW_NORM = (1024, 4096, 8192, 16384, 65536, 768)
@@ -152,10 +145,9 @@ def _count(case: Counted, device: torch.device) -> list[str]:
     return []
 
 
-def drive(backend: str, record: Path, deadline: float, device: str = "cuda") -> int:
+def drive(backend: str, device: str = "cuda") -> int:
     """What ncu watches."""
-    launches: list[driver.Launch] = [(case.id, partial(_count, case, torch.device(device))) for case in cases()]
-    return driver.drive(launches, backend, record, deadline)
+    return driver.drive(((case.id, partial(_count, case, torch.device(device))) for case in cases()), backend)
 
 
 def parse(text: str) -> list[dict[str, str]]:
@@ -237,10 +229,8 @@ def _copy_gb_per_s(output: Path) -> float | None:
     return ceilings.get("copy_gb_per_s")
 
 
-def _profile(
-    backend: str, folder: Path, record: Path, before: str, deadline: float
-) -> tuple[int | None, str, list[dict[str, str]]]:
-    """(exit code or None where the time was up, all that was printed, the kernels).
+def _profile(backend: str, folder: Path) -> tuple[int, str, list[dict[str, str]]]:
+    """(exit code, all that was printed, the kernels).
 
     A metric that ncu does not know ends it before a kernel is counted: then what is left of METRICS is tried.
     """
@@ -248,67 +238,56 @@ def _profile(
     names = "|".join([_MARKER, *driver.kernels(backend)])
     wanted = {key: list(candidates) for key, candidates in METRICS.items()}
     while True:
-        for path in (log, table):
-            path.unlink(missing_ok=True)
-        record.write_text(before)
+        table.unlink(missing_ok=True)
         command = ["ncu", "--profile-from-start", "off", "--target-processes", "application-only"]
         command += ["--kernel-name-base", "demangled", "--kernel-name", f"regex:{names}"]
         command += ["--replay-mode", "kernel", "--cache-control", "all", "--clock-control", "none"]
         command += ["--metrics", ",".join(candidates[0] for candidates in wanted.values() if candidates)]
         command += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(table)]
-        command += [sys.executable, "-m", __spec__.name, "drive", backend, str(record), f"{deadline - _DRIVER_S:.0f}"]
-        code = driver.watch(command, os.environ, log, deadline - _SETTLE_S)
+        command += [sys.executable, "-m", __spec__.name, "drive", backend]
+        with log.open("wb") as file:
+            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
         printed, counted = (path.read_text(errors="replace") if path.exists() else "" for path in (log, table))
         kernels, printed = parse(counted), printed + counted.partition('"ID",')[0]
         messages = [line.replace("\\", "") for line in printed.splitlines() if _UNKNOWN in line]
         unknown = [c for c in wanted.values() if c and any(c[0].partition(".")[0] in line for line in messages)]
-        if kernels or not unknown or time.time() > deadline - 2 * _DRIVER_S:
+        if kernels or not unknown:
             return code, printed, kernels
         for candidates in unknown:
             candidates.pop(0)
 
 
-def run(backend: str, output: Path, deadline: float, device: str = "cuda") -> int:
-    """Counts what is not counted yet and prints the table; the exit code says what became of it."""
-    suite = f"counters-{backend}"
-    planned = {case.id: case for case in cases()}
-    described = {**header(torch.device(device)), "quick": False, "load_average_before": load_average()}
-    described |= {"code": fingerprint(), "measured": {"metrics": sorted(METRICS)}, "asked_for": ["--everything"]}
-    store = Store(output / "parts" / suite, described, {suite: list(planned)})
-    done = store.resume().get(suite, set())
-    if done >= planned.keys():  # whole: another call begins anew
-        store, done = Store(output / "parts" / suite, described, {suite: list(planned)}), set()
-    record = output / "counters" / f"{backend}.jsonl"
-    record.parent.mkdir(parents=True, exist_ok=True)
-    # An ncu that was stopped printed nothing of the launches that ended in it: only those in the store are done.
-    known = [*done, *(driver.launched(record)[1] - done)]
-    before = "".join(json.dumps({"name": name, "ended": name in done}) + "\n" for name in known)
-    code, printed, kernels = _profile(backend, record.parent, record, before, deadline)
+def run(backend: str, output: Path, device: str = "cuda") -> int:
+    """Counts every launch and prints the table; the exit code says what became of it."""
+    suite, planned = f"counters-{backend}", list(cases())
+    described = describe(torch.device(device), quick=False, measured={"metrics": sorted(METRICS)})
+    store = Store(output / "parts" / suite, described, {suite: [case.id for case in planned]})
+    folder = output / "counters"
+    folder.mkdir(parents=True, exist_ok=True)
+    code, printed, kernels = _profile(backend, folder)
     print("\n".join(line for line in printed.splitlines() if not line.startswith("==PROF==")))
     rejected = [line for line in printed.splitlines() if any(words in line for words in _REJECTIONS)]
     if not kernels and rejected:
         print(f"ncu cannot count here: {rejected[0]}")
         return EXIT_SKIPPED
-    lines = [json.loads(line) for line in record.read_text().splitlines()][len(known) :]
-    begun, ended = [line["name"] for line in lines if not line["ended"]], driver.launched(record)[0]
-    copy_gb_per_s, failed = _copy_gb_per_s(output), False
-    for name, rows in zip_longest(begun, by_launch(kernels)) if code is not None else ():
-        if name in ended and rows:
-            store.add(suite, measured(planned[name], rows, copy_gb_per_s))
-            done.add(name)
-        elif name in ended:
-            print(f"FAILED {name}: ncu saw no kernel of ours")
-            failed = True
-    if done >= planned.keys():
+    launches, has_ended = by_launch(kernels), driver.has_ended(printed)
+    if not has_ended:
+        launches = launches[:-1]  # the last one may have been cut
+    copy_gb_per_s, failures = _copy_gb_per_s(output), driver.failures(printed)
+    for case, rows in zip(planned, launches, strict=False):
+        if rows:
+            store.add(suite, measured(case, rows, copy_gb_per_s))
+        else:
+            failures.append(case.id)
+            print(f"FAILED {case.id}: ncu saw no kernel of ours")
+    passed = has_ended and len(launches) == len(planned) and not failures
+    if passed:
         store.finish()
     tables.print_results(store.results, width=250)
-    print(f"{len(done)} of {len(planned)} launches are counted")
-    if failed or re.search(r"^FAILED ", printed, re.MULTILINE):
-        return 1
-    if code is not None and not re.search(r"^\d+ of \d+ launches$", printed, re.MULTILINE):
+    print(f"{len(launches)} of {len(planned)} launches are counted")
+    if not has_ended:
         print(f"the driver did not end: exit code {code}")
-        return 1
-    return 0 if done >= planned.keys() else EXIT_UNFINISHED
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

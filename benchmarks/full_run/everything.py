@@ -27,13 +27,11 @@ from onetrip.processes import process_group
 
 from ..measure.results import SCHEMA, UsageError, fingerprint, unwritable
 from ..show import run_tables
-from . import EXIT_SKIPPED, EXIT_UNFINISHED, gpu_tests, plan
+from . import EXIT_SKIPPED, gpu_tests, plan
 from .plan import Part, Place
 
 PASSED, FAILED, SKIPPED, UNFINISHED = "passed", "failed", "skipped", "unfinished"
 _MOST_FAILURES = 50
-_MARGIN_S = 15.0
-"""Between the moment when a part is told to have ended and the one when it is stopped."""
 _PATIENCE_S = 10.0
 """What a part that is stopped may take to keep what it has done."""
 _REPORT_S = 30.0
@@ -56,16 +54,14 @@ class State:
 
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
         self._path, self.content = path, content
+        self.parts: dict[str, dict[str, Any]] = content["parts"]
 
-    @property
-    def parts(self) -> dict[str, dict[str, Any]]:
-        return self.content["parts"]
+    def status(self, part: Part) -> str | None:
+        """None where it has not run."""
+        return self.parts.get(part.name, {}).get("status")
 
-    def done(self, name: str) -> bool:
-        return self.parts.get(name, {}).get("status") == PASSED
-
-    def set(self, name: str, status: str, seconds: float = 0.0, reason: str = "", failures: Sequence[str] = ()) -> None:
-        self.parts[name] = {"status": status, "seconds": round(seconds, 1), "reason": reason} | (
+    def set(self, part: Part, status: str, seconds: float, reason: str, failures: Sequence[str] = ()) -> None:
+        self.parts[part.name] = {"status": status, "seconds": round(seconds, 1), "reason": reason} | (
             {"failures": list(failures)} if failures else {}
         )
         self.write()
@@ -101,13 +97,13 @@ def _begin(place: Place, resume: bool, selected: bool) -> State:
     if not (resume or selected):
         raise UsageError(f"{path} holds a run already: --resume goes on with it, --part runs one part again")
     try:
-        old = json.loads(path.read_text())
-        difference = _difference(old, content)
+        old = State(path, json.loads(path.read_text()))
+        difference = _difference(old.content, content)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is not the state of a run ({type(error).__name__}: {error}): move it away") from None
     if difference:
         raise UsageError(f"{path} is of another run ({difference}): name another folder")
-    return State(path, old)
+    return old
 
 
 def _choose(known: Sequence[Part], wanted: Sequence[str] | None) -> list[Part]:
@@ -135,41 +131,34 @@ def _run(part: Part, state: State, place: Place, limits: Limits) -> None:
     allotted = min(limits)
     log = place.output / "logs" / f"{part.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    # A moment, not a duration: a part that takes long to start has no more time for that.
-    deadline = time.time() + max(allotted - _MARGIN_S, 5.0)
-    command = [sys.executable, "-m", *(word.replace("{deadline}", f"{deadline:.0f}") for word in part.command)]
+    command = [sys.executable, "-m", *part.command]
     start = time.monotonic()
     with log.open("wb") as file:
         file.write(f"$ {shlex.join(command)}\n".encode())
         file.flush()
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         streams = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        status = None
         try:
             # SIGINT, as Ctrl-C: what is done is kept.
             with process_group(command, signal.SIGINT, _PATIENCE_S, env=environment, **streams) as process:
                 code = process.wait(allotted)
         except subprocess.TimeoutExpired:
-            spent = time.monotonic() - start
             of_part = allotted == limits.part_s
-            reason = f"stopped after {spent:.0f} s" + (": longer than --part-limit" if of_part else "")
-            state.set(part.name, FAILED if of_part else UNFINISHED, spent, reason, _failures(log))
-            return
+            status = FAILED if of_part else UNFINISHED
+            words = f"stopped after {time.monotonic() - start:.0f} s{', longer than --part-limit' * of_part}"
         except KeyboardInterrupt:
-            state.set(part.name, UNFINISHED, time.monotonic() - start, "interrupted")
+            state.set(part, UNFINISHED, time.monotonic() - start, "interrupted")
             raise
-    seconds, failures = time.monotonic() - start, _failures(log)
-    status = {0: PASSED, EXIT_UNFINISHED: UNFINISHED, EXIT_SKIPPED: SKIPPED}.get(code, FAILED)
-    reason = "" if status == PASSED else _last_line(log)
-    if status == FAILED:
-        reason = f"{len(failures)} failed" if failures else f"exit code {code}: {reason}"
-    state.set(part.name, status, seconds, reason, failures if status in (FAILED, UNFINISHED) else ())
-
-
-def _summary(state: State, known: Sequence[Part]) -> None:
-    not_run = {"status": "not run", "seconds": None}
-    parts = [{"case": part.name, **state.parts.get(part.name, not_run)} for part in known]
-    failures = [f"FAILED {name}: {line}" for name, found in state.parts.items() for line in found.get("failures", ())]
-    terminal.show([*run_tables.verified(parts), *failures])
+    failures = _failures(log)
+    if status is not None:
+        reason = f"{words}: {_last_line(log)}"
+    else:
+        status = {0: PASSED, EXIT_SKIPPED: SKIPPED}.get(code, FAILED)
+        reason = "" if status == PASSED else _last_line(log)
+        if status == FAILED:
+            reason = f"{len(failures)} failed" if failures else f"exit code {code}: {reason}"
+    state.set(part, status, time.monotonic() - start, reason, failures if status in (FAILED, UNFINISHED) else ())
 
 
 def run(
@@ -209,8 +198,11 @@ def run(
     if as_json:
         print(json.dumps(state.content, indent=1))
     else:
-        _summary(state, known)
-    left = [part.name for part in known if state.parts.get(part.name, {}).get("status") in (None, UNFINISHED)]
+        not_run = {"status": "not run", "seconds": None}
+        shown = [{"case": part.name, **state.parts.get(part.name, not_run)} for part in known]
+        lines = [f"FAILED {name}: {line}" for name, part in state.parts.items() for line in part.get("failures", ())]
+        terminal.show([*run_tables.verified(shown), *lines])
+    left = [part for part in known if state.status(part) in (None, UNFINISHED)]
     if left:
         _say(f"{len(left)} of {len(known)} parts are left: call again with --resume")
     if interrupted:
@@ -223,24 +215,24 @@ def _run_all(
     selected: Sequence[Part], state: State, place: Place, resume: bool, limits: Limits, deadline: float
 ) -> bool:
     """Whether it was interrupted. The parts that always run come last, and have their time kept for them."""
-    todo = [part for part in selected if not part.always and not (resume and state.done(part.name))]
+    todo = [part for part in selected if not (part.always or (resume and state.status(part) == PASSED))]
     # What did not end or failed may take as long again, each time: first what has not run.
     behind = {UNFINISHED: 1, FAILED: 2}
-    todo.sort(key=lambda part: behind.get(state.parts.get(part.name, {}).get("status", ""), 0))
+    todo.sort(key=lambda part: behind.get(state.status(part), 0))
     state.write()
     try:
         for i, part in enumerate(todo):
-            if part.missing:
-                state.set(part.name, SKIPPED, reason=part.missing)
-                continue
             left = deadline - time.monotonic() - _REPORT_S
-            if left <= 0:
+            if part.missing:
+                state.set(part, SKIPPED, 0.0, part.missing)
+            elif left <= 0:
                 _say(f"{part.name}: not started, the budget is spent")
-                continue
-            _say(f"[{i + 1}/{len(todo)}] {part.name}: {part.proves}")
-            _run(part, state, place, limits._replace(budget_s=left))
-            found = state.parts[part.name]
-            _say(f"    {found['status']} after {found['seconds']:.0f} s{': ' * bool(found['reason'])}{found['reason']}")
+            else:
+                _say(f"[{i + 1}/{len(todo)}] {part.name}: {part.proves}")
+                _run(part, state, place, limits._replace(budget_s=left))
+                found = state.parts[part.name]
+                words = f"{found['status']} after {found['seconds']:.0f} s"
+                _say("    " + ": ".join(filter(None, (words, found["reason"]))))
         for part in selected:
             if part.always:
                 _run(part, state, place, Limits(part_s=limits.part_s))

@@ -1,11 +1,11 @@
-"""The tests marked gpu, in shards that end in time, go on where they stopped, and outlive a broken CUDA context.
+"""The tests marked gpu, in shards that go on where they were stopped, and outlive a broken CUDA context.
 
-    python -m onetrip.benchmarks.full_run.gpu_tests SHARD ROOT DIR DEADLINE      (Unix time, by which all has ended)
+    python -m onetrip.benchmarks.full_run.gpu_tests SHARD ROOT DIR
 
 Workers run pytest over their shares of a shard with this module as a plugin, which writes each outcome down at once in
 DIR/gpu-tests/<shard>-<worker>.jsonl. A kernel that faults breaks the CUDA context of its process for good: the process
-ends there, and another one goes on with the tests that are left. A test that kills its process is a failure too, and so
-is one that never ends: its process is killed. The next call runs what failed and what is left.
+ends there, and another one goes on with the tests that are left. A test that kills its process is a failure too. The
+next call runs what failed and what is left.
 """
 
 from __future__ import annotations
@@ -26,17 +26,13 @@ from typing import Any
 
 import pytest
 from onetrip import html
+from onetrip.command_line import INTERRUPTED
 from onetrip.environment import checkout
-
-from . import EXIT_UNFINISHED
 
 _VARIABLE = "ONETRIP_GPU_TESTS"
 _BROKEN_CONTEXT = 9  # exit code of a process that the plugin ends
 _MOST_WORKERS = 6
-_OUT_OF_TIME = "out of time"
 _LINES = 3  # of a failure's message
-_GRACE_S = 20.0
-"""What a test may take that is running when the time is up; then it has failed."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +104,14 @@ def read(record: Path) -> dict[str, Any]:
 
 
 class _Recorder:
-    """The plugin: takes the worker's share of the tests, less those that have run; writes outcomes; stops in time."""
+    """The plugin: takes the worker's share of the tests, less those that have run; writes outcomes."""
 
-    def __init__(self, record: Path, worker: int, workers: int, deadline: float) -> None:
+    def __init__(self, record: Path, worker: int, workers: int) -> None:
         self._file = record.open("a")
         # The records of all workers count: on another machine there may have been more of them.
         shard = record.name.rpartition("-")[0]
         self._finished = {test for path in record.parent.glob(f"{shard}-*.jsonl") for test in read(path)["tests"]}
-        self._worker, self._workers, self._deadline = worker, workers, deadline
+        self._worker, self._workers = worker, workers
         self._outcome, self._reason, self._start = "passed", "", 0.0
 
     def _write(self, **entry: object) -> None:
@@ -154,13 +150,6 @@ class _Recorder:
         if report.when == "teardown":
             self._write(test=report.nodeid, outcome=self._outcome, reason=self._reason, seconds=self._seconds())
 
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        if time.time() > self._deadline:
-            self._session.shouldstop = _OUT_OF_TIME
-
-    def pytest_sessionstart(self, session: pytest.Session) -> None:
-        self._session = session
-
 
 def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
     lines = [line.removeprefix("E").strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
@@ -186,19 +175,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Recorder(**given), "onetrip gpu tests")
 
 
-def _add(record: Path, entry: dict[str, Any]) -> None:
+def _settle(record: Path) -> None:
+    """Tests that were running when their process died have failed."""
+    running = [entry for entry in read(record)["tests"].values() if entry["outcome"] == "started"]
     with record.open("a") as file:
-        file.write("\n" + json.dumps(entry) + "\n")  # a process may have died within a line
-
-
-def _settle(record: Path, reason: str = "its process died") -> int:
-    """How many tests have an outcome; those that were running when their process ended have failed."""
-    tests = read(record)["tests"]
-    for name, entry in tests.items():
-        if entry["outcome"] == "started":
-            seconds = round(time.time() - entry["at"], 3)
-            _add(record, {"test": name, "outcome": "failed", "reason": reason, "seconds": seconds})
-    return len(tests)
+        for entry in running:
+            outcome = {
+                "outcome": "failed",
+                "reason": "its process died",
+                "seconds": round(time.time() - entry["at"], 3),
+            }
+            file.write("\n" + json.dumps({"test": entry["test"], **outcome}) + "\n")  # it may have died within a line
 
 
 def _keep_what_passed(record: Path) -> None:
@@ -207,57 +194,53 @@ def _keep_what_passed(record: Path) -> None:
         html.write(record, "".join(json.dumps(entry) + "\n" for entry in kept))
 
 
-def _work(shard: Shard, tree: Path, record: Path, worker: int, workers: int, deadline: float) -> str:
-    """Runs one worker's share until it is done, the time is up, or pytest does not start; says which, "" if done."""
-    given = {"record": str(record), "worker": worker, "workers": workers, "deadline": deadline}
+def _work(shard: Shard, tree: Path, record: Path, worker: int, workers: int) -> str:
+    """Runs one worker's share; says why it did not come to its end, "" where it did."""
+    given = {"record": str(record), "worker": worker, "workers": workers}
     environment = {**os.environ, _VARIABLE: json.dumps(given), "OMP_NUM_THREADS": "1"}
     environment.pop("OMP_PROC_BIND", None)  # all workers' threads would share one core
     command = [sys.executable, "-m", "pytest", "-p", "onetrip.benchmarks.full_run.gpu_tests", "-p", "no:cacheprovider"]
     command += ["-q", "--tb=short", "--continue-on-collection-errors", f"--rootdir={tree}"]
     command += [*(str(tree / "tests" / path) for path in shard.paths), "-m", "gpu"]
     command += ["-k", shard.keywords] if shard.keywords else []
-    before = _settle(record)
-    while time.time() < deadline:
+    while True:
+        before = len(read(record)["tests"])
         with record.with_suffix(".log").open("ab") as log:
-            try:
-                status = subprocess.run(
-                    command,
-                    cwd=tree,
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    timeout=deadline - time.time() + _GRACE_S,
-                ).returncode
-                after = _settle(record)
-            except subprocess.TimeoutExpired:
-                status = pytest.ExitCode.INTERRUPTED
-                after = _settle(record, "it hung: killed when the time was up")
-        total = read(record)["total"]
+            status = subprocess.run(command, cwd=tree, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
+        if status == pytest.ExitCode.INTERRUPTED:
+            return "interrupted"
         if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
             return ""
-        if total is not None and after >= total:
+        _settle(record)
+        found = read(record)
+        if found["total"] is not None and len(found["tests"]) >= found["total"]:
             return ""
-        if status == pytest.ExitCode.INTERRUPTED and time.time() >= deadline:
-            break
-        if after == before:
+        if len(found["tests"]) == before:
             return f"pytest ended with {status} before a test ran: {record.with_suffix('.log')}"
-        before = after
-    return _OUT_OF_TIME
 
 
-def run(shard: Shard, tree: Path, output: Path, seconds: float, workers: int) -> int:
+def run(shard: Shard, tree: Path, output: Path, workers: int) -> int:
     """One shard, what ran before kept. Prints the outcome; the exit code says whether it is whole and green."""
     folder = output / "gpu-tests"
     folder.mkdir(parents=True, exist_ok=True)
     records = [folder / f"{shard.name}-{worker}.jsonl" for worker in range(workers)]
     for record in records:
         _keep_what_passed(record)
-    deadline = time.time() + seconds
     with ThreadPoolExecutor(workers) as pool:
-        ends = [
-            pool.submit(_work, shard, tree, record, worker, workers, deadline) for worker, record in enumerate(records)
-        ]
-        why = {end.result() for end in ends} - {""}
+        ends = [pool.submit(_work, shard, tree, record, i, workers) for i, record in enumerate(records)]
+        try:
+            reasons = {end.result() for end in ends} - {""}
+        except KeyboardInterrupt:
+            summarise(shard, records)  # now: the pool waits for the tests that are running
+            return INTERRUPTED
+    has_failed = summarise(shard, records)
+    for line in sorted(reasons):
+        print(line)
+    return 1 if reasons or has_failed else 0
+
+
+def summarise(shard: Shard, records: list[Path]) -> bool:
+    """Prints what became of the tests and writes it into <shard>.json; whether one failed."""
     found = [read(record) for record in records]
     tests = {name: entry for one in found for name, entry in one["tests"].items()}
     total = sum(one["total"] or 0 for one in found)
@@ -267,25 +250,23 @@ def run(shard: Shard, tree: Path, output: Path, seconds: float, workers: int) ->
     summary = {"shard": shard.name, "total": total, **counts, "reasons": dict(skipped), "failures": failures}
     slowest = sorted(tests.values(), key=lambda entry: -entry.get("seconds", 0.0))[:10]
     summary["slowest"] = [{"test": entry["test"], "seconds": entry.get("seconds")} for entry in slowest]
-    (folder / f"{shard.name}.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (records[0].parent / f"{shard.name}.json").write_text(json.dumps(summary, indent=1) + "\n")
     for entry in failures:
         print(f"FAILED {re.sub(r'^tests/', '', entry['test'])}: {entry['reason']}")
     for reason, count in skipped.items():
         print(f"{count} skipped: {reason}")
-    for line in sorted(why):
-        print(line)
     print(f"{len(tests)} of {total} tests ran: " + ", ".join(f"{n} {name}" for name, n in sorted(counts.items())))
-    if why == {_OUT_OF_TIME}:
-        return EXIT_UNFINISHED
-    return 1 if why or failures else 0
+    for entry in tests.values():
+        if entry["outcome"] == "started":
+            print(f"stopped in {entry['test']}, after {time.time() - entry['at']:.0f} s")
+    return bool(failures)
 
 
 def main(arguments: list[str]) -> int:
-    name, tree, output, deadline = arguments
+    name, tree, output = arguments
     shard = next(shard for shard in SHARDS if shard.name == name)
     workers = 1 if shard.alone else max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // 2))
-    seconds = max(float(deadline) - time.time() - _GRACE_S, 1.0)
-    return run(shard, Path(tree), Path(output), seconds, workers)
+    return run(shard, Path(tree), Path(output), workers)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from onetrip.ops.common.backends import unavailable_reason
+from onetrip.ops.common.backends import FAMILIES, unavailable_reason
 
 from ..measure.cases import DTYPE_NAMES, LARGE_ELEMENTS, Case, Named, gpu_shapes
 from ..measure.results import SUITES
@@ -26,8 +26,15 @@ _MODELS = {
 """What `onetrip anatomy` and `onetrip methods` look at, by device."""
 _COLUMNS = "eager,patched,patched_adamw8bit"
 _FIRST = (
-    *("environment", "doctor", "gpu-tests-special", "gpu-tests-*-cuda", "gpu-tests-models", "sanitizer-memcheck-cuda"),
-    *("sanitizer-racecheck-cuda", "row_norm-*-large", "softmax-*-large", "adam"),
+    *(
+        "environment",
+        "doctor",
+        "gpu-tests-special",
+        "gpu-tests-*-cuda",
+        "gpu-tests-models",
+        "sanitizer-memcheck-cuda-*",
+    ),
+    *("sanitizer-racecheck-cuda-*", "row_norm-*-large", "softmax-*-large", "adam"),
     *("training-bert_large-24_layers-4x512-bf16", "counters-cuda"),
 )
 """What comes first on a GPU: whether the CUDA kernels are right, what they reach where memory is the limit, and why."""
@@ -46,7 +53,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Part:
-    """One process: python -m <command>. In a command {deadline} stands for when it must have ended (Unix time)."""
+    """One process: python -m <command>. When its time is up it gets SIGINT, as Ctrl-C: what it has done is kept."""
 
     name: str
     proves: str
@@ -68,29 +75,31 @@ def _gpu_tests(place: Place) -> Iterator[Part]:
         missing = "the tests are not installed with the package: call from the root of a source tree"
     missing = missing or gpu_tests.missing()
     for shard in gpu_tests.SHARDS:
-        command = (f"{_FOLDER}.gpu_tests", shard.name, str(place.tests), str(place.output), "{deadline}")
+        command = (f"{_FOLDER}.gpu_tests", shard.name, str(place.tests), str(place.output))
         yield Part(f"gpu-tests-{shard.name}", f"the tests marked gpu: {shard.what}", command, missing)
 
 
-def _watched(place: Place) -> tuple[list[Part], list[Part]]:
-    """(Sanitizers, counters) of the CUDA and the Triton kernels."""
-    sanitizers, counters = [], []
-    absent = {}
-    for tool, where in {"compute-sanitizer": "", "ncu": ", as Nsight Compute"}.items():
-        not_found = "" if shutil.which(tool) else f"{tool} is not on PATH: it comes with the CUDA toolkit{where}"
-        absent[tool] = _no_gpu(place) or not_found
+def _no_tool(name: str, place: Place, package: str = "") -> str:
+    """Why a tool cannot watch our kernels; empty where it can."""
+    absent = "" if shutil.which(name) else f"{name} is not on PATH: it comes with the CUDA toolkit{package}"
+    return _no_gpu(place) or absent
+
+
+def _sanitizers(tools: tuple[str, ...], place: Place) -> Iterator[Part]:
     for backend in ("cuda", "triton"):
-        unavailable, end = unavailable_reason(backend, "cuda"), (backend, str(place.output), "{deadline}")
-        for tool in _TOOLS:
-            missing = absent["compute-sanitizer"] or unavailable
-            command = (f"{_FOLDER}.sanitizer", tool, *end)
-            sanitizers.append(
-                Part(f"sanitizer-{tool}-{backend}", f"{tool} finds nothing in the kernels", command, missing)
-            )
-        command, missing = (f"{_FOLDER}.counters", *end), absent["ncu"] or unavailable
-        proves = "what each kernel moves, executes and waits for"
-        counters.append(Part(f"counters-{backend}", proves, command, missing))
-    return sanitizers, counters
+        missing = _no_tool("compute-sanitizer", place) or unavailable_reason(backend, "cuda")
+        for tool in tools:
+            for family in sorted(FAMILIES[backend]):
+                command = (f"{_FOLDER}.sanitizer", tool, backend, family, str(place.output))
+                proves = f"{tool} finds nothing in the kernels of {family}"
+                yield Part(f"sanitizer-{tool}-{backend}-{family}", proves, command, missing)
+
+
+def _counters(place: Place) -> Iterator[Part]:
+    for backend in ("cuda", "triton"):
+        missing = _no_tool("ncu", place, ", as Nsight Compute") or unavailable_reason(backend, "cuda")
+        command = (f"{_FOLDER}.counters", backend, str(place.output))
+        yield Part(f"counters-{backend}", "what each kernel moves, executes and waits for", command, missing)
 
 
 def _no_gpu(place: Place) -> str:
@@ -143,17 +152,16 @@ def _commands(place: Place) -> Iterator[Part]:
 
 def parts(place: Place) -> list[Part]:
     """Every part, in order of worth: a run that is cut short has the most important ones."""
-    sanitizers, counters = _watched(place)
     ordered = [
         _own("environment", "GPU, clocks, versions, commit, measured ceilings", place),
         _own("doctor", "a numeric check of every kernel on every device", place),
         *_gpu_tests(place),
-        *sanitizers[:2],
+        *_sanitizers(_TOOLS[:2], place),
         *(part for suite in SUITES for part in _suite(suite, place)),
         # They say why a figure of the suites is what it is. What follows says nothing of a kernel's speed.
-        *counters,
+        *_counters(place),
         *_commands(place),
-        *sanitizers[2:],
+        *_sanitizers(_TOOLS[2:], place),
         _own("report", "everything that was found, on one page", place, always=True),
     ]
     if place.device.type == "cuda":

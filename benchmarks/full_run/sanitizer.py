@@ -1,17 +1,17 @@
-"""compute-sanitizer over the kernels of one backend.
+"""compute-sanitizer over the kernels of one backend and family.
 
-    python -m onetrip.benchmarks.full_run.sanitizer TOOL BACKEND DIR END
+    python -m onetrip.benchmarks.full_run.sanitizer TOOL BACKEND FAMILY DIR
 
 The driver launches what `onetrip doctor` checks, in all dtypes, and rows that take the kernels for wide rows, at
 addresses that are not aligned; every allocation is the driver's own (no caching), so that what lies beside a tensor is
-out of bounds. A report counts where it happened in one of our kernels: PyTorch's are not ours to check. END is the Unix
-time by which all has ended; launches that ended are not repeated by the next call, until all have.
+out of bounds. A report counts where it happened in one of our kernels: PyTorch's are not ours to check.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from onetrip import ops, selfcheck
 from torch import Tensor
 
-from . import EXIT_SKIPPED, EXIT_UNFINISHED, driver
+from . import EXIT_SKIPPED, driver
 from .driver import Launch
 
 _PREFIX = "========="
@@ -29,8 +29,6 @@ _NOT_TRACKED = "Internal Sanitizer Error"
 """How a report begins where a launch was not watched: errors in it go unseen."""
 _PLACES = re.compile(r"(at |Device Frame:|.*\b(?:Read|Write|Atomic) access at )")
 """How the lines of a report begin that say where it happened; the host's frames say who launched it."""
-_SETTLE_S = 10.0
-"""What is kept of the time to end and to read what was found."""
 _WIDE, _NARROW = 40_003, 33
 _ALIGNED = (1024, 8192, 40_000)
 """Rows of a block, of a block that copies ahead, and of a cluster of blocks."""
@@ -50,7 +48,7 @@ def _finite(outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> list[str]:
     return [f"result {i} is not finite" for i, t in enumerate(tensors) if not t.detach().cpu().isfinite().all()]
 
 
-def _edge(family: str, width: int, dtype: torch.dtype) -> Callable[[], list[str]]:
+def _edge(operator: str, width: int, dtype: torch.dtype) -> Callable[[], list[str]]:
     def row_norm(norm: str) -> list[str]:
         x, residual = (_rows(3, width, dtype=dtype) for _ in range(2))
         weight, bias = (_rows(width, dtype=dtype) for _ in range(2))
@@ -65,28 +63,29 @@ def _edge(family: str, width: int, dtype: torch.dtype) -> Callable[[], list[str]
         y = ops.softmax(scores, mask, scale=0.5, causal=True, dropout_p=0.1, rng=(1, 4))
         return _finite((y,), [scores, mask]) + _finite((ops.softmax(scores, scale=0.5),), [scores])
 
-    return softmax if family == "softmax" else lambda: row_norm(family)
+    return softmax if operator == "softmax" else lambda: row_norm(operator)
 
 
-def launches(backend: str) -> Iterator[Launch]:
+def launches(backend: str, family: str) -> Iterator[Launch]:
     """Edge cases first: they are what a sanitizer is for."""
     device = torch.device("cuda")
-    for family in ("layer", "rms", "softmax"):
+    for operator in {"row_norm": ("layer", "rms"), "softmax": ("softmax",)}.get(family, ()):
         for width in (_WIDE, _NARROW, *_ALIGNED):
             for dtype in (torch.float32, torch.bfloat16):
-                yield f"{family} {width} {dtype}", _edge(family, width, dtype)
+                yield f"{operator} {width} {dtype}", _edge(operator, width, dtype)
     for kernel, dtype_name in selfcheck.cases(backend):
 
         def check(kernel: object = kernel, dtype_name: str = dtype_name) -> list[str]:
             checks = selfcheck.run_check(device, backend, kernel, dtype_name)
             return [f"{c.direction}: {c.failure or f'error {c.error:.2e}'}" for c in checks if not c.passed]
 
-        yield f"{kernel.name} {dtype_name}", check
+        if kernel.family == family:
+            yield f"{kernel.name} {dtype_name}", check
 
 
-def drive(backend: str, record: Path, deadline: float) -> int:
+def drive(backend: str, family: str) -> int:
     """What compute-sanitizer watches."""
-    return driver.drive(list(launches(backend)), backend, record, deadline)
+    return driver.drive(launches(backend, family), backend)
 
 
 def reports(text: str) -> list[list[str]]:
@@ -111,59 +110,38 @@ def is_ours(report: list[str], names: list[str]) -> bool:
     return report[0].startswith(_NOT_TRACKED) or any(name in line for line in places for name in names)
 
 
-def run(tool: str, backend: str, output: Path, deadline: float) -> int:
+def run(tool: str, backend: str, family: str, output: Path) -> int:
     names = driver.kernels(backend)
-    if not names:
-        print(f"FAILED no kernel of the backend {backend} was found: nothing would be checked")
-        return 1
     # initcheck must see every kernel that writes what ours read; the other tools look at ours alone. A kernel is
     # checked if any of the filters matches.
     filters = [] if tool == "initcheck" else [f"--kernel-name=kernel_substring={name}" for name in names]
-    folder = output / "sanitizers"
-    folder.mkdir(parents=True, exist_ok=True)
-    log, record = folder / f"{tool}-{backend}.txt", folder / f"{tool}-{backend}.jsonl"
-    if not record.exists():
-        log.unlink(missing_ok=True)
-    before = log.stat().st_size if log.exists() else 0
     command = ["compute-sanitizer", f"--tool={tool}", "--report-api-errors=no", "--print-limit=1000", *filters]
-    command += ["--target-processes=application-only", sys.executable, "-m", __spec__.name, "drive", backend]
-    command += [str(record), f"{deadline - 2 * _SETTLE_S:.0f}"]
-    code = driver.watch(command, {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, log, deadline - _SETTLE_S)
-    content = log.read_bytes()
-    printed, text = (part.decode(errors="replace") for part in (content[before:], content))
+    command += ["--target-processes=application-only", sys.executable, "-m", __spec__.name, "drive", backend, family]
+    log = output / "sanitizers" / f"{tool}-{backend}-{family}.txt"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as file:
+        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
+    return verdict(log.read_text(errors="replace"), names, code)
+
+
+def verdict(text: str, names: list[str], code: int) -> int:
+    """Prints what was found; the part's exit code. text, code: of compute-sanitizer; names: of our kernels."""
     print("\n".join(line for line in text.splitlines() if not line.startswith(_PREFIX)))
-    counted = re.findall(r"^(\d+) of (\d+) launches$", printed, re.MULTILINE)
-    own = [line for line in printed.splitlines() if line.startswith(_PREFIX) and _NOT_TRACKED not in line]
-    rejected = [line for line in own if any(words in line for words in _NO_DEVICE)]
-    if not counted and code is not None and rejected:
-        print(rejected[0])
-        return EXIT_SKIPPED
-    return _verdict(f"{tool}, {backend}", text, names, code, counted, record)
-
-
-def _verdict(
-    what: str, text: str, names: list[str], code: int | None, counted: list[tuple[str, str]], record: Path
-) -> int:
-    """text: of this call and of those that it went on with. Prints what was found."""
     found = reports(text)
     ours = [" | ".join(report) for report in found if is_ours(report, names)]
-    wrong = re.findall(r"^FAILED .+$", text, re.MULTILINE)
+    if not driver.has_ended(text) and not ours:
+        own = (line for line in text.splitlines() if line.startswith(_PREFIX))
+        if rejected := next((line for line in own if any(words in line for words in _NO_DEVICE)), ""):
+            print(rejected)
+            return EXIT_SKIPPED
     for line in dict.fromkeys(re.sub(r"\(\d+,\d+,\d+\)", "(...)", line) for line in ours):
         print(f"FAILED {line[:400]}")
-    print(f"{what}: {len(ours)} reports on our kernels, {len(found) - len(ours)} others")
-    if code is None:
-        ended, broken = driver.launched(record)
-        print(f"out of time: {len(ended)} launches have ended, not {', '.join(sorted(broken)) or 'the next one'}")
-        return EXIT_UNFINISHED
-    if not counted:
+    print(f"{len(ours)} reports on our kernels, {len(found) - len(ours)} others")
+    if not driver.has_ended(text):
         print(f"the driver did not end: exit code {code}")
         return 1
-    done, planned = counted[-1]
-    if done != planned:
-        print(f"{done} of {planned} launches")
-        return EXIT_UNFINISHED
-    record.unlink(missing_ok=True)  # whole: another call begins anew
-    return 1 if ours or wrong else code
+    return 1 if ours or driver.failures(text) else code
 
 
 if __name__ == "__main__":

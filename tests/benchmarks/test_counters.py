@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import time
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from onetrip.benchmarks.full_run import counters, driver, everything, small_parts
+from onetrip.benchmarks.full_run import counters, everything, small_parts
 from onetrip.benchmarks.measure import results
 from onetrip.benchmarks.measure.cases import LARGE_ELEMENTS
 from onetrip.benchmarks.show import tables
@@ -124,40 +125,31 @@ def test_metrics_that_are_missing_or_have_another_name():
 
 @pytest.fixture
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """ended: what the driver begins and ends; text: of ncu's table. asked: the metrics of each call of ncu."""
-    names = ["a-forward-32768 x 1024-bf16", "b-forward-32768 x 1024-bf16"]
+    """Runs the part of two launches. texts: of the tables that ncu writes, call by call; ended: whether the driver came
+    to its end; asked: the metrics of each call of ncu."""
     monkeypatch.setattr(counters, "cases", lambda: [a_case("a"), a_case("b")])
     monkeypatch.setattr(counters.tables, "print_results", lambda found, width: None)
     (tmp_path / "environment.json").write_text(json.dumps({"ceilings": {"copy_gb_per_s": 4000.0}}))
 
-    def run(*texts: str, code: int | None = 0, begins: Sequence[int] = (0, 1), ends: Sequence[int] = (0, 1)) -> int:
+    def run(*texts: str, ended: bool = True) -> int:
         asked, left = [], list(texts)
 
-        def watch(command: list[str], environment: Mapping[str, str], log: Path, deadline: float) -> int | None:
+        def play(command: list[str], **options: Any) -> Any:
+            if command[0] != "ncu":
+                return really(command, **options)
             value = dict(pairwise(command))
-            assert command[0] == "ncu" and environment is os.environ
+            assert command[-2:] == ["drive", "cuda"]
             assert value["--profile-from-start"] == "off" and value["--clock-control"] == "none"
             assert value["--kernel-name"] == "regex:spin_kernel|onetrip" and value["--cache-control"] == "all"
-            assert command[-4:-2] == ["drive", "cuda"]
-            assert time.time() < float(command[-1]) < deadline < until
             asked.append(value["--metrics"].split(","))
-            record = Path(command[-2])
-            run.skipped = driver.launched(record)[0]
-            text = left.pop(0) if len(left) > 1 else left[0]
-            Path(value["--log-file"]).write_text(text)
-            if counters.parse(text) or "Failed to find" not in text:
-                with record.open("a") as file:
-                    for i in begins:
-                        stages = (False, True) if i in ends else (False,)
-                        file.writelines(json.dumps({"name": names[i], "ended": ended}) + "\n" for ended in stages)
-                if code is not None and list(begins) == list(ends):
-                    log.write_text(f"{len(run.skipped) + len(ends)} of 2 launches\n")
-            return code
+            Path(value["--log-file"]).write_text(left.pop(0))
+            options["stdout"].write(b"all 2 launches have ended\n" if ended else b"RuntimeError: CUDA error\n")
+            return SimpleNamespace(returncode=0 if ended else 9)
 
-        until = time.time() + 300.0
-        run.asked = asked
-        monkeypatch.setattr(driver, "watch", watch)
-        return counters.run("cuda", tmp_path, until, device="cpu")
+        run.asked, really = asked, subprocess.run
+        with monkeypatch.context() as patched:
+            patched.setattr(subprocess, "run", play)
+            return counters.run("cuda", tmp_path, device="cpu")
 
     return run
 
@@ -175,23 +167,6 @@ def test_everything_counted(profile, tmp_path):
     assert found["cases"][0]["share_of_copy"] == pytest.approx((4 << 25) / 40_000 / 4000, rel=1e-4)
 
 
-def test_what_is_left_is_counted_by_the_next_call_and_then_all_anew(profile, tmp_path):
-    assert profile(printed([MARKER, FORWARD]), code=4, begins=[0], ends=[0]) == everything.EXIT_UNFINISHED
-    assert [case["operator"] for case in recorded(tmp_path)["cases"]] == ["a"]
-    assert profile(printed([MARKER, PARTIALS]), begins=[1], ends=[1]) == 0
-    assert profile.skipped == {"a-forward-32768 x 1024-bf16"}
-    assert [case["operator"] for case in recorded(tmp_path)["cases"]] == ["a", "b"]
-    assert profile(printed([MARKER, FORWARD]), code=4, begins=[0], ends=[0]) == everything.EXIT_UNFINISHED
-    assert profile.skipped == set()
-
-
-def test_of_a_cut_ncu_nothing_counts_and_what_did_not_end_comes_last(profile, tmp_path):
-    assert profile("", code=None, begins=[0, 1], ends=[0]) == everything.EXIT_UNFINISHED
-    assert not list(tmp_path.glob("parts/*/*/*.json"))
-    assert profile(printed([MARKER, FORWARD, MARKER, FORWARD])) == 0
-    assert profile.skipped == set()
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -201,7 +176,7 @@ def test_of_a_cut_ncu_nothing_counts_and_what_did_not_end_comes_last(profile, tm
     ],
 )
 def test_a_machine_whose_counters_cannot_be_read_is_skipped_with_the_reason(profile, capsys, message):
-    assert profile(message + "\n", code=9) == everything.EXIT_SKIPPED
+    assert profile(message + "\n", ended=False) == everything.EXIT_SKIPPED
     assert capsys.readouterr().out.splitlines()[-1] == f"ncu cannot count here: {message}"
 
 
@@ -211,8 +186,8 @@ def test_a_launch_without_a_kernel_of_ours_fails(profile, capsys):
 
 
 def test_a_driver_that_breaks_fails_and_keeps_what_was_counted(profile, tmp_path, capsys):
-    assert profile(printed([MARKER, FORWARD, MARKER, FORWARD]), code=1, begins=[0, 1], ends=[0]) == 1
-    assert "the driver did not end: exit code 1" in capsys.readouterr().out
+    assert profile(printed([MARKER, FORWARD, MARKER, FORWARD]), ended=False) == 1
+    assert "the driver did not end: exit code 9" in capsys.readouterr().out
     assert [case["operator"] for case in recorded(tmp_path)["cases"]] == ["a"]
 
 
@@ -246,7 +221,7 @@ def test_the_launches_are_those_that_the_targets_judge():
     assert llama.floor_bytes == ONETRIP.least_bytes(llama.n_elements, 2, 2)
 
 
-def test_the_driver_launches_everything_once_more_between_start_and_stop(tmp_path, monkeypatch, capsys):
+def test_the_driver_launches_everything_once_more_between_start_and_stop(monkeypatch, capsys):
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
@@ -255,8 +230,8 @@ def test_the_driver_launches_everything_once_more_between_start_and_stop(tmp_pat
     monkeypatch.setattr(counters, "ELEMENTS", 1 << 14)
     monkeypatch.setattr(counters, "MODELS", {"a": [(64, 64), (3,)], "b": [(8,)]})
     planned = len(list(counters.cases()))
-    assert counters.drive("cpu", tmp_path / "record", time.time() + 300.0, device="cpu") == 0
-    assert capsys.readouterr().out == f"{planned} of {planned} launches\n"
+    assert counters.drive("cpu", device="cpu") == 0
+    assert capsys.readouterr().out == f"all {planned} launches have ended\n"
     assert calls == ["start", "marker", "stop"] * planned
 
 

@@ -55,7 +55,6 @@ def test_what_became_of_each_part_is_written_down(run, tmp_path, capsys):
         fake("good"),
         fake("bad", exits(1, "FAILED kernel x: off by 3")),
         fake("broken", "raise ValueError('no such thing')"),
-        fake("slow", exits(everything.EXIT_UNFINISHED, "3 of 9 tests ran")),
         fake("absent", missing="no CUDA device"),
         fake("absent after all", exits(everything.EXIT_SKIPPED, "Device not supported")),
         fake("after", COUNT),
@@ -65,7 +64,6 @@ def test_what_became_of_each_part_is_written_down(run, tmp_path, capsys):
         "good": "passed",
         "bad": "failed",
         "broken": "failed",
-        "slow": "unfinished",
         "absent": "skipped",
         "absent after all": "skipped",
         "after": "passed",  # a failure stops nothing
@@ -73,7 +71,6 @@ def test_what_became_of_each_part_is_written_down(run, tmp_path, capsys):
     assert status == 1
     assert found["bad"]["failures"] == ["kernel x: off by 3"]
     assert "ValueError: no such thing" in found["broken"]["reason"]
-    assert found["slow"]["reason"] == "3 of 9 tests ran"
     assert found["absent"]["reason"] == "no CUDA device"
     assert found["absent after all"]["reason"] == "Device not supported"
     assert "kernel x: off by 3" in (tmp_path / "logs/bad.log").read_text()
@@ -122,7 +119,9 @@ def test_a_part_is_stopped_at_its_limit_and_the_next_one_runs(run, tmp_path, mon
     assert run(fake("endless", "import time; time.sleep(60)"), fake("after")) == 1
     found = state(tmp_path)["parts"]
     assert found["endless"]["status"] == "failed"
-    assert re.fullmatch(r"stopped after \d+ s: longer than --part-limit", found["endless"]["reason"])
+    assert re.fullmatch(
+        r"stopped after \d+ s, longer than --part-limit: .*KeyboardInterrupt.*", found["endless"]["reason"]
+    )
     assert found["after"]["status"] == "passed"
 
 
@@ -164,17 +163,11 @@ except KeyboardInterrupt:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_what_did_not_end_or_failed_comes_behind_what_has_not_run(run, tmp_path):
-    slow, bad = fake("slow", f"{COUNT}; {exits(everything.EXIT_UNFINISHED)}"), fake("bad", f"{COUNT}; {exits(1)}")
-    new = fake("new", "assert open('ran').read() == 'xx'")
-    run(slow, bad)
-    run(bad, slow, new, resume=True)
+def test_what_failed_comes_behind_what_has_not_run(run, tmp_path):
+    bad = fake("bad", f"{COUNT}; {exits(1)}")
+    run(bad)
+    run(bad, fake("new", "assert open('ran').read() == 'x'"), resume=True)
     assert state(tmp_path)["parts"]["new"]["status"] == "passed"
-
-
-def test_a_part_is_told_when_it_must_have_ended(run, tmp_path):
-    code = "import time; assert 30 < {deadline} - time.time() < 100"
-    assert run(fake("told", code), limits=Limits(budget_s=130.0)) == 0
 
 
 def test_a_reason_that_looks_like_markup_is_printed_as_it_is(run, capsys):
@@ -244,14 +237,15 @@ def test_on_a_gpu_nothing_is_left_out(gpu, tmp_path, quick):
     model = "tiny-bert" if quick else "bert-large"
     assert {"doctor", "environment", "report", f"anatomy-{model}", f"methods-{model}"} <= set(names)
     tools = ("memcheck", "racecheck", "initcheck", "synccheck")
-    assert {f"sanitizer-{tool}-{backend}" for tool in tools for backend in ("cuda", "triton")} <= set(names)
+    assert {f"sanitizer-{tool}-cuda-row_norm" for tool in tools} <= set(names)
+    assert {f"sanitizer-{tool}-triton-rotary" for tool in tools} <= set(names)
     assert {"counters-cuda", "counters-triton"} <= set(names)
 
 
 def test_what_comes_first_says_whether_kernels_are_right_how_fast_and_why(gpu, tmp_path):
     names = [found.name for found in plan.parts(Place(tmp_path, gpu, tests=tmp_path))]
     assert all(any(fnmatch.fnmatchcase(name, pattern) for name in names) for pattern in plan._FIRST)
-    checks = ("doctor", "gpu-tests-row_norm-cuda", "gpu-tests-softmax-cuda", "sanitizer-racecheck-cuda")
+    checks = ("doctor", "gpu-tests-row_norm-cuda", "gpu-tests-softmax-cuda", "sanitizer-racecheck-cuda-adam")
     figures = (
         "row_norm-layer_norm-bf16-large",
         "softmax-fp32-large",
