@@ -12,7 +12,9 @@ from ..measure.cases import ELEMENTS, LARGE_ELEMENTS, gpu_shapes
 from ..measure.providers import LIBRARIES
 from ..measure.results import Results
 
-EAGER = "torch eager"
+EAGER, COMPILE = "torch eager", "torch.compile"
+PATCHING = "call", "unpatched", "patched"
+"""What speed_up compares of a model that is patched with default arguments."""
 ADAM, ADAM_OF_TORCH = "onetrip AdamW8bit", "torch AdamW fused"
 
 
@@ -65,10 +67,15 @@ def own(case: dict[str, Any]) -> dict[str, Any]:
     return next((entry for entry in case.get("providers", ()) if entry["name"].startswith("onetrip")), {})
 
 
-def speed_up(case: dict[str, Any], which: str, against: str = EAGER) -> float | None:
-    """How many times faster onetrip is, median against median; None where either has no number."""
-    ours, theirs = own(case), provider(case, against)
-    return theirs[which]["median_ms"] / ours[which]["median_ms"] if which in ours and which in theirs else None
+def speed_up(case: dict[str, Any], part: str, against: str = EAGER, ours: str = "") -> float | None:
+    """How many times faster onetrip is, median against median; None where either has no number.
+
+    part: a pass of a provider, or a part of a training step; ours: the name of its entry, onetrip's choice by default.
+    """
+    steps = case.get("steps", {})
+    theirs, found = (steps.get(name) or provider(case, name) for name in (against, ours))
+    found = found or own(case)
+    return theirs[part]["median_ms"] / found[part]["median_ms"] if part in found and part in theirs else None
 
 
 def _cases(results: Results, suite: str, **wanted: object) -> Iterator[dict[str, Any]]:
@@ -84,12 +91,16 @@ def _first(figure: Callable[[dict[str, Any]], Found | None], suite: str, **wante
     )
 
 
-def _speed_up(suite: str, operator: str, n_rows: int, n_cols: int, which: str, against: str = EAGER) -> Measure:
-    def figure(case: dict[str, Any]) -> Found | None:
-        value = speed_up(case, which, against)
-        return None if value is None else Found(value)
+def _speed_up(
+    suite: str, part: str, against: str = EAGER, ours: str = "", where: str = "", **wanted: object
+) -> Measure:
+    """speed_up in the first case that is as wanted and has it. where: said of it, formatted with the case."""
 
-    return _first(figure, suite, operator=operator, dtype="fp32", n_rows=n_rows, n_cols=n_cols)
+    def figure(case: dict[str, Any]) -> Found | None:
+        value = speed_up(case, part, against, ours)
+        return None if value is None else Found(value, where.format(**case))
+
+    return _first(figure, suite, **wanted)
 
 
 Shape = tuple[int, int, str]
@@ -134,7 +145,7 @@ def _worst(suite: str, operator: str, which: str) -> Measure:
             return [(*shape, dtype) for shape in module.WARM_SHAPES for dtype in ("fp32", "bf16")]
         return [(ELEMENTS // width, width, "fp32") for width in module.WIDTHS]
 
-    return _least(suite, operator, partial(speed_up, which=which), wanted, "shape" if is_warm else "width")
+    return _least(suite, operator, partial(speed_up, part=which), wanted, "shape" if is_warm else "width")
 
 
 def _on_a_gpu(figure: Callable[[dict[str, Any]], float | None], suite: str, operator: str, large: bool) -> Measure:
@@ -154,7 +165,7 @@ def _gpu_targets() -> Iterator[_Target]:
         for against in (EAGER, LIBRARIES["liger"].title):
             for which in ("forward", "forward_backward"):
                 name = f"{operator}, every shape: {which.replace('_', ' + ')}, {against} / onetrip"
-                ratio = partial(speed_up, which=which, against=against)
+                ratio = partial(speed_up, part=which, against=against)
                 yield _Target(name, 1.0, _on_a_gpu(ratio, suite, operator, large=False))
 
 
@@ -179,36 +190,8 @@ def _saved(case: dict[str, Any]) -> Found:
     return Found(saved["patched"]["blocks"] / saved["eager"]["blocks"])
 
 
-def _training(model: str, part: str, before: str, after: str) -> Measure:
-    """How much faster a variant's part of the step is than another's."""
-
-    def figure(case: dict[str, Any]) -> Found:
-        theirs, ours = (case["steps"][name][part]["median_ms"] for name in (before, after))
-        return Found(theirs / ours, f"{case['batch_size']} x {case['sequence_length']} tokens")
-
-    return _first(figure, "training", model=model, n_layers=12)
-
-
-def gain(case: dict[str, Any]) -> float:
-    """Speed-up by patching a model with default arguments."""
-    unpatched, patched = (case["steps"][name]["call"]["median_ms"] for name in ("unpatched", "patched"))
-    return float(unpatched / patched)
-
-
-def _default_patch(shape: str, dtype: str) -> Measure:
-    return _first(lambda case: Found(gain(case)), "default_patch", shape=shape, dtype=dtype, mode="train")
-
-
 def _install(case: dict[str, Any]) -> Found:
     return Found(case["total_s"], f"{case['package_s']:.0f} s without the dependencies")
-
-
-def _adam(model: str, against: str) -> Measure:
-    def figure(case: dict[str, Any]) -> Found | None:
-        ours, theirs = (provider(case, name).get("step") for name in (ADAM, against))
-        return Found(theirs["median_ms"] / ours["median_ms"]) if ours and theirs else None
-
-    return _first(figure, "adam", model=model, dtype="fp32")
 
 
 def _adam_figure(name: str, part: str = "") -> Measure:
@@ -233,118 +216,140 @@ def _loss(results: Results) -> Found | None:
     return None if ratio is None else Found(100 * abs(ratio - 1), "mean of the seeds")
 
 
-def _targets() -> Iterator[_Target]:
-    sublayer = "bias + dropout + residual + LayerNorm"
-    for p, forward, both in ((0.1, 8.0, 6.0), (0.0, 1.8, 1.8)):
-        operator = f"bias_dropout_residual_layer_norm-p{p:g}"
-        for title, which, limit in (("forward", "forward", forward), ("forward + backward", "forward_backward", both)):
-            measure = _speed_up("row_norm", operator, 4096, 1024, which)
-            yield _Target(f"{sublayer}, p = {p:g}: {title}, eager / onetrip", limit, measure)
-    for title, operator in (("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm")):
-        for which in ("forward", "backward"):
-            name = f"{title} alone, widths 64 to 16,384: {which}, torch / onetrip"
-            yield _Target(name, 1.0, _worst("row_norm", operator, which))
-    for title, operator in (("LayerNorm", "layer_norm"), (f"{sublayer}, p = 0", "bias_dropout_residual_layer_norm-p0")):
-        for which, limit in (("forward", 1.0), ("backward", 1.1)):
-            measure = _worst("row_norm", f"warm_{operator}", which)
-            yield _Target(f"{title}, warm, every shape and dtype: {which}, eager / onetrip", limit, measure)
-    yield from _softmax_targets()
-    yield from _step_targets()
+_ROW_NORM_BLOCK = "bias_dropout_residual_layer_norm"
+_SUBLAYER = "bias + dropout + residual + LayerNorm"
+_ATTENTION_SOFTMAX = "scale + mask + softmax + dropout, 8 x 16 x 512 x 512"
+_BLOCK_LIMITS = ((0.1, 8.0, 6.0), (0.0, 1.8, 1.8))
+"""Dropout, least speed-up forward, and forward and backward."""
+_SOFTMAX_LIMITS = (
+    (0.1, "forward", EAGER, 8.0),
+    (0.1, "forward_backward", EAGER, 6.0),
+    (0.1, "forward_backward", COMPILE, 4.0),
+    (0.0, "forward", EAGER, 1.5),
+    (0.0, "forward_backward", EAGER, 1.5),
+)
+_OPERATOR_LIMITS = (
+    ("rotary", "rotary_embedding", 4 * 16 * 1024, 64, "forward", COMPILE, 2.0),
+    ("rotary", "rotary_embedding", 4 * 16 * 1024, 64, "forward", EAGER, 4.0),
+    ("rotary", "rotary_embedding", 4 * 16 * 1024, 64, "forward_backward", COMPILE, 2.0),
+    ("rotary", "rotary_embedding", 4 * 16 * 1024, 64, "forward_backward", EAGER, 4.0),
+    ("glu", "glu-silu", 2048, 2816, "forward", COMPILE, 1.0),
+    ("glu", "glu-silu", 2048, 2816, "forward_backward", COMPILE, 1.1),
+    ("glu", "glu-silu", 2048, 2816, "forward_backward", EAGER, 2.5),
+    ("glu", "bias_activation-gelu", 2048, 2816, "forward", COMPILE, 1.0),
+    ("glu", "bias_activation-gelu", 2048, 2816, "forward_backward", COMPILE, 1.3),
+    ("cross_entropy", "cross_entropy", 2048, 32000, "forward_backward", EAGER, 4.0),
+    ("cross_entropy", "linear_cross_entropy-V32000", 2048, 512, "forward_backward", EAGER, 1.0),
+    ("cross_entropy", "linear_cross_entropy-V32000", 2048, 512, "forward_backward", "torch chunked", 1.4),
+    ("cross_entropy", "linear_cross_entropy-V32000-labels15", 2048, 512, "forward_backward", EAGER, 5.0),
+)
+_ADAM_LIMITS = ((ADAM_OF_TORCH, 1.0), ("torch AdamW foreach", 5.0), ("bitsandbytes AdamW8bit", 25.0))
+_TRAINING_LIMITS = (
+    ("BERT-base masked LM, bf16", "bert_base_mlm", 1.9),
+    ("Llama-shaped 100 M, bf16", "llama_100m", 1.2),
+    ("Llama-shaped 100 M, vocabulary 128,256", "llama_100m_128k", 1.0),
+)
+_PATCH_LIMITS = (
+    ("BERT", 1.1, 1.65),
+    ("GPT-2", 1.12, 1.6),
+    ("T5", 1.1, 1.5),
+    ("BART", 1.02, 1.1),
+    ("ViT", 1.0, 1.05),
+    ("Llama", 1.0, 1.01),
+)
+"""Model, least speed-up in fp32 and in bf16."""
+_OVERHEAD_LIMITS = (
+    ("layer_norm", "layer_norm", 8.5),
+    ("rms_norm", "rms_norm", 8.5),
+    ("bias_dropout_residual_norm, p = 0.1", f"{_ROW_NORM_BLOCK}-p0.1", 15.0),
+    ("bias_dropout_residual_norm, p = 0", f"{_ROW_NORM_BLOCK}-p0", 9.5),
+    ("softmax", "softmax", 9.0),
+    ("scale_mask_softmax_dropout, p = 0.1", "scale_mask_softmax_dropout-p0.1", 15.0),
+    *((name, name, 12.0) for name in ("rotary_embedding", "glu-silu", "bias_activation-gelu", "cross_entropy")),
+    *((name.partition("-")[0], name, 12.0) for name in ("linear_cross_entropy-V8", "linear_logprobs-V8")),
+)
+"""Title, operator, most microseconds."""
+
+
+def _words(which: str) -> str:
+    return which.replace("_", " + ")
+
+
+def _cpu_targets() -> Iterator[_Target]:
+    yield from _operator_targets()
     yield from _adam_targets()
-    blocks = _training("bert_base", "forward_backward", "eager", "patched")
-    yield _Target("BERT-base training step, eager attention: unpatched / patched", 1.3, blocks)
-    for title, model, limit in (
-        ("BERT-base masked LM, bf16", "bert_base_mlm", 1.9),
-        ("Llama-shaped 100 M, bf16", "llama_100m", 1.2),
-        ("Llama-shaped 100 M, vocabulary 128,256", "llama_100m_128k", 1.0),
-    ):
-        step = _training(model, "step", "sdpa", "sdpa, patched, linear_cross_entropy")
-        yield _Target(f"{title}: a step, unpatched / patched with the loss", limit, step)
-    for shape, fp32, bf16 in (
-        ("BERT", 1.1, 1.65),
-        ("GPT-2", 1.12, 1.6),
-        ("T5", 1.1, 1.5),
-        ("BART", 1.02, 1.1),
-        ("ViT", 1.0, 1.05),
-        ("Llama", 1.0, 1.01),
-    ):
-        for dtype, limit in (("fp32", fp32), ("bf16", bf16)):
-            name = f"{shape}, {dtype}: forward + backward, unpatched / patched with default arguments"
-            yield _Target(name, limit, _default_patch(shape, dtype))
-    saved = _first(_saved, "bert_blocks")
-    name = "BERT-large output blocks: bytes saved for backward, patched / eager"
-    yield _Target(name, 0.5, saved, unit="", at_least=False)
-    for title, operator, limit in (
-        ("layer_norm", "layer_norm", 8.5),
-        ("rms_norm", "rms_norm", 8.5),
-        ("bias_dropout_residual_norm, p = 0.1", "bias_dropout_residual_layer_norm-p0.1", 15.0),
-        ("bias_dropout_residual_norm, p = 0", "bias_dropout_residual_layer_norm-p0", 9.5),
-        ("softmax", "softmax", 9.0),
-        ("scale_mask_softmax_dropout, p = 0.1", "scale_mask_softmax_dropout-p0.1", 15.0),
-        *((name, name, 12.0) for name in ("rotary_embedding", "glu-silu", "bias_activation-gelu", "cross_entropy")),
-        *((name.partition("-")[0], name, 12.0) for name in ("linear_cross_entropy-V8", "linear_logprobs-V8")),
-    ):
+    yield from _model_targets()
+    for title, operator, limit in _OVERHEAD_LIMITS:
         yield _Target(f"Eager call on 1 x 8: {title}", limit, _overhead(operator), unit=" µs", at_least=False)
     for build, title, limit in (("cpu", "no CUDA", 180.0), ("cuda", "nvcc, default architectures", 480.0)):
         measure = _first(_install, "install", case=f"install-{build}")
         yield _Target(f"pip install . from a clean clone, {title}", limit, measure, unit=" s", at_least=False)
 
 
-def _softmax_targets() -> Iterator[_Target]:
-    operator = "scale + mask + softmax + dropout, 8 x 16 x 512 x 512"
-    for p, which, title, against, limit in (
-        (0.1, "forward", "forward", EAGER, 8.0),
-        (0.1, "forward_backward", "forward + backward", EAGER, 6.0),
-        (0.1, "forward_backward", "forward + backward", "torch.compile", 4.0),
-        (0.0, "forward", "forward", EAGER, 1.5),
-        (0.0, "forward_backward", "forward + backward", EAGER, 1.5),
-    ):
-        measure = _speed_up("softmax", f"scale_mask_softmax_dropout-p{p:g}", 8 * 16 * 512, 512, which, against)
-        name = "eager" if against == EAGER else against
-        yield _Target(f"{operator}, p = {p:g}: {title}, {name} / onetrip", limit, measure)
+def _operator_targets() -> Iterator[_Target]:
+    fp32: dict[str, Any] = {"dtype": "fp32"}
+    for p, *limits in _BLOCK_LIMITS:
+        case = fp32 | {"operator": f"{_ROW_NORM_BLOCK}-p{p:g}", "n_rows": 4096, "n_cols": 1024}
+        for which, limit in zip(("forward", "forward_backward"), limits, strict=True):
+            name = f"{_SUBLAYER}, p = {p:g}: {_words(which)}, eager / onetrip"
+            yield _Target(name, limit, _speed_up("row_norm", which, **case))
+    for title, operator in (("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm")):
+        for which in ("forward", "backward"):
+            name = f"{title} alone, widths 64 to 16,384: {which}, torch / onetrip"
+            yield _Target(name, 1.0, _worst("row_norm", operator, which))
+    for title, operator in (("LayerNorm", "layer_norm"), (f"{_SUBLAYER}, p = 0", f"{_ROW_NORM_BLOCK}-p0")):
+        for which, limit in (("forward", 1.0), ("backward", 1.1)):
+            name = f"{title}, warm, every shape and dtype: {which}, eager / onetrip"
+            yield _Target(name, limit, _worst("row_norm", f"warm_{operator}", which))
+    for p, which, against, limit in _SOFTMAX_LIMITS:
+        case = fp32 | {"operator": f"scale_mask_softmax_dropout-p{p:g}", "n_rows": 8 * 16 * 512, "n_cols": 512}
+        name = f"{_ATTENTION_SOFTMAX}, p = {p:g}: {_words(which)}, {against.removeprefix('torch ')} / onetrip"
+        yield _Target(name, limit, _speed_up("softmax", which, against, **case))
     for which in ("forward", "backward"):
         name = f"softmax alone, widths 64 to 65,536: {which}, torch / onetrip"
         yield _Target(name, 1.0, _worst("softmax", "softmax", which))
         name = f"softmax, warm, every shape and dtype: {which}, torch / onetrip"
         yield _Target(name, 1.0, _worst("softmax", "warm_softmax", which))
-
-
-def _step_targets() -> Iterator[_Target]:
-    for suite, operator, n_rows, n_cols, which, against, limit in (
-        ("rotary", "rotary_embedding", 4 * 16 * 1024, 64, "forward", "torch.compile", 2.0),
-        ("rotary", "rotary_embedding", 4 * 16 * 1024, 64, "forward", EAGER, 4.0),
-        ("rotary", "rotary_embedding", 4 * 16 * 1024, 64, "forward_backward", "torch.compile", 2.0),
-        ("rotary", "rotary_embedding", 4 * 16 * 1024, 64, "forward_backward", EAGER, 4.0),
-        ("glu", "glu-silu", 2048, 2816, "forward", "torch.compile", 1.0),
-        ("glu", "glu-silu", 2048, 2816, "forward_backward", "torch.compile", 1.1),
-        ("glu", "glu-silu", 2048, 2816, "forward_backward", EAGER, 2.5),
-        ("glu", "bias_activation-gelu", 2048, 2816, "forward", "torch.compile", 1.0),
-        ("glu", "bias_activation-gelu", 2048, 2816, "forward_backward", "torch.compile", 1.3),
-        ("cross_entropy", "cross_entropy", 2048, 32000, "forward_backward", EAGER, 4.0),
-        ("cross_entropy", "linear_cross_entropy-V32000", 2048, 512, "forward_backward", EAGER, 1.0),
-        ("cross_entropy", "linear_cross_entropy-V32000", 2048, 512, "forward_backward", "torch chunked", 1.4),
-        ("cross_entropy", "linear_cross_entropy-V32000-labels15", 2048, 512, "forward_backward", EAGER, 5.0),
-    ):
-        measure = _speed_up(suite, operator, n_rows, n_cols, which, against)
-        what = f"{operator}, {n_rows:,} x {n_cols:,}: {which.replace('_', ' + ')}"
-        yield _Target(f"{what}, {against} / onetrip", limit, measure)
+    for suite, operator, n_rows, n_cols, which, against, limit in _OPERATOR_LIMITS:
+        case = fp32 | {"operator": operator, "n_rows": n_rows, "n_cols": n_cols}
+        name = f"{operator}, {n_rows:,} x {n_cols:,}: {_words(which)}, {against} / onetrip"
+        yield _Target(name, limit, _speed_up(suite, which, against, **case))
 
 
 def _adam_targets() -> Iterator[_Target]:
     step = "AdamW8bit, a step of BERT-base, fp32"
-    for against, limit in ((ADAM_OF_TORCH, 1.0), ("torch AdamW foreach", 5.0), ("bitsandbytes AdamW8bit", 25.0)):
-        yield _Target(f"{step}: {against} / onetrip", limit, _adam("bert_base", against))
+    for against, limit in _ADAM_LIMITS:
+        measure = _speed_up("adam", "step", against, ADAM, model="bert_base", dtype="fp32")
+        yield _Target(f"{step}: {against} / onetrip", limit, measure)
     yield _Target(f"{step}: share of a copy's bandwidth", 0.6, _adam_figure("share_of_copy", "step"), unit="")
     state_bytes = _adam_figure("state_bytes_per_parameter")
     yield _Target(f"{step}: bytes of state a parameter", 2.07, state_bytes, unit="", at_least=False)
-    name = f"AdamW8bit, 10,000 tensors of 100 elements: {ADAM_OF_TORCH} / onetrip"
-    yield _Target(name, 7.0, _adam("10000_tensors_of_100", ADAM_OF_TORCH))
-    name = f"AdamW8bit, adapters of rank 8 for BERT-base, warm: {ADAM_OF_TORCH} / onetrip"
-    yield _Target(name, 1.0, _adam("adapters_of_rank_8", ADAM_OF_TORCH))
+    for title, model, limit in (
+        ("10,000 tensors of 100 elements", "10000_tensors_of_100", 7.0),
+        ("adapters of rank 8 for BERT-base, warm", "adapters_of_rank_8", 1.0),
+    ):
+        measure = _speed_up("adam", "step", ADAM_OF_TORCH, ADAM, model=model, dtype="fp32")
+        yield _Target(f"AdamW8bit, {title}: {ADAM_OF_TORCH} / onetrip", limit, measure)
     yield _Target("AdamW8bit, language model: held-out loss against torch AdamW", 0.5, _loss, unit="%", at_least=False)
 
 
-TARGETS = {"cpu": tuple(_targets()), "gpu": tuple(_gpu_targets())}
+def _model_targets() -> Iterator[_Target]:
+    training = partial(_speed_up, "training", where="{batch_size} x {sequence_length} tokens", n_layers=12)
+    both = training("forward_backward", "eager", "patched", model="bert_base")
+    yield _Target("BERT-base training step, eager attention: unpatched / patched", 1.3, both)
+    for title, model, limit in _TRAINING_LIMITS:
+        step = training("step", "sdpa", "sdpa, patched, linear_cross_entropy", model=model)
+        yield _Target(f"{title}: a step, unpatched / patched with the loss", limit, step)
+    for shape, *limits in _PATCH_LIMITS:
+        for dtype, limit in zip(("fp32", "bf16"), limits, strict=True):
+            measure = _speed_up("default_patch", *PATCHING, shape=shape, dtype=dtype, mode="train")
+            name = f"{shape}, {dtype}: forward + backward, unpatched / patched with default arguments"
+            yield _Target(name, limit, measure)
+    name = "BERT-large output blocks: bytes saved for backward, patched / eager"
+    yield _Target(name, 0.5, _first(_saved, "bert_blocks"), unit="", at_least=False)
+
+
+TARGETS = {"cpu": tuple(_cpu_targets()), "gpu": tuple(_gpu_targets())}
 
 
 def verdicts(results: Results) -> list[Verdict]:

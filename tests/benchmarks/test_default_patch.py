@@ -38,7 +38,10 @@ def test_a_case_compares_one_model_with_itself_patched(shape: str, training: boo
     saved = [record["steps"][name]["saved_bytes"] for name in ("unpatched", "patched")]
     assert 0 < saved[1] <= saved[0] if training else saved == [0, 0]
     (table,) = run_tables.default_patch([record])
-    assert table.rows[0][:3] == (shape, "fp32", "train" if training else "eval") and targets.gain(record) > 0.0
+    assert (
+        table.rows[0][:3] == (shape, "fp32", "train" if training else "eval")
+        and targets.speed_up(record, *targets.PATCHING) > 0.0
+    )
 
 
 def test_a_model_that_computes_something_else_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
