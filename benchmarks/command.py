@@ -260,7 +260,7 @@ def compare(
         typer.echo(json.dumps(found.to_dict(), indent=1))
     else:
         compare_.print_comparison(found, everything)
-    if fail_on_slower and (found.count("slower") or found.lost):
+    if fail_on_slower and (found.summary["slower"] or found.lost):
         raise typer.Exit(CHECK_FAILED)
 
 

@@ -91,9 +91,10 @@ def read_suite(path: Path) -> dict[str, Any]:
 
 
 def read(folder: Path) -> dict[str, Results]:
-    """Every machine's results under folder, by machine id."""
-    found = {path.name: read_machine(path) for path in sorted(folder.iterdir()) if path.is_dir()}
-    return {machine: results for machine, results in found.items() if results}
+    """Results by machine: of every machine's folder in folder, or of the one machine whose own folder it is."""
+    folders = sorted(path for path in folder.iterdir() if path.is_dir())
+    found = {path.name: results for path in folders if (results := read_machine(path))}
+    return found or {folder.resolve().name: results for results in [read_machine(folder)] if results}
 
 
 def suite_files(folder: Path) -> dict[str, Path]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from onetrip import terminal
 from onetrip.html import Cell, Entry, Table
 
-from ..measure.results import UsageError, failures, read_suite, suite_files
+from ..measure.results import UsageError, failures, read, read_suite
 from .tables import three_digits
 
 SMALLEST_CHANGE = 0.05
@@ -84,100 +84,72 @@ class Comparison:
     differences: list[str]
     """Between the two runs: machine, versions, commit."""
 
-    def count(self, verdict: Verdict) -> int:
-        return sum(change.verdict == verdict for change in self.changes)
+    @property
+    def summary(self) -> dict[Verdict, int]:
+        """Verdict -> how many figures."""
+        verdicts = [change.verdict for change in self.changes]
+        return {verdict: verdicts.count(verdict) for verdict in ("faster", "slower", "same")}
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "summary": {verdict: self.count(verdict) for verdict in ("faster", "slower", "same")},
-            **vars(self),
-            "changes": [change.to_dict() for change in self.changes],
-        }
-
-
-def _files(path: Path) -> list[Path]:
-    """A file itself, or the files of suites in a machine's folder, or in a folder of one machine's folder."""
-    if not path.exists():
-        raise UsageError(f"{path}: no such file or folder")
-    if not path.is_dir():
-        return [path]
-    if own := suite_files(path):
-        return list(own.values())
-    machines = {folder.name: suite_files(folder) for folder in sorted(path.iterdir()) if folder.is_dir()}
-    named = [name for name, files in machines.items() if files]
-    if len(named) > 1:
-        raise UsageError(f"{path} holds the results of several machines: name one of {', '.join(named)}")
-    return [file for name in named for file in machines[name].values()]
+        changes = [change.to_dict() for change in self.changes]
+        return {"summary": self.summary, **vars(self), "changes": changes}
 
 
 def _load(path: Path) -> list[dict[str, Any]]:
     """The suites in a file, a machine's folder, or a folder of one machine's folder."""
-    found = []
-    for file in _files(path):
-        try:
-            content = read_suite(file)
-        except ValueError as error:
-            if path.is_dir() and "schema must be" in str(error):
-                continue  # a folder may hold other JSON beside the suites
-            raise UsageError(str(error)) from None
-        if not isinstance(content.get("cases"), list) or "suite" not in content:
-            raise UsageError(f"{file}: not the results of a suite")
-        found.append(content)
-    if not found:
+    if not path.exists():
+        raise UsageError(f"{path}: no such file or folder")
+    try:
+        if not path.is_dir():
+            return [read_suite(path)]
+        machines = read(path)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if not machines:
         raise UsageError(f"{path}: no results of a suite in it")
-    return found
-
-
-def _figures(value: Any) -> Figures | None:
-    if isinstance(value, dict):
-        for unit in ("ms", "us"):
-            if f"median_{unit}" in value:
-                return Figures(*(value[f"{name}_{unit}"] for name in ("median", "p20", "p80")), unit)
-    return None
+    if len(machines) > 1:
+        raise UsageError(f"{path} holds the results of several machines: name one of {', '.join(machines)}")
+    return [content for results in machines.values() for content in results.values()]
 
 
 def _timed(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Figures]]:
     """Every timed thing below a record, by the names that lead to it."""
-    if (figures := _figures(value)) is not None:
-        yield path, figures
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _timed(item, (*path, key))
-    elif isinstance(value, list):
-        for item in value:
-            if isinstance(item, dict) and "name" in item:
-                yield from _timed(item, (*path, item["name"]))
+    if isinstance(value, list):
+        value = {item["name"]: item for item in value if isinstance(item, dict) and "name" in item}
+    if not isinstance(value, dict):
+        return
+    unit = next((unit for unit in ("ms", "us") if f"median_{unit}" in value), None)
+    if unit is not None:
+        yield path, Figures(*(value[f"{name}_{unit}"] for name in ("median", "p20", "p80")), unit)
+        return
+    for key, item in value.items():
+        yield from _timed(item, (*path, key))
 
 
 class _Run(NamedTuple):
     """What one side holds."""
 
     figures: dict[Key, Figures]
+    slowdown: dict[Key, float]
+    """Of each figure. On a GPU only what the host does is disturbed: microseconds of a call's overhead."""
     copies: dict[Key, Figures]
     failed: dict[str, str]
-    slowdowns: dict[tuple[str, str], float]
-    """By (suite, case)."""
-    device: str
-
-    def slowdown(self, key: Key) -> float:
-        """On a GPU only what the host does is disturbed: microseconds of a call's overhead."""
-        host = self.device == "cpu" or self.figures[key].unit == "us"
-        return self.slowdowns[key[:2]] if host else 1.0
 
 
 def _flat(suites: list[dict[str, Any]]) -> _Run:
-    machine = suites[0]["machine"]
-    run = _Run({}, {}, {}, {}, machine.get("device", "cpu"))
+    run = _Run({}, {}, {}, {})
     for content in suites:
+        on_cpu = content["machine"].get("device", "cpu") == "cpu"
         for case in content["cases"]:
             suite, name = content["suite"], case["case"]
-            run.slowdowns[suite, name] = case.get("cpu_slowdown") or 1.0
             for (group, *rest), found in _timed(case):
                 if group.startswith("copy"):
                     run.copies[suite, name, "", group] = found
                 else:
                     provider, which = rest[0] if rest else group, " ".join(rest[1:])
-                    run.figures[suite, name, provider, which] = found
+                    key = suite, name, provider, which
+                    run.figures[key] = found
+                    run.slowdown[key] = case.get("cpu_slowdown") or 1.0 if on_cpu or found.unit == "us" else 1.0
             run.failed.update({f"{name}: {provider}": why for provider, why in failures(case).items()})
     return run
 
@@ -210,24 +182,14 @@ def compare(before: Path, after: Path) -> Comparison:
         raise UsageError(f"{before} and {after} have no figure in common")
     copies = [new.copies[key].median / figures.median for key, figures in old.copies.items() if key in new.copies]
     return Comparison(
-        [Change(*key, old.figures[key], new.figures[key], max(old.slowdown(key), new.slowdown(key))) for key in common],
+        [Change(*key, old.figures[key], new.figures[key], max(old.slowdown[key], new.slowdown[key])) for key in common],
         lost,
         len(old.figures) - len(common),
         len(new.figures) - len(common),
         statistics.median(copies) if copies else None,
-        (max(map(old.slowdown, common), default=1.0), max(map(new.slowdown, common), default=1.0)),
+        (max(map(old.slowdown.get, common), default=1.0), max(map(new.slowdown.get, common), default=1.0)),
         differences,
     )
-
-
-def _text(figures: Figures) -> str:
-    unit = "µs" if figures.unit == "us" else figures.unit
-    return f"{three_digits(figures.median)} {unit} ({three_digits(figures.p20)}–{three_digits(figures.p80)})"
-
-
-def _speed(ratio: float) -> str:
-    """As a person says it: by how much the time grew or shrank."""
-    return f"{1 / ratio:.2f}x faster" if ratio < 1.0 else f"{ratio:.2f}x slower"
 
 
 def print_comparison(comparison: Comparison, everything: bool = False) -> None:
@@ -251,19 +213,24 @@ def _parts(comparison: Comparison, everything: bool) -> Iterator[str | Table]:
         before, after = comparison.slowdown
         words = f"other processes slowed cases by up to {before:.1f}x before, {after:.1f}x after"
         yield f"{words}: changes of up to {most:.2f}x count as noise"
-    counts = ", ".join(f"{comparison.count(verdict)} {verdict}" for verdict in ("faster", "slower", "same"))
+    counts = ", ".join(f"{n} {verdict}" for verdict, n in comparison.summary.items())
     rest = f"{comparison.only_before} only before, {comparison.only_after} only after"
     yield f"{len(comparison.changes)} figures: {counts}; {rest}"
 
 
 def _row(change: Change) -> tuple[Entry, ...]:
     good = {"faster": True, "slower": False}.get(change.verdict)
+    ratio = change.ratio
     return (
         change.case,
         change.provider,
         change.which,
-        Cell(change.before.median, _text(change.before)),
-        Cell(change.after.median, _text(change.after)),
-        Cell(change.ratio, _speed(change.ratio), good),
+        *(Cell(figures.median, _text(figures)) for figures in (change.before, change.after)),
+        Cell(ratio, f"{1 / ratio:.2f}x faster" if ratio < 1.0 else f"{ratio:.2f}x slower", good),
         Cell(change.verdict, "no" if change.verdict == "same" else change.verdict, good),
     )
+
+
+def _text(figures: Figures) -> str:
+    unit = "µs" if figures.unit == "us" else figures.unit
+    return f"{three_digits(figures.median)} {unit} ({three_digits(figures.p20)}–{three_digits(figures.p80)})"

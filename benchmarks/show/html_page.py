@@ -13,7 +13,7 @@ from onetrip import html
 from onetrip.environment import describe
 from onetrip.html import Section, Table
 
-from ..measure.results import OPERATOR_SUITES, OTHERS, RECORDED, Results, UsageError, read_machine
+from ..measure.results import OPERATOR_SUITES, OTHERS, RECORDED, Results, UsageError
 from ..measure.results import read as read_machines
 from . import tables, targets
 from .figures import drawings
@@ -83,8 +83,6 @@ def read(folder: Path) -> tuple[dict[str, Results], dict[Path, dict[str, Any]]]:
         raise UsageError(f"{folder}: there is no such folder")
     try:
         machines = read_machines(folder)
-        if not machines and (results := read_machine(folder)):
-            machines = {folder.resolve().name: results}
         paths = sorted(path for kind in OTHERS for path in folder.rglob(f"{kind}*.json"))
         others = {path: json.loads(path.read_text()) for path in paths}
     except (OSError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from onetrip.html import Cell, Table
 
@@ -12,6 +13,7 @@ from . import targets
 from .tables import (
     BOTH,
     Cases,
+    Column,
     cases,
     error,
     fixed,
@@ -24,6 +26,7 @@ from .tables import (
     providers,
     ratio,
     shown,
+    table,
 )
 
 
@@ -36,37 +39,35 @@ def by_topic(results: Results) -> dict[str, list[Table]]:
             *streams(cases(results, "adam_streams")),
             *language_model(cases(results, "adam_training")),
         ],
-        "installation": [*install(cases(results, "install"))],
-        "overhead": [*overhead(cases(results, "overhead"))],
+        "installation": install(cases(results, "install")),
+        "overhead": overhead(cases(results, "overhead")),
         "memory": [*saved(cases(results, "bert_blocks"))],
         "counters": [*counters(results)],
-        "run": [*verified(cases(results, "everything"))],
+        "run": verified(cases(results, "everything")),
     }
 
 
 def training(cases: Cases) -> Iterator[Table]:
+    """A table a case; a row is (name of the variant, what was measured of it)."""
     for case in cases:
         on_gpu = any("kernels_ms" in step for step in case["steps"].values())
-        part, what, of = (
+        part, key, of = (
             ("kernels", "kernels_ms", "step")
             if on_gpu
             else ("matrix products", "matrix_products_ms", "forward and backward")
         )
-        columns = (
-            "variant", "forward ms", "backward ms", "both ms", "optimizer ms", "step ms", "samples/s", f"{part} ms",
-            "saved MiB", "peak MiB", "with weights and states MiB",
-        )  # fmt: skip
-        rows = [
-            (
-                name,
-                *(milliseconds(step.get(which)) for which in ("forward", "backward", BOTH, "optimizer", "step")),
-                fixed(step.get("samples_per_s"), 1),
-                fixed(step.get(what), 1 if on_gpu else 0),
-                mib(step.get("saved_bytes")),
-                mib(step.get("peak_bytes")),
-                mib(step.get("training_bytes")),
-            )
-            for name, step in case["steps"].items()
+        columns: list[Column] = [
+            ("variant", lambda row: row[0]),
+            *(
+                _times(head, which)
+                for head, which in (("forward", "forward"), ("backward", "backward"), ("both", BOTH))
+            ),
+            *(_times(which, which) for which in ("optimizer", "step")),
+            ("samples/s", lambda row: fixed(row[1].get("samples_per_s"), 1)),
+            (f"{part} ms", lambda row, key=key, digits=int(on_gpu): fixed(row[1].get(key), digits)),
+            ("saved MiB", lambda row: mib(row[1].get("saved_bytes"))),
+            ("peak MiB", lambda row: mib(row[1].get("peak_bytes"))),
+            ("with weights and states MiB", lambda row: mib(row[1].get("training_bytes"))),
         ]
         title = (
             f"Training step of {case['model']}, {case['n_layers']} layers, {case.get('dtype', 'fp32')}, "
@@ -78,140 +79,141 @@ def training(cases: Cases) -> Iterator[Table]:
             f"Loss without dropout: {losses}. {part.capitalize()}: of one profiled {of}. "
             "Peak: above weights and states."
         )
-        yield Table(title, columns, rows, note)
+        yield from table(title, columns, case["steps"].items(), note)
 
 
-def default_patch(cases: Cases) -> Iterator[Table]:
-    rows = []
-    for case in cases:
-        unpatched, patched = (case["steps"][name] for name in ("unpatched", "patched"))
-        rows.append(
-            (
-                case["shape"],
-                case["dtype"],
-                case["mode"],
-                milliseconds(unpatched["call"]),
-                milliseconds(patched["call"]),
-                ratio(targets.speed_up(case, *targets.PATCHING)),
-                mib(unpatched["saved_bytes"]),
-                mib(patched["saved_bytes"]),
-            )
-        )
-    if rows:
-        note = (
-            "Four layers of 768 columns, 2 x 384 tokens, models as transformers ships them. Train: forward, backward. "
-            "Eval: forward without gradients."
-        )
-        columns = (
-            "model", "dtype", "mode", "unpatched ms", "patched ms", "unpatched / patched", "saved MiB",
-            "patched, saved MiB",
-        )  # fmt: skip
-        yield Table("patch_model(model) with default arguments", columns, rows, note)
+def _times(head: str, which: str) -> Column:
+    return f"{head} ms", lambda row: milliseconds(row[1].get(which))
+
+
+def default_patch(cases: Cases) -> list[Table]:
+    columns: list[Column] = [
+        ("model", lambda case: case["shape"]),
+        ("dtype", lambda case: case["dtype"]),
+        ("mode", lambda case: case["mode"]),
+        ("unpatched ms", lambda case: milliseconds(case["steps"]["unpatched"]["call"])),
+        ("patched ms", lambda case: milliseconds(case["steps"]["patched"]["call"])),
+        ("unpatched / patched", lambda case: ratio(targets.speed_up(case, *targets.PATCHING))),
+        ("saved MiB", lambda case: mib(case["steps"]["unpatched"]["saved_bytes"])),
+        ("patched, saved MiB", lambda case: mib(case["steps"]["patched"]["saved_bytes"])),
+    ]
+    note = (
+        "Four layers of 768 columns, 2 x 384 tokens, models as transformers ships them. Train: forward, backward. "
+        "Eval: forward without gradients."
+    )
+    return table("patch_model(model) with default arguments", columns, cases, note)
 
 
 def adam(cases: Cases) -> Iterator[Table]:
-    columns = (
-        "optimizer", "step ms", "its time / onetrip's", "GB/s", "of copy", "state bytes a parameter", "temporary MiB",
-        "error",
-    )  # fmt: skip
     for case in cases:
-        ours = targets.provider(case, targets.ADAM).get("step")
-        rows = []
-        for entry in case["providers"]:
-            if not entry["check"]["passed"]:
-                continue
-            step = entry["step"]
-            rows.append(
-                (
-                    entry["name"],
-                    milliseconds(step),
-                    ratio(step["median_ms"] / ours["median_ms"] if ours else None),
-                    gigabytes(step),
-                    of_copy(step),
-                    fixed(entry["state_bytes_per_parameter"], 3),
-                    mib(entry["temporary_bytes"]),
-                    error(entry["check"].get("largest_error")),
-                )
-            )
+
+        def slowdown(entry: dict[str, Any], case: dict[str, Any] = case) -> Cell | None:
+            """Its time over onetrip's."""
+            return ratio(targets.speed_up(case, "step", entry["name"], targets.ADAM))
+
+        columns: list[Column] = [
+            ("optimizer", lambda entry: entry["name"]),
+            ("step ms", lambda entry: milliseconds(entry["step"])),
+            ("its time / onetrip's", slowdown),
+            ("GB/s", lambda entry: gigabytes(entry["step"])),
+            ("of copy", lambda entry: of_copy(entry["step"])),
+            ("state bytes a parameter", lambda entry: fixed(entry["state_bytes_per_parameter"], 3)),
+            ("temporary MiB", lambda entry: mib(entry["temporary_bytes"])),
+            ("error", lambda entry: error(entry["check"].get("largest_error"))),
+        ]
         note = (
             f"{case['n_tensors']:,} tensors, {case['n_parameters']:,} parameters. GB/s: parameters and states read and "
             f"written, gradients read (twice to clip). A copy ran at {case['copy']['gb_per_s']:.1f} GB/s. error: of 20 "
             "updates under gradients of a normal distribution, root mean square, relative to exact ones."
         )
-        yield Table(f"A step of AdamW: {case['model']}, {case['dtype']}", columns, rows, note)
+        timed = (entry for entry in case["providers"] if entry["check"]["passed"])
+        yield from table(f"A step of AdamW: {case['model']}, {case['dtype']}", columns, timed, note)
 
 
-def streams(cases: Cases) -> Iterator[Table]:
-    columns = ("gradients", "optimizer", "relative error of updates", "largest update / lr", "exact largest")
-    rows = []
-    for case in cases:
-        exact = targets.provider(case, "exact")
-        for entry in case["providers"]:
-            if entry is not exact:
-                found = fixed(entry["relative_rms"], 3), fixed(entry["largest_update"], 2)
-                rows.append((case["stream"], entry["name"], *found, fixed(exact["largest_update"], 2)))
-    if rows:
-        note = (
-            f"{cases[0]['n_steps']} steps; root mean square of the error of the updates over that of exact Adam's. "
-            "Exact Adam's largest update is 7.27 lr, whatever the gradients."
-        )
-        yield Table("8-bit states: the updates", columns, rows, note)
-
-
-def language_model(cases: Cases) -> Iterator[Table]:
-    rows = []
-    for name in providers(cases):
-        losses = [targets.provider(case, name).get("held_out_loss") for case in cases]
-        found = [loss for loss in losses if loss is not None]
-        against = targets.loss_ratio(cases, name)
-        change = None if against is None else Cell(against, f"{100 * (against - 1):+.2f}%")
-        rows.append((name, *(fixed(loss, 4) for loss in losses), fixed(sum(found) / len(found), 4), change))
-    if rows:
-        note = (
-            f"{cases[0]['n_parameters']:,} parameters, {cases[0]['n_steps']:,} steps on the prose of "
-            "pydoc_data.topics, loss on the tenth that was held out."
-        )
-        seeds = tuple(f"seed {case['seed']}" for case in cases)
-        columns = ("optimizer", *seeds, "mean", f"against {targets.ADAM_OF_TORCH}")
-        yield Table("A language model trained with each optimizer", columns, rows, note)
-
-
-def install(cases: Cases) -> Iterator[Table]:
-    columns = ("pip install . of", "dependencies s", "package s", "both s")
-    rows = [
-        (case["build"], *(fixed(case[f"{part}_s"], 0) for part in ("dependencies", "package", "total")))
-        for case in cases
+def streams(cases: Cases) -> list[Table]:
+    columns: list[Column] = [
+        ("gradients", lambda row: row[0]["stream"]),
+        ("optimizer", lambda row: row[1]["name"]),
+        ("relative error of updates", lambda row: fixed(row[1]["relative_rms"], 3)),
+        ("largest update / lr", lambda row: fixed(row[1]["largest_update"], 2)),
+        ("exact largest", lambda row: fixed(targets.provider(row[0], "exact")["largest_update"], 2)),
     ]
-    if rows:
-        note = "A fresh clone into a fresh virtual environment, build isolation on, no cache."
-        yield Table("Installation", columns, rows, note)
+    rows = [(case, entry) for case in cases for entry in case["providers"] if entry["name"] != "exact"]
+    note = (
+        f"{cases[0]['n_steps'] if cases else 0} steps; root mean square of the error of the updates over that of exact "
+        "Adam's. Exact Adam's largest update is 7.27 lr, whatever the gradients."
+    )
+    return table("8-bit states: the updates", columns, rows, note)
 
 
-def overhead(cases: Cases) -> Iterator[Table]:
-    others = [name for name in providers(cases) if name != targets.EAGER and not name.startswith("onetrip")]
-    rows = []
-    for case in cases:
-        entries = targets.provider(case, targets.EAGER), targets.own(case), *(targets.provider(case, o) for o in others)
+def language_model(cases: Cases) -> list[Table]:
+    if not cases:
+        return []
+
+    def loss(case: dict[str, Any], name: str) -> float | None:
+        return targets.provider(case, name).get("held_out_loss")
+
+    def mean(name: str) -> Cell | None:
+        found = [value for case in cases if (value := loss(case, name)) is not None]
+        return fixed(sum(found) / len(found), 4)
+
+    def change(name: str) -> Cell | None:
+        against = targets.loss_ratio(cases, name)
+        return None if against is None else Cell(against, f"{100 * (against - 1):+.2f}%")
+
+    columns: list[Column] = [
+        ("optimizer", lambda name: name),
+        *((f"seed {case['seed']}", lambda name, case=case: fixed(loss(case, name), 4)) for case in cases),
+        ("mean", mean),
+        (f"against {targets.ADAM_OF_TORCH}", change),
+    ]
+    note = (
+        f"{cases[0]['n_parameters']:,} parameters, {cases[0]['n_steps']:,} steps on the prose of "
+        "pydoc_data.topics, loss on the tenth that was held out."
+    )
+    return table("A language model trained with each optimizer", columns, providers(cases), note)
+
+
+def install(cases: Cases) -> list[Table]:
+    columns: list[Column] = [
+        ("pip install . of", lambda case: case["build"]),
+        ("dependencies s", lambda case: fixed(case["dependencies_s"], 0)),
+        ("package s", lambda case: fixed(case["package_s"], 0)),
+        ("both s", lambda case: fixed(case["total_s"], 0)),
+    ]
+    note = "A fresh clone into a fresh virtual environment, build isolation on, no cache."
+    return table("Installation", columns, cases, note)
+
+
+def overhead(cases: Cases) -> list[Table]:
+    def call(case: dict[str, Any]) -> str:
         dtype = case.get("dtype", "fp32")
-        call = case["operator"] if dtype == "fp32" else f"{case['operator']}, {dtype}"
-        times = [microseconds(entry.get("forward")) for entry in entries]
-        rows.append((call, "yes" if case["requires_grad"] else "no", *times))
-    if rows:
-        columns = ("call on 1 x 8 fp32, forward", "requires grad", "torch eager µs", "onetrip µs")
-        yield Table("Overhead of a call", (*columns, *(f"{name} µs" for name in others)), rows)
+        return case["operator"] if dtype == "fp32" else f"{case['operator']}, {dtype}"
+
+    def time(name: str) -> Column:
+        return f"{name} µs", lambda case: microseconds(targets.provider(case, name).get("forward"))
+
+    others = [name for name in providers(cases) if name != targets.EAGER and not name.startswith("onetrip")]
+    columns: list[Column] = [
+        ("call on 1 x 8 fp32, forward", call),
+        ("requires grad", lambda case: "yes" if case["requires_grad"] else "no"),
+        time(targets.EAGER),
+        ("onetrip µs", lambda case: microseconds(targets.own(case).get("forward"))),
+        *map(time, others),
+    ]
+    return table("Overhead of a call", columns, cases)
 
 
 def saved(cases: Cases) -> Iterator[Table]:
-    names = {
-        "blocks": "the two output blocks, without the inputs of their Linears",
-        "blocks_with_linear_inputs": "the two output blocks, with them",
-        "layer": "the whole encoder layer",
-    }
     for case in cases:
         eager, patched = case["saved_bytes"]["eager"], case["saved_bytes"]["patched"]
         rows = [
             (words, mib(eager[name]), mib(patched[name]), fixed(patched[name] / eager[name], 3))
-            for name, words in names.items()
+            for name, words in (
+                ("blocks", "the two output blocks, without the inputs of their Linears"),
+                ("blocks_with_linear_inputs", "the two output blocks, with them"),
+                ("layer", "the whole encoder layer"),
+            )
         ]
         note = (
             "BertSelfOutput and BertOutput of transformers, training mode; distinct storages saved by autograd, "
@@ -230,10 +232,25 @@ def _function(demangled: str) -> str:
     return found[1] if found else demangled
 
 
-_COUNTED = (
-    "launch", "of copy", "kernel", "µs", "read MiB", "written MiB", "floor MiB", "moved at", "instr./el.", "issue",
-    "occup.", "L2", "regs", "shared KiB", "local MiB", "grid x block",
-)  # fmt: skip
+_COUNTED: list[Column] = [
+    ("launch", lambda row: row[0]["case"]),
+    ("of copy", lambda row: shown(row[0]["share_of_copy"], "{:.0f}%", 0.01)),
+    ("kernel", lambda row: _function(row[1]["kernel"])),
+    ("µs", lambda row: shown(row[1]["duration_ns"], "{:.1f}", 1e3)),
+    ("read MiB", lambda row: mib(row[1]["read_bytes"])),
+    ("written MiB", lambda row: mib(row[1]["written_bytes"])),
+    ("floor MiB", lambda row: mib(row[0]["floor_bytes"])),
+    ("moved at", lambda row: shown(row[1]["moved_share_of_copy"], "{:.0f}%", 0.01)),
+    ("instr./el.", lambda row: fixed(row[1]["instructions_per_element"], 1)),
+    ("issue", lambda row: percent(row[1]["issue_percent"])),
+    ("occup.", lambda row: percent(row[1]["occupancy_percent"])),
+    ("L2", lambda row: percent(row[1]["l2_percent"])),
+    ("regs", lambda row: fixed(row[1]["registers"], 0)),
+    ("shared KiB", lambda row: shown(row[1]["shared_bytes"], "{:.1f}", 1 << 10)),
+    ("local MiB", lambda row: mib(row[1]["local_bytes"])),
+    ("grid x block", lambda row: re.sub(r"(, 1)*\)|\(", "", f"{row[1]['grid']} x {row[1]['block']}")),
+]
+"""A row is (case, one of its kernels)."""
 
 
 def counters(results: Results) -> Iterator[Table]:
@@ -246,43 +263,20 @@ def counters(results: Results) -> Iterator[Table]:
         "those that fit. L2: of its peak. Local: spills, and arrays that are indexed."
     )
     for suite, content in results.items():
-        if not suite.startswith("counters-"):
-            continue
-        rows = [
-            (
-                case["case"],
-                shown(case["share_of_copy"], "{:.0f}%", 0.01),
-                _function(kernel["kernel"]),
-                shown(kernel["duration_ns"], "{:.1f}", 1e3),
-                mib(kernel["read_bytes"]),
-                mib(kernel["written_bytes"]),
-                mib(case["floor_bytes"]),
-                shown(kernel["moved_share_of_copy"], "{:.0f}%", 0.01),
-                fixed(kernel["instructions_per_element"], 1),
-                *(percent(kernel[f"{name}_percent"]) for name in ("issue", "occupancy", "l2")),
-                fixed(kernel["registers"], 0),
-                shown(kernel["shared_bytes"], "{:.1f}", 1 << 10),
-                mib(kernel["local_bytes"]),
-                re.sub(r"(, 1)*\)|\(", "", f"{kernel['grid']} x {kernel['block']}"),
-            )
-            for case in sorted(content["cases"], key=lambda case: case["share_of_copy"] or float("inf"))
-            for kernel in case["kernels"]
-        ]
-        if rows:
-            yield Table(f"What the kernels do on the GPU: {suite.removeprefix('counters-')}", _COUNTED, rows, note)
+        if suite.startswith("counters-"):
+            cases = sorted(content["cases"], key=lambda case: case["share_of_copy"] or float("inf"))
+            rows = ((case, kernel) for case in cases for kernel in case["kernels"])
+            title = f"What the kernels do on the GPU: {suite.removeprefix('counters-')}"
+            yield from table(title, _COUNTED, rows, note)
 
 
-def verified(cases: Cases) -> Iterator[Table]:
+def verified(cases: Cases) -> list[Table]:
     """What `onetrip bench --everything` ran, and what became of it."""
     good = {"passed": True, "failed": False}
-    rows = [
-        (
-            case["case"],
-            Cell(case["status"], case["status"], good=good.get(case["status"])),
-            fixed(case["seconds"], 0),
-            "; ".join(filter(None, (case.get("reason", ""), *case.get("failures", ())))),
-        )
-        for case in cases
+    columns: list[Column] = [
+        ("part", lambda case: case["case"]),
+        ("status", lambda case: Cell(case["status"], case["status"], good.get(case["status"]))),
+        ("s", lambda case: fixed(case["seconds"], 0)),
+        ("why", lambda case: "; ".join(filter(None, (case.get("reason", ""), *case.get("failures", ()))))),
     ]
-    if rows:
-        yield Table("Parts of the run", ("part", "status", "s", "why"), rows)
+    return table("Parts of the run", columns, cases)

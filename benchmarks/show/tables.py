@@ -5,9 +5,9 @@ The other suites have theirs in run_tables.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from onetrip import terminal
 from onetrip.environment import describe
@@ -24,10 +24,14 @@ _MIB = 1 << 20
 BOTH = "forward_backward"
 _SLOWED = 1.1
 """Slowdown by other processes: above it a time is doubtful."""
-_PROVIDER = (
-    "provider", "forward ms", "GB/s", "of copy", "backward ms", "GB/s", "of copy", "both ms", "eager / it",
-    "saved MiB", "peak MiB", "error",
-)  # fmt: skip
+Column = tuple[str, Callable[[Any], Entry]]
+"""Its head, and the entry of a row."""
+
+
+def table(caption: str, columns: Sequence[Column], rows: Iterable[Any], note: str = "") -> list[Table]:
+    """The one table; none where there are no rows."""
+    entries = [tuple(entry(row) for _, entry in columns) for row in rows]
+    return [Table(caption, [head for head, _ in columns], entries, note)] if entries else []
 
 
 def three_digits(value: float) -> str:
@@ -86,31 +90,57 @@ def of_every_width(results: Results) -> Cases:
     return [case for case in cases(results, *OPERATOR_SUITES) if case["n_rows"] == ELEMENTS // case["n_cols"]]
 
 
-def verdicts(results: Results) -> Iterator[Table]:
-    found = [verdict for verdict in targets.verdicts(results) if verdict.reached is not None]
-    if found:
-        words = {True: Cell("yes", "yes", good=True), False: Cell("no", "no", good=False)}
-        rows = [(verdict.target, verdict.measured, words[verdict.reached]) for verdict in found]
-        yield Table("Targets", ("target", "measured", "reached"), rows)
+def verdicts(results: Results) -> list[Table]:
+    columns: list[Column] = [
+        ("target", lambda verdict: verdict.target),
+        ("measured", lambda verdict: verdict.measured),
+        ("reached", lambda verdict: Cell(*(("yes", "yes") if verdict.reached else ("no", "no")), verdict.reached)),
+    ]
+    judged = [verdict for verdict in targets.verdicts(results) if verdict.reached is not None]
+    return table("Targets", columns, judged)
 
 
-def _provider(case: dict[str, Any], entry: dict[str, Any]) -> tuple[Entry, ...]:
-    """The columns of _PROVIDER; without numbers where the provider failed its check."""
-    forward, backward, *rest = _times(case, entry)
-    speeds = [(gigabytes(times), of_copy(times)) for times in (entry.get("forward"), entry.get("backward"))]
-    largest_error = error(entry["check"].get("largest_error"))
-    return (entry["name"], forward, *speeds[0], backward, *speeds[1], *rest, largest_error)
+class _Row(NamedTuple):
+    """A provider of a case; without numbers where it failed its check."""
+
+    case: dict[str, Any]
+    entry: dict[str, Any]
 
 
-def _times(case: dict[str, Any], entry: dict[str, Any]) -> tuple[Entry, ...]:
-    """Forward, backward and both in milliseconds, times faster than eager, saved and peak MiB."""
-    both, eager = entry.get(BOTH), targets.provider(case, targets.EAGER).get(BOTH)
-    return (
-        *(milliseconds(entry.get(name)) for name in ("forward", "backward", BOTH)),
-        ratio(eager["median_ms"] / both["median_ms"] if both and eager else None),
-        mib(entry.get("saved_bytes")),
-        mib(entry.get("peak_bytes")),
-    )
+def _rows(cases: Cases) -> list[_Row]:
+    return [_Row(case, entry) for case in cases for entry in case["providers"]]
+
+
+def _milliseconds(name: str) -> Column:
+    which = BOTH if name == "both" else name
+    return f"{name} ms", lambda row: milliseconds(row.entry.get(which))
+
+
+def _speed(which: str) -> list[Column]:
+    return [
+        _milliseconds(which),
+        ("GB/s", lambda row: gigabytes(row.entry.get(which))),
+        ("of copy", lambda row: of_copy(row.entry.get(which))),
+    ]
+
+
+_NAME: Column = ("provider", lambda row: row.entry["name"])
+_BOTH_AND_MEMORY: list[Column] = [
+    _milliseconds("both"),
+    ("eager / it", lambda row: ratio(targets.speed_up(row.case, BOTH, ours=row.entry["name"]))),
+    ("saved MiB", lambda row: mib(row.entry.get("saved_bytes"))),
+    ("peak MiB", lambda row: mib(row.entry.get("peak_bytes"))),
+]
+_PROVIDER: list[Column] = [
+    *(_NAME, *_speed("forward"), *_speed("backward"), *_BOTH_AND_MEMORY),
+    ("error", lambda row: error(row.entry["check"].get("largest_error"))),
+]
+_CASE: list[Column] = [
+    ("operator", lambda row: row.case["operator"]),
+    ("rows", lambda row: row.case["n_rows"]),
+    ("width", lambda row: row.case["n_cols"]),
+    ("dtype", lambda row: row.case["dtype"]),
+]
 
 
 def operators(cases: Cases) -> Iterator[Table]:
@@ -123,20 +153,12 @@ def operators(cases: Cases) -> Iterator[Table]:
             f"at {case['copy_to_fresh_memory']['gb_per_s']:.1f} GB/s into a tensor that it allocates."
         )
         title = f"{case['operator']}, {case['n_rows']} x {case['n_cols']} {case['dtype']}"
-        yield Table(title, _PROVIDER, [_provider(case, entry) for entry in case["providers"]], note)
+        yield from table(title, _PROVIDER, _rows([case]), note)
 
 
-def measurements(cases: Cases) -> Iterator[Table]:
+def measurements(cases: Cases) -> list[Table]:
     """All cases in one table, to be sorted."""
-    rows = [
-        (case["operator"], case["n_rows"], case["n_cols"], case["dtype"], *_provider(case, entry))
-        for case in cases
-        for entry in case["providers"]
-    ]
-    if rows:
-        yield Table(
-            "Every operator, shape, dtype and provider", ("operator", "rows", "width", "dtype", *_PROVIDER), rows
-        )
+    return table("Every operator, shape, dtype and provider", [*_CASE, *_PROVIDER], _rows(cases))
 
 
 def width_series(cases: Cases) -> dict[tuple[str, str], Cases]:
@@ -149,40 +171,33 @@ def width_series(cases: Cases) -> dict[tuple[str, str], Cases]:
     }
 
 
-def full(results: Results) -> Cases:
-    return [case for case in cases(results, *OPERATOR_SUITES) if case["full"]]
-
-
-def alone(results: Results) -> Cases:
-    """The cases that stand in no table of their own and in no series of widths; a GPU's many shapes left out."""
+def with_own_table(results: Results) -> Cases:
+    """The full cases, then those that stand in no series of widths; a GPU's many shapes left out."""
+    found = cases(results, *OPERATOR_SUITES)
     series = width_series(of_every_width(results)).values()
     shown = {case["case"] for members in series for case in members}
-    return [
+    shapes = gpu_shapes()
+    return [case for case in found if case["full"]] + [
         case
-        for case in cases(results, *OPERATOR_SUITES)
-        if not case["full"] and case["case"] not in shown and (case["n_rows"], case["n_cols"]) not in gpu_shapes()
+        for case in found
+        if not case["full"] and case["case"] not in shown and (case["n_rows"], case["n_cols"]) not in shapes
+    ]
+
+
+def _torch_and_onetrip(which: str) -> list[Column]:
+    return [
+        (f"torch {which} ms", lambda case: milliseconds(targets.provider(case, targets.EAGER).get(which))),
+        (f"onetrip {which} ms", lambda case: milliseconds(targets.own(case).get(which))),
+        ("torch / onetrip", lambda case: ratio(targets.speed_up(case, which))),
+        ("of copy", lambda case: of_copy(targets.own(case).get(which))),
     ]
 
 
 def widths(cases: Cases) -> Iterator[Table]:
-    columns = (
-        "width", "torch forward ms", "onetrip forward ms", "torch / onetrip", "of copy", "torch backward ms",
-        "onetrip backward ms", "torch / onetrip", "of copy",
-    )  # fmt: skip
+    width: Column = ("width", lambda case: case["n_cols"])
+    columns = [width, *_torch_and_onetrip("forward"), *_torch_and_onetrip("backward")]
     for (operator, dtype), members in width_series(cases).items():
-        rows = []
-        for case in members:
-            torch, ours = targets.provider(case, targets.EAGER), targets.own(case)
-            row: list[Entry] = [case["n_cols"]]
-            for name in ("forward", "backward"):
-                row += [
-                    milliseconds(torch.get(name)),
-                    milliseconds(ours.get(name)),
-                    ratio(targets.speed_up(case, name)),
-                    of_copy(ours.get(name)),
-                ]
-            rows.append(row)
-        yield Table(f"{operator} alone, {dtype}, 4 Mi elements at every width", columns, rows)
+        yield from table(f"{operator} alone, {dtype}, 4 Mi elements at every width", columns, members)
 
 
 def by_dtype_and_dropout(cases: Cases) -> list[tuple[tuple[str, float], Cases]]:
@@ -194,20 +209,16 @@ def by_dtype_and_dropout(cases: Cases) -> list[tuple[tuple[str, float], Cases]]:
 
 
 def attention(cases: Cases) -> Iterator[Table]:
-    columns = ("length", "provider", "forward ms", "backward ms", "both ms", "eager / it", "saved MiB", "peak MiB")
+    length: Column = ("length", lambda row: attention_length(row.case))
+    columns = [length, _NAME, _milliseconds("forward"), _milliseconds("backward"), *_BOTH_AND_MEMORY]
+    note = (
+        "Heads of width 64, no mask. SDPA's flash backend keeps no scores; where this operator keeps weights for "
+        "backward, they are in *saved*. It is for models that run eager attention, or SDPA where that is slower. "
+        "With dropout every provider was checked without it: a mask cannot be read off the output."
+    )
     for (dtype, dropout_p), members in by_dtype_and_dropout(cases):
-        rows = [
-            (attention_length(case), entry["name"], *_times(case, entry))
-            for case in members
-            for entry in case["providers"]
-            if entry["check"]["passed"]
-        ]
-        note = (
-            "Heads of width 64, no mask. SDPA's flash backend keeps no scores; where this operator keeps weights for "
-            "backward, they are in *saved*. It is for models that run eager attention, or SDPA where that is slower. "
-            "With dropout every provider was checked without it: a mask cannot be read off the output."
-        )
-        yield Table(f"Attention, {dtype}, dropout {dropout_p:g}", columns, rows, note)
+        rows = [row for row in _rows(members) if row.entry["check"]["passed"]]
+        yield from table(f"Attention, {dtype}, dropout {dropout_p:g}", columns, rows, note)
 
 
 def attention_length(case: dict[str, Any]) -> int:
@@ -215,71 +226,71 @@ def attention_length(case: dict[str, Any]) -> int:
     return int(case["operator"].split("-")[1][1:])
 
 
-def attention_winners(cases: Cases) -> Iterator[Table]:
-    columns = ("length", "dtype", "dropout", "fastest of SDPA", "its both ms", "onetrip both ms", "faster", "by")
-    rows = []
+class _Duel(NamedTuple):
+    """The fastest backend of SDPA, and onetrip."""
+
+    case: dict[str, Any]
+    sdpa: dict[str, Any]
+    ours: dict[str, Any]
+
+    @property
+    def ratio(self) -> float:
+        return float(self.sdpa[BOTH]["median_ms"] / self.ours[BOTH]["median_ms"])
+
+
+def attention_winners(cases: Cases) -> list[Table]:
+    duels = []
     for case in cases:
         timed = [entry for entry in case["providers"] if BOTH in entry]
         sdpa = [entry for entry in timed if entry["name"].startswith("SDPA")]
-        ours = next((entry for entry in timed if entry["name"].startswith("onetrip")), None)
-        if not sdpa or ours is None:
-            continue
-        best = min(sdpa, key=lambda entry: entry[BOTH]["median_ms"])
-        faster = best[BOTH]["median_ms"] / ours[BOTH]["median_ms"]
-        rows.append(
-            (
-                attention_length(case),
-                case["dtype"],
-                case["dropout_p"],
-                best["name"],
-                milliseconds(best[BOTH]),
-                milliseconds(ours[BOTH]),
-                "onetrip" if faster > 1.0 else "SDPA",
-                ratio(max(faster, 1.0 / faster)),
-            )
-        )
-    if rows:
-        yield Table("Attention: where SDPA wins", columns, rows)
-
-
-def graphs(cases: Cases) -> Iterator[Table]:
-    """Where small launches were also timed as CUDA graphs: the kernels alone, without what the host costs."""
-    columns = ("operator", "rows", "width", "dtype", "provider", "forward ms", "alone", "both ms", "alone")
-    rows = [
-        (
-            *(case["operator"], case["n_rows"], case["n_cols"], case["dtype"], entry["name"]),
-            milliseconds(entry.get("forward")),
-            milliseconds(entry["graph"].get("forward")),
-            milliseconds(entry.get(BOTH)),
-            milliseconds(entry["graph"].get(BOTH)),
-        )
-        for case in cases
-        for entry in case["providers"]
-        if "graph" in entry
+        ours = targets.own({"providers": timed})
+        if sdpa and ours:
+            duels.append(_Duel(case, min(sdpa, key=lambda entry: entry[BOTH]["median_ms"]), ours))
+    columns: list[Column] = [
+        ("length", lambda duel: attention_length(duel.case)),
+        ("dtype", lambda duel: duel.case["dtype"]),
+        ("dropout", lambda duel: duel.case["dropout_p"]),
+        ("fastest of SDPA", lambda duel: duel.sdpa["name"]),
+        ("its both ms", lambda duel: milliseconds(duel.sdpa[BOTH])),
+        ("onetrip both ms", lambda duel: milliseconds(duel.ours[BOTH])),
+        ("faster", lambda duel: "onetrip" if duel.ratio > 1.0 else "SDPA"),
+        ("by", lambda duel: ratio(max(duel.ratio, 1.0 / duel.ratio))),
     ]
-    if rows:
-        yield Table("Kernels alone, as CUDA graphs", columns, rows)
+    return table("Attention: where SDPA wins", columns, duels)
 
 
-def without_number(cases: Iterable[dict[str, Any]]) -> Iterator[Table]:
+def graphs(cases: Cases) -> list[Table]:
+    """Where small launches were also timed as CUDA graphs: the kernels alone, without what the host costs."""
+    columns: list[Column] = [
+        *(*_CASE, _NAME, _milliseconds("forward")),
+        ("alone", lambda row: milliseconds(row.entry["graph"].get("forward"))),
+        _milliseconds("both"),
+        ("alone", lambda row: milliseconds(row.entry["graph"].get(BOTH))),
+    ]
+    return table("Kernels alone, as CUDA graphs", columns, (row for row in _rows(cases) if "graph" in row.entry))
+
+
+def without_number(cases: Iterable[dict[str, Any]]) -> list[Table]:
     reasons: dict[tuple[str, str], list[str]] = {}
     for case in cases:
-        for name, reason in case.get("unavailable", {}).items():
-            reasons.setdefault((name, reason), []).append(case["case"])
-        for name, why in failures(case).items():
-            reasons.setdefault((name, f"failed: {why}"), []).append(case["case"])
-    rows = [(name, reason, ids[0] if len(ids) == 1 else f"{len(ids)} cases") for (name, reason), ids in reasons.items()]
-    if rows:
-        yield Table("Without a number", ("provider", "why", "where"), rows)
+        failed = {name: f"failed: {why}" for name, why in failures(case).items()}
+        for reason in (*case.get("unavailable", {}).items(), *failed.items()):
+            reasons.setdefault(reason, []).append(case["case"])
+    columns: list[Column] = [
+        ("provider", lambda item: item[0][0]),
+        ("why", lambda item: item[0][1]),
+        ("where", lambda item: item[1][0] if len(item[1]) == 1 else f"{len(item[1])} cases"),
+    ]
+    return table("Without a number", columns, reasons.items())
 
 
 def by_topic(results: Results) -> dict[str, list[Table]]:
     """Every table of one machine's results, by what it is about, in the order of the documentation."""
     found = {
-        "targets": [*verdicts(results)],
-        "operators": [*operators(full(results) + alone(results))],
+        "targets": verdicts(results),
+        "operators": [*operators(with_own_table(results))],
         "widths": [*widths(of_every_width(results))],
-        "graphs": [*graphs(cases(results, *OPERATOR_SUITES))],
+        "graphs": graphs(cases(results, *OPERATOR_SUITES)),
         "attention": [
             *attention_winners(cases(results, "attention")),
             *attention(cases(results, "attention")),
@@ -289,7 +300,7 @@ def by_topic(results: Results) -> dict[str, list[Table]]:
         from . import run_tables
 
         found |= run_tables.by_topic(results)
-    return found | {"missing": [*without_number(cases(results, *results))]}
+    return found | {"missing": without_number(cases(results, *results))}
 
 
 def every(results: Results) -> list[Table]:
