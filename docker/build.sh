@@ -26,7 +26,7 @@ packages() {
     'setuptools>=64' wheel 'pybind11>=2.13' ninja rich typer
   if [ -n "${ONETRIP_BENCH:-}" ]; then
     PIP_CONSTRAINT='' python -m pip install --quiet --no-cache-dir --disable-pip-version-check \
-      pytest pytest-benchmark hypothesis 'transformers>=4.48' jinja2 matplotlib psutil nvidia-ml-py
+      pytest pytest-benchmark pytest-xdist hypothesis 'transformers>=4.48' jinja2 matplotlib psutil nvidia-ml-py
   fi
 }
 

@@ -137,11 +137,11 @@ def _run(part: Part, state: State, place: Place, limits: Limits) -> None:
         file.write(f"$ {shlex.join(command)}\n".encode())
         file.flush()
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        streams = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        options = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "cwd": part.folder}
         status = None
         try:
             # SIGINT, as Ctrl-C: what is done is kept.
-            with process_group(command, signal.SIGINT, _PATIENCE_S, env=environment, **streams) as process:
+            with process_group(command, signal.SIGINT, _PATIENCE_S, env=environment, **options) as process:
                 code = process.wait(allotted)
         except subprocess.TimeoutExpired:
             of_part = allotted == limits.part_s

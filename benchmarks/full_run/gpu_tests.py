@@ -1,36 +1,23 @@
-"""The tests marked gpu, in shards that go on where they were stopped, and outlive a broken CUDA context.
+"""The tests marked gpu, in shards, each a run of pytest-xdist with this module as a plugin.
 
-    python -m onetrip.benchmarks.full_run.gpu_tests SHARD ROOT DIR
-
-Workers run pytest over their shares of a shard with this module as a plugin, which writes each outcome down at once in
-DIR/gpu-tests/<shard>-<worker>.jsonl. A kernel that faults breaks the CUDA context of its process for good: the process
-ends there, and another one goes on with the tests that are left. A test that kills its process is a failure too. The
-next call runs what failed and what is left.
+A kernel that faults breaks the CUDA context of its process for good: that worker ends with the test, and xdist starts
+another one. A test that has passed or was skipped is written down at once in DIR/gpu-tests/<shard>.txt; the next run
+leaves it out.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import re
-import subprocess
-import sys
 import time
-import zlib
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from onetrip import html
-from onetrip.command_line import INTERRUPTED
 from onetrip.environment import checkout
 
-_VARIABLE = "ONETRIP_GPU_TESTS"
-_BROKEN_CONTEXT = 9  # exit code of a process that the plugin ends
+_BROKEN_CONTEXT = 9  # exit code of a worker that the plugin ends
 _MOST_WORKERS = 6
 _LINES = 3  # of a failure's message
 
@@ -82,73 +69,95 @@ def root() -> Path | None:
 
 
 def missing() -> str:
-    """What pytest needs and is not installed."""
-    needed = {"pytest_benchmark": "pytest-benchmark", "hypothesis": "hypothesis", "transformers": "transformers"}
+    """What the tests need and is not installed."""
+    needed = {"xdist": "pytest-xdist", "pytest_benchmark": "pytest-benchmark"}
+    needed |= {"hypothesis": "hypothesis", "transformers": "transformers"}
     absent = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
     return f"not installed: {', '.join(absent)} (pip install 'onetrip[test]')" if absent else ""
 
 
-def read(record: Path) -> dict[str, Any]:
-    """What one worker wrote: {"total": ..., "tests": {id: its last line}}."""
-    total, tests = None, {}
-    for line in record.read_text().splitlines() if record.exists() else ():
-        try:
-            entry = json.loads(line)
-        except ValueError:  # the process died while it wrote
-            continue
-        if "total" in entry:
-            total = entry["total"]
-        else:
-            tests[entry["test"]] = entry
-    return {"total": total, "tests": tests}
+def command(shard: Shard, tree: Path, output: Path) -> tuple[str, ...]:
+    """Of python -m, in the tree."""
+    workers = 1 if shard.alone else max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // 2))
+    place = output / "gpu-tests" / shard.name
+    options = ["-p", __name__, f"--gpu-record={place}.txt", f"--junitxml={place}.xml", "-p", "no:cacheprovider"]
+    options += [f"--numprocesses={workers}", "--max-worker-restart=1000", "--continue-on-collection-errors"]
+    options += ["-q", "--tb=short", "-rNs", "--durations=10", f"--rootdir={tree}"]
+    options += ["-m", "gpu", *(["-k", shard.keywords] if shard.keywords else [])]
+    return "pytest", *options, *(str(tree / "tests" / path) for path in shard.paths)
 
 
-class _Recorder:
-    """The plugin: takes the worker's share of the tests, less those that have run; writes outcomes."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu-record", type=Path)
 
-    def __init__(self, record: Path, worker: int, workers: int) -> None:
-        self._file = record.open("a")
-        # The records of all workers count: on another machine there may have been more of them.
-        shard = record.name.rpartition("-")[0]
-        self._finished = {test for path in record.parent.glob(f"{shard}-*.jsonl") for test in read(path)["tests"]}
-        self._worker, self._workers = worker, workers
-        self._outcome, self._reason, self._start = "passed", "", 0.0
 
-    def _write(self, **entry: object) -> None:
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+def pytest_configure(config: pytest.Config) -> None:
+    record = config.getoption("--gpu-record")
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Worker(config.workerinput["finished"]))
+    elif record is not None:
+        config.pluginmanager.register(_Controller(record))
+
+
+class _Worker:
+    """Leaves out what has run; ends its process where the CUDA context is broken."""
+
+    def __init__(self, finished: list[str]) -> None:
+        self._finished = set(finished)
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        mine = [item for item in items if zlib.crc32(item.nodeid.encode()) % self._workers == self._worker]
-        self._write(total=len(mine))
-        items[:] = [item for item in mine if item.nodeid not in self._finished]
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if item.nodeid not in self._finished]
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self._write(test=report.nodeid, outcome="failed", reason=_message(report), seconds=0.0)
+    @pytest.hookimpl(trylast=True)  # the controller knows the failure by then
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and _context_is_broken():
+            os._exit(_BROKEN_CONTEXT)
+
+
+class _Controller:
+    """Writes down what has passed or was skipped, and prints what failed."""
+
+    def __init__(self, record: Path) -> None:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        self._finished = record.read_text().splitlines() if record.exists() else []
+        self._file = record.open("a")
+        self._started: dict[str, float] = {}
+        self._failures: dict[str, str] = {}
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ.pop("OMP_PROC_BIND", None)  # all workers' threads would share one core
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput["finished"] = self._finished  # the same for a worker that replaces another one
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._outcome, self._reason, self._start = "passed", "", time.time()
-        self._write(test=nodeid, outcome="started", at=self._start)
-
-    def _seconds(self) -> float:
-        return round(time.time() - self._start, 3)
+        self._started[nodeid] = time.time()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self._outcome, self._reason = "failed", _message(report)
-            if _context_is_broken():
-                reason = f"{self._reason} [and the CUDA context is broken]"
-                self._write(test=report.nodeid, outcome="failed", reason=reason, seconds=self._seconds())
-                self._file.close()
-                os._exit(_BROKEN_CONTEXT)
-        elif report.skipped and self._outcome == "passed":
-            longrepr = report.longrepr
-            self._outcome = "skipped"
-            self._reason = str(longrepr[-1] if isinstance(longrepr, tuple) else longrepr).removeprefix("Skipped: ")
-        if report.when == "teardown":
-            self._write(test=report.nodeid, outcome=self._outcome, reason=self._reason, seconds=self._seconds())
+            self._failures.setdefault(report.nodeid, _message(report))  # the first: before its worker died
+        elif report.when == "teardown" and report.nodeid not in self._failures:
+            print(report.nodeid, file=self._file, flush=True)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._failures.setdefault(report.nodeid, _message(report))
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._started.pop(nodeid, None)
+
+    def pytest_keyboard_interrupt(self) -> None:
+        for test, start in self._started.items():
+            print(f"\nstopped in {test}, after {time.time() - start:.0f} s", flush=True)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and not self._failures:  # all have run
+            session.exitstatus = pytest.ExitCode.OK
+
+    def pytest_terminal_summary(self) -> None:
+        for test, reason in self._failures.items():
+            print(f"FAILED {test.removeprefix('tests/')}: {reason}")
 
 
 def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
@@ -166,108 +175,3 @@ def _context_is_broken() -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if _VARIABLE in os.environ:
-        given = json.loads(os.environ[_VARIABLE])
-        given["record"] = Path(given["record"])
-        config.pluginmanager.register(_Recorder(**given), "onetrip gpu tests")
-
-
-def _settle(record: Path) -> None:
-    """Tests that were running when their process died have failed."""
-    running = [entry for entry in read(record)["tests"].values() if entry["outcome"] == "started"]
-    with record.open("a") as file:
-        for entry in running:
-            outcome = {
-                "outcome": "failed",
-                "reason": "its process died",
-                "seconds": round(time.time() - entry["at"], 3),
-            }
-            file.write("\n" + json.dumps({"test": entry["test"], **outcome}) + "\n")  # it may have died within a line
-
-
-def _keep_what_passed(record: Path) -> None:
-    kept = [entry for entry in read(record)["tests"].values() if entry["outcome"] in ("passed", "skipped")]
-    if record.exists():
-        html.write(record, "".join(json.dumps(entry) + "\n" for entry in kept))
-
-
-def _work(shard: Shard, tree: Path, record: Path, worker: int, workers: int) -> str:
-    """Runs one worker's share; says why it did not come to its end, "" where it did."""
-    given = {"record": str(record), "worker": worker, "workers": workers}
-    environment = {**os.environ, _VARIABLE: json.dumps(given), "OMP_NUM_THREADS": "1"}
-    environment.pop("OMP_PROC_BIND", None)  # all workers' threads would share one core
-    command = [sys.executable, "-m", "pytest", "-p", "onetrip.benchmarks.full_run.gpu_tests", "-p", "no:cacheprovider"]
-    command += ["-q", "--tb=short", "--continue-on-collection-errors", f"--rootdir={tree}"]
-    command += [*(str(tree / "tests" / path) for path in shard.paths), "-m", "gpu"]
-    command += ["-k", shard.keywords] if shard.keywords else []
-    while True:
-        before = len(read(record)["tests"])
-        with record.with_suffix(".log").open("ab") as log:
-            status = subprocess.run(command, cwd=tree, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
-        if status == pytest.ExitCode.INTERRUPTED:
-            return "interrupted"
-        if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
-            return ""
-        _settle(record)
-        found = read(record)
-        if found["total"] is not None and len(found["tests"]) >= found["total"]:
-            return ""
-        if len(found["tests"]) == before:
-            return f"pytest ended with {status} before a test ran: {record.with_suffix('.log')}"
-
-
-def run(shard: Shard, tree: Path, output: Path, workers: int) -> int:
-    """One shard, what ran before kept. Prints the outcome; the exit code says whether it is whole and green."""
-    folder = output / "gpu-tests"
-    folder.mkdir(parents=True, exist_ok=True)
-    records = [folder / f"{shard.name}-{worker}.jsonl" for worker in range(workers)]
-    for record in records:
-        _keep_what_passed(record)
-    with ThreadPoolExecutor(workers) as pool:
-        ends = [pool.submit(_work, shard, tree, record, i, workers) for i, record in enumerate(records)]
-        try:
-            reasons = {end.result() for end in ends} - {""}
-        except KeyboardInterrupt:
-            summarise(shard, records)  # now: the pool waits for the tests that are running
-            return INTERRUPTED
-    has_failed = summarise(shard, records)
-    for line in sorted(reasons):
-        print(line)
-    return 1 if reasons or has_failed else 0
-
-
-def summarise(shard: Shard, records: list[Path]) -> bool:
-    """Prints what became of the tests and writes it into <shard>.json; whether one failed."""
-    found = [read(record) for record in records]
-    tests = {name: entry for one in found for name, entry in one["tests"].items()}
-    total = sum(one["total"] or 0 for one in found)
-    counts = Counter(entry["outcome"] for entry in tests.values())
-    skipped = Counter(entry["reason"] for entry in tests.values() if entry["outcome"] == "skipped")
-    failures = [entry for entry in tests.values() if entry["outcome"] == "failed"]
-    summary = {"shard": shard.name, "total": total, **counts, "reasons": dict(skipped), "failures": failures}
-    slowest = sorted(tests.values(), key=lambda entry: -entry.get("seconds", 0.0))[:10]
-    summary["slowest"] = [{"test": entry["test"], "seconds": entry.get("seconds")} for entry in slowest]
-    (records[0].parent / f"{shard.name}.json").write_text(json.dumps(summary, indent=1) + "\n")
-    for entry in failures:
-        print(f"FAILED {re.sub(r'^tests/', '', entry['test'])}: {entry['reason']}")
-    for reason, count in skipped.items():
-        print(f"{count} skipped: {reason}")
-    print(f"{len(tests)} of {total} tests ran: " + ", ".join(f"{n} {name}" for name, n in sorted(counts.items())))
-    for entry in tests.values():
-        if entry["outcome"] == "started":
-            print(f"stopped in {entry['test']}, after {time.time() - entry['at']:.0f} s")
-    return bool(failures)
-
-
-def main(arguments: list[str]) -> int:
-    name, tree, output = arguments
-    shard = next(shard for shard in SHARDS if shard.name == name)
-    workers = 1 if shard.alone else max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // 2))
-    return run(shard, Path(tree), Path(output), workers)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

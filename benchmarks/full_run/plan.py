@@ -62,6 +62,8 @@ class Part:
     """Why it cannot run here; empty where it can."""
     always: bool = False
     """Runs at the end of every call, whatever was done before."""
+    folder: Path | None = None
+    """Where it runs; None: in the current folder."""
 
 
 def _own(kind: str, proves: str, place: Place, always: bool = False) -> Part:
@@ -75,8 +77,9 @@ def _gpu_tests(place: Place) -> Iterator[Part]:
         missing = "the tests are not installed with the package: call from the root of a source tree"
     missing = missing or gpu_tests.missing()
     for shard in gpu_tests.SHARDS:
-        command = (f"{_FOLDER}.gpu_tests", shard.name, str(place.tests), str(place.output))
-        yield Part(f"gpu-tests-{shard.name}", f"the tests marked gpu: {shard.what}", command, missing)
+        command = gpu_tests.command(shard, place.tests or Path(), place.output)
+        proves = f"the tests marked gpu: {shard.what}"
+        yield Part(f"gpu-tests-{shard.name}", proves, command, missing, folder=place.tests)
 
 
 def _no_tool(name: str, place: Place, package: str = "") -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import json
+import os
 import re
-import time
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from onetrip.benchmarks.full_run import gpu_tests
@@ -62,64 +62,60 @@ gpu_tests._context_is_broken = lambda: broken
 """
 
 
-@pytest.mark.slow
-def test_gpu_tests_outlive_what_breaks_and_go_on_where_they_stopped(tmp_path, capsys):
-    tree, output = tmp_path / "tree", tmp_path / "output"
-    (tree / "tests").mkdir(parents=True)
-    (tree / "tests/test_made_up.py").write_text(TREE)
-    (tree / "tests/conftest.py").write_text(CONFTEST)
+def run(tree: Path, output: Path) -> subprocess.CompletedProcess[str]:
     shard = gpu_tests.Shard("made_up", "nothing", ("test_made_up.py",))
-    (output / "gpu-tests").mkdir(parents=True)
-    first = {"test": "tests/test_made_up.py::test_2_fails", "outcome": "failed", "reason": "by chance", "seconds": 1.0}
-    passed = {"test": "tests/test_made_up.py::test_1_passes", "outcome": "passed", "seconds": 123.0}
-    (output / "gpu-tests/made_up-0.jsonl").write_text(json.dumps(first) + "\n" + json.dumps(passed) + "\n")
-    assert gpu_tests.run(shard, tree, output, workers=1) == 1
-    printed = capsys.readouterr().out
-    assert "6 of 6 tests ran: 3 failed, 2 passed, 1 skipped" in printed
-    failed = dict(re.findall(r"^FAILED .*::(\w+): (.+)$", printed, re.MULTILINE))
-    assert [*failed] == ["test_2_fails", "test_3_breaks_the_context", "test_4_kills_its_process"]
+    command = [sys.executable, "-m", *gpu_tests.command(shard, tree, output)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tree)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_gpu_tests_outlive_what_breaks_and_leave_out_what_has_run(tree: Path) -> None:
+    (tree / "tests/test_made_up.py").write_text(TREE)
+    (record := tree / "gpu-tests/made_up.txt").parent.mkdir()
+    record.write_text("tests/test_made_up.py::test_1_passes\n")
+    done = run(tree, tree)
+    assert done.returncode == 1, done.stdout
+    failed = dict(re.findall(r"^FAILED .*::(\w+): (.+)$", done.stdout, re.MULTILINE))
+    assert sorted(failed) == ["test_2_fails", "test_3_breaks_the_context", "test_4_kills_its_process"]
     assert "assert (1 + 1) == 3" in failed["test_2_fails"]
     assert "illegal memory access" in failed["test_3_breaks_the_context"]
-    assert "[and the CUDA context is broken]" in failed["test_3_breaks_the_context"]
-    assert failed["test_4_kills_its_process"] == "its process died"
-    summary = json.loads((output / "gpu-tests/made_up.json").read_text())
-    assert summary["reasons"] == {"needs 60 GB": 1}
-    assert summary["slowest"][0] == {"test": passed["test"], "seconds": 123.0}  # it did not run again
-    record = gpu_tests.read(output / "gpu-tests/made_up-0.jsonl")
-    assert len(record["tests"]) == record["total"] == 6
+    assert "crashed while running" in failed["test_4_kills_its_process"]
+    assert "SKIPPED [1] tests/test_made_up.py:10: needs 60 GB" in done.stdout
+    names = [line.rpartition("::")[2] for line in record.read_text().splitlines()]
+    assert names[0] == "test_1_passes" and sorted(names[1:]) == ["test_5_is_skipped", "test_6_passes"]
+    assert "needs 60 GB" in (tree / "gpu-tests/made_up.xml").read_text()
 
 
 @pytest.mark.slow
-def test_gpu_tests_that_cannot_be_collected_are_a_failure(tmp_path, capsys):
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/test_made_up.py").write_text("import no_such_module")
-    shard = gpu_tests.Shard("made_up", "nothing", ("test_made_up.py",))
-    assert gpu_tests.run(shard, tmp_path, tmp_path, workers=1) != 0
-    assert "No module named 'no_such_module'" in capsys.readouterr().out
+def test_when_all_has_run_nothing_fails(tree: Path) -> None:
+    (tree / "tests/test_made_up.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_passes(): pass")
+    for _ in range(2):
+        done = run(tree, tree)
+        assert done.returncode == 0, done.stdout
+    assert (tree / "gpu-tests/made_up.txt").read_text() == "tests/test_made_up.py::test_passes\n"
 
 
-def entries(record: Path) -> dict[str, dict[str, Any]]:
-    return gpu_tests.read(record)["tests"]
+@pytest.mark.slow
+def test_gpu_tests_that_cannot_be_collected_are_a_failure(tree: Path) -> None:
+    (tree / "tests/test_made_up.py").write_text("import no_such_module")
+    done = run(tree, tree)
+    assert done.returncode != 0
+    assert "No module named 'no_such_module'" in done.stdout
 
 
-def test_a_shard_that_is_stopped_says_what_ran_and_in_which_test_it_was(tmp_path, monkeypatch, capsys):
-    """pytest's process played: what it writes, and Ctrl-C."""
-    shard = gpu_tests.Shard("made_up", "nothing", ("test_made_up.py",))
-
-    def stopped(shard: gpu_tests.Shard, tree: Path, record: Path, worker: int, workers: int) -> str:
-        lines = {"total": 2}, {"test": "test_1", "outcome": "started", "at": time.time() - 500.0}
-        record.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gpu_tests, "_work", stopped)
-    assert gpu_tests.run(shard, tmp_path, tmp_path, workers=1) == 130
-    assert capsys.readouterr().out == "1 of 2 tests ran: 1 started\nstopped in test_1, after 500 s\n"
-    assert json.loads((tmp_path / "gpu-tests/made_up.json").read_text())["total"] == 2
-
-
-def test_what_failed_or_was_stopped_runs_again(tmp_path):
-    record = tmp_path / "made_up-0.jsonl"
-    outcomes = {"a": "passed", "b": "skipped", "c": "failed", "d": "started"}
-    record.write_text("".join(json.dumps({"test": name, "outcome": what}) + "\n" for name, what in outcomes.items()))
-    gpu_tests._keep_what_passed(record)
-    assert entries(record).keys() == {"a", "b"}
+def test_a_shard_that_is_stopped_says_in_which_test_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    controller = gpu_tests._Controller(tmp_path / "record.txt")
+    for test in ("a", "b"):
+        controller.pytest_runtest_logstart(test)
+    controller.pytest_runtest_logfinish("a")
+    controller.pytest_keyboard_interrupt()
+    assert capsys.readouterr().out == "\nstopped in b, after 0 s\n"
