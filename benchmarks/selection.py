@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from .measure.cases import DTYPE_NAMES, PASSES, Named, selects
-from .measure.providers import AGAINST, NAMES, OF_TORCH, named, own_provider
+from .measure.providers import AGAINST, OF_TORCH, PROVIDERS, own_provider
 from .measure.results import SUITES, UsageError
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()} | {str(d).partition(".")[2]: d for d in DTYPE_NAMES}
 _PASSES = {"forward": PASSES[0], "backward": PASSES[1], "both": PASSES[2]}
-_PROVIDERS = tuple(name for name in NAMES if name not in OF_TORCH)
+_PROVIDERS = tuple(name for name in PROVIDERS if name not in OF_TORCH)
 _OPTIMIZERS = ("eager", "apex", "transformer-engine", "bitsandbytes", "torchao")
 _OPERATOR = {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS}
 TAKES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -204,18 +204,18 @@ def listing(device: torch.device) -> dict[str, Any]:
         for suite in SUITES
     }
     own = own_provider(device).name
-    providers: dict[str, dict[str, str]] = {}
-    for name in NAMES:
-        for provider in named(name):
-            note = "what onetrip picks here; always measured" if provider.name == own else ""
-            providers[provider.name] = {"against": name, "unavailable": provider.unavailable(device), "note": note}
-    for provider in OPTIMIZERS:
-        name = "" if provider.key == "onetrip" else provider.key
-        providers[provider.name] = {
-            "against": name,
+    measured = [(name, provider, "") for name, found in PROVIDERS.items() for provider in found]
+    measured += [(provider.key, provider, "a step of Adam") for provider in OPTIMIZERS]
+    providers = {
+        provider.name: {
+            "against": "" if name == "onetrip" else name,
             "unavailable": provider.unavailable(device),
-            "note": "a step of Adam" + ("" if name else "; always measured"),
+            "note": "what onetrip picks here; always measured"
+            if provider.name == own
+            else note + "; always measured" * (name == "onetrip"),
         }
+        for name, provider, note in measured
+    }
     return {"device": str(device), "suites": suites, "providers": providers}
 
 

@@ -36,7 +36,8 @@ WAYS: dict[str, dict[str, Any]] = {
 def traffic_of(shape: str, device_type: str, **patch: Any) -> Traffic:
     """Traffic of one step; patch: arguments of patch_model, of which unpatched=True stands for none."""
     with torch.device("meta"):
-        model = model_of(shape, config_of(shape))
+        model_type, head, arguments = SHAPES[shape]
+        model = model_of(head, config_of(model_type, **arguments))
     mode = FakeTensorMode()
     model = anatomy.fake_copy(model, mode, torch.bfloat16).train()
     make_batch = partial(anatomy.make_batch, model, BATCH_SIZE, SEQUENCE_LENGTH)

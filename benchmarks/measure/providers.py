@@ -39,20 +39,6 @@ LIBRARIES = {
 }
 """By the name that the command gives them. All of them are for CUDA."""
 
-EAGER = Provider("torch eager", lambda operator: operator.eager)
-SDPA = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-OF_TORCH = ("sdpa", "chunked")
-"""What torch has for some operators beside the formula: fused attention, the loss of chunks of logits."""
-NAMES = ("eager", *OF_TORCH, "compile", "compile-max-autotune", *LIBRARIES, *backends.BACKENDS)
-"""What the command calls them."""
-AGAINST = (*NAMES, "bitsandbytes", "torchao")
-"""Values of --against: the optimizers' libraries too."""
-
 _MOST_REFERENCE_ELEMENTS = 1 << 23
 
 
@@ -108,16 +94,7 @@ def _onetrip(backend: str) -> Provider:
     return Provider(f"onetrip {backend}", lambda operator: operator.fused, unavailable, scope)
 
 
-def own_provider(device: torch.device, family: str | None = None) -> Provider:
-    """onetrip with the backend that `auto` picks. family: as an Operator's."""
-    return _onetrip(next(name for name in onetrip.available_backends(device) if _has_family(name, family)))
-
-
-def _has_family(backend: str, family: str | None) -> bool:
-    return family is None or backend == "reference" or family in backends.FAMILIES[backend]
-
-
-def compiled(mode: str | None = None) -> Provider:
+def _compiled(mode: str | None = None) -> Provider:
     """torch.compile of the eager form, for one shape.
 
     max-autotune replays CUDA graphs, which write their outputs into the same memory every time. Each call therefore
@@ -143,41 +120,56 @@ def compiled(mode: str | None = None) -> Provider:
     return Provider("torch.compile" if mode is None else f"torch.compile {mode}", bind, unavailable)
 
 
-def _sdpa(name: str, backend: SDPBackend) -> Provider:
+def _sdpa(name: str, backend: SDPBackend, needs_cuda: bool = False) -> Provider:
     def unavailable(device: torch.device) -> str:
-        return f"SDPA's {name} backend is for CUDA" if device.type == "cpu" and name in ("efficient", "cudnn") else ""
+        return f"SDPA's {name} backend is for CUDA" if needs_cuda and device.type == "cpu" else ""
 
-    def scope() -> AbstractContextManager[object]:
-        return sdpa_kernel(backend)
-
-    return Provider(f"SDPA {name}", lambda operator: operator.others["sdpa"](), unavailable, scope)
-
-
-def _chunked() -> Provider:
-    missing = "" if hasattr(torch.nn, "LinearCrossEntropyOptions") else f"torch {torch.__version__} has none"
-    return Provider("torch chunked", lambda operator: operator.others["chunked"](), lambda device: missing)
+    return Provider(
+        f"SDPA {name}", lambda operator: operator.others["sdpa"](), unavailable, lambda: sdpa_kernel(backend)
+    )
 
 
-def _library(name: str) -> Provider:
-    library = LIBRARIES[name]
+def _library(name: str, library: Library) -> Provider:
     return Provider(
         library.title, lambda operator: operator.others[name](), lambda device: why_absent(library.module, device)
     )
 
 
-def named(name: str) -> list[Provider]:
-    """The providers that a name of NAMES means."""
-    if name == "eager":
-        return [EAGER]
-    if name == "sdpa":
-        return [_sdpa(*item) for item in SDPA.items()]
-    if name == "chunked":
-        return [_chunked()]
-    if name == "compile":
-        return [compiled()]
-    if name == "compile-max-autotune":
-        return [compiled("max-autotune")]
-    return [_library(name) if name in LIBRARIES else _onetrip(name)]
+def _chunked_is_missing(device: torch.device) -> str:
+    return "" if hasattr(torch.nn, "LinearCrossEntropyOptions") else f"torch {torch.__version__} has none"
+
+
+EAGER = Provider("torch eager", lambda operator: operator.eager)
+OF_TORCH = {
+    "sdpa": (
+        _sdpa("flash", SDPBackend.FLASH_ATTENTION),
+        _sdpa("efficient", SDPBackend.EFFICIENT_ATTENTION, needs_cuda=True),
+        _sdpa("cudnn", SDPBackend.CUDNN_ATTENTION, needs_cuda=True),
+        _sdpa("math", SDPBackend.MATH),
+    ),
+    "chunked": (Provider("torch chunked", lambda operator: operator.others["chunked"](), _chunked_is_missing),),
+}
+"""What torch has for some operators beside the formula: fused attention, the loss of chunks of logits."""
+PROVIDERS: dict[str, tuple[Provider, ...]] = {
+    "eager": (EAGER,),
+    **OF_TORCH,
+    "compile": (_compiled(),),
+    "compile-max-autotune": (_compiled("max-autotune"),),
+    **{name: (_library(name, library),) for name, library in LIBRARIES.items()},
+    **{backend: (_onetrip(backend),) for backend in backends.BACKENDS},
+}
+"""By what the command calls them."""
+AGAINST = (*PROVIDERS, "bitsandbytes", "torchao")
+"""Values of --against: the optimizers' libraries too."""
+
+
+def _has_family(backend: str, family: str | None) -> bool:
+    return family is None or backend == "reference" or family in backends.FAMILIES[backend]
+
+
+def own_provider(device: torch.device, family: str | None = None) -> Provider:
+    """onetrip with the backend that `auto` picks. family: as an Operator's."""
+    return PROVIDERS[next(name for name in onetrip.available_backends(device) if _has_family(name, family))][0]
 
 
 def has(operator: Operator, name: str) -> bool:
@@ -189,41 +181,39 @@ def has(operator: Operator, name: str) -> bool:
 
 def _asked_for(operator: Operator, against: tuple[str, ...]) -> Iterator[Provider]:
     for name in against:
-        for provider in named(name):
+        for provider in PROVIDERS[name]:
             if has(operator, name):
                 yield provider
             else:
                 yield Provider(provider.name, provider.bind, lambda device: f"has no {operator.name}")
 
 
-def _usual(case: Case, session: Session) -> Iterator[Provider]:
+def _usual(case: Case, session: Session) -> Iterator[str]:
+    """Names of PROVIDERS."""
     operator, device = case.operator, session.device
     attention = "sdpa" in operator.others
     everything = case.full and (case.dtype == torch.float32 or device.type == "cuda") and not session.quick
-    yield EAGER
+    yield "eager"
     if everything or attention:
-        yield compiled()
+        yield "compile"
     if everything and device.type == "cuda":
-        yield compiled("max-autotune")
-    for name in OF_TORCH:
-        if has(operator, name):
-            yield from named(name)
+        yield "compile-max-autotune"
+    yield from OF_TORCH
     for name, library in LIBRARIES.items():
-        if has(operator, name) and not session.quick and (everything or not why_absent(library.module, device)):
-            yield _library(name)  # what is absent is named in the full cases
+        if not session.quick and (everything or not why_absent(library.module, device)):
+            yield name  # what is absent is named in the full cases
     if everything and not attention:
         for backend in backends.BACKENDS:
             # seconds a call: Philox in plain PyTorch
-            small = backend != "reference" or case.n_rows * case.n_cols <= _MOST_REFERENCE_ELEMENTS
-            if small and has(operator, backend):
-                yield _onetrip(backend)
+            if backend != "reference" or case.n_rows * case.n_cols <= _MOST_REFERENCE_ELEMENTS:
+                yield backend
 
 
 def providers(case: Case, session: Session) -> list[Provider]:
     """The providers of a case: onetrip's choice of backend always, before its other ones, and those asked for; by
     default all that are there, fewer in the small cases."""
     own = own_provider(session.device, case.operator.family)
-    found = list(_asked_for(case.operator, session.against) if session.against else _usual(case, session))
-    others = [provider for provider in found if not provider.name.startswith("onetrip")]
-    backends_ = [provider for provider in found if provider.name.startswith("onetrip") and provider.name != own.name]
-    return list({provider.name: provider for provider in (*others, own, *backends_)}.values())
+    names = session.against or [name for name in _usual(case, session) if has(case.operator, name)]
+    found = {provider.name: provider for provider in _asked_for(case.operator, tuple(names))}
+    others = {name: provider for name, provider in found.items() if not name.startswith("onetrip")}
+    return list((others | {own.name: own} | found).values())

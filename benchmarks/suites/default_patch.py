@@ -6,13 +6,13 @@ training forward and backward, in evaluation forward without gradients. The mode
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import onetrip
 import torch
-from onetrip.measure import saved_bytes
+from onetrip.measure import now, saved_bytes
 from torch import Tensor, nn
 
 from ..measure.cases import DTYPE_NAMES, Record, Session, Skip, needed
@@ -64,13 +64,12 @@ def cases(quick: bool = False) -> list[PatchCase]:
     return [PatchCase(shape, dtype, training) for dtype in BOUND for training in modes for shape in SHAPES]
 
 
-def config_of(shape: str) -> Any:
-    model_type, _, arguments = SHAPES[shape]
+def config_of(model_type: str, **arguments: Any) -> Any:
     return needed("transformers").AutoConfig.for_model(model_type, **arguments)
 
 
-def model_of(shape: str, config: Any) -> nn.Module:
-    model: nn.Module = getattr(needed("transformers"), f"AutoModelFor{SHAPES[shape][1]}").from_config(config)
+def model_of(head: str, config: Any) -> nn.Module:
+    model: nn.Module = getattr(needed("transformers"), f"AutoModelFor{head}").from_config(config)
     return model
 
 
@@ -89,14 +88,15 @@ def _times_float32(dtype: torch.dtype, device: torch.device) -> float:
 
     def seconds(of: torch.dtype) -> float:
         matrix = torch.ones(256, 256, dtype=of, device=device)
-        found = []
-        for _ in range(3):
-            start = time.perf_counter()
-            float((matrix @ matrix)[0, 0])  # waits for a GPU
-            found.append(time.perf_counter() - start)
-        return min(found)
+        return min(_milliseconds(lambda: matrix @ matrix, device) for _ in range(3))
 
     return 1.0 if dtype == torch.float32 else seconds(dtype) / seconds(torch.float32)
+
+
+def _milliseconds(function: Callable[[], object], device: torch.device) -> float:
+    start = now(device)
+    function()
+    return (now(device) - start) * 1e3
 
 
 class _Model:
@@ -104,10 +104,11 @@ class _Model:
 
     def __init__(self, case: PatchCase, device: torch.device, is_patched: bool) -> None:
         torch.manual_seed(0)
-        config = config_of(case.shape)
-        self.model = model_of(case.shape, config).to(device, case.dtype)
-        self.batch, self._device, self._training = _batch(case, config, device), device, case.training
-        self.report = onetrip.patch_model(self.model) if is_patched else None
+        model_type, head, arguments = SHAPES[case.shape]
+        config = config_of(model_type, **arguments)
+        self.model = model_of(head, config).to(device, case.dtype)
+        self.batch, self._training = _batch(case, config, device), case.training
+        self.n_sites = len(onetrip.patch_model(self.model).patched) if is_patched else 0
 
     def loss(self) -> Tensor:
         loss: Tensor = self.model(**self.batch).loss
@@ -120,21 +121,11 @@ class _Model:
         self.model.train(self._training)
         return found
 
-    def call(self) -> float:
-        """Milliseconds."""
-        self.model.zero_grad()
-        self._wait()
-        start = time.perf_counter()
+    def call(self) -> None:
         with torch.set_grad_enabled(self._training):
             loss = self.loss()
         if self._training:
             loss.backward()
-        self._wait()
-        return (time.perf_counter() - start) * 1e3
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def saved_bytes(self) -> int:
         return saved_bytes(self.loss, excluded=list(self.model.parameters())) if self._training else 0
@@ -153,19 +144,18 @@ def measure(case: PatchCase, session: Session) -> Record:
         for turn in range(WARM_UP + (QUICK_ROUNDS if session.quick else ROUNDS)):
             order = list(models) if turn % 2 else list(models)[::-1]
             for name in order:
-                spent = models[name].call()
+                models[name].model.zero_grad()
+                spent = _milliseconds(models[name].call, session.device)
                 if turn >= WARM_UP:
                     samples[name].append(spent)
 
     session.rounds(run, 1)
-    report = models["patched"].report
-    assert report is not None
     return {
         "case": case.id,
         "shape": case.shape,
         "dtype": DTYPE_NAMES[case.dtype],
         "mode": case.mode,
-        "patched_sites": len(report.patched),
+        "patched_sites": models["patched"].n_sites,
         "loss_without_dropout": {"unpatched": expected, "patched": found},
         "steps": {
             name: {"call": summarise(samples[name], "ms"), "saved_bytes": model.saved_bytes()}

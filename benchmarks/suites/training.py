@@ -22,8 +22,9 @@ from onetrip.measure import optimizer_state_bytes, peak_bytes, saved_bytes, stor
 from onetrip.patching import PATTERNS
 from torch import Tensor
 
-from ..measure.cases import DTYPE_NAMES, Record, Session, needed, one_line
+from ..measure.cases import DTYPE_NAMES, Record, Session, one_line
 from ..measure.timing import summarise
+from .default_patch import config_of, model_of
 from .optimizers import FUSED, ONETRIP, OptimizerProvider, make
 
 ROUNDS, QUICK_ROUNDS, WARM_UP = 7, 2, 1
@@ -37,31 +38,21 @@ BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
 
-@dataclass(frozen=True)
-class Model:
-    """A transformers model by the arguments of its config."""
-
-    model_type: str
-    head: str
-    layers: str
-    """What its config calls their number."""
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-
 _BERT_LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 _LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4}
 _LLAMA_100M = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12}
 LABELLED = {"CausalLM": 1.0, "MaskedLM": 0.15}
 """Heads with a loss over the vocabulary, and the fraction of the positions that have a label."""
-MODELS = {
-    "bert_base": Model("bert", "SequenceClassification", "num_hidden_layers"),
-    "bert_large": Model("bert", "SequenceClassification", "num_hidden_layers", _BERT_LARGE),
-    "bert_base_mlm": Model("bert", "MaskedLM", "num_hidden_layers"),
-    "gpt2": Model("gpt2", "CausalLM", "n_layer"),
-    "llama_100m": Model("llama", "CausalLM", "num_hidden_layers", _LLAMA_100M | {"vocab_size": 32000}),
-    "llama_100m_128k": Model("llama", "CausalLM", "num_hidden_layers", _LLAMA_100M | {"vocab_size": 128256}),
-    "llama_1b": Model("llama", "CausalLM", "num_hidden_layers", _LLAMA_1B),  # grouped heads, 8 queries to a key
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert_base": ("bert", "SequenceClassification", {}),
+    "bert_large": ("bert", "SequenceClassification", _BERT_LARGE),
+    "bert_base_mlm": ("bert", "MaskedLM", {}),
+    "gpt2": ("gpt2", "CausalLM", {}),
+    "llama_100m": ("llama", "CausalLM", _LLAMA_100M | {"vocab_size": 32000}),
+    "llama_100m_128k": ("llama", "CausalLM", _LLAMA_100M | {"vocab_size": 128256}),
+    "llama_1b": ("llama", "CausalLM", _LLAMA_1B),  # grouped heads, 8 queries to a key
 }
+"""(model_type, head, arguments of its config)."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +132,7 @@ LANGUAGE_MODEL_VARIANTS = (
 
 def variants_of(case: TrainingCase) -> tuple[Variant, ...]:
     """The ways to train the case's model."""
-    return LANGUAGE_MODEL_VARIANTS if MODELS[case.model].head in LABELLED else VARIANTS
+    return LANGUAGE_MODEL_VARIANTS if MODELS[case.model][1] in LABELLED else VARIANTS
 
 
 class _Stopwatch:
@@ -170,14 +161,13 @@ class Trainer:
     """A model, its optimizer and the batch it is trained on."""
 
     def __init__(self, case: TrainingCase, variant: Variant, device: torch.device) -> None:
-        transformers = needed("transformers")
-        spec = MODELS[case.model]
-        arguments = {**spec.arguments, spec.layers: case.n_layers, "attn_implementation": variant.attention}
-        config = transformers.AutoConfig.for_model(spec.model_type, **arguments)
+        model_type, head, arguments = MODELS[case.model]
+        arguments = arguments | {"num_hidden_layers": case.n_layers, "attn_implementation": variant.attention}
+        config = config_of(model_type, **arguments)
         torch.manual_seed(0)
         with device:  # weights are drawn where they are used: a second, not a minute
-            self.model = getattr(transformers, f"AutoModelFor{spec.head}").from_config(config).to(device).train()
-        self.batch = _batch(case, spec, config, device)
+            self.model = model_of(head, config).to(device).train()
+        self.batch = _batch(case, head, config, device)
         self.patched_sites = 0
         if variant.patterns:
             self.patched_sites = len(onetrip.patch_model(self.model, patterns=variant.patterns).patched)
@@ -199,16 +189,16 @@ class Trainer:
     def forward_backward(self) -> None:
         self.forward().backward()
 
-    def step(self, watch: _Stopwatch | None = None) -> None:
-        watch = watch or _Stopwatch(torch.device("cpu"))
+    def step(self, mark: Callable[[], None] = lambda: None) -> None:
+        """mark: called before each phase and at the end."""
         self.optimizer.zero_grad()
-        watch.mark()
+        mark()
         loss = self.forward()
-        watch.mark()
+        mark()
         loss.backward()
-        watch.mark()
+        mark()
         self.optimizer.step()
-        watch.mark()
+        mark()
 
     def loss_without_dropout(self) -> float:
         """All variants compute the same function then. Of what is timed: compiled where that is, which a change of
@@ -252,12 +242,12 @@ class Trainer:
         return {"saved_bytes": saved, "peak_bytes": peak, "held_bytes": held, "training_bytes": held + peak}
 
 
-def _batch(case: TrainingCase, spec: Model, config: Any, device: torch.device) -> dict[str, Tensor]:
+def _batch(case: TrainingCase, head: str, config: Any, device: torch.device) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     shape = case.batch_size, case.sequence_length
     ids = torch.randint(config.vocab_size, shape, generator=generator)
-    if spec.head in LABELLED:
-        is_labelled = torch.rand(shape, generator=generator) < LABELLED[spec.head]
+    if head in LABELLED:
+        is_labelled = torch.rand(shape, generator=generator) < LABELLED[head]
         labels = torch.where(is_labelled, ids, -100)
         return {"input_ids": ids.to(device), "labels": labels.to(device)}
     mask = torch.ones(shape, dtype=torch.long)
@@ -288,7 +278,7 @@ class _Found:
                 break  # for all of them: turns are taken to the end
             for name, trainer in trainers.items():
                 watch = _Stopwatch(self.device)
-                trainer.step(watch)
+                trainer.step(watch.mark)
                 samples[name].append(watch.laps())
         for name, trainer in trainers.items():
             self.steps[name] = self._figures(samples[name]) | trainer.memory()

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from onetrip.benchmarks.measure import providers as providers_
 from onetrip.benchmarks.measure.cases import Case, Operator, Session
 from onetrip.benchmarks.measure.checks import Truth, make_inputs
-from onetrip.benchmarks.measure.providers import LIBRARIES, NAMES, has, named, providers, why_absent
+from onetrip.benchmarks.measure.providers import LIBRARIES, has, providers, why_absent
 from onetrip.benchmarks.suites import attention, row_norm, softmax
 from torch import Tensor
 
@@ -290,8 +290,3 @@ def test_the_providers_asked_for_and_the_own_backend_are_measured_and_no_others(
 def test_who_lacks_the_operator_is_named_with_that_reason() -> None:
     (liger, _) = providers(_case(row_norm.BIAS_DROPOUT_RESIDUAL), Session(CPU, against=("liger",)))
     assert liger.unavailable(CPU) == "has no bias_dropout_residual-p0.1"
-
-
-def test_every_name_means_somebody() -> None:
-    for name in NAMES:
-        assert named(name), name

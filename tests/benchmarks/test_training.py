@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -71,8 +72,8 @@ def test_beside_a_slow_variant_all_are_timed_for_fewer_rounds(monkeypatch, slowe
         def __init__(self, name: str) -> None:
             self.step_s = seconds[name]
 
-        def step(self, watch: SimpleNamespace) -> None:
-            watch.laps = lambda: [1e3 * self.step_s / 3] * 3
+        def step(self, mark: Callable[[float], None]) -> None:
+            mark(self.step_s)
 
         def memory(self) -> dict[str, int]:
             return {}
@@ -80,7 +81,17 @@ def test_beside_a_slow_variant_all_are_timed_for_fewer_rounds(monkeypatch, slowe
         def kernels_ms(self) -> float:
             return 1e3 * self.step_s
 
-    monkeypatch.setattr(training, "_Stopwatch", lambda device: SimpleNamespace())
+    class Stopwatch:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def mark(self, step_s: float) -> None:
+            self.step_s = step_s
+
+        def laps(self) -> list[float]:
+            return [1e3 * self.step_s / 3] * 3
+
+    monkeypatch.setattr(training, "_Stopwatch", Stopwatch)
     monkeypatch.setattr(training._Found, "_admit", lambda self, variant: Admitted(variant.name))
     found = training._Found(training.cases()[0], torch.device("cuda"), training.ROUNDS)
     found.compare(training.VARIANTS[:3])
