@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..measure.results import OPERATOR_SUITES, Results
-from . import operator_plots, training_plots
-from .tables import cases, of_every_width, width_series
+from . import plots
+from .tables import BOTH, cases, of_every_width, width_series
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -35,7 +35,7 @@ def drawings(results: Results) -> Iterator[Drawing]:
             "widths",
             f"width-{operator}-{dtype}",
             f"{operator}, {dtype}: bandwidth against width",
-            partial(operator_plots.widths, members),
+            partial(plots.widths, members),
             "GB/s: the least bytes that the pass must move over its median time; bands: 20th to 80th percentile. "
             "Dashed: what a copy of a tensor of that size reached in the same rounds.",
             in_docs=dtype == "fp32",
@@ -46,7 +46,7 @@ def drawings(results: Results) -> Iterator[Drawing]:
             "speed-ups",
             "speed_up",
             "How many times faster than torch eager",
-            partial(operator_plots.speed_ups, operators),
+            partial(plots.speed_ups, operators),
             "torch eager's median over onetrip's: above 1 onetrip is faster (blue), below 1 slower (red).",
             in_docs=True,
         )
@@ -55,30 +55,23 @@ def drawings(results: Results) -> Iterator[Drawing]:
         if members:
             title = f"Memory of an operator, {dtype}"
             note = "Above the inputs. Saved: what autograd keeps for backward, without parameters."
-            yield Drawing("memory", f"memory-{dtype}", title, partial(operator_plots.memory, members), note)
-    yield from _models(results)
-
-
-def _models(results: Results) -> Iterator[Drawing]:
-    if found := [
-        case for case in cases(results, "attention") if any(operator_plots.BOTH in e for e in case["providers"])
-    ]:
-        yield Drawing("attention", "attention", "Attention against length", partial(operator_plots.attention, found))
-    if found := [case for case in cases(results, "training") if case["steps"]]:
-        title = "A training step, by phase"
-        yield Drawing("training", "training", title, partial(training_plots.steps, found))
-        title = "Memory of a training step"
-        yield Drawing("training", "training_memory", title, partial(training_plots.steps_memory, found))
-    if found := cases(results, "adam"):
-        title = "A step of AdamW, and its states"
-        yield Drawing("optimizers", "adam", title, partial(training_plots.optimizers, found))
-    if found := cases(results, "adam_streams"):
-        title = "The largest update of every gradient stream; dotted: the bound of exact Adam"
-        yield Drawing("optimizers", "adam_streams", title, partial(training_plots.streams, found), in_docs=True)
-    if found := cases(results, "adam_training"):
-        title = "Training loss with each optimizer, mean and range of the seeds"
-        plot = partial(training_plots.language_model, found)
-        yield Drawing("optimizers", "adam_training", title, plot, in_docs=True)
+            yield Drawing("memory", f"memory-{dtype}", title, partial(plots.memory, members), note)
+    with_both = [case for case in cases(results, "attention") if any(BOTH in entry for entry in case["providers"])]
+    trained = [case for case in cases(results, "training") if case["steps"]]
+    adam, streams = cases(results, "adam"), cases(results, "adam_streams")
+    models = cases(results, "adam_training")
+    bound = "The largest update of every gradient stream; dotted: the bound of exact Adam"
+    loss = "Training loss with each optimizer, mean and range of the seeds"
+    for found, topic, name, title, plot in (
+        (with_both, "attention", "attention", "Attention against length", plots.attention),
+        (trained, "training", "training", "A training step, by phase", plots.steps),
+        (trained, "training", "training_memory", "Memory of a training step", plots.steps_memory),
+        (adam, "optimizers", "adam", "A step of AdamW, and its states", plots.optimizers),
+        (streams, "optimizers", "adam_streams", bound, plots.streams),
+        (models, "optimizers", "adam_training", loss, plots.language_model),
+    ):
+        if found:
+            yield Drawing(topic, name, title, partial(plot, found), in_docs=name in ("adam_streams", "adam_training"))
 
 
 def of_docs(results: Results) -> list[Drawing]:

@@ -15,7 +15,7 @@ from onetrip.benchmarks.show import (
     docs_page,
     figures,
     html_page,
-    operator_plots,
+    plots,
     tables,
 )
 from onetrip.cli import app
@@ -95,7 +95,7 @@ def test_attention_has_a_table_and_a_panel_for_each_dtype_and_dropout():
     kinds = ["fp32, dropout 0", "fp32, dropout 0.1", "bf16, dropout 0"]
     assert [table.caption for table in tables.attention(cases)] == [f"Attention, {kind}" for kind in kinds]
     assert [len(table.rows) for table in tables.attention(cases)] == [9, 9, 6]
-    assert [axes.get_title() for axes in operator_plots.attention(cases).axes if axes.axison] == kinds
+    assert [axes.get_title() for axes in plots.attention(cases).axes if axes.axison] == kinds
     (winners,) = tables.attention_winners(cases)
     assert {row[:3] for row in winners.rows if row[0] == 64} == {
         (64, "fp32", 0.0), (64, "fp32", 0.1), (64, "bf16", 0.0),

@@ -1,4 +1,4 @@
-"""Drawings of the operators' recorded results: from cases to matplotlib figures, for the page and for docs/ alike.
+"""Drawings of recorded results: from cases to matplotlib figures, for the page and for docs/ alike.
 
 Black and white follow the page into dark mode (onetrip.html.figure), so nothing else is drawn in them.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import targets
@@ -44,6 +44,23 @@ def colours(names: Iterable[str]) -> dict[str, str]:
             found[name] = _OTHERS[others % len(_OTHERS)]
             others += 1
     return found
+
+
+def _rows(axes: Axes, names: Iterable[str]) -> None:
+    """A row for each name, the first at the top."""
+    labels = list(names)
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _panels(
+    cases: Cases, width: float, margin: float, heights: Sequence[float], n_columns: int = 1
+) -> tuple[Canvas, Iterator[tuple[Any, dict[str, Any]]]]:
+    """A figure, and (its axes, case) of each case: one below the other, of these heights in inches."""
+    drawn = canvas(width, sum(heights) + margin)
+    grid = drawn.subplots(len(cases), n_columns, squeeze=False, height_ratios=heights, sharey="row")
+    return drawn, zip(grid if n_columns > 1 else grid.flat, cases, strict=True)
 
 
 def legend(drawn: Canvas) -> None:
@@ -163,10 +180,9 @@ def memory_bars(axes: Axes, records: Mapping[str, dict[str, Any]], colour: Mappi
         for offset, value, alpha in zip((-0.19, 0.19), pair, (1.0, 0.4), strict=True):
             axes.barh(place + offset, value, height=0.36, color=colour[name], alpha=alpha)
             axes.text(value + 0.01 * longest, place + offset, f"{value:,.1f}", va="center", fontsize=7)
-    axes.set_yticks(range(len(pairs)), list(pairs), fontsize=8)
-    axes.set(xlim=(0, 1.12 * longest), ylim=(len(pairs) - 0.5, -0.5))
+    _rows(axes, pairs)
+    axes.set_xlim(0, 1.12 * longest)
     axes.tick_params(axis="x", labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def attention(cases: Cases) -> Canvas:
@@ -194,4 +210,93 @@ def attention(cases: Cases) -> Canvas:
     for axes in grid[:, 0]:
         axes.set_ylabel("forward + backward, ms")
     legend(drawn)
+    return drawn
+
+
+def _title(case: dict[str, Any]) -> str:
+    return f"{case['model']}, {case.get('dtype', 'fp32')}, {case['batch_size']} x {case['sequence_length']} tokens"
+
+
+def steps(cases: Cases) -> Canvas:
+    """Milliseconds of forward and backward of every step, stacked."""
+    drawn, panels = _panels(cases, 9.0, 0.5, [0.9 + 0.32 * len(case["steps"]) for case in cases])
+    for axes, case in panels:
+        for place, step in enumerate(case["steps"].values()):
+            start = 0.0
+            for which, colour in (("forward", "#2a7de1"), ("backward", "#e07b30"), ("optimizer", "#3fa35b")):
+                if which in step:
+                    axes.barh(place, step[which]["median_ms"], left=start, height=0.6, color=colour, label=which)
+                    start += step[which]["median_ms"]
+            axes.annotate(f"{start:,.0f}", (start, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        _rows(axes, case["steps"])
+        axes.margins(x=0.08)
+        axes.set_title(_title(case), fontsize=9)
+    legend(drawn)
+    drawn.axes[-1].set_xlabel("ms, medians")
+    return drawn
+
+
+def steps_memory(cases: Cases) -> Canvas:
+    """MiB saved for backward and at the peak, of every step."""
+    drawn, panels = _panels(cases, 9.0, 0.4, [0.9 + 0.4 * len(case["steps"]) for case in cases])
+    for axes, case in panels:
+        colour = {name: "#e07b30" if name.startswith("eager") else "#2a7de1" for name in case["steps"]}
+        memory_bars(axes, case["steps"], colour)
+        axes.set_title(_title(case), fontsize=9)
+    drawn.supxlabel(MEMORY_LABEL, fontsize=9)
+    return drawn
+
+
+def optimizers(cases: Cases) -> Canvas:
+    """Milliseconds of a step of every optimizer, and the bytes of state that it keeps of a parameter."""
+    drawn, panels = _panels(cases, 10.5, 0.3, [0.9 + 0.3 * len(case["providers"]) for case in cases], n_columns=2)
+    for (left, right), case in panels:
+        timed = [entry for entry in case["providers"] if "step" in entry]
+        colour = colours(entry["name"] for entry in timed)
+        for axes, values, digits in (
+            (left, [entry["step"]["median_ms"] for entry in timed], 3),
+            (right, [entry["state_bytes_per_parameter"] for entry in timed], 4),
+        ):
+            axes.barh(range(len(timed)), values, height=0.62, color=[colour[entry["name"]] for entry in timed])
+            for place, value in enumerate(values):
+                text = f"{value:.{digits}g}" if value < 1000 else f"{value:,.0f}"
+                axes.annotate(text, (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+            axes.margins(x=0.14)
+            _rows(axes, [entry["name"] for entry in timed])
+        left.set_title(f"{case['model']}, {case['dtype']}", fontsize=9, loc="left")
+    left.set_xlabel("ms a step, median")
+    right.set_xlabel("bytes of state a parameter")
+    return drawn
+
+
+def language_model(cases: Cases) -> Canvas:
+    """Training loss with every optimizer: the mean of the seeds, and the range of them."""
+    drawn = canvas(8, 4.5)
+    axes = drawn.add_subplot()
+    points = [case["every"] * (i + 1) for case in cases[:1] for i in range(case["n_steps"] // case["every"])]
+    colour = colours(providers(cases))
+    for name in providers(cases):
+        curves = [entry["training_loss"] for case in cases if (entry := targets.provider(case, name))]
+        losses = list(zip(*curves, strict=True))
+        axes.plot(points, [sum(each) / len(each) for each in losses], label=name, linewidth=1.5, color=colour[name])
+        axes.fill_between(points, list(map(min, losses)), list(map(max, losses)), color=colour[name], alpha=0.2)
+    axes.set(xlabel="step", ylabel="training loss (nats a byte)")
+    axes.grid(True, linewidth=0.5)
+    axes.legend(frameon=False)
+    return drawn
+
+
+def streams(cases: Cases) -> Canvas:
+    """The largest update so far apart, stream by stream."""
+    drawn = canvas(9, 6)
+    colour = colours(providers(cases))
+    for case, axes in zip(cases, drawn.subplots(2, 2).flat, strict=False):
+        for entry in case["providers"]:
+            values = entry["largest_update_of_steps"]
+            points = [case["every"] * (i + 1) for i in range(len(values))]
+            axes.plot(points, values, label=entry["name"], color=colour[entry["name"]], linewidth=1.2)
+        axes.axhline(7.27, color="#8a8f98", linestyle=":", linewidth=1)
+        axes.set(title=case["stream"].replace("_", " "), xlabel="step", ylabel="largest |update| / lr", yscale="log")
+        axes.grid(True, linewidth=0.5)
+    drawn.axes[0].legend(fontsize="small", frameon=False)
     return drawn
