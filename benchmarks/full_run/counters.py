@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -168,65 +169,54 @@ def by_launch(kernels: Sequence[dict[str, str]]) -> list[list[dict[str, str]]]:
     return found
 
 
-def _number(entry: str | None) -> float | None:
+def _number(entry: str | None) -> float:
+    """NaN where ncu has none."""
     try:
         return float((entry or "").replace(",", ""))
     except ValueError:  # "n/a"
-        return None
+        return math.nan
 
 
-def _sum(*values: float | None) -> float | None:
-    return None if None in values else sum(value for value in values if value is not None)
+def _without_nan(figures: dict[str, float]) -> dict[str, float | None]:
+    return {name: None if math.isnan(value) else value for name, value in figures.items()}
 
 
-def _share(n_bytes: float | None, duration_ns: float | None, copy_gb_per_s: float | None) -> float | None:
-    """Share of the copy's bandwidth; a byte a nanosecond is a GB/s."""
-    return n_bytes / duration_ns / copy_gb_per_s if n_bytes and duration_ns and copy_gb_per_s else None
-
-
-def _kernel(row: dict[str, str], n_elements: int, copy_gb_per_s: float | None) -> dict[str, Any]:
-    def first(names: Sequence[str]) -> float | None:
-        return next((value for name in names if (value := _number(row.get(name))) is not None), None)
-
-    found = {key: first(names) for key, names in METRICS.items()}
-    warp = found.pop("warp_instructions")
-    loads, stores = (found.pop(f"local_{what}_sectors") for what in ("load", "store"))
-    static, dynamic = (found.pop(f"{what}_shared_bytes") for what in ("static", "dynamic"))
-    local = _sum(loads, stores)
-    return {
-        "kernel": row["Kernel Name"],
-        "grid": row.get("Grid Size"),
-        "block": row.get("Block Size"),
-        **found,
-        "shared_bytes": _sum(static, dynamic),
-        "local_bytes": None if local is None else _SECTOR_BYTES * local,
-        # Instructions of warps times 32, over the elements: instructions of threads, idle lanes counted in.
-        "instructions_per_element": None if warp is None else _WARP * warp / n_elements,
-        "moved_share_of_copy": _share(
-            _sum(found["read_bytes"], found["written_bytes"]), found["duration_ns"], copy_gb_per_s
-        ),
-    }
-
-
-def measured(case: Counted, rows: Sequence[dict[str, str]], copy_gb_per_s: float | None) -> dict[str, Any]:
-    """The record of a launch: share_of_copy is of the bytes that it must move, in the time of all its kernels."""
-    kernels = [_kernel(row, case.n_elements, copy_gb_per_s) for row in rows]
-    duration = _sum(*(kernel["duration_ns"] for kernel in kernels))
+def measured(case: Counted, rows: Sequence[dict[str, str]], copy_gb_per_s: float = math.nan) -> dict[str, Any]:
+    """The record of a launch. share_of_copy: of the copy's bandwidth, by the bytes that the launch must move, in the
+    time of all its kernels; a byte a nanosecond is a GB/s."""
+    kernels, duration_ns = [], 0.0
+    for row in rows:
+        numbers = {key: [_number(row.get(name)) for name in names] for key, names in METRICS.items()}
+        found = {key: next((n for n in each if not math.isnan(n)), math.nan) for key, each in numbers.items()}
+        moved = found["read_bytes"] + found["written_bytes"]
+        sectors = found.pop("local_load_sectors") + found.pop("local_store_sectors")
+        shared = found.pop("static_shared_bytes") + found.pop("dynamic_shared_bytes")
+        instructions = found.pop("warp_instructions")
+        figures = {
+            **found,
+            "shared_bytes": shared,
+            "local_bytes": _SECTOR_BYTES * sectors,
+            # Instructions of warps times 32, over the elements: instructions of threads, idle lanes counted in.
+            "instructions_per_element": _WARP * instructions / case.n_elements,
+            "moved_share_of_copy": moved / found["duration_ns"] / copy_gb_per_s,
+        }
+        where = {"kernel": row["Kernel Name"], "grid": row.get("Grid Size"), "block": row.get("Block Size")}
+        kernels.append(where | _without_nan(figures))
+        duration_ns += found["duration_ns"]
+    share = case.floor_bytes / duration_ns / copy_gb_per_s
     return {
         "case": case.id,
         **{name: getattr(case, name) for name in ("operator", "direction", "shape", "dtype", "n_elements")},
-        "floor_bytes": case.floor_bytes,
-        "duration_ns": duration,
-        "share_of_copy": _share(case.floor_bytes, duration, copy_gb_per_s),
+        **_without_nan({"floor_bytes": case.floor_bytes, "duration_ns": duration_ns, "share_of_copy": share}),
         "kernels": kernels,
     }
 
 
-def _copy_gb_per_s(output: Path) -> float | None:
-    """The copy bandwidth of this GPU, as the part "environment" measured it; None where that has not run."""
+def _copy_gb_per_s(output: Path) -> float:
+    """The copy bandwidth of this GPU, as the part "environment" measured it; NaN where that has not run."""
     path = output / "environment.json"
     ceilings = json.loads(path.read_text()).get("ceilings", {}) if path.exists() else {}
-    return ceilings.get("copy_gb_per_s")
+    return ceilings.get("copy_gb_per_s", math.nan)
 
 
 def _profile(backend: str, folder: Path) -> tuple[int, str, list[dict[str, str]]]:

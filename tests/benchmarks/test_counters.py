@@ -112,7 +112,7 @@ def test_a_launch_is_measured_against_its_floor_and_this_cards_copy():
 
 def test_metrics_that_are_missing_or_have_another_name():
     values = {"dram__bytes_op_read.sum": "100", "gpu__time_duration.sum": "40,000"}
-    record = counters.measured(a_case(), counters.parse(printed([FORWARD], values)), copy_gb_per_s=None)
+    record = counters.measured(a_case(), counters.parse(printed([FORWARD], values)))
     (kernel,) = record["kernels"]
     assert (kernel["read_bytes"], kernel["duration_ns"]) == (100, 40_000)
     absent = {name for name, value in kernel.items() if value is None}
