@@ -138,17 +138,14 @@ def fingerprint() -> str:
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """In what two runs differ that must not be mixed."""
 
-    def lasting(content: Mapping[str, Any], name: str) -> Any:
-        value = content.get(name)
-        if name == "machine" and isinstance(value, dict):
-            return {key: item for key, item in value.items() if key != "driver and clocks"}
-        return value
+    def lasting(content: Mapping[str, Any]) -> dict[str, Any]:
+        found = {name: content.get(name) for name in ("machine", "versions", "commit", "code", "measured")}
+        if isinstance(found["machine"], dict):
+            found["machine"] = {key: item for key, item in found["machine"].items() if key != "driver and clocks"}
+        return found
 
-    return [
-        name
-        for name in ("machine", "versions", "commit", "code", "measured")
-        if lasting(old, name) != lasting(new, name)
-    ]
+    was, now = lasting(old), lasting(new)
+    return [name for name in was if was[name] != now[name]]
 
 
 class Store:
@@ -171,28 +168,27 @@ class Store:
         that need not run, by suite."""
         done = {}
         for suite, ids in self._expected.items():
-            previous, reasons = self._previous(suite)
-            self.notes += [f"not continued: {reason}" for reason in reasons if previous is None]
-            if previous is not None:
+            if (previous := self._previous(suite)) is not None:
                 kept = [record for record in previous["cases"] if not own_failures(record)]
                 self._content(suite)["cases"] += kept
                 done[suite] = {record["case"] for record in kept} & set(ids)
         return done
 
-    def _previous(self, suite: str) -> tuple[dict[str, Any] | None, list[str]]:
-        """What the same run left of a suite, and what stands in the way of continuing others."""
-        reasons = []
+    def _previous(self, suite: str) -> dict[str, Any] | None:
+        """What the same run left of a suite; where it left nothing, self.notes says why others are not continued."""
+        notes = []
         for path in [] if self._folder is None else [self._folder / (suite + end) for end in (PARTIAL, ".json")]:
             if path.exists():
                 try:
                     content = read_suite(path)
                 except ValueError as error:
-                    reasons.append(str(error))
+                    notes.append(f"not continued: {error}")
                     continue
                 if not (different := _differences(content, self._header)):
-                    return content, reasons
-                reasons.append(f"{path}: of another {', '.join(different)}")
-        return None, reasons
+                    return content
+                notes.append(f"not continued: {path}: of another {', '.join(different)}")
+        self.notes += notes
+        return None
 
     def _content(self, suite: str) -> dict[str, Any]:
         fresh = {"schema": SCHEMA, "suite": suite, **self._header, "complete": False, "cases": []}

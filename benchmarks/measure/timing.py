@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from onetrip.environment import last_level_cache_bytes
@@ -20,19 +20,7 @@ _CUDA_FLUSHES = 12  # about 1 ms on an H100, more than the host takes for most c
 _WARM_UP_CALLS = 3
 
 
-class Clock(Protocol):
-    def evict(self) -> None:
-        """Make sure that nothing the next call reads lies in a cache."""
-
-    def time(self, function: Callable[[], T]) -> tuple[float, T]:
-        """Milliseconds of one call, and what it returned."""
-
-    def captured(self, function: Callable[[], object]) -> Callable[[], object] | None:
-        """A replay of the kernels that function launches, without its host code; None on a CPU. Raises where a capture
-        is impossible."""
-
-
-class CpuClock:
+class Clock:
     """perf_counter. Evicts by reading (not writing: dirty lines would be written back inside the timed region) a buffer
     of twice the last-level cache."""
 
@@ -40,18 +28,22 @@ class CpuClock:
         self._flush = torch.ones(2 * last_level_cache_bytes() // 4)
 
     def evict(self) -> None:
+        """Make sure that nothing the next call reads lies in a cache."""
         self._flush.sum()
 
     def time(self, function: Callable[[], T]) -> tuple[float, T]:
+        """Milliseconds of one call, and what it returned."""
         start = time.perf_counter()
         result = function()
         return (time.perf_counter() - start) * 1e3, result
 
     def captured(self, function: Callable[[], object]) -> Callable[[], object] | None:
+        """A replay of the kernels that function launches, without its host code; None on a CPU. Raises where a capture
+        is impossible."""
         return None
 
 
-class CudaClock:
+class CudaClock(Clock):
     """CUDA events. Evicts by writing 256 MB a dozen times, which keeps an H100 busy for about 1 ms: the host enqueues a
     call meanwhile, and what it takes longer than that is in the time. (The suite overhead measures the host.)"""
 
@@ -94,7 +86,7 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    return CudaClock(device) if device.type == "cuda" else CpuClock()
+    return CudaClock(device) if device.type == "cuda" else Clock()
 
 
 def _scheduled() -> dict[str, tuple[int, int]]:

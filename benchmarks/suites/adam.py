@@ -57,17 +57,41 @@ def cases(quick: bool = False) -> list[AdamCase]:
 @dataclass
 class _Candidate:
     provider: OptimizerProvider
-    error: float
     optimizer: torch.optim.Optimizer
-    clipped: list[torch.nn.Parameter] = field(default_factory=list)
+    clipped: list[torch.nn.Parameter]
     """Parameters whose gradients are clipped before the step."""
-    temporary_bytes: int = 0
     samples: list[float] = field(default_factory=list)
 
     def step(self) -> None:
         if self.clipped:
             torch.nn.utils.clip_grad_norm_(self.clipped, MAX_GRAD_NORM)
         self.optimizer.step()
+
+
+def _candidate(
+    provider: OptimizerProvider, params: list[torch.nn.Parameter], clips: bool, device: torch.device
+) -> tuple[_Candidate | None, Record]:
+    """Its optimizer, None where it fails its check; and what its record says of the check and of memory."""
+    error, detail = None, ""
+    try:
+        error = relative_error(provider, device)
+        candidate = _Candidate(provider, make(provider, params), clipped=[])
+        if isinstance(candidate.optimizer, AdamW8bit) and clips:
+            candidate.optimizer.max_grad_norm = MAX_GRAD_NORM
+        elif clips:
+            candidate.clipped = params
+        candidate.step()
+        temporary_bytes = peak_bytes(candidate.step, device)
+        if error > LARGEST_ERROR:
+            detail = f"updates differ by {error:.1e} of their root mean square"
+    except Exception as failure:  # a provider that raises is reported, and the others are measured
+        detail = one_line(failure)
+    check = {"passed": not detail, "detail": detail, "largest_error": None if detail else error}
+    record: Record = {"name": provider.name, "check": check}
+    if detail:
+        return None, record
+    state_bytes = optimizer_state_bytes(candidate.optimizer) / sum(p.numel() for p in params)
+    return candidate, record | {"state_bytes_per_parameter": state_bytes, "temporary_bytes": temporary_bytes}
 
 
 def measure(case: AdamCase, session: Session) -> Record:
@@ -82,27 +106,8 @@ def measure(case: AdamCase, session: Session) -> Record:
     target = torch.empty_like(source)
     providers = providers_for(session.against, case.dtype)
     unavailable = absent(providers, device)
-    failures: dict[str, str] = {}
-    candidates: list[_Candidate] = []
-    for provider in providers:
-        if provider.name in unavailable:
-            continue
-        try:
-            error = relative_error(provider, device)
-            candidate = _Candidate(provider, error, make(provider, params))
-            if isinstance(candidate.optimizer, AdamW8bit) and case.clips:
-                candidate.optimizer.max_grad_norm = MAX_GRAD_NORM
-            elif case.clips:
-                candidate.clipped = params
-            candidate.step()
-            candidate.temporary_bytes = peak_bytes(candidate.step, device)
-        except Exception as failure:  # a provider that raises is reported, and the others are measured
-            failures[provider.name] = one_line(failure)
-            continue
-        if error > LARGEST_ERROR:
-            failures[provider.name] = f"updates differ by {error:.1e} of their root mean square"
-        else:
-            candidates.append(candidate)
+    admitted = [_candidate(p, params, case.clips, device) for p in providers if p.name not in unavailable]
+    candidates = [candidate for candidate, _ in admitted if candidate is not None]
     copies: list[float] = []
     rounds = 0
 
@@ -118,22 +123,15 @@ def measure(case: AdamCase, session: Session) -> Record:
         rounds += 1
 
     one_round()
-    for candidate in candidates:
-        candidate.samples.clear()
-    copies.clear()
+    for samples in (copies, *(candidate.samples for candidate in candidates)):
+        samples.clear()
     session.rounds(one_round, QUICK_ROUNDS if session.quick else ROUNDS)
     copy, itemsize = at_speed(copies, 2 * source.nbytes), case.dtype.itemsize
     grad_bytes = 2 * itemsize if case.clips else itemsize  # read for the norm, and for the step
-    records = [
-        {
-            "name": each.provider.name,
-            "check": {"passed": True, "detail": "", "largest_error": each.error},
-            "step": at_speed(each.samples, each.provider.least_bytes(numel, itemsize, grad_bytes), copy["gb_per_s"]),
-            "state_bytes_per_parameter": optimizer_state_bytes(each.optimizer) / numel,
-            "temporary_bytes": each.temporary_bytes,
-        }
-        for each in candidates
-    ]
+    for candidate, record in admitted:
+        if candidate is not None:
+            least = candidate.provider.least_bytes(numel, itemsize, grad_bytes)
+            record["step"] = at_speed(candidate.samples, least, copy["gb_per_s"])
     return {
         "case": case.id,
         "model": case.name,
@@ -141,10 +139,6 @@ def measure(case: AdamCase, session: Session) -> Record:
         "n_tensors": len(params),
         "n_parameters": numel,
         "copy": copy,
-        "providers": records
-        + [
-            {"name": name, "check": {"passed": False, "detail": why, "largest_error": None}}
-            for name, why in failures.items()
-        ],
+        "providers": [record for _, record in admitted],
         "unavailable": unavailable,
     }
