@@ -6,7 +6,7 @@ both over all steps; an update is what a step without decay takes from a paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,41 +19,25 @@ from .optimizers import BITSANDBYTES, LR, ONETRIP, TORCHAO, ExactUpdates, make
 N_ROWS, N_COLS = 64, 256
 N_STEPS, QUICK_STEPS = 400, 40
 LARGEST_UPDATE = 7.28
-Draw = Callable[[Generator], Tensor]
-
-
-def _normal(generator: Generator) -> Tensor:
-    return torch.randn(N_ROWS, N_COLS, generator=generator)
-
-
-def _gaussian(generator: Generator) -> Draw:
-    return _normal
-
-
-def _six_decades(generator: Generator) -> Draw:
-    """Neighbours whose gradients differ by up to a million times."""
-    scale = 10.0 ** (-6.0 * torch.rand(N_ROWS, N_COLS, generator=generator))
-    return lambda generator: _normal(generator) * scale
-
-
-def _sparse_rows(generator: Generator) -> Draw:
-    """2% of the rows at a time, as an embedding's gradients come."""
-    return lambda generator: _normal(generator) * (torch.rand(N_ROWS, 1, generator=generator) < 0.02)
-
-
-def _outlier(generator: Generator) -> Draw:
-    """One element of 256 whose gradients are 1e5 times those of its neighbours."""
-    scale = torch.ones(N_ROWS, N_COLS)
-    scale[:, 7] = 1e5
-    return lambda generator: _normal(generator) * scale
-
-
-STREAMS: dict[str, Callable[[Generator], Draw]] = {
-    "gaussian": _gaussian,
-    "six_decades": _six_decades,
-    "sparse_rows": _sparse_rows,
-    "outlier": _outlier,
+STREAMS = {
+    "gaussian": "normal",
+    "six_decades": "neighbours differ by up to a million times",
+    "sparse_rows": "2% of the rows at a time, as an embedding's gradients come",
+    "outlier": "one element of 256 is 1e5 times its neighbours",
 }
+
+
+def gradients(stream: str, generator: Generator) -> Iterator[Tensor]:
+    scale = torch.ones(N_ROWS, N_COLS)
+    if stream == "six_decades":
+        scale = 10.0 ** (-6.0 * torch.rand(N_ROWS, N_COLS, generator=generator))
+    elif stream == "outlier":
+        scale[:, 7] = 1e5
+    while True:
+        grad = torch.randn(N_ROWS, N_COLS, generator=generator) * scale
+        if stream == "sparse_rows":
+            grad *= torch.rand(N_ROWS, 1, generator=generator) < 0.02
+        yield grad
 
 
 @dataclass(frozen=True)
@@ -89,9 +73,8 @@ def measure(case: StreamCase, session: Session) -> Record:
 
     def run() -> None:
         generator = torch.Generator().manual_seed(0)
-        draw, exact = STREAMS[case.stream](generator), ExactUpdates(torch.Size([N_ROWS, N_COLS]))
-        for t in range(n_steps):
-            grad = draw(generator)
+        exact = ExactUpdates(torch.Size([N_ROWS, N_COLS]))
+        for t, grad in zip(range(n_steps), gradients(case.stream, generator), strict=False):
             truth = exact.next(grad)
             wrong["exact"][t], largest["exact"][t] = truth.square().sum(), truth.abs().max()
             for name, p in params.items():
