@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -88,7 +89,6 @@ class Truth:
             f"d{name}" for name, tensor in inputs.tensors.items() if tensor.requires_grad
         ]
         self._given = inputs.tensors | {f"gradient of output {i}": grad for i, grad in enumerate(inputs.grad_outputs)}
-        self._kept: list[Tensor] | None = None
 
     def _compute(self, keep: Tensor | None) -> list[Tensor]:
         scale = 1.0 / (1.0 - self._operator.dropout_p)  # onetrip's own is off by up to 8e-6 of it: p in 1/65536
@@ -106,12 +106,9 @@ class Truth:
         outputs = inputs.forward(formula)
         return [tensor.detach() for tensor in (*outputs, *inputs.backward(outputs))]
 
-    def _expected(self, keep: Tensor | None) -> list[Tensor]:
-        if keep is not None:
-            return self._compute(keep)
-        if self._kept is None:
-            self._kept = self._compute(None)
-        return self._kept
+    @cached_property
+    def _without_mask(self) -> list[Tensor]:
+        return self._compute(None)
 
     def _restore(self, copies: dict[str, Tensor]) -> list[str]:
         """Restores the inputs for the next provider; returns the names of those that had changed."""
@@ -141,7 +138,7 @@ class Truth:
             sigma = math.sqrt(expected * (1.0 - expected) / drawn.numel())
             if abs(rate - expected) > _SIGMAS * sigma:
                 return Check(False, f"dropout keeps {rate:.5f}, expected {expected:.5f} +- {_SIGMAS * sigma:.5f}")
-        return self._compare((*outputs, *grads), self._expected(keep))
+        return self._compare((*outputs, *grads), self._without_mask if keep is None else self._compute(keep))
 
     def _compare(self, found: tuple[Tensor, ...], expected: list[Tensor]) -> Check:
         dtype = self._inputs.leaves[0].dtype

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from onetrip.measure import free_bytes, peak_bytes, saved_bytes
@@ -49,17 +50,14 @@ def shortage(case: Case, device: torch.device) -> str:
 def bound_and_checked(
     provider: Provider, operator: Operator, truth: Truth, twin: Operator | None = None
 ) -> tuple[Callable[..., Outputs], Check]:
-    """The provider's function, and what its check found. twin: checked in place of the operator."""
+    """The provider's function, and what its check found: where that failed the function must not be called. twin:
+    checked in place of the operator."""
     with provider.scope():
         try:
             function = provider.bind(operator)
         except Exception as error:  # a library that imports, and lacks what it had
-            return _unbound, Check(False, one_line(error))
+            return operator.eager, Check(False, one_line(error))
         return function, truth.check(function if twin is None else provider.bind(twin))
-
-
-def _unbound(**inputs: Tensor) -> Outputs:
-    raise AssertionError("a provider that failed its check is never run")
 
 
 @dataclass
@@ -128,33 +126,26 @@ class SideBySide:
         candidate.untimed_s = time.perf_counter() - start
 
     def _time(self, candidate: _Candidate, inputs: Inputs) -> None:
-        clock, function = self._clock, candidate.function
+        function, passes = candidate.function, self.case.passes
 
-        def prepare() -> None:
+        def timed(name: str, call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
             if self.case.operator.is_warm:
                 inputs.forward_backward(function)
             else:
-                clock.evict()
+                self._clock.evict()
+            milliseconds, result = self._clock.time(call)
+            if name in passes:
+                candidate.samples.setdefault(name, []).append(milliseconds)
+            return result
 
-        def record(name: str, milliseconds: float) -> None:
-            candidate.samples.setdefault(name, []).append(milliseconds)
-
-        passes = self.case.passes
         with candidate.provider.scope():
             if "forward" in passes or "backward" in passes:
-                prepare()
-                milliseconds, outputs = clock.time(lambda: inputs.forward(function))
-                if "forward" in passes:
-                    record("forward", milliseconds)
+                outputs = timed("forward", lambda: inputs.forward(function))
                 if "backward" in passes:
-                    prepare()
-                    milliseconds, gradients = clock.time(partial(inputs.backward, outputs))
-                    record("backward", milliseconds)
-                    del gradients
+                    timed("backward", partial(inputs.backward, outputs))
                 del outputs
             if "forward_backward" in passes:
-                prepare()
-                record("forward_backward", clock.time(lambda: inputs.forward_backward(function))[0])
+                timed("forward_backward", lambda: inputs.forward_backward(function))
 
     def round(self, fewest: int = _FEWEST_SAMPLES) -> None:
         """Runs every candidate once, each round starting with another one; a slow one stops after `fewest` samples."""
@@ -203,27 +194,26 @@ class SideBySide:
                 self._clock.evict()
                 candidate.replays.setdefault(name, []).append(self._clock.time(captured)[0])
 
-    def record(self) -> dict[str, object]:
+    def record(self) -> Record:
         """Everything that was found, ready for JSON."""
         case, least = self.case, self._least
         copied = 2 * self._copy_source.nbytes
         copies = {name: at_speed(samples, copied) for name, samples in self._copy_samples.items()}
 
-        def figures(of_passes: dict[str, list[float]]) -> dict[str, dict[str, float | int]]:
+        def figures(of_passes: dict[str, list[float]]) -> dict[str, Any]:
             speed = copies["copy"]["gb_per_s"]
             return {name: at_speed(samples, getattr(least, name), speed) for name, samples in of_passes.items()}
 
-        records = []
-        for candidate in self._candidates:
-            record: dict[str, object] = {"name": candidate.provider.name, "check": asdict(candidate.check)}
-            record |= figures(candidate.samples)
+        def entry(candidate: _Candidate) -> dict[str, Any]:
+            found = {"name": candidate.provider.name, "check": asdict(candidate.check), **figures(candidate.samples)}
             if candidate.replays:
-                record["graph"] = figures(candidate.replays)
+                found["graph"] = figures(candidate.replays)
             if candidate.not_captured:
-                record["no_graph"] = candidate.not_captured
+                found["no_graph"] = candidate.not_captured
             if candidate.saved is not None:
-                record |= {"saved_bytes": candidate.saved, "peak_bytes": candidate.peak}
-            records.append(record)
+                found |= {"saved_bytes": candidate.saved, "peak_bytes": candidate.peak}
+            return found
+
         return {
             "case": case.id,
             "operator": case.operator.name,
@@ -234,7 +224,7 @@ class SideBySide:
             "full": case.full,
             "least_bytes": {name: getattr(least, name) for name in PASSES},
             **copies,
-            "providers": records,
+            "providers": list(map(entry, self._candidates)),
             "unavailable": self.unavailable,
         }
 

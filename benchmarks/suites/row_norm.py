@@ -58,36 +58,30 @@ def _flash_attn(norm: str, dropout_p: float, return_residual: bool) -> Mapping[s
     return form("flash-attn", "layer_norm_fn", call, "flash_attn.ops.triton.layer_norm")
 
 
-def _others(norm: str, residual: bool, dropout_p: float, return_residual: bool) -> Mapping[str, Callable[[], Function]]:
-    """A bias before dropout may be there or not. QuACK's LayerNorm has no backward. Liger's RMSNorm is not called in
-    place: its backward would write into the gradient that it is given."""
-    found = {**_flash_attn(norm, dropout_p, return_residual)}
-    if residual:
-        if norm == "rms" and return_residual and dropout_p == 0.0:
-            found |= form(
-                "liger",
-                "liger_fused_add_rms_norm",
-                lambda f, x, residual, weight: f(x, residual, weight, EPS, in_place=False),
-            )
-            found |= form(
-                "quack",
-                "rmsnorm",
-                lambda f, x, residual, weight: f(x, weight, residual=residual, eps=EPS, prenorm=True),
-            )
-        return found
-    if norm == "layer":
-        found |= form("liger", "liger_layer_norm", lambda f, x, weight, norm_bias: f(x, weight, norm_bias, EPS))
-        found |= form(
-            "apex",
-            "fused_layer_norm_affine",
-            lambda f, x, weight, norm_bias: f(x, weight, norm_bias, (x.shape[-1],), EPS),
-        )
-    else:
-        found |= form("liger", "liger_rms_norm", lambda f, x, weight: f(x, weight, EPS, in_place=False))
-        found |= form("apex", "fused_rms_norm_affine", lambda f, x, weight: f(x, weight, (x.shape[-1],), EPS))
-        found |= form("quack", "rmsnorm", lambda f, x, weight: f(x, weight, eps=EPS))
-    title = "LayerNorm" if norm == "layer" else "RMSNorm"
-    return found | {"transformer-engine": lambda: _transformer_engine(title)}
+_TRANSFORMER_ENGINE = "transformer-engine"
+_LAYER_NORM = {
+    **form("liger", "liger_layer_norm", lambda f, x, weight, norm_bias: f(x, weight, norm_bias, EPS)),
+    **form(
+        "apex", "fused_layer_norm_affine", lambda f, x, weight, norm_bias: f(x, weight, norm_bias, x.shape[-1:], EPS)
+    ),
+    _TRANSFORMER_ENGINE: lambda: _transformer_engine("LayerNorm"),
+}
+"""QuACK's has no backward."""
+_RMS_NORM = {
+    **form("liger", "liger_rms_norm", lambda f, x, weight: f(x, weight, EPS, in_place=False)),
+    **form("apex", "fused_rms_norm_affine", lambda f, x, weight: f(x, weight, x.shape[-1:], EPS)),
+    **form("quack", "rmsnorm", lambda f, x, weight: f(x, weight, eps=EPS)),
+    _TRANSFORMER_ENGINE: lambda: _transformer_engine("RMSNorm"),
+}
+"""Liger's is not called in place: its backward would write into the gradient that it is given."""
+_ADD_RMS_NORM = {
+    **form(
+        "liger",
+        "liger_fused_add_rms_norm",
+        lambda f, x, residual, weight: f(x, residual, weight, EPS, in_place=False),
+    ),
+    **form("quack", "rmsnorm", lambda f, x, residual, weight: f(x, weight, residual=residual, eps=EPS, prenorm=True)),
+}
 
 
 def _operator(
@@ -98,7 +92,9 @@ def _operator(
     bias: bool = False,
     dropout_p: float = 0.0,
     return_residual: bool = False,
+    others: Mapping[str, Callable[[], Function]] | None = None,
 ) -> Operator:
+    """others: what other libraries have beside flash-attn."""
     matrices = ("x", "residual") if residual else ("x",)
     vectors = ("bias",) if bias else ()
     if norm is not None:
@@ -164,18 +160,19 @@ def _operator(
             backward = matrix * (reads + writes) + vector + parameters
         return LeastBytes(forward, backward)
 
-    others = {} if norm is None else _others(norm, residual, dropout_p, return_residual)
-    return Operator(name, matrices, vectors, formula, fused, least_bytes, dropout_p, others=others)
+    of_flash_attn = {} if norm is None else _flash_attn(norm, dropout_p, return_residual)
+    found = {**of_flash_attn, **(others or {})}
+    return Operator(name, matrices, vectors, formula, fused, least_bytes, dropout_p, others=found)
 
 
-LAYER_NORM = _operator("layer_norm", "layer")
-RMS_NORM = _operator("rms_norm", "rms")
+LAYER_NORM = _operator("layer_norm", "layer", others=_LAYER_NORM)
+RMS_NORM = _operator("rms_norm", "rms", others=_RMS_NORM)
 BIAS_DROPOUT_RESIDUAL_LAYER_NORM = {
     p: _operator(f"bias_dropout_residual_layer_norm-p{p:g}", "layer", residual=True, bias=True, dropout_p=p)
     for p in (0.1, 0.0)
 }
 BIAS_DROPOUT_RESIDUAL = _operator("bias_dropout_residual-p0.1", None, residual=True, bias=True, dropout_p=0.1)
-ADD_RMS_NORM = _operator("add_rms_norm", "rms", residual=True, return_residual=True)
+ADD_RMS_NORM = _operator("add_rms_norm", "rms", residual=True, return_residual=True, others=_ADD_RMS_NORM)
 
 FUSED = (*BIAS_DROPOUT_RESIDUAL_LAYER_NORM.values(), BIAS_DROPOUT_RESIDUAL, ADD_RMS_NORM)
 SINGLE = (LAYER_NORM, RMS_NORM)
