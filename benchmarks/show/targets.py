@@ -72,9 +72,11 @@ def speed_up(case: dict[str, Any], part: str, against: str = EAGER, ours: str = 
 
     part: a pass of a provider, or a part of a training step; ours: the name of its entry, onetrip's choice by default.
     """
-    steps = case.get("steps", {})
-    theirs, found = (steps.get(name) or provider(case, name) for name in (against, ours))
-    found = found or own(case)
+
+    def entry(name: str) -> dict[str, Any]:
+        return case.get("steps", {}).get(name) or provider(case, name)
+
+    theirs, found = entry(against), entry(ours) if ours else own(case)
     return theirs[part]["median_ms"] / found[part]["median_ms"] if part in found and part in theirs else None
 
 
