@@ -138,27 +138,27 @@ def _run(part: Part, state: State, place: Place, limits: Limits) -> None:
         file.flush()
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         options = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "cwd": part.folder}
-        status = None
+        code, of_part = None, allotted == limits.part_s
         try:
             # SIGINT, as Ctrl-C: what is done is kept.
             with process_group(command, signal.SIGINT, _PATIENCE_S, env=environment, **options) as process:
                 code = process.wait(allotted)
         except subprocess.TimeoutExpired:
-            of_part = allotted == limits.part_s
-            status = FAILED if of_part else UNFINISHED
-            words = f"stopped after {time.monotonic() - start:.0f} s{', longer than --part-limit' * of_part}"
+            pass
         except KeyboardInterrupt:
             state.set(part, UNFINISHED, time.monotonic() - start, "interrupted")
             raise
-    failures = _failures(log)
-    if status is not None:
-        reason = f"{words}: {_last_line(log)}"
+    seconds, failures = time.monotonic() - start, _failures(log)
+    if code == 0:
+        state.set(part, PASSED, seconds, "")
+    elif code == EXIT_SKIPPED:
+        state.set(part, SKIPPED, seconds, _last_line(log))
+    elif code is None:
+        words = f"stopped after {seconds:.0f} s{', longer than --part-limit' * of_part}: {_last_line(log)}"
+        state.set(part, FAILED if of_part else UNFINISHED, seconds, words, failures)
     else:
-        status = {0: PASSED, EXIT_SKIPPED: SKIPPED}.get(code, FAILED)
-        reason = "" if status == PASSED else _last_line(log)
-        if status == FAILED:
-            reason = f"{len(failures)} failed" if failures else f"exit code {code}: {reason}"
-    state.set(part, status, time.monotonic() - start, reason, failures if status in (FAILED, UNFINISHED) else ())
+        words = f"{len(failures)} failed" if failures else f"exit code {code}: {_last_line(log)}"
+        state.set(part, FAILED, seconds, words, failures)
 
 
 def run(
