@@ -73,7 +73,7 @@ LLAMA_LIKE = {"add_norm": 2, "rotary": 2, "gated_mlp": 2}
 CASES = {
     "bert": Case("BertForMaskedLM", "BertConfig", COMMON | NO_DROPOUT, text, BERT_LIKE | {"bias_activation": 3}),
     "roberta": Case(
-        "RobertaForMaskedLM", "RobertaConfig", COMMON | NO_DROPOUT, text, BERT_LIKE | {"bias_activation": 2}
+        "RobertaForMaskedLM", "RobertaConfig", COMMON | NO_DROPOUT, text, BERT_LIKE | {"bias_activation": 3}
     ),
     "electra": Case(
         "ElectraForMaskedLM",
@@ -88,7 +88,7 @@ CASES = {
         {"dim": HIDDEN, "hidden_dim": INTERMEDIATE, "n_layers": 2, "n_heads": HEADS, "vocab_size": VOCABULARY}
         | {"dropout": 0.0, "attention_dropout": 0.0},
         text,
-        {"layer_norm": 2, "add_norm": 2, "shared_input": 2},  # its activation is in the model's forward, as the loss is
+        {"layer_norm": 2, "add_norm": 2, "shared_input": 2, "bias_activation": 2},
     ),
     "gpt2": Case(
         "GPT2LMHeadModel",
@@ -141,7 +141,7 @@ CASES = {
         "EsmConfig",
         COMMON | NO_DROPOUT | {"mask_token_id": 3, "position_embedding_type": "rotary"},
         text,
-        {"layer_norm": 6, "dropout_add": 4, "rotary": 2},
+        {"layer_norm": 6, "dropout_add": 4, "rotary": 2, "bias_activation": 3},
     ),
     "xlnet": Case(
         "XLNetLMHeadModel",
