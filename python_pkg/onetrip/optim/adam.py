@@ -176,12 +176,11 @@ class Adam8bit(torch.optim.Optimizer):
         params = list(self._every_parameter())
         if not self._prepare(params):
             self._rebuild(params)
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        given = [getattr(self, "grad_scale", None), getattr(self, "found_inf", None)]
         if self.max_grad_norm is not None and self._tables:
-            grad_scale = self._clipping_scale(self.max_grad_norm, grad_scale)
+            given[0] = self._clipping_scale(self.max_grad_norm, given[0])
         for table in self._tables:
-            device = table.device
-            table.launch(groups, number_on(device, grad_scale), number_on(device, found_inf))
+            table.launch(groups, *(None if number is None else number_on(table.device, number) for number in given))
         return loss
 
     def _clipping_scale(self, max_grad_norm: float, grad_scale: Any) -> Any:
@@ -194,7 +193,7 @@ class Adam8bit(torch.optim.Optimizer):
             )
         sums = [table.sum_of_squares() for table in self._tables]
         total = sums[0] if len(sums) == 1 else torch.stack([each.to(sums[0].device) for each in sums]).sum()
-        scale = number_on(total.device, grad_scale)
+        scale = None if grad_scale is None else number_on(total.device, grad_scale)
         norm = total.sqrt() if scale is None else total.sqrt() / scale
         self.last_grad_norm = norm.float()
         if max_grad_norm == math.inf:

@@ -98,10 +98,8 @@ def checked_max_grad_norm(function: str, max_grad_norm: Any) -> float | None:
     return float(number)
 
 
-def number_on(device: torch.device, number: Any) -> Tensor | None:
+def number_on(device: torch.device, number: Any) -> Tensor:
     """A GradScaler's tensor, or what a user has set, as one float32 on the device."""
-    if number is None:
-        return None
     number = torch.as_tensor(number, dtype=torch.float32)
     if number.numel() != 1:
         raise ValueError(f"step: grad_scale and found_inf must have one element, got shape {tuple(number.shape)}")
