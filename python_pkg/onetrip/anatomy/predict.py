@@ -9,6 +9,7 @@ another way than the CPU are replaced (see _AsOnGpu).
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from ..measure import optimizer_state_bytes, tensor_bytes
 from ..measure.traffic import OPTIMIZER, OUTSIDE, Traffic, TrafficMode
@@ -50,6 +52,12 @@ def _tracker(model: nn.Module, *others: object) -> Any:
 
     tracker = MemTracker()
     tracker._mod_tracker = _NoModules()  # type: ignore[assignment]
+    for parameter in model.parameters():
+        if not parameter.requires_grad:  # else the tracker asks for a hook of its gradient
+            tracker._param_to_grad_hook_handles[parameter] = (
+                RemovableHandle(OrderedDict()),
+                RemovableHandle(OrderedDict()),
+            )
     tracker._track_module_params_and_buffers(model)
     tracker.track_external(*others)  # type: ignore[arg-type]
     return tracker
@@ -145,9 +153,9 @@ def _count_fused_step(optimizer: Adam8bit, traffic: Traffic) -> None:
 def resident_bytes(model: nn.Module, make_optimizer: Callable[..., torch.optim.Optimizer], mode: FakeTensorMode) -> int:
     """Weights, gradients and optimizer states of a model of fake tensors: what any step holds at least."""
     with mode:
-        optimizer = make_optimizer(model.parameters())
-        _take_a_first_step(optimizer)
         trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = make_optimizer(trained)
+        _take_a_first_step(optimizer)
         return tensor_bytes(model.parameters()) + tensor_bytes(trained) + optimizer_state_bytes(optimizer)
 
 
@@ -170,7 +178,7 @@ def predict(
     as_on_device = _AsOnGpu() if device_type == "cuda" else nullcontext()
     with context(), watched(device_type), mode, as_on_device:
         batch = make_batch()
-        optimizer = make_optimizer(model.parameters())
+        optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         _take_a_first_step(optimizer)
         inputs = [t for t in batch.values() if isinstance(t, Tensor)]
         model(**batch)  # a patched model's first forward links sums to the norms that read them
