@@ -10,6 +10,7 @@ import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.linear_loss import DeferredLogits
+from outcomes import assert_agree, assert_equal, loss_outcome
 from patching_cases import compiles_transformers
 from torch import Tensor, nn
 from torch.nn import functional
@@ -61,22 +62,6 @@ def build(name: str) -> tuple[Any, dict[str, Tensor]]:
     return made.train(), {"input_ids": ids, "labels": labels}
 
 
-def step(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """Loss and every gradient."""
-    model.zero_grad()
-    output = model(**inputs)
-    output.loss.backward()
-    found = {"loss": output.loss.detach()}
-    return found | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_agree(ours: dict[str, Tensor], theirs: dict[str, Tensor], relative: float = 1e-5) -> None:
-    assert ours.keys() == theirs.keys() and len(theirs) > 5
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype
-        assert float((ours[name] - tensor).abs().max()) <= relative * float(tensor.abs().max()) + 1e-6, name
-
-
 @pytest.fixture
 def cross_entropies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the first argument of calls of ops.cross_entropy and ops.linear_cross_entropy."""
@@ -102,15 +87,14 @@ def cross_entropies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_is_the_unpatched_model_s(name: str, pattern: str, cross_entropies: list[tuple[int, ...]]) -> None:
     model, inputs = build(name)
-    expected = step(model, inputs)
+    expected = loss_outcome(model, inputs)
     report = patch_model(model, patterns=[pattern])
     assert {site.module_class for site in report.patched} == {type(model).__name__, "Linear"}
     cross_entropies.clear()  # verification's
-    assert_agree(step(model, inputs), expected)
+    assert_agree(loss_outcome(model, inputs), expected)
     assert cross_entropies == [(18, 16 if pattern == "linear_cross_entropy" else VOCABULARY)]
     unpatch_model(model)
-    again = step(model, inputs)
-    assert all(torch.equal(again[key], expected[key]) for key in expected)
+    assert_equal(loss_outcome(model, inputs), expected)
 
 
 def test_it_is_patched_by_name_only() -> None:
@@ -283,9 +267,9 @@ def test_generate_gives_the_same_tokens(pattern: str) -> None:
 @pytest.mark.parametrize("pattern", BOTH)
 def test_num_items_in_batch_divides_the_sum(pattern: str) -> None:
     model, inputs = build("llama")
-    expected = step(model, inputs | {"num_items_in_batch": torch.tensor(7)})
+    expected = loss_outcome(model, inputs | {"num_items_in_batch": torch.tensor(7)})
     patch_model(model, patterns=[pattern])
-    assert_agree(step(model, inputs | {"num_items_in_batch": torch.tensor(7)}), expected)
+    assert_agree(loss_outcome(model, inputs | {"num_items_in_batch": torch.tensor(7)}), expected)
 
 
 @pytest.mark.parametrize("pattern", BOTH)
@@ -304,9 +288,9 @@ def test_autocast(pattern: str) -> None:
 def test_gradient_checkpointing(use_reentrant: bool, pattern: str) -> None:
     model, inputs = build("llama")
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    expected = step(model, inputs)
+    expected = loss_outcome(model, inputs)
     patch_model(model, patterns=[pattern])
-    assert_agree(step(model, inputs), expected)
+    assert_agree(loss_outcome(model, inputs), expected)
 
 
 @compiles_transformers
@@ -321,13 +305,13 @@ def test_torch_compile_runs_the_original(pattern: str) -> None:
 @pytest.mark.parametrize("pattern", BOTH)
 def test_a_hooked_output_layer_is_called(pattern: str, cross_entropies: list[tuple[int, ...]]) -> None:
     model, inputs = build("llama")
-    expected = step(model, inputs)
+    expected = loss_outcome(model, inputs)
     patch_model(model, patterns=[pattern])
     cross_entropies.clear()
     model.lm_head.register_forward_hook(lambda module, args, y: 2.0 * y)
     doubled = unpatch_model(copy.deepcopy(model))
-    assert_agree(step(model, inputs), step(doubled, inputs))
-    assert cross_entropies == [] and not torch.equal(step(model, inputs)["loss"], expected["loss"])
+    assert_agree(loss_outcome(model, inputs), loss_outcome(doubled, inputs))
+    assert cross_entropies == [] and not torch.equal(loss_outcome(model, inputs)["loss"], expected["loss"])
 
 
 @pytest.mark.parametrize("pattern", BOTH)
@@ -345,7 +329,7 @@ def test_lora(order: str, pattern: str) -> None:
         return made.train()
 
     plain, inputs = build("llama")
-    expected = step(adapted(plain), inputs)
+    expected = loss_outcome(adapted(plain), inputs)
     model, _ = build("llama")
     if order == "before":
         patch_model(model, patterns=[pattern])
@@ -353,7 +337,7 @@ def test_lora(order: str, pattern: str) -> None:
     else:
         model = adapted(model)
         patch_model(model, patterns=[pattern])
-    assert_agree(step(model, inputs), expected)
+    assert_agree(loss_outcome(model, inputs), expected)
 
 
 @pytest.mark.parametrize("pattern", BOTH)
@@ -378,11 +362,11 @@ def test_trainer_trains_and_evaluates(pattern: str, tmp_path: Any) -> None:
 def test_a_model_whose_own_forward_has_more_to_fuse(pattern: str, cross_entropies: list[tuple[int, ...]]) -> None:
     """DistilBERT's calls an activation before the output layer."""
     model, inputs = build("distilbert")
-    expected = step(model, inputs)
+    expected = loss_outcome(model, inputs)
     report = patch_model(model, patterns=[pattern, "bias_activation"])
     (site,) = (site for site in report.patched if site.name == "")
     assert (site.pattern, site.detail) == (pattern, "and bias_activation") and "activation" in report.diff("")
     cross_entropies.clear()
-    assert_agree(step(model, inputs), expected)
+    assert_agree(loss_outcome(model, inputs), expected)
     assert len(cross_entropies) == 1 and report.calls()[""] == (2, 0)
-    assert step(unpatch_model(model), inputs)["loss"] == expected["loss"]
+    assert loss_outcome(unpatch_model(model), inputs)["loss"] == expected["loss"]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from linked_stack import Stack, assert_same, n_links, pair, step
 from onetrip.patching import links
-from patching_cases import WIDTH, inputs
+from outcomes import assert_agree, outcome
+from patching_cases import WIDTH, Stack, inputs, n_links, pair
 from torch import Tensor, nn
 
 
@@ -79,7 +79,7 @@ def test_the_gradient_of_a_linked_sum_is_whole(gradients: Callable[..., list[Ten
         model.zero_grad()
         found.append(gradients(states, loss, model))
         assert isinstance(model, Stack) and (len(found) == 2 or n_links(model) == 6)
-    assert_same(*found)
+    assert_agree(*found)
 
 
 def test_a_backward_after_a_failed_one_does_not_take_its_gradients() -> None:
@@ -101,7 +101,7 @@ def test_a_backward_after_a_failed_one_does_not_take_its_gradients() -> None:
         model.zero_grad()
         other.sum().backward()
         found.append([each.grad for each in model.layers.parameters()])
-    assert_same(*found)  # type: ignore[arg-type]
+    assert_agree(*found)  # type: ignore[arg-type]
 
 
 def test_a_frozen_sum_does_not_require_grad_for_its_norms_weight() -> None:
@@ -113,7 +113,7 @@ def test_a_frozen_sum_does_not_require_grad_for_its_norms_weight() -> None:
         assert not state.requires_grad
         model.final(state).sum().backward()  # type: ignore[operator]
         found.append([model.final.weight.grad])
-    assert_same(*found)  # type: ignore[arg-type]
+    assert_agree(*found)  # type: ignore[arg-type]
 
 
 def test_hooks_registered_before_the_norm_runs_see_the_whole_gradient() -> None:
@@ -124,9 +124,9 @@ def test_hooks_registered_before_the_norm_runs_see_the_whole_gradient() -> None:
         model.layers[0].register_forward_hook(  # type: ignore[union-attr, operator]
             lambda _, args, z, seen=seen: z.register_hook(lambda grad: seen.append(grad.clone())) and None
         )
-        found.append([*step(model, *inputs()), *seen])
+        found.append([*outcome(model, *inputs()).values(), *seen])
         assert len(seen) == 1
-    assert_same(*found)
+    assert_agree(*found)
 
 
 def test_hooks_on_a_view_between_a_sum_and_its_norm() -> None:
@@ -141,7 +141,7 @@ def test_hooks_on_a_view_between_a_sum_and_its_norm() -> None:
             model.zero_grad()
             model.final(rows.view(state.shape)).square().sum().backward()
         found.append([rows.grad])
-    assert_same(*found)  # type: ignore[arg-type]
+    assert_agree(*found)  # type: ignore[arg-type]
 
 
 def test_a_layers_backward_hook_sees_its_whole_gradient() -> None:
@@ -150,6 +150,6 @@ def test_a_layers_backward_hook_sees_its_whole_gradient() -> None:
     for each, seen in zip((original, model), gradients, strict=True):
         layer = each.layers[0]
         layer.register_full_backward_hook(lambda _, before, after, seen=seen: seen.append(after[0].clone()))
-        step(each, *inputs())
+        outcome(each, *inputs())
     assert len(gradients[0]) == 1
-    assert_same(gradients[1], gradients[0])
+    assert_agree(gradients[1], gradients[0])

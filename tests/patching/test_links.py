@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from linked_stack import Stack, assert_same, n_links, pair, step
 from onetrip.measure import saved_bytes
 from onetrip.ops import row_norm, row_norm_autograd
 from onetrip.ops.common.native import read
 from onetrip.patching import calls, links, patch_model, unpatch_model
-from patching_cases import WIDTH, inputs, randomised
+from outcomes import assert_agree, outcome, patched_pair
+from patching_cases import WIDTH, Stack, inputs, n_links, pair, randomised
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
+
+
+def assert_same(model: nn.Module, original: nn.Module) -> None:
+    assert_agree(outcome(model, *inputs()), outcome(original, *inputs()))
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +35,7 @@ def test_a_sum_and_a_norm_in_a_branch_or_in_the_next_layer_are_one_call() -> Non
     original, model = pair()
     report = patch_model(model)
     before = report.calls()
-    assert_same(step(model, *inputs()), step(original, *inputs()))
+    assert_same(model, original)
     assert n_links(model) == 6
     fused = {name: calls[0] - before[name][0] for name, calls in report.calls().items()}
     assert [fused[f"layers.{i}"] for i in range(3)] == [2, 2, 2]
@@ -54,11 +58,9 @@ def test_a_linked_pair_launches_one_kernel(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_first_call_is_right_before_any_link() -> None:
-    original = randomised(Stack())
-    model = copy.deepcopy(original)
-    patch_model(model)
+    model, original, _ = patched_pair(randomised(Stack()))
     assert n_links(model) == 0
-    assert_same(step(model, *inputs()), step(original, *inputs()))
+    assert_same(model, original)
 
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda c: c.__name__)
@@ -67,7 +69,7 @@ def test_links_hold_in_every_grad_mode(grad: Any) -> None:
     with grad():
         for _ in range(3):
             torch.testing.assert_close(model(*inputs()), original(*inputs()), rtol=1e-4, atol=1e-5)
-    assert_same(step(model, *inputs()), step(original, *inputs()))
+    assert_same(model, original)
 
 
 def test_hidden_states_are_the_sums_themselves() -> None:
@@ -110,7 +112,7 @@ def test_a_hook_that_replaces_a_layers_output_is_seen() -> None:
     for each in (original, model):
         each.layers[1].register_forward_hook(lambda module, args, output: output * 2.0)
     for _ in range(6):
-        assert_same(step(model, *inputs()), step(original, *inputs()))
+        assert_same(model, original)
     assert n_links(model) == 5
 
 
@@ -119,7 +121,7 @@ def test_a_norms_own_hooks_run() -> None:
     for each in (original, model):
         each.layers[1].first.register_forward_hook(lambda module, args, output: output + 1.0)
         each.layers[2].first.register_forward_pre_hook(lambda module, args: (args[0] + 1.0,))
-    assert_same(step(model, *inputs()), step(original, *inputs()))
+    assert_same(model, original)
 
 
 def relu(y: Tensor) -> Tensor:
@@ -145,7 +147,7 @@ def test_a_linked_norms_result_may_be_edited_in_place(edit: Callable[[Tensor], T
             each(*inputs())
         final = each.final
         each.forward = lambda h, each=each, final=final: edit(final(each.states(h)[-1]))
-    assert_same(step(model, *inputs()), step(original, *inputs()))
+    assert_same(model, original)
 
 
 def test_an_edit_in_place_between_layers_is_seen() -> None:
@@ -154,7 +156,7 @@ def test_an_edit_in_place_between_layers_is_seen() -> None:
     for each in (original, model):
         each.between = lambda h: h.mul_(1.5)
     for _ in range(5):
-        assert_same(step(model, *inputs()), step(original, *inputs()))
+        assert_same(model, original)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -168,7 +170,7 @@ def test_checkpointed_layers_are_right_and_keep_nothing_more(use_reentrant: bool
     for each in (original, model):
         each.call = lambda layer, h: checkpoint(layer, h, use_reentrant=use_reentrant)
     for _ in range(5):
-        assert_same(step(model, *inputs()), step(original, *inputs()))
+        assert_same(model, original)
     x = inputs()[0].requires_grad_()
     assert saved_bytes(lambda: model(x)) <= saved_bytes(lambda: original(x))
 
@@ -195,7 +197,7 @@ def test_a_view_made_outside_the_graph_of_its_sum_is_no_link(call: str) -> None:
         else:
             each.call = lambda layer, h: checkpoint(lambda h: layer(h).view(h.shape), h, use_reentrant=True)
     for _ in range(3):
-        assert_same(step(model, *inputs()), step(original, *inputs()))
+        assert_same(model, original)
 
 
 def test_views_of_a_sum_are_linked() -> None:
@@ -205,7 +207,7 @@ def test_views_of_a_sum_are_linked() -> None:
     report = patch_model(model)
     before = report.calls()
     for _ in range(2):
-        assert_same(step(model, *inputs()), step(original, *inputs()))
+        assert_same(model, original)
     assert report.calls()["final"][0] - before["final"][0] == 2
     assert n_links(model) == 6
 
@@ -217,13 +219,11 @@ def test_saved_bytes_are_those_of_the_original() -> None:
 
 
 def test_one_layer_called_several_times() -> None:
-    original = randomised(Stack(1))
-    model = copy.deepcopy(original)
-    patch_model(model)
+    model, original, _ = patched_pair(randomised(Stack(1)))
     for each in (original, model):
         each.call = lambda layer, h: layer(layer(layer(h)))
     for _ in range(6):
-        assert_same(step(model, *inputs()), step(original, *inputs()))
+        assert_same(model, original)
 
 
 def test_a_copy_links_its_own_norms() -> None:
@@ -238,8 +238,8 @@ def test_a_copy_links_its_own_norms() -> None:
         for parameter in doubled.parameters():
             parameter.mul_(2.0)
     for _ in range(2):
-        assert_same(step(clone, *inputs()), step(doubled, *inputs()))
-        assert_same(step(model, *inputs()), step(original, *inputs()))
+        assert_same(clone, doubled)
+        assert_same(model, original)
     assert n_links(clone) == 6
 
 
@@ -255,7 +255,7 @@ def test_tensors_carry_no_trace_of_a_link() -> None:
 
 def test_unpatching_ends_links() -> None:
     original, model = pair()
-    assert_same(step(unpatch_model(model), *inputs()), step(original, *inputs()))
+    assert_same(unpatch_model(model), original)
     assert [type(module) for module in model.modules()] == [type(module) for module in original.modules()]
 
 
@@ -265,7 +265,7 @@ def test_new_weights_of_a_linked_norm_are_used() -> None:
         each.layers[1].first.weight = nn.Parameter(torch.full((WIDTH,), 3.0))
         each.layers[2].first = nn.LayerNorm(WIDTH)
     for _ in range(5):
-        assert_same(step(model, *inputs()), step(original, *inputs()))
+        assert_same(model, original)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -282,8 +282,8 @@ def test_autocast_keeps_the_unfused_dtypes(dtype: torch.dtype) -> None:
 def test_a_compiled_model_has_no_graph_break() -> None:
     original, model = pair(n_layers=2)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_same(step(compiled, *inputs()), step(original, *inputs()))
-    assert_same(step(model, *inputs()), step(original, *inputs()))
+    assert_same(compiled, original)
+    assert_same(model, original)
 
 
 def test_dropout_is_drawn_in_the_linked_call() -> None:
@@ -356,8 +356,6 @@ def test_a_norm_in_another_grad_mode_or_with_other_weights_computes(between: Any
 
 
 def test_jit_trace_of_a_model_that_never_ran_sees_the_same_graph_twice() -> None:
-    original = randomised(Stack()).eval()
-    model = copy.deepcopy(original)
-    patch_model(model)
+    model, original, _ = patched_pair(randomised(Stack()))
     traced = torch.jit.trace(model, inputs())
     torch.testing.assert_close(traced(*inputs()), original(*inputs()), rtol=1e-4, atol=1e-5)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import outcomes
 import pytest
 import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import calls, patch_model, unpatch_model
+from outcomes import assert_agree, assert_equal
 from patching_cases import WIDTH, inputs, randomised
 from torch import Tensor, nn
 
@@ -84,23 +87,7 @@ class InPlace(Attention):
 FUSED = {Attention: 3, Chosen: 3, Unused: 3, InPlace: 2}
 
 
-def outcome(model: Any, *given: Tensor) -> dict[str, Tensor]:
-    """The output and every gradient."""
-    leaves = [x.clone().requires_grad_() for x in given]
-    model.zero_grad()
-    y = model(*(2.0 * leaf for leaf in leaves))
-    y.square().sum().backward()
-    found = {f"input {i}": leaf.grad for i, leaf in enumerate(leaves)} | {
-        n: p.grad for n, p in model.named_parameters()
-    }
-    return {"y": y.detach()} | {name: g for name, g in found.items() if g is not None}
-
-
-def assert_agree(ours: dict[str, Tensor], theirs: dict[str, Tensor], relative: float = 1e-5) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype and ours[name].shape == tensor.shape
-        assert float((ours[name] - tensor).abs().max()) <= relative * float(tensor.abs().max()) + 1e-6, name
+outcome = functools.partial(outcomes.outcome, is_leaf=False)
 
 
 def test_an_input_that_was_scaled_between_two_layers_has_its_own_gradient() -> None:
@@ -123,8 +110,7 @@ def test_gradients_are_the_unpatched_model_s(make: type[Attention]) -> None:
     assert_agree(ours, expected)
     assert report.calls() == {"": (FUSED[make], 0)}
     unpatch_model(model)
-    again = outcome(model, x)
-    assert all(torch.equal(again[name], expected[name]) for name in expected)
+    assert_equal(outcome(model, x), expected)
 
 
 def test_layers_of_two_tensors_in_one_forward() -> None:
@@ -158,8 +144,8 @@ def test_small_tensors_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = outcome(model, x)
     report = patch_model(model)
     monkeypatch.setattr(calls, "SMALLEST", x.numel() + 1)
-    ours = outcome(model, x)
-    assert report.calls() == {"": (0, 0)} and all(torch.equal(ours[name], expected[name]) for name in expected)
+    assert_equal(outcome(model, x), expected)
+    assert report.calls() == {"": (0, 0)}
 
 
 def hooked(model: Attention) -> None:
@@ -226,21 +212,14 @@ def test_the_input_is_cast_once_where_saved_tensors_are_packed() -> None:
 def test_second_derivatives() -> None:
     model, (x,) = randomised(Attention()).double(), inputs()
 
-    def penalty() -> list[Tensor]:
-        leaf = x.double().requires_grad_()
+    def penalty(x: Tensor) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(model(2.0 * leaf).square().sum(), leaf, create_graph=True)
-        return list(torch.autograd.grad(gradient.square().sum(), model.parameters()))
+        return [each.double() for each in torch.autograd.grad(gradient.square().sum(), list(model.parameters()))]
 
-    expected = penalty()
+    expected = penalty(x.double())
     patch_model(model.float())
-    for ours, theirs in zip(penalty_in_float32(model, x), expected, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
-
-
-def penalty_in_float32(model: nn.Module, x: Tensor) -> list[Tensor]:
-    leaf = x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(model(2.0 * leaf).square().sum(), leaf, create_graph=True)
-    return list(torch.autograd.grad(gradient.square().sum(), list(model.parameters())))
+    assert_agree(penalty(x), expected, relative=1e-4)
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
@@ -275,8 +254,7 @@ def test_compiles_without_a_break(make: type[Attention]) -> None:
     model, (x,) = randomised(make()), inputs()
     expected = outcome(model, x)
     patch_model(model)
-    ours = outcome(torch.compile(model, backend="aot_eager", fullgraph=True), x)
-    assert_agree({name.removeprefix("_orig_mod."): tensor for name, tensor in ours.items()}, expected)
+    assert_agree(outcome(torch.compile(model, backend="aot_eager", fullgraph=True), x), expected)
 
 
 def test_nothing_holds_the_graph_after_a_forward_without_backward() -> None:

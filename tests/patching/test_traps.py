@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
+from outcomes import Outcome, assert_agree, loss_outcome
 from patching_cases import classes, gpt2
 from patching_distributed import batch
 from torch import Tensor, nn
@@ -19,27 +20,16 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 
-def step(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Loss, logits, hidden states and every gradient."""
-    model.zero_grad()
-    output = model(input_ids=ids, labels=ids, output_hidden_states=True)
-    output.loss.backward()
-    found = {"loss": output.loss.detach(), "logits": output.logits.detach()}
-    found |= {f"hidden state {i}": h.detach() for i, h in enumerate(output.hidden_states)}
-    return found | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+def step(model: nn.Module, ids: Tensor) -> Outcome:
+    return loss_outcome(model, {"input_ids": ids, "labels": ids, "output_hidden_states": True})
 
 
 def assert_steps_agree(model: nn.Module, expected: nn.Module, n_steps: int = 3) -> None:
     """The first step lets sums find their norms; the second has links."""
     for i in range(n_steps):
         theirs = step(expected, batch(i))
-        ours = step(model, batch(i))
-        assert ours.keys() == theirs.keys()
-        assert any(name not in ("loss", "logits") and not name.startswith("hidden") for name in ours)
-        for name, tensor in theirs.items():
-            torch.testing.assert_close(
-                ours[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
-            )
+        assert any(name not in ("loss", "logits") and not name.startswith("hidden") for name in theirs)
+        assert_agree(step(model, batch(i)), theirs)
 
 
 def prepared(order: str, prepare: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
@@ -149,9 +139,7 @@ def test_checkpointing_with_dropout_recomputes_the_same_masks(use_reentrant: boo
             torch.manual_seed(7)
             last = step(model, batch(0))
         found.append(last)
-    assert found[0].keys() == found[1].keys()
-    for name, tensor in found[0].items():
-        torch.testing.assert_close(found[1][name], tensor, msg=lambda m, name=name: f"{name}: {m}")
+    assert_agree(found[1], found[0], relative=2e-6)
 
 
 def test_deepcopy_and_pickle_of_a_model_with_links() -> None:
@@ -265,8 +253,7 @@ def test_grad_scaler_steps_and_skips() -> None:
             scaler.step(optimizer)
             scaler.update()
         assert scaler.get_scale() == 512.0
-    for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert_agree(*(dict(model.named_parameters()) for model in models))
 
 
 def patch_seconds(config: Any, device: str) -> float:

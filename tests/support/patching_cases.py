@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from onetrip.patching import links
+from outcomes import outcome, patched_pair
 from torch import Tensor, nn
 
 WIDTH = 16
@@ -133,3 +135,59 @@ def gpt2(**options: Any) -> nn.Module:
     for parameter in model.parameters():  # ones and zeros would hide a wrong weight or a missing bias
         parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     return model
+
+
+class StackLayer(nn.Module):
+    """As an OPT layer: the norm of its first sum stands in a branch, that of its second in the next layer."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), LlamaLike()
+        self.mix, self.dense = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(p)
+        self.norm_first = True
+
+    def forward(self, h: Tensor, scale: float = 1.0) -> Tensor:
+        residual = h
+        h = self.first(h)
+        h = self.mix(h) * scale
+        h = residual + h
+        residual = h
+        if self.norm_first:
+            h = self.second(h)
+        h = self.dense(h)
+        h = self.drop(h)
+        return residual + h
+
+
+class Stack(nn.Module):
+    def __init__(self, n_layers: int = 3, p: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([StackLayer(p) for _ in range(n_layers)])
+        self.final = nn.LayerNorm(WIDTH)
+        self.between: Callable[[Tensor], Tensor] | None = None
+        self.call: Callable[..., Any] = lambda layer, h: layer(h)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.final(self.states(h)[-1])
+
+    def states(self, h: Tensor) -> list[Tensor]:
+        states = [h]
+        for layer in self.layers:
+            h = self.call(layer, h)
+            if self.between is not None:
+                h = self.between(h)
+            states.append(h)
+        return states
+
+
+def pair(**options: Any) -> tuple[Stack, Stack]:
+    """A model and the same patched, its links made."""
+    model, original, _ = patched_pair(randomised(Stack(**options)))
+    outcome(model, *inputs())
+    return original, model
+
+
+def n_links(model: nn.Module) -> int:
+    ids = {id(module) for module in model.modules()}
+    return sum(site.link is not None for (owner, _), site in links._sites.items() if owner in ids)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.activations import PATTERNS, recognise_activation
+from outcomes import assert_agree, assert_equal, outcome
 from patching_cases import WIDTH, inputs, randomised
 from torch import Tensor, nn
 from torch.nn import functional
@@ -191,23 +192,6 @@ FUSED: dict[type[Mlp], tuple[str, str]] = {
 }
 
 
-def outcome(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """The output and every gradient."""
-    leaf = x.clone().requires_grad_()
-    model.zero_grad()
-    y = model(leaf)
-    y.square().sum().backward()
-    assert leaf.grad is not None
-    return {"y": y.detach(), "x": leaf.grad} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_agree(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        bound = 2e-5 * float(tensor.abs().max())
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=bound, msg=lambda text, n=name: f"{n}: {text}")
-
-
 @pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)
 def test_activations_are_fused_wherever_they_stand(make: type[Mlp]) -> None:
     model, (x,) = randomised(make()), inputs()
@@ -218,8 +202,7 @@ def test_activations_are_fused_wherever_they_stand(make: type[Mlp]) -> None:
     assert report.calls() == {"": (len(x.split(2)) if make is Chunk else 1, 0)}
     unpatch_model(model)
     assert type(model) is make
-    for name, tensor in outcome(model, x).items():
-        assert torch.equal(tensor, expected[name])
+    assert_equal(outcome(model, x), expected)
 
 
 class ReadTwice(Mlp):
@@ -466,12 +449,7 @@ def test_compiles_without_a_break(make: type[Mlp]) -> None:
     model, (x,) = randomised(make()), inputs()
     expected = outcome(model, x)
     patch_model(model)
-    assert_agree(outcome(torch.compile(model, backend="aot_eager", fullgraph=True), x), expected_keys(expected))
-
-
-def expected_keys(expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A compiled module's parameters have a prefix."""
-    return {name if name in ("x", "y") else f"_orig_mod.{name}": tensor for name, tensor in expected.items()}
+    assert_agree(outcome(torch.compile(model, backend="aot_eager", fullgraph=True), x), expected)
 
 
 class Layer(nn.Module):

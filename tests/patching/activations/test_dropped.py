@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from onetrip import ops
 from onetrip.ops.common.rng import draw_rng, dropout_scale
 from onetrip.patching import patch_model
 from onetrip.patching.activations import PATTERNS
+from outcomes import assert_agree, outcome, patched_pair
 from patching_cases import WIDTH, inputs, randomised
 from torch import Tensor, nn
 from torch.nn import functional
@@ -81,15 +81,6 @@ class NestedProduct(Mlp):
 FUSED = (AsT5, AsGatedT5, AsWav2Vec2, AsBart, Nested, NestedProduct)
 
 
-def outcome(model: nn.Module, x: Tensor) -> list[Tensor]:
-    leaf = x.clone().requires_grad_()
-    model.zero_grad()
-    y = model(leaf)
-    y.square().sum().backward()
-    assert leaf.grad is not None
-    return [y.detach(), leaf.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
-
-
 def pinned(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """torch's dropout with the mask that the fused operator draws."""
     if not training:
@@ -100,9 +91,8 @@ def pinned(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fal
 
 @pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)
 def test_it_is_one_call_with_the_dropout(make: type[Mlp], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (x,) = randomised(make()).train(), inputs()
-    original = copy.deepcopy(model)
-    report = patch_model(model, patterns=[*PATTERNS, "dropout"])
+    (x,) = inputs()
+    model, original, report = patched_pair(randomised(make()).train(), patterns=[*PATTERNS, "dropout"])
     assert [site.pattern for site in report.patched if site.name == ""] == [
         PATTERNS[0 if "Prod" in make.__name__ or "Gated" in make.__name__ else 1]
     ]
@@ -112,11 +102,9 @@ def test_it_is_one_call_with_the_dropout(make: type[Mlp], monkeypatch: pytest.Mo
     assert report.calls()[""] == (1, 0)
     monkeypatch.setattr(functional, "dropout", pinned)
     torch.manual_seed(5)
-    for one, theirs in zip(ours, outcome(original, x), strict=True):
-        torch.testing.assert_close(one, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+    assert_agree(ours, outcome(original, x))
     monkeypatch.undo()
-    for one, theirs in zip(outcome(model.eval(), x), outcome(original.eval(), x), strict=True):
-        torch.testing.assert_close(one, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+    assert_agree(outcome(model.eval(), x), outcome(original.eval(), x))
 
 
 class ReadTwice(Mlp):
@@ -137,17 +125,15 @@ class Between(Mlp):
 
 @pytest.mark.parametrize("make", [ReadTwice, Between], ids=lambda make: make.__name__)
 def test_other_dropouts_stay_where_they_are(make: type[Mlp], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (x,) = randomised(make()).train(), inputs()
-    original = copy.deepcopy(model)
-    report = patch_model(model, patterns=PATTERNS)
+    (x,) = inputs()
+    model, original, report = patched_pair(randomised(make()).train(), patterns=PATTERNS)
     monkeypatch.setattr(functional, "dropout", pinned)
     results = []
     for each in (model, original):
         torch.manual_seed(5)
         results.append(outcome(each, x))
     assert report.calls()[""] == (1, 0)
-    for one, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(one, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+    assert_agree(*results)
 
 
 def test_a_dropout_that_changes_later_is_called() -> None:

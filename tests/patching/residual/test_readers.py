@@ -11,6 +11,7 @@ import pytest
 import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import calls, patch_model, readers
+from outcomes import Outcome, assert_agree, parameter_gradients
 from patching_cases import WIDTH, inputs, randomised
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
@@ -74,7 +75,7 @@ def model() -> Any:
     return model
 
 
-def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+def step(model: nn.Module, x: Tensor) -> Outcome:
     """The output and every gradient; the same masks in every call."""
     torch.manual_seed(1)
     model.zero_grad()
@@ -85,7 +86,8 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
         while getattr(module, "side", None):
             loss = loss + module.side.pop().sum()
     loss.backward()
-    return [y.detach(), leaf.grad, *(p.grad for p in model.parameters() if p.grad is not None)]  # type: ignore[list-item]
+    assert leaf.grad is not None
+    return {"y": y.detach(), "x": leaf.grad} | parameter_gradients(model)
 
 
 def without_sharing(compute: Callable[[], Any]) -> Any:
@@ -96,14 +98,13 @@ def without_sharing(compute: Callable[[], Any]) -> Any:
         calls.SMALLEST = smallest
 
 
-def assert_as_without(model: nn.Module, x: Tensor, n_steps: int = 3) -> None:
+def assert_as_without(model: nn.Module, x: Tensor, relative: float = 1e-5) -> None:
     """The second step is the first in which single layers make readers."""
     expected = without_sharing(lambda: step(model, x))
-    for _ in range(n_steps):
+    for _ in range(3):
         found = step(model, x)
-        assert len(found) == len(expected) and torch.equal(found[0], expected[0])
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+        assert torch.equal(found["y"], expected["y"])
+        assert_agree(found, expected, relative)
 
 
 def n_sums(model: nn.Module, x: Tensor) -> int:
@@ -137,8 +138,7 @@ def test_what_reads_a_gradient_sees_all_of_it(model: Any) -> None:
 
     expected = without_sharing(gradients)
     for _ in range(2):
-        for ours, theirs in zip(gradients(), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+        assert_agree(gradients(), expected)
 
 
 def test_a_branch_that_does_not_depend_on_the_layers(model: Any) -> None:
@@ -214,10 +214,7 @@ def test_a_tensor_written_to_before_the_sum_is_read_itself(model: Any) -> None:
     for layer in model:
         layer.between = lambda h: h.mul_(0.5) if h.grad_fn.name() != "MulBackward0" else None
         layer.expand.act = nn.Identity()
-    expected = without_sharing(lambda: step(model, x))
-    for _ in range(2):
-        for ours, theirs in zip(step(model, x), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+    assert_as_without(model, x)
 
 
 @pytest.mark.parametrize("frozen", ["mix.q", "expand.dense", "mixed.dense"])
@@ -268,18 +265,13 @@ def test_checkpointing(model: Any, use_reentrant: bool) -> None:
 def test_autocast(model: Any) -> None:
     (x,) = inputs()
     with torch.autocast("cpu", torch.bfloat16):
-        expected = without_sharing(lambda: step(model, x))
-        for _ in range(2):
-            for ours, theirs in zip(step(model, x), expected, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2 * float(theirs.abs().max()))
+        assert_as_without(model, x, relative=3e-2)
 
 
 def test_in_eval_mode_sums_are_as_ever(model: Any) -> None:
     (x,) = inputs()
     model.eval()
-    expected = without_sharing(lambda: step(model, x))
-    for ours, theirs in zip(step(model, x), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+    assert_as_without(model, x)
 
 
 def test_nothing_is_kept_of_results_that_are_gone(model: Any) -> None:

@@ -1,0 +1,65 @@
+"""What a module computes, with every gradient, and how that of a patched one compares with the unpatched one's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from onetrip.patching import PatchReport, patch_model
+from torch import Tensor, nn
+
+Outcome = dict[str, Tensor]
+"""Outputs and gradients by name."""
+
+
+def patched_pair(module: nn.Module, **options: Any) -> tuple[Any, Any, PatchReport]:
+    """(patched, unpatched, report) of a module and its copy."""
+    original = copy.deepcopy(module)
+    return module, original, patch_model(module, **options)
+
+
+def outcome(model: Any, *given: Tensor, is_leaf: bool = True, **options: Any) -> Outcome:
+    """The output, or the first one, and every gradient. is_leaf: whether the model reads the leaves of the graph."""
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in given]
+    model.zero_grad()
+    y = model(*(leaves if is_leaf else [2.0 * leaf for leaf in leaves]), **options)
+    y = y if isinstance(y, Tensor) else y[0]
+    y.backward(torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y))
+    gradients = {f"input {i}": leaf.grad for i, leaf in enumerate(leaves)} | parameter_gradients(model)
+    return {"y": y.detach()} | {name: grad for name, grad in gradients.items() if grad is not None}
+
+
+def loss_outcome(model: Any, inputs: dict[str, Any]) -> Outcome:
+    """Loss, logits and every gradient of a model of transformers; hidden states where it returns them."""
+    model.zero_grad()
+    output = model(**inputs)
+    output.loss.backward()
+    found = {"loss": output.loss.detach(), "logits": output.logits.detach()}
+    found |= {f"hidden state {i}": h.detach() for i, h in enumerate(output.get("hidden_states") or ())}
+    return found | parameter_gradients(model)
+
+
+def parameter_gradients(model: nn.Module) -> Outcome:
+    """Copies of the gradients there are, by the parameters' names before torch.compile."""
+    parameters = model.named_parameters()
+    return {name.replace("_orig_mod.", ""): p.grad.clone() for name, p in parameters if p.grad is not None}
+
+
+def assert_agree(ours: Outcome | Sequence[Tensor], theirs: Outcome | Sequence[Tensor], relative: float = 1e-5) -> None:
+    """Every tensor within `relative` of the largest element of its counterpart, and not all of them zeros."""
+    if not isinstance(ours, dict) or not isinstance(theirs, dict):
+        ours, theirs = ({str(i): tensor for i, tensor in enumerate(each)} for each in (ours, theirs))
+    assert ours.keys() == theirs.keys() and any(tensor.any() for tensor in theirs.values())
+    for name, tensor in theirs.items():
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
+        error, largest = (float(each.detach().abs().max()) for each in (ours[name] - tensor, tensor))
+        assert error <= relative * largest + 1e-6, f"{name}: {error:.2e} of {largest:.2e}"
+
+
+def assert_equal(ours: Outcome, theirs: Outcome) -> None:
+    """The same values."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
