@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
-from itertools import pairwise
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from onetrip.optim.table import StepTable
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import BLOCK, ZERO_CODE, Slot
 from onetrip.reference.rounding import Rounding
+from pairwise import pairwise
 from torch import Tensor
 
 library = native_library()
@@ -37,7 +38,8 @@ pytestmark = [
 ]
 
 LEVELS = ("baseline", "avx2", "avx512", "avx512vbmi")
-SIZES = (1, 127, 128, 129, 4095, 4096, 4097, 100_003)
+SIZES = (1, 127, 128, 129, 4095, 4096, 4097, 40_003)
+"""18 chunks of 4,096: a task has several, and a parameter is in several tasks."""
 INF, NAN = torch.inf, torch.nan
 STOCHASTIC = Rounding.STOCHASTIC
 BITS = pytest.mark.parametrize("is_8bit", [True, False], ids=["8bit", "32bit"])
@@ -70,11 +72,14 @@ def test_the_bits_of_reference(level, dtype, grad_dtype, is_8bit):
     check(new_slots(SIZES, dtype, is_8bit), [gradients(SIZES, grad_dtype, seed) for seed in range(2)])
 
 
-@BITS
-@pytest.mark.parametrize("grad_dtype", [F32, F16, BF16], ids=lambda d: f"grad_{DTYPE_IDS[d]}")
-@pytest.mark.parametrize("dtype, rounding", ROUNDINGS)
-def test_the_bits_of_reference_with_each_rounding(level, dtype, rounding, grad_dtype, is_8bit):
+@pairwise(
+    kind={f"{DTYPE_IDS[dtype]}-{rounding.name.lower()}": (dtype, rounding) for dtype, rounding in ROUNDINGS},
+    grad_dtype={f"grad_{name}": dtype for dtype, name in DTYPE_IDS.items()},
+    is_8bit={"8bit": True, "32bit": False},
+)
+def test_the_bits_of_reference_with_each_rounding(level, kind, grad_dtype, is_8bit):
     """With L2 decay, which reads the parameter twice, one element off; and after weights were set to 0."""
+    dtype, rounding = kind
     for shift, group in ((0, ADAMW), (1, ADAMW._replace(decoupled=False))):
         slots = new_slots(SIZES, dtype, is_8bit, shift, rounding)
         check(slots, [gradients(SIZES, grad_dtype, seed, shift) for seed in range(2)], (group,))
@@ -163,22 +168,20 @@ def test_found_inf_leaves_everything_as_it_was(level, found, is_8bit):
 
 @BITS
 @pytest.mark.parametrize("bad", [NAN, -NAN, INF, -INF], ids=["nan", "-nan", "inf", "-inf"])
-@pytest.mark.parametrize("position", [0, 17, 127, 200, 256, 259], ids=lambda i: f"at{i}")
-def test_a_gradient_that_is_not_finite_is_not_swallowed(level, position, bad, is_8bit):
-    slots, grads = new_slots((260,), F32, is_8bit), gradients((260,))
-    grads[0][position] = bad
-    check(slots, [grads, gradients((260,), seed=1)])
-    slot, block = slots[0], position // BLOCK
-    hit = torch.zeros(260, dtype=torch.bool)
-    hit[block * BLOCK : (block + 1) * BLOCK] = True
-    if is_8bit:
-        assert not slot.exp_avg_scale[block].isfinite() and not slot.exp_avg_sq_scale[block].isfinite()
-        assert slot.param[hit].isnan().all()  # in the second step, from the block's scale
-    else:
-        hit[:] = False
-        hit[position] = True
-        assert slot.param[position].isnan()
-    assert slot.param[~hit].isfinite().all()
+def test_a_gradient_that_is_not_finite_is_not_swallowed(level, bad, is_8bit):
+    positions = (0, 17, 127, 200, 256, 259)
+    sizes = (260,) * len(positions)
+    slots, grads = new_slots(sizes, F32, is_8bit), gradients(sizes)
+    for grad, position in zip(grads, positions, strict=True):
+        grad[position] = bad
+    check(slots, [grads, gradients(sizes, seed=1)])
+    for slot, position in zip(slots, positions, strict=True):
+        block = position // BLOCK
+        hit = torch.arange(260) // BLOCK == block if is_8bit else torch.arange(260) == position
+        if is_8bit:
+            assert not slot.exp_avg_scale[block].isfinite() and not slot.exp_avg_sq_scale[block].isfinite()
+        assert slot.param[hit].isnan().all()  # of 8 bits in the second step, from the block's scale
+        assert slot.param[~hit].isfinite().all()
 
 
 @BITS
@@ -306,7 +309,7 @@ def test_every_value_gets_the_nearest_code(level, signed):
 @pytest.mark.promise("Q5")
 def test_what_is_greater_than_0_never_gets_code_0(level):
     generator = torch.Generator().manual_seed(0)
-    values = torch.rand(10_000_000, generator=generator).mul_(-40).exp_()
+    values = torch.rand(2_000_000, generator=generator).mul_(-40).exp_()
     states = stored(values)
     assert (states.exp_avg_sq > 0).all()
     assert (reference.dequantize(states.exp_avg_sq, states.exp_avg_sq_scale, signed=False) > 0).all()
@@ -422,6 +425,6 @@ def test_the_maps_are_those_of_reference(signed, digest):
     values, thresholds = library.adam_code_maps()[:2] if signed else library.adam_code_maps()[2:]
     codes = reference.code_map(signed)
     assert hashlib.sha256(struct.pack("<256f", *codes)).hexdigest() == digest
-    assert all(low < high for low, high in pairwise(codes))
+    assert all(low < high for low, high in itertools.pairwise(codes))
     assert tuple(values) == tuple(value for value in codes if value >= 0.0)
     assert tuple(thresholds) == (0.0, *reference.thresholds(signed))

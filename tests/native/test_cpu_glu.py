@@ -6,18 +6,18 @@ import itertools
 
 import pytest
 import torch
-from cpu_cases import BF16, DTYPE_IDS, F16, F32, assert_any_number_of_threads_prints_the_same, normal
+from cpu_cases import BF16, F16, F32, assert_any_number_of_threads_prints_the_same, normal
 from onetrip.ops import glu_native as native
 from onetrip.ops.common.backends import native as native_library
 from onetrip.reference import glu as reference
 from onetrip.reference.glu import ACTIVATIONS, GluPlan, Operands
+from pairwise import pairwise
 from tolerances import assert_bitwise, assert_like_torch
 from torch import Tensor
 
 library = native_library()
 pytestmark = pytest.mark.skipif(library is None, reason="the native library was not built")
 WIDTHS = (1, 3, 15, 16, 17, 64, 131, 1025)
-EVERY_ACTIVATION = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
 def check(operands: Operands, dy: Tensor, plan: GluPlan) -> None:
@@ -35,9 +35,7 @@ def check(operands: Operands, dy: Tensor, plan: GluPlan) -> None:
             assert_like_torch(one, other, true, terms=len(dy) if name == "bias" else 1)
 
 
-@EVERY_ACTIVATION
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=DTYPE_IDS.get)
-@pytest.mark.parametrize("n_cols", WIDTHS, ids=lambda n: f"N{n}")
+@pairwise(n_cols={f"N{n}": n for n in WIDTHS}, dtype=[F32, F16, BF16], activation=ACTIVATIONS)
 def test_every_width(level, n_cols, dtype, activation):
     gate, up, dy = (2 * normal(37, n_cols, dtype=dtype, seed=seed) for seed in range(3))
     check(Operands(gate, up, None), dy, GluPlan(activation))

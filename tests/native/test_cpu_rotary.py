@@ -10,6 +10,7 @@ from onetrip.ops.common.backends import native as native_library
 from onetrip.ops.common.native import read
 from onetrip.reference import rotary as reference
 from onetrip.reference.rotary import Operands, RotaryPlan
+from pairwise import pairwise
 from rotary_cases import heads, tables
 from tolerances import assert_bitwise
 
@@ -91,14 +92,17 @@ def test_what_an_eager_call_cannot_read_as_it_is():
         assert read.rotary(*ours) == -1
 
 
-@pytest.mark.parametrize("plan", PLANS[::2], ids=PLAN_IDS[::2])
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=DTYPE_IDS.get)
-@pytest.mark.parametrize("layout", ["", "transposed"], ids=["contiguous", "transposed"])
+@pairwise(
+    layout={"contiguous": "", "transposed": "transposed"},
+    dtype=[F32, F16, BF16],
+    plan=dict(zip(PLAN_IDS[::2], PLANS[::2], strict=True)),
+)
 def test_results_past_the_caches(level, layout, dtype, plan):
     """From 8 MiB on rows of whole cache lines are streamed; the others are not, and neither is what does not start
     a line."""
     for head_dim, n in ((64, 64), (128, 64), (72, 72)):
-        q = heads(2, 40, 33 * 64 * 32 // head_dim, head_dim, dtype, layout=layout)
+        n_positions = (8 << 20) // (2 * 40 * head_dim * dtype.itemsize) + 1
+        q = heads(2, 40, n_positions, head_dim, dtype, layout=layout)
         k = q[:, :3]
         check(q, k, *tables(q.shape[2], n, dtype), plan)
 

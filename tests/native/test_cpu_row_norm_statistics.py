@@ -12,6 +12,7 @@ from onetrip.ops import row_norm_native as native
 from onetrip.ops.common.backends import native as native_library
 from onetrip.reference import row_norm as reference
 from onetrip.reference.row_norm import NORM_LAYER, NORM_RMS, BackwardOperands, Dtypes, Operands
+from pairwise import pairwise
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native library was not built")
@@ -56,10 +57,12 @@ def test_mean_of_many_deviations(level, n_cols, ratio):
         assert (ours - truth).abs().max() <= allowed, name
 
 
-@pytest.mark.parametrize("has_residual", [False, True], ids=["norm_alone", "with_residual"])
-@pytest.mark.parametrize("n_first", [1, 16, 40])
-@pytest.mark.parametrize("distance", [10.0, 1e3, 1e6, 1e18], ids=lambda d: f"{d:g}")
-@pytest.mark.parametrize("n_cols", [100, 512, 5000, 262144], ids=lambda n: f"N{n}")
+@pairwise(
+    n_cols={f"N{n}": n for n in (100, 512, 5000, 262144)},
+    distance=[10.0, 1e3, 1e6, 1e18],
+    n_first=[1, 16, 40],
+    has_residual={"norm_alone": False, "with_residual": True},
+)
 def test_first_columns_unlike_the_others(level, n_cols, distance, n_first, has_residual):
     """A row is summed about the mean of its first columns: where that is far from its own, nothing is lost."""
     x = normal(4, n_cols)

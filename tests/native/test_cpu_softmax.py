@@ -11,6 +11,7 @@ from onetrip.ops.common.masks import contiguous_layout, mask_layout
 from onetrip.reference import softmax as reference
 from onetrip.reference.philox import keep_mask
 from onetrip.reference.softmax import BackwardOperands, Operands, SoftmaxPlan
+from pairwise import pairwise
 from tolerances import assert_bitwise, assert_like_torch, bits
 from torch import Tensor
 
@@ -67,9 +68,7 @@ def check(scores: Tensor, mask: Tensor | None, dy: Tensor, plan: SoftmaxPlan) ->
         assert_like_torch(ours[1], expected[1], exact[1], terms=rows_of(dy).shape[0] // ours[1].shape[0])
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("p", [0.0, 0.3], ids=["p0", "p0.3"])
-@pytest.mark.parametrize("n_cols", WIDTHS, ids=lambda n: f"N{n}")
+@pairwise(n_cols={f"N{n}": n for n in WIDTHS}, p={"p0": 0.0, "p0.3": 0.3}, causal={"full": False, "causal": True})
 def test_every_width(level, n_cols, p, causal):
     scores, dy = normal(2, 37, n_cols), normal(2, 37, n_cols, seed=1)
     check(scores, None, dy, plan_of(1.7, causal, p))
