@@ -1,18 +1,25 @@
 import importlib
 import json
 import re
+import resource
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from onetrip import anatomy, measure
+import torch
+from onetrip import anatomy, measure, patched
 from onetrip.anatomy import format_bytes
 from onetrip.anatomy.bytes import CLASSES
 from onetrip.anatomy.report import page, render
 from onetrip.terminal import bar
 from rich.console import Console
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 BAR = re.compile("[█▏▎▍▌▋▊▉]+")
 SIZE = re.compile(r"([\d.]+) (B|KiB|MiB|GiB|ms)")
+PROMISED = 0.05  # of peaks: kernels take room to work in, more with more threads
+TOLERANCE = 1e-3  # of saved activations: equal to the byte in every case seen
+EXACT = ("weights", "buffers", "gradients", "optimizer_states", "batch")
 UNIT = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "ms": 1}
 
 
@@ -117,8 +124,6 @@ def test_compiled_column():
 
 
 def test_compiler_that_fails_is_a_line(monkeypatch):
-    import torch
-
     def broken(model):
         def forward(**batch):
             raise torch._dynamo.exc.BackendCompilerFailed(lambda: None, RuntimeError("no compiler found"), None)
@@ -310,3 +315,122 @@ def test_a_bar_stands_on_the_line_of_the_figure_that_it_draws(which, request):
             for shorter, smaller in zip(drawn, figures, strict=True):
                 assert longer <= shorter or larger >= smaller, line
     assert n_bars > 20
+
+
+def assert_predicted(result):
+    """What fake tensors predict is what a step on the CPU takes."""
+    for name, column in result.columns.items():
+        said, was = column.predicted, column.measured
+        assert was.saved_activations > 0 and was.gradients > 0
+        for part in EXACT:
+            assert getattr(said, part) == getattr(was, part), (name, part)
+        assert said.saved_activations == pytest.approx(was.saved_activations, rel=TOLERANCE), name
+        assert said.peak == pytest.approx(was.peak, rel=PROMISED), name
+        for place in ("by_operator_class", "by_module_class", "by_block"):
+            found = getattr(was.saved, place)
+            assert getattr(said.saved, place).keys() == found.keys(), (name, place)
+            assert sum(found.values()) == was.saved_activations
+
+
+def faked(name, dtype=torch.float32):
+    mode = FakeTensorMode()
+    return anatomy.fake_copy(anatomy.load_model(name, weights=False), mode, dtype).train(), mode
+
+
+def prediction(name, batch_size=2, sequence_length=16, optimizer="sgd", **how):
+    model, mode = faked(name)
+    batch = partial(anatomy.make_batch, model, batch_size, sequence_length)
+    return anatomy.predict(model, batch, anatomy.OPTIMIZERS[optimizer], mode, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "batch_size", "sequence_length", "dtype", "optimizer"),
+    [
+        ("tiny-bert", 1, 64, "bfloat16", "adam8bit"),
+        ("tiny-llama", 3, 24, "float32", "adamw"),
+        ("tiny-gpt2", 3, 100, "float32", "sgd-momentum"),
+        ("tiny-gemma", 2, 24, "float32", "adam"),
+        ("tiny-t5", 2, 32, "bfloat16", "adamw"),
+        ("tiny-vit", 2, 16, "float32", "sgd"),
+        ("minilm", 2, 64, "float32", "adamw"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_prediction_is_what_is_measured(model, batch_size, sequence_length, dtype, optimizer):
+    options = anatomy.Options(
+        model,
+        batch_size,
+        sequence_length,
+        dtype,
+        optimizer,
+        "cpu",
+        steps=1,
+        warm_up=0,
+        columns=("eager", "patched", "patched_adamw8bit"),
+    )
+    assert_predicted(anatomy.compare(options))
+
+
+def test_prediction_is_what_is_measured_of_tiny_bert(result):
+    assert_predicted(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny-bert", "tiny-llama"])
+def test_fused_attention_is_predicted(name):
+    fake, mode = faked(name)
+    model = anatomy.load_model(name)
+    for each in (fake, model):
+        each.set_attn_implementation("eager")
+    batch = anatomy.make_batch(model, 2, 48)
+    sgd = anatomy.OPTIMIZERS["sgd"]
+    with patched(model) as report:
+        assert any("softmax" in site.pattern for site in report.patched)
+        was = anatomy.measure_step(model, batch, sgd(model.parameters()), steps=1, warm_up=0)
+    make = partial(anatomy.make_batch, fake, 2, 48)
+    context = partial(patched, fake, verify=False)
+    said = anatomy.predict(fake, make, sgd, mode, context=context)
+    assert said.saved_activations == pytest.approx(was.saved_activations, rel=TOLERANCE)
+    assert said.peak == pytest.approx(was.peak, rel=PROMISED)
+    assert said.saved_activations < anatomy.predict(fake, make, sgd, mode).saved_activations
+
+
+@pytest.mark.slow
+def test_a_7b_model_takes_no_gigabyte_to_examine():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step = prediction("llama-7b", 1, 512, "adamw", device_type="cuda", peak_only=True)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert step.weights == step.gradients == 4 * 6_738_415_616
+    assert step.optimizer_states == pytest.approx(2 * step.weights, rel=1e-3)
+    assert step.peak > 4 * step.weights
+    assert (after - before) * 1024 < 1 << 30
+
+
+def test_saved_activations_grow_with_the_batch_and_scores_are_not_kept_on_a_gpu():
+    on_cpu = [prediction("tiny-gpt2", batch_size, 256).saved_activations for batch_size in (1, 2)]
+    assert on_cpu[1] == pytest.approx(2 * on_cpu[0], rel=0.01)
+    scores = 3 * 4 * 2 * 2 * 256**2  # float32, P, mask and dropped P: two layers, two heads
+    on_gpu = prediction("tiny-gpt2", 1, 256, device_type="cuda").saved_activations
+    assert on_gpu <= on_cpu[0] - 0.95 * scores
+
+
+def test_patched_blocks_save_less_on_a_gpu_too():
+    model, mode = faked("tiny-bert")
+    predict = partial(
+        anatomy.predict, model, partial(anatomy.make_batch, model, 2, 64), anatomy.OPTIMIZERS["sgd"], mode,
+        device_type="cuda",
+    )  # fmt: skip
+    assert predict(context=partial(patched, model, verify=False)).saved_activations < predict().saved_activations
+
+
+def test_fake_copies_share_what_the_model_shares():
+    model, _ = faked("tiny-gpt2", torch.bfloat16)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_prediction_leaves_the_generator_alone():
+    state = torch.get_rng_state()
+    prediction("tiny-bert")
+    assert torch.equal(torch.get_rng_state(), state)

@@ -48,8 +48,9 @@ def tiny_llama() -> Any:
 
 def trainer(folder: Path, callbacks: list[Any], model: Any = None, **more: Any) -> Any:
     args = transformers.TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=4, save_steps=2,
-        learning_rate=1e-3, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=3, **more,
+        output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=4,
+        learning_rate=1e-3, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
+        **{"save_strategy": "no", **more},
     )  # fmt: skip
     return transformers.Trainer(
         model=model if model is not None else tiny_llama(), args=args, train_dataset=Rows(), callbacks=callbacks,
@@ -88,7 +89,7 @@ def test_losses_are_those_of_the_unpatched_model(tmp_path: Path) -> None:
 
 def test_resuming_is_training_on(tmp_path: Path) -> None:
     """Bit for bit, dropout included."""
-    whole = trainer(tmp_path / "a", [OnetripCallback(log=None)], bf16=True)
+    whole = trainer(tmp_path / "a", [OnetripCallback(log=None)], bf16=True, save_strategy="steps", save_steps=2)
     whole.train()
     resumed = trainer(tmp_path / "b", [OnetripCallback(log=None)], bf16=True)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))

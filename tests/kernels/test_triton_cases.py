@@ -39,13 +39,15 @@ FAMILIES = {
         " or dropped or hidden_columns or without_a_visible or bad_values or 2_to_the_31",
         ("test_mask", "not test_mask"),
     ),
-    "adam": Cases("test_dtypes or test_tensors_groups or (test_sizes and 129) or (test_roundings and 8bit)", "test"),
+    "adam": Cases(
+        "test_dtypes or test_tensors_groups or (test_sizes and 129) or (test_roundings and 8bit and bf16)", "test"
+    ),
     "cross_entropy": Cases(
         "test_losses and many and (-3- or -100-) or special_rows and one and f32 or test_multiply and 1000 or by_1",
         "test_losses and (-64- or -100-) or special_rows and f32 or test_multiply and 20001",
     ),
     "glu": Cases(
-        "(test_widths or test_dropout) and (64-f32 or 1030-bf16) or test_one_gradient and True-False or test_partition",
+        "64-f32 or test_widths and 1030-bf16 or test_one_gradient and True-False or test_partition",
         # Every activation and every dtype, in rows of one tile and of two.
         "test_widths and (64- or 1030-) or test_dropout and 64-f32 or test_strides or test_packed"
         " or test_one_gradient or special_values or partial_sums",
