@@ -12,51 +12,35 @@ import pytest
 import torch
 from onetrip.patching import PatchReport, patch_model, unpatch_model
 from outcomes import assert_agree, assert_equal, loss_outcome
+from patching_cases import (
+    COMMON,
+    DECODER,
+    GPT2,
+    HEADS,
+    HIDDEN,
+    NO_DROPOUT,
+    T5,
+    VIT,
+    VOCABULARY,
+    image,
+    padded_text,
+    tiny_model,
+    token_ids,
+)
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
-HIDDEN, INTERMEDIATE, HEADS, VOCABULARY = 32, 48, 4, 61
-COMMON = {
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "intermediate_size": INTERMEDIATE,
-    "vocab_size": VOCABULARY,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-DECODER = {**COMMON, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+INTERMEDIATE = COMMON["intermediate_size"]
 SEQ2SEQ = {
     "d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS,
     "decoder_attention_heads": HEADS, "encoder_ffn_dim": INTERMEDIATE, "decoder_ffn_dim": INTERMEDIATE,
     "vocab_size": VOCABULARY, "dropout": 0.0, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
-T5 = {
-    "d_model": HIDDEN, "d_kv": 8, "d_ff": INTERMEDIATE, "num_layers": 2, "num_heads": HEADS, "vocab_size": VOCABULARY,
-    "dropout_rate": 0.0, "pad_token_id": 0, "decoder_start_token_id": 0,
-}  # fmt: skip
-
-
-def ids(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, VOCABULARY, shape or (2, 7), generator=torch.Generator().manual_seed(seed))
-
-
-def text() -> dict[str, Tensor]:
-    mask = torch.ones(2, 7, dtype=torch.int64)
-    mask[1, 5:] = 0
-    return {"input_ids": ids(), "attention_mask": mask, "labels": ids(seed=1)}
 
 
 def causal() -> dict[str, Tensor]:
-    return {"input_ids": ids(), "labels": ids()}
-
-
-def image() -> dict[str, Tensor]:
-    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    return {"pixel_values": pixels, "labels": torch.tensor([0, 1])}
+    return {"input_ids": token_ids(), "labels": token_ids()}
 
 
 @dataclass
@@ -72,15 +56,15 @@ BERT_LIKE = {"layer_norm": 2, "dropout_add_norm": 4, "shared_input": 2}
 SHARED = {"shared_input": 6}
 LLAMA_LIKE = {"add_norm": 2, "rotary": 2, "gated_mlp": 2}
 CASES = {
-    "bert": Case("BertForMaskedLM", "BertConfig", COMMON | NO_DROPOUT, text, BERT_LIKE | {"bias_activation": 3}),
+    "bert": Case("BertForMaskedLM", "BertConfig", COMMON | NO_DROPOUT, padded_text, BERT_LIKE | {"bias_activation": 3}),
     "roberta": Case(
-        "RobertaForMaskedLM", "RobertaConfig", COMMON | NO_DROPOUT, text, BERT_LIKE | {"bias_activation": 3}
+        "RobertaForMaskedLM", "RobertaConfig", COMMON | NO_DROPOUT, padded_text, BERT_LIKE | {"bias_activation": 3}
     ),
     "electra": Case(
         "ElectraForMaskedLM",
         "ElectraConfig",
         COMMON | NO_DROPOUT | {"embedding_size": HIDDEN},
-        text,
+        padded_text,
         BERT_LIKE | {"bias_activation": 3},
     ),
     "distilbert": Case(
@@ -88,25 +72,30 @@ CASES = {
         "DistilBertConfig",
         {"dim": HIDDEN, "hidden_dim": INTERMEDIATE, "n_layers": 2, "n_heads": HEADS, "vocab_size": VOCABULARY}
         | {"dropout": 0.0, "attention_dropout": 0.0},
-        text,
+        padded_text,
         {"layer_norm": 2, "add_norm": 2, "shared_input": 2, "bias_activation": 2},
     ),
     "gpt2": Case(
         "GPT2LMHeadModel",
         "GPT2Config",
-        {"n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": 32}
-        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2},
+        GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
         causal,
         {"layer_norm": 5, "add_norm": 2, "bias_activation": 2},
     ),
     "vit": Case(
         "ViTForImageClassification",
         "ViTConfig",
-        COMMON | NO_DROPOUT | {"image_size": 16, "patch_size": 8},
+        VIT | NO_DROPOUT,
         image,
         {"layer_norm": 3, "dropout_add_norm": 2, "bias_activation": 2, "shared_input": 2},
     ),
-    "t5": Case("T5ForConditionalGeneration", "T5Config", T5, causal, {"rms_norm": 12, "dropout_add": 10} | SHARED),
+    "t5": Case(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        T5 | {"dropout_rate": 0.0},
+        causal,
+        {"rms_norm": 12, "dropout_add": 10} | SHARED,
+    ),
     "llama": Case("LlamaForCausalLM", "LlamaConfig", DECODER, causal, LLAMA_LIKE | {"rms_norm": 3}),
     "gemma": Case("GemmaForCausalLM", "GemmaConfig", DECODER, causal, LLAMA_LIKE | {"rms_norm": 3}),
     "gemma3": Case("Gemma3ForCausalLM", "Gemma3TextConfig", DECODER, causal, LLAMA_LIKE | {"rms_norm": 11}),
@@ -124,14 +113,14 @@ CASES = {
         "AlbertForMaskedLM",
         "AlbertConfig",
         COMMON | {"embedding_size": 16, "classifier_dropout_prob": 0.0},
-        text,
+        padded_text,
         {"layer_norm": 2, "dropout_add_norm": 1, "add_norm": 1, "bias_activation": 1},
     ),
     "modernbert": Case(
         "ModernBertForMaskedLM",
         "ModernBertConfig",
         COMMON | {"cls_token_id": 1, "sep_token_id": 2, "attn_implementation": "eager"},
-        text,
+        padded_text,
         {"layer_norm": 4, "add_norm": 2, "attention_softmax": 2, "gated_mlp": 2},
     ),
     "bart": Case(
@@ -141,7 +130,7 @@ CASES = {
         "EsmForMaskedLM",
         "EsmConfig",
         COMMON | NO_DROPOUT | {"mask_token_id": 3, "position_embedding_type": "rotary"},
-        text,
+        padded_text,
         {"layer_norm": 6, "dropout_add": 4, "rotary": 2, "bias_activation": 3},
     ),
     "xlnet": Case(
@@ -162,13 +151,9 @@ CASES = {
 }
 
 
-def build(name: str, **options: Any) -> nn.Module:
+def build(name: str, **options: Any) -> Any:
     case = CASES[name]
-    if not hasattr(transformers, case.config):
-        pytest.skip(f"transformers {transformers.__version__} has no {case.config}")
-    torch.manual_seed(0)
-    config = getattr(transformers, case.config)(**case.options | options)
-    model = getattr(transformers, case.model)(config)
+    model = tiny_model(case.model, case.config, case.options | options)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():  # ones and zeros would hide a wrong weight or a missing bias
         parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
@@ -266,9 +251,9 @@ def test_autocast_keeps_every_dtype(name: str) -> None:
 def test_generate_gives_the_same_tokens(name: str) -> None:
     model = build(name).eval()
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    expected = model.generate(ids(), **options)
+    expected = model.generate(token_ids(), **options)
     patch_model(model)
-    assert torch.equal(model.generate(ids(), **options), expected)
+    assert torch.equal(model.generate(token_ids(), **options), expected)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
@@ -286,7 +271,7 @@ def test_hidden_states_and_attentions_are_returned(name: str) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 def test_gradient_checkpointing_draws_the_same_masks(use_reentrant: bool) -> None:
-    model, inputs = build("bert", hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3).train(), text()
+    model, inputs = build("bert", hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3).train(), padded_text()
     patch_model(model)
     torch.manual_seed(7)
     expected = loss_outcome(model, inputs)
@@ -336,7 +321,7 @@ def test_lora_of_every_linear_layer(order: str) -> None:
 
 
 def test_dropout_trains_and_evaluation_switches_it_off() -> None:
-    model, inputs = build("bert", hidden_dropout_prob=0.5).train(), text()
+    model, inputs = build("bert", hidden_dropout_prob=0.5).train(), padded_text()
     report = patch_model(model)
     losses = {float(model(**inputs).loss.detach()) for _ in range(3)}
     assert len(losses) == 3
@@ -361,7 +346,7 @@ def test_compiles_without_graph_breaks(name: str) -> None:
 @pytest.mark.parametrize("name", ["bert", "electra"])
 def test_base_models_compile_without_graph_breaks(name: str) -> None:
     """Without a head their own forward changes dictionaries while it is compiled."""
-    model, inputs = build(name).base_model.eval(), {"input_ids": ids()}
+    model, inputs = build(name).base_model.eval(), {"input_ids": token_ids()}
     expected = model(**inputs)[0]
     patch_model(model)
     torch.compiler.reset()
@@ -373,10 +358,12 @@ def test_base_models_compile_without_graph_breaks(name: str) -> None:
 @pytest.mark.filterwarnings("ignore")  # of the tracer: what Python looks at is a constant of the graph
 @pytest.mark.parametrize("requires_grad", [True, False], ids=["trainable", "frozen"])
 def test_torch_jit_traces_it(requires_grad: bool) -> None:
-    model, inputs = build("bert").requires_grad_(requires_grad), (ids(), text()["attention_mask"])
+    model, inputs = build("bert").requires_grad_(requires_grad), (token_ids(), padded_text()["attention_mask"])
     patch_model(model)
     traced = torch.jit.trace(model, inputs, strict=False)
-    torch.testing.assert_close(traced(ids(seed=2), inputs[1])["logits"], model(ids(seed=2), inputs[1]).logits)
+    torch.testing.assert_close(
+        traced(token_ids(seed=2), inputs[1])["logits"], model(token_ids(seed=2), inputs[1]).logits
+    )
 
 
 def test_remote_code_models_are_patched(tmp_path: Any) -> None:

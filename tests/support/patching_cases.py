@@ -118,6 +118,50 @@ class Model(nn.Module):
         return self.final(x)
 
 
+HIDDEN, HEADS, VOCABULARY = 32, 4, 61
+COMMON = {
+    "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48,
+    "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DECODER = {**COMMON, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+GPT2 = {
+    "n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": 32,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+T5 = {
+    "d_model": HIDDEN, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": HEADS, "vocab_size": VOCABULARY,
+    "pad_token_id": 0, "decoder_start_token_id": 0,
+}  # fmt: skip
+VIT = COMMON | {"image_size": 16, "patch_size": 8}
+"""Sizes of tiny models of transformers."""
+
+
+def tiny_model(model: str, config: str, options: dict[str, Any]) -> Any:
+    """A model of these classes of transformers, the same in every call."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, config):
+        pytest.skip(f"transformers {transformers.__version__} has no {config}")
+    torch.manual_seed(0)
+    return getattr(transformers, model)(getattr(transformers, config)(**options))
+
+
+def token_ids(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, VOCABULARY, shape or (2, 7), generator=torch.Generator().manual_seed(seed))
+
+
+def padded_text(side: str = "right") -> dict[str, Tensor]:
+    """Two rows, the second of which is padded."""
+    mask = torch.ones(2, 7, dtype=torch.int64)
+    mask[1, slice(5, None) if side == "right" else slice(2)] = 0
+    return {"input_ids": token_ids(), "attention_mask": mask, "labels": token_ids(seed=1)}
+
+
+def image() -> dict[str, Tensor]:
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    return {"pixel_values": pixels, "labels": torch.tensor([0, 1])}
+
+
 def classes(model: nn.Module) -> list[type]:
     return [type(module) for module in model.modules()]
 

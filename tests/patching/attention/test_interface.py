@@ -17,6 +17,21 @@ from onetrip.patching.attention import verify
 from onetrip.patching.attention.eager import EagerFunction, read_eager_function
 from onetrip.patching.report import Unsuitable
 from outcomes import Outcome, loss_outcome
+from patching_cases import (
+    COMMON,
+    DECODER,
+    GPT2,
+    HEADS,
+    HIDDEN,
+    NO_DROPOUT,
+    T5,
+    VIT,
+    VOCABULARY,
+    image,
+    padded_text,
+    tiny_model,
+    token_ids,
+)
 from tolerances import assert_like_torch
 from torch import Tensor, nn
 
@@ -25,41 +40,16 @@ pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "AttentionMaskInterface"), reason="before 4.53 masks were every model's own"
 )
 
-HIDDEN, HEADS, VOCABULARY = 32, 4, 61
-COMMON = {
-    "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48,
-    "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-DECODER = {**COMMON, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
 PATTERN = "attention_softmax"
 
 
-def ids(seed: int = 0, n: int = 7) -> Tensor:
-    return torch.randint(3, VOCABULARY, (2, n), generator=torch.Generator().manual_seed(seed))
-
-
-def padded(side: str) -> dict[str, Tensor]:
-    mask = torch.ones(2, 7, dtype=torch.int64)
-    mask[1, slice(5, None) if side == "right" else slice(2)] = 0
-    return {"input_ids": ids(), "attention_mask": mask, "labels": ids(seed=1)}
-
-
-def right() -> dict[str, Tensor]:
-    return padded("right")
-
-
 def left() -> dict[str, Tensor]:
-    return padded("left")
+    return padded_text("left")
 
 
 def speech() -> dict[str, Tensor]:
     features = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
-    return {"input_features": features, "decoder_input_ids": ids(n=5), "labels": ids(seed=1, n=5)}
-
-
-def image() -> dict[str, Tensor]:
-    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    return {"pixel_values": pixels, "labels": torch.tensor([0, 1])}
+    return {"input_features": features, "decoder_input_ids": token_ids(2, 5), "labels": token_ids(2, 5, seed=1)}
 
 
 @dataclass
@@ -71,29 +61,14 @@ class Case:
     n_sites: int = 2
 
     def build(self, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
-        torch.manual_seed(0)
         options = {"attn_implementation": "eager", **self.options, **options}
-        return getattr(transformers, self.model)(getattr(transformers, self.config)(**options)).to(dtype).eval()
+        return tiny_model(self.model, self.config, options).to(dtype).eval()  # type: ignore[no-any-return]
 
 
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CASES = {
-    "bert": Case("BertForMaskedLM", "BertConfig", COMMON, right),
-    "gpt2": Case(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {"n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": 32}
-        | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-        left,
-    ),
-    "t5": Case(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {"d_model": HIDDEN, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": HEADS, "vocab_size": VOCABULARY}
-        | {"pad_token_id": 0, "decoder_start_token_id": 0},
-        right,
-        n_sites=6,
-    ),
+    "bert": Case("BertForMaskedLM", "BertConfig", COMMON, padded_text),
+    "gpt2": Case("GPT2LMHeadModel", "GPT2Config", GPT2, left),
+    "t5": Case("T5ForConditionalGeneration", "T5Config", T5, padded_text, n_sites=6),
     "llama": Case("LlamaForCausalLM", "LlamaConfig", DECODER, left),
     "modernbert-decoder": Case(  # adds its mask without a test for None
         "ModernBertDecoderForCausalLM", "ModernBertDecoderConfig", COMMON | {"cls_token_id": 1, "sep_token_id": 2}, left
@@ -117,9 +92,7 @@ CASES = {
         speech,
         n_sites=6,
     ),
-    "vit": Case(
-        "ViTForImageClassification", "ViTConfig", COMMON | {"image_size": 16, "patch_size": 8}, image
-    ),
+    "vit": Case("ViTForImageClassification", "ViTConfig", VIT, image),
 }  # fmt: skip
 GENERATING = ("gpt2", "t5", "llama", "gemma2", "gpt_oss", "whisper")
 
@@ -191,7 +164,7 @@ def test_at_most_half_of_the_bytes_that_eager_saves(name: str, dtype: torch.dtyp
     n = 64
     p = {"attention_probs_dropout_prob": 0.1} if name == "bert" else {"attention_dropout": 0.1}
     model = CASES[name].build(dtype, **p).train()
-    inputs = {"input_ids": ids(n=n)}
+    inputs = {"input_ids": token_ids(2, n)}
     eager = saved_bytes(model, inputs, size=2 * HEADS * n * n)
     patch_model(model, patterns=[PATTERN])
     ours = saved_bytes(model, inputs, size=2 * HEADS * n * n)
@@ -205,7 +178,7 @@ def test_output_attentions_are_eager_s_and_can_be_differentiated(name: str) -> N
     model = case.build()
     inputs = {key: value for key, value in case.inputs().items() if key != "labels"}
     if name == "t5":
-        inputs["decoder_input_ids"] = ids(seed=1)
+        inputs["decoder_input_ids"] = token_ids(seed=1)
 
     def weights() -> tuple[list[Tensor], list[Tensor | None]]:
         output = model(**inputs, output_attentions=True)
@@ -227,7 +200,7 @@ def test_output_attentions_are_eager_s_and_can_be_differentiated(name: str) -> N
 
 def test_sdpa_without_dropout_is_left_alone_unless_asked_for() -> None:
     model = CASES["bert"].build(attn_implementation="sdpa", **NO_DROPOUT)
-    inputs = right()
+    inputs = padded_text()
     expected = outcome(model, inputs)
     report = patch_model(model)
     assert not attention_sites(report)
@@ -245,7 +218,7 @@ def test_sdpa_without_dropout_is_left_alone_unless_asked_for() -> None:
 def test_sdpa_is_replaced_in_calls_with_dropout_on_a_cpu() -> None:
     """There SDPA has no fused kernel. Without dropout (evaluation) it is called as before."""
     model = CASES["bert"].build(attn_implementation="sdpa")
-    inputs = right()
+    inputs = padded_text()
     expected = outcome(model, inputs)
     report = patch_model(model, patterns=[PATTERN])
     assert len(attention_sites(report)) == 2 and not report.skipped
@@ -269,12 +242,12 @@ def test_one_switch_patches_everything_or_leaves_attention_alone() -> None:
 
 def test_asked_for_in_place_of_causal_sdpa_without_a_mask() -> None:
     model = CASES["llama"].build(attn_implementation="sdpa")
-    inputs = {"input_ids": ids(), "labels": ids()}
-    expected, generated = outcome(model, inputs), model.generate(ids(), max_new_tokens=6, do_sample=False)
+    inputs = {"input_ids": token_ids(), "labels": token_ids()}
+    expected, generated = outcome(model, inputs), model.generate(token_ids(), max_new_tokens=6, do_sample=False)
     report = patch_model(model, patterns=[PATTERN], attention=True)
     for name, tensor in outcome(model, inputs).items():
         torch.testing.assert_close(tensor, expected[name])
-    assert torch.equal(model.generate(ids(), max_new_tokens=6, do_sample=False), generated)
+    assert torch.equal(model.generate(token_ids(), max_new_tokens=6, do_sample=False), generated)
     assert all(fused > 1 and fallen_back == 0 for fused, fallen_back in report.calls().values())
 
 
@@ -311,8 +284,8 @@ def test_what_changes_the_implementation_later_is_obeyed() -> None:
     model = CASES["bert"].build()
     report = patch_model(model, patterns=[PATTERN])
     model.set_attn_implementation("sdpa")
-    expected = outcome(CASES["bert"].build(attn_implementation="sdpa"), right())
-    for name, tensor in outcome(model, right()).items():
+    expected = outcome(CASES["bert"].build(attn_implementation="sdpa"), padded_text())
+    for name, tensor in outcome(model, padded_text()).items():
         assert torch.equal(tensor, expected[name])
     assert set(report.calls().values()) == {(0, 1)}
 
@@ -326,11 +299,11 @@ def test_excluded_sites_stay_eager() -> None:
 
 def test_copies_are_patched_and_pickles_are_not() -> None:
     model = CASES["bert"].build()
-    expected = outcome(model, right())
+    expected = outcome(model, padded_text())
     patch_model(model)
     twin = copy.deepcopy(model)
     assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
-    torch.testing.assert_close(outcome(twin, right()), expected)
+    torch.testing.assert_close(outcome(twin, padded_text()), expected)
     restored = pickle.loads(pickle.dumps(model))
     assert not any(hasattr(type(module), "_onetrip_original") for module in restored.modules())
 
@@ -341,7 +314,7 @@ def test_checkpointing_recomputes_the_same_dropout() -> None:
 
     def gradients() -> dict[str, Tensor]:
         torch.manual_seed(5)
-        return outcome(model, right())
+        return outcome(model, padded_text())
 
     plain = gradients()
     for reentrant in (False, True):
@@ -440,7 +413,7 @@ def test_modules_on_meta_are_compared_at_their_first_call() -> None:
     model.load_state_dict(filled.state_dict())
     for name, buffer in filled.named_buffers():
         model.get_buffer(name).copy_(buffer)
-    torch.testing.assert_close(outcome(model, right()), outcome(filled, right()))
+    torch.testing.assert_close(outcome(model, padded_text()), outcome(filled, padded_text()))
     assert set(report.calls().values()) == {(1, 0)}
 
 

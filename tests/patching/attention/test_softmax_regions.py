@@ -13,16 +13,11 @@ from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.attention import softmax_regions
 from onetrip.patching.attention.softmax_regions import read_softmax_regions
 from outcomes import loss_outcome
-from patching_cases import renames
+from patching_cases import COMMON, HEADS, HIDDEN, VOCABULARY, padded_text, renames, tiny_model
 from tolerances import assert_like_torch
 from torch import Tensor, nn
 
 PATTERN = "attention_softmax"
-HIDDEN, HEADS, VOCABULARY = 32, 4, 61
-COMMON = {
-    "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48,
-    "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 
 
 @dataclass
@@ -32,10 +27,8 @@ class Case:
     options: dict[str, Any]
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        transformers = pytest.importorskip("transformers")
-        torch.manual_seed(0)
-        config = getattr(transformers, self.config)(attn_implementation="eager", **self.options)
-        return getattr(transformers, self.model)(config).to(dtype).eval()
+        options = {"attn_implementation": "eager", **self.options}
+        return tiny_model(self.model, self.config, options).to(dtype).eval()  # type: ignore[no-any-return]
 
 
 LAYERS = {"n_layer": 2, "n_head": HEADS, "hidden_size": HIDDEN, "vocab_size": VOCABULARY}
@@ -66,13 +59,6 @@ CASES = {
 }
 
 
-def inputs() -> dict[str, Tensor]:
-    ids = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(2, 7, dtype=torch.int64)
-    mask[1, 5:] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
-
-
 class ScaledByAChild(nn.Module):
     """An attention that reads numbers and weights of its projections."""
 
@@ -101,10 +87,10 @@ def test_a_region_may_read_a_child_s_attributes() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_the_model_s(name: str, dtype: torch.dtype) -> None:
     model = CASES[name].build(dtype)
-    exact, expected = loss_outcome(copy.deepcopy(model).double(), inputs()), loss_outcome(model, inputs())
+    exact, expected = loss_outcome(copy.deepcopy(model).double(), padded_text()), loss_outcome(model, padded_text())
     report = patch_model(model, patterns=[PATTERN])
     assert len(report.patched) == 2
-    actual = loss_outcome(model, inputs())
+    actual = loss_outcome(model, padded_text())
     for key, tensor in actual.items():
         if key != "loss" and exact[key].any():  # which some models compute in float32
             assert_like_torch(tensor, expected[key], exact[key], terms=64)
@@ -116,11 +102,11 @@ def test_autocast_on_the_cpu_gives_what_the_model_gives(name: str) -> None:
     """The scores are bfloat16 then, masks still float32: fused where the statements cast what comes of them."""
     calls = (0, 1) if name in ("falcon", "mpnet", "roformer", "gpt_neox_japanese") else (1, 0)
     model = CASES[name].build(torch.float32)
-    exact = loss_outcome(copy.deepcopy(model).double(), inputs())
+    exact = loss_outcome(copy.deepcopy(model).double(), padded_text())
     with torch.autocast("cpu", torch.bfloat16):
-        expected = loss_outcome(model, inputs())
+        expected = loss_outcome(model, padded_text())
         report = patch_model(model, patterns=[PATTERN])
-        actual = loss_outcome(model, inputs())
+        actual = loss_outcome(model, padded_text())
     for key, tensor in actual.items():
         if key != "loss" and exact[key].any():
             assert_like_torch(tensor, expected[key], exact[key], terms=64)
