@@ -307,13 +307,16 @@ class TestCompile:
         with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):
             yield
 
-    @pytest.mark.parametrize("layout", ["", "transposed", "packed", "columns-apart"])
-    @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=short)
-    def test_opcheck(self, dtype, layout):
+    @pairwise(
+        layout={"contiguous": "", "transposed": "transposed", "packed": "packed", "columns-apart": "columns-apart"},
+        dtype=[F32, BF16, F64],
+        both={"both": True, "one": False},
+    )
+    def test_opcheck(self, dtype, layout, both):
         q, k = (heads(2, h, 3, 8, dtype, layout=layout).requires_grad_() for h in (2, 1))
         cos, sin = tables(3, 4, dtype)
-        torch.library.opcheck(torch.ops.onetrip.rotary.default, (q, k, cos, sin, *RotaryPlan(True, False)))
-        torch.library.opcheck(torch.ops.onetrip.rotary.default, (None, k, cos, sin, *RotaryPlan(False, True)))
+        plan = RotaryPlan(interleaved=both, inverse=not both)
+        torch.library.opcheck(torch.ops.onetrip.rotary.default, (q if both else None, k, cos, sin, *plan))
 
     @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
     def test_compiles_without_a_break_to_the_same_bits(self, backend):

@@ -401,10 +401,13 @@ OPCHECK = {
 }
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1)], ids=str)
-@pytest.mark.parametrize("case", OPCHECK.values(), ids=OPCHECK.keys())
-def test_opcheck(case, order):
-    dtypes, gate_first = case
+@pairwise(
+    case=OPCHECK,
+    order=[(0, 1, 2), (1, 0, 2), (0, 2, 1)],
+    plan={"gelu": ("gelu", None, 0.0), "dropout": ("gelu", (3, 4), 0.5), "relu": ("relu", None, 0.0)},
+)
+def test_opcheck(case, order, plan):
+    (dtypes, gate_first), (activation, seed, p) = case, plan
     shapes = ((4, 4, 4), (4, 4, 4), (4,))
     operands = [
         None if dtype is None else torch.randn(shape).to(dtype) for dtype, shape in zip(dtypes, shapes, strict=True)
@@ -412,12 +415,11 @@ def test_opcheck(case, order):
     operands = [tensor if tensor is None or tensor.dim() == 1 else tensor.permute(order) for tensor in operands]
     operands = [None if tensor is None else tensor.requires_grad_() for tensor in operands]
     wants = [tensor is not None for tensor in operands]
-    for activation, rng, p in (("gelu", None, 0.0), ("gelu", torch.tensor([3, 4]), 0.5), ("relu", None, 0.0)):
-        plan = activation, gate_first, p
-        torch.library.opcheck(torch.ops.onetrip.glu.default, (*operands, rng, *plan))
-        detached = [None if tensor is None else tensor.detach() for tensor in operands]
-        dy = torch.ones_like(torch.ops.onetrip.glu(*detached, rng, *plan))
-        torch.library.opcheck(torch.ops.onetrip.glu_backward.default, (dy, *detached, rng, wants, *plan))
+    rng, plan = None if seed is None else torch.tensor(seed), (activation, gate_first, p)
+    torch.library.opcheck(torch.ops.onetrip.glu.default, (*operands, rng, *plan))
+    detached = [None if tensor is None else tensor.detach() for tensor in operands]
+    dy = torch.ones_like(torch.ops.onetrip.glu(*detached, rng, *plan))
+    torch.library.opcheck(torch.ops.onetrip.glu_backward.default, (dy, *detached, rng, wants, *plan))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
