@@ -15,6 +15,7 @@ from onetrip.ops import dropout_keep_mask
 from onetrip.ops.attention import attention
 from onetrip.ops.common.tracing import watched
 from onetrip.reference.philox import dropout_scale
+from pairwise import pairwise
 from tolerances import assert_bitwise, assert_like_torch, max_error
 from torch import Tensor
 
@@ -40,6 +41,7 @@ class Case:
 CASES = {
     "plain": Case(),
     "mask": Case(mask=True),
+    "grouped-mask": Case(key_heads=2, mask=True),
     "grouped-mask-dropout": Case(key_heads=2, mask=True, dropout_p=0.3),
     "one-key-head": Case(key_heads=1, mask=True),
     "bias": Case(bias=True),
@@ -120,9 +122,7 @@ def outcome(function: Any, case: Case, dtype: torch.dtype, like: torch.dtype, us
     return {name: y.detach() for name, y in results.items()} | dict(zip(leaves, gradients, strict=True))
 
 
-@pytest.mark.parametrize("used", ["output", "weights", "both"])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("name", CASES)
+@pairwise(name=list(CASES), dtype=DTYPES, used=["output", "weights", "both"])
 def test_results_and_gradients(name: str, dtype: torch.dtype, used: str) -> None:
     case = CASES[name]
     exact = outcome(eager, case, torch.float64, dtype, used)
@@ -136,9 +136,7 @@ def test_results_and_gradients(name: str, dtype: torch.dtype, used: str) -> None
             assert_like_torch(tensor, theirs[key], exact[key], terms=HEADS * QUERIES * KEYS)
 
 
-@pytest.mark.parametrize("used", ["output", "weights", "both"])
-@pytest.mark.parametrize("heads_at_once", [1, 3, HEADS])
-@pytest.mark.parametrize("name", CASES)
+@pairwise(name=list(CASES), heads_at_once=[1, 3, HEADS], used=["output", "weights", "both"])
 def test_cuts_of_batches_and_heads_change_no_result(
     name: str, heads_at_once: int, used: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,9 +153,7 @@ def test_cuts_of_batches_and_heads_change_no_result(
         torch.testing.assert_close(tensor, whole[key], msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("heads_at_once", [1, 3, BATCH * HEADS])
-@pytest.mark.parametrize("dtype", [*DTYPES.values(), torch.float64], ids=[*DTYPES, "fp64"])
-@pytest.mark.parametrize("name", CASES)
+@pairwise(name=list(CASES), dtype=DTYPES | {"fp64": torch.float64}, heads_at_once=[1, 3, BATCH * HEADS])
 def test_without_weights(name: str, dtype: torch.dtype, heads_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The output and its gradients are those of a call with weights, but for the order of sums; or as exact (half)."""
     case = CASES[name]
