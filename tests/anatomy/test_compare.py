@@ -396,6 +396,23 @@ def test_fused_attention_is_predicted(name):
     assert said.saved_activations < anatomy.predict(fake, make, sgd, mode).saved_activations
 
 
+def test_frozen_parameters_have_no_gradients_and_states():
+    """As Marian's positions, and all but the adapters of PEFT."""
+    (fake, mode), model = faked("tiny-gpt2"), anatomy.load_model("tiny-gpt2")
+    for each in (fake, model):
+        each.requires_grad_(False)
+        each.transformer.h[1].mlp.requires_grad_(True)
+    adam = anatomy.OPTIMIZERS["adamw"]
+    was = anatomy.measure_step(
+        model, anatomy.make_batch(model, 2, 48), adam(model.transformer.h[1].mlp.parameters()), steps=1, warm_up=0
+    )
+    said = anatomy.predict(fake, partial(anatomy.make_batch, fake, 2, 48), adam, mode)
+    assert 0 < said.gradients == was.gradients < said.weights
+    assert said.optimizer_states == was.optimizer_states
+    assert said.saved_activations == pytest.approx(was.saved_activations, rel=TOLERANCE)
+    assert said.peak == pytest.approx(was.peak, rel=PROMISED)
+
+
 @pytest.mark.slow
 def test_a_7b_model_takes_no_gigabyte_to_examine():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
