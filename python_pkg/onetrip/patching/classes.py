@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .. import ops
 from . import calls
 from .report import Unsuitable
-from .source import bare, define, execute, parse
+from .source import bare, define, parse
 
 GLOBAL_NAMES: dict[str, Any] = {
     "Tensor": Tensor,
@@ -60,26 +60,24 @@ class Rewrite:
     """Whether the source is the original's, modified: its names are globals of the original's module, or constants."""
     others: tuple[tuple[str, str], ...] = ()
     """(name, source) of methods that are replaced too, in_module."""
-    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    """Makes of the forward another one that calls it."""
+    around: Rewrite | None = None
+    """A rewrite whose original is this forward."""
 
     def compile(self, original: Any, replaced: Mapping[str, Any] | None = None) -> Callable[..., Any]:
         """The forward as a function. replaced: other values for names in the source; verification pins the rng."""
-        forward = self._forward(original, replaced)
-        return forward if self.around is None else self.around(forward)
-
-    def _forward(self, original: Any, replaced: Mapping[str, Any] | None) -> Callable[..., Any]:
-        forward: Callable[..., Any]
-        given = {**dict(self.constants), **(replaced or {})}
+        names = {**dict(self.constants), **(replaced or {})}
         if self.in_module:
-            return self._defined(original, self.method, self.source, given)
-        names = {**GLOBAL_NAMES, "original": original.forward, **given}
-        execute(self.source, f"{self.pattern} of {original.__module__}.{original.__qualname__}", names)
-        forward = names["forward"]
-        # Set on the function only: torch.compile would look up globals in the module that a global __name__ names.
-        forward.__module__ = original.__module__
-        forward.__qualname__ = f"{original.__qualname__}.forward"
-        forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]  # Trainer reads it
+            forward = self._defined(original, self.method, self.source, names)
+        else:
+            forward = self._calling(original.forward, names)
+        return forward if self.around is None else self.around._calling(forward, dict(self.around.constants))
+
+    def _calling(self, original: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
+        """The forward as a function that may call the original."""
+        forward = define(
+            original, self.source, {**GLOBAL_NAMES, "original": original, **names}, "forward", self.pattern
+        )
+        forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # Trainer reads it
         return forward
 
     def methods(self, original: Any) -> dict[str, Callable[..., Any]]:

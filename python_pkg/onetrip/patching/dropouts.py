@@ -37,8 +37,9 @@ class Dropout:
     device: torch.device
     """Where it is verified."""
     pattern = PATTERN
+    detail = ""
 
-    def rewrite(self, module: nn.Module) -> Rewrite:
+    def rewrite(self, cls: type) -> Rewrite:
         """The forward as one operator call where the mask would be in memory."""
         source = "def forward(self, input):\n    return dropped(self, original, input)\n"
         return Rewrite(PATTERN, source, (("dropped", _dropped),))

@@ -216,7 +216,7 @@ class _Patcher:
             return None
         if isinstance(site, Unsuitable):
             return _skipped(name, module, site)
-        rewrite = site.rewrite(module)
+        rewrite = self.classifier.rewrite(module, site)
         if self.excluded & {name, *(f"{name}.{child}".removeprefix(".") for child in rewrite.absorbed)}:
             return _skipped(name, module, Unsuitable("excluded"))
         if self.verify and any(parameter.is_meta for parameter in module.parameters()):
@@ -224,7 +224,7 @@ class _Patcher:
         error = self.verdict(module, rewrite, site) if self.verify else None
         if error is not None:
             return _skipped(name, module, Unsuitable("verify_failed", error))
-        patched_site = PatchedSite(name, type(module).__name__, rewrite.pattern, getattr(site, "detail", ""))
+        patched_site = PatchedSite(name, type(module).__name__, rewrite.pattern, site.detail)
         set_class(module, patched_class(type(module), rewrite))
         self.done.append(module)
         return patched_site

@@ -275,7 +275,9 @@ def define(original: Any, source: str, names: Mapping[str, Any], name: str, patt
         source, made_name = f"class {owner[0]}:\n{indented(source)}", f"{owner[0]}.{name}"
     code = f"def make({', '.join(names)}):\n{indented(source)}    return {made_name}\n"
     scope: dict[str, Any] = {}
-    execute(code, f"{pattern} of {original.__module__}.{original.__qualname__}", original.__globals__, scope)
+    filename = f"<onetrip {pattern} of {original.__module__}.{original.__qualname__} {crc32(code.encode()):08x}>"
+    exec(compile(code, filename, "exec"), original.__globals__, scope)
+    linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)  # for tracebacks
     made: Callable[..., Any] = scope["make"](**names)
     made.__module__, made.__qualname__ = original.__module__, original.__qualname__
     if made.__defaults__:
@@ -283,10 +285,3 @@ def define(original: Any, source: str, names: Mapping[str, Any], name: str, patt
     if made.__kwdefaults__:
         made.__kwdefaults__ = {name: given.get(name, default) for name, default in made.__kwdefaults__.items()}
     return made
-
-
-def execute(code: str, title: str, names: dict[str, Any], scope: dict[str, Any] | None = None) -> None:
-    """exec of generated code. Tracebacks and debuggers show its source."""
-    filename = f"<onetrip {title} {crc32(code.encode()):08x}>"
-    exec(compile(code, filename, "exec"), names, scope)
-    linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)

@@ -175,7 +175,7 @@ class TiedEmbedding:
     pattern = PATTERN
     detail = ""
 
-    def rewrite(self, module: nn.Module) -> Rewrite:
+    def rewrite(self, cls: type) -> Rewrite:
         """The forward that reads the matrix by its alias."""
         names = (("embedded_", embedded), ("linear_", linear))
         is_own = self.source not in (_EMBEDDING, _HEAD)

@@ -17,9 +17,9 @@ else of the forward stays as it was written.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,18 +31,17 @@ from ... import ops
 from ..calls import Configuration, configuration, original_class
 from ..classes import Rewrite
 from ..clones import clone
-from ..residual.choose import child_at
-from ..residual.rewrite import Rewriting
+from ..forward import Forward, child_at
+from ..rewriting import Rewriting
 from ..verify import RNG, MaskedDropout, check_function, kind_of, undisturbed
 from .fused import FORMULAS, Activated, Gated, GatedHalves
-from .read import Dropped, Found, FoundActivations, read_activations
+from .read import Dropped, FoundActivation, read_activations
 
 __all__ = [
-    "GATED",
     "PATTERNS",
     "Activation",
     "Activations",
-    "FoundActivations",
+    "FoundActivation",
     "choose_activations",
     "read_activations",
     "recognise_activation",
@@ -103,7 +102,7 @@ class _Counter(TorchDispatchMode):
 class Choice:
     """One activation of one instance."""
 
-    found: Found
+    found: FoundActivation
     activation: str
     cls: type | None
     configuration: Configuration
@@ -117,14 +116,14 @@ class Choice:
 
 def choose_activations(
     module: nn.Module,
-    found: FoundActivations,
+    found: Iterable[FoundActivation],
     activation_of: Callable[[nn.Module], Activation | None],
     excluded: Container[int],
 ) -> list[Choice]:
     """The activations that can be fused, where something is gained: a product, a bias, several operators, a dropout."""
     chosen = []
     taken: set[ast.expr] = set()
-    for each in found.found:
+    for each in found:
         if each.call in taken or (each.product is not None and each.product in taken):
             continue
         child = child_at(module, each.path) if each.path else None
@@ -163,7 +162,7 @@ def _drops(module: nn.Module, dropped: Dropped, excluded: Container[int]) -> boo
 class Activations:
     """A module whose forward has activations to fuse, as a site."""
 
-    forward: FoundActivations
+    forward: Forward
     chosen: tuple[Choice, ...]
 
     @property
@@ -175,17 +174,12 @@ class Activations:
     def detail(self) -> str:
         return ", ".join(sorted({choice.activation for choice in self.chosen}))
 
-    def rewrite(self, module: nn.Module) -> Rewrite:
+    def rewrite(self, cls: type) -> Rewrite:
         """The forward with its activations fused."""
-        return self._rewrite
-
-    @cached_property
-    def _rewrite(self) -> Rewrite:
-        rewriting, method = Rewriting(self.forward.tree), self.forward.method
+        rewriting, method = Rewriting(self.forward), self.forward.method
         for index, choice in enumerate(self.chosen):
             _put(rewriting, f"{index}_" if method == "forward" else f"{index}_{method}_", choice)
-        constants = tuple(rewriting.constants.items())
-        return Rewrite(self.pattern, rewriting.source(), constants, method=method, in_module=True)
+        return rewriting.rewrite(self.pattern)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless each activation, fused, computes what the module's own does."""

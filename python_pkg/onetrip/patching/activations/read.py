@@ -5,14 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ..report import Unsuitable
-from ..residual.read import Reader, blocks, evaluated, may_change, mentions
-from ..source import is_source_of, parse, resolve
+from ..forward import Forward, blocks, evaluated, may_change, mentions
+from ..source import resolve
 
 
 @dataclass(eq=False)
@@ -39,7 +37,7 @@ class Dropped:
 
 
 @dataclass(eq=False)
-class Found:
+class FoundActivation:
     """A call that may be an activation."""
 
     call: ast.Call
@@ -68,91 +66,80 @@ class Found:
         return self.call if self.product is None else self.product
 
 
-@dataclass(eq=False)
-class FoundActivations:
-    """A forward with activations."""
-
-    tree: ast.FunctionDef
-    found: list[Found]
-    """Those with a product first. A call may be in several of them."""
-    method: str = "forward"
-    """The name of the function that was read."""
-
-
-def read_activations(forward: Any, source: str = "", method: str = "forward") -> FoundActivations | None:
-    """The activations of a forward; None if it has none. source: of its rewrite. method: its name in its class."""
-    tree: Any = ast.parse(source).body[0] if source else parse(forward)
-    if isinstance(tree, Unsuitable) or not tree.args.args:
-        return None
-    reader = Reader(forward, tree)
-    found = list(_read(reader))
-    dropped = dict(_dropouts(reader))
+def read_activations(forward: Forward) -> list[FoundActivation]:
+    """The activations of a forward, those with a product first. A call may be in several of them."""
+    found = list(_read(forward))
+    dropped = dict(_dropouts(forward))
     for each in found:
         each.dropped = dropped.get(each.result)
-    return FoundActivations(tree, found, method) if found and (source or is_source_of(tree, forward)) else None
+    return found
 
 
-def _read(reader: Reader) -> Iterator[Found]:
-    for node, block, position, in_loop in _nodes(reader):
+def _read(forward: Forward) -> Iterator[FoundActivation]:
+    for node, block, position, in_loop in _nodes(forward):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             for side, other in ((node.left, node.right), (node.right, node.left)):
-                gated = None if isinstance(other, ast.Constant) else _factor(reader, side, block, position, in_loop)
+                gated = None if isinstance(other, ast.Constant) else _factor(forward, side, block, position, in_loop)
                 if gated is not None:
                     gated.product, gated.other = node, other
-                    gated.halves = _halves(reader, gated, block, position, in_loop)
+                    gated.halves = _halves(forward, gated, block, position, in_loop)
                     yield gated
-    for node, block, position, in_loop in _nodes(reader):
-        found = _activation(reader, node) if isinstance(node, ast.Call) else None
+    for node, block, position, in_loop in _nodes(forward):
+        found = _activation(forward, node) if isinstance(node, ast.Call) else None
         if found is None:
             continue
-        inner = reader.value_of(found.x, block, position, position, in_loop) or (found.x, ())
-        if (called := reader.called(inner[0])) is not None:
+        inner = forward.value_of(found.x, block, position, position, in_loop) or (found.x, ())
+        if (called := forward.called(inner[0])) is not None:
             found.linear, found.linear_x = called
             found.linear_definition = inner[1][0] if inner[1] else None
         yield found
 
 
-def _nodes(reader: Reader) -> Iterator[tuple[ast.AST, list[ast.stmt], int, bool]]:
+def _nodes(forward: Forward) -> Iterator[tuple[ast.AST, list[ast.stmt], int, bool]]:
     """(node, block, position of its statement there, whether in a loop) of what assignments, calls and returns surely
     evaluate."""
-    for block, in_loop in blocks(reader.tree.body, False):
+    for block, in_loop in blocks(forward.tree.body, False):
         for position, statement in enumerate(block):
             if isinstance(statement, (ast.Assign, ast.Return, ast.Expr)):
                 yield from ((node, block, position, in_loop) for node in evaluated(statement))
 
 
-def _dropouts(reader: Reader) -> Iterator[tuple[ast.expr, Dropped]]:
+def _dropouts(forward: Forward) -> Iterator[tuple[ast.expr, Dropped]]:
     """What may be dropouts, by the expression that they drop."""
-    for node, block, position, in_loop in _nodes(reader):
+    for node, block, position, in_loop in _nodes(forward):
         if not isinstance(node, ast.Call):
             continue
-        if (of_function := reader.functional_dropout(node)) is not None:
+        if (of_function := forward.functional_dropout(node)) is not None:
             x, dropped = of_function[0], Dropped(node, None, "", *of_function[1:])
-        elif (called := reader.called(node)) is not None:
+        elif (called := forward.called(node)) is not None:
             x, dropped = called[1], Dropped(node, None, called[0])
         else:
             continue
-        if (inner := reader.value_of(x, block, position, position, in_loop)) is not None:
+        if (inner := forward.value_of(x, block, position, position, in_loop)) is not None:
             x, (dropped.definition,) = inner
         yield x, dropped
 
 
-def _factor(reader: Reader, side: ast.expr, block: list[ast.stmt], position: int, in_loop: bool) -> Found | None:
+def _factor(
+    forward: Forward, side: ast.expr, block: list[ast.stmt], position: int, in_loop: bool
+) -> FoundActivation | None:
     """The activation that a factor of a product is, or that the factor's name was given to."""
     if not isinstance(side, ast.Name):
-        return _activation(reader, side)
+        return _activation(forward, side)
     earlier = [index for index in range(position) if mentions(block[index], side.id)]
     match block[earlier[-1]] if earlier else None:
         case ast.Assign(targets=[ast.Name(id=name)], value=value) as statement if name == side.id:
-            found = _activation(reader, value)
+            found = _activation(forward, value)
             is_changed = any(may_change(each, name) for each in block[earlier[-1] + 1 : position])
-            if found is not None and not is_changed and reader.is_read_once(name, block, position, position, in_loop):
+            if found is not None and not is_changed and forward.is_read_once(name, block, position, position, in_loop):
                 found.definition = statement
                 return found
     return None
 
 
-def _halves(reader: Reader, found: Found, block: list[ast.stmt], position: int, in_loop: bool) -> Halves | None:
+def _halves(
+    forward: Forward, found: FoundActivation, block: list[ast.stmt], position: int, in_loop: bool
+) -> Halves | None:
     """The halves that gate and other are, if nothing else reads them or changes them before the product."""
     if not (isinstance(found.x, ast.Name) and isinstance(found.other, ast.Name)) or found.x.id == found.other.id:
         return None
@@ -166,7 +153,7 @@ def _halves(reader: Reader, found: Found, block: list[ast.stmt], position: int, 
                 ) as statement
             ) if {first, second} == {gate, other}:
                 sizes = [ast.unparse(each) for each in (*args, *(k.value for k in keywords if k.arg == "dim"))]
-                ends = {name: reader.ends_at(name, block, index, position, in_loop) for name in (gate, other)}
+                ends = {name: forward.ends_at(name, block, index, position, in_loop) for name in (gate, other)}
                 is_whole = sizes == ["2", "-1"] and len(args) + len(keywords) == 2
                 return Halves(statement, packed, first == gate) if is_whole and all(ends.values()) else None
         if block[index] is not found.definition and any(mentions(block[index], name) for name in (gate, other)):
@@ -174,20 +161,20 @@ def _halves(reader: Reader, found: Found, block: list[ast.stmt], position: int, 
     return None
 
 
-def _activation(reader: Reader, expression: ast.expr) -> Found | None:
+def _activation(forward: Forward, expression: ast.expr) -> FoundActivation | None:
     """The call of a child, or of a function of torch's, with one argument."""
-    if (called := reader.called(expression)) is not None and isinstance(expression, ast.Call):
-        return Found(expression, called[1], called[0], "")
+    if (called := forward.called(expression)) is not None and isinstance(expression, ast.Call):
+        return FoundActivation(expression, called[1], called[0], "")
     match expression:
         case ast.Call(func=function, args=[x], keywords=keywords):
-            resolved = resolve(function, reader.globals)
+            resolved = resolve(function, forward.globals)
             options = {each.arg: ast.unparse(each.value) for each in keywords}
             if resolved is functional.silu and not options:
-                return Found(expression, x, "", "silu")
+                return FoundActivation(expression, x, "", "silu")
             if resolved in (functional.relu, torch.relu) and not options:
-                return Found(expression, x, "", "relu")
+                return FoundActivation(expression, x, "", "relu")
             if resolved is functional.gelu and options in ({}, {"approximate": "'none'"}):
-                return Found(expression, x, "", "gelu")
+                return FoundActivation(expression, x, "", "gelu")
             if resolved is functional.gelu and options == {"approximate": "'tanh'"}:
-                return Found(expression, x, "", "gelu_tanh")
+                return FoundActivation(expression, x, "", "gelu_tanh")
     return None

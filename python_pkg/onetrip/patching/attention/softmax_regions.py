@@ -12,11 +12,10 @@ forward stays verbatim: caches, keyword arguments, later uses of the weights.
 from __future__ import annotations
 
 import ast
-import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from inspect import getattr_static
 from types import FunctionType
 from typing import Any
@@ -30,8 +29,10 @@ from ...ops.attention import saturated_mask
 from ...ops.common.backends import KERNEL_DTYPES
 from .. import calls
 from ..classes import Rewrite, method_of
+from ..forward import Forward, read_forward
 from ..report import Unsuitable
-from ..source import Inliner, bare, calls_in, first_match, indented, parse
+from ..rewriting import Rewriting
+from ..source import Inliner, calls_in, first_match, indented
 from ..verify import RNG, MaskedDropout, check_function, kind_of, undisturbed
 from .eager import PATTERN
 
@@ -76,26 +77,21 @@ class Region:
 class SoftmaxRegions:
     """A forward with softmax regions: every instance of its class is a site."""
 
-    tree: ast.FunctionDef
+    forward: Forward
+    """The forward, or the method that holds them."""
     found: tuple[tuple[ast.AST, str, Region], ...]
     """(node, the field of the node that holds the statements, region)."""
-    method: str = "forward"
-    """The method that holds them."""
     pattern = PATTERN
+    detail = ""
 
-    def rewrite(self, module: nn.Module) -> Rewrite:
+    def rewrite(self, cls: type) -> Rewrite:
         """The forward with its regions fused."""
-        return self._rewrite
-
-    @cached_property
-    def _rewrite(self) -> Rewrite:
-        tree = copy.deepcopy(self.tree)
-        copies = dict(zip(map(id, ast.walk(self.tree)), ast.walk(tree), strict=True))
+        rewriting = Rewriting(self.forward)
         for node, name, region in reversed(self.found):
-            block = getattr(copies[id(node)], name)
+            block = getattr(rewriting.copies[id(node)], name)
             block[region.start : region.stop] = ast.parse(_source(region, region.statements)).body
-        source = ast.unparse(bare(tree)) + "\n"
-        return Rewrite(PATTERN, source, tuple(NAMES.items()), method=self.method, in_module=True)
+        rewriting.constants.update(NAMES)
+        return rewriting.rewrite(PATTERN)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless the fused call computes a region's softmax, with its mask and dropout."""
@@ -139,18 +135,19 @@ def read_softmax_regions(cls: Any) -> SoftmaxRegions | Unsuitable | None:
         function: Any = method_of(cls, method)
         if not _mentions_softmax(getattr(getattr(function, "__code__", None), "co_names", ())):
             continue
-        tree = parse(function)
-        if isinstance(tree, Unsuitable):
-            reason = reason or (tree if method == "forward" else None)
+        forward = read_forward(function, method=method)
+        if isinstance(forward, Unsuitable):
+            reason = reason or (forward if method == "forward" else None)
             continue
-        if [each.arg for each in tree.args.args][:1] != ["self"]:
+        tree = forward.tree
+        if forward.self_name != "self":
             reason = reason or Unsuitable("unknown_forward", f"{method}: its first parameter is not called self")
             continue
         inliner = Inliner(function.__globals__, {})
         if _calls_softmax(tree, inliner):
             found = tuple(_regions(tree, inliner))
             if found and isinstance(getattr_static(cls, method), FunctionType):
-                return SoftmaxRegions(tree, found, method)
+                return SoftmaxRegions(forward, found)
             reason = reason or Unsuitable("unknown_forward", f"{method}: {_why_not(tree, inliner)}")
     return reason
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ..calls import is_plain, original_class
+from ..forward import child_at
 from ..norms import NormSpec
 from ..report import Unsuitable
-from .read import FoundSum, FoundSums, Operand
+from .read import FoundSum, Operand
 from .tails import Tail, open_tail, read_returns
 
 PATTERNS = ("dropout_add_norm", "add_norm", "dropout_add")
@@ -60,7 +61,7 @@ class Choice:
 
 def choose_sums(
     module: nn.Module,
-    sums: FoundSums,
+    sums: Sequence[FoundSum],
     norm_of: Callable[[nn.Module], NormSpec | Unsuitable],
     closed: Container[int],
 ) -> list[Choice] | Unsuitable:
@@ -73,7 +74,7 @@ def choose_sums(
     chosen: list[Choice] = []
     taken: set[int] = set()
     reason: Unsuitable | None = None
-    for found in sums.sums:
+    for found in sums:
         choice = _with_branch(module, found, taken, closed)
         norm = _norm(module, found, norm_of)
         if isinstance(norm, Unsuitable):
@@ -147,14 +148,6 @@ def _holds(module: nn.Module, operand: Operand) -> bool:
         if linear is None or original_class(type(linear)) is not nn.Linear or linear.bias is None:
             return False
     return True
-
-
-def child_at(module: nn.Module, path: str) -> nn.Module | None:
-    """The child at a dotted path; None if there is none."""
-    child: nn.Module | None = module
-    for name in path.split("."):
-        child = None if child is None else child._modules.get(name)
-    return child
 
 
 def _is_written_before(module: nn.Module, found: FoundSum, norm: ast.Call) -> bool:

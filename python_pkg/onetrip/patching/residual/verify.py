@@ -11,10 +11,11 @@ from torch.nn import functional
 
 from ..calls import linear_parts
 from ..clones import clone
+from ..forward import child_at
 from ..links import Sum
 from ..norms import ANY_WIDTH, n_cols_of
 from ..verify import RNG, MaskedDropout, VerificationError, check_autocast, check_function, kind_of, undisturbed
-from .choose import Choice, child_at
+from .choose import Choice
 
 _N_INPUTS = 5
 _P = 0.25
