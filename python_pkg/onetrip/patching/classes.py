@@ -13,7 +13,8 @@ import copyreg
 import difflib
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import update_wrapper
 from types import CellType, FunctionType, MethodType
@@ -188,24 +189,24 @@ def patched_class(original: Any, rewrite: Rewrite) -> type:
 def subclass(original: Any, rewrite: Rewrite, methods: Mapping[str, Callable[..., Any]]) -> type:
     """A subclass of original with these methods and the same name."""
 
+    @contextmanager
+    def as_original(self: nn.Module) -> Iterator[None]:
+        set_class(self, original)
+        try:
+            yield
+        finally:
+            set_class(self, cls)
+
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        reduced: Any = original.__reduce_ex__(self, protocol)
-        if not isinstance(reduced, tuple):
-            return reduced
-        if reduced[1] == (cls,):  # copyreg.__newobj__ requires the class of the instance
+        with as_original(self):
+            reduced: Any = self.__reduce_ex__(protocol)
+        if isinstance(reduced, tuple) and reduced[1] == (original,):  # copyreg.__newobj__ requires the instance's class
             return (copyreg._reconstructor, (original, object, None), *reduced[2:])  # type: ignore[attr-defined]
-        arguments = tuple(original if argument is cls else argument for argument in reduced[1])
-        return (reduced[0], arguments, *reduced[2:])
+        return reduced
 
     def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        inherited = getattr(original, "__deepcopy__", None)
-        if inherited is not None:
-            clone = inherited(self, memo)
-        else:
-            rebuild, arguments, state = reduce_ex(self, 2)[:3]
-            clone = rebuild(*arguments)
-            memo[id(self)] = clone
-            clone.__setstate__(copy.deepcopy(state, memo))
+        with as_original(self):
+            clone = copy.deepcopy(self, memo)
         set_class(clone, cls)
         return clone
 
