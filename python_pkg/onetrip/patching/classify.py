@@ -147,8 +147,7 @@ class Classifier:
 
     def rewrite(self, module: nn.Module, site: Site) -> Rewrite:
         """The rewrite of a site, one for all equal ones."""
-        cls = original_class(type(module))
-        rewrite: Rewrite = self._once(site.rewrite, cls, key=(site, cls))
+        rewrite: Rewrite = self._once(_rewrite, site, original_class(type(module)))
         return rewrite
 
     def _own(self, module: nn.Module) -> Site | Unsuitable | None:
@@ -267,6 +266,10 @@ class Classifier:
         key = (original_class(type(module)), parameters, id(module) if found is None else found, device)
         spec: NormSpec | Unsuitable = self._once(_supported_norm, module, device, key=key)
         return spec
+
+
+def _rewrite(site: Site, cls: type) -> Rewrite:
+    return site.rewrite(cls)
 
 
 def _read(cls: Any, source: str, in_wrapper: bool) -> Forward | Unsuitable:
