@@ -33,6 +33,7 @@ from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
 from .rotary import PATTERN as ROTARY
 from .shared_input import PATTERN as SHARED_INPUT
 from .tied_embedding import PATTERN as TIED_EMBEDDING
+from .verify import kind_of, undisturbed
 from .watched_logits import PATTERN as CROSS_ENTROPY
 
 PATTERNS = (
@@ -254,7 +255,8 @@ def _skipped(name: str, module: nn.Module, why: Unsuitable) -> SkippedSite:
 def _verdict(module: nn.Module, rewrite: Rewrite, site: Site) -> str | None:
     """Why the rewritten forward must not be kept; None if it computes the same as the original."""
     try:
-        site.verify(module, rewrite)
+        with undisturbed(kind_of(module)[0]):
+            site.verify(module, rewrite)
     except Exception as error:  # a forward that cannot be compared is not kept, whatever it raises
         return str(error) or type(error).__name__
     return None

@@ -175,14 +175,13 @@ class Rotations:
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless each rotation, fused, computes what the function does."""
         device, dtype = kind_of(module)
-        with undisturbed(device):
-            for _, rotation, called in self.found:
-                for layout, table_dtype in product(rotation.layouts, {dtype, torch.float32}):
-                    q, k, *tables = _inputs(layout, rotation.table, 8)
-                    tables = [table.to(device, table_dtype) for table in tables]
-                    fused = partial(_with_tables, partial(rotation.fused, layout), tables)
-                    unfused, mode = partial(_with_tables, called, tables), f" of {rotation.function.__name__}"
-                    check_function(fused, unfused, {"q": q, "k": k}, device, dtype, mode)
+        for _, rotation, called in self.found:
+            for layout, table_dtype in product(rotation.layouts, {dtype, torch.float32}):
+                q, k, *tables = _inputs(layout, rotation.table, 8)
+                tables = [table.to(device, table_dtype) for table in tables]
+                fused = partial(_with_tables, partial(rotation.fused, layout), tables)
+                unfused, mode = partial(_with_tables, called, tables), f" of {rotation.function.__name__}"
+                check_function(fused, unfused, {"q": q, "k": k}, device, dtype, mode)
 
 
 def _with_tables(compute: Any, tables: list[Tensor], q: Tensor, k: Tensor) -> Any:

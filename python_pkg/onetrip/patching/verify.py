@@ -43,20 +43,14 @@ def verify_forward(module: nn.Module, rewrite: Rewrite, width: int, n_inputs: in
     width: the last dimension of the inputs, which have one shape.
     """
     device, dtype = kind_of(module)
-    generator = torch.Generator().manual_seed(0)
-    leading = [size for size in (2, 3, 4, 5, 6) if size != width][:3]
     cls = original_class(type(module))
-
-    def drawn(rank: int) -> dict[str, Tensor]:
-        shape = (*leading[: rank - 1], width)
-        return {f"input {i}": torch.randn(shape, generator=generator, device="cpu") for i in range(n_inputs)}
-
-    with undisturbed(device):
-        rewritten = rewrite.compile(cls, {"count_fallback": reject_fallback})
-        for rank, mode in ((4, " of rank 4"), (3, "")):
-            check_function(rewritten, cls.forward, drawn(rank), device, dtype, mode, partial(clone, module))
-        original, fused = (partial(each, clone(module).eval()) for each in (cls.forward, rewrite.compile(cls)))
-        check_autocast(fused, original, [x.to(device, dtype) for x in drawn(3).values()])
+    leading = [size for size in (2, 3, 4, 5, 6) if size != width][:3]
+    shapes = {rank: {f"input {i}": (*leading[: rank - 1], width) for i in range(n_inputs)} for rank in (4, 3)}
+    rewritten = rewrite.compile(cls, {"count_fallback": reject_fallback})
+    for rank, mode in ((4, " of rank 4"), (3, "")):
+        check_function(rewritten, cls.forward, shapes[rank], device, dtype, mode, partial(clone, module))
+    original, fused = (partial(each, clone(module).eval()) for each in (cls.forward, rewrite.compile(cls)))
+    check_autocast(fused, original, [x.to(device, dtype) for x in drawn(shapes[3]).values()])
 
 
 def kind_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
@@ -106,10 +100,19 @@ class MaskedDropout(TorchFunctionMode):
         return torch.where(keep, x * dropout_scale(p), torch.zeros_like(x))
 
 
+def drawn(inputs: Mapping[str, Tensor | tuple[int, ...]]) -> dict[str, Tensor]:
+    """Normal random numbers, the same at every call, in place of shapes."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: x if isinstance(x, Tensor) else torch.randn(x, generator=generator, device="cpu")
+        for name, x in inputs.items()
+    }
+
+
 def check_function(
     fused: Callable[..., Any],
     unfused: Callable[..., Any],
-    inputs: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor | tuple[int, ...]],
     device: torch.device,
     dtype: torch.dtype,
     mode: str = "",
@@ -117,12 +120,15 @@ def check_function(
 ) -> None:
     """Raise VerificationError unless two functions of these tensors, cast to dtype, have equal outputs and gradients.
 
-    They return a tensor, or several. mode: for the message. make_module: makes a module of a dtype (None: its own),
+    They return a tensor, or several. inputs: by name; a shape stands for normal random numbers. mode: for the message.
+    make_module: makes a module of a dtype (None: its own),
     which is their first argument; the gradients of its parameters are compared, too.
     """
 
+    given = drawn(inputs)
+
     def outcome(compute: Callable[..., Any], dtype: torch.dtype, module_dtype: torch.dtype | None = None) -> _Outcome:
-        leaves = {name: x.detach().to(device, dtype).requires_grad_() for name, x in inputs.items()}
+        leaves = {name: x.detach().to(device, dtype).requires_grad_() for name, x in given.items()}
         module = None if make_module is None else make_module(module_dtype)
         found = compute(*leaves.values()) if module is None else compute(module, *leaves.values())
         outputs = {"output": found} if isinstance(found, Tensor) else {f"output {i}": y for i, y in enumerate(found)}

@@ -184,11 +184,11 @@ class Activations:
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless each activation, fused, computes what the module's own does."""
         device, dtype = kind_of(module)
-        with undisturbed(device), MaskedDropout():
+        with MaskedDropout():
             for choice in self.chosen:
                 child = child_at(module, choice.found.path) if choice.found.path else None
                 act: Any = FORMULAS[choice.activation] if child is None else clone(child).eval()
-                inputs = _inputs(choice)
+                inputs = _shapes(choice)
                 for p in (0.0, 0.25) if choice.drops else (0.0,):
                     fused, unfused = partial(_fused, choice, p), partial(_unfused, act, p)
                     mode = f" of {choice.activation}{' with dropout' if p else ''}"
@@ -243,14 +243,10 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
     rewriting.replaced[id(copies[id(replaced)])] = lambda: called(dense, rewriting.visit(x))
 
 
-def _inputs(choice: Choice) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes: dict[str, tuple[int, ...]] = {"x": (3, 4, 24)}
+def _shapes(choice: Choice) -> dict[str, tuple[int, ...]]:
     if choice.found.product is not None:
-        shapes = {"gate": (3, 4, 24), "up": (3, 4, 24)}
-    elif choice.has_bias:
-        shapes["bias"] = (24,)
-    return {name: 2.0 * torch.randn(shape, generator=generator, device="cpu") for name, shape in shapes.items()}
+        return {"gate": (3, 4, 24), "up": (3, 4, 24)}
+    return {"x": (3, 4, 24), "bias": (24,)} if choice.has_bias else {"x": (3, 4, 24)}
 
 
 def _unfused(act: Callable[[Tensor], Tensor], p: float, x: Tensor, other: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...ops.attention import attention
 from ..clones import clone
-from ..verify import RNG, MaskedDropout, check_function, kind_of, reject_fallback, undisturbed
+from ..verify import RNG, MaskedDropout, check_function, kind_of, reject_fallback
 from .eager import EagerFunction
 
 _BATCH, _N_QUERIES, _N_KEYS, _WIDTH = 2, 5, 7, 8  # heads: multiples of 3, so that every size differs
@@ -26,17 +26,16 @@ _SOFTCAP, _DROPOUT_P = 2.0, 0.25
 def verify_attention(module: nn.Module, found: EagerFunction) -> None:
     """Raise VerificationError unless the fused function computes the same as the original for this module."""
     device, dtype = kind_of(module)
-    with undisturbed(device):
-        fused = found.compile({"count_fallback_": reject_fallback, "attention_": partial(attention, rng=RNG)})
-        for case in _cases(found):
-            mode = ", ".join(f"{name} {value}" for name, value in case.items() if value not in (None, 0.0))
-            mode, inputs = f" with {mode}" if mode else "", _inputs(module, found, case)
+    fused = found.compile({"count_fallback_": reject_fallback, "attention_": partial(attention, rng=RNG)})
+    for case in _cases(found):
+        mode = ", ".join(f"{name} {value}" for name, value in case.items() if value not in (None, 0.0))
+        mode, inputs = f" with {mode}" if mode else "", _shapes(module, found, case)
 
-            def make(to: torch.dtype | None) -> nn.Module:
-                return clone(module, to or dtype).train()
+        def make(to: torch.dtype | None) -> nn.Module:
+            return clone(module, to or dtype).train()
 
-            ours, theirs = (partial(_called, each, found, case, list(inputs)) for each in (fused, found.function))
-            check_function(ours, theirs, inputs, device, dtype, mode, make)
+        ours, theirs = (partial(_called, each, found, case, list(inputs)) for each in (fused, found.function))
+        check_function(ours, theirs, inputs, device, dtype, mode, make)
 
 
 def _cases(found: EagerFunction) -> Iterator[dict[str, Any]]:
@@ -54,14 +53,13 @@ def _cases(found: EagerFunction) -> Iterator[dict[str, Any]]:
         yield {"sinks": True, "dropout": _DROPOUT_P}
 
 
-def _inputs(module: nn.Module, found: EagerFunction, case: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors that need gradients, from a fixed seed."""
+def _shapes(module: nn.Module, found: EagerFunction, case: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that need gradients."""
     groups = int(getattr(module, "num_key_value_groups", 1))
     sinks = getattr(module, "sinks", None)
     n_heads = sinks.numel() if found.has_sinks and isinstance(sinks, Tensor) else 3 * groups
     n_queries = _N_KEYS if case.get("mask") == "causal" else _N_QUERIES
-    generator = torch.Generator().manual_seed(0)
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "query": (_BATCH, n_heads, n_queries, _WIDTH),
         "key": (_BATCH, n_heads // groups, _N_KEYS, _WIDTH),
         "value": (_BATCH, n_heads // groups, _N_KEYS, _WIDTH),
@@ -70,7 +68,7 @@ def _inputs(module: nn.Module, found: EagerFunction, case: dict[str, Any]) -> di
         shapes["position_bias"] = (1, n_heads, n_queries, _N_KEYS)
     if case.get("sinks"):
         shapes["sinks"] = (_BATCH, n_heads, n_queries, 1)
-    return {name: torch.randn(shape, generator=generator, device="cpu") for name, shape in shapes.items()}
+    return shapes
 
 
 def _mask(kind: str | None, query: Tensor, blind_query: bool) -> Tensor | None:

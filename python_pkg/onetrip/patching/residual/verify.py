@@ -14,7 +14,7 @@ from ..clones import clone
 from ..forward import child_at
 from ..links import Sum
 from ..norms import ANY_WIDTH, n_cols_of
-from ..verify import RNG, MaskedDropout, VerificationError, check_autocast, check_function, kind_of, undisturbed
+from ..verify import RNG, MaskedDropout, VerificationError, check_autocast, check_function, drawn, kind_of
 from .choose import Choice
 
 _N_INPUTS = 5
@@ -35,22 +35,20 @@ def verify_sum(module: nn.Module, choice: Choice) -> None:
         parts.linear = clone(linear, dtype) if choice.has_bias else None
         return parts
 
-    def inputs(rank: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        leading, widths = (2, 3, 4)[: rank - 1], {"x": _N_INPUTS if choice.has_bias else n_cols, "residual": n_cols}
-        return {name: torch.randn(*leading, n, generator=generator, device="cpu") for name, n in widths.items()}
+    def shapes(rank: int) -> dict[str, tuple[int, ...]]:
+        leading = (2, 3, 4)[: rank - 1]
+        return {"x": (*leading, _N_INPUTS if choice.has_bias else n_cols), "residual": (*leading, n_cols)}
 
-    with undisturbed(device):
-        torch.manual_seed(0)
-        linear = nn.Linear(_N_INPUTS, n_cols, device="cpu").to(device, dtype)
-        for p, rank in ((0.0, 3), (0.0, 4), *(((_P, 3),) if choice.is_dropped else ())):
-            fused, unfused, mode = partial(_fused, total, p), partial(_unfused, p), " with dropout" if p else ""
-            with MaskedDropout():
-                check_function(fused, unfused, inputs(rank), device, dtype, mode, make_parts)
-        if choice.spec is not None and not choice.spec.autocast:  # then the norm is called
-            return
-        parts, given = make_parts(None), [x.to(device, dtype) for x in inputs(3).values()]
-        check_autocast(partial(_fused, total, 0.0, parts), partial(_unfused, 0.0, parts), given)
+    torch.manual_seed(0)  # the caller restores the random state
+    linear = nn.Linear(_N_INPUTS, n_cols, device="cpu").to(device, dtype)
+    for p, rank in ((0.0, 3), (0.0, 4), *(((_P, 3),) if choice.is_dropped else ())):
+        fused, unfused, mode = partial(_fused, total, p), partial(_unfused, p), " with dropout" if p else ""
+        with MaskedDropout():
+            check_function(fused, unfused, shapes(rank), device, dtype, mode, make_parts)
+    if choice.spec is not None and not choice.spec.autocast:  # then the norm is called
+        return
+    parts, given = make_parts(None), [x.to(device, dtype) for x in drawn(shapes(3)).values()]
+    check_autocast(partial(_fused, total, 0.0, parts), partial(_unfused, 0.0, parts), given)
 
 
 def _unfused(p: float, parts: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
