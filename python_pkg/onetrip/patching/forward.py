@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn import functional
@@ -76,39 +76,33 @@ class Forward:
                     return x, options["p"], options["training"]
         return None
 
-    def value_of(
-        self, name: ast.expr, block: list[ast.stmt], position: int, last: int, in_loop: bool
-    ) -> tuple[ast.expr, tuple[ast.stmt, ...]] | None:
-        """What the statement before `position` assigned to the name, if only statement `position` reads that value,
-        once. last: position of the sum."""
-        if not isinstance(name, ast.Name) or position == 0:
-            return None
-        statement = block[position - 1]
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=assigned)], value=value) if assigned == name.id:
-                pass
-            case _:
-                return None
-        if _calls_before(block[position], name) or not self.is_read_once(assigned, block, position, last, in_loop):
-            return None
-        return value, (statement,)
+    def value_of(self, name: ast.expr, place: Place, position: int) -> tuple[ast.expr, tuple[ast.stmt, ...]] | None:
+        """What the statement before `position` assigned to the name, if only statement `position`, at the place or
+        before it, reads that value, once."""
+        match place.block[position - 1] if isinstance(name, ast.Name) and position > 0 else None:
+            case ast.Assign(targets=[ast.Name(id=assigned)], value=value) as statement if assigned == name.id:  # type: ignore[attr-defined]
+                moves = not _calls_before(place.block[position], name)
+                return (value, (statement,)) if moves and self.is_read_once(assigned, place, position) else None
+        return None
 
-    def is_read_once(self, name: str, block: list[ast.stmt], position: int, last: int, in_loop: bool) -> bool:
-        """Whether statement `position` reads the value of the name once, and nothing else does. last: of the sum."""
-        reader, *later = block[position : last + 1]
+    def is_read_once(self, name: str, place: Place, position: int) -> bool:
+        """Whether statement `position`, at the place or before it, reads the value of the name once, and nothing else
+        does."""
+        reader, *later = place.block[position : place.position + 1]
         if _n_reads(reader, name) != 1:
             return False
         if assigned_name(reader) == name:
             return True
-        is_rebound = assigned_name(block[last]) == name
+        is_rebound = assigned_name(place.statement) == name
         return not any(_n_reads(each, name) for each in later) and (
-            is_rebound or not (in_loop or _uses_after(self.tree, name, block[last]))
+            is_rebound or not (place.in_loop or _uses_after(self.tree, name, place.statement))
         )
 
-    def ends_at(self, name: str, block: list[ast.stmt], position: int, last: int, in_loop: bool) -> bool:
-        """Whether only statement `last`, or one between it and `position`, which assigned the name, reads it, once."""
-        first = next(index for index in range(position + 1, last + 1) if _n_reads(block[index], name))
-        return _n_reads(self.tree, name) == 1 or self.is_read_once(name, block, first, last, in_loop)
+    def ends_at(self, name: str, place: Place, position: int) -> bool:
+        """Whether only the place's statement, or one between it and `position`, which assigned the name, reads it,
+        once."""
+        first = next(i for i in range(position + 1, place.position + 1) if _n_reads(place.block[i], name))
+        return _n_reads(self.tree, name) == 1 or self.is_read_once(name, place, first)
 
 
 def child_at(module: nn.Module, path: str) -> nn.Module | None:
@@ -119,17 +113,35 @@ def child_at(module: nn.Module, path: str) -> nn.Module | None:
     return child
 
 
-def blocks(body: list[ast.stmt], in_loop: bool) -> Iterator[tuple[list[ast.stmt], bool]]:
-    yield body, in_loop
-    for statement in body:
+class Place(NamedTuple):
+    """A statement in its block."""
+
+    block: list[ast.stmt]
+    position: int
+    in_loop: bool
+
+    @property
+    def statement(self) -> ast.stmt:
+        return self.block[self.position]
+
+    @property
+    def following(self) -> list[ast.stmt]:
+        """The statements after it in the block."""
+        return self.block[self.position + 1 :]
+
+
+def places(block: list[ast.stmt], in_loop: bool = False) -> Iterator[Place]:
+    """All statements of a block, then those of the blocks in it."""
+    yield from (Place(block, position, in_loop) for position in range(len(block)))
+    for statement in block:
         match statement:
             case ast.If(body=then, orelse=otherwise):
-                yield from blocks(then, in_loop)
-                yield from blocks(otherwise, in_loop)
+                yield from places(then, in_loop)
+                yield from places(otherwise, in_loop)
             case ast.With(body=inner):
-                yield from blocks(inner, in_loop)
+                yield from places(inner, in_loop)
             case ast.For(body=inner) | ast.While(body=inner):
-                yield from blocks(inner, True)
+                yield from places(inner, True)
 
 
 def evaluated(node: ast.AST) -> Iterator[ast.AST]:

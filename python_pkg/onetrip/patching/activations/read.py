@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ..forward import Forward, blocks, evaluated, may_change, mentions
+from ..forward import Forward, Place, evaluated, may_change, mentions, places
 from ..source import resolve
 
 
@@ -76,37 +76,36 @@ def read_activations(forward: Forward) -> list[FoundActivation]:
 
 
 def _read(forward: Forward) -> Iterator[FoundActivation]:
-    for node, block, position, in_loop in _nodes(forward):
+    for node, place in _nodes(forward):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             for side, other in ((node.left, node.right), (node.right, node.left)):
-                gated = None if isinstance(other, ast.Constant) else _factor(forward, side, block, position, in_loop)
+                gated = None if isinstance(other, ast.Constant) else _factor(forward, side, place)
                 if gated is not None:
                     gated.product, gated.other = node, other
-                    gated.halves = _halves(forward, gated, block, position, in_loop)
+                    gated.halves = _halves(forward, gated, place)
                     yield gated
-    for node, block, position, in_loop in _nodes(forward):
+    for node, place in _nodes(forward):
         found = _activation(forward, node) if isinstance(node, ast.Call) else None
         if found is None:
             continue
-        inner = forward.value_of(found.x, block, position, position, in_loop) or (found.x, ())
+        inner = forward.value_of(found.x, place, place.position) or (found.x, ())
         if (called := forward.called(inner[0])) is not None:
             found.linear, found.linear_x = called
             found.linear_definition = inner[1][0] if inner[1] else None
         yield found
 
 
-def _nodes(forward: Forward) -> Iterator[tuple[ast.AST, list[ast.stmt], int, bool]]:
-    """(node, block, position of its statement there, whether in a loop) of what assignments, calls and returns surely
+def _nodes(forward: Forward) -> Iterator[tuple[ast.AST, Place]]:
+    """(node, place of its statement) of what assignments, calls and returns surely
     evaluate."""
-    for block, in_loop in blocks(forward.tree.body, False):
-        for position, statement in enumerate(block):
-            if isinstance(statement, (ast.Assign, ast.Return, ast.Expr)):
-                yield from ((node, block, position, in_loop) for node in evaluated(statement))
+    for place in places(forward.tree.body):
+        if isinstance(place.statement, (ast.Assign, ast.Return, ast.Expr)):
+            yield from ((node, place) for node in evaluated(place.statement))
 
 
 def _dropouts(forward: Forward) -> Iterator[tuple[ast.expr, Dropped]]:
     """What may be dropouts, by the expression that they drop."""
-    for node, block, position, in_loop in _nodes(forward):
+    for node, place in _nodes(forward):
         if not isinstance(node, ast.Call):
             continue
         if (of_function := forward.functional_dropout(node)) is not None:
@@ -115,36 +114,32 @@ def _dropouts(forward: Forward) -> Iterator[tuple[ast.expr, Dropped]]:
             x, dropped = called[1], Dropped(node, None, called[0])
         else:
             continue
-        if (inner := forward.value_of(x, block, position, position, in_loop)) is not None:
+        if (inner := forward.value_of(x, place, place.position)) is not None:
             x, (dropped.definition,) = inner
         yield x, dropped
 
 
-def _factor(
-    forward: Forward, side: ast.expr, block: list[ast.stmt], position: int, in_loop: bool
-) -> FoundActivation | None:
+def _factor(forward: Forward, side: ast.expr, place: Place) -> FoundActivation | None:
     """The activation that a factor of a product is, or that the factor's name was given to."""
     if not isinstance(side, ast.Name):
         return _activation(forward, side)
-    earlier = [index for index in range(position) if mentions(block[index], side.id)]
+    block, earlier = place.block, [i for i in range(place.position) if mentions(place.block[i], side.id)]
     match block[earlier[-1]] if earlier else None:
         case ast.Assign(targets=[ast.Name(id=name)], value=value) as statement if name == side.id:
             found = _activation(forward, value)
-            is_changed = any(may_change(each, name) for each in block[earlier[-1] + 1 : position])
-            if found is not None and not is_changed and forward.is_read_once(name, block, position, position, in_loop):
+            is_changed = any(may_change(each, name) for each in block[earlier[-1] + 1 : place.position])
+            if found is not None and not is_changed and forward.is_read_once(name, place, place.position):
                 found.definition = statement
                 return found
     return None
 
 
-def _halves(
-    forward: Forward, found: FoundActivation, block: list[ast.stmt], position: int, in_loop: bool
-) -> Halves | None:
+def _halves(forward: Forward, found: FoundActivation, place: Place) -> Halves | None:
     """The halves that gate and other are, if nothing else reads them or changes them before the product."""
     if not (isinstance(found.x, ast.Name) and isinstance(found.other, ast.Name)) or found.x.id == found.other.id:
         return None
-    gate, other = found.x.id, found.other.id
-    for index in reversed(range(position)):
+    gate, other, block = found.x.id, found.other.id, place.block
+    for index in reversed(range(place.position)):
         match block[index]:
             case (
                 ast.Assign(
@@ -153,7 +148,7 @@ def _halves(
                 ) as statement
             ) if {first, second} == {gate, other}:
                 sizes = [ast.unparse(each) for each in (*args, *(k.value for k in keywords if k.arg == "dim"))]
-                ends = {name: forward.ends_at(name, block, index, position, in_loop) for name in (gate, other)}
+                ends = {name: forward.ends_at(name, place, index) for name in (gate, other)}
                 is_whole = sizes == ["2", "-1"] and len(args) + len(keywords) == 2
                 return Halves(statement, packed, first == gate) if is_whole and all(ends.values()) else None
         if block[index] is not found.definition and any(mentions(block[index], name) for name in (gate, other)):

@@ -53,7 +53,7 @@ class Choice:
     @property
     def norm_replaces_sum(self) -> bool:
         """Whether the next statement is `h = self.norm(h)`: nothing else reads the sum."""
-        match self.found.block[self.found.position + 1 : self.found.position + 2]:
+        match self.found.place.following[:1]:
             case [ast.Assign(targets=[ast.Name(id=name)], value=value)]:
                 return name == self.found.target and self.norm is not None and value is self.norm[1]
         return False
@@ -152,7 +152,7 @@ def _holds(module: nn.Module, operand: Operand) -> bool:
 
 def _is_written_before(module: nn.Module, found: FoundSum, norm: ast.Call) -> bool:
     """Whether a child that works in place is called between the sum and the norm."""
-    for statement in found.block[found.position + 1 :]:
+    for statement in found.place.following:
         nodes = list(ast.walk(statement))
         children = (module._modules.get(node.attr) for node in nodes if isinstance(node, ast.Attribute))
         if any(getattr(child, "inplace", False) for child in children):

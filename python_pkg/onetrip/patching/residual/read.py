@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..forward import Forward, assigned_name, blocks, evaluated, may_change, mentions
+from ..forward import Forward, Place, assigned_name, evaluated, may_change, mentions, places
 from .inline import inlined
 
 
@@ -44,9 +44,7 @@ class FoundSum:
     """`left + right` in a forward."""
 
     node: ast.BinOp
-    block: list[ast.stmt]
-    position: int
-    """Position of its statement in the block."""
+    place: Place
     target: str
     """The name that the sum itself is assigned to; empty where it is part of a larger expression."""
     operands: tuple[list[Operand], list[Operand]]
@@ -73,19 +71,16 @@ class SumReader:
         self.forward, self.returned = forward, _returned_names(forward.tree)
 
     def read(self) -> Iterator[FoundSum]:
-        for block, in_loop in blocks(self.forward.tree.body, False):
-            for position, statement in enumerate(block):
-                match statement:
-                    case ast.Assign(targets=[ast.Name(id=target)], value=value):
-                        pass
-                    case ast.Return(value=ast.expr() as value):
-                        target = ""
-                    case ast.Assign(value=value):
-                        target = ""
-                    case _:
-                        continue
-                for node in self.sums_of(value):
-                    yield self.sum(node, block, position, value, target, isinstance(statement, ast.Return), in_loop)
+        for place in places(self.forward.tree.body):
+            match place.statement:
+                case ast.Assign(targets=[ast.Name(id=target)], value=value):
+                    pass
+                case ast.Assign(value=value) | ast.Return(value=ast.expr() as value):
+                    target = ""
+                case _:
+                    continue
+            for node in self.sums_of(value):
+                yield self.sum(node, place, value, target)
 
     def sums_of(self, value: ast.expr) -> Iterator[ast.BinOp]:
         """Additions of what may be tensors, the outermost first."""
@@ -128,31 +123,22 @@ class SumReader:
                 return self.may_be_tensor(left) or self.may_be_tensor(right)
         return False
 
-    def sum(
-        self,
-        node: ast.BinOp,
-        block: list[ast.stmt],
-        position: int,
-        value: ast.expr,
-        target: str,
-        in_return: bool,
-        in_loop: bool,
-    ) -> FoundSum:
+    def sum(self, node: ast.BinOp, place: Place, value: ast.expr, target: str) -> FoundSum:
         whole: ast.expr = value
         while isinstance(whole, ast.Call) and isinstance(whole.func, ast.Attribute):  # (a + b).view(...)
             whole = whole.func.value
         assigned, target = target if whole is node else "", target if value is node else ""
-        is_exposed = in_return or self.is_returned(assigned, block[position + 1 :])
+        is_exposed = isinstance(place.statement, ast.Return) or self.is_returned(assigned, place.following)
         norms: list[tuple[str, ast.Call]] = []
         around = next((call for call in ast.walk(value) if isinstance(call, ast.Call) and call.args == [node]), None)
         inline = around is not None and (path := self.forward.child(around.func)) != "" and not around.keywords
         if inline and around is not None:
             norms = [(path, around)]
         elif target and not is_exposed:
-            norms = list(self.norms_after(block, position, target))
-        operands = tuple(self.readings(side, block, position, in_loop) for side in (node.left, node.right))
-        is_open = not in_loop and (is_exposed or self.is_passed_on(assigned, block[position]))
-        return FoundSum(node, block, position, target, operands, norms, inline, is_open)  # type: ignore[arg-type]
+            norms = list(self.norms_after(place.following, target))
+        operands = self.readings(node.left, place), self.readings(node.right, place)
+        is_open = not place.in_loop and (is_exposed or self.is_passed_on(assigned, place.statement))
+        return FoundSum(node, place, target, operands, norms, inline, is_open)
 
     def is_returned(self, name: str, following: list[ast.stmt]) -> bool:
         """Whether the forward may return the value of a name, or of another name for it. following: in its block."""
@@ -175,10 +161,10 @@ class SumReader:
         called = (self.forward.called(node) for node in later if isinstance(node, ast.Call))
         return any(each is not None and isinstance(each[1], ast.Name) and each[1].id == name for each in called)
 
-    def readings(self, side: ast.expr, block: list[ast.stmt], position: int, in_loop: bool) -> list[Operand]:
+    def readings(self, side: ast.expr, place: Place) -> list[Operand]:
         """Ways to read an operand, from the most that can be taken off to the plain expression."""
-        found = [Operand(side), *self.openings(Operand(side), block, position, position, in_loop)]
-        outer = self.forward.value_of(side, block, position, position, in_loop)
+        found = [Operand(side), *self.openings(Operand(side), place, place.position)]
+        outer = self.forward.value_of(side, place, place.position)
         for value, statements in ((side, ()), outer) if outer else ((side, ()),):
             dropouts: list[Operand] = []
             if (functional_ := self.forward.functional_dropout(value)) is not None:
@@ -188,9 +174,9 @@ class SumReader:
                 found.append(Operand(called[1], linear=called[0], statements=statements))
             for each in dropouts:
                 found.append(each)
-                before = position - len(each.statements)
-                found += self.openings(each, block, before, position, in_loop)
-                inner = self.forward.value_of(each.x, block, before, position, in_loop)
+                before = place.position - len(each.statements)
+                found += self.openings(each, place, before)
+                inner = self.forward.value_of(each.x, place, before)
                 for below, more in ((each.x, ()), inner) if inner else ((each.x, ()),):
                     if (called := self.forward.called(below)) is not None:
                         found.append(
@@ -198,29 +184,27 @@ class SumReader:
                         )
         return found[::-1]
 
-    def openings(
-        self, operand: Operand, block: list[ast.stmt], position: int, last: int, in_loop: bool
-    ) -> Iterator[Operand]:
+    def openings(self, operand: Operand, place: Place, position: int) -> Iterator[Operand]:
         """The operand with the call that made its x, if nothing else reads x. position: of the statement that does."""
         x, in_tuple = operand.x, False
         if isinstance(x, ast.Name):
             name = x.id
-            earlier = (each for each in reversed(block[:position]) if mentions(each, name))
+            earlier = (each for each in reversed(place.block[:position]) if mentions(each, name))
             match next(earlier, None):
                 case ast.Assign(targets=[ast.Name(id=first)], value=value) if first == name:
                     x = value
                 case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=first), *_])], value=value) if first == name:
                     x, in_tuple = value, True
-            if not self.forward.is_read_once(name, block, position, last, in_loop):
+            if not self.forward.is_read_once(name, place, position):
                 return
         if isinstance(x, ast.Subscript) and isinstance(x.slice, ast.Constant) and x.slice.value == 0 and not in_tuple:
             x, in_tuple = x.value, True
         if isinstance(x, ast.Call) and (path := self.forward.child(x.func)) != "":
             yield replace(operand, opened=path, call=x, in_tuple=in_tuple)
 
-    def norms_after(self, block: list[ast.stmt], position: int, target: str) -> Iterator[tuple[str, ast.Call]]:
+    def norms_after(self, following: list[ast.stmt], target: str) -> Iterator[tuple[str, ast.Call]]:
         """Calls of a child with the sum alone that surely follow, before the name is bound again."""
-        for statement in block[position + 1 :]:
+        for statement in following:
             if isinstance(statement, (ast.Assign, ast.Return, ast.Expr)):
                 for node in evaluated(statement):
                     called = self.forward.called(node) if isinstance(node, ast.Call) else None

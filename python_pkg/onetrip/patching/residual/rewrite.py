@@ -37,7 +37,7 @@ class SumRewriting(Rewriting):
     def put_sum(self, index: int, choice: Choice) -> None:
         """A Sum in place of an addition and the norm that follows."""
         found, operand, norm = choice.found, choice.operand, choice.norm
-        node, statement = self.copies[id(found.node)], self.copies[id(found.block[found.position])]
+        node, statement = self.copies[id(found.node)], self.copies[id(found.place.statement)]
         sides: list[Callable[[], ast.expr]] = [lambda: self.visit(node.left), lambda: self.visit(node.right)]
         if operand is not None and choice.branch is not None:
             sides[choice.branch] = self.branch(operand)
@@ -59,7 +59,7 @@ class SumRewriting(Rewriting):
             self.replaced[id(self.copies[id(norm[1])])] = lambda: ast.Name(normed)
             self.added_targets[id(statement)] = normed
         elif norm is not None:
-            self.removed.add(id(self.copies[id(found.block[found.position + 1])]))
+            self.removed.add(id(self.copies[id(found.place.following[0])]))
 
     def branch(self, operand: Operand) -> Callable[[], ast.expr]:
         """Makes a Branch of the operand, once it is wanted."""

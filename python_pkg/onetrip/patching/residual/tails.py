@@ -23,7 +23,7 @@ from torch import nn
 
 from ..calls import is_plain, original_class
 from ..classes import Rewrite, method_of, plain_forward, returns_as_is, rewrapped
-from ..forward import Forward, read_forward
+from ..forward import Forward, Place, read_forward
 from ..report import Unsuitable
 from ..source import define
 from .read import Operand, SumReader
@@ -87,20 +87,20 @@ def read_returns(cls: Any, name: str) -> Returns | None:
         return None
     reader = SumReader(forward)
     found, kinds = [], set()
-    for block, position, statement in _returns(forward.tree.body):
+    for place, statement in _returns(forward.tree.body):
         in_tuple = isinstance(statement.value, ast.Tuple)
         value = statement.value.elts[0] if isinstance(statement.value, ast.Tuple) else statement.value
         if value is not None and not isinstance(value, ast.Starred):
             kinds.add(in_tuple)
-            found.append((value, reader.readings(value, block, position, False)))
+            found.append((value, reader.readings(value, place)))
     constants = () if rewrite is None else rewrite.constants
     return Returns(cls, forward, constants, tuple(found), kinds.pop()) if len(kinds) == 1 else None
 
 
-def _returns(block: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, ast.Return]]:
+def _returns(block: list[ast.stmt]) -> Iterator[tuple[Place, ast.Return]]:
     for position, statement in enumerate(block):
         if isinstance(statement, ast.Return):
-            yield block, position, statement
+            yield Place(block, position, in_loop=False), statement
         elif isinstance(statement, ast.If):  # a caller is outside of any with block
             yield from _returns(statement.body)
             yield from _returns(statement.orelse)
