@@ -54,10 +54,11 @@ def verify_forward(module: nn.Module, rewrite: Rewrite, width: int, n_inputs: in
 
 
 def kind_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """The device and the dtype of the module's computation."""
+    """The device and the dtype of the module's computation. Of meta modules the CPU: clone gives them values there."""
     parameters = list(module.parameters())
     dtype = next((parameter.dtype for parameter in parameters if parameter.is_floating_point()), torch.float32)
-    return parameters[0].device if parameters else torch.device("cpu"), dtype
+    is_somewhere = parameters and not parameters[0].is_meta
+    return parameters[0].device if is_somewhere else torch.device("cpu"), dtype
 
 
 @contextmanager

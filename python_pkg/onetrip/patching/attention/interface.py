@@ -196,7 +196,8 @@ def _is_question(node: ast.AST, names: dict[str, Any]) -> bool:
 
 def _is_bfloat16_on_cpu(module: nn.Module) -> bool:
     device, dtype = kind_of(module)
-    return device.type == "cpu" and dtype == torch.bfloat16 and multiplies_bfloat16_in_vectors()
+    is_on_cpu = device.type == "cpu" and not any(parameter.is_meta for parameter in module.parameters())
+    return is_on_cpu and dtype == torch.bfloat16 and multiplies_bfloat16_in_vectors()
 
 
 def _sdpa() -> Any:
