@@ -123,16 +123,9 @@ def rewrapped(wrapper: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     return update_wrapper(made, function)
 
 
-_PASSING_ON: tuple[type[ast.AST], ...] = (ast.Assign, ast.Expr, ast.If, ast.Raise, ast.Return)
-_PASSING_ON += (
-    ast.expr,
-    ast.expr_context,
-    ast.boolop,
-    ast.operator,
-    ast.unaryop,
-    ast.cmpop,
-    ast.comprehension,
-    ast.keyword,
+_PASSING_ON: tuple[type[ast.AST], ...] = (
+    *(ast.Assign, ast.Expr, ast.If, ast.Raise, ast.Return, ast.expr, ast.expr_context, ast.boolop, ast.operator),
+    *(ast.unaryop, ast.cmpop, ast.comprehension, ast.keyword),
 )
 """What the body of a wrapper may be made of: no context (no_grad, autocast), no other function."""
 

@@ -112,22 +112,21 @@ class NormSpec:
             guards.append(f"not is_like({gate}, {x})")
             constants |= {"glu": ops.glu, "is_like": is_like}
         else:
-            linked = (
-                f"    y_ = linked_result(self, {x}, spec)\n"
-                f"    if y_ is not None:\n"
-                f"        count_fused(self)\n"
-                f"        return y_\n"
-            )
+            linked = f"""\
+    y_ = linked_result(self, {x}, spec)
+    if y_ is not None:
+        count_fused(self)
+        return y_
+"""
             constants |= {"linked_result": linked_result, "spec": self}
-        source = (
-            f"def forward(self, {', '.join((x, self.gate) if self.gate else (x,))}):\n"
-            f"{linked}"
-            f"    if {' or '.join(f'({guard})' if ' and ' in guard else guard for guard in guards)}:\n"
-            f"        count_fallback(self)\n"
-            f"        return original(self, {given})\n"
-            f"    count_fused(self)\n"
-            f"    return {call}\n"
-        )
+        source = f"""\
+def forward(self, {", ".join((x, self.gate) if self.gate else (x,))}):
+{linked}    if {" or ".join(f"({guard})" if " and " in guard else guard for guard in guards)}:
+        count_fallback(self)
+        return original(self, {given})
+    count_fused(self)
+    return {call}
+"""
         return Rewrite(self.pattern, source, tuple(constants.items()))
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:

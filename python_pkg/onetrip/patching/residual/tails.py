@@ -40,8 +40,6 @@ class Tail:
     drops: bool
     linear: bool
     """Whether a dropout and a bias are left to the caller."""
-    in_tuple: bool
-    """Whether the Branch is the first element of a tuple."""
     dropouts: tuple[str, ...]
     """Paths of the children whose dropout is left to the caller."""
 
@@ -121,4 +119,4 @@ def open_tail(returns: Returns, operands: tuple[Operand | None, ...]) -> Tail:
     read = [operand for operand in operands if operand is not None]
     drops, linear = any(each.is_dropped for each in read), any(each.linear for each in read)
     dropouts = tuple(each.dropout for each in read if each.dropout)
-    return Tail(returns.cls, forward.method, function, drops, linear, returns.in_tuple, dropouts)
+    return Tail(returns.cls, forward.method, function, drops, linear, dropouts)
