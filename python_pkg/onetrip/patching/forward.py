@@ -6,13 +6,14 @@ What a child is (a dropout, a norm, a linear layer) is a claim: each pattern che
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn import functional
 
+from .calls import original_class
 from .report import Unsuitable
 from .source import is_source_of, parse, resolve
 
@@ -111,6 +112,13 @@ def child_at(module: nn.Module, path: str) -> nn.Module | None:
     for name in path.split("."):
         child = None if child is None else child._modules.get(name)
     return child
+
+
+def linear_at(module: nn.Module, path: str, excluded: Container[int] = ()) -> nn.Linear | None:
+    """The child at a path, if it is a plain nn.Linear. excluded: ids of modules that are to stay as they are."""
+    child: Any = child_at(module, path) if path else None
+    is_linear = child is not None and original_class(type(child)) is nn.Linear and id(child) not in excluded
+    return child if is_linear else None
 
 
 class Place(NamedTuple):

@@ -15,14 +15,12 @@ import ast
 from collections.abc import Container
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .calls import original_class
 from .classes import Rewrite
-from .forward import Forward, child_at
+from .forward import Forward, linear_at
 from .readers import Readers, SharedInput, linear
 from .rewriting import Rewriting
 from .verify import check_function, kind_of
@@ -88,14 +86,10 @@ def choose_shared_inputs(module: nn.Module, groups: list[Group], excluded: Conta
     """The calls of linear layers in groups of at least two layers."""
     chosen: list[ast.Call] = []
     for group in groups:
-        linear = [(call, path) for call, path in group if _is_linear(child_at(module, path), excluded)]
+        linear = [(call, path) for call, path in group if linear_at(module, path, excluded) is not None]
         if len({path for _, path in linear}) > 1:
             chosen += (call for call, _ in linear if call not in chosen)
     return tuple(chosen)
-
-
-def _is_linear(child: Any, excluded: Container[int]) -> bool:
-    return isinstance(child, nn.Module) and id(child) not in excluded and original_class(type(child)) is nn.Linear
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from ... import ops
 from ..calls import Configuration, configuration, original_class
 from ..classes import Rewrite
 from ..clones import clone
-from ..forward import Forward, child_at
+from ..forward import Forward, child_at, linear_at
 from ..rewriting import Rewriting
 from ..verify import RNG, MaskedDropout, check_function, kind_of, undisturbed
 from .fused import FORMULAS, Activated, Gated, GatedHalves
@@ -103,9 +103,8 @@ class Choice:
     """One activation of one instance."""
 
     found: FoundActivation
-    activation: str
-    cls: type | None
-    configuration: Configuration
+    fused: Gated | GatedHalves | Activated
+    """What is called in its place."""
     has_bias: bool
     drops: bool
 
@@ -132,20 +131,24 @@ def choose_activations(
             activation = activation_of(child)
         if activation is None:
             continue
-        linear: Any = child_at(module, each.linear) if each.linear else None
-        has_bias = (
-            linear is not None
-            and id(linear) not in excluded
-            and original_class(type(linear)) is nn.Linear
-            and linear.bias is not None
-        )
+        linear = linear_at(module, each.linear, excluded)
+        has_bias = linear is not None and linear.bias is not None
         drops = each.dropped is not None and _drops(module, each.dropped, excluded)
         is_dropped = drops and each.dropped is not None and each.dropped.path != ""
         if each.product is not None or has_bias or activation.n_operators > 1 or is_dropped:
             taken |= {each.call} if each.product is None else {each.call, each.product}
             cls = None if child is None else original_class(type(child))
-            chosen.append(Choice(each, activation.name, cls, activation.configuration, has_bias, drops))
+            fused = _fused_call(each, (activation.name, cls, activation.configuration))
+            chosen.append(Choice(each, fused, has_bias, drops))
     return chosen
+
+
+def _fused_call(
+    found: FoundActivation, known: tuple[str, type | None, Configuration]
+) -> Gated | GatedHalves | Activated:
+    if found.halves is not None:
+        return GatedHalves(*known, found.halves.gate_first)
+    return Activated(*known) if found.product is None else Gated(*known)
 
 
 def _drops(module: nn.Module, dropped: Dropped, excluded: Container[int]) -> bool:
@@ -172,7 +175,7 @@ class Activations:
 
     @property
     def detail(self) -> str:
-        return ", ".join(sorted({choice.activation for choice in self.chosen}))
+        return ", ".join(sorted({choice.fused.activation for choice in self.chosen}))
 
     def rewrite(self, cls: type) -> Rewrite:
         """The forward with its activations fused."""
@@ -187,11 +190,11 @@ class Activations:
         with MaskedDropout():
             for choice in self.chosen:
                 child = child_at(module, choice.found.path) if choice.found.path else None
-                act: Any = FORMULAS[choice.activation] if child is None else clone(child).eval()
+                act: Any = FORMULAS[choice.fused.activation] if child is None else clone(child).eval()
                 inputs = _shapes(choice)
                 for p in (0.0, 0.25) if choice.drops else (0.0,):
                     fused, unfused = partial(_fused, choice, p), partial(_unfused, act, p)
-                    mode = f" of {choice.activation}{' with dropout' if p else ''}"
+                    mode = f" of {choice.fused.activation}{' with dropout' if p else ''}"
                     check_function(fused, unfused, inputs, device, dtype, mode)
 
 
@@ -210,6 +213,7 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
             return [] if dropped is None else [rewriting.attribute(dropped.path)]
         return [rewriting.probability(dropped.p, dropped.training)]
 
+    rewriting.constants[name] = choice.fused
     replaced: ast.expr = found.result
     if choice.drops and found.dropped is not None:
         replaced = found.dropped.call
@@ -217,10 +221,6 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
             rewriting.removed.add(id(copies[id(found.dropped.definition)]))
 
     if found.product is not None:
-        known = (choice.activation, choice.cls, choice.configuration)
-        rewriting.constants[name] = (
-            Gated(*known) if found.halves is None else GatedHalves(*known, found.halves.gate_first)
-        )
         x, other = copies[id(found.x)], copies[id(found.other)]
         gate = x
         if found.definition is not None:
@@ -233,7 +233,6 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
             statement.targets = [ast.Name(x.id)]
         rewriting.replaced[id(copies[id(replaced)])] = lambda: called(*map(rewriting.visit, factors))
         return
-    rewriting.constants[name] = Activated(choice.activation, choice.cls, choice.configuration)
     dense: ast.expr = ast.Constant(None)
     x = copies[id(found.x)]
     if choice.has_bias:
@@ -260,10 +259,10 @@ def _unfused(act: Callable[[Tensor], Tensor], p: float, x: Tensor, other: Tensor
 def _fused(choice: Choice, p: float, x: Tensor, other: Tensor | None = None) -> Tensor:
     dropout: Any = {"dropout_p": p, "rng": RNG if p else None}
     if choice.found.product is None:
-        return ops.bias_activation(x, other, choice.activation, **dropout)
+        return ops.bias_activation(x, other, choice.fused.activation, **dropout)
     assert other is not None
     halves = choice.found.halves
     if halves is None:
-        return ops.glu(x, other, choice.activation, **dropout)
+        return ops.glu(x, other, choice.fused.activation, **dropout)
     packed = torch.cat([x, other] if halves.gate_first else [other, x], dim=-1)
-    return ops.glu_packed(packed, choice.activation, gate_first=halves.gate_first, **dropout)
+    return ops.glu_packed(packed, choice.fused.activation, gate_first=halves.gate_first, **dropout)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..calls import is_plain, original_class
-from ..forward import child_at
+from ..forward import child_at, linear_at
 from ..norms import NormSpec
 from ..report import Unsuitable
 from .read import FoundSum, Operand
@@ -144,8 +144,8 @@ def _holds(module: nn.Module, operand: Operand) -> bool:
         if dropout is None or not is_plain(dropout, nn.Dropout) or dropout.inplace:
             return False
     if operand.linear:
-        linear: Any = child_at(module, operand.linear)
-        if linear is None or original_class(type(linear)) is not nn.Linear or linear.bias is None:
+        linear = linear_at(module, operand.linear)
+        if linear is None or linear.bias is None:
             return False
     return True
 
