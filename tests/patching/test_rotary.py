@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
-from onetrip.patching.rotary import read_rotations
+from onetrip.patching.forward import Forward, read_forward
+from onetrip.patching.rotary import Rotations, read_rotations
 from torch import Tensor, nn
 
 BATCH, POSITIONS, HEADS, HEAD_DIM = 2, 5, 4, 8
@@ -229,8 +230,14 @@ def with_impure_helper(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
 )
 def test_what_resembles_a_rotation_is_none(function: Callable[..., Pair]) -> None:
     source = f"def forward(self, q, k, cos, sin):\n    return {function.__name__}(q, k, cos, sin)\n"
-    assert read_rotations(Llama.forward, source.replace(function.__name__, "llama")) is not None
-    assert read_rotations(Llama.forward, source) is None and not calls
+
+    def read(source: str) -> Rotations | None:
+        forward = read_forward(Llama.forward, source)
+        assert isinstance(forward, Forward)
+        return read_rotations(forward)
+
+    assert read(source.replace(function.__name__, "llama")) is not None
+    assert read(source) is None and not calls
 
 
 def test_a_function_exchanged_later_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def page(record: dict[str, Any]) -> str:
         "",
         f"`patch_model` takes {seconds['bert_base']:.2f} s of CPU time on one core for BERT-base, and "
         f"{seconds['llama_7b']:.2f} s for a Llama of 7B parameters on the meta device (32 layers of 4,096 columns). "
-        "Verification is included for BERT; modules on the meta device are verified at their first call.",
+        "Verification is included for BERT.",
         "",
         "## What is left, by reason",
         "",

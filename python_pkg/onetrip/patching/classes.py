@@ -13,7 +13,8 @@ import copyreg
 import difflib
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import update_wrapper
 from types import CellType, FunctionType, MethodType
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from .. import ops
 from . import calls
 from .report import Unsuitable
-from .source import bare, define, execute, parse
+from .source import bare, define, parse
 
 GLOBAL_NAMES: dict[str, Any] = {
     "Tensor": Tensor,
@@ -60,26 +61,24 @@ class Rewrite:
     """Whether the source is the original's, modified: its names are globals of the original's module, or constants."""
     others: tuple[tuple[str, str], ...] = ()
     """(name, source) of methods that are replaced too, in_module."""
-    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    """Makes of the forward another one that calls it."""
+    around: Rewrite | None = None
+    """A rewrite whose original is this forward."""
 
     def compile(self, original: Any, replaced: Mapping[str, Any] | None = None) -> Callable[..., Any]:
         """The forward as a function. replaced: other values for names in the source; verification pins the rng."""
-        forward = self._forward(original, replaced)
-        return forward if self.around is None else self.around(forward)
-
-    def _forward(self, original: Any, replaced: Mapping[str, Any] | None) -> Callable[..., Any]:
-        forward: Callable[..., Any]
-        given = {**dict(self.constants), **(replaced or {})}
+        names = {**dict(self.constants), **(replaced or {})}
         if self.in_module:
-            return self._defined(original, self.method, self.source, given)
-        names = {**GLOBAL_NAMES, "original": original.forward, **given}
-        execute(self.source, f"{self.pattern} of {original.__module__}.{original.__qualname__}", names)
-        forward = names["forward"]
-        # Set on the function only: torch.compile would look up globals in the module that a global __name__ names.
-        forward.__module__ = original.__module__
-        forward.__qualname__ = f"{original.__qualname__}.forward"
-        forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]  # Trainer reads it
+            forward = self._defined(original, self.method, self.source, names)
+        else:
+            forward = self._calling(original.forward, names)
+        return forward if self.around is None else self.around._calling(forward, dict(self.around.constants))
+
+    def _calling(self, original: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
+        """The forward as a function that may call the original."""
+        forward = define(
+            original, self.source, {**GLOBAL_NAMES, "original": original, **names}, "forward", self.pattern
+        )
+        forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # Trainer reads it
         return forward
 
     def methods(self, original: Any) -> dict[str, Callable[..., Any]]:
@@ -124,16 +123,9 @@ def rewrapped(wrapper: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     return update_wrapper(made, function)
 
 
-_PASSING_ON: tuple[type[ast.AST], ...] = (ast.Assign, ast.Expr, ast.If, ast.Raise, ast.Return)
-_PASSING_ON += (
-    ast.expr,
-    ast.expr_context,
-    ast.boolop,
-    ast.operator,
-    ast.unaryop,
-    ast.cmpop,
-    ast.comprehension,
-    ast.keyword,
+_PASSING_ON: tuple[type[ast.AST], ...] = (
+    *(ast.Assign, ast.Expr, ast.If, ast.Raise, ast.Return, ast.expr, ast.expr_context, ast.boolop, ast.operator),
+    *(ast.unaryop, ast.cmpop, ast.comprehension, ast.keyword),
 )
 """What the body of a wrapper may be made of: no context (no_grad, autocast), no other function."""
 
@@ -190,24 +182,24 @@ def patched_class(original: Any, rewrite: Rewrite) -> type:
 def subclass(original: Any, rewrite: Rewrite, methods: Mapping[str, Callable[..., Any]]) -> type:
     """A subclass of original with these methods and the same name."""
 
+    @contextmanager
+    def as_original(self: nn.Module) -> Iterator[None]:
+        set_class(self, original)
+        try:
+            yield
+        finally:
+            set_class(self, cls)
+
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        reduced: Any = original.__reduce_ex__(self, protocol)
-        if not isinstance(reduced, tuple):
-            return reduced
-        if reduced[1] == (cls,):  # copyreg.__newobj__ requires the class of the instance
+        with as_original(self):
+            reduced: Any = self.__reduce_ex__(protocol)
+        if isinstance(reduced, tuple) and reduced[1] == (original,):  # copyreg.__newobj__ requires the instance's class
             return (copyreg._reconstructor, (original, object, None), *reduced[2:])  # type: ignore[attr-defined]
-        arguments = tuple(original if argument is cls else argument for argument in reduced[1])
-        return (reduced[0], arguments, *reduced[2:])
+        return reduced
 
     def deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        inherited = getattr(original, "__deepcopy__", None)
-        if inherited is not None:
-            clone = inherited(self, memo)
-        else:
-            rebuild, arguments, state = reduce_ex(self, 2)[:3]
-            clone = rebuild(*arguments)
-            memo[id(self)] = clone
-            clone.__setstate__(copy.deepcopy(state, memo))
+        with as_original(self):
+            clone = copy.deepcopy(self, memo)
         set_class(clone, cls)
         return clone
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,70 +17,86 @@ from ..ops.common.backends import KERNEL_DTYPES
 from .activations import (
     Activation,
     Activations,
-    FoundActivations,
+    FoundActivation,
     choose_activations,
     read_activations,
     recognise_activation,
 )
-from .activations.methods import InMethods, choose_methods, read_methods
+from .activations.methods import read_methods
 from .attention import PATTERN as ATTENTION
 from .attention import Attention, Interface, SoftmaxRegions, read_attention
 from .calls import configuration, is_distributed, is_released, original_class
 from .classes import Rewrite, is_stacked, method_of, plain_forward, returns_as_is
 from .dropouts import PATTERN as DROPOUT
 from .dropouts import Dropout
+from .forward import Forward, read_forward
 from .linear_loss import PATTERN as LINEAR_LOSS
 from .linear_loss import VocabularyLoss, labels_position, output_layer
-from .norms import KERNEL_DEVICES, Leaf, NormSpec, could_be_norm, recognise
+from .norms import KERNEL_DEVICES, NormSpec, could_be_norm, recognise
 from .report import Unsuitable
-from .residual import FoundSums, ResidualSums, choose_sums, read_sums
+from .residual import ResidualSums, choose_sums, read_sums
 from .rotary import PATTERN as ROTARY
 from .rotary import Rotations, read_rotations
 from .shared_input import PATTERN as SHARED_INPUT
-from .shared_input import FoundGroups, SharedInputs, choose_shared_inputs, read_shared_inputs
+from .shared_input import SharedInputs, choose_shared_inputs, read_shared_inputs
 from .tied_embedding import PATTERN as TIED_EMBEDDING
 from .tied_embedding import TiedEmbedding, tied_modules, tied_site
 from .watched_logits import PATTERN as CROSS_ENTROPY
 
+InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | SharedInputs
+
 
 @dataclass(frozen=True)
 class Together:
-    """Two kinds of site in one forward."""
+    """Several sites in one module: in its forward, each in the forward with those before it fused; and in methods."""
 
-    first: Attention | SoftmaxRegions | Rotations | Activations | ResidualSums
-    second: Rotations | Activations | ResidualSums | SharedInputs | Together
-    """Site in the forward with the first fused."""
+    parts: tuple[InForward, ...]
 
     @property
-    def names_first(self) -> bool:
-        """Attention gives its name to the whole, shared inputs and, before sums, all others do not."""
-        return isinstance(self.first, (Attention, SoftmaxRegions)) or isinstance(self.second, SharedInputs)
+    def named(self) -> InForward:
+        """The site that gives its name to the whole: attention, else the last one in the forward. Shared inputs do so
+        where nothing else is there."""
+        in_forward = [part for part in self.parts if not isinstance(part, SharedInputs) and _method(part) == "forward"]
+        if not in_forward or isinstance(self.parts[0], (Attention, SoftmaxRegions)):
+            return self.parts[0]
+        return in_forward[-1]
 
     @property
     def pattern(self) -> str:
-        return (self.first if self.names_first else self.second).pattern
+        return self.named.pattern
 
     @property
     def detail(self) -> str:
-        named, other = (self.first, self.second) if self.names_first else (self.second, self.first)
-        detail = "" if isinstance(named, (Attention, SoftmaxRegions)) else named.detail
-        return ", ".join(filter(None, (detail, f"and {other.pattern}")))
+        named = self.named
+        if isinstance(named, (Attention, SoftmaxRegions)):
+            return f"and {Together(self.parts[1:]).pattern}"
+        others = (f"and {part.pattern}" for part in reversed(self.parts) if part.pattern != named.pattern)
+        return ", ".join(dict.fromkeys(filter(None, (named.detail, *others))))
 
-    def rewrite(self, module: nn.Module) -> Rewrite:
-        """The forward with both fused."""
-        first, second = self.first.rewrite(module), self.second.rewrite(module)
-        constants, absorbed = (*first.constants, *second.constants), (*first.absorbed, *second.absorbed)
-        return replace(second, pattern=self.pattern, constants=constants, absorbed=absorbed)
+    def rewrite(self, cls: type) -> Rewrite:
+        """The forward and the methods with all of it fused."""
+        rewrites = [part.rewrite(cls) for part in self.parts]
+        constants, absorbed = (
+            tuple(dict.fromkeys(each for part in rewrites for each in getattr(part, name)))
+            for name in ("constants", "absorbed")
+        )
+        sources = {part.method: part.source for part in rewrites}  # of one method the last, with all before it fused
+        (method, source), *others = sources.items()
+        return Rewrite(self.pattern, source, constants, absorbed, method, True, tuple(others))
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
-        """Raise VerificationError unless both compute the same as the original."""
-        self.first.verify(module, rewrite)
-        self.second.verify(module, rewrite)
+        """Raise VerificationError unless each computes the same as the original."""
+        for part in self.parts:
+            part.verify(module, rewrite)
 
 
-InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | SharedInputs
-Site = InForward | Together | InMethods | Leaf | Dropout | VocabularyLoss | TiedEmbedding
-"""Each has a pattern, rewrite(module) -> Rewrite and verify(module, rewrite)."""
+Site = InForward | Together | NormSpec | Dropout | VocabularyLoss | TiedEmbedding
+"""Each has a pattern, a detail, rewrite(cls) -> Rewrite and verify(module, rewrite)."""
+
+
+def _method(part: InForward) -> str:
+    """The method that a site is in."""
+    return "forward" if isinstance(part, Attention) else part.forward.method
 
 
 class Classifier:
@@ -100,13 +116,16 @@ class Classifier:
         """id(module of which a part is a site) -> why another part is none."""
         self.model_device = _kernel_device(model) or torch.device("cpu")
         self.dropout = Dropout(self.model_device) if DROPOUT in wanted and _in_float64(model) is None else None
-        self.attentions: dict[type, Interface | SoftmaxRegions | Unsuitable | None] = {}
-        self.readings: dict[tuple[Any, type, str], Any] = {}
-        """(function that reads, class, source of its forward's rewrite) -> what it found."""
-        self.activations: dict[Any, Activation | None] = {}
-        self.sites: dict[Site, Site] = {}
-        """One for all equal ones: the layers of a model share one rewrite."""
-        self.norms: dict[Any, NormSpec | Unsuitable] = {}
+        self.known: dict[Any, Any] = {}
+        """What was found of classes, of rewritten forwards, of configurations of leaves, and of sites: see _once."""
+
+    def _once(self, function: Callable[..., Any], *arguments: Any, key: tuple[Any, ...] | None = None) -> Any:
+        """function(*arguments), computed once for a key: the layers of a model share a class and a configuration. The
+        key is that of the arguments, unless one is given."""
+        key = (function, *(arguments if key is None else key))
+        if key not in self.known:
+            self.known[key] = function(*arguments)
+        return self.known[key]
 
     def classify(self, module: nn.Module) -> Site | Unsuitable | None:
         """The site that a module is; why it is none, if a user would expect one; None for anything else."""
@@ -118,7 +137,7 @@ class Classifier:
             return _replaced(module) or _in_float64(module) or VocabularyLoss(None, self.loss_pattern)
         if id(module) in self.tied:
             return unsuitable(module) or tied_site(module)
-        site = self._in_forward(module)
+        site = self._own(module)
         if self.loss_pattern and id(module) in self.output_layers:
             why = _replaced(module) or _in_float64(module)
             if isinstance(site, Unsuitable):
@@ -126,137 +145,113 @@ class Classifier:
             return site or why if why else VocabularyLoss(labels_position(module), self.loss_pattern, site)
         return site
 
-    def _in_forward(self, module: nn.Module) -> Site | Unsuitable | None:
-        """What the module's forward computes."""
-        cls = original_class(type(module))
-        if cls not in self.attentions:
-            self.attentions[cls] = read_attention(cls)
-        reading = self.attentions[cls]
-        if reading is None:
-            return self._with_methods(module, self._block(module, "") if module._modules else self._leaf(module))
-        attention = self._attention(module, reading) if ATTENTION in self.wanted else None
-        if isinstance(attention, (Attention, SoftmaxRegions)):
-            rewrite = attention.rewrite(module)
-            block = self._block(module, rewrite.source) if rewrite.method == "forward" else None
-            is_alone = block is None or isinstance(block, Unsuitable)
-            return attention if is_alone else self._together([attention, block])
-        block = self._block(module, "")
-        if block is None or isinstance(block, Unsuitable):
-            return attention
-        if isinstance(attention, Unsuitable):
-            self.left[id(module)] = attention
-        return block
+    def rewrite(self, module: nn.Module, site: Site) -> Rewrite:
+        """The rewrite of a site, one for all equal ones."""
+        rewrite: Rewrite = self._once(_rewrite, site, original_class(type(module)))
+        return rewrite
 
-    def _together(self, parts: list[Any]) -> Site:
-        """One site of all parts, each of the forward with those before it fused."""
-        site = parts[-1]
-        for part in reversed(parts[:-1]):
-            site = Together(part, site)
-            site = self.sites.setdefault(site, site)
-        return site
+    def _own(self, module: nn.Module) -> Site | Unsuitable | None:
+        """What the module's forward computes, and the methods that it may call."""
+        cls = original_class(type(module))
+        reading = self._once(read_attention, cls)
+        parts: list[InForward] = []
+        if reading is not None or module._modules:
+            parts, why = self._in_forward(module, cls, reading)
+        else:
+            leaf = self._leaf(module)
+            if isinstance(leaf, (NormSpec, Dropout)):
+                return leaf
+            why = leaf
+        if reading is None:
+            methods = (self._activations(module, *each) for each in self._once(read_methods, cls))
+            parts += [each for each in methods if each is not None and unsuitable(module) is None]
+        if not parts:
+            return why
+        if why is not None:
+            self.left[id(module)] = why
+        return parts[0] if len(parts) == 1 else Together(tuple(parts))
+
+    def _in_forward(
+        self, module: nn.Module, cls: Any, reading: Interface | SoftmaxRegions | Unsuitable | None
+    ) -> tuple[list[InForward], Unsuitable | None]:
+        """The sites in the module's forward, and why something else in it is none. reading: of its attention."""
+        attention = self._attention(module, reading) if reading is not None and ATTENTION in self.wanted else None
+        parts: list[InForward] = []
+        source, why, blocked = "", None, unsuitable(module)
+        if isinstance(attention, (Attention, SoftmaxRegions)):
+            parts, rewrite = [attention], self.rewrite(module, attention)
+            source = rewrite.source
+            if rewrite.method != "forward":
+                return parts, None
+        n_attention = len(parts)
+        for find in (self._rotations, self._activations, self._sums, self._shared_inputs):
+            is_sums = find == self._sums
+            forward = self._once(_read, cls, source, find == self._activations)
+            part = find(module, forward) if isinstance(forward, Forward) else forward if is_sums else None
+            if isinstance(part, Unsuitable):
+                why = part if part.reason != "unknown_forward" or _resembles_block(module) else None
+            elif part is not None and blocked is not None:
+                why = blocked if is_sums else why
+            elif part is not None:
+                parts.append(part)
+                source = self.rewrite(module, part).source
+        if isinstance(attention, Unsuitable):
+            return parts, attention
+        return parts, why if reading is None or len(parts) > n_attention else None
 
     def _attention(
         self, module: nn.Module, reading: Interface | SoftmaxRegions | Unsuitable
     ) -> Attention | SoftmaxRegions | Unsuitable:
         site = reading.site(module, self.replace_sdpa) if isinstance(reading, Interface) else reading
-        if isinstance(site, Unsuitable):
-            return site
-        return _replaced(module) or _in_float64(module) or self.sites.setdefault(site, site)  # type: ignore[return-value]
+        return site if isinstance(site, Unsuitable) else _replaced(module) or _in_float64(module) or site
 
-    def _block(self, module: nn.Module, source: str) -> Site | Unsuitable | None:
-        """source: of the rewritten forward, if another part of it is fused too."""
-        parts: list[Any] = []
-        why: Unsuitable | None = None
-        for read in (self._rotations, self._activations, self._sums, self._shared_inputs):
-            part = read(module, source)
-            if isinstance(part, Unsuitable):
-                why = part
-            elif part is not None:
-                parts.append(part)
-                source = part.rewrite(module).source
-        if not parts:
-            return why
-        if why is not None:
-            self.left[id(module)] = why
-        return self._together(parts)
+    def _rotations(self, module: nn.Module, forward: Forward) -> Rotations | None:
+        found: Rotations | None = self._once(read_rotations, forward) if ROTARY in self.wanted else None
+        return found
 
-    def _read(self, read: Callable[[Any, str], Any], module: nn.Module, source: str) -> Any:
-        """What is found in the forward of the module's class, or in its rewrite. Each is read once. In a wrapper that
-        may change results, as those of whole models and of experts do, only activations are looked for here."""
-        cls = original_class(type(module))
-        key = (read, cls, source)
-        if key not in self.readings:
-            outer = plain_forward(cls)
-            is_read = read is read_activations or returns_as_is(outer)
-            self.readings[key] = read(method_of(cls, "forward"), source) if is_read else read(outer, "")
-        return self.readings[key]
-
-    def _shared_inputs(self, module: nn.Module, source: str) -> SharedInputs | None:
-        found: FoundGroups | None = self._read(read_shared_inputs, module, source)
-        if SHARED_INPUT not in self.wanted or found is None or unsuitable(module) is not None:
-            return None
-        site = SharedInputs(found, choose_shared_inputs(module, found, self.excluded))
-        return self.sites.setdefault(site, site) if site.chosen else None  # type: ignore[return-value]
-
-    def _rotations(self, module: nn.Module, source: str) -> Rotations | None:
-        if ROTARY not in self.wanted or unsuitable(module) is not None:
-            return None
-        return self._read(read_rotations, module, source)
-
-    def _activations(self, module: nn.Module, source: str) -> Activations | None:
-        found: FoundActivations | None = self._read(read_activations, module, source)
-        if found is None or unsuitable(module) is not None:
-            return None
+    def _activations(
+        self, module: nn.Module, forward: Forward, found: list[FoundActivation] | None = None
+    ) -> Activations | None:
+        """found: what was read of a method that is not the forward."""
+        found = self._once(read_activations, forward) if found is None else found
         chosen = choose_activations(module, found, self._activation, self.excluded)
         wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)
-        site = Activations(found, wanted)
-        return self.sites.setdefault(site, site) if wanted else None  # type: ignore[return-value]
-
-    def _with_methods(self, module: nn.Module, site: Site | Unsuitable | None) -> Site | Unsuitable | None:
-        """The site of a module's forward, and with it the activations in functions that the forward may call."""
-        cls = original_class(type(module))
-        key = (read_methods, cls, "")
-        if key not in self.readings:
-            self.readings[key] = read_methods(cls)
-        if not self.readings[key] or isinstance(site, Leaf) or unsuitable(module) is not None:
-            return site
-        methods = choose_methods(module, self.readings[key], self._activation, self.excluded, self.wanted)
-        if not methods:
-            return site
-        if isinstance(site, Unsuitable):
-            self.left[id(module)] = site
-        both = InMethods(None if isinstance(site, Unsuitable) else site, methods)  # type: ignore[arg-type]
-        return self.sites.setdefault(both, both)
+        return Activations(forward, wanted) if wanted else None
 
     def _activation(self, act: Any) -> Activation | None:
         """What a module or function computes. Remembered, of modules for those of the same class and configuration."""
-        key: Any = act
+        key: tuple[Any, ...] = (act,)
         if isinstance(act, nn.Module):
             found = configuration(act)
             if _replaced(act) is not None or found is None:
                 return None
             key = (original_class(type(act)), found)
-        if key not in self.activations:
-            self.activations[key] = recognise_activation(act)
-        return self.activations[key]
+        activation: Activation | None = self._once(recognise_activation, act, key=key)
+        return activation
 
-    def _sums(self, module: nn.Module, source: str) -> ResidualSums | Unsuitable | None:
-        sums: FoundSums | Unsuitable | None = self._read(read_sums, module, source)
-        chosen = choose_sums(module, sums, self.norm, self.excluded) if isinstance(sums, FoundSums) else sums
-        if isinstance(sums, FoundSums) and isinstance(chosen, list) and chosen:
-            wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)
-            site = ResidualSums(sums, wanted)
-            return unsuitable(module) or self.sites.setdefault(site, site) if wanted else None  # type: ignore[return-value]
-        reason = chosen if isinstance(chosen, Unsuitable) else _NO_SUM
-        return reason if reason.reason != "unknown_forward" or _resembles_block(module) else None
+    def _sums(self, module: nn.Module, forward: Forward) -> ResidualSums | Unsuitable | None:
+        forward, sums = self._once(read_sums, forward)
+        chosen = choose_sums(module, sums, self.norm, self.excluded)
+        if isinstance(chosen, Unsuitable):
+            return chosen
+        if not chosen:
+            return _NO_SUM
+        wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)
+        return ResidualSums(forward, wanted) if wanted else None
 
-    def _leaf(self, module: nn.Module) -> Site | Unsuitable | None:
+    def _shared_inputs(self, module: nn.Module, forward: Forward) -> SharedInputs | None:
+        if SHARED_INPUT not in self.wanted:
+            return None
+        chosen = choose_shared_inputs(module, self._once(read_shared_inputs, forward), self.excluded)
+        return SharedInputs(forward, chosen) if chosen else None
+
+    def _leaf(self, module: nn.Module) -> NormSpec | Dropout | Unsuitable | None:
         if original_class(type(module)) is nn.Dropout:
             return self.dropout if module.p and not module.inplace and _replaced(module) is None else None
         spec = self.norm(module) if could_be_norm(module) else _BUFFERS if module._buffers else _WRONG_SHAPE
         if isinstance(spec, Unsuitable):
             return spec if _is_called_norm(module) else None
-        return Leaf(spec) if spec.pattern in self.wanted else None
+        return spec if spec.pattern in self.wanted else None
 
     def norm(self, module: nn.Module) -> NormSpec | Unsuitable:
         """The norm that a leaf computes. Remembered for modules of the same class and configuration."""
@@ -270,14 +265,31 @@ class Classifier:
         device = _kernel_device(module) or self.model_device  # never meta
         found = configuration(module)
         key = (original_class(type(module)), parameters, id(module) if found is None else found, device)
-        if key not in self.norms:
-            spec = recognise(module, device)
-            if isinstance(spec, NormSpec):
-                dtype = next((p.dtype for p in module._parameters.values() if p is not None), torch.float32)
-                if (dtype, dtype if spec.weight else None) in spec.unsupported:
-                    spec = Unsuitable("unsupported_dtype", f"rounds in another order in {str(dtype)[6:]}")
-            self.norms[key] = spec
-        return self.norms[key]
+        spec: NormSpec | Unsuitable = self._once(_supported_norm, module, device, key=key)
+        return spec
+
+
+def _rewrite(site: Site, cls: type) -> Rewrite:
+    return site.rewrite(cls)
+
+
+def _read(cls: Any, source: str, in_wrapper: bool) -> Forward | Unsuitable:
+    """The forward of a class, or its rewrite. in_wrapper: also inside of a wrapper that may change results, as those of
+    whole models and of experts do."""
+    outer = plain_forward(cls)
+    if in_wrapper or returns_as_is(outer):
+        return read_forward(method_of(cls, "forward"), source)
+    return read_forward(outer)
+
+
+def _supported_norm(module: nn.Module, device: torch.device) -> NormSpec | Unsuitable:
+    """The norm that a leaf computes in the dtype of its parameters."""
+    spec = recognise(module, device)
+    if isinstance(spec, NormSpec):
+        dtype = next((p.dtype for p in module._parameters.values() if p is not None), torch.float32)
+        if (dtype, dtype if spec.weight else None) in spec.unsupported:
+            return Unsuitable("unsupported_dtype", f"rounds in another order in {str(dtype)[6:]}")
+    return spec
 
 
 STACKED = Unsuitable("kernelized_already", "patched, and given another class on top of that")

@@ -17,21 +17,29 @@ _MODULE_STATE = ("_parameters", "_buffers", "_modules")
 def clone(module: M, dtype: torch.dtype | None = None) -> M:
     """A module of the original class. Running it forward and backward changes nothing of the given one.
 
-    Parameters are detached aliases (converted, where dtype is given); buffers and other state are copies; hooks are
-    left out. Only children without parameters of torch's own classes (dropouts) are cloned too. Others may be large, or
-    hold state that no copy separates (bitsandbytes repacks a weight at its first call): nothing calls them, and
-    _readable takes their place.
+    Parameters are detached aliases (converted, where dtype is given), and random numbers on the CPU in place of those
+    on the meta device; buffers and other state are copies; hooks are left out. Only children without parameters of
+    torch's own classes (dropouts) are cloned too. Others may be large, or hold state that no copy separates
+    (bitsandbytes repacks a weight at its first call): nothing calls them, and _readable takes their place.
     """
     cls = original_class(type(module))
     copied = cls.__new__(cls)
+    generator = torch.Generator().manual_seed(0)
+
+    def values(tensor: Tensor) -> Tensor:
+        """Of parameters and buffers; the same for every clone."""
+        if tensor.is_meta:
+            random = torch.randn(tensor.shape, generator=generator, device="cpu")
+            tensor = random.to(tensor.dtype) if tensor.is_floating_point() else torch.zeros_like(tensor, device="cpu")
+        return tensor.detach() if dtype is None or not tensor.is_floating_point() else tensor.detach().to(dtype)
+
     state = own_state(module)
     state["_parameters"] = {
-        name: None if p is None else nn.Parameter(_converted(p.detach(), dtype), p.is_floating_point())
+        name: None if p is None else nn.Parameter(values(p), p.is_floating_point())
         for name, p in module._parameters.items()
     }
     state["_buffers"] = {
-        name: None if buffer is None else _converted(buffer.detach().clone(), dtype)
-        for name, buffer in module._buffers.items()
+        name: None if buffer is None else values(buffer).clone() for name, buffer in module._buffers.items()
     }
     state["_modules"] = {
         name: None if child is None else clone(child) if _is_stateless(child) else _readable(child)
@@ -47,10 +55,6 @@ def _readable(module: nn.Module) -> nn.Module:
     numbers = {name: value for name, value in vars(module).items() if isinstance(value, (int, float, str))}
     found.__dict__.update(numbers | module._parameters)
     return found
-
-
-def _converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def own_state(module: nn.Module) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..ops.common.tracing import is_transformed
 from . import calls
 from .classes import Rewrite, is_patched, method_of, rewrite_of
 from .residual.tails import Tail
-from .verify import RNG, MaskedDropout, check_function, undisturbed
+from .verify import RNG, MaskedDropout, check_function
 
 PATTERN = "dropout"
 _SMALLEST = {"cpu": 1 << 13, "cuda": calls.SMALLEST}
@@ -37,20 +37,19 @@ class Dropout:
     device: torch.device
     """Where it is verified."""
     pattern = PATTERN
+    detail = ""
 
-    def rewrite(self, module: nn.Module) -> Rewrite:
+    def rewrite(self, cls: type) -> Rewrite:
         """The forward as one operator call where the mask would be in memory."""
         source = "def forward(self, input):\n    return dropped(self, original, input)\n"
         return Rewrite(PATTERN, source, (("dropped", _dropped),))
 
     def verify(self, module: Any, rewrite: Rewrite) -> None:
         """Raise VerificationError unless the operator computes what the module does with the same mask."""
-        generator = torch.Generator().manual_seed(0)
-        inputs = {"x": torch.randn(3, 4, 24, generator=generator, device="cpu")}
         fused: Any = partial(ops.bias_dropout_residual, residual=None, dropout_p=module.p, rng=RNG)
         unfused: Any = partial(functional.dropout, p=module.p)
-        with undisturbed(self.device), MaskedDropout():
-            check_function(fused, unfused, inputs, self.device, torch.float32)
+        with MaskedDropout():
+            check_function(fused, unfused, {"x": (3, 4, 24)}, self.device, torch.float32)
 
 
 def _dropped(module: Any, original: Callable[..., Tensor], x: Tensor) -> Tensor:

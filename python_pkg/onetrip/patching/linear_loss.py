@@ -16,7 +16,6 @@ import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +28,8 @@ from ..ops.common.backends import KERNEL_DTYPES
 from . import calls
 from .calls import is_plain, original_class
 from .classes import Rewrite, plain_forward
-from .source import execute
 from .tied_embedding import linear, weight_of
-from .verify import check_function, kind_of, undisturbed
+from .verify import check_function, kind_of
 from .watched_logits import PATTERN as CROSS_ENTROPY
 from .watched_logits import LossCall, WatchedLogits, is_watchable, loss_call, loss_options, plain_outputs
 
@@ -39,6 +37,8 @@ PATTERN = "linear_cross_entropy"
 
 Steps = tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]
 """(function, further arguments), applied to the logits one after another."""
+_VIEWS = (Tensor.view, Tensor.reshape, operator.getitem)
+"""Steps that give the same values at other positions: done to the hidden states at once."""
 
 
 class _Source:
@@ -81,28 +81,22 @@ class _Source:
 class DeferredLogits:
     """The logits of an output layer, not computed. Whatever is done with them computes them, but for the loss."""
 
-    def __init__(
-        self, source: _Source, hidden: Tensor, dtype: torch.dtype, steps: Steps = (), views: Steps = ()
-    ) -> None:
-        self._source, self._hidden, self.dtype = source, hidden, dtype
-        self._steps, self._views = steps, views
-        """What was done to the values; that and views, in order."""
+    def __init__(self, source: _Source, hidden: Tensor, dtype: torch.dtype, steps: Steps = ()) -> None:
+        self._source, self._hidden, self.dtype, self._steps = source, hidden, dtype, steps
         self._tensor: Tensor | None = None
 
-    def _view(self, function: Callable[..., Any], hidden: Callable[[], Tensor], *arguments: Any) -> Any:
-        """The same values at other positions."""
+    def _then(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        dtype: torch.dtype | None = None,
+        hidden: Callable[[], Tensor] | None = None,
+    ) -> Any:
+        """One more step. hidden: makes the hidden states at its positions, where it moves them."""
         if self._source.logits is not None:
             return function(self.tensor(), *arguments)
-        views = (*self._views, (function, arguments))
-        return DeferredLogits(self._source, hidden(), self.dtype, self._steps, views)
-
-    def _then(self, function: Callable[..., Any], *arguments: Any, dtype: torch.dtype | None = None) -> Any:
-        """Other values at the same positions."""
-        if self._source.logits is not None:
-            return function(self.tensor(), *arguments)
-        step = (function, arguments)
-        steps, views = (*self._steps, step), (*self._views, step)
-        return DeferredLogits(self._source, self._hidden, dtype or self.dtype, steps, views)
+        at = self._hidden if hidden is None else hidden()
+        return DeferredLogits(self._source, at, dtype or self.dtype, (*self._steps, (function, arguments)))
 
     @property
     def shape(self) -> torch.Size:
@@ -166,7 +160,7 @@ class DeferredLogits:
         is_of_positions = len(sizes) > 0 and sizes[-1] == self.shape[-1] and all(isinstance(n, int) for n in sizes)
         if kwargs or not is_of_positions:
             return function(self.tensor(), *shape, **kwargs)
-        return self._view(function, lambda: self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]), *sizes)
+        return self._then(function, *sizes, hidden=lambda: self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]))
 
     def __getitem__(self, index: Any) -> Any:
         """Positions; the classes stay whole."""
@@ -176,14 +170,14 @@ class DeferredLogits:
         reaches_classes = any(part is Ellipsis for part in parts) or n_given == len(self.shape)
         if not is_basic or (reaches_classes and parts[-1] not in (Ellipsis, slice(None))):
             return self.tensor()[index]
-        return self._view(operator.getitem, lambda: self._hidden[index], index)
+        return self._then(operator.getitem, index, hidden=lambda: self._hidden[index])
 
     def tensor(self) -> Tensor:
         """The logits. Raises RuntimeError where the output layer was changed since the forward pass."""
         if self._tensor is None:
             logits = self._source.compute()
             with torch.enable_grad():
-                for function, arguments in self._views:
+                for function, arguments in self._steps:
                     logits = function(logits, *arguments)
             self._tensor = logits
         return self._tensor
@@ -231,33 +225,21 @@ for _name in (
 DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
-@dataclass
-class _Chain:
-    """The steps of deferred logits in the terms of ops.linear_cross_entropy: softcap * tanh(scale * logits / softcap),
-    or scale * logits, of logits that a constant was added to."""
-
-    constant: Tensor | None = None
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @classmethod
-    def of(cls, steps: Steps) -> _Chain | None:
-        """None for steps that are no such chain."""
-        chain, has_tanh, factor = cls(), False, 1.0
-        for function, arguments in steps:
-            if function is operator.add and chain.constant is None and not has_tanh and factor == 1.0:
-                chain.constant = arguments[0].reshape(-1)
-            elif function in (operator.mul, operator.truediv):
-                factor = function(factor, arguments[0])
-            elif function is torch.tanh and not has_tanh:
-                has_tanh, chain.scale, factor = True, factor, 1.0
-            elif function is not Tensor.float:
-                return None
-        chain.softcap = factor if has_tanh else None
-        chain.scale *= factor
-        if math.isclose(chain.scale, 1.0, rel_tol=1e-12):
-            chain.scale = 1.0
-        return chain
+def _chain(steps: Steps) -> tuple[Tensor | None, float, float | None] | None:
+    """(constant, scale, softcap) of steps that are softcap * tanh(scale * logits / softcap), or scale * logits, of
+    logits that a constant was added to, as ops.linear_cross_entropy computes them; None for other steps."""
+    constant, scale, has_tanh, factor = None, 1.0, False, 1.0
+    for function, arguments in steps:
+        if function is operator.add and constant is None and not has_tanh and factor == 1.0:
+            constant = arguments[0].reshape(-1)
+        elif function in (operator.mul, operator.truediv):
+            factor = function(factor, arguments[0])
+        elif function is torch.tanh and not has_tanh:
+            has_tanh, scale, factor = True, factor, 1.0
+        elif function is not Tensor.float and function not in _VIEWS:
+            return None
+    scale *= factor
+    return constant, 1.0 if math.isclose(scale, 1.0, rel_tol=1e-12) else scale, factor if has_tanh else None
 
 
 def _loss(logits: Any, *arguments: Any, **keywords: Any) -> Tensor | None:
@@ -269,13 +251,16 @@ def _loss(logits: Any, *arguments: Any, **keywords: Any) -> Tensor | None:
     is_rows = logits.dim() == 2 and labels.shape == logits.shape[:1]
     if not is_rows or labels.device != hidden.device or not is_plain(head, nn.Linear):
         return None
-    bias, chain = head.bias, _Chain.of(logits._steps)
-    if chain is None or (chain.scale != 1.0 and (bias is not None or chain.constant is not None)):
+    bias, chain = head.bias, _chain(logits._steps)
+    if chain is None:
         return None
-    hidden = hidden if chain.scale == 1.0 else hidden * chain.scale
-    if chain.constant is not None:
-        bias = chain.constant if bias is None else bias + chain.constant
-    loss = ops.linear_cross_entropy(hidden, weight_of(head), bias=bias, softcap=chain.softcap, **options)
+    constant, scale, softcap = chain
+    if scale != 1.0 and (bias is not None or constant is not None):
+        return None
+    hidden = hidden if scale == 1.0 else hidden * scale
+    if constant is not None:
+        bias = constant if bias is None else bias + constant
+    loss = ops.linear_cross_entropy(hidden, weight_of(head), bias=bias, softcap=softcap, **options)
     if (call := loss_call.get()) is not None:
         call.is_fused = True
     return loss if calls.is_autocasting(hidden) else loss.to(logits.dtype)  # autocast computes losses in float32
@@ -339,30 +324,6 @@ def forward(self, input):
 
 
 @dataclass(frozen=True)
-class _AroundForward:
-    """Makes of a rewritten forward, in the place of `original`, one in which the logits are deferred or watched."""
-
-    pattern: str
-    labels_at: int
-
-    def names(self) -> tuple[tuple[str, Any], ...]:
-        """Names that the source uses, with their values."""
-        return (
-            *(("computes_loss_", computes_loss), ("computing_loss_", computing_loss)),
-            *(("plain_outputs_", plain_outputs), ("labels_at_", self.labels_at)),
-            ("keeps_logits_", self.pattern == CROSS_ENTROPY),
-        )
-
-    def __call__(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        names = {**dict(self.names()), "original": forward}
-        execute(_MODEL, f"{self.pattern} around {forward.__qualname__}", names)
-        made: Callable[..., Any] = names["forward"]
-        made.__module__, made.__qualname__ = forward.__module__, forward.__qualname__
-        made.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-        return made
-
-
-@dataclass(frozen=True)
 class VocabularyLoss:
     """A model that computes a loss, or its output layer, as a site."""
 
@@ -377,22 +338,25 @@ class VocabularyLoss:
     def detail(self) -> str:
         return "" if self.other is None else f"and {self.other.pattern}"
 
-    def rewrite(self, module: nn.Module) -> Rewrite:
+    def rewrite(self, cls: type) -> Rewrite:
         """The forward in which the logits are deferred or watched."""
         if self.labels_at is None:
             return Rewrite(self.pattern, _HEAD, (("head_output_", head_output),))
-        around = _AroundForward(self.pattern, self.labels_at)
-        rewrite = None if self.other is None else self.other.rewrite(module)
+        names = (
+            *(("computes_loss_", computes_loss), ("labels_at_", self.labels_at), ("computing_loss_", computing_loss)),
+            *(("plain_outputs_", plain_outputs), ("keeps_logits_", self.pattern == CROSS_ENTROPY)),
+        )
+        model = Rewrite(self.pattern, _MODEL, names)
+        rewrite = None if self.other is None else self.other.rewrite(cls)
         if rewrite is None or rewrite.method != "forward":
-            return Rewrite(self.pattern, _MODEL, around.names())
-        return replace(rewrite, pattern=self.pattern, around=around)
+            return model
+        return replace(rewrite, pattern=self.pattern, around=model)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless a small layer's loss and gradients are those of its logits."""
         if rewrite.around is not None:
             self.other.verify(module, rewrite)
         device, dtype = kind_of(module)
-        random = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
         labels = torch.tensor([0, 10, -100, 3, 3, -100, 5], device=device)
 
         def fused(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -403,8 +367,7 @@ class VocabularyLoss:
         def unfused(hidden: Tensor, weight: Tensor) -> Tensor:
             return functional.cross_entropy(functional.linear(hidden, weight), labels)
 
-        with undisturbed(device):
-            check_function(fused, unfused, {"hidden": random(7, 8), "weight": random(11, 8)}, device, dtype)
+        check_function(fused, unfused, {"hidden": (7, 8), "weight": (11, 8)}, device, dtype)
 
 
 def output_layer(module: Any) -> nn.Module | None:

@@ -30,7 +30,7 @@ from ..ops.row_norm import sum_before_norm
 from ..ops.row_norm_autograd import deferred_norm
 from . import calls
 from .calls import Branch
-from .readers import read_as_residual
+from .readers import read_as_residual, reads
 
 if TYPE_CHECKING:
     from .norms import NormSpec
@@ -326,7 +326,7 @@ class Sum:
 
 def _read_by(result: Tensor, residual: Tensor, p: float) -> Tensor:
     """The result of a sum, which has read the residual. Without dropout both operands have one gradient."""
-    if p and not torch.compiler.is_dynamo_compiling() and calls.is_large(residual):
+    if p and not torch.compiler.is_dynamo_compiling() and id(residual) in reads:
         read_as_residual(residual, result)
     return result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -23,7 +22,6 @@ from .classes import (
     restore_class,
     rewrite_of,
     set_class,
-    subclass,
 )
 from .classify import Classifier, Site
 from .dropouts import PATTERN as DROPOUT
@@ -33,6 +31,7 @@ from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
 from .rotary import PATTERN as ROTARY
 from .shared_input import PATTERN as SHARED_INPUT
 from .tied_embedding import PATTERN as TIED_EMBEDDING
+from .verify import kind_of, undisturbed
 from .watched_logits import PATTERN as CROSS_ENTROPY
 
 PATTERNS = (
@@ -58,8 +57,8 @@ def patch_model(
 
     Only forwards of this model's modules change. Parameters, buffers, hooks, modes, state_dict keys, classes, other
     models and the random state stay as they are. Sites are recognised by structure and behaviour, never by class. Each
-    distinct site is compared with the original before it is kept (a loss on an example); modules on the meta device at
-    their first call.
+    distinct site is compared with the original before it is kept (a loss on an example); parameters on the meta
+    device are random numbers on the CPU there.
     The report lists modules that were not patched, with reasons. Patching twice has no further effect. The fused
     operators can be differentiated once, in reverse mode.
 
@@ -216,15 +215,13 @@ class _Patcher:
             return None
         if isinstance(site, Unsuitable):
             return _skipped(name, module, site)
-        rewrite = site.rewrite(module)
+        rewrite = self.classifier.rewrite(module, site)
         if self.excluded & {name, *(f"{name}.{child}".removeprefix(".") for child in rewrite.absorbed)}:
             return _skipped(name, module, Unsuitable("excluded"))
-        if self.verify and any(parameter.is_meta for parameter in module.parameters()):
-            return self.defer(name, module, rewrite, site)
         error = self.verdict(module, rewrite, site) if self.verify else None
         if error is not None:
             return _skipped(name, module, Unsuitable("verify_failed", error))
-        patched_site = PatchedSite(name, type(module).__name__, rewrite.pattern, getattr(site, "detail", ""))
+        patched_site = PatchedSite(name, type(module).__name__, rewrite.pattern, site.detail)
         set_class(module, patched_class(type(module), rewrite))
         self.done.append(module)
         return patched_site
@@ -237,15 +234,6 @@ class _Patcher:
             self.verdicts[key] = _verdict(module, rewrite, site)
         return self.verdicts[key]
 
-    def defer(self, name: str, module: nn.Module, rewrite: Rewrite, site: Site) -> PatchedSite:
-        """Patch a module on the meta device, to be verified at its first call."""
-        patched_site = PatchedSite(name, type(module).__name__, rewrite.pattern, "verified at the first call")
-        set_class(module, _deferred_class(type(module), rewrite, site))
-        self.done.append(module)
-        _pending[id(module)] = (weakref.ref(self.report), name)
-        weakref.finalize(module, _pending.pop, id(module), None).atexit = False
-        return patched_site
-
 
 def _skipped(name: str, module: nn.Module, why: Unsuitable) -> SkippedSite:
     return SkippedSite(name, type(module).__name__, why.reason, why.detail)
@@ -254,32 +242,8 @@ def _skipped(name: str, module: nn.Module, why: Unsuitable) -> SkippedSite:
 def _verdict(module: nn.Module, rewrite: Rewrite, site: Site) -> str | None:
     """Why the rewritten forward must not be kept; None if it computes the same as the original."""
     try:
-        site.verify(module, rewrite)
+        with undisturbed(kind_of(module)[0]):
+            site.verify(module, rewrite)
     except Exception as error:  # a forward that cannot be compared is not kept, whatever it raises
         return str(error) or type(error).__name__
     return None
-
-
-_pending: dict[int, tuple[Any, str]] = {}
-"""id(module) -> (weak reference to the report, site name) of sites that are verified at their first call."""
-
-_deferred_classes: dict[Any, type] = {}
-
-
-def _deferred_class(original: type, rewrite: Rewrite, site: Site) -> type:
-    """A patched class that verifies itself at the first call, when the parameters are no longer on meta."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        report, name = _pending.pop(id(self), (None, ""))
-        error = _verdict(self, rewrite, site)
-        restore_class(self)
-        if error is None:
-            set_class(self, patched_class(original, rewrite))
-        elif report is not None and report() is not None:
-            report()._demote(name, error)
-        return self.forward(*args, **kwargs)
-
-    key = (original, rewrite)
-    if key not in _deferred_classes:
-        _deferred_classes[key] = subclass(original, rewrite, {"forward": forward})
-    return _deferred_classes[key]

@@ -49,7 +49,7 @@ CastOrder = bool | Literal["weight"]
 
 @dataclass(frozen=True)
 class NormSpec:
-    """The formula of a leaf norm, and the attributes that hold its parameters."""
+    """The formula of a leaf norm, and the attributes that hold its parameters. A leaf's site."""
 
     kind: Literal["layer", "rms"]
     weight: str | None
@@ -65,6 +65,7 @@ class NormSpec:
     """Whether outputs also have the original's dtype under autocast."""
     gate: str = ""
     """The second parameter of a forward that computes norm(x) * silu(gate), with its default; empty for a norm of x."""
+    detail = ""
 
     @property
     def pattern(self) -> str:
@@ -83,71 +84,54 @@ class NormSpec:
             return torch.finfo(torch.float32 if "float32" in self.eps else x_dtype).eps
         return float(self.eps)
 
-
-@dataclass(frozen=True)
-class Leaf:
-    """A leaf norm, as a site."""
-
-    spec: NormSpec
-
-    @property
-    def pattern(self) -> str:
-        return self.spec.pattern
-
-    def rewrite(self, module: nn.Module) -> Rewrite:
+    def rewrite(self, cls: type) -> Rewrite:
         """The forward as one operator call."""
-        return rewrite_norm(module, self.spec)
+        x = _parameters(cls)[0].name
+        weight, bias = ("None" if name is None else f"self.{name}" for name in (self.weight, self.bias))
+        eps = self.eps.replace("module.", "self.").replace("x.dtype", f"{x}.dtype")
+        options = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
+        if self.cast_before_weight:
+            options += f", cast_before_weight={self.cast_before_weight!r}"
+        if self.kind == "rms" and self.bias is None:
+            call = f"rms_norm({x}, {weight}, {eps}{options})"
+        elif self.weight_offset == 0.0 and self.kind == "layer":
+            call = f"layer_norm({x}, {weight}, {bias}, {eps})"
+        else:
+            norm = f'norm="{self.kind}", eps={eps}{options}'
+            call = f"bias_dropout_residual_norm({x}, None, {weight}, {bias}, {norm})"
+        guards = [f"type({x}) is not Tensor and is_distributed({x})", f"{x}.is_nested"]
+        if self.unsupported:
+            guards.append(f"({x}.dtype, {'None' if self.weight is None else f'{weight}.dtype'}) in unsupported")
+        if not self.autocast:
+            guards.append(f"is_autocasting({x})")
+        constants: dict[str, Any] = {"unsupported": self.unsupported}
+        given, linked = x, ""
+        if self.gate:
+            gate = self.gate.partition("=")[0]
+            given, call = f"{x}, {gate}", f'glu({gate}, {call}, "silu")'
+            guards.append(f"not is_like({gate}, {x})")
+            constants |= {"glu": ops.glu, "is_like": is_like}
+        else:
+            linked = f"""\
+    y_ = linked_result(self, {x}, spec)
+    if y_ is not None:
+        count_fused(self)
+        return y_
+"""
+            constants |= {"linked_result": linked_result, "spec": self}
+        source = f"""\
+def forward(self, {", ".join((x, self.gate) if self.gate else (x,))}):
+{linked}    if {" or ".join(f"({guard})" if " and " in guard else guard for guard in guards)}:
+        count_fallback(self)
+        return original(self, {given})
+    count_fused(self)
+    return {call}
+"""
+        return Rewrite(self.pattern, source, tuple(constants.items()))
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless the rewritten forward computes the same as the original."""
-        verify_forward(module, rewrite, n_cols_of(module), n_inputs=2 if self.spec.gate else 1)
-
-
-def rewrite_norm(module: nn.Module, spec: NormSpec) -> Rewrite:
-    """The forward of a leaf norm as one operator call."""
-    x = _parameters(original_class(type(module)))[0].name
-    weight, bias = ("None" if name is None else f"self.{name}" for name in (spec.weight, spec.bias))
-    eps = spec.eps.replace("module.", "self.").replace("x.dtype", f"{x}.dtype")
-    options = f", weight_offset={spec.weight_offset}" if spec.weight_offset else ""
-    if spec.cast_before_weight:
-        options += f", cast_before_weight={spec.cast_before_weight!r}"
-    if spec.kind == "rms" and spec.bias is None:
-        call = f"rms_norm({x}, {weight}, {eps}{options})"
-    elif spec.weight_offset == 0.0 and spec.kind == "layer":
-        call = f"layer_norm({x}, {weight}, {bias}, {eps})"
-    else:
-        norm = f'norm="{spec.kind}", eps={eps}{options}'
-        call = f"bias_dropout_residual_norm({x}, None, {weight}, {bias}, {norm})"
-    guards = [f"type({x}) is not Tensor and is_distributed({x})", f"{x}.is_nested"]
-    if spec.unsupported:
-        guards.append(f"({x}.dtype, {'None' if spec.weight is None else f'{weight}.dtype'}) in unsupported")
-    if not spec.autocast:
-        guards.append(f"is_autocasting({x})")
-    constants: dict[str, Any] = {"unsupported": spec.unsupported}
-    given, linked = x, ""
-    if spec.gate:
-        gate = spec.gate.partition("=")[0]
-        given, call = f"{x}, {gate}", f'glu({gate}, {call}, "silu")'
-        guards.append(f"not is_like({gate}, {x})")
-        constants |= {"glu": ops.glu, "is_like": is_like}
-    else:
-        linked = (
-            f"    y_ = linked_result(self, {x}, spec)\n"
-            f"    if y_ is not None:\n"
-            f"        count_fused(self)\n"
-            f"        return y_\n"
-        )
-        constants |= {"linked_result": linked_result, "spec": spec}
-    source = (
-        f"def forward(self, {', '.join((x, spec.gate) if spec.gate else (x,))}):\n"
-        f"{linked}"
-        f"    if {' or '.join(f'({guard})' if ' and ' in guard else guard for guard in guards)}:\n"
-        f"        count_fallback(self)\n"
-        f"        return original(self, {given})\n"
-        f"    count_fused(self)\n"
-        f"    return {call}\n"
-    )
-    return Rewrite(spec.pattern, source, tuple(constants.items()))
+        verify_forward(module, rewrite, n_cols_of(module), n_inputs=2 if self.gate else 1)
 
 
 def _parameters(cls: Any) -> list[inspect.Parameter]:

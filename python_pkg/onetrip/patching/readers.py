@@ -132,7 +132,7 @@ class _Read(NamedTuple):
     """The parent of the layer."""
 
 
-_reads: dict[int, _Read] = {}
+reads: dict[int, _Read] = {}
 """By id(tensor)."""
 
 _before_sums: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -164,7 +164,7 @@ def linear_parts(module: nn.Module, dense: Any, x: Tensor) -> tuple[Tensor, Tens
     if not _is_fusable(dense, x) or calls.has_saved_tensor_hooks():
         return calls.linear_parts(dense, x)
     if module not in _before_sums:
-        _reads[id(x)] = _Read(_watched(x), _state(x), None, weakref.ref(module))
+        reads[id(x)] = _Read(_watched(x), _state(x), None, weakref.ref(module))
         return calls.linear_parts(dense, x)
     product, _ = _read(module, x, dense.weight, None)
     return product, None if dense.bias is None else dense.bias.to(product.dtype)
@@ -174,7 +174,7 @@ def read_as_residual(x: Tensor, result: Tensor) -> None:
     """Let a sum with dropout, whose residual is x, share the gradient of x with its other readers. result: the sum."""
     if torch.compiler.is_compiling():
         return
-    found = _reads.get(id(x))
+    found = reads.get(id(x))
     if found is None or found.tensor() is not x or found.state != _state(x):
         return
     if found.readers is None:
@@ -192,7 +192,7 @@ def read_as_residual(x: Tensor, result: Tensor) -> None:
 def _read(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """(x @ weight.T + bias, the tensor that was read for x)."""
     dtype = torch.get_autocast_dtype(x.device.type) if calls.is_autocasting(x) else x.dtype
-    found = _reads.get(id(x))
+    found = reads.get(id(x))
     readers = None
     if found is not None and found.readers is not None and found.tensor() is x and found.state == _state(x):
         readers = found.readers()
@@ -200,7 +200,7 @@ def _read(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     if readers is None or tensor is None or tensor.dtype != dtype:
         tensor = x.to(dtype)
         readers = Readers(tensor)
-        _reads[id(x)] = _Read(_watched(x), _state(x), weakref.ref(readers), weakref.ref(module))
+        reads[id(x)] = _Read(_watched(x), _state(x), weakref.ref(readers), weakref.ref(module))
     return linear(tensor, weight.to(dtype), None if bias is None else bias.to(dtype), readers), tensor
 
 
@@ -214,7 +214,7 @@ def _state(x: Tensor) -> tuple[int, bool, int]:
 def _watched(x: Tensor) -> weakref.ref[Tensor]:
     """A reference to x that forgets who read it when x is gone."""
     key = id(x)
-    return weakref.ref(x, lambda _: _reads.pop(key, None))
+    return weakref.ref(x, lambda _: reads.pop(key, None))
 
 
 def _is_fusable(dense: Any, x: Any) -> bool:

@@ -142,9 +142,3 @@ class PatchReport:
 
     def _skip(self, site: SkippedSite) -> None:
         self._skipped.append(site)
-
-    def _demote(self, name: str, error: str) -> None:
-        """Move a site whose deferred verification failed to the skipped ones."""
-        site = next(site for site in self._patched if site.name == name)
-        self._patched.remove(site)
-        self._skipped.append(SkippedSite(name, site.module_class, "verify_failed", error))

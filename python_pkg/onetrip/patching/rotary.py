@@ -12,7 +12,7 @@ import ast
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -23,9 +23,9 @@ from .. import ops
 from ..ops.common.backends import KERNEL_DTYPES, use_backend
 from . import calls
 from .classes import Rewrite
-from .report import Unsuitable
-from .residual.rewrite import Rewriting
-from .source import is_pure, is_source_of, parse, resolve
+from .forward import Forward
+from .rewriting import Rewriting
+from .source import is_pure, resolve
 from .verify import check_function, kind_of, undisturbed
 
 PATTERN = "rotary"
@@ -158,34 +158,29 @@ class FoundRotation(NamedTuple):
 class Rotations:
     """A forward that calls rotations, as a site."""
 
-    tree: ast.FunctionDef
+    forward: Forward
     found: tuple[FoundRotation, ...]
     pattern = PATTERN
     detail = ""
 
-    def rewrite(self, module: nn.Module) -> Rewrite:
+    def rewrite(self, cls: type) -> Rewrite:
         """The forward with its rotations fused."""
-        return self._rewrite
-
-    @cached_property
-    def _rewrite(self) -> Rewrite:
-        rewriting = Rewriting(self.tree)
+        rewriting = Rewriting(self.forward)
         for index, (call, rotation, _) in enumerate(self.found):
             rewriting.constants[f"rotated_{index}_"] = Rotated(rotation)
             rewriting.put_call(call, f"rotated_{index}_")
-        return Rewrite(PATTERN, rewriting.source(), tuple(rewriting.constants.items()), in_module=True)
+        return rewriting.rewrite(PATTERN)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless each rotation, fused, computes what the function does."""
         device, dtype = kind_of(module)
-        with undisturbed(device):
-            for _, rotation, called in self.found:
-                for layout, table_dtype in product(rotation.layouts, {dtype, torch.float32}):
-                    q, k, *tables = _inputs(layout, rotation.table, 8)
-                    tables = [table.to(device, table_dtype) for table in tables]
-                    fused = partial(_with_tables, partial(rotation.fused, layout), tables)
-                    unfused, mode = partial(_with_tables, called, tables), f" of {rotation.function.__name__}"
-                    check_function(fused, unfused, {"q": q, "k": k}, device, dtype, mode)
+        for _, rotation, called in self.found:
+            for layout, table_dtype in product(rotation.layouts, {dtype, torch.float32}):
+                q, k, *tables = _inputs(layout, rotation.table, 8)
+                tables = [table.to(device, table_dtype) for table in tables]
+                fused = partial(_with_tables, partial(rotation.fused, layout), tables)
+                unfused, mode = partial(_with_tables, called, tables), f" of {rotation.function.__name__}"
+                check_function(fused, unfused, {"q": q, "k": k}, device, dtype, mode)
 
 
 def _with_tables(compute: Any, tables: list[Tensor], q: Tensor, k: Tensor) -> Any:
@@ -193,24 +188,21 @@ def _with_tables(compute: Any, tables: list[Tensor], q: Tensor, k: Tensor) -> An
     return compute(q, k, *(table.to(q.dtype) if q.dtype == torch.float64 else table for table in tables))
 
 
-def read_rotations(forward: Any, source: str = "") -> Rotations | None:
-    """The rotations that a forward calls; None if there are none. source: of its rewrite."""
-    tree: Any = ast.parse(source).body[0] if source else parse(forward)
-    if isinstance(tree, Unsuitable) or not tree.args.args:
-        return None
+def read_rotations(forward: Forward) -> Rotations | None:
+    """The rotations that a forward calls; None if there are none."""
     found = []
-    for node in ast.walk(tree):
+    for node in ast.walk(forward.tree):
         match node:
             case ast.Call(func=ast.Name() | ast.Attribute() as function, args=[_, _, _, _, *more], keywords=keywords):
                 if all(isinstance(each, ast.Constant) for each in (*more, *(each.value for each in keywords))):
-                    resolved = called = resolve(function, forward.__globals__)
+                    resolved = called = resolve(function, forward.globals)
                     options = {each.arg: each.value.value for each in keywords if each.arg}  # type: ignore[attr-defined]
                     if more or options:
                         called = partial(_called_with, called, [each.value for each in more], options)  # type: ignore[attr-defined]
                     rotation = recognise_rotation(resolved, called)
                     if rotation is not None:
                         found.append(FoundRotation(node, rotation, called))
-    return Rotations(tree, tuple(found)) if found and (source or is_source_of(tree, forward)) else None
+    return Rotations(forward, tuple(found)) if found else None
 
 
 def _called_with(function: Any, more: list[Any], options: dict[str, Any], *tensors: Tensor) -> Any:

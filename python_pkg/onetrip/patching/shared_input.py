@@ -14,54 +14,38 @@ from __future__ import annotations
 import ast
 from collections.abc import Container
 from dataclasses import dataclass
-from functools import cached_property, partial
 from itertools import count
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .calls import original_class
 from .classes import Rewrite
+from .forward import Forward, linear_at
 from .readers import Readers, SharedInput, linear
-from .report import Unsuitable
-from .residual.choose import child_at
-from .residual.read import Reader
-from .residual.rewrite import Rewriting
-from .source import is_source_of, parse
-from .verify import check_function, kind_of, undisturbed
+from .rewriting import Rewriting
+from .verify import check_function, kind_of
 
 PATTERN = "shared_input"
 
 
-@dataclass(eq=False)
-class FoundGroups:
-    """A forward with calls of children that may read one tensor."""
-
-    tree: ast.FunctionDef
-    groups: list[list[tuple[ast.Call, str]]]
-    """(call, path of the child)."""
+Group = list[tuple[ast.Call, str]]
+"""(call, path of the child) of children that may read one tensor."""
 
 
-def read_shared_inputs(forward: Any, source: str = "") -> FoundGroups | None:
-    """The groups of a forward; None if it has none. source: of its rewrite."""
-    tree: Any = ast.parse(source).body[0] if source else parse(forward)
-    if isinstance(tree, Unsuitable) or not tree.args.args:
-        return None
-    scan = _Scan(Reader(forward, tree))
-    scan.block(tree.body, {})
-    groups = [group for group in scan.readers.values() if len(group) > 1]
-    return FoundGroups(tree, groups) if groups and (source or is_source_of(tree, forward)) else None
+def read_shared_inputs(forward: Forward) -> list[Group]:
+    """The groups of a forward."""
+    scan = _Scan(forward)
+    scan.block(forward.tree.body, {})
+    return [group for group in scan.readers.values() if len(group) > 1]
 
 
 class _Scan:
     """Follows which names may stand for one value, statement by statement."""
 
-    def __init__(self, reader: Reader) -> None:
-        self.reader = reader
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
         self.numbers = count()
-        self.readers: dict[int, list[tuple[ast.Call, str]]] = {}
+        self.readers: dict[int, Group] = {}
         """Number of a value -> calls of a child with it alone."""
 
     def block(self, body: list[ast.stmt], values: dict[str, frozenset[int]]) -> None:
@@ -86,7 +70,7 @@ class _Scan:
 
     def calls(self, statement: ast.stmt, values: dict[str, frozenset[int]]) -> None:
         for node in ast.walk(statement):
-            called = self.reader.called(node) if isinstance(node, ast.Call) else None
+            called = self.forward.called(node) if isinstance(node, ast.Call) else None
             if called is not None and isinstance(called[1], ast.Name):
                 for number in self.of(called[1].id, values):
                     self.readers.setdefault(number, []).append((node, called[0]))  # type: ignore[arg-type]
@@ -98,50 +82,40 @@ class _Scan:
         return frozenset([next(self.numbers)])
 
 
-def choose_shared_inputs(module: nn.Module, found: FoundGroups, excluded: Container[int]) -> tuple[ast.Call, ...]:
+def choose_shared_inputs(module: nn.Module, groups: list[Group], excluded: Container[int]) -> tuple[ast.Call, ...]:
     """The calls of linear layers in groups of at least two layers."""
     chosen: list[ast.Call] = []
-    for group in found.groups:
-        linear = [(call, path) for call, path in group if _is_linear(child_at(module, path), excluded)]
+    for group in groups:
+        linear = [(call, path) for call, path in group if linear_at(module, path, excluded) is not None]
         if len({path for _, path in linear}) > 1:
             chosen += (call for call, _ in linear if call not in chosen)
     return tuple(chosen)
-
-
-def _is_linear(child: Any, excluded: Container[int]) -> bool:
-    return isinstance(child, nn.Module) and id(child) not in excluded and original_class(type(child)) is nn.Linear
 
 
 @dataclass(frozen=True)
 class SharedInputs:
     """A module whose linear layers may read one tensor, as a site."""
 
-    forward: FoundGroups
+    forward: Forward
     chosen: tuple[ast.Call, ...]
     pattern = PATTERN
     detail = ""
 
-    def rewrite(self, module: nn.Module) -> Rewrite:
+    def rewrite(self, cls: type) -> Rewrite:
         """The forward with its linear layers called through a SharedInput."""
-        return self._rewrite
-
-    @cached_property
-    def _rewrite(self) -> Rewrite:
-        rewriting = Rewriting(self.forward.tree)
+        rewriting = Rewriting(self.forward)
         for call in self.chosen:
             rewriting.put_call(call, "shared_")
+        rewriting.constants["SharedInput_"] = SharedInput
         has_docstring = ast.get_docstring(rewriting.tree) is not None
         made = ast.Assign([ast.Name("shared_")], ast.Call(ast.Name("SharedInput_"), [], []))
         rewriting.tree.body.insert(int(has_docstring), made)
-        return Rewrite(PATTERN, rewriting.source(), (("SharedInput_", SharedInput),), in_module=True)
+        return rewriting.rewrite(PATTERN)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless three small layers have the outputs and gradients that they have apart."""
         device, dtype = kind_of(module)
-        random = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
-        shapes = {"x": (2, 5, 8), "q": (8, 8), "k": (4, 8), "v": (4, 8)}
-        with undisturbed(device):
-            check_function(_shared, _apart, {name: random(shape) for name, shape in shapes.items()}, device, dtype)
+        check_function(_shared, _apart, {"x": (2, 5, 8), "q": (8, 8), "k": (4, 8), "v": (4, 8)}, device, dtype)
 
 
 def _shared(x: Tensor, *weights: Tensor) -> list[Tensor]:

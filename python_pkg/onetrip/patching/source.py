@@ -289,30 +289,25 @@ def define(original: Any, source: str, names: Mapping[str, Any], name: str, patt
     """
     tree: Any = ast.parse(source)
     arguments = tree.body[0].args
-    given = {name: each.default for name, each in inspect.signature(original).parameters.items()}
-    given = {name: default for name, default in given.items() if default is not inspect.Parameter.empty}
-    last = [each.arg for each in (*arguments.posonlyargs, *arguments.args)][-len(arguments.defaults) or None :]
-    pairs = zip(last, arguments.defaults, strict=False)
-    arguments.defaults = [ast.Constant(None) if name in given else default for name, default in pairs]
-    pairs = zip((each.arg for each in arguments.kwonlyargs), arguments.kw_defaults, strict=True)
-    arguments.kw_defaults = [each and ast.Constant(None) if name in given else each for name, each in pairs]
+    parameters = inspect.signature(original).parameters.values()
+    defaults = {f"default_of_{each.name}_": each.default for each in parameters if each.default is not each.empty}
+
+    def default_of(parameter: ast.arg, default: Any) -> Any:
+        name = f"default_of_{parameter.arg}_"
+        return ast.Name(name) if default is not None and name in defaults else default
+
+    last = [*arguments.posonlyargs, *arguments.args][-len(arguments.defaults) or None :]
+    arguments.defaults = [*map(default_of, last, arguments.defaults)]
+    arguments.kw_defaults = [*map(default_of, arguments.kwonlyargs, arguments.kw_defaults)]
+    names = {**names, **defaults}
     source, made_name, owner = ast.unparse(tree), name, original.__qualname__.split(".")[-2:-1]
     if owner and owner[0].isidentifier():
         source, made_name = f"class {owner[0]}:\n{indented(source)}", f"{owner[0]}.{name}"
     code = f"def make({', '.join(names)}):\n{indented(source)}    return {made_name}\n"
     scope: dict[str, Any] = {}
-    execute(code, f"{pattern} of {original.__module__}.{original.__qualname__}", original.__globals__, scope)
+    filename = f"<onetrip {pattern} of {original.__module__}.{original.__qualname__} {crc32(code.encode()):08x}>"
+    exec(compile(code, filename, "exec"), original.__globals__, scope)
+    linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)  # for tracebacks
     made: Callable[..., Any] = scope["make"](**names)
     made.__module__, made.__qualname__ = original.__module__, original.__qualname__
-    if made.__defaults__:
-        made.__defaults__ = tuple(map(given.get, last, made.__defaults__))
-    if made.__kwdefaults__:
-        made.__kwdefaults__ = {name: given.get(name, default) for name, default in made.__kwdefaults__.items()}
     return made
-
-
-def execute(code: str, title: str, names: dict[str, Any], scope: dict[str, Any] | None = None) -> None:
-    """exec of generated code. Tracebacks and debuggers show its source."""
-    filename = f"<onetrip {title} {crc32(code.encode()):08x}>"
-    exec(compile(code, filename, "exec"), names, scope)
-    linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)

@@ -8,7 +8,7 @@ dtype under autocast. Runs clones (clones.py), so that the model does not change
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ _ERROR_RATIO = 2.0
 _SLACK_IN_EPS = 8.0
 """Absolute tolerance in units of the dtype's epsilon times the largest value: sums may run in another order."""
 
-Outcome = list[tuple[str, Tensor | None]]
+_Outcome = list[tuple[str, Tensor | None]]
 """Named outputs and gradients."""
 
 
@@ -43,33 +43,22 @@ def verify_forward(module: nn.Module, rewrite: Rewrite, width: int, n_inputs: in
     width: the last dimension of the inputs, which have one shape.
     """
     device, dtype = kind_of(module)
-    generator = torch.Generator().manual_seed(0)
-    leading = [size for size in (2, 3, 4, 5, 6) if size != width][:3]
     cls = original_class(type(module))
-
-    def drawn(rank: int) -> list[Tensor]:
-        shape = (*leading[: rank - 1], width)
-        random = (torch.randn(shape, generator=generator, device="cpu") for _ in range(n_inputs))
-        return [x.to(device, dtype) for x in random]
-
-    with undisturbed(device):
-        rewritten = rewrite.compile(cls, {"count_fallback": reject_fallback})
-        for inputs, mode in ((drawn(4), " of rank 4"), (drawn(3), "")):
-            expected = _outcome(clone(module), cls.forward, inputs)
-            try:
-                truth = _outcome(clone(module, torch.float64), cls.forward, [x.double() for x in inputs])
-            except Exception:  # the original does not support float64
-                truth = expected
-            check_outcomes(_outcome(clone(module), rewritten, inputs), expected, truth, mode)
-        original, fused = (partial(each, clone(module).eval()) for each in (cls.forward, rewrite.compile(cls)))
-        check_autocast(fused, original, drawn(3))
+    leading = [size for size in (2, 3, 4, 5, 6) if size != width][:3]
+    shapes = {rank: {f"input {i}": (*leading[: rank - 1], width) for i in range(n_inputs)} for rank in (4, 3)}
+    rewritten = rewrite.compile(cls, {"count_fallback": reject_fallback})
+    for rank, mode in ((4, " of rank 4"), (3, "")):
+        check_function(rewritten, cls.forward, shapes[rank], device, dtype, mode, partial(clone, module))
+    original, fused = (partial(each, clone(module).eval()) for each in (cls.forward, rewrite.compile(cls)))
+    check_autocast(fused, original, [x.to(device, dtype) for x in drawn(shapes[3]).values()])
 
 
 def kind_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """The device and the dtype of the module's computation."""
+    """The device and the dtype of the module's computation. Of meta modules the CPU: clone gives them values there."""
     parameters = list(module.parameters())
     dtype = next((parameter.dtype for parameter in parameters if parameter.is_floating_point()), torch.float32)
-    return parameters[0].device if parameters else torch.device("cpu"), dtype
+    is_somewhere = parameters and not parameters[0].is_meta
+    return parameters[0].device if is_somewhere else torch.device("cpu"), dtype
 
 
 @contextmanager
@@ -112,50 +101,59 @@ class MaskedDropout(TorchFunctionMode):
         return torch.where(keep, x * dropout_scale(p), torch.zeros_like(x))
 
 
-def _outcome(module: nn.Module, forward: Callable[..., Any], inputs: Sequence[Tensor]) -> Outcome:
-    leaves = {f"input {index}": x.detach().requires_grad_() for index, x in enumerate(inputs)}
-    y = forward(module.eval(), *leaves.values())
-    if not isinstance(y, Tensor):
-        raise VerificationError(f"returned {type(y).__name__}")
-    leaves |= {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    return outcome({"output": y}, leaves)
-
-
-def outcome(outputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> Outcome:
-    """The outputs, and the gradients of the leaves for random gradients of the outputs, equal in every dtype."""
-    generator = torch.Generator().manual_seed(1)
-    drawn = [torch.randn(y.shape, generator=generator, device="cpu").bfloat16() for y in outputs.values()]
-    cotangents = [each.to(y.device, y.dtype) for each, y in zip(drawn, outputs.values(), strict=True)]
-    gradients = torch.autograd.grad([*outputs.values()], [*leaves.values()], cotangents, allow_unused=True)
-    return [
-        *((name, y.detach()) for name, y in outputs.items()),
-        *((f"gradient of {name}", each) for name, each in zip(leaves, gradients, strict=True)),
-    ]
+def drawn(inputs: Mapping[str, Tensor | tuple[int, ...]]) -> dict[str, Tensor]:
+    """Normal random numbers, the same at every call, in place of shapes."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: x if isinstance(x, Tensor) else torch.randn(x, generator=generator, device="cpu")
+        for name, x in inputs.items()
+    }
 
 
 def check_function(
     fused: Callable[..., Any],
     unfused: Callable[..., Any],
-    inputs: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor | tuple[int, ...]],
     device: torch.device,
     dtype: torch.dtype,
     mode: str = "",
+    make_module: Callable[[torch.dtype | None], nn.Module] | None = None,
 ) -> None:
     """Raise VerificationError unless two functions of these tensors, cast to dtype, have equal outputs and gradients.
 
-    They return a tensor, or several. mode: for the message.
+    They return a tensor, or several. inputs: by name; a shape stands for normal random numbers. mode: for the message.
+    make_module: makes a module of a dtype (None: its own),
+    which is their first argument; the gradients of its parameters are compared, too.
     """
 
-    def of(compute: Callable[..., Any], dtype: torch.dtype) -> Outcome:
-        leaves = {name: x.detach().to(device, dtype).requires_grad_() for name, x in inputs.items()}
-        found = compute(*leaves.values())
+    given = drawn(inputs)
+
+    def outcome(compute: Callable[..., Any], dtype: torch.dtype, module_dtype: torch.dtype | None = None) -> _Outcome:
+        leaves = {name: x.detach().to(device, dtype).requires_grad_() for name, x in given.items()}
+        module = None if make_module is None else make_module(module_dtype)
+        found = compute(*leaves.values()) if module is None else compute(module, *leaves.values())
         outputs = {"output": found} if isinstance(found, Tensor) else {f"output {i}": y for i, y in enumerate(found)}
-        return outcome(outputs, leaves)
+        if module is not None:
+            leaves |= {name: p for name, p in module.named_parameters() if p.requires_grad}
+        # Random gradients of the outputs, equal in every dtype.
+        generator = torch.Generator().manual_seed(1)
+        drawn = [torch.randn(y.shape, generator=generator, device="cpu").bfloat16() for y in outputs.values()]
+        cotangents = [each.to(y.device, y.dtype) for each, y in zip(drawn, outputs.values(), strict=True)]
+        gradients = torch.autograd.grad([*outputs.values()], [*leaves.values()], cotangents, allow_unused=True)
+        return [
+            *((name, y.detach()) for name, y in outputs.items()),
+            *((f"gradient of {name}", each) for name, each in zip(leaves, gradients, strict=True)),
+        ]
 
-    check_outcomes(of(fused, dtype), of(unfused, dtype), of(unfused, torch.float64), mode)
+    expected = outcome(unfused, dtype)
+    try:
+        truth = outcome(unfused, torch.float64, torch.float64)
+    except Exception:  # the original does not support float64
+        truth = expected
+    _check_outcomes(outcome(fused, dtype), expected, truth, mode)
 
 
-def check_outcomes(actual: Outcome, expected: Outcome, truth: Outcome, mode: str) -> None:
+def _check_outcomes(actual: _Outcome, expected: _Outcome, truth: _Outcome, mode: str) -> None:
     """Raise VerificationError unless ours have the original's dtypes and shapes, and errors like the original's.
 
     mode: for the message.

@@ -279,13 +279,13 @@ def test_nothing_is_kept_of_results_that_are_gone(model: Any) -> None:
     (x,) = inputs()
     step(model, x)
     gc.collect()
-    before = len(readers._reads)
+    before = len(readers.reads)
     gc.disable()
     try:
         y = model(2.0 * x.clone().requires_grad_())
-        assert len(readers._reads) > before
+        assert len(readers.reads) > before
         del y
-        assert len(readers._reads) == before
+        assert len(readers.reads) == before
     finally:
         gc.enable()
 

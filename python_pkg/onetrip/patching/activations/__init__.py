@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -34,19 +34,18 @@ from ... import ops
 from ..calls import Configuration, configuration, original_class
 from ..classes import Rewrite
 from ..clones import clone
-from ..residual.choose import child_at
-from ..residual.rewrite import Rewriting
+from ..forward import Forward, child_at, linear_at
+from ..rewriting import Rewriting
 from ..source import is_pure
 from ..verify import RNG, MaskedDropout, check_function, kind_of, undisturbed
 from .fused import FORMULAS, Activated, Gated, GatedHalves
-from .read import Dropped, Found, FoundActivations, read_activations
+from .read import Dropped, FoundActivation, read_activations
 
 __all__ = [
-    "GATED",
     "PATTERNS",
     "Activation",
     "Activations",
-    "FoundActivations",
+    "FoundActivation",
     "choose_activations",
     "read_activations",
     "recognise_activation",
@@ -117,10 +116,9 @@ class _Counter(TorchDispatchMode):
 class Choice:
     """One activation of one instance."""
 
-    found: Found
-    activation: str
-    original: type | FunctionType | None
-    configuration: Configuration
+    found: FoundActivation
+    fused: Gated | GatedHalves | Activated
+    """What is called in its place."""
     has_bias: bool
     drops: bool
 
@@ -131,14 +129,14 @@ class Choice:
 
 def choose_activations(
     module: nn.Module,
-    found: FoundActivations,
+    found: Iterable[FoundActivation],
     activation_of: Callable[[Any], Activation | None],
     excluded: Container[int],
 ) -> list[Choice]:
     """The activations that can be fused, where something is gained: a product, a bias, several operators, a dropout."""
     chosen = []
     taken: set[ast.expr] = set()
-    for each in found.found:
+    for each in found:
         if each.call in taken or (each.product is not None and each.product in taken):
             continue
         act = _called(module, each)
@@ -147,25 +145,29 @@ def choose_activations(
             activation = activation_of(act)
         if activation is None:
             continue
-        linear: Any = child_at(module, each.linear) if each.linear else None
-        has_bias = (
-            linear is not None
-            and id(linear) not in excluded
-            and original_class(type(linear)) is nn.Linear
-            and linear.bias is not None
-        )
+        linear = linear_at(module, each.linear, excluded)
+        has_bias = linear is not None and linear.bias is not None
         drops = each.dropped is not None and _drops(module, each.dropped, excluded)
         is_dropped = drops and each.dropped is not None and each.dropped.path != ""
         if each.product is not None or has_bias or activation.n_operators > 1 or is_dropped:
             taken |= {each.call} if each.product is None else {each.call, each.product}
             original = act if act is None or isinstance(act, FunctionType) else original_class(type(act))
-            chosen.append(Choice(each, activation.name, original, activation.configuration, has_bias, drops))
+            fused = _fused_call(each, (activation.name, original, activation.configuration))
+            chosen.append(Choice(each, fused, has_bias, drops))
     return chosen
 
 
-def _called(module: nn.Module, found: Found) -> Any:
+def _called(module: nn.Module, found: FoundActivation) -> Any:
     """The module or the model's own function that is called; None for a torch function."""
     return child_at(module, found.path) if found.path else found.own
+
+
+def _fused_call(
+    found: FoundActivation, known: tuple[str, type | FunctionType | None, Configuration]
+) -> Gated | GatedHalves | Activated:
+    if found.halves is not None:
+        return GatedHalves(*known, found.halves.gate_first)
+    return Activated(*known) if found.product is None else Gated(*known)
 
 
 def _drops(module: nn.Module, dropped: Dropped, excluded: Container[int]) -> bool:
@@ -182,7 +184,7 @@ def _drops(module: nn.Module, dropped: Dropped, excluded: Container[int]) -> boo
 class Activations:
     """A module whose forward has activations to fuse, as a site."""
 
-    forward: FoundActivations
+    forward: Forward
     chosen: tuple[Choice, ...]
 
     @property
@@ -192,31 +194,26 @@ class Activations:
 
     @property
     def detail(self) -> str:
-        return ", ".join(sorted({choice.activation for choice in self.chosen}))
+        return ", ".join(sorted({choice.fused.activation for choice in self.chosen}))
 
-    def rewrite(self, module: nn.Module) -> Rewrite:
+    def rewrite(self, cls: type) -> Rewrite:
         """The forward with its activations fused."""
-        return self._rewrite
-
-    @cached_property
-    def _rewrite(self) -> Rewrite:
-        rewriting, method = Rewriting(self.forward.tree), self.forward.method
+        rewriting, method = Rewriting(self.forward), self.forward.method
         for index, choice in enumerate(self.chosen):
             _put(rewriting, f"{index}_" if method == "forward" else f"{index}_{method}_", choice)
-        constants = tuple(rewriting.constants.items())
-        return Rewrite(self.pattern, rewriting.source(), constants, method=method, in_module=True)
+        return rewriting.rewrite(self.pattern)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless each activation, fused, computes what the module's own does."""
         device, dtype = kind_of(module)
-        with undisturbed(device), MaskedDropout():
+        with MaskedDropout():
             for choice in self.chosen:
                 act = _called(module, choice.found)
-                act = FORMULAS[choice.activation] if act is None else _copied(act, False)
-                inputs = _inputs(choice)
+                act = FORMULAS[choice.fused.activation] if act is None else _copied(act, False)
+                inputs = _shapes(choice)
                 for p in (0.0, 0.25) if choice.drops else (0.0,):
                     fused, unfused = partial(_fused, choice, p), partial(_unfused, act, p)
-                    mode = f" of {choice.activation}{' with dropout' if p else ''}"
+                    mode = f" of {choice.fused.activation}{' with dropout' if p else ''}"
                     check_function(fused, unfused, inputs, device, dtype, mode)
 
 
@@ -235,6 +232,7 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
             return [] if dropped is None else [rewriting.attribute(dropped.path)]
         return [rewriting.probability(dropped.p, dropped.training)]
 
+    rewriting.constants[name] = choice.fused
     replaced: ast.expr = found.result
     if choice.drops and found.dropped is not None:
         replaced = found.dropped.call
@@ -242,10 +240,6 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
             rewriting.removed.add(id(copies[id(found.dropped.definition)]))
 
     if found.product is not None:
-        known = (choice.activation, choice.original, choice.configuration)
-        rewriting.constants[name] = (
-            Gated(*known) if found.halves is None else GatedHalves(*known, found.halves.gate_first)
-        )
         x, other = copies[id(found.x)], copies[id(found.other)]
         gate = x
         if found.definition is not None:
@@ -258,7 +252,6 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
             statement.targets = [ast.Name(x.id)]
         rewriting.replaced[id(copies[id(replaced)])] = lambda: called(*map(rewriting.visit, factors))
         return
-    rewriting.constants[name] = Activated(choice.activation, choice.original, choice.configuration)
     dense: ast.expr = ast.Constant(None)
     x = copies[id(found.x)]
     if choice.has_bias:
@@ -268,14 +261,10 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
     rewriting.replaced[id(copies[id(replaced)])] = lambda: called(dense, rewriting.visit(x))
 
 
-def _inputs(choice: Choice) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes: dict[str, tuple[int, ...]] = {"x": (3, 4, 24)}
+def _shapes(choice: Choice) -> dict[str, tuple[int, ...]]:
     if choice.found.product is not None:
-        shapes = {"gate": (3, 4, 24), "up": (3, 4, 24)}
-    elif choice.has_bias:
-        shapes["bias"] = (24,)
-    return {name: 2.0 * torch.randn(shape, generator=generator, device="cpu") for name, shape in shapes.items()}
+        return {"gate": (3, 4, 24), "up": (3, 4, 24)}
+    return {"x": (3, 4, 24), "bias": (24,)} if choice.has_bias else {"x": (3, 4, 24)}
 
 
 def _unfused(act: Callable[[Tensor], Tensor], p: float, x: Tensor, other: Tensor | None = None) -> Tensor:
@@ -289,10 +278,10 @@ def _unfused(act: Callable[[Tensor], Tensor], p: float, x: Tensor, other: Tensor
 def _fused(choice: Choice, p: float, x: Tensor, other: Tensor | None = None) -> Tensor:
     dropout: Any = {"dropout_p": p, "rng": RNG if p else None}
     if choice.found.product is None:
-        return ops.bias_activation(x, other, choice.activation, **dropout)
+        return ops.bias_activation(x, other, choice.fused.activation, **dropout)
     assert other is not None
     halves = choice.found.halves
     if halves is None:
-        return ops.glu(x, other, choice.activation, **dropout)
+        return ops.glu(x, other, choice.fused.activation, **dropout)
     packed = torch.cat([x, other] if halves.gate_first else [other, x], dim=-1)
-    return ops.glu_packed(packed, choice.activation, gate_first=halves.gate_first, **dropout)
+    return ops.glu_packed(packed, choice.fused.activation, gate_first=halves.gate_first, **dropout)

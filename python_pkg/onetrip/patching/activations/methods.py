@@ -13,31 +13,27 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..classes import Rewrite, method_of
-from . import Activation, Activations, FoundActivations, choose_activations, read_activations
-
-if TYPE_CHECKING:
-    from ..classify import InForward, Together
+from ..classes import method_of
+from ..forward import Forward, read_forward
+from .read import FoundActivation, read_activations
 
 
-def read_methods(cls: type) -> list[FoundActivations]:
+def read_methods(cls: type) -> list[tuple[Forward, list[FoundActivation]]]:
     """The activations of methods with one argument, of those that the forward does not name the gated products."""
     named = getattr(getattr(method_of(cls, "forward"), "__code__", None), "co_names", ())
     found = []
     for name, function in _functions(cls):
         is_named = name in named
-        each = read_activations(function, method=name) if is_named or _may_gate(function) else None
-        if each is not None and not is_named:
-            each.found = [activation for activation in each.found if activation.product is not None]
-        if each is not None:
-            found.append(each)
+        method = read_forward(function, method=name) if is_named or _may_gate(function) else None
+        if isinstance(method, Forward):
+            activations = [each for each in read_activations(method) if is_named or each.product is not None]
+            if activations:
+                found.append((method, activations))
     return found
 
 
@@ -53,52 +49,3 @@ def _may_gate(method: FunctionType) -> bool:
     """Whether the method multiplies."""
     instructions = dis.get_instructions(method.__code__)
     return any(each.argrepr == "*" or each.opname == "BINARY_MULTIPLY" for each in instructions)  # until Python 3.10
-
-
-def choose_methods(
-    module: nn.Module,
-    found: list[FoundActivations],
-    activation_of: Callable[[Any], Activation | None],
-    excluded: Container[int],
-    wanted: Container[str],
-) -> tuple[Activations, ...]:
-    """What can be fused of each."""
-    sites = []
-    for each in found:
-        chosen = choose_activations(module, each, activation_of, excluded)
-        if choices := tuple(choice for choice in chosen if choice.pattern in wanted):
-            sites.append(Activations(each, choices))
-    return tuple(sites)
-
-
-@dataclass(frozen=True)
-class InMethods:
-    """A module with activations to fuse in several functions, as a site."""
-
-    forward: InForward | Together | None
-    """Site of the module's forward, where a part of that is fused."""
-    methods: tuple[Activations, ...]
-
-    @property
-    def parts(self) -> list[InForward | Together]:
-        return [*(() if self.forward is None else (self.forward,)), *self.methods]
-
-    @property
-    def pattern(self) -> str:
-        return self.parts[0].pattern
-
-    @property
-    def detail(self) -> str:
-        details = (getattr(site, "detail", "") for site in self.parts)
-        return ", ".join(dict.fromkeys(filter(None, details)))
-
-    def rewrite(self, module: nn.Module) -> Rewrite:
-        """All functions with their activations fused."""
-        first, *others = rewrites = [site.rewrite(module) for site in self.parts]
-        constants = tuple(dict.fromkeys(each for part in rewrites for each in part.constants))
-        return replace(first, constants=constants, others=tuple((each.method, each.source) for each in others))
-
-    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
-        """Raise VerificationError unless each computes the same as the original."""
-        for site in self.parts:
-            site.verify(module, rewrite)

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..report import Unsuitable
-from ..residual.read import Reader, blocks, evaluated, may_change, mentions
-from ..source import is_source_of, parse, resolve
+from ..forward import Forward, Place, evaluated, may_change, mentions, places
+from ..source import resolve
 
 
 @dataclass(eq=False)
@@ -41,7 +40,7 @@ class Dropped:
 
 
 @dataclass(eq=False)
-class Found:
+class FoundActivation:
     """A call that may be an activation."""
 
     call: ast.Call
@@ -72,96 +71,80 @@ class Found:
         return self.call if self.product is None else self.product
 
 
-@dataclass(eq=False)
-class FoundActivations:
-    """A forward with activations."""
-
-    tree: ast.FunctionDef
-    found: list[Found]
-    """Those with a product first. A call may be in several of them."""
-    method: str = "forward"
-    """The name of the function that was read."""
-
-
-def read_activations(forward: Any, source: str = "", method: str = "forward") -> FoundActivations | None:
-    """The activations of a forward; None if it has none. source: of its rewrite. method: its name in its class."""
-    tree: Any = ast.parse(source).body[0] if source else parse(forward)
-    if isinstance(tree, Unsuitable) or not tree.args.args:
-        return None
-    reader = Reader(forward, tree)
-    found = list(_read(reader))
-    dropped = dict(_dropouts(reader))
+def read_activations(forward: Forward) -> list[FoundActivation]:
+    """The activations of a forward, those with a product first. A call may be in several of them."""
+    found = list(_read(forward))
+    dropped = dict(_dropouts(forward))
     for each in found:
         each.dropped = dropped.get(each.result)
-    return FoundActivations(tree, found, method) if found and (source or is_source_of(tree, forward)) else None
+    return found
 
 
-def _read(reader: Reader) -> Iterator[Found]:
-    for node, block, position, in_loop in _nodes(reader):
+def _read(forward: Forward) -> Iterator[FoundActivation]:
+    for node, place in _nodes(forward):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             for side, other in ((node.left, node.right), (node.right, node.left)):
-                gated = None if isinstance(other, ast.Constant) else _factor(reader, side, block, position, in_loop)
+                gated = None if isinstance(other, ast.Constant) else _factor(forward, side, place)
                 if gated is not None:
                     gated.product, gated.other = node, other
-                    gated.halves = _halves(reader, gated, block, position, in_loop)
+                    gated.halves = _halves(forward, gated, place)
                     yield gated
-    for node, block, position, in_loop in _nodes(reader):
-        found = _activation(reader, node) if isinstance(node, ast.Call) else None
+    for node, place in _nodes(forward):
+        found = _activation(forward, node) if isinstance(node, ast.Call) else None
         if found is None:
             continue
-        inner = reader.value_of(found.x, block, position, position, in_loop) or (found.x, ())
-        if (called := reader.called(inner[0])) is not None:
+        inner = forward.value_of(found.x, place, place.position) or (found.x, ())
+        if (called := forward.called(inner[0])) is not None:
             found.linear, found.linear_x = called
             found.linear_definition = inner[1][0] if inner[1] else None
         yield found
 
 
-def _nodes(reader: Reader) -> Iterator[tuple[ast.AST, list[ast.stmt], int, bool]]:
-    """(node, block, position of its statement there, whether in a loop) of what assignments, calls and returns surely
+def _nodes(forward: Forward) -> Iterator[tuple[ast.AST, Place]]:
+    """(node, place of its statement) of what assignments, calls and returns surely
     evaluate."""
-    for block, in_loop in blocks(reader.tree.body, False):
-        for position, statement in enumerate(block):
-            if isinstance(statement, (ast.Assign, ast.Return, ast.Expr)):
-                yield from ((node, block, position, in_loop) for node in evaluated(statement))
+    for place in places(forward.tree.body):
+        if isinstance(place.statement, (ast.Assign, ast.Return, ast.Expr)):
+            yield from ((node, place) for node in evaluated(place.statement))
 
 
-def _dropouts(reader: Reader) -> Iterator[tuple[ast.expr, Dropped]]:
+def _dropouts(forward: Forward) -> Iterator[tuple[ast.expr, Dropped]]:
     """What may be dropouts, by the expression that they drop."""
-    for node, block, position, in_loop in _nodes(reader):
+    for node, place in _nodes(forward):
         if not isinstance(node, ast.Call):
             continue
-        if (of_function := reader.functional_dropout(node)) is not None:
+        if (of_function := forward.functional_dropout(node)) is not None:
             x, dropped = of_function[0], Dropped(node, None, "", *of_function[1:])
-        elif (called := reader.called(node)) is not None:
+        elif (called := forward.called(node)) is not None:
             x, dropped = called[1], Dropped(node, None, called[0])
         else:
             continue
-        if (inner := reader.value_of(x, block, position, position, in_loop)) is not None:
+        if (inner := forward.value_of(x, place, place.position)) is not None:
             x, (dropped.definition,) = inner
         yield x, dropped
 
 
-def _factor(reader: Reader, side: ast.expr, block: list[ast.stmt], position: int, in_loop: bool) -> Found | None:
+def _factor(forward: Forward, side: ast.expr, place: Place) -> FoundActivation | None:
     """The activation that a factor of a product is, or that the factor's name was given to."""
     if not isinstance(side, ast.Name):
-        return _activation(reader, side)
-    earlier = [index for index in range(position) if mentions(block[index], side.id)]
+        return _activation(forward, side)
+    block, earlier = place.block, [i for i in range(place.position) if mentions(place.block[i], side.id)]
     match block[earlier[-1]] if earlier else None:
         case ast.Assign(targets=[ast.Name(id=name)], value=value) as statement if name == side.id:
-            found = _activation(reader, value)
-            is_changed = any(may_change(each, name) for each in block[earlier[-1] + 1 : position])
-            if found is not None and not is_changed and reader.is_read_once(name, block, position, position, in_loop):
+            found = _activation(forward, value)
+            is_changed = any(may_change(each, name) for each in block[earlier[-1] + 1 : place.position])
+            if found is not None and not is_changed and forward.is_read_once(name, place, place.position):
                 found.definition = statement
                 return found
     return None
 
 
-def _halves(reader: Reader, found: Found, block: list[ast.stmt], position: int, in_loop: bool) -> Halves | None:
+def _halves(forward: Forward, found: FoundActivation, place: Place) -> Halves | None:
     """The halves that gate and other are, if nothing else reads them or changes them before the product."""
     if not (isinstance(found.x, ast.Name) and isinstance(found.other, ast.Name)) or found.x.id == found.other.id:
         return None
-    gate, other = found.x.id, found.other.id
-    for index in reversed(range(position)):
+    gate, other, block = found.x.id, found.other.id, place.block
+    for index in reversed(range(place.position)):
         match block[index]:
             case (
                 ast.Assign(
@@ -170,7 +153,7 @@ def _halves(reader: Reader, found: Found, block: list[ast.stmt], position: int, 
                 ) as statement
             ) if {first, second} == {gate, other}:
                 sizes = [ast.unparse(each) for each in (*args, *(k.value for k in keywords if k.arg == "dim"))]
-                ends = {name: reader.ends_at(name, block, index, position, in_loop) for name in (gate, other)}
+                ends = {name: forward.ends_at(name, place, index) for name in (gate, other)}
                 is_whole = sizes == ["2", "-1"] and len(args) + len(keywords) == 2
                 return Halves(statement, packed, first == gate) if is_whole and all(ends.values()) else None
         if block[index] is not found.definition and any(mentions(block[index], name) for name in (gate, other)):
@@ -178,31 +161,30 @@ def _halves(reader: Reader, found: Found, block: list[ast.stmt], position: int, 
     return None
 
 
-def _activation(reader: Reader, expression: ast.expr) -> Found | None:
+def _activation(forward: Forward, expression: ast.expr) -> FoundActivation | None:
     """The call of a child, of a function of torch's, or of a global function or module, with one argument."""
-    if (called := reader.called(expression)) is not None and isinstance(expression, ast.Call):
-        return Found(expression, called[1], called[0], "")
+    if (called := forward.called(expression)) is not None and isinstance(expression, ast.Call):
+        return FoundActivation(expression, called[1], called[0], "")
     match expression:
         case ast.Call(func=function, args=[x], keywords=keywords):
-            resolved = None if _is_local(function, reader) else resolve(function, reader.globals)
+            resolved = None if _is_local(function, forward) else resolve(function, forward.globals)
             options = {each.arg: ast.unparse(each.value) for each in keywords}
             if resolved is functional.silu and not options:
-                return Found(expression, x, "", "silu")
+                return FoundActivation(expression, x, "", "silu")
             if resolved in (functional.relu, torch.relu) and not options:
-                return Found(expression, x, "", "relu")
+                return FoundActivation(expression, x, "", "relu")
             if resolved is functional.gelu and options in ({}, {"approximate": "'none'"}):
-                return Found(expression, x, "", "gelu")
+                return FoundActivation(expression, x, "", "gelu")
             if resolved is functional.gelu and options == {"approximate": "'tanh'"}:
-                return Found(expression, x, "", "gelu_tanh")
+                return FoundActivation(expression, x, "", "gelu_tanh")
             if isinstance(resolved, (nn.Module, FunctionType)) and not options and not isinstance(x, ast.Starred):
-                return Found(expression, x, "", "", resolved)
+                return FoundActivation(expression, x, "", "", resolved)
     return None
 
 
-def _is_local(function: ast.expr, reader: Reader) -> bool:
+def _is_local(function: ast.expr, forward: Forward) -> bool:
     """Whether its name is one that the forward gives."""
-    names = {
-        each.id for each in ast.walk(reader.tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-    }
-    names |= {each.arg for each in ast.walk(reader.tree) if isinstance(each, ast.arg)}
+    nodes = list(ast.walk(forward.tree))
+    names = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    names |= {each.arg for each in nodes if isinstance(each, ast.arg)}
     return isinstance(function, ast.Name) and function.id in names

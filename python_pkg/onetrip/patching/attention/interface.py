@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,8 +23,10 @@ from ...cpu_advice import multiplies_bfloat16_in_vectors
 from ...ops.common.tracing import is_traced, is_transformed, watched_as
 from ..calls import count_fallback, original_class
 from ..classes import Rewrite, method_of
+from ..forward import Forward, read_forward
 from ..report import Unsuitable
-from ..source import bare, calls_in, parse
+from ..rewriting import Rewriting
+from ..source import calls_in
 from ..verify import kind_of
 from .eager import PATTERN, EagerFunction, fused_function, read_eager_function
 from .verify import verify_attention
@@ -125,8 +127,7 @@ def _trains_slowly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
 class Interface:
     """A forward that asks the AttentionInterface."""
 
-    forward: Callable[..., Any]
-    tree: ast.FunctionDef
+    forward: Forward
     questions: tuple[ast.expr, ...]
     """The expressions in the tree whose value is the function to call."""
 
@@ -148,7 +149,7 @@ class Interface:
 
     def _may_drop(self, module: nn.Module) -> bool:
         """Whether the module's attributes give the attention function a dropout above 0."""
-        options = (each for call in calls_in(self.tree) for each in call.keywords if each.arg == "dropout")
+        options = (each for call in calls_in(self.forward.tree) for each in call.keywords if each.arg == "dropout")
         nodes = (node for option in options for node in ast.walk(option.value) if isinstance(node, ast.Attribute))
         values = [value for node in nodes if type(value := self._evaluated(node, module)) in (int, float)]
         return not values or any(values)
@@ -156,9 +157,9 @@ class Interface:
     def _evaluated(self, node: ast.expr, module: nn.Module) -> Any:
         """The value of an expression of the forward; None if it needs more than the module."""
         expression = ast.fix_missing_locations(ast.Expression(copy.deepcopy(node)))
-        names = {self.tree.args.args[0].arg: module}
+        names = {self.forward.self_name: module}
         try:
-            return eval(compile(expression, "<attention interface>", "eval"), self.forward.__globals__, names)
+            return eval(compile(expression, "<attention interface>", "eval"), self.forward.globals, names)
         except Exception:  # a local name, or anything that follows from its absence
             return None
 
@@ -169,13 +170,13 @@ def read_interface(cls: Any) -> Interface | Unsuitable | None:
     code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
     if code is None or not any(_is_interface(names.get(name)) for name in code.co_names):
         return None
-    tree = parse(forward)
-    if isinstance(tree, Unsuitable):
-        return tree
-    questions = tuple(node for node in ast.walk(tree) if _is_question(node, names))
+    read = read_forward(forward)
+    if isinstance(read, Unsuitable):
+        return read
+    questions = tuple(node for node in ast.walk(read.tree) if _is_question(node, names))
     if not questions:
         return Unsuitable("unknown_forward", "asks the attention interface in an unknown way")
-    return Interface(forward, tree, questions)  # type: ignore[arg-type]
+    return Interface(read, questions)  # type: ignore[arg-type]
 
 
 def _is_interface(value: object) -> bool:
@@ -195,7 +196,8 @@ def _is_question(node: ast.AST, names: dict[str, Any]) -> bool:
 
 def _is_bfloat16_on_cpu(module: nn.Module) -> bool:
     device, dtype = kind_of(module)
-    return device.type == "cpu" and dtype == torch.bfloat16 and multiplies_bfloat16_in_vectors()
+    is_on_cpu = device.type == "cpu" and not any(parameter.is_meta for parameter in module.parameters())
+    return is_on_cpu and dtype == torch.bfloat16 and multiplies_bfloat16_in_vectors()
 
 
 def _sdpa() -> Any:
@@ -223,27 +225,14 @@ class Attention:
     def detail(self) -> str:
         return "in place of SDPA, for dropout or training in bfloat16 on a CPU" if self.by_rule else ""
 
-    def rewrite(self, module: nn.Module) -> Rewrite:
+    def rewrite(self, cls: type) -> Rewrite:
         """The forward that calls the fused function wherever the interface returns the original one."""
-        return self._rewrite
-
-    @cached_property
-    def _rewrite(self) -> Rewrite:
-        tree = bare(self.interface.tree)
-        names = self.interface.forward.__globals__
-        self_name = tree.args.args[0].arg
-
-        class Exchange(ast.NodeTransformer):
-            def generic_visit(self, node: Any) -> Any:
-                super().generic_visit(node)
-                if not _is_question(node, names):
-                    return node
-                return ast.Call(ast.Name("chosen_"), [ast.Name(self_name), node], [])
-
-        Exchange().visit(tree)
+        rewriting = Rewriting(self.interface.forward)
+        for question in self.interface.questions:
+            rewriting.put_around(question, "chosen_")
         original, fused = self.function.function, fused_function(self.function)
-        chosen = Chosen(original, by_rule(original, fused) if self.by_rule else fused)
-        return Rewrite(PATTERN, ast.unparse(tree) + "\n", (("chosen_", chosen),), in_module=True)
+        rewriting.constants["chosen_"] = Chosen(original, by_rule(original, fused) if self.by_rule else fused)
+        return rewriting.rewrite(PATTERN)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless the fused function computes the same as the original for this module."""
@@ -312,5 +301,5 @@ def _own_eager_function(cls: Any) -> Any:
     for question in interface.questions:
         match question:
             case ast.Call(args=[_, ast.Name(id=name)]):
-                return interface.forward.__globals__.get(name)
+                return interface.forward.globals.get(name)
     return None

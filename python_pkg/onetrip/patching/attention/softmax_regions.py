@@ -12,13 +12,11 @@ forward stays verbatim: caches, keyword arguments, later uses of the weights.
 from __future__ import annotations
 
 import ast
-import copy
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from inspect import getattr_static
-from itertools import product
 from types import FunctionType
 from typing import Any
 
@@ -30,12 +28,12 @@ from ...ops import softmax
 from ...ops.attention import saturated_mask
 from ...ops.common.backends import KERNEL_DTYPES
 from .. import calls
-from ..calls import original_class
 from ..classes import Rewrite, method_of
-from ..clones import clone
+from ..forward import Forward, read_forward
 from ..report import Unsuitable
-from ..source import Inliner, bare, calls_in, define, first_match, indented, parse
-from ..verify import RNG, MaskedDropout, check_function, kind_of, reject_fallback, undisturbed
+from ..rewriting import Rewriting
+from ..source import Inliner, calls_in, first_match, indented
+from ..verify import RNG, MaskedDropout, check_function, kind_of
 from .eager import PATTERN
 
 SOFTMAXES = (
@@ -73,58 +71,59 @@ class Region:
     """The name of the dropout module; empty for functional.dropout and for none."""
     p: str
     """0.0 if there is no dropout."""
-    softmax: str
-    """One of SOFTMAXES."""
-
-    @property
-    def dropout(self) -> tuple[str, str] | None:
-        """("child", its name) or ("attribute", the name of p); None if p is no attribute of the module."""
-        if self.undropped:
-            return None  # no call with dropout is fused
-        if self.child:
-            return "child", self.child
-        own, _, name = self.p.partition(".")
-        return ("attribute", name) if own == "self" and name.isidentifier() else None
 
 
 @dataclass(frozen=True)
 class SoftmaxRegions:
     """A forward with softmax regions: every instance of its class is a site."""
 
-    tree: ast.FunctionDef
+    forward: Forward
+    """The forward, or the method that holds them."""
     found: tuple[tuple[ast.AST, str, Region], ...]
     """(node, the field of the node that holds the statements, region)."""
-    method: str = "forward"
-    """The method that holds them."""
     pattern = PATTERN
+    detail = ""
 
-    def rewrite(self, module: nn.Module) -> Rewrite:
+    def rewrite(self, cls: type) -> Rewrite:
         """The forward with its regions fused."""
-        return self._rewrite
-
-    @cached_property
-    def _rewrite(self) -> Rewrite:
-        tree = copy.deepcopy(self.tree)
-        copies = dict(zip(map(id, ast.walk(self.tree)), ast.walk(tree), strict=True))
+        rewriting = Rewriting(self.forward)
         for node, name, region in reversed(self.found):
-            block = getattr(copies[id(node)], name)
+            block = getattr(rewriting.copies[id(node)], name)
             block[region.start : region.stop] = ast.parse(_source(region, region.statements)).body
-        source = ast.unparse(bare(tree)) + "\n"
-        return Rewrite(PATTERN, source, tuple(NAMES.items()), method=self.method, in_module=True)
+        rewriting.constants.update(NAMES)
+        return rewriting.rewrite(PATTERN)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
-        """Raise VerificationError unless each region, on its own, computes the same fused as its statements do."""
+        """Raise VerificationError unless the fused call computes a region's softmax, with its mask and dropout."""
         device, dtype = kind_of(module)
-        original = method_of(original_class(type(module)), self.method)
-        with undisturbed(device), MaskedDropout():
-            for _, _, region in self.found:
-                before, after = isolated(region, original)
-                for mask, dropout in product((None, "padding", "bias"), (None, region.dropout)):
-                    if mask is not None and region.mask == "None":
-                        continue
-                    fused, unfused = (partial(_called, each, module, dropout, mask) for each in (after, before))
-                    mode = f" with {mask}" + ("" if dropout is None else ", dropout")
-                    check_function(fused, unfused, _inputs(dtype, mask), device, dtype, mode)
+        scores, bias = (2, 4, 3, 5), (1, 4, 3, 5)
+        padding = torch.zeros(2, 1, 1, 5, device=device)
+        padding[1, ..., 3:] = torch.finfo(torch.float32).min
+        has_mask = any(region.mask != "None" for _, _, region in self.found)
+        with MaskedDropout():
+            for p in (0.0, 0.25):
+                mode = " with dropout" if p else ""
+                fused, unfused = partial(_fused, p), partial(_unfused, p)
+                check_function(fused, unfused, {"scores": scores}, device, dtype, mode)
+                if has_mask:
+                    check_function(fused, unfused, {"scores": scores, "mask": bias}, device, dtype, f"{mode} with bias")
+                    fused, unfused = partial(fused, mask=padding), partial(unfused, mask=padding)
+                    check_function(fused, unfused, {"scores": scores}, device, dtype, f"{mode} with padding")
+
+
+def _fused(p: float, scores: Tensor, mask: Tensor | None = None) -> Tensor:
+    mask = None if mask is None else _saturated(mask, scores)
+    return region_softmax(scores, mask, scale=0.5, dropout_p=p, rng=RNG)
+
+
+def _unfused(p: float, scores: Tensor, mask: Tensor | None = None) -> Tensor:
+    scores = 0.5 * scores if mask is None else 0.5 * scores + _saturated(mask, scores)
+    return functional.dropout(functional.softmax(scores, dim=-1), p)
+
+
+def _saturated(mask: Tensor, scores: Tensor) -> Tensor:
+    """The mask in the dtype of the scores, finite."""
+    return mask.to(scores.dtype).clamp(min=torch.finfo(scores.dtype).min)
 
 
 def read_softmax_regions(cls: Any) -> SoftmaxRegions | Unsuitable | None:
@@ -135,18 +134,19 @@ def read_softmax_regions(cls: Any) -> SoftmaxRegions | Unsuitable | None:
         function: Any = method_of(cls, method)
         if not _mentions_softmax(getattr(getattr(function, "__code__", None), "co_names", ())):
             continue
-        tree = parse(function)
-        if isinstance(tree, Unsuitable):
-            reason = reason or (tree if method == "forward" else None)
+        forward = read_forward(function, method=method)
+        if isinstance(forward, Unsuitable):
+            reason = reason or (forward if method == "forward" else None)
             continue
-        if [each.arg for each in tree.args.args][:1] != ["self"]:
+        tree = forward.tree
+        if forward.self_name != "self":
             reason = reason or Unsuitable("unknown_forward", f"{method}: its first parameter is not called self")
             continue
         inliner = Inliner(function.__globals__, {})
         if _calls_softmax(tree, inliner):
             found = tuple(_regions(tree, inliner))
             if found and isinstance(getattr_static(cls, method), FunctionType):
-                return SoftmaxRegions(tree, found, method)
+                return SoftmaxRegions(forward, found)
             reason = reason or Unsuitable("unknown_forward", f"{method}: {_why_not(tree, inliner)}")
     return reason
 
@@ -214,7 +214,7 @@ def _region(tree: ast.FunctionDef, block: list[ast.stmt], index: int, inliner: I
     cast = _assignment(block[index + 1], inliner) if index + 1 < len(block) else None
     form = first_match(("X.to(T.dtype)",), cast[1]) if cast is not None and cast[0] == weights else None
     if form is not None and inner[0] == SOFTMAXES[0] and ast.unparse(form[1]["X"]) == weights:
-        inner, last = ("softmax(X, dim=-1).to(T.dtype)", form[1] | inner[1]), index + 1
+        inner, last = (inner[0], form[1] | inner[1]), index + 1
     mask, scale, start = "None", "1.0", index
     if (added := first_match(MASKS, scores)) is not None and _is_pure(added[1]["M"]):
         scores, mask = added[1]["X"], ast.unparse(added[1]["M"])
@@ -248,7 +248,6 @@ def _region(tree: ast.FunctionDef, block: list[ast.stmt], index: int, inliner: I
         scale=scale,
         child=child,
         p=p,
-        softmax=inner[0],
     )
 
 
@@ -356,56 +355,3 @@ NAMES: dict[str, Any] = {
     "is_plain_": calls.is_plain,
     "Dropout_": nn.Dropout,
 }
-
-
-def isolated(region: Region, original: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """One region as two functions of (self, scores, mask): with torch's operators, and fused, without a fallback."""
-    scaled = "scores" if region.scale == "1.0" else f"scores * ({region.scale})"
-    weights = region.softmax.replace("X", "scores_").replace("T", "scores_")
-    dropped = f"self.{region.child}(weights_)" if region.child else f"dropout(weights_, {region.p}, self.training)"
-    if region.p == "0.0":
-        dropped = "weights_"
-    before = f"""\
-def before(self, scores, mask):
-    scores_ = {scaled}
-    scores_ = scores_ if mask is None else scores_ + mask
-    weights_ = {weights}
-    return {dropped}
-"""
-    alone = replace(region, scores="scores", like="scores_", mask="mask", result="result_")
-    after = f"def after(self, scores, mask):\n{indented(_source(alone, 'reject_(self)'))}    return result_\n"
-    known = {"softmax": functional.softmax, "dropout": functional.dropout, "float32": torch.float32}
-    fused = {**NAMES, "reject_": reject_fallback, "region_softmax_": partial(region_softmax, rng=RNG)}
-    return define(original, before, known, "before", PATTERN), define(original, after, fused, "after", PATTERN)
-
-
-def _prepared(module: nn.Module, dtype: torch.dtype, dropout: tuple[str, str] | None) -> nn.Module:
-    """A clone in evaluation mode, except for one dropout (see Region.dropout)."""
-    copied = clone(module, dtype).eval()
-    if dropout is not None:
-        kind, name = dropout
-        owner, attribute = (getattr(copied, name), "p") if kind == "child" else (copied, name)
-        owner.training = True
-        setattr(owner, attribute, 0.25)
-    return copied
-
-
-def _inputs(dtype: torch.dtype, mask: str | None) -> dict[str, Tensor]:
-    random = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
-    shapes = {"scores": (2, 4, 3, 5), "mask": (1, 4, 3, 5)}
-    return {name: random(shape).to(dtype) for name, shape in shapes.items() if name == "scores" or mask == "bias"}
-
-
-def _called(
-    function: Callable[..., Tensor],
-    module: nn.Module,
-    dropout: tuple[str, str] | None,
-    mask: str | None,
-    scores: Tensor,
-    added: Tensor | None = None,
-) -> Tensor:
-    """One of the functions of isolated. mask: None, "padding", or "bias", which is added."""
-    if mask == "padding":
-        added = scores.new_zeros(2, 1, 1, 5)
-        added[1, ..., 3:] = max(torch.finfo(scores.dtype).min, torch.finfo(torch.float32).min)
-    return function(_prepared(module, scores.dtype, dropout), scores, added)

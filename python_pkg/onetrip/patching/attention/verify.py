@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...ops.attention import attention
 from ..clones import clone
-from ..verify import RNG, MaskedDropout, Outcome, check_outcomes, kind_of, outcome, reject_fallback, undisturbed
+from ..verify import RNG, MaskedDropout, check_function, kind_of, reject_fallback
 from .eager import EagerFunction
 
 _BATCH, _N_QUERIES, _N_KEYS, _WIDTH = 2, 5, 7, 8  # heads: multiples of 3, so that every size differs
@@ -26,16 +26,16 @@ _SOFTCAP, _DROPOUT_P = 2.0, 0.25
 def verify_attention(module: nn.Module, found: EagerFunction) -> None:
     """Raise VerificationError unless the fused function computes the same as the original for this module."""
     device, dtype = kind_of(module)
-    with undisturbed(device):
-        fused = found.compile({"count_fallback_": reject_fallback, "attention_": partial(attention, rng=RNG)})
-        for case in _cases(found):
-            mode = ", ".join(f"{name} {value}" for name, value in case.items() if value not in (None, 0.0))
-            inputs = {name: tensor.to(device, dtype) for name, tensor in _inputs(module, found, case).items()}
-            actual, expected, truth = (
-                _outcome(clone(module, like), function, {n: x.to(like) for n, x in inputs.items()}, case, found)
-                for function, like in ((fused, dtype), (found.function, dtype), (found.function, torch.float64))
-            )
-            check_outcomes(actual, expected, truth, f" with {mode}" if mode else "")
+    fused = found.compile({"count_fallback_": reject_fallback, "attention_": partial(attention, rng=RNG)})
+    for case in _cases(found):
+        mode = ", ".join(f"{name} {value}" for name, value in case.items() if value not in (None, 0.0))
+        mode, inputs = f" with {mode}" if mode else "", _shapes(module, found, case)
+
+        def make(to: torch.dtype | None) -> nn.Module:
+            return clone(module, to or dtype).train()
+
+        ours, theirs = (partial(_called, each, found, case, list(inputs)) for each in (fused, found.function))
+        check_function(ours, theirs, inputs, device, dtype, mode, make)
 
 
 def _cases(found: EagerFunction) -> Iterator[dict[str, Any]]:
@@ -53,14 +53,13 @@ def _cases(found: EagerFunction) -> Iterator[dict[str, Any]]:
         yield {"sinks": True, "dropout": _DROPOUT_P}
 
 
-def _inputs(module: nn.Module, found: EagerFunction, case: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors that need gradients, from a fixed seed."""
+def _shapes(module: nn.Module, found: EagerFunction, case: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that need gradients."""
     groups = int(getattr(module, "num_key_value_groups", 1))
     sinks = getattr(module, "sinks", None)
     n_heads = sinks.numel() if found.has_sinks and isinstance(sinks, Tensor) else 3 * groups
     n_queries = _N_KEYS if case.get("mask") == "causal" else _N_QUERIES
-    generator = torch.Generator().manual_seed(0)
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "query": (_BATCH, n_heads, n_queries, _WIDTH),
         "key": (_BATCH, n_heads // groups, _N_KEYS, _WIDTH),
         "value": (_BATCH, n_heads // groups, _N_KEYS, _WIDTH),
@@ -69,7 +68,7 @@ def _inputs(module: nn.Module, found: EagerFunction, case: dict[str, Any]) -> di
         shapes["position_bias"] = (1, n_heads, n_queries, _N_KEYS)
     if case.get("sinks"):
         shapes["sinks"] = (_BATCH, n_heads, n_queries, 1)
-    return {name: torch.randn(shape, generator=generator, device="cpu") for name, shape in shapes.items()}
+    return shapes
 
 
 def _mask(kind: str | None, query: Tensor, blind_query: bool) -> Tensor | None:
@@ -86,23 +85,21 @@ def _mask(kind: str | None, query: Tensor, blind_query: bool) -> Tensor | None:
     return torch.zeros_like(keep, dtype=query.dtype).masked_fill(~keep, lowest)
 
 
-def _outcome(
-    module: nn.Module, function: Any, inputs: dict[str, Tensor], case: dict[str, Any], found: EagerFunction
-) -> Outcome:
-    module.train()
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    query, key, value = (leaves[name] for name in ("query", "key", "value"))
-    options: dict[str, Any] = {"scaling": 0.5, "dropout": case.get("dropout", 0.0)}
-    options |= {name: leaves[name] for name in ("position_bias", "sinks") if name in leaves}
+def _called(
+    function: Any, found: EagerFunction, case: dict[str, Any], names: list[str], module: nn.Module, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """The output and, where the function returns them, the weights. names: of the tensors."""
+    query, key, value = tensors[:3]
+    more = dict(zip(names[3:], tensors[3:], strict=True))
+    options: dict[str, Any] = {"scaling": 0.5, "dropout": case.get("dropout", 0.0), **more}
     if "softcap" in case:
         options["softcap"] = case["softcap"]
     if case.get("mask") == "causal":
         options["is_causal"] = True
     # torch's SDPA on the CPU computes wrong gradients for a query without keys.
-    mask = _mask(case.get("mask"), query, blind_query=found.returns_weights or "position_bias" in leaves)
+    mask = _mask(case.get("mask"), query, blind_query=found.returns_weights or "position_bias" in more)
     is_own = not found.takes_sinks and isinstance(getattr(module, "sinks", None), Tensor)
-    n_sinks = int(found.has_sinks and (is_own or "sinks" in leaves))
+    n_sinks = int(found.has_sinks and (is_own or "sinks" in more))
     with MaskedDropout(columns_before=n_sinks):
         output, weights = function(module, query, key, value, mask, **options)
-    leaves |= {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
-    return outcome({"output": output} if weights is None else {"output": output, "weights": weights}, leaves)
+    return (output,) if weights is None else (output, weights)

@@ -16,24 +16,24 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import nn
 
 from ..classes import Rewrite
+from ..forward import Forward
 from .choose import PATTERNS, Choice, choose_sums
-from .read import FoundSums, read_sums
+from .read import read_sums
 from .rewrite import rewrite_sums
 from .verify import verify_sum
 
-__all__ = ["PATTERNS", "FoundSums", "ResidualSums", "choose_sums", "read_sums"]
+__all__ = ["PATTERNS", "ResidualSums", "choose_sums", "read_sums"]
 
 
 @dataclass(frozen=True)
 class ResidualSums:
     """A module whose forward has sums to fuse, as a site."""
 
-    sums: FoundSums
+    forward: Forward
     chosen: tuple[Choice, ...]
 
     @property
@@ -47,13 +47,9 @@ class ResidualSums:
         counts = Counter(choice.pattern for choice in self.chosen)
         return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) if len(self.chosen) > 1 else ""
 
-    def rewrite(self, module: nn.Module) -> Rewrite:
+    def rewrite(self, cls: type) -> Rewrite:
         """The forward with its sums fused."""
-        return self._rewrite
-
-    @cached_property
-    def _rewrite(self) -> Rewrite:
-        return rewrite_sums(self.pattern, self.sums, self.chosen)
+        return rewrite_sums(self.pattern, self.forward, self.chosen)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless each sum, fused, computes what torch's operators compute."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ..calls import is_plain, original_class
+from ..forward import child_at, linear_at
 from ..norms import NormSpec
 from ..report import Unsuitable
-from .read import FoundSum, FoundSums, Operand
+from .read import FoundSum, Operand
 from .tails import Tail, open_tail, read_returns
 
 PATTERNS = ("dropout_add_norm", "add_norm", "dropout_add")
@@ -52,7 +53,7 @@ class Choice:
     @property
     def norm_replaces_sum(self) -> bool:
         """Whether the next statement is `h = self.norm(h)`: nothing else reads the sum."""
-        match self.found.block[self.found.position + 1 : self.found.position + 2]:
+        match self.found.place.following[:1]:
             case [ast.Assign(targets=[ast.Name(id=name)], value=value)]:
                 return name == self.found.target and self.norm is not None and value is self.norm[1]
         return False
@@ -60,7 +61,7 @@ class Choice:
 
 def choose_sums(
     module: nn.Module,
-    sums: FoundSums,
+    sums: Sequence[FoundSum],
     norm_of: Callable[[nn.Module], NormSpec | Unsuitable],
     closed: Container[int],
 ) -> list[Choice] | Unsuitable:
@@ -73,7 +74,7 @@ def choose_sums(
     chosen: list[Choice] = []
     taken: set[int] = set()
     reason: Unsuitable | None = None
-    for found in sums.sums:
+    for found in sums:
         choice = _with_branch(module, found, taken, closed)
         norm = _norm(module, found, norm_of)
         if isinstance(norm, Unsuitable):
@@ -143,23 +144,15 @@ def _holds(module: nn.Module, operand: Operand) -> bool:
         if dropout is None or not is_plain(dropout, nn.Dropout) or dropout.inplace:
             return False
     if operand.linear:
-        linear: Any = child_at(module, operand.linear)
-        if linear is None or original_class(type(linear)) is not nn.Linear or linear.bias is None:
+        linear = linear_at(module, operand.linear)
+        if linear is None or linear.bias is None:
             return False
     return True
 
 
-def child_at(module: nn.Module, path: str) -> nn.Module | None:
-    """The child at a dotted path; None if there is none."""
-    child: nn.Module | None = module
-    for name in path.split("."):
-        child = None if child is None else child._modules.get(name)
-    return child
-
-
 def _is_written_before(module: nn.Module, found: FoundSum, norm: ast.Call) -> bool:
     """Whether a child that works in place is called between the sum and the norm."""
-    for statement in found.block[found.position + 1 :]:
+    for statement in found.place.following:
         nodes = list(ast.walk(statement))
         children = (module._modules.get(node.attr) for node in nodes if isinstance(node, ast.Attribute))
         if any(getattr(child, "inplace", False) for child in children):

@@ -10,24 +10,27 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
+from ..forward import Forward
 from ..source import Substitution, calls_in, is_source_of, parse
 
 
-def inlined(tree: ast.FunctionDef, forward: Any) -> ast.FunctionDef:
-    """The tree with what such helpers of the forward's file return in place of their calls. Itself where there are
-    none, else a copy."""
-    functions = {node.func.id for node in calls_in(tree) if isinstance(node.func, ast.Name)}
-    helpers = {name: each for name in functions if _drops(each := forward.__globals__.get(name), forward)}
-    return _Inlining(helpers, forward).visit(copy.deepcopy(tree)) if helpers else tree
+def inlined(forward: Forward) -> Forward:
+    """The forward with what such helpers of its file return in place of their calls. Itself where there are none."""
+    functions = {node.func.id for node in calls_in(forward.tree) if isinstance(node.func, ast.Name)}
+    helpers: dict[str, Any] = {name: each for name in functions if _drops(each := forward.globals.get(name), forward)}
+    if not helpers:
+        return forward
+    return replace(forward, tree=_Inlining(helpers, forward.function).visit(copy.deepcopy(forward.tree)))
 
 
-def _drops(function: Any, forward: Any) -> bool:
+def _drops(function: Any, forward: Forward) -> bool:
     return (
         isinstance(function, FunctionType)
-        and function.__globals__ is forward.__globals__  # its names mean the same in the forward
+        and function.__globals__ is forward.globals  # its names mean the same in the forward
         and "dropout" in function.__code__.co_names
     )
 

@@ -8,12 +8,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-from torch.nn import functional
-
-from ..report import Unsuitable
-from ..source import is_source_of, parse, resolve
+from ..forward import Forward, Place, assigned_name, evaluated, may_change, mentions, places
 from .inline import inlined
 
 
@@ -48,9 +44,7 @@ class FoundSum:
     """`left + right` in a forward."""
 
     node: ast.BinOp
-    block: list[ast.stmt]
-    position: int
-    """Position of its statement in the block."""
+    place: Place
     target: str
     """The name that the sum itself is assigned to; empty where it is part of a larger expression."""
     operands: tuple[list[Operand], list[Operand]]
@@ -64,48 +58,29 @@ class FoundSum:
     loop."""
 
 
-@dataclass(eq=False)
-class FoundSums:
-    """A forward with sums."""
-
-    tree: ast.FunctionDef
-    sums: list[FoundSum]
+def read_sums(forward: Forward) -> tuple[Forward, list[FoundSum]]:
+    """The sums of a forward, and the forward that they stand in: with helper functions that add written out."""
+    forward = inlined(forward)
+    return forward, list(SumReader(forward).read())
 
 
-def read_sums(forward: Any, source: str = "") -> FoundSums | Unsuitable | None:
-    """The sums of a forward; None if it has none, or adds what cannot be tensors only. source: of its rewrite."""
-    tree: Any = ast.parse(source).body[0] if source else parse(forward)
-    if isinstance(tree, Unsuitable):
-        return tree
-    read = inlined(tree, forward)
-    found = list(Reader(forward, read).read()) if tree.args.args else []
-    if found and not source and not is_source_of(tree, forward):
-        return Unsuitable("unknown_forward", "its source is not the code that runs")
-    return FoundSums(read, found) if found else None
+class SumReader:
+    """Reads the sums of one forward."""
 
-
-class Reader:
-    """Reads one forward."""
-
-    def __init__(self, forward: Any, tree: ast.FunctionDef) -> None:
-        self.tree, self.globals = tree, forward.__globals__
-        self.self_name = tree.args.args[0].arg
-        self.returned = _returned_names(tree)
+    def __init__(self, forward: Forward) -> None:
+        self.forward, self.returned = forward, _returned_names(forward.tree)
 
     def read(self) -> Iterator[FoundSum]:
-        for block, in_loop in blocks(self.tree.body, False):
-            for position, statement in enumerate(block):
-                match statement:
-                    case ast.Assign(targets=[ast.Name(id=target)], value=value):
-                        pass
-                    case ast.Return(value=ast.expr() as value):
-                        target = ""
-                    case ast.Assign(value=value):
-                        target = ""
-                    case _:
-                        continue
-                for node in self.sums_of(value):
-                    yield self.sum(node, block, position, value, target, isinstance(statement, ast.Return), in_loop)
+        for place in places(self.forward.tree.body):
+            match place.statement:
+                case ast.Assign(targets=[ast.Name(id=target)], value=value):
+                    pass
+                case ast.Assign(value=value) | ast.Return(value=ast.expr() as value):
+                    target = ""
+                case _:
+                    continue
+            for node in self.sums_of(value):
+                yield self.sum(node, place, value, target)
 
     def sums_of(self, value: ast.expr) -> Iterator[ast.BinOp]:
         """Additions of what may be tensors, the outermost first."""
@@ -127,7 +102,7 @@ class Reader:
     def may_be_tensor(self, side: ast.expr) -> bool:
         match side:
             case ast.Attribute():
-                return self.child(side) == ""  # a parameter or a number of the module is no residual
+                return self.forward.child(side) == ""  # a parameter or a number of the module is no residual
             case ast.Name():
                 return True
             case ast.Call(
@@ -148,31 +123,22 @@ class Reader:
                 return self.may_be_tensor(left) or self.may_be_tensor(right)
         return False
 
-    def sum(
-        self,
-        node: ast.BinOp,
-        block: list[ast.stmt],
-        position: int,
-        value: ast.expr,
-        target: str,
-        in_return: bool,
-        in_loop: bool,
-    ) -> FoundSum:
+    def sum(self, node: ast.BinOp, place: Place, value: ast.expr, target: str) -> FoundSum:
         whole: ast.expr = value
         while isinstance(whole, ast.Call) and isinstance(whole.func, ast.Attribute):  # (a + b).view(...)
             whole = whole.func.value
         assigned, target = target if whole is node else "", target if value is node else ""
-        is_exposed = in_return or self.is_returned(assigned, block[position + 1 :])
+        is_exposed = isinstance(place.statement, ast.Return) or self.is_returned(assigned, place.following)
         norms: list[tuple[str, ast.Call]] = []
         around = next((call for call in ast.walk(value) if isinstance(call, ast.Call) and call.args == [node]), None)
-        inline = around is not None and (path := self.child(around.func)) != "" and not around.keywords
+        inline = around is not None and (path := self.forward.child(around.func)) != "" and not around.keywords
         if inline and around is not None:
             norms = [(path, around)]
         elif target and not is_exposed:
-            norms = list(self.norms_after(block, position, target))
-        operands = tuple(self.readings(side, block, position, in_loop) for side in (node.left, node.right))
-        is_open = not in_loop and (is_exposed or self.is_passed_on(assigned, block[position]))
-        return FoundSum(node, block, position, target, operands, norms, inline, is_open)  # type: ignore[arg-type]
+            norms = list(self.norms_after(place.following, target))
+        operands = self.readings(node.left, place), self.readings(node.right, place)
+        is_open = not place.in_loop and (is_exposed or self.is_passed_on(assigned, place.statement))
+        return FoundSum(node, place, target, operands, norms, inline, is_open)
 
     def is_returned(self, name: str, following: list[ast.stmt]) -> bool:
         """Whether the forward may return the value of a name, or of another name for it. following: in its block."""
@@ -184,213 +150,72 @@ class Reader:
             and isinstance(statement.value, ast.Name)
             and statement.value.id == name
         ]
-        rebound = {_assigned(statement) for statement in following}
+        rebound = {assigned_name(statement) for statement in following}
         return name in self.returned - rebound or any(other in self.returned for other in others)
 
     def is_passed_on(self, name: str, statement: ast.stmt) -> bool:
         """Whether a child is called with the name alone after the statement."""
-        later = (node for node in ast.walk(self.tree) if getattr(node, "lineno", 0) > (statement.end_lineno or 0))
-        called = (self.called(node) for node in later if isinstance(node, ast.Call))
+        later = (
+            node for node in ast.walk(self.forward.tree) if getattr(node, "lineno", 0) > (statement.end_lineno or 0)
+        )
+        called = (self.forward.called(node) for node in later if isinstance(node, ast.Call))
         return any(each is not None and isinstance(each[1], ast.Name) and each[1].id == name for each in called)
 
-    def child(self, function: ast.expr) -> str:
-        """The path of self.a.b; empty for anything else."""
-        match function:
-            case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner == self.self_name:
-                return name
-            case ast.Attribute(value=inner, attr=name) if (path := self.child(inner)) != "":
-                return f"{path}.{name}"
-        return ""
-
-    def called(self, expression: ast.expr) -> tuple[str, ast.expr] | None:
-        """(path, argument) of a child's call with one argument."""
-        match expression:
-            case ast.Call(func=function, args=[argument], keywords=[]) if (path := self.child(function)) != "":
-                return None if isinstance(argument, ast.Starred) else (path, argument)
-        return None
-
-    def functional_dropout(self, expression: ast.expr) -> tuple[ast.expr, ast.expr, ast.expr] | None:
-        """(x, p, training) of a call of functional.dropout."""
-        match expression:
-            case ast.Call(func=function, args=[x, *rest], keywords=keywords) if (
-                resolve(function, self.globals) is functional.dropout
-            ):
-                options = dict(zip(("p", "training", "inplace"), rest, strict=False)) | {
-                    k.arg: k.value for k in keywords
-                }
-                if options.keys() == {"p", "training"}:
-                    return x, options["p"], options["training"]
-        return None
-
-    def readings(self, side: ast.expr, block: list[ast.stmt], position: int, in_loop: bool) -> list[Operand]:
+    def readings(self, side: ast.expr, place: Place) -> list[Operand]:
         """Ways to read an operand, from the most that can be taken off to the plain expression."""
-        found = [Operand(side), *self.openings(Operand(side), block, position, position, in_loop)]
-        outer = self.value_of(side, block, position, position, in_loop)
+        found = [Operand(side), *self.openings(Operand(side), place, place.position)]
+        outer = self.forward.value_of(side, place, place.position)
         for value, statements in ((side, ()), outer) if outer else ((side, ()),):
             dropouts: list[Operand] = []
-            if (functional_ := self.functional_dropout(value)) is not None:
+            if (functional_ := self.forward.functional_dropout(value)) is not None:
                 dropouts.append(Operand(functional_[0], "", *functional_[1:], statements=statements))
-            elif (called := self.called(value)) is not None:
+            elif (called := self.forward.called(value)) is not None:
                 dropouts.append(Operand(called[1], called[0], statements=statements))
                 found.append(Operand(called[1], linear=called[0], statements=statements))
             for each in dropouts:
                 found.append(each)
-                before = position - len(each.statements)
-                found += self.openings(each, block, before, position, in_loop)
-                inner = self.value_of(each.x, block, before, position, in_loop)
+                before = place.position - len(each.statements)
+                found += self.openings(each, place, before)
+                inner = self.forward.value_of(each.x, place, before)
                 for below, more in ((each.x, ()), inner) if inner else ((each.x, ()),):
-                    if (called := self.called(below)) is not None:
+                    if (called := self.forward.called(below)) is not None:
                         found.append(
                             Operand(called[1], each.dropout, each.p, each.training, called[0], (*statements, *more))
                         )
         return found[::-1]
 
-    def value_of(
-        self, name: ast.expr, block: list[ast.stmt], position: int, last: int, in_loop: bool
-    ) -> tuple[ast.expr, tuple[ast.stmt, ...]] | None:
-        """What the statement before `position` assigned to the name, if only statement `position` reads that value,
-        once. last: position of the sum."""
-        if not isinstance(name, ast.Name) or position == 0:
-            return None
-        statement = block[position - 1]
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=assigned)], value=value) if assigned == name.id:
-                pass
-            case _:
-                return None
-        if _calls_before(block[position], name) or not self.is_read_once(assigned, block, position, last, in_loop):
-            return None
-        return value, (statement,)
-
-    def is_read_once(self, name: str, block: list[ast.stmt], position: int, last: int, in_loop: bool) -> bool:
-        """Whether statement `position` reads the value of the name once, and nothing else does. last: of the sum."""
-        reader, *later = block[position : last + 1]
-        if _reads(reader, name) != 1:
-            return False
-        if _assigned(reader) == name:
-            return True
-        is_rebound = _assigned(block[last]) == name
-        return not any(_reads(each, name) for each in later) and (
-            is_rebound or not (in_loop or _uses_after(self.tree, name, block[last]))
-        )
-
-    def ends_at(self, name: str, block: list[ast.stmt], position: int, last: int, in_loop: bool) -> bool:
-        """Whether only statement `last`, or one between it and `position`, which assigned the name, reads it, once."""
-        first = next(index for index in range(position + 1, last + 1) if _reads(block[index], name))
-        return _reads(self.tree, name) == 1 or self.is_read_once(name, block, first, last, in_loop)
-
-    def openings(
-        self, operand: Operand, block: list[ast.stmt], position: int, last: int, in_loop: bool
-    ) -> Iterator[Operand]:
+    def openings(self, operand: Operand, place: Place, position: int) -> Iterator[Operand]:
         """The operand with the call that made its x, if nothing else reads x. position: of the statement that does."""
         x, in_tuple = operand.x, False
         if isinstance(x, ast.Name):
             name = x.id
-            earlier = (each for each in reversed(block[:position]) if mentions(each, name))
+            earlier = (each for each in reversed(place.block[:position]) if mentions(each, name))
             match next(earlier, None):
                 case ast.Assign(targets=[ast.Name(id=first)], value=value) if first == name:
                     x = value
                 case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=first), *_])], value=value) if first == name:
                     x, in_tuple = value, True
-            if not self.is_read_once(name, block, position, last, in_loop):
+            if not self.forward.is_read_once(name, place, position):
                 return
         if isinstance(x, ast.Subscript) and isinstance(x.slice, ast.Constant) and x.slice.value == 0 and not in_tuple:
             x, in_tuple = x.value, True
-        if isinstance(x, ast.Call) and (path := self.child(x.func)) != "":
+        if isinstance(x, ast.Call) and (path := self.forward.child(x.func)) != "":
             yield replace(operand, opened=path, call=x, in_tuple=in_tuple)
 
-    def norms_after(self, block: list[ast.stmt], position: int, target: str) -> Iterator[tuple[str, ast.Call]]:
+    def norms_after(self, following: list[ast.stmt], target: str) -> Iterator[tuple[str, ast.Call]]:
         """Calls of a child with the sum alone that surely follow, before the name is bound again."""
-        for statement in block[position + 1 :]:
+        for statement in following:
             if isinstance(statement, (ast.Assign, ast.Return, ast.Expr)):
                 for node in evaluated(statement):
-                    called = self.called(node) if isinstance(node, ast.Call) else None
+                    called = self.forward.called(node) if isinstance(node, ast.Call) else None
                     if called is not None and isinstance(called[1], ast.Name) and called[1].id == target:
                         yield called[0], node  # type: ignore[misc]
             if may_change(statement, target):
                 return
 
 
-def blocks(body: list[ast.stmt], in_loop: bool) -> Iterator[tuple[list[ast.stmt], bool]]:
-    yield body, in_loop
-    for statement in body:
-        match statement:
-            case ast.If(body=then, orelse=otherwise):
-                yield from blocks(then, in_loop)
-                yield from blocks(otherwise, in_loop)
-            case ast.With(body=inner):
-                yield from blocks(inner, in_loop)
-            case ast.For(body=inner) | ast.While(body=inner):
-                yield from blocks(inner, True)
-
-
-def evaluated(node: ast.AST) -> Iterator[ast.AST]:
-    """Nodes below that are evaluated whenever the statement is, once."""
-    yield node
-    if isinstance(node, (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from evaluated(child)
-
-
-def may_change(statement: ast.stmt, name: str) -> bool:
-    """Whether the statement may bind the name again, leave the block, or write to a tensor in place."""
-    for node in ast.walk(statement):
-        match node:
-            case ast.Name(id=bound, ctx=ast.Store() | ast.Del()) if bound == name:
-                return True
-            case ast.Return() | ast.Break() | ast.Continue() | ast.Raise() | ast.AugAssign() | ast.Yield():
-                return True
-            case ast.Subscript(ctx=ast.Store()):
-                return True
-            case ast.keyword(arg="inplace" | "out"):
-                return True
-            case ast.Call(func=ast.Attribute(attr=method)) if method.endswith("_") and not method.startswith("_"):
-                return True
-    return False
-
-
-def _assigned(statement: ast.stmt) -> str:
-    """The one name that the statement assigns; empty for other statements."""
-    match statement:
-        case ast.Assign(targets=[ast.Name(id=name)]):
-            return name
-    return ""
-
-
 def _is_sum(node: ast.expr) -> bool:
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
-
-
-def mentions(node: ast.AST, name: str) -> bool:
-    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
-
-
-def _reads(statement: ast.AST, name: str) -> int:
-    return sum(
-        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
-        for node in ast.walk(statement)
-    )
-
-
-def _calls_before(statement: ast.stmt, name: ast.expr) -> bool:
-    """Whether the statement runs other code before it reads the name: moved there, the value may be another."""
-    start = (name.lineno, name.col_offset)
-    return any(
-        isinstance(node, (ast.Call, ast.NamedExpr)) and (node.end_lineno or 0, node.end_col_offset or 0) <= start
-        for node in ast.walk(statement)
-    )
-
-
-def _uses_after(tree: ast.FunctionDef, name: str, statement: ast.stmt) -> bool:
-    """Whether the name occurs after the statement, or in a nested function, which may run then."""
-    end = (statement.end_lineno or 0, statement.end_col_offset or 0)
-    nested = [each for each in ast.walk(tree) if isinstance(each, (ast.FunctionDef, ast.Lambda)) and each is not tree]
-    inner = {id(node) for function in nested for node in ast.walk(function)}
-    return any(
-        isinstance(node, ast.Name) and node.id == name and ((node.lineno, node.col_offset) >= end or id(node) in inner)
-        for node in ast.walk(tree)
-    )
 
 
 def _returned_names(tree: ast.FunctionDef) -> set[str]:

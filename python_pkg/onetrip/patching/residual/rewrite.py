@@ -3,53 +3,32 @@
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..calls import Branch, dropped, linear_parts, undropped
 from ..classes import Rewrite
+from ..forward import Forward
 from ..links import Sum
-from ..source import bare
-from .read import FoundSums, Operand
+from ..rewriting import Rewriting
+from .read import Operand
 
 if TYPE_CHECKING:
     from .choose import Choice
     from .tails import Tail
 
 
-def rewrite_sums(pattern: str, sums: FoundSums, chosen: Sequence[Choice]) -> Rewrite:
+def rewrite_sums(pattern: str, forward: Forward, chosen: Sequence[Choice]) -> Rewrite:
     """The forward with the chosen sums fused."""
-    rewriting = Rewriting(sums.tree)
+    rewriting = SumRewriting(forward)
     for index, choice in enumerate(chosen):
         rewriting.put_sum(index, choice)
     absorbed = {choice.norm[0] for choice in chosen if choice.norm is not None and "." not in choice.norm[0]}
-    source = rewriting.source()
-    return Rewrite(pattern, source, tuple(rewriting.constants.items()), tuple(sorted(absorbed)), in_module=True)
+    return rewriting.rewrite(pattern, sorted(absorbed))
 
 
-class Rewriting(ast.NodeTransformer):
-    """A copy of a forward, with other expressions in some places. The nodes given are those of the original."""
-
-    def __init__(self, tree: ast.FunctionDef) -> None:
-        self.tree = copy.deepcopy(tree)
-        self.copies: dict[int, Any] = dict(zip(map(id, ast.walk(tree)), ast.walk(self.tree), strict=True))
-        self.own = tree.args.args[0].arg
-        self.constants: dict[str, Any] = {}
-        self.replaced: dict[int, Callable[[], ast.expr]] = {}
-        self.removed: set[int] = set()
-        self.added_targets: dict[int, str] = {}
-
-    def source(self) -> str:
-        """The rewritten forward."""
-        self.visit(self.tree)
-        return ast.unparse(bare(ast.fix_missing_locations(self.tree))) + "\n"
-
-    def put_call(self, call: ast.Call, name: str) -> None:
-        """name(self, function, ...) in place of function(...)."""
-        copied = self.copies[id(call)]
-        copied.args = [ast.Name(self.own), copied.func, *copied.args]
-        copied.func = ast.Name(name)
+class SumRewriting(Rewriting):
+    """A copy of a forward with sums and their branches in place of additions."""
 
     def put_branch(self, value: ast.expr, operand: Operand) -> None:
         """The operand as a Branch in place of a value."""
@@ -58,7 +37,7 @@ class Rewriting(ast.NodeTransformer):
     def put_sum(self, index: int, choice: Choice) -> None:
         """A Sum in place of an addition and the norm that follows."""
         found, operand, norm = choice.found, choice.operand, choice.norm
-        node, statement = self.copies[id(found.node)], self.copies[id(found.block[found.position])]
+        node, statement = self.copies[id(found.node)], self.copies[id(found.place.statement)]
         sides: list[Callable[[], ast.expr]] = [lambda: self.visit(node.left), lambda: self.visit(node.right)]
         if operand is not None and choice.branch is not None:
             sides[choice.branch] = self.branch(operand)
@@ -80,26 +59,7 @@ class Rewriting(ast.NodeTransformer):
             self.replaced[id(self.copies[id(norm[1])])] = lambda: ast.Name(normed)
             self.added_targets[id(statement)] = normed
         elif norm is not None:
-            self.removed.add(id(self.copies[id(found.block[found.position + 1])]))
-
-    def visit(self, node: ast.AST) -> Any:
-        if id(node) in self.removed:
-            return None
-        if id(node) in self.replaced:
-            return self.replaced.pop(id(node))()
-        self.generic_visit(node)
-        if isinstance(node, ast.Assign) and id(node) in self.added_targets:
-            node.targets = [ast.Tuple([*node.targets, ast.Name(self.added_targets[id(node)])])]
-        return node
-
-    def attribute(self, path: str) -> ast.expr:
-        return ast.parse(f"{self.own}.{path}", mode="eval").body
-
-    def probability(self, p: ast.expr | None, training: ast.expr | None) -> ast.expr:
-        """Probability of a functional dropout: p in training, else 0; 0 where there is none."""
-        if p is None or training is None:
-            return ast.Constant(0.0)
-        return ast.IfExp(self.copies[id(training)], self.copies[id(p)], ast.Constant(0.0))
+            self.removed.add(id(self.copies[id(found.place.following[0])]))
 
     def branch(self, operand: Operand) -> Callable[[], ast.expr]:
         """Makes a Branch of the operand, once it is wanted."""

@@ -23,9 +23,11 @@ from torch import nn
 
 from ..calls import is_plain, original_class
 from ..classes import Rewrite, method_of, plain_forward, returns_as_is, rewrapped
-from ..source import define, is_source_of, parse
-from .read import Operand, Reader
-from .rewrite import Rewriting
+from ..forward import Forward, Place, read_forward
+from ..report import Unsuitable
+from ..source import define
+from .read import Operand, SumReader
+from .rewrite import SumRewriting
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,6 @@ class Tail:
     drops: bool
     linear: bool
     """Whether a dropout and a bias are left to the caller."""
-    in_tuple: bool
-    """Whether the Branch is the first element of a tuple."""
     dropouts: tuple[str, ...]
     """Paths of the children whose dropout is left to the caller."""
 
@@ -58,11 +58,9 @@ class Returns:
     """The values that a method returns first or alone: (value, ways to read it)."""
 
     cls: Any
-    name: str
-    method: Any
-    tree: ast.FunctionDef
+    forward: Forward
     constants: tuple[tuple[str, Any], ...]
-    """Names in the tree, other than globals."""
+    """Names in the forward, other than globals."""
     found: tuple[tuple[ast.expr, list[Operand]], ...]
     in_tuple: bool
 
@@ -74,35 +72,33 @@ def read_returns(cls: Any, name: str) -> Returns | None:
     Cached: parents of one class share a rewritten class only if they call the same functions.
     """
     original = original_class(cls)
-    method = method_of(original, name)
-    rewrite: Rewrite | None = getattr(cls, "_onetrip_rewrite", None)
-    rewrite = rewrite if rewrite is not None and rewrite.method == name else None
     outer = plain_forward(original)
     is_called = outer is original.forward and returns_as_is(outer) and original.__call__ is nn.Module.__call__
-    is_method = isinstance(getattr_static(original, name, None), FunctionType)
-    tree: Any = parse(method) if is_method and (is_called or name != "forward") else None
-    if rewrite is not None and rewrite.in_module:
-        tree = ast.parse(rewrite.source).body[0] if tree is not None else None
-    elif rewrite is not None or not isinstance(tree, ast.FunctionDef) or not is_source_of(tree, method):
+    if not isinstance(getattr_static(original, name, None), FunctionType) or (name == "forward" and not is_called):
         return None
-    if tree is None or not tree.args.args:
+    rewrite: Rewrite | None = getattr(cls, "_onetrip_rewrite", None)
+    rewrite = rewrite if rewrite is not None and rewrite.method == name else None
+    if rewrite is not None and not rewrite.in_module:
         return None
-    reader = Reader(method, tree)
+    forward = read_forward(method_of(original, name), "" if rewrite is None else rewrite.source, name)
+    if isinstance(forward, Unsuitable):
+        return None
+    reader = SumReader(forward)
     found, kinds = [], set()
-    for block, position, statement in _returns(tree.body):
+    for place, statement in _returns(forward.tree.body):
         in_tuple = isinstance(statement.value, ast.Tuple)
         value = statement.value.elts[0] if isinstance(statement.value, ast.Tuple) else statement.value
         if value is not None and not isinstance(value, ast.Starred):
             kinds.add(in_tuple)
-            found.append((value, reader.readings(value, block, position, False)))
+            found.append((value, reader.readings(value, place)))
     constants = () if rewrite is None else rewrite.constants
-    return Returns(cls, name, method, tree, constants, tuple(found), kinds.pop()) if len(kinds) == 1 else None
+    return Returns(cls, forward, constants, tuple(found), kinds.pop()) if len(kinds) == 1 else None
 
 
-def _returns(block: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, ast.Return]]:
+def _returns(block: list[ast.stmt]) -> Iterator[tuple[Place, ast.Return]]:
     for position, statement in enumerate(block):
         if isinstance(statement, ast.Return):
-            yield block, position, statement
+            yield Place(block, position, in_loop=False), statement
         elif isinstance(statement, ast.If):  # a caller is outside of any with block
             yield from _returns(statement.body)
             yield from _returns(statement.orelse)
@@ -111,15 +107,16 @@ def _returns(block: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, ast.R
 @cache
 def open_tail(returns: Returns, operands: tuple[Operand | None, ...]) -> Tail:
     """The second form. operands: how to read each value; None for one that is returned as it is."""
-    rewriting = Rewriting(returns.tree)
+    forward = returns.forward
+    rewriting = SumRewriting(forward)
     for (value, _), operand in zip(returns.found, operands, strict=True):
         if operand is not None:
             rewriting.put_branch(value, operand)
     source, names = rewriting.source(), dict(returns.constants) | rewriting.constants
-    function = define(returns.method, source, names, "forward", "dropout_add")
-    if returns.name == "forward":
+    function = define(forward.function, source, names, "forward", "dropout_add")
+    if forward.method == "forward":
         function = rewrapped(plain_forward(original_class(returns.cls)), function)
     read = [operand for operand in operands if operand is not None]
     drops, linear = any(each.is_dropped for each in read), any(each.linear for each in read)
     dropouts = tuple(each.dropout for each in read if each.dropout)
-    return Tail(returns.cls, returns.name, function, drops, linear, returns.in_tuple, dropouts)
+    return Tail(returns.cls, forward.method, function, drops, linear, dropouts)

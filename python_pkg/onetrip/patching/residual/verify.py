@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,20 +11,11 @@ from torch.nn import functional
 
 from ..calls import linear_parts
 from ..clones import clone
+from ..forward import child_at
 from ..links import Sum
 from ..norms import ANY_WIDTH, n_cols_of
-from ..verify import (
-    RNG,
-    MaskedDropout,
-    Outcome,
-    VerificationError,
-    check_autocast,
-    check_outcomes,
-    kind_of,
-    outcome,
-    undisturbed,
-)
-from .choose import Choice, child_at
+from ..verify import RNG, MaskedDropout, VerificationError, check_autocast, check_function, drawn, kind_of
+from .choose import Choice
 
 _N_INPUTS = 5
 _P = 0.25
@@ -33,62 +23,44 @@ _P = 0.25
 
 def verify_sum(module: nn.Module, choice: Choice) -> None:
     """Raise VerificationError unless the sum, fused, gives torch's outputs and gradients, with and without dropout."""
-    with undisturbed(kind_of(module)[0]):
-        alone, exact = _Alone(module, choice, None), _Alone(module, choice, torch.float64)
-        total = Sum(0, 1, choice.norm_class, choice.spec, rng=RNG)
-        for p, rank in ((0.0, 3), (0.0, 4), *(((_P, 3),) if choice.is_dropped else ())):
-            inputs = alone.inputs(rank)
-            with MaskedDropout():
-                expected = alone.outcome(partial(alone.unfused, p), inputs)
-                truth = exact.outcome(partial(exact.unfused, p), inputs)
-                actual = alone.outcome(partial(alone.fused, total, p), inputs)
-            check_outcomes(actual, expected, truth, " with dropout" if p else "")
-        if choice.spec is not None and not choice.spec.autocast:  # then the norm is called
-            return
-        check_autocast(partial(alone.fused, total, 0.0), partial(alone.unfused, 0.0), alone.inputs(3))
+    norm = None if choice.norm is None else child_at(module, choice.norm[0])
+    device, dtype = kind_of(module if norm is None or not list(norm.parameters()) else norm)
+    n_cols = ANY_WIDTH if norm is None else n_cols_of(norm)
+    total = Sum(0, 1, choice.norm_class, choice.spec, rng=RNG)
 
+    def make_parts(dtype: torch.dtype | None) -> nn.Module:
+        """A clone of the norm, and a small linear layer in place of the branch's."""
+        parts: Any = nn.Module()
+        parts.norm = None if norm is None else clone(norm, dtype).eval()
+        parts.linear = clone(linear, dtype) if choice.has_bias else None
+        return parts
 
-class _Alone(nn.Module):
-    """A sum, apart from its forward: the norm is a clone; a linear layer is a small one of the same dtype."""
-
-    def __init__(self, module: nn.Module, choice: Choice, dtype: torch.dtype | None) -> None:
-        """dtype: of the parameters; None for the module's."""
-        super().__init__()
-        norm = None if choice.norm is None else child_at(module, choice.norm[0])
-        device, own_dtype = kind_of(module if norm is None or not list(norm.parameters()) else norm)
-        self.like = torch.empty(0, dtype=dtype or own_dtype, device=device)
-        self.norm = None if norm is None else clone(norm, dtype).eval()
-        self.n_cols = ANY_WIDTH if norm is None else n_cols_of(norm)
-        self.linear = None
-        if choice.has_bias:
-            self.linear = nn.Linear(_N_INPUTS, self.n_cols, device=device, dtype=self.like.dtype)
-            generator = torch.Generator().manual_seed(2)
-            for parameter in self.linear.parameters():
-                drawn = torch.randn(parameter.shape, generator=generator, device="cpu").to(own_dtype)
-                parameter.data.copy_(drawn)
-
-    def inputs(self, rank: int) -> list[Tensor]:
-        """x and residual."""
-        generator = torch.Generator().manual_seed(0)
+    def shapes(rank: int) -> dict[str, tuple[int, ...]]:
         leading = (2, 3, 4)[: rank - 1]
-        widths = (self.n_cols if self.linear is None else _N_INPUTS, self.n_cols)
-        return [torch.randn(*leading, n, generator=generator, device="cpu").to(self.like) for n in widths]
+        return {"x": (*leading, _N_INPUTS if choice.has_bias else n_cols), "residual": (*leading, n_cols)}
 
-    def unfused(self, p: float, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        """z and, where there is a norm, norm(z), by torch."""
-        x = x if self.linear is None else self.linear(x)
-        z = residual + (functional.dropout(x, p, True) if p else x)
-        return (z,) if self.norm is None else (z, self.norm(z))
+    torch.manual_seed(0)  # the caller restores the random state
+    linear = nn.Linear(_N_INPUTS, n_cols, device="cpu").to(device, dtype)
+    for p, rank in ((0.0, 3), (0.0, 4), *(((_P, 3),) if choice.is_dropped else ())):
+        fused, unfused, mode = partial(_fused, total, p), partial(_unfused, p), " with dropout" if p else ""
+        with MaskedDropout():
+            check_function(fused, unfused, shapes(rank), device, dtype, mode, make_parts)
+    if choice.spec is not None and not choice.spec.autocast:  # then the norm is called
+        return
+    parts, given = make_parts(None), [x.to(device, dtype) for x in drawn(shapes(3)).values()]
+    check_autocast(partial(_fused, total, 0.0, parts), partial(_unfused, 0.0, parts), given)
 
-    def fused(self, total: Sum, p: float, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        x, bias = (x, None) if self.linear is None else linear_parts(self.linear, x)
-        outputs: Any = total.fused(x, residual, bias, p, self.norm)
-        if outputs is None:
-            raise VerificationError("the norm's dtype is not one that the operators take")
-        return outputs if isinstance(outputs, tuple) else (outputs,)
 
-    def outcome(self, compute: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> Outcome:
-        """Named outputs and gradients."""
-        x, residual = (each.to(self.like).requires_grad_() for each in inputs)
-        outputs = {f"output {index}": y for index, y in enumerate(compute(x, residual))}
-        return outcome(outputs, {"x": x, "residual": residual, **dict(self.named_parameters())})
+def _unfused(p: float, parts: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    """z and, where there is a norm, norm(z), by torch."""
+    x = x if parts.linear is None else parts.linear(x)
+    z = residual + (functional.dropout(x, p, True) if p else x)
+    return (z,) if parts.norm is None else (z, parts.norm(z))
+
+
+def _fused(total: Sum, p: float, parts: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    x, bias = (x, None) if parts.linear is None else linear_parts(parts.linear, x)
+    outputs: Any = total.fused(x, residual, bias, p, parts.norm)
+    if outputs is None:
+        raise VerificationError("the norm's dtype is not one that the operators take")
+    return outputs if isinstance(outputs, tuple) else (outputs,)

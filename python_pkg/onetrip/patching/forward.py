@@ -1,0 +1,217 @@
+"""A forward as data: its syntax tree, and what patterns ask about the children that it calls and the names it binds.
+
+What a child is (a dropout, a norm, a linear layer) is a claim: each pattern checks it for one instance.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn import functional
+
+from .calls import original_class
+from .report import Unsuitable
+from .source import is_source_of, parse, resolve
+
+
+def read_forward(function: Any, source: str = "", method: str = "forward") -> Forward | Unsuitable:
+    """A function as data, if its source is the code that runs. source: of its rewrite, if that is to be read.
+    method: its name in its class."""
+    tree: Any = ast.parse(source).body[0] if source else parse(function)
+    if isinstance(tree, Unsuitable):
+        return tree
+    if not tree.args.args:
+        return Unsuitable("unknown_forward", "has no parameters")
+    if not source and not is_source_of(tree, function):
+        return Unsuitable("unknown_forward", "its source is not the code that runs")
+    return Forward(function, tree, method)
+
+
+@dataclass(eq=False)
+class Forward:
+    """A forward, or another method. A name's value is followed within one block of statements."""
+
+    function: Any
+    tree: ast.FunctionDef
+    method: str = "forward"
+
+    @property
+    def globals(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.function.__globals__
+        return found
+
+    @property
+    def self_name(self) -> str:
+        return self.tree.args.args[0].arg
+
+    def child(self, function: ast.expr) -> str:
+        """The path of self.a.b; empty for anything else."""
+        match function:
+            case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner == self.self_name:
+                return name
+            case ast.Attribute(value=inner, attr=name) if (path := self.child(inner)) != "":
+                return f"{path}.{name}"
+        return ""
+
+    def called(self, expression: ast.expr) -> tuple[str, ast.expr] | None:
+        """(path, argument) of a child's call with one argument."""
+        match expression:
+            case ast.Call(func=function, args=[argument], keywords=[]) if (path := self.child(function)) != "":
+                return None if isinstance(argument, ast.Starred) else (path, argument)
+        return None
+
+    def functional_dropout(self, expression: ast.expr) -> tuple[ast.expr, ast.expr, ast.expr] | None:
+        """(x, p, training) of a call of functional.dropout."""
+        match expression:
+            case ast.Call(func=function, args=[x, *rest], keywords=keywords) if (
+                resolve(function, self.globals) is functional.dropout
+            ):
+                options = dict(zip(("p", "training", "inplace"), rest, strict=False)) | {
+                    k.arg: k.value for k in keywords
+                }
+                if options.keys() == {"p", "training"}:
+                    return x, options["p"], options["training"]
+        return None
+
+    def value_of(self, name: ast.expr, place: Place, position: int) -> tuple[ast.expr, tuple[ast.stmt, ...]] | None:
+        """What the statement before `position` assigned to the name, if only statement `position`, at the place or
+        before it, reads that value, once."""
+        match place.block[position - 1] if isinstance(name, ast.Name) and position > 0 else None:
+            case ast.Assign(targets=[ast.Name(id=assigned)], value=value) as statement if assigned == name.id:  # type: ignore[attr-defined]
+                moves = not _calls_before(place.block[position], name)
+                return (value, (statement,)) if moves and self.is_read_once(assigned, place, position) else None
+        return None
+
+    def is_read_once(self, name: str, place: Place, position: int) -> bool:
+        """Whether statement `position`, at the place or before it, reads the value of the name once, and nothing else
+        does."""
+        reader, *later = place.block[position : place.position + 1]
+        if _n_reads(reader, name) != 1:
+            return False
+        if assigned_name(reader) == name:
+            return True
+        is_rebound = assigned_name(place.statement) == name
+        return not any(_n_reads(each, name) for each in later) and (
+            is_rebound or not (place.in_loop or _uses_after(self.tree, name, place.statement))
+        )
+
+    def ends_at(self, name: str, place: Place, position: int) -> bool:
+        """Whether only the place's statement, or one between it and `position`, which assigned the name, reads it,
+        once."""
+        first = next(i for i in range(position + 1, place.position + 1) if _n_reads(place.block[i], name))
+        return _n_reads(self.tree, name) == 1 or self.is_read_once(name, place, first)
+
+
+def child_at(module: nn.Module, path: str) -> nn.Module | None:
+    """The child at a dotted path; None if there is none."""
+    child: nn.Module | None = module
+    for name in path.split("."):
+        child = None if child is None else child._modules.get(name)
+    return child
+
+
+def linear_at(module: nn.Module, path: str, excluded: Container[int] = ()) -> nn.Linear | None:
+    """The child at a path, if it is a plain nn.Linear. excluded: ids of modules that are to stay as they are."""
+    child: Any = child_at(module, path) if path else None
+    is_linear = child is not None and original_class(type(child)) is nn.Linear and id(child) not in excluded
+    return child if is_linear else None
+
+
+class Place(NamedTuple):
+    """A statement in its block."""
+
+    block: list[ast.stmt]
+    position: int
+    in_loop: bool
+
+    @property
+    def statement(self) -> ast.stmt:
+        return self.block[self.position]
+
+    @property
+    def following(self) -> list[ast.stmt]:
+        """The statements after it in the block."""
+        return self.block[self.position + 1 :]
+
+
+def places(block: list[ast.stmt], in_loop: bool = False) -> Iterator[Place]:
+    """All statements of a block, then those of the blocks in it."""
+    yield from (Place(block, position, in_loop) for position in range(len(block)))
+    for statement in block:
+        match statement:
+            case ast.If(body=then, orelse=otherwise):
+                yield from places(then, in_loop)
+                yield from places(otherwise, in_loop)
+            case ast.With(body=inner):
+                yield from places(inner, in_loop)
+            case ast.For(body=inner) | ast.While(body=inner):
+                yield from places(inner, True)
+
+
+def evaluated(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes below that are evaluated whenever the statement is, once."""
+    yield node
+    if isinstance(node, (ast.Lambda, ast.IfExp, ast.BoolOp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from evaluated(child)
+
+
+def may_change(statement: ast.stmt, name: str) -> bool:
+    """Whether the statement may bind the name again, leave the block, or write to a tensor in place."""
+    for node in ast.walk(statement):
+        match node:
+            case ast.Name(id=bound, ctx=ast.Store() | ast.Del()) if bound == name:
+                return True
+            case ast.Return() | ast.Break() | ast.Continue() | ast.Raise() | ast.AugAssign() | ast.Yield():
+                return True
+            case ast.Subscript(ctx=ast.Store()):
+                return True
+            case ast.keyword(arg="inplace" | "out"):
+                return True
+            case ast.Call(func=ast.Attribute(attr=method)) if method.endswith("_") and not method.startswith("_"):
+                return True
+    return False
+
+
+def assigned_name(statement: ast.stmt) -> str:
+    """The one name that the statement assigns; empty for other statements."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            return name
+    return ""
+
+
+def mentions(node: ast.AST, name: str) -> bool:
+    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
+
+
+def _n_reads(statement: ast.AST, name: str) -> int:
+    return sum(
+        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+        for node in ast.walk(statement)
+    )
+
+
+def _calls_before(statement: ast.stmt, name: ast.expr) -> bool:
+    """Whether the statement runs other code before it reads the name: moved there, the value may be another."""
+    start = (name.lineno, name.col_offset)
+    return any(
+        isinstance(node, (ast.Call, ast.NamedExpr)) and (node.end_lineno or 0, node.end_col_offset or 0) <= start
+        for node in ast.walk(statement)
+    )
+
+
+def _uses_after(tree: ast.FunctionDef, name: str, statement: ast.stmt) -> bool:
+    """Whether the name occurs after the statement, or in a nested function, which may run then."""
+    end = (statement.end_lineno or 0, statement.end_col_offset or 0)
+    nested = [each for each in ast.walk(tree) if isinstance(each, (ast.FunctionDef, ast.Lambda)) and each is not tree]
+    inner = {id(node) for function in nested for node in ast.walk(function)}
+    return any(
+        isinstance(node, ast.Name) and node.id == name and ((node.lineno, node.col_offset) >= end or id(node) in inner)
+        for node in ast.walk(tree)
+    )

@@ -1,0 +1,65 @@
+"""Rewriting a forward: other expressions in some places of its syntax tree."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .classes import Rewrite
+from .forward import Forward
+from .source import bare
+
+
+class Rewriting(ast.NodeTransformer):
+    """A copy of a forward, with other expressions in some places. The nodes given are those of the original."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.method, self.own, self.tree = forward.method, forward.self_name, copy.deepcopy(forward.tree)
+        self.copies: dict[int, Any] = dict(zip(map(id, ast.walk(forward.tree)), ast.walk(self.tree), strict=True))
+        self.constants: dict[str, Any] = {}
+        self.replaced: dict[int, Callable[[], ast.expr]] = {}
+        self.removed: set[int] = set()
+        self.added_targets: dict[int, str] = {}
+
+    def source(self) -> str:
+        """The rewritten forward."""
+        self.visit(self.tree)
+        return ast.unparse(bare(ast.fix_missing_locations(self.tree))) + "\n"
+
+    def rewrite(self, pattern: str, absorbed: Iterable[str] = ()) -> Rewrite:
+        """The rewritten forward as a Rewrite."""
+        source = self.source()  # names the constants that it uses
+        constants = tuple(self.constants.items())
+        return Rewrite(pattern, source, constants, tuple(absorbed), self.method, in_module=True)
+
+    def put_call(self, call: ast.Call, name: str) -> None:
+        """name(self, function, ...) in place of function(...)."""
+        copied = self.copies[id(call)]
+        copied.args = [ast.Name(self.own), copied.func, *copied.args]
+        copied.func = ast.Name(name)
+
+    def put_around(self, expression: ast.expr, name: str) -> None:
+        """name(self, expression) in place of the expression."""
+        copied = self.copies[id(expression)]
+        self.replaced[id(copied)] = lambda: ast.Call(ast.Name(name), [ast.Name(self.own), self.visit(copied)], [])
+
+    def visit(self, node: ast.AST) -> Any:
+        if id(node) in self.removed:
+            return None
+        if id(node) in self.replaced:
+            return self.replaced.pop(id(node))()
+        self.generic_visit(node)
+        if isinstance(node, ast.Assign) and id(node) in self.added_targets:
+            node.targets = [ast.Tuple([*node.targets, ast.Name(self.added_targets[id(node)])])]
+        return node
+
+    def attribute(self, path: str) -> ast.expr:
+        return ast.parse(f"{self.own}.{path}", mode="eval").body
+
+    def probability(self, p: ast.expr | None, training: ast.expr | None) -> ast.expr:
+        """Probability of a functional dropout: p in training, else 0; 0 where there is none."""
+        if p is None or training is None:
+            return ast.Constant(0.0)
+        return ast.IfExp(self.copies[id(training)], self.copies[id(p)], ast.Constant(0.0))
