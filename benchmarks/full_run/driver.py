@@ -40,8 +40,10 @@ def drive(launches: Iterable[Launch], backend: str) -> int:
                 n_failures += 1
             torch.cuda.synchronize()
             n_launches += 1
+    if not n_launches:
+        print("FAILED: nothing was launched", flush=True)
     print(f"all {n_launches} launches have ended", flush=True)
-    return 1 if n_failures else 0
+    return 1 if n_failures or not n_launches else 0
 
 
 def has_ended(printed: str) -> bool:

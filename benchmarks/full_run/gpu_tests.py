@@ -77,7 +77,7 @@ def missing() -> str:
 
 
 def command(shard: Shard, tree: Path, output: Path) -> tuple[str, ...]:
-    """Of python -m, in the tree."""
+    """What python -m is called with, in the tree."""
     workers = 1 if shard.alone else max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // 2))
     place = output / "gpu-tests" / shard.name
     options = ["-p", __name__, f"--gpu-record={place}.txt", f"--junitxml={place}.xml", "-p", "no:cacheprovider"]
@@ -149,10 +149,10 @@ class _Controller:
 
     def pytest_keyboard_interrupt(self) -> None:
         for test, start in self._started.items():
-            print(f"\nstopped in {test}, after {time.time() - start:.0f} s", flush=True)
+            self._failures.setdefault(test, f"stopped after {time.time() - start:.0f} s")
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and not self._failures:  # all have run
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self._finished and not self._failures:  # all have run
             session.exitstatus = pytest.ExitCode.OK
 
     def pytest_terminal_summary(self) -> None:

@@ -91,10 +91,16 @@ def read_suite(path: Path) -> dict[str, Any]:
 
 
 def read(folder: Path) -> dict[str, Results]:
-    """Results by machine: of every machine's folder in folder, or of the one machine whose own folder it is."""
+    """Results by machine: of the one machine whose own folder it is, or of every machine's folder in it."""
     folders = sorted(path for path in folder.iterdir() if path.is_dir())
     found = {path.name: results for path in folders if (results := read_machine(path))}
-    return found or {folder.resolve().name: results for results in [read_machine(folder)] if results}
+    try:
+        own = read_machine(folder)
+    except ValueError:  # beside machines' folders lie records of other commands
+        if not found:
+            raise
+        own = {}
+    return {folder.resolve().name: own} if own else found
 
 
 def suite_files(folder: Path) -> dict[str, Path]:

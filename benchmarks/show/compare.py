@@ -131,7 +131,7 @@ class _Run(NamedTuple):
 
     figures: dict[Key, Figures]
     slowdown: dict[Key, float]
-    """Of each figure. On a GPU only what the host does is disturbed: microseconds of a call's overhead."""
+    """By figure. On a GPU only what the host does is disturbed: microseconds of a call's overhead."""
     copies: dict[Key, Figures]
     failed: dict[str, str]
 

@@ -96,7 +96,7 @@ def _first(figure: Callable[[dict[str, Any]], Found | None], suite: str, **wante
 def _speed_up(
     suite: str, part: str, against: str = EAGER, ours: str = "", where: str = "", **wanted: object
 ) -> Measure:
-    """speed_up in the first case that is as wanted and has it. where: said of it, formatted with the case."""
+    """speed_up in the first case that is as wanted and has it. where: its description, formatted with the case."""
 
     def figure(case: dict[str, Any]) -> Found | None:
         value = speed_up(case, part, against, ours)

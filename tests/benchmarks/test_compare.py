@@ -95,6 +95,13 @@ def test_every_pass_of_every_provider_is_compared(make: Make) -> None:
     assert found["copy_ratio"] == 1.0
 
 
+def test_a_folder_s_own_files_come_before_those_of_folders_in_it(make: Make) -> None:
+    """As where what was measured before is kept in a folder beside the new files."""
+    make("now/before/softmax.json", entry("onetrip", forward=figures(1.0)))
+    now = make("now/softmax.json", entry("onetrip", forward=figures(3.0))).parent
+    assert compared(now / "before", now)["summary"]["slower"] == 1
+
+
 def test_steps_of_a_model_and_microseconds_are_compared_too(make: Make) -> None:
     for name, factor in (("a", 1.0), ("b", 2.0)):
         overhead = entry("onetrip cpu", forward=figures(10.0 * factor, unit="us"))

@@ -105,6 +105,12 @@ def test_when_all_has_run_nothing_fails(tree: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_shard_that_finds_no_tests_is_a_failure(tree: Path) -> None:
+    (tree / "tests/test_made_up.py").write_text("def test_passes(): pass")
+    assert run(tree, tree).returncode != 0
+
+
+@pytest.mark.slow
 def test_gpu_tests_that_cannot_be_collected_are_a_failure(tree: Path) -> None:
     (tree / "tests/test_made_up.py").write_text("import no_such_module")
     done = run(tree, tree)
@@ -118,4 +124,5 @@ def test_a_shard_that_is_stopped_says_in_which_test_it_was(tmp_path: Path, capsy
         controller.pytest_runtest_logstart(test)
     controller.pytest_runtest_logfinish("a")
     controller.pytest_keyboard_interrupt()
-    assert capsys.readouterr().out == "\nstopped in b, after 0 s\n"
+    controller.pytest_terminal_summary()
+    assert capsys.readouterr().out == "FAILED b: stopped after 0 s\n"

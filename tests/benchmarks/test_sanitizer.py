@@ -113,7 +113,7 @@ def test_verdict_of_a_sanitizer(sanitize, tmp_path, text, returned, expected):
 
 def test_the_filters_name_every_kernel_that_triton_launches():
     sources = [path.read_text() for path in Path(onetrip.kernels.__file__).parent.glob("*.py")]
-    # Of the jitted functions those that are launched name the arguments that Triton must not specialize for.
+    # The jitted functions that are launched name the arguments that Triton must not specialize for.
     launched = {name for source in sources for name in re.findall(r"@triton\.jit\([^)]*\)\ndef (\w+)\(", source)}
     assert launched == set(driver.kernels("triton"))
 
