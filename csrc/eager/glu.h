@@ -111,7 +111,7 @@ struct EagerGlu {
     launch_on<glu_backward_cpu, no_cuda_kernel<GluBackward>>(shape, dy, "glu backward", call);
   }
 
-  // Of a gate that holds both halves each half's first column.
+  // The first column of each half, where gate holds both.
   template <typename T>
   void split(T*& gate, T*& up, int64_t n_cols) const {
     if (!is_packed || !gate) return;
@@ -122,8 +122,10 @@ struct EagerGlu {
   // A tensor of its shape, but for half of the columns.
   static py::object empty_half(PyObject* packed, const dlpack::Tensor& shape) {
     const py::tuple sizes(shape.n_dims);
-    for (int i = 0; i < shape.n_dims; ++i)
-      PyTuple_SET_ITEM(sizes.ptr(), i, PyLong_FromLongLong(shape.sizes[i] / (i == shape.n_dims - 1 ? 2 : 1)));
+    for (int i = 0; i < shape.n_dims; ++i) {
+      py::object size = checked(PyLong_FromLongLong(shape.sizes[i] / (i == shape.n_dims - 1 ? 2 : 1)));
+      PyTuple_SET_ITEM(sizes.ptr(), i, size.release().ptr());
+    }
     static PyObject* const name = PyUnicode_InternFromString("new_empty");
     PyObject* const values[] = {packed, sizes.ptr()};
     return checked(PyObject_VectorcallMethod(name, values, 2, nullptr));

@@ -37,13 +37,21 @@ struct EagerRotary {
       PyObject* const values[] = {given.ptr(), PyTuple_GET_ITEM(kernel.ptr(), inverse ? 2 : 1)};
       return checked(PyObject_Vectorcall(PyTuple_GET_ITEM(kernel.ptr(), 0), values, 2, nullptr));
     }
-    const py::object q = empty_like(operands[0], plan.dtype, plan.dtype);
-    const py::object k = empty_like(operands[1], plan.dtype, plan.dtype);
+    const py::object q = empty_adjacent(operands[0]), k = empty_adjacent(operands[1]);
     PyObject* const tensors[] = {operands[0], operands[1], operands[2], operands[3], q.ptr(), k.ptr()};
     Rotary call = plan;
     call.inverse = inverse;
     launch_on<rotary_cpu, no_cuda_kernel<Rotary>>(read(tensors, call), operands[0], "rotary_embedding", call);
     return py::make_tuple(q, k);
+  }
+
+  // As empty_like, but for tensors whose values overlap, of which that can give columns that are not adjacent.
+  py::object empty_adjacent(PyObject* x) const {
+    static PyObject* const contiguous = PyUnicode_InternFromString("contiguous");
+    py::object made = empty_like(x, plan.dtype, plan.dtype);
+    const dlpack::Tensor tensor = read_tensor(made.ptr());
+    if (stride_of(tensor, tensor.n_dims - 1) == 1) return made;
+    return checked(PyObject_CallMethodNoArgs(made.ptr(), contiguous));
   }
 
   // q, k, cos, sin and both results. Returns q.

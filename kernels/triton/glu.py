@@ -72,7 +72,7 @@ def forward(operands: OperandTuple, plan: GluPlan, rng: Rng | None = None) -> Te
 
 
 def _row_stride(tensor: Tensor | None) -> int:
-    """Of a matrix; of more dimensions they are contiguous, or half of the columns of a contiguous tensor."""
+    """A tensor that is no matrix is contiguous, or is half of the columns of a contiguous one."""
     if tensor is None or tensor.dim() == 2:
         return 0 if tensor is None else tensor.stride(0)
     n_cols = tensor.shape[-1]

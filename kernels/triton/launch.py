@@ -18,7 +18,7 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 _signatures: dict[Any, tuple[tuple[str, ...], tuple[int, ...], int]] = {}
-"""Of a kernel's function the names of its arguments, which of them are pointers, and where constants begin."""
+"""A kernel's function -> the names of its arguments, which of them are pointers, and where constants begin."""
 
 
 def _signature(kernel: Any) -> tuple[tuple[str, ...], tuple[int, ...], int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from ..reference.rotary import OperandTuple, RotaryPlan
+from ..reference.rotary import OperandTuple, RotaryPlan, empty_adjacent
 from .launch import cdiv, launch, next_power_of_2, on_device_of
 from .tiles import MAX_REGISTERS, with_divisor
 
@@ -231,8 +231,8 @@ def _tile(n_rotated: int, head_dim: int, n_positions: int) -> tuple[int, int, in
 def rotate(operands: OperandTuple, plan: RotaryPlan) -> tuple[Tensor | None, Tensor | None]:
     """reference.rotary.rotate for tensors of last stride 1. Results are laid out as torch.empty_like does it."""
     q, k, cos, sin = operands
-    q_out = None if q is None else torch.empty_like(q)
-    k_out = None if k is None else torch.empty_like(k)
+    q_out = None if q is None else empty_adjacent(q)
+    k_out = None if k is None else empty_adjacent(k)
     some = k if q is None else q
     if some is None:
         return q_out, k_out

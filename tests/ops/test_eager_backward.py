@@ -273,6 +273,40 @@ def test_rotary_gives_what_python_gives(
         assert all(map(torch.equal, ops.rotary_embedding(q, k, cos, sin, interleaved=interleaved), outputs))
 
 
+def test_rotary_of_overlapping_values() -> None:
+    """Of which empty_like makes tensors whose columns are not adjacent."""
+    q, cos, sin = torch.randn(2, 3, 12).unfold(2, 8, 1), torch.ones(5, 8), torch.zeros(5, 8)
+    k = q.clone().requires_grad_()
+    for of_backend in ("auto", "reference"):
+        with onetrip.use_backend(of_backend):
+            assert torch.equal(ops.rotary_embedding(q, q, cos, sin)[0], q)
+            outputs = ops.rotary_embedding(q.detach().requires_grad_(), k, cos, sin)
+            assert torch.equal(torch.autograd.grad(outputs, k, (q, q))[0], q)
+
+
+@pytest.mark.slow
+def test_compiled_autograd_takes_every_backward() -> None:
+    """It takes Python functions alone."""
+    x, u, bias = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
+    q, k, cos, sin = rotary_operands()
+    leaves = [tensor.detach().requires_grad_() for tensor in (x, u, bias, q, k)]
+    x, u, bias, q, k = leaves
+    results = ops.glu(x, u), ops.bias_activation(x, bias, "gelu"), ops.layer_norm(x, bias), ops.softmax(u)
+    y = sum(result.square().sum() for result in (*results, *ops.rotary_embedding(q, k, cos, sin)))
+    expected = torch.autograd.grad(y, leaves, retain_graph=True)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        y.backward()
+    torch.testing.assert_close(tuple(leaf.grad for leaf in leaves), expected)
+
+
+def test_glu_says_that_a_saved_tensor_has_another_shape() -> None:
+    x, u = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor[:2]):
+        y = ops.glu(x, u)
+    with pytest.raises(RuntimeError, match="glu: what was saved for backward must keep its shape"):
+        y.sum().backward()
+
+
 def rotary_operands() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k = torch.randn(2, 4, 7, 16, requires_grad=True), torch.randn(2, 2, 7, 16, requires_grad=True)
     return q, k, torch.randn(7, 16), torch.randn(7, 16)

@@ -30,7 +30,7 @@ WAYS = {
 }
 
 
-def assert_refused(function: str, given: dict[str, Any], error: type[Exception], message: str) -> None:
+def assert_raises(function: str, given: dict[str, Any], error: type[Exception], message: str) -> None:
     """Both ways, with the same words."""
     for way in WAYS.values():
         with pytest.raises(error) as raised:
@@ -101,7 +101,7 @@ ACCEPTED: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize(("function", "role"), ROLES)
 def test_what_no_argument_may_be(function, role, change, error, message):
     given = arguments(function)
-    assert_refused(function, given | {role: change(given[role])}, error, f"{role} {message}")
+    assert_raises(function, given | {role: change(given[role])}, error, f"{role} {message}")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -109,7 +109,7 @@ def test_what_no_argument_may_be(function, role, change, error, message):
 @pytest.mark.parametrize("function", ["layer_norm", "rms_norm", "bias_dropout_residual_norm"])
 def test_what_x_may_not_be_where_nothing_else_is_given(function, change, error, message):
     rest = {"residual": None} if function == "bias_dropout_residual_norm" else {}
-    assert_refused(function, {"x": change(arguments(function)["x"])} | rest, error, f"x {message}")
+    assert_raises(function, {"x": change(arguments(function)["x"])} | rest, error, f"x {message}")
 
 
 @pytest.mark.parametrize(("change", "error", "message"), WRONG_BESIDE_X.values(), ids=WRONG_BESIDE_X.keys())
@@ -118,12 +118,12 @@ def test_what_does_not_fit_x(function, role, change, error, message):
     given = arguments(function)
     given[role] = change(given[role])
     message = message.format(fitting=fitting(role), shape=tuple(given[role].shape))
-    assert_refused(function, given, error, f"{role} {message}")
+    assert_raises(function, given, error, f"{role} {message}")
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_rows_are_needed(function):
-    assert_refused(function, arguments(function) | {"x": None}, TypeError, "x must be a Tensor, got NoneType")
+    assert_raises(function, arguments(function) | {"x": None}, TypeError, "x must be a Tensor, got NoneType")
 
 
 @pytest.mark.parametrize("change", ACCEPTED.values(), ids=ACCEPTED.keys())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference.rotary import Operands, RotaryPlan
+from ..reference.rotary import Operands, RotaryPlan, empty_adjacent
 from . import rotary_native
 from .common.backends import KERNEL_DTYPES, choose, formulas
 from .common.native import EagerCall, eager_backward, eager_forward, in_memory
@@ -44,7 +44,7 @@ def adjacent(tensor: Tensor) -> Tensor:
 
 def _laid_out(result: Tensor | None, like: Tensor | None) -> Tensor | None:
     """The result as empty_like lays it out: with the strides of `like` where that is dense."""
-    return None if result is None or like is None else torch.empty_like(like).copy_(result)
+    return None if result is None or like is None else empty_adjacent(like).copy_(result)
 
 
 Call = tuple[None, EagerCall | None, RotaryPlan, str]
@@ -95,7 +95,7 @@ def _rotary(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, *plan:
 
 def _rotary_fake(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, *plan: bool) -> tuple[Tensor, ...]:
     reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in rotary_embedding
-    q, k = (None if x is None else torch.empty_like(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k))
+    q, k = (None if x is None else empty_adjacent(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k))
     return filled(cos, (q, k))
 
 

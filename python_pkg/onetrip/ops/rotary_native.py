@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..reference.rotary import RotaryPlan
+from ..reference.rotary import RotaryPlan, empty_adjacent
 from .common.backends import formulas, native
 from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, EagerCall, Launcher, raise_error
 
@@ -35,8 +35,8 @@ def rotate(
     q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, plan: RotaryPlan
 ) -> tuple[Tensor | None, Tensor | None]:
     """reference.rotary.rotate by the native library; the last strides are 1. Results have the layout of q and of k."""
-    q_out = None if q is None else torch.empty_like(q)
-    k_out = None if k is None else torch.empty_like(k)
+    q_out = None if q is None else empty_adjacent(q)
+    k_out = None if k is None else empty_adjacent(k)
     x = k if q is None else q
     if x is None or cos.numel() == 0:
         return q_out, k_out

@@ -47,7 +47,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, plan: RotaryPlan) -> Tensor:
     dtype = x.dtype
     if cos.dtype != dtype:
         dtype = torch.promote_types(torch.promote_types(dtype, cos.dtype), torch.float32)
-    part, cos, sin = x[..., :n].to(dtype), cos.to(dtype), sin.to(dtype)
+    part = x if n == x.shape[-1] else x[..., :n]
+    part, cos, sin = part.to(dtype), cos.to(dtype), sin.to(dtype)
     turned = -_turn(part * sin, plan.interleaved) if plan.inverse else _turn(part, plan.interleaved) * sin
     y = (part * cos + turned).to(x.dtype)
     return y if n == x.shape[-1] else torch.cat([y, x[..., n:]], dim=-1)
@@ -59,3 +60,10 @@ def _turn(x: Tensor, interleaved: bool) -> Tensor:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).reshape(x.shape)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
+
+
+def empty_adjacent(x: Tensor) -> Tensor:
+    """What backends write: as torch.empty_like(x), whose columns are adjacent; but for tensors whose values overlap, of
+    which that can give others."""
+    made = torch.empty_like(x)
+    return made if made.stride(-1) == 1 else made.contiguous()

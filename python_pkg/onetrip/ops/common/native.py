@@ -74,7 +74,8 @@ def eager_backward(name: str, otherwise: Callable[..., Any]) -> Any:
     cannot read as they are; saved: ctx.saved_tensors, or None where they were not asked for yet."""
     if native() is None:
         return staticmethod(lambda ctx, *gradients: otherwise(ctx, None, gradients))
-    return staticmethod(_made_by_native(f"{name}_eager_backward")(otherwise))
+    made = _made_by_native(f"{name}_eager_backward")(otherwise)
+    return staticmethod(lambda ctx, *gradients: made(ctx, *gradients))  # compiled autograd takes Python functions alone
 
 
 def _made_by_native(name: str) -> Any:
