@@ -167,7 +167,7 @@ class Classifier:
             parts += [each for each in methods if each is not None and unsuitable(module) is None]
         if not parts:
             return why
-        if why is not None:
+        if why is not None and why is not _NO_SUM:
             self.left[id(module)] = why
         return parts[0] if len(parts) == 1 else Together(tuple(parts))
 

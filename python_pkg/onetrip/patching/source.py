@@ -13,7 +13,7 @@ import inspect
 import linecache
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from types import CodeType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 from zlib import crc32
 
@@ -63,14 +63,15 @@ def is_source_of(tree: ast.FunctionDef, function: Any) -> bool:
     module = ast.fix_missing_locations(ast.Module(body, []))
     flags = function.__code__.co_flags & __future__.annotations.compiler_flag
     actual = list(_instructions(function.__code__))
-    return any(list(_instructions(code)) == actual for code in _code_in(compile(module, "", "exec", flags, True)))
+    return any(list(_instructions(code)) == actual for code in code_in(compile(module, "", "exec", flags, True)))
 
 
-def _code_in(code: CodeType) -> Iterator[CodeType]:
+def code_in(code: CodeType) -> Iterator[CodeType]:
+    """The code of what is defined inside: comprehensions, lambdas, functions."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield constant
-            yield from _code_in(constant)
+            yield from code_in(constant)
 
 
 # A call of a global's attribute compiles in two ways: where the global is an import of the same file, and elsewhere.
@@ -121,9 +122,14 @@ def resolve(expression: ast.expr, names: Mapping[str, Any]) -> Any:
     return None
 
 
+_OF_LIBRARIES = frozenset({"torch", "math", "builtins", "None"})
+"""Where pure functions come from; None: torch's built-in ones."""
+
+
 def is_pure(function: Any, callers: tuple[Any, ...] = ()) -> bool:
     """Whether a function only gives values to names of its own and returns an expression without conditions, so that it
-    may be probed, and computes the same of larger tensors. So do the functions that it calls, but for torch's."""
+    may be probed, and computes the same of larger tensors. So do the functions that it calls, but for torch's and
+    math's, and no number is a global one, which may change."""
     tree = parse(function)
     if isinstance(tree, Unsuitable) or not is_source_of(tree, function):
         return False
@@ -135,12 +141,20 @@ def is_pure(function: Any, callers: tuple[Any, ...] = ()) -> bool:
                 pass
             case _:
                 return False
-    nodes = list(ast.walk(tree))
+    nodes = [node for statement in tree.body for node in ast.walk(statement)]  # no annotations
     if any(isinstance(node, (ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.NamedExpr)) for node in nodes):
         return False
-    called = (resolve(node.func, function.__globals__) for node in nodes if isinstance(node, ast.Call))
-    own = [each for each in called if getattr(each, "__module__", None) == function.__module__]
-    return all(inspect.isfunction(each) and each not in callers and is_pure(each, (*callers, function)) for each in own)
+    names = function.__globals__
+    read = [names[node.id] for node in nodes if isinstance(node, ast.Name) and node.id in names]
+    if not all(isinstance(each, (ModuleType, FunctionType, BuiltinFunctionType, torch.dtype, type)) for each in read):
+        return False
+    called = [
+        found for node in nodes if isinstance(node, ast.Call) and (found := resolve(node.func, names)) is not None
+    ]
+    others = [each for each in called if str(getattr(each, "__module__", "")).partition(".")[0] not in _OF_LIBRARIES]
+    return all(
+        inspect.isfunction(each) and each not in callers and is_pure(each, (*callers, function)) for each in others
+    )
 
 
 def _is_name(target: ast.expr) -> bool:

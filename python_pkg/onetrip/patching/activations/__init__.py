@@ -10,9 +10,8 @@
     h = self.drop(h)
 
 The activation is a child, a function of torch's, or a function or module of the model's file, recognised by what it
-computes. A plain linear layer leaves its bias
-to the activation. Halves that only the product reads stay one tensor, whose gradient is then written as one. Everything
-else of the forward stays as it was written.
+computes. A plain linear layer leaves its bias to the activation. Halves that only the product reads stay one tensor,
+whose gradient is then written as one. Everything else of the forward stays as it was written.
 """
 
 from __future__ import annotations

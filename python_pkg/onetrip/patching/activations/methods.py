@@ -1,12 +1,13 @@
 """Activations in methods other than the forward.
 
-Of every method gated products. transformers' mixtures of experts have them: a wrapper of the forward chooses among
-implementations, the class's own loop over the experts, and functions of the library that call the class's method.
+Gated products are fused in every method. transformers' mixtures of experts have them: a wrapper of the forward chooses
+among implementations, the class's own loop over the experts, and functions of the library that call the class's method.
 
     gate, up = gate_up_out.chunk(2, dim=-1)     ->      gate = gate_up_out
     return self.act_fn(gate) * up                       return gated_0_(self, self.act_fn, gate)
 
-Of methods that the forward names, as DistilBERT's and ALBERT's name the one that computes a chunk, all activations.
+In methods that the forward names, as DistilBERT's and ALBERT's name the one that computes a chunk, all activations
+are.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from torch import nn
 
 from ..classes import method_of
 from ..forward import Forward, read_forward
+from ..source import code_in
 from .read import FoundActivation, read_activations
 
 
 def read_methods(cls: type) -> list[tuple[Forward, list[FoundActivation]]]:
     """The activations of methods with one argument, of those that the forward does not name the gated products."""
-    named = getattr(getattr(method_of(cls, "forward"), "__code__", None), "co_names", ())
+    code = getattr(method_of(cls, "forward"), "__code__", None)
+    named = set() if code is None else {name for each in (code, *code_in(code)) for name in each.co_names}
     found = []
     for name, function in _functions(cls):
         is_named = name in named

@@ -183,8 +183,8 @@ def _activation(forward: Forward, expression: ast.expr) -> FoundActivation | Non
 
 
 def _is_local(function: ast.expr, forward: Forward) -> bool:
-    """Whether its name is one that the forward gives."""
-    nodes = list(ast.walk(forward.tree))
-    names = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-    names |= {each.arg for each in nodes if isinstance(each, ast.arg)}
-    return isinstance(function, ast.Name) and function.id in names
+    """Whether the first of its names is the forward's own, whatever binds it."""
+    while isinstance(function, ast.Attribute):
+        function = function.value
+    code = forward.function.__code__
+    return isinstance(function, ast.Name) and function.id in (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
