@@ -299,10 +299,11 @@ def test_compiled_autograd_takes_every_backward() -> None:
     torch.testing.assert_close(tuple(leaf.grad for leaf in leaves), expected)
 
 
-def test_glu_says_that_a_saved_tensor_has_another_shape() -> None:
-    x, u = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+@EVERY_GLU
+def test_glu_says_that_a_saved_tensor_has_another_shape(name: str) -> None:
+    leaves = [tensor.requires_grad_() for tensor in glu_operands(SHAPE, torch.float32, torch.device("cpu"))]
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor[:2]):
-        y = ops.glu(x, u)
+        y = GLU[name](leaves, 0.0)
     with pytest.raises(RuntimeError, match="glu: what was saved for backward must keep its shape"):
         y.sum().backward()
 

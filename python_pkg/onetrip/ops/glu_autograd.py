@@ -175,16 +175,14 @@ def _backward_of_any(ctx: Any, saved: tuple[Tensor, ...] | None, grads: tuple[An
     rng, _, plan, backend, dtype = ctx.call
     (dy,), operands = grads, Operands(*(saved or ctx.saved_tensors))
     gate, up, bias = operands
-    if _shape(gate, plan) != dy.shape or (up is not None and up.shape != dy.shape) or _differs(bias, dy.shape[-1:]):
+    shape, columns = dy.shape, dy.shape[-1:]
+    kept = _shape(gate, plan), shape if up is None else up.shape, columns if bias is None else bias.shape
+    if kept != (shape, shape, columns):
         raise RuntimeError("glu: what was saved for backward must keep its shape")
     rng = None if reads_result(plan, operands) else rng
     backend = backend if have_storage(dy) else "reference"
     dgate, dup, dbias = backward(backend, dy, operands, plan, ctx.needs_input_grad[:3], rng)
     return None if dgate is None else dgate.to(dtype), dup, dbias, None
-
-
-def _differs(bias: Tensor | None, shape: torch.Size) -> bool:
-    return bias is not None and bias.shape != shape
 
 
 class _Glu(torch.autograd.Function):

@@ -43,7 +43,7 @@ def eager_call(plan: GluPlan, code: int, backend: str) -> EagerCall | None:
     if not is_plain or gate is None or (bias is not None and torch.promote_types(gate, bias) != gate):
         return None
     activation, gate_first, dropout_p = plan
-    saves_result = activation == "relu" and up is None and gate_first is None
+    saves_result = reads_result(plan, (gate, up, bias))  # type: ignore[arg-type]  # dtypes tell as well
     launchers = (
         _forward_launcher(gate, bias, activation, dropout_p),
         _backward_launcher(gate, bias, activation, dropout_p, not saves_result),
