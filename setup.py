@@ -260,6 +260,7 @@ PACKAGE_DIRS = {
     "onetrip.patching": "python_pkg/onetrip/patching",
     "onetrip.patching.activations": "python_pkg/onetrip/patching/activations",
     "onetrip.patching.attention": "python_pkg/onetrip/patching/attention",
+    "onetrip.patching.linear": "python_pkg/onetrip/patching/linear",
     "onetrip.patching.residual": "python_pkg/onetrip/patching/residual",
     "onetrip.reference": "python_pkg/onetrip/reference",
 }

@@ -2,8 +2,9 @@
 
     python -m tools.traffic --output benchmarks/results/traffic.json
 
-The six model shapes of benchmarks/suites/default_patch.py, bfloat16, train mode. Fake tensors go
-through forward and backward: no step runs, and the counts are the same on every machine. See docs/anatomy.md.
+The six model shapes of benchmarks/suites/default_patch.py, and one with low-rank adapters (PEFT) on all linear layers,
+bfloat16, train mode. Fake tensors go through forward and backward: no step runs, and the counts are the same on every
+machine. See docs/anatomy.md.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import onetrip
+import peft
 import torch
 from onetrip import anatomy
 from onetrip.benchmarks.suites.default_patch import BATCH_SIZE, SEQUENCE_LENGTH, SHAPES, config_of, model_of
@@ -33,11 +35,22 @@ WAYS: dict[str, dict[str, Any]] = {
 """Arguments of patch_model."""
 
 
+_ADAPTED, _RANK = "Llama with LoRA", 16
+
+
+def _model_of(shape: str) -> Any:
+    model_type, head, arguments = SHAPES[shape.removesuffix(" with LoRA")]
+    model = model_of(head, config_of(model_type, **arguments))
+    if shape != _ADAPTED:
+        return model
+    config = peft.LoraConfig(r=_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
 def traffic_of(shape: str, device_type: str, **patch: Any) -> Traffic:
     """Traffic of one step; patch: arguments of patch_model, of which unpatched=True stands for none."""
     with torch.device("meta"):
-        model_type, head, arguments = SHAPES[shape]
-        model = model_of(head, config_of(model_type, **arguments))
+        model = _model_of(shape)
     mode = FakeTensorMode()
     model = anatomy.fake_copy(model, mode, torch.bfloat16).train()
     make_batch = partial(anatomy.make_batch, model, BATCH_SIZE, SEQUENCE_LENGTH)
@@ -60,7 +73,7 @@ def record(device_types: tuple[str, ...] = ("cpu", "cuda")) -> dict[str, Any]:
     """By kind of device and shape: bytes unpatched and patched, and the ratios of "outside"."""
     counted: dict[str, Any] = {}
     for device_type in device_types:
-        for shape in SHAPES:
+        for shape in (*SHAPES, _ADAPTED):
             base = traffic_of(shape, device_type, unpatched=True)
             found = {way: traffic_of(shape, device_type, **patch) for way, patch in WAYS.items()}
             counted.setdefault(device_type, {})[shape] = {
@@ -72,6 +85,7 @@ def record(device_types: tuple[str, ...] = ("cpu", "cuda")) -> dict[str, Any]:
         **header(torch.device("cpu")),
         "options": {"batch_size": BATCH_SIZE, "sequence_length": SEQUENCE_LENGTH, "dtype": "bfloat16"},
         "shapes": {shape: {"model_type": kind, "config": arguments} for shape, (kind, _, arguments) in SHAPES.items()},
+        "lora": {"shape": _ADAPTED, "r": _RANK, "target_modules": "all-linear"},
         "traffic": counted,
     }
 

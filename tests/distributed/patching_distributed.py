@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from onetrip import ops
 from onetrip.optim import AdamW8bit
-from onetrip.patching import calls, links, patch_model, tied_embedding
+from onetrip.patching import calls, links, patch_model
+from onetrip.patching.linear import tied_embedding
 from onetrip.patching.report import PatchReport
 from patching_cases import gpt2
 from tiny_models import bert, llama

@@ -8,7 +8,8 @@ import optim_distributed
 import pytest
 import torch
 from gathered_parameters import Zero3, deepspeed_zero3, fsdp1, losses_and_gradients
-from onetrip.patching import calls, patch_model, tied_embedding
+from onetrip.patching import calls, patch_model
+from onetrip.patching.linear import tied_embedding
 from tiny_models import MODELS, layers
 
 pytest.importorskip("transformers")

@@ -118,7 +118,8 @@ def test_lora_on_the_dense(model: Model, x: Tensor, order: str) -> None:
     model.eval()
     expected = unpatch_model(copy.deepcopy(model))(x)
     torch.testing.assert_close(model(x), expected)
-    assert all(count == (1, 0) for count in report.calls().values()) and len(report.patched) == 3
+    assert all(fused and not fallbacks for fused, fallbacks in report.calls().values())
+    assert len(report.patched) == (5 if order == "before" else 3)  # what is adapted later is called as PEFT wrote it
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

@@ -30,6 +30,12 @@ from .classes import Rewrite, is_stacked, method_of, plain_forward, returns_as_i
 from .dropouts import PATTERN as DROPOUT
 from .dropouts import Dropout
 from .forward import Forward, read_forward
+from .linear.lora import PATTERN as LORA
+from .linear.lora import Adapters, choose_adapters, read_adapters
+from .linear.shared_input import PATTERN as SHARED_INPUT
+from .linear.shared_input import SharedInputs, choose_shared_inputs, read_shared_inputs
+from .linear.tied_embedding import PATTERN as TIED_EMBEDDING
+from .linear.tied_embedding import TiedEmbedding, tied_modules, tied_site
 from .linear_loss import PATTERN as LINEAR_LOSS
 from .linear_loss import VocabularyLoss, labels_position, output_layer
 from .norms import KERNEL_DEVICES, NormSpec, could_be_norm, recognise
@@ -37,13 +43,9 @@ from .report import Unsuitable
 from .residual import ResidualSums, choose_sums, read_sums
 from .rotary import PATTERN as ROTARY
 from .rotary import Rotations, read_rotations
-from .shared_input import PATTERN as SHARED_INPUT
-from .shared_input import SharedInputs, choose_shared_inputs, read_shared_inputs
-from .tied_embedding import PATTERN as TIED_EMBEDDING
-from .tied_embedding import TiedEmbedding, tied_modules, tied_site
 from .watched_logits import PATTERN as CROSS_ENTROPY
 
-InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | SharedInputs
+InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | SharedInputs | Adapters
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class Classifier:
             if rewrite.method != "forward":
                 return parts, None
         n_attention = len(parts)
-        for find in (self._rotations, self._activations, self._sums, self._shared_inputs):
+        for find in (self._rotations, self._activations, self._sums, self._shared_inputs, self._adapters):
             is_sums = find == self._sums
             forward = self._once(_read, cls, source, find == self._activations)
             part = find(module, forward) if isinstance(forward, Forward) else forward if is_sums else None
@@ -244,6 +246,12 @@ class Classifier:
             return None
         chosen = choose_shared_inputs(module, self._once(read_shared_inputs, forward), self.excluded)
         return SharedInputs(forward, chosen) if chosen else None
+
+    def _adapters(self, module: nn.Module, forward: Forward) -> Adapters | None:
+        if LORA not in self.wanted:
+            return None
+        chosen = choose_adapters(module, self._once(read_adapters, forward), self.excluded)
+        return Adapters(forward, chosen) if chosen else None
 
     def _leaf(self, module: nn.Module) -> NormSpec | Dropout | Unsuitable | None:
         if original_class(type(module)) is nn.Dropout:

@@ -28,7 +28,7 @@ from ..ops.common.backends import KERNEL_DTYPES
 from . import calls
 from .calls import is_plain, original_class
 from .classes import Rewrite, plain_forward
-from .tied_embedding import linear, weight_of
+from .linear.tied_embedding import linear, weight_of
 from .verify import check_function, kind_of
 from .watched_logits import PATTERN as CROSS_ENTROPY
 from .watched_logits import LossCall, WatchedLogits, is_watchable, loss_call, loss_options, plain_outputs

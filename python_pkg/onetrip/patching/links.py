@@ -30,7 +30,7 @@ from ..ops.row_norm import sum_before_norm
 from ..ops.row_norm_autograd import deferred_norm
 from . import calls
 from .calls import Branch
-from .readers import read_as_residual, reads
+from .linear.readers import read_as_residual, reads
 
 if TYPE_CHECKING:
     from .norms import NormSpec

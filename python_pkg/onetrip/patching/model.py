@@ -26,17 +26,18 @@ from .classes import (
 from .classify import Classifier, Site
 from .dropouts import PATTERN as DROPOUT
 from .dropouts import uncalled_dropouts
+from .linear.lora import PATTERN as LORA
+from .linear.shared_input import PATTERN as SHARED_INPUT
+from .linear.tied_embedding import PATTERN as TIED_EMBEDDING
 from .linear_loss import PATTERN as LINEAR_LOSS
 from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
 from .rotary import PATTERN as ROTARY
-from .shared_input import PATTERN as SHARED_INPUT
-from .tied_embedding import PATTERN as TIED_EMBEDDING
 from .verify import kind_of, undisturbed
 from .watched_logits import PATTERN as CROSS_ENTROPY
 
 PATTERNS = (
     *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm"),
-    *(ATTENTION, *ACTIVATIONS, ROTARY, SHARED_INPUT, TIED_EMBEDDING, CROSS_ENTROPY, DROPOUT),
+    *(ATTENTION, *ACTIVATIONS, ROTARY, SHARED_INPUT, TIED_EMBEDDING, LORA, CROSS_ENTROPY, DROPOUT),
 )
 """The patterns of patch_model, unless others are asked for."""
 NAMES = (*PATTERNS, LINEAR_LOSS)

@@ -16,7 +16,7 @@ from ... import ops
 from ...ops.common.tracing import is_transformed
 from .. import calls
 from ..calls import Configuration, has_configuration, is_plain
-from ..readers import linear_parts
+from ..linear.readers import linear_parts
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,

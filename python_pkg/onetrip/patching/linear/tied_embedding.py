@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..ops.common.tracing import is_jit_tracing, is_transformed
-from . import calls
-from .calls import original_class
-from .classes import Rewrite, plain_forward
-from .report import Unsuitable
-from .source import bare, parse
-from .verify import check_function, kind_of
+from ...ops.common.tracing import is_jit_tracing, is_transformed
+from .. import calls
+from ..calls import original_class
+from ..classes import Rewrite, plain_forward
+from ..report import Unsuitable
+from ..source import bare, parse
+from ..verify import check_function, kind_of
 
 PATTERN = "tied_embedding"
 

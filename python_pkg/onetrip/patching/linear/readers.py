@@ -11,18 +11,25 @@ returns the sum, the others return None. Which readers have the same tensor is f
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from ..ops.common.backends import KERNEL_DTYPES
-from ..ops.common.native import current_stream
-from ..ops.common.tracing import have_storage, is_jit_tracing, is_transformed
-from ..ops.row_norm_autograd import share_residual_gradient
-from . import calls
-from .calls import is_plain
+from ...ops import bias_dropout_residual
+from ...ops.common.backends import KERNEL_DTYPES
+from ...ops.common.native import current_stream
+from ...ops.common.rng import draw_rng
+from ...ops.common.tracing import have_storage, is_jit_tracing, is_transformed
+from ...ops.row_norm_autograd import share_residual_gradient
+from .. import calls
+from ..calls import is_plain
+
+Dropout = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class _Sum:
@@ -75,15 +82,18 @@ class Readers:
 
 
 class _Linear(torch.autograd.Function):
-    """x @ weight.T + bias."""
+    """dropout(x) @ weight.T + bias. dropout(x, residual): dropout(x), and its sum with the residual, by a mask that it
+    draws again at each call; None for none."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, readers: Readers) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, readers: Readers, dropout: Dropout | None
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.shape, ctx.readers = x.shape, readers
+        ctx.shape, ctx.readers, ctx.dropout = x.shape, readers, dropout
         readers.nodes.append(weakref.ref(ctx))
-        y = functional.linear(x, weight, bias)
+        y = functional.linear(x if dropout is None else dropout(x, None), weight, bias)
         # No view: a model may write to it, which autograd forbids for views that a Function returns.
         result: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
         return result
@@ -94,13 +104,15 @@ class _Linear(torch.autograd.Function):
         current = ctx.readers.sum_so_far()
         so_far = current.gradient
         if dy is None:
-            return ctx.readers.give(ctx, so_far, current.is_own), None, None, None
+            return ctx.readers.give(ctx, so_far, current.is_own), None, None, None, None
         x, weight = ctx.saved_tensors
         n_columns = ctx.shape[-1]
         rows = dy.reshape(-1, dy.shape[-1])
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            if so_far is None:
+            if ctx.dropout is not None:
+                dx = ctx.dropout((rows @ weight).view(ctx.shape), so_far)
+            elif so_far is None:
                 dx = (rows @ weight).view(ctx.shape)
             elif torch.is_grad_enabled() or not current.is_own or not so_far.is_contiguous():
                 # Gradients are enabled in a backward with create_graph.
@@ -110,14 +122,15 @@ class _Linear(torch.autograd.Function):
                 dx.view(-1, n_columns).addmm_(rows, weight)
             dx = ctx.readers.give(ctx, dx, True)
         if ctx.needs_input_grad[1]:
-            dweight = rows.t() @ x.reshape(-1, n_columns)
+            dropped = x if ctx.dropout is None else ctx.dropout(x, None)
+            dweight = rows.t() @ dropped.reshape(-1, n_columns)
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(dim=0)
-        return dx, dweight, dbias, None
+        return dx, dweight, dbias, None, None
 
 
 linear = _Linear.apply
-"""linear(x, weight, bias, readers)"""
+"""linear(x, weight, bias, readers, dropout)"""
 
 
 class _Read(NamedTuple):
@@ -155,6 +168,31 @@ class SharedInput:
         y, self.tensor = _read(module, x, dense.weight, dense.bias)
         return y
 
+    def dropped(self, module: nn.Module, dense: Any, dropout: Any, x: Tensor) -> Tensor:
+        """dense(dropout(x)). Of a dropout, x is kept, which other readers may keep too, and not what it leaves of x."""
+        if is_plain(dropout, nn.Identity) or (is_plain(dropout, nn.Dropout) and not dropout.training):
+            return self(module, dense, x)
+        again = _redrawing(dropout, x)
+        if again is None:
+            return self(module, dense, dropout(x))
+        if not _is_fusable(dense, x):  # the mask is the same where a checkpoint runs without gradients first
+            return dense(again(x, None))
+        calls.count_fused(module)
+        y, self.tensor = _read(module, x, dense.weight, dense.bias, again)
+        return y
+
+
+def _redrawing(dropout: Any, x: Any) -> Dropout | None:
+    """A plain nn.Dropout by a mask drawn now; None for others, and where a mask is drawn as a graph runs."""
+    if torch.compiler.is_compiling() or is_jit_tracing() or is_transformed() or not isinstance(x, Tensor):
+        return None
+    if not calls.fits(x) or not calls.is_large(x) or not is_plain(dropout, nn.Dropout) or dropout.inplace:
+        return None
+    rng = (0, 0) if isinstance(x, FakeTensor) else draw_rng(x.device)  # a fake tensor has no values
+    if isinstance(rng, Tensor) or not 0.0 < dropout.p < 1.0:
+        return None
+    return partial(bias_dropout_residual, dropout_p=dropout.p, rng=rng)
+
 
 def linear_parts(module: nn.Module, dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """calls.linear_parts, where a residual sum may read x afterwards: found out by the first call.
@@ -189,8 +227,10 @@ def read_as_residual(x: Tensor, result: Tensor) -> None:
         readers.nodes.append(weakref.ref(result.grad_fn))
 
 
-def _read(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(x @ weight.T + bias, the tensor that was read for x)."""
+def _read(
+    module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None, dropout: Dropout | None = None
+) -> tuple[Tensor, Tensor]:
+    """(dropout(x) @ weight.T + bias, the tensor that was read for x)."""
     dtype = torch.get_autocast_dtype(x.device.type) if calls.is_autocasting(x) else x.dtype
     found = reads.get(id(x))
     readers = None
@@ -201,7 +241,7 @@ def _read(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
         tensor = x.to(dtype)
         readers = Readers(tensor)
         reads[id(x)] = _Read(_watched(x), _state(x), weakref.ref(readers), weakref.ref(module))
-    return linear(tensor, weight.to(dtype), None if bias is None else bias.to(dtype), readers), tensor
+    return linear(tensor, weight.to(dtype), None if bias is None else bias.to(dtype), readers, dropout), tensor
 
 
 def _state(x: Tensor) -> tuple[int, bool, int]:

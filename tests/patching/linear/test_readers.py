@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from onetrip.measure.traffic import traffic
-from onetrip.patching import calls, patch_model, readers
+from onetrip.patching import calls, patch_model
+from onetrip.patching.linear import readers
 from outcomes import Outcome, assert_agree, parameter_gradients
 from patching_cases import WIDTH, inputs, randomised
 from torch import Tensor, nn

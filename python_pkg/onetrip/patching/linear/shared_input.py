@@ -19,11 +19,11 @@ from itertools import count
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .classes import Rewrite
-from .forward import Forward, linear_at
+from ..classes import Rewrite
+from ..forward import Forward, linear_at
+from ..rewriting import Rewriting
+from ..verify import check_function, kind_of
 from .readers import Readers, SharedInput, linear
-from .rewriting import Rewriting
-from .verify import check_function, kind_of
 
 PATTERN = "shared_input"
 
@@ -120,7 +120,7 @@ class SharedInputs:
 
 def _shared(x: Tensor, *weights: Tensor) -> list[Tensor]:
     readers = Readers(x)
-    return [linear(x, weight, None, readers) for weight in weights]
+    return [linear(x, weight, None, readers, None) for weight in weights]
 
 
 def _apart(x: Tensor, *weights: Tensor) -> list[Tensor]:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from onetrip.measure.traffic import traffic
-from onetrip.patching import patch_model, tied_embedding, unpatch_model
+from onetrip.patching import patch_model, unpatch_model
+from onetrip.patching.linear import tied_embedding
 from outcomes import Outcome, assert_agree, assert_equal, parameter_gradients
 from torch import Tensor, nn
 from torch.nn import functional

@@ -1,0 +1,365 @@
+"""Low-rank adapters beside a layer (LoRA, Hu et al. 2021), as PEFT computes them.
+
+    result = self.base_layer(x)               ->   result = adapter_.base(self.base_layer, x)
+    A, B = self.lora_A[name], ...                  A, B = self.lora_A[name], ...
+    result = result + B(A(dropout(x))) * s         result = adapter_.add(result, B, adapter_.down(A, dropout, x), s)
+
+torch writes B's product, its multiple and the sum, each as large as the result, and as many gradients. Here B's product
+is added where the result lies (a matrix product with alpha = s, beta = 1), and all readers of x share its gradient
+(readers.py). A dropout is drawn again in backward, so that adapters of one x keep x alone. Under autocast x is not cast
+to the dtype of A's weight, from which A would cast it back.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.common.tracing import is_jit_tracing, is_transformed
+from .. import calls
+from ..calls import is_plain, original_class
+from ..classes import Rewrite
+from ..forward import Forward, Place, assigned_name, child_at, places
+from ..rewriting import Rewriting
+from ..source import is_same
+from ..verify import check_function, kind_of
+from .readers import SharedInput
+
+PATTERN = "lora"
+
+
+class _Add(torch.autograd.Function):
+    """result + alpha * x @ weight.T. in_place: into the result's memory."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, x: Tensor, weight: Tensor, alpha: float, in_place: bool) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        ctx.alpha = alpha
+        if in_place:
+            ctx.mark_dirty(result)
+        else:
+            result = result.clone(memory_format=torch.contiguous_format)
+        result.view(-1, result.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t(), alpha=alpha)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        (dy,) = grads
+        if dy is None:
+            return None, None, None, None, None
+        x, weight = ctx.saved_tensors
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = dweight = None
+        nothing = rows.new_empty(())
+        if ctx.needs_input_grad[1]:
+            dx = torch.addmm(nothing, rows, weight, beta=0, alpha=ctx.alpha).view(x.shape)
+        if ctx.needs_input_grad[2]:
+            dweight = torch.addmm(nothing, rows.t(), x.reshape(-1, x.shape[-1]), beta=0, alpha=ctx.alpha)
+        return dy, dx, dweight, None, None
+
+
+class Adapter(SharedInput):
+    """Calls the layer and the adapters of one call of a forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.own: Tensor | None = None
+        """A result that only this call holds: to be written to."""
+
+    def base(self, dense: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """dense(x, *args, **kwargs)."""
+        if args or kwargs or not is_plain(dense, nn.Linear):
+            return dense(x, *args, **kwargs)
+        self.own = self(self.module, dense, x)
+        return self.own
+
+    def copied(self, result: Tensor) -> Tensor:
+        """The result, a copy just made."""
+        self.own = result
+        return result
+
+    def cast(self, method: Callable[..., Any], x: Any, dense: Any, dropout: Any) -> Any:
+        """method(x, dense.weight.dtype); x as it is where autocast gives dense(dropout(x)) the same operand."""
+        if (
+            isinstance(x, Tensor)
+            and calls.is_autocasting(x)
+            and x.dtype == torch.get_autocast_dtype(x.device.type)
+            and _is_linear(dense)
+            and dense.weight.dtype == torch.float32
+            and (is_plain(dropout, nn.Identity) or is_plain(dropout, nn.Dropout))
+        ):
+            return x
+        return method(x, dense.weight.dtype)
+
+    def down(self, dense: Any, dropout: Any, x: Any) -> Any:
+        """dense(dropout(x))."""
+        return self.dropped(self.module, dense, dropout, x)
+
+    def add(self, result: Any, dense: Any, x: Any, scaling: Any, dtype: torch.dtype | None = None) -> Any:
+        """result + (dense(x) * scaling).to(dtype), dtype None: as it is."""
+        if not _fits(result, dense, x, scaling):
+            calls.count_fallback(self.module)
+            delta = dense(x) * scaling
+            return result + (delta if dtype is None else delta.to(dtype))
+        calls.count_fused(self.module)
+        is_own = self.own is not None and result is self.own
+        in_place = is_own and result.is_contiguous() and not result._is_view()
+        self.own = _Add.apply(result, x, dense.weight.to(result.dtype), scaling, in_place)
+        return self.own
+
+
+def _is_worth(x: Any) -> bool:
+    """Whether a layer's forward is run with an Adapter: compilers fuse the sums themselves."""
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or not calls.is_large(x):
+        return False
+    return not (is_jit_tracing() or is_transformed())
+
+
+def _fits(result: Any, dense: Any, x: Any, scaling: Any) -> bool:
+    """Whether one matrix product computes the sum, in the dtypes of the unfused expression."""
+    if not isinstance(result, Tensor) or not isinstance(x, Tensor) or not _is_linear(dense):
+        return False
+    weight = dense.weight
+    has_dtype = weight.dtype == x.dtype or calls.is_autocasting(x)
+    return (
+        dense.bias is None
+        and isinstance(scaling, (int, float))
+        and calls.fits(result)
+        and not x.is_nested
+        and not calls.is_distributed(x)
+        and has_dtype
+        and x.dtype == result.dtype
+        and x.device == weight.device == result.device
+        and result.shape == (*x.shape[:-1], weight.shape[0])
+    )
+
+
+def _is_linear(dense: Any) -> TypeGuard[nn.Linear]:
+    return is_plain(dense, nn.Linear) and not hasattr(type(dense.weight), "__tensor_flatten__")
+
+
+@dataclass(eq=False)
+class FoundAdapter:
+    """`result = result + B(A(dropout(x))) * scaling`, of layers that the module's containers hold."""
+
+    sum: ast.Assign
+    result: ast.Name
+    up: ast.Name
+    container: str
+    """Path of what holds the layer that is called last."""
+    scaling: ast.expr
+    down: tuple[ast.Name, ast.expr, ast.Name]
+    """(A, dropout, x), x a parameter of the forward."""
+    product: ast.Assign | None = None
+    """The statement that gave the multiple a name; None where it stands in the sum."""
+    conversion: ast.If | None = None
+    """`if condition: output = output.to(dtype)`, between the two."""
+    cast: tuple[ast.If, ast.Assign] | None = None
+    """`x = self.method(x, A.weight.dtype)`, and the statement after it, in which the sum is."""
+    base: ast.Call | None = None
+    """The call of a child that gave the result its value."""
+    copy: ast.Call | None = None
+    """`result.clone()`, after it."""
+
+
+def read_adapters(forward: Forward) -> list[FoundAdapter]:
+    """The adapters of a forward."""
+    containers = _containers(forward)
+    found = (_read(forward, place, containers) for place in places(forward.tree.body))
+    return [each for each in found if each is not None]
+
+
+def _containers(forward: Forward) -> dict[str, str]:
+    """name -> path of a child, of all `name = self.path[...]`."""
+    return {
+        name: path
+        for place in places(forward.tree.body)
+        if (name := assigned_name(place.statement))
+        and isinstance(value := place.statement.value, ast.Subscript)  # type: ignore[attr-defined]
+        and (path := forward.child(value.value))
+    }
+
+
+def _read(forward: Forward, place: Place, containers: dict[str, str]) -> FoundAdapter | None:
+    match place.statement:
+        case (
+            ast.Assign(
+                targets=[ast.Name(id=target)], value=ast.BinOp(left=ast.Name() as result, op=ast.Add(), right=added)
+            ) as statement
+        ) if target == result.id:
+            pass
+        case _:
+            return None
+    product, conversion = None, None
+    if isinstance(added, ast.Name):
+        product, conversion = _named(place, added)
+        if product is None:
+            return None
+        added = product.value
+    match added:
+        case ast.BinOp(
+            left=ast.Call(func=ast.Name() as up, args=[inner], keywords=[]), op=ast.Mult(), right=ast.Name() as scaling
+        ) if up.id in containers:
+            pass
+        case _:
+            return None
+    match inner:
+        case ast.Call(
+            func=ast.Name() as down, args=[ast.Call(func=dropout, args=[ast.Name() as x], keywords=[])], keywords=[]
+        ) if down.id in containers and x.id in {each.arg for each in forward.tree.args.args[1:]}:
+            pass
+        case _:
+            return None
+    cast = _cast(forward, statement, down, x)
+    operands = result, up, containers[up.id], scaling, (down, dropout, x)
+    found = FoundAdapter(statement, *operands, product, conversion, cast)
+    _find_base(forward, found)
+    return found
+
+
+def _named(place: Place, name: ast.Name) -> tuple[ast.Assign | None, ast.If | None]:
+    """The assignment of a product to the name just before the place's statement, and a conversion between them."""
+    before = place.block[: place.position]
+    conversion = None
+    match before[-1:]:
+        case [ast.If(body=[ast.Assign(targets=[ast.Name(id=target)], value=value)], orelse=[]) as each]:
+            match value:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=of), attr="to"), args=[_], keywords=[]) if (
+                    target == of == name.id
+                ):
+                    conversion = each
+                    before.pop()
+    match before[-1:]:
+        case [ast.Assign(targets=[ast.Name(id=target)]) as product] if target == name.id:
+            return product, conversion
+    return None, None
+
+
+def _cast(forward: Forward, sum_: ast.Assign, down: ast.Name, x: ast.Name) -> tuple[ast.If, ast.Assign] | None:
+    """`x = self.method(x, A.weight.dtype)` before the `if` whose first branch is the sum."""
+    for place in places(forward.tree.body):
+        match place.block[place.position : place.position + 2]:
+            case [
+                ast.Assign(
+                    targets=[ast.Name(id=target)],
+                    value=ast.Call(func=function, args=[ast.Name(id=of), dtype], keywords=[]),
+                ) as cast,
+                ast.If(body=[first]) as branches,
+            ] if first is sum_ and target == of == x.id and forward.child(function):
+                is_unread = not any(isinstance(n, ast.Name) and n.id == x.id for n in ast.walk(branches.test))
+                expected = ast.parse(f"{down.id}.weight.dtype", mode="eval").body
+                return (branches, cast) if is_unread and is_same(expected, dtype) else None
+    return None
+
+
+def _find_base(forward: Forward, found: FoundAdapter) -> None:
+    """The last call of a child that gave the result its value, in a block around the sum, and a copy after it."""
+    for place in places(forward.tree.body):
+        after = [*ast.walk(ast.Module([*place.following], []))]
+        if assigned_name(place.statement) == found.result.id and found.sum in after:
+            match place.statement.value:  # type: ignore[attr-defined]
+                case ast.Call(func=function, args=[x, *_]) as call if forward.child(function):
+                    found.base, found.copy = (call, None) if not isinstance(x, ast.Starred) else (None, None)
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=of), attr="clone"), args=[], keywords=[]) as call:
+                    found.copy = call if of == found.result.id else None
+                case _:
+                    found.base = found.copy = None
+
+
+def choose_adapters(
+    module: nn.Module, adapters: list[FoundAdapter], excluded: Container[int]
+) -> tuple[FoundAdapter, ...]:
+    """Those whose container holds linear layers."""
+    return tuple(each for each in adapters if _holds_linear(child_at(module, each.container), excluded))
+
+
+def _holds_linear(container: nn.Module | None, excluded: Container[int]) -> bool:
+    layers = [] if container is None or id(container) in excluded else container._modules.values()
+    return any(original_class(type(layer)) is nn.Linear and id(layer) not in excluded for layer in layers)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """A module with low-rank adapters, as a site."""
+
+    forward: Forward
+    chosen: tuple[FoundAdapter, ...]
+    pattern = PATTERN
+    detail = ""
+
+    def rewrite(self, cls: type) -> Rewrite:
+        """The forward with its adapters called through an Adapter."""
+        rewriting = Rewriting(self.forward)
+        for each in self.chosen:
+            _rewrite(rewriting, each)
+        rewriting.constants |= {"Adapter_": Adapter, "is_worth_": _is_worth, "unfused_": self.forward.function}
+        x, arguments = self.chosen[0].down[2].id, _passed_on(self.forward.tree.args)
+        first = f"if not is_worth_({x}):\n    return unfused_({arguments})\nadapter_ = Adapter_({rewriting.own})"
+        has_docstring = int(ast.get_docstring(rewriting.tree) is not None)
+        rewriting.tree.body[has_docstring:has_docstring] = ast.parse(first).body
+        return rewriting.rewrite(PATTERN)
+
+    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+        """Raise VerificationError unless a small layer with an adapter has the outputs and gradients that it has
+        unfused."""
+        device, dtype = kind_of(module)
+        shapes = {"x": (2, 5, 8), "weight": (6, 8), "down": (4, 8), "up": (6, 4)}
+        check_function(_fused, _unfused, shapes, device, dtype)
+
+
+def _passed_on(parameters: ast.arguments) -> str:
+    """The arguments of a call with all that a function was given."""
+    names = [each.arg for each in (*parameters.posonlyargs, *parameters.args)]
+    names += [f"*{parameters.vararg.arg}"] if parameters.vararg else []
+    names += [f"{each.arg}={each.arg}" for each in parameters.kwonlyargs]
+    names += [f"**{parameters.kwarg.arg}"] if parameters.kwarg else []
+    return ", ".join(names)
+
+
+def _rewrite(rewriting: Rewriting, found: FoundAdapter) -> None:
+    copies = rewriting.copies
+    if found.base is not None:
+        base = copies[id(found.base)]
+        base.args.insert(0, base.func)
+        base.func = _method("base")
+    if found.copy is not None:
+        copied = copies[id(found.copy)]
+        rewriting.replaced[id(copied)] = lambda: ast.Call(_method("copied"), [copied], [])
+    down, dropout, x = (copies[id(each)] for each in found.down)
+    inner = ast.Call(_method("down"), [down, dropout, x], [])
+    arguments = [copies[id(found.result)], copies[id(found.up)], inner, copies[id(found.scaling)]]
+    if found.conversion is not None:
+        converted: Any = copies[id(found.conversion)]
+        dtype = ast.IfExp(converted.test, converted.body[0].value.args[0], ast.Constant(None))
+        arguments.append(dtype)
+        rewriting.removed.add(id(converted))
+    if found.product is not None:
+        rewriting.removed.add(id(copies[id(found.product)]))
+    copies[id(found.sum)].value = ast.Call(_method("add"), arguments, [])
+    if found.cast is not None:
+        branches, cast = (copies[id(each)] for each in found.cast)
+        rewriting.removed.add(id(cast))
+        skipped = ast.Call(_method("cast"), [cast.value.func, x, down, dropout], [])
+        branches.body.insert(0, ast.Assign(cast.targets, skipped))
+        branches.orelse.insert(0, ast.Assign(cast.targets, cast.value))
+
+
+def _method(name: str) -> ast.expr:
+    return ast.Attribute(ast.Name("adapter_"), name)
+
+
+def _fused(x: Tensor, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    result = nn.functional.linear(x, weight)
+    added: Tensor = _Add.apply(result, nn.functional.linear(x, down), up, 0.5, True)
+    return added
+
+
+def _unfused(x: Tensor, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    return nn.functional.linear(x, weight) + nn.functional.linear(nn.functional.linear(x, down), up) * 0.5

@@ -1,0 +1,290 @@
+"""Low-rank adapters of PEFT: added by their product, one gradient of what they read."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import outcomes
+import pytest
+import torch
+from onetrip.measure.traffic import traffic
+from onetrip.patching import patch_model, unpatch_model
+from onetrip.patching.linear import readers
+from onetrip.patching.verify import RNG, MaskedDropout
+from outcomes import assert_agree, assert_equal
+from patching_cases import WIDTH, inputs, randomised
+from torch import Tensor, nn
+
+peft = pytest.importorskip("peft")
+
+outcome = functools.partial(outcomes.outcome, is_leaf=False)
+
+
+class Layers(nn.Module):
+    """Two layers of one input, and one of what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.out = (nn.Linear(WIDTH, n, bias=bias) for n, bias in ((24, True), (24, False), (8, True)))
+        self.out = nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.q(x) * self.k(x))
+        return y
+
+
+def adapted(names: tuple[str, ...] = ("default",), **options: Any) -> Any:
+    """Layers with adapters of these names in use."""
+    model: Any = Layers()
+    options = {"r": 4, "lora_alpha": 6, "target_modules": ["q", "k", "out"], "init_lora_weights": False} | options
+    for name in names:
+        model = peft.inject_adapter_in_model(peft.LoraConfig(**options), model, name)
+    randomised(model)
+    for each in model.modules():
+        if isinstance(each, peft.tuners.tuners_utils.BaseTunerLayer):
+            each.set_adapter(list(names))
+    return model.train()
+
+
+def fused_calls(report: Any) -> dict[str, tuple[int, int]]:
+    return {name: calls for name, calls in report.calls().items() if name}
+
+
+@pytest.mark.parametrize("names", [("default",), ("one", "two")], ids=len)
+def test_outputs_and_gradients_are_the_unpatched_model_s(names: tuple[str, ...]) -> None:
+    model, (x,) = adapted(names), inputs()
+    expected = outcome(model, x)
+    assert len(expected) == 2 + 6 * len(names)
+    report = patch_model(model)
+    assert [(site.name, site.pattern) for site in report.patched] == [(name, "lora") for name in ("q", "k", "out")]
+    assert_agree(outcome(model, x), expected)
+    n_calls = 1 + 2 * len(names)  # the layer, and both of each adapter
+    assert report.calls() == dict.fromkeys(("q", "k", "out"), (n_calls, 0))
+    with torch.no_grad():
+        assert_agree({"y": model(2.0 * x)}, {"y": expected["y"]})
+    unpatch_model(model)
+    assert_equal(outcome(model, x), expected)
+
+
+def test_the_traffic_that_is_saved() -> None:
+    model, (x,) = adapted(), inputs()
+    outside = traffic(lambda: outcome(model, x)).outside()
+    patch_model(model)
+    saved = outside - traffic(lambda: outcome(model, x)).outside()
+    results, shared = 24 + 24 + 8, 3 * 16 + 24  # columns: B's products; sums of the gradients of x and of y
+    assert saved == 4 * 10 * (7 * results + 3 * shared)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_dropout(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x,) = adapted(lora_dropout=p), inputs()
+    with MaskedDropout():
+        expected = outcome(model, x)
+    monkeypatch.setattr(readers, "draw_rng", lambda device: RNG)
+    report = patch_model(model, exclude=["*dropout*"])
+    assert_agree(outcome(model, x), expected)
+    assert set(fused_calls(report).values()) == {(3, 0)}
+
+
+def test_dropout_keeps_one_tensor_for_all_adapters_of_an_input() -> None:
+    model, (x,) = adapted(lora_dropout=0.3), inputs()
+    patch_model(model)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape == x.shape:
+            kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    leaf = x.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model(2.0 * leaf)
+    assert len(kept) == 1
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_does_not_cast_what_it_casts_back(dtype: torch.dtype) -> None:
+    """Adapters in float32 beside a layer in bfloat16: PEFT's default, under Trainer's bf16."""
+    model, (x,) = adapted(), inputs()
+    for name, parameter in model.named_parameters():
+        if "lora" not in name:
+            parameter.data = parameter.data.to(dtype)
+
+    def run(model: Any, dtype: torch.dtype) -> outcomes.Outcome:
+        with torch.autocast("cpu", torch.bfloat16):
+            return outcome(model, x.to(dtype))
+
+    def casts() -> int:
+        """Of tensors as large as the input."""
+        found = traffic(lambda: run(model, dtype)).operators.values()
+        return sum(each.calls for each in found if each.name == "aten::_to_copy")
+
+    expected, before = run(model, dtype), casts()
+    report = patch_model(model)
+    assert_agree(run(model, dtype), expected, 3e-2)
+    assert all(fallbacks == 0 for _, fallbacks in report.calls().values())
+    assert casts() < before
+
+
+def test_float32_adapters_of_a_bfloat16_layer_without_autocast_are_left() -> None:
+    """Their sum is in float32: no product of bfloat16 computes it."""
+    model, (x,) = adapted(), inputs()
+    for name, parameter in model.named_parameters():
+        if "lora" not in name:
+            parameter.data = parameter.data.bfloat16()
+    expected = outcome(model, x.bfloat16())
+    report = patch_model(model)
+    assert_agree(outcome(model, x.bfloat16()), expected, 3e-2)
+    assert all(fallbacks == 1 for _, fallbacks in report.calls().values())
+
+
+def test_results_that_others_hold_are_not_written_to() -> None:
+    model, (x,) = adapted(), inputs()
+    held: list[Tensor] = []
+    patch_model(model)
+    model.q.base_layer.register_forward_hook(lambda module, args, y: held.append(y))
+    y = model(x)
+    assert torch.equal(held[0], nn.functional.linear(x, model.q.base_layer.weight, model.q.base_layer.bias))
+    assert y.requires_grad
+
+
+def frozen_base(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name)
+
+
+def hooked(model: Any) -> None:
+    model.q.lora_B["default"].register_forward_hook(lambda module, args, y: 2.0 * y)
+
+
+def with_bias(model: Any) -> None:
+    model.q.lora_B["default"].bias = nn.Parameter(torch.ones(24))
+
+
+def disabled(model: Any) -> None:
+    for name in ("q", "k", "out"):
+        getattr(model, name).enable_adapters(False)
+
+
+def merged(model: Any) -> None:
+    for name in ("q", "k", "out"):
+        getattr(model, name).merge()
+
+
+def rescaled(model: Any) -> None:
+    model.q.scale_layer(3.0)
+
+
+def deleted(model: Any) -> None:
+    model.k.delete_adapter("default")
+
+
+CHANGES = [frozen_base, hooked, with_bias, disabled, merged, rescaled, deleted]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_changed_after_patching(change: Callable[[Any], None]) -> None:
+    model, (x,) = adapted(), inputs()
+    patch_model(model)
+    change(model)
+    assert_agree(outcome(model, x), outcome(unpatch_model(copy.deepcopy(model)), x))
+
+
+def test_another_variant_beside_a_plain_adapter() -> None:
+    """DoRA takes the sum so far, and the input as PEFT casts it."""
+    model, (x,) = adapted(("one",)), inputs()
+    config = peft.LoraConfig(r=4, target_modules=["q"], use_dora=True, init_lora_weights=False)
+    model = peft.inject_adapter_in_model(config, model, "two")
+    model.q.set_adapter(["one", "two"])
+    expected = outcome(model, x)
+    patch_model(model)
+    assert_agree(outcome(model, x), expected, 1e-4)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_checkpointing(use_reentrant: bool, p: float) -> None:
+    model, (x,) = adapted(lora_dropout=p), inputs()
+    patch_model(model)
+
+    def run(checkpointed: bool) -> outcomes.Outcome:
+        def forward(x: Tensor) -> Any:
+            if not checkpointed:
+                return model(x)
+            return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=use_reentrant)
+
+        model.zero_grad()
+        torch.manual_seed(0)
+        leaf = x.clone().requires_grad_()
+        y = forward(2.0 * leaf)
+        y.square().sum().backward()
+        return {"y": y.detach(), "x": leaf.grad} | outcomes.parameter_gradients(model)
+
+    assert_agree(run(True), run(False))
+
+
+def test_second_derivatives() -> None:
+    model, (x,) = adapted().double(), inputs()
+
+    def penalty(x: Tensor) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(2.0 * leaf).square().sum(), leaf, create_graph=True)
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        return [each.double() for each in torch.autograd.grad(gradient.square().sum(), parameters)]
+
+    expected = penalty(x.double())
+    patch_model(model.float())
+    assert_agree(penalty(x), expected, relative=1e-4)
+
+
+def test_compiles_without_a_break() -> None:
+    model, (x,) = adapted(), inputs()
+    expected = outcome(model, x)
+    patch_model(model)
+    assert_agree(outcome(torch.compile(model, backend="aot_eager", fullgraph=True), x), expected)
+
+
+def test_vmap() -> None:
+    model, (x,) = adapted().eval(), inputs()
+    expected = model(x)
+    patch_model(model)
+    torch.testing.assert_close(torch.func.vmap(model)(x), expected)
+
+
+def test_forwards_without_containers_of_layers_are_left() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({"one": nn.Tanh()})
+            self.dense = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, name: str = "one", scale: float = 2.0) -> Tensor:
+            layer = self.layers[name]
+            x = self.dense(x)
+            x = x + layer(x) * scale
+            return x
+
+    assert not patch_model(Scaled()).patched
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantized_layers_of_bitsandbytes(dtype: torch.dtype) -> None:
+    """QLoRA: the result is another library's, copied and converted on the way."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model: Any = nn.Sequential(bitsandbytes.nn.Linear4bit(64, 32, bias=False, compute_dtype=dtype))
+    model[0].weight = bitsandbytes.nn.Params4bit(torch.randn(32, 64), requires_grad=False)
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["0"], init_lora_weights=False)
+    model = peft.inject_adapter_in_model(config, model.to("cpu"))
+    x = torch.randn(2, 5, 64, dtype=dtype)
+    if dtype == torch.bfloat16:
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.bfloat16() if "lora" in name else parameter.data
+    expected = outcome(model, x)
+    report = patch_model(model)
+    assert [(site.name, site.pattern) for site in report.patched] == [("0", "lora")]
+    assert_agree(outcome(model, x), expected, 3e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert report.calls() == {"0": (2, 0)}
