@@ -35,13 +35,13 @@ WAYS: dict[str, dict[str, Any]] = {
 """Arguments of patch_model."""
 
 
-_ADAPTED, _RANK = "Llama with LoRA", 16
+ADAPTED, _RANK = "Llama with LoRA", 16
 
 
 def _model_of(shape: str) -> Any:
     model_type, head, arguments = SHAPES[shape.removesuffix(" with LoRA")]
     model = model_of(head, config_of(model_type, **arguments))
-    if shape != _ADAPTED:
+    if shape != ADAPTED:
         return model
     config = peft.LoraConfig(r=_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
@@ -73,7 +73,7 @@ def record(device_types: tuple[str, ...] = ("cpu", "cuda")) -> dict[str, Any]:
     """By kind of device and shape: bytes unpatched and patched, and the ratios of "outside"."""
     counted: dict[str, Any] = {}
     for device_type in device_types:
-        for shape in (*SHAPES, _ADAPTED):
+        for shape in (*SHAPES, ADAPTED):
             base = traffic_of(shape, device_type, unpatched=True)
             found = {way: traffic_of(shape, device_type, **patch) for way, patch in WAYS.items()}
             counted.setdefault(device_type, {})[shape] = {
@@ -85,7 +85,7 @@ def record(device_types: tuple[str, ...] = ("cpu", "cuda")) -> dict[str, Any]:
         **header(torch.device("cpu")),
         "options": {"batch_size": BATCH_SIZE, "sequence_length": SEQUENCE_LENGTH, "dtype": "bfloat16"},
         "shapes": {shape: {"model_type": kind, "config": arguments} for shape, (kind, _, arguments) in SHAPES.items()},
-        "lora": {"shape": _ADAPTED, "r": _RANK, "target_modules": "all-linear"},
+        "lora": {"shape": ADAPTED, "r": _RANK, "target_modules": "all-linear", "peft": peft.__version__},
         "traffic": counted,
     }
 
