@@ -90,20 +90,20 @@ class Forward:
         """Whether statement `position`, at the place or before it, reads the value of the name once, and nothing else
         does."""
         reader, *later = place.block[position : place.position + 1]
-        if _n_reads(reader, name) != 1:
+        if n_reads(reader, name) != 1:
             return False
         if assigned_name(reader) == name:
             return True
         is_rebound = assigned_name(place.statement) == name
-        return not any(_n_reads(each, name) for each in later) and (
+        return not any(n_reads(each, name) for each in later) and (
             is_rebound or not (place.in_loop or _uses_after(self.tree, name, place.statement))
         )
 
     def ends_at(self, name: str, place: Place, position: int) -> bool:
         """Whether only the place's statement, or one between it and `position`, which assigned the name, reads it,
         once."""
-        first = next(i for i in range(position + 1, place.position + 1) if _n_reads(place.block[i], name))
-        return _n_reads(self.tree, name) == 1 or self.is_read_once(name, place, first)
+        first = next(i for i in range(position + 1, place.position + 1) if n_reads(place.block[i], name))
+        return n_reads(self.tree, name) == 1 or self.is_read_once(name, place, first)
 
 
 def child_at(module: nn.Module, path: str) -> nn.Module | None:
@@ -190,7 +190,8 @@ def mentions(node: ast.AST, name: str) -> bool:
     return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
 
 
-def _n_reads(statement: ast.AST, name: str) -> int:
+def n_reads(statement: ast.AST, name: str) -> int:
+    """How often the name is read in the statement."""
     return sum(
         isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
         for node in ast.walk(statement)

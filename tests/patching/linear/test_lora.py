@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -150,6 +151,44 @@ def test_results_that_others_hold_are_not_written_to() -> None:
     y = model(x)
     assert torch.equal(held[0], nn.functional.linear(x, model.q.base_layer.weight, model.q.base_layer.bias))
     assert y.requires_grad
+
+
+def test_results_that_the_forward_keeps_are_not_written_to() -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(WIDTH, WIDTH)
+            self.down = nn.ModuleDict({"one": nn.Linear(WIDTH, 4, bias=False)})
+            self.up = nn.ModuleDict({"one": nn.Linear(4, WIDTH, bias=False)})
+            self.kept: Any = None
+
+        def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
+            dropout, down, up = nn.functional.relu, self.down["one"], self.up["one"]
+            result = self.base(x)
+            self.kept = result
+            down = self.down["one"]
+            up = self.up["one"]
+            result = result + up(down(dropout(x))) * scale
+            return result
+
+    model, (x,) = randomised(Keeping()), inputs()
+    expected, kept = outcome(model, x), model.kept
+    report = patch_model(model)
+    assert_agree(outcome(model, x), expected)
+    assert [site.pattern for site in report.patched] == ["lora"] and report.calls() == {"": (2, 0)}
+    torch.testing.assert_close(model.kept, kept)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+def test_inputs_without_gradients(context: Callable[[], Any]) -> None:
+    model, (x,) = adapted(), inputs()
+    frozen_base(model)
+    expected = model(x)
+    patch_model(model)
+    with context():
+        y = model(x)
+    assert_agree({"y": y}, {"y": expected.detach()})
+    assert y.requires_grad == (context is contextlib.nullcontext)
 
 
 def frozen_base(model: Any) -> None:

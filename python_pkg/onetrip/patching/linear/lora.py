@@ -24,7 +24,7 @@ from ...ops.common.tracing import is_jit_tracing, is_transformed
 from .. import calls
 from ..calls import is_plain, original_class
 from ..classes import Rewrite
-from ..forward import Forward, Place, assigned_name, child_at, places
+from ..forward import Forward, Place, assigned_name, child_at, n_reads, places
 from ..rewriting import Rewriting
 from ..source import is_same
 from ..verify import check_function, kind_of
@@ -155,7 +155,7 @@ class FoundAdapter:
     container: str
     """Path of what holds the layer that is called last."""
     scaling: ast.expr
-    down: tuple[ast.Name, ast.expr, ast.Name]
+    down: tuple[ast.Name, ast.Name, ast.Name]
     """(A, dropout, x), x a parameter of the forward."""
     product: ast.Assign | None = None
     """The statement that gave the multiple a name; None where it stands in the sum."""
@@ -200,7 +200,7 @@ def _read(forward: Forward, place: Place, containers: dict[str, str]) -> FoundAd
     product, conversion = None, None
     if isinstance(added, ast.Name):
         product, conversion = _named(place, added)
-        if product is None:
+        if product is None or n_reads(forward.tree, added.id) != 1 + (conversion is not None):
             return None
         added = product.value
     match added:
@@ -212,7 +212,9 @@ def _read(forward: Forward, place: Place, containers: dict[str, str]) -> FoundAd
             return None
     match inner:
         case ast.Call(
-            func=ast.Name() as down, args=[ast.Call(func=dropout, args=[ast.Name() as x], keywords=[])], keywords=[]
+            func=ast.Name() as down,
+            args=[ast.Call(func=ast.Name() as dropout, args=[ast.Name() as x], keywords=[])],
+            keywords=[],
         ) if down.id in containers and x.id in {each.arg for each in forward.tree.args.args[1:]}:
             pass
         case _:
@@ -220,7 +222,8 @@ def _read(forward: Forward, place: Place, containers: dict[str, str]) -> FoundAd
     cast = _cast(forward, statement, down, x)
     operands = result, up, containers[up.id], scaling, (down, dropout, x)
     found = FoundAdapter(statement, *operands, product, conversion, cast)
-    _find_base(forward, found)
+    if not _is_kept(forward, result.id):
+        _find_base(forward, found)
     return found
 
 
@@ -257,6 +260,24 @@ def _cast(forward: Forward, sum_: ast.Assign, down: ast.Name, x: ast.Name) -> tu
                 expected = ast.parse(f"{down.id}.weight.dtype", mode="eval").body
                 return (branches, cast) if is_unread and is_same(expected, dtype) else None
     return None
+
+
+def _is_kept(forward: Forward, result: str) -> bool:
+    """Whether the forward does anything else with the result than add to it, convert it, and return it, by itself or
+    by a call to which it is given."""
+    n_known = 0
+    for node in ast.walk(forward.tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr="dtype" | "shape" | "device" | "to" | "clone"):
+                n_known += name == result
+            case ast.Return(value=ast.Name(id=name)):
+                n_known += name == result
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.BinOp(left=ast.Name(id=left))) if name == result:
+                n_known += left == result
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(args=args, keywords=keywords)):
+                given = [*args, *(each.value for each in keywords)]
+                n_known += name == result and any(isinstance(each, ast.Name) and each.id == result for each in given)
+    return n_reads(forward.tree, result) != n_known
 
 
 def _find_base(forward: Forward, found: FoundAdapter) -> None:
