@@ -98,6 +98,30 @@ def _trained(kind: str, patched: str) -> list[tuple[str, Tensor]]:
     return [(name, p.full_tensor() if isinstance(p, DTensor) else p) for name, p in parameters]
 
 
+def callback_around_sharding() -> None:
+    """What a Trainer does: the model is patched, then sharded; the report is that of the sharded model."""
+    from onetrip.integrations import OnetripCallback
+    from transformers import TrainerState
+
+    link_all()
+    expected = gpt2().train()
+    train(expected, [batch(rank) for rank in range(dist.get_world_size())])
+    model: Any = gpt2().train()
+    n_sites = len(patch_model(gpt2().train()).patched)
+    callback = OnetripCallback(log=None)
+    given: Any = (None, TrainerState(), None, model)  # of Trainer: arguments, state, control
+    callback.on_init_end(*given)
+    sharded(model)
+    callback.on_train_begin(*given)
+    report = callback.report
+    assert report is not None and len(report.patched) == n_sites and report.diff("transformer.h.0")
+    train(model, [batch(dist.get_rank())])
+    fused = [name for name, (n, fallbacks) in report.calls().items() if n and not fallbacks]
+    assert len(fused) > n_sites // 2, report
+    callback.on_train_end(*given)
+    assert_same_weights(model, expected, "patched, then sharded")
+
+
 def patch_with_loss(model: nn.Module) -> PatchReport:
     """All patterns, and the loss without logits."""
     names = ("add_norm", "dropout_add", "layer_norm", "shared_input", "bias_activation", "tied_embedding")

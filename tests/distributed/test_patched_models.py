@@ -8,6 +8,7 @@ import optim_distributed
 import pytest
 import torch
 from patching_distributed import (
+    callback_around_sharding,
     ddp_with_adamw8bit,
     every_wrapper,
     fsdp2_and_tensor_parallel,
@@ -29,6 +30,10 @@ pytestmark = [
 def test_processes_train_as_one(world: int) -> None:
     """DDP and FSDP2, patched before and after wrapping. FSDP gathers each layer's weights in hooks."""
     optim_distributed.run(world, every_wrapper)
+
+
+def test_a_callback_patches_before_fsdp2_shards() -> None:
+    optim_distributed.run(2, callback_around_sharding)
 
 
 @pytest.mark.parametrize("world", [2, 4])

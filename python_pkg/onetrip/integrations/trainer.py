@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from onetrip import PatchReport, patch_model, unpatch_model
+from onetrip.patching.classes import is_stacked
 
 from . import needs
 
@@ -20,9 +20,9 @@ class OnetripCallback(TrainerCallback):
     options: arguments of patch_model. log: called with the report as text, in the main process; None for no report.
     report: the PatchReport of the last training, with its live call counts; None before the first.
 
-    The model is patched as soon as the Trainer has it, before Accelerate wraps its forward; with FSDP at the start of
-    training, after it was sharded. There is no state to save: a resumed training patches again, before its first step.
-    After an exception, or without training, the model stays patched: call unpatch_model(model).
+    The model is patched as soon as the Trainer has it, before Accelerate wraps its forward or FSDP shards it. There is
+    no state to save: a resumed training patches again, before its first step. The model stays patched after an
+    exception, without training (call unpatch_model(model)), and where FSDP2 has put its classes on the patched ones.
     """
 
     def __init__(self, *, log: Callable[[str], Any] | None = print, **options: Any) -> None:
@@ -33,7 +33,7 @@ class OnetripCallback(TrainerCallback):
         self.report: PatchReport | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if model is not None and not _shards(args):
+        if model is not None:
             patch_model(model, **self.options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -42,10 +42,5 @@ class OnetripCallback(TrainerCallback):
             self.log(str(self.report))
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        unpatch_model(model)
-
-
-def _shards(args: Any) -> bool:
-    """Whether FSDP will put its classes on top of the model's. ACCELERATE_USE_FSDP: set by accelerate launch."""
-    launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes")
-    return launched or bool(getattr(args, "fsdp", None))
+        if not any(is_stacked(module) for module in model.modules()):
+            unpatch_model(model)

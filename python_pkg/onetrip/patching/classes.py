@@ -235,12 +235,22 @@ def is_patched(module: nn.Module) -> bool:
 
 def is_stacked(module: nn.Module) -> bool:
     """Whether another class was put on top of the patched one (by parametrize or fully_shard)."""
-    return not is_patched(module) and hasattr(type(module), "_onetrip_original")
+    return was_patched(module) and not is_patched(module)
+
+
+def was_patched(module: nn.Module) -> bool:
+    """Whether it is patched or stacked."""
+    return hasattr(type(module), "_onetrip_original")
+
+
+def patched_class_of(module: Any) -> Any:
+    """The class that patch_model gave a patched or stacked module."""
+    return type(module)._onetrip_class
 
 
 def rewrite_of(module: nn.Module) -> Rewrite:
-    """The rewrite of a patched module."""
-    rewrite: Rewrite = type(module).__dict__["_onetrip_rewrite"]
+    """The rewrite of a patched or stacked module."""
+    rewrite: Rewrite = patched_class_of(module)._onetrip_rewrite
     return rewrite
 
 

@@ -131,8 +131,6 @@ class Classifier:
 
     def classify(self, module: nn.Module) -> Site | Unsuitable | None:
         """The site that a module is; why it is none, if a user would expect one; None for anything else."""
-        if is_stacked(module) and module._modules:
-            return STACKED
         if isinstance(module, torch.jit.ScriptModule):
             return None if module._modules else Unsuitable("unknown_forward", "TorchScript")
         if self.loss_pattern and any(head is module for head in self.output_layers.values()):

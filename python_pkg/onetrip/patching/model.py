@@ -19,9 +19,11 @@ from .classes import (
     is_patched,
     is_stacked,
     patched_class,
+    patched_class_of,
     restore_class,
     rewrite_of,
     set_class,
+    was_patched,
 )
 from .classify import Classifier, Site
 from .dropouts import PATTERN as DROPOUT
@@ -108,7 +110,7 @@ def patched(model: nn.Module, **options: Any) -> Iterator[PatchReport]:
     On exit, also by an exception, the sites patched on entry are restored. Sites patched before stay patched.
     """
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    before = frozenset(id(module) for module in modules if is_patched(module) or is_stacked(module))
+    before = frozenset(id(module) for module in modules if was_patched(module))
     report = patch_model(model, **options)
     try:
         yield report
@@ -188,12 +190,12 @@ class _Patcher:
                 absorbed |= {id(module._modules[child]) for child in rewrite_of(module).absorbed}
         absorbed |= uncalled_dropouts(module for _, module in modules)
         for name, module in leaves:
-            if id(module) not in absorbed or is_patched(module):
+            if id(module) not in absorbed or was_patched(module):
                 found[id(module)] = self.site(name, module)
         for name, module in modules:
             site = found.get(id(module))
             if isinstance(site, PatchedSite):
-                self.report._add(site, counter_of(module), partial(forward_diff, type(module)))
+                self.report._add(site, counter_of(module), partial(forward_diff, patched_class_of(module)))
                 if (left := self.classifier.left.get(id(module))) is not None:
                     self.report._skip(_skipped(name, module, left))
             elif site is not None:
@@ -206,10 +208,14 @@ class _Patcher:
 
     def site(self, name: str, module: nn.Module) -> PatchedSite | SkippedSite | None:
         """Patch the module if it is a site."""
-        if is_patched(module):
+        if was_patched(module):
             rewrite = rewrite_of(module)
-            if not self.classifier.replace_sdpa or rewrite.pattern not in self.classifier.wanted - {ATTENTION}:
-                return PatchedSite(name, type(module).__name__, rewrite.pattern)
+            if (
+                is_stacked(module)
+                or not self.classifier.replace_sdpa
+                or rewrite.pattern not in self.classifier.wanted - {ATTENTION}
+            ):
+                return PatchedSite(name, patched_class_of(module).__name__, rewrite.pattern)
             restore_class(module)  # SDPA may have been left to torch: everything again, with it
         site = self.classifier.classify(module)
         if site is None:
