@@ -7,6 +7,7 @@ are compiled only.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -161,3 +162,21 @@ def test_a_block_that_would_be_missed_raises(tmp_path: Path) -> None:
     (page := tmp_path / "page.md").write_text("- x\n\n  ```python\n  a = 1\n  ```\n")
     with pytest.raises(ValueError, match="must stand at the margin"):
         list(blocks(page))
+
+
+IMPLIED = {"torch", "onetrip", "transformers", "tokenizers", "datasets", *sys.stdlib_module_names}
+"""By the installation that docs/index.md describes, and by trl."""
+
+
+@pytest.mark.parametrize("page", [*(DOCS / "how-to").glob("*.md"), DOCS / "integrations.md"], ids=name)
+def test_a_page_names_the_packages_that_its_code_imports(page: Path) -> None:
+    found = list(blocks(page))
+    own = {block.file.removesuffix(".py") for block in found}
+    trees = [node for block in found for node in ast.walk(ast.parse(block.code))]
+    modules = {alias.name for node in trees if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module or "" for node in trees if isinstance(node, ast.ImportFrom)}
+    needed = {module.partition(".")[0] for module in modules} - IMPLIED - own
+    if any("Trainer" in [a.name for a in node.names] for node in trees if isinstance(node, ast.ImportFrom)):
+        needed.add("accelerate")
+    named = {name for line in re.findall(r"`pip install ([^`]*)`", page.read_text()) for name in line.split()}
+    assert needed <= named
