@@ -1,8 +1,8 @@
-"""What docs/cpu.md claims of allocators and bfloat16, measured: python -m tools.cpu_advice [--output DIR]
+"""What docs/cpu.md claims of allocators, threads and bfloat16, measured: python -m tools.cpu_advice [--output DIR]
 
-Processes that differ in the environment take turns, one training step of MiniLM at a time, on one thread each. A step's
-time is the CPU time of its process, which other processes do not count into: a machine that is shared will do. What it
-leaves out is the time in which threads wait for each other.
+Processes that differ in the environment take turns, one training step of MiniLM at a time. Allocators and bfloat16 have
+one thread each, and a step's time is the CPU time of its process, which other processes do not count into: a machine
+that is shared will do. Numbers of threads are compared by wall time: nothing else should run.
 """
 
 from __future__ import annotations
@@ -49,6 +49,14 @@ def environments() -> Iterator[tuple[str, dict[str, str]]]:
             print(f"{name} is left out: no {library} (Debian: apt install libtcmalloc-minimal4 libjemalloc2)")
 
 
+def threads() -> Iterator[tuple[str, dict[str, str]]]:
+    """(threads, what its process has in the environment): 1, half as many as there are CPUs, as many, twice as many."""
+    n_cpus = len(os.sched_getaffinity(0))
+    for n in dict.fromkeys((1, max(n_cpus // 2, 1), n_cpus, 2 * n_cpus)):
+        yield f"{n} thread{'s' * (n > 1)}", {"OMP_NUM_THREADS": str(n)}
+    yield f"{n_cpus} threads, bound", {"OMP_NUM_THREADS": str(n_cpus), "OMP_PROC_BIND": "true"}
+
+
 def trained(model_name: str, way: str) -> Callable[[], None]:
     """One training step of a model of its own."""
     torch.manual_seed(0)
@@ -69,14 +77,15 @@ def trained(model_name: str, way: str) -> Callable[[], None]:
 
 
 def serve(model_name: str) -> None:
-    """Reads names of WAYS, one a line; takes a step, prints its seconds of CPU time, and those of the system's."""
+    """Reads names of WAYS, one a line; takes a step, prints its seconds: CPU time, the system's, wall time."""
     steps: dict[str, Callable[[], None]] = {}
     for line in sys.stdin:
         way = line.strip()
         step = steps[way] if way in steps else steps.setdefault(way, trained(model_name, way))
-        system, total = os.times().system, time.process_time()
+        system, total, wall = os.times().system, time.process_time(), time.perf_counter()
         step()
-        print(json.dumps([time.process_time() - total, os.times().system - system]), flush=True)
+        taken = time.process_time() - total, os.times().system - system, time.perf_counter() - wall
+        print(json.dumps(taken), flush=True)
 
 
 class Process:
@@ -91,19 +100,20 @@ class Process:
         )
         stack.callback(self._process.kill)
 
-    def step(self, way: str) -> tuple[float, float]:
-        """(CPU seconds, system seconds) of one step."""
+    def step(self, way: str) -> tuple[float, float, float]:
+        """(CPU seconds, system seconds, seconds) of one step."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(way, file=self._process.stdin, flush=True)
-        total, system = json.loads(self._process.stdout.readline())
-        return total, system
+        total, system, wall = json.loads(self._process.stdout.readline())
+        return total, system, wall
 
 
 def measure(model_name: str, rounds: int) -> list[dict[str, Any]]:
-    """Cases: every allocator with the patched model; with glibc's default, what patching and what bfloat16 bring."""
-    taken: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    """Cases: every allocator with the patched model; with glibc's default, what patching, bfloat16, threads bring."""
+    taken: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     with ExitStack() as stack:
-        settings = dict(environments())
+        counts = dict(threads())
+        settings = dict(environments()) | counts
         processes = {name: Process(stack, model_name, environment) for name, environment in settings.items()}
         turns = [(name, WAYS[1]) for name in processes] + [(GLIBC, way) for way in WAYS if way != WAYS[1]]
         for number in range(WARM_UP + rounds):
@@ -114,19 +124,22 @@ def measure(model_name: str, rounds: int) -> list[dict[str, Any]]:
             print(f"round {number + 1} of {WARM_UP + rounds}", file=sys.stderr, flush=True)
 
     def case(subject: str, own: tuple[str, str], against: tuple[str, str]) -> dict[str, Any]:
-        ratios = [base[0] / seconds[0] for base, seconds in zip(taken[against], taken[own], strict=True)]
+        clock = 2 if subject == "threads" else 0
+        ratios = [base[clock] / seconds[clock] for base, seconds in zip(taken[against], taken[own], strict=True)]
         return {
             "case": f"{subject}: {', '.join(own)}",
             "against": ", ".join(against),
             "environment": settings[own[0]],
-            "cpu_ms": spread([1e3 * total for total, _ in taken[own]]).to_dict(),
-            "system_ms": statistics.median(1e3 * system for _, system in taken[own]),
+            "cpu_ms": spread([1e3 * total for total, _, _ in taken[own]]).to_dict(),
+            "system_ms": statistics.median(1e3 * system for _, system, _ in taken[own]),
+            "wall_ms": spread([1e3 * wall for _, _, wall in taken[own]]).to_dict(),
             "faster": spread(ratios).to_dict(),
         }
 
     default = {way: (GLIBC, way) for way in WAYS}
     return [
-        *(case("allocator", (name, WAYS[1]), default[WAYS[1]]) for name in processes),
+        *(case("allocator", (name, WAYS[1]), default[WAYS[1]]) for name in processes if name not in counts),
+        *(case("threads", (name, WAYS[1]), (next(iter(counts)), WAYS[1])) for name in counts),
         *(case("patching", default[f"patched-{dtype}"], default[f"eager-{dtype}"]) for dtype in ("fp32", "bf16")),
         *(case("bfloat16", default[f"{way}-bf16"], default[f"{way}-fp32"]) for way in ("eager", "patched")),
     ]
@@ -147,7 +160,8 @@ def main() -> None:
     for case in cases:
         ratio = case["faster"]
         print(
-            f"{case['case']:36} {case['cpu_ms']['median']:6.0f} ms, of it the system {case['system_ms']:4.0f}; "
+            f"{case['case']:36} {case['cpu_ms']['median']:6.0f} ms of CPU time, of it the system's "
+            f"{case['system_ms']:4.0f}; {case['wall_ms']['median']:6.0f} ms; "
             f"{ratio['median']:.2f}x ({ratio['p20']:.2f}-{ratio['p80']:.2f}) of {case['against']}"
         )
     shape = {
