@@ -92,6 +92,11 @@ def is_plain(module: nn.Module, expected: type) -> bool:
     )
 
 
+def is_plain_linear(dense: Any) -> bool:
+    """Whether dense is a plain nn.Linear of an ordinary weight: none that torchao has quantized, no DTensor."""
+    return is_plain(dense, nn.Linear) and not hasattr(type(dense.weight), "__tensor_flatten__")
+
+
 Configuration = tuple[tuple[str, Any], ...]
 _OWN = frozenset(vars(nn.Module()))
 _COMPARABLE = (int, float, str, type(None), torch.dtype, type, FunctionType, BuiltinFunctionType)
@@ -133,10 +138,9 @@ def linear_parts(dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
     The bias is cast to the product's dtype, as under autocast, so that the sum has the dtype of dense(x).
     """
-    weight = dense.weight if is_plain(dense, nn.Linear) else None
-    if weight is None or hasattr(type(weight), "__tensor_flatten__"):  # torchao's quantized weights, DTensor
+    if not is_plain_linear(dense):
         return dense(x), None
-    product = functional.linear(x, weight)
+    product = functional.linear(x, dense.weight)
     bias = dense.bias
     if bias is not None and bias.dtype != product.dtype:
         bias = bias.to(product.dtype)

@@ -217,13 +217,14 @@ def subclass(original: Any, rewrite: Rewrite, methods: Mapping[str, Callable[...
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
             "__reduce_ex__": reduce_ex,
-            "__deepcopy__": deep_copy,
             "__prepare_scriptable__": reject_script,  # torch.jit.script calls it on every module first
             **methods,
             "_onetrip_original": original,
             "_onetrip_rewrite": rewrite,
         },
     )
+    # By type: where an instance is asked, PEFT's wrappers pass the question on to the model in them.
+    copy._deepcopy_dispatch[cls] = deep_copy  # type: ignore[attr-defined]
     cls._onetrip_class = cls  # type: ignore[attr-defined]  # distinguishes cls from classes that inherit from it
     return cls
 

@@ -191,9 +191,9 @@ def mentions(node: ast.AST, name: str) -> bool:
 
 
 def n_reads(statement: ast.AST, name: str) -> int:
-    """How often the name is read in the statement."""
+    """How often the name is read or deleted in the statement."""
     return sum(
-        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+        isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Store)
         for node in ast.walk(statement)
     )
 

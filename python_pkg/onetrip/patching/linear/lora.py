@@ -6,16 +6,16 @@
 
 torch writes B's product, its multiple and the sum, each as large as the result, and as many gradients. Here B's product
 is added where the result lies (a matrix product with alpha = s, beta = 1), and all readers of x share its gradient
-(readers.py). A dropout is drawn again in backward, so that adapters of one x keep x alone. Under autocast x is not cast
-to the dtype of A's weight, from which A would cast it back.
+(readers.py). A dropout is drawn again in backward: all adapters of x keep x, and none what its dropout leaves of it.
+Under autocast x is not cast to the dtype of A's weight, from which A would cast it back.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Container
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,11 +56,10 @@ class _Add(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = dy.reshape(-1, dy.shape[-1])
         dx = dweight = None
-        nothing = rows.new_empty(())
         if ctx.needs_input_grad[1]:
-            dx = torch.addmm(nothing, rows, weight, beta=0, alpha=ctx.alpha).view(x.shape)
+            dx = (rows @ weight).view(x.shape) * ctx.alpha
         if ctx.needs_input_grad[2]:
-            dweight = torch.addmm(nothing, rows.t(), x.reshape(-1, x.shape[-1]), beta=0, alpha=ctx.alpha)
+            dweight = (rows.t() @ x.reshape(-1, x.shape[-1])) * ctx.alpha
         return dy, dx, dweight, None, None
 
 
@@ -74,15 +73,25 @@ class Adapter(SharedInput):
         """A result that only this call holds: to be written to."""
 
     def base(self, dense: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """dense(x, *args, **kwargs), which the forward hands to nobody but the calls below."""
+        result = self.read(dense, x, *args, **kwargs)
+        self.own = result if is_plain(dense, nn.Linear) else None
+        return result
+
+    def read(self, dense: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         """dense(x, *args, **kwargs)."""
         if args or kwargs or not is_plain(dense, nn.Linear):
             return dense(x, *args, **kwargs)
-        self.own = self(self.module, dense, x)
-        return self.own
+        return self(self.module, dense, x)
 
     def copied(self, result: Tensor) -> Tensor:
         """The result, a copy just made."""
         self.own = result
+        return result
+
+    def given(self, result: Any) -> Any:
+        """What another function made of the result, which it may hold."""
+        self.own = None
         return result
 
     def cast(self, method: Callable[..., Any], x: Any, dense: Any, dropout: Any) -> Any:
@@ -91,7 +100,7 @@ class Adapter(SharedInput):
             isinstance(x, Tensor)
             and calls.is_autocasting(x)
             and x.dtype == torch.get_autocast_dtype(x.device.type)
-            and _is_linear(dense)
+            and calls.is_plain_linear(dense)
             and dense.weight.dtype == torch.float32
             and (is_plain(dropout, nn.Identity) or is_plain(dropout, nn.Dropout))
         ):
@@ -117,14 +126,14 @@ class Adapter(SharedInput):
 
 def _is_worth(x: Any) -> bool:
     """Whether a layer's forward is run with an Adapter: compilers fuse the sums themselves."""
-    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or not calls.is_large(x):
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.is_nested or not calls.is_large(x):
         return False
     return not (is_jit_tracing() or is_transformed())
 
 
 def _fits(result: Any, dense: Any, x: Any, scaling: Any) -> bool:
     """Whether one matrix product computes the sum, in the dtypes of the unfused expression."""
-    if not isinstance(result, Tensor) or not isinstance(x, Tensor) or not _is_linear(dense):
+    if not isinstance(result, Tensor) or not isinstance(x, Tensor) or not calls.is_plain_linear(dense):
         return False
     weight = dense.weight
     has_dtype = weight.dtype == x.dtype or calls.is_autocasting(x)
@@ -132,7 +141,6 @@ def _fits(result: Any, dense: Any, x: Any, scaling: Any) -> bool:
         dense.bias is None
         and isinstance(scaling, (int, float))
         and calls.fits(result)
-        and not x.is_nested
         and not calls.is_distributed(x)
         and has_dtype
         and x.dtype == result.dtype
@@ -141,22 +149,19 @@ def _fits(result: Any, dense: Any, x: Any, scaling: Any) -> bool:
     )
 
 
-def _is_linear(dense: Any) -> TypeGuard[nn.Linear]:
-    return is_plain(dense, nn.Linear) and not hasattr(type(dense.weight), "__tensor_flatten__")
-
-
 @dataclass(eq=False)
 class FoundAdapter:
     """`result = result + B(A(dropout(x))) * scaling`, of layers that the module's containers hold."""
 
-    sum: ast.Assign
+    statement: ast.Assign
+    """The sum."""
     result: ast.Name
     up: ast.Name
-    container: str
-    """Path of what holds the layer that is called last."""
     scaling: ast.expr
     down: tuple[ast.Name, ast.Name, ast.Name]
     """(A, dropout, x), x a parameter of the forward."""
+    containers: tuple[str, ...]
+    """Paths of what holds the layers: that of B first."""
     product: ast.Assign | None = None
     """The statement that gave the multiple a name; None where it stands in the sum."""
     conversion: ast.If | None = None
@@ -167,6 +172,10 @@ class FoundAdapter:
     """The call of a child that gave the result its value."""
     copy: ast.Call | None = None
     """`result.clone()`, after it."""
+    given: list[ast.Assign] = field(default_factory=list)
+    """Other calls that are given the result, and make another one."""
+    is_kept: bool = False
+    """Whether the forward does anything else with a result."""
 
 
 def read_adapters(forward: Forward) -> list[FoundAdapter]:
@@ -220,10 +229,10 @@ def _read(forward: Forward, place: Place, containers: dict[str, str]) -> FoundAd
         case _:
             return None
     cast = _cast(forward, statement, down, x)
-    operands = result, up, containers[up.id], scaling, (down, dropout, x)
-    found = FoundAdapter(statement, *operands, product, conversion, cast)
-    if not _is_kept(forward, result.id):
-        _find_base(forward, found)
+    paths = tuple(containers[each.id] for each in (up, down, dropout) if each.id in containers)
+    found = FoundAdapter(statement, result, up, scaling, (down, dropout, x), paths, product, conversion, cast)
+    _find_base(forward, found)
+    _find_uses(forward, found)
     return found
 
 
@@ -245,8 +254,10 @@ def _named(place: Place, name: ast.Name) -> tuple[ast.Assign | None, ast.If | No
     return None, None
 
 
-def _cast(forward: Forward, sum_: ast.Assign, down: ast.Name, x: ast.Name) -> tuple[ast.If, ast.Assign] | None:
-    """`x = self.method(x, A.weight.dtype)` before the `if` whose first branch is the sum."""
+def _cast(forward: Forward, statement: ast.Assign, down: ast.Name, x: ast.Name) -> tuple[ast.If, ast.Assign] | None:
+    """`x = self.method(x, A.weight.dtype)` before the `if` whose first branch is the sum, if only the two read x, there
+    and in the next turn of a loop."""
+    expected = ast.parse(f"{down.id}.weight.dtype", mode="eval").body
     for place in places(forward.tree.body):
         match place.block[place.position : place.position + 2]:
             case [
@@ -255,55 +266,65 @@ def _cast(forward: Forward, sum_: ast.Assign, down: ast.Name, x: ast.Name) -> tu
                     value=ast.Call(func=function, args=[ast.Name(id=of), dtype], keywords=[]),
                 ) as cast,
                 ast.If(body=[first]) as branches,
-            ] if first is sum_ and target == of == x.id and forward.child(function):
-                is_unread = not any(isinstance(n, ast.Name) and n.id == x.id for n in ast.walk(branches.test))
-                expected = ast.parse(f"{down.id}.weight.dtype", mode="eval").body
-                return (branches, cast) if is_unread and is_same(expected, dtype) else None
+            ] if first is statement and target == of == x.id and forward.child(function) and is_same(expected, dtype):
+                loops = [each for each in ast.walk(forward.tree) if isinstance(each, (ast.For, ast.While))]
+                around = [loop.lineno for loop in loops if cast in ast.walk(loop)]
+                start = min([cast.lineno, *around])
+                reads = [n.lineno for n in ast.walk(forward.tree) if isinstance(n, ast.Name) and n.id == x.id]
+                others = [n for n in reads if n >= start and not cast.lineno <= n <= (branches.end_lineno or 0)]
+                return None if others or n_reads(branches.test, x.id) else (branches, cast)
     return None
-
-
-def _is_kept(forward: Forward, result: str) -> bool:
-    """Whether the forward does anything else with the result than add to it, convert it, and return it, by itself or
-    by a call to which it is given."""
-    n_known = 0
-    for node in ast.walk(forward.tree):
-        match node:
-            case ast.Attribute(value=ast.Name(id=name), attr="dtype" | "shape" | "device" | "to" | "clone"):
-                n_known += name == result
-            case ast.Return(value=ast.Name(id=name)):
-                n_known += name == result
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.BinOp(left=ast.Name(id=left))) if name == result:
-                n_known += left == result
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(args=args, keywords=keywords)):
-                given = [*args, *(each.value for each in keywords)]
-                n_known += name == result and any(isinstance(each, ast.Name) and each.id == result for each in given)
-    return n_reads(forward.tree, result) != n_known
 
 
 def _find_base(forward: Forward, found: FoundAdapter) -> None:
     """The last call of a child that gave the result its value, in a block around the sum, and a copy after it."""
     for place in places(forward.tree.body):
         after = [*ast.walk(ast.Module([*place.following], []))]
-        if assigned_name(place.statement) == found.result.id and found.sum in after:
+        if assigned_name(place.statement) == found.result.id and found.statement in after:
             match place.statement.value:  # type: ignore[attr-defined]
-                case ast.Call(func=function, args=[x, *_]) as call if forward.child(function):
-                    found.base, found.copy = (call, None) if not isinstance(x, ast.Starred) else (None, None)
+                case ast.Call(func=function, args=[x, *_]) as call if forward.child(function) and not isinstance(
+                    x, ast.Starred
+                ):
+                    found.base, found.copy = call, None
                 case ast.Call(func=ast.Attribute(value=ast.Name(id=of), attr="clone"), args=[], keywords=[]) as call:
                     found.copy = call if of == found.result.id else None
                 case _:
                     found.base = found.copy = None
 
 
+def _find_uses(forward: Forward, found: FoundAdapter) -> None:
+    """What else the forward does with results than add to them and return them."""
+    name, n_known = found.result.id, 0
+    for node in ast.walk(forward.tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id=of), attr="dtype" | "shape" | "device"):
+                n_known += of == name
+            case ast.Return(value=ast.Name(id=of)):
+                n_known += of == name
+            case ast.Assign(targets=[ast.Name(id=target)], value=ast.BinOp(left=ast.Name(id=of))) if target == name:
+                n_known += of == name
+            case ast.Assign(targets=[ast.Name(id=target)], value=ast.Call() as call) if target == name:
+                given = [getattr(call.func, "value", None), *call.args, *(each.value for each in call.keywords)]
+                n_given = sum(isinstance(each, ast.Name) and each.id == name for each in given)
+                n_known += n_given
+                if n_given and call is not found.copy:
+                    found.given.append(node)
+    found.is_kept = n_reads(forward.tree, name) != n_known
+
+
 def choose_adapters(
     module: nn.Module, adapters: list[FoundAdapter], excluded: Container[int]
 ) -> tuple[FoundAdapter, ...]:
-    """Those whose container holds linear layers."""
-    return tuple(each for each in adapters if _holds_linear(child_at(module, each.container), excluded))
+    """Those whose B is a linear layer, if nothing that they call is excluded."""
+    return tuple(each for each in adapters if _is_adapter(module, each, excluded))
 
 
-def _holds_linear(container: nn.Module | None, excluded: Container[int]) -> bool:
-    layers = [] if container is None or id(container) in excluded else container._modules.values()
-    return any(original_class(type(layer)) is nn.Linear and id(layer) not in excluded for layer in layers)
+def _is_adapter(module: nn.Module, found: FoundAdapter, excluded: Container[int]) -> bool:
+    held = [child_at(module, path) for path in found.containers]
+    children = [each for each in held if each is not None]
+    if len(children) < len(held) or any(id(each) in excluded for child in children for each in child.modules()):
+        return False
+    return any(original_class(type(layer)) is nn.Linear for layer in children[0]._modules.values())
 
 
 @dataclass(frozen=True)
@@ -349,10 +370,13 @@ def _rewrite(rewriting: Rewriting, found: FoundAdapter) -> None:
     if found.base is not None:
         base = copies[id(found.base)]
         base.args.insert(0, base.func)
-        base.func = _method("base")
-    if found.copy is not None:
+        base.func = _method("read" if found.is_kept else "base")
+    if found.copy is not None and not found.is_kept:
         copied = copies[id(found.copy)]
         rewriting.replaced[id(copied)] = lambda: ast.Call(_method("copied"), [copied], [])
+    for each in found.given:
+        given = copies[id(each)]
+        given.value = ast.Call(_method("given"), [given.value], [])
     down, dropout, x = (copies[id(each)] for each in found.down)
     inner = ast.Call(_method("down"), [down, dropout, x], [])
     arguments = [copies[id(found.result)], copies[id(found.up)], inner, copies[id(found.scaling)]]
@@ -363,7 +387,7 @@ def _rewrite(rewriting: Rewriting, found: FoundAdapter) -> None:
         rewriting.removed.add(id(converted))
     if found.product is not None:
         rewriting.removed.add(id(copies[id(found.product)]))
-    copies[id(found.sum)].value = ast.Call(_method("add"), arguments, [])
+    copies[id(found.statement)].value = ast.Call(_method("add"), arguments, [])
     if found.cast is not None:
         branches, cast = (copies[id(each)] for each in found.cast)
         rewriting.removed.add(id(cast))

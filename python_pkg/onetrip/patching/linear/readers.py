@@ -261,11 +261,11 @@ def _is_fusable(dense: Any, x: Any) -> bool:
     """Whether there is a gradient to add up, large enough, and dense is a linear layer that can add to it."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not isinstance(x, Tensor):
         return False
-    if not x.requires_grad or x.dim() < 2 or not calls.is_large(x) or x.dtype not in KERNEL_DTYPES:
+    if not x.requires_grad or x.dim() < 2 or x.is_nested or not calls.is_large(x) or x.dtype not in KERNEL_DTYPES:
         return False
-    if not is_plain(dense, nn.Linear) or is_jit_tracing() or is_transformed() or calls.is_distributed(x):
+    if not calls.is_plain_linear(dense) or is_jit_tracing() or is_transformed() or calls.is_distributed(x):
         return False
     weight = dense.weight
-    is_tensor = not hasattr(type(weight), "__tensor_flatten__") and weight.dtype in KERNEL_DTYPES
+    is_known = weight.dtype in KERNEL_DTYPES
     has_dtype = weight.dtype == x.dtype or calls.is_autocasting(x)
-    return is_tensor and has_dtype and weight.device == x.device and weight.shape[1:] == x.shape[-1:]
+    return is_known and has_dtype and weight.device == x.device and weight.shape[1:] == x.shape[-1:]
