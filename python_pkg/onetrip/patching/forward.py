@@ -86,11 +86,11 @@ class Forward:
                 return (value, (statement,)) if moves and self.is_read_once(assigned, place, position) else None
         return None
 
-    def is_read_once(self, name: str, place: Place, position: int) -> bool:
-        """Whether statement `position`, at the place or before it, reads the value of the name once, and nothing else
-        does."""
+    def is_read_once(self, name: str, place: Place, position: int, n_reads: int = 1) -> bool:
+        """Whether statement `position`, at the place or before it, reads the value of the name n_reads times, and
+        nothing else does."""
         reader, *later = place.block[position : place.position + 1]
-        if _n_reads(reader, name) != 1:
+        if _n_reads(reader, name) != n_reads:
             return False
         if assigned_name(reader) == name:
             return True
