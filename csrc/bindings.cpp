@@ -243,26 +243,32 @@ py::object softmax_backward(int dtype, double scale, double dropout_p, const std
   return launcher<onetrip::softmax_backward_cpu, onetrip::softmax_backward_cuda>(args);
 }
 
+// limit, alpha, up_offset, interleaved.
+using ClampedNumbers = std::tuple<double, double, double, bool>;
+
 template <typename Call>
-Call glu_plan(int dtype, int bias_dtype, int activation, double dropout_p) {
+Call glu_plan(int dtype, int bias_dtype, int activation, double dropout_p, const ClampedNumbers& numbers) {
   Call args{};
   args.dtype = DType(dtype);
   args.bias_dtype = DType(bias_dtype);
   args.activation = onetrip::Activation(activation);
+  const auto& [limit, alpha, up_offset, interleaved] = numbers;
+  args.clamped = {static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(up_offset), interleaved};
   args.dropout = dropout(dropout_p);
   return args;
 }
 
-py::object glu_forward(int dtype, int bias_dtype, int activation, double dropout_p) {
+py::object glu_forward(int dtype, int bias_dtype, int activation, double dropout_p, const ClampedNumbers& numbers) {
   using Call = onetrip::GluForward;
-  const auto plan = glu_plan<Call>(dtype, bias_dtype, activation, dropout_p);
+  const auto plan = glu_plan<Call>(dtype, bias_dtype, activation, dropout_p, numbers);
   return launcher<onetrip::glu_forward_cpu, onetrip::no_cuda_kernel<Call>>(plan);
 }
 
 // draws: whether the pass needs the mask; else it multiplies by the dropout's scale alone.
-py::object glu_backward(int dtype, int bias_dtype, int activation, double dropout_p, bool draws) {
+py::object glu_backward(int dtype, int bias_dtype, int activation, double dropout_p, const ClampedNumbers& numbers,
+                        bool draws) {
   using Call = onetrip::GluBackward;
-  auto plan = glu_plan<Call>(dtype, bias_dtype, activation, dropout_p);
+  auto plan = glu_plan<Call>(dtype, bias_dtype, activation, dropout_p, numbers);
   if (!draws) plan.dropout.threshold = 0;
   return launcher<onetrip::glu_backward_cpu, onetrip::no_cuda_kernel<Call>>(plan);
 }

@@ -130,7 +130,14 @@ struct Rotary {
   bool interleaved, inverse;
 };
 
-enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu2 = 3, kRelu = 4 };
+// kClampedSilu: silu with the numbers of ClampedGlu, of a gate with up.
+enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu2 = 3, kRelu = 4, kClampedSilu = 5 };
+
+// g = min(gate, limit);  y = g / (1 + e^(-alpha g)) * (clamp(up, -limit, limit) + up_offset)
+struct ClampedGlu {
+  float limit, alpha, up_offset;  // limit: may be infinite
+  bool interleaved;  // gate's and up's columns take turns in one matrix: both have last stride 2, and up is gate + 1
+};
 
 // y = dropout(act(gate) * up), or without up y = dropout(act(gate + bias)); in float32, rounded once.
 struct GluForward {
@@ -142,7 +149,8 @@ struct GluForward {
   int64_t gate_row_stride, up_row_stride;
   DType dtype, bias_dtype;
   Activation activation;
-  Dropout dropout;  // of elements of y
+  ClampedGlu clamped;  // of kClampedSilu
+  Dropout dropout;     // of elements of y
 };
 
 // g = dropout's gradient of dy;  dup = g * act(gate);  dgate = g * up * act'(gate), or g * act'(gate + bias);
@@ -160,7 +168,8 @@ struct GluBackward {
   int64_t dy_row_stride, gate_row_stride, up_row_stride, dgate_row_stride, dup_row_stride;
   DType dtype, bias_dtype;
   Activation activation;
-  Dropout dropout;  // as forward's; threshold 0 where gate is y: dy is multiplied by scale
+  ClampedGlu clamped;  // as forward's; where interleaved dgate and dup are, too, and either both or none is wanted
+  Dropout dropout;     // as forward's; threshold 0 where gate is y: dy is multiplied by scale
 };
 
 // t = softcap * tanh(scale * logits / softcap) (softcap 0: scale * logits);  lse = log(sum of exp(t));

@@ -57,8 +57,11 @@ SIGNATURES = {
         "(x, residual, weight=None, norm_bias=None, *, bias=None, dropout_p=0.0, norm='layer', eps=1e-05, "
         "weight_offset=0.0, cast_before_weight=False, return_residual=False, rng=None, **unknown)"
     ),
-    ops.glu: "(gate, up, activation='silu', *, dropout_p=0.0, rng=None)",
-    ops.glu_packed: "(gate_up, activation='silu', *, gate_first=True, dropout_p=0.0, rng=None)",
+    ops.glu: ("(gate, up, activation='silu', *, limit=None, alpha=1.0, up_offset=0.0, dropout_p=0.0, rng=None)"),
+    ops.glu_packed: (
+        "(gate_up, activation='silu', *, gate_first=True, interleaved=False, limit=None, alpha=1.0, up_offset=0.0, "
+        "dropout_p=0.0, rng=None)"
+    ),
     ops.bias_activation: "(x, bias, activation, *, dropout_p=0.0, rng=None)",
     ops.rotary_embedding: "(q, k, cos, sin, *, interleaved=False)",
     ops.dropout_keep_mask: "(shape, dropout_p, rng, device='cpu')",

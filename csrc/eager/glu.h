@@ -111,11 +111,12 @@ struct EagerGlu {
     launch_on<glu_backward_cpu, no_cuda_kernel<GluBackward>>(shape, dy, "glu backward", call);
   }
 
-  // The first column of each half, where gate holds both.
+  // The first column of each half, or of the even and the odd columns, where gate holds both.
   template <typename T>
   void split(T*& gate, T*& up, int64_t n_cols) const {
     if (!is_packed || !gate) return;
-    up = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(gate) + n_cols * (plan.dtype == DType::kFloat32 ? 4 : 2));
+    const int64_t first = plan.clamped.interleaved ? 1 : n_cols;
+    up = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(gate) + first * (plan.dtype == DType::kFloat32 ? 4 : 2));
     if (!gate_is_first) std::swap(gate, up);
   }
 

@@ -5,6 +5,7 @@ The formulas stand in glu_kernels.py; here are the tile and the launches.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,15 +30,16 @@ def _tile(n_cols: int, bytes_of_value: int) -> Tile:
 
 
 def _gate_and_up(operands: OperandTuple, plan: GluPlan) -> tuple[Tensor, Tensor | None]:
+    """Interleaved columns stay one matrix."""
     gate, up, _ = operands
-    return (gate, up) if plan.gate_first is None else halves(gate, plan.gate_first)
+    return (gate, up) if plan.gate_first is None or plan.interleaved else halves(gate, plan)
 
 
 def forward(operands: OperandTuple, plan: GluPlan, rng: Rng | None = None) -> Tensor:
     """reference.glu.forward for matrices of last stride 1, or contiguous tensors of any rank, of float32, float16 or
     bfloat16; y is contiguous."""
     gate, up = _gate_and_up(operands, plan)
-    y = _empty(gate)
+    y = gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2)) if plan.interleaved else _empty(gate)
     n_elements = y.numel()
     if n_elements == 0:
         return y
@@ -61,6 +63,7 @@ def forward(operands: OperandTuple, plan: GluPlan, rng: Rng | None = None) -> Te
             gate_row_stride=_row_stride(gate),
             up_row_stride=_row_stride(up),
             **_dropout_arguments(rng, plan, n_cols),
+            **_numbers(plan),
             ACTIVATION=ACTIVATIONS.index(plan.activation),
             ALIGN=divisor,
             BLOCK_ROWS=block.rows,
@@ -89,6 +92,12 @@ def _dropout_arguments(rng: Rng | None, plan: GluPlan, n_cols: int) -> dict[str,
     return {**arguments, "keep_scale": dropout_scale(plan.dropout_p)}
 
 
+def _numbers(plan: GluPlan) -> dict[str, Any]:
+    limit = math.inf if plan.limit is None else plan.limit
+    numbers = {"limit": limit, "alpha": plan.alpha, "up_offset": plan.up_offset}
+    return {**numbers, "CLAMPED": plan.has_numbers, "INTERLEAVED": plan.interleaved}
+
+
 def backward(
     dy: Tensor, operands: OperandTuple, plan: GluPlan, wants: tuple[bool, bool, bool], rng: Rng | None = None
 ) -> Gradients:
@@ -100,8 +109,8 @@ def backward(
     n_rows = dy.numel() // n_cols
     whole = dgate = _empty(operands[0]) if wants_gate else None
     dup = _empty(up) if wants_up and up is not None else None
-    if plan.gate_first is not None and whole is not None:
-        dgate, dup = halves(whole, plan.gate_first)
+    if plan.gate_first is not None and not plan.interleaved and whole is not None:
+        dgate, dup = halves(whole, plan)
     bias = operands[2]
     dbias = torch.empty_like(bias) if wants_bias and bias is not None else None
     divisor = common_divisor(n_cols)
@@ -132,6 +141,7 @@ def backward(
             dgate_row_stride=_row_stride(dgate),
             dup_row_stride=_row_stride(dup),
             **_dropout_arguments(rng, plan, n_cols),
+            **_numbers(plan),
             ACTIVATION=ACTIVATIONS.index(plan.activation),
             ALIGN=divisor,
             BLOCK_ROWS=block.rows,

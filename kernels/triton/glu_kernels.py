@@ -1,7 +1,8 @@
 """The kernels of glu: element-wise over tiles of a matrix. glu.py launches them.
 
 Matrices are [n_rows, n_cols], read and written by their row strides, last stride 1: halves of a packed tensor are
-matrices of twice the stride. Values are float32 between load and store. ACTIVATION: an index into reference.glu's
+matrices of twice the stride. INTERLEAVED: gate and dgate are [n_rows, 2 * n_cols], up and dup in their odd columns, and
+up_ptr and dup_ptr are None. Values are float32 between load and store. ACTIVATION: an index into reference.glu's
 ACTIVATIONS. Where an input or output is None, its part of a kernel is not compiled. Random numbers: see philox.py;
 PHILOX_COLS = 0 draws none.
 """
@@ -61,9 +62,43 @@ def _normal_distribution(x):
 
 
 @triton.jit
-def _activated(x, ACTIVATION: tl.constexpr):
-    """act(x) and its derivative; what a kernel does not use is not compiled."""
-    if ACTIVATION == 0:  # silu
+def _at_most(x, limit):
+    """min(x, limit); NaN stays."""
+    return tl.where(x > limit, limit, x)
+
+
+@triton.jit
+def _factor(up, limit, up_offset, CLAMPED: tl.constexpr):
+    """What the activation is multiplied by."""
+    return -_at_most(-_at_most(up, limit), limit) + up_offset if CLAMPED else up
+
+
+@triton.jit
+def _load_pairs(row_ptrs, rows_inside, first_col, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Tiles of the even and of the odd columns."""
+    cols = 2 * first_col + tl.arange(0, 2 * BLOCK_COLS)[None, :]
+    pairs = tl.load(row_ptrs + cols, mask=rows_inside & (cols < 2 * n_cols), other=0.0)
+    even, odd = tl.split(tl.reshape(pairs, [BLOCK_ROWS, BLOCK_COLS, 2]))
+    return even.to(tl.float32), odd.to(tl.float32)
+
+
+@triton.jit
+def _store_pairs(
+    row_ptrs, even, odd, rows_inside, first_col, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):
+    cols = 2 * first_col + tl.arange(0, 2 * BLOCK_COLS)[None, :]
+    pairs = tl.join(even.to(row_ptrs.dtype.element_ty), odd.to(row_ptrs.dtype.element_ty))
+    tl.store(row_ptrs + cols, tl.reshape(pairs, [BLOCK_ROWS, 2 * BLOCK_COLS]), mask=rows_inside & (cols < 2 * n_cols))
+
+
+@triton.jit
+def _activated(x, alpha, ACTIVATION: tl.constexpr, CLAMPED: tl.constexpr):
+    """act(x) and its derivative; what a kernel does not use is not compiled. alpha: where CLAMPED, of silu."""
+    if CLAMPED:
+        value, complement = _logistic(alpha * x)
+        y = x * value
+        slope = value + alpha * y * complement
+    elif ACTIVATION == 0:  # silu
         value, complement = _logistic(x)
         y = x * value
         slope = value + y * complement
@@ -127,13 +162,20 @@ def _glu_fwd_kernel(
     offset: tl.int64,
     drop_limit: tl.int64,
     keep_scale: tl.float32,
+    limit: tl.float32,
+    alpha: tl.float32,
+    up_offset: tl.float32,
     ACTIVATION: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     PHILOX_COLS: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     """y = dropout(act(gate) * up),  or dropout(act(gate + bias))
+
+    CLAMPED: y = dropout(g / (1 + e^(-alpha g)) * (clamp(up, -limit, limit) + up_offset)),  g = min(gate, limit)
 
     gate, up, y: [n_rows, n_cols], y contiguous. bias: [n_cols]. rng: [2] int64. A program takes one tile of BLOCK_ROWS
     x BLOCK_COLS. Moves n_cols * (read gate, up + write y) a row.
@@ -144,12 +186,21 @@ def _glu_fwd_kernel(
     first_col = (tile % n_col_tiles).to(tl.int64) * BLOCK_COLS
     cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
     inside = (rows < n_rows) & (cols < n_cols)
-    x = tl.load(gate_ptr + rows * with_divisor(gate_row_stride, ALIGN) + cols, mask=inside, other=0.0).to(tl.float32)
+    gate_rows = gate_ptr + rows * with_divisor(gate_row_stride, ALIGN)
+    if INTERLEAVED:
+        x, up = _load_pairs(gate_rows, rows < n_rows, first_col, n_cols, BLOCK_ROWS, BLOCK_COLS)
+    else:
+        x = tl.load(gate_rows + cols, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-    y, _ = _activated(x, ACTIVATION)
+    if CLAMPED:
+        x = _at_most(x, limit)
+    y, _ = _activated(x, alpha, ACTIVATION, CLAMPED)
     if up_ptr is not None:
-        y *= tl.load(up_ptr + rows * with_divisor(up_row_stride, ALIGN) + cols, mask=inside, other=0.0).to(tl.float32)
+        up_rows = up_ptr + rows * with_divisor(up_row_stride, ALIGN)
+        up = tl.load(up_rows + cols, mask=inside, other=0.0).to(tl.float32)
+    if INTERLEAVED or up_ptr is not None:
+        y *= _factor(up, limit, up_offset, CLAMPED)
     y = _dropped(
         y, rng_ptr, seed, offset, drop_limit, keep_scale,
         rows, first_col, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
@@ -180,13 +231,20 @@ def _glu_bwd_kernel(
     offset: tl.int64,
     drop_limit: tl.int64,
     keep_scale: tl.float32,
+    limit: tl.float32,
+    alpha: tl.float32,
+    up_offset: tl.float32,
     ACTIVATION: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     PHILOX_COLS: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     """dup = g * act(gate);  dgate = g * up * act'(gate), or g * act'(gate + bias);  partials = sums of dgate
+
+    CLAMPED: of forward's formula, 0 where gate or up is beyond its bounds.
 
     g: dropout's gradient of dy. dy, gate, up, dgate, dup: [n_rows, n_cols]. bias: [n_cols]. rng: [2] int64. partials:
     [programs down the rows, n_cols] float32, the sum over each program's rows, for sum_partials. A program takes
@@ -202,8 +260,11 @@ def _glu_bwd_kernel(
     for step in range(0, rows_per_program, BLOCK_ROWS):
         rows = part * rows_per_program + step + tl.arange(0, BLOCK_ROWS)[:, None]
         inside = (rows < n_rows) & (cols < n_cols)
-        x = tl.load(gate_ptr + rows * with_divisor(gate_row_stride, ALIGN) + cols, mask=inside, other=0.0)
-        x = x.to(tl.float32)
+        gate_rows = gate_ptr + rows * with_divisor(gate_row_stride, ALIGN)
+        if INTERLEAVED:
+            x, up = _load_pairs(gate_rows, rows < n_rows, first_col, n_cols, BLOCK_ROWS, BLOCK_COLS)
+        else:
+            x = tl.load(gate_rows + cols, mask=inside, other=0.0).to(tl.float32)
         if bias_ptr is not None:
             x += tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
         g = tl.load(dy_ptr + rows * with_divisor(dy_row_stride, ALIGN) + cols, mask=inside, other=0.0).to(tl.float32)
@@ -211,20 +272,30 @@ def _glu_bwd_kernel(
             g, rng_ptr, seed, offset, drop_limit, keep_scale,
             rows, first_col, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
         )  # fmt: skip
-        value, slope = _activated(x, ACTIVATION)
-        if dup_ptr is not None:
-            dup_rows = dup_ptr + rows * with_divisor(dup_row_stride, ALIGN)
-            tl.store(dup_rows + cols, (g * value).to(dup_ptr.dtype.element_ty), mask=inside)
+        value, slope = _activated(_at_most(x, limit) if CLAMPED else x, alpha, ACTIVATION, CLAMPED)
         if up_ptr is not None:
             up_rows = up_ptr + rows * with_divisor(up_row_stride, ALIGN)
-            g *= tl.load(up_rows + cols, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(up_rows + cols, mask=inside, other=0.0).to(tl.float32)
+        dup = g * value
+        if CLAMPED:
+            dup = tl.where(tl.abs(up) <= limit, dup, 0.0)
+        if dup_ptr is not None:
+            dup_rows = dup_ptr + rows * with_divisor(dup_row_stride, ALIGN)
+            tl.store(dup_rows + cols, dup.to(dup_ptr.dtype.element_ty), mask=inside)
+        if INTERLEAVED or up_ptr is not None:
+            g *= _factor(up, limit, up_offset, CLAMPED)
         if ACTIVATION == 4:
             g = tl.where(slope == 0.0, 0.0, g)
         else:
             g *= slope
+        if CLAMPED:
+            g = tl.where(x <= limit, g, 0.0)
         if dgate_ptr is not None:
             dgate_rows = dgate_ptr + rows * with_divisor(dgate_row_stride, ALIGN)
-            tl.store(dgate_rows + cols, g.to(dgate_ptr.dtype.element_ty), mask=inside)
+            if INTERLEAVED:
+                _store_pairs(dgate_rows, g, dup, rows < n_rows, first_col, n_cols, BLOCK_ROWS, BLOCK_COLS)
+            else:
+                tl.store(dgate_rows + cols, g.to(dgate_ptr.dtype.element_ty), mask=inside)
         if partials_ptr is not None:
             total += tl.where(inside, g, 0.0)
     if partials_ptr is not None:

@@ -393,7 +393,7 @@ def test_adam_rounds_every_operation_by_itself(case: AdamCase, monkeypatch: pyte
     capability=(80, 90, 120),
     dtype=(F32, BF16),
     activation=ACTIVATIONS,
-    kind=("glu", "packed", "bias"),
+    kind=("glu", "packed", "bias", "clamped", "interleaved"),
     n_cols=(128, 2816),
     p=(0.0, 0.1),
 )
@@ -410,11 +410,15 @@ def test_glu_budget(capability, dtype, activation, kind, n_cols, p, monkeypatch)
     operands = {
         "glu": GluOperands(x, empty(512, n_cols)),
         "packed": GluOperands(empty(512, 2 * n_cols)),
+        "clamped": GluOperands(x, empty(512, n_cols)),
+        "interleaved": GluOperands(empty(512, 2 * n_cols)),
         "bias": GluOperands(x, None, empty(n_cols)),
     }[kind]
-    plan, rng = GluPlan(activation, True if kind == "packed" else None, p), (3, 4) if p else None
+    plan, rng = GluPlan(activation, True if kind in ("packed", "interleaved") else None, p), (3, 4) if p else None
+    if kind in ("clamped", "interleaved"):
+        plan = GluPlan("silu", plan.gate_first, p, kind == "interleaved", 7.0, 1.702, 1.0)
     glu.forward(operands, plan, rng)
-    glu.backward(dy, operands, plan, (True, kind == "glu", kind == "bias"), rng)
+    glu.backward(dy, operands, plan, (True, kind in ("glu", "clamped"), kind == "bias"), rng)
     for launch in launches[:2]:
         share, spilled, loads, stores, line = measure(f"{kind}-N{n_cols}-{activation}", launch, capability)
         assert spilled == 0 and share >= 0.5, line

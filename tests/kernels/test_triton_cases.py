@@ -47,10 +47,10 @@ FAMILIES = {
         "test_losses and (-64- or -100-) or special_rows and f32 or test_multiply and 20001",
     ),
     "glu": Cases(
-        "64-f32 or test_widths and 1030-bf16 or test_one_gradient or test_partition",
+        "64-f32 or test_widths and 1030-bf16 or test_clamped and 1030 or test_one_gradient or test_partition",
         # Every activation and every dtype, in rows of one tile and of two.
         "test_widths and (64- or 1030-) or test_dropout and 64-f32 or test_strides or test_packed"
-        " or test_one_gradient or special_values or partial_sums",
+        " or test_clamped and (64- or 1030-) or test_one_gradient or special_values or partial_sums",
     ),
     "rotary": Cases(
         "D6-4 or test_one_of_the_two",

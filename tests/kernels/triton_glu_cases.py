@@ -89,6 +89,26 @@ def test_packed(n_cols, gate_first):
         check(Operands(randn(5, 2 * n_cols, dtype=dtype)), dy.to(dtype), GluPlan("silu", gate_first))
 
 
+@pytest.mark.parametrize("layout", ["two", "halves", "interleaved"])
+@pairwise(n_cols=[1, 3, 64, 1030], dtype=DTYPES, p=[0.0, 0.25])
+def test_clamped(layout, n_cols, dtype, p):
+    """With values beyond the bounds, at them, and NaN."""
+    gate, up, dy = (randn(5, n_cols, dtype=dtype) for _ in range(3))
+    gate[0, 0], up[0, 0], up[1, 0], gate[2, 0], up[3, 0] = 1.5, 1.5, -1.5, torch.nan, torch.nan
+    plan = GluPlan("silu", None if layout == "two" else True, p, layout == "interleaved", 1.5, 1.702, 1.0)
+    operands = {
+        "two": Operands(gate, up),
+        "halves": Operands(torch.cat((gate, up), 1)),
+        "interleaved": Operands(torch.stack((gate, up), 2).flatten(1)),
+    }[layout]
+    rng = (3, 8) if p else None
+    check(operands, dy, plan, rng=rng)
+    check(operands, dy, plan._replace(limit=None, alpha=1.0, up_offset=0.0), rng=rng)
+    if layout == "two":
+        for wants in ((True, False, False), (False, True, False)):
+            check(operands, dy, plan, wants, rng)
+
+
 @pytest.mark.parametrize("n_cols", [7, 64, 600])
 def test_strides(n_cols):
     wide = randn(9, 3 * n_cols + 5)

@@ -7,7 +7,7 @@ namespace {
 
 using namespace onetrip;
 
-enum class Form { kGlu, kPacked, kBias, kBiasNotWanted, kUpNotWanted, kRotary, kInterleaved };
+enum class Form { kGlu, kPacked, kPairs, kBias, kBiasNotWanted, kUpNotWanted, kRotary, kInterleaved };
 
 struct Case {
   int64_t n_rows, n_cols;
@@ -20,15 +20,17 @@ struct Case {
 
 std::vector<double> glu(const Case& c) {
   const int64_t n = c.n_rows * c.n_cols;
-  const bool is_packed = c.form == Form::kPacked, has_bias = c.form == Form::kBias || c.form == Form::kBiasNotWanted;
+  const bool is_packed = c.form == Form::kPacked || c.form == Form::kPairs;
+  const bool has_bias = c.form == Form::kBias || c.form == Form::kBiasNotWanted;
   const int64_t stride = is_packed ? 2 * c.n_cols : c.n_cols;
   Array gate(n + (is_packed ? n : 0), c.dtype, c.is_aligned), up(n, c.dtype, c.is_aligned), y(n, c.dtype, c.is_aligned),
       dy(n, c.dtype, c.is_aligned), dgate(n + (is_packed ? n : 0), c.dtype, c.is_aligned), dup(n, c.dtype, true),
       bias(c.n_cols, DType::kFloat32, false), dbias(c.n_cols, DType::kFloat32, false);
   gate.fill(1), up.fill(2), dy.fill(3), bias.fill(4);
   const auto second = [&](Array& packed, Array& alone) {
+    const int64_t first = c.form == Form::kPairs ? 1 : c.n_cols;
     return has_bias    ? nullptr
-           : is_packed ? static_cast<char*>(packed.data()) + c.n_cols * (c.dtype == DType::kFloat32 ? 4 : 2)
+           : is_packed ? static_cast<char*>(packed.data()) + first * (c.dtype == DType::kFloat32 ? 4 : 2)
                        : static_cast<char*>(alone.data());
   };
   GluForward forward = {};
@@ -36,6 +38,7 @@ std::vector<double> glu(const Case& c) {
   forward.gate = gate.data(), forward.up = second(gate, up), forward.bias = has_bias ? bias.data() : nullptr;
   forward.y = y.data(), forward.gate_row_stride = forward.up_row_stride = stride;
   forward.dtype = c.dtype, forward.activation = c.activation;
+  forward.clamped = {0.75f, 1.702f, 1.0f, c.form == Form::kPairs};
   const Dropout dropout = {static_cast<uint32_t>(65536 * c.dropped), static_cast<float>(1 / (1 - c.dropped)), 3, 4,
                            nullptr};
   forward.dropout = dropout;
@@ -50,7 +53,8 @@ std::vector<double> glu(const Case& c) {
   backward.workspace = static_cast<float*>(workspace.data());
   backward.dy_row_stride = c.n_cols;
   backward.gate_row_stride = backward.up_row_stride = backward.dgate_row_stride = backward.dup_row_stride = stride;
-  backward.dtype = c.dtype, backward.activation = c.activation, backward.dropout = dropout;
+  backward.dtype = c.dtype, backward.activation = c.activation, backward.clamped = forward.clamped;
+  backward.dropout = dropout;
   if (glu_backward_cpu(backward) != 0) exit(1);
 
   std::vector<double> results;
@@ -105,6 +109,9 @@ int main() {
         for (Form form : forms)
           for (int activation = 0; activation < 5; ++activation)
             cases.push_back({n_rows, n_cols, dtype, Activation(activation), form, false, activation % 2 * 0.25});
+        for (Form form : {Form::kGlu, Form::kPacked, Form::kUpNotWanted, Form::kPairs})
+          for (double dropped : {0.0, 0.25})
+            cases.push_back({n_rows, n_cols, dtype, Activation::kClampedSilu, form, false, dropped});
         for (Form form : {Form::kRotary, Form::kInterleaved})
           if (n_cols % 3 == 0 || n_cols < 4) cases.push_back({n_rows, n_cols, dtype, Activation::kSilu, form, false});
       }
@@ -113,6 +120,9 @@ int main() {
     cases.push_back({2 * kStreamed / 1131 + 1, 1131, f, Activation::kSilu, form, false});
     cases.push_back({2 * kStreamed / 1136 + 1, 1136, f, Activation::kGelu, form, true});
   }
+  for (Form form : {Form::kGlu, Form::kPairs})
+    for (int64_t n_cols : {1131, 1136})
+      cases.push_back({2 * kStreamed / n_cols + 1, n_cols, f, Activation::kClampedSilu, form, true});
   cases.push_back({kStreamed / 4 / 48 + 1, 48, f, Activation::kSilu, Form::kRotary, true});
   cases.push_back({kStreamed / 4 / 48 + 1, 48, f, Activation::kSilu, Form::kInterleaved, true});
   // A bfloat16 may round to either side: 2^-7. Sums over many rows add up.

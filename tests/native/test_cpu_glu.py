@@ -45,6 +45,46 @@ def test_every_width(level, n_cols, dtype, activation):
         check(Operands(torch.cat((gate, up), 1), None, None), dy, GluPlan(activation, gate_first))
 
 
+CLAMPED = GluPlan("silu", None, 0.0, False, 1.5, 1.702, 1.0)
+INTERLEAVED = CLAMPED._replace(gate_first=True, interleaved=True)
+
+
+@pairwise(n_cols={f"N{n}": n for n in WIDTHS}, dtype=[F32, F16, BF16])
+def test_bounds_and_interleaved_columns(level, n_cols, dtype):
+    """With values beyond the bounds and at them."""
+    gate, up, dy = (2 * normal(37, n_cols, dtype=dtype, seed=seed) for seed in range(3))
+    gate[0, 0], up[0, 0], up[1, 0] = 1.5, 1.5, -1.5
+    pairs = Operands(torch.stack((gate, up), 2).flatten(1))
+    check(Operands(gate, up), dy, CLAMPED)
+    check(Operands(torch.cat((up, gate), 1)), dy, CLAMPED._replace(gate_first=False))
+    check(pairs, dy, INTERLEAVED)
+    check(pairs, dy, GluPlan("silu", True, 0.0, True))
+
+
+def test_nan_stays_and_has_no_gradient(level):
+    for dtype in (F32, F16, BF16):
+        gate, up, dy = (normal(3, 40, dtype=dtype, seed=seed) for seed in range(3))
+        gate[1, 20], up[2, 30] = torch.nan, torch.nan
+        pairs = Operands(torch.stack((gate, up), 2).flatten(1))
+        for operands, plan in ((Operands(gate, up), CLAMPED), (pairs, INTERLEAVED)):
+            wants = (True, operands.up is not None, False)
+            ours = native.forward(operands, plan), *native.backward(dy, operands, plan, wants)[:2]
+            truth = reference.forward(operands, plan), *reference.backward(dy, operands, plan, wants)[:2]
+            for one, other in zip(ours, truth, strict=True):
+                assert (one is None) == (other is None)
+                assert one is None or torch.equal(one.isnan(), other.isnan())
+
+
+def test_interleaved_columns_have_the_bits_of_two_tensors(level):
+    for dtype in (F32, F16, BF16):
+        gate, up, dy = (2 * normal(9, 131, dtype=dtype, seed=seed) for seed in range(3))
+        pairs = Operands(torch.stack((gate, up), 2).flatten(1))
+        assert_bitwise(native.forward(pairs, INTERLEAVED), native.forward(Operands(gate, up), CLAMPED))
+        found = native.backward(dy, pairs, INTERLEAVED, (True, False, False)).gate
+        expected = native.backward(dy, Operands(gate, up), CLAMPED, (True, True, False))
+        assert_bitwise(found, torch.stack(expected[:2], 2).flatten(1))
+
+
 @pytest.mark.slow
 def test_large_outputs_are_streamed(level):
     """From 8 MiB on, in several tasks; rows that start on a cache line, and off it."""
@@ -56,6 +96,7 @@ def test_large_outputs_are_streamed(level):
             check(Operands(gate, up, None), dy, GluPlan("silu"))
         else:
             check(Operands(torch.cat((gate, up), 1), None, None), dy, GluPlan("relu2", True))
+        check(Operands(torch.stack((gate, up), 2).flatten(1)), dy, INTERLEAVED)
 
 
 @pytest.mark.parametrize("wants", list(itertools.product((False, True), repeat=3)))
@@ -85,11 +126,11 @@ def test_levels_with_fused_multiply_add_agree_bit_for_bit():
             library.set_cpu_level(best)
             pytest.skip(f"this machine lacks {level}")
         tensors = []
-        for activation in ACTIVATIONS:
-            plan = GluPlan(activation)
+        for plan in (*map(GluPlan, ACTIVATIONS), CLAMPED):
             tensors += [native.forward(Operands(gate, up, None), plan)]
             tensors += native.backward(dy, Operands(gate, up, None), plan, (True, True, False))[:2]
-            tensors += native.backward(dy, Operands(gate, None, bias), plan, (True, False, True))[::2]
+            if plan is not CLAMPED:
+                tensors += native.backward(dy, Operands(gate, None, bias), plan, (True, False, True))[::2]
         found.append(tensors)
     library.set_cpu_level(best)
     for one, other in zip(*found, strict=True):

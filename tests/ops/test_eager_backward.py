@@ -167,10 +167,13 @@ def test_gradients_of_any_layout(change: Callable[[Tensor], Tensor]) -> None:
     assert all(map(torch.equal, actual, expected))
 
 
+CLAMPED: Any = {"limit": 0.5, "alpha": 1.702, "up_offset": 1.0}
 GLU: dict[str, Callable[[list[Tensor], float], Tensor]] = {
     "glu": lambda leaves, p: ops.glu(leaves[0], leaves[1], "silu", dropout_p=p, rng=RNG),
     "packed": lambda leaves, p: ops.glu_packed(leaves[0], "gelu", dropout_p=p, rng=RNG),
     "packed, up first": lambda leaves, p: ops.glu_packed(leaves[0], "relu2", gate_first=False, dropout_p=p, rng=RNG),
+    "clamped": lambda leaves, p: ops.glu(leaves[0], leaves[1], **CLAMPED, dropout_p=p, rng=RNG),
+    "interleaved": lambda leaves, p: ops.glu_packed(leaves[0], interleaved=True, **CLAMPED, dropout_p=p, rng=RNG),
     "bias": lambda leaves, p: ops.bias_activation(leaves[0], leaves[2], "gelu_tanh", dropout_p=p, rng=RNG),
     "no bias": lambda leaves, p: ops.bias_activation(leaves[0], None, "gelu", dropout_p=p, rng=RNG),
     "relu": lambda leaves, p: ops.bias_activation(leaves[0], leaves[2], "relu", dropout_p=p, rng=RNG),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from onetrip.patching import calls
@@ -24,3 +26,12 @@ def model() -> Model:
 @pytest.fixture
 def x() -> Tensor:
     return torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch adds the gradients of gathered rows (batched_mm's weights) in any order where threads share them."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)

@@ -235,3 +235,16 @@ def pair(**options: Any) -> tuple[Stack, Stack]:
 def n_links(model: nn.Module) -> int:
     ids = {id(module) for module in model.modules()}
     return sum(site.link is not None for (owner, _), site in links._sites.items() if owner in ids)
+
+
+def tiny_mixture(model_type: str, **sizes: Any) -> Any:
+    """A configuration of transformers, of a mixture of experts."""
+    import transformers
+
+    common = {
+        "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "num_experts": 4,
+        "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    default = transformers.CONFIG_MAPPING[model_type]().to_dict()
+    return transformers.CONFIG_MAPPING[model_type](**{k: v for k, v in common.items() if k in default} | sizes)

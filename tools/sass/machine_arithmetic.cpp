@@ -81,11 +81,10 @@ float from_f16(uint32_t bits) {
 }
 
 // Two sums of two halves each, rounded once: a float's 24 bits are more than twice a half's, and two more.
-// The half that begins at bit `shift` of a register with two of them.
+// The half that begins at bit `shift` of a register with two of them; .H0_H0 and .H1_H1 are one half twice.
 float half(const Thread& t, const Instruction& i, const Operand& o, int shift) {
-  const bool is_zero = o.index == kZero;  // any part of it
-  if (o.kind != Operand::kRegister || o.absolute || (o.is_part() && !is_zero)) fail("a pair of halves");
-  const uint32_t bits = t.reg(o.index) >> shift & 0xFFFF;
+  if (o.kind != Operand::kRegister || o.absolute || (o.is_part() && o.n_bits != 16)) fail("a pair of halves");
+  const uint32_t bits = t.reg(o.index) >> (o.is_part() ? o.first_bit : shift) & 0xFFFF;
   float value = from_f16(bits);
   const uint32_t wide = bits << 16;
   if (i.is(kBF16_V2)) std::memcpy(&value, &wide, 4);

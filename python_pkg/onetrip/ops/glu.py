@@ -1,8 +1,8 @@
 """act(gate) * up, and act(x + bias), with dropout: gated linear units and activations in one pass over their inputs.
 
-Sources: Shazeer 2020 (SwiGLU, GEGLU); Hendrycks & Gimpel 2016 (GELU, SiLU); So et al. 2021 (squared ReLU). Calls take
-the same paths as those of softmax.py: glu_autograd.py has the eager and the traced one, glu_native.py the native
-launch; transforms compose torch's own operators.
+Sources: Shazeer 2020 (SwiGLU, GEGLU); Hendrycks & Gimpel 2016 (GELU, SiLU); So et al. 2021 (squared ReLU); OpenAI
+2025, gpt-oss model card (SwiGLU with bounds). Calls take the same paths as those of softmax.py: glu_autograd.py has the
+eager and the traced one, glu_native.py the native launch; transforms compose torch's own operators.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..reference import glu as reference
 from ..reference.glu import ACTIVATIONS, GluPlan, Operands
 from ..reference.philox import Rng
 from .common.backends import KERNEL_DTYPES, choose
-from .common.checks import check_parameter, check_probability, check_rows
+from .common.checks import check_finite, check_parameter, check_probability, check_rows
 from .common.native import read
 from .common.rng import check_rng, eager_rng, traced_rng
 from .common.tracing import is_jit_tracing, is_traced, is_transformed, reject_onnx_export
@@ -32,6 +32,9 @@ def glu(
     up: Tensor,
     activation: str = "silu",
     *,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
     dropout_p: float = 0.0,
     rng: tuple[int, int] | None = None,
 ) -> Tensor:
@@ -40,6 +43,9 @@ def glu(
     gate, up: one shape, rank 1 and up; float32, float16, bfloat16 or float64, any strides: halves of one tensor
     (x.chunk(2, -1)) are read in place. activation: "silu", "gelu" (exact, by erf), "gelu_tanh", "relu2" (relu(x)^2) or
     "relu".
+    limit, alpha, up_offset: for "silu" only, the SwiGLU of gpt-oss (1.702, 1.0 and limit 7.0; OpenAI 2025, gpt-oss
+    model card) and of DeepSeek-V4 (limit alone): dropout(g * sigmoid(alpha * g) * (u + up_offset)), g = min(gate,
+    limit), u = clamp(up, -limit, limit). limit None: no bounds. Gradients as torch.clamp's: 0 beyond the bounds.
     dropout_p, rng: as bias_dropout_residual. No mask is stored: backward draws it again.
 
     Returns a tensor of gate's shape, of the dtype that torch's expression has, and of gate's memory layout: strides as
@@ -50,7 +56,7 @@ def glu(
     Raises ValueError or TypeError for wrong arguments.
     """
     function = "glu"
-    plan = _plan(function, activation, None, dropout_p, rng)
+    plan = _plan(function, activation, None, dropout_p, rng, False, limit, alpha, up_offset)
     code = -1 if is_compiling() or up is None else read.operands((gate, up, None))
     if code < 0:
         check_rows(function, "gate", gate)
@@ -67,6 +73,10 @@ def glu_packed(
     activation: str = "silu",
     *,
     gate_first: bool = True,
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
     dropout_p: float = 0.0,
     rng: tuple[int, int] | None = None,
 ) -> Tensor:
@@ -74,12 +84,18 @@ def glu_packed(
 
     gate_up: (*, 2 * n), any strides: gate is [..., :n] and up [..., n:], the other way round without gate_first. It is
     read in place, and its gradient is written as one tensor: nothing is copied or concatenated.
+    interleaved: gate is [..., 0::2] and up [..., 1::2], as in gpt-oss; with "silu" and gate_first only.
     Returns (*, n). The rest is as in glu.
     """
     function = "glu_packed"
     if not isinstance(gate_first, bool):
         raise TypeError(f"{function}: gate_first must be a bool, got {gate_first!r}")
-    plan = _plan(function, activation, gate_first, dropout_p, rng)
+    if not isinstance(interleaved, bool):
+        raise TypeError(f"{function}: interleaved must be a bool, got {interleaved!r}")
+    if interleaved and not (gate_first and activation == "silu"):
+        given = f"activation {activation!r}, gate_first={gate_first}"
+        raise ValueError(f"{function}: interleaved must be False but for silu with gate_first=True, got {given}")
+    plan = _plan(function, activation, gate_first, dropout_p, rng, interleaved, limit, alpha, up_offset)
     code = -1 if is_compiling() else read.operands((gate_up, None, None))
     if code < 0:
         check_rows(function, "gate_up", gate_up)
@@ -116,14 +132,35 @@ def bias_activation(
 _make_plan = lru_cache(maxsize=4096)(GluPlan)
 
 
-def _plan(function: str, activation: str, gate_first: bool | None, dropout_p: float, rng: object) -> GluPlan:
+def _plan(
+    function: str,
+    activation: str,
+    gate_first: bool | None,
+    dropout_p: float,
+    rng: object,
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+) -> GluPlan:
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"{function}: activation must be one of {ACTIVATIONS}, got {activation!r}")
     if type(dropout_p) is not float or not 0.0 <= dropout_p <= 1.0 or rng is not None:
         check_probability(function, "dropout_p", dropout_p)
         check_rng(function, rng)
     make = GluPlan if is_compiling() else _make_plan
-    return make(activation, gate_first, dropout_p)
+    if limit is None and alpha == 1.0 and up_offset == 0.0 and not interleaved:
+        return make(activation, gate_first, dropout_p)
+    check_finite(function, "alpha", alpha)
+    check_finite(function, "up_offset", up_offset)
+    if limit is not None:
+        check_finite(function, "limit", limit)
+        if limit <= 0.0:
+            raise ValueError(f"{function}: limit must be > 0, got {limit}")
+        limit = float(limit)
+    if activation != "silu":
+        raise ValueError(f"{function}: limit, alpha and up_offset must be left out for {activation!r}, they are silu's")
+    return make(activation, gate_first, dropout_p, interleaved, limit, float(alpha), float(up_offset))
 
 
 def _call(

@@ -245,7 +245,10 @@ def _autograd_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return (None if dgate is None else dgate.to(ctx.dtype), *others, None, *([None] * len(ctx.plan)))
 
 
-_PLAN_SCHEMA = "str activation, bool? gate_first, float dropout_p"
+_PLAN_SCHEMA = (
+    "str activation, bool? gate_first, float dropout_p, "
+    "bool interleaved=False, float? limit=None, float alpha=1.0, float up_offset=0.0"
+)
 register(f"glu(Tensor gate, Tensor? up, Tensor? bias, Tensor? rng, {_PLAN_SCHEMA}) -> Tensor", _forward, _forward_fake)
 register_gradients("glu", _setup_context, _autograd_backward)
 register_backward(

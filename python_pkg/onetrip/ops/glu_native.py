@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,20 +19,23 @@ Columns = tuple[Tensor | None, int, int]
 _NONE: Columns = (None, 0, 0)
 
 
-@lru_cache(maxsize=4096)
-def _forward_launcher(dtype: torch.dtype, bias: torch.dtype | None, activation: str, dropout_p: float) -> Launcher:
-    code = ACTIVATIONS.index(activation)  # enum Activation in csrc/launch.h
-    return native().glu_forward(DTYPE_CODE[dtype], DTYPE_CODE[bias], code, dropout_p)  # type: ignore[union-attr]
+def _plan_arguments(dtype: torch.dtype, bias: torch.dtype | None, plan: GluPlan) -> tuple[Any, ...]:
+    """What both launchers are made of. The enum Activation in csrc/launch.h has a last one, of limit and the others,
+    and of interleaved columns."""
+    is_clamped = plan.has_numbers or plan.interleaved
+    code = len(ACTIVATIONS) if is_clamped else ACTIVATIONS.index(plan.activation)
+    numbers = math.inf if plan.limit is None else plan.limit, plan.alpha, plan.up_offset, plan.interleaved
+    return DTYPE_CODE[dtype], DTYPE_CODE[bias], code, plan.dropout_p, numbers
 
 
 @lru_cache(maxsize=4096)
-def _backward_launcher(
-    dtype: torch.dtype, bias: torch.dtype | None, activation: str, dropout_p: float, draws: bool
-) -> Launcher:
-    code = ACTIVATIONS.index(activation)
-    return native().glu_backward(  # type: ignore[union-attr]
-        DTYPE_CODE[dtype], DTYPE_CODE[bias], code, dropout_p, draws
-    )
+def _forward_launcher(dtype: torch.dtype, bias: torch.dtype | None, plan: GluPlan) -> Launcher:
+    return native().glu_forward(*_plan_arguments(dtype, bias, plan))  # type: ignore[union-attr]
+
+
+@lru_cache(maxsize=4096)
+def _backward_launcher(dtype: torch.dtype, bias: torch.dtype | None, plan: GluPlan, draws: bool) -> Launcher:
+    return native().glu_backward(*_plan_arguments(dtype, bias, plan), draws)  # type: ignore[union-attr]
 
 
 @lru_cache(maxsize=4096)
@@ -42,41 +47,39 @@ def eager_call(plan: GluPlan, code: int, backend: str) -> EagerCall | None:
     is_plain = code > 0 and code % 2 == 1 and backend in ("cpu", "triton") and up in (None, gate)
     if not is_plain or gate is None or (bias is not None and torch.promote_types(gate, bias) != gate):
         return None
-    activation, gate_first, dropout_p = plan
     saves_result = reads_result(plan, (gate, up, bias))  # type: ignore[arg-type]  # dtypes tell as well
     launchers = (
-        _forward_launcher(gate, bias, activation, dropout_p),
-        _backward_launcher(gate, bias, activation, dropout_p, not saves_result),
+        _forward_launcher(gate, bias, plan),
+        _backward_launcher(gate, bias, plan, not saves_result),
     )
     kernels = None
     if backend == "triton":
         module = formulas("triton", "glu")
         kernels = module.forward, module.backward, plan
-    call: EagerCall = native().glu_eager(*launchers, gate_first, saves_result, kernels)  # type: ignore[union-attr]
+    call: EagerCall = native().glu_eager(*launchers, plan.gate_first, saves_result, kernels)  # type: ignore[union-attr]
     return call
 
 
-def _gate_and_up(gate: Tensor, up: Tensor | None, gate_first: bool | None, n_cols: int) -> tuple[Columns, Columns]:
+def _gate_and_up(gate: Tensor, up: Tensor | None, plan: GluPlan, n_cols: int) -> tuple[Columns, Columns]:
     """Both halves of gate where it holds them."""
-    if gate_first is None:
+    if plan.gate_first is None:
         gate, stride = rows(gate, n_cols)
         if up is None:
             return (gate, 0, stride), _NONE
         up, up_stride = rows(up, n_cols)
         return (gate, 0, stride), (up, 0, up_stride)
     matrix, stride = rows(gate, 2 * n_cols)
-    first, second = (matrix, 0, stride), (matrix, n_cols, stride)
-    return (first, second) if gate_first else (second, first)
+    first, second = (matrix, 0, stride), (matrix, 1 if plan.interleaved else n_cols, stride)
+    return (first, second) if plan.gate_first else (second, first)
 
 
 def forward(operands: OperandTuple, plan: GluPlan, rng: Rng | None = None) -> Tensor:
     """reference.glu.forward by the native library, for operands of any rank and strides; y is contiguous."""
     gate, up, bias = operands
-    activation, gate_first, dropout_p = plan
-    n_cols = gate.shape[-1] if gate_first is None else gate.shape[-1] // 2
-    columns, up_columns = _gate_and_up(gate, up, gate_first, n_cols)
+    n_cols = gate.shape[-1] if plan.gate_first is None else gate.shape[-1] // 2
+    columns, up_columns = _gate_and_up(gate, up, plan, n_cols)
     y = gate.new_empty((*gate.shape[:-1], n_cols))
-    launch = _forward_launcher(gate.dtype, None if bias is None else bias.dtype, activation, dropout_p)
+    launch = _forward_launcher(gate.dtype, None if bias is None else bias.dtype, plan)
     code = launch(-1, 0, y.numel() // n_cols, n_cols, *columns, *up_columns, vector(bias), y, rng)
     if code:
         raise_error("glu forward", gate, code)
@@ -88,11 +91,10 @@ def backward(
 ) -> Gradients:
     """reference.glu.backward by the native library, for operands of any rank and strides; gradients are contiguous."""
     gate, up, bias = operands
-    activation, gate_first, dropout_p = plan
     wants_gate, wants_up, wants_bias = wants
     n_cols = dy.shape[-1]
     n_rows = dy.numel() // n_cols
-    columns, up_columns = _gate_and_up(gate, up, gate_first, n_cols)
+    columns, up_columns = _gate_and_up(gate, up, plan, n_cols)
     dy, dy_stride = rows(dy, n_cols)
     dgate = empty(gate, gate.is_contiguous(), gate.shape, gate.dtype) if wants_gate else None
     dup = empty(up, up.is_contiguous(), up.shape, up.dtype) if wants_up and up is not None else None
@@ -102,13 +104,12 @@ def backward(
         dbias = torch.empty(n_cols, dtype=bias.dtype, device=dy.device)
         n_floats = native().glu_workspace(n_rows, n_cols)  # type: ignore[union-attr]
         workspace = torch.empty(n_floats, dtype=torch.float32, device=dy.device)
-    if gate_first is None:
+    if plan.gate_first is None:
         dcolumns, dup_columns = (dgate, 0, n_cols), (dup, 0, n_cols)
     else:
         assert dgate is not None
-        dcolumns, dup_columns = _gate_and_up(dgate, None, gate_first, n_cols)
-    bias_dtype = None if bias is None else bias.dtype
-    launch = _backward_launcher(dy.dtype, bias_dtype, activation, dropout_p, rng is not None)
+        dcolumns, dup_columns = _gate_and_up(dgate, None, plan, n_cols)
+    launch = _backward_launcher(dy.dtype, None if bias is None else bias.dtype, plan, rng is not None)
     added = None if reads_result(plan, operands) else vector(bias)
     inputs, outputs = (dy, 0, dy_stride, *columns, *up_columns, added), (*dcolumns, *dup_columns)
     code = launch(device, stream, n_rows, n_cols, *inputs, *outputs, dbias, workspace, rng)

@@ -83,14 +83,14 @@ class Forward:
         match place.block[position - 1] if isinstance(name, ast.Name) and position > 0 else None:
             case ast.Assign(targets=[ast.Name(id=assigned)], value=value) as statement if assigned == name.id:  # type: ignore[attr-defined]
                 moves = not _calls_before(place.block[position], name)
-                return (value, (statement,)) if moves and self.is_read_once(assigned, place, position) else None
+                return (value, (statement,)) if moves and self.is_read_only_at(assigned, place, position) else None
         return None
 
-    def is_read_once(self, name: str, place: Place, position: int) -> bool:
-        """Whether statement `position`, at the place or before it, reads the value of the name once, and nothing else
-        does."""
+    def is_read_only_at(self, name: str, place: Place, position: int, times: int = 1) -> bool:
+        """Whether statement `position`, at the place or before it, reads the value of the name that often, and
+        nothing else does."""
         reader, *later = place.block[position : place.position + 1]
-        if n_reads(reader, name) != 1:
+        if n_reads(reader, name) != times:
             return False
         if assigned_name(reader) == name:
             return True
@@ -103,7 +103,7 @@ class Forward:
         """Whether only the place's statement, or one between it and `position`, which assigned the name, reads it,
         once."""
         first = next(i for i in range(position + 1, place.position + 1) if n_reads(place.block[i], name))
-        return n_reads(self.tree, name) == 1 or self.is_read_once(name, place, first)
+        return n_reads(self.tree, name) == 1 or self.is_read_only_at(name, place, first)
 
 
 def child_at(module: nn.Module, path: str) -> nn.Module | None:

@@ -30,6 +30,8 @@ FUNCTIONS: dict[Any, str] = {
     torch.matmul: "matmul",
     torch.cat: "cat",
     torch.tanh: "tanh",
+    torch.sigmoid: "sigmoid",
+    functional.sigmoid: "sigmoid",
 }
 """The functions that patterns can name, by what a call resolves to."""
 

@@ -1,7 +1,8 @@
 """y = dropout(act(gate) * up), or y = dropout(act(gate + bias)), and the gradients: gated linear units, activations.
 
 Sources: gated linear units, Dauphin et al. 2017, with other activations Shazeer 2020; GELU and SiLU, Hendrycks & Gimpel
-2016; squared ReLU, So et al. 2021. Computed in float32 (float64 for float64) from inputs as stored, rounded once.
+2016; squared ReLU, So et al. 2021; SwiGLU with bounds, gpt-oss model card, OpenAI 2025. Computed in float32 (float64
+for float64) from inputs as stored, rounded once.
 """
 
 from __future__ import annotations
@@ -28,6 +29,17 @@ class GluPlan(NamedTuple):
     gate_first: bool | None = None
     """None: gate and up are two tensors, or there is no up. Else one tensor holds both halves, gate first or last."""
     dropout_p: float = 0.0
+    interleaved: bool = False
+    """The tensor that holds both has gate in its even columns, up in its odd ones; gate_first is True."""
+    limit: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+    """silu only: g sigmoid(alpha g) (clamp(up, -limit, limit) + up_offset), g = min(gate, limit)."""
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether limit, alpha or up_offset is given."""
+        return self.limit is not None or self.alpha != 1.0 or self.up_offset != 0.0
 
 
 class Operands(NamedTuple):
@@ -51,25 +63,41 @@ class Gradients(NamedTuple):
     bias: Tensor | None
 
 
-def halves(matrix: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
+def halves(matrix: Tensor, plan: GluPlan) -> tuple[Tensor, Tensor]:
     """(gate, up) of one tensor that holds both in its last dimension."""
+    if plan.interleaved:
+        return matrix[..., ::2], matrix[..., 1::2]
     first, second = matrix.chunk(2, dim=-1)
-    return (first, second) if gate_first else (second, first)
+    return (first, second) if plan.gate_first else (second, first)
+
+
+def _joined(gate: Tensor, up: Tensor, plan: GluPlan) -> Tensor:
+    """The inverse of halves."""
+    if plan.interleaved:
+        return torch.stack((gate, up), dim=-1).flatten(-2)
+    return torch.cat((gate, up) if plan.gate_first else (up, gate), dim=-1)
 
 
 def _operands(operands: Operands, plan: GluPlan) -> tuple[Tensor, Tensor | None]:
     """The activation's argument, and the factor, as sums are kept."""
     gate, up, bias = operands
     if plan.gate_first is not None:
-        gate, up = halves(gate, plan.gate_first)
+        gate, up = halves(gate, plan)
     acc = accumulator_dtype(gate.dtype)
     x = gate.to(acc)
     return x if bias is None else x + bias.to(acc), None if up is None else up.to(acc)
 
 
-def _activation(x: Tensor, activation: str) -> Tensor:
+def _bounded(x: Tensor, up: Tensor | None, plan: GluPlan) -> tuple[Tensor, Tensor | None]:
+    """min(x, limit), and clamp(up, -limit, limit) + up_offset."""
+    if up is not None and plan.limit is not None:
+        x, up = x.clamp(max=plan.limit), up.clamp(-plan.limit, plan.limit)
+    return x, up if up is None or plan.up_offset == 0.0 else up + plan.up_offset
+
+
+def _activation(x: Tensor, activation: str, alpha: float = 1.0) -> Tensor:
     if activation == "silu":
-        return x * torch.sigmoid(x)
+        return x * torch.sigmoid(x if alpha == 1.0 else alpha * x)
     if activation == "gelu":
         return 0.5 * x * torch.special.erfc(x * -math.sqrt(0.5))
     if activation == "gelu_tanh":
@@ -77,9 +105,10 @@ def _activation(x: Tensor, activation: str) -> Tensor:
     return torch.relu(x) if activation == "relu" else torch.relu(x).square()
 
 
-def _slope(x: Tensor, activation: str) -> Tensor:
+def _slope(x: Tensor, activation: str, alpha: float = 1.0) -> Tensor:
     """The activation's derivative."""
     if activation == "silu":
+        x = x if alpha == 1.0 else alpha * x
         return torch.sigmoid(x) * (1.0 + x * torch.sigmoid(-x))
     if activation == "gelu":
         density = torch.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
@@ -111,8 +140,8 @@ def reads_result(plan: GluPlan, operands: OperandTuple) -> bool:
 
 def forward(operands: Operands, plan: GluPlan, rng: Rng | None = None) -> Tensor:
     """Returns y, of gate's dtype. rng: (seed, offset) of the dropout."""
-    x, up = _operands(operands, plan)
-    y = _activation(x, plan.activation)
+    x, up = _bounded(*_operands(operands, plan), plan)
+    y = _activation(x, plan.activation, plan.alpha)
     return _dropped(y if up is None else y * up, plan, rng).to(operands.gate.dtype)
 
 
@@ -122,21 +151,25 @@ def backward(
     """wants: which of the Gradients; that of a tensor of both halves is gate's. The bias's is summed over the rows, in
     float32 (float64). Where reads_result gate is forward's y: the bias is not added to it, and rng is not needed."""
     if reads_result(plan, operands):
-        x, up = _operands(operands._replace(bias=None), plan)
+        gate, factor = _operands(operands._replace(bias=None), plan)
     else:
-        x, up = _operands(operands, plan)
+        gate, factor = _operands(operands, plan)
+    x, up = _bounded(gate, factor, plan)
     gradient = _dropped(dy.to(x.dtype), plan, rng)
-    dup = gradient * _activation(x, plan.activation) if up is not None else None
+    dup = gradient * _activation(x, plan.activation, plan.alpha) if up is not None else None
     dx = gradient if up is None else gradient * up
     if plan.activation == "relu":  # where x is NaN the gradient passes, as in torch
         dx = torch.where(x <= 0.0, torch.zeros_like(dx), dx)
     else:
-        dx = dx * _slope(x, plan.activation)
+        dx = dx * _slope(x, plan.activation, plan.alpha)
+    if plan.limit is not None and factor is not None and dup is not None:  # as torch.clamp's, also of NaN
+        dx = torch.where(gate <= plan.limit, dx, torch.zeros_like(dx))
+        dup = torch.where(factor.abs() <= plan.limit, dup, torch.zeros_like(dup))
     dbias = dx.sum(dim=0).to(operands.bias.dtype) if wants[2] and operands.bias is not None else None
     dgate = dx
     if plan.gate_first is not None:
         assert dup is not None
-        dgate, dup = torch.cat((dx, dup) if plan.gate_first else (dup, dx), dim=-1), None
+        dgate, dup = _joined(dx, dup, plan), None
     dtype = dy.dtype
     return Gradients(
         dgate.to(dtype) if wants[0] else None, dup.to(dtype) if wants[1] and dup is not None else None, dbias

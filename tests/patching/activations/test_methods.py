@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
 from outcomes import assert_agree, assert_equal, outcome
-from patching_cases import WIDTH, inputs, randomised
+from patching_cases import WIDTH, inputs, randomised, tiny_mixture
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -245,16 +245,6 @@ def test_halves_of_an_odd_tensor_raise_what_they_raised() -> None:
     assert str(found.value) == str(expected.value)
 
 
-def _config(model_type: str, **sizes: Any) -> Any:
-    common = {
-        "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "num_experts": 4,
-        "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
-    }  # fmt: skip
-    default = transformers.CONFIG_MAPPING[model_type]().to_dict()
-    return transformers.CONFIG_MAPPING[model_type](**{k: v for k, v in common.items() if k in default} | sizes)
-
-
 LATENT = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "n_group": 1,
     "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 4, "num_key_value_heads": 4,
@@ -265,21 +255,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """torch adds the gradients of gathered rows (batched_mm's weights) in any order where threads share them."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_threads)
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("model_type", MIXTURES)
 def test_experts_of_transformers_are_fused_in_every_implementation(model_type: str, implementation: str) -> None:
     torch.manual_seed(0)
-    config = _config(model_type, **MIXTURES[model_type])
+    config = tiny_mixture(model_type, **MIXTURES[model_type])
     model = transformers.AutoModel.from_config(config, experts_implementation=implementation).train()
     ids = torch.randint(3, 64, (2, 9))
     expected = outcome(model, ids, use_cache=False)
@@ -294,17 +275,10 @@ def test_experts_of_transformers_are_fused_in_every_implementation(model_type: s
 
 def test_llama4_s_experts_are_fused() -> None:
     torch.manual_seed(0)
-    model = transformers.AutoModel.from_config(_config("llama4_text", intermediate_size_mlp=48)).train()
+    model = transformers.AutoModel.from_config(tiny_mixture("llama4_text", intermediate_size_mlp=48)).train()
     ids = torch.randint(3, 64, (2, 9))
     expected = outcome(model, ids, use_cache=False)
     report = patch_model(model)
     names = [site.name for site in report.patched if site.name.endswith("experts")]
     assert names and "gated_0_(self, self.act_fn, gate)" in report.diff(names[0])
     assert_agree(outcome(model, ids, use_cache=False), expected)
-
-
-def test_a_gate_that_is_no_glu_stays() -> None:
-    """gpt-oss multiplies a clamped gate by the sigmoid of a multiple of itself."""
-    torch.manual_seed(0)
-    model = transformers.AutoModel.from_config(_config("gpt_oss")).train()
-    assert not [site.name for site in patch_model(model).patched if site.name.endswith("experts")]

@@ -9,6 +9,12 @@
     h = self.act(h)
     h = self.drop(h)
 
+    gate, up = h[..., ::2], h[..., 1::2]        ->      gate = h
+    gate = gate.clamp(max=self.limit)                   glu = gate
+    up = up.clamp(min=-self.limit, max=self.limit)      h = gated_0_(self, None, glu, None, self.limit, self.alpha)
+    glu = gate * torch.sigmoid(gate * self.alpha)
+    h = (up + 1) * glu
+
 The activation is a child, a function of torch's, or a function or module of the model's file, recognised by what it
 computes. A plain linear layer leaves its bias to the activation. Halves that only the product reads stay one tensor,
 whose gradient is then written as one. Everything else of the forward stays as it was written.
@@ -37,8 +43,8 @@ from ..forward import Forward, child_at, linear_at
 from ..rewriting import Rewriting
 from ..source import is_pure
 from ..verify import RNG, MaskedDropout, check_function, kind_of, undisturbed
-from .fused import FORMULAS, Activated, Gated, GatedHalves
-from .read import Dropped, FoundActivation, read_activations
+from .fused import FORMULAS, Activated, Gated, GatedHalves, GatedWithin
+from .read import Bounds, Dropped, FoundActivation, read_activations
 
 __all__ = [
     "PATTERNS",
@@ -116,7 +122,7 @@ class Choice:
     """One activation of one instance."""
 
     found: FoundActivation
-    fused: Gated | GatedHalves | Activated
+    fused: Gated | GatedHalves | GatedWithin | Activated
     """What is called in its place."""
     has_bias: bool
     drops: bool
@@ -142,7 +148,7 @@ def choose_activations(
         activation = Activation(each.function, 1) if each.function else None
         if act is not None and id(act) not in excluded:
             activation = activation_of(act)
-        if activation is None:
+        if activation is None or (each.bounds is not None and activation.name != "silu"):
             continue
         linear = linear_at(module, each.linear, excluded)
         has_bias = linear is not None and linear.bias is not None
@@ -163,7 +169,10 @@ def _called(module: nn.Module, found: FoundActivation) -> Any:
 
 def _fused_call(
     found: FoundActivation, known: tuple[str, type | FunctionType | None, Configuration]
-) -> Gated | GatedHalves | Activated:
+) -> Gated | GatedHalves | GatedWithin | Activated:
+    if found.bounds is not None:
+        halves = None if found.halves is None else (found.halves.gate_first, found.halves.interleaved)
+        return GatedWithin(*known, found.alpha is not None, found.bounds.up_offset, halves)
     if found.halves is not None:
         return GatedHalves(*known, found.halves.gate_first)
     return Activated(*known) if found.product is None else Gated(*known)
@@ -211,7 +220,7 @@ class Activations:
                 act = FORMULAS[choice.fused.activation] if act is None else _copied(act, False)
                 inputs = _shapes(choice)
                 for p in (0.0, 0.25) if choice.drops else (0.0,):
-                    fused, unfused = partial(_fused, choice, p), partial(_unfused, act, p)
+                    fused, unfused = partial(_fused, choice, p), partial(_unfused, choice, act, p)
                     mode = f" of {choice.fused.activation}{' with dropout' if p else ''}"
                     check_function(fused, unfused, inputs, device, dtype, mode)
 
@@ -219,7 +228,11 @@ class Activations:
 def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
     """The fused call in place of the activation. suffix: of its name."""
     found, copies = choice.found, rewriting.copies
-    act = rewriting.attribute(found.path) if found.path else copies[id(found.call.func)]
+    act: ast.expr = ast.Constant(None)  # x * sigmoid(x * alpha) calls none
+    if found.path:
+        act = rewriting.attribute(found.path)
+    elif isinstance(found.call, ast.Call):
+        act = copies[id(found.call.func)]
     name = f"{'activated' if found.product is None else 'gated'}_{suffix}"
 
     def called(*arguments: ast.expr) -> ast.expr:
@@ -249,7 +262,10 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
             statement, packed, factors = copies[id(found.halves.statement)], copies[id(found.halves.packed)], [gate]
             rewriting.replaced[id(statement.value)] = lambda: rewriting.visit(packed)
             statement.targets = [ast.Name(x.id)]
-        rewriting.replaced[id(copies[id(replaced)])] = lambda: called(*map(rewriting.visit, factors))
+        numbers = () if found.bounds is None else _unbound(rewriting, found.bounds, found)
+        if numbers and found.halves is not None:
+            factors.append(ast.Constant(None))
+        rewriting.replaced[id(copies[id(replaced)])] = lambda: called(*map(rewriting.visit, factors), *numbers)
         return
     dense: ast.expr = ast.Constant(None)
     x = copies[id(found.x)]
@@ -260,15 +276,36 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
     rewriting.replaced[id(copies[id(replaced)])] = lambda: called(dense, rewriting.visit(x))
 
 
+def _unbound(rewriting: Rewriting, bounds: Bounds, found: FoundActivation) -> tuple[ast.expr, ast.expr]:
+    """Leaves the bounds out of the statements that give gate and up their values. Returns limit and alpha."""
+    for statement in (bounds.gate, bounds.up):
+        inner, value = statement.value.func.value, rewriting.copies[id(statement.value)]  # type: ignore[attr-defined]
+        if ast.unparse(inner) == ast.unparse(statement.targets[0]):
+            rewriting.removed.add(id(rewriting.copies[id(statement)]))
+        else:
+            copied = rewriting.copies[id(inner)]
+            rewriting.replaced[id(value)] = partial(rewriting.visit, copied)
+    return bounds.limit, found.alpha or ast.Constant(1.0)
+
+
 def _shapes(choice: Choice) -> dict[str, tuple[int, ...]]:
     if choice.found.product is not None:
         return {"gate": (3, 4, 24), "up": (3, 4, 24)}
     return {"x": (3, 4, 24), "bias": (24,)} if choice.has_bias else {"x": (3, 4, 24)}
 
 
-def _unfused(act: Callable[[Tensor], Tensor], p: float, x: Tensor, other: Tensor | None = None) -> Tensor:
+def _limit_and_alpha(fused: GatedWithin) -> tuple[float, float]:
+    """What a site is verified with: many normal numbers are beyond the limit."""
+    return 0.75, 1.5 if fused.has_alpha else 1.0
+
+
+def _unfused(
+    choice: Choice, act: Callable[[Tensor], Tensor], p: float, x: Tensor, other: Tensor | None = None
+) -> Tensor:
     if other is None:
         y = act(x)
+    elif isinstance(choice.fused, GatedWithin):
+        y = choice.fused.bounded(act, x, other, *_limit_and_alpha(choice.fused))
     else:
         y = act(x) * other if other.shape == x.shape else act(x + other)
     return functional.dropout(y, p) if p else y
@@ -280,7 +317,14 @@ def _fused(choice: Choice, p: float, x: Tensor, other: Tensor | None = None) -> 
         return ops.bias_activation(x, other, choice.fused.activation, **dropout)
     assert other is not None
     halves = choice.found.halves
+    packed = x
+    if halves is not None and halves.interleaved:
+        packed = torch.stack([x, other], dim=-1).flatten(-2)
+    elif halves is not None:
+        packed = torch.cat([x, other] if halves.gate_first else [other, x], dim=-1)
+    if isinstance(choice.fused, GatedWithin):
+        up = other if halves is None else None
+        return choice.fused.fused(packed, up, *_limit_and_alpha(choice.fused), **dropout)
     if halves is None:
         return ops.glu(x, other, choice.fused.activation, **dropout)
-    packed = torch.cat([x, other] if halves.gate_first else [other, x], dim=-1)
     return ops.glu_packed(packed, choice.fused.activation, gate_first=halves.gate_first, **dropout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -75,6 +76,51 @@ class GatedHalves(_Fused):
         first, second = packed.chunk(2, dim=-1)
         gate, up = (first, second) if self.gate_first else (second, first)
         return _dropped(self.unfused(act, gate) * up, dropout)
+
+
+@dataclass(frozen=True)
+class GatedWithin(_Fused):
+    """dropout(act(gate) * (up + up_offset)) within bounds, in a rewritten forward. act: silu, or x sigmoid(alpha x)."""
+
+    has_alpha: bool
+    up_offset: float
+    halves: tuple[bool, bool] | None
+    """gate_first and interleaved, where gate and up are halves of one tensor, which is given as gate."""
+
+    def __call__(
+        self, module: nn.Module, act: Any, gate: Tensor, up: Tensor | None, limit: Any, alpha: Any, dropout: Any = 0.0
+    ) -> Tensor:
+        if self.is_still(act) and _is_limit(limit) and _is_limit(alpha) and self._fits(gate, up):
+            calls.count_fused(module)
+            p, after = _probability(dropout)
+            return after(self.fused(gate, up, limit, alpha, dropout_p=p))
+        calls.count_fallback(module)
+        return _dropped(self.bounded(act, gate, up, limit, alpha), dropout)
+
+    def _fits(self, gate: Tensor, up: Tensor | None) -> bool:
+        return calls.fits(gate) and (gate.shape[-1] % 2 == 0 if up is None else calls.is_like(up, gate))
+
+    def fused(self, gate: Tensor, up: Tensor | None, limit: float, alpha: float, **dropout: Any) -> Tensor:
+        options = {"limit": limit, "alpha": alpha, "up_offset": self.up_offset, **dropout}
+        if up is not None:
+            return ops.glu(gate, up, "silu", **options)
+        gate_first, interleaved = self.halves or (True, False)
+        return ops.glu_packed(gate, "silu", gate_first=gate_first, interleaved=interleaved, **options)
+
+    def bounded(self, act: Any, gate: Tensor, up: Tensor | None, limit: Any, alpha: Any) -> Tensor:
+        """The same by torch's functions. With has_alpha act is x sigmoid(alpha x)."""
+        if up is None:
+            gate_first, interleaved = self.halves or (True, False)
+            first, second = (gate[..., ::2], gate[..., 1::2]) if interleaved else gate.chunk(2, dim=-1)
+            gate, up = (first, second) if gate_first else (second, first)
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        y = gate * torch.sigmoid(gate * alpha) if self.has_alpha else self.unfused(act, gate)
+        return y * (up + self.up_offset) if self.up_offset else y * up
+
+
+def _is_limit(value: object) -> bool:
+    """Whether it is a number that ops.glu takes."""
+    return isinstance(value, (int, float)) and 0.0 < value < math.inf
 
 
 class Activated(_Fused):

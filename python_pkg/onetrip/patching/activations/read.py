@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -13,16 +13,28 @@ from torch import nn
 from torch.nn import functional
 
 from ..forward import Forward, Place, evaluated, may_change, mentions, places
-from ..source import resolve
+from ..source import Inliner, first_match, is_same, resolve
 
 
 @dataclass(eq=False)
 class Halves:
-    """`gate, up = packed.chunk(2, dim=-1)`."""
+    """`gate, up = packed.chunk(2, dim=-1)`, or `gate, up = packed[..., ::2], packed[..., 1::2]`."""
 
     statement: ast.Assign
     packed: ast.expr
     gate_first: bool
+    interleaved: bool = False
+
+
+@dataclass(eq=False)
+class Bounds:
+    """`gate = x.clamp(max=limit)`, `up = y.clamp(min=-limit, max=limit)`, which only the product reads."""
+
+    gate: ast.Assign
+    up: ast.Assign
+    limit: ast.expr
+    up_offset: float
+    """A constant that is added to up."""
 
 
 @dataclass(eq=False)
@@ -43,7 +55,7 @@ class Dropped:
 class FoundActivation:
     """A call that may be an activation."""
 
-    call: ast.Call
+    call: ast.expr
     x: ast.expr
     path: str
     """Path of the child that is called; empty for a function."""
@@ -58,6 +70,9 @@ class FoundActivation:
     """The statement that gave the activation's result a name, which only the product reads."""
     halves: Halves | None = None
     """The statement that gave the gate and the other factor their names."""
+    alpha: ast.expr | None = None
+    """Where call is x * sigmoid(x * alpha)."""
+    bounds: Bounds | None = None
     linear: str = ""
     """Path of a child called with one argument, whose result only the activation reads."""
     linear_x: ast.expr | None = None
@@ -85,7 +100,14 @@ def _read(forward: Forward) -> Iterator[FoundActivation]:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             for side, other in ((node.left, node.right), (node.right, node.left)):
                 gated = None if isinstance(other, ast.Constant) else _factor(forward, side, place)
-                if gated is not None:
+                if gated is None:
+                    continue
+                if (bounds := _bounds(forward, gated, other, place)) is not None:
+                    up = other.left if isinstance(other, ast.BinOp) else other
+                    bounded = replace(gated, product=node, other=up, bounds=bounds)
+                    bounded.halves = _halves(forward, bounded, place)
+                    yield bounded
+                if gated.alpha is None:
                     gated.product, gated.other = node, other
                     gated.halves = _halves(forward, gated, place)
                     yield gated
@@ -127,15 +149,72 @@ def _dropouts(forward: Forward) -> Iterator[tuple[ast.expr, Dropped]]:
 def _factor(forward: Forward, side: ast.expr, place: Place) -> FoundActivation | None:
     """The activation that a factor of a product is, or that the factor's name was given to."""
     if not isinstance(side, ast.Name):
-        return _activation(forward, side)
+        return _activation(forward, side) or _scaled_silu(forward, side)
     block, earlier = place.block, [i for i in range(place.position) if mentions(place.block[i], side.id)]
     match block[earlier[-1]] if earlier else None:
         case ast.Assign(targets=[ast.Name(id=name)], value=value) as statement if name == side.id:
-            found = _activation(forward, value)
+            found = _activation(forward, value) or _scaled_silu(forward, value)
             is_changed = any(may_change(each, name) for each in block[earlier[-1] + 1 : place.position])
-            if found is not None and not is_changed and forward.is_read_once(name, place, place.position):
+            if found is not None and not is_changed and forward.is_read_only_at(name, place, place.position):
                 found.definition = statement
                 return found
+    return None
+
+
+def _scaled_silu(forward: Forward, expression: ast.expr) -> FoundActivation | None:
+    """x * sigmoid(x * alpha) of a name, and a number."""
+    found = first_match(("X * sigmoid(X * A)", "X * sigmoid(A * X)"), Inliner(forward.globals, {}).inline(expression))
+    match expression:
+        case ast.BinOp(left=ast.Name() as x, right=ast.Call(func=function)) if found is not None:
+            alpha = found[1]["A"]
+            if not _is_local(function, forward) and _is_number(alpha, forward):
+                return FoundActivation(expression, x, "", "silu", alpha=alpha)
+    return None
+
+
+def _is_number(expression: ast.expr, forward: Forward) -> bool:
+    """Whether it may be a number: a constant, or an attribute of the module."""
+    return forward.child(expression) != "" or (isinstance(expression, ast.Constant) and _is_real(expression.value))
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _bounds(forward: Forward, found: FoundActivation, other: ast.expr, place: Place) -> Bounds | None:
+    """The bounds of gate and of up, if nothing else reads the values within them."""
+    up_offset = 0.0
+    match other:
+        case ast.BinOp(left=ast.Name() as up, op=ast.Add(), right=ast.Constant(value=value)) if _is_real(value):
+            other, up_offset = up, float(value)  # type: ignore[arg-type]
+    if not (isinstance(found.x, ast.Name) and isinstance(other, ast.Name)) or found.x.id == other.id:
+        return None
+    reader = place.position if found.definition is None else place.block.index(found.definition)
+    gate = _clamp(forward, found.x.id, place, reader, 1 if found.alpha is None else 2)
+    up_clamp = _clamp(forward, other.id, place, place.position, 1)
+    if gate is None or up_clamp is None or gate[1].keys() != {"A"} or up_clamp[1].keys() != {"A", "B"}:
+        return None
+    limit = gate[1]["A"]
+    is_one = is_same(limit, up_clamp[1]["A"]) and is_same(limit, up_clamp[1]["B"])
+    return Bounds(gate[0], up_clamp[0], limit, up_offset) if is_one and _is_number(limit, forward) else None
+
+
+_CLAMPS = ("X.clamp(max=A)", "X.clamp(min=None, max=A)", "X.clamp(min=-B, max=A)", "X.clamp(-B, A)")
+
+
+def _clamp(
+    forward: Forward, name: str, place: Place, position: int, n_reads: int
+) -> tuple[ast.Assign, dict[str, ast.expr]] | None:
+    """The statement that gave the name the value that statement `position` reads, a clamp, and its numbers by their
+    names in _CLAMPS; None if anything else reads that value or changes it."""
+    block, earlier = place.block, [i for i in range(position) if mentions(place.block[i], name)]
+    match block[earlier[-1]] if earlier else None:
+        case ast.Assign(targets=[ast.Name(id=assigned)], value=value) as statement if assigned == name:
+            found = first_match(_CLAMPS, Inliner(forward.globals, {}).inline(value))
+            is_changed = any(may_change(each, name) for each in block[earlier[-1] + 1 : position])
+            if found is not None and not is_changed and forward.is_read_only_at(name, place, position, n_reads):
+                del found[1]["X"]
+                return statement, found[1]
     return None
 
 
@@ -144,6 +223,7 @@ def _halves(forward: Forward, found: FoundActivation, place: Place) -> Halves | 
     if not (isinstance(found.x, ast.Name) and isinstance(found.other, ast.Name)) or found.x.id == found.other.id:
         return None
     gate, other, block = found.x.id, found.other.id, place.block
+    own = [found.definition, *((found.bounds.gate, found.bounds.up) if found.bounds is not None else ())]
     for index in reversed(range(place.position)):
         match block[index]:
             case (
@@ -156,7 +236,16 @@ def _halves(forward: Forward, found: FoundActivation, place: Place) -> Halves | 
                 ends = {name: forward.ends_at(name, place, index) for name in (gate, other)}
                 is_whole = sizes == ["2", "-1"] and len(args) + len(keywords) == 2
                 return Halves(statement, packed, first == gate) if is_whole and all(ends.values()) else None
-        if block[index] is not found.definition and any(mentions(block[index], name) for name in (gate, other)):
+            case (
+                ast.Assign(
+                    targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])],
+                    value=ast.Tuple(elts=[ast.Subscript(value=ast.Name() as packed), ast.Subscript()]) as pair,
+                ) as statement
+            ) if (first, second) == (gate, other) and found.bounds is not None:
+                is_whole = ast.unparse(pair) == f"({packed.id}[..., ::2], {packed.id}[..., 1::2])"
+                ends = {name: forward.ends_at(name, place, index) for name in (gate, other)}
+                return Halves(statement, packed, True, True) if is_whole and all(ends.values()) else None
+        if block[index] not in own and any(mentions(block[index], name) for name in (gate, other)):
             return None
     return None
 

@@ -195,7 +195,7 @@ class SumReader:
                     x = value
                 case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=first), *_])], value=value) if first == name:
                     x, in_tuple = value, True
-            if not self.forward.is_read_once(name, place, position):
+            if not self.forward.is_read_only_at(name, place, position):
                 return
         if isinstance(x, ast.Subscript) and isinstance(x.slice, ast.Constant) and x.slice.value == 0 and not in_tuple:
             x, in_tuple = x.value, True

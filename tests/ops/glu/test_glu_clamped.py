@@ -1,0 +1,201 @@
+"""SwiGLU with bounds (gpt-oss, DeepSeek-V4) and interleaved columns: ops.glu and ops.glu_packed against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from glu_cases import DTYPES, check, randn, short, with_gradients
+from onetrip import ops, use_backend
+from targets import TARGETS, needs
+from tolerances import assert_bitwise, assert_ulps
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+F64 = torch.float64
+SHAPE = (3, 5, 70)
+FORMS = {
+    "gpt-oss": {"limit": 1.5, "alpha": 1.702, "up_offset": 1.0},
+    "deepseek-v4": {"limit": 1.5},
+    "no-limit": {"alpha": 1.702, "up_offset": -0.5},
+}
+EVERY_FORM = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+
+
+@pytest.fixture(params=[t for t in TARGETS if t.id != "cuda/cuda"])
+def target(request):
+    needs(request.param)
+    with use_backend(request.param.backend):
+        yield request.param
+
+
+def unfused(gate: Tensor, up: Tensor, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0) -> Tensor:
+    """As models write it."""
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return gate * torch.sigmoid(gate * alpha) * (up + up_offset)
+
+
+def operands(target, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """gate, up and dy: a sixth of the values is beyond 1.5, some are at it."""
+    gate, up, dy = (randn(*SHAPE, device=target.device, dtype=dtype) for _ in range(3))
+    gate[0, :, :3], up[0, :, 1:4], up[0, :, 4:7] = 1.5, 1.5, -1.5
+    return gate, up, dy
+
+
+def interleaved(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.stack((gate, up), -1).flatten(-2)
+
+
+@EVERY_FORM
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_glu(target, dtype, form):
+    gate, up, dy = operands(target, dtype)
+    check(lambda g, u: ops.glu(g, u, **form), lambda g, u: unfused(g, u, **form), dy, gate, up)
+
+
+@EVERY_FORM
+def test_layouts_have_the_bits_of_two_tensors(target, form):
+    for dtype in DTYPES:
+        gate, up, dy = operands(target, dtype)
+        y, dgate, dup = with_gradients(lambda g, u: ops.glu(g, u, **form), dy, gate, up)
+        for make, options in (
+            (interleaved, {"interleaved": True}),
+            (lambda g, u: torch.cat((g, u), -1), {}),
+            (lambda g, u: torch.cat((u, g), -1), {"gate_first": False}),
+        ):
+            packed = with_gradients(lambda x: ops.glu_packed(x, **options, **form), dy, make(gate, up))  # noqa: B023
+            assert_bitwise(packed[0], y)
+            assert_bitwise(packed[1], make(dgate, dup))
+
+
+def test_interleaved_without_bounds_is_silu(target):
+    gate, up, dy = operands(target)
+    expected = with_gradients(ops.glu, dy, gate, up)
+    found = with_gradients(lambda x: ops.glu_packed(x, interleaved=True), dy, interleaved(gate, up))
+    assert_ulps(found[0], expected[0].double())
+    torch.testing.assert_close(found[1], interleaved(*expected[1:]))
+
+
+def test_gradients_at_the_bounds_and_beyond(target):
+    """As torch.clamp's: 1 at a bound, 0 beyond it and where a value is NaN, which stays in the result."""
+    x = torch.tensor([1.0, 1.5, 1.5000001, -1.5, -1.6, torch.inf, -torch.inf, torch.nan], device=target.device)
+    for gate, up in ((x, torch.ones_like(x)), (torch.ones_like(x), x)):
+        ours = with_gradients(lambda g, u: ops.glu(g, u, limit=1.5, alpha=2.0), torch.ones_like(x), gate, up)
+        torchs = with_gradients(lambda g, u: unfused(g, u, 1.5, 2.0), torch.ones_like(x), gate, up)
+        for one, other in zip(ours, torchs, strict=True):
+            torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_dropout_and_its_gradient(target):
+    gate, up, dy = operands(target)
+    options = {"dropout_p": 0.5, "rng": (3, 4)}
+    keep = ops.dropout_keep_mask(SHAPE, 0.5, (3, 4), torch.device(target.device))
+    for form in FORMS.values():
+
+        def plain(g: Tensor, u: Tensor, form: dict[str, float] = form) -> Tensor:
+            return torch.where(keep, 2.0 * unfused(g, u, **form), 0.0)
+
+        check(lambda g, u: ops.glu(g, u, **form, **options), plain, dy, gate, up)  # noqa: B023
+        y = ops.glu_packed(interleaved(gate, up), interleaved=True, **form, **options)
+        assert_bitwise(y, ops.glu(gate, up, **form, **options))
+
+
+@pytest.mark.parametrize("shape", [(1,), (2, 3, 4, 5), (3, 1023), (2, 20000), (0, 4), (4, 0)], ids=str)
+def test_shapes_and_strides(target, shape):
+    gate, up = (randn(*shape, device=target.device) for _ in range(2))
+    form = FORMS["gpt-oss"]
+    packed = interleaved(gate, up)
+    for x in (packed, packed.repeat_interleave(2, -1)[..., ::2]):
+        y, dx = with_gradients(lambda x: ops.glu_packed(x, interleaved=True, **form), torch.ones_like(gate), x)
+        assert y.shape == shape and dx.shape == x.shape
+        if y.numel():
+            assert_ulps(y, unfused(gate.double(), up.double(), **form))
+
+
+def test_gradcheck():
+    gate, up = (torch.randn(3, 4, dtype=F64, requires_grad=True) for _ in range(2))
+    packed = interleaved(gate, up).detach().requires_grad_()
+    for form in FORMS.values():
+        form = form | ({"limit": 0.7} if "limit" in form else {})
+        for dropped in ({}, {"dropout_p": 0.5, "rng": (3, 4)}):
+            torch.autograd.gradcheck(lambda g, u: ops.glu(g, u, **form, **dropped), (gate, up))  # noqa: B023
+            for layout in ({"interleaved": True}, {"gate_first": False}):
+                torch.autograd.gradcheck(lambda x: ops.glu_packed(x, **layout, **form, **dropped), packed)  # noqa: B023
+
+
+@pytest.mark.parametrize("plan", [(True, 0.0, True), (None, 0.5, False), (True, 0.5, True)], ids=str)
+def test_opcheck(plan):
+    gate_first, p, is_interleaved = plan
+    plan = ("silu", gate_first, p, is_interleaved, 1.5, 1.702, 1.0)
+    gate, up = torch.randn(4, 6), None if gate_first else torch.randn(4, 6)
+    rng = torch.tensor((3, 4)) if p else None
+    leaves = [None if tensor is None else tensor.clone().requires_grad_() for tensor in (gate, up)]
+    torch.library.opcheck(torch.ops.onetrip.glu.default, (*leaves, None, rng, *plan))
+    dy = torch.ones_like(torch.ops.onetrip.glu(gate, up, None, rng, *plan))
+    wants = [True, up is not None, False]
+    torch.library.opcheck(torch.ops.onetrip.glu_backward.default, (dy, gate, up, None, rng, wants, *plan))
+
+
+def test_traced_and_transformed_calls():
+    torch._dynamo.reset()
+    gate, up = (randn(6, 10).requires_grad_() for _ in range(2))
+    form = FORMS["gpt-oss"]
+
+    def function(gate, up):
+        return ops.glu(gate, up, **form) + ops.glu_packed(interleaved(gate, up), interleaved=True, **form)
+
+    results = {}
+    for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        y = run(gate, up)
+        results[run] = [y, *torch.autograd.grad(y.sum(), (gate, up))]
+    for eager, compiled in zip(*results.values(), strict=True):
+        assert_bitwise(eager, compiled)
+    exact = torch.func.grad(lambda g: 2.0 * unfused(g, up.double(), **form).sum())(gate.double())
+    assert_ulps(torch.func.grad(lambda g: function(g, up).sum())(gate), exact, 4.0)
+    with FakeTensorMode() as mode:
+        x = mode.from_tensor(torch.randn(2, 4, 6)).requires_grad_()
+        y = ops.glu_packed(x, interleaved=True, **form)
+        assert y.shape == (2, 4, 3) and torch.autograd.grad(y.sum(), x)[0].shape == (2, 4, 6)
+
+
+def test_saves_its_inputs_only(target):
+    x = randn(6, 10, device=target.device).requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        ops.glu_packed(x, interleaved=True, limit=7.0)
+    assert [t.data_ptr() for t in saved] == [x.data_ptr()]
+
+
+TENSOR = torch.zeros(4, 6)
+BAD = {
+    "limit": ({"limit": 0.0}, ValueError, r"limit must be > 0, got 0.0"),
+    "limit-type": ({"limit": "7"}, TypeError, r"limit must be a number, got str"),
+    "limit-nan": ({"limit": torch.nan}, ValueError, r"limit must be finite, got nan"),
+    "alpha": ({"alpha": torch.inf}, ValueError, r"alpha must be finite, got inf"),
+    "alpha-type": ({"alpha": None}, TypeError, r"alpha must be a number, got NoneType"),
+    "up_offset": ({"up_offset": -torch.inf}, ValueError, r"up_offset must be finite, got -inf"),
+    "activation": (
+        {"activation": "gelu", "limit": 7.0},
+        ValueError,
+        r"limit, alpha and up_offset must be left out for",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD.keys())
+def test_bad_numbers(case):
+    options, error, message = case
+    for name, call in (("glu", lambda: ops.glu(TENSOR, TENSOR, **options)),
+                       ("glu_packed", lambda: ops.glu_packed(TENSOR, **options))):  # fmt: skip
+        with pytest.raises(error, match=f"^{name}: {message}"):
+            call()
+
+
+def test_bad_layouts():
+    with pytest.raises(TypeError, match=r"^glu_packed: interleaved must be a bool, got 1"):
+        ops.glu_packed(TENSOR, interleaved=1)
+    for options in ({"gate_first": False}, {"activation": "gelu"}):
+        with pytest.raises(
+            ValueError, match=r"^glu_packed: interleaved must be False but for silu with gate_first=True"
+        ):
+            ops.glu_packed(TENSOR, interleaved=True, **options)

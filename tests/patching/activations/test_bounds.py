@@ -1,0 +1,247 @@
+"""SwiGLU with bounds on gate and up, as gpt-oss, DeepSeek-V4, MiniMax-M3 and others write it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from onetrip.patching import patch_model, unpatch_model
+from outcomes import assert_agree, assert_equal, outcome
+from patching_cases import WIDTH, inputs, randomised, tiny_mixture
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+transformers = pytest.importorskip("transformers")
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {}, "openai_privacy_filter": {}, "hy_v4": {}, "deepseek_v4": {}, "minimax_m3_vl_text": {},
+    "glm5_next_text": {
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 0, "qk_nope_head_dim": 4, "v_head_dim": 8,
+        "num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[pytest.mark.slow] if "glm5" in name else []) for name in MODELS]
+)
+def test_models_of_transformers(model_type: str, implementation: str) -> None:
+    """With a limit that many values are beyond."""
+    torch.manual_seed(0)
+    config = tiny_mixture(model_type, swiglu_limit=0.02, **MODELS[model_type])
+    model = transformers.AutoModel.from_config(config, experts_implementation=implementation).train()
+    ids = torch.randint(3, 64, (2, 9))
+    expected = outcome(model, ids, use_cache=False)
+    report = patch_model(model, patterns=("gated_mlp",))
+    bounded = [site.name for site in report.patched if "limit" in report.diff(site.name)]
+    experts = [name for name, _ in model.named_modules() if name.endswith("mlp.experts")]
+    assert experts and set(experts) <= set(bounded)
+    assert_agree(outcome(model, ids, use_cache=False), expected)
+    assert all(report.calls()[name][0] > 0 and report.calls()[name][1] == 0 for name in bounded)
+    unpatch_model(model)
+    assert_equal(outcome(model, ids, use_cache=False), expected)
+
+
+class Parts(nn.Module):
+    """Parts of the forwards below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.act, self.limit, self.alpha = nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), 0.5, 1.702
+        self.gate, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+
+class Interleaved(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up = self.packed(x)
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        gate = gate.clamp(min=None, max=self.limit)
+        up = up.clamp(min=-self.limit, max=self.limit)
+        glu = gate * torch.sigmoid(gate * self.alpha)
+        return (up + 1) * glu
+
+
+class Halves(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = self.packed(x).chunk(2, dim=-1)
+        up = up.clamp(-self.limit, self.limit)
+        gate = gate.clamp(max=self.limit)
+        return F.silu(gate) * up
+
+
+class Two(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).clamp(max=0.25)
+        up = self.up(x).clamp(min=-0.25, max=0.25)
+        return gate * F.sigmoid(1.5 * gate) * up
+
+
+class Dropped(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).clamp(max=self.limit)
+        up = self.up(x).clamp(min=-self.limit, max=self.limit)
+        return self.drop(self.act(gate) * up)
+
+
+@pytest.mark.parametrize(
+    ("make", "call"),
+    [
+        (Interleaved, "gated_0_(self, None, glu, None, self.limit, self.alpha)"),
+        (Halves, "gated_0_(self, F.silu, gate, None, self.limit, 1.0)"),
+        (Two, "gated_0_(self, None, gate, up, 0.25, 1.5)"),
+        (Dropped, "gated_0_(self, self.act, gate, up, self.limit, 1.0, self.drop)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_forms(make: type[Parts], call: str) -> None:
+    model, (x,) = randomised(make()).eval(), inputs()
+    expected = outcome(model, x)
+    report = patch_model(model, patterns=("gated_mlp",))
+    assert call in report.diff("") and "clamp" not in "".join(_added(report.diff("")))
+    assert_agree(outcome(model, x), expected)
+    assert report.calls() == {"": (1, 0)}
+    assert_agree(outcome(torch.compile(model, backend="aot_eager", fullgraph=True), x), expected)
+    assert_agree(outcome(copy.deepcopy(model), x), expected)
+    unpatch_model(model)
+    assert_equal(outcome(model, x), expected)
+
+
+def _added(diff: str) -> list[str]:
+    return [line for line in diff.splitlines() if line.startswith("+")]
+
+
+@pytest.mark.parametrize("make", [Interleaved, Halves])
+def test_limit_and_alpha_are_read_at_each_call(make: type[Parts]) -> None:
+    model, (x,) = randomised(make()), inputs()
+    report = patch_model(model, patterns=("gated_mlp",))
+    original = unpatch_model(copy.deepcopy(model))
+    for limit in (0.1, 3, torch.tensor(0.5), float("inf"), -0.5):
+        for each in (model, original):
+            each.limit, each.alpha = limit, 0.7
+        assert_agree(outcome(model, x), outcome(original, x))
+    assert report.calls() == {"": (2, 3)}  # what is no positive number is left to torch
+
+
+@pytest.mark.parametrize("make", [Interleaved, Halves, Two, Dropped])
+def test_float64_is_left_to_torch(make: type[Parts]) -> None:
+    model, (x,) = randomised(make()), inputs()
+    expected = outcome(copy.deepcopy(model).double(), x.double())
+    report = patch_model(model, patterns=("gated_mlp",))
+    model.double()
+    assert_equal(outcome(model, x.double()), expected)
+    assert report.calls() == {"": (0, 1)}
+
+
+class GateReadAgain(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).clamp(max=self.limit)
+        up = self.up(x).clamp(min=-self.limit, max=self.limit)
+        return self.act(gate) * up + gate
+
+
+class UpReadAgain(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).clamp(max=self.limit)
+        up = self.up(x).clamp(min=-self.limit, max=self.limit)
+        return (up + 1.0) * (gate * torch.sigmoid(gate * self.alpha)) - up
+
+
+class OtherLimits(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).clamp(max=self.limit)
+        up = self.up(x).clamp(min=-self.alpha, max=self.limit)
+        return self.act(gate) * up
+
+
+class LowerBoundOfGate(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).clamp(min=-self.limit, max=self.limit)
+        up = self.up(x).clamp(min=-self.limit, max=self.limit)
+        return self.act(gate) * up
+
+
+class UpUnbounded(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).clamp(max=self.limit)
+        up = self.up(x).clamp(max=self.limit)
+        return self.act(gate) * up
+
+
+class AfterTheActivation(Parts):
+    """As Step-3.7's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.act(self.gate(x)).clamp(max=self.limit)
+        up = self.up(x).clamp(min=-self.limit, max=self.limit)
+        return gate * up
+
+
+class ChangedBetween(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).clamp(max=self.limit)
+        up = self.up(x).clamp(min=-self.limit, max=self.limit)
+        gate.mul_(2.0)
+        return self.act(gate) * up
+
+
+class OfALocalNumber(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        limit = 0.5 * self.limit
+        gate = self.gate(x).clamp(max=limit)
+        up = self.up(x).clamp(min=-limit, max=limit)
+        return self.act(gate) * up
+
+
+class NoBounds(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate(x), self.up(x)
+        return gate * torch.sigmoid(gate * self.alpha) * up
+
+
+class OtherActivation(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.GELU()
+
+    forward = Dropped.forward
+
+    def drop(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Looped(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate(x), self.up(x)
+        total = x
+        for _ in range(2):
+            total = total + gate
+            gate = gate.clamp(max=self.limit)
+            up = up.clamp(min=-self.limit, max=self.limit)
+            total = total + self.act(gate) * up
+        return total
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        GateReadAgain, UpReadAgain, OtherLimits, LowerBoundOfGate, UpUnbounded, AfterTheActivation, ChangedBetween,
+        OfALocalNumber, NoBounds, OtherActivation, Looped,
+    ],
+    ids=lambda make: make.__name__,
+)  # fmt: skip
+def test_other_forms_keep_their_bounds(make: type[Parts]) -> None:
+    model, (x,) = randomised(make()), inputs()
+    expected = outcome(model, x)
+    report = patch_model(model, patterns=("gated_mlp",))
+    assert_agree(outcome(model, x), expected)
+    if report.patched:
+        removed = [line for line in report.diff("").splitlines() if line.startswith("-") and "clamp" in line]
+        assert not removed
