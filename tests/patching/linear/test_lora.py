@@ -237,6 +237,38 @@ def test_layers_changed_after_patching(change: Callable[[Any], None]) -> None:
     assert_agree(outcome(model, x), outcome(unpatch_model(copy.deepcopy(model)), x))
 
 
+class Broadcast(nn.Linear):
+    """One row of results for all rows of x."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)[:, :1]
+
+
+def scaled_by_a_tensor(model: Any) -> None:
+    model.q.scaling["default"] = torch.tensor([1.5])
+
+
+def broadcast(model: Any) -> None:
+    model.q.base_layer.__class__ = Broadcast
+
+
+@pytest.mark.parametrize("change", [scaled_by_a_tensor, broadcast, with_bias])
+def test_sums_that_no_product_computes(change: Callable[[Any], None]) -> None:
+    model, (x,) = adapted(), inputs()
+    report = patch_model(model)
+    change(model)
+    assert_agree(outcome(model, x), outcome(unpatch_model(copy.deepcopy(model)), x))
+    fused, fallbacks = report.calls()["q"]
+    assert fallbacks == 1 and fused == (1 if change is broadcast else 2)
+
+
+def test_traced_by_torchscript() -> None:
+    model, (x,) = adapted().eval(), inputs()
+    expected = model(x)
+    patch_model(model)
+    torch.testing.assert_close(torch.jit.trace(model, x)(x), expected)
+
+
 def test_another_variant_beside_a_plain_adapter() -> None:
     """DoRA takes the sum so far, and the input as PEFT casts it."""
     model, (x,) = adapted(("one",)), inputs()
