@@ -52,7 +52,7 @@ SHARDS = (
     Shard("softmax-cuda", "the contract of softmax, CUDA C++", ("ops/test_softmax.py",), "not triton"),
     Shard("softmax-triton", "the contract of softmax, Triton", ("ops/test_softmax.py",), "triton"),
     Shard("rotary", "the contract of rotary, Triton", ("ops/test_rotary.py",)),
-    Shard("glu", "the contract of glu, Triton", ("ops/glu/test_glu.py", "ops/glu/test_glu_dropout.py")),
+    Shard("glu", "the contract of glu, Triton", tuple(f"ops/glu/test_glu{part}.py" for part in ("", "_clamped", "_dropout"))),
     Shard("cross_entropy", "the contract of cross_entropy, Triton", ("ops/test_cross_entropy.py",)),
     Shard("models", "patched models: gradients, checkpointing, a training loop", ("patching/test_models_gpu.py",)),
     Shard("large", "2^31 elements and more, a million rows", _SPECIAL, _LARGE, alone=True),

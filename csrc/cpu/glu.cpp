@@ -2,7 +2,7 @@
 //
 // A task takes a range of the elements in row order; matrices without gaps and without a bias count as one long row.
 // Memory sees each input read once and each output written once: backward computes the activation again.
-// The clamped form (OpenAI's gpt-oss, 2025) has kernels of its own; so have gate and up whose columns take turns.
+// The clamped form (OpenAI's gpt-oss, 2025) has kernels of its own; so have interleaved gate and up.
 // The gradient of the bias is summed on the way: rows are cut into parts, a function of the sizes alone
 // (row_partition), each part has a slot of the workspace that stays in its thread's cache, and the slots are added in
 // order: no bit of a result depends on the number of threads or on which took what.
@@ -159,7 +159,7 @@ struct Formula<ClampedSilu> {
     const F g = smaller_number(splat(limit), gate);
     const Logistic s = logistic(g * alpha);
     const F y = g * s.value;
-    return {y, mul_add(y * alpha, s.complement, s.value)};
+    return {y, mul_add(y * s.complement, splat(alpha), s.value)};  // finite where g * alpha overflows
   }
   ONETRIP_INLINE F factor(F up) const {
     return larger_number(splat(-limit), smaller_number(splat(limit), up)) + up_offset;

@@ -97,7 +97,7 @@ def _activated(x, alpha, ACTIVATION: tl.constexpr, CLAMPED: tl.constexpr):
     if CLAMPED:
         value, complement = _logistic(alpha * x)
         y = x * value
-        slope = value + alpha * y * complement
+        slope = value + alpha * (y * complement)  # finite where alpha * x overflows
     elif ACTIVATION == 0:  # silu
         value, complement = _logistic(x)
         y = x * value

@@ -7,6 +7,7 @@ eager and the traced one, glu_native.py the native launch; transforms compose to
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import cast
 
@@ -19,7 +20,7 @@ from ..reference import glu as reference
 from ..reference.glu import ACTIVATIONS, GluPlan, Operands
 from ..reference.philox import Rng
 from .common.backends import KERNEL_DTYPES, choose
-from .common.checks import check_finite, check_parameter, check_probability, check_rows
+from .common.checks import check_finite, check_number, check_parameter, check_probability, check_rows
 from .common.native import read
 from .common.rng import check_rng, eager_rng, traced_rng
 from .common.tracing import is_jit_tracing, is_traced, is_transformed, reject_onnx_export
@@ -45,7 +46,8 @@ def glu(
     "relu".
     limit, alpha, up_offset: for "silu" only, the SwiGLU of gpt-oss (1.702, 1.0 and limit 7.0; OpenAI 2025, gpt-oss
     model card) and of DeepSeek-V4 (limit alone): dropout(g * sigmoid(alpha * g) * (u + up_offset)), g = min(gate,
-    limit), u = clamp(up, -limit, limit). limit None: no bounds. Gradients as torch.clamp's: 0 beyond the bounds.
+    limit), u = clamp(up, -limit, limit). limit None or infinite: no bounds. Gradients as torch.clamp's: 0 beyond the
+    bounds, which are float32 numbers here; torch rounds them to a 16-bit gate's dtype.
     dropout_p, rng: as bias_dropout_residual. No mask is stored: backward draws it again.
 
     Returns a tensor of gate's shape, of the dtype that torch's expression has, and of gate's memory layout: strides as
@@ -93,8 +95,8 @@ def glu_packed(
     if not isinstance(interleaved, bool):
         raise TypeError(f"{function}: interleaved must be a bool, got {interleaved!r}")
     if interleaved and not (gate_first and activation == "silu"):
-        given = f"activation {activation!r}, gate_first={gate_first}"
-        raise ValueError(f"{function}: interleaved must be False but for silu with gate_first=True, got {given}")
+        given = f"{activation!r} and gate_first={gate_first}"
+        raise ValueError(f"{function}: interleaved needs activation 'silu' and gate_first=True, got {given}")
     plan = _plan(function, activation, gate_first, dropout_p, rng, interleaved, limit, alpha, up_offset)
     code = -1 if is_compiling() else read.operands((gate_up, None, None))
     if code < 0:
@@ -149,15 +151,20 @@ def _plan(
         check_probability(function, "dropout_p", dropout_p)
         check_rng(function, rng)
     make = GluPlan if is_compiling() else _make_plan
-    if limit is None and alpha == 1.0 and up_offset == 0.0 and not interleaved:
+    if (
+        limit is None
+        and not interleaved
+        and type(alpha) is type(up_offset) is float
+        and (alpha, up_offset) == (1.0, 0.0)
+    ):
         return make(activation, gate_first, dropout_p)
     check_finite(function, "alpha", alpha)
     check_finite(function, "up_offset", up_offset)
     if limit is not None:
-        check_finite(function, "limit", limit)
-        if limit <= 0.0:
+        check_number(function, "limit", limit)
+        if not limit > 0.0:
             raise ValueError(f"{function}: limit must be > 0, got {limit}")
-        limit = float(limit)
+        limit = None if limit == math.inf else float(limit)
     if activation != "silu":
         raise ValueError(f"{function}: limit, alpha and up_offset must be left out for {activation!r}, they are silu's")
     return make(activation, gate_first, dropout_p, interleaved, limit, float(alpha), float(up_offset))

@@ -87,8 +87,8 @@ class Forward:
         return None
 
     def is_read_only_at(self, name: str, place: Place, position: int, times: int = 1) -> bool:
-        """Whether statement `position`, at the place or before it, reads the value of the name that often, and
-        nothing else does."""
+        """Whether statement `position`, at the place or before it, reads the value of the name `times` times,
+        and nothing else does."""
         reader, *later = place.block[position : place.position + 1]
         if n_reads(reader, name) != times:
             return False
@@ -162,14 +162,14 @@ def evaluated(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def may_change(statement: ast.stmt, name: str) -> bool:
-    """Whether the statement may bind the name again, leave the block, or write to a tensor in place."""
+    """Whether the statement may bind the name, leave the block, write to a tensor in place or set an attribute."""
     for node in ast.walk(statement):
         match node:
             case ast.Name(id=bound, ctx=ast.Store() | ast.Del()) if bound == name:
                 return True
             case ast.Return() | ast.Break() | ast.Continue() | ast.Raise() | ast.AugAssign() | ast.Yield():
                 return True
-            case ast.Subscript(ctx=ast.Store()):
+            case ast.Subscript(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()):
                 return True
             case ast.keyword(arg="inplace" | "out"):
                 return True

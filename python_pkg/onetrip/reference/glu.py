@@ -108,8 +108,9 @@ def _activation(x: Tensor, activation: str, alpha: float = 1.0) -> Tensor:
 def _slope(x: Tensor, activation: str, alpha: float = 1.0) -> Tensor:
     """The activation's derivative."""
     if activation == "silu":
-        x = x if alpha == 1.0 else alpha * x
-        return torch.sigmoid(x) * (1.0 + x * torch.sigmoid(-x))
+        scaled = x if alpha == 1.0 else alpha * x
+        value = torch.sigmoid(scaled)
+        return value + alpha * (x * value * torch.sigmoid(-scaled))  # finite where alpha * x overflows
     if activation == "gelu":
         density = torch.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
         return 0.5 * torch.special.erfc(x * -math.sqrt(0.5)) + x * density

@@ -170,8 +170,9 @@ TENSOR = torch.zeros(4, 6)
 BAD = {
     "limit": ({"limit": 0.0}, ValueError, r"limit must be > 0, got 0.0"),
     "limit-type": ({"limit": "7"}, TypeError, r"limit must be a number, got str"),
-    "limit-nan": ({"limit": torch.nan}, ValueError, r"limit must be finite, got nan"),
+    "limit-nan": ({"limit": torch.nan}, ValueError, r"limit must be > 0, got nan"),
     "alpha": ({"alpha": torch.inf}, ValueError, r"alpha must be finite, got inf"),
+    "alpha-tensor": ({"alpha": torch.tensor(1.0)}, TypeError, r"alpha must be a number, got Tensor"),
     "alpha-type": ({"alpha": None}, TypeError, r"alpha must be a number, got NoneType"),
     "up_offset": ({"up_offset": -torch.inf}, ValueError, r"up_offset must be finite, got -inf"),
     "activation": (
@@ -195,7 +196,17 @@ def test_bad_layouts():
     with pytest.raises(TypeError, match=r"^glu_packed: interleaved must be a bool, got 1"):
         ops.glu_packed(TENSOR, interleaved=1)
     for options in ({"gate_first": False}, {"activation": "gelu"}):
-        with pytest.raises(
-            ValueError, match=r"^glu_packed: interleaved must be False but for silu with gate_first=True"
-        ):
+        with pytest.raises(ValueError, match=r"^glu_packed: interleaved needs activation 'silu' and gate_first=True"):
             ops.glu_packed(TENSOR, interleaved=True, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_are_finite_where_the_sigmoid_s_argument_overflows(dtype):
+    gate = torch.tensor([3e38, -3e38, 1.0], dtype=dtype, requires_grad=True)
+    ops.glu(gate, torch.ones(3, dtype=dtype), alpha=1e38 if dtype == torch.float32 else 1e308).sum().backward()
+    torch.testing.assert_close(gate.grad, torch.tensor([1.0, 0.0, 1.0], dtype=dtype))
+
+
+def test_an_infinite_limit_is_none():
+    gate, up = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(ops.glu(gate, up, limit=torch.inf), ops.glu(gate, up))

@@ -41,10 +41,10 @@ from ..classes import Rewrite
 from ..clones import clone
 from ..forward import Forward, child_at, linear_at
 from ..rewriting import Rewriting
-from ..source import is_pure
+from ..source import is_pure, resolve
 from ..verify import RNG, MaskedDropout, check_function, kind_of, undisturbed
-from .fused import FORMULAS, Activated, Gated, GatedHalves, GatedWithin
-from .read import Bounds, Dropped, FoundActivation, read_activations
+from .fused import FORMULAS, Activated, Gated, GatedHalves, GatedWithin, is_alpha, is_limit
+from .read import Bounds, Dropped, FoundActivation, bounds_itself, read_activations
 
 __all__ = [
     "PATTERNS",
@@ -148,7 +148,9 @@ def choose_activations(
         activation = Activation(each.function, 1) if each.function else None
         if act is not None and id(act) not in excluded:
             activation = activation_of(act)
-        if activation is None or (each.bounds is not None and activation.name != "silu"):
+        if activation is None or (each.bounds is not None and not _has_bounds(module, each.bounds, each.alpha)):
+            continue
+        if each.bounds is not None and activation.name != "silu":
             continue
         linear = linear_at(module, each.linear, excluded)
         has_bias = linear is not None and linear.bias is not None
@@ -160,6 +162,19 @@ def choose_activations(
             fused = _fused_call(each, (activation.name, original, activation.configuration))
             chosen.append(Choice(each, fused, has_bias, drops))
     return chosen
+
+
+def _has_bounds(module: nn.Module, bounds: Bounds, alpha: ast.expr | None) -> bool:
+    """Whether limit and alpha are numbers now that ops.glu takes."""
+    return is_limit(_value(module, bounds.limit)) and (alpha is None or is_alpha(_value(module, alpha)))
+
+
+def _value(module: nn.Module, expression: ast.expr) -> Any:
+    """Of a constant, or of an attribute of the module."""
+    root: Any = expression
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    return root.value if isinstance(root, ast.Constant) else resolve(expression, {root.id: module})
 
 
 def _called(module: nn.Module, found: FoundActivation) -> Any:
@@ -279,12 +294,12 @@ def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
 def _unbound(rewriting: Rewriting, bounds: Bounds, found: FoundActivation) -> tuple[ast.expr, ast.expr]:
     """Leaves the bounds out of the statements that give gate and up their values. Returns limit and alpha."""
     for statement in (bounds.gate, bounds.up):
-        inner, value = statement.value.func.value, rewriting.copies[id(statement.value)]  # type: ignore[attr-defined]
-        if ast.unparse(inner) == ast.unparse(statement.targets[0]):
+        if bounds_itself(statement):
             rewriting.removed.add(id(rewriting.copies[id(statement)]))
         else:
+            inner: ast.expr = statement.value.func.value  # type: ignore[attr-defined]
             copied = rewriting.copies[id(inner)]
-            rewriting.replaced[id(value)] = partial(rewriting.visit, copied)
+            rewriting.replaced[id(rewriting.copies[id(statement.value)])] = partial(rewriting.visit, copied)
     return bounds.limit, found.alpha or ast.Constant(1.0)
 
 

@@ -90,7 +90,7 @@ class GatedWithin(_Fused):
     def __call__(
         self, module: nn.Module, act: Any, gate: Tensor, up: Tensor | None, limit: Any, alpha: Any, dropout: Any = 0.0
     ) -> Tensor:
-        if self.is_still(act) and _is_limit(limit) and _is_limit(alpha) and self._fits(gate, up):
+        if self.is_still(act) and is_limit(limit) and is_alpha(alpha) and self._fits(gate, up):
             calls.count_fused(module)
             p, after = _probability(dropout)
             return after(self.fused(gate, up, limit, alpha, dropout_p=p))
@@ -118,8 +118,12 @@ class GatedWithin(_Fused):
         return y * (up + self.up_offset) if self.up_offset else y * up
 
 
-def _is_limit(value: object) -> bool:
-    """Whether it is a number that ops.glu takes."""
+def is_limit(value: object) -> bool:
+    """Whether it is a number that ops.glu takes; infinite for no limit."""
+    return isinstance(value, (int, float)) and value > 0.0
+
+
+def is_alpha(value: object) -> bool:
     return isinstance(value, (int, float)) and 0.0 < value < math.inf
 
 

@@ -123,8 +123,7 @@ def _read(forward: Forward) -> Iterator[FoundActivation]:
 
 
 def _nodes(forward: Forward) -> Iterator[tuple[ast.AST, Place]]:
-    """(node, place of its statement) of what assignments, calls and returns surely
-    evaluate."""
+    """(node, place of its statement) of what assignments, calls and returns surely evaluate."""
     for place in places(forward.tree.body):
         if isinstance(place.statement, (ast.Assign, ast.Return, ast.Expr)):
             yield from ((node, place) for node in evaluated(place.statement))
@@ -218,12 +217,18 @@ def _clamp(
     return None
 
 
+def bounds_itself(statement: ast.Assign) -> bool:
+    """Whether the clamp is of the value that the name had before."""
+    return ast.unparse(statement.value.func.value) == ast.unparse(statement.targets[0])  # type: ignore[attr-defined]
+
+
 def _halves(forward: Forward, found: FoundActivation, place: Place) -> Halves | None:
     """The halves that gate and other are, if nothing else reads them or changes them before the product."""
     if not (isinstance(found.x, ast.Name) and isinstance(found.other, ast.Name)) or found.x.id == found.other.id:
         return None
     gate, other, block = found.x.id, found.other.id, place.block
-    own = [found.definition, *((found.bounds.gate, found.bounds.up) if found.bounds is not None else ())]
+    bounds = [] if found.bounds is None else [found.bounds.gate, found.bounds.up]
+    own = [found.definition, *filter(bounds_itself, bounds)]
     for index in reversed(range(place.position)):
         match block[index]:
             case (
