@@ -44,6 +44,7 @@ _COMPILE = (
     "ops/test_jit_trace.py",
     "kernels/test_triton_cases.py",
 )
+_GLU = ("ops/glu/test_glu.py", "ops/glu/test_glu_clamped.py", "ops/glu/test_glu_dropout.py")
 _LARGE = "more_than_two_to_the or many_rows"
 SHARDS = (
     Shard("special", "graphs, streams, autocast, wide rows, Adam's bits", _SPECIAL, f"not ({_LARGE})"),
@@ -52,7 +53,7 @@ SHARDS = (
     Shard("softmax-cuda", "the contract of softmax, CUDA C++", ("ops/test_softmax.py",), "not triton"),
     Shard("softmax-triton", "the contract of softmax, Triton", ("ops/test_softmax.py",), "triton"),
     Shard("rotary", "the contract of rotary, Triton", ("ops/test_rotary.py",)),
-    Shard("glu", "the contract of glu, Triton", tuple(f"ops/glu/test_glu{part}.py" for part in ("", "_clamped", "_dropout"))),
+    Shard("glu", "the contract of glu, Triton", _GLU),
     Shard("cross_entropy", "the contract of cross_entropy, Triton", ("ops/test_cross_entropy.py",)),
     Shard("models", "patched models: gradients, checkpointing, a training loop", ("patching/test_models_gpu.py",)),
     Shard("large", "2^31 elements and more, a million rows", _SPECIAL, _LARGE, alone=True),
