@@ -126,7 +126,7 @@ class Adapter(SharedInput):
 
 def _is_worth(x: Any) -> bool:
     """Whether a layer's forward is run with an Adapter: compilers fuse the sums themselves."""
-    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.is_nested or not calls.is_large(x):
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or not calls.is_large(x):
         return False
     return not (is_jit_tracing() or is_transformed())
 
