@@ -1,7 +1,7 @@
 """act(gate) * up, and act(x + bias), with dropout: gated linear units and activations in one pass over their inputs.
 
 Sources: Shazeer 2020 (SwiGLU, GEGLU); Hendrycks & Gimpel 2016 (GELU, SiLU); So et al. 2021 (squared ReLU); OpenAI
-2025, gpt-oss model card (SwiGLU with bounds). Calls take the same paths as those of softmax.py: glu_autograd.py has the
+2025, gpt-oss (SwiGLU with bounds). Calls take the same paths as those of softmax.py: glu_autograd.py has the
 eager and the traced one, glu_native.py the native launch; transforms compose torch's own operators.
 """
 
@@ -44,8 +44,8 @@ def glu(
     gate, up: one shape, rank 1 and up; float32, float16, bfloat16 or float64, any strides: halves of one tensor
     (x.chunk(2, -1)) are read in place. activation: "silu", "gelu" (exact, by erf), "gelu_tanh", "relu2" (relu(x)^2) or
     "relu".
-    limit, alpha, up_offset: for "silu" only, the SwiGLU of gpt-oss (1.702, 1.0 and limit 7.0; OpenAI 2025, gpt-oss
-    model card) and of DeepSeek-V4 (limit alone): dropout(g * sigmoid(alpha * g) * (u + up_offset)), g = min(gate,
+    limit, alpha, up_offset: for "silu" only, the SwiGLU of gpt-oss (1.702, 1.0 and limit 7.0;
+    OpenAI 2025) and of DeepSeek-V4 (limit alone): dropout(g * sigmoid(alpha * g) * (u + up_offset)), g = min(gate,
     limit), u = clamp(up, -limit, limit). limit None or infinite: no bounds. Gradients as torch.clamp's: 0 beyond the
     bounds, which are float32 numbers here; torch rounds them to a 16-bit gate's dtype.
     dropout_p, rng: as bias_dropout_residual. No mask is stored: backward draws it again.

@@ -1,7 +1,7 @@
 """y = dropout(act(gate) * up), or y = dropout(act(gate + bias)), and the gradients: gated linear units, activations.
 
 Sources: gated linear units, Dauphin et al. 2017, with other activations Shazeer 2020; GELU and SiLU, Hendrycks & Gimpel
-2016; squared ReLU, So et al. 2021; SwiGLU with bounds, gpt-oss model card, OpenAI 2025. Computed in float32 (float64
+2016; squared ReLU, So et al. 2021; SwiGLU with bounds, gpt-oss, OpenAI 2025. Computed in float32 (float64
 for float64) from inputs as stored, rounded once.
 """
 

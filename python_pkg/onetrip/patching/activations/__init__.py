@@ -186,8 +186,8 @@ def _fused_call(
     found: FoundActivation, known: tuple[str, type | FunctionType | None, Configuration]
 ) -> Gated | GatedHalves | GatedWithin | Activated:
     if found.bounds is not None:
-        halves = None if found.halves is None else (found.halves.gate_first, found.halves.interleaved)
-        return GatedWithin(*known, found.alpha is not None, found.bounds.up_offset, halves)
+        layout = (True, False) if found.halves is None else (found.halves.gate_first, found.halves.interleaved)
+        return GatedWithin(*known, found.alpha is not None, found.bounds.up_offset, *layout)
     if found.halves is not None:
         return GatedHalves(*known, found.halves.gate_first)
     return Activated(*known) if found.product is None else Gated(*known)

@@ -84,8 +84,9 @@ class GatedWithin(_Fused):
 
     has_alpha: bool
     up_offset: float
-    halves: tuple[bool, bool] | None
-    """gate_first and interleaved, where gate and up are halves of one tensor, which is given as gate."""
+    gate_first: bool
+    interleaved: bool
+    """Of one tensor that holds gate and up, which is given as gate, without up."""
 
     def __call__(
         self, module: nn.Module, act: Any, gate: Tensor, up: Tensor | None, limit: Any, alpha: Any, dropout: Any = 0.0
@@ -104,15 +105,13 @@ class GatedWithin(_Fused):
         options = {"limit": limit, "alpha": alpha, "up_offset": self.up_offset, **dropout}
         if up is not None:
             return ops.glu(gate, up, "silu", **options)
-        gate_first, interleaved = self.halves or (True, False)
-        return ops.glu_packed(gate, "silu", gate_first=gate_first, interleaved=interleaved, **options)
+        return ops.glu_packed(gate, "silu", gate_first=self.gate_first, interleaved=self.interleaved, **options)
 
     def bounded(self, act: Any, gate: Tensor, up: Tensor | None, limit: Any, alpha: Any) -> Tensor:
         """The same by torch's functions. With has_alpha act is x sigmoid(alpha x)."""
         if up is None:
-            gate_first, interleaved = self.halves or (True, False)
-            first, second = (gate[..., ::2], gate[..., 1::2]) if interleaved else gate.chunk(2, dim=-1)
-            gate, up = (first, second) if gate_first else (second, first)
+            first, second = (gate[..., ::2], gate[..., 1::2]) if self.interleaved else gate.chunk(2, dim=-1)
+            gate, up = (first, second) if self.gate_first else (second, first)
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
         y = gate * torch.sigmoid(gate * alpha) if self.has_alpha else self.unfused(act, gate)
         return y * (up + self.up_offset) if self.up_offset else y * up

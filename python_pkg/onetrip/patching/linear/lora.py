@@ -73,7 +73,7 @@ class Adapter(SharedInput):
         """A result that only this call holds: to be written to."""
 
     def base(self, dense: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """dense(x, *args, **kwargs), which the forward hands to nobody but the calls below."""
+        """dense(x, *args, **kwargs), which the forward hands to no other call than those below."""
         result = self.read(dense, x, *args, **kwargs)
         self.own = result if is_plain(dense, nn.Linear) else None
         return result
