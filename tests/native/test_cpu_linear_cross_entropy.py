@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from onetrip import ops
+from onetrip.ops import cross_entropy_linear
 from onetrip.ops.common.native import read
 from tolerances import assert_ulps
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def test_sums_of_many_chunks_of_bfloat16_lose_nothing():
@@ -19,6 +21,21 @@ def test_sums_of_many_chunks_of_bfloat16_lose_nothing():
     exact = torch.autograd.grad(F.cross_entropy(F.linear(hidden.double(), leaf), labels, reduction="sum"), leaf)
     loss = ops.linear_cross_entropy(hidden, weight, labels, reduction="sum", chunk_rows=1)
     assert_ulps(torch.autograd.grad(loss, weight)[0], exact[0])
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "n_hidden", "n_classes", "n_chunk"),
+    [(8192, 4096, 32000, 8192), (8193, 4096, 32000, 4096), (100000, 4096, 128256, 4096), (512, 64, 32000, 1048)],
+)
+def test_chunks_on_a_gpu_are_as_large_as_the_sums_allow(n_rows, n_hidden, n_classes, n_chunk):
+    """In half precision: peaks are no higher than those of chunks of 64 MB beside float32 sums, and their rounding."""
+    with FakeTensorMode():
+        hidden, weight = (torch.empty(n, n_hidden, device="cuda", dtype=torch.half) for n in (n_rows, n_classes))
+        assert cross_entropy_linear.rows_per_chunk(hidden, weight, None, True) == n_chunk
+        assert cross_entropy_linear.rows_per_chunk(hidden, weight, None, False) == (64 << 20) // (2 * n_classes)
+    logits, gradient = 2 * min(n_chunk, n_rows) * n_classes, 2 * n_classes * n_hidden
+    sums = 2 * gradient if n_rows > n_chunk else 0
+    assert max(sums + logits, sums + gradient, logits + gradient) <= 2 * gradient + max(gradient, 64 << 20)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
