@@ -175,14 +175,15 @@ int64_t parts_at_once(int64_t n_cols, const BackwardShape& shape, const DeviceIn
 std::atomic<bool> gpu_independent{false};
 constexpr int64_t kAnyGpu = ONETRIP_ANY_GPU_SMS;  // SMs whose parts every GPU takes if set_gpu_independent_sums asks
 
-// One wave: as many parts as run at the same time, each with its share of the rows; fewer where a group would be left
-// without a row. A partial row costs 4 bytes a column written and 4 read for each of up to three sums, the rows
-// themselves at least 6 bytes a column in 16-bit types: two sums of parts of 32 rows (4096 x 8192 on 132 SMs) add 8%.
+// One wave: as many parts as run at the same time; fewer where a group would be left without a row. A partial row costs
+// 4 bytes a column written and 4 read for each of up to three sums, the rows themselves at least 6 bytes a column in
+// 16-bit types: two sums of parts of 32 rows (4096 x 8192 on 132 SMs) add 8%.
 BackwardPartition backward_partition(int64_t n_rows, int64_t n_cols, const DeviceInfo& info, bool any_gpu) {
   const BackwardShape shape = backward_shape(n_cols);
   const int64_t at_once = any_gpu ? pipelined_parts(n_cols, shape, kAnyGpu) : parts_at_once(n_cols, shape, info);
-  const int64_t rows_per_part = ceil_div(n_rows, at_most(at_once, ceil_div(n_rows, shape.n_groups)));
-  return {rows_per_part, ceil_div(n_rows, rows_per_part), shape.row_threads, shape.n_groups};
+  const int64_t n_steps = ceil_div(n_rows, shape.n_groups), n_parts = at_most(at_once, n_steps);
+  const int64_t rows_per_part = ceil_div(n_steps, n_parts) * shape.n_groups;
+  return {static_cast<int>(rows_per_part), static_cast<int>(n_parts), shape.row_threads, shape.n_groups};
 }
 
 // At least as many parts as any of these partitions has, whatever the driver answers about clusters, and whether or not
@@ -302,13 +303,21 @@ cudaError_t launch_forward(const RowNormForward& args, const DeviceInfo& info, c
 // Rows to prefetch: as many of dy and z as fit into a block's shared memory, then of dz; 0 if none fits.
 // shared_bytes: dynamic shared memory that a block may have.
 template <typename Z, typename Y>
-PipelinePlan pipeline_plan(const RowNormBackward& args, int row_threads, int threads, int64_t shared_bytes) {
+PipelinePlan pipeline_plan(const RowNormBackward& args, int row_threads, const BackwardPartition& partition,
+                           int64_t shared_bytes) {
+  const int threads = row_threads * partition.n_groups;
   const int64_t per_thread = (shared_bytes - weight_pieces(args) * row_threads * 16) / (threads * 16);
   const int64_t n_pieces = per_thread - dbias_pieces(args);
   const auto stages = [&](int64_t pieces, int stage, int64_t most) {
     return pieces < stage ? 0 : static_cast<int>(at_most(pieces / stage, most));
   };
-  PipelinePlan plan{row_threads, stages(n_pieces, kStagePieces<Z, Y>, kMaxStages), 0};
+  const int64_t rows = static_cast<int64_t>(partition.n_parts) * partition.n_groups;
+  PipelinePlan plan{row_threads,
+                    stages(n_pieces, kStagePieces<Z, Y>, kMaxStages),
+                    0,
+                    rows * args.dy_row_stride,
+                    rows * args.z_row_stride,
+                    rows * args.n_cols};
   if (args.dz != nullptr) plan.dz = stages(n_pieces - plan.dy_z * kStagePieces<Z, Y>, kPieces<Z>, plan.dy_z);
   return plan;
 }
@@ -329,7 +338,7 @@ bool launch_pipelined_rows(const RowNormBackward& args, const BackwardPartition&
   PipelinePlan plan{};
   for (int resident = kPipelinedThreads / threads; resident > 0 && plan.dy_z == 0; resident /= 2) {
     const int64_t share = at_most(info.block_shared, info.shared / resident - info.reserved_shared);
-    plan = pipeline_plan<Z, Y>(args, row_threads, threads, share - static_bytes);
+    plan = pipeline_plan<Z, Y>(args, row_threads, partition, share - static_bytes);
   }
   if (plan.dy_z == 0) return false;
   const int own_pieces = dbias_pieces(args) + plan.dy_z * kStagePieces<Z, Y> + plan.dz * kPieces<Z>;

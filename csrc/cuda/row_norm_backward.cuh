@@ -25,17 +25,26 @@ constexpr int kBackwardThreads = 512;  // of a block, or as near to it as whole 
 constexpr int kMaxWanted = 3;
 
 // Which rows make a partial row, how threads share them, and where the partial sums go: workspace is
-// [n_wanted][n_parts][n_cols].
+// [n_wanted][n_parts][n_cols]. A part has n_groups rows, one a group, of every n_parts * n_groups, so that all blocks
+// walk through memory side by side. (Consecutive rows a part took 3 to 8% longer in bfloat16 on an H200.)
 struct BackwardPartition {
-  int64_t rows_per_part;
-  int64_t n_parts;
+  int rows_per_part;  // at most: n_groups for each of its steps; the last step may lack some, or all
+  int n_parts;
   int row_threads, n_groups;
 };
 
-// The first row of a part, computed again wherever it is wanted.
-__device__ __forceinline__ int64_t part_begin(const BackwardPartition& partition, uint32_t part) {
+// The row that is number r of its part's; those of a group are r = group, group + n_groups, ... Computed again wherever
+// it is wanted.
+__device__ __forceinline__ int64_t row_of_part(const BackwardPartition& partition, uint32_t part, int group, int r) {
   compiler_barrier(part);
-  return part * partition.rows_per_part;
+  const int first = static_cast<int>(part) * partition.n_groups + group;
+  return first + static_cast<int64_t>(r - group) * partition.n_parts;
+}
+
+__device__ __forceinline__ int rows_of_part(const BackwardPartition& partition, uint32_t part, int64_t n_rows) {
+  const int n_groups = partition.n_groups, before_last_step = partition.rows_per_part - n_groups;
+  const int64_t left = n_rows - row_of_part(partition, part, 0, before_last_step);
+  return before_last_step + static_cast<int>(left < 0 ? 0 : left < n_groups ? left : n_groups);
 }
 
 template <typename Z, int kColumns>
@@ -135,7 +144,7 @@ __device__ __forceinline__ void store_gradient(float (&g)[kColumns], const RowNo
 
 __device__ __forceinline__ float* partial_row(const RowNormBackward& args, const BackwardPartition& partition,
                                               uint32_t part, int slot) {
-  return args.workspace + (slot * partition.n_parts + part) * args.n_cols;
+  return args.workspace + (int64_t{slot} * partition.n_parts + part) * args.n_cols;
 }
 
 // One float a column of this thread of a sum over rows, until the block's rows are through: in registers, or in shared
@@ -253,10 +262,10 @@ __global__ void __launch_bounds__(kBackwardThreads,
   ColumnSums<kFast, kApart> dweight(second_buffer, args.dweight != nullptr);
   ColumnSums<false, kApart> dnorm_bias(first_buffer, args.dnorm_bias != nullptr);
 
-  // Uniform in a warp: a group past the block's last row goes on with a row of no columns.
+  // Lanes of a warp that share it with others go on without a row.
   for (int first_row = 0; first_row < partition.rows_per_part; first_row += n_groups) {
-    const int64_t row_in_part = first_row + group, row = part_begin(partition, blockIdx.x) + row_in_part;
-    const bool has_row = row_in_part < partition.rows_per_part && row < args.n_rows;
+    const int64_t row = row_of_part(partition, blockIdx.x, group, group + first_row);
+    const bool has_row = row < args.n_rows;
     const int n_cols = has_row ? static_cast<int>(args.n_cols) : 0;
     compiler_barrier(col);  // or a pair of registers would hold each tensor's address of this column
     const int valid = valid_columns<kApart>(col, n_cols, vector_access);

@@ -12,11 +12,12 @@
 
 namespace onetrip {
 
-// Threads that share a row, and how many rows ahead they prefetch dy and z, and dz (dz <= dy_z; 0: dz is not
-// prefetched).
+// Threads that share a row, how many rows ahead they prefetch dy and z, and dz (dz <= dy_z; 0: dz is not prefetched),
+// and the elements from one row of a group to its next, in dy, z and the outputs.
 struct PipelinePlan {
   int row_threads;  // of a block
   int dy_z, dz;
+  int64_t dy_step, z_step, out_step;
 };
 constexpr int kMaxStages = 4;
 
@@ -93,8 +94,8 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
     const auto valid_of = [&](int chunk) {
       return valid_columns<kApart>(first_col + chunk * chunk_step, static_cast<int>(args.n_cols), true);
     };
-    const int64_t begin = part_begin(partition, blockIdx.y), rows_left = args.n_rows - begin;
-    const int n_rows = static_cast<int>(rows_left < partition.rows_per_part ? rows_left : partition.rows_per_part);
+    const int n_rows = rows_of_part(partition, blockIdx.y, args.n_rows);
+    const int64_t first_row = row_of_part(partition, blockIdx.y, group, group);
 
     // The weights: [piece][thread of the group]. This thread's own pieces: [piece][thread]. Accesses of 16 bytes have
     // no bank conflicts; copies of 8 bytes into half pieces have two-way ones.
@@ -154,19 +155,20 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
     };
     // Rows of the part are numbered from 0 on; this thread's group takes r = group, group + n_groups, ...
     // dy and z of the next row to copy.
-    const Y* next_dy = static_cast<const Y*>(args.dy) + (begin + group) * args.dy_row_stride + first_col;
-    const Z* next_z = static_cast<const Z*>(args.z) + (begin + group) * args.z_row_stride + first_col;
+    const Y* next_dy = static_cast<const Y*>(args.dy) + first_row * args.dy_row_stride + first_col;
+    const Z* next_z = static_cast<const Z*>(args.z) + first_row * args.z_row_stride + first_col;
     const auto copy_dy_z = [&](int stage, int chunk) {
       copy(z_at(stage, chunk), next_z + chunk * chunk_step, chunk);
       copy(dy_at(stage, chunk), next_dy + chunk * chunk_step, chunk);
     };
     const auto commit_dy_z = [&] {
       copy_async_commit();
-      next_dy += n_groups * args.dy_row_stride;
-      next_z += n_groups * args.z_row_stride;
+      next_dy += plan.dy_step;
+      next_z += plan.z_step;
     };
     const auto dz_of_row = [&](int r) {
-      return static_cast<const Z*>(args.dz) + (part_begin(partition, blockIdx.y) + r) * args.dz_row_stride + first_col;
+      return static_cast<const Z*>(args.dz) + row_of_part(partition, blockIdx.y, group, r) * args.dz_row_stride +
+             first_col;
     };
     const auto copy_dz = [&](int stage, int r) {
       if (plan.dz != 0 && r >= 0 && r < n_rows) {
@@ -224,13 +226,13 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
     float mean = 0.0f, rstd = 0.0f;
     const auto load_statistics = [&](int r) {
       if (r >= n_rows) return;
-      const int64_t row = part_begin(partition, blockIdx.y) + r;
+      const int64_t row = row_of_part(partition, blockIdx.y, group, r);
       if (args.mean != nullptr) mean = __ldg(args.mean + row);
       rstd = __ldg(args.rstd + row);
     };
     load_statistics(group);
 
-    int64_t index = (begin + group) * args.n_cols + first_col;  // of the row's first column here, in dx and dresidual
+    int64_t index = first_row * args.n_cols + first_col;  // of the row's first column here, in dx and dresidual
     int stage = 0, dz_stage = 0;
     // Lanes of a warp that share it with others go on without a row.
 #pragma unroll 1
@@ -302,7 +304,7 @@ __global__ void __launch_bounds__(kPipelinedThreads, 1)
       }
       copy_dz(dz_stage, r + plan.dz * n_groups);
       dz_stage = dz_stage + 1 < plan.dz ? dz_stage + 1 : 0;
-      index += n_groups * args.n_cols;
+      index += plan.out_step;
     }
 
     // The groups' sums, added in order: those in the threads' first pieces.

@@ -71,9 +71,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kFast ? backward_blocks<X>()
   ColumnSums<true, kApart> dweight(buffers + (args.dbias != nullptr ? kSumFloats : 0), args.dweight != nullptr);
   ColumnSums<false, kApart> dnorm_bias(buffers, args.dnorm_bias != nullptr);
 
-  const int64_t begin = part_begin(partition, blockIdx.y);
-  const int64_t end = begin + partition.rows_per_part < args.n_rows ? begin + partition.rows_per_part : args.n_rows;
-  for (int64_t row = begin; row < end; ++row) {
+  for (int64_t row = blockIdx.y; row < args.n_rows; row += partition.n_parts) {
     float g[kColumns] = {};
     if (args.dy != nullptr) {
       GradientChunk<Z, kColumns> chunk;

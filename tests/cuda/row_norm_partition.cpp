@@ -52,8 +52,7 @@ int main(int, char** arguments) {
       const int64_t n_rows = std::atoll(size[0]), n_cols = std::atoll(size[1]);
       for (const bool any_gpu : {false, true}) {
         const auto partition = onetrip::backward_partition(n_rows, n_cols, info, any_gpu);
-        std::printf("%lld %lld %d ", static_cast<long long>(partition.n_parts),
-                    static_cast<long long>(partition.rows_per_part), partition.n_groups);
+        std::printf("%d %d %d ", partition.n_parts, partition.rows_per_part, partition.n_groups);
       }
       std::printf("%lld\n", static_cast<long long>(onetrip::row_norm_workspace_cuda(0, n_rows, n_cols, 3)));
     }

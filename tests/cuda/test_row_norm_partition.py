@@ -47,8 +47,8 @@ def test_large_tensors_take_one_wave_that_fills_the_gpu(partition, gpu):
         else:  # two blocks an SM, of 4096 columns
             at_once = 2 * n_multiprocessors / ceil(n_cols / 4096)
         assert part.n_parts <= at_once
-        assert part.n_parts * part.rows >= n_rows > (part.n_parts - 1) * part.rows
-        turns = ceil(part.rows / part.n_groups)
+        turns = ceil(n_rows / (part.n_parts * part.n_groups))
+        assert part.rows == turns * part.n_groups
         efficiency = n_rows / (turns * part.n_groups * at_once)
         assert efficiency >= (0.94 if n_cols > 8192 else 0.95), (n_rows, n_cols, part, efficiency)
         assert turns >= 16, "rows enough to prefetch four ahead four times"
@@ -59,8 +59,8 @@ def test_few_rows_are_shared_out_down_to_one_a_group(partition, gpu):
     shapes = [(n_rows, n_cols) for n_rows in (1, 3, 7, 64, 1000) for n_cols in WIDTHS]
     for (n_rows, _), (part, anywhere, _) in zip(shapes, partition(gpu, shapes), strict=True):
         for each in (part, anywhere):
-            assert each.n_parts * each.rows >= n_rows > (each.n_parts - 1) * each.rows
-            assert each.n_parts <= ceil(n_rows / each.n_groups)
+            n_steps = ceil(n_rows / each.n_groups)
+            assert 1 <= each.n_parts <= n_steps and each.rows == ceil(n_steps / each.n_parts) * each.n_groups
 
 
 def test_the_partition_for_any_gpu_is_one_for_all_and_fits_into_every_workspace(partition):

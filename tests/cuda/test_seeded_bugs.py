@@ -73,7 +73,7 @@ ROW_NORM_BUGS = {
     "copies_a_row_late": Bug(
         PIPELINED, "copy_dz(dz_stage, r + plan.dz * n_groups);", "copy_dz(dz_stage, r + (plan.dz + 1) * n_groups);"
     ),
-    "copies_the_row_of_the_next_group": Bug(PIPELINED, "next_dy += n_groups * args", "next_dy += args"),
+    "copies_the_row_of_the_next_group": Bug(PIPELINED, "next_dy += plan.dy_step", "next_dy += args.dy_row_stride"),
     "statistics_of_the_row_before": Bug(PIPELINED, "load_statistics(r + n_groups);", "load_statistics(r);"),
     "last_row_of_a_part_lost": Bug(PIPELINED, ": r < n_rows; r += n_groups", ": r + 1 < n_rows; r += n_groups"),
     "columns_past_the_row_taken": Bug(
@@ -105,7 +105,9 @@ ROW_NORM_BUGS = {
     "every_other_round_left_out": Bug("dropout.cuh", "philox_round(random, next_key);", ""),
     "tiles_share_their_places": Bug(WIDE, "n_warps % kMaxClusterWarps + warp", "warp"),
     "means_without_barrier": Bug(WIDE, "__syncthreads();\n  if (warp != 0) return;", "if (warp != 0) return;"),
-    "last_row_of_a_tile_lost": Bug(WIDE, "row < end; ++row", "row + 1 < end; ++row"),
+    "last_row_of_a_tile_lost": Bug(WIDE, "row < args.n_rows;", "row + 1 < args.n_rows;"),
+    "rows_after_the_last_taken": Bug("row_norm_backward.cuh", "left < n_groups ? left : n_groups", "n_groups"),
+    "parts_take_rows_of_others": Bug("row_norm_backward.cuh", "(r - group) * partition.n_parts", "(r - group)"),
 }
 
 # What blocks of a cluster tell each other.
