@@ -39,7 +39,7 @@ SPILLED_BYTES = {
     (70, "forward_kernel<bf16, f32, 0, 2, elements>"): 8,
     (70, "forward_kernel<f16, f32, 0, 2, elements>"): 8,
     (70, "forward_kernel<f32, f32, 0, 2, elements>"): 80,
-    (120, "backward_kernel<f16, f16, 0, fast>"): 4,
+    (120, "backward_kernel<f16, f16, 0, fast>"): 8,
 }
 
 
