@@ -115,6 +115,7 @@ class _WrongGradient(torch.autograd.Function):
         "packed glu, silu",
         "bias+gelu",
         "rotary",
+        "moe",
         "cross_entropy",
     ],
 )

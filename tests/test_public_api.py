@@ -64,6 +64,8 @@ SIGNATURES = {
     ),
     ops.bias_activation: "(x, bias, activation, *, dropout_p=0.0, rng=None)",
     ops.rotary_embedding: "(q, k, cos, sin, *, interleaved=False)",
+    ops.moe_combine: "(y, places, weights=None, *, dtype=None)",
+    ops.moe_dispatch: "(x, places)",
     ops.dropout_keep_mask: "(shape, dropout_p, rng, device='cpu')",
     optim.AdamW8bit: (
         "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, *, optim_bits=8, min_8bit_numel=4096, "

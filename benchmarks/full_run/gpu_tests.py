@@ -53,6 +53,7 @@ SHARDS = (
     Shard("softmax-cuda", "the contract of softmax, CUDA C++", ("ops/test_softmax.py",), "not triton"),
     Shard("softmax-triton", "the contract of softmax, Triton", ("ops/test_softmax.py",), "triton"),
     Shard("rotary", "the contract of rotary, Triton", ("ops/test_rotary.py",)),
+    Shard("moe", "the contract of moe, Triton", ("ops/moe/test_moe.py",)),
     Shard("glu", "the contract of glu, Triton", _GLU),
     Shard("cross_entropy", "the contract of cross_entropy, Triton", ("ops/test_cross_entropy.py",)),
     Shard("models", "patched models: gradients, checkpointing, a training loop", ("patching/test_models_gpu.py",)),

@@ -268,6 +268,27 @@ def _rotary(name: str, *, interleaved: bool) -> Kernel:
     return Kernel(name, "rotary", {"q": ("rows", 0.0), "k": ("rows", 0.0)}, fused, unfused)
 
 
+def _moe(name: str) -> Kernel:
+    """Two experts a token: the sum of what they return for it, and its rows for them."""
+
+    def order(i: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(rows by expert, places of each token's, their weights, which of all choices each row is)."""
+        n_tokens = i["x"].shape[0]
+        perm = (torch.arange(2 * n_tokens, device=i["x"].device) * 7919 % (2 * n_tokens + 1)).argsort()
+        return torch.cat((i["x"], i["y"])), perm.argsort().view(-1, 2), i["weights"][: 2 * n_tokens].view(-1, 2), perm
+
+    def fused(i: Inputs) -> Tensor:
+        y, places, weights, _ = order(i)
+        return torch.cat((ops.moe_combine(y, places, weights), ops.moe_dispatch(i["x"], places)))
+
+    def unfused(i: Inputs, keep: Tensor) -> Tensor:
+        y, places, weights, perm = order(i)
+        return torch.cat(((y[places] * weights.unsqueeze(-1)).sum(1), i["x"].repeat_interleave(2, 0)[perm]))
+
+    inputs = {"x": ("rows", 0.0), "y": ("rows", 0.0), "weights": ("vector", 0.0)}
+    return Kernel(name, "moe", inputs, fused, unfused)
+
+
 def _labels(rows: Tensor, n_classes: int) -> Tensor:
     """One row is ignored."""
     labels = torch.arange(rows.shape[0], device=rows.device) * 7919 % n_classes
@@ -331,6 +352,7 @@ KERNELS: tuple[Kernel | Adam, ...] = (
     *(_bias_activation(activation) for activation in ACTIVATIONS),
     _rotary("rotary", interleaved=False),
     _rotary("rotary, interleaved", interleaved=True),
+    _moe("moe"),
     _cross_entropy("cross_entropy"),
     _cross_entropy("cross_entropy, smoothed and capped", 5.0, 0.1, 0.01),
     _linear_cross_entropy("linear cross_entropy", _summed),

@@ -477,3 +477,22 @@ def test_cross_entropy_budget(capability, dtype, n_cols, plan, kind, monkeypatch
     share, spilled, loads, stores, line = measure(f"{kind}-N{n_cols}", launch, capability)
     assert spilled == 0 and share >= 0.5, line
     assert max(loads) >= 8 and max(stores) >= (4 if kind == "forward" else 8), line
+
+
+@pytest.mark.slow
+@pairwise(capability=CAPABILITIES[2:], dtype=(F32, BF16), k=(2, 8), n_cols=(768, 2048, 7168))
+def test_moe_budget(capability, dtype, k, n_cols, monkeypatch) -> None:
+    """Compiled for GPUs that are not here: nothing spills, half of a multiprocessor's threads are resident, and rows
+    are read and written 16 bytes at a time."""
+    from onetrip.kernels import moe
+
+    launches = recorded(monkeypatch, moe)
+    y, dout = (torch.empty(n, n_cols, dtype=dtype, device="meta") for n in (64 * k, 64))
+    places, weights = (torch.empty(64, k, dtype=kind, device="meta") for kind in (torch.int64, dtype))
+    moe.combine(y, places, weights, dtype)
+    moe.combine_backward(dout, y, places, weights, (True, True))
+    moe.dispatch(dout, places)
+    for launch in launches:
+        share, spilled, loads, stores, line = measure(f"k{k}-N{n_cols}", launch, capability)
+        assert spilled == 0 and share >= 0.5, line
+        assert max(loads) == 16 and max(stores) == 16, line

@@ -57,6 +57,11 @@ FAMILIES = {
         # Both forms of a pair, columns that are copied, sizes that are no multiples of a tile's.
         "test_every_width_and_dtype and f32 and (D6-4 or D80-20) or special_values or beside_the_result",
     ),
+    "moe": Cases(
+        "test_widths_and_dtypes and (N33 or N64) or test_one_gradient",
+        # Rows of one tile and of several; each dtype.
+        "test_widths_and_dtypes and (N33 or N2100 or N4500) or test_one_gradient or out_of_range or 2_to_the_31",
+    ),
 }
 EAGER_CALLS = Path(__file__).parents[1] / "ops" / "test_eager_backward.py"
 EACH_PART = pytest.mark.parametrize(
@@ -84,7 +89,7 @@ def test_interpreted_quickly() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "families", [("row_norm", "adam", "rotary"), ("softmax", "cross_entropy", "glu")], ids="-".join
+    "families", [("row_norm", "adam", "rotary"), ("softmax", "cross_entropy", "glu", "moe")], ids="-".join
 )
 def test_the_rest_interpreted(families: tuple[str, ...]) -> None:
     """What the machine code is tried with as well is not interpreted again."""

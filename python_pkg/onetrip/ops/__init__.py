@@ -3,6 +3,7 @@
 from .common.rng import dropout_keep_mask
 from .cross_entropy import cross_entropy, linear_cross_entropy, linear_logprobs
 from .glu import bias_activation, glu, glu_packed
+from .moe import moe_combine, moe_dispatch
 from .rotary import rotary_embedding
 from .row_norm import bias_dropout_residual, bias_dropout_residual_norm, layer_norm, rms_norm
 from .softmax import softmax
@@ -18,6 +19,8 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "linear_logprobs",
+    "moe_combine",
+    "moe_dispatch",
     "rms_norm",
     "rotary_embedding",
     "softmax",

@@ -29,11 +29,12 @@ KERNEL_DTYPES = HALF | {torch.float32}
 """Dtypes that kernels compute with. Everything else (float64) goes through reference."""
 
 FAMILIES = {
-    "cpu": frozenset({"adam", "cross_entropy", "glu", "rotary", "row_norm", "softmax"}),
+    "cpu": frozenset({"adam", "cross_entropy", "glu", "moe", "rotary", "row_norm", "softmax"}),
     "cuda": frozenset({"adam", "row_norm", "softmax"}),
-    "triton": frozenset({"adam", "cross_entropy", "glu", "rotary", "row_norm", "softmax"}),
+    "triton": frozenset({"adam", "cross_entropy", "glu", "moe", "rotary", "row_norm", "softmax"}),
 }
-"""Which operator families each backend has kernels of; reference has every family's formula."""
+"""Which operator families each backend has kernels of; reference has every family's formula. The CPU's kernels of moe
+are torch's."""
 
 DISPATCHER = "dispatcher"
 """In place of a backend: the softmax of attention calls its torch.library operator, so that dispatch modes see it."""

@@ -1,0 +1,306 @@
+"""onetrip.ops.moe_combine and moe_dispatch against float64 and against transformers' expression."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from onetrip import ops, use_backend
+from onetrip.measure import saved_bytes
+from pairwise import pairwise
+from targets import TARGETS, Target, needs
+from tolerances import assert_bitwise, assert_like_torch, assert_ulps
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+
+
+@pytest.fixture(params=[target for target in TARGETS if target.id != "cuda/cuda"])
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """Every (device, backend) that has the family and can run here; the backend is in use during the test."""
+    needs(request.param)
+    with use_backend(request.param.backend):
+        yield request.param
+
+
+def order_of(n_tokens: int, k: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """(perm, places): the order of tokens * k choices by one of five experts, and its inverse."""
+    perm = torch.sort(torch.randint(5, (n_tokens * k,), device=device)).indices
+    places = torch.empty_like(perm)
+    places[perm] = torch.arange(n_tokens * k, device=device)
+    return perm, places.view(n_tokens, k)
+
+
+def combined(y: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """As grouped_mm_experts_forward of transformers."""
+    n_tokens, k = places.shape
+    perm = torch.empty_like(places.view(-1))
+    perm[places.view(-1)] = torch.arange(n_tokens * k, device=y.device)
+    weighted = y if weights is None else y * weights.reshape(-1)[perm].unsqueeze(-1)
+    return weighted[places.view(-1)].view(n_tokens, k, y.shape[1]).sum(dim=1)
+
+
+def dispatched(x: Tensor, places: Tensor) -> Tensor:
+    perm = torch.empty_like(places.view(-1))
+    perm[places.view(-1)] = torch.arange(places.numel(), device=x.device)
+    return x[perm // places.shape[1]]
+
+
+def gradients(function: Any, leaves: list[Tensor], *others: Any, dout: Tensor) -> list[Tensor]:
+    """The result and the gradient of each leaf; leaves come first and last among the arguments."""
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    result = function(leaves[0], *others, *leaves[1:])
+    return [result.detach(), *torch.autograd.grad(result, leaves, dout.to(result.dtype))]
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "padded": lambda x: torch.nn.functional.pad(x, (1, 2))[:, 1:-2],
+    "columns-apart": lambda x: x.t().contiguous().t(),
+    "expanded": lambda x: x[:1].expand(x.shape),
+}
+
+
+@pairwise(
+    dtype=(F32, F16, BF16),
+    weights_dtype=(F32, BF16, F16, None),
+    k={"k1": 1, "k2": 2, "k4": 4, "k8": 8},
+    n_cols={"N1": 1, "N33": 33, "N64": 64, "N4104": 4104},
+    n_tokens={"T1": 1, "T37": 37},
+    layout=LAYOUTS,
+)
+def test_combine_and_its_gradients(target, dtype, weights_dtype, k, n_cols, n_tokens, layout):
+    """Of the dtypes of transformers' expression; within one rounding of float64, sums over columns as near as torch."""
+    _, places = order_of(n_tokens, k, target.device)
+    leaves = [layout(torch.randn(n_tokens * k, n_cols, device=target.device).to(dtype))]
+    if weights_dtype is not None:
+        leaves.append(torch.rand(n_tokens, k, device=target.device).to(weights_dtype))
+    dout = layout(torch.randn(n_tokens, n_cols, device=target.device).to(dtype))
+    ours = gradients(ops.moe_combine, leaves, places, dout=dout)
+    torchs = gradients(combined, leaves, places, dout=dout)
+    truth = gradients(combined, [leaf.double() for leaf in leaves], places, dout=dout.double())
+    assert [each.dtype for each in ours] == [each.dtype for each in torchs]
+    for our, true in zip(ours[:2], truth, strict=False):
+        assert_ulps(our, true)
+    if weights_dtype is not None:
+        assert_like_torch(ours[2], torchs[2], truth[2], terms=n_cols)
+
+
+@pairwise(
+    dtype=(F32, F16, BF16, F64),
+    k={"k1": 1, "k2": 2, "k4": 4, "k8": 8},
+    n_cols={"N1": 1, "N33": 33, "N64": 64, "N4104": 4104},
+    layout=LAYOUTS,
+)
+def test_dispatch_and_its_gradient(target, dtype, k, n_cols, layout):
+    if dtype == F64 and target.backend != "reference":
+        pytest.skip("float64 is computed by reference")
+    _, places = order_of(19, k, target.device)
+    x = layout(torch.randn(19, n_cols, device=target.device).to(dtype))
+    dout = layout(torch.randn(19 * k, n_cols, device=target.device).to(dtype))
+    y, dx = gradients(ops.moe_dispatch, [x], places, dout=dout)
+    assert_bitwise(y, dispatched(x, places))
+    assert_ulps(dx, gradients(dispatched, [x.double()], places, dout=dout.double())[1])
+
+
+def test_a_result_of_another_dtype_is_rounded_once(target):
+    _, places = order_of(9, 4, target.device)
+    y, weights = torch.randn(36, 40, device=target.device).bfloat16(), torch.rand(9, 4, device=target.device)
+    wide = ops.moe_combine(y, places, weights)
+    assert wide.dtype == F32
+    assert_bitwise(ops.moe_combine(y, places, weights, dtype=BF16), wide.bfloat16())
+
+
+def test_the_same_bits_again(target):
+    """No atomics: neither of the two adds to memory."""
+    _, places = order_of(301, 4, target.device)
+    y, weights = torch.randn(1204, 96, device=target.device), torch.rand(301, 4, device=target.device)
+    x, dout = torch.randn(301, 96, device=target.device), torch.randn(301, 96, device=target.device)
+    runs = [
+        gradients(ops.moe_combine, [y, weights], places, dout=dout) + gradients(ops.moe_dispatch, [x], places, dout=y)
+        for _ in range(3)
+    ]
+    for again in runs[1:]:
+        assert all(map(torch.equal, runs[0], again))
+
+
+@pytest.mark.parametrize("wanted", ["y", "weights"])
+def test_only_the_wanted_gradient(target, wanted):
+    _, places = order_of(5, 2, target.device)
+    y, weights = torch.randn(10, 24, device=target.device), torch.rand(5, 2, device=target.device)
+    leaf = (y if wanted == "y" else weights).requires_grad_()
+    (ours,) = torch.autograd.grad(ops.moe_combine(y, places, weights).sum(), leaf)
+    (truth,) = torch.autograd.grad(combined(y.double(), places, weights.double()).sum(), leaf)
+    assert_ulps(ours, truth.double())
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 8), (3, 2, 0)], ids=["tokens", "columns"])
+def test_empty(target, shape):
+    n_tokens, k, n_cols = shape
+    _, places = order_of(n_tokens, k, target.device)
+    y = torch.randn(n_tokens * k, n_cols, device=target.device).requires_grad_()
+    x = torch.randn(n_tokens, n_cols, device=target.device).requires_grad_()
+    weights = torch.rand(n_tokens, k, device=target.device).requires_grad_()
+    out, rows = ops.moe_combine(y, places, weights), ops.moe_dispatch(x, places)
+    assert out.shape == x.shape and rows.shape == y.shape
+    found = torch.autograd.grad(out.sum() + rows.sum(), (y, weights, x))
+    assert [each.shape for each in found] == [y.shape, weights.shape, x.shape]
+    assert not found[1].any()
+
+
+def test_saves_what_backward_reads():
+    _, places = order_of(16, 4)
+    y, x = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
+    weights = torch.rand(16, 4)
+    assert saved_bytes(lambda: ops.moe_dispatch(x, places)) == 8 * 64
+    assert saved_bytes(lambda: ops.moe_combine(y, places)) == 8 * 64
+    of_leaf = saved_bytes(lambda: ops.moe_combine(2.0 * y, places, weights)) - saved_bytes(lambda: 2.0 * y)
+    assert of_leaf == 4 * 64 * 32 + (4 + 8) * 64
+
+
+def test_special_values_stay_in_their_token(target):
+    _, places = order_of(6, 2, target.device)
+    y, weights = torch.randn(12, 33, device=target.device), torch.rand(6, 2, device=target.device)
+    y[places[2, 1], 5] = torch.nan
+    expected = torch.zeros(6, 33, dtype=torch.bool)
+    expected[2, 5] = True
+    assert torch.equal(ops.moe_combine(y, places, weights).isnan().cpu(), expected)
+
+
+def test_places_out_of_range(target):
+    """Nothing is read or written elsewhere."""
+    _, places = order_of(6, 2, target.device)
+    places[2, 1] = 1 << 40
+    y, x = torch.randn(12, 33, device=target.device), torch.randn(6, 33, device=target.device)
+    if target.device == "cpu":
+        for call in (lambda: ops.moe_combine(y, places), lambda: ops.moe_dispatch(x, places)):
+            with pytest.raises((IndexError, RuntimeError)):
+                call()
+        return
+    out = ops.moe_combine(y, places)
+    assert out[2].isnan().all() and out.isnan().sum() == 33
+    ops.moe_dispatch(x, places)
+
+
+def test_gradcheck():
+    _, places = order_of(3, 2)
+    y, weights = torch.randn(6, 5, dtype=F64, requires_grad=True), torch.rand(3, 2, dtype=F64, requires_grad=True)
+    x = torch.randn(3, 5, dtype=F64, requires_grad=True)
+    for function, inputs in (
+        (lambda y, w: ops.moe_combine(y, places, w), (y, weights)),
+        (lambda y: ops.moe_combine(y, places), (y,)),
+        (lambda x: ops.moe_dispatch(x, places), (x,)),
+    ):
+        assert torch.autograd.gradcheck(function, inputs, check_batched_grad=True)
+    with pytest.raises(RuntimeError, match="moe operators cannot be differentiated again"):
+        torch.autograd.grad(ops.moe_combine(y, places, weights).sum(), y, create_graph=True)
+
+
+def test_transforms_of_torch_func():
+    _, places = order_of(3, 2)
+    y, x = torch.randn(4, 6, 5), torch.randn(3, 5)
+    batched = torch.func.vmap(lambda y: ops.moe_combine(y, places))(y)
+    for ours, rows in zip(batched, y, strict=True):
+        assert_ulps(ours, combined(rows.double(), places))
+    _, tangents = torch.func.jvp(lambda x: ops.moe_dispatch(x, places), (x,), (2.0 * x,))
+    assert_bitwise(tangents, dispatched(2.0 * x, places))
+
+
+def test_under_autocast(target):
+    """The dtypes of the operands decide, as of any operator that autocast does not list."""
+    _, places = order_of(6, 2, target.device)
+    y, weights = torch.randn(12, 8, device=target.device).bfloat16(), torch.rand(6, 2, device=target.device)
+    expected = ops.moe_combine(y, places, weights, dtype=BF16)
+    with torch.autocast(target.device, BF16):
+        assert_bitwise(ops.moe_combine(y, places, weights, dtype=BF16), expected)
+
+
+GIVEN: dict[str, Any] = {"y": torch.ones(6, 4), "places": torch.arange(6).view(3, 2), "weights": torch.ones(3, 2)}
+BAD = {
+    "no-tensor": ({"y": [1.0]}, TypeError, "y must be a Tensor, got list"),
+    "integers": ({"y": torch.ones(6, 4, dtype=torch.int64)}, TypeError, "y must be float32, .* got int64"),
+    "rank": ({"y": torch.ones(6)}, ValueError, r"y must have shape \(rows, n_cols\), got \(6,\)"),
+    "rows": ({"y": torch.ones(5, 4)}, ValueError, "y must have 6 rows, one for each of places, got 5"),
+    "places-dtype": ({"places": torch.ones(3, 2)}, TypeError, "places must be int64, got float32"),
+    "places-rank": ({"places": torch.arange(6)}, ValueError, r"places must have shape \(n_tokens, k\), got \(6,\)"),
+    "places-device": (
+        {"places": torch.ones(3, 2, dtype=torch.int64, device="meta")},
+        ValueError,
+        "places must be on the device of y, cpu, got meta",
+    ),
+    "weights-shape": ({"weights": torch.ones(2, 3)}, ValueError, r"weights must have the shape of .* got \(2, 3\)"),
+    "weights-device": (
+        {"weights": torch.ones(3, 2, device="meta")},
+        ValueError,
+        "weights must be on the device of y, cpu, got meta",
+    ),
+    "dtype": ({"dtype": torch.int64}, TypeError, "dtype must be a floating-point dtype, got torch.int64"),
+}
+
+
+@pytest.mark.parametrize("change, error, message", BAD.values(), ids=BAD.keys())
+def test_bad_input(change, error, message):
+    with pytest.raises(error, match=f"^moe_combine: {message}"):
+        ops.moe_combine(**(GIVEN | change))
+
+
+def test_bad_input_of_dispatch():
+    with pytest.raises(ValueError, match=r"^moe_dispatch: x must have 3 rows, as places has, got 4"):
+        ops.moe_dispatch(torch.ones(4, 8), GIVEN["places"])
+    with pytest.raises(TypeError, match=r"^moe_dispatch: x must be a Tensor, got list"):
+        ops.moe_dispatch([1.0], GIVEN["places"])
+
+
+class TestCompile:
+    """torch.library registrations: opcheck, torch.compile without graph breaks, fake tensors."""
+
+    @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=["f32", "bf16", "f64"])
+    def test_opcheck(self, dtype):
+        _, places = order_of(3, 2)
+        y = torch.randn(6, 8).to(dtype).requires_grad_()
+        x = torch.randn(3, 8).to(dtype).requires_grad_()
+        weights = torch.rand(3, 2).requires_grad_()
+        torch.library.opcheck(torch.ops.onetrip.moe_combine.default, (y, places, weights, dtype))
+        torch.library.opcheck(torch.ops.onetrip.moe_combine.default, (y, places, None, dtype))
+        torch.library.opcheck(torch.ops.onetrip.moe_dispatch.default, (x, places))
+
+    @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+    def test_compiles_without_a_break_to_the_same_bits(self, backend):
+        torch._dynamo.reset()
+        _, places = order_of(7, 2)
+        x, weights = torch.randn(7, 16, requires_grad=True), torch.rand(7, 2, requires_grad=True)
+
+        def function(x: Tensor, weights: Tensor) -> Tensor:
+            return ops.moe_combine(ops.moe_dispatch(x, places), places, weights)
+
+        runs = []
+        for each in (function, torch.compile(function, fullgraph=True, backend=backend)):
+            y = each(x, weights)
+            runs.append((y.detach(), *torch.autograd.grad(y, (x, weights), torch.ones_like(y))))
+        assert all(map(torch.equal, *runs))
+
+    def test_dynamic_shapes_compile_once(self):
+        torch._dynamo.reset()
+        compiled = torch.compile(ops.moe_combine, fullgraph=True, backend="aot_eager", dynamic=True)
+        for n_tokens in (5, 9, 33):
+            _, places = order_of(n_tokens, 2)
+            y, weights = torch.randn(2 * n_tokens, 8), torch.rand(n_tokens, 2)
+            with torch.compiler.set_stance("default" if n_tokens == 5 else "fail_on_recompile"):
+                assert torch.equal(compiled(y, places, weights), ops.moe_combine(y, places, weights))
+
+    def test_fake_tensors_and_meta(self):
+        _, places = order_of(3, 2)
+        y, weights = torch.randn(6, 8).bfloat16(), torch.rand(3, 2)
+        with FakeTensorMode() as mode:
+            fake = [mode.from_tensor(tensor) for tensor in (y, places, weights)]
+            assert ops.moe_combine(*fake).dtype == F32
+        meta = [tensor.to("meta") for tensor in (y, places, weights)]
+        assert ops.moe_combine(*meta).shape == (3, 8) and ops.moe_dispatch(meta[0][:3], meta[1]).shape == (6, 8)
+
+    def test_jit_trace_records_the_operator(self):
+        _, places = order_of(3, 2)
+        traced = torch.jit.trace(lambda x: ops.moe_dispatch(x, places), torch.randn(3, 8))
+        assert_bitwise(traced(x := torch.randn(3, 8)), dispatched(x, places))
