@@ -63,6 +63,8 @@ class Rewrite:
     """(name, source) of methods that are replaced too, in_module."""
     around: Rewrite | None = None
     """A rewrite whose original is this forward."""
+    functions: tuple[tuple[Any, str], ...] = ()
+    """(function, source) of functions that the forward calls rewritten."""
 
     def compile(self, original: Any, replaced: Mapping[str, Any] | None = None) -> Callable[..., Any]:
         """The forward as a function. replaced: other values for names in the source; verification pins the rng."""
@@ -256,11 +258,15 @@ def rewrite_of(module: nn.Module) -> Rewrite:
 
 
 def forward_diff(patched: type) -> str:
-    """The rewritten methods of a patched class against the original's, as unified diffs without comments."""
+    """The rewritten methods and functions of a patched class against the original's, as unified diffs without
+    comments."""
     original, rewrite = calls.original_class(patched), patched.__dict__["_onetrip_rewrite"]
     lines: list[str] = []
-    for name, after in ((rewrite.method, rewrite.source), *rewrite.others):
-        tree = parse(method_of(original, name))
+    methods = (
+        (method_of(original, name), after) for name, after in ((rewrite.method, rewrite.source), *rewrite.others)
+    )
+    for function, after in (*methods, *rewrite.functions):
+        tree = parse(function)
         before = "" if isinstance(tree, Unsuitable) else ast.unparse(bare(tree))
         lines += difflib.unified_diff(before.splitlines(), after.splitlines(), "original", "fused", lineterm="")
     return "\n".join(lines)

@@ -29,6 +29,8 @@ from .calls import configuration, is_distributed, is_released, original_class
 from .classes import Rewrite, is_stacked, method_of, plain_forward, returns_as_is
 from .dropouts import PATTERN as DROPOUT
 from .dropouts import Dropout
+from .experts import PATTERN as EXPERTS
+from .experts import Experts, GroupedExperts, read_experts
 from .forward import Forward, read_forward
 from .linear.lora import PATTERN as LORA
 from .linear.lora import Adapters, choose_adapters, read_adapters
@@ -92,7 +94,7 @@ class Together:
             part.verify(module, rewrite)
 
 
-Site = InForward | Together | NormSpec | Dropout | VocabularyLoss | TiedEmbedding
+Site = InForward | Together | Experts | NormSpec | Dropout | VocabularyLoss | TiedEmbedding
 """Each has a pattern, a detail, rewrite(cls) -> Rewrite and verify(module, rewrite)."""
 
 
@@ -165,11 +167,17 @@ class Classifier:
         if reading is None:
             methods = (self._activations(module, *each) for each in self._once(read_methods, cls))
             parts += [each for each in methods if each is not None and unsuitable(module) is None]
-        if not parts:
+        site: Site | None = Together(tuple(parts)) if len(parts) > 1 else parts[0] if parts else None
+        experts = self._once(read_experts, cls) if EXPERTS in self.wanted else None
+        if isinstance(experts, Unsuitable):
+            why = experts
+        elif isinstance(experts, GroupedExperts) and unsuitable(module) is None:
+            site = Experts(experts, site)
+        if site is None:
             return why
         if why is not None and why is not _NO_SUM:
             self.left[id(module)] = why
-        return parts[0] if len(parts) == 1 else Together(tuple(parts))
+        return site
 
     def _in_forward(
         self, module: nn.Module, cls: Any, reading: Interface | SoftmaxRegions | Unsuitable | None

@@ -28,6 +28,7 @@ from .classes import (
 from .classify import Classifier, Site
 from .dropouts import PATTERN as DROPOUT
 from .dropouts import uncalled_dropouts
+from .experts import PATTERN as EXPERTS
 from .linear.lora import PATTERN as LORA
 from .linear.shared_input import PATTERN as SHARED_INPUT
 from .linear.tied_embedding import PATTERN as TIED_EMBEDDING
@@ -39,7 +40,7 @@ from .watched_logits import PATTERN as CROSS_ENTROPY
 
 PATTERNS = (
     *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm"),
-    *(ATTENTION, *ACTIVATIONS, ROTARY, SHARED_INPUT, TIED_EMBEDDING, LORA, CROSS_ENTROPY, DROPOUT),
+    *(ATTENTION, *ACTIVATIONS, EXPERTS, ROTARY, SHARED_INPUT, TIED_EMBEDDING, LORA, CROSS_ENTROPY, DROPOUT),
 )
 """The patterns of patch_model, unless others are asked for."""
 NAMES = (*PATTERNS, LINEAR_LOSS)
@@ -56,7 +57,8 @@ def patch_model(
     strict: bool = False,
 ) -> PatchReport:
     """Run a model's memory-bound parts as fused operators, in place: norms, residual sums with their dropout and norm,
-    attention softmax, activations, gated products, rotary embeddings, losses, gradients of what several layers read.
+    attention softmax, activations, gated products, sums of experts, rotary embeddings, losses, gradients of what
+    several layers read.
 
     Only forwards of this model's modules change. Parameters, buffers, hooks, modes, state_dict keys, classes, other
     models and the random state stay as they are. Sites are recognised by structure and behaviour, never by class. Each

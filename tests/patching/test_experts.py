@@ -1,0 +1,282 @@
+"""Mixtures of experts by grouped matrix products: rows are sorted by expert and added up by fused operators."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from onetrip import ops
+from onetrip.measure.traffic import traffic
+from onetrip.patching import PatchReport, calls, patch_model, unpatch_model
+from outcomes import assert_agree, assert_equal, outcome
+from patching_cases import tiny_mixture
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+moe = pytest.importorskip("transformers.integrations.moe")
+
+MODELS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")
+IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def tiny(model_type: str = "qwen3_moe", implementation: str = "grouped_mm") -> Any:
+    torch.manual_seed(0)
+    config = tiny_mixture(model_type)
+    return transformers.AutoModel.from_config(config, experts_implementation=implementation).train()
+
+
+def experts_of(report: PatchReport) -> list[str]:
+    return [site.name for site in report.patched if site.name.endswith("experts")]
+
+
+def operators(model: Any) -> set[str]:
+    """What runs of the family."""
+    found = traffic(lambda: model(IDS, use_cache=False)[0].sum().backward()).by_operator()
+    return {name for name in found if "::moe" in name}
+
+
+FUSED = {"onetrip::moe_combine", "onetrip::moe_combine_backward", "onetrip::moe_dispatch"}
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_models_of_transformers(model_type: str, implementation: str) -> None:
+    model = tiny(model_type, implementation)
+    expected = outcome(model, IDS, use_cache=False)
+    report = patch_model(model)
+    names = experts_of(report)
+    assert len(names) == 2
+    assert all(site.detail.endswith("and experts") for site in report.patched if site.name in names)
+    assert_agree(outcome(model, IDS, use_cache=False), expected)
+    assert all(report.calls()[name][0] > 0 and report.calls()[name][1] == 0 for name in names)
+    assert operators(model) == (FUSED if implementation == "grouped_mm" else set())
+    unpatch_model(model)
+    assert_equal(outcome(model, IDS, use_cache=False), expected)
+    assert operators(model) == set()
+
+
+def test_the_diff_shows_the_function_of_the_library() -> None:
+    report = patch_model(tiny(), patterns=["experts"])
+    (name, *_) = experts_of(report)
+    assert {(site.pattern, site.detail) for site in report.patched} == {("experts", "")}
+    lines = report.diff(name).splitlines()
+    removed, added = ([line[1:].strip() for line in lines if line.startswith(sign)] for sign in "-+")
+    assert "selected_hidden_states_g = hidden_states[perm // num_top_k]" in removed
+    assert "weighted_out = weighted_out[inv_perm]" in removed
+    assert any(line.startswith("selected_hidden_states_g = dispatch_(hidden_states, ") for line in added)
+    assert any(line.startswith("final_hidden_states = combine_(proj_out, ") for line in added)
+
+
+def test_the_choice_of_an_implementation_stays_the_wrapper_s() -> None:
+    model = tiny(implementation="eager")
+    patch_model(model)
+    for implementation, expected in (("grouped_mm", FUSED), ("batched_mm", set()), ("eager", set())):
+        model.set_experts_implementation(implementation)
+        assert operators(model) == expected
+
+
+def test_another_function_of_that_name_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    patch_model(model)
+    library, called = moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"], []
+
+    def other(self: Any, *args: Any) -> Tensor:
+        called.append(self)
+        return library(self, *args)
+
+    monkeypatch.setitem(moe.ExpertsInterface._global_mapping, "grouped_mm", other)
+    assert operators(model) == set() and len(called) == 2
+
+
+def test_expert_parallelism_and_small_tensors_are_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    report = patch_model(model, patterns=["experts"])
+    (name, *_) = experts_of(report)
+    experts = model.get_submodule(name)
+    experts._is_expert_parallel = True
+    expected = outcome(unpatch_model(copy.deepcopy(model)), IDS, use_cache=False)
+    assert_agree(outcome(model, IDS, use_cache=False), expected)
+    assert report.calls()[name] == (0, 1)
+    experts._is_expert_parallel = False
+    monkeypatch.setattr(calls, "SMALLEST", IDS.numel() * 2 * 32 + 1)
+    assert operators(model) == set()
+    monkeypatch.setattr(calls, "SMALLEST", IDS.numel() * 2 * 32)
+    assert operators(model) == FUSED
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_in_bfloat16_no_less_accurate(model_type: str) -> None:
+    model = tiny(model_type)
+    exact = outcome(model, IDS, use_cache=False)
+    model.bfloat16()
+    expected = outcome(model, IDS, use_cache=False)
+    report = patch_model(model, patterns=["experts"])
+    ours = outcome(model, IDS, use_cache=False)
+    assert all(report.calls()[name] == (1, 0) for name in experts_of(report))
+    for name, theirs in expected.items():
+        assert ours[name].dtype == theirs.dtype
+        error, original = ((each[name].float() - exact[name]).norm() for each in (ours, expected))
+        assert error <= 1.5 * original + 1e-3 * exact[name].norm(), name
+
+
+def test_under_autocast() -> None:
+    model = tiny()
+
+    def run() -> dict[str, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return outcome(model, IDS, use_cache=False)
+
+    expected = run()
+    report = patch_model(model, patterns=["experts"])
+    assert_agree(run(), expected, relative=3e-2)
+    assert all(report.calls()[name] == (1, 0) for name in experts_of(report))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool) -> None:
+    model = tiny()
+    expected = outcome(model, IDS, use_cache=False)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    patch_model(model)
+    assert_agree(outcome(model, IDS, use_cache=False), expected)
+
+
+def test_copied_and_pickled() -> None:
+    model = tiny()
+    expected = outcome(model, IDS, use_cache=False)
+    patch_model(model)
+    assert_agree(outcome(copied := copy.deepcopy(model), IDS, use_cache=False), expected)
+    assert operators(copied) == FUSED
+    loaded = pickle.loads(pickle.dumps(model))
+    assert operators(loaded) == set()
+    assert_equal(outcome(loaded, IDS, use_cache=False), expected)
+
+
+@pytest.mark.slow
+def test_compiled_without_a_break() -> None:
+    model = tiny()
+    experts = model.get_submodule("layers.0.mlp.experts")
+    x = torch.randn(18, 32, requires_grad=True)
+    index, weights = torch.randint(4, (18, 2)), torch.rand(18, 2, requires_grad=True)
+
+    def run(module: Any) -> tuple[Tensor, ...]:
+        y = module(x, index, weights)
+        return (y, *torch.autograd.grad(y.square().sum(), (x, weights)))
+
+    expected = run(experts)
+    patch_model(model)
+    torch._dynamo.reset()
+    assert_agree(run(torch.compile(experts, backend="aot_eager", fullgraph=True)), expected)
+
+
+def dispatched(cls: type) -> type:
+    """As transformers' use_experts_implementation, of another interface."""
+    original_forward, experts_interface = cls.forward, INTERFACE
+
+    @functools.wraps(original_forward)
+    def forward(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        experts_forward = experts_interface.get_interface(self.config._experts_implementation, original_forward)
+        return experts_forward(self, *args, **kwargs)
+
+    cls.forward = forward
+    return cls
+
+
+def rounded_twice(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The library's function with one statement more."""
+    device = hidden_states.device
+    num_top_k = top_k_index.size(-1)
+    num_tokens = hidden_states.size(0)
+    hidden_dim = hidden_states.size(-1)
+    sample_weights = top_k_weights.reshape(-1)
+    expert_ids = top_k_index.reshape(-1)
+    expert_ids_g, perm = torch.sort(expert_ids)
+    selected_hidden_states_g = hidden_states[perm // num_top_k]
+    sample_weights_g = sample_weights[perm]
+    proj_out = self.project(selected_hidden_states_g, expert_ids_g)
+    weighted_out = proj_out * sample_weights_g.unsqueeze(-1)
+    weighted_out = weighted_out.half().float()
+    inv_perm = torch.empty_like(perm)
+    inv_perm[perm] = torch.arange(perm.size(0), device=device)
+    weighted_out = weighted_out[inv_perm]
+    final_hidden_states = weighted_out.view(num_tokens, num_top_k, hidden_dim).sum(dim=1)
+    return final_hidden_states.to(hidden_states.dtype)
+
+
+def with_other_sum(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """With another statement in place of the library's."""
+    device = hidden_states.device
+    num_top_k = top_k_index.size(-1)
+    num_tokens = hidden_states.size(0)
+    hidden_dim = hidden_states.size(-1)
+    sample_weights = top_k_weights.reshape(-1)
+    expert_ids = top_k_index.reshape(-1)
+    expert_ids_g, perm = torch.sort(expert_ids)
+    selected_hidden_states_g = hidden_states[perm // num_top_k]
+    sample_weights_g = sample_weights[perm]
+    proj_out = self.project(selected_hidden_states_g, expert_ids_g)
+    weighted_out = proj_out * sample_weights_g.unsqueeze(-1)
+    inv_perm = torch.empty_like(perm)
+    inv_perm[perm] = torch.arange(perm.size(0), device=device)
+    weighted_out = weighted_out[inv_perm]
+    final_hidden_states = weighted_out.view(num_tokens, num_top_k, hidden_dim).amax(dim=1)
+    return final_hidden_states.to(hidden_states.dtype)
+
+
+class Interface(dict):  # type: ignore[type-arg]
+    def get_interface(self, name: str, default: Any) -> Any:
+        return self.get(name, default)
+
+
+INTERFACE = Interface()
+
+
+class Config:
+    _experts_implementation = "grouped_mm"
+
+
+@dispatched
+class Experts(nn.Module):
+    _is_expert_parallel = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.config = nn.Parameter(torch.ones(3, 1)), Config()
+
+    def project(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x * self.scale[ids]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return hidden_states
+
+
+@pytest.mark.parametrize(
+    ("function", "detail"),
+    [
+        (rounded_twice, "grouped_mm: what it sorts is used elsewhere"),
+        (
+            with_other_sum,
+            "grouped_mm: no statement FINAL = WEIGHTED.view(TOKENS, TOP_K, COLUMNS).sum(dim=1)",
+        ),
+        (torch.add, "grouped_mm: not a plain Python function"),
+    ],
+    ids=["one-more", "another", "unreadable"],
+)
+def test_a_function_of_other_statements_is_left_alone(function: Any, detail: str) -> None:
+    INTERFACE["grouped_mm"] = function
+    model = Experts()
+    report = patch_model(model)
+    assert [(site.reason, site.detail) for site in report.skipped] == [("unknown_forward", detail)]
+    assert report.patched == () and type(model) is Experts
+
+
+def test_a_wrong_operator_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ops.moe_dispatch
+    monkeypatch.setattr(ops, "moe_dispatch", lambda x, places: right(x, places.flip(0)))
+    report = patch_model(tiny(), patterns=["experts"])
+    assert report.patched == ()
+    assert {site.reason for site in report.skipped if site.name.endswith("experts")} == {"verify_failed"}
