@@ -21,7 +21,7 @@ _PROVIDERS = tuple(name for name in PROVIDERS if name not in OF_TORCH)
 _OPTIMIZERS = ("eager", "apex", "transformer-engine", "bitsandbytes", "torchao")
 _OPERATOR = {"dtype": (), "shape": (), "pass": (), "against": _PROVIDERS}
 TAKES: dict[str, dict[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("row_norm", "softmax", "rotary", "glu"), _OPERATOR),
+    **dict.fromkeys(("row_norm", "softmax", "rotary", "glu", "moe"), _OPERATOR),
     "cross_entropy": {**_OPERATOR, "against": (*_PROVIDERS, "chunked")},
     "attention": {"dtype": (), "pass": (), "against": (*_PROVIDERS, "sdpa")},
     "overhead": {"dtype": (), "against": _PROVIDERS},

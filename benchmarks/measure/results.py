@@ -20,6 +20,7 @@ SUITES = (
     "softmax",
     "rotary",
     "glu",
+    "moe",
     "cross_entropy",
     "attention",
     "overhead",
@@ -31,7 +32,7 @@ SUITES = (
     "adam_training",
 )
 """Each is a module suites/<name>.py, and leaves <name>.json."""
-OPERATOR_SUITES = ("row_norm", "softmax", "rotary", "glu", "cross_entropy")
+OPERATOR_SUITES = ("row_norm", "softmax", "rotary", "glu", "moe", "cross_entropy")
 """The suites whose cases are operators of one family, every one timed by measure.side_by_side."""
 RECORDED = PACKAGE / "results"
 OTHERS = ("anatomy", "methods")

@@ -52,7 +52,7 @@ def test_an_operator_is_not_its_overhead() -> None:
 
 def test_passes_are_those_of_every_case() -> None:
     found = select(Options.parse(quick=True, **{"pass": ["both", "forward"]}))
-    assert set(found) == {"row_norm", "softmax", "rotary", "glu", "cross_entropy", "attention"}
+    assert set(found) == {"row_norm", "softmax", "rotary", "glu", "moe", "cross_entropy", "attention"}
     assert {case.passes for cases in found.values() for case in cases} == {("forward", "forward_backward")}
 
 
@@ -62,8 +62,8 @@ def test_passes_are_those_of_every_case() -> None:
         (["sdpa"], {"attention"}),
         (["chunked"], {"cross_entropy"}),
         (["torchao"], {"adam"}),
-        (["liger"], {"row_norm", "softmax", "rotary", "glu", "cross_entropy", "attention", "overhead"}),
-        (["eager"], {"row_norm", "softmax", "rotary", "glu", "cross_entropy", "attention", "overhead", "adam"}),
+        (["liger"], {"row_norm", "softmax", "rotary", "glu", "moe", "cross_entropy", "attention", "overhead"}),
+        (["eager"], {"row_norm", "softmax", "rotary", "glu", "moe", "cross_entropy", "attention", "overhead", "adam"}),
     ],
 )
 def test_suites_that_cannot_race_against_anyone_named_are_left_out(against: list[str], suites: set[str]) -> None:
@@ -75,7 +75,7 @@ def test_suites_that_cannot_race_against_anyone_named_are_left_out(against: list
     [
         (
             {"op": ["sofmax"]},
-            "--op sofmax: unknown value; choose from row_norm, softmax, rotary, glu, cross_entropy, attention",
+            "--op sofmax: unknown value; choose from row_norm, softmax, rotary, glu, moe, cross_entropy, attention",
         ),
         ({"op": ["sofmax"]}, "bias_dropout_residual_layer_norm, bias_dropout_residual_layer_norm-p0.1"),
         ({"dtype": ["int8"]}, "--dtype int8: unknown value; choose from fp32, fp16, bf16, float32, float16, bfloat16"),
