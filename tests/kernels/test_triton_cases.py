@@ -60,7 +60,7 @@ FAMILIES = {
     "moe": Cases(
         "test_widths_and_dtypes and (N33 or N64) or test_one_gradient",
         # Rows of one tile and of several; each dtype.
-        "test_widths_and_dtypes and (N33 or N2100 or N4500) or test_one_gradient or out_of_range or 2_to_the_31",
+        "test_widths_and_dtypes and (N33 or N64 or N2100 or N4500) or test_one_gradient or out_of_range or 2_to_the_31",
     ),
 }
 EAGER_CALLS = Path(__file__).parents[1] / "ops" / "test_eager_backward.py"

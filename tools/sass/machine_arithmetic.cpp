@@ -97,6 +97,14 @@ uint32_t sums_of_halves(const Thread& t, const Instruction& i, const Operand& a,
   return sum(16) << 16 | sum(0);
 }
 
+// Two products of two halves each, rounded once: one has at most 22 bits. (A subnormal one of bfloat16 is rounded
+// twice.)
+uint32_t products_of_halves(const Thread& t, const Instruction& i, const Operand& a, const Operand& b) {
+  const auto convert = i.is(kBF16_V2) ? bf16_of : f16_of;
+  const auto product = [&](int shift) { return convert(half(t, i, a, shift) * half(t, i, b, shift)); };
+  return product(16) << 16 | product(0);
+}
+
 // Two predicates: of the low halves and of the high ones.
 void compare_halves(Thread& t, const Instruction& i) {
   if (!i.is(kAND)) fail("a comparison of halves");
@@ -395,12 +403,15 @@ void add_arithmetic(Handlers& table) {
          if (!(is_none(i[1]) || is_none(i[2])) || half.kind != Operand::kRegister) fail("a sum of halves");
          t.set(i[0], Thread::with_signs(half, from_f16(t.plain(half))));
        }, nullptr}},
-      {"HFMA2", {"MMA BF16_V2", [](T& t, const I& i) {  // two halves: as a constant, their magnitudes, or their sums
+      {"HMUL2", {"BF16_V2", [](T& t, const I& i) { t.set(i[0], products_of_halves(t, i, i[1], i[2])); }, nullptr}},
+      {"HFMA2", {"MMA BF16_V2", [](T& t, const I& i) {  // two halves: as a constant, magnitudes, sums, products
          if (i[2].kind == Operand::kNumber) {
            if (i[2].number != 1 || i[3].number != 1) fail("products of halves");
            return t.set(i[0], sums_of_halves(t, i, i[1], i[4]));
          }
-         if (i[1].index != kZero || i[2].index != kZero || !i[1].negative) fail("products of halves");
+         const auto is_none = [](const Operand& o) { return o.index == kZero && o.negative; };
+         if (i[1].index != kZero && is_none(i[3])) return t.set(i[0], products_of_halves(t, i, i[1], i[2]));
+         if (!is_none(i[1]) || i[2].index != kZero) fail("products of halves");
          if (i.is(kBF16_V2)) {
            if (!i[3].absolute || i[3].negative || i[3].is_part()) fail("products of halves");
            const auto magnitude = [](uint32_t bits) { return (bits & 0x7FFF) > 0x7F80 ? 0x7FFFu : bits & 0x7FFF; };
