@@ -159,13 +159,14 @@ def _source(forward: Forward) -> str | Unsuitable:
         else:
             return Unsuitable("unknown_forward", f"{_IMPLEMENTATION}: no statement {text}")
     names = {name: each.id for name, each in found.items() if isinstance(each, ast.Name)}
-    known = {at[text] for text in at}
-    others = [each for position, each in enumerate(tree.body) if position not in known]
+    others = [each for position, each in enumerate(tree.body) if position not in at.values()]
+    parameters = [each.arg for each in tree.args.args]
     once = ("DEVICE", "TOP_K", "TOKENS", "COLUMNS", "WEIGHTS", "EXPERTS", "HIDDEN", "INDEX", "ROUTING", "PERM")
     own = ("SORTED_WEIGHTS", "WEIGHTED", "INVERSE")
     if (
         forward.globals.get("torch") is not torch
         or names.keys() != found.keys()
+        or parameters != [names[each] for each in ("SELF", "HIDDEN", "INDEX", "ROUTING")]
         or at[_TAIL[-1]] - at[_TAIL[0]] != len(_TAIL) - 1
         or any(_is_bound(each, names[name]) for each in others for name in once)
         or any(mentions(each, names[name]) for each in others for name in own)
