@@ -2,9 +2,10 @@
 
     python -m tools.traffic --output benchmarks/results/traffic.json
 
-The six model shapes of benchmarks/suites/default_patch.py, and one with low-rank adapters (PEFT) on all linear layers,
-bfloat16, train mode. Fake tensors go through forward and backward: no step runs, and the counts are the same on every
-machine. On a CPU they are those of two threads, which cut attention into other parts than one. See docs/anatomy.md.
+The six model shapes of benchmarks/suites/default_patch.py, one with low-rank adapters (PEFT) on all linear layers, and
+a mixture of experts, bfloat16, train mode. Fake tensors go through forward and backward: no step runs, and the counts
+are the same on every machine. On a CPU they are those of two threads, which cut attention into other parts than one.
+See docs/anatomy.md.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from onetrip.html import write
 from onetrip.measure.traffic import Traffic
 from onetrip.patching.model import PATTERNS
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM
 
 BY_NAME = (*PATTERNS, "linear_cross_entropy")
 WAYS: dict[str, dict[str, Any]] = {
@@ -36,10 +38,18 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 ADAPTED, _RANK = "Llama with LoRA", 16
+MIXTURE = "Qwen3-MoE"
+_MIXTURE = SHAPES["Llama"][2] | {
+    "num_key_value_heads": 4, "head_dim": 64, "moe_intermediate_size": 384, "num_experts": 32, "num_experts_per_tok": 8,
+}  # fmt: skip
+ALL_SHAPES = (*SHAPES, ADAPTED, MIXTURE)
 _N_THREADS = 2
 
 
 def _model_of(shape: str) -> Any:
+    if shape == MIXTURE:
+        config = config_of("qwen3_moe", **_MIXTURE)
+        return AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
     model_type, head, arguments = SHAPES[shape.removesuffix(" with LoRA")]
     model = model_of(head, config_of(model_type, **arguments))
     if shape != ADAPTED:
@@ -79,7 +89,7 @@ def record(device_types: tuple[str, ...] = ("cpu", "cuda")) -> dict[str, Any]:
     """By kind of device and shape: bytes unpatched and patched, and the ratios of "outside"."""
     counted: dict[str, Any] = {}
     for device_type in device_types:
-        for shape in (*SHAPES, ADAPTED):
+        for shape in ALL_SHAPES:
             base = traffic_of(shape, device_type, unpatched=True)
             found = {way: traffic_of(shape, device_type, **patch) for way, patch in WAYS.items()}
             counted.setdefault(device_type, {})[shape] = {
@@ -91,6 +101,7 @@ def record(device_types: tuple[str, ...] = ("cpu", "cuda")) -> dict[str, Any]:
         **header(torch.device("cpu")),
         "options": {"batch_size": BATCH_SIZE, "sequence_length": SEQUENCE_LENGTH, "dtype": "bfloat16"},
         "shapes": {shape: {"model_type": kind, "config": arguments} for shape, (kind, _, arguments) in SHAPES.items()},
+        "mixture": {"shape": MIXTURE, "model_type": "qwen3_moe", "config": _MIXTURE},
         "lora": {"shape": ADAPTED, "r": _RANK, "target_modules": "all-linear", "peft": peft.__version__},
         "traffic": counted,
     }

@@ -98,7 +98,8 @@ def _fits(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> bool:
     """
     if index.numel() * hidden.shape[-1] < calls.SMALLEST:
         return False
-    is_fused = not module._is_expert_parallel and hidden.dim() == 2 and calls.fits(hidden) and calls.fits(weights)
+    is_parallel = getattr(module, "_is_expert_parallel", False)  # transformers 5.18 and later have it
+    is_fused = not is_parallel and hidden.dim() == 2 and calls.fits(hidden) and calls.fits(weights)
     (calls.count_fused if is_fused else calls.count_fallback)(module)
     return is_fused
 
