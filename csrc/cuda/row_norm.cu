@@ -300,28 +300,6 @@ cudaError_t launch_forward(const RowNormForward& args, const DeviceInfo& info, c
                              : launch_forward_rows<X, Z, Access::kElements>(args, info, stream);
 }
 
-// Rows to prefetch: as many of dy and z as fit into a block's shared memory, then of dz; 0 if none fits.
-// shared_bytes: dynamic shared memory that a block may have.
-template <typename Z, typename Y>
-PipelinePlan pipeline_plan(const RowNormBackward& args, int row_threads, const BackwardPartition& partition,
-                           int64_t shared_bytes) {
-  const int threads = row_threads * partition.n_groups;
-  const int64_t per_thread = (shared_bytes - weight_pieces(args) * row_threads * 16) / (threads * 16);
-  const int64_t n_pieces = per_thread - dbias_pieces(args);
-  const auto stages = [&](int64_t pieces, int stage, int64_t most) {
-    return pieces < stage ? 0 : static_cast<int>(at_most(pieces / stage, most));
-  };
-  const int64_t rows = static_cast<int64_t>(partition.n_parts) * partition.n_groups;
-  PipelinePlan plan{row_threads,
-                    stages(n_pieces, kStagePieces<Z, Y>, kMaxStages),
-                    0,
-                    rows * args.dy_row_stride,
-                    rows * args.z_row_stride,
-                    rows * args.n_cols};
-  if (args.dz != nullptr) plan.dz = stages(n_pieces - plan.dy_z * kStagePieces<Z, Y>, kPieces<Z>, plan.dy_z);
-  return plan;
-}
-
 // Whether the GPU can run the pipelined kernel for these rows; if so, status is that of the launch.
 template <typename X, typename Z, typename Y, int kRowThreads>
 bool launch_pipelined_rows(const RowNormBackward& args, const BackwardPartition& partition, const DeviceInfo& info,

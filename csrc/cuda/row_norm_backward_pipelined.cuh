@@ -42,6 +42,20 @@ __host__ __device__ __forceinline__ int dbias_pieces(const RowNormBackward& args
 template <typename Z, typename Y>
 constexpr int kStagePieces = kPieces<Z> + kPieces<Y>;
 
+// The plan of a part's groups: rows to prefetch are as many of dy and z as fit into a block's shared memory, then of
+// dz; 0 if none fits. shared_bytes: dynamic shared memory that a block may have.
+template <typename Z, typename Y>
+PipelinePlan pipeline_plan(const RowNormBackward& args, int row_threads, const BackwardPartition& partition,
+                           int64_t shared_bytes) {
+  const int64_t per_thread = (shared_bytes / 16 / row_threads - weight_pieces(args)) / partition.n_groups;
+  const int64_t rows = static_cast<int64_t>(partition.n_parts) * partition.n_groups;
+  PipelinePlan plan{row_threads, 0, 0, rows * args.dy_row_stride, rows * args.z_row_stride, rows * args.n_cols};
+  int64_t n_pieces = per_thread - dbias_pieces(args);
+  while (plan.dy_z < kMaxStages && n_pieces >= kStagePieces<Z, Y>) ++plan.dy_z, n_pieces -= kStagePieces<Z, Y>;
+  while (args.dz != nullptr && plan.dz < plan.dy_z && n_pieces >= kPieces<Z>) ++plan.dz, n_pieces -= kPieces<Z>;
+  return plan;
+}
+
 #if ONETRIP_COPY_ASYNC
 
 // Every row commits two groups of copies: dy and z before its sum, dz after it. Those committed n_stages rows ago have
