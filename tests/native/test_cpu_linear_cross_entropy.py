@@ -10,6 +10,7 @@ from onetrip.ops import cross_entropy_linear
 from onetrip.ops.common.native import read
 from tolerances import assert_ulps
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 def test_sums_of_many_chunks_of_bfloat16_lose_nothing():
@@ -36,6 +37,24 @@ def test_chunks_on_a_gpu_are_as_large_as_the_sums_allow(n_rows, n_hidden, n_clas
     logits, gradient = 2 * min(n_chunk, n_rows) * n_classes, 2 * n_classes * n_hidden
     sums = 2 * gradient if n_rows > n_chunk else 0
     assert max(sums + logits, sums + gradient, logits + gradient) <= 2 * gradient + max(gradient, 64 << 20)
+
+
+@pytest.mark.parametrize(("reduction", "operator"), [("mean", ""), ("none", "_rows")])
+def test_a_trace_holds_for_any_number_of_rows(monkeypatch, reduction, operator):
+    """The chunks are chosen when the operator runs: comparing the rows' number in the trace would raise here."""
+    calls = []
+
+    def record(*arguments):
+        calls.append(arguments)
+        return (torch.zeros(()),) * 2
+
+    monkeypatch.setattr(torch.ops.onetrip, f"linear_cross_entropy{operator}", record)
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        n_rows = mode.shape_env.create_unbacked_symint()
+        hidden, weight = (torch.empty(n, 4, device="cuda", dtype=torch.half) for n in (n_rows, 9))
+        labels = torch.empty(n_rows, device="cuda", dtype=torch.int64)
+        ops.linear_cross_entropy(hidden, weight.requires_grad_(), labels, reduction=reduction)
+    assert len(calls) == 1 and calls[0][5] == 0
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -152,10 +152,9 @@ def linear_cross_entropy(
     hidden, weight, bias = _autocast(hidden, weight, bias)
     rows, row_labels = _rows_of(hidden, labels)
     operands = (rows, weight, bias)
-    chunk_rows = chunk_rows or rows_per_chunk(rows, weight, part, _wants(*operands)[1])
     if is_traced(*operands, labels) if found < 0 else are_plain_tensors_traced():
         _reject_traced(function, part)
-        settings = (reduction == "mean", chunk_rows, _wants(*operands))
+        settings = (reduction == "mean", chunk_rows or 0, _wants(*operands))
         return cast(Tensor, torch.ops.onetrip.linear_cross_entropy(*operands, row_labels, *settings, *plan)[0])
     if is_transformed():
         _reject_traced(function, part)
@@ -163,6 +162,7 @@ def linear_cross_entropy(
         return _reduced(loss, row_labels, plan, reduction, labels.shape)
     row_labels, n_kept = _counted(function, "labels", row_labels, n_classes or weight.shape[0], ignore_index, found)
     backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
+    chunk_rows = chunk_rows or rows_per_chunk(rows, weight, part, _wants(*operands)[1])
     others: tuple[Any, ...] = (row_labels, plan, backend, chunk_rows, n_kept, part)
     if any(_wants(*operands)):
         return cast(Tensor, apply_reduced(*operands, (others, reduction == "mean")))
@@ -222,11 +222,10 @@ def _by_row(
     shape = labels.shape
     rows, labels = _rows_of(hidden, labels)
     operands = (rows, weight, bias)
-    chunk_rows = chunk_rows or rows_per_chunk(rows, weight, part, _wants(*operands)[1])
     entropy: Tensor | None
     if is_traced(*operands, labels) if found < 0 else are_plain_tensors_traced():
         _reject_traced(function, part)
-        settings = (wants_entropy, chunk_rows, *plan)
+        settings = (wants_entropy, chunk_rows or 0, *plan)
         loss, entropy = torch.ops.onetrip.linear_cross_entropy_rows(*operands, labels, *settings)
         loss = loss * sign
     elif is_transformed():
@@ -238,6 +237,7 @@ def _by_row(
         n_classes = weight.shape[0] if part is None else part.n_classes
         labels, n_kept = _counted(function, argument, labels, n_classes, plan.ignore_index, found)
         backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
+        chunk_rows = chunk_rows or rows_per_chunk(rows, weight, part, _wants(*operands)[1])
         others: tuple[Any, ...] = (labels, plan, backend, chunk_rows, n_kept, part)
         if any(_wants(*operands)):
             loss, entropy = apply_by_row(*operands, (others, wants_entropy, sign))
