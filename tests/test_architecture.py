@@ -23,7 +23,7 @@ ALLOWED = {
     "nn": {"ops", "reference"},
     "optim": {"ops", "reference"},
     "patching": {"cpu_advice", "nn", "ops"},
-    "measure": set(),
+    "measure": {"ops", "reference"},
     "integrations": {"", "ops"},
     "anatomy": {"", "environment", "html", "measure", "nn", "ops", "optim", "patching", "terminal"},
     "methods": {

@@ -54,8 +54,9 @@ class Operator:
     constants: Callable[[int, int, torch.dtype, torch.device], dict[str, Tensor]] = lambda *_: {}
     """constants(n_rows, n_cols, dtype, device): further inputs, not differentiated: masks, labels."""
 
-    weights: Callable[[int], dict[str, tuple[int, int]]] = lambda n_cols: {}
-    """weights(n_cols): shapes of further parameters, those of linear layers: normal, of deviation n_cols ** -0.5."""
+    weights: Callable[[int, int], dict[str, tuple[int, int]]] = lambda n_rows, n_cols: {}
+    """weights(n_rows, n_cols): shapes of further parameters, as those of linear layers: normal, of deviation n_cols **
+    -0.5."""
 
     between: Callable[[int, int], int] = lambda n_rows, n_cols: n_rows * n_cols
     """between(n_rows, n_cols): elements that the formula holds at one time beside its inputs, outputs and gradients."""

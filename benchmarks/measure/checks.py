@@ -70,7 +70,7 @@ def make_inputs(
     tensors = {name: normal(n_rows, n_cols) for name in operator.matrices}
     # Around 1, so that a weight that is ignored or applied twice shows.
     tensors |= {name: (1 + 0.5 * normal(n_cols)).to(dtype) for name in operator.vectors}
-    for name, shape in operator.weights(n_cols).items():
+    for name, shape in operator.weights(n_rows, n_cols).items():
         tensors[name] = (normal(*shape) * n_cols**-0.5).to(dtype)
     for tensor in tensors.values():
         tensor.requires_grad_()

@@ -33,7 +33,7 @@ def needed_bytes(case: Case) -> int:
     elements = case.n_rows * case.n_cols
     matrices = len(case.operator.matrices)
     given = elements * ((3 * (matrices + 1) + 2) * case.dtype.itemsize + (2 * matrices + 1) * 8)
-    weights = sum(map(math.prod, case.operator.weights(case.n_cols).values()))
+    weights = sum(map(math.prod, case.operator.weights(case.n_rows, case.n_cols).values()))
     given += weights * (3 * case.dtype.itemsize + 2 * 8)
     return given + case.operator.between(case.n_rows, case.n_cols) * 8
 
@@ -119,7 +119,8 @@ class SideBySide:
     def _measure_memory(self, candidate: _Candidate) -> None:
         function, inputs = candidate.function, self._sets[0]
         operator = self.case.operator
-        parameters = [inputs.tensors[name] for name in (*operator.vectors, *operator.weights(self.case.n_cols))]
+        weights = operator.weights(self.case.n_rows, self.case.n_cols)
+        parameters = [inputs.tensors[name] for name in (*operator.vectors, *weights)]
         candidate.saved = saved_bytes(lambda: function(**inputs.tensors), excluded=parameters)
         start = time.perf_counter()  # of a twin torch.compile still compiles the backward here
         candidate.peak = peak_bytes(lambda: inputs.forward_backward(function), self._device)

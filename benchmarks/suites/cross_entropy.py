@@ -80,7 +80,7 @@ def _linear(
         fused,
         least_bytes,
         constants=lambda n_rows, n_cols, dtype, device: _labels(n_rows, n_classes, share, device),
-        weights=lambda n_cols: {"weight": (n_classes, n_cols)},
+        weights=lambda n_rows, n_cols: {"weight": (n_classes, n_cols)},
         between=lambda n_rows, n_cols: 3 * n_rows * n_classes,
         others=others,
         family="cross_entropy",

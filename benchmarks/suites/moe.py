@@ -30,20 +30,19 @@ def _combine(k: int) -> Operator:
 
     def constants(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         perm = _order(n_rows // k, k, device)
-        weights = torch.rand(n_rows // k, k, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-        return {"perm": perm, "places": _places(perm, k), "weights": weights}
+        return {"perm": perm, "places": _places(perm, k)}
 
-    def formula(dropout: Dropout, y: Tensor, perm: Tensor, places: Tensor, weights: Tensor) -> Outputs:
+    def formula(dropout: Dropout, y: Tensor, weights: Tensor, perm: Tensor, places: Tensor) -> Outputs:
         weighted = (y * weights.view(-1)[perm].unsqueeze(-1))[places.view(-1)]
         return weighted.view(-1, k, y.shape[1]).sum(dim=1)
 
-    def fused(y: Tensor, perm: Tensor, places: Tensor, weights: Tensor) -> Outputs:
+    def fused(y: Tensor, weights: Tensor, perm: Tensor, places: Tensor) -> Outputs:
         return ops.moe_combine(y, places, weights)
 
     def least_bytes(n_rows: int, n_cols: int, itemsize: int) -> LeastBytes:
-        # Read y and write a row a token; backward reads that gradient and writes y's. Places and weights beside them.
-        moved = (n_rows + n_rows // k) * n_cols * itemsize + n_rows * (8 + itemsize)
-        return LeastBytes(moved, moved)
+        # Read y and write a row a token; backward reads y and that gradient and writes y's. Places and weights beside.
+        forward = (n_rows + n_rows // k) * n_cols * itemsize + n_rows * (8 + itemsize)
+        return LeastBytes(forward, forward + n_rows * (n_cols + 1) * itemsize)
 
     return Operator(
         f"moe_combine-k{k}",
@@ -53,6 +52,7 @@ def _combine(k: int) -> Operator:
         fused,
         least_bytes,
         constants=constants,
+        weights=lambda n_rows, n_cols: {"weights": (n_rows // k, k)},
         between=lambda n_rows, n_cols: 2 * n_rows * n_cols,
         family="moe",
     )

@@ -123,12 +123,12 @@ def _scatter_kernel(
 
 
 @functools.lru_cache(maxsize=256)
-def _tile(n_tokens: int, n_cols: int, element_size: int, largest: int) -> tuple[int, int, int]:
+def _tile(n_cols: int, element_size: int, largest: int) -> tuple[int, int, int]:
     """(tokens, columns, warps) of a tile: a whole row where that has no more than `largest` bytes."""
     cols = max(8, next_power_of_2(n_cols))
     if cols * element_size > largest:
         cols = _TILE_BYTES // element_size
-    tokens = max(1, min(_TILE_BYTES // (cols * element_size), next_power_of_2(n_tokens)))
+    tokens = max(1, _TILE_BYTES // (cols * element_size))
     return tokens, cols, max(4, tokens * cols * element_size // (_TILE_BYTES // 4))
 
 
@@ -139,7 +139,7 @@ def combine(y: Tensor, places: Tensor, weights: Tensor | None, dtype: torch.dtyp
     align = common_divisor(n_cols)
     y = _aligned(y, align)
     out = torch.empty((n_tokens, n_cols), dtype=dtype, device=y.device)
-    tokens, cols, num_warps = _tile(n_tokens, n_cols, y.element_size(), _TILE_BYTES)
+    tokens, cols, num_warps = _tile(n_cols, y.element_size(), _TILE_BYTES)
     with on_device_of(y):
         launch(
             _combine_kernel,
@@ -193,7 +193,7 @@ def _scatter(
     align = common_divisor(n_cols)
     dout = _aligned(dout, align)
     y = None if y is None else _aligned(y, align)
-    tokens, cols, num_warps = _tile(n_tokens, n_cols, dout.element_size(), _WHOLE_ROW_BYTES)
+    tokens, cols, num_warps = _tile(n_cols, dout.element_size(), _WHOLE_ROW_BYTES)
     with on_device_of(dout):
         launch(
             _scatter_kernel,

@@ -111,6 +111,8 @@ def test_linear_cross_entropy_is_products_and_passes_over_logits(dtype, chunk_ro
     added = (n_chunks - 1) * n_weight if dtype == torch.float32 else 0
     products = 3 * logits + 3 * n_hidden + 3 * n_chunks * n_weight + added
     assert found.bytes(PRODUCT) == products and found.flops() == 3 * 2 * 16 * 32 * 8
+    if chunk_rows == 16:  # all rows: also where the call leaves it open
+        assert traffic(lambda: ops.linear_cross_entropy(hidden, weight, labels)).bytes(PRODUCT) == products
     plain = traffic(lambda: ops.linear_cross_entropy(hidden.detach(), weight.detach(), labels, chunk_rows=chunk_rows))
     assert plain.outside() == logits and plain.bytes(PRODUCT) == logits + n_hidden + n_chunks * n_weight
 

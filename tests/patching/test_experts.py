@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
+import inspect
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,45 +189,18 @@ def dispatched(cls: type) -> type:
     return cls
 
 
-def rounded_twice(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The library's function with one statement more."""
-    device = hidden_states.device
-    num_top_k = top_k_index.size(-1)
-    num_tokens = hidden_states.size(0)
-    hidden_dim = hidden_states.size(-1)
-    sample_weights = top_k_weights.reshape(-1)
-    expert_ids = top_k_index.reshape(-1)
-    expert_ids_g, perm = torch.sort(expert_ids)
-    selected_hidden_states_g = hidden_states[perm // num_top_k]
-    sample_weights_g = sample_weights[perm]
-    proj_out = self.project(selected_hidden_states_g, expert_ids_g)
-    weighted_out = proj_out * sample_weights_g.unsqueeze(-1)
-    weighted_out = weighted_out.half().float()
-    inv_perm = torch.empty_like(perm)
-    inv_perm[perm] = torch.arange(perm.size(0), device=device)
-    weighted_out = weighted_out[inv_perm]
-    final_hidden_states = weighted_out.view(num_tokens, num_top_k, hidden_dim).sum(dim=1)
-    return final_hidden_states.to(hidden_states.dtype)
-
-
-def with_other_sum(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """With another statement in place of the library's."""
-    device = hidden_states.device
-    num_top_k = top_k_index.size(-1)
-    num_tokens = hidden_states.size(0)
-    hidden_dim = hidden_states.size(-1)
-    sample_weights = top_k_weights.reshape(-1)
-    expert_ids = top_k_index.reshape(-1)
-    expert_ids_g, perm = torch.sort(expert_ids)
-    selected_hidden_states_g = hidden_states[perm // num_top_k]
-    sample_weights_g = sample_weights[perm]
-    proj_out = self.project(selected_hidden_states_g, expert_ids_g)
-    weighted_out = proj_out * sample_weights_g.unsqueeze(-1)
-    inv_perm = torch.empty_like(perm)
-    inv_perm[perm] = torch.arange(perm.size(0), device=device)
-    weighted_out = weighted_out[inv_perm]
-    final_hidden_states = weighted_out.view(num_tokens, num_top_k, hidden_dim).amax(dim=1)
-    return final_hidden_states.to(hidden_states.dtype)
+def changed(before: str, after: str, folder: Path) -> Any:
+    """The library's function with another text in its source."""
+    source = inspect.getsource(moe.grouped_mm_experts_forward)
+    assert before in source
+    file = folder / "changed.py"
+    file.write_text("import torch\nfrom transformers.integrations.moe import _grouped_linear\n\n\n")
+    with file.open("a") as out:
+        out.write(source.replace(before, after))
+    spec = importlib.util.spec_from_file_location("changed", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.grouped_mm_experts_forward
 
 
 class Interface(dict):  # type: ignore[type-arg]
@@ -254,19 +230,32 @@ class Experts(nn.Module):
         return hidden_states
 
 
+GATHER, PROJECTION = "    weighted_out = weighted_out[inv_perm]", "    # --- Up projection"
+NO_SUM = "grouped_mm: no statement FINAL = WEIGHTED.view(TOKENS, TOP_K, COLUMNS).sum(dim=1)"
+ELSEWHERE = "grouped_mm: what it sorts is used elsewhere"
+
+
 @pytest.mark.parametrize(
-    ("function", "detail"),
+    ("before", "after", "detail"),
     [
-        (rounded_twice, "grouped_mm: what it sorts is used elsewhere"),
-        (
-            with_other_sum,
-            "grouped_mm: no statement FINAL = WEIGHTED.view(TOKENS, TOP_K, COLUMNS).sum(dim=1)",
-        ),
-        (torch.add, "grouped_mm: not a plain Python function"),
+        (GATHER, f"    weighted_out = weighted_out.half().float()\n{GATHER}", ELSEWHERE),
+        (PROJECTION, f"    if device.type == 'cuda':\n        sample_weights.zero_()\n{PROJECTION}", ELSEWHERE),
+        (PROJECTION, f"    top_k_weights.mul_(2)\n{PROJECTION}", ELSEWHERE),
+        (".sum(dim=1)", ".amax(dim=1)", NO_SUM),
+        ("top_k_weights: torch.Tensor,", "top_k_weights: torch.Tensor, **options,", "grouped_mm: other parameters"),
+        ("top_k_weights: torch.Tensor,", "top_k_weights: torch.Tensor, *, s=1.0,", "grouped_mm: other parameters"),
     ],
-    ids=["one-more", "another", "unreadable"],
+    ids=["one-more", "weights-changed", "routing-changed", "another", "options", "keyword-only"],
 )
-def test_a_function_of_other_statements_is_left_alone(function: Any, detail: str) -> None:
+def test_a_function_of_other_statements_is_left_alone(tmp_path: Path, before: str, after: str, detail: str) -> None:
+    left_alone(changed(before, after, tmp_path), detail)
+
+
+def test_an_unreadable_function_is_left_alone() -> None:
+    left_alone(torch.add, "grouped_mm: not a plain Python function")
+
+
+def left_alone(function: Any, detail: str) -> None:
     INTERFACE["grouped_mm"] = function
     model = Experts()
     report = patch_model(model)
@@ -280,3 +269,6 @@ def test_a_wrong_operator_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     report = patch_model(tiny(), patterns=["experts"])
     assert report.patched == ()
     assert {site.reason for site in report.skipped if site.name.endswith("experts")} == {"verify_failed"}
+    report = patch_model(model := tiny())  # the gated product of the same modules stays
+    assert {site.reason for site in report.skipped if site.name.endswith("experts")} == {"verify_failed"}
+    assert len(experts_of(report)) == 2 and operators(model) == set()

@@ -24,6 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ..ops.cross_entropy_linear import Linear
+from ..reference.cross_entropy import CrossEntropyPlan
+
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 PRODUCT, ATTENTION, LOSS, OUTSIDE = "product", "attention", "loss", "outside"
 """Kinds of operators. Outside: neither a matrix product, nor a fused attention kernel, nor the loss."""
@@ -241,10 +244,13 @@ def _linear_loss(func: Any, args: Any) -> Iterator[tuple[str, str, tuple[int, in
     """
     call = dict(zip((each.name for each in func._schema.arguments), args, strict=True))
     (n_classes, n_hidden), n_rows, size = call["weight"].shape, call["labels"].numel(), call["weight"].element_size()
-    n_chunks = -(-n_rows // call["chunk_rows"])
+    backend = "triton" if call["weight"].is_cuda else "cpu"
+    tensors = call["hidden"], call["weight"], call["bias"], call["labels"]
+    linear = Linear(*tensors, CrossEntropyPlan(), backend, call["chunk_rows"], None)
     weight, hidden, logits = (n * size for n in (n_classes * n_hidden, n_rows * n_hidden, n_rows * n_classes))
     wants_hidden, wants_weight, wants_bias = call.get("wants", (False, False, False))
     wants_any = wants_hidden or wants_weight or wants_bias
+    n_chunks = -(-n_rows // linear.rows_at_once(wants_weight))
     read, written = n_chunks * weight + hidden, logits
     rest_read, rest_written = logits * (1 + wants_bias), logits * wants_any
     if wants_hidden:

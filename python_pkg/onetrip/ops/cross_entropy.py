@@ -29,7 +29,6 @@ from .cross_entropy_linear import (
     keeps_dlogits,
     mean_weight,
     reduced,
-    rows_per_chunk,
     total_and_dlogits,
 )
 
@@ -111,7 +110,7 @@ def linear_cross_entropy(
     hidden: (*, n_hidden), float32, float16, bfloat16 or float64; weight: (n_classes, n_hidden) and bias: (n_classes,)
     of the same dtype (under autocast they are cast to its dtype). labels: (*) int64. ignore_index to reduction: as in
     cross_entropy. chunk_rows: rows whose logits exist at once; None: so that these take about 64 MB, for bfloat16 on a
-    CPU 16 to 64 MB; in half precision on a GPU, where the gradient of weight is wanted, up to twice weight's bytes,
+    CPU 16 to 64 MB; in half precision by Triton, where the gradient of weight is wanted, up to twice weight's bytes,
     which adds nothing to the peak.
     On a CPU rows with ignored labels are dropped before the matrix product. On a GPU their number is not known without
     waiting for it: all rows are multiplied, and nothing is synchronized.
@@ -162,8 +161,7 @@ def linear_cross_entropy(
         return _reduced(loss, row_labels, plan, reduction, labels.shape)
     row_labels, n_kept = _counted(function, "labels", row_labels, n_classes or weight.shape[0], ignore_index, found)
     backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
-    chunk_rows = chunk_rows or rows_per_chunk(rows, weight, part, _wants(*operands)[1])
-    others: tuple[Any, ...] = (row_labels, plan, backend, chunk_rows, n_kept, part)
+    others: tuple[Any, ...] = (row_labels, plan, backend, chunk_rows or 0, n_kept, part)
     if any(_wants(*operands)):
         return cast(Tensor, apply_reduced(*operands, (others, reduction == "mean")))
     call = Linear(*operands, *others)
@@ -237,8 +235,7 @@ def _by_row(
         n_classes = weight.shape[0] if part is None else part.n_classes
         labels, n_kept = _counted(function, argument, labels, n_classes, plan.ignore_index, found)
         backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
-        chunk_rows = chunk_rows or rows_per_chunk(rows, weight, part, _wants(*operands)[1])
-        others: tuple[Any, ...] = (labels, plan, backend, chunk_rows, n_kept, part)
+        others: tuple[Any, ...] = (labels, plan, backend, chunk_rows or 0, n_kept, part)
         if any(_wants(*operands)):
             loss, entropy = apply_by_row(*operands, (others, wants_entropy, sign))
         else:

@@ -191,12 +191,8 @@ def _backward(logits: Tensor, labels: Tensor, stats: Tensor, dloss: Tensor, *pla
     return backward(backend, logits, labels.contiguous(), stats.contiguous(), dloss, CrossEntropyPlan(*plan))
 
 
-def _linear(
-    operator: str, tensors: tuple[Any, ...], chunk_rows: int, plan: tuple[Any, ...], wants_weight: bool = False
-) -> Linear:
-    """chunk_rows: 0 is decided here, where a trace cannot see that it depends on the number of rows."""
+def _linear(operator: str, tensors: tuple[Any, ...], chunk_rows: int, plan: tuple[Any, ...]) -> Linear:
     hidden, weight, bias, labels = tensors
-    chunk_rows = chunk_rows or linear.rows_per_chunk(hidden, weight, None, wants_weight)
     call, labels = CrossEntropyPlan(*plan), labels.contiguous()
     n_kept = count_labels(f"onetrip::{operator}", "labels", labels, weight.shape[0], call.ignore_index)
     return Linear(hidden, weight, bias, labels, call, _backend(operator, hidden), chunk_rows, n_kept)
@@ -206,7 +202,7 @@ def _linear_reduced(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, is_mean: bool, chunk_rows: int, wants: Any,
     *plan: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    call = _linear("linear_cross_entropy", (hidden, weight, bias, labels), chunk_rows, plan, wants[1])
+    call = _linear("linear_cross_entropy", (hidden, weight, bias, labels), chunk_rows, plan)
     loss, gradients, factors = linear.reduced(call, is_mean, tuple(wants))
     return loss, *filled(hidden, gradients), factors
 
@@ -224,7 +220,7 @@ def _linear_rows_backward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, dloss: Tensor, dentropy: Tensor | None,
     chunk_rows: int, wants: Any, *plan: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    call = _linear("linear_cross_entropy_rows_backward", (hidden, weight, bias, labels), chunk_rows, plan, wants[1])
+    call = _linear("linear_cross_entropy_rows_backward", (hidden, weight, bias, labels), chunk_rows, plan)
     dentropy = None if dentropy is None else dentropy.contiguous()
     return filled(hidden, linear.by_row_backward(call, dloss.contiguous(), dentropy, tuple(wants)))
 

@@ -147,7 +147,7 @@ class Linear(NamedTuple):
     plan: CrossEntropyPlan
     backend: str
     chunk_rows: int
-    """At least 1: rows whose logits exist at once."""
+    """Rows whose logits exist at once; 0: see rows_at_once."""
     n_kept: int | None
     """Rows whose label is not ignored; None where that is not known on the host."""
     part: Slice | None = None
@@ -158,23 +158,26 @@ class Linear(NamedTuple):
         functions = row_functions(self.backend)
         return functions if self.part is None else _SlicedRows(functions, self.part)
 
+    def rows_at_once(self, wants_weight: bool = False) -> int:
+        """chunk_rows, or as many as have logits of about 64 MB. Of bfloat16 on a CPU, where that would be most of the
+        peak, as many as the sums of the products need to be fast, of 16 to 64 MB. The same on every rank.
 
-def rows_per_chunk(rows: Tensor, weight: Tensor, part: Slice | None, wants_weight: bool) -> int:
-    """As many as have logits of about 64 MB; of bfloat16 on a CPU, where that would be most of the peak, as many as the
-    sums of the products need to be fast, of 16 to 64 MB.
-
-    On a GPU, with half precision and the gradient of weight wanted, more where that costs no memory. The peak is when
-    float32 sums of that gradient are rounded: three times weight's bytes. So chunks may have logits of weight's bytes,
-    and up to twice as many rows are one chunk, which needs no sums. An H200 took three times as long as unfused with
-    64 MB, 8,192 rows, 4,096 columns and 32,000 classes. rows: [n_rows, n_hidden]. The same on every rank."""
-    n_rows, n_hidden = rows.shape
-    row_bytes = (weight.shape[0] if part is None else part.most) * rows.element_size()
-    most = max(1, _CHUNK_BYTES // row_bytes)
-    if rows.dtype == torch.bfloat16 and rows.device.type == "cpu":
-        return min(most, max(1, _CHUNK_ROWS, _CHUNK_BYTES_WITH_SUMS // row_bytes))
-    if rows.element_size() == 2 and rows.device.type == "cuda" and wants_weight:
-        return max(most, n_rows if n_rows <= 2 * n_hidden else n_hidden)
-    return most
+        In half precision by Triton, with the gradient of weight wanted, more where that costs no memory: the peak is
+        when float32 sums of that gradient are rounded, three times weight's bytes. So a chunk's logits and a product
+        that is added have weight's bytes, and up to twice as many rows are one chunk, which needs no sums. With chunks
+        of 64 MB and products of 2 MB an H200 took three times as long as unfused.
+        """
+        if self.chunk_rows:
+            return self.chunk_rows
+        n_rows, n_hidden = self.hidden.shape
+        row_bytes = (self.weight.shape[0] if self.part is None else self.part.most) * self.hidden.element_size()
+        most = max(1, _CHUNK_BYTES // row_bytes)
+        if self.hidden.dtype == torch.bfloat16 and self.hidden.device.type == "cpu":
+            return min(most, max(_CHUNK_ROWS, _CHUNK_BYTES_WITH_SUMS // row_bytes))
+        if self.backend == "triton" and self.hidden.element_size() == 2 and wants_weight:
+            beside_product = (n_hidden * row_bytes - _CHUNK_BYTES) // row_bytes
+            return max(most, n_rows if n_rows <= 2 * n_hidden else beside_product)
+        return most
 
 
 def _logits(call: Linear, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -200,7 +203,7 @@ class _Kept:
     """The rows that take part: those whose label is not ignored, where their number is known. On a GPU all of them: it
     would have to come to the host, and the kernel gives ignored rows zeros."""
 
-    def __init__(self, call: Linear) -> None:
+    def __init__(self, call: Linear, wants_weight: bool = False) -> None:
         self.call = call
         self.index: Tensor | None = None
         self.labels = call.labels
@@ -208,7 +211,7 @@ class _Kept:
             self.index = (call.labels != call.plan.ignore_index).nonzero()[:, 0]
             self.labels = call.labels[self.index]
         self.n_rows = self.labels.numel()
-        self.n_chunks = -(-self.n_rows // call.chunk_rows)
+        self.n_chunks = -(-self.n_rows // call.rows_at_once(wants_weight))
 
     def take(self, tensor: Tensor, rows: slice) -> Tensor:
         return _part(tensor, rows) if self.index is None else tensor.index_select(0, _part(self.index, rows))
@@ -323,7 +326,7 @@ def keeps_dlogits(call: Linear) -> bool:
         call.backend == "cpu"
         and call.part is None
         and call.n_kept == n_rows
-        and 0 < n_rows <= call.chunk_rows
+        and 0 < n_rows <= call.rows_at_once()
         and n_rows * n_classes <= (n_rows + n_classes) * n_hidden
         and call.hidden.dtype != torch.float16
     )
@@ -353,7 +356,7 @@ def reduced(call: Linear, is_mean: bool, wants: Wants) -> tuple[Tensor, Gradient
     The factors are 1, but for float16. There a row's share of a mean may underflow before the factor of a loss scaler
     comes, and a sum over rows may overflow: each row has the weight 1, and sums over rows are scaled to the middle of
     both, about 1 / sqrt(n_rows)."""
-    kept = _Kept(call)
+    kept = _Kept(call, wants[1])
     dtype = accumulator_dtype(call.hidden.dtype)
     if is_mean:
         weight = mean_weight(call.labels, call.n_kept, call.plan.ignore_index, dtype)
@@ -409,7 +412,7 @@ def multiplied(gradients: Gradients, dloss: Tensor, factors: Tensor) -> Gradient
 
 def by_row(call: Linear, wants_entropy: bool, sign: float = 1.0) -> tuple[Tensor, Tensor | None]:
     """(sign, 1 or -1, times the [n_rows] losses, entropies where wanted), float32 (float64); 0 in ignored rows."""
-    if call.n_kept == call.labels.numel() and 0 < call.n_kept <= call.chunk_rows:
+    if call.n_kept == call.labels.numel() and 0 < call.n_kept <= call.rows_at_once():
         found = call.rows.forward(_logits(call, call.hidden), call.labels, call.plan, wants_entropy)
         return found.loss if sign == 1.0 else found.loss.neg_(), found.entropy
     kept = _Kept(call)
@@ -428,7 +431,7 @@ def by_row(call: Linear, wants_entropy: bool, sign: float = 1.0) -> tuple[Tensor
 
 def by_row_backward(call: Linear, dloss: Tensor, dentropy: Tensor | None, wants: Wants) -> Gradients:
     """The gradients of by_row; the chunks are computed again. dloss: [n_rows] or [1], contiguous."""
-    kept = _Kept(call)
+    kept = _Kept(call, wants[1])
     sums = _Sums(kept, wants)
 
     def add(chunk: _Chunk) -> None:

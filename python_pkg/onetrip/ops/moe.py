@@ -31,7 +31,8 @@ def moe_combine(
     Products and sums are float32 (float64 for float64), in the order of j, and rounded once. Backward reads y and the
     gradient once, and writes the gradient of y once; without weights it is moe_dispatch. Saves y, places and weights;
     without weights places only. Gradients cannot be differentiated again. Deterministic. Raises ValueError or
-    TypeError for wrong arguments, on a CPU IndexError for places out of range, whose rows are NaN on a GPU.
+    TypeError for wrong arguments. Places out of range raise IndexError or RuntimeError on a CPU; on a GPU they count as
+    NaN, and rows of y that no place names have no defined gradient.
     """
     function = "moe_combine"
     check_rows(function, "y", y)
@@ -68,7 +69,8 @@ def moe_dispatch(x: Tensor, places: Tensor) -> Tensor:
 
     x: (n_tokens, n_cols), float32, float16, bfloat16 or float64. places: (n_tokens, k) int64, which names every row of
     the result once. Returns (n_tokens * k, n_cols), of x's dtype. Backward is moe_combine without weights: a sum in
-    float32 in the order of j, no atomics. Saves places. Otherwise as moe_combine.
+    float32 in the order of j, no atomics. Saves places. Rows that no place names are undefined. Otherwise as
+    moe_combine.
     """
     function = "moe_dispatch"
     check_rows(function, "x", x)

@@ -30,7 +30,7 @@ from . import calls
 from .classes import Rewrite, plain_forward, wrapped
 from .forward import Forward, mentions, n_reads, read_forward
 from .report import Unsuitable
-from .source import Substitution, bare, define, matches
+from .source import Substitution, bare, define, matches, without_annotations
 from .verify import check_function, kind_of
 
 PATTERN = "experts"
@@ -161,13 +161,15 @@ def _source(forward: Forward) -> str | Unsuitable:
             return Unsuitable("unknown_forward", f"{_IMPLEMENTATION}: no statement {text}")
     names = {name: each.id for name, each in found.items() if isinstance(each, ast.Name)}
     others = [each for position, each in enumerate(tree.body) if position not in at.values()]
-    parameters = [each.arg for each in tree.args.args]
-    once = ("DEVICE", "TOP_K", "TOKENS", "COLUMNS", "WEIGHTS", "EXPERTS", "HIDDEN", "INDEX", "ROUTING", "PERM")
-    own = ("SORTED_WEIGHTS", "WEIGHTED", "INVERSE")
+    if ast.unparse(without_annotations(tree.args)) != ", ".join(
+        names.get(each, "") for each in ("SELF", "HIDDEN", "INDEX", "ROUTING")
+    ):
+        return Unsuitable("unknown_forward", f"{_IMPLEMENTATION}: other parameters")
+    once = ("DEVICE", "TOP_K", "TOKENS", "COLUMNS", "EXPERTS", "HIDDEN", "INDEX", "PERM")
+    own = ("WEIGHTS", "ROUTING", "SORTED_WEIGHTS", "WEIGHTED", "INVERSE")
     if (
         forward.globals.get("torch") is not torch
         or names.keys() != found.keys()
-        or parameters != [names[each] for each in ("SELF", "HIDDEN", "INDEX", "ROUTING")]
         or at[_TAIL[-1]] - at[_TAIL[0]] != len(_TAIL) - 1
         or any(_is_bound(each, names[name]) for each in others for name in once)
         or any(mentions(each, names[name]) for each in others for name in own)

@@ -29,6 +29,7 @@ from .classify import Classifier, Site
 from .dropouts import PATTERN as DROPOUT
 from .dropouts import uncalled_dropouts
 from .experts import PATTERN as EXPERTS
+from .experts import Experts
 from .linear.lora import PATTERN as LORA
 from .linear.shared_input import PATTERN as SHARED_INPUT
 from .linear.tied_embedding import PATTERN as TIED_EMBEDDING
@@ -222,12 +223,17 @@ class _Patcher:
         site = self.classifier.classify(module)
         if site is None:
             return None
-        if isinstance(site, Unsuitable):
-            return _skipped(name, module, site)
+        return _skipped(name, module, site) if isinstance(site, Unsuitable) else self.patch(name, module, site)
+
+    def patch(self, name: str, module: nn.Module, site: Site) -> PatchedSite | SkippedSite:
+        """Patch the module where that computes what it should."""
         rewrite = self.classifier.rewrite(module, site)
         if self.excluded & {name, *(f"{name}.{child}".removeprefix(".") for child in rewrite.absorbed)}:
             return _skipped(name, module, Unsuitable("excluded"))
         error = self.verdict(module, rewrite, site) if self.verify else None
+        if error is not None and isinstance(site, Experts) and site.other is not None:
+            self.classifier.left[id(module)] = Unsuitable("verify_failed", error)
+            return self.patch(name, module, site.other)
         if error is not None:
             return _skipped(name, module, Unsuitable("verify_failed", error))
         patched_site = PatchedSite(name, type(module).__name__, rewrite.pattern, site.detail)

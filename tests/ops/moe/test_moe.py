@@ -114,6 +114,13 @@ def test_a_result_of_another_dtype_is_rounded_once(target):
     assert_bitwise(ops.moe_combine(y, places, weights, dtype=BF16), wide.bfloat16())
 
 
+def test_ties_are_rounded_to_even(target):
+    """Half of the sums of two bfloat16 numbers of one exponent are ties."""
+    _, places = order_of(30, 2, target.device)
+    y = (1.0 + torch.rand(60, 40, device=target.device)).bfloat16()
+    assert_bitwise(ops.moe_combine(y, places), (y[places[:, 0]].float() + y[places[:, 1]].float()).bfloat16())
+
+
 def test_the_same_bits_again(target):
     """No atomics: neither of the two adds to memory."""
     _, places = order_of(301, 4, target.device)
