@@ -9,6 +9,7 @@ import pytest
 import torch
 from onetrip import ops, use_backend
 from onetrip.measure import saved_bytes
+from onetrip.ops import moe_autograd
 from pairwise import pairwise
 from targets import TARGETS, Target, needs
 from tolerances import assert_bitwise, assert_like_torch, assert_ulps
@@ -135,13 +136,21 @@ def test_the_same_bits_again(target):
 
 
 @pytest.mark.parametrize("wanted", ["y", "weights"])
-def test_only_the_wanted_gradient(target, wanted):
+def test_only_the_wanted_gradient(target, wanted, monkeypatch):
+    asked, compute = [], moe_autograd.combine_backward
+
+    def record(*arguments):
+        asked.append(arguments[-1])
+        return compute(*arguments)
+
+    monkeypatch.setattr(moe_autograd, "combine_backward", record)
     _, places = order_of(5, 2, target.device)
     y, weights = torch.randn(10, 24, device=target.device), torch.rand(5, 2, device=target.device)
     leaf = (y if wanted == "y" else weights).requires_grad_()
     (ours,) = torch.autograd.grad(ops.moe_combine(y, places, weights).sum(), leaf)
     (truth,) = torch.autograd.grad(combined(y.double(), places, weights.double()).sum(), leaf)
     assert_ulps(ours, truth.double())
+    assert asked == [(wanted == "y", wanted == "weights")]
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 8), (3, 2, 0)], ids=["tokens", "columns"])
