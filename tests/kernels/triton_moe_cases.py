@@ -12,7 +12,7 @@ from onetrip.kernels import moe
 from onetrip.reference import moe as reference
 from pairwise import pairwise
 from torch import Tensor
-from triton_runner import DEVICE, INTERPRETED, uninitialised_memory_is_nan  # noqa: F401
+from triton_runner import DEVICE, INTERPRETED, memory_past_2_to_the_31, uninitialised_memory_is_nan  # noqa: F401
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -109,12 +109,7 @@ def test_special_values_stay_in_their_row():
 
 def test_rows_2_to_the_31_elements_apart():
     """Addresses past 2^31, of a view of memory that is not there in between."""
-    stride = 2**31 + 64
-    torch.use_deterministic_algorithms(False)  # its NaN would fill the memory
-    try:
-        storage = torch.empty(stride + 64, dtype=F16, device=DEVICE)
-    except RuntimeError as error:
-        pytest.skip(f"needs 4 GB: {error}")
+    storage, stride = memory_past_2_to_the_31()
     y = storage.as_strided((2, 8), (stride, 1))
     y.copy_(torch.randn(2, 8))
     places = torch.tensor([[1, 0]], device=DEVICE)

@@ -14,7 +14,7 @@ from onetrip.reference.rotary import Operands, RotaryPlan
 from pairwise import pairwise
 from rotary_cases import heads, tables
 from torch import Tensor
-from triton_runner import DEVICE, INTERPRETED, uninitialised_memory_is_nan  # noqa: F401
+from triton_runner import DEVICE, INTERPRETED, memory_past_2_to_the_31, uninitialised_memory_is_nan  # noqa: F401
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 PLAN = RotaryPlan(False, False)
@@ -124,12 +124,7 @@ def test_nothing_is_written_beside_the_result(monkeypatch):
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_rows_2_to_the_31_elements_apart(interleaved):
     """Addresses past 2^31, of a view of memory that is not there in between."""
-    stride = 2**31 + 64
-    torch.use_deterministic_algorithms(False)  # its NaN would fill the memory
-    try:
-        storage = torch.empty(stride + 64, dtype=F16, device=DEVICE)
-    except RuntimeError as error:
-        pytest.skip(f"needs 4 GB: {error}")
+    storage, stride = memory_past_2_to_the_31()
     q = storage.as_strided((2, 1, 2, 4), (stride, 8, 4, 1))
     values = heads(2, 1, 2, 4, F16, str(DEVICE))
     q.copy_(values)

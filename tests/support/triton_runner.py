@@ -32,6 +32,16 @@ EMULATED = os.environ.get("ONETRIP_TRITON_MACHINE") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED or EMULATED else "cuda")
 
 
+def memory_past_2_to_the_31() -> tuple[torch.Tensor, int]:
+    """(uninitialised float16 memory, a stride past 2^31 of which two rows fit). Skips the test where there is none."""
+    stride = 2**31 + 64
+    torch.use_deterministic_algorithms(False)  # its NaN would fill the memory
+    try:
+        return torch.empty(stride + 64, dtype=torch.float16, device=DEVICE), stride
+    except RuntimeError as error:
+        pytest.skip(f"needs 4 GB: {error}")
+
+
 def run_cases(files: Sequence[Path], environment: dict[str, str], selection: str = "") -> None:
     """selection: as pytest's -k. Fails where a case fails, and shows its output."""
     if environment is INTERPRET and interpreter_fault():
