@@ -45,6 +45,7 @@ _COMPILE = (
     "kernels/test_triton_cases.py",
 )
 _GLU = ("ops/glu/test_glu.py", "ops/glu/test_glu_clamped.py", "ops/glu/test_glu_dropout.py")
+_MODELS = ("patching/test_models_gpu.py", "patching/linear/test_readers.py")
 _LARGE = "more_than_two_to_the or many_rows"
 SHARDS = (
     Shard("special", "graphs, streams, autocast, wide rows, Adam's bits", _SPECIAL, f"not ({_LARGE})"),
@@ -56,7 +57,7 @@ SHARDS = (
     Shard("moe", "the contract of moe, Triton", ("ops/moe/test_moe.py",)),
     Shard("glu", "the contract of glu, Triton", _GLU),
     Shard("cross_entropy", "the contract of cross_entropy, Triton", ("ops/test_cross_entropy.py",)),
-    Shard("models", "patched models: gradients, checkpointing, a training loop", ("patching/test_models_gpu.py",)),
+    Shard("models", "patched models: gradients, checkpointing, a training loop", _MODELS),
     Shard("large", "2^31 elements and more, a million rows", _SPECIAL, _LARGE, alone=True),
     Shard("compile", "torch.compile, and cases of Triton's kernels", _COMPILE),
 )

@@ -12,8 +12,10 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from typing import Any
 
 import onetrip
@@ -228,8 +230,7 @@ class Trainer:
         return sum(event.self_cpu_time_total for event in profile.key_averages() if event.key in _PRODUCTS) / 1e3
 
     def kernels_ms(self) -> float:
-        """Milliseconds of all kernels of one step, added up: where a step takes longer, the GPU waited for its host.
-        The profiler stays loaded in the process."""
+        """Milliseconds of all kernels of one step, added up: where a step takes longer, the GPU waited for its host."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             self.step()
             torch.cuda.synchronize(self._device)
@@ -254,6 +255,20 @@ def _batch(case: TrainingCase, head: str, config: Any, device: torch.device) -> 
     mask[:, -case.sequence_length // 8 :] = 0
     labels = torch.randint(config.num_labels, shape[:1], generator=generator)
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "labels": labels.to(device)}
+
+
+def _kernels_ms(case: TrainingCase, variants: tuple[Variant, ...], device: torch.device) -> dict[str, float]:
+    """Trainer.kernels_ms of each."""
+    found = {}
+    for variant in variants:
+        trainer = Trainer(case, variant, device)
+        for _ in range(WARM_UP):
+            trainer.step()
+        found[variant.name] = trainer.kernels_ms()
+        del trainer
+        gc.collect()
+        torch.cuda.empty_cache()
+    return found
 
 
 @dataclass
@@ -284,8 +299,6 @@ class _Found:
             self.steps[name] = self._figures(samples[name]) | trainer.memory()
             if self.device.type == "cpu":
                 self.steps[name]["matrix_products_ms"] = trainer.matrix_products_ms()
-            else:
-                self.steps[name]["kernels_ms"] = trainer.kernels_ms()
 
     def _admit(self, variant: Variant) -> Trainer | None:
         """Built, checked and warm; None where it has no number, with the reason in self.unavailable."""
@@ -335,6 +348,12 @@ def measure(case: TrainingCase, session: Session) -> Record:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+        if device.type == "cuda":
+            timed = tuple(variant for variant in variants if variant.name in found.steps)
+            # In another process: from its first use on, the profiler makes every launch slower.
+            with ProcessPoolExecutor(1, get_context("spawn")) as process:
+                for name, ms in process.submit(_kernels_ms, case, timed, device).result().items():
+                    found.steps[name]["kernels_ms"] = ms
 
     session.rounds(run, 1)
     return {

@@ -67,7 +67,9 @@ struct EagerRowNorm {
     PyObject* const like = has_dy ? dy : dz;
     dlpack::Tensor shape;
     static PyObject* const give_residual = PyUnicode_InternFromString("give_residual");
-    if (defers_norm || !torch->reader.types.knows(like, &shape) || given.attribute(give_residual)) return {};
+    static PyObject* const narrow = PyUnicode_InternFromString("narrow");
+    if (defers_norm || !torch->reader.types.knows(like, &shape)) return {};
+    if (given.attribute(give_residual) || given.attribute(narrow)) return {};
     RowNormBackward call = backward_plan;
     read_rows(like, call);
     const int64_t n_rows = call.n_rows, n_cols = call.n_cols, n = n_rows * n_cols;

@@ -168,6 +168,21 @@ def test_results_have_the_bits_of_the_function(make: type[Rotary], dtypes: tuple
 
 
 @pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)
+def test_training_under_autocast_gives_what_attention_would_cast(make: type[Rotary]) -> None:
+    """Of float32 tables; without gradients a cache would have another dtype than it has unpatched."""
+    model = make()
+    inputs = model.inputs(torch.bfloat16, torch.float32)
+    expected = outcome(model, *inputs)
+    patch_model(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = outcome(model, *inputs)
+        assert [x.dtype for x in model(*inputs)] == [x.dtype for x in expected[:2]]
+    assert all(x.dtype == torch.bfloat16 for x in ours)
+    assert all(torch.equal(x, y.bfloat16()) for x, y in zip(ours[:2], expected[:2], strict=True))
+    assert all(torch.allclose(x.float(), y.float(), atol=2e-2) for x, y in zip(ours[2:], expected[2:], strict=True))
+
+
+@pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)
 def test_compiles_without_a_break(make: type[Rotary]) -> None:
     model = make()
     inputs = model.inputs()

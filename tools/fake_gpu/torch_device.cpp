@@ -257,6 +257,13 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
 
 void record_stream(Tensor&, c10::Stream) {}
 
+// Products that torch has on GPUs alone: half-precision operands, a float32 result.
+Tensor wide_product(const Tensor& a, const Tensor& b, at::ScalarType dtype) { return at::mm(a.to(dtype), b.to(dtype)); }
+Tensor& add_wide_product(const Tensor& to, const Tensor& a, const Tensor& b, at::ScalarType dtype,
+                         const at::Scalar& beta, const at::Scalar& alpha, Tensor& out) {
+  return at::addmm_out(out, to, a.to(dtype), b.to(dtype), beta, alpha);
+}
+
 }  // namespace
 
 namespace at {
@@ -277,6 +284,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Storage", &set_whole_storage);
   library.impl("set_.source_Tensor", &set_tensor);
   library.impl("record_stream", &record_stream);
+  library.impl("mm.dtype", &wide_product);
+  library.impl("addmm.dtype_out", &add_wide_product);
 }
 
 // Called by the native library's launches (native_runtime.cpp): whether a capture keeps the work for later.

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ..ops.common.products import widens
 from ..ops.cross_entropy_linear import Linear
 from ..reference.cross_entropy import CrossEntropyPlan
 
@@ -240,7 +241,8 @@ def _linear_loss(func: Any, args: Any) -> Iterator[tuple[str, str, tuple[int, in
     """(name, kind, (bytes read, bytes written, flops)) of a linear cross-entropy's products, and of the rest.
 
     Chunk by chunk, a product makes logits, the kernel reads them and writes their gradient over them, and two products
-    read that. Weight's gradient in half precision is summed in float32 if there are several chunks.
+    read that. Weight's gradient in half precision is summed in float32 if there are several chunks; on a GPU by the
+    products themselves.
     """
     call = dict(zip((each.name for each in func._schema.arguments), args, strict=True))
     (n_classes, n_hidden), n_rows, size = call["weight"].shape, call["labels"].numel(), call["weight"].element_size()
@@ -259,7 +261,12 @@ def _linear_loss(func: Any, args: Any) -> Iterator[tuple[str, str, tuple[int, in
         read, written = read + hidden + logits, written + n_chunks * weight
         if n_chunks > 1 and size < 4:
             sums = 4 * n_classes * n_hidden
-            rest_read, rest_written = rest_read + n_chunks * (weight + sums), rest_written + n_chunks * sums + weight
+            rest_written += weight
+            if widens(call["weight"], torch.float32):
+                read, written = read + (n_chunks - 1) * sums, written + n_chunks * (sums - weight)
+                rest_read += sums
+            else:
+                rest_read, rest_written = rest_read + n_chunks * (weight + sums), rest_written + n_chunks * sums
         else:
             read += (n_chunks - 1) * weight
     n_products = 1 + wants_hidden + wants_weight
@@ -284,4 +291,6 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         count_shapes, n_arguments = known
         return count_shapes(*(tensor.shape for tensor in args[:n_arguments]))
     count: Any = flop_registry.get(func._overloadpacket)
+    if "dtype" in func._overloadname:  # torch's formulas do not know these overloads' out_dtype
+        args = tuple(each for each in args if not isinstance(each, torch.dtype))
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))

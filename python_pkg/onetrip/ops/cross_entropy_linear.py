@@ -17,6 +17,7 @@ from ..reference import accumulator_dtype
 from ..reference.cross_entropy import NO_INDEX, CrossEntropyPlan, RowStatistics, values
 from . import cross_entropy_native
 from .common.backends import formulas
+from .common.products import add_product_, widens
 
 _CHUNK_BYTES = 64 << 20
 _CHUNK_BYTES_WITH_SUMS = 16 << 20  # of bfloat16 on a CPU, where this is _CHUNK_ROWS or more
@@ -163,9 +164,9 @@ class Linear(NamedTuple):
         peak, as many as the sums of the products need to be fast, of 16 to 64 MB. The same on every rank.
 
         In half precision by Triton, with the gradient of weight wanted, more where that costs no memory: the peak is
-        when float32 sums of that gradient are rounded, three times weight's bytes. So a chunk's logits and a product
-        that is added have weight's bytes, and up to twice as many rows are one chunk, which needs no sums. With chunks
-        of 64 MB and products of 2 MB an H200 took three times as long as unfused.
+        when float32 sums of that gradient are rounded, three times weight's bytes. So a chunk's logits have weight's
+        bytes, and up to twice as many rows are one chunk, which needs no sums. With chunks of 64 MB and products of
+        2 MB an H200 took three times as long as unfused.
         """
         if self.chunk_rows:
             return self.chunk_rows
@@ -175,8 +176,7 @@ class Linear(NamedTuple):
         if self.hidden.dtype == torch.bfloat16 and self.hidden.device.type == "cpu":
             return min(most, max(_CHUNK_ROWS, _CHUNK_BYTES_WITH_SUMS // row_bytes))
         if self.backend == "triton" and self.hidden.element_size() == 2 and wants_weight:
-            beside_product = (n_hidden * row_bytes - _CHUNK_BYTES) // row_bytes
-            return max(most, n_rows if n_rows <= 2 * n_hidden else beside_product)
+            return max(most, n_rows if n_rows <= 2 * n_hidden else n_hidden)
         return most
 
 
@@ -267,9 +267,9 @@ class _Sums:
             else:
                 self.kept.put(self.dhidden, chunk.rows, dlogits @ self.kept.call.weight)
         if self.dweight is not None:
-            if self.dweight.dtype == dlogits.dtype and (self.is_first or not self.is_in_parts):
-                beta = 0 if self.is_first else 1
-                self.dweight.addmm_(dlogits.t(), chunk.hidden, beta=beta, alpha=self.scale)
+            is_one_operator = self.dweight.dtype == dlogits.dtype or widens(dlogits, self.dweight.dtype)
+            if is_one_operator and (self.is_first or not self.is_in_parts):
+                add_product_(self.dweight, dlogits.t(), chunk.hidden, alpha=self.scale, is_first=self.is_first)
             else:
                 self._add_products(self.dweight, chunk)
         if self.dbias is not None:

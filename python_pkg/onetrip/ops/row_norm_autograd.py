@@ -9,12 +9,16 @@ tensor.
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from ..reference import accumulator_dtype
 from ..reference.philox import Rng
@@ -162,8 +166,9 @@ def _backward_of_any(ctx: Any, saved: tuple[Any, ...] | None, grads: tuple[Tenso
     refuse_double_backward("row_norm")
     rng, _, plan, backend, dtypes, _, defers_norm = ctx.call
     dy, dz = (grads[0], grads[1] if len(grads) > 1 else None) if plan.norm else (None, grads[0])
-    if defers_norm:
-        dy = _deferred_gradient(ctx)
+    dy = _deferred_gradient(ctx) if defers_norm else _with_narrow(ctx, dy)
+    if dy is not None and dy.dtype != plan.y_dtype:
+        plan = plan._replace(y_dtype=dy.dtype)
     # Without dy nothing saved is read: a z that was edited in place then raises no error.
     saved = (None,) * 4 if dy is None else _as_saved(saved or ctx.saved_tensors, dy.device, plan, dtypes)
     # Batched gradients (is_grads_batched, vectorised jacobians) have no storage that a kernel could read.
@@ -192,9 +197,57 @@ def _deferred_gradient(node: Any) -> Tensor | None:
 
 
 @cache
-def _anchor() -> Tensor:
-    """An input of every _DeferredNorm. No user asks for its gradient: its node runs in ordinary backwards only."""
+def anchor() -> Tensor:
+    """An input of every node that leaves a gradient for another node instead of returning it. No user asks for its own
+    gradient: its node runs in ordinary backwards only."""
     return torch.empty(0, device="cpu", requires_grad=True)
+
+
+def _is_ordinary_backward() -> bool:
+    """Whether the backward that runs now is one of all leaves that it reaches, of which the anchor is one."""
+    return bool(torch._C._will_engine_execute_node(get_gradient_edge(anchor()).node))
+
+
+@dataclass(frozen=True)
+class NarrowGradient:
+    """The gradient of a norm's result y from those who read a cast of it: the norm's backward reads it as it is."""
+
+    node: Any
+    """Of the norm."""
+    y: weakref.ref[Tensor]
+    hooks: OrderedDict[int, Any]
+    """y's, which are seen when y is gone, too."""
+
+    @classmethod
+    def of(cls, y: Tensor) -> NarrowGradient | None:
+        """None where y is not the result of a norm."""
+        node: Any = y.grad_fn
+        function = getattr(type(node), "_forward_cls", None)
+        is_norm = function is _DeferredNorm or (function is _RowNorm and y.output_nr == 0 and node.call[2].norm)
+        if not is_norm and not (hasattr(node, "give_residual") and y.output_nr == 0 and node.plan.norm):
+            return None
+        if y._backward_hooks is None:
+            y.register_hook(lambda _: None).remove()  # what hooks y will have is in this dict from now on
+        hooks: Any = y._backward_hooks
+        return cls(node, weakref.ref(y), hooks)
+
+    def leave(self, gradient: Tensor) -> Tensor | None:
+        """What to return as the gradient of y, now that all who read the cast have run: None where the norm finds it,
+        gradient itself where y's own may be looked at (hooks, retain_grad, a backward for chosen inputs)."""
+        y = self.y()
+        is_seen = self.hooks or (y is not None and y.retains_grad) or torch.is_grad_enabled()
+        if is_seen or not _is_ordinary_backward():
+            return gradient
+        self.node.narrow = torch._C._current_graph_task_id(), gradient
+        return None
+
+
+def _with_narrow(node: Any, dy: Tensor | None) -> Tensor | None:
+    """dy, and the gradient that NarrowGradient left for this node in the backward that runs now."""
+    narrow, node.narrow = getattr(node, "narrow", None), None
+    if narrow is None or narrow[0] != torch._C._current_graph_task_id():
+        return dy
+    return narrow[1] if dy is None else dy + narrow[1]
 
 
 class _DeferredNorm(torch.autograd.Function):
@@ -219,12 +272,12 @@ class _DeferredNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_double_backward("row_norm")
-        (dy,), (x,), node = grads, ctx.saved_tensors, ctx.node
+        (x,), node = ctx.saved_tensors, ctx.node
+        dy = _with_narrow(ctx, *grads)
         if dy is None:
             return (None,) * 5
         dy = dy.reshape(ctx.shape)
-        anchor = ctx.next_functions[-1][0]
-        if torch._C._will_engine_execute_node(anchor) and not _has_hooks(x) and not _has_hooks(x._base):
+        if _is_ordinary_backward() and not _has_hooks(x) and not _has_hooks(x._base):
             node.deferred = torch._C._current_graph_task_id(), dy
             return (None,) * 5
         _, _, plan, backend, dtypes, *_ = node.call
@@ -238,7 +291,7 @@ class _DeferredNorm(torch.autograd.Function):
         )
         operands = BackwardOperands(dy, None, *node.saved_tensors)
         backend = backend if have_storage(dy) else "reference"
-        found = backward(backend, operands, None, plan._replace(dropout_p=0.0), wanted)
+        found = backward(backend, operands, None, plan._replace(dropout_p=0.0, y_dtype=dy.dtype), wanted)
         return None if found.dx is None else found.dx.view(x.shape), found.dweight, found.dnorm_bias, None, None
 
 
@@ -253,7 +306,7 @@ def deferred_norm(y: Tensor, x: Tensor, z: Tensor, weight: Tensor | None, norm_b
     """
     if y.requires_grad or not z.requires_grad or not torch.is_grad_enabled():
         return y if x is z else y.view(x.shape)
-    result: Tensor = _apply_deferred(x, weight, norm_bias, _anchor(), (y, z.grad_fn))
+    result: Tensor = _apply_deferred(x, weight, norm_bias, anchor(), (y, z.grad_fn))
     return result
 
 
@@ -305,7 +358,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(*(tensor for tensor in constants if tensor is not None))
     ctx.plan = plan
     ctx.dtypes = dtypes_of(operands)
-    ctx.give_residual = None
+    ctx.give_residual = ctx.narrow = None
     saved = (z if plan.store_z else operands.x, mean if plan.has_mean else None, rstd, operands.weight)
     ctx.save_for_backward(*(saved if plan.norm else (None,) * 4), rng)
 
@@ -313,7 +366,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _autograd_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, *_: None) -> tuple[Any, ...]:
     *saved, rng = ctx.saved_tensors
     wanted = _wanted(ctx.dtypes, ctx.needs_input_grad)
-    gradients = input_gradients(_traced_backward, BackwardOperands(dy, dz, *saved), rng, ctx.plan, wanted)
+    dy = _with_narrow(ctx, dy)
+    plan = ctx.plan if dy is None else ctx.plan._replace(y_dtype=dy.dtype)
+    gradients = input_gradients(_traced_backward, BackwardOperands(dy, dz, *saved), rng, plan, wanted)
     return (*_shared(ctx, gradients, dz), None, *([None] * len(ctx.plan)))
 
 

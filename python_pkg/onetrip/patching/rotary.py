@@ -116,16 +116,28 @@ class Rotation:
         return None
 
     def fused(self, layout: Layout, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """What the function returns, by the operator."""
+        """What the function returns, by the operator. In training under autocast, where that is wider than q, of q's
+        dtype: attention would cast it to that, and rounds the same float32 values."""
         if self.in_float32:
             cos, sin = cos.float(), sin.float()
-        elif not self.keeps_dtype and cos.dtype != q.dtype:
+        elif not self.keeps_dtype and cos.dtype != q.dtype and not _is_cast_by_attention(q, cos):
             dtype = torch.promote_types(q.dtype, cos.dtype)
             q, k = q.to(dtype), k.to(dtype)
         tables = self.table.to_operator(cos), self.table.to_operator(sin)
         q, k = layout.to_operator(q), layout.to_operator(k)
         q, k = ops.rotary_embedding(q, k, *tables, interleaved=self.table.is_interleaved)
         return layout.back(q), layout.back(k)
+
+
+def _is_cast_by_attention(q: Tensor, cos: Tensor) -> bool:
+    """Not without gradients: a cache keeps k in the dtype that it has then."""
+    return (
+        cos.dtype == torch.float32
+        and calls.is_autocasting(q)
+        and q.dtype == torch.get_autocast_dtype(q.device.type)
+        and torch.is_grad_enabled()
+        and q.requires_grad
+    )
 
 
 @dataclass(frozen=True)

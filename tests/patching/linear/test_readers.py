@@ -16,6 +16,7 @@ from outcomes import Outcome, assert_agree, parameter_gradients
 from patching_cases import WIDTH, inputs, randomised
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DROPOUT = 0.25
 
@@ -267,6 +268,96 @@ def test_autocast(model: Any) -> None:
     (x,) = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         assert_as_without(model, x, relative=3e-2)
+
+
+class PreNorm(nn.Module):
+    """As Llama's: layers read the result of a norm, and nothing else does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), Projections()
+        self.between: Callable[[Tensor], Any] = lambda h: None
+        self.side: list[Tensor] = []
+
+    def forward(self, h: Tensor) -> Tensor:
+        normed = self.norm(h)
+        mixed = self.mix(normed)
+        self.between(normed)
+        return h + mixed
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n += func is torch.ops.aten._to_copy.default and args[0].dim() == 3
+        return func(*args, **(kwargs or {}))
+
+
+def n_casts(model: nn.Module, x: Tensor) -> int:
+    with Casts() as casts:
+        step(model, x)
+    return casts.n
+
+
+@pytest.fixture
+def pre_norm() -> Any:
+    model = randomised(nn.Sequential(PreNorm(), PreNorm())).train()
+    patch_model(model, patterns=("layer_norm", "shared_input"))
+    return model
+
+
+def test_under_autocast_a_norm_reads_the_gradient_of_layers_as_it_is(pre_norm: Any) -> None:
+    """q, k and v share the cast of the norm's result, and there is none back."""
+    (x,) = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_as_without(pre_norm, x, relative=3e-2)
+        pre_norm[1].between = pre_norm[1].side.append  # the loss reads a norm's result, too
+        assert_as_without(pre_norm, x, relative=3e-2)
+        pre_norm[1].between = lambda h: None
+        # Those of the sum's gradient are left, and one of each norm's result.
+        assert without_sharing(lambda: n_casts(pre_norm, x)) == 2 * (1 + 3 + 3)
+        assert n_casts(pre_norm, x) == 2 * (1 + 1)
+
+
+def test_under_autocast_what_reads_a_norms_gradient_sees_all_of_it(pre_norm: Any) -> None:
+    """Hooks, also on a result that is gone, retain_grad, backwards for chosen tensors, and for the weights as well."""
+    (x,) = inputs()
+
+    def gradients() -> list[Tensor]:
+        found: list[Tensor] = []
+        kept: list[Tensor] = []
+        pre_norm[0].between = lambda h: h.register_hook(lambda g: found.append(g.clone()))
+        pre_norm[1].between = lambda h: (kept.append(h), h.retain_grad())
+        with torch.autocast("cpu", torch.bfloat16):
+            y = pre_norm(2.0 * x.clone().requires_grad_())
+        y = y.square().sum()
+        alone = torch.autograd.grad(y, [*kept, pre_norm[0].norm.weight], retain_graph=True)
+        again = torch.autograd.grad(y, pre_norm[0].norm.weight, retain_graph=True)
+        found.clear()
+        pre_norm.zero_grad()
+        y.backward()
+        return [*alone, *again, *found, kept[0].grad, *(p.grad for p in pre_norm.parameters())]
+
+    expected = without_sharing(gradients)
+    for _ in range(2):
+        found = gradients()
+        assert [each.dtype for each in found] == [each.dtype for each in expected]
+        assert_agree(found, expected, 3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_on_a_gpu(model: Any, pre_norm: Any, dtype: torch.dtype) -> None:
+    """Products of half-precision operands are added to float32 gradients."""
+    x = inputs()[0].cuda()
+    for each in (model.cuda(), pre_norm.cuda()):
+        with torch.autocast("cuda", dtype):
+            assert_as_without(each, x, relative=3e-2)
 
 
 def test_in_eval_mode_sums_are_as_ever(model: Any) -> None:

@@ -6,6 +6,10 @@
 Autograd computes one gradient of x for each reader and adds them in separate passes. Here the readers share a sum. In
 backward a linear layer adds its product to the sum in place (a matrix product with beta = 1). The reader that runs last
 returns the sum, the others return None. Which readers have the same tensor is found as the model runs.
+
+Under autocast the layers read one cast of x. Their sum is float32 where it begins with the residual's gradient, to
+which a GPU's products add as they are. Else it is half precision; if x is the result of a norm, the norm's backward
+reads it so, without a cast.
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ from torch.nn import functional
 from ...ops import bias_dropout_residual
 from ...ops.common.backends import KERNEL_DTYPES
 from ...ops.common.native import current_stream
+from ...ops.common.products import add_product_, product, widens
 from ...ops.common.rng import draw_rng
 from ...ops.common.tracing import have_storage, is_jit_tracing, is_transformed
-from ...ops.row_norm_autograd import share_residual_gradient
+from ...ops.row_norm_autograd import NarrowGradient, anchor, share_residual_gradient
 from .. import calls
 from ..calls import is_plain
 
@@ -46,9 +51,13 @@ class _Sum:
 class Readers:
     """The autograd nodes that read one tensor. Each keeps this alive; it keeps none of them."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = weakref.ref(tensor)
-        """As the nodes read it: cast, under autocast. Not kept: nodes outlive a checkpoint's tensors and a backward."""
+    def __init__(self, x: Tensor, cast: Tensor) -> None:
+        self.x, self.dtype = weakref.ref(x), x.dtype
+        self.narrow = None if cast is x else NarrowGradient.of(x)
+        self.cast = weakref.ref(cast)
+        """x as linear layers read it. Not kept: nodes outlive a checkpoint's tensors and a backward."""
+        self.takes_residual = cast is x or widens(cast, x.dtype)
+        """Whether products can be added to a gradient of x's dtype."""
         self.nodes: list[weakref.ref[Any]] = []
         self.sums: dict[int, _Sum] = {}
         """By the engine's number of the backward: they may be nested."""
@@ -69,7 +78,9 @@ class Readers:
                 current.gradient, current.is_own = gradient, is_own
                 return None
         del self.sums[torch._C._current_graph_task_id()]
-        return gradient
+        if gradient is not None and gradient.dtype != self.dtype and self.narrow is not None:
+            return self.narrow.leave(gradient)
+        return gradient  # cast by the engine, if need be
 
     def give_residual(self, node: Any, gradient: Tensor | None, is_own: bool) -> Tensor | None:
         """The same for a residual sum. gradient: its own share."""
@@ -82,18 +93,28 @@ class Readers:
 
 
 class _Linear(torch.autograd.Function):
-    """dropout(x) @ weight.T + bias. dropout(x, residual): dropout(x), and its sum with the residual, by a mask that it
-    draws again at each call; None for none."""
+    """dropout(x) @ weight.T + bias, of cast, which is x in the dtype of the product. dropout(x, residual): dropout(x),
+    and its sum with the residual, by a mask that it draws again at each call; None for none."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, readers: Readers, dropout: Dropout | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        _: Tensor | None,
+        cast: Tensor,
+        readers: Readers,
+        dropout: Dropout | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.dtype = weight.dtype
+        weight = weight.to(cast.dtype)
+        ctx.save_for_backward(cast if ctx.needs_input_grad[1] else None, weight)
         ctx.shape, ctx.readers, ctx.dropout = x.shape, readers, dropout
         readers.nodes.append(weakref.ref(ctx))
-        y = functional.linear(x if dropout is None else dropout(x, None), weight, bias)
+        dropped = cast if dropout is None else dropout(cast, None)
+        y = functional.linear(dropped, weight, None if bias is None else bias.to(cast.dtype))
         # No view: a model may write to it, which autograd forbids for views that a Function returns.
         result: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
         return result
@@ -104,8 +125,8 @@ class _Linear(torch.autograd.Function):
         current = ctx.readers.sum_so_far()
         so_far = current.gradient
         if dy is None:
-            return ctx.readers.give(ctx, so_far, current.is_own), None, None, None, None
-        x, weight = ctx.saved_tensors
+            return ctx.readers.give(ctx, so_far, current.is_own), *[None] * 6
+        cast, weight = ctx.saved_tensors
         n_columns = ctx.shape[-1]
         rows = dy.reshape(-1, dy.shape[-1])
         dx = dweight = dbias = None
@@ -116,21 +137,27 @@ class _Linear(torch.autograd.Function):
                 dx = (rows @ weight).view(ctx.shape)
             elif torch.is_grad_enabled() or not current.is_own or not so_far.is_contiguous():
                 # Gradients are enabled in a backward with create_graph.
-                dx = torch.addmm(so_far.reshape(-1, n_columns), rows, weight).view(ctx.shape)
+                dx = so_far + (rows @ weight).view(ctx.shape)
             else:
                 dx = so_far
-                dx.view(-1, n_columns).addmm_(rows, weight)
+                add_product_(dx.view(-1, n_columns), rows, weight)
             dx = ctx.readers.give(ctx, dx, True)
         if ctx.needs_input_grad[1]:
-            dropped = x if ctx.dropout is None else ctx.dropout(x, None)
-            dweight = rows.t() @ dropped.reshape(-1, n_columns)
+            dropped = cast if ctx.dropout is None else ctx.dropout(cast, None)
+            dweight = product(rows.t(), dropped.reshape(-1, n_columns), ctx.dtype)
         if ctx.needs_input_grad[2]:
             dbias = rows.sum(dim=0)
-        return dx, dweight, dbias, None, None
+        return dx, dweight, dbias, *[None] * 4
 
 
-linear = _Linear.apply
-"""linear(x, weight, bias, readers, dropout)"""
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cast: Tensor, readers: Readers, dropout: Dropout | None
+) -> Tensor:
+    """x @ weight.T + bias, see _Linear. Its gradient of x is that of all readers."""
+    result: Tensor = _Linear.apply(
+        x, weight, bias, None if readers.narrow is None else anchor(), cast, readers, dropout
+    )
+    return result
 
 
 class _Read(NamedTuple):
@@ -221,7 +248,7 @@ def read_as_residual(x: Tensor, result: Tensor) -> None:
             _before_sums.add(module)
         return
     readers = found.readers()
-    if readers is None or readers.tensor() is not x:
+    if readers is None or readers.x() is not x or not readers.takes_residual:
         return
     if share_residual_gradient(result, readers.give_residual):
         readers.nodes.append(weakref.ref(result.grad_fn))
@@ -236,12 +263,12 @@ def _read(
     readers = None
     if found is not None and found.readers is not None and found.tensor() is x and found.state == _state(x):
         readers = found.readers()
-    tensor = None if readers is None else readers.tensor()
-    if readers is None or tensor is None or tensor.dtype != dtype:
-        tensor = x.to(dtype)
-        readers = Readers(tensor)
+    cast = None if readers is None else readers.cast()
+    if readers is None or cast is None or cast.dtype != dtype:
+        cast = x if x.dtype == dtype else x.detach().to(dtype)
+        readers = Readers(x, cast)
         reads[id(x)] = _Read(_watched(x), _state(x), weakref.ref(readers), weakref.ref(module))
-    return linear(tensor, weight.to(dtype), None if bias is None else bias.to(dtype), readers, dropout), tensor
+    return linear(x, weight, bias, cast, readers, dropout), cast
 
 
 def _state(x: Tensor) -> tuple[int, bool, int]:

@@ -119,8 +119,8 @@ class SharedInputs:
 
 
 def _shared(x: Tensor, *weights: Tensor) -> list[Tensor]:
-    readers = Readers(x)
-    return [linear(x, weight, None, readers, None) for weight in weights]
+    readers = Readers(x, x)
+    return [linear(x, weight, None, x, readers, None) for weight in weights]
 
 
 def _apart(x: Tensor, *weights: Tensor) -> list[Tensor]:

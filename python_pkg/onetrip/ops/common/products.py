@@ -1,0 +1,47 @@
+"""Matrix products in half precision whose sums stay in float32.
+
+On a GPU torch (from 2.8 on) adds such a product to a float32 tensor, or returns it in float32, within the product.
+Elsewhere it is rounded to its operands' dtype first, and added or cast by another pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from .backends import HALF
+from .tracing import have_storage, watched_as
+
+_IN_TORCH = hasattr(torch.ops.aten.addmm, "dtype_out")
+
+
+def widens(a: Tensor, dtype: torch.dtype) -> bool:
+    """Whether one operator multiplies a into dtype."""
+    is_half_on_gpu = a.dtype in HALF and (a.is_cuda or watched_as() == "cuda")
+    return is_half_on_gpu and dtype == torch.float32 and _IN_TORCH and have_storage(a)
+
+
+def _is_wide(a: Tensor, dtype: torch.dtype) -> bool:
+    """The same, here: that operator cannot be differentiated, and torch's FlopCounterMode fails for it."""
+    is_seen = is_in_torch_dispatch_mode() and watched_as() is None
+    return widens(a, dtype) and not torch.is_grad_enabled() and not is_seen
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b in dtype, or in the operands' dtype where the product cannot be had in dtype. a, b: matrices."""
+    return torch.mm(a, b, out_dtype=dtype) if _is_wide(a, dtype) else a @ b
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, is_first: bool = False) -> None:
+    """total += alpha * (a @ b). total: a contiguous matrix of the operands' dtype, or wider; is_first: it is not read,
+    but written to."""
+    beta = 0 if is_first else 1
+    if total.dtype == a.dtype:
+        total.addmm_(a, b, beta=beta, alpha=alpha)
+    elif _is_wide(a, total.dtype):
+        torch.addmm(total, a, b, beta=beta, alpha=alpha, out_dtype=total.dtype, out=total)
+    elif is_first:
+        torch.mul(a @ b, alpha, out=total)
+    else:
+        total.add_(a @ b, alpha=alpha)
