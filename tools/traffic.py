@@ -3,8 +3,9 @@
     python -m tools.traffic --output benchmarks/results/traffic.json
 
 The six model shapes of benchmarks/suites/default_patch.py, one with low-rank adapters (PEFT) on all linear layers, and
-a mixture of experts, bfloat16, train mode. Fake tensors go through forward and backward: no step runs, and the counts
-are the same on every machine. On a CPU they are those of two threads, which cut attention into other parts than one.
+a mixture of experts, bfloat16, train mode; two of them also with float32 weights under autocast (Trainer's bf16=True).
+Fake tensors go through forward and backward: no step runs, and the counts are the same on every machine. On a CPU they
+are those of two threads, which cut attention into other parts than one.
 See docs/anatomy.md.
 """
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +45,8 @@ MIXTURE = "Qwen3-MoE"
 _MIXTURE = SHAPES["Llama"][2] | {
     "num_key_value_heads": 4, "head_dim": 64, "moe_intermediate_size": 384, "num_experts": 32, "num_experts_per_tok": 8,
 }  # fmt: skip
-ALL_SHAPES = (*SHAPES, ADAPTED, MIXTURE)
+_AUTOCAST = " under autocast"
+ALL_SHAPES = (*SHAPES, ADAPTED, MIXTURE, f"BERT{_AUTOCAST}", f"Llama{_AUTOCAST}")
 _N_THREADS = 2
 
 
@@ -61,13 +65,21 @@ def _model_of(shape: str) -> Any:
 def traffic_of(shape: str, device_type: str, **patch: Any) -> Traffic:
     """Traffic of one step; patch: arguments of patch_model, of which unpatched=True stands for none."""
     with torch.device("meta"):
-        model = _model_of(shape)
-    mode = FakeTensorMode()
-    model = anatomy.fake_copy(model, mode, torch.bfloat16).train()
+        model = _model_of(shape.removesuffix(_AUTOCAST))
+    mode, is_autocast = FakeTensorMode(), shape.endswith(_AUTOCAST)
+    model = anatomy.fake_copy(model, mode, torch.float32 if is_autocast else torch.bfloat16).train()
     make_batch = partial(anatomy.make_batch, model, BATCH_SIZE, SEQUENCE_LENGTH)
-    how: dict[str, Any] = {"device_type": device_type, "peak_only": True}
-    if not patch.pop("unpatched", False):
-        how["context"] = partial(onetrip.patched, model, verify=False, **patch)
+    is_patched = not patch.pop("unpatched", False)
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=is_autocast),  # fake tensors are of the CPU's device type
+            onetrip.patched(model, verify=False, **patch) if is_patched else nullcontext(),
+        ):
+            yield
+
+    how: dict[str, Any] = {"device_type": device_type, "peak_only": True, "context": context}
     n_threads = torch.get_num_threads()
     torch.set_num_threads(_N_THREADS)
     try:
@@ -116,7 +128,7 @@ def main() -> None:
         for shape, found in shapes.items():
             megabytes = found["unpatched"]["outside"] / 1e6
             ratios = ", ".join(f"{way} {ratio:.2f}" for way, ratio in found["ratios"].items())
-            print(f"{device_type:5}{shape:6}{megabytes:8.1f} MB outside products, unpatched; patched over it: {ratios}")
+            print(f"{device_type:5}{shape:22}{megabytes:8.1f} MB outside products; patched over it: {ratios}")
     if options.output is not None:
         write(options.output, json.dumps(result, indent=1) + "\n")
 

@@ -20,14 +20,16 @@ _LOWEST = tl.constexpr(-1000.0)  # e^_LOWEST is 0, and 0 * _LOWEST not NaN
 
 @triton.jit
 def _load_values(logits_ptr, cols, n_cols, scale, softcap, HAS_CAP: tl.constexpr):
-    """t of these columns of a row; 0 where there is no column."""
+    """(t, its derivative by the scaled logits) of these columns of a row; t is 0 where there is no column."""
     t = tl.load(logits_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) * scale
+    slope = 1.0
     if HAS_CAP:
         u = t / softcap
         e = tl.exp(-2.0 * tl.abs(u))
         magnitude = (1.0 - e) / (1.0 + e)
         t = softcap * tl.where(u < 0.0, -magnitude, magnitude)
-    return t
+        slope = 4.0 * e / ((1.0 + e) * (1.0 + e))  # 1 - magnitude^2 would cancel
+    return t, slope
 
 
 @triton.jit(do_not_specialize=["n_cols", "logits_row_stride", "dlogits_row_stride", "weight_stride", "ignore_index"])
@@ -94,7 +96,7 @@ def _cross_entropy_kernel(
         is_wrong = (label < 0) | (label >= n_cols)
         index = tl.where(is_wrong, 0, label).to(tl.int32)
         # Before the first reduction: no warp has overwritten it yet.
-        t_label = _load_values(logits_ptr, index, n_cols, scale, softcap, HAS_CAP)
+        t_label, _slope = _load_values(logits_ptr, index, n_cols, scale, softcap, HAS_CAP)
         mean = 0.0
         entropy = 0.0
         if HAS_STATS:
@@ -107,7 +109,7 @@ def _cross_entropy_kernel(
             plain = tl.zeros([BLOCK_COLS], tl.float32)
             for first_col in range(0, n_cols, BLOCK_COLS):
                 cols = first_col + tl.arange(0, BLOCK_COLS)
-                t = _load_values(logits_ptr, cols, n_cols, scale, softcap, HAS_CAP)
+                t, slope = _load_values(logits_ptr, cols, n_cols, scale, softcap, HAS_CAP)
                 if WANTS_ALL:
                     plain += t
                 t = tl.where(cols < n_cols, t, float("-inf"))
@@ -150,7 +152,7 @@ def _cross_entropy_kernel(
                 of_p -= entropy_weight * entropy
             for first_col in range(0, n_cols, BLOCK_COLS):
                 cols = first_col + tl.arange(0, BLOCK_COLS)
-                t = _load_values(logits_ptr, cols, n_cols, scale, softcap, HAS_CAP)
+                t, slope = _load_values(logits_ptr, cols, n_cols, scale, softcap, HAS_CAP)
                 log_p = (t - largest) - log_sum
                 of_each = of_p
                 if entropy_weights_ptr is not None:
@@ -158,8 +160,7 @@ def _cross_entropy_kernel(
                 g = tl.exp(log_p) * of_each + of_all
                 g = tl.where(cols == index, g + of_label, g)
                 if HAS_CAP:
-                    u = t / softcap
-                    g *= 1.0 - u * u
+                    g *= slope
                 tl.store(dlogits_ptr + cols, g.to(dlogits_ptr.dtype.element_ty), mask=cols < n_cols)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..reference import accumulator_dtype
 from ..reference.philox import Rng
@@ -197,15 +198,22 @@ def _deferred_gradient(node: Any) -> Tensor | None:
 
 
 @cache
+def _anchor() -> tuple[Tensor, Any]:
+    """(anchor, its node)."""
+    with _disable_current_modes():
+        tensor = torch.empty(0, device="cpu", requires_grad=True)
+        return tensor, get_gradient_edge(tensor).node
+
+
 def anchor() -> Tensor:
     """An input of every node that leaves a gradient for another node instead of returning it. No user asks for its own
     gradient: its node runs in ordinary backwards only."""
-    return torch.empty(0, device="cpu", requires_grad=True)
+    return _anchor()[0]
 
 
 def _is_ordinary_backward() -> bool:
     """Whether the backward that runs now is one of all leaves that it reaches, of which the anchor is one."""
-    return bool(torch._C._will_engine_execute_node(get_gradient_edge(anchor()).node))
+    return bool(torch._C._will_engine_execute_node(_anchor()[1]))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch.nn import functional
 from ...ops import bias_dropout_residual
 from ...ops.common.backends import KERNEL_DTYPES
 from ...ops.common.native import current_stream
-from ...ops.common.products import add_product_, product, widens
+from ...ops.common.products import add_product_, column_sums, product, widens
 from ...ops.common.rng import draw_rng
 from ...ops.common.tracing import have_storage, is_jit_tracing, is_transformed
 from ...ops.row_norm_autograd import NarrowGradient, anchor, share_residual_gradient
@@ -93,7 +93,7 @@ class Readers:
 
 
 class _Linear(torch.autograd.Function):
-    """dropout(x) @ weight.T + bias, of cast, which is x in the dtype of the product. dropout(x, residual): dropout(x),
+    """dropout(x) @ weight.T + bias. cast: x in the dtype of the product; None: x is. dropout(x, residual): dropout(x),
     and its sum with the residual, by a mask that it draws again at each call; None for none."""
 
     @staticmethod
@@ -103,10 +103,11 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         _: Tensor | None,
-        cast: Tensor,
+        cast: Tensor | None,
         readers: Readers,
         dropout: Dropout | None,
     ) -> Tensor:
+        cast = x if cast is None else cast
         ctx.set_materialize_grads(False)
         ctx.dtype = weight.dtype
         weight = weight.to(cast.dtype)
@@ -146,7 +147,7 @@ class _Linear(torch.autograd.Function):
             dropped = cast if ctx.dropout is None else ctx.dropout(cast, None)
             dweight = product(rows.t(), dropped.reshape(-1, n_columns), ctx.dtype)
         if ctx.needs_input_grad[2]:
-            dbias = rows.sum(dim=0)
+            dbias = column_sums(rows, ctx.dtype)
         return dx, dweight, dbias, *[None] * 4
 
 
@@ -154,9 +155,8 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, cast: Tensor, readers: Readers, dropout: Dropout | None
 ) -> Tensor:
     """x @ weight.T + bias, see _Linear. Its gradient of x is that of all readers."""
-    result: Tensor = _Linear.apply(
-        x, weight, bias, None if readers.narrow is None else anchor(), cast, readers, dropout
-    )
+    is_watched = None if readers.narrow is None else anchor()
+    result: Tensor = _Linear.apply(x, weight, bias, is_watched, None if cast is x else cast, readers, dropout)
     return result
 
 
