@@ -69,7 +69,8 @@ struct EagerRowNorm {
     static PyObject* const give_residual = PyUnicode_InternFromString("give_residual");
     static PyObject* const narrow = PyUnicode_InternFromString("narrow");
     if (defers_norm || !torch->reader.types.knows(like, &shape)) return {};
-    if (given.attribute(give_residual) || given.attribute(narrow)) return {};
+    if (given.attribute(give_residual)) return {};
+    if (const py::object left = given.attribute(narrow); left && !left.is_none()) return {};
     RowNormBackward call = backward_plan;
     read_rows(like, call);
     const int64_t n_rows = call.n_rows, n_cols = call.n_cols, n = n_rows * n_cols;

@@ -252,8 +252,11 @@ class NarrowGradient:
 
 def _with_narrow(node: Any, dy: Tensor | None) -> Tensor | None:
     """dy, and the gradient that NarrowGradient left for this node in the backward that runs now."""
-    narrow, node.narrow = getattr(node, "narrow", None), None
-    if narrow is None or narrow[0] != torch._C._current_graph_task_id():
+    narrow = getattr(node, "narrow", None)
+    if narrow is None:
+        return dy
+    node.narrow = None
+    if narrow[0] != torch._C._current_graph_task_id():
         return dy
     return narrow[1] if dy is None else dy + narrow[1]
 
