@@ -128,6 +128,7 @@ void launch_on(const dlpack::Tensor& x, PyObject* tensor, const char* function, 
 // What a call leaves. saved, non_differentiable: tuples for autograd; null: none.
 struct Done {
   py::object result, saved, non_differentiable;
+  bool takes_no_gradient = false;  // backward may be called with None for all results
 };
 
 // What backward of a Function knows: what its forward has left in ctx, and the results' gradients (None: no gradient).

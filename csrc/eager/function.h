@@ -38,7 +38,8 @@ PyObject* forward_eagerly(PyObject* otherwise, PyObject* const* values, Py_ssize
     static PyObject* const name_of_call = PyUnicode_InternFromString("call");
     if (done.saved) set_attribute(values[0], to_save, done.saved.ptr());
     if (done.non_differentiable) set_attribute(values[0], non_differentiable, done.non_differentiable.ptr());
-    if (PyTuple_Check(done.result.ptr())) set_attribute(values[0], materialize_grads, Py_False);
+    if (done.takes_no_gradient || PyTuple_Check(done.result.ptr()))
+      set_attribute(values[0], materialize_grads, Py_False);
     set_attribute(values[0], name_of_call, call);
     return done.result.release().ptr();
   });

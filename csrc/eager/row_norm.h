@@ -54,6 +54,7 @@ struct EagerRowNorm {
       done.saved =
           py::make_tuple(z ? z : py::reinterpret_borrow<py::object>(operands[0]), mean, rstd, py::handle(operands[3]));
     if (defers_norm) done.non_differentiable = py::make_tuple(y);
+    done.takes_no_gradient = true;
     return done;
   }
 

@@ -146,8 +146,7 @@ def _forward_of_any(ctx: Any, *operands_and_call: Any) -> Any:
     call: Call = operands_and_call[5]
     rng, _, plan, backend, _, return_z, defers_norm = call
     y, z, mean, rstd = forward(backend, operands, rng, plan)
-    if return_z:
-        ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)
     if plan.norm:
         ctx.save_for_backward(operands[0] if z is None else z, mean, rstd, operands[3])
     ctx.call = call
@@ -232,7 +231,9 @@ class NarrowGradient:
         node: Any = y.grad_fn
         function = getattr(type(node), "_forward_cls", None)
         is_norm = function is _DeferredNorm or (function is _RowNorm and y.output_nr == 0 and node.call[2].norm)
-        if not is_norm and not (hasattr(node, "give_residual") and y.output_nr == 0 and node.plan.norm):
+        if not is_norm and not (
+            y.output_nr == 0 and hasattr(node, "narrow") and hasattr(node, "plan") and node.plan.norm
+        ):
             return None
         if y._backward_hooks is None:
             y.register_hook(lambda _: None).remove()  # what hooks y will have is in this dict from now on
@@ -244,7 +245,8 @@ class NarrowGradient:
         gradient itself where y's own may be looked at (hooks, retain_grad, a backward for chosen inputs)."""
         y = self.y()
         is_seen = self.hooks or (y is not None and y.retains_grad) or torch.is_grad_enabled()
-        if is_seen or not _is_ordinary_backward():
+        # Others may have left one: who read another cast, or in a backward that this one runs in.
+        if is_seen or getattr(self.node, "narrow", None) is not None or not _is_ordinary_backward():
             return gradient
         self.node.narrow = torch._C._current_graph_task_id(), gradient
         return None
@@ -253,11 +255,9 @@ class NarrowGradient:
 def _with_narrow(node: Any, dy: Tensor | None) -> Tensor | None:
     """dy, and the gradient that NarrowGradient left for this node in the backward that runs now."""
     narrow = getattr(node, "narrow", None)
-    if narrow is None:
+    if narrow is None or narrow[0] != torch._C._current_graph_task_id():
         return dy
     node.narrow = None
-    if narrow[0] != torch._C._current_graph_task_id():
-        return dy
     return narrow[1] if dy is None else dy + narrow[1]
 
 

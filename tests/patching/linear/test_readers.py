@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from onetrip.measure.traffic import traffic
+from onetrip.ops import row_norm_autograd
 from onetrip.patching import calls, patch_model
 from onetrip.patching.linear import readers
 from outcomes import Outcome, assert_agree, parameter_gradients
@@ -350,12 +351,106 @@ def test_under_autocast_what_reads_a_norms_gradient_sees_all_of_it(pre_norm: Any
         assert_agree(found, expected, 3e-2)
 
 
+class TwoReaders(PreNorm):
+    """Two children read the norm's result; the second may run under another autocast."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = Projections()
+
+    def forward(self, h: Tensor) -> Tensor:
+        normed = self.norm(h)
+        mixed = self.mix(normed)
+        with torch.autocast("cpu", self.dtype):
+            return h + mixed + self.more(normed)
+
+
+@pytest.mark.parametrize("case", ["plain", "frozen", "another dtype"])
+def test_under_autocast_two_groups_of_readers(case: str) -> None:
+    """Where the first group's weights are frozen nothing keeps its cast: the second makes another one."""
+    model, (x,) = randomised(nn.Sequential(TwoReaders(), TwoReaders())).train(), inputs()
+    patch_model(model, patterns=("layer_norm", "shared_input"))
+    for layer in model:
+        layer.mix.requires_grad_(case != "frozen")
+        layer.dtype = torch.float16 if case == "another dtype" else torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_as_without(model, x, relative=3e-2)
+
+
+@pytest.mark.parametrize("is_plain", [True, False], ids=["native forward", "Python's"])
+def test_under_autocast_a_norms_gradient_is_not_filled_with_zeros(
+    pre_norm: Any, monkeypatch: pytest.MonkeyPatch, is_plain: bool
+) -> None:
+    """Where all of it comes from layers that read a cast."""
+    (x,) = inputs()
+    x = x if is_plain else x.mT.contiguous().mT
+    seen: list[Tensor | None] = []
+    original = row_norm_autograd._with_narrow
+    monkeypatch.setattr(row_norm_autograd, "_with_narrow", lambda node, dy: (seen.append(dy), original(node, dy))[1])
+    with torch.autocast("cpu", torch.bfloat16):
+        step(pre_norm, x)
+    assert seen == [None, None]
+
+
+class Nested(torch.autograd.Function):
+    """The identity. Its backward runs another backward through the same graph."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, losses: list[Tensor]) -> Tensor:
+        ctx.losses = losses
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if ctx.losses:
+            ctx.losses.pop().backward(retain_graph=True)
+        return grads[0], None
+
+
+def test_under_autocast_a_backward_between_the_layers_and_the_norm(pre_norm: Any) -> None:
+    (x,) = inputs()
+
+    def gradients() -> Outcome:
+        pre_norm.zero_grad()
+        losses: list[Tensor] = []
+        with torch.autocast("cpu", torch.bfloat16):
+            normed = pre_norm[0].norm(x)
+            early = Nested.apply(normed, losses)  # made before the layers: its backward runs after theirs
+            loss = (early + pre_norm[0].mix(normed)).square().sum()
+        losses.append(loss)
+        loss.backward(retain_graph=True)
+        return parameter_gradients(pre_norm[0])
+
+    expected = without_sharing(gradients)
+    assert_agree(gradients(), expected, 3e-2)
+
+
+@pytest.fixture
+def without_norms() -> Any:
+    """Layers read a sum with dropout, whose residual others have read."""
+    model = nn.Sequential(Layer(), Layer())
+    for layer in model:
+        layer.mixed, layer.expanded = OutputWithoutNorm(), OutputWithoutNorm()
+    randomised(model).train()
+    patch_model(model)
+    return model
+
+
+def test_under_autocast_layers_read_a_sum_without_a_norm(without_norms: Any) -> None:
+    (x,) = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_as_without(without_norms, x, relative=3e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_on_a_gpu(model: Any, pre_norm: Any, dtype: torch.dtype) -> None:
+def test_autocast_on_a_gpu(model: Any, pre_norm: Any, without_norms: Any, dtype: torch.dtype) -> None:
     """Products of half-precision operands are added to float32 gradients."""
     x = inputs()[0].cuda()
-    for each in (model.cuda(), pre_norm.cuda()):
+    models = [model, pre_norm] if dtype == torch.float16 else [model, pre_norm, without_norms]  # which overflows
+    for each in (each.cuda() for each in models):
         with torch.autocast("cuda", dtype):
             assert_as_without(each, x, relative=3e-2)
 
