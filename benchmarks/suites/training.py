@@ -348,7 +348,7 @@ def measure(case: TrainingCase, session: Session) -> Record:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        if device.type == "cuda":
+        if device.type == "cuda" and found.steps:
             timed = tuple(variant for variant in variants if variant.name in found.steps)
             # In another process: from its first use on, the profiler makes every launch slower.
             with ProcessPoolExecutor(1, get_context("spawn")) as process:

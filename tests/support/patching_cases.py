@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from onetrip.patching import links
-from outcomes import outcome, patched_pair
+from onetrip.patching import calls, links
+from outcomes import Outcome, assert_agree, outcome, parameter_gradients, patched_pair
 from torch import Tensor, nn
 
 WIDTH = 16
@@ -248,3 +248,95 @@ def tiny_mixture(model_type: str, **sizes: Any) -> Any:
     }  # fmt: skip
     default = transformers.CONFIG_MAPPING[model_type]().to_dict()
     return transformers.CONFIG_MAPPING[model_type](**{k: v for k, v in common.items() if k in default} | sizes)
+
+
+# Layers that read one tensor, as BERT's do, and a step through them with and without a shared gradient.
+READERS_DROPOUT = 0.25
+
+
+class Projections(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.tanh(self.q(h) * self.k(h)) * self.v(h)
+
+
+class Output(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.drop, self.norm = nn.Linear(WIDTH, WIDTH), nn.Dropout(READERS_DROPOUT), nn.LayerNorm(WIDTH)
+
+    def forward(self, h: Tensor, residual: Tensor) -> Tensor:
+        h = self.dense(h)
+        h = self.drop(h)
+        return self.norm(h + residual)
+
+
+class Expansion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.act = nn.Linear(WIDTH, WIDTH), nn.GELU()
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.act(self.dense(h))
+
+
+class Layer(nn.Module):
+    """As BERT's: both sums read what linear layers of other modules have read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.mixed = Projections(), Output()
+        self.expand, self.expanded = Expansion(), Output()
+        self.between: Callable[[Tensor], Any] = lambda h: None
+        self.side: list[Tensor] = []
+        self.branch: Callable[[Tensor], Tensor] = lambda h: h
+
+    def forward(self, h: Tensor) -> Tensor:
+        mixed = self.branch(self.mix(h))
+        self.between(h)
+        h = self.mixed(mixed, h)
+        expanded = self.branch(self.expand(h))
+        self.between(h)
+        return self.expanded(expanded, h)
+
+
+class OutputWithoutNorm(Output):
+    def forward(self, h: Tensor, residual: Tensor) -> Tensor:
+        h = self.dense(h)
+        h = self.drop(h)
+        return h + residual
+
+
+def step(model: nn.Module, x: Tensor) -> Outcome:
+    """The output and every gradient; the same masks in every call."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = model(2.0 * leaf)
+    loss = y.square().sum()
+    for module in model.modules():
+        while getattr(module, "side", None):
+            loss = loss + module.side.pop().sum()
+    loss.backward()
+    assert leaf.grad is not None
+    return {"y": y.detach(), "x": leaf.grad} | parameter_gradients(model)
+
+
+def without_sharing(compute: Callable[[], Any]) -> Any:
+    smallest, calls.SMALLEST = calls.SMALLEST, 1 << 40
+    try:
+        return compute()
+    finally:
+        calls.SMALLEST = smallest
+
+
+def assert_as_without(model: nn.Module, x: Tensor, relative: float = 1e-5) -> None:
+    """The second step is the first in which single layers make readers."""
+    expected = without_sharing(lambda: step(model, x))
+    for _ in range(3):
+        found = step(model, x)
+        assert torch.equal(found["y"], expected["y"])
+        assert_agree(found, expected, relative)

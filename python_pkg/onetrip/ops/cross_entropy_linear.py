@@ -17,7 +17,7 @@ from ..reference import accumulator_dtype
 from ..reference.cross_entropy import NO_INDEX, CrossEntropyPlan, RowStatistics, values
 from . import cross_entropy_native
 from .common.backends import formulas
-from .common.products import add_product_, widens
+from .common.products import add_product_, widens_now
 
 _CHUNK_BYTES = 64 << 20
 _CHUNK_BYTES_WITH_SUMS = 16 << 20  # of bfloat16 on a CPU, where this is _CHUNK_ROWS or more
@@ -267,7 +267,7 @@ class _Sums:
             else:
                 self.kept.put(self.dhidden, chunk.rows, dlogits @ self.kept.call.weight)
         if self.dweight is not None:
-            is_one_operator = self.dweight.dtype == dlogits.dtype or widens(dlogits, self.dweight.dtype)
+            is_one_operator = self.dweight.dtype == dlogits.dtype or widens_now(dlogits, self.dweight.dtype)
             if is_one_operator and (self.is_first or not self.is_in_parts):
                 add_product_(self.dweight, dlogits.t(), chunk.hidden, alpha=self.scale, is_first=self.is_first)
             else:

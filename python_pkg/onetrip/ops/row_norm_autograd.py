@@ -242,7 +242,8 @@ class NarrowGradient:
 
     def leave(self, gradient: Tensor) -> Tensor | None:
         """What to return as the gradient of y, now that all who read the cast have run: None where the norm finds it,
-        gradient itself where y's own may be looked at (hooks, retain_grad, a backward for chosen inputs)."""
+        gradient itself where y's own may be looked at (hooks, retain_grad, a backward for chosen inputs). Hooks on the
+        norm's node cannot be seen: they get None."""
         y = self.y()
         is_seen = self.hooks or (y is not None and y.retains_grad) or torch.is_grad_enabled()
         # Others may have left one: who read another cast, or in a backward that this one runs in.

@@ -4,71 +4,27 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from onetrip.measure.traffic import traffic
-from onetrip.ops import row_norm_autograd
 from onetrip.patching import calls, patch_model
 from onetrip.patching.linear import readers
-from outcomes import Outcome, assert_agree, parameter_gradients
-from patching_cases import WIDTH, inputs, randomised
+from outcomes import assert_agree
+from patching_cases import (
+    WIDTH,
+    Layer,
+    Output,
+    OutputWithoutNorm,
+    assert_as_without,
+    inputs,
+    randomised,
+    step,
+    without_sharing,
+)
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch.utils._python_dispatch import TorchDispatchMode
-
-DROPOUT = 0.25
-
-
-class Projections(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, h: Tensor) -> Tensor:
-        return torch.tanh(self.q(h) * self.k(h)) * self.v(h)
-
-
-class Output(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense, self.drop, self.norm = nn.Linear(WIDTH, WIDTH), nn.Dropout(DROPOUT), nn.LayerNorm(WIDTH)
-
-    def forward(self, h: Tensor, residual: Tensor) -> Tensor:
-        h = self.dense(h)
-        h = self.drop(h)
-        return self.norm(h + residual)
-
-
-class Expansion(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense, self.act = nn.Linear(WIDTH, WIDTH), nn.GELU()
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.act(self.dense(h))
-
-
-class Layer(nn.Module):
-    """As BERT's: both sums read what linear layers of other modules have read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.mixed = Projections(), Output()
-        self.expand, self.expanded = Expansion(), Output()
-        self.between: Callable[[Tensor], Any] = lambda h: None
-        self.side: list[Tensor] = []
-        self.branch: Callable[[Tensor], Tensor] = lambda h: h
-
-    def forward(self, h: Tensor) -> Tensor:
-        mixed = self.branch(self.mix(h))
-        self.between(h)
-        h = self.mixed(mixed, h)
-        expanded = self.branch(self.expand(h))
-        self.between(h)
-        return self.expanded(expanded, h)
 
 
 @pytest.fixture
@@ -76,38 +32,6 @@ def model() -> Any:
     model = randomised(nn.Sequential(Layer(), Layer())).train()
     patch_model(model)
     return model
-
-
-def step(model: nn.Module, x: Tensor) -> Outcome:
-    """The output and every gradient; the same masks in every call."""
-    torch.manual_seed(1)
-    model.zero_grad()
-    leaf = x.clone().requires_grad_()
-    y = model(2.0 * leaf)
-    loss = y.square().sum()
-    for module in model.modules():
-        while getattr(module, "side", None):
-            loss = loss + module.side.pop().sum()
-    loss.backward()
-    assert leaf.grad is not None
-    return {"y": y.detach(), "x": leaf.grad} | parameter_gradients(model)
-
-
-def without_sharing(compute: Callable[[], Any]) -> Any:
-    smallest, calls.SMALLEST = calls.SMALLEST, 1 << 40
-    try:
-        return compute()
-    finally:
-        calls.SMALLEST = smallest
-
-
-def assert_as_without(model: nn.Module, x: Tensor, relative: float = 1e-5) -> None:
-    """The second step is the first in which single layers make readers."""
-    expected = without_sharing(lambda: step(model, x))
-    for _ in range(3):
-        found = step(model, x)
-        assert torch.equal(found["y"], expected["y"])
-        assert_agree(found, expected, relative)
 
 
 def n_sums(model: nn.Module, x: Tensor) -> int:
@@ -149,13 +73,6 @@ def test_a_branch_that_does_not_depend_on_the_layers(model: Any) -> None:
     for layer in model:
         layer.branch = lambda h: h.detach()
     assert_as_without(model, x)
-
-
-class OutputWithoutNorm(Output):
-    def forward(self, h: Tensor, residual: Tensor) -> Tensor:
-        h = self.dense(h)
-        h = self.drop(h)
-        return h + residual
 
 
 def test_a_gradient_that_others_have_is_not_written_to() -> None:
@@ -263,196 +180,6 @@ def test_checkpointing(model: Any, use_reentrant: bool) -> None:
             return h
 
     assert_as_without(Checkpointed(), x)
-
-
-def test_autocast(model: Any) -> None:
-    (x,) = inputs()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_as_without(model, x, relative=3e-2)
-
-
-class PreNorm(nn.Module):
-    """As Llama's: layers read the result of a norm, and nothing else does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mix = nn.LayerNorm(WIDTH), Projections()
-        self.between: Callable[[Tensor], Any] = lambda h: None
-        self.side: list[Tensor] = []
-
-    def forward(self, h: Tensor) -> Tensor:
-        normed = self.norm(h)
-        mixed = self.mix(normed)
-        self.between(normed)
-        return h + mixed
-
-
-class Casts(TorchDispatchMode):
-    """Counts casts of activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.n += func is torch.ops.aten._to_copy.default and args[0].dim() == 3
-        return func(*args, **(kwargs or {}))
-
-
-def n_casts(model: nn.Module, x: Tensor) -> int:
-    with Casts() as casts:
-        step(model, x)
-    return casts.n
-
-
-@pytest.fixture
-def pre_norm() -> Any:
-    model = randomised(nn.Sequential(PreNorm(), PreNorm())).train()
-    patch_model(model, patterns=("layer_norm", "shared_input"))
-    return model
-
-
-def test_under_autocast_a_norm_reads_the_gradient_of_layers_as_it_is(pre_norm: Any) -> None:
-    """q, k and v share the cast of the norm's result, and there is none back."""
-    (x,) = inputs()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_as_without(pre_norm, x, relative=3e-2)
-        pre_norm[1].between = pre_norm[1].side.append  # the loss reads a norm's result, too
-        assert_as_without(pre_norm, x, relative=3e-2)
-        pre_norm[1].between = lambda h: None
-        # Those of the sum's gradient are left, and one of each norm's result.
-        assert without_sharing(lambda: n_casts(pre_norm, x)) == 2 * (1 + 3 + 3)
-        assert n_casts(pre_norm, x) == 2 * (1 + 1)
-
-
-def test_under_autocast_what_reads_a_norms_gradient_sees_all_of_it(pre_norm: Any) -> None:
-    """Hooks, also on a result that is gone, retain_grad, backwards for chosen tensors, and for the weights as well."""
-    (x,) = inputs()
-
-    def gradients() -> list[Tensor]:
-        found: list[Tensor] = []
-        kept: list[Tensor] = []
-        pre_norm[0].between = lambda h: h.register_hook(lambda g: found.append(g.clone()))
-        pre_norm[1].between = lambda h: (kept.append(h), h.retain_grad())
-        with torch.autocast("cpu", torch.bfloat16):
-            y = pre_norm(2.0 * x.clone().requires_grad_())
-        y = y.square().sum()
-        alone = torch.autograd.grad(y, [*kept, pre_norm[0].norm.weight], retain_graph=True)
-        again = torch.autograd.grad(y, pre_norm[0].norm.weight, retain_graph=True)
-        found.clear()
-        pre_norm.zero_grad()
-        y.backward()
-        return [*alone, *again, *found, kept[0].grad, *(p.grad for p in pre_norm.parameters())]
-
-    expected = without_sharing(gradients)
-    for _ in range(2):
-        found = gradients()
-        assert [each.dtype for each in found] == [each.dtype for each in expected]
-        assert_agree(found, expected, 3e-2)
-
-
-class TwoReaders(PreNorm):
-    """Two children read the norm's result; the second may run under another autocast."""
-
-    dtype = torch.bfloat16
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = Projections()
-
-    def forward(self, h: Tensor) -> Tensor:
-        normed = self.norm(h)
-        mixed = self.mix(normed)
-        with torch.autocast("cpu", self.dtype):
-            return h + mixed + self.more(normed)
-
-
-@pytest.mark.parametrize("case", ["plain", "frozen", "another dtype"])
-def test_under_autocast_two_groups_of_readers(case: str) -> None:
-    """Where the first group's weights are frozen nothing keeps its cast: the second makes another one."""
-    model, (x,) = randomised(nn.Sequential(TwoReaders(), TwoReaders())).train(), inputs()
-    patch_model(model, patterns=("layer_norm", "shared_input"))
-    for layer in model:
-        layer.mix.requires_grad_(case != "frozen")
-        layer.dtype = torch.float16 if case == "another dtype" else torch.bfloat16
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_as_without(model, x, relative=3e-2)
-
-
-@pytest.mark.parametrize("is_plain", [True, False], ids=["native forward", "Python's"])
-def test_under_autocast_a_norms_gradient_is_not_filled_with_zeros(
-    pre_norm: Any, monkeypatch: pytest.MonkeyPatch, is_plain: bool
-) -> None:
-    """Where all of it comes from layers that read a cast."""
-    (x,) = inputs()
-    x = x if is_plain else x.mT.contiguous().mT
-    seen: list[Tensor | None] = []
-    original = row_norm_autograd._with_narrow
-    monkeypatch.setattr(row_norm_autograd, "_with_narrow", lambda node, dy: (seen.append(dy), original(node, dy))[1])
-    with torch.autocast("cpu", torch.bfloat16):
-        step(pre_norm, x)
-    assert seen == [None, None]
-
-
-class Nested(torch.autograd.Function):
-    """The identity. Its backward runs another backward through the same graph."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, losses: list[Tensor]) -> Tensor:
-        ctx.losses = losses
-        return h.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        if ctx.losses:
-            ctx.losses.pop().backward(retain_graph=True)
-        return grads[0], None
-
-
-def test_under_autocast_a_backward_between_the_layers_and_the_norm(pre_norm: Any) -> None:
-    (x,) = inputs()
-
-    def gradients() -> Outcome:
-        pre_norm.zero_grad()
-        losses: list[Tensor] = []
-        with torch.autocast("cpu", torch.bfloat16):
-            normed = pre_norm[0].norm(x)
-            early = Nested.apply(normed, losses)  # made before the layers: its backward runs after theirs
-            loss = (early + pre_norm[0].mix(normed)).square().sum()
-        losses.append(loss)
-        loss.backward(retain_graph=True)
-        return parameter_gradients(pre_norm[0])
-
-    expected = without_sharing(gradients)
-    assert_agree(gradients(), expected, 3e-2)
-
-
-@pytest.fixture
-def without_norms() -> Any:
-    """Layers read a sum with dropout, whose residual others have read."""
-    model = nn.Sequential(Layer(), Layer())
-    for layer in model:
-        layer.mixed, layer.expanded = OutputWithoutNorm(), OutputWithoutNorm()
-    randomised(model).train()
-    patch_model(model)
-    return model
-
-
-def test_under_autocast_layers_read_a_sum_without_a_norm(without_norms: Any) -> None:
-    (x,) = inputs()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_as_without(without_norms, x, relative=3e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_on_a_gpu(model: Any, pre_norm: Any, without_norms: Any, dtype: torch.dtype) -> None:
-    """Products of half-precision operands are added to float32 gradients."""
-    x = inputs()[0].cuda()
-    models = [model, pre_norm] if dtype == torch.float16 else [model, pre_norm, without_norms]  # which overflows
-    for each in (each.cuda() for each in models):
-        with torch.autocast("cuda", dtype):
-            assert_as_without(each, x, relative=3e-2)
 
 
 def test_in_eval_mode_sums_are_as_ever(model: Any) -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from .backends import HALF
 from .tracing import have_storage, watched_as
 
-_IN_TORCH = hasattr(torch.ops.aten.addmm, "dtype_out")
+_IN_TORCH = hasattr(torch.ops.aten.addmm, "dtype_out") and hasattr(torch.ops.aten.mm, "dtype")
 
 
 def widens(a: Tensor, dtype: torch.dtype) -> bool:
@@ -22,21 +22,21 @@ def widens(a: Tensor, dtype: torch.dtype) -> bool:
     return is_half_on_gpu and dtype == torch.float32 and _IN_TORCH and have_storage(a)
 
 
-def _is_wide(a: Tensor, dtype: torch.dtype) -> bool:
-    """The same, here: that operator cannot be differentiated, and torch's FlopCounterMode fails for it."""
+def widens_now(a: Tensor, dtype: torch.dtype) -> bool:
+    """Whether it may do so in this call: it cannot be differentiated, and torch's FlopCounterMode fails for it."""
     is_seen = is_in_torch_dispatch_mode() and watched_as() is None
     return widens(a, dtype) and not torch.is_grad_enabled() and not is_seen
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b in dtype, or in the operands' dtype where the product cannot be had in dtype. a, b: matrices."""
-    return torch.mm(a, b, out_dtype=dtype) if _is_wide(a, dtype) else a @ b
+    return torch.mm(a, b, out_dtype=dtype) if widens_now(a, dtype) else a @ b
 
 
 def column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """rows.sum(dim=0) in dtype, or in that of rows. On a GPU a product with ones, in 0.6 to 1.0 of the time; a count of
     traffic sees a sum."""
-    if rows.is_cuda and _is_wide(rows, torch.float32):
+    if rows.is_cuda and widens_now(rows, torch.float32):
         return torch.mm(rows.new_ones((1, rows.shape[0])), rows, out_dtype=torch.float32)[0].to(dtype)
     return rows.sum(dim=0)
 
@@ -47,9 +47,8 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, is_
     beta = 0 if is_first else 1
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=beta, alpha=alpha)
-    elif _is_wide(a, total.dtype):
+    elif widens_now(a, total.dtype):
         torch.addmm(total, a, b, beta=beta, alpha=alpha, out_dtype=total.dtype, out=total)
-    elif is_first:
-        torch.mul(a @ b, alpha, out=total)
     else:
-        total.add_(a @ b, alpha=alpha)
+        product = a.new_empty(total.shape).addmm_(a, b, beta=0, alpha=alpha)
+        total.copy_(product) if is_first else total.add_(product)

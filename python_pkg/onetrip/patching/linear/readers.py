@@ -29,7 +29,7 @@ from ...ops.common.backends import KERNEL_DTYPES
 from ...ops.common.native import current_stream
 from ...ops.common.products import add_product_, column_sums, product, widens
 from ...ops.common.rng import draw_rng
-from ...ops.common.tracing import have_storage, is_jit_tracing, is_transformed
+from ...ops.common.tracing import have_storage, is_jit_tracing, is_transformed, refuse_double_backward
 from ...ops.row_norm_autograd import NarrowGradient, anchor, share_residual_gradient
 from .. import calls
 from ..calls import is_plain
@@ -67,7 +67,8 @@ class Readers:
         return self.sums.setdefault(torch._C._current_graph_task_id(), _Sum())
 
     def give(self, node: Any, gradient: Tensor | None, is_own: bool) -> Tensor | None:
-        """What a node returns as the gradient of the tensor: None while others that are to run can add to it.
+        """What a node returns as the gradient of the tensor: None while others that are to run can add to it, or where
+        it is left for the norm that made the tensor.
 
         gradient: the sum so far and the node's own share."""
         current = self.sum_so_far()
@@ -93,8 +94,8 @@ class Readers:
 
 
 class _Linear(torch.autograd.Function):
-    """dropout(x) @ weight.T + bias. cast: x in the dtype of the product; None: x is. dropout(x, residual): dropout(x),
-    and its sum with the residual, by a mask that it draws again at each call; None for none."""
+    """dropout(x) @ weight.T + bias. cast: x in the dtype of the product; None where x has it. dropout(x, residual):
+    dropout(x), and its sum with the residual, by a mask that it draws again at each call; None for none."""
 
     @staticmethod
     def forward(
@@ -109,7 +110,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         cast = x if cast is None else cast
         ctx.set_materialize_grads(False)
-        ctx.dtype = weight.dtype
+        ctx.dtype, ctx.has_cast = weight.dtype, not x.dtype == weight.dtype == cast.dtype
         weight = weight.to(cast.dtype)
         ctx.save_for_backward(cast if ctx.needs_input_grad[1] else None, weight)
         ctx.shape, ctx.readers, ctx.dropout = x.shape, readers, dropout
@@ -123,6 +124,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         (dy,) = grads
+        if ctx.has_cast:  # what was saved has no graph that leads to x and weight
+            refuse_double_backward("linear")
         current = ctx.readers.sum_so_far()
         so_far = current.gradient
         if dy is None:

@@ -1,0 +1,238 @@
+"""Linear layers that read one tensor, under autocast: one cast, and no gradient cast back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from onetrip.ops import row_norm_autograd
+from onetrip.patching import patch_model
+from outcomes import Outcome, assert_agree, parameter_gradients
+from patching_cases import (
+    WIDTH,
+    Layer,
+    OutputWithoutNorm,
+    Projections,
+    assert_as_without,
+    inputs,
+    randomised,
+    step,
+    without_sharing,
+)
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@pytest.fixture
+def model() -> Any:
+    model = randomised(nn.Sequential(Layer(), Layer())).train()
+    patch_model(model)
+    return model
+
+
+def test_autocast(model: Any) -> None:
+    (x,) = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_as_without(model, x, relative=3e-2)
+
+
+class PreNorm(nn.Module):
+    """As Llama's: layers read the result of a norm, and nothing else does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), Projections()
+        self.between: Callable[[Tensor], Any] = lambda h: None
+        self.side: list[Tensor] = []
+
+    def forward(self, h: Tensor) -> Tensor:
+        normed = self.norm(h)
+        mixed = self.mix(normed)
+        self.between(normed)
+        return h + mixed
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n += func is torch.ops.aten._to_copy.default and args[0].dim() == 3
+        return func(*args, **(kwargs or {}))
+
+
+def n_casts(model: nn.Module, x: Tensor) -> int:
+    with Casts() as casts:
+        step(model, x)
+    return casts.n
+
+
+@pytest.fixture
+def pre_norm() -> Any:
+    model = randomised(nn.Sequential(PreNorm(), PreNorm())).train()
+    patch_model(model, patterns=("layer_norm", "shared_input"))
+    return model
+
+
+def test_under_autocast_a_norm_reads_the_gradient_of_layers_as_it_is(pre_norm: Any) -> None:
+    """q, k and v share the cast of the norm's result, and there is none back."""
+    (x,) = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_as_without(pre_norm, x, relative=3e-2)
+        pre_norm[1].between = pre_norm[1].side.append  # the loss reads a norm's result, too
+        assert_as_without(pre_norm, x, relative=3e-2)
+        pre_norm[1].between = lambda h: None
+        # Those of the sum's gradient are left, and one of each norm's result.
+        assert without_sharing(lambda: n_casts(pre_norm, x)) == 2 * (1 + 3 + 3)
+        assert n_casts(pre_norm, x) == 2 * (1 + 1)
+
+
+def test_under_autocast_what_reads_a_norms_gradient_sees_all_of_it(pre_norm: Any) -> None:
+    """Hooks, also on a result that is gone, retain_grad, backwards for chosen tensors, and for the weights as well."""
+    (x,) = inputs()
+
+    def gradients() -> list[Tensor]:
+        found: list[Tensor] = []
+        kept: list[Tensor] = []
+        pre_norm[0].between = lambda h: h.register_hook(lambda g: found.append(g.clone()))
+        pre_norm[1].between = lambda h: (kept.append(h), h.retain_grad())
+        with torch.autocast("cpu", torch.bfloat16):
+            y = pre_norm(2.0 * x.clone().requires_grad_())
+        y = y.square().sum()
+        alone = torch.autograd.grad(y, [*kept, pre_norm[0].norm.weight], retain_graph=True)
+        again = torch.autograd.grad(y, pre_norm[0].norm.weight, retain_graph=True)
+        found.clear()
+        pre_norm.zero_grad()
+        y.backward()
+        return [*alone, *again, *found, kept[0].grad, *(p.grad for p in pre_norm.parameters())]
+
+    expected = without_sharing(gradients)
+    for _ in range(2):
+        found = gradients()
+        assert [each.dtype for each in found] == [each.dtype for each in expected]
+        assert_agree(found, expected, 3e-2)
+
+
+class TwoReaders(PreNorm):
+    """Two children read the norm's result; the second may run under another autocast."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = Projections()
+
+    def forward(self, h: Tensor) -> Tensor:
+        normed = self.norm(h)
+        mixed = self.mix(normed)
+        with torch.autocast("cpu", self.dtype):
+            return h + mixed + self.more(normed)
+
+
+@pytest.mark.parametrize("case", ["plain", "frozen", "another dtype", "checkpoint"])
+def test_under_autocast_two_groups_of_readers(case: str) -> None:
+    """Where the first group's weights are frozen, or in a checkpoint, nothing keeps its cast: the second makes another
+    one."""
+    model, (x,) = randomised(nn.Sequential(TwoReaders(), TwoReaders())).train(), inputs()
+    patch_model(model, patterns=("layer_norm", "shared_input"))
+    for layer in model:
+        layer.mix.requires_grad_(case != "frozen")
+        layer.dtype = torch.float16 if case == "another dtype" else torch.bfloat16
+        if case == "checkpoint":
+            layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_as_without(model, x, relative=3e-2)
+
+
+@pytest.mark.parametrize("is_plain", [True, False], ids=["native forward", "Python's"])
+def test_under_autocast_a_norms_gradient_is_not_filled_with_zeros(
+    pre_norm: Any, monkeypatch: pytest.MonkeyPatch, is_plain: bool
+) -> None:
+    """Where all of it comes from layers that read a cast."""
+    (x,) = inputs()
+    x = x if is_plain else x.mT.contiguous().mT
+    seen: list[Tensor | None] = []
+    original = row_norm_autograd._with_narrow
+    monkeypatch.setattr(row_norm_autograd, "_with_narrow", lambda node, dy: (seen.append(dy), original(node, dy))[1])
+    with torch.autocast("cpu", torch.bfloat16):
+        step(pre_norm, x)
+    assert seen == [None, None]
+
+
+class Nested(torch.autograd.Function):
+    """The identity. Its backward runs another backward through the same graph."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, losses: list[Tensor]) -> Tensor:
+        ctx.losses = losses
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if ctx.losses:
+            ctx.losses.pop().backward(retain_graph=True)
+        return grads[0], None
+
+
+def test_under_autocast_a_backward_between_the_layers_and_the_norm(pre_norm: Any) -> None:
+    (x,) = inputs()
+
+    def gradients() -> Outcome:
+        pre_norm.zero_grad()
+        losses: list[Tensor] = []
+        with torch.autocast("cpu", torch.bfloat16):
+            normed = pre_norm[0].norm(x)
+            early = Nested.apply(normed, losses)  # made before the layers: its backward runs after theirs
+            loss = (early + pre_norm[0].mix(normed)).square().sum()
+        losses.append(loss)
+        loss.backward(retain_graph=True)
+        return parameter_gradients(pre_norm[0])
+
+    expected = without_sharing(gradients)
+    assert_agree(gradients(), expected, 3e-2)
+
+
+@pytest.fixture
+def without_norms() -> Any:
+    """Layers read a sum with dropout, whose residual others have read."""
+    model = nn.Sequential(Layer(), Layer())
+    for layer in model:
+        layer.mixed, layer.expanded = OutputWithoutNorm(), OutputWithoutNorm()
+    randomised(model).train()
+    patch_model(model)
+    return model
+
+
+def test_under_autocast_layers_read_a_sum_without_a_norm(without_norms: Any) -> None:
+    (x,) = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_as_without(without_norms, x, relative=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_on_a_gpu(model: Any, pre_norm: Any, without_norms: Any, dtype: torch.dtype) -> None:
+    """Products of half-precision operands are added to float32 gradients."""
+    x = inputs()[0].cuda()
+    models = (
+        [model, pre_norm] if dtype == torch.float16 else [model, pre_norm, without_norms]
+    )  # whose results overflow, unpatched too
+    for each in (each.cuda() for each in models):
+        with torch.autocast("cuda", dtype):
+            assert_as_without(each, x, relative=3e-2)
+
+
+def test_under_autocast_a_gradient_is_not_differentiated_again() -> None:
+    """The casts that backward reads lead to no graph."""
+    layer, (x,) = randomised(Projections()).train(), inputs()
+    patch_model(layer, patterns=("shared_input",))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(2.0 * x.requires_grad_())
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
