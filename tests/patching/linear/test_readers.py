@@ -27,13 +27,6 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 
-@pytest.fixture
-def model() -> Any:
-    model = randomised(nn.Sequential(Layer(), Layer())).train()
-    patch_model(model)
-    return model
-
-
 def n_sums(model: nn.Module, x: Tensor) -> int:
     operators = traffic(lambda: step(model, x)).operators.values()
     return sum(each.calls for each in operators if each.name in ("aten::add", "aten::add_"))

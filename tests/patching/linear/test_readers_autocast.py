@@ -26,13 +26,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-@pytest.fixture
-def model() -> Any:
-    model = randomised(nn.Sequential(Layer(), Layer())).train()
-    patch_model(model)
-    return model
-
-
 def test_autocast(model: Any) -> None:
     (x,) = inputs()
     with torch.autocast("cpu", torch.bfloat16):
