@@ -68,10 +68,10 @@ struct EagerRowNorm {
     PyObject* const like = has_dy ? dy : dz;
     dlpack::Tensor shape;
     static PyObject* const give_residual = PyUnicode_InternFromString("give_residual");
-    static PyObject* const narrow = PyUnicode_InternFromString("narrow");
+    static PyObject* const left = PyUnicode_InternFromString("left");
     if (defers_norm || !torch->reader.types.knows(like, &shape)) return {};
     if (given.attribute(give_residual)) return {};
-    if (const py::object left = given.attribute(narrow); left && !left.is_none()) return {};
+    if (const py::object gradients = given.attribute(left); gradients && PyDict_GET_SIZE(gradients.ptr())) return {};
     RowNormBackward call = backward_plan;
     read_rows(like, call);
     const int64_t n_rows = call.n_rows, n_cols = call.n_cols, n = n_rows * n_cols;

@@ -8,7 +8,7 @@ import pytest
 import torch
 from onetrip.patching import links
 from outcomes import assert_agree, outcome
-from patching_cases import WIDTH, Stack, inputs, n_links, pair
+from patching_cases import WIDTH, BackwardInBackward, Stack, inputs, n_links, pair
 from torch import Tensor, nn
 
 
@@ -101,6 +101,21 @@ def test_a_backward_after_a_failed_one_does_not_take_its_gradients() -> None:
         model.zero_grad()
         other.sum().backward()
         found.append([each.grad for each in model.layers.parameters()])
+    assert_agree(*found)  # type: ignore[arg-type]
+
+
+def test_a_backward_between_those_of_the_norm_and_the_sum() -> None:
+    found = []
+    for model in reversed(pair()):
+        assert isinstance(model, Stack)
+        losses: list[Tensor] = []
+        state = model.states(*inputs())[-1]
+        early = BackwardInBackward.apply(state, losses)  # made before the norm: its backward runs after the norm's
+        loss = (early + model.final(state)).square().sum()
+        losses.append(loss)
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        found.append([each.grad for each in model.parameters()])
     assert_agree(*found)  # type: ignore[arg-type]
 
 

@@ -164,9 +164,9 @@ def _as_saved(saved: tuple[Any, ...], device: torch.device, plan: RowNormPlan, d
 
 def _backward_of_any(ctx: Any, saved: tuple[Any, ...] | None, grads: tuple[Tensor | None, ...]) -> Any:
     refuse_double_backward("row_norm")
-    rng, _, plan, backend, dtypes, _, defers_norm = ctx.call
+    rng, _, plan, backend, dtypes, *_ = ctx.call
     dy, dz = (grads[0], grads[1] if len(grads) > 1 else None) if plan.norm else (None, grads[0])
-    dy = _deferred_gradient(ctx) if defers_norm else _with_narrow(ctx, dy)
+    dy = _with_left(ctx, dy)
     if dy is not None and dy.dtype != plan.y_dtype:
         plan = plan._replace(y_dtype=dy.dtype)
     # Without dy nothing saved is read: a z that was edited in place then raises no error.
@@ -190,12 +190,6 @@ class _RowNorm(torch.autograd.Function):
 apply = super(torch.autograd.Function, _RowNorm).apply
 
 
-def _deferred_gradient(node: Any) -> Tensor | None:
-    """The gradient of y that _DeferredNorm left for this sum in the backward that runs now."""
-    deferred, node.deferred = getattr(node, "deferred", None), None
-    return deferred[1] if deferred is not None and deferred[0] == torch._C._current_graph_task_id() else None
-
-
 @cache
 def _anchor() -> tuple[Tensor, Any]:
     """(anchor, its node)."""
@@ -215,9 +209,26 @@ def _is_ordinary_backward() -> bool:
     return bool(torch._C._will_engine_execute_node(_anchor()[1]))
 
 
+def _leave(node: Any, gradient: Tensor) -> bool:
+    """Leave the gradient of y for node, which runs later in this backward. False where it has been left one."""
+    left: dict[int, Tensor] = node.__dict__.setdefault(
+        "left", {}
+    )  # by the engine's number of the backward: one may nest
+    return left.setdefault(torch._C._current_graph_task_id(), gradient) is gradient
+
+
+def _with_left(node: Any, dy: Tensor | None) -> Tensor | None:
+    """dy, and the gradient of y that was left for node in this backward."""
+    left = getattr(node, "left", None)
+    gradient = left.pop(torch._C._current_graph_task_id(), None) if left else None
+    if gradient is None or dy is None:
+        return dy if gradient is None else gradient
+    return dy + gradient
+
+
 @dataclass(frozen=True)
-class NarrowGradient:
-    """The gradient of a norm's result y from those who read a cast of it: the norm's backward reads it as it is."""
+class LeftGradient:
+    """The gradient of a norm's result y from those who read a cast of it, left for the norm as it is."""
 
     node: Any
     """Of the norm."""
@@ -226,14 +237,12 @@ class NarrowGradient:
     """y's, which are seen when y is gone, too."""
 
     @classmethod
-    def of(cls, y: Tensor) -> NarrowGradient | None:
+    def of(cls, y: Tensor) -> LeftGradient | None:
         """None where y is not the result of a norm."""
         node: Any = y.grad_fn
         function = getattr(type(node), "_forward_cls", None)
-        is_norm = function is _DeferredNorm or (function is _RowNorm and y.output_nr == 0 and node.call[2].norm)
-        if not is_norm and not (
-            y.output_nr == 0 and hasattr(node, "narrow") and hasattr(node, "plan") and node.plan.norm
-        ):
+        plan = node.call[2] if function is _RowNorm else getattr(node, "row_norm_plan", None)
+        if function is not _DeferredNorm and (plan is None or not plan.norm or y.output_nr != 0):
             return None
         if y._backward_hooks is None:
             y.register_hook(lambda _: None).remove()  # what hooks y will have is in this dict from now on
@@ -246,20 +255,8 @@ class NarrowGradient:
         norm's node cannot be seen: they get None."""
         y = self.y()
         is_seen = self.hooks or (y is not None and y.retains_grad) or torch.is_grad_enabled()
-        # Others may have left one: who read another cast, or in a backward that this one runs in.
-        if is_seen or getattr(self.node, "narrow", None) is not None or not _is_ordinary_backward():
-            return gradient
-        self.node.narrow = torch._C._current_graph_task_id(), gradient
-        return None
-
-
-def _with_narrow(node: Any, dy: Tensor | None) -> Tensor | None:
-    """dy, and the gradient that NarrowGradient left for this node in the backward that runs now."""
-    narrow = getattr(node, "narrow", None)
-    if narrow is None or narrow[0] != torch._C._current_graph_task_id():
-        return dy
-    node.narrow = None
-    return narrow[1] if dy is None else dy + narrow[1]
+        # Who read another cast may have left one.
+        return None if not is_seen and _is_ordinary_backward() and _leave(self.node, gradient) else gradient
 
 
 class _DeferredNorm(torch.autograd.Function):
@@ -285,12 +282,11 @@ class _DeferredNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_double_backward("row_norm")
         (x,), node = ctx.saved_tensors, ctx.node
-        dy = _with_narrow(ctx, *grads)
+        dy = _with_left(ctx, *grads)
         if dy is None:
             return (None,) * 5
         dy = dy.reshape(ctx.shape)
-        if _is_ordinary_backward() and not _has_hooks(x) and not _has_hooks(x._base):
-            node.deferred = torch._C._current_graph_task_id(), dy
+        if _is_ordinary_backward() and not _has_hooks(x) and not _has_hooks(x._base) and _leave(node, dy):
             return (None,) * 5
         _, _, plan, backend, dtypes, *_ = node.call
         needs_x, needs_weight, needs_norm_bias, *_ = ctx.needs_input_grad
@@ -368,9 +364,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     # Absent outputs (empty tensors) have no gradient, nor has a centred z, which only backward reads.
     constants = (None if plan.norm else y, z if plan.center_z or not plan.store_z else None, mean, rstd)
     ctx.mark_non_differentiable(*(tensor for tensor in constants if tensor is not None))
-    ctx.plan = plan
+    ctx.row_norm_plan = plan
     ctx.dtypes = dtypes_of(operands)
-    ctx.give_residual = ctx.narrow = None
+    ctx.give_residual = None
     saved = (z if plan.store_z else operands.x, mean if plan.has_mean else None, rstd, operands.weight)
     ctx.save_for_backward(*(saved if plan.norm else (None,) * 4), rng)
 
@@ -378,10 +374,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _autograd_backward(ctx: Any, dy: Tensor | None, dz: Tensor | None, *_: None) -> tuple[Any, ...]:
     *saved, rng = ctx.saved_tensors
     wanted = _wanted(ctx.dtypes, ctx.needs_input_grad)
-    dy = _with_narrow(ctx, dy)
-    plan = ctx.plan if dy is None else ctx.plan._replace(y_dtype=dy.dtype)
+    dy, plan = _with_left(ctx, dy), ctx.row_norm_plan
+    plan = plan if dy is None else plan._replace(y_dtype=dy.dtype)
     gradients = input_gradients(_traced_backward, BackwardOperands(dy, dz, *saved), rng, plan, wanted)
-    return (*_shared(ctx, gradients, dz), None, *([None] * len(ctx.plan)))
+    return (*_shared(ctx, gradients, dz), None, *([None] * len(plan)))
 
 
 def _traced_backward(operands: BackwardOperands, rng: Any, plan: RowNormPlan, wanted: Dtypes) -> Gradients:

@@ -13,6 +13,7 @@ from onetrip.patching import patch_model
 from outcomes import Outcome, assert_agree, parameter_gradients
 from patching_cases import (
     WIDTH,
+    BackwardInBackward,
     Layer,
     OutputWithoutNorm,
     Projections,
@@ -151,26 +152,11 @@ def test_under_autocast_a_norms_gradient_is_not_filled_with_zeros(
     (x,) = inputs()
     x = x if is_plain else x.mT.contiguous().mT
     seen: list[Tensor | None] = []
-    original = row_norm_autograd._with_narrow
-    monkeypatch.setattr(row_norm_autograd, "_with_narrow", lambda node, dy: (seen.append(dy), original(node, dy))[1])
+    original = row_norm_autograd._with_left
+    monkeypatch.setattr(row_norm_autograd, "_with_left", lambda node, dy: (seen.append(dy), original(node, dy))[1])
     with torch.autocast("cpu", torch.bfloat16):
         step(pre_norm, x)
     assert seen == [None, None]
-
-
-class Nested(torch.autograd.Function):
-    """The identity. Its backward runs another backward through the same graph."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, losses: list[Tensor]) -> Tensor:
-        ctx.losses = losses
-        return h.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        if ctx.losses:
-            ctx.losses.pop().backward(retain_graph=True)
-        return grads[0], None
 
 
 def test_under_autocast_a_backward_between_the_layers_and_the_norm(pre_norm: Any) -> None:
@@ -181,7 +167,7 @@ def test_under_autocast_a_backward_between_the_layers_and_the_norm(pre_norm: Any
         losses: list[Tensor] = []
         with torch.autocast("cpu", torch.bfloat16):
             normed = pre_norm[0].norm(x)
-            early = Nested.apply(normed, losses)  # made before the layers: its backward runs after theirs
+            early = BackwardInBackward.apply(normed, losses)  # made before the layers: its backward runs after theirs
             loss = (early + pre_norm[0].mix(normed)).square().sum()
         losses.append(loss)
         loss.backward(retain_graph=True)

@@ -30,7 +30,7 @@ from ...ops.common.native import current_stream
 from ...ops.common.products import add_product_, column_sums, product, widens
 from ...ops.common.rng import draw_rng
 from ...ops.common.tracing import have_storage, is_jit_tracing, is_transformed, refuse_double_backward
-from ...ops.row_norm_autograd import NarrowGradient, anchor, share_residual_gradient
+from ...ops.row_norm_autograd import LeftGradient, anchor, share_residual_gradient
 from .. import calls
 from ..calls import is_plain
 
@@ -53,7 +53,7 @@ class Readers:
 
     def __init__(self, x: Tensor, cast: Tensor) -> None:
         self.x, self.dtype = weakref.ref(x), x.dtype
-        self.narrow = None if cast is x else NarrowGradient.of(x)
+        self.left = None if cast is x else LeftGradient.of(x)
         self.cast = weakref.ref(cast)
         """x as linear layers read it. Not kept: nodes outlive a checkpoint's tensors and a backward."""
         self.takes_residual = cast is x or widens(cast, x.dtype)
@@ -79,8 +79,8 @@ class Readers:
                 current.gradient, current.is_own = gradient, is_own
                 return None
         del self.sums[torch._C._current_graph_task_id()]
-        if gradient is not None and gradient.dtype != self.dtype and self.narrow is not None:
-            return self.narrow.leave(gradient)
+        if gradient is not None and gradient.dtype != self.dtype and self.left is not None:
+            return self.left.leave(gradient)
         return gradient  # cast by the engine, if need be
 
     def give_residual(self, node: Any, gradient: Tensor | None, is_own: bool) -> Tensor | None:
@@ -158,7 +158,7 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, cast: Tensor, readers: Readers, dropout: Dropout | None
 ) -> Tensor:
     """x @ weight.T + bias, see _Linear. Its gradient of x is that of all readers."""
-    is_watched = None if readers.narrow is None else anchor()
+    is_watched = None if readers.left is None else anchor()
     result: Tensor = _Linear.apply(x, weight, bias, is_watched, None if cast is x else cast, readers, dropout)
     return result
 
