@@ -45,7 +45,10 @@ _COMPILE = (
     "kernels/test_triton_cases.py",
 )
 _GLU = ("ops/glu/test_glu.py", "ops/glu/test_glu_clamped.py", "ops/glu/test_glu_dropout.py")
-_MODELS = ("patching/test_models_gpu.py", "patching/linear/test_readers_autocast.py")
+_MODELS = (
+    *("patching/test_models_gpu.py", "patching/linear/test_readers_autocast.py"),
+    "patching/attention/test_one_mask.py",
+)
 _LARGE = "more_than_two_to_the or many_rows"
 SHARDS = (
     Shard("special", "graphs, streams, autocast, wide rows, Adam's bits", _SPECIAL, f"not ({_LARGE})"),

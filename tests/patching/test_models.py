@@ -80,7 +80,7 @@ CASES = {
         "GPT2Config",
         GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
         causal,
-        {"layer_norm": 5, "add_norm": 2, "bias_activation": 2},
+        {"layer_norm": 5, "add_norm": 2, "attention_mask": 2, "bias_activation": 2},
     ),
     "vit": Case(
         "ViTForImageClassification",
@@ -184,8 +184,8 @@ def test_training_and_evaluation_match_the_unpatched_model(name: str) -> None:
         assert_agree(loss_outcome(model, inputs), expected)
     calls = report.calls()
     assert all(fallen_back == 0 for _, fallen_back in calls.values()), report
-    # Without dropout a sum alone is torch's. OLMo 2's norms stand before its sums.
-    alone = ("dropout_add", "add_norm") if name == "olmo2" else ("dropout_add",)
+    # Without dropout a sum alone is torch's. OLMo 2's norms stand before its sums. GPT-2 has no mask here.
+    alone = ("dropout_add", "attention_mask", *["add_norm"] * (name == "olmo2"))
     assert all(calls[site.name][0] > 0 for site in report.patched if site.pattern not in alone), report
     unpatch_model(model)
     assert_equal(loss_outcome(model, inputs), expected)
@@ -328,8 +328,9 @@ def test_dropout_trains_and_evaluation_switches_it_off() -> None:
     assert len(losses) == 3
     model.eval()
     assert len({float(model(**inputs).loss.detach()) for _ in range(3)}) == 1
-    # The loss, in training alone; one call each; three linear layers of one input; a dropout of too few elements.
-    assert set(report.calls().values()) == {(3, 0), (6, 0), (18, 0), (0, 0)}
+    # The loss, in training alone; one call each; three linear layers of one input and a mask; a dropout of too few
+    # elements.
+    assert set(report.calls().values()) == {(3, 0), (6, 0), (24, 0), (0, 0)}
 
 
 @pytest.mark.slow

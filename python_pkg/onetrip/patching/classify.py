@@ -24,7 +24,8 @@ from .activations import (
 )
 from .activations.methods import read_methods
 from .attention import PATTERN as ATTENTION
-from .attention import Attention, Interface, SoftmaxRegions, read_attention
+from .attention import Attention, Interface, OneMask, SoftmaxRegions, read_attention
+from .attention.one_mask import PATTERN as ATTENTION_MASK
 from .calls import configuration, is_distributed, is_released, original_class
 from .classes import Rewrite, is_stacked, method_of, plain_forward, returns_as_is
 from .dropouts import PATTERN as DROPOUT
@@ -47,7 +48,7 @@ from .rotary import PATTERN as ROTARY
 from .rotary import Rotations, read_rotations
 from .watched_logits import PATTERN as CROSS_ENTROPY
 
-InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | SharedInputs | Adapters
+InForward = Attention | OneMask | SoftmaxRegions | Rotations | Activations | ResidualSums | SharedInputs | Adapters
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,14 @@ class Together:
 
     @property
     def named(self) -> InForward:
-        """The site that gives its name to the whole: attention, else the last one in the forward. Shared inputs do so
-        where nothing else is there."""
-        in_forward = [part for part in self.parts if not isinstance(part, SharedInputs) and _method(part) == "forward"]
-        if not in_forward or isinstance(self.parts[0], (Attention, SoftmaxRegions)):
-            return self.parts[0]
-        return in_forward[-1]
+        """The site that gives its name to the whole: attention, else the last one in the forward. Shared inputs and
+        masks do so where nothing else is there."""
+        first, *rest = self.parts
+        if isinstance(first, (Attention, SoftmaxRegions)):
+            return first
+        others = [part for part in self.parts if not isinstance(part, (OneMask, SharedInputs))]
+        in_forward = [part for part in others if part.forward.method == "forward"]
+        return in_forward[-1] if in_forward else rest[0] if rest and isinstance(first, OneMask) else first
 
     @property
     def pattern(self) -> str:
@@ -96,11 +99,6 @@ class Together:
 
 Site = InForward | Together | Experts | NormSpec | Dropout | VocabularyLoss | TiedEmbedding
 """Each has a pattern, a detail, rewrite(cls) -> Rewrite and verify(module, rewrite)."""
-
-
-def _method(part: InForward) -> str:
-    """The method that a site is in."""
-    return "forward" if isinstance(part, Attention) else part.forward.method
 
 
 class Classifier:
@@ -191,6 +189,10 @@ class Classifier:
             source = rewrite.source
             if rewrite.method != "forward":
                 return parts, None
+        elif isinstance(reading, Interface) and ATTENTION_MASK in self.wanted and _in_float64(module) is None:
+            mask = None if _replaced(module) else reading.mask_site(module)
+            if mask is not None:
+                parts, source = [mask], self.rewrite(module, mask).source
         n_attention = len(parts)
         for find in (self._rotations, self._activations, self._sums, self._shared_inputs, self._adapters):
             is_sums = find == self._sums

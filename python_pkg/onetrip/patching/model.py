@@ -12,6 +12,7 @@ from torch import nn
 
 from .activations import PATTERNS as ACTIVATIONS
 from .attention import PATTERN as ATTENTION
+from .attention.one_mask import PATTERN as ATTENTION_MASK
 from .calls import counter_of
 from .classes import (
     Rewrite,
@@ -41,7 +42,18 @@ from .watched_logits import PATTERN as CROSS_ENTROPY
 
 PATTERNS = (
     *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm"),
-    *(ATTENTION, *ACTIVATIONS, EXPERTS, ROTARY, SHARED_INPUT, TIED_EMBEDDING, LORA, CROSS_ENTROPY, DROPOUT),
+    *(
+        ATTENTION,
+        ATTENTION_MASK,
+        *ACTIVATIONS,
+        EXPERTS,
+        ROTARY,
+        SHARED_INPUT,
+        TIED_EMBEDDING,
+        LORA,
+        CROSS_ENTROPY,
+        DROPOUT,
+    ),
 )
 """The patterns of patch_model, unless others are asked for."""
 NAMES = (*PATTERNS, LINEAR_LOSS)
@@ -58,8 +70,8 @@ def patch_model(
     strict: bool = False,
 ) -> PatchReport:
     """Run a model's memory-bound parts as fused operators, in place: norms, residual sums with their dropout and norm,
-    attention softmax, activations, gated products, sums of experts, rotary embeddings, losses, gradients of what
-    several layers read.
+    attention softmax, SDPA's mask, activations, gated products, sums of experts, rotary embeddings, losses, gradients
+    of what several layers read.
 
     Only forwards of this model's modules change. Parameters, buffers, hooks, modes, state_dict keys, classes, other
     models and the random state stay as they are. Sites are recognised by structure and behaviour, never by class. Each

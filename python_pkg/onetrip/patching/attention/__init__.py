@@ -6,10 +6,10 @@ from typing import Any
 
 from ..report import Unsuitable
 from .eager import PATTERN
-from .interface import Attention, Interface, read_interface, register_attention
+from .interface import Attention, Interface, OneMask, read_interface, register_attention
 from .softmax_regions import SoftmaxRegions, read_softmax_regions
 
-__all__ = ["PATTERN", "Attention", "Interface", "SoftmaxRegions", "read_attention", "register_attention"]
+__all__ = ["PATTERN", "Attention", "Interface", "OneMask", "SoftmaxRegions", "read_attention", "register_attention"]
 
 
 def read_attention(cls: Any) -> Interface | SoftmaxRegions | Unsuitable | None:

@@ -28,8 +28,10 @@ from ..report import Unsuitable
 from ..rewriting import Rewriting
 from ..source import calls_in
 from ..verify import kind_of
+from . import one_mask
 from .eager import PATTERN, EagerFunction, fused_function, read_eager_function
-from .verify import verify_attention
+from .one_mask import with_one_mask
+from .verify import verify_attention, verify_mask
 
 IMPLEMENTATION = "onetrip"
 """The name under which register_attention registers."""
@@ -82,12 +84,14 @@ was measured, and it stays, too. The scores of heads that share a key head, whic
 _MOST_BYTES."""
 
 
+@cache
 def by_rule(original: Callable[..., Any], fused: Callable[..., Any]) -> Callable[..., Any]:
     """An attention function that calls fused on a CPU where SDPA is slower: with dropout, and training in bfloat16.
 
     With dropout SDPA is composed of unfused operators there; its kernel for bfloat16 multiplies in float32
-    (docs/benchmarks.md, attention). Elsewhere it stays.
+    (docs/benchmarks.md, attention). Elsewhere it stays, with one mask for all layers.
     """
+    original = with_one_mask(original)
 
     def attention(
         module: nn.Module,
@@ -133,9 +137,8 @@ class Interface:
 
     def site(self, module: nn.Module, replace_sdpa: bool | None) -> Attention | Unsuitable:
         """The attention function that the module calls now, if it can be fused."""
-        functions = {self._evaluated(question, module) for question in self.questions}
-        function = functions.pop()
-        if functions or function is None:
+        function = self._function(module)
+        if function is None:
             return Unsuitable("unknown_forward", "its attention function depends on more than the module")
         if function is attention_forward:
             return Unsuitable("kernelized_already", f"attn_implementation is {IMPLEMENTATION!r}")
@@ -146,6 +149,18 @@ class Interface:
             return Unsuitable("other_attention_in_use", function.__name__)
         found = read_eager_function(function)
         return found if isinstance(found, Unsuitable) else Attention(self, found)
+
+    def mask_site(self, module: nn.Module) -> OneMask | None:
+        """Of a module that calls SDPA now, with a mask and without a position bias."""
+        function = self._function(module)
+        if function is None or function is not _sdpa() or not any(map(_passes_mask, calls_in(self.forward.tree))):
+            return None
+        return OneMask(self, sdpa_function(function))
+
+    def _function(self, module: nn.Module) -> Any:
+        """The one attention function that the module calls now; None if that depends on more than the module."""
+        functions = {self._evaluated(question, module) for question in self.questions}
+        return functions.pop() if len(functions) == 1 else None
 
     def _may_drop(self, module: nn.Module) -> bool:
         """Whether the module's attributes give the attention function a dropout above 0."""
@@ -177,6 +192,15 @@ def read_interface(cls: Any) -> Interface | Unsuitable | None:
     if not questions:
         return Unsuitable("unknown_forward", "asks the attention interface in an unknown way")
     return Interface(read, questions)  # type: ignore[arg-type]
+
+
+def _passes_mask(call: ast.Call) -> bool:
+    """Whether a call is one of an attention function with a mask that may be a bool one. With a position bias SDPA is
+    given the sum of both."""
+    options = {keyword.arg: keyword.value for keyword in call.keywords}
+    mask = options.get("attention_mask", call.args[4] if len(call.args) > 4 else None)
+    has_mask = mask is not None and not isinstance(mask, ast.Constant)
+    return has_mask and bool(options.keys() & {"scaling", "dropout"}) and "position_bias" not in options
 
 
 def _is_interface(value: object) -> bool:
@@ -225,18 +249,49 @@ class Attention:
     def detail(self) -> str:
         return "in place of SDPA, for dropout or training in bfloat16 on a CPU" if self.by_rule else ""
 
+    @property
+    def forward(self) -> Forward:
+        return self.interface.forward
+
     def rewrite(self, cls: type) -> Rewrite:
         """The forward that calls the fused function wherever the interface returns the original one."""
-        rewriting = Rewriting(self.interface.forward)
-        for question in self.interface.questions:
-            rewriting.put_around(question, "chosen_")
         original, fused = self.function.function, fused_function(self.function)
-        rewriting.constants["chosen_"] = Chosen(original, by_rule(original, fused) if self.by_rule else fused)
-        return rewriting.rewrite(PATTERN)
+        return _exchanged(self.interface, original, by_rule(original, fused) if self.by_rule else fused, PATTERN)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless the fused function computes the same as the original for this module."""
         verify_attention(module, self.function)
+
+
+@dataclass(frozen=True)
+class OneMask:
+    """A module that calls SDPA, which stays; its mask is that of the other layers."""
+
+    interface: Interface
+    function: EagerFunction
+    pattern = one_mask.PATTERN
+    detail = ""
+
+    @property
+    def forward(self) -> Forward:
+        return self.interface.forward
+
+    def rewrite(self, cls: type) -> Rewrite:
+        """The forward that calls SDPA with_one_mask."""
+        return _exchanged(self.interface, self.function.function, with_one_mask(self.function.function), self.pattern)
+
+    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+        """Raise VerificationError unless SDPA computes the same as with the bool mask."""
+        verify_mask(module, self.function, with_one_mask(self.function.function))
+
+
+def _exchanged(interface: Interface, original: Callable[..., Any], other: Callable[..., Any], pattern: str) -> Rewrite:
+    """The forward that calls another function wherever the interface returns the original one."""
+    rewriting = Rewriting(interface.forward)
+    for question in interface.questions:
+        rewriting.put_around(question, "chosen_")
+    rewriting.constants["chosen_"] = Chosen(original, other)
+    return rewriting.rewrite(pattern)
 
 
 @dataclass(frozen=True)

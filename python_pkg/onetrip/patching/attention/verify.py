@@ -6,7 +6,7 @@ gradient, sinks included, for the masks, biases, caps and dropout that the funct
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any
@@ -25,17 +25,26 @@ _SOFTCAP, _DROPOUT_P = 2.0, 0.25
 
 def verify_attention(module: nn.Module, found: EagerFunction) -> None:
     """Raise VerificationError unless the fused function computes the same as the original for this module."""
-    device, dtype = kind_of(module)
     fused = found.compile({"count_fallback_": reject_fallback, "attention_": partial(attention, rng=RNG)})
     for case in _cases(found):
-        mode = ", ".join(f"{name} {value}" for name, value in case.items() if value not in (None, 0.0))
-        mode, inputs = f" with {mode}" if mode else "", _shapes(module, found, case)
+        _compare(module, found, fused, case)
 
-        def make(to: torch.dtype | None) -> nn.Module:
-            return clone(module, to or dtype).train()
 
-        ours, theirs = (partial(_called, each, found, case, list(inputs)) for each in (fused, found.function))
-        check_function(ours, theirs, inputs, device, dtype, mode, make)
+def verify_mask(module: nn.Module, found: EagerFunction, ours: Callable[..., Any]) -> None:
+    """Raise VerificationError unless the function computes the same as the original with a bool mask."""
+    _compare(module, found, ours, {"mask": "bool"})
+
+
+def _compare(module: nn.Module, found: EagerFunction, ours: Callable[..., Any], case: dict[str, Any]) -> None:
+    device, dtype = kind_of(module)
+    mode = ", ".join(f"{name} {value}" for name, value in case.items() if value not in (None, 0.0))
+    mode, inputs = f" with {mode}" if mode else "", _shapes(module, found, case)
+
+    def make(to: torch.dtype | None) -> nn.Module:
+        return clone(module, to or dtype).train()
+
+    fused, unfused = (partial(_called, each, found, case, list(inputs)) for each in (ours, found.function))
+    check_function(fused, unfused, inputs, device, dtype, mode, make)
 
 
 def _cases(found: EagerFunction) -> Iterator[dict[str, Any]]:
