@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +95,25 @@ def test_beside_a_slow_variant_all_are_timed_for_fewer_rounds(monkeypatch, slowe
     found = training._Found(training.cases()[0], torch.device("cuda"), training.ROUNDS)
     found.compare(training.VARIANTS[:3])
     assert [step["step"]["samples"] for step in found.steps.values()] == [rounds] * 3
+
+
+def test_times_are_kept_where_profiling_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken(ThreadPoolExecutor):
+        def submit(self, *_: Any) -> Any:
+            raise BrokenExecutor("out of memory")
+
+    def compare(self: Any, variants: tuple[Any, ...]) -> None:
+        self.steps |= {variant.name: {"step": 1.0} for variant in variants}
+
+    monkeypatch.setattr(training, "ProcessPoolExecutor", lambda *_: Broken())
+    monkeypatch.setattr(training._Found, "compare", compare)
+    session = SimpleNamespace(device=torch.device("cuda"), quick=True, rounds=lambda run, _: run())
+    case = training.cases(quick=True)[0]
+    steps = training.measure(case, session)["steps"]  # type: ignore[arg-type]
+    assert steps and all(step == {"step": 1.0} for step in steps.values())
+    assert f"{case.id}, eager: no time of kernels: BrokenExecutor: out of memory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,8 @@ def test_training_under_autocast_gives_what_attention_would_cast(make: type[Rota
     patch_model(model)
     with torch.autocast("cpu", torch.bfloat16):
         ours = outcome(model, *inputs)
+        q, k, *tables = inputs
+        assert [x.dtype for x in model(q, k.detach().requires_grad_(), *tables)] == [torch.bfloat16] * 2  # q is frozen
         assert [x.dtype for x in model(*inputs)] == [x.dtype for x in expected[:2]]
     assert all(x.dtype == torch.bfloat16 for x in ours)
     assert all(torch.equal(x, y.bfloat16()) for x, y in zip(ours[:2], expected[:2], strict=True))

@@ -120,7 +120,7 @@ class Rotation:
         dtype: attention would cast it to that, and rounds the same float32 values."""
         if self.in_float32:
             cos, sin = cos.float(), sin.float()
-        elif not self.keeps_dtype and cos.dtype != q.dtype and not _is_cast_by_attention(q, cos):
+        elif not self.keeps_dtype and cos.dtype != q.dtype and not _is_cast_by_attention(q, k, cos):
             dtype = torch.promote_types(q.dtype, cos.dtype)
             q, k = q.to(dtype), k.to(dtype)
         tables = self.table.to_operator(cos), self.table.to_operator(sin)
@@ -129,14 +129,14 @@ class Rotation:
         return layout.back(q), layout.back(k)
 
 
-def _is_cast_by_attention(q: Tensor, cos: Tensor) -> bool:
+def _is_cast_by_attention(q: Tensor, k: Tensor, cos: Tensor) -> bool:
     """Not without gradients: a cache keeps k in the dtype that it has then."""
     return (
         cos.dtype == torch.float32
         and calls.is_autocasting(q)
         and q.dtype == torch.get_autocast_dtype(q.device.type)
         and torch.is_grad_enabled()
-        and q.requires_grad
+        and (q.requires_grad or k.requires_grad)
     )
 
 
