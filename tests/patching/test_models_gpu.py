@@ -10,9 +10,12 @@ import pytest
 import torch
 from onetrip import patch_model
 from onetrip.optim import AdamW8bit
+from onetrip.patching import calls
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
+from transformers.activations import NewGELUActivation  # noqa: E402
+
 pytestmark = [pytest.mark.gpu, pytest.mark.promise("I1, I7, D8")]
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
@@ -70,12 +73,40 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-5, msg=label)
 
 
-def test_gradients_are_those_of_the_unpatched_model(backend: str, model: nn.Module) -> None:
+@pytest.mark.parametrize("is_large", [False, True])
+def test_gradients_are_those_of_the_unpatched_model(
+    backend: str, model: nn.Module, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large tensors have links, shared gradients and fused activations of one operator."""
+    monkeypatch.setattr(calls, "SMALLEST", 0 if is_large else 1 << 18)
     model.eval()
     expected = gradients(copy.deepcopy(model))
     report = patch_model(model)
-    assert_close(gradients(model), expected)
+    for _ in range(1 + is_large):  # the first call finds out who reads what
+        assert_close(gradients(model), expected)
     assert report.calls() and not any(fallbacks for _, fallbacks in report.calls().values())
+
+
+class Mlp(nn.Module):
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.dense, self.act = nn.Linear(16, 64), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.dense(x))
+
+
+@pytest.mark.parametrize("act", [nn.GELU(), nn.SiLU(), NewGELUActivation()], ids=lambda act: type(act).__name__)
+@pytest.mark.parametrize("is_large", [False, True])
+def test_an_activation_of_one_operator_is_fused_where_the_pass_of_the_bias_counts(
+    act: nn.Module, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "SMALLEST", 0 if is_large else 1 << 18)
+    model, x = Mlp(act).cuda(), torch.randn(2, 5, 16, device="cuda")
+    expected = model(x)
+    report = patch_model(model)
+    torch.testing.assert_close(model(x), expected)
+    assert report.calls() == {"": (int(is_large or isinstance(act, NewGELUActivation)), 0)}
 
 
 def test_checkpointing_repeats_the_dropout_masks(backend: str, model: nn.Module) -> None:

@@ -159,7 +159,8 @@ def choose_activations(
         if each.product is not None or has_bias or activation.n_operators > 1 or is_dropped:
             taken |= {each.call} if each.product is None else {each.call, each.product}
             original = act if act is None or isinstance(act, FunctionType) else original_class(type(act))
-            fused = _fused_call(each, (activation.name, original, activation.configuration))
+            gains_bias_alone = activation.n_operators == 1 and not drops
+            fused = _fused_call(each, (activation.name, original, activation.configuration), gains_bias_alone)
             chosen.append(Choice(each, fused, has_bias, drops))
     return chosen
 
@@ -183,14 +184,14 @@ def _called(module: nn.Module, found: FoundActivation) -> Any:
 
 
 def _fused_call(
-    found: FoundActivation, known: tuple[str, type | FunctionType | None, Configuration]
+    found: FoundActivation, known: tuple[str, type | FunctionType | None, Configuration], gains_bias_alone: bool
 ) -> Gated | GatedHalves | GatedWithin | Activated:
     if found.bounds is not None:
         layout = (True, False) if found.halves is None else (found.halves.gate_first, found.halves.interleaved)
         return GatedWithin(*known, found.alpha is not None, found.bounds.up_offset, *layout)
     if found.halves is not None:
         return GatedHalves(*known, found.halves.gate_first)
-    return Activated(*known) if found.product is None else Gated(*known)
+    return Activated(*known, gains_bias_alone) if found.product is None else Gated(*known)
 
 
 def _drops(module: nn.Module, dropped: Dropped, excluded: Container[int]) -> bool:
