@@ -210,10 +210,10 @@ def _is_ordinary_backward() -> bool:
 
 
 def _leave(node: Any, gradient: Tensor) -> bool:
-    """Leave the gradient of y for node, which runs later in this backward. False where it has been left one."""
-    left: dict[int, Tensor] = node.__dict__.setdefault(
-        "left", {}
-    )  # by the engine's number of the backward: one may nest
+    """Leave the gradient of y for node, which runs later in this backward. False where it has been left one. Of a
+    backward that fails it stays with the graph."""
+    left: dict[int, Tensor] = node.__dict__.setdefault("left", {})
+    # By the engine's number of the backward: another one may run in between.
     return left.setdefault(torch._C._current_graph_task_id(), gradient) is gradient
 
 

@@ -59,14 +59,13 @@ class Together:
 
     @property
     def named(self) -> InForward:
-        """The site that gives its name to the whole: attention, else the last one in the forward. Shared inputs and
-        masks do so where nothing else is there."""
-        first, *rest = self.parts
-        if isinstance(first, (Attention, SoftmaxRegions)):
-            return first
+        """The site that gives its name to the whole: attention, else the last one in the forward that is more than a
+        way to read a tensor, else shared inputs."""
+        attention = [part for part in self.parts if isinstance(part, (Attention, SoftmaxRegions))]
+        shared = [part for part in self.parts if isinstance(part, SharedInputs)]
         others = [part for part in self.parts if not isinstance(part, (OneMask, SharedInputs))]
-        in_forward = [part for part in others if part.forward.method == "forward"]
-        return in_forward[-1] if in_forward else rest[0] if rest and isinstance(first, OneMask) else first
+        in_forward = [part for part in reversed(others) if part.forward.method == "forward"]
+        return [*attention, *in_forward, *shared, self.parts[-1]][0]
 
     @property
     def pattern(self) -> str:
@@ -212,7 +211,11 @@ class Classifier:
     def _attention(
         self, module: nn.Module, reading: Interface | SoftmaxRegions | Unsuitable
     ) -> Attention | SoftmaxRegions | Unsuitable:
-        site = reading.site(module, self.replace_sdpa) if isinstance(reading, Interface) else reading
+        site: Attention | SoftmaxRegions | Unsuitable = (
+            reading.site(module, self.replace_sdpa, ATTENTION_MASK in self.wanted)
+            if isinstance(reading, Interface)
+            else reading
+        )
         return site if isinstance(site, Unsuitable) else _replaced(module) or _in_float64(module) or site
 
     def _rotations(self, module: nn.Module, forward: Forward) -> Rotations | None:

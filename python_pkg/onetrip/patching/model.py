@@ -163,7 +163,7 @@ def _checked_attention(attention: bool | None, wanted: frozenset[str]) -> frozen
         raise TypeError(f"patch_model: attention must be True, False or None, got {attention!r}")
     if attention and ATTENTION not in wanted:
         raise ValueError(f"patch_model: patterns must name {ATTENTION} where attention is True, got {sorted(wanted)}")
-    return wanted - {ATTENTION} if attention is False else wanted
+    return wanted - {ATTENTION, ATTENTION_MASK} if attention is False else wanted
 
 
 def _checked_exclude(model: nn.Module, exclude: Iterable[str]) -> frozenset[str]:

@@ -216,16 +216,16 @@ def test_sdpa_without_dropout_is_left_alone_unless_asked_for() -> None:
 
 
 def test_sdpa_is_replaced_in_calls_with_dropout_on_a_cpu() -> None:
-    """There SDPA has no fused kernel. Without dropout (evaluation) it is called as before, with one mask."""
+    """There SDPA has no fused kernel. Without dropout (evaluation) it is called as before."""
     model = CASES["bert"].build(attn_implementation="sdpa")
     inputs = padded_text()
     expected = outcome(model, inputs)
     report = patch_model(model, patterns=[PATTERN])
     assert len(attention_sites(report)) == 2 and not report.skipped
     assert all(torch.equal(tensor, expected[name]) for name, tensor in outcome(model, inputs).items())
-    assert set(report.calls().values()) == {(1, 0)}
+    assert set(report.calls().values()) == {(0, 0)}
     outcome(model.train(), inputs)
-    assert set(report.calls().values()) == {(2, 0)}
+    assert set(report.calls().values()) == {(1, 0)}
 
 
 def test_one_switch_patches_everything_or_leaves_attention_alone() -> None:

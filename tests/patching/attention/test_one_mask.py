@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from onetrip.measure import saved_bytes
 from onetrip.patching import patch_model, unpatch_model
-from onetrip.patching.attention import one_mask
-from outcomes import assert_agree, assert_equal, loss_outcome
+from onetrip.patching.attention import Interface, one_mask
+from outcomes import Outcome, assert_agree, assert_equal, loss_outcome
 from patching_cases import COMMON, DECODER, GPT2, NO_DROPOUT, T5, padded_text, tiny_model, token_ids
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 transformers = pytest.importorskip("transformers", "5.0")
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
@@ -44,33 +45,47 @@ def gpt2() -> Any:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The added masks that are made."""
-    found: list[Tensor] = []
-    original = one_mask._Added
-    monkeypatch.setattr(one_mask, "_Added", lambda *a: (found.append(a[2]), original(*a))[1])
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each added mask that is made."""
+    found: list[int] = []
+
+    class Recorded(one_mask._Added):
+        def __new__(cls, *fields: Any) -> Any:
+            found.append(fields[2]().nbytes)
+            return super().__new__(cls, *fields)
+
+    monkeypatch.setattr(one_mask, "_Added", Recorded)
     return found
 
 
 @pytest.mark.parametrize("build", [bert, llama, gpt2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_mask_is_made_and_kept_for_all_layers(
-    build: Any, dtype: torch.dtype, made: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    build: Any, dtype: torch.dtype, made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("onetrip.patching.attention.interface.multiplies_bfloat16_in_vectors", lambda: False)
     model, inputs = build().to(dtype).train(), padded_text("left")
 
-    def saved() -> int:
-        return saved_bytes(lambda: model(**inputs), excluded=list(model.parameters()))
+    def n_kept() -> int:
+        """Of added masks, by the graph."""
+        loss, kept = model(**inputs).loss, set()
+        nodes = [loss.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            nodes += [other for other, _ in node.next_functions if other is not None]
+            if node.name().startswith("ScaledDotProduct"):
+                kept.add(node._saved_attn_mask.data_ptr())
+        return len(kept)
 
-    expected, before = loss_outcome(model, inputs), saved()
+    expected = loss_outcome(model, inputs)
+    assert n_kept() == N_LAYERS
     report = patch_model(model, patterns=PATTERN)
     assert [site.pattern for site in report.patched] == [*PATTERN] * N_LAYERS
     assert not report.skipped  # attention_softmax is not asked for
     made.clear()
     assert_equal(loss_outcome(model, inputs), expected)
-    assert len(made) == 1 and made[0].dtype == dtype
-    assert before - saved() == (N_LAYERS - 1) * made[0].nbytes
+    assert len(made) == 1
+    assert n_kept() == 1
     made.clear()
     unpatch_model(model)
     assert_equal(loss_outcome(model, inputs), expected)
@@ -84,6 +99,7 @@ def test_by_default_beside_what_else_is_fused() -> None:
     assert [site.pattern for site in attention] == ["rotary"] * N_LAYERS
     assert all("attention_mask" in site.detail for site in attention)
     assert "attention_mask" not in str(patch_model(llama(), patterns=["rotary"]).patched)
+    assert "attention_mask" not in str(patch_model(llama(), attention=False).patched)
     assert_agree(loss_outcome(model, inputs), expected)
 
 
@@ -104,41 +120,61 @@ def four_dimensional() -> Tensor:
     return mask
 
 
-def test_a_mask_of_the_users_own_may_change_between_calls_and_layers() -> None:
-    """Values, the dtype that SDPA runs in, and inference mode, whose tensors autograd cannot save."""
-    ids, model, original = token_ids(2, 12), bert().eval(), bert().eval()
-    masks = {id(model): four_dimensional(), id(original): four_dimensional()}
-    patch_model(model, patterns=PATTERN)
+class Own:
+    """A model, and a mask that its user keeps."""
 
-    def edit(of: nn.Module) -> None:
-        mask = masks[id(of)]
-        mask[..., 0] = ~mask[..., 0]
+    def __init__(self, is_patched: bool) -> None:
+        self.model, self.values = bert().eval(), np.ones((2, 1, 12, 12), dtype=bool)
+        self.mask = torch.from_numpy(self.values)
+        if is_patched:
+            assert patch_model(self.model, patterns=PATTERN).patched
+        self.edit()
+
+    def edit(self, *_: Any) -> None:
+        self.mask[1, ..., 8:] ^= True
+
+    def outcome(self) -> Outcome:
+        inputs = {"input_ids": token_ids(2, 12), "attention_mask": self.mask, "labels": token_ids(2, 12)}
+        if torch.is_grad_enabled():
+            return loss_outcome(self.model, inputs)
+        return {"loss": self.model(**inputs).loss}
+
+
+def test_a_mask_of_the_users_own_may_change_between_calls_and_layers() -> None:
+    """Its values, also by writes that autograd does not count; the dtype that SDPA runs in; inference mode."""
+    both = Own(is_patched=True), Own(is_patched=False)
 
     def assert_same() -> None:
-        of = loss_outcome if torch.is_grad_enabled() else lambda each, inputs: {"loss": each(**inputs).loss}
-        inputs = ({"input_ids": ids, "attention_mask": masks[id(each)], "labels": ids} for each in (model, original))
-        assert_equal(*map(of, (model, original), inputs))
+        assert_equal(*(each.outcome() for each in both))
+        assert not any(known.rows() is not None for known in one_mask._known.values())  # memory of a step
 
     with torch.inference_mode():
         assert_same()
+    for dtype in (torch.bfloat16, torch.float16, None):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            assert_same()
+    for each in both:
+        each.edit()
     assert_same()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_same()
-    for each in (model, original):
-        edit(each)
+    for each in both:
+        each.values[:, :, :, 2] = False
     assert_same()
-    for each in (model, original):
-        each.bert.encoder.layer[0].register_forward_hook(lambda *_, each=each: edit(each))
+    handles = [each.model.bert.encoder.layer[0].register_forward_hook(each.edit) for each in both]
     for _ in range(2):
         assert_same()
-    masks = {key: four_dimensional() for key in masks}
+    for handle in handles:
+        handle.remove()
+    for each in both:
+        each.model.double()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same()
     with torch.inference_mode():
-        masks = {key: four_dimensional() for key in masks}
-        assert_same()
-        assert_same()
+        for each in both:
+            each.mask = each.mask.clone()
+    assert_same()
 
 
-def test_one_query_and_other_masks_are_left_to_sdpa(made: list[Tensor]) -> None:
+def test_one_query_and_other_masks_are_left_to_sdpa(made: list[int]) -> None:
     """A step of generation, a mask that is added already, a position bias."""
     model = llama().eval()
     inputs = {key: value for key, value in padded_text("left").items() if key != "labels"}
@@ -147,7 +183,7 @@ def test_one_query_and_other_masks_are_left_to_sdpa(made: list[Tensor]) -> None:
     patch_model(model, patterns=PATTERN)
     made.clear()
     assert torch.equal(model.generate(**inputs, **options), expected)
-    assert len(made) <= 1  # of the prompt
+    assert not made
     model = bert()
     patch_model(model, patterns=PATTERN)
     made.clear()
@@ -156,59 +192,92 @@ def test_one_query_and_other_masks_are_left_to_sdpa(made: list[Tensor]) -> None:
     assert not patch_model(t5, patterns=PATTERN).patched and not made
 
 
-def test_compiled_and_transformed_calls_see_the_bool_mask(made: list[Tensor]) -> None:
+def test_compiled_and_transformed_calls_see_the_bool_mask(made: list[int]) -> None:
     model, inputs = bert().train(), padded_text()
     patch_model(model, patterns=PATTERN)
     made.clear()
     expected = loss_outcome(bert().train(), inputs)
     assert_agree(loss_outcome(torch.compile(model, backend="aot_eager"), inputs), expected)
-    ids, masks = token_ids(2, 12), torch.stack([four_dimensional(), four_dimensional().flip(1)])
+    ids, masks = token_ids(2, 12), torch.stack([four_dimensional(), four_dimensional().flip(0)])
 
     def logits(mask: Tensor) -> Tensor:
         logits: Tensor = model(ids, attention_mask=mask).logits
         return logits
 
-    torch.testing.assert_close(torch.vmap(logits)(masks)[1], logits(masks[1]))
-    assert len(made) == 1
+    expected = logits(masks[1])
+    made.clear()
+    torch.testing.assert_close(torch.vmap(logits)(masks)[1], expected)
+    mask = masks[0].clone()
+    loss = logits(mask).sum()  # keeps an added mask
+    made.clear()
+    graph = make_fx(logits)(mask)
+    assert not made
+    torch.testing.assert_close(graph(masks[1]), expected)
+    loss.backward()
 
 
-def test_a_site_that_gives_another_result_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_mask, "_added", lambda mask, query: torch.zeros(mask.shape, dtype=query.dtype))
-    report = patch_model(bert(), patterns=PATTERN)
-    assert not report.patched and {site.reason for site in report.skipped} == {"verify_failed"}
+class Positional(nn.Module):
+    """Passes all that transformers' sdpa function takes by position."""
 
-
-class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.config = transformers.LlamaConfig(attn_implementation="sdpa")
 
-    def forward(self, x, mask):  # type: ignore[no-untyped-def]
+    def forward(self, x, mask, scaling=None, bias=None):  # type: ignore[no-untyped-def]
         function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        return function(self, x, x, x, mask, dropout=0.0)[0]
+        more = (None, bias) if bias is not None else ()
+        return function(self, x, x, x, mask, 0.0, scaling, *more)[0]
+
+
+@pytest.mark.parametrize("patterns", [PATTERN, ("attention_softmax", *PATTERN)])
+def test_arguments_by_position(patterns: tuple[str, ...], made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Interface, "_may_drop", lambda *_: True)
+    x = torch.randn(2, 3, 12, 8, requires_grad=True)
+    original, module, mask, bias = Positional(), Positional(), four_dimensional(), torch.randn(2, 3, 12, 12)
+    assert patch_model(module, patterns=patterns).patched
+    for more, n_made in (((), 1), ((0.5,), 1), ((0.5, bias), 0)):
+        made.clear()
+        torch.testing.assert_close(module(x, mask, *more), original(x, mask, *more))
+        assert len(made) == n_made
+
+
+def test_a_site_that_gives_another_result_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_mask, "_added", lambda mask, query: torch.zeros(mask.shape, dtype=query.dtype))
+    for model in (bert(), bert(attention_probs_dropout_prob=0.5)):
+        report = patch_model(model, patterns=[*PATTERN, "attention_softmax"])
+        assert not report.patched and "verify_failed" in {site.reason for site in report.skipped}
 
 
 @pytest.mark.gpu
 def test_a_captured_graph_reads_what_the_mask_is() -> None:
-    module, x, mask = Attention(), torch.randn(2, 3, 12, 8, device="cuda"), four_dimensional().cuda()
+    module, mask = Positional(), four_dimensional().cuda()
+    x = torch.randn(2, 3, 12, 8, device="cuda", requires_grad=True)
     assert patch_model(module, patterns=PATTERN).patched
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        module(x, mask)
+        kept = module(x, mask)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         y = module(x, mask)
     mask[..., 0] = False
     graph.replay()
     torch.testing.assert_close(y, module(x, mask))
+    assert kept.requires_grad
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("n_tokens", [16, 13])  # a row of 13 elements is none of 16 bytes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_on_a_gpu(dtype: torch.dtype) -> None:
+def test_on_a_gpu(dtype: torch.dtype, n_tokens: int, made: list[int]) -> None:
     model = bert().cuda().to(dtype).train()
-    inputs = {key: value.cuda() for key, value in padded_text().items()}
+    ids = token_ids(2, n_tokens).cuda()
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids}
     expected = loss_outcome(model, inputs)
     patch_model(model, patterns=PATTERN)
+    made.clear()
     assert_agree(loss_outcome(model, inputs), expected, relative=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    if torch.version.cuda:  # the simulated GPU's SDPA keeps no mask
+        assert len(made) == 1

@@ -85,13 +85,14 @@ _MOST_BYTES."""
 
 
 @cache
-def by_rule(original: Callable[..., Any], fused: Callable[..., Any]) -> Callable[..., Any]:
+def by_rule(original: Callable[..., Any], fused: Callable[..., Any], shares_mask: bool) -> Callable[..., Any]:
     """An attention function that calls fused on a CPU where SDPA is slower: with dropout, and training in bfloat16.
 
     With dropout SDPA is composed of unfused operators there; its kernel for bfloat16 multiplies in float32
-    (docs/benchmarks.md, attention). Elsewhere it stays, with one mask for all layers.
+    (docs/benchmarks.md, attention). Elsewhere it stays. shares_mask: with one mask for all layers.
     """
-    original = with_one_mask(original)
+    if shares_mask:
+        original = with_one_mask(original, is_counted=False)
 
     def attention(
         module: nn.Module,
@@ -100,12 +101,14 @@ def by_rule(original: Callable[..., Any], fused: Callable[..., Any]) -> Callable
         value: Tensor,
         attention_mask: Tensor | None,
         dropout: float = 0.0,
+        *args: Any,
         **kwargs: Any,
     ) -> Any:
         given = query, key, value, attention_mask
+        has_bias = len(args) > 2 or kwargs.get("position_bias") is not None
         on_cpu = (watched_as() or query.device.type) == "cpu"
-        is_replaced = on_cpu and (dropout or (kwargs.get("position_bias") is None and _trains_slowly(*given)))
-        return (fused if is_replaced else original)(module, *given, dropout=dropout, **kwargs)
+        is_replaced = on_cpu and (dropout or (not has_bias and _trains_slowly(*given)))
+        return (fused if is_replaced else original)(module, *given, dropout, *args, **kwargs)
 
     return attention
 
@@ -135,8 +138,8 @@ class Interface:
     questions: tuple[ast.expr, ...]
     """The expressions in the tree whose value is the function to call."""
 
-    def site(self, module: nn.Module, replace_sdpa: bool | None) -> Attention | Unsuitable:
-        """The attention function that the module calls now, if it can be fused."""
+    def site(self, module: nn.Module, replace_sdpa: bool | None, shares_mask: bool) -> Attention | Unsuitable:
+        """The attention function that the module calls now, if it can be fused. shares_mask: where SDPA stays."""
         function = self._function(module)
         if function is None:
             return Unsuitable("unknown_forward", "its attention function depends on more than the module")
@@ -144,7 +147,9 @@ class Interface:
             return Unsuitable("kernelized_already", f"attn_implementation is {IMPLEMENTATION!r}")
         if function is _sdpa():
             is_replaced = replace_sdpa or self._may_drop(module) or _is_bfloat16_on_cpu(module)
-            return Attention(self, sdpa_function(function), not replace_sdpa) if is_replaced else SDPA_IN_USE
+            shares_mask = shares_mask and not replace_sdpa and self._passes_mask()
+            fused = Attention(self, sdpa_function(function), not replace_sdpa, shares_mask)
+            return fused if is_replaced else SDPA_IN_USE
         if function.__module__.startswith("transformers.integrations."):
             return Unsuitable("other_attention_in_use", function.__name__)
         found = read_eager_function(function)
@@ -153,9 +158,11 @@ class Interface:
     def mask_site(self, module: nn.Module) -> OneMask | None:
         """Of a module that calls SDPA now, with a mask and without a position bias."""
         function = self._function(module)
-        if function is None or function is not _sdpa() or not any(map(_passes_mask, calls_in(self.forward.tree))):
-            return None
-        return OneMask(self, sdpa_function(function))
+        is_sdpa = function is not None and function is _sdpa() and self._passes_mask()
+        return OneMask(self, sdpa_function(function)) if is_sdpa else None
+
+    def _passes_mask(self) -> bool:
+        return any(map(_passes_mask, calls_in(self.forward.tree)))
 
     def _function(self, module: nn.Module) -> Any:
         """The one attention function that the module calls now; None if that depends on more than the module."""
@@ -200,7 +207,8 @@ def _passes_mask(call: ast.Call) -> bool:
     options = {keyword.arg: keyword.value for keyword in call.keywords}
     mask = options.get("attention_mask", call.args[4] if len(call.args) > 4 else None)
     has_mask = mask is not None and not isinstance(mask, ast.Constant)
-    return has_mask and bool(options.keys() & {"scaling", "dropout"}) and "position_bias" not in options
+    has_options = bool(options.keys() & {"scaling", "dropout"}) or len(call.args) > 5
+    return has_mask and has_options and "position_bias" not in options
 
 
 def _is_interface(value: object) -> bool:
@@ -243,6 +251,8 @@ class Attention:
     function: EagerFunction
     by_rule: bool = False
     """Whether SDPA is replaced only in calls where it is the slower one."""
+    shares_mask: bool = False
+    """Whether all layers have one mask where SDPA stays."""
     pattern = PATTERN
 
     @property
@@ -256,11 +266,15 @@ class Attention:
     def rewrite(self, cls: type) -> Rewrite:
         """The forward that calls the fused function wherever the interface returns the original one."""
         original, fused = self.function.function, fused_function(self.function)
-        return _exchanged(self.interface, original, by_rule(original, fused) if self.by_rule else fused, PATTERN)
+        if self.by_rule:
+            fused = by_rule(original, fused, self.shares_mask)
+        return _exchanged(self.interface, original, fused, PATTERN)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless the fused function computes the same as the original for this module."""
         verify_attention(module, self.function)
+        if self.shares_mask:
+            verify_mask(module, self.function, with_one_mask(self.function.function))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """One added mask for all layers that call SDPA with the same bool mask.
 
 Of a bool mask SDPA makes one of 0 and -inf in the dtype of the scores, in each layer again, and keeps it for backward:
-2 bytes x batch x queries x keys a layer in half precision. Here the first layer makes it and the others get it, as long
-as the bool mask lives.
+2 bytes x batch x queries x keys a layer in half precision. Here the first layer makes it, and the others get it as long
+as the first one's graph keeps it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ...ops.common.native import current_stream
-from ...ops.common.tracing import have_storage, is_jit_tracing, is_transformed
+from ...ops.common.tracing import have_storage, is_jit_tracing, is_transformed, watched_as
 from .. import calls
 
 PATTERN = "attention_mask"
+
+_ALIGNMENT = 16
+"""Elements of a row: SDPA's kernels for CUDA copy masks whose rows do not begin at a multiple of it."""
 
 _State = tuple[int, torch.dtype, int]
 """(version of the bool mask, dtype of the added one, the GPU's current stream)."""
@@ -28,7 +32,9 @@ _State = tuple[int, torch.dtype, int]
 class _Added(NamedTuple):
     mask: weakref.ref[Tensor]
     state: _State
-    added: Tensor
+    rows: weakref.ref[Tensor]
+    """The added mask. Kept by the graph alone, for one step: a mask may change in ways that its version does not count.
+    What SDPA keeps may be a view, whose base this is."""
 
 
 _known: dict[int, _Added] = {}
@@ -36,41 +42,56 @@ _known: dict[int, _Added] = {}
 
 
 @cache
-def with_one_mask(sdpa: Callable[..., Any]) -> Callable[..., Any]:
+def with_one_mask(sdpa: Callable[..., Any], is_counted: bool = True) -> Callable[..., Any]:
     """transformers' sdpa function, called with an added mask in place of a bool one. Cached: modules share patched
-    classes."""
+    classes. is_counted: whether such calls are the site's fused ones."""
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        # A position bias is combined with a bool mask in another way. One query has a mask of its own in each step.
-        if attention_mask is not None and kwargs.get("position_bias") is None and _is_shareable(attention_mask, query):
-            calls.count_fused(module)
+        # A position bias, the fourth of the other arguments, is combined with a bool mask in another way.
+        has_bias = len(args) > 3 or kwargs.get("position_bias") is not None
+        if attention_mask is not None and not has_bias and _is_shareable(attention_mask, query):
+            if is_counted:
+                calls.count_fused(module)
             attention_mask = _added(attention_mask, query)
-        return sdpa(module, query, key, value, attention_mask, **kwargs)
+        return sdpa(module, query, key, value, attention_mask, *args, **kwargs)
 
     return attention
 
 
 def _is_shareable(mask: Tensor, query: Tensor) -> bool:
-    if torch.compiler.is_compiling() or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2] == 1:
+    """Whether SDPA would keep a mask of its own. One query, a step of generation, has a mask of its own anyway."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or mask.is_inference():
         return False
-    if is_jit_tracing() or is_transformed() or calls.is_distributed(mask) or mask.device != query.device:
+    if calls.has_saved_tensor_hooks():  # they keep something else
         return False
-    # Edits of inference tensors are not counted, and autograd saves none.
-    if mask.is_inference() or torch.is_inference_mode_enabled():
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2] == 1 or mask.device != query.device:
         return False
-    # A graph that is captured would keep what a mask was before.
-    return not (mask.is_cuda and have_storage(mask) and torch.cuda.is_current_stream_capturing())
+    if is_jit_tracing() or is_transformed() or (is_in_torch_dispatch_mode() and watched_as() is None):
+        return False
+    # A CUDA graph that is captured would keep what a mask was before.
+    is_on_gpu = mask.is_cuda and have_storage(mask)
+    return not calls.is_distributed(mask) and not (is_on_gpu and torch.cuda.is_current_stream_capturing())
 
 
 def _added(mask: Tensor, query: Tensor) -> Tensor:
     """0 where the bool mask is True, else -inf, in the dtype in which SDPA runs."""
-    dtype = torch.get_autocast_dtype(query.device.type) if calls.is_autocasting(query) else query.dtype
+    is_cast = calls.is_autocasting(query) and query.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(query.device.type) if is_cast else query.dtype
     stream = current_stream(mask.device.index) if mask.is_cuda and have_storage(mask) else 0
-    key, state = id(mask), (mask._version, dtype, stream)
+    key, state, n_keys = id(mask), (mask._version, dtype, stream), mask.shape[3]
     known = _known.get(key)
-    if known is None or known.mask() is not mask or known.state != state:
-        added = torch.full(mask.shape, -torch.inf, dtype=dtype, device=mask.device).masked_fill_(mask, 0.0)
-        known = _known[key] = _Added(weakref.ref(mask, lambda _: _known.pop(key, None)), state, added)
-    return known.added
+    rows = known.rows() if known is not None and known.mask() is mask and known.state == state else None
+    if rows is None:
+        n_columns = -(-n_keys // _ALIGNMENT) * _ALIGNMENT if mask.is_cuda else n_keys
+        rows = torch.full((*mask.shape[:3], n_columns), -torch.inf, dtype=dtype, device=mask.device)
+        rows[..., :n_keys].masked_fill_(mask, 0.0)
+        _known[key] = _Added(weakref.ref(mask, lambda _: _known.pop(key, None)), state, weakref.ref(rows))
+    return rows if rows.shape[3] == n_keys else rows[..., :n_keys]
