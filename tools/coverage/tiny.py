@@ -369,7 +369,8 @@ def model_class(model_type: str) -> type[nn.Module]:
 
 
 def build(model_type: str, config: Any) -> nn.Module:
-    """The model, with random weights, biases and norm weights. Raises ValueError for a model that is too large."""
+    """The model, with random weights, biases and norm weights, also where transformers leaves them uninitialized. Raises
+    ValueError for a model that is too large."""
     cls: Any = model_class(model_type)
     make = getattr(cls, "_from_config", cls)
     try:
@@ -380,7 +381,11 @@ def build(model_type: str, config: Any) -> nn.Module:
     if n > MAX_PARAMETERS:
         raise ValueError(f"{n / 1e6:.0f} million parameters")
     torch.manual_seed(0)
-    model: nn.Module = make(config)
+    torch.use_deterministic_algorithms(True)  # what is uninitialized is NaN then
+    try:
+        model: nn.Module = make(config)
+    finally:
+        torch.use_deterministic_algorithms(False)
     if not hasattr(model, "config"):  # a part of a model
         model.config = config
     n = sum(parameter.numel() for parameter in model.parameters())
@@ -389,7 +394,7 @@ def build(model_type: str, config: Any) -> nn.Module:
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+            parameter.data.nan_to_num_(0.0).add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
     return model
 
 
