@@ -369,8 +369,8 @@ def model_class(model_type: str) -> type[nn.Module]:
 
 
 def build(model_type: str, config: Any) -> nn.Module:
-    """The model, with random weights, biases and norm weights, also where transformers leaves them uninitialized. Raises
-    ValueError for a model that is too large."""
+    """The model, with random weights, biases and norm weights, also where transformers leaves them uninitialized.
+    Raises ValueError for a model that is too large."""
     cls: Any = model_class(model_type)
     make = getattr(cls, "_from_config", cls)
     try:
