@@ -11,6 +11,7 @@ import torch
 from onetrip import patch_model
 from onetrip.optim import AdamW8bit
 from onetrip.patching import calls
+from patching_cases import WIDTH, Stack
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -85,6 +86,23 @@ def test_gradients_are_those_of_the_unpatched_model(
     for _ in range(1 + is_large):  # the first call finds out who reads what
         assert_close(gradients(model), expected)
     assert report.calls() and not any(fallbacks for _, fallbacks in report.calls().values())
+
+
+def test_a_norm_on_another_stream_than_its_sum_computes() -> None:
+    """Autograd would let neither wait for the other."""
+    stack = Stack(n_layers=1).cuda()
+    patch_model(stack)
+    other = torch.cuda.Stream()
+
+    def made_by(stream: torch.cuda.Stream) -> str:
+        state = stack.states(torch.randn(2, 5, WIDTH, device="cuda"))[-1]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            return type(stack.final(state).grad_fn).__name__
+
+    made_by(torch.cuda.current_stream())
+    assert "_DeferredNorm" in made_by(torch.cuda.current_stream())
+    assert "_DeferredNorm" not in made_by(other)
 
 
 class Mlp(nn.Module):

@@ -18,6 +18,7 @@ from torch.nn.modules.module import (  # torch 2.6 has no function that checks a
 )
 
 from ..ops.common.backends import KERNEL_DTYPES
+from ..ops.common.native import current_stream
 from ..ops.common.tracing import have_storage
 
 SMALLEST = 1 << 18
@@ -199,6 +200,11 @@ def is_released(x: Tensor) -> bool:
 def is_autocasting(x: Tensor) -> bool:
     """Whether autocast is enabled for x's device."""
     return torch.is_autocast_enabled(x.device.type)
+
+
+def stream_of(x: Tensor) -> int:
+    """The current stream of x's GPU; 0 on a CPU, and of a tensor without memory."""
+    return current_stream(x.device.index) if x.is_cuda and have_storage(x) else 0
 
 
 def has_saved_tensor_hooks() -> bool:

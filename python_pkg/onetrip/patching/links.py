@@ -110,8 +110,9 @@ def _may_link() -> bool:
 
 
 def _state(norm: nn.Module, spec: NormSpec, z: Tensor) -> tuple[int, ...]:
-    """What y = norm(z) depends on, other than values: y is returned only where the norm would compute the same."""
-    state = [z._version, z.requires_grad, torch.is_grad_enabled(), calls.is_autocasting(z)]
+    """What y = norm(z) depends on, other than values: y is returned only where the norm would compute the same, and on
+    the same stream: backward of the norm leaves its gradient for that of the sum."""
+    state = [z._version, z.requires_grad, torch.is_grad_enabled(), calls.is_autocasting(z), calls.stream_of(z)]
     for vector in _parameters(norm, spec):
         if vector is not None:
             state += [id(vector), vector.requires_grad, 0 if vector.is_inference() else vector._version]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from ...ops.common.native import current_stream
 from ...ops.common.tracing import have_storage, is_jit_tracing, is_transformed, watched_as
 from .. import calls
 
@@ -68,13 +67,13 @@ def with_one_mask(sdpa: Callable[..., Any], is_counted: bool = True) -> Callable
 
 def _is_shareable(mask: Tensor, query: Tensor) -> bool:
     """Whether SDPA would keep a mask of its own. One query, a step of generation, has a mask of its own anyway."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or mask.is_inference():
+    if torch.compiler.is_compiling() or is_jit_tracing() or is_transformed():  # before they see that a shape is read
+        return False
+    if not torch.is_grad_enabled() or mask.is_inference() or (is_in_torch_dispatch_mode() and watched_as() is None):
         return False
     if calls.has_saved_tensor_hooks():  # they keep something else
         return False
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2] == 1 or mask.device != query.device:
-        return False
-    if is_jit_tracing() or is_transformed() or (is_in_torch_dispatch_mode() and watched_as() is None):
         return False
     # A CUDA graph that is captured would keep what a mask was before.
     is_on_gpu = mask.is_cuda and have_storage(mask)
@@ -85,8 +84,7 @@ def _added(mask: Tensor, query: Tensor) -> Tensor:
     """0 where the bool mask is True, else -inf, in the dtype in which SDPA runs."""
     is_cast = calls.is_autocasting(query) and query.dtype != torch.float64
     dtype = torch.get_autocast_dtype(query.device.type) if is_cast else query.dtype
-    stream = current_stream(mask.device.index) if mask.is_cuda and have_storage(mask) else 0
-    key, state, n_keys = id(mask), (mask._version, dtype, stream), mask.shape[3]
+    key, state, n_keys = id(mask), (mask._version, dtype, calls.stream_of(mask)), mask.shape[3]
     known = _known.get(key)
     rows = known.rows() if known is not None and known.mask() is mask and known.state == state else None
     if rows is None:

@@ -26,10 +26,9 @@ from torch.nn import functional
 
 from ...ops import bias_dropout_residual
 from ...ops.common.backends import KERNEL_DTYPES
-from ...ops.common.native import current_stream
 from ...ops.common.products import add_product_, column_sums, product, widens
 from ...ops.common.rng import draw_rng
-from ...ops.common.tracing import have_storage, is_jit_tracing, is_transformed, refuse_double_backward
+from ...ops.common.tracing import is_jit_tracing, is_transformed, refuse_double_backward
 from ...ops.row_norm_autograd import LeftGradient, anchor, share_residual_gradient
 from .. import calls
 from ..calls import is_plain
@@ -277,8 +276,7 @@ def _read(
 def _state(x: Tensor) -> tuple[int, bool, int]:
     """(version, whether it is a leaf, the GPU's current stream). Readers that saw another one have gradients of other
     values, of another edge of the graph, or on another stream."""
-    stream = current_stream(x.device.index) if x.is_cuda and have_storage(x) else 0
-    return x._version, x.is_leaf, stream
+    return x._version, x.is_leaf, calls.stream_of(x)
 
 
 def _watched(x: Tensor) -> weakref.ref[Tensor]:
