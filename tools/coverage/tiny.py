@@ -381,11 +381,12 @@ def build(model_type: str, config: Any) -> nn.Module:
     if n > MAX_PARAMETERS:
         raise ValueError(f"{n / 1e6:.0f} million parameters")
     torch.manual_seed(0)
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # what is uninitialized is NaN then
     try:
         model: nn.Module = make(config)
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(was_deterministic)
     if not hasattr(model, "config"):  # a part of a model
         model.config = config
     n = sum(parameter.numel() for parameter in model.parameters())
@@ -394,7 +395,9 @@ def build(model_type: str, config: Any) -> nn.Module:
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data.nan_to_num_(0.0).add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+            parameter.data.nan_to_num_(0.0, torch.inf, -torch.inf).add_(
+                torch.randn(parameter.shape, generator=generator), alpha=0.05
+            )
     return model
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ...ops.common.tracing import have_storage, is_jit_tracing, is_transformed, watched_as
@@ -32,7 +33,7 @@ class _Added(NamedTuple):
     mask: weakref.ref[Tensor]
     state: _State
     rows: weakref.ref[Tensor]
-    """The added mask. Kept by the graph alone, for one step: a mask may change in ways that its version does not count.
+    """The added mask. Kept by graphs alone: between steps a mask may change in ways that its version does not count.
     What SDPA keeps may be a view, whose base this is."""
 
 
@@ -73,11 +74,18 @@ def _is_shareable(mask: Tensor, query: Tensor) -> bool:
         return False
     if calls.has_saved_tensor_hooks():  # they keep something else
         return False
-    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2] == 1 or mask.device != query.device:
+    if type(mask) not in (Tensor, FakeTensor) or mask.is_meta or mask.device != query.device:
+        return False
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2] == 1:
         return False
     # A CUDA graph that is captured would keep what a mask was before.
     is_on_gpu = mask.is_cuda and have_storage(mask)
-    return not calls.is_distributed(mask) and not (is_on_gpu and torch.cuda.is_current_stream_capturing())
+    return not is_on_gpu or not (torch.cuda.is_current_stream_capturing() or _may_be_cudnn(mask.device))
+
+
+def _may_be_cudnn(device: torch.device) -> bool:
+    """Whether SDPA may take cuDNN's kernel, for which torch fills bool masks with another number than -inf."""
+    return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _added(mask: Tensor, query: Tensor) -> Tensor:
