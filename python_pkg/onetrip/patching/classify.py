@@ -188,8 +188,8 @@ class Classifier:
             source = rewrite.source
             if rewrite.method != "forward":
                 return parts, None
-        elif isinstance(reading, Interface) and ATTENTION_MASK in self.wanted and _in_float64(module) is None:
-            mask = None if _replaced(module) else reading.mask_site(module)
+        elif isinstance(reading, Interface) and ATTENTION_MASK in self.wanted:
+            mask = None if _replaced(module) or _in_float64(module) else reading.mask_site(module)
             if mask is not None:
                 parts, source = [mask], self.rewrite(module, mask).source
         n_attention = len(parts)

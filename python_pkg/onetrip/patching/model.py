@@ -41,19 +41,8 @@ from .verify import kind_of, undisturbed
 from .watched_logits import PATTERN as CROSS_ENTROPY
 
 PATTERNS = (
-    *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm"),
-    *(
-        ATTENTION,
-        ATTENTION_MASK,
-        *ACTIVATIONS,
-        EXPERTS,
-        ROTARY,
-        SHARED_INPUT,
-        TIED_EMBEDDING,
-        LORA,
-        CROSS_ENTROPY,
-        DROPOUT,
-    ),
+    *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm", ATTENTION, ATTENTION_MASK),
+    *(*ACTIVATIONS, EXPERTS, ROTARY, SHARED_INPUT, TIED_EMBEDDING, LORA, CROSS_ENTROPY, DROPOUT),
 )
 """The patterns of patch_model, unless others are asked for."""
 NAMES = (*PATTERNS, LINEAR_LOSS)

@@ -246,6 +246,27 @@ def test_arguments_by_position(patterns: tuple[str, ...], made: list[int], monke
         assert len(made) == n_made
 
 
+@pytest.mark.parametrize("patterns", [("attention_softmax",), ("attention_softmax", *PATTERN)])
+def test_where_sdpa_may_be_replaced(patterns: tuple[str, ...], made: list[int]) -> None:
+    """In evaluation it stays, and shares a mask if that is asked for. Its calls are none of the fused ones."""
+    model = bert(attention_probs_dropout_prob=0.5).eval()
+    report = patch_model(model, patterns=patterns)
+    made.clear()
+    loss_outcome(model, padded_text())
+    assert len(made) == len(patterns) - 1 and set(report.calls().values()) == {(0, 0)}
+
+
+def test_a_position_bias_by_position_stays_sdpas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Interface, "_may_drop", lambda *_: True)
+    monkeypatch.setattr("onetrip.patching.attention.interface._trains_slowly", lambda *_: True)
+    module, x = Positional(), torch.randn(2, 3, 12, 8)
+    report = patch_model(module, patterns=["attention_softmax"])
+    module(x, four_dimensional(), 0.5, torch.randn(2, 3, 12, 12))
+    assert report.calls() == {"": (0, 0)}
+    module(x, four_dimensional(), 0.5)
+    assert report.calls() == {"": (1, 0)}
+
+
 def test_on_the_meta_device() -> None:
     model = bert()
     patch_model(model, patterns=PATTERN)

@@ -146,10 +146,10 @@ class Interface:
         if function is attention_forward:
             return Unsuitable("kernelized_already", f"attn_implementation is {IMPLEMENTATION!r}")
         if function is _sdpa():
-            is_replaced = replace_sdpa or self._may_drop(module) or _is_bfloat16_on_cpu(module)
+            if not (replace_sdpa or self._may_drop(module) or _is_bfloat16_on_cpu(module)):
+                return SDPA_IN_USE
             shares_mask = shares_mask and not replace_sdpa and self._passes_mask()
-            fused = Attention(self, sdpa_function(function), not replace_sdpa, shares_mask)
-            return fused if is_replaced else SDPA_IN_USE
+            return Attention(self, sdpa_function(function), not replace_sdpa, shares_mask)
         if function.__module__.startswith("transformers.integrations."):
             return Unsuitable("other_attention_in_use", function.__name__)
         found = read_eager_function(function)
