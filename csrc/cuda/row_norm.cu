@@ -88,7 +88,8 @@ ONETRIP_ROW_NORM_PAIRS(ONETRIP_INSTANTIATE_ALL)
   ONETRIP_INSTANTIATE_FORWARD(T, T, 3, Access::kUniform)  \
   ONETRIP_INSTANTIATE_FORWARD(T, T, 4, Access::kUniform)  \
   ONETRIP_INSTANTIATE_PIPELINED(T, float, T)              \
-  ONETRIP_INSTANTIATE_PIPELINED(T, T, T)
+  ONETRIP_INSTANTIATE_PIPELINED(T, T, T)                  \
+  ONETRIP_INSTANTIATE_PIPELINED(float, float, T)
 ONETRIP_INSTANTIATE_16_BITS(__half)
 ONETRIP_INSTANTIATE_16_BITS(__nv_bfloat16)
 template __global__ void row_norm_partials_kernel<kPartialGroups * kWarpThreads>(const float*, int64_t, int64_t,
@@ -341,6 +342,20 @@ bool launch_backward_pipelined(const RowNormBackward& args, const BackwardPartit
   return launch(args, partition, info, stream, status);
 }
 
+// dy has x's dtype, or is float32 beside a 16-bit x, or of 16 bits beside a float32 x: autocast mixes them.
+template <typename X, typename Z>
+bool launch_backward_pipelined(const RowNormBackward& args, const BackwardPartition& partition, const DeviceInfo& info,
+                               cudaStream_t stream, cudaError_t& status) {
+  const auto launch = [&](auto y) {
+    using Y = decltype(y);
+    if constexpr (sizeof(X) == sizeof(Y) && DTypeOf<X>::value != DTypeOf<Y>::value) return false;
+    else return launch_backward_pipelined<X, Z, Y>(args, partition, info, stream, status);
+  };
+  return args.y_dtype == DType::kFloat32   ? launch(float{})
+         : args.y_dtype == DType::kFloat16 ? launch(__half{})
+                                           : launch(__nv_bfloat16{});
+}
+
 template <typename X, typename Z, bool kFast>
 cudaError_t launch_backward_wide(const RowNormBackward& args, bool vector_access, const BackwardPartition& partition,
                                  cudaStream_t stream) {
@@ -419,9 +434,7 @@ cudaError_t launch_backward(const RowNormBackward& args, const DeviceInfo& info,
   const bool vector_access = access.possible(), fast = vector_access && args.y_dtype == DTypeOf<X>::value;
   const bool pipelined = vector_access && args.dy != nullptr &&
                          args.n_cols <= kMaxClusterBlocks * kPipelinedBlockColumns &&
-                         (fast ? launch_backward_pipelined<X, Z, X>(args, partition, info, stream, status)
-                               : args.y_dtype == DType::kFloat32 &&
-                                     launch_backward_pipelined<X, Z, float>(args, partition, info, stream, status));
+                         launch_backward_pipelined<X, Z>(args, partition, info, stream, status);
   if (!pipelined && shape.path == Path::kWide) {
     status = fast ? launch_backward_wide<X, Z, true>(args, true, partition, stream)
                   : launch_backward_wide<X, Z, false>(args, vector_access, partition, stream);

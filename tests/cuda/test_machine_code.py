@@ -282,11 +282,13 @@ def test_row_norm_touches_whole_sectors(dtype: str, backward: bool, tmp_path: Pa
     assert all(set(share.values()) == {1.0} for share in shares), shares
 
 
-@pytest.mark.parametrize("pair", ["bf16", "bf16-f32"])
-def test_float32_gradients_of_16_bit_rows_are_prefetched(pair: str, tmp_path: Path) -> None:
-    """As those of the rows' dtype are, in every pipelined kernel: autocast runs norms in float32."""
+@pytest.mark.parametrize(
+    ("pair", "dy"), [("bf16", torch.float32), ("bf16-f32", torch.float32), ("f32", torch.bfloat16)], ids=str
+)
+def test_gradients_of_another_dtype_than_the_rows_are_prefetched(pair: str, dy: torch.dtype, tmp_path: Path) -> None:
+    """As those of the rows' dtype are, in every pipelined kernel: autocast mixes them."""
     calls = [
-        cudasim_row_norm.Call("dy", 4, n_cols, _pair(pair), y_dtype=torch.float32, orders=(WARPS_FORWARD,))
+        cudasim_row_norm.Call("dy", 4, n_cols, _pair(pair), y_dtype=dy, orders=(WARPS_FORWARD,))
         for n_cols in (64, 256, 512, 9216)
     ]
     _, counts = _code("row_norm", pair, 90).run([call.backward_case() for call in calls], tmp_path)

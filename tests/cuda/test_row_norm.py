@@ -142,7 +142,10 @@ def test_rows_far_wider_than_shared_memory(driver, n_cols: int, has_parameters: 
 
 
 # None: y has x's dtype.
-SAME_BITS = [("f32", None), ("bf16", None), ("f16-f32", None), ("bf16", torch.float32), ("bf16-f32", torch.float32)]
+SAME_BITS = [
+    *(("f32", None), ("bf16", None), ("f16-f32", None), ("bf16", torch.float32), ("bf16-f32", torch.float32)),
+    *(("f32", torch.bfloat16), ("f32", torch.float16)),
+]
 
 
 @pytest.mark.parametrize("size", [(9, 64), (9, 256), (5, 768), (5, 1024), (20, 4104), (9, 8200), (3, 16400)], ids=_id)
