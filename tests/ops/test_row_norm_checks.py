@@ -157,6 +157,9 @@ NUMBERS: dict[str, tuple[str, Any, type[Exception] | None, str]] = {
     "cast_list": ("cast_before_weight", [], ValueError, 'must be False, True or "weight", got []'),
     "cast_tensor": ("cast_before_weight", torch.ones(2), ValueError, 'must be False, True or "weight", got tensor'),
     "cast_one": ("cast_before_weight", 1, ValueError, 'must be False, True or "weight", got 1'),
+    "out_dtype_int": ("out_dtype", torch.int8, TypeError, "must be float32, float16 or bfloat16, got torch.int8"),
+    "out_dtype_text": ("out_dtype", "half", TypeError, "must be float32, float16 or bfloat16, got 'half'"),
+    "out_dtype_tensor": ("out_dtype", torch.ones(2), TypeError, "must be float32, float16 or bfloat16, got"),
 }
 
 

@@ -52,6 +52,39 @@ def test_any_rank(target, shape):
     )
 
 
+OF_ANOTHER_DTYPE = {
+    "layer_norm": lambda i, **o: ops.layer_norm(i.x, i.weight, i.norm_bias, **o),
+    "rms_norm": lambda i, **o: ops.rms_norm(i.x, i.weight, **o),
+    "rms_norm-cast": lambda i, **o: ops.rms_norm(i.x, i.weight, cast_before_weight=True, **o),
+    "block": lambda i, **o: ops.bias_dropout_residual_norm(
+        i.x, i.residual, i.weight, i.norm_bias, bias=i.bias, dropout_p=0.25, rng=RNG, return_residual=True, **o
+    ),
+}
+
+
+@pytest.mark.parametrize("out", DTYPES, ids=short)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("function", OF_ANOTHER_DTYPE)
+def test_result_of_another_dtype(target, function, dtype, out):
+    """That of float32, rounded once; gradients those of the cast."""
+    compute = OF_ANOTHER_DTYPE[function]
+    i = make((6, 33), dtype, "residual bias weight norm_bias", device=target.device)
+    found = []
+    for out_dtype in (torch.float32, out):
+        leaves = i.leaves()
+        result = compute(leaves, out_dtype=out_dtype)
+        y, *z = result if isinstance(result, tuple) else (result,)
+        assert y.dtype == out_dtype
+        y = y.to(out)
+        (y.float().sin().sum() + sum(each.float().sum() for each in z)).backward()
+        gradients = [each.grad for each in (leaves.x, leaves.residual, leaves.bias, leaves.weight, leaves.norm_bias)]
+        found.append([y.detach(), *(each.detach() for each in z), *gradients])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert_bitwise(other, one)
+
+
 @pytest.mark.parametrize("parts", ["", "weight", "norm_bias"])
 def test_parameters_left_out(target, parts):
     i = make((4, 65), torch.float32, parts, device=target.device)

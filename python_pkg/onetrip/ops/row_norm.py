@@ -41,19 +41,30 @@ from .row_norm_native import cuda_dtypes, decode, dtypes_of, eager_call
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, **unknown: NoReturn
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba, Kiros & Hinton 2016).
 
     x: float32, float16, bfloat16 or float64, rank 1 and up, any strides. weight, bias: (n_cols,), any of these dtypes,
     or None.
-    Returns a tensor shaped like x, of x's dtype (float32 under CUDA autocast, as F.layer_norm). Statistics are float32.
+    out_dtype: float32, float16 or bfloat16, of the result, rounded once; None for x's (float32 under CUDA autocast, as
+        F.layer_norm).
+    Returns a tensor shaped like x. Statistics are float32.
     Saves x and two float32 numbers a row for backward. Deterministic. Raises ValueError or TypeError for wrong
     arguments.
     """
     if unknown:
         raise_unknown("layer_norm", unknown)
-    return row_norm("layer_norm", NORM_LAYER, (x, None, None, weight, bias), eps=eps, follow_autocast=True)
+    if out_dtype is not None:
+        check_out_dtype("layer_norm", out_dtype)
+    operands = x, None, None, weight, bias
+    return row_norm("layer_norm", NORM_LAYER, operands, eps=eps, follow_autocast=True, out_dtype=out_dtype)
 
 
 def rms_norm(
@@ -63,6 +74,7 @@ def rms_norm(
     *,
     weight_offset: float = 0.0,
     cast_before_weight: bool | Literal["weight"] = False,
+    out_dtype: torch.dtype | None = None,
     **unknown: NoReturn,
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + weight_offset) over the last dimension (Zhang & Sennrich 2019).
@@ -74,6 +86,7 @@ def rms_norm(
     normalised
         value to x's dtype first, and the result has the dtype of weight * that (Llama, Mistral, Qwen); "weight" rounds
         it to the weight's dtype first if that is float16 or bfloat16, else not at all (T5).
+    out_dtype: as in layer_norm; rounded after the weight.
     Saves x and one float32 number a row for backward. Deterministic. Raises ValueError or TypeError for wrong
     arguments.
     """
@@ -81,6 +94,8 @@ def rms_norm(
         raise_unknown("rms_norm", unknown)
     if cast_before_weight is not False:
         check_cast("rms_norm", cast_before_weight, "rms")
+    if out_dtype is not None:
+        check_out_dtype("rms_norm", out_dtype)
     return row_norm(
         "rms_norm",
         NORM_RMS,
@@ -88,6 +103,7 @@ def rms_norm(
         eps=eps,
         weight_offset=weight_offset,
         cast_before_weight=cast_before_weight,
+        out_dtype=out_dtype,
     )
 
 
@@ -128,6 +144,7 @@ def bias_dropout_residual_norm(
     eps: float = 1e-5,
     weight_offset: float = 0.0,
     cast_before_weight: bool | Literal["weight"] = False,
+    out_dtype: torch.dtype | None = None,
     return_residual: bool = False,
     rng: tuple[int, int] | None = None,
     **unknown: NoReturn,
@@ -138,6 +155,7 @@ def bias_dropout_residual_norm(
     nothing.
     weight, norm_bias, bias: (n_cols,) or None. norm: "layer" (as layer_norm) or "rms" (as rms_norm, cast_before_weight
     too).
+    out_dtype: of y, as in layer_norm.
     dropout_p, rng: as bias_dropout_residual. z is rounded once, to the dtype that the unfused expression gives.
     Returns y, or (y, z) with return_residual. Both are shaped like x; gradients flow through both.
     Saves z and one or two float32 numbers a row for backward, no mask. Deterministic for a given rng.
@@ -150,6 +168,8 @@ def bias_dropout_residual_norm(
         raise ValueError(f'{function}: norm must be "layer" or "rms", got {norm!r}')
     if cast_before_weight is not False:
         check_cast(function, cast_before_weight, norm)
+    if out_dtype is not None:
+        check_out_dtype(function, out_dtype)
     return row_norm(
         function,
         NORM_LAYER if norm == "layer" else NORM_RMS,
@@ -158,6 +178,7 @@ def bias_dropout_residual_norm(
         weight_offset=weight_offset,
         cast_before_weight=cast_before_weight,
         follow_autocast=norm == "layer",
+        out_dtype=out_dtype,
         dropout_p=dropout_p,
         return_residual=return_residual,
         rng=rng,
@@ -179,7 +200,7 @@ def sum_before_norm(
     """(y, z) as bias_dropout_residual_norm with return_residual, for a norm that may be called later, or never.
 
     y has no gradient until row_norm_autograd.deferred_norm gives it one (traced calls: it has). options: eps,
-    weight_offset, cast_before_weight.
+    weight_offset, cast_before_weight, out_dtype.
     """
     y, z = row_norm(
         "bias_dropout_residual_norm",
@@ -200,6 +221,11 @@ def check_cast(function: str, cast_before_weight: object, norm: str) -> None:
         raise ValueError(f'{function}: cast_before_weight must be False, True or "weight", got {cast_before_weight!r}')
     if norm == "layer" and cast_before_weight:
         raise ValueError(f'{function}: cast_before_weight must be False with norm="layer", got {cast_before_weight!r}')
+
+
+def check_out_dtype(function: str, out_dtype: object) -> None:
+    if not isinstance(out_dtype, torch.dtype) or out_dtype not in KERNEL_DTYPES:
+        raise TypeError(f"{function}: out_dtype must be float32, float16 or bfloat16, got {out_dtype!r}")
 
 
 def _check(
@@ -240,6 +266,7 @@ def _make_plan(
     cast_before_weight: bool | Literal["weight"],
     dropout_p: float,
     autocast_to_float32: bool,
+    out_dtype: torch.dtype | None,
     needs_grad: bool,
     return_residual: bool,
     dtypes: Dtypes,
@@ -262,6 +289,7 @@ def _make_plan(
         y = torch.promote_types(n, weight)
     elif autocast_to_float32 and z in HALF:
         y = torch.float32
+    y = y if out_dtype is None else out_dtype
     return RowNormPlan(
         norm=norm,
         eps=eps,
@@ -306,6 +334,7 @@ def row_norm(
     weight_offset: float = 0.0,
     cast_before_weight: bool | Literal["weight"] = False,
     follow_autocast: bool = False,
+    out_dtype: torch.dtype | None = None,
     dropout_p: float = 0.0,
     return_residual: bool = False,
     defers_norm: bool = False,
@@ -347,6 +376,7 @@ def row_norm(
         cast_before_weight,
         dropout_p,
         follow_autocast and x.is_cuda and torch.is_autocast_enabled("cuda"),
+        out_dtype,
         needs_grad,
         return_residual,
         dtypes_of(operands) if code < 0 or traced else code,

@@ -30,11 +30,13 @@ from ..ops.row_norm import sum_before_norm
 from ..ops.row_norm_autograd import deferred_norm
 from . import calls
 from .calls import Branch
+from .half_results import half_result
 from .linear.readers import read_as_residual, reads
 
 if TYPE_CHECKING:
     from .norms import NormSpec
 
+_State = tuple[int | torch.dtype | None, ...]
 _TRIES = 8
 """Results of a sum that no norm receives before the sum stops looking for its norm."""
 _MISSES = 3
@@ -47,12 +49,12 @@ class _Slot:
     __slots__ = ("result", "serial", "taken")
 
     def __init__(self) -> None:
-        self.result: tuple[weakref.ref[Tensor], Any, tuple[int, ...], Tensor, int] | None = None
+        self.result: tuple[weakref.ref[Tensor], Any, _State, Tensor, int] | None = None
         """(weak reference to z, its grad_fn, what y depends on (_state), y, serial number)."""
         self.serial = self.taken = 0
         """Numbers of the last y that was put here, and of the last one that the norm returned."""
 
-    def put(self, z: Tensor, y: Tensor, state: tuple[int, ...]) -> int:
+    def put(self, z: Tensor, y: Tensor, state: _State) -> int:
         """Keep y until the norm is called or z dies."""
         self.serial += 1
         self.result = (weakref.ref(z, self._drop), z.grad_fn, state, y, self.serial)
@@ -109,10 +111,11 @@ def _may_link() -> bool:
     )
 
 
-def _state(norm: nn.Module, spec: NormSpec, z: Tensor) -> tuple[int, ...]:
+def _state(norm: nn.Module, spec: NormSpec, z: Tensor) -> _State:
     """What y = norm(z) depends on, other than values: y is returned only where the norm would compute the same, and on
     the same stream: backward of the norm leaves its gradient for that of the sum."""
-    state = [z._version, z.requires_grad, torch.is_grad_enabled(), calls.is_autocasting(z), calls.stream_of(z)]
+    state: list[int | torch.dtype | None] = [z._version, z.requires_grad, torch.is_grad_enabled()]
+    state += [calls.is_autocasting(z), calls.stream_of(z), half_result(norm, spec, z)]
     for vector in _parameters(norm, spec):
         if vector is not None:
             state += [id(vector), vector.requires_grad, 0 if vector.is_inference() else vector._version]
@@ -213,6 +216,7 @@ def _norm_options(norm: nn.Module, spec: NormSpec, z_dtype: torch.dtype, x: Tens
         "eps": spec.eps_value(norm, z_dtype) if attribute is None else float(getattr(norm, attribute)),
         "weight_offset": spec.weight_offset,
         "cast_before_weight": spec.cast_before_weight,
+        "out_dtype": half_result(norm, spec, x, z_dtype),
     }
 
 

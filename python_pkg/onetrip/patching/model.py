@@ -31,10 +31,12 @@ from .dropouts import PATTERN as DROPOUT
 from .dropouts import uncalled_dropouts
 from .experts import PATTERN as EXPERTS
 from .experts import Experts
+from .half_results import find_half_results
 from .linear.lora import PATTERN as LORA
 from .linear.shared_input import PATTERN as SHARED_INPUT
 from .linear.tied_embedding import PATTERN as TIED_EMBEDDING
 from .linear_loss import PATTERN as LINEAR_LOSS
+from .norms import could_be_norm
 from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
 from .rotary import PATTERN as ROTARY
 from .verify import kind_of, undisturbed
@@ -196,6 +198,7 @@ class _Patcher:
         for name, module in leaves:
             if id(module) not in absorbed or was_patched(module):
                 found[id(module)] = self.site(name, module)
+        find_half_results(self.model, (module for _, module in leaves if could_be_norm(module)))
         for name, module in modules:
             site = found.get(id(module))
             if isinstance(site, PatchedSite):

@@ -25,6 +25,7 @@ from ..ops.common.backends import use_backend
 from .calls import is_like, original_class
 from .classes import Rewrite
 from .clones import is_same, own_copy, own_state
+from .half_results import half_result
 from .links import linked_result
 from .report import Unsuitable
 from .verify import undisturbed, verify_forward
@@ -92,10 +93,12 @@ class NormSpec:
         options = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
         if self.cast_before_weight:
             options += f", cast_before_weight={self.cast_before_weight!r}"
+        if not self.gate:  # else y is not what the module returns
+            options += f", out_dtype=half_result(self, spec, {x})"
         if self.kind == "rms" and self.bias is None:
             call = f"rms_norm({x}, {weight}, {eps}{options})"
         elif self.weight_offset == 0.0 and self.kind == "layer":
-            call = f"layer_norm({x}, {weight}, {bias}, {eps})"
+            call = f"layer_norm({x}, {weight}, {bias}, {eps}{options})"
         else:
             norm = f'norm="{self.kind}", eps={eps}{options}'
             call = f"bias_dropout_residual_norm({x}, None, {weight}, {bias}, {norm})"
@@ -118,7 +121,7 @@ class NormSpec:
         count_fused(self)
         return y_
 """
-            constants |= {"linked_result": linked_result, "spec": self}
+            constants |= {"linked_result": linked_result, "half_result": half_result, "spec": self}
         source = f"""\
 def forward(self, {", ".join((x, self.gate) if self.gate else (x,))}):
 {linked}    if {" or ".join(f"({guard})" if " and " in guard else guard for guard in guards)}:

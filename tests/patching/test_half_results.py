@@ -1,0 +1,570 @@
+"""Norms whose result only matrix products read, under autocast."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from onetrip.measure.traffic import traffic
+from onetrip.ops.row_norm_autograd import deferred_norm
+from onetrip.patching import half_results, links, patch_model, unpatch_model
+from outcomes import assert_agree, parameter_gradients
+from patching_cases import WIDTH
+from torch import Tensor, matmul, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+HALF = torch.bfloat16
+OWN = "model.layers.0.input_layernorm"
+
+
+class Block(nn.Module):
+    """What a block may do with y = norm(x): see the subclasses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.drop, self.kept = nn.Dropout(0.0), None
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(x)))
+
+
+class Direct(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Named(Block):
+    """Shapes are read, and another name and a view of it."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.norm(x)
+        batch, rows = y.shape[:2]
+        rest = (*y.shape[:-1], y.size(-1), y.numel(), y.dim(), y.device) if y is not None else ()
+        again = y.view(batch * rows, -1) if mask is None else y
+        y = self.down(functional.gelu(self.up(again.unsqueeze(0)))).view(batch, rows, -1)
+        return x + y * len(rest[:1])
+
+
+class Functions(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        h = functional.linear(y, self.weight) + torch.matmul(y, self.weight) + matmul(y, self.weight) + y @ self.weight
+        return x + h + torch.addmm(self.other.bias, y.flatten(0, 1), mat2=self.weight).view(x.shape)
+
+
+class Looped(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        h = x
+        for _ in range(2):
+            h = h + functional.linear(y, self.weight)
+        del y
+        return h
+
+
+class Absent(Block):
+    """A child that other configurations have."""
+
+    def forward(self, x: Tensor, cross: bool = False) -> Tensor:
+        y = self.norm(x)
+        h = self.cross(y) if cross else functional.linear(y, self.weight)
+        return x + h
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, first: int, *, hidden: Tensor, **options: Any) -> Tensor:
+        return self.dense(hidden) * first
+
+
+class Handed(Block):
+    """To a child, by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(2, hidden=self.norm(x), more=None)
+
+
+PROVEN = (Direct, Named, Functions, Looped, Absent, Handed)
+
+
+class Added(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return y + functional.linear(y, self.weight)
+
+
+class Returned(Block):
+    def forward(self, x: Tensor, output: bool = False) -> Any:
+        y = self.norm(x)
+        h = functional.linear(y, self.weight)
+        return (h, y) if output else h
+
+
+class AskedItsDtype(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return functional.linear(y, self.weight).to(y.dtype)
+
+
+class Kept(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.norm(x)
+        return functional.linear(self.kept, self.weight)
+
+
+class KeptBesides(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.kept = self.norm(x)
+        return functional.linear(y, self.weight)
+
+
+class InList(Block):
+    def forward(self, x: Tensor) -> Any:
+        y, seen = self.norm(x), []
+        seen.append(y)
+        return functional.linear(y, self.weight)
+
+
+class Appended(Block):
+    def forward(self, x: Tensor) -> Any:
+        y = self.norm(x)
+        seen: list[Tensor] = [y]
+        return functional.linear(seen[0], self.weight)
+
+
+class Scaled(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y *= 3.0
+        return functional.linear(y, self.weight)
+
+
+class ScaledInPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y.mul_(3.0)
+        return functional.linear(y, self.weight)
+
+
+class WrittenTo(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y[..., 0] = 0.3
+        return functional.linear(y, self.weight)
+
+
+class WrittenByAProduct(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x).detach()
+        torch.matmul(x.detach(), self.weight.detach(), out=y)
+        return functional.linear(y, self.weight)
+
+
+class Sliced(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return functional.linear(y, self.weight) * y[..., :1]
+
+
+class InOneBranch(Block):
+    """The name has another value in one branch only."""
+
+    def forward(self, x: Tensor, doubled: bool = False) -> Tensor:
+        y = self.norm(x)
+        h = functional.linear(y, self.weight)
+        if doubled:
+            y = 2 * h
+        return h + y
+
+
+class NextTurn(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h, y = x, x
+        for _ in range(2):
+            h = h + y
+            y = self.norm(h)
+        return functional.linear(y, self.weight)
+
+
+class WithoutAutocast(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        with torch.autocast("cpu", enabled=False):
+            h = functional.linear(y.float(), self.weight)
+        return h
+
+
+class CalledWithoutAutocast(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            h = functional.linear(self.norm(x), self.weight)
+        return h
+
+
+class InAClosure(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        later = lambda: y.sum()  # noqa: E731
+        return functional.linear(y, self.weight) + later()
+
+
+class Dropped(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.drop(self.norm(x)), self.weight)
+
+
+class Summed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return functional.linear(y, self.weight) + torch.sum(y)
+
+
+class Shadowed(Block):
+    """Not torch's matmul."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        matmul = torch.mul
+        return matmul(self.norm(x), 3.0)
+
+
+class TwoCalls(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.linear(self.norm(x), self.weight)
+        return h + self.norm(h)
+
+
+class OtherName(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        return norm(x) + functional.linear(self.norm(x), self.weight)
+
+
+class InAnotherMethod(Block):
+    def normed(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.normed(x) + functional.linear(self.norm(x), self.weight)
+
+
+class ByAMethod(Block):
+    """What a method does with it is not followed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.norm(x))
+
+
+class NormOfNorm(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.other(self.norm(x)), self.weight)
+
+
+class Spread(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        ys = (self.norm(x),)
+        return self.up(*ys)[..., :WIDTH]
+
+
+class Residual(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class HandedOn(Block):
+    """To a child that returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Residual()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+class NotCalledHere(nn.Module):
+    """What a child's norm computes is read by the parent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x)
+
+
+class AskedInAComparison(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return functional.linear(y, self.weight) if y.sum() > 0 else x
+
+
+ESCAPES = (
+    *(Added, Returned, AskedItsDtype, Kept, KeptBesides, InList, Appended, Scaled, ScaledInPlace, WrittenTo),
+    *(WrittenByAProduct, Sliced, InOneBranch, NextTurn, WithoutAutocast, CalledWithoutAutocast, InAClosure, Dropped),
+    *(Summed, Shadowed, TwoCalls, OtherName, InAnotherMethod, ByAMethod, NormOfNorm, Spread, HandedOn),
+    *(AskedInAComparison, NotCalledHere),
+)
+
+
+def built(kind: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(0)
+    model = kind()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.fixture
+def autocast() -> Any:
+    with torch.autocast("cpu", HALF):
+        yield
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs something with norms as ever."""
+
+    def run(function: Callable[..., Any], *args: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(half_results, "_known", {})
+            return function(*args)
+
+    return run
+
+
+def outcome(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y = y[0] if isinstance(y, tuple) else y
+    y.float().square().sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *parameter_gradients(model).values()]
+
+
+@pytest.mark.parametrize("kind", PROVEN)
+def test_a_norm_rounds_what_only_products_read(autocast: None, kind: Any, x: Tensor) -> None:
+    model = built(kind)
+    expected = outcome(model, x)
+    patch_model(model, patterns=("layer_norm",))
+    actual = outcome(model, x)
+    assert torch.equal(actual[0], expected[0])
+    assert_agree(actual[1:], expected[1:], relative=1e-2)
+    assert model.norm(x).dtype == HALF
+    with torch.autocast("cpu", torch.float16):
+        assert model.norm(x).dtype == torch.float16
+    with torch.autocast("cpu", enabled=False):
+        assert model.norm(x).dtype == torch.float32
+    assert model.norm(x.to(HALF)).dtype == HALF  # as ever
+    unpatch_model(model)
+    assert model.norm(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ESCAPES)
+def test_a_norm_keeps_float32_where_anything_else_may_read_it(autocast: None, kind: Any, x: Tensor) -> None:
+    model = built(kind)
+    patch_model(model, patterns=("layer_norm",))
+    assert model.norm(x).dtype == torch.float32
+
+
+def test_a_norm_with_two_places_keeps_float32(autocast: None, x: Tensor) -> None:
+    model = nn.Sequential(built(Direct), built(Added))
+    model[1].norm = model[0].norm
+    patch_model(model, patterns=("layer_norm",))
+    assert model[0].norm(x).dtype == torch.float32
+
+
+def test_a_sum_in_another_module_computes_the_rounded_norm(
+    autocast: None, without: Any, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtypes: list[torch.dtype] = []
+
+    def recorded(y: Tensor, *args: Any) -> Tensor:
+        dtypes.append(y.dtype)
+        return deferred_norm(y, *args)
+
+    monkeypatch.setattr(links, "deferred_norm", recorded)
+    model = nn.Sequential(built(Direct), built(Direct), built(Named))
+    patch_model(model)
+    for _ in range(2):  # sums find their norms in the first calls
+        expected, actual = without(outcome, model, x), outcome(model, x)
+    assert torch.equal(actual[0], expected[0])
+    assert_agree(actual[1:], expected[1:], relative=1e-2)
+    assert dtypes[-4:] == [torch.float32] * 2 + [HALF] * 2
+
+
+def change_hook(model: Any) -> Any:
+    return model.up.register_forward_pre_hook(lambda *_: None)
+
+
+def change_hook_of_norm(model: Any) -> Any:
+    return model.norm.register_forward_hook(lambda *_: None)
+
+
+def change_global_hook(model: Any) -> Any:
+    return nn.modules.module.register_module_forward_hook(lambda *_: None)
+
+
+def change_child(model: Any) -> None:
+    model.up = nn.Sequential(nn.GELU(), model.up)
+
+
+def change_forward_of_child(model: Any) -> None:
+    model.up.forward = functools.partial(functional.linear, weight=model.up.weight)
+
+
+def change_forward(model: Any) -> None:
+    model.forward = lambda x: model.norm(x)
+
+
+def change_class(model: Any) -> None:
+    model.__class__ = Added
+
+
+def change_weight(model: Any) -> None:
+    model.norm.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(change_hook, change_hook_of_norm, change_global_hook, change_child, change_forward_of_child, change_forward),
+        change_weight,
+    ],
+)
+def test_changes_after_patching_bring_float32_back(autocast: None, change: Any, x: Tensor) -> None:
+    model = built(Direct)
+    patch_model(model, patterns=("layer_norm",))
+    assert model.norm(x).dtype == HALF
+    handle = change(model)
+    try:
+        assert model.norm(x).dtype == torch.float32
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def test_a_child_that_comes_later_brings_float32_back(autocast: None, x: Tensor) -> None:
+    model = built(Absent)
+    patch_model(model, patterns=("layer_norm",))
+    assert model.norm(x).dtype == HALF
+    model.cross = nn.Identity()
+    assert model.norm(x).dtype == torch.float32
+    patch_model(model, patterns=("layer_norm",))
+    assert model.norm(x).dtype == torch.float32
+
+
+LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 64}
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**LLAMA, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def loss_and_gradients(model: Any) -> list[Tensor]:
+    model.zero_grad()
+    ids = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1))
+    found = model(input_ids=ids, labels=ids)
+    found.loss.backward()
+    return [found.loss.detach(), found.logits.detach(), *parameter_gradients(model).values()]
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_a_model_computes_the_same(autocast: None, use_reentrant: bool | None, without: Any) -> None:
+    model = llama()
+    if use_reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+    patch_model(model)
+    for _ in range(2):  # sums find their norms in the first calls
+        expected, actual = without(loss_and_gradients, model), loss_and_gradients(model)
+    assert model.get_submodule(OWN)(torch.randn(1, 2, 32)).dtype == HALF
+    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
+    assert_agree(actual[2:], expected[2:], relative=1e-2)
+
+
+def test_norms_write_half_and_nothing_casts_their_result(autocast: None, without: Any) -> None:
+    """Four norms of 2 x 9 x 32 elements: 2 bytes written instead of 4, and no cast of 6 bytes. That of the model's
+    result stays."""
+    model = llama()
+    patch_model(model)
+    for _ in range(2):
+        loss_and_gradients(model)
+    before, after = (
+        counted(lambda: traffic(lambda: loss_and_gradients(model))) for counted in (without, lambda f: f())
+    )
+    n = 4 * 2 * 9 * 32
+    forward = [each.operators["forward", "onetrip::row_norm"].bytes for each in (before, after)]
+    casts = [each.operators["forward", "aten::_to_copy"].bytes for each in (before, after)]
+    assert forward[0] - forward[1] == 2 * n and casts[0] - casts[1] == 6 * n
+
+
+def test_adapters_bring_float32_back(autocast: None, x: Tensor) -> None:
+    """Theirs is a forward that casts."""
+    model = llama()
+    patch_model(model)
+    norm, h = model.get_submodule(OWN), torch.randn(1, 2, 32)
+    assert norm(h).dtype == HALF
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    assert norm(h).dtype == torch.float32
+
+
+def test_outputs_that_hooks_record_are_as_ever(autocast: None) -> None:
+    model = llama().eval()
+    ids = torch.arange(9)[None]
+    expected = model(input_ids=ids, output_hidden_states=True).hidden_states
+    patch_model(model)
+    actual = model(input_ids=ids, output_hidden_states=True).hidden_states
+    assert [each.dtype for each in actual] == [each.dtype for each in expected]
+
+
+def test_copies_compute_the_same(autocast: None, x: Tensor) -> None:
+    model = built(Direct)
+    patch_model(model, patterns=("layer_norm",))
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+def test_compiled(autocast: None, x: Tensor) -> None:
+    model = built(Direct)
+    expected = outcome(model, x)
+    patch_model(model, patterns=("layer_norm",))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_agree(outcome(compiled, x), expected, relative=1e-2)
+
+
+def test_checkpointed(autocast: None, x: Tensor) -> None:
+    """A block that runs again in backward finds its norm as it was."""
+    model = built(Direct)
+    patch_model(model, patterns=("layer_norm",))
+    expected = outcome(model, x)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+            return result
+
+    assert all(map(torch.equal, outcome(Checkpointed(), x), expected))
