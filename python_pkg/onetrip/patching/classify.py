@@ -33,6 +33,8 @@ from .dropouts import Dropout
 from .experts import PATTERN as EXPERTS
 from .experts import Experts, GroupedExperts, read_experts
 from .forward import Forward, read_forward
+from .linear.cast_input import PATTERN as CAST_INPUT
+from .linear.cast_input import CastInputs, choose_casts, read_casts
 from .linear.lora import PATTERN as LORA
 from .linear.lora import Adapters, choose_adapters, read_adapters
 from .linear.shared_input import PATTERN as SHARED_INPUT
@@ -48,7 +50,9 @@ from .rotary import PATTERN as ROTARY
 from .rotary import Rotations, read_rotations
 from .watched_logits import PATTERN as CROSS_ENTROPY
 
-InForward = Attention | OneMask | SoftmaxRegions | Rotations | Activations | ResidualSums | SharedInputs | Adapters
+_Reading = OneMask | SharedInputs | CastInputs
+"""Ways to read a tensor."""
+InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | Adapters | _Reading
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Together:
         way to read a tensor, else shared inputs."""
         attention = [part for part in self.parts if isinstance(part, (Attention, SoftmaxRegions))]
         shared = [part for part in self.parts if isinstance(part, SharedInputs)]
-        others = [part for part in self.parts if not isinstance(part, (OneMask, SharedInputs))]
+        others = [part for part in self.parts if not isinstance(part, _Reading)]
         in_forward = [part for part in reversed(others) if part.forward.method == "forward"]
         return [*attention, *in_forward, *shared, self.parts[-1]][0]
 
@@ -193,7 +197,8 @@ class Classifier:
             if mask is not None:
                 parts, source = [mask], self.rewrite(module, mask).source
         n_attention = len(parts)
-        for find in (self._rotations, self._activations, self._sums, self._shared_inputs, self._adapters):
+        in_order = self._rotations, self._activations, self._sums, self._shared_inputs, self._casts, self._adapters
+        for find in in_order:
             is_sums = find == self._sums
             forward = self._once(_read, cls, source, find == self._activations)
             part = find(module, forward) if isinstance(forward, Forward) else forward if is_sums else None
@@ -257,6 +262,12 @@ class Classifier:
             return None
         chosen = choose_shared_inputs(module, self._once(read_shared_inputs, forward), self.excluded)
         return SharedInputs(forward, chosen) if chosen else None
+
+    def _casts(self, module: nn.Module, forward: Forward) -> CastInputs | None:
+        if CAST_INPUT not in self.wanted:
+            return None
+        chosen = choose_casts(module, self._once(read_casts, forward), self.excluded)
+        return CastInputs(forward, chosen) if chosen else None
 
     def _adapters(self, module: nn.Module, forward: Forward) -> Adapters | None:
         if LORA not in self.wanted:

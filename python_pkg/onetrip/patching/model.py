@@ -32,6 +32,7 @@ from .dropouts import uncalled_dropouts
 from .experts import PATTERN as EXPERTS
 from .experts import Experts
 from .half_results import find_half_results
+from .linear.cast_input import PATTERN as CAST_INPUT
 from .linear.lora import PATTERN as LORA
 from .linear.shared_input import PATTERN as SHARED_INPUT
 from .linear.tied_embedding import PATTERN as TIED_EMBEDDING
@@ -44,7 +45,7 @@ from .watched_logits import PATTERN as CROSS_ENTROPY
 
 PATTERNS = (
     *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm", ATTENTION, ATTENTION_MASK),
-    *(*ACTIVATIONS, EXPERTS, ROTARY, SHARED_INPUT, TIED_EMBEDDING, LORA, CROSS_ENTROPY, DROPOUT),
+    *(*ACTIVATIONS, EXPERTS, ROTARY, SHARED_INPUT, CAST_INPUT, TIED_EMBEDDING, LORA, CROSS_ENTROPY, DROPOUT),
 )
 """The patterns of patch_model, unless others are asked for."""
 NAMES = (*PATTERNS, LINEAR_LOSS)

@@ -1,0 +1,111 @@
+"""Casts to the dtype of a linear layer's weight, before the layer reads them.
+
+    h = h.to(self.wo.weight.dtype)     ->      h = cast_input_(self, self.wo, h, self.wo.weight.dtype)
+    h = self.wo(h)                             h = self.wo(h)
+
+Under autocast the layer casts back what the cast has widened (T5, whose output projection may stay in float32): the
+tensor stays as it is there.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import calls
+from ..classes import Rewrite
+from ..forward import Forward, Place, evaluated, linear_at, places
+from ..rewriting import Rewriting
+from ..source import is_same
+from ..verify import VerificationError, kind_of, undisturbed
+
+PATTERN = "cast_input"
+
+_Cast = tuple[ast.Call, str]
+"""(`x.to(self.path.weight.dtype)`, path), of which only `self.path(...)` reads the result."""
+
+
+def read_casts(forward: Forward) -> list[_Cast]:
+    """The casts of a forward."""
+    return [each for place in places(forward.tree.body) for each in _casts_at(forward, place)]
+
+
+def _casts_at(forward: Forward, place: Place) -> Iterator[_Cast]:
+    """Those that a place's statement hands to a layer, or leaves, if need be under a condition, to the next one."""
+    for node in evaluated(place.statement):
+        called = forward.called(node) if isinstance(node, ast.Call) else None
+        if called is not None and (cast := _cast(forward, called[1], called[0])) is not None:
+            yield cast, called[0]
+    match place.statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            pass
+        case ast.If(body=[ast.Assign(targets=[ast.Name(id=name)], value=value)], orelse=[]):
+            pass
+        case _:
+            return
+    reader = Place(place.block, place.position + 1, place.in_loop)
+    if not place.following or not forward.is_read_only_at(name, reader, reader.position):
+        return
+    for node in evaluated(reader.statement):
+        called = forward.called(node) if isinstance(node, ast.Call) else None
+        if called is not None and isinstance(called[1], ast.Name) and called[1].id == name:
+            cast = _cast(forward, value, called[0])
+            if cast is not None:
+                yield cast, called[0]
+
+
+def _cast(forward: Forward, expression: ast.expr, path: str) -> ast.Call | None:
+    """The expression, if it is `x.to(self.path.weight.dtype)`."""
+    dtype = ast.parse(f"{forward.self_name}.{path}.weight.dtype", mode="eval").body
+    match expression:
+        case ast.Call(func=ast.Attribute(attr="to"), args=[given], keywords=[]) if is_same(given, dtype):
+            return expression
+    return None
+
+
+def choose_casts(module: nn.Module, casts: list[_Cast], excluded: Container[int]) -> tuple[_Cast, ...]:
+    """Those whose layer is a plain nn.Linear."""
+    return tuple(each for each in casts if linear_at(module, each[1], excluded) is not None)
+
+
+@dataclass(frozen=True)
+class CastInputs:
+    """A module that casts what its linear layers read, as a site."""
+
+    forward: Forward
+    chosen: tuple[_Cast, ...]
+    pattern = PATTERN
+    detail = ""
+
+    def rewrite(self, cls: type) -> Rewrite:
+        """The forward with cast_input in place of its casts."""
+        rewriting = Rewriting(self.forward)
+        for cast, path in self.chosen:
+            copied = rewriting.copies[id(cast)]
+            copied.args = [ast.Name(rewriting.own), rewriting.attribute(path), copied.func.value, *copied.args]
+            copied.func = ast.Name("cast_input_")
+        rewriting.constants["cast_input_"] = cast_input
+        return rewriting.rewrite(PATTERN)
+
+    def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
+        """Raise VerificationError unless a small layer computes the same of what was not cast."""
+        device, _ = kind_of(module)
+        with undisturbed(device), torch.autocast(device.type, torch.bfloat16):
+            dense, x = nn.Linear(8, 6, device=device), torch.randn(4, 8, device=device).bfloat16()
+            if not torch.equal(dense(cast_input(module, dense, x, torch.float32)), dense(x.float())):
+                raise VerificationError("autocast does not cast back what a linear layer reads")
+
+
+def cast_input(module: nn.Module, dense: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype); x itself where dense, which alone reads it, casts that back to x."""
+    if torch.compiler.is_compiling() or dtype != torch.float32 or x.is_meta or not calls.is_autocasting(x):
+        return x.to(dtype)
+    if x.dtype != torch.get_autocast_dtype(x.device.type) or not calls.is_plain_linear(dense):
+        return x.to(dtype)
+    calls.count_fused(module)
+    return x

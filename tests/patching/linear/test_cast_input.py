@@ -1,0 +1,214 @@
+"""Casts before linear layers, which autocast takes back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from onetrip.measure.traffic import traffic
+from onetrip.patching import PATTERNS, patch_model, unpatch_model
+from outcomes import assert_equal, parameter_gradients
+from patching_cases import WIDTH, randomised
+from torch import Tensor, nn
+from torch.nn import functional
+
+transformers = pytest.importorskip("transformers")
+
+
+class Casting(nn.Module):
+    """See the subclasses: h = self.wi(x) is cast to the dtype of wo's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wi, self.wo, self.other = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.seen: list[Any] = []
+
+
+class Conditional(Casting):
+    """As T5's."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = functional.gelu(self.wi(h))
+        if isinstance(self.wo.weight, Tensor) and h.dtype != self.wo.weight.dtype:
+            h = h.to(self.wo.weight.dtype)
+        h = self.wo(h)
+        return h
+
+
+class Plain(Casting):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.wi(x)
+        cast = h.to(self.wo.weight.dtype)
+        return self.wo(cast) + x
+
+
+class Inline(Casting):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wo(self.wi(x).to(self.wo.weight.dtype)).float() + x
+
+
+FOUND = (Conditional, Plain, Inline)
+
+
+class ReadTwice(Casting):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.wi(x).to(self.wo.weight.dtype)
+        return self.wo(h) + h
+
+
+class ReadLater(Casting):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.wi(x).to(self.wo.weight.dtype)
+        y = self.wo(h)
+        return y * h.sum()
+
+
+class OfAnotherLayer(Casting):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.wi(x).to(self.other.weight.dtype)
+        return self.wo(h)
+
+
+class OtherwiseToo(Casting):
+    def forward(self, x: Tensor, flag: bool = False) -> Tensor:
+        h = self.wi(x)
+        if flag:
+            h = h.to(self.wo.weight.dtype)
+        else:
+            h = 2 * h
+        return self.wo(h)
+
+
+class MoreInTheBranch(Casting):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.wi(x)
+        if h.dtype != self.wo.weight.dtype:
+            h = h.to(self.wo.weight.dtype)
+            self.seen.append(h.dtype)
+        return self.wo(h)
+
+
+class WithADevice(Casting):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wo(self.wi(x).to(self.wo.weight.dtype, copy=True))
+
+
+LEFT = (ReadTwice, ReadLater, OfAnotherLayer, OtherwiseToo, MoreInTheBranch, WithADevice)
+
+
+def outcome(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.float().square().sum().backward()
+    assert x.grad is not None
+    return {"y": y.detach(), "x": x.grad, **parameter_gradients(model)}
+
+
+def counts(report: Any) -> tuple[int, int]:
+    ((fused, fallen_back),) = report.calls().values()
+    return fused, fallen_back
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", FOUND)
+def test_the_same_bits_without_the_cast(kind: Any, dtype: torch.dtype, x: Tensor) -> None:
+    model = randomised(kind())
+    with torch.autocast("cpu", dtype):
+        expected = outcome(model, x)
+        before = traffic(lambda: outcome(model, x)).by_operator()["aten::_to_copy"]
+        report = patch_model(model, patterns=("cast_input",))
+        assert [site.pattern for site in report.patched] == ["cast_input"]
+        assert_equal(outcome(model, x), expected)
+        after = traffic(lambda: outcome(model, x)).by_operator()["aten::_to_copy"]
+    assert counts(report) == (2, 0)
+    # To float32 and back, and their backward: less one of 6 bytes an element where the first is a no-op else.
+    assert before - after == 4 * 6 * x.numel()
+    unpatch_model(model)
+    assert type(model) is kind
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_without_autocast_nothing_changes(kind: Any, x: Tensor) -> None:
+    """Also of a layer that is kept in float32 in a model of half precision."""
+    model = randomised(kind())
+    mixed = copy.deepcopy(model)
+    if kind is Conditional:
+        mixed.wi.to(torch.bfloat16)
+    expected = outcome(model, x), outcome(mixed, x.to(mixed.wi.weight.dtype))
+    for each, wanted in zip((model, mixed), expected, strict=True):
+        report = patch_model(each, patterns=("cast_input",))
+        assert_equal(outcome(each, x.to(each.wi.weight.dtype)), wanted)
+        assert counts(report) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_what_others_may_read_is_cast(kind: Any) -> None:
+    assert not patch_model(kind(), patterns=("cast_input",)).patched
+
+
+def change_hook(model: Any) -> None:
+    model.wo.register_forward_pre_hook(lambda *_: None)
+
+
+def change_layer(model: Any) -> None:
+    wo = model.wo
+    model.wo = nn.Sequential(wo)
+    model.wo.weight = wo.weight
+
+
+def change_dtype(model: Any) -> None:
+    model.wo.to(torch.float16)
+
+
+@pytest.mark.parametrize("change", [change_hook, change_layer, change_dtype])
+def test_changes_after_patching_bring_the_cast_back(change: Any, x: Tensor) -> None:
+    model = randomised(Conditional())
+    report = patch_model(model, patterns=("cast_input",))
+    change(model)
+    seen: list[torch.dtype] = []
+    model.wo.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    assert seen == [model.wo.weight.dtype] and counts(report) == (0, 0)
+
+
+def test_a_layer_that_is_excluded_or_none_is_left() -> None:
+    assert not patch_model(Conditional(), patterns=("cast_input",), exclude=("wo",)).patched
+    model = Conditional()
+    model.wo = nn.Bilinear(1, 1, 1)
+    assert not patch_model(model, patterns=("cast_input",)).patched
+
+
+@pytest.mark.parametrize("is_gated", [False, True], ids=["relu", "gated-gelu"])
+def test_t5(is_gated: bool) -> None:
+    """Beside the other patterns, in a parent that joins the dropout; generation, too."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 48, "num_layers": 2, "vocab_size": 64}
+    config = transformers.T5Config(
+        **sizes, feed_forward_proj="gated-gelu" if is_gated else "relu", dropout_rate=0.0, decoder_start_token_id=0
+    )
+    model: Any = transformers.T5ForConditionalGeneration(config)
+    ids = torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    apart = copy.deepcopy(model)
+    patch_model(apart, patterns=set(PATTERNS) - {"cast_input"})
+    report = patch_model(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        for each in (apart, model):
+            each.zero_grad()
+            each(input_ids=ids, labels=ids).loss.backward()
+        assert torch.equal(apart(input_ids=ids, labels=ids).logits, model(input_ids=ids, labels=ids).logits)
+        assert torch.equal(apart.generate(ids, max_new_tokens=4), model.generate(ids, max_new_tokens=4))
+    assert_equal(parameter_gradients(model), parameter_gradients(apart))
+    details = {site.name: f"{site.pattern}, {site.detail}" for site in report.patched}
+    assert all("cast_input" in each for name, each in details.items() if name.endswith("DenseReluDense"))
+
+
+def test_compiled(x: Tensor) -> None:
+    model = randomised(Conditional())
+    patch_model(model, patterns=("cast_input",))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = outcome(model, x)
+        assert_equal(outcome(torch.compile(model, fullgraph=True, backend="aot_eager"), x), expected)
