@@ -3,7 +3,7 @@
     python -m tools.traffic --output benchmarks/results/traffic.json
 
 The six model shapes of benchmarks/suites/default_patch.py, one with low-rank adapters (PEFT) on all linear layers, and
-a mixture of experts, bfloat16, train mode; two of them also with float32 weights under autocast (Trainer's bf16=True).
+a mixture of experts, bfloat16, train mode; the six also with float32 weights under autocast (Trainer's bf16=True).
 Fake tensors go through forward and backward: no step runs, and the counts are the same on every machine. On a CPU they
 are those of two threads, which cut attention into other parts than one.
 See docs/anatomy.md.
@@ -46,7 +46,7 @@ _MIXTURE = SHAPES["Llama"][2] | {
     "num_key_value_heads": 4, "head_dim": 64, "moe_intermediate_size": 384, "num_experts": 32, "num_experts_per_tok": 8,
 }  # fmt: skip
 _AUTOCAST = " under autocast"
-ALL_SHAPES = (*SHAPES, ADAPTED, MIXTURE, f"BERT{_AUTOCAST}", f"Llama{_AUTOCAST}")
+ALL_SHAPES = (*SHAPES, ADAPTED, MIXTURE, *(f"{shape}{_AUTOCAST}" for shape in SHAPES))
 _N_THREADS = 2
 
 

@@ -401,12 +401,19 @@ def test_transforms_of_torch_func():
     )
 
 
-def test_autocast_casts_as_for_a_linear_layer():
-    hidden, weight, labels = torch.randn(6, 5, requires_grad=True), torch.randn(11, 5), torch.randint(0, 11, (6,))
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = ops.linear_cross_entropy(hidden, weight, labels)
-    assert_bitwise(loss.detach(), ops.linear_cross_entropy(hidden.detach().bfloat16(), weight.bfloat16(), labels))
-    assert torch.autograd.grad(loss, hidden)[0].dtype == torch.float32
+@pytest.mark.parametrize("options", [{}, {"chunk_rows": 2}, {"reduction": "none"}], ids=str)
+def test_autocast_casts_as_for_a_linear_layer(options):
+    leaves = [torch.randn(shape, requires_grad=True) for shape in ((6, 5), (11, 5), (11,))]
+    halves, labels = [leaf.detach().bfloat16() for leaf in leaves], torch.tensor([3, 10, -100, 0, 4, 4])
+    for given in (halves, leaves):
+        hidden, weight, bias = (leaf.requires_grad_() for leaf in given)
+        with torch.autocast("cpu", torch.bfloat16):
+            given.append(ops.linear_cross_entropy(hidden, weight, labels, bias, **options).sum())
+        given[3].backward()
+    assert_bitwise(leaves[3].detach(), halves[3].detach())
+    for ours, theirs in zip(leaves[:3], halves, strict=False):
+        assert ours.grad.dtype == torch.float32
+        assert_bitwise(ours.grad.bfloat16(), theirs.grad)
 
 
 def test_operators_obey_torchs_rules():

@@ -272,13 +272,18 @@ def test_num_items_in_batch_divides_the_sum(pattern: str) -> None:
     assert_agree(loss_outcome(model, inputs | {"num_items_in_batch": torch.tensor(7)}), expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "bart"])
 @pytest.mark.parametrize("pattern", BOTH)
-def test_autocast(pattern: str) -> None:
-    model, inputs = build("llama")
+def test_autocast(pattern: str, name: str) -> None:
+    """Also where a float32 constant is added to the logits."""
+    model, inputs = build(name)
+    if name == "bart":
+        torch.nn.init.normal_(model.final_logits_bias)
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(**inputs).loss
-        patch_model(model, patterns=[pattern])
+        report = patch_model(model, patterns=[pattern])
         output = model(**inputs)
+    assert all(counts == (1, 0) for counts in report.calls().values())
     assert output.loss.dtype == expected.dtype == torch.float32
     torch.testing.assert_close(output.loss, expected, rtol=1e-2, atol=1e-2)
 

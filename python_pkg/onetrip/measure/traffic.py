@@ -245,7 +245,8 @@ def _linear_loss(func: Any, args: Any) -> Iterator[tuple[str, str, tuple[int, in
     products themselves.
     """
     call = dict(zip((each.name for each in func._schema.arguments), args, strict=True))
-    (n_classes, n_hidden), n_rows, size = call["weight"].shape, call["labels"].numel(), call["weight"].element_size()
+    (n_classes, n_hidden), n_rows, size = call["weight"].shape, call["labels"].numel(), call["hidden"].element_size()
+    wide = n_classes * n_hidden * call["weight"].element_size()  # float32 beside half-precision hidden: autocast's
     backend = "triton" if call["weight"].is_cuda else "cpu"
     tensors = call["hidden"], call["weight"], call["bias"], call["labels"]
     linear = Linear(*tensors, CrossEntropyPlan(), backend, call["chunk_rows"], None)
@@ -255,20 +256,24 @@ def _linear_loss(func: Any, args: Any) -> Iterator[tuple[str, str, tuple[int, in
     n_chunks = -(-n_rows // linear.rows_at_once(wants_weight))
     read, written = n_chunks * weight + hidden, logits
     rest_read, rest_written = logits * (1 + wants_bias), logits * wants_any
+    is_cast = wide > weight
+    if is_cast:
+        rest_read, rest_written = rest_read + wide, rest_written + weight
     if wants_hidden:
         read, written = read + n_chunks * weight + logits, written + hidden
     if wants_weight:
         read, written = read + hidden + logits, written + n_chunks * weight
-        if n_chunks > 1 and size < 4:
-            sums = 4 * n_classes * n_hidden
-            rest_written += weight
-            if widens(call["weight"], torch.float32):
-                read, written = read + (n_chunks - 1) * sums, written + n_chunks * (sums - weight)
-                rest_read += sums
-            else:
-                rest_read, rest_written = rest_read + n_chunks * (weight + sums), rest_written + n_chunks * sums
-        else:
+        sums = 4 * n_classes * n_hidden
+        if size >= 4 or (n_chunks == 1 and not is_cast):
             read += (n_chunks - 1) * weight
+        elif widens(call["hidden"], torch.float32):
+            read, written = read + (n_chunks - 1) * sums, written + n_chunks * (sums - weight)
+            if not is_cast:
+                rest_read, rest_written = rest_read + sums, rest_written + weight
+        else:
+            rest_written += wide
+            if n_chunks > 1:
+                rest_read, rest_written = rest_read + n_chunks * (weight + sums), rest_written + n_chunks * sums
     n_products = 1 + wants_hidden + wants_weight
     name = func._schema.name
     yield f"{name} (products)", PRODUCT, (read, written, 2 * n_products * n_rows * n_classes * n_hidden)

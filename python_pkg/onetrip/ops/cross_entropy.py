@@ -108,10 +108,10 @@ def linear_cross_entropy(
     """cross_entropy of hidden @ weight.T + bias, in chunks of rows: all of the logits never exist at once.
 
     hidden: (*, n_hidden), float32, float16, bfloat16 or float64; weight: (n_classes, n_hidden) and bias: (n_classes,)
-    of the same dtype (under autocast they are cast to its dtype). labels: (*) int64. ignore_index to reduction: as in
-    cross_entropy. chunk_rows: rows whose logits exist at once; None: so that these take about 64 MB, for bfloat16 on a
-    CPU 16 to 64 MB; in half precision by Triton, where the gradient of weight is wanted, up to twice weight's bytes,
-    which adds nothing to the peak.
+    of the same dtype. Under autocast all are cast to its dtype, and gradients have the dtypes of what they are of.
+    labels: (*) int64. ignore_index to reduction: as in cross_entropy. chunk_rows: rows whose logits exist at once;
+    None: so that these take about 64 MB, for bfloat16 on a CPU 16 to 64 MB; in half precision by Triton, where the
+    gradient of weight is wanted, up to twice weight's bytes, which adds nothing to the peak.
     On a CPU rows with ignored labels are dropped before the matrix product. On a GPU their number is not known without
     waiting for it: all rows are multiplied, and nothing is synchronized.
 
@@ -148,8 +148,7 @@ def linear_cross_entropy(
     if reduction == "none":
         loss, _ = _by_row(function, hidden, weight, bias, labels, plan, found, chunk_rows=chunk_rows, part=part)
         return loss
-    hidden, weight, bias = _autocast(hidden, weight, bias)
-    rows, row_labels = _rows_of(hidden, labels)
+    rows, row_labels = _rows_of(_autocast(hidden), labels)
     operands = (rows, weight, bias)
     if is_traced(*operands, labels) if found < 0 else are_plain_tensors_traced():
         _reject_traced(function, part)
@@ -157,14 +156,14 @@ def linear_cross_entropy(
         return cast(Tensor, torch.ops.onetrip.linear_cross_entropy(*operands, row_labels, *settings, *plan)[0])
     if is_transformed():
         _reject_traced(function, part)
-        loss = reference.forward(linear(*operands), row_labels, plan).loss
+        loss = reference.forward(_logits(*operands), row_labels, plan).loss
         return _reduced(loss, row_labels, plan, reduction, labels.shape)
     row_labels, n_kept = _counted(function, "labels", row_labels, n_classes or weight.shape[0], ignore_index, found)
     backend = choose(function, hidden.device, hidden.dtype in KERNEL_DTYPES, "cross_entropy")
     others: tuple[Any, ...] = (row_labels, plan, backend, chunk_rows or 0, n_kept, part)
     if any(_wants(*operands)):
         return cast(Tensor, apply_reduced(*operands, (others, reduction == "mean")))
-    call = Linear(*operands, *others)
+    call = Linear.of(*operands, *others)
     if keeps_dlogits(call):
         return total_and_dlogits(call, reduction == "mean", wants_dlogits=False)[0]
     return reduced(call, reduction == "mean", (False,) * 3)[0]
@@ -216,9 +215,8 @@ def _by_row(
     part: Slice | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(sign * losses, entropies where wanted), shaped as labels. found: _check_operands."""
-    hidden, weight, bias = _autocast(hidden, weight, bias)
     shape = labels.shape
-    rows, labels = _rows_of(hidden, labels)
+    rows, labels = _rows_of(_autocast(hidden), labels)
     operands = (rows, weight, bias)
     entropy: Tensor | None
     if is_traced(*operands, labels) if found < 0 else are_plain_tensors_traced():
@@ -228,7 +226,7 @@ def _by_row(
         loss = loss * sign
     elif is_transformed():
         _reject_traced(function, part)
-        loss, _, entropy = reference.forward(linear(*operands), labels, plan, wants_entropy)
+        loss, _, entropy = reference.forward(_logits(*operands), labels, plan, wants_entropy)
         loss = loss * sign
     else:
         argument = "tokens" if plan.ignore_index == NO_INDEX else "labels"
@@ -239,7 +237,7 @@ def _by_row(
         if any(_wants(*operands)):
             loss, entropy = apply_by_row(*operands, (others, wants_entropy, sign))
         else:
-            loss, entropy = by_row(Linear(*operands, *others), wants_entropy, sign)
+            loss, entropy = by_row(Linear.of(*operands, *others), wants_entropy, sign)
     if len(shape) != 1:
         loss, entropy = loss.view(shape), entropy.view(shape) if wants_entropy and entropy is not None else None
     return loss, entropy if wants_entropy else None
@@ -273,12 +271,16 @@ def _is_autocasting(tensor: Tensor) -> bool:
     return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)  # torch has no autocast of meta
 
 
-def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast as autocast casts the operands of torch.nn.functional.linear."""
+def _autocast(hidden: Tensor) -> Tensor:
+    """Cast as autocast casts the operands of torch.nn.functional.linear. Of weight and bias Linear.of makes a cast."""
     if hidden.dtype == torch.float64 or not _is_autocasting(hidden):
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(hidden.device.type)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return hidden
+    return hidden.to(torch.get_autocast_dtype(hidden.device.type))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """By torch's own operators."""
+    return linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
 
 
 def _reduced(loss: Tensor, labels: Tensor, plan: CrossEntropyPlan, reduction: str, shape: torch.Size) -> Tensor:

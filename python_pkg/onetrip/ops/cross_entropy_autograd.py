@@ -112,8 +112,9 @@ class LinearReduced(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[tuple[Any, ...], bool]
     ) -> Tensor:
         others, is_mean = call
-        linear_call = Linear(hidden, weight, bias, *others)
+        linear_call = Linear.of(hidden, weight, bias, *others)
         ctx.call = others[1:], is_mean
+        ctx.dtypes = weight.dtype, (weight if bias is None else bias).dtype
         ctx.keeps_dlogits = linear.keeps_dlogits(linear_call)
         if ctx.keeps_dlogits:
             loss, dlogits = linear.total_and_dlogits(linear_call, is_mean)
@@ -129,7 +130,7 @@ class LinearReduced(torch.autograd.Function):
         (dloss,), (others, is_mean) = grads, ctx.call
         if ctx.keeps_dlogits:
             hidden, weight, dlogits = ctx.saved_tensors
-            ctx.gradients = linear.products(dlogits, hidden, weight, ctx.needs_input_grad[:3])
+            ctx.gradients = linear.products(dlogits, hidden, weight, ctx.dtypes, ctx.needs_input_grad[:3])
             ctx.factors = torch.ones(2, dtype=dloss.dtype)
         if ctx.gradients is not None and not have_storage(dloss):  # batched gradients
             return *linear.multiplied(ctx.gradients, dloss, ctx.factors), None
@@ -137,7 +138,7 @@ class LinearReduced(torch.autograd.Function):
         if found is not None:
             linear.multiply_(found, dloss, ctx.factors, others[1])
             return *found, None
-        call = Linear(*ctx.saved_tensors, *others)
+        call = Linear.of(*ctx.saved_tensors, *others)
         dloss = dloss.reshape(1)
         if is_mean:
             dloss = dloss * linear.mean_weight(call.labels, call.n_kept, call.plan.ignore_index, dloss.dtype)
@@ -152,7 +153,7 @@ class LinearByRow(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: tuple[tuple[Any, ...], bool, float]
     ) -> tuple[Tensor, Tensor | None]:
         others, wants_entropy, ctx.sign = call
-        linear_call = Linear(hidden, weight, bias, *others)
+        linear_call = Linear.of(hidden, weight, bias, *others)
         ctx.save_for_backward(hidden, weight, bias, linear_call.labels)
         ctx.others = others[1:]
         return linear.by_row(linear_call, wants_entropy, ctx.sign)
@@ -165,7 +166,7 @@ class LinearByRow(torch.autograd.Function):
         if not have_storage(dloss, dentropy):
             raise RuntimeError("onetrip: gradients of linear cross-entropy by row cannot be batched")
         dloss = dloss * ctx.sign
-        call = Linear(*ctx.saved_tensors, *ctx.others)
+        call = Linear.of(*ctx.saved_tensors, *ctx.others)
         return *linear.by_row_backward(call, dloss, dentropy, ctx.needs_input_grad[:3]), None
 
 
@@ -195,7 +196,7 @@ def _linear(operator: str, tensors: tuple[Any, ...], chunk_rows: int, plan: tupl
     hidden, weight, bias, labels = tensors
     call, labels = CrossEntropyPlan(*plan), labels.contiguous()
     n_kept = count_labels(f"onetrip::{operator}", "labels", labels, weight.shape[0], call.ignore_index)
-    return Linear(hidden, weight, bias, labels, call, _backend(operator, hidden), chunk_rows, n_kept)
+    return Linear.of(hidden, weight, bias, labels, call, _backend(operator, hidden), chunk_rows, n_kept)
 
 
 def _linear_reduced(

@@ -141,7 +141,7 @@ class Linear(NamedTuple):
     hidden: Tensor
     """[n_rows, n_hidden]"""
     weight: Tensor
-    """[n_classes, n_hidden], of hidden's dtype, as bias."""
+    """[n_classes, n_hidden], of hidden's dtype, as bias: see of."""
     bias: Tensor | None
     labels: Tensor
     """[n_rows] int64."""
@@ -153,6 +153,17 @@ class Linear(NamedTuple):
     """Rows whose label is not ignored; None where that is not known on the host."""
     part: Slice | None = None
     """What weight and bias are a slice of; labels number the classes of all."""
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None
+    """Of the gradients of weight and bias; None for hidden's."""
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Linear:
+        """weight and bias may be of other dtypes than hidden, as autocast leaves them, and so are their gradients."""
+        if weight.dtype == hidden.dtype and (bias is None or bias.dtype == hidden.dtype):
+            return cls(hidden, weight, bias, *others)
+        dtypes = weight.dtype, (weight if bias is None else bias).dtype
+        bias = None if bias is None else bias.to(hidden.dtype)
+        return cls(hidden, weight.to(hidden.dtype), bias, *others)._replace(dtypes=dtypes)
 
     @property
     def rows(self) -> Any:
@@ -245,6 +256,8 @@ class _Sums:
     def __init__(self, kept: _Kept, wants: Wants, scale: float = 1.0) -> None:
         hidden, weight, bias = kept.call.hidden, kept.call.weight, kept.call.bias
         sums = accumulator_dtype(weight.dtype)
+        self.dtypes = kept.call.dtypes or (weight.dtype, weight.dtype)
+        is_wide = self.dtypes[0] == sums and widens_now(hidden, sums)  # by the product itself
         self.kept, self.scale, self.is_first = kept, scale, True
         self.dhidden = self.dweight = self.dbias = None
         self.rest: Tensor | None = None
@@ -253,7 +266,7 @@ class _Sums:
             make = torch.empty if kept.index is None else torch.zeros
             self.dhidden = make(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         if wants[1]:
-            dtype = sums if kept.n_chunks > 1 and not self.is_in_parts else weight.dtype
+            dtype = sums if is_wide or (kept.n_chunks > 1 and not self.is_in_parts) else weight.dtype
             self.dweight = torch.empty(weight.shape, dtype=dtype, device=weight.device)
         if wants[2] and bias is not None:
             self.dbias = torch.zeros(bias.shape, dtype=sums, device=bias.device)
@@ -297,15 +310,15 @@ class _Sums:
                 dweight[classes].add_(product)
 
     def result(self) -> Gradients:
-        weight, bias, part = self.kept.call.weight, self.kept.call.bias, self.kept.call.part
+        part = self.kept.call.part
         if part is not None and self.dhidden is not None:
             dist.all_reduce(self.dhidden, group=part.group)
         if self.dweight is not None and self.is_first:
             self.dweight.zero_()
         return (
             self.dhidden,
-            None if self.dweight is None else self.dweight.to(weight.dtype),
-            None if self.dbias is None or bias is None else self.dbias.to(bias.dtype),
+            None if self.dweight is None else self.dweight.to(self.dtypes[0]),
+            None if self.dbias is None else self.dbias.to(self.dtypes[1]),
         )
 
 
@@ -341,11 +354,13 @@ def total_and_dlogits(call: Linear, is_mean: bool, wants_dlogits: bool = True) -
     return cross_entropy_native.total(*operands)[0], logits
 
 
-def products(dlogits: Tensor, hidden: Tensor, weight: Tensor, wants: Wants) -> Gradients:
+def products(
+    dlogits: Tensor, hidden: Tensor, weight: Tensor, dtypes: tuple[torch.dtype, torch.dtype], wants: Wants
+) -> Gradients:
     return (
-        dlogits @ weight if wants[0] else None,
-        dlogits.t() @ hidden if wants[1] else None,
-        dlogits.sum(dim=0, dtype=accumulator_dtype(dlogits.dtype)).to(dlogits.dtype) if wants[2] else None,
+        dlogits @ weight.to(hidden.dtype) if wants[0] else None,
+        (dlogits.t() @ hidden).to(dtypes[0]) if wants[1] else None,
+        dlogits.sum(dim=0, dtype=accumulator_dtype(dlogits.dtype)).to(dtypes[1]) if wants[2] else None,
     )
 
 

@@ -134,9 +134,11 @@ class DeferredLogits:
 
     def __add__(self, other: Any) -> Any:
         """A constant for each class is part of the bias."""
-        is_constant = isinstance(other, Tensor) and not other.requires_grad and other.dtype == self.dtype
+        is_constant = (
+            isinstance(other, Tensor) and not other.requires_grad and other.dtype in (self.dtype, torch.float32)
+        )
         if is_constant and other.dim() <= self.dim() and other.numel() == self.shape[-1] == other.shape[-1]:
-            return self._then(operator.add, other)
+            return self._then(operator.add, other, dtype=torch.promote_types(self.dtype, other.dtype))
         return self.tensor() + _computed(other)
 
     def contiguous(self, **kwargs: Any) -> Any:
@@ -260,6 +262,8 @@ def _loss(logits: Any, *arguments: Any, **keywords: Any) -> Tensor | None:
     hidden = hidden if scale == 1.0 else hidden * scale
     if constant is not None:
         bias = constant if bias is None else bias + constant
+        if bias.dtype != hidden.dtype and not calls.is_autocasting(hidden):
+            return None
     loss = ops.linear_cross_entropy(hidden, weight_of(head), bias=bias, softcap=softcap, **options)
     if (call := loss_call.get()) is not None:
         call.is_fused = True
