@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import weakref
-from functools import partial
+from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from torch.nn.modules.module import (  # torch 2.6 has no function that checks a
 from ..ops.common.backends import KERNEL_DTYPES
 from ..ops.common.native import current_stream
 from ..ops.common.tracing import have_storage
+from .report import Unsuitable
+from .source import Inliner, Unreadable, first_match, is_source_of, parse
 
 SMALLEST = 1 << 18
 """Elements of a tensor from which on a pass over it costs more than the 10 to 25 us of Python of a link (links) or of a
@@ -98,6 +101,23 @@ def is_plain_linear(dense: Any) -> bool:
     return is_plain(dense, nn.Linear) and not hasattr(type(dense.weight), "__tensor_flatten__")
 
 
+_TRANSPOSED = "torch.addmm(self.bias, X.view(-1, X.size(-1)), self.weight).view(X.size()[:-1] + (self.N,))"
+
+
+@cache
+def is_transposed(cls: Any) -> bool:
+    """Whether the class's forward is that of a linear layer with the weight (n_inputs, n_outputs), and a bias."""
+    tree = parse(cls.forward)
+    if isinstance(tree, Unsuitable) or not is_source_of(tree, cls.forward) or cls.__call__ is not nn.Module.__call__:
+        return False
+    names, used = [each.arg for each in tree.args.args], cls.forward.__globals__
+    try:
+        found = first_match((_TRANSPOSED,), Inliner(used, {}).run(tree.body))
+    except Unreadable:
+        return False
+    return found is not None and names == ["self", ast.unparse(found[1]["X"])] and used.get("torch") is torch
+
+
 Configuration = tuple[tuple[str, Any], ...]
 _OWN = frozenset(vars(nn.Module()))
 _COMPARABLE = (int, float, str, type(None), torch.dtype, type, FunctionType, BuiltinFunctionType)
@@ -135,13 +155,16 @@ def _is_comparable(value: Any) -> bool:
 
 
 def linear_parts(dense: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(product, bias) with dense(x) = product + bias. Any dense other than a plain nn.Linear is called: bias is None.
+    """(product, bias) with dense(x) = product + bias. A dense that is no plain linear layer is called: bias is None.
 
     The bias is cast to the product's dtype, as under autocast, so that the sum has the dtype of dense(x).
     """
-    if not is_plain_linear(dense):
+    cls = original_class(type(dense))
+    if cls is not nn.Linear and not is_transposed(cls):
         return dense(x), None
-    product = functional.linear(x, dense.weight)
+    if not is_plain(dense, cls) or hasattr(type(dense.weight), "__tensor_flatten__"):
+        return dense(x), None
+    product = functional.linear(x, dense.weight) if cls is nn.Linear else x @ dense.weight
     bias = dense.bias
     if bias is not None and bias.dtype != product.dtype:
         bias = bias.to(product.dtype)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn import functional
 
-from .calls import original_class
+from .calls import is_transposed, original_class
 from .report import Unsuitable
 from .source import is_source_of, parse, resolve
 
@@ -119,6 +119,15 @@ def linear_at(module: nn.Module, path: str, excluded: Container[int] = ()) -> nn
     child: Any = child_at(module, path) if path else None
     is_linear = child is not None and original_class(type(child)) is nn.Linear and id(child) not in excluded
     return child if is_linear else None
+
+
+def has_bias_at(module: nn.Module, path: str, excluded: Container[int] = ()) -> bool:
+    """Whether the child at a path is a linear layer with a bias that calls.linear_parts takes off."""
+    child: Any = child_at(module, path) if path else None
+    if child is None or id(child) in excluded or getattr(child, "bias", None) is None:
+        return False
+    cls = original_class(type(child))
+    return cls is nn.Linear or is_transposed(cls)
 
 
 class Place(NamedTuple):

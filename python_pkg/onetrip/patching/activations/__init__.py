@@ -39,7 +39,7 @@ from ... import ops
 from ..calls import Configuration, configuration, original_class
 from ..classes import Rewrite
 from ..clones import clone
-from ..forward import Forward, child_at, linear_at
+from ..forward import Forward, child_at, has_bias_at
 from ..rewriting import Rewriting
 from ..source import is_pure, resolve
 from ..verify import RNG, MaskedDropout, check_function, kind_of, undisturbed
@@ -152,8 +152,7 @@ def choose_activations(
             continue
         if each.bounds is not None and activation.name != "silu":
             continue
-        linear = linear_at(module, each.linear, excluded)
-        has_bias = linear is not None and linear.bias is not None
+        has_bias = has_bias_at(module, each.linear, excluded)
         drops = each.dropped is not None and _drops(module, each.dropped, excluded)
         is_dropped = drops and each.dropped is not None and each.dropped.path != ""
         if each.product is not None or has_bias or activation.n_operators > 1 or is_dropped:

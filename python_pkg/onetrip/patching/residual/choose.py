@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..calls import is_plain, original_class
-from ..forward import child_at, linear_at
+from ..forward import child_at, has_bias_at
 from ..norms import NormSpec
 from ..report import Unsuitable
 from .read import FoundSum, Operand
@@ -143,11 +143,7 @@ def _holds(module: nn.Module, operand: Operand) -> bool:
         dropout: Any = child_at(module, operand.dropout)
         if dropout is None or not is_plain(dropout, nn.Dropout) or dropout.inplace:
             return False
-    if operand.linear:
-        linear = linear_at(module, operand.linear)
-        if linear is None or linear.bias is None:
-            return False
-    return True
+    return not operand.linear or has_bias_at(module, operand.linear)
 
 
 def _is_written_before(module: nn.Module, found: FoundSum, norm: ast.Call) -> bool:
