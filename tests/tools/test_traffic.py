@@ -11,7 +11,7 @@ traffic = pytest.importorskip("tools.traffic")
 RECORD = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "traffic.json").read_text())
 
 
-@pytest.mark.parametrize("shape", ["BERT", "Llama", "Llama with LoRA", "Qwen3-MoE"])
+@pytest.mark.parametrize("shape", ["BERT", "Llama", "Llama with LoRA", "Qwen3-MoE", "GPT-2 under autocast"])
 def test_patched_models_move_no_more_bytes_than_recorded(shape):
     recorded = RECORD["traffic"]["cpu"][shape]
     base = traffic.traffic_of(shape, "cpu", unpatched=True)
