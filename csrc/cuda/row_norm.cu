@@ -347,9 +347,9 @@ template <typename X, typename Z>
 bool launch_backward_pipelined(const RowNormBackward& args, const BackwardPartition& partition, const DeviceInfo& info,
                                cudaStream_t stream, cudaError_t& status) {
   const auto launch = [&](auto y) {
-    using Y = decltype(y);
-    if constexpr (sizeof(X) == sizeof(Y) && DTypeOf<X>::value != DTypeOf<Y>::value) return false;
-    else return launch_backward_pipelined<X, Z, Y>(args, partition, info, stream, status);
+    if constexpr (sizeof(X) != sizeof(y) || DTypeOf<X>::value == DTypeOf<decltype(y)>::value)
+      return launch_backward_pipelined<X, Z, decltype(y)>(args, partition, info, stream, status);
+    return false;
   };
   return args.y_dtype == DType::kFloat32   ? launch(float{})
          : args.y_dtype == DType::kFloat16 ? launch(__half{})

@@ -90,7 +90,9 @@ ROW_NORM_BUGS = {
     "first_halves_added_twice": Bug(PIPELINED, "place.element / 4", "0"),
     "dy_read_as_x": Bug(PIPELINED, "DTypeOf<Y>::value", "DTypeOf<X>::value"),
     "dy_copied_as_x": Bug(
-        "row_norm.cu", "return launch_backward_pipelined<X, Z, Y>", "return launch_backward_pipelined<X, Z, X>"
+        "row_norm.cu",
+        "return launch_backward_pipelined<X, Z, decltype(y)>",
+        "return launch_backward_pipelined<X, Z, X>",
     ),
     "weights_without_barrier": Bug(PIPELINED, "if (args.weight != nullptr) __syncthreads();", ""),
     "sums_of_the_last_group_not_added": Bug(PIPELINED, "j < n_groups; ++j)", "j < n_groups - 1; ++j)"),
