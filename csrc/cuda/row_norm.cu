@@ -344,8 +344,8 @@ bool launch_backward_pipelined(const RowNormBackward& args, const BackwardPartit
 
 // dy has x's dtype, or is float32 beside a 16-bit x, or of 16 bits beside a float32 x: autocast mixes them.
 template <typename X, typename Z>
-bool launch_backward_pipelined(const RowNormBackward& args, const BackwardPartition& partition, const DeviceInfo& info,
-                               cudaStream_t stream, cudaError_t& status) {
+bool launch_pipelined_by_dy(const RowNormBackward& args, const BackwardPartition& partition, const DeviceInfo& info,
+                            cudaStream_t stream, cudaError_t& status) {
   const auto launch = [&](auto y) {
     if constexpr (sizeof(X) != sizeof(y) || DTypeOf<X>::value == DTypeOf<decltype(y)>::value)
       return launch_backward_pipelined<X, Z, decltype(y)>(args, partition, info, stream, status);
@@ -434,7 +434,7 @@ cudaError_t launch_backward(const RowNormBackward& args, const DeviceInfo& info,
   const bool vector_access = access.possible(), fast = vector_access && args.y_dtype == DTypeOf<X>::value;
   const bool pipelined = vector_access && args.dy != nullptr &&
                          args.n_cols <= kMaxClusterBlocks * kPipelinedBlockColumns &&
-                         launch_backward_pipelined<X, Z>(args, partition, info, stream, status);
+                         launch_pipelined_by_dy<X, Z>(args, partition, info, stream, status);
   if (!pipelined && shape.path == Path::kWide) {
     status = fast ? launch_backward_wide<X, Z, true>(args, true, partition, stream)
                   : launch_backward_wide<X, Z, false>(args, vector_access, partition, stream);

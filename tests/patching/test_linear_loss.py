@@ -278,7 +278,7 @@ def test_autocast(pattern: str, name: str) -> None:
     """Also where a float32 constant is added to the logits."""
     model, inputs = build(name)
     if name == "bart":
-        torch.nn.init.normal_(model.final_logits_bias)
+        model.final_logits_bias.copy_(torch.arange(model.final_logits_bias.numel()) % 7)  # the same in bfloat16
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(**inputs).loss
         report = patch_model(model, patterns=[pattern])
@@ -286,6 +286,21 @@ def test_autocast(pattern: str, name: str) -> None:
     assert all(counts == (1, 0) for counts in report.calls().values())
     assert output.loss.dtype == expected.dtype == torch.float32
     torch.testing.assert_close(output.loss, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_a_constant_that_autocast_would_round_is_added_in_float32() -> None:
+    model, inputs = build("bart")
+    report = patch_model(model, patterns=["linear_cross_entropy"])
+    fused = []
+    for scale in (1.0, 100.0, 1.0):
+        model.final_logits_bias.copy_(scale * torch.linspace(0.0, 1.0, model.final_logits_bias.numel()))
+        model.final_logits_bias.mul_(0.0 if scale == 1.0 else 1.0)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**inputs).loss
+        fused.append(report.calls()[""])
+        expected = functional.cross_entropy(model(**inputs).logits.tensor().flatten(0, 1), inputs["labels"].flatten())
+        torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-3)
+    assert fused == [(1, 0), (2, 1), (4, 1)]  # the calls for the expected losses are fused
 
 
 @pytest.mark.parametrize("pattern", BOTH)

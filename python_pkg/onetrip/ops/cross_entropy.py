@@ -386,7 +386,7 @@ def _check_linear(function: str, hidden: Tensor, weight: Tensor, bias: Tensor | 
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"{function}: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
         operands.append(("bias", bias))
-    may_mix = _is_autocasting(hidden)
+    may_mix = _is_autocasting(hidden) and hidden.dtype != torch.float64
     for argument, tensor in operands:
         if tensor.device != hidden.device:
             raise ValueError(

@@ -114,7 +114,7 @@ class LinearReduced(torch.autograd.Function):
         others, is_mean = call
         linear_call = Linear.of(hidden, weight, bias, *others)
         ctx.call = others[1:], is_mean
-        ctx.dtypes = weight.dtype, (weight if bias is None else bias).dtype
+        ctx.dtypes = linear.dtypes_of(weight, bias)
         ctx.keeps_dlogits = linear.keeps_dlogits(linear_call)
         if ctx.keeps_dlogits:
             loss, dlogits = linear.total_and_dlogits(linear_call, is_mean)

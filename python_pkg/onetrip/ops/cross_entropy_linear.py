@@ -30,6 +30,10 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of hidden, weight and bias, in their dtypes; what is not wanted is None."""
 
 
+def dtypes_of(weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
+    return weight.dtype, (weight if bias is None else bias).dtype
+
+
 def row_functions(backend: str) -> Any:
     """The module with forward, backward and forward_backward_ of rows, as in reference.cross_entropy."""
     return cross_entropy_native if backend == "cpu" else formulas(backend, "cross_entropy")
@@ -154,16 +158,15 @@ class Linear(NamedTuple):
     part: Slice | None = None
     """What weight and bias are a slice of; labels number the classes of all."""
     dtypes: tuple[torch.dtype, torch.dtype] | None = None
-    """Of the gradients of weight and bias; None for hidden's."""
+    """Of the gradients of weight and bias: see dtypes_of; None for hidden's."""
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Linear:
         """weight and bias may be of other dtypes than hidden, as autocast leaves them, and so are their gradients."""
         if weight.dtype == hidden.dtype and (bias is None or bias.dtype == hidden.dtype):
             return cls(hidden, weight, bias, *others)
-        dtypes = weight.dtype, (weight if bias is None else bias).dtype
-        bias = None if bias is None else bias.to(hidden.dtype)
-        return cls(hidden, weight.to(hidden.dtype), bias, *others)._replace(dtypes=dtypes)
+        cast = None if bias is None else bias.to(hidden.dtype)
+        return cls(hidden, weight.to(hidden.dtype), cast, *others)._replace(dtypes=dtypes_of(weight, bias))
 
     @property
     def rows(self) -> Any:
@@ -256,7 +259,7 @@ class _Sums:
     def __init__(self, kept: _Kept, wants: Wants, scale: float = 1.0) -> None:
         hidden, weight, bias = kept.call.hidden, kept.call.weight, kept.call.bias
         sums = accumulator_dtype(weight.dtype)
-        self.dtypes = kept.call.dtypes or (weight.dtype, weight.dtype)
+        self.dtypes = kept.call.dtypes or dtypes_of(weight, bias)
         is_wide = self.dtypes[0] == sums and widens_now(hidden, sums)  # by the product itself
         self.kept, self.scale, self.is_first = kept, scale, True
         self.dhidden = self.dweight = self.dbias = None

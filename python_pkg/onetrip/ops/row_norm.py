@@ -289,7 +289,8 @@ def _make_plan(
         y = torch.promote_types(n, weight)
     elif autocast_to_float32 and z in HALF:
         y = torch.float32
-    y = y if out_dtype is None else out_dtype
+    if out_dtype is not None:
+        y = out_dtype
     return RowNormPlan(
         norm=norm,
         eps=eps,

@@ -36,12 +36,17 @@ _counters: dict[int, list[int]] = {}
 """id(module) -> [fused, fallen back]. Kept outside the modules, which patching must not change."""
 
 
+def forget_with(owner: nn.Module, table: dict[Any, Any], key: Any) -> None:
+    """Remove a key from a table when its owner is gone."""
+    weakref.finalize(owner, table.pop, key, None).atexit = False
+
+
 def counter_of(module: nn.Module) -> list[int]:
     """The module's counter, created at first use and deleted with the module."""
     counter = _counters.get(id(module))
     if counter is None:
         counter = _counters[id(module)] = [0, 0]
-        weakref.finalize(module, _counters.pop, id(module), None).atexit = False
+        forget_with(module, _counters, id(module))
     return counter
 
 
@@ -223,6 +228,13 @@ def is_released(x: Tensor) -> bool:
 def is_autocasting(x: Tensor) -> bool:
     """Whether autocast is enabled for x's device."""
     return torch.is_autocast_enabled(x.device.type)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """autocast's dtype where it is enabled for x's device."""
+    if x.is_meta or not is_autocasting(x):  # torch has no autocast of meta
+        return None
+    return torch.get_autocast_dtype(x.device.type)
 
 
 def stream_of(x: Tensor) -> int:

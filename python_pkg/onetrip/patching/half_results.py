@@ -11,11 +11,12 @@ that is written once and read once, and without a cast in backward.
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import cache
-from types import FunctionType
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from . import calls
 from .classes import method_of, plain_forward, returns_as_is
 from .forward import Forward, child_at, read_forward
 from .report import Unsuitable
-from .source import resolve
+from .source import code_in, resolve
 
 if TYPE_CHECKING:
     from .norms import NormSpec
@@ -38,6 +39,16 @@ _SHAPES = frozenset({"shape", "device", "ndim", "is_cuda", "requires_grad"})
 _SIZES = frozenset({"size", "dim", "numel"})
 _VIEWS = frozenset({"view", "reshape", "flatten", "unsqueeze", "squeeze", "transpose", "permute", "contiguous"})
 """Attributes, methods that say nothing of values, and methods that only lay them out anew."""
+_STATEMENTS = (
+    *(ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return, ast.If, ast.For, ast.With, ast.Raise, ast.Assert),
+    *(ast.Pass, ast.Delete),
+)
+_OTHER_SCOPES = (
+    *(ast.Lambda, ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp, ast.NamedExpr, ast.Await, ast.Yield),
+    ast.YieldFrom,
+)
+"""What a forward may be made of, and what it may not: other scopes may read a name later, or bind it."""
+_NAMESPACES = frozenset({"locals", "vars", "eval", "exec", "globals", "_modules", "__dict__", "children", "modules"})
 _DEPTH = 8
 
 
@@ -61,16 +72,41 @@ class _Flow:
 
     def __init__(self, forward: Forward, path: str) -> None:
         """path: of a child whose result is the value; empty for one that comes in as a parameter."""
-        self.forward, self.path = forward, path
+        self.forward, self.path, code = forward, path, forward.function.__code__
         self.given: dict[_Given, None] = {}
-        nodes = list(ast.walk(forward.tree))
-        self.local = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        if any(isinstance(node, (ast.FunctionDef, ast.Lambda)) and node is not forward.tree for node in nodes):
-            raise _Escapes  # what they read, they may read later
+        self.local = {*code.co_varnames, *code.co_cellvars}
+        nodes = [node for statement in forward.tree.body for node in ast.walk(statement)]
+        if any(isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS) for node in nodes):
+            raise _Escapes
+        names = {*code.co_names}
+        if any(isinstance(node, _OTHER_SCOPES) for node in nodes) or names & _NAMESPACES:
+            raise _Escapes
+        if any("autocast" in name for name in names):
+            raise _Escapes
+        if any(
+            not isinstance(node.ctx, ast.Load) and forward.child(node)
+            for node in nodes
+            if isinstance(node, ast.Attribute)
+        ):
+            raise _Escapes  # what is called may be another child
+        if path:
+            self.check_child(nodes)
+
+    def check_child(self, nodes: list[ast.AST]) -> None:
+        """Raise _Escapes if the child, or the module itself, has other names than self."""
         called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-        named = [node for node in nodes if path and isinstance(node, ast.Attribute) and path == forward.child(node)]
-        if (path and not named) or any(id(node) not in called for node in named):
-            raise _Escapes  # others call the child, or it has other names
+        named = [node for node in nodes if isinstance(node, ast.Attribute) and self.path == self.forward.child(node)]
+        if not named or any(id(node) not in called for node in named):
+            raise _Escapes
+        known = {id(node.value) for node in nodes if isinstance(node, (ast.Attribute, ast.FormattedValue))}
+        for node in nodes:
+            match node:
+                case ast.Call(func=ast.Name(id="hasattr"), args=[module, ast.Constant()]):
+                    known.add(id(module))
+        if any(
+            isinstance(each, ast.Name) and each.id == self.forward.self_name and id(each) not in known for each in nodes
+        ):
+            raise _Escapes
 
     def block(self, statements: list[ast.stmt], names: frozenset[str]) -> frozenset[str]:
         """The value's names after the statements. names: those before."""
@@ -83,8 +119,8 @@ class _Flow:
             case ast.If(test=test, body=then, orelse=otherwise):
                 self.ends(test, names)
                 return self.block(then, names) | self.block(otherwise, names)
-            case ast.For(body=body, orelse=otherwise) | ast.While(body=body, orelse=otherwise):
-                self.ends(statement.iter if isinstance(statement, ast.For) else statement.test, names)
+            case ast.For(iter=iterated, body=body, orelse=otherwise):
+                self.ends(iterated, names)
                 while (after := names | self.block(body, names)) != names:
                     names = after
                 return names | self.block(otherwise, names)
@@ -92,16 +128,11 @@ class _Flow:
                 return names | {target} if self.is_value(value, names) else names - {target}
             case ast.Assign(targets=targets, value=value):
                 self.ends(value, names)
-                bound = {node.id for each in targets for node in ast.walk(each) if isinstance(node, ast.Name)}
-                stored = {
-                    node.id
-                    for each in targets
-                    for node in ast.walk(each)
-                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-                }
-                if names & (bound - stored):
-                    raise _Escapes  # written to
-                return names - stored
+                nodes = [node for each in targets for node in ast.walk(each)]
+                for each in nodes:
+                    if not isinstance(getattr(each, "ctx", None), ast.Store) and isinstance(each, ast.expr):
+                        self.ends(each, names)  # written to, or an index
+                return names - {each.id for each in nodes if isinstance(each, ast.Name)}
             case ast.Expr(value=value):
                 self.is_value(value, names)
                 return names
@@ -111,7 +142,7 @@ class _Flow:
                 return names
             case ast.Delete() | ast.Pass():
                 return names
-        for node in ast.walk(statement):  # in a with block autocast may be off
+        for node in ast.walk(statement):
             if isinstance(node, ast.Name) and node.id in names:
                 raise _Escapes
             if isinstance(node, ast.Call) and self.path and self.forward.child(node.func) == self.path:
@@ -157,31 +188,34 @@ class _Flow:
                 raise _Escapes
             self.given |= {_Given(path, place): None for place in read if place is not None}
             return path == self.path
+        has_dtype = any(isinstance(resolve(each, self.forward.globals), torch.dtype) for _, each in arguments)
         if isinstance(function, ast.Attribute) and function.attr in _SIZES | _VIEWS:
             is_value = self.is_value(function.value, names)
-            if read:
+            if read or (is_value and has_dtype):
                 raise _Escapes
             return is_value and function.attr in _VIEWS
         self.ends(function, names)
-        if read and ("out" in read or not self.is_product(function)):
+        if read and (
+            has_dtype or {"out", "out_dtype"} & {place for place, _ in arguments} or not self.is_product(function)
+        ):
             raise _Escapes
         return False
 
     def is_product(self, function: ast.expr) -> bool:
         found = resolve(function, self.forward.globals)
-        is_global = not any(isinstance(node, ast.Name) and node.id in self.local for node in ast.walk(function))
-        return is_global and any(found is each for each in _PRODUCTS)
+        is_local = any(isinstance(node, ast.Name) and node.id in self.local for node in ast.walk(function))
+        return not is_local and any(found is each for each in _PRODUCTS)
 
 
 @cache
-def _readers_of(cls: Any, path: str, parameter: str) -> tuple[_Given, ...] | None:
-    """The children that a class's forward hands the result of its child at the path, or else a parameter; None where
-    something else than them and products may read it."""
+def _readers_of(cls: Any, function: Any, path: str, parameter: str) -> tuple[_Given, ...] | None:
+    """The children that a class's forward (function) hands the result of its child at the path, or else a parameter;
+    None where something else than them and products may read it."""
     if (cls.__call__ is not nn.Module.__call__ and not path) or not returns_as_is(plain_forward(cls)):
         return None
     if path and path.rpartition(".")[2] in _names_in_other_methods(cls):
         return None
-    forward = read_forward(method_of(cls, "forward"))
+    forward = read_forward(function)
     if isinstance(forward, Unsuitable):
         return None
     try:
@@ -193,20 +227,42 @@ def _readers_of(cls: Any, path: str, parameter: str) -> tuple[_Given, ...] | Non
 
 
 def _names_in_other_methods(cls: Any) -> set[str]:
-    """The attributes that methods of the class read, besides its forward."""
-    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
-    methods = [(name, each) for base in bases for name, each in vars(base).items() if isinstance(each, FunctionType)]
-    return {read for name, each in methods if name not in ("forward", "__init__") for read in each.__code__.co_names}
+    """The attributes that methods and properties of the class read, besides its forward."""
+    found: set[str] = set()
+    for base in cls.__mro__:
+        if base in (nn.Module, object):
+            continue
+        for name, each in vars(base).items():
+            for function in (each, *(getattr(each, part, None) for part in ("__func__", "fget", "fset"))):
+                code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+                if isinstance(code, CodeType) and name != "forward":
+                    read = [each for one in (code, *code_in(code)) for each in dis.get_instructions(one)]
+                    found |= {str(each.argval) for each in read if each.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+    return found
+
+
+@cache
+def _names_of_others(cls: Any, function: Any) -> frozenset[str]:
+    """The attributes that a class's forward (function) reads of anything else than self: `self.block.norm(x)`."""
+    forward = read_forward(function)
+    if isinstance(forward, Unsuitable):
+        return frozenset(getattr(getattr(function, "__code__", None), "co_names", ()))
+    return frozenset(
+        node.attr
+        for node in ast.walk(forward.tree)
+        if isinstance(node, ast.Attribute)
+        and not (isinstance(node.value, ast.Name) and node.value.id in (forward.self_name, "torch", "nn"))
+    )
 
 
 def _parameter(cls: Any, argument: int | str) -> str | None:
     """The name of the parameter of a class's forward that an argument is."""
     parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
     if isinstance(argument, int):
-        named = parameters[argument] if argument < len(parameters) else None
-    else:
-        named = next((each for each in parameters if each.name == argument), None)
-    return None if named is None or named.kind in (named.VAR_POSITIONAL, named.VAR_KEYWORD) else named.name
+        positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        return positional[argument].name if argument < len(positional) else None
+    named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    return argument if argument in named else None
 
 
 class _Step(NamedTuple):
@@ -214,18 +270,35 @@ class _Step(NamedTuple):
 
     parent: weakref.ref[nn.Module]
     name: str
-    cls: type | None
+    child: weakref.ref[nn.Module] | None
     """None where there is no such child."""
+    cls: Any
+    function: Any
+    """Of the child."""
+
+    @classmethod
+    def to(cls, parent: nn.Module, name: str, child: nn.Module | None) -> _Step:
+        if child is None:
+            return cls(weakref.ref(parent), name, None, None, None)
+        return cls(weakref.ref(parent), name, weakref.ref(child), _class(child), _class(child).forward)
 
     def is_as_found(self) -> bool:
         parent = self.parent()
-        child = None if parent is None else parent._modules.get(self.name)
-        return child is None if self.cls is None else child is not None and calls.is_plain(child, self.cls)
+        if parent is None or self.name in parent.__dict__:
+            return False
+        child = parent._modules.get(self.name)
+        if child is None or self.child is None:
+            return child is self.child
+        if child is not self.child() or self.cls.forward is not self.function or not calls.is_plain(child, self.cls):
+            return False
+        return all(each is None or type(each) is nn.Parameter for each in child._parameters.values())
 
 
 def _steps(module: nn.Module, path: str, parameter: str, depth: int = 0) -> Iterator[_Step]:
     """All children that are handed the value. Raises _Escapes where something else may read it."""
-    given = _readers_of(_class(module), path, parameter) if depth < _DEPTH else None
+    cls, given = _class(module), None
+    if depth < _DEPTH:
+        given = _readers_of(cls, method_of(cls, "forward"), path, parameter)
     if given is None:
         raise _Escapes
     for child_path, argument in given:
@@ -234,22 +307,20 @@ def _steps(module: nn.Module, path: str, parameter: str, depth: int = 0) -> Iter
         if parent is None:
             raise _Escapes
         if not hasattr(parent, name):  # of another configuration
-            yield _Step(weakref.ref(parent), name, None)
+            yield _Step.to(parent, name, None)
             continue
         child = parent._modules.get(name)
-        if child is None:
+        taken = None if child is None else _parameter(_class(child), argument)
+        if child is None or taken is None:
             raise _Escapes
-        cls = _class(child)
-        taken = _parameter(cls, argument)
-        if taken is None:
-            raise _Escapes
-        yield _Step(weakref.ref(parent), name, cls)
+        yield _Step.to(parent, name, child)
         yield from _steps(child, "", taken, depth + 1)
 
 
 class _Known(NamedTuple):
     holder: weakref.ref[nn.Module]
-    cls: type
+    cls: Any
+    function: Any
     """Of what holds the norm."""
     steps: tuple[_Step, ...]
 
@@ -257,7 +328,7 @@ class _Known(NamedTuple):
         holder = self.holder()
         if holder is None or _class(holder) is not self.cls or "forward" in holder.__dict__:
             return False
-        return all(step.is_as_found() for step in self.steps)
+        return self.cls.forward is self.function and all(step.is_as_found() for step in self.steps)
 
 
 _known: dict[int, _Known] = {}
@@ -270,20 +341,21 @@ def find_half_results(model: nn.Module, norms: Iterable[nn.Module]) -> None:
     for holder in model.modules():
         for name, child in holder._modules.items():
             holders.setdefault(id(child), []).append((holder, name))
+    classes = {_class(module) for module in model.modules()}
+    read_elsewhere = {name for cls in classes for name in _names_of_others(cls, method_of(cls, "forward"))}
     for norm in norms:
         held = holders.get(id(norm), [])
         was_known = _known.pop(id(norm), None) is not None
-        if len(held) != 1:
+        if len(held) != 1 or held[0][1] in read_elsewhere:
             continue
         holder, name = held[0]
         try:
-            steps = tuple(_steps(holder, name, ""))
-        except _Escapes:
+            steps = _Step.to(holder, name, norm), *_steps(holder, name, "")
+        except Exception:  # _Escapes, or what a property raises
             continue
-        place = weakref.ref(holder)
-        _known[id(norm)] = _Known(place, _class(holder), (_Step(place, name, _class(norm)), *steps))
+        _known[id(norm)] = _Known(weakref.ref(holder), _class(holder), _class(holder).forward, steps)
         if not was_known:
-            weakref.finalize(norm, _known.pop, id(norm), None).atexit = False
+            calls.forget_with(norm, _known, id(norm))
 
 
 def half_result(norm: nn.Module, spec: NormSpec, x: Tensor, z_dtype: torch.dtype | None = None) -> torch.dtype | None:
@@ -292,9 +364,8 @@ def half_result(norm: nn.Module, spec: NormSpec, x: Tensor, z_dtype: torch.dtype
     if torch.compiler.is_compiling() or (z_dtype or x.dtype) != torch.float32 or is_jit_tracing():
         return None
     known = _known.get(id(norm))
-    if known is None or x.is_meta or not calls.is_autocasting(x):
+    dtype = None if known is None else calls.autocast_dtype(x)
+    if known is None or dtype is None:
         return None
     weight: Tensor | None = None if spec.weight is None else getattr(norm, spec.weight)
-    if weight is not None and weight.dtype != torch.float32:
-        return None
-    return torch.get_autocast_dtype(x.device.type) if known.is_as_found() else None
+    return dtype if (weight is None or weight.dtype == torch.float32) and known.is_as_found() else None

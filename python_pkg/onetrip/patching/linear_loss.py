@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
@@ -44,13 +46,14 @@ _VIEWS = (Tensor.view, Tensor.reshape, operator.getitem)
 class _Source:
     """An output layer and its input: what logits are computed from, once, for all that is made of them."""
 
-    def __init__(self, head: Any, hidden: Tensor) -> None:
-        self.head, self.hidden = head, hidden
+    def __init__(self, head: Any, hidden: Tensor, dtype: torch.dtype) -> None:
+        """dtype: of the logits."""
+        self.head, self.hidden, self.dtype = head, hidden, dtype
         self.logits: Tensor | None = None
         self.versions = self._versions()
         device = hidden.device.type
         is_autocasting = calls.is_autocasting(hidden)
-        self.autocast = (device, torch.get_autocast_dtype(device) if is_autocasting else None, is_autocasting)
+        self.autocast = (device, dtype if is_autocasting else None, is_autocasting)
 
     def _versions(self) -> tuple[int, ...]:
         return tuple(x._version for x in (self.hidden, *self.head.parameters()))
@@ -233,7 +236,7 @@ def _chain(steps: Steps) -> tuple[Tensor | None, float, float | None] | None:
     constant, scale, has_tanh, factor = None, 1.0, False, 1.0
     for function, arguments in steps:
         if function is operator.add and constant is None and not has_tanh and factor == 1.0:
-            constant = arguments[0].reshape(-1)
+            constant = arguments[0]
         elif function in (operator.mul, operator.truediv):
             factor = function(factor, arguments[0])
         elif function is torch.tanh and not has_tanh:
@@ -242,6 +245,23 @@ def _chain(steps: Steps) -> tuple[Tensor | None, float, float | None] | None:
             return None
     scale *= factor
     return constant, 1.0 if math.isclose(scale, 1.0, rel_tol=1e-12) else scale, factor if has_tanh else None
+
+
+_exact: dict[int, tuple[weakref.ref[Tensor], int, torch.dtype, bool]] = {}
+"""id(constant) -> (constant, its version, a dtype, whether it has the same values in that)."""
+
+
+def _is_exact(constant: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a cast changes none of the values, as of BART's zeros. Asked once: a GPU would wait for it each time."""
+    if isinstance(constant, FakeTensor):  # has no values
+        return True
+    known = _exact.get(id(constant))
+    if known is None or known[0]() is not constant or known[1:3] != (constant._version, dtype):
+        key = id(constant)
+        reference = weakref.ref(constant, lambda _: _exact.pop(key, None))
+        is_exact = torch.equal(constant.to(dtype).to(constant.dtype), constant)
+        known = _exact[key] = reference, constant._version, dtype, is_exact
+    return known[3]
 
 
 def _loss(logits: Any, *arguments: Any, **keywords: Any) -> Tensor | None:
@@ -261,9 +281,10 @@ def _loss(logits: Any, *arguments: Any, **keywords: Any) -> Tensor | None:
         return None
     hidden = hidden if scale == 1.0 else hidden * scale
     if constant is not None:
-        bias = constant if bias is None else bias + constant
-        if bias.dtype != hidden.dtype and not calls.is_autocasting(hidden):
+        dtype = logits._source.dtype
+        if constant.dtype != dtype and not (calls.is_autocasting(hidden) and _is_exact(constant, dtype)):
             return None
+        bias = constant.reshape(-1) if bias is None else bias + constant.reshape(-1)
     loss = ops.linear_cross_entropy(hidden, weight_of(head), bias=bias, softcap=softcap, **options)
     if (call := loss_call.get()) is not None:
         call.is_fused = True
@@ -310,7 +331,7 @@ def head_output(head: Any, hidden: Any) -> Any:
         return linear(head, hidden)
     calls.count_fused(head)
     dtype = torch.get_autocast_dtype(hidden.device.type) if is_autocasting else hidden.dtype
-    return DeferredLogits(_Source(head, hidden), hidden, dtype)
+    return DeferredLogits(_Source(head, hidden, dtype), hidden, dtype)
 
 
 _MODEL = """\

@@ -98,7 +98,7 @@ _recent: dict[int, tuple[weakref.ref[Tensor], int, bool, _Site]] = {}
 def _new_site(module: nn.Module, index: int) -> _Site:
     key = (id(module), index)
     site = _sites[key] = _Site()
-    weakref.finalize(module, _sites.pop, key, None).atexit = False
+    calls.forget_with(module, _sites, key)
     return site
 
 
@@ -115,7 +115,7 @@ def _state(norm: nn.Module, spec: NormSpec, z: Tensor) -> _State:
     """What y = norm(z) depends on, other than values: y is returned only where the norm would compute the same, and on
     the same stream: backward of the norm leaves its gradient for that of the sum."""
     state: list[int | torch.dtype | None] = [z._version, z.requires_grad, torch.is_grad_enabled()]
-    state += [calls.is_autocasting(z), calls.stream_of(z), half_result(norm, spec, z)]
+    state += [calls.autocast_dtype(z), calls.stream_of(z)]
     for vector in _parameters(norm, spec):
         if vector is not None:
             state += [id(vector), vector.requires_grad, 0 if vector.is_inference() else vector._version]
@@ -141,7 +141,7 @@ def _link(site: _Site, norm: nn.Module, spec: NormSpec) -> None:
     slot = _slots.get(id(norm))
     if slot is None:
         slot = _slots[id(norm)] = _Slot()
-        weakref.finalize(norm, _slots.pop, id(norm), None).atexit = False
+        calls.forget_with(norm, _slots, id(norm))
     site.link = _Link(weakref.ref(norm), calls.original_class(type(norm)), spec, slot)
 
 

@@ -95,7 +95,44 @@ class WithADevice(Casting):
         return self.wo(self.wi(x).to(self.wo.weight.dtype, copy=True))
 
 
-LEFT = (ReadTwice, ReadLater, OfAnotherLayer, OtherwiseToo, MoreInTheBranch, WithADevice)
+class WithoutAutocast(Casting):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.wi(x).to(self.wo.weight.dtype)
+        with torch.autocast("cpu", enabled=False):
+            y = self.wo(h)
+        return y
+
+
+class WrittenTo(Casting):
+    """With the cast, which is another tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.wi(x)
+        cast = h.to(self.wo.weight.dtype)
+        y = self.wo(cast)
+        h.mul_(2.0)
+        return y + h
+
+
+class WrittenToInTheCall(Casting):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.wi(x)
+        return self.wo(h.to(self.wo.weight.dtype)) + h.add_(100.0)
+
+
+class InALoop(Casting):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.wi(x)
+        cast = h.to(self.wo.weight.dtype)
+        for _ in range(2):
+            y = self.wo(cast)
+        return y
+
+
+LEFT = (
+    *(ReadTwice, ReadLater, OfAnotherLayer, OtherwiseToo, MoreInTheBranch, WithADevice, WithoutAutocast, WrittenTo),
+    *(WrittenToInTheCall, InALoop),
+)
 
 
 def outcome(model: nn.Module, x: Tensor) -> dict[str, Tensor]:

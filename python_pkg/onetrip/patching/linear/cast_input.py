@@ -31,8 +31,19 @@ _Cast = tuple[ast.Call, str]
 
 
 def read_casts(forward: Forward) -> list[_Cast]:
-    """The casts of a forward."""
+    """The casts of a forward. None where it writes to tensors: what it casts and the cast may be one tensor then."""
+    if any(_writes(node) for node in ast.walk(forward.tree)):
+        return []
     return [each for place in places(forward.tree.body) for each in _casts_at(forward, place)]
+
+
+def _writes(node: ast.AST) -> bool:
+    match node:
+        case ast.AugAssign() | ast.Subscript(ctx=ast.Store()) | ast.keyword(arg="inplace" | "out"):
+            return True
+        case ast.Call(func=ast.Attribute(attr=method)):
+            return method.endswith("_")
+    return False
 
 
 def _casts_at(forward: Forward, place: Place) -> Iterator[_Cast]:
@@ -49,7 +60,9 @@ def _casts_at(forward: Forward, place: Place) -> Iterator[_Cast]:
         case _:
             return
     reader = Place(place.block, place.position + 1, place.in_loop)
-    if not place.following or not forward.is_read_only_at(name, reader, reader.position):
+    if not place.following or not isinstance(reader.statement, (ast.Assign, ast.Return, ast.Expr)):
+        return  # under a condition, in a loop, or with autocast off
+    if not forward.is_read_only_at(name, reader, reader.position):
         return
     for node in evaluated(reader.statement):
         called = forward.called(node) if isinstance(node, ast.Call) else None
@@ -103,9 +116,9 @@ class CastInputs:
 
 def cast_input(module: nn.Module, dense: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     """x.to(dtype); x itself where dense, which alone reads it, casts that back to x."""
-    if torch.compiler.is_compiling() or dtype != torch.float32 or x.is_meta or not calls.is_autocasting(x):
+    if torch.compiler.is_compiling() or dtype != torch.float32 or calls.autocast_dtype(x) != x.dtype:
         return x.to(dtype)
-    if x.dtype != torch.get_autocast_dtype(x.device.type) or not calls.is_plain_linear(dense):
+    if not calls.is_plain_linear(dense):
         return x.to(dtype)
     calls.count_fused(module)
     return x

@@ -9,7 +9,6 @@ the tokens are added to it where it lies. Readers find each other as the model r
 from __future__ import annotations
 
 import ast
-import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -118,7 +117,7 @@ def embedded(module: Any, ids: Any) -> Tensor:
     y, alias = _Embedding.apply(weight if before is None else before.tensor, ids, padding_idx)
     calls.count_fused(module)
     if id(module) not in _aliases:
-        weakref.finalize(module, _aliases.pop, id(module), None).atexit = False
+        calls.forget_with(module, _aliases, id(module))
     _aliases[id(module)] = _Alias(weight, alias, 1 if before is None else before.n_readers + 1)
     return y
 
