@@ -10,7 +10,7 @@ import pytest
 import torch
 from onetrip import patch_model
 from onetrip.optim import AdamW8bit
-from onetrip.patching import calls
+from onetrip.patching import calls, half_results
 from patching_cases import WIDTH, Stack
 from torch import Tensor, nn
 
@@ -103,6 +103,29 @@ def test_a_norm_on_another_stream_than_its_sum_computes() -> None:
     made_by(torch.cuda.current_stream())
     assert "_DeferredNorm" in made_by(torch.cuda.current_stream())
     assert "_DeferredNorm" not in made_by(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_under_autocast_norms_round_what_products_alone_read(
+    backend: str, model: nn.Module, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same loss as of norms that return float32; Triton orders the sum of a row by the dtypes of all tensors."""
+    patch_model(model.eval())
+    losses, returned = [], []
+    for known in (half_results._known, {}):
+        monkeypatch.setattr(half_results, "_known", known)
+        with torch.autocast("cuda", dtype=dtype):
+            losses.append(model(**batch()).loss)
+            x = torch.randn(2, 64, device="cuda")
+            norms = [
+                child
+                for child in model.modules()
+                if isinstance(child, nn.LayerNorm) or hasattr(child, "variance_epsilon")
+            ]
+            returned.append({norm(x).dtype for norm in norms if norm.weight.shape == x.shape[1:]})
+    torch.testing.assert_close(*losses, rtol=1e-3 if backend == "triton" else 0.0, atol=0.0)
+    is_pre_norm = not isinstance(model, transformers.BertForMaskedLM)
+    assert returned == [{torch.float32, *[dtype] * is_pre_norm}, {torch.float32}]
 
 
 class Mlp(nn.Module):

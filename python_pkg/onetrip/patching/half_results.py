@@ -4,8 +4,8 @@
     h = self.mlp(h)        # its forward: self.down(act(self.up(h)))
 
 Autocast casts h for the products. Where the source of the block, and of the children that it hands h to, shows that
-nothing else reads it, the norm returns it in autocast's dtype: the same bits for the products, without a float32 tensor
-that is written once and read once, and without a cast in backward.
+nothing else reads it, the norm returns it in autocast's dtype: the same bits for the products (by Triton up to the
+order of a row's sum), without a float32 tensor that is written once and read once, and without a cast in backward.
 """
 
 from __future__ import annotations
