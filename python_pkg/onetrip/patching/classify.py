@@ -25,6 +25,8 @@ from .activations import (
 from .activations.methods import read_methods
 from .attention import PATTERN as ATTENTION
 from .attention import Attention, Interface, OneMask, SoftmaxRegions, read_attention
+from .attention.heads import PATTERN as ATTENTION_HEADS
+from .attention.heads import Heads, read_heads
 from .attention.one_mask import PATTERN as ATTENTION_MASK
 from .calls import configuration, is_distributed, is_released, original_class
 from .classes import Rewrite, is_stacked, method_of, plain_forward, returns_as_is
@@ -50,7 +52,7 @@ from .rotary import PATTERN as ROTARY
 from .rotary import Rotations, read_rotations
 from .watched_logits import PATTERN as CROSS_ENTROPY
 
-_Reading = OneMask | SharedInputs | CastInputs
+_Reading = OneMask | Heads | SharedInputs | CastInputs
 """Ways to read a tensor."""
 InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | Adapters | _Reading
 
@@ -197,7 +199,10 @@ class Classifier:
             if mask is not None:
                 parts, source = [mask], self.rewrite(module, mask).source
         n_attention = len(parts)
-        in_order = self._rotations, self._activations, self._sums, self._shared_inputs, self._casts, self._adapters
+        in_order: list[Callable[[nn.Module, Forward], InForward | Unsuitable | None]] = []
+        if isinstance(reading, Interface) and reading.calls_library(module):
+            in_order.append(self._heads)
+        in_order += [self._rotations, self._activations, self._sums, self._shared_inputs, self._casts, self._adapters]
         for find in in_order:
             is_sums = find == self._sums
             forward = self._once(_read, cls, source, find == self._activations)
@@ -262,6 +267,10 @@ class Classifier:
             return None
         chosen = choose_shared_inputs(module, self._once(read_shared_inputs, forward), self.excluded)
         return SharedInputs(forward, chosen) if chosen else None
+
+    def _heads(self, module: nn.Module, forward: Forward) -> Heads | None:
+        found = self._once(read_heads, forward) if ATTENTION_HEADS in self.wanted else ()
+        return Heads(forward, found) if found else None
 
     def _casts(self, module: nn.Module, forward: Forward) -> CastInputs | None:
         if CAST_INPUT not in self.wanted:

@@ -12,6 +12,7 @@ from torch import nn
 
 from .activations import PATTERNS as ACTIVATIONS
 from .attention import PATTERN as ATTENTION
+from .attention.heads import PATTERN as ATTENTION_HEADS
 from .attention.one_mask import PATTERN as ATTENTION_MASK
 from .calls import counter_of
 from .classes import (
@@ -45,7 +46,8 @@ from .watched_logits import PATTERN as CROSS_ENTROPY
 
 PATTERNS = (
     *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm", ATTENTION, ATTENTION_MASK),
-    *(*ACTIVATIONS, EXPERTS, ROTARY, SHARED_INPUT, CAST_INPUT, TIED_EMBEDDING, LORA, CROSS_ENTROPY, DROPOUT),
+    *(ATTENTION_HEADS, *ACTIVATIONS, EXPERTS, ROTARY, SHARED_INPUT, CAST_INPUT, TIED_EMBEDDING, LORA, CROSS_ENTROPY),
+    DROPOUT,
 )
 """The patterns of patch_model, unless others are asked for."""
 NAMES = (*PATTERNS, LINEAR_LOSS)
@@ -155,7 +157,7 @@ def _checked_attention(attention: bool | None, wanted: frozenset[str]) -> frozen
         raise TypeError(f"patch_model: attention must be True, False or None, got {attention!r}")
     if attention and ATTENTION not in wanted:
         raise ValueError(f"patch_model: patterns must name {ATTENTION} where attention is True, got {sorted(wanted)}")
-    return wanted - {ATTENTION, ATTENTION_MASK} if attention is False else wanted
+    return wanted - {ATTENTION, ATTENTION_MASK, ATTENTION_HEADS} if attention is False else wanted
 
 
 def _checked_exclude(model: nn.Module, exclude: Iterable[str]) -> frozenset[str]:

@@ -161,6 +161,11 @@ class Interface:
         is_sdpa = function is not None and function is _sdpa() and self._passes_mask()
         return OneMask(self, sdpa_function(function)) if is_sdpa else None
 
+    def calls_library(self, module: nn.Module) -> bool:
+        """Whether the module calls one of transformers' functions for libraries (SDPA, flash-attn) now."""
+        function = self._function(module)
+        return function is not None and function.__module__.startswith("transformers.integrations.")
+
     def _passes_mask(self) -> bool:
         return any(map(_passes_mask, calls_in(self.forward.tree)))
 
@@ -195,7 +200,7 @@ def read_interface(cls: Any) -> Interface | Unsuitable | None:
     read = read_forward(forward)
     if isinstance(read, Unsuitable):
         return read
-    questions = tuple(node for node in ast.walk(read.tree) if _is_question(node, names))
+    questions = tuple(node for node in ast.walk(read.tree) if is_question(node, names))
     if not questions:
         return Unsuitable("unknown_forward", "asks the attention interface in an unknown way")
     return Interface(read, questions)  # type: ignore[arg-type]
@@ -217,7 +222,8 @@ def _is_interface(value: object) -> bool:
     return interface is not None and isinstance(value, interface)
 
 
-def _is_question(node: ast.AST, names: dict[str, Any]) -> bool:
+def is_question(node: ast.AST, names: dict[str, Any]) -> bool:
+    """Whether the value of an expression is an attention function that the interface gives."""
     match node:
         case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="get_interface")):
             return _is_interface(names.get(name))

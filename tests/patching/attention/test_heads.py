@@ -1,0 +1,152 @@
+"""Copies that attention functions do not need."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from onetrip.measure.traffic import traffic
+from onetrip.patching import patch_model
+from outcomes import assert_agree, loss_outcome
+from patching_cases import WIDTH
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+modeling_utils = pytest.importorskip("transformers.modeling_utils")
+if not hasattr(getattr(modeling_utils, "ALL_ATTENTION_FUNCTIONS", None), "get_interface"):
+    pytest.skip("needs transformers 5", allow_module_level=True)
+ALL_ATTENTION_FUNCTIONS = modeling_utils.ALL_ATTENTION_FUNCTIONS
+
+WHISPER = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 67, "num_mel_bins": 8, "max_source_positions": 12,
+    "max_target_positions": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1,
+    "dropout": 0.0,
+}  # fmt: skip
+ONLY = ("attention_heads",)
+
+
+def eager(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+    return (query @ key.transpose(-1, -2)).softmax(-1) @ value, None
+
+
+class Attention(nn.Module):
+    """See the subclasses."""
+
+    def __init__(self, implementation: str = "sdpa") -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.config, self.is_causal = SimpleNamespace(_attn_implementation=implementation), False
+
+    def forward(self, x: Tensor) -> Any:
+        shape = (*x.shape[:-1], -1, 4)
+        q = (self.q(x) * 0.5).view(shape).transpose(1, 2).contiguous()
+        k = self.k(x).view(shape).transpose(1, 2).contiguous()
+        v = self.v(x).view(shape).transpose(1, 2).contiguous()
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        y, _ = function(self, q, k, v, None, scaling=1.0)
+        return self.out(y.reshape(x.shape))
+
+
+class Returned(Attention):
+    def forward(self, x: Tensor) -> Any:
+        shape = (*x.shape[:-1], -1, 4)
+        q = k = self.q(x).view(shape).transpose(1, 2)
+        v = self.v(x).view(shape).transpose(1, 2).contiguous()
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        y, _ = function(self, q, k, v, None, scaling=1.0)
+        return self.out(y.reshape(x.shape)), v
+
+
+class Written(Attention):
+    def forward(self, x: Tensor) -> Any:
+        shape = (*x.shape[:-1], -1, 4)
+        q = k = self.q(x).view(shape).transpose(1, 2)
+        v = self.v(x).view(shape).transpose(1, 2).contiguous()
+        v.mul_(2.0)
+        v = v.view(-1).view(v.shape)
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        return self.out(function(self, q, k, v, None, scaling=1.0)[0].reshape(x.shape))
+
+
+class OfTheInput(Attention):
+    """A view of what others have."""
+
+    def forward(self, x: Tensor) -> Any:
+        shape = (*x.shape[:-1], -1, 4)
+        q = k = self.q(x).view(shape).transpose(1, 2)
+        v = x.view(shape).transpose(1, 2).contiguous()
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        return self.out(function(self, q, k, v, None, scaling=1.0)[0].reshape(x.shape))
+
+
+@pytest.fixture
+def whisper() -> Any:
+    torch.manual_seed(0)
+    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**WHISPER)).train()
+
+
+def speech() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(3, 67, (2, 7), generator=generator)
+    return {"input_features": torch.randn(2, 8, 24, generator=generator), "labels": labels}
+
+
+def copies(model: nn.Module) -> int:
+    return traffic(lambda: loss_outcome(model, speech())).operators["forward", "aten::clone"].calls
+
+
+def test_whisper_copies_no_heads(whisper: Any) -> None:
+    """Six attentions: q, k and v."""
+    expected, before = loss_outcome(whisper, speech()), copies(whisper)
+    report = patch_model(whisper, patterns=ONLY)
+    assert len(report.patched) == 6
+    assert_agree(loss_outcome(whisper, speech()), expected)
+    assert set(report.calls().values()) == {(3, 0)}
+    assert before - copies(whisper) >= 6 * 3
+
+
+def test_without_gradients_whisper_does_what_it_did(whisper: Any) -> None:
+    whisper.eval()
+    features = {"input_features": speech()["input_features"]}
+    expected = whisper.generate(**features, max_new_tokens=4)
+    report = patch_model(whisper)
+    assert torch.equal(whisper.generate(**features, max_new_tokens=4), expected)
+    assert all(report.calls()[site.name][0] == 0 for site in report.patched if site.pattern == "attention_heads")
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed(whisper: Any, use_reentrant: bool) -> None:
+    expected = loss_outcome(whisper, speech())
+    whisper.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    patch_model(whisper)
+    assert_agree(loss_outcome(whisper, speech()), expected)
+
+
+def test_beside_everything_else(whisper: Any) -> None:
+    expected = loss_outcome(whisper, speech())
+    patch_model(whisper)
+    for _ in range(2):
+        assert_agree(loss_outcome(whisper, speech()), expected)
+
+
+def test_an_attention_of_ones_own(x: Tensor) -> None:
+    model = Attention()
+    expected = model(x)
+    report = patch_model(model, patterns=ONLY)
+    torch.testing.assert_close(model(x), expected)
+    assert report.calls() == {"": (3, 0)}
+
+
+@pytest.mark.parametrize("cls", [Returned, Written, OfTheInput])
+def test_what_others_may_read_is_copied(cls: Any, x: Tensor) -> None:
+    assert not patch_model(cls(), patterns=ONLY).patched
+
+
+def test_other_functions_are_given_copies() -> None:
+    """A function of a user's may need rows one after another."""
+    assert not patch_model(Attention("eager"), patterns=ONLY).patched
+    report = patch_model(Attention(), attention=False)
+    assert "attention_heads" not in {site.pattern for site in report.patched}
