@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from ..ops.common.tracing import is_jit_tracing
@@ -291,7 +292,7 @@ class _Step(NamedTuple):
             return child is self.child
         if child is not self.child() or self.cls.forward is not self.function or not calls.is_plain(child, self.cls):
             return False
-        return all(each is None or type(each) is nn.Parameter for each in child._parameters.values())
+        return all(each is None or type(each) in (nn.Parameter, FakeTensor) for each in child._parameters.values())
 
 
 def _steps(module: nn.Module, path: str, parameter: str, depth: int = 0) -> Iterator[_Step]:
