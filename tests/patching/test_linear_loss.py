@@ -288,6 +288,15 @@ def test_autocast(pattern: str, name: str) -> None:
     torch.testing.assert_close(output.loss, expected, rtol=1e-2, atol=1e-2)
 
 
+def test_a_constant_without_versions_is_added_in_float32() -> None:
+    model, inputs = build("bart")
+    with torch.inference_mode():
+        model.final_logits_bias = torch.zeros(1, model.config.vocab_size)
+    patch_model(model, patterns=["linear_cross_entropy"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(**inputs).loss.isfinite()
+
+
 def test_a_constant_that_autocast_would_round_is_added_in_float32() -> None:
     model, inputs = build("bart")
     report = patch_model(model, patterns=["linear_cross_entropy"])

@@ -109,13 +109,17 @@ def is_plain_linear(dense: Any) -> bool:
 _TRANSPOSED = "torch.addmm(self.bias, X.view(-1, X.size(-1)), self.weight).view(X.size()[:-1] + (self.N,))"
 
 
-@cache
 def is_transposed(cls: Any) -> bool:
     """Whether the class's forward is that of a linear layer with the weight (n_inputs, n_outputs), and a bias."""
-    tree = parse(cls.forward)
-    if isinstance(tree, Unsuitable) or not is_source_of(tree, cls.forward) or cls.__call__ is not nn.Module.__call__:
+    return cls.__call__ is nn.Module.__call__ and _is_transposed(cls.forward)
+
+
+@cache
+def _is_transposed(forward: Any) -> bool:
+    tree = parse(forward)
+    if isinstance(tree, Unsuitable) or not is_source_of(tree, forward):
         return False
-    names, used = [each.arg for each in tree.args.args], cls.forward.__globals__
+    names, used = [each.arg for each in tree.args.args], forward.__globals__
     try:
         found = first_match((_TRANSPOSED,), Inliner(used, {}).run(tree.body))
     except Unreadable:

@@ -26,7 +26,7 @@ from .activations.methods import read_methods
 from .attention import PATTERN as ATTENTION
 from .attention import Attention, Interface, OneMask, SoftmaxRegions, read_attention
 from .attention.heads import PATTERN as ATTENTION_HEADS
-from .attention.heads import Heads, read_heads
+from .attention.heads import Heads, choose_heads, read_heads
 from .attention.one_mask import PATTERN as ATTENTION_MASK
 from .calls import configuration, is_distributed, is_released, original_class
 from .classes import Rewrite, is_stacked, method_of, plain_forward, returns_as_is
@@ -269,8 +269,9 @@ class Classifier:
         return SharedInputs(forward, chosen) if chosen else None
 
     def _heads(self, module: nn.Module, forward: Forward) -> Heads | None:
-        found = self._once(read_heads, forward) if ATTENTION_HEADS in self.wanted else ()
-        return Heads(forward, found) if found else None
+        found = self._once(read_heads, forward) if ATTENTION_HEADS in self.wanted else None
+        chosen = None if found is None else choose_heads(module, found, self.excluded)
+        return None if chosen is None else Heads(forward, chosen)
 
     def _casts(self, module: nn.Module, forward: Forward) -> CastInputs | None:
         if CAST_INPUT not in self.wanted:

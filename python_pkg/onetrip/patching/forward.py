@@ -187,6 +187,19 @@ def may_change(statement: ast.stmt, name: str) -> bool:
     return False
 
 
+def writes_to_tensors(tree: ast.AST) -> bool:
+    """Whether a forward may write to a tensor that it has a name for: a view or an omitted copy would change, too."""
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.AugAssign() | ast.keyword(arg="inplace" | "out") | ast.Subscript(value=ast.Name(), ctx=ast.Store())
+            ):
+                return True
+            case ast.Call(func=ast.Attribute(attr=method)) if method.endswith("_"):
+                return True
+    return False
+
+
 def assigned_name(statement: ast.stmt) -> str:
     """The one name that the statement assigns; empty for other statements."""
     match statement:

@@ -189,7 +189,7 @@ class _Flow:
                 raise _Escapes
             self.given |= {_Given(path, place): None for place in read if place is not None}
             return path == self.path
-        has_dtype = any(isinstance(resolve(each, self.forward.globals), torch.dtype) for _, each in arguments)
+        has_dtype = any(self.is_dtype(each) for _, each in arguments)
         if isinstance(function, ast.Attribute) and function.attr in _SIZES | _VIEWS:
             is_value = self.is_value(function.value, names)
             if read or (is_value and has_dtype):
@@ -201,6 +201,10 @@ class _Flow:
         ):
             raise _Escapes
         return False
+
+    def is_dtype(self, expression: ast.expr) -> bool:
+        is_attribute = isinstance(expression, ast.Attribute) and expression.attr == "dtype"
+        return is_attribute or isinstance(resolve(expression, self.forward.globals), torch.dtype)
 
     def is_product(self, function: ast.expr) -> bool:
         found = resolve(function, self.forward.globals)
@@ -214,7 +218,7 @@ def _readers_of(cls: Any, function: Any, path: str, parameter: str) -> tuple[_Gi
     None where something else than them and products may read it."""
     if (cls.__call__ is not nn.Module.__call__ and not path) or not returns_as_is(plain_forward(cls)):
         return None
-    if path and path.rpartition(".")[2] in _names_in_other_methods(cls):
+    if path and any(path.rpartition(".")[2] in reads.of_self for reads in _reads(cls)):
         return None
     forward = read_forward(function)
     if isinstance(forward, Unsuitable):
@@ -227,33 +231,49 @@ def _readers_of(cls: Any, function: Any, path: str, parameter: str) -> tuple[_Gi
     return tuple(flow.given)
 
 
-def _names_in_other_methods(cls: Any) -> set[str]:
-    """The attributes that methods and properties of the class read, besides its forward."""
-    found: set[str] = set()
-    for base in cls.__mro__:
-        if base in (nn.Module, object):
-            continue
-        for name, each in vars(base).items():
-            for function in (each, *(getattr(each, part, None) for part in ("__func__", "fget", "fset"))):
-                code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
-                if isinstance(code, CodeType) and name != "forward":
-                    read = [each for one in (code, *code_in(code)) for each in dis.get_instructions(one)]
-                    found |= {str(each.argval) for each in read if each.opname in ("LOAD_ATTR", "LOAD_METHOD")}
-    return found
+class _Reads(NamedTuple):
+    """Attributes that the functions of a class read."""
+
+    of_self: frozenset[str]
+    """In other functions than the forward; strings that may be such names, too."""
+    of_others: frozenset[str]
+    """Of anything else than self: `self.block.norm(x)`."""
 
 
 @cache
-def _names_of_others(cls: Any, function: Any) -> frozenset[str]:
-    """The attributes that a class's forward (function) reads of anything else than self: `self.block.norm(x)`."""
-    forward = read_forward(function)
-    if isinstance(forward, Unsuitable):
-        return frozenset(getattr(getattr(function, "__code__", None), "co_names", ()))
-    return frozenset(
-        node.attr
-        for node in ast.walk(forward.tree)
-        if isinstance(node, ast.Attribute)
-        and not (isinstance(node.value, ast.Name) and node.value.id in (forward.self_name, "torch", "nn"))
-    )
+def _reads_of(base: Any, forward: Any) -> _Reads:
+    """By the functions that a class itself defines, of which forward is one."""
+    of_self: set[str] = set()
+    of_others: set[str] = set()
+    for name, each in vars(base).items():
+        for function in (each, *(getattr(each, part, None) for part in ("__func__", "func", "fget", "fset", "fdel"))):
+            function = inspect.unwrap(function) if callable(function) else None
+            code = getattr(function, "__code__", None)
+            for one in (code, *code_in(code)) if isinstance(code, CodeType) else ():
+                own, others = _reads_in(one)
+                of_others |= others
+                if name != "forward":
+                    of_self |= own | {text for text in one.co_consts if isinstance(text, str)}
+    return _Reads(frozenset(of_self), frozenset(of_others))
+
+
+def _reads_in(code: CodeType) -> tuple[set[str], set[str]]:
+    """(Attributes read of self, of anything else)."""
+    own: set[str] = set()
+    others: set[str] = set()
+    last: Any = None
+    for each in dis.get_instructions(code):
+        if each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            (own if last == "self" else others).add(str(each.argval))
+        if each.opname not in ("CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL"):
+            last = each.argval if each.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) else None
+            last = last[-1] if isinstance(last, tuple) else last
+    return own, others
+
+
+def _reads(cls: Any) -> Iterator[_Reads]:
+    """Those of the class and of all its bases but nn.Module."""
+    return (_reads_of(base, vars(base).get("forward")) for base in cls.__mro__ if base not in (nn.Module, object))
 
 
 def _parameter(cls: Any, argument: int | str) -> str | None:
@@ -292,7 +312,12 @@ class _Step(NamedTuple):
             return child is self.child
         if child is not self.child() or self.cls.forward is not self.function or not calls.is_plain(child, self.cls):
             return False
-        return all(each is None or type(each) in (nn.Parameter, FakeTensor) for each in child._parameters.values())
+        return _has_plain_parameters(child)
+
+
+def _has_plain_parameters(module: nn.Module) -> bool:
+    """Whether products of them are torch's: of no subclass, as torchao's."""
+    return all(each is None or type(each) in (nn.Parameter, FakeTensor) for each in module._parameters.values())
 
 
 def _steps(module: nn.Module, path: str, parameter: str, depth: int = 0) -> Iterator[_Step]:
@@ -329,11 +354,20 @@ class _Known(NamedTuple):
         holder = self.holder()
         if holder is None or _class(holder) is not self.cls or "forward" in holder.__dict__:
             return False
-        return self.cls.forward is self.function and all(step.is_as_found() for step in self.steps)
+        if self.cls.forward is not self.function or not _has_plain_parameters(holder):
+            return False
+        return all(step.is_as_found() for step in self.steps)
 
 
 _known: dict[int, _Known] = {}
 """id(norm) -> who is handed its result, of norms whose result only products read."""
+
+
+def _listed(module: nn.Module) -> Iterator[Any]:
+    """What is in lists, tuples and dictionaries of the module's own."""
+    for name, value in vars(module).items():
+        if isinstance(value, (list, tuple, dict)) and name != "_modules":
+            yield from value.values() if isinstance(value, dict) else value
 
 
 def find_half_results(model: nn.Module, norms: Iterable[nn.Module]) -> None:
@@ -343,11 +377,12 @@ def find_half_results(model: nn.Module, norms: Iterable[nn.Module]) -> None:
         for name, child in holder._modules.items():
             holders.setdefault(id(child), []).append((holder, name))
     classes = {_class(module) for module in model.modules()}
-    read_elsewhere = {name for cls in classes for name in _names_of_others(cls, method_of(cls, "forward"))}
+    read_elsewhere = {name for cls in classes for reads in _reads(cls) for name in reads.of_others}
+    listed = {id(each) for module in model.modules() for each in _listed(module)}
     for norm in norms:
         held = holders.get(id(norm), [])
         was_known = _known.pop(id(norm), None) is not None
-        if len(held) != 1 or held[0][1] in read_elsewhere:
+        if len(held) != 1 or held[0][1] in read_elsewhere or id(norm) in listed:
             continue
         holder, name = held[0]
         try:

@@ -255,6 +255,8 @@ def _is_exact(constant: Tensor, dtype: torch.dtype) -> bool:
     """Whether a cast changes none of the values, as of BART's zeros. Asked once: a GPU would wait for it each time."""
     if isinstance(constant, FakeTensor):  # has no values
         return True
+    if constant.is_inference() or constant.is_meta or constant.requires_grad:
+        return False
     known = _exact.get(id(constant))
     if known is None or known[0]() is not constant or known[1:3] != (constant._version, dtype):
         key = id(constant)

@@ -47,7 +47,8 @@ class Attention(nn.Module):
         v = self.v(x).view(shape).transpose(1, 2).contiguous()
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         y, _ = function(self, q, k, v, None, scaling=1.0)
-        return self.out(y.reshape(x.shape))
+        y = y.reshape(x.shape)
+        return self.out(y)
 
 
 class Returned(Attention):
@@ -57,7 +58,8 @@ class Returned(Attention):
         v = self.v(x).view(shape).transpose(1, 2).contiguous()
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         y, _ = function(self, q, k, v, None, scaling=1.0)
-        return self.out(y.reshape(x.shape)), v
+        y = y.reshape(x.shape)
+        return self.out(y), v
 
 
 class Written(Attention):
@@ -68,7 +70,9 @@ class Written(Attention):
         v.mul_(2.0)
         v = v.view(-1).view(v.shape)
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
-        return self.out(function(self, q, k, v, None, scaling=1.0)[0].reshape(x.shape))
+        y, _ = function(self, q, k, v, None, scaling=1.0)
+        y = y.reshape(x.shape)
+        return self.out(y)
 
 
 class OfTheInput(Attention):
@@ -79,7 +83,91 @@ class OfTheInput(Attention):
         q = k = self.q(x).view(shape).transpose(1, 2)
         v = x.view(shape).transpose(1, 2).contiguous()
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
-        return self.out(function(self, q, k, v, None, scaling=1.0)[0].reshape(x.shape))
+        y, _ = function(self, q, k, v, None, scaling=1.0)
+        y = y.reshape(x.shape)
+        return self.out(y)
+
+
+class ScaledLater(Attention):
+    """Of a layer that returns what it is given, the scaled view would be the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Identity()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Any:
+        shape = (*x.shape[:-1], -1, 4)
+        q = k = self.q(x).view(shape).transpose(1, 2)
+        v = self.v(x).view(shape).transpose(1, 2).contiguous()
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        y, _ = function(self, q, k, v, None, scaling=1.0)
+        y = y.reshape(x.shape)
+        return self.out(y)
+
+
+class ResultWritten(Attention):
+    def forward(self, x: Tensor) -> Any:
+        shape = (*x.shape[:-1], -1, 4)
+        q = k = self.q(x).view(shape).transpose(1, 2)
+        v = self.v(x).view(shape).transpose(1, 2).contiguous()
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        y, _ = function(self, q, k, v, None, scaling=1.0)
+        y *= 2.0
+        y = y.reshape(x.shape)
+        return self.out(y)
+
+
+class ResultReturned(Attention):
+    def forward(self, x: Tensor) -> Any:
+        shape = (*x.shape[:-1], -1, 4)
+        q = k = self.q(x).view(shape).transpose(1, 2)
+        v = self.v(x).view(shape).transpose(1, 2).contiguous()
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        y, _ = function(self, q, k, v, None, scaling=1.0)
+        return y
+
+
+class OtherFunction(Attention):
+    def forward(self, x: Tensor) -> Any:
+        shape = (*x.shape[:-1], -1, 4)
+        q = k = self.q(x).view(shape).transpose(1, 2)
+        v = self.v(x).view(shape).transpose(1, 2).contiguous()
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        if x.shape[1] < 100:
+            function = eager
+        y, _ = function(self, q, k, v, None, scaling=1.0)
+        y = y.reshape(x.shape)
+        return self.out(y)
+
+
+class Counted(Attention):
+    """`update` of something else than a cache."""
+
+    def update(self, x: Tensor) -> None:
+        x.view(-1)
+
+    def forward(self, x: Tensor) -> Any:
+        shape = (*x.shape[:-1], -1, 4)
+        q = k = self.q(x).view(shape).transpose(1, 2)
+        v = self.v(x).view(shape).transpose(1, 2).contiguous()
+        self.update(v)
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        y, _ = function(self, q, k, v, None, scaling=1.0)
+        y = y.reshape(x.shape)
+        return self.out(y)
+
+
+class OtherDimensions(Attention):
+    """The last stride would not be 1."""
+
+    def forward(self, x: Tensor) -> Any:
+        shape = (x.shape[0], 4, -1, x.shape[1])
+        q = k = self.q(x).view(shape).transpose(2, 3).contiguous()
+        v = self.v(x).view(shape).transpose(2, 3).contiguous()
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        y, _ = function(self, q, k, v, None, scaling=1.0)
+        y = y.reshape(x.shape)
+        return self.out(y)
 
 
 @pytest.fixture
@@ -140,13 +228,33 @@ def test_an_attention_of_ones_own(x: Tensor) -> None:
     assert report.calls() == {"": (3, 0)}
 
 
-@pytest.mark.parametrize("cls", [Returned, Written, OfTheInput])
+@pytest.mark.parametrize(
+    "cls",
+    [
+        *(Returned, Written, OfTheInput, ScaledLater, ResultWritten, ResultReturned, OtherFunction, Counted),
+        OtherDimensions,
+    ],
+)
 def test_what_others_may_read_is_copied(cls: Any, x: Tensor) -> None:
     assert not patch_model(cls(), patterns=ONLY).patched
 
 
-def test_other_functions_are_given_copies() -> None:
+def test_other_functions_are_given_copies(x: Tensor) -> None:
     """A function of a user's may need rows one after another."""
+    model, strides = Attention(), []
+
+    def own(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        strides.extend(each.is_contiguous() for each in (query, key, value))
+        return eager(module, query, key, value, mask, **options)
+
+    patch_model(model, patterns=ONLY)
+    ALL_ATTENTION_FUNCTIONS["own"] = own
+    try:
+        model.config._attn_implementation = "own"
+        model(x)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["own"]
+    assert strides == [True] * 3
     assert not patch_model(Attention("eager"), patterns=ONLY).patched
     report = patch_model(Attention(), attention=False)
     assert "attention_heads" not in {site.pattern for site in report.patched}

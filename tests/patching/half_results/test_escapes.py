@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -347,6 +348,51 @@ class InAListOfChildren(Block):
         return functional.linear(self.norm(x), self.weight) + self.all[0](x)
 
 
+class InAnotherListOfChildren(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = norm = nn.LayerNorm(WIDTH)
+        self.all = [norm]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.norm(x), self.weight) + self.all[0](x)
+
+
+class InACachedProperty(Block):
+    @functools.cached_property
+    def own(self) -> Any:
+        return [self.norm]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.norm(x), self.weight) + self.own[0](x)
+
+
+class ByANameInAMethod(Block):
+    def other(self, x: Tensor) -> Tensor:
+        return self.get_submodule("norm")(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.norm(x), self.weight) + self.other(x)
+
+
+class ReinterpretedAsAnother(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.norm(x).view(x.dtype), self.weight)
+
+
+class OfAnotherKind(nn.Parameter):
+    """As torchao's weights: their products are their own."""
+
+
+class WithAnotherKindOfWeight(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = OfAnotherKind(torch.eye(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.norm(x), self.weight)
+
+
 class Reinterpreted(Block):
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(self.norm(x).view(torch.float32), self.weight)
@@ -391,7 +437,8 @@ ESCAPES = (
     *(Summed, Shadowed, TwoCalls, OtherName, InAnotherMethod, ByAMethod, NormOfNorm, Spread, HandedOn),
     *(AskedInAComparison, NotCalledHere, LeftByBreak, InALoopsCondition, ShadowedByAParameter, ShadowedByAnImport),
     *(InAnIndex, InAGenerator, AsAGlobal, ByAName, ByAFunction, InALambdaOfAMethod, InAProperty, InADecoratedMethod),
-    *(InAListOfChildren, Reinterpreted, ByPosition, GivenLater),
+    *(InAListOfChildren, InAnotherListOfChildren, InACachedProperty, ByANameInAMethod, Reinterpreted),
+    *(ReinterpretedAsAnother, WithAnotherKindOfWeight, ByPosition, GivenLater),
 )
 
 
@@ -408,8 +455,25 @@ def test_a_norm_keeps_float32_where_anything_else_may_read_it(kind: Any, x: Tens
     assert model.norm(x).dtype == torch.float32
 
 
-def test_a_norm_that_a_parent_calls_too_keeps_float32(x: Tensor) -> None:
-    model = AlsoOfAParent()
+class InALoopOfAParentsMethod(AlsoOfAParent):
+    def run(self, x: Tensor) -> Tensor:
+        for layer in (self.block,):
+            x = layer.norm(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+class OfADecoratedParent(AlsoOfAParent):
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) + self.block.norm(x)
+
+
+@pytest.mark.parametrize("cls", [AlsoOfAParent, InALoopOfAParentsMethod, OfADecoratedParent])
+def test_a_norm_that_a_parent_calls_too_keeps_float32(cls: Any, x: Tensor) -> None:
+    model = cls()
     patch_model(model, patterns=("layer_norm",))
     assert model.block.norm(x).dtype == torch.float32
 

@@ -138,3 +138,11 @@ def test_a_layer_exchanged_later_is_called(model: Any, x: Tensor) -> None:
     weight = by_linear.pop("mlp.c_fc.weight"), by_conv.pop("mlp.c_fc.weight")
     assert_agree(by_linear, by_conv)
     assert_agree([weight[0].t()], [weight[1]])
+
+
+def test_a_class_whose_forward_is_replaced_is_called(model: Any, monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
+    patch_model(model)
+    monkeypatch.setattr(Conv1D, "forward", lambda self, x: x @ self.weight)
+    assert not calls.is_transposed(Conv1D)
+    y, bias = calls.linear_parts(model.mlp.c_fc, x)
+    assert bias is None and torch.equal(y, x @ model.mlp.c_fc.weight)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import calls
 from ..classes import Rewrite
-from ..forward import Forward, Place, evaluated, linear_at, places
+from ..forward import Forward, Place, evaluated, linear_at, places, writes_to_tensors
 from ..rewriting import Rewriting
 from ..source import is_same
 from ..verify import VerificationError, kind_of, undisturbed
@@ -31,19 +31,10 @@ _Cast = tuple[ast.Call, str]
 
 
 def read_casts(forward: Forward) -> list[_Cast]:
-    """The casts of a forward. None where it writes to tensors: what it casts and the cast may be one tensor then."""
-    if any(_writes(node) for node in ast.walk(forward.tree)):
+    """The casts of a forward that writes to no tensor: what it casts and the cast are one tensor then."""
+    if writes_to_tensors(forward.tree):
         return []
     return [each for place in places(forward.tree.body) for each in _casts_at(forward, place)]
-
-
-def _writes(node: ast.AST) -> bool:
-    match node:
-        case ast.AugAssign() | ast.Subscript(ctx=ast.Store()) | ast.keyword(arg="inplace" | "out"):
-            return True
-        case ast.Call(func=ast.Attribute(attr=method)):
-            return method.endswith("_")
-    return False
 
 
 def _casts_at(forward: Forward, place: Place) -> Iterator[_Cast]:
