@@ -387,6 +387,21 @@ def test_autocast_around_backward_alone_changes_nothing(softcap, dropout_p):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_the_output_may_be_written_to(dtype, dropout_p):
+    """Also in training in bfloat16 without dropout, which keeps no scores; and as models lay it out."""
+    leaves = [torch.randn(2, 4, 16, 32, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+    def gradients(write):
+        output, _ = attention(*leaves, scale=0.2, dropout_p=dropout_p, rng=(1, 8), need_weights=False)
+        output = output.transpose(1, 2).contiguous()
+        output = output.mul_(2.0) if write else 2.0 * output
+        return torch.autograd.grad(output.square().sum(), leaves)
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
+
+
 @pytest.mark.parametrize("shape", [(0, 4, 5), (2, 4, 0)], ids=["no-batch", "no-queries"])
 def test_nothing_attends_to_something(shape: tuple[int, int, int]) -> None:
     batch, heads, queries = shape

@@ -75,6 +75,8 @@ class _Flow:
         """path: of a child whose result is the value; empty for one that comes in as a parameter."""
         self.forward, self.path, code = forward, path, forward.function.__code__
         self.given: dict[_Given, None] = {}
+        self.weights: set[str] = set()
+        """Attributes of the module in products with the value."""
         self.local = {*code.co_varnames, *code.co_cellvars}
         nodes = [node for statement in forward.tree.body for node in ast.walk(statement)]
         if any(isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS) for node in nodes):
@@ -171,8 +173,8 @@ class _Flow:
                 self.ends(test, names)
                 return self.is_value(one, names) | self.is_value(other, names)
             case ast.BinOp(op=ast.MatMult(), left=left, right=right):
-                self.is_value(left, names)
-                self.is_value(right, names)
+                if self.is_value(left, names) | self.is_value(right, names):
+                    self.multiply(left, right)
                 return False
             case ast.Call():
                 return self.is_value_called(node, names)
@@ -200,7 +202,16 @@ class _Flow:
             has_dtype or {"out", "out_dtype"} & {place for place, _ in arguments} or not self.is_product(function)
         ):
             raise _Escapes
+        if read:
+            self.multiply(*(each for _, each in arguments))
         return False
+
+    def multiply(self, *operands: ast.expr) -> None:
+        """Note what else takes part in a product: it decides what the product is."""
+        for path in filter(None, map(self.forward.child, operands)):
+            if "." in path:
+                raise _Escapes
+            self.weights.add(path)
 
     def is_dtype(self, expression: ast.expr) -> bool:
         is_attribute = isinstance(expression, ast.Attribute) and expression.attr == "dtype"
@@ -213,9 +224,9 @@ class _Flow:
 
 
 @cache
-def _readers_of(cls: Any, function: Any, path: str, parameter: str) -> tuple[_Given, ...] | None:
-    """The children that a class's forward (function) hands the result of its child at the path, or else a parameter;
-    None where something else than them and products may read it."""
+def _readers_of(cls: Any, function: Any, path: str, parameter: str) -> tuple[tuple[_Given, ...], frozenset[str]] | None:
+    """The children that a class's forward (function) hands the result of its child at the path, or else a parameter,
+    and the attributes in products with it; None where something else than them may read it."""
     if (cls.__call__ is not nn.Module.__call__ and not path) or not returns_as_is(plain_forward(cls)):
         return None
     if path and any(path.rpartition(".")[2] in reads.of_self for reads in _reads(cls)):
@@ -228,7 +239,7 @@ def _readers_of(cls: Any, function: Any, path: str, parameter: str) -> tuple[_Gi
         flow.block(forward.tree.body, frozenset({parameter} if parameter else ()))
     except _Escapes:
         return None
-    return tuple(flow.given)
+    return tuple(flow.given), frozenset(flow.weights)
 
 
 class _Reads(NamedTuple):
@@ -317,17 +328,18 @@ class _Step(NamedTuple):
 
 def _has_plain_parameters(module: nn.Module) -> bool:
     """Whether products of them are torch's: of no subclass, as torchao's."""
-    return all(each is None or type(each) in (nn.Parameter, FakeTensor) for each in module._parameters.values())
+    tensors = *module._parameters.values(), *module._buffers.values()
+    return all(each is None or type(each) in (nn.Parameter, Tensor, FakeTensor) for each in tensors)
 
 
 def _steps(module: nn.Module, path: str, parameter: str, depth: int = 0) -> Iterator[_Step]:
     """All children that are handed the value. Raises _Escapes where something else may read it."""
-    cls, given = _class(module), None
+    cls, found = _class(module), None
     if depth < _DEPTH:
-        given = _readers_of(cls, method_of(cls, "forward"), path, parameter)
-    if given is None:
+        found = _readers_of(cls, method_of(cls, "forward"), path, parameter)
+    if found is None or not found[1] <= {*module._parameters, *module._buffers}:
         raise _Escapes
-    for child_path, argument in given:
+    for child_path, argument in found[0]:
         *above, name = child_path.split(".")
         parent = child_at(module, ".".join(above)) if above else module
         if parent is None:

@@ -70,13 +70,6 @@ class InList(Block):
         return functional.linear(y, self.weight)
 
 
-class Appended(Block):
-    def forward(self, x: Tensor) -> Any:
-        y = self.norm(x)
-        seen: list[Tensor] = [y]
-        return functional.linear(seen[0], self.weight)
-
-
 class Scaled(Block):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
@@ -156,12 +149,6 @@ class InAClosure(Block):
 class Dropped(Block):
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(self.drop(self.norm(x)), self.weight)
-
-
-class Summed(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return functional.linear(y, self.weight) + torch.sum(y)
 
 
 class Shadowed(Block):
@@ -393,6 +380,29 @@ class WithAnotherKindOfWeight(Block):
         return functional.linear(self.norm(x), self.weight)
 
 
+class WithAChildsWeight(Block):
+    """Which may be of a kind whose products are its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.norm(x), self.up.weight)
+
+
+class ByAnOperator(Block):
+    """An object's own `@`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operator = Sums()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operator @ self.norm(x)
+
+
+class Sums:
+    def __matmul__(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
 class Reinterpreted(Block):
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(self.norm(x).view(torch.float32), self.weight)
@@ -432,13 +442,13 @@ class AlsoOfAParent(nn.Module):
 
 
 ESCAPES = (
-    *(Added, Returned, AskedItsDtype, Kept, KeptBesides, InList, Appended, Scaled, ScaledInPlace, WrittenTo),
+    *(Added, Returned, AskedItsDtype, Kept, KeptBesides, InList, Scaled, ScaledInPlace, WrittenTo),
     *(WrittenByAProduct, Sliced, InOneBranch, NextTurn, WithoutAutocast, CalledWithoutAutocast, InAClosure, Dropped),
-    *(Summed, Shadowed, TwoCalls, OtherName, InAnotherMethod, ByAMethod, NormOfNorm, Spread, HandedOn),
+    *(Shadowed, TwoCalls, OtherName, InAnotherMethod, ByAMethod, NormOfNorm, Spread, HandedOn),
     *(AskedInAComparison, NotCalledHere, LeftByBreak, InALoopsCondition, ShadowedByAParameter, ShadowedByAnImport),
     *(InAnIndex, InAGenerator, AsAGlobal, ByAName, ByAFunction, InALambdaOfAMethod, InAProperty, InADecoratedMethod),
     *(InAListOfChildren, InAnotherListOfChildren, InACachedProperty, ByANameInAMethod, Reinterpreted),
-    *(ReinterpretedAsAnother, WithAnotherKindOfWeight, ByPosition, GivenLater),
+    *(ReinterpretedAsAnother, WithAnotherKindOfWeight, WithAChildsWeight, ByAnOperator, ByPosition, GivenLater),
 )
 
 

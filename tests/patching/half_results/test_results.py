@@ -60,7 +60,7 @@ class Functions(Block):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         h = functional.linear(y, self.weight) + torch.matmul(y, self.weight) + matmul(y, self.weight) + y @ self.weight
-        return x + h + torch.addmm(self.other.bias, y.flatten(0, 1), mat2=self.weight).view(x.shape)
+        return x + h + torch.addmm(self.weight[0], y.flatten(0, 1), mat2=self.weight).view(x.shape)
 
 
 class Looped(Block):

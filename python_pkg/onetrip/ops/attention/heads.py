@@ -140,6 +140,14 @@ def folded(heads: Tensor, n_key_heads: int) -> Tensor:
     return heads.reshape(batch * n_key_heads, n_heads // n_key_heads * n_queries, width)
 
 
+def empty_output(query: Tensor, value: Tensor) -> Tensor:
+    """(batch, heads, queries, width), laid out (batch, queries, heads, width) as models read it next. No view: a model
+    may write to it, which autograd forbids for views that a Function returns."""
+    (batch, n_heads, n_queries, _), width = query.shape, value.shape[3]
+    strides = n_queries * n_heads * width, width, n_heads * width, 1
+    return query.new_empty_strided((batch, n_heads, n_queries, width), strides)
+
+
 def as_products_read(operands: Operands, plan: Plan) -> Operands:
     """The operands whose copies, which the products make of views like transposed heads, backward can read as well."""
     query, key, value = operands[:3]
@@ -171,7 +179,7 @@ def attend(operands: Operands, rng: Rng | None, plan: Plan) -> tuple[Tensor, Ten
         output = torch.bmm(folded(weights, n_key_heads)[..., weights.shape[-1] - n_keys :], value.flatten(0, 1))
         return output.view(*query.shape[:3], value.shape[3]), weights, p
     # As models lay it out next, (batch, Q, heads, width): the transpose back costs them no copy.
-    output = query.new_empty(batch, n_queries, n_heads, value.shape[3]).transpose(1, 2)
+    output = empty_output(query, value)
     for cut in cuts:
         heads = of_heads(cut, n_repeats)
         values = value[cut]

@@ -27,6 +27,7 @@ from .heads import (
     Plan,
     Wanted,
     cuts_of,
+    empty_output,
     folded,
     gradients_of_cut,
     of_heads,
@@ -76,10 +77,9 @@ def _buffers(query: Tensor, key: Tensor) -> _Buffers:
 
 
 def attend_in_cache(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: Plan) -> Tensor:
-    """The output, laid out (batch, queries, heads, width) as models read it next."""
-    batch, n_heads, n_queries, _ = query.shape
-    n_repeats = n_heads // key.shape[1]
-    output = query.new_empty(batch, n_queries, n_heads, value.shape[3]).transpose(1, 2)
+    """The output, see empty_output."""
+    n_repeats = query.shape[1] // key.shape[1]
+    output = empty_output(query, value)
     cuts = cuts_of(query, key, key.shape[2], _CACHE_BYTES)
     buffers = _buffers(query[of_heads(cuts[0], n_repeats)], key)
     for cut in cuts:
