@@ -117,6 +117,34 @@ class ResultWritten(Attention):
         return self.out(y)
 
 
+class ResultWrittenLater(Attention):
+    """`reshape` gives a view of what SDPA keeps."""
+
+    def forward(self, x: Tensor) -> Any:
+        shape = (*x.shape[:-1], -1, 4)
+        q = k = self.q(x).view(shape).transpose(1, 2)
+        v = self.v(x).view(shape).transpose(1, 2).contiguous()
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        y, _ = function(self, q, k, v, None, scaling=1.0)
+        y = y.reshape(x.shape)
+        y *= 2.0
+        return self.out(y)
+
+
+class KeptElsewhere(Attention):
+    """Something else than a cache, which gives other tensors back."""
+
+    def forward(self, x: Tensor, store: Any = None) -> Any:
+        shape = (*x.shape[:-1], -1, 4)
+        q = k = self.q(x).view(shape).transpose(1, 2)
+        v = self.v(x).view(shape).transpose(1, 2).contiguous()
+        seen, kept = store.update(k, v)
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        y, _ = function(self, q, seen, kept, None, scaling=1.0)
+        y = y.reshape(x.shape)
+        return self.out(y)
+
+
 class ResultReturned(Attention):
     def forward(self, x: Tensor) -> Any:
         shape = (*x.shape[:-1], -1, 4)
@@ -232,7 +260,7 @@ def test_an_attention_of_ones_own(x: Tensor) -> None:
     "cls",
     [
         *(Returned, Written, OfTheInput, ScaledLater, ResultWritten, ResultReturned, OtherFunction, Counted),
-        OtherDimensions,
+        *(OtherDimensions, ResultWrittenLater, KeptElsewhere),
     ],
 )
 def test_what_others_may_read_is_copied(cls: Any, x: Tensor) -> None:

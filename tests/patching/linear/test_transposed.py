@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,6 +125,13 @@ def test_other_forwards_are_called(cls: Any, x: Tensor) -> None:
     patch_model(model)
     assert not calls.is_transposed(cls)
     assert_agree(outcome(model, x), expected)
+
+
+def test_another_torch_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = textwrap.dedent(inspect.getsource(Conv1D))
+    (tmp_path / "other_torch.py").write_text(f"from torch import nn\nclass torch: addmm = None\n{source}")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not calls.is_transposed(importlib.import_module("other_torch").Conv1D)
 
 
 def test_a_subclass_that_adds_nothing_is_one() -> None:

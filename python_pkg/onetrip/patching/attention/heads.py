@@ -160,8 +160,8 @@ class Heads:
 
 
 def heads(module: nn.Module, x: Tensor) -> Tensor:
-    """x in training; x.contiguous() otherwise: a cache may keep it."""
-    if not torch.is_grad_enabled() or not x.requires_grad:
+    """x where it requires grad; else x.contiguous(): a cache may keep it."""
+    if not x.requires_grad:
         return x.contiguous()
     calls.count_fused(module)
     return x
