@@ -50,8 +50,10 @@ def test_importing_has_no_side_effects_and_loads_nothing_large():
 
 
 SIGNATURES = {
-    ops.layer_norm: "(x, weight=None, bias=None, eps=1e-05, **unknown)",
-    ops.rms_norm: "(x, weight=None, eps=1e-06, *, weight_offset=0.0, cast_before_weight=False, **unknown)",
+    ops.layer_norm: "(x, weight=None, bias=None, eps=1e-05, *, out_dtype=None, **unknown)",
+    ops.rms_norm: (
+        "(x, weight=None, eps=1e-06, *, weight_offset=0.0, cast_before_weight=False, out_dtype=None, **unknown)"
+    ),
     ops.bias_dropout_residual: "(x, residual, bias=None, *, dropout_p=0.0, rng=None, **unknown)",
     ops.bias_dropout_residual_norm: (
         "(x, residual, weight=None, norm_bias=None, *, bias=None, dropout_p=0.0, norm='layer', eps=1e-05, "

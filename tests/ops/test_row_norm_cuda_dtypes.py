@@ -86,5 +86,5 @@ def test_kernels_take_operands_as_they_are_in_these_mixes_only():
         code = read.operands((x, residual, bias, None, None))
         if code < 0:
             pytest.skip("needs the native library and torch 2.10")
-        plan, _, _, calls = row_norm._prepare(False, 1, 1e-5, 0.0, False, 0.0, False, True, False, code)
+        plan, _, _, calls = row_norm._prepare(False, 1, 1e-5, 0.0, False, 0.0, False, None, True, False, code)
         assert ("cuda" in calls) == ((x.dtype, plan.z_dtype) in PAIRS and residual.dtype == plan.z_dtype)

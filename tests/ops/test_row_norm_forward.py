@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 from onetrip import ops
+from onetrip.ops.row_norm import norm_of_sum
 from pairwise import pairwise
 from row_norm_cases import DTYPES, Inputs, call, make, normed, short, sublayer, truth
 from tolerances import assert_bitwise, assert_like_torch, assert_ulps, bits
@@ -56,8 +57,15 @@ OF_ANOTHER_DTYPE = {
     "layer_norm": lambda i, **o: ops.layer_norm(i.x, i.weight, i.norm_bias, **o),
     "rms_norm": lambda i, **o: ops.rms_norm(i.x, i.weight, **o),
     "rms_norm-cast": lambda i, **o: ops.rms_norm(i.x, i.weight, cast_before_weight=True, **o),
-    "block": lambda i, **o: ops.bias_dropout_residual_norm(
-        i.x, i.residual, i.weight, i.norm_bias, bias=i.bias, dropout_p=0.25, rng=RNG, return_residual=True, **o
+    "block": lambda i, **o: norm_of_sum(
+        *(i.x, i.residual, i.weight, i.norm_bias),
+        bias=i.bias,
+        norm="layer",
+        eps=1e-5,
+        dropout_p=0.25,
+        rng=RNG,
+        return_residual=True,
+        **o,
     ),
 }
 

@@ -144,7 +144,6 @@ def bias_dropout_residual_norm(
     eps: float = 1e-5,
     weight_offset: float = 0.0,
     cast_before_weight: bool | Literal["weight"] = False,
-    out_dtype: torch.dtype | None = None,
     return_residual: bool = False,
     rng: tuple[int, int] | None = None,
     **unknown: NoReturn,
@@ -155,7 +154,6 @@ def bias_dropout_residual_norm(
     nothing.
     weight, norm_bias, bias: (n_cols,) or None. norm: "layer" (as layer_norm) or "rms" (as rms_norm, cast_before_weight
     too).
-    out_dtype: of y, as in layer_norm.
     dropout_p, rng: as bias_dropout_residual. z is rounded once, to the dtype that the unfused expression gives.
     Returns y, or (y, z) with return_residual. Both are shaped like x; gradients flow through both.
     Saves z and one or two float32 numbers a row for backward, no mask. Deterministic for a given rng.
@@ -168,51 +166,48 @@ def bias_dropout_residual_norm(
         raise ValueError(f'{function}: norm must be "layer" or "rms", got {norm!r}')
     if cast_before_weight is not False:
         check_cast(function, cast_before_weight, norm)
-    if out_dtype is not None:
-        check_out_dtype(function, out_dtype)
-    return row_norm(
-        function,
-        NORM_LAYER if norm == "layer" else NORM_RMS,
-        (x, residual, bias, weight, norm_bias),
+    return norm_of_sum(
+        x,
+        residual,
+        weight,
+        norm_bias,
+        bias=bias,
+        norm=norm,
         eps=eps,
         weight_offset=weight_offset,
         cast_before_weight=cast_before_weight,
-        follow_autocast=norm == "layer",
-        out_dtype=out_dtype,
         dropout_p=dropout_p,
         return_residual=return_residual,
         rng=rng,
     )
 
 
-def sum_before_norm(
+def norm_of_sum(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor | None,
     norm_bias: Tensor | None,
     *,
     bias: Tensor | None,
-    dropout_p: float,
     norm: Literal["layer", "rms"],
-    rng: tuple[int, int] | None,
     **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """(y, z) as bias_dropout_residual_norm with return_residual, for a norm that may be called later, or never.
-
-    y has no gradient until row_norm_autograd.deferred_norm gives it one (traced calls: it has). options: eps,
-    weight_offset, cast_before_weight, out_dtype.
-    """
-    y, z = row_norm(
+) -> Any:
+    """bias_dropout_residual_norm without checks of its options: those of row_norm."""
+    return row_norm(
         "bias_dropout_residual_norm",
         NORM_LAYER if norm == "layer" else NORM_RMS,
         (x, residual, bias, weight, norm_bias),
         follow_autocast=norm == "layer",
-        dropout_p=dropout_p,
-        return_residual=True,
-        defers_norm=True,
-        rng=rng,
         **options,
     )
+
+
+def sum_before_norm(x: Tensor, residual: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """(y, z) as norm_of_sum with return_residual, for a norm that may be called later, or never.
+
+    y has no gradient until row_norm_autograd.deferred_norm gives it one (traced calls: it has).
+    """
+    y, z = norm_of_sum(x, residual, return_residual=True, defers_norm=True, **options)
     return y, z
 
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .. import ops
 from ..ops.common.tracing import is_jit_tracing, is_transformed, watched_as
-from ..ops.row_norm import sum_before_norm
+from ..ops.row_norm import norm_of_sum, sum_before_norm
 from ..ops.row_norm_autograd import deferred_norm
 from . import calls
 from .calls import Branch
@@ -294,7 +294,7 @@ class Sum:
         options = _norm_options(norm, self.spec, _sum_dtype(x, residual, bias), x)
         if options is None:
             return None
-        result = ops.bias_dropout_residual_norm(
+        result = norm_of_sum(
             x, residual, bias=bias, dropout_p=p, return_residual=self.returns_sum, rng=self.rng, **options
         )
         if self.returns_sum:

@@ -151,8 +151,8 @@ class InAMethod(Calls):
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, float]]:
     """(whether there was a bias, p) of each fused call."""
     seen: list[tuple[bool, float]] = []
-    for name in ("bias_dropout_residual", "bias_dropout_residual_norm"):
-        real = getattr(links.ops, name)
+    for module, name in ((links.ops, "bias_dropout_residual"), (links, "norm_of_sum")):
+        real = getattr(module, name)
 
         def spy(x: Tensor, residual: Tensor | None, *args: Any, real: Any = real, **options: Any) -> Any:
             if residual is not None:
@@ -160,7 +160,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, float]]:
                 seen.append((bias is not None, options["dropout_p"]))
             return real(x, residual, *args, **options)
 
-        monkeypatch.setattr(links.ops, name, spy)
+        monkeypatch.setattr(module, name, spy)
     return seen
 
 
