@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops.row_norm import norm_of_sum
 from . import calls
 from .report import Unsuitable
 from .source import bare, define, parse
@@ -34,7 +35,7 @@ GLOBAL_NAMES: dict[str, Any] = {
     "float32": torch.float32,
     "layer_norm": ops.layer_norm,
     "rms_norm": ops.rms_norm,
-    "bias_dropout_residual_norm": ops.bias_dropout_residual_norm,
+    "norm_of_sum": norm_of_sum,
     "count_fused": calls.count_fused,
     "count_fallback": calls.count_fallback,
     "is_distributed": calls.is_distributed,

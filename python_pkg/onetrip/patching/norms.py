@@ -101,7 +101,7 @@ class NormSpec:
             call = f"layer_norm({x}, {weight}, {bias}, {eps}{options})"
         else:
             norm = f'norm="{self.kind}", eps={eps}{options}'
-            call = f"bias_dropout_residual_norm({x}, None, {weight}, {bias}, {norm})"
+            call = f"norm_of_sum({x}, None, {weight}, {bias}, bias=None, {norm})"
         guards = [f"type({x}) is not Tensor and is_distributed({x})", f"{x}.is_nested"]
         if self.unsupported:
             guards.append(f"({x}.dtype, {'None' if self.weight is None else f'{weight}.dtype'}) in unsupported")
