@@ -209,6 +209,7 @@ def _norm_options(norm: nn.Module, spec: NormSpec, z_dtype: torch.dtype, x: Tens
         ):
             return None
     attribute = spec.eps_attribute  # without the call of eps_value: this runs for every sum
+    may_round = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     return {
         "weight": weight,
         "norm_bias": norm_bias,
@@ -216,7 +217,7 @@ def _norm_options(norm: nn.Module, spec: NormSpec, z_dtype: torch.dtype, x: Tens
         "eps": spec.eps_value(norm, z_dtype) if attribute is None else float(getattr(norm, attribute)),
         "weight_offset": spec.weight_offset,
         "cast_before_weight": spec.cast_before_weight,
-        "out_dtype": half_result(norm, spec, x, z_dtype),
+        "out_dtype": half_result(norm, spec, x, z_dtype) if may_round else None,
     }
 
 
