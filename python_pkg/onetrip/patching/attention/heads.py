@@ -108,8 +108,8 @@ def _copy(forward: Forward, expression: ast.expr) -> tuple[ast.Call, str] | None
 
 
 def _is_laid_out_anew(tree: ast.FunctionDef, call: ast.Call) -> bool:
-    """Whether the first result of the call is only given to `reshape`, in the statement after it: nobody writes to what
-    SDPA keeps."""
+    """Whether the first result of the call is only given to `reshape`, in the statement after it: no code writes to
+    what SDPA keeps."""
     for place in places(tree.body):
         match place.statement, place.following[:1]:
             case (
