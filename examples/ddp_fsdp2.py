@@ -60,6 +60,7 @@ def main(kind, steps):
         dist.broadcast_object_list(folder)
         weights, states = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder[0])
+    dist.barrier()  # no thread of gloo holds a tensor when Python ends
     dist.destroy_process_group()
 
 

@@ -43,6 +43,7 @@ def _worker(rank: int, function: Callable[..., None], world: int, store: str, ar
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     try:
         function(*arguments)
+        dist.barrier()  # no thread of gloo holds a tensor when Python ends
     finally:
         dist.destroy_process_group()
 
