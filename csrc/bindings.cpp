@@ -416,8 +416,9 @@ PYBIND11_MODULE(_native, module) {
   module.def("softmax_backward", &softmax_backward,
              "A launcher of the backward pass, for this dtype, mask and numbers.");
   module.def("softmax_workspace", &softmax_workspace, "Floats of workspace that the mask's gradient needs.");
-  module.def("rotary_eager", &onetrip::rotary_eager,
-             "As row_norm_eager, of one launcher and the operands' code; of another backend's kernel too.");
+  module.def(
+      "rotary_eager", &onetrip::rotary_eager,
+      "As row_norm_eager, of one launcher and the codes of operands and gradients; of another backend's kernel too.");
   module.def("rotary_eager_forward", &onetrip::eager_forward<onetrip::EagerRotary>, "As row_norm_eager_forward.");
   module.def("rotary_eager_backward", &onetrip::eager_backward<onetrip::EagerRotary>, "As row_norm_eager_backward.");
   module.def("rotary", &onetrip::rotary, "A launcher of the rotation on the CPU, for these dtypes and this form.");

@@ -110,13 +110,13 @@ struct SoftmaxBackward {
 
 // y = x * cos + rotate(x) * sin in the first n_rotated columns of q and of k, the other columns copied. rotate(x): with
 // halves (-x[n_rotated / 2 + i], x[i]), interleaved (-x[2i + 1], x[2i]). inverse: the transposed map, for gradients.
-// Where dtype is table_dtype, products and sum are rounded to it each; else all is float32, rounded once.
+// Where all three dtypes are one, products and sum are rounded to it each; else all is float32, rounded once.
 struct RotaryStrides {
   int64_t batch, head, position;  // the last stride is 1
 };
 struct RotaryTensor {
   const void* x;    // [n_batch, n_heads, n_positions, head_dim] dtype
-  void* y;          // the same
+  void* y;          // the same, y_dtype
   int64_t n_heads;  // 0: there is no such tensor
   RotaryStrides x_strides, y_strides;
 };
@@ -126,7 +126,7 @@ struct Rotary {
   RotaryTensor tensors[2];                 // q and k
   const void *cos, *sin;                   // [n_batch, n_positions, n_rotated] table_dtype
   RotaryStrides cos_strides, sin_strides;  // head: 0; batch: 0 where all sequences share it
-  DType dtype, table_dtype;
+  DType dtype, y_dtype, table_dtype;
   bool interleaved, inverse;
 };
 

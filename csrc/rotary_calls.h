@@ -55,9 +55,10 @@ PyObject* launch_rotary(PyObject* plan, PyObject* const* values, Py_ssize_t n) {
   });
 }
 
-py::object rotary(int dtype, int table_dtype, bool interleaved, bool inverse) {
+py::object rotary(int dtype, int y_dtype, int table_dtype, bool interleaved, bool inverse) {
   Rotary args{};
   args.dtype = DType(dtype);
+  args.y_dtype = DType(y_dtype);
   args.table_dtype = DType(table_dtype);
   args.interleaved = interleaved;
   args.inverse = inverse;

@@ -4,6 +4,8 @@
 // thread that stays in L2: sin with the sign, and at the column, that the product is added to. Then it takes the heads
 // of q and of k through the block, in the order of memory: heads of one position, or positions of one head. Memory sees
 // q and k read once and both results written once. With n_rotated < head_dim the other columns are copied.
+#include <type_traits>
+
 #include "levels.h"
 #include "rows.h"
 #include "simd.h"
@@ -49,8 +51,8 @@ ONETRIP_INLINE F combine(F x, F cos, F partner, F sin) {
   return x * cos + partner * sin;
 }
 
-template <class T, bool kRounds, bool kInterleaved>
-ONETRIP_INLINE void rotate_row(const T* x, T* y, Table table, int64_t n_rotated, int64_t head_dim, bool streams) {
+template <class T, class Y, bool kRounds, bool kInterleaved>
+ONETRIP_INLINE void rotate_row(const T* x, Y* y, Table table, int64_t n_rotated, int64_t head_dim, bool streams) {
   if constexpr (kInterleaved) {
     for_columns<2>(0, n_rotated, [&](int64_t c, auto lanes, int) {
       const F v = load(x + c, lanes);
@@ -68,17 +70,22 @@ ONETRIP_INLINE void rotate_row(const T* x, T* y, Table table, int64_t n_rotated,
       store_rounded(present(y + d), combine<T, kRounds>(w, w_cos, v, w_sin), lanes, streams);
     });
   }
-  if (n_rotated < head_dim) memcpy(y + n_rotated, x + n_rotated, (head_dim - n_rotated) * sizeof(T));
+  if constexpr (std::is_same_v<T, Y>) {
+    if (n_rotated < head_dim) memcpy(y + n_rotated, x + n_rotated, (head_dim - n_rotated) * sizeof(T));
+  } else {
+    for_columns<1>(n_rotated, head_dim,
+                   [&](int64_t c, auto lanes, int) { store_rounded(y + c, load(x + c, lanes), lanes, false); });
+  }
 }
 
 // Whether every row of y, and each of its halves, starts a cache line: whole vectors may then be streamed.
-template <class T>
+template <class Y>
 bool may_stream(const RotaryTensor& tensor, const Rotary& args) {
   const int64_t strides = tensor.y_strides.batch | tensor.y_strides.head | tensor.y_strides.position;
-  return is_line_aligned(tensor.y, nullptr) && (((args.n_rotated / 2) | strides) * sizeof(T)) % 64 == 0;
+  return is_line_aligned(tensor.y, nullptr) && (((args.n_rotated / 2) | strides) * sizeof(Y)) % 64 == 0;
 }
 
-template <class T, bool kRounds, bool kInterleaved>
+template <class T, class Y, bool kRounds, bool kInterleaved>
 int rotate(const Rotary& args) {
   const int64_t n_heads = args.tensors[0].n_heads + args.tensors[1].n_heads;
   const int64_t n_elements = args.n_batch * n_heads * args.n_positions * args.head_dim;
@@ -88,7 +95,7 @@ int rotate(const Rotary& args) {
   const int64_t longest = clamp(args.n_batch * args.n_positions / (4 * thread_count()), 1, args.n_positions);
   const int64_t block = clamp(kTableFloats / (2 * row_floats), 1, longest);
   const int64_t n_blocks = (args.n_positions + block - 1) / block;
-  const bool streams = n_elements * static_cast<int64_t>(sizeof(T)) >= kStreamBytes;
+  const bool streams = n_elements * static_cast<int64_t>(sizeof(Y)) >= kStreamBytes;
   return run_tasks(args.n_batch * n_blocks, n_elements, 2 * block * row_floats, [&](int64_t task, float* buffer) {
     const int64_t batch = task / n_blocks, first = task % n_blocks * block;
     const int64_t n = smaller(block, args.n_positions - first);
@@ -106,13 +113,13 @@ int rotate(const Rotary& args) {
       if (tensor.n_heads == 0) continue;
       const RotaryStrides &from = tensor.x_strides, &to = tensor.y_strides;
       const T* x = static_cast<const T*>(tensor.x) + batch * from.batch + first * from.position;
-      T* y = static_cast<T*>(tensor.y) + batch * to.batch + first * to.position;
-      const bool past_caches = streams && may_stream<T>(tensor, args);
+      Y* y = static_cast<Y*>(tensor.y) + batch * to.batch + first * to.position;
+      const bool past_caches = streams && may_stream<Y>(tensor, args);
       const auto row = [&](int64_t i, int64_t head) {
         const float* table = buffer + 2 * i * row_floats;
-        rotate_row<T, kRounds, kInterleaved>(x + i * from.position + head * from.head,
-                                             y + i * to.position + head * to.head, {table, table + row_floats},
-                                             args.n_rotated, args.head_dim, past_caches);
+        rotate_row<T, Y, kRounds, kInterleaved>(x + i * from.position + head * from.head,
+                                                y + i * to.position + head * to.head, {table, table + row_floats},
+                                                args.n_rotated, args.head_dim, past_caches);
       };
       if (to.head < to.position) {
         for (int64_t i = 0; i < n; ++i)
@@ -129,12 +136,15 @@ int rotate(const Rotary& args) {
 
 int rotary(const Rotary& args) {
   return with_type(args.dtype, [&](auto type) {
-    using T = decltype(type);
-    if constexpr (!kIsFloat32<T>) {
-      if (args.dtype == args.table_dtype)
-        return args.interleaved ? rotate<T, true, true>(args) : rotate<T, true, false>(args);
-    }
-    return args.interleaved ? rotate<T, false, true>(args) : rotate<T, false, false>(args);
+    return with_type(args.y_dtype, [&](auto y_type) {
+      using T = decltype(type);
+      using Y = decltype(y_type);
+      if constexpr (!kIsFloat32<T> && std::is_same_v<T, Y>) {
+        if (args.dtype == args.table_dtype)
+          return args.interleaved ? rotate<T, Y, true, true>(args) : rotate<T, Y, true, false>(args);
+      }
+      return args.interleaved ? rotate<T, Y, false, true>(args) : rotate<T, Y, false, false>(args);
+    });
   });
 }
 

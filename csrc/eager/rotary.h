@@ -1,5 +1,7 @@
 // Eager calls of rotary, forward and backward.
 #pragma once
+#include <utility>
+
 #include "function.h"
 
 namespace onetrip {
@@ -8,8 +10,8 @@ namespace {
 // As rotary_native.py's rotate, for q, k, cos and sin of this code (rotary_code).
 struct EagerRotary {
   Rotary plan;
-  int64_t code;
-  py::object kernel;  // rotate, its plan and the inverse plan, in place of the native kernel; or None
+  int64_t code, code_of_gradients;
+  py::object kernel;  // rotate, its plan and that of gradients, in place of the native kernel; or None
   static constexpr Py_ssize_t kOperands = 4;
 
   // q, k, cos, sin. rng: None.
@@ -24,7 +26,7 @@ struct EagerRotary {
   py::object backward(const Given& given) const {
     PyObject* const* const saved = given.saved_tensors();
     PyObject* const operands[] = {given.grad(0), given.grad(1), saved[0], saved[1]};
-    if (rotary_code(torch->reader, operands, kOperands) != code) return {};
+    if (rotary_code(torch->reader, operands, kOperands) != code_of_gradients) return {};
     const py::tuple gradients = rotated(operands, true);
     return py::make_tuple(gradients[0], gradients[1], py::none(), py::none(), py::none());
   }
@@ -37,18 +39,19 @@ struct EagerRotary {
       PyObject* const values[] = {given.ptr(), PyTuple_GET_ITEM(kernel.ptr(), inverse ? 2 : 1)};
       return checked(PyObject_Vectorcall(PyTuple_GET_ITEM(kernel.ptr(), 0), values, 2, nullptr));
     }
-    const py::object q = empty_adjacent(operands[0]), k = empty_adjacent(operands[1]);
-    PyObject* const tensors[] = {operands[0], operands[1], operands[2], operands[3], q.ptr(), k.ptr()};
     Rotary call = plan;
     call.inverse = inverse;
+    if (inverse) std::swap(call.dtype, call.y_dtype);
+    const py::object q = empty_adjacent(operands[0], call), k = empty_adjacent(operands[1], call);
+    PyObject* const tensors[] = {operands[0], operands[1], operands[2], operands[3], q.ptr(), k.ptr()};
     launch_on<rotary_cpu, no_cuda_kernel<Rotary>>(read(tensors, call), operands[0], "rotary_embedding", call);
     return py::make_tuple(q, k);
   }
 
   // As empty_like, but for tensors whose values overlap, of which that can give columns that are not adjacent.
-  py::object empty_adjacent(PyObject* x) const {
+  static py::object empty_adjacent(PyObject* x, const Rotary& call) {
     static PyObject* const contiguous = PyUnicode_InternFromString("contiguous");
-    py::object made = empty_like(x, plan.dtype, plan.dtype);
+    py::object made = empty_like(x, call.dtype, call.y_dtype);
     const dlpack::Tensor tensor = read_tensor(made.ptr());
     if (stride_of(tensor, tensor.n_dims - 1) == 1) return made;
     return checked(PyObject_CallMethodNoArgs(made.ptr(), contiguous));
@@ -75,11 +78,11 @@ struct EagerRotary {
   }
 };
 
-// launcher: of rotary, not inverse. code: of the operands, by rotary_reader. kernel: None, or rotate of another backend
-// (reference/rotary.py has its arguments), the plan and its inverse.
-py::object rotary_eager(const py::object& launcher, int64_t code, const py::object& kernel) {
+// launcher: of rotary, not inverse. code, code_of_gradients: of the operands, and with gradients in place of q and k,
+// by rotary_reader. kernel: None, or rotate of another backend (reference/rotary.py has its arguments) and both plans.
+py::object rotary_eager(const py::object& launcher, int64_t code, int64_t code_of_gradients, const py::object& kernel) {
   const auto& plan = state_of_function<Rotary>(launcher.ptr());
-  return make_function<call_eagerly<EagerRotary>>(EagerRotary{plan, code, kernel});
+  return make_function<call_eagerly<EagerRotary>>(EagerRotary{plan, code, code_of_gradients, kernel});
 }
 
 }  // namespace

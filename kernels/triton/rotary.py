@@ -157,9 +157,9 @@ def _rotary_kernel(
 ):
     """q_out, k_out = x * cos + rotate(x) * sin; INVERSE: x * cos + rotate^T(x * sin), the gradients.
 
-    q, k, q_out, k_out: [n_batch, heads, n_positions, HEAD_DIM] of one dtype; cos, sin: [n_batch, n_positions,
-    N_ROTATED]; every last stride is 1, ALIGN divides the others. n_heads: of q and k together; head numbers are q's
-    and then k's. Grid: (blocks of positions * n_batch, groups of HEADS heads). A program takes one block of positions
+    q, k: [n_batch, heads, n_positions, HEAD_DIM] of one dtype, q_out, k_out: the same of one dtype; cos, sin: [n_batch,
+    n_positions, N_ROTATED]; every last stride is 1, ALIGN divides the others. n_heads: of q and k together; head
+    numbers are q's and then k's. Grid: (blocks of positions * n_batch, groups of HEADS heads). A program takes one block of positions
     of HEADS heads and reads cos and sin once. Arithmetic is float32; ROUNDS: each product is rounded to the dtype of q.
     Moves HEAD_DIM * (read x + write y) a row, and 2 * N_ROTATED / HEADS of cos and sin. Addresses are int64: batch *
     stride passes 2^31.
@@ -231,8 +231,8 @@ def _tile(n_rotated: int, head_dim: int, n_positions: int) -> tuple[int, int, in
 def rotate(operands: OperandTuple, plan: RotaryPlan) -> tuple[Tensor | None, Tensor | None]:
     """reference.rotary.rotate for tensors of last stride 1. Results are laid out as torch.empty_like does it."""
     q, k, cos, sin = operands
-    q_out = None if q is None else empty_adjacent(q)
-    k_out = None if k is None else empty_adjacent(k)
+    q_out = None if q is None else empty_adjacent(q, plan.dtype)
+    k_out = None if k is None else empty_adjacent(k, plan.dtype)
     some = k if q is None else q
     if some is None:
         return q_out, k_out
@@ -267,7 +267,7 @@ def rotate(operands: OperandTuple, plan: RotaryPlan) -> tuple[Tensor | None, Ten
             HEAD_DIM=head_dim,
             INTERLEAVED=plan.interleaved,
             INVERSE=plan.inverse,
-            ROUNDS=some.dtype == cos.dtype and some.dtype != torch.float32,
+            ROUNDS=some.dtype == cos.dtype == (plan.dtype or cos.dtype) != torch.float32,
             HEADS=_HEADS_PER_PROGRAM,
             BLOCK_POSITIONS=block_positions,
             BLOCK_PAIRS=pairs,

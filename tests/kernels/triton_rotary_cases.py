@@ -35,8 +35,8 @@ def check(given: Operands, plan: RotaryPlan) -> None:
         if x is None:
             assert result is None
             continue
-        assert result.dtype == x.dtype and result.stride() == torch.empty_like(x).stride()
-        if INTERPRETED and x.dtype == BF16:
+        assert result.dtype == (plan.dtype or x.dtype) and result.stride() == torch.empty_like(x).stride()
+        if INTERPRETED and result.dtype == BF16:
             assert_truncated(result, expected, given, x)
         else:
             assert torch.equal(result, expected), f"off by {(result.double() - expected.double()).abs().max()}"
@@ -55,9 +55,10 @@ def assert_truncated(result: Tensor, expected: Tensor, given: Operands, x: Tenso
     width={"D64": (64, 64), "D6-4": (6, 4), "D80-20": (80, 20), "D96": (96, 96), "D2": (2, 2), "D40-34": (40, 34)},
     interleaved={"halves": False, "interleaved": True},
     inverse={"": False, "inverse": True},
+    out_dtype={"": None, "to_f32": F32, "to_f16": F16, "to_bf16": BF16},
 )
-def test_every_width_and_dtype(dtype, table_dtype, width, interleaved, inverse):
-    check(operands(dtype, table_dtype, *width), RotaryPlan(interleaved, inverse))
+def test_every_width_and_dtype(dtype, table_dtype, width, interleaved, inverse, out_dtype):
+    check(operands(dtype, table_dtype, *width), RotaryPlan(interleaved, inverse, out_dtype))
 
 
 @pytest.mark.parametrize("layout", ["", "packed", "expanded", "padded"])
@@ -107,7 +108,7 @@ def test_nothing_is_written_beside_the_result(monkeypatch):
     q, k, cos, sin = operands(F32, F32, 12, 8)
     buffers = []
 
-    def padded_like(x: Tensor) -> Tensor:
+    def padded_like(x: Tensor, dtype: torch.dtype | None) -> Tensor:
         buffers.append(torch.full((*x.shape[:2], x.shape[2] + 2, x.shape[3] + 8), 7.0, device=DEVICE))
         return buffers[-1][:, :, 1:-1, 4:-4]
 

@@ -27,6 +27,7 @@ def check(q, k, cos, sin, plan) -> None:
     """The same bits as torch's operators: reference rounds where the kernel does."""
     expected = reference.rotate(Operands(q, k, cos, sin), plan)
     for result, wanted, given in zip(native.rotate(q, k, cos, sin, plan), expected, (q, k), strict=True):
+        assert result.dtype == (plan.dtype or given.dtype)
         assert_bitwise(result, wanted)
         assert result.stride() == torch.empty_like(given).stride()
 
@@ -39,6 +40,18 @@ def test_every_width_and_dtype(level, dtype, table_dtype, plan):
         q = heads(2, 3, 5, head_dim, dtype, layout="transposed")
         k = heads(2, 1, 5, head_dim, dtype)
         check(q, k, *tables(5, n, table_dtype, batch=2), plan)
+
+
+@pytest.mark.parametrize("out_dtype", [F32, F16, BF16], ids=lambda d: f"to_{DTYPE_IDS[d]}")
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=DTYPE_IDS.get)
+def test_results_of_another_dtype(level, dtype, out_dtype):
+    """Rows with and without columns that are copied; the last ones are streamed."""
+    for plan in PLANS:
+        for head_dim, n in WIDTHS:
+            q, k = heads(2, 3, 5, head_dim, dtype, layout="transposed"), heads(2, 1, 5, head_dim, dtype)
+            check(q, k, *tables(5, n, F32, batch=2), plan._replace(dtype=out_dtype))
+    q = heads(2, 40, (8 << 20) // (2 * 40 * 128 * out_dtype.itemsize) + 1, 128, dtype)
+    check(q, q[:, :3], *tables(q.shape[2], 128, dtype), RotaryPlan(False, False, out_dtype))
 
 
 @pytest.mark.parametrize("layout", ["", "transposed", "packed", "expanded", "padded"])
@@ -57,7 +70,7 @@ def test_an_eager_call_reads_sizes_and_strides_of_tensors(layout, batch):
     code = read.rotary(q, k, cos, sin)
     if code < 0:
         pytest.skip("this torch cannot be asked")
-    for plan in (RotaryPlan(False, False), RotaryPlan(True, False)):
+    for plan in (RotaryPlan(False, False), RotaryPlan(True, False), RotaryPlan(False, False, F32)):
         call = native.eager_call(plan, code, "cpu")
         assert call is not None
         expected = native.rotate(q, k, cos, sin, plan)

@@ -42,23 +42,25 @@ def gradients(function, q, k, cos, sin, dq, dk, **options):
     part={"whole": 1.0, "quarter": 0.25},
     interleaved={"halves": False, "interleaved": True},
     batch={"2-dims": None, "shared": 1, "3-dims": 2},
+    out_dtype={"": None} | {f"to_{short(d)}": d for d in DTYPES},
 )
-def test_result_and_gradients(target, layout, dtype, table_dtype, head_dim, part, interleaved, batch):
+def test_result_and_gradients(target, layout, dtype, table_dtype, head_dim, part, interleaved, batch, out_dtype):
     """Within one rounding of float64 where all is float32 inside; where each step is rounded, as near as torch."""
     n = max(2, int(head_dim * part) // 2 * 2)
     q = heads(2, 4, 7, head_dim, dtype, target.device, layout)
     k = heads(2, 2, 7, head_dim, dtype, target.device, LAYOUTS[LAYOUTS.index(layout) - 1])
     cos, sin = tables(7, n, table_dtype, target.device, batch)
+    of_result = out_dtype or dtype
     dq, dk = (
-        torch.randn(x.shape, device=target.device).to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
+        torch.randn(x.shape, device=target.device).to(of_result).transpose(1, 2).contiguous().transpose(1, 2)
         for x in (q, k)
     )
-    ours = gradients(ops.rotary_embedding, q, k, cos, sin, dq, dk, interleaved=interleaved)
+    ours = gradients(ops.rotary_embedding, q, k, cos, sin, dq, dk, interleaved=interleaved, out_dtype=out_dtype)
     truth = gradients(exact, q, k, cos, sin, dq, dk, interleaved=interleaved)
     torchs = gradients(unfused, q, k, cos, sin, dq, dk, interleaved=interleaved)
     for i, (result, true) in enumerate(zip(ours, truth, strict=True)):
-        assert result.dtype == dtype
-        if dtype == table_dtype:
+        assert result.dtype == (of_result if i < 2 else dtype)
+        if dtype == table_dtype == of_result:
             assert torch.equal(result, torchs[i])
             assert_like_torch(result, torchs[i], true.double())
         else:
@@ -141,14 +143,16 @@ def test_gradcheck(interleaved, n_rotated):
     assert torch.autograd.gradcheck(function, (q.detach(), k, cos.detach(), sin))
 
 
-def test_backward_can_be_differentiated_again(target):
+@pytest.mark.parametrize("out_dtype", [F32, BF16], ids=short)
+def test_backward_can_be_differentiated_again(target, out_dtype):
     q, k = (heads(1, 2, 3, 8, F32, target.device).requires_grad_() for _ in range(2))
     cos, sin = tables(3, 8, F32, target.device)
-    dq = torch.randn_like(q).requires_grad_()
-    results = ops.rotary_embedding(q, k, cos, sin)
+    dq = torch.randn_like(q, dtype=out_dtype).requires_grad_()
+    results = ops.rotary_embedding(q, k, cos, sin, out_dtype=out_dtype)
     (first,) = torch.autograd.grad(results[0], q, dq, create_graph=True)
     (second,) = torch.autograd.grad(first, dq, v := torch.randn_like(q))
-    assert_bitwise(second, ops.rotary_embedding(v, v, cos, sin)[0])
+    assert first.dtype == F32
+    assert_bitwise(second, ops.rotary_embedding(v, v, cos, sin, out_dtype=out_dtype)[0])
 
 
 def test_gradients_of_one_of_the_two(target):
@@ -268,6 +272,7 @@ BAD = {
     "sin-dtype": ({"sin": torch.ones(3, 8).half()}, TypeError, "sin must have the dtype of cos, float32, got float16"),
     "rank-0": ({"cos": torch.ones(())}, ValueError, r"cos must have .* got (a 0-dim|\(\))"),
     "interleaved": ({"interleaved": 1}, TypeError, "interleaved must be a bool, got 1"),
+    "out-dtype": ({"out_dtype": F64}, TypeError, "out_dtype must be float32, float16 or bfloat16, got torch.float64"),
 }
 
 
@@ -311,22 +316,23 @@ class TestCompile:
         layout={"contiguous": "", "transposed": "transposed", "packed": "packed", "columns-apart": "columns-apart"},
         dtype=[F32, BF16, F64],
         both={"both": True, "one": False},
+        out_dtype={"": None, "to_bf16": BF16},
     )
-    def test_opcheck(self, dtype, layout, both):
+    def test_opcheck(self, dtype, layout, both, out_dtype):
         q, k = (heads(2, h, 3, 8, dtype, layout=layout).requires_grad_() for h in (2, 1))
         cos, sin = tables(3, 4, dtype)
-        plan = RotaryPlan(interleaved=both, inverse=not both)
+        plan = RotaryPlan(interleaved=both, inverse=not both, dtype=out_dtype)
         torch.library.opcheck(torch.ops.onetrip.rotary.default, (q if both else None, k, cos, sin, *plan))
 
-    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-    def test_compiles_without_a_break_to_the_same_bits(self, backend):
+    @pytest.mark.parametrize(("backend", "out_dtype"), [("aot_eager", BF16), ("inductor", None)], ids=short)
+    def test_compiles_without_a_break_to_the_same_bits(self, backend, out_dtype):
         q, k = (heads(2, h, 5, 8, F32, layout="transposed").requires_grad_() for h in (2, 1))
         cos, sin = tables(5, 8, F32)
-        grads = torch.randn_like(q), torch.randn_like(k)
+        grads = [torch.randn_like(x, dtype=out_dtype) for x in (q, k)]
         compiled = torch.compile(ops.rotary_embedding, fullgraph=True, backend=backend)
         runs = []
         for function in (ops.rotary_embedding, compiled):
-            results = function(q, k, cos, sin)
+            results = function(q, k, cos, sin, out_dtype=out_dtype)
             runs.append([*results, *torch.autograd.grad(results, (q, k), grads)])
         for ours, eager in zip(*runs, strict=True):
             assert_bitwise(ours, eager)

@@ -167,11 +167,13 @@ def test_results_have_the_bits_of_the_function(make: type[Rotary], dtypes: tuple
     assert type(model) is make and all(map(torch.equal, outcome(model, *inputs), expected))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)
-def test_training_under_autocast_gives_what_attention_would_cast(make: type[Rotary]) -> None:
-    """Of float32 tables; without gradients a cache would have another dtype than it has unpatched."""
+def test_training_under_autocast_gives_what_attention_would_cast(make: type[Rotary], dtype: torch.dtype) -> None:
+    """Of float32 tables; float32 q and k are those of a norm, as in Qwen3. Without gradients a cache would have another
+    dtype than it has unpatched."""
     model = make()
-    inputs = model.inputs(torch.bfloat16, torch.float32)
+    inputs = model.inputs(dtype, torch.float32)
     expected = outcome(model, *inputs)
     patch_model(model)
     with torch.autocast("cpu", torch.bfloat16):
@@ -179,7 +181,7 @@ def test_training_under_autocast_gives_what_attention_would_cast(make: type[Rota
         q, k, *tables = inputs
         assert [x.dtype for x in model(q, k.detach().requires_grad_(), *tables)] == [torch.bfloat16] * 2  # q is frozen
         assert [x.dtype for x in model(*inputs)] == [x.dtype for x in expected[:2]]
-    assert all(x.dtype == torch.bfloat16 for x in ours)
+    assert [x.dtype for x in ours] == [torch.bfloat16, torch.bfloat16, dtype, dtype]
     assert all(torch.equal(x, y.bfloat16()) for x, y in zip(ours[:2], expected[:2], strict=True))
     assert all(torch.allclose(x.float(), y.float(), atol=2e-2) for x, y in zip(ours[2:], expected[2:], strict=True))
 

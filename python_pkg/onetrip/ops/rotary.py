@@ -17,17 +17,24 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from ..reference import rotary as reference
 from ..reference.rotary import Operands, RotaryPlan
 from .common.backends import KERNEL_DTYPES, choose
-from .common.checks import check_rows
+from .common.checks import check_out_dtype, check_rows
 from .common.native import read
 from .common.tracing import is_jit_tracing, is_traced, is_transformed, reject_onnx_export
 from .rotary_autograd import apply, rotate
 from .rotary_native import eager_call
 
-_HALVES, _INTERLEAVED = RotaryPlan(False, False), RotaryPlan(True, False)
+_PLANS = {False: RotaryPlan(False, False), True: RotaryPlan(True, False)}
+_PLANS_OF_GRADIENTS = {False: RotaryPlan(False, True), True: RotaryPlan(True, True)}
 
 
 def rotary_embedding(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q * cos + rotate(q) * sin, and the same of k: rotary position embedding (Su et al. 2021), in one launch.
 
@@ -40,11 +47,13 @@ def rotary_embedding(
     (-x[2i + 1], x[2i]), and columns 2i and 2i + 1 of cos and sin are of one frequency (freqs.repeat_interleave(2, -1),
     as in Cohere; GLM makes it out of halves: cos[..., :d // 2].repeat_interleave(2, -1)).
 
-    Returns (q, k) rotated, of q's dtype. Each has the memory layout of its input (strides as torch.empty_like(q) has
+    out_dtype: float32, float16 or bfloat16, of the results, rounded once; None for q's.
+
+    Returns (q, k) rotated. Each has the memory layout of its input (strides as torch.empty_like(q) has
     them: a view transposed from (batch, positions, heads, head_dim) gives another one); an input whose last stride is
-    not 1 gives a contiguous result. Where cos has q's dtype, both products and their sum are rounded to it each: the
-    bits of the same expression in torch's operators. Where it has another dtype, all is computed in float32 (with a
-    float64 among them in that) and rounded once: cos.float() gives the bits of models that cast q to float32 first.
+    not 1 gives a contiguous result. Where q, cos and the results have one dtype, both products and their sum are rounded
+    to it each: the bits of the same expression in torch's operators. Where they differ, all is computed in float32 (with
+    a float64 among them in that) and rounded once: cos.float() gives the bits of models that cast q to float32 first.
 
     Saves cos and sin only; the backward pass is the transposed rotation of the gradients. It can be differentiated
     again. Where cos or sin requires grad, torch's own operators run. Deterministic. Raises ValueError or TypeError for
@@ -53,7 +62,11 @@ def rotary_embedding(
     code = -1 if is_compiling() or not isinstance(interleaved, bool) else read.rotary(q, k, cos, sin)
     if code < 0:
         _check(q, k, cos, sin, interleaved)
-    plan = _INTERLEAVED if interleaved else _HALVES
+    plan, of_gradients = _PLANS[interleaved], _PLANS_OF_GRADIENTS[interleaved]
+    if out_dtype is not None:
+        check_out_dtype("rotary_embedding", out_dtype)
+        if out_dtype != q.dtype:
+            plan, of_gradients = plan._replace(dtype=out_dtype), of_gradients._replace(dtype=q.dtype)
     needs_grad = torch.is_grad_enabled()
     if needs_grad and (cos.requires_grad or sin.requires_grad):
         return cast("tuple[Tensor, Tensor]", reference.rotate(Operands(q, k, cos, sin), plan))
@@ -69,7 +82,7 @@ def rotary_embedding(
     if needs_grad and (q.requires_grad or k.requires_grad):
         if not (q.requires_grad and k.requires_grad):
             call = None
-        return cast("tuple[Tensor, Tensor]", apply(q, k, cos, sin, (None, call, plan, backend)))
+        return cast("tuple[Tensor, Tensor]", apply(q, k, cos, sin, (None, call, plan, of_gradients, backend)))
     if call is not None:
         return cast("tuple[Tensor, Tensor]", call((q, k, cos, sin), None))
     return cast("tuple[Tensor, Tensor]", rotate(backend, q, k, cos, sin, plan))

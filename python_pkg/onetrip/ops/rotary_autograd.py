@@ -44,18 +44,18 @@ def adjacent(tensor: Tensor) -> Tensor:
 
 def _laid_out(result: Tensor | None, like: Tensor | None) -> Tensor | None:
     """The result as empty_like lays it out: with the strides of `like` where that is dense."""
-    return None if result is None or like is None else empty_adjacent(like).copy_(result)
+    return None if result is None or like is None else empty_adjacent(like, result.dtype).copy_(result)
 
 
-Call = tuple[None, EagerCall | None, RotaryPlan, str]
+Call = tuple[None, EagerCall | None, RotaryPlan, RotaryPlan, str]
 """No rng, rotary_native.eager_call where it can read the operands as they are and both q and k have gradients, plan,
-backend."""
+that of gradients, backend."""
 
 
 def _forward_of_any(ctx: Any, q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, call: Call) -> Pair:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(cos, sin)
-    _, _, plan, backend = ctx.call = call
+    _, _, plan, _, backend = ctx.call = call
     results = rotate(backend, q, k, cos, sin, plan)
     needs_q, needs_k = ctx.needs_input_grad[:2]
     if not (needs_q and needs_k):
@@ -64,15 +64,14 @@ def _forward_of_any(ctx: Any, q: Tensor | None, k: Tensor | None, cos: Tensor, s
 
 
 def _backward_of_any(ctx: Any, saved: tuple[Tensor, ...] | None, grads: tuple[Any, ...]) -> Any:
-    (cos, sin), (_, _, plan, backend) = saved or ctx.saved_tensors, ctx.call
+    (cos, sin), (_, _, plan, of_gradients, backend) = saved or ctx.saved_tensors, ctx.call
     dq, dk = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
-    plan = plan._replace(inverse=not plan.inverse)
     if not have_storage(dq, dk):
-        dq, dk = formulas("reference", "rotary").rotate(Operands(dq, dk, cos, sin), plan)
+        dq, dk = formulas("reference", "rotary").rotate(Operands(dq, dk, cos, sin), of_gradients)
     elif torch.is_grad_enabled():  # to be differentiated again
-        dq, dk = apply(dq, dk, cos, sin, (None, None, plan, backend))
+        dq, dk = apply(dq, dk, cos, sin, (None, None, of_gradients, plan, backend))
     else:
-        dq, dk = rotate(backend, dq, dk, cos, sin, plan)
+        dq, dk = rotate(backend, dq, dk, cos, sin, of_gradients)
     return dq, dk, None, None, None
 
 
@@ -87,35 +86,37 @@ class _Rotary(torch.autograd.Function):
 apply = super(torch.autograd.Function, _Rotary).apply
 
 
-def _rotary(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, *plan: bool) -> tuple[Tensor, ...]:
-    dtypes = {tensor.dtype for tensor in (q, k, cos) if tensor is not None}
+def _rotary(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, *plan: Any) -> tuple[Tensor, ...]:
+    given = RotaryPlan(*plan)
+    dtypes = {tensor.dtype for tensor in (q, k, cos) if tensor is not None} | {given.dtype or cos.dtype}
     backend = choose("onetrip::rotary", cos.device, dtypes <= KERNEL_DTYPES, "rotary")
-    return filled(cos, rotate(backend, q, k, cos, sin, RotaryPlan(*plan)))
+    return filled(cos, rotate(backend, q, k, cos, sin, given))
 
 
-def _rotary_fake(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, *plan: bool) -> tuple[Tensor, ...]:
+def _rotary_fake(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, *plan: Any) -> tuple[Tensor, ...]:
     reject_onnx_export()  # torch.onnx.export(dynamo=True): Dynamo does not trace the check in rotary_embedding
-    q, k = (None if x is None else empty_adjacent(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k))
+    dtype = RotaryPlan(*plan).dtype
+    q, k = (None if x is None else empty_adjacent(x if x.stride(-1) == 1 else x.contiguous(), dtype) for x in (q, k))
     return filled(cos, (q, k))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, cos, sin, *plan = inputs
+    q, k, cos, sin, *plan = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(cos, sin)
-    ctx.plan = RotaryPlan(*plan)
+    ctx.of_gradients = RotaryPlan(*plan).of_gradients((k if q is None else q).dtype)
 
 
 def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     wanted = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
-    interleaved, inverse = ctx.plan
-    found = torch.ops.onetrip.rotary(*wanted, *ctx.saved_tensors, interleaved, not inverse)
+    found = torch.ops.onetrip.rotary(*wanted, *ctx.saved_tensors, *ctx.of_gradients)
     dq, dk = (None if grad is None else result for grad, result in zip(wanted, found, strict=True))
-    return dq, dk, None, None, None, None
+    return dq, dk, *[None] * 5
 
 
 register(
-    "rotary(Tensor? q, Tensor? k, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> (Tensor q, Tensor k)",
+    "rotary(Tensor? q, Tensor? k, Tensor cos, Tensor sin, bool interleaved, bool inverse, ScalarType? dtype) "
+    "-> (Tensor q, Tensor k)",
     _rotary,
     _rotary_fake,
 )

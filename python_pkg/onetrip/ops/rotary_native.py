@@ -14,7 +14,8 @@ from .common.native import DTYPE_CODE, DTYPE_OF_DIGIT, EagerCall, Launcher, rais
 
 @lru_cache(maxsize=64)
 def _launcher(plan: RotaryPlan, dtype: torch.dtype, table_dtype: torch.dtype) -> Launcher:
-    return native().rotary(DTYPE_CODE[dtype], DTYPE_CODE[table_dtype], *plan)  # type: ignore[union-attr]
+    dtypes = (DTYPE_CODE[each] for each in (dtype, plan.dtype or dtype, table_dtype))
+    return native().rotary(*dtypes, plan.interleaved, plan.inverse)  # type: ignore[union-attr]
 
 
 @lru_cache(maxsize=64)
@@ -26,8 +27,10 @@ def eager_call(plan: RotaryPlan, code: int, backend: str) -> EagerCall | None:
         return None
     kernel = None
     if backend == "triton":
-        kernel = formulas("triton", "rotary").rotate, plan, plan._replace(inverse=True)
-    call: EagerCall = native().rotary_eager(_launcher(plan, dtype, table_dtype), code, kernel)  # type: ignore[union-attr]
+        kernel = formulas("triton", "rotary").rotate, plan, plan.of_gradients(dtype)
+    of_gradients = code + 2 * 4 * (DTYPE_CODE[plan.dtype or dtype] - DTYPE_CODE[dtype])
+    launcher = _launcher(plan, dtype, table_dtype)
+    call: EagerCall = native().rotary_eager(launcher, code, of_gradients, kernel)  # type: ignore[union-attr]
     return call
 
 
@@ -35,8 +38,8 @@ def rotate(
     q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, plan: RotaryPlan
 ) -> tuple[Tensor | None, Tensor | None]:
     """reference.rotary.rotate by the native library; the last strides are 1. Results have the layout of q and of k."""
-    q_out = None if q is None else empty_adjacent(q)
-    k_out = None if k is None else empty_adjacent(k)
+    q_out = None if q is None else empty_adjacent(q, plan.dtype)
+    k_out = None if k is None else empty_adjacent(k, plan.dtype)
     x = k if q is None else q
     if x is None or cos.numel() == 0:
         return q_out, k_out

@@ -28,6 +28,7 @@ from .common.checks import (
     check_eps,
     check_like,
     check_number,
+    check_out_dtype,
     check_parameter,
     check_probability,
     check_rows,
@@ -216,11 +217,6 @@ def check_cast(function: str, cast_before_weight: object, norm: str) -> None:
         raise ValueError(f'{function}: cast_before_weight must be False, True or "weight", got {cast_before_weight!r}')
     if norm == "layer" and cast_before_weight:
         raise ValueError(f'{function}: cast_before_weight must be False with norm="layer", got {cast_before_weight!r}')
-
-
-def check_out_dtype(function: str, out_dtype: object) -> None:
-    if not isinstance(out_dtype, torch.dtype) or out_dtype not in KERNEL_DTYPES:
-        raise TypeError(f"{function}: out_dtype must be float32, float16 or bfloat16, got {out_dtype!r}")
 
 
 def _check(

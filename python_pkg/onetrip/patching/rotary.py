@@ -116,28 +116,24 @@ class Rotation:
         return None
 
     def fused(self, layout: Layout, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """What the function returns, by the operator. In training under autocast, where that is wider than q, of q's
-        dtype: attention would cast it to that, and rounds the same float32 values."""
+        """What the function returns, by the operator. In training under autocast float32 becomes autocast's dtype:
+        attention would cast it to that, and rounds the same values."""
+        dtype = q.dtype if self.in_float32 or self.keeps_dtype else torch.promote_types(q.dtype, cos.dtype)
+        if dtype == torch.float32 and _is_cast_by_attention(q, k):
+            dtype = torch.get_autocast_dtype(q.device.type)
         if self.in_float32:
             cos, sin = cos.float(), sin.float()
-        elif not self.keeps_dtype and cos.dtype != q.dtype and not _is_cast_by_attention(q, k, cos):
-            dtype = torch.promote_types(q.dtype, cos.dtype)
-            q, k = q.to(dtype), k.to(dtype)
         tables = self.table.to_operator(cos), self.table.to_operator(sin)
         q, k = layout.to_operator(q), layout.to_operator(k)
-        q, k = ops.rotary_embedding(q, k, *tables, interleaved=self.table.is_interleaved)
+        out_dtype = None if dtype == q.dtype else dtype
+        q, k = ops.rotary_embedding(q, k, *tables, interleaved=self.table.is_interleaved, out_dtype=out_dtype)
         return layout.back(q), layout.back(k)
 
 
-def _is_cast_by_attention(q: Tensor, k: Tensor, cos: Tensor) -> bool:
-    """Not without gradients: a cache keeps k in the dtype that it has then."""
-    return (
-        cos.dtype == torch.float32
-        and calls.is_autocasting(q)
-        and q.dtype == torch.get_autocast_dtype(q.device.type)
-        and torch.is_grad_enabled()
-        and (q.requires_grad or k.requires_grad)
-    )
+def _is_cast_by_attention(q: Tensor, k: Tensor) -> bool:
+    """Whether attention casts q and k to autocast's dtype. Not without gradients: a cache keeps k in the dtype that it
+    has then."""
+    return calls.is_autocasting(q) and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
 
 
 @dataclass(frozen=True)

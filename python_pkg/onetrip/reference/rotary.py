@@ -18,6 +18,12 @@ class RotaryPlan(NamedTuple):
     interleaved: bool
     inverse: bool
     """The transposed map, x * cos + rotate^T(x * sin): gradients of q and k. For a rotation it is the inverse one."""
+    dtype: torch.dtype | None = None
+    """Of the results; None: that of q and k."""
+
+    def of_gradients(self, dtype: torch.dtype) -> RotaryPlan:
+        """Of the gradients of q and k, which are of dtype."""
+        return self._replace(inverse=not self.inverse, dtype=None if self.dtype is None else dtype)
 
 
 class Operands(NamedTuple):
@@ -35,23 +41,23 @@ OperandTuple = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
 
 
 def rotate(operands: OperandTuple, plan: RotaryPlan) -> tuple[Tensor | None, Tensor | None]:
-    """Returns (q, k) rotated, of the same dtypes; differentiable in every operand."""
+    """Returns (q, k) rotated; differentiable in every operand."""
     q, k, cos, sin = operands
     cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # every head
     return None if q is None else _rotated(q, cos, sin, plan), None if k is None else _rotated(k, cos, sin, plan)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, plan: RotaryPlan) -> Tensor:
-    """Products and sum are rounded to the common dtype of x and cos; with two different ones, to at least float32."""
+    """Products and sum are rounded to the dtype of x, cos and the result; with different ones, to at least float32."""
     n = cos.shape[-1]
-    dtype = x.dtype
-    if cos.dtype != dtype:
+    dtype, of_result = x.dtype, plan.dtype or x.dtype
+    if not dtype == cos.dtype == of_result:
         dtype = torch.promote_types(torch.promote_types(dtype, cos.dtype), torch.float32)
     part = x if n == x.shape[-1] else x[..., :n]
     part, cos, sin = part.to(dtype), cos.to(dtype), sin.to(dtype)
     turned = -_turn(part * sin, plan.interleaved) if plan.inverse else _turn(part, plan.interleaved) * sin
-    y = (part * cos + turned).to(x.dtype)
-    return y if n == x.shape[-1] else torch.cat([y, x[..., n:]], dim=-1)
+    y = (part * cos + turned).to(of_result)
+    return y if n == x.shape[-1] else torch.cat([y, x[..., n:].to(of_result)], dim=-1)
 
 
 def _turn(x: Tensor, interleaved: bool) -> Tensor:
@@ -62,8 +68,8 @@ def _turn(x: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-def empty_adjacent(x: Tensor) -> Tensor:
+def empty_adjacent(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """What backends write: as torch.empty_like(x), whose columns are adjacent; but for tensors whose values overlap, of
-    which that can give others."""
-    made = torch.empty_like(x)
+    which that can give others. dtype: None for x's."""
+    made = torch.empty_like(x, dtype=dtype)
     return made if made.stride(-1) == 1 else made.contiguous()

@@ -9,6 +9,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from .backends import KERNEL_DTYPES
+
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 
 _OF_TORCH = {
@@ -48,6 +50,11 @@ def check_rows(function: str, argument: str, tensor: Tensor) -> None:
     check_dense(function, argument, tensor)
     if tensor.dim() == 0:
         raise ValueError(f"{function}: {argument} must have at least one dimension, got a 0-dimensional tensor")
+
+
+def check_out_dtype(function: str, out_dtype: object) -> None:
+    if not isinstance(out_dtype, torch.dtype) or out_dtype not in KERNEL_DTYPES:
+        raise TypeError(f"{function}: out_dtype must be float32, float16 or bfloat16, got {out_dtype!r}")
 
 
 def check_dense(function: str, argument: str, tensor: Tensor) -> None:
