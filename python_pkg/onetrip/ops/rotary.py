@@ -49,11 +49,11 @@ def rotary_embedding(
 
     out_dtype: float32, float16 or bfloat16, of the results, rounded once; None for q's.
 
-    Returns (q, k) rotated. Each has the memory layout of its input (strides as torch.empty_like(q) has
-    them: a view transposed from (batch, positions, heads, head_dim) gives another one); an input whose last stride is
-    not 1 gives a contiguous result. Where q, cos and the results have one dtype, both products and their sum are rounded
-    to it each: the bits of the same expression in torch's operators. Where they differ, all is computed in float32 (with
-    a float64 among them in that) and rounded once: cos.float() gives the bits of models that cast q to float32 first.
+    Returns (q, k) rotated. Each has the memory layout of its input (strides as torch.empty_like(q) has them: a view
+    transposed from (batch, positions, heads, head_dim) gives another one); an input whose last stride is not 1 gives a
+    contiguous result. Where q, cos and the results have one dtype, both products and their sum are rounded to it each:
+    the bits of the same expression in torch's operators. Where they differ, all is computed in float32 (with a float64
+    among them in that) and rounded once: cos.float() gives the bits of models that cast q to float32 first.
 
     Saves cos and sin only; the backward pass is the transposed rotation of the gradients. It can be differentiated
     again. Where cos or sin requires grad, torch's own operators run. Deterministic. Raises ValueError or TypeError for
