@@ -157,12 +157,12 @@ def _rotary_kernel(
 ):
     """q_out, k_out = x * cos + rotate(x) * sin; INVERSE: x * cos + rotate^T(x * sin), the gradients.
 
-    q, k: [n_batch, heads, n_positions, HEAD_DIM] of one dtype, q_out, k_out: the same of one dtype; cos, sin: [n_batch,
-    n_positions, N_ROTATED]; every last stride is 1, ALIGN divides the others. n_heads: of q and k together; head
-    numbers are q's and then k's. Grid: (blocks of positions * n_batch, groups of HEADS heads). A program takes one block
-    of positions of HEADS heads and reads cos and sin once. Arithmetic is float32; ROUNDS: each product is rounded to the
-    dtype of q. Moves HEAD_DIM * (read x + write y) a row, and 2 * N_ROTATED / HEADS of cos and sin. Addresses are int64: batch *
-    stride passes 2^31.
+    q, k: [n_batch, heads, n_positions, HEAD_DIM] of one dtype, q_out, k_out: the same of one dtype; cos, sin:
+    [n_batch, n_positions, N_ROTATED]; every last stride is 1, ALIGN divides the others. n_heads: of q and k together;
+    head numbers are q's and then k's. Grid: (blocks of positions * n_batch, groups of HEADS heads). A program takes
+    one block of positions of HEADS heads and reads cos and sin once. Arithmetic is float32; ROUNDS: each product is
+    rounded to the dtype of q. Moves HEAD_DIM * (read x + write y) a row, and 2 * N_ROTATED / HEADS of cos and sin.
+    Addresses are int64: batch * stride passes 2^31.
     """
     block = tl.program_id(0)
     batch = (block // n_position_blocks).to(tl.int64)
