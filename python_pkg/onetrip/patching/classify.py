@@ -39,6 +39,8 @@ from .linear.cast_input import PATTERN as CAST_INPUT
 from .linear.cast_input import CastInputs, choose_casts, read_casts
 from .linear.lora import PATTERN as LORA
 from .linear.lora import Adapters, choose_adapters, read_adapters
+from .linear.packed_slices import PATTERN as PACKED_SLICES
+from .linear.packed_slices import PackedSlices, read_packed_slices
 from .linear.shared_input import PATTERN as SHARED_INPUT
 from .linear.shared_input import SharedInputs, choose_shared_inputs, read_shared_inputs
 from .linear.tied_embedding import PATTERN as TIED_EMBEDDING
@@ -52,7 +54,7 @@ from .rotary import PATTERN as ROTARY
 from .rotary import Rotations, read_rotations
 from .watched_logits import PATTERN as CROSS_ENTROPY
 
-_Reading = OneMask | Heads | SharedInputs | CastInputs
+_Reading = OneMask | Heads | PackedSlices | SharedInputs | CastInputs
 """Ways to read a tensor."""
 InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | Adapters | _Reading
 
@@ -202,7 +204,8 @@ class Classifier:
         in_order: list[Callable[[nn.Module, Forward], InForward | Unsuitable | None]] = []
         if isinstance(reading, Interface) and reading.calls_library(module):
             in_order.append(self._heads)
-        in_order += [self._rotations, self._activations, self._sums, self._shared_inputs, self._casts, self._adapters]
+        in_order += [self._rotations, self._activations, self._sums, self._packed_slices, self._shared_inputs]
+        in_order += [self._casts, self._adapters]
         for find in in_order:
             is_sums = find == self._sums
             forward = self._once(_read, cls, source, find == self._activations)
@@ -261,6 +264,10 @@ class Classifier:
             return _NO_SUM
         wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)
         return ResidualSums(forward, wanted) if wanted else None
+
+    def _packed_slices(self, module: nn.Module, forward: Forward) -> PackedSlices | None:
+        found = self._once(read_packed_slices, forward) if PACKED_SLICES in self.wanted else ()
+        return PackedSlices(forward, found) if found else None
 
     def _shared_inputs(self, module: nn.Module, forward: Forward) -> SharedInputs | None:
         if SHARED_INPUT not in self.wanted:

@@ -35,6 +35,7 @@ from .experts import Experts
 from .half_results import find_half_results
 from .linear.cast_input import PATTERN as CAST_INPUT
 from .linear.lora import PATTERN as LORA
+from .linear.packed_slices import PATTERN as PACKED_SLICES
 from .linear.shared_input import PATTERN as SHARED_INPUT
 from .linear.tied_embedding import PATTERN as TIED_EMBEDDING
 from .linear_loss import PATTERN as LINEAR_LOSS
@@ -46,8 +47,8 @@ from .watched_logits import PATTERN as CROSS_ENTROPY
 
 PATTERNS = (
     *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm", ATTENTION, ATTENTION_MASK),
-    *(ATTENTION_HEADS, *ACTIVATIONS, EXPERTS, ROTARY, SHARED_INPUT, CAST_INPUT, TIED_EMBEDDING, LORA, CROSS_ENTROPY),
-    DROPOUT,
+    *(ATTENTION_HEADS, *ACTIVATIONS, EXPERTS, ROTARY, PACKED_SLICES, SHARED_INPUT, CAST_INPUT, TIED_EMBEDDING, LORA),
+    *(CROSS_ENTROPY, DROPOUT),
 )
 """The patterns of patch_model, unless others are asked for."""
 NAMES = (*PATTERNS, LINEAR_LOSS)
