@@ -73,6 +73,7 @@ class Rotary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.dense = nn.Linear(2, 2)  # only a module with children can have a rotation
+        self.attend = lambda q, k: (q, k)
 
     def inputs(self, dtype: torch.dtype = torch.float32, table: torch.dtype | None = None) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -85,39 +86,50 @@ class Rotary(nn.Module):
 
 class Llama(Rotary):
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        attend = self.attend
         q, k = llama(q, k, cos, sin)
-        return q, k
+        return attend(q, k)
 
 
 class PositionsFirst(Rotary):
     is_heads_first = False
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        return llama(q, k, cos, sin, unsqueeze_dim=2)
+        attend = self.attend
+        q, k = llama(q, k, cos, sin, unsqueeze_dim=2)
+        return attend(q, k)
 
 
 class NeoX(Rotary):
     n_columns = HEAD_DIM // 2
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        return gpt_neox(q, k, cos, sin)
+        attend = self.attend
+        q, k = gpt_neox(q, k, cos, sin)
+        return attend(q, k)
 
 
 class Cohere(Rotary):
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        return cohere(q, k, cos, sin)
+        attend = self.attend
+        q, k = cohere(q, k, cos, sin)
+        return attend(q, k)
 
 
 class Glm(Rotary):
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        return glm(q, k, cos, sin)
+        attend = self.attend
+        q, k = glm(q, k, cos, sin)
+        return attend(q, k)
 
 
 class Vision(Rotary):
     is_heads_first = False
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        return qwen_vision(q, k, cos, sin)
+        attend = self.attend
+        q, k = qwen_vision(q, k, cos, sin)
+        return attend(q, k)
 
 
 class Packed(Vision):
@@ -127,12 +139,16 @@ class Packed(Vision):
         return [x.flatten(0, 1) for x in super().inputs(dtype, table)]
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        return qwen_vision(q, k, cos, sin)
+        attend = self.attend
+        q, k = qwen_vision(q, k, cos, sin)
+        return attend(q, k)
 
 
 class BackToDtype(Rotary):
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        return back_to_dtype(q, k, cos, sin)
+        attend = self.attend
+        q, k = back_to_dtype(q, k, cos, sin)
+        return attend(q, k)
 
 
 FUSED = [Llama, PositionsFirst, NeoX, Cohere, Glm, Vision, Packed, BackToDtype]
@@ -184,6 +200,80 @@ def test_training_under_autocast_gives_what_attention_would_cast(make: type[Rota
     assert [x.dtype for x in ours] == [torch.bfloat16, torch.bfloat16, dtype, dtype]
     assert all(torch.equal(x, y.bfloat16()) for x, y in zip(ours[:2], expected[:2], strict=True))
     assert all(torch.allclose(x.float(), y.float(), atol=2e-2) for x, y in zip(ours[2:], expected[2:], strict=True))
+
+
+FOR_ATTENTION = {
+    "transformers": "q, k = R; k, v = cache.update(k, v, self.i); return attend(self, q, k, v, scaling=q.shape[-1])",
+    "views": "q, k = R; k = k[:, :1].expand(q.shape); return attend(q.transpose(1, 2), k)",
+    "joined": "q, k = R; q = torch.cat((q, v), dim=-1); return attend(q, key=k)",
+    "products": "q, k = R; return torch.softmax(q @ k.transpose(2, 3), dim=-1) @ v",
+    "read before": "y = self.dense(q) + 2 * k; q, k = R; return y + torch.matmul(q, k)",
+}
+FOR_OTHERS = {
+    "a norm (HunYuan)": "q, k = R; q = self.dense(q); return attend(q, k)",
+    "a norm of k": "q, k = R; k = self.a.norm(k); return attend(q, k)",
+    "a factor (Ministral 3)": "q, k = R; q = q * v; return attend(q, k)",
+    "a sum": "q, k = R; q += v; return attend(q, k)",
+    "float32": "q, k = R; q = q.float(); return attend(q, k)",
+    "its dtype": "q, k = R; return attend(q, k, q.dtype)",
+    "returned": "q, k = R; return q, k",
+    "returned at once": "return R",
+    "one name": "both = R; return attend(*both)",
+    "a function of the module": "q, k = R; return halves(q) @ k",
+    "a builtin": "q, k = R; return attend(max(q), k)",
+    "called": "q, k = R; return q(k)",
+    "an update of its own": "q, k = R; k, v = self.update(k, v); return attend(q, k)",
+    "another function of torch": "q, k = R; return torch.sin(q) @ k",
+    "a sum in a list": "q, k = R; return attend([q + v], k)",
+    "a generator": "q, k = R; return attend(*(x.sin() for x in (q, k)))",
+}
+
+
+@pytest.mark.parametrize(
+    ("expected", "bodies"), [(True, FOR_ATTENTION), (False, FOR_OTHERS)], ids=["attention", "others"]
+)
+def test_who_reads_the_results(expected: bool, bodies: dict[str, str]) -> None:
+    """Under autocast only what attention casts anyway may be rounded."""
+    found = {}
+    for name, body in bodies.items():
+        lines = ["attend = self.attend", *body.replace("R", "llama(q, k, cos, sin)", 1).split("; ")]
+        source = "def forward(self, q, k, v, cos, sin, cache):\n" + "".join(f"    {line}\n" for line in lines)
+        forward = read_forward(Llama.forward, source)
+        assert isinstance(forward, Forward)
+        rotations = read_rotations(forward)
+        assert rotations is not None
+        found[name] = [each.for_attention for each in rotations.found]
+    assert found == {name: [expected] for name in bodies}
+
+
+def test_a_norm_after_the_rotation_reads_float32() -> None:
+    """As unpatched, under autocast."""
+
+    class Normed(Rotary):
+        def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            attend = self.attend
+            q, k = llama(q, k, cos, sin)
+            q = self.norm(q)
+            return attend(q, k)
+
+    model = Normed()
+    model.norm = nn.Identity()
+    inputs = model.inputs(torch.bfloat16, torch.float32)
+    expected = outcome(model, *inputs)
+    patch_model(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, outcome(model, *inputs)[:2], expected[:2]))
+
+
+def test_half_precision_is_left_as_it_is_under_autocast_to_another() -> None:
+    model = Llama()
+    patch_model(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        q, k, *tables = model.inputs(torch.float16)
+        assert model(q.requires_grad_(), k, *tables)[0].dtype == torch.float16
+        q, k, *tables = model.inputs(torch.bfloat16, torch.float32)
+        with torch.no_grad():
+            assert model(q.requires_grad_(), k, *tables)[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("make", FUSED, ids=lambda make: make.__name__)

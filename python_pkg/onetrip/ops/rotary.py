@@ -47,7 +47,7 @@ def rotary_embedding(
     (-x[2i + 1], x[2i]), and columns 2i and 2i + 1 of cos and sin are of one frequency (freqs.repeat_interleave(2, -1),
     as in Cohere; GLM makes it out of halves: cos[..., :d // 2].repeat_interleave(2, -1)).
 
-    out_dtype: float32, float16 or bfloat16, of the results, rounded once; None for q's.
+    out_dtype: float32, float16 or bfloat16, of the results, rounded once; q's or None for q's.
 
     Returns (q, k) rotated. Each has the memory layout of its input (strides as torch.empty_like(q) has them: a view
     transposed from (batch, positions, heads, head_dim) gives another one); an input whose last stride is not 1 gives a
@@ -63,10 +63,9 @@ def rotary_embedding(
     if code < 0:
         _check(q, k, cos, sin, interleaved)
     plan, of_gradients = _PLANS[interleaved], _PLANS_OF_GRADIENTS[interleaved]
-    if out_dtype is not None:
+    if out_dtype is not None and out_dtype != q.dtype:
         check_out_dtype("rotary_embedding", out_dtype)
-        if out_dtype != q.dtype:
-            plan, of_gradients = plan._replace(dtype=out_dtype), of_gradients._replace(dtype=q.dtype)
+        plan, of_gradients = plan._replace(dtype=out_dtype), of_gradients._replace(dtype=q.dtype)
     needs_grad = torch.is_grad_enabled()
     if needs_grad and (cos.requires_grad or sin.requires_grad):
         return cast("tuple[Tensor, Tensor]", reference.rotate(Operands(q, k, cos, sin), plan))

@@ -40,7 +40,7 @@ from .linear.cast_input import CastInputs, choose_casts, read_casts
 from .linear.lora import PATTERN as LORA
 from .linear.lora import Adapters, choose_adapters, read_adapters
 from .linear.packed_slices import PATTERN as PACKED_SLICES
-from .linear.packed_slices import PackedSlices, read_packed_slices
+from .linear.packed_slices import PackedSlices, choose_packed_slices, read_packed_slices
 from .linear.shared_input import PATTERN as SHARED_INPUT
 from .linear.shared_input import SharedInputs, choose_shared_inputs, read_shared_inputs
 from .linear.tied_embedding import PATTERN as TIED_EMBEDDING
@@ -266,8 +266,10 @@ class Classifier:
         return ResidualSums(forward, wanted) if wanted else None
 
     def _packed_slices(self, module: nn.Module, forward: Forward) -> PackedSlices | None:
-        found = self._once(read_packed_slices, forward) if PACKED_SLICES in self.wanted else ()
-        return PackedSlices(forward, found) if found else None
+        if PACKED_SLICES not in self.wanted:
+            return None
+        chosen = choose_packed_slices(module, self._once(read_packed_slices, forward), self.excluded)
+        return PackedSlices(forward, chosen) if chosen else None
 
     def _shared_inputs(self, module: nn.Module, forward: Forward) -> SharedInputs | None:
         if SHARED_INPUT not in self.wanted:

@@ -40,10 +40,6 @@ class Rewriting(ast.NodeTransformer):
         copied.args = [ast.Name(self.own), copied.func, *copied.args]
         copied.func = ast.Name(name)
 
-    def put(self, expression: ast.expr, other: ast.expr) -> None:
-        """other in place of the expression."""
-        self.replaced[id(self.copies[id(expression)])] = lambda: self.visit(other)
-
     def put_around(self, expression: ast.expr, name: str) -> None:
         """name(self, expression) in place of the expression."""
         copied = self.copies[id(expression)]

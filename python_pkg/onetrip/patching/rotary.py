@@ -9,6 +9,7 @@ Everything else of the forward stays as it was written.
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from .. import ops
 from ..ops.common.backends import KERNEL_DTYPES, use_backend
@@ -115,24 +117,24 @@ class Rotation:
                     return layout
         return None
 
-    def fused(self, layout: Layout, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """What the function returns, by the operator. In training under autocast float32 becomes autocast's dtype:
-        attention would cast it to that, and rounds the same values."""
-        dtype = q.dtype if self.in_float32 or self.keeps_dtype else torch.promote_types(q.dtype, cos.dtype)
-        if dtype == torch.float32 and _is_cast_by_attention(q, k):
+    def fused(
+        self, layout: Layout, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, for_attention: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """What the function returns, by the operator. for_attention: that attention alone reads it. In training under
+        autocast float32 becomes autocast's dtype then: attention would cast it to that, and rounds the same values."""
+        dtype = q.dtype if self.keeps_dtype else torch.promote_types(q.dtype, cos.dtype)
+        if for_attention and dtype == torch.float32 and _trains_under_autocast(q, k):
             dtype = torch.get_autocast_dtype(q.device.type)
         if self.in_float32:
             cos, sin = cos.float(), sin.float()
         tables = self.table.to_operator(cos), self.table.to_operator(sin)
         q, k = layout.to_operator(q), layout.to_operator(k)
-        out_dtype = None if dtype == q.dtype else dtype
-        q, k = ops.rotary_embedding(q, k, *tables, interleaved=self.table.is_interleaved, out_dtype=out_dtype)
+        q, k = ops.rotary_embedding(q, k, *tables, interleaved=self.table.is_interleaved, out_dtype=dtype)
         return layout.back(q), layout.back(k)
 
 
-def _is_cast_by_attention(q: Tensor, k: Tensor) -> bool:
-    """Whether attention casts q and k to autocast's dtype. Not without gradients: a cache keeps k in the dtype that it
-    has then."""
+def _trains_under_autocast(q: Tensor, k: Tensor) -> bool:
+    """Not without gradients: a cache keeps k in the dtype that it has then."""
     return calls.is_autocasting(q) and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
 
 
@@ -141,6 +143,7 @@ class Rotated:
     """The call of a rotation in a rewritten forward."""
 
     rotation: Rotation
+    for_attention: bool
 
     def __call__(
         self, module: nn.Module, function: Any, q: Any, k: Any, cos: Any, sin: Any, *args: Any, **options: Any
@@ -148,7 +151,7 @@ class Rotated:
         layout = self.rotation.layout(q, k, cos, sin) if function is self.rotation.function else None
         if layout is not None:
             calls.count_fused(module)
-            return self.rotation.fused(layout, q, k, cos, sin)
+            return self.rotation.fused(layout, q, k, cos, sin, self.for_attention)
         calls.count_fallback(module)
         return function(q, k, cos, sin, *args, **options)
 
@@ -160,6 +163,8 @@ class FoundRotation(NamedTuple):
     rotation: Rotation
     called: Callable[..., Any]
     """The function of q, k, cos and sin, with the call's further arguments."""
+    for_attention: bool
+    """Whether only attention and caches read the results."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,15 +179,15 @@ class Rotations:
     def rewrite(self, cls: type) -> Rewrite:
         """The forward with its rotations fused."""
         rewriting = Rewriting(self.forward)
-        for index, (call, rotation, _) in enumerate(self.found):
-            rewriting.constants[f"rotated_{index}_"] = Rotated(rotation)
+        for index, (call, rotation, _, for_attention) in enumerate(self.found):
+            rewriting.constants[f"rotated_{index}_"] = Rotated(rotation, for_attention)
             rewriting.put_call(call, f"rotated_{index}_")
         return rewriting.rewrite(PATTERN)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
         """Raise VerificationError unless each rotation, fused, computes what the function does."""
         device, dtype = kind_of(module)
-        for _, rotation, called in self.found:
+        for _, rotation, called, _ in self.found:
             for layout, table_dtype in product(rotation.layouts, {dtype, torch.float32}):
                 q, k, *tables = _inputs(layout, rotation.table, 8)
                 tables = [table.to(device, table_dtype) for table in tables]
@@ -209,8 +214,49 @@ def read_rotations(forward: Forward) -> Rotations | None:
                         called = partial(_called_with, called, [each.value for each in more], options)  # type: ignore[attr-defined]
                     rotation = recognise_rotation(resolved, called)
                     if rotation is not None:
-                        found.append(FoundRotation(node, rotation, called))
+                        found.append(FoundRotation(node, rotation, called, _is_for_attention(forward, node)))
     return Rotations(forward, tuple(found)) if found else None
+
+
+_VIEWS = frozenset(("transpose", "view", "reshape", "permute", "unsqueeze", "expand", "contiguous", "shape"))
+_PRODUCTS = frozenset((torch.matmul, torch.bmm, functional.scaled_dot_product_attention, torch.cat))
+
+
+def _is_for_attention(forward: Forward, call: ast.Call) -> bool:
+    """Whether the results have names that are read, after the call, by products, by functions that the forward chose
+    (transformers' attention functions) and by caches alone."""
+    assigned = next(
+        (each for each in ast.walk(forward.tree) if isinstance(each, ast.Assign) and each.value is call), None
+    )
+    match assigned:
+        case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=q), ast.Name(id=k)])]):
+            end = call.end_lineno or 0, call.end_col_offset or 0
+        case _:
+            return False
+    parents = {id(child): node for node in ast.walk(forward.tree) for child in ast.iter_child_nodes(node)}
+
+    def is_known(node: ast.AST) -> bool:
+        match parents[id(node)]:
+            case ast.Attribute(attr=name):
+                return name in _VIEWS
+            case ast.BinOp(op=ast.MatMult()) | ast.Subscript():
+                return True
+            case (ast.Tuple() | ast.List() | ast.keyword()) as holder:
+                return is_known(holder)
+            case ast.Call(func=ast.Name(id=name) as function) if name not in forward.globals:
+                return function is not node and not hasattr(builtins, name)
+            case ast.Call(func=ast.Attribute(attr="update") as method):
+                return forward.child(method) == ""
+            case ast.Call(func=function):
+                return resolve(function, forward.globals) in _PRODUCTS
+        return False
+
+    return all(
+        is_known(node)
+        for node in ast.walk(forward.tree)
+        if isinstance(node, ast.Name) and node.id in (q, k) and (node.lineno, node.col_offset) >= end
+        if not isinstance(node.ctx, ast.Store) or isinstance(parents[id(node)], ast.AugAssign)
+    )
 
 
 def _called_with(function: Any, more: list[Any], options: dict[str, Any], *tensors: Tensor) -> Any:
@@ -242,10 +288,10 @@ def _accepted(called: Any, head_dim: int) -> tuple[tuple[Layout, ...], Table | N
     for table in TABLES:
         layouts = []
         for layout in LAYOUTS:
-            tensors = [x.double() for x in _inputs(layout, table, head_dim)]
-            outputs = _pair(called, *tensors)
+            q, k, cos, sin = (x.double() for x in _inputs(layout, table, head_dim))
+            outputs = _pair(called, q, k, cos, sin)
             with use_backend("reference"):
-                expected = Rotation(None, (), table, True, False, True).fused(layout, *tensors)
+                expected = Rotation(None, (), table, True, False, True).fused(layout, q, k, cos, sin)
             if outputs is not None and all(map(_is_close, outputs, expected)):
                 layouts.append(layout)
         if layouts:

@@ -22,7 +22,7 @@ class RotaryPlan(NamedTuple):
     """Of the results; None: that of q and k."""
 
     def of_gradients(self, dtype: torch.dtype) -> RotaryPlan:
-        """Of the gradients of q and k, which are of dtype."""
+        """The plan of backward; dtype: that of q and k."""
         return self._replace(inverse=not self.inverse, dtype=None if self.dtype is None else dtype)
 
 

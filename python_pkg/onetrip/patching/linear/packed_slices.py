@@ -1,8 +1,9 @@
 """Slices of a packed projection, taken by one split: backward writes their gradients side by side, once.
 
-    q = qkv[..., :n]             q = (packed_0_ := packed_slices_(self, qkv, n, m))[0]
-    k = qkv[..., n:m]     ->     k = packed_0_[1]                                          (Phi-3)
-    v = qkv[..., m:]             v = packed_0_[2]
+    qkv = self.qkv_proj(x)           qkv = self.qkv_proj(x)
+    q = qkv[..., :n]           ->    q, k, v = packed_slices_(self, qkv, n, m)      (Phi-3)
+    k = qkv[..., n:m]
+    v = qkv[..., m:]
 
 Of each slice, autograd writes a gradient of the whole width, zero at the other columns, and then adds them up.
 """
@@ -10,6 +11,7 @@ Of each slice, autograd writes a gradient of the whole width, zero at the other 
 from __future__ import annotations
 
 import ast
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...ops.common.tracing import is_jit_tracing, is_transformed
 from .. import calls
 from ..classes import Rewrite
-from ..forward import Forward, Place, assigned_name, evaluated, may_change, n_reads, places, writes_to_tensors
+from ..forward import Forward, assigned_name, linear_at, places, writes_to_tensors
 from ..rewriting import Rewriting
 from ..verify import check_function, kind_of
 
@@ -29,85 +32,85 @@ PATTERN = "packed_slices"
 
 @dataclass(frozen=True)
 class Packed:
-    """A name of which only slices are read, that together are all of its last dimension."""
+    """Consecutive statements `name = x[..., a:b]` that take all columns of a layer's result, which nothing else
+    reads."""
 
-    slices: tuple[ast.Subscript, ...]
-    """From the first column on."""
-    name: ast.expr
-    bounds: tuple[ast.expr, ...]
-    """Where each slice but the last one ends."""
+    path: str
+    """Of the layer."""
+    statements: tuple[ast.Assign, ...]
+    in_columns: tuple[ast.Assign, ...]
+    """The same in the order of their columns."""
 
 
-def read_packed_slices(forward: Forward) -> tuple[Packed, ...]:
-    """Those of a forward that writes to no tensor: slices by a split are no views of it for autograd."""
+def read_packed_slices(forward: Forward) -> list[Packed]:
+    """Those of a forward that writes to no tensor: of an unsafe split, autograd does not know that its parts share
+    memory."""
     if writes_to_tensors(forward.tree):
-        return ()
-    starts = ((place, node) for place in places(forward.tree.body) for node in _slices_in(place.statement))
-    found = (_packed(forward, place, node) for place, node in starts)
-    return tuple(each for each in found if each is not None)
-
-
-def _slices_in(statement: ast.stmt) -> list[ast.Subscript]:
-    """The slices that a statement takes whenever it runs; none of one that holds others."""
-    if hasattr(statement, "body"):
         return []
-    return [node for node in evaluated(statement) if _is_slice(node)]  # type: ignore[misc]
+    names = [node.id for node in ast.walk(forward.tree) if isinstance(node, ast.Name)]
+    blocks = {id(place.block): place.block for place in places(forward.tree.body)}
+    return [
+        packed
+        for block in blocks.values()
+        for name, path, statements in _runs(forward, block)
+        if names.count(name) == 1 + len(statements) and (packed := _in_order(path, statements)) is not None
+    ]
 
 
-def _is_slice(node: ast.AST) -> bool:
-    """Whether it is x[..., a:b] of a name."""
-    match node:
-        case ast.Subscript(
-            value=ast.Name(),
-            slice=ast.Tuple(elts=[ast.Constant(value=value), ast.Slice(step=None)]),
-            ctx=ast.Load(),
-        ):
-            return value is ...
-    return False
+def _runs(forward: Forward, block: list[ast.stmt]) -> Iterator[tuple[str, str, tuple[ast.Assign, ...]]]:
+    """(name of a child's result, the child's path, consecutive statements that take slices of it)."""
+    for position, statement in enumerate(block):
+        name = assigned_name(statement)
+        called = forward.called(statement.value) if isinstance(statement, ast.Assign) and name else None
+        if called is None:
+            continue
+        taken = [each if _slice(each, name) else None for each in block[position + 1 :]]
+        first = next((i for i, each in enumerate(taken) if each is not None), len(taken))
+        last = next((i for i in range(first, len(taken)) if taken[i] is None), len(taken))
+        yield name, called[0], tuple(taken[first:last])  # type: ignore[arg-type]
 
 
-def _packed(forward: Forward, place: Place, first: ast.Subscript) -> Packed | None:
-    """The slices of which `first`, in the place's statement, is the first one that is evaluated."""
-    name: str = first.value.id  # type: ignore[attr-defined]
-    found: list[ast.Subscript] = []
-    for position in range(place.position, len(place.block)):
-        statement = place.block[position]
-        here = [node for node in _slices_in(statement) if node.value.id == name]  # type: ignore[attr-defined]
-        found += here
-        if len(here) != n_reads(statement, name) or found[:1] != [first]:
-            return None
-        if here and (packed := _in_order(found)) is not None:
-            later = range(position + 1, len(place.block))
-            rebound = next((i for i in later if assigned_name(place.block[i]) == name), position)
-            until = Place(place.block, rebound, place.in_loop)
-            names = {node.id for bound in packed.bounds for node in ast.walk(bound) if isinstance(node, ast.Name)}
-            steps = place.block[place.position : position]
-            is_same = not any(may_change(step, each) for step in steps for each in (name, *names))
-            return packed if is_same and forward.is_read_only_at(name, until, position, len(here)) else None
+def _slice(statement: ast.stmt, name: str) -> ast.Slice | None:
+    """a:b of `target = name[..., a:b]`."""
+    match statement:
+        case ast.Assign(
+            targets=[ast.Name()],
+            value=ast.Subscript(
+                value=ast.Name(id=read), slice=ast.Tuple(elts=[ast.Constant(value=value), ast.Slice(step=None) as part])
+            ),
+        ) if read == name and value is ...:
+            return part
     return None
 
 
-def _in_order(found: list[ast.Subscript]) -> Packed | None:
-    """The slices from the first column on, if they are all of them, and each begins where the one before it ends."""
-    by_start = {_text(_part(node).lower): node for node in found}
-    ordered: list[ast.Subscript] = []
+def _bounds(statement: ast.Assign) -> tuple[ast.expr | None, ast.expr | None]:
+    part: ast.Slice = statement.value.slice.elts[1]  # type: ignore[attr-defined]
+    return part.lower, part.upper
+
+
+def _in_order(path: str, statements: tuple[ast.Assign, ...]) -> Packed | None:
+    """The statements, if each slice begins where another one ends, and only names and constants say where."""
+    by_start = {_text(_bounds(each)[0]): each for each in statements}
+    ordered: list[ast.Assign] = []
     at: str | None = ""
     while at in by_start:
         ordered.append(by_start.pop(at))
-        at = _text(_part(ordered[-1]).upper) or None
-    bounds = tuple(_part(node).upper for node in ordered[:-1])
-    is_whole = at is None and len(ordered) == len(found) > 1
-    is_pure = not any(isinstance(node, (ast.Call, ast.NamedExpr)) for bound in bounds for node in ast.walk(bound))  # type: ignore[arg-type]
-    return Packed(tuple(ordered), ordered[0].value, bounds) if is_whole and is_pure else None  # type: ignore[arg-type]
-
-
-def _part(node: ast.Subscript) -> ast.Slice:
-    part: ast.Slice = node.slice.elts[1]  # type: ignore[attr-defined]
-    return part
+        at = _text(_bounds(ordered[-1])[1]) or None
+    nodes = [node for each in ordered for bound in _bounds(each) if bound is not None for node in ast.walk(bound)]
+    targets = {assigned_name(each) for each in statements}
+    is_plain = not any(isinstance(node, (ast.Call, ast.NamedExpr)) for node in nodes)
+    keeps_bounds = targets.isdisjoint(node.id for node in nodes if isinstance(node, ast.Name))
+    is_whole = at is None and len(ordered) == len(statements) == len(targets) > 1
+    return Packed(path, statements, tuple(ordered)) if is_whole and is_plain and keeps_bounds else None
 
 
 def _text(bound: ast.expr | None) -> str:
     return "" if bound is None else ast.unparse(bound)
+
+
+def choose_packed_slices(module: nn.Module, found: list[Packed], excluded: Container[int]) -> tuple[Packed, ...]:
+    """Those of plain nn.Linears."""
+    return tuple(each for each in found if linear_at(module, each.path, excluded) is not None)
 
 
 @dataclass(frozen=True)
@@ -115,22 +118,21 @@ class PackedSlices:
     """A module that takes slices of packed projections, as a site."""
 
     forward: Forward
-    found: tuple[Packed, ...]
+    chosen: tuple[Packed, ...]
     pattern = PATTERN
     detail = ""
 
     def rewrite(self, cls: type) -> Rewrite:
         """The forward with one split in place of its slices."""
         rewriting = Rewriting(self.forward)
-        for index, packed in enumerate(self.found):
-            parts = f"packed_{index}_"
-            first = min(packed.slices, key=lambda node: (node.lineno, node.col_offset))
-            for i, node in enumerate(packed.slices):
-                value: ast.expr = ast.Name(parts)
-                if node is first:
-                    given = [ast.Name(rewriting.own), *(rewriting.copies[id(x)] for x in (packed.name, *packed.bounds))]
-                    value = ast.NamedExpr(ast.Name(parts), ast.Call(ast.Name("packed_slices_"), given, []))
-                rewriting.put(node, ast.Subscript(value, ast.Constant(i)))
+        for packed in self.chosen:
+            first, *others = (rewriting.copies[id(each)] for each in packed.statements)
+            in_columns = [rewriting.copies[id(each)] for each in packed.in_columns]
+            ends = [each.value.slice.elts[1].upper for each in in_columns[:-1]]
+            call = ast.Call(ast.Name("packed_slices_"), [ast.Name(rewriting.own), first.value.value, *ends], [])
+            targets = ast.Tuple([target for each in in_columns for target in each.targets])
+            rewriting.removed.update(map(id, others))
+            first.targets, first.value = [targets], call
         rewriting.constants["packed_slices_"] = packed_slices
         return rewriting.rewrite(PATTERN)
 
@@ -146,14 +148,20 @@ class PackedSlices:
 
 def packed_slices(module: nn.Module, x: Any, *bounds: Any) -> Any:
     """x[..., :b], x[..., b:c], ..., x[..., d:] of the bounds b, c, ..., d."""
-    has_gradient = type(x) in (Tensor, FakeTensor) and x.requires_grad
-    if not has_gradient or not all(type(bound) is int for bound in bounds):
+    if not _has_gradient(x) or not all(type(bound) is int for bound in bounds):
         return _apart(x, bounds)
     sizes = [stop - start for start, stop in pairwise((0, *bounds, x.shape[-1]))]
     if min(sizes) < 1:
         return _apart(x, bounds)
     calls.count_fused(module)
     return torch.unsafe_split_with_sizes(x, sizes, dim=-1)
+
+
+def _has_gradient(x: Any) -> bool:
+    """Whether autograd will write a gradient of x, in calls that no compiler or transform follows."""
+    if torch.compiler.is_compiling() or is_jit_tracing() or is_transformed():
+        return False
+    return type(x) in (Tensor, FakeTensor) and x.requires_grad
 
 
 def _apart(x: Any, bounds: tuple[Any, ...]) -> tuple[Any, ...]:
