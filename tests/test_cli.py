@@ -82,18 +82,23 @@ def test_anatomy_tables(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [["--fits", "16GB"], ["--gpu", "A100-40GB"], ["--predict-only"]])
+@pytest.mark.parametrize(
+    "asked", [["--fits", "16GB"], ["--gpu", "A100-40GB", "--autocast", "bfloat16"], ["--predict-only"]]
+)
 def test_anatomy_without_running(run, asked):
     result = run("anatomy", "tiny-gpt2", *FAST, "--columns", "eager,", *asked)
     assert result.exit_code == 0
     assert ("Does it fit" in result.stdout) == (asked != ["--predict-only"])
     assert "predicted for cuda" in result.stdout and "patched +" not in result.stdout
+    assert ("autocast to bfloat16" in result.stdout) == ("--autocast" in asked)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--dtype", "float8"], ["--dtype", "float32, bfloat16, float16", "float8"]),
+        (["--autocast", "float32"], ["--autocast must be one of bfloat16, float16", "got float32 with float32"]),
+        (["--autocast", "bfloat16", "--dtype", "bfloat16"], ["with --dtype float32, got bfloat16 with bfloat16"]),
         (["--optimizer", "lion"], ["--optimizer must be one of adamw, adam, adamw8bit", "lion"]),
         (["--columns", "eager,quick"], ["--columns", "eager, patched, patched_loss, patched_adamw8bit, ", "got quick"]),
         (["--columns", ","], ["--columns", "got none"]),

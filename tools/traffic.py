@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,15 +70,12 @@ def traffic_of(shape: str, device_type: str, **patch: Any) -> Traffic:
     make_batch = partial(anatomy.make_batch, model, BATCH_SIZE, SEQUENCE_LENGTH)
     is_patched = not patch.pop("unpatched", False)
 
-    @contextmanager
-    def context() -> Iterator[None]:
-        with (
-            torch.autocast("cpu", torch.bfloat16, enabled=is_autocast),  # fake tensors are of the CPU's device type
-            onetrip.patched(model, verify=False, **patch) if is_patched else nullcontext(),
-        ):
-            yield
-
-    how: dict[str, Any] = {"device_type": device_type, "peak_only": True, "context": context}
+    how: dict[str, Any] = {
+        "device_type": device_type,
+        "autocast": torch.bfloat16 if is_autocast else None,
+        "peak_only": True,
+        "context": partial(onetrip.patched, model, verify=False, **patch) if is_patched else nullcontext,
+    }
     n_threads = torch.get_num_threads()
     torch.set_num_threads(_N_THREADS)
     try:

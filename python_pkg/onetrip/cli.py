@@ -87,6 +87,9 @@ def anatomy(
     batch_size: Annotated[int, typer.Option(help="Sequences (or images) a step.")] = 8,
     sequence_length: Annotated[int, typer.Option(help="Tokens a sequence.")] = 128,
     dtype: Annotated[str, typer.Option(help="Of weights and activations: float32, bfloat16 or float16.")] = "float32",
+    autocast: Annotated[
+        str | None, typer.Option(help="torch.autocast in forward: bfloat16 or float16 (Trainer's bf16, fp16).")
+    ] = None,
     optimizer: Annotated[
         str, typer.Option(help="adamw (torch's), adam, adamw8bit, adam8bit, sgd or sgd-momentum.")
     ] = "adamw",
@@ -124,6 +127,7 @@ def anatomy(
             fits=fits,
             gpu=gpu,
             predict_only=predict_only,
+            autocast=autocast,
         )
         folder = anatomy_.writable_folder(output) if output is not None else None
         with _progress(not as_json) as progress:

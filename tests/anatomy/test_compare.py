@@ -345,19 +345,21 @@ def prediction(name, batch_size=2, sequence_length=16, optimizer="sgd", **how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "batch_size", "sequence_length", "dtype", "optimizer"),
+    ("model", "batch_size", "sequence_length", "dtype", "optimizer", "autocast"),
     [
-        ("tiny-bert", 1, 64, "bfloat16", "adam8bit"),
-        ("tiny-llama", 3, 24, "float32", "adamw"),
-        ("tiny-gpt2", 3, 100, "float32", "sgd-momentum"),
-        ("tiny-gemma", 2, 24, "float32", "adam"),
-        ("tiny-t5", 2, 32, "bfloat16", "adamw"),
-        ("tiny-vit", 2, 16, "float32", "sgd"),
-        ("minilm", 2, 64, "float32", "adamw"),
+        ("tiny-bert", 1, 64, "bfloat16", "adam8bit", None),
+        ("tiny-bert", 2, 64, "float32", "sgd", "bfloat16"),
+        ("tiny-llama", 3, 24, "float32", "adamw", None),
+        ("tiny-llama", 2, 48, "float32", "adamw", "float16"),
+        ("tiny-gpt2", 3, 100, "float32", "sgd-momentum", None),
+        ("tiny-gemma", 2, 24, "float32", "adam", None),
+        ("tiny-t5", 2, 32, "bfloat16", "adamw", None),
+        ("tiny-vit", 2, 16, "float32", "sgd", None),
+        ("minilm", 2, 64, "float32", "adamw", None),
     ],
     ids=lambda value: str(value),
 )
-def test_prediction_is_what_is_measured(model, batch_size, sequence_length, dtype, optimizer):
+def test_prediction_is_what_is_measured(model, batch_size, sequence_length, dtype, optimizer, autocast):
     options = anatomy.Options(
         model,
         batch_size,
@@ -368,6 +370,7 @@ def test_prediction_is_what_is_measured(model, batch_size, sequence_length, dtyp
         steps=1,
         warm_up=0,
         columns=("eager", "patched", "patched_adamw8bit"),
+        autocast=autocast,
     )
     assert_predicted(anatomy.compare(options))
 

@@ -129,12 +129,12 @@ def compare(options: Options, progress: Progress | None = None) -> Comparison:
     columns = {name: Column(predicted.get(name)) for name in options.columns}
     memory = options.memory()
     if memory is not None:
-        speed = options.speed()
+        speed, dtype = options.speed(), options.autocast or options.dtype
         columns = {
             name: Column(
                 step,
                 fit=predictions.fit(name, step, memory),
-                bound=lower_bound(step.traffic, speed, options.dtype) if speed and step.traffic else None,
+                bound=lower_bound(step.traffic, speed, dtype) if speed and step.traffic else None,
             )
             for name, step in predicted.items()
         }
@@ -190,7 +190,8 @@ class _Predictions:
             with _nothing_logged():
                 return predict(
                     self.model, make, make_optimizer, self.mode,
-                    context=context, device_type=self.device_type, peak_only=peak_only,
+                    context=context, device_type=self.device_type, autocast=self.options.autocast_dtype(),
+                    peak_only=peak_only,
                 )  # fmt: skip
         except UsageError:
             raise
@@ -262,8 +263,10 @@ def _check_memory(predicted: dict[str, StepBytes], predictions: _Predictions, de
         )
 
 
-def _loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    return model(**batch).loss
+def _loss(model: Any, batch: dict[str, Tensor], device: torch.device, autocast: torch.dtype | None) -> Tensor:
+    with torch.autocast(device.type, autocast, enabled=autocast is not None):
+        loss: Tensor = model(**batch).loss
+    return loss
 
 
 def _measure(
@@ -283,13 +286,13 @@ def _measure(
         used = OPTIMIZERS["adamw8bit"](model.parameters()) if name == "patched_adamw8bit" else optimizer
         loss_fn = None
         if name == "compiled":
-            loss_fn = partial(_loss, torch.compile(model), batch)
+            loss_fn = partial(_loss, torch.compile(model), batch, device, options.autocast_dtype())
         variants[name] = Variant(used, _context(name, model), loss_fn)
     with Sampler(device) as sampler:
         try:
             measured = measure_variants(
                 model,
-                partial(_loss, model, batch),
+                partial(_loss, model, batch, device, options.autocast_dtype()),
                 {COLUMNS[name]: variant for name, variant in variants.items()},
                 inputs=batch.values(),
                 steps=options.steps,

@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd-momentum": partial(torch.optim.SGD, lr=0.0, momentum=0.9),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AUTOCAST = ("bfloat16", "float16")
 COLUMNS = {
     "eager": "eager",
     "patched": "patched",
@@ -55,6 +56,8 @@ class Options:
     gpu: str | None = None
     """The name of a GPU: see gpus."""
     predict_only: bool = False
+    autocast: str | None = None
+    """The dtype of torch.autocast in the forward pass: bfloat16 or float16; None for no autocast."""
 
     @property
     def runs(self) -> bool:
@@ -69,6 +72,9 @@ class Options:
         for name, known in (("dtype", DTYPES), ("optimizer", OPTIMIZERS)):
             if getattr(self, name) not in known:
                 raise UsageError(f"--{name} must be one of {', '.join(known)}, got {getattr(self, name)}")
+        if self.autocast is not None and (self.autocast not in AUTOCAST or self.dtype != "float32"):
+            got = f"{self.autocast} with {self.dtype}"
+            raise UsageError(f"--autocast must be one of {', '.join(AUTOCAST)}, with --dtype float32, got {got}")
         if not self.columns or not set(self.columns) <= set(COLUMNS):
             got = ", ".join(name for name in self.columns if name not in COLUMNS) or "none"
             raise UsageError(f"--columns must be of {', '.join(COLUMNS)}, got {got}")
@@ -77,6 +83,9 @@ class Options:
         if self.fits is not None and self.gpu is not None:
             raise UsageError("--fits and --gpu must not both be given")
         self.memory()
+
+    def autocast_dtype(self) -> torch.dtype | None:
+        return None if self.autocast is None else DTYPES[self.autocast]
 
     def memory(self) -> int | None:
         if self.gpu is not None:

@@ -167,13 +167,15 @@ def predict(
     *,
     context: Callable[[], AbstractContextManager[object]] = nullcontext,
     device_type: str = "cpu",
+    autocast: torch.dtype | None = None,
     peak_only: bool = False,
 ) -> StepBytes:
     """The bytes of one training step of a model of fake tensors (see fake_copy), on a device of this type.
 
     make_optimizer: takes parameters. context: as Variant's. Fused steps of optimizers (Adam8bit) allocate nothing;
-    what libraries take for themselves (a CUDA context, workspaces of matrix products) is not seen. peak_only: saved
-    activations are left out, for half the time.
+    what libraries take for themselves (a CUDA context, workspaces of matrix products) is not seen. autocast: dtype of
+    torch.autocast in forward, by its rules for a CPU: fake tensors are on one. peak_only: saved activations are left
+    out, for half the time.
     """
     as_on_device = _AsOnGpu() if device_type == "cuda" else nullcontext()
     with context(), watched(device_type), mode, as_on_device:
@@ -181,15 +183,21 @@ def predict(
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         _take_a_first_step(optimizer)
         inputs = [t for t in batch.values() if isinstance(t, Tensor)]
-        model(**batch)  # a patched model's first forward links sums to the norms that read them
+
+        def loss() -> Tensor:
+            with torch.autocast("cpu", autocast, enabled=autocast is not None):
+                found: Tensor = model(**batch).loss
+            return found
+
+        loss()  # a patched model's first forward links sums to the norms that read them
         saved = SavedActivations()
         if not peak_only:
             not_counted = [*model.parameters(), *model.buffers(), *inputs]
-            saved = saved_activations(lambda: model(**batch).loss, not_counted, model)
+            saved = saved_activations(loss, not_counted, model)
         tracker = _tracker(model, optimizer, *inputs)
         counted = TrafficMode()
         with tracker, counted:
-            model(**batch).loss.backward()
+            loss().backward()
             gradients = tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
             with counted.optimizer():
                 if isinstance(optimizer, Adam8bit):

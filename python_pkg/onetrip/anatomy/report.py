@@ -55,7 +55,8 @@ def render(result: Mapping[str, Any]) -> Group:
 
 def _name(result: Mapping[str, Any]) -> str:
     options = result["options"]
-    return f"{options['model']}, {options['batch_size']} x {options['sequence_length']}, {options['dtype']}"
+    dtype = options["dtype"] if options.get("autocast") is None else f"autocast to {options['autocast']}"
+    return f"{options['model']}, {options['batch_size']} x {options['sequence_length']}, {dtype}"
 
 
 def _parts(result: Mapping[str, Any], most_rows: int | None) -> list[str | Table]:
