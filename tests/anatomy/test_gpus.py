@@ -71,6 +71,19 @@ def test_a_faster_gpu_is_never_slower():
     assert steps == sorted(steps, reverse=True) and steps[-1] > 0.0
 
 
+def test_autocast_casts_what_is_saved_and_products_run_at_its_rate():
+    plain, cast = (
+        anatomy.compare(anatomy.Options("tiny-bert", 2, 32, gpu="A100-40GB", columns=("eager",), autocast=dtype))
+        for dtype in (None, "bfloat16")
+    )
+    (before,), (after,) = plain.columns.values(), cast.columns.values()
+    assert after.predicted.weights == before.predicted.weights == after.predicted.gradients
+    assert after.predicted.traffic.bytes(PRODUCT) < before.predicted.traffic.bytes(PRODUCT)
+    speed, moved = anatomy.SPEEDS["A100-40GB"], after.predicted.traffic
+    assert after.bound.products == anatomy.lower_bound(moved, speed, "bfloat16").products
+    assert after.bound.products < anatomy.lower_bound(moved, speed, "float32").products
+
+
 @pytest.fixture(scope="module")
 def on_gpu():
     columns = ("eager", "patched", "patched_adamw8bit")

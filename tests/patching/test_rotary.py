@@ -14,6 +14,8 @@ from onetrip.patching.rotary import Rotations, read_rotations
 from torch import Tensor, nn
 
 BATCH, POSITIONS, HEADS, HEAD_DIM = 2, 5, 4, 8
+INTERFACE = pytest.importorskip("transformers").AttentionInterface()
+INTERFACE["pair"] = lambda q, k: (q, k)
 Pair = tuple[Tensor, Tensor]
 
 
@@ -73,7 +75,6 @@ class Rotary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.dense = nn.Linear(2, 2)  # only a module with children can have a rotation
-        self.attend = lambda q, k: (q, k)
 
     def inputs(self, dtype: torch.dtype = torch.float32, table: torch.dtype | None = None) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -86,7 +87,7 @@ class Rotary(nn.Module):
 
 class Llama(Rotary):
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        attend = self.attend
+        attend = INTERFACE["pair"]
         q, k = llama(q, k, cos, sin)
         return attend(q, k)
 
@@ -95,7 +96,7 @@ class PositionsFirst(Rotary):
     is_heads_first = False
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        attend = self.attend
+        attend = INTERFACE["pair"]
         q, k = llama(q, k, cos, sin, unsqueeze_dim=2)
         return attend(q, k)
 
@@ -104,21 +105,21 @@ class NeoX(Rotary):
     n_columns = HEAD_DIM // 2
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        attend = self.attend
+        attend = INTERFACE["pair"]
         q, k = gpt_neox(q, k, cos, sin)
         return attend(q, k)
 
 
 class Cohere(Rotary):
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        attend = self.attend
+        attend = INTERFACE["pair"]
         q, k = cohere(q, k, cos, sin)
         return attend(q, k)
 
 
 class Glm(Rotary):
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        attend = self.attend
+        attend = INTERFACE["pair"]
         q, k = glm(q, k, cos, sin)
         return attend(q, k)
 
@@ -127,7 +128,7 @@ class Vision(Rotary):
     is_heads_first = False
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        attend = self.attend
+        attend = INTERFACE["pair"]
         q, k = qwen_vision(q, k, cos, sin)
         return attend(q, k)
 
@@ -139,14 +140,14 @@ class Packed(Vision):
         return [x.flatten(0, 1) for x in super().inputs(dtype, table)]
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        attend = self.attend
+        attend = INTERFACE["pair"]
         q, k = qwen_vision(q, k, cos, sin)
         return attend(q, k)
 
 
 class BackToDtype(Rotary):
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        attend = self.attend
+        attend = INTERFACE["pair"]
         q, k = back_to_dtype(q, k, cos, sin)
         return attend(q, k)
 
@@ -204,7 +205,7 @@ def test_training_under_autocast_gives_what_attention_would_cast(make: type[Rota
 
 FOR_ATTENTION = {
     "transformers": "q, k = R; k, v = cache.update(k, v, self.i); return attend(self, q, k, v, scaling=q.shape[-1])",
-    "views": "q, k = R; k = k[:, :1].expand(q.shape); return attend(q.transpose(1, 2), k)",
+    "views": "q, k = R; k = k[:, :1].expand(q.shape); return attend(q.transpose(1, 2).contiguous(), k)",
     "joined": "q, k = R; q = torch.cat((q, v), dim=-1); return attend(q, key=k)",
     "products": "q, k = R; return torch.softmax(q @ k.transpose(2, 3), dim=-1) @ v",
     "read before": "y = self.dense(q) + 2 * k; q, k = R; return y + torch.matmul(q, k)",
@@ -212,21 +213,45 @@ FOR_ATTENTION = {
 FOR_OTHERS = {
     "a norm (HunYuan)": "q, k = R; q = self.dense(q); return attend(q, k)",
     "a norm of k": "q, k = R; k = self.a.norm(k); return attend(q, k)",
+    "a norm of a view": "q, k = R; q = q.transpose(1, 2); q = self.dense(q); return attend(q, k)",
+    "a norm of what is joined": "q, k = R; y = torch.cat((q, v), dim=-1); y = self.dense(y); return attend(y, k)",
+    "a norm of the cache's keys": "q, k = R; keys, v = cache.update(k, v, 0); return attend(q, self.dense(keys))",
+    "a norm by another name": "norm = self.dense; q, k = R; q = norm(q); return attend(q, k)",
     "a factor (Ministral 3)": "q, k = R; q = q * v; return attend(q, k)",
+    "a factor of a view": "q, k = R; return attend(q.transpose(1, 2) * v, k)",
+    "a factor of a part": "q, k = R; return attend(q[..., :2] * v, k)",
+    "an index": "q, k = R; return attend(v[q], k)",
     "a sum": "q, k = R; q += v; return attend(q, k)",
+    "a sum of another name": "q, k = R; y = q; return attend(y + v, k)",
     "float32": "q, k = R; q = q.float(); return attend(q, k)",
     "its dtype": "q, k = R; return attend(q, k, q.dtype)",
     "returned": "q, k = R; return q, k",
+    "a view is returned": "q, k = R; return q.reshape(1, 2), attend(k)",
     "returned at once": "return R",
     "one name": "both = R; return attend(*both)",
     "a function of the module": "q, k = R; return halves(q) @ k",
+    "no attention function": "attend = attend or torch.sin; q, k = R; return attend(q, k)",
     "a builtin": "q, k = R; return attend(max(q), k)",
     "called": "q, k = R; return q(k)",
+    "a method that is kept": "q, k = R; f = q.view; return attend(f(2), k)",
+    "a method as an argument": "q, k = R; y = attend(q.view, k); return y @ v",
     "an update of its own": "q, k = R; k, v = self.update(k, v); return attend(q, k)",
+    "an update of what is no cache": "d = {}; q, k = R; k, v = d.update(k, v); return attend(q, k)",
+    "an update of the values": "q, k = R; v, k = cache.update(v, k, 0); return attend(q, k)",
     "another function of torch": "q, k = R; return torch.sin(q) @ k",
+    "a callable without a hash": "q, k = R; return UNHASHABLE(q) @ k",
     "a sum in a list": "q, k = R; return attend([q + v], k)",
     "a generator": "q, k = R; return attend(*(x.sin() for x in (q, k)))",
+    "a loop": "for _ in range(2):;     y = q.sin();     q, k = R; return attend(q, k)",
 }
+
+
+class Unhashable(dict):  # type: ignore[type-arg]
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+UNHASHABLE = Unhashable()
 
 
 @pytest.mark.parametrize(
@@ -236,7 +261,7 @@ def test_who_reads_the_results(expected: bool, bodies: dict[str, str]) -> None:
     """Under autocast only what attention casts anyway may be rounded."""
     found = {}
     for name, body in bodies.items():
-        lines = ["attend = self.attend", *body.replace("R", "llama(q, k, cos, sin)", 1).split("; ")]
+        lines = ['attend = INTERFACE["pair"]', *body.replace("R", "llama(q, k, cos, sin)", 1).split("; ")]
         source = "def forward(self, q, k, v, cos, sin, cache):\n" + "".join(f"    {line}\n" for line in lines)
         forward = read_forward(Llama.forward, source)
         assert isinstance(forward, Forward)
@@ -251,7 +276,7 @@ def test_a_norm_after_the_rotation_reads_float32() -> None:
 
     class Normed(Rotary):
         def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-            attend = self.attend
+            attend = INTERFACE["pair"]
             q, k = llama(q, k, cos, sin)
             q = self.norm(q)
             return attend(q, k)

@@ -9,7 +9,6 @@ Everything else of the forward stays as it was written.
 from __future__ import annotations
 
 import ast
-import builtins
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +23,9 @@ from torch.nn import functional
 from .. import ops
 from ..ops.common.backends import KERNEL_DTYPES, use_backend
 from . import calls
+from .attention.interface import attention_functions
 from .classes import Rewrite
-from .forward import Forward
+from .forward import Forward, places
 from .rewriting import Rewriting
 from .source import is_pure, resolve
 from .verify import check_function, kind_of, undisturbed
@@ -123,19 +123,17 @@ class Rotation:
         """What the function returns, by the operator. for_attention: that attention alone reads it. In training under
         autocast float32 becomes autocast's dtype then: attention would cast it to that, and rounds the same values."""
         dtype = q.dtype if self.keeps_dtype else torch.promote_types(q.dtype, cos.dtype)
-        if for_attention and dtype == torch.float32 and _trains_under_autocast(q, k):
-            dtype = torch.get_autocast_dtype(q.device.type)
+        half = calls.autocast_dtype(q)
+        # Without gradients a cache keeps k in the dtype that it has then.
+        is_trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+        if for_attention and dtype == torch.float32 and half is not None and is_trained:
+            dtype = half
         if self.in_float32:
             cos, sin = cos.float(), sin.float()
         tables = self.table.to_operator(cos), self.table.to_operator(sin)
         q, k = layout.to_operator(q), layout.to_operator(k)
         q, k = ops.rotary_embedding(q, k, *tables, interleaved=self.table.is_interleaved, out_dtype=dtype)
         return layout.back(q), layout.back(k)
-
-
-def _trains_under_autocast(q: Tensor, k: Tensor) -> bool:
-    """Not without gradients: a cache keeps k in the dtype that it has then."""
-    return calls.is_autocasting(q) and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -218,44 +216,55 @@ def read_rotations(forward: Forward) -> Rotations | None:
     return Rotations(forward, tuple(found)) if found else None
 
 
-_VIEWS = frozenset(("transpose", "view", "reshape", "permute", "unsqueeze", "expand", "contiguous", "shape"))
-_PRODUCTS = frozenset((torch.matmul, torch.bmm, functional.scaled_dot_product_attention, torch.cat))
+_VIEWS = ("transpose", "view", "reshape", "permute", "unsqueeze", "expand", "contiguous")
+_PRODUCTS = (torch.matmul, torch.bmm, functional.scaled_dot_product_attention)
 
 
 def _is_for_attention(forward: Forward, call: ast.Call) -> bool:
-    """Whether the results have names that are read, after the call, by products, by functions that the forward chose
-    (transformers' attention functions) and by caches alone."""
-    assigned = next(
-        (each for each in ast.walk(forward.tree) if isinstance(each, ast.Assign) and each.value is call), None
-    )
-    match assigned:
-        case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=q), ast.Name(id=k)])]):
-            end = call.end_lineno or 0, call.end_col_offset or 0
+    """Whether the results have names, and after the call these, views of them and what is joined to them are read by
+    matrix products, transformers' attention functions and a cache alone."""
+    assigned = [each for each in places(forward.tree.body) if getattr(each.statement, "value", None) is call]
+    match [(each.statement, each.in_loop) for each in assigned]:
+        case [(ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=q), ast.Name(id=k)])]), False)]:
+            names = [q, k]
         case _:
             return False
+    nodes = [node for node in ast.walk(forward.tree) if (getattr(node, "lineno", 0), 0) > (call.end_lineno or 0, 0)]
     parents = {id(child): node for node in ast.walk(forward.tree) for child in ast.iter_child_nodes(node)}
+    functions = attention_functions(forward)
+    parameters = {each.arg for each in forward.tree.args.args[1:] + forward.tree.args.kwonlyargs}
 
     def is_known(node: ast.AST) -> bool:
-        match parents[id(node)]:
+        parent: Any = parents[id(node)]
+        match parent:
             case ast.Attribute(attr=name):
-                return name in _VIEWS
-            case ast.BinOp(op=ast.MatMult()) | ast.Subscript():
+                method = parents[id(parent)]
+                is_view = name in _VIEWS and isinstance(method, ast.Call) and method.func is parent
+                return name == "shape" or (is_view and is_known(method))
+            case ast.Subscript(value=value):
+                return value is node and is_known(parent)
+            case ast.BinOp(op=ast.MatMult()):
                 return True
-            case (ast.Tuple() | ast.List() | ast.keyword()) as holder:
-                return is_known(holder)
-            case ast.Call(func=ast.Name(id=name) as function) if name not in forward.globals:
-                return function is not node and not hasattr(builtins, name)
-            case ast.Call(func=ast.Attribute(attr="update") as method):
-                return forward.child(method) == ""
+            case ast.Tuple() | ast.List() | ast.keyword():
+                return is_known(parent)
+            case ast.Assign(targets=[ast.Name(id=name) | ast.Tuple(elts=[ast.Name(id=name), ast.Name()])]):
+                names.extend({name} - set(names))  # of two, the cache's keys
+                return True
+            case ast.Call(func=ast.Name(id=name)) if name in functions:
+                return True
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=cache), attr="update"), args=[first, _, *_]):
+                return cache in parameters and first is node and is_known(parent)
             case ast.Call(func=function):
-                return resolve(function, forward.globals) in _PRODUCTS
+                resolved = resolve(function, forward.globals)
+                return any(resolved is each for each in _PRODUCTS) or (resolved is torch.cat and is_known(parent))
         return False
 
-    return all(
+    reads = [node for node in nodes if isinstance(node, ast.Name)]
+    return all(  # names grows as it goes
         is_known(node)
-        for node in ast.walk(forward.tree)
-        if isinstance(node, ast.Name) and node.id in (q, k) and (node.lineno, node.col_offset) >= end
-        if not isinstance(node.ctx, ast.Store) or isinstance(parents[id(node)], ast.AugAssign)
+        for name in names
+        for node in reads
+        if node.id == name and (not isinstance(node.ctx, ast.Store) or isinstance(parents[id(node)], ast.AugAssign))
     )
 
 

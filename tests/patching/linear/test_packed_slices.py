@@ -224,10 +224,23 @@ def test_without_gradients_and_of_subclasses_slices_are_taken(x: Tensor) -> None
     assert report.calls() == {"": (0, 0)}
 
 
+def own_forward(dense: Any) -> None:
+    dense.forward = dense.forward
+
+
+@pytest.mark.parametrize("change", [own_forward, lambda dense: dense.register_forward_hook(lambda *_: None)])
+def test_what_a_hook_may_have_kept_is_sliced(change: Any, x: Tensor) -> None:
+    model = randomised(Three())
+    report = patched(model)
+    change(model.dense)
+    outcome(model, x)
+    assert report.calls() == {"": (0, 0)}
+
+
 def test_fake_tensors_are_split(x: Tensor) -> None:
     """onetrip anatomy counts with them."""
     with FakeTensorMode(), torch.device("cpu"):
-        q, k = packed_slices(Packed(), torch.empty(2, 3 * N, requires_grad=True), N)
+        q, k = packed_slices(Packed(), nn.Linear(1, 1), torch.empty(2, 3 * N, requires_grad=True), N)
     assert "Split" in q.grad_fn.name() and (q.shape, k.shape) == ((2, N), (2, 2 * N))
 
 

@@ -24,7 +24,7 @@ from ..forward import Forward, linear_at, places, writes_to_tensors
 from ..rewriting import Rewriting
 from ..source import calls_in
 from ..verify import VerificationError, kind_of, undisturbed
-from .interface import is_question
+from .interface import attention_functions
 
 PATTERN = "attention_heads"
 
@@ -46,8 +46,7 @@ def read_heads(forward: Forward) -> FoundHeads | None:
     tree = forward.tree
     if writes_to_tensors(tree):  # a view and what it is of are one tensor
         return None
-    functions: dict[str, list[ast.expr]] = {}
-    assigned: dict[str, int] = {}
+    functions = attention_functions(forward)
     copies: dict[str, list[tuple[ast.Call, str]]] = {}
     known: set[int] = {
         id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in _SHAPES
@@ -58,11 +57,7 @@ def read_heads(forward: Forward) -> FoundHeads | None:
                 ast.Assign(targets=[ast.Name(id=name)], value=value)
                 | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
             ):
-                assigned[name] = assigned.get(name, 0) + 1
-                questions = [node for node in ast.walk(value) if is_question(node, forward.globals)]
-                if questions:
-                    functions.setdefault(name, []).extend(questions)  # type: ignore[arg-type]
-                elif (copy := _copy(forward, value)) is not None:
+                if (copy := _copy(forward, value)) is not None:
                     copies.setdefault(name, []).append(copy)
             case ast.Assign(
                 targets=[ast.Tuple(elts=[ast.Name(id=one), ast.Name(id=other)])],
@@ -72,7 +67,6 @@ def read_heads(forward: Forward) -> FoundHeads | None:
                 ),
             ) if (one, other) == (key, value_name) and cache != forward.self_name:
                 known |= {id(first), id(second)}
-    functions = {name: found for name, found in functions.items() if assigned[name] == len(found)}
     for call in calls_in(tree):
         if isinstance(call.func, ast.Name) and call.func.id in functions and _is_laid_out_anew(tree, call):
             known |= {id(argument) for argument in call.args}

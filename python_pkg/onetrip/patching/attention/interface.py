@@ -232,6 +232,23 @@ def is_question(node: ast.AST, names: dict[str, Any]) -> bool:
     return False
 
 
+def attention_functions(forward: Forward) -> dict[str, list[ast.expr]]:
+    """The names of a forward that are only assigned what is_question, with these expressions."""
+    functions: dict[str, list[ast.expr]] = {}
+    assigned: dict[str, int] = {}
+    for statement in ast.walk(forward.tree):
+        match statement:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ):
+                assigned[name] = assigned.get(name, 0) + 1
+                questions = [node for node in ast.walk(value) if is_question(node, forward.globals)]
+                if questions:
+                    functions.setdefault(name, []).extend(questions)  # type: ignore[arg-type]
+    return {name: found for name, found in functions.items() if assigned[name] == len(found)}
+
+
 def _is_bfloat16_on_cpu(module: nn.Module) -> bool:
     device, dtype = kind_of(module)
     is_on_cpu = device.type == "cpu" and not any(parameter.is_meta for parameter in module.parameters())

@@ -1,7 +1,7 @@
 """Slices of a packed projection, taken by one split: backward writes their gradients side by side, once.
 
     qkv = self.qkv_proj(x)           qkv = self.qkv_proj(x)
-    q = qkv[..., :n]           ->    q, k, v = packed_slices_(self, qkv, n, m)      (Phi-3)
+    q = qkv[..., :n]           ->    q, k, v = packed_slices_(self, self.qkv_proj, qkv, n, m)      (Phi-3)
     k = qkv[..., n:m]
     v = qkv[..., m:]
 
@@ -89,7 +89,8 @@ def _bounds(statement: ast.Assign) -> tuple[ast.expr | None, ast.expr | None]:
 
 
 def _in_order(path: str, statements: tuple[ast.Assign, ...]) -> Packed | None:
-    """The statements, if each slice begins where another one ends, and only names and constants say where."""
+    """The statements, if each slice begins where another one ends; where that is, no call says, nor a name that they
+    bind."""
     by_start = {_text(_bounds(each)[0]): each for each in statements}
     ordered: list[ast.Assign] = []
     at: str | None = ""
@@ -109,7 +110,7 @@ def _text(bound: ast.expr | None) -> str:
 
 
 def choose_packed_slices(module: nn.Module, found: list[Packed], excluded: Container[int]) -> tuple[Packed, ...]:
-    """Those of plain nn.Linears."""
+    """Those of plain nn.Linears; packed_slices looks for hooks, which may keep a result."""
     return tuple(each for each in found if linear_at(module, each.path, excluded) is not None)
 
 
@@ -129,7 +130,11 @@ class PackedSlices:
             first, *others = (rewriting.copies[id(each)] for each in packed.statements)
             in_columns = [rewriting.copies[id(each)] for each in packed.in_columns]
             ends = [each.value.slice.elts[1].upper for each in in_columns[:-1]]
-            call = ast.Call(ast.Name("packed_slices_"), [ast.Name(rewriting.own), first.value.value, *ends], [])
+            call = ast.Call(
+                ast.Name("packed_slices_"),
+                [ast.Name(rewriting.own), rewriting.attribute(packed.path), first.value.value, *ends],
+                [],
+            )
             targets = ast.Tuple([target for each in in_columns for target in each.targets])
             rewriting.removed.update(map(id, others))
             first.targets, first.value = [targets], call
@@ -141,14 +146,14 @@ class PackedSlices:
         device, dtype = kind_of(module)
 
         def fused(x: Tensor) -> Any:
-            return packed_slices(module, x, 3, 5)
+            return packed_slices(module, nn.Linear(1, 1), x, 3, 5)
 
         check_function(fused, lambda x: _apart(x, (3, 5)), {"x": (2, 4, 9)}, device, dtype)
 
 
-def packed_slices(module: nn.Module, x: Any, *bounds: Any) -> Any:
-    """x[..., :b], x[..., b:c], ..., x[..., d:] of the bounds b, c, ..., d."""
-    if not _has_gradient(x) or not all(type(bound) is int for bound in bounds):
+def packed_slices(module: nn.Module, dense: Any, x: Any, *bounds: Any) -> Any:
+    """x[..., :b], x[..., b:c], ..., x[..., d:] of the bounds b, c, ..., d. dense: the layer that made x."""
+    if not calls.is_plain(dense, nn.Linear) or not _has_gradient(x) or not all(type(bound) is int for bound in bounds):
         return _apart(x, bounds)
     sizes = [stop - start for start, stop in pairwise((0, *bounds, x.shape[-1]))]
     if min(sizes) < 1:
