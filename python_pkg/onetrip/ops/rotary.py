@@ -23,8 +23,8 @@ from .common.tracing import is_jit_tracing, is_traced, is_transformed, reject_on
 from .rotary_autograd import apply, rotate
 from .rotary_native import eager_call
 
-_PLANS = {False: RotaryPlan(False, False), True: RotaryPlan(True, False)}
-_PLANS_OF_GRADIENTS = {False: RotaryPlan(False, True), True: RotaryPlan(True, True)}
+_PLANS = {interleaved: (RotaryPlan(interleaved, False), RotaryPlan(interleaved, True)) for interleaved in (False, True)}
+"""Forward's and backward's."""
 
 
 def rotary_embedding(
@@ -62,10 +62,11 @@ def rotary_embedding(
     code = -1 if is_compiling() or not isinstance(interleaved, bool) else read.rotary(q, k, cos, sin)
     if code < 0:
         _check(q, k, cos, sin, interleaved)
-    plan, of_gradients = _PLANS[interleaved], _PLANS_OF_GRADIENTS[interleaved]
+    plan, of_gradients = _PLANS[interleaved]
     if out_dtype is not None and out_dtype != q.dtype:
         check_out_dtype("rotary_embedding", out_dtype)
-        plan, of_gradients = plan._replace(dtype=out_dtype), of_gradients._replace(dtype=q.dtype)
+        plan = plan._replace(dtype=out_dtype)
+        of_gradients = plan.of_gradients(q.dtype)
     needs_grad = torch.is_grad_enabled()
     if needs_grad and (cos.requires_grad or sin.requires_grad):
         return cast("tuple[Tensor, Tensor]", reference.rotate(Operands(q, k, cos, sin), plan))
