@@ -7,7 +7,7 @@ namespace {
 
 using namespace onetrip;
 
-enum class Form { kGlu, kPacked, kPairs, kBias, kBiasNotWanted, kUpNotWanted, kRotary, kInterleaved };
+enum class Form { kGlu, kPacked, kPairs, kBias, kBiasNotWanted, kUpNotWanted, kRotary, kInterleaved, kToOtherDtype };
 
 struct Case {
   int64_t n_rows, n_cols;
@@ -76,10 +76,11 @@ std::vector<double> rotary(const Case& c) {
     args.n_batch = 2, args.n_positions = c.n_rows, args.head_dim = head_dim, args.n_rotated = n_rotated;
     args.cos = cos.data(), args.sin = sin.data();
     args.cos_strides = args.sin_strides = {0, 0, n_rotated};
-    args.dtype = c.dtype, args.interleaved = c.form == Form::kInterleaved, args.inverse = inverse;
+    args.dtype = args.y_dtype = c.dtype, args.interleaved = c.form == Form::kInterleaved, args.inverse = inverse;
+    if (c.form == Form::kToOtherDtype) args.y_dtype = c.dtype == DType::kFloat32 ? DType::kBFloat16 : DType::kFloat32;
     const int64_t n = 2 * c.n_rows * head_dim;
-    Array q(3 * n, c.dtype, c.is_aligned), k(n, c.dtype, c.is_aligned), q_out(3 * n, c.dtype, c.is_aligned),
-        k_out(n, c.dtype, c.is_aligned);
+    Array q(3 * n, c.dtype, c.is_aligned), k(n, c.dtype, c.is_aligned), q_out(3 * n, args.y_dtype, c.is_aligned),
+        k_out(n, args.y_dtype, c.is_aligned);
     q.fill(3), k.fill(4);
     // q: heads of a position next to each other; k: positions of a head.
     const RotaryStrides of_q = {3 * c.n_rows * head_dim, head_dim, 3 * head_dim};
@@ -93,9 +94,7 @@ std::vector<double> rotary(const Case& c) {
   return results;
 }
 
-std::vector<double> run(const Case& c) {
-  return c.form == Form::kRotary || c.form == Form::kInterleaved ? rotary(c) : glu(c);
-}
+std::vector<double> run(const Case& c) { return c.form >= Form::kRotary ? rotary(c) : glu(c); }
 
 }  // namespace
 
@@ -112,7 +111,7 @@ int main() {
         for (Form form : {Form::kGlu, Form::kPacked, Form::kUpNotWanted, Form::kPairs})
           for (double dropped : {0.0, 0.25})
             cases.push_back({n_rows, n_cols, dtype, Activation::kClampedSilu, form, false, dropped});
-        for (Form form : {Form::kRotary, Form::kInterleaved})
+        for (Form form : {Form::kRotary, Form::kInterleaved, Form::kToOtherDtype})
           if (n_cols % 3 == 0 || n_cols < 4) cases.push_back({n_rows, n_cols, dtype, Activation::kSilu, form, false});
       }
   // Outputs that pass the caches.
@@ -123,8 +122,10 @@ int main() {
   for (Form form : {Form::kGlu, Form::kPairs})
     for (int64_t n_cols : {1131, 1136})
       cases.push_back({2 * kStreamed / n_cols + 1, n_cols, f, Activation::kClampedSilu, form, true});
-  cases.push_back({kStreamed / 4 / 48 + 1, 48, f, Activation::kSilu, Form::kRotary, true});
-  cases.push_back({kStreamed / 4 / 48 + 1, 48, f, Activation::kSilu, Form::kInterleaved, true});
+  for (Form form : {Form::kRotary, Form::kInterleaved, Form::kToOtherDtype})
+    cases.push_back({kStreamed / 4 / 48 + 1, 48, f, Activation::kSilu, form, true});
   // A bfloat16 may round to either side: 2^-7. Sums over many rows add up.
-  return !levels_agree(cases, run, [](const Case& c) { return c.dtype == DType::kFloat32 ? 1e-4 : 1e-2; });
+  return !levels_agree(cases, run, [](const Case& c) {
+    return c.dtype == DType::kFloat32 && c.form != Form::kToOtherDtype ? 1e-4 : 1e-2;
+  });
 }
