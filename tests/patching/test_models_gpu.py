@@ -32,6 +32,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", MIXTURE),
     "t5": ("T5ForConditionalGeneration", "T5Config", {**T5, "decoder_start_token_id": 0}),
 }
+OWN_SOFTMAX: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "deberta_v2": ("DebertaV2ForMaskedLM", "DebertaV2Config", TEXT | {"relative_attention": True}),
+    "mpnet": ("MPNetForMaskedLM", "MPNetConfig", TEXT),
+}
+"""Models that compute it in a forward of theirs."""
 
 
 @pytest.fixture(params=MODELS)
@@ -86,6 +91,22 @@ def test_gradients_are_those_of_the_unpatched_model(
     for _ in range(1 + is_large):  # the first call finds out who reads what
         assert_close(gradients(model), expected)
     assert report.calls() and not any(fallbacks for _, fallbacks in report.calls().values())
+
+
+@pytest.mark.parametrize("name", OWN_SOFTMAX)
+def test_under_autocast_a_softmax_of_half_scores_is_fused(backend: str, name: str) -> None:
+    """Autocast makes it float32 on a GPU, dropout too, and casts both to half precision for the product."""
+    model_class, config_class, options = OWN_SOFTMAX[name]
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**options)).cuda().eval()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        expected = gradients(copy.deepcopy(model))
+        report = patch_model(model, patterns=["attention_softmax"])
+        actual = gradients(model)
+    assert actual.keys() == expected.keys()
+    for key, gradient in expected.items():
+        error, size = (actual[key] - gradient).norm(), gradient.norm()
+        assert error <= 0.03 * size + 1e-5, f"{key}: {error}, {size}"
+    assert set(report.calls().values()) == {(1, 0)}
 
 
 def test_a_norm_on_another_stream_than_its_sum_computes() -> None:

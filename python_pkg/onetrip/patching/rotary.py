@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from .. import ops
 from ..ops.common.backends import KERNEL_DTYPES, use_backend
 from . import calls
-from .attention.interface import attention_functions
+from .attention.reads import is_read_by_products
 from .classes import Rewrite
 from .forward import Forward, places
 from .rewriting import Rewriting
@@ -216,56 +215,13 @@ def read_rotations(forward: Forward) -> Rotations | None:
     return Rotations(forward, tuple(found)) if found else None
 
 
-_VIEWS = ("transpose", "view", "reshape", "permute", "unsqueeze", "expand", "contiguous")
-_PRODUCTS = (torch.matmul, torch.bmm, functional.scaled_dot_product_attention)
-
-
 def _is_for_attention(forward: Forward, call: ast.Call) -> bool:
-    """Whether the results have names, and after the call these, views of them and what is joined to them are read by
-    matrix products, transformers' attention functions and a cache alone."""
+    """Whether the results have names, and attention and a cache alone read them."""
     assigned = [each for each in places(forward.tree.body) if getattr(each.statement, "value", None) is call]
     match [(each.statement, each.in_loop) for each in assigned]:
-        case [(ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=q), ast.Name(id=k)])]), False)]:
-            names = [q, k]
-        case _:
-            return False
-    nodes = [node for node in ast.walk(forward.tree) if (getattr(node, "lineno", 0), 0) > (call.end_lineno or 0, 0)]
-    parents = {id(child): node for node in ast.walk(forward.tree) for child in ast.iter_child_nodes(node)}
-    functions = attention_functions(forward)
-    parameters = {each.arg for each in forward.tree.args.args[1:] + forward.tree.args.kwonlyargs}
-
-    def is_known(node: ast.AST) -> bool:
-        parent: Any = parents[id(node)]
-        match parent:
-            case ast.Attribute(attr=name):
-                method = parents[id(parent)]
-                is_view = name in _VIEWS and isinstance(method, ast.Call) and method.func is parent
-                return name == "shape" or (is_view and is_known(method))
-            case ast.Subscript(value=value):
-                return value is node and is_known(parent)
-            case ast.BinOp(op=ast.MatMult()):
-                return True
-            case ast.Tuple() | ast.List() | ast.keyword():
-                return is_known(parent)
-            case ast.Assign(targets=[ast.Name(id=name) | ast.Tuple(elts=[ast.Name(id=name), ast.Name()])]):
-                names.extend({name} - set(names))  # of two, the cache's keys
-                return True
-            case ast.Call(func=ast.Name(id=name)) if name in functions:
-                return True
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=cache), attr="update"), args=[first, _, *_]):
-                return cache in parameters and first is node and is_known(parent)
-            case ast.Call(func=function):
-                resolved = resolve(function, forward.globals)
-                return any(resolved is each for each in _PRODUCTS) or (resolved is torch.cat and is_known(parent))
-        return False
-
-    reads = [node for node in nodes if isinstance(node, ast.Name)]
-    return all(  # names grows as it goes
-        is_known(node)
-        for name in names
-        for node in reads
-        if node.id == name and (not isinstance(node.ctx, ast.Store) or isinstance(parents[id(node)], ast.AugAssign))
-    )
+        case [(ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=q), ast.Name(id=k)])]) as statement, False)]:
+            return is_read_by_products(forward, statement, q, k)
+    return False
 
 
 def _called_with(function: Any, more: list[Any], options: dict[str, Any], *tensors: Tensor) -> Any:

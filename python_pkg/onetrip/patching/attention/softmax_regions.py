@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from ...ops import softmax
 from ...ops.attention import saturated_mask
-from ...ops.common.backends import KERNEL_DTYPES
+from ...ops.common.backends import HALF, KERNEL_DTYPES
 from .. import calls
 from ..classes import Rewrite, method_of
 from ..forward import Forward, read_forward
@@ -35,6 +35,7 @@ from ..rewriting import Rewriting
 from ..source import Inliner, calls_in, first_match, indented
 from ..verify import RNG, MaskedDropout, check_function, kind_of
 from .eager import PATTERN
+from .reads import is_read_by_products
 
 SOFTMAXES = (
     "softmax(X, dim=-1)",
@@ -64,7 +65,9 @@ class Region:
     """The name of the probabilities before dropout, if read later. Then only calls without dropout are fused."""
     scores: str
     like: str
-    """The tensor whose dtype the result gets; "scores_" for the dtype of the scores."""
+    """The tensor whose dtype the result is cast to; "scores_" for the scores, "None" for no cast."""
+    for_products: bool
+    """Whether the result is read by matrix products alone, or returned beside what they give."""
     mask: str
     scale: str
     child: str
@@ -113,7 +116,7 @@ class SoftmaxRegions:
 
 def _fused(p: float, scores: Tensor, mask: Tensor | None = None) -> Tensor:
     mask = None if mask is None else _saturated(mask, scores)
-    return region_softmax(scores, mask, scale=0.5, dropout_p=p, rng=RNG)
+    return region_softmax(scores, mask, None, scale=0.5, dropout_p=p, rng=RNG)
 
 
 def _unfused(p: float, scores: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -144,7 +147,7 @@ def read_softmax_regions(cls: Any) -> SoftmaxRegions | Unsuitable | None:
             continue
         inliner = Inliner(function.__globals__, {})
         if _calls_softmax(tree, inliner):
-            found = tuple(_regions(tree, inliner))
+            found = tuple(_regions(forward, inliner))
             if found and isinstance(getattr_static(cls, method), FunctionType):
                 return SoftmaxRegions(forward, found)
             reason = reason or Unsuitable("unknown_forward", f"{method}: {_why_not(tree, inliner)}")
@@ -178,11 +181,11 @@ def _calls_softmax(tree: ast.FunctionDef, inliner: Inliner) -> bool:
     return any(inliner.function_name(call.func) == "softmax" for call in calls_in(tree))
 
 
-def _regions(tree: ast.FunctionDef, inliner: Inliner) -> Iterator[tuple[ast.AST, str, Region]]:
-    for node, name in _blocks(tree):
+def _regions(forward: Forward, inliner: Inliner) -> Iterator[tuple[ast.AST, str, Region]]:
+    for node, name in _blocks(forward.tree):
         block = getattr(node, name)
         for index in range(len(block)):
-            if (region := _region(tree, block, index, inliner)) is not None:
+            if (region := _region(forward, block, index, inliner)) is not None:
                 yield node, name, region
 
 
@@ -204,8 +207,9 @@ def _assignment(statement: ast.stmt, inliner: Inliner) -> tuple[str, ast.expr] |
     return None
 
 
-def _region(tree: ast.FunctionDef, block: list[ast.stmt], index: int, inliner: Inliner) -> Region | None:
+def _region(forward: Forward, block: list[ast.stmt], index: int, inliner: Inliner) -> Region | None:
     """The region whose softmax is statement `index` of the block."""
+    tree = forward.tree
     softmax_ = _assignment(block[index], inliner)
     inner = first_match(SOFTMAXES, softmax_[1]) if softmax_ is not None else None
     if softmax_ is None or inner is None:
@@ -224,7 +228,7 @@ def _region(tree: ast.FunctionDef, block: list[ast.stmt], index: int, inliner: I
         if start and (scaled := _scale(block[start - 1], scores.id, inliner)) is not None:
             scale, start = scaled, start - 1
 
-    like = ast.unparse(inner[1].get("T", scores))
+    like = ast.unparse(inner[1]["T"]) if "T" in inner[1] else "None"
     stop, result, undropped, child, p = last + 1, weights, "", "", "0.0"
     dropout_ = _assignment(block[stop], inliner) if stop < len(block) else None
     outer = first_match(DROPOUTS, dropout_[1]) if dropout_ is not None else None
@@ -244,6 +248,7 @@ def _region(tree: ast.FunctionDef, block: list[ast.stmt], index: int, inliner: I
         undropped=undropped,
         scores=ast.unparse(scores),
         like="scores_" if like == ast.unparse(scores) else like,
+        for_products=is_read_by_products(forward, block[stop - 1], result, may_be_returned=True),
         mask=mask,
         scale=scale,
         child=child,
@@ -296,7 +301,7 @@ def _scale(statement: ast.stmt, scores: str, inliner: Inliner) -> str | None:
 
 def _source(region: Region, fallback: str) -> str:
     """The fused call if its tensors fit; else the fallback."""
-    tests = ["fits_region_(scores_, mask_, scale_, like_)"]
+    tests = [f"fits_region_(scores_, mask_, scale_, like_, {region.for_products})"]
     training = "self.training"
     if region.child:
         tests.append(f"is_plain_(self.{region.child}, Dropout_) and not self.{region.child}.inplace")
@@ -313,38 +318,47 @@ scale_ = {region.scale}
 like_ = {region.like}
 if {" and ".join(tests)}:
     count_fused_(self)
-    {result} = region_softmax_(scores_, mask_, scale=scale_, dropout_p={p}).to(like_.dtype)
+    {result} = region_softmax_(scores_, mask_, like_, scale=scale_, dropout_p={p})
 else:
     count_fallback_(self)
 {indented(fallback)}"""
 
 
-def region_softmax(scores: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-    """ops.softmax, with the mask saturated as an addition in the scores' dtype would."""
-    return softmax(scores, saturated_mask(mask, scores), **options)
+def region_softmax(scores: Tensor, mask: Tensor | None, like: Tensor | None, **options: Any) -> Tensor:
+    """ops.softmax, with the mask saturated as an addition in the scores' dtype would, in like's dtype or in that of
+    half-precision scores."""
+    weights = softmax(scores, saturated_mask(mask, scores), **options)
+    return weights if like is None or weights.dtype in HALF else weights.to(like.dtype)
 
 
-def fits_region(scores: Tensor, mask: Tensor | None, scale: object, like: Tensor) -> bool:
-    """Whether the fused call, cast to like's dtype, equals the statements: dtypes, shapes, and a number as scale.
+def fits_region(
+    scores: Tensor, mask: Tensor | None, scale: object, like: Tensor | None, for_products: bool = False
+) -> bool:
+    """Whether the fused call equals the statements: dtypes, shapes, and a number as scale.
 
-    CUDA's autocast gives float32 probabilities of half scores: left to the statements.
+    for_products: as Region's. Where the statements make float32 of scores in autocast's dtype, each product casts it to
+    that again; so the fused call may round it.
     """
-    if scores.dtype not in KERNEL_DTYPES or scores.dtype not in (like.dtype, torch.float32):
+    dtype = scores.dtype if like is None else like.dtype
+    if scores.dtype not in KERNEL_DTYPES or dtype not in KERNEL_DTYPES or not isinstance(scale, (int, float)):
         return False
-    if like.dtype not in KERNEL_DTYPES or not isinstance(scale, (int, float)):
+    if calls.is_distributed(scores):
         return False
-    if calls.is_distributed(scores) or (scores.is_cuda and calls.is_autocasting(scores)):
-        return False
-    if mask is None:
+    if mask is not None:
+        if mask.dtype not in KERNEL_DTYPES or calls.is_distributed(mask) or mask.dim() > scores.dim():
+            return False
+        if torch.float32 not in (mask.dtype, scores.dtype) and mask.dtype != scores.dtype:
+            return False
+        if not all(a in (1, b) for a, b in zip(mask.shape[::-1], scores.shape[::-1], strict=False)):
+            return False
+    if scores.dtype == torch.float32:
         return True
-    if mask.dtype not in KERNEL_DTYPES or calls.is_distributed(mask) or mask.dim() > scores.dim():
-        return False
-    sizes = zip(mask.shape[::-1], scores.shape[::-1], strict=False)
-    # Under autocast a float32 mask turns half scores into float32, and they stay float32 unless cast.
-    casts = like is not scores and mask.dtype == torch.float32
-    if not (mask.dtype == scores.dtype or scores.dtype == torch.float32 or casts):
-        return False
-    return all(a in (1, b) for a, b in sizes)
+    half = calls.autocast_dtype(scores)
+    casts_in_cuda_autocast = like is None and scores.is_cuda and half is not None
+    is_added_in_float32 = (like is None or like is scores) and mask is not None and mask.dtype == torch.float32
+    if dtype == torch.float32 or casts_in_cuda_autocast or is_added_in_float32:
+        return for_products and scores.dtype == half
+    return dtype == scores.dtype
 
 
 NAMES: dict[str, Any] = {

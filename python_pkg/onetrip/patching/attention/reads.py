@@ -1,0 +1,75 @@
+"""What reads a tensor of a forward: under autocast, what matrix products alone read may be rounded before."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ..forward import Forward
+from ..source import first_match, resolve
+from .interface import attention_functions
+
+_VIEWS = ("transpose", "view", "reshape", "permute", "unsqueeze", "expand", "contiguous")
+_PRODUCTS = (torch.matmul, torch.bmm, functional.scaled_dot_product_attention)
+_CASTS = ("X.to(T.dtype)", "X.type(T.dtype)", "X.type_as(T)")
+
+
+def is_read_by_products(forward: Forward, statement: ast.stmt, *assigned: str, may_be_returned: bool = False) -> bool:
+    """Whether after the statement, which assigns these names, they, views and casts of them and what is joined to them
+    are read by matrix products, transformers' attention functions and a cache alone. may_be_returned: as weights beside
+    an output, too.
+    """
+    names = [*assigned]
+    nodes = [node for node in ast.walk(forward.tree) if getattr(node, "lineno", 0) > (statement.end_lineno or 0)]
+    parents = {id(child): node for node in ast.walk(forward.tree) for child in ast.iter_child_nodes(node)}
+    functions = attention_functions(forward)
+    parameters = {each.arg for each in forward.tree.args.args[1:] + forward.tree.args.kwonlyargs}
+
+    def is_known(node: ast.AST) -> bool:
+        parent: Any = parents[id(node)]
+        match parent:
+            case ast.Attribute(attr=name):
+                method: Any = parents[id(parent)]
+                is_call = isinstance(method, ast.Call) and method.func is parent
+                is_same = is_call and (name in _VIEWS or first_match(_CASTS, method) is not None)
+                return name in ("shape", "size") or (is_same and is_known(method))
+            case ast.Subscript(value=value):
+                return value is node and is_known(parent)
+            case ast.BinOp(op=ast.MatMult()):
+                return True
+            case ast.Tuple(elts=[first, *_]) if may_be_returned and (first is not node or is_appended(parent)):
+                return is_returned(parent)
+            case ast.Tuple() | ast.List() | ast.keyword():
+                return is_known(parent)
+            case ast.Assign(targets=[ast.Name(id=name) | ast.Tuple(elts=[ast.Name(id=name), ast.Name()])]):
+                names.extend({name} - set(names))  # of two, the cache's keys
+                return True
+            case ast.Call(func=ast.Name(id=name)) if name in functions:
+                return True
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=cache), attr="update"), args=[first, _, *_]):
+                return cache in parameters and first is node and is_known(parent)
+            case ast.Call(func=function):
+                resolved = resolve(function, forward.globals)
+                return any(resolved is each for each in _PRODUCTS) or (resolved is torch.cat and is_known(parent))
+        return False
+
+    def is_appended(node: ast.AST) -> bool:
+        parent = parents[id(node)]
+        return isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add) and parent.right is node
+
+    def is_returned(node: ast.AST) -> bool:
+        parent = parents[id(node)]
+        if isinstance(parent, ast.IfExp) or is_appended(node):
+            return is_returned(parent)
+        return isinstance(parent, ast.Return | ast.Assign)
+
+    reads = [node for node in nodes if isinstance(node, ast.Name)]
+    return all(  # names grows as it goes
+        is_known(node)
+        for name in names
+        for node in reads
+        if node.id == name and (not isinstance(node.ctx, ast.Store) or isinstance(parents[id(node)], ast.AugAssign))
+    )
