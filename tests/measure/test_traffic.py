@@ -78,6 +78,16 @@ def test_fused_backward_is_counted():
     assert found.operators["backward", "onetrip::row_norm_backward"].bytes == 3 * T + COLUMN + 2 * ROW
 
 
+@pytest.mark.parametrize("mask_grad", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_softmax_s_backward_makes_no_zeros(p, mask_grad):
+    """As gradients of results that have none."""
+    scores, mask, dy = randn(requires_grad=True), randn(requires_grad=mask_grad), randn()
+    found = traffic(lambda: ops.softmax(scores, mask, dropout_p=p).backward(dy))
+    assert {name for phase, name in found.operators if phase == "backward"} == {"onetrip::softmax_backward"}
+    assert found.bytes(phase="backward") == (4 if mask_grad else 3) * T  # dy, the probabilities, dscores, dmask
+
+
 def test_products_attention_and_loss_are_apart():
     a, b = randn(16, 32, requires_grad=True), randn(32, 8, requires_grad=True)
     labels = torch.zeros(16, dtype=torch.long)

@@ -221,6 +221,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.mask = None if mask is None else (mask.shape, mask.dtype)
     y, p = output
     ctx.mark_non_differentiable(p)
+    ctx.set_materialize_grads(False)  # or zeros of p's size are made for its gradient
     ctx.save_for_backward(p if ctx.plan.store_p else y)
 
 
