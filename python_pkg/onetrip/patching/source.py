@@ -59,7 +59,7 @@ def is_source_of(tree: ast.FunctionDef, function: Any) -> bool:
     """Whether the definition compiles to the code of the function. It does not after an edit on disk, or a new
     __code__."""
     name = function.__qualname__.split(".")[-2:]
-    body: list[ast.stmt] = [copy.deepcopy(tree)]
+    body: list[ast.stmt] = [tree]
     if len(name) == 2 and name[0].isidentifier():  # a class mangles private names
         body = [ast.ClassDef(name[0], [], [], body, [])]
     module = ast.fix_missing_locations(ast.Module(body, []))
