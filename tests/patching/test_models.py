@@ -345,11 +345,23 @@ def test_compiles_without_graph_breaks(name: str) -> None:
     assert_agree(actual, expected)
 
 
+@pytest.mark.parametrize("attention", [None, True])
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_a_training_step_on_the_meta_device(name: str, attention: bool | None) -> None:
+    """Where torch has no autocast; such steps count operators and memory."""
+    model = build(name).to("meta").train()
+    patch_model(model, attention=attention)
+    inputs = {key: x.to("meta") for key, x in causal().items()}
+    for _ in range(2):  # the first links sums to norms
+        model(**inputs).loss.backward()
+    assert sum(p.grad is not None for p in model.parameters()) > 20
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert", "electra"])
+@pytest.mark.parametrize("name", ["bert", "electra", "gpt2"])
 def test_base_models_compile_without_graph_breaks(name: str) -> None:
     """Without a head their own forward changes dictionaries while it is compiled."""
-    model, inputs = build(name).base_model.eval(), {"input_ids": token_ids()}
+    model, inputs = build(name, use_cache=False).base_model.train(), {"input_ids": token_ids()}
     expected = model(**inputs)[0]
     patch_model(model)
     torch.compiler.reset()

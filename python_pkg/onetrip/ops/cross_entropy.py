@@ -19,7 +19,13 @@ from ..reference.cross_entropy import NO_INDEX, CrossEntropyPlan
 from .common.backends import KERNEL_DTYPES, choose
 from .common.checks import check_dense, check_finite, check_probability, check_rows, check_tensor, raise_unknown
 from .common.native import in_memory, read
-from .common.tracing import are_plain_tensors_traced, is_traced, is_transformed, reject_onnx_export
+from .common.tracing import (
+    are_plain_tensors_traced,
+    is_autocasting,
+    is_traced,
+    is_transformed,
+    reject_onnx_export,
+)
 from .cross_entropy_autograd import apply, apply_by_row, apply_reduced, count_labels, forward, forward_reduced
 from .cross_entropy_linear import (
     Linear,
@@ -267,13 +273,9 @@ def _wants(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Wants:
     return hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad
 
 
-def _is_autocasting(tensor: Tensor) -> bool:
-    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)  # torch has no autocast of meta
-
-
 def _autocast(hidden: Tensor) -> Tensor:
     """Cast as autocast casts the operands of torch.nn.functional.linear. Of weight and bias Linear.of makes a cast."""
-    if hidden.dtype == torch.float64 or not _is_autocasting(hidden):
+    if hidden.dtype == torch.float64 or not is_autocasting(hidden):
         return hidden
     return hidden.to(torch.get_autocast_dtype(hidden.device.type))
 
@@ -386,7 +388,7 @@ def _check_linear(function: str, hidden: Tensor, weight: Tensor, bias: Tensor | 
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"{function}: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
         operands.append(("bias", bias))
-    may_mix = _is_autocasting(hidden) and hidden.dtype != torch.float64
+    may_mix = is_autocasting(hidden) and hidden.dtype != torch.float64
     for argument, tensor in operands:
         if tensor.device != hidden.device:
             raise ValueError(

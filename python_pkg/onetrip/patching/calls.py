@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import weakref
-from functools import cache, partial
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch.nn.modules.module import (  # torch 2.6 has no function that checks a
 
 from ..ops.common.backends import KERNEL_DTYPES
 from ..ops.common.native import current_stream
-from ..ops.common.tracing import have_storage
+from ..ops.common.tracing import have_storage, is_autocasting
 from .report import Unsuitable
 from .source import Inliner, Unreadable, first_match, is_source_of, parse
 
@@ -109,12 +109,21 @@ def is_plain_linear(dense: Any) -> bool:
 _TRANSPOSED = "torch.addmm(self.bias, X.view(-1, X.size(-1)), self.weight).view(X.size()[:-1] + (self.N,))"
 
 
+_transposed: dict[Any, bool] = {}
+"""forward -> whether it is that of a transposed layer. Not functools.cache, which Dynamo ignores: it would trace the
+reading of the source."""
+
+
 def is_transposed(cls: Any) -> bool:
     """Whether the class's forward is that of a linear layer with the weight (n_inputs, n_outputs), and a bias."""
-    return cls.__call__ is nn.Module.__call__ and _is_transposed(cls.forward)
+    if cls.__call__ is not nn.Module.__call__:
+        return False
+    found = _transposed.get(cls.forward)
+    if found is None:
+        found = _transposed[cls.forward] = _is_transposed(cls.forward)
+    return found
 
 
-@cache
 def _is_transposed(forward: Any) -> bool:
     tree = parse(forward)
     if isinstance(tree, Unsuitable) or not is_source_of(tree, forward):
@@ -229,16 +238,9 @@ def is_released(x: Tensor) -> bool:
     return x.untyped_storage().nbytes() == 0
 
 
-def is_autocasting(x: Tensor) -> bool:
-    """Whether autocast is enabled for x's device."""
-    return torch.is_autocast_enabled(x.device.type)
-
-
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """autocast's dtype where it is enabled for x's device."""
-    if x.is_meta or not is_autocasting(x):  # torch has no autocast of meta
-        return None
-    return torch.get_autocast_dtype(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if is_autocasting(x) else None
 
 
 def stream_of(x: Tensor) -> int:

@@ -209,7 +209,7 @@ def _norm_options(norm: nn.Module, spec: NormSpec, z_dtype: torch.dtype, x: Tens
         ):
             return None
     attribute = spec.eps_attribute  # without the call of eps_value: this runs for every sum
-    may_round = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    may_round = calls.is_autocasting(x)
     return {
         "weight": weight,
         "norm_bias": norm_bias,

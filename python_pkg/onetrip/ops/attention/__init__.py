@@ -8,6 +8,7 @@ backward makes the latter again by one elementwise pass.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..common.backends import DISPATCHER, HALF, KERNEL_DTYPES, choose
 from ..common.checks import DTYPES
 from ..common.masks import broadcasts, kernel_mask
 from ..common.rng import eager_rng, traced_rng
-from ..common.tracing import is_traced, is_transformed, refuse_double_backward, watched_as
+from ..common.tracing import is_autocasting, is_traced, is_transformed, refuse_double_backward, watched_as
 from ..softmax import softmax
 from .heads import (
     BackwardOperands,
@@ -72,7 +73,7 @@ def attention(
         raise ValueError("attention: softcap must be None with position_bias or sinks, got both")
     _check(query, key, value, mask, position_bias, sinks)
     device = query.device
-    if torch.is_autocast_enabled(device.type):
+    if is_autocasting(query):
         dtype = torch.get_autocast_dtype(device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if mask is not None and position_bias is not None and mask.requires_grad:
@@ -215,7 +216,8 @@ class _Attention(torch.autograd.Function):
         given = next((grad for grad in grads if grad is not None), None)
         if given is None:
             return (None,) * 8
-        with torch.autocast(given.device.type, enabled=False):  # of whoever calls backward
+        # Of whoever calls backward.
+        with torch.autocast(given.device.type, enabled=False) if is_autocasting(given) else nullcontext():
             return _Attention._backward(ctx, *grads)
 
     @staticmethod

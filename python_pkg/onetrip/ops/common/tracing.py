@@ -1,4 +1,4 @@
-"""Who is watching a call: compilers, torch.jit.trace and dispatch modes, functorch transforms, autograd."""
+"""Who is watching a call: compilers, torch.jit.trace and dispatch modes, functorch transforms, autograd, autocast."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _watched_as: ContextVar[str | None] = ContextVar("onetrip_watched_as", default=None)
+
+
+def is_autocasting(x: Tensor) -> bool:
+    """Whether autocast is enabled for x's device. torch has none of meta, and raises when asked."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def is_traced(x: Tensor, *others: Tensor | None) -> bool:
