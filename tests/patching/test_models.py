@@ -28,6 +28,7 @@ from patching_cases import (
     token_ids,
 )
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -355,6 +356,15 @@ def test_a_training_step_on_the_meta_device(name: str, attention: bool | None) -
     for _ in range(2):  # the first links sums to norms
         model(**inputs).loss.backward()
     assert sum(p.grad is not None for p in model.parameters()) > 20
+
+
+def test_fake_tensors_cannot_be_patched_but_patched_models_take_them() -> None:
+    model = build("llama")
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="must be called outside of FakeTensorMode"):
+        patch_model(model)
+    assert patch_model(model).patched
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(**causal()).loss.shape == ()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from onetrip.patching.rotary import Rotations, read_rotations
 from torch import Tensor, nn
 
 BATCH, POSITIONS, HEADS, HEAD_DIM = 2, 5, 4, 8
-INTERFACE = pytest.importorskip("transformers").AttentionInterface()
+transformers = pytest.importorskip("transformers")
+INTERFACE = transformers.AttentionInterface()
 INTERFACE["pair"] = lambda q, k: (q, k)
+INTERFACE["library"] = lambda q, k: (q, k)
+INTERFACE["library"].__module__ = "transformers.integrations.sdpa_attention"
 Pair = tuple[Tensor, Tensor]
 
 
@@ -267,7 +271,7 @@ def test_who_reads_the_results(expected: bool, bodies: dict[str, str]) -> None:
         assert isinstance(forward, Forward)
         rotations = read_rotations(forward)
         assert rotations is not None
-        found[name] = [each.for_attention for each in rotations.found]
+        found[name] = [each.caches is not None for each in rotations.found]
     assert found == {name: [expected] for name in bodies}
 
 
@@ -288,6 +292,33 @@ def test_a_norm_after_the_rotation_reads_float32() -> None:
     patch_model(model)
     with torch.autocast("cpu", torch.bfloat16):
         assert all(map(torch.equal, outcome(model, *inputs)[:2], expected[:2]))
+
+
+class WithCache(Rotary):
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, v: Tensor, cache: Any) -> Any:
+        attend = INTERFACE.get_interface(self.config._attn_implementation, lambda q, k: (q, k))
+        q, k = llama(q, k, cos, sin)
+        if cache is not None:
+            k, v = cache.update(k, v, 0)
+        return attend(q, k)
+
+
+@pytest.mark.parametrize("implementation", ["library", "eager", "pair"])
+@pytest.mark.parametrize("cache", [None, "DynamicCache", "StaticCache"])
+def test_float32_stays_for_a_user_s_attention_and_for_a_cache_of_given_memory(
+    implementation: str, cache: str | None
+) -> None:
+    model = WithCache()
+    model.config = SimpleNamespace(_attn_implementation=implementation)
+    sizes = {"hidden_size": HEADS * HEAD_DIM, "num_attention_heads": HEADS, "num_hidden_layers": 1}
+    options = {"max_cache_len": 2 * POSITIONS} if cache == "StaticCache" else {}
+    used = cache and getattr(transformers, cache)(config=transformers.LlamaConfig(**sizes), **options)
+    patch_model(model)
+    q, k, *tables = model.inputs(torch.bfloat16, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        rotated, _ = model(q.requires_grad_(), k, *tables, k.detach(), used)
+    is_rounded = implementation != "pair" and cache != "StaticCache"
+    assert rotated.dtype == (torch.bfloat16 if is_rounded else torch.float32)
 
 
 def test_half_precision_is_left_as_it_is_under_autocast_to_another() -> None:

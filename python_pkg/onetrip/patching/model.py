@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch._guards import detect_fake_mode
 
 from .activations import PATTERNS as ACTIVATIONS
 from .attention import PATTERN as ATTENTION
@@ -82,11 +83,14 @@ def patch_model(
         training with bfloat16 where the CPU multiplies it (docs/patching.md). True replaces SDPA in every call that
         can be fused. False patches no attention.
     verify: compare outputs and every gradient with the original before keeping a site (dropout on and off).
-    strict: raise RuntimeError if nothing is patched. Raises TypeError or ValueError for wrong arguments.
+    strict: raise RuntimeError if nothing is patched.
+    Raises TypeError or ValueError for wrong arguments, RuntimeError in FakeTensorMode: nothing can be compared there.
     copy.deepcopy of a patched model is patched. pickle and torch.save keep the original classes.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model: model must be a torch.nn.Module, got {type(model).__name__}")
+    if detect_fake_mode() is not None:
+        raise RuntimeError("patch_model: must be called outside of FakeTensorMode, in which nothing can be compared")
     wanted = _checked_attention(attention, _checked_patterns(patterns))
     excluded = _checked_exclude(model, exclude)
     patcher = _Patcher(model, Classifier(model, wanted, excluded, attention), excluded, verify)

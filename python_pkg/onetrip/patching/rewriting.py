@@ -34,10 +34,11 @@ class Rewriting(ast.NodeTransformer):
         constants = tuple(self.constants.items())
         return Rewrite(pattern, source, constants, tuple(absorbed), self.method, in_module=True)
 
-    def put_call(self, call: ast.Call, name: str) -> None:
-        """name(self, function, ...) in place of function(...)."""
+    def put_call(self, call: ast.Call, name: str, *more: str) -> None:
+        """name(self, function, more, ...) in place of function(...). more: expressions."""
         copied = self.copies[id(call)]
-        copied.args = [ast.Name(self.own), copied.func, *copied.args]
+        first = [ast.parse(each, mode="eval").body for each in more]
+        copied.args = [ast.Name(self.own), copied.func, *first, *copied.args]
         copied.func = ast.Name(name)
 
     def put_around(self, expression: ast.expr, name: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops.common.backends import KERNEL_DTYPES, use_backend
 from . import calls
-from .attention.reads import is_read_by_products
+from .attention.interface import interface_of, is_of_transformers
+from .attention.reads import caches_beside_products
 from .classes import Rewrite
 from .forward import Forward, places
 from .rewriting import Rewriting
@@ -141,16 +142,36 @@ class Rotated:
 
     rotation: Rotation
     for_attention: bool
+    interface: Any = field(compare=False)
+    """transformers' attention interface, if the forward may ask it."""
 
     def __call__(
-        self, module: nn.Module, function: Any, q: Any, k: Any, cos: Any, sin: Any, *args: Any, **options: Any
+        self,
+        module: nn.Module,
+        function: Any,
+        cache: Any,
+        q: Any,
+        k: Any,
+        cos: Any,
+        sin: Any,
+        *args: Any,
+        **options: Any,
     ) -> Any:
         layout = self.rotation.layout(q, k, cos, sin) if function is self.rotation.function else None
         if layout is not None:
             calls.count_fused(module)
-            return self.rotation.fused(layout, q, k, cos, sin, self.for_attention)
+            return self.rotation.fused(layout, q, k, cos, sin, self.for_attention and self._casts(module, cache))
         calls.count_fallback(module)
         return function(q, k, cos, sin, *args, **options)
+
+    def _casts(self, module: nn.Module, cache: Any) -> bool:
+        """Whether attention casts what it is given: a user's own function need not, and a cache that does not grow by
+        torch.cat has memory of the dtype that it was given first."""
+        if cache is not None and type(cache).__name__ != "DynamicCache":
+            return False
+        name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        function = None if self.interface is None else self.interface.get(name)
+        return function is None or is_of_transformers(function)  # None: the forward's own
 
 
 class FoundRotation(NamedTuple):
@@ -160,8 +181,8 @@ class FoundRotation(NamedTuple):
     rotation: Rotation
     called: Callable[..., Any]
     """The function of q, k, cos and sin, with the call's further arguments."""
-    for_attention: bool
-    """Whether only attention and caches read the results."""
+    caches: set[str] | None
+    """The caches that read the results beside attention; None where something else reads them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,9 +197,11 @@ class Rotations:
     def rewrite(self, cls: type) -> Rewrite:
         """The forward with its rotations fused."""
         rewriting = Rewriting(self.forward)
-        for index, (call, rotation, _, for_attention) in enumerate(self.found):
-            rewriting.constants[f"rotated_{index}_"] = Rotated(rotation, for_attention)
-            rewriting.put_call(call, f"rotated_{index}_")
+        for index, (call, rotation, _, caches) in enumerate(self.found):
+            is_for_attention = caches is not None and len(caches) < 2
+            rotated = Rotated(rotation, is_for_attention, interface_of(self.forward))
+            rewriting.constants[f"rotated_{index}_"] = rotated
+            rewriting.put_call(call, f"rotated_{index}_", *(caches if is_for_attention and caches else {"None"}))
         return rewriting.rewrite(PATTERN)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
@@ -211,17 +234,17 @@ def read_rotations(forward: Forward) -> Rotations | None:
                         called = partial(_called_with, called, [each.value for each in more], options)  # type: ignore[attr-defined]
                     rotation = recognise_rotation(resolved, called)
                     if rotation is not None:
-                        found.append(FoundRotation(node, rotation, called, _is_for_attention(forward, node)))
+                        found.append(FoundRotation(node, rotation, called, _caches(forward, node)))
     return Rotations(forward, tuple(found)) if found else None
 
 
-def _is_for_attention(forward: Forward, call: ast.Call) -> bool:
-    """Whether the results have names, and attention and a cache alone read them."""
+def _caches(forward: Forward, call: ast.Call) -> set[str] | None:
+    """The caches that read the results; None unless these have names, and attention and caches alone read them."""
     assigned = [each for each in places(forward.tree.body) if getattr(each.statement, "value", None) is call]
     match [(each.statement, each.in_loop) for each in assigned]:
         case [(ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id=q), ast.Name(id=k)])]) as statement, False)]:
-            return is_read_by_products(forward, statement, q, k)
-    return False
+            return caches_beside_products(forward, statement, q, k)
+    return None
 
 
 def _called_with(function: Any, more: list[Any], options: dict[str, Any], *tensors: Tensor) -> Any:

@@ -24,7 +24,7 @@ from ..forward import Forward, linear_at, places, writes_to_tensors
 from ..rewriting import Rewriting
 from ..source import calls_in
 from ..verify import VerificationError, kind_of, undisturbed
-from .interface import attention_functions
+from .interface import attention_functions, is_of_transformers
 
 PATTERN = "attention_heads"
 
@@ -163,7 +163,7 @@ def heads(module: nn.Module, x: Tensor) -> Tensor:
 
 def reading_views(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
     """The attention function; of a user's own, which may need rows one after another, one that copies."""
-    if function.__module__.startswith(("transformers.integrations.", "onetrip.")):
+    if is_of_transformers(function):
         return function
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:

@@ -216,6 +216,16 @@ def _passes_mask(call: ast.Call) -> bool:
     return has_mask and has_options and "position_bias" not in options
 
 
+def is_of_transformers(function: Callable[..., Any]) -> bool:
+    """Whether an attention function is transformers' or ours, not a user's own."""
+    return function.__module__.startswith(("transformers.integrations.", "onetrip."))
+
+
+def interface_of(forward: Forward) -> Any:
+    """The interface that the forward's module has; None without one."""
+    return next(filter(_is_interface, forward.globals.values()), None)
+
+
 def _is_interface(value: object) -> bool:
     modeling = sys.modules.get("transformers.modeling_utils")
     interface = getattr(modeling, "AttentionInterface", None)

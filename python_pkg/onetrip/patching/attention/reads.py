@@ -17,12 +17,15 @@ _PRODUCTS = (torch.matmul, torch.bmm, functional.scaled_dot_product_attention)
 _CASTS = ("X.to(T.dtype)", "X.type(T.dtype)", "X.type_as(T)")
 
 
-def is_read_by_products(forward: Forward, statement: ast.stmt, *assigned: str, may_be_returned: bool = False) -> bool:
-    """Whether after the statement, which assigns these names, they, views and casts of them and what is joined to them
-    are read by matrix products, transformers' attention functions and a cache alone. may_be_returned: as weights beside
-    an output, too.
+def caches_beside_products(
+    forward: Forward, statement: ast.stmt, *assigned: str, may_be_returned: bool = False
+) -> set[str] | None:
+    """The parameters that are caches, where after the statement, which assigns these names, they, views and casts of
+    them and what is joined to them are read by matrix products, attention functions of transformers' interface and
+    caches alone; None where something else reads them. may_be_returned: as weights beside an output, too.
     """
     names = [*assigned]
+    caches: set[str] = set()
     nodes = [node for node in ast.walk(forward.tree) if getattr(node, "lineno", 0) > (statement.end_lineno or 0)]
     parents = {id(child): node for node in ast.walk(forward.tree) for child in ast.iter_child_nodes(node)}
     functions = attention_functions(forward)
@@ -50,6 +53,7 @@ def is_read_by_products(forward: Forward, statement: ast.stmt, *assigned: str, m
             case ast.Call(func=ast.Name(id=name)) if name in functions:
                 return True
             case ast.Call(func=ast.Attribute(value=ast.Name(id=cache), attr="update"), args=[first, _, *_]):
+                caches.add(cache)
                 return cache in parameters and first is node and is_known(parent)
             case ast.Call(func=function):
                 resolved = resolve(function, forward.globals)
@@ -67,9 +71,10 @@ def is_read_by_products(forward: Forward, statement: ast.stmt, *assigned: str, m
         return isinstance(parent, ast.Return | ast.Assign)
 
     reads = [node for node in nodes if isinstance(node, ast.Name)]
-    return all(  # names grows as it goes
+    are_known = all(  # names grows as it goes
         is_known(node)
         for name in names
         for node in reads
         if node.id == name and (not isinstance(node.ctx, ast.Store) or isinstance(parents[id(node)], ast.AugAssign))
     )
+    return caches if are_known else None

@@ -35,7 +35,7 @@ from ..rewriting import Rewriting
 from ..source import Inliner, calls_in, first_match, indented
 from ..verify import RNG, MaskedDropout, check_function, kind_of
 from .eager import PATTERN
-from .reads import is_read_by_products
+from .reads import caches_beside_products
 
 SOFTMAXES = (
     "softmax(X, dim=-1)",
@@ -248,7 +248,7 @@ def _region(forward: Forward, block: list[ast.stmt], index: int, inliner: Inline
         undropped=undropped,
         scores=ast.unparse(scores),
         like="scores_" if like == ast.unparse(scores) else like,
-        for_products=is_read_by_products(forward, block[stop - 1], result, may_be_returned=True),
+        for_products=caches_beside_products(forward, block[stop - 1], result, may_be_returned=True) == set(),
         mask=mask,
         scale=scale,
         child=child,
