@@ -11,9 +11,7 @@ import pytest
 import torch
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.attention import softmax_regions
-from onetrip.patching.attention.softmax_regions import read_softmax_regions, region_softmax
-from onetrip.patching.forward import Forward, read_forward
-from onetrip.patching.source import Inliner
+from onetrip.patching.attention.softmax_regions import read_softmax_regions
 from outcomes import loss_outcome
 from patching_cases import COMMON, HEADS, HIDDEN, VOCABULARY, padded_text, renames, tiny_model
 from tolerances import assert_like_torch
@@ -116,48 +114,6 @@ def test_autocast_on_the_cpu_gives_what_the_model_gives(name: str) -> None:
     assert set(report.calls().values()) == {calls}
 
 
-FOR_PRODUCTS = {
-    "a product": "return torch.matmul(W, value)",
-    "an operator": "return (W @ value).transpose(1, 2)",
-    "sizes": "return torch.bmm(W.view(-1, W.size(-2), W.shape[-1]), value)",
-    "views and casts": "w = W.to(value.dtype); w = w.type(value.dtype).view(2, 2, 3, 5); return torch.matmul(w, value)",
-    "returned beside": "y = torch.matmul(W, value); return y, W",
-    "in a tuple": "outputs = (value @ value, W) if self.training else (W @ value,); return outputs",
-    "appended": "outputs = (torch.matmul(W, value),); outputs = outputs + (W,); return outputs",
-    "replaced later": "y = torch.matmul(W, value); W = None; return y, W",
-    "nothing": "return value",
-}
-FOR_OTHERS = {
-    "returned": "return W",
-    "returned first": "return W, torch.matmul(W, value)",
-    "before what it is appended to": "return (W,) + (value,)",
-    "a factor": "return torch.matmul(W * 2, value)",
-    "a sum": "W += 1; return torch.matmul(W, value)",
-    "its dtype": "return torch.matmul(W, value.to(W.dtype))",
-    "a cast to a constant": "return torch.matmul(W.to(torch.float64), value.double())",
-    "a child": "W = self.dense(W); return torch.matmul(W, value)",
-    "a name read elsewhere": "v = W.transpose(1, 2); return torch.matmul(W, value), v.sum()",
-    "passed on": "return self.dense((value, W))",
-    "a dictionary": "return torch.matmul(W, value), {'weights': W}",
-}
-
-
-@pytest.mark.parametrize(
-    ("expected", "bodies"), [(True, FOR_PRODUCTS), (False, FOR_OTHERS)], ids=["products", "others"]
-)
-def test_who_reads_the_weights(expected: bool, bodies: dict[str, str]) -> None:
-    """Under autocast only what products cast anyway may be rounded."""
-    found = {}
-    for name, body in bodies.items():
-        lines = ["W = torch.softmax(scores + mask, dim=-1)", "W = self.dropout(W)", *body.split("; ")]
-        source = "def forward(self, scores, mask, value):\n" + "".join(f"    {line}\n" for line in lines)
-        forward = read_forward(ScaledByAChild.forward, source)
-        assert isinstance(forward, Forward)
-        regions = softmax_regions._regions(forward, Inliner(forward.globals, {}))
-        found[name] = [region.for_products for _, _, region in regions]
-    assert found == {name: [expected] for name in bodies}
-
-
 class Attention(nn.Module):
     """Scores in, dropped-out weights out, as models write it."""
 
@@ -214,99 +170,6 @@ def scores() -> Tensor:
 @pytest.fixture
 def mask() -> Tensor:
     return torch.zeros(2, 1, 1, 5).index_fill(3, torch.tensor([4]), torch.finfo(torch.float32).min)
-
-
-class OfValues(Attention):
-    """Weights that products alone read."""
-
-    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
-        weights = nn.functional.softmax(scores + mask, dim=-1)
-        weights = self.dropout(weights)
-        return torch.matmul(weights, value)
-
-
-class Widened(Attention):
-    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
-        weights = nn.functional.softmax(scores + mask, dim=-1, dtype=self.weight.dtype)
-        weights = self.dropout(weights)
-        return torch.matmul(weights, value)
-
-
-class Summed(Attention):
-    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
-        weights = nn.functional.softmax(scores + mask, dim=-1)
-        weights = self.dropout(weights)
-        return torch.matmul(weights, value) + weights.sum()
-
-
-class CastAndSummed(Attention):
-    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
-        weights = nn.functional.softmax(scores + mask, dim=-1, dtype=torch.float32).to(value.dtype)
-        weights = self.dropout(weights)
-        return torch.matmul(weights, value) + weights.sum()
-
-
-class CastBackAndSummed(Attention):
-    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
-        scores = scores + mask
-        weights = nn.functional.softmax(scores.float(), dim=-1).type_as(scores)
-        weights = self.dropout(weights)
-        return torch.matmul(weights, value) + weights.sum()
-
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-@pytest.mark.parametrize(
-    ("cls", "dtypes", "autocast", "is_fused"),
-    [
-        (OfValues, (BF16, FP32, FP32), BF16, True),
-        (OfValues, (FP32, FP32, FP32), BF16, True),
-        (OfValues, (BF16, FP32, FP32), FP16, False),
-        (OfValues, (BF16, FP16, FP32), BF16, False),
-        (OfValues, (BF16, FP32, BF16), None, False),
-        (Widened, (BF16, BF16, FP32), BF16, True),
-        (Summed, (BF16, FP32, FP32), BF16, False),
-        (Summed, (FP32, FP32, FP32), BF16, True),
-        (CastAndSummed, (BF16, FP32, BF16), BF16, True),
-        (CastAndSummed, (FP16, FP32, BF16), BF16, False),
-        (CastBackAndSummed, (BF16, FP32, FP32), BF16, False),
-    ],
-)
-def test_under_autocast_half_scores_give_half_weights_where_products_alone_read_float32(
-    cls: type[Attention],
-    dtypes: tuple[torch.dtype, ...],
-    autocast: torch.dtype | None,
-    is_fused: bool,
-    scores: Tensor,
-    mask: Tensor,
-) -> None:
-    """dtypes: of scores, mask and value."""
-    module, plain = cls(0.0), cls(0.0)
-    report = patch_model(module, patterns=[PATTERN])
-    mask = mask.clamp(min=-1e4)
-    scores, mask, value = (
-        each.to(to) for each, to in zip((scores, mask, torch.randn(2, 2, 5, 8)), dtypes, strict=True)
-    )
-
-    def called(model: nn.Module) -> Any:
-        with torch.autocast("cpu", autocast or BF16, enabled=autocast is not None):
-            try:
-                return model(scores, mask, value)
-            except RuntimeError as error:  # a product of two dtypes, as the statements say
-                return str(error)
-
-    ours, theirs = called(module), called(plain)
-    assert report.calls() == {"": (1, 0) if is_fused else (0, 1)}
-    if isinstance(theirs, Tensor):
-        torch.testing.assert_close(ours, theirs)
-    else:
-        assert ours == theirs
-
-
-def test_weights_of_half_scores_are_not_widened(scores: Tensor, mask: Tensor) -> None:
-    assert region_softmax(scores.bfloat16(), mask, scores).dtype == torch.bfloat16
-    assert region_softmax(scores, mask, scores.bfloat16()).dtype == torch.bfloat16
 
 
 def test_scale_and_mask_go_into_the_call() -> None:
