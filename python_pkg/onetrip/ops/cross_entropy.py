@@ -21,6 +21,7 @@ from .common.checks import check_dense, check_finite, check_probability, check_r
 from .common.native import in_memory, read
 from .common.tracing import (
     are_plain_tensors_traced,
+    autocast_dtype,
     is_autocasting,
     is_traced,
     is_transformed,
@@ -275,9 +276,8 @@ def _wants(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Wants:
 
 def _autocast(hidden: Tensor) -> Tensor:
     """Cast as autocast casts the operands of torch.nn.functional.linear. Of weight and bias Linear.of makes a cast."""
-    if hidden.dtype == torch.float64 or not is_autocasting(hidden):
-        return hidden
-    return hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    dtype = None if hidden.dtype == torch.float64 else autocast_dtype(hidden)
+    return hidden if dtype is None else hidden.to(dtype)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

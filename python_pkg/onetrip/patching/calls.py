@@ -20,7 +20,9 @@ from torch.nn.modules.module import (  # torch 2.6 has no function that checks a
 
 from ..ops.common.backends import KERNEL_DTYPES
 from ..ops.common.native import current_stream
-from ..ops.common.tracing import have_storage, is_autocasting
+from ..ops.common.tracing import autocast_dtype as autocast_dtype
+from ..ops.common.tracing import have_storage
+from ..ops.common.tracing import is_autocasting as is_autocasting
 from .report import Unsuitable
 from .source import Inliner, Unreadable, first_match, is_source_of, parse
 
@@ -236,11 +238,6 @@ def is_released(x: Tensor) -> bool:
     if torch.compiler.is_dynamo_compiling() or x.numel() == 0 or not have_storage(x):
         return False
     return x.untyped_storage().nbytes() == 0
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """autocast's dtype where it is enabled for x's device."""
-    return torch.get_autocast_dtype(x.device.type) if is_autocasting(x) else None
 
 
 def stream_of(x: Tensor) -> int:

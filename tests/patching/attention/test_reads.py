@@ -26,15 +26,8 @@ class Attention(nn.Module):
         raise NotImplementedError
 
 
-@pytest.fixture
-def scores() -> Tensor:
-    return torch.randn(2, 2, 3, 5, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def mask() -> Tensor:
-    return torch.zeros(2, 1, 1, 5).index_fill(3, torch.tensor([4]), -1e4)
-
+SCORES = torch.randn(2, 2, 3, 5, generator=torch.Generator().manual_seed(0))
+MASK = torch.zeros(2, 1, 1, 5).index_fill(3, torch.tensor([4]), -1e4)
 
 FOR_PRODUCTS = {
     "a product": "return torch.matmul(W, value)",
@@ -140,14 +133,12 @@ def test_under_autocast_half_scores_give_half_weights_where_products_alone_read_
     dtypes: tuple[torch.dtype, ...],
     autocast: torch.dtype | None,
     is_fused: bool,
-    scores: Tensor,
-    mask: Tensor,
 ) -> None:
     """dtypes: of scores, mask and value."""
     module, plain = cls(), cls()
     report = patch_model(module, patterns=[PATTERN])
     scores, mask, value = (
-        each.to(to) for each, to in zip((scores, mask, torch.randn(2, 2, 5, 8)), dtypes, strict=True)
+        each.to(to) for each, to in zip((SCORES, MASK, torch.randn(2, 2, 5, 8)), dtypes, strict=True)
     )
 
     def called(model: nn.Module) -> Any:
@@ -165,6 +156,6 @@ def test_under_autocast_half_scores_give_half_weights_where_products_alone_read_
         assert ours == theirs
 
 
-def test_weights_of_half_scores_are_not_widened(scores: Tensor, mask: Tensor) -> None:
-    assert region_softmax(scores.bfloat16(), mask, scores).dtype == torch.bfloat16
-    assert region_softmax(scores, mask, scores.bfloat16()).dtype == torch.bfloat16
+def test_weights_of_half_scores_are_not_widened() -> None:
+    assert region_softmax(SCORES.bfloat16(), MASK, SCORES).dtype == torch.bfloat16
+    assert region_softmax(SCORES, MASK, SCORES.bfloat16()).dtype == torch.bfloat16

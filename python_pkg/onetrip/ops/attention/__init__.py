@@ -20,7 +20,14 @@ from ..common.backends import DISPATCHER, HALF, KERNEL_DTYPES, choose
 from ..common.checks import DTYPES
 from ..common.masks import broadcasts, kernel_mask
 from ..common.rng import eager_rng, traced_rng
-from ..common.tracing import is_autocasting, is_traced, is_transformed, refuse_double_backward, watched_as
+from ..common.tracing import (
+    autocast_dtype,
+    is_autocasting,
+    is_traced,
+    is_transformed,
+    refuse_double_backward,
+    watched_as,
+)
 from ..softmax import softmax
 from .heads import (
     BackwardOperands,
@@ -73,8 +80,7 @@ def attention(
         raise ValueError("attention: softcap must be None with position_bias or sinks, got both")
     _check(query, key, value, mask, position_bias, sinks)
     device = query.device
-    if is_autocasting(query):
-        dtype = torch.get_autocast_dtype(device.type)
+    if (dtype := autocast_dtype(query)) is not None:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if mask is not None and position_bias is not None and mask.requires_grad:
         mask, position_bias = mask + position_bias, None
@@ -216,7 +222,7 @@ class _Attention(torch.autograd.Function):
         given = next((grad for grad in grads if grad is not None), None)
         if given is None:
             return (None,) * 8
-        # Of whoever calls backward.
+        # Backward may be called under autocast.
         with torch.autocast(given.device.type, enabled=False) if is_autocasting(given) else nullcontext():
             return _Attention._backward(ctx, *grads)
 

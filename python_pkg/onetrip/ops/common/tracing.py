@@ -22,6 +22,11 @@ def is_autocasting(x: Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """autocast's dtype where it is enabled for x's device."""
+    return torch.get_autocast_dtype(x.device.type) if is_autocasting(x) else None
+
+
 def is_traced(x: Tensor, *others: Tensor | None) -> bool:
     """Whether the call must be visible to torch's dispatcher: compilers, torch.jit.trace (whose graph would hold the
     allocation of what a kernel writes, and not the kernel), fake, meta and wrapped tensors (in any role: a kernel given

@@ -260,7 +260,7 @@ def _read(
     module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None, dropout: Dropout | None = None
 ) -> tuple[Tensor, Tensor]:
     """(dropout(x) @ weight.T + bias, the tensor that was read for x)."""
-    dtype = torch.get_autocast_dtype(x.device.type) if calls.is_autocasting(x) else x.dtype
+    dtype = calls.autocast_dtype(x) or x.dtype
     found = reads.get(id(x))
     readers = None
     if found is not None and found.readers is not None and found.tensor() is x and found.state == _state(x):
