@@ -199,7 +199,8 @@ def _norm_options(norm: nn.Module, spec: NormSpec, z_dtype: torch.dtype, x: Tens
     weight, norm_bias = _parameters(norm, spec)
     if spec.unsupported and (z_dtype, None if weight is None else weight.dtype) in spec.unsupported:
         return None
-    if not spec.autocast and calls.is_autocasting(x):
+    is_autocasting = torch.is_autocast_enabled(x.device.type)
+    if is_autocasting and not spec.autocast:
         return None
     for vector in (weight, norm_bias):
         if vector is not None and (
@@ -209,7 +210,6 @@ def _norm_options(norm: nn.Module, spec: NormSpec, z_dtype: torch.dtype, x: Tens
         ):
             return None
     attribute = spec.eps_attribute  # without the call of eps_value: this runs for every sum
-    may_round = calls.is_autocasting(x)
     return {
         "weight": weight,
         "norm_bias": norm_bias,
@@ -217,7 +217,7 @@ def _norm_options(norm: nn.Module, spec: NormSpec, z_dtype: torch.dtype, x: Tens
         "eps": spec.eps_value(norm, z_dtype) if attribute is None else float(getattr(norm, attribute)),
         "weight_offset": spec.weight_offset,
         "cast_before_weight": spec.cast_before_weight,
-        "out_dtype": half_result(norm, spec, x, z_dtype) if may_round else None,
+        "out_dtype": half_result(norm, spec, x, z_dtype) if is_autocasting else None,
     }
 
 
@@ -344,6 +344,7 @@ def _is_sum(x: Any, residual: Any) -> bool:
         and isinstance(residual, Tensor)
         and x.is_floating_point()
         and residual.is_floating_point()
+        and not x.is_meta  # torch has no autocast of meta, and raises when asked
         and x.dim() > 1
         and x.shape == residual.shape  # no broadcasting
         and (type(x) is Tensor or not (calls.is_distributed(x) or calls.is_distributed(residual)))
