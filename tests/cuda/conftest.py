@@ -11,6 +11,21 @@ import pytest
 from tools.gpusim.harness import EMULATOR, SIMULATOR, cuda_includes, missing_tool
 from tools.sass.cuda_compile import ARCHITECTURES, Kernel, measure, missing_compiler
 
+RUN_ALWAYS = (70, 80, 90)
+"""Compiled for by every run of the slow tests: V100, A100, H100."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of other GPUs are exhaustive; so are those that execute machine code, but for H100's with bfloat16 rows."""
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if "arch" not in parameters:
+            continue
+        is_executed = item.path.name == "test_machine_code.py"
+        kept = (90,) if is_executed and parameters.get("dtype", "bf16") == "bf16" else () if is_executed else RUN_ALWAYS
+        if parameters["arch"] not in kept:
+            item.add_marker(pytest.mark.exhaustive)
+
 
 @pytest.fixture(params=ARCHITECTURES, ids=lambda arch: f"sm_{arch}", scope="module")
 def arch(request: pytest.FixtureRequest) -> int:

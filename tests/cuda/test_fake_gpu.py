@@ -60,7 +60,7 @@ def test_gpu_tests_with_the_cuda_backend(gpu: dict[str, str], files: str, chosen
     run_gpu_tests(gpu, files, f"not triton and not inductor{chosen}", least)
 
 
-@pytest.mark.parametrize("capability", [7, 8])
+@pytest.mark.parametrize("capability", [7, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_gpus_without_clusters(gpu: dict[str, str], capability: int) -> None:
     """What chooses a kernel by its GPU; Adam's does not."""
     files = "ops/test_row_norm_gpu.py ops/test_softmax_gpu.py patching/test_models_gpu.py"

@@ -395,6 +395,7 @@ def _bug_cases(family: str, arch: int) -> list[Case]:
     return [block.forward_case(), block.backward_case(), *([wide.backward_case()] if arch >= 90 else [])]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", BUGS)
 def test_bug_is_caught(name: str, tmp_path: Path) -> None:
     family, bug, arch = BUGS[name]

@@ -377,6 +377,7 @@ def test_right_source_passes(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family in FAMILIES for name in FAMILIES[family].bugs])
 def test_bug_is_caught(family: str, name: str, tmp_path: Path) -> None:
     driver = driver_with(family, name, tmp_path)

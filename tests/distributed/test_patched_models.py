@@ -26,7 +26,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+of_two_and_four = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+
+
+@of_two_and_four
 def test_processes_train_as_one(world: int) -> None:
     """DDP and FSDP2, patched before and after wrapping. FSDP gathers each layer's weights in hooks."""
     optim_distributed.run(world, every_wrapper)
@@ -36,18 +39,18 @@ def test_a_callback_patches_before_fsdp2_shards() -> None:
     optim_distributed.run(2, callback_around_sharding)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@of_two_and_four
 def test_ddp_with_adamw8bit(world: int) -> None:
     optim_distributed.run(world, ddp_with_adamw8bit)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@of_two_and_four
 def test_fsdp2_with_adamw8bit(world: int, tmp_path: Path) -> None:
     """Float32, mixed precision and offloading to the CPU; checkpoints."""
     optim_distributed.run(world, fsdp2_with_adamw8bit, str(tmp_path / "checkpoint"))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@of_two_and_four
 def test_tensor_parallel(world: int) -> None:
     """Colwise and rowwise linear layers around fused blocks; norms and residual sums on DTensors."""
     optim_distributed.run(world, tensor_parallel)

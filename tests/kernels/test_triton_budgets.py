@@ -51,7 +51,7 @@ def budgets_of(cases: Sequence[Any]) -> pytest.MarkDecorator:
     others = [capability for capability in CAPABILITIES if capability != 90]
     chosen = [(case, 90, []) for case in cases]
     chosen += [
-        (case, capability, [pytest.mark.slow])
+        (case, capability, [pytest.mark.slow, *([] if capability == 80 else [pytest.mark.exhaustive])])
         for i, case in enumerate(cases)
         for j, capability in enumerate(others)
         if (i // 2 + j) % 2 == 0
