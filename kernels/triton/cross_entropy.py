@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ..reference.cross_entropy import CrossEntropyPlan, RowStatistics
+from .arithmetic import exp
 from .launch import cdiv, launch, next_power_of_2, on_device_of
 from .tiles import MAX_REGISTERS, aligned, common_divisor, row_stride, with_divisor
 
@@ -24,11 +25,11 @@ def _load_values(logits_ptr, cols, n_cols, scale, softcap, HAS_CAP: tl.constexpr
     t = tl.load(logits_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32) * scale
     slope = 1.0
     if HAS_CAP:
-        u = t / softcap
-        e = tl.exp(-2.0 * tl.abs(u))
-        magnitude = (1.0 - e) / (1.0 + e)
-        t = softcap * tl.where(u < 0.0, -magnitude, magnitude)
-        slope = 4.0 * e / ((1.0 + e) * (1.0 + e))  # 1 - magnitude^2 would cancel
+        e = exp(tl.abs(t) * (-2.0 / softcap))
+        larger = 1.0 / (1.0 + e)
+        magnitude = softcap * ((1.0 - e) * larger)
+        t = tl.where(t < 0.0, -magnitude, magnitude)
+        slope = 4.0 * e * larger * larger  # 1 - tanh^2 would cancel
     return t, slope
 
 
@@ -117,9 +118,9 @@ def _cross_entropy_kernel(
                 largest = tl.maximum(largest, tl.max(t, axis=0))
                 shift = tl.where(largest == float("-inf"), 0.0, largest)
                 step = before - shift
-                factor = tl.exp(step)
+                factor = exp(step)
                 below = t - shift
-                e = tl.exp(below)
+                e = exp(below)
                 if WANTS_ALL:
                     products = factor * (products + totals * tl.maximum(step, _LOWEST)) + e * tl.where(
                         below < _LOWEST, _LOWEST, below
@@ -157,7 +158,7 @@ def _cross_entropy_kernel(
                 of_each = of_p
                 if entropy_weights_ptr is not None:
                     of_each = of_p - entropy_weight * tl.where(log_p < _LOWEST, _LOWEST, log_p)
-                g = tl.exp(log_p) * of_each + of_all
+                g = exp(log_p) * of_each + of_all
                 g = tl.where(cols == index, g + of_label, g)
                 if HAS_CAP:
                     g *= slope

@@ -23,10 +23,10 @@ _COLS, _NARROW_COLS = 1024, 128
 """Columns of a tile; of rows of up to 512 columns, which would leave lanes of the other one empty."""
 
 
-def _tile(n_cols: int, bytes_of_value: int) -> Tile:
-    """1024 elements, 16 bytes of each operand a lane."""
+def _tile(n_cols: int, bytes_of_value: int, vectors: int) -> Tile:
+    """vectors: of 16 bytes that a lane takes of each operand. Two share what a lane computes of its place."""
     cols = _NARROW_COLS if n_cols <= 512 else _COLS
-    return Tile(rows=1024 // cols, cols=cols, num_warps=2 * bytes_of_value)
+    return Tile(rows=1024 * vectors // cols, cols=cols, num_warps=2 * bytes_of_value)
 
 
 def _gate_and_up(operands: OperandTuple, plan: GluPlan) -> tuple[Tensor, Tensor | None]:
@@ -46,7 +46,7 @@ def forward(operands: OperandTuple, plan: GluPlan, rng: Rng | None = None) -> Te
     n_cols = y.shape[-1]
     n_rows = n_elements // n_cols
     divisor = common_divisor(n_cols)
-    block = _tile(n_cols, gate.itemsize)
+    block = _tile(n_cols, gate.itemsize, vectors=2)
     n_col_tiles = cdiv(n_cols, block.cols)
     with on_device_of(gate):
         gate, up = aligned(gate, divisor), aligned(up, divisor)
@@ -89,7 +89,7 @@ def _empty(like: Tensor) -> Tensor:
 def _dropout_arguments(rng: Rng | None, plan: GluPlan, n_cols: int) -> dict[str, Any]:
     """Without rng the scale alone: what is dropped is 0 already."""
     arguments = dropout_arguments(rng, 0.0 if rng is None else plan.dropout_p, n_cols)
-    return {**arguments, "keep_scale": dropout_scale(plan.dropout_p)}
+    return {**arguments, "keep_scale": dropout_scale(plan.dropout_p), "HAS_DROPOUT": plan.dropout_p != 0.0}
 
 
 def _numbers(plan: GluPlan) -> dict[str, Any]:
@@ -114,7 +114,9 @@ def backward(
     bias = operands[2]
     dbias = torch.empty_like(bias) if wants_bias and bias is not None else None
     divisor = common_divisor(n_cols)
-    block = _tile(n_cols, gate.itemsize if rng is None else 4)  # 16 bytes of 16-bit values and a mask spill
+    # More would spill: 16-bit values and a mask, two vectors of two gradients or in rows of several tiles.
+    vectors = 2 if up is None and not plan.interleaved and n_cols > 512 else 1
+    block = _tile(n_cols, gate.itemsize if rng is None else 4, vectors)
     n_col_tiles = cdiv(n_cols, block.cols)
     rows = block.rows if dbias is None else rows_per_program(n_rows, block, n_col_tiles)
     n_parts = cdiv(n_rows, rows)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .arithmetic import exp
 from .philox import keep_tile, load_rng
 from .tiles import with_divisor
 
@@ -270,7 +271,7 @@ def _softmax_fwd_kernel(
             scores_ptr, mask_ptr, mask_start, mask_col_stride, scale, visible, scores_row_stride,
             rows, 0, n_rows, n_cols, CAUSAL, MASK_COLS, ALIGN, BLOCK_COLS,
         )  # fmt: skip
-        exponentials = tl.exp(values - _subtrahend(tl.max(values, axis=1, keep_dims=True)))
+        exponentials = exp(values - _subtrahend(tl.max(values, axis=1, keep_dims=True)))
         total = tl.sum(exponentials, axis=1, keep_dims=True)
         _store_probabilities(
             where_visible(exponentials * _inverse(total), tl.arange(0, BLOCK_COLS)[None, :], visible, CAUSAL),
@@ -295,7 +296,7 @@ def _softmax_fwd_kernel(
             before = largest
             largest = tl.maximum(largest, tl.max(values, axis=1, keep_dims=True))
             subtrahend = _subtrahend(largest)
-            totals = totals * tl.exp(before - subtrahend) + tl.exp(values - subtrahend)
+            totals = totals * exp(before - subtrahend) + exp(values - subtrahend)
         total = tl.sum(totals, axis=1, keep_dims=True)
         inverse = _inverse(total)
         subtrahend = _subtrahend(largest)
@@ -306,7 +307,7 @@ def _softmax_fwd_kernel(
             )  # fmt: skip
             cols = first_col + tl.arange(0, BLOCK_COLS)[None, :]
             _store_probabilities(
-                where_visible(tl.exp(values - subtrahend) * inverse, cols, visible, CAUSAL),
+                where_visible(exp(values - subtrahend) * inverse, cols, visible, CAUSAL),
                 y_ptr, p_ptr, seed, offset, drop_limit, keep_scale,
                 row, first_col, None, n_cols, PHILOX_COLS, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
