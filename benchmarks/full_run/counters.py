@@ -213,10 +213,11 @@ def measured(case: Counted, rows: Sequence[dict[str, str]], copy_gb_per_s: float
 
 
 def _copy_gb_per_s(output: Path) -> float:
-    """The copy bandwidth of this GPU, as the part "environment" measured it; NaN where that has not run."""
+    """The copy bandwidth of this GPU, as the part "environment" measured it; NaN where it has not."""
     path = output / "environment.json"
-    ceilings = json.loads(path.read_text()).get("ceilings", {}) if path.exists() else {}
-    return ceilings.get("copy_gb_per_s", math.nan)
+    ceilings = json.loads(path.read_text()).get("ceilings") if path.exists() else None
+    measured = (ceilings or {}).get("copy_gb_per_s")
+    return math.nan if measured is None else measured
 
 
 def _profile(backend: str, folder: Path) -> tuple[int, str, list[dict[str, str]]]:

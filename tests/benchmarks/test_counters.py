@@ -167,6 +167,15 @@ def test_everything_counted(profile, tmp_path):
     assert found["cases"][0]["share_of_copy"] == pytest.approx((4 << 25) / 40_000 / 4000, rel=1e-4)
 
 
+@pytest.mark.parametrize("content", [{}, {"ceilings": None}, {"ceilings": {"copy_gb_per_s": None}}], ids=str)
+def test_without_a_copy_s_speed_launches_are_counted_all_the_same(profile, tmp_path, content):
+    """A null in environment.json ended the part with a TypeError, after ncu had counted."""
+    (tmp_path / "environment.json").write_text(json.dumps(content))
+    assert profile(printed([MARKER, FORWARD, MARKER, FORWARD])) == 0
+    for case in recorded(tmp_path)["cases"]:
+        assert case["share_of_copy"] is None and case["duration_ns"] == 40_000
+
+
 @pytest.mark.parametrize(
     "message",
     [
