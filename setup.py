@@ -241,29 +241,16 @@ class BuildNative(build_ext):
         (build_dir / "build.ninja").write_text("\n".join(ninja.lines) + "\n")
 
 
-BENCHMARK_FOLDERS = ("full_run", "measure", "show", "suites")
-PACKAGE_DIRS = {
+# Where each tree of packages lies, as in pyproject.toml's package-dir.
+PACKAGE_ROOTS = {
     "onetrip": "python_pkg/onetrip",
-    "onetrip.anatomy": "python_pkg/onetrip/anatomy",
     "onetrip.benchmarks": "benchmarks",
-    **{f"onetrip.benchmarks.{folder}": f"benchmarks/{folder}" for folder in BENCHMARK_FOLDERS},
-    "onetrip.integrations": "python_pkg/onetrip/integrations",
-    "onetrip.integrations.kernels": "python_pkg/onetrip/integrations/kernels",
     "onetrip.kernels": "kernels/triton",
-    "onetrip.measure": "python_pkg/onetrip/measure",
-    "onetrip.methods": "python_pkg/onetrip/methods",
-    "onetrip.nn": "python_pkg/onetrip/nn",
-    "onetrip.ops": "python_pkg/onetrip/ops",
-    "onetrip.ops.attention": "python_pkg/onetrip/ops/attention",
-    "onetrip.ops.common": "python_pkg/onetrip/ops/common",
-    "onetrip.optim": "python_pkg/onetrip/optim",
-    "onetrip.patching": "python_pkg/onetrip/patching",
-    "onetrip.patching.activations": "python_pkg/onetrip/patching/activations",
-    "onetrip.patching.attention": "python_pkg/onetrip/patching/attention",
-    "onetrip.patching.linear": "python_pkg/onetrip/patching/linear",
-    "onetrip.patching.residual": "python_pkg/onetrip/patching/residual",
-    "onetrip.reference": "python_pkg/onetrip/reference",
 }
-packages = [name for name, folder in PACKAGE_DIRS.items() if (ROOT / folder / "__init__.py").exists()]
+packages = [
+    ".".join([name, *path.parent.relative_to(ROOT / folder).parts])
+    for name, folder in PACKAGE_ROOTS.items()
+    for path in sorted((ROOT / folder).rglob("__init__.py"))
+]
 
 setup(packages=packages, ext_modules=[Extension("onetrip._native", sources=[])], cmdclass={"build_ext": BuildNative})

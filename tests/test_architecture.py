@@ -192,14 +192,17 @@ def test_what_is_installed(monkeypatch):
     """Every package of python_pkg, benchmarks and kernels/triton, and nothing of tools/ and tests/."""
     given = {}
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
-    folders = set(runpy.run_path(str(ROOT / "setup.py"))["PACKAGE_DIRS"].values())
-    inits = [
-        path
-        for folder in ("python_pkg", "benchmarks", "kernels/triton")
-        for path in (ROOT / folder).rglob("__init__.py")
+    roots = runpy.run_path(str(ROOT / "setup.py"))["PACKAGE_ROOTS"]
+    assert {*roots.values()} == {"python_pkg/onetrip", "benchmarks", "kernels/triton"}
+    # A folder without __init__.py would be left out.
+    files = [
+        (name, path.relative_to(ROOT / folder))
+        for name, folder in roots.items()
+        for path in (ROOT / folder).rglob("*.py")
     ]
-    assert folders == {str(path.parent.relative_to(ROOT)) for path in inits}
-    assert len(given["packages"]) == len(folders)
+    assert set(given["packages"]) == {".".join([name, *path.parent.parts]) for name, path in files}
+    project = (ROOT / "pyproject.toml").read_text().replace('"', "")
+    assert all(f"\n{name} = {folder}" in project for name, folder in roots.items())
     assert not {"tools", "tests"} & set((ROOT / "MANIFEST.in").read_text().split())
 
 
