@@ -17,10 +17,7 @@ import argparse
 import copy
 import json
 import os
-import platform
-import re
 import statistics
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -32,6 +29,7 @@ import onetrip
 import torch
 import torch.nn.functional as F
 from onetrip import anatomy, measure
+from onetrip.environment import header
 from onetrip.methods.data import prose
 from onetrip.patching import PATTERNS
 from rich.console import Console
@@ -322,44 +320,6 @@ def plot(runs: list[Run], summaries: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def machine() -> dict[str, Any]:
-    cpu_info = Path("/proc/cpuinfo")
-    model_names = re.findall(r"model name\s*:\s*(.+)", cpu_info.read_text()) if cpu_info.exists() else []
-    return {
-        "cpu": model_names[0] if model_names else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "system": platform.platform(),
-        "backend": onetrip.available_backends("cpu")[0],
-    }
-
-
-def versions() -> dict[str, str]:
-    import transformers
-
-    return {
-        "onetrip": onetrip.__version__,
-        "commit": commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def commit() -> str:
-    """Of the checkout that this file lies in, "+changes" where it was edited since; "" outside of one."""
-    folder = Path(__file__).resolve().parent
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
 def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler prints two lines on every trace
     options = parse_options(arguments)
@@ -409,9 +369,8 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"{len(unused)} patched modules ran their original code only: {', '.join(unused)}")
     plot(runs, list(summaries.values()), options.output / "losses.png")
     result = {
+        **header(torch.device("cpu")),
         "options": {**vars(options), "output": str(options.output)},
-        "machine": machine(),
-        "versions": versions(),
         "embedding_difference": difference,
         **{
             run.name.replace(" + ", "_"): summaries[run.name] | {"steps": [asdict(step) for step in run.steps]}

@@ -57,7 +57,7 @@ def test_result_tells_the_whole_story(result):
     assert result["patched"]["saved_activations"] < result["unpatched"]["saved_activations"]
     assert result["patched"]["optimizer_states"] > 3.8 * result["patched_AdamW8bit"]["optimizer_states"]
     assert result["versions"]["torch"] == torch.__version__
-    assert result["machine"]["threads"] == torch.get_num_threads()
+    assert result["machine"]["torch_threads"] == torch.get_num_threads()
 
 
 @pytest.mark.slow
