@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 Outputs = Tensor | tuple[Tensor, ...]
 Dropout = Callable[[Tensor], Tensor]
+P = TypeVar("P", bound=Any)
+"""A provider: of an operator, or an optimizer's."""
 
 PASSES = ("forward", "backward", "forward_backward")
 ELEMENTS = 4096 * 1024
@@ -118,9 +120,10 @@ class Case:
         return PASSES if self.full else PASSES[:2]
 
 
-def absent(providers: Iterable[Any], device: torch.device) -> dict[str, str]:
-    """Name -> why a provider cannot run on the device, of those that cannot."""
-    return {provider.name: why for provider in providers if (why := provider.unavailable(device))}
+def available(providers: Sequence[P], device: torch.device) -> tuple[list[P], dict[str, str]]:
+    """(The providers that can run on the device; name -> why not, of the others)."""
+    why = {provider.name: provider.unavailable(device) for provider in providers}
+    return [p for p in providers if not why[p.name]], {name: reason for name, reason in why.items() if reason}
 
 
 def dtypes(quick: bool) -> tuple[torch.dtype, ...]:

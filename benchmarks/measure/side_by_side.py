@@ -13,10 +13,10 @@ import torch
 from onetrip.measure import free_bytes, peak_bytes, saved_bytes
 from torch import Tensor
 
-from .cases import DTYPE_NAMES, PASSES, Case, Operator, Outputs, Provider, Record, Session, Skip, absent, one_line
+from .cases import DTYPE_NAMES, PASSES, Case, Operator, Outputs, Provider, Record, Session, Skip, available, one_line
 from .checks import Check, Inputs, Truth, make_inputs
 from .providers import providers
-from .timing import Clock, at_speed, clock_for
+from .timing import Clock, at_speed, clock_for, rotated
 
 _ROUNDS, _QUICK_ROUNDS = 31, 9
 _INPUT_SETS = 3
@@ -102,8 +102,8 @@ class SideBySide:
         self._rounds = 0
         torch._dynamo.reset()  # what was compiled for other shapes must not turn these into dynamic ones
         truth = Truth(case.operator.twin or case.operator, self._sets[0])
-        self.unavailable = absent(providers, device)
-        self._candidates = [self._admit(p, truth) for p in providers if p.name not in self.unavailable]
+        present, self.unavailable = available(providers, device)
+        self._candidates = [self._admit(provider, truth) for provider in present]
 
     def _admit(self, provider: Provider, truth: Truth) -> _Candidate:
         twin = self.case.operator.twin
@@ -152,8 +152,7 @@ class SideBySide:
         """Runs every candidate once, each round starting with another one; a slow one stops after `fewest` samples."""
         inputs = self._sets[self._rounds % _INPUT_SETS]
         running = [c for c in self._candidates if c.check.passed and not c.is_done(fewest)]
-        first = self._rounds % max(len(running), 1)
-        for candidate in running[first:] + running[:first]:
+        for candidate in rotated(running, self._rounds):
             self._time(candidate, inputs)
         copies = (lambda: self._copy_target.copy_(self._copy_source), self._copy_source.clone)
         for samples, function in zip(self._copy_samples.values(), copies, strict=True):

@@ -85,6 +85,12 @@ class CudaClock(Clock):
         return graph.replay
 
 
+def rotated(items: list[T], rounds: int) -> list[T]:
+    """The items, each round beginning with another one."""
+    first = rounds % max(len(items), 1)
+    return items[first:] + items[:first]
+
+
 def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else Clock()
 

@@ -8,8 +8,8 @@ import torch
 from onetrip.measure import optimizer_state_bytes, peak_bytes
 from onetrip.optim import AdamW8bit
 
-from ..measure.cases import DTYPE_NAMES, Record, Session, absent, needed, one_line
-from ..measure.timing import at_speed, clock_for
+from ..measure.cases import DTYPE_NAMES, Record, Session, available, needed, one_line
+from ..measure.timing import at_speed, clock_for, rotated
 from .optimizers import OptimizerProvider, make, providers_for, relative_error
 
 ROUNDS, QUICK_ROUNDS = 21, 5
@@ -104,17 +104,15 @@ def measure(case: AdamCase, session: Session) -> Record:
     numel = sum(p.numel() for p in params)
     source = torch.randn(max(numel, 1 << 24), device=device)
     target = torch.empty_like(source)
-    providers = providers_for(session.against, case.dtype)
-    unavailable = absent(providers, device)
-    admitted = [_candidate(p, params, case.clips, device) for p in providers if p.name not in unavailable]
+    providers, unavailable = available(providers_for(session.against, case.dtype), device)
+    admitted = [_candidate(provider, params, case.clips, device) for provider in providers]
     candidates = [candidate for candidate, _ in admitted if candidate is not None]
     copies: list[float] = []
     rounds = 0
 
     def one_round() -> None:
         nonlocal rounds
-        first = rounds % max(len(candidates), 1)
-        for candidate in candidates[first:] + candidates[:first]:
+        for candidate in rotated(candidates, rounds):
             if sum(candidate.samples) < MOST_SECONDS * 1e3:
                 candidate.step() if case.is_warm else clock.evict()
                 candidate.samples.append(clock.time(candidate.step)[0])

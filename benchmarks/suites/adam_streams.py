@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from ..measure.cases import Record, Session, absent
+from ..measure.cases import Record, Session, available
 from .optimizers import BITSANDBYTES, LR, ONETRIP, TORCHAO, ExactUpdates, make
 
 N_ROWS, N_COLS = 64, 256
@@ -61,13 +61,11 @@ def _check(largest_update: float) -> dict[str, Any]:
 def measure(case: StreamCase, session: Session) -> Record:
     device = session.device
     n_steps = QUICK_STEPS if session.quick else N_STEPS
-    providers = (ONETRIP, BITSANDBYTES, TORCHAO)
-    unavailable = absent(providers, device)
+    providers, unavailable = available((ONETRIP, BITSANDBYTES, TORCHAO), device)
     params, optimizers = {}, {}
     for provider in providers:
-        if provider.name not in unavailable:
-            params[provider.name] = p = torch.nn.Parameter(torch.zeros(N_ROWS, N_COLS, device=device))
-            optimizers[provider.name] = make(provider, [p], weight_decay=0.0)
+        params[provider.name] = p = torch.nn.Parameter(torch.zeros(N_ROWS, N_COLS, device=device))
+        optimizers[provider.name] = make(provider, [p], weight_decay=0.0)
     wrong = {name: torch.zeros(n_steps, dtype=torch.float64) for name in (*params, "exact")}
     largest = {name: torch.zeros(n_steps, dtype=torch.float64) for name in (*params, "exact")}
 

@@ -13,7 +13,7 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor, nn
 
-from ..measure.cases import Record, Session, absent
+from ..measure.cases import Record, Session, available
 from .optimizers import BITSANDBYTES, FUSED, ONETRIP, OptimizerProvider
 
 WIDTH, HEADS, LAYERS, CONTEXT, BATCH = 144, 4, 4, 64, 16
@@ -106,14 +106,12 @@ def _train(provider: OptimizerProvider, seed: int, n_steps: int, device: torch.d
 
 def measure(case: LanguageModelCase, session: Session) -> Record:
     n_steps = QUICK_STEPS if session.quick else N_STEPS
-    providers = (FUSED, ONETRIP, BITSANDBYTES)
-    unavailable = absent(providers, session.device)
+    providers, unavailable = available((FUSED, ONETRIP, BITSANDBYTES), session.device)
     found: dict[str, tuple[list[float], float]] = {}
 
     def run() -> None:
         for provider in providers:
-            if provider.name not in unavailable:
-                found[provider.name] = _train(provider, case.seed, n_steps, session.device)
+            found[provider.name] = _train(provider, case.seed, n_steps, session.device)
 
     session.rounds(run, 1)
     return {

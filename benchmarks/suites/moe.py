@@ -9,28 +9,19 @@ from torch import Tensor
 from ..measure.cases import LARGE_ELEMENTS, Case, Dropout, LeastBytes, Operator, Outputs, dtypes
 from ..measure.side_by_side import measure as measure
 
-SHAPES = ((4096, 1024), (2048, 2048))
+SHAPE = (4096, 1024)
 LARGE = (LARGE_ELEMENTS // 4096, 4096)
 
 
-def _order(n_tokens: int, k: int, device: torch.device) -> Tensor:
-    """perm: the choices of all tokens by expert, one of 64 each."""
+def _routing(n_tokens: int, k: int, device: torch.device) -> dict[str, Tensor]:
+    """perm: the choices of all tokens by expert, one of 64 each. places: [n_tokens, k], where each choice is in it."""
     generator = torch.Generator().manual_seed(0)
-    return torch.sort(torch.randint(64, (n_tokens * k,), generator=generator)).indices.to(device)
-
-
-def _places(perm: Tensor, k: int) -> Tensor:
-    places = torch.empty_like(perm)
-    places[perm] = torch.arange(perm.shape[0], device=perm.device)
-    return places.view(-1, k)
+    perm = torch.sort(torch.randint(64, (n_tokens * k,), generator=generator)).indices.to(device)
+    return {"perm": perm, "places": torch.argsort(perm).view(-1, k)}
 
 
 def _combine(k: int) -> Operator:
     """n_rows: of y, those of all experts."""
-
-    def constants(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        perm = _order(n_rows // k, k, device)
-        return {"perm": perm, "places": _places(perm, k)}
 
     def formula(dropout: Dropout, y: Tensor, weights: Tensor, perm: Tensor, places: Tensor) -> Outputs:
         weighted = (y * weights.view(-1)[perm].unsqueeze(-1))[places.view(-1)]
@@ -51,7 +42,7 @@ def _combine(k: int) -> Operator:
         formula,
         fused,
         least_bytes,
-        constants=constants,
+        constants=lambda n_rows, n_cols, dtype, device: _routing(n_rows // k, k, device),
         weights=lambda n_rows, n_cols: {"weights": (n_rows // k, k)},
         between=lambda n_rows, n_cols: 2 * n_rows * n_cols,
         family="moe",
@@ -60,10 +51,6 @@ def _combine(k: int) -> Operator:
 
 def _dispatch(k: int) -> Operator:
     """n_rows: of x, one a token."""
-
-    def constants(n_rows: int, n_cols: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        perm = _order(n_rows, k, device)
-        return {"perm": perm, "places": _places(perm, k)}
 
     def formula(dropout: Dropout, x: Tensor, perm: Tensor, places: Tensor) -> Outputs:
         return x[perm // k]
@@ -83,7 +70,7 @@ def _dispatch(k: int) -> Operator:
         formula,
         fused,
         least_bytes,
-        constants=constants,
+        constants=lambda n_rows, n_cols, dtype, device: _routing(n_rows, k, device),
         between=lambda n_rows, n_cols: n_rows * k * n_cols,
         family="moe",
     )
@@ -95,8 +82,8 @@ COMBINE, DISPATCH = ([make(k) for k in (2, 8)] for make in (_combine, _dispatch)
 def cases(quick: bool = False) -> list[Case]:
     found = []
     for dtype in dtypes(quick):
-        found += [Case(op, *SHAPES[0], dtype, full=True) for op in COMBINE]
-        found += [Case(op, 1024, SHAPES[0][1], dtype, full=not quick) for op in DISPATCH]
+        found += [Case(op, *SHAPE, dtype, full=True) for op in COMBINE]
+        found += [Case(op, 1024, SHAPE[1], dtype, full=not quick) for op in DISPATCH]
     if torch.cuda.is_available():
         found += [Case(op, *LARGE, torch.bfloat16, full=True) for op in COMBINE]
         found += [Case(op, LARGE[0] // 8, LARGE[1], torch.bfloat16, full=True) for op in DISPATCH]

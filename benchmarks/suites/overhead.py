@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ..measure.cases import DTYPE_NAMES, Case, Operator, Provider, Record, Session, absent
+from ..measure.cases import DTYPE_NAMES, Case, Operator, Provider, Record, Session, available
 from ..measure.checks import Truth, make_inputs
 from ..measure.providers import EAGER, own_provider, providers
 from ..measure.side_by_side import bound_and_checked
@@ -79,9 +79,8 @@ def measure(case: OverheadCase, session: Session) -> Record:
     inputs = make_inputs(case.operator, N_ROWS, N_COLS, case.dtype, device, seed=0)
     truth = Truth(case.operator, inputs)
     torch._dynamo.reset()
-    compared = _compared(case, session)
-    unavailable = absent(compared, device)
-    found = {p.name: (p, *bound_and_checked(p, case.operator, truth)) for p in compared if p.name not in unavailable}
+    compared, unavailable = available(_compared(case, session), device)
+    found = {p.name: (p, *bound_and_checked(p, case.operator, truth)) for p in compared}
     tensors = {name: tensor.detach() for name, tensor in inputs.tensors.items()}
     for name, tensor in tensors.items():
         tensor.requires_grad_(case.requires_grad and inputs.tensors[name].requires_grad)
