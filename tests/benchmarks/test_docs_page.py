@@ -3,8 +3,8 @@
 import copy
 from pathlib import Path
 
-import made_up_results
 import pytest
+from made_up_results import every_suite
 from onetrip.benchmarks.measure import results
 from onetrip.benchmarks.measure.cases import ELEMENTS
 from onetrip.benchmarks.show import docs_page, tables
@@ -138,14 +138,9 @@ def test_the_page_in_the_repository_is_the_rendered_one() -> None:
     assert page == docs_page.render(results.read(results.RECORDED)), "run python -m onetrip.benchmarks --render"
 
 
-def test_what_was_counted_on_a_gpu_is_shown_worst_first() -> None:
-    (table,) = [found for found in tables.every(made_up_results.every_suite()) if "do on the GPU" in found.caption]
-    assert table.caption == "What the kernels do on the GPU: cuda"
+def test_what_was_counted_on_a_gpu_is_shown_worst_first_and_the_unknown_last() -> None:
+    (table,) = [found for found in tables.every(every_suite()) if "do on the GPU" in found.caption]
     assert [row[0].partition("-")[0] for row in table.rows] == ["slow", "fast", "unknown"]
-    assert docs_page.markdown(table)[2] == (
-        "| slow-forward-32768 x 1024-bf16 | 48% | slow_kernel | 40.0 | 64.0 | 32.0 | 128.0 | – | 27.9 | 71% | 49% | – "
-        "| 64 | 1.5 | 0.0 | 132 x 256 |"
-    )
 
 
 def test_a_run_under_load_says_so(recorded: results.Results) -> None:
@@ -153,10 +148,6 @@ def test_a_run_under_load_says_so(recorded: results.Results) -> None:
     for case, load in zip(recorded["row_norm"]["cases"], (1.01, 2.6, 1.9), strict=False):
         case["cpu_slowdown"] = load
     assert "slowed 2 of 3 cases by up to 2.6x" in tables.load_in_words(recorded)
-
-
-def test_nothing_counted_shows_no_table(recorded: results.Results) -> None:
-    assert not [found for found in tables.every(recorded) if "do on the GPU" in found.caption]
 
 
 def test_written_results_are_read_back_with_five_digits(recorded: results.Results, tmp_path: Path) -> None:
