@@ -14,8 +14,6 @@ import torch
 from simulators import MULTIPROCESSORS
 
 triton = pytest.importorskip("triton")
-MAX_THREADS = {70: 2048, 75: 1024, 80: 2048, 90: 2048, 100: 2048, 120: 1536}  # resident on a multiprocessor
-REGISTERS = 65536  # of a multiprocessor of any of these; allocated to a warp in units of 256
 OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion")  # of a launch, not arguments of its kernel
 
 
@@ -110,9 +108,10 @@ def access_bytes(ptx: str, instruction: str) -> list[int]:
 
 def resident_share(registers: int, num_warps: int, capability: int) -> float:
     """Share of the threads that a multiprocessor can hold for which it has registers and blocks."""
-    warp_registers = -(-registers * 32 // 256) * 256
-    programs = min(REGISTERS // (warp_registers * num_warps), MULTIPROCESSORS[capability].blocks)
-    return min(1.0, programs * num_warps * 32 / MAX_THREADS[capability])
+    multiprocessor = MULTIPROCESSORS[capability]
+    warp_registers = -(-registers * 32 // 256) * 256  # allocated in units of 256
+    programs = min(multiprocessor.registers // (warp_registers * num_warps), multiprocessor.blocks)
+    return min(1.0, programs * num_warps * 32 / multiprocessor.threads)
 
 
 class Measured(NamedTuple):
