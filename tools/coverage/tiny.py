@@ -258,12 +258,10 @@ WAYS = (
     Way("by name, sections of 4 columns", by_name, [1, 1, 0]),
     Way("by name, none left open", filled),
     Way("divided", divided),
-    Way("divided, sections of 16 columns", divided, [2, 3, 3]),
     Way("fewer layers", fewer_layers),
     Way("divided by 32", partial(divided, by=32)),
     Way("by name, parts whole", by_name, whole=True),
     *SMALLEST,
-    Way("fewer layers, parts whole", fewer_layers, whole=True),
 )
 
 
