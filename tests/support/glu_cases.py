@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from pairwise import short as short
 from tolerances import assert_like_torch, assert_ulps
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,10 +22,6 @@ def unfused(gate: Tensor, up: Tensor | None = None, bias: Tensor | None = None, 
     """act(gate) * up, or act(gate + bias), as one writes it in PyTorch."""
     y = ACTIVATIONS[activation](gate if bias is None else gate + bias)
     return y if up is None else y * up
-
-
-def short(value: object) -> str:
-    return str(value)[6:] if isinstance(value, torch.dtype) else str(value)
 
 
 def randn(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32, scale: float = 2.0) -> Tensor:

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 
-def _id(value: Any) -> str:
-    short = {torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+def short(value: Any) -> str:
+    """A word for the id of a test: f32 of torch.float32."""
+    names = {torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
     if isinstance(value, torch.dtype):
-        return short.get(value, "bool")
+        return names.get(value, "bool")
     return value.__name__ if isinstance(value, Callable) else str(value).replace(" ", "+")
 
 
@@ -41,7 +42,9 @@ def covering(axes: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
 
 def pairwise(indirect: Sequence[str] = (), **axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
     """axes: the values of each parameter, or {id: value}. indirect: the parameters that are fixtures."""
-    named = [list(axis.items() if isinstance(axis, Mapping) else ((_id(v), v) for v in axis)) for axis in axes.values()]
+    named = [
+        list(axis.items() if isinstance(axis, Mapping) else ((short(v), v) for v in axis)) for axis in axes.values()
+    ]
     rows = covering(named)
     cases = [pytest.param(*(value for _, value in row), id="-".join(name for name, _ in row)) for row in rows]
     return pytest.mark.parametrize(list(axes), cases, indirect=list(indirect))

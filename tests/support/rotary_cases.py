@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import torch
+from pairwise import short as short
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def short(value: object) -> str:
-    return str(value)[6:] if isinstance(value, torch.dtype) else str(value)
 
 
 def turned(x: Tensor, interleaved: bool) -> Tensor:

@@ -12,15 +12,12 @@ from typing import Any
 import torch
 from onetrip import ops
 from onetrip.reference.philox import dropout_scale
+from pairwise import short as short
 from torch import Tensor
 from torch.nn import functional as F
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NAMES = ("x", "residual", "bias", "weight", "norm_bias")
-
-
-def short(dtype: torch.dtype) -> str:
-    return {torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]
 
 
 @dataclass

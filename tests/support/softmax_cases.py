@@ -7,14 +7,11 @@ from typing import Any
 import torch
 from onetrip import ops
 from onetrip.reference.philox import dropout_scale
+from pairwise import short as short
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 RNG = (1234, 8)
-
-
-def short(value: Any) -> str:
-    return str(value)[6:] if isinstance(value, torch.dtype) else str(value)
 
 
 def unfused(
