@@ -3,8 +3,8 @@
 import copy
 from pathlib import Path
 
+import made_up_results
 import pytest
-from made_up_results import every_suite
 from onetrip.benchmarks.measure import results
 from onetrip.benchmarks.measure.cases import ELEMENTS
 from onetrip.benchmarks.show import docs_page, tables
@@ -12,14 +12,13 @@ from onetrip.benchmarks.show.targets import verdicts
 from onetrip.benchmarks.suites import row_norm
 from onetrip.environment import checkout
 
-RECORDED = Path(__file__).parent / "recorded"
 ALONE = ("layer_norm", "rms_norm")
 
 
 @pytest.fixture
 def recorded() -> results.Results:
     """With every width of LayerNorm and RMSNorm: those that the files lack are copies of 1024."""
-    found = results.read(RECORDED)["test-cpu-2-cores"]
+    found = made_up_results.recorded()
     alone = [case for case in found["row_norm"]["cases"] if case["n_cols"] == 1024 and case["operator"] in ALONE]
     widths = set(row_norm.WIDTHS) - {64, 1024}
     found["row_norm"]["cases"] += [
@@ -101,6 +100,12 @@ def test_targets_of_the_cpu_are_not_judged_on_a_gpu(recorded: results.Results) -
     assert tables.every(recorded)[0].caption != "Targets"
 
 
+@pytest.fixture(scope="module")
+def page() -> list[str]:
+    """The lines of the page."""
+    return docs_page.render({made_up_results.MACHINE: made_up_results.recorded()}).splitlines()
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -122,8 +127,8 @@ def test_targets_of_the_cpu_are_not_judged_on_a_gpu(recorded: results.Results) -
         "bias_dropout_residual_layer_norm-p0.1-M4096-N1024-fp32 |",
     ],
 )
-def test_rendering_shows(line: str) -> None:
-    assert line in docs_page.render(results.read(RECORDED)).splitlines()
+def test_rendering_shows(line: str, page: list[str]) -> None:
+    assert line in page
 
 
 def test_rendering_without_results_says_so(tmp_path: Path) -> None:
@@ -139,7 +144,7 @@ def test_the_page_in_the_repository_is_the_rendered_one() -> None:
 
 
 def test_what_was_counted_on_a_gpu_is_shown_worst_first_and_the_unknown_last() -> None:
-    (table,) = [found for found in tables.every(every_suite()) if "do on the GPU" in found.caption]
+    (table,) = [found for found in tables.every(made_up_results.every_suite()) if "do on the GPU" in found.caption]
     assert [row[0].partition("-")[0] for row in table.rows] == ["slow", "fast", "unknown"]
 
 
