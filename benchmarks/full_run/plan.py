@@ -26,16 +26,18 @@ _MODELS = {
 """What `onetrip anatomy` and `onetrip methods` look at, by device."""
 _COLUMNS = "eager,patched,patched_adamw8bit"
 _FIRST = (
-    *(
-        "environment",
-        "doctor",
-        "gpu-tests-special",
-        "gpu-tests-*-cuda",
-        "gpu-tests-models",
-        "sanitizer-memcheck-cuda-*",
-    ),
-    *("sanitizer-racecheck-cuda-*", "row_norm-*-large", "softmax-*-large", "adam"),
-    *("training-bert_large-24_layers-4x512-bf16", "counters-cuda"),
+    "environment",
+    "doctor",
+    "gpu-tests-special",
+    "gpu-tests-*-cuda",
+    "gpu-tests-models",
+    "sanitizer-memcheck-cuda-*",
+    "sanitizer-racecheck-cuda-*",
+    "row_norm-*-large",
+    "softmax-*-large",
+    "adam",
+    "training-bert_large-24_layers-4x512-bf16",
+    "counters-cuda",
 )
 """What comes first on a GPU: whether the CUDA kernels are right, what they reach where memory is the limit, and why."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from onetrip import html
 from onetrip.environment import header, output_of
 
 from ..measure import results
@@ -31,7 +32,7 @@ _COPY_BYTES, _MATRIX = 4 << 30, 8192
 
 
 def _write(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    html.write(path, json.dumps(content, indent=1) + "\n")
     print(f"wrote {path}")
 
 
