@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from .emulator import build_machine
+from .emulator import build_machine, made_once
 
 BUILD = Path(__file__).resolve().parents[2] / "build" / "triton_machine"
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
@@ -71,20 +71,18 @@ class Kernel:
 
     def __init__(self, name: str, cubin: bytes, shared_bytes: int) -> None:
         self.name, self.shared_bytes = name, shared_bytes
-        path = BUILD / f"{name}-{hashlib.sha256(cubin).hexdigest()[:16]}.cubin"
-        disassembly = path.with_suffix(".sass")
-        if not disassembly.exists():
-            unfinished = path.with_suffix(f".{os.getpid()}")
-            BUILD.mkdir(parents=True, exist_ok=True)
-            copied = path.with_suffix(f".cubin.{os.getpid()}")
-            copied.write_bytes(cubin)
-            copied.rename(path)
-            with unfinished.open("w") as file:
+
+        def make(folder: Path) -> None:
+            folder.mkdir()
+            (folder / "cubin").write_bytes(cubin)
+            with (folder / "disassembly").open("w") as file:
                 # Without the analysis of indirect branches, a fifth of the time: Triton's kernels have none.
-                subprocess.run([str(NVDISASM), "-c", "-ndf", str(path)], stdout=file, check=True)
-            unfinished.rename(disassembly)
+                subprocess.run([str(NVDISASM), "-c", "-ndf", str(folder / "cubin")], stdout=file, check=True)
+
+        folder = made_once(BUILD / f"{name}-{hashlib.sha256(cubin).hexdigest()[:16]}", make)
+        files = (str(folder / part).encode() for part in ("cubin", "disassembly"))
         self._program = ctypes.c_void_p()
-        _check(_library().machine_load(str(path).encode(), str(disassembly).encode(), ctypes.byref(self._program)))
+        _check(_library().machine_load(*files, ctypes.byref(self._program)))
 
     def run(self, grid: tuple[int, int, int], n_threads: int, parameters: bytes) -> None:
         launch = _Launch(grid, (n_threads, 1, 1), 1, self.shared_bytes, parameters, len(parameters))
