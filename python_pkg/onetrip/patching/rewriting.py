@@ -36,15 +36,34 @@ class Rewriting(ast.NodeTransformer):
 
     def put_call(self, call: ast.Call, name: str, *more: str) -> None:
         """name(self, function, more, ...) in place of function(...). more: expressions."""
-        copied = self.copies[id(call)]
+        copied = self.copy_of(call)
         first = [ast.parse(each, mode="eval").body for each in more]
         copied.args = [ast.Name(self.own), copied.func, *first, *copied.args]
         copied.func = ast.Name(name)
 
     def put_around(self, expression: ast.expr, name: str) -> None:
         """name(self, expression) in place of the expression."""
-        copied = self.copies[id(expression)]
-        self.replaced[id(copied)] = lambda: ast.Call(ast.Name(name), [ast.Name(self.own), self.visit(copied)], [])
+        self.replace(expression, lambda: self.call(name, self.visit(self.copy_of(expression))))
+
+    def put_part(self, expression: ast.expr, part: ast.expr) -> None:
+        """A part of the expression in place of all of it."""
+        self.replace(expression, lambda: self.visit(self.copy_of(part)))
+
+    def replace(self, expression: ast.expr, made: Callable[[], ast.expr]) -> None:
+        """What made() returns in place of the expression. It is called when the copy is written: what it visits is
+        rewritten then."""
+        self.replaced[id(self.copy_of(expression))] = made
+
+    def remove(self, *statements: ast.stmt) -> None:
+        self.removed.update(id(self.copy_of(each)) for each in statements)
+
+    def copy_of(self, node: ast.AST) -> Any:
+        """The node's counterpart in the copy."""
+        return self.copies[id(node)]
+
+    def call(self, name: str, *arguments: ast.expr) -> ast.Call:
+        """name(self, arguments, ...)."""
+        return ast.Call(ast.Name(name), [ast.Name(self.own), *arguments], [])
 
     def visit(self, node: ast.AST) -> Any:
         if id(node) in self.removed:
@@ -63,4 +82,4 @@ class Rewriting(ast.NodeTransformer):
         """Probability of a functional dropout: p in training, else 0; 0 where there is none."""
         if p is None or training is None:
             return ast.Constant(0.0)
-        return ast.IfExp(self.copies[id(training)], self.copies[id(p)], ast.Constant(0.0))
+        return ast.IfExp(self.copy_of(training), self.copy_of(p), ast.Constant(0.0))

@@ -136,7 +136,7 @@ class Heads:
         """The forward with heads in place of `contiguous`."""
         rewriting = Rewriting(self.forward)
         for call, _ in self.found.copies:
-            copied = rewriting.copies[id(call)]
+            copied = rewriting.copy_of(call)
             copied.func, copied.args = ast.Name("heads_"), [ast.Name(rewriting.own), copied.func.value]
         for question in self.found.questions:
             rewriting.put_around(question, "reading_views_")

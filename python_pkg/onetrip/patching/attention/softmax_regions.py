@@ -91,7 +91,7 @@ class SoftmaxRegions:
         """The forward with its regions fused."""
         rewriting = Rewriting(self.forward)
         for node, name, region in reversed(self.found):
-            block = getattr(rewriting.copies[id(node)], name)
+            block = getattr(rewriting.copy_of(node), name)
             block[region.start : region.stop] = ast.parse(_source(region, region.statements)).body
         rewriting.constants.update(NAMES)
         return rewriting.rewrite(PATTERN)

@@ -90,7 +90,7 @@ class CastInputs:
         """The forward with cast_input in place of its casts."""
         rewriting = Rewriting(self.forward)
         for cast, path in self.chosen:
-            copied = rewriting.copies[id(cast)]
+            copied = rewriting.copy_of(cast)
             copied.args = [ast.Name(rewriting.own), rewriting.attribute(path), copied.func.value, *copied.args]
             copied.func = ast.Name("cast_input_")
         rewriting.constants["cast_input_"] = cast_input

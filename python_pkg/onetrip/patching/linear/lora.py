@@ -366,31 +366,31 @@ def _passed_on(parameters: ast.arguments) -> str:
 
 
 def _rewrite(rewriting: Rewriting, found: FoundAdapter) -> None:
-    copies = rewriting.copies
+    copy_of = rewriting.copy_of
     if found.base is not None:
-        base = copies[id(found.base)]
+        base = copy_of(found.base)
         base.args.insert(0, base.func)
         base.func = _method("read" if found.is_kept else "base")
     if found.copy is not None and not found.is_kept:
-        copied = copies[id(found.copy)]
-        rewriting.replaced[id(copied)] = lambda: ast.Call(_method("copied"), [copied], [])
+        copied = copy_of(found.copy)
+        rewriting.replace(found.copy, lambda: ast.Call(_method("copied"), [copied], []))
     for each in found.given:
-        given = copies[id(each)]
+        given = copy_of(each)
         given.value = ast.Call(_method("given"), [given.value], [])
-    down, dropout, x = (copies[id(each)] for each in found.down)
+    down, dropout, x = map(copy_of, found.down)
     inner = ast.Call(_method("down"), [down, dropout, x], [])
-    arguments = [copies[id(found.result)], copies[id(found.up)], inner, copies[id(found.scaling)]]
+    arguments = [copy_of(found.result), copy_of(found.up), inner, copy_of(found.scaling)]
     if found.conversion is not None:
-        converted: Any = copies[id(found.conversion)]
+        converted = copy_of(found.conversion)
         dtype = ast.IfExp(converted.test, converted.body[0].value.args[0], ast.Constant(None))
         arguments.append(dtype)
-        rewriting.removed.add(id(converted))
+        rewriting.remove(found.conversion)
     if found.product is not None:
-        rewriting.removed.add(id(copies[id(found.product)]))
-    copies[id(found.statement)].value = ast.Call(_method("add"), arguments, [])
+        rewriting.remove(found.product)
+    copy_of(found.statement).value = ast.Call(_method("add"), arguments, [])
     if found.cast is not None:
-        branches, cast = (copies[id(each)] for each in found.cast)
-        rewriting.removed.add(id(cast))
+        branches, cast = map(copy_of, found.cast)
+        rewriting.remove(found.cast[1])
         skipped = ast.Call(_method("cast"), [cast.value.func, x, down, dropout], [])
         branches.body.insert(0, ast.Assign(cast.targets, skipped))
         branches.orelse.insert(0, ast.Assign(cast.targets, cast.value))

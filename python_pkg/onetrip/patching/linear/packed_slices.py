@@ -127,17 +127,14 @@ class PackedSlices:
         """The forward with one split in place of its slices."""
         rewriting = Rewriting(self.forward)
         for packed in self.chosen:
-            first, *others = (rewriting.copies[id(each)] for each in packed.statements)
-            in_columns = [rewriting.copies[id(each)] for each in packed.in_columns]
+            first, *others = packed.statements
+            in_columns = [rewriting.copy_of(each) for each in packed.in_columns]
             ends = [each.value.slice.elts[1].upper for each in in_columns[:-1]]
-            call = ast.Call(
-                ast.Name("packed_slices_"),
-                [ast.Name(rewriting.own), rewriting.attribute(packed.path), first.value.value, *ends],
-                [],
-            )
-            targets = ast.Tuple([target for each in in_columns for target in each.targets])
-            rewriting.removed.update(map(id, others))
-            first.targets, first.value = [targets], call
+            copied = rewriting.copy_of(first)
+            read = copied.value.value
+            copied.targets = [ast.Tuple([target for each in in_columns for target in each.targets])]
+            copied.value = rewriting.call("packed_slices_", rewriting.attribute(packed.path), read, *ends)
+            rewriting.remove(*others)
         rewriting.constants["packed_slices_"] = packed_slices
         return rewriting.rewrite(PATTERN)
 

@@ -32,13 +32,13 @@ class SumRewriting(Rewriting):
 
     def put_branch(self, value: ast.expr, operand: Operand) -> None:
         """The operand as a Branch in place of a value."""
-        self.replaced[id(self.copies[id(value)])] = self.branch(operand)
+        self.replace(value, self.branch(operand))
 
     def put_sum(self, index: int, choice: Choice) -> None:
         """A Sum in place of an addition and the norm that follows."""
         found, operand, norm = choice.found, choice.operand, choice.norm
-        node, statement = self.copies[id(found.node)], self.copies[id(found.place.statement)]
-        sides: list[Callable[[], ast.expr]] = [lambda: self.visit(node.left), lambda: self.visit(node.right)]
+        left, right = self.copy_of(found.node.left), self.copy_of(found.node.right)
+        sides: list[Callable[[], ast.expr]] = [lambda: self.visit(left), lambda: self.visit(right)]
         if operand is not None and choice.branch is not None:
             sides[choice.branch] = self.branch(operand)
         if operand is not None and choice.tail is not None:
@@ -46,24 +46,24 @@ class SumRewriting(Rewriting):
 
         def call() -> ast.expr:
             norms = [] if norm is None else [self.attribute(norm[0])]
-            return ast.Call(ast.Name(name), [ast.Name(self.own), *(side() for side in sides), *norms], [])
+            return self.call(name, *(side() for side in sides), *norms)
 
         name, normed = f"sum_{index}_", f"normed_{index}_"
         returns_sum = norm is None or not (found.has_inline_norm or choice.norm_replaces_sum)
         self.constants[name] = Sum(index, choice.branch, choice.norm_class, choice.spec, returns_sum, found.is_open)
         if norm is not None and found.has_inline_norm:
-            self.replaced[id(self.copies[id(norm[1])])] = call
+            self.replace(norm[1], call)
             return
-        self.replaced[id(node)] = call
+        self.replace(found.node, call)
         if norm is not None and returns_sum:
-            self.replaced[id(self.copies[id(norm[1])])] = lambda: ast.Name(normed)
-            self.added_targets[id(statement)] = normed
+            self.replace(norm[1], lambda: ast.Name(normed))
+            self.added_targets[id(self.copy_of(found.place.statement))] = normed
         elif norm is not None:
-            self.removed.add(id(self.copies[id(found.place.following[0])]))
+            self.remove(found.place.following[0])
 
     def branch(self, operand: Operand) -> Callable[[], ast.expr]:
         """Makes a Branch of the operand, once it is wanted."""
-        self.removed |= {id(self.copies[id(each)]) for each in operand.statements}
+        self.remove(*operand.statements)
         names = {"dropped_": dropped, "linear_parts_": linear_parts, "undropped_": undropped, "Branch_": Branch}
 
         def called(name: str, *arguments: ast.expr) -> ast.Call:
@@ -71,7 +71,7 @@ class SumRewriting(Rewriting):
             return ast.Call(ast.Name(name), list(arguments), [])
 
         def made() -> ast.expr:
-            x: ast.expr = self.visit(self.copies[id(operand.x)])
+            x: ast.expr = self.visit(self.copy_of(operand.x))
             if operand.opened and not operand.is_dropped:
                 return x
             parts = [x]
@@ -89,7 +89,8 @@ class SumRewriting(Rewriting):
 
     def put_opening(self, name: str, tail: Tail, operand: Operand) -> None:
         """The operand's child or method is called through its Tail."""
-        call = self.copies[id(operand.call)]
+        assert operand.call is not None
+        call = self.copy_of(operand.call)
 
         def opened() -> ast.expr:
             self.generic_visit(call)
@@ -97,4 +98,4 @@ class SumRewriting(Rewriting):
             return ast.Call(ast.Name(name), [module, *call.args], call.keywords)
 
         self.constants[name] = tail
-        self.replaced[id(call)] = opened
+        self.replace(operand.call, opened)
