@@ -94,10 +94,10 @@ class Dropped(Parts):
 @pytest.mark.parametrize(
     ("make", "call"),
     [
-        (Interleaved, "gated_0_(self, None, glu, None, self.limit, self.alpha)"),
-        (Halves, "gated_0_(self, F.silu, gate, None, self.limit, 1.0)"),
-        (Two, "gated_0_(self, None, gate, up, 0.25, 1.5)"),
-        (Dropped, "gated_0_(self, self.act, gate, up, self.limit, 1.0, self.drop)"),
+        (Interleaved, "gated_0_(self, None, glu, limit=self.limit, alpha=self.alpha)"),
+        (Halves, "gated_0_(self, F.silu, gate, limit=self.limit)"),
+        (Two, "gated_0_(self, None, gate, up, limit=0.25, alpha=1.5)"),
+        (Dropped, "gated_0_(self, self.act, gate, up, limit=self.limit, dropout=self.drop)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

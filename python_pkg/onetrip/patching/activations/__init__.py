@@ -5,14 +5,14 @@
     gate, up = h.chunk(2, dim=-1)               ->      gate = h
     h = self.act(gate) * up                             h = gated_0_(self, self.act, gate)
 
-    h = self.dense(h)                           ->      h = activated_0_(self, self.act, self.dense, h, self.drop)
-    h = self.act(h)
+    h = self.dense(h)                           ->      h = activated_0_(self, self.act, self.dense, h,
+    h = self.act(h)                                                      dropout=self.drop)
     h = self.drop(h)
 
     gate, up = h[..., ::2], h[..., 1::2]        ->      gate = h
     gate = gate.clamp(max=self.limit)                   glu = gate
-    up = up.clamp(min=-self.limit, max=self.limit)      h = gated_0_(self, None, glu, None, self.limit, self.alpha)
-    glu = gate * torch.sigmoid(gate * self.alpha)
+    up = up.clamp(min=-self.limit, max=self.limit)      h = gated_0_(self, None, glu, limit=self.limit,
+    glu = gate * torch.sigmoid(gate * self.alpha)                    alpha=self.alpha)
     h = (up + 1) * glu
 
 The activation is a child, a function of torch's, or a function or module of the model's file, recognised by what it
@@ -43,7 +43,7 @@ from ..forward import Forward, child_at, has_bias_at
 from ..rewriting import Rewriting
 from ..source import is_pure, resolve
 from ..verify import RNG, MaskedDropout, check_function, kind_of, undisturbed
-from .fused import FORMULAS, Activated, Gated, GatedHalves, GatedWithin, is_alpha, is_limit
+from .fused import FORMULAS, Activated, Gated, is_alpha, is_limit
 from .read import Bounds, Dropped, FoundActivation, bounds_itself, read_activations
 
 __all__ = [
@@ -122,7 +122,7 @@ class Choice:
     """One activation of one instance."""
 
     found: FoundActivation
-    fused: Gated | GatedHalves | GatedWithin | Activated
+    fused: Gated | Activated
     """What is called in its place."""
     has_bias: bool
     drops: bool
@@ -184,13 +184,19 @@ def _called(module: nn.Module, found: FoundActivation) -> Any:
 
 def _fused_call(
     found: FoundActivation, known: tuple[str, type | FunctionType | None, Configuration], gains_bias_alone: bool
-) -> Gated | GatedHalves | GatedWithin | Activated:
-    if found.bounds is not None:
-        layout = (True, False) if found.halves is None else (found.halves.gate_first, found.halves.interleaved)
-        return GatedWithin(*known, found.alpha is not None, found.bounds.up_offset, *layout)
-    if found.halves is not None:
-        return GatedHalves(*known, found.halves.gate_first)
-    return Activated(*known, gains_bias_alone) if found.product is None else Gated(*known)
+) -> Gated | Activated:
+    if found.product is None:
+        return Activated(*known, gains_bias_alone)
+    halves, bounds = found.halves, found.bounds
+    return Gated(
+        *known,
+        is_packed=halves is not None,
+        gate_first=halves is None or halves.gate_first,
+        interleaved=halves is not None and halves.interleaved,
+        has_limit=bounds is not None,
+        has_alpha=found.alpha is not None,
+        up_offset=0.0 if bounds is None else bounds.up_offset,
+    )
 
 
 def _drops(module: nn.Module, dropped: Dropped, excluded: Container[int]) -> bool:
@@ -223,7 +229,8 @@ class Activations:
         """The forward with its activations fused."""
         rewriting, method = Rewriting(self.forward), self.forward.method
         for index, choice in enumerate(self.chosen):
-            _put(rewriting, f"{index}_" if method == "forward" else f"{index}_{method}_", choice)
+            kind = "activated" if choice.found.product is None else "gated"
+            _put(rewriting, f"{kind}_{index}_" if method == "forward" else f"{kind}_{index}_{method}_", choice)
         return rewriting.rewrite(self.pattern)
 
     def verify(self, module: nn.Module, rewrite: Rewrite) -> None:
@@ -240,106 +247,91 @@ class Activations:
                     check_function(fused, unfused, inputs, device, dtype, mode)
 
 
-def _put(rewriting: Rewriting, suffix: str, choice: Choice) -> None:
-    """The fused call in place of the activation. suffix: of its name."""
-    found, copies = choice.found, rewriting.copies
+def _put(rewriting: Rewriting, name: str, choice: Choice) -> None:
+    """The fused call in place of the activation. name: of what is called."""
+    found, copy_of = choice.found, rewriting.copy_of
     act: ast.expr = ast.Constant(None)  # x * sigmoid(x * alpha) calls none
     if found.path:
         act = rewriting.attribute(found.path)
     elif isinstance(found.call, ast.Call):
-        act = copies[id(found.call.func)]
-    name = f"{'activated' if found.product is None else 'gated'}_{suffix}"
-
-    def called(*arguments: ast.expr) -> ast.expr:
-        return ast.Call(ast.Name(name), [ast.Name(rewriting.own), act, *arguments, *dropout()], [])
-
-    def dropout() -> list[ast.expr]:
-        dropped = found.dropped if choice.drops else None
-        if dropped is None or dropped.path:
-            return [] if dropped is None else [rewriting.attribute(dropped.path)]
-        return [rewriting.probability(dropped.p, dropped.training)]
-
-    rewriting.constants[name] = choice.fused
+        act = copy_of(found.call.func)
+    arguments = _put_linear(rewriting, choice) if found.product is None else _put_factors(rewriting, found)
+    options: dict[str, ast.expr | None] = {"alpha": found.alpha}
+    if found.bounds is not None:
+        _unbound(rewriting, found.bounds)
+        options = {"limit": found.bounds.limit, **options}
     replaced: ast.expr = found.result
     if choice.drops and found.dropped is not None:
-        replaced = found.dropped.call
-        if found.dropped.definition is not None:
-            rewriting.removed.add(id(copies[id(found.dropped.definition)]))
+        dropped, replaced = found.dropped, found.dropped.call
+        probability = rewriting.probability(dropped.p, dropped.training)
+        options["dropout"] = rewriting.attribute(dropped.path) if dropped.path else probability
+        if dropped.definition is not None:
+            rewriting.remove(dropped.definition)
 
-    if found.product is not None:
-        x, other = copies[id(found.x)], copies[id(found.other)]
-        gate = x
-        if found.definition is not None:
-            gate = ast.Name(found.definition.targets[0].id)  # type: ignore[attr-defined]
-            rewriting.replaced[id(copies[id(found.call)])] = lambda: rewriting.visit(x)
-        factors = [gate, other]
-        if found.halves is not None:
-            statement, packed, factors = copies[id(found.halves.statement)], copies[id(found.halves.packed)], [gate]
-            rewriting.replaced[id(statement.value)] = lambda: rewriting.visit(packed)
-            statement.targets = [ast.Name(x.id)]
-        numbers = () if found.bounds is None else _unbound(rewriting, found.bounds, found)
-        if numbers and found.halves is not None:
-            factors.append(ast.Constant(None))
-        rewriting.replaced[id(copies[id(replaced)])] = lambda: called(*map(rewriting.visit, factors), *numbers)
-        return
-    dense: ast.expr = ast.Constant(None)
-    x = copies[id(found.x)]
-    if choice.has_bias:
-        dense, x = rewriting.attribute(found.linear), copies[id(found.linear_x)]
-        if found.linear_definition is not None:
-            rewriting.removed.add(id(copies[id(found.linear_definition)]))
-    rewriting.replaced[id(copies[id(replaced)])] = lambda: called(dense, rewriting.visit(x))
+    def called() -> ast.expr:
+        call = rewriting.call(name, act, *map(rewriting.visit, arguments))
+        call.keywords = [ast.keyword(option, value) for option, value in options.items() if value is not None]
+        return call
+
+    rewriting.constants[name] = choice.fused
+    rewriting.replace(replaced, called)
 
 
-def _unbound(rewriting: Rewriting, bounds: Bounds, found: FoundActivation) -> tuple[ast.expr, ast.expr]:
-    """Leaves the bounds out of the statements that give gate and up their values. Returns limit and alpha."""
+def _put_linear(rewriting: Rewriting, choice: Choice) -> list[ast.expr]:
+    """(linear layer that leaves its bias to the activation, x), of which the activation is computed."""
+    found = choice.found
+    if not choice.has_bias or found.linear_x is None:
+        return [ast.Constant(None), rewriting.copy_of(found.x)]
+    if found.linear_definition is not None:
+        rewriting.remove(found.linear_definition)
+    return [rewriting.attribute(found.linear), rewriting.copy_of(found.linear_x)]
+
+
+def _put_factors(rewriting: Rewriting, found: FoundActivation) -> list[ast.expr]:
+    """(gate, up), or the tensor whose halves they are."""
+    assert found.other is not None
+    gate = rewriting.copy_of(found.x)
+    if found.halves is not None:
+        rewriting.put_part(found.halves.statement.value, found.halves.packed)
+        rewriting.copy_of(found.halves.statement).targets = [ast.Name(gate.id)]
+    if found.definition is not None:
+        rewriting.put_part(found.call, found.x)
+        gate = ast.Name(found.definition.targets[0].id)  # type: ignore[attr-defined]
+    return [gate] if found.halves is not None else [gate, rewriting.copy_of(found.other)]
+
+
+def _unbound(rewriting: Rewriting, bounds: Bounds) -> None:
+    """Leaves the bounds out of the statements that give gate and up their values."""
     for statement in (bounds.gate, bounds.up):
         if bounds_itself(statement):
-            rewriting.removed.add(id(rewriting.copies[id(statement)]))
+            rewriting.remove(statement)
         else:
-            inner: ast.expr = statement.value.func.value  # type: ignore[attr-defined]
-            copied = rewriting.copies[id(inner)]
-            rewriting.replaced[id(rewriting.copies[id(statement.value)])] = partial(rewriting.visit, copied)
-    return bounds.limit, found.alpha or ast.Constant(1.0)
+            rewriting.put_part(statement.value, statement.value.func.value)  # type: ignore[attr-defined]
 
 
 def _shapes(choice: Choice) -> dict[str, tuple[int, ...]]:
-    if choice.found.product is not None:
-        return {"gate": (3, 4, 24), "up": (3, 4, 24)}
+    if isinstance(choice.fused, Gated):
+        return {"gate and up": (3, 4, 48)} if choice.fused.is_packed else {"gate": (3, 4, 24), "up": (3, 4, 24)}
     return {"x": (3, 4, 24), "bias": (24,)} if choice.has_bias else {"x": (3, 4, 24)}
 
 
-def _limit_and_alpha(fused: GatedWithin) -> tuple[float, float]:
+def _limit_and_alpha(fused: Gated) -> tuple[float | None, float]:
     """What a site is verified with: many normal numbers are beyond the limit."""
-    return 0.75, 1.5 if fused.has_alpha else 1.0
+    return 0.75 if fused.has_limit else None, 1.5 if fused.has_alpha else 1.0
 
 
 def _unfused(
     choice: Choice, act: Callable[[Tensor], Tensor], p: float, x: Tensor, other: Tensor | None = None
 ) -> Tensor:
-    if other is None:
-        y = act(x)
-    elif isinstance(choice.fused, GatedWithin):
-        y = choice.fused.bounded(act, x, other, *_limit_and_alpha(choice.fused))
+    if isinstance(choice.fused, Gated):
+        y = choice.fused.by_torch(act, x, other, *_limit_and_alpha(choice.fused))
     else:
-        y = act(x) * other if other.shape == x.shape else act(x + other)
+        y = act(x if other is None else x + other)
     return functional.dropout(y, p) if p else y
 
 
 def _fused(choice: Choice, p: float, x: Tensor, other: Tensor | None = None) -> Tensor:
     dropout: Any = {"dropout_p": p, "rng": RNG if p else None}
-    if choice.found.product is None:
-        return ops.bias_activation(x, other, choice.fused.activation, **dropout)
-    assert other is not None
-    halves = choice.found.halves
-    packed = x
-    if halves is not None and halves.interleaved:
-        packed = torch.stack([x, other], dim=-1).flatten(-2)
-    elif halves is not None:
-        packed = torch.cat([x, other] if halves.gate_first else [other, x], dim=-1)
-    if isinstance(choice.fused, GatedWithin):
-        up = other if halves is None else None
-        return choice.fused.fused(packed, up, *_limit_and_alpha(choice.fused), **dropout)
-    if halves is None:
-        return ops.glu(x, other, choice.fused.activation, **dropout)
-    return ops.glu_packed(packed, choice.fused.activation, gate_first=halves.gate_first, **dropout)
+    if isinstance(choice.fused, Gated):
+        return choice.fused.fused(x, other, *_limit_and_alpha(choice.fused), **dropout)
+    return ops.bias_activation(x, other, choice.fused.activation, **dropout)

@@ -49,70 +49,56 @@ class _Fused:
         return (FORMULAS[self.activation] if self.original is None else act)(x)
 
 
+@dataclass(frozen=True)
 class Gated(_Fused):
-    """dropout(act(gate) * up) in a rewritten forward."""
+    """dropout(act(gate) * (up + up_offset)) in a rewritten forward; with a limit, of gate and up within its bounds."""
 
-    def __call__(self, module: nn.Module, act: Any, gate: Tensor, up: Tensor, dropout: Any = 0.0) -> Tensor:
-        if self.is_still(act) and calls.fits(gate) and calls.is_like(up, gate):
-            calls.count_fused(module)
-            p, after = _probability(dropout)
-            return after(ops.glu(gate, up, self.activation, dropout_p=p))
-        calls.count_fallback(module)
-        return _dropped(self.unfused(act, gate) * up, dropout)
-
-
-@dataclass(frozen=True)
-class GatedHalves(_Fused):
-    """dropout(act(gate) * up) of two halves of one tensor, in a rewritten forward."""
-
-    gate_first: bool
-
-    def __call__(self, module: nn.Module, act: Any, packed: Tensor, dropout: Any = 0.0) -> Tensor:
-        if self.is_still(act) and calls.fits(packed) and packed.shape[-1] % 2 == 0:
-            calls.count_fused(module)
-            p, after = _probability(dropout)
-            return after(ops.glu_packed(packed, self.activation, gate_first=self.gate_first, dropout_p=p))
-        calls.count_fallback(module)
-        first, second = packed.chunk(2, dim=-1)
-        gate, up = (first, second) if self.gate_first else (second, first)
-        return _dropped(self.unfused(act, gate) * up, dropout)
-
-
-@dataclass(frozen=True)
-class GatedWithin(_Fused):
-    """dropout(act(gate) * (up + up_offset)) within bounds, in a rewritten forward. act: silu, or x sigmoid(alpha x)."""
-
-    has_alpha: bool
-    up_offset: float
-    gate_first: bool
-    interleaved: bool
-    """Of one tensor that holds gate and up, which is given as gate, without up."""
+    is_packed: bool = False
+    """Whether one tensor holds gate and up, which is given as gate, without up."""
+    gate_first: bool = True
+    interleaved: bool = False
+    has_limit: bool = False
+    has_alpha: bool = False
+    """Whether act is x sigmoid(alpha x)."""
+    up_offset: float = 0.0
 
     def __call__(
-        self, module: nn.Module, act: Any, gate: Tensor, up: Tensor | None, limit: Any, alpha: Any, dropout: Any = 0.0
+        self,
+        module: nn.Module,
+        act: Any,
+        gate: Tensor,
+        up: Any = None,
+        *,
+        limit: Any = None,
+        alpha: Any = 1.0,
+        dropout: Any = 0.0,
     ) -> Tensor:
-        if self.is_still(act) and is_limit(limit) and is_alpha(alpha) and self._fits(gate, up):
+        takes_limit = not self.has_limit or (is_limit(limit) and is_alpha(alpha))
+        if self.is_still(act) and takes_limit and self._fits(gate, up):
             calls.count_fused(module)
             p, after = _probability(dropout)
             return after(self.fused(gate, up, limit, alpha, dropout_p=p))
         calls.count_fallback(module)
-        return _dropped(self.bounded(act, gate, up, limit, alpha), dropout)
+        return _dropped(self.by_torch(act, gate, up, limit, alpha), dropout)
 
-    def _fits(self, gate: Tensor, up: Tensor | None) -> bool:
-        return calls.fits(gate) and (gate.shape[-1] % 2 == 0 if up is None else calls.is_like(up, gate))
+    def _fits(self, gate: Tensor, up: Any) -> bool:
+        return calls.fits(gate) and (gate.shape[-1] % 2 == 0 if self.is_packed else calls.is_like(up, gate))
 
-    def fused(self, gate: Tensor, up: Tensor | None, limit: float, alpha: float, **dropout: Any) -> Tensor:
+    def fused(self, gate: Tensor, up: Any, limit: float | None, alpha: float, **dropout: Any) -> Tensor:
         options = {"limit": limit, "alpha": alpha, "up_offset": self.up_offset, **dropout}
-        if up is not None:
-            return ops.glu(gate, up, "silu", **options)
-        return ops.glu_packed(gate, "silu", gate_first=self.gate_first, interleaved=self.interleaved, **options)
+        if not self.is_packed:
+            return ops.glu(gate, up, self.activation, **options)
+        return ops.glu_packed(
+            gate, self.activation, gate_first=self.gate_first, interleaved=self.interleaved, **options
+        )
 
-    def bounded(self, act: Any, gate: Tensor, up: Tensor | None, limit: Any, alpha: Any) -> Tensor:
-        """The same by torch's functions. With has_alpha act is x sigmoid(alpha x)."""
-        if up is None:
+    def by_torch(self, act: Any, gate: Tensor, up: Any, limit: Any, alpha: Any) -> Tensor:
+        """The same without its dropout, by torch's functions."""
+        if self.is_packed:
             first, second = (gate[..., ::2], gate[..., 1::2]) if self.interleaved else gate.chunk(2, dim=-1)
             gate, up = (first, second) if self.gate_first else (second, first)
-        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        if self.has_limit:
+            gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
         y = gate * torch.sigmoid(gate * alpha) if self.has_alpha else self.unfused(act, gate)
         return y * (up + self.up_offset) if self.up_offset else y * up
 
