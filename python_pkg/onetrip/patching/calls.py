@@ -24,7 +24,7 @@ from ..ops.common.tracing import autocast_dtype as autocast_dtype
 from ..ops.common.tracing import have_storage
 from ..ops.common.tracing import is_autocasting as is_autocasting
 from .report import Unsuitable
-from .source import Inliner, Unreadable, first_match, is_source_of, parse
+from .source import Inliner, Unreadable, first_match, parse
 
 SMALLEST = 1 << 18
 """Elements of a tensor from which on a pass over it costs more than the 10 to 25 us of Python of a link (links) or of a
@@ -128,7 +128,7 @@ def is_transposed(cls: Any) -> bool:
 
 def _is_transposed(forward: Any) -> bool:
     tree = parse(forward)
-    if isinstance(tree, Unsuitable) or not is_source_of(tree, forward):
+    if isinstance(tree, Unsuitable):
         return False
     names, used = [each.arg for each in tree.args.args], forward.__globals__
     try:

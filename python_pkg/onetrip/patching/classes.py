@@ -12,7 +12,6 @@ import copy
 import copyreg
 import difflib
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from .. import ops
 from ..ops.row_norm import norm_of_sum
 from . import calls
 from .report import Unsuitable
-from .source import bare, define, parse
+from .source import bare, define, definition, parse
 
 GLOBAL_NAMES: dict[str, Any] = {
     "Tensor": Tensor,
@@ -141,13 +140,10 @@ def returns_as_is(wrapper: Any) -> bool:
         return True
     cells = zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True)
     name = next(name for name, cell in cells if _holds(cell, inner))
-    try:
-        tree: Any = ast.parse(textwrap.dedent(inspect.getsource(wrapper.__code__))).body[0]
-    except (OSError, SyntaxError):
+    tree = definition(wrapper.__code__)
+    if tree is None or wrapper.__code__.co_flags & inspect.CO_GENERATOR:
         return False
-    nodes = [node for statement in getattr(tree, "body", ()) for node in ast.walk(statement)]
-    if not isinstance(tree, ast.FunctionDef) or wrapper.__code__.co_flags & inspect.CO_GENERATOR:
-        return False
+    nodes = [node for statement in tree.body for node in ast.walk(statement)]
     uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
     returned = [getattr(node.value, "func", None) for node in nodes if isinstance(node, ast.Return)]
     named = [node.value for node in nodes if isinstance(node, ast.Attribute)]  # func.__name__

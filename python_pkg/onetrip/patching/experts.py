@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import inspect
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -30,7 +28,7 @@ from . import calls
 from .classes import Rewrite, plain_forward, wrapped
 from .forward import Forward, mentions, n_reads, read_forward
 from .report import Unsuitable
-from .source import Substitution, bare, define, matches, without_annotations
+from .source import Substitution, bare, define, definition, matches, without_annotations
 from .verify import check_function, kind_of
 
 PATTERN = "experts"
@@ -109,14 +107,11 @@ def read_experts(cls: type) -> GroupedExperts | Unsuitable | None:
     wrapper = plain_forward(cls)
     if wrapped(wrapper) is None:
         return None
-    try:
-        body: Any = ast.parse(textwrap.dedent(inspect.getsource(wrapper.__code__))).body[0]
-    except (OSError, SyntaxError):
-        return None
+    tree = definition(wrapper.__code__)
     found: dict[str, Any] = {}
-    if not isinstance(body, ast.FunctionDef) or len(body.body) != len(_WRAPPER):
+    if tree is None or len(tree.body) != len(_WRAPPER):
         return None
-    if not all(_matches(text, each, found) for text, each in zip(_WRAPPER, body.body, strict=True)):
+    if not all(_matches(text, each, found) for text, each in zip(_WRAPPER, tree.body, strict=True)):
         return None
     cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
     name = getattr(found["INTERFACE"], "id", "")

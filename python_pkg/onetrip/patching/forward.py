@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from .calls import is_transposed, original_class
 from .report import Unsuitable
-from .source import is_source_of, parse, resolve
+from .source import parse, resolve
 
 
 def read_forward(function: Any, source: str = "", method: str = "forward") -> Forward | Unsuitable:
@@ -26,8 +26,6 @@ def read_forward(function: Any, source: str = "", method: str = "forward") -> Fo
         return tree
     if not tree.args.args:
         return Unsuitable("unknown_forward", "has no parameters")
-    if not source and not is_source_of(tree, function):
-        return Unsuitable("unknown_forward", "its source is not the code that runs")
     return Forward(function, tree, method)
 
 

@@ -37,25 +37,32 @@ FUNCTIONS: dict[Any, str] = {
 
 
 def parse(function: Any, may_call_super: bool = False) -> ast.FunctionDef | Unsuitable:
-    """The definition of a plain function. A decorator must return the function itself, as auto_docstring does."""
+    """The definition of a plain function, if it is the code that runs. A decorator must return the function itself, as
+    auto_docstring does."""
     if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
         return Unsuitable("unknown_forward", "not a plain Python function")
     if function.__closure__ and not (may_call_super and function.__code__.co_freevars == ("__class__",)):
         return Unsuitable("unknown_forward", "calls super(), or is defined inside a function")
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, TypeError, SyntaxError, IndexError):
+    tree = definition(function)
+    if tree is None:
         return Unsuitable("unknown_forward", "its source cannot be read")
-    if not isinstance(tree, ast.FunctionDef):
-        return Unsuitable("unknown_forward", "not a plain Python function")
-    if tree.decorator_list:
-        tree.decorator_list = []
-        if vars(function) or not is_source_of(tree, function):
-            return Unsuitable("unknown_forward", "decorated")
+    is_decorated = bool(tree.decorator_list)
+    tree.decorator_list = []
+    if (is_decorated and vars(function)) or not _is_source_of(tree, function):
+        return Unsuitable("unknown_forward", "decorated" if is_decorated else "its source is not the code that runs")
     return tree
 
 
-def is_source_of(tree: ast.FunctionDef, function: Any) -> bool:
+def definition(function: Any) -> ast.FunctionDef | None:
+    """The definition that the source of a function, or of code, begins with; None where it cannot be read."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return None
+    return tree if isinstance(tree, ast.FunctionDef) else None
+
+
+def _is_source_of(tree: ast.FunctionDef, function: Any) -> bool:
     """Whether the definition compiles to the code of the function. It does not after an edit on disk, or a new
     __code__."""
     name = function.__qualname__.split(".")[-2:]
@@ -133,7 +140,7 @@ def is_pure(function: Any, callers: tuple[Any, ...] = ()) -> bool:
     may be probed, and computes the same of larger tensors. So do the functions that it calls, but for torch's and
     math's, and no number is a global one, which may change."""
     tree = parse(function)
-    if isinstance(tree, Unsuitable) or not is_source_of(tree, function):
+    if isinstance(tree, Unsuitable):
         return False
     for statement in tree.body:
         match statement:

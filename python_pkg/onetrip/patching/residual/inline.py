@@ -15,7 +15,8 @@ from types import FunctionType
 from typing import Any
 
 from ..forward import Forward
-from ..source import Substitution, calls_in, is_source_of, parse
+from ..report import Unsuitable
+from ..source import Substitution, calls_in, parse
 
 
 def inlined(forward: Forward) -> Forward:
@@ -53,7 +54,7 @@ class _Inlining(ast.NodeTransformer):
 def _returned(function: FunctionType, call: ast.Call) -> ast.BinOp | None:
     """The sum that the call returns, as an expression of its arguments; None if it does anything else."""
     tree = parse(function)
-    if not isinstance(tree, ast.FunctionDef) or not is_source_of(tree, function):
+    if isinstance(tree, Unsuitable):
         return None
     parameters = [each.arg for each in tree.args.args]
     given = dict(zip(parameters, call.args, strict=False)) | {each.arg: each.value for each in call.keywords}
