@@ -84,6 +84,16 @@ class Forward:
                 return (value, (statement,)) if moves and self.is_read_only_at(assigned, place, position) else None
         return None
 
+    def assignment_of(self, name: str, place: Place, position: int, times: int = 1) -> ast.Assign | None:
+        """The statement that gave the name the value that only statement `position`, at the place or before it, reads,
+        `times` times; None if anything between them may change it."""
+        last = max((i for i in range(position) if mentions(place.block[i], name)), default=-1)
+        match place.block[last] if last >= 0 else None:
+            case ast.Assign(targets=[ast.Name(id=assigned)]) as statement if assigned == name:
+                is_changed = any(may_change(each, name) for each in place.block[last + 1 : position])
+                return statement if not is_changed and self.is_read_only_at(name, place, position, times) else None
+        return None
+
     def is_read_only_at(self, name: str, place: Place, position: int, times: int = 1) -> bool:
         """Whether statement `position`, at the place or before it, reads the value of the name `times` times,
         and nothing else does."""

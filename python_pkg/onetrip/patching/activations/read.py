@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..forward import Forward, Place, evaluated, may_change, mentions, places
+from ..forward import Forward, Place, evaluated, mentions, places
 from ..source import Inliner, first_match, is_same, resolve
 
 
@@ -149,15 +149,12 @@ def _factor(forward: Forward, side: ast.expr, place: Place) -> FoundActivation |
     """The activation that a factor of a product is, or that the factor's name was given to."""
     if not isinstance(side, ast.Name):
         return _activation(forward, side) or _scaled_silu(forward, side)
-    block, earlier = place.block, [i for i in range(place.position) if mentions(place.block[i], side.id)]
-    match block[earlier[-1]] if earlier else None:
-        case ast.Assign(targets=[ast.Name(id=name)], value=value) as statement if name == side.id:
-            found = _activation(forward, value) or _scaled_silu(forward, value)
-            is_changed = any(may_change(each, name) for each in block[earlier[-1] + 1 : place.position])
-            if found is not None and not is_changed and forward.is_read_only_at(name, place, place.position):
-                found.definition = statement
-                return found
-    return None
+    statement = forward.assignment_of(side.id, place, place.position)
+    value = None if statement is None else statement.value
+    found = None if value is None else _activation(forward, value) or _scaled_silu(forward, value)
+    if found is not None:
+        found.definition = statement
+    return found
 
 
 def _scaled_silu(forward: Forward, expression: ast.expr) -> FoundActivation | None:
@@ -206,20 +203,21 @@ def _clamp(
 ) -> tuple[ast.Assign, dict[str, ast.expr]] | None:
     """The statement that gave the name the value that statement `position` reads, a clamp, and its numbers by their
     names in _CLAMPS; None if anything else reads that value or changes it."""
-    block, earlier = place.block, [i for i in range(position) if mentions(place.block[i], name)]
-    match block[earlier[-1]] if earlier else None:
-        case ast.Assign(targets=[ast.Name(id=assigned)], value=value) as statement if assigned == name:
-            found = first_match(_CLAMPS, Inliner(forward.globals, {}).inline(value))
-            is_changed = any(may_change(each, name) for each in block[earlier[-1] + 1 : position])
-            if found is not None and not is_changed and forward.is_read_only_at(name, place, position, n_reads):
-                del found[1]["X"]
-                return statement, found[1]
-    return None
+    statement = forward.assignment_of(name, place, position, n_reads)
+    found = None if statement is None else first_match(_CLAMPS, Inliner(forward.globals, {}).inline(statement.value))
+    if statement is None or found is None:
+        return None
+    del found[1]["X"]
+    return statement, found[1]
 
 
 def bounds_itself(statement: ast.Assign) -> bool:
     """Whether the clamp is of the value that the name had before."""
     return ast.unparse(statement.value.func.value) == ast.unparse(statement.targets[0])  # type: ignore[attr-defined]
+
+
+_SPLITS = {"X.chunk(2, dim=-1)": False, "X.chunk(2, -1)": False, "(X[..., ::2], X[..., 1::2])": True}
+"""Two halves of X, and whether their columns alternate."""
 
 
 def _halves(forward: Forward, found: FoundActivation, place: Place) -> Halves | None:
@@ -233,23 +231,16 @@ def _halves(forward: Forward, found: FoundActivation, place: Place) -> Halves | 
         match block[index]:
             case (
                 ast.Assign(
-                    targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])],
-                    value=ast.Call(func=ast.Attribute(value=packed, attr="chunk"), args=args, keywords=keywords),
+                    targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])], value=value
                 ) as statement
             ) if {first, second} == {gate, other}:
-                sizes = [ast.unparse(each) for each in (*args, *(k.value for k in keywords if k.arg == "dim"))]
-                ends = {name: forward.ends_at(name, place, index) for name in (gate, other)}
-                is_whole = sizes == ["2", "-1"] and len(args) + len(keywords) == 2
-                return Halves(statement, packed, first == gate) if is_whole and all(ends.values()) else None
-            case (
-                ast.Assign(
-                    targets=[ast.Tuple(elts=[ast.Name(id=first), ast.Name(id=second)])],
-                    value=ast.Tuple(elts=[ast.Subscript(value=ast.Name() as packed), ast.Subscript()]) as pair,
-                ) as statement
-            ) if (first, second) == (gate, other) and found.bounds is not None:
-                is_whole = ast.unparse(pair) == f"({packed.id}[..., ::2], {packed.id}[..., 1::2])"
-                ends = {name: forward.ends_at(name, place, index) for name in (gate, other)}
-                return Halves(statement, packed, True, True) if is_whole and all(ends.values()) else None
+                split = first_match(tuple(_SPLITS), value)
+                if split is None or not all(forward.ends_at(name, place, index) for name in (gate, other)):
+                    return None
+                packed, alternates = split[1]["X"], _SPLITS[split[0]]
+                may_alternate = isinstance(packed, ast.Name) and first == gate and found.bounds is not None
+                is_known = may_alternate or not alternates
+                return Halves(statement, packed, first == gate, alternates) if is_known else None
         if block[index] not in own and any(mentions(block[index], name) for name in (gate, other)):
             return None
     return None

@@ -22,7 +22,7 @@ from .. import calls
 from ..classes import Rewrite
 from ..forward import Forward, linear_at, places, writes_to_tensors
 from ..rewriting import Rewriting
-from ..source import calls_in
+from ..source import calls_in, first_match
 from ..verify import VerificationError, kind_of, undisturbed
 from .interface import attention_functions, is_of_transformers
 
@@ -78,26 +78,13 @@ def read_heads(forward: Forward) -> FoundHeads | None:
 
 def _copy(forward: Forward, expression: ast.expr) -> tuple[ast.Call, str] | None:
     """`self.path(x).view(...).transpose(1, 2).contiguous()`, and its path. The layer's result may be scaled."""
-    match expression:
-        case (
-            ast.Call(
-                func=ast.Attribute(
-                    value=ast.Call(
-                        func=ast.Attribute(
-                            value=ast.Call(func=ast.Attribute(value=made, attr="view")), attr="transpose"
-                        ),
-                        args=[ast.Constant(value=1), ast.Constant(value=2)],
-                    ),
-                    attr="contiguous",
-                ),
-                args=[],
-                keywords=[],
-            ) as call
-        ):
+    copied = first_match(("X.transpose(1, 2).contiguous()",), expression)
+    match None if copied is None else copied[1]["X"]:
+        case ast.Call(func=ast.Attribute(value=made, attr="view")):
             if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Mult):
                 made = made.left
             called = forward.called(made)
-            return None if called is None else (call, called[0])
+            return None if called is None else (expression, called[0])  # type: ignore[return-value]
     return None
 
 

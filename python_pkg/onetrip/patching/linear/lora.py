@@ -26,7 +26,7 @@ from ..calls import is_plain, original_class
 from ..classes import Rewrite
 from ..forward import Forward, Place, assigned_name, child_at, n_reads, places
 from ..rewriting import Rewriting
-from ..source import is_same
+from ..source import first_match, is_same
 from ..verify import check_function, kind_of
 from .readers import SharedInput
 
@@ -212,22 +212,23 @@ def _read(forward: Forward, place: Place, containers: dict[str, str]) -> FoundAd
         if product is None or n_reads(forward.tree, added.id) != 1 + (conversion is not None):
             return None
         added = product.value
-    match added:
-        case ast.BinOp(
-            left=ast.Call(func=ast.Name() as up, args=[inner], keywords=[]), op=ast.Mult(), right=ast.Name() as scaling
-        ) if up.id in containers:
+    match first_match(("UP(DOWN(DROPOUT(X))) * SCALING",), added):
+        case (
+            _,
+            {
+                "UP": ast.Name() as up,
+                "DOWN": ast.Name() as down,
+                "DROPOUT": ast.Name() as dropout,
+                "X": ast.Name() as x,
+                "SCALING": ast.Name() as scaling,
+            },
+        ):
             pass
         case _:
             return None
-    match inner:
-        case ast.Call(
-            func=ast.Name() as down,
-            args=[ast.Call(func=ast.Name() as dropout, args=[ast.Name() as x], keywords=[])],
-            keywords=[],
-        ) if down.id in containers and x.id in {each.arg for each in forward.tree.args.args[1:]}:
-            pass
-        case _:
-            return None
+    parameters = {each.arg for each in forward.tree.args.args[1:]}
+    if up.id not in containers or down.id not in containers or x.id not in parameters:
+        return None
     cast = _cast(forward, statement, down, x)
     paths = tuple(containers[each.id] for each in (up, down, dropout) if each.id in containers)
     found = FoundAdapter(statement, result, up, scaling, (down, dropout, x), paths, product, conversion, cast)
