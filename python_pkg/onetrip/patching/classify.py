@@ -6,14 +6,16 @@ Decided once per module, by structure and behaviour. The answer is a site, which
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.common.backends import KERNEL_DTYPES
+from . import dropouts, experts, linear_loss, rotary, watched_logits
 from .activations import (
     Activation,
     Activations,
@@ -23,40 +25,53 @@ from .activations import (
     recognise_activation,
 )
 from .activations.methods import read_methods
-from .attention import PATTERN as ATTENTION
-from .attention import Attention, Interface, OneMask, SoftmaxRegions, read_attention
-from .attention.heads import PATTERN as ATTENTION_HEADS
-from .attention.heads import Heads, choose_heads, read_heads
-from .attention.one_mask import PATTERN as ATTENTION_MASK
+from .attention import Attention, Interface, OneMask, SoftmaxRegions, eager, heads, one_mask, read_attention
 from .calls import configuration, is_distributed, is_released, original_class
 from .classes import Rewrite, is_stacked, method_of, plain_forward, returns_as_is
-from .dropouts import PATTERN as DROPOUT
 from .dropouts import Dropout
-from .experts import PATTERN as EXPERTS
 from .experts import Experts, GroupedExperts, read_experts
 from .forward import Forward, read_forward
-from .linear.cast_input import PATTERN as CAST_INPUT
-from .linear.cast_input import CastInputs, choose_casts, read_casts
-from .linear.lora import PATTERN as LORA
-from .linear.lora import Adapters, choose_adapters, read_adapters
-from .linear.packed_slices import PATTERN as PACKED_SLICES
-from .linear.packed_slices import PackedSlices, choose_packed_slices, read_packed_slices
-from .linear.shared_input import PATTERN as SHARED_INPUT
-from .linear.shared_input import SharedInputs, choose_shared_inputs, read_shared_inputs
-from .linear.tied_embedding import PATTERN as TIED_EMBEDDING
-from .linear.tied_embedding import TiedEmbedding, tied_modules, tied_site
-from .linear_loss import PATTERN as LINEAR_LOSS
+from .linear import cast_input, lora, packed_slices, shared_input, tied_embedding
 from .linear_loss import VocabularyLoss, labels_position, output_layer
 from .norms import KERNEL_DEVICES, NormSpec, could_be_norm, recognise
 from .report import Unsuitable
 from .residual import ResidualSums, choose_sums, read_sums
-from .rotary import PATTERN as ROTARY
 from .rotary import Rotations, read_rotations
-from .watched_logits import PATTERN as CROSS_ENTROPY
 
-_Reading = OneMask | Heads | PackedSlices | SharedInputs | CastInputs
+_Reading = OneMask | heads.Heads | packed_slices.PackedSlices | shared_input.SharedInputs | cast_input.CastInputs
 """Ways to read a tensor."""
-InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | Adapters | _Reading
+InForward = Attention | SoftmaxRegions | Rotations | Activations | ResidualSums | lora.Adapters | _Reading
+
+
+class _Pattern(NamedTuple):
+    """A pattern that reads a forward once, and chooses of what it found for each instance."""
+
+    name: str
+    read: Callable[[Forward], Any]
+    choose: Callable[[nn.Module, Any, Container[int]], Any]
+    """Given the module, what was found, and the excluded ones."""
+    site: Callable[[Forward, Any], InForward]
+    """Given the forward and what was chosen."""
+
+
+_HEADS = _Pattern(heads.PATTERN, heads.read_heads, heads.choose_heads, heads.Heads)
+_OF_LINEAR_LAYERS = (
+    _Pattern(
+        packed_slices.PATTERN,
+        packed_slices.read_packed_slices,
+        packed_slices.choose_packed_slices,
+        packed_slices.PackedSlices,
+    ),
+    _Pattern(
+        shared_input.PATTERN,
+        shared_input.read_shared_inputs,
+        shared_input.choose_shared_inputs,
+        shared_input.SharedInputs,
+    ),
+    _Pattern(cast_input.PATTERN, cast_input.read_casts, cast_input.choose_casts, cast_input.CastInputs),
+    _Pattern(lora.PATTERN, lora.read_adapters, lora.choose_adapters, lora.Adapters),
+)
+"""In the order in which they are fused."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +84,11 @@ class Together:
     def named(self) -> InForward:
         """The site that gives its name to the whole: attention, else the last one in the forward that is more than a
         way to read a tensor, else shared inputs."""
-        attention = [part for part in self.parts if isinstance(part, (Attention, SoftmaxRegions))]
-        shared = [part for part in self.parts if isinstance(part, SharedInputs)]
+        of_attention = [part for part in self.parts if isinstance(part, (Attention, SoftmaxRegions))]
+        shared = [part for part in self.parts if isinstance(part, shared_input.SharedInputs)]
         others = [part for part in self.parts if not isinstance(part, _Reading)]
         in_forward = [part for part in reversed(others) if part.forward.method == "forward"]
-        return [*attention, *in_forward, *shared, self.parts[-1]][0]
+        return [*of_attention, *in_forward, *shared, self.parts[-1]][0]
 
     @property
     def pattern(self) -> str:
@@ -104,7 +119,7 @@ class Together:
             part.verify(module, rewrite)
 
 
-Site = InForward | Together | Experts | NormSpec | Dropout | VocabularyLoss | TiedEmbedding
+Site = InForward | Together | Experts | NormSpec | Dropout | VocabularyLoss | tied_embedding.TiedEmbedding
 """Each has a pattern, a detail, rewrite(cls) -> Rewrite and verify(module, rewrite)."""
 
 
@@ -116,15 +131,16 @@ class Classifier:
     ) -> None:
         self.wanted, self.replace_sdpa = wanted, replace_sdpa
         self.excluded = {id(module) for name, module in model.named_modules(remove_duplicate=False) if name in excluded}
-        self.loss_pattern = next((name for name in (LINEAR_LOSS, CROSS_ENTROPY) if name in wanted), None)
+        losses = [name for name in (linear_loss.PATTERN, watched_logits.PATTERN) if name in wanted]
+        self.loss_pattern = losses[0] if losses else None
         blocks = [module for module in model.modules() if module._modules] if self.loss_pattern else []
         self.output_layers = {id(module): head for module in blocks if (head := output_layer(module)) is not None}
         """id(model that computes a loss) -> its output layer."""
-        self.tied = tied_modules(model) if TIED_EMBEDDING in wanted else frozenset()
+        self.tied = tied_embedding.tied_modules(model) if tied_embedding.PATTERN in wanted else frozenset()
         self.left: dict[int, Unsuitable] = {}
         """id(module of which a part is a site) -> why another part is none."""
         self.model_device = _kernel_device(model) or torch.device("cpu")
-        self.dropout = Dropout(self.model_device) if DROPOUT in wanted and _in_float64(model) is None else None
+        self.dropout = Dropout(self.model_device) if dropouts.PATTERN in wanted and _in_float64(model) is None else None
         self.known: dict[Any, Any] = {}
         """What was found of classes, of rewritten forwards, of configurations of leaves, and of sites: see _once."""
 
@@ -143,7 +159,7 @@ class Classifier:
         if self.loss_pattern and any(head is module for head in self.output_layers.values()):
             return _replaced(module) or _in_float64(module) or VocabularyLoss(None, self.loss_pattern)
         if id(module) in self.tied:
-            return unsuitable(module) or tied_site(module)
+            return unsuitable(module) or tied_embedding.tied_site(module)
         site = self._own(module)
         if self.loss_pattern and id(module) in self.output_layers:
             why = _replaced(module) or _in_float64(module)
@@ -173,11 +189,11 @@ class Classifier:
             methods = (self._activations(module, *each) for each in self._once(read_methods, cls))
             parts += [each for each in methods if each is not None and unsuitable(module) is None]
         site: Site | None = Together(tuple(parts)) if len(parts) > 1 else parts[0] if parts else None
-        experts = self._once(read_experts, cls) if EXPERTS in self.wanted else None
-        if isinstance(experts, Unsuitable):
-            why = experts
-        elif isinstance(experts, GroupedExperts) and unsuitable(module) is None:
-            site = Experts(experts, site)
+        grouped = self._once(read_experts, cls) if experts.PATTERN in self.wanted else None
+        if isinstance(grouped, Unsuitable):
+            why = grouped
+        elif isinstance(grouped, GroupedExperts) and unsuitable(module) is None:
+            site = Experts(grouped, site)
         if site is None:
             return why
         if why is not None and why is not _NO_SUM:
@@ -188,24 +204,25 @@ class Classifier:
         self, module: nn.Module, cls: Any, reading: Interface | SoftmaxRegions | Unsuitable | None
     ) -> tuple[list[InForward], Unsuitable | None]:
         """The sites in the module's forward, and why something else in it is none. reading: of its attention."""
-        attention = self._attention(module, reading) if reading is not None and ATTENTION in self.wanted else None
+        is_wanted = eager.PATTERN in self.wanted
+        fused = self._attention(module, reading) if reading is not None and is_wanted else None
         parts: list[InForward] = []
         source, why, blocked = "", None, unsuitable(module)
-        if isinstance(attention, (Attention, SoftmaxRegions)):
-            parts, rewrite = [attention], self.rewrite(module, attention)
+        if isinstance(fused, (Attention, SoftmaxRegions)):
+            parts, rewrite = [fused], self.rewrite(module, fused)
             source = rewrite.source
             if rewrite.method != "forward":
                 return parts, None
-        elif isinstance(reading, Interface) and ATTENTION_MASK in self.wanted:
+        elif isinstance(reading, Interface) and one_mask.PATTERN in self.wanted:
             mask = None if _replaced(module) or _in_float64(module) else reading.mask_site(module)
             if mask is not None:
                 parts, source = [mask], self.rewrite(module, mask).source
         n_attention = len(parts)
         in_order: list[Callable[[nn.Module, Forward], InForward | Unsuitable | None]] = []
         if isinstance(reading, Interface) and reading.calls_library(module):
-            in_order.append(self._heads)
-        in_order += [self._rotations, self._activations, self._sums, self._packed_slices, self._shared_inputs]
-        in_order += [self._casts, self._adapters]
+            in_order.append(partial(self._found, _HEADS))
+        in_order += [self._rotations, self._activations, self._sums]
+        in_order += [partial(self._found, pattern) for pattern in _OF_LINEAR_LAYERS]
         for find in in_order:
             is_sums = find == self._sums
             forward = self._once(_read, cls, source, find == self._activations)
@@ -217,22 +234,22 @@ class Classifier:
             elif part is not None:
                 parts.append(part)
                 source = self.rewrite(module, part).source
-        if isinstance(attention, Unsuitable):
-            return parts, attention
+        if isinstance(fused, Unsuitable):
+            return parts, fused
         return parts, why if reading is None or len(parts) > n_attention else None
 
     def _attention(
         self, module: nn.Module, reading: Interface | SoftmaxRegions | Unsuitable
     ) -> Attention | SoftmaxRegions | Unsuitable:
         site: Attention | SoftmaxRegions | Unsuitable = (
-            reading.site(module, self.replace_sdpa, ATTENTION_MASK in self.wanted)
+            reading.site(module, self.replace_sdpa, one_mask.PATTERN in self.wanted)
             if isinstance(reading, Interface)
             else reading
         )
         return site if isinstance(site, Unsuitable) else _replaced(module) or _in_float64(module) or site
 
     def _rotations(self, module: nn.Module, forward: Forward) -> Rotations | None:
-        found: Rotations | None = self._once(read_rotations, forward) if ROTARY in self.wanted else None
+        found: Rotations | None = self._once(read_rotations, forward) if rotary.PATTERN in self.wanted else None
         return found
 
     def _activations(
@@ -265,34 +282,11 @@ class Classifier:
         wanted = tuple(choice for choice in chosen if choice.pattern in self.wanted)
         return ResidualSums(forward, wanted) if wanted else None
 
-    def _packed_slices(self, module: nn.Module, forward: Forward) -> PackedSlices | None:
-        if PACKED_SLICES not in self.wanted:
+    def _found(self, pattern: _Pattern, module: nn.Module, forward: Forward) -> InForward | None:
+        if pattern.name not in self.wanted:
             return None
-        chosen = choose_packed_slices(module, self._once(read_packed_slices, forward), self.excluded)
-        return PackedSlices(forward, chosen) if chosen else None
-
-    def _shared_inputs(self, module: nn.Module, forward: Forward) -> SharedInputs | None:
-        if SHARED_INPUT not in self.wanted:
-            return None
-        chosen = choose_shared_inputs(module, self._once(read_shared_inputs, forward), self.excluded)
-        return SharedInputs(forward, chosen) if chosen else None
-
-    def _heads(self, module: nn.Module, forward: Forward) -> Heads | None:
-        found = self._once(read_heads, forward) if ATTENTION_HEADS in self.wanted else None
-        chosen = None if found is None else choose_heads(module, found, self.excluded)
-        return None if chosen is None else Heads(forward, chosen)
-
-    def _casts(self, module: nn.Module, forward: Forward) -> CastInputs | None:
-        if CAST_INPUT not in self.wanted:
-            return None
-        chosen = choose_casts(module, self._once(read_casts, forward), self.excluded)
-        return CastInputs(forward, chosen) if chosen else None
-
-    def _adapters(self, module: nn.Module, forward: Forward) -> Adapters | None:
-        if LORA not in self.wanted:
-            return None
-        chosen = choose_adapters(module, self._once(read_adapters, forward), self.excluded)
-        return Adapters(forward, chosen) if chosen else None
+        chosen = pattern.choose(module, self._once(pattern.read, forward), self.excluded)
+        return pattern.site(forward, chosen) if chosen else None
 
     def _leaf(self, module: nn.Module) -> NormSpec | Dropout | Unsuitable | None:
         if original_class(type(module)) is nn.Dropout:

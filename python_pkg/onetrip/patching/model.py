@@ -11,10 +11,8 @@ from typing import Any
 from torch import nn
 from torch._guards import detect_fake_mode
 
-from .activations import PATTERNS as ACTIVATIONS
-from .attention import PATTERN as ATTENTION
-from .attention.heads import PATTERN as ATTENTION_HEADS
-from .attention.one_mask import PATTERN as ATTENTION_MASK
+from . import activations, dropouts, experts, linear_loss, rotary, watched_logits
+from .attention import eager, heads, one_mask
 from .calls import counter_of
 from .classes import (
     Rewrite,
@@ -29,30 +27,22 @@ from .classes import (
     was_patched,
 )
 from .classify import Classifier, Site
-from .dropouts import PATTERN as DROPOUT
 from .dropouts import uncalled_dropouts
-from .experts import PATTERN as EXPERTS
 from .experts import Experts
 from .half_results import find_half_results
-from .linear.cast_input import PATTERN as CAST_INPUT
-from .linear.lora import PATTERN as LORA
-from .linear.packed_slices import PATTERN as PACKED_SLICES
-from .linear.shared_input import PATTERN as SHARED_INPUT
-from .linear.tied_embedding import PATTERN as TIED_EMBEDDING
-from .linear_loss import PATTERN as LINEAR_LOSS
+from .linear import cast_input, lora, packed_slices, shared_input, tied_embedding
 from .norms import could_be_norm
 from .report import PatchedSite, PatchReport, SkippedSite, Unsuitable
-from .rotary import PATTERN as ROTARY
 from .verify import kind_of, undisturbed
-from .watched_logits import PATTERN as CROSS_ENTROPY
 
 PATTERNS = (
-    *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm", ATTENTION, ATTENTION_MASK),
-    *(ATTENTION_HEADS, *ACTIVATIONS, EXPERTS, ROTARY, PACKED_SLICES, SHARED_INPUT, CAST_INPUT, TIED_EMBEDDING, LORA),
-    *(CROSS_ENTROPY, DROPOUT),
+    *("layer_norm", "rms_norm", "dropout_add_norm", "dropout_add", "add_norm"),
+    *(eager.PATTERN, one_mask.PATTERN, heads.PATTERN, *activations.PATTERNS, experts.PATTERN, rotary.PATTERN),
+    *(packed_slices.PATTERN, shared_input.PATTERN, cast_input.PATTERN, tied_embedding.PATTERN, lora.PATTERN),
+    *(watched_logits.PATTERN, dropouts.PATTERN),
 )
 """The patterns of patch_model, unless others are asked for."""
-NAMES = (*PATTERNS, LINEAR_LOSS)
+NAMES = (*PATTERNS, linear_loss.PATTERN)
 """The names that patch_model accepts as patterns."""
 
 
@@ -160,9 +150,11 @@ def _checked_attention(attention: bool | None, wanted: frozenset[str]) -> frozen
     """The wanted patterns, with or without attention."""
     if attention is not None and not isinstance(attention, bool):
         raise TypeError(f"patch_model: attention must be True, False or None, got {attention!r}")
-    if attention and ATTENTION not in wanted:
-        raise ValueError(f"patch_model: patterns must name {ATTENTION} where attention is True, got {sorted(wanted)}")
-    return wanted - {ATTENTION, ATTENTION_MASK, ATTENTION_HEADS} if attention is False else wanted
+    if attention and eager.PATTERN not in wanted:
+        raise ValueError(
+            f"patch_model: patterns must name {eager.PATTERN} where attention is True, got {sorted(wanted)}"
+        )
+    return wanted - {eager.PATTERN, one_mask.PATTERN, heads.PATTERN} if attention is False else wanted
 
 
 def _checked_exclude(model: nn.Module, exclude: Iterable[str]) -> frozenset[str]:
@@ -228,7 +220,7 @@ class _Patcher:
             if (
                 is_stacked(module)
                 or not self.classifier.replace_sdpa
-                or rewrite.pattern not in self.classifier.wanted - {ATTENTION}
+                or rewrite.pattern not in self.classifier.wanted - {eager.PATTERN}
             ):
                 return PatchedSite(name, patched_class_of(module).__name__, rewrite.pattern)
             restore_class(module)  # SDPA may have been left to torch: everything again, with it

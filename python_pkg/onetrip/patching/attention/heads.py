@@ -104,8 +104,10 @@ def _is_laid_out_anew(tree: ast.FunctionDef, call: ast.Call) -> bool:
     return False
 
 
-def choose_heads(module: nn.Module, found: FoundHeads, excluded: Container[int]) -> FoundHeads | None:
+def choose_heads(module: nn.Module, found: FoundHeads | None, excluded: Container[int]) -> FoundHeads | None:
     """Those that a plain nn.Linear makes."""
+    if found is None:
+        return None
     copies = tuple(copy for copy in found.copies if linear_at(module, copy[1], excluded) is not None)
     return FoundHeads(copies, found.questions) if copies else None
 
