@@ -21,7 +21,7 @@ from torch.nn.modules.module import (  # torch 2.6 has no function that checks a
 from ..ops.common.backends import KERNEL_DTYPES
 from ..ops.common.native import current_stream
 from ..ops.common.tracing import autocast_dtype as autocast_dtype
-from ..ops.common.tracing import have_storage
+from ..ops.common.tracing import have_storage, is_jit_tracing, is_transformed
 from ..ops.common.tracing import is_autocasting as is_autocasting
 from .report import Unsuitable
 from .source import Inliner, Unreadable, first_match, parse
@@ -103,9 +103,23 @@ def is_plain(module: nn.Module, expected: type) -> bool:
     )
 
 
+def is_followed() -> bool:
+    """Whether a compiler, torch.jit.trace or a transform of torch.func follows the call."""
+    return torch.compiler.is_compiling() or is_jit_tracing() or is_transformed()
+
+
 def is_plain_linear(dense: Any) -> bool:
     """Whether dense is a plain nn.Linear of an ordinary weight: none that torchao has quantized, no DTensor."""
     return is_plain(dense, nn.Linear) and not hasattr(type(dense.weight), "__tensor_flatten__")
+
+
+def multiplies(dense: Any, x: Tensor) -> bool:
+    """Whether dense(x) is the product of a plain linear layer, in x's dtype or in autocast's, which kernels have."""
+    if not is_plain_linear(dense) or is_distributed(x):
+        return False
+    weight = dense.weight
+    has_dtype = weight.dtype in KERNEL_DTYPES and (weight.dtype == x.dtype or is_autocasting(x))
+    return has_dtype and weight.device == x.device and weight.shape[1:] == x.shape[-1:]
 
 
 _TRANSPOSED = "torch.addmm(self.bias, X.view(-1, X.size(-1)), self.weight).view(X.size()[:-1] + (self.N,))"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from ...ops.common.tracing import have_storage, is_jit_tracing, is_transformed, watched_as
+from ...ops.common.tracing import have_storage, watched_as
 from .. import calls
 
 PATTERN = "attention_mask"
@@ -68,7 +68,7 @@ def with_one_mask(sdpa: Callable[..., Any], is_counted: bool = True) -> Callable
 
 def _is_shareable(mask: Tensor, query: Tensor) -> bool:
     """Whether SDPA would keep a mask of its own. One query, a step of generation, has a mask of its own anyway."""
-    if torch.compiler.is_compiling() or is_jit_tracing() or is_transformed():  # before they see that a shape is read
+    if calls.is_followed():  # before the shape is read
         return False
     if not torch.is_grad_enabled() or mask.is_inference() or (is_in_torch_dispatch_mode() and watched_as() is None):
         return False

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops.common.tracing import is_jit_tracing, is_transformed
 from .. import calls
 from ..calls import is_plain, original_class
 from ..classes import Rewrite
@@ -126,26 +125,20 @@ class Adapter(SharedInput):
 
 def _is_worth(x: Any) -> bool:
     """Whether a layer's forward is run with an Adapter: compilers fuse the sums themselves."""
-    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or not calls.is_large(x):
-        return False
-    return not (is_jit_tracing() or is_transformed())
+    return not calls.is_followed() and isinstance(x, Tensor) and calls.is_large(x)
 
 
 def _fits(result: Any, dense: Any, x: Any, scaling: Any) -> bool:
     """Whether one matrix product computes the sum, in the dtypes of the unfused expression."""
-    if not isinstance(result, Tensor) or not isinstance(x, Tensor) or not calls.is_plain_linear(dense):
-        return False
-    weight = dense.weight
-    has_dtype = weight.dtype == x.dtype or calls.is_autocasting(x)
     return (
-        dense.bias is None
+        isinstance(result, Tensor)
+        and isinstance(x, Tensor)
         and isinstance(scaling, (int, float))
         and calls.fits(result)
-        and not calls.is_distributed(x)
-        and has_dtype
-        and x.dtype == result.dtype
-        and x.device == weight.device == result.device
-        and result.shape == (*x.shape[:-1], weight.shape[0])
+        and calls.multiplies(dense, x)
+        and dense.bias is None
+        and (result.dtype, result.device) == (x.dtype, x.device)
+        and result.shape == (*x.shape[:-1], dense.weight.shape[0])
     )
 
 

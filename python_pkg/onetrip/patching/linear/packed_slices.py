@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...ops.common.tracing import is_jit_tracing, is_transformed
 from .. import calls
 from ..classes import Rewrite
 from ..forward import Forward, assigned_name, linear_at, places, writes_to_tensors
@@ -161,9 +160,7 @@ def packed_slices(module: nn.Module, dense: Any, x: Any, *bounds: Any) -> Any:
 
 def _has_gradient(x: Any) -> bool:
     """Whether autograd will write a gradient of x, in calls that no compiler or transform follows."""
-    if torch.compiler.is_compiling() or is_jit_tracing() or is_transformed():
-        return False
-    return type(x) in (Tensor, FakeTensor) and x.requires_grad
+    return not calls.is_followed() and type(x) in (Tensor, FakeTensor) and x.requires_grad
 
 
 def _apart(x: Any, bounds: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from ...ops import bias_dropout_residual
 from ...ops.common.backends import KERNEL_DTYPES
 from ...ops.common.products import add_product_, column_sums, product, widens
 from ...ops.common.rng import draw_rng
-from ...ops.common.tracing import is_jit_tracing, is_transformed, refuse_double_backward
+from ...ops.common.tracing import refuse_double_backward
 from ...ops.row_norm_autograd import LeftGradient, anchor, share_residual_gradient
 from .. import calls
 from ..calls import is_plain
@@ -213,7 +213,7 @@ class SharedInput:
 
 def _redrawing(dropout: Any, x: Any) -> Dropout | None:
     """A plain nn.Dropout by a mask drawn now; None for others, and where a mask is drawn as a graph runs."""
-    if torch.compiler.is_compiling() or is_jit_tracing() or is_transformed() or not isinstance(x, Tensor):
+    if calls.is_followed() or not isinstance(x, Tensor):
         return None
     if not calls.fits(x) or not calls.is_large(x) or not is_plain(dropout, nn.Dropout) or dropout.inplace:
         return None
@@ -287,13 +287,8 @@ def _watched(x: Tensor) -> weakref.ref[Tensor]:
 
 def _is_fusable(dense: Any, x: Any) -> bool:
     """Whether there is a gradient to add up, large enough, and dense is a linear layer that can add to it."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not isinstance(x, Tensor):
+    if calls.is_followed() or not torch.is_grad_enabled() or not isinstance(x, Tensor):
         return False
     if not x.requires_grad or x.dim() < 2 or x.is_nested or not calls.is_large(x) or x.dtype not in KERNEL_DTYPES:
         return False
-    if not calls.is_plain_linear(dense) or is_jit_tracing() or is_transformed() or calls.is_distributed(x):
-        return False
-    weight = dense.weight
-    is_known = weight.dtype in KERNEL_DTYPES
-    has_dtype = weight.dtype == x.dtype or calls.is_autocasting(x)
-    return is_known and has_dtype and weight.device == x.device and weight.shape[1:] == x.shape[-1:]
+    return calls.multiplies(dense, x)

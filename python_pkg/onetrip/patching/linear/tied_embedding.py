@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...ops.common.tracing import is_jit_tracing, is_transformed
+from ...ops.common.tracing import is_transformed
 from .. import calls
 from ..calls import original_class
 from ..classes import Rewrite, plain_forward
@@ -123,7 +123,7 @@ def embedded(module: Any, ids: Any) -> Tensor:
 
 
 def _is_fusable(module: Any, ids: Any) -> bool:
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not isinstance(ids, Tensor):
+    if calls.is_followed() or not torch.is_grad_enabled() or not isinstance(ids, Tensor):
         return False
     weight = module.weight
     if not weight.requires_grad or not weight.is_leaf or not weight.is_contiguous():
@@ -132,9 +132,7 @@ def _is_fusable(module: Any, ids: Any) -> bool:
         return False
     if not 0 < ids.numel() <= _MOST_TOKENS * weight.shape[0] or ids.device != weight.device or ids.is_inference():
         return False
-    if not calls.is_plain(module, original_class(type(module))) or is_jit_tracing() or is_transformed():
-        return False
-    return not hasattr(type(weight), "__tensor_flatten__")
+    return calls.is_plain(module, original_class(type(module))) and not hasattr(type(weight), "__tensor_flatten__")
 
 
 def weight_of(head: Any) -> Tensor:
