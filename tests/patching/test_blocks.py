@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from onetrip.patching import patch_model
@@ -166,19 +164,6 @@ class InPlace(Block):
         return self.post(a)
 
 
-def decorated(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def doubled(self: nn.Module, a: Tensor, b: Tensor) -> Tensor:
-        return 2 * forward(self, a, b)
-
-    return doubled
-
-
-class Decorated(Block):
-    @decorated
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.post(self.drop(self.proj(a)) + b)
-
-
 class OtherDropout(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 0.5
@@ -191,7 +176,7 @@ class HasOtherDropout(OneExpression):
 
 
 LOOK_ALIKES = [
-    AddsBeforeDropout, Scales, NormsBefore, InPlace, Decorated, HasOtherDropout, AddsTheDroppedToItself,
+    AddsBeforeDropout, Scales, NormsBefore, InPlace, HasOtherDropout, AddsTheDroppedToItself,
 ]  # fmt: skip
 
 

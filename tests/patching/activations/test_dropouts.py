@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -145,16 +143,6 @@ def test_checkpointing_draws_the_same_mask(reentrant: bool) -> None:
         run(x).sum().backward()
         gradients.append(x.grad)
     torch.testing.assert_close(*gradients)
-
-
-def test_copies_are_patched_pickles_are_not() -> None:
-    model = FeedForward()
-    classes = [type(module) for module in model.modules()]
-    patch_model(model)
-    assert type(copy.deepcopy(model).drop) is type(model.drop)
-    assert type(pickle.loads(pickle.dumps(model.drop))) is nn.Dropout
-    unpatch_model(model)
-    assert [type(module) for module in model.modules()] == classes
 
 
 def test_under_vmap_it_is_torchs() -> None:

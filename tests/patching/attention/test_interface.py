@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -295,32 +294,6 @@ def test_excluded_sites_stay_eager() -> None:
     report = patch_model(model, patterns=[PATTERN], exclude=["bert.encoder.layer.0"])
     assert attention_sites(report) == ["bert.encoder.layer.1.attention.self"]
     assert [site.reason for site in report.skipped] == ["excluded"]
-
-
-def test_copies_are_patched_and_pickles_are_not() -> None:
-    model = CASES["bert"].build()
-    expected = outcome(model, padded_text())
-    patch_model(model)
-    twin = copy.deepcopy(model)
-    assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
-    torch.testing.assert_close(outcome(twin, padded_text()), expected)
-    restored = pickle.loads(pickle.dumps(model))
-    assert not any(hasattr(type(module), "_onetrip_original") for module in restored.modules())
-
-
-def test_checkpointing_recomputes_the_same_dropout() -> None:
-    model = CASES["bert"].build().train()
-    patch_model(model)
-
-    def gradients() -> dict[str, Tensor]:
-        torch.manual_seed(5)
-        return outcome(model, padded_text())
-
-    plain = gradients()
-    for reentrant in (False, True):
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        again = gradients()
-        assert all(torch.equal(tensor, plain[name]) for name, tensor in again.items())
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "llama", "gemma2"])

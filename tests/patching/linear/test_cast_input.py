@@ -9,7 +9,7 @@ import pytest
 import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import PATTERNS, patch_model, unpatch_model
-from outcomes import assert_equal, parameter_gradients
+from outcomes import assert_equal, outcome, parameter_gradients
 from patching_cases import WIDTH, randomised
 from torch import Tensor, nn
 from torch.nn import functional
@@ -133,15 +133,6 @@ LEFT = (
     *(ReadTwice, ReadLater, OfAnotherLayer, OtherwiseToo, MoreInTheBranch, WithADevice, WithoutAutocast, WrittenTo),
     *(WrittenToInTheCall, InALoop),
 )
-
-
-def outcome(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    x = x.clone().requires_grad_()
-    y = model(x)
-    y.float().square().sum().backward()
-    assert x.grad is not None
-    return {"y": y.detach(), "x": x.grad, **parameter_gradients(model)}
 
 
 def counts(report: Any) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model, unpatch_model
 from onetrip.patching.forward import Forward, read_forward
 from onetrip.patching.linear.packed_slices import packed_slices, read_packed_slices
-from outcomes import assert_equal, parameter_gradients
+from outcomes import assert_equal, outcome, parameter_gradients
 from patching_cases import WIDTH, randomised
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -140,20 +140,6 @@ def test_of_a_parameter_or_another_layer_they_are_left() -> None:
     model = Three()
     model.dense = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh())
     assert not patch_model(model, patterns=("packed_slices",)).patched
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
-
-
-def outcome(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    x = x.clone().requires_grad_()
-    y = model(x)
-    y.square().sum().backward()
-    assert x.grad is not None
-    return {"y": y.detach(), "x": x.grad, **parameter_gradients(model)}
 
 
 def patched(model: nn.Module) -> Any:

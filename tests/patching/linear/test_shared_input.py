@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import outcomes
 import pytest
@@ -222,53 +221,9 @@ def test_second_derivatives() -> None:
     assert_agree(penalty(x), expected, relative=1e-4)
 
 
-def test_a_graph_that_is_kept_gives_the_same_gradients_twice() -> None:
-    model, (x,) = randomised(Attention()), inputs()
-    patch_model(model)
-    leaf = x.clone().requires_grad_()
-    y = model(2.0 * leaf).square().sum()
-    first, again = (torch.autograd.grad(y, leaf, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, again)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing(use_reentrant: bool) -> None:
-    model, (x,) = randomised(nn.Sequential(Attention(), Attention())), inputs()
-    expected = outcome(model, x)
-    patch_model(model)
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x: Tensor) -> Any:
-            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=use_reentrant)
-
-    ours = outcome(Checkpointed(), x)
-    assert_agree({name.removeprefix("inner."): tensor for name, tensor in ours.items()}, expected)
-
-
 @pytest.mark.parametrize("make", [Attention, Chosen])
 def test_compiles_without_a_break(make: type[Attention]) -> None:
     model, (x,) = randomised(make()), inputs()
     expected = outcome(model, x)
     patch_model(model)
     assert_agree(outcome(torch.compile(model, backend="aot_eager", fullgraph=True), x), expected)
-
-
-def test_nothing_holds_the_graph_after_a_forward_without_backward() -> None:
-    import gc
-    import weakref
-
-    model, (x,) = randomised(Attention()), inputs()
-    patch_model(model)
-    leaf = 2.0 * x.clone().requires_grad_()
-    y = model(leaf)
-    watched = weakref.ref(leaf)
-    gc.disable()
-    try:
-        del leaf, y
-        assert watched() is None
-    finally:
-        gc.enable()

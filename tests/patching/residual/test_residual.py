@@ -200,13 +200,6 @@ def test_a_diff_of_an_unknown_site_names_the_sites() -> None:
         patch_model(PreNorm()).diff("nothing")
 
 
-class InPlace(Block):
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        a = self.drop(a)
-        a += b
-        return self.second(a)
-
-
 class ReadsTheDropped(Block):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         h = self.drop(a)
@@ -403,7 +396,6 @@ def test_the_wrapper_of_a_fused_forward_runs() -> None:
 @pytest.mark.parametrize(
     ("make", "n_inputs"),
     [
-        (InPlace, 2),
         (ReadsTheDropped, 2),
         (AddsNoTensors, 1),
         (Broadcasts, 2),
