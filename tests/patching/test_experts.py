@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import inspect
 import pickle
 from pathlib import Path
@@ -16,7 +15,7 @@ from onetrip import ops
 from onetrip.measure.traffic import traffic
 from onetrip.patching import PatchReport, calls, patch_model, unpatch_model
 from outcomes import assert_agree, assert_equal, outcome
-from patching_cases import tiny_mixture
+from patching_cases import module_of, tiny_mixture
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -193,14 +192,8 @@ def changed(before: str, after: str, folder: Path) -> Any:
     """The library's function with another text in its source."""
     source = inspect.getsource(moe.grouped_mm_experts_forward)
     assert before in source
-    file = folder / "changed.py"
-    file.write_text("import torch\nfrom transformers.integrations.moe import _grouped_linear\n\n\n")
-    with file.open("a") as out:
-        out.write(source.replace(before, after))
-    spec = importlib.util.spec_from_file_location("changed", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.grouped_mm_experts_forward
+    imports = "import torch\nfrom transformers.integrations.moe import _grouped_linear\n\n\n"
+    return module_of(imports + source.replace(before, after), folder).grouped_mm_experts_forward
 
 
 class Interface(dict):  # type: ignore[type-arg]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +53,17 @@ def twice(function: Callable[..., Any]) -> Any:
         return 2.0 * function(*args, **kwargs)
 
     return wrapper
+
+
+def module_of(source: str, folder: Path) -> Any:
+    """A Python module with this source, in a file of its own: patterns read files."""
+    file = folder / "changed.py"
+    file.write_text(source)
+    spec = importlib.util.spec_from_file_location("changed", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Norm(nn.Module):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import patch_model
 from outcomes import assert_agree, loss_outcome
-from patching_cases import WIDTH
+from patching_cases import WIDTH, module_of
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -78,21 +76,14 @@ OTHERS = {
 
 
 @pytest.fixture
-def changed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An Attention with another source, in a file of its own: patterns read files."""
+def changed(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """An Attention with another source."""
     source = inspect.getsource(Attention)
     for old, other in OTHERS[request.param]:
         assert old in source
         source = source.replace(old, other)
     names = ("SimpleNamespace", "Any", "Tensor", "nn", "WIDTH", "ALL_ATTENTION_FUNCTIONS", "eager")
-    path = tmp_path / "changed.py"
-    path.write_text(f"from {__name__} import {', '.join(names)}\n\n\n{source}")
-    spec = importlib.util.spec_from_file_location("changed", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "changed", module)
-    spec.loader.exec_module(module)
-    return module.Attention()
+    return module_of(f"from {__name__} import {', '.join(names)}\n\n\n{source}", tmp_path).Attention()
 
 
 @pytest.fixture
