@@ -142,7 +142,18 @@ class ReadAfterTheCast(Adapted):
         return result + x
 
 
-LEFT = {ReadElsewhere, Deleted}
+class OfALocalName(Adapted):
+    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
+        dropout = self.dropout
+        down = self.down["one"]
+        up = self.up["one"]
+        result = self.base(x)
+        h = 0.5 * x
+        result = result + up(down(dropout(h))) * scale
+        return result
+
+
+LEFT = {ReadElsewhere, Deleted, OfALocalName}
 """A name would be missing."""
 FORWARDS = (
     Kept,
@@ -152,6 +163,7 @@ FORWARDS = (
     ReadElsewhere,
     Deleted,
     Looped,
+    OfALocalName,
     Passing,
     ReadAfterTheCast,
 )

@@ -12,7 +12,7 @@ import torch
 from onetrip.measure.traffic import traffic
 from onetrip.patching import calls, patch_model, unpatch_model
 from outcomes import assert_agree, assert_equal
-from patching_cases import WIDTH, inputs, randomised
+from patching_cases import WIDTH, Projections, inputs, randomised
 from torch import Tensor, nn
 
 
@@ -124,6 +124,13 @@ def test_a_tensor_written_to_between_two_layers_raises_as_ever() -> None:
     patch_model(model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         outcome(model, x)
+
+
+def test_an_input_of_another_dtype_raises_as_ever() -> None:
+    model, (x,) = randomised(Projections()), inputs()
+    assert patch_model(model).patched
+    with pytest.raises(RuntimeError, match="dtype"):
+        outcome(model, x.bfloat16())
 
 
 def test_no_sums_of_gradients_are_left() -> None:
