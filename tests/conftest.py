@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from onetrip import use_backend
-from targets import TARGETS, Target, needs
+from targets import TARGETS, Target, needs, target_fixture
 from triton_runner import EMULATED
 
 if EMULATED:
@@ -44,12 +44,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(f"{took:6.1f} s  {name}")
 
 
-@pytest.fixture(params=TARGETS)
-def target(request: pytest.FixtureRequest) -> Iterator[Target]:
-    """Every (device, backend) that can run here; the backend is in use during the test."""
-    needs(request.param)
-    with use_backend(request.param.backend):
-        yield request.param
+target = target_fixture(TARGETS)
 
 
 @pytest.fixture(params=["cuda", "triton"])

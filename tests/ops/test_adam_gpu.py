@@ -11,7 +11,7 @@ from onetrip.optim.table import StepTable
 from onetrip.reference import adam as reference
 from onetrip.reference.adam import BLOCK, Group, Slot
 from simulators import ADAM, ADAMW, Parameter, Step, assert_same_bits
-from targets import Target, needs, needs_memory
+from targets import Target, after_a_slow_producer, needs, needs_memory, without_synchronising
 from torch import Tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.promise("adam bits"), pytest.mark.promise("Q11, S2, S5")]
@@ -142,12 +142,9 @@ def test_clipping_is_captured_and_does_not_synchronise() -> None:
             p.grad = grad
         optimizers.append(AdamW8bit(params, max_grad_norm=1.0, capturable=True))
         optimizers[-1].step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_synchronising():
         for optimizer in optimizers:
             optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -169,26 +166,16 @@ def test_a_step_does_not_synchronise() -> None:
     table = StepTable.of_slots(slots)
     table.step(grads, step.groups)
     moved = [grad.clone() for grad in grads]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_synchronising():
         table.step(grads, step.groups)
         table.step(moved, step.groups)  # new addresses: the table goes to the GPU again
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_runs_on_the_current_stream() -> None:
     """After a slow producer of the gradients on the same stream."""
     step = Step([Parameter(1 << 20)])
     slots, grads = _on_card(step)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        pending = torch.zeros_like(grads[0])
-        torch.cuda._sleep(100_000_000)
-        pending.copy_(grads[0])
-        StepTable.of_slots(slots).step([pending], step.groups)
-    stream.synchronize()
+    after_a_slow_producer(grads[0], lambda pending: StepTable.of_slots(slots).step([pending], step.groups))
     reference.step(step.slots, step.grads, step.groups)
     _assert_same_slots(slots, step.slots)
 

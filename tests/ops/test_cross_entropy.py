@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cross_entropy_cases import OPTIONS, make_labels, unfused
-from onetrip import nn, ops, use_backend
+from onetrip import nn, ops
 from onetrip.ops import cross_entropy_linear
 from onetrip.reference.cross_entropy import CrossEntropyPlan
-from targets import TARGETS, Target, needs
+from targets import TARGETS, TARGETS_WITHOUT_CUDA_KERNELS, Target, target_fixture, without_synchronising
 from tolerances import assert_bitwise, assert_like_torch, max_error
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -21,12 +21,7 @@ ALL_OPTIONS = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.k
 N_HIDDEN, N_CLASSES = 24, 301
 
 
-@pytest.fixture(params=[target for target in TARGETS if target.id != "cuda/cuda"])
-def target(request):
-    """Every (device, backend) that has this family."""
-    needs(request.param)
-    with use_backend(request.param.backend):
-        yield request.param
+target = target_fixture(TARGETS_WITHOUT_CUDA_KERNELS)
 
 
 def linear_operands(target, dtype, n_rows=(3, 14)):
@@ -347,11 +342,8 @@ def test_does_not_synchronise_the_gpu():
         return torch.stack([loss.sum() for loss in losses]).sum()
 
     run(step, leaves)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_synchronising():
         run(step, leaves)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0)], ids=str)

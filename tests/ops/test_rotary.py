@@ -12,19 +12,14 @@ from onetrip.measure import saved_bytes
 from onetrip.reference.rotary import RotaryPlan
 from pairwise import pairwise
 from rotary_cases import DTYPES, LAYOUTS, exact, heads, short, tables, unfused
-from targets import TARGETS, Target, needs
+from targets import TARGETS_WITHOUT_CUDA_KERNELS, target_fixture
 from tolerances import assert_bitwise, assert_like_torch, assert_ulps
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
 
-@pytest.fixture(params=[target for target in TARGETS if target.id != "cuda/cuda"])
-def target(request: pytest.FixtureRequest) -> Iterator[Target]:
-    """Every (device, backend) that has the family and can run here; the backend is in use during the test."""
-    needs(request.param)
-    with use_backend(request.param.backend):
-        yield request.param
+target = target_fixture(TARGETS_WITHOUT_CUDA_KERNELS)
 
 
 def gradients(function, q, k, cos, sin, dq, dk, **options):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from onetrip import nn, ops, use_backend
 from onetrip.ops.common.backends import choose
 from onetrip.reference.philox import keep_mask
 from row_norm_cases import Inputs, call, gradients, make, normed, truth
-from targets import assert_masks_are_new_and_follow_the_seed, needs_memory
+from targets import (
+    after_a_slow_producer,
+    assert_masks_are_new_and_follow_the_seed,
+    needs_memory,
+    without_synchronising,
+)
 from tolerances import assert_bitwise, assert_like_torch, assert_ulps
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -33,28 +40,16 @@ def test_graph_replays_draw_new_masks_that_follow_the_seed(backend):
 @pytest.mark.promise("S5")
 def test_a_slow_producer_on_another_stream_is_waited_for(backend):
     i = make((4096, 1024), torch.float32, ALL, device="cuda")
-    expected = call(i)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        x = torch.zeros_like(i.x)
-        torch.cuda._sleep(100_000_000)
-        x.copy_(i.x)
-        i.x = x
-        y = call(i)
-    torch.cuda.current_stream().wait_stream(stream)
-    assert_bitwise(y, expected)
+    expected = call(i)  # loads the kernels
+    assert_bitwise(after_a_slow_producer(i.x, lambda x: call(replace(i, x=x))), expected)
 
 
 @pytest.mark.promise("S5")
 def test_a_call_does_not_synchronise(backend):
     leaves = make((64, 256), torch.float32, ALL, device="cuda").leaves()
     call(leaves, dropout_p=0.1).sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_synchronising():
         call(leaves, dropout_p=0.1).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_what_a_backward_computes_again_uses_the_backend_of_its_block(backend):

@@ -7,7 +7,12 @@ import torch
 from onetrip import ops, use_backend
 from onetrip.reference.philox import dropout_scale
 from softmax_cases import RNG, exact
-from targets import assert_masks_are_new_and_follow_the_seed, needs_memory
+from targets import (
+    after_a_slow_producer,
+    assert_masks_are_new_and_follow_the_seed,
+    needs_memory,
+    without_synchronising,
+)
 from tolerances import assert_bitwise, assert_ulps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.promise("softmax D3, S1, S3, S5")]
@@ -44,16 +49,8 @@ def test_graph_replays_draw_new_masks_that_follow_the_seed(backend):
 
 def test_a_slow_producer_on_another_stream_is_waited_for(backend):
     source = torch.randn(4096, 1024, device="cuda")
-    expected = ops.softmax(source)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        scores = torch.zeros_like(source)
-        torch.cuda._sleep(100_000_000)
-        scores.copy_(source)
-        y = ops.softmax(scores)
-    torch.cuda.current_stream().wait_stream(stream)
-    assert_bitwise(y, expected)
+    expected = ops.softmax(source)  # loads the kernel
+    assert_bitwise(after_a_slow_producer(source, ops.softmax), expected)
 
 
 @pytest.mark.promise("softmax N1")
@@ -96,8 +93,5 @@ def test_a_call_does_not_synchronise(backend):
     scores = torch.randn(64, 128, device="cuda", requires_grad=True)
     bias = torch.randn(128, device="cuda", requires_grad=True)
     ops.softmax(scores, bias, dropout_p=0.1).sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_synchronising():
         ops.softmax(scores, bias, dropout_p=0.1).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

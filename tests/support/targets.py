@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from onetrip import use_backend
 from onetrip.ops.common.backends import unavailable_reason
 from torch import Tensor
 
@@ -24,6 +26,20 @@ TARGETS = [
     pytest.param(Target("cuda", "cuda"), id="cuda/cuda", marks=pytest.mark.gpu),
     pytest.param(Target("cuda", "triton"), id="cuda/triton", marks=pytest.mark.gpu),
 ]
+TARGETS_WITHOUT_CUDA_KERNELS = [target for target in TARGETS if target.id != "cuda/cuda"]
+"""Where families can run that the cuda backend has no kernels of."""
+
+
+def target_fixture(targets: list[Any]) -> Any:
+    """A fixture: each of the targets that can run here; its backend is in use during the test."""
+
+    @pytest.fixture(params=targets)
+    def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+        needs(request.param)
+        with use_backend(request.param.backend):
+            yield request.param
+
+    return target
 
 
 def needs(target: Target) -> None:
@@ -40,6 +56,29 @@ def needs_memory(gigabytes: int) -> None:
     free = torch.cuda.mem_get_info()[0] >> 30
     if free < gigabytes:
         pytest.skip(f"needs {gigabytes} GB of free device memory, {free} are free")
+
+
+@contextmanager
+def without_synchronising() -> Iterator[None]:
+    """What waits for the GPU inside the with block raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def after_a_slow_producer(source: Tensor, use: Callable[[Tensor], Any]) -> Any:
+    """use(a tensor that gets the values of source only after a while), all on a stream of its own; done on return."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        pending = torch.zeros_like(source)
+        torch.cuda._sleep(100_000_000)
+        pending.copy_(source)
+        result = use(pending)
+    torch.cuda.current_stream().wait_stream(stream)
+    return result
 
 
 def assert_masks_are_new_and_follow_the_seed(step: Callable[[], tuple[Tensor, ...]]) -> None:

@@ -7,7 +7,7 @@ import torch
 from glu_cases import ACTIVATIONS, DTYPES, check, randn, short, unfused, with_gradients
 from onetrip import ops, use_backend
 from pairwise import pairwise
-from targets import TARGETS, Target, needs
+from targets import TARGETS_WITHOUT_CUDA_KERNELS, Target, target_fixture
 from tolerances import assert_bitwise, assert_ulps
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,11 +17,7 @@ EVERY_ACTIVATION = pytest.mark.parametrize("activation", ACTIVATIONS)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=short)
 
 
-@pytest.fixture(params=[t for t in TARGETS if t.id != "cuda/cuda"])
-def target(request):
-    needs(request.param)
-    with use_backend(request.param.backend):
-        yield request.param
+target = target_fixture(TARGETS_WITHOUT_CUDA_KERNELS)
 
 
 @EVERY_ACTIVATION

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from glu_cases import DTYPES, check, randn, short, with_gradients
-from onetrip import ops, use_backend
-from targets import TARGETS, needs
+from onetrip import ops
+from targets import TARGETS_WITHOUT_CUDA_KERNELS, target_fixture
 from tolerances import assert_bitwise, assert_ulps
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,11 +21,7 @@ FORMS = {
 EVERY_FORM = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 
 
-@pytest.fixture(params=[t for t in TARGETS if t.id != "cuda/cuda"])
-def target(request):
-    needs(request.param)
-    with use_backend(request.param.backend):
-        yield request.param
+target = target_fixture(TARGETS_WITHOUT_CUDA_KERNELS)
 
 
 def unfused(gate: Tensor, up: Tensor, limit: float | None = None, alpha: float = 1.0, up_offset: float = 0.0) -> Tensor:

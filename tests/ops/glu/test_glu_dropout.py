@@ -5,18 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from glu_cases import ACTIVATIONS, DTYPES, check, randn, unfused, with_gradients
-from onetrip import ops, use_backend
+from onetrip import ops
 from onetrip.ops.common.rng import dropout_scale
 from pairwise import pairwise
-from targets import TARGETS, needs
+from targets import TARGETS_WITHOUT_CUDA_KERNELS, target_fixture
 from tolerances import assert_bitwise
 
-
-@pytest.fixture(params=[t for t in TARGETS if t.id != "cuda/cuda"])
-def target(request):
-    needs(request.param)
-    with use_backend(request.param.backend):
-        yield request.param
+target = target_fixture(TARGETS_WITHOUT_CUDA_KERNELS)
 
 
 RNG = (3, 8)

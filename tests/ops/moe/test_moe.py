@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from onetrip import ops, use_backend
+from onetrip import ops
 from onetrip.measure import saved_bytes
 from onetrip.ops import moe_autograd
 from pairwise import pairwise
-from targets import TARGETS, Target, needs
+from targets import TARGETS_WITHOUT_CUDA_KERNELS, target_fixture
 from tolerances import assert_bitwise, assert_like_torch, assert_ulps
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,12 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
 
-@pytest.fixture(params=[target for target in TARGETS if target.id != "cuda/cuda"])
-def target(request: pytest.FixtureRequest) -> Iterator[Target]:
-    """Every (device, backend) that has the family and can run here; the backend is in use during the test."""
-    needs(request.param)
-    with use_backend(request.param.backend):
-        yield request.param
+target = target_fixture(TARGETS_WITHOUT_CUDA_KERNELS)
 
 
 def order_of(n_tokens: int, k: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
