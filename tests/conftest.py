@@ -67,6 +67,14 @@ def _seeded() -> None:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile starts anew, and reads no graphs that others have left on the disk."""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):
+        yield
+
+
+@pytest.fixture
 def cuda() -> str:
     """The CUDA device, for tests that only it can run."""
     if not torch.cuda.is_available():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
@@ -13,7 +12,7 @@ from onetrip.reference.rotary import RotaryPlan
 from pairwise import pairwise
 from rotary_cases import DTYPES, LAYOUTS, exact, heads, short, tables, unfused
 from targets import TARGETS_WITHOUT_CUDA_KERNELS, target_fixture
-from tolerances import assert_bitwise, assert_like_torch, assert_ulps
+from tolerances import assert_bitwise, assert_compiles_once, assert_compiles_to_the_same, assert_like_torch, assert_ulps
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -298,14 +297,9 @@ def test_transforms_of_torch_func():
     assert_bitwise(tangents, ops.rotary_embedding(k, k, cos, sin)[0])
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 class TestCompile:
     """torch.library registrations: opcheck, torch.compile without graph breaks, fake tensors."""
-
-    @pytest.fixture(autouse=True)
-    def _fresh_compiler(self) -> Iterator[None]:
-        torch._dynamo.reset()
-        with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):
-            yield
 
     @pairwise(
         layout={"contiguous": "", "transposed": "transposed", "packed": "packed", "columns-apart": "columns-apart"},
@@ -321,27 +315,20 @@ class TestCompile:
 
     @pytest.mark.parametrize(("backend", "out_dtype"), [("aot_eager", BF16), ("inductor", None)], ids=short)
     def test_compiles_without_a_break_to_the_same_bits(self, backend, out_dtype):
-        q, k = (heads(2, h, 5, 8, F32, layout="transposed").requires_grad_() for h in (2, 1))
+        leaves = [heads(2, h, 5, 8, F32, layout="transposed").requires_grad_() for h in (2, 1)]
         cos, sin = tables(5, 8, F32)
-        grads = [torch.randn_like(x, dtype=out_dtype) for x in (q, k)]
-        compiled = torch.compile(ops.rotary_embedding, fullgraph=True, backend=backend)
-        runs = []
-        for function in (ops.rotary_embedding, compiled):
-            results = function(q, k, cos, sin, out_dtype=out_dtype)
-            runs.append([*results, *torch.autograd.grad(results, (q, k), grads)])
-        for ours, eager in zip(*runs, strict=True):
-            assert_bitwise(ours, eager)
-        eager, ours = ([each.stride() for each in run[:2]] for run in runs)  # gradients' are torch.compile's choice
-        assert ours == eager
+
+        def function(q, k):
+            return ops.rotary_embedding(q, k, cos, sin, out_dtype=out_dtype)
+
+        assert_compiles_to_the_same(function, leaves, backend=backend)
 
     def test_dynamic_shapes_compile_once(self):
-        compiled = torch.compile(ops.rotary_embedding, fullgraph=True, backend="aot_eager", dynamic=True)
-        for positions in (5, 9, 33):
-            q, k = (heads(2, h, positions, 8, F32, layout="transposed") for h in (4, 2))
-            with torch.compiler.set_stance("default" if positions == 5 else "fail_on_recompile"):
-                results = compiled(q, k, *(table := tables(positions, 8, F32)))
-            for ours, eager in zip(results, ops.rotary_embedding(q, k, *table), strict=True):
-                assert_bitwise(ours, eager)
+        calls = (
+            (*(heads(2, h, positions, 8, F32, layout="transposed") for h in (4, 2)), *tables(positions, 8, F32))
+            for positions in (5, 9, 33)
+        )
+        assert_compiles_once(ops.rotary_embedding, calls)
 
     def test_fake_tensors_and_meta(self):
         q, (cos, sin) = heads(2, 4, 3, 8, F32, layout="transposed"), tables(3, 8, F32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,22 +11,15 @@ import torch
 from onetrip import ops
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
 from row_norm_cases import Inputs, call, make, normed, short, sublayer
-from tolerances import assert_bitwise
+from tolerances import assert_bitwise, assert_compiles_once, assert_compiles_to_the_same
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-pytestmark = pytest.mark.promise("I6")
+pytestmark = [pytest.mark.promise("I6"), pytest.mark.usefixtures("fresh_compiler")]
 
 ALL = "residual bias weight norm_bias"
 RNG = (21, 4)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):  # no graphs left on disk by others
-        yield
 
 
 def plan(norm: int, dtype: torch.dtype, p: float, **changes: Any) -> RowNormPlan:
@@ -107,36 +99,17 @@ FUNCTIONS = {
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_compiled_equals_eager_without_a_graph_break(target, dtype, function):
-    i = make((3, 5, 20), dtype, ALL, device=target.device)
-
-    def step(*tensors: torch.Tensor) -> Any:
-        return function(Inputs(*tensors))
-
-    found = []
-    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        leaves = list(i.leaves().tensors().values())
-        outputs = run(*leaves)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        grads = [torch.linspace(-1, 1, o.numel(), device=o.device).view(o.shape).to(o.dtype) for o in outputs]
-        gradients = torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
-        found.append([o.clone() for o in outputs] + [g for g in gradients if g is not None])
-    for compiled, eager in zip(*reversed(found), strict=True):
-        assert_bitwise(compiled, eager)
+    leaves = make((3, 5, 20), dtype, ALL, device=target.device).leaves()
+    assert_compiles_to_the_same(lambda *tensors: function(Inputs(*tensors)), list(leaves.tensors().values()))
 
 
 @pytest.mark.slow
 def test_inductor_compiles_forward_and_backward(target):
-    i = make((4, 24), torch.float32, ALL, device=target.device)
-    compiled = torch.compile(
-        lambda *tensors: torch.relu(call(Inputs(*tensors), dropout_p=0.3, rng=RNG)) * 2, fullgraph=True
-    )
-    found = []
-    for run in (compiled, lambda *tensors: torch.relu(call(Inputs(*tensors), dropout_p=0.3, rng=RNG)) * 2):
-        leaves = list(i.leaves().tensors().values())
-        y = run(*leaves)
-        found.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
-    for ours, eager in zip(*found, strict=True):
-        torch.testing.assert_close(ours, eager)
+    def step(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.relu(call(Inputs(*tensors), dropout_p=0.3, rng=RNG)) * 2
+
+    leaves = list(make((4, 24), torch.float32, ALL, device=target.device).leaves().tensors().values())
+    assert_compiles_to_the_same(step, leaves, backend="inductor", compare=torch.testing.assert_close)
 
 
 def test_compiled_masks_change_between_calls_and_follow_the_seed(target):
@@ -164,18 +137,9 @@ def test_compiled_backward_uses_the_mask_of_its_forward(target):
 
 
 def test_dynamic_shapes_compile_once(target):
-    compilations = 0
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        nonlocal compilations
-        compilations += 1
-        return graph
-
-    compiled = torch.compile(lambda x, weight: ops.layer_norm(x, weight), fullgraph=True, dynamic=True, backend=backend)
-    for n_rows, n_cols in ((4, 24), (5, 24), (9, 31), (130, 7)):
-        i = make((n_rows, n_cols), torch.float32, "weight", device=target.device)
-        assert_bitwise(compiled(i.x, i.weight), ops.layer_norm(i.x, i.weight))
-    assert compilations == 1
+    shapes = ((4, 24), (5, 24), (9, 31), (130, 7))
+    calls = (make(shape, torch.float32, "weight", device=target.device) for shape in shapes)
+    assert_compiles_once(lambda x, weight: ops.layer_norm(x, weight), ((i.x, i.weight) for i in calls))
 
 
 def test_wrong_arguments_raise_when_compiled():

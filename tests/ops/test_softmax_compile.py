@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from onetrip import ops
 from onetrip.reference.softmax import SoftmaxPlan
 from softmax_cases import RNG
-from tolerances import assert_bitwise
+from tolerances import assert_bitwise, assert_compiles_once, assert_compiles_to_the_same
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-pytestmark = pytest.mark.promise("softmax I6")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):
-        yield
+pytestmark = [pytest.mark.promise("softmax I6"), pytest.mark.usefixtures("fresh_compiler")]
 
 
 CASES = {
@@ -48,21 +39,11 @@ def test_opcheck(case):
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiles_without_a_break_to_the_same_bits(backend):
-    scores = torch.randn(2, 3, 5, 7, requires_grad=True)
-    bias = torch.randn(3, 5, 7, requires_grad=True)
-    dy = torch.randn(2, 3, 5, 7)
-
     def function(scores, bias):
         return ops.softmax(scores, bias, scale=0.5, causal=True, dropout_p=0.2, rng=RNG)
 
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
-    for run in (function, compiled):
-        y = run(scores, bias)
-        results = [y, *torch.autograd.grad(y, (scores, bias), dy)]
-        if run is function:
-            expected = results
-    for ours, eager in zip(results, expected, strict=True):
-        assert_bitwise(ours, eager)
+    leaves = [torch.randn(shape, requires_grad=True) for shape in ((2, 3, 5, 7), (3, 5, 7))]
+    assert_compiles_to_the_same(function, leaves, backend=backend)
 
 
 def test_compiled_dropout_draws_anew():
@@ -109,7 +90,5 @@ def test_fake_tensors():
 
 
 def test_dynamic_shapes_compile_once():
-    compiled = torch.compile(lambda s, m: ops.softmax(s, m), fullgraph=True, backend="aot_eager", dynamic=True)
-    for rows, cols in ((3, 5), (7, 9), (2, 33)):
-        scores, mask = torch.randn(rows, cols), torch.randn(cols)
-        assert_bitwise(compiled(scores, mask), ops.softmax(scores, mask))
+    calls = ((torch.randn(rows, cols), torch.randn(cols)) for rows, cols in ((3, 5), (7, 9), (2, 33)))
+    assert_compiles_once(lambda s, m: ops.softmax(s, m), calls)

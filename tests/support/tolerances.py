@@ -3,11 +3,15 @@
 Every comparison is with a float64 result. Two rules:
 - ulps: one rounding to the output dtype, plus what float32 arithmetic may lose before it (FLOAT32_ATOL, FLOAT32_RTOL).
 - torch: max error <= 2 x max error of torch in the same dtype + one rounding of the largest value.
+
+What torch.compile gives is compared with eager calls, bit by bit.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,3 +103,40 @@ def bits(tensor: Tensor) -> Tensor:
     """The bit pattern of every element, as integers on the CPU."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.detach().cpu().contiguous().view(integer)
+
+
+def _tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def assert_compiles_to_the_same(
+    function: Callable[..., Any],
+    leaves: Sequence[Tensor],
+    *,
+    backend: str = "aot_eager",
+    compare: Callable[[Tensor, Tensor], None] = assert_bitwise,
+) -> None:
+    """function(*leaves), compiled without a graph break, gives its results, their strides, and their gradients.
+
+    leaves: require grad. The strides of gradients are torch.compile's choice. compare(ours, eager): of each tensor.
+    """
+    found, strides = [], []
+    for run in (torch.compile(function, fullgraph=True, backend=backend), function):
+        outputs = _tuple(run(*leaves))
+        strides.append([output.stride() for output in outputs])
+        cotangents = [torch.linspace(-1, 1, o.numel(), device=o.device).view(o.shape).to(o.dtype) for o in outputs]
+        gradients = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
+        found.append([*(o.detach().clone() for o in outputs), *(g for g in gradients if g is not None)])
+    assert strides[0] == strides[1]
+    for ours, eager in zip(*found, strict=True):
+        compare(ours, eager)
+
+
+def assert_compiles_once(function: Callable[..., Any], calls: Iterable[tuple[Tensor, ...]]) -> None:
+    """Compiled for sizes that vary, function is compiled for the first of the calls only, and gives each its bits."""
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    for i, arguments in enumerate(calls):
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            outputs = _tuple(compiled(*arguments))
+        for ours, eager in zip(outputs, _tuple(function(*arguments)), strict=True):
+            assert_bitwise(ours, eager)

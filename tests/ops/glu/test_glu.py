@@ -8,7 +8,7 @@ from glu_cases import ACTIVATIONS, DTYPES, check, randn, short, unfused, with_gr
 from onetrip import ops, use_backend
 from pairwise import pairwise
 from targets import TARGETS_WITHOUT_CUDA_KERNELS, Target, target_fixture
-from tolerances import assert_bitwise, assert_ulps
+from tolerances import assert_bitwise, assert_compiles_once, assert_compiles_to_the_same, assert_ulps
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -419,35 +419,26 @@ def test_opcheck(case, order, plan):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiles_without_a_break_to_the_same_bits(backend):
-    torch._dynamo.reset()
-    gate, up, bias = (torch.randn(*shape, requires_grad=True) for shape in ((6, 10), (6, 10), (10,)))
-
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiles_without_a_break_to_the_same_values(backend):
     def function(gate, up, bias):
         y = ops.glu(gate, up, "gelu", dropout_p=0.5, rng=(3, 8))
         y = y + ops.bias_activation(gate, bias, "relu", dropout_p=0.5, rng=(3, 8))
         return ops.bias_activation(y, bias, "silu") + ops.glu_packed(torch.cat((gate, up), -1))
 
-    results = {}
-    for run in (function, torch.compile(function, fullgraph=True, backend=backend)):
-        y = run(gate, up, bias)
-        results[run] = [y, *torch.autograd.grad(y.sum(), (gate, up, bias))]
-    eager, compiled = results.values()
-    for ours, expected in zip(compiled, eager, strict=True):
-        assert_ulps(ours, expected.double())
+    leaves = [torch.randn(*shape, requires_grad=True) for shape in ((6, 10), (6, 10), (10,))]
+    compare = assert_bitwise if backend == "aot_eager" else lambda ours, eager: assert_ulps(ours, eager.double())
+    assert_compiles_to_the_same(function, leaves, backend=backend, compare=compare)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_fake_tensors_and_dynamic_shapes():
-    torch._dynamo.reset()
     with FakeTensorMode() as mode:
         x = mode.from_tensor(torch.randn(2, 4, 6)).requires_grad_()
         y = ops.glu_packed(x)
         assert y.shape == (2, 4, 3)
         assert torch.autograd.grad(y.sum(), x)[0].shape == (2, 4, 6)
-    compiled = torch.compile(lambda x: ops.glu_packed(x), fullgraph=True, backend="aot_eager", dynamic=True)
-    for rows, cols in ((3, 4), (7, 10)):
-        x = torch.randn(rows, cols)
-        assert_bitwise(compiled(x), ops.glu_packed(x))
+    assert_compiles_once(ops.glu_packed, ((torch.randn(shape),) for shape in ((3, 4), (7, 10))))
 
 
 def test_meta_tensors_have_the_result_of_their_dtype():

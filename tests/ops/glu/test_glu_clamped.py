@@ -7,7 +7,7 @@ import torch
 from glu_cases import DTYPES, check, randn, short, with_gradients
 from onetrip import ops
 from targets import TARGETS_WITHOUT_CUDA_KERNELS, target_fixture
-from tolerances import assert_bitwise, assert_ulps
+from tolerances import assert_bitwise, assert_compiles_to_the_same, assert_ulps
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -132,20 +132,15 @@ def test_opcheck(plan):
     torch.library.opcheck(torch.ops.onetrip.glu_backward.default, (dy, gate, up, None, rng, wants, *plan))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_traced_and_transformed_calls():
-    torch._dynamo.reset()
     gate, up = (randn(6, 10).requires_grad_() for _ in range(2))
     form = FORMS["gpt-oss"]
 
     def function(gate, up):
         return ops.glu(gate, up, **form) + ops.glu_packed(interleaved(gate, up), interleaved=True, **form)
 
-    results = {}
-    for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
-        y = run(gate, up)
-        results[run] = [y, *torch.autograd.grad(y.sum(), (gate, up))]
-    for eager, compiled in zip(*results.values(), strict=True):
-        assert_bitwise(eager, compiled)
+    assert_compiles_to_the_same(function, [gate, up])
     exact = torch.func.grad(lambda g: 2.0 * unfused(g, up.double(), **form).sum())(gate.double())
     assert_ulps(torch.func.grad(lambda g: function(g, up).sum())(gate), exact, 4.0)
     with FakeTensorMode() as mode:

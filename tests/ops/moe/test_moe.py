@@ -11,7 +11,7 @@ from onetrip.measure import saved_bytes
 from onetrip.ops import moe_autograd
 from pairwise import pairwise
 from targets import TARGETS_WITHOUT_CUDA_KERNELS, target_fixture
-from tolerances import assert_bitwise, assert_like_torch, assert_ulps
+from tolerances import assert_bitwise, assert_compiles_once, assert_compiles_to_the_same, assert_like_torch, assert_ulps
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -264,6 +264,7 @@ def test_bad_input_of_dispatch():
         ops.moe_dispatch([1.0], GIVEN["places"])
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 class TestCompile:
     """torch.library registrations: opcheck, torch.compile without graph breaks, fake tensors."""
 
@@ -279,27 +280,17 @@ class TestCompile:
 
     @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
     def test_compiles_without_a_break_to_the_same_bits(self, backend):
-        torch._dynamo.reset()
         _, places = order_of(7, 2)
-        x, weights = torch.randn(7, 16, requires_grad=True), torch.rand(7, 2, requires_grad=True)
+        leaves = [torch.randn(7, 16, requires_grad=True), torch.rand(7, 2, requires_grad=True)]
 
         def function(x: Tensor, weights: Tensor) -> Tensor:
             return ops.moe_combine(ops.moe_dispatch(x, places), places, weights)
 
-        runs = []
-        for each in (function, torch.compile(function, fullgraph=True, backend=backend)):
-            y = each(x, weights)
-            runs.append((y.detach(), *torch.autograd.grad(y, (x, weights), torch.ones_like(y))))
-        assert all(map(torch.equal, *runs))
+        assert_compiles_to_the_same(function, leaves, backend=backend)
 
     def test_dynamic_shapes_compile_once(self):
-        torch._dynamo.reset()
-        compiled = torch.compile(ops.moe_combine, fullgraph=True, backend="aot_eager", dynamic=True)
-        for n_tokens in (5, 9, 33):
-            _, places = order_of(n_tokens, 2)
-            y, weights = torch.randn(2 * n_tokens, 8), torch.rand(n_tokens, 2)
-            with torch.compiler.set_stance("default" if n_tokens == 5 else "fail_on_recompile"):
-                assert torch.equal(compiled(y, places, weights), ops.moe_combine(y, places, weights))
+        calls = ((torch.randn(2 * n, 8), order_of(n, 2)[1], torch.rand(n, 2)) for n in (5, 9, 33))
+        assert_compiles_once(ops.moe_combine, calls)
 
     def test_fake_tensors_and_meta(self):
         _, places = order_of(3, 2)
