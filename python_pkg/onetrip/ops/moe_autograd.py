@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..reference import moe as reference
 from .common.backends import KERNEL_DTYPES, choose, formulas
 from .common.native import in_memory, matrix
 from .common.operators import filled, register, register_backward, register_gradients
@@ -86,17 +85,13 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         refuse_double_backward("moe")
         (dout,), (places, *others) = grads, ctx.saved_tensors
+        backend = ctx.backend if have_storage(dout) else "reference"
         if not others:
-            dout = dout.to(ctx.dtype)
-            dy = dispatch(ctx.backend, dout, places) if have_storage(dout) else reference.dispatch(dout, places)
-            return dy, None, None, None, None
+            return dispatch(backend, dout.to(ctx.dtype), places), None, None, None, None
         y, weights = others
         wants = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
-        if have_storage(dout):
-            found = combine_backward(ctx.backend, dout, y, places, weights, wants)
-        else:  # batched gradients
-            found = reference.combine_backward(dout, y, places, weights, wants)
-        return found[0], None, found[1], None, None
+        dy, dweights = combine_backward(backend, dout, y, places, weights, wants)
+        return dy, None, dweights, None, None
 
 
 class _Dispatch(torch.autograd.Function):
@@ -112,9 +107,8 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         refuse_double_backward("moe")
         (drows,), (places,) = grads, ctx.saved_tensors
-        if have_storage(drows):
-            return combine(ctx.backend, drows, places, None, drows.dtype), None, None
-        return reference.combine(drows, places, None, drows.dtype), None, None
+        backend = ctx.backend if have_storage(drows) else "reference"
+        return combine(backend, drows, places, None, drows.dtype), None, None
 
 
 # As row_norm_autograd.apply: without the search for functorch transforms.

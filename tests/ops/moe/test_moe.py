@@ -209,6 +209,22 @@ def test_gradcheck():
         torch.autograd.grad(ops.moe_combine(y, places, weights).sum(), y, create_graph=True)
 
 
+def test_batched_gradients(target):
+    _, places = order_of(3, 2, target.device)
+    shapes = ((6, 5), (3, 2), (3, 5))
+    y, weights, x = (torch.randn(shape, device=target.device, requires_grad=True) for shape in shapes)
+    for result, leaves in (
+        (ops.moe_combine(y, places, weights), (y, weights)),
+        (ops.moe_combine(y, places), (y,)),
+        (ops.moe_dispatch(x, places), (x,)),
+    ):
+        douts = torch.randn(4, *result.shape, device=target.device)
+        batched = torch.autograd.grad(result, leaves, douts, is_grads_batched=True, retain_graph=True)
+        each = [torch.autograd.grad(result, leaves, dout, retain_graph=True) for dout in douts]
+        for ours, expected in zip(batched, zip(*each, strict=True), strict=True):
+            torch.testing.assert_close(ours, torch.stack(expected))
+
+
 def test_transforms_of_torch_func():
     _, places = order_of(3, 2)
     y, x = torch.randn(4, 6, 5), torch.randn(3, 5)
