@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,12 @@ class Section:
 
     title: str
     parts: Sequence[str | Table | Figure]
+
+
+def named_section(title: str, name: str, parts: Sequence[str | Table | Figure]) -> Section:
+    """A section of one model: its title, and the captions of its tables and figures, end with the name."""
+    named = [part if isinstance(part, str) else replace(part, caption=f"{part.caption}, {name}") for part in parts]
+    return Section(f"{title}: {name}", named)
 
 
 def require(*packages: str) -> None:

@@ -34,6 +34,11 @@ def test_a_method_changes_the_recipe_and_only_its_own_part(name, setting):
     assert changed.get("optimizer", "adamw") in OPTIMIZERS
 
 
+def test_what_guides_say_is_that_of_the_family():
+    assert METHODS["bf16"].said == METHODS["tf32"].said == ("yes", "depends")
+    assert METHODS["fused-kernels"].said == ("", "")
+
+
 @pytest.mark.parametrize(("batch", "parts"), [(8, (2, 4)), (4, (1, 4)), (6, (3, 2)), (7, (1, 7)), (2, (1, 2))])
 def test_accumulation_keeps_the_samples_of_a_step(batch, parts, cpu):
     recipe = applied(METHODS["accumulation"], Recipe(batch), cpu)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from rich.console import Group
@@ -40,8 +39,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     name = _name(result)
     heading, *tables = _parts(result, None)
     parts = [heading, _drawing(result["columns"]), *tables]
-    named = [part if isinstance(part, str) else replace(part, caption=f"{part.caption}, {name}") for part in parts]
-    return [Section(f"Anatomy of a training step: {name}", named)]
+    return [html.named_section("Anatomy of a training step", name, parts)]
 
 
 def page(result: Mapping[str, Any]) -> str:

@@ -84,14 +84,17 @@ class Method:
     change: Change
     missing: Missing = _nothing
     """Why it cannot run with a recipe that holds its change; "" where it can."""
-    said: tuple[str, str] = ("", "")
-    """What guides say of (speed, memory), "" where they say nothing: see docs/methods.md."""
     own: bool = False
     """Whether onetrip answers for it."""
     isolated: bool = False
     """Whether it leaves something behind in its process, so that it has one of its own."""
     parts: tuple[str, ...] = ()
     """The methods that a combination is made of."""
+
+    @property
+    def said(self) -> tuple[str, str]:
+        """What guides say of (speed, memory) of its family, "" where they say nothing: see docs/methods.md."""
+        return SAID.get(self.family, ("", ""))
 
 
 def _set(**fields: Any) -> Change:
@@ -225,27 +228,23 @@ SAID = {
 }
 
 
-def _method(name: str, family: str, title: str, change: Change, missing: Missing = _nothing, **more: Any) -> Method:
-    return Method(name, family, title, change, missing, SAID.get(family, ("", "")), **more)
-
-
 BASELINE = Method("baseline", "Baseline", "Baseline", _set())
 
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
-        _method("batch-2x", BATCH, "Batch size 2x", _times(2)),
-        _method("batch-4x", BATCH, "Batch size 4x", _times(4)),
-        _method("accumulation", ACCUMULATION, "Gradient accumulation", _accumulate, _accumulation_missing),
-        _method(
+        Method("batch-2x", BATCH, "Batch size 2x", _times(2)),
+        Method("batch-4x", BATCH, "Batch size 4x", _times(4)),
+        Method("accumulation", ACCUMULATION, "Gradient accumulation", _accumulate, _accumulation_missing),
+        Method(
             "checkpointing", CHECKPOINTING, "Gradient checkpointing", _set(checkpointing=True), _checkpointing_missing
         ),
-        _method("bf16", PRECISION, "Mixed precision, bf16", _set(autocast="bfloat16"), _bf16_missing),
-        _method("fp16", PRECISION, "Mixed precision, fp16", _set(autocast="float16"), _fp16_missing),
-        _method("tf32", PRECISION, "TF32 matrix products", _set(matmul_precision="high"), _tf32_missing),
-        _method("adamw-fused", OPTIMIZER, "Optimizer: fused AdamW", _set(optimizer="adamw-fused")),
-        _method("adamw8bit", OPTIMIZER, "Optimizer: AdamW8bit", _set(optimizer="adamw8bit"), own=True),
-        _method(
+        Method("bf16", PRECISION, "Mixed precision, bf16", _set(autocast="bfloat16"), _bf16_missing),
+        Method("fp16", PRECISION, "Mixed precision, fp16", _set(autocast="float16"), _fp16_missing),
+        Method("tf32", PRECISION, "TF32 matrix products", _set(matmul_precision="high"), _tf32_missing),
+        Method("adamw-fused", OPTIMIZER, "Optimizer: fused AdamW", _set(optimizer="adamw-fused")),
+        Method("adamw8bit", OPTIMIZER, "Optimizer: AdamW8bit", _set(optimizer="adamw8bit"), own=True),
+        Method(
             "gradient-release",
             OPTIMIZER,
             "Optimizer: AdamW8bit, gradients released",
@@ -253,16 +252,16 @@ METHODS: dict[str, Method] = {
             _release_missing,
             own=True,
         ),
-        _method("adafactor", OPTIMIZER, "Optimizer: Adafactor", _set(optimizer="adafactor")),
-        _method("sgd", OPTIMIZER, "Optimizer: SGD, momentum", _set(optimizer="sgd")),
-        _method(
+        Method("adafactor", OPTIMIZER, "Optimizer: Adafactor", _set(optimizer="adafactor")),
+        Method("sgd", OPTIMIZER, "Optimizer: SGD, momentum", _set(optimizer="sgd")),
+        Method(
             "bnb-adamw8bit",
             OPTIMIZER,
             "Optimizer: bitsandbytes' AdamW8bit",
             _set(optimizer="bnb-adamw8bit"),
             _needs("bitsandbytes"),
         ),
-        _method(
+        Method(
             "torchao-adamw8bit",
             OPTIMIZER,
             "Optimizer: torchao's AdamW8bit",
@@ -270,27 +269,27 @@ METHODS: dict[str, Method] = {
             _needs("torchao"),
             isolated=True,
         ),
-        _method("preloading", PRELOADING, "Data preloading", _preload),
-        _method("datasets-map", PIPELINE, "datasets, map style", _set(source="datasets"), _datasets_missing),
-        _method("datasets-stream", PIPELINE, "datasets, streaming", _set(source="datasets-stream"), _datasets_missing),
-        _method(
+        Method("preloading", PRELOADING, "Data preloading", _preload),
+        Method("datasets-map", PIPELINE, "datasets, map style", _set(source="datasets"), _datasets_missing),
+        Method("datasets-stream", PIPELINE, "datasets, streaming", _set(source="datasets-stream"), _datasets_missing),
+        Method(
             "empty-cache",
             EMPTY_CACHE,
             "Cache emptied every 4 steps",
             _set(empty_cache_steps=4),
             _empty_cache_missing,
         ),
-        _method(
+        Method(
             "flash-attention-2",
             ATTENTION,
             "flash-attention 2",
             _set(attention="flash_attention_2"),
             _flash_attention_missing,
         ),
-        _method("compile", COMPILE, "torch.compile", _set(compiled=True), _compile_missing, isolated=True),
-        _method("lora", PEFT, "PEFT: LoRA, rank 8", _set(lora=True), _needs("peft", "accelerate")),
-        _method("zero", ZERO, "DeepSpeed ZeRO, stage 2", _set(zero_stage=2), _zero_missing, isolated=True),
-        _method(
+        Method("compile", COMPILE, "torch.compile", _set(compiled=True), _compile_missing, isolated=True),
+        Method("lora", PEFT, "PEFT: LoRA, rank 8", _set(lora=True), _needs("peft", "accelerate")),
+        Method("zero", ZERO, "DeepSpeed ZeRO, stage 2", _set(zero_stage=2), _zero_missing, isolated=True),
+        Method(
             "zero-offload",
             ZERO,
             "DeepSpeed ZeRO, offloaded",
@@ -298,8 +297,8 @@ METHODS: dict[str, Method] = {
             _zero_missing,
             isolated=True,
         ),
-        _method("fused-kernels", FUSED, "Fused kernels", _set(patched=True), own=True),
-        _method(
+        Method("fused-kernels", FUSED, "Fused kernels", _set(patched=True), own=True),
+        Method(
             "linear-cross-entropy",
             FUSED,
             "Fused kernels, linear cross-entropy",

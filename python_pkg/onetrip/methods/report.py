@@ -43,8 +43,7 @@ def sections(result: dict[str, Any]) -> list[Section]:
     parts: list[str | Table | Figure] = [*_parts(result, brief=False)]
     if _compared(result):
         parts.insert(2, _drawing(result))
-    named = [part if isinstance(part, str) else replace(part, caption=f"{part.caption}, {name}") for part in parts]
-    return [Section(f"Methods of training: {name}", named)]
+    return [html.named_section("Methods of training", name, parts)]
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
