@@ -123,8 +123,8 @@ ONETRIP_INLINE void step_block(const Block<Param, G>& block, const Numbers& by, 
   }
   *block.exp_avg_scale = m_scale.value;
   *block.exp_avg_sq_scale = root_scale.value;
-  store_signed(tables, m, m_scale, block.exp_avg);
-  store_unsigned(tables, root, root_scale, block.exp_avg_sq);
+  store_signed(m, m_scale, block.exp_avg);
+  store_unsigned(root, root_scale, block.exp_avg_sq);
 }
 
 // The last block of a parameter, of n elements, in arrays of its whole size: what fills them changes no scale.

@@ -35,42 +35,6 @@ struct Scale {
 
 inline bool is_finite(float value) { return -3.40282347e38f <= value && value <= 3.40282347e38f; }
 
-// Whole blocks take fewer instructions, where no x lies right beside a threshold. In decade i the number of x is the
-// integer part of
-//
-//   2^(i + extra) * min((10^(6 - i) x + 0.8) / 0.9, nearly 2) - extra
-//
-// in fixed point, its error less than kDoubt units: of all float32 x in [0, 1], 3,900 (signed, 16 bits behind the
-// point) and 9,200 (unsigned, 15 bits) lie that close to a threshold, and no other gets a wrong code; 1,200 and 2,800
-// would without kDoubt. 2^23 is added, and the bits of the sum are the fixed-point number.
-struct QuickLine {
-  float slope, factor;  // number = factor * min(slope * x + kQuickStart, kNearly2)
-};
-constexpr float kLeastQuick = 1.0f / (1 << 29), kQuickStart = static_cast<float>(8.0 / 9.0);
-constexpr float kNearly2 = 2.0f - 1.0f / (1 << 11), kFixedPoint = 1 << 23;
-constexpr int kDoubt = 1;
-constexpr float kSignedUnits = 1 << 16, kUnsignedUnits = 1 << 15;
-constexpr QuickLine quick_line(int decade, int extra, double units) {
-  double power = 1e6;
-  for (int k = 0; k < decade; ++k) power /= 10;
-  return {static_cast<float>(power / 0.9), static_cast<float>(units * (1 << (decade + extra)))};
-}
-// Where x has one number, it lies in the middle between its thresholds.
-constexpr QuickLine quick_constant(int number, int extra, double units) {
-  return {0.0f, static_cast<float>(units * ((number + 0.5 + extra) / kQuickStart))};
-}
-
-#if !defined(__AVX512F__)
-constexpr int kGroup = 1;
-
-// The larger one of a, not negative, and |b|; where b is NaN, either.
-ONETRIP_INLINE F larger_magnitude(F a, F b) { return larger_number(a, (F)((U)b & 0x7FFFFFFFu)); }
-// v, or the limit with its sign. Without kKeepsNaN v is no NaN.
-template <bool kKeepsNaN>
-ONETRIP_INLINE F clamp_magnitude(F v, F limit) {
-  return smaller_number(limit, larger_number(-limit, v));
-}
-
 // Anything from 0.2 to 0.75 may be taken off the number to have the code or the one before, next to 0 and 1 included;
 // rounding takes less than 1e-4.
 struct Lines {
@@ -122,6 +86,42 @@ __attribute__((noinline)) void store_unsigned_exactly(const F* values, const Sca
   }
 }
 
+// AVX2 and AVX-512 take whole blocks with fewer instructions, where no x lies right beside a threshold and the scale is
+// finite. In decade i the number of x is the integer part of
+//
+//   2^(i + extra) * min((10^(6 - i) x + 0.8) / 0.9, nearly 2) - extra
+//
+// in fixed point, its error less than kDoubt units: of all float32 x in [0, 1], 3,900 (signed, 16 bits behind the
+// point) and 9,200 (unsigned, 15 bits) lie that close to a threshold, and no other gets a wrong code; 1,200 and 2,800
+// would without kDoubt. 2^23 is added, and the bits of the sum are the fixed-point number.
+struct QuickLine {
+  float slope, factor;  // number = factor * min(slope * x + kQuickStart, kNearly2)
+};
+constexpr float kLeastQuick = 1.0f / (1 << 29), kQuickStart = static_cast<float>(8.0 / 9.0);
+constexpr float kNearly2 = 2.0f - 1.0f / (1 << 11), kFixedPoint = 1 << 23;
+constexpr int kDoubt = 1;
+constexpr float kSignedUnits = 1 << 16, kUnsignedUnits = 1 << 15;
+constexpr QuickLine quick_line(int decade, int extra, double units) {
+  double power = 1e6;
+  for (int k = 0; k < decade; ++k) power /= 10;
+  return {static_cast<float>(power / 0.9), static_cast<float>(units * (1 << (decade + extra)))};
+}
+// Where x has one number, it lies in the middle between its thresholds.
+constexpr QuickLine quick_constant(int number, int extra, double units) {
+  return {0.0f, static_cast<float>(units * ((number + 0.5 + extra) / kQuickStart))};
+}
+
+#if !defined(__AVX512F__)
+constexpr int kGroup = 1;
+
+// The larger one of a, not negative, and |b|; where b is NaN, either.
+ONETRIP_INLINE F larger_magnitude(F a, F b) { return larger_number(a, (F)((U)b & 0x7FFFFFFFu)); }
+// v, or the limit with its sign. Without kKeepsNaN v is no NaN.
+template <bool kKeepsNaN>
+ONETRIP_INLINE F clamp_magnitude(F v, F limit) {
+  return smaller_number(limit, larger_number(-limit, v));
+}
+
 struct Tables {};
 
 #if !defined(__AVX2__)
@@ -158,10 +158,10 @@ ONETRIP_INLINE void unsigned_values(const Tables&, const uint8_t* codes, F* valu
   *values = look_up(kUnsignedMap.value, codes);
 }
 
-ONETRIP_INLINE void store_signed(const Tables&, const F* values, const Scale& scale, uint8_t* codes) {
+ONETRIP_INLINE void store_signed(const F* values, const Scale& scale, uint8_t* codes) {
   store_signed_exactly(values, scale, codes);
 }
-ONETRIP_INLINE void store_unsigned(const Tables&, const F* values, const Scale& scale, uint8_t* codes) {
+ONETRIP_INLINE void store_unsigned(const F* values, const Scale& scale, uint8_t* codes) {
   store_unsigned_exactly(values, scale, codes);
 }
 #endif

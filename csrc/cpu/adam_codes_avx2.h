@@ -189,10 +189,10 @@ ONETRIP_INLINE bool store_unsigned_quickly(const F* values, const Scale& scale, 
   }
   return !is_in_doubt(least, 4 * kDoubt);
 }
-ONETRIP_INLINE void store_signed(const Tables&, const F* values, const Scale& scale, uint8_t* codes) {
+ONETRIP_INLINE void store_signed(const F* values, const Scale& scale, uint8_t* codes) {
   if (!scale.is_finite || !store_signed_quickly(values, scale, codes)) store_signed_exactly(values, scale, codes);
 }
-ONETRIP_INLINE void store_unsigned(const Tables&, const F* values, const Scale& scale, uint8_t* codes) {
+ONETRIP_INLINE void store_unsigned(const F* values, const Scale& scale, uint8_t* codes) {
   if (!scale.is_finite || !store_unsigned_quickly(values, scale, codes)) store_unsigned_exactly(values, scale, codes);
 }
 

@@ -42,74 +42,7 @@ ONETRIP_INLINE void make_scales(U m_magnitudes, U root_magnitudes, Scale& m_scal
                 (F)_mm512_shuffle_f32x4(inverses, inverses, kLastQuarter)};
 }
 
-// A table of 32-bit entries as their lower and upper halves, of which one instruction finds 32 among 64.
-template <int kEntries>
-struct Table {
-  alignas(64) uint16_t low[kEntries], high[kEntries];
-  // subtracted: from every upper half.
-  Table(const float* entries, int n, int subtracted) {
-    for (int i = 0; i < kEntries; ++i) {
-      uint32_t bits = 0x7F800000u;
-      if (i < n) memcpy(&bits, entries + i, sizeof bits);
-      low[i] = static_cast<uint16_t>(bits);
-      high[i] = static_cast<uint16_t>((bits >> 16) - subtracted);
-    }
-  }
-};
-
-ONETRIP_INLINE __m512i find(const uint16_t* plane, __m512i index) {
-  return _mm512_permutex2var_epi16(_mm512_load_si512(plane), index, _mm512_load_si512(plane + 32));
-}
-ONETRIP_INLINE __m512i find(const uint16_t* plane, __m512i index, __mmask32 bit6) {
-  return _mm512_mask_blend_epi16(bit6, find(plane, index), find(plane + 64, index));
-}
-ONETRIP_INLINE __m512i find(const uint16_t* plane, __m512i index, __mmask32 bit6, __mmask32 bit7) {
-  return _mm512_mask_blend_epi16(bit7, find(plane, index, bit6), find(plane + 128, index, bit6));
-}
 ONETRIP_INLINE __m512i words(int value) { return _mm512_set1_epi16(static_cast<short>(value)); }
-ONETRIP_INLINE __mmask32 test_bit(__m512i v, int bit) { return _mm512_test_epi16_mask(v, words(1 << bit)); }
-
-// x in [0, 1] as a word: the upper half of its bits, exponent and 7 bits of mantissa, less that of 2^-31; below, 0.
-constexpr int kLeastUpper = (127 - 31) << 7;
-
-// Two lines an octave of x, of which the lesser counts, in units of 2^-8: rise * mantissa + start. Cutting off the
-// mantissa takes up to 0.56 off the number and kBehind the 0.2 where decades meet, together less than 1.
-struct OctaveLines {
-  alignas(64) uint16_t rise[2][32], start[2][32];
-};
-constexpr OctaveLines make_octave_lines(int extra) {
-  constexpr double kBehind = 0.22;
-  OctaveLines lines{};
-  double low = 1.0 / (1u << 31);
-  for (int octave = 0; octave < 32; ++octave, low *= 2) {
-    int i = 0;
-    for (double decade = 1e-6; i + 1 < kDecades && decade <= low; decade *= 10) ++i;  // the decade low lies in
-    for (int k = 0; k < 2; ++k) {
-      const int line = i + k < kDecades ? i + k : i;
-      const double start = number_below(line, extra, low) - kBehind;
-      lines.rise[k][octave] = static_cast<uint16_t>((number_below(line, extra, 2 * low) - kBehind - start) * 256 + 0.5);
-      lines.start[k][octave] = static_cast<uint16_t>(start * 256 + 0.5);
-    }
-  }
-  return lines;
-}
-constexpr OctaveLines kSignedLines = make_octave_lines(0), kUnsignedLines = make_octave_lines(1);
-
-// The code's magnitude of x as a word, or the one before.
-ONETRIP_INLINE __m512i guess(__m512i x, const OctaveLines& lines) {
-  const __m512i octave = _mm512_srli_epi16(x, 7), mantissa = _mm512_slli_epi16(x, 9);
-  const auto number = [&](int k) __attribute__((always_inline)) {
-    const __m512i rise = _mm512_permutexvar_epi16(octave, _mm512_load_si512(lines.rise[k]));
-    const __m512i start = _mm512_permutexvar_epi16(octave, _mm512_load_si512(lines.start[k]));
-    return _mm512_add_epi16(_mm512_mulhi_epu16(rise, mantissa), start);
-  };
-  return _mm512_srli_epi16(_mm512_min_epu16(number(0), number(1)), 8);
-}
-
-struct Thresholds {
-  Table<128> signed_thresholds{kSignedMap.threshold + 1, 128, kLeastUpper};
-  Table<256> unsigned_thresholds{kUnsignedMap.threshold + 1, 255, kLeastUpper};
-};
 
 #if defined(__AVX512VBMI__)
 constexpr int kGroup = 4;
@@ -126,7 +59,7 @@ struct ByteTable {
     }
   }
 };
-struct Tables : Thresholds {
+struct Tables {
   ByteTable<128> signed_values{kSignedMap.value};
   ByteTable<256> unsigned_values{kUnsignedMap.value};
 };
@@ -176,10 +109,34 @@ ONETRIP_INLINE void unsigned_values(const Tables& tables, const uint8_t* codes, 
 #else
 constexpr int kGroup = 2;
 
-struct Tables : Thresholds {
-  Table<128> signed_values{kSignedMap.value, 128, 0};
-  Table<256> unsigned_values{kUnsignedMap.value, 256, 0};
+// A table of 32-bit entries as their lower and upper halves, of which one instruction finds 32 among 64.
+template <int kEntries>
+struct Table {
+  alignas(64) uint16_t low[kEntries], high[kEntries];
+  explicit Table(const float* entries) {
+    for (int i = 0; i < kEntries; ++i) {
+      uint32_t bits;
+      memcpy(&bits, entries + i, sizeof bits);
+      low[i] = static_cast<uint16_t>(bits);
+      high[i] = static_cast<uint16_t>(bits >> 16);
+    }
+  }
 };
+struct Tables {
+  Table<128> signed_values{kSignedMap.value};
+  Table<256> unsigned_values{kUnsignedMap.value};
+};
+
+ONETRIP_INLINE __m512i find(const uint16_t* plane, __m512i index) {
+  return _mm512_permutex2var_epi16(_mm512_load_si512(plane), index, _mm512_load_si512(plane + 32));
+}
+ONETRIP_INLINE __m512i find(const uint16_t* plane, __m512i index, __mmask32 bit6) {
+  return _mm512_mask_blend_epi16(bit6, find(plane, index), find(plane + 64, index));
+}
+ONETRIP_INLINE __m512i find(const uint16_t* plane, __m512i index, __mmask32 bit6, __mmask32 bit7) {
+  return _mm512_mask_blend_epi16(bit7, find(plane, index, bit6), find(plane + 128, index, bit6));
+}
+ONETRIP_INLINE __mmask32 test_bit(__m512i v, int bit) { return _mm512_test_epi16_mask(v, words(1 << bit)); }
 
 // Unpacking works within 128 bits, so words come in the order that makes of it the order of elements.
 ONETRIP_INLINE __m512i load_codes(const uint8_t* codes) {
@@ -208,54 +165,6 @@ ONETRIP_INLINE void unsigned_values(const Tables& tables, const uint8_t* codes, 
   unpack(find(table.low, number, bit6, bit7), find(table.high, number, bit6, bit7), values);
 }
 #endif
-
-// The halves of a group of values / scale.
-struct Halves {
-  __m512i low, high;
-  Halves(const F* values, const Scale& scale) {
-    alignas(64) static constexpr uint16_t kLow[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
-                                                      32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
-    const __m512i order = _mm512_load_si512(kLow);
-    const __m512i first = (__m512i)(values[0] * scale.inverse), second = (__m512i)(values[1] * scale.inverse);
-    low = _mm512_permutex2var_epi16(first, order, second);
-    high = _mm512_permutex2var_epi16(first, _mm512_add_epi16(order, words(1)), second);
-  }
-};
-// x: the word of values whose lower halves are low.
-ONETRIP_INLINE __m512i next_where(__m512i number, __m512i x, __m512i low, __m512i threshold_low,
-                                  __m512i threshold_high) {
-  const __mmask32 is_even = _mm512_cmpeq_epi16_mask(x, threshold_high);
-  const __mmask32 reaches =
-      _mm512_cmpgt_epu16_mask(x, threshold_high) | _mm512_mask_cmpge_epu16_mask(is_even, low, threshold_low);
-  return _mm512_mask_add_epi16(number, reaches, number, words(1));
-}
-ONETRIP_INLINE __m512i word_of(__m512i high, const Scale& scale) {
-  return _mm512_subs_epu16(_mm512_and_si512(high, words(scale.is_finite ? 0x7FFF : 0)), words(kLeastUpper));
-}
-ONETRIP_INLINE void store_codes(uint8_t* codes, __m512i numbers) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm512_cvtepi16_epi8(numbers));
-}
-
-ONETRIP_INLINE void store_signed_group(const Tables& tables, const F* values, const Scale& scale, uint8_t* codes) {
-  const Table<128>& table = tables.signed_thresholds;
-  const Halves halves(values, scale);
-  const __m512i x = word_of(halves.high, scale), below = guess(x, kSignedLines), zero = words(kSignedZeroCode);
-  const __mmask32 bit6 = test_bit(below, 6), is_negative = _mm512_movepi16_mask(halves.high);
-  const __m512i number = next_where(below, x, halves.low, find(table.low, below, bit6), find(table.high, below, bit6));
-  // Magnitude 128 has no negative: 127 - 128 is 0 here.
-  store_codes(codes, _mm512_mask_subs_epu16(_mm512_add_epi16(zero, number), is_negative, zero, number));
-}
-ONETRIP_INLINE void store_unsigned_group(const Tables& tables, const F* values, const Scale& scale, uint8_t* codes) {
-  const Table<256>& table = tables.unsigned_thresholds;
-  const Halves halves(values, scale);
-  const __m512i x = word_of(halves.high, scale), below = guess(x, kUnsignedLines);
-  const __mmask32 bit6 = test_bit(below, 6), bit7 = test_bit(below, 7);
-  const __m512i number =
-      next_where(below, x, halves.low, find(table.low, below, bit6, bit7), find(table.high, below, bit6, bit7));
-  const __mmask32 is_positive = _mm512_kunpackw(_mm512_cmp_ps_mask((__m512)values[1], _mm512_setzero_ps(), _CMP_GT_OQ),
-                                                _mm512_cmp_ps_mask((__m512)values[0], _mm512_setzero_ps(), _CMP_GT_OQ));
-  store_codes(codes, _mm512_mask_max_epu16(number, is_positive, number, words(1)));
-}
 
 // A range of x, [2^(2k - 1), 2^(2k + 1)), has lines of its own; the one threshold between decades in it comes from a
 // table, exactly.
@@ -383,21 +292,11 @@ ONETRIP_INLINE bool store_unsigned_quickly(const F* values, const Scale& scale, 
 }
 #undef ONETRIP_EACH
 
-__attribute__((noinline)) void store_signed_exactly(const Tables& tables, const F* values, const Scale& scale,
-                                                    uint8_t* codes) {
-  for (int i = 0; i < kVectors; i += 2) store_signed_group(tables, values + i, scale, codes + i * kWidth);
+ONETRIP_INLINE void store_signed(const F* values, const Scale& scale, uint8_t* codes) {
+  if (!scale.is_finite || !store_signed_quickly(values, scale, codes)) store_signed_exactly(values, scale, codes);
 }
-__attribute__((noinline)) void store_unsigned_exactly(const Tables& tables, const F* values, const Scale& scale,
-                                                      uint8_t* codes) {
-  for (int i = 0; i < kVectors; i += 2) store_unsigned_group(tables, values + i, scale, codes + i * kWidth);
-}
-ONETRIP_INLINE void store_signed(const Tables& tables, const F* values, const Scale& scale, uint8_t* codes) {
-  if (!scale.is_finite || !store_signed_quickly(values, scale, codes))
-    store_signed_exactly(tables, values, scale, codes);
-}
-ONETRIP_INLINE void store_unsigned(const Tables& tables, const F* values, const Scale& scale, uint8_t* codes) {
-  if (!scale.is_finite || !store_unsigned_quickly(values, scale, codes))
-    store_unsigned_exactly(tables, values, scale, codes);
+ONETRIP_INLINE void store_unsigned(const F* values, const Scale& scale, uint8_t* codes) {
+  if (!scale.is_finite || !store_unsigned_quickly(values, scale, codes)) store_unsigned_exactly(values, scale, codes);
 }
 
 }  // namespace
