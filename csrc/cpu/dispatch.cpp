@@ -15,44 +15,42 @@ namespace {
 
 struct Level {
   const char* name;
+  bool (*supported)();
+  int (*adam_step)(const AdamStep&);
+  int (*adam_squares)(const AdamSquares&);
   int (*row_norm_forward)(const RowNormForward&);
   int (*row_norm_backward)(const RowNormBackward&);
   int (*softmax_forward)(const SoftmaxForward&);
   int (*softmax_backward)(const SoftmaxBackward&);
-  int (*adam_step)(const AdamStep&);
-  int (*adam_squares)(const AdamSquares&);
   int (*cross_entropy)(const CrossEntropy&);
   int (*add_to_sums)(const AddToSums&);
   int (*rotary)(const Rotary&);
   int (*glu_forward)(const GluForward&);
   int (*glu_backward)(const GluBackward&);
-  bool (*supported)();
 };
+// Its members of a level, in the order above.
+#define ONETRIP_ADAM(level) level::adam_step, level::adam_squares
+#define ONETRIP_OTHERS(level)                                                                         \
+  level::row_norm_forward, level::row_norm_backward, level::softmax_forward, level::softmax_backward, \
+      level::cross_entropy, level::add_to_sums, level::rotary, level::glu_forward, level::glu_backward
 
 #if defined(ONETRIP_HAVE_X86_LEVELS)
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+bool has_avx512vbmi() { return has_avx512() && __builtin_cpu_supports("avx512vbmi"); }
+// F16C is not asked for: every CPU with AVX2 and FMA has it, and older compilers do not know its name.
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #endif
 
 const Level kLevels[] = {
 #if defined(ONETRIP_HAVE_X86_LEVELS)
-    {"avx512vbmi", avx512::row_norm_forward, avx512::row_norm_backward, avx512::softmax_forward,
-     avx512::softmax_backward, avx512vbmi::adam_step, avx512vbmi::adam_squares, avx512::cross_entropy,
-     avx512::add_to_sums, avx512::rotary, avx512::glu_forward, avx512::glu_backward,
-     [] { return has_avx512() && __builtin_cpu_supports("avx512vbmi"); }},
-    {"avx512", avx512::row_norm_forward, avx512::row_norm_backward, avx512::softmax_forward, avx512::softmax_backward,
-     avx512::adam_step, avx512::adam_squares, avx512::cross_entropy, avx512::add_to_sums, avx512::rotary,
-     avx512::glu_forward, avx512::glu_backward, has_avx512},
-    // F16C is not asked for: every CPU with AVX2 and FMA has it, and older compilers do not know its name.
-    {"avx2", avx2::row_norm_forward, avx2::row_norm_backward, avx2::softmax_forward, avx2::softmax_backward,
-     avx2::adam_step, avx2::adam_squares, avx2::cross_entropy, avx2::add_to_sums, avx2::rotary, avx2::glu_forward,
-     avx2::glu_backward, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+    {"avx512vbmi", has_avx512vbmi, ONETRIP_ADAM(avx512vbmi), ONETRIP_OTHERS(avx512)},
+    {"avx512", has_avx512, ONETRIP_ADAM(avx512), ONETRIP_OTHERS(avx512)},
+    {"avx2", has_avx2, ONETRIP_ADAM(avx2), ONETRIP_OTHERS(avx2)},
 #endif
-    {"baseline", baseline::row_norm_forward, baseline::row_norm_backward, baseline::softmax_forward,
-     baseline::softmax_backward, baseline::adam_step, baseline::adam_squares, baseline::cross_entropy,
-     baseline::add_to_sums, baseline::rotary, baseline::glu_forward, baseline::glu_backward, [] { return true; }},
+    {"baseline", [] { return true; }, ONETRIP_ADAM(baseline), ONETRIP_OTHERS(baseline)},
 };
 
 const Level* best_level() {

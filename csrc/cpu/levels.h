@@ -21,48 +21,29 @@ struct MaskPartition {
 };
 MaskPartition mask_partition(int64_t n_rows, int64_t n_cols, const MaskRows& mask_rows);
 
-namespace baseline {
-int cross_entropy(const CrossEntropy& args);
-int add_to_sums(const AddToSums& args);
-int rotary(const Rotary& args);
-int row_norm_forward(const RowNormForward& args);
-int row_norm_backward(const RowNormBackward& args);
-int softmax_forward(const SoftmaxForward& args);
-int softmax_backward(const SoftmaxBackward& args);
-int glu_forward(const GluForward& args);
-int glu_backward(const GluBackward& args);
-int adam_step(const AdamStep& args);
-int adam_squares(const AdamSquares& args);
-}  // namespace baseline
-namespace avx2 {
-int cross_entropy(const CrossEntropy& args);
-int add_to_sums(const AddToSums& args);
-int rotary(const Rotary& args);
-int row_norm_forward(const RowNormForward& args);
-int row_norm_backward(const RowNormBackward& args);
-int softmax_forward(const SoftmaxForward& args);
-int softmax_backward(const SoftmaxBackward& args);
-int glu_forward(const GluForward& args);
-int glu_backward(const GluBackward& args);
-int adam_step(const AdamStep& args);
-int adam_squares(const AdamSquares& args);
-}  // namespace avx2
-namespace avx512 {
-int cross_entropy(const CrossEntropy& args);
-int add_to_sums(const AddToSums& args);
-int rotary(const Rotary& args);
-int row_norm_forward(const RowNormForward& args);
-int row_norm_backward(const RowNormBackward& args);
-int softmax_forward(const SoftmaxForward& args);
-int softmax_backward(const SoftmaxBackward& args);
-int glu_forward(const GluForward& args);
-int glu_backward(const GluBackward& args);
-int adam_step(const AdamStep& args);
-int adam_squares(const AdamSquares& args);
-}  // namespace avx512
-namespace avx512vbmi {
-int adam_step(const AdamStep& args);
-int adam_squares(const AdamSquares& args);
-}  // namespace avx512vbmi
+// The kernels of a level. Adam has one more level than the others.
+#define ONETRIP_DECLARE_ADAM(level)          \
+  namespace level {                          \
+  int adam_step(const AdamStep& args);       \
+  int adam_squares(const AdamSquares& args); \
+  }
+#define ONETRIP_DECLARE_OTHERS(level)                 \
+  namespace level {                                   \
+  int row_norm_forward(const RowNormForward& args);   \
+  int row_norm_backward(const RowNormBackward& args); \
+  int softmax_forward(const SoftmaxForward& args);    \
+  int softmax_backward(const SoftmaxBackward& args);  \
+  int cross_entropy(const CrossEntropy& args);        \
+  int add_to_sums(const AddToSums& args);             \
+  int rotary(const Rotary& args);                     \
+  int glu_forward(const GluForward& args);            \
+  int glu_backward(const GluBackward& args);          \
+  }
+#define ONETRIP_DECLARE_KERNELS(level) ONETRIP_DECLARE_ADAM(level) ONETRIP_DECLARE_OTHERS(level)
+
+ONETRIP_DECLARE_KERNELS(baseline)
+ONETRIP_DECLARE_KERNELS(avx2)
+ONETRIP_DECLARE_KERNELS(avx512)
+ONETRIP_DECLARE_ADAM(avx512vbmi)
 
 }  // namespace onetrip
