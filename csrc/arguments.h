@@ -80,7 +80,7 @@ class Arguments {
 
   static uintptr_t data_ptr(PyObject* tensor) {
     dlpack::Tensor known;
-    if (tensor_types.knows(tensor, &known)) return reinterpret_cast<uintptr_t>(known.data) + known.byte_offset;
+    if (tensor_types.knows(tensor, &known)) return reinterpret_cast<uintptr_t>(known.address());
     static PyObject* const name = PyUnicode_InternFromString("data_ptr");
     const auto address = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor, name));
     if (!address) throw py::error_already_set();

@@ -200,34 +200,28 @@ py::object row_norm_backward(int x_dtype, int residual_dtype, int bias_dtype, in
   return launcher<onetrip::row_norm_backward_cpu, onetrip::row_norm_backward_cuda>(args);
 }
 
-struct MaskPlan {
-  onetrip::MaskType type;
-  onetrip::MaskRows rows;
-};
-
-// layout: sizes slowest first, strides, at most 4 of each.
-MaskPlan mask_plan(int type, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
-                   int64_t col_stride) {
-  MaskPlan plan{onetrip::MaskType(type), {{1, 1, 1, 1}, {0, 0, 0, 0}, col_stride}};
+// Sizes slowest first, strides, at most 4 of each.
+onetrip::MaskRows mask_rows(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                            int64_t col_stride = 1) {
+  onetrip::MaskRows rows{{1, 1, 1, 1}, {0, 0, 0, 0}, col_stride};
   if (sizes.size() > 4 || sizes.size() != strides.size())
     throw std::invalid_argument("a mask has at most 4 dimensions");
   const size_t first = 4 - sizes.size();
   for (size_t i = 0; i < sizes.size(); ++i) {
-    plan.rows.sizes[first + i] = sizes[i];
-    plan.rows.strides[first + i] = strides[i];
+    rows.sizes[first + i] = sizes[i];
+    rows.strides[first + i] = strides[i];
   }
-  return plan;
+  return rows;
 }
 
 py::object softmax_forward(int dtype, double scale, double dropout_p, int mask_type,
                            const std::vector<int64_t>& mask_sizes, const std::vector<int64_t>& mask_strides,
                            int64_t mask_col_stride) {
-  const MaskPlan mask_of = mask_plan(mask_type, mask_sizes, mask_strides, mask_col_stride);
   onetrip::SoftmaxForward args{};
   args.dtype = DType(dtype);
   args.scale = static_cast<float>(scale);
-  args.mask_type = mask_of.type;
-  args.mask_rows = mask_of.rows;
+  args.mask_type = onetrip::MaskType(mask_type);
+  args.mask_rows = mask_rows(mask_sizes, mask_strides, mask_col_stride);
   args.dropout = dropout(dropout_p);
   return launcher<onetrip::softmax_forward_cpu, onetrip::softmax_forward_cuda>(args);
 }
@@ -237,7 +231,7 @@ py::object softmax_backward(int dtype, double scale, double dropout_p, const std
   onetrip::SoftmaxBackward args{};
   args.dtype = DType(dtype);
   args.scale = static_cast<float>(scale);
-  args.mask_rows = mask_plan(0, mask_sizes, mask_strides, 1).rows;
+  args.mask_rows = mask_rows(mask_sizes, mask_strides);
   args.has_dropout = dropout_p > 0.0;
   args.dropout_scale = dropout(dropout_p).scale;
   return launcher<onetrip::softmax_backward_cpu, onetrip::softmax_backward_cuda>(args);
@@ -275,7 +269,7 @@ py::object glu_backward(int dtype, int bias_dtype, int activation, double dropou
 
 int64_t softmax_workspace(int device, int64_t n_rows, int64_t n_cols, const std::vector<int64_t>& mask_sizes,
                           const std::vector<int64_t>& mask_strides) {
-  const onetrip::MaskRows rows = mask_plan(0, mask_sizes, mask_strides, 1).rows;
+  const onetrip::MaskRows rows = mask_rows(mask_sizes, mask_strides);
   return device < 0 ? onetrip::softmax_workspace_cpu(n_rows, n_cols, rows)
                     : onetrip::softmax_workspace_cuda(n_rows, n_cols, rows);
 }
@@ -452,14 +446,14 @@ PYBIND11_MODULE(_native, module) {
   module.def("use_torch", &onetrip::use_torch,
              "What eager calls use: Tensor, Parameter, torch.is_grad_enabled, torch.empty_like, the stream of a GPU's "
              "index, raise_error, 3 dtypes.");
-  module.def("operands_reader", &operands_reader<onetrip::operands>,
+  module.def("operands_reader", &operands_reader<onetrip::operands_code>,
              "A function of x, residual and vectors: the code of their dtypes where they fit, else -1.");
-  module.def("scores_reader", &operands_reader<onetrip::scores_of_operands>,
+  module.def("scores_reader", &operands_reader<onetrip::scores_code>,
              "A function of scores, mask and causal: the code of their dtypes where softmax takes them, else -1.");
-  module.def("rotary_reader", &operands_reader<onetrip::rotary_operands>,
+  module.def("rotary_reader", &operands_reader<onetrip::rotary_code>,
              "A function of q, k, cos and sin: the code of their dtypes where they fit, else -1.");
   module.def(
-      "labels_reader", &operands_reader<onetrip::labels_of_operands>,
+      "labels_reader", &operands_reader<onetrip::labels_code>,
       "A function of ignore_index, labels and logits, or hidden, weight, bias: kept_labels where they fit, else -1.");
   module.def("cpu_level", &onetrip::cpu_level,
              "The instruction set that CPU kernels use: avx512vbmi, avx512, avx2 or baseline.");

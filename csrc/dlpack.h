@@ -19,6 +19,11 @@ struct Tensor {
   uint16_t type_lanes;
   int64_t *sizes, *strides;  // the tensor's own, in elements; null strides: contiguous
   uint64_t byte_offset;
+
+  void* address() const { return static_cast<char*>(data) + byte_offset; }
+  bool is_on_device_of(const Tensor& other) const {
+    return device_type == other.device_type && device_index == other.device_index;
+  }
 };
 
 struct ExchangeApi {

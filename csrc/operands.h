@@ -11,7 +11,7 @@
 namespace onetrip {
 namespace {
 
-// What `operands` asks tensors with: the types that it knows, and their library's function.
+// What operands are read with: the types that it knows, and their library's function.
 struct TensorReader {
   TensorTypes types;
   py::object is_neg;  // Tensor.is_neg
@@ -40,27 +40,23 @@ int64_t dtype_digit(const dlpack::Tensor& tensor) {
   return 0;
 }
 
-// Code of x, residual and vectors (None: not there), tensors of these two types and of DTypes on one device. The
-// residual has x's shape, the vectors its columns. The code is 2 * (their dtype_digits in base 4, 0 for None), + 1
-// where all are contiguous, not empty and not negated: kernels can read them as they are. It is -1 for all others.
+// Code of x, residual and vectors (None: not there), or of one tuple of them, tensors of these two types and of DTypes
+// on one device. The residual has x's shape, the vectors its columns. The code is 2 * (their dtype_digits in base 4, 0
+// for None), + 1 where all are contiguous, not empty and not negated: kernels can read them as they are. It is -1 for
+// all others.
 int64_t operands_code(const TensorReader& reader, PyObject* const* values, Py_ssize_t n) {
+  if (n == 1 && PyTuple_Check(values[0])) n = PyTuple_GET_SIZE(values[0]), values = PySequence_Fast_ITEMS(values[0]);
   dlpack::Tensor x{}, tensor{};
   bool is_plain = true;
   int64_t code = 0;
   for (Py_ssize_t i = 0; i < n; ++i) {
     code *= 4;
     if (i > 0 && values[i] == Py_None) continue;
-    if (Py_TYPE(values[i]) != reader.types.tensor && Py_TYPE(values[i]) != reader.types.parameter) return -1;
-    if (reader.types.read(values[i], &tensor) != 0) {
-      PyErr_Clear();
-      return -1;
-    }
+    if (!reader.types.reads(values[i], &tensor)) return -1;
     if (i == 0) x = tensor;
     const int64_t digit = dtype_digit(tensor);
     const bool has_elements = !is_empty(tensor);
-    if (digit == 0 || tensor.n_dims == 0 || (!tensor.data && has_elements) || tensor.device_type != x.device_type ||
-        tensor.device_index != x.device_index)
-      return -1;
+    if (digit == 0 || tensor.n_dims == 0 || (!tensor.data && has_elements) || !tensor.is_on_device_of(x)) return -1;
     const bool is_vector = i > 1;
     if (tensor.n_dims != (is_vector ? 1 : x.n_dims)) return -1;
     for (int j = 1; j <= tensor.n_dims; ++j)
@@ -69,11 +65,6 @@ int64_t operands_code(const TensorReader& reader, PyObject* const* values, Py_ss
     is_plain = is_plain && has_elements && is_contiguous(tensor) && !is_negated(reader, values[i]);
   }
   return 2 * code + is_plain;
-}
-
-PyObject* operands(PyObject* reader, PyObject* const* values, Py_ssize_t n) {
-  if (n == 1 && PyTuple_Check(values[0])) n = PyTuple_GET_SIZE(values[0]), values = PySequence_Fast_ITEMS(values[0]);
-  return returned([&] { return operands_code(state_of<TensorReader>(reader), values, n); });
 }
 
 int64_t stride_of(const dlpack::Tensor& tensor, int dim) {
@@ -94,7 +85,7 @@ int64_t rotary_code(const TensorReader& reader, PyObject* const* values, Py_ssiz
     dlpack::Tensor& tensor = tensors[i];
     if (!reader.types.reads(values[i], &tensor)) return -1;
     if (tensor.n_dims < 2 || dtype_digit(tensor) == 0 || !tensor.data || is_empty(tensor)) return -1;
-    if (tensor.device_type != tensors[0].device_type || tensor.device_index != tensors[0].device_index) return -1;
+    if (!tensor.is_on_device_of(tensors[0])) return -1;
     is_plain = is_plain && stride_of(tensor, tensor.n_dims - 1) == 1 && !is_negated(reader, values[i]);
   }
   const auto& [q, k, cos, sin] = tensors;
@@ -110,10 +101,6 @@ int64_t rotary_code(const TensorReader& reader, PyObject* const* values, Py_ssiz
   if (cos.n_dims == 3 && cos.sizes[0] != 1 && cos.sizes[0] != q.sizes[0]) return -1;
   if (dtype_digit(k) != dtype_digit(q) || dtype_digit(sin) != dtype_digit(cos)) return -1;
   return 2 * (4 * dtype_digit(q) + dtype_digit(cos)) + is_plain;
-}
-
-PyObject* rotary_operands(PyObject* reader, PyObject* const* values, Py_ssize_t n) {
-  return returned([&] { return rotary_code(state_of<TensorReader>(reader), values, n); });
 }
 
 // Looks at ignore_index, labels, and logits; or ignore_index, labels, hidden, weight and bias (None: none): whether
@@ -143,12 +130,7 @@ int64_t labels_code(const TensorReader& reader, PyObject* const* values, Py_ssiz
         (!is_plain(values[4], bias, 1) || dtype_digit(bias) != dtype_digit(rows) || bias.sizes[0] != n_classes))
       return -1;
   }
-  const auto* data = reinterpret_cast<const int64_t*>(static_cast<const char*>(labels.data) + labels.byte_offset);
-  return kept_labels(data, n_rows, n_classes, ignore_index);
-}
-
-PyObject* labels_of_operands(PyObject* reader, PyObject* const* values, Py_ssize_t n) {
-  return returned([&] { return labels_code(state_of<TensorReader>(reader), values, n); });
+  return kept_labels(static_cast<const int64_t*>(labels.address()), n_rows, n_classes, ignore_index);
 }
 
 // Code of scores and mask (None: none), tensors of these two types that softmax takes with causal (a bool). The mask is
@@ -167,19 +149,13 @@ int64_t scores_code(const TensorReader& reader, PyObject* const* values, Py_ssiz
   if (values[1] == Py_None) return 2 * (8 * digit) + is_plain;
   if (!reads(values[1], mask)) return -1;
   const int64_t mask_digit = mask.type_code == dlpack::kBool && mask.type_bits == 8 ? 4 : dtype_digit(mask);
-  if (mask_digit == 0 || mask.n_dims > scores.n_dims || mask.device_type != scores.device_type ||
-      mask.device_index != scores.device_index)
-    return -1;
+  if (mask_digit == 0 || mask.n_dims > scores.n_dims || !mask.is_on_device_of(scores)) return -1;
   for (int i = 1; i <= mask.n_dims; ++i) {
     const int64_t size = mask.sizes[mask.n_dims - i];
     if (size != 1 && size != scores.sizes[scores.n_dims - i]) return -1;
   }
   is_plain = is_plain && mask.data && !is_negated(reader, values[1]);
   return 2 * (8 * digit + mask_digit) + is_plain;
-}
-
-PyObject* scores_of_operands(PyObject* reader, PyObject* const* values, Py_ssize_t n) {
-  return returned([&] { return scores_code(state_of<TensorReader>(reader), values, n); });
 }
 
 // How tensors of these types are read; its `read` is null where their library has no such C function.
@@ -197,12 +173,18 @@ TensorTypes types_of(const py::type& tensor, const py::type& parameter) {
   return types;
 }
 
-// operands for these types, or rotary_operands; None where they cannot be read.
-template <FastFunction function>
+template <auto code_of>
+PyObject* read_operands(PyObject* reader, PyObject* const* values, Py_ssize_t n) {
+  return returned([&] { return code_of(state_of<TensorReader>(reader), values, n); });
+}
+
+// A Python function of operands of these types: their code, by operands_code or one like it. None where they cannot be
+// read.
+template <auto code_of>
 py::object operands_reader(const py::type& tensor, const py::type& parameter) {
   const TensorTypes types = types_of(tensor, parameter);
   if (types.read) tensor_types = types;
-  return types.read ? make_function<function>(TensorReader{types, tensor.attr("is_neg")}) : py::none();
+  return types.read ? make_function<read_operands<code_of>>(TensorReader{types, tensor.attr("is_neg")}) : py::none();
 }
 
 // None where tensors of these types cannot be read.

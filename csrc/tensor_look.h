@@ -99,7 +99,7 @@ class TensorLook {
       dlpack::Tensor tensor;
       if (!types_.reads(object, &tensor)) return false;
       seen->layouts[i] = layout(tensor, object);
-      seen->addresses[i] = tensor.data ? reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset : 0;
+      seen->addresses[i] = tensor.data ? reinterpret_cast<uintptr_t>(tensor.address()) : 0;
     }
     return true;
   }

@@ -72,8 +72,7 @@ dlpack::Tensor read_tensor(PyObject* object) {
 template <typename T = void>
 T* address(PyObject* object) {
   if (object == Py_None) return nullptr;
-  const dlpack::Tensor tensor = read_tensor(object);
-  return reinterpret_cast<T*>(static_cast<char*>(tensor.data) + tensor.byte_offset);
+  return static_cast<T*>(read_tensor(object).address());
 }
 
 int64_t elements(const dlpack::Tensor& tensor) {
@@ -97,9 +96,9 @@ template <typename T = void>
 const T* plain_address(PyObject* object, DType dtype, int64_t n_elements, const dlpack::Tensor& like) {
   dlpack::Tensor tensor;
   if (!torch->reader.types.knows(object, &tensor) || dtype_digit(tensor) != 1 + static_cast<int>(dtype)) return nullptr;
-  if (tensor.device_type != like.device_type || tensor.device_index != like.device_index) return nullptr;
+  if (!tensor.is_on_device_of(like)) return nullptr;
   if (elements(tensor) != n_elements || !is_contiguous(tensor) || is_negated(torch->reader, object)) return nullptr;
-  return reinterpret_cast<const T*>(static_cast<const char*>(tensor.data) + tensor.byte_offset);
+  return static_cast<const T*>(tensor.address());
 }
 
 // In place of the CUDA launcher of a family that has none: Triton serves it there.

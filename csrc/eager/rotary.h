@@ -62,18 +62,17 @@ struct EagerRotary {
     dlpack::Tensor found[6];
     for (int i = 0; i < 6; ++i) found[i] = read_tensor(tensors[i]);
     const auto& [q, k, cos, sin, q_out, k_out] = found;
-    const auto data = [](const dlpack::Tensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; };
     const auto strides = [](const dlpack::Tensor& tensor, bool has_heads) -> RotaryStrides {
       const bool is_shared = tensor.n_dims == 2 || tensor.sizes[0] == 1;
       return {is_shared ? 0 : stride_of(tensor, 0), has_heads ? stride_of(tensor, 1) : 0,
               stride_of(tensor, tensor.n_dims - 2)};
     };
-    call.cos = data(cos), call.sin = data(sin);
+    call.cos = cos.address(), call.sin = sin.address();
     call.cos_strides = strides(cos, false), call.sin_strides = strides(sin, false);
     call.n_rotated = cos.sizes[cos.n_dims - 1];
     call.n_batch = q.sizes[0], call.n_positions = q.sizes[2], call.head_dim = q.sizes[3];
-    call.tensors[0] = {data(q), data(q_out), q.sizes[1], strides(q, true), strides(q_out, true)};
-    call.tensors[1] = {data(k), data(k_out), k.sizes[1], strides(k, true), strides(k_out, true)};
+    call.tensors[0] = {q.address(), q_out.address(), q.sizes[1], strides(q, true), strides(q_out, true)};
+    call.tensors[1] = {k.address(), k_out.address(), k.sizes[1], strides(k, true), strides(k_out, true)};
     return q;
   }
 };

@@ -20,7 +20,7 @@ struct EagerRowNorm {
     RowNormForward call = plan;
     const dlpack::Tensor x = read_rows(operands[0], call);
     const DType dtype = call.x_dtype;
-    call.x = static_cast<const char*>(x.data) + x.byte_offset;
+    call.x = x.address();
     call.residual = address(operands[1]);
     call.bias = address(operands[2]);
     call.weight = address(operands[3]);

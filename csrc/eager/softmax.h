@@ -18,7 +18,7 @@ struct EagerSoftmax {
   Done operator()(PyObject* const* operands, PyObject* rng, bool has_backward) const {
     SoftmaxForward call = plan;
     const dlpack::Tensor scores = read_rows(operands[0], call);
-    call.scores = static_cast<const char*>(scores.data) + scores.byte_offset;
+    call.scores = scores.address();
     call.scores_row_stride = call.n_cols;
     call.mask = address(operands[1]);
     if (causal) call.n_queries = scores.sizes[scores.n_dims - 2];
