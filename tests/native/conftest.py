@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from onetrip.ops.common.backends import native
+from cpu_cases import cpu_level
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -18,11 +18,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test with the kernels of one instruction-set level."""
-    library = native()
-    assert library is not None
-    best = library.cpu_level()
-    if not library.set_cpu_level(request.param):
-        pytest.skip(f"this machine or build lacks {request.param}")
-    assert library.cpu_level() == request.param
-    yield request.param
-    assert library.set_cpu_level(best)
+    with cpu_level(request.param):
+        yield request.param

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cpu_cases import BF16, DTYPE_IDS, F16, F32, assert_any_number_of_threads_prints_the_same, normal
+from cpu_cases import (
+    BF16,
+    DTYPE_IDS,
+    F16,
+    F32,
+    assert_any_number_of_threads_prints_the_same,
+    at_levels_with_fused_multiply_add,
+    normal,
+)
 from onetrip.ops import cross_entropy_native as native
 from onetrip.ops.common.backends import native as native_library
 from onetrip.reference import cross_entropy as reference
@@ -136,17 +144,15 @@ def test_sums_in_two_parts_of_special_values(level):
     assert torch.equal(nearest.isnan(), exact.isnan()) and torch.equal(nearest.nan_to_num(), exact.nan_to_num())
 
 
-def test_levels_with_fma_agree(level):
-    if level != "avx2" or not library.set_cpu_level("avx512"):
-        pytest.skip("needs both AVX2 and AVX-512")
-    results = []
-    for name in ("avx512", "avx2"):
-        assert library.set_cpu_level(name)
-        logits, labels = 3.0 * normal(7, 1024), labels_of(7, 1024)
-        found = native.forward(logits, labels, PLANS["softcap"])
-        stats = torch.tensor([[4.0, 3.5]]).expand(7, 2).contiguous()
-        results.append((found.stats[:, 0].clone(), native.backward(logits, labels, stats, torch.ones(1), PLANS["all"])))
-    for mine, other in zip(*results, strict=True):
+def test_levels_with_fma_agree():
+    logits, labels = 3.0 * normal(7, 1024), labels_of(7, 1024)
+    stats = torch.tensor([[4.0, 3.5]]).expand(7, 2).contiguous()
+
+    def results():
+        largest = native.forward(logits, labels, PLANS["softcap"]).stats[:, 0].clone()
+        return largest, native.backward(logits, labels, stats, torch.ones(1), PLANS["all"])
+
+    for mine, other in zip(*at_levels_with_fused_multiply_add(results), strict=True):
         assert_bitwise(mine, other)
 
 

@@ -6,7 +6,14 @@ import itertools
 
 import pytest
 import torch
-from cpu_cases import BF16, F16, F32, assert_any_number_of_threads_prints_the_same, normal
+from cpu_cases import (
+    BF16,
+    F16,
+    F32,
+    assert_any_number_of_threads_prints_the_same,
+    at_levels_with_fused_multiply_add,
+    normal,
+)
 from onetrip.ops import glu_native as native
 from onetrip.ops.common.backends import native as native_library
 from onetrip.reference import glu as reference
@@ -117,23 +124,19 @@ def test_some_gradients_have_the_bits_of_all(level, wants, rows):
 
 
 def test_levels_with_fused_multiply_add_agree_bit_for_bit():
-    assert library is not None
-    best, found = library.cpu_level(), []
     gate, up, dy = (3 * normal(64, 515, seed=seed) for seed in range(3))
     bias = normal(515, seed=3)
-    for level in ("avx2", "avx512"):
-        if not library.set_cpu_level(level):
-            library.set_cpu_level(best)
-            pytest.skip(f"this machine lacks {level}")
+
+    def results() -> list[Tensor]:
         tensors = []
         for plan in (*map(GluPlan, ACTIVATIONS), CLAMPED):
             tensors += [native.forward(Operands(gate, up, None), plan)]
             tensors += native.backward(dy, Operands(gate, up, None), plan, (True, True, False))[:2]
             if plan is not CLAMPED:
                 tensors += native.backward(dy, Operands(gate, None, bias), plan, (True, False, True))[::2]
-        found.append(tensors)
-    library.set_cpu_level(best)
-    for one, other in zip(*found, strict=True):
+        return tensors
+
+    for one, other in zip(*at_levels_with_fused_multiply_add(results), strict=True):
         assert_bitwise(one, other)
 
 
@@ -151,14 +154,3 @@ for tensor in native.backward(dy, Operands(x, None, bias), GluPlan("gelu"), want
 print(hashlib.sha256(native.forward(Operands(x, dy, None), GluPlan("silu")).numpy().tobytes()).hexdigest())
 """
     )
-
-
-@pytest.mark.parametrize("wants", [(True, False), (False, True)], ids=["gate", "up"])
-def test_one_gradient_alone(level, wants):
-    gate, up, dy = (normal(37, 131, seed=seed) for seed in range(3))
-    both = native.backward(dy, Operands(gate, up, None), GluPlan("silu"), (True, True, False))
-    one = native.backward(dy, Operands(gate, up, None), GluPlan("silu"), (*wants, False))
-    for ours, expected, wanted in zip(one, both, wants, strict=False):
-        assert (ours is None) == (not wanted)
-        if ours is not None:
-            assert_bitwise(ours, expected)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cpu_cases import BF16, DTYPE_IDS, F16, F32, assert_any_number_of_threads_prints_the_same, normal
+from cpu_cases import (
+    BF16,
+    DTYPE_IDS,
+    F16,
+    F32,
+    assert_any_number_of_threads_prints_the_same,
+    at_levels_with_fused_multiply_add,
+    normal,
+)
 from onetrip.ops import softmax_native as native
 from onetrip.ops.common.backends import native as native_library
 from onetrip.ops.common.masks import contiguous_layout, mask_layout
@@ -12,7 +20,7 @@ from onetrip.reference import softmax as reference
 from onetrip.reference.philox import keep_mask
 from onetrip.reference.softmax import BackwardOperands, Operands, SoftmaxPlan
 from pairwise import pairwise
-from tolerances import assert_bitwise, assert_like_torch, bits
+from tolerances import assert_bitwise, assert_like_torch
 from torch import Tensor
 
 library = native_library()
@@ -332,13 +340,7 @@ print(digest.hexdigest())
 
 def test_levels_with_a_fused_multiply_add_have_the_same_exponentials():
     rows = torch.stack((torch.zeros(5001), -torch.linspace(0.0, 90.0, 5001)), dim=1)
-    best, results = library.cpu_level(), []
-    for name in ("avx2", "avx512"):
-        if not library.set_cpu_level(name):
-            pytest.skip(f"this machine or build lacks {name}")
-        results.append(bits(forward(rows)[0]))
-    library.set_cpu_level(best)
-    assert torch.equal(*results)
+    assert_bitwise(*at_levels_with_fused_multiply_add(lambda: forward(rows)[0]))
 
 
 @pytest.mark.parametrize("n_cols", [1, 33, 512, 5000])

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from io import StringIO
+from typing import TypeVar
 
+import pytest
 import torch
+from onetrip.ops.common.backends import native
 from onetrip.reference.row_norm import NORM_LAYER, NORM_NONE, NORM_RMS, RowNormPlan
 from torch import Tensor
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 EPSILON = {F32: 1e-6, F16: 2**-10, BF16: 2**-7}
 DTYPE_IDS = {F32: "f32", F16: "f16", BF16: "bf16"}
+Result = TypeVar("Result")
 NORM_IDS = {NORM_NONE: "none", NORM_LAYER: "layer", NORM_RMS: "rms"}
 
 
@@ -44,6 +49,30 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@contextmanager
+def cpu_level(name: str) -> Iterator[None]:
+    """With the kernels of one instruction-set level; skips the test where there are none."""
+    library = native()
+    assert library is not None
+    best = library.cpu_level()
+    if not library.set_cpu_level(name):
+        pytest.skip(f"this machine or build lacks {name}")
+    assert library.cpu_level() == name
+    try:
+        yield
+    finally:
+        assert library.set_cpu_level(best)
+
+
+def at_levels_with_fused_multiply_add(run: Callable[[], Result]) -> list[Result]:
+    """What `run` gives at each of them: they have the same bits."""
+    results = []
+    for name in ("avx2", "avx512"):
+        with cpu_level(name):
+            results.append(run())
+    return results
 
 
 def assert_any_number_of_threads_prints_the_same(code: str) -> None:
