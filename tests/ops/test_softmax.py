@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from pairwise import pairwise
 from softmax_cases import DTYPES, MASKS, RNG, exact, masks, short, unfused
 from targets import Target, needs
 from tolerances import HALF_ROUNDING, assert_bitwise, assert_like_torch, assert_ulps
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 SHAPE = (2, 3, 5, 67)
@@ -419,3 +421,27 @@ def test_results_do_not_depend_on_the_number_of_threads():
             for ours, expected in zip(other[1:], found[i][1:], strict=True):
                 assert_bitwise(ours, expected)
         assert bias.grad is None
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+class _Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, _Watching], ids=["eager", "traced"])
+def test_a_result_whose_gradient_never_comes(mode):
+    """autograd gives None for it."""
+    scores = torch.randn(2, 5, requires_grad=True)
+    with mode():
+        (_NoGradient.apply(ops.softmax(scores)) + 2.0 * scores.sum()).backward()
+    assert torch.equal(scores.grad, torch.full_like(scores, 2.0))

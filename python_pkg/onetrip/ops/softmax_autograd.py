@@ -225,7 +225,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(p if ctx.plan.store_p else y)
 
 
-def _autograd_backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Any, ...]:
+def _autograd_backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Any, ...]:
+    if dy is None:
+        return (None,) * (3 + len(ctx.plan))
     (p,) = ctx.saved_tensors
     needs_scores, needs_mask = ctx.needs_input_grad[:2]
     shape = ctx.mask[0] if needs_mask else None

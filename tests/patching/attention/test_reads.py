@@ -39,6 +39,7 @@ FOR_PRODUCTS = {
     "appended": "outputs = (torch.matmul(W, value),); outputs = outputs + (W,); return outputs",
     "replaced later": "y = torch.matmul(W, value); W = None; return y, W",
     "nothing": "return value",
+    "the output of a tuple": "y = (torch.matmul(W, value), W); return y if value is None else (y[0],)",
 }
 FOR_OTHERS = {
     "returned": "return W",
@@ -52,6 +53,11 @@ FOR_OTHERS = {
     "a name read elsewhere": "v = W.transpose(1, 2); return torch.matmul(W, value), v.sum()",
     "passed on": "return self.dense((value, W))",
     "a dictionary": "return torch.matmul(W, value), {'weights': W}",
+    "of a tuple": "outputs = (torch.matmul(W, value), W); return outputs[0], outputs[1].sum(-1)",
+    "the second of two": "v, w = value.contiguous(), W.contiguous(); return torch.matmul(w, v), w.sum(-1)",
+    "another name": "y, w = torch.matmul(W, value), W; return y, w.sum(-1)",
+    "under another autocast": "with torch.autocast('cpu', enabled=False): return torch.matmul(W, value)",
+    "before dropout": "w = torch.matmul(W, value); return w, PROBABILITIES.sum(-1)",
 }
 
 
@@ -63,12 +69,57 @@ def test_who_reads_the_weights(expected: bool, bodies: dict[str, str]) -> None:
     found = {}
     for name, body in bodies.items():
         lines = ["W = torch.softmax(scores + mask, dim=-1)", "W = self.dropout(W)", *body.split("; ")]
+        if "PROBABILITIES" in body:
+            lines[:2] = [lines[0].replace("W", "PROBABILITIES"), "W = self.dropout(PROBABILITIES)"]
         source = "def forward(self, scores, mask, value):\n" + "".join(f"    {line}\n" for line in lines)
         forward = read_forward(Attention.forward, source)
         assert isinstance(forward, Forward)
         regions = softmax_regions._regions(forward, Inliner(forward.globals, {}))
         found[name] = [region.for_products for _, _, region in regions]
     assert found == {name: [expected] for name in bodies}
+
+
+class InAMethod(Attention):
+    def attend(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
+        weights = torch.softmax(scores + mask, dim=-1)
+        weights = self.dropout(weights)
+        return torch.matmul(weights, value), weights
+
+
+class ReturnsBoth(InAMethod):
+    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
+        y, weights = self.attend(scores, mask, value)
+        return y, weights
+
+
+class ReadsWeights(InAMethod):
+    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
+        y, weights = self.attend(scores, mask, value)
+        return y, weights.masked_fill(mask < 0, torch.finfo(torch.float32).min)
+
+
+class PassesOn(InAMethod):
+    def forward(self, scores: Tensor, mask: Tensor, value: Tensor) -> Any:
+        return self.attend(scores, mask, value)
+
+
+@pytest.mark.parametrize(("cls", "expected"), [(ReturnsBoth, True), (ReadsWeights, False), (PassesOn, False)])
+def test_weights_that_a_method_returns_to_the_forward(cls: type[nn.Module], expected: bool) -> None:
+    found = softmax_regions.read_softmax_regions(cls)
+    assert isinstance(found, softmax_regions.SoftmaxRegions) and found.forward.method == "attend"
+    assert [region.for_products for _, _, region in found.found] == [expected]
+
+
+def test_the_next_statement_on_a_line_reads_the_weights() -> None:
+    source = """def forward(self, scores, mask, value):
+    W = torch.softmax(scores + mask, dim=-1)
+    W = self.dropout(W); z = W.sum(-1)
+    return torch.matmul(W, value), z
+"""
+    forward = read_forward(Attention.forward, source)
+    assert isinstance(forward, Forward)
+    regions = softmax_regions._regions(forward, Inliner(forward.globals, {}))
+    assert [region.for_products for _, _, region in regions] == [False]
 
 
 class OfValues(Attention):

@@ -17,16 +17,32 @@ _PRODUCTS = (torch.matmul, torch.bmm, functional.scaled_dot_product_attention)
 _CASTS = ("X.to(T.dtype)", "X.type(T.dtype)", "X.type_as(T)")
 
 
+def changes_autocast(tree: ast.AST) -> bool:
+    """Whether part of a function may run under another autocast than the rest."""
+    names = (getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree))
+    return any("autocast" in name for name in names if isinstance(name, str))
+
+
+def nodes_after(tree: ast.AST, statement: ast.stmt) -> list[Any]:
+    """The nodes of a function that stand behind the statement."""
+    end = (statement.end_lineno, statement.end_col_offset)
+    nodes: list[Any] = [node for node in ast.walk(tree) if hasattr(node, "lineno")]
+    return [node for node in nodes if (node.lineno, node.col_offset) >= end]
+
+
 def caches_beside_products(
     forward: Forward, statement: ast.stmt, *assigned: str, may_be_returned: bool = False
 ) -> set[str] | None:
     """The parameters that are caches, where after the statement, which assigns these names, they, views and casts of
     them and what is joined to them are read by matrix products, attention functions of transformers' interface and
-    caches alone; None where something else reads them. may_be_returned: as weights beside an output, too.
+    caches alone; None where something else reads them, or under another autocast. may_be_returned: as weights beside
+    an output, too.
     """
+    if changes_autocast(forward.tree):
+        return None
     names = [*assigned]
     caches: set[str] = set()
-    nodes = [node for node in ast.walk(forward.tree) if getattr(node, "lineno", 0) > (statement.end_lineno or 0)]
+    nodes = nodes_after(forward.tree, statement)
     parents = {id(child): node for node in ast.walk(forward.tree) for child in ast.iter_child_nodes(node)}
     functions = attention_functions(forward)
     parameters = {each.arg for each in forward.tree.args.args[1:] + forward.tree.args.kwonlyargs}
@@ -47,6 +63,9 @@ def caches_beside_products(
                 return is_returned(parent)
             case ast.Tuple() | ast.List() | ast.keyword():
                 return is_known(parent)
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple()):
+                names.extend({each.id for each in targets if isinstance(each, ast.Name)} - set(names))
+                return all(isinstance(each, ast.Name) for each in targets)
             case ast.Assign(targets=[ast.Name(id=name) | ast.Tuple(elts=[ast.Name(id=name), ast.Name()])]):
                 names.extend({name} - set(names))  # of two, the cache's keys
                 return True
@@ -65,10 +84,21 @@ def caches_beside_products(
         return isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add) and parent.right is node
 
     def is_returned(node: ast.AST) -> bool:
+        """Whether it is part of what the forward returns, and of nothing else."""
         parent = parents[id(node)]
-        if isinstance(parent, ast.IfExp) or is_appended(node):
-            return is_returned(parent)
-        return isinstance(parent, ast.Return | ast.Assign)
+        match parent:
+            case ast.Return():
+                return True
+            case ast.IfExp():
+                return is_returned(parent)
+            case ast.BinOp(op=ast.Add()):
+                return is_returned(parent)
+            case ast.Subscript(slice=ast.Constant(value=0)):  # the output
+                return True
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                later = [each for each in nodes_after(forward.tree, parent) if isinstance(each, ast.Name)]
+                return all(is_returned(each) for each in later if each.id == name and isinstance(each.ctx, ast.Load))
+        return False
 
     reads = [node for node in nodes if isinstance(node, ast.Name)]
     are_known = all(  # names grows as it goes

@@ -35,7 +35,7 @@ from ..rewriting import Rewriting
 from ..source import Inliner, calls_in, first_match, indented
 from ..verify import RNG, MaskedDropout, check_function, kind_of
 from .eager import PATTERN
-from .reads import caches_beside_products
+from .reads import caches_beside_products, nodes_after
 
 SOFTMAXES = (
     "softmax(X, dim=-1)",
@@ -147,7 +147,7 @@ def read_softmax_regions(cls: Any) -> SoftmaxRegions | Unsuitable | None:
             continue
         inliner = Inliner(function.__globals__, {})
         if _calls_softmax(tree, inliner):
-            found = tuple(_regions(forward, inliner))
+            found = tuple(_regions(forward, inliner, _may_return_weights(cls, method)))
             if found and isinstance(getattr_static(cls, method), FunctionType):
                 return SoftmaxRegions(forward, found)
             reason = reason or Unsuitable("unknown_forward", f"{method}: {_why_not(tree, inliner)}")
@@ -181,11 +181,29 @@ def _calls_softmax(tree: ast.FunctionDef, inliner: Inliner) -> bool:
     return any(inliner.function_name(call.func) == "softmax" for call in calls_in(tree))
 
 
-def _regions(forward: Forward, inliner: Inliner) -> Iterator[tuple[ast.AST, str, Region]]:
+def _may_return_weights(cls: Any, method: str) -> bool:
+    """Whether the forward at most returns what the method returns beside its output."""
+    if method == "forward":
+        return True
+    forward = read_forward(method_of(cls, "forward"))
+    if isinstance(forward, Unsuitable):
+        return False
+    for statement in ast.walk(forward.tree):
+        match statement:
+            case ast.Assign(
+                targets=[ast.Tuple(elts=[ast.Name(), *others])],
+                value=ast.Call(func=ast.Attribute(value=ast.Name(id=forward.self_name), attr=called)),
+            ) if called == method:
+                names = [other.id for other in others if isinstance(other, ast.Name)]
+                return caches_beside_products(forward, statement, *names, may_be_returned=True) == set()
+    return False
+
+
+def _regions(forward: Forward, inliner: Inliner, may_be_returned: bool = True) -> Iterator[tuple[ast.AST, str, Region]]:
     for node, name in _blocks(forward.tree):
         block = getattr(node, name)
         for index in range(len(block)):
-            if (region := _region(forward, block, index, inliner)) is not None:
+            if (region := _region(forward, block, index, inliner, may_be_returned)) is not None:
                 yield node, name, region
 
 
@@ -207,7 +225,9 @@ def _assignment(statement: ast.stmt, inliner: Inliner) -> tuple[str, ast.expr] |
     return None
 
 
-def _region(forward: Forward, block: list[ast.stmt], index: int, inliner: Inliner) -> Region | None:
+def _region(
+    forward: Forward, block: list[ast.stmt], index: int, inliner: Inliner, may_be_returned: bool
+) -> Region | None:
     """The region whose softmax is statement `index` of the block."""
     tree = forward.tree
     softmax_ = _assignment(block[index], inliner)
@@ -240,6 +260,7 @@ def _region(forward: Forward, block: list[ast.stmt], index: int, inliner: Inline
         p = f"self.{child}.p" if child else ast.unparse(outer[1]["P"])
     elif mask == "None":
         return None
+    names = [result, undropped] if undropped else [result]
     return Region(
         start=start,
         stop=stop,
@@ -248,7 +269,7 @@ def _region(forward: Forward, block: list[ast.stmt], index: int, inliner: Inline
         undropped=undropped,
         scores=ast.unparse(scores),
         like="scores_" if like == ast.unparse(scores) else like,
-        for_products=caches_beside_products(forward, block[stop - 1], result, may_be_returned=True) == set(),
+        for_products=caches_beside_products(forward, block[stop - 1], *names, may_be_returned=may_be_returned) == set(),
         mask=mask,
         scale=scale,
         child=child,
@@ -258,11 +279,8 @@ def _region(forward: Forward, block: list[ast.stmt], index: int, inliner: Inline
 
 def _is_read_after(tree: ast.FunctionDef, name: str, statement: ast.stmt) -> bool:
     return any(
-        isinstance(node, ast.Name)
-        and node.id == name
-        and isinstance(node.ctx, ast.Load)
-        and node.lineno > (statement.end_lineno or 0)
-        for node in ast.walk(tree)
+        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+        for node in nodes_after(tree, statement)
     )
 
 
