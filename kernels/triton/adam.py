@@ -20,7 +20,7 @@ import triton.language as tl
 from ..reference.adam import Group, code_map, thresholds
 from ..reference.rounding import Rounding
 from . import adam_kernels as kernels
-from .launch import cdiv, launch, on_device_of
+from .launch import Launch, cdiv, launch, on_device_of
 from .tiles import MAX_REGISTERS
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -95,26 +95,22 @@ def code_table(signed: bool) -> CodeTable:
 
 
 @functools.cache
-def _tables(device: torch.device) -> dict[str, Any]:
-    """The step kernel's arguments for 8-bit states. The first call on a device copies 20 kB there and waits for it, so
-    it must not be under the capture of a graph: nor may the compilation that comes with a first launch."""
-    arguments: dict[str, Any] = {}
-    for name, signed in (("signed", True), ("unsigned", False)):
-        table = code_table(signed)
-        arguments[f"{name}_map_ptr"] = torch.tensor(code_map(signed), dtype=torch.float32).to(device)
-        arguments[f"{name}_code_ptr"] = table.entries.to(device)
-        arguments |= {
-            f"{name.upper()}_SHIFT": table.shift,
-            f"{name.upper()}_FIRST": table.first,
-            f"{name.upper()}_COUNT": table.entries.numel(),
-        }
-    return arguments
+def _tables(device: torch.device) -> tuple[tuple[Tensor, ...], dict[str, int]]:
+    """The step kernel's arguments for 8-bit states: its tables and their constants. The first call on a device copies
+    20 kB there and waits for it, so it must not be under the capture of a graph: nor may the compilation that comes
+    with a first launch."""
+    tables = {name: code_table(signed) for name, signed in _SIGNS}
+    tensors = [torch.tensor(code_map(signed), dtype=torch.float32) for _, signed in _SIGNS]
+    tensors += [table.entries for table in tables.values()]
+    constants = {}
+    for name, table in tables.items():
+        numbers = {"SHIFT": table.shift, "FIRST": table.first, "COUNT": table.entries.numel()}
+        constants |= {f"{name}_{what}": number for what, number in numbers.items()}
+    return tuple([tensor.to(device) for tensor in tensors]), constants
 
 
-_NO_TABLES = {
-    **{f"{name}_{what}_ptr": None for name in ("signed", "unsigned") for what in ("map", "code")},
-    **{f"{name}_{what}": 0 for name in ("SIGNED", "UNSIGNED") for what in ("SHIFT", "FIRST", "COUNT")},
-}
+_SIGNS = (("SIGNED", True), ("UNSIGNED", False))
+_NO_TABLES = (None,) * 4, {f"{name}_{what}": 0 for name, _ in _SIGNS for what in ("SHIFT", "FIRST", "COUNT")}
 
 
 def _bits(value: float) -> int:
@@ -152,14 +148,8 @@ def _moments(beta1: float, beta2: float) -> dict[str, Any]:
 
 def _prepare(table: Any, index: int, group: Group, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     lr_ptr = group.lr if isinstance(group.lr, Tensor) and group.lr.device == table.device else None
-    launch(
-        kernels._adam_prepare_kernel,
+    launched = Launch(
         (cdiv(len(table.counters), _COUNTERS),),
-        table.counters,
-        table.scalars,
-        lr_ptr,
-        grad_scale,
-        found_inf,
         n_counters=len(table.counters),
         group=index,
         grad_sign=-1.0 if group.maximize else 1.0,
@@ -172,6 +162,7 @@ def _prepare(table: Any, index: int, group: Group, grad_scale: Tensor | None, fo
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
     )
+    launch(kernels._adam_prepare_kernel, launched, table.counters, table.scalars, lr_ptr, grad_scale, found_inf)
 
 
 def step(table: Any, groups: Sequence[Group], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -184,21 +175,19 @@ def step(table: Any, groups: Sequence[Group], grad_scale: Tensor | None, found_i
             _prepare(table, index, group, grad_scale, found_inf)
         for param_dtype, grad_dtype, is_8bit, rounding, first_chunk, n_chunks in table.kinds:
             rows, max_registers = tile(param_dtype, is_8bit, rounding)
-            launch(
-                kernels._adam_step_kernel,
+            tables, constants = _tables(table.device) if is_8bit else _NO_TABLES
+            launched = Launch(
                 (n_chunks * _PARTS,),
-                table.tensors,
-                table.chunks,
-                table.scalars,
                 first_chunk=first_chunk,
-                **(_tables(table.device) if is_8bit else _NO_TABLES),
                 PARAM_DTYPE=_DTYPES[param_dtype],
                 GRAD_DTYPE=_DTYPES[grad_dtype],
                 IS_8BIT=is_8bit,
                 ROUNDING=int(rounding),
+                **constants,
                 BLOCK_ROWS=rows,
                 PARTS=_PARTS,
                 num_warps=_NUM_WARPS,
                 maxnreg=max_registers,
                 enable_fp_fusion=False,
             )
+            launch(kernels._adam_step_kernel, launched, table.tensors, table.chunks, table.scalars, *tables)

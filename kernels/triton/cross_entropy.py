@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ import triton.language as tl
 
 from ..reference.cross_entropy import CrossEntropyPlan, RowStatistics
 from .arithmetic import exp
-from .launch import cdiv, launch, next_power_of_2, on_device_of
+from .launch import LAUNCHES, Launch, cdiv, launch, next_power_of_2, on_device_of
 from .tiles import MAX_REGISTERS, aligned, common_divisor, row_stride, with_divisor
 
 _BLOCK_COLS, _COLS_PER_WARP = 2048, 256  # 8 elements a lane: the first walk keeps three sums of each in registers
@@ -174,35 +176,38 @@ def _launch(
     has_stats: bool = False,
 ) -> None:
     """results: loss, stats, entropy. gradient: weights, entropy_weights, dlogits."""
-    n_rows, n_cols = logits.shape
     weights, entropy_weights, dlogits = gradient
-    block_cols = min(_BLOCK_COLS, next_power_of_2(n_cols))
-    divisor = common_divisor(n_cols)
+    wants_entropy = results[2] is not None or entropy_weights is not None
     with on_device_of(logits):
-        rows = logits if dlogits is logits else aligned(logits, divisor)
-        launch(
-            _cross_entropy_kernel,
-            (n_rows,),
-            rows,
-            labels,
-            *results,
-            weights,
-            entropy_weights,
-            dlogits,
-            n_cols,
-            row_stride(rows),
-            row_stride(dlogits),
-            0 if weights is None or weights.numel() == 1 else 1,
-            *plan,
-            HAS_STATS=has_stats,
-            HAS_CAP=plan.softcap != 0.0,
-            HAS_SMOOTHING=plan.label_smoothing != 0.0,
-            WANTS_ALL=plan.label_smoothing != 0.0 or results[2] is not None or entropy_weights is not None,
-            ALIGN=divisor,
-            BLOCK_COLS=block_cols,
-            num_warps=max(1, block_cols // _COLS_PER_WARP),
-            maxnreg=MAX_REGISTERS,
-        )
+        rows = logits if dlogits is logits else aligned(logits, common_divisor(logits.shape[1]))
+        strides = row_stride(rows), row_stride(dlogits), 0 if weights is None or weights.numel() == 1 else 1
+        launched = _launch_of(plan, logits.shape, strides, wants_entropy, has_stats)
+        launch(_cross_entropy_kernel, launched, rows, labels, *results, weights, entropy_weights, dlogits)
+
+
+@lru_cache(maxsize=LAUNCHES)
+def _launch_of(
+    plan: CrossEntropyPlan, shape: torch.Size, strides: tuple[int, int, int], wants_entropy: bool, has_stats: bool
+) -> Launch:
+    """strides: of the rows of the logits and of their gradient, and of the weights."""
+    n_rows, n_cols = shape
+    block_cols = min(_BLOCK_COLS, next_power_of_2(n_cols))
+    return Launch(
+        (n_rows,),
+        n_cols=n_cols,
+        logits_row_stride=strides[0],
+        dlogits_row_stride=strides[1],
+        weight_stride=strides[2],
+        **plan._asdict(),
+        HAS_STATS=has_stats,
+        HAS_CAP=plan.softcap != 0.0,
+        HAS_SMOOTHING=plan.label_smoothing != 0.0,
+        WANTS_ALL=plan.label_smoothing != 0.0 or wants_entropy,
+        ALIGN=common_divisor(n_cols),
+        BLOCK_COLS=block_cols,
+        num_warps=max(1, block_cols // _COLS_PER_WARP),
+        maxnreg=MAX_REGISTERS,
+    )
 
 
 def forward(logits: Tensor, labels: Tensor, plan: CrossEntropyPlan, wants_entropy: bool = False) -> RowStatistics:
@@ -252,13 +257,15 @@ def multiply_(values: Tensor, factor: Tensor) -> None:
     if n_elements == 0:
         return
     with on_device_of(values):
-        launch(
-            _multiply_kernel,
-            (cdiv(n_elements, _BLOCK_ELEMENTS),),
-            values,
-            factor,
-            n_elements,
-            ALIGN=common_divisor(n_elements),
-            BLOCK=_BLOCK_ELEMENTS,
-            num_warps=8,
-        )
+        launch(_multiply_kernel, _multiply_launch(n_elements), values, factor)
+
+
+@lru_cache(maxsize=LAUNCHES)
+def _multiply_launch(n_elements: int) -> Launch:
+    return Launch(
+        (cdiv(n_elements, _BLOCK_ELEMENTS),),
+        n_elements=n_elements,
+        ALIGN=common_divisor(n_elements),
+        BLOCK=_BLOCK_ELEMENTS,
+        num_warps=8,
+    )

@@ -6,6 +6,7 @@ The formulas stand in glu_kernels.py; here are the tile and the launches.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 from ..reference.glu import ACTIVATIONS, GluPlan, Gradients, OperandTuple, halves, reads_result
 from ..reference.philox import Rng, dropout_scale
 from . import glu_kernels as kernels
-from .launch import cdiv, launch, on_device_of
-from .philox import dropout_arguments
+from .launch import LAUNCHES, Launch, cdiv, launch, on_device_of
+from .philox import dropout_arguments, rng_arguments
 from .sum_partials import rows_per_program, sum_partials
 from .tiles import MAX_REGISTERS, Tile, aligned, aligned_vector, common_divisor
 
@@ -40,38 +41,54 @@ def forward(operands: OperandTuple, plan: GluPlan, rng: Rng | None = None) -> Te
     bfloat16; y is contiguous."""
     gate, up = _gate_and_up(operands, plan)
     y = gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2)) if plan.interleaved else _empty(gate)
-    n_elements = y.numel()
-    if n_elements == 0:
+    if y.numel() == 0:
         return y
-    n_cols = y.shape[-1]
-    n_rows = n_elements // n_cols
-    divisor = common_divisor(n_cols)
-    block = _tile(n_cols, gate.itemsize, vectors=2)
-    n_col_tiles = cdiv(n_cols, block.cols)
+    divisor = common_divisor(y.shape[-1])
     with on_device_of(gate):
-        gate, up = aligned(gate, divisor), aligned(up, divisor)
-        launch(
-            kernels._glu_fwd_kernel,
-            (cdiv(n_rows, block.rows) * n_col_tiles,),
-            gate,
-            up,
-            aligned_vector(operands[2]),
-            y,
-            n_rows=n_rows,
-            n_cols=n_cols,
-            n_col_tiles=n_col_tiles,
-            gate_row_stride=_row_stride(gate),
-            up_row_stride=_row_stride(up),
-            **_dropout_arguments(rng, plan, n_cols),
-            **_numbers(plan),
-            ACTIVATION=ACTIVATIONS.index(plan.activation),
-            ALIGN=divisor,
-            BLOCK_ROWS=block.rows,
-            BLOCK_COLS=block.cols,
-            num_warps=block.num_warps,
-            maxnreg=MAX_REGISTERS,
-        )
+        gate, up, bias = aligned(gate, divisor), aligned(up, divisor), aligned_vector(operands[2])
+        launched = _forward_launch(plan, rng is not None, y.shape, y.itemsize, _row_stride(gate), _row_stride(up))
+        launch(kernels._glu_fwd_kernel, launched, gate, up, bias, y, *rng_arguments(rng))
     return y
+
+
+@lru_cache(maxsize=LAUNCHES)
+def _forward_launch(
+    plan: GluPlan, draws: bool, shape: torch.Size, bytes_of_value: int, gate_row_stride: int, up_row_stride: int
+) -> Launch:
+    n_cols = shape[-1]
+    n_rows = shape.numel() // n_cols
+    block = _tile(n_cols, bytes_of_value, vectors=2)
+    n_col_tiles = cdiv(n_cols, block.cols)
+    return Launch(
+        (cdiv(n_rows, block.rows) * n_col_tiles,),
+        n_rows=n_rows,
+        n_cols=n_cols,
+        n_col_tiles=n_col_tiles,
+        gate_row_stride=gate_row_stride,
+        up_row_stride=up_row_stride,
+        **_common(plan, draws, n_cols, block),
+    )
+
+
+def _common(plan: GluPlan, draws: bool, n_cols: int, block: Tile) -> dict[str, Any]:
+    """What forward and backward are launched with alike. Where nothing is drawn, what is dropped is 0 already."""
+    limit = math.inf if plan.limit is None else plan.limit
+    return {
+        **dropout_arguments(plan.dropout_p if draws else 0.0, n_cols),
+        "keep_scale": dropout_scale(plan.dropout_p),
+        "limit": limit,
+        "alpha": plan.alpha,
+        "up_offset": plan.up_offset,
+        "ACTIVATION": ACTIVATIONS.index(plan.activation),
+        "CLAMPED": plan.has_numbers,
+        "INTERLEAVED": plan.interleaved,
+        "HAS_DROPOUT": plan.dropout_p != 0.0,
+        "ALIGN": common_divisor(n_cols),
+        "BLOCK_ROWS": block.rows,
+        "BLOCK_COLS": block.cols,
+        "num_warps": block.num_warps,
+        "maxnreg": MAX_REGISTERS,
+    }
 
 
 def _row_stride(tensor: Tensor | None) -> int:
@@ -86,18 +103,6 @@ def _empty(like: Tensor) -> Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-def _dropout_arguments(rng: Rng | None, plan: GluPlan, n_cols: int) -> dict[str, Any]:
-    """Without rng the scale alone: what is dropped is 0 already."""
-    arguments = dropout_arguments(rng, 0.0 if rng is None else plan.dropout_p, n_cols)
-    return {**arguments, "keep_scale": dropout_scale(plan.dropout_p), "HAS_DROPOUT": plan.dropout_p != 0.0}
-
-
-def _numbers(plan: GluPlan) -> dict[str, Any]:
-    limit = math.inf if plan.limit is None else plan.limit
-    numbers = {"limit": limit, "alpha": plan.alpha, "up_offset": plan.up_offset}
-    return {**numbers, "CLAMPED": plan.has_numbers, "INTERLEAVED": plan.interleaved}
-
-
 def backward(
     dy: Tensor, operands: OperandTuple, plan: GluPlan, wants: tuple[bool, bool, bool], rng: Rng | None = None
 ) -> Gradients:
@@ -106,7 +111,6 @@ def backward(
     gate, up = _gate_and_up(operands, plan)
     wants_gate, wants_up, wants_bias = wants
     n_cols = dy.shape[-1]
-    n_rows = dy.numel() // n_cols
     whole = dgate = _empty(operands[0]) if wants_gate else None
     dup = _empty(up) if wants_up and up is not None else None
     if plan.gate_first is not None and not plan.interleaved and whole is not None:
@@ -114,43 +118,49 @@ def backward(
     bias = operands[2]
     dbias = torch.empty_like(bias) if wants_bias and bias is not None else None
     divisor = common_divisor(n_cols)
-    # More would spill: 16-bit values and a mask, two vectors of two gradients or in rows of several tiles.
-    vectors = 2 if up is None and not plan.interleaved and n_cols > 512 else 1
-    block = _tile(n_cols, gate.itemsize if rng is None else 4, vectors)
-    n_col_tiles = cdiv(n_cols, block.cols)
-    rows = block.rows if dbias is None else rows_per_program(n_rows, block, n_col_tiles)
-    n_parts = cdiv(n_rows, rows)
-    partials = None if dbias is None else dy.new_empty((1, n_parts, n_cols), dtype=torch.float32)
     with on_device_of(dy):
         dy, gate, up = aligned(dy, divisor), aligned(gate, divisor), aligned(up, divisor)
-        launch(
-            kernels._glu_bwd_kernel,
-            (n_parts * n_col_tiles,),
-            dy,
-            gate,
-            up,
-            None if reads_result(plan, operands) else aligned_vector(bias),
-            dgate,
-            dup,
-            partials,
-            n_rows=n_rows,
-            n_cols=n_cols,
-            n_col_tiles=n_col_tiles,
-            rows_per_program=rows,
-            dy_row_stride=_row_stride(dy),
-            gate_row_stride=_row_stride(gate),
-            up_row_stride=_row_stride(up),
-            dgate_row_stride=_row_stride(dgate),
-            dup_row_stride=_row_stride(dup),
-            **_dropout_arguments(rng, plan, n_cols),
-            **_numbers(plan),
-            ACTIVATION=ACTIVATIONS.index(plan.activation),
-            ALIGN=divisor,
-            BLOCK_ROWS=block.rows,
-            BLOCK_COLS=block.cols,
-            num_warps=block.num_warps,
-            maxnreg=MAX_REGISTERS,
-        )
+        strides = tuple([_row_stride(tensor) for tensor in (dy, gate, up, dgate, dup)])
+        launched = _backward_launch(plan, rng is not None, dy.shape, dy.itemsize, strides, up is None, dbias is None)
+        partials = None
+        if dbias is not None:
+            n_parts = launched.grid[0] // launched.named["n_col_tiles"]
+            partials = dy.new_empty((1, n_parts, n_cols), dtype=torch.float32)
+        added = None if reads_result(plan, operands) else aligned_vector(bias)
+        tensors = dy, gate, up, added, dgate, dup, partials
+        launch(kernels._glu_bwd_kernel, launched, *tensors, *rng_arguments(rng))
         if partials is not None and dbias is not None:
             sum_partials(partials, [dbias])
     return Gradients(whole, None if plan.gate_first is not None else dup, dbias)
+
+
+@lru_cache(maxsize=LAUNCHES)
+def _backward_launch(
+    plan: GluPlan,
+    draws: bool,
+    shape: torch.Size,
+    bytes_of_value: int,
+    strides: tuple[int, ...],
+    has_one_operand: bool,
+    has_no_sums: bool,
+) -> Launch:
+    """strides: of the rows of dy, gate, up and their gradients."""
+    n_cols = shape[-1]
+    n_rows = shape.numel() // n_cols
+    # More would spill: 16-bit values and a mask, two vectors of two gradients or in rows of several tiles.
+    vectors = 2 if has_one_operand and not plan.interleaved and n_cols > 512 else 1
+    block = _tile(n_cols, 4 if draws else bytes_of_value, vectors)
+    n_col_tiles = cdiv(n_cols, block.cols)
+    rows = block.rows if has_no_sums else rows_per_program(n_rows, block, n_col_tiles)
+    return Launch(
+        (cdiv(n_rows, rows) * n_col_tiles,),
+        n_rows=n_rows,
+        n_cols=n_cols,
+        n_col_tiles=n_col_tiles,
+        rows_per_program=rows,
+        **{f"{name}_row_stride": stride for name, stride in zip(_ROWS, strides, strict=True)},
+        **_common(plan, draws, n_cols, block),
+    )
+
+
+_ROWS = ("dy", "gate", "up", "dgate", "dup")

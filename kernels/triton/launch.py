@@ -17,42 +17,69 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 """What a kernel was compiled for -> the compiled kernel."""
 
 
-_signatures: dict[Any, tuple[tuple[str, ...], tuple[int, ...], int]] = {}
-"""A kernel's function -> the names of its arguments, which of them are pointers, and where constants begin."""
+LAUNCHES = 1024
+"""How many Launches a family keeps."""
 
 
-def _signature(kernel: Any) -> tuple[tuple[str, ...], tuple[int, ...], int]:
-    found = _signatures.get(kernel.fn)  # a kernel's own hash takes long
-    if found is None:
-        names = tuple(kernel.arg_names)
-        pointers = tuple(i for i, name in enumerate(names) if name.endswith("_ptr"))
-        found = _signatures[kernel.fn] = names, pointers, len(names) - len(kernel.constexprs)
-    return found
+class Launch:
+    """What sizes, strides and dtypes decide of a kernel's launch: its grid, its options and its last arguments.
+
+    Making one takes longer than a launch: families keep theirs, for each shape, by functools.lru_cache.
+    """
+
+    __slots__ = ("compiled", "grid", "last", "named")
+
+    def __init__(self, grid: tuple[int, ...], **named: Any) -> None:
+        self.grid, self.named = grid, named
+        self.last: tuple[Any, ...] = ()
+        """The last arguments in the kernel's order."""
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+        """Device, dtypes and alignments of the first arguments -> the compiled kernel."""
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-    """kernel[grid](*arguments, **named), on the current device, in half of the host time.
+def launch(kernel: Any, plan: Launch, *first: Tensor | int | None) -> None:
+    """kernel[plan.grid](*first, **plan.named), on the current device, in a third of the host time.
 
     Triton binds and classifies all arguments of every launch to find what it compiled for them. Only what our kernels
     are compiled for is looked at here: options, constants, which come last, and of pointers the dtype, and whether the
     address is a multiple of 16. Numbers are not: integers are in the kernel's do_not_specialize, others are Python
-    floats. What Triton looks at besides, like debugging options that change between two launches, has no effect after
-    the first.
+    floats. What Triton looks at besides, like hooks and debugging options that change between two launches, has no
+    effect after the first.
     """
     if not (_TAKES_CONSTANTS and isinstance(kernel, triton.JITFunction)):  # interpreted
-        kernel[grid](*arguments, **named)
+        kernel[plan.grid](*first, **plan.named)
         return
-    names, pointers, n_variables = _signature(kernel)
-    values = (*arguments, *[named[name] for name in names[len(arguments) :]])
-    kinds = [None if (x := values[i]) is None else (x.dtype, x.data_ptr() % 16 == 0) for i in pointers]
-    options = named.get("num_warps"), named.get("maxnreg"), named.get("enable_fp_fusion")
-    device = triton.runtime.driver.active.get_current_device()
-    key = (kernel.fn, device, options, *kinds, values[n_variables:])
-    compiled = _compiled.get(key)
+    driver = triton.runtime.driver.active
+    device = driver.get_current_device()
+    values, kinds = [], [device]
+    for value in first:
+        if isinstance(value, Tensor):
+            kinds.append(value.dtype)
+            value = value.data_ptr()
+            kinds.append(value % 16 == 0)
+        elif value is None:
+            kinds.append(None)
+        values.append(value)
+    compiled = plan.compiled.get(key := tuple(kinds))
     if compiled is None:
-        _compiled[key] = kernel[grid](*arguments, **named)
-    else:
-        compiled[(*grid, 1, 1)](*values)
+        found = _what_is_compiled(kernel, plan, len(first)), key
+        compiled = _compiled.get(found)
+        if compiled is None:
+            _compiled[found] = kernel[plan.grid](*first, **plan.named)
+            return
+        plan.compiled[key] = compiled
+    grid_x, grid_y, grid_z = (*plan.grid, 1, 1)[:3]
+    stream = driver.get_current_stream(device)
+    run, function = compiled.run, compiled.function
+    run(grid_x, grid_y, grid_z, stream, function, compiled.packed_metadata, None, None, None, *values, *plan.last)
+
+
+def _what_is_compiled(kernel: Any, plan: Launch, n_first: int) -> tuple[Any, ...]:
+    """The kernel, its options and constants."""
+    n_constants = len(kernel.constexprs)
+    plan.last = tuple([plan.named[name] for name in kernel.arg_names[n_first:]])
+    options = (plan.named.get(name) for name in ("num_warps", "maxnreg", "enable_fp_fusion"))
+    return (kernel.fn, *options, plan.last[-n_constants:])
 
 
 _NO_SWITCH = contextlib.nullcontext()

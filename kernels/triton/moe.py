@@ -15,7 +15,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from .launch import cdiv, launch, next_power_of_2, on_device_of
+from .launch import LAUNCHES, Launch, cdiv, launch, next_power_of_2, on_device_of
 from .tiles import MAX_REGISTERS, aligned, common_divisor, with_divisor
 
 _TILE_BYTES = 2048
@@ -122,7 +122,6 @@ def _scatter_kernel(
             tl.store(dweights_ptr + tokens * K + j, dweight.to(dweights_ptr.dtype.element_ty), mask=there)
 
 
-@functools.lru_cache(maxsize=256)
 def _tile(n_cols: int, element_size: int, largest: int) -> tuple[int, int, int]:
     """(tokens, columns, warps) of a tile: a whole row where that has no more than `largest` bytes."""
     cols = max(8, next_power_of_2(n_cols))
@@ -136,30 +135,31 @@ def combine(y: Tensor, places: Tensor, weights: Tensor | None, dtype: torch.dtyp
     """reference.moe.combine for y of last stride 1, places and weights contiguous, neither empty."""
     n_tokens, k = places.shape
     n_cols = y.shape[1]
-    align = common_divisor(n_cols)
-    y = _aligned(y, align)
+    y = _aligned(y, common_divisor(n_cols))
     out = torch.empty((n_tokens, n_cols), dtype=dtype, device=y.device)
-    tokens, cols, num_warps = _tile(n_cols, y.element_size(), _TILE_BYTES)
     with on_device_of(y):
-        launch(
-            _combine_kernel,
-            (cdiv(n_tokens, tokens), cdiv(n_cols, cols)),
-            y,
-            places,
-            weights,
-            out,
-            y_row_stride=y.stride(0),
-            n_tokens=n_tokens,
-            n_cols=n_cols,
-            K=k,
-            BLOCK_TOKENS=tokens,
-            BLOCK_COLS=cols,
-            ALIGN=align,
-            num_warps=num_warps,
-            maxnreg=MAX_REGISTERS,
-            enable_fp_fusion=False,  # product and sum rounded apart: the reference's bits
-        )
+        launched = _combine_launch(k, out.shape, y.stride(0), y.itemsize)
+        launch(_combine_kernel, launched, y, places, weights, out)
     return out
+
+
+@functools.lru_cache(maxsize=LAUNCHES)
+def _combine_launch(k: int, shape: torch.Size, y_row_stride: int, bytes_of_value: int) -> Launch:
+    n_tokens, n_cols = shape
+    tokens, cols, num_warps = _tile(n_cols, bytes_of_value, _TILE_BYTES)
+    return Launch(
+        (cdiv(n_tokens, tokens), cdiv(n_cols, cols)),
+        y_row_stride=y_row_stride,
+        n_tokens=n_tokens,
+        n_cols=n_cols,
+        K=k,
+        BLOCK_TOKENS=tokens,
+        BLOCK_COLS=cols,
+        ALIGN=common_divisor(n_cols),
+        num_warps=num_warps,
+        maxnreg=MAX_REGISTERS,
+        enable_fp_fusion=False,  # product and sum rounded apart: the reference's bits
+    )
 
 
 def combine_backward(
@@ -188,35 +188,35 @@ def _scatter(
     dy: Tensor | None,
     dweights: Tensor | None,
 ) -> None:
-    n_tokens, k = places.shape
-    n_cols = dout.shape[1]
-    align = common_divisor(n_cols)
+    align = common_divisor(dout.shape[1])
     dout = _aligned(dout, align)
     y = None if y is None else _aligned(y, align)
-    tokens, cols, num_warps = _tile(n_cols, dout.element_size(), _WHOLE_ROW_BYTES)
+    strides = dout.stride(0), 0 if y is None else y.stride(0)
     with on_device_of(dout):
-        launch(
-            _scatter_kernel,
-            (cdiv(n_tokens, tokens),),
-            dout,
-            y,
-            places,
-            weights,
-            dy,
-            dweights,
-            dout_row_stride=dout.stride(0),
-            y_row_stride=0 if y is None else y.stride(0),
-            n_tokens=n_tokens,
-            n_cols=n_cols,
-            K=k,
-            WHOLE_ROWS=cols >= n_cols,
-            BLOCK_TOKENS=tokens,
-            BLOCK_COLS=cols,
-            ALIGN=align,
-            num_warps=num_warps,
-            maxnreg=MAX_REGISTERS,
-            enable_fp_fusion=False,
-        )
+        launched = _scatter_launch(places.shape[1], dout.shape, strides, dout.itemsize)
+        launch(_scatter_kernel, launched, dout, y, places, weights, dy, dweights)
+
+
+@functools.lru_cache(maxsize=LAUNCHES)
+def _scatter_launch(k: int, shape: torch.Size, strides: tuple[int, int], bytes_of_value: int) -> Launch:
+    """strides: of the rows of dout and y."""
+    n_tokens, n_cols = shape
+    tokens, cols, num_warps = _tile(n_cols, bytes_of_value, _WHOLE_ROW_BYTES)
+    return Launch(
+        (cdiv(n_tokens, tokens),),
+        dout_row_stride=strides[0],
+        y_row_stride=strides[1],
+        n_tokens=n_tokens,
+        n_cols=n_cols,
+        K=k,
+        WHOLE_ROWS=cols >= n_cols,
+        BLOCK_TOKENS=tokens,
+        BLOCK_COLS=cols,
+        ALIGN=common_divisor(n_cols),
+        num_warps=num_warps,
+        maxnreg=MAX_REGISTERS,
+        enable_fp_fusion=False,
+    )
 
 
 def _aligned(matrix: Tensor, divisor: int) -> Tensor:

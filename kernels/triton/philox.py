@@ -106,17 +106,21 @@ def philox_cols(n_cols: int) -> int:
     return 8 if n_cols % 8 == 0 else 4 if n_cols % 4 == 0 else 1
 
 
-def dropout_arguments(rng: tuple[int, int] | Tensor | None, dropout_p: float, n_cols: int) -> dict[str, Any]:
-    """The kernels' arguments for it. An element is kept iff its 16 bits, above any 16 others, exceed drop_limit."""
+def rng_arguments(rng: tuple[int, int] | Tensor | None) -> tuple[Tensor | None, int, int]:
+    """The kernels' arguments rng_ptr, seed and offset. rng: (seed, offset), or an int64 tensor of the two."""
+    if rng is None or isinstance(rng, Tensor):
+        return rng, 0, 0
+    seed, offset = rng
+    return None, _signed(seed), _signed(offset)
+
+
+def dropout_arguments(dropout_p: float, n_cols: int) -> dict[str, Any]:
+    """The kernels' other arguments for it. An element is kept iff its 16 bits, above any 16 others, exceed
+    drop_limit."""
     threshold = dropout_threshold(dropout_p)
     if threshold == 0:
-        return {"rng_ptr": None, "seed": 0, "offset": 0, "drop_limit": 0, "keep_scale": 1.0, "PHILOX_COLS": 0}
-    assert rng is not None
-    state, (seed, offset) = (rng, (0, 0)) if isinstance(rng, Tensor) else (None, rng)
+        return {"drop_limit": 0, "keep_scale": 1.0, "PHILOX_COLS": 0}
     return {
-        "rng_ptr": state,
-        "seed": _signed(seed),
-        "offset": _signed(offset),
         "drop_limit": (threshold << 16) - 1,
         "keep_scale": dropout_scale(dropout_p),
         "PHILOX_COLS": philox_cols(n_cols),

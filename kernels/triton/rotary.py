@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..reference.rotary import OperandTuple, RotaryPlan, empty_adjacent
-from .launch import cdiv, launch, next_power_of_2, on_device_of
+from .launch import LAUNCHES, Launch, cdiv, launch, next_power_of_2, on_device_of
 from .tiles import MAX_REGISTERS, with_divisor
 
 _TILE_PAIRS = 512
@@ -219,7 +219,6 @@ def _rotary_kernel(
             )
 
 
-@functools.lru_cache(maxsize=256)
 def _tile(n_rotated: int, head_dim: int, n_positions: int) -> tuple[int, int, int]:
     """Pairs of columns of a tile, columns that are passed on, positions."""
     pairs = next_power_of_2(n_rotated // 2)
@@ -238,49 +237,61 @@ def rotate(operands: OperandTuple, plan: RotaryPlan) -> tuple[Tensor | None, Ten
         return q_out, k_out
     n_q_heads = 0 if q is None else q.shape[1]
     n_heads = n_q_heads + (0 if k is None else k.shape[1])
-    batch, _, n_positions, head_dim = some.shape
-    if batch * n_heads * n_positions == 0:
+    if some.shape[0] * n_heads * some.shape[2] == 0:
         return q_out, k_out
-    n_rotated = cos.shape[-1]
-    pairs, passed, block_positions = _tile(n_rotated, head_dim, n_positions)
-    n_position_blocks = cdiv(n_positions, block_positions)
     # A tensor that is not there has no heads: the other one stands in its place, and is not used there.
     queries, keys = (k, k_out) if q is None else (q, q_out), (q, q_out) if k is None else (k, k_out)
-    strides = [stride for x in (queries[0], keys[0], queries[1], keys[1]) for stride in x.stride()[:3]]
-    strides += [*_table_strides(cos), *_table_strides(sin)]
+    tensors = queries[0], keys[0], cos, sin, queries[1], keys[1]
+    strides = tuple([tensor.stride() for tensor in tensors])
+    rounds = some.dtype == cos.dtype == (plan.dtype or cos.dtype) != torch.float32
     with on_device_of(cos):
-        launch(
-            _rotary_kernel,
-            (n_position_blocks * batch, cdiv(n_heads, _HEADS_PER_PROGRAM)),
-            queries[0],
-            keys[0],
-            cos,
-            sin,
-            queries[1],
-            keys[1],
-            *strides,
-            n_q_heads=n_q_heads,
-            n_heads=n_heads,
-            n_positions=n_positions,
-            n_position_blocks=n_position_blocks,
-            N_ROTATED=n_rotated,
-            HEAD_DIM=head_dim,
-            INTERLEAVED=plan.interleaved,
-            INVERSE=plan.inverse,
-            ROUNDS=some.dtype == cos.dtype == (plan.dtype or cos.dtype) != torch.float32,
-            HEADS=_HEADS_PER_PROGRAM,
-            BLOCK_POSITIONS=block_positions,
-            BLOCK_PAIRS=pairs,
-            BLOCK_PASSED=passed,
-            ALIGN=math.gcd(16, *strides),
-            num_warps=4,
-            maxnreg=MAX_REGISTERS,
-            enable_fp_fusion=False,  # a fused multiply-add would round once where torch rounds twice
-        )
+        launched = _launch(plan, rounds, some.shape, (cos.shape, sin.shape), n_q_heads, n_heads, strides)
+        launch(_rotary_kernel, launched, *tensors)
     return q_out, k_out
 
 
-def _table_strides(table: Tensor) -> tuple[int, int]:
+@functools.lru_cache(maxsize=LAUNCHES)
+def _launch(
+    plan: RotaryPlan,
+    rounds: bool,
+    shape: torch.Size,
+    tables: tuple[torch.Size, torch.Size],
+    n_q_heads: int,
+    n_heads: int,
+    strides: tuple[tuple[int, ...], ...],
+) -> Launch:
+    """shape: of q or k. tables: those of cos and sin. strides: of the kernel's tensors."""
+    batch, _, n_positions, head_dim = shape
+    n_rotated = tables[0][-1]
+    pairs, passed, block_positions = _tile(n_rotated, head_dim, n_positions)
+    n_position_blocks = cdiv(n_positions, block_positions)
+    q, k, cos, sin, q_out, k_out = strides
+    values = [*q[:3], *k[:3], *q_out[:3], *k_out[:3]]
+    values += [*_table_strides(tables[0], cos), *_table_strides(tables[1], sin)]
+    return Launch(
+        (n_position_blocks * batch, cdiv(n_heads, _HEADS_PER_PROGRAM)),
+        **dict(zip([*_STRIDES, *_TABLE_STRIDES], values, strict=True)),
+        n_q_heads=n_q_heads,
+        n_heads=n_heads,
+        n_positions=n_positions,
+        n_position_blocks=n_position_blocks,
+        N_ROTATED=n_rotated,
+        HEAD_DIM=head_dim,
+        INTERLEAVED=plan.interleaved,
+        INVERSE=plan.inverse,
+        ROUNDS=rounds,
+        HEADS=_HEADS_PER_PROGRAM,
+        BLOCK_POSITIONS=block_positions,
+        BLOCK_PAIRS=pairs,
+        BLOCK_PASSED=passed,
+        ALIGN=math.gcd(16, *values),
+        num_warps=4,
+        maxnreg=MAX_REGISTERS,
+        enable_fp_fusion=False,  # a fused multiply-add would round once where torch rounds twice
+    )
+
+
+def _table_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, int]:
     """(batch, position); 0 where all sequences share the table."""
-    batch = 0 if table.dim() == 2 or table.shape[0] == 1 else table.stride(0)
-    return batch, table.stride(-2)
+    batch = 0 if len(shape) == 2 or shape[0] == 1 else strides[0]
+    return batch, strides[-2]

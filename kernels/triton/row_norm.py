@@ -5,6 +5,8 @@ The formulas stand in row_norm_kernels.py; here are the sizes of tiles, the part
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -21,11 +23,12 @@ from ..reference.row_norm import (
     outputs_of,
 )
 from . import row_norm_kernels as kernels
-from .launch import cdiv, launch, on_device_of
-from .philox import dropout_arguments
+from .launch import LAUNCHES, Launch, cdiv, launch, on_device_of
+from .philox import dropout_arguments, rng_arguments
 from .sum_partials import rows_per_program, sum_partials
 from .tiles import (
     MAX_REGISTERS,
+    Tile,
     TileRule,
     aligned,
     aligned_vector,
@@ -62,46 +65,44 @@ def forward(operands: Operands, rng: tuple[int, int] | Tensor | None, plan: RowN
     rng: (seed, offset), or an int64 tensor of the two on x's device.
     """
     x, residual, bias, weight, norm_bias = operands
-    n_rows, n_cols = x.shape
-    normed = plan.norm != _NONE
     outputs = outputs_of(plan, x, x.new_empty)
     if x.numel() == 0:
         return outputs
-    block = tile(FORWARD, n_cols, whole_rows=normed)
-    grid = (cdiv(n_rows, block.rows), 1 if normed else cdiv(n_cols, block.cols))
-    divisor = common_divisor(n_cols)
+    divisor = common_divisor(x.shape[1])
     with on_device_of(x):
         x, residual = aligned(x, divisor), aligned(residual, divisor)
-        bias, weight, norm_bias = aligned_vector(bias), aligned_vector(weight), aligned_vector(norm_bias)
-        launch(
-            kernels._row_norm_fwd_kernel,
-            grid,
-            x,
-            residual,
-            bias,
-            weight,
-            norm_bias,
-            *outputs,
-            **dropout_arguments(rng, plan.dropout_p, n_cols),
-            eps=float(plan.eps),
-            weight_offset=float(plan.weight_offset),
-            n_rows=n_rows,
-            n_cols=n_cols,
-            x_row_stride=row_stride(x),
-            residual_row_stride=row_stride(residual),
-            NORM=plan.norm,
-            CENTER_Z=normed and plan.store_z and plan.center_z,
-            Z_DTYPE=_TL_DTYPES[plan.z_dtype],
-            N_DTYPE=_TL_DTYPES[plan.n_dtype],
-            ROW_IN_TILE=block.cols >= n_cols,
-            ALIGN=divisor,
-            BLOCK_ROWS=block.rows,
-            BLOCK_COLS=block.cols,
-            num_warps=block.num_warps,
-            maxnreg=MAX_REGISTERS,
-            enable_fp_fusion=False,
-        )
+        vectors = aligned_vector(bias), aligned_vector(weight), aligned_vector(norm_bias)
+        launched = _forward_launch(plan, x.shape, row_stride(x), row_stride(residual))
+        launch(kernels._row_norm_fwd_kernel, launched, x, residual, *vectors, *outputs, *rng_arguments(rng))
     return outputs
+
+
+@lru_cache(maxsize=LAUNCHES)
+def _forward_launch(plan: RowNormPlan, shape: torch.Size, x_row_stride: int, residual_row_stride: int) -> Launch:
+    n_rows, n_cols = shape
+    normed = plan.norm != _NONE
+    block = tile(FORWARD, n_cols, whole_rows=normed)
+    return Launch(
+        (cdiv(n_rows, block.rows), 1 if normed else cdiv(n_cols, block.cols)),
+        **dropout_arguments(plan.dropout_p, n_cols),
+        eps=float(plan.eps),
+        weight_offset=float(plan.weight_offset),
+        n_rows=n_rows,
+        n_cols=n_cols,
+        x_row_stride=x_row_stride,
+        residual_row_stride=residual_row_stride,
+        NORM=plan.norm,
+        CENTER_Z=normed and plan.store_z and plan.center_z,
+        Z_DTYPE=_TL_DTYPES[plan.z_dtype],
+        N_DTYPE=_TL_DTYPES[plan.n_dtype],
+        ROW_IN_TILE=block.cols >= n_cols,
+        ALIGN=common_divisor(n_cols),
+        BLOCK_ROWS=block.rows,
+        BLOCK_COLS=block.cols,
+        num_warps=block.num_warps,
+        maxnreg=MAX_REGISTERS,
+        enable_fp_fusion=False,
+    )
 
 
 def backward(
@@ -142,59 +143,61 @@ def backward(
     divisor = common_divisor(n_cols)
     with on_device_of(like):
         dy, dz, z = aligned(dy, divisor), aligned(dz, divisor), aligned(z, divisor)
-        weight = aligned_vector(weight)
+        strides = row_stride(dy), row_stride(dz), row_stride(z)
+        given = dy, dz, z, mean, rstd, aligned_vector(weight)
         row_means = None
         if needs_row and n_col_tiles > 1:
             row_means = like.new_empty((2, n_rows), dtype=torch.float32)
-            means_block = tile(ROW_MEANS, n_cols)
-            launch(
-                kernels._row_means_kernel,
-                (n_rows,),
-                dy,
-                z,
-                mean,
-                rstd,
-                weight,
-                row_means,
-                weight_offset=float(plan.weight_offset),
-                n_rows=n_rows,
-                n_cols=n_cols,
-                dy_row_stride=row_stride(dy),
-                z_row_stride=row_stride(z),
-                ALIGN=divisor,
-                BLOCK_COLS=means_block.cols,
-                num_warps=means_block.num_warps,
-                enable_fp_fusion=False,
-            )
-        launch(
-            kernels._row_norm_bwd_kernel,
-            (n_programs, n_col_tiles),
-            dy,
-            dz,
-            z,
-            mean,
-            rstd,
-            weight,
-            row_means,
-            dx,
-            dresidual,
-            *partials_of,
-            **dropout_arguments(rng, plan.dropout_p, n_cols),
-            weight_offset=float(plan.weight_offset),
-            n_rows=n_rows,
-            n_cols=n_cols,
-            rows_per_program=rows,
-            dy_row_stride=row_stride(dy),
-            dz_row_stride=row_stride(dz),
-            z_row_stride=row_stride(z),
-            NORM=_NONE if dy is None else plan.norm,
-            ALIGN=divisor,
-            BLOCK_ROWS=block.rows,
-            BLOCK_COLS=block.cols,
-            num_warps=block.num_warps,
-            maxnreg=MAX_REGISTERS,
-            enable_fp_fusion=False,
-        )
+            means_launch = _row_means_launch(plan.weight_offset, like.shape, strides)
+            launch(kernels._row_means_kernel, means_launch, given[0], *given[2:], row_means)
+        launched = _backward_launch(plan, like.shape, strides, dy is not None, block, rows)
+        written = row_means, dx, dresidual, *partials_of
+        launch(kernels._row_norm_bwd_kernel, launched, *given, *written, *rng_arguments(rng))
         if summed:
             sum_partials(workspace, summed)
     return gradients
+
+
+@lru_cache(maxsize=LAUNCHES)
+def _row_means_launch(weight_offset: float, shape: torch.Size, strides: tuple[int, int, int]) -> Launch:
+    """strides: of the rows of dy, dz and z."""
+    n_rows, n_cols = shape
+    block = tile(ROW_MEANS, n_cols)
+    return Launch(
+        (n_rows,),
+        weight_offset=float(weight_offset),
+        n_rows=n_rows,
+        n_cols=n_cols,
+        dy_row_stride=strides[0],
+        z_row_stride=strides[2],
+        ALIGN=common_divisor(n_cols),
+        BLOCK_COLS=block.cols,
+        num_warps=block.num_warps,
+        enable_fp_fusion=False,
+    )
+
+
+@lru_cache(maxsize=LAUNCHES)
+def _backward_launch(
+    plan: RowNormPlan, shape: torch.Size, strides: tuple[int, int, int], normed: bool, block: Tile, rows: int
+) -> Launch:
+    """strides: of the rows of dy, dz and z. rows: of a program."""
+    n_rows, n_cols = shape
+    return Launch(
+        (cdiv(n_rows, rows), cdiv(n_cols, block.cols)),
+        **dropout_arguments(plan.dropout_p, n_cols),
+        weight_offset=float(plan.weight_offset),
+        n_rows=n_rows,
+        n_cols=n_cols,
+        rows_per_program=rows,
+        dy_row_stride=strides[0],
+        dz_row_stride=strides[1],
+        z_row_stride=strides[2],
+        NORM=plan.norm if normed else _NONE,
+        ALIGN=common_divisor(n_cols),
+        BLOCK_ROWS=block.rows,
+        BLOCK_COLS=block.cols,
+        num_warps=block.num_warps,
+        maxnreg=MAX_REGISTERS,
+        enable_fp_fusion=False,
+    )

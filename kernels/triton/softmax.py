@@ -7,6 +7,7 @@ mask, the partition of the rows for its gradient, and the launches.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ from ..reference.philox import dropout_scale
 from ..reference.softmax import BackwardOperands, MaskLayout, Operands, SoftmaxPlan
 from . import softmax_backward_kernels as backward_kernels
 from . import softmax_kernels as kernels
-from .launch import cdiv, launch, next_power_of_2, on_device_of
-from .philox import dropout_arguments
+from .launch import LAUNCHES, Launch, cdiv, launch, next_power_of_2, on_device_of
+from .philox import dropout_arguments, rng_arguments
 from .sum_partials import sum_partials
 from .tiles import MAX_REGISTERS, Tile, TileRule, aligned, common_divisor, tile
 
@@ -45,15 +46,15 @@ def _index_dtype(n_rows: int) -> Any:
     return tl.uint32 if n_rows < 2**32 else tl.int64
 
 
-def _mask_arguments(scores: Tensor, mask: Tensor | None, layout: MaskLayout, divisor: int) -> dict[str, Any]:
+def _mask_arguments(layout: MaskLayout | None, bytes_of_score: int, n_cols: int) -> dict[str, Any]:
     """The forward kernel's arguments for the mask."""
-    sizes, strides, col_stride = ((), (), 0) if mask is None else layout
+    sizes, strides, col_stride = layout or ((), (), 0)
     inner_sizes, inner_strides = sizes[:0:-1], strides[:0:-1]  # fastest first, without the slowest
     arguments: dict[str, Any] = {"mask_outer_stride": strides[0] if strides else 0, "mask_col_stride": col_stride}
     for i in range(3):
         arguments[f"mask_size{i}"] = inner_sizes[i] if i < len(inner_sizes) else 1
         arguments[f"mask_stride{i}"] = inner_strides[i] if i < len(inner_strides) else 0
-    align = math.gcd(divisor, 16 // scores.element_size(), *strides) if col_stride == 1 else 1
+    align = math.gcd(common_divisor(n_cols), 16 // bytes_of_score, *strides) if col_stride == 1 else 1
     return arguments | {
         "MASK_DIMS": max(1, len(sizes)),
         "MASK_COLS": col_stride if col_stride in (0, 1) else kernels.ANY_STRIDE.value,
@@ -74,35 +75,45 @@ def forward(
     p = scores.new_empty((n_rows, n_cols)) if plan.store_p else None
     if scores.numel() == 0:
         return y, p
-    divisor = common_divisor(n_cols)
+    with on_device_of(scores):
+        scores = aligned(scores, common_divisor(n_cols))
+        read = None if mask is None else layout
+        launched = _forward_launch(plan, scores.shape, scores.stride(0), scores.itemsize, read, n_queries)
+        launch(kernels._softmax_fwd_kernel, launched, scores, mask, y, p, *rng_arguments(rng))
+    return y, p
+
+
+@lru_cache(maxsize=LAUNCHES)
+def _forward_launch(
+    plan: SoftmaxPlan,
+    shape: torch.Size,
+    row_stride: int,
+    bytes_of_score: int,
+    layout: MaskLayout | None,
+    n_queries: int,
+) -> Launch:
+    """layout: of the mask, if there is one."""
+    n_rows, n_cols = shape
     block = tile(FORWARD_BUSY if plan.causal or plan.dropout_p > 0.0 else FORWARD, n_cols)
     n_programs = cdiv(n_rows, block.rows)
-    with on_device_of(scores):
-        scores = aligned(scores, divisor)
-        launch(
-            kernels._softmax_fwd_kernel,
-            (n_programs,),
-            scores,
-            mask,
-            y,
-            p,
-            **dropout_arguments(rng, plan.dropout_p, n_cols),
-            scale=plan.scale,
-            n_rows=n_rows,
-            n_cols=n_cols,
-            n_queries=n_queries,
-            scores_row_stride=scores.stride(0),
-            **_mask_arguments(scores, mask, layout, divisor),
-            CAUSAL=plan.causal,
-            INDEX=_index_dtype(n_programs * block.rows),
-            ROW_IN_TILE=block.cols >= n_cols,
-            ALIGN=divisor,
-            BLOCK_ROWS=block.rows,
-            BLOCK_COLS=block.cols,
-            num_warps=block.num_warps,
-            maxnreg=MAX_REGISTERS,
-        )
-    return y, p
+    return Launch(
+        (n_programs,),
+        **dropout_arguments(plan.dropout_p, n_cols),
+        scale=plan.scale,
+        n_rows=n_rows,
+        n_cols=n_cols,
+        n_queries=n_queries,
+        scores_row_stride=row_stride,
+        **_mask_arguments(layout, bytes_of_score, n_cols),
+        CAUSAL=plan.causal,
+        INDEX=_index_dtype(n_programs * block.rows),
+        ROW_IN_TILE=block.cols >= n_cols,
+        ALIGN=common_divisor(n_cols),
+        BLOCK_ROWS=block.rows,
+        BLOCK_COLS=block.cols,
+        num_warps=block.num_warps,
+        maxnreg=MAX_REGISTERS,
+    )
 
 
 class _Groups(NamedTuple):
@@ -171,82 +182,94 @@ def backward(
     divisor = common_divisor(n_cols)
     with on_device_of(dy):
         dy, p = aligned(dy, divisor), aligned(p, divisor)
-        common = {
-            "dropout_scale": dropout_scale(plan.dropout_p),
-            "n_cols": n_cols,
-            "n_queries": n_queries,
-            "dy_row_stride": dy.stride(0),
-            "p_row_stride": p.stride(0),
-            "HAS_DROPOUT": plan.dropout_p > 0.0,
-            "CAUSAL": plan.causal,
-            "INDEX": _index_dtype(2 * (n_rows + BACKWARD.elements)),  # tiles reach past the last row
-            "ALIGN": divisor,
-        }
+        sizes = _Sizes(dy.shape, n_queries, dy.stride(0), p.stride(0))
         if dmask is not None:
-            _launch_backward_mask(dy, p, dscores, dmask, _groups(layout.sizes, layout.strides), plan.scale, common)
+            _backward_mask(dy, p, dscores, dmask, layout, plan, sizes)
         elif dscores is not None:
-            block = tile(BACKWARD, n_cols)
-            launch(
-                backward_kernels._softmax_bwd_kernel,
-                (cdiv(n_rows, block.rows),),
-                dy,
-                p,
-                dscores,
-                scale=plan.scale,
-                n_rows=n_rows,
-                ROW_IN_TILE=block.cols >= n_cols,
-                BLOCK_ROWS=block.rows,
-                BLOCK_COLS=block.cols,
-                num_warps=block.num_warps,
-                maxnreg=MAX_REGISTERS,
-                **common,
-            )
+            launch(backward_kernels._softmax_bwd_kernel, _backward_launch(plan, sizes), dy, p, dscores)
     return dscores, dmask
 
 
-def _launch_backward_mask(
+class _Sizes(NamedTuple):
+    shape: torch.Size
+    n_queries: int
+    dy_row_stride: int
+    p_row_stride: int
+
+
+def _common(plan: SoftmaxPlan, sizes: _Sizes) -> dict[str, Any]:
+    """What all kernels of backward are launched with."""
+    n_rows, n_cols = sizes.shape
+    return {
+        "dropout_scale": dropout_scale(plan.dropout_p),
+        "n_cols": n_cols,
+        "n_queries": sizes.n_queries,
+        "dy_row_stride": sizes.dy_row_stride,
+        "p_row_stride": sizes.p_row_stride,
+        "HAS_DROPOUT": plan.dropout_p > 0.0,
+        "CAUSAL": plan.causal,
+        "INDEX": _index_dtype(2 * (n_rows + BACKWARD.elements)),  # tiles reach past the last row
+        "ALIGN": common_divisor(n_cols),
+    }
+
+
+@lru_cache(maxsize=LAUNCHES)
+def _backward_launch(plan: SoftmaxPlan, sizes: _Sizes) -> Launch:
+    n_rows, n_cols = sizes.shape
+    block = tile(BACKWARD, n_cols)
+    return Launch(
+        (cdiv(n_rows, block.rows),),
+        scale=plan.scale,
+        n_rows=n_rows,
+        ROW_IN_TILE=block.cols >= n_cols,
+        BLOCK_ROWS=block.rows,
+        BLOCK_COLS=block.cols,
+        num_warps=block.num_warps,
+        maxnreg=MAX_REGISTERS,
+        **_common(plan, sizes),
+    )
+
+
+def _backward_mask(
     dy: Tensor,
     p: Tensor,
     dscores: Tensor | None,
     dmask: Tensor,
-    groups: _Groups,
-    scale: float,
-    common: dict[str, Any],
+    layout: MaskLayout,
+    plan: SoftmaxPlan,
+    sizes: _Sizes,
 ) -> None:
-    n_rows, n_cols = dy.shape
+    n_partials, dots_launch, launched = _backward_mask_launches(plan, sizes, layout)
+    row_dots = None
+    if dots_launch is not None:
+        row_dots = dmask.new_empty(dy.shape[0])
+        launch(backward_kernels._row_dots_kernel, dots_launch, dy, p, row_dots)
+    partials = dmask if n_partials == 1 else dmask.new_empty((n_partials, *dmask.shape))
+    launch(backward_kernels._softmax_bwd_mask_kernel, launched, dy, p, row_dots, dscores, partials)
+    if n_partials > 1:
+        sum_partials(partials.view(1, n_partials, -1), [dmask.view(-1)])
+
+
+@lru_cache(maxsize=LAUNCHES)
+def _backward_mask_launches(plan: SoftmaxPlan, sizes: _Sizes, layout: MaskLayout) -> tuple[int, Launch | None, Launch]:
+    """How many partial sums a number of dmask has; the row dots' launch, where a row is no tile; the gradients'."""
+    n_rows, n_cols = sizes.shape
+    common = _common(plan, sizes)
+    groups = _groups(layout.sizes, layout.strides)
     block = tile(BACKWARD_MASK, n_cols)
     n_col_tiles = cdiv(n_cols, block.cols)
-    row_dots = None
+    dots_launch = None
     if n_col_tiles > 1:
-        row_dots = dmask.new_empty(n_rows)
         wide = tile(BACKWARD, n_cols)
-        launch(
-            backward_kernels._row_dots_kernel,
-            (n_rows,),
-            dy,
-            p,
-            row_dots,
-            n_rows=n_rows,
-            BLOCK_COLS=wide.cols,
-            num_warps=wide.num_warps,
-            **common,
-        )
+        dots_launch = Launch((n_rows,), n_rows=n_rows, BLOCK_COLS=wide.cols, num_warps=wide.num_warps, **common)
     shared_rows = shared_rows_per_tile(groups.n_mask_rows, block)
     n_mask_tiles = cdiv(groups.n_mask_rows * shared_rows, block.rows)
     n_steps = cdiv(groups.n_shared, shared_rows)
     steps = steps_per_program(n_mask_tiles * n_col_tiles, n_steps)
     n_chunks = cdiv(n_steps, steps)
-    n_partials = n_chunks * shared_rows
-    partials = dmask if n_partials == 1 else dmask.new_empty((n_partials, *dmask.shape))
-    launch(
-        backward_kernels._softmax_bwd_mask_kernel,
+    launched = Launch(
         (n_mask_tiles, n_chunks, n_col_tiles),
-        dy,
-        p,
-        row_dots,
-        dscores,
-        partials,
-        scale=scale,
+        scale=plan.scale,
         **groups._asdict(),
         shared_per_program=steps * shared_rows,
         MASK_SPLIT=groups.mask_inner < groups.n_mask_rows,
@@ -258,5 +281,4 @@ def _launch_backward_mask(
         maxnreg=MAX_REGISTERS,
         **common,
     )
-    if n_partials > 1:
-        sum_partials(partials.view(1, n_partials, -1), [dmask.view(-1)])
+    return n_chunks * shared_rows, dots_launch, launched

@@ -4,13 +4,14 @@ decide."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from torch import Tensor
 
 import triton
 import triton.language as tl
 
-from .launch import cdiv, launch
+from .launch import LAUNCHES, Launch, cdiv, launch
 from .tiles import Tile, common_divisor, with_divisor
 
 _TILE = Tile(rows=64, cols=32, num_warps=8)
@@ -33,11 +34,13 @@ def sum_partials(partials: Tensor, outputs: Sequence[Tensor]) -> None:
     partials: [outputs, n_partials, n_cols] float32. outputs: [n_cols], any dtype, each. Less than 2^31 columns.
     """
     _, n_partials, n_cols = partials.shape
-    launch(
-        _sum_partials_kernel,
-        (cdiv(n_cols, _TILE.cols), len(outputs)),
-        partials,
-        *[*outputs, None, None][:3],
+    launch(_sum_partials_kernel, _launch(len(outputs), n_partials, n_cols), partials, *[*outputs, None, None][:3])
+
+
+@lru_cache(maxsize=LAUNCHES)
+def _launch(n_outputs: int, n_partials: int, n_cols: int) -> Launch:
+    return Launch(
+        (cdiv(n_cols, _TILE.cols), n_outputs),
         n_partials=n_partials,
         n_cols=n_cols,
         ALIGN=common_divisor(n_cols),

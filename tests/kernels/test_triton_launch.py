@@ -1,4 +1,4 @@
-"""launch(): which launches share what Triton compiled, and with which arguments it is called."""
+"""launch(): which launches share what Triton compiled, and with which arguments that is run."""
 
 from __future__ import annotations
 
@@ -18,29 +18,34 @@ from onetrip.kernels import launch as launching  # noqa: E402
 
 
 class Kernel:
-    """Stands in for a JITFunction of (x_ptr, bias_ptr, n, scale, ALIGN, BLOCK)."""
+    """Stands in for a JITFunction of (x_ptr, bias_ptr, seed, n, scale, ALIGN, BLOCK), and for what it is compiled
+    to."""
 
-    arg_names = ("x_ptr", "bias_ptr", "n", "scale", "ALIGN", "BLOCK")
-    constexprs = (4, 5)
+    arg_names = ("x_ptr", "bias_ptr", "seed", "n", "scale", "ALIGN", "BLOCK")
+    constexprs = (5, 6)
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self) -> None:
         self.fn: Callable[[], None] = lambda: None
         self.searches = 0
-        self.calls: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
+        self.runs: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def search(*arguments: Any, **named: Any) -> Any:
             self.searches += 1
             return self
 
-        return search if len(grid) < 3 else lambda *arguments: self.calls.append((grid[:3], arguments))
+        return search
+
+    def run(self, *arguments: Any) -> None:
+        self.runs.append(arguments)
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    device = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0))
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: f"stream of {device}")
     monkeypatch.setattr(triton, "JITFunction", Kernel)
-    monkeypatch.setattr(triton.runtime, "driver", device)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(launching, "_compiled", {})
     return Kernel()
 
@@ -50,20 +55,39 @@ GIVEN = {"n": 64, "scale": 1.0, "ALIGN": 16, "BLOCK": 32, "num_warps": 4}
 
 
 def run(
-    kernel: Kernel, x: Tensor | None = X, bias: Tensor | None = None, grid: tuple[int, ...] = (2,), **new: Any
+    kernel: Kernel,
+    x: Tensor | None = X,
+    bias: Tensor | None = None,
+    seed: int = 7,
+    grid: tuple[int, ...] = (2,),
+    **new: Any,
 ) -> None:
-    launching.launch(kernel, grid, x, bias, **{**GIVEN, **new})
+    launching.launch(kernel, launching.Launch(grid, **{**GIVEN, **new}), x, bias, seed)
 
 
 def test_other_values_are_no_other_kernel(kernel: Kernel) -> None:
     """Among them 1 and multiples of 16, on which Triton specializes unless a kernel forbids it."""
     run(kernel)
     other = torch.ones(16)
-    run(kernel, other, grid=(3, 5), BLOCK=32, scale=0.5, n=1, ALIGN=16)
+    run(kernel, other, grid=(3, 5), BLOCK=32, scale=0.5, n=1, ALIGN=16, seed=1)
     assert kernel.searches == 1
-    ((grid, arguments),) = kernel.calls
-    assert grid == (3, 5, 1)
-    assert arguments[0] is other and arguments[1:] == (None, 1, 0.5, 16, 32)
+    hooks = None, None, None
+    values = other.data_ptr(), None, 1, 1, 0.5, 16, 32
+    assert kernel.runs == [(3, 5, 1, "stream of 0", "function", "metadata", *hooks, *values)]
+
+
+def test_one_launch_with_other_tensors(kernel: Kernel) -> None:
+    """What a Launch has found it keeps, apart for every dtype and alignment, and no seed with it."""
+    launch = launching.Launch((2,), **GIVEN)
+    tensors = [X, X.half(), X[1:], torch.ones(16), None]
+    for _ in range(3):
+        for x in tensors:
+            launching.launch(kernel, launch, x, None, len(kernel.runs))
+    assert kernel.searches == 4
+    assert [run[-7:-5] for run in kernel.runs] == [
+        (None if x is None else x.data_ptr(), None) for x in [tensors[3], *tensors, *tensors]
+    ]
+    assert [run[-5] for run in kernel.runs] == list(range(11))
 
 
 @pytest.mark.parametrize(
